@@ -1,0 +1,132 @@
+"""Finds this process's rank from the variables that a launcher sets, before MPI is initialised.
+
+The rank on the node is needed early: a process picks its GPU before MPI starts. Everything here is a pure
+function of an environment mapping. The table is in order of trust: an MPI launcher's own variables win over
+those of the batch system that it was started in, because both are there when `mpiexec` runs inside an
+allocation and then the batch system's describe the shell, not the rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from lowshard.errors import LaunchError
+
+__all__ = ["LaunchedRank", "find_rank", "without_rank"]
+
+
+@dataclass(frozen=True)
+class LaunchedRank:
+    """What the launcher told this process about its place.
+
+    Attributes:
+        rank: rank in the world.
+        size: number of ranks.
+        local_rank: rank among those of this node; None where the launcher does not say.
+        launcher: name of the row of the table that matched, e.g. "openmpi" or "slurm".
+    """
+
+    rank: int
+    size: int
+    local_rank: int | None
+    launcher: str
+
+
+@dataclass(frozen=True)
+class _Source:
+    """One launcher's variables; each field lists the names to try, in order.
+
+    Attributes:
+        launcher: name to report.
+        rank: names of the rank.
+        size: names of the number of ranks.
+        local_rank: names of the rank on the node.
+        needs: groups of names; of each group at least one must be set.
+    """
+
+    launcher: str
+    rank: tuple[str, ...]
+    size: tuple[str, ...]
+    local_rank: tuple[str, ...]
+    needs: tuple[tuple[str, ...], ...] = ()
+
+
+_PMI_MARKS = ("PMI_RANK", "PMI_FD", "PMI_JOBID", "PMI2_FD", "PMIX_RANK", "PMIX_NAMESPACE")
+
+_SOURCES = (
+    _Source("openmpi", ("OMPI_COMM_WORLD_RANK",), ("OMPI_COMM_WORLD_SIZE",), ("OMPI_COMM_WORLD_LOCAL_RANK",)),
+    _Source("mvapich", ("MV2_COMM_WORLD_RANK",), ("MV2_COMM_WORLD_SIZE",), ("MV2_COMM_WORLD_LOCAL_RANK",)),
+    # Hydra, the launcher of MPICH and of Intel MPI. MPI_LOCALRANKID is its mark: bare PMI_* variables also come
+    # from srun, flux and PALS, whose own rows know the local rank.
+    _Source("hydra", ("PMI_RANK",), ("PMI_SIZE",), ("MPI_LOCALRANKID",), needs=(("MPI_LOCALRANKID",),)),
+    _Source("jsm", ("JSM_NAMESPACE_RANK",), ("JSM_NAMESPACE_SIZE",), ("JSM_NAMESPACE_LOCAL_RANK",)),
+    _Source("flux", ("FLUX_TASK_RANK",), ("FLUX_JOB_SIZE", "PMI_SIZE"), ("FLUX_TASK_LOCAL_ID",)),
+    _Source("pals", ("PALS_RANKID",), ("PALS_SIZE", "PMI_SIZE"), ("PALS_LOCAL_RANKID",)),
+    # A shell in an allocation has SLURM_PROCID=0 and SLURM_NTASKS too. Only a step has a step id, and only one
+    # that srun started with an MPI plugin has PMI; without PMI each task would be an MPI world of its own.
+    _Source(
+        "slurm",
+        ("SLURM_PROCID",),
+        ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
+        ("SLURM_LOCALID",),
+        needs=(("SLURM_STEP_ID", "SLURM_STEPID"), _PMI_MARKS),
+    ),
+    _Source("pmi", ("PMI_RANK",), ("PMI_SIZE",), ("PMI_LOCAL_RANK",)),
+    _Source("torchrun", ("RANK",), ("WORLD_SIZE",), ("LOCAL_RANK",), needs=(("LOCAL_RANK",),)),
+)
+
+# What a job started from inside a rank must not inherit, or its ranks take themselves for that rank.
+_RANK_PREFIXES = ("OMPI_COMM_WORLD_", "PMIX_", "PMI_", "PMI2_", "HYDI_", "MPI_LOCAL", "MV2_COMM_WORLD_", "PALS_")
+_KEPT_PREFIX = "PMIX_MCA_"  # settings, not identity
+
+
+def find_rank(env: Mapping[str, str]) -> LaunchedRank | None:
+    """Returns the rank that the environment describes, or None if no launcher's variables are there.
+
+    Args:
+        env: the process's environment, usually `os.environ`.
+
+    Raises:
+        LaunchError: the variables of the launcher that matched are not numbers, or contradict each other.
+    """
+    for source in _SOURCES:
+        if not all(any(name in env for name in group) for group in source.needs):
+            continue
+        rank = _number(env, source.rank)
+        size = _number(env, source.size)
+        if rank is None or size is None:
+            continue
+        local_rank = _number(env, source.local_rank)
+        if rank >= size or (local_rank is not None and local_rank >= size):
+            raise LaunchError(
+                f"a rank must be below the number of ranks, but {source.launcher}'s variables say rank {rank}, "
+                f"local rank {local_rank}, size {size}; unset the stale ones of "
+                f"{', '.join(source.rank + source.size + source.local_rank)}"
+            )
+        return LaunchedRank(rank, size, local_rank, source.launcher)
+    return None
+
+
+def without_rank(env: Mapping[str, str]) -> dict[str, str]:
+    """Returns a copy of the environment without the variables that make a process one rank of an MPI job."""
+    return {
+        name: value
+        for name, value in env.items()
+        if name.startswith(_KEPT_PREFIX) or not name.startswith(_RANK_PREFIXES)
+    }
+
+
+def _number(env: Mapping[str, str], names: tuple[str, ...]) -> int | None:
+    """Returns the first of the named variables that is set, as a count."""
+    for name in names:
+        text = env.get(name)
+        if text is None:
+            continue
+        if not text.strip().isdecimal():
+            raise LaunchError(
+                f"{name} must hold a number (0, 1, ...) because a launcher sets it so, but holds {text!r}; unset "
+                f"it, or start the program with its launcher"
+            )
+        return int(text)
+    return None

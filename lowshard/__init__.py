@@ -1,0 +1,38 @@
+"""lowshard: place, move and quantise raw array buffers over many processes.
+
+NumPy over MPI on any machine, CuPy over NCCL on GPUs, one program text for both.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+# The folders kernels/, launch/ and bench/ stand beside this one in a checkout and install as
+# lowshard.kernels and so on. Without an install, look for them there.
+_here = Path(__file__).parent
+if not (_here / "kernels").is_dir():
+    __path__.append(str(_here.parent))
+
+# `execute` and `redistribute` are modules and, publicly, functions: importing both modules here, once,
+# leaves the names bound to the functions whatever is imported later.
+from lowshard._version import __version__  # noqa: E402
+from lowshard.errors import LowshardError, ShardingError  # noqa: E402
+from lowshard.execute import execute, redistribute  # noqa: E402
+from lowshard.layout import Layout  # noqa: E402
+from lowshard.mesh import DeviceMesh  # noqa: E402
+from lowshard.placement import Partial, Replicated, Sharded  # noqa: E402
+from lowshard.redistribute import plan_redistribute  # noqa: E402
+
+__all__ = [
+    "DeviceMesh",
+    "Layout",
+    "LowshardError",
+    "Partial",
+    "Replicated",
+    "Sharded",
+    "ShardingError",
+    "__version__",
+    "execute",
+    "plan_redistribute",
+    "redistribute",
+]

@@ -1,0 +1,121 @@
+"""Interval and box arithmetic over global array coordinates.
+
+A box is a tuple of half-open intervals `(start, stop)`, one a dim; the box of a 0-d array is `()`,
+which holds one element. Everything is plain integers: no arrays, no ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from math import prod
+from typing import Literal
+
+Interval = tuple[int, int]
+Box = tuple[Interval, ...]
+Split = Literal["balanced", "ceil"]
+
+
+def split_interval(interval: Interval, parts: int, index: int, split: Split = "balanced") -> Interval:
+    """Return part `index` of `parts` of an interval.
+
+    balanced: with n elements, `base, rem = divmod(n, parts)` and the first `rem` parts hold base + 1.
+    ceil: every part but the last non-empty one holds ceil(n / parts), as torch.chunk cuts.
+    Empty parts are legal; they lie inside the interval (start == stop).
+    """
+    start, stop = interval
+    length = stop - start
+    if split == "ceil":
+        step = -(-length // parts)
+        return start + min(index * step, length), start + min((index + 1) * step, length)
+    base, rem = divmod(length, parts)
+    first = start + index * base + min(index, rem)
+    return first, first + base + (1 if index < rem else 0)
+
+
+def full_box(shape: Sequence[int]) -> Box:
+    """Return the box that covers an array of this shape."""
+    return tuple((0, n) for n in shape)
+
+
+def shape_of(box: Box) -> tuple[int, ...]:
+    """Return the extent of a box in each dim."""
+    return tuple(stop - start for start, stop in box)
+
+
+def volume(box: Box) -> int:
+    """Return the number of elements in a box; 1 for the box of a 0-d array."""
+    return prod(stop - start for start, stop in box)
+
+
+def intersect(a: Box, b: Box) -> Box | None:
+    """Return the elements in both boxes, or None when there are none."""
+    out = []
+    for (a0, a1), (b0, b1) in zip(a, b, strict=True):
+        start, stop = max(a0, b0), min(a1, b1)
+        if start >= stop:
+            return None
+        out.append((start, stop))
+    return tuple(out)
+
+
+def contains(outer: Box, inner: Box) -> bool:
+    """Return True when every element of `inner` lies in `outer`."""
+    return volume(inner) == 0 or all(
+        a0 <= b0 and b1 <= a1 for (a0, a1), (b0, b1) in zip(outer, inner, strict=True)
+    )
+
+
+def subtract(box: Box, hole: Box) -> list[Box]:
+    """Return disjoint boxes that cover `box` without `hole`, at most two a dim."""
+    common = intersect(box, hole)
+    if common is None:
+        return [box] if volume(box) else []
+    rest: list[Box] = []
+    for dim, ((start, stop), (low, high)) in enumerate(zip(box, common, strict=True)):
+        head, tail = common[:dim], box[dim + 1 :]
+        if start < low:
+            rest.append((*head, (start, low), *tail))
+        if high < stop:
+            rest.append((*head, (high, stop), *tail))
+    return rest
+
+
+def covers(boxes: Iterable[Box], target: Box) -> bool:
+    """Return True when the union of `boxes` holds every element of `target`."""
+    left = [target] if volume(target) else []
+    for box in boxes:
+        left = [piece for part in left for piece in subtract(part, box)]
+        if not left:
+            return True
+    return not left
+
+
+def relative_slices(box: Box, origin: Box) -> tuple[slice, ...]:
+    """Return the slices that take `box` out of a local array whose own box is `origin`."""
+    return tuple(slice(b0 - o0, b1 - o0) for (b0, b1), (o0, _) in zip(box, origin, strict=True))
+
+
+def contiguous_runs(box: Box, shape: Sequence[int]) -> tuple[int, list[int]]:
+    """Return how a box lies in a row-major array: elements a run, and each run's first flat index.
+
+    Runs are as long as they can be: trailing dims that the box covers whole are folded into them.
+    """
+    if volume(box) == 0:
+        return 0, []
+    run = 1
+    dim = len(shape)
+    while dim > 0:
+        dim -= 1
+        start, stop = box[dim]
+        run *= stop - start
+        if stop - start != shape[dim]:
+            break
+    strides = [1] * len(shape)
+    for d in range(len(shape) - 2, -1, -1):
+        strides[d] = strides[d + 1] * shape[d + 1]
+    base = sum(start * stride for (start, _), stride in zip(box, strides, strict=True))
+    starts = [base]
+    for d in range(dim):  # outer dims first keeps the runs in file order
+        extent = box[d][1] - box[d][0]
+        starts = [s + i * strides[d] for s in starts for i in range(extent)]
+    return run, starts

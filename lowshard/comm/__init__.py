@@ -1,0 +1,75 @@
+"""Communicators over raw buffers: threads of one process, MPI on NumPy, NCCL on CuPy."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from lowshard.comm.agreement import agree
+from lowshard.comm.loopback import loopback, run_loopback
+from lowshard.comm.protocol import Communicator, Traffic
+from lowshard.errors import CommError, DependencyError
+
+__all__ = ["Communicator", "Traffic", "agree", "from_mpi", "from_nccl", "loopback", "run_loopback"]
+
+
+def from_mpi(mpi_comm: Any, device: Literal["auto", "cpu", "cuda"] = "auto") -> Communicator:
+    """Return a communicator over an mpi4py communicator, which it duplicates.
+
+    Collective: all ranks of `mpi_comm` call this. On "cpu" buffers are NumPy arrays and MPI moves
+    them. On "cuda" buffers are CuPy arrays and NCCL moves them; MPI hands out the unique id. "auto" is
+    "cuda" when every rank sees a GPU through CuPy, else "cpu".
+
+    An uncaught exception on a rank then ends the whole job, with the rank's number and traceback.
+
+    Raises:
+        CommError: device is none of the three, or ranks outnumber the GPUs of a node.
+        DependencyError: CuPy or NCCL is missing where "cuda" was asked for.
+    """
+    from lowshard.comm.abort import install_abort_hook
+    from lowshard.comm.mpi import MPICommunicator
+
+    if device not in ("auto", "cpu", "cuda"):
+        raise CommError(f"device is 'auto', 'cpu' or 'cuda', got {device!r}")
+    install_abort_hook()
+    host = MPICommunicator(mpi_comm)
+    if device == "cpu":
+        return host
+    from lowshard.comm.nccl import build_over_mpi, usable_on_all
+
+    if device == "auto" and not usable_on_all(host):
+        return host
+    return build_over_mpi(host)
+
+
+def from_nccl(nccl_communicator: Any, rank: int, size: int, control: Any = None) -> Communicator:
+    """Return a communicator over a `cupy.cuda.nccl.NcclCommunicator` that the caller owns.
+
+    Collective: all ranks of the NCCL communicator call this.
+
+    Args:
+        nccl_communicator: the NCCL communicator; `close()` leaves it alone.
+        rank: this rank in it.
+        size: its number of ranks.
+        control: an mpi4py communicator over the same ranks in the same order, for checks on the
+            host. Without it plan digests alone are compared, over NCCL, which costs a stream
+            synchronisation the first time a plan is executed.
+
+    Raises:
+        CommError: rank, size and communicator do not agree.
+        DependencyError: CuPy is missing.
+    """
+    from lowshard.comm.mpi import MPICommunicator
+    from lowshard.comm.nccl import NCCLCommunicator
+
+    if not 0 <= rank < size:
+        raise CommError(f"rank is 0 to size - 1, got rank {rank} of {size}")
+    host = None if control is None else MPICommunicator(control)
+    if host is not None and (host.rank, host.size) != (rank, size):
+        raise CommError(
+            f"control has rank {host.rank} of {host.size}, the NCCL communicator rank {rank} of {size}; "
+            "both list the same ranks in the same order"
+        )
+    try:
+        return NCCLCommunicator(nccl_communicator, rank, size, host, owned=False)
+    except ImportError as error:
+        raise DependencyError(f"from_nccl needs CuPy: pip install 'lowshard[cuda12]' ({error})") from error

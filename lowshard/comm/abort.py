@@ -1,0 +1,234 @@
+"""Ends every rank when one fails: say who and why, leave a record, abort the job.
+
+Without this an uncaught exception in one rank leaves the others waiting for ever: Python runs mpi4py's
+finalize on the way out, and finalize waits for the ranks that wait in a collective.
+
+A launcher that wants to know more than an exit status names a directory in `LOWSHARD_JOB_DIR`; each rank that
+fails leaves one `FailureRecord` there, and the launcher prints it. Where there is no such directory the
+traceback goes to stderr, with the rank in front of each line.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+import traceback
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import ModuleType, TracebackType
+from typing import NoReturn
+
+from lowshard.errors import LowshardError, PeerFailed
+
+__all__ = [
+    "JOB_DIR_VARIABLE",
+    "FailureRecord",
+    "end_job",
+    "exit_code_of",
+    "install_abort_hook",
+    "read_failures",
+    "report_exception",
+    "report_failure",
+    "write_failure",
+]
+
+JOB_DIR_VARIABLE = "LOWSHARD_JOB_DIR"
+_FAILURE_DIR = "failures"
+_ABORT_LIMIT_S = 2.0
+_INTERRUPTED = 130  # what a shell reports for a program that SIGINT ended
+
+_installed: dict[str, int] = {}  # "pid": the process that holds the hook; a forked child must not end the job
+
+
+@dataclass(frozen=True)
+class FailureRecord:
+    """Why one rank ended badly, as the launcher reads it.
+
+    Attributes:
+        rank: the rank that failed.
+        time_s: wall-clock time of the failure, seconds since the epoch.
+        kind: "exception", "exit" (a nonzero `sys.exit` or `os._exit`) or "signal".
+        exit_code: what the job returns if this failure is the first cause.
+        message: one line: the last line of the traceback, or what happened.
+        traceback: the full text, or "".
+        error: qualified class name of the exception, or "".
+        signal: number of the signal that ended the rank, if one did.
+        consequence: true where another rank failed first (a `PeerFailed`, or a signal sent by mpiexec's clean-up).
+    """
+
+    rank: int
+    time_s: float
+    kind: str
+    exit_code: int
+    message: str
+    traceback: str = ""
+    error: str = ""
+    signal: int | None = None
+    consequence: bool = False
+
+
+def write_failure(job_dir: Path, record: FailureRecord) -> None:
+    """Leaves a rank's record in the job directory; the first one of a rank stands.
+
+    Raises:
+        OSError: the directory is not there (any more), or cannot be written.
+    """
+    folder = job_dir / _FAILURE_DIR
+    draft = folder / f".{record.rank}-{os.getpid()}-{threading.get_ident()}"
+    draft.write_text(json.dumps(asdict(record)), encoding="utf-8")
+    try:
+        os.link(draft, folder / f"{record.rank}.json")  # whole or not at all, and never over an earlier one
+    except FileExistsError:
+        pass  # a second thread of a rank that is already ending: the first cause is the one to keep
+    finally:
+        draft.unlink()
+
+
+def read_failures(job_dir: Path) -> tuple[FailureRecord, ...]:
+    """Returns the records that the ranks of a job have left so far, in order of time."""
+    paths = (job_dir / _FAILURE_DIR).glob("[0-9]*.json")
+    records = [FailureRecord(**json.loads(path.read_text(encoding="utf-8"))) for path in paths]
+    return tuple(sorted(records, key=lambda record: record.time_s))
+
+
+def has_failure(job_dir: Path, rank: int) -> bool:
+    """Says whether a rank has left its record."""
+    return (job_dir / _FAILURE_DIR / f"{rank}.json").exists()
+
+
+def make_failure_dir(job_dir: Path) -> None:
+    """Makes the place for the records; the launcher calls this once."""
+    (job_dir / _FAILURE_DIR).mkdir()
+
+
+def exit_code_of(error: BaseException) -> int:
+    """Returns the exit code of an uncaught exception: a `LowshardError`'s own, 130 for Ctrl-C, else 1."""
+    if isinstance(error, LowshardError):
+        return error.exit_code
+    return _INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
+
+
+def report_failure(record: FailureRecord) -> None:
+    """Hands a record to the launcher; where there is none, prints it to stderr with the rank in each line."""
+    job_dir = os.environ.get(JOB_DIR_VARIABLE)
+    if job_dir:
+        try:
+            write_failure(Path(job_dir), record)
+        except OSError as error:  # another host, or the launcher is gone: the text must not be lost
+            sys.stderr.write(f"rank {record.rank} | no record of this failure in {job_dir}: {error}\n")
+        else:
+            return
+    text = record.traceback.rstrip("\n") or record.message
+    lines = [f"rank {record.rank} | {line}\n" for line in text.splitlines()]
+    sys.stderr.write("".join(lines))  # one write, so that ranks do not mix their lines
+    sys.stderr.flush()
+
+
+def report_exception(rank: int, error: BaseException) -> int:
+    """Reports an uncaught exception of this rank, and returns the exit code that goes with it."""
+    lines = list(traceback.TracebackException.from_exception(error).format())
+    code = exit_code_of(error)
+    last = traceback.format_exception_only(error)[-1].strip()
+    cls = type(error)
+    name = cls.__qualname__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__qualname__}"
+    consequence = isinstance(error, PeerFailed)
+    report_failure(
+        FailureRecord(
+            rank, time.time(), "exception", code, last, "".join(lines), error=name, consequence=consequence
+        )
+    )
+    return code
+
+
+def end_job(exit_code: int) -> NoReturn:
+    """Ends this process at once and, where MPI is running, all ranks with it. Never returns.
+
+    No finalize, no exit handlers: any of them may wait for a rank that waits for this one.
+    """
+    _flush_output()
+    # The abort itself may hang (a broken network, a library in a bad state); this process ends all the same.
+    backstop = threading.Timer(_ABORT_LIMIT_S, os._exit, (exit_code,))
+    backstop.daemon = True
+    backstop.start()
+    mpi = _running_mpi()
+    if mpi is not None:
+        if JOB_DIR_VARIABLE in os.environ:
+            # The launcher says it better than MPICH's own line, which comes on this rank's stderr.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        mpi.COMM_WORLD.Abort(exit_code)
+    os._exit(exit_code)
+
+
+def install_abort_hook(rank: int | None = None) -> None:
+    """Makes an uncaught exception in any thread of this rank end the whole job, with the rank in the traceback.
+
+    May be called any number of times. A hook that the program had put in `sys.excepthook` prints in place of
+    our text. Nothing changes in an interactive session, in a forked child, or in a world of one rank.
+    A nonzero `sys.exit` does not come through here (Python offers no hook for it); `lowshard run` handles it.
+
+    Args:
+        rank: this process's rank, if known before MPI is initialised; else MPI is asked when the time comes.
+    """
+    if _installed.get("pid") == os.getpid():
+        return
+    _installed["pid"] = os.getpid()
+    previous_hook = sys.excepthook
+    previous_thread_hook = threading.excepthook
+
+    def hook(cls: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if not _must_end_job():
+            previous_hook(cls, error, trace)
+            return
+        if previous_hook is not sys.__excepthook__:
+            previous_hook(cls, error, trace)
+        _fail(rank, error)
+
+    def thread_hook(args: threading.ExceptHookArgs) -> None:
+        error = args.exc_value
+        if error is None or isinstance(error, SystemExit) or not _must_end_job():
+            previous_thread_hook(args)  # Python's own says nothing about a SystemExit in a thread, nor do we
+            return
+        _fail(rank, error)
+
+    sys.excepthook = hook
+    threading.excepthook = thread_hook
+
+
+def _fail(rank: int | None, error: BaseException) -> NoReturn:
+    """Reports an exception and ends the job."""
+    if rank is None:
+        mpi = _running_mpi()
+        rank = 0 if mpi is None else mpi.COMM_WORLD.Get_rank()
+    _flush_output()
+    end_job(report_exception(rank, error))
+
+
+def _must_end_job() -> bool:
+    """Says whether other ranks could hang if only this process went away."""
+    if _installed.get("pid") != os.getpid() or hasattr(sys, "ps1") or sys.flags.interactive:
+        return False
+    if JOB_DIR_VARIABLE in os.environ:
+        return True
+    mpi = _running_mpi()
+    return mpi is not None and mpi.COMM_WORLD.Get_size() > 1
+
+
+def _running_mpi() -> ModuleType | None:
+    """Returns mpi4py.MPI if this process has loaded it and MPI is between init and finalize."""
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is None or not mpi.Is_initialized() or mpi.Is_finalized():
+        return None
+    return mpi
+
+
+def _flush_output() -> None:
+    """Pushes out what this process has printed; a closed or broken stream has nothing left to save."""
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None and not stream.closed:
+            try:
+                stream.flush()
+            except (BrokenPipeError, ValueError):
+                continue

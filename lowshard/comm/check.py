@@ -1,0 +1,89 @@
+"""What a communicator demands of buffers, counts, ops: one place, so that every transport refuses alike."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from lowshard import dtypes
+from lowshard.errors import BufferMismatchError, CommError, DTypeError
+
+Array = Any
+
+OPS = ("sum", "avg", "min", "max", "prod")
+ORDERS = ("fast", "tree", "rank")
+
+
+def flat(buf: Array, name: str, xp: ModuleType, transport: str, writes: bool) -> Array:
+    """Return a buffer as a flat view, or raise what is wrong with it.
+
+    Raises:
+        BufferMismatchError: no array of `xp`, not C-contiguous, or read-only where it is written.
+        DTypeError: a dtype outside the table.
+    """
+    if not isinstance(buf, xp.ndarray):
+        raise BufferMismatchError(
+            f"{name} of a {transport} communicator is a {xp.__name__} array, got {type(buf).__name__}"
+        )
+    dtypes.get(buf.dtype)
+    if not buf.flags.c_contiguous:
+        raise BufferMismatchError(
+            f"{name} is C-contiguous, got strides {buf.strides} for shape {buf.shape}; pass "
+            f"{xp.__name__}.ascontiguousarray({name}) (and copy a result back)"
+        )
+    if writes and xp is np and not buf.flags.writeable:
+        raise BufferMismatchError(f"{name} is written to, but the array is read-only; pass a copy")
+    return buf.reshape(-1)
+
+
+def same_dtype(send: Array, recv: Array) -> None:
+    """Raise BufferMismatchError unless both buffers have one dtype."""
+    if send.dtype != recv.dtype:
+        raise BufferMismatchError(f"send and recv have one dtype, got {send.dtype} and {recv.dtype}")
+
+
+def need(ok: bool, call: str, rule: str, expected: object, got: object) -> None:
+    """Raise BufferMismatchError with the rule unless ok."""
+    if not ok:
+        raise BufferMismatchError(f"{call}: {rule}: expected {expected}, got {got}")
+
+
+def spans(
+    name: str, size: int, buf: Array, counts: Sequence[int], displs: Sequence[int]
+) -> tuple[list[int], list[int]]:
+    """Return counts and displacements as lists; where a count is 0 the displacement becomes 0.
+
+    Raises:
+        BufferMismatchError: not one entry a rank, or an entry that leaves the buffer.
+    """
+    c, d = [int(x) for x in counts], [int(x) for x in displs]
+    if len(c) != size or len(d) != size:
+        raise BufferMismatchError(
+            f"{name}_counts and {name}_displs have one entry a rank ({size}), got {len(c)} and {len(d)}"
+        )
+    for peer, (count, displ) in enumerate(zip(c, d, strict=True)):
+        if count < 0 or displ < 0 or (count and displ + count > buf.size):
+            raise BufferMismatchError(
+                f"{name}_counts[{peer}]={count} at {name}_displs[{peer}]={displ} leaves a buffer of "
+                f"{buf.size} elements"
+            )
+    return c, [x if n else 0 for n, x in zip(c, d, strict=True)]
+
+
+def reducible(buf: Array, op: str, order: str) -> None:
+    """Raise unless op and order exist and make sense for the buffer's dtype.
+
+    Raises:
+        CommError: unknown op or order.
+        DTypeError: the average of bools, or anything of scales.
+    """
+    if op not in OPS:
+        raise CommError(f"op is one of {', '.join(OPS)}, got {op!r}")
+    if order not in ORDERS:
+        raise CommError(f"order is one of {', '.join(ORDERS)}, got {order!r}")
+    row = dtypes.get(buf.dtype)
+    if (row.kind == "bool" and op == "avg") or row.kind == "scale":
+        raise DTypeError(f"{op} is not defined for dtype {row.name}")

@@ -1,0 +1,244 @@
+"""Loopback: a communicator for the threads of one process. No MPI, no GPU.
+
+Ranks post their buffers on a board, wait for each other, copy what is theirs, and wait again so that
+no buffer is reused too early. Every wait has a deadline and names who is missing.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+
+from lowshard.comm.protocol import Communicator
+from lowshard.errors import BufferMismatchError, CommError, PeerFailed, TimedOut
+
+Array = Any
+T = TypeVar("T")
+
+
+class _Board:
+    """What the ranks of one group share."""
+
+    def __init__(self, size: int, timeout_s: float, names: Sequence[int]) -> None:
+        self.size, self.timeout_s, self.names = size, timeout_s, list(names)
+        self.slots: list[Any] = [None] * size
+        self.mail: dict[tuple[int, int], queue.Queue[np.ndarray]] = {}
+        self.children: list[_Board] = []
+        self.failure: str | None = None
+        self._arrived: set[int] = set()
+        self._generation = 0
+        self._condition = threading.Condition()
+
+    def wait(self, rank: int) -> None:
+        """Return once all ranks have come; raise PeerFailed or TimedOut otherwise."""
+        deadline = time.monotonic() + self.timeout_s
+        with self._condition:
+            self._check()
+            generation = self._generation
+            self._arrived.add(rank)
+            if len(self._arrived) == self.size:
+                self._arrived.clear()
+                self._generation += 1
+                self._condition.notify_all()
+                return
+            while self._generation == generation:
+                self._condition.wait(max(0.0, deadline - time.monotonic()))
+                if self._generation != generation:
+                    return
+                self._check()
+                if time.monotonic() >= deadline:
+                    missing = [self.names[r] for r in range(self.size) if r not in self._arrived]
+                    self.fail(f"ranks {missing} did not come within {self.timeout_s:g} s", TimedOut.__name__)
+                    self._check()
+
+    def fail(self, text: str, kind: str = "PeerFailed") -> None:
+        """End every wait of this group and of those split from it."""
+        with self._condition:
+            if self.failure is None:
+                self.failure = f"{kind}:{text}"
+            self._condition.notify_all()
+        for child in self.children:
+            child.fail(text, kind)
+
+    def _check(self) -> None:
+        if self.failure is not None:
+            kind, _, text = self.failure.partition(":")
+            raise TimedOut(text) if kind == "TimedOut" else PeerFailed(text)
+
+    def box(self, src: int, dst: int) -> queue.Queue[np.ndarray]:
+        with self._condition:
+            return self.mail.setdefault((src, dst), queue.Queue())
+
+    def child(self, members: Sequence[int]) -> _Board:
+        board = _Board(len(members), self.timeout_s, [self.names[m] for m in members])
+        with self._condition:
+            self.children.append(board)
+        return board
+
+
+class LoopbackCommunicator(Communicator):
+    """One thread's end of a loopback group."""
+
+    def __init__(self, board: _Board, rank: int) -> None:
+        super().__init__(rank, board.size)
+        self._board = board
+
+    @property
+    def transport(self) -> str:
+        """The transport's name."""
+        return "loopback"
+
+    def _meet(self, mine: Any) -> list[Any]:
+        """Post a value and return everybody's; `_leave` must follow once they have been read."""
+        self._board.slots[self.rank] = mine
+        self._board.wait(self.rank)
+        return list(self._board.slots)
+
+    def _leave(self) -> None:
+        self._board.wait(self.rank)
+        self._board.slots[self.rank] = None
+
+    def _all_gather_v(self, send: Array, recv: Array, counts: Sequence[int], displs: Sequence[int]) -> None:
+        for peer, data in enumerate(self._meet(send)):
+            _copy(data, recv[displs[peer] : displs[peer] + counts[peer]], peer)
+        self._leave()
+
+    def _all_to_all_v(
+        self,
+        send: Array,
+        send_counts: Sequence[int],
+        send_displs: Sequence[int],
+        recv: Array,
+        recv_counts: Sequence[int],
+        recv_displs: Sequence[int],
+    ) -> None:
+        posted = self._meet((send, send_counts, send_displs))
+        parts = []
+        for peer, (data, counts, displs) in enumerate(posted):
+            part = data[displs[self.rank] : displs[self.rank] + counts[self.rank]]
+            target = recv[recv_displs[peer] : recv_displs[peer] + recv_counts[peer]]
+            # In place: what this rank still sends would be overwritten by what it receives.
+            parts.append((part, target, peer))
+        aliased = np.may_share_memory(send, recv)
+        if aliased:
+            parts = [(part.copy(), target, peer) for part, target, peer in parts]
+            self._board.wait(self.rank)
+        for part, target, peer in parts:
+            _copy(part, target, peer)
+        if not aliased:
+            self._board.wait(self.rank)
+        self._leave()
+
+    def _broadcast(self, buf: Array, root: int) -> None:
+        posted = self._meet(buf)
+        if self.rank != root:
+            _copy(posted[root], buf, root)
+        self._leave()
+
+    def _gather(self, send: Array, recv: Array | None, root: int) -> None:
+        posted = self._meet(send)
+        if recv is not None:
+            n = send.size
+            for peer, data in enumerate(posted):
+                _copy(data, recv[n * peer : n * (peer + 1)], peer)
+        self._leave()
+
+    def _scatter(self, send: Array | None, recv: Array, root: int) -> None:
+        whole = self._meet(send)[root]
+        _copy(whole[recv.size * self.rank : recv.size * (self.rank + 1)], recv, root)
+        self._leave()
+
+    def _send(self, buf: Array, dst: int) -> None:
+        self._board.box(self.rank, dst).put(buf.copy())
+
+    def _recv(self, buf: Array, src: int) -> None:
+        deadline = time.monotonic() + self._board.timeout_s
+        while True:
+            try:
+                data = self._board.box(src, self.rank).get(timeout=0.05)
+                break
+            except queue.Empty:
+                self._board._check()
+                if time.monotonic() >= deadline:
+                    raise TimedOut(
+                        f"recv: rank {src} sent nothing within {self._board.timeout_s:g} s"
+                    ) from None
+        _copy(data, buf, src)
+
+    def _barrier(self) -> None:
+        self._board.wait(self.rank)
+
+    def _split(self, color: int | None, key: int) -> Communicator | None:
+        asked = self._meet((color, key))
+        members = sorted((k, r) for r, (c, k) in enumerate(asked) if c is not None and c == color)
+        ranks = [r for _, r in members]
+        self._board.wait(self.rank)
+        leader = ranks[0] if ranks else self.rank
+        boards = self._meet(self._board.child(ranks) if ranks and leader == self.rank else None)
+        board = boards[leader]
+        self._leave()
+        return None if color is None else LoopbackCommunicator(board, ranks.index(self.rank))
+
+    def _close(self) -> None:
+        pass
+
+
+def loopback(size: int, timeout_s: float = 60.0) -> list[Communicator]:
+    """Return `size` communicators of one group, for as many threads of this process.
+
+    Args:
+        size: number of ranks.
+        timeout_s: seconds after which a wait raises TimedOut and names the missing ranks.
+    """
+    if size < 1:
+        raise CommError(f"a loopback group has at least one rank, got {size}")
+    board = _Board(size, timeout_s, range(size))
+    return [LoopbackCommunicator(board, rank) for rank in range(size)]
+
+
+def run_loopback(size: int, function: Callable[[Communicator], T], timeout_s: float = 60.0) -> list[T]:
+    """Run `function(comm)` in `size` threads and return the results in rank order.
+
+    The first rank that raises ends the others' waits; its error is raised here, with the rank noted.
+    """
+    comms = loopback(size, timeout_s)
+    results: list[Any] = [None] * size
+    failures: list[tuple[int, BaseException]] = []
+
+    def work(comm: Communicator) -> None:
+        try:
+            results[comm.rank] = function(comm)
+        except BaseException as error:
+            failures.append((comm.rank, error))
+            assert isinstance(comm, LoopbackCommunicator)
+            comm._board.fail(f"rank {comm.rank} failed: {type(error).__name__}: {error}")
+
+    threads = [threading.Thread(target=work, args=(c,), daemon=True, name=f"rank {c.rank}") for c in comms]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout_s + 5.0)
+    if failures:
+        # What a rank raises because another failed is not the cause: prefer the others.
+        first = [f for f in failures if not isinstance(f[1], PeerFailed)] or failures
+        rank, error = first[0]
+        error.add_note(f"raised on loopback rank {rank} of {size}")
+        raise error
+    stuck = [thread.name for thread in threads if thread.is_alive()]
+    if stuck:
+        raise TimedOut(f"{', '.join(stuck)} did not end within {timeout_s:g} s")
+    return results
+
+
+def _copy(data: np.ndarray, target: np.ndarray, peer: int) -> None:
+    if data.dtype != target.dtype or data.size != target.size:
+        raise BufferMismatchError(
+            f"rank {peer} gave {data.size} elements of {data.dtype}, this rank expects {target.size} of {target.dtype}"
+        )
+    if data.ctypes.data != target.ctypes.data:
+        target[...] = data

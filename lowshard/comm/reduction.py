@@ -1,0 +1,99 @@
+"""Elementwise reduction of several operands in a fixed order: the arithmetic of every communicator.
+
+order="tree" is a balanced binary tree over the operands, split as intervals are (of n, the left half
+takes ceil(n / 2)). The bits depend on the operands alone, not on where or in which pieces they are
+folded; at powers of two a tree of trees is the same tree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from lowshard import dtypes
+
+Array = Any
+
+_UFUNCS = {"sum": np.add, "avg": np.add, "min": np.minimum, "max": np.maximum, "prod": np.multiply}
+
+# Elements folded at a time on a CPU, so that operands and accumulator stay in the cache.
+_BLOCK_ELEMS = 1 << 16
+
+
+def fold(
+    terms: Sequence[Array], out: Array, op: str, order: str = "tree", divisor: int | None = None
+) -> None:
+    """Write the reduction of `terms` into `out`.
+
+    bf16, fp16 and fp8 are widened to float32, folded there, and rounded once.
+
+    Args:
+        terms: operands in rank order, all of out's shape and dtype. None may overlap out, except the
+            whole of out itself.
+        out: the result, contiguous.
+        op: sum, avg, min, max, prod.
+        order: "rank" folds from the left; anything else is the tree.
+        divisor: what a sum is divided by; by default len(terms) for avg, else 1.
+    """
+    if divisor is None:
+        divisor = len(terms) if op == "avg" else 1
+    ufunc = _UFUNCS[op]
+    wide = dtypes.get(out.dtype).accumulator.numpy
+    flat_out = out.reshape(-1)
+    flat = [t.reshape(-1) for t in terms]
+    n = flat_out.size
+    step = _BLOCK_ELEMS if isinstance(out, np.ndarray) else max(n, 1)
+    for start in range(0, n, step):
+        part = [t[start : start + step] for t in flat]
+        value = _fold_left(part, ufunc, wide) if order == "rank" else _fold_tree(part, ufunc, wide)
+        flat_out[start : start + step] = _divide(value, divisor)
+
+
+def _fold_tree(terms: Sequence[Array], ufunc: np.ufunc, wide: np.dtype[Any]) -> Array:
+    if len(terms) == 1:
+        return terms[0].astype(wide, copy=False)
+    half = (len(terms) + 1) // 2
+    left, right = _fold_tree(terms[:half], ufunc, wide), _fold_tree(terms[half:], ufunc, wide)
+    # A half of two or more operands is a fresh array, so it may take the result.
+    return ufunc(left, right, out=left) if half > 1 else ufunc(left, right)
+
+
+def _fold_left(terms: Sequence[Array], ufunc: np.ufunc, wide: np.dtype[Any]) -> Array:
+    value = terms[0].astype(wide)
+    for term in terms[1:]:
+        ufunc(value, term.astype(wide, copy=False), out=value)
+    return value
+
+
+def _divide(value: Array, divisor: int) -> Array:
+    if divisor == 1:
+        return value
+    if value.dtype.kind in "iu":
+        return value // value.dtype.type(divisor)
+    return value / value.dtype.type(divisor)
+
+
+def native_divide(buf: Array, divisor: int) -> None:
+    """Divide a finished sum in place (integers: floor)."""
+    if divisor != 1:
+        buf[...] = _divide(buf, divisor)
+
+
+def identity(op: str, dtype: object) -> Any:
+    """Return the value that changes nothing under op: 0, 1, or the extreme of the dtype."""
+    row = dtypes.get(dtype)
+    if op in ("sum", "avg"):
+        return row.numpy.type(0)
+    if op == "prod":
+        return row.numpy.type(1)
+    if row.kind == "bool":
+        return np.bool_(op == "min")
+    if row.kind in ("int", "uint"):
+        info = np.iinfo(row.numpy)
+        return row.numpy.type(info.max if op == "min" else info.min)
+    value = np.inf if op == "min" else -np.inf
+    if row.name == "float8_e4m3fn":  # it has no infinity; 448 is its largest value
+        value = np.copysign(448.0, value)
+    return row.numpy.type(value)

@@ -1,0 +1,102 @@
+"""Every error class of lowshard.
+
+All derive from `LowshardError` and, beside it, from the builtin that fits, so that callers may catch
+either. `exit_code` is what the command line returns for the class.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "BufferMismatchError",
+    "CheckpointError",
+    "CommError",
+    "DTypeError",
+    "DependencyError",
+    "KernelError",
+    "LaunchError",
+    "LayoutError",
+    "LowshardError",
+    "MeshError",
+    "MismatchError",
+    "PeerFailed",
+    "PlanError",
+    "ShardingError",
+    "TimedOut",
+    "VerificationError",
+]
+
+
+class LowshardError(Exception):
+    """Base of every error that lowshard raises on purpose."""
+
+    exit_code = 2
+
+
+class ShardingError(LowshardError, ValueError):
+    """A placement, mesh, layout or plan that cannot be."""
+
+
+class MeshError(ShardingError):
+    """A device mesh that cannot be, or that does not fit the world."""
+
+
+class LayoutError(ShardingError):
+    """A layout that cannot be, or that belongs to another array."""
+
+
+class PlanError(ShardingError):
+    """No plan leads from the source to the destination, or a plan was used for something else."""
+
+
+class DTypeError(LowshardError, TypeError):
+    """A dtype that lowshard does not know or that the operation does not take."""
+
+
+class BufferMismatchError(LowshardError, ValueError):
+    """A buffer whose shape, dtype, device or memory order is not the one that was asked for."""
+
+
+class KernelError(LowshardError, ValueError):
+    """Arguments that a kernel does not take (a last dim that is no multiple of 32, say)."""
+
+
+class CommError(LowshardError, RuntimeError):
+    """A communicator used in a way it does not allow (closed, wrong peer, wrong root)."""
+
+    exit_code = 1
+
+
+class MismatchError(CommError):
+    """Ranks asked for different things in one collective call."""
+
+    exit_code = 72
+
+
+class PeerFailed(CommError):
+    """Another rank failed while this one waited for it."""
+
+    exit_code = 70
+
+
+class TimedOut(CommError, TimeoutError):
+    """A wait passed its deadline."""
+
+    exit_code = 71
+
+
+class CheckpointError(LowshardError, ValueError):
+    """A checkpoint file that is missing, damaged, or not what was asked for."""
+
+
+class DependencyError(LowshardError, ImportError):
+    """An optional library is missing; the text names the extra that installs it."""
+
+
+class LaunchError(LowshardError, RuntimeError):
+    """Ranks cannot be started as asked."""
+
+
+class VerificationError(LowshardError, AssertionError):
+    """A result that was checked is wrong."""
+
+    exit_code = 1

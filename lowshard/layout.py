@@ -1,0 +1,370 @@
+"""Layout: one array's global shape and dtype, and how a mesh holds it. A value any process can read.
+
+A layout answers for every rank, with no communicator: which box of the global array it holds, what
+shape and how many bytes. Its truth is the spec (for each array dim, the mesh axes that cut it, outer
+first), the split rule of each such axis, and the op of each partial axis.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from lowshard import dtypes
+from lowshard.box import Box, Split, shape_of, split_interval
+from lowshard.errors import DTypeError, LayoutError, LowshardError
+from lowshard.mesh import DeviceMesh
+from lowshard.placement import Partial, Placement, ReduceOp, Replicated, Sharded, parse_placement
+
+SpecEntry = None | str | tuple[str, ...]
+Spec = tuple[SpecEntry, ...]
+
+_TEXT = re.compile(r"(?P<dtype>[A-Za-z0-9_]+)\[(?P<shape>[0-9, ]*)\](?P<axes>(?:\s+\S+)*)\s*\Z")
+_SCALE_PARTIAL = "an e8m0 scale has no sum and no zero: make the layout of the values instead"
+
+
+@dataclass(frozen=True, init=False)
+class Layout:
+    """Where each element of a global array lives on a mesh.
+
+    Args:
+        mesh: the device mesh.
+        shape: global shape, one extent a dim; `()` is a 0-d array.
+        dtype: any name of the dtype table.
+        placements: one placement per mesh axis, in mesh order. Several axes on one dim nest in mesh
+            order; `from_spec` can nest them in any order.
+
+    Raises:
+        LayoutError: wrong number of placements, a dim out of range, negative extents, or partial
+            ops that do not commute (only sum and avg mix).
+        DTypeError: unknown dtype, or an e8m0 Partial.
+    """
+
+    mesh: DeviceMesh
+    shape: tuple[int, ...]
+    dtype: str
+    spec: Spec
+    """For each dim: None, one axis name, or names (outer first)."""
+    splits: tuple[Split, ...]
+    """The split rule of each mesh axis ("balanced" where it cuts nothing)."""
+    partials: tuple[ReduceOp | None, ...]
+    """The op of each mesh axis that is partial, else None."""
+    _cutters: tuple[tuple[int, ...], ...] = field(repr=False, compare=False)
+    _digest: str = field(repr=False, compare=False)
+
+    def __init__(
+        self, mesh: DeviceMesh, shape: Sequence[int], dtype: object, placements: Sequence[Placement]
+    ) -> None:
+        extents = _extents(shape)
+        placements = tuple(placements)
+        if len(placements) != mesh.ndim:
+            raise LayoutError(
+                f"a layout has one placement per mesh axis: mesh {mesh} has {mesh.ndim}, got "
+                f"{len(placements)}: ({', '.join(map(str, placements))})"
+            )
+        names: list[list[str]] = [[] for _ in extents]
+        splits: list[Split] = []
+        for axis, placement in zip(mesh.axis_names, placements, strict=True):
+            if not isinstance(placement, Placement):
+                raise LayoutError(
+                    f"mesh axis {axis!r} got {placement!r}; write Replicated(), Sharded(dim) or Partial(op)"
+                )
+            splits.append(placement.split if isinstance(placement, Sharded) else "balanced")
+            if isinstance(placement, Sharded):
+                names[_dim(placement.dim, extents, axis)].append(axis)
+        partials = tuple(p.op if isinstance(p, Partial) else None for p in placements)
+        self._fill(mesh, extents, dtype, names, tuple(splits), partials)
+
+    @classmethod
+    def from_spec(
+        cls,
+        mesh: DeviceMesh,
+        shape: Sequence[int],
+        dtype: object,
+        spec: Sequence[SpecEntry | Sequence[str]],
+        split: Split = "balanced",
+        *,
+        partial: Mapping[str, ReduceOp] | None = None,
+    ) -> Layout:
+        """Return the layout in which each dim is cut by the named mesh axes, outer first.
+
+        Args:
+            mesh: the device mesh.
+            shape: global shape.
+            dtype: any name of the dtype table.
+            spec: per dim None, a mesh axis name, or names. It may be shorter than the shape: the
+                dims left out are not cut.
+            split: the rule for every cut.
+            partial: op by mesh axis, for axes that hold terms.
+
+        Raises:
+            LayoutError: an axis the mesh lacks, an axis used twice, more entries than dims.
+        """
+        extents = _extents(shape)
+        if isinstance(spec, str) or len(spec) > len(extents):
+            raise LayoutError(
+                f"a spec has one entry a dim (None, a name or names): shape {extents} has "
+                f"{len(extents)} dims, got {spec!r}"
+            )
+        names: list[list[str]] = [[] for _ in extents]
+        used: dict[str, str] = {}
+        for dim, entry in enumerate(spec):
+            for axis in () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry):
+                _claim(mesh, axis, f"dim {dim}", used)
+                names[dim].append(axis)
+        placement: list[ReduceOp | None] = [None] * mesh.ndim
+        for axis, op in (partial or {}).items():
+            _claim(mesh, axis, "partial", used)
+            placement[mesh.axis_index(axis)] = Partial(op).op
+        Sharded(0, split)  # checks the split's name
+        splits: list[Split] = ["balanced"] * mesh.ndim
+        for axis in used:
+            if placement[mesh.axis_index(axis)] is None:
+                splits[mesh.axis_index(axis)] = split
+        return cls._make(mesh, extents, dtype, names, tuple(splits), tuple(placement))
+
+    @classmethod
+    def _make(
+        cls,
+        mesh: DeviceMesh,
+        shape: tuple[int, ...],
+        dtype: object,
+        names: Sequence[Sequence[str]],
+        splits: tuple[Split, ...],
+        partials: tuple[ReduceOp | None, ...],
+    ) -> Layout:
+        self = cls.__new__(cls)
+        self._fill(mesh, shape, dtype, names, splits, partials)
+        return self
+
+    def _fill(
+        self,
+        mesh: DeviceMesh,
+        shape: tuple[int, ...],
+        dtype: object,
+        names: Sequence[Sequence[str]],
+        splits: tuple[Split, ...],
+        partials: tuple[ReduceOp | None, ...],
+    ) -> None:
+        row = dtypes.get(dtype)
+        ops = {op for op in partials if op is not None}
+        if len(ops) > 1 and ops != {"sum", "avg"}:
+            raise LayoutError(
+                f"the partial axes of one layout share one op (sum and avg may mix), got {sorted(ops)}: "
+                "reduce one axis before the other becomes partial"
+            )
+        if ops and row.kind == "scale":
+            raise DTypeError(f"Partial of dtype {row.name}: {_SCALE_PARTIAL}")
+        put = object.__setattr__
+        put(self, "mesh", mesh)
+        put(self, "shape", shape)
+        put(self, "dtype", row.name)
+        put(self, "spec", tuple(None if not n else n[0] if len(n) == 1 else tuple(n) for n in names))
+        put(self, "splits", splits)
+        put(self, "partials", partials)
+        put(self, "_cutters", tuple(tuple(mesh.axis_index(a) for a in n) for n in names))
+        put(self, "_digest", "")
+
+    # ---- what a rank holds
+
+    def box(self, rank: int) -> Box:
+        """Return the box of the global array that a rank holds: `((start, stop), ...)`, one a dim.
+
+        An empty shard has an interval with start == stop.
+
+        Raises:
+            MeshError: the rank is not in the mesh.
+        """
+        return self.box_at(self.mesh.coord(rank))
+
+    def box_at(self, coord: Sequence[int]) -> Box:
+        """Return the box at a mesh coordinate (positions along the axes, in mesh order)."""
+        box = []
+        for extent, cutters in zip(self.shape, self._cutters, strict=True):
+            interval = (0, extent)
+            for axis in cutters:
+                interval = split_interval(interval, self.mesh.shape[axis], coord[axis], self.splits[axis])
+            box.append(interval)
+        return tuple(box)
+
+    def local_shape(self, rank: int) -> tuple[int, ...]:
+        """Return the shape of a rank's local array."""
+        return shape_of(self.box(rank))
+
+    def local_elems(self, rank: int) -> int:
+        """Return the number of elements a rank holds."""
+        return prod(self.local_shape(rank))
+
+    def local_bytes(self, rank: int) -> int:
+        """Return the bytes a rank holds."""
+        return self.local_elems(rank) * self.itemsize_bytes
+
+    # ---- the layout as a whole
+
+    @property
+    def ndim(self) -> int:
+        """Number of array dims."""
+        return len(self.shape)
+
+    @property
+    def size_elems(self) -> int:
+        """Elements of the global array."""
+        return prod(self.shape)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the global array."""
+        return self.size_elems * self.itemsize_bytes
+
+    @property
+    def itemsize_bytes(self) -> int:
+        """Bytes of one element."""
+        return dtypes.get(self.dtype).itemsize_bytes
+
+    @property
+    def numpy_dtype(self) -> np.dtype[Any]:
+        """The NumPy dtype (ml_dtypes' for bf16, fp8, e8m0)."""
+        return dtypes.get(self.dtype).numpy
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """One placement per mesh axis: a view that loses the nesting order of axes on one dim."""
+        found: list[Placement] = [Replicated() if op is None else Partial(op) for op in self.partials]
+        for dim, cutters in enumerate(self._cutters):
+            for axis in cutters:
+                found[axis] = Sharded(dim, self.splits[axis])
+        return tuple(found)
+
+    @property
+    def cutters(self) -> tuple[tuple[int, ...], ...]:
+        """For each dim the positions of the mesh axes that cut it, outer first."""
+        return self._cutters
+
+    @property
+    def is_replicated(self) -> bool:
+        """True when every rank holds the whole array."""
+        return not any(self._cutters) and not any(self.partials)
+
+    def with_placements(self, placements: Sequence[Placement]) -> Layout:
+        """Return the same array laid out otherwise on the same mesh."""
+        return Layout(self.mesh, self.shape, self.dtype, placements)
+
+    def with_spec(self, spec: Sequence[SpecEntry | Sequence[str]], split: Split = "balanced") -> Layout:
+        """Return the same array cut by another spec on the same mesh."""
+        return Layout.from_spec(self.mesh, self.shape, self.dtype, spec, split)
+
+    # ---- text, JSON, digest
+
+    def __str__(self) -> str:
+        """One line that `parse` reads back, such as `float32[1024,4096] dp=R tp=S0`.
+
+        Axes that cut one dim are written outer first; else axes come in mesh order.
+        """
+        order = list(range(self.mesh.ndim))
+        for cutters in self._cutters:
+            for slot, axis in zip(sorted(cutters), cutters, strict=True):
+                order[slot] = axis
+        placements = self.placements
+        axes = " ".join(f"{self.mesh.axis_names[i]}={placements[i]}" for i in order)
+        return f"{self.dtype}[{','.join(map(str, self.shape))}] {axes}"
+
+    @classmethod
+    def parse(cls, mesh: DeviceMesh, text: str) -> Layout:
+        """Return the layout that `str()` wrote. Axes not named are replicated.
+
+        Raises:
+            LayoutError: the text is not of the form `dtype[shape] axis=placement ...`, or names an
+                axis that the mesh lacks.
+        """
+        match = _TEXT.match(text.strip())
+        if match is None:
+            raise LayoutError(f"a layout reads like 'bf16[1024,4096] dp=R tp=S0', got {text!r}")
+        parts = [p.strip() for p in match["shape"].split(",")] if match["shape"].strip() else []
+        if not all(p.isdecimal() for p in parts):
+            raise LayoutError(f"the shape in {text!r} is not a list of extents such as [1024,4096]")
+        shape = tuple(map(int, parts))
+        names: list[list[str]] = [[] for _ in shape]
+        splits: list[Split] = ["balanced"] * mesh.ndim
+        partials: list[ReduceOp | None] = [None] * mesh.ndim
+        used: dict[str, str] = {}
+        for token in match["axes"].split():
+            axis, _, placed = token.partition("=")
+            _claim(mesh, axis, placed, used)
+            index, placement = mesh.axis_index(axis), parse_placement(placed)
+            if isinstance(placement, Sharded):
+                names[_dim(placement.dim, shape, axis)].append(axis)
+                splits[index] = placement.split
+            elif isinstance(placement, Partial):
+                partials[index] = placement.op
+        return cls._make(mesh, shape, match["dtype"], names, tuple(splits), tuple(partials))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data that `from_json` reads back."""
+        return {
+            "mesh": self.mesh.to_json(),
+            "shape": list(self.shape),
+            "dtype": self.dtype,
+            "spec": [list(e) if isinstance(e, tuple) else e for e in self.spec],
+            "splits": list(self.splits),
+            "partials": list(self.partials),
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Layout:
+        """Return the layout that `to_json` wrote.
+
+        Raises:
+            LayoutError: a field is missing or does not fit.
+        """
+        try:
+            mesh = DeviceMesh.from_json(data["mesh"])
+            partial = {a: op for a, op in zip(mesh.axis_names, data["partials"], strict=True) if op}
+            made = cls.from_spec(mesh, data["shape"], data["dtype"], data["spec"], partial=partial)
+            splits = tuple(Sharded(0, s).split for s in data["splits"])
+        except (KeyError, TypeError, ValueError) as error:
+            if isinstance(error, LowshardError):
+                raise
+            raise LayoutError(f"this JSON is no layout ({type(error).__name__}: {error})") from error
+        names = [[mesh.axis_names[i] for i in cutters] for cutters in made._cutters]
+        return cls._make(mesh, made.shape, made.dtype, names, splits, made.partials)
+
+    def digest(self) -> str:
+        """Return 32 hex digits that two layouts share exactly when they are equal."""
+        if not self._digest:
+            text = json.dumps(self.to_json(), sort_keys=True, separators=(",", ":"))
+            object.__setattr__(self, "_digest", hashlib.blake2b(text.encode(), digest_size=16).hexdigest())
+        return self._digest
+
+
+def _extents(shape: Sequence[int]) -> tuple[int, ...]:
+    try:
+        extents = tuple(int(n) for n in shape)
+        good = all(n == m and n >= 0 for n, m in zip(extents, shape, strict=True))
+    except (TypeError, ValueError):
+        good = False
+    if not good:
+        raise LayoutError(f"a global shape is a sequence of extents >= 0 such as (1024, 4096), got {shape!r}")
+    return extents
+
+
+def _dim(dim: int, shape: tuple[int, ...], axis: str) -> int:
+    if not -len(shape) <= dim < len(shape):
+        what = "a 0-d array has no dim to cut" if not shape else f"dims are 0 to {len(shape) - 1}"
+        raise LayoutError(f"mesh axis {axis!r} is placed on dim {dim} of an array of shape {shape}: {what}")
+    return dim % len(shape)
+
+
+def _claim(mesh: DeviceMesh, axis: str, place: str, used: dict[str, str]) -> None:
+    mesh.axis_index(axis)
+    if axis in used:
+        raise LayoutError(
+            f"mesh axis {axis!r} is used twice, for {used[axis]} and {place}; an axis has one placement"
+        )
+    used[axis] = place

@@ -1,0 +1,196 @@
+"""DeviceMesh: named axes over ranks. A value; it starts nothing and knows no device."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from math import prod
+from typing import Any
+
+from lowshard.errors import MeshError
+
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.\-]*\Z")
+
+
+@dataclass(frozen=True, init=False)
+class DeviceMesh:
+    """A grid of ranks with named axes; ranks run row-major (the last axis varies fastest).
+
+    Args:
+        shape: ranks along each axis, all >= 1.
+        axis_names: one distinct name an axis.
+        memory_budget_bytes_per_device: bytes a solver may plan for on each device, or a mapping of
+            rank to bytes, or None for no limit.
+        ranks: the communicator rank at each row-major mesh position; None means 0, 1, 2, ...
+            Two meshes with other ranks describe, say, a training and a serving half of one world.
+
+    Raises:
+        MeshError: no axis, sizes below 1, names missing or repeated, ranks repeated or too few.
+    """
+
+    shape: tuple[int, ...]
+    axis_names: tuple[str, ...]
+    memory_budget_bytes_per_device: int | float | tuple[tuple[int, float], ...] | None
+    ranks: tuple[int, ...] | range
+    _strides: tuple[int, ...] = field(repr=False, compare=False)
+    _index: Mapping[int, int] | None = field(repr=False, compare=False)
+
+    def __init__(
+        self,
+        shape: Sequence[int],
+        axis_names: Sequence[str],
+        memory_budget_bytes_per_device: float | Mapping[int, float] | None = None,
+        *,
+        ranks: Sequence[int] | None = None,
+    ) -> None:
+        shape = _sizes(shape)
+        names = (axis_names,) if isinstance(axis_names, str) else tuple(axis_names)
+        if len(names) != len(shape):
+            raise MeshError(
+                f"a mesh has one name an axis: {len(shape)} sizes {shape}, {len(names)} names {names}"
+            )
+        for name in names:
+            if not isinstance(name, str) or not _NAME.match(name):
+                raise MeshError(f"a mesh axis name is an identifier such as 'dp', got {name!r}")
+        if len(set(names)) != len(names):
+            raise MeshError(f"mesh axis names must differ, got {names}")
+        size = prod(shape)
+        order: tuple[int, ...] | range = range(size) if ranks is None else tuple(int(r) for r in ranks)
+        if len(order) != size or len(set(order)) != size or min(order) < 0:
+            raise MeshError(f"a mesh of shape {shape} takes {size} distinct ranks >= 0, got {list(order)}")
+        if order == tuple(range(size)):
+            order = range(size)
+        budget = memory_budget_bytes_per_device
+        if isinstance(budget, Mapping):
+            budget = tuple(sorted((int(r), b) for r, b in budget.items()))  # type: ignore[assignment]
+        put = object.__setattr__
+        put(self, "shape", shape)
+        put(self, "axis_names", names)
+        put(self, "memory_budget_bytes_per_device", budget)
+        put(self, "ranks", order)
+        put(self, "_strides", tuple(prod(shape[i + 1 :]) for i in range(len(shape))))
+        put(self, "_index", None if isinstance(order, range) else {r: i for i, r in enumerate(order)})
+
+    @property
+    def size(self) -> int:
+        """Number of ranks in the mesh."""
+        return prod(self.shape)
+
+    @property
+    def ndim(self) -> int:
+        """Number of axes."""
+        return len(self.shape)
+
+    def axis_index(self, name: str) -> int:
+        """Return the position of an axis, or raise MeshError with the names there are."""
+        try:
+            return self.axis_names.index(name)
+        except ValueError:
+            raise MeshError(
+                f"mesh {self} has no axis {name!r}; its axes are {', '.join(self.axis_names)}"
+            ) from None
+
+    def axis_size(self, name: str | Sequence[str]) -> int:
+        """Return the ranks along one axis, or the product over several."""
+        if isinstance(name, str):
+            return self.shape[self.axis_index(name)]
+        return prod(self.axis_size(n) for n in name)
+
+    def __contains__(self, rank: object) -> bool:
+        return isinstance(rank, int) and (rank in self.ranks if self._index is None else rank in self._index)
+
+    def coord(self, rank: int) -> tuple[int, ...]:
+        """Return a rank's position along each axis.
+
+        Raises:
+            MeshError: the rank is not in the mesh.
+        """
+        index = int(rank) if self._index is None else self._index.get(int(rank), -1)
+        if not 0 <= index < self.size:
+            raise MeshError(f"rank {rank} is not in mesh {self}, which holds {_brief(self.ranks)}")
+        return tuple(index // s % n for s, n in zip(self._strides, self.shape, strict=True))
+
+    def rank(self, coord: Sequence[int]) -> int:
+        """Return the rank at a position, row-major.
+
+        Raises:
+            MeshError: wrong number of positions, or one out of range.
+        """
+        coord = tuple(int(c) for c in coord)
+        if len(coord) != self.ndim or not all(0 <= c < n for c, n in zip(coord, self.shape, strict=False)):
+            raise MeshError(f"coordinate {coord} is not in mesh {self} of shape {self.shape}")
+        return self.ranks[sum(c * s for c, s in zip(coord, self._strides, strict=True))]
+
+    def groups(self, name: str | Sequence[str]) -> list[tuple[int, ...]]:
+        """Return the ranks that differ only along the named axis (or axes): one tuple a group.
+
+        Within a group, ranks follow the axes as named, the last fastest; groups follow the rest of
+        the mesh, row-major.
+        """
+        names = (name,) if isinstance(name, str) else tuple(name)
+        inner = [self.axis_index(n) for n in names]
+        if len(set(inner)) != len(inner):
+            raise MeshError(f"groups takes each axis once, got {names}")
+        outer = [i for i in range(self.ndim) if i not in inner]
+        found = []
+        for fixed in product(*(range(self.shape[i]) for i in outer)):
+            coord = [0] * self.ndim
+            for i, c in zip(outer, fixed, strict=True):
+                coord[i] = c
+            members = []
+            for moving in product(*(range(self.shape[i]) for i in inner)):
+                for i, c in zip(inner, moving, strict=True):
+                    coord[i] = c
+                members.append(self.rank(coord))
+            found.append(tuple(members))
+        return found
+
+    def memory_budget_for(self, rank: int) -> float | None:
+        """Return the budget in bytes of one rank, or None when it has none."""
+        budget = self.memory_budget_bytes_per_device
+        return dict(budget).get(rank) if isinstance(budget, tuple) else budget
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data that `from_json` reads back."""
+        data: dict[str, Any] = {"shape": list(self.shape), "axis_names": list(self.axis_names)}
+        if not isinstance(self.ranks, range):
+            data["ranks"] = list(self.ranks)
+        budget = self.memory_budget_bytes_per_device
+        if budget is not None:
+            data["memory_budget_bytes_per_device"] = (
+                {str(r): b for r, b in budget} if isinstance(budget, tuple) else budget
+            )
+        return data
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> DeviceMesh:
+        """Return the mesh that `to_json` wrote."""
+        budget = data.get("memory_budget_bytes_per_device")
+        if isinstance(budget, Mapping):
+            budget = {int(r): b for r, b in budget.items()}
+        return cls(data["shape"], data["axis_names"], budget, ranks=data.get("ranks"))
+
+    def __str__(self) -> str:
+        return " ".join(f"{n}={s}" for n, s in zip(self.axis_names, self.shape, strict=True))
+
+    def __hash__(self) -> int:
+        return hash((self.shape, self.axis_names, self.memory_budget_bytes_per_device, self.ranks))
+
+
+def _sizes(shape: Sequence[int]) -> tuple[int, ...]:
+    try:
+        sizes = tuple(int(n) for n in shape)
+        whole = all(n == m for n, m in zip(sizes, shape, strict=True))
+    except (TypeError, ValueError):
+        raise MeshError(f"a mesh shape is a sequence of sizes such as (2, 4), got {shape!r}") from None
+    if not sizes or not whole or min(sizes) < 1:
+        raise MeshError(f"a mesh has at least one axis and every size is an integer >= 1, got {shape!r}")
+    return sizes
+
+
+def _brief(ranks: Sequence[int]) -> str:
+    if isinstance(ranks, range):
+        return f"ranks 0 to {len(ranks) - 1}"
+    return f"ranks {list(ranks)}" if len(ranks) <= 8 else f"{len(ranks)} ranks from {ranks[0]} to {ranks[-1]}"
