@@ -127,6 +127,8 @@ def from_safetensors(name: object) -> DType:
 
 def _name_of(dtype: object) -> str:
     # ml_dtypes gives its types unstable type characters, so only the name identifies them.
+    if dtype is None:  # NumPy reads None as float64
+        return "None"
     try:
         return np.dtype(dtype).name  # type: ignore[call-overload,no-any-return]
     except TypeError:

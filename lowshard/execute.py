@@ -181,7 +181,7 @@ def _run(program: _Program, local: Array | None, comm: Communicator, out: Array 
     if program.shape is None:
         return None
     if out is None and local is not None and program.is_a_view:
-        return _read_only(local[program.keeps[0].src_index])
+        return _read_only(local[(..., *program.keeps[0].src_index)])  # an array even when 0-d
     result = xp.empty(program.shape, dtype) if out is None else out
     if program.fill_op is not None:
         result[...] = identity(program.fill_op, program.dtype)

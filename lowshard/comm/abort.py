@@ -77,14 +77,11 @@ def write_failure(job_dir: Path, record: FailureRecord) -> None:
         OSError: the directory is not there (any more), or cannot be written.
     """
     folder = job_dir / _FAILURE_DIR
+    if has_failure(job_dir, record.rank):
+        return
     draft = folder / f".{record.rank}-{os.getpid()}-{threading.get_ident()}"
     draft.write_text(json.dumps(asdict(record)), encoding="utf-8")
-    try:
-        os.link(draft, folder / f"{record.rank}.json")  # whole or not at all, and never over an earlier one
-    except FileExistsError:
-        pass  # a second thread of a rank that is already ending: the first cause is the one to keep
-    finally:
-        draft.unlink()
+    draft.rename(folder / f"{record.rank}.json")  # so that the launcher sees it whole or not at all
 
 
 def read_failures(job_dir: Path) -> tuple[FailureRecord, ...]:

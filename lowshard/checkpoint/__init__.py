@@ -1,0 +1,18 @@
+"""Checkpoint files: safetensors read by byte range into a layout, and written back by many ranks."""
+
+from __future__ import annotations
+
+from lowshard.checkpoint.header import Header, TensorEntry, read_header
+from lowshard.checkpoint.reader import CheckpointReader, ReadPlan, plan_box, plan_read
+from lowshard.checkpoint.writer import write_checkpoint
+
+__all__ = [
+    "CheckpointReader",
+    "Header",
+    "ReadPlan",
+    "TensorEntry",
+    "plan_box",
+    "plan_read",
+    "read_header",
+    "write_checkpoint",
+]

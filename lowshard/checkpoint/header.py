@@ -1,0 +1,352 @@
+"""The safetensors header: a strict parser, and the encoder that writes the same bytes as the library.
+
+The format, as safetensors 0.8 documents it: 8 bytes (little-endian length N of the header), N bytes
+of JSON that start with `{` and may end in spaces, then the data. The JSON maps each tensor's name to
+`{"dtype", "shape", "data_offsets": [begin, end]}`, offsets relative to the data; `__metadata__` maps
+text to text. Elements are little-endian and row-major. The tensors cover the data whole: no overlap,
+no hole, nothing behind the last.
+
+A file that breaks any of this is refused before a byte of data is read. Unknown keys beside the three
+are ignored, as the library does.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import stat
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import prod
+from types import MappingProxyType
+from typing import Any
+
+from lowshard import dtypes
+from lowshard.errors import CheckpointError, DTypeError
+
+FilePath = str | os.PathLike[str]
+
+MAX_HEADER_BYTES = 100_000_000
+"""The format's own limit."""
+_PREFIX_BYTES = 8
+_MAX_DIMS = 64  # NumPy's limit
+_MAX_ARRAY_BYTES = 2**63 - 1  # NumPy's limit, empty dims left out
+_METADATA = "__metadata__"
+
+# The library stores wide elements first (so that all are aligned) and, within a width, in the
+# reverse of its own dtype list; ties go by name.
+_FILE_ORDER = {
+    name: place
+    for place, name in enumerate(
+        ("U64", "I64", "F64", "F32", "U32", "I32", "BF16", "F16", "U16", "I16",
+         "F8_E8M0", "F8_E4M3", "F8_E5M2", "I8", "U8", "BOOL")
+    )
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """One tensor of a file."""
+
+    name: str
+    dtype: str
+    """Canonical name of the dtype table, such as bfloat16."""
+    shape: tuple[int, ...]
+    start: int
+    """Its first byte, counted from the start of the file."""
+    stop: int
+    """The byte behind its last, counted likewise."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the tensor."""
+        return self.stop - self.start
+
+    @property
+    def size_elems(self) -> int:
+        """Elements of the tensor."""
+        return prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a safetensors file says it holds, checked."""
+
+    path: str
+    tensors: Mapping[str, TensorEntry]
+    """By name, in the order of the data."""
+    metadata: Mapping[str, str]
+    """The file's `__metadata__`; empty where it has none."""
+    data_start_bytes: int
+    """Where the data starts in the file."""
+    file_bytes: int
+    """Size of the whole file."""
+
+    def entry(self, name: str) -> TensorEntry:
+        """Return a tensor's entry.
+
+        Raises:
+            CheckpointError: the file has no such tensor.
+        """
+        found = self.tensors.get(name)
+        if found is None:
+            near = difflib.get_close_matches(str(name)[:200], list(self.tensors), n=3)
+            hint = f"; close names: {', '.join(map(_brief, near))}" if near else ""
+            raise CheckpointError(
+                f"{self.path}: tensor {_brief(name)} is not in the file, which holds {len(self.tensors)} tensors{hint}"
+            )
+        return found
+
+
+def read_header(path: FilePath) -> Header:
+    """Return the checked header of a safetensors file; no tensor data is read.
+
+    Raises:
+        CheckpointError: the file is missing or is no whole, well-formed safetensors file. The text
+            names the file, the tensor where there is one, and what is wrong.
+    """
+    fd = open_for_reading(path)
+    try:
+        return header_from_fd(fd, path)
+    finally:
+        os.close(fd)
+
+
+def open_for_reading(path: FilePath) -> int:
+    """Return a descriptor of a regular file.
+
+    Raises:
+        CheckpointError: there is no such file, or it cannot be read, or it is no regular file.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a FIFO must not block us
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path}: there is no such file; give the path of a .safetensors file") from error
+    except (OSError, ValueError) as error:  # ValueError: a path with a NUL in it
+        raise CheckpointError(f"{path}: cannot be opened: {error}") from error
+    mode = os.fstat(fd).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(fd)
+        kind = "a directory" if stat.S_ISDIR(mode) else "no regular file"
+        raise CheckpointError(f"{path}: is {kind}; give the path of one .safetensors file")
+    return fd
+
+
+def header_from_fd(fd: int, path: FilePath) -> Header:
+    """Return the checked header of an open file; `path` is for messages. The offset does not move.
+
+    Raises:
+        CheckpointError: as `read_header`.
+    """
+    where = os.fspath(path)
+    file_bytes = os.fstat(fd).st_size
+    if file_bytes < _PREFIX_BYTES:
+        raise CheckpointError(
+            f"{where}: a safetensors file starts with 8 bytes that give its header's length, "
+            f"this one has {file_bytes} bytes"
+        )
+    length = int.from_bytes(_pread(fd, _PREFIX_BYTES, 0, where), "little")
+    if length > MAX_HEADER_BYTES:
+        raise CheckpointError(
+            f"{where}: the header's length is {length} bytes, the format allows {MAX_HEADER_BYTES}: "
+            "this is no safetensors file, or it is damaged"
+        )
+    if length > file_bytes - _PREFIX_BYTES:
+        raise CheckpointError(
+            f"{where}: the header's length is {length} bytes, but only {file_bytes - _PREFIX_BYTES} follow: "
+            "the file is truncated, or its first bytes are damaged"
+        )
+    fields = _parse_json(_pread(fd, length, _PREFIX_BYTES, where), where)
+    metadata = _metadata(fields.pop(_METADATA, {}), where)
+    data_start = _PREFIX_BYTES + length
+    entries = [_entry(name, value, data_start, file_bytes, where) for name, value in fields.items()]
+    entries.sort(key=lambda e: (e.start, e.stop))
+    _check_cover(entries, data_start, file_bytes, where)
+    tensors = MappingProxyType({e.name: e for e in entries})
+    return Header(where, tensors, MappingProxyType(metadata), data_start, file_bytes)
+
+
+def encode_header(
+    tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str] | None = None
+) -> tuple[bytes, list[TensorEntry]]:
+    """Return a file's bytes before the data, and its entries in the order of the data.
+
+    The bytes are those that the safetensors library writes (metadata keys sorted), so equal tensors
+    give equal files, and every tensor is aligned to its element.
+
+    Args:
+        tensors: dtype (any name of the dtype table) and shape by name.
+        metadata: text by text, or None for no `__metadata__`.
+
+    Raises:
+        CheckpointError: a name or the metadata cannot stand in a header, or the header is too long.
+        DTypeError: unknown dtype.
+    """
+    where = "a safetensors header"
+    rows = {name: dtypes.get(dtype) for name, (dtype, _) in tensors.items()}
+    for name, (_, shape) in tensors.items():
+        if not isinstance(name, str) or name == _METADATA or not _is_text(name):
+            raise CheckpointError(f"{where}: tensor {_brief(name)}: a name is Unicode text other than {_METADATA!r}")
+        _check_shape(shape, rows[name], f"{where}: tensor {_brief(name)}")
+    fields: dict[str, Any] = {}
+    if metadata is not None:
+        fields[_METADATA] = dict(sorted(_metadata(metadata, where).items()))
+    spans: list[tuple[str, int, int]] = []
+    begin = 0
+    for name in sorted(tensors, key=lambda n: (_FILE_ORDER[rows[n].safetensors], n)):
+        shape = tensors[name][1]
+        end = begin + prod(shape) * rows[name].itemsize_bytes
+        fields[name] = {"dtype": rows[name].safetensors, "shape": list(shape), "data_offsets": [begin, end]}
+        spans.append((name, begin, end))
+        begin = end
+    text = json.dumps(fields, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    if len(text) > MAX_HEADER_BYTES:
+        raise CheckpointError(
+            f"{where} has at most {MAX_HEADER_BYTES} bytes, {len(tensors)} tensors and the metadata need {len(text)}"
+        )
+    base = _PREFIX_BYTES + len(text)
+    entries = [TensorEntry(n, rows[n].name, tuple(tensors[n][1]), base + b, base + e) for n, b, e in spans]
+    return len(text).to_bytes(_PREFIX_BYTES, "little") + text, entries
+
+
+def _pread(fd: int, size_bytes: int, offset: int, where: str) -> bytes:
+    parts = []
+    while size_bytes:
+        try:
+            part = os.pread(fd, size_bytes, offset)
+        except OSError as error:
+            raise CheckpointError(f"{where}: reading its header failed: {error.strerror}") from error
+        if not part:
+            raise CheckpointError(f"{where}: ends at byte {offset}, within its header: the file is truncated")
+        parts.append(part)
+        size_bytes -= len(part)
+        offset += len(part)
+    return b"".join(parts)
+
+
+def _parse_json(raw: bytes, where: str) -> dict[str, Any]:
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            names = [name for name, _ in pairs]
+            twice = next(n for n in names if names.count(n) > 1)
+            raise ValueError(f"the key {_brief(twice)} comes twice in one object")
+        return found
+
+    if not raw.startswith(b"{"):
+        raise CheckpointError(f"{where}: a header is a JSON object and starts with '{{', this one with {raw[:8]!r}")
+    try:
+        text = raw.decode()
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{where}: the header is not UTF-8: {error.reason} at its byte {error.start}") from error
+    try:
+        found = json.loads(text, object_pairs_hook=unique, parse_int=_number)
+    except ValueError as error:
+        raise CheckpointError(f"{where}: the header is not valid JSON: {error}") from error
+    except RecursionError as error:
+        raise CheckpointError(f"{where}: the header nests too deep; a header is an object of flat objects") from error
+    except MemoryError as error:
+        raise CheckpointError(f"{where}: the header of {len(raw)} bytes does not fit in memory once parsed") from error
+    assert isinstance(found, dict)  # it starts with '{'
+    return found
+
+
+def _number(text: str) -> int | float:
+    # What fits no extent (and "-0", no integer to the format) becomes a float, which the checks
+    # of the tensor refuse by name; int() of thousands of digits would raise, or be slow.
+    return int(text) if len(text) <= 20 and text != "-0" else float(text)
+
+
+def _metadata(value: Any, where: str) -> dict[str, str]:
+    if not isinstance(value, Mapping):
+        raise CheckpointError(f"{where}: {_METADATA} maps text to text, got {_brief(value)}")
+    for key, item in value.items():
+        if not (isinstance(key, str) and isinstance(item, str) and _is_text(key) and _is_text(item)):
+            raise CheckpointError(f"{where}: {_METADATA} maps text to text, got {_brief(key)}: {_brief(item)}")
+    return dict(value)
+
+
+def _entry(name: str, value: Any, data_start: int, file_bytes: int, path: str) -> TensorEntry:
+    where = f"{path}: tensor {_brief(name)}"
+    if not _is_text(name):
+        raise CheckpointError(f"{where}: its name is no Unicode text (an escape is half a surrogate pair)")
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{where}: an entry is an object with dtype, shape and data_offsets, got {_brief(value)}")
+    missing = [key for key in ("dtype", "shape", "data_offsets") if key not in value]
+    if missing:
+        raise CheckpointError(f"{where}: its entry lacks {', '.join(missing)}; it has {_brief(list(value))}")
+    try:
+        row = dtypes.from_safetensors(value["dtype"])
+    except DTypeError as error:
+        known = ", ".join(r.safetensors for r in dtypes.all_dtypes())
+        raise CheckpointError(f"{where}: unknown dtype {_brief(value['dtype'])}; lowshard reads {known}") from error
+    shape, offsets = value["shape"], value["data_offsets"]
+    need = _check_shape(shape, row, where)
+    if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_is_extent, offsets)):
+        raise CheckpointError(f"{where}: data_offsets are two integers >= 0 (begin, end), got {_brief(offsets)}")
+    begin, end = offsets
+    if begin > end:
+        raise CheckpointError(f"{where}: data_offsets are in order, got begin {begin} behind end {end}")
+    if end - begin != need:
+        raise CheckpointError(
+            f"{where}: {row.safetensors} {list(shape)} takes {need} bytes, its data_offsets [{begin}, {end}] "
+            f"span {end - begin}"
+        )
+    if data_start + end > file_bytes:
+        raise CheckpointError(
+            f"{where}: its data ends at byte {data_start + end}, the file at {file_bytes}: the file is "
+            "truncated, or its header is wrong"
+        )
+    return TensorEntry(name, row.name, tuple(shape), data_start + begin, data_start + end)
+
+
+def _check_shape(shape: Any, row: dtypes.DType, where: str) -> int:
+    """Return the bytes of a tensor, or raise CheckpointError where no array can have the shape."""
+    if not isinstance(shape, list | tuple) or not all(map(_is_extent, shape)):
+        raise CheckpointError(f"{where}: a shape is a list of integers >= 0 and < 2^63, got {_brief(shape)}")
+    if len(shape) > _MAX_DIMS:
+        raise CheckpointError(f"{where}: an array has at most {_MAX_DIMS} dims, the shape has {len(shape)}")
+    if prod(n for n in shape if n) * row.itemsize_bytes > _MAX_ARRAY_BYTES:
+        raise CheckpointError(f"{where}: {row.safetensors} {_brief(list(shape))} is larger than any array can be")
+    return prod(shape) * row.itemsize_bytes
+
+
+def _check_cover(entries: Iterable[TensorEntry], data_start: int, file_bytes: int, where: str) -> None:
+    end, before = data_start, ""
+    for entry in entries:
+        name = f"tensor {_brief(entry.name)}"
+        if entry.start < end:
+            raise CheckpointError(
+                f"{where}: {name} overlaps {before}: it starts at byte {entry.start}, that one ends at {end}"
+            )
+        if entry.start > end:
+            raise CheckpointError(
+                f"{where}: {name} starts at byte {entry.start}, but what comes before ends at {end}: the format "
+                "allows no hole"
+            )
+        end, before = entry.stop, name
+    if end != file_bytes:
+        raise CheckpointError(
+            f"{where}: {file_bytes - end} bytes follow the last tensor: the format allows none, so the file "
+            "is damaged or its header is of another file"
+        )
+
+
+def _is_extent(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _MAX_ARRAY_BYTES
+
+
+def _is_text(value: str) -> bool:
+    """Return False for half surrogate pairs, which JSON can spell and UTF-8 cannot."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _brief(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 120 else f"{text[:100]}... ({len(text)} characters)"

@@ -1,0 +1,108 @@
+"""Settings of every test: --full, the run's seed, hypothesis profiles, a time limit for each test.
+
+Modules that tests share lie in tests/support and are imported as `support.NAME`.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import secrets
+import signal
+import sys
+import tempfile
+import threading
+from collections.abc import Generator
+from pathlib import Path
+from types import FrameType
+
+import hypothesis
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from support import mode  # noqa: E402
+
+TIME_LIMIT_S = 120.0
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--full", action="store_true", help="every case of the big matrices, many more examples")
+    parser.addoption("--seed", type=int, default=None, help="repeat the random choices of an earlier run")
+
+
+@pytest.hookimpl(tryfirst=True)  # before hypothesis reads its own seed option
+def pytest_configure(config: pytest.Config) -> None:
+    given = config.getoption("--seed")
+    full = bool(config.getoption("--full"))
+    seed = secrets.randbits(32) if given is None else given
+    mode.set_mode(full, seed)
+    if config.getoption("hypothesis_seed", None) is None:
+        config.option.hypothesis_seed = str(seed)
+    hypothesis.settings.register_profile("default", max_examples=25, deadline=None, print_blob=True)
+    hypothesis.settings.register_profile("full", max_examples=500, deadline=None, print_blob=True)
+    if config.getoption("hypothesis_profile", None) is None:
+        hypothesis.settings.load_profile("full" if full else "default")
+    config.addinivalue_line("markers", f"time_limit(seconds): another limit than {TIME_LIMIT_S:g} s")
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return f"lowshard: {'full' if mode.full() else 'default'} mode, --seed {mode.seed()}"
+
+
+@pytest.fixture
+def full() -> bool:
+    """Whether everything is to be tested."""
+    return mode.full()
+
+
+@pytest.fixture
+def rng(request: pytest.FixtureRequest) -> np.random.Generator:
+    """A generator of the test's own, from the run's seed."""
+    return mode.rng(request.node.nodeid)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item: pytest.Item) -> Generator[None, None, None]:
+    with _Limit(item):
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
+    with _Limit(item):
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, None, None]:
+    with _Limit(item):
+        return (yield)
+
+
+class _Limit:
+    """Raises in the main thread, with the stacks of all threads, once a phase of a test took too long."""
+
+    def __init__(self, item: pytest.Item) -> None:
+        mark = item.get_closest_marker("time_limit")
+        self._limit_s = float(mark.args[0]) if mark else TIME_LIMIT_S
+        if mode.full():
+            self._limit_s *= 10
+        self._armed = hasattr(signal, "SIGALRM") and threading.current_thread() is threading.main_thread()
+
+    def __enter__(self) -> None:
+        if self._armed:
+            self._before = signal.signal(signal.SIGALRM, self._expire)
+            signal.setitimer(signal.ITIMER_REAL, self._limit_s)
+
+    def __exit__(self, *exc: object) -> None:
+        if self._armed:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, self._before)
+
+    def _expire(self, signum: int, frame: FrameType | None) -> None:
+        with tempfile.TemporaryFile("w+") as file:
+            faulthandler.dump_traceback(file, all_threads=True)
+            file.seek(0)
+            stacks = file.read()
+        raise TimeoutError(f"the test was not over after {self._limit_s:g} s; all threads:\n{stacks}")

@@ -1,0 +1,44 @@
+"""How thorough this run of the tests is, and the one number its random choices come from."""
+
+from __future__ import annotations
+
+import os
+import random
+import zlib
+from collections.abc import Sequence
+from typing import TypeVar
+
+import numpy as np
+
+T = TypeVar("T")
+
+# In the environment, so that rank processes started by a test see the same mode.
+_FULL, _SEED = "LOWSHARD_TESTS_FULL", "LOWSHARD_TESTS_SEED"
+
+
+def set_mode(full: bool, seed: int) -> None:
+    """Fix the mode; conftest.py calls this before tests are collected."""
+    os.environ[_FULL], os.environ[_SEED] = str(int(full)), str(seed)
+
+
+def full() -> bool:
+    """Return whether the run was started with `pytest --full`."""
+    return os.environ.get(_FULL) == "1"
+
+
+def seed() -> int:
+    """Return the seed in the header of the run; `pytest --seed N` repeats its choices."""
+    return int(os.environ.get(_SEED, "0"))
+
+
+def rng(name: str) -> np.random.Generator:
+    """Return a generator that depends on the run's seed and on `name` alone: equal on all ranks."""
+    return np.random.default_rng([seed(), zlib.crc32(name.encode())])
+
+
+def sample(items: Sequence[T], few: int, name: str) -> list[T]:
+    """Return all items in a full run, else `few` of them, in order; which ones rotates with the seed."""
+    if full() or few >= len(items):
+        return list(items)
+    chosen = random.Random(f"{seed()} {name}").sample(range(len(items)), few)
+    return [items[i] for i in sorted(chosen)]

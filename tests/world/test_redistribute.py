@@ -1,0 +1,245 @@
+"""Every layout to every layout on threads: the bytes of slicing the global array, and no byte too many."""
+
+from __future__ import annotations
+
+import json
+import random
+from itertools import product
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.layouts import layouts, meshes, shapes
+from support.moves import check_move, placements_of, random_pair
+
+from lowshard import DeviceMesh, Layout, Partial, Replicated, Sharded, execute, plan_redistribute, redistribute
+from lowshard import comm as lc
+from lowshard import dtypes as dt
+from lowshard.errors import BufferMismatchError, MeshError, MismatchError, PlanError
+from lowshard.redistribute import RedistributePlan
+
+
+@given(st.data())
+def test_any_pair_of_layouts_gives_the_bytes_of_slicing(data: st.DataObject) -> None:
+    mesh = data.draw(meshes())
+    src = data.draw(layouts(mesh))
+    dst = data.draw(layouts(mesh, src.shape, src.dtype))
+    seed = data.draw(st.integers(0, 2**31))
+    lc.run_loopback(mesh.size, lambda c: check_move(c, src, dst, seed), 30)
+
+
+@given(st.data())
+def test_random_floats_fold_in_tree_order_bit_for_bit(data: st.DataObject) -> None:
+    mesh = data.draw(meshes())
+    dtype = data.draw(st.sampled_from(["float32", "float64", "bfloat16", "float16"]))
+    shape = data.draw(shapes)
+    src = data.draw(layouts(mesh, shape, dtype))
+    dst = data.draw(layouts(mesh, shape, dtype))
+    seed = data.draw(st.integers(0, 2**31))
+    lc.run_loopback(mesh.size, lambda c: check_move(c, src, dst, seed, "float"), 30)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 6, 8])
+def test_other_meshes_and_parts_of_the_world(size: int, full: bool) -> None:
+    rng = random.Random(size)
+    for seed in range(600 if full else 60):
+        src, dst = random_pair(rng, size)
+        world = plan_redistribute(src, dst).world_size
+        lc.run_loopback(world, lambda c, s=src, d=dst, n=seed: check_move(c, s, d, n), 30)
+
+
+@pytest.mark.parametrize("grid", [(2, 2), (2, 3), (3, 2)])
+def test_every_pair_of_placements_on_two_axes(grid: tuple[int, int]) -> None:
+    mesh = DeviceMesh(grid, ("dp", "tp"))
+    specs = [(("dp", "tp"),), (("tp", "dp"),), (None, ("tp", "dp"))]
+    all_layouts = [
+        Layout(mesh, (5, 7), "int32", pair) for pair in product(placements_of(2, ("sum",)), repeat=2)
+    ] + [Layout.from_spec(mesh, (5, 7), "int32", spec) for spec in specs]
+
+    def every_pair(comm: lc.Communicator) -> int:
+        done = 0
+        for src, dst in product(all_layouts, repeat=2):
+            check_move(comm, src, dst, done)
+            done += 1
+        return done
+
+    assert set(lc.run_loopback(mesh.size, every_pair, 120)) == {len(all_layouts) ** 2}
+
+
+def test_every_pair_of_placements_on_three_axes(full: bool) -> None:
+    mesh = DeviceMesh((2, 2, 2), ("dp", "tp", "pp"))
+    combos = list(product(placements_of(2, ("max",)), repeat=3))
+    every = [Layout(mesh, (5, 9), "int16", c) for c in combos]
+    pairs = list(product(every, repeat=2))
+    if not full:
+        pairs = random.Random(7).sample(pairs, 250)
+
+    def run(comm: lc.Communicator) -> None:
+        for number, (src, dst) in enumerate(pairs):
+            check_move(comm, src, dst, number)
+
+    lc.run_loopback(8, run, 600)
+
+
+# ---- plans are values
+
+
+@given(st.data())
+def test_a_plan_survives_json_and_is_equal_everywhere(data: st.DataObject) -> None:
+    mesh = data.draw(meshes())
+    src = data.draw(layouts(mesh))
+    dst = data.draw(layouts(mesh, src.shape, src.dtype))
+    plan = plan_redistribute(src, dst)
+    again = RedistributePlan.from_json(json.loads(json.dumps(plan.to_json())))
+    assert again == plan
+    assert hash(again) == hash(plan)
+    assert again.digest() == plan.digest()
+    assert plan_redistribute(src, dst) is plan
+    assert str(src) in plan.explain()
+    total = sum(plan.sent_bytes(r) for r in mesh.ranks)
+    assert total == sum(plan.received_bytes(r) for r in mesh.ranks)
+    assert f"moves {total:,} bytes in all" in plan.explain()
+
+
+def test_a_reduction_to_replicas_moves_what_reduce_scatter_and_all_gather_move() -> None:
+    mesh = DeviceMesh((4,), ("tp",))
+    src = Layout(mesh, (64,), "float32", (Partial(),))
+    plan = plan_redistribute(src, src.with_placements((Replicated(),)))
+    assert [plan.received_bytes(r) for r in range(4)] == [2 * 3 * 64 * 4 // 4] * 4
+
+
+def test_a_slice_of_replicas_and_a_kept_copy_move_nothing() -> None:
+    mesh = DeviceMesh((2, 2), ("dp", "tp"))
+    whole = Layout(mesh, (6, 6), "float32", (Replicated(), Replicated()))
+    for placements in [(Sharded(0), Sharded(1)), (Partial(), Replicated()), (Partial("max"), Sharded(0))]:
+        plan = plan_redistribute(whole, whole.with_placements(placements))
+        assert sum(plan.sent_bytes(r) for r in range(4)) == 0
+
+
+def test_replicas_are_read_evenly_and_the_own_node_first() -> None:
+    src = Layout(DeviceMesh((4, 2), ("dp", "tp")), (8, 8), "float32", (Replicated(), Sharded(0)))
+    dst = src.with_placements((Replicated(), Sharded(1)))
+    sent = [plan_redistribute(src, dst).sent_bytes(r) for r in range(8)]
+    assert len(set(sent)) == 1
+    near = plan_redistribute(src, dst, node_size=2)
+    for step in near.steps:
+        for rank in range(8):
+            assert all(p.src_rank // 2 == rank // 2 for p in step.incoming(rank))
+
+
+# ---- results and refusals
+
+
+def test_where_nothing_moves_the_result_may_be_a_read_only_view() -> None:
+    mesh = DeviceMesh((2,), ("tp",))
+    src = Layout(mesh, (6,), "float32", (Replicated(),))
+
+    def run(comm: lc.Communicator) -> None:
+        local = np.arange(6, dtype=np.float32)
+        view = redistribute(local, src, src.with_placements((Sharded(0),)), comm)
+        assert view is not None
+        assert np.shares_memory(view, local)
+        assert not view.flags.writeable
+        same = redistribute(local, src, src, comm)
+        assert same is not None
+        assert np.shares_memory(same, local)
+        assert local.flags.writeable
+        out = np.empty(3, np.float32)
+        got = redistribute(local, src, src.with_placements((Sharded(0),)), comm, out=out)
+        assert got is out
+        assert not np.shares_memory(out, local)
+        assert out.tolist() == local[view[0].astype(int) :][:3].tolist()
+
+    lc.run_loopback(2, run)
+
+
+MESH = DeviceMesh((2,), ("tp",))
+SRC = Layout(MESH, (6,), "float32", (Sharded(0),))
+DST = Layout(MESH, (6,), "float32", (Replicated(),))
+
+
+def _on_rank_1(wrong: dict[str, object]) -> list[str]:
+    """Execute with wrong arguments on rank 1 alone; return both ranks' errors."""
+
+    def run(comm: lc.Communicator) -> str:
+        asked = {"plan": plan_redistribute(SRC, DST), "local": np.zeros(3, np.float32), "out": None}
+        if comm.rank == 1:
+            asked.update(wrong)
+        try:
+            execute(asked["plan"], asked["local"], comm, asked["out"])  # type: ignore[arg-type]
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return "no error"
+
+    return lc.run_loopback(2, run)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [
+        ({"local": np.zeros(4, np.float32)}, "BufferMismatchError: execute: rank 1: local .*shape"),
+        ({"local": np.zeros(3, np.float64)}, "BufferMismatchError: execute: rank 1: local .*dtype"),
+        ({"local": None}, "BufferMismatchError: execute: rank 1: local is a numpy array"),
+        ({"out": np.zeros(5, np.float32)}, "BufferMismatchError: execute: rank 1: out .*shape"),
+        ({"out": np.zeros(12, np.float32)[::2]}, "BufferMismatchError: execute: rank 1: out is C-contiguous"),
+        ({"plan": plan_redistribute(SRC, SRC)}, "MismatchError: execute: every rank asks for the same"),
+    ],
+)
+def test_one_rank_at_fault_means_the_same_error_on_all(wrong: dict[str, object], text: str) -> None:
+    first, second = _on_rank_1(wrong)
+    assert first == second
+    import re
+
+    assert re.match(text, first), first
+
+
+def test_out_must_not_overlap_local() -> None:
+    def run(comm: lc.Communicator) -> None:
+        memory = np.zeros(8, np.float32)
+        with pytest.raises(BufferMismatchError, match="overlaps"):
+            execute(plan_redistribute(SRC, DST), memory[2:5], comm, memory[:6])
+
+    lc.run_loopback(2, run)
+
+
+def test_a_world_too_small_for_the_mesh_is_named() -> None:
+    def run(comm: lc.Communicator) -> None:
+        with pytest.raises(MeshError, match="name ranks up to 1, but the communicator has 1"):
+            redistribute(np.zeros(3, np.float32), SRC, DST, comm)
+
+    lc.run_loopback(1, run)
+
+
+def test_a_rank_outside_the_meshes_must_know_it() -> None:
+    def run(comm: lc.Communicator) -> None:
+        local = np.zeros(3, np.float32)
+        with pytest.raises(BufferMismatchError, match="rank 2 is not in mesh"):
+            redistribute(local, SRC, DST, comm)
+        got = redistribute(local if comm.rank < 2 else None, SRC, DST, comm)
+        assert (got is None) == (comm.rank == 2)
+
+    lc.run_loopback(3, run)
+
+
+def test_a_layout_of_another_array_is_refused() -> None:
+    for other in (Layout(MESH, (7,), "float32", (Sharded(0),)), Layout(MESH, (6,), "int32", (Sharded(0),))):
+        with pytest.raises(PlanError, match="layouts of one array"):
+            plan_redistribute(SRC, other)
+
+
+def test_plans_of_different_ranks_raise_mismatch_everywhere() -> None:
+    def run(comm: lc.Communicator) -> None:
+        other = Layout(MESH, (6,), "float32", (Sharded(0, "ceil"),))
+        with pytest.raises(MismatchError, match="ranks"):
+            redistribute(np.zeros(3, np.float32), SRC if comm.rank else other, DST, comm)
+
+    lc.run_loopback(2, run)
+
+
+def test_every_dtype_moves_and_sums() -> None:
+    mesh = DeviceMesh((3,), ("x",))
+    for row in dt.all_dtypes():
+        src = Layout(mesh, (7, 2), row.name, (Partial() if row.kind != "scale" else Sharded(1),))
+        dst = src.with_placements((Sharded(0),))
+        lc.run_loopback(3, lambda c, s=src, d=dst: check_move(c, s, d, 1))
