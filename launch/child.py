@@ -37,16 +37,9 @@ from lowshard.comm.abort import (
 )
 from lowshard.errors import LaunchError, LowshardError, PeerFailed
 from lowshard.launch.environment import find_rank
+from lowshard.launch.job import ALIVE_NAME, OWN_TMPDIR_VARIABLE, RANK_DIR, STACK_SIGNAL, STREAM_NAMES
 
-__all__ = ["ALIVE_NAME", "OWN_TMPDIR_VARIABLE", "RANK_DIR", "STACK_SIGNAL", "main"]
-
-# Names inside the job directory, shared with the launcher.
-ALIVE_NAME = "alive"  # a FIFO that the launcher holds open: its end is the launcher's end
-RANK_DIR = "ranks"  # RANK.json: the pid and host of each rank
-STREAM_NAMES = ("stdout", "stderr")  # stdout-RANK, stderr-RANK: a FIFO each
-
-OWN_TMPDIR_VARIABLE = "LOWSHARD_USER_TMPDIR"  # the user's TMPDIR: mpiexec is given one in the job directory
-STACK_SIGNAL = signal.SIGUSR1  # makes a rank print the stacks of its threads
+__all__ = ["main"]
 
 _PR_SET_PDEATHSIG = 1
 _USAGE = "usage: python -m lowshard.launch.child [--module | --exec] target args..."
@@ -228,18 +221,16 @@ def _keep(pid: int, rank: int, folder: Path) -> int:
         name = signal.Signals(-status).name if -status in set(signal.Signals) else "?"
         message = f"killed by signal {-status} ({name})"
         code = PeerFailed.exit_code
-        record = FailureRecord(
-            rank, ended_s, "signal", code, message, signal=-status, consequence=job_over
-        )
+        record = FailureRecord(rank, ended_s, "signal", code, message, signal=-status, consequence=job_over)
     else:
-        record = FailureRecord(
-            rank, ended_s, "exit", status, f"ended with exit code {status}", consequence=job_over
-        )
+        message = f"ended with exit code {status}"
+        record = FailureRecord(rank, ended_s, "exit", status, message, consequence=job_over)
     if status and folder.is_dir() and not has_failure(folder, rank):
         report_failure(record)
     if status < 0:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # one core file, the rank's own, is enough
-        signal.signal(-status, signal.SIG_DFL) if -status != signal.SIGKILL else None
+        if -status not in (signal.SIGKILL, signal.SIGSTOP):
+            signal.signal(-status, signal.SIG_DFL)
         os.kill(os.getpid(), -status)
     os._exit(abs(status))
 

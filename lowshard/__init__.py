@@ -21,13 +21,14 @@ from lowshard.execute import execute, redistribute  # noqa: E402
 from lowshard.layout import Layout  # noqa: E402
 from lowshard.mesh import DeviceMesh  # noqa: E402
 from lowshard.placement import Partial, Replicated, Sharded  # noqa: E402
-from lowshard.redistribute import plan_redistribute  # noqa: E402
+from lowshard.redistribute import RedistributePlan, plan_redistribute  # noqa: E402
 
 __all__ = [
     "DeviceMesh",
     "Layout",
     "LowshardError",
     "Partial",
+    "RedistributePlan",
     "Replicated",
     "Sharded",
     "ShardingError",

@@ -21,7 +21,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from support import mode  # noqa: E402
+from support import mode
 
 TIME_LIMIT_S = 120.0
 

@@ -16,6 +16,7 @@ import difflib
 import json
 import os
 import stat
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -91,10 +92,11 @@ class Header:
         """
         found = self.tensors.get(name)
         if found is None:
-            near = difflib.get_close_matches(str(name)[:200], list(self.tensors), n=3)
+            near = difflib.get_close_matches(str(name)[:200], list(self.tensors)[:2000], n=3)
             hint = f"; close names: {', '.join(map(_brief, near))}" if near else ""
             raise CheckpointError(
-                f"{self.path}: tensor {_brief(name)} is not in the file, which holds {len(self.tensors)} tensors{hint}"
+                f"{self.path}: tensor {_brief(name)} is not in the file, which holds {len(self.tensors)} "
+                f"tensors{hint}"
             )
         return found
 
@@ -187,7 +189,9 @@ def encode_header(
     rows = {name: dtypes.get(dtype) for name, (dtype, _) in tensors.items()}
     for name, (_, shape) in tensors.items():
         if not isinstance(name, str) or name == _METADATA or not _is_text(name):
-            raise CheckpointError(f"{where}: tensor {_brief(name)}: a name is Unicode text other than {_METADATA!r}")
+            raise CheckpointError(
+                f"{where}: tensor {_brief(name)}: a name is Unicode text other than {_METADATA!r}"
+            )
         _check_shape(shape, rows[name], f"{where}: tensor {_brief(name)}")
     fields: dict[str, Any] = {}
     if metadata is not None:
@@ -204,7 +208,8 @@ def encode_header(
     text += b" " * (-len(text) % 8)
     if len(text) > MAX_HEADER_BYTES:
         raise CheckpointError(
-            f"{where} has at most {MAX_HEADER_BYTES} bytes, {len(tensors)} tensors and the metadata need {len(text)}"
+            f"{where} has at most {MAX_HEADER_BYTES} bytes, {len(tensors)} tensors and the metadata "
+            f"need {len(text)}"
         )
     base = _PREFIX_BYTES + len(text)
     entries = [TensorEntry(n, rows[n].name, tuple(tensors[n][1]), base + b, base + e) for n, b, e in spans]
@@ -230,25 +235,30 @@ def _parse_json(raw: bytes, where: str) -> dict[str, Any]:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
         if len(found) != len(pairs):
-            names = [name for name, _ in pairs]
-            twice = next(n for n in names if names.count(n) > 1)
+            twice, _ = Counter(name for name, _ in pairs).most_common(1)[0]
             raise ValueError(f"the key {_brief(twice)} comes twice in one object")
         return found
 
     if not raw.startswith(b"{"):
-        raise CheckpointError(f"{where}: a header is a JSON object and starts with '{{', this one with {raw[:8]!r}")
+        raise CheckpointError(
+            f"{where}: a header is a JSON object and starts with '{{', this one starts with {raw[:8]!r}"
+        )
     try:
         text = raw.decode()
     except UnicodeDecodeError as error:
-        raise CheckpointError(f"{where}: the header is not UTF-8: {error.reason} at its byte {error.start}") from error
+        raise CheckpointError(
+            f"{where}: the header is not UTF-8: {error.reason} at its byte {error.start}"
+        ) from error
     try:
         found = json.loads(text, object_pairs_hook=unique, parse_int=_number)
     except ValueError as error:
         raise CheckpointError(f"{where}: the header is not valid JSON: {error}") from error
     except RecursionError as error:
-        raise CheckpointError(f"{where}: the header nests too deep; a header is an object of flat objects") from error
+        raise CheckpointError(
+            f"{where}: the header nests too deep; the format has objects of flat objects"
+        ) from error
     except MemoryError as error:
-        raise CheckpointError(f"{where}: the header of {len(raw)} bytes does not fit in memory once parsed") from error
+        raise CheckpointError(f"{where}: the header of {len(raw)} bytes does not fit in memory") from error
     assert isinstance(found, dict)  # it starts with '{'
     return found
 
@@ -264,7 +274,9 @@ def _metadata(value: Any, where: str) -> dict[str, str]:
         raise CheckpointError(f"{where}: {_METADATA} maps text to text, got {_brief(value)}")
     for key, item in value.items():
         if not (isinstance(key, str) and isinstance(item, str) and _is_text(key) and _is_text(item)):
-            raise CheckpointError(f"{where}: {_METADATA} maps text to text, got {_brief(key)}: {_brief(item)}")
+            raise CheckpointError(
+                f"{where}: {_METADATA} maps text to text, got {_brief(key)}: {_brief(item)}"
+            )
     return dict(value)
 
 
@@ -273,7 +285,9 @@ def _entry(name: str, value: Any, data_start: int, file_bytes: int, path: str) -
     if not _is_text(name):
         raise CheckpointError(f"{where}: its name is no Unicode text (an escape is half a surrogate pair)")
     if not isinstance(value, dict):
-        raise CheckpointError(f"{where}: an entry is an object with dtype, shape and data_offsets, got {_brief(value)}")
+        raise CheckpointError(
+            f"{where}: an entry is an object with dtype, shape and data_offsets, got {_brief(value)}"
+        )
     missing = [key for key in ("dtype", "shape", "data_offsets") if key not in value]
     if missing:
         raise CheckpointError(f"{where}: its entry lacks {', '.join(missing)}; it has {_brief(list(value))}")
@@ -281,11 +295,15 @@ def _entry(name: str, value: Any, data_start: int, file_bytes: int, path: str) -
         row = dtypes.from_safetensors(value["dtype"])
     except DTypeError as error:
         known = ", ".join(r.safetensors for r in dtypes.all_dtypes())
-        raise CheckpointError(f"{where}: unknown dtype {_brief(value['dtype'])}; lowshard reads {known}") from error
+        raise CheckpointError(
+            f"{where}: unknown dtype {_brief(value['dtype'])}; lowshard reads {known}"
+        ) from error
     shape, offsets = value["shape"], value["data_offsets"]
     need = _check_shape(shape, row, where)
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_is_extent, offsets)):
-        raise CheckpointError(f"{where}: data_offsets are two integers >= 0 (begin, end), got {_brief(offsets)}")
+        raise CheckpointError(
+            f"{where}: data_offsets are two integers >= 0 (begin, end), got {_brief(offsets)}"
+        )
     begin, end = offsets
     if begin > end:
         raise CheckpointError(f"{where}: data_offsets are in order, got begin {begin} behind end {end}")

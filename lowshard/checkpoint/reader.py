@@ -154,7 +154,12 @@ class CheckpointReader:
         return self._fill(plan, layout.local_shape(rank), out)
 
     def read_box(
-        self, name: str, box: Box | None = None, out: np.ndarray | None = None, *, shape: Sequence[int] | None = None
+        self,
+        name: str,
+        box: Box | None = None,
+        out: np.ndarray | None = None,
+        *,
+        shape: Sequence[int] | None = None,
     ) -> np.ndarray:
         """Return one box of a tensor; only its bytes are read.
 
@@ -199,7 +204,7 @@ class CheckpointReader:
         if not plan.total_bytes:
             return out
         # ml_dtypes arrays give no buffer of their own, their bytes do
-        self._read_runs(plan, memoryview(out.reshape(-1).view(np.uint8)))
+        self._read_runs(plan, out.reshape(-1).view(np.uint8).data)
         return out
 
     def _read_runs(self, plan: ReadPlan, into: memoryview) -> None:
@@ -212,14 +217,16 @@ class CheckpointReader:
                     got = preadv(fd, [into[done : done + left]], start + size - left)
                     if not got:
                         raise CheckpointError(
-                            f"{self.header.path}: tensor {plan.name!r}: the file ends at byte {start + size - left}, "
-                            f"its data goes on for {left} bytes: it was cut short after it was opened"
+                            f"{self.header.path}: tensor {plan.name!r}: the file ends at byte "
+                            f"{start + size - left}, its data goes on for {left} bytes: it was cut short "
+                            "after it was opened"
                         )
                     done += got
                     left -= got
         except OSError as error:
             raise CheckpointError(
-                f"{self.header.path}: tensor {plan.name!r}: reading {size} bytes at {start} failed: {error.strerror}"
+                f"{self.header.path}: tensor {plan.name!r}: reading {size} bytes at {start} failed: "
+                f"{error.strerror}"
             ) from error
         finally:
             with self._lock:  # threads may share a reader
@@ -228,17 +235,21 @@ class CheckpointReader:
 
 def _check_layout(entry: TensorEntry, layout: Layout, reshape: bool, where: str) -> None:
     if layout.dtype != entry.dtype:
-        raise LayoutError(f"{where} is {entry.dtype}, the layout is for {layout.dtype}: make it for {entry.dtype}")
+        raise LayoutError(
+            f"{where} is {entry.dtype}, the layout is for {layout.dtype}: make it for {entry.dtype}"
+        )
     if any(layout.partials):
-        raise LayoutError(f"{where}: the layout {layout} is partial, and a file holds values, not terms: cut or replicate")
+        raise LayoutError(
+            f"{where}: the layout {layout} is partial, and a file holds values, not terms: cut or replicate"
+        )
     if layout.shape == entry.shape:
         return
     if layout.size_elems != entry.size_elems:
         raise LayoutError(_other_count(where, entry, layout.shape))
     if not reshape:
         raise LayoutError(
-            f"{where} has shape {entry.shape}, the layout is for {layout.shape}; if the tensor is meant to be taken in "
-            "that shape (as many elements, same order), pass reshape=True"
+            f"{where} has shape {entry.shape}, the layout is for {layout.shape}; if the tensor is meant to be "
+            "taken in that shape (as many elements, same order), pass reshape=True"
         )
 
 
@@ -254,7 +265,8 @@ def _check_out(out: np.ndarray, shape: tuple[int, ...], dtype: np.dtype[Any], na
         raise BufferMismatchError(f"tensor {name!r}: out is a NumPy array, got {type(out).__name__}")
     if out.shape != shape or out.dtype != dtype:
         raise BufferMismatchError(
-            f"tensor {name!r}: out has the shape and dtype of the box, {dtype}{list(shape)}, got {out.dtype}{list(out.shape)}"
+            f"tensor {name!r}: out has the shape and dtype of the box, {dtype}{list(shape)}, got "
+            f"{out.dtype}{list(out.shape)}"
         )
     if not out.flags.c_contiguous or not out.flags.writeable:
         raise BufferMismatchError(

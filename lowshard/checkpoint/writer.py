@@ -80,14 +80,14 @@ def write_checkpoint(
         On every rank the same error, whichever rank had it; no temporary file is left.
     """
     comm_rank = comm.rank
-    file = _together(comm, lambda: _prepare(path, tensors, comm_rank, comm.size, metadata))
+    file = _together(comm, path, lambda: _prepare(path, tensors, comm_rank, comm.size, metadata))
     agree(comm, file.digest, None, _WHAT)
     token = share_text(comm.control, secrets.token_hex(6))[0]  # rank 0's
     temporary = file.path.with_name(f".{file.path.name}.{token}.tmp")
     try:
-        _together(comm, lambda: _create(file, temporary) if comm_rank == 0 else None)
-        _together(comm, lambda: _write_own(file, temporary, tensors, comm_rank))
-        _together(comm, lambda: _publish(file, temporary) if comm_rank == 0 else None)
+        _together(comm, path, lambda: _create(file, temporary) if comm_rank == 0 else None)
+        _together(comm, path, lambda: _write_own(file, temporary, tensors, comm_rank))
+        _together(comm, path, lambda: _publish(file, temporary) if comm_rank == 0 else None)
     except BaseException as error:
         # Any rank may be the last one alive, so each removes it.
         try:
@@ -97,7 +97,7 @@ def write_checkpoint(
         raise
 
 
-def _together(comm: Communicator, action: Callable[[], T]) -> T:
+def _together(comm: Communicator, path: FilePath, action: Callable[[], T]) -> T:
     """Run a local step and return its result if it succeeded on all ranks; else raise on all.
 
     Collective: all ranks of the communicator call this. The step itself calls no collective.
@@ -109,7 +109,7 @@ def _together(comm: Communicator, action: Callable[[], T]) -> T:
     except LowshardError as error:
         failed = error
     except OSError as error:
-        failed = CheckpointError(str(error))
+        failed = CheckpointError(f"{path}: writing it failed: {error}")
         failed.__cause__ = error
     except Exception as error:  # whatever it is, the others must not wait for this rank
         failed = error
@@ -131,22 +131,31 @@ def _prepare(path: FilePath, tensors: State, rank: int, size: int, metadata: Map
 
 def _check_tensor(where: str, layout: Layout, array: np.ndarray | None, rank: int, size: int) -> None:
     if not isinstance(layout, Layout):
-        raise LayoutError(f"{where}: a tensor is given as (Layout, local array), got {type(layout).__name__} first")
+        raise LayoutError(
+            f"{where}: a tensor is given as (Layout, local array), got {type(layout).__name__} first"
+        )
     if any(layout.partials):
-        raise LayoutError(f"{where}: the layout {layout} is partial, and a file holds values, not terms: reduce it first")
+        raise LayoutError(
+            f"{where}: the layout {layout} is partial, and a file holds values, not terms: reduce it first"
+        )
     outside = [r for r in layout.mesh.ranks if r >= size]
     if outside:
-        raise MeshError(f"{where}: mesh {layout.mesh} has rank {outside[0]}, the communicator has {size} ranks")
+        raise MeshError(
+            f"{where}: mesh {layout.mesh} has rank {outside[0]}, the communicator has {size} ranks"
+        )
     if rank not in layout.mesh:
         if array is not None:
-            raise BufferMismatchError(f"{where}: rank {rank} is not in mesh {layout.mesh} and passes None for its array")
+            raise BufferMismatchError(
+                f"{where}: rank {rank} is not in mesh {layout.mesh}, so it passes None for its array"
+            )
         return
     shape, dtype = layout.local_shape(rank), layout.numpy_dtype
     if not isinstance(array, np.ndarray):
         raise BufferMismatchError(f"{where}: the local array is a NumPy array, got {type(array).__name__}")
     if array.shape != shape or array.dtype != dtype:
         raise BufferMismatchError(
-            f"{where}: rank {rank} of layout {layout} holds {dtype}{list(shape)}, got {array.dtype}{list(array.shape)}"
+            f"{where}: rank {rank} of layout {layout} holds {dtype}{list(shape)}, got "
+            f"{array.dtype}{list(array.shape)}"
         )
 
 
@@ -157,10 +166,12 @@ def _create(file: _File, temporary: Path) -> None:
         raise CheckpointError(f"{file.path}: is a directory; give the path of the file to make")
     if not folder.is_dir():
         raise CheckpointError(f"{file.path}: there is no folder {folder}; make it first")
-    room = os.statvfs(folder)
-    if room.f_bavail * room.f_frsize < file.size_bytes:
+    # Asked before posix_fallocate, which would fill the disk up before it gives up.
+    disk = os.statvfs(folder)
+    room_bytes = disk.f_bavail * disk.f_frsize
+    if disk.f_blocks and room_bytes < file.size_bytes:  # some file systems tell nothing: 0 blocks
         raise CheckpointError(
-            f"{file.path}: the file takes {file.size_bytes} bytes, {folder} has room for {room.f_bavail * room.f_frsize}"
+            f"{file.path}: the file takes {file.size_bytes} bytes, {folder} has room for {room_bytes}"
         )
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
@@ -191,7 +202,7 @@ def _write_own(file: _File, temporary: Path, tensors: State, rank: int) -> None:
             plan = plan_box(entry, layout.box(rank))
             if not plan.total_bytes:
                 continue
-            data = memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+            data = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
             done = 0
             for start, run_bytes in plan.runs:
                 _write_at(fd, data[done : done + run_bytes], start)

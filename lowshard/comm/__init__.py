@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from lowshard.comm.agreement import agree
+from lowshard.comm.agreement import agree, share_text
 from lowshard.comm.loopback import loopback, run_loopback
 from lowshard.comm.protocol import Communicator, Traffic
 from lowshard.errors import CommError, DependencyError
 
-__all__ = ["Communicator", "Traffic", "agree", "from_mpi", "from_nccl", "loopback", "run_loopback"]
+__all__ = ["Communicator", "Traffic", "agree", "from_mpi", "from_nccl", "loopback", "run_loopback", "share_text"]
 
 
 def from_mpi(mpi_comm: Any, device: Literal["auto", "cpu", "cuda"] = "auto") -> Communicator:

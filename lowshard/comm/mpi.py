@@ -49,7 +49,8 @@ class MPICommunicator(Communicator):
 
     def _wire(self, buf: Array) -> list[Any]:
         as_uint, mpi_type = self._move[buf.dtype.itemsize]
-        return [buf.view(as_uint), buf.size, mpi_type]
+        # No count: mpi4py takes a given one as a block's, not the buffer's, in gathers and scatters.
+        return [buf.view(as_uint), mpi_type]
 
     def _wire_v(self, buf: Array, counts: Sequence[int], displs: Sequence[int]) -> list[Any]:
         as_uint, mpi_type = self._move[buf.dtype.itemsize]
@@ -105,7 +106,7 @@ class MPICommunicator(Communicator):
         status = self._mpi.Status()
         wire = self._wire(buf)
         self._comm.Recv(wire, src, _TAG, status)
-        came = status.Get_count(wire[2])
+        came = status.Get_count(wire[1])
         if came != buf.size:
             raise CommError(f"recv: rank {src} sent {came} elements, this rank expects {buf.size}")
 

@@ -244,8 +244,8 @@ def embed_tensor_parallel(
     """
     error: Exception | None = None
     digest = hashlib.sha256(f"{config} {compute} {token_ids.shape} {mask.shape}".encode())
-    digest.update(np.ascontiguousarray(token_ids, dtype=np.int64))
-    digest.update(np.ascontiguousarray(mask, dtype=np.int64))
+    digest.update(token_ids.astype(np.int64).tobytes())
+    digest.update(mask.astype(np.int64).tobytes())
     try:
         if compute not in ("float32", "bfloat16"):
             raise DTypeError(f"compute must be 'float32' or 'bfloat16', got {compute!r}")

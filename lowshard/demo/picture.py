@@ -56,9 +56,11 @@ def draw(report: DemoReport, path_png: str | os.PathLike[str]) -> None:
 
 
 def _draw_title(figure: Any, report: DemoReport) -> None:
-    name = report.checkpoint if len(report.checkpoint) <= 60 else f"{report.checkpoint[:57]}..."
+    name = report.checkpoint if len(report.checkpoint) <= 46 else f"{report.checkpoint[:43]}..."
     figure.text(0.025, 0.945, f"lowshard demo: {name}", fontsize=18, weight="bold", color=_INK)
-    size = f"{report.checkpoint_bytes / 1e6:.1f} MB on {report.world_size} rank{'s' * (report.world_size != 1)}"
+    size = (
+        f"{report.checkpoint_bytes / 1e6:.1f} MB on {report.world_size} rank{'s' * (report.world_size != 1)}"
+    )
     line = textwrap.shorten(f"{size}, from {report.before} to {report.after}", 150, placeholder=" ...")
     figure.text(0.025, 0.908, line, fontsize=11, color=_GREY)
     verdict, colour = ("every check holds", "#3f8f55") if report.ok else ("a check FAILED", _RED)
@@ -130,7 +132,9 @@ def _draw_matrices(figure: Any, views: Sequence[MatrixView], world_size: int) ->
         if view.head_dim is not None:
             heads = f"{view.num_heads} heads (thin lines)"
             figure.text(left + width, y + cell_h + 0.009, heads, fontsize=9, color=_GREY, ha="right")
-        figure.text(left + cell_w + gap_x / 2, y + cell_h / 2, "→", fontsize=20, color=_GREY, ha="center", va="center")
+        figure.text(
+            left + cell_w + gap_x / 2, y + cell_h / 2, "→", fontsize=20, color=_GREY, ha="center", va="center"
+        )
 
 
 def _draw_matrix(axes: Any, view: MatrixView, boxes: Sequence[Box], world_size: int) -> None:
@@ -153,8 +157,7 @@ def _draw_cell(axes: Any, cell: Box, shape: tuple[int, int], owners: Sequence[in
     from matplotlib.patches import Polygon, Rectangle
 
     (r0, r1), (c0, c1) = cell
-    style = {"linewidth": 0.0, "zorder": 1}
-    frame = Rectangle((c0, r0), c1 - c0, r1 - r0, facecolor=_PALE, **style)
+    frame = Rectangle((c0, r0), c1 - c0, r1 - r0, facecolor=_PALE, linewidth=0.0, zorder=1)
     axes.add_patch(frame)
     if not owners:
         return
@@ -173,15 +176,25 @@ def _draw_cell(axes: Any, cell: Box, shape: tuple[int, int], owners: Sequence[in
         axes.add_patch(patch)
         patch.set_clip_path(frame)
         x, stripe = x + band, stripe + 1
-    axes.add_patch(Rectangle((c0, r0), c1 - c0, r1 - r0, fill=False, edgecolor="white", linewidth=2.0, zorder=3))
+    axes.add_patch(
+        Rectangle((c0, r0), c1 - c0, r1 - r0, fill=False, edgecolor="white", linewidth=2.0, zorder=3)
+    )
     share_high, share_wide = (r1 - r0) / shape[0], (c1 - c0) / shape[1]
     if share_high < 0.09 or share_wide < 0.06:
         return  # no room for a label; the colour says it
+    size, pad = (9, 0.25) if share_high > 0.18 else (7, 0.1)
     axes.text(
-        (c0 + c1) / 2, (r0 + r1) / 2, _owner_label(owners, world_size, share_wide), fontsize=9, weight="bold",
-        color=_INK, ha="center", va="center", zorder=5,
-        bbox={"boxstyle": "round,pad=0.25", "facecolor": "white", "edgecolor": "none", "alpha": 0.92},
-    )  # fmt: skip
+        (c0 + c1) / 2,
+        (r0 + r1) / 2,
+        _owner_label(owners, world_size, share_wide),
+        weight="bold",
+        fontsize=size,
+        color=_INK,
+        ha="center",
+        va="center",
+        zorder=5,
+        bbox={"boxstyle": f"round,pad={pad}", "facecolor": "white", "edgecolor": "none", "alpha": 0.92},
+    )
 
 
 def _owner_label(owners: Sequence[int], world_size: int, share_wide: float) -> str:
@@ -199,7 +212,9 @@ def _draw_accuracy(axes: Any, report: DemoReport) -> None:
     note = textwrap.shorten(report.accuracy_note or "", 170, placeholder=" ...")
     if not report.accuracy:
         axes.set_axis_off()
-        axes.text(0.0, 0.75, note or "no forward in this run", fontsize=10, color=_GREY, transform=axes.transAxes)
+        axes.text(
+            0.0, 0.75, note or "no forward in this run", fontsize=10, color=_GREY, transform=axes.transAxes
+        )
         return
     figures = report.accuracy
     smallest = min(_on_log(value) for f in figures for value in (f.error, f.error_bound))
@@ -213,7 +228,13 @@ def _draw_accuracy(axes: Any, report: DemoReport) -> None:
         axes.plot([at], [y], marker="o", markersize=8, color=colour, zorder=4)
         axes.plot([bound, bound], [y - 0.3, y + 0.3], color=_RED, linewidth=2.2, zorder=3)
         axes.text(
-            1.025, y, _figure_text(figure), transform=axes.get_yaxis_transform(), va="center", fontsize=9.5, color=_INK
+            1.025,
+            y,
+            _figure_text(figure),
+            transform=axes.get_yaxis_transform(),
+            va="center",
+            fontsize=9.5,
+            color=_INK,
         )
     axes.set_xscale("log")
     axes.set_xlim(low, high)

@@ -6,6 +6,7 @@ The picture of the same record is drawn in `lowshard.demo.picture`.
 from __future__ import annotations
 
 import json
+import math
 import os
 import tempfile
 from collections.abc import Mapping
@@ -107,12 +108,14 @@ class DemoReport:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data that `from_json` reads back; it also holds the verdicts."""
-        data = {"format": FORMAT, "ok": self.ok} | asdict(self)
+        data: dict[str, Any] = {"format": FORMAT, "ok": self.ok, **asdict(self)}
         for figure, values in zip(self.accuracy, data["accuracy"], strict=True):
             values["ok"] = figure.ok
+            # JSON has no NaN; null stands for one.
+            values["measured"] = figure.measured if math.isfinite(figure.measured) else None
         data["environment"] = dict(self.environment)
         # One trip through text turns tuples into lists, so that the result compares equal to a file's.
-        return dict(json.loads(json.dumps(data)))
+        return dict(json.loads(json.dumps(data, allow_nan=False)))
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> DemoReport:
@@ -126,7 +129,8 @@ class DemoReport:
         values = {f.name: data[f.name] for f in fields(cls)}
         values["rows"] = tuple(PhaseRow(**row) for row in data["rows"])
         values["accuracy"] = tuple(
-            Accuracy(**{k: v for k, v in figure.items() if k != "ok"}) for figure in data["accuracy"]
+            Accuracy(f["label"], f["kind"], math.nan if f["measured"] is None else f["measured"], f["bound"])
+            for f in data["accuracy"]
         )
         values["matrices"] = tuple(
             MatrixView(

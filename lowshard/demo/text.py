@@ -41,8 +41,10 @@ SENTENCES = (
     "Vaccines train the immune system to recognise a germ before it arrives.",
     "A small dose of a harmless fragment teaches the body how to defend itself.",
     "The telescope found water vapour in the atmosphere of a planet forty light years away.",
-    "Two moons rose over the red desert, and the machine that had waited there for nine years unfolded its panels "
-    "once more, sent a short greeting towards a blue point low in the east, and went back to counting grains of dust.",
+    (
+        "Two moons rose over the red desert, and the machine that had waited there for nine years unfolded its panels "
+        "once more, sent a greeting towards a blue point low in the east, and went back to counting grains of dust."
+    ),
     "Is the kitchen table big enough for eight people?",
     "The contract ends in March unless both parties agree in writing to extend it by a further twelve months.",
     "Quiet, please: the exam has begun.",

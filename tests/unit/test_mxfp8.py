@@ -132,21 +132,21 @@ def random_fp32_blocks(seed, blocks=600):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_every_16_bit_pattern_as_block_maximum_is_as_the_twin(dtype, elem, mode):
     rng = np.random.default_rng(1)
-    pattern = np.arange(1 << 16, dtype=np.uint16)
-    largest = {"bfloat16": 0x7F7F, "float16": 0x7BFF}[dtype]
-    spread = {"bfloat16": 24 << 7, "float16": 24 << 10}[dtype]
-    top = np.minimum(pattern & 0x7FFF, largest).astype(np.int64)
-    rest = np.maximum(top[:, None] - rng.integers(0, spread, (1 << 16, 7)), 0)
-    bits = np.zeros((1 << 16, 32), np.uint16)
-    bits[:, 1:8] = rest | (rng.integers(0, 2, rest.shape) << 15)
-    bits[:, 0] = pattern
+    magnitude = np.arange(1 << 15)
+    largest, spread = {"bfloat16": (0x7F7F, 24 << 7), "float16": (0x7BFF, 24 << 10)}[dtype]
+    top = np.minimum(magnitude, largest)
+    rest = np.maximum(top[:, None] - rng.integers(0, spread, (1 << 15, 6)), 0)
+    bits = np.zeros((1 << 15, 32), np.uint16)
+    bits[:, 0] = magnitude
+    bits[:, 1] = magnitude | 0x8000
+    bits[:, 2:8] = rest | (rng.integers(0, 2, rest.shape) << 15)
     assert_like_twin(bits.view(DTYPES[dtype]), elem, mode)
 
 
 @combos
 @pytest.mark.parametrize("maximum", [0x0001, 0x007F, 0x04E0, 0x0A10, 0x3F80, 0x3FE1, 0x477F, 0x7F7F])
 def test_every_bf16_pattern_as_element_is_as_the_twin(maximum, elem, mode):
-    pattern = np.arange((1 << 16) + 30, dtype=np.uint32).astype(np.uint16)  # 31 x 2116, some twice
+    pattern = np.arange(31 * 2115, dtype=np.uint32).astype(np.uint16)  # all, and the first 29 again
     pattern[(pattern & 0x7FFF) > maximum] = 0
     bits = np.full((len(pattern) // 31, 32), maximum, np.uint16)
     bits[:, 1:] = pattern.reshape(-1, 31)
@@ -181,6 +181,17 @@ def test_fp32_maxima_around_every_mode_boundary_are_as_the_twin(elem, mode):
     blocks[:, 5] = -maxima
     blocks[:, 6:] = np.random.default_rng(2).uniform(-1, 1, (len(maxima), 26)) * maxima[:, None]
     assert_like_twin(blocks, elem, mode)
+
+
+@combos
+def test_fp32_subnormals_are_as_the_twin_under_every_scale_that_can_see_them_and_beyond(elem, mode):
+    tiny = np.array([1, 2, 3, 0x200000, 0x3FFFFF, 0x400000, 0x400001, 0x600000, 0x7FFFFF, 0x800000], np.uint32)
+    maxima = np.arange(0, 50, dtype=np.uint32)[:, None] << 23  # scale bytes 0 to about 40
+    blocks = np.zeros((len(maxima), 32), np.uint32)
+    blocks[:, :10] = np.minimum(tiny, np.maximum(maxima, 0x7FFFFF))
+    blocks[:, 10:20] = blocks[:, :10] | (1 << 31)
+    blocks[:, 31:] = maxima
+    assert_like_twin(blocks.view(np.float32), elem, mode)
 
 
 fp32_bits = st.one_of(
@@ -310,13 +321,19 @@ def test_a_second_quantisation_keeps_every_value(dtype, elem, mode):
 
 
 # --------------------------------------------------------------------------------- buffers and memory order
+def moderate(seed, blocks, dtype):
+    """Blocks [blocks, 32] within the range of each dtype, a few NaN among them."""
+    with np.errstate(invalid="ignore"):  # signalling NaN
+        return random_fp32_blocks(seed, blocks).clip(-6e4, 6e4).astype(DTYPES[dtype])
+
+
 def addresses(q):
     return q.data.ctypes.data, q.scale.ctypes.data
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_out_buffers_are_filled_in_place_and_given_back(dtype):
-    x = random_fp32_blocks(3).astype(np.float32).clip(-100, 100).astype(DTYPES[dtype]).reshape(-1, 64)
+    x = moderate(3, 600, dtype).reshape(-1, 64)
     fresh = quantize_mxfp8(x, "e5m2")
     out = MXFP8Tensor(np.full(x.shape, 0xAA, np.uint8), np.full((len(x), 2), 0xAA, np.uint8), "e5m2")
     before = addresses(out)
@@ -334,7 +351,7 @@ def test_out_buffers_are_filled_in_place_and_given_back(dtype):
 
 def strided_views(dtype):
     """Views whose strides, alignment and byte order differ; the last dim is a multiple of 32."""
-    base = random_fp32_blocks(4, blocks=6 * 8 * 4).clip(-6e4, 6e4).astype(DTYPES[dtype])
+    base = moderate(4, 6 * 8 * 4, dtype)
     raw = np.empty(base.nbytes + 1, np.uint8)
     raw[1:] = base.reshape(-1).view(np.uint8)
     misaligned = raw[1:].view(DTYPES[dtype])

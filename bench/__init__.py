@@ -1,0 +1,1 @@
+"""Measurements: how fast this machine copies, and what lowshard reaches beside it."""

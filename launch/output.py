@@ -1,0 +1,91 @@
+"""Passes the output of many ranks on to one stdout and one stderr, line by line."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import time
+from typing import TextIO
+
+__all__ = ["Output"]
+
+_READ_BYTES = 1 << 16
+
+
+class Output:
+    """Reads the pipes of all ranks; each line goes out whole, with its rank in front.
+
+    mpiexec's own output is kept back until it is known whether it says anything that we do not say better.
+
+    Attributes:
+        from_mpiexec: what mpiexec itself has said so far.
+        broken: true once a sink takes no more (`lowshard run ... | head`); its output is dropped from then on.
+    """
+
+    def __init__(self, sinks: tuple[TextIO, TextIO], prefix: bool) -> None:
+        self.from_mpiexec = b""
+        self.broken = False
+        self._sinks = sinks
+        self._prefix = prefix
+        self._selector = selectors.DefaultSelector()
+        self._source: dict[int, tuple[int, int | None]] = {}
+        self._partial: dict[int, bytes] = {}
+
+    def add(self, fd: int, stream: int, rank: int | None) -> None:
+        """Watches a pipe: stream 0 for stdout, 1 for stderr; rank None for mpiexec's own."""
+        os.set_blocking(fd, False)
+        self._selector.register(fd, selectors.EVENT_READ)
+        self._source[fd] = (stream, rank)
+        self._partial[fd] = b""
+
+    def pump(self, wait_s: float) -> bool:
+        """Passes on what is there, waiting a while for the first of it; returns whether anything came."""
+        if not self._selector.get_map():
+            time.sleep(wait_s)
+        came = False
+        for key, _ in self._selector.select(wait_s):
+            data = os.read(key.fd, _READ_BYTES)
+            came = came or bool(data)
+            if not data:  # every writer has closed it
+                self._selector.unregister(key.fd)
+            self._pass_on(key.fd, data)
+        return came
+
+    def close(self) -> None:
+        """Passes on what is left; to be called when no process of the job lives."""
+        while self.pump(0):
+            pass
+        for key in list(self._selector.get_map().values()):
+            self._pass_on(key.fd, b"")
+        self._selector.close()
+
+    def _pass_on(self, fd: int, data: bytes) -> None:
+        """Sends on the whole lines; empty data means that the pipe has ended."""
+        stream, rank = self._source[fd]
+        if rank is None:
+            self.from_mpiexec += data
+            return
+        if not self._prefix:
+            self._write(stream, data)
+            return
+        *lines, rest = (self._partial[fd] + data).split(b"\n")
+        if rest and not data:
+            lines, rest = [*lines, rest], b""
+        self._partial[fd] = rest
+        self._write(stream, b"".join(b"[%d] %s\n" % (rank, line) for line in lines))
+
+    def _write(self, stream: int, data: bytes) -> None:
+        """Writes to a sink as bytes where it takes bytes."""
+        if not data or self.broken:
+            return
+        sink = self._sinks[stream]
+        raw = getattr(sink, "buffer", None)
+        try:
+            sink.flush()
+            if raw is None:
+                sink.write(data.decode(errors="replace"))
+            else:
+                raw.write(data)
+            sink.flush()
+        except (OSError, ValueError):  # a closed pipe, a closed file: the job is ended for it, in order
+            self.broken = True

@@ -1,0 +1,44 @@
+"""The `lowshard` command: one parser over the subcommands' own."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from lowshard._version import __version__
+from lowshard.errors import LowshardError
+
+DESCRIPTION = "Place, move and quantise raw array buffers over many processes."
+EPILOG = (
+    "Exit codes: 0 done, 1 failed, 2 wrong usage, 70 a rank died (signal, lost host), 71 timed out, "
+    "72 ranks disagreed."
+)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of every subcommand."""
+    from lowshard.demo.cli import add_demo_parser
+    from lowshard.launch.cli import add_run_parser
+    from lowshard.launch.doctor import add_doctor_parser
+
+    parser = argparse.ArgumentParser(prog="lowshard", description=DESCRIPTION, epilog=EPILOG)
+    parser.add_argument("--version", action="version", version=f"lowshard {__version__}")
+    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    add_demo_parser(subparsers)
+    add_run_parser(subparsers)
+    add_doctor_parser(subparsers)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return the exit code."""
+    args = build_parser().parse_args(sys.argv[1:] if argv is None else list(argv))
+    try:
+        return int(args.func(args))
+    except LowshardError as error:
+        print(f"lowshard: error: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("lowshard: interrupted", file=sys.stderr)
+        return 130

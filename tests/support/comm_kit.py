@@ -1,0 +1,221 @@
+"""What the cases of the communicator contract share: data, canaries, comparison, a plain reference fold.
+
+Every case gets the same generator on every rank and draws the data of all ranks from it, so each rank
+can say by itself what it must receive. The arithmetic here is written anew from the documentation and
+uses nothing of lowshard.comm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from lowshard import dtypes
+from lowshard.comm import Communicator
+
+Array = Any
+Case = Callable[[Communicator, np.random.Generator], None]
+
+CASES: dict[str, Case] = {}
+
+GUARD_ELEMS = 4
+
+# The relative rounding error of one operation.
+EPS = {
+    "float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7,
+    "float8_e4m3fn": 2.0**-3, "float8_e5m2": 2.0**-2,
+}  # fmt: skip
+
+
+class CannotRun(Exception):  # noqa: N818
+    """Raised by a case, on all ranks, with the reason why it cannot run on this transport."""
+
+
+def case(function: Case) -> Case:
+    """Enter a function into the table under its own name."""
+    assert function.__name__ not in CASES
+    CASES[function.__name__] = function
+    return function
+
+
+@contextmanager
+def told(**facts: object) -> Iterator[None]:
+    """Add to an error which of the many variants of a case it belongs to."""
+    try:
+        yield
+    except CannotRun:
+        raise
+    except Exception as error:
+        error.add_note(", ".join(f"{k}={v}" for k, v in facts.items()))
+        raise
+
+
+# ---- buffers
+
+
+def carried(comm: Communicator) -> list[dtypes.DType]:
+    """Return the dtypes that arrays of the communicator's module can have."""
+    rows = dtypes.all_dtypes()
+    # CuPy makes no fp8 or e8m0 arrays; they are uint8 there.
+    return [r for r in rows if comm.xp is np or not (r.is_float8 or r.kind == "scale")]
+
+
+def reducible(comm: Communicator, op: str) -> list[dtypes.DType]:
+    """Return the dtypes that `op` is defined for."""
+    return [r for r in carried(comm) if r.kind != "scale" and not (r.kind == "bool" and op == "avg")]
+
+
+def put(comm: Communicator, data: np.ndarray) -> Array:
+    """Return a fresh buffer of the communicator's module that holds data."""
+    return comm.xp.array(data) if comm.xp is not np else np.array(data, order="C", copy=True)
+
+
+def get(buf: Array) -> np.ndarray:
+    """Return a buffer's content as a NumPy array."""
+    return buf if isinstance(buf, np.ndarray) else np.asarray(buf.get())
+
+
+class Canvas:
+    """A buffer between two canaries, all of one byte value, so that stray writes are seen."""
+
+    BYTE = 0xA5
+
+    def __init__(self, comm: Communicator, elems: int, dtype: np.dtype[Any]) -> None:
+        self._all = put(comm, self._blank(elems + 2 * GUARD_ELEMS, dtype))
+        self.buf = self._all[GUARD_ELEMS : GUARD_ELEMS + elems]
+
+    @classmethod
+    def _blank(cls, elems: int, dtype: np.dtype[Any]) -> np.ndarray:
+        byte = 1 if dtype == np.bool_ else cls.BYTE
+        return np.full(elems * dtype.itemsize, byte, np.uint8).view(dtype)
+
+    def check(self, expected: np.ndarray) -> None:
+        """Demand `expected` in the buffer and nothing around it."""
+        same(self.buf, expected)
+        self.check_canaries()
+
+    def check_canaries(self) -> None:
+        content = get(self._all)
+        blank = self._blank(GUARD_ELEMS, content.dtype)
+        assert content[:GUARD_ELEMS].tobytes() == blank.tobytes(), "written before the buffer"
+        assert content[len(content) - GUARD_ELEMS :].tobytes() == blank.tobytes(), "written behind the buffer"
+
+    @classmethod
+    def blank(cls, elems: int, dtype: np.dtype[Any]) -> np.ndarray:
+        """Return what an untouched buffer holds."""
+        return cls._blank(elems, dtype)
+
+
+def same(buf: Array, expected: np.ndarray) -> None:
+    """Demand equal dtype, shape and bits."""
+    got = get(buf)
+    assert got.dtype == expected.dtype, f"dtype {got.dtype}, not {expected.dtype}"
+    assert got.shape == expected.shape, f"shape {got.shape}, not {expected.shape}"
+    if got.tobytes() != np.ascontiguousarray(expected).tobytes():
+        width = got.dtype.itemsize
+        a = np.frombuffer(got.tobytes(), np.uint8).reshape(-1, width)
+        b = np.frombuffer(np.ascontiguousarray(expected).tobytes(), np.uint8).reshape(-1, width)
+        wrong = np.flatnonzero((a != b).any(1))
+        i = int(wrong[0])
+        raise AssertionError(
+            f"{len(wrong)} of {len(a)} elements differ; the first, at {i}: got {got.reshape(-1)[i]!r}, "
+            f"expected {np.asarray(expected).reshape(-1)[i]!r}"
+        )
+
+
+# ---- data
+
+
+def random_bits(rng: np.random.Generator, shape: Sequence[int], row: dtypes.DType) -> np.ndarray:
+    """Return an array of any bit patterns at all (NaNs too), for what is moved and not computed with."""
+    count = int(np.prod(shape, dtype=np.int64))
+    data = rng.integers(0, 256, count * row.itemsize_bytes, np.uint8)
+    if row.kind == "bool":
+        data &= 1
+    return data.view(row.numpy).reshape(tuple(shape))
+
+
+def operands(rng: np.random.Generator, size: int, elems: int, row: dtypes.DType, op: str) -> np.ndarray:
+    """Return one operand a rank, `[size, elems]`, for which no result overflows."""
+    if row.kind == "bool":
+        return rng.integers(0, 2, (size, elems)).astype(np.bool_)
+    if row.kind in ("int", "uint"):
+        low = -15 if row.kind == "int" else 0
+        data = rng.integers(low, 16, (size, elems))
+        if op == "prod":
+            data[:3] = rng.integers(low // 5, 4, data[:3].shape)
+            data[3:] = 1 - 2 * (rng.integers(0, 2, data[3:].shape) if row.kind == "int" else 0)
+        return data.astype(row.numpy)
+    if op == "prod":
+        return (1.0 + rng.standard_normal((size, elems)) / 8).astype(row.numpy)
+    values = rng.standard_normal((size, elems))
+    if row.bits >= 32:  # magnitudes so different that the order of additions shows in the bits
+        values *= np.exp2(rng.integers(-12, 12, (size, elems)))
+    return values.astype(row.numpy)
+
+
+# ---- the reference
+
+_PAIR: dict[str, Callable[[Array, Array], Array]] = {
+    "sum": lambda a, b: a + b,
+    "avg": lambda a, b: a + b,
+    "prod": lambda a, b: a * b,
+    "min": np.minimum,
+    "max": np.maximum,
+}
+
+
+def reference(terms: np.ndarray, op: str, order: str) -> np.ndarray:
+    """Return the documented reduction of terms `[size, elems]`, for order "tree" or "rank"."""
+    dtype = terms.dtype
+    row = dtypes.get(dtype)
+    narrow = row.kind == "float" and row.bits < 32
+    wide = [t.astype(np.float32) if narrow else t for t in terms]
+    value = _left(wide, op) if order == "rank" else _tree(wide, op)
+    if op == "avg":
+        if row.kind in ("int", "uint"):
+            value = np.array([int(v) // len(terms) for v in value], dtype)
+        else:
+            value = value / value.dtype.type(len(terms))
+    return value.astype(dtype)
+
+
+def _left(terms: Sequence[np.ndarray], op: str) -> np.ndarray:
+    value = terms[0]
+    for term in terms[1:]:
+        value = _PAIR[op](value, term)
+    return value
+
+
+def _tree(terms: Sequence[np.ndarray], op: str) -> np.ndarray:
+    if len(terms) == 1:
+        return terms[0]
+    left = (len(terms) + 1) // 2
+    return _PAIR[op](_tree(terms[:left], op), _tree(terms[left:], op))
+
+
+def check_reduced(buf: Array, terms: np.ndarray, op: str, order: str) -> None:
+    """Demand the reference's bits for a fixed order, and a result within rounding for "fast"."""
+    row = dtypes.get(terms.dtype)
+    if order != "fast" or row.kind != "float":
+        same(buf, reference(terms, op, order))
+        return
+    got = get(buf)
+    assert got.dtype == terms.dtype
+    exact = reference(terms.astype(np.float64), op, "rank")
+    # Each of the additions rounds a partial sum; the last rounding is to the dtype itself.
+    size_of_terms = np.abs(terms.astype(np.float64)).sum(0) if op in ("sum", "avg") else np.abs(exact)
+    accumulator = EPS["float64"] if row.bits == 64 else EPS["float32"]
+    allowed = 2 * len(terms) * accumulator * size_of_terms + EPS[row.name] * np.abs(exact)
+    if op in ("min", "max"):
+        allowed = np.zeros_like(exact)
+    if row.bits < 16:  # fp8: results may be subnormal
+        allowed += 2.0**-9 if row.name == "float8_e4m3fn" else 2.0**-16
+    wrong = np.flatnonzero(~(np.abs(got.astype(np.float64) - exact) <= allowed))
+    assert not len(wrong), (
+        f"{len(wrong)} of {exact.size} are off by more than rounding; at {wrong[0]}: got {got[wrong[0]]!r}, "
+        f"expected {exact[wrong[0]]!r}"
+    )
