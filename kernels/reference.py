@@ -261,7 +261,7 @@ def require_out(out: object, name: str, shape: tuple[int, ...], dtype: np.dtype[
 def require_apart(out: npt.NDArray[Any], out_name: str, other: npt.NDArray[Any], name: str) -> None:
     """Raise BufferMismatchError when two buffers share memory: kernels write while they still read."""
     try:
-        shared = np.shares_memory(out, other, max_work=100_000)  # type: ignore[arg-type]  # stubs know 0 and -1
+        shared = np.shares_memory(out, other, max_work=100_000)  # type: ignore[arg-type]
     except np.exceptions.TooHardError:
         shared = True  # their ranges cross and nobody can say cheaply that they are disjoint
     if shared:

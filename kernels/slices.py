@@ -42,7 +42,7 @@ class BoxTable:
 
     def __post_init__(self) -> None:
         if not isinstance(self.boxes, Iterable):
-            raise KernelError(f"a BoxTable takes a list of boxes, got {self.boxes!r}; for one box write [box]")
+            raise KernelError(f"a BoxTable takes a list of boxes, got {self.boxes!r}; one box is [box]")
         shape = _checked_shape(self.shape)
         boxes = tuple(_checked_box(box, shape, index) for index, box in enumerate(self.boxes))
         elems = tuple(volume(box) for box in boxes)

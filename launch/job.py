@@ -25,7 +25,7 @@ from typing import TextIO
 from lowshard.comm.abort import JOB_DIR_VARIABLE, FailureRecord, make_failure_dir, read_failures
 from lowshard.errors import LaunchError, TimedOut
 from lowshard.launch.environment import find_rank, without_rank
-from lowshard.launch.leftover import processes_of, shm_entries, signal_group, signal_process, sweep_shm
+from lowshard.launch.leftover import processes_of, signal_group, signal_process, stray_files, sweep_files
 from lowshard.launch.mpiexec import MpiInstall, find_mpi, rank_environment
 from lowshard.launch.output import Output
 
@@ -166,7 +166,7 @@ class _Job:
     ) -> JobResult:
         """Runs the job to its end."""
         start_s = time.monotonic()
-        shm_before = shm_entries()
+        files_before = stray_files()
         env[JOB_DIR_VARIABLE] = str(self._folder)
         env[OWN_TMPDIR_VARIABLE] = env.get("TMPDIR", "")
         env["TMPDIR"] = str(self._folder / "tmp")  # so that mpiexec's leftovers go with the job directory
@@ -195,7 +195,7 @@ class _Job:
             finally:
                 self._end(mpiexec)
                 self._output.close()
-                sweep_shm(shm_before)
+                sweep_files(files_before)
             seconds = time.monotonic() - start_s
             result = self._judge(mpiexec.returncode, timed_out, timeout_s, seconds)
         self._say(result)

@@ -1,4 +1,4 @@
-"""Finds and ends what a job leaves behind: processes that outlive mpiexec, and files in /dev/shm.
+"""Finds and ends what a job leaves behind: processes that outlive mpiexec, files in /dev/shm and /tmp.
 
 Ranks leave mpiexec's process group (Hydra makes each a session of its own), and orphans lose their parent, so
 neither says whose they are. The job directory's path in a process's environment does.
@@ -15,14 +15,19 @@ from pathlib import Path
 
 from lowshard.comm.abort import JOB_DIR_VARIABLE
 
-__all__ = ["processes_of", "shm_entries", "signal_group", "signal_process", "sweep_shm"]
+__all__ = ["processes_of", "signal_group", "signal_process", "stray_files", "sweep_files"]
 
 _PROC = Path("/proc")
 _SHM = Path("/dev/shm")
+_TMP = Path("/tmp")  # whatever TMPDIR says: Hydra has it built in
 
 # What MPI libraries and this package put into /dev/shm, and leave there when a rank is killed. Other names are
 # left alone: a file that no process has open may still be in use, between two users.
 _SHM_NAMES = re.compile(r"^(mpich_shm_|sm_segment\.|vader_segment\.|osc_|ucx_shm_|psm[23]?_shm|lowshard)")
+
+# Hydra's proxy writes one for its ranks to read as they start, and forgets it when it is killed.
+_HYDRA_NAMES = re.compile(r"^hydra_hwloc_xmlfile_")
+_HYDRA_PROXY = "hydra_pmi_proxy"
 
 # A process or a file that is gone, or another user's: neither is ours to end.
 _NOT_OURS = (FileNotFoundError, ProcessLookupError, PermissionError)
@@ -54,27 +59,33 @@ def signal_group(pgid: int, number: int) -> None:
         os.killpg(pgid, number)
 
 
-def shm_entries() -> frozenset[str]:
-    """Returns the names in /dev/shm that an MPI library or this package may have made."""
-    if not _SHM.is_dir():
-        return frozenset()
-    return frozenset(name for name in os.listdir(_SHM) if _SHM_NAMES.match(name))
+def stray_files() -> frozenset[Path]:
+    """Returns the files outside the job directory that an MPI library or this package may have made."""
+    found = [path for path in _listing(_SHM) if _SHM_NAMES.match(path.name)]
+    found += [path for path in _listing(_TMP) if _HYDRA_NAMES.match(path.name)]
+    return frozenset(found)
 
 
-def sweep_shm(before: Collection[str]) -> list[str]:
-    """Removes what an MPI job left in /dev/shm; returns the names.
+def sweep_files(before: Collection[Path]) -> list[Path]:
+    """Removes what a job left in /dev/shm and /tmp; returns the paths.
 
-    Only this user's files that were not there before and that no living process maps or has open: another
-    MPI job on this host keeps one of the two on each of its files.
+    Only this user's files that were not there before and that no living process can want: another MPI job on
+    this host maps or has open each of its own in /dev/shm, and has a living proxy for its own in /tmp.
     """
-    new = [name for name in sorted(shm_entries().difference(before)) if _is_own(_SHM / name)]
+    new = sorted(path for path in stray_files().difference(before) if _is_own(path))
     if not new:
         return []
     used = _used_paths()
-    removed = [name for name in new if str(_SHM / name) not in used]
-    for name in removed:
-        (_SHM / name).unlink(missing_ok=True)
+    proxy_lives = any(_name_of(pid) == _HYDRA_PROXY for pid in _pids())
+    removed = [path for path in new if (not proxy_lives if path.parent == _TMP else str(path) not in used)]
+    for path in removed:
+        path.unlink(missing_ok=True)
     return removed
+
+
+def _listing(folder: Path) -> list[Path]:
+    """Returns the entries of a folder that may not be there."""
+    return list(folder.iterdir()) if folder.is_dir() else []
 
 
 def _pids() -> Iterator[int]:
@@ -82,6 +93,14 @@ def _pids() -> Iterator[int]:
     for name in os.listdir(_PROC):
         if name.isdecimal():
             yield int(name)
+
+
+def _name_of(pid: int) -> str:
+    """Returns the name of a process's program, cut to 15 characters; "" if it has ended."""
+    try:
+        return (_PROC / str(pid) / "comm").read_text().strip()
+    except _NOT_OURS:
+        return ""
 
 
 def _belongs(pid: int, job_dir: Path) -> bool:

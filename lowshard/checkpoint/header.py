@@ -124,7 +124,9 @@ def open_for_reading(path: FilePath) -> int:
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a FIFO must not block us
     except FileNotFoundError as error:
-        raise CheckpointError(f"{path}: there is no such file; give the path of a .safetensors file") from error
+        raise CheckpointError(
+            f"{path}: there is no such file; give the path of a .safetensors file"
+        ) from error
     except (OSError, ValueError) as error:  # ValueError: a path with a NUL in it
         raise CheckpointError(f"{path}: cannot be opened: {error}") from error
     mode = os.fstat(fd).st_mode
@@ -327,7 +329,9 @@ def _check_shape(shape: Any, row: dtypes.DType, where: str) -> int:
     if len(shape) > _MAX_DIMS:
         raise CheckpointError(f"{where}: an array has at most {_MAX_DIMS} dims, the shape has {len(shape)}")
     if prod(n for n in shape if n) * row.itemsize_bytes > _MAX_ARRAY_BYTES:
-        raise CheckpointError(f"{where}: {row.safetensors} {_brief(list(shape))} is larger than any array can be")
+        raise CheckpointError(
+            f"{where}: {row.safetensors} {_brief(list(shape))} is larger than any array can be"
+        )
     return prod(shape) * row.itemsize_bytes
 
 

@@ -86,7 +86,9 @@ def plan_box(entry: TensorEntry, box: Box, *, shape: Sequence[int] | None = None
         )
     run_elems, firsts = contiguous_runs(box, extents)
     itemsize = dtypes.get(entry.dtype).itemsize_bytes
-    return ReadPlan(entry.name, run_elems * itemsize, tuple(entry.start + first * itemsize for first in firsts))
+    return ReadPlan(
+        entry.name, run_elems * itemsize, tuple(entry.start + first * itemsize for first in firsts)
+    )
 
 
 class CheckpointReader:

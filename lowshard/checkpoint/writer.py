@@ -117,7 +117,9 @@ def _together(comm: Communicator, path: FilePath, action: Callable[[], T]) -> T:
     return result[0]
 
 
-def _prepare(path: FilePath, tensors: State, rank: int, size: int, metadata: Mapping[str, str] | None) -> _File:
+def _prepare(
+    path: FilePath, tensors: State, rank: int, size: int, metadata: Mapping[str, str] | None
+) -> _File:
     target = Path(path)
     if not target.name:
         raise CheckpointError(f"{target}: give the path of the file to make")

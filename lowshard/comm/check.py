@@ -21,7 +21,8 @@ def flat(buf: Array, name: str, xp: ModuleType, transport: str, writes: bool) ->
     """Return a buffer as a flat view, or raise what is wrong with it.
 
     Raises:
-        BufferMismatchError: no array of `xp`, not C-contiguous, or read-only where it is written.
+        BufferMismatchError: no array of `xp`, not C-contiguous, not in the machine's byte order, or read-only
+            where it is written.
         DTypeError: a dtype outside the table.
     """
     if not isinstance(buf, xp.ndarray):
@@ -29,6 +30,11 @@ def flat(buf: Array, name: str, xp: ModuleType, transport: str, writes: bool) ->
             f"{name} of a {transport} communicator is a {xp.__name__} array, got {type(buf).__name__}"
         )
     dtypes.get(buf.dtype)
+    if not buf.dtype.isnative:  # same name in the table, but other bytes than the peers'
+        raise BufferMismatchError(
+            f"{name} is in the machine's byte order, got dtype {buf.dtype.str}; pass "
+            f"{name}.astype({name}.dtype.newbyteorder('='))"
+        )
     if not buf.flags.c_contiguous:
         raise BufferMismatchError(
             f"{name} is C-contiguous, got strides {buf.strides} for shape {buf.shape}; pass "

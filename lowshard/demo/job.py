@@ -112,8 +112,8 @@ class _Run:
                 checkpoint=self.source.name,
                 checkpoint_bytes=reader.header.file_bytes,
                 world_size=self.comm.size,
-                before=f"training: every tensor cut on dim 0 over {self.comm.size} ranks",
-                after=f"serving: dp {self.dp} x tp {self.tp}, attention and MLP weights cut over tp",
+                before=f"every tensor cut on dim 0 over {self.comm.size} ranks",
+                after=f"dp {self.dp} x tp {self.tp}, attention and MLP weights cut over tp",
                 rows=tuple(self.rows),
                 memcpy_gb_per_s=self.memcpy_per_s / 1e9,
                 accuracy=self.accuracy,
@@ -149,7 +149,7 @@ class _Run:
         self.comm.traffic.clear()
         with self._timed("move to the serving layout") as phase:
             serving = move_to_serving(training, layouts, self.comm)
-        moved = self.comm.traffic.received_bytes
+            moved = self.comm.traffic.received_bytes
         phase.done(moved, "moved what was planned, no more", self._sum(moved != planned) == 0)
         with self._timed("verify every element") as phase:
             wrong, elems = map(self._sum, count_wrong(serving, layouts, reader, self.comm.rank))
@@ -166,9 +166,10 @@ class _Run:
             self.comm.traffic.clear()
             with self._timed(f"refit {number} of {REFITS} to MXFP8") as phase:
                 buffers.refit(training, self.comm)
+                moved = self.comm.traffic.received_bytes
             moved_addresses = self._sum(buffers.addresses() != before)
             phase.done(
-                self.comm.traffic.received_bytes,
+                moved,
                 f"{2 * self._sum(len(buffers.tensors)):,} buffers, addresses "
                 + ("unchanged" if moved_addresses == 0 else "CHANGED"),
                 moved_addresses == 0,
@@ -206,7 +207,7 @@ class _Run:
             group.traffic.clear()
             with self._timed(f"encode {len(ids)} sentences, {label}") as phase:
                 results[label] = tensor_parallel(weights, compute)
-            moved = group.traffic.received_bytes + self.comm.traffic.received_bytes
+                moved = group.traffic.received_bytes + self.comm.traffic.received_bytes
             phase.done(moved, f"tensor parallel over {self.tp}, dp {self.dp}", compare=False)
         with self._timed("encode unsharded, one process") as phase:
             truth = np.empty((len(ids), config.hidden_size), np.float32)

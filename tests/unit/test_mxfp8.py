@@ -163,7 +163,9 @@ def test_random_fp32_over_the_whole_range_is_as_the_twin(seed, elem, mode):
 def test_fp32_ties_and_their_neighbours_are_as_the_twin(elem, mode):
     finite = code_values(elem)[:0x80][np.isfinite(code_values(elem)[:0x80])]
     points = np.concatenate([finite, (finite[1:] + finite[:-1]) / 2]).astype(np.float32)
-    points = np.concatenate([points, np.nextafter(points, np.float32(np.inf)), np.nextafter(points, np.float32(0))])
+    points = np.concatenate(
+        [points, np.nextafter(points, np.float32(np.inf)), np.nextafter(points, np.float32(0))]
+    )
     points = points[points <= MAXIMUM[elem]]
     points = np.concatenate([points, -points, np.zeros(-2 * len(points) % 31, np.float32)]).reshape(-1, 31)
     blocks = np.concatenate([np.full((len(points), 1), MAXIMUM[elem], np.float32), points], axis=1)
@@ -176,7 +178,9 @@ def test_fp32_ties_and_their_neighbours_are_as_the_twin(elem, mode):
 def test_fp32_maxima_around_every_mode_boundary_are_as_the_twin(elem, mode):
     significand = np.array([1.0, 1.5, 1.75, 2 - 2.0**-3, 2 - 2.0**-4, 2.0], np.float32)
     maxima = np.ldexp(significand[:, None], np.arange(-149, 127)[None, :]).astype(np.float32).reshape(-1)
-    maxima = np.concatenate([maxima, np.nextafter(maxima, np.float32(np.inf)), np.nextafter(maxima, np.float32(0))])
+    maxima = np.concatenate(
+        [maxima, np.nextafter(maxima, np.float32(np.inf)), np.nextafter(maxima, np.float32(0))]
+    )
     blocks = np.zeros((len(maxima), 32), np.float32)
     blocks[:, 5] = -maxima
     blocks[:, 6:] = np.random.default_rng(2).uniform(-1, 1, (len(maxima), 26)) * maxima[:, None]
@@ -185,7 +189,9 @@ def test_fp32_maxima_around_every_mode_boundary_are_as_the_twin(elem, mode):
 
 @combos
 def test_fp32_subnormals_are_as_the_twin_under_every_scale_that_can_see_them_and_beyond(elem, mode):
-    tiny = np.array([1, 2, 3, 0x200000, 0x3FFFFF, 0x400000, 0x400001, 0x600000, 0x7FFFFF, 0x800000], np.uint32)
+    tiny = np.array(
+        [1, 2, 3, 0x200000, 0x3FFFFF, 0x400000, 0x400001, 0x600000, 0x7FFFFF, 0x800000], np.uint32
+    )
     maxima = np.arange(0, 50, dtype=np.uint32)[:, None] << 23  # scale bytes 0 to about 40
     blocks = np.zeros((len(maxima), 32), np.uint32)
     blocks[:, :10] = np.minimum(tiny, np.maximum(maxima, 0x7FFFFF))
@@ -281,7 +287,8 @@ def round_once(value, precision_bits, emin, emax):
 
 @pytest.mark.parametrize("elem", ELEMS)
 @pytest.mark.parametrize(
-    ("dtype", "form"), [("bfloat16", (8, -126, 127)), ("float16", (11, -14, 15)), ("float32", (24, -126, 127))]
+    ("dtype", "form"),
+    [("bfloat16", (8, -126, 127)), ("float16", (11, -14, 15)), ("float32", (24, -126, 127))],
 )
 def test_every_scale_and_code_dequantises_to_the_product_rounded_once(elem, dtype, form):
     codes = np.tile(np.arange(256, dtype=np.uint8), (256, 1))
@@ -409,7 +416,8 @@ def test_a_target_of_the_other_byte_order_gets_the_same_values():
 
 
 @pytest.mark.parametrize(
-    ("shape", "columns"), [((3, 2049 * 32), slice(None)), ((3, 2051 * 32), slice(32, -32)), ((5000, 96), slice(0, 64))]
+    ("shape", "columns"),
+    [((3, 2049 * 32), slice(None)), ((3, 2051 * 32), slice(32, -32)), ((5000, 96), slice(0, 64))],
 )
 def test_arrays_larger_than_a_tile_are_as_one_call_of_the_reference(shape, columns):
     x = np.random.default_rng(8).standard_normal(shape, dtype=np.float32)[:, columns]

@@ -34,7 +34,9 @@ def slow_overlap(boxes):
 @st.composite
 def shapes_and_boxes(draw, max_boxes=6):
     shape = tuple(draw(st.lists(st.integers(0, 5), max_size=4)))
-    box = st.tuples(*(st.tuples(st.integers(0, n), st.integers(0, n)).map(lambda s: tuple(sorted(s))) for n in shape))
+    box = st.tuples(
+        *(st.tuples(st.integers(0, n), st.integers(0, n)).map(lambda s: tuple(sorted(s))) for n in shape)
+    )
     return shape, draw(st.lists(box, max_size=max_boxes))
 
 
@@ -110,6 +112,9 @@ def test_an_object_that_is_a_list_is_moved_as_one_element():
     src = np.empty((), object)
     src[()] = [1, 2]
     assert pack(src, [()])[0] is src[()]
+    out = np.empty((), object)
+    unpack(pack(src, [()]), [()], out)
+    assert out[()] is src[()]
 
 
 def test_a_zero_dim_array_is_one_element():
@@ -133,7 +138,9 @@ def test_strided_misaligned_and_reversed_arrays_pack_and_unpack():
         boxes = [tuple((0, n // 2) for n in src.shape), tuple((n // 2, n) for n in src.shape)]
         packed = pack(src, boxes)
         np.testing.assert_array_equal(packed, pack(np.ascontiguousarray(src), boxes))
-        out = np.zeros(tuple(2 * n for n in src.shape), np.float32)[tuple(slice(None, None, 2) for _ in src.shape)]
+        out = np.zeros(tuple(2 * n for n in src.shape), np.float32)[
+            tuple(slice(None, None, 2) for _ in src.shape)
+        ]
         unpack(packed, boxes, out)
         np.testing.assert_array_equal(pack(out, boxes), packed)
 

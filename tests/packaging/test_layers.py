@@ -1,0 +1,157 @@
+"""The floors of the design, read from the imports: a module uses only lower floors, or its own without a circle."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDERS = {"lowshard": ROOT / "lowshard", **{f"lowshard.{n}": ROOT / n for n in ("kernels", "launch", "bench")}}
+
+# Module or package -> floor. A package's own line covers its modules. 0k and 0c stand beside the floors
+# above 0 and below 4: they use 0 alone.
+FLOORS: dict[str, str] = {
+    "lowshard._version": "0",
+    "lowshard.errors": "0",
+    "lowshard.dtypes": "0",
+    "lowshard.box": "0",
+    "lowshard.mesh": "1",
+    "lowshard.placement": "1",
+    "lowshard.layout": "1",
+    "lowshard.kernels": "0k",
+    "lowshard.comm": "0c",
+    "lowshard.redistribute": "3",
+    "lowshard.execute": "4",
+    "lowshard": "4",
+    "lowshard.checkpoint": "5",
+    "lowshard.launch": "6",
+    "lowshard.bench": "7",
+    "lowshard.demo": "7",
+    "lowshard.cli": "7",
+    "lowshard.__main__": "7",
+}
+BELOW: dict[str, set[str]] = {
+    "0": {"0"},
+    "0k": {"0", "0k"},
+    "0c": {"0", "0c"},
+    "1": {"0", "1"},
+    "2": {"0", "1", "2"},
+    "3": {"0", "1", "2", "3"},
+    "4": {"0", "1", "2", "3", "0k", "0c", "4"},
+    "5": {"0", "1", "2", "3", "0k", "0c", "4", "5"},
+    "6": {"0", "0c", "6"},
+    "7": {"0", "1", "2", "3", "0k", "0c", "4", "5", "6", "7"},
+}
+HEAVY = ("cupy", "numba", "mpi4py", "yaml", "safetensors", "rich", "matplotlib", "tokenizers", "ml_dtypes", "scipy")
+
+
+def modules() -> dict[str, Path]:
+    found = {}
+    for package, folder in FOLDERS.items():
+        for path in sorted(folder.rglob("*.py")):
+            parts = path.relative_to(folder).with_suffix("").parts
+            name = ".".join((package, *(p for p in parts if p != "__init__")))
+            found[name] = path
+    return found
+
+
+MODULES = modules()
+
+
+def floor_of(name: str) -> str:
+    while name not in FLOORS:
+        name = name.rpartition(".")[0]
+        assert name, "a module outside the table"
+    return FLOORS[name]
+
+
+def imports_of(path: Path, top_level_only: bool = False) -> set[str]:
+    """Return the modules of ours (or, at the top level, any) that a file imports."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    found: set[str] = set()
+    guarded = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        for inner in ast.walk(node)
+    }
+    nested = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+        for inner in ast.walk(node)
+    }
+    for node in ast.walk(tree):
+        if top_level_only and (id(node) in guarded or id(node) in nested):
+            continue
+        if isinstance(node, ast.Import):
+            found.update(a.name for a in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            for alias in node.names:
+                whole = f"{node.module}.{alias.name}"
+                found.add(whole if whole in MODULES else node.module)
+    return found
+
+
+def test_the_table_names_every_module_by_itself_or_by_its_package() -> None:
+    for name in MODULES:
+        if name.count(".") == 1 and MODULES[name].name != "__init__.py":
+            assert name in FLOORS, f"{name} is on no floor: give it one"
+        floor_of(name)
+    assert set(FLOORS) <= set(MODULES), "the table names a module that is not there"
+
+
+@pytest.mark.parametrize("name", sorted(MODULES))
+def test_a_module_imports_only_from_lower_floors(name: str) -> None:
+    mine = floor_of(name)
+    for used in imports_of(MODULES[name]):
+        if not used.startswith("lowshard"):
+            continue
+        # `from lowshard import Layout` asks the package, which offers names of floors 0 to 4.
+        assert floor_of(used) in BELOW[mine], f"{name} (floor {mine}) imports {used} (floor {floor_of(used)})"
+
+
+def test_no_two_modules_import_each_other_at_start_up() -> None:
+    graph = {
+        name: {u for u in imports_of(path, top_level_only=True) if u in MODULES} for name, path in MODULES.items()
+    }
+    done: set[str] = set()
+
+    def visit(name: str, path: tuple[str, ...]) -> None:
+        assert name not in path, f"a circle: {' -> '.join((*path[path.index(name):], name))}"
+        if name in done:
+            return
+        for used in graph[name] - {name}:
+            visit(used, (*path, name))
+        done.add(name)
+
+    for name in graph:
+        visit(name, ())
+
+
+@pytest.mark.parametrize("name", sorted(MODULES))
+def test_heavy_libraries_are_imported_on_first_use(name: str) -> None:
+    tops = {u.split(".")[0] for u in imports_of(MODULES[name], top_level_only=True)}
+    assert not tops & set(HEAVY)
+
+
+def test_import_lowshard_and_every_module_of_it_loads_no_heavy_library() -> None:
+    names = sorted(n for n in MODULES if n != "lowshard.__main__" and not n.endswith(".__main__"))
+    code = (
+        f"import importlib, sys\nfor n in {names!r}: importlib.import_module(n)\n"
+        f"print(sorted(set(m.split('.')[0] for m in sys.modules) & set({HEAVY!r})))\n"
+        "print([m for m in ('kernels', 'launch', 'bench') if m in sys.modules])"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.split("\n")[:2] == ["[]", "[]"], ran.stdout
+
+
+@pytest.mark.parametrize("name", sorted(MODULES))
+def test_modules_stay_small(name: str) -> None:
+    lines = MODULES[name].read_text(encoding="utf-8").count("\n")
+    assert lines <= 500, f"{name} has {lines} lines: split it"

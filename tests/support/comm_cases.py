@@ -1,0 +1,25 @@
+"""The one table of cases of the communicator contract, and how one of them is run.
+
+The table runs on threads (tests/world), on MPI ranks (tests/mpi), over a stand-in for NCCL (tests/unit) and,
+where there are GPUs, on NCCL (tests/gpu).
+"""
+
+from __future__ import annotations
+
+from support import group_cases, mode, move_cases, reduction_cases
+from support.comm_kit import CASES, CannotRun
+
+from lowshard.comm import Communicator
+
+__all__ = ["CASES", "CannotRun", "group_cases", "move_cases", "reduction_cases", "run_case"]
+
+
+def run_case(name: str, comm: Communicator) -> None:
+    """Run one case on this rank.
+
+    Collective: all ranks of the communicator call this. The generator is the same on all ranks.
+
+    Raises:
+        CannotRun: the case means nothing here; the text says why.
+    """
+    CASES[name](comm, mode.rng(name))

@@ -1,0 +1,503 @@
+"""Writing by many ranks: one plain file, each byte written once; or, on any failure, nothing at all."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import load_file, save
+from support.layouts import layouts, meshes
+
+from lowshard import DeviceMesh, Layout, Partial, Replicated, Sharded, dtypes
+from lowshard import comm as lc
+from lowshard.checkpoint import CheckpointReader, write_checkpoint
+from lowshard.checkpoint.header import encode_header
+from lowshard.errors import (
+    BufferMismatchError,
+    CheckpointError,
+    LayoutError,
+    LowshardError,
+    MeshError,
+    MismatchError,
+    PeerFailed,
+)
+
+Globals = dict[str, tuple[Layout, np.ndarray]]
+
+
+def random_array(layout: Layout, seed: int) -> np.ndarray:
+    """Return a global array of random bytes (of valid values for bool)."""
+    raw = np.random.default_rng(seed).integers(0, 256, layout.size_bytes, np.uint8)
+    return (raw & 1 if layout.dtype == "bool" else raw).view(layout.numpy_dtype).reshape(layout.shape)
+
+
+def sliced(value: np.ndarray, layout: Layout, rank: int) -> np.ndarray:
+    return np.asarray(value[tuple(slice(a, b) for a, b in layout.box(rank))])
+
+
+def local_state(state: Globals, rank: int) -> dict[str, tuple[Layout, np.ndarray]]:
+    return {name: (layout, sliced(value, layout, rank)) for name, (layout, value) in state.items()}
+
+
+def expected_bytes(state: Globals, metadata: dict[str, str] | None = None) -> bytes:
+    head, entries = encode_header({n: (lay.dtype, lay.shape) for n, (lay, _) in state.items()}, metadata)
+    return head + b"".join(state[e.name][1].tobytes() for e in entries)
+
+
+def write(path: Path, state: Globals, size: int, metadata: dict[str, str] | None = None) -> None:
+    lc.run_loopback(size, lambda c: write_checkpoint(path, local_state(state, c.rank), c, metadata), 30)
+
+
+def outcomes(size: int, job: Callable[[lc.Communicator], None]) -> list[BaseException | None]:
+    """Run a job on all ranks and return what each raised; none may take another down."""
+
+    def attempt(comm: lc.Communicator) -> BaseException | None:
+        try:
+            job(comm)
+        except Exception as error:
+            return error
+        return None
+
+    return lc.run_loopback(size, attempt, 30)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_sharded_state_gives_the_plain_file_and_reads_back_in_any_other_layout(
+    tmp_path: Path, data: st.DataObject
+) -> None:
+    mesh = data.draw(meshes())
+    names = data.draw(st.lists(st.text("ab.0", min_size=1, max_size=4), min_size=1, max_size=4, unique=True))
+    seed = data.draw(st.integers(0, 2**31))
+    state: Globals = {}
+    for place, name in enumerate(names):
+        layout = data.draw(layouts(mesh, partial=False))
+        state[name] = (layout, random_array(layout, seed + place))
+    metadata = data.draw(st.none() | st.just({"format": "np"}))
+    path = tmp_path / "f.safetensors"
+    written: list[int] = []
+    real = os.pwrite
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "pwrite", lambda fd, part, at: written.append(n := real(fd, part, at)) or n)
+        write(path, state, mesh.size, metadata)
+    content = path.read_bytes()
+    assert content == expected_bytes(state, metadata)
+    assert sum(written) == len(content)  # each byte by one rank
+    assert os.listdir(tmp_path) == [path.name]
+    if all(dtypes.get(layout.dtype).in_numpy for layout, _ in state.values()):
+        assert content == save({name: value for name, (_, value) in state.items()}, metadata)
+    with CheckpointReader(path) as reader:
+        for name, (layout, value) in state.items():
+            other = data.draw(layouts(shape=layout.shape, dtype=layout.dtype, partial=False))
+            for rank in range(other.mesh.size):
+                assert reader.read(name, other, rank).tobytes() == sliced(value, other, rank).tobytes()
+
+
+def small(size: int = 4) -> Globals:
+    """Return a state over 4 ranks (2 x 2): cut twice, once, and not at all."""
+    mesh = DeviceMesh((size // 2, 2), ("dp", "tp"))
+    made = {
+        "both": Layout.from_spec(mesh, (13, 7), "f32", ("tp", "dp")),
+        "nested": Layout.from_spec(mesh, (9, 3), "bf16", (("tp", "dp"), None)),
+        "rows": Layout(mesh, (10, 64), "f16", (Replicated(), Sharded(0))),
+        "all": Layout(mesh, (5,), "i64", (Replicated(), Replicated())),
+        "none": Layout(mesh, (0, 3), "u8", (Sharded(0), Sharded(1))),
+        "step": Layout(mesh, (), "i32", (Replicated(), Replicated())),
+    }
+    return {name: (layout, random_array(layout, i)) for i, (name, layout) in enumerate(made.items())}
+
+
+def test_the_library_loads_what_was_written(tmp_path: Path) -> None:
+    state = {
+        name: pair for name, pair in small().items() if name != "nested"
+    }  # the library has no bf16 in NumPy
+    write(path := tmp_path / "f", state, 4, {"format": "np", "made": "here"})
+    found = load_file(path)
+    assert set(found) == set(state)
+    assert all(found[n].tobytes() == v.tobytes() and found[n].shape == v.shape for n, (_, v) in state.items())
+    with CheckpointReader(path) as reader:
+        assert dict(reader.header.metadata) == {"format": "np", "made": "here"}
+
+
+def test_one_replica_writes_and_each_rank_writes_its_own_part(tmp_path: Path) -> None:
+    state = small()
+    written = dict.fromkeys(range(4), 0)
+    ranks: dict[int, int] = {}
+    real = os.pwrite
+
+    def counting(fd: int, part: Any, at: int) -> int:
+        done = real(fd, part, at)
+        written[ranks[threading.get_ident()]] += done
+        return done
+
+    def job(comm: lc.Communicator) -> None:
+        ranks[threading.get_ident()] = comm.rank
+        write_checkpoint(tmp_path / "f", local_state(state, comm.rank), comm)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "pwrite", counting)
+        lc.run_loopback(4, job, 30)
+    head = len(expected_bytes(state)) - sum(layout.size_bytes for layout, _ in state.values())
+    both, nested, rows = (state[n][0] for n in ("both", "nested", "rows"))
+    cut = [both.local_bytes(r) + nested.local_bytes(r) for r in range(4)]
+    assert written == {
+        0: cut[0] + rows.local_bytes(0) + 5 * 8 + 4 + head,
+        1: cut[1] + rows.local_bytes(1),  # dp 0, tp 1
+        2: cut[2],
+        3: cut[3],
+    }
+
+
+def test_an_existing_file_is_replaced_as_a_whole(tmp_path: Path) -> None:
+    path = tmp_path / "f"
+    path.write_bytes(b"old" * 10000)
+    os.link(path, tmp_path / "old")
+    write(path, small(), 4)
+    assert path.read_bytes() == expected_bytes(small())
+    assert (tmp_path / "old").read_bytes() == b"old" * 10000  # a new file, not the old one overwritten
+    umask = os.umask(0)
+    os.umask(umask)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o666 & ~umask
+
+
+def test_names_may_come_in_any_order_and_arrays_need_not_be_contiguous(tmp_path: Path) -> None:
+    state = small()
+
+    def job(comm: lc.Communicator) -> None:
+        mine = local_state(state, comm.rank)
+        turned = list(mine.items())[:: -1 if comm.rank % 2 else 1]
+        loose = {n: (lay, np.asfortranarray(a) if a.ndim > 1 else a) for n, (lay, a) in turned}
+        write_checkpoint(str(tmp_path / "f"), loose, comm)
+
+    lc.run_loopback(4, job, 30)
+    assert (tmp_path / "f").read_bytes() == expected_bytes(state)
+
+
+def test_ranks_outside_the_mesh_take_part_with_none(tmp_path: Path) -> None:
+    mesh = DeviceMesh((2,), ("tp",), ranks=(3, 1))
+    layout = Layout(mesh, (5, 2), "f32", (Sharded(0),))
+    value = random_array(layout, 0)
+
+    def job(comm: lc.Communicator) -> None:
+        local = sliced(value, layout, comm.rank) if comm.rank in mesh else None
+        write_checkpoint(tmp_path / "f", {"w": (layout, local)}, comm)
+
+    lc.run_loopback(4, job, 30)
+    assert (tmp_path / "f").read_bytes() == expected_bytes({"w": (layout, value)})
+
+    errors = outcomes(4, lambda c: write_checkpoint(tmp_path / "g", {"w": (layout, value[:3])}, c))
+    assert {type(e) for e in errors} == {BufferMismatchError}
+    assert "rank 0 is not in mesh" in str(errors[0])
+
+
+def test_a_state_without_tensors_gives_a_file_without_tensors(tmp_path: Path) -> None:
+    write(tmp_path / "f", {}, 2)
+    assert load_file(tmp_path / "f") == {}
+
+
+def test_a_relative_path_lands_in_the_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(Path("f.safetensors"), small(), 4)
+    assert os.listdir(tmp_path) == ["f.safetensors"]
+
+
+Spoil = Callable[[dict[str, Any], int], dict[str, Any]]
+
+
+def on_rank_2(change: Callable[[dict[str, Any]], dict[str, Any]]) -> Spoil:
+    return lambda state, rank: change(state) if rank == 2 else state
+
+
+WRONG: dict[str, tuple[Spoil, type[LowshardError], str]] = {
+    "wrong shape": (
+        on_rank_2(lambda s: s | {"rows": (s["rows"][0], s["rows"][1][1:])}),
+        BufferMismatchError, r"rank 2: .*tensor 'rows': rank 2 of layout .* float16\[5, 64\], got float16\[4, 64\]",
+    ),
+    "wrong dtype": (
+        on_rank_2(lambda s: s | {"rows": (s["rows"][0], s["rows"][1].view(np.int16))}),
+        BufferMismatchError, "got int16",
+    ),
+    "other byte order": (
+        on_rank_2(lambda s: s | {"rows": (s["rows"][0], s["rows"][1].astype(">f2"))}), BufferMismatchError, "got >f2",
+    ),
+    "no array": (
+        on_rank_2(lambda s: s | {"rows": (s["rows"][0], None)}), BufferMismatchError, "NumPy array, got NoneType",
+    ),
+    "a list": (
+        on_rank_2(lambda s: s | {"step": (s["step"][0], [1])}), BufferMismatchError, "NumPy array, got list",
+    ),
+    "no layout": (on_rank_2(lambda s: s | {"step": (None, s["step"][1])}), LayoutError, "got NoneType first"),
+    "not a pair": (on_rank_2(lambda s: s | {"step": s["step"][1]}), LowshardError, "rank 2: TypeError"),
+    "not a mapping": (on_rank_2(lambda s: 5), LowshardError, "rank 2: AttributeError"),  # type: ignore[arg-type,return-value]
+    "partial": (
+        lambda s, r: {"p": (Layout(s["all"][0].mesh, (2,), "f32", (Partial(), Sharded(0))), np.zeros(1, "f4"))},
+        LayoutError, "is partial, .* reduce it first",
+    ),
+    "mesh too large": (
+        lambda s, r: {"w": (Layout(DeviceMesh((8,), ("a",)), (8,), "f32", (Sharded(0),)), np.zeros(1, "f4"))},
+        MeshError, "has rank 4, the communicator has 4 ranks",
+    ),
+    "reserved name": (lambda s, r: {"__metadata__": s["step"]}, CheckpointError, "a name is Unicode text other"),
+    "name missing on a rank": (
+        on_rank_2(lambda s: {n: v for n, v in s.items() if n != "step"}), MismatchError, r"ranks \[2\] have",
+    ),
+    "other layout on a rank": (
+        on_rank_2(lambda s: s | {"none": (s["none"][0].with_spec(("dp", None)), np.zeros((0, 3), "u1"))}),
+        MismatchError, r"ranks \[2\] have",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("spoil", "kind", "text"), WRONG.values(), ids=WRONG.keys())
+def test_wrong_arguments_on_any_rank_raise_one_error_on_all_before_a_file_is_made(
+    tmp_path: Path, spoil: Spoil, kind: type[LowshardError], text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "f"
+    path.write_bytes(b"old")
+    made: list[Any] = []
+    real = os.open
+    monkeypatch.setattr(os, "open", lambda *a, **k: made.append(a) or real(*a, **k))
+    errors = outcomes(4, lambda c: write_checkpoint(path, spoil(local_state(small(), c.rank), c.rank), c))
+    assert [type(e) for e in errors] == [kind] * 4
+    assert len({str(e) for e in errors}) == 1
+    with pytest.raises(kind, match=text):
+        raise errors[0] or AssertionError
+    assert not [a for a in made if str(tmp_path) in str(a[0])]
+    assert path.read_bytes() == b"old"
+
+
+def test_other_metadata_or_another_path_on_a_rank_is_a_mismatch(tmp_path: Path) -> None:
+    for job in (
+        lambda c: write_checkpoint(tmp_path / "f", local_state(small(), c.rank), c, {"rank": str(c.rank)}),
+        lambda c: write_checkpoint(tmp_path / f"f{c.rank}", local_state(small(), c.rank), c),
+    ):
+        assert [type(e) for e in outcomes(4, job)] == [MismatchError] * 4
+    assert os.listdir(tmp_path) == []
+
+
+def place_missing(folder: Path) -> Path:
+    return folder / "gone" / "f"
+
+
+def place_folder(folder: Path) -> Path:
+    (folder / "taken").mkdir()
+    return folder / "taken"
+
+
+def place_below_a_file(folder: Path) -> Path:
+    (folder / "file").write_bytes(b"")
+    return folder / "file" / "f"
+
+
+@pytest.mark.parametrize(
+    ("place", "text"),
+    [
+        (place_missing, "rank 0: .*there is no folder .*gone; make it first"),
+        (place_folder, "taken: is a directory"),
+        (place_below_a_file, "there is no folder"),
+        (lambda folder: folder / ("n" * 300), "File name too long"),
+        (lambda folder: Path("/"), "give the path of the file"),
+    ],
+    ids=["no folder", "a folder", "below a file", "long name", "root"],
+)
+def test_a_place_where_no_file_can_be_is_refused(
+    tmp_path: Path, place: Callable[[Path], Path], text: str
+) -> None:
+    path = place(tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    errors = outcomes(4, lambda c: write_checkpoint(path, local_state(small(), c.rank), c))
+    assert [type(e) for e in errors] == [CheckpointError] * 4
+    with pytest.raises(CheckpointError, match=text):
+        raise errors[3] or AssertionError
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_file_larger_than_the_disk_is_refused_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "f"
+    path.write_bytes(b"old")
+    layout = Layout(DeviceMesh((2,), ("a",)), (2**60,), "f32", (Sharded(0),))
+    huge = np.broadcast_to(np.float32(1), (2**59,))  # 4 bytes of memory
+    errors = outcomes(2, lambda c: write_checkpoint(path, {"w": (layout, huge)}, c))
+    assert [type(e) for e in errors] == [CheckpointError] * 2
+    total_bytes = encode_header({"w": ("f32", layout.shape)})[1][0].stop
+    assert f"takes {total_bytes} bytes" in str(errors[1])
+    assert os.listdir(tmp_path) == ["f"]
+    assert path.read_bytes() == b"old"
+
+
+LIMITED = """
+import os, resource, sys
+import numpy as np
+from lowshard import DeviceMesh, Layout, Sharded, comm as lc
+from lowshard.checkpoint import write_checkpoint
+from lowshard.errors import CheckpointError
+
+layout = Layout(DeviceMesh((4,), ("a",)), (100_000,), "f32", (Sharded(0),))
+
+def job(comm):
+    local = np.full(25_000, comm.rank, np.float32)
+    try:
+        write_checkpoint(sys.argv[1], {"w": (layout, local)}, comm)
+    except CheckpointError as error:
+        return str(error)
+
+assert lc.run_loopback(4, job, 20) == [None] * 4
+before = open(sys.argv[1], "rb").read()
+resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
+for error in lc.run_loopback(4, job, 20):
+    print(error)
+assert open(sys.argv[1], "rb").read() == before
+"""
+
+
+def test_a_system_that_refuses_the_size_leaves_the_old_file_alone(tmp_path: Path) -> None:
+    root = Path(__file__).parents[2]
+    run = subprocess.run(
+        [sys.executable, "-c", LIMITED, str(tmp_path / "f")],
+        cwd=root,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert run.returncode == 0, run.stderr
+    lines = run.stdout.splitlines()
+    assert len(lines) == 4
+    assert len(set(lines)) == 1
+    assert "cannot be reserved" in lines[0]
+    assert os.strerror(errno.EFBIG) in lines[0]
+    assert os.listdir(tmp_path) == ["f"]
+
+
+class Faults:
+    """Makes a real system call fail on one rank, at its n-th use by that rank."""
+
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, call: str, rank: int, nth: int, error: BaseException
+    ) -> None:
+        self.rank, self.nth, self.error = rank, nth, error
+        self.used, self.fired = 0, False
+        self.idents: dict[int, int] = {}
+        self.real = getattr(os, call)
+        monkeypatch.setattr(os, call, self)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.idents.get(threading.get_ident()) == self.rank:
+            self.used += 1
+            if self.used == self.nth:
+                self.fired = True
+                raise self.error
+        return self.real(*args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("call", "rank", "nth", "error", "kind"),
+    [
+        ("pwrite", 2, 5, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), CheckpointError),
+        ("pwrite", 0, 1, OSError(errno.EIO, os.strerror(errno.EIO)), CheckpointError),
+        ("pwrite", 0, 3, OSError(errno.EDQUOT, os.strerror(errno.EDQUOT)), CheckpointError),
+        ("pwrite", 3, 1, MemoryError("no memory"), LowshardError),
+        ("posix_fallocate", 0, 1, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), CheckpointError),
+        ("fsync", 1, 1, OSError(errno.EIO, os.strerror(errno.EIO)), CheckpointError),
+        ("open", 1, 1, FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT)), CheckpointError),
+        ("replace", 0, 1, PermissionError(errno.EACCES, os.strerror(errno.EACCES)), CheckpointError),
+    ],
+    ids=lambda v: v if isinstance(v, str) else type(v).__name__ if isinstance(v, Exception) else None,
+)
+def test_a_failure_in_the_middle_leaves_the_old_file_and_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, rank: int, nth: int, error: Exception,
+    kind: type[LowshardError],
+) -> None:  # fmt: skip
+    path = tmp_path / "f"
+    write(path, small(), 4)
+    old = path.read_bytes()
+    faults = Faults(monkeypatch, call, rank, nth, error)
+
+    def job(comm: lc.Communicator) -> None:
+        faults.idents[threading.get_ident()] = comm.rank
+        comm.barrier()
+        new = {name: (lay, np.zeros_like(value)) for name, (lay, value) in small().items()}
+        write_checkpoint(path, local_state(new, comm.rank), comm)
+
+    found = outcomes(4, job)
+    assert faults.fired
+    assert [type(e) for e in found] == [kind] * 4
+    assert len({str(e) for e in found}) == 1
+    text = error.strerror if isinstance(error, OSError) else "MemoryError: no memory"
+    assert f"rank {rank}: " in str(found[0])
+    assert str(text) in str(found[0])
+    assert os.listdir(tmp_path) == ["f"]
+    assert path.read_bytes() == old
+
+
+def test_a_folder_that_cannot_be_synced_is_reported_with_the_new_file_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # rank 0 syncs after the header, after its own part, and last the folder
+    faults = Faults(monkeypatch, "fsync", 0, 3, OSError(errno.EIO, os.strerror(errno.EIO)))
+
+    def job(comm: lc.Communicator) -> None:
+        faults.idents[threading.get_ident()] = comm.rank
+        write_checkpoint(tmp_path / "f", local_state(small(), comm.rank), comm)
+
+    found = outcomes(4, job)
+    assert [type(e) for e in found] == [CheckpointError] * 4
+    assert "the new file is in place and whole" in str(found[2])
+    assert (tmp_path / "f").read_bytes() == expected_bytes(small())
+    assert os.listdir(tmp_path) == ["f"]
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_rank_that_is_interrupted_takes_its_temporary_file_along(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    path = tmp_path / "f"
+    path.write_bytes(b"old")
+    faults = Faults(monkeypatch, "pwrite", rank, 2, KeyboardInterrupt())
+    peers: dict[int, type[BaseException]] = {}
+
+    def job(comm: lc.Communicator) -> None:
+        faults.idents[threading.get_ident()] = comm.rank
+        comm.barrier()
+        try:
+            write_checkpoint(path, local_state(small(), comm.rank), comm)
+        except BaseException as error:
+            peers[comm.rank] = type(error)
+            raise
+
+    with pytest.raises(KeyboardInterrupt):
+        lc.run_loopback(4, job, 30)
+    assert peers == {r: KeyboardInterrupt if r == rank else PeerFailed for r in range(4)}
+    assert os.listdir(tmp_path) == ["f"]
+    assert path.read_bytes() == b"old"
+
+
+def test_file_systems_without_fallocate_are_written_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    faults = Faults(monkeypatch, "posix_fallocate", 0, 1, OSError(errno.EOPNOTSUPP, "not supported"))
+
+    def job(comm: lc.Communicator) -> None:
+        faults.idents[threading.get_ident()] = comm.rank
+        write_checkpoint(tmp_path / "f", local_state(small(), comm.rank), comm)
+
+    lc.run_loopback(4, job, 30)
+    assert faults.fired
+    assert (tmp_path / "f").read_bytes() == expected_bytes(small())
+
+
+def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda fd, part, at: real(fd, part[:5], at))
+    write(tmp_path / "f", small(), 4)
+    assert (tmp_path / "f").read_bytes() == expected_bytes(small())

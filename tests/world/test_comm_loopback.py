@@ -1,0 +1,172 @@
+"""The communicator contract on threads: the case table, and what only a loopback group does."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import numpy as np
+import pytest
+from support.comm_cases import CASES, CannotRun, run_case
+from support.comm_kit import carried, operands, same
+
+from lowshard import comm as lc
+from lowshard.comm import Communicator
+from lowshard.comm.reduction import fold, identity
+from lowshard.errors import BufferMismatchError, CommError, PeerFailed, TimedOut
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("name", CASES)
+def test_the_contract_holds_on_threads(name: str, size: int) -> None:
+    try:
+        lc.run_loopback(size, lambda comm: run_case(name, comm), timeout_s=60.0)
+    except CannotRun as reason:
+        pytest.skip(str(reason))
+
+
+@pytest.mark.parametrize("size", [0, -1])
+def test_a_group_without_ranks_is_refused(size: int) -> None:
+    with pytest.raises(CommError, match="at least one rank"):
+        lc.loopback(size)
+
+
+def test_results_come_back_in_rank_order() -> None:
+    def late_first(comm: Communicator) -> int:
+        time.sleep(0.01 * (3 - comm.rank))
+        return comm.rank * 10
+
+    assert lc.run_loopback(4, late_first) == [0, 10, 20, 30]
+
+
+def test_the_first_cause_is_raised_and_not_what_followed_from_it() -> None:
+    seen: list[type[BaseException]] = []
+
+    def one_fails(comm: Communicator) -> None:
+        if comm.rank == 2:
+            time.sleep(0.05)
+            raise ZeroDivisionError("the cause")
+        try:
+            comm.barrier()
+        except CommError as error:
+            seen.append(type(error))
+            raise
+
+    with pytest.raises(ZeroDivisionError, match="the cause") as caught:
+        lc.run_loopback(4, one_fails, timeout_s=30.0)
+    assert "rank 2 of 4" in "".join(caught.value.__notes__)
+    assert seen == [PeerFailed] * 3
+
+
+def test_a_failure_ends_waits_in_groups_and_for_messages_too() -> None:
+    def fails(comm: Communicator) -> None:
+        group = comm.split(comm.rank % 2)
+        assert group is not None
+        if comm.rank == 3:
+            raise KeyError("gone")
+        if comm.rank == 0:
+            comm.recv(np.zeros(1), 3)
+        else:
+            group.barrier()
+
+    start = time.monotonic()
+    with pytest.raises(KeyError, match="gone"):
+        lc.run_loopback(4, fails, timeout_s=30.0)
+    assert time.monotonic() - start < 10.0
+
+
+@pytest.mark.parametrize("where", ["collective", "group", "message"])
+def test_a_rank_that_does_not_come_is_named_when_the_time_is_over(where: str) -> None:
+    def one_stays_away(comm: Communicator) -> None:
+        group = comm.split(0, key=-comm.rank)
+        assert group is not None
+        if comm.rank == 1:
+            return
+        if where == "collective":
+            comm.all_reduce(np.zeros(3), np.zeros(3))
+        elif where == "group":
+            group.barrier()
+        else:
+            comm.recv(np.zeros(3), 1)
+
+    with pytest.raises(TimedOut, match=r"\[1\]|rank 1"):
+        lc.run_loopback(3, one_stays_away, timeout_s=0.4)
+
+
+def test_different_lengths_are_refused_and_say_who_gave_what() -> None:
+    def disagree(comm: Communicator) -> None:
+        buf = np.zeros(4 if comm.rank == 1 else 5)
+        comm.broadcast(buf, root=0)
+
+    with pytest.raises(BufferMismatchError, match="5 elements of float64, this rank expects 4"):
+        lc.run_loopback(3, disagree, timeout_s=20.0)
+
+
+def test_a_message_of_another_dtype_is_refused() -> None:
+    def disagree(comm: Communicator) -> None:
+        if comm.rank == 0:
+            comm.send(np.zeros(3, np.float32), 1)
+        else:
+            comm.recv(np.zeros(3, np.int32), 0)
+
+    with pytest.raises(BufferMismatchError, match=r"float32.*int32"):
+        lc.run_loopback(2, disagree, timeout_s=20.0)
+
+
+def test_a_sent_buffer_may_be_reused_at_once() -> None:
+    def reuse(comm: Communicator) -> None:
+        buf = np.arange(5)
+        if comm.rank == 0:
+            comm.send(buf, 1)
+            buf[:] = -1
+            comm.barrier()
+        else:
+            comm.barrier()
+            comm.recv(buf, 0)
+            same(buf, np.arange(5))
+
+    lc.run_loopback(2, reuse)
+
+
+def test_communicators_serve_threads_that_the_caller_made() -> None:
+    comms = lc.loopback(3)
+    sums: list[float] = []
+
+    def work(comm: Communicator) -> None:
+        buf = np.array([comm.rank + 1.0])
+        comm.all_reduce(buf, buf)
+        sums.append(float(buf[0]))
+
+    threads = [threading.Thread(target=work, args=(comm,)) for comm in comms]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20.0)
+    assert sums == [6.0] * 3
+
+
+@pytest.mark.parametrize("op", ["sum", "min", "max", "prod"])
+def test_the_identity_of_an_op_changes_nothing(op: str, rng: np.random.Generator) -> None:
+    (comm,) = lc.loopback(1)
+    for row in carried(comm):
+        if row.kind == "scale":
+            continue
+        (values,) = operands(rng, 1, 50, row, op)
+        nothing = np.full(50, identity(op, row), row.numpy)
+        for terms in ([values, nothing], [nothing, values], [nothing, values, nothing]):
+            out = np.empty_like(values)
+            fold(terms, out, op)
+            same(out, values)
+
+
+def test_a_fold_may_write_over_one_of_its_terms_and_in_blocks(rng: np.random.Generator) -> None:
+    terms = rng.standard_normal((3, 200_003)).astype(np.float32)
+    expected = (terms[0] + terms[1]) + terms[2]
+    for order in ("tree", "rank"):
+        out = np.empty_like(expected)
+        fold(list(terms), out, "sum", order)
+        same(out, expected)
+        for i in range(3):
+            work = [t.copy() for t in terms]
+            fold(work, work[i], "sum", order)
+            same(work[i], expected)
