@@ -42,6 +42,7 @@ from lowshard.launch.job import ALIVE_NAME, OWN_TMPDIR_VARIABLE, RANK_DIR, STACK
 __all__ = ["main"]
 
 _PR_SET_PDEATHSIG = 1
+_ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # what mpiexec and people end a job with
 _USAGE = "usage: python -m lowshard.launch.child [--module | --exec] target args..."
 
 
@@ -211,17 +212,19 @@ def _keep(pid: int, rank: int, folder: Path) -> int:
     """Waits for the rank, notes a bad end that the rank could not note itself, and ends in the same way."""
     told: list[int] = []
     # mpiexec signals the whole process group, so the rank has had these too: do not pass them on twice.
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+    for number in (*_ENDING, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, lambda got, frame: told.append(got))
     _wait(pid, folder)
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     ended_s = time.time()
-    job_over = signal.SIGTERM in told or signal.SIGINT in told
+    job_over = any(number in _ENDING for number in told)
     if status < 0:
         name = signal.Signals(-status).name if -status in set(signal.Signals) else "?"
         message = f"killed by signal {-status} ({name})"
         code = PeerFailed.exit_code
-        record = FailureRecord(rank, ended_s, "signal", code, message, signal=-status, consequence=job_over)
+        # mpiexec's SIGKILL goes to the keeper too: a keeper that sees its rank killed, sees it killed alone.
+        swept = job_over and -status in _ENDING
+        record = FailureRecord(rank, ended_s, "signal", code, message, signal=-status, consequence=swept)
     else:
         message = f"ended with exit code {status}"
         record = FailureRecord(rank, ended_s, "exit", status, message, consequence=job_over)

@@ -76,7 +76,7 @@ def sweep_files(before: Collection[Path]) -> list[Path]:
     if not new:
         return []
     used = _used_paths()
-    proxy_lives = any(_name_of(pid) == _HYDRA_PROXY for pid in _pids())
+    proxy_lives = any(_runs(pid, _HYDRA_PROXY) for pid in _pids())
     removed = [path for path in new if (not proxy_lives if path.parent == _TMP else str(path) not in used)]
     for path in removed:
         path.unlink(missing_ok=True)
@@ -95,12 +95,14 @@ def _pids() -> Iterator[int]:
             yield int(name)
 
 
-def _name_of(pid: int) -> str:
-    """Returns the name of a process's program, cut to 15 characters; "" if it has ended."""
+def _runs(pid: int, name: str) -> bool:
+    """Says whether a process runs a program of this name (at most 15 characters); not so a zombie."""
     try:
-        return (_PROC / str(pid) / "comm").read_text().strip()
+        stat = (_PROC / str(pid) / "stat").read_text(errors="replace")  # 4711 (name) S ...
     except _NOT_OURS:
-        return ""
+        return False
+    head, _, tail = stat.rpartition(")")
+    return head.partition("(")[2] == name and tail.split()[0] != "Z"
 
 
 def _belongs(pid: int, job_dir: Path) -> bool:
@@ -126,9 +128,10 @@ def _used_paths() -> set[str]:
     for pid in _pids():
         folder = _PROC / str(pid)
         try:
-            for line in (folder / "maps").read_text(errors="replace").splitlines():
-                if "/dev/shm/" in line:
-                    used.add(line[line.index("/dev/shm/") :])
+            maps = (folder / "maps").read_text(errors="replace")
+            if not maps:  # it is ending: its memory is gone, its files will be in a moment
+                continue
+            used.update(line[line.index("/dev/shm/") :] for line in maps.splitlines() if "/dev/shm/" in line)
             for link in (folder / "fd").iterdir():
                 with contextlib.suppress(*_NOT_OURS):
                     used.add(os.readlink(link))

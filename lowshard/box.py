@@ -95,6 +95,26 @@ def relative_slices(box: Box, origin: Box) -> tuple[slice, ...]:
     return tuple(slice(b0 - o0, b1 - o0) for (b0, b1), (o0, _) in zip(box, origin, strict=True))
 
 
+def single_run(box: Box, shape: Sequence[int]) -> int | None:
+    """Return the first flat index of a box that is one run of a row-major array, or None if it is not.
+
+    An empty box is a run at 0.
+    """
+    if volume(box) == 0:
+        return 0
+    dim, inner, start = len(shape), 1, 0
+    while dim and shape_of(box)[dim - 1] == shape[dim - 1]:
+        dim -= 1
+        inner *= shape[dim]
+    # From here outwards: one dim may be cut, the dims before it must be a single index.
+    if any(stop - first != 1 for first, stop in box[: max(dim - 1, 0)]):
+        return None
+    for d in range(dim - 1, -1, -1):
+        start += box[d][0] * inner
+        inner *= shape[d]
+    return start
+
+
 def contiguous_runs(box: Box, shape: Sequence[int]) -> tuple[int, list[int]]:
     """Return how a box lies in a row-major array: elements a run, and each run's first flat index.
 

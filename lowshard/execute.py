@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from lowshard import dtypes
-from lowshard.box import Box, relative_slices, shape_of
 from lowshard.comm.agreement import agree
 from lowshard.comm.protocol import Communicator
 from lowshard.comm.reduction import fold, identity
 from lowshard.errors import BufferMismatchError, DTypeError, MeshError
 from lowshard.layout import Layout
-from lowshard.placement import ReduceOp
-from lowshard.redistribute import Exchange, Piece, RedistributePlan, plan_redistribute
+from lowshard.program import Program, programs
+from lowshard.redistribute import RedistributePlan, plan_redistribute
 
 Array = Any
 
@@ -52,10 +49,10 @@ def execute(
     agree(comm, bytes.fromhex(plan.digest()), error, "execute")
     if not plan.steps:
         return _same(local, out)
-    programs = _programs(plan, comm.rank)
-    for program in programs[:-1]:
+    *first, last = programs(plan, comm.rank, comm.size)
+    for program in first:
         local = _run(program, local, comm, None)
-    return _run(programs[-1], local, comm, out)
+    return _run(last, local, comm, out)
 
 
 def redistribute(
@@ -69,152 +66,56 @@ def redistribute(
     return execute(plan_redistribute(src, dst), local, comm, out)
 
 
-@dataclass(frozen=True)
-class _Part:
-    """One box of a packed buffer and where it lies in the local array."""
-
-    peer: int
-    start: int
-    stop: int
-    shape: tuple[int, ...]
-    index: tuple[slice, ...]
-    term: int
-
-
-@dataclass(frozen=True)
-class _Kept:
-    """One box that stays on its rank."""
-
-    src_index: tuple[slice, ...]
-    dst_index: tuple[slice, ...]
-    term: int
-
-
-@dataclass(frozen=True)
-class _Program:
-    """One rank's side of an exchange, worked out once."""
-
-    shape: tuple[int, ...] | None
-    """Local shape of the result; None outside the destination mesh."""
-    dtype: np.dtype[Any]
-    terms: int
-    op: ReduceOp | None
-    divisor: int
-    fill_op: ReduceOp | None
-    moves: bool
-    """Whether any rank moves a byte (else nobody enters the collective)."""
-    gives: tuple[_Part, ...]
-    takes: tuple[_Part, ...]
-    keeps: tuple[_Kept, ...]
-
-    @property
-    def is_a_view(self) -> bool:
-        """True when the result is one box of what this rank already holds, and nobody moves a byte."""
-        return not self.moves and self.op is None and self.fill_op is None and len(self.keeps) == 1
-
-
-_PROGRAMS: dict[tuple[str, int], tuple[_Program, ...]] = {}
-_PROGRAMS_KEPT = 16384
-
-
-def _programs(plan: RedistributePlan, rank: int) -> tuple[_Program, ...]:
-    key = (plan.digest(), rank)
-    found = _PROGRAMS.get(key)
-    if found is None:
-        found = tuple(_program(step, rank) for step in plan.steps)
-        if len(_PROGRAMS) >= _PROGRAMS_KEPT:
-            _PROGRAMS.clear()
-        _PROGRAMS[key] = found
-    return found
-
-
-def _program(step: Exchange, rank: int) -> _Program:
-    src_box = step.src.box(rank) if rank in step.src.mesh else None
-    dst_box = step.dst.box(rank) if rank in step.dst.mesh else None
-    gives, takes, keeps = [], [], []
-    sent = received = 0
-    for piece in step.outgoing(rank):
-        if piece.dst_rank != rank and src_box is not None:
-            gives.append(_part(piece.dst_rank, sent, piece, src_box))
-            sent += piece.elems
-    # Packed parts arrive by source rank; within one source in the order its pieces are listed.
-    for piece in sorted(step.incoming(rank), key=lambda p: p.src_rank):
-        if dst_box is None:
-            continue
-        if piece.src_rank == rank and src_box is not None:
-            keeps.append(
-                _Kept(relative_slices(piece.box, src_box), relative_slices(piece.box, dst_box), piece.term)
-            )
-        else:
-            takes.append(_part(piece.src_rank, received, piece, dst_box))
-            received += piece.elems
-    return _Program(
-        shape=None if dst_box is None else shape_of(dst_box),
-        dtype=step.dst.numpy_dtype,
-        terms=step.terms,
-        op=step.op,
-        divisor=step.divisor,
-        fill_op=None if dst_box is None else step.fill_op(rank),
-        moves=step.moves_bytes(),
-        gives=tuple(gives),
-        takes=tuple(takes),
-        keeps=tuple(keeps),
-    )
-
-
-def _part(peer: int, start: int, piece: Piece, box: Box) -> _Part:
-    return _Part(
-        peer, start, start + piece.elems, shape_of(piece.box), relative_slices(piece.box, box), piece.term
-    )
-
-
-def _run(program: _Program, local: Array | None, comm: Communicator, out: Array | None) -> Array | None:
+def _run(program: Program, local: Array | None, comm: Communicator, out: Array | None) -> Array | None:
     """Do one exchange and return this rank's result."""
     xp, dtype = comm.xp, _buffer_dtype(program.dtype, comm.xp)
-    received = None
-    if program.moves:
-        packed = _pack(program.gives, local, xp, dtype)
-        received = xp.empty(program.takes[-1].stop if program.takes else 0, dtype)
-        send_counts, send_displs = _spans(program.gives, comm.size)
-        recv_counts, recv_displs = _spans(program.takes, comm.size)
-        comm.all_to_all_v(packed, send_counts, send_displs, received, recv_counts, recv_displs)
-    if program.shape is None:
-        return None
     if out is None and local is not None and program.is_a_view:
         return _read_only(local[(..., *program.keeps[0].src_index)])  # an array even when 0-d
-    result = xp.empty(program.shape, dtype) if out is None else out
+    result = terms = None
+    if program.shape is not None:
+        result = xp.empty(program.shape, dtype) if out is None else out
+        # Without a fold the only term is the result itself.
+        terms = result[None] if program.op is None else xp.empty((program.terms, *program.shape), dtype)
+    if program.moves:
+        _all_to_all(program, local, terms, comm, dtype)
+    if result is None or terms is None:
+        return None
     if program.fill_op is not None:
         result[...] = identity(program.fill_op, program.dtype)
-    elif program.op is None:
-        _unpack(program, local, received, [result])
-    else:
-        terms = [xp.empty(program.shape, dtype) for _ in range(program.terms)]
-        _unpack(program, local, received, terms)
-        fold(terms, result, program.op, "tree", program.divisor)
+        return result
+    for kept in program.keeps:
+        terms[(kept.term, *kept.dst_index)] = local[kept.src_index]  # type: ignore[index]  # a keeper has an array
+    if program.op is not None:
+        fold(list(terms), result, program.op, "tree", program.divisor)
     return result
 
 
-def _pack(parts: Sequence[_Part], local: Array | None, xp: Any, dtype: np.dtype[Any]) -> Array:
-    packed = xp.empty(parts[-1].stop if parts else 0, dtype)
-    for part in parts:
-        packed[part.start : part.stop].reshape(part.shape)[...] = local[part.index]  # type: ignore[index]
-    return packed
-
-
-def _unpack(program: _Program, local: Array | None, received: Array | None, terms: Sequence[Array]) -> None:
-    for kept in program.keeps:
-        terms[kept.term][kept.dst_index] = local[kept.src_index]  # type: ignore[index]  # a keeper has a local array
-    for part in program.takes:
-        terms[part.term][part.index] = received[part.start : part.stop].reshape(part.shape)  # type: ignore[index]
-
-
-def _spans(parts: Sequence[_Part], size: int) -> tuple[list[int], list[int]]:
-    counts, displs = [0] * size, [0] * size
-    for part in parts:
-        if counts[part.peer] == 0:
-            displs[part.peer] = part.start
-        counts[part.peer] += part.stop - part.start
-    return counts, displs
+def _all_to_all(
+    program: Program, local: Array | None, terms: Array | None, comm: Communicator, dtype: np.dtype[Any]
+) -> None:
+    """Send what others need and place what arrives; packing only what is not one run in memory."""
+    gives, takes = program.gives, program.takes
+    nothing = comm.xp.empty(0, dtype)
+    send, send_displs = nothing, gives.packed_displs
+    if local is not None and gives.parts:
+        if gives.direct_displs is not None and local.flags.c_contiguous:
+            send, send_displs = local.reshape(-1), gives.direct_displs
+        else:
+            send = comm.xp.empty(gives.packed_elems, dtype)
+            for part in gives.parts:
+                send[part.start : part.stop].reshape(part.shape)[...] = local[part.index]
+    if terms is None or not takes.parts:
+        comm.all_to_all_v(send, gives.counts, send_displs, nothing, takes.counts, takes.packed_displs)
+        return
+    if takes.direct_displs is not None:
+        comm.all_to_all_v(
+            send, gives.counts, send_displs, terms.reshape(-1), takes.counts, takes.direct_displs
+        )
+        return
+    received = comm.xp.empty(takes.packed_elems, dtype)
+    comm.all_to_all_v(send, gives.counts, send_displs, received, takes.counts, takes.packed_displs)
+    for part in takes.parts:
+        terms[(part.term, *part.index)] = received[part.start : part.stop].reshape(part.shape)
 
 
 def _same(local: Array | None, out: Array | None) -> Array | None:

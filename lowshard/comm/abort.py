@@ -38,6 +38,7 @@ __all__ = [
 JOB_DIR_VARIABLE = "LOWSHARD_JOB_DIR"
 _FAILURE_DIR = "failures"
 _ABORT_LIMIT_S = 2.0
+_FIRST_CAUSE_S = 0.3
 _INTERRUPTED = 130  # what a shell reports for a program that SIGINT ended
 
 _installed: dict[str, int] = {}  # "pid": the process that holds the hook; a forked child must not end the job
@@ -125,7 +126,10 @@ def report_failure(record: FailureRecord) -> None:
 
 
 def report_exception(rank: int, error: BaseException) -> int:
-    """Reports an uncaught exception of this rank, and returns the exit code that goes with it."""
+    """Reports an uncaught exception of this rank, and returns the exit code that goes with it.
+
+    A survivor (`PeerFailed`) waits a moment: the abort that follows would cut off the rank that failed first.
+    """
     lines = list(traceback.TracebackException.from_exception(error).format())
     code = exit_code_of(error)
     last = traceback.format_exception_only(error)[-1].strip()
@@ -137,6 +141,8 @@ def report_exception(rank: int, error: BaseException) -> int:
             rank, time.time(), "exception", code, last, "".join(lines), error=name, consequence=consequence
         )
     )
+    if consequence:
+        time.sleep(_FIRST_CAUSE_S)
     return code
 
 

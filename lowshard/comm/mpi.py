@@ -9,7 +9,7 @@ import numpy as np
 
 from lowshard import dtypes
 from lowshard.comm.protocol import Communicator
-from lowshard.errors import CommError, DependencyError
+from lowshard.errors import BufferMismatchError, DependencyError
 
 Array = Any
 
@@ -60,10 +60,16 @@ class MPICommunicator(Communicator):
         own = recv[displs[self.rank] : displs[self.rank] + counts[self.rank]]
         in_place = send.size and send.ctypes.data == own.ctypes.data
         source = self._mpi.IN_PLACE if in_place else self._wire(send)
-        if len(set(counts)) == 1 and all(d == i * counts[0] for i, d in enumerate(displs)):
+        # Displacements are each rank's own affair, so the choice of the MPI call must rest on counts alone.
+        if len(set(counts)) > 1:
+            self._comm.Allgatherv(source, self._wire_v(recv, counts, displs))
+        elif all(d == i * counts[0] for i, d in enumerate(displs)):
             self._comm.Allgather(source, self._wire(recv[: counts[0] * self.size]))
         else:
-            self._comm.Allgatherv(source, self._wire_v(recv, counts, displs))
+            whole = np.empty((self.size, counts[0]), recv.dtype)
+            self._comm.Allgather(self._wire(send), self._wire(whole.reshape(-1)))
+            for part, displ in zip(whole, displs, strict=True):
+                recv[displ : displ + counts[0]] = part
 
     def _all_to_all_v(
         self,
@@ -104,11 +110,17 @@ class MPICommunicator(Communicator):
 
     def _recv(self, buf: Array, src: int) -> None:
         status = self._mpi.Status()
-        wire = self._wire(buf)
-        self._comm.Recv(wire, src, _TAG, status)
-        came = status.Get_count(wire[1])
-        if came != buf.size:
-            raise CommError(f"recv: rank {src} sent {came} elements, this rank expects {buf.size}")
+        try:
+            self._comm.Recv(self._wire(buf), src, _TAG, status)
+        except self._mpi.Exception as error:
+            if error.Get_error_class() != self._mpi.ERR_TRUNCATE:
+                raise
+            raise BufferMismatchError(
+                f"recv: rank {src} sent more than the {buf.nbytes} bytes that this rank expects"
+            ) from error
+        came = status.Get_count(self._mpi.BYTE)
+        if came != buf.nbytes:
+            raise BufferMismatchError(f"recv: rank {src} sent {came} bytes, this rank expects {buf.nbytes}")
 
     def _barrier(self) -> None:
         self._comm.Barrier()

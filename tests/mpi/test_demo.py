@@ -23,7 +23,7 @@ def demo(*args: object, cwd: Path, timeout_s: float = 200, **env: str) -> subpro
     command = [sys.executable, "-m", "lowshard", "demo", *map(str, args)]
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     return subprocess.run(
-        command, cwd=cwd, env={**os.environ, "PYTHONPATH": path, **env}, capture_output=True, text=True, timeout=timeout_s
+        command, cwd=cwd, env={**os.environ, "COLUMNS": "140", "PYTHONPATH": path, **env}, capture_output=True, text=True, timeout=timeout_s
     )
 
 

