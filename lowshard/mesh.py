@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from math import prod
-from typing import Any
+from typing import Any, SupportsIndex
 
 from lowshard.errors import MeshError
 
@@ -99,7 +100,10 @@ class DeviceMesh:
         return prod(self.axis_size(n) for n in name)
 
     def __contains__(self, rank: object) -> bool:
-        return isinstance(rank, int) and (rank in self.ranks if self._index is None else rank in self._index)
+        if not isinstance(rank, SupportsIndex):
+            return False
+        number = operator.index(rank)
+        return number in (self.ranks if self._index is None else self._index)
 
     def coord(self, rank: int) -> tuple[int, ...]:
         """Return a rank's position along each axis.

@@ -8,6 +8,11 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+
+from lowshard import errors
+from lowshard.comm import Communicator, agree
+from lowshard.comm.agreement import share, share_text
+from lowshard.errors import BufferMismatchError, CommError, DTypeError, LowshardError, MismatchError
 from support.comm_kit import (
     Canvas,
     case,
@@ -21,11 +26,6 @@ from support.comm_kit import (
     same,
     told,
 )
-
-from lowshard import errors
-from lowshard.comm import Communicator, agree
-from lowshard.comm.agreement import share, share_text
-from lowshard.errors import BufferMismatchError, CommError, DTypeError, LowshardError, MismatchError
 
 Array = Any
 

@@ -17,7 +17,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save
-from support.layouts import layouts, meshes
 
 from lowshard import DeviceMesh, Layout, Partial, Replicated, Sharded, dtypes
 from lowshard import comm as lc
@@ -32,6 +31,7 @@ from lowshard.errors import (
     MismatchError,
     PeerFailed,
 )
+from support.layouts import layouts, meshes
 
 Globals = dict[str, tuple[Layout, np.ndarray]]
 

@@ -1,0 +1,105 @@
+"""The communicator contract on real MPI ranks: the case table, and what only MPI does."""
+
+from __future__ import annotations
+
+import json
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support import mode
+from support.comm_cases import CASES
+from support.starting import Finished, RanksTimedOut, start_ranks
+
+pytestmark = pytest.mark.mpi
+
+HERE = Path(__file__).parent
+SIZES = (2, 3, 4, 8)
+LIMIT_S = 100.0
+
+
+@cache  # one start of mpiexec a size, for all cases
+def table(size: int) -> tuple[dict[str, dict[str, Any]], str]:
+    """Return what each case reported, and all that the ranks said beside that."""
+    limit_s = LIMIT_S * (8 if mode.full() else 1)
+    ended = start_ranks(HERE / "run_cases.py", size, ["cpu"], limit_s, prefix_output=True, may_time_out=True)
+    lines = [line.removeprefix("[0] ") for line in ended.stdout.splitlines()]
+    results = [json.loads(line) for line in lines if line.startswith("{")]
+    return {result["case"]: result for result in results}, f"{ended.job.message}\n{ended.stderr}"
+
+
+@pytest.mark.time_limit(150)
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("name", CASES)
+def test_the_contract_holds_on_mpi_ranks(name: str, size: int) -> None:
+    results, said = table(size)
+    if name not in results:
+        last = list(results)[-1] if results else "none"
+        pytest.fail(f"the job ended before this case did (the last that did: {last})\n{said}", pytrace=False)
+    if results[name]["skip"]:
+        pytest.skip(results[name]["skip"])
+    errors = results[name]["errors"]
+    if errors:
+        text = "\n".join(f"--- rank {rank} of {size}\n{error}" for rank, error in errors.items())
+        pytest.fail(text, pytrace=False)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_what_only_the_mpi_communicator_does(size: int) -> None:
+    ended = start_ranks(HERE / "run_mpi_only.py", size, timeout_s=60).ok()
+    assert len(ended.stdout.split()) == 6, ended.text
+
+
+# ---- the starter itself, which all tests on MPI ranks rely on
+
+
+def write(folder: Path, text: str) -> Path:
+    script = folder / "script.py"
+    script.write_text(text)
+    return script
+
+
+def run(folder: Path, text: str, n: int = 2, **options: Any) -> Finished:
+    return start_ranks(write(folder, text), n, timeout_s=30, **options)
+
+
+def test_ranks_import_what_this_test_imports(tmp_path: Path) -> None:
+    ended = run(
+        tmp_path,
+        "import lowshard, support.comm_kit, sys\nfrom mpi4py import MPI\n"
+        "print(MPI.COMM_WORLD.size, lowshard.__file__, *sys.argv[1:])\n",
+        args=["one", "2"],
+    ).ok()
+    import lowshard
+
+    assert ended.stdout.splitlines() == [f"2 {lowshard.__file__} one 2"] * 2
+
+
+def test_a_failing_rank_ends_the_job_and_shows_its_traceback(tmp_path: Path) -> None:
+    ended = run(
+        tmp_path,
+        "from mpi4py import MPI\nif MPI.COMM_WORLD.rank == 1:\n    raise ValueError('boom')\n"
+        "MPI.COMM_WORLD.Barrier()\n",
+        n=3,
+    )
+    assert ended.returncode == 1
+    assert "ValueError: boom" in ended.stderr
+    with pytest.raises(AssertionError, match="rank 1 failed first"):
+        ended.ok()
+
+
+def test_ranks_that_hang_are_ended_and_show_their_stacks(tmp_path: Path) -> None:
+    script = write(
+        tmp_path,
+        "from mpi4py import MPI\ndef waits_for_nobody():\n    MPI.COMM_WORLD.Recv(bytearray(1), 0)\n"
+        "def comes_never():\n    import time\n    time.sleep(99)\n"
+        "waits_for_nobody() if MPI.COMM_WORLD.rank else comes_never()\n",
+    )
+    with pytest.raises(RanksTimedOut) as caught:
+        start_ranks(script, 2, timeout_s=3, prefix_output=True)
+    text = str(caught.value)
+    assert re.search(r"\[0\].*in comes_never", text)
+    assert re.search(r"\[1\].*in waits_for_nobody", text)
