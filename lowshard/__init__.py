@@ -17,7 +17,7 @@ if not (_here / "kernels").is_dir():
 # leaves the names bound to the functions whatever is imported later.
 from lowshard._version import __version__  # noqa: E402
 from lowshard.errors import LowshardError, ShardingError  # noqa: E402
-from lowshard.execute import execute, redistribute  # noqa: E402
+from lowshard.execute import execute, execute_all, redistribute  # noqa: E402
 from lowshard.layout import Layout  # noqa: E402
 from lowshard.mesh import DeviceMesh  # noqa: E402
 from lowshard.placement import Partial, Replicated, Sharded  # noqa: E402
@@ -34,6 +34,7 @@ __all__ = [
     "ShardingError",
     "__version__",
     "execute",
+    "execute_all",
     "plan_redistribute",
     "redistribute",
 ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -10,7 +12,7 @@ from lowshard import dtypes
 from lowshard.comm.agreement import agree
 from lowshard.comm.protocol import Communicator
 from lowshard.comm.reduction import fold, identity
-from lowshard.errors import BufferMismatchError, DTypeError, MeshError
+from lowshard.errors import BufferMismatchError, DTypeError, LowshardError, MeshError
 from lowshard.layout import Layout
 from lowshard.program import Program, programs
 from lowshard.redistribute import RedistributePlan, plan_redistribute
@@ -45,14 +47,38 @@ def execute(
         MismatchError: the ranks hold different plans.
         (Each on every rank, whichever rank is at fault.)
     """
-    error = _argument_error(plan, local, comm, out)
-    agree(comm, bytes.fromhex(plan.digest()), error, "execute")
-    if not plan.steps:
-        return _same(local, out)
-    *first, last = programs(plan, comm.rank, comm.size)
-    for program in first:
-        local = _run(program, local, comm, None)
-    return _run(last, local, comm, out)
+    agree(comm, bytes.fromhex(plan.digest()), _argument_error(plan, local, comm, out), "execute")
+    return _walk(plan, local, comm, out)
+
+
+def execute_all(
+    plans: Mapping[str, RedistributePlan],
+    local: Mapping[str, Array | None],
+    comm: Communicator,
+    out: Mapping[str, Array] | None = None,
+) -> dict[str, Array | None]:
+    """Move many arrays, each by its plan, after one agreement over all of them.
+
+    Collective: all ranks of the communicator call this, with the same names in the same order. As
+    `execute` for each name; an array without an entry in `out` gets a new one.
+
+    Raises:
+        As `execute`; and BufferMismatchError when `local` or `out` does not fit the names of `plans`.
+        Nothing has moved when it raises.
+    """
+    given = {} if out is None else out
+    digest = hashlib.blake2b(digest_size=16)
+    error: Exception | None = None
+    for name, plan in plans.items():
+        digest.update(f"{name}={plan.digest()};".encode())
+        wrong = _argument_error(plan, local.get(name), comm, given.get(name)) if error is None else None
+        if wrong is not None:
+            error = type(wrong)(f"{name!r}: {wrong}")
+    strange = (local.keys() | given.keys()) - plans.keys()
+    if strange and error is None:
+        error = BufferMismatchError(f"arrays were given for {sorted(strange)}, for which there is no plan")
+    agree(comm, digest.digest(), error, "execute_all")
+    return {name: _walk(plan, local.get(name), comm, given.get(name)) for name, plan in plans.items()}
 
 
 def redistribute(
@@ -63,7 +89,25 @@ def redistribute(
     Collective: all ranks of the communicator call this. Arguments, result and errors: as for
     `execute`, and those of `plan_redistribute`, on every rank.
     """
-    return execute(plan_redistribute(src, dst), local, comm, out)
+    plan, error = None, None
+    try:
+        plan = plan_redistribute(src, dst)
+        error = _argument_error(plan, local, comm, out)
+    except LowshardError as caught:  # perhaps on this rank alone: the others wait to hear of it
+        error = caught
+    agree(comm, b"" if plan is None else bytes.fromhex(plan.digest()), error, "redistribute")
+    assert plan is not None  # else agree has raised
+    return _walk(plan, local, comm, out)
+
+
+def _walk(plan: RedistributePlan, local: Array | None, comm: Communicator, out: Array | None) -> Array | None:
+    """Do the steps of a plan that all ranks have agreed on."""
+    if not plan.steps:
+        return _same(local, out)
+    *first, last = programs(plan, comm.rank, comm.size)
+    for program in first:
+        local = _run(program, local, comm, None)
+    return _run(last, local, comm, out)
 
 
 def _run(program: Program, local: Array | None, comm: Communicator, out: Array | None) -> Array | None:
@@ -146,7 +190,7 @@ def _buffer_dtype(dtype: np.dtype[Any], xp: Any) -> np.dtype[Any]:
 
 def _argument_error(
     plan: RedistributePlan, local: Array | None, comm: Communicator, out: Array | None
-) -> Exception | None:
+) -> LowshardError | None:
     """Return what is wrong with this rank's arguments, or None: the caller compares over all ranks."""
     if comm.size < plan.world_size:
         return MeshError(

@@ -9,7 +9,16 @@ from lowshard.comm.loopback import loopback, run_loopback
 from lowshard.comm.protocol import Communicator, Traffic
 from lowshard.errors import CommError, DependencyError
 
-__all__ = ["Communicator", "Traffic", "agree", "from_mpi", "from_nccl", "loopback", "run_loopback", "share_text"]
+__all__ = [
+    "Communicator",
+    "Traffic",
+    "agree",
+    "from_mpi",
+    "from_nccl",
+    "loopback",
+    "run_loopback",
+    "share_text",
+]
 
 
 def from_mpi(mpi_comm: Any, device: Literal["auto", "cpu", "cuda"] = "auto") -> Communicator:

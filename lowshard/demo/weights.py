@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from lowshard import DeviceMesh, Layout, RedistributePlan, dtypes, execute, plan_redistribute
+from lowshard import DeviceMesh, Layout, RedistributePlan, dtypes, execute_all, plan_redistribute
 from lowshard.checkpoint import CheckpointReader, Header
 from lowshard.comm import Communicator
 from lowshard.demo.encoder import EncoderConfig, flat_box, shard_view, tensor_parallel_specs
@@ -91,7 +91,7 @@ def move_to_serving(local: Local, layouts: Layouts, comm: Communicator) -> dict[
     Collective: all ranks of the communicator call this.
     """
     # Every rank is in the serving mesh, so none gets None.
-    return {name: np.asarray(execute(plan, local[name], comm)) for name, plan in layouts.plans.items()}
+    return {name: np.asarray(array) for name, array in execute_all(layouts.plans, local, comm).items()}
 
 
 def count_wrong(local: Local, layouts: Layouts, reader: CheckpointReader, rank: int) -> tuple[int, int]:
@@ -112,13 +112,14 @@ class MXFP8Buffers:
     def __init__(self, layouts: Layouts, rank: int) -> None:
         self._layouts, self._rank = layouts, rank
         self.tensors: dict[str, MXFP8Tensor] = {}
-        largest = 0
+        self._staged: dict[str, np.ndarray] = {}
         for name in self.quantised_names(layouts):
-            shape = layouts.serving[name].local_shape(rank)
+            layout = layouts.serving[name]
+            shape = layout.local_shape(rank)
             scale_shape = (*shape[:-1], shape[-1] // _BLOCK_ELEMS)
             self.tensors[name] = MXFP8Tensor(np.zeros(shape, np.uint8), np.zeros(scale_shape, np.uint8))
-            largest = max(largest, layouts.serving[name].local_bytes(rank))
-        self._staging = np.empty(largest, np.uint8)
+            self._staged[name] = np.zeros(shape, layout.numpy_dtype)
+        self._plans = {name: layouts.plans[name] for name in self.tensors}
 
     @staticmethod
     def quantised_names(layouts: Layouts) -> list[str]:
@@ -138,12 +139,10 @@ class MXFP8Buffers:
 
         Collective: all ranks of the communicator call this.
         """
+        wanted = {name: training[name] for name in self._plans}
+        execute_all(self._plans, wanted, comm, out=self._staged)
         for name, target in self.tensors.items():
-            layout = self._layouts.serving[name]
-            staged = self._staging[: layout.local_bytes(self._rank)].view(layout.numpy_dtype)
-            staged = staged.reshape(layout.local_shape(self._rank))
-            execute(self._layouts.plans[name], training[name], comm, out=staged)
-            quantize_mxfp8(staged, out=target)
+            quantize_mxfp8(self._staged[name], out=target)
 
     def addresses(self) -> tuple[int, ...]:
         """Return where every buffer lies."""

@@ -13,9 +13,9 @@ import traceback
 import warnings
 
 from mpi4py import MPI
+from support.comm_cases import CASES, CannotRun, run_case
 
 from lowshard import comm as lc
-from support.comm_cases import CASES, CannotRun, run_case
 
 
 def main(device: str, names: list[str]) -> None:

@@ -8,10 +8,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from mpi4py import MPI  # noqa: E402
-from support.moves import check_move, random_pair  # noqa: E402
+from mpi4py import MPI
+from support.moves import check_move, random_pair
 
-from lowshard import comm as lc  # noqa: E402
+from lowshard import comm as lc
 
 count, seed = map(int, sys.argv[1:])
 with lc.from_mpi(MPI.COMM_WORLD, device="cpu") as comm:

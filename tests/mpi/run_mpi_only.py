@@ -11,11 +11,11 @@ from collections.abc import Callable
 
 import numpy as np
 from mpi4py import MPI
+from support.comm_kit import outcome, refused, same
 
 from lowshard import comm as lc
 from lowshard.comm.nccl import usable_on_all, why_unusable
 from lowshard.errors import BufferMismatchError, CommError
-from support.comm_kit import outcome, refused, same
 
 WORLD = MPI.COMM_WORLD
 N, RANK = WORLD.size, WORLD.rank

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from support import mode
 from support.comm_cases import CASES
 from support.starting import Finished, RanksTimedOut, start_ranks

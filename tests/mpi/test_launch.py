@@ -111,6 +111,7 @@ class Launcher:
 
     folder: Path
     mark: str
+    before: frozenset[Path]
 
     def __post_init__(self) -> None:
         self.tmp = self.folder / "tmp"
@@ -158,13 +159,12 @@ class Launcher:
 @pytest.fixture
 def launcher(tmp_path: Path) -> Iterator[Launcher]:
     """A launcher after which no process, no temporary file and no shared memory may be left."""
-    before = stray_files()
-    made = Launcher(tmp_path, uuid.uuid4().hex)
+    made = Launcher(tmp_path, uuid.uuid4().hex, stray_files())
     yield made
     assert made.living() == []
     assert list(made.tmp.iterdir()) == []
     # Another MPI job on this machine may come and go meanwhile: what counts is what stays.
-    assert wait_until(lambda: not sweepable(before), 5.0), sweepable(before)
+    assert wait_until(lambda: not sweepable(made.before), 5.0), sweepable(made.before)
 
 
 def sweepable(before: frozenset[Path]) -> list[Path]:
@@ -332,8 +332,7 @@ def test_a_killed_launcher_takes_its_ranks_along(launcher: Launcher) -> None:
     started.communicate(timeout=LIMIT_S)
     assert wait_until(lambda: not launcher.living(), ENDS_WITHIN_S), launcher.living()
     assert wait_until(lambda: not any(launcher.tmp.iterdir()), ENDS_WITHIN_S)
-    # Nobody was left to sweep; the next job's launcher does not know these files.
-    sweep_files(())
+    sweep_files(launcher.before)  # nobody was left to do it
 
 
 def test_a_daemon_that_a_rank_leaves_behind_is_ended(launcher: Launcher) -> None:
@@ -420,7 +419,7 @@ def test_a_program_under_plain_mpiexec_ends_its_job_too(launcher: Launcher) -> N
     mpi = find_mpi()
     done = subprocess.run(
         mpi.command(3, [sys.executable, script]),
-        env=rank_environment(mpi, 3, {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(launcher.tmp)}),
+        env=rank_environment(mpi, 3, {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(launcher.tmp), MARK: launcher.mark}),
         capture_output=True,
         text=True,
         timeout=LIMIT_S,
@@ -430,7 +429,8 @@ def test_a_program_under_plain_mpiexec_ends_its_job_too(launcher: Launcher) -> N
     assert done.returncode == 1, done.stderr
     assert "rank 1 | Traceback" in done.stderr
     assert "rank 1 | ValueError: boom" in done.stderr
-    sweep_files(())
+    assert wait_until(lambda: not launcher.living(), ENDS_WITHIN_S)
+    sweep_files(launcher.before)  # a plain mpiexec does not
 
 
 def test_doctor_finds_a_working_cpu_path(launcher: Launcher) -> None:

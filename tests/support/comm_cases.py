@@ -6,9 +6,10 @@ where there are GPUs, on NCCL (tests/gpu).
 
 from __future__ import annotations
 
-from lowshard.comm import Communicator
 from support import group_cases, mode, move_cases, reduction_cases
 from support.comm_kit import CASES, CannotRun
+
+from lowshard.comm import Communicator
 
 __all__ = ["CASES", "CannotRun", "group_cases", "move_cases", "reduction_cases", "run_case"]
 

@@ -8,11 +8,6 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-
-from lowshard import errors
-from lowshard.comm import Communicator, agree
-from lowshard.comm.agreement import share, share_text
-from lowshard.errors import BufferMismatchError, CommError, DTypeError, LowshardError, MismatchError
 from support.comm_kit import (
     Canvas,
     case,
@@ -26,6 +21,11 @@ from support.comm_kit import (
     same,
     told,
 )
+
+from lowshard import errors
+from lowshard.comm import Communicator, agree
+from lowshard.comm.agreement import share, share_text
+from lowshard.errors import BufferMismatchError, CommError, DTypeError, LowshardError, MismatchError
 
 Array = Any
 

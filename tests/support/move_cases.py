@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-
-from lowshard.comm import Communicator
 from support import mode
 from support.comm_kit import Canvas, carried, case, get, put, random_bits, same, told
+
+from lowshard.comm import Communicator
 
 Array = Any
 

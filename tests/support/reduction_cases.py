@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-
-from lowshard import dtypes
-from lowshard.comm import Communicator
-from lowshard.errors import DTypeError
 from support import mode
 from support.comm_kit import (
     CannotRun,
@@ -23,6 +19,10 @@ from support.comm_kit import (
     same,
     told,
 )
+
+from lowshard import dtypes
+from lowshard.comm import Communicator
+from lowshard.errors import DTypeError
 
 OPS = ("sum", "avg", "min", "max", "prod")
 ORDERS = ("fast", "tree", "rank")

@@ -16,13 +16,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
+from support.layouts import layouts
 
 from lowshard import DeviceMesh, Layout, Partial, Replicated, Sharded, dtypes
 from lowshard.box import full_box, volume
 from lowshard.checkpoint import CheckpointReader, ReadPlan, plan_box, plan_read, read_header
 from lowshard.checkpoint.header import encode_header
 from lowshard.errors import BufferMismatchError, CheckpointError, LayoutError, MeshError
-from support.layouts import layouts
 
 whole_layouts = layouts(partial=False)
 

@@ -12,7 +12,16 @@ from support.layouts import layouts, meshes
 
 from lowshard import DeviceMesh, Layout, LowshardError, Partial, Replicated, Sharded, ShardingError
 from lowshard import dtypes as dt
-from lowshard.box import contains, contiguous_runs, covers, intersect, single_run, split_interval, subtract, volume
+from lowshard.box import (
+    contains,
+    contiguous_runs,
+    covers,
+    intersect,
+    single_run,
+    split_interval,
+    subtract,
+    volume,
+)
 from lowshard.errors import DTypeError, LayoutError, MeshError
 
 

@@ -17,6 +17,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save
+from support.layouts import layouts, meshes
 
 from lowshard import DeviceMesh, Layout, Partial, Replicated, Sharded, dtypes
 from lowshard import comm as lc
@@ -31,7 +32,6 @@ from lowshard.errors import (
     MismatchError,
     PeerFailed,
 )
-from support.layouts import layouts, meshes
 
 Globals = dict[str, tuple[Layout, np.ndarray]]
 

@@ -13,7 +13,17 @@ from hypothesis import strategies as st
 from support.layouts import layouts, meshes, shapes
 from support.moves import check_move, placements_of, random_pair
 
-from lowshard import DeviceMesh, Layout, Partial, Replicated, Sharded, execute, plan_redistribute, redistribute
+from lowshard import (
+    DeviceMesh,
+    Layout,
+    Partial,
+    Replicated,
+    Sharded,
+    execute,
+    execute_all,
+    plan_redistribute,
+    redistribute,
+)
 from lowshard import comm as lc
 from lowshard import dtypes as dt
 from lowshard.errors import BufferMismatchError, MeshError, MismatchError, PlanError
@@ -243,3 +253,46 @@ def test_every_dtype_moves_and_sums() -> None:
         src = Layout(mesh, (7, 2), row.name, (Partial() if row.kind != "scale" else Sharded(1),))
         dst = src.with_placements((Sharded(0),))
         lc.run_loopback(3, lambda c, s=src, d=dst: check_move(c, s, d, 1))
+
+
+def test_many_arrays_move_after_one_agreement() -> None:
+    mesh = DeviceMesh((2, 2), ("dp", "tp"))
+    layouts = {
+        f"w{i}": Layout(mesh, (5 + i, 7), "int64", pair)
+        for i, pair in enumerate(product(placements_of(2, ("sum",)), repeat=2))
+    }
+    plans = {
+        n: plan_redistribute(lay, lay.with_placements((Sharded(1), Sharded(0)))) for n, lay in layouts.items()
+    }
+
+    def run(comm: lc.Communicator) -> None:
+        local = {n: np.full(lay.local_shape(comm.rank), 3) for n, lay in layouts.items()}
+        apart = {n: execute(plan, local[n], comm) for n, plan in plans.items()}
+        place = {"w3": np.empty(plans["w3"].dst.local_shape(comm.rank), np.int64)}
+        together = execute_all(plans, local, comm, place)
+        assert together["w3"] is place["w3"]
+        for name in plans:
+            assert np.array_equal(together[name], apart[name])  # type: ignore[arg-type]
+        for change, text in (
+            ({"w5": np.zeros(3)}, "rank 2: 'w5': local"),
+            ({"x": np.zeros(3)}, r"no plan"),
+        ):
+            asked = {**local, **change} if comm.rank == 2 else local
+            with pytest.raises(BufferMismatchError, match=text):
+                execute_all(plans, asked, comm)
+        other = {**plans, "w0": plan_redistribute(layouts["w0"], layouts["w0"])} if comm.rank == 1 else plans
+        with pytest.raises(MismatchError):
+            execute_all(other, local, comm)
+
+    lc.run_loopback(4, run)
+
+
+def test_a_plan_that_cannot_be_made_on_one_rank_raises_on_all() -> None:
+    def run(comm: lc.Communicator) -> None:
+        dst = Layout(MESH, (7,), "float32", (Sharded(0),)) if comm.rank == 1 else DST
+        with pytest.raises(
+            PlanError, match="redistribute: rank 1: source and destination are layouts of one array"
+        ):
+            redistribute(np.zeros(3, np.float32), SRC, dst, comm)
+
+    lc.run_loopback(2, run)
