@@ -163,7 +163,11 @@ def _code_of(end: SystemExit) -> int:
 
 def _without_our_frames(trace: TracebackType | None) -> TracebackType | None:
     """Drops the outermost frames, of this module and of runpy, that say nothing about the user's program."""
-    while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
+    while trace is not None and trace.tb_frame.f_code.co_filename in (
+        __file__,
+        runpy.__file__,
+        "<frozen runpy>",
+    ):
         trace = trace.tb_next
     return trace
 
@@ -214,7 +218,7 @@ def _keep(pid: int, rank: int, folder: Path) -> int:
     # mpiexec signals the whole process group, so the rank has had these too: do not pass them on twice.
     for number in (*_ENDING, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, lambda got, frame: told.append(got))
-    _wait(pid, folder)
+    launcher_lives = _wait(pid, folder)
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     ended_s = time.time()
     job_over = any(number in _ENDING for number in told)
@@ -228,7 +232,7 @@ def _keep(pid: int, rank: int, folder: Path) -> int:
     else:
         message = f"ended with exit code {status}"
         record = FailureRecord(rank, ended_s, "exit", status, message, consequence=job_over)
-    if status and folder.is_dir() and not has_failure(folder, rank):
+    if status and launcher_lives and not has_failure(folder, rank):
         report_failure(record)
     if status < 0:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # one core file, the rank's own, is enough
@@ -238,8 +242,8 @@ def _keep(pid: int, rank: int, folder: Path) -> int:
     os._exit(abs(status))
 
 
-def _wait(pid: int, folder: Path) -> None:
-    """Returns when the rank has ended; ends it first if the launcher goes away."""
+def _wait(pid: int, folder: Path) -> bool:
+    """Returns when the rank has ended, whether the launcher lives; if it does not, ends the rank first."""
     rank_fd = os.pidfd_open(pid)
     watched = select.poll()
     watched.register(rank_fd, select.POLLIN)
@@ -248,11 +252,13 @@ def _wait(pid: int, folder: Path) -> None:
     if alive_fd >= 0:
         watched.register(alive_fd, 0)  # no data ever comes: only the hang-up is of interest
     ready = [fd for fd, _ in watched.poll()]
-    if rank_fd not in ready:
-        os.kill(pid, signal.SIGKILL)
-        watched.unregister(alive_fd)
-        watched.poll()
-        shutil.rmtree(folder, ignore_errors=True)  # whoever made it can no longer do so
+    if rank_fd in ready:
+        return True
+    os.kill(pid, signal.SIGKILL)
+    watched.unregister(alive_fd)
+    watched.poll()
+    shutil.rmtree(folder, ignore_errors=True)  # whoever made it can no longer do so
+    return False
 
 
 if __name__ == "__main__":

@@ -20,7 +20,9 @@ n for sys.exit(n), 2 wrong usage, 70 a rank died, 71 timed out, 72 ranks disagre
 """
 
 
-def add_run_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
+def add_run_parser(
+    subparsers: argparse._SubParsersAction[argparse.ArgumentParser],
+) -> argparse.ArgumentParser:
     """Adds `run` to a command line; the parsed arguments carry the function to call as `func`."""
     parser = subparsers.add_parser(
         "run",
@@ -30,11 +32,17 @@ def add_run_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParse
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("-n", "--ranks", type=int, required=True, metavar="N", help="number of ranks")
-    parser.add_argument("--mpi", choices=MPI_CHOICES, default="auto", help="insist on an MPI (default: %(default)s)")
-    parser.add_argument("--timeout", type=float, metavar="S", help="end the job after S seconds, with all stacks")
+    parser.add_argument(
+        "--mpi", choices=MPI_CHOICES, default="auto", help="insist on an MPI (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--timeout", type=float, metavar="S", help="end the job after S seconds, with all stacks"
+    )
     parser.add_argument("--no-prefix", action="store_true", help="pass the ranks' output on as it is")
     parser.add_argument("-m", "--module", action="store_true", help="the target is a module, as in python -m")
-    parser.add_argument("target", nargs=argparse.REMAINDER, metavar="script.py ...", help="what to run, its arguments")
+    parser.add_argument(
+        "target", nargs=argparse.REMAINDER, metavar="script.py ...", help="what to run, its arguments"
+    )
     parser.set_defaults(func=run)
     return parser
 
@@ -63,5 +71,7 @@ def _run(args: argparse.Namespace) -> int:
         mpi=find_mpi(args.mpi),
     )
     if result.exit_code == 128 + signal.SIGPIPE:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python complains of it at its own end
+        os.dup2(
+            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
+        )  # else Python complains of it at its own end
     return result.exit_code

@@ -25,6 +25,7 @@ __all__ = ["Check", "add_doctor_parser", "doctor", "examine"]
 
 _IMPORT_LIMIT_S = 120.0
 _START_LIMIT_S = 60.0
+_PIPED_WIDTH = 300
 _SMALL_SHM_BYTES = 1_000_000_000
 
 # Module to import, what to install, and whether the CPU path needs it.
@@ -43,12 +44,13 @@ _LIBRARIES = (
 
 # One child imports them all, and says so after each, so that a crash names its library.
 _IMPORT_PROGRAM = """
-import importlib, json, sys
+import importlib, importlib.metadata, json, sys
 for name in sys.argv[1:]:
     print(json.dumps([name, "begin", ""]), flush=True)
     try:
         module = importlib.import_module(name)
-        answer = ["ok", str(getattr(module, "__version__", ""))]
+        version = getattr(module, "__version__", None) or importlib.metadata.version(name)
+        answer = ["ok", str(version)]
     except ModuleNotFoundError as error:
         missing = (error.name or "") == name
         answer = ["missing" if missing else "broken", str(error)]
@@ -109,7 +111,9 @@ class Check:
     required: bool = False
 
 
-def add_doctor_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
+def add_doctor_parser(
+    subparsers: argparse._SubParsersAction[argparse.ArgumentParser],
+) -> argparse.ArgumentParser:
     """Adds `doctor` to a command line; the parsed arguments carry the function to call as `func`."""
     parser = subparsers.add_parser(
         "doctor",
@@ -226,11 +230,18 @@ def _check_start(mpi: MpiInstall) -> Check:
         return Check("2 ranks", "broken", str(error), "see the text of the error", required=True)
     if result.exit_code:
         said = " / ".join(err.getvalue().strip().splitlines()[-3:])
-        return Check("2 ranks", "broken", said, f"try: {mpi.mpiexec} -n 2 {sys.executable} -m mpi4py.bench helloworld",
-                     required=True)
+        return Check(
+            "2 ranks",
+            "broken",
+            said,
+            f"try: {mpi.mpiexec} -n 2 {sys.executable} -m mpi4py.bench helloworld",
+            required=True,
+        )
     lines = [line for line in out.getvalue().splitlines() if line.startswith("[")]
     if lines == ["[2, [3.0, 3.0, 3.0]]"]:
-        return Check("2 ranks", "ok", f"all_reduce right, {result.seconds:.2f} s from start to end", required=True)
+        return Check(
+            "2 ranks", "ok", f"all_reduce right, {result.seconds:.2f} s from start to end", required=True
+        )
     return Check(
         "2 ranks",
         "broken",
@@ -245,7 +256,10 @@ def _check_machine() -> list[Check]:
     cores = available_cores()
     checks = [Check("cores", "ok", f"{cores} usable of {os.cpu_count()}")]
     if not Path("/dev/shm").is_dir():
-        return [*checks, Check("/dev/shm", "missing", "not there", "MPI falls back to slower ways; mount a tmpfs")]
+        return [
+            *checks,
+            Check("/dev/shm", "missing", "not there", "MPI falls back to slower ways; mount a tmpfs"),
+        ]
     usage = shutil.disk_usage("/dev/shm")
     detail = f"{usage.free / 1e9:.1f} GB free of {usage.total / 1e9:.1f} GB"
     small = usage.free < _SMALL_SHM_BYTES
@@ -267,7 +281,9 @@ def _check_gpus() -> list[Check]:
     else:
         nccl = Check("nccl", "missing", found["nccl_error"], "install the cuda12 or cuda13 extra of lowshard")
     if found["gpu_error"]:
-        gpus = Check("gpus", "broken", found["gpu_error"], "no GPU, or no driver that fits CuPy: see nvidia-smi")
+        gpus = Check(
+            "gpus", "broken", found["gpu_error"], "no GPU, or no driver that fits CuPy: see nvidia-smi"
+        )
     elif not found["gpus"]:
         gpus = Check("gpus", "missing", "CuPy sees no GPU", "see nvidia-smi and CUDA_VISIBLE_DEVICES")
     else:
@@ -296,6 +312,7 @@ def _print_table(checks: list[Check], works: bool) -> None:
         mark = " *" if check.required and check.status != "ok" else ""
         status = Text(check.status + mark, style=colours[check.status])
         table.add_row(status, Text(check.name), Text(check.detail), Text(check.advice))
-    console = Console()
+    terminal = Console()
+    console = terminal if terminal.is_terminal else Console(width=_PIPED_WIDTH)  # one line each for grep
     console.print(table)
     console.print(verdict)

@@ -77,7 +77,16 @@ _SOURCES = (
 )
 
 # What a job started from inside a rank must not inherit, or its ranks take themselves for that rank.
-_RANK_PREFIXES = ("OMPI_COMM_WORLD_", "PMIX_", "PMI_", "PMI2_", "HYDI_", "MPI_LOCAL", "MV2_COMM_WORLD_", "PALS_")
+_RANK_PREFIXES = (
+    "OMPI_COMM_WORLD_",
+    "PMIX_",
+    "PMI_",
+    "PMI2_",
+    "HYDI_",
+    "MPI_LOCAL",
+    "MV2_COMM_WORLD_",
+    "PALS_",
+)
 _KEPT_PREFIX = "PMIX_MCA_"  # settings, not identity
 
 

@@ -162,7 +162,12 @@ class _Job:
         self._signals: list[int] = []
 
     def run(
-        self, command: list[str], env: dict[str, str], cwd: str | Path | None, timeout_s: float | None, grace_s: float
+        self,
+        command: list[str],
+        env: dict[str, str],
+        cwd: str | Path | None,
+        timeout_s: float | None,
+        grace_s: float,
     ) -> JobResult:
         """Runs the job to its end."""
         start_s = time.monotonic()
@@ -207,7 +212,9 @@ class _Job:
         for name in (RANK_DIR, "tmp"):
             (self._folder / name).mkdir()
         names: list[tuple[str, int | None, int]] = [(ALIVE_NAME, None, 0)]
-        names += [(f"{name}-{rank}", rank, i) for rank in range(self._n) for i, name in enumerate(STREAM_NAMES)]
+        names += [
+            (f"{name}-{rank}", rank, i) for rank in range(self._n) for i, name in enumerate(STREAM_NAMES)
+        ]
         for name, rank, stream in names:
             os.mkfifo(self._folder / name, mode=0o600)
             flags = os.O_RDWR if rank is None else os.O_RDONLY
@@ -303,7 +310,7 @@ class _Job:
         if timed_out:
             message = (
                 f"the {self._n} ranks were still running after the limit of {timeout_s:g} s and have been ended; "
-                f"where each of them was stands above; raise the limit if the job is only slow"
+                f"where each Python rank was stands above; raise the limit if the job is only slow"
             )
             return replace(result, exit_code=TimedOut.exit_code, cause="timeout", message=message)
         first = first_cause(failures)
@@ -313,7 +320,9 @@ class _Job:
                 result, exit_code=first.exit_code, cause=first.kind, failed_rank=first.rank, message=message
             )
         if status:
-            message = f"no rank reported a failure, but mpiexec ended with status {status}; its words are above"
+            message = (
+                f"no rank reported a failure, but mpiexec ended with status {status}; its words are above"
+            )
             return replace(result, exit_code=1, cause="mpiexec", message=message)
         return result
 

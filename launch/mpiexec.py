@@ -28,7 +28,13 @@ _PROBE_LIMIT_S = 60.0
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")
 
 # Libraries of one family share a binary interface and a start-up protocol: any hydra starts any of them.
-_FAMILIES = {"Open MPI": "openmpi", "MPICH": "mpich", "Intel MPI": "mpich", "MVAPICH": "mpich", "MVAPICH2": "mpich"}
+_FAMILIES = {
+    "Open MPI": "openmpi",
+    "MPICH": "mpich",
+    "Intel MPI": "mpich",
+    "MVAPICH": "mpich",
+    "MVAPICH2": "mpich",
+}
 _EXEC_NAMES = {"openmpi": ("mpiexec", "mpirun"), "mpich": ("mpiexec", "mpiexec.hydra", "mpirun")}
 
 _PROBE = """
@@ -118,7 +124,9 @@ def available_cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def rank_environment(mpi: MpiInstall, n: int, base: Mapping[str, str], cores: int | None = None) -> dict[str, str]:
+def rank_environment(
+    mpi: MpiInstall, n: int, base: Mapping[str, str], cores: int | None = None
+) -> dict[str, str]:
     """Returns the environment for mpiexec and its ranks; what the base sets already stays as it is.
 
     Args:
@@ -169,8 +177,14 @@ def _probe_library(python: str, environment: tuple[tuple[str, str], ...]) -> dic
         return answer
     said = done.stderr.strip().splitlines()
     last = said[-1] if said else f"it ended with status {done.returncode}"
-    what = "mpi4py is not installed" if "No module named 'mpi4py'" in last else "mpi4py finds no MPI library to load"
-    raise DependencyError(f"starting ranks needs mpi4py and an MPI library, but {what} ({last}); run {INSTALL_HINT}")
+    what = (
+        "mpi4py is not installed"
+        if "No module named 'mpi4py'" in last
+        else "mpi4py finds no MPI library to load"
+    )
+    raise DependencyError(
+        f"starting ranks needs mpi4py and an MPI library, but {what} ({last}); run {INSTALL_HINT}"
+    )
 
 
 def _fitting_mpiexec(family: str, library: Mapping[str, str]) -> str:
@@ -178,7 +192,10 @@ def _fitting_mpiexec(family: str, library: Mapping[str, str]) -> str:
     folders = [Path(sys.executable).parent, Path(sys.prefix) / "bin"]
     if library["library"]:
         prefix = Path(library["library"]).resolve().parent.parent
-        folders += [prefix / "bin", prefix.parent / "bin"]  # lib/libmpi.so, and lib/x86_64-linux-gnu/libmpi.so
+        folders += [
+            prefix / "bin",
+            prefix.parent / "bin",
+        ]  # lib/libmpi.so, and lib/x86_64-linux-gnu/libmpi.so
     candidates = [str(folder / name) for folder in folders for name in _EXEC_NAMES[family]]
     candidates += [found for name in _EXEC_NAMES[family] if (found := shutil.which(name))]
     others: list[str] = []

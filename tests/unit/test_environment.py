@@ -10,8 +10,20 @@ from lowshard.launch.environment import LaunchedRank, find_rank, without_rank
 OPENMPI = {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "8", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
 HYDRA = {"PMI_RANK": "2", "PMI_SIZE": "4", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"}
 SALLOC = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "16", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
-SRUN = {**SALLOC, "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "3", "SLURM_LOCALID": "1"}
-FLUX = {"FLUX_TASK_RANK": "5", "FLUX_JOB_SIZE": "6", "FLUX_TASK_LOCAL_ID": "2", "PMI_RANK": "5", "PMI_SIZE": "6"}
+SRUN = {
+    **SALLOC,
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_PROCID": "3",
+    "SLURM_LOCALID": "1",
+}
+FLUX = {
+    "FLUX_TASK_RANK": "5",
+    "FLUX_JOB_SIZE": "6",
+    "FLUX_TASK_LOCAL_ID": "2",
+    "PMI_RANK": "5",
+    "PMI_SIZE": "6",
+}
 PALS = {"PALS_RANKID": "1", "PALS_LOCAL_RANKID": "1", "PMI_SIZE": "2", "PMI_RANK": "1"}
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "localhost"}
 
@@ -28,7 +40,10 @@ CASES = {
     ),
     "flux": (FLUX, LaunchedRank(5, 6, 2, "flux")),
     "pals": (PALS, LaunchedRank(1, 2, 1, "pals")),
-    "srun with PMI-2": ({**SRUN, "PMI_FD": "9", "PMI_RANK": "3", "PMI_SIZE": "4"}, LaunchedRank(3, 4, 1, "slurm")),
+    "srun with PMI-2": (
+        {**SRUN, "PMI_FD": "9", "PMI_RANK": "3", "PMI_SIZE": "4"},
+        LaunchedRank(3, 4, 1, "slurm"),
+    ),
     "srun with PMIx": ({**SRUN, "PMIX_RANK": "3"}, LaunchedRank(3, 4, 1, "slurm")),
     "old srun, no step size": (
         {k: v for k, v in {**SRUN, "PMIX_RANK": "3"}.items() if k != "SLURM_STEP_NUM_TASKS"},
@@ -41,7 +56,10 @@ CASES = {
     "hydra started by srun": ({**SRUN, "PMI_FD": "9", **HYDRA}, LaunchedRank(2, 4, 0, "hydra")),
     "hydra inside flux": ({**FLUX, **HYDRA}, LaunchedRank(2, 4, 0, "hydra")),
     "Open MPI under torch's variables": ({**TORCHRUN, **OPENMPI}, LaunchedRank(3, 8, 1, "openmpi")),
-    "no local rank": ({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"}, LaunchedRank(0, 1, None, "openmpi")),
+    "no local rank": (
+        {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"},
+        LaunchedRank(0, 1, None, "openmpi"),
+    ),
     "nothing": ({"PATH": "/bin", "HOME": "/"}, None),
     "a shell in an allocation": (SALLOC, None),
     "a shell in an allocation, with PMI settings": ({**SALLOC, "PMI_RANK_ORDER": "x"}, None),

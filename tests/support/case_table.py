@@ -1,0 +1,51 @@
+"""Runs the case table on MPI ranks, once for each way of starting them, and says how each case ended."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import mode
+from support.comm_cases import CASES
+from support.starting import start_ranks
+
+_RUNNER = Path(__file__).resolve().parents[1] / "mpi" / "run_cases.py"
+
+LIMIT_S = 100.0
+
+__all__ = ["CASES", "LIMIT_S", "check_case"]
+
+
+@cache  # one start of mpiexec for all cases
+def _table(size: int, device: str, env: tuple[tuple[str, str], ...]) -> tuple[dict[str, dict[str, Any]], str]:
+    limit_s = LIMIT_S * (8 if mode.full() else 1)
+    ended = start_ranks(
+        _RUNNER, size, [device], limit_s, env=dict(env), prefix_output=True, may_time_out=True
+    )
+    lines = [line.removeprefix("[0] ") for line in ended.stdout.splitlines()]
+    results = [json.loads(line) for line in lines if line.startswith("{")]
+    return {result["case"]: result for result in results}, f"{ended.job.message}\n{ended.stderr}"
+
+
+def check_case(name: str, size: int, device: str, **env: str) -> None:
+    """Report one case of the table: pass, skip with the case's reason, or fail with every rank's error.
+
+    Args:
+        name: of the case.
+        size: number of ranks.
+        device: "cpu" or "cuda".
+        env: variables to set for the ranks.
+    """
+    results, said = _table(size, device, tuple(sorted(env.items())))
+    if name not in results:
+        last = list(results)[-1] if results else "none"
+        pytest.fail(f"the job ended before this case did (the last that did: {last})\n{said}", pytrace=False)
+    if results[name]["skip"]:
+        pytest.skip(results[name]["skip"])
+    errors = results[name]["errors"]
+    if errors:
+        text = "\n".join(f"--- rank {rank} of {size}\n{error}" for rank, error in errors.items())
+        pytest.fail(text, pytrace=False)

@@ -1,0 +1,348 @@
+"""The NCCL communicator over a stand-in for NCCL: calls, addresses, counts, codes, errors; no GPU."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+from support.comm_cases import CASES, CannotRun, run_case
+from support.comm_kit import refused, same
+from support.nccl_stand_in import Host, StandInCommunicator, World, run_stand_in
+
+from lowshard import comm as lc
+from lowshard import dtypes
+from lowshard.comm import Communicator
+from lowshard.comm.nccl import NCCLCommunicator, crowding, why_unusable
+from lowshard.errors import BufferMismatchError, CommError
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("name", CASES)
+def test_the_contract_holds_over_the_stand_in(name: str, size: int) -> None:
+    # Even sizes with a communicator of the host beside it, odd ones without.
+    try:
+        run_stand_in(size, lambda comm: run_case(name, comm), control=size % 2 == 0)
+    except CannotRun as reason:
+        pytest.skip(str(reason))
+
+
+def alone(**options: Any) -> tuple[NCCLCommunicator, StandInCommunicator, Host]:
+    """Return a communicator of one rank, with what stands behind it."""
+    host = Host()
+    handle = StandInCommunicator(World(1), 0, host)
+    return NCCLCommunicator(handle, 0, 1, binding=host.binding(), **options), handle, host
+
+
+def calls_of(comm: Communicator, call: Any) -> list[tuple[Any, ...]]:
+    """Return the NCCL calls that `call` makes."""
+    assert isinstance(comm, NCCLCommunicator)
+    start = len(comm._handle.calls)
+    call()
+    return list(comm._handle.calls[start:])
+
+
+# ---- what is called
+
+
+def test_equal_parts_are_gathered_by_one_call_and_uneven_ones_by_a_broadcast_each() -> None:
+    def check(comm: Communicator) -> None:
+        send, recv = np.zeros(4), np.zeros(12)
+        made = calls_of(comm, lambda: comm.all_gather(send, recv))
+        assert [(c[0], c[3]) for c in made] == [("allGather", 4)]
+        counts = [4, 0, 2]
+        own = recv[: counts[comm.rank]]
+        made = calls_of(comm, lambda: comm.all_gather_v(own.copy(), recv, counts, [0, 0, 4]))
+        assert [(c[0], c[3], c[5]) for c in made] == [("broadcast", 4, 0), ("broadcast", 2, 2)]
+
+    run_stand_in(3, check)
+
+
+def test_what_goes_over_the_wire_does_not_depend_on_a_ranks_own_displacements() -> None:
+    def check(comm: Communicator) -> list[str]:
+        recv = np.zeros(30)
+        displs = [0, 4, 8] if comm.rank == 1 else [20, 10, 0]
+        return [c[0] for c in calls_of(comm, lambda: comm.all_gather_v(np.zeros(4), recv, [4] * 3, displs))]
+
+    assert run_stand_in(3, check) == [["allGather"]] * 3
+
+
+def test_all_to_all_v_is_one_group_that_skips_empty_parts_and_copies_its_own() -> None:
+    def check(comm: Communicator) -> None:
+        counts = [[1, 2, 0], [0, 3, 1], [5, 0, 0]]
+        to, come = counts[comm.rank], [line[comm.rank] for line in counts]
+        send, recv = np.arange(11.0), np.zeros(11)
+        starts = [0, 2, 6]
+        made = calls_of(comm, lambda: comm.all_to_all_v(send, to, [0, 3, 6], recv, come, starts))
+        at = recv.ctypes.data
+        peers = [p for p in range(3) if p != comm.rank]
+        assert [c for c in made if c[0] == "send"] == [
+            ("send", send.ctypes.data + 8 * [0, 3, 6][p], to[p], 8, p, 7) for p in peers if to[p]
+        ]
+        assert [c for c in made if c[0] == "recv"] == [
+            ("recv", at + 8 * starts[p], come[p], 8, p, 7) for p in peers if come[p]
+        ]
+
+    run_stand_in(3, check)
+
+
+@pytest.mark.parametrize("row", dtypes.all_dtypes(), ids=str)
+def test_moves_use_the_dtypes_own_code_or_bytes(row: dtypes.DType) -> None:
+    codes = {
+        "int8": 0, "uint8": 1, "int32": 2, "uint32": 3, "int64": 4, "uint64": 5, "float16": 6,
+        "float32": 7, "float64": 8, "bfloat16": 9,
+    }  # fmt: skip
+
+    def check(comm: Communicator) -> None:
+        send = np.zeros(6, row.numpy)
+        recv = np.ones(12, row.numpy)
+        ((_, at, to, count, code, stream),) = calls_of(comm, lambda: comm.all_gather(send, recv))
+        assert (at, to, stream) == (send.ctypes.data, recv.ctypes.data, 7)
+        if row.name in codes:
+            assert (count, code) == (6, codes[row.name])
+        else:
+            assert (count, code) == (6 * row.itemsize_bytes, 1)
+        same(recv, np.zeros(12, row.numpy))
+
+    run_stand_in(2, check)
+
+
+def test_nccl_reduces_only_what_it_reduces_as_the_contract_says() -> None:
+    native = {"float32", "float64", "int8", "int32", "int64", "uint8", "uint32", "uint64"}
+    ops = {"sum": 0, "avg": 0, "prod": 1, "max": 2, "min": 3}
+
+    def check(comm: Communicator) -> None:
+        for row in dtypes.all_dtypes():
+            if row.kind in ("scale", "bool"):
+                continue
+            for op, code in ops.items():
+                buf = np.ones(8, row.numpy)
+                for order in ("fast", "tree", "rank"):
+                    made = calls_of(comm, lambda b=buf, o=op, w=order: comm.all_reduce(b, b, o, w))
+                    made += calls_of(
+                        comm, lambda b=buf, o=op, w=order: comm.reduce_scatter(b, b[:4].copy(), o, w)
+                    )
+                    reductions = [c for c in made if c[0] in ("allReduce", "reduceScatter")]
+                    if row.name in native and order == "fast":
+                        assert [(c[0], c[3], c[5]) for c in reductions] == [
+                            ("allReduce", 8, code),
+                            ("reduceScatter", 4, code),
+                        ]
+                    else:
+                        assert not reductions, f"{row} {op} {order}"
+
+    run_stand_in(2, check)
+
+
+def test_buffers_that_overlap_without_being_in_place_are_copied_first() -> None:
+    def check(comm: Communicator) -> None:
+        board = np.arange(10.0)
+        comm.all_reduce(board[:6], board[2:8])
+        same(board, np.array([0, 1, 0, 2, 4, 6, 8, 10, 8, 9.0]))
+        board = np.arange(10.0)
+        comm.reduce_scatter(board[:8], board[3:7])
+        start = 4 * comm.rank
+        expected = np.arange(10.0)
+        expected[3:7] = 2 * np.arange(start, start + 4.0)
+        same(board, expected)
+
+    run_stand_in(2, check)
+
+
+def test_calls_follow_the_current_stream_and_do_not_wait_for_it() -> None:
+    comm, handle, host = alone()
+    for stream in (7, 1234):
+        host.stream.ptr = stream
+        board = np.zeros(4)
+        comm.all_reduce(board, board)
+        comm.all_gather(board, board)
+        comm.broadcast(board)
+        comm.all_gather_v(board, board, [4], [0])
+        comm.reduce_scatter(board, board, order="tree")
+        assert {c[-1] for c in handle.calls} == {stream}
+        handle.calls.clear()
+    assert host.stream.synchronized == host.synchronized == 0
+
+
+def test_only_split_and_a_barrier_without_control_wait_for_the_device() -> None:
+    comm, handle, host = alone()
+    comm.barrier()
+    assert [(c[0], c[3], c[4], c[5]) for c in handle.calls] == [("allReduce", 1, 1, 0)]
+    assert (host.stream.synchronized, host.synchronized) == (1, 0)
+    group = comm.split(3, key=-4)
+    assert handle.calls[-1] == ("commSplit", 3, -4)
+    assert (host.stream.synchronized, host.synchronized) == (1, 1)
+    assert comm.split(None) is None
+    assert handle.calls[-1][:2] == ("commSplit", -1)
+    assert group is not None
+    (beside,) = lc.loopback(1)
+    with_control, handle, host = alone(host=beside)
+    with_control.barrier()
+    assert not handle.calls
+    assert host.stream.synchronized == 0
+    assert beside.traffic.calls["barrier"] == 1
+
+
+def test_a_group_that_fails_is_ended_and_the_first_error_is_the_one_raised() -> None:
+    comm, handle, host = alone()
+    handle.next_error = host.nccl.NcclError(5)
+    with pytest.raises(CommError, match=r"broadcast: NCCL_ERROR_5"), comm._group():
+        comm.broadcast(np.zeros(3))
+    assert host.nccl.queue is None
+
+
+# ---- control
+
+
+def test_control_is_the_host_communicator_and_is_split_with_it() -> None:
+    def check(comm: Communicator) -> None:
+        assert comm.control.transport == "loopback"
+        group = comm.split(comm.rank % 2, key=-comm.rank)
+        assert group is not None
+        control = group.control
+        assert control.transport == "loopback"
+        assert (control.rank, control.size) == (group.rank, group.size)
+        ranks = np.zeros(control.size, np.int64)
+        control.all_gather(np.array([comm.rank]), ranks)
+        assert list(ranks) == [r for r in (3, 2, 1, 0) if r % 2 == comm.rank % 2]
+        assert not group.traffic.calls
+
+    run_stand_in(4, check)
+
+
+def test_without_a_host_communicator_control_is_the_communicator_itself() -> None:
+    comm, _, _ = alone()
+    assert comm.control is comm
+
+
+# ---- refusals and errors
+
+
+def test_rank_and_size_must_be_those_of_the_nccl_communicator() -> None:
+    host = Host()
+    handle = StandInCommunicator(World(4), 2, host)
+    for rank, size in ((1, 4), (2, 3)):
+        with pytest.raises(CommError, match=rf"rank 2 of 4.*rank {rank} of {size}"):
+            NCCLCommunicator(handle, rank, size, binding=host.binding())
+
+
+def test_a_buffer_on_another_device_is_refused() -> None:
+    comm, handle, host = alone()
+    far = np.zeros(4)
+    host.device_of = lambda array: 3 if np.shares_memory(array, far) else 0
+    refused(lambda: comm.all_reduce(far, np.zeros(4)), BufferMismatchError, "send", "device 0", "device 3")
+    refused(lambda: comm.all_reduce(np.zeros(4), far), BufferMismatchError, "recv")
+    assert not handle.calls
+
+
+def test_results_that_cupy_cannot_name_become_our_error_and_say_what_to_unset() -> None:
+    comm, handle, _ = alone()
+    for status in (7, 8):
+        handle.next_error = KeyError(status)
+        refused(
+            lambda: comm.broadcast(np.zeros(2)),
+            CommError,
+            f"result {status}",
+            "broadcast",
+            "NCCL_COMM_BLOCKING",
+        )
+
+
+def test_nonblocking_communicators_are_warned_about(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_COMM_BLOCKING", "0")
+    with pytest.warns(RuntimeWarning, match="NCCL_COMM_BLOCKING=0"):
+        alone()
+    monkeypatch.setenv("NCCL_COMM_BLOCKING", "1")
+    alone()
+
+
+@pytest.mark.parametrize(
+    ("status", "end"),
+    [(None, "destroy"), (1, "abort"), (2, "abort"), (4, "destroy"), (6, "abort"), (7, "abort")],
+)
+def test_close_aborts_after_a_failure_and_destroys_otherwise(status: int | None, end: str) -> None:
+    comm, handle, host = alone()
+    if status is not None:
+        handle.next_error = KeyError(7) if status == 7 else host.nccl.NcclError(status)
+        with pytest.raises(CommError):
+            comm.broadcast(np.zeros(2))
+    comm.close()
+    assert handle.ended == end
+    comm.close()
+
+
+def test_an_error_that_only_shows_later_makes_close_abort() -> None:
+    comm, handle, host = alone()
+    comm.broadcast(np.zeros(2))
+    handle.next_error = host.nccl.NcclError(6)
+    comm.close()
+    assert handle.ended == "abort"
+
+
+def test_leaving_a_with_block_by_an_error_aborts() -> None:
+    comm, handle, _ = alone()
+    with pytest.raises(ZeroDivisionError), comm:
+        raise ZeroDivisionError
+    assert handle.ended == "abort"
+    comm, handle, _ = alone()
+    with comm:
+        comm.barrier()
+    assert handle.ended == "destroy"
+
+
+def test_a_communicator_that_is_not_ours_is_left_alone() -> None:
+    (beside,) = lc.loopback(1)
+    comm, handle, _ = alone(owned=False, host=beside)
+    comm.close()
+    assert not handle.ended
+    refused(lambda: comm.barrier(), CommError, "closed")
+    refused(lambda: beside.barrier(), CommError, "closed")
+
+
+def test_ranks_that_share_a_gpu_are_refused_unless_nccl_can_and_may() -> None:
+    may = {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}
+    assert crowding(["0:1", "0:2"], 22809, {}) is None
+    assert crowding(["0:1", "", ""], 22809, {}) is None  # what has no GPU has another error
+    for version, environ in ((22809, may), (23007, {}), (23007, {"NCCL_MULTI_RANK_GPU_ENABLE": "0"})):
+        error = crowding(["0:1", "0:2", "0:1"], version, environ)
+        assert isinstance(error, CommError)
+        assert "3 ranks of this node have 2 GPUs" in str(error)
+    assert "loaded: 2.28.9" in str(crowding(["0:1", "0:1"], 22809, may))
+    assert crowding(["0:1", "0:1"], 23007, may) is None
+
+
+# ---- the import, and the real binding
+
+
+def test_importing_the_module_does_not_import_cupy() -> None:
+    code = "import sys, lowshard.comm.nccl; assert not {'cupy', 'mpi4py'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_what_keeps_nccl_from_being_used_is_said() -> None:
+    reason = why_unusable()
+    assert reason is None or any(word in reason for word in ("CuPy", "cuda", "NCCL"))
+
+
+def test_the_stand_in_has_cupys_names_and_arguments() -> None:
+    pytest.importorskip("cupy", reason="CuPy is not installed")
+    from cupy.cuda import nccl
+
+    if not nccl.available:
+        pytest.skip("CuPy finds no NCCL library")
+    assert nccl.NcclError(4).status == 4
+    for status in (7, 8):
+        with pytest.raises(KeyError):
+            nccl.NcclError(status)
+    for name in ("groupStart", "groupEnd"):
+        assert callable(getattr(nccl, name))
+    for name, method in vars(StandInCommunicator).items():
+        if name.startswith("_") or name == "run" or not callable(method):
+            continue
+        theirs = getattr(nccl.NcclCommunicator, name)
+        wanted = len(inspect.signature(method).parameters) - 1
+        given = theirs.__doc__.splitlines()[0].split("(", 1)[1].rstrip(")").split(", ")[1:]
+        assert len(given) == wanted, f"{name}: {given}"
