@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import numpy as np
@@ -189,7 +190,7 @@ def test_parts_of_an_interval_are_adjacent_and_whole(n: int, k: int, split: str)
     parts = [split_interval((3, 3 + n), k, i, split) for i in range(k)]  # type: ignore[arg-type]
     assert parts[0][0] == 3
     assert parts[-1][1] == 3 + n
-    assert all(a[1] == b[0] for a, b in zip(parts[:-1], parts[1:], strict=True))
+    assert all(a[1] == b[0] for a, b in itertools.pairwise(parts))
 
 
 boxes3 = st.tuples(*[st.tuples(st.integers(0, 6), st.integers(0, 6)).map(lambda p: (min(p), max(p)))] * 3)

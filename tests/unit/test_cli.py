@@ -1,0 +1,71 @@
+"""The command line as a whole: help, version, wrong usage, the exit code of each error."""
+
+from __future__ import annotations
+
+import argparse
+
+import pytest
+
+from lowshard import __version__, cli, errors
+from lowshard.errors import LowshardError
+
+
+def test_help_lists_every_command_and_the_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main(["--help"])
+    assert end.value.code == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    for part in ("demo", "run", "doctor", "2 wrong usage", "72 ranks disagreed"):
+        assert part in shown
+
+
+def test_version_is_the_package_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main(["--version"])
+    assert end.value.code == 0
+    assert capsys.readouterr().out.strip() == f"lowshard {__version__}"
+
+
+@pytest.mark.parametrize("argv", [[], ["no-such-command"], ["run"], ["demo", "--ranks", "many"]])
+def test_wrong_usage_is_exit_code_2(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main(argv)
+    assert end.value.code == 2
+    assert "usage: lowshard" in capsys.readouterr().err
+
+
+def test_an_error_of_ours_is_one_line_and_its_exit_code(
+    capsys: pytest.CaptureFixture[str], tmp_path: object
+) -> None:
+    code = cli.main(["demo", "--checkpoint", f"{tmp_path}/none.safetensors"])
+    assert code == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith("lowshard: error: ")
+    assert shown.count("\n") == 1
+
+
+def test_every_error_class_is_ours_and_a_builtin_too_with_a_documented_exit_code() -> None:
+    classes = [getattr(errors, name) for name in errors.__all__]
+    for kind in classes:
+        assert issubclass(kind, LowshardError)
+        assert kind.exit_code in (1, 2, 70, 71, 72)
+        if kind is not LowshardError:
+            builtins = [
+                b
+                for b in kind.__mro__
+                if b.__module__ == "builtins" and b not in (Exception, BaseException, object)
+            ]
+            assert builtins, f"{kind.__name__} derives from no fitting builtin"
+    assert (errors.MismatchError.exit_code, errors.PeerFailed.exit_code, errors.TimedOut.exit_code) == (
+        72,
+        70,
+        71,
+    )
+
+
+def test_every_command_has_a_description() -> None:
+    parser = cli.build_parser()
+    (commands,) = [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
+    for name, sub in commands.choices.items():
+        assert sub.description, name
+        assert sub.format_help().count("\n") > 5
