@@ -116,7 +116,7 @@ def run_ranks(
         timeout_s: ends the job after so many seconds, with the stacks of all ranks; None for no limit.
         env: the environment to start from; `os.environ` if None.
         cwd: working directory of the ranks; the caller's if None.
-        prefix_output: false passes the ranks' bytes on as they are.
+        prefix_output: false passes the ranks' bytes on as they are, in whole lines where they come in time.
         stdout: where the ranks' stdout goes; `sys.stdout` if None.
         stderr: where the ranks' stderr and the launcher's own words go; `sys.stderr` if None.
         mpi: what to start the ranks with; looked up if None.

@@ -49,6 +49,10 @@ class Output:
             if not data:  # every writer has closed it
                 self._selector.unregister(key.fd)
             self._pass_on(key.fd, data)
+        if not came and not self._prefix:  # a prompt or a progress bar: no more of the line is coming for now
+            for fd, rest in self._partial.items():
+                self._write(self._source[fd][0], rest)
+                self._partial[fd] = b""
         return came
 
     def close(self) -> None:
@@ -65,14 +69,16 @@ class Output:
         if rank is None:
             self.from_mpiexec += data
             return
-        if not self._prefix:
-            self._write(stream, data)
-            return
         *lines, rest = (self._partial[fd] + data).split(b"\n")
         if rest and not data:
-            lines, rest = [*lines, rest], b""
+            if self._prefix:
+                lines, rest = [*lines, rest], b""
+            else:  # nothing is added to what the ranks wrote, not even a newline
+                self._write(stream, rest)
+                rest = b""
         self._partial[fd] = rest
-        self._write(stream, b"".join(b"[%d] %s\n" % (rank, line) for line in lines))
+        mark = b"[%d] " % rank if self._prefix else b""
+        self._write(stream, b"".join(b"%s%s\n" % (mark, line) for line in lines))
 
     def _write(self, stream: int, data: bytes) -> None:
         """Writes to a sink as bytes where it takes bytes."""

@@ -46,8 +46,10 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", f"time_limit(seconds): another limit than {TIME_LIMIT_S:g} s")
 
 
-def pytest_report_header(config: pytest.Config) -> str:
-    return f"lowshard: {'full' if mode.full() else 'default'} mode, --seed {mode.seed()}"
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    # Not in the header, which `pytest -q` leaves out.
+    name = "full" if mode.full() else "default"
+    terminalreporter.write_line(f"{name} mode; repeat its random choices with --seed {mode.seed()}")
 
 
 @pytest.fixture

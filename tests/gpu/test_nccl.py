@@ -85,10 +85,10 @@ def test_ranks_that_share_a_gpu_are_refused_on_all_ranks_without_the_switch(tmp_
         "except CommError as error:\n    print(error)\n"
     )
     env = {"CUDA_VISIBLE_DEVICES": "0", "NCCL_MULTI_RANK_GPU_ENABLE": "0"}
-    ended = start_ranks(script, 2, timeout_s=60, env=env).ok()
-    lines = ended.stdout.splitlines()
-    assert len(lines) == 2
-    assert lines[0] == lines[1]
+    ended = start_ranks(script, 2, timeout_s=60, env=env, prefix_output=True).ok()
+    lines = sorted(ended.stdout.splitlines())
+    assert [line[:4] for line in lines] == ["[0] ", "[1] "]
+    assert lines[0][4:] == lines[1][4:]
     assert "2 ranks of this node have 1 GPUs" in lines[0]
 
 

@@ -47,10 +47,11 @@ def test_ranks_import_what_this_test_imports(tmp_path: Path) -> None:
         "import lowshard, support.comm_kit, sys\nfrom mpi4py import MPI\n"
         "print(MPI.COMM_WORLD.size, lowshard.__file__, *sys.argv[1:])\n",
         args=["one", "2"],
+        prefix_output=True,
     ).ok()
     import lowshard
 
-    assert ended.stdout.splitlines() == [f"2 {lowshard.__file__} one 2"] * 2
+    assert sorted(ended.stdout.splitlines()) == [f"[{r}] 2 {lowshard.__file__} one 2" for r in range(2)]
 
 
 def test_a_failing_rank_ends_the_job_and_shows_its_traceback(tmp_path: Path) -> None:

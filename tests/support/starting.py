@@ -62,7 +62,8 @@ def start_ranks(
         args: the arguments of each rank.
         timeout_s: after this the ranks print the stacks of all their threads and are ended.
         env: variables to set, beside those of this process.
-        prefix_output: whether each line of output gets its rank in front.
+        prefix_output: whether each line of output gets its rank in front. Without it the bytes of ranks
+            that print at once mix, so let one rank print.
         may_time_out: return, with the return code 71, when the time is over; else raise.
 
     Raises:
