@@ -6,7 +6,8 @@ from typing import Any, Literal
 
 from lowshard.comm.agreement import agree, share_text
 from lowshard.comm.loopback import loopback, run_loopback
-from lowshard.comm.protocol import Communicator, Traffic
+from lowshard.comm.protocol import Communicator
+from lowshard.comm.transport import Traffic
 from lowshard.errors import CommError, DependencyError
 
 __all__ = [

@@ -1,0 +1,171 @@
+"""The floor of every communicator: the primitives that a transport (loopback, mpi, nccl) gives.
+
+Primitives are underscored, take flat, contiguous, already checked arrays, and count nothing; the public
+calls over them are in `lowshard.comm.protocol`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+
+from lowshard.comm import check
+from lowshard.errors import BufferMismatchError, CommError
+
+if TYPE_CHECKING:
+    from lowshard.comm.protocol import Communicator
+
+Array = Any  # a NumPy or CuPy array; CuPy ships no types
+
+
+@dataclass
+class Traffic:
+    """What this rank has called and moved since the communicator was made or `clear` was called."""
+
+    calls: Counter[str] = field(default_factory=Counter)
+    """Calls by collective name."""
+    sent_bytes: int = 0
+    """Bytes of this rank's elements that other ranks were given (once for each of them)."""
+    received_bytes: int = 0
+    """Bytes of other ranks' elements that this rank was given."""
+
+    def add(self, name: str, sent_bytes: int, received_bytes: int) -> None:
+        """Count one call."""
+        self.calls[name] += 1
+        self.sent_bytes += sent_bytes
+        self.received_bytes += received_bytes
+
+    def clear(self) -> None:
+        """Start from zero."""
+        self.calls.clear()
+        self.sent_bytes = self.received_bytes = 0
+
+
+class Transport(ABC):
+    """What a transport gives, and what every communicator has: rank, size, counters, an end."""
+
+    rank: int
+    """This rank within the communicator."""
+    size: int
+    """Number of ranks."""
+    traffic: Traffic
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+        self.traffic = Traffic()
+        self._closed = False
+
+    # ---- what a transport gives
+
+    @property
+    @abstractmethod
+    def transport(self) -> str:
+        """The transport's name: loopback, mpi or nccl."""
+
+    @property
+    def xp(self) -> ModuleType:
+        """The array module of the buffers: numpy or cupy."""
+        return np
+
+    @abstractmethod
+    def _all_gather_v(
+        self, send: Array, recv: Array, counts: Sequence[int], displs: Sequence[int]
+    ) -> None: ...
+
+    @abstractmethod
+    def _all_to_all_v(
+        self,
+        send: Array,
+        send_counts: Sequence[int],
+        send_displs: Sequence[int],
+        recv: Array,
+        recv_counts: Sequence[int],
+        recv_displs: Sequence[int],
+    ) -> None: ...
+
+    @abstractmethod
+    def _broadcast(self, buf: Array, root: int) -> None: ...
+
+    @abstractmethod
+    def _gather(self, send: Array, recv: Array | None, root: int) -> None: ...
+
+    @abstractmethod
+    def _scatter(self, send: Array | None, recv: Array, root: int) -> None: ...
+
+    @abstractmethod
+    def _send(self, buf: Array, dst: int) -> None: ...
+
+    @abstractmethod
+    def _recv(self, buf: Array, src: int) -> None: ...
+
+    @abstractmethod
+    def _barrier(self) -> None: ...
+
+    @abstractmethod
+    def _split(self, color: int | None, key: int) -> Communicator | None: ...
+
+    @abstractmethod
+    def _close(self) -> None: ...
+
+    def _native_all_reduce(self, send: Array, recv: Array, op: str) -> bool:
+        """Reduce with the transport's own call if it takes dtype and op; return whether it did."""
+        return False
+
+    def _native_reduce_scatter(self, send: Array, recv: Array, op: str) -> bool:
+        """As `_native_all_reduce`, for reduce_scatter."""
+        return False
+
+    # ---- life
+
+    def close(self) -> None:
+        """Give the transport's resources back. Closing twice is safe."""
+        if not self._closed:
+            self._closed = True
+            self._close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = ", closed" if self._closed else ""
+        return f"<{self.transport} communicator: rank {self.rank} of {self.size}{state}>"
+
+    # ---- checks
+
+    def _open(self) -> None:
+        if self._closed:
+            raise CommError(f"this {self.transport} communicator is closed; make a new one")
+
+    def _flat(self, buf: Array, name: str, writes: bool = False) -> Array:
+        self._open()
+        return check.flat(buf, name, self.xp, self.transport, writes)
+
+    def _root(self, root: int) -> None:
+        if not 0 <= root < self.size:
+            raise CommError(f"root is a rank of the communicator, 0 to {self.size - 1}, got {root}")
+
+    def _peer(self, peer: int, name: str) -> None:
+        if not 0 <= peer < self.size or peer == self.rank:
+            raise CommError(
+                f"{name} is another rank of the communicator, 0 to {self.size - 1} but not {self.rank}, "
+                f"got {peer}"
+            )
+
+    def _root_buffer(self, buf: Array | None, name: str, root: int, like: Array, elems: int) -> Array | None:
+        if self.rank != root:
+            return None
+        if buf is None:
+            raise BufferMismatchError(f"root (rank {root}) passes {name}, got None")
+        flat = self._flat(buf, name, writes=name == "recv")
+        check.same_dtype(like, flat)
+        check.need(flat.size == elems, name, f"root's {name} holds {elems} elements", elems, flat.size)
+        return flat
