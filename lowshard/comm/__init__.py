@@ -44,7 +44,7 @@ def from_mpi(mpi_comm: Any, device: Literal["auto", "cpu", "cuda"] = "auto") -> 
     host = MPICommunicator(mpi_comm)
     if device == "cpu":
         return host
-    from lowshard.comm.nccl import build_over_mpi, usable_on_all
+    from lowshard.comm.nccl_over_mpi import build_over_mpi, usable_on_all
 
     if device == "auto" and not usable_on_all(host):
         return host

@@ -14,7 +14,8 @@ from support.comm_kit import refused, same
 from support.starting import start_ranks
 
 from lowshard import comm as lc
-from lowshard.comm.nccl import Binding, why_unusable
+from lowshard.comm.nccl import Binding
+from lowshard.comm.nccl_over_mpi import why_unusable
 from lowshard.errors import BufferMismatchError
 
 REASON = why_unusable()

@@ -14,7 +14,7 @@ from mpi4py import MPI
 from support.comm_kit import outcome, refused, same
 
 from lowshard import comm as lc
-from lowshard.comm.nccl import usable_on_all, why_unusable
+from lowshard.comm.nccl_over_mpi import usable_on_all, why_unusable
 from lowshard.errors import BufferMismatchError, CommError
 
 WORLD = MPI.COMM_WORLD

@@ -6,12 +6,20 @@ where there are GPUs, on NCCL (tests/gpu).
 
 from __future__ import annotations
 
-from support import group_cases, mode, move_cases, reduction_cases
+from support import agreement_cases, group_cases, mode, move_cases, reduction_cases
 from support.comm_kit import CASES, CannotRun
 
 from lowshard.comm import Communicator
 
-__all__ = ["CASES", "CannotRun", "group_cases", "move_cases", "reduction_cases", "run_case"]
+__all__ = [
+    "CASES",
+    "CannotRun",
+    "agreement_cases",
+    "group_cases",
+    "move_cases",
+    "reduction_cases",
+    "run_case",
+]
 
 
 def run_case(name: str, comm: Communicator) -> None:

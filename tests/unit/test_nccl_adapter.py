@@ -16,7 +16,8 @@ from support.nccl_stand_in import Host, StandInCommunicator, World, run_stand_in
 from lowshard import comm as lc
 from lowshard import dtypes
 from lowshard.comm import Communicator
-from lowshard.comm.nccl import NCCLCommunicator, crowding, why_unusable
+from lowshard.comm.nccl import NCCLCommunicator
+from lowshard.comm.nccl_over_mpi import crowding, why_unusable
 from lowshard.errors import BufferMismatchError, CommError
 
 
@@ -318,7 +319,7 @@ def test_ranks_that_share_a_gpu_are_refused_unless_nccl_can_and_may() -> None:
 
 
 def test_importing_the_module_does_not_import_cupy() -> None:
-    code = "import sys, lowshard.comm.nccl; assert not {'cupy', 'mpi4py'} & set(sys.modules)"
+    code = "import sys, lowshard.comm.nccl_over_mpi; assert not {'cupy', 'mpi4py'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
