@@ -6,12 +6,12 @@ move is the transport's (`lowshard.comm.transport`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from lowshard.box import split_interval
 from lowshard.comm import check
-from lowshard.comm.reduction import fold, native_divide
+from lowshard.comm.reduction import divide, fold
 from lowshard.comm.transport import Transport
 from lowshard.errors import CommError
 
@@ -251,9 +251,9 @@ class Communicator(Transport):
         counts, displs = self._cut(s.size)
         moved = (s.size - counts[self.rank]) * s.itemsize + counts[self.rank] * (self.size - 1) * s.itemsize
         self.traffic.add("all_reduce", moved, moved)
-        if order == "fast" and self._native_all_reduce(s, r, "sum" if op == "avg" else op):
-            native_divide(r, self.size if op == "avg" else 1)
-        elif s.nbytes <= _ONE_MESSAGE_BYTES:
+        if order == "fast" and self._native(self._native_all_reduce, s, r, op):
+            return
+        if s.nbytes <= _ONE_MESSAGE_BYTES:
             n = s.size
             terms = self.xp.empty((self.size, n), s.dtype)
             self._all_gather_v(s, terms.reshape(-1), [n] * self.size, [n * i for i in range(self.size)])
@@ -285,8 +285,7 @@ class Communicator(Transport):
             s.size,
         )
         self.traffic.add("reduce_scatter", r.nbytes * (self.size - 1), r.nbytes * (self.size - 1))
-        if order == "fast" and self._native_reduce_scatter(s, r, "sum" if op == "avg" else op):
-            native_divide(r, self.size if op == "avg" else 1)
+        if order == "fast" and self._native(self._native_reduce_scatter, s, r, op):
             return
         counts, displs = [r.size] * self.size, [r.size * i for i in range(self.size)]
         fold(self._terms(s, counts, displs), r, op, order)
@@ -319,6 +318,16 @@ class Communicator(Transport):
             self._all_to_all_v(own, to_root, zero, own[:0], zero, zero)
         else:
             self._all_to_all_v(own, to_root, zero, r, counts, displs)
+
+    def _native(self, call: Callable[[Array, Array, str], bool], send: Array, recv: Array, op: str) -> bool:
+        """Try the transport's own reduction; an average is its sum, divided."""
+        if op != "avg":
+            return call(send, recv, op)
+        # The sum of integers might wrap in their own width, which the exchange sums in 64 bits.
+        if send.dtype.kind in "iu" or not call(send, recv, "sum"):
+            return False
+        divide(recv, self.size)
+        return True
 
     def _terms(self, send: Array, counts: Sequence[int], displs: Sequence[int]) -> list[Array]:
         """Return every rank's operand for this rank's part, in rank order: an exact exchange."""

@@ -27,7 +27,8 @@ def fold(
 ) -> None:
     """Write the reduction of `terms` into `out`.
 
-    bf16, fp16 and fp8 are widened to float32, folded there, and rounded once.
+    bf16, fp16 and fp8 are widened to float32, folded there, and rounded once; integers that are divided
+    are summed in 64 bits.
 
     Args:
         terms: operands in rank order, all of out's shape and dtype. None may overlap out, except the
@@ -41,6 +42,8 @@ def fold(
         divisor = len(terms) if op == "avg" else 1
     ufunc = _UFUNCS[op]
     wide = dtypes.get(out.dtype).accumulator.numpy
+    if divisor != 1 and out.dtype.kind in "iu":
+        wide = np.dtype(np.int64 if out.dtype.kind == "i" else np.uint64)
     flat_out = out.reshape(-1)
     flat = [t.reshape(-1) for t in terms]
     n = flat_out.size
@@ -75,10 +78,9 @@ def _divide(value: Array, divisor: int) -> Array:
     return value / value.dtype.type(divisor)
 
 
-def native_divide(buf: Array, divisor: int) -> None:
-    """Divide a finished sum in place (integers: floor)."""
-    if divisor != 1:
-        buf[...] = _divide(buf, divisor)
+def divide(buf: Array, divisor: int) -> None:
+    """Divide a finished floating-point sum in place."""
+    buf[...] = _divide(buf, divisor)
 
 
 def identity(op: str, dtype: object) -> Any:

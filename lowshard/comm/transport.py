@@ -26,7 +26,11 @@ Array = Any  # a NumPy or CuPy array; CuPy ships no types
 
 @dataclass
 class Traffic:
-    """What this rank has called and moved since the communicator was made or `clear` was called."""
+    """What this rank has called and moved since the communicator was made or `clear` was called.
+
+    Moves count the elements that others were given. Reductions count what a reduce-scatter and an
+    all-gather need; the transport's own algorithm may send more or less.
+    """
 
     calls: Counter[str] = field(default_factory=Counter)
     """Calls by collective name."""

@@ -127,7 +127,8 @@ def test_nccl_reduces_only_what_it_reduces_as_the_contract_says() -> None:
                         comm, lambda b=buf, o=op, w=order: comm.reduce_scatter(b, b[:4].copy(), o, w)
                     )
                     reductions = [c for c in made if c[0] in ("allReduce", "reduceScatter")]
-                    if row.name in native and order == "fast":
+                    wraps = op == "avg" and row.kind != "float"  # NCCL would sum in the narrow type
+                    if row.name in native and order == "fast" and not wraps:
                         assert [(c[0], c[3], c[5]) for c in reductions] == [
                             ("allReduce", 8, code),
                             ("reduceScatter", 4, code),
