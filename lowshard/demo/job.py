@@ -170,7 +170,7 @@ class _Run:
             moved_addresses = self._sum(buffers.addresses() != before)
             phase.done(
                 moved,
-                f"{2 * self._sum(len(buffers.tensors)):,} buffers, addresses "
+                f"{len(buffers.tensors)} matrices, {2 * self._sum(len(buffers.tensors)):,} buffers, addresses "
                 + ("unchanged" if moved_addresses == 0 else "CHANGED"),
                 moved_addresses == 0,
             )
