@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,22 @@ def corrupt_header(data: bytearray) -> bytearray:
     return data
 
 
+def with_offsets(change: Callable[[list[int], list[int]], list[int]]) -> Callable[[bytearray], bytes]:
+    """Return a damage that gives the second tensor of a file other offsets."""
+
+    def damage(data: bytearray) -> bytes:
+        size = int.from_bytes(data[:8], "little")
+        header = json.loads(data[8 : 8 + size])
+        first, second = sorted(
+            (v for k, v in header.items() if k != "__metadata__"), key=lambda v: v["data_offsets"]
+        )[:2]
+        second["data_offsets"] = change(first["data_offsets"], second["data_offsets"])
+        text = json.dumps(header).encode()
+        return len(text).to_bytes(8, "little") + text + bytes(data[8 + size :])
+
+    return damage
+
+
 @pytest.mark.parametrize(
     ("damage", "text"),
     [
@@ -122,6 +139,9 @@ def corrupt_header(data: bytearray) -> bytearray:
         (corrupt_header, "header"),
         (lambda data: data.replace(b'"F32"', b'"F33"', 1), "F33"),
         (lambda data: data + b"tail", "after|trailing|bytes"),
+        (with_offsets(lambda first, second: [second[0], second[1] + 4]), "bytes"),
+        (with_offsets(lambda first, second: [first[0], first[0] + second[1] - second[0]]), "overlap"),
+        (with_offsets(lambda first, second: [10**15, 10**15 + second[1] - second[0]]), "bytes|end"),
     ],
 )
 def test_a_bad_checkpoint_is_a_clear_error_and_exit_code_2(tmp_path: Path, damage: Any, text: str) -> None:

@@ -10,7 +10,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-FOLDERS = {"lowshard": ROOT / "lowshard", **{f"lowshard.{n}": ROOT / n for n in ("kernels", "launch", "bench")}}
+FOLDERS = {
+    "lowshard": ROOT / "lowshard",
+    **{f"lowshard.{n}": ROOT / n for n in ("kernels", "launch", "bench")},
+}
 
 # Module or package -> floor. A package's own line covers its modules. 0k and 0c stand beside the floors
 # above 0 and below 4: they use 0 alone.
@@ -47,7 +50,18 @@ BELOW: dict[str, set[str]] = {
     "6": {"0", "0c", "6"},
     "7": {"0", "1", "2", "3", "0k", "0c", "4", "5", "6", "7"},
 }
-HEAVY = ("cupy", "numba", "mpi4py", "yaml", "safetensors", "rich", "matplotlib", "tokenizers", "ml_dtypes", "scipy")
+HEAVY = (
+    "cupy",
+    "numba",
+    "mpi4py",
+    "yaml",
+    "safetensors",
+    "rich",
+    "matplotlib",
+    "tokenizers",
+    "ml_dtypes",
+    "scipy",
+)
 
 
 def modules() -> dict[str, Path]:
@@ -118,12 +132,13 @@ def test_a_module_imports_only_from_lower_floors(name: str) -> None:
 
 def test_no_two_modules_import_each_other_at_start_up() -> None:
     graph = {
-        name: {u for u in imports_of(path, top_level_only=True) if u in MODULES} for name, path in MODULES.items()
+        name: {u for u in imports_of(path, top_level_only=True) if u in MODULES}
+        for name, path in MODULES.items()
     }
     done: set[str] = set()
 
     def visit(name: str, path: tuple[str, ...]) -> None:
-        assert name not in path, f"a circle: {' -> '.join((*path[path.index(name):], name))}"
+        assert name not in path, f"a circle: {' -> '.join((*path[path.index(name) :], name))}"
         if name in done:
             return
         for used in graph[name] - {name}:

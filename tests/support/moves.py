@@ -156,7 +156,9 @@ def random_layout(rng: random.Random, mesh: DeviceMesh, shape: tuple[int, ...], 
             placed[axis] = int(choice)
     order = rng.sample(list(placed), len(placed))
     spec = tuple(tuple(a for a in order if placed[a] == dim) for dim in range(len(shape)))
-    return Layout.from_spec(mesh, shape, dtype, spec, rng.choice(["balanced", "balanced", "ceil"]), partial=partials)
+    return Layout.from_spec(
+        mesh, shape, dtype, spec, rng.choice(["balanced", "balanced", "ceil"]), partial=partials
+    )
 
 
 def random_pair(rng: random.Random, size: int) -> tuple[Layout, Layout]:
