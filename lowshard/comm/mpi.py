@@ -57,19 +57,22 @@ class MPICommunicator(Communicator):
         return [buf.view(as_uint), (counts, displs), mpi_type]
 
     def _all_gather_v(self, send: Array, recv: Array, counts: Sequence[int], displs: Sequence[int]) -> None:
-        own = recv[displs[self.rank] : displs[self.rank] + counts[self.rank]]
-        in_place = send.size and send.ctypes.data == own.ctypes.data
-        source = self._mpi.IN_PLACE if in_place else self._wire(send)
         # Displacements are each rank's own affair, so the choice of the MPI call must rest on counts alone.
-        if len(set(counts)) > 1:
-            self._comm.Allgatherv(source, self._wire_v(recv, counts, displs))
-        elif all(d == i * counts[0] for i, d in enumerate(displs)):
-            self._comm.Allgather(source, self._wire(recv[: counts[0] * self.size]))
-        else:
+        even = len(set(counts)) == 1
+        if even and any(d != i * counts[0] for i, d in enumerate(displs)):
             whole = np.empty((self.size, counts[0]), recv.dtype)
             self._comm.Allgather(self._wire(send), self._wire(whole.reshape(-1)))
             for part, displ in zip(whole, displs, strict=True):
                 recv[displ : displ + counts[0]] = part
+            return
+        own = recv[displs[self.rank] : displs[self.rank] + counts[self.rank]]
+        if send.size and send.ctypes.data != own.ctypes.data:
+            own[...] = send  # MPI would copy it too
+        # In place on all ranks, as the standard asks, whether or not their callers passed one array.
+        if even:
+            self._comm.Allgather(self._mpi.IN_PLACE, self._wire(recv[: counts[0] * self.size]))
+        else:
+            self._comm.Allgatherv(self._mpi.IN_PLACE, self._wire_v(recv, counts, displs))
 
     def _all_to_all_v(
         self,
