@@ -43,7 +43,7 @@ class Side:
     packed_displs: list[int]
     """Where each peer's elements begin in a packed buffer."""
     direct_displs: list[int] | None
-    """Where they begin in the flat local array itself, if each peer's are one run of it: then nothing is packed."""
+    """Where they begin in the flat local array itself, if every peer's are one run of it: then nothing is packed."""
 
     @property
     def packed_elems(self) -> int:
@@ -112,7 +112,7 @@ def _program(step: Exchange, rank: int, size: int) -> Program:
             if p.src_rank == rank
         ]
     gives = [p for p in outgoing if p.dst_rank != rank]
-    # Packed parts arrive by source rank; within one source in the order its pieces are listed.
+    # Packed parts arrive by source rank.
     takes = sorted((p for p in incoming if p.src_rank != rank), key=lambda p: p.src_rank)
     return Program(
         shape=None if dst_box is None else shape_of(dst_box),
@@ -129,6 +129,7 @@ def _program(step: Exchange, rank: int, size: int) -> Program:
 
 
 def _side(pieces: Sequence[tuple[int, Piece, int]], local_box: Box | None, size: int) -> Side:
+    """Lay out the pieces for a side: at most one a peer, since every rank holds one box."""
     counts, packed, direct = [0] * size, [0] * size, [0] * size
     if local_box is None:
         return Side((), counts, packed, direct)
@@ -138,15 +139,9 @@ def _side(pieces: Sequence[tuple[int, Piece, int]], local_box: Box | None, size:
     at = 0
     for peer, piece, term in pieces:
         index = relative_slices(piece.box, local_box)
-        part = Part(at, shape_of(piece.box), index, term)
-        inner = tuple((s.start, s.stop) for s in index)
-        run = single_run(inner, local_shape) if is_direct else None
-        first = None if run is None else term * prod(local_shape) + run
-        if counts[peer] == 0:
-            packed[peer], direct[peer] = at, first or 0
-        # One run a piece, and the pieces of a peer one behind the other.
-        is_direct = first is not None and first == direct[peer] + counts[peer]
-        counts[peer] += piece.elems
-        at = part.stop
-        parts.append(part)
+        run = single_run(tuple((s.start, s.stop) for s in index), local_shape)
+        is_direct = is_direct and run is not None
+        counts[peer], packed[peer], direct[peer] = piece.elems, at, term * prod(local_shape) + (run or 0)
+        parts.append(Part(at, shape_of(piece.box), index, term))
+        at += piece.elems
     return Side(tuple(parts), counts, packed, direct if is_direct else None)

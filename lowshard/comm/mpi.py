@@ -146,7 +146,8 @@ class MPICommunicator(Communicator):
         return None if color is None else MPICommunicator(group, owned=True)
 
     def _close(self) -> None:
-        if not self._mpi.Is_finalized():
+        # Free is collective: it may wait for a rank that never comes.
+        if not self._failed and not self._mpi.Is_finalized():
             self._comm.Free()
 
 

@@ -110,7 +110,6 @@ class NCCLCommunicator(Communicator):
         super().__init__(rank, size)
         self._binding = Binding.load() if binding is None else binding
         self._handle, self._host, self._owned = handle, host, owned
-        self._failed = False
         has = (int(self._call(handle.rank_id)), int(self._call(handle.size)))
         if has != (rank, size):
             raise CommError(
@@ -139,11 +138,6 @@ class NCCLCommunicator(Communicator):
     def control(self) -> Communicator:
         """The communicator of the host; this one itself when there is none."""
         return self if self._host is None else self._host
-
-    def __exit__(self, *exc: object) -> None:
-        # A peer may be gone by now, and destroy would wait for it for ever.
-        self._failed = self._failed or exc[0] is not None
-        super().__exit__(*exc)
 
     # ---- the way to NCCL
 
@@ -348,6 +342,7 @@ class NCCLCommunicator(Communicator):
             # After a failure destroy can wait for ever for a peer that is gone.
             (self._handle.abort if self._failed else self._handle.destroy)()
         if self._host is not None:
+            self._host._failed = self._host._failed or self._failed
             self._host.close()
 
 

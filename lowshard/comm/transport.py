@@ -64,6 +64,7 @@ class Transport(ABC):
         self.rank, self.size = rank, size
         self.traffic = Traffic()
         self._closed = False
+        self._failed = False  # a peer may be gone: wait for no one any more
 
     # ---- what a transport gives
 
@@ -128,7 +129,11 @@ class Transport(ABC):
     # ---- life
 
     def close(self) -> None:
-        """Give the transport's resources back. Closing twice is safe."""
+        """Give the transport's resources back. Closing twice is safe.
+
+        Collective: all ranks of the communicator call this. Where a `with` block ends by an exception the
+        ranks may not all get here, so what would wait for them is left to the end of the process.
+        """
         if not self._closed:
             self._closed = True
             self._close()
@@ -137,6 +142,7 @@ class Transport(ABC):
         return self
 
     def __exit__(self, *exc: object) -> None:
+        self._failed = self._failed or exc[0] is not None
         self.close()
 
     def __repr__(self) -> str:

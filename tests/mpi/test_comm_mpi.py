@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import textwrap
+import time
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +35,7 @@ def test_what_only_the_mpi_communicator_does(size: int) -> None:
 
 def write(folder: Path, text: str) -> Path:
     script = folder / "script.py"
-    script.write_text(text)
+    script.write_text(textwrap.dedent(text))
     return script
 
 
@@ -79,3 +81,46 @@ def test_ranks_that_hang_are_ended_and_show_their_stacks(tmp_path: Path) -> None
     text = str(caught.value)
     assert re.search(r"\[0\].*in comes_never", text)
     assert re.search(r"\[1\].*in waits_for_nobody", text)
+
+
+def test_leaving_a_with_block_by_an_error_waits_for_no_other_rank(tmp_path: Path) -> None:
+    ended = run(
+        tmp_path,
+        """
+        from mpi4py import MPI
+        from lowshard import comm as lc
+
+        with lc.from_mpi(MPI.COMM_WORLD, "cpu") as well:
+            pass
+        assert well.mpi_comm == MPI.COMM_NULL
+        try:
+            with lc.from_mpi(MPI.COMM_WORLD, "cpu") as failed, failed.split(0) as group:
+                raise ValueError("on every rank, or on one")
+        except ValueError:
+            assert failed.mpi_comm != MPI.COMM_NULL, "freed, which is collective"
+            assert group.mpi_comm != MPI.COMM_NULL
+        if MPI.COMM_WORLD.rank == 0:
+            print("left well")
+        """,
+    ).ok()
+    assert "left well" in ended.stdout
+
+
+def test_a_rank_that_raises_inside_a_with_block_ends_the_job(tmp_path: Path) -> None:
+    begun = time.monotonic()
+    ended = run(
+        tmp_path,
+        """
+        from mpi4py import MPI
+        from lowshard import comm as lc
+
+        with lc.from_mpi(MPI.COMM_WORLD, "cpu") as comm, comm.split(0) as group:
+            if comm.rank == 1:
+                raise ValueError("boom in the block")
+            group.barrier()
+        """,
+    )
+    assert ended.returncode == 1
+    assert "ValueError: boom in the block" in ended.stderr
+    assert "rank 1" in ended.stderr
+    assert time.monotonic() - begun < 5

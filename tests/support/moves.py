@@ -126,15 +126,10 @@ def check_move(comm: Communicator, src: Layout, dst: Layout, seed: int, kind: st
         need = volume(wanted) - (volume(held) if held is not None else 0)
         assert comm.traffic.received_bytes == need * src.itemsize_bytes
     elif want is not None:
-        # With P terms of a box: at most P - 1 of them come in for a share, and the rest of the box once.
-        # A direct exchange, where every replica folds everything itself, is the ceiling.
+        # Each rank folds the terms of its share, and then lacks the rest of its box.
         terms = int(np.prod([src.mesh.shape[a] for step in plan.steps for a in step.folded]))
-        assert comm.traffic.received_bytes <= max(terms, 1) * dst.local_bytes(rank) + _share(plan, rank)
-
-
-def _share(plan: Any, rank: int) -> int:
-    middle = plan.steps[0].dst
-    return int(middle.local_bytes(rank)) if len(plan.steps) > 1 else 0
+        share = plan.steps[0].dst.local_bytes(rank) if plan.steps else 0
+        assert comm.traffic.received_bytes <= terms * share + dst.local_bytes(rank) - share
 
 
 def placements_of(ndim: int, ops: tuple[str, ...] = ("sum",)) -> list[Any]:

@@ -127,15 +127,56 @@ def test_a_slice_of_replicas_and_a_kept_copy_move_nothing() -> None:
         assert sum(plan.sent_bytes(r) for r in range(4)) == 0
 
 
-def test_replicas_are_read_evenly_and_the_own_node_first() -> None:
+def sources_of(src: Layout, dst: Layout, rank: int, node_size: int | None = None) -> set[int]:
+    (step,) = plan_redistribute(src, dst, node_size=node_size).steps
+    return {p.src_rank for p in step.incoming(rank)}
+
+
+def test_every_pair_of_ranks_shares_one_box_at_most() -> None:
+    rng = random.Random(3)
+    for _ in range(200):
+        src, dst = random_pair(rng, 8)
+        for step in plan_redistribute(src, dst).steps:
+            for rank in range(8):
+                pairs = [p.src_rank for p in step.incoming(rank)]
+                assert len(pairs) == len(set(pairs))
+
+
+def test_copies_are_read_evenly() -> None:
     src = Layout(DeviceMesh((4, 2), ("dp", "tp")), (8, 8), "float32", (Replicated(), Sharded(0)))
     dst = src.with_placements((Replicated(), Sharded(1)))
-    sent = [plan_redistribute(src, dst).sent_bytes(r) for r in range(8)]
-    assert len(set(sent)) == 1
-    near = plan_redistribute(src, dst, node_size=2)
-    for step in near.steps:
-        for rank in range(8):
-            assert all(p.src_rank // 2 == rank // 2 for p in step.incoming(rank))
+    assert len({plan_redistribute(src, dst).sent_bytes(r) for r in range(8)}) == 1
+    # Also by readers that hold nothing themselves: two copies serve four readers.
+    copies = Layout(DeviceMesh((2,), ("dp",), ranks=(0, 1)), (8,), "float32", (Replicated(),))
+    readers = Layout(DeviceMesh((4,), ("tp",), ranks=(2, 3, 4, 5)), (8,), "float32", (Sharded(0),))
+    assert [plan_redistribute(copies, readers).sent_bytes(r) for r in (0, 1)] == [16, 16]
+
+
+def test_a_copy_on_the_own_node_is_read_first() -> None:
+    # Nodes of four ranks: 0 to 3 and 4 to 7. Either has a copy of the array on its lower two ranks.
+    src = Layout(
+        DeviceMesh((2, 2), ("dp", "tp"), ranks=(0, 1, 4, 5)), (8,), "float32", (Replicated(), Sharded(0))
+    )
+    dst = Layout(DeviceMesh((4,), ("x",), ranks=(2, 3, 6, 7)), (8,), "float32", (Replicated(),))
+    assert [sources_of(src, dst, r, node_size=4) for r in (2, 3, 6, 7)] == [{0, 1}, {0, 1}, {4, 5}, {4, 5}]
+    assert sources_of(src, dst, 3) == {4, 5}, "without node sizes this reader is sent elsewhere"
+
+
+def test_a_rank_reads_its_own_copy_before_any_of_its_node() -> None:
+    # An order of ranks in which no other rule ends at the reader itself.
+    src = Layout(DeviceMesh((8,), ("x",), ranks=(1, 0, 3, 2, 5, 4, 7, 6)), (16,), "float32", (Replicated(),))
+    dst = src.with_placements((Sharded(0),))
+    for node_size in (None, 2, 4, 8):
+        assert [sources_of(src, dst, r, node_size) for r in range(8)] == [{r} for r in range(8)]
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 5, 6, 7, 8])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_sums_of_any_number_of_terms_have_the_bits_of_the_documented_tree(size: int, dtype: str) -> None:
+    src = Layout(DeviceMesh((size,), ("x",)), (size, 301), dtype, (Partial(),))
+    for target in (Sharded(1), Replicated()):
+        dst = src.with_placements((target,))
+        lc.run_loopback(size, lambda c, d=dst: check_move(c, src, d, 5, "float"))
 
 
 # ---- results and refusals
