@@ -1,22 +1,29 @@
-"""Kernels over raw arrays: MXFP8 quantise and dequantise, scale layouts, packing of slices.
+"""Kernels over raw arrays: MXFP8 quantise and dequantise, packing of slices, casts, sums, scale layouts.
 
-One call for each job. The calls here take NumPy arrays and run the plain NumPy implementation of
-`lowshard.kernels.reference`; nothing but NumPy is loaded on import.
+One call for each job, for NumPy arrays (Numba; plain NumPy where it is missing) and for CuPy arrays (CUDA). Numba
+and CuPy are loaded on first use. GPU calls run on the current stream and wait for nothing.
 """
 
 from __future__ import annotations
 
-from lowshard.kernels.mxfp8 import MXFP8Tensor, dequantize_mxfp8, quantize_mxfp8
+from lowshard.kernels.convert import cast, sum_into
+from lowshard.kernels.fused import pack_quantize, unpack_dequantize
+from lowshard.kernels.mxfp8 import dequantize_mxfp8, quantize_mxfp8
 from lowshard.kernels.slices import BoxTable, pack, unpack
 from lowshard.kernels.swizzle import swizzle_scales, unswizzle_scales
+from lowshard.kernels.tensor import MXFP8Tensor
 
 __all__ = [
     "BoxTable",
     "MXFP8Tensor",
+    "cast",
     "dequantize_mxfp8",
     "pack",
+    "pack_quantize",
     "quantize_mxfp8",
+    "sum_into",
     "swizzle_scales",
     "unpack",
+    "unpack_dequantize",
     "unswizzle_scales",
 ]

@@ -28,7 +28,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
-from lowshard.errors import BufferMismatchError, KernelError
+from lowshard.errors import KernelError
 
 Elem = Literal["e4m3", "e5m2"]
 Mode = Literal["rceil", "floor", "even", "ceil"]
@@ -227,42 +227,53 @@ def value_table(elem: Elem, dtype: str) -> npt.NDArray[Any]:
     return table
 
 
-def require_numpy(array: object, name: str) -> npt.NDArray[Any]:
-    """Return `array` as a plain ndarray (never a copy); raise KernelError for anything else."""
-    if isinstance(array, np.ndarray):
-        return array.view(np.ndarray)
-    kind = f"{type(array).__module__}.{type(array).__qualname__}"
-    # Asked of the type: that runs no code of a foreign array.
-    if hasattr(type(array), "__cuda_array_interface__"):
-        raise KernelError(
-            f"{name} is a GPU array ({kind}); the GPU kernels are not in this version yet, "
-            f"kernels take NumPy arrays: copy it to the host first, cupy.asnumpy({name})"
-        )
-    raise KernelError(f"{name} must be a NumPy array, got {kind}; write numpy.asarray({name}, dtype)")
+def widen_to_fp32_bits(bits: npt.NDArray[Any], dtype: str) -> npt.NDArray[np.uint32]:
+    """Return the fp32 bits of bf16, fp16 or fp32 patterns, in a new C-contiguous array; exact, NaN payloads kept.
 
-
-def require_out(out: object, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-    """Return an output buffer as a plain ndarray after checking shape, dtype and that it can be written.
-
-    Raises:
-        KernelError: not a NumPy array.
-        BufferMismatchError: another shape or dtype, or read-only.
+    Args:
+        bits: uint16 (bfloat16, float16) or uint32 (float32), any shape and strides.
+        dtype: "bfloat16", "float16" or "float32".
     """
-    array = require_numpy(out, name)
-    if array.shape != shape or array.dtype.name != dtype.name:
-        raise BufferMismatchError(
-            f"{name} must be {dtype.name} {list(shape)}, got {array.dtype.name} {list(array.shape)}"
-        )
-    if not array.flags.writeable:
-        raise BufferMismatchError(f"{name} must be writeable, got a read-only array; pass a copy")
-    return array
+    wide = np.empty(bits.shape, np.uint32)
+    wide[...] = bits
+    if dtype == "bfloat16":
+        wide <<= 16
+    elif dtype == "float16":
+        sign, magnitude = (wide & 0x8000) << 16, wide & 0x7FFF
+        # Bias 15 becomes bias 127; Inf and NaN keep the highest field; a subnormal m is m * 2^-24 exactly.
+        normal = (magnitude << 13) + (112 << _FP32_MANTISSA_BITS)
+        normal[magnitude >= 0x7C00] += 112 << _FP32_MANTISSA_BITS
+        subnormal = np.ldexp(magnitude.astype(np.float32), -24).view(np.uint32)
+        wide = np.where(magnitude < 0x0400, subnormal, normal) | sign
+    return wide
 
 
-def require_apart(out: npt.NDArray[Any], out_name: str, other: npt.NDArray[Any], name: str) -> None:
-    """Raise BufferMismatchError when two buffers share memory: kernels write while they still read."""
-    try:
-        shared = np.shares_memory(out, other, max_work=100_000)  # type: ignore[arg-type]
-    except np.exceptions.TooHardError:
-        shared = True  # their ranges cross and nobody can say cheaply that they are disjoint
-    if shared:
-        raise BufferMismatchError(f"{out_name} must not share memory with {name}; pass a separate buffer")
+def round_fp32_bits(bits: npt.NDArray[np.uint32], dtype: str) -> npt.NDArray[Any]:
+    """Return the patterns of fp32 bits in another float dtype: nearest, ties to even, overflow to Inf.
+
+    A NaN becomes the quiet NaN of its sign, mantissa 1000..., for every dtype, fp32 too.
+
+    Args:
+        bits: uint32, any shape.
+        dtype: "bfloat16", "float16" or "float32".
+
+    Returns:
+        uint16 (bfloat16, float16) or uint32 (float32).
+    """
+    magnitude, sign = bits & _FP32_MAGNITUDE, bits & 0x80000000
+    nan = magnitude > _FP32_INF
+    if dtype == "float32":
+        return np.where(nan, sign | 0x7FC00000, bits).astype(np.uint32)
+    if dtype == "bfloat16":
+        rounded = (magnitude + 0x7FFF + ((magnitude >> 16) & 1)) >> 16
+        quiet = 0x7FC0
+    else:
+        # The largest fp32 that fp16 can show is 65520 less one step; from 2^-14 down it is a multiple of 2^-24.
+        normal = magnitude - np.uint32(112 << _FP32_MANTISSA_BITS)
+        normal = (normal + 0xFFF + ((normal >> 13) & 1)) >> 13
+        small = np.minimum(magnitude, 113 << _FP32_MANTISSA_BITS).view(np.float32)
+        subnormal = np.rint(np.ldexp(small, 24)).astype(np.uint32)
+        rounded = np.where(magnitude < 113 << _FP32_MANTISSA_BITS, subnormal, np.minimum(normal, 0x7C00))
+        rounded[magnitude >= 143 << _FP32_MANTISSA_BITS] = 0x7C00
+        quiet = 0x7E00
+    return np.where(nan, quiet, rounded).astype(np.uint16) | (sign >> 16).astype(np.uint16)

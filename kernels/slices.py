@@ -6,8 +6,9 @@ same table then serves every step.
 
 from __future__ import annotations
 
+import math
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
@@ -18,7 +19,9 @@ import numpy.typing as npt
 
 from lowshard.box import Box, Interval, shape_of, volume
 from lowshard.errors import BufferMismatchError, KernelError
-from lowshard.kernels.reference import require_apart, require_numpy, require_out
+from lowshard.kernels.buffer import Array, allocate, require_apart, require_array, require_out
+from lowshard.kernels.engine import engine_for
+from lowshard.kernels.runs import RunTable, lower
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,7 @@ class BoxTable:
         boxes: one tuple of (start, stop) a box, one interval a dim; a 0-d array has the box `()`.
         elems: elements of each box.
         offsets_elems: first element of each box in the packed buffer.
+        total_elems: elements of the packed buffer.
 
     Raises:
         KernelError: a box has another number of dims than the shape, leaves it, or is no tuple of intervals.
@@ -39,6 +43,8 @@ class BoxTable:
     boxes: tuple[Box, ...]
     elems: tuple[int, ...] = field(init=False, repr=False, compare=False)
     offsets_elems: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    total_elems: int = field(init=False, repr=False, compare=False)
+    _runs: dict[Any, RunTable] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.boxes, Iterable):
@@ -51,11 +57,8 @@ class BoxTable:
         object.__setattr__(self, "boxes", boxes)
         object.__setattr__(self, "elems", elems)
         object.__setattr__(self, "offsets_elems", tuple(accumulate(elems, initial=0))[:-1])
-
-    @property
-    def total_elems(self) -> int:
-        """Elements of the packed buffer."""
-        return sum(self.elems)
+        object.__setattr__(self, "total_elems", sum(elems))
+        object.__setattr__(self, "_runs", {})
 
     @cached_property
     def overlap(self) -> tuple[int, int] | None:
@@ -69,20 +72,81 @@ class BoxTable:
         found = _first_overlap(edges[:, :, 0], edges[:, :, 1])
         return None if found is None else (full[found[0]], full[found[1]])
 
-    @cached_property
-    def _moves(self) -> tuple[tuple[tuple[Any, ...], slice, tuple[int, ...]], ...]:
-        """Index into the array, slice of the packed buffer, and shape of every box that is not empty."""
-        return tuple(
-            # The Ellipsis keeps a 0-d result an array, where NumPy would give a scalar.
-            ((*(slice(*span) for span in box), ...), slice(offset, offset + count), shape_of(box))
-            for box, offset, count in zip(self.boxes, self.offsets_elems, self.elems, strict=True)
-            if count
+    def runs(
+        self,
+        strides: tuple[int, ...],
+        itemsize: int,
+        packed_stride: int,
+        packed_itemsize: int,
+        unpacking: bool,
+    ) -> RunTable:
+        """Return the runs of all boxes between an array and its packed buffer; built once for each such array.
+
+        Args:
+            strides: strides of the array in bytes.
+            itemsize: bytes of one of its elements.
+            packed_stride: bytes from one element of the packed buffer to the next.
+            packed_itemsize: bytes of one of its elements.
+            unpacking: True if the packed buffer is the side that is read.
+        """
+        key = (strides, itemsize, packed_stride, packed_itemsize, unpacking)
+        found = self._runs.get(key)
+        if found is None:
+            found = self._runs[key] = self._lowered(*key)
+        return found
+
+    def _lowered(
+        self,
+        strides: tuple[int, ...],
+        itemsize: int,
+        packed_stride: int,
+        packed_itemsize: int,
+        unpacking: bool,
+    ) -> RunTable:
+        edges = self._edges
+        extents = edges[:, :, 1] - edges[:, :, 0]
+        array_strides = np.broadcast_to(np.array(strides, np.int64), extents.shape)
+        array_offsets = (edges[:, :, 0] * array_strides).sum(axis=1)
+        packed_offsets = np.array(self.offsets_elems, np.int64) * packed_stride
+        # Row-major inside each box: a dim's stride is the product of the extents after it.
+        after = np.ones_like(extents)
+        if extents.shape[1]:
+            after[:, :-1] = np.cumprod(extents[:, :0:-1], axis=1)[:, ::-1]
+        packed_strides = after * packed_stride
+        if unpacking:
+            return lower(
+                extents,
+                packed_offsets,
+                array_offsets,
+                packed_strides,
+                array_strides,
+                packed_itemsize,
+                itemsize,
+            )
+        return lower(
+            extents, array_offsets, packed_offsets, array_strides, packed_strides, itemsize, packed_itemsize
         )
 
+    @cached_property
+    def last_dim_divisor(self) -> int:
+        """Largest number that divides every box's extent in the last dim; 0 if there is no box or no dim."""
+        return math.gcd(*(box[-1][1] - box[-1][0] for box in self.boxes)) if self.shape else 0
 
-def pack(
-    src: npt.NDArray[Any], table: BoxTable | Sequence[Box], out: npt.NDArray[Any] | None = None
-) -> npt.NDArray[Any]:
+    @cached_property
+    def _edges(self) -> npt.NDArray[np.int64]:
+        """Start and stop of every interval, [boxes, dims, 2]."""
+        return np.array(self.boxes, np.int64).reshape(len(self.boxes), len(self.shape), 2)
+
+    def object_moves(self) -> Iterator[tuple[tuple[Any, ...], slice, tuple[int, ...]]]:
+        """Yield index into the array, slice of the packed buffer, and shape of every box that is not empty."""
+        for box, offset, count in zip(self.boxes, self.offsets_elems, self.elems, strict=True):
+            if count:
+                # The Ellipsis keeps a 0-d result an array, where NumPy would give a scalar.
+                index = (*(slice(*span) for span in box), ...)
+                yield index, slice(offset, offset + count), shape_of(box)
+
+
+def pack(src: Array, table: BoxTable | Sequence[Box], out: Array | None = None) -> Array:
     """Copy boxes of an array, each row-major, one after the other into a 1-D buffer.
 
     Boxes may overlap: their common elements are then in the buffer more than once.
@@ -96,26 +160,30 @@ def pack(
         `out` if given, else a new array [total_elems].
 
     Raises:
-        KernelError: src or out is no NumPy array, or a box does not fit.
+        KernelError: src or out is no NumPy or CuPy array, or a box does not fit.
         BufferMismatchError: src has another shape than the table, or out is not the buffer described above.
     """
-    source = require_numpy(src, "src")
-    boxes = _as_table(table, source, "src")
+    source = require_array(src, "src")
+    boxes = as_table(table, source, "src")
     if out is None:
-        out = np.empty(boxes.total_elems, source.dtype)
+        out = allocate((boxes.total_elems,), source.dtype, source)
         packed = out
     else:
         packed = require_out(out, "out", (boxes.total_elems,), source.dtype)
         _require_same_dtype(packed, source, "out", "src")
         require_apart(packed, "out", source, "src")
-    for index, span, shape in boxes._moves:
-        packed[span].reshape(shape, copy=False)[...] = source[index]
+    if source.dtype.hasobject:  # references are counted, which only NumPy can do
+        for index, span, shape in boxes.object_moves():
+            packed[span].reshape(shape, copy=False)[...] = source[index]
+        return out
+    engine = engine_for(source, packed)
+    itemsize = source.dtype.itemsize
+    if itemsize and boxes.total_elems:
+        engine.copy(source, packed, boxes.runs(source.strides, itemsize, packed.strides[0], itemsize, False))
     return out
 
 
-def unpack(
-    packed: npt.NDArray[Any], table: BoxTable | Sequence[Box], out: npt.NDArray[Any]
-) -> npt.NDArray[Any]:
+def unpack(packed: Array, table: BoxTable | Sequence[Box], out: Array) -> Array:
     """Copy a packed buffer back into the boxes of an array; elements outside the boxes stay as they are.
 
     Args:
@@ -127,12 +195,12 @@ def unpack(
         `out`.
 
     Raises:
-        KernelError: packed or out is no NumPy array, a box does not fit, or two boxes overlap.
+        KernelError: packed or out is no NumPy or CuPy array, a box does not fit, or two boxes overlap.
         BufferMismatchError: out or packed has another shape or dtype, out is read-only, or they share memory.
     """
-    target = require_numpy(out, "out")
-    boxes = _as_table(table, target, "out")
-    source = require_numpy(packed, "packed")
+    target = require_array(out, "out")
+    boxes = as_table(table, target, "out")
+    source = require_array(packed, "packed")
     require_out(out, "out", boxes.shape, target.dtype)
     if source.shape != (boxes.total_elems,):
         raise BufferMismatchError(
@@ -140,18 +208,30 @@ def unpack(
         )
     _require_same_dtype(source, target, "packed", "out")
     require_apart(target, "out", source, "packed")
-    if boxes.overlap is not None:
-        first, second = boxes.overlap
-        raise KernelError(
-            f"unpack writes every element at most once, but box {first} {boxes.boxes[first]} and "
-            f"box {second} {boxes.boxes[second]} overlap, and neither has the say; make them disjoint"
-        )
-    for index, span, shape in boxes._moves:
-        target[index] = source[span].reshape(shape)
+    require_disjoint(boxes, "unpack")
+    if source.dtype.hasobject:
+        for index, span, shape in boxes.object_moves():
+            target[index] = source[span].reshape(shape)
+        return out
+    engine = engine_for(source, target)
+    itemsize = source.dtype.itemsize
+    if itemsize and boxes.total_elems:
+        engine.copy(source, target, boxes.runs(target.strides, itemsize, source.strides[0], itemsize, True))
     return out
 
 
-def _as_table(table: BoxTable | Sequence[Box], array: npt.NDArray[Any], name: str) -> BoxTable:
+def require_disjoint(table: BoxTable, call: str) -> None:
+    """Raise KernelError when two boxes share an element."""
+    if table.overlap is not None:
+        first, second = table.overlap
+        raise KernelError(
+            f"{call} writes every element at most once, but box {first} {table.boxes[first]} and "
+            f"box {second} {table.boxes[second]} overlap, and neither has the say; make them disjoint"
+        )
+
+
+def as_table(table: BoxTable | Sequence[Box], array: Array, name: str) -> BoxTable:
+    """Return a table that fits the array, built from bare boxes if need be, or raise."""
     if not isinstance(table, BoxTable):
         return BoxTable(array.shape, cast("tuple[Box, ...]", table))
     if array.shape != table.shape:
@@ -162,7 +242,7 @@ def _as_table(table: BoxTable | Sequence[Box], array: npt.NDArray[Any], name: st
     return table
 
 
-def _require_same_dtype(array: npt.NDArray[Any], other: npt.NDArray[Any], name: str, other_name: str) -> None:
+def _require_same_dtype(array: Array, other: Array, name: str, other_name: str) -> None:
     # Not only the name: a byte-swapped or structured dtype must not be converted on the way.
     if array.dtype != other.dtype:
         raise BufferMismatchError(

@@ -10,28 +10,31 @@ from __future__ import annotations
 import operator
 
 import numpy as np
-import numpy.typing as npt
 
 from lowshard.errors import BufferMismatchError, DTypeError, KernelError
-from lowshard.kernels.reference import require_numpy
+from lowshard.kernels.buffer import Array, allocate, require_apart, require_array, require_out
+from lowshard.kernels.engine import engine_for
 
 TILE_ROWS = 128
 TILE_COLS = 4
 TILE_BYTES = TILE_ROWS * TILE_COLS
 
 
-def swizzle_scales(scale: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
+def swizzle_scales(scale: Array, out: Array | None = None) -> Array:
     """Return row-major scale bytes in the 128x4 layout.
 
     Args:
         scale: uint8 [rows, cols], cols being K/32; any strides.
+        out: uint8 [ceil(rows / 128) * ceil(cols / 4) * 512] to write into, contiguous; it must not share
+            memory with scale.
 
     Returns:
-        uint8 [ceil(rows / 128) * ceil(cols / 4) * 512], zero where no scale falls.
+        `out` if given, else a new array of that form; zero where no scale falls.
 
     Raises:
-        KernelError: scale is no NumPy array or not 2-D.
+        KernelError: scale or out is no NumPy or CuPy array, or scale is not 2-D.
         DTypeError: scale is not uint8.
+        BufferMismatchError: out is not the buffer described above, is read-only, or shares memory.
     """
     source = _require_bytes(scale, "scale")
     if source.ndim != 2:
@@ -39,50 +42,63 @@ def swizzle_scales(scale: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
             f"swizzle_scales takes a 2-D array [rows, K/32], got {list(source.shape)}; "
             "write scale.reshape(-1, scale.shape[-1]), or swizzle each matrix of a stack alone"
         )
-    rows, cols = source.shape
-    tile_rows, tile_cols = _tile_counts(rows, cols)
-    padded = np.zeros((tile_rows * TILE_ROWS, tile_cols * TILE_COLS), np.uint8)
-    padded[:rows, :cols] = source
-    tiles = padded.reshape(tile_rows, 4, 32, tile_cols, TILE_COLS)
-    return tiles.transpose(0, 3, 2, 1, 4).reshape(-1)
+    target = _target(out, (swizzled_bytes(*source.shape),), source, "scale")
+    if not target.flags.c_contiguous:
+        raise BufferMismatchError("out of swizzle_scales must be contiguous; pass a buffer that is no slice")
+    if target.size:
+        engine_for(source, target).swizzle(source, target)
+    return target if out is None else out
 
 
-def unswizzle_scales(swizzled: npt.NDArray[np.uint8], rows: int, cols: int) -> npt.NDArray[np.uint8]:
+def unswizzle_scales(swizzled: Array, rows: int, cols: int, out: Array | None = None) -> Array:
     """Return the row-major scale bytes of an array in the 128x4 layout; the padding is dropped unread.
 
     Args:
         swizzled: uint8 of any shape with ceil(rows / 128) * ceil(cols / 4) * 512 elements, read row-major.
         rows: rows of the matrix.
         cols: scale bytes a row, K/32.
+        out: uint8 [rows, cols] to write into, any strides; it must not share memory with swizzled.
 
     Returns:
-        uint8 [rows, cols], C-contiguous.
+        `out` if given, else a new C-contiguous array [rows, cols].
 
     Raises:
-        KernelError: swizzled is no NumPy array; rows or cols is no integer or negative.
+        KernelError: swizzled or out is no NumPy or CuPy array; rows or cols is no integer or negative.
         DTypeError: swizzled is not uint8.
-        BufferMismatchError: swizzled has another number of bytes than rows and cols need.
+        BufferMismatchError: swizzled has another number of bytes than rows and cols need; out has another
+            shape or dtype, is read-only, or shares memory.
     """
     source = _require_bytes(swizzled, "swizzled")
     rows, cols = _extent(rows, "rows"), _extent(cols, "cols")
-    tile_rows, tile_cols = _tile_counts(rows, cols)
-    expected_bytes = tile_rows * tile_cols * TILE_BYTES
+    expected_bytes = swizzled_bytes(rows, cols)
     if source.size != expected_bytes:
         raise BufferMismatchError(
-            f"{rows} x {cols} scales take {tile_rows} x {tile_cols} tiles of {TILE_BYTES} bytes: expected "
+            f"{rows} x {cols} scales take {expected_bytes // TILE_BYTES} tiles of {TILE_BYTES} bytes: expected "
             f"{expected_bytes} bytes, got {source.size}; rows and cols are those of the matrix before padding"
         )
-    tiles = source.reshape(tile_rows, tile_cols, 32, 4, TILE_COLS)
-    padded = tiles.transpose(0, 3, 2, 1, 4).reshape(tile_rows * TILE_ROWS, tile_cols * TILE_COLS)
-    return np.ascontiguousarray(padded[:rows, :cols])
+    target = _target(out, (rows, cols), source, "swizzled")
+    if target.size:
+        flat = source.reshape(-1)
+        # A strided 1-D array comes out of reshape as it was; an engine reads contiguous bytes.
+        engine_for(source, target).unswizzle(flat if flat.flags.c_contiguous else flat.copy(), target)
+    return target if out is None else out
 
 
-def _tile_counts(rows: int, cols: int) -> tuple[int, int]:
-    return -(-rows // TILE_ROWS), -(-cols // TILE_COLS)
+def swizzled_bytes(rows: int, cols: int) -> int:
+    """Return the bytes that the scales [rows, cols] take in the 128x4 layout, padding included."""
+    return -(-rows // TILE_ROWS) * -(-cols // TILE_COLS) * TILE_BYTES
 
 
-def _require_bytes(array: object, name: str) -> npt.NDArray[np.uint8]:
-    source = require_numpy(array, name)
+def _target(out: Array | None, shape: tuple[int, ...], source: Array, name: str) -> Array:
+    if out is None:
+        return allocate(shape, source.dtype, source)
+    target = require_out(out, "out", shape, source.dtype)
+    require_apart(target, "out", source, name)
+    return target
+
+
+def _require_bytes(array: object, name: str) -> Array:
+    source = require_array(array, name)
     if source.dtype != np.uint8:
         raise DTypeError(
             f"{name} holds E8M0 bytes: expected uint8, got {source.dtype.name}; "

@@ -18,6 +18,7 @@ EPILOG = (
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of every subcommand."""
+    from lowshard.bench.cli import add_bench_parser
     from lowshard.demo.cli import add_demo_parser
     from lowshard.launch.cli import add_run_parser
     from lowshard.launch.doctor import add_doctor_parser
@@ -28,6 +29,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_demo_parser(subparsers)
     add_run_parser(subparsers)
     add_doctor_parser(subparsers)
+    add_bench_parser(subparsers)
     return parser
 
 

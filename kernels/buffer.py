@@ -1,0 +1,130 @@
+"""What every kernel asks of the arrays it gets: NumPy or CuPy, apart from each other, of the right form.
+
+The checks look at shapes, dtypes, strides and addresses only; no element is read and no GPU is waited for.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from lowshard.errors import BufferMismatchError, KernelError
+
+# Arrays of either library. They share the interface used here, and CuPy may not be installed.
+Array = Any
+
+
+def is_gpu(array: object) -> bool:
+    """Return True for a CuPy array. Asked of the type: that runs no code of a foreign array."""
+    kind = type(array)
+    return kind.__module__.split(".")[0] == "cupy" and hasattr(kind, "__cuda_array_interface__")
+
+
+def require_array(array: object, name: str) -> Array:
+    """Return a NumPy array as a plain ndarray and a CuPy array as it is, never a copy.
+
+    Raises:
+        KernelError: anything else.
+    """
+    if isinstance(array, np.ndarray):
+        return array.view(np.ndarray)
+    if is_gpu(array):
+        return array
+    kind = f"{type(array).__module__}.{type(array).__qualname__}"
+    if hasattr(type(array), "__cuda_array_interface__"):
+        raise KernelError(
+            f"{name} must be a NumPy or a CuPy array, got another library's GPU array ({kind}); "
+            f"write cupy.from_dlpack({name}), which copies nothing"
+        )
+    raise KernelError(f"{name} must be a NumPy or CuPy array, got {kind}; write numpy.asarray({name}, dtype)")
+
+
+def require_out(
+    out: object, name: str, shape: tuple[int, ...], dtype: np.dtype[Any], writeable: bool = True
+) -> Array:
+    """Return a caller's buffer after checking shape, dtype and, if it is `writeable`, that it can be written.
+
+    Raises:
+        KernelError: no NumPy or CuPy array.
+        BufferMismatchError: another shape or dtype, or read-only.
+    """
+    array = require_array(out, name)
+    if array.shape != shape or dtype_name(array.dtype) != dtype_name(dtype):
+        raise BufferMismatchError(
+            f"{name} must be {dtype.name} {list(shape)}, got {array.dtype.name} {list(array.shape)}"
+        )
+    if writeable and isinstance(array, np.ndarray) and not array.flags.writeable:
+        raise BufferMismatchError(f"{name} must be writeable, got a read-only array; pass a copy")
+    return array
+
+
+def require_apart(out: Array, out_name: str, other: Array, name: str) -> None:
+    """Raise BufferMismatchError when two buffers share memory: kernels write while they still read."""
+    if isinstance(out, np.ndarray) and isinstance(other, np.ndarray):
+        near = np.may_share_memory(out, other)
+    else:
+        a, b = address_range(out), address_range(other)
+        near = a[0] < b[1] and b[0] < a[1]
+    if not near:
+        return
+    try:
+        shared = np.shares_memory(_outline(out), _outline(other), max_work=100_000)  # type: ignore[arg-type]
+    except np.exceptions.TooHardError:
+        shared = True  # their ranges cross and nobody can say cheaply that they are disjoint
+    if shared:
+        raise BufferMismatchError(f"{out_name} must not share memory with {name}; pass a separate buffer")
+
+
+@cache
+def dtype_name(dtype: np.dtype[Any]) -> str:
+    """Return `dtype.name`, which NumPy puts together anew each time, for more than the rest of a small call."""
+    return str(dtype.name)
+
+
+def address(array: Array) -> int:
+    """Return the address of an array's first element, on the host or on its GPU."""
+    if isinstance(array, np.ndarray):
+        return int(array.__array_interface__["data"][0])  # a third of the time of array.ctypes.data
+    return int(array.data.ptr)
+
+
+def address_range(array: Array) -> tuple[int, int]:
+    """Return the first address of an array and the one after its last; equal for an empty array."""
+    low = high = address(array)
+    if not array.size:
+        return low, high
+    for extent, stride in zip(array.shape, array.strides, strict=True):
+        if stride < 0:
+            low += (extent - 1) * stride
+        else:
+            high += (extent - 1) * stride
+    return low, high + array.dtype.itemsize
+
+
+def allocate(shape: tuple[int, ...], dtype: np.dtype[Any], like: Array) -> Array:
+    """Return a new C-contiguous array where `like` lives: on the host, or on the current GPU."""
+    if is_gpu(like):
+        import cupy
+
+        return cupy.empty(shape, dtype)
+    return np.empty(shape, dtype)
+
+
+class _Outline:
+    """Shape and strides of an array under its address, for NumPy's integer arithmetic on overlaps."""
+
+    def __init__(self, array: Array) -> None:
+        self.__array_interface__ = {
+            "version": 3,
+            "typestr": f"|V{array.dtype.itemsize}",
+            "shape": array.shape,
+            "strides": array.strides,
+            "data": (address(array), True),
+        }
+
+
+def _outline(array: Array) -> Array:
+    # Nothing reads through this view, so a GPU address does no harm.
+    return np.asarray(_Outline(array)) if is_gpu(array) else array

@@ -1,0 +1,1 @@
+"""The CPU engine: Numba kernels whose inner steps are explicit vector code."""

@@ -1,0 +1,136 @@
+"""MXFP8 dequantisation of a block in vector code: codes become bf16 lanes exactly, then the target dtype."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from lowshard.kernels.cpu.drive import prefetch_rows, rows_of
+from lowshard.kernels.cpu.vector import (
+    Lanes,
+    load,
+    load_u8,
+    load_u16,
+    load_u32,
+    only_if,
+    store,
+    store_value,
+)
+from lowshard.kernels.reference import BLOCK_ELEMS, ElementFormat, element_format
+
+ITEMSIZES = {"bfloat16": 2, "float16": 2, "float32": 4}
+
+
+def fast_scales(fmt: ElementFormat) -> tuple[int, int]:
+    """Return the lowest and the highest scale byte under which every finite code is a normal bf16."""
+    smallest = 1 - fmt.bias - fmt.mantissa_bits
+    return 1 - smallest, 254 - fmt.emax
+
+
+def _decode(builder: ir.IRBuilder, args: Any, dtype: str, fmt: ElementFormat, streaming: bool) -> None:
+    data, byte, dst = args
+    codes = load(builder, data, 8, BLOCK_ELEMS).widen(16)
+    magnitude, sign = codes & 0x7F, (codes & 0x80) << 8
+    rise = 7 - fmt.mantissa_bits
+    # Exponent fields: the element's with its bias taken off, plus the scale's.
+    lift = (Lanes(builder, byte).narrow(16) - fmt.bias) << 7
+    bits = (magnitude << rise) + lift
+    first_normal = 1 << fmt.mantissa_bits
+    zero = magnitude.compare("==", 0)
+    bits = zero.where(0, bits)
+    special = (magnitude - 1).compare("<", first_normal - 1, signed=False) | magnitude.compare(
+        ">", fmt.max_code
+    )
+    with only_if(builder, special.any(), [bits, sign]) as fixed:
+        made, quiet_sign = bits, sign
+        # Subnormal codes from 2^k to 2^(k+1) - 1 have their highest bit at k.
+        for k in range(fmt.mantissa_bits):
+            field = (1 - fmt.bias - fmt.mantissa_bits + k + fmt.bias) << 7
+            value = (magnitude << (7 - k)) + lift + (field - (1 << 7))
+            made = (magnitude.compare(">=", 1 << k) & magnitude.compare("<", 1 << (k + 1))).where(value, made)
+        if fmt.inf_code is not None:
+            made = magnitude.compare("==", fmt.inf_code).where(0x7F80, made)
+        nan = magnitude.compare(">", fmt.max_code if fmt.inf_code is None else fmt.inf_code)
+        fixed.append(nan.where(0x7FC0, made))
+        fixed.append(nan.where(0, quiet_sign))
+    made, sign = fixed
+    if dtype == "float32":
+        store(builder, dst, (made | sign).widen(32) << 16, streaming)
+    else:
+        store(builder, dst, (made if dtype == "bfloat16" else _fp16_bits(made)) | sign, streaming)
+
+
+def _fp16_bits(bf16: Lanes) -> Lanes:
+    """Return fp16 magnitudes of bf16 ones of at most 4 significant bits: normal, zero, Inf or the quiet NaN."""
+    normal = (bf16 - (112 << 7)) << 3
+    large = bf16.compare(">=", 143 << 7).where(0x7C00, normal)
+    made = bf16.compare("==", 0).where(0, bf16.compare("==", 0x7FC0).where(0x7E00, large))
+    small = (bf16 - 1).compare("<", (113 << 7) - 1, signed=False)
+    with only_if(bf16.builder, small.any(), [made]) as fixed:
+        # In units of 2^-24, the last place of 0.5: adding it rounds there.
+        sum_bits = (bf16.widen(32) << 16).add_as_float(0.5) - 0x3F000000
+        fixed.append(small.where(sum_bits.narrow(16), made))
+    return fixed[0]
+
+
+@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
+def decode_block(
+    typingctx: Any, data: Any, byte: Any, dst: Any, dtype: Any, elem: Any, streaming: Any
+) -> Any:
+    """Dequantise one block under a scale byte of `fast_scales`; the last three arguments are literals."""
+    name, fmt, past_caches = (
+        dtype.literal_value,
+        element_format(elem.literal_value),
+        bool(streaming.literal_value),
+    )
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+        _decode(builder, args[:3], name, fmt, past_caches)
+        return context.get_dummy_value()
+
+    numbers = (types.int64, types.int32, types.int64)
+    return types.void(*numbers, dtype, elem, streaming), codegen
+
+
+@rows_of("dequantize")
+def _dequantize_rows(dtype: str, elem: str) -> Any:
+    lowest, highest = fast_scales(element_format(elem))
+    itemsize = ITEMSIZES[dtype]
+    block_bytes = BLOCK_ELEMS * itemsize
+
+    def dequantize_rows(
+        kind: Any, src: Any, dst: Any, scales: Any, run: Any, rows: Any, src_step: Any, dst_step: Any,
+        ahead: Any, first: Any, second: Any, streaming: Any,
+    ) -> None:  # fmt: skip
+        blocks = run // 32
+        for row in range(rows):
+            data, values, bytes_ = (
+                src + row * src_step,
+                dst + row * dst_step,
+                scales + ((row * src_step) >> 5),
+            )
+            whole_lines = streaming and values & 63 == 0
+            if ahead:
+                prefetch_rows(data, run, src_step, 0)
+            for block in range(blocks):
+                byte = types.int32(load_u8(bytes_ + block))
+                at, to = data + block * 32, values + block * block_bytes
+                if byte >= lowest and byte <= highest:
+                    if whole_lines:
+                        decode_block(at, byte, to, dtype, elem, 1)
+                    else:
+                        decode_block(at, byte, to, dtype, elem, 0)
+                    continue
+                # Rare scales: every pair of scale and code has its place in a table.
+                place = types.int64(byte) << 8
+                for i in range(32):
+                    index = place + types.int64(load_u8(at + i))
+                    if itemsize == 2:
+                        store_value(to + 2 * i, load_u16(first + 2 * index))
+                    else:
+                        store_value(to + 4 * i, load_u32(first + 4 * index))
+
+    return dequantize_rows

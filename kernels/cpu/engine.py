@@ -1,0 +1,108 @@
+"""The engine of NumPy arrays: picks the compiled kernel of a job and gives it addresses."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from functools import cache
+
+import numba  # noqa: F401  without Numba this module is not there at all, and the plain engine runs
+import numpy as np
+
+from lowshard.kernels import reference
+from lowshard.kernels.buffer import Array, address, dtype_name
+from lowshard.kernels.cpu import convert, copy, dequantize, quantize  # noqa: F401  their overloads
+from lowshard.kernels.cpu.drive import compiled
+from lowshard.kernels.cpu.scalar import DTYPE_CODES
+from lowshard.kernels.cpu.scales import swizzle_kernel
+from lowshard.kernels.cpu.total import SCRATCH_BYTES, sum_kernel
+from lowshard.kernels.reference import Elem, Mode
+from lowshard.kernels.runs import RunTable
+
+# Outputs from this size on are written past the caches: nobody reads all of them again before they would be
+# evicted anyway, and a line that is overwritten whole need not be read first.
+STREAMING_BYTES = 4 << 20
+
+# Shorter rows are copied by memcpy: a row pays for two part lines when it is streamed.
+_STREAMED_ROW_BYTES = 512
+
+
+class NumbaEngine:
+    """Every kernel as one call of compiled code on host arrays; the GIL is released meanwhile."""
+
+    name = "numba"
+
+    def __init__(self) -> None:
+        self._scratch = threading.local()
+
+    def copy(self, src: Array, dst: Array, runs: RunTable) -> None:
+        """Copy every run of `src` to its place in `dst`."""
+        streaming = runs.total_elems * runs.dst_itemsize >= STREAMING_BYTES
+        kernel = compiled("copy")
+        kernel(runs.columns, address(src), address(dst), 0, runs.src_itemsize, _STREAMED_ROW_BYTES, streaming)
+
+    def quantize(
+        self,
+        src: Array,
+        data: Array,
+        scale: Array,
+        runs: RunTable,
+        elem: Elem,
+        mode: Mode,
+        min_scale_byte: int,
+    ) -> None:
+        """Quantise every run, whole blocks, of a bf16, fp16 or fp32 array."""
+        kernel = compiled(f"quantize {dtype_name(src.dtype)} {elem}")
+        round_up = reference.scale_round_up(reference.element_format(elem), mode)
+        streaming = runs.total_elems >= STREAMING_BYTES
+        kernel(runs.columns, address(src), address(data), address(scale), round_up, min_scale_byte, streaming)
+
+    def dequantize(self, data: Array, scale: Array, elem: Elem, dst: Array, runs: RunTable) -> None:
+        """Dequantise every run, whole blocks."""
+        kernel = compiled(f"dequantize {dtype_name(dst.dtype)} {elem}")
+        table = reference.value_table(elem, dtype_name(dst.dtype))
+        streaming = runs.total_elems * runs.dst_itemsize >= STREAMING_BYTES
+        kernel(runs.columns, address(data), address(dst), address(scale), address(table), 0, streaming)
+
+    def cast(self, src: Array, dst: Array, runs: RunTable) -> None:
+        """Convert every run from src's dtype to dst's."""
+        kernel = compiled(f"cast {dtype_name(src.dtype)} {dtype_name(dst.dtype)}")
+        streaming = runs.total_elems * runs.dst_itemsize >= STREAMING_BYTES
+        kernel(runs.columns, address(src), address(dst), 0, 0, 0, streaming)
+
+    def sum_into(self, out: Array, sources: Sequence[Array], accumulate: bool) -> None:
+        """Sum contiguous arrays of one size in fp32, from left to right, and round once."""
+        terms = [out, *sources] if accumulate else sources
+        addresses = np.array([address(term) for term in terms], np.int64)
+        dtypes = np.array([DTYPE_CODES[dtype_name(term.dtype)] for term in terms], np.int64)
+        scratch = getattr(self._scratch, "tile", None)
+        if scratch is None:
+            scratch = self._scratch.tile = np.zeros(SCRATCH_BYTES, np.uint8)
+        sum_kernel()(
+            addresses, dtypes, address(out), DTYPE_CODES[dtype_name(out.dtype)], out.size, address(scratch)
+        )
+
+    def swizzle(self, scale: Array, out: Array) -> None:
+        """Write uint8 [rows, cols] in the 128x4 layout."""
+        swizzle_kernel(False)(address(scale), address(out), *scale.shape, *scale.strides)
+
+    def unswizzle(self, swizzled: Array, out: Array) -> None:
+        """Write a flat array in the 128x4 layout to uint8 [rows, cols]."""
+        swizzle_kernel(True)(address(out), address(swizzled), *out.shape, *out.strides)
+
+
+@cache
+def vector_bits() -> int:
+    """Return the width of the widest vector register that the compiled kernels use on this machine, in bits."""
+    import llvmlite.binding as llvm
+    from numba.core.registry import cpu_target
+
+    triple, cpu, features = cpu_target.target_context.codegen().magic_tuple()
+    lanes = "<32 x i16>"
+    module = llvm.parse_assembly(
+        f"define void @probe(ptr %a, ptr %b) {{\n%x = load {lanes}, ptr %a\n%y = load {lanes}, ptr %b\n"
+        f"%z = add {lanes} %x, %y\nstore {lanes} %z, ptr %a\nret void\n}}"
+    )
+    machine = llvm.Target.from_triple(triple).create_target_machine(cpu=cpu, features=features, opt=2)
+    assembly = machine.emit_assembly(module)
+    return next((bits for name, bits in (("zmm", 512), ("ymm", 256)) if name in assembly), 128)

@@ -1,0 +1,74 @@
+"""Sums of arrays in fp32: a tile is widened, added to source by source in cache, and rounded once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+from numba import types
+
+from lowshard.kernels.cpu.convert import STEP_ELEMS, add_step, round_step
+from lowshard.kernels.cpu.drive import compile_cached, source_digest
+from lowshard.kernels.cpu.scalar import BFLOAT16, FLOAT16
+from lowshard.kernels.cpu.vector import copy_bytes
+
+TILE_ELEMS = 2048
+"""Elements of a tile: 8 KiB as fp32, so that it and a stretch of a source stay in the first cache."""
+
+SCRATCH_BYTES = 4 * TILE_ELEMS + 4 * STEP_ELEMS
+"""The tile, then room for the last elements of an array."""
+
+
+@cache
+def sum_kernel() -> Callable[..., None]:
+    """Return `kernel(terms, dtypes, out, out_dtype, elems, scratch)`.
+
+    `terms` and `dtypes` are int64 arrays of addresses and `scalar.DTYPE_CODES`, added from the first on; `scratch`
+    is the address of `SCRATCH_BYTES`.
+    """
+
+    def sum_terms(terms: Any, dtypes: Any, out: int, out_dtype: int, elems: int, scratch: int) -> None:
+        tail = scratch + 4 * TILE_ELEMS
+        out_item = 4 if out_dtype > FLOAT16 else 2
+        for start in range(0, elems, TILE_ELEMS):
+            count = min(TILE_ELEMS, elems - start)
+            for k in range(len(terms)):
+                dtype = dtypes[k]
+                item = 4 if dtype > FLOAT16 else 2
+                for j in range(0, count, STEP_ELEMS):
+                    at = terms[k] + (start + j) * item
+                    if j + STEP_ELEMS > count:
+                        copy_bytes(tail, at, (count - j) * item)
+                        at = tail
+                    to = scratch + 4 * j
+                    if dtype == BFLOAT16:
+                        if k:
+                            add_step(to, at, "bfloat16", 0)
+                        else:
+                            add_step(to, at, "bfloat16", 1)
+                    elif dtype == FLOAT16:
+                        if k:
+                            add_step(to, at, "float16", 0)
+                        else:
+                            add_step(to, at, "float16", 1)
+                    elif k:
+                        add_step(to, at, "float32", 0)
+                    else:
+                        add_step(to, at, "float32", 1)
+            for j in range(0, count, STEP_ELEMS):
+                to, part = out + (start + j) * out_item, j + STEP_ELEMS > count
+                target = tail if part else to
+                if out_dtype == BFLOAT16:
+                    round_step(scratch + 4 * j, target, "bfloat16")
+                elif out_dtype == FLOAT16:
+                    round_step(scratch + 4 * j, target, "float16")
+                else:
+                    round_step(scratch + 4 * j, target, "float32")
+                if part:
+                    copy_bytes(to, tail, (count - j) * out_item)
+
+    sum_terms.__qualname__ = f"sum_terms_{source_digest()}"
+    listed = types.Array(types.int64, 1, "C")
+    number = types.int64
+    return compile_cached(sum_terms, types.void(listed, listed, number, number, number, number))

@@ -1,0 +1,114 @@
+"""Which implementation runs a kernel: plain NumPy, Numba on the CPU, or CUDA for CuPy arrays.
+
+All of them do the same work on the same run tables and give the same bytes. Callers have checked shapes, dtypes,
+byte order and overlap before; an engine trusts what it is given.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Sequence
+from functools import cache
+from typing import Protocol
+
+from lowshard.errors import DependencyError, KernelError
+from lowshard.kernels.buffer import Array, is_gpu
+from lowshard.kernels.reference import Elem, Mode
+from lowshard.kernels.runs import RunTable
+
+CHOICE_VARIABLE = "LOWSHARD_KERNELS"
+"""Environment variable that picks the engine of NumPy arrays: "numba" (default) or "plain"."""
+
+
+class Engine(Protocol):
+    """The kernels over buffers whose form has been checked."""
+
+    name: str
+
+    def copy(self, src: Array, dst: Array, runs: RunTable) -> None:
+        """Copy every run of `src` to its place in `dst`; both itemsizes of the table are equal."""
+
+    def quantize(
+        self,
+        src: Array,
+        data: Array,
+        scale: Array,
+        runs: RunTable,
+        elem: Elem,
+        mode: Mode,
+        min_scale_byte: int,
+    ) -> None:
+        """Quantise every run, whole blocks, of a bf16, fp16 or fp32 array.
+
+        The runs' target is `data`; the scale byte of the block at byte `i` of data goes to byte `i / 32` of scale.
+        """
+
+    def dequantize(self, data: Array, scale: Array, elem: Elem, dst: Array, runs: RunTable) -> None:
+        """Dequantise every run, whole blocks; the runs' source is `data`, scales lie as in `quantize`."""
+
+    def cast(self, src: Array, dst: Array, runs: RunTable) -> None:
+        """Convert every run from src's dtype to dst's, two of bf16, fp16 and fp32."""
+
+    def sum_into(self, out: Array, sources: Sequence[Array], accumulate: bool) -> None:
+        """Sum contiguous arrays of one size in fp32, from out (if `accumulate`) and the first source on."""
+
+    def swizzle(self, scale: Array, out: Array) -> None:
+        """Write uint8 [rows, cols] of any strides in the 128x4 layout, padding included, to a flat out."""
+
+    def unswizzle(self, swizzled: Array, out: Array) -> None:
+        """Write a flat array in the 128x4 layout to uint8 [rows, cols] of any strides."""
+
+
+def engine_for(*arrays: Array) -> Engine:
+    """Return the engine for arrays that live in one place.
+
+    Raises:
+        KernelError: NumPy and CuPy arrays, or arrays of several GPUs, in one call.
+    """
+    devices = {array.device.id if is_gpu(array) else None for array in arrays}
+    if devices == {None}:
+        return host_engine()
+    if len(devices) != 1:
+        places = ", ".join("the host" if d is None else f"GPU {d}" for d in sorted(devices, key=str))
+        raise KernelError(
+            f"all arrays of a kernel call lie in one place, got arrays on {places}; copy one over first, "
+            "cupy.asarray(x) or cupy.asnumpy(x)"
+        )
+    from lowshard.kernels.cuda.engine import device_engine
+
+    return device_engine(devices.pop())
+
+
+@cache
+def host_engine() -> Engine:
+    """Return the engine of NumPy arrays: Numba's, or the plain one if asked for or if Numba is missing.
+
+    Raises:
+        KernelError: LOWSHARD_KERNELS has another value than "numba" or "plain".
+        DependencyError: it asks for Numba, and Numba cannot be imported.
+    """
+    choice = os.environ.get(CHOICE_VARIABLE, "")
+    if choice not in ("", "numba", "plain"):
+        raise KernelError(
+            f'{CHOICE_VARIABLE} is "numba" or "plain", got {choice!r}; unset it for the default'
+        )
+    if choice != "plain":
+        try:
+            from lowshard.kernels.cpu.engine import NumbaEngine
+
+            return NumbaEngine()
+        except ImportError as error:
+            if choice == "numba":
+                raise DependencyError(
+                    f"{CHOICE_VARIABLE}=numba, but Numba cannot be imported ({error}); pip install numba"
+                ) from error
+            warnings.warn(
+                f"Numba cannot be imported ({error}): kernels run as plain NumPy, far slower, with the same "
+                f"results; pip install numba, or set {CHOICE_VARIABLE}=plain to run so without this warning",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+    from lowshard.kernels.plain import PlainEngine
+
+    return PlainEngine()

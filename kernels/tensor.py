@@ -1,0 +1,129 @@
+"""MXFP8 arrays as values: element codes, scale bytes, and how both lie in one buffer."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from lowshard.errors import BufferMismatchError, DTypeError, KernelError
+from lowshard.kernels import reference
+from lowshard.kernels.buffer import Array, require_array
+from lowshard.kernels.reference import BLOCK_ELEMS, Elem
+
+_SCALE_ALIGN_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MXFP8Tensor:
+    """A quantised array. It holds its two buffers, it does not copy them.
+
+    Compared by identity: codes can differ where values are equal, and NaN has no equal.
+
+    Attributes:
+        data: uint8 element codes [..., K], K a multiple of 32.
+        scale: uint8 E8M0 scale bytes [..., K/32], row-major (see `swizzle_scales` for the GEMM layout).
+        elem: element type, "e4m3" or "e5m2".
+
+    Raises:
+        KernelError: unknown elem, neither NumPy nor CuPy arrays, no dim, or a last dim that is no multiple of 32.
+        DTypeError: data or scale is not uint8.
+        BufferMismatchError: the shape of scale does not fit the shape of data.
+    """
+
+    data: Array
+    scale: Array
+    elem: Elem = "e4m3"
+
+    def __post_init__(self) -> None:
+        reference.element_format(self.elem)
+        for name, array in (("data", self.data), ("scale", self.scale)):
+            dtype = require_array(array, name).dtype
+            if dtype != np.uint8:
+                raise DTypeError(
+                    f"{name} of an MXFP8Tensor holds raw bytes: expected uint8, got {dtype.name}; "
+                    f"for an 8-bit dtype write {name}.view(numpy.uint8)"
+                )
+        expected = scale_shape(self.data.shape, "data")
+        if self.scale.shape != expected:
+            raise BufferMismatchError(
+                f"an MXFP8Tensor has one scale byte for every {BLOCK_ELEMS} elements of the last dim: data "
+                f"{list(self.data.shape)} needs scale {list(expected)}, got {list(self.scale.shape)}"
+            )
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the array it stands for, which is the shape of `data`."""
+        return tuple(self.data.shape)
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes to send for it: codes and scales, 33/32 byte an element."""
+        return int(self.data.size + self.scale.size)
+
+    @classmethod
+    def over(cls, buffer: Array, shape: tuple[int, ...], elem: Elem = "e4m3") -> MXFP8Tensor:
+        """Return a tensor that is two views of one buffer, so that it travels as one message.
+
+        The codes come first, the scales after them at the next multiple of 16 bytes.
+
+        Args:
+            buffer: uint8 [n], contiguous, n at least `buffer_bytes(shape)`.
+            shape: shape of the tensor [..., K].
+            elem: element type.
+
+        Raises:
+            KernelError: buffer is no NumPy or CuPy array, or shape has no dim, a last dim that is no multiple of 32,
+                or is no tuple of integers.
+            DTypeError: buffer is not uint8.
+            BufferMismatchError: buffer is not 1-D and contiguous, or too small.
+        """
+        flat = require_array(buffer, "buffer")
+        if flat.dtype != np.uint8:
+            raise DTypeError(f"buffer must be uint8, got {flat.dtype.name}; write buffer.view(numpy.uint8)")
+        shape = _checked_shape(shape)
+        need_bytes = cls.buffer_bytes(shape)
+        if flat.ndim != 1 or not flat.flags.c_contiguous or flat.size < need_bytes:
+            raise BufferMismatchError(
+                f"an MXFP8Tensor {list(shape)} lies in a contiguous 1-D buffer of {need_bytes} bytes or more, "
+                f"got {list(flat.shape)}; write numpy.empty(MXFP8Tensor.buffer_bytes(shape), numpy.uint8)"
+            )
+        blocks = scale_shape(shape, "shape")
+        data_bytes, first = math.prod(shape), need_bytes - math.prod(blocks)
+        return cls(flat[:data_bytes].reshape(shape), flat[first:need_bytes].reshape(blocks), elem)
+
+    @staticmethod
+    def buffer_bytes(shape: tuple[int, ...]) -> int:
+        """Return the bytes that `over` needs for a tensor of this shape.
+
+        Raises:
+            KernelError: shape has no dim, a last dim that is no multiple of 32, or is no tuple of integers.
+        """
+        shape = _checked_shape(shape)
+        blocks = math.prod(scale_shape(shape, "shape"))
+        return -(-math.prod(shape) // _SCALE_ALIGN_BYTES) * _SCALE_ALIGN_BYTES + blocks
+
+
+def scale_shape(shape: tuple[int, ...], name: str) -> tuple[int, ...]:
+    """Return the shape of the scale bytes of an array, or raise KernelError."""
+    if not shape:
+        raise KernelError(f"{name} must have at least one dim to lay blocks along, got a 0-d array")
+    if shape[-1] % BLOCK_ELEMS:
+        raise KernelError(
+            f"the last dim of {name} must be a multiple of {BLOCK_ELEMS}, the MX block, got {list(shape)}; "
+            "nothing is padded for you: pad it, or quantise a slice, as the consumer of the blocks needs"
+        )
+    return (*shape[:-1], shape[-1] // BLOCK_ELEMS)
+
+
+def _checked_shape(shape: Sequence[int]) -> tuple[int, ...]:
+    try:
+        extents = tuple(operator.index(extent) for extent in shape)
+    except TypeError:
+        extents = (-1,)
+    if any(extent < 0 for extent in extents):
+        raise KernelError(f"a shape is a tuple of integers of 0 or more, got {shape!r}; write array.shape")
+    return extents

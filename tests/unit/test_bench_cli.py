@@ -1,0 +1,346 @@
+"""`lowshard bench`: table, JSON, checks of limits, wrong usage, progress, interruption. No figure is judged here."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lowshard import __version__, cli
+from lowshard.bench import limit, mxfp8, pack
+from lowshard.bench.cli import Size, parse_sizes, selected
+from lowshard.bench.device import why_no_gpu
+from lowshard.bench.machine import vector_width
+from lowshard.bench.progress import Progress
+from lowshard.bench.report import BenchReport, Section, render_table
+from lowshard.bench.timing import Row, SpeedUp
+from lowshard.errors import LowshardError
+from lowshard.kernels.engine import host_engine
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY = {
+    "mxfp8": ["bench", "mxfp8", "--device", "cpu", "--size", "6400", "--rounds", "2"],
+    "pack": ["bench", "pack", "--device", "cpu", "--size", "20kB", "--boxes", "5", "--rounds", "2"],
+}
+NAMES = {"mxfp8": mxfp8.NAMES, "pack": pack.NAMES}
+NO_GPU = why_no_gpu()
+
+
+@pytest.fixture(autouse=True)
+def _plain_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Nothing is compiled here."""
+    monkeypatch.setenv("LOWSHARD_KERNELS", "plain")
+    host_engine.cache_clear()
+    yield
+    host_engine.cache_clear()
+
+
+def limits_of(value: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make every limit one that any figure keeps or misses."""
+    for name in limit.RATIO_LIMITS:
+        monkeypatch.setitem(limit.RATIO_LIMITS, name, value)
+    for pair in limit.SPEED_UP_LIMITS:
+        monkeypatch.setitem(limit.SPEED_UP_LIMITS, pair, 1 / value if value else 1e12)
+
+
+@pytest.mark.parametrize("bench", TINY)
+def test_the_table_has_a_line_for_every_row_and_says_what_ran(
+    bench: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(TINY[bench]) == 0
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    for name in NAMES[bench]:
+        assert sum(line.startswith(f"{name}  ") for line in lines) == 1, name
+    head = {line.split()[0]: line for line in lines if line}
+    assert head["engine"].split() == ["engine", "plain"]
+    assert head["threads"].split() == ["threads", "1"]
+    assert f"lowshard   {__version__}" in lines
+    assert "numpy" in head["versions"]
+    assert "cpu" in head
+    assert "vectors" in head
+    columns = next(line for line in lines if line.startswith("moved MB"))
+    for shown in ("GB/s", "x memcpy", "quartiles", "memcpy GB/s", "first call s", "limit"):
+        assert shown in columns
+
+
+@pytest.mark.parametrize("bench", TINY)
+def test_json_has_every_rounds_times_and_figures_that_follow_from_them(
+    bench: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([*TINY[bench], "--json", "-"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert (data["format"], data["bench"], data["rounds"]) == ("lowshard-bench-1", bench, 2)
+    assert {"lowshard", "device", "engine", "vectors", "threads", "cpu", "versions"} <= set(data["machine"])
+    (section,) = data["sections"]
+    assert section["sizes"]
+    assert [row["name"] for row in section["rows"]] == list(NAMES[bench])
+    for row in section["rows"]:
+        assert len(row["work_s"]) == len(row["memcpy_s"]) == 2
+        times = zip(row["work_s"], row["memcpy_s"], strict=True)
+        per_byte = 2 * row["memcpy_bytes"] / row["moved_bytes"]
+        ratios = [work / copy * per_byte for work, copy in times]
+        assert row["ratio"]["median"] == pytest.approx(sum(ratios) / 2)
+        assert row["ratio"]["least"] == pytest.approx(min(ratios))
+        assert row["ratio"]["most"] == pytest.approx(max(ratios))
+        assert row["median_s"] == pytest.approx(sum(row["work_s"]) / 2)
+        assert row["gb_per_s"] == pytest.approx(row["moved_bytes"] / row["median_s"] / 1e9)
+        assert row["first_call_s"] > 0
+        assert (row["ok"] is None) == (row["ratio_limit"] is None)
+    rows = {row["name"]: row for row in section["rows"]}
+    for pair in section["speed_ups"]:
+        slow, fast = rows[pair["slow"]]["work_s"], rows[pair["fast"]]["work_s"]
+        assert pair["times"] == pytest.approx([s / f for s, f in zip(slow, fast, strict=True)])
+    assert len(section["speed_ups"]) == (bench == "pack")
+
+
+def test_json_goes_to_a_file_beside_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "mxfp8.json"
+    assert cli.main([*TINY["mxfp8"], "--only", "dequantize", "--json", str(path)]) == 0
+    rows = json.loads(path.read_text())["sections"][0]["rows"]
+    assert [row["name"] for row in rows] == [name for name in mxfp8.NAMES if name.startswith("dequantize")]
+    shown = capsys.readouterr().out
+    assert "dequantize e4m3 -> bf16" in shown
+    assert f"written: {path}" in shown
+    assert [entry.name for entry in tmp_path.iterdir()] == ["mxfp8.json"]
+
+
+def test_several_sizes_are_several_sections(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = [*TINY["mxfp8"], "--only", "quantize fp16", "--size", "64,256B", "--json", "-"]
+    assert cli.main(argv) == 0
+    sections = json.loads(capsys.readouterr().out)["sections"]
+    assert [section["sizes"]["elems"] for section in sections] == [64, 128]
+
+
+@pytest.mark.parametrize("bench", TINY)
+def test_baselines_add_their_rows_and_the_speed_ups_over_them(
+    bench: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([*TINY[bench], "--baseline", "--json", "-"]) == 0
+    (section,) = json.loads(capsys.readouterr().out)["sections"]
+    names = [row["name"] for row in section["rows"]]
+    ours = {
+        "mxfp8": ["quantize bf16 -> e4m3 rceil", "dequantize e4m3 -> bf16"],
+        "pack": ["pack boxes of 4 KB", "pack boxes of 512 B"],
+    }[bench]
+    pairs = {(pair["fast"], pair["slow"]) for pair in section["speed_ups"]}
+    for name in ours:
+        assert f"numpy: {name}" in names
+        assert (name, f"numpy: {name}") in pairs
+
+
+@pytest.mark.parametrize("bench", TINY)
+def test_check_fails_and_names_each_figure_that_misses_its_limit(
+    bench: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    limits_of(0.0, monkeypatch)
+    assert cli.main([*TINY[bench], "--check", "--json", "-"]) == 1
+    shown = capsys.readouterr()
+    assert json.loads(shown.out)["ok"] is False
+    missed = [line for line in shown.err.splitlines() if " limit " in line]
+    limited = [name for name in NAMES[bench] if name in limit.RATIO_LIMITS]
+    for name in limited:
+        assert sum(line.startswith(f"lowshard bench {bench}: {name}: ") for line in missed) == 1
+    assert len(missed) == len(limited) + (bench == "pack")
+    if bench == "pack":
+        assert any("under the limit 1e+12" in line and "speed-up" in line for line in missed)
+
+
+@pytest.mark.parametrize("bench", TINY)
+def test_check_passes_when_every_limit_is_kept(
+    bench: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    limits_of(1e12, monkeypatch)
+    assert cli.main([*TINY[bench], "--check"]) == 0
+    limited = sum(name in limit.RATIO_LIMITS for name in NAMES[bench]) + (bench == "pack")
+    assert f"all {limited} limits kept" in capsys.readouterr().out
+
+
+def test_without_check_a_missed_limit_is_shown_and_is_no_failure(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    limits_of(0.0, monkeypatch)
+    assert cli.main([*TINY["mxfp8"], "--only", "quantize bf16"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("0 over") == 4  # the four modes; bf16 -> e5m2 has no limit
+    assert "4 of 4 limits missed" in shown
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["bench"],
+        ["bench", "no-such-benchmark"],
+        ["bench", "mxfp8", "--size", "64 potatoes"],
+        ["bench", "mxfp8", "--size", "0"],
+        ["bench", "mxfp8", "--size", "1.5Mi"],
+        ["bench", "mxfp8", "--size", "64Mi,"],
+        ["bench", "mxfp8", "--rounds", "0"],
+        ["bench", "mxfp8", "--device", "tpu"],
+        ["bench", "mxfp8", "--boxes", "5"],
+        ["bench", "mxfp8", "--json", "/no/such/folder/x.json"],
+        ["bench", "mxfp8", "--json", "/"],
+        ["bench", "pack", "--boxes", "-1"],
+    ],
+)
+def test_wrong_usage_is_exit_code_2(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main(argv)
+    assert end.value.code == 2
+    assert "usage: lowshard" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--only", "quantise"], "the rows are: quantize bf16"),
+        (["--only", "quantize,"], "got ''"),
+        (["--check", "--only", "quantize fp16"], "--check needs a row with a limit"),
+        (["--size", "1000000Gi"], "pass a smaller --size"),
+    ],
+)
+def test_what_only_a_run_can_tell_is_exit_code_2_too(
+    argv: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([*TINY["mxfp8"], *argv]) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.skipif(NO_GPU is None, reason="CuPy sees a GPU here")
+def test_a_gpu_that_is_not_there_is_an_error_and_auto_takes_the_host(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert cli.main([*TINY["mxfp8"], "--device", "cuda"]) == 2
+    assert "--device cuda needs CuPy and a GPU" in capsys.readouterr().err
+    assert cli.main([*TINY["mxfp8"], "--device", "auto", "--only", "quantize fp16", "--json", "-"]) == 0
+    assert json.loads(capsys.readouterr().out)["machine"]["device"] == "cpu"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(NO_GPU is not None, reason=f"no GPU to use here: {NO_GPU}")
+@pytest.mark.parametrize("bench", TINY)
+def test_every_row_runs_on_a_gpu(bench: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([*TINY[bench], "--device", "cuda", "--json", "-"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert {"gpu", "driver"} <= set(data["machine"])
+    assert [row["name"] for row in data["sections"][0]["rows"]] == list(NAMES[bench])
+    assert all(min(row["work_s"]) > 0 for row in data["sections"][0]["rows"])
+
+
+def test_sizes_are_elements_or_bytes_by_powers_of_ten_or_two() -> None:
+    assert parse_sizes("64Mi") == (Size(64 * 2**20, False),)
+    assert parse_sizes("1000000") == (Size(1_000_000, False),)
+    assert parse_sizes("64MB, 1GB") == (Size(64_000_000, True), Size(1_000_000_000, True))
+    assert parse_sizes("3GiB,2kB,5B") == (Size(3 * 2**30, True), Size(2000, True), Size(5, True))
+
+
+def test_only_takes_whole_words_that_names_begin_with() -> None:
+    assert selected(pack.NAMES, None) == pack.NAMES
+    assert selected(pack.NAMES, "pack_quantize") == (pack.FUSED, "pack_quantize boxes of 4 KB")
+    assert selected(pack.NAMES, "unpack slice,pack boxes of 4") == (
+        "pack boxes of 4 KB",
+        "unpack slice of 1 KB rows",
+    )
+    assert all(name.startswith("quantize ") for name in selected(mxfp8.NAMES, "quantize"))
+    with pytest.raises(LowshardError, match="got 'quant'"):
+        selected(mxfp8.NAMES, "quant")
+
+
+def a_report() -> BenchReport:
+    rows = (
+        Row("quantize bf16 -> e4m3 rceil", "", 203_423_744, 101_711_872, 1.0, 1.5, (0.015,), (0.016,)),
+        Row("numpy: quantize bf16 -> e4m3 rceil", "fewer", 1000, 500, None, 0.5, (0.5,), (0.25,)),
+    )
+    pairs = (SpeedUp("quantize bf16 -> e4m3 rceil", "numpy", 40.0, (33.3,)),)
+    section = Section("67,108,864 elements", (("elems", 67_108_864),), rows, pairs, ("a note",))
+    return BenchReport("mxfp8", (("engine", "numba"),), 1, (section,))
+
+
+def render(report: BenchReport, width: int) -> str:
+    from rich.console import Console
+
+    out = io.StringIO()
+    render_table(report, Console(file=out, width=width))
+    return out.getvalue()
+
+
+def test_the_table_shows_the_figures_of_a_report() -> None:
+    text = render(a_report(), 160)
+    for shown in ("203.4", "15.000", "13.56", "0.94", "0.94 - 0.94", "12.71", "1.500", "1 ok", "67,108,864 elements",
+                  "33.30", "40 under", "a note", "fewer: numpy: quantize", "1 of 2 limits missed"):  # fmt: skip
+        assert shown in text, shown
+
+
+def test_a_narrow_table_cuts_nothing_and_says_below_what_it_left_out() -> None:
+    text = render(a_report(), 80)
+    assert max(map(len, text.splitlines())) <= 80
+    assert "…" not in text
+    for shown in ("15.000", "13.56", "0.94", "1 ok", "moved a round: 0.0 to 203.4 MB", "0.00 to 12.71 GB/s",
+                  "2.00 s in all, most in quantize bf16"):  # fmt: skip
+        assert shown in text, shown
+
+
+def test_a_reports_misses_are_its_rows_and_its_speed_ups() -> None:
+    (miss,) = a_report().misses
+    assert str(miss) == ("speed-up of quantize bf16 -> e4m3 rceil over numpy: 33.300, under the limit 40")
+    assert a_report().to_json()["ok"] is False
+
+
+def test_progress_off_a_terminal_is_plain_lines_at_least_two_seconds_apart() -> None:
+    out = io.StringIO()
+    with Progress("pack", out) as progress:
+        progress.expect(3)
+        for what in ("one", "two", "three"):
+            progress.step(what)
+    assert out.getvalue() == "lowshard bench pack: one (1 of 3)\n"
+
+
+def test_progress_on_a_terminal_is_a_bar_and_draws_from_no_thread_of_its_own() -> None:
+    import threading
+
+    out = io.StringIO()
+    before = threading.active_count()
+    with Progress("pack", out, terminal=True) as progress:
+        progress.expect(3)
+        progress.step("one")
+        progress.step("two [of them]")
+        assert threading.active_count() == before
+    assert "two [of them]" in out.getvalue()
+    assert "1/3" in out.getvalue()
+
+
+def test_the_vector_width_is_asked_of_the_compiled_kernels() -> None:
+    pytest.importorskip("numba")
+    words = vector_width("numba").split()
+    assert words[1:] == ["bits"]
+    assert int(words[0]) in (128, 256, 512)
+
+
+@pytest.mark.time_limit(60)
+def test_an_interrupted_run_ends_with_130_and_no_traceback() -> None:
+    command = [sys.executable, "-m", "lowshard", *TINY["mxfp8"], "--rounds", "1000000"]
+    environment: dict[str, Any] = {**os.environ, "LOWSHARD_KERNELS": "plain"}
+    with subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as child:
+        try:
+            assert child.stderr is not None
+            first = ""
+            while "round" not in first:
+                first = child.stderr.readline()
+                assert first, "it ended by itself"
+            child.send_signal(signal.SIGINT)
+            out, err = child.communicate(timeout=30)
+        finally:
+            child.kill()
+    assert child.returncode == 130
+    assert err.splitlines()[-1] == "lowshard: interrupted"
+    assert "Traceback" not in err
+    assert out == ""

@@ -1,0 +1,277 @@
+"""What the rows of the benchmarks do: bytes against numbers worked out by hand, places of boxes, baselines' bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from lowshard.bench import baseline, limit, mxfp8, pack
+from lowshard.bench.device import HostDevice
+from lowshard.bench.timing import HostClock, measure
+from lowshard.kernels import BoxTable, MXFP8Tensor, dequantize_mxfp8, quantize_mxfp8
+from lowshard.kernels import pack as pack_boxes
+from lowshard.kernels.engine import host_engine
+
+BF16 = np.dtype(ml_dtypes.bfloat16)
+
+
+@pytest.fixture(autouse=True)
+def _plain_kernels(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Nothing is compiled here; the bytes are those of every engine."""
+    monkeypatch.setenv("LOWSHARD_KERNELS", "plain")
+    host_engine.cache_clear()
+    yield
+    host_engine.cache_clear()
+
+
+def test_quantising_moves_the_floats_a_code_each_and_a_scale_for_32() -> None:
+    assert mxfp8.moved_bytes(32, 2) == 64 + 32 + 1
+    assert mxfp8.moved_bytes(64, 4) == 256 + 64 + 2
+    assert mxfp8.moved_bytes(64 * 2**20, 2) == 203_423_744  # 3.03125 bytes an element
+
+
+def test_mxfp8_rows_carry_their_bytes_and_a_copy_of_the_same_traffic() -> None:
+    load = mxfp8.build(HostDevice(), 6400, mxfp8.NAMES, False)
+    assert [case.name for case in load.cases] == list(mxfp8.NAMES)
+    bytes_of = {case.name: (case.moved_bytes, case.copy.moved_bytes) for case in load.cases}
+    assert bytes_of["quantize bf16 -> e4m3 rceil"] == (19400, 19400)
+    assert bytes_of["quantize fp16 -> e5m2 rceil"] == (19400, 19400)
+    assert bytes_of["quantize fp32 -> e4m3 rceil"] == (32200, 32200)
+    assert bytes_of["dequantize e4m3 -> bf16"] == (19400, 19400)
+    assert bytes_of["dequantize e4m3 -> fp32"] == (32200, 32200)
+    assert load.sizes == (("elems", 6400),)
+
+
+def test_mxfp8_rows_do_what_they_are_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+
+    def quantize(x: Any, elem: str, mode: str, out: MXFP8Tensor) -> MXFP8Tensor:
+        short = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}[x.dtype.name]
+        assert (x.size, out.data.size) == (320, 320)
+        calls.append(f"quantize {short} -> {elem} {mode}")
+        return quantize_mxfp8(x, elem, mode, out)  # type: ignore[arg-type]
+
+    def dequantize(q: MXFP8Tensor, dtype: Any, out: Any) -> Any:
+        short = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}[np.dtype(dtype).name]
+        assert (q.data.size, out.size) == (320, 320)
+        calls.append(f"dequantize {q.elem} -> {short}")
+        return dequantize_mxfp8(q, dtype, out)
+
+    monkeypatch.setattr(mxfp8, "quantize_mxfp8", quantize)
+    monkeypatch.setattr(mxfp8, "dequantize_mxfp8", dequantize)
+    load = mxfp8.build(HostDevice(), 320, mxfp8.NAMES, False)
+    for case in load.cases:
+        case.run()
+    assert calls == list(mxfp8.NAMES)
+
+
+def test_the_values_are_weights_of_the_said_deviation_and_repeat_where_they_are_many(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    values = mxfp8.weights(1 << 16)
+    assert values.dtype == np.float32
+    assert abs(float(values.std()) - 0.02) < 5e-4
+    assert abs(float(values.mean())) < 5e-4
+    monkeypatch.setattr(mxfp8, "FRESH_ELEMS", 100)
+    many = mxfp8.weights(250)
+    assert many.shape == (250,)
+    np.testing.assert_array_equal(many[100:], np.tile(many[:100], 2)[:150])
+
+
+def test_boxes_are_disjoint_at_random_places_of_an_array_four_times_as_large() -> None:
+    table = pack.box_table(500, 256)
+    assert table.shape == (500 * 4 * 256,)
+    assert table.total_elems == 500 * 256
+    assert table.overlap is None
+    starts = np.array([box[0][0] for box in table.boxes])
+    assert (starts % 32 == 0).all()
+    assert (np.diff(starts) < 0).mean() > 0.3  # no order
+    assert len(np.unique(starts % 1024)) > 10  # nor at one place of their stretches
+    assert table == pack.box_table(500, 256)
+    assert table != pack.box_table(500, 256, seed=1)
+
+
+def test_a_round_goes_through_enough_tables_to_move_what_was_asked() -> None:
+    assert pack.tables_a_round(2 * 10_000 * 512, 100_000_000) == 10  # 10.24 MB each
+    assert pack.tables_a_round(2 * 10_000 * 4096, 100_000_000) == 2  # 81.92 MB each
+    assert pack.tables_a_round(100, 100) == 1
+    assert pack.tables_a_round(101, 100) == 1
+    assert pack.slice_rows(100_000_000) == 64_433  # 512 elements a row: 1024 + 512 + 16 bytes
+    assert 64_433 * 1552 >= 100_000_000 > 64_432 * 1552
+
+
+def test_pack_rows_move_the_bytes_they_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    moved: list[int] = []
+    payload_bytes = {"pack": 4, "unpack": 4, "pack_quantize": 3 + 1 / 32, "unpack_dequantize": 3 + 1 / 32}
+
+    def counted(name: str, real: Callable[..., Any], place: int) -> Callable[..., Any]:
+        def call(*args: Any, **more: Any) -> Any:
+            moved.append(int(args[place].total_elems * payload_bytes[name]))
+            return real(*args, **more)
+
+        return call
+
+    for name in payload_bytes:
+        monkeypatch.setattr(pack, name, counted(name, getattr(pack, name), 1))
+    load = pack.build(HostDevice(), 8, 40_000, pack.NAMES, False)
+    assert [case.name for case in load.cases] == list(pack.NAMES)
+    for case in load.cases:
+        if case.prepare is not None:
+            case.prepare()
+        if case.name == pack.UNFUSED:  # counted as the job, which is the fused row's
+            assert case.moved_bytes == next(c.moved_bytes for c in load.cases if c.name == pack.FUSED)
+            continue
+        moved.clear()
+        case.run()
+        assert case.moved_bytes == sum(moved) >= 40_000, case.name
+        assert case.copy.moved_bytes - case.moved_bytes in range(2 * len(moved)), case.name
+    assert dict(load.sizes) == {
+        "boxes": 8,
+        "tables_of_4_kb": 1,
+        "tables_of_512_b": 5,
+        "slice_rows": 26,
+        "slice_row_elems": 512,
+    }
+
+
+def test_tables_of_small_boxes_take_turns_and_the_same_table_does_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    used: list[tuple[int, int]] = []
+    tables: set[BoxTable] = set()
+
+    def recorded(src: Any, table: BoxTable, out: Any) -> Any:
+        used.append((src.ctypes.data, out.ctypes.data))
+        tables.add(table)
+        return pack_boxes(src, table, out)
+
+    monkeypatch.setattr(pack, "pack", recorded)
+    load = pack.build(HostDevice(), 8, 40_000, pack.NAMES, False)
+    run = {case.name: case.run for case in load.cases}
+    run["pack boxes of 512 B"]()
+    assert len(used) == len(set(used)) == 5
+    assert len({source for source, _ in used}) == len({target for _, target in used}) == 5
+    assert len(tables) == 5
+    used.clear()
+    run["pack boxes of 512 B (same table)"]()
+    assert len(used) == 5
+    assert len(set(used)) == 1
+
+
+def test_no_row_changes_what_another_one_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    load = pack.build(HostDevice(), 8, 40_000, pack.NAMES, True)
+    packed: list[bytes] = []
+
+    def recorded(src: Any, table: BoxTable, out: Any) -> Any:
+        pack_boxes(src, table, out)
+        packed.append(out.tobytes())
+        return out
+
+    monkeypatch.setattr(pack, "pack", recorded)
+    packs = [case for case in load.cases if case.name in (f"pack {pack.BIG}", f"pack {pack.SLICE}")]
+    assert len(packs) == 2
+    for case in packs:
+        case.run()
+    before = list(packed)
+    measure(load.cases, 2, HostClock())
+    packed.clear()
+    for case in packs:
+        case.run()
+    assert packed == before
+
+
+def test_a_part_of_the_rows_can_be_built_alone() -> None:
+    for names in (("unpack boxes of 512 B",), (f"unpack_dequantize {pack.SLICE}",)):
+        load = pack.build(HostDevice(), 4, 1000, names, True)
+        rows = measure(load.cases, 1, HostClock())
+        assert tuple(row.name for row in rows) == names
+    load = mxfp8.build(HostDevice(), 32, ("dequantize e5m2 -> bf16",), False)
+    assert [row.name for row in measure(load.cases, 1, HostClock())] == ["dequantize e5m2 -> bf16"]
+
+
+def test_every_limit_belongs_to_a_row_and_holds_on_the_host_alone() -> None:
+    names = {*mxfp8.NAMES, *pack.NAMES}
+    assert set(limit.RATIO_LIMITS) <= names
+    assert {name for pair in limit.SPEED_UP_LIMITS for name in pair} <= names
+    assert limit.ratio_limit("quantize bf16 -> e4m3 rceil", "cpu") == 1.0
+    assert limit.ratio_limit("pack boxes of 512 B", "cpu") == 1.3
+    assert limit.ratio_limit("pack boxes of 512 B", "cuda") is None
+    assert limit.speed_up_limit(pack.FUSED, pack.UNFUSED, "cpu") == 1.8
+    assert limit.speed_up_limit(pack.FUSED, pack.UNFUSED, "cuda") is None
+
+
+def finite_blocks(rng: np.random.Generator) -> np.ndarray[Any, np.dtype[Any]]:
+    """Return every finite bf16 pattern, in random company and beside its neighbours; zeros; weights."""
+    every = np.arange(1 << 16, dtype=np.uint16)
+    finite = every[(every & 0x7F80) != 0x7F80]
+    finite = np.concatenate([finite, finite[: -finite.size % 32]])
+    zeros = np.tile(np.array([0x0000, 0x8000], np.uint16), 16)
+    weights = mxfp8.weights(1 << 14).astype(BF16).view(np.uint16)
+    return np.concatenate([finite, rng.permutation(finite), zeros, weights]).view(BF16)
+
+
+def test_the_numpy_baseline_quantises_to_the_same_bytes_on_finite_data(rng: np.random.Generator) -> None:
+    x = finite_blocks(rng)
+    data, scale = np.empty(x.size, np.uint8), np.empty(x.size // 32, np.uint8)
+    baseline.numpy_quantize(x, data, scale)
+    q = quantize_mxfp8(x)
+    np.testing.assert_array_equal(scale, q.scale)
+    np.testing.assert_array_equal(data, q.data)
+
+
+def test_the_numpy_baseline_takes_the_scale_above_448_and_not_at_it() -> None:
+    x = np.zeros((3, 32), np.float32)
+    x[:, 5] = [
+        np.nextafter(np.float32(448), np.float32(0)),
+        448,
+        np.nextafter(np.float32(448), np.float32(449)),
+    ]
+    data, scale = np.empty(96, np.uint8), np.empty(3, np.uint8)
+    baseline.numpy_quantize(x.reshape(-1), data, scale)
+    assert scale.tolist() == [127, 127, 128]
+    np.testing.assert_array_equal(data, quantize_mxfp8(x).data.reshape(-1))
+
+
+def test_the_numpy_baseline_dequantises_to_the_same_values(rng: np.random.Generator) -> None:
+    q = quantize_mxfp8(finite_blocks(rng))
+    out = np.empty(q.shape, BF16)
+    with np.errstate(over="ignore"):  # the largest maxima round up to Inf
+        baseline.numpy_dequantize(q.data, q.scale, out)
+    np.testing.assert_array_equal(out.view(np.uint16), dequantize_mxfp8(q).view(np.uint16))
+
+
+def test_the_numpy_baseline_packs_the_same_bytes(rng: np.random.Generator) -> None:
+    table = pack.box_table(50, 64)
+    array = rng.integers(0, 1 << 16, table.shape[0], dtype=np.uint16)
+    packed = np.zeros(table.total_elems, np.uint16)
+    baseline.numpy_pack(baseline.numpy_copies(array, table, packed))
+    np.testing.assert_array_equal(packed, pack_boxes(array, table))
+
+
+def test_baselines_run_on_fewer_elements_and_are_compared_a_byte() -> None:
+    assert baseline.fewer(64 * 2**20) == 4 * 2**20
+    assert baseline.fewer(32) == 32
+    assert baseline.fewer(32 * 100) == 32 * 6
+    load = mxfp8.build(HostDevice(), 6400, mxfp8.NAMES, True)
+    numpy_case = next(case for case in load.cases if case.name == "numpy: quantize bf16 -> e4m3 rceil")
+    assert numpy_case.moved_bytes == mxfp8.moved_bytes(384, 2) == 1164
+    assert numpy_case.copy.copied_bytes == 9700  # as large as ours: a small one might stay in cache
+    assert "384 elements" in numpy_case.note
+    rows = {row.name: row for row in measure(load.cases, 2, HostClock())}
+    row = rows[numpy_case.name]
+    assert row.ratios[0] == pytest.approx(row.work_s[0] / 1164 / (row.copy_s[0] / 19400))
+
+
+def test_without_torchao_one_line_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(baseline, "version", lambda name: None)
+    found, notes = baseline.torchao_quantize(mxfp8.weights(32).astype(BF16), "rceil")
+    assert found == []
+    assert notes == ["torchao is not compared: torch and torchao not installed"]
+    monkeypatch.setattr(baseline, "version", lambda name: "1.0" if name == "torch" else None)
+    assert baseline.torchao_quantize(mxfp8.weights(32).astype(BF16), "rceil")[1] == [
+        "torchao is not compared: torchao not installed"
+    ]
