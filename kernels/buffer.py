@@ -5,12 +5,17 @@ The checks look at shapes, dtypes, strides and addresses only; no element is rea
 
 from __future__ import annotations
 
+import math
 from functools import cache
 from typing import Any
 
 import numpy as np
 
 from lowshard.errors import BufferMismatchError, KernelError
+
+# Large results begin on a cache line, which lets kernels write whole lines past the caches.
+_LINE_BYTES = 64
+_ALIGNED_FROM_BYTES = 1 << 20
 
 # Arrays of either library. They share the interface used here, and CuPy may not be installed.
 Array = Any
@@ -104,12 +109,18 @@ def address_range(array: Array) -> tuple[int, int]:
 
 
 def allocate(shape: tuple[int, ...], dtype: np.dtype[Any], like: Array) -> Array:
-    """Return a new C-contiguous array where `like` lives: on the host, or on the current GPU."""
+    """Return a new C-contiguous array where `like` lives: on the host, on a cache line if large, or on its GPU."""
     if is_gpu(like):
         import cupy
 
-        return cupy.empty(shape, dtype)
-    return np.empty(shape, dtype)
+        with like.device:
+            return cupy.empty(shape, dtype)
+    size_bytes = math.prod(shape) * dtype.itemsize
+    if size_bytes < _ALIGNED_FROM_BYTES or dtype.hasobject:
+        return np.empty(shape, dtype)
+    buffer = np.empty(size_bytes + _LINE_BYTES, np.uint8)
+    start = -address(buffer) % _LINE_BYTES
+    return buffer[start : start + size_bytes].view(dtype).reshape(shape)
 
 
 class _Outline:

@@ -215,16 +215,22 @@ def value_table(elem: Elem, dtype: str) -> npt.NDArray[Any]:
     product = np.ldexp(value[None, :], np.arange(256)[:, None] - 127)
     product[np.isnan(product)] = np.nan  # the positive one, whatever the sign of the code
     product[SCALE_NAN] = np.nan
-    with np.errstate(over="ignore"):  # overflow to Inf is the rule
-        if dtype == "float16":
-            table: npt.NDArray[Any] = product.astype(np.float16).view(np.uint16)
-        else:
-            table = product.astype(np.float32).view(np.uint32)
-    if dtype == "bfloat16":
-        table = ((table + 0x7FFF + ((table >> 16) & 1)) >> 16).astype(np.uint16)
-    table = table.reshape(-1)
+    table: npt.NDArray[Any] = round_fp32_bits(_fp32_bits_of_exact(product), dtype).reshape(-1)
     table.flags.writeable = False
     return table
+
+
+def _fp32_bits_of_exact(values: npt.NDArray[np.float64]) -> npt.NDArray[np.uint32]:
+    """Return the fp32 bits of float64 values that fp32 holds exactly, or that overflow; by integers, as all here."""
+    bits = values.view(np.int64)
+    field = ((bits >> 52) & 0x7FF) - 1023 + 127
+    significand = ((bits >> 29) & 0x7FFFFF) | _FP32_ONE_FIELD
+    # A subnormal is a shifted significand, one too far to show is zero, and so is zero itself.
+    subnormal = significand >> np.clip(1 - field, 0, 31)
+    magnitude = np.where(field > 0, significand + ((field - 1) << _FP32_MANTISSA_BITS), subnormal)
+    magnitude = np.where(field > 254, _FP32_INF, magnitude)
+    magnitude = np.where(np.isnan(values), 0x7FC00000, magnitude)
+    return (magnitude | ((bits >> 32) & 0x80000000)).astype(np.uint32)
 
 
 def widen_to_fp32_bits(bits: npt.NDArray[Any], dtype: str) -> npt.NDArray[np.uint32]:

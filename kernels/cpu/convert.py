@@ -10,7 +10,7 @@ from numba.extending import intrinsic
 
 from lowshard.kernels.cpu.drive import prefetch_rows, rows_of
 from lowshard.kernels.cpu.scalar import DTYPE_CODES, fp32_bits, store_rounded
-from lowshard.kernels.cpu.vector import Lanes, load, store
+from lowshard.kernels.cpu.vector import Lanes, fp16_subnormals, load, store
 
 STEP_ELEMS = 32
 _ITEMSIZES = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -29,7 +29,8 @@ def _load_fp32(builder: ir.IRBuilder, address: ir.Value, dtype: str) -> Lanes:
     subnormal = (shifted + (113 << 23)).add_as_float(2.0**-14, subtract=True)
     normal = shifted + (112 << 23)
     normal = shifted.compare(">=", 31 << 23).where(normal + (112 << 23), normal)
-    return shifted.compare("<", 1 << 23).where(subnormal, normal) | sign
+    # Zero less zero is minus zero in a process that rounds down.
+    return shifted.compare("<", 1 << 23).where(subnormal & 0x7FFFFFFF, normal) | sign
 
 
 def _store_rounded(
@@ -47,8 +48,7 @@ def _store_rounded(
     else:
         low = magnitude - (112 << 23)
         normal = (low + 0xFFF + ((low >> 13) & 1)) >> 13
-        # Below 2^-14 fp16 counts in units of 2^-24, the last place of 0.5: adding it rounds there.
-        subnormal = magnitude.add_as_float(0.5) - 0x3F000000
+        subnormal = fp16_subnormals(magnitude)
         finite = magnitude.compare("<", 113 << 23).where(subnormal, normal)
         made = nan.where(0x7E00, magnitude.compare(">=", 143 << 23).where(0x7C00, finite))
     store(builder, address, (made | (sign >> 16)).narrow(16), streaming)

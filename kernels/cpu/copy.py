@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from numba import njit
+
 from lowshard.kernels.cpu.drive import prefetch_rows, rows_of
 from lowshard.kernels.cpu.vector import (
     copy_bytes,
@@ -14,6 +16,22 @@ from lowshard.kernels.cpu.vector import (
     store_value,
     stream_lines,
 )
+
+
+@njit(nogil=True)  # type: ignore[untyped-decorator]
+def stream_copy(dst: int, src: int, size_bytes: int) -> None:
+    """Copy bytes past the caches; the part lines at both ends go through them."""
+    end = dst + size_bytes
+    head = min(-dst & 63, size_bytes)
+    copy_bytes(dst, src, head)
+    src, dst = src + head, dst + head
+    while dst + 256 <= end:
+        stream_lines(dst, src, 4)
+        src, dst = src + 256, dst + 256
+    while dst + 64 <= end:
+        stream_lines(dst, src, 1)
+        src, dst = src + 64, dst + 64
+    copy_bytes(dst, src, end - dst)
 
 
 @rows_of("copy")
@@ -40,17 +58,7 @@ def _copy_rows() -> Any:
                 at, to = src + row * src_step, dst + row * dst_step
                 if ahead:
                     prefetch_rows(at, size, src_step, 0)
-                end = to + size
-                head = -to & 63
-                copy_bytes(to, at, head)
-                at, to = at + head, to + head
-                while to + 256 <= end:
-                    stream_lines(to, at, 4)
-                    at, to = at + 256, to + 256
-                while to + 64 <= end:
-                    stream_lines(to, at, 1)
-                    at, to = at + 64, to + 64
-                copy_bytes(to, at, end - to)
+                stream_copy(to, at, size)
         else:
             for row in range(rows):
                 at = src + row * src_step

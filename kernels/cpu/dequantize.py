@@ -8,18 +8,24 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
+from lowshard.kernels.cpu.copy import stream_copy
 from lowshard.kernels.cpu.drive import prefetch_rows, rows_of
 from lowshard.kernels.cpu.vector import (
     Lanes,
+    fp16_subnormals,
     load,
     load_u8,
     load_u16,
     load_u32,
     only_if,
+    stack_bytes,
     store,
     store_value,
 )
 from lowshard.kernels.reference import BLOCK_ELEMS, ElementFormat, element_format
+
+# Blocks put together before they are streamed to an address amid a cache line.
+_GROUP_BLOCKS = 32
 
 ITEMSIZES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
@@ -70,9 +76,7 @@ def _fp16_bits(bf16: Lanes) -> Lanes:
     made = bf16.compare("==", 0).where(0, bf16.compare("==", 0x7FC0).where(0x7E00, large))
     small = (bf16 - 1).compare("<", (113 << 7) - 1, signed=False)
     with only_if(bf16.builder, small.any(), [made]) as fixed:
-        # In units of 2^-24, the last place of 0.5: adding it rounds there.
-        sum_bits = (bf16.widen(32) << 16).add_as_float(0.5) - 0x3F000000
-        fixed.append(small.where(sum_bits.narrow(16), made))
+        fixed.append(small.where(fp16_subnormals(bf16.widen(32) << 16).narrow(16), made))
     return fixed[0]
 
 
@@ -99,38 +103,47 @@ def decode_block(
 def _dequantize_rows(dtype: str, elem: str) -> Any:
     lowest, highest = fast_scales(element_format(elem))
     itemsize = ITEMSIZES[dtype]
-    block_bytes = BLOCK_ELEMS * itemsize
+    block_bytes, group = BLOCK_ELEMS * itemsize, _GROUP_BLOCKS
+    scratch_bytes = group * block_bytes
 
     def dequantize_rows(
         kind: Any, src: Any, dst: Any, scales: Any, run: Any, rows: Any, src_step: Any, dst_step: Any,
         ahead: Any, first: Any, second: Any, streaming: Any,
     ) -> None:  # fmt: skip
         blocks = run // 32
+        scratch = stack_bytes(scratch_bytes)
         for row in range(rows):
             data, values, bytes_ = (
                 src + row * src_step,
                 dst + row * dst_step,
                 scales + ((row * src_step) >> 5),
             )
-            whole_lines = streaming and values & 63 == 0
             if ahead:
                 prefetch_rows(data, run, src_step, 0)
-            for block in range(blocks):
-                byte = types.int32(load_u8(bytes_ + block))
-                at, to = data + block * 32, values + block * block_bytes
-                if byte >= lowest and byte <= highest:
-                    if whole_lines:
-                        decode_block(at, byte, to, dtype, elem, 1)
-                    else:
-                        decode_block(at, byte, to, dtype, elem, 0)
-                    continue
-                # Rare scales: every pair of scale and code has its place in a table.
-                place = types.int64(byte) << 8
-                for i in range(32):
-                    index = place + types.int64(load_u8(at + i))
-                    if itemsize == 2:
-                        store_value(to + 2 * i, load_u16(first + 2 * index))
-                    else:
-                        store_value(to + 4 * i, load_u32(first + 4 * index))
+            # Whole lines are streamed as they are made; others are put together in the first cache before.
+            whole_lines, staged = streaming and values & 63 == 0, streaming and values & 63 != 0
+            for start in range(0, blocks, group):
+                end, made = min(start + group, blocks), values + start * block_bytes
+                if staged:
+                    made = scratch
+                for block in range(start, end):
+                    byte = types.int32(load_u8(bytes_ + block))
+                    at, to = data + block * 32, made + (block - start) * block_bytes
+                    if byte >= lowest and byte <= highest:
+                        if whole_lines:
+                            decode_block(at, byte, to, dtype, elem, 1)
+                        else:
+                            decode_block(at, byte, to, dtype, elem, 0)
+                        continue
+                    # Rare scales: every pair of scale and code has its place in a table.
+                    place = types.int64(byte) << 8
+                    for i in range(32):
+                        index = place + types.int64(load_u8(at + i))
+                        if itemsize == 2:
+                            store_value(to + 2 * i, load_u16(first + 2 * index))
+                        else:
+                            store_value(to + 4 * i, load_u32(first + 4 * index))
+                if staged:
+                    stream_copy(values + start * block_bytes, scratch, (end - start) * block_bytes)
 
     return dequantize_rows

@@ -19,7 +19,7 @@ from numba.extending import intrinsic
 from lowshard.kernels.cpu.drive import prefetch_rows, rows_of
 from lowshard.kernels.cpu.rare import encode_rare
 from lowshard.kernels.cpu.scalar import DTYPE_CODES
-from lowshard.kernels.cpu.sources import INFINITY, MAGNITUDE, ONE_FIELD, SOURCES
+from lowshard.kernels.cpu.sources import MAGNITUDE, ONE_FIELD, SOURCES
 from lowshard.kernels.cpu.vector import (
     Lanes,
     copy_bytes,
@@ -71,14 +71,14 @@ def find_maximum(typingctx: Any, src: Any, minimum: Any, lanes: Any, source: Any
 
 @intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
 def find_scales(
-    typingctx: Any, tops: Any, bytes_: Any, round_up: Any, lowest: Any, zero_byte: Any, elem: Any
+    typingctx: Any, tops: Any, bytes_: Any, round_up: Any, lowest: Any, zero_byte: Any, source: Any, elem: Any
 ) -> Any:
     """Turn the complements of the maxima of a group into scale bytes and tops, and return a mask of rare blocks.
 
     A block's elements are subtracted from its top as complements: that gives the exponent field of the element,
     x / 2^(s - 127), in a bf16. Maxima under `lowest` are rare, zero apart.
     """
-    fmt = element_format(elem.literal_value)
+    fmt, infinity = element_format(elem.literal_value), SOURCES[source.literal_value].infinity
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
         at, to = args[:2]
@@ -86,14 +86,14 @@ def find_scales(
         maxima = load(builder, at, 16, GROUP_BLOCKS) ^ MAGNITUDE
         zero = maxima.compare("==", 0)
         maxima = zero.where(_SOME_MAXIMUM, maxima)
-        rare = maxima.compare("<", low, signed=False) | maxima.compare(">=", INFINITY, signed=False)
+        rare = maxima.compare("<", low, signed=False) | maxima.compare(">=", infinity, signed=False)
         field = (maxima + increment) >> 7
         made = zero.where(byte_of_zero, field - fmt.emax)
         store(builder, to, made.narrow(8), False)
         store(builder, at, field.constant(MAGNITUDE + ((fmt.emax + fmt.bias) << 7)) - (field << 7), False)
         return builder.bitcast(rare.value, ir.IntType(GROUP_BLOCKS))
 
-    return types.uint32(types.int64, types.int64, *(types.int32,) * 3, elem), codegen
+    return types.uint32(types.int64, types.int64, *(types.int32,) * 3, source, elem), codegen
 
 
 @intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
@@ -204,8 +204,8 @@ def _quantize_rows(source: str, elem: str) -> Any:
                 if ahead:
                     prefetch_rows(next_at, next_count * block_bytes, src_step, (done * block_bytes) >> 6)
                 for i in range(next_count):
-                    lanes = scratch + next_side + lanes_at + 64 * i
-                    find_maximum(next_at + i * block_bytes, tops + 2 * i, lanes, source)
+                    next_lanes = scratch + next_side + lanes_at + 64 * i
+                    find_maximum(next_at + i * block_bytes, tops + 2 * i, next_lanes, source)
                 done += next_count
                 if done == blocks:
                     row, done = row + 1, 0
@@ -231,9 +231,9 @@ def _quantize_rows(source: str, elem: str) -> Any:
                                 itemsize, dtype, mantissa_bits, bias, emax, max_code,
                             )  # fmt: skip
             if next_count == group:
-                rare = find_scales(tops, next_byte, increment, lowest, zero_byte, elem)
+                rare = find_scales(tops, next_byte, increment, lowest, zero_byte, source, elem)
             elif next_count:
-                rare = find_scales(tops, made, increment, lowest, zero_byte, elem)
+                rare = find_scales(tops, made, increment, lowest, zero_byte, source, elem)
                 copy_bytes(next_byte, made, next_count)
             at, to, byte, side, count = next_at, next_to, next_byte, next_side, next_count
 

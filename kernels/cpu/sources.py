@@ -10,8 +10,11 @@ from llvmlite import ir
 from lowshard.kernels.cpu.vector import Lanes, load, only_if
 from lowshard.kernels.reference import BLOCK_ELEMS
 
-SIGN, MAGNITUDE, INFINITY, ONE_FIELD = 0x8000, 0x7FFF, 0x7F80, 0x0080
-"""Parts of a bf16: sign bit, all others, the bits of Inf, one step of the exponent field."""
+SIGN, MAGNITUDE, ONE_FIELD = 0x8000, 0x7FFF, 0x0080
+"""Parts of a bf16: sign bit, all others, one step of the exponent field."""
+
+_INFINITY = 0x7F80
+_FP16_REBIAS = (127 - 15) << 7
 
 _EVEN, _ODD = range(0, 2 * BLOCK_ELEMS, 2), range(1, 2 * BLOCK_ELEMS, 2)
 
@@ -27,18 +30,17 @@ def _load_fp32(builder: ir.IRBuilder, address: ir.Value) -> Lanes:
 
 def _load_fp16(builder: ir.IRBuilder, address: ir.Value) -> Lanes:
     raw = load(builder, address, 16, BLOCK_ELEMS)
-    sign, magnitude = raw & SIGN, raw & MAGNITUDE
-    # Three mantissa bits go, the exponent moves from bias 15 to bias 127.
-    rebiased = _sticky(magnitude >> 3, magnitude & 7) + (112 << 7)
-    rebiased = magnitude.compare(">=", 0x7C00).where(rebiased + (112 << 7), rebiased)
-    rebiased = magnitude.compare("==", 0).where(0, rebiased)
-    subnormal = (magnitude - 1).compare("<", 0x03FF, signed=False)
-    with only_if(builder, subnormal.any(), [rebiased]) as fixed:
-        # A subnormal m is m * 2^-24: put it below a one at 2^-14 and take that off again, both exactly.
-        wide = ((magnitude.widen(32) << 13) + (113 << 23)).add_as_float(2.0**-14, subtract=True)
+    magnitude = raw & MAGNITUDE
+    # Three mantissa bits go, the exponent moves from bias 15 to bias 127. Inf and NaN end up above all others.
+    rebiased = _sticky(magnitude >> 3, magnitude & 7) + _FP16_REBIAS
+    below = magnitude.compare("<", 1 << 10)
+    with only_if(builder, below.any(), [rebiased]) as fixed:
+        # Zero, or a subnormal m, which is m * 2^-24: put it below a one at 2^-14 and take that off, both exactly.
+        # The sign that zero less zero can get goes with the mask.
+        wide = ((magnitude.widen(32) << 13) + (113 << 23)).add_as_float(2.0**-14, subtract=True) & 0x7FFFFFFF
         exact = _sticky((wide >> 16).narrow(16), wide.narrow(16))
-        fixed.append(subnormal.where(exact, rebiased))
-    return fixed[0] | sign
+        fixed.append(below.where(exact, rebiased))
+    return fixed[0] | (raw & SIGN)
 
 
 def _sticky(high: Lanes, rest: Lanes) -> Lanes:
@@ -55,11 +57,13 @@ class Source:
     """A source dtype: bytes of an element, and how a block of it becomes bf16 lanes."""
 
     itemsize: int
+    infinity: int
+    """Lanes from this magnitude on stand for Inf or NaN."""
     load: Callable[[ir.IRBuilder, ir.Value], Lanes]
 
 
 SOURCES = {
-    "bfloat16": Source(2, _load_bf16),
-    "float16": Source(2, _load_fp16),
-    "float32": Source(4, _load_fp32),
+    "bfloat16": Source(2, _INFINITY, _load_bf16),
+    "float16": Source(2, (31 << 7) + _FP16_REBIAS, _load_fp16),
+    "float32": Source(4, _INFINITY, _load_fp32),
 }

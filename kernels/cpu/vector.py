@@ -164,6 +164,20 @@ class Lanes:
         return self.builder.call(function, operands)
 
 
+def fp16_subnormals(magnitude: Lanes) -> Lanes:
+    """Return the fp16 magnitudes of fp32 ones below 2^-14, to nearest, ties to even; other lanes hold anything.
+
+    In integers, as a float addition would round as the process is told to.
+    """
+    field = magnitude >> 23
+    # In units of 2^-24; from a field of 101 down, a quarter of a unit and less, the same nothing is left.
+    field = field.compare("<", 101).where(101, field)
+    shift = magnitude.constant(126) - field.compare(">", 125).where(125, field)
+    significand = (magnitude & 0x7FFFFF) | 0x800000
+    half = magnitude.constant(1) << (shift - 1)
+    return (significand + half - 1 + ((significand >> shift) & 1)) >> shift
+
+
 @contextmanager
 def only_if(builder: ir.IRBuilder, condition: ir.Value, values: Sequence[Lanes]) -> Iterator[list[Lanes]]:
     """Run code for new values only where a condition holds: append them to what this yields.

@@ -1,136 +1,45 @@
-"""MXFP8 against a slow twin: every code tried for every element, every exponent for every scale."""
+"""MXFP8 quantisation on every engine, against a slow twin and digests of an implementation that is not ours."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from fractions import Fraction
+import hashlib
 from functools import cache
-from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-import lowshard
-from lowshard.errors import BufferMismatchError, DTypeError, KernelError, LowshardError
-from lowshard.kernels import (
-    MXFP8Tensor,
-    dequantize_mxfp8,
-    quantize_mxfp8,
-    reference,
-    swizzle_scales,
-    unswizzle_scales,
+from support import engines, mode
+from support.mxfp8_twin import (
+    COMBOS,
+    DTYPES,
+    ELEMS,
+    EMAX,
+    MAXIMUM,
+    MODES,
+    assert_holds,
+    assert_like_twin,
+    code_values,
+    exact,
+    moderate_blocks,
+    random_fp32_blocks,
+    slow_codes,
+    slow_quantize,
 )
 
-ELEMS = ("e4m3", "e5m2")
-MODES = ("rceil", "floor", "even", "ceil")
-DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.float32}
-BITS = {"bfloat16": np.uint16, "float16": np.uint16, "float32": np.uint32}
-combos = pytest.mark.parametrize(("elem", "mode"), [(e, m) for e in ELEMS for m in MODES])
+from lowshard.kernels import dequantize_mxfp8, quantize_mxfp8
+from lowshard.kernels.plain import PlainEngine
+from lowshard.kernels.runs import whole_array_runs
 
-MANTISSA_BITS = {"e4m3": 3, "e5m2": 2}
-BIAS = {"e4m3": 7, "e5m2": 15}
-EMAX = {"e4m3": 8, "e5m2": 15}
-MAXIMUM = {"e4m3": 448.0, "e5m2": 57344.0}
+combos = pytest.mark.parametrize(("elem", "mode_"), COMBOS)
+engine = engines.fixture()
 
 
-# ------------------------------------------------------------------------------------------ the slow twin
+# ----------------------------------------------------------------------------------- every 16-bit pattern
 @cache
-def code_values(elem):
-    """Value of each of the 256 codes, straight from the definition of the format."""
-    m, bias = MANTISSA_BITS[elem], BIAS[elem]
-    values = []
-    for code in range(256):
-        sign, field, mantissa = code >> 7, (code & 0x7F) >> m, code & (2**m - 1)
-        if elem == "e4m3" and code & 0x7F == 0x7F:
-            value = float("nan")
-        elif elem == "e5m2" and field == 31:
-            value = float("nan") if mantissa else float("inf")
-        elif field == 0:
-            value = mantissa * 2.0 ** (1 - bias - m)
-        else:
-            value = (1 + mantissa / 2**m) * 2.0 ** (field - bias)
-        values.append(-value if sign else value)
-    return np.array(values)
-
-
-def slow_codes(y, elem):
-    """Try every finite positive code on every magnitude; the nearest wins, of two the even one."""
-    magnitudes, inverse = np.unique(np.abs(y), return_inverse=True)
-    positive = code_values(elem)[:0x80]
-    codes = np.flatnonzero(np.isfinite(positive))
-    chosen = np.empty(len(magnitudes), np.uint8)
-    for start in range(0, len(magnitudes), 4096):
-        part = magnitudes[start : start + 4096]
-        distance = np.abs(part[:, None] - positive[codes][None, :])
-        nearest = distance == distance.min(axis=1, keepdims=True)
-        assert (nearest.sum(axis=1) <= 2).all()
-        even_wins = np.where(nearest, 2 - (codes % 2), 0)  # 2 for even, 1 for odd, 0 for farther codes
-        chosen[start : start + 4096] = codes[even_wins.argmax(axis=1)]
-    return chosen[inverse].reshape(y.shape) | (np.signbit(y).astype(np.uint8) << 7)
-
-
-def slow_scales(amax, elem, mode):
-    """Try every exponent from -127 to 127 and take the one that the definition of the mode names."""
-    unique, inverse = np.unique(amax, return_inverse=True)
-    power = np.ldexp(1.0, np.arange(-127, 128))
-    if mode == "even":  # round half up to the width of the element's mantissa first
-        fraction, exponent = np.frexp(unique)
-        steps = 2.0 ** (MANTISSA_BITS[elem] + 1)
-        unique = np.ldexp(np.floor(fraction * steps + 0.5) / steps, exponent)
-    if mode in ("floor", "even"):  # the largest power of two whose 2^emax-fold is not above
-        count = (power[None, :] * 2.0 ** EMAX[elem] <= unique[:, None]).sum(axis=1)
-        byte = np.maximum(count - 1, 0)
-    else:  # the smallest power of two under which the maximum stays within a limit
-        limit = MAXIMUM[elem] if mode == "rceil" else 2.0 ** EMAX[elem]
-        byte = (power[None, :] * limit < unique[:, None]).sum(axis=1)
-    return byte[inverse].astype(np.uint8)
-
-
-def slow_quantize(v, elem, mode):
-    """Quantise float64 blocks [blocks, 32]; every step is exact in float64."""
-    finite = np.isfinite(v).all(axis=1)
-    safe = np.where(finite[:, None], v, 0.0)
-    scale = slow_scales(np.abs(safe).max(axis=1), elem, mode)
-    codes = slow_codes(safe / np.ldexp(1.0, scale.astype(int) - 127)[:, None], elem)
-    scale[~finite] = 0xFF
-    codes[~finite] = 0x7F
-    return codes, scale
-
-
-def exact(x):
-    """float64 values of an array, without a warning for signalling NaN."""
-    with np.errstate(invalid="ignore"):
-        return x.astype(np.float32).astype(np.float64)
-
-
-def assert_like_twin(x, elem, mode):
-    q = quantize_mxfp8(x, elem, mode)
-    codes, scale = slow_quantize(exact(x).reshape(-1, 32), elem, mode)
-    np.testing.assert_array_equal(q.scale.reshape(-1), scale)
-    np.testing.assert_array_equal(q.data.reshape(-1, 32), codes)
-    assert (q.shape, q.elem) == (x.shape, elem)
-
-
-def random_fp32_blocks(seed, blocks=600):
-    """fp32 blocks over the whole exponent range, subnormals, zeros and non-finite values among them."""
-    rng = np.random.default_rng(seed)
-    top = rng.integers(0, 255, (blocks, 1))
-    field = np.clip(top - rng.integers(0, 30, (blocks, 32)), 0, 254)
-    bits = (field << 23) | rng.integers(0, 1 << 23, (blocks, 32)) | (rng.integers(0, 2, (blocks, 32)) << 31)
-    bits = np.where(rng.random((blocks, 32)) < 0.05, bits & (1 << 31), bits)
-    odd = rng.random((blocks, 32)) < 0.001
-    bits = np.where(odd, rng.choice([0x7F800000, 0xFF800000, 0x7F800001, 0xFFC00000], bits.shape), bits)
-    return bits.astype(np.uint32).view(np.float32)
-
-
-# ------------------------------------------------------------------------------- quantise against the twin
-@combos
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_every_16_bit_pattern_as_block_maximum_is_as_the_twin(dtype, elem, mode):
+def pattern_as_maximum(dtype):
+    """Blocks [32768, 32]: every magnitude of a 16-bit type once as the maximum, both signs of it."""
     rng = np.random.default_rng(1)
     magnitude = np.arange(1 << 15)
     largest, spread = {"bfloat16": (0x7F7F, 24 << 7), "float16": (0x7BFF, 24 << 10)}[dtype]
@@ -140,27 +49,143 @@ def test_every_16_bit_pattern_as_block_maximum_is_as_the_twin(dtype, elem, mode)
     bits[:, 0] = magnitude
     bits[:, 1] = magnitude | 0x8000
     bits[:, 2:8] = rest | (rng.integers(0, 2, rest.shape) << 15)
-    assert_like_twin(bits.view(DTYPES[dtype]), elem, mode)
+    return bits.view(DTYPES[dtype])
+
+
+@cache
+def twin_of_pattern_as_maximum(dtype, elem, mode_):
+    return slow_quantize(exact(pattern_as_maximum(dtype)), elem, mode_)
 
 
 @combos
-@pytest.mark.parametrize("maximum", [0x0001, 0x007F, 0x04E0, 0x0A10, 0x3F80, 0x3FE1, 0x477F, 0x7F7F])
-def test_every_bf16_pattern_as_element_is_as_the_twin(maximum, elem, mode):
-    pattern = np.arange(31 * 2115, dtype=np.uint32).astype(np.uint16)  # all, and the first 29 again
-    pattern[(pattern & 0x7FFF) > maximum] = 0
-    bits = np.full((len(pattern) // 31, 32), maximum, np.uint16)
-    bits[:, 1:] = pattern.reshape(-1, 31)
-    assert_like_twin(bits.view(ml_dtypes.bfloat16), elem, mode)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_every_16_bit_pattern_as_block_maximum_is_as_the_twin(engine, dtype, elem, mode_):
+    x = pattern_as_maximum(dtype)
+    codes, scale = twin_of_pattern_as_maximum(dtype, elem, mode_)
+    rows = engine.rows(x, 2048, f"maxima {dtype} {elem} {mode_}")
+    assert_holds(quantize_mxfp8(x[rows], elem, mode_), codes[rows], scale[rows])
+
+
+BF16_MAXIMA = (0x0001, 0x007F, 0x04E0, 0x0A10, 0x3F80, 0x3FE1, 0x477F, 0x7F7F)
+
+
+@cache
+def bf16_pattern_as_element():
+    """Blocks: under each of a few maxima every bf16 pattern that is not above it as an element."""
+    blocks = []
+    for maximum in BF16_MAXIMA:
+        pattern = np.arange(31 * 2115, dtype=np.uint32).astype(np.uint16)  # all, and the first 29 again
+        pattern[(pattern & 0x7FFF) > maximum] = 0
+        bits = np.full((len(pattern) // 31, 32), maximum, np.uint16)
+        bits[:, 1:] = pattern.reshape(-1, 31)
+        blocks.append(bits)
+    return np.concatenate(blocks).view(ml_dtypes.bfloat16)
+
+
+@cache
+def twin_of_bf16_pattern_as_element(elem, mode_):
+    return slow_quantize(exact(bf16_pattern_as_element()), elem, mode_)
 
 
 @combos
-@pytest.mark.parametrize("seed", range(3))
-def test_random_fp32_over_the_whole_range_is_as_the_twin(seed, elem, mode):
-    assert_like_twin(random_fp32_blocks(seed), elem, mode)
+def test_every_bf16_pattern_as_element_is_as_the_twin(engine, elem, mode_):
+    x = bf16_pattern_as_element()
+    codes, scale = twin_of_bf16_pattern_as_element(elem, mode_)
+    rows = engine.rows(x, 4096, f"elements {elem} {mode_}")
+    assert_holds(quantize_mxfp8(x[rows], elem, mode_), codes[rows], scale[rows])
+
+
+# Digests of an independent table-search implementation: sha256 over codes, then scale bytes, of `digest_input`.
+DIGEST_OF_INPUT = "0b1f496fa6cc6110"
+DIGESTS = {
+    ("e4m3", "floor"): "4d7c887c2a4faaa9ea3b579c8471c049db773a5a5385602b7ee98801717b5152",
+    ("e4m3", "rceil"): "a3ee578e3af269f8748628c831bcb254190395afec70e31a676a369c184f4cc1",
+    ("e4m3", "ceil"): "e10282165edb60019ca0cec38367799519e8f3dafab4bb8fbbbac102898aa75f",
+    ("e4m3", "even"): "395c2ca3e7a0eef8f0f95933e06d972eb44d59eead5daaa8eeb4874d6b25ae24",
+    ("e5m2", "floor"): "b78feb00f0f3a89a299fe57d6c0789fa66a208bc9b8dd85e58136a65ddc6f3f7",
+    ("e5m2", "rceil"): "658152ed9223beb05dc7800da0ef63a3d59605ed668953a7af798d1ef088d2dd",
+    ("e5m2", "ceil"): "f066c7bb19dfa0673a0ac00e7514fbfae101d4953f3f639c1b9d868cb2e7842b",
+    ("e5m2", "even"): "880e6b4fc3c867644f192b35c599ca3fc557f3f784e9d912f134a8143e867c6f",
+}
+DIGEST_MAXIMA = (
+    0x3F80,
+    0x3FE0,
+    0x3FE1,
+    0x3FFF,
+    0x0080,
+    0x0001,
+    0x04E0,
+    0x04E1,
+    0x4300,
+    0x7F7F,
+    0x43E0,
+    0x477F,
+)
+
+
+@cache
+def digest_input():
+    """bf16 blocks [90916, 32]: every pattern as a block maximum, then as an element under twelve maxima."""
+    rng = np.random.Generator(np.random.PCG64(7))
+    pattern = np.arange(1 << 16, dtype=np.uint16)
+    magnitude = pattern & 0x7FFF
+    noise = rng.integers(0, 1 << 16, size=(1 << 16, 31), dtype=np.uint16)
+    limit = np.minimum(magnitude, 0x7F7F)[:, None]
+    near = limit - np.minimum(limit, noise & 0x7FF)  # within 16 powers of two of the maximum
+    parts = [np.concatenate([pattern[:, None], near | (noise & 0x8000)], axis=1)]
+    for maximum in DIGEST_MAXIMA:
+        elements = np.zeros(31 * 2115, np.uint16)
+        elements[: 1 << 16] = np.where(magnitude <= maximum, pattern, 0)
+        first = np.full((2115, 1), maximum, np.uint16)
+        parts.append(np.concatenate([first, elements.reshape(-1, 31)], axis=1))
+    return np.concatenate(parts)
+
+
+def test_all_bf16_patterns_have_the_digests_of_an_independent_table_search_implementation(engine):
+    bits = digest_input()
+    assert hashlib.sha256(bits.tobytes()).hexdigest()[:16] == DIGEST_OF_INPUT, "NumPy's random stream changed"
+    drawn = engine.pick(list(DIGESTS), mode.sample(list(DIGESTS), 1, "digests"))
+    for elem, mode_ in drawn:
+        q = quantize_mxfp8(bits.view(ml_dtypes.bfloat16), elem, mode_)
+        digest = hashlib.sha256(q.data.tobytes() + q.scale.tobytes()).hexdigest()
+        assert digest == DIGESTS[elem, mode_], (elem, mode_)
+
+
+# ------------------------------------------------------------------------------------------- random blocks
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("elem", "mode_"), mode.sample(COMBOS, 1, "a million blocks"))
+def test_a_million_random_blocks_are_as_the_plain_engine_and_a_sample_as_the_twin(engine, dtype, elem, mode_):
+    rng = mode.rng(f"a million blocks {dtype} {elem} {mode_}")
+    usual, few = (1_000_000, 20_000) if dtype == "float32" else (200_000, 10_000)
+    todo = 20_000 if engine.label == "plain" else engine.pick(usual, few)
+    while todo > 0:
+        blocks = min(todo, 50_000)
+        todo -= blocks
+        with np.errstate(over="ignore", invalid="ignore"):
+            x = random_fp32_blocks(rng.integers(1 << 32), blocks).astype(DTYPES[dtype])
+        q = quantize_mxfp8(x, elem, mode_)
+        if engine.label != "plain":
+            codes, scale = np.empty_like(q.data), np.empty_like(q.scale)
+            runs = whole_array_runs(x.shape, x.strides, codes.strides, x.itemsize, 1)
+            PlainEngine().quantize(x, codes, scale, runs, elem, mode_, 0)
+            assert_holds(q, codes, scale[:, 0])
+        some = slice(0, 1000)
+        codes, scale = slow_quantize(exact(x[some]), elem, mode_)
+        assert_holds(quantize_mxfp8(x[some], elem, mode_), codes, scale)
+        np.testing.assert_array_equal(q.data[some], codes)
+
+
+@given(
+    st.integers(0, (1 << 32) - 1), st.sampled_from(list(DTYPES)), st.sampled_from(COMBOS), st.integers(1, 130)
+)
+def test_random_blocks_of_any_number_are_as_the_twin(seed, dtype, combo, blocks):
+    with np.errstate(over="ignore", invalid="ignore"):
+        x = random_fp32_blocks(seed, blocks).astype(DTYPES[dtype])
+    assert_like_twin(x, *combo)
 
 
 @combos
-def test_fp32_ties_and_their_neighbours_are_as_the_twin(elem, mode):
+def test_fp32_ties_and_their_neighbours_are_as_the_twin(elem, mode_):
     finite = code_values(elem)[:0x80][np.isfinite(code_values(elem)[:0x80])]
     points = np.concatenate([finite, (finite[1:] + finite[:-1]) / 2]).astype(np.float32)
     points = np.concatenate(
@@ -171,11 +196,11 @@ def test_fp32_ties_and_their_neighbours_are_as_the_twin(elem, mode):
     blocks = np.concatenate([np.full((len(points), 1), MAXIMUM[elem], np.float32), points], axis=1)
     for exponent in (-141, -135, -126, -118, -40, 0, 100, 127 - EMAX[elem]):  # down to fp32 subnormals
         with np.errstate(under="ignore"):
-            assert_like_twin(np.ldexp(blocks, exponent), elem, mode)
+            assert_like_twin(np.ldexp(blocks, exponent), elem, mode_)
 
 
 @combos
-def test_fp32_maxima_around_every_mode_boundary_are_as_the_twin(elem, mode):
+def test_fp32_maxima_around_every_mode_boundary_are_as_the_twin(elem, mode_):
     significand = np.array([1.0, 1.5, 1.75, 2 - 2.0**-3, 2 - 2.0**-4, 2.0], np.float32)
     maxima = np.ldexp(significand[:, None], np.arange(-149, 127)[None, :]).astype(np.float32).reshape(-1)
     maxima = np.concatenate(
@@ -184,11 +209,11 @@ def test_fp32_maxima_around_every_mode_boundary_are_as_the_twin(elem, mode):
     blocks = np.zeros((len(maxima), 32), np.float32)
     blocks[:, 5] = -maxima
     blocks[:, 6:] = np.random.default_rng(2).uniform(-1, 1, (len(maxima), 26)) * maxima[:, None]
-    assert_like_twin(blocks, elem, mode)
+    assert_like_twin(blocks, elem, mode_)
 
 
 @combos
-def test_fp32_subnormals_are_as_the_twin_under_every_scale_that_can_see_them_and_beyond(elem, mode):
+def test_fp32_subnormals_are_as_the_twin_under_every_scale_that_can_see_them_and_beyond(elem, mode_):
     tiny = np.array(
         [1, 2, 3, 0x200000, 0x3FFFFF, 0x400000, 0x400001, 0x600000, 0x7FFFFF, 0x800000], np.uint32
     )
@@ -197,7 +222,7 @@ def test_fp32_subnormals_are_as_the_twin_under_every_scale_that_can_see_them_and
     blocks[:, :10] = np.minimum(tiny, np.maximum(maxima, 0x7FFFFF))
     blocks[:, 10:20] = blocks[:, :10] | (1 << 31)
     blocks[:, 31:] = maxima
-    assert_like_twin(blocks.view(np.float32), elem, mode)
+    assert_like_twin(blocks.view(np.float32), elem, mode_)
 
 
 fp32_bits = st.one_of(
@@ -207,21 +232,21 @@ fp32_bits = st.one_of(
 )
 
 
-@settings(max_examples=200, deadline=None, derandomize=True, database=None)
+@settings(max_examples=100)
 @given(st.lists(fp32_bits, min_size=32, max_size=32), st.sampled_from(ELEMS), st.sampled_from(MODES))
-def test_any_fp32_block_is_as_the_twin(bits, elem, mode):
-    assert_like_twin(np.array([bits], np.uint32).view(np.float32), elem, mode)
+def test_any_fp32_block_is_as_the_twin(bits, elem, mode_):
+    assert_like_twin(np.array([bits], np.uint32).view(np.float32), elem, mode_)
 
 
 # ------------------------------------------------------------------------------------ facts worked by hand
 @pytest.mark.parametrize(
-    ("mode", "scale", "code"),
+    ("mode_", "scale", "code"),
     [("floor", 127, 0x7E), ("even", 127, 0x7E), ("rceil", 128, 0x76), ("ceil", 128, 0x76)],
 )
-def test_a_maximum_of_449_is_clamped_only_by_the_modes_that_clamp(mode, scale, code):
+def test_a_maximum_of_449_is_clamped_only_by_the_modes_that_clamp(mode_, scale, code):
     x = np.zeros(32, np.float32)
     x[0], x[1] = 449.0, -1.0
-    q = quantize_mxfp8(x, "e4m3", mode)
+    q = quantize_mxfp8(x, "e4m3", mode_)
     assert (q.scale.tolist(), q.data[0]) == ([scale], code)
     assert q.data[1] == (0xB8 if scale == 127 else 0xB0)  # -1 = 1.000 * 2^0, field 7; under scale 2 field 6
 
@@ -236,325 +261,53 @@ def test_defaults_are_e4m3_and_rceil_and_bfloat16():
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @combos
-def test_zero_blocks_get_scale_zero_and_keep_their_signs(dtype, elem, mode):
+def test_zero_blocks_get_scale_zero_and_keep_their_signs(dtype, elem, mode_):
     x = np.zeros((2, 32), DTYPES[dtype])
     x[1, ::2] = -0.0
-    q = quantize_mxfp8(x, elem, mode)
+    q = quantize_mxfp8(x, elem, mode_)
     assert q.scale.tolist() == [[0], [0]]
     assert q.data[0].tolist() == [0] * 32
     assert q.data[1].tolist() == [0x80, 0] * 16
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("bad", [np.nan, -np.nan, np.inf, -np.inf])
-@combos
-def test_one_nan_or_inf_makes_its_whole_block_nan_and_no_other(dtype, bad, elem, mode):
-    x = np.ones(96, DTYPES[dtype])
-    x[40] = bad
-    q = quantize_mxfp8(x, elem, mode, min_scale_byte=1)
-    assert q.scale[1] == 0xFF
-    assert (q.data[32:64] == 0x7F).all()
-    assert (q.scale[[0, 2]] < 0xFF).all()
-    assert np.isnan(dequantize_mxfp8(q, "float32")[32:64]).all()
-    assert (dequantize_mxfp8(q, "float32")[np.r_[0:32, 64:96]] == 1).all()
-
-
-@combos
-def test_min_scale_byte_lifts_low_scales_and_elements_follow(elem, mode):
-    x = random_fp32_blocks(5)
-    plain = quantize_mxfp8(x, elem, mode)
-    lifted = quantize_mxfp8(x, elem, mode, min_scale_byte=60)
-    np.testing.assert_array_equal(lifted.scale, np.maximum(plain.scale, 60))
-    high = plain.scale[:, 0] >= 60
-    np.testing.assert_array_equal(lifted.data[high], plain.data[high])
-    scaled = exact(x[~high]) / 2.0 ** (60 - 127)
-    np.testing.assert_array_equal(lifted.data[~high], slow_codes(scaled, elem))
-    assert quantize_mxfp8(np.zeros(32, np.float32), elem, mode, min_scale_byte=1).scale.tolist() == [1]
-
-
-# -------------------------------------------------------------------------------------------- dequantise
-def round_once(value, precision_bits, emin, emax):
-    """Round a fraction to a binary float: nearest, ties to even, overflow to Inf."""
-    if value == 0:
-        return 0.0
-    exponent = value.numerator.bit_length() - value.denominator.bit_length()
-    if Fraction(2) ** exponent > value:
-        exponent -= 1
-    step = Fraction(2) ** (max(exponent, emin) - precision_bits + 1)
-    rounded = round(value / step) * step
-    return float("inf") if rounded >= Fraction(2) ** (emax + 1) else float(rounded)
-
-
-@pytest.mark.parametrize("elem", ELEMS)
-@pytest.mark.parametrize(
-    ("dtype", "form"),
-    [("bfloat16", (8, -126, 127)), ("float16", (11, -14, 15)), ("float32", (24, -126, 127))],
-)
-def test_every_scale_and_code_dequantises_to_the_product_rounded_once(elem, dtype, form):
-    codes = np.tile(np.arange(256, dtype=np.uint8), (256, 1))
-    scale = np.repeat(np.arange(256, dtype=np.uint8)[:, None], 8, axis=1)
-    got = dequantize_mxfp8(MXFP8Tensor(codes, scale, elem), dtype)
-    assert got.dtype == DTYPES[dtype]
-
-    values = code_values(elem)
-    rounded = cache(lambda value: round_once(value, *form))
-    expected = np.empty((256, 256))
-    for s in range(256):
-        for c in range(256):
-            if s == 255 or np.isnan(values[c]):
-                expected[s, c] = np.nan
-            elif np.isinf(values[c]):
-                expected[s, c] = values[c]
-            else:
-                product = Fraction(abs(values[c])) * Fraction(2) ** (s - 127)
-                expected[s, c] = np.copysign(rounded(product), values[c])
-    got64 = got.astype(np.float64)
-    np.testing.assert_array_equal(got64, expected)
-    nan = np.isnan(expected)
-    np.testing.assert_array_equal(np.signbit(got64)[~nan], np.signbit(expected)[~nan])
-    assert len(np.unique(got.view(BITS[dtype])[nan])) == 1  # one NaN pattern, whatever the NaN code
+# Quiet and signalling NaN of both signs, and both infinities.
+NON_FINITE = {
+    "bfloat16": (0x7FC0, 0xFFC1, 0x7F81, 0xFFBF, 0x7F80, 0xFF80),
+    "float16": (0x7E00, 0xFE01, 0x7C01, 0xFDFF, 0x7C00, 0xFC00),
+    "float32": (0x7FC00000, 0xFFC00001, 0x7F800001, 0xFFBFFFFF, 0x7F800000, 0xFF800000),
+}
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @combos
-def test_a_second_quantisation_keeps_every_value(dtype, elem, mode):
-    rng = np.random.default_rng(11)
-    exponent = rng.integers(-10, 8, (400, 1)) if dtype == "float16" else rng.integers(-90, 100, (400, 1))
-    x = np.ldexp(rng.standard_normal((400, 64)), exponent).astype(DTYPES[dtype])
-    once = dequantize_mxfp8(quantize_mxfp8(x, elem, mode), dtype)
-    twice = dequantize_mxfp8(quantize_mxfp8(once, elem, mode), dtype)
-    assert np.isfinite(once.astype(np.float32)).all()
-    np.testing.assert_array_equal(once.view(BITS[dtype]), twice.view(BITS[dtype]))
-
-
-# --------------------------------------------------------------------------------- buffers and memory order
-def moderate(seed, blocks, dtype):
-    """Blocks [blocks, 32] within the range of each dtype, a few NaN among them."""
-    with np.errstate(invalid="ignore"):  # signalling NaN
-        return random_fp32_blocks(seed, blocks).clip(-6e4, 6e4).astype(DTYPES[dtype])
-
-
-def addresses(q):
-    return q.data.ctypes.data, q.scale.ctypes.data
+def test_one_nan_or_inf_anywhere_makes_its_whole_block_nan_and_no_other(dtype, elem, mode_):
+    lane = np.arange(32)
+    for bad in NON_FINITE[dtype]:
+        x = np.ones((32, 3, 32), DTYPES[dtype])
+        bits = x.view(np.uint32 if dtype == "float32" else np.uint16)
+        bits[lane, 1, lane] = bad  # row i: lane i of its middle block
+        q = quantize_mxfp8(x.reshape(32, 96), elem, mode_, min_scale_byte=1)
+        assert (q.scale[:, 1] == 0xFF).all(), hex(bad)
+        assert (q.data[:, 32:64] == 0x7F).all(), hex(bad)
+        assert (q.scale[:, [0, 2]] < 0xFF).all()
+        values = dequantize_mxfp8(q, "float32")
+        assert np.isnan(values[:, 32:64]).all()
+        assert (values[:, np.r_[0:32, 64:96]] == 1).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_out_buffers_are_filled_in_place_and_given_back(dtype):
-    x = moderate(3, 600, dtype).reshape(-1, 64)
-    fresh = quantize_mxfp8(x, "e5m2")
-    out = MXFP8Tensor(np.full(x.shape, 0xAA, np.uint8), np.full((len(x), 2), 0xAA, np.uint8), "e5m2")
-    before = addresses(out)
-    assert quantize_mxfp8(x, "e5m2", out=out) is out
-    assert addresses(out) == before
-    np.testing.assert_array_equal(out.data, fresh.data)
-    np.testing.assert_array_equal(out.scale, fresh.scale)
-
-    values = np.full(x.shape, 7, DTYPES[dtype])
-    address = values.ctypes.data
-    assert dequantize_mxfp8(fresh, dtype, out=values) is values
-    assert values.ctypes.data == address
-    np.testing.assert_array_equal(values.view(BITS[dtype]), dequantize_mxfp8(fresh, dtype).view(BITS[dtype]))
-
-
-def strided_views(dtype):
-    """Views whose strides, alignment and byte order differ; the last dim is a multiple of 32."""
-    base = moderate(4, 6 * 8 * 4, dtype)
-    raw = np.empty(base.nbytes + 1, np.uint8)
-    raw[1:] = base.reshape(-1).view(np.uint8)
-    misaligned = raw[1:].view(DTYPES[dtype])
-    assert not misaligned.flags.aligned
-    yield "transposed", base.reshape(64, 96).T
-    yield "columns", base.reshape(48, 128)[:, 32:96]
-    yield "odd offset", base.reshape(48, 128)[3::2, 7:71]
-    yield "stepped", base.reshape(24, 256)[:, ::2]
-    yield "reversed", base.reshape(24, 256)[::-1, ::-1]
-    yield "three dims", base.reshape(6, 32, 32).transpose(1, 0, 2)
-    yield "last dim first", base.reshape(32, 6, 32).transpose(2, 1, 0)
-    yield "four dims", base.reshape(2, 3, 32, 32)[:, ::2].transpose(1, 0, 3, 2)
-    yield "broadcast", np.broadcast_to(base.reshape(24, 256)[0], (3, 2, 256))
-    yield "misaligned", misaligned.reshape(24, 256)
-    yield "misaligned strided", misaligned.reshape(24, 256)[1::2, 3:131]
-    yield "one dim", base.reshape(-1)[5:1029:2]
-    if dtype != "bfloat16":
-        yield "other byte order", base.astype(base.dtype.newbyteorder()).reshape(24, 256)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_strides_alignment_and_byte_order_of_x_change_nothing(dtype):
-    for name, view in strided_views(dtype):
-        expected = quantize_mxfp8(np.array(view, DTYPES[dtype], order="C"))
-        got = quantize_mxfp8(view)
-        np.testing.assert_array_equal(got.data, expected.data, err_msg=name)
-        np.testing.assert_array_equal(got.scale, expected.scale, err_msg=name)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_outputs_may_be_strided_too(dtype):
-    x = np.linspace(-3, 5, 4 * 6 * 64).reshape(4, 6, 64).astype(DTYPES[dtype])
-    expected = quantize_mxfp8(x)
-    data = np.zeros((64, 6, 8), np.uint8)
-    scale = np.zeros((6, 4, 5), np.uint8)
-    out = MXFP8Tensor(data[:, :, ::2].transpose(2, 1, 0), scale.transpose(1, 0, 2)[:, :, 1::2])
-    quantize_mxfp8(x, out=out)
-    np.testing.assert_array_equal(out.data, expected.data)
-    np.testing.assert_array_equal(out.scale, expected.scale)
-    assert not data[:, :, 1::2].any()
-    assert not scale[:, :, ::2].any()
-
-    wide = np.zeros((64, 6, 8), DTYPES[dtype])
-    target = wide[:, :, 1::2].transpose(2, 1, 0)
-    assert dequantize_mxfp8(out, dtype, out=target) is target
-    np.testing.assert_array_equal(target, dequantize_mxfp8(expected, dtype))
-    assert not wide[:, :, ::2].any()
-
-
-def test_a_target_of_the_other_byte_order_gets_the_same_values():
-    q = quantize_mxfp8(np.linspace(-3, 5, 64, dtype=np.float32))
-    swapped = np.zeros(64, np.dtype(np.float32).newbyteorder())
-    dequantize_mxfp8(q, "float32", out=swapped)
-    np.testing.assert_array_equal(swapped, dequantize_mxfp8(q, "float32"))
-
-
-@pytest.mark.parametrize(
-    ("shape", "columns"),
-    [((3, 2049 * 32), slice(None)), ((3, 2051 * 32), slice(32, -32)), ((5000, 96), slice(0, 64))],
-)
-def test_arrays_larger_than_a_tile_are_as_one_call_of_the_reference(shape, columns):
-    x = np.random.default_rng(8).standard_normal(shape, dtype=np.float32)[:, columns]
-    q = quantize_mxfp8(x)
-    bits = np.ascontiguousarray(x).view(np.uint32).reshape(-1, 32)
-    codes, scale = reference.quantize_bits(bits, reference.E4M3, "rceil")
-    np.testing.assert_array_equal(q.data.reshape(-1, 32), codes)
-    np.testing.assert_array_equal(q.scale.reshape(-1), scale)
-    values = np.ldexp(code_values("e4m3")[codes], scale.astype(int)[:, None] - 127).astype(np.float32)
-    np.testing.assert_array_equal(dequantize_mxfp8(q, "float32").reshape(-1, 32), values)
-
-
-@pytest.mark.parametrize("shape", [(0,), (0, 64), (5, 0), (3, 0, 32)])
-def test_empty_arrays_work(shape):
-    q = quantize_mxfp8(np.zeros(shape, np.float32))
-    assert q.shape == shape
-    assert q.scale.shape == (*shape[:-1], shape[-1] // 32)
-    assert dequantize_mxfp8(q).shape == shape
-    assert quantize_mxfp8(np.zeros(shape, np.float32), out=q) is q
-
-
-def test_wire_bytes_counts_codes_and_scales():
-    q = quantize_mxfp8(np.ones((4, 64), np.float32))
-    assert q.wire_bytes == 4 * 64 + 4 * 2
-
-
-# ------------------------------------------------------------------------------------------------ errors
-class OnGpu:
-    """What a kernel sees of a GPU array: the protocol attribute, and no NumPy array."""
-
-    @property
-    def __cuda_array_interface__(self):
-        raise AssertionError("it must not be asked")
-
-
-ONES = np.ones((2, 64), np.float32)
-GOOD = quantize_mxfp8(ONES)
-READ_ONLY = np.zeros((2, 64), np.uint8)
-READ_ONLY.flags.writeable = False
-ARENA = np.zeros(2 * 64 * 4, np.uint8)
-
-
-def tensor(data_shape, scale_shape, elem="e4m3"):
-    return MXFP8Tensor(np.zeros(data_shape, np.uint8), np.zeros(scale_shape, np.uint8), elem)
-
-
-@pytest.mark.parametrize(
-    ("call", "error", "builtin", "text"),
-    [
-        (lambda: quantize_mxfp8(ONES[:, :40]), KernelError, ValueError, r"multiple of 32.*\[2, 40\].*padded for you"),
-        (lambda: quantize_mxfp8(np.float32(1) + np.zeros(())), KernelError, ValueError, "NumPy array"),
-        (lambda: quantize_mxfp8(np.zeros((), np.float32)), KernelError, ValueError, "at least one dim"),
-        (lambda: quantize_mxfp8(ONES.tolist()), KernelError, ValueError, r"NumPy array, got builtins.list; write"),
-        (lambda: quantize_mxfp8(OnGpu()), KernelError, ValueError, "GPU kernels are not in this version yet"),
-        (lambda: quantize_mxfp8(ONES.astype(np.float64)), DTypeError, TypeError, "got float64; convert it first"),
-        (lambda: quantize_mxfp8(ONES.astype(np.int32)), DTypeError, TypeError, "got int32"),
-        (lambda: quantize_mxfp8(ONES, "e3m4"), KernelError, ValueError, '"e4m3" or "e5m2", got \'e3m4\''),
-        (lambda: quantize_mxfp8(ONES, ["e4m3"]), KernelError, ValueError, "e5m2"),
-        (lambda: quantize_mxfp8(ONES, mode="round"), KernelError, ValueError, "one of rceil, floor, even, ceil"),
-        (lambda: quantize_mxfp8(ONES[:0], mode="round"), KernelError, ValueError, "one of rceil"),
-        (lambda: quantize_mxfp8(ONES, min_scale_byte=255), KernelError, ValueError, "0 to 254.*got 255"),
-        (lambda: quantize_mxfp8(ONES, min_scale_byte=-1), KernelError, ValueError, "0 to 254"),
-        (lambda: quantize_mxfp8(ONES, min_scale_byte=1.0), KernelError, ValueError, "0 to 254"),
-        (lambda: quantize_mxfp8(ONES, out=ONES), KernelError, ValueError, "out must be an MXFP8Tensor"),
-        (lambda: quantize_mxfp8(ONES, "e5m2", out=GOOD), BufferMismatchError, ValueError, 'out is for "e4m3"'),
-        (lambda: quantize_mxfp8(ONES, out=tensor((2, 32), (2, 1))), BufferMismatchError, ValueError,
-         r"out.data must be uint8 \[2, 64\], got uint8 \[2, 32\]"),
-        (lambda: quantize_mxfp8(ONES, out=MXFP8Tensor(READ_ONLY, GOOD.scale)), BufferMismatchError, ValueError,
-         "writeable"),
-        (lambda: quantize_mxfp8(ARENA.view(np.float32).reshape(2, 64),
-                                out=MXFP8Tensor(ARENA[:128].reshape(2, 64), GOOD.scale)),
-         BufferMismatchError, ValueError, "out.data must not share memory with x"),
-        (lambda: quantize_mxfp8(ONES, out=MXFP8Tensor(ARENA[:128].reshape(2, 64), ARENA[4:8].reshape(2, 2))),
-         BufferMismatchError, ValueError, "out.data must not share memory with out.scale"),
-        (lambda: MXFP8Tensor(GOOD.data, GOOD.data), BufferMismatchError, ValueError,
-         r"\[2, 64\] needs scale \[2, 2\], got \[2, 64\]"),
-        (lambda: tensor((2, 33), (2, 1)), KernelError, ValueError, "last dim of data must be a multiple of 32"),
-        (lambda: tensor((), ()), KernelError, ValueError, "at least one dim"),
-        (lambda: MXFP8Tensor(GOOD.data.view(np.int8), GOOD.scale), DTypeError, TypeError, "data.view"),
-        (lambda: MXFP8Tensor(GOOD.data, GOOD.scale.astype(np.float32)), DTypeError, TypeError, "got float32"),
-        (lambda: MXFP8Tensor(OnGpu(), GOOD.scale), KernelError, ValueError, "data is a GPU array"),
-        (lambda: MXFP8Tensor(GOOD.data, GOOD.scale, "fp8"), KernelError, ValueError, "e4m3"),
-        (lambda: dequantize_mxfp8(GOOD.data), KernelError, ValueError, "takes an MXFP8Tensor, got ndarray"),
-        (lambda: dequantize_mxfp8(GOOD, "float64"), DTypeError, TypeError, "got dtype float64"),
-        (lambda: dequantize_mxfp8(GOOD, "no such"), DTypeError, TypeError, "no such"),
-        (lambda: dequantize_mxfp8(GOOD, out=ONES.copy()), BufferMismatchError, ValueError,
-         r"out must be bfloat16 \[2, 64\], got float32"),
-        (lambda: dequantize_mxfp8(GOOD, "float32", out=OnGpu()), KernelError, ValueError, "out is a GPU array"),
-        (lambda: dequantize_mxfp8(GOOD, "float32", out=ONES[:1].copy()), BufferMismatchError, ValueError,
-         r"got float32 \[1, 64\]"),
-        (lambda: dequantize_mxfp8(MXFP8Tensor(ARENA[:128].reshape(2, 64), GOOD.scale), "float32",
-                                  out=ARENA.view(np.float32).reshape(2, 64)),
-         BufferMismatchError, ValueError, "must not share memory with q.data"),
-        (lambda: swizzle_scales(np.zeros(4, np.uint8)), KernelError, ValueError, r"2-D array.*got \[4\]"),
-        (lambda: swizzle_scales(np.zeros((4, 4), np.int8)), DTypeError, TypeError, "expected uint8, got int8"),
-        (lambda: swizzle_scales(OnGpu()), KernelError, ValueError, "GPU array"),
-        (lambda: unswizzle_scales(np.zeros(512, np.uint8), 129, 4), BufferMismatchError, ValueError,
-         "expected 1024 bytes, got 512"),
-        (lambda: unswizzle_scales(np.zeros(512, np.uint8), -1, 4), KernelError, ValueError, "rows must be"),
-        (lambda: unswizzle_scales(np.zeros(512, np.uint8), 1, 4.0), KernelError, ValueError, "cols must be"),
-    ],
-)  # fmt: skip
-def test_wrong_calls_raise_the_named_error_with_the_rule_in_its_text(call, error, builtin, text):
-    with pytest.raises(error, match=text) as caught:
-        call()
-    assert isinstance(caught.value, builtin)
-    assert isinstance(caught.value, LowshardError)
-
-
-# -------------------------------------------------------------------------------------------- 128x4 layout
-@pytest.mark.parametrize("shape", [(1, 1), (32, 4), (128, 4), (129, 5), (300, 10), (256, 12), (0, 3), (3, 0)])
-def test_swizzled_scales_lie_where_the_layout_says_and_come_back(shape):
-    rows, cols = shape
-    scale = np.random.default_rng(9).integers(1, 255, shape, dtype=np.uint8)
-    tile_cols = -(-cols // 4)
-    expected = np.zeros(-(-rows // 128) * tile_cols * 512, np.uint8)
-    for row in range(rows):
-        for col in range(cols):
-            tile = row // 128 * tile_cols + col // 4
-            inside = (row % 32) * 16 + (row % 128) // 32 * 4 + col % 4
-            expected[tile * 512 + inside] = scale[row, col]
-    swizzled = swizzle_scales(scale)
-    np.testing.assert_array_equal(swizzled, expected)
-    np.testing.assert_array_equal(unswizzle_scales(swizzled, rows, cols), scale)
-    np.testing.assert_array_equal(swizzle_scales(np.asfortranarray(scale)), expected)
-
-
-# ------------------------------------------------------------------------------------------------- imports
-def test_importing_the_kernels_loads_no_optional_library():
-    heavy = "numba cupy mpi4py yaml safetensors ml_dtypes matplotlib rich tokenizers"
-    code = f"import sys, lowshard.kernels; print([m for m in {heavy.split()!r} if m in sys.modules])"
-    run = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=Path(lowshard.__file__).parent.parent,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert (run.returncode, run.stdout.strip()) == (0, "[]"), run.stderr
+@combos
+def test_min_scale_byte_lifts_low_scales_and_elements_follow(dtype, elem, mode_):
+    x = moderate_blocks(5, 200, dtype)
+    plain = quantize_mxfp8(x, elem, mode_)
+    for lowest in (1, 60, 127, 254):
+        lifted = quantize_mxfp8(x, elem, mode_, min_scale_byte=lowest)
+        np.testing.assert_array_equal(lifted.scale, np.maximum(plain.scale, lowest))
+        high = plain.scale[:, 0] >= lowest
+        np.testing.assert_array_equal(lifted.data[high], plain.data[high])
+        assert (~high).any()  # what follows is about something
+        np.testing.assert_array_equal(
+            lifted.data[~high], slow_codes(exact(x[~high]) / 2.0 ** (lowest - 127), elem)
+        )
+        zeros = quantize_mxfp8(np.zeros(32, DTYPES[dtype]), elem, mode_, min_scale_byte=lowest)
+        assert zeros.scale.tolist() == [lowest]

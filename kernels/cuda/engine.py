@@ -1,0 +1,255 @@
+"""The CUDA engine: from checked arrays and run tables to kernel launches.
+
+What runs a kernel is behind `Launcher`: CuPy's current stream in use, a host build of the same sources in the
+tests. Everything that decides what is launched is here. Nothing in this module waits for the GPU.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from lowshard.kernels import reference
+from lowshard.kernels.buffer import Array, address, allocate
+from lowshard.kernels.cuda.table import UnitTable, start_divisor_bytes, unit_table
+from lowshard.kernels.reference import BLOCK_ELEMS, Elem, Mode
+from lowshard.kernels.runs import DST_OFFSET, SRC_OFFSET, RunTable, whole_array_runs
+
+THREADS = 256
+"""Threads of a CTA; the sources have the same number."""
+
+_SHORT = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
+_KIND = {"bfloat16": 0, "float16": 1, "float32": 2}
+_VECTOR_BYTES = 16
+_DIRECT_SOURCES = 6  # of a sum: as arguments; the rest by a table
+_KEPT_SOURCE_TABLES = 256
+_TILE_BYTES = 512  # of the 128x4 layout
+_SWIZZLE_TILES = 8  # of a CTA's turn
+
+
+class Launcher(Protocol):
+    """What the engine needs from a GPU, or from what stands in for it."""
+
+    multiprocessors: int
+
+    @property
+    def current_stream(self) -> Hashable:
+        """The stream that launches and copies go to now."""
+
+    def to_device(self, words: npt.NDArray[np.int64]) -> Array:
+        """Return a copy on the device, made in the current stream's order."""
+
+    def launch(self, kernel: str, ctas: int, threads: int, args: Sequence[int]) -> None:
+        """Start a kernel on the current stream; all arguments are 64-bit integers."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Placed:
+    """A unit table on the device. `words` owns the memory."""
+
+    words: Array
+    args: tuple[int, ...]
+    units: int
+
+
+class CudaEngine:
+    """Every kernel by CUDA, on what its launcher calls device arrays.
+
+    Args:
+        launcher: starts kernels on one device.
+    """
+
+    name = "cuda"
+
+    def __init__(self, launcher: Launcher) -> None:
+        self._launcher = launcher
+        self._key = object()  # of this engine's copies in run tables, which may live longer than it
+        self._sources: OrderedDict[Hashable, Array] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def copy(self, src: Array, dst: Array, runs: RunTable) -> None:
+        """Copy every run of `src` to its place in `dst`, in the largest units that all addresses allow."""
+        if not runs.boxes:
+            return
+        bits = address(src) | address(dst) | _start_bits(runs) | _VECTOR_BYTES
+        unit_bytes = bits & -bits
+        table = self._placed(runs, unit_bytes, bytes_as_items=True)
+        args = (address(src), address(dst), *table.args)
+        self._launch(f"copy_{unit_bytes}", table.units, 4 * THREADS, 5, args)
+
+    def quantize(
+        self,
+        src: Array,
+        data: Array,
+        scale: Array,
+        runs: RunTable,
+        elem: Elem,
+        mode: Mode,
+        min_scale_byte: int,
+    ) -> None:
+        """Quantise every run, whole blocks, of a bf16, fp16 or fp32 array."""
+        if not runs.boxes:
+            return
+        src_bits = address(src) | runs.src_divisor_bytes
+        aligned = 1 * (src_bits % _VECTOR_BYTES == 0) + 2 * (src_bits % runs.src_itemsize == 0)
+        aligned += 4 * ((address(data) | runs.dst_divisor_bytes) % 8 == 0)
+        sides = [(src, SRC_OFFSET, 1), (data, DST_OFFSET, 1), (scale, DST_OFFSET, BLOCK_ELEMS)]
+        form, args, units = self._form(runs, aligned & 5 == 5, sides)
+        name = f"quantize_{_SHORT[src.dtype.name]}_{elem}_{form}"
+        round_up = reference.scale_round_up(reference.element_format(elem), mode)
+        resident = 3 if runs.src_itemsize == 4 else 4 if form == "any" else 5
+        self._launch(name, units, THREADS, resident, (*args, round_up, min_scale_byte, aligned))
+
+    def dequantize(self, data: Array, scale: Array, elem: Elem, dst: Array, runs: RunTable) -> None:
+        """Dequantise every run, whole blocks."""
+        if not runs.boxes:
+            return
+        dst_bits = address(dst) | runs.dst_divisor_bytes
+        aligned = 1 * ((address(data) | runs.src_divisor_bytes) % 8 == 0)
+        aligned += 2 * (dst_bits % _VECTOR_BYTES == 0) + 4 * (dst_bits % runs.dst_itemsize == 0)
+        sides = [(data, SRC_OFFSET, 1), (scale, SRC_OFFSET, BLOCK_ELEMS), (dst, DST_OFFSET, 1)]
+        form, args, units = self._form(runs, aligned & 3 == 3, sides)
+        name = f"dequantize_{elem}_{_SHORT[dst.dtype.name]}_{form}"
+        self._launch(name, units, THREADS, 5, (*args, aligned))
+
+    def cast(self, src: Array, dst: Array, runs: RunTable) -> None:
+        """Convert every run from src's dtype to dst's, eight elements at a time where addresses allow it."""
+        if not runs.boxes:
+            return
+        bits = address(src) | address(dst) | _start_bits(runs)
+        unit_elems, each = (8, 2) if bits % _VECTOR_BYTES == 0 else (1, 4)
+        table = self._placed(runs, unit_elems)
+        kinds = (_KIND[src.dtype.name], _KIND[dst.dtype.name])
+        args = (address(src), address(dst), *table.args, *kinds)
+        self._launch(f"cast_{unit_elems}", table.units, each * THREADS, 4, args)
+
+    def sum_into(self, out: Array, sources: Sequence[Array], accumulate: bool) -> None:
+        """Sum contiguous arrays of one size in fp32, from left to right, and round once."""
+        bases = [address(source) for source in sources]
+        kinds = [_KIND[source.dtype.name] for source in sources]
+        together = address(out)
+        for base in bases:
+            together |= base
+        group = 8 if together % _VECTOR_BYTES == 0 else 1
+        packed = sum(kind << (4 * i) for i, kind in enumerate(kinds[:_DIRECT_SOURCES]))
+        direct = (bases + [0] * _DIRECT_SOURCES)[:_DIRECT_SOURCES]
+        more = self._source_table(bases[_DIRECT_SOURCES:], kinds[_DIRECT_SOURCES:])
+        args = (
+            address(out),
+            _KIND[out.dtype.name],
+            out.size,
+            int(accumulate),
+            len(bases),
+            packed,
+            *direct,
+            address(more) if more is not None else 0,
+        )
+        # At least one CTA: the elements after the last group are its work.
+        self._launch(f"sum_{group}", max(1, out.size // group), THREADS, 5, args)
+
+    def swizzle(self, scale: Array, out: Array) -> None:
+        """Write uint8 [rows, cols] of any strides in the 128x4 layout, padding included."""
+        self._swizzle("swizzle_scales", scale, out)
+
+    def unswizzle(self, swizzled: Array, out: Array) -> None:
+        """Write a flat array in the 128x4 layout to uint8 [rows, cols] of any strides."""
+        self._swizzle("unswizzle_scales", out, self._contiguous(swizzled))
+
+    def _contiguous(self, array: Array) -> Array:
+        """Return the array, or a copy that is contiguous, made by our own kernel."""
+        if array.flags.c_contiguous:
+            return array
+        flat = allocate(array.shape, array.dtype, array)
+        itemsize = array.dtype.itemsize
+        self.copy(array, flat, whole_array_runs(array.shape, array.strides, flat.strides, itemsize, itemsize))
+        return flat
+
+    def _swizzle(self, name: str, matrix: Array, tiles: Array) -> None:
+        rows, columns = matrix.shape
+        row_stride, column_stride = matrix.strides
+        bits = address(matrix) | (row_stride if rows > 1 else 0)
+        words = column_stride == 1 and bits % 4 == 0
+        args = (address(matrix), address(tiles), rows, columns, row_stride, column_stride, int(words))
+        self._launch(name, tiles.size // _TILE_BYTES, _SWIZZLE_TILES, 8, args)
+
+    def _form(
+        self, runs: RunTable, vectors: bool, sides: list[tuple[Array, int, int]]
+    ) -> tuple[str, tuple[int, ...], int]:
+        """Return the form of a block kernel, its first arguments, and the blocks.
+
+        Args:
+            runs: the table.
+            vectors: whether all addresses are on vector boundaries.
+            sides: the arrays, each with its row of offsets and the elements that take one of its bytes.
+        """
+        if vectors and runs.boxes == 1 and not runs.outer_dims:
+            starts = (address(array) + int(runs.columns[row, 0]) // per for array, row, per in sides)
+            units = runs.total_elems // BLOCK_ELEMS
+            return "linear", (*starts, 0, 1, 0, 0, units), units
+        table = self._placed(runs, BLOCK_ELEMS)
+        bases = (address(array) for array, _, _ in sides)
+        return "table" if vectors else "any", (*bases, *table.args), table.units
+
+    def _placed(self, runs: RunTable, unit_items: int, bytes_as_items: bool = False) -> _Placed:
+        """Return the table on the device, made on first use for each stream.
+
+        A stream has its own copy because memory goes back to the pool of the stream it was made on: a kernel
+        that waits on another stream could find the next owner's words there.
+        """
+        stream = self._launcher.current_stream
+        key = (self._key, stream, unit_items, bytes_as_items)
+        found: _Placed | None = runs.derived.get(key)
+        if found is None:
+            host_key = ("units", unit_items, bytes_as_items)
+            host: UnitTable | None = runs.derived.get(host_key)
+            if host is None:
+                host = runs.derived[host_key] = unit_table(runs, unit_items, bytes_as_items)
+            words = self._launcher.to_device(host.words)
+            args = (address(words), host.boxes, host.dims, host.map_shift, host.units)
+            found = runs.derived[key] = _Placed(words, args, host.units)
+        return found
+
+    def _source_table(self, bases: list[int], kinds: list[int]) -> Array | None:
+        """Return address and kind of each source in turns, on the device; kept for later calls."""
+        if not bases:
+            return None
+        key = (self._launcher.current_stream, *bases, *kinds)
+        with self._lock:
+            found = self._sources.get(key)
+            if found is None:
+                pairs = np.array([bases, kinds], np.int64).T.reshape(-1)
+                found = self._sources[key] = self._launcher.to_device(np.ascontiguousarray(pairs))
+                if len(self._sources) > _KEPT_SOURCE_TABLES:
+                    self._sources.popitem(last=False)
+            else:
+                self._sources.move_to_end(key)
+        return found
+
+    def _launch(self, kernel: str, units: int, each: int, resident: int, args: tuple[int, ...]) -> None:
+        """Start the CTAs that the units need, `each` a turn, but no more than a GPU holds: kernels loop."""
+        ctas = min(-(-units // each), self._launcher.multiprocessors * resident)
+        self._launcher.launch(kernel, ctas, THREADS, args)
+
+
+@cache
+def device_engine(device_id: int) -> CudaEngine:
+    """Return the engine of a GPU."""
+    from lowshard.kernels.cuda.module import CuPyLauncher
+
+    return CudaEngine(CuPyLauncher(device_id))
+
+
+def _start_bits(runs: RunTable) -> int:
+    """Return a number with just the powers of two as factors that every run's first byte has, both sides."""
+    key = "start bits"
+    found: int | None = runs.derived.get(key)
+    if found is None:
+        found = runs.derived[key] = start_divisor_bytes(runs, 0) | start_divisor_bytes(runs, 1)
+    return found

@@ -1,0 +1,101 @@
+"""The CUDA sources, and CuPy as what compiles and starts them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Hashable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from lowshard.errors import DependencyError
+from lowshard.kernels.buffer import Array
+
+FOLDER = Path(__file__).parent
+SOURCES = ("quantize", "dequantize", "copy", "convert", "swizzle")
+"""The .cu files, each of which is a module of its own: only what is used gets compiled."""
+
+COMPILER_OPTIONS = ("-std=c++17",)
+
+# The file of a kernel, by the first word of its name.
+_FILE_OF = {
+    "quantize": "quantize",
+    "dequantize": "dequantize",
+    "copy": "copy",
+    "cast": "convert",
+    "sum": "convert",
+    "swizzle": "swizzle",
+    "unswizzle": "swizzle",
+}
+_INCLUDE = re.compile(r'^#include "([a-z0-9_]+\.cuh)"$', re.MULTILINE)
+
+
+@cache
+def source(name: str) -> str:
+    """Return a .cu file as one text, our own includes put in, each once: RawModule takes no folders."""
+    seen: set[str] = set()
+
+    def read(file: str) -> str:
+        if file in seen:
+            return ""
+        seen.add(file)
+        text = (FOLDER / file).read_text(encoding="utf-8").replace("#pragma once\n", "")
+        return _INCLUDE.sub(lambda match: read(match[1]), text)
+
+    return read(f"{name}.cu")
+
+
+class CuPyLauncher:
+    """Starts kernels on one GPU, on the stream that is current there; never waits.
+
+    Args:
+        device_id: CUDA's number of the GPU.
+
+    Raises:
+        DependencyError: CuPy cannot be imported.
+    """
+
+    def __init__(self, device_id: int) -> None:
+        try:
+            import cupy
+        except ImportError as error:
+            raise DependencyError(
+                f"kernels on a GPU need CuPy, which cannot be imported ({error}); "
+                "pip install 'lowshard[cuda13]', or 'lowshard[cuda12]' for CUDA 12"
+            ) from error
+        self._cupy = cupy
+        self._device = cupy.cuda.Device(device_id)
+        self.multiprocessors = int(self._device.attributes["MultiProcessorCount"])
+        self._modules: dict[str, Any] = {}
+        self._kernels: dict[str, Any] = {}
+
+    @property
+    def current_stream(self) -> Hashable:
+        """The address of the stream that is current on this GPU."""
+        return int(self._cupy.cuda.get_current_stream(self._device.id).ptr)
+
+    def to_device(self, words: npt.NDArray[np.int64]) -> Array:
+        """Return a copy on the GPU, made in the current stream's order from pinned memory."""
+        with self._device:
+            return self._cupy.array(words, blocking=False)
+
+    def launch(self, kernel: str, ctas: int, threads: int, args: Sequence[int]) -> None:
+        """Start a kernel on the current stream. CuPy passes a Python integer as 64 bits."""
+        with self._device:
+            self._kernel(kernel)((ctas,), (threads,), tuple(args))
+
+    def _kernel(self, name: str) -> Any:
+        found = self._kernels.get(name)
+        if found is None:
+            file = _FILE_OF[name.split("_")[0]]
+            module = self._modules.get(file)
+            if module is None:
+                # Compiled on first use for the GPU that is current, and kept on disk by CuPy.
+                module = self._modules[file] = self._cupy.RawModule(
+                    code=source(file), options=COMPILER_OPTIONS
+                )
+            found = self._kernels[name] = module.get_function(name)
+        return found

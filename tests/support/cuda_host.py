@@ -1,0 +1,169 @@
+"""The CUDA sources compiled for the host: the engine of the GPU on NumPy arrays, with every access checked.
+
+The folder beside it has what CUDA's words mean to a C++ compiler. The .cu files are those that are shipped.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import shutil
+import subprocess
+import tempfile
+import threading
+import weakref
+from collections.abc import Callable, Hashable, Sequence
+from functools import cache, wraps
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from lowshard.kernels.buffer import address_range
+from lowshard.kernels.cuda.engine import CudaEngine
+from lowshard.kernels.cuda.module import FOLDER, SOURCES
+
+SHIM = Path(__file__).with_name("cuda_host")
+COMPILER = "g++"
+COMPILE_LIMIT_S = 300.0
+
+
+class HostFault(RuntimeError):
+    """A kernel did what a GPU would fault on, or leave undefined."""
+
+
+@cache
+def host_library() -> tuple[ctypes.CDLL, str]:
+    """Return all kernels as one library, compiled once a process, and what the compiler said."""
+    folder = tempfile.mkdtemp(prefix="lowshard-cuda-host-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    target = Path(folder) / "kernels.so"
+    command = [
+        COMPILER, "-O2", "-std=c++17", "-fPIC", "-shared", "-Wall", "-Wextra", "-Wno-unknown-pragmas",
+        "-U_FORTIFY_SOURCE",  # it takes a jump between fibers for a damaged stack
+        "-include", str(SHIM / "cuda_host.hpp"), "-I", str(FOLDER), "-x", "c++",
+        *(str(FOLDER / f"{name}.cu") for name in SOURCES), str(SHIM / "cuda_host.cpp"), "-o", str(target),
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_LIMIT_S)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)}\n{done.stdout}{done.stderr}")
+    library = ctypes.CDLL(str(target))
+    library.lowshard_run.restype = ctypes.c_char_p
+    return library, done.stderr
+
+
+class HostLauncher:
+    """A `Launcher` whose device memory is NumPy arrays.
+
+    Args:
+        multiprocessors: of the GPU it stands for; the grid follows from it.
+        most_ctas: runs no larger grid than this; every kernel loops over what is left.
+        flush: fp32 subnormals are flushed to zero, as CuPy compiles kernels. Needs x86.
+
+    Attributes:
+        launches: kernel and CTAs of every launch so far.
+        current_stream: any value; another one is another stream.
+        only_ctas: (first, stop) of the CTAs to run, or None for all of a grid.
+        ranges: addresses that kernels may touch beside the engine's tables; None: any.
+    """
+
+    # One launch at a time: the fibers are shared.
+    _lock = threading.RLock()
+
+    def __init__(self, multiprocessors: int = 4, flush: bool = False, most_ctas: int | None = None) -> None:
+        self.most_ctas = most_ctas
+        self.multiprocessors = multiprocessors
+        self.flush = flush
+        self.current_stream: Hashable = 0
+        self.launches: list[tuple[str, int]] = []
+        self.uploads = 0
+        self.only_ctas: tuple[int, int] | None = None
+        self.ranges: list[tuple[int, int]] | None = None
+        self._tables: dict[int, weakref.ref[npt.NDArray[np.int64]]] = {}
+
+    def to_device(self, words: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Return a copy on a 16-byte boundary."""
+        assert words.dtype == np.int64
+        assert words.flags.c_contiguous
+        raw = np.empty(words.nbytes + 16, np.uint8)
+        skip = -raw.ctypes.data % 16
+        copy = raw[skip : skip + words.nbytes].view(np.int64)
+        copy[...] = words
+        self.uploads += 1
+        self._tables[copy.ctypes.data] = weakref.ref(copy)
+        return copy
+
+    def launch(self, kernel: str, ctas: int, threads: int, args: Sequence[int]) -> None:
+        """Run a kernel to its end.
+
+        Raises:
+            HostFault: a misaligned or outside access, or lanes that do not meet in a shuffle.
+        """
+        library, _ = host_library()
+        assert 0 < ctas < 1 << 31
+        assert {type(word) for word in (ctas, *args)} == {int}  # CuPy gives other types other widths
+        words = (ctypes.c_uint64 * len(args))(*(arg & (1 << 64) - 1 for arg in args))
+        bounds: list[int] = []
+        if self.ranges is not None:
+            for low, high in (*self.ranges, *self._table_ranges(args)):
+                bounds += (low, high)
+        ctas = min(ctas, self.most_ctas or ctas)
+        first, stop = self.only_ctas or (0, ctas)
+        with self._lock:
+            self.launches.append((kernel, ctas))
+            error = library.lowshard_run(
+                getattr(library, kernel), words, len(args), ctas, threads, first, stop,
+                (ctypes.c_uint64 * max(1, len(bounds)))(*bounds), len(bounds) // 2, int(self.flush),
+            )  # fmt: skip
+        if error:
+            raise HostFault(f"{kernel}: {error.decode()}")
+
+    def _table_ranges(self, args: Sequence[int]) -> list[tuple[int, int]]:
+        live = [self._tables[arg]() for arg in args if arg in self._tables]
+        return [(table.ctypes.data, table.ctypes.data + table.nbytes) for table in live if table is not None]
+
+
+def _guarded(name: str) -> Callable[..., None]:
+    plain = getattr(CudaEngine, name)
+
+    @wraps(plain)
+    def method(self: HostCudaEngine, *args: Any) -> None:
+        arrays = [arg for arg in args if isinstance(arg, np.ndarray)]
+        for arg in args:
+            if isinstance(arg, (list, tuple)):
+                arrays += arg
+        with self.launcher._lock:
+            outer = self.launcher.ranges
+            self.launcher.ranges = [address_range(array) for array in arrays]
+            try:
+                plain(self, *args)
+            finally:
+                self.launcher.ranges = outer
+
+    return method
+
+
+class HostCudaEngine(CudaEngine):
+    """The CUDA engine on NumPy arrays; a kernel may touch the arrays of its call and nothing else."""
+
+    def __init__(self, launcher: HostLauncher) -> None:
+        super().__init__(launcher)
+        self.launcher = launcher
+
+    def _contiguous(self, array: Any) -> Any:
+        found = super()._contiguous(array)
+        assert self.launcher.ranges is not None
+        self.launcher.ranges.append(address_range(found))
+        return found
+
+
+for _name in ("copy", "quantize", "dequantize", "cast", "sum_into", "swizzle", "unswizzle"):
+    setattr(HostCudaEngine, _name, _guarded(_name))
+
+
+def host_cuda_engine(
+    multiprocessors: int = 4, flush: bool = False, most_ctas: int | None = None
+) -> HostCudaEngine:
+    """Return a CUDA engine that works on NumPy arrays; the arguments are `HostLauncher`'s."""
+    return HostCudaEngine(HostLauncher(multiprocessors, flush, most_ctas))

@@ -1,0 +1,222 @@
+"""The CUDA sources compile for every GPU named here, spill no register, and become the right instructions.
+
+Needs no GPU: NVRTC from its wheel, nvcc on PATH, and nvdisasm for the instructions. What is compiled is the
+text that CuPy is given, under the options that CuPy adds.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import re
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from itertools import product
+from pathlib import Path
+
+import pytest
+from support import mode
+
+from lowshard.kernels.cuda.module import COMPILER_OPTIONS, SOURCES, source
+
+ARCHES = (80, 86, 89, 90, 100, 103, 120)
+MAIN_ARCH = 90
+CUPY_OPTIONS = ("-ftz=true",)
+LIMIT_S = 100.0
+
+FLOATS = ("bf16", "f16", "f32")
+ELEMS = ("e4m3", "e5m2")
+FORMS = ("linear", "table", "any")
+KERNELS = {
+    "quantize": {f"quantize_{x}_{e}_{form}" for x, e, form in product(FLOATS, ELEMS, FORMS)},
+    "dequantize": {f"dequantize_{e}_{x}_{form}" for x, e, form in product(FLOATS, ELEMS, FORMS)},
+    "copy": {f"copy_{size}" for size in (1, 2, 4, 8, 16)},
+    "convert": {"cast_1", "cast_8", "sum_1", "sum_8"},
+    "swizzle": {"swizzle_scales", "unswizzle_scales"},
+}
+
+
+@cache
+def wheel_folders() -> list[Path]:
+    """Return the folders of NVIDIA's wheels, nvidia/cu13 say."""
+    spec = importlib.util.find_spec("nvidia")
+    places = list(spec.submodule_search_locations or []) if spec else []
+    return [folder for place in places for folder in sorted(Path(place).iterdir()) if folder.is_dir()]
+
+
+@cache
+def tool(name: str) -> str | None:
+    """Return the path of a program of the CUDA toolkit, on PATH or in a wheel."""
+    found = shutil.which(name)
+    inside = [str(folder / "bin" / name) for folder in wheel_folders() if (folder / "bin" / name).exists()]
+    return found or next(iter(inside), None)
+
+
+@cache
+def nvrtc() -> ctypes.CDLL | None:
+    """Return NVRTC from a wheel, or from where the system keeps libraries."""
+    inside = [str(lib) for folder in wheel_folders() for lib in sorted(folder.glob("lib/libnvrtc.so.*"))]
+    for name in (*inside, "libnvrtc.so.13", "libnvrtc.so.12"):
+        try:
+            return ctypes.CDLL(name)
+        except OSError:
+            continue
+    return None
+
+
+COMPILERS = {
+    "nvrtc": (nvrtc() is not None, "NVRTC is neither in a wheel (nvidia-cuda-nvrtc) nor among the libraries"),
+    "nvcc": (shutil.which("nvcc") is not None, "nvcc is not on PATH"),
+}
+
+
+@cache
+def compiled(compiler: str, arch: int, name: str) -> tuple[str, bytes]:
+    """Return what the compiler and ptxas said, and the cubin."""
+    options = [*COMPILER_OPTIONS, *CUPY_OPTIONS, f"-arch=sm_{arch}", "--ptxas-options=-v"]
+    return (_by_nvrtc if compiler == "nvrtc" else _by_nvcc)(name, options)
+
+
+def _by_nvcc(name: str, options: list[str]) -> tuple[str, bytes]:
+    with tempfile.TemporaryDirectory() as folder:
+        text, cubin = Path(folder, f"{name}.cu"), Path(folder, f"{name}.cubin")
+        text.write_text(source(name), encoding="utf-8")
+        command = ["nvcc", *options, "-cubin", "-o", str(cubin), str(text)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, cwd=folder)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout + done.stderr, cubin.read_bytes()
+
+
+def _by_nvrtc(name: str, options: list[str]) -> tuple[str, bytes]:
+    library = nvrtc()
+    assert library is not None
+    program = ctypes.c_void_p()
+    text = source(name).encode()
+    assert library.nvrtcCreateProgram(ctypes.byref(program), text, f"{name}.cu".encode(), 0, None, None) == 0
+    try:
+        words = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
+        status = library.nvrtcCompileProgram(program, len(options), words)
+        log = _nvrtc_bytes(library, program, "ProgramLog").rstrip(b"\0").decode()
+        assert status == 0, log
+        return log, _nvrtc_bytes(library, program, "CUBIN")
+    finally:
+        library.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+def _nvrtc_bytes(library: ctypes.CDLL, program: ctypes.c_void_p, what: str) -> bytes:
+    size = ctypes.c_size_t()
+    assert getattr(library, f"nvrtcGet{what}Size")(program, ctypes.byref(size)) == 0
+    buffer = ctypes.create_string_buffer(size.value)
+    assert getattr(library, f"nvrtcGet{what}")(program, buffer) == 0
+    return buffer.raw
+
+
+def registers(log: str) -> dict[str, int]:
+    """Return registers a thread of each kernel in a ptxas log; assert that none is spilled."""
+    found = {}
+    pattern = (
+        r"Compiling entry function '(\w+)'.*?(\d+) bytes stack frame, "
+        r"(\d+) bytes spill stores, (\d+) bytes.*?Used (\d+) reg"
+    )
+    for name, *memory, used in re.findall(pattern, log, re.DOTALL):
+        assert memory == ["0", "0", "0"], f"{name}: stack frame, spill stores and loads of {memory} bytes"
+        found[name] = int(used)
+    return found
+
+
+@cache
+def instructions(compiler: str, arch: int, name: str) -> dict[str, list[str]]:
+    """Return the instructions of each kernel in order, operands left out."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled(compiler, arch, name)[1])
+        file.flush()
+        command = [str(tool("nvdisasm")), "-c", file.name]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=True)
+    found: dict[str, list[str]] = {}
+    here: list[str] = []
+    for line in done.stdout.splitlines():
+        if start := re.match(r"\s*\.text\.(\w+):", line):
+            here = found.setdefault(start[1], [])
+        elif word := re.search(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z]\w*(?:\.\w+)*)", line):
+            here.append(word[1])
+    return found
+
+
+def cases() -> list[object]:
+    """Return each compiler with sm_90 and, in a default run, one other GPU."""
+    found: list[object] = []
+    for compiler, (usable, reason) in COMPILERS.items():
+        others = mode.sample([arch for arch in ARCHES if arch != MAIN_ARCH], 1, f"arch {compiler}")
+        mark = pytest.mark.skipif(not usable, reason=reason)
+        found += [
+            pytest.param(compiler, arch, name, marks=mark, id=f"{compiler}-sm_{arch}-{name}")
+            for arch in (MAIN_ARCH, *others)
+            for name in SOURCES
+        ]
+    return found
+
+
+every_case = pytest.mark.parametrize(("compiler", "arch", "name"), cases())
+disassembled = pytest.mark.skipif(
+    tool("nvdisasm") is None, reason="nvdisasm is neither on PATH nor in a wheel (nvidia-cuda-nvdisasm)"
+)
+
+
+@every_case
+def test_a_source_compiles_without_warnings_and_spills_no_register(
+    compiler: str, arch: int, name: str
+) -> None:
+    log, cubin = compiled(compiler, arch, name)
+    assert "warning" not in log.lower()
+    assert cubin[:4] == b"\x7fELF"
+    used = registers(log)
+    assert set(used) == KERNELS[name]
+    for kernel, count in used.items():
+        # Five CTAs of 256 threads fit: the engine sizes its grids by it, and so many loads keep memory busy.
+        if arch <= MAIN_ARCH and re.search(r"quantize_b?f16_\w+_(linear|table)|dequantize|copy", kernel):
+            assert count <= 48, kernel
+
+
+@disassembled
+@every_case
+def test_kernels_become_the_instructions_they_are_for(compiler: str, arch: int, name: str) -> None:
+    found = instructions(compiler, arch, name)
+    assert set(found) == KERNELS[name]
+    for kernel, words in found.items():
+        text = " ".join(words)
+
+        def has(pattern: str, text: str = text) -> bool:
+            return re.search(rf"(?<!\S)(?:{pattern})(?!\S)", text) is not None
+
+        # Local memory and generic addresses would be slow.
+        assert not has(r"(LDL|STL|LD|ST)(\.\S+)?"), kernel
+        wide = r"LDG\.E(\.\w+)*\.128"
+        if kernel.startswith("quantize"):
+            elem = kernel.split("_")[2].upper()
+            assert has(rf"F2FP\.SATFINITE\.{elem}\.\S+") == (arch >= 89), kernel
+            if "f32" not in kernel:
+                assert has(r"VIMNMX3?\.U16x2(\.\S+)?") == (arch >= 90), kernel
+            if not kernel.endswith("any"):
+                assert has(wide), kernel
+                assert has(r"STG\.E\.64"), kernel
+                assert not has(r"LDG\.E(\.EF)?\.[US]?(8|16)"), kernel
+                loads = [
+                    i for i, word in enumerate(words) if re.fullmatch(wide, word) and "CONSTANT" not in word
+                ]
+                first = next(i for i, word in enumerate(words) if word.startswith("SHFL.BFLY"))
+                per_lane = 8 if "f32" in kernel else 4
+                assert sum(i < first for i in loads) >= per_lane, f"{kernel}: not all loads are under way"
+        elif kernel.startswith("dequantize"):
+            if "e4m3" in kernel:
+                assert has(r"F2FP\.F16\.E4M3\.UNPACK_B\S*") == (arch >= 89), kernel
+            if not kernel.endswith("any"):
+                assert has(r"LDG\.E(\.\w+)*\.64"), kernel
+                assert has(r"STG\.E\.128"), kernel
+        elif kernel.startswith("sum"):  # subnormals count, though CuPy has the compiler flush them
+            assert has("FADD"), kernel
+            assert not has(r"FADD\.FTZ\S*"), kernel
+        if kernel in ("copy_16", "cast_8", "sum_8"):
+            assert has(wide), kernel
+            assert has(r"STG\.E\.128"), kernel

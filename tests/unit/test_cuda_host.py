@@ -1,0 +1,670 @@
+"""The CUDA sources, run on the host, give the bytes of the plain engine: same files and launches, no GPU."""
+
+from __future__ import annotations
+
+import mmap
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from support import mode
+from support.cuda_host import HostCudaEngine, HostFault, host_cuda_engine, host_library
+
+from lowshard.errors import KernelError
+from lowshard.kernels import (
+    BoxTable,
+    MXFP8Tensor,
+    cast,
+    dequantize_mxfp8,
+    pack,
+    pack_quantize,
+    quantize_mxfp8,
+    sum_into,
+    swizzle_scales,
+    unpack,
+    unpack_dequantize,
+    unswizzle_scales,
+)
+from lowshard.kernels import engine as engine_module
+from lowshard.kernels.cuda import engine as cuda_engine
+from lowshard.kernels.cuda import table as cuda_table
+from lowshard.kernels.cuda.module import SOURCES, source
+from lowshard.kernels.engine import Engine
+from lowshard.kernels.plain import PlainEngine
+from lowshard.kernels.runs import RunTable
+
+pytestmark = pytest.mark.skipif(
+    shutil.which("g++") is None, reason="g++, which builds the kernels, is not on PATH"
+)
+
+ELEMS = ("e4m3", "e5m2")
+MODES = ("rceil", "floor", "even", "ceil")
+DTYPES = {
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "float16": np.dtype(np.float16),
+    "float32": np.dtype(np.float32),
+}
+FLUSHES = platform.machine() in ("x86_64", "AMD64")
+
+any_dtype = pytest.mark.parametrize("dtype", DTYPES)
+any_elem = pytest.mark.parametrize("elem", ELEMS)
+any_mode = pytest.mark.parametrize("scale_mode", MODES)
+
+
+@contextmanager
+def through(engine: Engine) -> Iterator[None]:
+    """Run the public calls on NumPy arrays through an engine."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine_module, "host_engine", lambda: engine)
+        yield
+
+
+@pytest.fixture(scope="module")
+def engine() -> HostCudaEngine:
+    return host_cuda_engine()
+
+
+# One CTA, a grid as large as the work, and flushed subnormals, as in kernels that CuPy compiles.
+@pytest.fixture(scope="module", params=["usual", "one CTA", "large grid", "flushing"])
+def any_engine(request: pytest.FixtureRequest) -> HostCudaEngine:
+    if request.param == "flushing" and not FLUSHES:
+        pytest.skip(f"{platform.machine()}: the host build flushes subnormals on x86 alone")
+    return {
+        "usual": lambda: host_cuda_engine(),
+        "one CTA": lambda: host_cuda_engine(most_ctas=1),
+        "large grid": lambda: host_cuda_engine(multiprocessors=10**6),
+        "flushing": lambda: host_cuda_engine(flush=True),
+    }[request.param]()
+
+
+def raw(array: Any) -> Any:
+    return np.ascontiguousarray(array).view(np.uint8)
+
+
+def assert_same(result: Any, expected: Any) -> None:
+    for a, b in zip(parts(result), parts(expected), strict=True):
+        assert a.dtype == b.dtype
+        assert a.shape == b.shape
+        np.testing.assert_array_equal(raw(a), raw(b))
+
+
+def parts(result: Any) -> tuple[Any, ...]:
+    if isinstance(result, MXFP8Tensor):
+        return result.data, result.scale
+    return result if isinstance(result, tuple) else (result,)
+
+
+def assert_as_plain(engine: Engine, call: Callable[..., Any], *args: Any) -> Any:
+    """Make a call through both engines; it makes its own output arrays."""
+    with through(PlainEngine()):
+        expected = call(*args)
+    with through(engine):
+        result = call(*args)
+    assert_same(result, expected)
+    return result
+
+
+def floats(bits: Any, dtype: str) -> Any:
+    """Return bit patterns as an array of a float dtype."""
+    size = DTYPES[dtype].itemsize
+    return np.ascontiguousarray(bits, np.uint32 if size == 4 else np.uint16).view(DTYPES[dtype])
+
+
+def random_bits(rng: np.random.Generator, dtype: str, blocks: int) -> Any:
+    """Return blocks [blocks, 32] of every scale: all exponents, zeros, subnormals, at times NaN or Inf."""
+    bits, mantissa = {"bfloat16": (16, 7), "float16": (16, 10), "float32": (32, 23)}[dtype]
+    top = (1 << (bits - 1 - mantissa)) - 1
+    center = rng.integers(0, top, (blocks, 1))
+    field = np.clip(center + rng.integers(-12, 3, (blocks, 32)), 0, top - 1)
+    field[rng.random(blocks) < 0.05, rng.integers(32)] = top
+    field[rng.random(blocks) < 0.1] = 0
+    value = field << mantissa | rng.integers(0, 1 << mantissa, (blocks, 32))
+    value[rng.random(blocks) < 0.02] = 0
+    return value | rng.integers(0, 2, (blocks, 32)) << (bits - 1)
+
+
+def at_offset(array: Any, offset: int) -> Any:
+    """Return a copy of an array that begins `offset` bytes after a 64-byte boundary."""
+    space = np.zeros(array.nbytes + offset + 64, np.uint8)
+    skip = -space.ctypes.data % 64 + offset
+    copy = space[skip : skip + array.nbytes].view(array.dtype).reshape(array.shape)
+    copy[...] = array
+    return copy
+
+
+# ------------------------------------------------------------------------------------------------ the build
+def test_the_sources_compile_without_a_warning() -> None:
+    assert host_library()[1] == ""
+
+
+def test_a_source_handed_to_the_compiler_includes_no_file() -> None:
+    for name in SOURCES:
+        assert not re.search(r"^\s*#\s*(include|pragma once)", source(name), re.MULTILINE)
+        assert "typedef unsigned int u32;" in source(name)
+
+
+def test_the_engine_can_be_imported_without_cupy_and_numba() -> None:
+    code = (
+        "import sys; sys.modules['cupy'] = sys.modules['numba'] = None\n"
+        "import lowshard.kernels, lowshard.kernels.cuda.engine, lowshard.kernels.cuda.module\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_a_misaligned_an_outside_and_a_wrong_access_are_found(engine: HostCudaEngine) -> None:
+    words = np.zeros(64, np.int64)
+    base = words.ctypes.data
+    with pytest.raises(HostFault, match="no multiple"):
+        engine.launcher.launch("sum_8", 1, 256, (base + 8, 0, 8, 0, 1, 0, base + 8, 0, 0, 0, 0, 0, 0))
+    engine.launcher.ranges = [(base, base + 32)]
+    try:
+        with pytest.raises(HostFault, match="outside"):
+            engine.launcher.launch("sum_8", 1, 256, (base, 0, 24, 0, 1, 0, base, 0, 0, 0, 0, 0, 0))
+    finally:
+        engine.launcher.ranges = None
+    with pytest.raises(HostFault, match="no kernel takes"):
+        engine.launcher.launch("sum_8", 1, 256, (base,))
+    out = np.ones(4, np.float32)
+    with through(engine):  # and the fibers are whole again
+        assert sum_into(out, [np.ones(4, np.float32)]).tolist() == [2, 2, 2, 2]
+
+
+# ------------------------------------------------------------------------------------------------ quantise
+@pytest.fixture(scope="module", params=["bfloat16", "float16"])
+def every_pattern(request: pytest.FixtureRequest) -> Any:
+    """Blocks in which each 16-bit pattern is the largest once, and is an element under many scales."""
+    rng = mode.rng(f"every {request.param}")
+    pattern = np.arange(1 << 16)[:, None]
+    below = rng.integers(0, (pattern & 0x7FFF) + 1, (1 << 16, 32)) | rng.integers(0, 2, (1 << 16, 32)) << 15
+    near = np.maximum((pattern & 0x7FFF) - rng.integers(0, 0x600, (1 << 16, 32)), 0)
+    block = np.where(rng.random((1 << 16, 1)) < 0.5, below, near | below & 0x8000)
+    block[np.arange(1 << 16), rng.integers(0, 32, 1 << 16)] = pattern[:, 0]
+    return floats(np.concatenate([block, rng.permutation(1 << 16).reshape(-1, 32)]), request.param)
+
+
+@any_elem
+@any_mode
+def test_every_16_bit_pattern_as_element_and_as_block_maximum(
+    every_pattern: Any, elem: Any, scale_mode: Any, engine: HostCudaEngine
+) -> None:
+    assert_as_plain(engine, quantize_mxfp8, every_pattern, elem, scale_mode)
+    assert engine.launcher.launches[-1][0].endswith(f"{elem}_linear")
+
+
+@any_dtype
+@any_elem
+@any_mode
+def test_blocks_of_every_scale(
+    dtype: str, elem: Any, scale_mode: Any, any_engine: HostCudaEngine, rng: np.random.Generator, full: bool
+) -> None:
+    bits = random_bits(rng, dtype, 300_000 if full else 8_000)
+    # Warps go another way where one of their 32 blocks is special: so both among each other and sorted.
+    largest = (bits & (1 << (8 * DTYPES[dtype].itemsize - 1)) - 1).max(axis=1)
+    for order in (slice(None), np.argsort(largest)):
+        assert_as_plain(any_engine, quantize_mxfp8, floats(bits[order], dtype), elem, scale_mode)
+
+
+@any_dtype
+@any_elem
+def test_every_lowest_scale_byte(
+    dtype: str, elem: Any, any_engine: HostCudaEngine, rng: np.random.Generator
+) -> None:
+    edges = [0, 1, 2, 16, 17, 18, 19, 126, 127, 128, 240, 247, 248, 252, 253, 254]
+    for lowest in edges if mode.full() else [254, 253, *rng.choice(edges, 3)]:
+        x = floats(random_bits(rng, dtype, 1_000), dtype)
+        assert_as_plain(any_engine, quantize_mxfp8, x, elem, "rceil", None, int(lowest))
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 7, 8, 31, 32, 33, 255, 256, 257])
+@any_dtype
+def test_any_number_of_blocks_leaves_what_lies_behind(
+    blocks: int, dtype: str, any_engine: HostCudaEngine, rng: np.random.Generator
+) -> None:
+    x = floats(random_bits(rng, dtype, blocks), dtype)
+
+    def call() -> Any:
+        space = np.full((blocks + 1) * 33, 0xA5, np.uint8)
+        data, scale = space[: blocks * 32].reshape(blocks, 32), space[(blocks + 1) * 32 :][:blocks]
+        quantize_mxfp8(x, out=MXFP8Tensor(data, scale.reshape(blocks, 1)))
+        return space
+
+    assert_as_plain(any_engine, call)
+
+
+@any_dtype
+def test_quantised_arrays_may_lie_backwards(
+    dtype: str, any_engine: HostCudaEngine, rng: np.random.Generator
+) -> None:
+    x = floats(random_bits(rng, dtype, 3 * 5 * 40), dtype).reshape(3, 5, 1280)
+
+    def call() -> Any:
+        data, scale = np.zeros((3, 5, 1280), np.uint8), np.zeros((3, 5, 40), np.uint8)
+        q = quantize_mxfp8(x, out=MXFP8Tensor(data[::-1, ::-1], scale[::-1, ::-1]))
+        return data, scale, dequantize_mxfp8(q, dtype)
+
+    assert_as_plain(any_engine, call)
+
+
+# ---------------------------------------------------------------------------------------------- dequantise
+@any_dtype
+@any_elem
+def test_every_code_under_every_scale(dtype: str, elem: Any, any_engine: HostCudaEngine) -> None:
+    # Side by side, one code a block, without NaN, zeros: a warp goes another way where a code is special.
+    code = np.tile(np.arange(256, dtype=np.uint8), (256, 1))
+    alone = np.repeat(code[:, :, None], 32, axis=2).reshape(256, -1)
+    numbers = np.where((code & 0x7F) >= (0x7F if elem == "e4m3" else 0x7D), np.uint8(0x80), code)
+    zeros = code & 0x80
+    for data in (code, alone, numbers, zeros):
+        scale = np.repeat(np.arange(256, dtype=np.uint8)[:, None], data.shape[1] // 32, axis=1)
+        q = MXFP8Tensor(data, scale, elem)
+        assert_as_plain(any_engine, dequantize_mxfp8, q, dtype)
+
+
+# --------------------------------------------------------------------------------------------------- boxes
+def random_boxes(rng: np.random.Generator, shape: tuple[int, ...], count: int, block: int) -> list[Any]:
+    """Return boxes at multiples of `block` in the last dim, empty ones among them."""
+    grid = (*shape[:-1], shape[-1] // block)
+    boxes = []
+    for _ in range(count):
+        cut = [sorted(int(i) for i in rng.integers(0, n + 1, 2)) for n in grid]
+        cut[-1] = [block * i for i in cut[-1]]
+        boxes.append(tuple((a, b) for a, b in cut))
+    return boxes
+
+
+def disjoint_boxes(rng: np.random.Generator, shape: tuple[int, ...], block: int) -> list[Any]:
+    """Return a grid of boxes with random edges, in random order, some left out."""
+    edges = []
+    for dim, n in enumerate(shape):
+        step = block if dim == len(shape) - 1 else 1
+        inner = np.unique(rng.integers(0, n // step + 1, 3)) * step
+        edges.append(np.unique([0, *inner.tolist(), n]))
+    counts = [len(e) - 1 for e in edges]
+    chosen = [i for i in np.ndindex(*counts) if rng.random() < 0.7]
+    rng.shuffle(chosen)
+    return [tuple((int(e[i]), int(e[i + 1])) for e, i in zip(edges, index, strict=True)) for index in chosen]
+
+
+def strided(rng: np.random.Generator, array: Any) -> Any:
+    """Return an array of the same values whose outer dims lie in any order, with gaps, some reversed."""
+    order = [*rng.permutation(array.ndim - 1).tolist(), array.ndim - 1]
+    gap = [int(g) for g in rng.integers(0, 3, array.ndim)]
+    gap[-1] *= int(rng.choice([1, 8, 32]))
+    space = np.zeros([array.shape[i] + g for i, g in zip(order, gap, strict=True)], array.dtype)
+    view = space[tuple(slice(g, None) for g in gap)].transpose(np.argsort(order))
+    for dim in range(array.ndim - 1):
+        if rng.random() < 0.3:
+            view = np.flip(view, dim)
+    view[...] = array
+    return view
+
+
+@any_dtype
+@pytest.mark.parametrize("outer", [1, 2, 3, 4])
+def test_strided_boxes_in_one_launch(
+    dtype: str, outer: int, any_engine: HostCudaEngine, rng: np.random.Generator
+) -> None:
+    shape = ((9, 160), (6, 5, 128), (4, 5, 3, 128), (3, 4, 3, 4, 96))[outer - 1]
+    rounds = 6 if mode.full() else 2
+    for elem in ELEMS * rounds:
+        x = strided(rng, floats(random_bits(rng, dtype, int(np.prod(shape)) // 32), dtype).reshape(shape))
+        whole = tuple((0, n) for n in shape[:-1])
+        boxes = [*random_boxes(rng, shape, 40, 32), (*whole, (32, 64))]
+        before = len(any_engine.launcher.launches)
+        q = assert_as_plain(any_engine, pack_quantize, x, boxes, elem)
+        if q.data.size:
+            assert len(any_engine.launcher.launches) == before + 1
+
+        table = BoxTable(shape, disjoint_boxes(rng, shape, 32))
+        packed = pack_quantize(x, table, elem)
+
+        def into_boxes(packed: Any, table: BoxTable) -> Any:
+            target = strided(np.random.default_rng(1), np.zeros(shape, DTYPES[dtype]))
+            return unpack_dequantize(packed, table, target)
+
+        assert_as_plain(any_engine, into_boxes, packed, table)
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "uint16", "float32", "float64", "complex128", "S3", "S24"])
+@pytest.mark.parametrize("outer", [1, 2, 3, 4])
+def test_strided_boxes_are_copied_in_one_launch(
+    dtype: str, outer: int, any_engine: HostCudaEngine, rng: np.random.Generator
+) -> None:
+    shape = ((31, 150), (6, 7, 67), (4, 5, 3, 64), (3, 4, 3, 4, 33))[outer - 1]
+    kind = np.dtype(dtype) if dtype[0] != "S" else np.dtype((np.void, int(dtype[1:])))
+    for _ in range(4 if mode.full() else 1):
+        content = rng.integers(0, 256, (*shape, kind.itemsize), np.uint8)
+        array = strided(rng, content.view(kind).reshape(shape))
+        boxes = random_boxes(rng, shape, 40, 1)
+        before = len(any_engine.launcher.launches)
+        assert_as_plain(any_engine, pack, array, boxes)
+        assert len(any_engine.launcher.launches) == before + 1
+        table = BoxTable(shape, disjoint_boxes(rng, shape, 1))
+        packed = pack(array, table)
+
+        def into_boxes(packed: Any, table: BoxTable) -> Any:
+            return unpack(packed, table, strided(np.random.default_rng(1), np.zeros(shape, kind)))
+
+        assert_as_plain(any_engine, into_boxes, packed, table)
+
+
+def test_thousands_of_boxes_of_one_block(any_engine: HostCudaEngine, rng: np.random.Generator) -> None:
+    x = floats(random_bits(rng, "bfloat16", 6_000), "bfloat16").reshape(60, 3200)
+    rows, columns = rng.integers(0, 60, 5_000), rng.integers(0, 100, 5_000) * 32
+    boxes = [((int(r), int(r) + 1), (int(c), int(c) + 32)) for r, c in zip(rows, columns, strict=True)]
+    assert_as_plain(any_engine, pack_quantize, x, boxes)
+    assert_as_plain(any_engine, pack, x, boxes)
+
+
+def test_a_large_box_among_thousands_of_small_ones(
+    any_engine: HostCudaEngine, rng: np.random.Generator
+) -> None:
+    x = floats(random_bits(rng, "bfloat16", 40_000), "bfloat16").reshape(400, 3200)
+    small = [((i % 400, i % 400 + 1), (32 * (i % 99), 32 * (i % 99) + 32)) for i in range(3_000)]
+    boxes = [*small[:1_500], ((0, 400), (32, 3200)), *small[1_500:]]
+    assert_as_plain(any_engine, pack_quantize, x, boxes)
+
+
+def test_boxes_too_large_for_31_bits_are_cut(
+    engine: HostCudaEngine, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = floats(random_bits(rng, "float16", 960), "float16").reshape(8, 6, 5, 128)
+    boxes = [
+        ((0, 8), (1, 6), (0, 4), (32, 128)),
+        ((3, 4), (0, 6), (1, 2), (0, 128)),
+        ((0, 8), (0, 6), (0, 5), (0, 128)),
+    ]
+    runs = BoxTable(x.shape, tuple(boxes)).runs(x.strides, 2, 1, 1, False)
+    for most in (1, 2, 3, 7, 50):
+        monkeypatch.setattr(cuda_table, "MAX_BOX_UNITS", most)
+        units = cuda_table.unit_table(runs, 32)
+        assert units.boxes >= runs.total_elems // 32 / most
+        assert units.units == runs.total_elems // 32
+        assert_as_plain(engine, lambda: (pack(x, boxes), *parts(pack_quantize(x, boxes))))
+
+
+def test_the_divisors_divide_exactly(rng: np.random.Generator) -> None:
+    divisors = np.unique([*range(1, 70), *(2**k + d for k in range(2, 31) for d in (-1, 0, 1)), 2**31 - 1])
+    words = np.zeros((len(divisors), 4), np.uint32)
+    cuda_table._set_divisor(words, divisors.astype(np.int64))
+    for divisor, (_, magic, shift, _) in zip(divisors.tolist(), words.tolist(), strict=True):
+        near = divisor * np.append(rng.integers(0, 2**31 // divisor + 1, 500), 2**31 // divisor)
+        n = np.concatenate([near, near - 1, near + divisor - 1, rng.integers(0, 2**31, 500), [2**31 - 1]])
+        n = n[(n >= 0) & (n < 2**31)].astype(np.uint64)
+        quotient = ((2 * n * np.uint64(magic)) >> np.uint64(32)) >> np.uint64(shift)
+        np.testing.assert_array_equal(quotient, n // np.uint64(divisor))
+
+
+def reserved(count: int, dtype: Any) -> Any:
+    """Return an array of address space that costs memory only where it is touched."""
+    dtype = np.dtype(dtype)
+    if sys.platform != "linux":
+        pytest.skip(f"{sys.platform}: address space without memory is asked for as Linux does")
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000  # MAP_NORESERVE, which Python names from 3.13 on
+    return np.frombuffer(mmap.mmap(-1, count * dtype.itemsize, flags=flags), np.uint8).view(dtype)
+
+
+def test_offsets_beyond_32_bits(engine: HostCudaEngine, rng: np.random.Generator) -> None:
+    rows, width = 5, 1 << 30
+    x = reserved(rows * width, np.uint16).reshape(rows, width)  # 10 GiB of addresses
+    boxes = [((0, 5), (width - 64, width)), ((4, 5), (width - 96, width)), ((1, 4), (0, 32))]
+    for (r0, r1), (c0, c1) in boxes:
+        x[r0:r1, c0:c1] = rng.integers(0, 1 << 16, (r1 - r0, c1 - c0), np.uint16)
+    bf16 = x.view(DTYPES["bfloat16"])
+    assert_as_plain(engine, pack, x, boxes)
+    assert_as_plain(engine, pack_quantize, bf16, boxes)
+    assert_as_plain(engine, cast, bf16[:, width - 64 :], "float32")
+    packed = pack(x, boxes)
+    expected = x[:, width - 64 :].copy()
+    x[:, width - 64 :] = 0
+    with through(engine):
+        unpack(packed[: 5 * 64], boxes[:1], x)
+    np.testing.assert_array_equal(x[:, width - 64 :], expected)
+
+
+def test_totals_beyond_32_bits(rng: np.random.Generator) -> None:
+    engine = host_cuda_engine(multiprocessors=10**9)
+    launcher = engine.launcher
+    elems = (1 << 32) + 8192 + 96
+    x = reserved(elems, DTYPES["bfloat16"])
+    data, scale = reserved(elems, np.uint8), reserved(elems // 32, np.uint8)
+    tail = slice(elems - 8192 - 96, None)
+    x[tail] = floats(random_bits(rng, "bfloat16", 259), "bfloat16").reshape(-1)
+    expected = quantize_mxfp8(x[tail])
+    ctas = -(-elems // 8192)
+    with through(engine):
+        launcher.only_ctas = (ctas - 2, ctas)
+        quantize_mxfp8(x, out=MXFP8Tensor(data, scale))
+        assert launcher.launches[-1] == ("quantize_bf16_e4m3_linear", ctas)
+        back = reserved(elems, DTYPES["bfloat16"])
+        dequantize_mxfp8(MXFP8Tensor(data, scale), out=back)
+    assert_same((data[tail], scale[-259:]), (expected.data, expected.scale))
+    assert_same(back[tail], dequantize_mxfp8(expected))
+
+    # A box of 2^33 units of which only the addresses repeat, and one behind it that is looked at.
+    src, dst = rng.integers(0, 256, 4096, np.uint8), np.zeros(4096, np.uint8)
+    columns = np.array(
+        [[0, 1024], [0, 1024], [1, 3001], [1 << 16, 1], [0, 0], [0, 0], [1 << 17, 1], [0, 0], [0, 0]]
+    )
+    runs = RunTable(columns.astype(np.int64), 1, 1)
+    engine._placed(runs, 1, bytes_as_items=True)
+    ctas = -(-((1 << 33) + 3001) // 1024)
+    launcher.only_ctas = (ctas - 4, ctas)
+    src, dst = at_offset(src, 1), at_offset(dst, 1)
+    engine.copy(src, dst, runs)
+    assert launcher.launches[-1] == ("copy_1", ctas)
+    np.testing.assert_array_equal(dst[1024:4025], src[1024:4025])
+    assert not dst[4025:].any()
+
+
+# ----------------------------------------------------------------------------------------------- alignment
+@any_dtype
+def test_arrays_at_any_address(dtype: str, any_engine: HostCudaEngine, rng: np.random.Generator) -> None:
+    names = set()
+    for offset in mode.sample(range(17), 6, f"offsets {dtype}"):
+        for other in (0, int(rng.integers(1, 17))):
+            x = at_offset(floats(random_bits(rng, dtype, 37), dtype), offset)
+            elem = ELEMS[int(rng.integers(2))]
+
+            def quantised(x: Any, elem: Any, other: int) -> Any:
+                data, scale = np.zeros((37, 32), np.uint8), np.zeros((37, 1), np.uint8)
+                return quantize_mxfp8(x, elem, out=MXFP8Tensor(at_offset(data, other), scale, elem))
+
+            q = assert_as_plain(any_engine, quantised, x, elem, other)
+            names.add(any_engine.launcher.launches[-1][0].rpartition("_")[2])
+
+            def onto(call: Callable[..., Any], x: Any, how: Any, shape: Any, kind: str, other: int) -> Any:
+                return call(x, how, at_offset(np.zeros(shape, DTYPES[kind]), other))
+
+            q = MXFP8Tensor(at_offset(q.data, offset), q.scale, elem)
+            assert_as_plain(any_engine, onto, dequantize_mxfp8, q, dtype, q.shape, dtype, other)
+            for target in DTYPES:
+                flat = x.reshape(-1)[: int(rng.integers(1, 1184))]
+                assert_as_plain(any_engine, onto, cast, flat, target, flat.shape, target, other)
+            assert_as_plain(any_engine, onto, pack, x, [((3, 30), (5, 29))], 648, dtype, other)
+    assert "any" in names
+
+
+def test_the_widest_units_that_addresses_allow_are_taken(engine: HostCudaEngine) -> None:
+    # [rows, row bytes], first column, address, expected unit.
+    cases = [
+        (64, 0, 0, 16), (64, 16, 0, 16), (64, 8, 0, 8), (64, 4, 0, 4), (64, 2, 0, 2), (64, 1, 0, 1),
+        (64, 0, 1, 1), (64, 0, 2, 2), (64, 0, 8, 8), (63, 0, 0, 1), (62, 0, 0, 2), (60, 0, 0, 4),
+        (56, 0, 0, 8), (48, 0, 0, 16),
+    ]  # fmt: skip
+    for width, column, offset, unit in cases:
+        array = at_offset(np.arange(width * 6, dtype=np.uint8).reshape(6, width), offset)
+        out = at_offset(np.zeros(4 * 16, np.uint8), 0)
+        with through(engine):
+            packed = pack(array, [((1, 5), (column, column + 16))], out)
+        assert packed.tolist() == array[1:5, column : column + 16].reshape(-1).tolist()
+        assert engine.launcher.launches[-1][0] == f"copy_{unit}"
+
+
+@pytest.mark.parametrize("length", [1, 15, 1003, 2047, 2048, 2049, 4095, 5000])
+def test_a_length_that_is_no_multiple_of_the_unit_costs_nothing(length: int, engine: HostCudaEngine) -> None:
+    array = at_offset((np.arange(length) % 251).astype(np.uint8), 0)
+    out = at_offset(np.zeros(length, np.uint8), 0)
+    with through(engine):
+        assert pack(array, [((0, length),)], out).tolist() == array.tolist()
+        assert engine.launcher.launches[-1][0] == "copy_16"
+        half, wide = at_offset(array.astype(np.float16), 0), at_offset(np.zeros(length, np.float32), 0)
+        assert cast(half, "float32", wide).tolist() == array.tolist()
+        assert engine.launcher.launches[-1][0] == "cast_8"
+
+
+# ------------------------------------------------------------------------------------------ casts and sums
+@pytest.mark.parametrize("source_dtype", ["bfloat16", "float16"])
+@any_dtype
+def test_every_16_bit_pattern_is_cast(source_dtype: str, dtype: str, any_engine: HostCudaEngine) -> None:
+    x = floats(np.arange(1 << 16), source_dtype)
+    assert_as_plain(any_engine, cast, x, dtype)
+    assert_as_plain(any_engine, cast, x[1:], dtype)
+
+
+@any_dtype
+def test_fp32_of_every_exponent_and_all_ties_are_cast(
+    dtype: str, any_engine: HostCudaEngine, rng: np.random.Generator, full: bool
+) -> None:
+    # For every sign and exponent: ties of both 16-bit types and their neighbours, among random mantissas.
+    ties = np.concatenate([np.arange(8)[:, None] << 12, np.arange(8)[:, None] << 15, [[0]]])
+    mantissa = np.concatenate(
+        [(ties + np.arange(-2, 3)).reshape(-1) % (1 << 23), rng.integers(0, 1 << 23, 64)]
+    )
+    bits = (np.arange(512)[:, None] << 23 | mantissa).reshape(-1)
+    if full:
+        bits = np.concatenate([bits, rng.integers(0, 1 << 32, 1 << 22)])
+    assert_as_plain(any_engine, cast, floats(bits, "float32"), dtype)
+
+
+@any_dtype
+def test_strided_arrays_are_cast(dtype: str, any_engine: HostCudaEngine, rng: np.random.Generator) -> None:
+    for target in DTYPES:
+        x = strided(rng, floats(random_bits(rng, dtype, 60), dtype).reshape(4, 3, 5, 32))
+        assert_as_plain(any_engine, cast, x, target)
+        assert_as_plain(any_engine, cast, x[..., ::2], target)
+        assert_as_plain(any_engine, cast, x[..., :27], target)
+        assert_as_plain(any_engine, cast, x.T, target)
+
+
+@any_dtype
+@pytest.mark.parametrize("accumulate", [True, False])
+def test_sums_of_any_number_of_sources(
+    dtype: str, accumulate: bool, engine: HostCudaEngine, rng: np.random.Generator
+) -> None:
+    for count in (1, 2, 5, 6, 7, 8, 20):
+        size = int(rng.integers(1, 4000))
+        kinds = rng.choice(list(DTYPES), count)
+        offsets = [0] * (count + 1) if rng.random() < 0.5 else rng.integers(0, 17, count + 1).tolist()
+        sources = [
+            at_offset(floats(random_bits(rng, kind, -(-size // 32)).reshape(-1)[:size], kind), offset)
+            for kind, offset in zip(kinds, offsets[1:], strict=True)
+        ]
+        out = floats(random_bits(rng, dtype, -(-size // 32)).reshape(-1)[:size], dtype)
+
+        with through(PlainEngine()):
+            expected = sum_into(at_offset(out, offsets[0]), sources, accumulate)
+        with through(engine):
+            result = sum_into(at_offset(out, offsets[0]), sources, accumulate)
+        nan = np.isnan(expected.astype(np.float32))
+        np.testing.assert_array_equal(np.isnan(result.astype(np.float32)), nan)
+        assert_same(result[~nan], expected[~nan])
+        assert engine.launcher.launches[-1][0] == (
+            "sum_1" if any(offset % 16 for offset in offsets) else "sum_8"
+        )
+
+
+def test_the_first_sources_need_no_table_and_later_ones_keep_theirs() -> None:
+    engine = host_cuda_engine()
+    sources = [np.full(100, i, np.float32) for i in range(9)]
+    out = np.zeros(100, np.float32)
+    with through(engine):
+        sum_into(out, sources[:6])
+        assert engine.launcher.uploads == 0
+        for _ in range(3):
+            sum_into(out, sources)
+        assert engine.launcher.uploads == 1
+        engine.launcher.current_stream = "another"
+        sum_into(out, sources)
+        assert engine.launcher.uploads == 2
+        assert out.tolist() == [15.0 + 4 * 36.0] * 100
+        for last in np.zeros((cuda_engine._KEPT_SOURCE_TABLES + 10, 100), np.float32):
+            sum_into(out, [*sources[:8], last])
+    assert len(engine._sources) == cuda_engine._KEPT_SOURCE_TABLES
+
+
+# ----------------------------------------------------------------------------------------- scales' layouts
+@pytest.mark.parametrize(
+    "shape", [(1, 1), (128, 4), (127, 3), (129, 5), (128, 64), (300, 33), (31, 130), (513, 8), (1, 257)]
+)
+def test_scales_are_swizzled_and_back(
+    shape: tuple[int, int], any_engine: HostCudaEngine, rng: np.random.Generator
+) -> None:
+    rows, columns = shape
+    space = rng.integers(0, 256, (2 * rows, 2 * columns + 3), np.uint8)
+    views = [
+        space[:rows, :columns].copy(),
+        space[:rows, 3 : columns + 3],
+        space[::-2, :columns],
+        space[:rows, ::2][:, :columns],
+        np.ascontiguousarray(space[:rows, :columns].T).T,
+        at_offset(space[:rows, :columns].copy(), 1),
+    ]
+    for view in views:
+        tiles = assert_as_plain(any_engine, swizzle_scales, view)
+        with through(any_engine):
+            assert_same(swizzle_scales(view, at_offset(np.zeros_like(tiles), 3)), tiles)
+        garbage = np.where(tiles == 0, np.uint8(7), tiles)
+        for packed in (tiles, at_offset(garbage, 1), np.repeat(tiles, 2)[::2]):
+            assert_as_plain(any_engine, unswizzle_scales, packed, rows, columns)
+
+        def into_view(tiles: Any) -> Any:
+            target = np.zeros_like(space)
+            unswizzle_scales(tiles, rows, columns, target[::-2, :columns])
+            return target
+
+        assert_as_plain(any_engine, into_view, tiles)
+
+
+# ------------------------------------------------------------------------------------------ what is reused
+def test_a_table_goes_to_the_device_once_for_each_stream() -> None:
+    engine = host_cuda_engine()
+    x = np.arange(4096, dtype=np.float32).reshape(32, 128)
+    table = BoxTable(x.shape, (((0, 30), (0, 96)), ((3, 9), (32, 64))))
+    out = np.zeros(table.total_elems, np.float32)
+    with through(engine):
+        for _ in range(3):
+            pack(x, table, out)
+            pack_quantize(x, table)
+        assert engine.launcher.uploads == 2
+        engine.launcher.current_stream = "another"
+        for _ in range(3):
+            pack(x, table, out)
+        assert engine.launcher.uploads == 3
+        engine.launcher.current_stream = 0
+        pack(x, table, out)
+    assert engine.launcher.uploads == 3
+
+
+def test_a_contiguous_array_needs_no_table() -> None:
+    engine = host_cuda_engine()
+    x = at_offset(np.ones((8, 64), np.float32), 0)
+    with through(engine):
+        q = quantize_mxfp8(x)
+        dequantize_mxfp8(q)
+    assert engine.launcher.uploads == 0
+
+
+def test_an_unknown_mode_is_refused_before_anything_is_launched(engine: HostCudaEngine) -> None:
+    before = len(engine.launcher.launches)
+    with through(engine), pytest.raises(KernelError):
+        quantize_mxfp8(np.ones(32, np.float32), mode="up")  # type: ignore[arg-type]
+    assert len(engine.launcher.launches) == before

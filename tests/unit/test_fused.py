@@ -1,0 +1,339 @@
+"""Packing and MXFP8 in one pass on every engine: the bytes of both steps done one after the other."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support import engines
+from support.mxfp8_twin import (
+    BITS,
+    COMBOS,
+    DTYPES,
+    assert_holds,
+    exact,
+    moderate_blocks,
+    random_fp32_blocks,
+    slow_quantize,
+)
+from support.places import packed_place, places
+
+from lowshard.errors import BufferMismatchError, DTypeError, KernelError, LowshardError
+from lowshard.kernels import (
+    BoxTable,
+    MXFP8Tensor,
+    dequantize_mxfp8,
+    pack,
+    pack_quantize,
+    quantize_mxfp8,
+    unpack,
+    unpack_dequantize,
+)
+
+engine = engines.fixture()
+
+
+@st.composite
+def shapes_and_boxes(draw, max_boxes=5):
+    """A shape and boxes whose widths, not their starts, are multiples of 32."""
+    outer = draw(st.lists(st.integers(1, 4), max_size=3))
+    last = draw(st.integers(32, 200))
+    boxes = []
+    for _ in range(draw(st.integers(0, max_boxes))):
+        width = 32 * draw(
+            st.sampled_from([0, *range(1, last // 32 + 1)] if len(boxes) == 1 else range(1, last // 32 + 1))
+        )
+        start = draw(st.integers(0, last - width))
+        first = [draw(st.integers(0, n - 1)) for n in outer]
+        least = 0 if len(boxes) == 2 else 1  # now and then an empty one
+        spans = [(a, draw(st.integers(a + least, n))) for a, n in zip(first, outer, strict=True)]
+        boxes.append((*spans, (start, start + width)))
+    return (*outer, last), boxes
+
+
+def disjoint(boxes):
+    """The boxes without those that meet an earlier one."""
+    kept = []
+    for box in boxes:
+        if not any(all(a < d and c < b for (a, b), (c, d) in zip(box, other, strict=True)) for other in kept):
+            kept.append(box)
+    return kept
+
+
+def cut(array, box):
+    return array[tuple(slice(*span) for span in box)]
+
+
+def swapped(dtype):
+    return np.dtype(DTYPES[dtype]).newbyteorder() if dtype != "bfloat16" else np.dtype(DTYPES[dtype])
+
+
+def values_of(shape, dtype, seed=0):
+    flat = moderate_blocks(seed, -(-int(np.prod(shape)) // 32), dtype).reshape(-1)
+    return flat[: int(np.prod(shape))].reshape(shape)
+
+
+def twin_of(x, boxes, combo=("e4m3", "rceil"), lowest=0):
+    """Codes and scales of the boxes, each quantised by itself with the slow twin."""
+    blocks = [np.ascontiguousarray(cut(x, box)).reshape(-1, 32) for box in boxes]
+    codes, scale = slow_quantize(exact(np.concatenate([np.zeros((0, 32), x.dtype), *blocks])), *combo, lowest)
+    return codes.reshape(-1), scale
+
+
+@engines.many
+@given(
+    st.data(), shapes_and_boxes(), st.sampled_from(list(DTYPES)), st.sampled_from(COMBOS), st.sampled_from([0, 0, 125])
+)  # fmt: skip
+def test_pack_quantize_of_any_array_and_boxes_is_pack_then_quantise_byte_for_byte(
+    data, case, dtype, combo, lowest
+):
+    shape, boxes = case
+    x = values_of(shape, dtype)
+    src = data.draw(places(shape, DTYPES[dtype] if data.draw(st.booleans()) else swapped(dtype))).holding(x)
+    table = BoxTable(shape, boxes)
+    q = pack_quantize(src, table, *combo, min_scale_byte=lowest)
+    codes, scale = twin_of(x, boxes, combo, lowest)
+    assert_holds(q, codes.reshape(-1, 32), scale)
+    assert (q.shape, q.elem) == ((table.total_elems,), combo[0])
+    in_two = quantize_mxfp8(pack(src, table), *combo, min_scale_byte=lowest)
+    assert (q.data.tobytes(), q.scale.tobytes()) == (in_two.data.tobytes(), in_two.scale.tobytes())
+    listed = pack_quantize(src, boxes, *combo, min_scale_byte=lowest)
+    assert (q.data.tobytes(), q.scale.tobytes()) == (listed.data.tobytes(), listed.scale.tobytes())
+
+
+@engines.many
+@given(st.data(), shapes_and_boxes(), st.sampled_from(list(DTYPES)))
+def test_out_of_pack_quantize_at_any_place_is_written_and_nothing_beside_it(data, case, dtype):
+    shape, boxes = case
+    x = values_of(shape, dtype)
+    codes, scale = twin_of(x, boxes)
+    data_place = data.draw(places(codes.shape, np.uint8))
+    scale_place = data.draw(places(scale.shape, np.uint8))
+    arenas = data_place.arena(1), scale_place.arena(2)
+    before = arenas[0].copy(), arenas[1].copy()
+    out = MXFP8Tensor(data_place.view(arenas[0]), scale_place.view(arenas[1]))
+    assert pack_quantize(x, boxes, out=out) is out
+    data_place.expect(before[0], arenas[0], codes)
+    scale_place.expect(before[1], arenas[1], scale)
+
+
+@given(
+    st.data(),
+    shapes_and_boxes(),
+    st.sampled_from(list(DTYPES)),
+    st.sampled_from(["e4m3", "e5m2"]),
+    st.booleans(),
+)
+def test_unpack_dequantize_writes_the_boxes_of_any_array_and_leaves_the_rest_alone(
+    data, case, dtype, elem, swap
+):
+    shape, boxes = case
+    boxes = disjoint(boxes)
+    table = BoxTable(shape, boxes)
+    elems = table.total_elems
+    rng = np.random.default_rng(5)
+    plain_q = MXFP8Tensor(
+        rng.integers(0, 256, elems, dtype=np.uint8), rng.integers(110, 256, elems // 32, dtype=np.uint8), elem
+    )
+    data_place = data.draw(st.one_of(st.just(packed_place((elems,), np.uint8)), places((elems,), np.uint8)))
+    scale_place = data.draw(
+        st.one_of(st.just(packed_place((elems // 32,), np.uint8)), places((elems // 32,), np.uint8))
+    )
+    q = MXFP8Tensor(data_place.holding(plain_q.data), scale_place.holding(plain_q.scale), elem)
+    place = data.draw(places(shape, swapped(dtype) if swap else DTYPES[dtype]))
+    arena = place.arena(6)
+    before = arena.copy()
+    out = place.view(arena)
+    wanted = np.array(place.view(before))
+    values = dequantize_mxfp8(plain_q, dtype)
+    offset = 0
+    for box in boxes:
+        target = cut(wanted, box)
+        target[...] = values[offset : offset + target.size].reshape(target.shape)
+        offset += target.size
+    assert unpack_dequantize(q, table if data.draw(st.booleans()) else boxes, out) is out
+    place.expect(before, arena, wanted)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "way", ["direct", "transposed", "other byte order", "out of scales that do not follow"]
+)
+def test_every_way_through_gives_the_same_bytes_and_heeds_every_option(dtype, way):
+    x = values_of((40, 96), dtype)
+    boxes = [((0, 40), (32, 96)), ((3, 40), (7, 39))]
+    elems = BoxTable(x.shape, boxes).total_elems
+    src, out = x, MXFP8Tensor.over(np.zeros(MXFP8Tensor.buffer_bytes((elems,)), np.uint8), (elems,), "e5m2")
+    back = np.full(x.shape, 3, DTYPES[dtype])
+    if way == "transposed":
+        src, back = np.asfortranarray(x), np.asfortranarray(back)
+    elif way == "other byte order":
+        src, back = x.astype(swapped(dtype)), back.astype(swapped(dtype))
+    elif way != "direct":
+        out = MXFP8Tensor(np.zeros(elems, np.uint8), np.zeros(elems // 16, np.uint8)[::2], "e5m2")
+    for mode_ in ("floor", "ceil"):
+        pack_quantize(src, boxes, "e5m2", mode_, out, min_scale_byte=118)
+        codes, scale = twin_of(x, boxes, ("e5m2", mode_), 118)
+        assert (scale == 118).any()
+        assert_holds(out, codes.reshape(-1, 32), scale)
+    table = BoxTable(x.shape, disjoint(boxes))
+    part = slice(0, table.total_elems)
+    q = MXFP8Tensor(out.data[part], out.scale[: table.total_elems // 32], "e5m2")
+    unpack_dequantize(q, table, back)
+    wanted = np.full(x.shape, 3, DTYPES[dtype])
+    fresh = MXFP8Tensor(codes[part], scale[: table.total_elems // 32], "e5m2")
+    wanted[:, 32:96] = dequantize_mxfp8(fresh, dtype).reshape(40, 64)
+    np.testing.assert_array_equal(back.astype(DTYPES[dtype]).view(BITS[dtype]), wanted.view(BITS[dtype]))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("elem", ["e4m3", "e5m2"])
+def test_a_weight_cut_at_multiples_of_32_keeps_the_blocks_of_the_whole_and_comes_back(engine, dtype, elem):
+    rows, cols = engine.pick((300, 512), (60, 256))
+    with np.errstate(over="ignore", invalid="ignore"):
+        weight = random_fp32_blocks(1, rows * cols // 32).astype(DTYPES[dtype]).reshape(rows, cols)
+    boxes = [((r, min(r + 7, rows)), (c, c + 64)) for r in range(0, rows, 7) for c in range(0, cols, 64)]
+    table = BoxTable(weight.shape, boxes)
+    whole = quantize_mxfp8(weight, elem)
+    q = pack_quantize(weight, table, elem)
+    np.testing.assert_array_equal(q.data, pack(whole.data, table))
+    scale_boxes = [((r0, r1), (c0 // 32, c1 // 32)) for (r0, r1), (c0, c1) in boxes]
+    np.testing.assert_array_equal(q.scale, pack(whole.scale, scale_boxes))
+    back = np.full_like(weight, 7)
+    unpack_dequantize(q, table, back)
+    np.testing.assert_array_equal(back.view(BITS[dtype]), dequantize_mxfp8(whole, dtype).view(BITS[dtype]))
+    in_two = unpack(dequantize_mxfp8(q, dtype), table, np.full_like(weight, 7))
+    np.testing.assert_array_equal(back.view(BITS[dtype]), in_two.view(BITS[dtype]))
+
+
+def test_the_default_output_is_one_buffer_codes_then_scales():
+    x = values_of((6, 96), "float32")
+    table = BoxTable(x.shape, [((0, 5), (3, 35)), ((5, 6), (0, 96))])
+    q = pack_quantize(x, table)
+    assert (q.data.size, q.scale.size) == (256, 8)
+    assert q.scale.ctypes.data - q.data.ctypes.data == 256
+    buffer = np.zeros(MXFP8Tensor.buffer_bytes((256,)), np.uint8)
+    pack_quantize(x, table, out=MXFP8Tensor.over(buffer, (256,)))
+    assert buffer.tobytes() == q.data.tobytes() + q.scale.tobytes()
+    base = q.data
+    while base.base is not None:
+        base = base.base
+    assert base.nbytes == len(buffer)  # the wire buffer, whole
+
+
+def test_boxes_may_overlap_where_they_are_read():
+    x = values_of((4, 64), "bfloat16")
+    boxes = [((0, 4), (0, 64)), ((1, 3), (16, 48)), ((1, 3), (16, 48))]
+    q = pack_quantize(x, boxes)
+    codes, scale = twin_of(x, boxes)
+    assert_holds(q, codes.reshape(-1, 32), scale)
+
+
+def test_no_boxes_and_empty_boxes_are_no_work():
+    x = values_of((4, 64), "float32")
+    for boxes in ([], [((0, 4), (5, 5))], [((2, 2), (0, 32))]):
+        q = pack_quantize(x, boxes)
+        assert (q.shape, q.scale.shape) == ((0,), (0,))
+        out = x.copy()
+        assert unpack_dequantize(q, boxes, out) is out
+        assert out.tobytes() == x.tobytes()
+    nothing = np.zeros((0, 64), np.float32)
+    assert pack_quantize(nothing, [((0, 0), (0, 32))]).shape == (0,)
+
+
+# ------------------------------------------------------------------------------------------------ errors
+SRC = np.zeros((4, 64), np.float32)
+BOXES = [((0, 2), (0, 64)), ((3, 4), (32, 64))]
+TABLE = BoxTable((4, 64), BOXES)
+ARENA = np.zeros(4 * 64 * 4, np.uint8)
+ARENA_SRC = ARENA.view(np.float32).reshape(4, 64)
+
+
+def q_of(elems, elem="e4m3"):
+    return MXFP8Tensor.over(np.zeros(MXFP8Tensor.buffer_bytes((elems,)), np.uint8), (elems,), elem)
+
+
+def read_only(array):
+    array.flags.writeable = False
+    return array
+
+
+class OnGpu:
+    @property
+    def __cuda_array_interface__(self):
+        raise AssertionError("it must not be asked")
+
+
+NARROW = [((0, 1), (0, 32)), ((1, 2), (10, 50))]
+CROSSING = [((0, 2), (0, 32)), ((1, 3), (31, 63))]
+OVERLAP = "unpack_dequantize writes every element at most once, but box 0 .* and box 1 .* overlap"
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "text"),
+    [
+        (lambda: pack_quantize(SRC, NARROW), KernelError,
+         r"multiple of 32 elements wide in the last dim, .* got \(10, 50\) in box 1; cut at multiples of 32"),
+        (lambda: pack_quantize(SRC, BoxTable((4, 64), NARROW)), KernelError, r"\(10, 50\) in box 1"),
+        (lambda: pack_quantize(np.zeros((), np.float32), [()]), KernelError, "at least one dim .* got a 0-d array"),
+        (lambda: pack_quantize(SRC[:, :32], TABLE), BufferMismatchError,
+         r"built for shape \[4, 64\], got src \[4, 32\]"),
+        (lambda: pack_quantize(SRC, [((0, 5), (0, 32))]), KernelError, r"stop <= 4 in dim 0, got \(0, 5\)"),
+        (lambda: pack_quantize(SRC.astype(np.float64), TABLE), DTypeError, r"got float64.*src.astype"),
+        (lambda: pack_quantize(SRC.tolist(), TABLE), KernelError, "src must be a NumPy or CuPy array"),
+        (lambda: pack_quantize(OnGpu(), TABLE), KernelError, r"cupy.from_dlpack\(src\)"),
+        (lambda: pack_quantize(SRC, TABLE, "e3m4"), KernelError, "e5m2"),
+        (lambda: pack_quantize(SRC, TABLE, mode="round"), KernelError, "one of rceil"),
+        (lambda: pack_quantize(SRC, TABLE, min_scale_byte=255), KernelError, "0 to 254"),
+        (lambda: pack_quantize(SRC, TABLE, out=SRC), KernelError, "out must be an MXFP8Tensor"),
+        (lambda: pack_quantize(SRC, TABLE, "e5m2", out=q_of(160)), BufferMismatchError, 'out is for "e4m3"'),
+        (lambda: pack_quantize(SRC, TABLE, out=q_of(128)), BufferMismatchError,
+         r"out.data must be uint8 \[160\], got uint8 \[128\]"),
+        (lambda: pack_quantize(SRC, TABLE, out=MXFP8Tensor(np.zeros((5, 32), np.uint8), np.zeros((5, 1), np.uint8))),
+         BufferMismatchError, r"out.data must be uint8 \[160\], got uint8 \[5, 32\]"),
+        (lambda: pack_quantize(SRC, TABLE, out=MXFP8Tensor(read_only(np.zeros(160, np.uint8)), np.zeros(5, np.uint8))),
+         BufferMismatchError, "out.data must be writeable"),
+        (lambda: pack_quantize(ARENA_SRC, TABLE, out=MXFP8Tensor.over(ARENA, (160,))), BufferMismatchError,
+         "out.data must not share memory with src"),
+        (lambda: unpack_dequantize(q_of(160), TABLE, OnGpu()), KernelError, r"cupy.from_dlpack\(out\)"),
+        (lambda: unpack_dequantize(q_of(160).data, TABLE, SRC.copy()), KernelError,
+         "takes an MXFP8Tensor, got ndarray"),
+        (lambda: unpack_dequantize(q_of(160), TABLE, None), KernelError, "out must be a NumPy or CuPy array"),
+        (lambda: unpack_dequantize(q_of(160), TABLE, np.zeros((4, 64))), DTypeError,
+         "unpack_dequantize writes bfloat16, float16, float32, got out of float64"),
+        (lambda: unpack_dequantize(q_of(160), TABLE, SRC[:, :32].copy()), BufferMismatchError, "built for shape"),
+        (lambda: unpack_dequantize(q_of(128), TABLE, SRC.copy()), BufferMismatchError,
+         r"q.data must be uint8 \[160\], got uint8 \[128\]"),
+        (lambda: unpack_dequantize(q_of(160), TABLE, read_only(SRC.copy())), BufferMismatchError,
+         "out must be writeable"),
+        (lambda: unpack_dequantize(MXFP8Tensor.over(ARENA, (160,)), TABLE, ARENA_SRC), BufferMismatchError,
+         "out must not share memory with q.data"),
+        (lambda: unpack_dequantize(MXFP8Tensor(np.zeros(160, np.uint8), ARENA[5:10]), TABLE, ARENA_SRC),
+         BufferMismatchError, "out must not share memory with q.scale"),
+        (lambda: unpack_dequantize(q_of(128), CROSSING, SRC.copy()), KernelError, OVERLAP),
+        (lambda: unpack_dequantize(q_of(64), NARROW, SRC.copy()), KernelError, r"\(10, 50\) in box 1"),
+        (lambda: unpack_dequantize(q_of(32), [()], np.zeros((), np.float32)), KernelError, "got a 0-d array"),
+    ],
+)  # fmt: skip
+def test_wrong_calls_raise_the_named_error_with_the_rule_in_its_text(call, error, text):
+    with pytest.raises(error, match=text) as caught:
+        call()
+    assert isinstance(caught.value, LowshardError)
+
+
+def test_an_overlap_is_refused_before_anything_is_written():
+    out = np.zeros((4, 64), ml_dtypes.bfloat16)
+    q = MXFP8Tensor(np.full(128, 0x38, np.uint8), np.full(4, 127, np.uint8))
+    with pytest.raises(KernelError, match=OVERLAP):
+        unpack_dequantize(q, CROSSING, out)
+    assert not out.any()
+
+
+def test_a_read_only_q_is_read():
+    q = q_of(160)
+    q = MXFP8Tensor(read_only(q.data.copy() + 0x38), read_only(q.scale.copy() + 127))
+    out = np.zeros((4, 64), np.float32)
+    unpack_dequantize(q, TABLE, out)
+    assert out.sum() == 160

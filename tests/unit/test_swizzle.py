@@ -1,0 +1,120 @@
+"""The 128x4 layout of scale bytes on every engine, byte by byte from its definition."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support import engines
+from support.places import places
+
+from lowshard.errors import BufferMismatchError, DTypeError, KernelError, LowshardError
+from lowshard.kernels import swizzle_scales, unswizzle_scales
+
+engine = engines.fixture(("plain", "numba", "cuda on host"))
+
+
+def slow_swizzle(scale):
+    """Place one byte at a time; zero where none falls."""
+    rows, cols = scale.shape
+    tile_cols = -(-cols // 4)
+    expected = np.zeros(-(-rows // 128) * tile_cols * 512, np.uint8)
+    for row in range(rows):
+        for col in range(cols):
+            tile = row // 128 * tile_cols + col // 4
+            inside = (row % 32) * 16 + (row % 128) // 32 * 4 + col % 4
+            expected[tile * 512 + inside] = scale[row, col]
+    return expected
+
+
+def random_scale(shape):
+    return np.random.default_rng(9).integers(1, 255, shape, dtype=np.uint8)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (32, 4), (128, 4), (129, 5), (300, 10), (256, 12), (0, 3), (3, 0)])
+def test_swizzled_scales_lie_where_the_layout_says_and_come_back(shape):
+    scale = random_scale(shape)
+    expected = slow_swizzle(scale)
+    swizzled = swizzle_scales(scale)
+    np.testing.assert_array_equal(swizzled, expected)
+    np.testing.assert_array_equal(unswizzle_scales(swizzled, *shape), scale)
+    np.testing.assert_array_equal(swizzle_scales(np.asfortranarray(scale)), expected)
+
+
+@given(st.data(), st.integers(1, 140), st.integers(1, 9))
+def test_scales_at_any_place_are_read_and_written_in_place(data, rows, cols):
+    scale = random_scale((rows, cols))
+    expected = slow_swizzle(scale)
+    view = data.draw(places((rows, cols), np.uint8)).holding(scale)
+    out = np.full(len(expected) + 3, 0xAA, np.uint8)
+    window = out[1:-2]
+    assert swizzle_scales(view, out=window) is window
+    np.testing.assert_array_equal(window, expected)
+    assert out[[0, -2, -1]].tolist() == [0xAA] * 3
+
+    place = data.draw(places((rows, cols), np.uint8))
+    arena = place.arena(1)
+    before = arena.copy()
+    target = place.view(arena)
+    assert unswizzle_scales(window, rows, cols, out=target) is target
+    place.expect(before, arena, scale)
+
+
+def test_padding_is_written_as_zero_and_dropped_unread():
+    swizzled = swizzle_scales(np.full((33, 5), 9, np.uint8), out=np.full(1024, 0xAA, np.uint8))
+    assert np.count_nonzero(swizzled) == 33 * 5
+    swizzled[swizzled == 0] = 77
+    assert (unswizzle_scales(swizzled, 33, 5) == 9).all()
+
+
+def test_swizzled_bytes_of_any_shape_and_strides_are_read_row_major():
+    scale = random_scale((200, 7))
+    swizzled = swizzle_scales(scale)
+    wide = np.zeros((len(swizzled), 2), np.uint8)
+    wide[:, 1] = swizzled
+    for same in (swizzled.reshape(4, 2, 256), np.asfortranarray(swizzled.reshape(8, 256)), wide[:, 1]):
+        np.testing.assert_array_equal(unswizzle_scales(same, np.int64(200), 7), scale)
+
+
+SCALE = np.zeros((4, 4), np.uint8)
+TILE = np.zeros(512, np.uint8)
+
+
+def read_only(array):
+    array.flags.writeable = False
+    return array
+
+
+class OnGpu:
+    @property
+    def __cuda_array_interface__(self):
+        raise AssertionError("it must not be asked")
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "text"),
+    [
+        (lambda: swizzle_scales(np.zeros(4, np.uint8)), KernelError, r"2-D array.*got \[4\]"),
+        (lambda: swizzle_scales(np.zeros((4, 4), np.int8)), DTypeError, "expected uint8, got int8"),
+        (lambda: swizzle_scales(OnGpu()), KernelError, r"GPU array.*cupy.from_dlpack\(scale\)"),
+        (lambda: swizzle_scales([[1, 2]]), KernelError, "scale must be a NumPy or CuPy array"),
+        (lambda: swizzle_scales(SCALE, out=np.zeros(511, np.uint8)), BufferMismatchError,
+         r"uint8 \[512\], got uint8 \[511\]"),
+        (lambda: swizzle_scales(SCALE, out=np.zeros(512, np.int8)), BufferMismatchError, "got int8"),
+        (lambda: swizzle_scales(SCALE, out=np.zeros(1024, np.uint8)[::2]), BufferMismatchError, "contiguous"),
+        (lambda: swizzle_scales(SCALE, out=read_only(np.zeros(512, np.uint8))), BufferMismatchError, "writeable"),
+        (lambda: swizzle_scales(TILE[:16].reshape(4, 4), out=TILE), BufferMismatchError, "share memory with scale"),
+        (lambda: unswizzle_scales(TILE, 129, 4), BufferMismatchError, "2 tiles of 512.*expected 1024 bytes, got 512"),
+        (lambda: unswizzle_scales(TILE, -1, 4), KernelError, "rows must be"),
+        (lambda: unswizzle_scales(TILE, 1, 4.0), KernelError, "cols must be"),
+        (lambda: unswizzle_scales(TILE.view(np.int8), 4, 4), DTypeError, "swizzled holds E8M0 bytes"),
+        (lambda: unswizzle_scales(TILE, 4, 4, out=np.zeros((4, 5), np.uint8)), BufferMismatchError, r"\[4, 4\], got"),
+        (lambda: unswizzle_scales(TILE, 4, 4, out=TILE[:16].reshape(4, 4)), BufferMismatchError,
+         "share memory with swizzled"),
+    ],
+)  # fmt: skip
+def test_wrong_calls_raise_the_named_error_with_the_rule_in_its_text(call, error, text):
+    with pytest.raises(error, match=text) as caught:
+        call()
+    assert isinstance(caught.value, LowshardError)
