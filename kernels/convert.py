@@ -10,6 +10,7 @@ from lowshard.kernels.buffer import Array, allocate, require_apart, require_out
 from lowshard.kernels.engine import engine_for
 from lowshard.kernels.mxfp8 import FLOATS, require_float
 from lowshard.kernels.runs import whole_array_runs
+from lowshard.kernels.staging import assign, contiguous
 
 
 def cast(x: Array, dtype: object, out: Array | None = None) -> Array:
@@ -51,7 +52,7 @@ def cast(x: Array, dtype: object, out: Array | None = None) -> Array:
     )
     engine.cast(source, native, runs)
     if native is not target:
-        target[...] = native
+        assign(target, native)
     return out
 
 
@@ -94,19 +95,15 @@ def sum_into(out: Array, sources: Array | Sequence[Array], accumulate: bool = Tr
     if not target.size:
         return out
     engine = engine_for(target, *parts)
-    flat = [_native(part) if part.flags.c_contiguous else _contiguous(part) for part in parts]
+    flat = [_native(part) if part.flags.c_contiguous else contiguous(part) for part in parts]
     if target.flags.c_contiguous and target.dtype.isnative:
         engine.sum_into(target, flat, accumulate)
     else:
-        staged = _contiguous(target)
+        staged = contiguous(target)
         engine.sum_into(staged, flat, accumulate)
-        target[...] = staged
+        assign(target, staged)
     return out
 
 
 def _native(array: Array) -> Array:
-    return array if array.dtype.isnative else _contiguous(array)
-
-
-def _contiguous(array: Array) -> Array:
-    return array.astype(array.dtype.newbyteorder("="), order="C")
+    return array if array.dtype.isnative else contiguous(array)

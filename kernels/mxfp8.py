@@ -14,6 +14,7 @@ from lowshard.kernels.buffer import Array, allocate, dtype_name, require_apart, 
 from lowshard.kernels.engine import engine_for
 from lowshard.kernels.reference import BLOCK_ELEMS, Elem, Mode
 from lowshard.kernels.runs import whole_array_runs
+from lowshard.kernels.staging import assign, contiguous
 from lowshard.kernels.tensor import MXFP8Tensor, scale_shape
 
 FLOATS = ("bfloat16", "float16", "float32")
@@ -76,9 +77,9 @@ def quantize_mxfp8(
             engine.quantize(source, data, scale, runs, elem, mode, floor_byte)
             return out
     for part, blocks_part in _parts(source.shape):
-        piece = source[part].astype(source.dtype.newbyteorder("="), order="C")
-        q = quantize_mxfp8(piece, elem, mode, min_scale_byte=floor_byte)
-        data[part], scale[blocks_part] = q.data, q.scale
+        q = quantize_mxfp8(contiguous(source[part]), elem, mode, min_scale_byte=floor_byte)
+        assign(data[part], q.data)
+        assign(scale[blocks_part], q.scale)
     return out
 
 
@@ -127,8 +128,8 @@ def dequantize_mxfp8(q: MXFP8Tensor, dtype: object = "bfloat16", out: Array | No
             engine.dequantize(data, scale, q.elem, target, runs)
             return out
     for part, blocks_part in _parts(data.shape):
-        piece = MXFP8Tensor(data[part].copy(order="C"), scale[blocks_part].copy(order="C"), q.elem)
-        target[part] = dequantize_mxfp8(piece, row.name)
+        piece = MXFP8Tensor(contiguous(data[part]), contiguous(scale[blocks_part]), q.elem)
+        assign(target[part], dequantize_mxfp8(piece, row.name))
     return out
 
 

@@ -230,7 +230,8 @@ def _fp32_bits_of_exact(values: npt.NDArray[np.float64]) -> npt.NDArray[np.uint3
     magnitude = np.where(field > 0, significand + ((field - 1) << _FP32_MANTISSA_BITS), subnormal)
     magnitude = np.where(field > 254, _FP32_INF, magnitude)
     magnitude = np.where(np.isnan(values), 0x7FC00000, magnitude)
-    return (magnitude | ((bits >> 32) & 0x80000000)).astype(np.uint32)
+    found: npt.NDArray[np.uint32] = (magnitude | ((bits >> 32) & 0x80000000)).astype(np.uint32)
+    return found
 
 
 def widen_to_fp32_bits(bits: npt.NDArray[Any], dtype: str) -> npt.NDArray[np.uint32]:
@@ -280,6 +281,5 @@ def round_fp32_bits(bits: npt.NDArray[np.uint32], dtype: str) -> npt.NDArray[Any
         small = np.minimum(magnitude, 113 << _FP32_MANTISSA_BITS).view(np.float32)
         subnormal = np.rint(np.ldexp(small, 24)).astype(np.uint32)
         rounded = np.where(magnitude < 113 << _FP32_MANTISSA_BITS, subnormal, np.minimum(normal, 0x7C00))
-        rounded[magnitude >= 143 << _FP32_MANTISSA_BITS] = 0x7C00
         quiet = 0x7E00
     return np.where(nan, quiet, rounded).astype(np.uint16) | (sign >> 16).astype(np.uint16)

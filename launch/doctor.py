@@ -7,6 +7,7 @@ of the doctor.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import io
 import json
 import os
@@ -80,6 +81,21 @@ except Exception as error:
 print(json.dumps(found))
 """
 
+# What the kernels run on here, and whether one of them gives the right bytes (1 under the smallest scale for it).
+_KERNEL_PROGRAM = """
+import json, sys
+sys.path.insert(0, sys.argv[1])  # where this lowshard lies, installed or not
+import numpy as np
+from lowshard.kernels import quantize_mxfp8
+from lowshard.kernels.engine import host_engine
+q = quantize_mxfp8(np.ones((1, 32), np.float32))
+found = {"engine": host_engine().name, "right": bool((q.data == 0x78).all() and q.scale[0, 0] == 119), "bits": 0}
+if found["engine"] == "numba":
+    from lowshard.kernels.cpu.engine import vector_bits
+    found["bits"] = vector_bits()
+print(json.dumps(found))
+"""
+
 _PING_PROGRAM = """
 import json
 import numpy as np
@@ -147,6 +163,7 @@ def examine() -> list[Check]:
     ]
     libraries = _check_libraries()
     checks += libraries
+    checks.append(_check_kernels())
     checks += _check_mpi()
     checks += _check_machine()
     if any(check.name == "cupy" and check.status == "ok" for check in libraries):
@@ -193,6 +210,25 @@ def _run_python(program: str, args: list[str]) -> tuple[str, str]:
         return f"no end within {_IMPORT_LIMIT_S:.0f} s", text.decode() if isinstance(text, bytes) else text
     last = done.stderr.strip().splitlines()[-1:] or [""]
     return f"status {done.returncode} {last[0]}".strip(), done.stdout
+
+
+def _check_kernels() -> Check:
+    """Compiles and runs a kernel in a child."""
+    spec = importlib.util.find_spec("lowshard")
+    assert spec is not None
+    assert spec.origin is not None
+    status, text = _run_python(_KERNEL_PROGRAM, [str(Path(spec.origin).parents[1])])
+    lines = [line for line in text.splitlines() if line.startswith("{")]
+    if not lines:
+        return Check("kernels", "broken", status, "try: LOWSHARD_KERNELS=plain lowshard doctor", required=True)
+    found = json.loads(lines[-1])
+    if not found["right"]:
+        detail = f"{found['engine']} gives wrong bytes"
+        return Check("kernels", "broken", detail, "set LOWSHARD_KERNELS=plain, and report it", required=True)
+    if found["engine"] != "numba":
+        advice = "far slower than compiled code: pip install numba, unset LOWSHARD_KERNELS"
+        return Check("kernels", "ok", "plain NumPy", advice, required=True)
+    return Check("kernels", "ok", f"Numba, {found['bits']}-bit vectors", required=True)
 
 
 def _check_mpi() -> list[Check]:

@@ -54,6 +54,7 @@ REASON = why_unusable()
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(REASON is not None, reason=f"no GPU can be used here: {REASON}"),
+    pytest.mark.filterwarnings("ignore:Numba cannot be imported:RuntimeWarning"),  # the GPU does without it
 ]
 
 BF16 = np.dtype(ml_dtypes.bfloat16)

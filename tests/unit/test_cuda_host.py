@@ -67,6 +67,13 @@ def through(engine: Engine) -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True)
+def plain_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a test expects, and what it prepares, comes from the plain engine."""
+    plain = PlainEngine()
+    monkeypatch.setattr(engine_module, "host_engine", lambda: plain)
+
+
 @pytest.fixture(scope="module")
 def engine() -> HostCudaEngine:
     return host_cuda_engine()
