@@ -9,7 +9,7 @@ import numpy as np
 
 from lowshard.bench.timing import Clock, Copy, HostClock, Work
 from lowshard.errors import BufferMismatchError, DependencyError
-from lowshard.kernels.buffer import Array
+from lowshard.kernels.buffer import Array, allocate
 
 Kind = Literal["cpu", "cuda"]
 
@@ -34,7 +34,7 @@ class Device(Protocol):
     clock: Clock
 
     def put(self, array: np.ndarray[Any, Any]) -> Array:
-        """Return the array there; on the host it is the same one."""
+        """Return a copy of the array there."""
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
         """Return a new array there, not filled."""
@@ -55,12 +55,14 @@ class HostDevice:
         self.clock: Clock = HostClock()
 
     def put(self, array: np.ndarray[Any, Any]) -> Array:
-        """Return the array itself."""
-        return array
+        """Return a copy that begins on a cache line; arrays that NumPy makes begin 16 bytes after one."""
+        made = self.empty(array.shape, array.dtype)
+        made[...] = array
+        return made
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-        """Return a new array."""
-        return np.empty(shape, dtype)
+        """Return a new array, on a cache line as the results of the kernels are."""
+        return allocate(shape, dtype, like=np.empty(0))
 
     def copy_work(self, dst: Array, src: Array) -> Work:
         """Return a call of `numpy.copyto`."""

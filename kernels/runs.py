@@ -63,6 +63,22 @@ class RunTable:
         return int(self.elems.sum())
 
     @cached_property
+    def run_limits_bytes(self) -> tuple[int, int]:
+        """Bytes of the shortest and of the longest run on the side read; zeros if there is none."""
+        run = self.columns[RUN] if self.boxes else np.zeros(1, np.int64)
+        return int(run.min()) * self.src_itemsize, int(run.max()) * self.src_itemsize
+
+    @cached_property
+    def dst_is_gapless(self) -> bool:
+        """Whether the runs, in their order, fill one stretch of the side written."""
+        return self._is_gapless(DST_OFFSET, 2, self.dst_itemsize)
+
+    @cached_property
+    def src_is_gapless(self) -> bool:
+        """Whether the runs, in their order, fill one stretch of the side read."""
+        return self._is_gapless(SRC_OFFSET, 1, self.src_itemsize)
+
+    @cached_property
     def run_divisor_elems(self) -> int:
         """Largest number of elements that divides every run; 0 if there is none."""
         return int(np.gcd.reduce(self.columns[RUN])) if self.boxes else 0
@@ -76,6 +92,16 @@ class RunTable:
     def dst_divisor_bytes(self) -> int:
         """The same on the side written."""
         return self._divisor_bytes(DST_OFFSET, 2, self.dst_itemsize)
+
+    def _is_gapless(self, offset_row: int, stride_row: int, itemsize: int) -> bool:
+        length = self.columns[RUN] * itemsize
+        for row in range(FIRST_DIM, len(self.columns), 3):
+            count, step = self.columns[row], self.columns[row + stride_row]
+            if ((count > 1) & (step != length)).any():
+                return False
+            length = length * count
+        offsets = self.columns[offset_row]
+        return bool((offsets[1:] == offsets[:-1] + length[:-1]).all())
 
     def _divisor_bytes(self, offset_row: int, stride_row: int, itemsize: int) -> int:
         bits = int(np.bitwise_or.reduce(self.columns[offset_row])) if self.boxes else 0

@@ -220,7 +220,9 @@ def _check_kernels() -> Check:
     status, text = _run_python(_KERNEL_PROGRAM, [str(Path(spec.origin).parents[1])])
     lines = [line for line in text.splitlines() if line.startswith("{")]
     if not lines:
-        return Check("kernels", "broken", status, "try: LOWSHARD_KERNELS=plain lowshard doctor", required=True)
+        return Check(
+            "kernels", "broken", status, "try: LOWSHARD_KERNELS=plain lowshard doctor", required=True
+        )
     found = json.loads(lines[-1])
     if not found["right"]:
         detail = f"{found['engine']} gives wrong bytes"

@@ -6,39 +6,78 @@ from typing import Any
 
 from numba import njit
 
-from lowshard.kernels.cpu.drive import prefetch_rows, rows_of
+from lowshard.kernels.cpu.drive import prefetch_both, prefetch_end, rows_of
 from lowshard.kernels.cpu.vector import (
     copy_bytes,
     load_u8,
     load_u16,
     load_u32,
     load_u64,
+    prefetch_far,
+    prefetch_near,
     store_value,
     stream_lines,
 )
 
+# Long runs wait for the first cache too; short ones bring all that comes into the second alone.
+_NEAR_FROM_BYTES = 2 << 10
+
+STAGE_BYTES = 12 << 10
+"""What is put together in scratch memory before lines go past the caches; a run more fits behind it."""
+
+LAG_BYTES = 4 << 10
+"""Lines leave the stage this long after they were written, so that they need not be waited for."""
+
 
 @njit(nogil=True)  # type: ignore[untyped-decorator]
-def stream_copy(dst: int, src: int, size_bytes: int) -> None:
-    """Copy bytes past the caches; the part lines at both ends go through them."""
+def stream_copy(dst: int, src: int, size_bytes: int, near: int, far: int) -> None:
+    """Copy bytes past the caches; the part lines at both ends go through them. Prefetches as `drive` says."""
     end = dst + size_bytes
     head = min(-dst & 63, size_bytes)
-    copy_bytes(dst, src, head)
-    src, dst = src + head, dst + head
-    while dst + 256 <= end:
-        stream_lines(dst, src, 4)
-        src, dst = src + 256, dst + 256
-    while dst + 64 <= end:
-        stream_lines(dst, src, 1)
-        src, dst = src + 64, dst + 64
-    copy_bytes(dst, src, end - dst)
+    if head:
+        copy_bytes(dst, src, head)
+        src, dst = src + head, dst + head
+    if far:
+        if size_bytes >= _NEAR_FROM_BYTES:
+            while dst + 64 <= end:
+                prefetch_far(src + far)
+                prefetch_near(src + near)
+                stream_lines(dst, src, 1)
+                src, dst = src + 64, dst + 64
+        else:
+            while dst + 64 <= end:
+                prefetch_far(src + far)
+                stream_lines(dst, src, 1)
+                src, dst = src + 64, dst + 64
+        prefetch_far(src + (end - dst) - 1 + far)
+    else:
+        while dst + 256 <= end:
+            stream_lines(dst, src, 4)
+            src, dst = src + 256, dst + 256
+        while dst + 64 <= end:
+            stream_lines(dst, src, 1)
+            src, dst = src + 64, dst + 64
+    if dst < end:
+        copy_bytes(dst, src, end - dst)
+
+
+@njit(nogil=True)  # type: ignore[untyped-decorator]
+def send_lines(line: int, stage: int, begin: int, end: int, skip_bytes: int) -> int:
+    """Write out the whole lines of the stage between two offsets; the first line has `skip_bytes` of others."""
+    if begin == 0 and skip_bytes and begin + 64 <= end:
+        copy_bytes(line + skip_bytes, stage + skip_bytes, 64 - skip_bytes)
+        begin = 64
+    while begin + 64 <= end:
+        stream_lines(line + begin, stage + begin, 1)
+        begin += 64
+    return begin
 
 
 @rows_of("copy")
 def _copy_rows() -> Any:
     def copy_rows(
         kind: Any, src: Any, dst: Any, scales: Any, run: Any, rows: Any, src_step: Any, dst_step: Any,
-        ahead: Any, first: Any, second: Any, streaming: Any,
+        near: Any, far: Any, scratch: Any, first: Any, second: Any, streaming: Any,
     ) -> None:  # fmt: skip
         size = run * first
         if size == 1:
@@ -56,14 +95,13 @@ def _copy_rows() -> Any:
         elif streaming and size >= second:
             for row in range(rows):
                 at, to = src + row * src_step, dst + row * dst_step
-                if ahead:
-                    prefetch_rows(at, size, src_step, 0)
-                stream_copy(to, at, size)
+                stream_copy(to, at, size, near, far)
         else:
             for row in range(rows):
                 at = src + row * src_step
-                if ahead:
-                    prefetch_rows(at, size, src_step, 0)
+                if far:
+                    prefetch_both(at, size, near, far)
+                    prefetch_end(at + size, near, far)
                 copy_bytes(dst + row * dst_step, at, size)
 
     return copy_rows

@@ -9,7 +9,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from lowshard.kernels.cpu.copy import stream_copy
-from lowshard.kernels.cpu.drive import prefetch_rows, rows_of
+from lowshard.kernels.cpu.drive import prefetch_end, rows_of
 from lowshard.kernels.cpu.vector import (
     Lanes,
     fp16_subnormals,
@@ -18,7 +18,8 @@ from lowshard.kernels.cpu.vector import (
     load_u16,
     load_u32,
     only_if,
-    stack_bytes,
+    prefetch_far,
+    prefetch_near,
     store,
     store_value,
 )
@@ -104,24 +105,22 @@ def _dequantize_rows(dtype: str, elem: str) -> Any:
     lowest, highest = fast_scales(element_format(elem))
     itemsize = ITEMSIZES[dtype]
     block_bytes, group = BLOCK_ELEMS * itemsize, _GROUP_BLOCKS
-    scratch_bytes = group * block_bytes
 
     def dequantize_rows(
         kind: Any, src: Any, dst: Any, scales: Any, run: Any, rows: Any, src_step: Any, dst_step: Any,
-        ahead: Any, first: Any, second: Any, streaming: Any,
+        near: Any, far: Any, scratch: Any, first: Any, second: Any, streaming: Any,
     ) -> None:  # fmt: skip
         blocks = run // 32
-        scratch = stack_bytes(scratch_bytes)
         for row in range(rows):
             data, values, bytes_ = (
                 src + row * src_step,
                 dst + row * dst_step,
                 scales + ((row * src_step) >> 5),
             )
-            if ahead:
-                prefetch_rows(data, run, src_step, 0)
             # Whole lines are streamed as they are made; others are put together in the first cache before.
             whole_lines, staged = streaming and values & 63 == 0, streaming and values & 63 != 0
+            if far:
+                prefetch_end(data + run, near, far)
             for start in range(0, blocks, group):
                 end, made = min(start + group, blocks), values + start * block_bytes
                 if staged:
@@ -129,6 +128,9 @@ def _dequantize_rows(dtype: str, elem: str) -> Any:
                 for block in range(start, end):
                     byte = types.int32(load_u8(bytes_ + block))
                     at, to = data + block * 32, made + (block - start) * block_bytes
+                    if far and block & 1 == 0:
+                        prefetch_far(at + far)
+                        prefetch_near(at + near)
                     if byte >= lowest and byte <= highest:
                         if whole_lines:
                             decode_block(at, byte, to, dtype, elem, 1)
@@ -144,6 +146,6 @@ def _dequantize_rows(dtype: str, elem: str) -> Any:
                         else:
                             store_value(to + 4 * i, load_u32(first + 4 * index))
                 if staged:
-                    stream_copy(values + start * block_bytes, scratch, (end - start) * block_bytes)
+                    stream_copy(values + start * block_bytes, scratch, (end - start) * block_bytes, 0, 0)
 
     return dequantize_rows

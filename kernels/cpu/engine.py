@@ -12,10 +12,18 @@ import numpy as np
 from lowshard.kernels import reference
 from lowshard.kernels.buffer import Array, address, dtype_name
 from lowshard.kernels.cpu import convert, copy, dequantize, quantize  # noqa: F401  their overloads
-from lowshard.kernels.cpu.drive import compiled
+from lowshard.kernels.cpu.drive import SCRATCH_BYTES, compiled
+from lowshard.kernels.cpu.gather import (
+    SHORT_RUN_BYTES,
+    STAGED,
+    THROUGH_CACHES,
+    WHOLE_LINES,
+    gather_kernel,
+    scatter_kernel,
+)
 from lowshard.kernels.cpu.scalar import DTYPE_CODES
 from lowshard.kernels.cpu.scales import swizzle_kernel
-from lowshard.kernels.cpu.total import SCRATCH_BYTES, sum_kernel
+from lowshard.kernels.cpu.total import sum_kernel
 from lowshard.kernels.reference import Elem, Mode
 from lowshard.kernels.runs import RunTable
 
@@ -33,13 +41,41 @@ class NumbaEngine:
     name = "numba"
 
     def __init__(self) -> None:
-        self._scratch = threading.local()
+        self._threads = threading.local()
+
+    def _scratch(self) -> int:
+        """Return the address of this thread's scratch memory, on a cache line."""
+        found = getattr(self._threads, "scratch", None)
+        if found is None:
+            buffer = np.zeros(SCRATCH_BYTES + 64, np.uint8)
+            found = self._threads.scratch = buffer[-address(buffer) % 64 :]
+        return address(found)
 
     def copy(self, src: Array, dst: Array, runs: RunTable) -> None:
         """Copy every run of `src` to its place in `dst`."""
         streaming = runs.total_elems * runs.dst_itemsize >= STREAMING_BYTES
+        shortest_bytes, longest_bytes = runs.run_limits_bytes
+        if runs.outer_dims <= 1 and 64 <= shortest_bytes <= longest_bytes <= SHORT_RUN_BYTES:
+            target = address(dst)
+            if runs.dst_is_gapless:
+                way = STAGED if (target | runs.dst_divisor_bytes) % 64 else WHOLE_LINES
+                way = way if streaming else THROUGH_CACHES
+                gather_kernel()(runs.columns, address(src), target, self._scratch(), runs.src_itemsize, way)
+                return
+            if streaming and runs.src_is_gapless:
+                scatter_kernel()(runs.columns, address(src), target, runs.src_itemsize)
+                return
         kernel = compiled("copy")
-        kernel(runs.columns, address(src), address(dst), 0, runs.src_itemsize, _STREAMED_ROW_BYTES, streaming)
+        kernel(
+            runs.columns,
+            address(src),
+            address(dst),
+            0,
+            self._scratch(),
+            runs.src_itemsize,
+            _STREAMED_ROW_BYTES,
+            streaming,
+        )
 
     def quantize(
         self,
@@ -55,31 +91,46 @@ class NumbaEngine:
         kernel = compiled(f"quantize {dtype_name(src.dtype)} {elem}")
         round_up = reference.scale_round_up(reference.element_format(elem), mode)
         streaming = runs.total_elems >= STREAMING_BYTES
-        kernel(runs.columns, address(src), address(data), address(scale), round_up, min_scale_byte, streaming)
+        kernel(
+            runs.columns,
+            address(src),
+            address(data),
+            address(scale),
+            self._scratch(),
+            round_up,
+            min_scale_byte,
+            streaming,
+        )
 
     def dequantize(self, data: Array, scale: Array, elem: Elem, dst: Array, runs: RunTable) -> None:
         """Dequantise every run, whole blocks."""
         kernel = compiled(f"dequantize {dtype_name(dst.dtype)} {elem}")
         table = reference.value_table(elem, dtype_name(dst.dtype))
         streaming = runs.total_elems * runs.dst_itemsize >= STREAMING_BYTES
-        kernel(runs.columns, address(data), address(dst), address(scale), address(table), 0, streaming)
+        kernel(
+            runs.columns,
+            address(data),
+            address(dst),
+            address(scale),
+            self._scratch(),
+            address(table),
+            0,
+            streaming,
+        )
 
     def cast(self, src: Array, dst: Array, runs: RunTable) -> None:
         """Convert every run from src's dtype to dst's."""
         kernel = compiled(f"cast {dtype_name(src.dtype)} {dtype_name(dst.dtype)}")
         streaming = runs.total_elems * runs.dst_itemsize >= STREAMING_BYTES
-        kernel(runs.columns, address(src), address(dst), 0, 0, 0, streaming)
+        kernel(runs.columns, address(src), address(dst), 0, self._scratch(), 0, 0, streaming)
 
     def sum_into(self, out: Array, sources: Sequence[Array], accumulate: bool) -> None:
         """Sum contiguous arrays of one size in fp32, from left to right, and round once."""
         terms = [out, *sources] if accumulate else sources
         addresses = np.array([address(term) for term in terms], np.int64)
         dtypes = np.array([DTYPE_CODES[dtype_name(term.dtype)] for term in terms], np.int64)
-        scratch = getattr(self._scratch, "tile", None)
-        if scratch is None:
-            scratch = self._scratch.tile = np.zeros(SCRATCH_BYTES, np.uint8)
         sum_kernel()(
-            addresses, dtypes, address(out), DTYPE_CODES[dtype_name(out.dtype)], out.size, address(scratch)
+            addresses, dtypes, address(out), DTYPE_CODES[dtype_name(out.dtype)], out.size, self._scratch()
         )
 
     def swizzle(self, scale: Array, out: Array) -> None:

@@ -16,7 +16,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from lowshard.kernels.cpu.drive import prefetch_rows, rows_of
+from lowshard.kernels.cpu.drive import prefetch_end, rows_of
 from lowshard.kernels.cpu.rare import encode_rare
 from lowshard.kernels.cpu.scalar import DTYPE_CODES
 from lowshard.kernels.cpu.sources import MAGNITUDE, ONE_FIELD, SOURCES
@@ -25,8 +25,8 @@ from lowshard.kernels.cpu.vector import (
     copy_bytes,
     load,
     only_if,
-    prefetch_line_to_write,
-    stack_bytes,
+    prefetch_far,
+    prefetch_near,
     store,
 )
 from lowshard.kernels.reference import BLOCK_ELEMS, ElementFormat, element_format
@@ -172,18 +172,18 @@ def _quantize_rows(source: str, elem: str) -> Any:
     mantissa_bits, bias, emax, max_code = fmt.mantissa_bits, fmt.bias, fmt.emax, fmt.max_code
     block_bytes, in_place = BLOCK_ELEMS * itemsize, source == "bfloat16"
     group, tops_at, bytes_at, lanes_at = GROUP_BLOCKS, _TOPS, _BYTES, _LANES
-    scratch_bytes, both_bytes, lowest_fast = _SCRATCH_BYTES, 2 * _SCRATCH_BYTES, _LOWEST_FAST_SCALE
+    scratch_bytes, lowest_fast = _SCRATCH_BYTES, _LOWEST_FAST_SCALE
 
     def quantize_rows(
         kind: Any, src: Any, dst: Any, scales: Any, run: Any, rows: Any, src_step: Any, dst_step: Any,
-        ahead: Any, first: Any, second: Any, streaming: Any,
+        near: Any, far: Any, scratch: Any, first: Any, second: Any, streaming: Any,
     ) -> None:  # fmt: skip
         round_up, min_scale_byte = first, second
         increment = types.int32(round_up >> 16)
         lowest = types.int32(((max(min_scale_byte, lowest_fast) + emax) << 7) - increment)
         zero_byte = types.int32(min_scale_byte)
-        # Two groups are under way: while one is encoded, the maxima of the next are on their way to memory.
-        scratch = stack_bytes(both_bytes)
+        # Two groups are under way: while one is encoded, the maxima of the next are on their way to memory. But
+        # where rows are prefetched one is, since what waits in the first cache for the other is pushed out.
         blocks = run // 32
         row, done, count, side, rare = 0, 0, 0, 0, types.uint32(0)
         at, to, byte = src, dst, scales
@@ -196,29 +196,42 @@ def _quantize_rows(source: str, elem: str) -> Any:
             next_count = 0
             if row < rows:
                 next_count = min(group, blocks - done)
-                if streaming:
-                    # A scale byte that waits for its line would hold up the maxima behind it on their way.
-                    prefetch_line_to_write(next_byte + 512)
                 if streaming and next_to & 63 == 32:
                     next_count = 1  # the rest of the row begins with a whole line
-                if ahead:
-                    prefetch_rows(next_at, next_count * block_bytes, src_step, (done * block_bytes) >> 6)
                 for i in range(next_count):
+                    if near:
+                        for line in range(0, block_bytes, 64):
+                            prefetch_near(next_at + near + i * block_bytes + line)
                     next_lanes = scratch + next_side + lanes_at + 64 * i
                     find_maximum(next_at + i * block_bytes, tops + 2 * i, next_lanes, source)
                 done += next_count
                 if done == blocks:
+                    if far:
+                        prefetch_end(next_at + next_count * block_bytes, near, far)
                     row, done = row + 1, 0
+            if far:
+                if next_count == group:
+                    rare = find_scales(tops, next_byte, increment, lowest, zero_byte, source, elem)
+                elif next_count:
+                    rare = find_scales(tops, made, increment, lowest, zero_byte, source, elem)
+                    copy_bytes(next_byte, made, next_count)
+                at, to, byte, side, count = next_at, next_to, next_byte, next_side, next_count
             if count:
                 lanes = at if in_place else scratch + side + lanes_at
                 own_tops = scratch + side + tops_at
                 i = 0
                 if streaming and to & 63 == 0:
                     while i + 2 <= count:
+                        if far:
+                            for line in range(0, 2 * block_bytes, 64):
+                                prefetch_far(at + far + i * block_bytes + line)
                         encode_blocks(lanes + 64 * i, to + 32 * i, own_tops + 2 * i, elem, 2, 1)
                         i += 2
                 else:
                     while i + 2 <= count:
+                        if far:
+                            for line in range(0, 2 * block_bytes, 64):
+                                prefetch_far(at + far + i * block_bytes + line)
                         encode_blocks(lanes + 64 * i, to + 32 * i, own_tops + 2 * i, elem, 2, 0)
                         i += 2
                 if i < count:
@@ -230,11 +243,14 @@ def _quantize_rows(source: str, elem: str) -> Any:
                                 at + i * block_bytes, to + i * 32, byte + i, round_up, min_scale_byte,
                                 itemsize, dtype, mantissa_bits, bias, emax, max_code,
                             )  # fmt: skip
-            if next_count == group:
-                rare = find_scales(tops, next_byte, increment, lowest, zero_byte, source, elem)
-            elif next_count:
-                rare = find_scales(tops, made, increment, lowest, zero_byte, source, elem)
-                copy_bytes(next_byte, made, next_count)
-            at, to, byte, side, count = next_at, next_to, next_byte, next_side, next_count
+            if far:
+                count = 0
+            else:
+                if next_count == group:
+                    rare = find_scales(tops, next_byte, increment, lowest, zero_byte, source, elem)
+                elif next_count:
+                    rare = find_scales(tops, made, increment, lowest, zero_byte, source, elem)
+                    copy_bytes(next_byte, made, next_count)
+                at, to, byte, side, count = next_at, next_to, next_byte, next_side, next_count
 
     return quantize_rows

@@ -16,16 +16,13 @@ from lowshard.kernels.cpu.vector import copy_bytes
 TILE_ELEMS = 2048
 """Elements of a tile: 8 KiB as fp32, so that it and a stretch of a source stay in the first cache."""
 
-SCRATCH_BYTES = 4 * TILE_ELEMS + 4 * STEP_ELEMS
-"""The tile, then room for the last elements of an array."""
-
 
 @cache
 def sum_kernel() -> Callable[..., None]:
     """Return `kernel(terms, dtypes, out, out_dtype, elems, scratch)`.
 
     `terms` and `dtypes` are int64 arrays of addresses and `scalar.DTYPE_CODES`, added from the first on; `scratch`
-    is the address of `SCRATCH_BYTES`.
+    is an address as in `drive.run_rows`: the tile, then room for the last elements of an array.
     """
 
     def sum_terms(terms: Any, dtypes: Any, out: int, out_dtype: int, elems: int, scratch: int) -> None:

@@ -235,19 +235,6 @@ def _memory_step(result: types.Type, emit: Callable[..., Any]) -> Any:
     return result, codegen
 
 
-@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
-def stack_bytes(typingctx: Any, size_bytes: Any) -> Any:
-    """Return the address of stack memory of a literal size, on a cache line; it holds anything."""
-    count = size_bytes.literal_value
-
-    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
-        pointer = cgutils.alloca_once(builder, ir.ArrayType(_I8, count))
-        pointer.align = CACHE_LINE_BYTES
-        return builder.ptrtoint(pointer, _I64)
-
-    return types.int64(size_bytes), codegen
-
-
 @intrinsic  # type: ignore[untyped-decorator]
 def fence(typingctx: Any) -> Any:
     """Order all stores before it, streaming ones too, before whatever comes next."""
@@ -302,32 +289,43 @@ def copy_bytes(typingctx: Any, target: Any, source: Any, size_bytes: Any) -> Any
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def prefetch_line(typingctx: Any, address: Any) -> Any:
-    """Ask for the cache line at an address, valid or not, to read it; into the second cache.
-
-    That one has many more misses under way than the first: rows of 1 KB come in 1.5 times as fast.
-    """
-    result, codegen = _memory_step(
-        types.void, lambda builder, at: _prefetch(builder, at, write=0, locality=2)
-    )
+def prefetch_near(typingctx: Any, address: Any) -> Any:
+    """Ask for the cache line at an address, valid or not, into the first cache."""
+    result, codegen = _memory_step(types.void, lambda builder, at: _prefetch(builder, at, locality=3))
     return result(types.int64), codegen
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def prefetch_line_to_write(typingctx: Any, address: Any) -> Any:
-    """Ask for the cache line at an address, valid or not, to write to it."""
-    result, codegen = _memory_step(
-        types.void, lambda builder, at: _prefetch(builder, at, write=1, locality=3)
-    )
+def prefetch_far(typingctx: Any, address: Any) -> Any:
+    """Ask for the cache line at an address, valid or not, into the second cache."""
+    result, codegen = _memory_step(types.void, lambda builder, at: _prefetch(builder, at, locality=2))
     return result(types.int64), codegen
 
 
-def _prefetch(builder: ir.IRBuilder, address: ir.Value, write: int, locality: int) -> None:
+@intrinsic  # type: ignore[untyped-decorator]
+def prefetch_to_write(typingctx: Any, address: Any) -> Any:
+    """Ask for the cache line at an address, valid or not, to write a part of it."""
+    result, codegen = _memory_step(types.void, lambda builder, at: _prefetch(builder, at, 3, write=1))
+    return result(types.int64), codegen
+
+
+def _prefetch(builder: ir.IRBuilder, address: ir.Value, locality: int, write: int = 0) -> None:
     pointer_type = _I8.as_pointer()
     signature = ir.FunctionType(ir.VoidType(), [pointer_type, _I32, _I32, _I32])
     function = cgutils.get_or_insert_function(builder.module, signature, "llvm.prefetch.p0")
     pointer = builder.inttoptr(address, pointer_type)
     builder.call(function, [pointer, _I32(write), _I32(locality), _I32(1)])
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def copy_line(typingctx: Any, target: Any, source: Any) -> Any:
+    """Copy 64 bytes between any two addresses."""
+
+    def emit(builder: ir.IRBuilder, dst: ir.Value, src: ir.Value) -> None:
+        store(builder, dst, load(builder, src, 8, CACHE_LINE_BYTES), False)
+
+    result, codegen = _memory_step(types.void, emit)
+    return result(types.int64, types.int64), codegen
 
 
 @intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]

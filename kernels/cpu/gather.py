@@ -1,0 +1,146 @@
+"""Short runs from many places into one stretch of memory and back, with as little as possible to do for each run.
+
+Gathering: runs that are whole cache lines go straight past the caches. Others would end amid a line, which the
+machine has to read before it can write it: they are put together in the first cache, and lines go out from there.
+Scattering: such part lines are asked for ahead of time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+from numba import types
+
+from lowshard.kernels.cpu.copy import LAG_BYTES, STAGE_BYTES, send_lines
+from lowshard.kernels.cpu.drive import COLUMNS, FAR_BYTES, SMALL_GAP_BYTES, compile_cached, source_digest
+from lowshard.kernels.cpu.vector import (
+    copy_bytes,
+    copy_line,
+    fence,
+    prefetch_far,
+    prefetch_to_write,
+    stream_lines,
+)
+from lowshard.kernels.runs import DST_OFFSET, RUN, SRC_OFFSET
+
+SHORT_RUN_BYTES = 2 << 10
+"""Longer runs are streamed one by one."""
+
+THROUGH_CACHES, STAGED, WHOLE_LINES = 0, 1, 2
+"""Ways to write: as usual; put together, then past the caches; past the caches at once."""
+
+
+@cache
+def gather_kernel() -> Callable[..., None]:
+    """Return `kernel(columns, src, dst, scratch, itemsize, way)` for gapless targets and one outer dim at most.
+
+    Every run has at most SHORT_RUN_BYTES. The way is one of THROUGH_CACHES, STAGED and WHOLE_LINES, the last for
+    targets and runs that all begin and end with a cache line.
+    """
+    stage_bytes, lag_bytes = STAGE_BYTES, LAG_BYTES
+    far_bytes, small_gap = FAR_BYTES, SMALL_GAP_BYTES
+
+    def gather(columns: Any, src: int, dst: int, stage: int, itemsize: int, way: int) -> None:
+        boxes, has_rows = columns.shape[1], columns.shape[0] > 3
+        to = dst + columns[DST_OFFSET, 0]
+        # The stage begins where a line of the target does. What that line holds before ours stays as it is.
+        skip = to & 63
+        line, used, sent = to - skip, skip, 0
+        last_bytes, far_boxes = 0, 0
+        for box in range(boxes):
+            offset, size = columns[SRC_OFFSET, box], columns[RUN, box] * itemsize
+            at, rows, step = src + offset, 1, 0
+            if has_rows:
+                rows, step = columns[3, box], columns[4, box]
+            box_bytes = size * rows
+            if box_bytes != last_bytes:  # a division takes as long as copying a line
+                last_bytes = box_bytes
+                far_boxes = max(1, far_bytes // box_bytes) if box_bytes <= far_bytes else 0
+            if far_boxes:
+                far = columns[SRC_OFFSET, min(box + far_boxes, boxes - 1)] - offset
+            else:
+                far = (far_bytes // size) * step if abs(step) >= size + small_gap else 0
+            for _ in range(rows):
+                end = at + size
+                if at & 63:
+                    prefetch_far(end - 1 + far)  # a run that begins amid a line has one line more
+                if way == WHOLE_LINES:
+                    while at < end:
+                        prefetch_far(at + far)
+                        stream_lines(to, at, 1)
+                        at, to = at + 64, to + 64
+                else:
+                    into = stage + used if way == STAGED else to
+                    while at + 64 <= end:
+                        prefetch_far(at + far)
+                        copy_line(into, at)
+                        at, into = at + 64, into + 64
+                    if at < end:
+                        prefetch_far(at + far)
+                        copy_bytes(into, at, end - at)
+                    to += size
+                if way == STAGED:
+                    used += size
+                    sent = send_lines(line, stage, sent, used - lag_bytes, skip)
+                    if used >= stage_bytes:
+                        sent = send_lines(line, stage, sent, used, skip)
+                        copy_line(stage, stage + sent)
+                        line, used, sent, skip = line + sent, used - sent, 0, 0
+                at = end - size + step
+        if way == STAGED:
+            sent = send_lines(line, stage, sent, used, skip)
+            sent = max(sent, skip)
+            copy_bytes(line + sent, stage + sent, used - sent)
+        if way != THROUGH_CACHES:
+            fence()
+
+    gather.__qualname__ = f"gather_{source_digest()}"
+    return compile_cached(gather, types.void(COLUMNS, *(types.int64,) * 5))
+
+
+@cache
+def scatter_kernel() -> Callable[..., None]:
+    """Return `kernel(columns, src, dst, itemsize)` for gapless sources and one outer dim at most.
+
+    Every run has at most SHORT_RUN_BYTES, and 64 bytes or more.
+    """
+    far_bytes = FAR_BYTES
+
+    def scatter(columns: Any, src: int, dst: int, itemsize: int) -> None:
+        boxes, has_rows = columns.shape[1], columns.shape[0] > 3
+        at = src + columns[SRC_OFFSET, 0]
+        last_bytes, far_boxes = 0, 0
+        for box in range(boxes):
+            offset, size = columns[DST_OFFSET, box], columns[RUN, box] * itemsize
+            to, rows, step = dst + offset, 1, 0
+            if has_rows:
+                rows, step = columns[3, box], columns[5, box]
+            box_bytes = size * rows
+            if box_bytes != last_bytes:
+                last_bytes = box_bytes
+                far_boxes = max(1, far_bytes // box_bytes) if box_bytes <= far_bytes else 0
+            if far_boxes:
+                far = columns[DST_OFFSET, min(box + far_boxes, boxes - 1)] - offset
+            else:
+                far = (far_bytes // size) * step
+            for _ in range(rows):
+                end, following = to + size, to + step
+                if to & 63:
+                    prefetch_to_write(to + far)
+                    head = -to & 63
+                    copy_bytes(to, at, head)
+                    at, to = at + head, to + head
+                while to + 64 <= end:
+                    stream_lines(to, at, 1)
+                    at, to = at + 64, to + 64
+                if to < end:
+                    prefetch_to_write(to + far)
+                    copy_bytes(to, at, end - to)
+                    at += end - to
+                to = following
+        fence()
+
+    scatter.__qualname__ = f"scatter_{source_digest()}"
+    return compile_cached(scatter, types.void(COLUMNS, *(types.int64,) * 3))
