@@ -46,16 +46,16 @@ _TOPS, _BYTES, _LANES, _SCRATCH_BYTES = 0, 2 * GROUP_BLOCKS, 128, 128 + 2 * BLOC
 
 
 @intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
-def find_maximum(typingctx: Any, src: Any, minimum: Any, lanes: Any, source: Any) -> Any:
-    """Write the complement of a block's largest magnitude, and its bf16 lanes if it is not bf16 already.
+def find_maximum(typingctx: Any, src: Any, minimum: Any, lanes: Any, source: Any, keep: Any) -> Any:
+    """Write the complement of a block's largest magnitude, and with the literal `keep` its bf16 lanes.
 
     The complement, since machines have a minimum of eight 16-bit lanes in one instruction, but no maximum.
     """
-    dtype = source.literal_value
+    dtype, keeps = source.literal_value, bool(keep.literal_value)
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
         at, smallest, to = args[:3]
-        if dtype == "bfloat16":
+        if dtype == "bfloat16" and not keeps:
             half_elems = BLOCK_ELEMS // 2
             low, high = (load(builder, at, 16, half_elems, i * 2 * half_elems) for i in range(2))
             least = _inverse(low).minimum(_inverse(high), signed=False)
@@ -66,7 +66,7 @@ def find_maximum(typingctx: Any, src: Any, minimum: Any, lanes: Any, source: Any
         store(builder, smallest, least.smallest(), False)
         return context.get_dummy_value()
 
-    return types.void(*(types.int64,) * 3, source), codegen
+    return types.void(*(types.int64,) * 3, source, keep), codegen
 
 
 @intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
@@ -170,7 +170,7 @@ def _bytes_of(lanes: Sequence[Lanes], which: int) -> Lanes:
 def _quantize_rows(source: str, elem: str) -> Any:
     fmt, itemsize, dtype = element_format(elem), SOURCES[source].itemsize, DTYPE_CODES[source]
     mantissa_bits, bias, emax, max_code = fmt.mantissa_bits, fmt.bias, fmt.emax, fmt.max_code
-    block_bytes, in_place = BLOCK_ELEMS * itemsize, source == "bfloat16"
+    block_bytes, is_bf16 = BLOCK_ELEMS * itemsize, source == "bfloat16"
     group, tops_at, bytes_at, lanes_at = GROUP_BLOCKS, _TOPS, _BYTES, _LANES
     scratch_bytes, lowest_fast = _SCRATCH_BYTES, _LOWEST_FAST_SCALE
 
@@ -182,75 +182,86 @@ def _quantize_rows(source: str, elem: str) -> Any:
         increment = types.int32(round_up >> 16)
         lowest = types.int32(((max(min_scale_byte, lowest_fast) + emax) << 7) - increment)
         zero_byte = types.int32(min_scale_byte)
-        # Two groups are under way: while one is encoded, the maxima of the next are on their way to memory. But
-        # where rows are prefetched one is, since what waits in the first cache for the other is pushed out.
+        # Rows that are prefetched leave their cache lines as soon as they can, and go on from scratch memory.
+        in_place = is_bf16 and not far
+        row_bytes = run * itemsize
         blocks = run // 32
+        # Two groups are under way: while one is encoded, the maxima of the next are on their way to memory.
         row, done, count, side, rare = 0, 0, 0, 0, types.uint32(0)
-        at, to, byte = src, dst, scales
+        at, to, byte, first_block = src, dst, scales, 0
+        fetch_at, fetch_left = src + far, row_bytes
         while row < rows or count:
             next_at = src + row * src_step + done * block_bytes
             next_to = dst + row * dst_step + done * 32
             next_byte = scales + ((row * dst_step) >> 5) + done
+            next_first = row * blocks + done
             next_side = scratch_bytes - side
-            tops, made = scratch + next_side + tops_at, scratch + next_side + bytes_at
+            tops, made, kept = (
+                scratch + next_side + tops_at,
+                scratch + next_side + bytes_at,
+                scratch + next_side + lanes_at,
+            )
             next_count = 0
-            if row < rows:
-                next_count = min(group, blocks - done)
-                if streaming and next_to & 63 == 32:
-                    next_count = 1  # the rest of the row begins with a whole line
-                for i in range(next_count):
-                    if near:
-                        for line in range(0, block_bytes, 64):
-                            prefetch_near(next_at + near + i * block_bytes + line)
-                    next_lanes = scratch + next_side + lanes_at + 64 * i
-                    find_maximum(next_at + i * block_bytes, tops + 2 * i, next_lanes, source)
-                done += next_count
+            while row < rows and next_count < group:
+                take = min(group - next_count, blocks - done)
+                if streaming and next_count == 0 and next_to & 63 == 32:
+                    take = 1  # the rest begins with a whole line
+                x = src + row * src_step + done * block_bytes
+                if in_place:
+                    for i in range(take):
+                        find_maximum(x + i * block_bytes, tops + 2 * i, kept, source, 0)
+                else:
+                    for i in range(next_count, next_count + take):
+                        if near:
+                            for line in range(0, block_bytes, 64):
+                                prefetch_near(x + near + line)
+                        find_maximum(x, tops + 2 * i, kept + 64 * i, source, 1)
+                        x += block_bytes
+                next_count += take
+                done += take
                 if done == blocks:
                     if far:
-                        prefetch_end(next_at + next_count * block_bytes, near, far)
+                        prefetch_end(x, near, far)
                     row, done = row + 1, 0
-            if far:
-                if next_count == group:
-                    rare = find_scales(tops, next_byte, increment, lowest, zero_byte, source, elem)
-                elif next_count:
-                    rare = find_scales(tops, made, increment, lowest, zero_byte, source, elem)
-                    copy_bytes(next_byte, made, next_count)
-                at, to, byte, side, count = next_at, next_to, next_byte, next_side, next_count
+                # A group goes on with the next row if its codes do, and if its elements are in scratch memory.
+                if in_place or dst_step != run or take == 1:
+                    break
             if count:
                 lanes = at if in_place else scratch + side + lanes_at
                 own_tops = scratch + side + tops_at
                 i = 0
-                if streaming and to & 63 == 0:
-                    while i + 2 <= count:
-                        if far:
-                            for line in range(0, 2 * block_bytes, 64):
-                                prefetch_far(at + far + i * block_bytes + line)
+                whole_lines = streaming and to & 63 == 0
+                while i + 2 <= count:
+                    if far:
+                        for line in range(0, 2 * block_bytes, 64):
+                            prefetch_far(fetch_at + line)
+                        fetch_at += 2 * block_bytes
+                        fetch_left -= 2 * block_bytes
+                        if fetch_left <= 0:
+                            fetch_at += src_step - row_bytes
+                            fetch_left += row_bytes
+                    if whole_lines:
                         encode_blocks(lanes + 64 * i, to + 32 * i, own_tops + 2 * i, elem, 2, 1)
-                        i += 2
-                else:
-                    while i + 2 <= count:
-                        if far:
-                            for line in range(0, 2 * block_bytes, 64):
-                                prefetch_far(at + far + i * block_bytes + line)
+                    else:
                         encode_blocks(lanes + 64 * i, to + 32 * i, own_tops + 2 * i, elem, 2, 0)
-                        i += 2
+                    i += 2
                 if i < count:
                     encode_blocks(lanes + 64 * i, to + 32 * i, own_tops + 2 * i, elem, 1, 0)
                 if rare:
                     for i in range(count):
                         if (rare >> types.uint32(i)) & types.uint32(1):
+                            block = first_block + i
                             encode_rare(
-                                at + i * block_bytes, to + i * 32, byte + i, round_up, min_scale_byte,
-                                itemsize, dtype, mantissa_bits, bias, emax, max_code,
+                                src + (block // blocks) * src_step + (block % blocks) * block_bytes,
+                                to + i * 32, byte + i, round_up, min_scale_byte, itemsize, dtype, mantissa_bits,
+                                bias, emax, max_code,
                             )  # fmt: skip
-            if far:
-                count = 0
-            else:
-                if next_count == group:
-                    rare = find_scales(tops, next_byte, increment, lowest, zero_byte, source, elem)
-                elif next_count:
-                    rare = find_scales(tops, made, increment, lowest, zero_byte, source, elem)
-                    copy_bytes(next_byte, made, next_count)
-                at, to, byte, side, count = next_at, next_to, next_byte, next_side, next_count
+            if next_count == group:
+                rare = find_scales(tops, next_byte, increment, lowest, zero_byte, source, elem)
+            elif next_count:
+                rare = find_scales(tops, made, increment, lowest, zero_byte, source, elem)
+                copy_bytes(next_byte, made, next_count)
+            at, to, byte, first_block = next_at, next_to, next_byte, next_first
+            side, count = next_side, next_count
 
     return quantize_rows
