@@ -19,8 +19,8 @@ from lowshard.kernels.cpu.vector import (
     stream_lines,
 )
 
-# Long runs wait for the first cache too; short ones bring all that comes into the second alone.
-_NEAR_FROM_BYTES = 2 << 10
+NEAR_FROM_BYTES = 2 << 10
+"""Runs from here on wait for the first cache too; shorter ones bring all that comes into the second alone."""
 
 STAGE_BYTES = 12 << 10
 """What is put together in scratch memory before lines go past the caches; a run more fits behind it."""
@@ -38,7 +38,7 @@ def stream_copy(dst: int, src: int, size_bytes: int, near: int, far: int) -> Non
         copy_bytes(dst, src, head)
         src, dst = src + head, dst + head
     if far:
-        if size_bytes >= _NEAR_FROM_BYTES:
+        if size_bytes >= NEAR_FROM_BYTES:
             while dst + 64 <= end:
                 prefetch_far(src + far)
                 prefetch_near(src + near)

@@ -28,7 +28,7 @@ from lowshard.kernels.runs import DST_OFFSET, FIRST_DIM, RUN, SRC_OFFSET
 # the work itself never waits. Both in small steps between the work, since a burst of them holds it up. Quantising
 # rows of 1 KB at every 4 KB takes 245 ns a row without, 150 with one kind in bursts, 60 like this.
 FAR_BYTES = 32 << 10
-_NEAR_BYTES = 4 << 10
+NEAR_BYTES = 4 << 10
 _LONG_RUN_BYTES = 16 << 10
 SMALL_GAP_BYTES = 512
 _LOCK_WAIT_S = 120.0
@@ -131,13 +131,13 @@ def compiled(kind: str) -> Callable[..., None]:
                 box_bytes = size_bytes * n1 * n2 * n3 * n4
                 if box_bytes > FAR_BYTES:
                     if abs(s1) >= size_bytes + SMALL_GAP_BYTES:
-                        near, far = s1 * max(1, _NEAR_BYTES // size_bytes), s1 * (FAR_BYTES // size_bytes)
+                        near, far = s1 * max(1, NEAR_BYTES // size_bytes), s1 * (FAR_BYTES // size_bytes)
                 elif box + 1 < boxes:
                     gap = columns[SRC_OFFSET, box + 1] - src_offset - box_bytes
                     if gap < 0 or gap >= SMALL_GAP_BYTES:
                         if box_bytes != last_bytes:  # a division takes as long as copying a line
                             last_bytes = box_bytes
-                            near_boxes = max(1, _NEAR_BYTES // box_bytes)
+                            near_boxes = max(1, NEAR_BYTES // box_bytes)
                             far_boxes = max(1, FAR_BYTES // box_bytes)
                         near = columns[SRC_OFFSET, min(box + near_boxes, boxes - 1)] - src_offset
                         far = columns[SRC_OFFSET, min(box + far_boxes, boxes - 1)] - src_offset

@@ -13,19 +13,27 @@ from typing import Any
 
 from numba import types
 
-from lowshard.kernels.cpu.copy import LAG_BYTES, STAGE_BYTES, send_lines
-from lowshard.kernels.cpu.drive import COLUMNS, FAR_BYTES, SMALL_GAP_BYTES, compile_cached, source_digest
+from lowshard.kernels.cpu.copy import LAG_BYTES, NEAR_FROM_BYTES, STAGE_BYTES, send_lines
+from lowshard.kernels.cpu.drive import (
+    COLUMNS,
+    FAR_BYTES,
+    NEAR_BYTES,
+    SMALL_GAP_BYTES,
+    compile_cached,
+    source_digest,
+)
 from lowshard.kernels.cpu.vector import (
     copy_bytes,
     copy_line,
     fence,
     prefetch_far,
+    prefetch_near,
     prefetch_to_write,
     stream_lines,
 )
 from lowshard.kernels.runs import DST_OFFSET, RUN, SRC_OFFSET
 
-SHORT_RUN_BYTES = 2 << 10
+SHORT_RUN_BYTES = 8 << 10
 """Longer runs are streamed one by one."""
 
 THROUGH_CACHES, STAGED, WHOLE_LINES = 0, 1, 2
@@ -39,8 +47,8 @@ def gather_kernel() -> Callable[..., None]:
     Every run has at most SHORT_RUN_BYTES. The way is one of THROUGH_CACHES, STAGED and WHOLE_LINES, the last for
     targets and runs that all begin and end with a cache line.
     """
-    stage_bytes, lag_bytes = STAGE_BYTES, LAG_BYTES
-    far_bytes, small_gap = FAR_BYTES, SMALL_GAP_BYTES
+    stage_bytes, lag_bytes, near_from_bytes = STAGE_BYTES, LAG_BYTES, NEAR_FROM_BYTES
+    near_bytes, far_bytes, small_gap = NEAR_BYTES, FAR_BYTES, SMALL_GAP_BYTES
 
     def gather(columns: Any, src: int, dst: int, stage: int, itemsize: int, way: int) -> None:
         boxes, has_rows = columns.shape[1], columns.shape[0] > 3
@@ -48,7 +56,7 @@ def gather_kernel() -> Callable[..., None]:
         # The stage begins where a line of the target does. What that line holds before ours stays as it is.
         skip = to & 63
         line, used, sent = to - skip, skip, 0
-        last_bytes, far_boxes = 0, 0
+        last_bytes, far_boxes, near_boxes = 0, 0, 0
         for box in range(boxes):
             offset, size = columns[SRC_OFFSET, box], columns[RUN, box] * itemsize
             at, rows, step = src + offset, 1, 0
@@ -58,23 +66,33 @@ def gather_kernel() -> Callable[..., None]:
             if box_bytes != last_bytes:  # a division takes as long as copying a line
                 last_bytes = box_bytes
                 far_boxes = max(1, far_bytes // box_bytes) if box_bytes <= far_bytes else 0
+                near_boxes = max(1, near_bytes // box_bytes)
             if far_boxes:
                 far = columns[SRC_OFFSET, min(box + far_boxes, boxes - 1)] - offset
+                near = columns[SRC_OFFSET, min(box + near_boxes, boxes - 1)] - offset
             else:
                 far = (far_bytes // size) * step if abs(step) >= size + small_gap else 0
+                near = max(1, near_bytes // size) * step if far else 0
             for _ in range(rows):
                 end = at + size
                 if at & 63:
                     prefetch_far(end - 1 + far)  # a run that begins amid a line has one line more
-                if way == WHOLE_LINES:
+                if way == WHOLE_LINES and size < near_from_bytes:
                     while at < end:
                         prefetch_far(at + far)
+                        stream_lines(to, at, 1)
+                        at, to = at + 64, to + 64
+                elif way == WHOLE_LINES:
+                    while at < end:
+                        prefetch_far(at + far)
+                        prefetch_near(at + near)
                         stream_lines(to, at, 1)
                         at, to = at + 64, to + 64
                 else:
                     into = stage + used if way == STAGED else to
                     while at + 64 <= end:
                         prefetch_far(at + far)
+                        prefetch_near(at + near)
                         copy_line(into, at)
                         at, into = at + 64, into + 64
                     if at < end:
