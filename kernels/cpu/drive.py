@@ -11,7 +11,7 @@ import hashlib
 import os
 import time
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
@@ -184,10 +184,15 @@ def compile_cached(function: Callable[..., Any], signature: Any) -> Callable[...
         lazy = njit(nogil=True, cache=True)(function)
     except RuntimeError:  # Numba finds no folder for its cache
         return njit([signature], nogil=True)(function)  # type: ignore[no-any-return]
-    with _one_at_a_time(Path(lazy.stats.cache_path)):
+    folder = Path(lazy.stats.cache_path)
+    with _one_at_a_time(folder):
         try:
             lazy.compile(signature)
         except Exception:  # a full disk, a broken file: a fault of the kernel itself shows again here
+            # What is kept of it may be broken for good; the next process is to find nothing.
+            for kept in folder.glob(f"*{function.__qualname__}-*.nb[ci]"):
+                with suppress(OSError):
+                    kept.unlink()
             return njit([signature], nogil=True)(function)  # type: ignore[no-any-return]
     lazy.disable_compile()
     return lazy  # type: ignore[no-any-return]

@@ -204,7 +204,8 @@ def _quantize_rows(source: str, elem: str) -> Any:
             next_count = 0
             while row < rows and next_count < group:
                 take = min(group - next_count, blocks - done)
-                if streaming and next_count == 0 and next_to & 63 == 32:
+                alone = streaming and next_count == 0 and next_to & 63 == 32
+                if alone:
                     take = 1  # the rest begins with a whole line
                 x = src + row * src_step + done * block_bytes
                 if in_place:
@@ -224,7 +225,7 @@ def _quantize_rows(source: str, elem: str) -> Any:
                         prefetch_end(x, near, far)
                     row, done = row + 1, 0
                 # A group goes on with the next row if its codes do, and if its elements are in scratch memory.
-                if in_place or dst_step != run or take == 1:
+                if in_place or dst_step != run or alone:
                     break
             if count:
                 lanes = at if in_place else scratch + side + lanes_at

@@ -127,6 +127,68 @@ def test_divisors_are_those_of_all_runs_written_out(case):
         assert got == next(p for p in (4096 >> i for i in range(13)) if common % p == 0)
 
 
+def fills_one_stretch(places):
+    """Whether each (first byte, bytes) begins where the one before it ends."""
+    return all(at + size == following for (at, size), (following, _) in itertools.pairwise(places))
+
+
+@engines.many
+@given(boxes())
+def test_limits_and_gaps_are_those_of_all_runs_written_out(case):
+    table = table_of(case)
+    runs = list(runs_of(table))
+    sizes = [run * table.src_itemsize for _, _, run in runs] or [0]
+    assert table.run_limits_bytes == (min(sizes), max(sizes))
+    assert table.src_is_gapless == fills_one_stretch(
+        [(src, run * table.src_itemsize) for src, _, run in runs]
+    )
+    assert table.dst_is_gapless == fills_one_stretch(
+        [(dst, run * table.dst_itemsize) for _, dst, run in runs]
+    )
+
+
+@st.composite
+def nearly_gapless_tables(draw):
+    """Boxes of equal shape of which one side is one stretch, but for one number in some cases."""
+    count, dims, items = (
+        draw(st.integers(1, 4)),
+        draw(st.integers(0, 3)),
+        draw(st.sampled_from([(1, 1), (4, 2)])),
+    )
+    side, rows = draw(st.integers(0, 1)), []
+    offset = draw(st.integers(-40, 40))
+    for _ in range(count):
+        run = draw(st.integers(1, 5))
+        level, column = run * items[side], [0, 0, run]
+        for _ in range(dims):
+            steps = [draw(st.integers(-30, 30))] * 2
+            n, steps[side] = draw(st.integers(1, 3)), level
+            column += [n, *steps]
+            level *= n
+        column[side] = offset
+        rows.append(column)
+        offset += level
+    table = np.array(rows, np.int64).T.copy()
+    if draw(st.booleans()):
+        place = [draw(st.integers(0, n - 1)) for n in table.shape]
+        table[tuple(place)] += draw(st.sampled_from([-1, 1]))
+        for row in (RUN, *range(FIRST_DIM, len(table), 3)):
+            table[row] = np.maximum(table[row], 1)  # a table has no empty boxes
+    return RunTable(table, *items)
+
+
+@engines.many
+@given(nearly_gapless_tables())
+def test_one_number_off_is_seen_as_a_gap_where_it_makes_one(table):
+    runs = list(runs_of(table))
+    assert table.src_is_gapless == fills_one_stretch(
+        [(src, run * table.src_itemsize) for src, _, run in runs]
+    )
+    assert table.dst_is_gapless == fills_one_stretch(
+        [(dst, run * table.dst_itemsize) for _, dst, run in runs]
+    )
+
+
 @given(st.lists(st.integers(1, 7), max_size=8), st.sampled_from([(1, 1), (2, 1), (4, 4), (5, 5)]))
 def test_two_contiguous_arrays_are_one_run(shape, items):
     strides = [tuple(item * prod(shape[i + 1 :]) for i in range(len(shape))) for item in items]
@@ -181,6 +243,7 @@ def test_no_boxes_give_an_empty_table():
     table = lower(*(np.zeros(s, np.int64) for s in ((0, 2), 0, 0, (0, 2), (0, 2))), 4, 4)
     assert (table.boxes, table.total_elems, table.run_divisor_elems, table.outer_dims) == (0, 0, 0, 0)
     assert (table.src_divisor_bytes, table.dst_divisor_bytes) == (4096, 4096)
+    assert (table.run_limits_bytes, table.src_is_gapless, table.dst_is_gapless) == ((0, 0), True, True)
 
 
 def test_a_table_is_read_only_and_compared_by_identity():

@@ -1,0 +1,248 @@
+"""Compiled once for a machine: the cache on disk shared, missing, broken; other CPUs; changed sources.
+
+Each case runs in processes of its own, since a process keeps what it has compiled.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support import mode
+
+import lowshard
+
+pytest.importorskip("numba", reason="numba is not there to be imported")
+
+from lowshard.kernels.cpu.engine import vector_bits
+
+LIMIT_S = 100.0
+PACKAGE = Path(lowshard.__file__).parent
+KERNELS = next(Path(path) / "kernels" for path in lowshard.__path__ if (Path(path) / "kernels").is_dir())
+
+# Runs the jobs given as arguments and prints a line of JSON: for each whether the bytes are those of plain NumPy, and
+# what its kernel was: from the cache, compiled, kept in memory alone.
+WORK = """
+import json, sys, warnings
+import numpy as np, ml_dtypes
+from lowshard.kernels import BoxTable, MXFP8Tensor, cast, dequantize_mxfp8, engine, pack, quantize_mxfp8, unpack
+from lowshard.kernels.cpu import engine as cpu
+from lowshard.kernels.plain import PlainEngine
+
+cpu.STREAMING_BYTES = 0
+rng = np.random.default_rng(1)
+codes, scale = rng.integers(0, 256, (9, 160), dtype=np.uint8), rng.integers(0, 256, (9, 5), dtype=np.uint8)
+table = BoxTable((9, 160), [((r, r + 1), (r, r + 70 + 5 * r)) for r in range(9)])
+
+def values(dtype):
+    wide = rng.standard_normal((9, 160)) * np.exp2(rng.integers(-9, 9, (9, 160)))
+    wide[2, 7], wide[3, 64:96], wide[4, 32] = np.nan, 0, np.inf
+    return wide.astype(np.float32).astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+
+def run(job):
+    name, *words = job.split(" ")
+    if name == "gather":
+        return pack(codes, table).tobytes(), cpu.gather_kernel()
+    if name == "scatter":
+        out = np.zeros_like(codes)
+        return unpack(np.resize(codes, table.total_elems), table, out).tobytes(), cpu.scatter_kernel()
+    if name == "quantize":
+        q = quantize_mxfp8(x[words[0]], words[1])
+        return q.data.tobytes() + q.scale.tobytes(), cpu.compiled(job)
+    if name == "dequantize":
+        return dequantize_mxfp8(MXFP8Tensor(codes, scale, words[1]), words[0]).tobytes(), cpu.compiled(job)
+    return cast(x[words[0]], words[1]).tobytes(), cpu.compiled(job)
+
+x = {dtype: values(dtype) for dtype in ("bfloat16", "float16", "float32")}
+made = {}
+# AFTER_IMPORT
+for job in sys.argv[1:]:
+    engine.host_engine = cpu.NumbaEngine
+    got, kernel = run(job)
+    engine.host_engine = PlainEngine
+    stats = kernel.stats
+    hits, misses = sum(stats.cache_hits.values()), sum(stats.cache_misses.values())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # there is no assembly of a kernel from the cache
+        zmm = "zmm" in kernel.inspect_asm(kernel.signatures[0])
+    kept = stats.cache_path is not None
+    made[job] = dict(right=got == run(job)[0], hits=hits, misses=misses, zmm=zmm, kept=kept)
+print(json.dumps(dict(jobs=made, bits=cpu.vector_bits())))
+"""
+
+QUANTIZE = [f"quantize {source} e4m3" for source in ("bfloat16", "float16", "float32")]
+OTHERS = [
+    "dequantize bfloat16 e4m3", "dequantize float16 e5m2", "dequantize float32 e4m3", "cast float16 float32",
+    "cast float32 bfloat16", "gather", "scatter",
+]  # fmt: skip
+
+
+def started(cache, jobs, before="", **variables):
+    """Start a process that does the jobs, with code of the test's own run before them."""
+    places = [str(PACKAGE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("NUMBA_", "LOWSHARD_KERNELS"))}
+    environment |= {"NUMBA_CACHE_DIR": str(cache), "PYTHONPATH": os.pathsep.join(places), **variables}
+    return subprocess.Popen(
+        [sys.executable, "-W", "error", "-c", WORK.replace("# AFTER_IMPORT", before), *jobs],
+        env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+def finished(process):
+    try:
+        text = process.communicate("go\n", timeout=LIMIT_S)[0]
+    finally:
+        process.kill()
+    assert process.returncode == 0
+    return json.loads(text.splitlines()[-1])
+
+
+def done(cache, jobs, before="", **variables):
+    return finished(started(cache, jobs, before, **variables))
+
+
+def facts(result, *names):
+    """Return some of what is known of each job."""
+    return [{name: job[name] for name in names} for job in result["jobs"].values()]
+
+
+def files(cache, suffix):
+    return sorted(Path(cache).rglob(f"*{suffix}"))
+
+
+def test_the_second_process_reads_what_the_first_has_compiled(tmp_path):
+    jobs = ["gather", "quantize bfloat16 e4m3"]
+    first = done(tmp_path, jobs)
+    kept = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.nb?")}
+    assert facts(first, "right", "misses", "hits") == [{"right": True, "misses": 1, "hits": 0}] * 2
+    assert len(kept) == 4
+    second = done(tmp_path, jobs)
+    assert facts(second, "right", "misses", "hits") == [{"right": True, "misses": 0, "hits": 1}] * 2
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.nb?")} == kept
+    # The registers of the machine are used: the widest there are, in the quantisation of bf16 above all.
+    assert first["bits"] == second["bits"] == vector_bits()
+    assert first["jobs"]["quantize bfloat16 e4m3"]["zmm"] == (vector_bits() == 512)
+
+
+def test_of_four_processes_at_once_one_compiles(tmp_path):
+    before = "print('ready', flush=True)\nsys.stdin.readline()"
+    processes = [started(tmp_path, ["gather"], before) for _ in range(4)]
+    try:
+        for process in processes:
+            assert process.stdout.readline() == "ready\n"
+        for process in processes:
+            process.stdin.write("go\n")
+            process.stdin.flush()
+        results = [finished(process) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    found = sorted((*facts(result, "misses", "hits")[0].values(),) for result in results)
+    assert found == [(0, 1), (0, 1), (0, 1), (1, 0)]
+    assert all(result["jobs"]["gather"]["right"] for result in results)
+    assert len(files(tmp_path, ".nbc")) == 1
+
+
+NO_FOLDER = "from numba.core import caching\ncaching.CacheImpl._locator_classes = []"
+ONE_FOLDER = """
+from numba.core import caching
+places = caching.CacheImpl._locator_classes
+caching.CacheImpl._locator_classes = [place for place in places if "UserProvided" in place.__name__]
+assert caching.CacheImpl._locator_classes
+"""
+NO_ROOM = "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (512, 512))"
+
+
+def test_without_a_folder_for_the_cache_kernels_are_compiled_in_memory(tmp_path):
+    result = done(tmp_path, ["dequantize bfloat16 e4m3"], NO_FOLDER)
+    assert facts(result, "right", "kept") == [{"right": True, "kept": False}]
+    assert not list(tmp_path.rglob("*.nb?"))
+
+
+def test_a_cache_folder_that_cannot_be_made_is_no_error(tmp_path):
+    (tmp_path / "file").write_text("no folder")
+    # Numba tries further places, of the sources and of the user: none is to be written by a test.
+    result = done(tmp_path / "file" / "cache", ["scatter"], ONE_FOLDER)
+    assert facts(result, "right", "kept") == [{"right": True, "kept": False}]
+
+
+def test_a_disk_without_room_is_no_error(tmp_path):
+    result = done(tmp_path, ["scatter"], NO_ROOM)
+    assert facts(result, "right", "kept") == [{"right": True, "kept": False}]
+    again = done(tmp_path, ["scatter"])  # whatever was left behind is no harm
+    assert facts(again, "right") == [{"right": True}]
+
+
+def test_a_broken_file_in_the_cache_is_no_error_and_goes_away(tmp_path):
+    done(tmp_path / "good", ["scatter"])
+    cases = [(suffix, kind) for suffix in (".nbi", ".nbc") for kind in ("empty", "cut", "noise")]
+    for suffix, kind in mode.sample(cases, 3, "broken files"):
+        cache = tmp_path / f"{kind}{suffix}"
+        shutil.copytree(tmp_path / "good", cache)
+        (path,) = files(cache, suffix)
+        content = path.read_bytes()
+        path.write_bytes(
+            {"empty": b"", "cut": content[: len(content) // 2], "noise": bytes(range(256)) * 40}[kind]
+        )
+        found = facts(done(cache, ["scatter"]), "right", "hits")
+        assert found == [{"right": True, "hits": 0}], (suffix, kind)
+        done(cache, ["scatter"])  # finds nothing, and keeps what it compiles
+        found = facts(done(cache, ["scatter"]), "right", "hits")
+        assert found == [{"right": True, "hits": 1}], (suffix, kind)
+
+
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="the CPUs named here are x86-64")
+@pytest.mark.parametrize(("cpu", "bits"), [("x86-64", 128), ("haswell", 256)])
+def test_code_for_smaller_cpus_gives_the_same_bytes(tmp_path, cpu, bits):
+    if vector_bits() < bits:
+        pytest.skip(f"this machine has no registers of {bits} bits")
+    jobs = mode.sample(QUANTIZE, 1, f"{cpu} quantize") + mode.sample(OTHERS, 2, f"{cpu} others")
+    # Without features of its own a CPU has those of its name, and not this machine's.
+    result = done(tmp_path, jobs, NUMBA_CPU_NAME=cpu, NUMBA_CPU_FEATURES="")
+    assert result["bits"] == bits
+    assert facts(result, "right", "misses", "zmm") == [{"right": True, "misses": 1, "zmm": False}] * len(jobs)
+
+
+DIGESTS = """
+import json, sys
+from pathlib import Path
+from lowshard.kernels.cpu import drive
+from lowshard.kernels.cpu.gather import gather_kernel
+
+kernels = Path(drive.__file__).parent.parent
+before = drive.source_digest()
+found = {"named": before in gather_kernel().py_func.__qualname__, "same": [], "at": str(kernels)}
+for path in sorted(kernels.rglob("*.py")):
+    text = path.read_bytes()
+    path.write_bytes(text + b"# changed\\n")
+    drive.source_digest.cache_clear()
+    if drive.source_digest() == before:
+        found["same"].append(path.relative_to(kernels).as_posix())
+    path.write_bytes(text)
+drive.source_digest.cache_clear()
+found["back"] = drive.source_digest() == before
+print(json.dumps(found))
+"""
+
+
+def test_a_change_in_any_source_that_code_is_made_from_gives_kernels_a_new_name(tmp_path):
+    for folder in {PACKAGE, KERNELS}:
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(folder, tmp_path / folder.relative_to(PACKAGE.parent), ignore=ignored)
+    kernels = tmp_path / KERNELS.relative_to(PACKAGE.parent)
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "NUMBA_CACHE_DIR": str(tmp_path / "cache")}
+    made = subprocess.run(
+        [sys.executable, "-c", DIGESTS], env=environment, cwd=tmp_path, stdout=subprocess.PIPE, text=True,
+        timeout=LIMIT_S, check=True,
+    )  # fmt: skip
+    found = json.loads(made.stdout)
+    assert (Path(found["at"]), found["named"], found["back"]) == (kernels, True, True)
+    assert found["same"]  # the public calls, the CUDA side
+    assert not [name for name in found["same"] if name.startswith("cpu/")]
+    assert not {"reference.py", "runs.py"} & {*found["same"]}
