@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from llvmlite import ir
-from numba import types
+from numba import njit, types
 from numba.extending import intrinsic
 
 from lowshard.kernels.cpu.drive import prefetch_end, rows_of
@@ -168,39 +168,122 @@ def _bytes_of(lanes: Sequence[Lanes], which: int) -> Lanes:
 
 @rows_of("quantize")
 def _quantize_rows(source: str, elem: str) -> Any:
-    fmt, itemsize, dtype = element_format(elem), SOURCES[source].itemsize, DTYPE_CODES[source]
-    mantissa_bits, bias, emax, max_code = fmt.mantissa_bits, fmt.bias, fmt.emax, fmt.max_code
-    block_bytes, is_bf16 = BLOCK_ELEMS * itemsize, source == "bfloat16"
-    group, tops_at, bytes_at, lanes_at = GROUP_BLOCKS, _TOPS, _BYTES, _LANES
-    scratch_bytes, lowest_fast = _SCRATCH_BYTES, _LOWEST_FAST_SCALE
+    emax, lowest_fast = element_format(elem).emax, _LOWEST_FAST_SCALE
+    in_place, fetched = _rows_in_place(source, elem), _rows_fetched(source, elem)
 
     def quantize_rows(
         kind: Any, src: Any, dst: Any, scales: Any, run: Any, rows: Any, src_step: Any, dst_step: Any,
         near: Any, far: Any, scratch: Any, first: Any, second: Any, streaming: Any,
     ) -> None:  # fmt: skip
-        round_up, min_scale_byte = first, second
-        increment = types.int32(round_up >> 16)
-        lowest = types.int32(((max(min_scale_byte, lowest_fast) + emax) << 7) - increment)
+        increment = types.int32(first >> 16)
+        lowest = types.int32(((max(second, lowest_fast) + emax) << 7) - increment)
+        if far:
+            fetched(
+                src, dst, scales, run, rows, src_step, dst_step, near, far, scratch, first, second, increment,
+                lowest, streaming,
+            )  # fmt: skip
+        else:
+            in_place(
+                src, dst, scales, run, rows, src_step, dst_step, scratch, first, second, increment, lowest,
+                streaming,
+            )  # fmt: skip
+
+    return quantize_rows
+
+
+def _rows_in_place(source: str, elem: str) -> Any:
+    """Return the loop over rows that the machine prefetches by itself; bf16 elements stay where they are."""
+    fmt, itemsize, dtype = element_format(elem), SOURCES[source].itemsize, DTYPE_CODES[source]
+    mantissa_bits, bias, emax, max_code = fmt.mantissa_bits, fmt.bias, fmt.emax, fmt.max_code
+    block_bytes, stays, keep = BLOCK_ELEMS * itemsize, source == "bfloat16", int(source != "bfloat16")
+    group, tops_at, bytes_at, lanes_at, scratch_bytes = GROUP_BLOCKS, _TOPS, _BYTES, _LANES, _SCRATCH_BYTES
+
+    @njit(nogil=True)  # type: ignore[untyped-decorator]
+    def rows_in_place(
+        src: int, dst: int, scales: int, run: int, rows: int, src_step: int, dst_step: int, scratch: int,
+        round_up: int, min_scale_byte: int, increment: int, lowest: int, streaming: bool,
+    ) -> None:  # fmt: skip
         zero_byte = types.int32(min_scale_byte)
-        # Rows that are prefetched leave their cache lines as soon as they can, and go on from scratch memory.
-        in_place = is_bf16 and not far
-        row_bytes = run * itemsize
         blocks = run // 32
         # Two groups are under way: while one is encoded, the maxima of the next are on their way to memory.
         row, done, count, side, rare = 0, 0, 0, 0, types.uint32(0)
-        at, to, byte, first_block = src, dst, scales, 0
-        fetch_at, fetch_left = src + far, row_bytes
+        at, to, byte = src, dst, scales
         while row < rows or count:
             next_at = src + row * src_step + done * block_bytes
             next_to = dst + row * dst_step + done * 32
             next_byte = scales + ((row * dst_step) >> 5) + done
+            next_side = scratch_bytes - side
+            tops, made = scratch + next_side + tops_at, scratch + next_side + bytes_at
+            next_count = 0
+            if row < rows:
+                next_count = min(group, blocks - done)
+                if streaming and next_to & 63 == 32:
+                    next_count = 1  # the rest of the row begins with a whole line
+                for i in range(next_count):
+                    kept = scratch + next_side + lanes_at + 64 * i
+                    find_maximum(next_at + i * block_bytes, tops + 2 * i, kept, source, keep)
+                done += next_count
+                if done == blocks:
+                    row, done = row + 1, 0
+            if count:
+                lanes = at if stays else scratch + side + lanes_at
+                own_tops = scratch + side + tops_at
+                i = 0
+                if streaming and to & 63 == 0:
+                    while i + 2 <= count:
+                        encode_blocks(lanes + 64 * i, to + 32 * i, own_tops + 2 * i, elem, 2, 1)
+                        i += 2
+                else:
+                    while i + 2 <= count:
+                        encode_blocks(lanes + 64 * i, to + 32 * i, own_tops + 2 * i, elem, 2, 0)
+                        i += 2
+                if i < count:
+                    encode_blocks(lanes + 64 * i, to + 32 * i, own_tops + 2 * i, elem, 1, 0)
+                if rare:
+                    for i in range(count):
+                        if (rare >> types.uint32(i)) & types.uint32(1):
+                            encode_rare(
+                                at + i * block_bytes, to + i * 32, byte + i, round_up, min_scale_byte,
+                                itemsize, dtype, mantissa_bits, bias, emax, max_code,
+                            )  # fmt: skip
+            if next_count == group:
+                rare = find_scales(tops, next_byte, increment, lowest, zero_byte, source, elem)
+            elif next_count:
+                rare = find_scales(tops, made, increment, lowest, zero_byte, source, elem)
+                copy_bytes(next_byte, made, next_count)
+            at, to, byte, side, count = next_at, next_to, next_byte, next_side, next_count
+
+    return rows_in_place
+
+
+def _rows_fetched(source: str, elem: str) -> Any:
+    """Return the loop over short rows that are prefetched.
+
+    Their elements leave the source's cache lines as soon as they can, and go on from scratch memory; a group goes
+    over several rows if their codes follow each other.
+    """
+    fmt, itemsize, dtype = element_format(elem), SOURCES[source].itemsize, DTYPE_CODES[source]
+    mantissa_bits, bias, emax, max_code = fmt.mantissa_bits, fmt.bias, fmt.emax, fmt.max_code
+    block_bytes = BLOCK_ELEMS * itemsize
+    group, tops_at, bytes_at, lanes_at, scratch_bytes = GROUP_BLOCKS, _TOPS, _BYTES, _LANES, _SCRATCH_BYTES
+
+    @njit(nogil=True)  # type: ignore[untyped-decorator]
+    def rows_fetched(
+        src: int, dst: int, scales: int, run: int, rows: int, src_step: int, dst_step: int, near: int, far: int,
+        scratch: int, round_up: int, min_scale_byte: int, increment: int, lowest: int, streaming: bool,
+    ) -> None:  # fmt: skip
+        zero_byte = types.int32(min_scale_byte)
+        blocks, row_bytes = run // 32, run * itemsize
+        row, done, count, side, rare = 0, 0, 0, 0, types.uint32(0)
+        to, byte, first_block = dst, scales, 0
+        fetch_at, fetch_left = src + far, row_bytes
+        while row < rows or count:
+            next_to = dst + row * dst_step + done * 32
+            next_byte = scales + ((row * dst_step) >> 5) + done
             next_first = row * blocks + done
             next_side = scratch_bytes - side
-            tops, made, kept = (
-                scratch + next_side + tops_at,
-                scratch + next_side + bytes_at,
-                scratch + next_side + lanes_at,
-            )
+            tops, made = scratch + next_side + tops_at, scratch + next_side + bytes_at
+            kept = scratch + next_side + lanes_at
             next_count = 0
             while row < rows and next_count < group:
                 take = min(group - next_count, blocks - done)
@@ -208,39 +291,30 @@ def _quantize_rows(source: str, elem: str) -> Any:
                 if alone:
                     take = 1  # the rest begins with a whole line
                 x = src + row * src_step + done * block_bytes
-                if in_place:
-                    for i in range(take):
-                        find_maximum(x + i * block_bytes, tops + 2 * i, kept, source, 0)
-                else:
-                    for i in range(next_count, next_count + take):
-                        if near:
-                            for line in range(0, block_bytes, 64):
-                                prefetch_near(x + near + line)
-                        find_maximum(x, tops + 2 * i, kept + 64 * i, source, 1)
-                        x += block_bytes
+                for i in range(next_count, next_count + take):
+                    for line in range(0, block_bytes, 64):
+                        prefetch_near(x + near + line)
+                    find_maximum(x, tops + 2 * i, kept + 64 * i, source, 1)
+                    x += block_bytes
                 next_count += take
                 done += take
                 if done == blocks:
-                    if far:
-                        prefetch_end(x, near, far)
+                    prefetch_end(x, near, far)
                     row, done = row + 1, 0
-                # A group goes on with the next row if its codes do, and if its elements are in scratch memory.
-                if in_place or dst_step != run or alone:
+                if dst_step != run or alone:
                     break
             if count:
-                lanes = at if in_place else scratch + side + lanes_at
-                own_tops = scratch + side + tops_at
+                lanes, own_tops = scratch + side + lanes_at, scratch + side + tops_at
                 i = 0
                 whole_lines = streaming and to & 63 == 0
                 while i + 2 <= count:
-                    if far:
-                        for line in range(0, 2 * block_bytes, 64):
-                            prefetch_far(fetch_at + line)
-                        fetch_at += 2 * block_bytes
-                        fetch_left -= 2 * block_bytes
-                        if fetch_left <= 0:
-                            fetch_at += src_step - row_bytes
-                            fetch_left += row_bytes
+                    for line in range(0, 2 * block_bytes, 64):
+                        prefetch_far(fetch_at + line)
+                    fetch_at += 2 * block_bytes
+                    fetch_left -= 2 * block_bytes
+                    if fetch_left <= 0:
+                        fetch_at += src_step - row_bytes
+                        fetch_left += row_bytes
                     if whole_lines:
                         encode_blocks(lanes + 64 * i, to + 32 * i, own_tops + 2 * i, elem, 2, 1)
                     else:
@@ -262,7 +336,6 @@ def _quantize_rows(source: str, elem: str) -> Any:
             elif next_count:
                 rare = find_scales(tops, made, increment, lowest, zero_byte, source, elem)
                 copy_bytes(next_byte, made, next_count)
-            at, to, byte, first_block = next_at, next_to, next_byte, next_first
-            side, count = next_side, next_count
+            to, byte, first_block, side, count = next_to, next_byte, next_first, next_side, next_count
 
-    return quantize_rows
+    return rows_fetched
