@@ -109,7 +109,6 @@ def gather_kernel() -> Callable[..., None]:
                 at = end - size + step
         if way == STAGED:
             sent = send_lines(line, stage, sent, used, skip)
-            sent = max(sent, skip)
             copy_bytes(line + sent, stage + sent, used - sent)
         if way != THROUGH_CACHES:
             fence()
