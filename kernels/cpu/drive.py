@@ -6,12 +6,7 @@ the loop is compiled by a text such as "quantize bfloat16 e4m3".
 
 from __future__ import annotations
 
-import fcntl
-import hashlib
-import os
-import time
 from collections.abc import Callable
-from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
@@ -20,6 +15,7 @@ from numba import njit, types
 from numba.extending import overload
 
 from lowshard import dtypes
+from lowshard.compiled import compile_cached, digest_of
 from lowshard.kernels.cpu.vector import fence, prefetch_far, prefetch_near
 from lowshard.kernels.runs import DST_OFFSET, FIRST_DIM, RUN, SRC_OFFSET
 
@@ -31,7 +27,6 @@ FAR_BYTES = 32 << 10
 NEAR_BYTES = 4 << 10
 _LONG_RUN_BYTES = 16 << 10
 SMALL_GAP_BYTES = 512
-_LOCK_WAIT_S = 120.0
 
 SCRATCH_BYTES = 32 << 10
 """Scratch memory of a kernel. Given by the caller: LLVM takes ten times as long over as much on the stack."""
@@ -174,30 +169,6 @@ def compiled(kind: str) -> Callable[..., None]:
     return compile_cached(drive, _DRIVE)
 
 
-def compile_cached(function: Callable[..., Any], signature: Any) -> Callable[..., Any]:
-    """Compile a function for a signature, from Numba's cache on disk if it is there.
-
-    One process of a machine compiles while the others wait, and read its result then. Where no cache
-    folder can be written the function is compiled in memory.
-    """
-    try:
-        lazy = njit(nogil=True, cache=True)(function)
-    except RuntimeError:  # Numba finds no folder for its cache
-        return njit([signature], nogil=True)(function)  # type: ignore[no-any-return]
-    folder = Path(lazy.stats.cache_path)
-    with _one_at_a_time(folder):
-        try:
-            lazy.compile(signature)
-        except Exception:  # a full disk, a broken file: a fault of the kernel itself shows again here
-            # What is kept of it may be broken for good; the next process is to find nothing.
-            for kept in folder.glob(f"*{function.__qualname__}-*.nb[ci]"):
-                with suppress(OSError):
-                    kept.unlink()
-            return njit([signature], nogil=True)(function)  # type: ignore[no-any-return]
-    lazy.disable_compile()
-    return lazy  # type: ignore[no-any-return]
-
-
 @njit(nogil=True)  # type: ignore[untyped-decorator]
 def prefetch_both(address: int, size_bytes: int, near: int, far: int) -> None:
     """Ask for the lines near and far ahead of every 64th byte of a stretch; `prefetch_end` gets the one left."""
@@ -227,31 +198,4 @@ def source_digest() -> str:
     vector code of a kernel lies in others.
     """
     folder = Path(__file__).parent
-    found = hashlib.sha256()
-    for path in sorted([*folder.glob("*.py"), folder.parent / "reference.py", folder.parent / "runs.py"]):
-        found.update(path.read_bytes())
-    return found.hexdigest()[:16]
-
-
-@contextmanager
-def _one_at_a_time(folder: Path) -> Any:
-    """Hold a lock in the cache folder; after a time, or where locks do not work, go on without it."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = os.open(folder / "lowshard.lock", os.O_RDWR | os.O_CREAT, 0o666)
-    except OSError:
-        yield
-        return
-    try:
-        deadline_s = time.monotonic() + _LOCK_WAIT_S
-        while time.monotonic() < deadline_s:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                time.sleep(0.02)
-            except OSError:  # no locks on this file system
-                break
-        yield
-    finally:
-        os.close(lock)
+    return digest_of([*folder.glob("*.py"), folder.parent / "reference.py", folder.parent / "runs.py"])

@@ -13,13 +13,13 @@ from typing import Any
 
 from numba import types
 
+from lowshard.compiled import compile_cached
 from lowshard.kernels.cpu.copy import LAG_BYTES, NEAR_FROM_BYTES, STAGE_BYTES, send_lines
 from lowshard.kernels.cpu.drive import (
     COLUMNS,
     FAR_BYTES,
     NEAR_BYTES,
     SMALL_GAP_BYTES,
-    compile_cached,
     source_digest,
 )
 from lowshard.kernels.cpu.vector import (

@@ -7,7 +7,8 @@ from functools import cache
 
 from numba import types
 
-from lowshard.kernels.cpu.drive import compile_cached, source_digest
+from lowshard.compiled import compile_cached
+from lowshard.kernels.cpu.drive import source_digest
 from lowshard.kernels.cpu.vector import load_u8, load_u32, store_value
 
 _NUMBER = types.int64

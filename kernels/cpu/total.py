@@ -8,8 +8,9 @@ from typing import Any
 
 from numba import types
 
+from lowshard.compiled import compile_cached
 from lowshard.kernels.cpu.convert import STEP_ELEMS, add_step, round_step
-from lowshard.kernels.cpu.drive import compile_cached, source_digest
+from lowshard.kernels.cpu.drive import source_digest
 from lowshard.kernels.cpu.scalar import BFLOAT16, FLOAT16
 from lowshard.kernels.cpu.vector import copy_bytes
 

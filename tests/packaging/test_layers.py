@@ -22,6 +22,7 @@ FLOORS: dict[str, str] = {
     "lowshard.errors": "0",
     "lowshard.dtypes": "0",
     "lowshard.box": "0",
+    "lowshard.compiled": "0",
     "lowshard.mesh": "1",
     "lowshard.placement": "1",
     "lowshard.layout": "1",
