@@ -22,26 +22,33 @@ __all__ = [
 ]
 
 
-def from_mpi(mpi_comm: Any, device: Literal["auto", "cpu", "cuda"] = "auto") -> Communicator:
+def from_mpi(
+    mpi_comm: Any, device: Literal["auto", "cpu", "cuda"] = "auto", *, timeout_s: float | None = None
+) -> Communicator:
     """Return a communicator over an mpi4py communicator, which it duplicates.
 
-    Collective: all ranks of `mpi_comm` call this. On "cpu" buffers are NumPy arrays and MPI moves
-    them. On "cuda" buffers are CuPy arrays and NCCL moves them; MPI hands out the unique id. "auto" is
+    Collective: all ranks of `mpi_comm` call this. On "cpu" buffers are NumPy arrays; ranks of one node move
+    them through shared memory, else MPI does. On "cuda" buffers are CuPy arrays and NCCL moves them; MPI hands out the unique id. "auto" is
     "cuda" when every rank sees a GPU through CuPy, else "cpu".
 
     An uncaught exception on a rank then ends the whole job, with the rank's number and traceback.
+
+    Args:
+        mpi_comm: the mpi4py communicator.
+        device: where the buffers lie.
+        timeout_s: deadline of each wait for other ranks, in seconds; LOWSHARD_TIMEOUT_S, else 600, by default.
 
     Raises:
         CommError: device is none of the three, or ranks outnumber the GPUs of a node.
         DependencyError: CuPy or NCCL is missing where "cuda" was asked for.
     """
     from lowshard.comm.abort import install_abort_hook
-    from lowshard.comm.mpi import MPICommunicator
+    from lowshard.comm.build import build_host
 
     if device not in ("auto", "cpu", "cuda"):
         raise CommError(f"device is 'auto', 'cpu' or 'cuda', got {device!r}")
     install_abort_hook()
-    host = MPICommunicator(mpi_comm)
+    host = build_host(mpi_comm, timeout_s)
     if device == "cpu":
         return host
     from lowshard.comm.nccl_over_mpi import build_over_mpi, usable_on_all

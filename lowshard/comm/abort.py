@@ -3,6 +3,9 @@
 Without this an uncaught exception in one rank leaves the others waiting for ever: Python runs mpi4py's
 finalize on the way out, and finalize waits for the ranks that wait in a collective.
 
+Where there is a side channel (`lowshard.comm.watch`) the others hear of the failure first, in milliseconds, and
+have a moment to say where they were before the abort ends them.
+
 A launcher that wants to know more than an exit status names a directory in `LOWSHARD_JOB_DIR`; each rank that
 fails leaves one `FailureRecord` there, and the launcher prints it. Where there is no such directory the
 traceback goes to stderr, with the rank in front of each line.
@@ -10,6 +13,7 @@ traceback goes to stderr, with the rank in front of each line.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -19,19 +23,25 @@ import traceback
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import ModuleType, TracebackType
-from typing import NoReturn
+from typing import Literal, NoReturn, Protocol
 
-from lowshard.errors import CommError, PeerFailed
+from lowshard.errors import CommError, MismatchError, PeerFailed, TimedOut
 
 __all__ = [
     "JOB_DIR_VARIABLE",
     "FailureRecord",
+    "add_watch",
     "end_job",
     "exit_code_of",
+    "flush_output",
+    "forced_end_parts",
     "install_abort_hook",
+    "leave_forced_end",
     "read_failures",
+    "remove_watch",
     "report_exception",
     "report_failure",
+    "world_rank",
     "write_failure",
 ]
 
@@ -39,9 +49,29 @@ JOB_DIR_VARIABLE = "LOWSHARD_JOB_DIR"
 _FAILURE_DIR = "failures"
 _ABORT_LIMIT_S = 2.0
 _FIRST_CAUSE_S = 0.3
+_SPEAK_S = 0.5  # from telling the others of a failure to the abort that would cut them off
+_SURVIVOR_SPEAK_S = (
+    1.0  # longer: the abort of the rank that failed first, and its exit code, are to come first
+)
 _INTERRUPTED = 130  # what a shell reports for a program that SIGINT ended
 
 _installed: dict[str, int] = {}  # "pid": the process that holds the hook; a forked child must not end the job
+
+
+class _Watch(Protocol):
+    """What this module needs of the side channel."""
+
+    rank: int
+
+    @property
+    def failed_rank(self) -> int | None: ...
+
+    def tell(self, kind: Literal["failed", "exit", "timed out", "disagreed"], text: str) -> None: ...
+
+    def ending(self, exit_code: int, within_s: float) -> None: ...
+
+
+_watches: list[_Watch] = []
 
 
 @dataclass(frozen=True)
@@ -112,8 +142,67 @@ def exit_code_of(error: BaseException) -> int:
     return _INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
 
 
+def add_watch(watch: _Watch) -> None:
+    """Has a side channel told of this process's failures from now on."""
+    _watches.append(watch)
+
+
+def remove_watch(watch: _Watch) -> None:
+    """Forgets a side channel."""
+    if watch in _watches:
+        _watches.remove(watch)
+
+
+def world_rank(otherwise: int) -> int:
+    """Returns this process's rank in the job, as its records have it; where MPI is not running, the one given."""
+    mpi = _running_mpi()
+    return otherwise if mpi is None else int(mpi.COMM_WORLD.Get_rank())
+
+
+def leave_forced_end(rank: int, exit_code: int, message: str) -> None:
+    """Leaves the record, if a launcher wants one, of a process that is ended since another rank failed."""
+    job_dir = os.environ.get(JOB_DIR_VARIABLE)
+    if job_dir:
+        # The line on stderr says the same: a launcher that is gone, or on another host, loses nothing.
+        with contextlib.suppress(OSError):
+            write_failure(Path(job_dir), _forced_end(rank, time.time(), exit_code, message))
+
+
+def forced_end_parts(rank: int) -> bytes:
+    """Returns what `leave_forced_end` would write, in parts, for code that has no interpreter to do it.
+
+    The name of a draft, the name it gets, and the text before the time, the exit code and the message and after
+    it, each with a 0 at its end. Nothing where no launcher wants a record.
+    """
+    job_dir = os.environ.get(JOB_DIR_VARIABLE)
+    if not job_dir:
+        return b""
+    folder = os.path.join(os.path.abspath(job_dir), _FAILURE_DIR)
+    marks = (0.12345, 98765, "MESSAGE")
+    rest = json.dumps(asdict(_forced_end(rank, *marks)))
+    parts = [f"{folder}/.{rank}-{os.getpid()}-forced", f"{folder}/{rank}.json"]
+    for mark in marks:
+        before, _, rest = rest.partition(str(mark))
+        parts.append(before)
+    return b"".join(os.fsencode(part) + b"\0" for part in (*parts, rest))
+
+
+def _forced_end(rank: int, time_s: float, exit_code: int, message: str) -> FailureRecord:
+    return FailureRecord(rank, time_s, "exit", exit_code, message, consequence=True)
+
+
+def _tell(kind: Literal["failed", "exit", "timed out", "disagreed"], text: str) -> None:
+    """Tells the other ranks; where they know of a failure already, that one stands."""
+    for watch in (*_watches,):
+        watch.tell(kind, text)
+
+
 def report_failure(record: FailureRecord) -> None:
-    """Hands a record to the launcher; where there is none, prints it to stderr with the rank in each line."""
+    """Hands a record to the launcher; where there is none, prints it to stderr with the rank in each line.
+
+    The other ranks are told first.
+    """
+    _tell("exit" if record.kind == "exit" else "failed", record.message)
     job_dir = os.environ.get(JOB_DIR_VARIABLE)
     if job_dir:
         try:
@@ -139,12 +228,16 @@ def report_exception(rank: int, error: BaseException) -> int:
     cls = type(error)
     name = cls.__qualname__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__qualname__}"
     consequence = isinstance(error, PeerFailed)
+    if isinstance(error, TimedOut):
+        _tell("timed out", str(error))
+    elif isinstance(error, MismatchError):
+        _tell("disagreed", str(error))
     report_failure(
         FailureRecord(
             rank, time.time(), "exception", code, last, "".join(lines), error=name, consequence=consequence
         )
     )
-    if consequence:
+    if consequence and not _watches:  # with a watch it is `end_job` that waits
         time.sleep(_FIRST_CAUSE_S)
     return code
 
@@ -152,9 +245,15 @@ def report_exception(rank: int, error: BaseException) -> int:
 def end_job(exit_code: int) -> NoReturn:
     """Ends this process at once and, where MPI is running, all ranks with it. Never returns.
 
-    No finalize, no exit handlers: any of them may wait for a rank that waits for this one.
+    No finalize, no exit handlers: any of them may wait for a rank that waits for this one. The other ranks are told,
+    and have a moment to speak.
     """
-    _flush_output()
+    flush_output()
+    _tell("exit", f"exit code {exit_code}")
+    speak_s = max((_SPEAK_S if w.failed_rank == w.rank else _SURVIVOR_SPEAK_S for w in _watches), default=0.0)
+    for watch in _watches:
+        watch.ending(exit_code, speak_s + 1.5 * _ABORT_LIMIT_S)
+    time.sleep(speak_s)
     # The abort itself may hang (a broken network, a library in a bad state); this process ends all the same.
     backstop = threading.Timer(_ABORT_LIMIT_S, os._exit, (exit_code,))
     backstop.daemon = True
@@ -208,7 +307,7 @@ def _fail(rank: int | None, error: BaseException) -> NoReturn:
     if rank is None:
         mpi = _running_mpi()
         rank = 0 if mpi is None else mpi.COMM_WORLD.Get_rank()
-    _flush_output()
+    flush_output()
     end_job(report_exception(rank, error))
 
 
@@ -230,7 +329,7 @@ def _running_mpi() -> ModuleType | None:
     return mpi
 
 
-def _flush_output() -> None:
+def flush_output() -> None:
     """Pushes out what this process has printed; a closed or broken stream has nothing left to save."""
     for stream in (sys.stdout, sys.stderr):
         if stream is not None and not stream.closed:

@@ -85,7 +85,7 @@ class LoopbackCommunicator(Communicator):
     """One thread's end of a loopback group."""
 
     def __init__(self, board: _Board, rank: int) -> None:
-        super().__init__(rank, board.size)
+        super().__init__(rank, board.size, timeout_s=board.timeout_s)
         self._board = board
 
     @property
@@ -102,6 +102,18 @@ class LoopbackCommunicator(Communicator):
     def _leave(self) -> None:
         self._board.wait(self.rank)
         self._board.slots[self.rank] = None
+
+    def _compare(self, signature: int) -> bool:
+        same = len(set(self._meet(signature))) == 1
+        self._leave()
+        return same
+
+    def _common(self, elems: int, dtype: Any) -> Array:
+        """Return one array for all threads."""
+        posted = self._meet(np.empty(elems, dtype) if self.rank == 0 else None)
+        result = posted[0][:]  # a view: each rank makes its own read-only
+        self._leave()
+        return result
 
     def _all_gather_v(self, send: Array, recv: Array, counts: Sequence[int], displs: Sequence[int]) -> None:
         for peer, data in enumerate(self._meet(send)):

@@ -1,4 +1,8 @@
-"""MPI: the communicator over NumPy buffers, by mpi4py and whatever MPI it finds."""
+"""MPI: the communicator over NumPy buffers, by mpi4py and whatever MPI it finds.
+
+Every wait is a nonblocking call and a loop, so that it ends when a rank fails or the time is over. The ranks of one
+node are better off in shared memory (`lowshard.comm.node`).
+"""
 
 from __future__ import annotations
 
@@ -8,8 +12,13 @@ from typing import Any
 import numpy as np
 
 from lowshard import dtypes
+from lowshard.comm.activity import Activity
+from lowshard.comm.call import Call
+from lowshard.comm.lookout import Lookout
+from lowshard.comm.mailbox import Mailbox
 from lowshard.comm.protocol import Communicator
-from lowshard.errors import BufferMismatchError, DependencyError
+from lowshard.comm.work import Work
+from lowshard.errors import DependencyError
 
 Array = Any
 
@@ -17,16 +26,24 @@ Array = Any
 _NATIVE = frozenset(
     ("float32", "float64", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 )
-_TAG = 7
 
 
 class MPICommunicator(Communicator):
     """A duplicate of an mpi4py communicator, so that our messages meet no one else's."""
 
-    def __init__(self, mpi_comm: Any, *, owned: bool = False) -> None:
+    def __init__(
+        self, mpi_comm: Any, *, owned: bool = False, lookout: Lookout | None = None, group: str = "0",
+        timeout_s: float | None = None, activity: Activity | None = None,
+    ) -> None:  # fmt: skip
         self._mpi = load_mpi()
         self._comm = mpi_comm if owned else mpi_comm.Dup()
-        super().__init__(self._comm.Get_rank(), self._comm.Get_size())
+        super().__init__(
+            self._comm.Get_rank(), self._comm.Get_size(), group=group, timeout_s=timeout_s, activity=activity
+        )
+        self._lookout = Lookout(None, self._activity) if lookout is None else lookout
+        self._mailbox = Mailbox(
+            self._mpi, self._comm, range(self.size), self.rank, self._lookout, self.timeout_s
+        )
         # Moving needs only the width of an element. bf16 and fp8 have no MPI type of their own
         # (BFLOAT16_T is null in both wheels, and passing it aborts an MPICH job).
         self._move = {
@@ -56,12 +73,22 @@ class MPICommunicator(Communicator):
         as_uint, mpi_type = self._move[buf.dtype.itemsize]
         return [buf.view(as_uint), (counts, displs), mpi_type]
 
+    def _finish(self, request: Any, what: str) -> None:
+        """Wait for a collective that was started; MPI does not say who is missing."""
+        self._lookout.wait(request.Test, what, lambda: [], self.timeout_s)
+
+    def _compare(self, signature: int) -> bool:
+        words = np.array([signature, -signature], np.int64)
+        self._finish(self._comm.Iallreduce(self._mpi.IN_PLACE, words, self._mpi.MAX), "the check of a call")
+        return bool(words[0] == -words[1])
+
     def _all_gather_v(self, send: Array, recv: Array, counts: Sequence[int], displs: Sequence[int]) -> None:
         # Displacements are each rank's own affair, so the choice of the MPI call must rest on counts alone.
         even = len(set(counts)) == 1
         if even and any(d != i * counts[0] for i, d in enumerate(displs)):
             whole = np.empty((self.size, counts[0]), recv.dtype)
-            self._comm.Allgather(self._wire(send), self._wire(whole.reshape(-1)))
+            request = self._comm.Iallgather(self._wire(send), self._wire(whole.reshape(-1)))
+            self._finish(request, "all_gather_v")
             for part, displ in zip(whole, displs, strict=True):
                 recv[displ : displ + counts[0]] = part
             return
@@ -70,9 +97,10 @@ class MPICommunicator(Communicator):
             own[...] = send  # MPI would copy it too
         # In place on all ranks, as the standard asks, whether or not their callers passed one array.
         if even:
-            self._comm.Allgather(self._mpi.IN_PLACE, self._wire(recv[: counts[0] * self.size]))
+            request = self._comm.Iallgather(self._mpi.IN_PLACE, self._wire(recv[: counts[0] * self.size]))
         else:
-            self._comm.Allgatherv(self._mpi.IN_PLACE, self._wire_v(recv, counts, displs))
+            request = self._comm.Iallgatherv(self._mpi.IN_PLACE, self._wire_v(recv, counts, displs))
+        self._finish(request, "all_gather")
 
     def _all_to_all_v(
         self,
@@ -85,44 +113,46 @@ class MPICommunicator(Communicator):
     ) -> None:
         if np.may_share_memory(send, recv):
             send = send.copy()
-        self._comm.Alltoallv(
+        request = self._comm.Ialltoallv(
             self._wire_v(send, send_counts, send_displs), self._wire_v(recv, recv_counts, recv_displs)
         )
+        self._finish(request, "all_to_all")
 
     def _broadcast(self, buf: Array, root: int) -> None:
-        self._comm.Bcast(self._wire(buf), root)
+        self._finish(self._comm.Ibcast(self._wire(buf), root), "broadcast")
 
     def _gather(self, send: Array, recv: Array | None, root: int) -> None:
         if recv is None:
-            self._comm.Gather(self._wire(send), None, root)
+            self._finish(self._comm.Igather(self._wire(send), None, root), "gather")
             return
         own = recv[send.size * root : send.size * (root + 1)]
         in_place = send.size and send.ctypes.data == own.ctypes.data
-        self._comm.Gather(self._mpi.IN_PLACE if in_place else self._wire(send), self._wire(recv), root)
+        source = self._mpi.IN_PLACE if in_place else self._wire(send)
+        self._finish(self._comm.Igather(source, self._wire(recv), root), "gather")
 
     def _scatter(self, send: Array | None, recv: Array, root: int) -> None:
         if send is None:
-            self._comm.Scatter(None, self._wire(recv), root)
+            self._finish(self._comm.Iscatter(None, self._wire(recv), root), "scatter")
             return
         own = send[recv.size * root : recv.size * (root + 1)]
         in_place = recv.size and recv.ctypes.data == own.ctypes.data
-        self._comm.Scatter(self._wire(send), self._mpi.IN_PLACE if in_place else self._wire(recv), root)
+        target = self._mpi.IN_PLACE if in_place else self._wire(recv)
+        self._finish(self._comm.Iscatter(self._wire(send), target, root), "scatter")
 
     def _send(self, buf: Array, dst: int) -> None:
-        self._comm.Send(self._wire(buf), dst, _TAG)
+        self._mailbox.send(buf, dst)
 
     def _recv(self, buf: Array, src: int) -> None:
-        # Looked at before it is received: Open MPI writes a message that is too long past the end of the buffer.
-        status = self._mpi.Status()
-        message = self._comm.Mprobe(src, _TAG, status)
-        came = status.Get_count(self._mpi.BYTE)
-        if came != buf.nbytes:
-            message.Recv([np.empty(came, np.uint8), self._mpi.BYTE])
-            raise BufferMismatchError(f"recv: rank {src} sent {came} bytes, this rank expects {buf.nbytes}")
-        message.Recv(self._wire(buf))
+        self._mailbox.recv(buf, src)
+
+    def _start_message(self, name: str, buf: Array, peer: int) -> Work:
+        return start_message(self, self._mailbox, name, buf, peer)
+
+    def _run_batch(self, batch: Sequence[tuple[Call, Array, int]]) -> None:
+        run_batch(self._mailbox, batch)
 
     def _barrier(self) -> None:
-        self._comm.Barrier()
+        self._finish(self._comm.Ibarrier(), "barrier")
 
     def _native_all_reduce(self, send: Array, recv: Array, op: str) -> bool:
         if dtypes.get(send.dtype).name not in _NATIVE:
@@ -130,7 +160,8 @@ class MPICommunicator(Communicator):
         in_place = send.size and send.ctypes.data == recv.ctypes.data
         if not in_place and np.may_share_memory(send, recv):
             send = send.copy()
-        self._comm.Allreduce(self._mpi.IN_PLACE if in_place else send, recv, self._ops[op])
+        request = self._comm.Iallreduce(self._mpi.IN_PLACE if in_place else send, recv, self._ops[op])
+        self._finish(request, "all_reduce")
         return True
 
     def _native_reduce_scatter(self, send: Array, recv: Array, op: str) -> bool:
@@ -138,17 +169,39 @@ class MPICommunicator(Communicator):
             return False
         if np.may_share_memory(send, recv):
             send = send.copy()
-        self._comm.Reduce_scatter_block(send, recv, self._ops[op])
+        request = self._comm.Ireduce_scatter_block(send, recv, self._ops[op])
+        self._finish(request, "reduce_scatter")
         return True
 
     def _split(self, color: int | None, key: int) -> Communicator | None:
+        # MPI has no split that can be given up. All ranks are here, since they were compared a moment ago.
         group = self._comm.Split(self._mpi.UNDEFINED if color is None else color, key)
-        return None if color is None else MPICommunicator(group, owned=True)
+        if color is None:
+            return None
+        return MPICommunicator(
+            group, owned=True, lookout=self._lookout, group=f"{self._group_name}/{self._sequence}.{color}",
+            timeout_s=self.timeout_s, activity=self._activity,
+        )  # fmt: skip
 
     def _close(self) -> None:
         # Free is collective: it may wait for a rank that never comes.
-        if not self._failed and not self._mpi.Is_finalized():
+        if not self._failed and not self._lookout.failed() and not self._mpi.Is_finalized():
             self._comm.Free()
+
+
+def start_message(comm: Communicator, mailbox: Mailbox, name: str, buf: Array, peer: int) -> Work:
+    """Start a send or a recv of a communicator's user."""
+    flat = comm._flat(buf, "buf", writes=name == "recv")
+    comm._peer(peer, "dst" if name == "send" else "src")
+    sent, received = (flat.nbytes, 0) if name == "send" else (0, flat.nbytes)
+    comm.traffic.add(name, sent, received)
+    work = mailbox.start_send(flat, peer) if name == "send" else mailbox.start_recv(flat, peer)
+    return mailbox.keep_going(work)
+
+
+def run_batch(mailbox: Mailbox, batch: Sequence[tuple[Call, Array, int]]) -> None:
+    """Start all sends and recvs of a group, then wait for them."""
+    mailbox.run_all([(call.name == "send", buf, peer) for call, buf, peer in batch])
 
 
 def load_mpi() -> Any:

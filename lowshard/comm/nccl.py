@@ -1,86 +1,44 @@
-"""NCCL: the communicator over CuPy buffers, by the binding that CuPy brings.
+"""NCCL: the communicator over CuPy buffers.
 
 Everything is put on CuPy's current stream and nothing here waits for the device, but for three rare
-calls: `split`, `close`, and `barrier` where there is no control communicator.
+calls: `split`, `close`, and `barrier` where there is no control communicator. Those wait with a deadline,
+and a communicator whose wait failed is aborted before anything else is done with it. Results in
+order="fast" are NCCL's: equal on all ranks, but it promises nothing about the bits from one run, size or
+number of ranks to another. Tested over a stand-in that moves host memory; not run on a GPU.
 """
 
 from __future__ import annotations
 
 import os
+import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from types import ModuleType
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from lowshard import dtypes
+from lowshard.comm.call import Call
+from lowshard.comm.device import DeviceCommunicator
+from lowshard.comm.lookout import Watching
+from lowshard.comm.nccl_bindings import Binding
+from lowshard.comm.nccl_handle import NCCLHandle
 from lowshard.comm.protocol import Communicator
-from lowshard.errors import BufferMismatchError, CommError, DependencyError
+from lowshard.comm.stream_work import SideStream, StreamWork
+from lowshard.errors import CommError
 
 Array = Any
 
 _UINT8 = 1  # ncclUint8
 _NO_COLOR = -1  # NCCL_SPLIT_NOCOLOR
 _OPS = {"sum": 0, "prod": 1, "max": 2, "min": 3}  # ncclRedOp_t
-_INVALID_ARGUMENT = 4  # the one ncclResult_t error that leaves a communicator usable
 
 # NCCL reduces these as the contract asks. It takes fp16 and bf16 too, but promises no float32
 # accumulator for them, so these go through the exchange of Communicator.
 _NATIVE = frozenset(("float32", "float64", "int8", "int32", "int64", "uint8", "uint32", "uint64"))
 
 
-@dataclass(frozen=True)
-class Binding:
-    """What the communicator needs of CuPy: the one place to put another NCCL or another array module."""
-
-    nccl: Any
-    """The module `cupy.cuda.nccl`, or one with its names and signatures."""
-    xp: ModuleType
-    """The array module of the buffers."""
-    stream: Callable[[], Any]
-    """Returns the current stream, which has `.ptr` and `.synchronize()`."""
-    pointer: Callable[[Array], int]
-    """Returns the address of an array's first element."""
-    device: Callable[[Array], int]
-    """Returns the number of the device an array lies on."""
-    synchronize: Callable[[], None]
-    """Waits for all work on the current device."""
-
-    @classmethod
-    def load(cls) -> Binding:
-        """Return CuPy's.
-
-        Raises:
-            DependencyError: CuPy is missing, or it finds no NCCL library.
-        """
-        try:
-            import cupy
-
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # a missing library is a warning there, an error here
-                from cupy.cuda import nccl
-        except ImportError as error:
-            raise DependencyError(
-                f"NCCL communicators need CuPy ({error}): pip install 'lowshard[cuda12]' or 'lowshard[cuda13]'"
-            ) from error
-        if not nccl.available:
-            raise DependencyError(
-                "CuPy finds no NCCL library: pip install 'lowshard[cuda12]' or 'lowshard[cuda13]' brings one"
-            )
-        return cls(
-            nccl=nccl,
-            xp=cupy,
-            stream=cupy.cuda.get_current_stream,
-            pointer=lambda array: int(array.data.ptr),
-            device=lambda array: int(array.device.id),
-            synchronize=cupy.cuda.runtime.deviceSynchronize,
-        )
-
-
-class NCCLCommunicator(Communicator):
+class NCCLCommunicator(DeviceCommunicator):
     """A `cupy.cuda.nccl.NcclCommunicator` and, if there is one, a communicator of the host beside it."""
 
     def __init__(
@@ -92,34 +50,44 @@ class NCCLCommunicator(Communicator):
         *,
         owned: bool = True,
         binding: Binding | None = None,
+        timeout_s: float | None = None,
+        watch: Watching | None = None,
     ) -> None:
         """Wrap an NCCL communicator.
 
         Args:
-            handle: the NCCL communicator.
+            handle: the NCCL communicator: CuPy's, or nccl4py's.
             rank: this rank in it.
             size: its number of ranks.
             host: a communicator over the same ranks for checks on the host; `close` closes it.
             owned: whether `close` ends the NCCL communicator too.
-            binding: by default CuPy's.
+            binding: by default the installed libraries'.
+            timeout_s: deadline of every wait of the host; by default that of `host`, or the environment's.
+            watch: the side channel that tells of failed ranks, if there is one.
 
         Raises:
             CommError: rank and size are not those of the NCCL communicator.
             DependencyError: CuPy or NCCL is missing.
         """
-        super().__init__(rank, size)
-        self._binding = Binding.load() if binding is None else binding
-        self._handle, self._host, self._owned = handle, host, owned
-        has = (int(self._call(handle.rank_id)), int(self._call(handle.size)))
+        if host is None:
+            super().__init__(rank, size, timeout_s=timeout_s)
+            self._check = "off"  # there is nothing to compare over but the GPU
+        else:
+            timeout_s = host.timeout_s if timeout_s is None else timeout_s
+            super().__init__(rank, size, group=host._group_name, timeout_s=timeout_s, activity=host._activity)
+        self._binding = Binding.load(handle) if binding is None else binding
+        self._host, self._side = host, SideStream(self._binding)
+        self._nccl = NCCLHandle(handle, self._binding, owned=owned, timeout_s=self.timeout_s, watch=watch)
+        self._handle, self._call, self._device = self._nccl.raw, self._nccl.call, self._nccl.device
+        has = (self._nccl.rank, self._nccl.size)
         if has != (rank, size):
             raise CommError(
                 f"this NCCL communicator is rank {has[0]} of {has[1]}, but it was given as rank {rank} of {size}"
             )
-        self._device = int(self._call(handle.device_id))
         if os.environ.get("NCCL_COMM_BLOCKING") == "0":
             warnings.warn(
-                "NCCL_COMM_BLOCKING=0 makes NCCL answer before it is done, which CuPy's binding does not "
-                "understand; unset it",
+                "NCCL_COMM_BLOCKING=0 makes NCCL answer before it is done, which neither CuPy's binding nor lowshard "
+                "understands; unset it",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -129,46 +97,82 @@ class NCCLCommunicator(Communicator):
         """The transport's name."""
         return "nccl"
 
-    @property
-    def xp(self) -> ModuleType:
-        """The array module of the buffers: cupy."""
-        return self._binding.xp
-
-    @property
-    def control(self) -> Communicator:
-        """The communicator of the host; this one itself when there is none."""
-        return self if self._host is None else self._host
-
     # ---- the way to NCCL
 
-    def _call(self, function: Callable[..., Any], *args: Any) -> Any:
-        name = getattr(function, "__name__", "a call")
-        try:
-            return function(*args)
-        except KeyError as error:
-            # CuPy has no names for results 7 (in progress) and 8 (timeout) and trips over them.
-            self._failed = True
-            raise CommError(
-                f"NCCL left {name} unfinished (result {error}); CuPy needs blocking communicators: unset "
-                "NCCL_COMM_BLOCKING"
-            ) from error
-        except self._binding.nccl.NcclError as error:
-            self._failed = self._failed or error.status != _INVALID_ARGUMENT
-            raise CommError(f"NCCL failed in {name}: {error}") from error
+    def _do(self, call: Call, *buffers: Any) -> None:
+        self._begin_messages()
+        self._side.drop()
+        super()._do(call, *buffers)
 
-    @contextmanager
-    def _group(self) -> Iterator[None]:
-        """Start everything inside at once."""
-        nccl = self._binding.nccl
-        self._call(nccl.groupStart)
+    def _message(self, call: Call, buf: Array, peer: int) -> None:
+        if self._batch is None:
+            self._begin_messages()
+        super()._message(call, buf, peer)
+
+    def _run_batch(self, batch: Sequence[tuple[Call, Array, int]]) -> None:
+        self._begin_messages()
+        self._run_group(batch)
+
+    def _run_group(self, batch: Sequence[tuple[Call, Array, int]]) -> None:
+        with self._nccl.group():
+            for call, buf, peer in batch:
+                call.run(buf, peer)
+
+    # ---- calls that are not waited for
+
+    def _start(self, name: str, call: Callable[[], Any]) -> StreamWork:
+        """Run what `call` puts on the current stream on a stream of this communicator's own instead.
+
+        NCCL orders the kernels of one communicator among themselves, on whichever streams they are. Started
+        work of two communicators runs at once: all ranks start it in one order.
+        """
+        self._begin_messages()
+        work = StreamWork(self._nccl, self._binding, f"{name} on rank {self.rank}")
+        self._side.fork()
         try:
-            yield
-        except BaseException:
-            # The group must end, or later calls would join it. It complains again of what is raised here.
-            with suppress(nccl.NcclError, KeyError):
-                nccl.groupEnd()
-            raise
-        self._call(nccl.groupEnd)
+            event, result = self._side.run(call)
+        except Exception as error:  # a work tells by its wait, on every transport
+            return work.failed(error)
+        return work.begun(event, result)
+
+    def _start_message(self, name: str, buf: Array, peer: int) -> StreamWork:
+        """Keep a message for the next group.
+
+        NCCL runs messages one after the other: two ranks that start a send to each other and then a recv would
+        wait for ever. So messages begin together, when one of them is waited for or asked about, or with the next
+        call of this thread on any NCCL communicator; and they are in turn with collectives.
+        """
+        work = StreamWork(
+            self._nccl, self._binding, f"{name} of rank {self.rank}", begin=self._begin_messages
+        )
+        outer, self._batch = self._batch, []
+        try:
+            (self.send if name == "send" else self.recv)(buf, peer)
+            made = self._batch
+        except Exception as error:
+            return work.failed(error)
+        finally:
+            self._batch = outer
+        self._side.fork()
+        _waiting().setdefault(self, []).extend((work, *item) for item in made)
+        return work
+
+    def _begin_messages(self) -> None:
+        """Begin what this thread has started on any communicator."""
+        waiting = _waiting()
+        while waiting:
+            comm, messages = waiting.popitem()
+            comm._begin(messages)
+
+    def _begin(self, messages: list[tuple[StreamWork, Call, Array, int]]) -> None:
+        try:
+            event, _ = self._side.run(lambda: self._run_group([item[1:] for item in messages]))
+        except Exception as error:
+            for work, *_ in messages:
+                work.failed(error)
+        else:
+            for work, *_ in messages:
+                work.begun(event)
 
     def _stream(self) -> int:
         return int(self._binding.stream().ptr)
@@ -183,24 +187,6 @@ class NCCLCommunicator(Communicator):
             pointer, code = self._binding.pointer(part), _code(part)
             self._call(self._handle.recv, pointer, part.size, code, peer, self._stream())
 
-    def _copy(self, target: Array, source: Array) -> None:
-        if target.size and self._binding.pointer(target) != self._binding.pointer(source):
-            self.xp.copyto(target, source)
-
-    def _overlap(self, a: Array, b: Array) -> bool:
-        at_a, at_b = self._binding.pointer(a), self._binding.pointer(b)
-        return bool(a.nbytes and b.nbytes) and at_a < at_b + b.nbytes and at_b < at_a + a.nbytes
-
-    def _flat(self, buf: Array, name: str, writes: bool = False) -> Array:
-        flat = super()._flat(buf, name, writes)
-        device = self._binding.device(flat)
-        if device != self._device:
-            raise BufferMismatchError(
-                f"{name} lies on the communicator's device {self._device}, got an array on device {device}; "
-                "copy it there first"
-            )
-        return flat
-
     # ---- moves
 
     def _all_gather_v(self, send: Array, recv: Array, counts: Sequence[int], displs: Sequence[int]) -> None:
@@ -208,7 +194,7 @@ class NCCLCommunicator(Communicator):
         if len(set(counts)) == 1:
             self._all_gather_equal(send, recv, counts[0], displs)
             return
-        with self._group():
+        with self._nccl.group():
             for root, (count, displ) in enumerate(zip(counts, displs, strict=True)):
                 if count:
                     target = recv[displ : displ + count]
@@ -243,7 +229,7 @@ class NCCLCommunicator(Communicator):
             send = send.copy()
         out = [send[d : d + n] for n, d in zip(send_counts, send_displs, strict=True)]
         into = [recv[d : d + n] for n, d in zip(recv_counts, recv_displs, strict=True)]
-        with self._group():
+        with self._nccl.group():
             for peer in range(self.size):
                 if peer != self.rank:
                     self._put(out[peer], peer)
@@ -262,7 +248,7 @@ class NCCLCommunicator(Communicator):
             self._put(send, root)
             return
         parts = _plain(recv).reshape(self.size, send.size)
-        with self._group():
+        with self._nccl.group():
             for peer in range(self.size):
                 if peer != root:
                     self._take(parts[peer], peer)
@@ -274,7 +260,7 @@ class NCCLCommunicator(Communicator):
             self._take(recv, root)
             return
         parts = _plain(send).reshape(self.size, recv.size)
-        with self._group():
+        with self._nccl.group():
             for peer in range(self.size):
                 if peer != root:
                     self._put(parts[peer], peer)
@@ -317,33 +303,52 @@ class NCCLCommunicator(Communicator):
 
     def _barrier(self) -> None:
         if self._host is not None:
-            self._host.barrier()
+            self._host._barrier()
             return
         one = self.xp.zeros(1, np.uint8)
         at = self._binding.pointer(one)
         self._call(self._handle.allReduce, at, at, 1, _UINT8, _OPS["sum"], self._stream())
-        self._binding.stream().synchronize()
+        event = self._binding.new_event()
+        event.record(self._binding.stream())
+        self._nccl.wait_on_host(event, self._nccl.timeout_s, "barrier")
 
     def _split(self, color: int | None, key: int) -> Communicator | None:
+        nccl = self._nccl
+        self._lend_name()
         # A split may deadlock with work of the same communicator that is still under way.
-        self._binding.synchronize()
-        handle = self._call(self._handle.commSplit, _NO_COLOR if color is None else color, key)
-        host = None if self._host is None else self._host.split(color, key)
+        nccl.blocking(self._binding.synchronize, "split: the work queued before it")
+        if self._host is not None:
+            self._host._barrier()  # a rank that does not come is found here, and named
+        asked = _NO_COLOR if color is None else color
+        handle = nccl.blocking(lambda: self._call(self._handle.commSplit, asked, key), "split")
+        host = None if self._host is None else self._host._split(color, key)
         if handle is None:
             return None
         rank, size = int(handle.rank_id()), int(handle.size())
-        return NCCLCommunicator(handle, rank, size, host, binding=self._binding)
+        return NCCLCommunicator(
+            handle, rank, size, host, binding=self._binding, timeout_s=nccl.timeout_s, watch=nccl.watch
+        )
 
     def _close(self) -> None:
-        if self._owned:
-            if not self._failed:
-                with suppress(CommError):  # it sets _failed, which is all that matters here
-                    self._call(self._handle.check_async_error)
-            # After a failure destroy can wait for ever for a peer that is gone.
-            (self._handle.abort if self._failed else self._handle.destroy)()
-        if self._host is not None:
-            self._host._failed = self._host._failed or self._failed
-            self._host.close()
+        if not self._failed:
+            self._begin_messages()
+        self._nccl.failed = self._nccl.failed or self._failed
+        try:
+            self._nccl.end()
+        finally:
+            if self._host is not None:
+                self._host._failed = self._host._failed or self._nccl.failed
+                self._host.close()
+
+
+_thread = threading.local()
+
+
+def _waiting() -> dict[NCCLCommunicator, list[tuple[StreamWork, Call, Array, int]]]:
+    """Return the messages that this thread has started and that have not begun."""
+    if not hasattr(_thread, "waiting"):
+        _thread.waiting = {}
+    return _thread.waiting  # type: ignore[no-any-return]
 
 
 def _plain(buf: Array) -> Array:

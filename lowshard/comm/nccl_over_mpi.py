@@ -1,17 +1,31 @@
-"""NCCL over MPI: which rank takes which GPU, and whether NCCL can be used at all."""
+"""GPUs over MPI: which rank takes which GPU, and whether NCCL or host memory carries the arrays.
+
+Tested on ranks without a GPU, over a stand-in for CuPy; not run on a GPU.
+"""
 
 from __future__ import annotations
 
 import os
+import time
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Literal
 
 import numpy as np
 
 from lowshard.comm.agreement import agree, share_text
+from lowshard.comm.lookout import Watching
 from lowshard.comm.mpi import MPICommunicator, load_mpi
-from lowshard.comm.nccl import Binding, NCCLCommunicator
+from lowshard.comm.nccl import NCCLCommunicator
+from lowshard.comm.nccl_bindings import Binding
+from lowshard.comm.nccl_wait import InThread, last_error, wait_for
+from lowshard.comm.protocol import Communicator
+from lowshard.comm.staged import StagedCommunicator
 from lowshard.errors import CommError, DependencyError
+
+Transport = Literal["auto", "nccl", "staged"]
+TRANSPORTS = ("auto", "nccl", "staged")
 
 # From this release on several ranks may share a GPU, if the environment says so.
 _SHARED_GPU_VERSION = 23003
@@ -19,7 +33,7 @@ _SHARED_GPU_SWITCH = "NCCL_MULTI_RANK_GPU_ENABLE"
 
 
 def why_unusable() -> str | None:
-    """Return what keeps this process from using NCCL through CuPy, or None when nothing does."""
+    """Return what keeps this process from using NCCL, or None when nothing does."""
     try:
         count = int(Binding.load().xp.cuda.runtime.getDeviceCount())
     except (ImportError, RuntimeError) as error:  # CuPy raises RuntimeErrors for a missing driver or GPU
@@ -27,15 +41,12 @@ def why_unusable() -> str | None:
     return None if count else "CuPy sees no CUDA device"
 
 
-def usable_on_all(host: MPICommunicator) -> bool:
+def usable_on_all(host: Communicator) -> bool:
     """Return whether every rank can import CuPy, sees a GPU and has an NCCL library.
 
     Collective: all ranks of the communicator call this.
     """
-    mine = np.array([why_unusable() is None], np.uint8)
-    host.all_reduce(mine, mine, op="min")
-    host.traffic.clear()
-    return bool(mine[0])
+    return bool(host._gather_facts(np.array([why_unusable() is None], np.uint8)).all())
 
 
 @dataclass(frozen=True)
@@ -44,54 +55,125 @@ class _Found:
     device: int
     bus_id: str
     version: int
+    """NCCL's; 0 where it was not asked for or is not there."""
+    without: str
+    """Why there is no NCCL."""
 
 
-def build_over_mpi(host: MPICommunicator) -> NCCLCommunicator:
-    """Return an NCCL communicator over the ranks of `host`, which becomes its control communicator.
+def build_over_mpi(
+    host: Communicator, mpi_comm: Any = None, transport: Transport = "auto", watch: Watching | None = None
+) -> Communicator:
+    """Return a communicator over GPU arrays for the ranks of `host`, which becomes its control communicator.
 
     Collective: all ranks of the communicator call this. A rank takes the GPU whose number is its rank
     on the node, modulo the number of GPUs that it sees, and makes it CuPy's current device.
 
+    Args:
+        host: moves host memory between the same ranks.
+        mpi_comm: the mpi4py communicator of these ranks; by default that of `host`.
+        transport: "nccl", "staged" (through host memory), or "auto": NCCL where it can be used, else staged, with a
+            RuntimeWarning on all ranks that says why.
+        watch: the side channel, or None.
+
     Raises:
-        CommError: ranks of a node share a GPU, and NCCL is not told to allow it or is too old.
-        DependencyError: a rank has no CuPy, NCCL or GPU.
-        MismatchError: ranks loaded different versions of NCCL.
+        CommError: transport is none of the three; with "nccl", ranks of a node share a GPU, and NCCL is not told to
+            allow it or is too old.
+        DependencyError: a rank has no CuPy or no GPU; with "nccl", no NCCL.
+        MismatchError: ranks loaded different versions of NCCL, or ask for different transports.
+        TimedOut: a rank does not come, or NCCL does not connect.
     """
-    what = "an NCCL communicator over MPI"
+    what = "a communicator over GPU arrays"
+    if transport not in TRANSPORTS:
+        raise CommError(f"transport is {', '.join(map(repr, TRANSPORTS))}, got {transport!r}")
+    mpi_comm = host.mpi_comm if mpi_comm is None else mpi_comm  # type: ignore[attr-defined]
     found: _Found | None = None
     error: Exception | None = None
-    unique = np.zeros(128, np.uint8)
-    with MPICommunicator(host.mpi_comm.Split_type(load_mpi().COMM_TYPE_SHARED), owned=True) as node:
+    node_comm = mpi_comm.Split_type(load_mpi().COMM_TYPE_SHARED)
+    with MPICommunicator(node_comm, owned=True, timeout_s=host.timeout_s) as node:
         try:
-            found = _find_device(node.rank)
-            if host.rank == 0:
-                unique[:] = np.frombuffer(found.binding.nccl.get_unique_id(), np.uint8)
+            found = _find_device(node.rank, with_nccl=transport != "staged")
         except (ImportError, RuntimeError) as caught:
-            error = DependencyError(f"every rank needs CuPy, NCCL and a GPU: {caught}")
+            error = DependencyError(f"every rank needs CuPy and a GPU: {caught}")
         bus_ids = share_text(node, "" if found is None else found.bus_id)
-    if found is not None and error is None:
-        error = crowding(bus_ids, found.version, os.environ)
-    agree(host, b"", error, what)
+    obstacle: CommError | DependencyError | None = None
+    if found is not None and transport != "staged":
+        missing = DependencyError(found.without) if found.without else None
+        obstacle = missing or crowding(bus_ids, found.version, os.environ)
+    agree(host, transport.encode(), error or (obstacle if transport == "nccl" else None), what)
     assert found is not None
+    found.binding.select(found.device)
+    obstacles = [text for text in share_text(host, str(obstacle or "")) if text]
+    if transport == "staged" or obstacles:
+        if transport == "auto":
+            warnings.warn(
+                f"GPU arrays go through host memory, which is slower than NCCL: {obstacles[0]}. "
+                "transport='staged' asks for that without this warning",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+        return StagedCommunicator(host, found.binding, device=found.device, watch=watch)
     # Decimal digits, so that the message shows the version: 00023007 is 2.30.7.
     agree(host, bytes.fromhex(f"{found.version:08d}"), None, f"{what} (loaded version of NCCL)")
-    host.broadcast(unique)
-    host.traffic.clear()
+    return _connect(host, mpi_comm, found, watch)
 
+
+def _connect(host: Communicator, mpi_comm: Any, found: _Found, watch: Watching | None) -> NCCLCommunicator:
     nccl = found.binding.nccl
-    found.binding.xp.cuda.Device(found.device).use()
+    unique = np.zeros(128, np.uint8)
+    error: Exception | None = None
+    if host.rank == 0:
+        try:
+            unique[:] = np.frombuffer(nccl.get_unique_id(), np.uint8)
+        except (nccl.NcclError, KeyError) as caught:
+            error = CommError(f"NCCL makes no unique id ({caught}); NCCL_DEBUG=WARN prints why")
+    agree(host, b"", error, "NCCL's unique id")
+    host._broadcast(unique, 0)
+
+    def connect() -> Any:
+        found.binding.select(found.device)  # a new thread begins on device 0
+        return nccl.NcclCommunicator(host.size, unique.tobytes(), host.rank)
+
+    # A connection that waits for a rank cannot be given up, so all ranks meet before it.
+    barrier_within(mpi_comm, host.timeout_s, watch, "the barrier before NCCL connects")
+    thread = InThread(connect, "lowshard NCCL connect")
+    deadline = time.monotonic() + host.timeout_s
+    wait_for(thread, deadline, watch, None, f"NCCL connecting rank {host.rank} of {host.size}")
     try:
-        handle = nccl.NcclCommunicator(host.size, unique.tobytes(), host.rank)
+        handle = thread.result()
     except (nccl.NcclError, KeyError) as failure:
+        said = last_error()
         raise CommError(
-            f"NCCL could not connect rank {host.rank} of {host.size} on GPU {found.device} ({failure}); "
-            "NCCL_DEBUG=WARN prints why"
+            f"NCCL could not connect rank {host.rank} of {host.size} on GPU {found.device} ({failure}"
+            f"{f'; {said}' if said else ''}); NCCL_DEBUG=WARN prints why"
         ) from failure
-    return NCCLCommunicator(handle, host.rank, host.size, host, binding=found.binding)
+    return NCCLCommunicator(handle, host.rank, host.size, host, binding=found.binding, watch=watch)
+
+
+class _Request:
+    def __init__(self, request: Any) -> None:
+        self._request = request
+
+    @property
+    def done(self) -> bool:
+        return bool(self._request.Test())
+
+
+def barrier_within(
+    mpi_comm: Any, timeout_s: float, watch: Watching | None = None, what: str = "a barrier"
+) -> None:
+    """Return once every rank has come.
+
+    Collective: all ranks of the mpi4py communicator call this.
+
+    Raises:
+        PeerFailed: a rank has failed.
+        TimedOut: a rank did not come in time.
+    """
+    wait_for(_Request(mpi_comm.Ibarrier()), time.monotonic() + timeout_s, watch, None, what)
 
 
 def crowding(bus_ids: Sequence[str], version: int, environ: Mapping[str, str]) -> CommError | None:
-    """Return what is wrong with the ranks of one node using GPUs of these PCI addresses, or None.
+    """Return what is wrong with NCCL for the ranks of one node on GPUs of these PCI addresses, or None.
 
     Args:
         bus_ids: one address a rank; empty where a rank has found no GPU.
@@ -104,18 +186,24 @@ def crowding(bus_ids: Sequence[str], version: int, environ: Mapping[str, str]) -
     if version >= _SHARED_GPU_VERSION and environ.get(_SHARED_GPU_SWITCH) == "1":
         return None
     return CommError(
-        f"one rank a GPU: {len(used)} ranks of this node have {len(set(used))} GPUs between them. Start fewer "
-        f"ranks, or use device='cpu', or set {_SHARED_GPU_SWITCH}=1, which needs NCCL 2.30.3 or later (loaded: "
+        f"NCCL takes one rank a GPU, and {len(used)} ranks of this node have {len(set(used))} GPUs between them. "
+        f"Start fewer ranks, or use device='cpu', or set {_SHARED_GPU_SWITCH}=1 with NCCL_MAX_CTAS=2 and "
+        "NCCL_NVLS_ENABLE=0, which needs NCCL 2.30.3 or later (loaded: "
         f"{version // 10000}.{version // 100 % 100}.{version % 100})"
     )
 
 
-def _find_device(local_rank: int) -> _Found:
-    binding = Binding.load()
+def _find_device(local_rank: int, with_nccl: bool) -> _Found:
+    binding, version, without = Binding.load(with_nccl=False), 0, ""
+    if with_nccl:
+        try:
+            binding = Binding.load()
+            version = int(binding.nccl.get_version())
+        except DependencyError as error:
+            without = str(error)
     runtime = binding.xp.cuda.runtime
     count = int(runtime.getDeviceCount())
     if count == 0:
         raise DependencyError("CuPy sees no CUDA device")
     device = local_rank % count
-    bus_id = str(runtime.deviceGetPCIBusId(device))
-    return _Found(binding, device, bus_id, int(binding.nccl.get_version()))
+    return _Found(binding, device, str(runtime.deviceGetPCIBusId(device)), version, without)

@@ -1,34 +1,36 @@
 """The communicator contract: collectives over raw buffers, the same on every transport.
 
-Everything users see lives here once: checks, reductions in a fixed order, counting of traffic. How bytes
-move is the transport's (`lowshard.comm.transport`).
+Everything users see lives here once: arguments are checked, calls counted, numbered and recorded. How a call
+runs is planned in `lowshard.comm.algorithm`; how bytes move is the transport's (`lowshard.comm.transport`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal
 
-from lowshard.box import split_interval
+from lowshard import dtypes
 from lowshard.comm import check
-from lowshard.comm.reduction import divide, fold
-from lowshard.comm.transport import Transport
-from lowshard.errors import CommError
+from lowshard.comm.argument import Arguments, key_of, name_of, text_of
+from lowshard.comm.work import Starter
+from lowshard.errors import CommError, LowshardError
 
 Array = Any  # a NumPy or CuPy array; CuPy ships no types
 Op = Literal["sum", "avg", "min", "max", "prod"]
 Order = Literal["fast", "tree", "rank"]
 
-# Below this a reduction gathers whole operands and folds them locally: one message instead of two.
-_ONE_MESSAGE_BYTES = 4096
 
-
-class Communicator(Transport):
+class Communicator(Arguments):
     """Collectives over the buffers of a group of ranks.
 
     Buffers are C-contiguous arrays of `xp` with a dtype of the table; counts are in elements. Every
-    method but the attributes is collective: all ranks of the communicator call it, in one order
+    method but the attributes and `empty` is collective: all ranks of the communicator call it, in one order
     (`send` and `recv`: the two ranks concerned). Results are written into the buffers given.
+
+    Ranks compare what they ask for before anything moves (`LOWSHARD_CHECK`: hash, the default, full or off), so that
+    each of these errors is raised by all ranks alike: MismatchError where they ask for different things, and what is
+    wrong with the arguments of one. A wait that ends without the others raises PeerFailed or TimedOut.
     """
 
     @property
@@ -36,29 +38,53 @@ class Communicator(Transport):
         """A communicator over host memory for checks and small facts; itself on a CPU."""
         return self
 
+    @property
+    def start(self) -> Starter:
+        """The same calls, not waited for: each method returns a `Work`.
+
+        The buffers belong to the call until the work is done. Calls run in the order they are started in.
+        """
+        return Starter(self)
+
+    def empty(self, shape: int | Sequence[int], dtype: Any = "float32") -> Array:
+        """Return an array, not filled, in memory that the other ranks of the node can read where it lies.
+
+        Nothing is staged for such arrays; any other array works too. Not collective.
+
+        Raises:
+            DTypeError: a dtype outside the table.
+        """
+        return self.xp.empty(shape, dtypes.get(dtype).numpy)
+
     # ---- moves
 
-    def all_gather(self, send: Array, recv: Array) -> None:
+    def all_gather(self, send: Array, recv: Array | None = None, *, shared: bool = False) -> Array | None:
         """Put every rank's `send` into `recv` on all ranks, in rank order.
 
         Collective: all ranks of the communicator call this. recv holds size x send elements. In
         place: pass this rank's own part of recv as send.
 
+        Args:
+            send: this rank's part.
+            recv: where the whole goes.
+            shared: return the whole instead, joined along the first dim: one read-only array for all ranks of the
+                node. recv is None.
+
         Raises:
             BufferMismatchError: shape, dtype, device or memory order do not fit.
+            MismatchError: ranks ask for different things.
             CommError: the communicator is closed.
         """
-        s, r = self._flat(send, "send"), self._flat(recv, "recv", writes=True)
-        check.same_dtype(s, r)
-        check.need(
-            r.size == s.size * self.size,
-            "all_gather",
-            "recv holds size x send elements",
-            s.size * self.size,
-            r.size,
-        )
-        self.traffic.add("all_gather", s.nbytes * (self.size - 1), s.nbytes * (self.size - 1))
-        self._all_gather_v(s, r, [s.size] * self.size, [s.size * i for i in range(self.size)])
+        if shared:
+            return self._shared("all_gather", send, recv)
+        call = self._known(("all_gather", key_of(send)), send, recv)
+        if call is None:
+            try:
+                call = self._check_all_gather(send, recv)
+            except LowshardError as error:
+                self._refuse(error, f"all_gather {text_of(send)}")
+        self._do(call, send, recv)
+        return None
 
     def all_gather_v(
         self, send: Array, recv: Array, recv_counts: Sequence[int], recv_displs: Sequence[int]
@@ -70,21 +96,22 @@ class Communicator(Transport):
 
         Raises:
             BufferMismatchError: counts do not fit the buffers, or the buffers are not as required.
+            MismatchError: ranks ask for different things.
             CommError: the communicator is closed.
         """
-        s, r = self._flat(send, "send"), self._flat(recv, "recv", writes=True)
-        check.same_dtype(s, r)
-        counts, displs = check.spans("recv", self.size, r, recv_counts, recv_displs)
-        check.need(
-            s.size == counts[self.rank],
-            "all_gather_v",
-            "send holds its own recv_counts entry",
-            counts[self.rank],
-            s.size,
-        )
+        try:
+            s, r = self._flat(send, "send"), self._flat(recv, "recv", writes=True)
+            check.same_dtype(s, r)
+            counts, displs = check.spans("recv", self.size, r, recv_counts, recv_displs)
+            own, rule = counts[self.rank], "send holds its own recv_counts entry"
+            check.need(s.size == own, "all_gather_v", rule, own, s.size)
+        except LowshardError as error:
+            self._refuse(error, f"all_gather_v {name_of(send)} recv_counts={list(recv_counts)}")
         moved = (sum(counts) - s.size) * s.itemsize
-        self.traffic.add("all_gather_v", s.nbytes * (self.size - 1), moved)
-        self._all_gather_v(s, r, counts, displs)
+        text = f"all_gather_v {s.dtype.name} recv_counts={counts}"
+        call = self._make("all_gather_v", text, 0, s.nbytes * (self.size - 1), moved)
+        call.run = self._run_all_gather_v
+        self._do(call, call, s, r, counts, displs)
 
     def all_to_all(self, send: Array, recv: Array) -> None:
         """Send part j of `send` to rank j, and put what rank i sent into part i of `recv`.
@@ -94,22 +121,16 @@ class Communicator(Transport):
 
         Raises:
             BufferMismatchError: as for all_gather, or the elements do not divide by size.
+            MismatchError: ranks ask for different things.
             CommError: the communicator is closed.
         """
-        s, r = self._flat(send, "send"), self._flat(recv, "recv", writes=True)
-        check.same_dtype(s, r)
-        check.need(r.size == s.size, "all_to_all", "recv holds as many elements as send", s.size, r.size)
-        check.need(
-            s.size % self.size == 0,
-            "all_to_all",
-            f"elements divide by size {self.size} (else use all_to_all_v)",
-            f"a multiple of {self.size}",
-            s.size,
-        )
-        each = s.size // self.size
-        counts, displs = [each] * self.size, [each * i for i in range(self.size)]
-        self.traffic.add("all_to_all", s.nbytes - each * s.itemsize, r.nbytes - each * r.itemsize)
-        self._all_to_all_v(s, counts, displs, r, counts, displs)
+        call = self._known(("all_to_all", key_of(send)), send, recv)
+        if call is None:
+            try:
+                call = self._check_all_to_all(send, recv)
+            except LowshardError as error:
+                self._refuse(error, f"all_to_all {text_of(send)}")
+        self._do(call, send, recv)
 
     def all_to_all_v(
         self,
@@ -127,37 +148,49 @@ class Communicator(Transport):
 
         Raises:
             BufferMismatchError: a count or displacement leaves its buffer, or as for all_gather.
+            MismatchError: ranks ask for different things, or one expects another count than is sent to it.
             CommError: the communicator is closed.
         """
-        s, r = self._flat(send, "send"), self._flat(recv, "recv", writes=True)
-        check.same_dtype(s, r)
-        sc, sd = check.spans("send", self.size, s, send_counts, send_displs)
-        rc, rd = check.spans("recv", self.size, r, recv_counts, recv_displs)
-        check.need(
-            sc[self.rank] == rc[self.rank],
-            "all_to_all_v",
-            "a rank sends itself what it receives from itself",
-            sc[self.rank],
-            rc[self.rank],
-        )
+        try:
+            s, r = self._flat(send, "send"), self._flat(recv, "recv", writes=True)
+            check.same_dtype(s, r)
+            sc, sd = check.spans("send", self.size, s, send_counts, send_displs)
+            rc, rd = check.spans("recv", self.size, r, recv_counts, recv_displs)
+            rule = "a rank sends itself what it receives from itself"
+            check.need(sc[self.rank] == rc[self.rank], "all_to_all_v", rule, sc[self.rank], rc[self.rank])
+        except LowshardError as error:
+            self._refuse(error, f"all_to_all_v {name_of(send)}")
         own = sc[self.rank]
-        self.traffic.add("all_to_all_v", (sum(sc) - own) * s.itemsize, (sum(rc) - own) * r.itemsize)
-        self._all_to_all_v(s, sc, sd, r, rc, rd)
+        sent, received = (sum(sc) - own) * s.itemsize, (sum(rc) - own) * r.itemsize
+        call = self._make("all_to_all_v", f"all_to_all_v {s.dtype.name}", 0, sent, received)
+        call.run = self._run_all_to_all_v
+        self._do(call, call, s, sc, sd, r, rc, rd)
 
-    def broadcast(self, buf: Array, root: int = 0) -> None:
+    def broadcast(self, buf: Array | None, root: int = 0, *, shared: bool = False) -> Array | None:
         """Copy root's `buf` into every rank's `buf`.
 
         Collective: all ranks of the communicator call this.
 
+        Args:
+            buf: the array; with shared, root's alone, and the others pass None.
+            root: whose array.
+            shared: return a copy of root's array instead: one read-only array for all ranks of the node.
+
         Raises:
             BufferMismatchError: as for all_gather.
+            MismatchError: ranks ask for different things.
             CommError: the communicator is closed, or there is no such root.
         """
-        b = self._flat(buf, "buf", writes=self.rank != root)
-        self._root(root)
-        mine = self.rank == root
-        self.traffic.add("broadcast", b.nbytes * (self.size - 1) if mine else 0, 0 if mine else b.nbytes)
-        self._broadcast(b, root)
+        if shared:
+            return self._shared("broadcast", buf, None, root=root)
+        call = self._known(("broadcast", key_of(buf), root), buf if self.rank == root else None, buf)
+        if call is None:
+            try:
+                call = self._check_broadcast(buf, root)
+            except LowshardError as error:
+                self._refuse(error, f"broadcast {text_of(buf)} root={root}")
+        self._do(call, buf)
+        return None
 
     def gather(self, send: Array, recv: Array | None, root: int = 0) -> None:
         """Put every rank's `send` into root's `recv`, in rank order; others pass recv=None.
@@ -166,14 +199,16 @@ class Communicator(Transport):
 
         Raises:
             BufferMismatchError: as for all_gather, or root passed no recv.
+            MismatchError: ranks ask for different things.
             CommError: the communicator is closed, or there is no such root.
         """
-        s = self._flat(send, "send")
-        self._root(root)
-        r = self._root_buffer(recv, "recv", root, s, s.size * self.size)
-        mine = self.rank == root
-        self.traffic.add("gather", 0 if mine else s.nbytes, s.nbytes * (self.size - 1) if mine else 0)
-        self._gather(s, r, root)
+        call = self._known(("gather", key_of(send), root), send, recv if self.rank == root else None)
+        if call is None:
+            try:
+                call = self._check_gather(send, recv, root)
+            except LowshardError as error:
+                self._refuse(error, f"gather {text_of(send)} root={root}")
+        self._do(call, send, recv if self.rank == root else None)
 
     def scatter(self, send: Array | None, recv: Array, root: int = 0) -> None:
         """Put part i of root's `send` into rank i's `recv`; others pass send=None.
@@ -182,14 +217,16 @@ class Communicator(Transport):
 
         Raises:
             BufferMismatchError: as for all_gather, or root passed no send.
+            MismatchError: ranks ask for different things.
             CommError: the communicator is closed, or there is no such root.
         """
-        r = self._flat(recv, "recv", writes=True)
-        self._root(root)
-        s = self._root_buffer(send, "send", root, r, r.size * self.size)
-        mine = self.rank == root
-        self.traffic.add("scatter", r.nbytes * (self.size - 1) if mine else 0, 0 if mine else r.nbytes)
-        self._scatter(s, r, root)
+        call = self._known(("scatter", key_of(recv), root), send if self.rank == root else None, recv)
+        if call is None:
+            try:
+                call = self._check_scatter(send, recv, root)
+            except LowshardError as error:
+                self._refuse(error, f"scatter {text_of(recv)} root={root}")
+        self._do(call, send if self.rank == root else None, recv)
 
     def send(self, buf: Array, dst: int) -> None:
         """Send `buf` to rank `dst`, which calls `recv`.
@@ -200,33 +237,67 @@ class Communicator(Transport):
         """
         b = self._flat(buf, "buf")
         self._peer(dst, "dst")
-        self.traffic.add("send", b.nbytes, 0)
-        self._send(b, dst)
+        call = self._make("send", f"send {text_of(b)} to rank {dst}", 0, b.nbytes, 0)
+        call.run = self._send
+        self._message(call, b, dst)
 
     def recv(self, buf: Array, src: int) -> None:
         """Receive into `buf` what rank `src` sends; sizes and dtypes agree.
 
         Raises:
-            BufferMismatchError: as for all_gather.
+            BufferMismatchError: as for all_gather, or another number of bytes came.
             CommError: the communicator is closed, or src is no other rank of it.
         """
         b = self._flat(buf, "buf", writes=True)
         self._peer(src, "src")
-        self.traffic.add("recv", 0, b.nbytes)
-        self._recv(b, src)
+        call = self._make("recv", f"recv {text_of(b)} from rank {src}", 0, 0, b.nbytes)
+        call.run = self._recv
+        self._message(call, b, src)
+
+    @contextmanager
+    def grouped(self) -> Iterator[None]:
+        """Start every send and recv called inside at once, when the block ends, and wait for all.
+
+        So ranks that send to each other in a ring cannot block each other. Nothing has moved before the end of the
+        block; only send and recv are allowed in it.
+
+        Raises:
+            CommError: a group within a group.
+        """
+        if self._batch is not None:
+            raise CommError("grouped() blocks do not nest; end the outer one first")
+        self._batch = []
+        try:
+            yield
+            batch, self._batch = self._batch, None
+            if batch:
+                self._run_batch(batch)
+        finally:
+            self._batch = None
 
     def barrier(self) -> None:
         """Return once every rank has called it.
 
         Collective: all ranks of the communicator call this.
+
+        Raises:
+            MismatchError: another rank calls something else.
+            CommError: the communicator is closed.
         """
-        self._open()
-        self.traffic.add("barrier", 0, 0)
-        self._barrier()
+        call = None if self._closed else self._calls.get("barrier")
+        if call is None:
+            self._open()
+            call = self._make("barrier", "barrier", 0, 0, 0)
+            call.run = self._plan_barrier(call)
+            self._calls["barrier"] = call
+        self._do(call)
 
     # ---- reductions
 
-    def all_reduce(self, send: Array, recv: Array, op: Op = "sum", order: Order = "fast") -> None:
+    def all_reduce(
+        self, send: Array, recv: Array | None = None, op: Op = "sum", order: Order = "fast", *,
+        shared: bool = False,
+    ) -> Array | None:  # fmt: skip
         """Reduce every rank's `send` elementwise and put the result into every rank's `recv`.
 
         Collective: all ranks of the communicator call this. In place: pass one array as both.
@@ -238,30 +309,24 @@ class Communicator(Transport):
             op: sum, avg (integers: floor), min, max or prod.
             order: "tree" (balanced binary tree over ranks) and "rank" (one after the other) give the
                 same bits on every transport; "fast" is the transport's own.
+            shared: return the result instead: one read-only array for all ranks of the node. recv is None.
 
         Raises:
             BufferMismatchError: as for all_gather.
+            MismatchError: ranks ask for different things.
             CommError: the communicator is closed; unknown op or order.
             DTypeError: the op makes no sense for the dtype (avg of bool).
         """
-        s, r = self._flat(send, "send"), self._flat(recv, "recv", writes=True)
-        check.same_dtype(s, r)
-        check.reducible(s, op, order)
-        check.need(r.size == s.size, "all_reduce", "recv holds as many elements as send", s.size, r.size)
-        counts, displs = self._cut(s.size)
-        moved = (s.size - counts[self.rank]) * s.itemsize + counts[self.rank] * (self.size - 1) * s.itemsize
-        self.traffic.add("all_reduce", moved, moved)
-        if order == "fast" and self._native(self._native_all_reduce, s, r, op):
-            return
-        if s.nbytes <= _ONE_MESSAGE_BYTES:
-            n = s.size
-            terms = self.xp.empty((self.size, n), s.dtype)
-            self._all_gather_v(s, terms.reshape(-1), [n] * self.size, [n * i for i in range(self.size)])
-            fold(list(terms), r, op, order)
-        else:
-            own = r[displs[self.rank] : displs[self.rank] + counts[self.rank]]
-            fold(self._terms(s, counts, displs), own, op, order)
-            self._all_gather_v(own, r, counts, displs)
+        if shared:
+            return self._shared("all_reduce", send, recv, op=op, order=order)
+        call = self._known(("all_reduce", key_of(send), op, order), send, recv)
+        if call is None:
+            try:
+                call = self._check_all_reduce(send, recv, op, order)
+            except LowshardError as error:
+                self._refuse(error, f"all_reduce {text_of(send)} {op} {order}")
+        self._do(call, send, recv)
+        return None
 
     def reduce_scatter(self, send: Array, recv: Array, op: Op = "sum", order: Order = "fast") -> None:
         """Reduce every rank's `send` elementwise and put part i of the result into rank i's `recv`.
@@ -271,24 +336,17 @@ class Communicator(Transport):
 
         Raises:
             BufferMismatchError: as for all_gather.
+            MismatchError: ranks ask for different things.
             CommError: the communicator is closed; unknown op or order.
             DTypeError: the op makes no sense for the dtype.
         """
-        s, r = self._flat(send, "send"), self._flat(recv, "recv", writes=True)
-        check.same_dtype(s, r)
-        check.reducible(s, op, order)
-        check.need(
-            s.size == r.size * self.size,
-            "reduce_scatter",
-            "send holds size x recv elements",
-            r.size * self.size,
-            s.size,
-        )
-        self.traffic.add("reduce_scatter", r.nbytes * (self.size - 1), r.nbytes * (self.size - 1))
-        if order == "fast" and self._native(self._native_reduce_scatter, s, r, op):
-            return
-        counts, displs = [r.size] * self.size, [r.size * i for i in range(self.size)]
-        fold(self._terms(s, counts, displs), r, op, order)
+        call = self._known(("reduce_scatter", key_of(send), op, order), send, recv)
+        if call is None:
+            try:
+                call = self._check_reduce_scatter(send, recv, op, order)
+            except LowshardError as error:
+                self._refuse(error, f"reduce_scatter {text_of(send)} {op} {order}")
+        self._do(call, send, recv)
 
     def reduce(
         self, send: Array, recv: Array | None, op: Op = "sum", root: int = 0, order: Order = "fast"
@@ -299,49 +357,18 @@ class Communicator(Transport):
 
         Raises:
             BufferMismatchError: as for all_gather, or root passed no recv.
+            MismatchError: ranks ask for different things.
             CommError: the communicator is closed; no such root; unknown op or order.
             DTypeError: the op makes no sense for the dtype.
         """
-        s = self._flat(send, "send")
-        self._root(root)
-        check.reducible(s, op, order)
-        r = self._root_buffer(recv, "recv", root, s, s.size)
-        counts, displs = self._cut(s.size)
-        own = self.xp.empty(counts[self.rank], s.dtype)
-        out = (s.size - counts[self.rank]) * s.itemsize
-        back = 0 if self.rank == root else own.nbytes
-        self.traffic.add("reduce", out + back, own.nbytes * (self.size - 1) + (out if r is not None else 0))
-        fold(self._terms(s, counts, displs), own, op, order)
-        zero = [0] * self.size
-        to_root = [own.size if i == root else 0 for i in range(self.size)]
-        if r is None:
-            self._all_to_all_v(own, to_root, zero, own[:0], zero, zero)
-        else:
-            self._all_to_all_v(own, to_root, zero, r, counts, displs)
-
-    def _native(self, call: Callable[[Array, Array, str], bool], send: Array, recv: Array, op: str) -> bool:
-        """Try the transport's own reduction; an average is its sum, divided."""
-        if op != "avg":
-            return call(send, recv, op)
-        # The sum of integers might wrap in their own width, which the exchange sums in 64 bits.
-        if send.dtype.kind in "iu" or not call(send, recv, "sum"):
-            return False
-        divide(recv, self.size)
-        return True
-
-    def _terms(self, send: Array, counts: Sequence[int], displs: Sequence[int]) -> list[Array]:
-        """Return every rank's operand for this rank's part, in rank order: an exact exchange."""
-        n = counts[self.rank]
-        terms = self.xp.empty((self.size, n), send.dtype)
-        self._all_to_all_v(
-            send, counts, displs, terms.reshape(-1), [n] * self.size, [n * i for i in range(self.size)]
-        )
-        return list(terms)
-
-    def _cut(self, elems: int) -> tuple[list[int], list[int]]:
-        """Return the balanced split of elements over ranks as counts and displacements."""
-        parts = [split_interval((0, elems), self.size, i) for i in range(self.size)]
-        return [stop - start for start, stop in parts], [start for start, _ in parts]
+        out = recv if self.rank == root else None
+        call = self._known(("reduce", key_of(send), op, root, order), send, out)
+        if call is None:
+            try:
+                call = self._check_reduce(send, recv, op, root, order)
+            except LowshardError as error:
+                self._refuse(error, f"reduce {text_of(send)} {op} {order} root={root}")
+        self._do(call, send, out)
 
     # ---- groups
 
@@ -351,10 +378,24 @@ class Communicator(Transport):
         Collective: all ranks of the communicator call this. A rank with color=None gets None.
 
         Raises:
+            MismatchError: another rank calls something else.
             CommError: the communicator is closed, or color is negative.
         """
-        self._open()
-        if color is not None and color < 0:
-            raise CommError(f"split takes a color >= 0, or None for a rank that takes no part; got {color}")
-        self.traffic.add("split", 0, 0)
-        return self._split(color, key)
+        try:
+            self._open()
+            if color is not None and color < 0:
+                raise CommError(
+                    f"split takes a color >= 0, or None for a rank that takes no part; got {color}"
+                )
+        except LowshardError as error:
+            self._refuse(error, "split")
+        call = self._make("split", "split", 0, 0, 0)
+        made: list[Communicator | None] = []
+
+        def run() -> None:
+            self._verify(call)
+            made.append(self._split(color, key))
+
+        call.run = run
+        self._do(call)
+        return made[0]

@@ -6,6 +6,7 @@ calls over them are in `lowshard.comm.protocol`.
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Sequence
@@ -16,12 +17,35 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from lowshard.comm import check
+from lowshard.comm.activity import Activity
+from lowshard.comm.call import Call, Check, check_from_environment
 from lowshard.errors import BufferMismatchError, CommError
 
 if TYPE_CHECKING:
     from lowshard.comm.protocol import Communicator
 
 Array = Any  # a NumPy or CuPy array; CuPy ships no types
+
+TIMEOUT_VARIABLE = "LOWSHARD_TIMEOUT_S"
+_TIMEOUT_S = 600.0
+
+
+def default_timeout_s() -> float:
+    """Return the deadline of a wait in seconds: LOWSHARD_TIMEOUT_S, else ten minutes.
+
+    Raises:
+        CommError: the variable is no positive number.
+    """
+    text = os.environ.get(TIMEOUT_VARIABLE)
+    if text is None:
+        return _TIMEOUT_S
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not seconds > 0:
+        raise CommError(f"{TIMEOUT_VARIABLE} is a positive number of seconds, got {text!r}")
+    return seconds
 
 
 @dataclass
@@ -59,10 +83,30 @@ class Transport(ABC):
     size: int
     """Number of ranks."""
     traffic: Traffic
+    timeout_s: float
+    """Seconds after which a wait for other ranks raises TimedOut."""
 
-    def __init__(self, rank: int, size: int) -> None:
+    def __init__(
+        self, rank: int, size: int, *, group: str = "0", timeout_s: float | None = None,
+        activity: Activity | None = None,
+    ) -> None:  # fmt: skip
+        """Make the part that all transports share.
+
+        Args:
+            rank: this rank.
+            size: number of ranks.
+            group: names the group among all that its ranks are in; equal on all of them.
+            timeout_s: deadline of each wait; by default the environment's.
+            activity: what this process is in; a communicator split from another shares its.
+        """
         self.rank, self.size = rank, size
         self.traffic = Traffic()
+        self.timeout_s = default_timeout_s() if timeout_s is None else timeout_s
+        self._group_name = group
+        self._check: Check = check_from_environment()
+        self._activity = Activity() if activity is None else activity
+        self._sequence = 0
+        self._calls: dict[Any, Call] = {}
         self._closed = False
         self._failed = False  # a peer may be gone: wait for no one any more
 
@@ -125,6 +169,10 @@ class Transport(ABC):
     def _native_reduce_scatter(self, send: Array, recv: Array, op: str) -> bool:
         """As `_native_all_reduce`, for reduce_scatter."""
         return False
+
+    @abstractmethod
+    def _compare(self, signature: int) -> bool:
+        """Return, on all ranks alike, whether all ranks gave the same signature."""
 
     # ---- life
 

@@ -28,6 +28,7 @@ FLOORS: dict[str, str] = {
     "lowshard.layout": "1",
     "lowshard.kernels": "0k",
     "lowshard.comm": "0c",
+    "lowshard.cost": "2",
     "lowshard.redistribute": "3",
     "lowshard.program": "4",
     "lowshard.execute": "4",
@@ -52,7 +53,7 @@ BELOW: dict[str, set[str]] = {
     "7": {"0", "1", "2", "3", "0k", "0c", "4", "5", "6", "7"},
 }
 # Packages that are code for one library from end to end import it at the top. Nobody imports them at the top.
-MADE_FOR = {"lowshard.kernels.cpu": {"numba", "llvmlite"}}
+MADE_FOR = {"lowshard.kernels.cpu": {"numba", "llvmlite"}, "lowshard.comm.node": {"numba", "llvmlite", "mpi4py"}}
 HEAVY = (
     "cupy",
     "numba",

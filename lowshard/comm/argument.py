@@ -1,0 +1,302 @@
+"""From arguments to calls: what a buffer must be, what a call is named and counted as, and the step into it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from lowshard.comm import check
+from lowshard.comm.algorithm import Algorithms
+from lowshard.comm.call import Call, signature_of, source_line
+from lowshard.comm.work import ThreadWork, Work, Worker
+from lowshard.errors import BufferMismatchError, CommError, LowshardError
+
+Array = Any  # a NumPy or CuPy array; CuPy ships no types
+
+_CALLS_KEPT = 4096
+
+
+class Arguments(Algorithms):
+    """Checks of what users pass, the store of known calls, and the one way into a call."""
+
+    _worker: Worker | None = None
+    _batch: list[tuple[Call, Array, int]] | None = None
+
+    # ---- into a call
+
+    def _do(self, call: Call, *buffers: Any) -> None:
+        """Run a call: in turn after those that were started, numbered, counted, recorded."""
+        if self._worker is not None:
+            self._worker.settle()
+        if self._batch is not None:
+            raise CommError(
+                f"only send and recv are allowed in a grouped() block, not {call.name}; end it first"
+            )
+        self._sequence += 1
+        self._activity.enter(call, self._sequence)
+        try:
+            call.run(*buffers)
+        finally:
+            self._activity.leave()
+        self.traffic.add(call.name, call.sent_bytes, call.received_bytes)
+
+    def _message(self, call: Call, buf: Array, peer: int) -> None:
+        """Run a send or a recv, or keep it for the end of the group."""
+        if self._batch is not None:
+            self.traffic.add(call.name, call.sent_bytes, call.received_bytes)
+            self._batch.append((call, buf, peer))
+            return
+        if self._worker is not None:
+            self._worker.settle()
+        self._activity.enter(call, 0)
+        try:
+            call.run(buf, peer)
+        finally:
+            self._activity.leave()
+        self.traffic.add(call.name, call.sent_bytes, call.received_bytes)
+
+    def _start(self, name: str, call: Callable[[], Any]) -> Work:
+        """Give a call to the communicator's thread."""
+        if self._worker is None:
+            self._worker = Worker(f"lowshard {self.transport} rank {self.rank}")
+        line = source_line()
+
+        def run() -> Any:
+            self._started_at = line
+            try:
+                return call()
+            finally:
+                self._started_at = None
+
+        work = ThreadWork(run, f"{name} on rank {self.rank}")
+        self._worker.submit(work)
+        return work
+
+    def _start_message(self, name: str, buf: Array, peer: int) -> Work:
+        """Give a send or a recv to a thread of its own: it waits for one rank only."""
+        call = self.send if name == "send" else self.recv
+        work = ThreadWork(lambda: call(buf, peer), f"{name} of rank {self.rank}")
+        threading.Thread(target=work.run, name=f"lowshard {name}", daemon=True).start()
+        return work
+
+    def _run_batch(self, batch: Sequence[tuple[Call, Array, int]]) -> None:
+        """Run sends and recvs together; here sends never wait, so they go first."""
+        for call, buf, peer in sorted(batch, key=lambda item: item[0].name != "send"):
+            call.run(buf, peer)
+
+    def _known(self, key: object, send: Array | None, recv: Array | None) -> Call | None:
+        """Return the call for these arguments if it was made before and the buffers are as they must be."""
+        call = self._calls.get(key)
+        if call is None or self._closed:
+            return None
+        if send is not None:
+            if not self._ready(send):
+                return None
+            if recv is not None and recv is not send:
+                if not self._ready(recv, True) or recv.size != call.recv_elems or recv.dtype != send.dtype:
+                    return None
+                return call
+        if recv is None:
+            return call if call.recv_elems == 0 else None
+        return call if self._ready(recv, True) and recv.size == call.recv_elems else None
+
+    def _ready(self, buf: Array, writes: bool = False) -> bool:
+        """Say whether a buffer passes as it is; where it does not, `_flat` says what is wrong, if anything is."""
+        if type(buf) is not np.ndarray:
+            return False
+        flags = buf.flags
+        return bool(flags.c_contiguous and (flags.writeable or not writes))
+
+    def _make(
+        self, name: str, text: str, recv_elems: int, sent_bytes: int, received_bytes: int
+    ) -> Call:  # fmt: skip
+        return Call(name, text, signature_of(text, self._group_name), recv_elems, sent_bytes, received_bytes)
+
+    def _keep(self, key: object, call: Call) -> Call:
+        if len(self._calls) >= _CALLS_KEPT:  # sizes that never come back must not fill the memory
+            self._calls.clear()
+        self._calls[key] = call
+        return call
+
+    def _pair(self, send: Array, recv: Array | None) -> tuple[Array, Array]:
+        if recv is None:
+            raise BufferMismatchError("recv is an array for the result, got None; pass one, or shared=True")
+        s, r = self._flat(send, "send"), self._flat(recv, "recv", writes=True)
+        check.same_dtype(s, r)
+        return s, r
+
+    # ---- arguments of each collective, the first time and whenever something is wrong
+
+    def _check_all_gather(self, send: Array, recv: Array | None) -> Call:
+        s, r = self._pair(send, recv)
+        check.need(
+            r.size == s.size * self.size, "all_gather", "recv holds size x send elements", s.size * self.size,
+            r.size,
+        )  # fmt: skip
+        moved = s.nbytes * (self.size - 1)
+        call = self._make("all_gather", f"all_gather {text_of(s)}", r.size, moved, moved)
+        call.run = self._plan_all_gather(call, s.dtype, s.size)
+        return self._keep(("all_gather", key_of(s)), call)
+
+    def _check_all_to_all(self, send: Array, recv: Array) -> Call:
+        s, r = self._pair(send, recv)
+        check.need(r.size == s.size, "all_to_all", "recv holds as many elements as send", s.size, r.size)
+        check.need(
+            s.size % self.size == 0, "all_to_all",
+            f"elements divide by size {self.size} (else use all_to_all_v)", f"a multiple of {self.size}", s.size,
+        )  # fmt: skip
+        moved = s.nbytes - s.nbytes // self.size
+        call = self._make("all_to_all", f"all_to_all {text_of(s)}", r.size, moved, moved)
+        call.run = self._plan_all_to_all(call, s.dtype, s.size)
+        return self._keep(("all_to_all", key_of(s)), call)
+
+    def _check_broadcast(self, buf: Array | None, root: int) -> Call:
+        self._root(root)
+        mine = self.rank == root
+        b = self._flat(buf, "buf", writes=not mine)
+        sent, received = (b.nbytes * (self.size - 1), 0) if mine else (0, b.nbytes)
+        call = self._make(
+            "broadcast", f"broadcast {text_of(b)} root={root}", 0 if mine else b.size, sent, received
+        )
+        call.run = self._plan_broadcast(call, b.dtype, b.size, root)
+        return self._keep(("broadcast", key_of(b), root), call)
+
+    def _check_gather(self, send: Array, recv: Array | None, root: int) -> Call:
+        s = self._flat(send, "send")
+        self._root(root)
+        r = self._root_buffer(recv, "recv", root, s, s.size * self.size)
+        moved = (s.nbytes, 0) if r is None else (0, s.nbytes * (self.size - 1))
+        call = self._make("gather", f"gather {text_of(s)} root={root}", 0 if r is None else r.size, *moved)
+        call.run = self._plan_gather(call, s.dtype, s.size, root)
+        return self._keep(("gather", key_of(s), root), call)
+
+    def _check_scatter(self, send: Array | None, recv: Array, root: int) -> Call:
+        r = self._flat(recv, "recv", writes=True)
+        self._root(root)
+        s = self._root_buffer(send, "send", root, r, r.size * self.size)
+        moved = (0, r.nbytes) if s is None else (r.nbytes * (self.size - 1), 0)
+        call = self._make("scatter", f"scatter {text_of(r)} root={root}", r.size, *moved)
+        call.run = self._plan_scatter(call, r.dtype, r.size, root)
+        return self._keep(("scatter", key_of(r), root), call)
+
+    def _check_all_reduce(self, send: Array, recv: Array | None, op: str, order: str) -> Call:
+        s, r = self._pair(send, recv)
+        check.reducible(s, op, order)
+        check.need(r.size == s.size, "all_reduce", "recv holds as many elements as send", s.size, r.size)
+        call = self._make(
+            "all_reduce", f"all_reduce {text_of(s)} {op} {order}", r.size, *self._all_reduce_bytes(s)
+        )
+        call.run = self._plan_all_reduce(call, s.dtype, s.size, op, order)
+        return self._keep(("all_reduce", key_of(s), op, order), call)
+
+    def _check_reduce_scatter(self, send: Array, recv: Array, op: str, order: str) -> Call:
+        s, r = self._pair(send, recv)
+        check.reducible(s, op, order)
+        check.need(
+            s.size == r.size * self.size, "reduce_scatter", "send holds size x recv elements",
+            r.size * self.size, s.size,
+        )  # fmt: skip
+        moved = r.nbytes * (self.size - 1)
+        call = self._make("reduce_scatter", f"reduce_scatter {text_of(s)} {op} {order}", r.size, moved, moved)
+        call.run = self._plan_reduce_scatter(call, s.dtype, r.size, op, order)
+        return self._keep(("reduce_scatter", key_of(s), op, order), call)
+
+    def _check_reduce(self, send: Array, recv: Array | None, op: str, root: int, order: str) -> Call:
+        s = self._flat(send, "send")
+        self._root(root)
+        check.reducible(s, op, order)
+        r = self._root_buffer(recv, "recv", root, s, s.size)
+        own = self._cut(s.size)[0][self.rank]
+        out, back = (s.size - own) * s.itemsize, own * s.itemsize
+        sent = out if r is not None else out + back
+        received = back * (self.size - 1) + (out if r is not None else 0)
+        text = f"reduce {text_of(s)} {op} {order} root={root}"
+        call = self._make("reduce", text, 0 if r is None else r.size, sent, received)
+        call.run = self._plan_reduce(call, s.dtype, s.size, op, root, order)
+        return self._keep(("reduce", key_of(s), op, root, order), call)
+
+    def _all_reduce_bytes(self, s: Array) -> tuple[int, int]:
+        own = self._cut(s.size)[0][self.rank]
+        moved = (s.size - own) * s.itemsize + own * (self.size - 1) * s.itemsize
+        return moved, moved
+
+    # ---- shared results
+
+    def _shared(
+        self, name: str, send: Array | None, recv: Array | None, *, root: int = 0, op: str = "sum",
+        order: str = "fast",
+    ) -> Array:  # fmt: skip
+        """Run a collective whose result the ranks of a node share, and return it read-only."""
+        text = (
+            f"{name} shared root={root}"
+            if name == "broadcast"
+            else f"{name} shared {text_of(send)} {op} {order}"
+        )
+        try:
+            self._open()
+            if recv is not None:
+                raise BufferMismatchError("shared=True returns the result: pass no recv beside it")
+            if name == "broadcast":
+                self._root(root)
+            flat = None
+            if name != "broadcast" or self.rank == root:
+                flat = self._flat(send, "send" if name != "broadcast" else "buf")
+            if name == "all_reduce":
+                check.reducible(flat, op, order)
+        except LowshardError as error:
+            self._refuse(error, text)
+        sent, received = self._shared_bytes(name, flat)
+        call = self._make(name, text, 0, sent, received)
+        made: list[Array] = []
+
+        def run() -> None:
+            if name == "all_gather":
+                made.append(self._shared_all_gather(call, flat))
+            elif name == "all_reduce":
+                made.append(self._shared_all_reduce(call, flat, op, order))
+            else:
+                made.append(self._shared_broadcast(call, send, root))
+
+        call.run = run
+        self._do(call)
+        result = made[0]
+        if name == "all_gather":
+            assert send is not None
+            rest = send.shape[1:] if send.ndim else ()
+            result = result.reshape((self.size * (send.shape[0] if send.ndim else 1), *rest))
+        elif name == "all_reduce":
+            assert send is not None
+            result = result.reshape(send.shape)
+        if isinstance(result, np.ndarray):
+            result.flags.writeable = False
+        return result
+
+    def _shared_bytes(self, name: str, flat: Array | None) -> tuple[int, int]:
+        if flat is None:
+            return 0, 0
+        if name == "all_reduce":
+            return self._all_reduce_bytes(flat)
+        moved = flat.nbytes * (self.size - 1)
+        return moved, 0 if name == "broadcast" else moved
+
+
+def key_of(buf: Any) -> object:
+    """Return what a call's buffer is known by."""
+    try:
+        return buf.dtype, buf.size
+    except AttributeError:
+        return None
+
+
+def name_of(buf: Any) -> str:
+    """Return a buffer's dtype as text, or what it is instead."""
+    dtype = getattr(buf, "dtype", None)
+    return str(getattr(dtype, "name", type(buf).__name__))
+
+
+def text_of(buf: Any) -> str:
+    """Return dtype and elements of a buffer as text: float32[1024]."""
+    return f"{name_of(buf)}[{getattr(buf, 'size', '?')}]"

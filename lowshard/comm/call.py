@@ -1,0 +1,86 @@
+"""A collective call as all ranks of a communicator must make it: its text, its signature, how it runs here."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any, Literal
+
+from lowshard.errors import CommError
+
+Check = Literal["off", "hash", "full"]
+CHECK_VARIABLE = "LOWSHARD_CHECK"
+ENCODED_BYTES = 96
+
+_PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
+# In a checkout these lie beside the package, not in it.
+_OWN_FOLDERS = tuple(
+    {
+        _PACKAGE,
+        *(
+            str(Path(__file__).resolve().parents[2] / name) + os.sep
+            for name in ("kernels", "launch", "bench")
+        ),
+    }
+)
+
+
+@dataclass(eq=False)
+class Call:
+    """One kind of call on one communicator, made once and kept: repeated calls only look it up.
+
+    Attributes:
+        name: of the collective.
+        text: what was asked for, without what may differ between ranks: "all_reduce float32[1024] sum".
+        signature: a hash of the text and the group, positive, below 2^62.
+        recv_elems: elements of the buffer written.
+        sent_bytes: of this rank, for the counters.
+        received_bytes: the same.
+        run: does it, from the buffers that the public method was given.
+        encoded: the text as bytes, for the record of what a rank is in.
+    """
+
+    name: str
+    text: str
+    signature: int
+    recv_elems: int = 0
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    run: Callable[..., Any] = field(default=lambda *buffers: None, repr=False)
+    encoded: bytes = b""
+
+    def __post_init__(self) -> None:
+        self.encoded = self.text.encode()[:ENCODED_BYTES]
+
+
+def signature_of(text: str, group: str) -> int:
+    """Return a hash of a call in a group: the same in every process, positive, never 0."""
+    digest = hashlib.blake2b(f"{group}|{text}".encode(), digest_size=8).digest()
+    return (int.from_bytes(digest, "little") >> 2) | 1
+
+
+def check_from_environment() -> Check:
+    """Return what LOWSHARD_CHECK says; "hash" if it is not set.
+
+    Raises:
+        CommError: it says something else.
+    """
+    text = os.environ.get(CHECK_VARIABLE, "hash")
+    if text == "off" or text == "hash" or text == "full":
+        return text
+    raise CommError(f"{CHECK_VARIABLE} is off, hash or full, got {text!r}")
+
+
+def source_line() -> str:
+    """Return file and line of the caller outside this package, such as train.py:31."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_OWN_FOLDERS):
+        frame = frame.f_back
+    if frame is None:
+        return "?"
+    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"

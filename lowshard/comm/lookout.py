@@ -1,0 +1,95 @@
+"""What a wait looks at beside the thing it waits for: whether a rank has failed, and whether its time is over."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from lowshard.comm.activity import Activity
+from lowshard.errors import CommError, TimedOut
+
+_SPIN_TESTS = 200
+_YIELD_TESTS = 2000
+_PAUSE_S = 5e-5
+_LOOK_EVERY = 64
+
+
+class Watching(Protocol):
+    """What is needed of the side channel."""
+
+    flag: Any
+    """int64[1]: 0 until a failure is known."""
+
+    def error(self, where: str) -> CommError:
+        """Return the error to raise for that failure."""
+
+    def tell(self, kind: str, text: str) -> None:
+        """Tell all other ranks that this one fails."""
+
+
+class Lookout:
+    """The side channel as waits see it, or none: then only deadlines end them."""
+
+    def __init__(self, watch: Watching | None, activity: Activity) -> None:
+        self.watch, self.activity = watch, activity
+        self._own_flag = np.zeros(1, np.int64)
+        flag = self._own_flag if watch is None else watch.flag
+        self.flag_address = int(flag.ctypes.data)
+        self._flag = memoryview(flag)
+
+    def failed(self) -> bool:
+        """Say whether a failure is known."""
+        return bool(self._flag[0])
+
+    def failure(self) -> CommError:
+        """Return the error to raise here for the failure that is known."""
+        where = self.activity.where()
+        if self.watch is None:
+            return CommError(f"a failure is known, but not which; this rank was in {where}")
+        return self.watch.error(where)
+
+    def late(self, what: str, missing: Sequence[int], timeout_s: float) -> TimedOut:
+        """Return the error for a wait whose time is over, and tell all others; prints what this rank was in."""
+        names = f"rank {missing[0]}" if len(missing) == 1 else f"ranks {', '.join(map(str, missing))}"
+        text = f"{names if missing else 'some rank'} did not come to {what} within {timeout_s:g} s"
+        self.activity.dump_ring(sys.stderr)
+        if self.watch is not None:
+            self.watch.tell("timed out", text)
+        return TimedOut(f"{text}; this rank was in {self.activity.where()}")
+
+    def wait(
+        self, test: Callable[[], Any], what: str, missing: Callable[[], Sequence[int]], timeout_s: float
+    ) -> None:
+        """Return once `test` returns true.
+
+        Args:
+            test: asks MPI whether something is done, which also makes it go on.
+            what: what is waited for, in words.
+            missing: returns the ranks that have not come, as far as is known.
+            timeout_s: seconds to wait at most.
+
+        Raises:
+            PeerFailed: a rank has failed.
+            TimedOut: the time is over.
+        """
+        for _ in range(_SPIN_TESTS):
+            if test():
+                return
+        start_s = time.monotonic()
+        tests = 0
+        while not test():
+            tests += 1
+            if tests < _YIELD_TESTS:
+                os.sched_yield()
+            else:
+                time.sleep(_PAUSE_S)
+            if tests % _LOOK_EVERY == 0 or tests > _YIELD_TESTS:
+                if self.failed():
+                    raise self.failure()
+                if time.monotonic() - start_s > timeout_s:
+                    raise self.late(what, missing(), timeout_s)

@@ -1,0 +1,212 @@
+"""Messages between two ranks over MPI: none waits without a deadline, and groups share one MPI communicator.
+
+A group is told apart by its tag. So splitting a group costs no MPI communicator, of which there are few thousand.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from lowshard.comm.lookout import Lookout
+from lowshard.errors import BufferMismatchError, CommError, LowshardError
+
+Array = Any
+
+
+class Post:
+    """What the mailboxes over one MPI communicator share: the tags in use, and the messages under way.
+
+    A message that was started goes on whatever the caller does: a thread asks MPI about it while it is under way.
+    """
+
+    _PAUSE_S = 1e-4
+
+    def __init__(self, tags: int) -> None:
+        self.next_tag, self.tags = 1, tags
+        self._lock = threading.Lock()
+        self._works: list[MessageWork] = []
+        self._thread: threading.Thread | None = None
+
+    def add(self, work: MessageWork) -> None:
+        """See to it that a message goes on."""
+        with self._lock:
+            work._advance_locked()
+            if work._ended:
+                return
+            self._works.append(work)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._drive, name="lowshard messages", daemon=True)
+                self._thread.start()
+
+    def advance(self, work: MessageWork) -> bool:
+        """Let a message go on, and all others that are under way; say whether it has ended."""
+        with self._lock:
+            work._advance_locked()
+            self._advance_all()
+            return work._ended
+
+    def _advance_all(self) -> None:
+        for work in self._works:
+            work._advance_locked()
+        self._works = [work for work in self._works if not work._ended]
+
+    def _drive(self) -> None:
+        while True:
+            with self._lock:
+                self._advance_all()
+                if not self._works:
+                    self._thread = None
+                    return
+            time.sleep(self._PAUSE_S)
+
+
+class MessageWork:
+    """A send or recv under way."""
+
+    def __init__(
+        self, post: Post, advance: Callable[[], bool], finish: Callable[[Callable[[], bool], float | None], None]
+    ) -> None:  # fmt: skip
+        self._post, self._advance, self._finish = post, advance, finish
+        self._ended = False
+        self._error: LowshardError | None = None
+
+    def _advance_locked(self) -> None:
+        if self._ended:
+            return
+        try:
+            self._ended = self._advance()
+        except LowshardError as error:
+            self._ended, self._error = True, error
+        if self._ended:
+            self._advance = bool  # the buffer is free
+
+    def done(self) -> bool:
+        """Say whether it has ended."""
+        return self._ended or self._post.advance(self)
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Wait for the end; see `Work.wait`."""
+        if not self.done():
+            self._finish(self.done, timeout_s)
+        if self._error is not None:
+            raise self._error
+
+
+class Mailbox:
+    """The messages of one group."""
+
+    def __init__(
+        self, mpi: Any, mpi_comm: Any, ranks: Sequence[int], rank: int, lookout: Lookout, timeout_s: float,
+        tag: int = 0, post: Post | None = None,
+    ) -> None:  # fmt: skip
+        """Make a mailbox over an MPI communicator of our own.
+
+        Args:
+            mpi: the module mpi4py.MPI.
+            mpi_comm: the communicator.
+            ranks: the group's ranks as ranks of it.
+            rank: this rank in the group.
+            lookout: what waits look at.
+            timeout_s: deadline of each wait.
+            tag: of the group.
+            post: of the communicator; by default a new one.
+        """
+        self._mpi, self._comm, self._ranks, self._rank = mpi, mpi_comm, list(ranks), rank
+        self.lookout, self._timeout_s, self._tag = lookout, timeout_s, tag
+        self._post = Post(int(mpi_comm.Get_attr(mpi.TAG_UB) or 32767)) if post is None else post
+        self._status = mpi.Status()
+
+    @property
+    def next_tag(self) -> int:
+        """The next tag that is free in this process."""
+        return self._post.next_tag
+
+    def reserve(self, tag: int) -> None:
+        """Take all tags below one.
+
+        Raises:
+            CommError: there are no more.
+        """
+        if tag > self._post.tags:
+            raise CommError(f"MPI has {self._post.tags} tags and each split() takes one; split less often")
+        self._post.next_tag = max(self._post.next_tag, tag)
+
+    def part(self, ranks: Sequence[int], rank: int, tag: int) -> Mailbox:
+        """Return the mailbox of a part of the group, ranks in the part's order."""
+        return Mailbox(
+            self._mpi,
+            self._comm,
+            [self._ranks[r] for r in ranks],
+            rank,
+            self.lookout,
+            self._timeout_s,
+            tag,
+            self._post,
+        )
+
+    def _bytes(self, buf: Array) -> list[Any]:
+        return [buf.view(np.uint8), self._mpi.BYTE]
+
+    def start_send(self, buf: Array, dst: int) -> MessageWork:
+        """Start a send."""
+        request = self._comm.Isend(self._bytes(buf), self._ranks[dst], self._tag)
+        return MessageWork(self._post, request.Test, self._finisher(f"recv from rank {self._rank}", dst))
+
+    def start_recv(self, buf: Array, src: int) -> MessageWork:
+        """Start a recv; the message is looked at before it is received.
+
+        Open MPI writes a message that is too long past the end of the buffer.
+        """
+        request: list[Any] = []
+
+        def advance() -> bool:
+            if not request:
+                message = self._comm.Improbe(self._ranks[src], self._tag, self._status)
+                if message is None:
+                    return False
+                came = self._status.Get_count(self._mpi.BYTE)
+                if came != buf.nbytes:
+                    message.Recv([np.empty(came, np.uint8), self._mpi.BYTE])
+                    raise BufferMismatchError(
+                        f"recv: rank {src} sent {came} bytes, this rank expects {buf.nbytes}"
+                    )
+                request.append(message.Irecv(self._bytes(buf)))
+            return bool(request[0].Test())
+
+        return MessageWork(self._post, advance, self._finisher(f"send to rank {self._rank}", src))
+
+    def send(self, buf: Array, dst: int) -> None:
+        """Send and wait."""
+        self.start_send(buf, dst).wait()
+
+    def recv(self, buf: Array, src: int) -> None:
+        """Receive and wait."""
+        self.start_recv(buf, src).wait()
+
+    def keep_going(self, work: MessageWork) -> MessageWork:
+        """See to it that a message goes on while the caller does something else."""
+        self._post.add(work)
+        return work
+
+    def run_all(self, messages: Sequence[tuple[bool, Array, int]]) -> None:
+        """Start messages, (sends, buffer, peer) each, and wait for all of them."""
+        works = [
+            self.start_send(buf, peer) if sends else self.start_recv(buf, peer)
+            for sends, buf, peer in messages
+        ]
+        for work in works:
+            self._post.add(work)
+        for work in works:
+            work.wait()
+
+    def _finisher(self, what: str, peer: int) -> Callable[[Callable[[], bool], float | None], None]:
+        def finish(done: Callable[[], bool], timeout_s: float | None) -> None:
+            limit_s = self._timeout_s if timeout_s is None else timeout_s
+            self.lookout.wait(done, what, lambda: [peer], limit_s)
+
+        return finish

@@ -1,0 +1,191 @@
+"""One NCCL communicator and its life: calls, errors, waits with a deadline, the end.
+
+The rules it keeps: no abort while another thread is inside a call; an abort before anything else once a wait
+has failed, for a destroy could wait for ever; nothing after either. Tested over a stand-in; not run on a GPU.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, Literal, TypeVar
+
+from lowshard.comm.lookout import Watching
+from lowshard.comm.nccl_bindings import Binding
+from lowshard.comm.nccl_wait import InThread, last_error, wait_for
+from lowshard.errors import CommError, PeerFailed, TimedOut
+
+T = TypeVar("T")
+
+_INVALID_ARGUMENT = 4  # the one ncclResult_t error that leaves a communicator usable
+_REMOTE_ERROR, _IN_PROGRESS, _TIMEOUT = 6, 7, 8
+_ABORT_LOCK_S = 1.0
+
+
+class NCCLHandle:
+    """What stands between a communicator of ours and one of NCCL's."""
+
+    def __init__(
+        self, raw: Any, binding: Binding, *, owned: bool, timeout_s: float, watch: Watching | None
+    ) -> None:
+        """Wrap an NCCL communicator.
+
+        Args:
+            raw: CuPy's NcclCommunicator, or nccl4py's Communicator.
+            binding: what calls NCCL.
+            owned: whether it is ours to end.
+            timeout_s: deadline of every wait of the host.
+            watch: the side channel, or None.
+        """
+        adopt = getattr(binding.nccl, "adopt", None)
+        self.raw = raw if adopt is None else adopt(raw)
+        """The NCCL communicator, with CuPy's names and signatures."""
+        self.timeout_s, self.watch = timeout_s, watch
+        self.failed = False
+        """Whether something went wrong after which only an abort may follow."""
+        self._binding, self._owned = binding, owned
+        self._state: Literal["open", "ended", "aborted"] = "open"
+        self._calling = threading.RLock()
+        self.rank, self.size = int(self.call(self.raw.rank_id)), int(self.call(self.raw.size))
+        self.device = int(self.call(self.raw.device_id))
+
+    # ---- calls
+
+    def call(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Return what a function of the binding returns.
+
+        Raises:
+            CommError: NCCL refuses, or the communicator was aborted.
+            PeerFailed: NCCL has lost another rank.
+            TimedOut: NCCL's own time-out.
+        """
+        with self._calling:
+            self._check_state()
+            try:
+                return function(*args)
+            except KeyError as error:
+                # CuPy's table of names ends at 6: results 7 (in progress) and 8 (timeout) trip over it.
+                raise self._failure(function, int(error.args[0]), error) from error
+            except self._binding.nccl.NcclError as error:
+                raise self._failure(function, int(error.status), error) from error
+
+    @contextmanager
+    def group(self) -> Iterator[None]:
+        """Start everything inside at once."""
+        nccl = self._binding.nccl
+        with self._calling:
+            self.call(nccl.groupStart)
+            try:
+                yield
+            except BaseException:
+                # The group must end, or later calls would join it. It complains again of what is raised here.
+                with suppress(nccl.NcclError, KeyError):
+                    nccl.groupEnd()
+                raise
+            self.call(nccl.groupEnd)
+
+    def _check_state(self) -> None:
+        if self._state == "aborted":
+            raise CommError("this NCCL communicator was aborted after an error; make a new one")
+
+    def _failure(self, function: Any, status: int, error: Exception) -> CommError:
+        name = getattr(function, "__name__", "a call")
+        self.failed = self.failed or status != _INVALID_ARGUMENT
+        if status == _IN_PROGRESS:
+            return CommError(
+                f"NCCL left {name} unfinished (result {status}); lowshard needs blocking communicators: unset "
+                "NCCL_COMM_BLOCKING"
+            )
+        said = last_error()
+        more = f"; NCCL's last message: {said}" if said else ""
+        if status == _TIMEOUT:
+            return TimedOut(f"NCCL's own time-out in {name} (result {status}){more}")
+        if status == _REMOTE_ERROR:
+            return PeerFailed(f"NCCL lost another rank in {name}: {error}{more}")
+        return CommError(f"NCCL failed in {name}: {error}{more}")
+
+    # ---- waits
+
+    def ask(self) -> None:
+        """Raise what the side channel or NCCL knows to have gone wrong. Does not block.
+
+        Raises:
+            CommError: NCCL reports an error.
+            PeerFailed: another rank has failed.
+        """
+        if self.watch is not None and self.watch.flag[0]:
+            self.failed = True
+            raise self.watch.error("NCCL's work on the GPU")
+        self._check_state()
+        # A thread that holds the lock is inside NCCL, and will be told by its own call.
+        if self._state == "open" and self._calling.acquire(blocking=False):
+            try:
+                self.call(self.raw.check_async_error)
+            finally:
+                self._calling.release()
+
+    def give_up(self) -> str:
+        """Abort the NCCL communicator, so that its kernels leave the device; return what hindered it, or ""."""
+        self.failed = True
+        if self._state != "open":
+            return ""
+        if not self._owned:
+            return "the NCCL communicator is its maker's: abort it there, or its kernels keep the GPU busy"
+        if not self._calling.acquire(timeout=_ABORT_LOCK_S):
+            return "it was not aborted, for another thread is inside an NCCL call"
+        try:
+            self._state = "aborted"
+            with suppress(self._binding.nccl.NcclError, KeyError):
+                self.raw.abort()
+        finally:
+            self._calling.release()
+        return ""
+
+    def wait_on_host(self, awaited: Any, timeout_s: float, what: str) -> None:
+        """Return once an event, or what else has `.done`, is done.
+
+        Raises:
+            CommError: NCCL reports an error, or another thread gave the communicator up.
+            PeerFailed: another rank has failed.
+            TimedOut: it was not done in time.
+        """
+        wait_for(awaited, time.monotonic() + timeout_s, self.watch, self, what)
+        self._check_state()  # an abort ends the work too, and leaves anything in the buffers
+
+    def blocking(self, call: Callable[[], T], what: str) -> T:
+        """Make a call that may block for ever, with the deadline."""
+
+        def on_device() -> T:
+            self._binding.select(self.device)  # a new thread begins on device 0
+            return call()
+
+        thread = InThread(on_device)
+        self.wait_on_host(thread, self.timeout_s, what)
+        return thread.result()
+
+    # ---- the end
+
+    def end(self) -> None:
+        """Give NCCL's resources back: destroy if all is well, else abort. Leaves alone what is not ours.
+
+        Raises:
+            CommError: NCCL refuses.
+            TimedOut: other ranks do not end theirs.
+        """
+        if not self._owned or self._state != "open":
+            return
+        if not self.failed:
+            with suppress(CommError):  # ask sets failed, which is all that matters here
+                self.ask()
+        if self.failed:  # destroy can wait for ever for a peer that is gone
+            self.give_up()
+            return
+        self._state = "ended"  # no abort beside it
+        try:
+            self.blocking(self.raw.destroy, "close")
+        except KeyError as error:
+            raise self._failure(self.raw.destroy, int(error.args[0]), error) from error
+        except self._binding.nccl.NcclError as error:
+            raise self._failure(self.raw.destroy, int(error.status), error) from error

@@ -1,0 +1,200 @@
+"""Memory that the processes of a node share: segments that each process makes, and that its peers map.
+
+A segment is an anonymous file (memfd), which a peer opens through /proc. It has no name that could be left behind and
+does not count against the size of /dev/shm. The first page of a process's first segment lists its segments.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import threading
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from lowshard.errors import CommError
+
+PAGE_BYTES = 4096
+ALIGN_BYTES = 64
+_FIRST_BYTES = 64 << 20
+_NEXT_BYTES = 256 << 20
+_ENTRY_WORDS = 2  # descriptor, size
+
+
+@dataclass(frozen=True)
+class Block:
+    """A piece of a segment of this process.
+
+    Attributes:
+        segment: number of the segment.
+        offset: bytes from its beginning.
+        size_bytes: length.
+        address: where this process sees it.
+    """
+
+    segment: int
+    offset: int
+    size_bytes: int
+    address: int
+
+
+class _Mapping:
+    """A file mapped whole; it stays mapped while this object or an array over it lives."""
+
+    def __init__(self, fd: int, size_bytes: int) -> None:
+        self.memory = mmap.mmap(fd, size_bytes, mmap.MAP_SHARED)
+        self.bytes = np.frombuffer(self.memory, np.uint8)
+        self.address = int(self.bytes.ctypes.data)
+        self.size_bytes = size_bytes
+
+
+class Arena:
+    """What this process shares: memory given out in blocks, out of segments that are made as needed.
+
+    Blocks come back when the arrays over them are gone; segments stay for the process's life, and only the
+    pages that were written take memory.
+    """
+
+    def __init__(self, segments: int) -> None:
+        """Make the first segment.
+
+        Args:
+            segments: the most there may be.
+
+        Raises:
+            OSError: the system gives no anonymous file.
+        """
+        self._most = segments
+        self._lock = threading.RLock()
+        self._descriptors: list[int] = []
+        self._segments: list[_Mapping] = []
+        self._free: list[list[tuple[int, int]]] = []  # by segment: (offset, bytes), in order, never adjacent
+        self._returned: deque[Block] = deque()  # by finalizers, which run anywhere and take no lock
+        self._add_segment(_FIRST_BYTES)
+        self.allocate(PAGE_BYTES)  # the list itself is the first block
+        self._write_list()
+
+    @property
+    def descriptor(self) -> int:
+        """The file descriptor of the first segment."""
+        return self._descriptors[0]
+
+    def allocate(self, size_bytes: int) -> Block:
+        """Return a block of at least so many bytes, 64-byte aligned, with whatever it held before.
+
+        Raises:
+            CommError: there are as many segments as there may be.
+        """
+        size = max(ALIGN_BYTES, -(-size_bytes // ALIGN_BYTES) * ALIGN_BYTES)
+        if size >= PAGE_BYTES:
+            size = -(-size // PAGE_BYTES) * PAGE_BYTES
+        with self._lock:
+            self._take_back()
+            for number, free in enumerate(self._free):
+                for i, (offset, length) in enumerate(free):
+                    # Whole pages lie on pages, so that copies run at full speed.
+                    at = -(-offset // PAGE_BYTES) * PAGE_BYTES if size >= PAGE_BYTES else offset
+                    if at + size > offset + length:
+                        continue
+                    left = [(offset, at - offset), (at + size, offset + length - at - size)]
+                    free[i : i + 1] = [piece for piece in left if piece[1]]
+                    return Block(number, at, size, self._segments[number].address + at)
+            self._add_segment(max(_NEXT_BYTES, size))
+            self._write_list()
+            return self.allocate(size_bytes)
+
+    def free(self, block: Block) -> None:
+        """Give a block back; may be called from any thread at any time."""
+        self._returned.append(block)
+
+    def array(self, shape: int | Sequence[int], dtype: np.dtype[Any]) -> np.ndarray:
+        """Return an array in this memory; its block comes back when nothing refers to it any more."""
+        dims = (shape,) if isinstance(shape, int) else tuple(shape)
+        count = int(np.prod(dims, dtype=np.int64))
+        block = self.allocate(count * dtype.itemsize)
+        owner = (ctypes.c_uint8 * block.size_bytes).from_address(block.address)
+        weakref.finalize(owner, self.free, block).atexit = False
+        whole = np.frombuffer(owner, np.uint8, count * dtype.itemsize)
+        return whole.view(dtype).reshape(dims)
+
+    def address(self, segment: int) -> int:
+        """Return where this process sees one of its segments."""
+        return self._segments[segment].address
+
+    def where(self, address: int, size_bytes: int) -> tuple[int, int]:
+        """Return the segment and offset of memory of this process, or -1 and 0 if it lies in none."""
+        for number, segment in enumerate(self._segments):
+            offset = address - segment.address
+            if 0 <= offset and offset + size_bytes <= segment.size_bytes:
+                return number, offset
+        return -1, 0
+
+    def _take_back(self) -> None:
+        while self._returned:
+            block = self._returned.popleft()
+            free = self._free[block.segment]
+            free.append((block.offset, block.size_bytes))
+            free.sort()
+            merged: list[tuple[int, int]] = []
+            for offset, length in free:
+                if merged and merged[-1][0] + merged[-1][1] == offset:
+                    merged[-1] = (merged[-1][0], merged[-1][1] + length)
+                else:
+                    merged.append((offset, length))
+            self._free[block.segment] = merged
+
+    def _add_segment(self, size_bytes: int) -> None:
+        if len(self._segments) == self._most:
+            raise CommError(
+                f"a rank shares at most {self._most} segments of memory; free arrays of empty(), or make fewer and larger"
+            )
+        size = -(-size_bytes // (2 << 20)) * (2 << 20)
+        fd = os.memfd_create("lowshard", os.MFD_CLOEXEC)
+        os.ftruncate(fd, size)
+        self._descriptors.append(fd)
+        self._segments.append(_Mapping(fd, size))
+        self._free.append([(0, size)])
+
+    def _write_list(self) -> None:
+        words = self._segments[0].bytes[:PAGE_BYTES].view(np.int64)
+        for number, (fd, segment) in enumerate(zip(self._descriptors, self._segments, strict=True)):
+            words[1 + number * _ENTRY_WORDS : 1 + (number + 1) * _ENTRY_WORDS] = fd, segment.size_bytes
+        words[0] = len(self._segments)  # last: who sees the number sees the entries
+
+
+class PeerMemory:
+    """Another process's segments, mapped here as they are met."""
+
+    def __init__(self, pid: int, descriptor: int) -> None:
+        """Map the first segment.
+
+        Raises:
+            OSError: this process may not open the other's files.
+        """
+        self._pid = pid
+        self._segments = [self._map(descriptor, _FIRST_BYTES)]
+        self._words = self._segments[0].bytes[:PAGE_BYTES].view(np.int64)
+
+    def grown(self) -> bool:
+        """Say whether the other process has more segments than are mapped here."""
+        return int(self._words[0]) > len(self._segments)
+
+    def addresses(self) -> list[int]:
+        """Return where this process sees each segment, all mapped now."""
+        for number in range(len(self._segments), int(self._words[0])):
+            fd, size = self._words[1 + number * _ENTRY_WORDS : 1 + (number + 1) * _ENTRY_WORDS]
+            self._segments.append(self._map(int(fd), int(size)))
+        return [segment.address for segment in self._segments]
+
+    def _map(self, descriptor: int, size_bytes: int) -> _Mapping:
+        fd = os.open(f"/proc/{self._pid}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
+        try:
+            return _Mapping(fd, size_bytes)
+        finally:
+            os.close(fd)

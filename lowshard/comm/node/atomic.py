@@ -1,0 +1,165 @@
+"""What compiled waits and moves need of the machine: ordered loads and stores, futexes, another process's memory."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+_I8, _I32, _I64 = (ir.IntType(bits) for bits in (8, 32, 64))
+_PAUSES = {"x86_64": "llvm.x86.sse2.pause", "aarch64": "llvm.aarch64.hint"}
+_INT = types.int64
+
+FUTEX_CALLS = {"x86_64": 202, "aarch64": 98}
+"""Number of the futex system call by machine; elsewhere waits only yield."""
+
+
+def _step(result: types.Type, args: Sequence[Any], emit: Callable[..., Any]) -> Any:
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
+        made = emit(builder, *values)
+        return context.get_dummy_value() if made is None else made
+
+    return result(*args), codegen
+
+
+def _pointer(builder: ir.IRBuilder, address: ir.Value, pointee: ir.Type) -> ir.Value:
+    return builder.inttoptr(address, pointee.as_pointer())
+
+
+def _external(
+    builder: ir.IRBuilder, name: str, result: ir.Type, args: Sequence[ir.Value], variadic: int | None = None
+) -> ir.Value:
+    fixed = [value.type for value in (args if variadic is None else args[:variadic])]
+    signature = ir.FunctionType(result, fixed, var_arg=variadic is not None)
+    return builder.call(cgutils.get_or_insert_function(builder.module, signature, name), args)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def peek(typingctx: Any, address: Any) -> Any:
+    """Return the int64 at an address that is a multiple of 8."""
+    return _step(_INT, (_INT,), lambda b, at: b.load(_pointer(b, at, _I64), align=8))
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def poke(typingctx: Any, address: Any, value: Any) -> Any:
+    """Write an int64 to an address that is a multiple of 8."""
+    return _step(
+        types.void, (_INT, _INT), lambda b, at, v: b.store(v, _pointer(b, at, _I64), align=8) and None
+    )
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def acquire(typingctx: Any, address: Any) -> Any:
+    """Return the int64 at an address; what its writer wrote before it is seen from here on."""
+    return _step(_INT, (_INT,), lambda b, at: b.load_atomic(_pointer(b, at, _I64), "acquire", 8))
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def release(typingctx: Any, address: Any, value: Any) -> Any:
+    """Write an int64; who acquires it sees all that was written before."""
+    return _step(
+        types.void,
+        (_INT, _INT),
+        lambda b, at, v: b.store_atomic(v, _pointer(b, at, _I64), "release", 8) and None,
+    )
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def add_to(typingctx: Any, address: Any, value: Any) -> Any:
+    """Add to an int64 in one indivisible step, in one order for all, and return what it was before."""
+    return _step(
+        _INT, (_INT, _INT), lambda b, at, v: b.atomic_rmw("add", _pointer(b, at, _I64), v, "seq_cst")
+    )
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def fence(typingctx: Any) -> Any:
+    """Order all stores before it before all loads after it."""
+    return _step(types.void, (), lambda b: b.fence("seq_cst") and None)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def relax(typingctx: Any) -> Any:
+    """Tell the core that this is a loop that waits."""
+
+    def emit(builder: ir.IRBuilder) -> None:
+        name = _PAUSES.get(platform.machine())
+        if name is not None:
+            hints = [_I32(1)] if name.endswith("hint") else []  # 1 is YIELD
+            _external(builder, name, ir.VoidType(), hints)
+
+    return _step(types.void, (), emit)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def yield_core(typingctx: Any) -> Any:
+    """Let another process run on this core: sched_yield."""
+    return _step(types.int32, (), lambda b: _external(b, "sched_yield", _I32, []))
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def system_call(
+    typingctx: Any, number: Any, a: Any, b: Any, c: Any, d: Any, e: Any, f: Any
+) -> Any:  # fmt: skip
+    """Make a system call with six arguments, by the C library's `syscall`."""
+    return _step(
+        _INT, (_INT,) * 7, lambda builder, *values: _external(builder, "syscall", _I64, values, variadic=1)
+    )
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def read_clock(typingctx: Any, clock: Any, into: Any) -> Any:
+    """Write seconds and nanoseconds of a clock to 16 bytes: clock_gettime."""
+
+    def emit(builder: ir.IRBuilder, which: ir.Value, at: ir.Value) -> ir.Value:
+        which = builder.trunc(which, _I32)
+        return _external(builder, "clock_gettime", _I32, [which, _pointer(builder, at, _I8)])
+
+    return _step(types.int32, (_INT, _INT), emit)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def read_process(typingctx: Any, pid: Any, local: Any, remote: Any) -> Any:
+    """Copy out of another process's memory, from one iovec to one: process_vm_readv; the bytes copied or -1."""
+    return _vm_call("process_vm_readv", pid, local, remote)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def write_process(typingctx: Any, pid: Any, local: Any, remote: Any) -> Any:
+    """Copy into another process's memory: process_vm_writev; the bytes copied or -1."""
+    return _vm_call("process_vm_writev", pid, local, remote)
+
+
+def _vm_call(name: str, pid: Any, local: Any, remote: Any) -> Any:
+    def emit(builder: ir.IRBuilder, who: ir.Value, here: ir.Value, there: ir.Value) -> ir.Value:
+        who = builder.trunc(who, _I32)
+        vectors = [_pointer(builder, here, _I8), _I64(1), _pointer(builder, there, _I8), _I64(1)]
+        return _external(builder, name, _I64, [who, *vectors, _I64(0)])
+
+    return _step(_INT, (_INT, _INT, _INT), emit)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def copy_bytes(typingctx: Any, target: Any, source: Any, size_bytes: Any) -> Any:
+    """Copy bytes between two stretches of memory that do not overlap, by the C library's memcpy."""
+
+    def emit(builder: ir.IRBuilder, dst: ir.Value, src: ir.Value, size: ir.Value) -> None:
+        cgutils.raw_memcpy(builder, _pointer(builder, dst, _I8), _pointer(builder, src, _I8), size, 1)
+
+    return _step(types.void, (_INT, _INT, _INT), emit)
+
+
+@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
+def elements_at(typingctx: Any, address: Any, kind: Any) -> Any:
+    """Return an address as a pointer to elements of a dtype, for numba.carray."""
+    pointer = types.CPointer(kind.dtype)
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
+        return builder.inttoptr(values[0], context.get_value_type(pointer))
+
+    return pointer(_INT, kind), codegen

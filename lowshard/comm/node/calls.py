@@ -1,0 +1,44 @@
+"""The compiled calls of the node transport, loaded once a process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+from numba import types
+
+from lowshard.comm.node import move
+from lowshard.comm.node.fold import source_digest
+from lowshard.compiled import compile_cached
+
+_INT = types.int64
+
+
+@dataclass(frozen=True)
+class Calls:
+    """What needs no dtype; each is described in `lowshard.comm.node.move`."""
+
+    barrier: Callable[..., int]
+    show: Callable[..., int]
+    gather_slots: Callable[..., int]
+    gather_buffers: Callable[..., int]
+    exchange: Callable[..., int]
+
+
+@cache
+def load_calls() -> Calls:
+    """Return the calls, compiled on first use and kept on disk."""
+
+    def compiled(function: Callable[..., int], args: int) -> Callable[..., int]:
+        python = function.py_func  # type: ignore[attr-defined]
+        python.__qualname__ = f"{python.__name__}_{source_digest()}"
+        return compile_cached(python, _INT(*(_INT,) * args))
+
+    return Calls(
+        barrier=compiled(move.barrier, 2),
+        show=compiled(move.show, 4),
+        gather_slots=compiled(move.gather_slots, 9),
+        gather_buffers=compiled(move.gather_buffers, 10),
+        exchange=compiled(move.exchange, 10),
+    )

@@ -1,0 +1,185 @@
+"""How the ranks of a node meet: each writes its stamp on its own card and waits for the stamps of the others.
+
+A group's cards lie in shared memory, one a rank. A rank steps to the next stamp with every meeting, so all stamps of a
+group differ by one at most, and what a card says beside its stamp (signature, where the buffers lie) needs
+two places, taken in turn. A wait spins, then yields the core, then sleeps on a futex, and ends early when the
+flag of failure is set or the time is over.
+
+The context of a group is a row of int64 in a process's own memory; the constants below are its places.
+"""
+
+from __future__ import annotations
+
+from numba import njit
+
+from lowshard.comm.node.atomic import (
+    acquire,
+    add_to,
+    fence,
+    peek,
+    poke,
+    read_clock,
+    relax,
+    release,
+    system_call,
+    yield_core,
+)
+
+# ---- places of a context, in int64
+
+SIZE = 0
+"""Ranks of the group."""
+ME = 1
+"""This rank."""
+CARDS = 2
+"""Address of the cards."""
+SLOTS = 3
+"""Address of the slots: two a rank, in turn, for small payloads."""
+SLOT_BYTES = 4
+FLAG = 5
+"""Address of an int64 that is not 0 once a failure is known."""
+TIMEOUT_NS = 6
+STAMP = 7
+"""Meetings so far."""
+SPINS = 8
+"""Looks at a stamp before the core is yielded."""
+YIELDS = 9
+"""Yields before the wait sleeps."""
+FUTEX_CALL = 10
+"""Number of the system call, or 0."""
+MISSING = 11
+"""Out: the rank that a wait was for when it ended early."""
+MAPS = 12
+"""Address of a table of int64, SEGMENTS a rank: where this process sees the peers' segments, or 0."""
+PIDS = 13
+"""Address of the ranks' process ids."""
+SCRATCH = 14
+"""Address of this rank's own scratch memory for reductions."""
+FAULT = 15
+"""Out: a system call that copies from a peer has failed."""
+CLOCK = 16  # and 17: seconds, nanoseconds
+NAP = 18  # and 19
+VECTORS = 20  # to 23: an iovec here, an iovec there
+PARTS = 24
+"""Address of an int64 a rank: where a block of its operand lies."""
+CONTEXT_WORDS = 32
+
+SEGMENTS = 64
+"""Segments of a rank that peers map; buffers in others are read as private memory is."""
+
+# ---- bytes of a card
+
+CARD_BYTES = 256
+_STAMP = 0
+_SLEEPERS = 8
+_WORDS = 64
+"""Where what is said beside the stamp begins: two lines of eight int64."""
+_LINE_BYTES = 64
+
+SIGNATURE, SEND, SEND_SEGMENT, SEND_OFFSET, RECV, RECV_SEGMENT, RECV_OFFSET = range(7)
+
+# ---- how a meeting ends
+
+OK, DIFFERENT, FAILED, LATE, FAULTY = range(5)
+
+_FUTEX_WAIT, _FUTEX_WAKE = 0, 1
+_MONOTONIC = 1
+_NAP_NS = 20_000_000
+_ALL = 1 << 30
+
+
+@njit(nogil=True)  # type: ignore[untyped-decorator]
+def line(ctx: int, rank: int) -> int:
+    """Return the address of what a rank says beside the stamp that is being met."""
+    return peek(ctx + 8 * CARDS) + rank * CARD_BYTES + _WORDS + (peek(ctx + 8 * STAMP) & 1) * _LINE_BYTES
+
+
+@njit(nogil=True)  # type: ignore[untyped-decorator]
+def slot(ctx: int, rank: int) -> int:
+    """Return the address of a rank's slot for the stamp that is being met."""
+    turn = peek(ctx + 8 * STAMP) & 1
+    return peek(ctx + 8 * SLOTS) + (2 * rank + turn) * peek(ctx + 8 * SLOT_BYTES)
+
+
+@njit(nogil=True)  # type: ignore[untyped-decorator]
+def step(ctx: int) -> None:
+    """Go to the next stamp; `line` and `slot` are those of it from here on, and this rank's may be written."""
+    poke(ctx + 8 * STAMP, peek(ctx + 8 * STAMP) + 1)
+
+
+@njit(nogil=True)  # type: ignore[untyped-decorator]
+def arrive(ctx: int, signature: int) -> None:
+    """Show this rank's stamp, and wake who sleeps on it."""
+    me = peek(ctx + 8 * ME)
+    card = peek(ctx + 8 * CARDS) + me * CARD_BYTES
+    poke(line(ctx, me) + 8 * SIGNATURE, signature)
+    release(card + _STAMP, peek(ctx + 8 * STAMP))
+    fence()  # the stamp is out before the sleepers are counted: they count themselves before they look at it
+    if peek(card + _SLEEPERS) != 0 and peek(ctx + 8 * FUTEX_CALL) != 0:
+        system_call(peek(ctx + 8 * FUTEX_CALL), card + _STAMP, _FUTEX_WAKE, _ALL, 0, 0, 0)
+
+
+@njit(nogil=True)  # type: ignore[untyped-decorator]
+def clock_ns(ctx: int) -> int:
+    """Return a clock's time in nanoseconds."""
+    read_clock(_MONOTONIC, ctx + 8 * CLOCK)
+    return peek(ctx + 8 * CLOCK) * 1_000_000_000 + peek(ctx + 8 * CLOCK + 8)
+
+
+@njit(nogil=True)  # type: ignore[untyped-decorator]
+def _await(ctx: int, rank: int) -> int:
+    """Return once a rank has shown the stamp, or why not."""
+    card = peek(ctx + 8 * CARDS) + rank * CARD_BYTES
+    stamp, flag, call = peek(ctx + 8 * STAMP), peek(ctx + 8 * FLAG), peek(ctx + 8 * FUTEX_CALL)
+    spins, yields = peek(ctx + 8 * SPINS), peek(ctx + 8 * YIELDS)
+    for _ in range(spins):
+        if acquire(card + _STAMP) >= stamp:
+            return OK
+        relax()
+    deadline_ns = clock_ns(ctx) + peek(ctx + 8 * TIMEOUT_NS)
+    tries = 0
+    while True:
+        seen = acquire(card + _STAMP)
+        if seen >= stamp:
+            return OK
+        if acquire(flag) != 0:
+            poke(ctx + 8 * MISSING, rank)
+            return FAILED
+        if (tries & 31) == 31 and clock_ns(ctx) > deadline_ns:
+            poke(ctx + 8 * MISSING, rank)
+            return LATE
+        tries += 1
+        if tries <= yields or call == 0:
+            yield_core()
+            continue
+        tries |= 31  # a nap is long enough to look at the clock after each
+        poke(ctx + 8 * NAP, 0)
+        poke(ctx + 8 * NAP + 8, _NAP_NS)
+        add_to(card + _SLEEPERS, 1)
+        if acquire(card + _STAMP) == seen:
+            # The kernel compares the low half of the stamp (the machines above are little-endian).
+            system_call(call, card + _STAMP, _FUTEX_WAIT, seen & 0xFFFFFFFF, ctx + 8 * NAP, 0, 0)
+        add_to(card + _SLEEPERS, -1)
+
+
+@njit(nogil=True)  # type: ignore[untyped-decorator]
+def await_all(ctx: int, signature: int) -> int:
+    """Return once all ranks have shown the stamp: whether their signatures are equal, or why the wait ended."""
+    me, size, code = peek(ctx + 8 * ME), peek(ctx + 8 * SIZE), OK
+    for i in range(1, size):
+        rank = me + i
+        if rank >= size:
+            rank -= size
+        ended = _await(ctx, rank)
+        if ended != OK:
+            return ended
+        if peek(line(ctx, rank) + 8 * SIGNATURE) != signature:
+            code = DIFFERENT
+    return code
+
+
+@njit(nogil=True)  # type: ignore[untyped-decorator]
+def meet(ctx: int, signature: int) -> int:
+    """Show the stamp that `step` went to and wait for all others."""
+    arrive(ctx, signature)
+    return await_all(ctx, signature)

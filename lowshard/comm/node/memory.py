@@ -1,0 +1,180 @@
+"""What the processes of a node know of each other: whose memory is where, and how it may be read."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from lowshard.comm.node.arena import PAGE_BYTES, Arena, Block, PeerMemory
+from lowshard.errors import CommError
+
+SEGMENTS = 64
+"""Segments of a rank that others map."""
+CROSS_VARIABLE = "LOWSHARD_CROSS_MEMORY"
+_HEAD_BYTES = PAGE_BYTES
+
+
+class NodeMemory:
+    """This process's arena and those of the other processes of its node, ranks in one order for all of them.
+
+    Attributes:
+        rank: this process among those of the node.
+        pids: process ids by rank.
+        arena: what this process shares.
+        reads_across: whether all ranks may read each other's private memory (process_vm_readv).
+        generation: grows when segments are mapped anew.
+    """
+
+    def __init__(self, rank: int, exchange: Callable[[Any], list[Any]]) -> None:
+        """Make the arena, and map those of the others.
+
+        Collective: all ranks of the node call this.
+
+        Args:
+            rank: this rank.
+            exchange: gives all ranks' values for this rank's, in rank order; collective.
+
+        Raises:
+            CommError: on all ranks: one of them can make or map no shared memory. The text says which and why.
+        """
+        self.rank, self.generation = rank, 0
+        arena: Arena | None = None
+        problem = ""
+        try:
+            arena = Arena(SEGMENTS)
+        except OSError as error:
+            problem = f"no anonymous file can be made: {error}"
+        rows = exchange((os.getpid(), -1 if arena is None else arena.descriptor, problem))
+        self._raise_first([row[2] for row in rows])
+        assert arena is not None
+        self.arena = arena
+        self.pids = [int(row[0]) for row in rows]
+        self._peers: list[PeerMemory | None] = [None] * len(rows)
+        word = ctypes.c_int64(4711 + rank)
+        try:
+            for peer, (pid, descriptor, _) in enumerate(rows):
+                if peer != rank:
+                    self._peers[peer] = PeerMemory(int(pid), int(descriptor))
+        except (OSError, ValueError) as error:
+            problem = f"the memory of process {pid} cannot be mapped: {error}"
+        rows = exchange((problem, ctypes.addressof(word)))
+        self._raise_first([row[0] for row in rows])
+        reads = os.environ.get(CROSS_VARIABLE, "auto") != "off" and all(
+            _read_word(self.pids[peer], row[1]) == 4711 + peer
+            for peer, row in enumerate(rows)
+            if peer != rank
+        )
+        self.reads_across = all(exchange(reads))
+        # The word is read by others until the exchange above is over.
+        del word
+        self._lent: list[tuple[Block, int]] = []
+
+    def map_new(self) -> None:
+        """Map what the others have made since; cheap when they have not."""
+        for peer in self._peers:
+            if peer is not None and peer.grown():
+                peer.addresses()
+                self.generation += 1
+
+    def table(self, members: Sequence[int]) -> np.ndarray:
+        """Return `[ranks, SEGMENTS]` int64: where this process sees the members' segments, 0 where nowhere."""
+        found = np.zeros((len(members), SEGMENTS), np.int64)
+        for row, member in enumerate(members):
+            peer = self._peers[member]
+            if peer is not None:
+                addresses = peer.addresses()
+                found[row, : len(addresses)] = addresses
+        return found
+
+    def address(self, member: int, segment: int, offset: int) -> int:
+        """Return where this process sees a place in a member's segment, mapped now if it was not."""
+        if member == self.rank:
+            return self.arena.address(segment) + offset
+        peer = self._peers[member]
+        assert peer is not None
+        return peer.addresses()[segment] + offset
+
+    # ---- blocks that several ranks use, and that go back to the arena when all have let go
+
+    def lend(self, size_bytes: int, users: int) -> Block:
+        """Return a block for so many ranks; what they use begins `head_bytes` into it, and is not cleared."""
+        self._take_back()
+        block = self.arena.allocate(head_bytes(users) + size_bytes)
+        ctypes.memset(block.address, 0, 8 * users)
+        self._lent.append((block, users))
+        return block
+
+    def _take_back(self) -> None:
+        kept = []
+        for block, users in self._lent:
+            flags = np.ctypeslib.as_array((ctypes.c_int64 * users).from_address(block.address))
+            if flags.all():
+                self.arena.free(block)
+            else:
+                kept.append((block, users))
+        self._lent = kept
+
+    @staticmethod
+    def _raise_first(problems: Sequence[str]) -> None:
+        for rank, problem in enumerate(problems):
+            if problem:
+                raise CommError(f"the ranks of a node share memory, but on its rank {rank} {problem}")
+
+
+def head_bytes(users: int) -> int:
+    """Return the bytes before what a lent block is for: a word a user."""
+    return -(-8 * users // _HEAD_BYTES) * _HEAD_BYTES
+
+
+def let_go_with(owner: object, address: int, user: int) -> Callable[[], Any]:
+    """Mark a lent block as let go by one of its users when an object is gone; returns what does so at once.
+
+    Args:
+        owner: the object.
+        address: where this process sees the block.
+        user: this rank among the users.
+    """
+    done = weakref.finalize(owner, _let_go, address + 8 * user)
+    done.atexit = False
+    return done
+
+
+def shared_array(address: int, block: int, user: int, count: int, dtype: np.dtype[Any]) -> np.ndarray:
+    """Return an array over a part of a lent block, which this rank lets go of with the last array over it."""
+    owner = (ctypes.c_uint8 * max(1, count * dtype.itemsize)).from_address(address)
+    let_go_with(owner, block, user)
+    return np.frombuffer(owner, np.uint8)[: count * dtype.itemsize].view(dtype)
+
+
+def _let_go(address: int) -> None:
+    ctypes.c_int64.from_address(address).value = 1
+
+
+class _Vector(ctypes.Structure):
+    _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
+
+
+def _read_word(pid: int, address: int) -> int | None:
+    """Return an int64 of another process's memory, or None where that is not allowed."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    call = getattr(libc, "process_vm_readv", None)
+    if call is None:
+        return None
+    call.restype = ctypes.c_ssize_t
+    call.argtypes = (
+        ctypes.c_int,
+        ctypes.c_void_p,
+        ctypes.c_ulong,
+        ctypes.c_void_p,
+        ctypes.c_ulong,
+        ctypes.c_ulong,
+    )
+    word = ctypes.c_int64(0)
+    here, there = _Vector(ctypes.addressof(word), 8), _Vector(address, 8)
+    got = call(pid, ctypes.byref(here), 1, ctypes.byref(there), 1, 0)
+    return word.value if got == 8 else None

@@ -1,0 +1,247 @@
+"""Moves between the ranks of a node: out of slots, out of segments that are mapped, out of private memory."""
+
+from __future__ import annotations
+
+from numba import njit
+
+from lowshard.comm.node.atomic import copy_bytes, peek, poke, read_process, write_process
+from lowshard.comm.node.meet import (
+    DIFFERENT,
+    FAULT,
+    FAULTY,
+    MAPS,
+    ME,
+    OK,
+    PIDS,
+    RECV,
+    RECV_OFFSET,
+    RECV_SEGMENT,
+    SEGMENTS,
+    SEND,
+    SEND_OFFSET,
+    SEND_SEGMENT,
+    SIZE,
+    SLOT_BYTES,
+    VECTORS,
+    arrive,
+    await_all,
+    line,
+    meet,
+    slot,
+    step,
+)
+
+NO_SEGMENT = -1
+"""In place of a segment's number: private memory, which peers read by a system call."""
+
+
+@njit(nogil=True)  # type: ignore[untyped-decorator]
+def say(ctx: int, send: int, send_segment: int, send_offset: int) -> None:
+    """Write on this rank's card where its operand lies."""
+    at = line(ctx, peek(ctx + 8 * ME))
+    poke(at + 8 * SEND, send)
+    poke(at + 8 * SEND_SEGMENT, send_segment)
+    poke(at + 8 * SEND_OFFSET, send_offset)
+
+
+@njit(nogil=True)  # type: ignore[untyped-decorator]
+def say_result(ctx: int, recv: int, recv_segment: int, recv_offset: int) -> None:
+    """Write on this rank's card where its result lies."""
+    at = line(ctx, peek(ctx + 8 * ME))
+    poke(at + 8 * RECV, recv)
+    poke(at + 8 * RECV_SEGMENT, recv_segment)
+    poke(at + 8 * RECV_OFFSET, recv_offset)
+
+
+@njit(nogil=True)  # type: ignore[untyped-decorator]
+def mapped(ctx: int, rank: int, segment: int) -> int:
+    """Return where this process sees a segment of a rank, or 0."""
+    if segment < 0 or segment >= SEGMENTS:
+        return 0
+    return peek(peek(ctx + 8 * MAPS) + 8 * (rank * SEGMENTS + segment))
+
+
+@njit(nogil=True)  # type: ignore[untyped-decorator]
+def seen_at(ctx: int, rank: int, field: int) -> int:
+    """Return where this process sees what a card says of a buffer (SEND or RECV), or 0 for private memory."""
+    at = line(ctx, rank)
+    if rank == peek(ctx + 8 * ME):
+        return peek(at + 8 * field)
+    base = mapped(ctx, rank, peek(at + 8 * (field + 1)))
+    return base + peek(at + 8 * (field + 2)) if base != 0 else 0
+
+
+@njit(nogil=True)  # type: ignore[untyped-decorator]
+def _transfer(ctx: int, rank: int, local: int, remote: int, size_bytes: int, writes: bool) -> None:
+    vectors = ctx + 8 * VECTORS
+    pid, done = peek(peek(ctx + 8 * PIDS) + 8 * rank), 0
+    while done < size_bytes:
+        poke(vectors, local + done)
+        poke(vectors + 8, size_bytes - done)
+        poke(vectors + 16, remote + done)
+        poke(vectors + 24, size_bytes - done)
+        if writes:
+            moved = write_process(pid, vectors, vectors + 16)
+        else:
+            moved = read_process(pid, vectors, vectors + 16)
+        if moved <= 0:
+            poke(ctx + 8 * FAULT, 1 + rank)
+            return
+        done += moved
+
+
+@njit(nogil=True)  # type: ignore[untyped-decorator]
+def fetch(ctx: int, rank: int, field: int, offset: int, target: int, size_bytes: int) -> None:
+    """Copy a part of a rank's buffer (SEND or RECV) to an address of this process."""
+    if size_bytes == 0:
+        return
+    base = seen_at(ctx, rank, field)
+    if base != 0:
+        if base + offset != target:
+            copy_bytes(target, base + offset, size_bytes)
+        return
+    _transfer(ctx, rank, target, peek(line(ctx, rank) + 8 * field) + offset, size_bytes, False)
+
+
+@njit(nogil=True)  # type: ignore[untyped-decorator]
+def put(ctx: int, rank: int, offset: int, source: int, size_bytes: int) -> None:
+    """Copy from an address of this process to a part of a rank's result."""
+    if size_bytes == 0:
+        return
+    base = seen_at(ctx, rank, RECV)
+    if base != 0:
+        if base + offset != source:
+            copy_bytes(base + offset, source, size_bytes)
+        return
+    _transfer(ctx, rank, source, peek(line(ctx, rank) + 8 * RECV) + offset, size_bytes, True)
+
+
+@njit(nogil=True)  # type: ignore[untyped-decorator]
+def leave(ctx: int) -> int:
+    """Meet once more, so that nobody's buffer is reused while others read it; FAULTY if a copy failed anywhere."""
+    fault = peek(ctx + 8 * FAULT)
+    poke(ctx + 8 * FAULT, 0)
+    step(ctx)
+    code = meet(ctx, fault)
+    return FAULTY if fault != 0 or code == DIFFERENT else code
+
+
+@njit(nogil=True)  # type: ignore[untyped-decorator]
+def gather_slots(
+    ctx: int, signature: int, send: int, send_bytes: int, recv: int, first: int, ranks: int, offset: int,
+    each_bytes: int,
+) -> int:  # fmt: skip
+    """Show `send_bytes` of this rank, and copy a part of what others show: one meeting.
+
+    From each of `ranks` ranks from `first` on, `each_bytes` at `offset` go to recv, one behind the other.
+    """
+    step(ctx)
+    me, size = peek(ctx + 8 * ME), peek(ctx + 8 * SIZE)
+    copy_bytes(slot(ctx, me), send, send_bytes)
+    code = meet(ctx, signature)
+    if code != OK or each_bytes == 0:
+        return code
+    for i in range(ranks):
+        rank = first + i
+        copy_bytes(recv + i * each_bytes, slot(ctx, rank) + offset, each_bytes)
+    return code
+
+
+@njit(nogil=True)  # type: ignore[untyped-decorator]
+def gather_buffers(
+    ctx: int, signature: int, send: int, send_segment: int, send_offset: int, recv: int, first: int,
+    ranks: int, offset: int, each_bytes: int,
+) -> int:  # fmt: skip
+    """As `gather_slots`, straight out of the others' buffers: a meeting before and one after."""
+    step(ctx)
+    say(ctx, send, send_segment, send_offset)
+    code = meet(ctx, signature)
+    if code != OK:
+        return code
+    if each_bytes:
+        me = peek(ctx + 8 * ME)
+        for i in range(ranks):
+            rank = (
+                first + (me + i) % ranks
+            )  # each begins with another, so that no memory is asked by all at once
+            fetch(ctx, rank, SEND, offset, recv + (rank - first) * each_bytes, each_bytes)
+    return leave(ctx)
+
+
+@njit(nogil=True)  # type: ignore[untyped-decorator]
+def _tables_agree(ctx: int) -> bool:
+    """Say whether each part that a rank sends is as long as the part that its receiver expects.
+
+    Each slot begins with three int64 a rank: bytes sent, where from, bytes expected. Every rank looks at all pairs,
+    so that all come to the same answer.
+    """
+    size = peek(ctx + 8 * SIZE)
+    for src in range(size):
+        for dst in range(size):
+            if peek(slot(ctx, src) + 24 * dst) != peek(slot(ctx, dst) + 24 * src + 16):
+                return False
+    return True
+
+
+@njit(nogil=True)  # type: ignore[untyped-decorator]
+def exchange(
+    ctx: int, signature: int, table: int, places: int, send: int, send_segment: int, send_offset: int,
+    send_bytes: int, recv: int, check: bool,
+) -> int:  # fmt: skip
+    """Send each rank a part of its own length: all_to_all_v.
+
+    Args:
+        ctx: the context.
+        signature: of the call.
+        table: address of three int64 a rank: bytes sent to it, where in send, bytes expected from it.
+        places: address of an int64 a rank: where in recv.
+        send: address of what is sent.
+        send_segment: its segment, or NO_SEGMENT.
+        send_offset: where in the segment.
+        send_bytes: bytes of send; where they fit they go through this rank's slot.
+        recv: address of what is received.
+        check: compare the tables of all ranks before anything moves.
+    """
+    step(ctx)
+    me, size = peek(ctx + 8 * ME), peek(ctx + 8 * SIZE)
+    head, mine = 24 * size, slot(ctx, me)
+    last = peek(ctx + 8 * SLOT_BYTES) - 8
+    copy_bytes(mine, table, head)
+    poke(mine + last, 1 if head + send_bytes <= last else 0)
+    if head + send_bytes <= last:
+        copy_bytes(mine + head, send, send_bytes)
+    say(ctx, send, send_segment, send_offset)
+    code = meet(ctx, signature)
+    if code != OK:
+        return code
+    if check and not _tables_agree(ctx):
+        return DIFFERENT
+    all_in_slots = True
+    for i in range(size):
+        rank = (me + i) % size
+        theirs = slot(ctx, rank)
+        part, at = peek(theirs + 24 * me), peek(theirs + 24 * me + 8)
+        target = recv + peek(places + 8 * rank)
+        if peek(theirs + last) != 0:
+            if part:
+                copy_bytes(target, theirs + head + at, part)
+        else:
+            all_in_slots = False
+            fetch(ctx, rank, SEND, at, target, part)
+    return OK if all_in_slots else leave(ctx)
+
+
+@njit(nogil=True)  # type: ignore[untyped-decorator]
+def show(ctx: int, signature: int, send: int, send_bytes: int) -> int:
+    """Put bytes into this rank's slot and meet: the caller reads the slots before it steps on twice."""
+    step(ctx)
+    copy_bytes(slot(ctx, peek(ctx + 8 * ME)), send, send_bytes)
+    arrive(ctx, signature)
+    return await_all(ctx, signature)
+
+
+@njit(nogil=True)  # type: ignore[untyped-decorator]
+def barrier(ctx: int, signature: int) -> int:
+    """Meet."""
+    step(ctx)
+    return meet(ctx, signature)

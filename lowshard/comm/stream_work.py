@@ -1,0 +1,126 @@
+"""Collectives that run beside the caller's stream: the side stream they run on, and the work handed back.
+
+The order is kept by events alone, so the host waits for nothing: the side stream waits for what the
+caller's stream was given before `start`, and `wait` makes the caller's stream wait for the collective.
+Tested with streams and events that stand in for CuPy's; not run on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from lowshard.comm.nccl_bindings import Binding
+
+
+class Waiting(Protocol):
+    """What a work needs of the communicator that started it."""
+
+    def ask(self) -> None:
+        """Raise what has gone wrong so far."""
+
+    def wait_on_host(self, awaited: Any, timeout_s: float, what: str) -> None:
+        """Return once `awaited` is done; raise what keeps it from being done."""
+
+
+class SideStream:
+    """A stream of a communicator's own, made on first use."""
+
+    def __init__(self, binding: Binding) -> None:
+        self._binding = binding
+        self._stream: Any = None
+        self._held: deque[tuple[Any, object]] = deque()
+
+    def fork(self) -> Any:
+        """Make what follows on the side stream follow what the current stream has been given; return it."""
+        if self._stream is None:
+            self._stream = self._binding.new_stream()
+        ready = self._binding.new_event()
+        ready.record(self._binding.stream())
+        self._stream.wait_event(ready)
+        return self._stream
+
+    def run(self, call: Callable[[], Any]) -> tuple[Any, Any]:
+        """Make `call` with the side stream current; return an event that is done when its work is, and its result."""
+        with self._stream:
+            result = call()
+        done = self._binding.new_event()
+        done.record(self._stream)
+        self.drop()
+        # CuPy may hand the memory of a dropped array to the next taker on the stream it was made on, while
+        # the side stream still uses it. The call holds its arrays, so it is held until it is over.
+        self._held.append((done, (call, result)))
+        return done, result
+
+    def drop(self) -> None:
+        """Let go of the buffers of calls that are over."""
+        while self._held and self._held[0][0].done:
+            self._held.popleft()
+
+
+class StreamWork:
+    """A call under way on a side stream."""
+
+    def __init__(
+        self,
+        communicator: Waiting,
+        binding: Binding,
+        what: str,
+        begin: Callable[[], None] | None = None,
+    ) -> None:
+        """Describe what is started.
+
+        Args:
+            communicator: what starts it.
+            binding: where the caller's stream comes from.
+            what: what it is, for messages.
+            begin: makes it begin, where it does not at once.
+        """
+        self._communicator, self._binding, self._what = communicator, binding, what
+        self._begin = begin
+        self._event: Any = None
+        self._result: Any = None
+        self._error: BaseException | None = None
+
+    def begun(self, event: Any, result: Any = None) -> StreamWork:
+        """Take the event that is done when the call is, and what the call returned."""
+        self._event, self._result, self._begin = event, result, None
+        return self
+
+    def failed(self, error: BaseException) -> StreamWork:
+        """Take what the call raised."""
+        self._error, self._begin = error, None
+        return self
+
+    def wait(self, timeout_s: float | None = None) -> Any:
+        """Make the current stream wait for the call; the host waits only if `timeout_s` is given.
+
+        Without a time an error that shows later is raised by a later call. The results may be used on the
+        current stream, and the buffers be reused there, once this has returned. Waiting twice is safe.
+
+        Args:
+            timeout_s: seconds that the host waits, at most, for the call to be done. When they are over the
+                communicator is aborted: a kernel that waits for another rank can be ended in no other way.
+
+        Raises:
+            PeerFailed: another rank has failed.
+            TimedOut: the call was not done in time.
+            LowshardError: what the call raised.
+        """
+        if self._begin is not None:
+            self._begin()
+        if self._error is not None:
+            raise self._error
+        if timeout_s is None:
+            self._communicator.ask()
+        else:
+            self._communicator.wait_on_host(self._event, timeout_s, self._what)
+        self._binding.stream().wait_event(self._event)
+        return self._result
+
+    def done(self) -> bool:
+        """Say whether the call has ended, well or not; does not wait."""
+        if self._begin is not None:
+            self._begin()
+        return self._error is not None or bool(self._event.done)

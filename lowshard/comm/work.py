@@ -1,0 +1,202 @@
+"""Calls that are not waited for: a `Work` each, driven in order by a thread of the communicator."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from lowshard.errors import TimedOut
+
+if TYPE_CHECKING:
+    from lowshard.comm.protocol import Communicator, Op, Order
+
+Array = Any  # a NumPy or CuPy array; CuPy ships no types
+
+
+class Work(Protocol):
+    """A call that was started: its buffers belong to it until it is done."""
+
+    def done(self) -> bool:
+        """Say whether it has ended, well or not; never waits."""
+
+    def wait(self, timeout_s: float | None = None) -> Any:
+        """Wait for the end, and return what the call returns.
+
+        On a GPU CuPy's current stream waits, and the host only where a time is given.
+
+        Args:
+            timeout_s: seconds to wait at most; None leaves it to the communicator's own deadline.
+
+        Raises:
+            TimedOut: it has not ended in time; it goes on, and may be waited for again.
+            LowshardError: what the call raised.
+        """
+
+
+class ThreadWork:
+    """A call that a thread runs."""
+
+    def __init__(self, call: Callable[[], Any], text: str) -> None:
+        self._call, self._text = call, text
+        self._ended = threading.Event()
+        self._result: Any = None
+        self._error: BaseException | None = None
+
+    def run(self) -> None:
+        """Run the call and keep what comes of it."""
+        try:
+            self._result = self._call()
+        except BaseException as error:
+            self._error = error
+        finally:
+            self._call = _nothing  # the buffers are free
+            self._ended.set()
+
+    def done(self) -> bool:
+        """Say whether it has ended."""
+        return self._ended.is_set()
+
+    def wait(self, timeout_s: float | None = None) -> Any:
+        """Wait for the end; see `Work.wait`."""
+        if not self._ended.wait(timeout_s):
+            raise TimedOut(
+                f"{self._text} has not ended within {timeout_s:g} s; it goes on, wait for it again"
+            )
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+
+class Worker:
+    """The thread that runs a communicator's started calls, one after the other.
+
+    It ends by itself after a while without work.
+    """
+
+    _IDLE_S = 5.0
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._queue: queue.SimpleQueue[ThreadWork] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._last: ThreadWork | None = None
+
+    def submit(self, work: ThreadWork) -> None:
+        """Queue a call."""
+        with self._lock:
+            self._last = work
+            self._queue.put(work)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._drive, name=self._name, daemon=True)
+                self._thread.start()
+
+    def settle(self) -> None:
+        """Wait until all queued calls have ended; at once in the worker's own thread."""
+        last = self._last
+        if last is None or last.done() or threading.current_thread() is self._thread:
+            return
+        last._ended.wait()
+
+    def _drive(self) -> None:
+        while True:
+            try:
+                self._queue.get(timeout=self._IDLE_S).run()
+            except queue.Empty:
+                with self._lock:
+                    if self._queue.empty():
+                        self._thread = None
+                        return
+
+
+class Starter:
+    """Every collective of a communicator, with the same arguments, started and not waited for."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+
+    def all_gather(self, send: Array, recv: Array | None = None, *, shared: bool = False) -> Work:
+        """Start `all_gather`."""
+        comm = self._comm
+        return comm._start("all_gather", lambda: comm.all_gather(send, recv, shared=shared))
+
+    def all_gather_v(
+        self, send: Array, recv: Array, recv_counts: Sequence[int], recv_displs: Sequence[int]
+    ) -> Work:
+        """Start `all_gather_v`."""
+        comm = self._comm
+        return comm._start("all_gather_v", lambda: comm.all_gather_v(send, recv, recv_counts, recv_displs))
+
+    def all_to_all(self, send: Array, recv: Array) -> Work:
+        """Start `all_to_all`."""
+        comm = self._comm
+        return comm._start("all_to_all", lambda: comm.all_to_all(send, recv))
+
+    def all_to_all_v(
+        self, send: Array, send_counts: Sequence[int], send_displs: Sequence[int], recv: Array,
+        recv_counts: Sequence[int], recv_displs: Sequence[int],
+    ) -> Work:  # fmt: skip
+        """Start `all_to_all_v`."""
+        comm, args = self._comm, (send, send_counts, send_displs, recv, recv_counts, recv_displs)
+        return comm._start("all_to_all_v", lambda: comm.all_to_all_v(*args))
+
+    def broadcast(self, buf: Array | None, root: int = 0, *, shared: bool = False) -> Work:
+        """Start `broadcast`."""
+        comm = self._comm
+        return comm._start("broadcast", lambda: comm.broadcast(buf, root, shared=shared))
+
+    def gather(self, send: Array, recv: Array | None, root: int = 0) -> Work:
+        """Start `gather`."""
+        comm = self._comm
+        return comm._start("gather", lambda: comm.gather(send, recv, root))
+
+    def scatter(self, send: Array | None, recv: Array, root: int = 0) -> Work:
+        """Start `scatter`."""
+        comm = self._comm
+        return comm._start("scatter", lambda: comm.scatter(send, recv, root))
+
+    def all_reduce(
+        self, send: Array, recv: Array | None = None, op: Op = "sum", order: Order = "fast", *,
+        shared: bool = False,
+    ) -> Work:  # fmt: skip
+        """Start `all_reduce`."""
+        comm = self._comm
+        return comm._start("all_reduce", lambda: comm.all_reduce(send, recv, op, order, shared=shared))
+
+    def reduce_scatter(self, send: Array, recv: Array, op: Op = "sum", order: Order = "fast") -> Work:
+        """Start `reduce_scatter`."""
+        comm = self._comm
+        return comm._start("reduce_scatter", lambda: comm.reduce_scatter(send, recv, op, order))
+
+    def reduce(
+        self, send: Array, recv: Array | None, op: Op = "sum", root: int = 0, order: Order = "fast"
+    ) -> Work:
+        """Start `reduce`."""
+        comm = self._comm
+        return comm._start("reduce", lambda: comm.reduce(send, recv, op, root, order))
+
+    def barrier(self) -> Work:
+        """Start `barrier`: done once every rank has started it."""
+        return self._comm._start("barrier", self._comm.barrier)
+
+    def send(self, buf: Array, dst: int) -> Work:
+        """Start `send`; it need not be in turn with collectives."""
+        return self._comm._start_message("send", buf, dst)
+
+    def recv(self, buf: Array, src: int) -> Work:
+        """Start `recv`; it need not be in turn with collectives."""
+        return self._comm._start_message("recv", buf, src)
+
+
+def wait_all(works: Sequence[Work], timeout_s: float | None = None) -> None:
+    """Wait for several works, within one time for all of them."""
+    end_s = None if timeout_s is None else time.monotonic() + timeout_s
+    for work in works:
+        work.wait(None if end_s is None else max(0.0, end_s - time.monotonic()))
+
+
+def _nothing() -> None:
+    """What an ended work holds in place of its call."""
