@@ -31,7 +31,12 @@ INSIDE_AT = 120
 """Where in it a byte tells whether the rank is in the call (1) or out of it again (0)."""
 
 _RING_CALLS = 64
-_PACKAGE = "lowshard"
+_PACKAGE = Path(__file__).resolve().parents[1]
+# In a checkout three folders lie beside the package, not in it.
+_OURS = tuple(
+    f"{folder}{os.sep}"
+    for folder in (_PACKAGE, *(_PACKAGE.parent / name for name in ("kernels", "launch", "bench")))
+)
 _STDLIB = tuple(
     {str(Path(sysconfig.get_path(name)).resolve()) + os.sep for name in ("stdlib", "platstdlib")}
     | {sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib")}
@@ -138,13 +143,12 @@ def user_line() -> str:
     installed = ""
     while frame is not None:
         file = frame.f_code.co_filename
-        name = frame.f_globals.get("__name__") or ""
-        ours = name == _PACKAGE or name.startswith(f"{_PACKAGE}.")
-        line = f"{os.path.basename(file)}:{frame.f_lineno}"
-        if file.startswith(_INSTALLED) and not ours:
-            installed = installed or line
-        elif not ours and not file.startswith(("<frozen", *_STDLIB)):
-            return line
+        if not file.startswith((*_OURS, "<frozen")):
+            line = f"{os.path.basename(file)}:{frame.f_lineno}"
+            if file.startswith(_INSTALLED):  # which lies in the standard library's folder
+                installed = installed or line
+            elif not file.startswith(_STDLIB):
+                return line
         frame = frame.f_back
     return installed
 

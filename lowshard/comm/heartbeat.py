@@ -86,11 +86,12 @@ _REALTIME, _POLLOUT, _POLL_MS = 0, 4, 100
     OWN_ADDRESS, HAS_RECORD,  # of the TEXT_BYTES that say what this rank is in; whether a record is to be left
     LIMIT_NS, GRACE_NS, ARMED,  # silence that is a failure, time to end after one, whether to see to that
     WAKE_FD, NEWS_FD,  # what wakes the loop, and what wakes others
-    CLOSING, CLOSING_NS, OVER,  # 1: this rank wants to leave, 2: it has said so; when; the loop has ended
+    RUNNING, OVER,  # the loop has begun; it has ended
+    CLOSING, CLOSING_NS,  # 1: this rank wants to leave, 2: it has said so; when
     TOLD_KIND, TOLD_BYTES,  # what another thread of this process wants told, if there are bytes
     FLAG, KIND, FAILED_RANK, FAILURE_BYTES, FAILED_NS,  # the failure; FLAG last of all
     SAID, END_NS, END_CODE,  # a forced end is announced already; when the process must have ended, and how
-) = range(5, 29)  # fmt: skip
+) = range(5, 30)  # fmt: skip
 _FIRST_LINK = 32
 FD, PEER, HEARD_NS, _FILL, ENDED, _MUTE = range(6)
 """Of each connection: descriptor, rank, when it was heard, bytes in its inbox, whether it is over, or clogged."""
@@ -171,6 +172,7 @@ def loop(words: Words, memory: Memory) -> None:
     for link in range(words[LINKS]):
         words[link_word(link) + HEARD_NS] = now
     last, next_beat = now, now
+    words[RUNNING] = 1
     while words[OVER] == 0:
         ready = wait_events(words, min(max((next_beat - now) // 1_000_000 + 1, 0), 200))
         now = now_ns(words)

@@ -52,8 +52,8 @@ class Binding:
     """Makes a device the calling thread's current one."""
     synchronize: Callable[[], None]
     """Waits for all work on the current device."""
-    pinned: Callable[[int], np.ndarray]
-    """Returns that many bytes of page-locked host memory, as uint8."""
+    lock: Callable[[np.ndarray], Callable[[], None]]
+    """Page-locks the memory of an array, so that the device copies it by itself; returns what undoes that."""
     fetch: Callable[[int, int, int, int], None]
     """Queues a copy to the host: (host address, device address, bytes, stream)."""
     store: Callable[[int, int, int, int], None]
@@ -91,7 +91,7 @@ class Binding:
             device=lambda array: int(array.device.id),
             select=lambda device: cupy.cuda.Device(device).use(),
             synchronize=runtime.deviceSynchronize,
-            pinned=lambda n: np.frombuffer(cupy.cuda.alloc_pinned_memory(n), np.uint8, n),
+            lock=lambda array: _lock(runtime, array),
             fetch=lambda to, at, n, stream: runtime.memcpyAsync(to, at, n, _TO_HOST, stream),
             store=lambda to, at, n, stream: runtime.memcpyAsync(to, at, n, _TO_DEVICE, stream),
         )
@@ -103,6 +103,15 @@ def _load_cupy() -> Any:
     except ImportError as error:
         raise DependencyError(f"GPU communicators need CuPy ({error}): {_NEEDS_CUPY}") from error
     return cupy
+
+
+def _lock(runtime: Any, array: np.ndarray) -> Callable[[], None]:
+    at = int(array.ctypes.data)
+    try:
+        runtime.hostRegister(at, array.nbytes, 0)
+    except RuntimeError:  # CUDA's; without the lock the driver copies by way of its own buffers
+        return lambda: None
+    return lambda: runtime.hostUnregister(at)
 
 
 def _load_cupys_nccl() -> Any:

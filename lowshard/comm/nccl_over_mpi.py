@@ -16,6 +16,7 @@ import numpy as np
 
 from lowshard.comm.agreement import agree, share_text
 from lowshard.comm.lookout import Watching
+from lowshard.comm.mailbox import Mailbox
 from lowshard.comm.mpi import MPICommunicator, load_mpi
 from lowshard.comm.nccl import NCCLCommunicator
 from lowshard.comm.nccl_bindings import Binding
@@ -70,10 +71,10 @@ def build_over_mpi(
 
     Args:
         host: moves host memory between the same ranks.
-        mpi_comm: the mpi4py communicator of these ranks; by default that of `host`.
+        mpi_comm: an mpi4py communicator of these ranks; by default that of `host`.
         transport: "nccl", "staged" (through host memory), or "auto": NCCL where it can be used, else staged, with a
-            RuntimeWarning on all ranks that says why.
-        watch: the side channel, or None.
+            RuntimeWarning on rank 0 that says why and what to set.
+        watch: the side channel; by default that of `host`, which may have none.
 
     Raises:
         CommError: transport is none of the three; with "nccl", ranks of a node share a GPU, and NCCL is not told to
@@ -85,7 +86,9 @@ def build_over_mpi(
     what = "a communicator over GPU arrays"
     if transport not in TRANSPORTS:
         raise CommError(f"transport is {', '.join(map(repr, TRANSPORTS))}, got {transport!r}")
-    mpi_comm = host.mpi_comm if mpi_comm is None else mpi_comm  # type: ignore[attr-defined]
+    mailbox: Mailbox = host._mailbox  # type: ignore[attr-defined]
+    mpi_comm = mailbox._comm if mpi_comm is None else mpi_comm
+    watch = mailbox.lookout.watch if watch is None else watch
     found: _Found | None = None
     error: Exception | None = None
     node_comm = mpi_comm.Split_type(load_mpi().COMM_TYPE_SHARED)
@@ -104,7 +107,7 @@ def build_over_mpi(
     found.binding.select(found.device)
     obstacles = [text for text in share_text(host, str(obstacle or "")) if text]
     if transport == "staged" or obstacles:
-        if transport == "auto":
+        if transport == "auto" and host.rank == 0:
             warnings.warn(
                 f"GPU arrays go through host memory, which is slower than NCCL: {obstacles[0]}. "
                 "transport='staged' asks for that without this warning",

@@ -1,14 +1,15 @@
 """Page-locked host memory between a GPU and a communicator of the host: two slots that take turns.
 
 While the host works on what lies in one slot, the GPU fills the other. Of the stream only what the host needs
-is waited for; nothing else on the device is. Tested with streams that stand in for CuPy's; not run on a GPU.
+is waited for; nothing else on the device is. The memory is the host communicator's own (`empty`), so that ranks of
+a node read each other's slots where they lie, and is page-locked in place. Tested with streams that stand in for
+CuPy's; not run on a GPU.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,7 @@ from lowshard.comm.nccl_bindings import Binding
 from lowshard.comm.nccl_wait import wait_for
 
 SLOT_BYTES = 8 << 20
-_LEAST_BYTES = 4096
+_PAGE_BYTES = 4096
 
 Piece = tuple[int, int, int]
 """A stretch that is copied: device address, offset in the slot, bytes."""
@@ -48,13 +49,28 @@ class _Slot:
         self.free = binding.new_event()
         """Done when the GPU does not need the slot any more."""
         self.used = False
+        self.unlock: Callable[[], None] = _nothing
 
 
 class Slots:
     """Two slots, made and grown as they are needed, up to about `slot_bytes` each."""
 
-    def __init__(self, binding: Binding, timeout_s: float, watch: Watching | None = None) -> None:
-        self._binding, self._timeout_s, self._watch = binding, timeout_s, watch
+    def __init__(
+        self,
+        binding: Binding,
+        make: Callable[[int], np.ndarray],
+        timeout_s: float,
+        watch: Watching | None = None,
+    ) -> None:
+        """Make slots without memory.
+
+        Args:
+            binding: the GPU.
+            make: returns so many bytes of ordinary memory.
+            timeout_s: deadline of each wait for the GPU.
+            watch: the side channel, or None.
+        """
+        self._binding, self._make, self._timeout_s, self._watch = binding, make, timeout_s, watch
         self._slots: list[_Slot] = []
         self._turn = 0
 
@@ -89,16 +105,28 @@ class Slots:
             raise
 
     def close(self) -> None:
-        """Give the memory back once the device does not need it any more."""
-        slots, self._slots = self._slots, []
-        for slot in slots:
-            if slot.used:
-                self._wait(slot.free, "close")
+        """Give the memory back once the device does not need it any more.
+
+        Raises:
+            PeerFailed: another rank has failed.
+            TimedOut: the stream did not get to the last copies in time.
+        """
+        while self._slots:
+            self._release(self._slots[-1], "close")
+            self._slots.pop()
 
     def __del__(self) -> None:
-        # CuPy hands dropped page-locked memory to the next taker at once.
-        with suppress(Exception):
+        try:
             self.close()
+        except Exception:
+            _kept.extend(self._slots)  # the device may still write there
+
+    def _release(self, slot: _Slot, what: str) -> None:
+        if slot.used:
+            self._wait(slot.free, what)
+        slot.used = False
+        slot.unlock()
+        slot.unlock = _nothing
 
     def _take(self, n_bytes: int, what: str) -> _Slot:
         if not self._slots:
@@ -106,10 +134,12 @@ class Slots:
         self._turn = 1 - self._turn
         slot = self._slots[self._turn]
         if slot.memory.size < n_bytes:
-            if slot.used:
-                self._wait(slot.free, what)
-            slot.memory = self._binding.pinned(max(_LEAST_BYTES, 1 << (n_bytes - 1).bit_length()))
-            slot.address, slot.used = slot.memory.ctypes.data, False
+            self._release(slot, what)
+            size = max(_PAGE_BYTES, 1 << (n_bytes - 1).bit_length())
+            memory = self._make(size + _PAGE_BYTES)
+            first = -memory.ctypes.data % _PAGE_BYTES  # whole pages: no other memory is locked with them
+            slot.memory = memory[first : first + size]
+            slot.address, slot.unlock = slot.memory.ctypes.data, self._binding.lock(slot.memory)
         return slot
 
     def _fill(self, part: Round, slot: _Slot, stream: Any) -> None:
@@ -140,3 +170,10 @@ class Slots:
             None,
             f"{what}: the copy of buffers to the host",
         )
+
+
+_kept: list[_Slot] = []
+
+
+def _nothing() -> None:
+    """What there is to undo for memory that is not locked."""

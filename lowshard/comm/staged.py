@@ -56,7 +56,7 @@ class StagedCommunicator(StagedMoves):
         )
         self._binding = Binding.load(with_nccl=False) if binding is None else binding
         self._host, self._device, self._watch, self._slot_bytes = host, device, watch, slot_bytes
-        self._own_slots = Slots(self._binding, self.timeout_s, watch)
+        self._own_slots = self._new_slots()
         self._side = SideStream(self._binding)
         self._thread = threading.local()
 
@@ -64,6 +64,9 @@ class StagedCommunicator(StagedMoves):
     def transport(self) -> str:
         """The transport's name."""
         return "staged"
+
+    def _new_slots(self) -> Slots:
+        return Slots(self._binding, lambda n: self._host.empty(n, np.uint8), self.timeout_s, self._watch)
 
     @property
     def _slots(self) -> Slots:
@@ -120,7 +123,7 @@ class StagedCommunicator(StagedMoves):
         move = self.send if name == "send" else self.recv
 
         def run() -> Any:
-            self._thread.slots = slots = Slots(self._binding, self.timeout_s, self._watch)
+            self._thread.slots = slots = self._new_slots()
             ended = self._on_side(side, lambda: move(buf, peer))
             slots.close()
             return ended

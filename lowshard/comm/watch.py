@@ -50,6 +50,7 @@ _GONE_S = 1.0  # what a rank sent before it left may still be on its way
 _TELL_S = 0.3  # for the hub to hear, and to pass on
 _FAREWELL_S = 1.5
 _CONNECT_S = 10.0
+_SHARE_S = 30.0
 _MEETING_BYTES = 8192
 _ROW_BYTES = 1536
 _ADDRESSES = 64
@@ -129,6 +130,7 @@ class Watch:
         meeting, listener = _call_meeting(watch.rank, watch.size, heartbeat_limit_s)
         try:
             meeting = _broadcast(mpi_comm, meeting, timeout_s)
+            _finish(mpi_comm.Ibarrier(), timeout_s)  # a rank may be late to the call, but not to connect
             if meeting["problem"]:
                 raise CommError(meeting["problem"])
             offer = Offer(**{**meeting["offer"], "addresses": tuple(meeting["offer"]["addresses"])})
@@ -145,7 +147,7 @@ class Watch:
                     problem or f"rank 0 on {offer.host} waited in vain for a connection of ranks {missing}"
                 )
             # A rank that could not connect knows best why: rank 0 only saw that it did not come.
-            problems = _share(mpi_comm, problem, timeout_s)
+            problems = _share(mpi_comm, problem, connect_limit_s + _SHARE_S)
             for said in (*problems[1:], problems[0]):
                 if said:
                     raise CommError(f"no side channel: {said}")
@@ -315,6 +317,10 @@ class Watch:
         ]
         for thread in self._threads:
             thread.start()
+        while not words[
+            hb.RUNNING
+        ]:  # from here on the loop needs no interpreter, whatever the program does with it
+            time.sleep(0.001)
         _watches.add(self)
         abort.add_watch(self)
         atexit.register(self._at_exit)
