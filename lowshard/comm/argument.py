@@ -92,16 +92,34 @@ class Arguments(Algorithms):
         call = self._calls.get(key)
         if call is None or self._closed:
             return None
-        if send is not None:
-            if not self._ready(send):
-                return None
-            if recv is not None and recv is not send:
-                if not self._ready(recv, True) or recv.size != call.recv_elems or recv.dtype != send.dtype:
-                    return None
-                return call
+        if send is not None and recv is send:
+            return call if self._ready(send, True) and send.size == call.recv_elems else None
+        if send is not None and not self._ready(send):
+            return None
         if recv is None:
             return call if call.recv_elems == 0 else None
-        return call if self._ready(recv, True) and recv.size == call.recv_elems else None
+        if not self._ready(recv, True) or recv.size != call.recv_elems:
+            return None
+        return call if send is None or recv.dtype == send.dtype else None
+
+    def _counts_key(self, send: Any, *spans: Any) -> object:
+        """Return what an exchange of these buffers and counts is known by, or None if it is not worth knowing."""
+        sc, sd, recv, rc, rd = spans
+        try:
+            if send.ndim != 1 or recv.ndim != 1:
+                return None
+            return (
+                "all_to_all_v",
+                send.dtype,
+                send.size,
+                recv.size,
+                tuple(sc),
+                tuple(sd),
+                tuple(rc),
+                tuple(rd),
+            )
+        except (AttributeError, TypeError):
+            return None
 
     def _ready(self, buf: Array, writes: bool = False) -> bool:
         """Say whether a buffer passes as it is; where it does not, `_flat` says what is wrong, if anything is."""
@@ -262,7 +280,7 @@ class Arguments(Algorithms):
 
         call.run = run
         self._do(call)
-        result = made[0]
+        result = made.pop()  # the record of calls keeps this one for a while, but not its result
         if name == "all_gather":
             assert send is not None
             rest = send.shape[1:] if send.ndim else ()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -42,6 +42,7 @@ class Call:
         sent_bytes: of this rank, for the counters.
         received_bytes: the same.
         run: does it, from the buffers that the public method was given.
+        spans: of an exchange: counts and displacements sent, then received.
         encoded: the text as bytes, for the record of what a rank is in.
     """
 
@@ -52,6 +53,7 @@ class Call:
     sent_bytes: int = 0
     received_bytes: int = 0
     run: Callable[..., Any] = field(default=lambda *buffers: None, repr=False)
+    spans: tuple[Sequence[int], ...] = ()
     encoded: bytes = b""
 
     def __post_init__(self) -> None:

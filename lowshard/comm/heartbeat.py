@@ -47,6 +47,7 @@ from lowshard.comm.wire import (
     Memory,
     Words,
     c_clock_gettime,
+    c_close,
     c_creat,
     c_link,
     c_memmove,
@@ -335,13 +336,17 @@ def judge(words: Words, memory: Memory, now: int) -> None:
 
 
 def end_if_over(words: Words, now: int) -> None:
-    """End the loop where this rank has left and nobody needs it any more."""
+    """End the loop where this rank has left and nobody needs it any more; after a failure it has the process to end."""
     if words[CLOSING] != 2:
         return
-    if words[FLAG] == 0 and (words[RANK] == 0 or now < words[CLOSING_NS] + _FAREWELL_NS):
-        for link in range(words[LINKS]):
-            if words[link_word(link) + ENDED] == 0:
-                return
+    if words[FLAG] != 0:
+        words[OVER] = words[ARMED] == 0
+        return
+    for link in range(words[LINKS]):
+        if words[link_word(link) + ENDED] == 0 and (
+            words[RANK] == 0 or now < words[CLOSING_NS] + _FAREWELL_NS
+        ):
+            return
     words[OVER] = 1
 
 
@@ -398,6 +403,7 @@ def write_record(words: Words, memory: Memory, code: int, message: int, end: int
     fd = c_creat(address + RECORD_AT, 0o644)
     if fd >= 0:
         c_write(fd, address + TEXT_AT, at - TEXT_AT)
+        c_close(fd)
         c_link(address + RECORD_AT, address + name)
 
 

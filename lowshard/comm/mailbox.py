@@ -50,6 +50,17 @@ class Post:
             self._advance_all()
             return work._ended
 
+    @property
+    def busy(self) -> bool:
+        """Whether messages are under way."""
+        return bool(self._works)
+
+    def push(self) -> bool:
+        """Let the messages under way go on; returns False."""
+        with self._lock:
+            self._advance_all()
+        return False
+
     def _advance_all(self) -> None:
         for work in self._works:
             work._advance_locked()
@@ -169,24 +180,51 @@ class Mailbox:
                 message = self._comm.Improbe(self._ranks[src], self._tag, self._status)
                 if message is None:
                     return False
-                came = self._status.Get_count(self._mpi.BYTE)
-                if came != buf.nbytes:
-                    message.Recv([np.empty(came, np.uint8), self._mpi.BYTE])
-                    raise BufferMismatchError(
-                        f"recv: rank {src} sent {came} bytes, this rank expects {buf.nbytes}"
-                    )
-                request.append(message.Irecv(self._bytes(buf)))
+                request.append(self._matched(message, buf, src))
             return bool(request[0].Test())
 
         return MessageWork(self._post, advance, self._finisher(f"send to rank {self._rank}", src))
 
     def send(self, buf: Array, dst: int) -> None:
         """Send and wait."""
-        self.start_send(buf, dst).wait()
+        request = self._comm.Isend([buf.view(np.uint8), self._mpi.BYTE], self._ranks[dst], self._tag)
+        if not request.Test():
+            self._wait(request.Test, f"recv from rank {self._rank}", dst)
 
     def recv(self, buf: Array, src: int) -> None:
         """Receive and wait."""
-        self.start_recv(buf, src).wait()
+        source, status = self._ranks[src], self._status
+        message = self._comm.Improbe(source, self._tag, status)
+        if message is None:
+            found: list[Any] = []
+
+            def look() -> bool:
+                came = self._comm.Improbe(source, self._tag, status)
+                if came is not None:
+                    found.append(came)
+                return came is not None
+
+            self._wait(look, f"send to rank {self._rank}", src)
+            message = found[0]
+        request = self._matched(message, buf, src)
+        if not request.Test():
+            self._wait(request.Test, f"send to rank {self._rank}", src)
+
+    def _matched(self, message: Any, buf: Array, src: int) -> Any:
+        """Start to receive a message that has been looked at; one of another length is thrown away."""
+        came = self._status.Get_count(self._mpi.BYTE)
+        if came != buf.nbytes:
+            message.Recv([np.empty(came, np.uint8), self._mpi.BYTE])
+            raise BufferMismatchError(f"recv: rank {src} sent {came} bytes, this rank expects {buf.nbytes}")
+        return message.Irecv([buf.view(np.uint8), self._mpi.BYTE])
+
+    def _wait(self, test: Callable[[], Any], what: str, peer: int) -> None:
+        """Wait, and let started messages go on meanwhile."""
+        post = self._post
+        if post.busy:
+            self.lookout.wait(lambda: test() or post.push(), what, lambda: [peer], self._timeout_s)
+        else:
+            self.lookout.wait(test, what, lambda: [peer], self._timeout_s)
 
     def keep_going(self, work: MessageWork) -> MessageWork:
         """See to it that a message goes on while the caller does something else."""

@@ -135,7 +135,9 @@ class MPICommunicator(Communicator):
             testall, test = self._mpi.Request.Testall, self._mpi.Request.Get_status
 
             def missing() -> list[int]:
-                return sorted({peer for request, peer in zip(requests, peers, strict=True) if not test(request)})
+                return sorted(
+                    {peer for request, peer in zip(requests, peers, strict=True) if not test(request)}
+                )
 
             self._lookout.wait(lambda: testall(requests), "all_to_all", missing, self.timeout_s)
 

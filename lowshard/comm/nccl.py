@@ -142,9 +142,9 @@ class NCCLCommunicator(DeviceCommunicator):
         wait for ever. So messages begin together, when one of them is waited for or asked about, or with the next
         call of this thread on any NCCL communicator; and they are in turn with collectives.
         """
-        work = StreamWork(
-            self._nccl, self._binding, f"{name} of rank {self.rank}", begin=self._begin_messages
-        )
+        waiting = _waiting()
+        text, begin = f"{name} of rank {self.rank}", lambda: _begin_all(waiting)
+        work = StreamWork(self._nccl, self._binding, text, begin)  # perhaps waited for in another thread
         outer, self._batch = self._batch, []
         try:
             (self.send if name == "send" else self.recv)(buf, peer)
@@ -154,15 +154,11 @@ class NCCLCommunicator(DeviceCommunicator):
         finally:
             self._batch = outer
         self._side.fork()
-        _waiting().setdefault(self, []).extend((work, *item) for item in made)
+        waiting.setdefault(self, []).extend((work, *item) for item in made)
         return work
 
     def _begin_messages(self) -> None:
-        """Begin what this thread has started on any communicator."""
-        waiting = _waiting()
-        while waiting:
-            comm, messages = waiting.popitem()
-            comm._begin(messages)
+        _begin_all(_waiting())
 
     def _begin(self, messages: list[tuple[StreamWork, Call, Array, int]]) -> None:
         try:
@@ -342,13 +338,20 @@ class NCCLCommunicator(DeviceCommunicator):
 
 
 _thread = threading.local()
+_Messages = dict[NCCLCommunicator, list[tuple[StreamWork, Call, Array, int]]]
 
 
-def _waiting() -> dict[NCCLCommunicator, list[tuple[StreamWork, Call, Array, int]]]:
-    """Return the messages that this thread has started and that have not begun."""
+def _waiting() -> _Messages:
+    """Return the messages that this thread has started, on any communicator, and that have not begun."""
     if not hasattr(_thread, "waiting"):
         _thread.waiting = {}
     return _thread.waiting  # type: ignore[no-any-return]
+
+
+def _begin_all(waiting: _Messages) -> None:
+    while waiting:
+        comm, messages = waiting.popitem()
+        comm._begin(messages)
 
 
 def _plain(buf: Array) -> Array:

@@ -146,12 +146,15 @@ class NCCLHandle:
     def wait_on_host(self, awaited: Any, timeout_s: float, what: str) -> None:
         """Return once an event, or what else has `.done`, is done.
 
+        A time below the communicator's own is no deadline: when it is over, what is waited for goes on.
+
         Raises:
             CommError: NCCL reports an error, or another thread gave the communicator up.
             PeerFailed: another rank has failed.
             TimedOut: it was not done in time.
         """
-        wait_for(awaited, time.monotonic() + timeout_s, self.watch, self, what)
+        deadline = time.monotonic() + min(timeout_s, self.timeout_s)
+        wait_for(awaited, deadline, self.watch, self, what, final=timeout_s >= self.timeout_s)
         self._check_state()  # an abort ends the work too, and leaves anything in the buffers
 
     def blocking(self, call: Callable[[], T], what: str) -> T:

@@ -50,6 +50,8 @@ def wait_for(
     watch: Watching | None,
     communicator: Breakable | None = None,
     what: str = "work on the GPU",
+    *,
+    final: bool = True,
 ) -> None:
     """Return once `awaited` is done; give the communicator up and raise if that will not be.
 
@@ -59,6 +61,7 @@ def wait_for(
         watch: the side channel, or None where there is none.
         communicator: the NCCL communicator whose work it is, or None for work of other kinds.
         what: what is waited for, for the message.
+        final: whether a deadline that passes is the end; else what is waited for goes on and may be waited for again.
 
     Raises:
         CommError: NCCL reports an error.
@@ -81,6 +84,8 @@ def wait_for(
             except CommError as failed:
                 raise _with_cause(failed, _give_up(communicator)) from failed.__cause__
         now = time.monotonic()
+        if now >= deadline and not final:
+            raise TimedOut(f"{what} has not ended within {now - begun:.3g} s; it goes on, wait for it again")
         if now >= deadline:
             said = last_error() if communicator is not None else ""
             text = f"{what} was not done after {now - begun:.3g} s" + (

@@ -100,12 +100,13 @@ class StreamWork:
         current stream, and the buffers be reused there, once this has returned. Waiting twice is safe.
 
         Args:
-            timeout_s: seconds that the host waits, at most, for the call to be done. When they are over the
-                communicator is aborted: a kernel that waits for another rank can be ended in no other way.
+            timeout_s: seconds that the host waits, at most, for the call to be done.
 
         Raises:
             PeerFailed: another rank has failed.
-            TimedOut: the call was not done in time.
+            TimedOut: the call was not done in time; it goes on, and may be waited for again. But where that time
+                is the communicator's deadline, or more, NCCL was aborted: a kernel that waits for another rank can be
+                ended in no other way.
             LowshardError: what the call raised.
         """
         if self._begin is not None:

@@ -138,7 +138,7 @@ class Watch:
                 if listener is None:
                     links[0] = connect(offer, watch.rank, connect_limit_s)
                 else:
-                    links = listener.accept(range(1, watch.size), connect_limit_s + 3.0)
+                    links = listener.accept(range(1, watch.size), connect_limit_s + 1.0)
             except CommError as error:
                 problem = problem or str(error)
             missing = sorted(set(range(1, watch.size)) - set(links))
@@ -271,7 +271,7 @@ class Watch:
                 return
             self._words[hb.CLOSING] = 1
             os.eventfd_write(self._wake, 1)
-        if self.rank != 0:
+        if self.rank != 0 and not self.flag[0]:
             self._join(_FAREWELL_S)
 
     # ---- threads
@@ -384,16 +384,14 @@ class Watch:
             self._threads[1].join(limit_s)
 
     def _at_exit(self) -> None:
-        """Leave in good order. Where that cannot be, do not go on to MPI's finalize, which waits for all ranks."""
-        if os.getpid() != self._pid:
-            return
-        ends = bool(self._words[hb.ARMED])
-        if not (self.flag[0] and ends):
+        """Leave in good order; on rank 0, stay as long as others need it.
+
+        After a failure this does not return: MPI's finalize, which comes next, would wait for the rank that failed.
+        """
+        if os.getpid() == self._pid:
             self.close()
-            while self._alive() and not self.flag[0]:
+            while self._alive():
                 self._join(0.1)
-        if self.flag[0] and ends:
-            self._end_process("has ended its program")
 
 
 def time_out_report(activity: Activity, watch: Watch) -> str:

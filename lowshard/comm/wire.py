@@ -71,10 +71,10 @@ def _declared(name: str, kinds: str) -> Any:
 _CALLS = {
     "send": "lipli", "recv": "lipli", "read": "lipl", "write": "lipl", "creat": "ipi", "link": "ipp",
     "poll": "ipli", "shutdown": "iii", "epoll_wait": "iipii", "epoll_ctl": "iiiip", "clock_gettime": "iip",
-    "memmove": "pppl",
+    "memmove": "pppl", "close": "ii",
 }  # fmt: skip
 c_send, c_recv, c_read, c_write, c_creat, c_link, c_poll, c_shutdown, c_epoll_wait, c_epoll_ctl, c_clock_gettime, \
-    c_memmove = (_declared(name, kinds) for name, kinds in _CALLS.items())  # fmt: skip
+    c_memmove, c_close = (_declared(name, kinds) for name, kinds in _CALLS.items())  # fmt: skip
 
 
 def last_errno() -> int:

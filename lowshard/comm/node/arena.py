@@ -75,6 +75,8 @@ class Arena:
         self._descriptors: list[int] = []
         self._segments: list[_Mapping] = []
         self._free: list[list[tuple[int, int]]] = []  # by segment: (offset, bytes), in order, never adjacent
+        self.table = np.zeros(1 + 2 * segments, np.int64)
+        """How many segments there are, then address and size of each."""
         self._returned: deque[Block] = deque()  # by finalizers, which run anywhere and take no lock
         self._add_segment(_FIRST_BYTES)
         self.allocate(PAGE_BYTES)  # the list itself is the first block
@@ -131,7 +133,7 @@ class Arena:
         """Return the segment and offset of memory of this process, or -1 and 0 if it lies in none."""
         for number, segment in enumerate(self._segments):
             offset = address - segment.address
-            if 0 <= offset and offset + size_bytes <= segment.size_bytes:
+            if offset >= 0 and offset + size_bytes <= segment.size_bytes:
                 return number, offset
         return -1, 0
 
@@ -160,6 +162,9 @@ class Arena:
         self._descriptors.append(fd)
         self._segments.append(_Mapping(fd, size))
         self._free.append([(0, size)])
+        number = len(self._segments) - 1
+        self.table[1 + 2 * number : 3 + 2 * number] = self._segments[number].address, size
+        self.table[0] = number + 1
 
     def _write_list(self) -> None:
         words = self._segments[0].bytes[:PAGE_BYTES].view(np.int64)

@@ -23,6 +23,8 @@ class Calls:
     show: Callable[..., int]
     gather_slots: Callable[..., int]
     gather_buffers: Callable[..., int]
+    collect: Callable[..., int]
+    spread: Callable[..., int]
     exchange: Callable[..., int]
 
 
@@ -39,6 +41,8 @@ def load_calls() -> Calls:
         barrier=compiled(move.barrier, 2),
         show=compiled(move.show, 4),
         gather_slots=compiled(move.gather_slots, 9),
-        gather_buffers=compiled(move.gather_buffers, 10),
-        exchange=compiled(move.exchange, 10),
+        gather_buffers=compiled(move.gather_buffers, 9),
+        collect=compiled(move.collect, 7),
+        spread=compiled(move.spread, 5),
+        exchange=compiled(move.exchange, 8),
     )

@@ -14,6 +14,7 @@ import numpy as np
 from numba import carray, njit, types
 
 from lowshard.comm.node.atomic import elements_at
+from lowshard.comm.node.vector import LINE_BYTES, element_combiner, line_combiner
 
 BLOCK_BYTES = 64 << 10
 """Bytes of a block in its accumulator's dtype: operands and temporaries stay in the core's second cache."""
@@ -59,45 +60,30 @@ def schedule(ranks: int, order: str) -> np.ndarray:
 
 @cache
 def combiner(dtype: str, op: str) -> Callable[..., None]:
-    """Return what Numba compiles to combine n elements: `combine(into, left, right, n)`, addresses.
+    """Return what Numba compiles to combine n elements: `combine(into, left, right, n, streaming)`, addresses.
 
-    Minimum and maximum hand NaNs on, as NumPy's do.
+    With streaming the result is written past the caches; then `into` is a multiple of an element's bytes.
     """
-    kind = _BY_NAME[dtype]
-    floats = dtype.startswith("float")
+    item = itemsizes([dtype])[dtype]
+    per_line = LINE_BYTES // item
+    one = element_combiner(dtype, op)
+    line, stream = line_combiner(dtype, op, False), line_combiner(dtype, op, True)
 
-    if op == "sum":
-
-        def pair(a: Any, b: Any) -> Any:
-            return kind(a + b)
-    elif op == "prod":
-
-        def pair(a: Any, b: Any) -> Any:
-            return kind(a * b)
-    elif op == "min" and floats:
-
-        def pair(a: Any, b: Any) -> Any:
-            return a if (a < b) | (a != a) else b
-    elif op == "min":
-
-        def pair(a: Any, b: Any) -> Any:
-            return a if a < b else b
-    elif floats:
-
-        def pair(a: Any, b: Any) -> Any:
-            return a if (a > b) | (a != a) else b
-    else:
-
-        def pair(a: Any, b: Any) -> Any:
-            return a if a > b else b
-
-    pair = _compiled(pair, f"{dtype}_{op}")
-
-    def combine(into: int, left: int, right: int, n: int) -> None:
-        a, b = carray(elements_at(left, kind), n), carray(elements_at(right, kind), n)
-        c = carray(elements_at(into, kind), n)
-        for i in range(n):
-            c[i] = pair(a[i], b[i])
+    def combine(into: int, left: int, right: int, n: int, streaming: bool) -> None:
+        start = 0
+        if streaming and into % item == 0:
+            start = min(n, (-into % LINE_BYTES) // item)
+            for i in range(start):
+                one(into + i * item, left + i * item, right + i * item)
+            lines = (n - start) // per_line
+            for i in range(start * item, start * item + lines * LINE_BYTES, LINE_BYTES):
+                stream(into + i, left + i, right + i)
+        else:
+            lines = n // per_line
+            for i in range(0, lines * LINE_BYTES, LINE_BYTES):
+                line(into + i, left + i, right + i)
+        for i in range((start + lines * per_line) * item, n * item, item):
+            one(into + i, left + i, right + i)
 
     return _compiled(combine, f"{dtype}_{op}")
 

@@ -15,25 +15,25 @@ from typing import Any, NoReturn
 from numba import njit, types
 from numba.extending import overload
 
-from lowshard.comm.node.atomic import copy_bytes, peek, poke
+from lowshard.comm.node.atomic import copy_bytes, fence, peek, poke
 from lowshard.comm.node.combine import (
     BLOCK_BYTES,
     HALVES,
     NARROW,
     WIDEN,
-    leave_alone,
     accumulator,
     combiner,
     divider,
     itemsizes,
+    leave_alone,
 )
-from lowshard.comm.node.meet import ME, OK, PARTS, RECV, SCRATCH, SEND, SIZE, meet, slot, step
-from lowshard.comm.node.move import fetch, leave, put, say, say_result, seen_at
+from lowshard.comm.node.meet import ME, OK, PARTS, RECV, SCRATCH, SEND, SIZE, line, meet, slot, step
+from lowshard.comm.node.move import STREAM_BYTES, fetch, leave, put, say, seen_at
 from lowshard.compiled import compile_cached, digest_of
 
-PART, WHOLE, EVERYWHERE, TO_ROOT, OWN_PART = range(5)
-"""Where a fold's result goes: this rank's part to itself (reduce_scatter); everything, folded by each rank for itself;
-everything, each rank folding a part that the others fetch; this rank's part to the root's buffer; its part of the balanced split to itself."""
+PART, EVERYWHERE, TO_ROOT, OWN_PART = range(4)
+"""Where a fold's result goes: this rank's part to itself (reduce_scatter); everything to all ranks, each folding a part
+that the others fetch; this rank's part to the root's buffer; its part of the balanced split to itself."""
 
 _INT = types.int64
 
@@ -44,8 +44,7 @@ class Fold:
 
     Attributes:
         slots: `(ctx, signature, send, send_bytes, recv, first, elems, divisor, steps)`: through the slots.
-        buffers: `(ctx, signature, send, send_segment, send_offset, recv, recv_segment, recv_offset, elems, mode, root,
-            divisor, steps)`: straight out of the operands' memory.
+        buffers: `(ctx, signature, send, send_bytes, recv, recv_bytes, elems, mode, root, divisor, steps)`: straight out of the operands' memory.
     """
 
     slots: Callable[..., int]
@@ -65,13 +64,26 @@ def part_of(elems: int, ranks: int, rank: int) -> Any:
     return base * rank + min(rank, rem), base + (1 if rank < rem else 0)
 
 
-def fold_block(dtype: str, op: str, ctx: int, out: int, n: int, divisor: int, steps: int) -> NoReturn:
+@njit(nogil=True)  # type: ignore[untyped-decorator]
+def both_apart(ctx: int, size_bytes: int) -> bool:
+    """Say whether no rank's result lies over the operand that others read; from the cards, so all ranks say the same."""
+    for rank in range(peek(ctx + 8 * SIZE)):
+        at = line(ctx, rank)
+        if abs(peek(at + 8 * SEND) - peek(at + 8 * RECV)) < size_bytes:
+            return False
+    return True
+
+
+def fold_block(dtype: str, op: str, ctx: int, out: int, n: int, divisor: int, steps: int, streaming: bool
+) -> NoReturn:  # fmt: skip
     """Combine the blocks that PARTS names into out; only ever compiled, for a dtype and an op that are literals."""
     raise NotImplementedError("fold_block is compiled, never called")
 
 
 @overload(fold_block, prefer_literal=True)  # type: ignore[untyped-decorator]
-def _fold_block(dtype: Any, op: Any, ctx: Any, out: Any, n: Any, divisor: Any, steps: Any) -> Any:
+def _fold_block(
+    dtype: Any, op: Any, ctx: Any, out: Any, n: Any, divisor: Any, steps: Any, streaming: Any
+) -> Any:  # fmt: skip
     if not isinstance(dtype, types.StringLiteral) or not isinstance(op, types.StringLiteral):
         return None
     name = dtype.literal_value
@@ -80,7 +92,7 @@ def _fold_block(dtype: Any, op: Any, ctx: Any, out: Any, n: Any, divisor: Any, s
     widen, narrow = WIDEN.get(name, leave_alone), NARROW.get(name, leave_alone)
 
     def implementation(
-        dtype: Any, op: Any, ctx: Any, out: Any, n: Any, divisor: Any, steps: Any
+        dtype: Any, op: Any, ctx: Any, out: Any, n: Any, divisor: Any, steps: Any, streaming: Any
     ) -> None:  # fmt: skip
         size, parts = peek(ctx + 8 * SIZE), peek(ctx + 8 * PARTS)
         free = peek(ctx + 8 * SCRATCH) + size * BLOCK_BYTES  # below: blocks fetched
@@ -96,7 +108,10 @@ def _fold_block(dtype: Any, op: Any, ctx: Any, out: Any, n: Any, divisor: Any, s
             into, left, right = peek(steps + 24 * i), peek(steps + 24 * i + 8), peek(steps + 24 * i + 16)
             a = peek(parts + 8 * left) if left < size else free + (left - size) * BLOCK_BYTES
             b = peek(parts + 8 * right) if right < size else free + (right - size) * BLOCK_BYTES
-            combine(result if into < 0 else free + (into - size) * BLOCK_BYTES, a, b, n)
+            last = into < 0
+            # Past the caches only what is finished: a result that is still to be divided or narrowed is wanted again.
+            past = streaming and last and divisor == 1 and not halves
+            combine(result if last else free + (into - size) * BLOCK_BYTES, a, b, n, past)
         if divisor != 1:
             divide(result, n, divisor)
         if halves:
@@ -125,6 +140,7 @@ def _fold_part(
     ) -> None:  # fmt: skip
         size, parts, scratch = peek(ctx + 8 * SIZE), peek(ctx + 8 * PARTS), peek(ctx + 8 * SCRATCH)
         own = scratch + (scratch_blocks(size) - 1) * BLOCK_BYTES
+        streaming = elems * item >= STREAM_BYTES
         for start in range(0, elems, block_elems):
             n = min(block_elems, elems - start)
             for rank in range(size):
@@ -136,10 +152,12 @@ def _fold_part(
                     fetch(ctx, rank, SEND, (first + start) * item, into, n * item)
                     poke(parts + 8 * rank, into)
             if out != 0:
-                fold_block(dtype, op, ctx, out + start * item, n, divisor, steps)
+                fold_block(dtype, op, ctx, out + start * item, n, divisor, steps, streaming)
             else:
-                fold_block(dtype, op, ctx, own, n, divisor, steps)
+                fold_block(dtype, op, ctx, own, n, divisor, steps, False)
                 put(ctx, root, (first + start) * item, own, n * item)
+        if streaming:
+            fence()  # what went past the caches is there before anybody is told
 
     return implementation
 
@@ -168,16 +186,18 @@ def fold_of(dtype: str, op: str) -> Fold:
         for start in range(0, elems, block_elems):
             for rank in range(size):
                 poke(parts + 8 * rank, slot(ctx, rank) + (first + start) * item)
-            fold_block(dtype, op, ctx, recv + start * item, min(block_elems, elems - start), divisor, steps)
+            fold_block(
+                dtype, op, ctx, recv + start * item, min(block_elems, elems - start), divisor, steps, False
+            )
         return code
 
     def fold_buffers(
-        ctx: int, signature: int, send: int, send_segment: int, send_offset: int, recv: int,
-        recv_segment: int, recv_offset: int, elems: int, mode: int, root: int, divisor: int, steps: int,
+        ctx: int, signature: int, send: int, send_bytes: int, recv: int, recv_bytes: int, elems: int,
+        mode: int, root: int, divisor: int, steps: int,
     ) -> int:  # fmt: skip
         step(ctx)
-        say(ctx, send, send_segment, send_offset)
-        say_result(ctx, recv, recv_segment, recv_offset)
+        say(ctx, SEND, send, send_bytes)
+        say(ctx, RECV, recv, recv_bytes)
         code = meet(ctx, signature)
         if code != OK:
             return code
@@ -185,7 +205,8 @@ def fold_of(dtype: str, op: str) -> Fold:
         if mode == PART:
             fold_part(dtype, op, ctx, recv, me * elems, elems, -1, divisor, steps)
             return leave(ctx)
-        if mode == WHOLE:
+        if mode == EVERYWHERE and size == 2 and both_apart(ctx, elems * item):
+            # Both ranks fold everything: one pass over memory, and nothing to fetch.
             fold_part(dtype, op, ctx, recv, 0, elems, -1, divisor, steps)
             return leave(ctx)
         first, count = part_of(elems, size, me)
@@ -197,7 +218,7 @@ def fold_of(dtype: str, op: str) -> Fold:
         if mode == OWN_PART:
             return leave(ctx)
         step(ctx)
-        say_result(ctx, recv, recv_segment, recv_offset)  # on the card's other line
+        say(ctx, RECV, recv, recv_bytes)  # on the card's other line
         code = meet(ctx, signature)
         if code != OK:
             return code
@@ -210,7 +231,7 @@ def fold_of(dtype: str, op: str) -> Fold:
     fold_slots.__qualname__ = f"fold_slots_{dtype}_{op}_{source_digest()}"
     fold_buffers.__qualname__ = f"fold_buffers_{dtype}_{op}_{source_digest()}"
     return Fold(
-        compile_cached(fold_slots, _INT(*(_INT,) * 9)), compile_cached(fold_buffers, _INT(*(_INT,) * 13))
+        compile_cached(fold_slots, _INT(*(_INT,) * 9)), compile_cached(fold_buffers, _INT(*(_INT,) * 11))
     )
 
 

@@ -50,7 +50,7 @@ FUTEX_CALL = 10
 MISSING = 11
 """Out: the rank that a wait was for when it ended early."""
 MAPS = 12
-"""Address of a table of int64, SEGMENTS a rank: where this process sees the peers' segments, or 0."""
+"""Address of a table of int64, SEGMENTS a process of the node: where this process sees their segments, or 0."""
 PIDS = 13
 """Address of the ranks' process ids."""
 SCRATCH = 14
@@ -62,6 +62,12 @@ NAP = 18  # and 19
 VECTORS = 20  # to 23: an iovec here, an iovec there
 PARTS = 24
 """Address of an int64 a rank: where a block of its operand lies."""
+MEMBERS = 25
+"""Address of an int64 a rank: which process of the node it is."""
+OWN = 26
+"""Address of a table of int64: how many segments this process has, then address and size of each."""
+WANTED = 27
+"""Address of an int64 that is set when a peer's segment is met that is not mapped here yet."""
 CONTEXT_WORDS = 32
 
 SEGMENTS = 64

@@ -27,7 +27,8 @@ class NodeMemory:
         pids: process ids by rank.
         arena: what this process shares.
         reads_across: whether all ranks may read each other's private memory (process_vm_readv).
-        generation: grows when segments are mapped anew.
+        maps: `[ranks, SEGMENTS]` int64: where this process sees the others' segments, 0 where it does not yet.
+        wanted: int64[1], not 0 when a segment was met that is not mapped yet.
     """
 
     def __init__(self, rank: int, exchange: Callable[[Any], list[Any]]) -> None:
@@ -42,7 +43,7 @@ class NodeMemory:
         Raises:
             CommError: on all ranks: one of them can make or map no shared memory. The text says which and why.
         """
-        self.rank, self.generation = rank, 0
+        self.rank = rank
         arena: Arena | None = None
         problem = ""
         try:
@@ -72,24 +73,18 @@ class NodeMemory:
         self.reads_across = all(exchange(reads))
         # The word is read by others until the exchange above is over.
         del word
+        self.maps = np.zeros((len(rows), SEGMENTS), np.int64)
+        self.wanted = np.zeros(1, np.int64)
+        self.map_new()
         self._lent: list[tuple[Block, int]] = []
 
     def map_new(self) -> None:
-        """Map what the others have made since; cheap when they have not."""
-        for peer in self._peers:
-            if peer is not None and peer.grown():
-                peer.addresses()
-                self.generation += 1
-
-    def table(self, members: Sequence[int]) -> np.ndarray:
-        """Return `[ranks, SEGMENTS]` int64: where this process sees the members' segments, 0 where nowhere."""
-        found = np.zeros((len(members), SEGMENTS), np.int64)
-        for row, member in enumerate(members):
-            peer = self._peers[member]
-            if peer is not None:
+        """Map what the others have made since."""
+        self.wanted[0] = 0
+        for row, peer in enumerate(self._peers):
+            if peer is not None and (peer.grown() or not self.maps[row, 0]):
                 addresses = peer.addresses()
-                found[row, : len(addresses)] = addresses
-        return found
+                self.maps[row, : len(addresses)] = addresses
 
     def address(self, member: int, segment: int, offset: int) -> int:
         """Return where this process sees a place in a member's segment, mapped now if it was not."""

@@ -4,25 +4,24 @@ from __future__ import annotations
 
 from numba import njit
 
-from lowshard.comm.node.atomic import copy_bytes, peek, poke, read_process, write_process
+from lowshard.comm.node.atomic import copy_bytes, fence, peek, poke, read_process, write_process
 from lowshard.comm.node.meet import (
     DIFFERENT,
     FAULT,
     FAULTY,
     MAPS,
     ME,
+    MEMBERS,
     OK,
+    OWN,
     PIDS,
     RECV,
-    RECV_OFFSET,
-    RECV_SEGMENT,
     SEGMENTS,
     SEND,
-    SEND_OFFSET,
-    SEND_SEGMENT,
     SIZE,
     SLOT_BYTES,
     VECTORS,
+    WANTED,
     arrive,
     await_all,
     line,
@@ -30,45 +29,61 @@ from lowshard.comm.node.meet import (
     slot,
     step,
 )
+from lowshard.comm.node.vector import LINE_BYTES, STREAM_STEP_BYTES, stream_lines
 
 NO_SEGMENT = -1
 """In place of a segment's number: private memory, which peers read by a system call."""
+STREAM_BYTES = 1 << 20
+"""From here on what is written at a time goes past the caches."""
+PAGE_BYTES = 4096
 
 
 @njit(nogil=True)  # type: ignore[untyped-decorator]
-def say(ctx: int, send: int, send_segment: int, send_offset: int) -> None:
-    """Write on this rank's card where its operand lies."""
-    at = line(ctx, peek(ctx + 8 * ME))
-    poke(at + 8 * SEND, send)
-    poke(at + 8 * SEND_SEGMENT, send_segment)
-    poke(at + 8 * SEND_OFFSET, send_offset)
-
-
-@njit(nogil=True)  # type: ignore[untyped-decorator]
-def say_result(ctx: int, recv: int, recv_segment: int, recv_offset: int) -> None:
-    """Write on this rank's card where its result lies."""
-    at = line(ctx, peek(ctx + 8 * ME))
-    poke(at + 8 * RECV, recv)
-    poke(at + 8 * RECV_SEGMENT, recv_segment)
-    poke(at + 8 * RECV_OFFSET, recv_offset)
-
-
-@njit(nogil=True)  # type: ignore[untyped-decorator]
-def mapped(ctx: int, rank: int, segment: int) -> int:
-    """Return where this process sees a segment of a rank, or 0."""
-    if segment < 0 or segment >= SEGMENTS:
-        return 0
-    return peek(peek(ctx + 8 * MAPS) + 8 * (rank * SEGMENTS + segment))
+def say(ctx: int, field: int, address: int, size_bytes: int) -> None:
+    """Write on this rank's card where its operand (SEND) or its result (RECV) lies."""
+    at = line(ctx, peek(ctx + 8 * ME)) + 8 * field
+    own = peek(ctx + 8 * OWN)
+    poke(at, address)
+    poke(at + 8, NO_SEGMENT)
+    for number in range(peek(own)):
+        offset = address - peek(own + 8 + 16 * number)
+        if offset >= 0 and offset + size_bytes <= peek(own + 16 + 16 * number):
+            poke(at + 8, number)
+            poke(at + 16, offset)
+            return
 
 
 @njit(nogil=True)  # type: ignore[untyped-decorator]
 def seen_at(ctx: int, rank: int, field: int) -> int:
     """Return where this process sees what a card says of a buffer (SEND or RECV), or 0 for private memory."""
-    at = line(ctx, rank)
+    at = line(ctx, rank) + 8 * field
     if rank == peek(ctx + 8 * ME):
-        return peek(at + 8 * field)
-    base = mapped(ctx, rank, peek(at + 8 * (field + 1)))
-    return base + peek(at + 8 * (field + 2)) if base != 0 else 0
+        return peek(at)
+    segment = peek(at + 8)
+    if segment < 0 or segment >= SEGMENTS:
+        return 0
+    member = peek(peek(ctx + 8 * MEMBERS) + 8 * rank)
+    base = peek(peek(ctx + 8 * MAPS) + 8 * (member * SEGMENTS + segment))
+    if base == 0:
+        poke(peek(ctx + 8 * WANTED), 1)
+        return 0
+    return base + peek(at + 16)
+
+
+@njit(nogil=True)  # type: ignore[untyped-decorator]
+def copy(into: int, source: int, size_bytes: int) -> None:
+    """Copy bytes, past the caches where they are many."""
+    if size_bytes < STREAM_BYTES:
+        copy_bytes(into, source, size_bytes)
+        return
+    head = -into % LINE_BYTES
+    copy_bytes(into, source, head)
+    steps = (size_bytes - head) // STREAM_STEP_BYTES
+    for i in range(head, head + steps * STREAM_STEP_BYTES, STREAM_STEP_BYTES):
+        stream_lines(into + i, source + i)
+    done = head + steps * STREAM_STEP_BYTES
+    copy_bytes(into + done, source + done, size_bytes - done)
+    fence()  # what went past the caches is there before anybody is told
 
 
 @njit(nogil=True)  # type: ignore[untyped-decorator]
@@ -98,7 +113,7 @@ def fetch(ctx: int, rank: int, field: int, offset: int, target: int, size_bytes:
     base = seen_at(ctx, rank, field)
     if base != 0:
         if base + offset != target:
-            copy_bytes(target, base + offset, size_bytes)
+            copy(target, base + offset, size_bytes)
         return
     _transfer(ctx, rank, target, peek(line(ctx, rank) + 8 * field) + offset, size_bytes, False)
 
@@ -111,7 +126,7 @@ def put(ctx: int, rank: int, offset: int, source: int, size_bytes: int) -> None:
     base = seen_at(ctx, rank, RECV)
     if base != 0:
         if base + offset != source:
-            copy_bytes(base + offset, source, size_bytes)
+            copy(base + offset, source, size_bytes)
         return
     _transfer(ctx, rank, source, peek(line(ctx, rank) + 8 * RECV) + offset, size_bytes, True)
 
@@ -136,8 +151,7 @@ def gather_slots(
     From each of `ranks` ranks from `first` on, `each_bytes` at `offset` go to recv, one behind the other.
     """
     step(ctx)
-    me, size = peek(ctx + 8 * ME), peek(ctx + 8 * SIZE)
-    copy_bytes(slot(ctx, me), send, send_bytes)
+    copy_bytes(slot(ctx, peek(ctx + 8 * ME)), send, send_bytes)
     code = meet(ctx, signature)
     if code != OK or each_bytes == 0:
         return code
@@ -149,12 +163,12 @@ def gather_slots(
 
 @njit(nogil=True)  # type: ignore[untyped-decorator]
 def gather_buffers(
-    ctx: int, signature: int, send: int, send_segment: int, send_offset: int, recv: int, first: int,
-    ranks: int, offset: int, each_bytes: int,
+    ctx: int, signature: int, send: int, send_bytes: int, recv: int, first: int, ranks: int, offset: int,
+    each_bytes: int,
 ) -> int:  # fmt: skip
     """As `gather_slots`, straight out of the others' buffers: a meeting before and one after."""
     step(ctx)
-    say(ctx, send, send_segment, send_offset)
+    say(ctx, SEND, send, send_bytes)
     code = meet(ctx, signature)
     if code != OK:
         return code
@@ -165,6 +179,39 @@ def gather_buffers(
                 first + (me + i) % ranks
             )  # each begins with another, so that no memory is asked by all at once
             fetch(ctx, rank, SEND, offset, recv + (rank - first) * each_bytes, each_bytes)
+    return leave(ctx)
+
+
+@njit(nogil=True)  # type: ignore[untyped-decorator]
+def collect(
+    ctx: int, signature: int, send: int, recv: int, recv_bytes: int, root: int, each_bytes: int
+) -> int:
+    """Put every rank's bytes into the root's buffer, each rank its own: gather."""
+    step(ctx)
+    say(ctx, RECV, recv, recv_bytes)
+    code = meet(ctx, signature)
+    if code != OK:
+        return code
+    put(ctx, root, peek(ctx + 8 * ME) * each_bytes, send, each_bytes)
+    return leave(ctx)
+
+
+@njit(nogil=True)  # type: ignore[untyped-decorator]
+def spread(ctx: int, signature: int, buf: int, size_bytes: int, root: int) -> int:
+    """Copy the root's bytes to all ranks: they take most, and the root, else idle, gives the rest."""
+    step(ctx)
+    say(ctx, SEND, buf, size_bytes)
+    say(ctx, RECV, buf, size_bytes)
+    code = meet(ctx, signature)
+    if code != OK:
+        return code
+    me, size = peek(ctx + 8 * ME), peek(ctx + 8 * SIZE)
+    cut = size_bytes // size * (size - 1) // PAGE_BYTES * PAGE_BYTES
+    if me != root:
+        fetch(ctx, root, SEND, 0, buf, cut)
+    else:
+        for i in range(1, size):
+            put(ctx, (me + i) % size, cut, buf + cut, size_bytes - cut)
     return leave(ctx)
 
 
@@ -185,8 +232,7 @@ def _tables_agree(ctx: int) -> bool:
 
 @njit(nogil=True)  # type: ignore[untyped-decorator]
 def exchange(
-    ctx: int, signature: int, table: int, places: int, send: int, send_segment: int, send_offset: int,
-    send_bytes: int, recv: int, check: bool,
+    ctx: int, signature: int, table: int, places: int, send: int, send_bytes: int, recv: int, check: bool,
 ) -> int:  # fmt: skip
     """Send each rank a part of its own length: all_to_all_v.
 
@@ -196,8 +242,6 @@ def exchange(
         table: address of three int64 a rank: bytes sent to it, where in send, bytes expected from it.
         places: address of an int64 a rank: where in recv.
         send: address of what is sent.
-        send_segment: its segment, or NO_SEGMENT.
-        send_offset: where in the segment.
         send_bytes: bytes of send; where they fit they go through this rank's slot.
         recv: address of what is received.
         check: compare the tables of all ranks before anything moves.
@@ -210,7 +254,7 @@ def exchange(
     poke(mine + last, 1 if head + send_bytes <= last else 0)
     if head + send_bytes <= last:
         copy_bytes(mine + head, send, send_bytes)
-    say(ctx, send, send_segment, send_offset)
+    say(ctx, SEND, send, send_bytes)
     code = meet(ctx, signature)
     if code != OK:
         return code

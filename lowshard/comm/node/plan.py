@@ -1,0 +1,384 @@
+"""How the ranks of a node run each collective: through slots, or straight out of each other's buffers."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from lowshard import dtypes
+from lowshard.comm.algorithm import Run
+from lowshard.comm.call import Call
+from lowshard.comm.mailbox import Mailbox
+from lowshard.comm.node.calls import Calls
+from lowshard.comm.node.combine import BLOCK_BYTES, HALVES, NATIVE, OPS
+from lowshard.comm.node.fold import EVERYWHERE, OWN_PART, PART, TO_ROOT, fold_of, scratch_blocks
+from lowshard.comm.node.meet import CARD_BYTES, CARDS, DIFFERENT, FAILED, FAULTY, LATE, OK, SCRATCH, STAMP
+from lowshard.comm.node.memory import NodeMemory, head_bytes, shared_array
+from lowshard.comm.protocol import Communicator
+from lowshard.errors import CommError
+
+Array = Any
+
+address_of = MPI.Get_address  # a tenth of the time that NumPy takes to tell
+
+FACT = 3
+"""Signature of what communicators ask of each other beside the users' calls."""
+STEP = "step"
+"""Name of such a call."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a group's cards and slots lie.
+
+    Attributes:
+        memory: of this process and its peers.
+        members: the group's ranks as ranks of the node, in the group's order.
+        block: address, in this process, of the lent block.
+    """
+
+    memory: NodeMemory
+    members: tuple[int, ...]
+    block: int
+
+
+class NodePlans(Communicator):
+    """Plans of the collectives, over the compiled calls; the context they work on is the subclass's."""
+
+    _place: Place
+    _mailbox: Mailbox
+    _context: np.ndarray
+    _ctx: int
+    _compiled: Calls
+    _slot_bytes: int
+    _steps_at: dict[str, int]
+    _scratch: np.ndarray | None
+    _table: np.ndarray
+    _places: np.ndarray
+
+    # ---- how calls end
+
+    def _end(self, code: int, text: str) -> None:
+        """Raise what a meeting ended with."""
+        if code == OK:
+            return
+        if code == DIFFERENT:
+            self._differ(text)
+        if code == FAULTY:
+            raise CommError(
+                f"{text}: the memory of a rank could not be read; set LOWSHARD_CROSS_MEMORY=off to go without"
+            )
+        self._failed = True
+        if code == FAILED:
+            raise self._mailbox.lookout.failure()
+        assert code == LATE
+        raise self._mailbox.lookout.late(text, self._missing(), self.timeout_s)
+
+    def _missing(self) -> list[int]:
+        """Return the ranks whose stamps are behind this rank's."""
+        cards = int(self._context[CARDS])
+        stamps = [ctypes.c_int64.from_address(cards + rank * CARD_BYTES).value for rank in range(self.size)]
+        return [rank for rank, stamp in enumerate(stamps) if stamp < self._context[STAMP]]
+
+    def _sign(self, call: Call) -> int:
+        return 0 if self._check == "off" else call.signature
+
+    def _checked(self, call: Call, run: Run) -> Run:
+        """Return a run that compares whole texts first, where that is asked for."""
+        if self._check != "full" or self.size == 1 or call.name == STEP:
+            return run
+
+        def compared(*buffers: Any) -> Any:
+            self._verify(call)
+            return run(*buffers)
+
+        return compared
+
+    # ---- two ways to memory
+
+    def _small(self, call: Call, kernel: Callable[..., int], send_bytes: int, *rest: int) -> Run:
+        """Return a run of `kernel(ctx, signature, send, send_bytes, recv, *rest)`, which goes through the slots."""
+        ctx, signature = self._ctx, self._sign(call)
+
+        def run(send: Array | None, recv: Array | None) -> None:
+            code = kernel(
+                ctx, signature, 0 if send is None else address_of(send), send_bytes,
+                0 if recv is None else address_of(recv), *rest,
+            )  # fmt: skip
+            if code:
+                self._end(code, call.text)
+
+        return self._checked(call, run)
+
+    def _large(self, call: Call, kernel: Callable[[int, int, int, int], int], in_place: bool = True) -> Run:
+        """Return a run of `kernel(send, send_bytes, recv, recv_bytes)`, which works on the buffers where they lie.
+
+        Args:
+            call: the call.
+            kernel: what does it.
+            in_place: whether both buffers may be one, or one this rank's part of the other; else what is sent is
+                copied before it is written over.
+        """
+        memory, rank = self._place.memory, self.rank
+        wanted = memoryview(memory.wanted)
+
+        def run(send: Array | None, recv: Array | None) -> None:
+            at, size = (0, 0) if send is None else (address_of(send), send.nbytes)
+            to, room = (0, 0) if recv is None else (address_of(recv), recv.nbytes)
+            if at < to + room and to < at + size:
+                apart = to - at
+                if not (in_place and (apart == 0 or apart == rank * room or -apart == rank * size)):
+                    assert send is not None
+                    send = send.copy()
+                    at = address_of(send)
+            code = kernel(at, size, to, room)
+            if wanted[0]:
+                memory.map_new()
+            if code:
+                self._end(code, call.text)
+
+        return self._checked(call, run if memory.reads_across else self._staged(run))
+
+    def _staged(self, run: Run) -> Run:
+        """Return a run by way of memory that all ranks map, for where private memory cannot be read."""
+        memory = self._place.memory
+
+        def staged(send: Array | None, recv: Array | None) -> None:
+            inner = [None if buf is None else memory.arena.array(buf.size, buf.dtype) for buf in (send, recv)]
+            if send is recv:
+                inner[1] = inner[0]
+            for outer, copy in ((recv, inner[1]), (send, inner[0])):
+                if outer is not None and copy is not None:
+                    copy[...] = outer.reshape(-1)
+            self._map_all()
+            run(*inner)
+            if recv is not None:
+                recv.reshape(-1)[...] = inner[1]
+
+        return staged
+
+    def _map_all(self) -> None:
+        """Map the segments of all ranks, which have made what they need."""
+        self._end(self._compiled.barrier(self._ctx, FACT), "a step of the transport")
+        self._place.memory.map_new()
+        self._end(self._compiled.barrier(self._ctx, FACT), "a step of the transport")
+
+    # ---- plans of moves
+
+    def _pull(
+        self, call: Call, send_bytes: int, each: int, first: int, ranks: int, offset: int, most: int,
+        in_place: bool = True,
+    ) -> Run:  # fmt: skip
+        """Return a run in which this rank takes `each` bytes at `offset` from each of some ranks.
+
+        Args:
+            call: the call.
+            send_bytes: bytes that this rank shows.
+            each: bytes it takes from a rank; 0 for none.
+            first: the first rank it takes from.
+            ranks: how many.
+            offset: where in their buffers.
+            most: the largest `send_bytes` of any rank, which decides on the way.
+            in_place: see `_large`.
+        """
+        if most <= self._slot_bytes:
+            return self._small(call, self._compiled.gather_slots, send_bytes, first, ranks, offset, each)
+        ctx, signature, kernel = self._ctx, self._sign(call), self._compiled.gather_buffers
+        return self._large(
+            call,
+            lambda send, size, recv, room: kernel(
+                ctx, signature, send, size, recv, first, ranks, offset, each
+            ),
+            in_place,
+        )
+
+    def _plan_all_gather(self, call: Call, dtype: Any, elems: int) -> Run:
+        if self.size == 1:
+            return _copy
+        each = elems * dtype.itemsize
+        return self._pull(call, each, each, 0, self.size, 0, each)
+
+    def _plan_all_to_all(self, call: Call, dtype: Any, elems: int) -> Run:
+        if self.size == 1:
+            return _copy
+        whole = elems * dtype.itemsize
+        each = whole // self.size
+        return self._pull(call, whole, each, 0, self.size, each * self.rank, whole, in_place=False)
+
+    def _plan_broadcast(self, call: Call, dtype: Any, elems: int, root: int) -> Run:
+        mine, whole = self.rank == root, elems * dtype.itemsize
+        if whole <= self._slot_bytes:
+            run = self._pull(call, whole if mine else 0, 0 if mine else whole, root, 1, 0, whole)
+            return (lambda buf: run(buf, None)) if mine else (lambda buf: run(None, buf))
+        ctx, signature, kernel = self._ctx, self._sign(call), self._compiled.spread
+        spread = self._large(call, lambda send, size, recv, room: kernel(ctx, signature, recv, room, root))
+        if mine and not self._place.memory.reads_across:
+            return lambda buf: spread(buf, buf.copy())  # what is written back may not be written to
+        return lambda buf: spread(None, buf)
+
+    def _plan_gather(self, call: Call, dtype: Any, elems: int, root: int) -> Run:
+        each = elems * dtype.itemsize
+        if each <= self._slot_bytes:
+            return self._pull(call, each, each if self.rank == root else 0, 0, self.size, 0, each)
+        ctx, signature, kernel = self._ctx, self._sign(call), self._compiled.collect
+        return self._large(
+            call, lambda send, size, recv, room: kernel(ctx, signature, send, recv, room, root, each)
+        )
+
+    def _plan_scatter(self, call: Call, dtype: Any, elems: int, root: int) -> Run:
+        each = elems * dtype.itemsize
+        whole = each * self.size
+        return self._pull(call, whole if self.rank == root else 0, each, root, 1, each * self.rank, whole)
+
+    def _plan_barrier(self, call: Call) -> Run:
+        ctx, signature, barrier = self._ctx, self._sign(call), self._compiled.barrier
+
+        def run() -> None:
+            code = barrier(ctx, signature)
+            if code:
+                self._end(code, call.text)
+
+        return self._checked(call, run)
+
+    def _run_all_gather_v(
+        self, call: Call, send: Array, recv: Array, counts: Sequence[int], displs: Sequence[int]
+    ) -> None:
+        if self._check == "full":
+            self._verify(call)
+        own = [send.size] * self.size
+        self._exchange(self._sign(call), call.text, send, own, [0] * self.size, recv, counts, displs, False)
+
+    def _run_all_to_all_v(
+        self, call: Call, send: Array, send_counts: Sequence[int], send_displs: Sequence[int], recv: Array,
+        recv_counts: Sequence[int], recv_displs: Sequence[int],
+    ) -> None:  # fmt: skip
+        if self._check == "full":
+            self._verify(call)
+        self._exchange(
+            self._sign(call), call.text, send, send_counts, send_displs, recv, recv_counts, recv_displs,
+            self._check != "off",
+        )  # fmt: skip
+
+    def _exchange(
+        self, signature: int, text: str, send: Array, send_counts: Sequence[int], send_displs: Sequence[int],
+        recv: Array, recv_counts: Sequence[int], recv_displs: Sequence[int], check: bool,
+    ) -> None:  # fmt: skip
+        item, table, memory = send.itemsize, self._table, self._place.memory
+        table[:, 0], table[:, 1], table[:, 2] = send_counts, send_displs, recv_counts
+        self._places[:] = recv_displs
+        if item != 1:
+            table *= item
+            self._places *= item
+        at, to, size = address_of(send), address_of(recv), send.nbytes
+        lent = send
+        if at < to + recv.nbytes and to < at + size:
+            lent = send.copy()  # what is still to be sent must not be written over
+        if not memory.reads_across:
+            lent = memory.arena.array(send.size, send.dtype)
+            lent[...] = send
+            self._map_all()
+        code = self._compiled.exchange(
+            self._ctx,
+            signature,
+            address_of(table),
+            address_of(self._places),
+            address_of(lent),
+            size,
+            to,
+            check,
+        )
+        if memory.wanted[0]:
+            memory.map_new()
+        if code:
+            if code == DIFFERENT:
+                text += f" send_counts={list(send_counts)} recv_counts={list(recv_counts)}"
+            self._end(code, text)
+
+    # ---- plans of reductions
+
+    def _fold(self, dtype: Any, op: str) -> Any:
+        """Return the compiled reduction of a dtype and an op, or None where there is none."""
+        name = dtypes.get(dtype).name
+        divides = op == "avg" and dtype.kind not in "iub"
+        if name not in (*NATIVE, *HALVES) or not (op in OPS or divides) or self.size == 1:
+            return None
+        if self._scratch is None:
+            self._scratch = np.empty(scratch_blocks(self.size) * BLOCK_BYTES + 64, np.uint8)
+            self._context[SCRATCH] = -(-address_of(self._scratch) // 64) * 64
+        return fold_of(name, "sum" if op == "avg" else op)
+
+    def _plan_all_reduce(self, call: Call, dtype: Any, elems: int, op: str, order: str) -> Run:
+        fold = self._fold(dtype, op)
+        if fold is None:
+            return super()._plan_all_reduce(call, dtype, elems, op, order)
+        nbytes, divisor, steps = elems * dtype.itemsize, self._divisor(op), self._steps_at[order]
+        if nbytes <= self._slot_bytes:
+            return self._small(call, fold.slots, nbytes, 0, elems, divisor, steps)
+        return self._straight(call, fold, elems, EVERYWHERE, 0, divisor, steps)
+
+    def _plan_reduce_scatter(self, call: Call, dtype: Any, elems: int, op: str, order: str) -> Run:
+        fold = self._fold(dtype, op)
+        if fold is None:
+            return super()._plan_reduce_scatter(call, dtype, elems, op, order)
+        nbytes, divisor, steps = elems * dtype.itemsize * self.size, self._divisor(op), self._steps_at[order]
+        if nbytes <= self._slot_bytes:
+            return self._small(call, fold.slots, nbytes, elems * self.rank, elems, divisor, steps)
+        return self._straight(call, fold, elems, PART, 0, divisor, steps)
+
+    def _plan_reduce(self, call: Call, dtype: Any, elems: int, op: str, root: int, order: str) -> Run:
+        fold = self._fold(dtype, op)
+        if fold is None:
+            return super()._plan_reduce(call, dtype, elems, op, root, order)
+        nbytes, divisor, steps = elems * dtype.itemsize, self._divisor(op), self._steps_at[order]
+        if nbytes <= self._slot_bytes:
+            mine = elems if self.rank == root else 0
+            return self._small(call, fold.slots, nbytes, 0, mine, divisor, steps)
+        return self._straight(call, fold, elems, TO_ROOT, root, divisor, steps)
+
+    def _divisor(self, op: str) -> int:
+        return self.size if op == "avg" else 1
+
+    def _straight(
+        self, call: Call, fold: Any, elems: int, mode: int, root: int, divisor: int, steps: int
+    ) -> Run:  # fmt: skip
+        ctx, signature, kernel = self._ctx, self._sign(call), fold.buffers
+        return self._large(
+            call,
+            lambda send, size, recv, room: kernel(
+                ctx, signature, send, size, recv, room, elems, mode, root, divisor, steps
+            ),
+        )
+
+    # ---- results that the ranks share
+
+    def _common(self, elems: int, dtype: Any) -> Array:
+        """Return an array at one place in memory for all ranks; the first rank's arena has it."""
+        memory, head = self._place.memory, head_bytes(self.size)
+        facts = np.zeros(2, np.int64)
+        if self.rank == 0:
+            block = memory.lend(elems * dtype.itemsize, self.size)
+            facts[:] = block.segment, block.offset
+        segment, offset = (int(word) for word in self._gather_facts(facts)[0])
+        at = memory.address(self._place.members[0], segment, offset)
+        return shared_array(at + head, at, self.rank, elems, dtype)
+
+    def _shared_all_reduce(self, call: Call, send: Array, op: str, order: str) -> Array:
+        fold = self._fold(send.dtype, op)
+        if fold is None:
+            return super()._shared_all_reduce(call, send, op, order)
+        self._verify(call)
+        result = self._common(send.size, send.dtype)
+        self._straight(call, fold, send.size, OWN_PART, 0, self._divisor(op), self._steps_at[order])(
+            send, result
+        )
+        return result
+
+
+def _copy(send: Array, recv: Array) -> None:
+    if send is not recv:
+        recv.reshape(-1)[...] = send.reshape(-1)

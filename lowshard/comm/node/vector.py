@@ -1,0 +1,112 @@
+"""Cache lines as LLVM vectors: combined, copied, and where a result is large written past the caches.
+
+A plain loop reads each line of its result before it writes it. A result that will not be read soon is better written
+past the caches: it saves a third of the memory traffic of a sum of two, and of a copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+LINE_BYTES = 64
+_COPY_LINES = 4
+
+_FLOATS = {"float32": ir.FloatType(), "float64": ir.DoubleType()}
+_INT = types.int64
+
+
+def element_type(dtype: str) -> ir.Type:
+    """Return LLVM's type of an element."""
+    return _FLOATS.get(dtype) or ir.IntType(int(dtype.lstrip("uint")))
+
+
+def pair(builder: ir.IRBuilder, dtype: str, op: str, a: ir.Value, b: ir.Value) -> ir.Value:
+    """Combine two elements, or two vectors of them; minimum and maximum hand NaNs on, as NumPy's do."""
+    floats = dtype in _FLOATS
+    if op == "sum":
+        return builder.fadd(a, b) if floats else builder.add(a, b)
+    if op == "prod":
+        return builder.fmul(a, b) if floats else builder.mul(a, b)
+    sign = "<" if op == "min" else ">"
+    if floats:
+        # Where the comparison fails it is b, a NaN of b too; a NaN of a compares with nothing and is kept.
+        first = builder.or_(builder.fcmp_ordered(sign, a, b), builder.fcmp_unordered("uno", a, a))
+        return builder.select(first, a, b)
+    compare = builder.icmp_unsigned if dtype.startswith("u") else builder.icmp_signed
+    return builder.select(compare(sign, a, b), a, b)
+
+
+@cache
+def line_combiner(dtype: str, op: str, streaming: bool) -> Callable[..., None]:
+    """Return an intrinsic `(into, left, right)` for 64 bytes; with streaming `into` is a multiple of 64."""
+    element = element_type(dtype)
+    bits = {"float32": 32, "float64": 64}.get(dtype) or element.width
+    vector = ir.VectorType(element, LINE_BYTES * 8 // bits)
+
+    @intrinsic  # type: ignore[untyped-decorator]
+    def combine_line(typingctx: Any, into: Any, left: Any, right: Any) -> Any:
+        def emit(builder: ir.IRBuilder, c: ir.Value, a: ir.Value, b: ir.Value) -> None:
+            values = [builder.load(_at(builder, at, vector), align=1) for at in (a, b)]
+            _put(builder, c, pair(builder, dtype, op, *values), streaming)
+
+        return _step(3, emit)
+
+    return combine_line  # type: ignore[no-any-return]
+
+
+@cache
+def element_combiner(dtype: str, op: str) -> Callable[..., None]:
+    """Return an intrinsic `(into, left, right)` for one element at any address."""
+    element = element_type(dtype)
+
+    @intrinsic  # type: ignore[untyped-decorator]
+    def combine_element(typingctx: Any, into: Any, left: Any, right: Any) -> Any:
+        def emit(builder: ir.IRBuilder, c: ir.Value, a: ir.Value, b: ir.Value) -> None:
+            values = [builder.load(_at(builder, at, element), align=1) for at in (a, b)]
+            builder.store(pair(builder, dtype, op, *values), _at(builder, c, element), align=1)
+
+        return _step(3, emit)
+
+    return combine_element  # type: ignore[no-any-return]
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def stream_lines(typingctx: Any, into: Any, source: Any) -> Any:
+    """Copy four lines past the caches to an address that is a multiple of 64."""
+
+    def emit(builder: ir.IRBuilder, to: ir.Value, at: ir.Value) -> None:
+        vector = ir.VectorType(ir.IntType(64), 8)
+        places = [ir.Constant(ir.IntType(64), LINE_BYTES * i) for i in range(_COPY_LINES)]
+        values = [builder.load(_at(builder, builder.add(at, place), vector), align=1) for place in places]
+        for place, value in zip(places, values, strict=True):
+            _put(builder, builder.add(to, place), value, True)
+
+    return _step(2, emit)
+
+
+STREAM_STEP_BYTES = _COPY_LINES * LINE_BYTES
+"""Bytes that `stream_lines` copies."""
+
+
+def _at(builder: ir.IRBuilder, address: ir.Value, kind: ir.Type) -> ir.Value:
+    return builder.inttoptr(address, kind.as_pointer())
+
+
+def _put(builder: ir.IRBuilder, address: ir.Value, value: ir.Value, streaming: bool) -> None:
+    made = builder.store(value, _at(builder, address, value.type), align=LINE_BYTES if streaming else 1)
+    if streaming:
+        made.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)]))
+
+
+def _step(args: int, emit: Callable[..., None]) -> Any:
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
+        emit(builder, *values)
+        return context.get_dummy_value()
+
+    return types.void(*(_INT,) * args), codegen
