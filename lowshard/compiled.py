@@ -40,6 +40,30 @@ def compile_cached(function: Callable[..., Any], signature: Any) -> Callable[...
     return lazy  # type: ignore[no-any-return]
 
 
+def compile_callback(function: Callable[..., Any], signature: Any) -> Any:
+    """Compile a function to be called by its address, as C calls; from Numba's cache on disk if it is there.
+
+    The result has the `address`, which is good while it lives. Otherwise as `compile_cached`.
+    """
+    from numba import cfunc, njit
+
+    def made(cache: bool) -> Any:
+        return cfunc(signature, nopython=True, cache=cache)(function)
+
+    try:
+        folder = Path(njit(cache=True)(function).stats.cache_path)
+    except RuntimeError:  # Numba finds no folder for its cache
+        return made(False)
+    with _one_at_a_time(folder):
+        try:
+            return made(True)
+        except Exception:  # a full disk, a broken file
+            for kept in folder.glob(f"*{function.__qualname__}-*.nb[ci]"):
+                with suppress(OSError):
+                    kept.unlink()
+            return made(False)
+
+
 def digest_of(paths: Iterable[Path]) -> str:
     """Return a digest of source files that compiled code is made from, to be part of the function's name.
 

@@ -154,7 +154,7 @@ class Arena:
     def _add_segment(self, size_bytes: int) -> None:
         if len(self._segments) == self._most:
             raise CommError(
-                f"a rank shares at most {self._most} segments of memory; free arrays of empty(), or make fewer and larger"
+                f"a rank shares at most {self._most} segments of memory; free arrays of empty(), or make fewer, larger ones"
             )
         size = -(-size_bytes // (2 << 20)) * (2 << 20)
         fd = os.memfd_create("lowshard", os.MFD_CLOEXEC)

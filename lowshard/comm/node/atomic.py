@@ -163,3 +163,20 @@ def elements_at(typingctx: Any, address: Any, kind: Any) -> Any:
         return builder.inttoptr(values[0], context.get_value_type(pointer))
 
     return pointer(_INT, kind), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def call_three(typingctx: Any, function: Any, a: Any, b: Any, c: Any) -> Any:
+    """Call a C function of three int64 by its address."""
+    return _step(types.void, (_INT,) * 4, _call)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def call_five(typingctx: Any, function: Any, a: Any, b: Any, c: Any, d: Any, e: Any) -> Any:
+    """Call a C function of five int64 by its address."""
+    return _step(types.void, (_INT,) * 6, _call)
+
+
+def _call(builder: ir.IRBuilder, function: ir.Value, *values: ir.Value) -> None:
+    kind = ir.FunctionType(ir.VoidType(), [_I64] * len(values))
+    builder.call(_pointer(builder, function, kind), values)

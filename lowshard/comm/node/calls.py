@@ -8,8 +8,8 @@ from functools import cache
 
 from numba import types
 
-from lowshard.comm.node import move
-from lowshard.comm.node.fold import source_digest
+from lowshard.comm.node import fold, move
+from lowshard.comm.node.combine import source_digest
 from lowshard.compiled import compile_cached
 
 _INT = types.int64
@@ -17,7 +17,7 @@ _INT = types.int64
 
 @dataclass(frozen=True)
 class Calls:
-    """What needs no dtype; each is described in `lowshard.comm.node.move`."""
+    """Each is described in `lowshard.comm.node.move` or `lowshard.comm.node.fold`."""
 
     barrier: Callable[..., int]
     show: Callable[..., int]
@@ -26,6 +26,8 @@ class Calls:
     collect: Callable[..., int]
     spread: Callable[..., int]
     exchange: Callable[..., int]
+    fold_slots: Callable[..., int]
+    fold_buffers: Callable[..., int]
 
 
 @cache
@@ -45,4 +47,6 @@ def load_calls() -> Calls:
         collect=compiled(move.collect, 7),
         spread=compiled(move.spread, 5),
         exchange=compiled(move.exchange, 8),
+        fold_slots=compiled(fold.fold_slots, 10),
+        fold_buffers=compiled(fold.fold_buffers, 12),
     )

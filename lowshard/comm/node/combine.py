@@ -7,14 +7,17 @@ temporaries, and each step combines two places into one. So tree and rank order 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numba import carray, njit, types
+from numba import carray, types
 
 from lowshard.comm.node.atomic import elements_at
-from lowshard.comm.node.vector import LINE_BYTES, element_combiner, line_combiner
+from lowshard.comm.node.vector import LINE_BYTES, combine_element, combine_line, combine_line_past
+from lowshard.compiled import compile_callback, digest_of
 
 BLOCK_BYTES = 64 << 10
 """Bytes of a block in its accumulator's dtype: operands and temporaries stay in the core's second cache."""
@@ -22,8 +25,6 @@ BLOCK_BYTES = 64 << 10
 NATIVE = ("float32", "float64", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 HALVES = ("float16", "bfloat16")
 OPS = ("sum", "prod", "min", "max")
-
-_BY_NAME = {name: getattr(types, name) for name in NATIVE}
 
 
 def accumulator(dtype: str) -> str:
@@ -58,70 +59,113 @@ def schedule(ranks: int, order: str) -> np.ndarray:
     return table
 
 
-@cache
-def combiner(dtype: str, op: str) -> Callable[..., None]:
-    """Return what Numba compiles to combine n elements: `combine(into, left, right, n, streaming)`, addresses.
+@dataclass(frozen=True)
+class Recipe:
+    """How a dtype and an op are folded: what compiled folds are given by address.
 
-    With streaming the result is written past the caches; then `into` is a multiple of an element's bytes.
+    Attributes:
+        words: int64: bytes of an element, of one of its accumulator, and the addresses of four functions (0 for none).
+            combine(into, left, right, n, streaming) combines n elements of the accumulator's dtype; with streaming the
+            result goes past the caches. divide(at, n, divisor) divides n of them in place. widen(into, source, n)
+            and narrow(into, source, n) go to the accumulator's dtype and back.
+        kept: keeps the functions alive.
     """
+
+    words: np.ndarray
+    kept: tuple[Any, ...]
+
+
+COMBINE, DIVIDE, WIDEN, NARROW = range(2, 6)
+"""Places of the functions in a recipe, after ITEM and WIDE_ITEM."""
+ITEM, WIDE_ITEM = range(2)
+
+
+@cache
+def recipe_of(dtype: str, op: str) -> Recipe:
+    """Return the recipe of a dtype and an op, compiled on first use and kept on disk."""
+    wide = accumulator(dtype)
+    functions: list[Any] = [_combiner(wide, op), None, None, None]
+    if wide.startswith("float"):
+        functions[1] = _divider(wide)
+    if dtype in HALVES:
+        functions[2:] = (_converter(name, dtype) for name in ("widen", "narrow"))
+    sizes = itemsizes([dtype, wide])
+    addresses = [0 if made is None else made.address for made in functions]
+    return Recipe(np.array([sizes[dtype], sizes[wide], *addresses], np.int64), tuple(functions))
+
+
+@cache
+def _combiner(dtype: str, op: str) -> Any:
     item = itemsizes([dtype])[dtype]
     per_line = LINE_BYTES // item
-    one = element_combiner(dtype, op)
-    line, stream = line_combiner(dtype, op, False), line_combiner(dtype, op, True)
+    code = f"{dtype} {op}"
 
-    def combine(into: int, left: int, right: int, n: int, streaming: bool) -> None:
+    def combine(into: int, left: int, right: int, n: int, streaming: int) -> None:
         start = 0
-        if streaming and into % item == 0:
+        if streaming != 0 and into % item == 0:
             start = min(n, (-into % LINE_BYTES) // item)
             for i in range(start):
-                one(into + i * item, left + i * item, right + i * item)
+                combine_element(code, into + i * item, left + i * item, right + i * item)
             lines = (n - start) // per_line
             for i in range(start * item, start * item + lines * LINE_BYTES, LINE_BYTES):
-                stream(into + i, left + i, right + i)
+                combine_line_past(code, into + i, left + i, right + i)
         else:
             lines = n // per_line
             for i in range(0, lines * LINE_BYTES, LINE_BYTES):
-                line(into + i, left + i, right + i)
+                combine_line(code, into + i, left + i, right + i)
         for i in range((start + lines * per_line) * item, n * item, item):
-            one(into + i, left + i, right + i)
+            combine_element(code, into + i, left + i, right + i)
 
-    return _compiled(combine, f"{dtype}_{op}")
+    return _callback(combine, f"{dtype}_{op}", 5)
 
 
 @cache
-def divider(dtype: str) -> Callable[..., None]:
-    """Return what Numba compiles to divide n floats in place: `divide(at, n, divisor)`; others are left alone."""
-    kind = _BY_NAME[dtype]
-
-    if not dtype.startswith("float"):
-        return leave_alone  # type: ignore[no-any-return]
+def _divider(dtype: str) -> Any:
+    double = dtype == "float64"
 
     def divide(at: int, n: int, divisor: int) -> None:
-        by = kind(divisor)
-        values = carray(elements_at(at, kind), n)
-        for i in range(n):
-            values[i] = values[i] / by
+        if double:
+            wide = carray(elements_at(at, types.float64), n)
+            for i in range(n):
+                wide[i] = wide[i] / types.float64(divisor)
+        else:
+            narrow = carray(elements_at(at, types.float32), n)
+            for i in range(n):
+                narrow[i] = narrow[i] / types.float32(divisor)
 
-    return _compiled(divide, dtype)
+    return _callback(divide, dtype, 3)
 
 
-def _compiled(function: Callable[..., Any], what: str) -> Callable[..., Any]:
-    """Compile a closure under a name that tells what it closes over.
+@cache
+def _converter(name: str, dtype: str) -> Any:
+    makers: dict[str, Callable[..., None]] = {
+        "widen bfloat16": _widen_bfloat16, "narrow bfloat16": _narrow_bfloat16,
+        "widen float16": _widen_float16, "narrow float16": _narrow_float16,
+    }  # fmt: skip
+    return _callback(makers[f"{name} {dtype}"], dtype, 3)
+
+
+def _callback(function: Callable[..., None], what: str, args: int) -> Any:
+    """Compile for calls by address, under a name that tells what a closure closes over.
 
     Code that comes from the cache on disk is linked by name: two closures of one name would become one.
     """
-    function.__qualname__ = f"{function.__name__}_{what}"
-    return njit(nogil=True)(function)  # type: ignore[no-any-return]
+    function.__qualname__ = f"{function.__name__}_{what}_{source_digest()}"
+    return compile_callback(function, types.void(*(types.int64,) * args))
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@cache
+def source_digest() -> str:
+    """Return a digest of all source files of this package."""
+    return digest_of(Path(__file__).parent.glob("*.py"))
+
+
 def _widen_bfloat16(into: int, source: int, n: int) -> None:
     a, c = carray(elements_at(source, types.uint16), n), carray(elements_at(into, types.uint32), n)
     for i in range(n):
         c[i] = types.uint32(a[i]) << types.uint32(16)
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
 def _narrow_bfloat16(into: int, source: int, n: int) -> None:
     a, c = carray(elements_at(source, types.uint32), n), carray(elements_at(into, types.uint16), n)
     for i in range(n):
@@ -132,7 +176,6 @@ def _narrow_bfloat16(into: int, source: int, n: int) -> None:
         c[i] = types.uint16(quiet if magnitude > types.uint32(0x7F800000) else rounded)
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
 def _widen_float16(into: int, source: int, n: int) -> None:
     a, c = carray(elements_at(source, types.uint16), n), carray(elements_at(into, types.uint32), n)
     f = carray(elements_at(into, types.float32), n)
@@ -149,7 +192,6 @@ def _widen_float16(into: int, source: int, n: int) -> None:
         c[i] = value | ((bits & types.uint32(0x8000)) << types.uint32(16))
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
 def _narrow_float16(into: int, source: int, n: int) -> None:
     a, c = carray(elements_at(source, types.uint32), n), carray(elements_at(into, types.uint16), n)
     one = types.uint32(1)
@@ -172,18 +214,6 @@ def _narrow_float16(into: int, source: int, n: int) -> None:
         made = types.uint32(0x7C00) if magnitude >= types.uint32(143 << 23) else made
         made = types.uint32(0x7E00) if magnitude > types.uint32(0x7F800000) else made
         c[i] = types.uint16(made | sign)
-
-
-@njit(nogil=True)  # type: ignore[untyped-decorator]
-def leave_alone(into: int, source: int, n: int) -> None:
-    """Do nothing, in place of a conversion."""
-    return
-
-
-WIDEN: dict[str, Callable[..., None]] = {"bfloat16": _widen_bfloat16, "float16": _widen_float16}
-"""By dtype: `widen(into, source, n)`, exact, from 16 bits to float32."""
-NARROW: dict[str, Callable[..., None]] = {"bfloat16": _narrow_bfloat16, "float16": _narrow_float16}
-"""By dtype: `narrow(into, source, n)`, to nearest, ties to even, from float32 to 16 bits."""
 
 
 def itemsizes(dtypes: Sequence[str]) -> dict[str, int]:

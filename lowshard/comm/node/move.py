@@ -95,10 +95,9 @@ def _transfer(ctx: int, rank: int, local: int, remote: int, size_bytes: int, wri
         poke(vectors + 8, size_bytes - done)
         poke(vectors + 16, remote + done)
         poke(vectors + 24, size_bytes - done)
-        if writes:
-            moved = write_process(pid, vectors, vectors + 16)
-        else:
-            moved = read_process(pid, vectors, vectors + 16)
+        moved = (
+            write_process(pid, vectors, vectors + 16) if writes else read_process(pid, vectors, vectors + 16)
+        )
         if moved <= 0:
             poke(ctx + 8 * FAULT, 1 + rank)
             return

@@ -15,8 +15,8 @@ from lowshard.comm.algorithm import Run
 from lowshard.comm.call import Call
 from lowshard.comm.mailbox import Mailbox
 from lowshard.comm.node.calls import Calls
-from lowshard.comm.node.combine import BLOCK_BYTES, HALVES, NATIVE, OPS
-from lowshard.comm.node.fold import EVERYWHERE, OWN_PART, PART, TO_ROOT, fold_of, scratch_blocks
+from lowshard.comm.node.combine import BLOCK_BYTES, HALVES, NATIVE, OPS, recipe_of
+from lowshard.comm.node.fold import EVERYWHERE, OWN_PART, PART, TO_ROOT, scratch_blocks
 from lowshard.comm.node.meet import CARD_BYTES, CARDS, DIFFERENT, FAILED, FAULTY, LATE, OK, SCRATCH, STAMP
 from lowshard.comm.node.memory import NodeMemory, head_bytes, shared_array
 from lowshard.comm.protocol import Communicator
@@ -301,56 +301,58 @@ class NodePlans(Communicator):
 
     # ---- plans of reductions
 
-    def _fold(self, dtype: Any, op: str) -> Any:
-        """Return the compiled reduction of a dtype and an op, or None where there is none."""
+    def _recipe(self, dtype: Any, op: str) -> int:
+        """Return the address of the recipe of a dtype and an op, or 0 where there is none."""
         name = dtypes.get(dtype).name
         divides = op == "avg" and dtype.kind not in "iub"
         if name not in (*NATIVE, *HALVES) or not (op in OPS or divides) or self.size == 1:
-            return None
+            return 0
         if self._scratch is None:
             self._scratch = np.empty(scratch_blocks(self.size) * BLOCK_BYTES + 64, np.uint8)
             self._context[SCRATCH] = -(-address_of(self._scratch) // 64) * 64
-        return fold_of(name, "sum" if op == "avg" else op)
+        return address_of(recipe_of(name, "sum" if op == "avg" else op).words)
 
     def _plan_all_reduce(self, call: Call, dtype: Any, elems: int, op: str, order: str) -> Run:
-        fold = self._fold(dtype, op)
-        if fold is None:
+        recipe = self._recipe(dtype, op)
+        if not recipe:
             return super()._plan_all_reduce(call, dtype, elems, op, order)
         nbytes, divisor, steps = elems * dtype.itemsize, self._divisor(op), self._steps_at[order]
         if nbytes <= self._slot_bytes:
-            return self._small(call, fold.slots, nbytes, 0, elems, divisor, steps)
-        return self._straight(call, fold, elems, EVERYWHERE, 0, divisor, steps)
+            return self._small(call, self._compiled.fold_slots, nbytes, 0, elems, divisor, steps, recipe)
+        return self._straight(call, elems, EVERYWHERE, 0, divisor, steps, recipe)
 
     def _plan_reduce_scatter(self, call: Call, dtype: Any, elems: int, op: str, order: str) -> Run:
-        fold = self._fold(dtype, op)
-        if fold is None:
+        recipe = self._recipe(dtype, op)
+        if not recipe:
             return super()._plan_reduce_scatter(call, dtype, elems, op, order)
         nbytes, divisor, steps = elems * dtype.itemsize * self.size, self._divisor(op), self._steps_at[order]
         if nbytes <= self._slot_bytes:
-            return self._small(call, fold.slots, nbytes, elems * self.rank, elems, divisor, steps)
-        return self._straight(call, fold, elems, PART, 0, divisor, steps)
+            return self._small(
+                call, self._compiled.fold_slots, nbytes, elems * self.rank, elems, divisor, steps, recipe
+            )
+        return self._straight(call, elems, PART, 0, divisor, steps, recipe)
 
     def _plan_reduce(self, call: Call, dtype: Any, elems: int, op: str, root: int, order: str) -> Run:
-        fold = self._fold(dtype, op)
-        if fold is None:
+        recipe = self._recipe(dtype, op)
+        if not recipe:
             return super()._plan_reduce(call, dtype, elems, op, root, order)
         nbytes, divisor, steps = elems * dtype.itemsize, self._divisor(op), self._steps_at[order]
         if nbytes <= self._slot_bytes:
             mine = elems if self.rank == root else 0
-            return self._small(call, fold.slots, nbytes, 0, mine, divisor, steps)
-        return self._straight(call, fold, elems, TO_ROOT, root, divisor, steps)
+            return self._small(call, self._compiled.fold_slots, nbytes, 0, mine, divisor, steps, recipe)
+        return self._straight(call, elems, TO_ROOT, root, divisor, steps, recipe)
 
     def _divisor(self, op: str) -> int:
         return self.size if op == "avg" else 1
 
     def _straight(
-        self, call: Call, fold: Any, elems: int, mode: int, root: int, divisor: int, steps: int
+        self, call: Call, elems: int, mode: int, root: int, divisor: int, steps: int, recipe: int
     ) -> Run:  # fmt: skip
-        ctx, signature, kernel = self._ctx, self._sign(call), fold.buffers
+        ctx, signature, kernel = self._ctx, self._sign(call), self._compiled.fold_buffers
         return self._large(
             call,
             lambda send, size, recv, room: kernel(
-                ctx, signature, send, size, recv, room, elems, mode, root, divisor, steps
+                ctx, signature, send, size, recv, room, elems, mode, root, divisor, steps, recipe
             ),
         )
 
@@ -368,14 +370,14 @@ class NodePlans(Communicator):
         return shared_array(at + head, at, self.rank, elems, dtype)
 
     def _shared_all_reduce(self, call: Call, send: Array, op: str, order: str) -> Array:
-        fold = self._fold(send.dtype, op)
-        if fold is None:
+        recipe = self._recipe(send.dtype, op)
+        if not recipe:
             return super()._shared_all_reduce(call, send, op, order)
         self._verify(call)
         result = self._common(send.size, send.dtype)
-        self._straight(call, fold, send.size, OWN_PART, 0, self._divisor(op), self._steps_at[order])(
-            send, result
-        )
+        self._straight(
+            call, send.size, OWN_PART, 0, self._divisor(op), self._steps_at[order], recipe
+        )(send, result)  # fmt: skip
         return result
 
 

@@ -7,7 +7,6 @@ past the caches: it saves a third of the memory traffic of a sum of two, and of 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 from llvmlite import ir
@@ -42,38 +41,39 @@ def pair(builder: ir.IRBuilder, dtype: str, op: str, a: ir.Value, b: ir.Value) -
     return builder.select(compare(sign, a, b), a, b)
 
 
-@cache
-def line_combiner(dtype: str, op: str, streaming: bool) -> Callable[..., None]:
-    """Return an intrinsic `(into, left, right)` for 64 bytes; with streaming `into` is a multiple of 64."""
+@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
+def combine_line(typingctx: Any, code: Any, into: Any, left: Any, right: Any) -> Any:
+    """Combine 64 bytes; `code` is dtype and op, a literal such as "float32 sum"."""
+    return _combine_step(code, LINE_BYTES, False)
+
+
+@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
+def combine_line_past(typingctx: Any, code: Any, into: Any, left: Any, right: Any) -> Any:
+    """As `combine_line`, past the caches; `into` is a multiple of 64."""
+    return _combine_step(code, LINE_BYTES, True)
+
+
+@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
+def combine_element(typingctx: Any, code: Any, into: Any, left: Any, right: Any) -> Any:
+    """As `combine_line`, one element at any address."""
+    return _combine_step(code, 0, False)
+
+
+def _combine_step(code: Any, size_bytes: int, streaming: bool) -> Any:
+    if not isinstance(code, types.StringLiteral):
+        return None
+    dtype, op = code.literal_value.split()
     element = element_type(dtype)
     bits = {"float32": 32, "float64": 64}.get(dtype) or element.width
-    vector = ir.VectorType(element, LINE_BYTES * 8 // bits)
+    kind = ir.VectorType(element, size_bytes * 8 // bits) if size_bytes else element
 
-    @intrinsic  # type: ignore[untyped-decorator]
-    def combine_line(typingctx: Any, into: Any, left: Any, right: Any) -> Any:
-        def emit(builder: ir.IRBuilder, c: ir.Value, a: ir.Value, b: ir.Value) -> None:
-            values = [builder.load(_at(builder, at, vector), align=1) for at in (a, b)]
-            _put(builder, c, pair(builder, dtype, op, *values), streaming)
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
+        into, *operands = values[1:]
+        a, b = (builder.load(_at(builder, at, kind), align=1) for at in operands)
+        _put(builder, into, pair(builder, dtype, op, a, b), streaming)
+        return context.get_dummy_value()
 
-        return _step(3, emit)
-
-    return combine_line  # type: ignore[no-any-return]
-
-
-@cache
-def element_combiner(dtype: str, op: str) -> Callable[..., None]:
-    """Return an intrinsic `(into, left, right)` for one element at any address."""
-    element = element_type(dtype)
-
-    @intrinsic  # type: ignore[untyped-decorator]
-    def combine_element(typingctx: Any, into: Any, left: Any, right: Any) -> Any:
-        def emit(builder: ir.IRBuilder, c: ir.Value, a: ir.Value, b: ir.Value) -> None:
-            values = [builder.load(_at(builder, at, element), align=1) for at in (a, b)]
-            builder.store(pair(builder, dtype, op, *values), _at(builder, c, element), align=1)
-
-        return _step(3, emit)
-
-    return combine_element  # type: ignore[no-any-return]
+    return types.void(code, *(_INT,) * 3), codegen
 
 
 @intrinsic  # type: ignore[untyped-decorator]
