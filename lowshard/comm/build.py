@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -12,11 +13,13 @@ from lowshard.comm.lookout import Lookout
 from lowshard.comm.mailbox import Mailbox
 from lowshard.comm.mpi import MPICommunicator, load_mpi
 from lowshard.comm.protocol import Communicator
+from lowshard.comm.seating import Seating
 from lowshard.comm.transport import default_timeout_s
 from lowshard.errors import CommError
 
 PATH_VARIABLE = "LOWSHARD_CPU_PATH"
 WATCH_VARIABLE = "LOWSHARD_WATCH"
+NODE_VARIABLE = "LOWSHARD_NODE_SIZE"
 _PATHS = ("auto", "window", "mpi")
 
 # By the ranks of the world, in order: a process makes what it shares with a group once.
@@ -32,31 +35,34 @@ def activity() -> Activity:
 def build_host(mpi_comm: Any, timeout_s: float | None = None) -> Communicator:
     """Return a communicator over host memory for the ranks of an mpi4py communicator, which it duplicates.
 
-    Collective: all ranks of `mpi_comm` call this. The ranks of one node share memory; LOWSHARD_CPU_PATH=mpi leaves
-    everything to MPI, and =window insists on shared memory.
+    Collective: all ranks of `mpi_comm` call this. Ranks of a node share memory, and those of several nodes exchange
+    messages between these; LOWSHARD_CPU_PATH=mpi leaves everything to MPI, and =window insists on shared memory.
+    LOWSHARD_NODE_SIZE=k, for trials on one machine, takes each k ranks of a node, in rank order, for a node.
 
     Raises:
-        CommError: LOWSHARD_CPU_PATH says something else, or shared memory is insisted on and cannot be had.
+        CommError: LOWSHARD_CPU_PATH or LOWSHARD_NODE_SIZE says something else, or shared memory is insisted on and
+            cannot be had.
     """
     mpi = load_mpi()
     own = mpi_comm.Dup()
     seconds = default_timeout_s() if timeout_s is None else timeout_s
     lookout = Lookout(_watch(mpi, own), activity())
+    wish, size = os.environ.get(PATH_VARIABLE, "auto"), os.environ.get(NODE_VARIABLE, "")
+    rows = own.allgather((wish, size, why_no_window()))
+    _agree([row[0] for row in rows], set(_PATHS), PATH_VARIABLE, f"one of {', '.join(_PATHS)}")
+    sizes = {"", *(row[1] for row in rows if row[1].isdecimal() and int(row[1]) > 0)}
+    _agree([row[1] for row in rows], sizes, NODE_VARIABLE, "a positive number of ranks")
+    problems = [f"rank {rank}: {row[2]}" for rank, row in enumerate(rows) if row[2]]
     node = own.Split_type(mpi.COMM_TYPE_SHARED)
-    wish, problem = os.environ.get(PATH_VARIABLE, "auto"), why_no_window()
-    rows = own.allgather((wish, problem, node.Get_size()))
-    wishes = {row[0] for row in rows}
-    if not wishes <= set(_PATHS) or len(wishes) > 1:
-        raise CommError(
-            f"{PATH_VARIABLE} is one of {', '.join(_PATHS)} and equal on all ranks, got {', '.join(sorted(wishes))}"
-        )
-    problems = [f"rank {rank}: {row[1]}" for rank, row in enumerate(rows) if row[1]]
-    alone = all(row[2] == own.Get_size() for row in rows)
-    if not problems and alone and wish != "mpi":
-        try:
-            return _node_communicator(mpi, own, node, lookout, seconds)
-        except CommError as error:  # on all ranks alike
-            problems = [str(error)]
+    if size:
+        whole, node = node, node.Split(node.Get_rank() // int(size))
+        whole.Free()
+    seating = Seating(tuple(own.allgather((node.bcast(own.Get_rank(), 0), node.Get_rank()))))
+    alone = len(seating.nodes) == 1
+    if not problems and wish != "mpi" and (alone or seating.shares):
+        memory, at, problems = _meeting_place(mpi, own, node)
+        if alone and not problems:
+            return _node_communicator(mpi, own, memory, at, lookout, seconds)
     if problems and wish == "window":
         raise CommError(f"{PATH_VARIABLE}=window, but the ranks cannot share memory: {problems[0]}")
     if problems and wish == "auto" and own.Get_rank() == 0:
@@ -64,7 +70,12 @@ def build_host(mpi_comm: Any, timeout_s: float | None = None) -> Communicator:
             f"collectives go through MPI, since the ranks cannot share memory: {problems[0]}", RuntimeWarning,
             stacklevel=3,
         )  # fmt: skip
-    return MPICommunicator(own, owned=True, lookout=lookout, timeout_s=seconds, activity=lookout.activity)
+    flat = MPICommunicator(own, owned=True, lookout=lookout, timeout_s=seconds, activity=lookout.activity)
+    if problems or wish == "mpi" or not seating.shares:
+        return flat
+    from lowshard.comm.hierarchy import HierarchicalCommunicator
+
+    return HierarchicalCommunicator(flat, seating, memory, at)
 
 
 def why_no_window() -> str:
@@ -96,21 +107,44 @@ def _watch(mpi: Any, own: Any) -> Any:
     return Watch.start(own, activity())
 
 
-def _node_communicator(mpi: Any, own: Any, node: Any, lookout: Lookout, timeout_s: float) -> Communicator:
-    from lowshard.comm.node.communicator import NodeCommunicator, Place, lend_group
+def _agree(values: Sequence[str], known: set[str], name: str, rule: str) -> None:
+    """Raise, on all ranks, unless all have set a variable to the same known value."""
+    if not set(values) <= known or len(set(values)) > 1:
+        said = ", ".join(repr(value) for value in sorted(set(values)))
+        raise CommError(f"{name} is {rule} and equal on all ranks, got {said}")
+
+
+def _meeting_place(mpi: Any, own: Any, node: Any) -> tuple[Any, int, list[str]]:
+    """Return what the processes of this node share, a block there that all of them use, and what is in the way.
+
+    Collective: all ranks of `own` call this; what is in the way is the same on all of them. `node` is freed.
+    """
+    from lowshard.comm.node.communicator import lend_group
     from lowshard.comm.node.memory import NodeMemory
 
-    ranks = world_ranks(mpi, own)
+    ranks, problem, at = world_ranks(mpi, node), "", 0
     memory = _memories.get(ranks)
-    if memory is None:
-        memory = NodeMemory(own.Get_rank(), node.allgather)
-        _memories[ranks] = memory
-    mine = None
-    if own.Get_rank() == 0:
-        block = lend_group(memory, own.Get_size())
-        mine = (block.segment, block.offset)
-    at = memory.address(0, *node.bcast(mine, 0))
+    try:
+        if memory is None:
+            memory = NodeMemory(node.Get_rank(), node.allgather)
+            _memories[ranks] = memory
+        mine = None
+        if node.Get_rank() == 0:
+            block = lend_group(memory, node.Get_size())
+            mine = (block.segment, block.offset)
+        at = memory.address(0, *node.bcast(mine, 0))
+    except CommError as error:  # on all ranks of the node alike
+        problem = str(error)
     node.Free()
+    return memory, at, [said for said in own.allgather(problem) if said]
+
+
+def _node_communicator(
+    mpi: Any, own: Any, memory: Any, at: int, lookout: Lookout, timeout_s: float
+) -> Communicator:
+    from lowshard.comm.node.communicator import NodeCommunicator
+    from lowshard.comm.node.plan import Place
+
     members = tuple(range(own.Get_size()))
     mailbox = Mailbox(mpi, own, members, own.Get_rank(), lookout, timeout_s)
     return NodeCommunicator(

@@ -43,6 +43,7 @@ class Call:
         received_bytes: the same.
         run: does it, from the buffers that the public method was given.
         spans: of an exchange: counts and displacements sent, then received.
+        prepared: what a transport keeps of the spans.
         encoded: the text as bytes, for the record of what a rank is in.
     """
 
@@ -54,6 +55,7 @@ class Call:
     received_bytes: int = 0
     run: Callable[..., Any] = field(default=lambda *buffers: None, repr=False)
     spans: tuple[Sequence[int], ...] = ()
+    prepared: Any = field(default=None, repr=False)
     encoded: bytes = b""
 
     def __post_init__(self) -> None:

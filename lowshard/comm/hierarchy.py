@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -147,9 +147,7 @@ class HierarchicalCommunicator(Communicator):
             self._cross(window, to, _nothing(dtype), {})
         else:
             sender = self.seating.contact(self.rank, source)
-            self._cross(
-                _nothing(dtype), {}, window, {sender: (counts[self.rank], displs[self.rank])}
-            )
+            self._cross(_nothing(dtype), {}, window, {sender: (counts[self.rank], displs[self.rank])})
         self._spread(None, window, counts, displs, source)
         return window
 
@@ -239,7 +237,12 @@ class HierarchicalCommunicator(Communicator):
         def run(send: Array, recv: Array | None) -> None:
             self._verify(call)
             s, r = send.reshape(-1), None if recv is None else recv.reshape(-1)
-            if r is not None and len(pieces) > 1 and np.may_share_memory(s, r) and s.ctypes.data != r.ctypes.data:
+            if (
+                r is not None
+                and len(pieces) > 1
+                and np.may_share_memory(s, r)
+                and s.ctypes.data != r.ctypes.data
+            ):
                 s = s.copy()
             for start, stop in pieces:
                 counts, displs = self._cut(stop - start)
@@ -396,9 +399,7 @@ class HierarchicalCommunicator(Communicator):
         if color is None:
             return None
         name = f"{self._group_name}/{tag}.{color}"
-        at = self._memory.address(
-            self.seating.seats[local[0]][1], *(int(word) for word in places[local[0]])
-        )
+        at = self._memory.address(self.seating.seats[local[0]][1], *(int(word) for word in places[local[0]]))
         if color not in spans:
             members = tuple(self.seating.seats[r][1] for r in ranks)
             rank = ranks.index(self.rank)

@@ -17,6 +17,9 @@ from lowshard.errors import BufferMismatchError, CommError, LowshardError
 
 Array = Any
 
+_EAGER_BYTES = 1024
+"""Messages up to this MPI takes without waiting for the receiver."""
+
 
 class Post:
     """What the mailboxes over one MPI communicator share: the tags in use, and the messages under way.
@@ -187,6 +190,9 @@ class Mailbox:
 
     def send(self, buf: Array, dst: int) -> None:
         """Send and wait."""
+        if buf.nbytes <= _EAGER_BYTES:
+            self._comm.Send([buf.view(np.uint8), self._mpi.BYTE], self._ranks[dst], self._tag)
+            return
         request = self._comm.Isend([buf.view(np.uint8), self._mpi.BYTE], self._ranks[dst], self._tag)
         if not request.Test():
             self._wait(request.Test, f"recv from rank {self._rank}", dst)
@@ -206,6 +212,9 @@ class Mailbox:
 
             self._wait(look, f"send to rank {self._rank}", src)
             message = found[0]
+        if self._status.Get_count(self._mpi.BYTE) == buf.nbytes <= _EAGER_BYTES:
+            message.Recv([buf.view(np.uint8), self._mpi.BYTE])
+            return
         request = self._matched(message, buf, src)
         if not request.Test():
             self._wait(request.Test, f"send to rank {self._rank}", src)

@@ -12,10 +12,8 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import dataclasses
 import faulthandler
 import io
-import json
 import math
 import os
 import select
@@ -33,27 +31,20 @@ from numpy.typing import NDArray
 from lowshard.comm import abort
 from lowshard.comm import heartbeat as hb
 from lowshard.comm.activity import TEXT_BYTES, Activity, read_text
-from lowshard.comm.rendezvous import Listener, Offer, connect, tune
+from lowshard.comm.meeting import cut, meet
+from lowshard.comm.rendezvous import tune
 from lowshard.comm.wire import EPOLL_FD, FAILURE_AT, MESSAGE_BYTES, OUTBOX_AT
 from lowshard.errors import CommError, PeerFailed, TimedOut
 
-__all__ = ["HEARTBEAT_VARIABLE", "ON_FAILURE_VARIABLE", "Watch", "time_out_report"]
+__all__ = ["ON_FAILURE_VARIABLE", "Watch", "time_out_report"]
 
-HEARTBEAT_VARIABLE = "LOWSHARD_HEARTBEAT_S"
 ON_FAILURE_VARIABLE = "LOWSHARD_ON_FAILURE"
 
 Told = Literal["failed", "exit", "timed out", "disagreed"]
 
-_LIMIT_S = 10.0
-_SHORTEST_LIMIT_S = 1.0
 _GONE_S = 1.0  # what a rank sent before it left may still be on its way
 _TELL_S = 0.3  # for the hub to hear, and to pass on
 _FAREWELL_S = 1.5
-_CONNECT_S = 10.0
-_SHARE_S = 30.0
-_MEETING_BYTES = 8192
-_ROW_BYTES = 1536
-_ADDRESSES = 64
 _KINDS: dict[str, tuple[int, str]] = {
     "failed": (hb.FAILED, "failed"),
     "exit": (hb.EXIT, "ended its program"),
@@ -95,7 +86,7 @@ class Watch:
         heartbeat_limit_s: float | None = None,
         grace_s: float = 2.0,
         timeout_s: float = 600.0,
-        connect_limit_s: float = _CONNECT_S,
+        connect_limit_s: float = 10.0,
     ) -> Self:
         """Connect the ranks of an mpi4py communicator and begin to watch.
 
@@ -120,45 +111,14 @@ class Watch:
         watch = cls(mpi_comm.Get_rank(), mpi_comm.Get_size(), activity, grace_s)
         if watch.size == 1:
             return watch
-        problem, links = "", dict[int, socket.socket]()
-        loop: Any
-        loop, ends = hb.loop, True
+        problem, ends = "", True
+        loop: Any = hb.loop
         try:
             loop, ends = hb.compiled_loop(), _ends_process()
         except Exception as error:  # whatever it is, the other ranks must not wait for this one
             problem = f"rank {watch.rank}: {error}"
-        meeting, listener = _call_meeting(watch.rank, watch.size, heartbeat_limit_s)
-        try:
-            meeting = _broadcast(mpi_comm, meeting, timeout_s)
-            _finish(mpi_comm.Ibarrier(), timeout_s)  # a rank may be late to the call, but not to connect
-            if meeting["problem"]:
-                raise CommError(meeting["problem"])
-            offer = Offer(**{**meeting["offer"], "addresses": tuple(meeting["offer"]["addresses"])})
-            try:
-                if listener is None:
-                    links[0] = connect(offer, watch.rank, connect_limit_s)
-                else:
-                    links = listener.accept(range(1, watch.size), connect_limit_s + 1.0)
-            except CommError as error:
-                problem = problem or str(error)
-            missing = sorted(set(range(1, watch.size)) - set(links))
-            if listener is not None and missing:
-                problem = (
-                    problem or f"rank 0 on {offer.host} waited in vain for a connection of ranks {missing}"
-                )
-            # A rank that could not connect knows best why: rank 0 only saw that it did not come.
-            problems = _share(mpi_comm, problem, connect_limit_s + _SHARE_S)
-            for said in (*problems[1:], problems[0]):
-                if said:
-                    raise CommError(f"no side channel: {said}")
-        except BaseException:
-            for connection in links.values():
-                connection.close()
-            raise
-        finally:
-            if listener is not None:
-                listener.close()
-        watch._begin(links, loop, ends, meeting["limit_s"])
+        links, limit_s = meet(mpi_comm, heartbeat_limit_s, problem, timeout_s, connect_limit_s)
+        watch._begin(links, loop, ends, limit_s)
         return watch
 
     # ---- what others ask
@@ -245,7 +205,7 @@ class Watch:
         with self._lock:
             if self.flag[0] or not self._alive():
                 return
-            data = _cut(f"rank {self.rank} {verb}: {text}", MESSAGE_BYTES)
+            data = cut(f"rank {self.rank} {verb}: {text}", MESSAGE_BYTES)
             self._memory[OUTBOX_AT : OUTBOX_AT + len(data)] = np.frombuffer(data, np.uint8)
             self._words[hb.TOLD_KIND], self._words[hb.TOLD_BYTES] = number, len(data)
             os.eventfd_write(self._wake, 1)
@@ -411,38 +371,6 @@ def time_out_report(activity: Activity, watch: Watch) -> str:
     return "".join(f"rank {watch.rank} | {line}\n" for line in out.getvalue().splitlines() if line)
 
 
-# ---- how a watch starts
-
-
-def _call_meeting(rank: int, size: int, limit_s: float | None) -> tuple[dict[str, Any], Listener | None]:
-    """Return, on rank 0, what all ranks must know, and the listener; elsewhere nothing."""
-    if rank != 0:
-        return {}, None
-    meeting: dict[str, Any] = {"problem": ""}
-    try:
-        meeting["limit_s"] = _heartbeat_limit_s(limit_s)
-        listener = Listener(size)
-    except CommError as error:
-        return {"problem": str(error)}, None
-    offer = dataclasses.asdict(listener.offer)
-    meeting["offer"] = {**offer, "addresses": offer["addresses"][:_ADDRESSES]}
-    return meeting, listener
-
-
-def _heartbeat_limit_s(given_s: float | None) -> float:
-    text = os.environ.get(HEARTBEAT_VARIABLE, str(_LIMIT_S)) if given_s is None else str(given_s)
-    try:
-        limit_s = float(text)
-    except ValueError:
-        limit_s = math.nan
-    if not _SHORTEST_LIMIT_S <= limit_s < math.inf:
-        raise CommError(
-            f"{HEARTBEAT_VARIABLE} (heartbeat_limit_s) is the silence in seconds after which a rank has failed, "
-            f"{_SHORTEST_LIMIT_S:g} or more; got {text!r}"
-        )
-    return limit_s
-
-
 def _ends_process() -> bool:
     """Say whether a process that hangs after a failure is to be ended."""
     text = os.environ.get(ON_FAILURE_VARIABLE, "end")
@@ -452,43 +380,6 @@ def _ends_process() -> bool:
             f"alone); got {text!r}"
         )
     return text == "end"
-
-
-def _broadcast(mpi_comm: Any, value: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-    """Return rank 0's value on every rank."""
-    buffer = np.zeros(_MEETING_BYTES, np.uint8)
-    if value:
-        data = json.dumps(value).encode()
-        buffer[: len(data)] = np.frombuffer(data, np.uint8)
-    _finish(mpi_comm.Ibcast(buffer, 0), timeout_s)
-    received: dict[str, Any] = json.loads(buffer.tobytes().rstrip(b"\0"))
-    return received
-
-
-def _share(mpi_comm: Any, text: str, timeout_s: float) -> list[str]:
-    """Return every rank's text on every rank."""
-    mine = np.zeros(_ROW_BYTES, np.uint8)
-    data = _cut(text, _ROW_BYTES)
-    mine[: len(data)] = np.frombuffer(data, np.uint8)
-    rows = np.zeros((mpi_comm.Get_size(), _ROW_BYTES), np.uint8)
-    _finish(mpi_comm.Iallgather(mine, rows), timeout_s)
-    return [row.tobytes().rstrip(b"\0").decode() for row in rows]
-
-
-def _finish(request: Any, timeout_s: float) -> None:
-    """Wait for an MPI request with a deadline: a rank may be dead already, and nobody watches yet."""
-    end_s = time.monotonic() + timeout_s
-    pause_s = 1e-4
-    while not request.Test():
-        if time.monotonic() > end_s:
-            raise TimedOut(f"no side channel: not all ranks came to make it within {timeout_s:g} s")
-        time.sleep(pause_s)
-        pause_s = min(1.5 * pause_s, 0.01)
-
-
-def _cut(text: str, size: int) -> bytes:
-    """Return a text as at most so many bytes, without half a character and without a line's end."""
-    return " ".join(text.splitlines()).encode()[:size].decode(errors="ignore").encode()
 
 
 def _write(text: str) -> None:

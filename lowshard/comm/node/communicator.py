@@ -50,7 +50,7 @@ from lowshard.comm.work import Work
 
 Array = Any
 
-_SLOT_BYTES = 32 << 10
+_SLOT_BYTES = 128 << 10
 _SPINS_ALONE, _YIELDS_ALONE = 4000, 200
 _SPINS_CROWDED, _YIELDS_CROWDED = 100, 4
 
@@ -79,8 +79,6 @@ class NodeCommunicator(NodePlans):
         self._steps = {order: schedule(size, order) for order in ("tree", "rank")}
         self._steps["fast"] = self._steps["tree"]
         self._steps_at = {order: address_of(table) for order, table in self._steps.items()}
-        self._table = np.zeros((size, 3), np.int64)
-        self._places = np.zeros(size, np.int64)
         crowded = len(memory.pids) > len(os.sched_getaffinity(0))
         words = self._context
         words[SIZE], words[ME], words[CARDS] = size, self.rank, cards
@@ -124,16 +122,15 @@ class NodeCommunicator(NodePlans):
         if dense and len(set(counts)) == 1 and send.nbytes <= self._slot_bytes:
             self._fact(send, recv, send.nbytes, send.nbytes, 0, self.size, 0, send.nbytes)
             return
-        own = [send.size] * self.size
-        self._exchange(FACT, "all_gather_v", send, own, [0] * self.size, recv, counts, displs, False)
+        own, zero = [send.size] * self.size, [0] * self.size
+        self._exchange(FACT, "all_gather_v", send, recv, self._spans(send, own, zero, counts, displs))
 
     def _all_to_all_v(
         self, send: Array, send_counts: Sequence[int], send_displs: Sequence[int], recv: Array,
         recv_counts: Sequence[int], recv_displs: Sequence[int],
     ) -> None:  # fmt: skip
-        self._exchange(
-            FACT, "all_to_all_v", send, send_counts, send_displs, recv, recv_counts, recv_displs, False
-        )
+        spans = self._spans(send, send_counts, send_displs, recv_counts, recv_displs)
+        self._exchange(FACT, "all_to_all_v", send, recv, spans)
 
     def _broadcast(self, buf: Array, root: int) -> None:
         call = Call(STEP, "broadcast", FACT)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from mpi4py import MPI
@@ -47,6 +47,20 @@ class Place:
     block: int
 
 
+class _Spans(NamedTuple):
+    """Of an exchange, in bytes, with their addresses.
+
+    Attributes:
+        table: `[ranks, 3]` int64: sent to a rank, where from, expected from it.
+        places: `[ranks]` int64: where to.
+    """
+
+    table: np.ndarray
+    places: np.ndarray
+    table_at: int
+    places_at: int
+
+
 class NodePlans(Communicator):
     """Plans of the collectives, over the compiled calls; the context they work on is the subclass's."""
 
@@ -58,8 +72,6 @@ class NodePlans(Communicator):
     _slot_bytes: int
     _steps_at: dict[str, int]
     _scratch: np.ndarray | None
-    _table: np.ndarray
-    _places: np.ndarray
 
     # ---- how calls end
 
@@ -250,8 +262,8 @@ class NodePlans(Communicator):
     ) -> None:
         if self._check == "full":
             self._verify(call)
-        own = [send.size] * self.size
-        self._exchange(self._sign(call), call.text, send, own, [0] * self.size, recv, counts, displs, False)
+        own, zero = [send.size] * self.size, [0] * self.size
+        self._exchange(self._sign(call), call.text, send, recv, self._spans(send, own, zero, counts, displs))
 
     def _run_all_to_all_v(
         self, call: Call, send: Array, send_counts: Sequence[int], send_displs: Sequence[int], recv: Array,
@@ -259,21 +271,20 @@ class NodePlans(Communicator):
     ) -> None:  # fmt: skip
         if self._check == "full":
             self._verify(call)
-        self._exchange(
-            self._sign(call), call.text, send, send_counts, send_displs, recv, recv_counts, recv_displs,
-            self._check != "off",
-        )  # fmt: skip
+        if call.prepared is None:
+            call.prepared = self._spans(send, send_counts, send_displs, recv_counts, recv_displs)
+        self._exchange(self._sign(call), call.text, send, recv, call.prepared, self._check != "off")
+
+    def _spans(self, send: Array, *spans: Sequence[int]) -> _Spans:
+        """Return counts and displacements (sent, received) in bytes, as the compiled exchange takes them."""
+        counts, displs, expected, places = (np.array(span, np.int64) * send.itemsize for span in spans)
+        table = np.stack([counts, displs, expected], axis=1)
+        return _Spans(table, places, address_of(table), address_of(places))
 
     def _exchange(
-        self, signature: int, text: str, send: Array, send_counts: Sequence[int], send_displs: Sequence[int],
-        recv: Array, recv_counts: Sequence[int], recv_displs: Sequence[int], check: bool,
+        self, signature: int, text: str, send: Array, recv: Array, spans: _Spans, check: bool = False
     ) -> None:  # fmt: skip
-        item, table, memory = send.itemsize, self._table, self._place.memory
-        table[:, 0], table[:, 1], table[:, 2] = send_counts, send_displs, recv_counts
-        self._places[:] = recv_displs
-        if item != 1:
-            table *= item
-            self._places *= item
+        memory = self._place.memory
         at, to, size = address_of(send), address_of(recv), send.nbytes
         lent = send
         if at < to + recv.nbytes and to < at + size:
@@ -282,21 +293,17 @@ class NodePlans(Communicator):
             lent = memory.arena.array(send.size, send.dtype)
             lent[...] = send
             self._map_all()
+        if lent is not send:
+            at = address_of(lent)
         code = self._compiled.exchange(
-            self._ctx,
-            signature,
-            address_of(table),
-            address_of(self._places),
-            address_of(lent),
-            size,
-            to,
-            check,
+            self._ctx, signature, spans.table_at, spans.places_at, at, size, to, check
         )
         if memory.wanted[0]:
             memory.map_new()
         if code:
             if code == DIFFERENT:
-                text += f" send_counts={list(send_counts)} recv_counts={list(recv_counts)}"
+                sent, expected = (spans.table[:, i] // send.itemsize for i in (0, 2))
+                text += f" send_counts={sent.tolist()} recv_counts={expected.tolist()}"
             self._end(code, text)
 
     # ---- plans of reductions
