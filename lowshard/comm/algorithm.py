@@ -108,7 +108,7 @@ class Algorithms(Transport):
         self._all_gather_v(
             xp.asarray(record), recv.reshape(-1), [n] * self.size, [n * i for i in range(self.size)]
         )
-        return recv if isinstance(recv, np.ndarray) else recv.get()  # type: ignore[no-any-return]
+        return recv if isinstance(recv, np.ndarray) else recv.get()
 
     # ---- plans of moves
 

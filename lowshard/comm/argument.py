@@ -77,7 +77,7 @@ class Arguments(Algorithms):
 
     def _start_message(self, name: str, buf: Array, peer: int) -> Work:
         """Give a send or a recv to a thread of its own: it waits for one rank only."""
-        call = self.send if name == "send" else self.recv
+        call = getattr(self, name)
         work = ThreadWork(lambda: call(buf, peer), f"{name} of rank {self.rank}")
         threading.Thread(target=work.run, name=f"lowshard {name}", daemon=True).start()
         return work
@@ -92,8 +92,8 @@ class Arguments(Algorithms):
         call = self._calls.get(key)
         if call is None or self._closed:
             return None
-        if send is not None and recv is send:
-            return call if self._ready(send, True) and send.size == call.recv_elems else None
+        if recv is not None and recv is send:
+            return call if self._ready(recv, True) and recv.size == call.recv_elems else None
         if send is not None and not self._ready(send):
             return None
         if recv is None:

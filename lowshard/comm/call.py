@@ -14,6 +14,7 @@ from typing import Any, Literal
 from lowshard.errors import CommError
 
 Check = Literal["off", "hash", "full"]
+_CHECKS: tuple[Check, ...] = ("off", "hash", "full")
 CHECK_VARIABLE = "LOWSHARD_CHECK"
 ENCODED_BYTES = 96
 
@@ -75,8 +76,9 @@ def check_from_environment() -> Check:
         CommError: it says something else.
     """
     text = os.environ.get(CHECK_VARIABLE, "hash")
-    if text == "off" or text == "hash" or text == "full":
-        return text
+    for known in _CHECKS:
+        if text == known:
+            return known
     raise CommError(f"{CHECK_VARIABLE} is off, hash or full, got {text!r}")
 
 

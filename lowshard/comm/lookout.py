@@ -40,7 +40,7 @@ class Lookout:
         self._own_flag = np.zeros(1, np.int64)
         flag = self._own_flag if watch is None else watch.flag
         self.flag_address = int(flag.ctypes.data)
-        self._flag = memoryview(flag)
+        self._flag = flag.data
 
     def failed(self) -> bool:
         """Say whether a failure is known."""

@@ -122,7 +122,7 @@ class Arena:
         block = self.allocate(count * dtype.itemsize)
         owner = (ctypes.c_uint8 * block.size_bytes).from_address(block.address)
         weakref.finalize(owner, self.free, block).atexit = False
-        whole = np.frombuffer(owner, np.uint8, count * dtype.itemsize)
+        whole: np.ndarray = np.ctypeslib.as_array(owner)[: count * dtype.itemsize]
         return whole.view(dtype).reshape(dims)
 
     def address(self, segment: int) -> int:
@@ -154,7 +154,7 @@ class Arena:
     def _add_segment(self, size_bytes: int) -> None:
         if len(self._segments) == self._most:
             raise CommError(
-                f"a rank shares at most {self._most} segments of memory; free arrays of empty(), or make fewer, larger ones"
+                f"a rank shares at most {self._most} segments of memory; free arrays of empty(), or make larger ones"
             )
         size = -(-size_bytes // (2 << 20)) * (2 << 20)
         fd = os.memfd_create("lowshard", os.MFD_CLOEXEC)

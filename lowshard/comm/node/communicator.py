@@ -111,7 +111,7 @@ class NodeCommunicator(NodePlans):
             self._end(code, "a check")
         return bool(code == OK)
 
-    def _fact(self, send: Array | None, recv: Array | None, *pull: int) -> None:
+    def _fact(self, send: Array | None, recv: Array | None, *pull: Any) -> None:
         call = Call(STEP, "a step of the transport", 0 if self._check == "off" else FACT)
         self._pull(call, *pull)(send, recv)
 

@@ -21,7 +21,7 @@ that the others fetch; this rank's part to the root's buffer; its part of the ba
 
 
 @njit(nogil=True)  # type: ignore[untyped-decorator]
-def scratch_blocks(ranks: int) -> int:
+def scratch_blocks(ranks: int) -> Any:
     """Return the blocks of scratch memory that a fold over so many ranks takes at most."""
     return 3 * ranks + 3  # fetched, widened, temporaries (one a level of the tree); two results
 
@@ -104,7 +104,7 @@ def fold_part(
 def fold_slots(
     ctx: int, signature: int, send: int, send_bytes: int, recv: int, first: int, elems: int, divisor: int,
     steps: int, recipe: int,
-) -> int:  # fmt: skip
+) -> Any:  # fmt: skip
     """Show this rank's operand in its slot, and fold `elems` elements from `first` on out of all slots."""
     step(ctx)
     size, parts, item = peek(ctx + 8 * SIZE), peek(ctx + 8 * PARTS), peek(recipe + 8 * ITEM)
@@ -125,7 +125,7 @@ def fold_slots(
 def fold_buffers(
     ctx: int, signature: int, send: int, send_bytes: int, recv: int, recv_bytes: int, elems: int, mode: int,
     root: int, divisor: int, steps: int, recipe: int,
-) -> int:  # fmt: skip
+) -> Any:  # fmt: skip
     """Fold straight out of the operands' memory; `mode` says where the result goes."""
     step(ctx)
     say(ctx, SEND, send, send_bytes)

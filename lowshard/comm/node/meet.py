@@ -10,6 +10,8 @@ The context of a group is a row of int64 in a process's own memory; the constant
 
 from __future__ import annotations
 
+from typing import Any
+
 from numba import njit
 
 from lowshard.comm.node.atomic import (
@@ -95,13 +97,13 @@ _ALL = 1 << 30
 
 
 @njit(nogil=True)  # type: ignore[untyped-decorator]
-def line(ctx: int, rank: int) -> int:
+def line(ctx: int, rank: int) -> Any:
     """Return the address of what a rank says beside the stamp that is being met."""
     return peek(ctx + 8 * CARDS) + rank * CARD_BYTES + _WORDS + (peek(ctx + 8 * STAMP) & 1) * _LINE_BYTES
 
 
 @njit(nogil=True)  # type: ignore[untyped-decorator]
-def slot(ctx: int, rank: int) -> int:
+def slot(ctx: int, rank: int) -> Any:
     """Return the address of a rank's slot for the stamp that is being met."""
     turn = peek(ctx + 8 * STAMP) & 1
     return peek(ctx + 8 * SLOTS) + (2 * rank + turn) * peek(ctx + 8 * SLOT_BYTES)
@@ -126,14 +128,14 @@ def arrive(ctx: int, signature: int) -> None:
 
 
 @njit(nogil=True)  # type: ignore[untyped-decorator]
-def clock_ns(ctx: int) -> int:
+def clock_ns(ctx: int) -> Any:
     """Return a clock's time in nanoseconds."""
     read_clock(_MONOTONIC, ctx + 8 * CLOCK)
     return peek(ctx + 8 * CLOCK) * 1_000_000_000 + peek(ctx + 8 * CLOCK + 8)
 
 
 @njit(nogil=True)  # type: ignore[untyped-decorator]
-def _await(ctx: int, rank: int) -> int:
+def _await(ctx: int, rank: int) -> Any:
     """Return once a rank has shown the stamp, or why not."""
     card = peek(ctx + 8 * CARDS) + rank * CARD_BYTES
     stamp, flag, call = peek(ctx + 8 * STAMP), peek(ctx + 8 * FLAG), peek(ctx + 8 * FUTEX_CALL)
@@ -169,7 +171,7 @@ def _await(ctx: int, rank: int) -> int:
 
 
 @njit(nogil=True)  # type: ignore[untyped-decorator]
-def await_all(ctx: int, signature: int) -> int:
+def await_all(ctx: int, signature: int) -> Any:
     """Return once all ranks have shown the stamp: whether their signatures are equal, or why the wait ended."""
     me, size, code = peek(ctx + 8 * ME), peek(ctx + 8 * SIZE), OK
     for i in range(1, size):
@@ -185,7 +187,7 @@ def await_all(ctx: int, signature: int) -> int:
 
 
 @njit(nogil=True)  # type: ignore[untyped-decorator]
-def meet(ctx: int, signature: int) -> int:
+def meet(ctx: int, signature: int) -> Any:
     """Show the stamp that `step` went to and wait for all others."""
     arrive(ctx, signature)
     return await_all(ctx, signature)

@@ -143,7 +143,8 @@ def shared_array(address: int, block: int, user: int, count: int, dtype: np.dtyp
     """Return an array over a part of a lent block, which this rank lets go of with the last array over it."""
     owner = (ctypes.c_uint8 * max(1, count * dtype.itemsize)).from_address(address)
     let_go_with(owner, block, user)
-    return np.frombuffer(owner, np.uint8)[: count * dtype.itemsize].view(dtype)
+    whole: np.ndarray = np.ctypeslib.as_array(owner)[: count * dtype.itemsize]
+    return whole.view(dtype)
 
 
 def _let_go(address: int) -> None:

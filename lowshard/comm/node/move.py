@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from numba import njit
 
 from lowshard.comm.node.atomic import copy_bytes, fence, peek, poke, read_process, write_process
@@ -54,7 +56,7 @@ def say(ctx: int, field: int, address: int, size_bytes: int) -> None:
 
 
 @njit(nogil=True)  # type: ignore[untyped-decorator]
-def seen_at(ctx: int, rank: int, field: int) -> int:
+def seen_at(ctx: int, rank: int, field: int) -> Any:
     """Return where this process sees what a card says of a buffer (SEND or RECV), or 0 for private memory."""
     at = line(ctx, rank) + 8 * field
     if rank == peek(ctx + 8 * ME):
@@ -131,7 +133,7 @@ def put(ctx: int, rank: int, offset: int, source: int, size_bytes: int) -> None:
 
 
 @njit(nogil=True)  # type: ignore[untyped-decorator]
-def leave(ctx: int) -> int:
+def leave(ctx: int) -> Any:
     """Meet once more, so that nobody's buffer is reused while others read it; FAULTY if a copy failed anywhere."""
     fault = peek(ctx + 8 * FAULT)
     poke(ctx + 8 * FAULT, 0)
@@ -144,7 +146,7 @@ def leave(ctx: int) -> int:
 def gather_slots(
     ctx: int, signature: int, send: int, send_bytes: int, recv: int, first: int, ranks: int, offset: int,
     each_bytes: int,
-) -> int:  # fmt: skip
+) -> Any:  # fmt: skip
     """Show `send_bytes` of this rank, and copy a part of what others show: one meeting.
 
     From each of `ranks` ranks from `first` on, `each_bytes` at `offset` go to recv, one behind the other.
@@ -164,7 +166,7 @@ def gather_slots(
 def gather_buffers(
     ctx: int, signature: int, send: int, send_bytes: int, recv: int, first: int, ranks: int, offset: int,
     each_bytes: int,
-) -> int:  # fmt: skip
+) -> Any:  # fmt: skip
     """As `gather_slots`, straight out of the others' buffers: a meeting before and one after."""
     step(ctx)
     say(ctx, SEND, send, send_bytes)
@@ -184,7 +186,7 @@ def gather_buffers(
 @njit(nogil=True)  # type: ignore[untyped-decorator]
 def collect(
     ctx: int, signature: int, send: int, recv: int, recv_bytes: int, root: int, each_bytes: int
-) -> int:
+) -> Any:
     """Put every rank's bytes into the root's buffer, each rank its own: gather."""
     step(ctx)
     say(ctx, RECV, recv, recv_bytes)
@@ -196,7 +198,7 @@ def collect(
 
 
 @njit(nogil=True)  # type: ignore[untyped-decorator]
-def spread(ctx: int, signature: int, buf: int, size_bytes: int, root: int) -> int:
+def spread(ctx: int, signature: int, buf: int, size_bytes: int, root: int) -> Any:
     """Copy the root's bytes to all ranks: they take most, and the root, else idle, gives the rest."""
     step(ctx)
     say(ctx, SEND, buf, size_bytes)
@@ -232,7 +234,7 @@ def _tables_agree(ctx: int) -> bool:
 @njit(nogil=True)  # type: ignore[untyped-decorator]
 def exchange(
     ctx: int, signature: int, table: int, places: int, send: int, send_bytes: int, recv: int, check: bool,
-) -> int:  # fmt: skip
+) -> Any:  # fmt: skip
     """Send each rank a part of its own length: all_to_all_v.
 
     Args:
@@ -275,7 +277,7 @@ def exchange(
 
 
 @njit(nogil=True)  # type: ignore[untyped-decorator]
-def show(ctx: int, signature: int, send: int, send_bytes: int) -> int:
+def show(ctx: int, signature: int, send: int, send_bytes: int) -> Any:
     """Put bytes into this rank's slot and meet: the caller reads the slots before it steps on twice."""
     step(ctx)
     copy_bytes(slot(ctx, peek(ctx + 8 * ME)), send, send_bytes)
@@ -284,7 +286,7 @@ def show(ctx: int, signature: int, send: int, send_bytes: int) -> int:
 
 
 @njit(nogil=True)  # type: ignore[untyped-decorator]
-def barrier(ctx: int, signature: int) -> int:
+def barrier(ctx: int, signature: int) -> Any:
     """Meet."""
     step(ctx)
     return meet(ctx, signature)

@@ -137,7 +137,7 @@ class NodePlans(Communicator):
                 copied before it is written over.
         """
         memory, rank = self._place.memory, self.rank
-        wanted = memoryview(memory.wanted)
+        wanted = memory.wanted.data
 
         def run(send: Array | None, recv: Array | None) -> None:
             at, size = (0, 0) if send is None else (address_of(send), send.nbytes)
