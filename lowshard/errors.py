@@ -20,6 +20,7 @@ __all__ = [
     "MismatchError",
     "PeerFailed",
     "PlanError",
+    "ProfileError",
     "ShardingError",
     "TimedOut",
     "VerificationError",
@@ -90,6 +91,10 @@ class CheckpointError(LowshardError, ValueError):
 
 class DependencyError(LowshardError, ImportError):
     """An optional library is missing; the text names the extra that installs it."""
+
+
+class ProfileError(LowshardError, ValueError):
+    """A cluster profile that is damaged, or that says nothing about what it was asked."""
 
 
 class LaunchError(LowshardError, RuntimeError):

@@ -28,8 +28,8 @@ def from_mpi(
     """Return a communicator over an mpi4py communicator, which it duplicates.
 
     Collective: all ranks of `mpi_comm` call this. On "cpu" buffers are NumPy arrays; ranks of one node move
-    them through shared memory, else MPI does. On "cuda" buffers are CuPy arrays and NCCL moves them; MPI hands out the unique id. "auto" is
-    "cuda" when every rank sees a GPU through CuPy, else "cpu".
+    them through shared memory, else MPI does. On "cuda" buffers are CuPy arrays and NCCL moves them; MPI
+    hands out the unique id. "auto" is "cuda" when every rank sees a GPU through CuPy, else "cpu".
 
     An uncaught exception on a rank then ends the whole job, with the rank's number and traceback.
 

@@ -92,15 +92,14 @@ class Arguments(Algorithms):
         call = self._calls.get(key)
         if call is None or self._closed:
             return None
-        if recv is not None and recv is send:
+        if recv is send and recv is not None:
             return call if self._ready(recv, True) and recv.size == call.recv_elems else None
         if send is not None and not self._ready(send):
             return None
         if recv is None:
             return call if call.recv_elems == 0 else None
-        if not self._ready(recv, True) or recv.size != call.recv_elems:
-            return None
-        return call if send is None or recv.dtype == send.dtype else None
+        fits = self._ready(recv, True) and recv.size == call.recv_elems
+        return call if fits and (send is None or recv.dtype == send.dtype) else None
 
     def _counts_key(self, send: Any, *spans: Any) -> object:
         """Return what an exchange of these buffers and counts is known by, or None if it is not worth knowing."""
