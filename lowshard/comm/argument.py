@@ -266,7 +266,10 @@ class Arguments(Algorithms):
         except LowshardError as error:
             self._refuse(error, text)
         sent, received = self._shared_bytes(name, flat)
-        call = self._make(name, text, 0, sent, received)
+        signed = self._calls.get(("shared", text))
+        if signed is None:
+            signed = self._keep(("shared", text), self._make(name, text, 0, 0, 0))
+        call = Call(name, text, signed.signature, 0, sent, received)
         made: list[Array] = []
 
         def run() -> None:

@@ -302,6 +302,9 @@ class HierarchicalCommunicator(Communicator):
     def _compare(self, signature: int) -> bool:
         return self.flat._compare(signature)
 
+    def _gather_facts(self, record: np.ndarray) -> np.ndarray:
+        return self.flat._gather_facts(record)
+
     def _all_gather_v(self, send: Array, recv: Array, counts: Sequence[int], displs: Sequence[int]) -> None:
         whole_bytes = sum(counts) * recv.itemsize
         if not self._large(whole_bytes):

@@ -24,6 +24,7 @@ class Calls:
     gather_slots: Callable[..., int]
     gather_buffers: Callable[..., int]
     collect: Callable[..., int]
+    place: Callable[..., int]
     spread: Callable[..., int]
     exchange: Callable[..., int]
     fold_slots: Callable[..., int]
@@ -45,6 +46,7 @@ def load_calls() -> Calls:
         gather_slots=compiled(move.gather_slots, 9),
         gather_buffers=compiled(move.gather_buffers, 9),
         collect=compiled(move.collect, 7),
+        place=compiled(move.place, 3),
         spread=compiled(move.spread, 5),
         exchange=compiled(move.exchange, 8),
         fold_slots=compiled(fold.fold_slots, 10),

@@ -277,6 +277,13 @@ def exchange(
 
 
 @njit(nogil=True)  # type: ignore[untyped-decorator]
+def place(into: int, source: int, size_bytes: int) -> Any:
+    """Copy bytes within this process, as `copy` does."""
+    copy(into, source, size_bytes)
+    return OK
+
+
+@njit(nogil=True)  # type: ignore[untyped-decorator]
 def show(ctx: int, signature: int, send: int, send_bytes: int) -> Any:
     """Put bytes into this rank's slot and meet: the caller reads the slots before it steps on twice."""
     step(ctx)

@@ -367,21 +367,42 @@ class NodePlans(Communicator):
 
     def _common(self, elems: int, dtype: Any) -> Array:
         """Return an array at one place in memory for all ranks; the first rank's arena has it."""
+        return self._common_checked(elems, dtype, FACT, "a step of the transport")
+
+    def _common_checked(self, elems: int, dtype: Any, signature: int, text: str) -> Array:
+        """As `_common`; ranks compare a signature as they meet."""
         memory, head = self._place.memory, head_bytes(self.size)
         facts = np.zeros(2, np.int64)
         if self.rank == 0:
             block = memory.lend(elems * dtype.itemsize, self.size)
             facts[:] = block.segment, block.offset
-        segment, offset = (int(word) for word in self._gather_facts(facts)[0])
+        rows = np.empty((self.size, 2), np.int64)
+        code = self._compiled.gather_slots(
+            self._ctx, signature, address_of(facts), 16, address_of(rows), 0, self.size, 0, 16
+        )
+        if code:
+            self._end(code, text)
+        segment, offset = rows[0].tolist()
         at = memory.address(self._place.members[0], segment, offset)
         return shared_array(at + head, at, self.rank, elems, dtype)
+
+    def _shared_all_gather(self, call: Call, send: Array) -> Array:
+        if self._check == "full":
+            self._verify(call)
+        n = send.size
+        result = self._common_checked(n * self.size, send.dtype, self._sign(call), call.text)
+        own = result[n * self.rank : n * (self.rank + 1)]
+        self._compiled.place(address_of(own), address_of(send), send.nbytes)
+        self._barrier()
+        return result
 
     def _shared_all_reduce(self, call: Call, send: Array, op: str, order: str) -> Array:
         recipe = self._recipe(send.dtype, op)
         if not recipe:
             return super()._shared_all_reduce(call, send, op, order)
-        self._verify(call)
-        result = self._common(send.size, send.dtype)
+        if self._check == "full":
+            self._verify(call)
+        result = self._common_checked(send.size, send.dtype, self._sign(call), call.text)
         self._straight(
             call, send.size, OWN_PART, 0, self._divisor(op), self._steps_at[order], recipe
         )(send, result)  # fmt: skip
