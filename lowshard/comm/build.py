@@ -15,6 +15,7 @@ from lowshard.comm.mpi import MPICommunicator, load_mpi
 from lowshard.comm.protocol import Communicator
 from lowshard.comm.seating import Seating
 from lowshard.comm.transport import default_timeout_s
+from lowshard.comm.tuned import Crossover, Machine, default_path, load
 from lowshard.errors import CommError
 
 PATH_VARIABLE = "LOWSHARD_CPU_PATH"
@@ -145,9 +146,29 @@ def _node_communicator(
     from lowshard.comm.node.communicator import NodeCommunicator
     from lowshard.comm.node.plan import Place
 
-    members = tuple(range(own.Get_size()))
-    mailbox = Mailbox(mpi, own, members, own.Get_rank(), lookout, timeout_s)
-    return NodeCommunicator(
-        Place(memory, members, at), own.Get_rank(), mailbox, group="0", timeout_s=timeout_s,
-        activity=lookout.activity,
-    )  # fmt: skip
+    members, rank = tuple(range(own.Get_size())), own.Get_rank()
+    mailbox = Mailbox(mpi, own, members, rank, lookout, timeout_s)
+    place, record = Place(memory, members, at), lookout.activity
+    crossover = _crossover(mpi, own)
+    if not crossover.sizes:
+        return NodeCommunicator(place, rank, mailbox, group="0", timeout_s=timeout_s, activity=record)
+    from lowshard.comm.node.crossing import CrossingCommunicator
+
+    made = CrossingCommunicator(place, rank, mailbox, group="0", timeout_s=timeout_s, activity=record)
+    flat = MPICommunicator(own.Dup(), owned=True, lookout=lookout, timeout_s=timeout_s, activity=record)
+    made.cross(flat, crossover)
+    return made
+
+
+def _crossover(mpi: Any, own: Any) -> Crossover:
+    """Return the sizes below which MPI's own calls are taken: what rank 0 finds in the table of this machine.
+
+    Collective: all ranks of `own`, which are on one node, call this.
+    """
+    if os.environ.get(PATH_VARIABLE, "auto") == "window":
+        return Crossover()
+    affinities = own.gather(os.sched_getaffinity(0), 0)
+    found = None
+    if affinities is not None:
+        found = load(default_path(), Machine.of(mpi.get_vendor(), affinities))
+    return own.bcast(found, 0)  # type: ignore[no-any-return]

@@ -11,6 +11,7 @@ import contextlib
 import fcntl
 import hmac
 import os
+import resource
 import secrets
 import selectors
 import socket
@@ -37,6 +38,8 @@ _PROOF_BYTES = 32
 _WELCOME = b"\x01"
 _ROUNDS_S = (0.5, 1.0, 2.0, 4.0)  # how long an address may take, round by round; the last one stays
 _PAUSE_S = 0.1
+_FULL_PAUSE_S = 0.001
+_OTHER_FILES = 768  # that the program may want
 
 
 @dataclass(frozen=True)
@@ -110,6 +113,7 @@ class Listener:
         Raises:
             CommError: LOWSHARD_INTERFACE names no interface of this host, or nothing can be listened on.
         """
+        _allow_files(ranks)
         known = interface_addresses()
         wanted = os.environ.get(INTERFACE_VARIABLE)
         try:
@@ -160,10 +164,20 @@ class Listener:
     def _let_in(self, listening: socket.socket, waiting: selectors.BaseSelector) -> None:
         try:
             connection, _ = listening.accept()
-        except OSError:  # it has gone already
+        except OSError:  # it has gone already, or there are too many open files
+            time.sleep(_FULL_PAUSE_S)
             return
         connection.setblocking(False)
         waiting.register(connection, selectors.EVENT_READ, _Guest(connection, self.offer.token))
+
+
+def _allow_files(ranks: int) -> None:
+    """Raise this process's limit of open files, if it can be, to hold a connection of each rank."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = ranks + _OTHER_FILES
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
 
 
 def _listen(

@@ -60,12 +60,14 @@ class Watch:
     Attributes:
         rank: this rank.
         size: number of ranks.
+        world_rank: this process's rank in the job, where the communicator that is watched is not the world's.
         flag: one int64, 0 until a failure is known and 1 from then on; compiled waits poll it by its address.
     """
 
     def __init__(self, rank: int, size: int, activity: Activity, grace_s: float) -> None:
         """Make an end without connections; `start` makes whole ones."""
         self.rank, self.size = rank, size
+        self.world_rank = abort.world_rank(rank)
         self._activity = activity
         self._grace_s = grace_s
         self._pid = os.getpid()
@@ -240,16 +242,15 @@ class Watch:
         """Make the arrays that the loop shares with all others."""
         self._sockets = [links[rank] for rank in sorted(links)]
         descriptors = [connection.fileno() for connection in self._sockets]
-        world_rank = abort.world_rank(self.rank)
         self._words, self._memory = hb.make_memory(
             self.rank,
             self.size,
             len(links),
             max(descriptors, default=-1) + 1,
             self._own.ctypes.data,
-            abort.forced_end_parts(world_rank),
+            abort.forced_end_parts(self.world_rank),
         )
-        self._words[hb.WORLD_RANK], self._words[hb.GRACE_NS] = world_rank, int(self._grace_s * 1e9)
+        self._words[hb.WORLD_RANK], self._words[hb.GRACE_NS] = self.world_rank, int(self._grace_s * 1e9)
         for link, rank in enumerate(sorted(links)):
             word = hb.link_word(link)
             self._words[word + hb.FD], self._words[word + hb.PEER] = descriptors[link], rank
@@ -277,9 +278,7 @@ class Watch:
         ]
         for thread in self._threads:
             thread.start()
-        while not words[
-            hb.RUNNING
-        ]:  # from here on the loop needs no interpreter, whatever the program does with it
+        while not words[hb.RUNNING]:  # the program may hold the interpreter from here on
             time.sleep(0.001)
         _watches.add(self)
         abort.add_watch(self)
@@ -299,7 +298,7 @@ class Watch:
             due = self.flag[0] and words[hb.ARMED] and not words[hb.END_NS]
             left_s = (words[hb.FAILED_NS] + words[hb.GRACE_NS] - time.monotonic_ns()) / 1e9
             if due and left_s <= 0:
-                self._end_process(f"did not end within {self._grace_s:g} s")
+                self._end_process()
             news.poll(math.ceil(left_s * 1000) if due else None)
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self._news)
@@ -309,14 +308,16 @@ class Watch:
                     _write(time_out_report(self._activity, self))
         self._release()
 
-    def _end_process(self, why: str) -> None:
-        """End this process: another rank failed, and this one would wait for it."""
+    def _end_process(self) -> None:
+        """End this process: a rank failed, and this one waits for it in MPI, computes, or sleeps."""
         timed_out = self._words[hb.KIND] == hb.TIMED_OUT
         code = TimedOut.exit_code if timed_out else PeerFailed.exit_code
-        message = f"{self.cause}; this rank was in {self._activity.where()} and {why}: it ends with exit code {code}"
-        world_rank = int(self._words[hb.WORLD_RANK])
-        abort.leave_forced_end(world_rank, code, message)
-        _write(f"rank {world_rank} | {message}\n")
+        message = (
+            f"{self.cause}; this rank was in {self._activity.where()} and did not end within {self._grace_s:g} s: "
+            f"it ends with exit code {code}"
+        )
+        abort.leave_forced_end(self.world_rank, code, message)
+        _write(f"rank {self.world_rank} | {message}\n")
         self._words[hb.SAID] = 1
         abort.flush_output()
         os._exit(code)
@@ -368,7 +369,7 @@ def time_out_report(activity: Activity, watch: Watch) -> str:
         faulthandler.dump_traceback(file, all_threads=True)
         file.seek(0)
         out.write(file.read())
-    return "".join(f"rank {watch.rank} | {line}\n" for line in out.getvalue().splitlines() if line)
+    return "".join(f"rank {watch.world_rank} | {line}\n" for line in out.getvalue().splitlines() if line)
 
 
 def _ends_process() -> bool:

@@ -20,7 +20,6 @@ class Calls:
     """Each is described in `lowshard.comm.node.move` or `lowshard.comm.node.fold`."""
 
     barrier: Callable[..., int]
-    show: Callable[..., int]
     gather_slots: Callable[..., int]
     gather_buffers: Callable[..., int]
     collect: Callable[..., int]
@@ -42,7 +41,6 @@ def load_calls() -> Calls:
 
     return Calls(
         barrier=compiled(move.barrier, 2),
-        show=compiled(move.show, 4),
         gather_slots=compiled(move.gather_slots, 9),
         gather_buffers=compiled(move.gather_buffers, 9),
         collect=compiled(move.collect, 7),

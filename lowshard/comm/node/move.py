@@ -24,8 +24,6 @@ from lowshard.comm.node.meet import (
     SLOT_BYTES,
     VECTORS,
     WANTED,
-    arrive,
-    await_all,
     line,
     meet,
     slot,
@@ -281,15 +279,6 @@ def place(into: int, source: int, size_bytes: int) -> Any:
     """Copy bytes within this process, as `copy` does."""
     copy(into, source, size_bytes)
     return OK
-
-
-@njit(nogil=True)  # type: ignore[untyped-decorator]
-def show(ctx: int, signature: int, send: int, send_bytes: int) -> Any:
-    """Put bytes into this rank's slot and meet: the caller reads the slots before it steps on twice."""
-    step(ctx)
-    copy_bytes(slot(ctx, peek(ctx + 8 * ME)), send, send_bytes)
-    arrive(ctx, signature)
-    return await_all(ctx, signature)
 
 
 @njit(nogil=True)  # type: ignore[untyped-decorator]
