@@ -10,6 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lowshard.bench.cluster import add_profile_parser
+from lowshard.bench.collective import add_collective_parsers
+from lowshard.bench.tune import add_tune_parser
 from lowshard.errors import LowshardError
 
 if TYPE_CHECKING:
@@ -61,6 +64,9 @@ def add_bench_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentPar
         epilog="See lowshard bench NAME --help. Figures of a CPU are ratios to a memcpy in the same run.",
     )
     benches = parser.add_subparsers(title="benchmarks", metavar="NAME", required=True)
+    add_collective_parsers(benches)
+    add_profile_parser(benches)
+    add_tune_parser(benches)
     mxfp8 = _add(benches, "mxfp8", "quantise and dequantise whole arrays", MXFP8, run_mxfp8)
     mxfp8.add_argument(
         "--size", type=parse_sizes, metavar="N[,N...]",

@@ -239,7 +239,7 @@ def measure(
         first_s.append(clock.call_s(case.run))
     work_s: list[list[float]] = [[] for _ in cases]
     copy_s: list[list[float]] = [[] for _ in cases]
-    with _no_collection():
+    with no_collection():
         for index in range(rounds + 1):
             step(f"round {index} of {rounds}" if index else "warming up")
             for place, case in enumerate(cases):
@@ -277,9 +277,11 @@ def speed_ups(rows: Sequence[Row], pairs: Sequence[Pair]) -> tuple[SpeedUp, ...]
 
 
 @contextmanager
-def _no_collection() -> Iterator[None]:
+def no_collection(first: bool = True) -> Iterator[None]:
+    """Keep the garbage collector off inside, and leave it as it was; collect once before if `first`."""
     was_on = gc.isenabled()
-    gc.collect()
+    if first:
+        gc.collect()
     gc.disable()
     try:
         yield

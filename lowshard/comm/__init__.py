@@ -23,7 +23,11 @@ __all__ = [
 
 
 def from_mpi(
-    mpi_comm: Any, device: Literal["auto", "cpu", "cuda"] = "auto", *, timeout_s: float | None = None
+    mpi_comm: Any,
+    device: Literal["auto", "cpu", "cuda"] = "auto",
+    *,
+    timeout_s: float | None = None,
+    transport: Literal["auto", "nccl", "staged"] = "auto",
 ) -> Communicator:
     """Return a communicator over an mpi4py communicator, which it duplicates.
 
@@ -37,10 +41,14 @@ def from_mpi(
         mpi_comm: the mpi4py communicator.
         device: where the buffers lie.
         timeout_s: deadline of each wait for other ranks, in seconds; LOWSHARD_TIMEOUT_S, else 600, by default.
+        transport: what moves CuPy arrays: "nccl", "staged" (through host memory), or "auto": NCCL where it can be
+            used, else staged with a warning (ranks outnumber GPUs, say).
 
     Raises:
-        CommError: device is none of the three, or ranks outnumber the GPUs of a node.
-        DependencyError: CuPy or NCCL is missing where "cuda" was asked for.
+        CommError: device or transport is none of these; with "nccl", ranks outnumber the GPUs of a node.
+        DependencyError: CuPy or a GPU is missing where "cuda" was asked for; with "nccl", NCCL.
+        MismatchError: ranks ask for different transports or loaded different versions of NCCL.
+        TimedOut: a rank did not come to the connecting of NCCL.
     """
     from lowshard.comm.abort import install_abort_hook
     from lowshard.comm.build import build_host
@@ -55,10 +63,12 @@ def from_mpi(
 
     if device == "auto" and not usable_on_all(host):
         return host
-    return build_over_mpi(host)
+    return build_over_mpi(host, mpi_comm, transport)
 
 
-def from_nccl(nccl_communicator: Any, rank: int, size: int, control: Any = None) -> Communicator:
+def from_nccl(
+    nccl_communicator: Any, rank: int, size: int, control: Any = None, *, timeout_s: float | None = None
+) -> Communicator:
     """Return a communicator over a `cupy.cuda.nccl.NcclCommunicator` that the caller owns.
 
     Collective: all ranks of the NCCL communicator call this.
@@ -70,17 +80,18 @@ def from_nccl(nccl_communicator: Any, rank: int, size: int, control: Any = None)
         control: an mpi4py communicator over the same ranks in the same order, for checks on the
             host. Without it plan digests alone are compared, over NCCL, which costs a stream
             synchronisation the first time a plan is executed.
+        timeout_s: deadline of the host's waits, as for `from_mpi`.
 
     Raises:
         CommError: rank, size and communicator do not agree.
         DependencyError: CuPy is missing.
     """
-    from lowshard.comm.mpi import MPICommunicator
+    from lowshard.comm.build import build_host
     from lowshard.comm.nccl import NCCLCommunicator
 
     if not 0 <= rank < size:
         raise CommError(f"rank is 0 to size - 1, got rank {rank} of {size}")
-    host = None if control is None else MPICommunicator(control)
+    host = None if control is None else build_host(control, timeout_s)
     if host is not None and (host.rank, host.size) != (rank, size):
         raise CommError(
             f"control has rank {host.rank} of {host.size}, the NCCL communicator rank {rank} of {size}; "

@@ -322,7 +322,7 @@ class Communicator(Arguments):
             recv: the result, as many elements as send.
             op: sum, avg (integers: floor), min, max or prod.
             order: "tree" (balanced binary tree over ranks) and "rank" (one after the other) give the
-                same bits on every transport; "fast" is the transport's own.
+                same bits on every transport; "fast" is the transport's own, and NCCL and MPI promise no bits.
             shared: return the result instead: one read-only array for all ranks of the node. recv is None.
 
         Raises:

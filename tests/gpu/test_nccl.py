@@ -1,7 +1,8 @@
-"""The NCCL communicator on real GPUs: the case table on one rank, on all GPUs, and on ranks that share one."""
+"""NCCL on real GPUs: the case table on one rank, on all GPUs, on ranks that share one; streams, starts, waits."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,28 +12,22 @@ import pytest
 from support.case_table import CASES, LIMIT_S, check_case
 from support.comm_cases import CannotRun, run_case
 from support.comm_kit import refused, same
+from support.gpu import REASON, SHARED_GPU, busy, gpus, nccl_version
 from support.starting import start_ranks
 
 from lowshard import comm as lc
-from lowshard.comm.nccl import Binding
-from lowshard.comm.nccl_over_mpi import why_unusable
-from lowshard.errors import BufferMismatchError
+from lowshard.comm.nccl import NCCLCommunicator
+from lowshard.comm.nccl_bindings import VARIABLE, Binding
+from lowshard.errors import BufferMismatchError, CommError, TimedOut
 
-REASON = why_unusable()
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(REASON is not None, reason=f"NCCL cannot be used here: {REASON}"),
 ]
 
-
-def gpus() -> int:
-    """Return the number of GPUs that NCCL can use here; 0 where it cannot."""
-    return 0 if REASON else int(Binding.load().xp.cuda.runtime.getDeviceCount())
-
-
-def nccl_version() -> int:
-    """Return the loaded NCCL's version, 23007 for 2.30.7; 0 where there is none."""
-    return 0 if REASON else int(Binding.load().nccl.get_version())
+sharing = pytest.mark.skipif(
+    nccl_version() < 23003, reason=f"NCCL 2.30.3 is needed, loaded is {nccl_version()}"
+)
 
 
 @pytest.fixture(scope="module")
@@ -44,9 +39,34 @@ def handle() -> Iterator[Any]:
     made.destroy()
 
 
+def new(**options: Any) -> NCCLCommunicator:
+    """Return a communicator of one rank that owns its NCCL communicator."""
+    binding = Binding.load()
+    made = binding.nccl.NcclCommunicator(1, binding.nccl.get_unique_id(), 0)
+    return NCCLCommunicator(made, 0, 1, binding=binding, **options)
+
+
+# ---- the case table
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_the_contract_holds_on_one_gpu(name: str, handle: Any) -> None:
     with lc.from_nccl(handle, 0, 1) as comm:
+        try:
+            run_case(name, comm)
+        except CannotRun as reason:
+            pytest.skip(str(reason))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_contract_holds_on_one_gpu_through_nccl4py(
+    name: str, handle: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The communicator that CuPy made, called by nccl4py.
+    pytest.importorskip("nccl.core", reason="nccl4py is not installed", exc_type=ImportError)
+    monkeypatch.setenv(VARIABLE, "nccl4py")
+    with lc.from_nccl(handle, 0, 1) as comm:
+        assert type(comm._handle).__name__ == "NCCL4PyHandle"  # type: ignore[attr-defined]
         try:
             run_case(name, comm)
         except CannotRun as reason:
@@ -58,60 +78,44 @@ def test_the_contract_holds_on_one_gpu(name: str, handle: Any) -> None:
 @pytest.mark.skipif(gpus() < 2, reason=f"this machine has {gpus()} GPU(s); at least 2 are needed")
 @pytest.mark.parametrize("name", CASES)
 def test_the_contract_holds_on_all_gpus(name: str) -> None:
-    check_case(name, gpus(), "cuda")
+    check_case(name, gpus(), "nccl")
 
 
 @pytest.mark.mpi
 @pytest.mark.time_limit(LIMIT_S + 30)
-@pytest.mark.skipif(nccl_version() < 23003, reason=f"NCCL 2.30.3 is needed, loaded is {nccl_version()}")
+@sharing
+@pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("name", CASES)
-def test_the_contract_holds_on_two_ranks_that_share_a_gpu(name: str) -> None:
-    check_case(
-        name,
-        2,
-        "cuda",
-        CUDA_VISIBLE_DEVICES="0",
-        NCCL_MULTI_RANK_GPU_ENABLE="1",
-        NCCL_NVLS_ENABLE="0",  # it cannot be shared
-        NCCL_MAX_CTAS="2",  # all ranks' blocks must be resident at once
-    )
+def test_the_contract_holds_on_ranks_that_share_a_gpu(name: str, size: int) -> None:
+    check_case(name, size, "nccl", **SHARED_GPU)
+
+
+# ---- who may use it
 
 
 @pytest.mark.mpi
-def test_ranks_that_share_a_gpu_are_refused_on_all_ranks_without_the_switch(tmp_path: Path) -> None:
+def test_ranks_that_share_a_gpu_are_staged_or_refused_without_the_switch(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
-        "from mpi4py import MPI\nfrom lowshard import comm as lc\nfrom lowshard.errors import CommError\n"
-        "try:\n    lc.from_mpi(MPI.COMM_WORLD, 'cuda')\n"
+        "import warnings\nfrom mpi4py import MPI\nfrom lowshard import comm as lc\n"
+        "from lowshard.comm.build import build_host\nfrom lowshard.comm.nccl_over_mpi import build_over_mpi\n"
+        "from lowshard.errors import CommError\n"
+        "with warnings.catch_warnings(record=True) as caught:\n    warnings.simplefilter('always')\n"
+        "    comm = lc.from_mpi(MPI.COMM_WORLD, 'cuda')\n"
+        "print(comm.transport, *[w.message for w in caught if w.category is RuntimeWarning])\n"
+        "try:\n    build_over_mpi(build_host(MPI.COMM_WORLD), transport='nccl')\n"
         "except CommError as error:\n    print(error)\n"
     )
     env = {"CUDA_VISIBLE_DEVICES": "0", "NCCL_MULTI_RANK_GPU_ENABLE": "0"}
     ended = start_ranks(script, 2, timeout_s=60, env=env, prefix_output=True).ok()
-    lines = sorted(ended.stdout.splitlines())
-    assert [line[:4] for line in lines] == ["[0] ", "[1] "]
-    assert lines[0][4:] == lines[1][4:]
-    assert "2 ranks of this node have 1 GPUs" in lines[0]
-
-
-def test_calls_are_queued_on_the_current_stream(handle: Any) -> None:
-    cupy = Binding.load().xp
-    comm = lc.from_nccl(handle, 0, 1)
-    stream = cupy.cuda.Stream(non_blocking=True)
-    done = cupy.cuda.Event()
-    with stream:
-        a = cupy.full((3000, 3000), 1e-3, cupy.float32)
-        for _ in range(20):  # keeps the stream busy for a while
-            a = a @ a
-            a /= cupy.abs(a).max()
-        value = a[:1, :8].reshape(-1).copy()
-        total = cupy.zeros(8, cupy.float32)
-        comm.all_reduce(value, total)
-        done.record(stream)
-        waited = not done.done  # the call came back before the work before it was done
-        doubled = total * 2
-    stream.synchronize()
-    assert waited
-    same(doubled, value.get() * 2)
+    said = {
+        rank: [line[4:] for line in ended.stdout.splitlines() if line.startswith(f"[{rank}] ")]
+        for rank in (0, 1)
+    }
+    assert said[0][0].startswith("staged GPU arrays go through host memory")
+    assert said[1][0] == "staged"
+    assert said[0][1] == said[1][1]
+    assert "2 ranks of this node have 1 GPUs" in said[0][1]
 
 
 def test_a_host_array_is_refused(handle: Any) -> None:
@@ -126,3 +130,124 @@ def test_closing_leaves_the_callers_communicator_alone(handle: Any) -> None:
     buf = comm.xp.ones(3)
     comm.broadcast(buf)
     same(buf, np.ones(3))
+
+
+# ---- streams and started calls
+
+
+@pytest.mark.parametrize("kind", ["non-blocking", "blocking", "external"])
+def test_calls_are_queued_on_the_current_stream(handle: Any, kind: str) -> None:
+    cupy = Binding.load().xp
+    comm = lc.from_nccl(handle, 0, 1)
+    owner = cupy.cuda.Stream(non_blocking=kind != "blocking")
+    stream = owner if kind != "external" else cupy.cuda.Stream.from_external(owner)
+    done = cupy.cuda.Event()
+    with stream:
+        value = cupy.arange(8, dtype=cupy.float32)
+        total = cupy.zeros(8, cupy.float32)
+        busy(cupy, 0.2)
+        value *= 2
+        comm.all_reduce(value, total)
+        done.record(stream)
+        waited = not done.done  # the call came back before the work before it was done
+        doubled = total * 2
+    owner.synchronize()
+    assert waited
+    same(doubled, np.arange(8, dtype=np.float32) * 4)
+
+
+def test_a_started_call_waits_for_the_callers_stream_and_runs_beside_what_comes_later() -> None:
+    cupy = Binding.load().xp
+    with new() as comm, cupy.cuda.Stream(non_blocking=True) as stream:
+        value, total = cupy.arange(8, dtype=cupy.float32), cupy.zeros(8, cupy.float32)
+        comm.all_reduce(value, total)  # NCCL makes its connections on first use
+        stream.synchronize()
+        busy(cupy, 0.2)
+        value += 1
+        work = comm.start.all_reduce(value, total)
+        assert not work.done(), "it did not wait for what was queued before it"
+        busy(cupy, 1.0)
+        queued = stream.record()
+        begun = time.monotonic()
+        work.wait(timeout_s=20.0)  # the host waits for the call alone
+        assert work.done()
+        assert not queued.done, "it waited for what was queued after it"
+        assert time.monotonic() - begun < 0.8
+        result = total + 0  # on the current stream, which waits for the call
+        stream.synchronize()
+        same(result, np.arange(1, 9, dtype=np.float32))
+
+
+def test_results_may_be_used_after_a_wait_that_does_not_block_the_host() -> None:
+    cupy = Binding.load().xp
+    with new() as comm:
+        for turn in range(20):
+            value = cupy.full(1 << 20, turn, cupy.float32)
+            total = cupy.zeros(1 << 20, cupy.float32)
+            busy(cupy, 0.005)
+            value += 1
+            work = comm.start.all_reduce(value, total)
+            del value  # the work holds it; the pool must not hand its memory on
+            other = cupy.full(1 << 20, -1.0, cupy.float32)
+            work.wait()
+            same((total + 0)[:4], np.full(4, turn + 1, np.float32))
+            del other
+
+
+def test_started_messages_of_a_group_of_one_are_refused_by_wait() -> None:
+    with new() as comm:
+        refused(comm.start.send(comm.xp.zeros(3), 0).wait, CommError, "another rank")
+
+
+# ---- waits
+
+
+def test_a_wait_that_is_too_long_aborts_and_the_communicator_says_so() -> None:
+    cupy = Binding.load().xp
+    comm = new(timeout_s=0.3)
+    buf = cupy.zeros(4, cupy.float32)
+    comm.all_reduce(buf, buf)
+    cupy.cuda.Device().synchronize()
+    busy(cupy, 2.0)
+    work = comm.start.all_reduce(buf, buf)
+    begun = time.monotonic()
+    refused(lambda: work.wait(timeout_s=0.1), TimedOut, "all_reduce on rank 0 has not ended within")
+    refused(lambda: work.wait(timeout_s=5.0), TimedOut, "all_reduce on rank 0 was not done after 0.3")
+    refused(lambda: comm.all_reduce(buf, buf), CommError, "aborted")
+    comm.close()
+    cupy.cuda.Device().synchronize()
+    assert time.monotonic() - begun < 20.0
+
+
+def test_a_barrier_without_control_waits_for_the_stream() -> None:
+    cupy = Binding.load().xp
+    with new() as comm, cupy.cuda.Stream(non_blocking=True) as stream:
+        comm.barrier()
+        busy(cupy, 0.2)
+        before = stream.record()
+        comm.barrier()
+        assert before.done
+
+
+@pytest.mark.mpi
+@sharing
+def test_a_rank_that_makes_no_call_is_given_up_and_the_device_is_free_again(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import time\nfrom mpi4py import MPI\nfrom lowshard.comm.build import build_host\n"
+        "from lowshard.comm.nccl_over_mpi import build_over_mpi\nfrom lowshard.errors import TimedOut\n"
+        "world = MPI.COMM_WORLD\ncomm = build_over_mpi(build_host(world), transport='nccl')\n"
+        "comm._nccl.timeout_s = 1.0\nbuf = comm.xp.ones(1000)\ncomm.all_reduce(buf, buf)\n"
+        "comm.xp.cuda.Device().synchronize()\nif comm.rank == 0:\n"
+        "    work = comm.start.all_reduce(buf, buf)\n"
+        "    begun = time.monotonic()\n"
+        "    try:\n        work.wait(timeout_s=5.0)\n"
+        "    except TimedOut as error:\n        print('given up:', error)\n"
+        "    comm.xp.cuda.Device().synchronize()\n"
+        "    print('free', time.monotonic() - begun < 10)\n"
+        "world.Barrier()\ncomm._nccl.give_up()\n"  # a destroy would wait for the other rank
+    )
+    env = {**SHARED_GPU, "LOWSHARD_CHECK": "off", "LOWSHARD_WATCH": "off"}
+    ended = start_ranks(script, 2, timeout_s=60, env=env)
+    assert "given up: all_reduce on rank 0 was not done after 1" in ended.stdout, ended.text
+    assert "free True" in ended.stdout, ended.text

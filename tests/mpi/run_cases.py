@@ -1,6 +1,8 @@
 """Runs the case table on MPI ranks; rank 0 prints one JSON line a case: how it ended on every rank.
 
-Usage: run_cases.py DEVICE [NAME ...], where DEVICE is "cpu" or "cuda"; without names, all cases.
+Usage: run_cases.py DEVICE [NAME ...], where DEVICE is "cpu", "windows" for the same with several nodes' small payloads
+going by way of windows too, in small pieces, "cuda", or "nccl" or "staged" for GPU arrays by that transport and no
+other; without names, all cases.
 Results travel by mpi4py's own gather, so that a broken collective of ours cannot hide them.
 """
 
@@ -16,6 +18,19 @@ from mpi4py import MPI
 from support.comm_cases import CASES, CannotRun, run_case
 
 from lowshard import comm as lc
+from lowshard.comm.build import build_host
+from lowshard.comm.nccl_over_mpi import build_over_mpi
+
+
+def make(device: str) -> lc.Communicator:
+    """Return a new communicator over all ranks."""
+    if device in ("nccl", "staged"):
+        return build_over_mpi(build_host(MPI.COMM_WORLD), transport=device)  # type: ignore[arg-type]
+    if device == "windows":
+        from lowshard.comm import hierarchy
+
+        hierarchy.PART_BYTES, hierarchy.PIECE_BYTES, device = 1, 5000, "cpu"
+    return lc.from_mpi(MPI.COMM_WORLD, device)  # type: ignore[arg-type]
 
 
 def main(device: str, names: list[str]) -> None:
@@ -25,7 +40,7 @@ def main(device: str, names: list[str]) -> None:
         start = time.perf_counter()
         skip = error = ""
         # A communicator of its own for each case: what one leaves behind does not reach the next.
-        comm = lc.from_mpi(world, device)  # type: ignore[arg-type]
+        comm = make(device)
         try:
             run_case(name, comm)
         except CannotRun as reason:

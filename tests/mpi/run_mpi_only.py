@@ -68,9 +68,11 @@ def an_unknown_device_is_refused_on_all_ranks() -> None:
 
 
 def auto_is_the_cpu_unless_every_rank_has_a_gpu() -> None:
-    comm = lc.from_mpi(WORLD, "auto")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # where ranks share a GPU
+        comm = lc.from_mpi(WORLD, "auto")
     everyone = WORLD.allreduce(int(why_unusable() is None), MPI.MIN)
-    assert comm.transport == ("nccl" if everyone else "mpi")
+    assert comm.transport in (("nccl", "staged") if everyone else ("mpi",))
     assert not comm.traffic.calls
     assert comm.traffic.sent_bytes == 0
     comm.close()
@@ -86,7 +88,7 @@ def cuda_without_a_gpu_is_refused_alike_on_all_ranks() -> None:
     comm.close()
     name, text = outcome(lambda: lc.from_mpi(WORLD, "cuda"))
     assert name == "DependencyError"
-    assert "every rank needs CuPy, NCCL and a GPU" in text
+    assert "every rank needs CuPy and a GPU" in text
     digests = WORLD.allgather(hashlib.sha256(text.encode()).digest())
     assert len(set(digests)) == 1
 

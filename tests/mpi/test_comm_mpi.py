@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support import mode
 from support.case_table import CASES, LIMIT_S, check_case
 from support.starting import Finished, RanksTimedOut, start_ranks
 
@@ -22,6 +23,28 @@ HERE = Path(__file__).parent
 @pytest.mark.parametrize("name", CASES)
 def test_the_contract_holds_on_mpi_ranks(name: str, size: int) -> None:
     check_case(name, size, "cpu")
+
+
+# (ranks, ranks of a node, whether small payloads too go by way of windows)
+NODES = [
+    (4, 2, "windows"),
+    (3, 2, "windows"),
+    *([(4, 2, "cpu"), (8, 2, "windows"), (8, 4, "cpu")] if mode.full() else []),
+]
+
+
+@pytest.mark.time_limit(LIMIT_S + 30)
+@pytest.mark.parametrize(("size", "node_size", "device"), NODES)
+@pytest.mark.parametrize("name", CASES)
+def test_the_contract_holds_on_several_nodes(name: str, size: int, node_size: int, device: str) -> None:
+    check_case(name, size, device, LOWSHARD_NODE_SIZE=str(node_size))
+
+
+@pytest.mark.parametrize(("size", "node_size"), [(4, 2), (5, 3), *([(3, 2), (8, 4)] if mode.full() else [])])
+def test_what_only_the_communicator_over_several_nodes_does(size: int, node_size: int) -> None:
+    env = {"LOWSHARD_NODE_SIZE": str(node_size)}
+    ended = start_ranks(HERE / "run_hierarchy.py", size, timeout_s=60, env=env).ok()
+    assert len(ended.stdout.split()) == 12, ended.text
 
 
 @pytest.mark.parametrize("size", [2, 4])

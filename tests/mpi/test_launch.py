@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import mmap
 import os
@@ -12,25 +11,17 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from support.launching import ENDS_WITHIN_S, LIMIT_S, MARK, ROOT, Launcher, wait_until
 
-from lowshard.comm.abort import FailureRecord
 from lowshard.errors import LaunchError
 from lowshard.launch import find_mpi, python_command, run_ranks
-from lowshard.launch.job import first_cause
 from lowshard.launch.leftover import stray_files, sweep_files
-from lowshard.launch.mpiexec import MpiInstall, rank_environment
+from lowshard.launch.mpiexec import rank_environment
 
 pytestmark = [pytest.mark.mpi, pytest.mark.time_limit(60)]
-
-ROOT = Path(__file__).resolve().parents[2]
-ENDS_WITHIN_S = 5.0  # from the failure of one rank to the end of the launcher
-LIMIT_S = 40.0  # for a launcher that hangs; a job that should end takes about a second
-MARK = "LOWSHARD_TEST_MARK"
 
 # The program of most tests: rank 1 fails as told, at the moment told, while the others wait for it.
 FAILING = """
@@ -93,97 +84,6 @@ def wait_here():
 MPI.COMM_WORLD.Barrier()
 wait_here()
 """
-
-
-@dataclass(frozen=True)
-class Ended:
-    """How a launcher ended."""
-
-    code: int
-    out: str
-    err: str
-    ended_s: float
-
-
-@dataclass
-class Launcher:
-    """Starts `python -m lowshard.launch` with a temporary directory and a mark of its own."""
-
-    folder: Path
-    mark: str
-    before: frozenset[Path]
-
-    def __post_init__(self) -> None:
-        self.tmp = self.folder / "tmp"
-        self.tmp.mkdir()
-
-    def script(self, text: str) -> str:
-        path = self.folder / "prog.py"
-        path.write_text(text)
-        return str(path)
-
-    def start(self, *args: str, **env: str) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            [sys.executable, "-m", "lowshard.launch", *args],
-            cwd=ROOT,
-            env={**os.environ, "TMPDIR": str(self.tmp), MARK: self.mark, **env},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-
-    def finish(self, started: subprocess.Popen[str]) -> Ended:
-        try:
-            out, err = started.communicate(timeout=LIMIT_S)
-        except subprocess.TimeoutExpired:
-            started.terminate()
-            out, err = started.communicate(timeout=LIMIT_S)
-            pytest.fail(f"no end within {LIMIT_S} s\n{out}\n{err}")
-        return Ended(started.returncode, out, err, time.time())
-
-    def run(self, *args: str, **env: str) -> Ended:
-        return self.finish(self.start("run", *args, **env))
-
-    def living(self) -> list[str]:
-        """Returns the command lines of the processes that this test started."""
-        mark = f"{MARK}={self.mark}".encode()
-        found = []
-        for folder in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):
-                if mark in (folder / "environ").read_bytes().split(b"\0"):
-                    found.append((folder / "cmdline").read_bytes().replace(b"\0", b" ").decode())
-        return found
-
-
-@pytest.fixture
-def launcher(tmp_path: Path) -> Iterator[Launcher]:
-    """A launcher after which no process, no temporary file and no shared memory may be left."""
-    made = Launcher(tmp_path, uuid.uuid4().hex, stray_files())
-    yield made
-    assert made.living() == []
-    assert list(made.tmp.iterdir()) == []
-    # Another MPI job on this machine may come and go meanwhile: what counts is what stays.
-    assert wait_until(lambda: not sweepable(made.before), 5.0), sweepable(made.before)
-
-
-def sweepable(before: frozenset[Path]) -> list[Path]:
-    """Returns new files that no process has open; without removing them, unlike the launcher's own sweep."""
-    new = stray_files() - before
-    used: set[str] = set()
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            used.update(re.findall(r"/dev/shm/\S+", (folder / "maps").read_text()))
-    return [path for path in new if path.parent == Path("/dev/shm") and str(path) not in used]
-
-
-def wait_until(done: Callable[[], bool], limit_s: float) -> bool:
-    end_s = time.monotonic() + limit_s
-    while not done():
-        if time.monotonic() > end_s:
-            return False
-        time.sleep(0.05)
-    return True
 
 
 def test_three_ranks_say_hello_with_their_rank_in_front(launcher: Launcher) -> None:
@@ -456,7 +356,22 @@ def test_doctor_finds_a_working_cpu_path(launcher: Launcher) -> None:
     assert {
         name: status[name] for name in ("numpy", "mpi4py", "mpi", "mpiexec", "2 ranks", "cores")
     } == dict.fromkeys(("numpy", "mpi4py", "mpi", "mpiexec", "2 ranks", "cores"), "ok")
-    assert set(status.values()) <= {"ok", "missing", "broken"}
+    assert set(status.values()) <= {"ok", "warning", "missing", "broken"}
+    assert {
+        "lowshard",
+        "blas",
+        "llvm",
+        "shared memory",
+        "autogroup",
+        "fake hosts",
+        "libcuda",
+        "nccl",
+        "gpus",
+    } <= set(status)
+    detail = {check["name"]: check["detail"] for check in answer["checks"]}
+    for name in ("lowshard", "numpy", "numba", "mpi", "mpiexec", "blas", "llvm"):  # a version, and from where
+        assert re.search(r"/\S", detail[name]), detail[name]
+    assert status["shared memory"] == "ok", detail["shared memory"]
     assert all(check["advice"] for check in answer["checks"] if check["status"] != "ok")
 
 
@@ -485,72 +400,6 @@ def test_sweep_removes_what_nobody_uses_and_nothing_else() -> None:
     finally:
         for path in (unused, mapped, foreign):
             path.unlink(missing_ok=True)
-
-
-def record(rank: int, time_s: float, kind: str, **more: object) -> FailureRecord:
-    return FailureRecord(rank, time_s, kind, 1, "", **more)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("failures", "rank"),
-    [
-        ([record(2, 1.0, "exception"), record(1, 2.0, "exception")], 2),
-        ([record(2, 1.0, "exception", consequence=True), record(1, 2.0, "exception")], 1),
-        (
-            [
-                record(2, 1.0, "signal", signal=15, consequence=True),
-                record(1, 2.0, "exception", consequence=True),
-            ],
-            1,
-        ),
-        ([record(2, 1.0, "exception", error="mpi4py.MPI.Exception"), record(1, 1.1, "signal", signal=9)], 1),
-        (
-            [
-                record(2, 1.0, "exception", error="mpi4py.MPI.Exception"),
-                record(1, 1.1, "signal", consequence=True),
-            ],
-            2,
-        ),
-        ([record(2, 1.0, "exception", error="ValueError"), record(1, 1.1, "signal", signal=9)], 2),
-        ([record(2, 1.0, "exception", consequence=True)], 2),
-    ],
-)
-def test_the_first_cause_is_the_earliest_that_is_no_consequence(
-    failures: list[FailureRecord], rank: int
-) -> None:
-    cause = first_cause(failures)
-    assert cause is not None
-    assert cause.rank == rank
-    assert first_cause([]) is None
-
-
-def install(family: str, from_wheel: bool) -> MpiInstall:
-    return MpiInstall(family, family, "1", "/lib/libmpi.so", "", "/bin/mpiexec", from_wheel)
-
-
-def test_the_users_own_settings_stay() -> None:
-    own = {
-        "OMPI_MCA_btl": "self,tcp",
-        "OMP_NUM_THREADS": "3",
-        "PRTE_MCA_rmaps_default_mapping_policy": ":core",
-    }
-    env = rank_environment(install("openmpi", True), 4, own, cores=8)
-    assert {name: env[name] for name in own} == own
-    assert env["OMPI_MCA_pml"] == "ob1"
-    assert env["NUMBA_NUM_THREADS"] == "2"
-
-
-def test_cores_are_shared_out_and_nothing_is_bound_when_they_do_not_suffice() -> None:
-    binding = "PRTE_MCA_hwloc_default_binding_policy"
-    few = rank_environment(install("openmpi", True), 8, {}, cores=2)
-    assert (few["OMP_NUM_THREADS"], few[binding]) == ("1", "none")
-    assert binding not in rank_environment(install("openmpi", True), 4, {}, cores=4)
-
-
-def test_a_systems_open_mpi_keeps_its_own_transport_and_mpich_needs_nothing() -> None:
-    assert "OMPI_MCA_pml" not in rank_environment(install("openmpi", False), 2, {}, cores=2)
-    mpich = rank_environment(install("mpich", True), 2, {}, cores=2)
-    assert not any(name.startswith(("OMPI", "PRTE")) for name in mpich)
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,11 @@ BELOW: dict[str, set[str]] = {
     "7": {"0", "1", "2", "3", "0k", "0c", "4", "5", "6", "7"},
 }
 # Packages that are code for one library from end to end import it at the top. Nobody imports them at the top.
-MADE_FOR = {"lowshard.kernels.cpu": {"numba", "llvmlite"}, "lowshard.comm.node": {"numba", "llvmlite", "mpi4py"}}
+MADE_FOR = {
+    "lowshard.kernels.cpu": {"numba", "llvmlite"},
+    "lowshard.comm.node": {"numba", "llvmlite", "mpi4py"},
+    "lowshard.comm.hierarchy": {"mpi4py"},  # by way of lowshard.comm.node
+}
 HEAVY = (
     "cupy",
     "numba",

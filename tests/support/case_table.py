@@ -36,7 +36,7 @@ def check_case(name: str, size: int, device: str, **env: str) -> None:
     Args:
         name: of the case.
         size: number of ranks.
-        device: "cpu" or "cuda".
+        device: "cpu", "windows", "cuda", "nccl" or "staged"; see tests/mpi/run_cases.py.
         env: variables to set for the ranks.
     """
     results, said = _table(size, device, tuple(sorted(env.items())))

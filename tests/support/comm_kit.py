@@ -92,6 +92,13 @@ def put(comm: Communicator, data: np.ndarray) -> Array:
     return comm.xp.array(data) if comm.xp is not np else np.array(data, order="C", copy=True)
 
 
+def lend(comm: Communicator, data: np.ndarray) -> Array:
+    """Return a buffer in memory of the communicator's `empty` that holds data."""
+    buf = comm.empty(data.shape, data.dtype)
+    buf[...] = put(comm, data)
+    return buf
+
+
 def get(buf: Array) -> np.ndarray:
     """Return a buffer's content as a NumPy array."""
     return buf if isinstance(buf, np.ndarray) else np.asarray(buf.get())
@@ -102,8 +109,9 @@ class Canvas:
 
     BYTE = 0xA5
 
-    def __init__(self, comm: Communicator, elems: int, dtype: np.dtype[Any]) -> None:
-        self._all = put(comm, self._blank(elems + 2 * GUARD_ELEMS, dtype))
+    def __init__(self, comm: Communicator, elems: int, dtype: np.dtype[Any], lent: bool = False) -> None:
+        blank = self._blank(elems + 2 * GUARD_ELEMS, dtype)
+        self._all = lend(comm, blank) if lent else put(comm, blank)
         self.buf = self._all[GUARD_ELEMS : GUARD_ELEMS + elems]
 
     @classmethod

@@ -16,15 +16,17 @@ from typing import Any, TypeVar
 
 import ml_dtypes
 import numpy as np
+from support.device_stand_in import DEVICE, DeviceStandIn, StandInEvent, need
 
 from lowshard import comm as lc
 from lowshard.comm import Communicator
-from lowshard.comm.nccl import Binding, NCCLCommunicator
+from lowshard.comm.nccl import NCCLCommunicator
+from lowshard.comm.nccl_bindings import Binding
+from lowshard.comm.staged import StagedCommunicator
 
 T = TypeVar("T")
 
 LIMIT_S = 30.0
-DEVICE = 0
 
 # ncclDataType_t and ncclRedOp_t, from nccl.h, not from the table under test.
 TYPES = {
@@ -35,10 +37,6 @@ TYPES = {
 OPS = {0: np.add, 1: np.multiply, 2: np.maximum, 3: np.minimum}
 
 
-class MisuseError(AssertionError):
-    """The adapter asked for something that NCCL does not promise to do."""
-
-
 class NcclError(RuntimeError):
     """As CuPy's."""
 
@@ -47,11 +45,6 @@ class NcclError(RuntimeError):
             raise KeyError(status)  # CuPy's table of names ends there
         super().__init__(f"NCCL_ERROR_{status}: stand-in")
         self.status = status
-
-
-def need(ok: bool, what: str) -> None:
-    if not ok:
-        raise MisuseError(what)
 
 
 def overlap(a: int, a_bytes: int, b: int, b_bytes: int) -> bool:
@@ -105,6 +98,7 @@ class StandInNccl:
 
     def __init__(self) -> None:
         self.local = threading.local()
+        self.groups = 0
 
     @property
     def queue(self) -> list[tuple[StandInCommunicator, str, tuple[Any, ...]]] | None:
@@ -114,6 +108,7 @@ class StandInNccl:
     def groupStart(self) -> None:
         need(self.queue is None, "groups are not nested")
         self.local.queue = []
+        self.groups += 1
 
     def groupEnd(self) -> None:
         queue = self.queue
@@ -123,44 +118,28 @@ class StandInNccl:
             queue[0][0].run([(name, args) for _, name, args in queue])
 
 
-@dataclass
-class Stream:
-    """A thread's current stream."""
-
-    ptr: int = 7
-    synchronized: int = 0
-
-    def synchronize(self) -> None:
-        self.synchronized += 1
-
-
-class Host:
+class Host(DeviceStandIn):
     """One rank's array module, as far as the adapter sees it: NumPy, with a record of what it asked for."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.nccl = StandInNccl()
-        self.stream = Stream()
-        self.spans: dict[int, int] = {}
-        self.synchronized = 0
-        self.device_of: Callable[[np.ndarray], int] = lambda array: DEVICE
 
-    def pointer(self, array: np.ndarray) -> int:
-        at = int(array.ctypes.data)
-        self.spans[at] = max(self.spans.get(at, 0), array.nbytes)
-        return at
-
-    def synchronize(self) -> None:
-        self.synchronized += 1
-
-    def binding(self) -> Binding:
+    def binding(self, with_nccl: bool = True) -> Binding:
         """Return what the communicator takes in place of CuPy's."""
         return Binding(
-            nccl=self.nccl,
+            nccl=self.nccl if with_nccl else None,
             xp=np,
             stream=lambda: self.stream,
+            new_stream=self.new_stream,
+            new_event=lambda: StandInEvent(self),
             pointer=self.pointer,
             device=lambda array: self.device_of(array),
+            select=self.select,
             synchronize=self.synchronize,
+            lock=self.lock_memory,
+            fetch=self.fetch,
+            store=self.store,
         )
 
 
@@ -175,12 +154,17 @@ class StandInCommunicator:
         self.ended = ""
         self.next_error: BaseException | None = None
         """Raised by the next call."""
+        self.error_in = ""
+        """The name of that call; by default, any."""
 
     def _take(self, name: str, *args: Any) -> None:
         need(not self.ended, f"{name} after {self.ended}")
         self.calls.append((name, *args))
-        error, self.next_error = self.next_error, None
-        if error is not None:
+        self._raise_next(name)
+
+    def _raise_next(self, name: str) -> None:
+        if self.next_error is not None and self.error_in in ("", name):
+            error, self.next_error = self.next_error, None
             raise error
 
     def _transfer(self, name: str, *args: Any) -> None:
@@ -246,6 +230,7 @@ class StandInCommunicator:
     def destroy(self) -> None:
         need(not self.ended, f"destroy after {self.ended}")
         self.ended = "destroy"
+        self._raise_next("destroy")
 
     # ---- what a real NCCL does on the device
 
@@ -386,5 +371,29 @@ def run_stand_in(
         except BaseException:
             world.fail()
             raise
+
+    return lc.run_loopback(size, work, timeout_s)
+
+
+def run_staged(
+    size: int, function: Callable[[Communicator], T], slot_bytes: int = 1 << 20, timeout_s: float = 60.0
+) -> list[T]:
+    """Run `function(comm)` in `size` threads on staged communicators over loopback ones.
+
+    Args:
+        size: number of ranks.
+        function: what each rank does.
+        slot_bytes: as for StagedCommunicator.
+        timeout_s: as for run_loopback.
+    """
+
+    def work(loopback: Communicator) -> T:
+        host = Host()
+        comm = StagedCommunicator(loopback, host.binding(with_nccl=False), slot_bytes=slot_bytes)
+        result = function(comm)
+        assert host.synchronized == 0, "the whole device was waited for"
+        for stream in host.streams:
+            stream.flush()  # a slot that was reused too early is found here at the latest
+        return result
 
     return lc.run_loopback(size, work, timeout_s)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from lowshard.errors import LaunchError
-from lowshard.launch.environment import LaunchedRank, find_rank, without_rank
+from lowshard.launch.environment import LaunchedRank, allocated_nodes, find_rank, passed_names, without_rank
 
 OPENMPI = {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "8", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
 HYDRA = {"PMI_RANK": "2", "PMI_SIZE": "4", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"}
@@ -98,3 +100,40 @@ def test_a_job_inside_a_rank_does_not_inherit_the_rank(env: dict[str, str]) -> N
     assert left["PMIX_MCA_gds"] == "hash"
     assert left["PATH"] == "/bin"
     assert left.get("SLURM_JOB_ID") == env.get("SLURM_JOB_ID")
+
+
+@pytest.mark.parametrize(
+    ("env", "nodes"),
+    [
+        ({}, 1),
+        ({"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "4"}, 4),
+        ({"SLURM_JOB_ID": "7", "SLURM_NNODES": "2"}, 2),
+        ({"SLURM_JOB_NUM_NODES": "4"}, 1),
+        ({"LSB_JOBID": "3", "LSB_MCPU_HOSTS": "a 4 b 4 a 2"}, 2),
+        ({"LSB_JOBID": "3"}, 1),
+        ({"PBS_NODEFILE": "/no/such/file"}, 1),
+    ],
+)
+def test_the_nodes_of_a_batch_job_are_counted(env: dict[str, str], nodes: int) -> None:
+    assert allocated_nodes(env) == nodes
+
+
+def test_a_pbs_node_file_counts_each_node_once(tmp_path: Path) -> None:
+    path = tmp_path / "nodes"
+    path.write_text("a\na\nb\nb\n")
+    assert allocated_nodes({"PBS_NODEFILE": str(path)}) == 2
+
+
+def test_what_is_about_this_host_stays_here_and_the_rest_is_passed() -> None:
+    passed = [
+        "LOWSHARD_LINK",
+        "MY_SETTING",
+        "NCCL_DEBUG",
+        "OMP_NUM_THREADS",
+        "PATH",
+        "PYTHONPATH",
+        "XDG_CACHE_HOME",
+    ]
+    stay = ["HOME", "HOSTNAME", "PWD", "TMPDIR", "SSH_CLIENT", "SLURM_PROCID", "SLURM_JOB_ID", "DISPLAY", "_"]
+    stay += ["XDG_RUNTIME_DIR", "PRTE_MCA_plm", "BASH_FUNC_x%%", "TERM", "with space"]
+    assert passed_names(dict.fromkeys([*stay, *passed], "1")) == passed

@@ -13,7 +13,7 @@ from support.comm_kit import carried, operands, same
 from lowshard import comm as lc
 from lowshard.comm import Communicator
 from lowshard.comm.reduction import fold, identity
-from lowshard.errors import BufferMismatchError, CommError, PeerFailed, TimedOut
+from lowshard.errors import BufferMismatchError, CommError, MismatchError, PeerFailed, TimedOut
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 8])

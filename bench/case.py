@@ -1,0 +1,243 @@
+"""One collective at one size, in one placement: its buffers, the call that is timed, and the check of its result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from lowshard import dtypes
+from lowshard.bench.operation import OPERATIONS, Operation, Sizes, Uneven, uneven
+from lowshard.bench.pattern import Pattern, Segment, spoil
+from lowshard.bench.setting import Placement, Settings
+
+Array = Any  # a NumPy or CuPy array
+Work = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is called.
+
+    Attributes:
+        op: the collective.
+        size_bytes: bytes of the larger buffer, before they are rounded to whole parts.
+        dtype: element type.
+        redop: the reduction, or None.
+        root: the root's rank.
+        order: order of the operands of a reduction.
+        shared: the result is one array for the node.
+        window: buffers come from `comm.empty`.
+    """
+
+    op: str
+    size_bytes: int
+    dtype: str
+    redop: str | None = None
+    root: int = 0
+    order: str = "fast"
+    shared: bool = False
+    window: bool = False
+
+    @classmethod
+    def of(cls, settings: Settings, size_bytes: int, dtype: str, redop: str | None) -> Request:
+        """Return a sweep's request for a size, a type and a reduction."""
+        return cls(
+            settings.op,
+            size_bytes,
+            dtype,
+            redop,
+            settings.root,
+            settings.order,
+            settings.shared,
+            settings.window,
+        )
+
+    @property
+    def operation(self) -> Operation:
+        """What is known of the collective."""
+        return OPERATIONS[self.op]
+
+    def sizes(self, ranks: int) -> Sizes:
+        """Return the elements of its buffers."""
+        return self.operation.sizes(self.size_bytes, dtypes.get(self.dtype).itemsize_bytes, ranks)
+
+    def placements(self, wanted: tuple[Placement, ...]) -> tuple[Placement, ...]:
+        """Return those of the wanted placements in which the collective can be called."""
+        # A shared result is an array of the communicator's.
+        can: dict[Placement, bool] = {
+            "out": self.shared or self.operation.out_of_place,
+            "in": not self.shared and self.operation.in_place,
+        }
+        return tuple(p for p in wanted if can[p])
+
+
+class Case:
+    """Buffers and call of a request.
+
+    Args:
+        comm: the communicator, used by its public methods alone.
+        request: what is called.
+        placement: "out" for a send and a receive buffer, "in" for one buffer.
+    """
+
+    def __init__(self, comm: Any, request: Request, placement: Placement) -> None:
+        self.request, self.placement = request, placement
+        self._comm = comm
+        self._dtype = dtypes.get(request.dtype).numpy
+        self._sizes = request.sizes(comm.size)
+        self._uneven: Uneven | None = None
+        if request.op == "all_to_all_v":
+            self._uneven = uneven(self._sizes.count, comm.rank, comm.size)
+        self._result: Array | None = None  # of a shared form: the array that the last call gave
+        self.send, self.recv = self._buffers()
+        self.run: Work = self._shared_call() if request.shared else self._call()
+
+    # ---- buffers
+
+    def _buffers(self) -> tuple[Array | None, Array | None]:
+        """Return this rank's send and receive buffer; in place the one lies within the other."""
+        op, comm, sizes = self.request.op, self._comm, self._sizes
+        root = comm.rank == self.request.root
+        if op == "barrier":
+            return None, None
+        if op == "broadcast":
+            buf = None if self.request.shared and not root else self._new(sizes.send)
+            return buf, None if self.request.shared else buf
+        if self.request.shared:
+            return self._new(sizes.send), None
+        sends = op != "scatter" or root
+        receives = op not in ("reduce", "gather") or root
+        if self.placement == "out" or not (sends and receives):
+            return self._new(sizes.send) if sends else None, self._new(sizes.recv) if receives else None
+        whole = self._new(max(sizes.send, sizes.recv))
+        if sizes.send == sizes.recv:
+            return whole, whole
+        each = sizes.count
+        part = whole[each * comm.rank : each * (comm.rank + 1)]
+        return (part, whole) if sizes.send < sizes.recv else (whole, part)
+
+    def _new(self, elems: int) -> Array:
+        if self.request.window:
+            return self._comm.empty((elems,), self._dtype)
+        if self._comm.xp is np:
+            from lowshard.kernels.buffer import allocate
+
+            return allocate((elems,), self._dtype, like=np.empty(0))
+        return self._comm.xp.empty((elems,), self._dtype)
+
+    # ---- calls
+
+    def _call(self) -> Work:
+        comm, request, send, recv = self._comm, self.request, self.send, self.recv
+        reducing = {"op": request.redop, "order": request.order}
+        rooted = {"root": request.root}
+        spans = self._uneven
+        calls: dict[str, Callable[[], Work]] = {
+            "all_reduce": lambda: partial(comm.all_reduce, send, recv, **reducing),
+            "all_gather": lambda: partial(comm.all_gather, send, recv),
+            "reduce_scatter": lambda: partial(comm.reduce_scatter, send, recv, **reducing),
+            "all_to_all": lambda: partial(comm.all_to_all, send, recv),
+            "all_to_all_v": lambda: partial(
+                comm.all_to_all_v, send, spans.send_counts, spans.send_displs,  # type: ignore[union-attr]
+                recv, spans.recv_counts, spans.recv_displs,  # type: ignore[union-attr]
+            ),
+            "broadcast": lambda: partial(comm.broadcast, recv, **rooted),
+            "reduce": lambda: partial(comm.reduce, send, recv, **reducing, **rooted),
+            "gather": lambda: partial(comm.gather, send, recv, **rooted),
+            "scatter": lambda: partial(comm.scatter, send, recv, **rooted),
+            "send_recv": lambda: partial(_pass_on, comm, send, recv),
+            "barrier": lambda: comm.barrier,
+        }  # fmt: skip
+        return calls[request.op]()
+
+    def _shared_call(self) -> Work:
+        comm, request, send = self._comm, self.request, self.send
+        if request.op == "all_reduce":
+            call = partial(comm.all_reduce, send, op=request.redop, order=request.order, shared=True)
+        elif request.op == "all_gather":
+            call = partial(comm.all_gather, send, shared=True)
+        else:
+            call = partial(comm.broadcast, send, root=request.root, shared=True)
+
+        def run() -> None:
+            self._result = call()
+
+        return run
+
+    # ---- checks
+
+    def load(self, pattern: Pattern) -> None:
+        """Write this rank's operand, and something else wherever a result is to come."""
+        if self.recv is not None:
+            spoil(self.recv)
+        if self.send is not None and not (
+            self.request.op == "broadcast" and self._comm.rank != self.request.root
+        ):
+            pattern.fill(self.send, self._comm.rank)
+
+    def calm(self) -> None:
+        """Make the operand of a reduction in place one that any number of calls leaves as it is."""
+        if self.placement == "in" and self.request.redop is not None and self.send is not None:
+            self.send.fill(0)
+
+    def check(self, pattern: Pattern) -> int:
+        """Load, call once, and return how many elements on this rank are wrong.
+
+        Collective: all ranks of the communicator call this.
+        """
+        self.load(pattern)
+        self._result = None
+        self.run()
+        self.finish()
+        return self.wrong(pattern)
+
+    def wrong(self, pattern: Pattern) -> int:
+        """Return how many elements of the result that is there now are wrong."""
+        segments = self.segments()
+        if not segments:
+            return 0
+        result = self._result if self.request.shared else self.recv
+        if result is None or result.size != sum(segment.count for segment in segments):
+            return sum(segment.count for segment in segments)
+        return pattern.wrong(result.reshape(-1), segments)
+
+    def segments(self) -> tuple[Segment, ...]:
+        """Return what this rank's result consists of."""
+        op, rank, ranks = self.request.op, self._comm.rank, self._comm.size
+        root, each, sizes = self.request.root, self._sizes.count, self._sizes
+        if op == "barrier" or (op in ("reduce", "gather") and rank != root):
+            return ()
+        if op in ("all_gather", "gather"):
+            return tuple(Segment(each * peer, each, peer) for peer in range(ranks))
+        if op == "all_to_all":
+            return tuple(Segment(each * peer, each, peer, each * rank) for peer in range(ranks))
+        if self._uneven is not None:
+            own = self._uneven
+            return tuple(
+                Segment(own.recv_displs[peer], own.recv_counts[peer], peer, own.peer_displs[peer])
+                for peer in range(ranks)
+            )
+        if op in ("broadcast", "scatter"):
+            return (Segment(0, sizes.recv, root, each * rank if op == "scatter" else 0),)
+        if op == "send_recv":
+            return (Segment(0, sizes.recv, (rank - 1) % ranks),)
+        return (Segment(0, sizes.recv, None, each * rank if op == "reduce_scatter" else 0),)
+
+    def finish(self) -> None:
+        """Wait until the GPU has done what was called; on the host it has."""
+        if self._comm.xp is not np:
+            self._comm.xp.cuda.get_current_stream().synchronize()
+
+
+def _pass_on(comm: Any, send: Array, recv: Array) -> None:
+    """Send to the next rank and receive from the one before, at once."""
+    if comm.size == 1:
+        recv[...] = send
+        return
+    with comm.grouped():
+        comm.send(send, (comm.rank + 1) % comm.size)
+        comm.recv(recv, (comm.rank - 1) % comm.size)

@@ -1,0 +1,258 @@
+"""What a sweep over a collective found: frozen records, the figures that follow from them, JSON both ways."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lowshard.bench.batch import CLEAN_SHARE, Timing
+from lowshard.bench.setting import Settings
+from lowshard.cost import factor
+from lowshard.errors import LowshardError
+
+FORMAT = "lowshard-bench-collective-1"
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One placement of one size.
+
+    Attributes:
+        timing: times of a call.
+        wrong: elements that were wrong, over all ranks and checks; None for a barrier.
+        x_memcpy: time over that of a copy of as many bytes, all ranks at once; None where none was timed.
+        x_mpi: time over that of mpi4py's own call; None where none was timed.
+        mpi: times of mpi4py's own call, or None.
+    """
+
+    timing: Timing
+    wrong: int | None
+    x_memcpy: float | None = None
+    x_mpi: float | None = None
+    mpi: Timing | None = None
+
+
+@dataclass(frozen=True)
+class Row:
+    """One size.
+
+    Attributes:
+        op: the collective.
+        ranks: number of ranks.
+        size_bytes: bytes of the larger of a rank's two buffers.
+        count: elements, those of a part where there are parts.
+        dtype: element type.
+        redop: the reduction, or None.
+        root: the root's rank, or None.
+        out: figures out of place, or None.
+        inside: figures in place, or None.
+        cycle: which pass over the sizes it belongs to, from 0.
+    """
+
+    op: str
+    ranks: int
+    size_bytes: int
+    count: int
+    dtype: str
+    redop: str | None
+    root: int | None
+    out: Figure | None
+    inside: Figure | None
+    cycle: int = 0
+
+    @property
+    def figures(self) -> tuple[tuple[str, Figure], ...]:
+        """The placements that were measured, by name."""
+        both = (("out-of-place", self.out), ("in-place", self.inside))
+        return tuple((name, figure) for name, figure in both if figure is not None)
+
+    @property
+    def main(self) -> Figure:
+        """The figure that stands for the row: out of place where there is one."""
+        return self.figures[0][1]
+
+    @property
+    def key(self) -> tuple[str, str, str | None, int]:
+        """What rows of two runs are matched by."""
+        return self.op, self.dtype, self.redop, self.size_bytes
+
+    def algbw(self, figure: Figure) -> float:
+        """Return the size over the time, in 10^9 bytes a second."""
+        return self.size_bytes / figure.timing.median_s / 1e9
+
+    def busbw(self, figure: Figure) -> float:
+        """Return what each link carried, in 10^9 bytes a second; nccl-tests' factors."""
+        return self.algbw(figure) * factor(self.op, self.ranks)
+
+
+@dataclass(frozen=True)
+class CollectiveReport:
+    """A whole run.
+
+    Attributes:
+        facts: names and values that say what ran where.
+        settings: what was asked for.
+        ranks: number of ranks.
+        transport: what carried it, as the communicator calls itself.
+        rows: what was found.
+        small_all_reduce_s: MPI's own all-reduce of 16 bytes, if MPI was compared with.
+    """
+
+    facts: tuple[tuple[str, str], ...]
+    settings: Settings
+    ranks: int
+    transport: str
+    rows: tuple[Row, ...]
+    small_all_reduce_s: float | None = None
+
+    @property
+    def wrong(self) -> int:
+        """Elements that were wrong, over everything."""
+        return sum(figure.wrong or 0 for row in self.rows for _, figure in row.figures)
+
+    @property
+    def average_busbw(self) -> float:
+        """Bus bandwidth in 10^9 bytes a second, averaged over sizes and placements as nccl-tests does it."""
+        found = [row.busbw(figure) for row in self.rows for _, figure in row.figures]
+        return float(np.mean(found)) if found else 0.0
+
+    @property
+    def bounds(self) -> int:
+        """How many figures are upper bounds, for want of a clean round."""
+        return sum(figure.timing.is_bound for row in self.rows for _, figure in row.figures)
+
+    @property
+    def share(self) -> float | None:
+        """The median part of the CPU time that the ranks got; None where that was not watched."""
+        found = [s for row in self.rows for _, figure in row.figures for s in figure.timing.shares]
+        return float(np.median(found)) if found else None
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether others took much of the machine meanwhile."""
+        return self.bounds > 0 or (self.share is not None and self.share < CLEAN_SHARE)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data: the figures, and the times of every round they come from."""
+        return {
+            "format": FORMAT,
+            "bench": self.settings.op,
+            "ok": not self.wrong,
+            "machine": dict(self.facts),
+            "settings": self.settings.to_json(),
+            "ranks": self.ranks,
+            "transport": self.transport,
+            "wrong": self.wrong,
+            "average_busbw_gb_per_s": self.average_busbw,
+            "cpu_share": self.share,
+            "small_all_reduce_s": self.small_all_reduce_s,
+            "rows": [_row_json(row) for row in self.rows],
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> CollectiveReport:
+        """Return the report that `to_json` wrote.
+
+        Raises:
+            LowshardError: another format, or damaged data.
+        """
+        came = data.get("format") if isinstance(data, Mapping) else None
+        if came != FORMAT:
+            raise LowshardError(
+                f"a collective's report has format {FORMAT!r}, got {came!r}; write one with --json"
+            )
+        try:
+            return cls(
+                tuple((str(k), str(v)) for k, v in data["machine"].items()),
+                Settings.from_json(data["settings"]),
+                data["ranks"],
+                data["transport"],
+                tuple(_row_from(row) for row in data["rows"]),
+                data["small_all_reduce_s"],
+            )
+        except (AttributeError, KeyError, TypeError) as error:
+            raise LowshardError(f"this report is damaged ({type(error).__name__}: {error})") from error
+
+    def dump(self) -> str:
+        """Return the report as JSON text that ends with a newline."""
+        return json.dumps(self.to_json(), indent=1, allow_nan=False) + "\n"
+
+
+def load_report(path: str | Path) -> CollectiveReport:
+    """Return the report in a file.
+
+    Raises:
+        LowshardError: the file cannot be read, or holds no report.
+    """
+    try:
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise LowshardError(f"{path} is no report of lowshard bench: {error}") from error
+    return CollectiveReport.from_json(data)
+
+
+CSV_HEAD = (
+    "op", "size_bytes", "count", "dtype", "redop", "root", "ranks", "placement", "time_us", "algbw_gb_per_s",
+    "busbw_gb_per_s", "wrong", "x_memcpy", "x_mpi", "mpi_us", "min_us", "max_us", "p99_us", "cv", "rounds",
+    "clean_rounds", "upper_bound", "cycle",
+)  # fmt: skip
+
+
+def csv_rows(report: CollectiveReport) -> Iterator[tuple[Any, ...]]:
+    """Yield a line for each size and placement, in the columns of `CSV_HEAD`; None where there is no figure."""
+    for row in report.rows:
+        for name, figure in row.figures:
+            timing = figure.timing
+            times = (timing.least_s, timing.most_s, timing.p99_s)
+            mpi_us = None if figure.mpi is None else figure.mpi.median_s * 1e6
+            yield (
+                row.op, row.size_bytes, row.count, row.dtype, row.redop, row.root, row.ranks, name,
+                timing.median_s * 1e6, row.algbw(figure), row.busbw(figure), figure.wrong, figure.x_memcpy,
+                figure.x_mpi, mpi_us, *(t * 1e6 for t in times), timing.cv, len(timing.seconds),
+                sum(timing.clean), int(timing.is_bound), row.cycle,
+            )  # fmt: skip
+
+
+def dump_csv(report: CollectiveReport) -> str:
+    """Return the report as CSV text with a head line."""
+    import csv
+    import io
+
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(CSV_HEAD)
+    writer.writerows(csv_rows(report))
+    return out.getvalue()
+
+
+def _row_json(row: Row) -> dict[str, Any]:
+    found = asdict(row)
+    for name, figure in (("out", row.out), ("inside", row.inside)):
+        if figure is not None:
+            timing = figure.timing
+            found[name] |= {
+                "time_s": timing.median_s, "algbw_gb_per_s": row.algbw(figure),
+                "busbw_gb_per_s": row.busbw(figure), "min_s": timing.least_s, "max_s": timing.most_s,
+                "p99_s": timing.p99_s, "cv": timing.cv, "upper_bound": timing.is_bound,
+            }  # fmt: skip
+    return found
+
+
+def _row_from(data: Mapping[str, Any]) -> Row:
+    def timing(one: Mapping[str, Any] | None) -> Timing | None:
+        return None if one is None else Timing(tuple(one["seconds"]), tuple(one["shares"]), one["calls"])
+
+    def figure(one: Mapping[str, Any] | None) -> Figure | None:
+        if one is None:
+            return None
+        own = timing(one["timing"])
+        assert own is not None
+        return Figure(own, one["wrong"], one["x_memcpy"], one["x_mpi"], timing(one["mpi"]))
+
+    plain = {k: data[k] for k in ("op", "ranks", "size_bytes", "count", "dtype", "redop", "root", "cycle")}
+    return Row(**plain, out=figure(data["out"]), inside=figure(data["inside"]))

@@ -1,0 +1,158 @@
+"""What a sweep over a collective is asked to do: a frozen value, sizes as nccl-tests writes them, JSON both ways."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal
+
+from lowshard.bench.operation import ALL_REDOPS, OPERATIONS
+from lowshard.errors import LowshardError
+
+Placement = Literal["out", "in"]
+
+DTYPES = (
+    "int8", "uint8", "int32", "uint32", "int64", "uint64", "float16", "float32", "float64", "bfloat16"
+)  # fmt: skip
+"""What `-d all` goes through, in nccl-tests' order."""
+MORE_DTYPES = ("int16", "uint16")
+"""What can be asked for by name beside them; NCCL knows them as bytes only."""
+
+TRANSPORTS = ("auto", "mpi", "loopback", "nccl", "staged")
+AVERAGES = ("rank 0", "average", "fastest", "slowest")
+"""Whose time counts, by the number of `-a`."""
+
+# What has to be equal for two runs to be compared; sizes, rounds and checks may differ.
+_COMPARED = (
+    "op", "dtypes", "redops", "root", "calls", "average", "each", "transport", "shared", "window", "order",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One sweep.
+
+    Attributes:
+        op: the collective, a name of `OPERATIONS`.
+        sizes: bytes of the larger of a rank's two buffers, size after size; (0,) for a barrier.
+        dtypes: element types, one after the other.
+        redops: reductions, one after the other; empty for a move.
+        root: rank of the root, where there is one.
+        rounds: timed rounds that count.
+        warmups: calls before them.
+        calls: calls in one timed batch; 0: as many as last two milliseconds.
+        checks: how often results are checked, each time with other data.
+        average: whose time counts: 0 rank 0's, 1 the average, 2 the fastest, 3 the slowest.
+        cycles: how often the whole sweep runs.
+        each: time each call by itself, and report how these times spread.
+        transport: what carries it.
+        shared: results are one array for the node (shared=True).
+        window: buffers come from `comm.empty`.
+        order: order of the operands in a reduction.
+        compare_mpi: also time mpi4py's own call, taking turns.
+        memcpy: also time a copy of as many bytes on all ranks at once, taking turns (host memory only).
+        placements: "out" of place, "in" place, or both.
+    """
+
+    op: str
+    sizes: tuple[int, ...]
+    dtypes: tuple[str, ...] = ("float32",)
+    redops: tuple[str, ...] = ()
+    root: int = 0
+    rounds: int = 20
+    warmups: int = 5
+    calls: int = 0
+    checks: int = 1
+    average: int = 3
+    cycles: int = 1
+    each: bool = False
+    transport: str = "auto"
+    shared: bool = False
+    window: bool = False
+    order: str = "fast"
+    compare_mpi: bool = False
+    memcpy: bool = True
+    placements: tuple[Placement, ...] = ("out", "in")
+
+    def __post_init__(self) -> None:
+        operation = OPERATIONS[self.op]
+        if self.shared and not operation.shared:
+            can = ", ".join(name for name, one in OPERATIONS.items() if one.shared)
+            raise LowshardError(
+                f"--shared is for {can}, whose result is the same on all ranks; got {self.op}"
+            )
+        if self.compare_mpi and self.transport not in ("auto", "mpi"):
+            raise LowshardError(
+                f"--compare-mpi times mpi4py on host memory beside --transport mpi; got {self.transport}"
+            )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data that `from_json` reads back."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Settings:
+        """Return the settings that `to_json` wrote; raises TypeError for anything else."""
+        known = {field.name for field in fields(cls)}
+        if not known <= set(data):
+            raise TypeError(f"settings without {sorted(known - set(data))}")
+        given: dict[str, Any] = {}
+        for name in known:  # JSON has lists where there are tuples here
+            given[name] = tuple(data[name]) if isinstance(data[name], list) else data[name]
+        return cls(**given)
+
+    def differences(self, other: Settings) -> tuple[str, ...]:
+        """Return what keeps the figures of two runs from being compared, a line each."""
+        mine, theirs = asdict(self), asdict(other)
+        return tuple(f"{name}: {mine[name]!r} here, {theirs[name]!r} there" for name in _COMPARED
+                     if mine[name] != theirs[name])  # fmt: skip
+
+
+def parse_bytes(text: str) -> int:
+    """Return a size written as nccl-tests takes it: 1024, 1K, 64M, 1.5G; K, M and G are powers of 1024.
+
+    Raises:
+        LowshardError: it is written otherwise, or is no whole number of bytes above 0.
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]?)(?:I?B)?", text.strip().upper())
+    if found is not None:
+        size = float(found[1]) * 1024 ** " KMGT".index(found[2] or " ")
+        if size >= 1 and size == int(size):
+            return int(size)
+    raise LowshardError(
+        f"a size is a number of bytes such as 1024, 1K, 64M or 1G (powers of 1024), got {text!r}"
+    )
+
+
+def size_list(begin: int, end: int, factor: float | None, step: int | None) -> tuple[int, ...]:
+    """Return the sizes from one to another, by a factor or by a step.
+
+    Raises:
+        LowshardError: the last is smaller than the first, or the factor leads nowhere.
+    """
+    if end < begin:
+        raise LowshardError(f"-e is at least -b, got -b {begin} -e {end}")
+    if step is not None:
+        return tuple(range(begin, end + 1, step))
+    if factor is None or factor <= 1:
+        raise LowshardError(f"-f is a factor above 1, got {factor:g}" if factor else "-f or -i is needed")
+    sizes: list[int] = []
+    size = float(begin)
+    while size <= end:
+        if not sizes or int(size) > sizes[-1]:
+            sizes.append(int(size))
+        size *= factor
+    return tuple(sizes)
+
+
+def redop_list(op: str, choice: str | None) -> tuple[str, ...]:
+    """Return the reductions of `-o`: one, or "all"; none for a collective that reduces nothing."""
+    if not OPERATIONS[op].reduces:
+        return ()
+    return ALL_REDOPS if choice == "all" else (choice or "sum",)
+
+
+def dtype_list(choice: str) -> tuple[str, ...]:
+    """Return the element types of `-d`: one, or "all"."""
+    return DTYPES if choice == "all" else (choice,)

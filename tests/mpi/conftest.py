@@ -1,0 +1,20 @@
+"""Fixtures of the tests that start ranks."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.launching import Launcher
+
+from lowshard.launch.leftover import stray_files
+
+
+@pytest.fixture
+def launcher(tmp_path: Path) -> Iterator[Launcher]:
+    """A launcher after which no process, no temporary file and no shared memory may be left."""
+    made = Launcher(tmp_path, uuid.uuid4().hex, stray_files())
+    yield made
+    made.check_nothing_left()

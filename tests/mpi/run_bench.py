@@ -1,0 +1,111 @@
+"""Runs tiny sweeps of every collective on MPI ranks; rank 0 prints a JSON report a line.
+
+Usage: run_bench.py [levels]; with "levels", only the levels of a profile. Also runs what mpi4py does by itself, and
+checks that this is right: a rival that computes something else would be no measure.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from typing import Any
+from unittest import mock
+
+from mpi4py import MPI
+
+from lowshard.bench.case import Case, Request
+from lowshard.bench.cluster import measure_points
+from lowshard.bench.collective import measure_collective
+from lowshard.bench.operation import OPERATIONS
+from lowshard.bench.pattern import Pattern, spoil
+from lowshard.bench.rival import Rival
+from lowshard.bench.rival import rival as call_of
+from lowshard.bench.seat import MpiSeat
+from lowshard.bench.setting import Settings, redop_list
+from lowshard.bench.tune import measure_ways
+
+SIZES = (96, 24576)
+FORMS: tuple[dict[str, Any], ...] = (
+    *({"op": op, "compare_mpi": True, "root": OPERATIONS[op].rooted * 1} for op in OPERATIONS),
+    {"op": "all_reduce", "dtypes": ("bfloat16", "int8"), "redops": ("sum", "avg"), "compare_mpi": True},
+    {"op": "all_reduce", "window": True, "order": "tree"},
+    {"op": "reduce_scatter", "window": True, "average": 1, "each": True},
+    {"op": "all_reduce", "shared": True},
+    {"op": "all_gather", "shared": True, "window": True},
+    {"op": "broadcast", "shared": True, "root": 1},
+)
+
+
+def say(kind: str, data: Any) -> None:
+    if MPI.COMM_WORLD.rank == 0:
+        print(json.dumps([kind, data]), flush=True)
+
+
+def settings_of(form: dict[str, Any]) -> Settings:
+    op = form["op"]
+    sizes = (0,) if op == "barrier" else SIZES
+    plain = {
+        "sizes": sizes,
+        "redops": redop_list(op, "sum"),
+        "rounds": 2,
+        "warmups": 1,
+        "calls": 1,
+        "transport": "mpi",
+    }
+    return Settings(**{**plain, **form})
+
+
+def check_rivals(seat: MpiSeat) -> None:
+    """Demand of mpi4py's calls, in both placements, what is demanded of the communicator's."""
+    comm = seat.mpi_comm
+    with seat.open("mpi") as place:
+        for op, operation in OPERATIONS.items():
+            request = Request(
+                op, 960, "int32", "sum" if operation.reduces else None, root=operation.rooted * 1
+            )
+            pattern = Pattern("int32", comm.size, request.redop)
+            for placement in request.placements(("out", "in")):
+                rival = Rival(comm, request, placement)
+                if rival.recv is not None:
+                    spoil(rival.recv)
+                if rival.send is not None and not (op == "broadcast" and comm.rank != request.root):
+                    pattern.fill(rival.send, comm.rank)
+                rival.run()
+                wrong = 0
+                if rival.recv is not None:
+                    wrong = pattern.wrong(rival.recv, Case(place.comm, request, placement).segments())
+                assert comm.allreduce(wrong) == 0, (op, placement)
+    assert call_of(comm, Request("all_reduce", 64, "float32", "avg"), "out") is None
+    assert call_of(comm, Request("all_reduce", 64, "bfloat16", "sum"), "out") is None
+    assert call_of(comm, Request("all_gather", 64, "bfloat16"), "out") is not None
+
+
+def pretend_hosts(seat: MpiSeat, asked: dict[str, Any]) -> Any:
+    """Measure as if each two ranks were a host of their own, and a lone pair two of them."""
+    size = seat.meeting.size
+    name = f"host-{seat.meeting.rank // (2 if size > 2 else 1)}"
+    with mock.patch("socket.gethostname", return_value=name):
+        return measure_points(seat, {**asked, "ops": ["broadcast"]})
+
+
+def main() -> None:
+    warnings.simplefilter("error")
+    seat = MpiSeat(MPI.COMM_WORLD)
+    if sys.argv[1:] == ["levels"]:
+        asked = {"sizes": [64, 4096], "rounds": 2, "warmups": 1, "calls": 1, "transport": "mpi"}
+        say("levels", pretend_hosts(seat, asked))
+        return
+    for form in FORMS:
+        settings = settings_of(form)
+        say("sweep", measure_collective(seat, {"settings": settings.to_json(), "table": False}))
+    asked = {"sizes": [64, 4096, 65536], "rounds": 2, "warmups": 1, "calls": 1, "transport": "mpi"}
+    say("profile", measure_points(seat, {**asked, "ops": ["all_reduce", "all_gather", "barrier"]}))
+    say("tune", measure_ways(seat, {**asked, "sizes": [64, 65536]}))
+    say("levels", pretend_hosts(seat, asked))
+    check_rivals(seat)
+    say("rivals", "right")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,337 @@
+"""What only the communicator over several nodes does; every rank checks, rank 0 prints the names of what held.
+
+Usage: run_hierarchy.py, with LOWSHARD_NODE_SIZE set so that the ranks lie on two nodes, the last maybe the smaller.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+from support import mode
+from support.comm_kit import check_reduced, operands, outcome, random_bits, refused, same
+
+from lowshard import comm as lc
+from lowshard import dtypes
+from lowshard.comm import hierarchy
+from lowshard.comm.hierarchy import HierarchicalCommunicator
+from lowshard.comm.mpi import MPICommunicator
+from lowshard.comm.node.communicator import NodeCommunicator
+from lowshard.comm.node.meet import STAMP
+from lowshard.errors import CommError, MismatchError, TimedOut
+
+WORLD = MPI.COMM_WORLD
+N, RANK = WORLD.size, WORLD.rank
+NODE_SIZE = int(os.environ["LOWSHARD_NODE_SIZE"])
+HOME, PLACE = divmod(RANK, NODE_SIZE)
+LOCAL = list(range(HOME * NODE_SIZE, min(N, (HOME + 1) * NODE_SIZE)))
+
+SHARED_DTYPES = ("float32", "bfloat16", "float8_e4m3fn", "int8", "uint64", "bool")
+
+
+@contextmanager
+def made(**env: str) -> Iterator[HierarchicalCommunicator]:
+    """Make a communicator over all ranks, in an environment with these variables."""
+    before = {name: os.environ.get(name) for name in env}
+    os.environ.update(env)
+    try:
+        comm = lc.from_mpi(WORLD, "cpu")
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+    assert isinstance(comm, HierarchicalCommunicator)
+    with comm:
+        yield comm
+
+
+def ranks_of_a_node_are_told_from_the_others() -> None:
+    with made() as comm:
+        assert comm.seating.nodes == tuple(
+            tuple(range(start, min(N, start + NODE_SIZE))) for start in range(0, N, NODE_SIZE)
+        )
+        assert (comm.node.size, comm.node.rank) == (len(LOCAL), PLACE)
+        assert (comm.flat.size, comm.flat.rank) == (N, RANK)
+        assert comm._memory.arena.where(comm.empty(10).ctypes.data, 40)[0] >= 0
+
+
+def all_collectives_work_however_ranks_are_numbered() -> None:
+    rng = mode.rng("numbered")
+    with made() as comm:
+        for keys in (list(range(N, 0, -1)), [r % NODE_SIZE for r in range(N)], list(rng.permutation(N))):
+            group = comm.split(0, int(keys[RANK]))
+            assert isinstance(group, HierarchicalCommunicator)
+            for elems in (1, 7, 333):
+                check_collectives(group, rng, elems)
+            group.close()
+
+
+def check_collectives(comm: HierarchicalCommunicator, rng: np.random.Generator, elems: int) -> None:
+    rank, n = comm.rank, comm.size
+    row = dtypes.get("int32")
+    parts = random_bits(rng, (n, elems), row)
+    whole = np.zeros((n, elems), np.int32)
+    comm.all_gather(parts[rank], whole)
+    same(whole, parts)
+    counts = [(elems + i) % 5 * i for i in range(n)]  # rank 0's is 0
+    displs = [1000 * i for i in range(n)][::-1]
+    scattered = np.zeros(1000 * n, np.int32)
+    source = random_bits(rng, (n, 5 * n), row)
+    comm.all_gather_v(source[rank, : counts[rank]], scattered, counts, displs)
+    expected = np.zeros(1000 * n, np.int32)
+    for i, (count, displ) in enumerate(zip(counts, displs, strict=True)):
+        expected[displ : displ + count] = source[i, :count]
+    same(scattered, expected)
+    for root in range(n):
+        buf = parts[rank].copy()
+        comm.broadcast(buf, root)
+        same(buf, parts[root])
+    for dtype, op in (
+        ("int64", "sum"),
+        ("bfloat16", "sum"),
+        ("int8", "avg"),
+        ("float32", "avg"),
+        ("bool", "max"),
+    ):
+        terms = operands(rng, n, elems * n, dtypes.get(dtype), op)
+        for order in ("fast", "tree", "rank"):
+            result = np.zeros(elems * n, terms.dtype)
+            comm.all_reduce(terms[rank], result, op, order)  # type: ignore[arg-type]
+            check_reduced(result, terms, op, order)
+            part = np.zeros(elems, terms.dtype)
+            comm.reduce_scatter(terms[rank], part, op, order)  # type: ignore[arg-type]
+            check_reduced(part, np.ascontiguousarray(terms.reshape(n, n, elems)[:, rank]), op, order)
+            root = elems % n
+            result[...] = 0
+            comm.reduce(terms[rank], result if rank == root else None, op, root, order)  # type: ignore[arg-type]
+            if rank == root:
+                check_reduced(result, terms, op, order)
+
+
+def shared_results_are_one_array_a_node() -> None:
+    rng = mode.rng("shared")
+    with made() as comm:
+        held: list[tuple[np.ndarray, np.ndarray]] = []
+        for elems in (1, 50, 3001):
+            for name in SHARED_DTYPES:
+                row = dtypes.get(name)
+                parts = random_bits(rng, (N, 3, elems), row)
+                gathered = comm.all_gather(parts[RANK], shared=True)
+                assert gathered is not None
+                same(gathered, parts.reshape(3 * N, elems))
+                held.append((gathered, parts.reshape(3 * N, elems)))
+                root = elems % N
+                sent = comm.broadcast(parts[root] if root == RANK else None, root, shared=True)
+                assert sent is not None
+                same(sent, parts[root])
+                held.append((sent, parts[root]))
+                for op in ("sum", "max") if name == "bool" else ("sum", "avg", "max"):
+                    terms = operands(rng, N, elems, row, op)
+                    for order in ("fast", "tree", "rank"):
+                        result = comm.all_reduce(terms[RANK], op=op, order=order, shared=True)  # type: ignore[arg-type]
+                        assert result is not None
+                        check_reduced(result, terms, op, order)
+                        held.append((result, result.copy()))
+        for result, expected in held:  # all of them at once: none lies where another does
+            same(result, expected)
+        for result, _ in held[:: len(held) // 7]:
+            assert not result.flags.writeable
+            comm.barrier()
+            if comm.node.rank == 0:
+                ctypes.c_uint8.from_address(result.ctypes.data).value = 1 - HOME  # valid in every dtype
+            comm.barrier()
+            assert result.reshape(-1)[:1].view(np.uint8)[0] == 1 - HOME
+            comm.barrier()
+
+
+def groups_take_the_way_that_their_ranks_allow() -> None:
+    with made() as comm:
+        inside = comm.split(HOME, -RANK)
+        assert isinstance(inside, NodeCommunicator)
+        across = comm.split(PLACE)
+        # With a smaller last node some have nobody there.
+        assert type(across) is (MPICommunicator if PLACE < N - NODE_SIZE else NodeCommunicator)
+        assert across is not None
+        # All but one rank, so that nodes differ in size; that rank makes a group of its own.
+        most = comm.split(int(RANK == 0))
+        assert most is not None
+        wanted = NodeCommunicator if RANK == 0 else MPICommunicator if N == 3 else HierarchicalCommunicator
+        assert type(most) is wanted
+        again = most.split(0, -RANK)
+        assert type(again) is wanted
+        assert again is not None
+        for group, members in (
+            (inside, LOCAL[::-1]),
+            (across, [r for r in range(N) if r % NODE_SIZE == PLACE]),
+            (most, [0] if RANK == 0 else list(range(1, N))),
+            (again, [0] if RANK == 0 else list(range(N - 1, 0, -1))),
+        ):
+            assert (group.rank, group.size) == (members.index(RANK), len(members))
+            check_group(group, members)
+        assert comm.split(None if RANK else 3) is None or RANK == 0
+
+
+def check_group(group: lc.Communicator, members: list[int]) -> None:
+    """Demand that collectives and messages of a group stay in it."""
+    seen = np.zeros((len(members), 500), np.int64)
+    group.all_gather(np.full(500, RANK), seen)
+    assert seen[:, 0].tolist() == seen[:, -1].tolist() == members
+    total = np.zeros(500, np.int64)
+    group.all_reduce(np.full(500, RANK), total)
+    assert set(total) == {sum(members)}
+    if group.size > 1:
+        got, right, left = np.zeros(1, np.int64), group.rank + 1, group.rank - 1
+        with group.grouped():
+            group.send(np.array([RANK]), right % group.size)
+            group.recv(got, left % group.size)
+        assert got[0] == members[left]
+
+
+def a_group_on_one_node_outlives_its_parent() -> None:
+    comm = lc.from_mpi(WORLD, "cpu")
+    group = comm.split(HOME)
+    wide = comm.split(0, -RANK)
+    assert group is not None
+    assert wide is not None
+    comm.close()
+    check_group(group, LOCAL)
+    check_group(wide, list(range(N))[::-1])
+    wide.close()
+    check_group(group, LOCAL)
+    group.close()
+
+
+def what_a_communicator_has_of_mpi_it_gives_back() -> None:
+    with made() as comm:
+        group = comm.split(0)
+        assert isinstance(group, HierarchicalCommunicator)
+        with group:
+            pass
+        assert group.flat.mpi_comm == MPI.COMM_NULL
+        assert comm.flat.mpi_comm != MPI.COMM_NULL
+    assert comm.flat.mpi_comm == MPI.COMM_NULL
+    refused(comm.barrier, CommError, "closed")
+    refused(comm.node.barrier, CommError, "closed")
+
+
+def calls_that_are_started_run_in_turn_beside_messages() -> None:
+    with made() as comm:
+        buffers = [np.full(700, float(RANK + i)) for i in range(6)]
+        results = [np.zeros(700) for _ in buffers]
+        works = [comm.start.all_reduce(s, r) for s, r in zip(buffers, results, strict=True)]
+        got, right, left = np.zeros(40000), (RANK + 1) % N, (RANK - 1) % N
+        messages = [comm.start.recv(got, left), comm.start.send(np.full(40000, float(RANK)), right)]
+        for work in (*messages, *works):
+            work.wait()
+        assert set(got) == {float(left)}
+        for i, result in enumerate(results):
+            assert set(result) == {float(sum(range(N)) + i * N)}
+
+
+def parts_count_and_record_nothing() -> None:
+    with made() as comm:
+        before = len(comm._activity.ring())
+        buf, whole = np.ones(900), np.ones(900 * N)
+        comm.all_reduce(buf, buf)
+        comm.all_gather(buf, whole)
+        comm.reduce_scatter(whole, buf)
+        comm.broadcast(buf, N - 1)
+        comm.barrier()
+        assert comm.traffic.calls.total() == 5
+        for part in (comm.flat, comm.node):
+            assert not part.traffic.calls
+            assert part.traffic.sent_bytes == 0
+        assert len(comm._activity.ring()) == min(64, before + 5)
+
+
+def different_calls_are_a_mismatch_before_any_part_begins() -> None:
+    buf = np.ones(5000)
+    for check in ("hash", "full"):
+        with made(LOWSHARD_CHECK=check) as comm:
+            for odd in (0, N - 1):
+                op: Any = "max" if odd == RANK else "sum"
+                text = f"{odd} asked for all_reduce float64.5000. max"
+                refused(lambda comm=comm, op=op: comm.all_reduce(buf, buf, op), MismatchError, text)
+            assert comm.node._context[STAMP] == 0, "ranks of a node have met"
+            buf[...] = 1
+            comm.all_reduce(buf, buf)
+            assert set(buf) == {float(N)}
+
+
+def nobody_leaves_a_barrier_early_whether_calls_are_compared_or_not() -> None:
+    for check in ("off", "hash", "full"):
+        with made(LOWSHARD_CHECK=check) as comm:
+            for late in (0, N - 1):
+                if late == RANK:
+                    time.sleep(0.05)
+                came = time.monotonic()
+                comm.barrier()
+                times = WORLD.allgather((came, time.monotonic()))
+                assert max(t for t, _ in times) <= min(t for _, t in times)
+
+
+def a_node_size_that_makes_no_sense_is_refused_by_all_ranks() -> None:
+    for sizes, pattern in ((["0"], "'0'"), (["two"], "'two'"), (["2", "3"], "'2', '3'")):
+        os.environ["LOWSHARD_NODE_SIZE"] = sizes[RANK % len(sizes)]
+        refused(
+            lambda: lc.from_mpi(WORLD, "cpu"), CommError, "LOWSHARD_NODE_SIZE", "equal on all ranks", pattern
+        )
+    os.environ["LOWSHARD_NODE_SIZE"] = "1"
+    with lc.from_mpi(WORLD, "cpu") as comm:
+        assert type(comm) is MPICommunicator  # nobody to share memory with
+    os.environ["LOWSHARD_NODE_SIZE"] = str(N)
+    with lc.from_mpi(WORLD, "cpu") as comm:
+        assert type(comm) is NodeCommunicator
+    os.environ["LOWSHARD_NODE_SIZE"] = str(NODE_SIZE)
+
+
+def a_rank_that_does_not_come_is_named_as_all_know_it() -> None:
+    late = N - 1
+    os.environ["LOWSHARD_WATCH"] = "off"  # which would end the job
+    comm = lc.from_mpi(WORLD, "cpu", timeout_s=0.5)
+    comm._check = "off"
+    if late != RANK:
+        buf = np.ones(500)
+        name, text = outcome(lambda: comm.all_reduce(buf, buf))
+        assert name == TimedOut.__name__
+        assert "all_reduce#1 float64[500]" in text
+        # Its node waits for it inside; others wait for their contacts there, who wait for it.
+        theirs = [late] if late // NODE_SIZE == HOME else range(NODE_SIZE, N)
+        assert any(f"rank {rank} did not come" in text for rank in theirs), text
+    WORLD.Barrier()
+    comm._failed = True  # nothing waits for the ranks that gave up
+    comm.close()
+
+
+CHECKS: list[Callable[[], Any]] = [
+    ranks_of_a_node_are_told_from_the_others,
+    all_collectives_work_however_ranks_are_numbered,
+    shared_results_are_one_array_a_node,
+    groups_take_the_way_that_their_ranks_allow,
+    a_group_on_one_node_outlives_its_parent,
+    what_a_communicator_has_of_mpi_it_gives_back,
+    calls_that_are_started_run_in_turn_beside_messages,
+    parts_count_and_record_nothing,
+    different_calls_are_a_mismatch_before_any_part_begins,
+    nobody_leaves_a_barrier_early_whether_calls_are_compared_or_not,
+    a_node_size_that_makes_no_sense_is_refused_by_all_ranks,
+    a_rank_that_does_not_come_is_named_as_all_know_it,  # last: the ranks are not in step afterwards
+]
+
+if __name__ == "__main__":
+    warnings.simplefilter("error")
+    hierarchy.PART_BYTES, hierarchy.PIECE_BYTES = 1, 5000
+    for check in CHECKS:
+        check()
+        WORLD.Barrier()
+        if RANK == 0:
+            print(check.__name__, flush=True)

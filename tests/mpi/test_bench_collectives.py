@@ -1,0 +1,253 @@
+"""The benchmarks of collectives on real MPI ranks: every collective, MPI beside it, the profile, the tuned table."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.starting import start_ranks
+
+from lowshard.bench.cluster import describe
+from lowshard.bench.figure import CollectiveReport
+from lowshard.bench.fit import Point, fit_profile
+from lowshard.bench.operation import OPERATIONS
+from lowshard.comm import tuned
+from lowshard.cost import ClusterProfile
+
+pytestmark = pytest.mark.mpi
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+TINY = ["-b", "64", "-e", "64", "-n", "2", "-w", "1", "-m", "1"]
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, list[Any]]:
+    """What two ranks say: one job for all sweeps."""
+    ended = start_ranks(HERE / "run_bench.py", 2, timeout_s=100).ok()
+    said: dict[str, list[Any]] = {}
+    for kind, data in map(json.loads, ended.stdout.splitlines()):
+        said.setdefault(kind, []).append(data)
+    return said
+
+
+def reports(found: dict[str, list[Any]]) -> list[CollectiveReport]:
+    return [CollectiveReport.from_json(data) for data in found["sweep"]]
+
+
+def test_every_collective_is_right_in_every_form(found: dict[str, list[Any]]) -> None:
+    swept = reports(found)
+    assert [report.settings.op for report in swept[: len(OPERATIONS)]] == list(OPERATIONS)
+    assert len(swept) == len(OPERATIONS) + 6
+    for report in swept:
+        assert report.wrong == 0, report.settings
+        assert (report.ranks, report.transport) == (2, "mpi")
+        settings = report.settings
+        assert len(report.rows) == len(settings.sizes) * len(settings.dtypes) * max(len(settings.redops), 1)
+        for row in report.rows:
+            operation = OPERATIONS[row.op]
+            assert (row.out is not None) == (operation.out_of_place or settings.shared)
+            assert (row.inside is not None) == (operation.in_place and not settings.shared)
+            for _, figure in row.figures:
+                assert len(figure.timing.shares) == len(figure.timing.seconds) >= 2
+                assert all(0 < share < 3 for share in figure.timing.shares)
+                assert figure.timing.median_s > 0
+
+
+def test_mpis_own_call_stands_beside_each_figure_where_it_has_one(found: dict[str, list[Any]]) -> None:
+    for report in reports(found):
+        for row in report.rows:
+            for _, figure in row.figures:
+                has_one = report.settings.compare_mpi and row.redop != "avg" and not (
+                    row.dtype == "bfloat16" and row.redop is not None
+                )  # fmt: skip
+                assert (figure.mpi is not None) == (figure.x_mpi is not None) == has_one
+                assert (figure.x_memcpy is not None) == (row.op != "barrier")
+        assert (report.small_all_reduce_s is not None) == report.settings.compare_mpi
+    facts = dict(reports(found)[0].facts)
+    assert {"mpi", "hosts", "cpu", "versions", "check", "path"} <= set(facts)
+    assert facts["hosts"].startswith("2 ranks on ")
+
+
+def test_mpis_own_calls_compute_what_ours_do(found: dict[str, list[Any]]) -> None:
+    assert found["rivals"] == ["right"]
+
+
+def test_measured_points_make_a_profile(found: dict[str, list[Any]]) -> None:
+    (data,) = found["profile"]
+    assert data["wrong"] == 0
+    points = [Point(**point) for point in data["points"]]
+    assert [(p.op, p.size_bytes) for p in points] == [
+        *((op, size) for op in ("all_reduce", "all_gather") for size in (64, 4096, 65536)),
+        ("barrier", 0),
+    ]
+    assert {(p.transport, p.level, p.ranks) for p in points} == {("mpi", "node", 2)}
+    profile = fit_profile(points, tuple(data["machine"].items()))
+    estimate = profile.seconds("all_reduce", 2, 4096)
+    assert 0 < estimate.low < estimate.seconds < estimate.high
+    assert "cpu" in dict(profile.machine)
+    assert any("fit error" in line for line in describe(profile, points))
+
+
+def test_one_rank_a_host_is_the_network_level_and_the_ranks_of_one_the_node(
+    found: dict[str, list[Any]], full: bool
+) -> None:
+    (data,) = found["levels"]
+    assert {(p["level"], p["ranks"]) for p in data["points"]} == {("network", 2)}
+    if full:
+        ended = start_ranks(HERE / "run_bench.py", 6, ["levels"], timeout_s=100).ok()
+        ((_, data),) = map(json.loads, ended.stdout.splitlines())
+        assert {(p["level"], p["ranks"]) for p in data["points"]} == {("node", 2), ("network", 3)}
+        assert data["wrong"] == 0
+
+
+def test_both_ways_are_timed_for_the_tuned_table(found: dict[str, list[Any]]) -> None:
+    (data,) = found["tune"]
+    assert data["ranks"] == 2
+    assert data["cores"] == len(os.sched_getaffinity(0))
+    assert data["mpi"].split()[-1][0].isdigit()
+    timed = [op for op in OPERATIONS if op not in ("send_recv", "barrier")]
+    assert [(row["op"], row["size_bytes"]) for row in data["rows"]] == [
+        (op, s) for op in timed for s in (64, 65536)
+    ]
+    for row in data["rows"]:
+        assert row["wrong"] == 0
+        assert row["window_s"] > 0
+        assert row["mpi_s"] > 0
+
+
+# ---- the command line
+
+
+def run(*argv: str, cwd: Path = ROOT, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "lowshard", "bench", *argv], cwd=cwd, env={**os.environ, "PYTHONPATH": str(ROOT), **env},
+        capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
+
+
+def test_it_starts_its_own_ranks_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    ended = run("all_gather", *TINY, "--ranks", "2", "--json", str(tmp_path / "x.json"), TMPDIR=str(tmp_path))
+    assert ended.returncode == 0, ended.stderr
+    rows = [line.split() for line in ended.stdout.splitlines() if not line.startswith("#")]
+    assert [row[:3] for row in rows] == [["64", "8", "float32"]]
+    assert "# Out of bounds values : 0 OK" in ended.stdout
+    assert [entry.name for entry in tmp_path.iterdir()] == ["x.json"]
+
+
+def test_inside_a_job_every_rank_of_it_takes_part_and_rank_0_speaks() -> None:
+    ended = start_ranks("lowshard", 3, ["bench", "reduce", *TINY, "-r", "2"], timeout_s=100).ok()
+    rows = [line.split() for line in ended.stdout.splitlines() if not line.startswith("#")]
+    assert [row[:5] for row in rows] == [["64", "16", "float32", "sum", "2"]]
+    assert ended.stdout.count("# lowshard bench reduce: 3 ranks") == 1
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "said"),
+    [
+        (["--ranks", "3"], 2, "--ranks is the size of the MPI job inside one: 2; got 3"),
+        (["--transport", "loopback"], 2, "loopback runs on threads of one process"),
+        (["--min-busbw", "1e9"], 1, "below 1e+09 GB/s"),
+        (["-N", "1000000", "-T", "1"], 71, "was still running after 1 s"),
+    ],
+)
+def test_inside_a_job_all_ranks_end_with_the_code_of_the_run(argv: list[str], code: int, said: str) -> None:
+    ended = start_ranks("lowshard", 2, ["bench", "all_reduce", *TINY, *argv], timeout_s=100)
+    assert ended.returncode == code, ended.text
+    assert said in ended.text
+
+
+def test_profile_and_tune_write_their_files(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    ended = run(
+        "profile",
+        "--ops",
+        "broadcast",
+        "-b",
+        "64",
+        "-e",
+        "64K",
+        "-f",
+        "16",
+        "-n",
+        "2",
+        "-m",
+        "1",
+        "-o",
+        str(path),
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "fit error" in ended.stdout
+    profile = ClusterProfile.load(path)
+    assert [(curve.op, curve.ranks, curve.most_bytes) for curve in profile.curves] == [
+        ("broadcast", 2, 16384)
+    ]
+    ended = run("tune", *TINY, XDG_CACHE_HOME=str(tmp_path))
+    assert ended.returncode == 0, ended.stderr
+    table = json.loads((tmp_path / "lowshard" / "tuned.json").read_text())
+    assert table["schema"] == tuned.SCHEMA
+    (entry,) = table["entries"].values()
+    assert set(entry) == {op for op in OPERATIONS if op not in ("send_recv", "barrier")}
+
+
+def test_a_run_that_takes_too_long_is_ended() -> None:
+    ended = run("all_gather", "-b", "64", "-e", "64", "-N", "1000000", "-T", "1")
+    assert ended.returncode == 71, ended.stderr
+    assert "limit of 1 s" in ended.stderr
+
+
+@pytest.mark.time_limit(60)
+def test_an_interrupted_run_ends_its_ranks_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-u",
+        "-m",
+        "lowshard",
+        "bench",
+        "all_gather",
+        "-b",
+        "64",
+        "-e",
+        "64",
+        "-N",
+        "1000000",
+    ]
+    env = {**os.environ, "TMPDIR": str(tmp_path), "LOWSHARD_TEST_MARK": str(tmp_path)}
+    with subprocess.Popen(
+        command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as child:
+        try:
+            assert child.stdout is not None
+            while (line := child.stdout.readline()).startswith("#"):
+                continue
+            assert line.split()[0] == "64"
+            child.send_signal(signal.SIGINT)
+            _, err = child.communicate(timeout=30)
+        finally:
+            child.kill()
+    assert child.returncode == 130
+    assert "SIGINT" in err
+    assert list(tmp_path.iterdir()) == []
+    deadline_s = time.monotonic() + 5
+    while (left := marked(str(tmp_path))) and time.monotonic() < deadline_s:
+        time.sleep(0.05)
+    assert left == []
+
+
+def marked(text: str) -> list[int]:
+    """Return the processes that have a text in their environment."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if f"LOWSHARD_TEST_MARK={text}".encode() in path.read_bytes():
+                found.append(int(path.parent.name))
+        except OSError:
+            continue
+    return found

@@ -1,0 +1,376 @@
+"""Jobs over several hosts, on network namespaces of this machine: layout, output, faults, nothing left behind."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from support import mode
+from support.launching import ENDS_WITHIN_S, LIMIT_S, ROOT, Launcher, wait_until
+
+from lowshard.launch import JobResult, python_command, run_ranks
+from lowshard.launch.fake_hosts import FakeHost, cut, fake_hosts, fake_spread, mend, sweep, why_not
+
+REASON = why_not()
+pytestmark = [
+    pytest.mark.mpi,
+    pytest.mark.time_limit(90),
+    pytest.mark.skipif(REASON is not None, reason=str(REASON)),
+]
+
+BEAT_S = 1.5  # the limit of silence in these tests
+
+
+@pytest.fixture
+def nothing_left() -> Iterator[None]:
+    """Checks that a test removes the hosts that it makes; other processes may have theirs."""
+    yield
+    mine = re.compile(rf"lowshard-{os.getpid()}-|lsh{os.getpid()}.$")
+    assert wait_until(lambda: not [name for name in traces() if mine.match(name)], 5.0), traces()
+
+
+def traces() -> list[str]:
+    """Returns the names of what fake hosts are made of."""
+    folders = (Path("/run/netns"), Path("/sys/class/net"), Path("/run"))
+    return [name for folder in folders if folder.is_dir() for name in os.listdir(folder)]
+
+
+def on(host: FakeHost, command: str) -> str:
+    """Runs a shell command on a host and returns what it prints."""
+    return subprocess.run(
+        host.command(command), capture_output=True, text=True, timeout=LIMIT_S, check=True
+    ).stdout
+
+
+def reaches(host: FakeHost, address: str, port: int) -> bool:
+    program = f"import socket; socket.create_connection(({address!r}, {port}), timeout=0.5)"
+    words = host.command(f'{sys.executable} -S -c "{program}"')
+    return subprocess.run(words, capture_output=True, timeout=LIMIT_S, check=False).returncode == 0
+
+
+def test_a_fake_host_has_its_own_name_network_and_shared_memory(nothing_left: None, tmp_path: Path) -> None:
+    (tmp_path / "seen").touch()
+    stray = Path("/dev/shm") / f"other_{os.getpid()}"
+    try:
+        stray.touch()
+        with fake_hosts(2) as (a, b), fake_hosts(1, hide=tmp_path) as (c,):
+            assert len({host.name for host in (a, b, c)}) == 3
+            assert str(os.getpid()) in a.name
+            assert on(a, "cat /proc/sys/kernel/hostname") == f"{a.name}\n"
+            assert on(a, "ls /dev/shm") == ""
+            names = {line.partition("=")[0] for line in on(a, "env").splitlines()}
+            assert names - {"PWD", "SHLVL", "_", "OLDPWD"} == {"HOME", "USER", "PATH", "LOWSHARD_FAKE_HOST"}
+            assert on(b, f"ls {tmp_path}") == "seen\n"
+            assert on(c, f"ls {tmp_path}") == ""
+            with socket.create_server((a.here_address, 0)) as server:
+                port = server.getsockname()[1]
+                assert reaches(a, a.here_address, port)
+                assert not reaches(c, a.here_address, port)  # another set's network
+                cut(b)
+                assert reaches(a, a.here_address, port)
+                assert not reaches(b, a.here_address, port)
+                mend(b)
+                assert wait_until(lambda: reaches(b, a.here_address, port), 5.0)
+            left = subprocess.Popen(a.command("sleep 60"))
+        assert left.wait(timeout=LIMIT_S) == -signal.SIGKILL
+    finally:
+        stray.unlink()
+
+
+LAYOUT = """
+import json, os, socket, sys
+from mpi4py import MPI
+
+world = MPI.COMM_WORLD
+node = world.Split_type(MPI.COMM_TYPE_SHARED)
+about = [world.rank, socket.gethostname(), node.size, node.rank, os.getcwd(), os.environ.get("MY_OWN"),
+         os.environ["OMP_NUM_THREADS"], os.environ["NCCL_HOSTID"], sys.argv[1:], os.environ.get("TMPDIR")]
+everybody = world.gather(about)
+if world.rank == 0:
+    print(json.dumps(everybody))
+print("note", world.rank, file=sys.stderr)
+"""
+
+
+def test_mpi_sees_two_hosts_with_two_ranks_each(launcher: Launcher) -> None:
+    done = launcher.run(
+        "-n", "4", "--fake-hosts", "2", launcher.script(LAYOUT), "-x", "a b", MY_OWN='it\'s "$1"'
+    )
+    assert done.code == 0, done.err
+    assert sorted(done.err.splitlines()) == [f"[{rank}] note {rank}" for rank in range(4)]
+    (line,) = done.out.splitlines()
+    rows = json.loads(line.removeprefix("[0] "))
+    assert [row[0] for row in rows] == [0, 1, 2, 3]
+    assert [row[2:4] for row in rows] == [[2, 0], [2, 1], [2, 0], [2, 1]]
+    hosts = [row[1] for row in rows]
+    assert hosts[0] == hosts[1] != hosts[2] == hosts[3]
+    for row in rows:
+        assert row[4] == str(ROOT)
+        assert row[5] == 'it\'s "$1"'
+        assert row[6] == str(max(1, len(os.sched_getaffinity(0)) // 4))
+        assert row[7] == row[1]
+        assert row[8] == ["-x", "a b"]
+        assert row[9] == str(launcher.tmp)
+    assert wait_until(lambda: not any(hosts[0] in name for name in traces()), 1.0)
+
+
+WAITING = """
+import os, sys, time
+from pathlib import Path
+
+phase, folder = sys.argv[1:]
+rank = int(os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK", "-1")))
+
+
+def sign():
+    draft = Path(folder) / f"draft{rank}"
+    draft.write_text(str(os.getpid()))
+    draft.rename(Path(folder) / str(rank))
+
+
+if phase == "start":
+    sign()
+    time.sleep(60)
+from mpi4py import MPI
+
+world = MPI.COMM_WORLD
+world.Barrier()
+sign()
+if phase == "fail":
+    print("before", rank)
+    if rank == 3:
+        raise ValueError("boom")
+if phase == "idle" or world.rank == 0:
+    time.sleep(60)
+world.Barrier()
+"""
+
+
+@dataclass
+class Job:
+    """A job on fake hosts, run by a thread of the test."""
+
+    hosts: list[FakeHost]
+    folder: Path
+    phase: str
+    hidden: bool = False
+    out: io.StringIO = field(default_factory=io.StringIO)
+    err: io.StringIO = field(default_factory=io.StringIO)
+    ended_s: float = 0.0
+    result: JobResult | None = None
+
+    def start(self, script: str, n: int = 4) -> None:
+        self.folder.mkdir()
+        self._thread = threading.Thread(target=self._run, args=(script, n), daemon=True)
+        self._thread.start()
+
+    def _run(self, script: str, n: int) -> None:
+        env = {**os.environ, "LOWSHARD_HEARTBEAT_S": str(BEAT_S), "TMPDIR": str(self.folder)}
+        env["PYTHONPATH"] = str(ROOT)
+        self.result = run_ranks(
+            python_command(script, [self.phase, str(self.folder)]),
+            n,
+            timeout_s=LIMIT_S,
+            env=env,
+            stdout=self.out,
+            stderr=self.err,
+            spread=fake_spread(self.hosts, n),
+        )
+        self.ended_s = time.time()
+
+    def pids(self, n: int = 4) -> list[int]:
+        paths = [self.folder / str(rank) for rank in range(n)]
+        assert wait_until(lambda: all(path.exists() for path in paths), LIMIT_S), self.err.getvalue()
+        return [int(path.read_text()) for path in paths]
+
+    def finish(self) -> JobResult:
+        self._thread.join(LIMIT_S + 20.0)
+        assert self.result is not None, self.err.getvalue()
+        return self.result
+
+
+def alive(pid: int) -> bool:
+    """Says whether a process runs; a zombie does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+CUT_PHASES = ["start", "idle", "mpi"] if mode.full() else ["start", "mpi"]
+
+
+def test_a_host_that_is_cut_off_ends_the_job_in_every_phase(nothing_left: None, tmp_path: Path) -> None:
+    script = tmp_path / "prog.py"
+    script.write_text(WAITING)
+    with ExitStack() as stack:
+        jobs = [Job(stack.enter_context(fake_hosts(2)), tmp_path / phase, phase) for phase in CUT_PHASES]
+        for job in jobs:  # at once: most of their time they wait
+            job.start(str(script))
+        for job in jobs:
+            pids = job.pids()
+            cut_s = time.time()
+            cut(job.hosts[1])
+            result = job.finish()
+            err = job.err.getvalue()
+            assert (result.exit_code, result.cause, result.failed_rank) == (70, "lost", 2), err
+            told = rf"rank 2 failed first: host {job.hosts[1].name} \(ranks 2, 3\) has not been heard of for 1\.\d s"
+            assert re.search(told, err.splitlines()[-1]), err
+            assert job.ended_s - cut_s < BEAT_S + ENDS_WITHIN_S, job.phase
+            assert not any(alive(pid) for pid in pids)
+            assert [path.name for path in job.folder.iterdir() if not path.name.isdigit()] == []
+
+
+def test_a_frozen_rank_on_another_host_is_named(nothing_left: None, tmp_path: Path) -> None:
+    script = tmp_path / "prog.py"
+    script.write_text(WAITING)
+    with fake_hosts(2) as hosts:
+        job = Job(hosts, tmp_path / "job", "mpi")
+        job.start(str(script))
+        pids = job.pids()
+        os.kill(pids[3], signal.SIGSTOP)
+        result = job.finish()
+        assert (result.exit_code, result.cause, result.failed_rank) == (70, "stopped", 3), job.err.getvalue()
+        assert not any(alive(pid) for pid in pids)
+
+
+@pytest.fixture
+def hidden_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder for the launcher's files that no host sees, as if it were another machine's disk."""
+    folder = tmp_path / "hidden"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    return folder
+
+
+def test_hosts_that_see_no_file_of_the_launcher_tell_everything_over_the_link(
+    nothing_left: None, tmp_path: Path, hidden_folder: Path
+) -> None:
+    script = tmp_path / "prog.py"
+    script.write_text(WAITING)
+    with fake_hosts(2, hide=hidden_folder) as hosts:
+        failing = Job(hosts, tmp_path / "failing", "fail")
+        failing.start(str(script))
+        result = failing.finish()
+        err = failing.err.getvalue()
+        assert (result.exit_code, result.cause, result.failed_rank) == (1, "exception", 3), err
+        *rest, last = err.strip().splitlines()
+        assert last == "lowshard run: rank 3 failed first: ValueError: boom (exit code 1)"
+        assert rest[-1] == "ValueError: boom"
+        assert "[3] before 3" in failing.out.getvalue().splitlines()
+        # What the keepers made on their hosts is gone; the rest are this test's marks.
+        assert [path.name for path in failing.folder.iterdir() if not path.name.isdigit()] == []
+
+        lost = Job(hosts, tmp_path / "lost", "mpi")
+        lost.start(str(script))
+        pids = lost.pids()
+        # Nobody but its own keeper can end a rank on another machine that is cut off: so let nobody else do it here.
+        cut(hosts[1])
+        assert wait_until(lambda: not any(alive(pid) for pid in pids[2:]), BEAT_S + ENDS_WITHIN_S)
+        result = lost.finish()
+        assert (result.exit_code, result.cause, result.failed_rank) == (70, "lost", 2), lost.err.getvalue()
+        assert list(hidden_folder.iterdir()) == []
+
+
+STACKS = """
+import time
+from mpi4py import MPI
+
+
+def wait_here():
+    time.sleep(60)
+
+
+print("begun", flush=True)
+wait_here()
+"""
+
+
+def test_the_time_limit_shows_the_stacks_of_ranks_elsewhere(
+    nothing_left: None, tmp_path: Path, hidden_folder: Path
+) -> None:
+    script = tmp_path / "prog.py"
+    script.write_text(STACKS)
+    err = io.StringIO()
+    with fake_hosts(1, hide=hidden_folder) as hosts:
+        env = {**os.environ, "PYTHONPATH": str(ROOT)}
+        result = run_ranks(
+            python_command(str(script)),
+            2,
+            timeout_s=3.0,
+            env=env,
+            stdout=io.StringIO(),
+            stderr=err,
+            spread=fake_spread(hosts, 2),
+        )
+    assert result.exit_code == 71, err.getvalue()
+    for rank in range(2):
+        assert re.search(rf"^\[{rank}\]   File .* in wait_here$", err.getvalue(), re.MULTILINE), (
+            err.getvalue()
+        )
+
+
+def test_what_a_killed_launcher_leaves_goes_at_the_next_start(launcher: Launcher) -> None:
+    folder = launcher.folder / "job"
+    folder.mkdir()
+    started = launcher.start(
+        "run", "-n", "2", "--fake-hosts", "2", launcher.script(WAITING), "mpi", str(folder)
+    )
+    pids = launcher.marked(2, folder)
+    label = f"lowshard-{started.pid}-"
+    assert [name for name in traces() if name.startswith(label)]
+    assert not [name for name in sweep() if name.startswith(f"{started.pid}-")]  # its owner lives
+    started.kill()
+    started.communicate(timeout=LIMIT_S)
+    assert wait_until(lambda: not any(alive(pid) for pid in pids), ENDS_WITHIN_S)
+    assert sweep() == [f"{started.pid}-0"]
+    assert not [name for name in traces() if name.startswith((label, f"lsh{started.pid}"))]
+    assert wait_until(lambda: not launcher.living(), ENDS_WITHIN_S)
+    assert wait_until(lambda: not any(launcher.tmp.iterdir()), ENDS_WITHIN_S)
+
+
+COMMUNICATING = """
+import os, signal, time
+import numpy as np
+from mpi4py import MPI
+import lowshard.comm as lc
+
+comm = lc.from_mpi(MPI.COMM_WORLD, device="cpu")
+total = np.zeros(3)
+comm.all_reduce(np.full(3, comm.rank + 1.0), total)
+assert total.tolist() == [10.0] * 3
+if comm.rank == 3:
+    os.kill(os.getpid(), signal.SIGSTOP)
+comm.barrier()
+"""
+
+
+def test_survivors_of_a_frozen_rank_say_where_they_were_and_are_not_the_cause(launcher: Launcher) -> None:
+    done = launcher.run(
+        "-n", "4", "--fake-hosts", "2", launcher.script(COMMUNICATING), LOWSHARD_HEARTBEAT_S=str(BEAT_S)
+    )
+    assert done.code == 70, done.err
+    assert "PeerFailed: rank 3 has been silent" in done.err
+    assert "rank 3 failed first: has been stopped (SIGSTOP)" in done.err.strip().splitlines()[-1]
+
+
+def test_wrong_numbers_of_hosts_are_refused() -> None:
+    from lowshard.errors import LaunchError
+
+    for k in (0, 101):
+        with pytest.raises(LaunchError, match="1 to 100"), fake_hosts(k):
+            pass

@@ -1,0 +1,198 @@
+"""A stand-in for CuPy's streams, events and page-locked memory on machines without a GPU.
+
+Its arrays are NumPy's. Its streams do nothing by themselves: what is queued happens once somebody has asked a
+few times whether it is done, or has waited. A copy to the host is seen there only then; a copy to the device is
+seen at once (tests read arrays without waiting), but page-locked memory that changes before the stream has got
+to that copy is a `MisuseError`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+DEVICE = 0
+DEFAULT_STREAM = 7
+LAG = 3  # times that something queued answers that it is not done
+
+
+class MisuseError(AssertionError):
+    """The code under test asked for something that CUDA or NCCL does not promise to do."""
+
+
+def need(ok: bool, what: str) -> None:
+    if not ok:
+        raise MisuseError(what)
+
+
+class StandInStream:
+    """Takes operations and does them when it is waited for."""
+
+    def __init__(self, host: DeviceStandIn, ptr: int) -> None:
+        self.ptr = ptr
+        self.synchronized = 0
+        self.queue: list[Callable[[], None]] = []
+        self.finished = 0
+        self._host, self._asked = host, 0
+
+    @property
+    def issued(self) -> int:
+        """Operations that were ever queued."""
+        return self.finished + len(self.queue)
+
+    def push(self, operation: Callable[[], None]) -> None:
+        """Queue an operation."""
+        with self._host.lock:
+            self.queue.append(operation)
+
+    def flush(self, up_to: int | None = None) -> None:
+        """Do what is queued, up to a number of operations."""
+        with self._host.lock:
+            end = self.issued if up_to is None else up_to
+            while self.finished < end:
+                operation = self.queue.pop(0)
+                self.finished += 1
+                operation()
+
+    def asked(self, up_to: int) -> bool:
+        """Answer whether operations are done; now and then, they are."""
+        with self._host.lock:
+            if self.finished >= up_to:
+                return True
+            self._asked += 1
+            if self._asked % (LAG + 1):
+                return False
+            self.flush(up_to)
+            return True
+
+    @property
+    def done(self) -> bool:
+        return self.asked(self.issued)
+
+    def synchronize(self) -> None:
+        self.synchronized += 1
+        self.flush()
+
+    def wait_event(self, event: StandInEvent) -> None:
+        self._host.log.append(("wait", self.ptr, event))
+        self.push(event.finish)
+
+    def __enter__(self) -> StandInStream:
+        self._host.stack.append(self)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        need(self._host.stack.pop() is self, "streams are left in the order they were entered")
+
+
+class StandInEvent:
+    """A place in a stream."""
+
+    def __init__(self, host: DeviceStandIn) -> None:
+        self._host = host
+        self._stream: StandInStream | None = None
+        self._mark = 0
+
+    def record(self, stream: StandInStream) -> None:
+        self._host.log.append(("record", stream.ptr, self))
+        self._stream, self._mark = stream, stream.issued
+
+    @property
+    def done(self) -> bool:
+        return self._stream is None or self._stream.asked(self._mark)
+
+    def finish(self) -> None:
+        if self._stream is not None:
+            self._stream.flush(self._mark)
+
+
+class DeviceStandIn:
+    """One rank's device: what `Binding` takes of it."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.local = threading.local()
+        self.default = StandInStream(self, DEFAULT_STREAM)
+        self.streams = [self.default]
+        self.log: list[tuple[Any, ...]] = []
+        """What was asked of streams: ("record" or "wait", stream, event), ("fetch" or "store", stream, bytes)."""
+        self.spans: dict[int, int] = {}
+        self.locked: list[np.ndarray] = []
+        self.locked_bytes: list[int] = []
+        """The length of everything that was ever locked."""
+        self.synchronized = 0
+        self.selected: list[tuple[str, int]] = []
+        self.device_of: Callable[[np.ndarray], int] = lambda array: DEVICE
+
+    @property
+    def stack(self) -> list[StandInStream]:
+        """The streams that this thread has entered."""
+        if not hasattr(self.local, "stack"):
+            self.local.stack = []
+        return self.local.stack  # type: ignore[no-any-return]
+
+    @property
+    def stream(self) -> StandInStream:
+        """This thread's current stream."""
+        return self.stack[-1] if self.stack else self.default
+
+    def new_stream(self) -> StandInStream:
+        self.streams.append(StandInStream(self, 1000 + len(self.streams)))
+        return self.streams[-1]
+
+    def pointer(self, array: np.ndarray) -> int:
+        at = int(array.ctypes.data)
+        self.spans[at] = max(self.spans.get(at, 0), array.nbytes)
+        return at
+
+    def select(self, device: int) -> None:
+        self.selected.append((threading.current_thread().name, device))
+
+    def synchronize(self) -> None:
+        self.synchronized += 1
+        for stream in self.streams:
+            stream.flush()
+
+    def lock_memory(self, array: np.ndarray) -> Callable[[], None]:
+        need(array.ctypes.data % 4096 == 0 and array.nbytes % 4096 == 0, "other memory would be locked too")
+        array.fill(0xCD)
+        self.locked.append(array)
+        self.locked_bytes.append(array.nbytes)
+
+        def unlock() -> None:
+            self.locked[:] = [other for other in self.locked if other is not array]
+
+        return unlock
+
+    def fetch(self, host: int, device: int, n_bytes: int, stream: int) -> None:
+        self._check("fetch", host, device, n_bytes, stream)
+        content = ctypes.string_at(device, n_bytes)
+        self.stream.push(lambda: ctypes.memmove(host, content, n_bytes) and None)
+
+    def store(self, device: int, host: int, n_bytes: int, stream: int) -> None:
+        self._check("store", host, device, n_bytes, stream)
+        content = ctypes.string_at(host, n_bytes)
+        ctypes.memmove(device, content, n_bytes)
+
+        def late() -> None:
+            need(
+                ctypes.string_at(host, n_bytes) == content,
+                "a slot was overwritten before the device had read it",
+            )
+
+        self.stream.push(late)
+
+    def _check(self, name: str, host: int, device: int, n_bytes: int, stream: int) -> None:
+        self.log.append((name, stream, n_bytes))
+        need(stream == self.stream.ptr, f"{name} on stream {stream}, not on the current one")
+        need(n_bytes > 0, f"{name} of {n_bytes} bytes")
+        inside = any(at <= device and device + n_bytes <= at + n for at, n in self.spans.items())
+        need(inside, f"{name}: {n_bytes} bytes at {device}: no such array")
+        locked = any(
+            m.ctypes.data <= host and host + n_bytes <= m.ctypes.data + m.nbytes for m in self.locked
+        )
+        need(locked, f"{name}: {n_bytes} bytes at {host} are not page-locked memory of this rank")

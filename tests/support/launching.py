@@ -1,0 +1,114 @@
+"""Starts the launcher's command line from a test, and sees what it leaves behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from lowshard.launch.leftover import stray_files
+
+ROOT = Path(__file__).resolve().parents[2]
+ENDS_WITHIN_S = 5.0  # from the failure of one rank to the end of the launcher
+LIMIT_S = 40.0  # for a launcher that hangs; a job that should end takes about a second
+MARK = "LOWSHARD_TEST_MARK"
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a launcher ended."""
+
+    code: int
+    out: str
+    err: str
+    ended_s: float
+
+
+@dataclass
+class Launcher:
+    """Starts `python -m lowshard.launch` with a temporary directory and a mark of its own."""
+
+    folder: Path
+    mark: str
+    before: frozenset[Path]
+
+    def __post_init__(self) -> None:
+        self.tmp = self.folder / "tmp"
+        self.tmp.mkdir()
+
+    def script(self, text: str, name: str = "prog.py") -> str:
+        path = self.folder / name
+        path.write_text(text)
+        return str(path)
+
+    def start(self, *args: str, **env: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-m", "lowshard.launch", *args],
+            cwd=ROOT,
+            env={**os.environ, "TMPDIR": str(self.tmp), MARK: self.mark, **env},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def finish(self, started: subprocess.Popen[str]) -> Ended:
+        try:
+            out, err = started.communicate(timeout=LIMIT_S)
+        except subprocess.TimeoutExpired:
+            started.terminate()
+            out, err = started.communicate(timeout=LIMIT_S)
+            pytest.fail(f"no end within {LIMIT_S} s\n{out}\n{err}")
+        return Ended(started.returncode, out, err, time.time())
+
+    def run(self, *args: str, **env: str) -> Ended:
+        return self.finish(self.start("run", *args, **env))
+
+    def marked(self, n: int, folder: Path | None = None) -> list[int]:
+        """Waits until n ranks have left their pids as files named by their ranks in a folder; returns the pids."""
+        paths = [(folder or self.folder) / str(rank) for rank in range(n)]
+        assert wait_until(lambda: all(path.exists() for path in paths), LIMIT_S)
+        return [int(path.read_text()) for path in paths]
+
+    def living(self) -> list[str]:
+        """Returns the command lines of the processes that this test started."""
+        mark = f"{MARK}={self.mark}".encode()
+        found = []
+        for folder in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if mark in (folder / "environ").read_bytes().split(b"\0"):
+                    found.append((folder / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+        return found
+
+    def check_nothing_left(self) -> None:
+        assert self.living() == []
+        assert list(self.tmp.iterdir()) == []
+        # Another MPI job on this machine may come and go meanwhile: what counts is what stays.
+        assert wait_until(lambda: not sweepable(self.before), 5.0), sweepable(self.before)
+
+
+def sweepable(before: frozenset[Path]) -> list[Path]:
+    """Returns new files that no process has open; without removing them, unlike the launcher's own sweep."""
+    new = stray_files() - before
+    used: set[str] = set()
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            used.update(re.findall(r"/dev/shm/\S+", (folder / "maps").read_text()))
+    return [path for path in new if path.parent == Path("/dev/shm") and str(path) not in used]
+
+
+def wait_until(done: Callable[[], bool], limit_s: float) -> bool:
+    end_s = time.monotonic() + limit_s
+    while not done():
+        if time.monotonic() > end_s:
+            return False
+        time.sleep(0.05)
+    return True

@@ -1,0 +1,659 @@
+"""`lowshard bench all_reduce` and the others, on threads: table, JSON, CSV, plot, wrong values, comparison, limits."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lowshard import cli
+from lowshard import comm as lc
+from lowshard.bench import promise
+from lowshard.bench.batch import Timing
+from lowshard.bench.case import Case, Request
+from lowshard.bench.change import changes, require_comparable
+from lowshard.bench.device import why_no_gpu
+from lowshard.bench.figure import CSV_HEAD, CollectiveReport, Figure, Row, dump_csv
+from lowshard.bench.listing import Listing
+from lowshard.bench.operation import OPERATIONS
+from lowshard.bench.pattern import Pattern
+from lowshard.bench.plot import draw, lines
+from lowshard.bench.seat import Say
+from lowshard.bench.setting import Settings, dtype_list, parse_bytes, redop_list, size_list
+from lowshard.bench.sweep import need_bytes, require_fits
+from lowshard.errors import BufferMismatchError, LowshardError
+
+ROOT = Path(__file__).resolve().parents[2]
+NO_GPU = why_no_gpu()
+QUICK = ["--transport", "loopback", "-n", "2", "-w", "1", "-m", "1"]
+SMALL = [*QUICK, "-b", "64", "-e", "4K", "-f", "8"]
+
+
+def bench(op: str, *argv: str) -> int:
+    return cli.main(["bench", op, *(QUICK if op == "barrier" else SMALL), *argv])
+
+
+def measured(op: str, tmp_path: Path, *argv: str) -> CollectiveReport:
+    """Run a benchmark and return its report, as its JSON file has it."""
+    path = tmp_path / "report.json"
+    assert bench(op, *argv, "--json", str(path)) == 0
+    return CollectiveReport.from_json(json.loads(path.read_text()))
+
+
+# ---- flags
+
+
+def test_sizes_are_written_as_nccl_tests_takes_them() -> None:
+    assert [parse_bytes(text) for text in ("1", "1024", "1K", "1k", "64M", "1G", "1.5K", "2KB", "2KiB")] == [
+        1, 1024, 1024, 1024, 64 << 20, 1 << 30, 1536, 2048, 2048,
+    ]  # fmt: skip
+    for text in ("", "K", "1X", "-1", "0", "1.3", "1 2", "1e3"):
+        with pytest.raises(LowshardError, match="a size is a number of bytes"):
+            parse_bytes(text)
+
+
+def test_sizes_go_from_one_to_another_by_a_factor_or_a_step() -> None:
+    assert size_list(1024, 8192, 2, None) == (1024, 2048, 4096, 8192)
+    assert size_list(1024, 9000, 2, None)[-1] == 8192
+    assert size_list(10, 40, 1.5, None) == (10, 15, 22, 33)
+    assert size_list(1, 4, 1.2, None) == (1, 2, 3)
+    assert size_list(100, 300, None, 100) == (100, 200, 300)
+    assert size_list(5, 5, 2, None) == (5,)
+    for begin, end, factor in ((10, 5, 2.0), (1, 10, 1.0), (1, 10, 0.0)):
+        with pytest.raises(LowshardError, match=r"-e is at least -b|-f is a factor|-f or -i"):
+            size_list(begin, end, factor, None)
+
+
+def test_all_is_every_reduction_and_every_type_with_bf16() -> None:
+    assert redop_list("all_reduce", "all") == ("sum", "prod", "min", "max", "avg")
+    assert redop_list("all_gather", "all") == ()
+    assert redop_list("reduce", None) == ("sum",)
+    assert {"bfloat16", "float32", "int8"} <= set(dtype_list("all"))
+    assert dtype_list("int16") == ("int16",)
+
+
+def test_settings_come_back_from_json_and_contradictions_are_refused() -> None:
+    settings = Settings("all_reduce", (1, 2), redops=("sum",), each=True, placements=("in",))
+    assert Settings.from_json(json.loads(json.dumps(settings.to_json()))) == settings
+    with pytest.raises(TypeError, match="without"):
+        Settings.from_json({"op": "all_reduce"})
+    with pytest.raises(LowshardError, match="--shared is for all_reduce, all_gather, broadcast"):
+        Settings("reduce", (1,), shared=True)
+    with pytest.raises(LowshardError, match="--compare-mpi"):
+        Settings("reduce", (1,), compare_mpi=True, transport="loopback")
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["all_reduce", "-b", "0"],
+        ["all_reduce", "-b", "x"],
+        ["all_reduce", "-n", "0"],
+        ["all_reduce", "-o", "mean"],
+        ["all_reduce", "-d", "float8"],
+        ["all_reduce", "-a", "4"],
+        ["all_reduce", "-T", "-1"],
+        ["all_reduce", "--transport", "carrier-pigeon"],
+        ["all_reduce", "--json", "/no/such/folder/x.json"],
+        ["all_reduce", "-r", "0"],
+        ["all_gather", "-o", "sum"],
+        ["reduce_scatter", "--shared"],
+        ["barrier", "-b", "1K"],
+        ["barrier", "--ranks", "0"],
+        ["profile", "--ops", "all_sorts"],
+        ["profile", "--ranks", "2,x"],
+    ],
+)
+def test_wrong_usage_is_exit_code_2(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main(["bench", *argv])
+    assert end.value.code == 2
+    assert "usage: lowshard" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(NO_GPU is None, reason="CuPy sees a GPU here")
+@pytest.mark.parametrize("transport", ["nccl", "staged"])
+def test_a_transport_that_needs_a_gpu_says_so(transport: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", "all_reduce", "--transport", transport]) == 2
+    assert f"--transport {transport} needs CuPy and a GPU" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["all_reduce", "-b", "4K", "-e", "1K"], "-e is at least -b"),
+        (["broadcast", "-r", "2", "--ranks", "2"], "-r is a rank, 0 to 1, got 2"),
+        (["all_reduce", "--compare-mpi", "--transport", "loopback"], "--compare-mpi"),
+        (["all_reduce", "--transport", "loopback", "-b", "1024G", "-e", "1024G"], "pass a smaller -e"),
+        (["all_reduce", "--plot", "x.gif"], "ends in .png, .svg, .pdf"),
+        (["all_reduce", "--compare", "/no/such.json"], "is no report"),
+        (
+            ["all_reduce", "--check-limits", "--transport", "loopback"],
+            "nothing to judge here: limits are promised",
+        ),
+        (["all_reduce", "--check-limits", "-e", "1K"], "these figures have limits: all_reduce --window"),
+        (["profile", "-b", "1K", "-e", "1K"], "a fit needs two sizes"),
+        (["profile", "-e", "1024G", "--transport", "mpi"], "pass a smaller -e"),
+        (["profile", "--ranks", "1"], "over one rank nothing moves"),
+        (["tune", "--ranks", "1"], "nothing to tune"),
+    ],
+)
+def test_what_cannot_be_done_is_said_before_anything_is_measured(
+    argv: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["bench", *argv]) in (1, 2)
+    shown = capsys.readouterr()
+    assert said in shown.err
+    assert shown.out == ""
+
+
+def test_help_shows_every_flag_and_the_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["bench", "all_reduce", "--help"])
+    shown = capsys.readouterr().out
+    for flag in ("-b", "-e", "-i", "-f", "-n", "-w", "-m", "-c", "-o", "-d", "-a", "-T", "-N", "-I", "--ranks",
+                 "--transport", "--shared", "--window", "--order", "--compare-mpi", "--json", "--csv", "--plot",
+                 "--compare", "--min-busbw", "--check-limits", "Exit codes"):  # fmt: skip
+        assert flag in shown, flag
+
+
+# ---- the run and its table
+
+
+@pytest.mark.parametrize("op", OPERATIONS)
+def test_every_collective_is_right_and_has_a_line_a_size(op: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench(op, "--ranks", "3") == 0
+    shown = capsys.readouterr().out
+    head = [line for line in shown.splitlines() if line.startswith("#")]
+    body = [line.split() for line in shown.splitlines() if not line.startswith("#")]
+    assert head[0] == f"# lowshard bench {op}: 3 ranks"
+    assert any(line.split() == ["#", "transport", "loopback"] for line in head)
+    assert "# Out of bounds values : 0 OK" in head
+    assert any("Avg bus bandwidth" in line for line in head) == (op != "barrier")
+    operation = OPERATIONS[op]
+    assert len(body) == (1 if op == "barrier" else 3)
+    for cells, size in zip(body, (64, 512, 4096), strict=False):
+        found = operation.sizes(0 if op == "barrier" else size, 4, 3)
+        assert cells[:5] == [
+            str(found.size_bytes), str(found.count), "float32", "sum" if operation.reduces else "none",
+            "0" if operation.rooted else "-1",
+        ]  # fmt: skip
+        block = 4 if op == "barrier" else 5
+        out, inside = cells[5 : 5 + block], cells[5 + block :]
+        assert len(inside) == block
+        assert (out[0] != "-") is operation.out_of_place
+        assert (inside[0] != "-") is operation.in_place
+        for cell in (out, inside):
+            if cell[0] != "-" and op != "barrier":
+                assert float(cell[0]) > 0
+                assert cell[3] == "0"
+                assert float(cell[4]) > 0
+
+
+def test_columns_stand_under_their_names(capsys: pytest.CaptureFixture[str]) -> None:
+    bench("all_reduce")
+    shown = capsys.readouterr().out.splitlines()
+    names = next(line for line in shown if "redop" in line)
+    row = next(line for line in shown if not line.startswith("#"))
+    assert len(names) == len(row)
+    for name in ("size", "type", "root", "time", "#wrong", "x memcpy"):
+        end = names.rindex(name) + len(name)
+        assert row[end - 1] != " "
+        assert row[end : end + 1] in ("", " ")
+
+
+@pytest.mark.parametrize("argv", [("--shared",), ("--shared", "--window"), ("--window",)])
+@pytest.mark.parametrize("op", ["all_reduce", "all_gather", "broadcast"])
+def test_shared_results_and_buffers_of_the_communicator(
+    op: str, argv: tuple[str, ...], tmp_path: Path
+) -> None:
+    report = measured(op, tmp_path, *argv)
+    assert report.wrong == 0
+    for row in report.rows:
+        shared = "--shared" in argv
+        assert (row.out is None) is (op == "broadcast" and not shared)
+        assert (row.inside is None) is shared
+
+
+def test_types_and_reductions_go_one_after_the_other(tmp_path: Path) -> None:
+    report = measured("reduce_scatter", tmp_path, "-d", "all", "-o", "all", "-e", "64", "--order", "tree")
+    assert len(report.rows) == 10 * 5
+    assert report.wrong == 0
+    assert [row.dtype for row in report.rows[::5]] == list(dtype_list("all"))
+    assert [row.redop for row in report.rows[:5]] == ["sum", "prod", "min", "max", "avg"]
+    assert report.settings.order == "tree"
+
+
+def test_cycles_go_through_everything_again(tmp_path: Path) -> None:
+    report = measured("scatter", tmp_path, "-N", "2", "-c", "2", "-b", "512")
+    assert [(row.size_bytes, row.cycle) for row in report.rows] == [(512, 0), (4096, 0), (512, 1), (4096, 1)]
+
+
+def test_each_call_timed_by_itself_shows_its_spread(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    report = measured("all_gather", tmp_path, "-I", "-n", "7", "-m", "9")
+    assert all(figure.timing.calls == 1 for row in report.rows for _, figure in row.figures)
+    shown = capsys.readouterr().out
+    assert shown.count("out-of-place: min ") == shown.count("in-place: min ") == 3
+    assert "over 7 calls" in shown
+
+
+def test_calls_of_a_round_are_as_many_as_asked_for(tmp_path: Path) -> None:
+    report = measured("all_gather", tmp_path, "-m", "3")
+    assert {figure.timing.calls for row in report.rows for _, figure in row.figures} == {3}
+    assert {len(figure.timing.seconds) for row in report.rows for _, figure in row.figures} == {2}
+
+
+def test_one_rank_is_a_run_too(tmp_path: Path) -> None:
+    for op in ("all_reduce", "send_recv", "all_to_all_v"):
+        report = measured(op, tmp_path, "--ranks", "1")
+        assert report.ranks == 1
+        assert report.wrong == 0
+
+
+# ---- wrong values
+
+
+def corrupt(monkeypatch: pytest.MonkeyPatch, only_rank: int, after: int) -> None:
+    """Have loopback communicators whose all-reduce is one too high in its last element, on one rank, after a while."""
+    module = sys.modules["lowshard.comm.loopback"]
+
+    class Corrupting(module.LoopbackCommunicator):  # type: ignore[misc, name-defined]
+        calls = 0
+
+        def all_reduce(self, send: Any, recv: Any, *args: Any, **options: Any) -> None:
+            super().all_reduce(send, recv, *args, **options)
+            self.calls += 1
+            if self.rank == only_rank and self.calls > after:
+                recv[-1] += 1
+
+    monkeypatch.setattr(module, "LoopbackCommunicator", Corrupting)
+
+
+def test_a_wrong_value_is_counted_and_is_exit_code_1(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    corrupt(monkeypatch, only_rank=1, after=0)
+    assert bench("all_reduce", "-c", "3") == 1
+    shown = capsys.readouterr().out
+    rows = [line.split() for line in shown.splitlines() if not line.startswith("#")]
+    # Three checks, each with exact and with random data; out of place once more after the timed calls.
+    assert [(row[8], row[13]) for row in rows] == [("7", "6")] * 3
+    assert "# Out of bounds values : 39 FAILED" in shown
+
+
+def test_a_call_that_does_nothing_is_all_wrong(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    module = sys.modules["lowshard.comm.loopback"]
+
+    class Idle(module.LoopbackCommunicator):  # type: ignore[misc, name-defined]
+        calls = 0
+
+        def broadcast(self, buf: Any, root: int = 0) -> None:
+            self.calls += 1
+            if self.calls % 2:  # each other call leaves what was there before
+                super().broadcast(buf, root)
+
+    monkeypatch.setattr(module, "LoopbackCommunicator", Idle)
+    path = tmp_path / "report.json"
+    assert bench("broadcast", "-e", "64", "--json", str(path)) == 1
+    (row,) = json.loads(path.read_text())["rows"]
+    assert row["inside"]["wrong"] == 16  # all of the second check, on the one rank that is not the root
+
+
+def test_a_result_that_was_there_before_the_call_does_not_count() -> None:
+    (comm,) = lc.loopback(1)
+    case = Case(comm, Request("all_gather", 64, "float32"), "out")
+    pattern = Pattern("float32", 1, None)
+    assert case.check(pattern) == 0
+    pattern.fill(case.recv, 0)
+    case.run = lambda: None
+    assert case.check(pattern) == 16
+
+
+def test_operands_of_timed_reductions_in_place_are_zeros_which_any_number_of_calls_leaves_so() -> None:
+    (comm,) = lc.loopback(1)
+    for redop, placement, calm in (("sum", "in", True), ("sum", "out", False), (None, "in", False)):
+        op = "all_gather" if redop is None else "all_reduce"
+        case = Case(comm, Request(op, 64, "float32", redop), placement)  # type: ignore[arg-type]
+        case.load(Pattern("float32", 1, redop))
+        case.calm()
+        assert case.send is not None
+        assert bool((case.send == 0).all()) is calm
+
+
+def test_a_value_that_is_wrong_only_after_many_calls_is_seen(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    corrupt(monkeypatch, only_rank=0, after=5)  # two checks and one warm-up a placement, then timed calls
+    path = tmp_path / "report.json"
+    assert bench("all_reduce", "-e", "64", "--json", str(path)) == 1
+    (row,) = json.loads(path.read_text())["rows"]
+    assert row["out"]["wrong"] == 1
+    assert row["inside"]["wrong"] == 0
+
+
+# ---- JSON, CSV, plot
+
+
+def test_json_has_every_rounds_times_and_figures_that_follow_from_them(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert bench("reduce_scatter", "--json", "-", "--ranks", "4") == 0
+    shown = capsys.readouterr()
+    data = json.loads(shown.out)
+    assert "Out of bounds values" in shown.err
+    assert (data["format"], data["bench"], data["ok"]) == (
+        "lowshard-bench-collective-1",
+        "reduce_scatter",
+        True,
+    )
+    assert {"lowshard", "transport", "hosts", "cpu", "load", "versions", "check", "path"} <= set(
+        data["machine"]
+    )
+    busbw = []
+    for row, size in zip(data["rows"], (64, 512, 4096), strict=True):
+        assert row["size_bytes"] == size
+        for figure in (row["out"], row["inside"]):
+            assert len(figure["timing"]["seconds"]) == 2
+            assert figure["time_s"] == pytest.approx(np.median(figure["timing"]["seconds"]))
+            assert figure["algbw_gb_per_s"] == pytest.approx(size / figure["time_s"] / 1e9)
+            assert figure["busbw_gb_per_s"] == pytest.approx(0.75 * figure["algbw_gb_per_s"])
+            assert figure["x_memcpy"] > 0
+            assert figure["x_mpi"] is None
+            busbw.append(figure["busbw_gb_per_s"])
+    assert data["average_busbw_gb_per_s"] == pytest.approx(np.mean(busbw))
+    report = CollectiveReport.from_json(data)
+    assert json.loads(report.dump()) == data
+
+
+def test_csv_says_the_same_as_json_and_files_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table, plot = tmp_path / "table.csv", tmp_path / "plot.png"
+    report = measured("broadcast", tmp_path, "--csv", str(table), "--plot", str(plot), "-r", "1")
+    rows = list(csv.DictReader(io.StringIO(table.read_text())))
+    assert table.read_text() == dump_csv(report)
+    assert list(rows[0]) == list(CSV_HEAD)
+    assert [(row["op"], row["placement"], row["root"], row["redop"]) for row in rows] == [
+        ("broadcast", "in-place", "1", "")
+    ] * 3
+    for line, row in zip(rows, report.rows, strict=True):
+        assert row.inside is not None
+        assert float(line["time_us"]) == pytest.approx(row.inside.timing.median_s * 1e6)
+        assert float(line["busbw_gb_per_s"]) == pytest.approx(row.busbw(row.inside))
+        assert line["wrong"] == "0"
+        assert line["x_mpi"] == ""
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    shown = capsys.readouterr().out
+    assert all(str(path) in shown.splitlines()[-1] for path in (table, plot))
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["plot.png", "report.json", "table.csv"]
+
+
+@pytest.mark.parametrize("data", [{}, [], {"format": "other"}, {"format": "lowshard-bench-collective-1"}])
+def test_what_is_no_report_is_refused(data: Any) -> None:
+    with pytest.raises(LowshardError, match=r"format|damaged"):
+        CollectiveReport.from_json(data)
+
+
+# ---- figures made by hand
+
+
+def timing(*us: float, share: float | None = None) -> Timing:
+    return Timing(tuple(u * 1e-6 for u in us), () if share is None else (share,) * len(us), 1)
+
+
+def row(size: int, out: Figure | None, inside: Figure | None = None, **more: Any) -> Row:
+    plain = {
+        "op": "all_reduce",
+        "ranks": 2,
+        "count": size // 4,
+        "dtype": "float32",
+        "redop": "sum",
+        "root": None,
+    }
+    return Row(size_bytes=size, out=out, inside=inside, **{**plain, **more})
+
+
+def report(rows: Sequence[Row], **more: Any) -> CollectiveReport:
+    settings = Settings(
+        "all_reduce", tuple(row.size_bytes for row in rows), redops=("sum",), transport="mpi", **more
+    )
+    return CollectiveReport((("lowshard", "1"), ("load", "x")), settings, 2, "mpi", tuple(rows))
+
+
+def test_bandwidths_are_those_of_nccl_tests() -> None:
+    for op, ranks, factor in (
+        ("all_reduce", 4, 1.5),
+        ("all_gather", 4, 0.75),
+        ("reduce", 4, 1.0),
+        ("send_recv", 2, 1.0),
+    ):
+        figure = Figure(timing(100.0), 0)
+        one = row(1 << 20, figure, op=op, ranks=ranks)
+        assert one.algbw(figure) == pytest.approx((1 << 20) / 1e-4 / 1e9)
+        assert one.busbw(figure) == pytest.approx(one.algbw(figure) * factor)
+
+
+def test_a_busy_machine_is_said_and_its_figures_are_marked() -> None:
+    busy = report(
+        [row(1024, Figure(timing(5.0, 7.0, share=0.5), 0)), row(2048, Figure(timing(5.0, share=1.0), 0))]
+    )
+    listing = Listing(busy.settings, ("x memcpy",))
+    (first,), (second,) = (list(listing.row(one)) for one in busy.rows)
+    assert "~6.00" in first
+    assert "~" not in second
+    closing = "\n".join(listing.close(busy))
+    assert "machine busy: the ranks got 50% of the CPU time" in closing
+    assert "1 times are upper bounds" in closing
+    calm = report([row(1024, Figure(timing(5.0, share=0.97), 0))])
+    assert "busy" not in "\n".join(listing.close(calm))
+
+
+def test_changes_are_by_size_and_placement_and_name_what_differs_of_the_machine() -> None:
+    old = report(
+        [row(1024, Figure(timing(10.0), 0, 4.0), Figure(timing(10.0), 0)), row(512, Figure(timing(1.0), 0))]
+    )
+    new = report(
+        [row(1024, Figure(timing(5.0), 0, 2.0), Figure(timing(11.0), 0)), row(4096, Figure(timing(1.0), 0))]
+    )
+    new = dataclasses.replace(new, facts=(("lowshard", "2"), ("load", "y")))
+    text = list(changes(new, old))
+    assert text[0] == "# lowshard: 1 before, 2 now"  # the load always differs
+    assert text[2].split() == [
+        "1024",
+        "float32",
+        "sum",
+        "out-of-place",
+        "10.00",
+        "5.00",
+        "-50.0%",
+        "4.00",
+        "2.00",
+    ]
+    assert text[3].split() == ["1024", "float32", "sum", "in-place", "10.00", "11.00", "+10.0%", "-", "-"]
+    assert text[4].split()[:2] == ["4096", "float32"]
+    assert "not in the earlier run" in text[4]
+    assert text[5] == "# only in the earlier run: 512 bytes"
+
+
+def test_runs_with_other_settings_are_not_compared_and_all_that_differs_is_said() -> None:
+    old = report([row(1024, Figure(timing(10.0), 0))])
+    require_comparable(dataclasses.replace(old.settings, sizes=(1,), rounds=3, checks=5), 2, old, "old.json")
+    other = dataclasses.replace(old.settings, window=True, dtypes=("int8",))
+    with pytest.raises(LowshardError) as caught:
+        require_comparable(other, 4, old, "old.json")
+    for said in ("old.json", "dtypes: ('int8',) here, ('float32',) there", "window: True here, False there",
+                 "ranks: 4 here, 2 there"):  # fmt: skip
+        assert said in str(caught.value)
+
+
+def test_compare_shows_changes_after_the_table_or_refuses_before_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measured("all_gather", tmp_path)
+    old = str(tmp_path / "report.json")
+    capsys.readouterr()
+    assert bench("all_gather", "--compare", old) == 0
+    shown = capsys.readouterr().out
+    assert "old us" in shown
+    assert shown.count("in-place ") >= 3
+    assert bench("all_gather", "--compare", old, "-d", "int32", "--ranks", "3") == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert "dtypes" in shown.err
+    assert "ranks: 3 here, 2 there" in shown.err
+
+
+def test_too_little_bandwidth_is_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench("all_gather", "--min-busbw", "1e6") == 1
+    assert "below 1e+06 GB/s" in capsys.readouterr().out
+    assert bench("all_gather", "--min-busbw", "0") == 0
+
+
+def test_a_plot_has_a_line_for_each_placement_and_rival(tmp_path: Path) -> None:
+    mpi = timing(20.0)
+    found = report(
+        [row(s, Figure(timing(10.0), 0, 1, 0.5, mpi), Figure(timing(30.0), 0)) for s in (1024, 2048)]
+    )
+    drawn = {name: (sizes, times, busbw) for name, sizes, times, busbw in lines(found)}
+    assert set(drawn) == {"float32 sum, out-of-place", "float32 sum, in-place", "float32 sum, mpi4py's own"}
+    sizes, times, busbw = drawn["float32 sum, mpi4py's own"]
+    assert sizes == [1024, 2048]
+    assert times == pytest.approx([20.0, 20.0])
+    assert busbw == pytest.approx([1024 / 20e-6 / 1e9, 2048 / 20e-6 / 1e9])
+    for suffix, start in ((".png", b"\x89PNG"), (".svg", b"<?xml"), (".pdf", b"%PDF")):
+        draw(found, tmp_path / f"x{suffix}")
+        assert (tmp_path / f"x{suffix}").read_bytes().startswith(start)
+
+
+# ---- promises
+
+
+def judged(found: CollectiveReport, check: str = "hash") -> list[tuple[float, str, bool | None]]:
+    return [(v.limit, v.unit, v.ok) for v in promise.verdicts(found, check)]
+
+
+def test_promised_multiples_of_a_memcpy_hold_for_their_form_and_sizes() -> None:
+    def one(size: int, x: float, share: float = 1.0) -> Row:
+        return row(size, Figure(timing(10.0, share=share), 0, x), Figure(timing(10.0), 0, 99.0))
+
+    mega = 1 << 20
+    rows = [
+        one(mega, 9),
+        one(16 * mega, 2.004),
+        one(64 * mega, 2.1),
+        one(64 * mega, 2.1, 0.5),
+        one(128 * mega, 9),
+    ]
+    assert judged(report(rows, window=True)) == [
+        (2.0, "x memcpy", True),
+        (2.0, "x memcpy", False),
+        (2.0, "x memcpy", None),  # it missed, but the machine was busy
+    ]
+    assert judged(report(rows)) == []
+    assert judged(report(rows, window=True, order="rank")) == []
+    assert judged(dataclasses.replace(report(rows, window=True), ranks=4)) == []
+    assert judged(dataclasses.replace(report(rows, window=True), transport="nccl")) == []
+
+
+def test_promised_times_beside_mpi_are_a_ratio_from_64_kb_and_microseconds_below() -> None:
+    def one(size: int, us: float, mpi_us: float) -> Row:
+        return row(size, Figure(timing(us), 0, 9.0, us / mpi_us, timing(mpi_us)))
+
+    found = report(
+        [one(65536, 10, 10), one(1 << 20, 11, 10), one(1024, 10, 3), one(512, 14, 3)], compare_mpi=True
+    )
+    found = dataclasses.replace(found, small_all_reduce_s=2e-6)
+    assert judged(found) == [
+        (1.0, "x mpi", True),
+        (1.0, "x mpi", False),
+        (pytest.approx(13.0), "us", True),
+        (pytest.approx(13.0), "us", False),
+    ]
+    assert [(limit, ok) for limit, _, ok in judged(found, "off")[2:]] == [
+        (pytest.approx(6.0), False), (pytest.approx(6.0), False),
+    ]  # fmt: skip
+    assert len(judged(found, "full")) == 2
+
+
+def test_what_has_no_limit_is_known_before_the_run() -> None:
+    def why(ranks: int = 2, check: str = "hash", **settings: Any) -> str | None:
+        base = Settings("all_reduce", (1 << 10, 16 << 20), redops=("sum",))
+        return promise.why_no_limits(dataclasses.replace(base, **settings), ranks, check)
+
+    assert why(window=True) is None
+    assert why(compare_mpi=True) is None
+    assert why(compare_mpi=True, check="full") is None
+    assert why(compare_mpi=True, check="full", sizes=(64,)) is not None
+    assert why(window=True, ranks=4) is not None
+    assert why(window=True, sizes=(1024,)) is not None
+    assert why() is not None
+    assert why(window=True, redops=("max",)) is not None
+
+
+def test_a_verdict_says_what_was_promised() -> None:
+    assert str(promise.Verdict("all_reduce", 2.5, 2.0, "x memcpy", False)) == (
+        "all_reduce: 2.50 x memcpy, limit 2.00: MISSED"
+    )
+
+
+# ---- memory, progress, interruption
+
+
+def test_buffers_that_would_not_fit_are_refused() -> None:
+    settings = Settings("all_gather", (1 << 20, 1 << 10))
+    assert need_bytes(settings, 2) == 3 * 2 << 20  # two placements and the copy, two buffers each
+    require_fits(10, 10)
+    require_fits(10, None)
+    with pytest.raises(BufferMismatchError, match=r"take 2\.0 GB on a host, and 1\.0 GB are free"):
+        require_fits(2_000_000_000, 1_000_000_000)
+
+
+def test_progress_is_told_after_two_seconds_without_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    clock = [0.0]
+    say = Say("all_reduce", True, lambda: clock[0])
+    for clock[0] in (0.0, 1.9, 2.0, 3.0):
+        say(f"at {clock[0]}")
+    say.shown()
+    clock[0] = 4.5
+    say("soon after a line of the table")
+    clock[0] = 5.0
+    say("late")
+    Say("all_reduce", False, lambda: clock[0])("a rank that is silent")
+    assert capsys.readouterr().err.splitlines() == [
+        "lowshard bench all_reduce: at 2.0",
+        "lowshard bench all_reduce: late",
+    ]
+
+
+@pytest.mark.time_limit(60)
+def test_an_interrupted_run_on_threads_ends_with_130_and_no_traceback() -> None:
+    command = [sys.executable, "-u", "-m", "lowshard", "bench", "all_gather", *QUICK, "-b", "1K", "-e", "1K"]
+    with subprocess.Popen(
+        [*command, "-N", "1000000"], cwd=ROOT, env=dict(os.environ), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        text=True,
+    ) as child:  # fmt: skip
+        try:
+            assert child.stdout is not None
+            while (line := child.stdout.readline()).startswith("#"):
+                continue
+            assert line.split()[0] == "1024"
+            child.send_signal(signal.SIGINT)
+            _, err = child.communicate(timeout=30)
+        finally:
+            child.kill()
+    assert child.returncode == 130
+    assert err.splitlines()[-1] == "lowshard: interrupted"
+    assert "Traceback" not in err

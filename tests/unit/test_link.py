@@ -1,0 +1,327 @@
+"""The link between launcher and keepers: who may sign in, what is told, who is judged silent, stopped or gone."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+
+import pytest
+
+from lowshard.comm.abort import FailureRecord
+from lowshard.errors import LaunchError
+from lowshard.launch.address import own_addresses
+from lowshard.launch.host import Host, Spread
+from lowshard.launch.link import Link
+from lowshard.launch.uplink import HEARTBEAT_VARIABLE, LINK_VARIABLE, LinkAddress, Uplink, boot_id, seconds_of
+
+pytestmark = pytest.mark.time_limit(30)
+
+LIMIT_S = 1.2  # a rank silent for longer has failed; silence of 1 s makes it a suspect
+
+
+def wait_for(done: Callable[[], object], limit_s: float = 10.0) -> None:
+    end_s = time.monotonic() + limit_s
+    while not done():
+        assert time.monotonic() < end_s, "not in time"
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def link() -> Iterator[Link]:
+    made = Link(3, {HEARTBEAT_VARIABLE: str(LIMIT_S), "LOWSHARD_START_S": "60"}, None, everywhere=False)
+    made.start()
+    yield made
+    made.close()
+
+
+def sign_in(link: Link, rank: int, limit_s: float = LIMIT_S) -> Uplink:
+    return Uplink(LinkAddress.parse(str(link.address)), rank, limit_s, start_s=5.0)
+
+
+@contextlib.contextmanager
+def beating(*uplinks: Uplink) -> Iterator[None]:
+    """Keeps ranks alive for as long as the block runs."""
+    over = threading.Event()
+
+    def beat() -> None:
+        while not over.wait(0.1):
+            for uplink in uplinks:
+                uplink.send(stopped_at_s=None)
+
+    thread = threading.Thread(target=beat)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def test_a_failure_arrives_whole(link: Link) -> None:
+    record = FailureRecord(1, time.time(), "exception", 1, "ValueError: ü", "Traceback\n…", "ValueError")
+    uplink = sign_in(link, 1)
+    uplink.send(failure=asdict(record))
+    uplink.send(ended=1)
+    wait_for(link.failures)
+    assert link.failures() == [record]
+    uplink.close()
+    time.sleep(0.2)
+    assert link.failures() == [record]
+    assert link.suspects(time.time()) == []
+
+
+def test_whoever_does_not_know_the_token_is_sent_away(link: Link) -> None:
+    address = link.address
+    stranger = LinkAddress("0" * 32, address.boot, address.port, address.hosts)
+    with pytest.raises(
+        LaunchError, match=r"rank 0 .* must reach the launcher .*something else answers there"
+    ):
+        Uplink(stranger, 0, LIMIT_S, start_s=0.1)
+    with pytest.raises(LaunchError):  # a rank that there is not
+        Uplink(address, 3, LIMIT_S, start_s=0.1)
+    for junk in (
+        b"\n",
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"[]\n",
+        json.dumps({"token": address.token}).encode() + b"\n",
+    ):
+        with socket.create_connection(("127.0.0.1", address.port), timeout=5) as other:
+            other.sendall(junk)
+            assert other.recv(10) == b""
+    assert link.failures() == []
+
+
+def test_an_address_that_does_not_answer_is_passed_over(link: Link) -> None:
+    address = link.address
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    assert port != address.port
+    several = LinkAddress(address.token, address.boot, address.port, ("127.0.0.99", "127.0.0.1"))
+    uplink = Uplink(several, 0, LIMIT_S, start_s=5.0)
+    uplink.close()
+    with pytest.raises(LaunchError, match=r"127\.0\.0\.1 \(.*--iface"):
+        Uplink(LinkAddress(address.token, "", port, ("127.0.0.1",)), 0, LIMIT_S, start_s=0.1)
+
+
+def judge(link: Link, rank: int, silent_s: float) -> None:
+    """Judges as if it were so long after a rank was heard of: nothing is waited for."""
+    link._judge(link._state.peers[rank].heard_s + silent_s)
+
+
+def test_one_silent_rank_is_lost_one_that_speaks_or_has_said_goodbye_is_not(link: Link) -> None:
+    silent, alive, gone = (sign_in(link, rank) for rank in (2, 0, 1))
+    gone.send(ended=0)
+    gone.close()
+    time.sleep(0.4)
+    alive.send(stopped_at_s=None)
+    wait_for(lambda: link._state.peers[0].heard_s > link._state.peers[2].heard_s + 0.3)
+    judge(link, 2, LIMIT_S - 0.05)
+    assert link.failures() == []
+    judge(link, 2, LIMIT_S + 0.05)
+    (lost,) = link.failures()
+    assert (lost.rank, lost.kind, lost.exit_code, lost.consequence) == (2, "lost", 70, False)
+    assert lost.message.startswith(f"its keeper on {socket.gethostname()} has not been heard of for 1.2 s")
+    assert lost.time_s == link._state.peers[2].heard_at_s  # from then on it was lost
+    assert link.first_killed() == []
+    for uplink in (silent, alive):
+        uplink.close()
+
+
+def test_a_silent_host_is_named_with_all_its_ranks_and_the_lowest_counts(link: Link) -> None:
+    with contextlib.closing(sign_in(link, 2)), contextlib.closing(sign_in(link, 1)):
+        judge(link, 2, LIMIT_S + 0.05)
+        lost = link.failures()
+    assert {record.rank for record in lost} == {1, 2}
+    assert len({record.time_s for record in lost}) == 1
+    assert all(
+        f"host {socket.gethostname()} (ranks 1, 2) has not been heard" in record.message for record in lost
+    )
+
+
+def test_the_link_judges_by_itself(link: Link) -> None:
+    with contextlib.closing(sign_in(link, 1)):
+        wait_for(link.failures)
+        assert f"host {socket.gethostname()} (rank 1) has" in link.failures()[0].message
+
+
+def test_silence_counts_no_more_once_the_job_is_being_ended(link: Link) -> None:
+    with contextlib.closing(sign_in(link, 0)):
+        link.expect_ends()
+        time.sleep(LIMIT_S + 0.3)
+        assert link.failures() == []
+
+
+def test_a_launcher_that_was_stopped_does_not_take_that_for_the_ranks_silence(link: Link) -> None:
+    uplink = sign_in(link, 0)
+    with beating(uplink):
+        wait_for(lambda: link._state.peers)
+        with link._lock:  # the link's thread gets no further, as if this process had been stopped
+            time.sleep(LIMIT_S + 0.5)
+        time.sleep(0.3)
+    assert link.failures() == []
+    uplink.close()
+
+
+def test_a_stopped_rank_and_a_silent_one_are_suspects_at_once(link: Link) -> None:
+    stopped, silent, alive = (sign_in(link, rank) for rank in range(3))
+    at_s = time.time() - 0.7
+    stopped.send(stopped_at_s=at_s)
+    over = time.monotonic() + 1.1
+    while time.monotonic() < over:
+        stopped.send(stopped_at_s=at_s)
+        alive.send(stopped_at_s=None)
+        time.sleep(0.05)
+    found = {record.rank: record for record in link.suspects(time.time())}
+    assert set(found) == {0, 1}
+    assert (found[0].kind, found[0].time_s) == ("stopped", at_s)
+    assert found[0].message.startswith("has been stopped (SIGSTOP) for 1.")
+    assert found[1].kind == "lost"
+    assert {
+        record.rank for record in link.suspects(at_s - 0.1)
+    } == set()  # what others said before has another cause
+    complaint_s = time.time()
+    stopped.send(stopped_at_s=None)
+    wait_for(lambda: 0 not in {record.rank for record in link.suspects(time.time())})
+    # mpiexec continues what it ends: the rank was stopped when the others complained, and that counts.
+    assert 0 in {record.rank for record in link.suspects(complaint_s)}
+    for uplink in (stopped, silent, alive):
+        uplink.close()
+
+
+def test_a_keeper_that_goes_without_a_word_is_a_suspect_first_and_a_failure_later(link: Link) -> None:
+    first, second = sign_in(link, 1), sign_in(link, 0)
+    first.close()
+    wait_for(link.first_killed)
+    second.close()
+    wait_for(lambda: len(link.suspects(time.time())) == 2)
+    assert link.suspects(time.time() - 60.0) == []  # ended with the job that somebody's complaint has ended
+    assert [record.rank for record in link.first_killed()] == [1]
+    assert link.failures() == []
+    judge(link, 1, 1.4)
+    assert link.failures() == []
+    judge(link, 1, 1.6)
+    assert f"(process {os.getpid()}) was killed" in link.failures()[0].message
+
+
+def test_ranks_that_never_come_are_named() -> None:
+    link = Link(3, {"LOWSHARD_START_S": "0.3"}, None, everywhere=False)
+    link.start()
+    with contextlib.closing(link), contextlib.closing(sign_in(link, 1)):
+        wait_for(lambda: len(link.failures()) == 2)
+        assert {record.rank for record in link.failures()} == {0, 2}
+        assert "within 0.3 s of the start (LOWSHARD_START_S)" in link.failures()[0].message
+
+
+def test_output_comes_by_connections_of_its_own(link: Link) -> None:
+    uplink = sign_in(link, 1)
+    fds = [uplink.stream("stdout", 5.0), uplink.stream("stderr", 5.0)]
+    for fd, text in zip(fds, (b"out", b"err"), strict=True):
+        os.write(fd, text)
+        os.close(fd)
+    found = link.streams()
+    assert [(stream, rank) for _, stream, rank in found] == [(0, 1), (1, 1)]
+    for (connection, _, _), text in zip(found, (b"out", b"err"), strict=True):
+        connection.settimeout(5)
+        assert connection.recv(10) == text
+        assert connection.recv(10) == b""
+        connection.close()
+    assert link.streams() == []
+    uplink.close()
+
+
+def test_stacks_are_asked_of_those_that_can_show_them(link: Link) -> None:
+    able, unable = sign_in(link, 0), sign_in(link, 1)
+    able.send(takes_stack_signal=True)
+    wait_for(lambda: link._state.peers[0].takes_stack_signal)
+    link.ask_for_stacks()
+    wait_for(lambda: able.receive() == [{"do": "stacks"}])
+    assert unable.receive() == []
+    able.close()
+    unable.close()
+
+
+def test_a_keeper_sees_the_end_of_the_launcher(link: Link) -> None:
+    uplink = sign_in(link, 0)
+    assert uplink.receive() == []
+    assert not uplink.lost
+    link.close()
+    wait_for(lambda: uplink.receive() or uplink.lost)
+    uplink.send(stopped_at_s=None)  # says nothing to nobody, and does not raise
+    uplink.close()
+
+
+def test_closing_waits_for_last_words_but_not_for_ever(link: Link) -> None:
+    talker, mute = sign_in(link, 0), sign_in(link, 1)
+    record = FailureRecord(0, 1.0, "exit", 3, "sys.exit(3)")
+
+    def speak() -> None:
+        time.sleep(0.2)
+        talker.send(failure=asdict(record))
+        talker.send(ended=3)
+
+    thread = threading.Thread(target=speak)
+    thread.start()
+    start_s = time.monotonic()
+    link.close(0.5)
+    assert 0.3 < time.monotonic() - start_s < 3.0
+    thread.join()
+    assert link.failures() == [record]
+    talker.close()
+    mute.close()
+
+
+def test_the_clock_of_another_machine_is_set_right(link: Link) -> None:
+    address = link.address
+    hello = {"token": address.token, "purpose": "keeper", "rank": 1, "host": "far", "pid": 7, "boot": "other"}
+    with socket.create_connection(("127.0.0.1", address.port), timeout=5) as far:
+        far.sendall(json.dumps({**hello, "time_s": time.time() - 1000.0}).encode() + b"\n")
+        assert far.recv(10) == b"ok\n"
+        record = FailureRecord(1, time.time() - 1000.0, "exit", 3, "")
+        far.sendall(json.dumps({"failure": asdict(record)}).encode() + b"\n")
+        wait_for(link.failures)
+        assert abs(link.failures()[0].time_s - time.time()) < 1.0
+
+
+def test_a_broken_link_ends_the_job_instead_of_watching_nobody(link: Link) -> None:
+    link._judge = None  # type: ignore[assignment,method-assign]
+    with pytest.raises(LaunchError, match="the launcher's link to its ranks broke"):
+        wait_for(link.failures)
+
+
+def test_the_address_survives_the_way_through_the_environment() -> None:
+    address = LinkAddress("abc", boot_id(), 4711, ("10.0.0.1", "fd00::2"))
+    assert LinkAddress.parse(str(address)) == address
+    for text in ("", "a/b/c/d", "a/b/1/", "a/b/1", "a/b/1/c/d"):
+        with pytest.raises(LaunchError, match=LINK_VARIABLE):
+            LinkAddress.parse(text)
+
+
+@pytest.mark.parametrize("text", ["", "x", "0", "-1", "nan", "inf"])
+def test_a_limit_must_be_a_positive_number(text: str) -> None:
+    with pytest.raises(LaunchError, match=f"{HEARTBEAT_VARIABLE} must hold a positive number"):
+        seconds_of(HEARTBEAT_VARIABLE, {HEARTBEAT_VARIABLE: text})
+
+
+def test_limits_have_defaults() -> None:
+    assert seconds_of(HEARTBEAT_VARIABLE, {}) == 10.0
+    assert seconds_of(HEARTBEAT_VARIABLE, {HEARTBEAT_VARIABLE: "2.5"}) == 2.5
+
+
+def test_other_hosts_are_given_addresses_that_lead_here() -> None:
+    found = own_addresses(Spread((Host("127.0.0.1", 1),)))
+    assert found
+    assert not any(address.startswith("127.") for address in found) or found == ("127.0.0.1",)
+    link = Link(1, {}, None, everywhere=True)
+    try:
+        assert link.address.hosts == own_addresses(None)
+        for host in link.address.hosts:
+            with socket.create_connection((host, link.address.port), timeout=5):
+                pass
+    finally:
+        link.close()

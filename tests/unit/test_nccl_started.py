@@ -1,0 +1,241 @@
+"""Started NCCL calls: which stream they run on, what waits for what, when messages begin, what is kept alive."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import numpy as np
+import pytest
+from support.comm_kit import refused, same
+from support.device_stand_in import DEFAULT_STREAM, StandInStream
+from support.nccl_stand_in import Host, StandInCommunicator, World, run_stand_in
+
+from lowshard.comm import Communicator
+from lowshard.comm.nccl import NCCLCommunicator
+from lowshard.comm.nccl_wait import InThread
+from lowshard.errors import BufferMismatchError, CommError, TimedOut
+
+
+def alone(**options: Any) -> tuple[NCCLCommunicator, StandInCommunicator, Host]:
+    """Return a communicator of one rank, with what stands behind it."""
+    host = Host()
+    handle = StandInCommunicator(World(1), 0, host)
+    comm = NCCLCommunicator(handle, 0, 1, binding=host.binding(), **options)
+    handle.calls.clear()
+    return comm, handle, host
+
+
+def test_a_started_call_follows_the_callers_stream_and_wait_makes_it_follow_the_call() -> None:
+    comm, handle, host = alone()
+    buf = np.arange(3.0)
+    user = host.new_stream()
+    with user:
+        work = comm.start.all_reduce(buf, buf)
+    (call,) = [c for c in handle.calls if c[0] == "allReduce"]
+    side = call[-1]
+    assert side not in (DEFAULT_STREAM, user.ptr)
+    (_, _, ready), (_, _, waited), (_, _, done) = host.log
+    assert [entry[:2] for entry in host.log] == [("record", user.ptr), ("wait", side), ("record", side)]
+    assert ready is waited
+    host.log.clear()
+    work.wait()
+    assert host.log == [("wait", DEFAULT_STREAM, done)]
+    assert comm.traffic.calls == {"all_reduce": 1}
+    # One stream for all started calls.
+    comm.start.broadcast(buf).wait()
+    assert [c[-1] for c in handle.calls if c[0] == "broadcast"] == [side]
+    assert host.synchronized == 0
+
+
+def test_wait_blocks_the_host_only_with_a_time() -> None:
+    comm, _, host = alone()
+    buf, ran = np.arange(3.0), []
+    host.stream.push(lambda: ran.append("before"))
+    work = comm.start.broadcast(buf)
+    work.wait()
+    assert not work.done()
+    assert not ran
+    work.wait(timeout_s=5.0)
+    assert ran == ["before"]
+    assert work.done()
+
+
+def test_a_started_call_that_is_not_done_in_a_given_time_goes_on_until_the_deadline() -> None:
+    comm, handle, host = alone(timeout_s=0.2)
+    buf = np.arange(3.0)
+    work = comm.start.broadcast(buf)
+    ask = host.streams[-1].asked
+    host.streams[-1].asked = lambda up_to: False  # type: ignore[method-assign]
+    for _ in range(2):
+        refused(
+            lambda: work.wait(timeout_s=0.03),
+            TimedOut,
+            "broadcast on rank 0 has not ended",
+            "wait for it again",
+        )
+    assert not handle.ended
+    host.streams[-1].asked = ask  # type: ignore[method-assign]
+    work.wait(timeout_s=0.1)
+    host.streams[-1].asked = lambda up_to: False  # type: ignore[method-assign]
+    refused(lambda: work.wait(timeout_s=30.0), TimedOut, r"broadcast on rank 0 was not done after 0\.2")
+    assert handle.ended == "abort"
+
+
+def test_errors_of_a_started_call_are_raised_by_wait() -> None:
+    comm, handle, host = alone()
+    wrong = comm.start.all_reduce(np.zeros(3), np.zeros(4))
+    assert wrong.done()
+    for _ in range(2):
+        refused(wrong.wait, BufferMismatchError, "as many elements")
+    handle.next_error, handle.error_in = host.nccl.NcclError(2), "broadcast"
+    refused(comm.start.broadcast(np.zeros(3)).wait, CommError, "NCCL failed in broadcast")
+    comm.close()
+    refused(comm.start.barrier().wait, CommError, "closed")
+
+
+def test_results_of_started_calls_come_from_wait() -> None:
+    def check(comm: Communicator) -> None:
+        work = comm.start.all_gather(np.array([[comm.rank, 7.0]]), shared=True)
+        same(work.wait(), np.array([[0.0, 7.0], [1.0, 7.0]]))
+        assert comm.start.barrier().wait() is None
+
+    run_stand_in(2, check)
+
+
+def test_buffers_of_a_started_call_live_until_it_is_over() -> None:
+    comm, _, host = alone()
+
+    class Buffer(np.ndarray):
+        pass
+
+    buf = np.zeros(3).view(Buffer)
+    alive = weakref.ref(buf)
+    host.stream.push(lambda: None)
+    comm.start.broadcast(buf)
+    del buf
+    gc.collect()
+    comm.barrier()
+    assert alive() is not None
+    for stream in host.streams:
+        stream.flush()
+    comm.barrier()
+    gc.collect()
+    assert alive() is None
+
+
+def test_calls_of_one_communicator_keep_their_order_whichever_stream_they_are_on() -> None:
+    def check(comm: Communicator) -> None:
+        assert isinstance(comm, NCCLCommunicator)
+        a, b, c = np.ones(4), np.ones(5), np.ones(6)
+        first = comm.start.all_reduce(a, a)
+        comm.all_reduce(b, b)
+        second = comm.start.all_reduce(c, c)
+        assert [x[3] for x in comm._handle.calls if x[0] == "allReduce"] == [4, 5, 6]
+        second.wait()
+        first.wait()
+        for buf, n in ((a, 4), (b, 5), (c, 6)):
+            same(buf, np.full(n, 3.0))
+
+    run_stand_in(3, check)
+
+
+# ---- messages
+
+
+def test_started_messages_begin_together_when_one_is_waited_for() -> None:
+    def check(comm: Communicator) -> None:
+        assert isinstance(comm, NCCLCommunicator)
+        ahead, behind = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+        send, recv = np.full(4000, float(comm.rank)), np.zeros(4000)
+        # In this order a send would wait for ever for a recv that is started behind a send.
+        sent = comm.start.send(send, ahead)
+        came = comm.start.recv(recv, behind)
+        assert not [c for c in comm._handle.calls if c[0] in ("send", "recv")]
+        came.wait()
+        sent.wait()
+        same(recv, np.full(4000, float(behind)))
+        assert [c[0] for c in comm._handle.calls if c[0] in ("send", "recv")] == ["send", "recv"]
+        assert comm._binding.nccl.groups == 1
+        assert comm.traffic.calls == {"send": 1, "recv": 1}
+        assert (comm.traffic.sent_bytes, comm.traffic.received_bytes) == (32000, 32000)
+
+    run_stand_in(3, check)
+
+
+@pytest.mark.parametrize("how", ["done", "collective", "started", "message", "grouped", "close", "other"])
+def test_started_messages_begin_with_the_next_call(how: str) -> None:
+    def check(comm: Communicator) -> None:
+        assert isinstance(comm, NCCLCommunicator)
+        other = comm.split(0)
+        assert isinstance(other, NCCLCommunicator)
+        peer = 1 - comm.rank
+        send, recv = np.full(9, float(comm.rank)), np.zeros(9)
+        works = [comm.start.send(send, peer), comm.start.recv(recv, peer)]
+        again = np.zeros(9)
+        if how == "done":
+            works[0].done()
+        elif how == "collective":
+            comm.barrier()
+        elif how == "started":
+            comm.start.broadcast(again)
+        elif how == "message":
+            (comm.send if comm.rank else comm.recv)(again, peer)
+        elif how == "grouped":
+            with comm.grouped():
+                comm.send(send, peer)
+                comm.recv(again, peer)
+        elif how == "other":
+            other.barrier()
+        else:
+            comm.close()
+        names = [c[0] for c in comm._handle.calls if c[0] in ("send", "recv")]
+        assert names[:2] == ["send", "recv"], names
+        same(recv, np.full(9, float(peer)))
+
+    run_stand_in(2, check)
+
+
+def test_wrong_messages_are_refused_by_wait_and_spoil_no_others() -> None:
+    def check(comm: Communicator) -> None:
+        peer = 1 - comm.rank
+        send, recv = np.full(9, float(comm.rank)), np.zeros(9)
+        sent = comm.start.send(send, peer)
+        refused(comm.start.send(send, comm.rank).wait, CommError, "another rank")
+        refused(comm.start.recv([1.0], peer).wait, BufferMismatchError, "array")
+        came = comm.start.recv(recv, peer)
+        sent.wait()
+        came.wait()
+        same(recv, np.full(9, float(peer)))
+
+    run_stand_in(2, check)
+
+
+def test_a_message_may_be_waited_for_in_another_thread() -> None:
+    def check(comm: Communicator) -> None:
+        peer = 1 - comm.rank
+        recv = np.zeros(9)
+        works = [comm.start.send(np.full(9, float(comm.rank)), peer), comm.start.recv(recv, peer)]
+        InThread(lambda: [work.wait(timeout_s=20.0) for work in works])._thread.join(20.0)
+        assert all(work.done() for work in works)
+        same(recv, np.full(9, float(peer)))
+
+    run_stand_in(2, check)
+
+
+def test_a_message_follows_the_stream_it_was_started_on() -> None:
+    def check(comm: Communicator) -> None:
+        assert isinstance(comm, NCCLCommunicator)
+        peer = 1 - comm.rank
+        user = comm._binding.new_stream()
+        assert isinstance(user, StandInStream)
+        host = user._host
+        host.log.clear()
+        with user:
+            work = (comm.start.send if comm.rank else comm.start.recv)(np.zeros(9), peer)
+        assert [entry[:2] for entry in host.log] == [("record", user.ptr), ("wait", host.streams[-1].ptr)]
+        work.wait()
+        assert [c[-1] for c in comm._handle.calls if c[0] in ("send", "recv")] == [host.streams[-1].ptr]
+
+    run_stand_in(2, check)

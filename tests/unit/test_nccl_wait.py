@@ -1,0 +1,257 @@
+"""Waits for a GPU: events that are never done, peers that fail, NCCL that complains; the abort that follows."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from support.comm_kit import refused
+from support.device_stand_in import StandInEvent
+from support.nccl_stand_in import Host, StandInCommunicator, World, run_stand_in
+
+from lowshard.comm import Communicator
+from lowshard.comm.nccl import NCCLCommunicator
+from lowshard.comm.nccl_wait import InThread, wait_for
+from lowshard.errors import CommError, PeerFailed, TimedOut
+
+
+class Never:
+    """An event of a kernel that does not end."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    @property
+    def done(self) -> bool:
+        self.asked += 1
+        return False
+
+
+class Watch:
+    """A side channel that hears of a failure when the test says so."""
+
+    def __init__(self) -> None:
+        self.flag = np.zeros(1, np.int64)
+        self.told: list[tuple[str, str]] = []
+
+    def error(self, where: str) -> CommError:
+        return PeerFailed(f"rank 1 failed: ValueError('boom'); this rank was in {where}")
+
+    def tell(self, kind: str, text: str) -> None:
+        self.told.append((kind, text))
+
+
+class Breaks:
+    """A communicator that notes what is done with it."""
+
+    def __init__(self, error: CommError | None = None, hindered: str = "") -> None:
+        self.error, self.hindered = error, hindered
+        self.given_up = 0
+
+    def ask(self) -> None:
+        assert not self.given_up, "asked after the abort"
+        if self.error is not None:
+            raise self.error
+
+    def give_up(self) -> str:
+        self.given_up += 1
+        return self.hindered
+
+
+def soon(seconds: float = 0.05) -> float:
+    return time.monotonic() + seconds
+
+
+def test_what_is_done_is_not_waited_for() -> None:
+    host = Host()
+    event = StandInEvent(host)
+    wait_for(event, time.monotonic() - 1.0, None, Breaks(TimedOut("not asked")))
+    host.stream.push(lambda: None)
+    event.record(host.stream)
+    assert not event.done
+    wait_for(event, soon(), None)
+    assert event.done
+
+
+def test_a_deadline_aborts_then_raises_and_tells_the_others() -> None:
+    breaks, watch, never = Breaks(), Watch(), Never()
+    begun = time.monotonic()
+    with pytest.raises(TimedOut, match=r"all_reduce on rank 0 was not done after 0\.0[5-9]"):
+        wait_for(never, soon(), watch, breaks, "all_reduce on rank 0")
+    assert 0.05 <= time.monotonic() - begun < 1.0
+    assert breaks.given_up == 1
+    assert [kind for kind, _ in watch.told] == ["timed out"]
+    assert never.asked < 100 + 60, "the pauses do not grow"
+
+
+def test_what_hinders_the_abort_is_said() -> None:
+    refused(
+        lambda: wait_for(Never(), soon(0.0), None, Breaks(hindered="it is not ours")), TimedOut, "not ours"
+    )
+
+
+def test_a_failure_that_the_side_channel_knows_ends_the_wait() -> None:
+    breaks, watch = Breaks(), Watch()
+    timer = threading.Timer(0.05, lambda: watch.flag.fill(1))
+    timer.start()
+    begun = time.monotonic()
+    with pytest.raises(PeerFailed, match=r"ValueError\('boom'\); this rank was in barrier"):
+        wait_for(Never(), soon(20.0), watch, breaks, "barrier")
+    assert time.monotonic() - begun < 2.0
+    assert breaks.given_up == 1
+    assert not watch.told
+
+
+def test_an_error_of_nccl_ends_the_wait() -> None:
+    breaks = Breaks(PeerFailed("NCCL lost another rank"))
+    with pytest.raises(PeerFailed, match="lost another rank"):
+        wait_for(Never(), soon(20.0), None, breaks)
+    assert breaks.given_up == 1
+
+
+def test_a_call_in_a_thread_gives_its_result_or_its_error() -> None:
+    hold = threading.Event()
+    call = InThread(lambda: hold.wait(5.0) and 7)
+    assert not call.done
+    hold.set()
+    wait_for(call, soon(5.0), None)
+    assert call.result() == 7
+    broken = InThread(lambda: 1 // 0)
+    wait_for(broken, soon(5.0), None)
+    with pytest.raises(ZeroDivisionError):
+        broken.result()
+
+
+# ---- what an NCCL communicator does with it
+
+
+def alone(**options: Any) -> tuple[NCCLCommunicator, StandInCommunicator, Host]:
+    host = Host()
+    handle = StandInCommunicator(World(1), 0, host)
+    return NCCLCommunicator(handle, 0, 1, binding=host.binding(), **options), handle, host
+
+
+def hang(host: Host) -> threading.Event:
+    """Keep the stream's events from being done until the returned event is set."""
+    release = threading.Event()
+    ask = host.default.asked
+    host.default.asked = lambda up_to: release.is_set() and ask(up_to)  # type: ignore[method-assign]
+    return release
+
+
+def test_a_barrier_that_hangs_is_aborted_and_closing_does_not_destroy() -> None:
+    comm, handle, host = alone(timeout_s=0.05)
+    hang(host)
+    refused(comm.barrier, TimedOut, "barrier was not done")
+    assert handle.ended == "abort"
+    refused(comm.barrier, CommError, "was aborted after an error")
+    refused(lambda: comm.start.barrier().wait(), CommError, "was aborted after an error")
+    comm.close()  # the stand-in refuses a second end
+    assert handle.ended == "abort"
+
+
+def test_an_error_that_shows_while_waiting_aborts() -> None:
+    comm, handle, host = alone(timeout_s=20.0)
+    hang(host)
+    handle.next_error, handle.error_in = host.nccl.NcclError(6), "check_async_error"
+    refused(comm.barrier, PeerFailed, "lost another rank in check_async_error")
+    assert handle.ended == "abort"
+
+
+def test_a_communicator_that_is_not_ours_is_not_aborted_and_its_maker_is_told_to() -> None:
+    comm, handle, host = alone(timeout_s=0.02, owned=False)
+    hang(host)
+    refused(comm.barrier, TimedOut, "maker's: abort it there")
+    assert not handle.ended
+
+
+def test_no_abort_beside_another_threads_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lowshard.comm.nccl_handle._ABORT_LOCK_S", 0.05)
+    comm, handle, _ = alone()
+    inside, leave = threading.Event(), threading.Event()
+
+    def stuck() -> None:
+        inside.set()
+        leave.wait(10.0)
+
+    thread = threading.Thread(target=lambda: comm._nccl.call(stuck))
+    thread.start()
+    try:
+        assert inside.wait(5.0)
+        comm._nccl.ask()  # does not wait for the other thread either
+        assert "another thread is inside an NCCL call" in comm._nccl.give_up()
+        assert not handle.ended
+    finally:
+        leave.set()
+        thread.join(10.0)
+    comm.close()
+    assert handle.ended == "abort"
+
+
+def test_an_abort_by_another_thread_is_no_success() -> None:
+    comm, _, host = alone(timeout_s=20.0)
+    release = hang(host)
+
+    def abort() -> None:
+        comm._nccl.give_up()
+        release.set()  # the kernel has left the device
+
+    timer = threading.Timer(0.05, abort)
+    timer.start()
+    refused(comm.barrier, CommError, "was aborted after an error")
+
+
+def test_a_rank_that_does_not_come_to_a_split_is_found_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOWSHARD_CHECK", "off")  # else the check of the call finds it
+
+    def check(comm: Communicator) -> None:
+        assert isinstance(comm, NCCLCommunicator)
+        if comm.rank == 0:
+            refused(lambda: comm.split(0), TimedOut, r"\[1\]")
+            assert not [call for call in comm._handle.calls if call[0] == "commSplit"]
+
+    run_stand_in(2, check, timeout_s=0.2)
+
+
+@pytest.mark.parametrize("what", ["synchronize", "commSplit", "destroy"])
+def test_calls_that_block_have_the_deadline_and_the_device_of_the_communicator(what: str) -> None:
+    comm, handle, host = alone(timeout_s=0.05)
+    leave = threading.Event()
+
+    def block(*args: object) -> None:
+        leave.wait(10.0)
+
+    if what == "synchronize":
+        object.__setattr__(comm._binding, "synchronize", block)
+    else:
+        setattr(handle, what, block)
+    call: Callable[[], object] = comm.close if what == "destroy" else lambda: comm.split(0)
+    try:
+        refused(call, TimedOut, "close" if what == "destroy" else "split")
+    finally:
+        leave.set()
+    assert host.selected
+    assert all(device == 0 and "MainThread" not in name for name, device in host.selected)
+    # No abort beside a destroy or a call that is stuck.
+    assert handle.ended == ("abort" if what == "synchronize" else "")
+
+
+def test_a_destroy_that_nccl_refuses_is_our_error() -> None:
+    comm, handle, host = alone()
+    handle.next_error, handle.error_in = host.nccl.NcclError(2), "destroy"
+    refused(comm.close, CommError, "NCCL_ERROR_2")
+
+
+def test_the_side_channel_is_looked_at_by_started_work() -> None:
+    watch = Watch()
+    comm, _, _ = alone(watch=watch)
+    work = comm.start.broadcast(np.zeros(3))
+    work.wait()
+    watch.flag[0] = 1
+    refused(work.wait, PeerFailed, "boom")
+    comm.close()
+    assert comm._handle.ended == "abort"

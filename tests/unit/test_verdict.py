@@ -1,0 +1,97 @@
+"""What a job's end means: which failure was first, which exit code, which text."""
+
+from __future__ import annotations
+
+import pytest
+
+from lowshard.comm.abort import FailureRecord
+from lowshard.launch.verdict import failure_text, first_cause, judge, one_each
+
+
+def record(rank: int, time_s: float, kind: str, **more: object) -> FailureRecord:
+    return FailureRecord(rank, time_s, kind, 1, "", **more)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("failures", "rank"),
+    [
+        ([record(2, 1.0, "exception"), record(1, 2.0, "exception")], 2),
+        ([record(2, 1.0, "exception", consequence=True), record(1, 2.0, "exception")], 1),
+        (
+            [
+                record(2, 1.0, "signal", signal=15, consequence=True),
+                record(1, 2.0, "exception", consequence=True),
+            ],
+            1,
+        ),
+        ([record(2, 1.0, "exception", error="mpi4py.MPI.Exception"), record(1, 1.1, "signal", signal=9)], 1),
+        (
+            [
+                record(2, 1.0, "exception", error="mpi4py.MPI.Exception"),
+                record(1, 1.1, "signal", consequence=True),
+            ],
+            2,
+        ),
+        ([record(2, 1.0, "exception", error="ValueError"), record(1, 1.1, "signal", signal=9)], 2),
+        ([record(2, 1.0, "exception", consequence=True)], 2),
+        ([record(1, 1.0, "exception", consequence=True), record(2, 3.0, "stopped")], 2),
+        ([record(1, 1.0, "exception", error="mpi4py.MPI.Exception"), record(2, 3.0, "lost")], 2),
+        ([record(3, 1.0, "lost"), record(2, 1.0, "lost")], 2),
+    ],
+)
+def test_the_first_cause_is_the_earliest_that_is_no_consequence(
+    failures: list[FailureRecord], rank: int
+) -> None:
+    cause = first_cause(failures)
+    assert cause is not None
+    assert cause.rank == rank
+    assert first_cause([]) is None
+
+
+def test_a_rank_is_told_of_once_and_not_by_what_others_did_to_it() -> None:
+    told = [
+        record(2, 1.0, "exception", consequence=True),
+        record(2, 0.5, "exit", consequence=True),
+        record(2, 3.0, "lost"),
+        record(1, 2.0, "exception", consequence=True),
+        record(1, 1.0, "exception", consequence=True),
+    ]
+    assert [(r.rank, r.time_s, r.kind) for r in one_each(told)] == [(1, 1.0, "exception"), (2, 3.0, "lost")]
+    assert one_each([]) == ()
+
+
+def test_what_ended_the_launcher_and_the_time_limit_come_before_the_ranks_failures() -> None:
+    failures = (FailureRecord(1, 1.0, "exception", 1, "ValueError: boom"),)
+    assert judge(failures, 2, 1.0, status=1, ended_by=15, limit_s=3.0).exit_code == 143
+    late = judge(failures, 2, 1.0, status=1, limit_s=3.0)
+    assert (late.exit_code, late.cause) == (71, "timeout")
+    assert "3 s" in late.message
+    failed = judge(failures, 2, 1.0, status=1)
+    assert (failed.exit_code, failed.cause, failed.failed_rank) == (1, "exception", 1)
+    assert judge((), 2, 1.0, status=0).exit_code == 0
+
+
+@pytest.mark.parametrize(("status", "code"), [(7, 7), (1, 1), (137, 1), (255, 1), (-9, 1)])
+def test_mpiexecs_own_status_counts_where_no_rank_left_a_record(status: int, code: int) -> None:
+    result = judge((), 2, 1.0, status=status)
+    assert (result.exit_code, result.cause) == (code, "mpiexec")
+    assert f"status {status}" in result.message
+
+
+def test_ranks_with_one_text_are_told_together_and_the_first_cause_last() -> None:
+    failures = (
+        FailureRecord(1, 1.0, "exception", 1, "ValueError: boom", "Traceback\nValueError: boom\n"),
+        FailureRecord(2, 2.0, "exception", 70, "PeerFailed", "Traceback\nPeerFailed\n", consequence=True),
+        FailureRecord(0, 2.1, "exception", 70, "PeerFailed", "Traceback\nPeerFailed\n", consequence=True),
+        FailureRecord(3, 2.2, "signal", 70, "killed by signal 15", signal=15, consequence=True),
+    )
+    assert failure_text(judge(failures, 4, 1.0, status=1)) == (
+        "--- ranks 0, 2\nTraceback\nPeerFailed\n--- rank 1\nTraceback\nValueError: boom\n"
+        "lowshard run: rank 1 failed first: ValueError: boom (exit code 1)\n"
+    )
+    assert failure_text(judge((), 4, 1.0, status=0)) == ""
+
+
+def test_a_kill_that_nobody_did_hints_at_the_memory() -> None:
+    killed = judge((FailureRecord(0, 1.0, "signal", 70, "killed", signal=9),), 1, 1.0, status=137)
+    assert "dmesg" in killed.message

@@ -1,0 +1,148 @@
+"""What a rank is in: the text for people, the bytes for the heartbeat, the last 64 calls."""
+
+from __future__ import annotations
+
+import io
+import re
+import runpy
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lowshard.comm import heartbeat, wire
+from lowshard.comm.activity import CALL_BYTES, TEXT_BYTES, Activity, read_text, user_line
+from lowshard.comm.call import Call
+
+
+def call(text: str) -> Call:
+    return Call(text.split(" ")[0], text, 1)
+
+
+SUM = call("all_reduce float64[16384] sum")
+BARRIER = call("barrier")
+
+
+@pytest.fixture
+def activity() -> Activity:
+    return Activity()
+
+
+def test_where_a_rank_is_before_in_and_after_a_call(activity: Activity) -> None:
+    assert re.fullmatch(r"no collective \(test_watch_activity\.py:\d+\)", activity.where())
+    assert activity.now is None
+    activity.enter(SUM, 4)
+    assert re.fullmatch(
+        r"all_reduce#4 float64\[16384\] sum \(test_watch_activity\.py:\d+\)", activity.where()
+    )
+    assert activity.now is not None
+    assert activity.now[:2] == (4, SUM)
+    activity.leave()
+    assert re.fullmatch(
+        r"no collective \(test_watch_activity\.py:\d+\); the last was all_reduce#4 float64\[16384\] sum",
+        activity.where(),
+    )
+
+
+def test_the_line_is_the_main_threads_in_the_program_not_in_the_library(tmp_path: Path) -> None:
+    """Through runpy, the standard library and lowshard, as under `lowshard run`."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import threading, time\n"
+        "from lowshard.comm.activity import user_line\n"
+        "found = []\n"
+        "def step():\n"
+        "    thread = threading.Thread(target=lambda: (time.sleep(0.2), found.append(user_line())))\n"
+        "    thread.start()\n"
+        "    thread.join()  # line 7\n"
+        "step()\n"
+    )
+    assert runpy.run_path(str(script))["found"] == ["train.py:7"]
+    assert re.fullmatch(r"test_watch_activity\.py:\d+", user_line())
+
+
+def test_the_ring_keeps_the_last_64_calls(activity: Activity) -> None:
+    for sequence in range(70):
+        activity.enter(BARRIER, sequence)
+        activity.leave()
+    activity.enter(SUM, 70)
+    lines = activity.ring()
+    assert len(lines) == 64
+    assert re.fullmatch(r"barrier#7: done, began \d+\.\d{3} s ago", lines[0])
+    assert re.fullmatch(r"all_reduce#70 float64\[16384\] sum: in it now, began \d+\.\d{3} s ago", lines[-1])
+    out = io.StringIO()
+    activity.dump_ring(out)
+    assert out.getvalue().splitlines()[0] == "last collectives, oldest first:"
+    assert len(out.getvalue().splitlines()) == 65
+    assert Activity().ring() == []
+
+
+def test_the_ring_can_be_read_while_another_thread_adds_to_it(activity: Activity) -> None:
+    over = threading.Event()
+
+    def add() -> None:
+        while not over.is_set():
+            activity.enter(BARRIER, 1)
+            activity.leave()
+
+    thread = threading.Thread(target=add)
+    thread.start()
+    try:
+        for _ in range(300):
+            assert len(activity.ring()) <= 64
+            activity.where()
+    finally:
+        over.set()
+        thread.join()
+
+
+def natively(data: bytes) -> str:
+    """Return what the side channel's loop makes of a rank's bytes."""
+    _, memory = heartbeat.make_memory(0, 1, 1, 0, 0, b"")
+    memory[heartbeat.text_at(0) : heartbeat.text_at(0) + TEXT_BYTES] = np.frombuffer(data, np.uint8)
+    end = heartbeat.put_call(memory, wire.LINE_AT, heartbeat.text_at(0))
+    return memory[wire.LINE_AT : end].tobytes().decode(errors="replace")
+
+
+def texts() -> Iterator[tuple[str, int, str]]:
+    yield "barrier", 0, "barrier#0"
+    yield "all_reduce float64[16384] sum", 1234567890123, "all_reduce#1234567890123 float64[16384] sum"
+    yield "send größe[3]", 9, "send#9 größe[3]"
+    yield "x " + "y" * 200, 10, "x#10 " + "y" * (CALL_BYTES - 2)
+    yield "z" * 200, 7, "z" * CALL_BYTES + "#7"
+
+
+@pytest.mark.parametrize(("text", "sequence", "told"), list(texts()))
+def test_the_bytes_for_the_heartbeat_say_what_the_rank_is_in(
+    activity: Activity, text: str, sequence: int, told: str
+) -> None:
+    class Long:
+        def __init__(self) -> None:
+            self.text, self.encoded = text, text.encode()
+
+    activity.enter(SUM, 4)  # whose text is longer than most
+    activity.enter(Long(), sequence)
+    assert len(activity.text) == TEXT_BYTES
+    assert read_text(bytes(activity.text)) == told
+    if " " in text or len(text) < CALL_BYTES:  # a name without an end gets no number there
+        assert natively(bytes(activity.text)) == told
+    activity.leave()
+    assert read_text(bytes(activity.text)) == f"{told} (done)"
+    assert natively(bytes(activity.text)).endswith(" (done)")
+
+
+def test_no_call_yet_is_said_too(activity: Activity) -> None:
+    assert read_text(bytes(activity.text)) == ""
+    assert natively(bytes(activity.text)) == "no collective"
+
+
+@pytest.mark.parametrize(
+    ("value", "digits", "told"), [(0, 1, "0"), (7, 3, "007"), (70, 1, "70"), (1234, 2, "1234")]
+)
+def test_numbers_are_written_in_decimal(value: int, digits: int, told: str) -> None:
+    memory = np.zeros(16, np.uint8)
+    end = wire.put_number(memory, 2, value, digits)
+    assert memory[2:end].tobytes().decode() == told
+    assert memory[end:].sum() == 0
