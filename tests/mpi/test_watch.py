@@ -89,10 +89,12 @@ class Done:
 @pytest.fixture(scope="module")
 def done(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Done]:
     """All jobs, after their end."""
+    notes = tmp_path_factory.mktemp("notes")
 
     def run(name: str) -> Done:
         how, victim, roles, numba = JOBS[name]
-        folder = tmp_path_factory.mktemp("notes")
+        folder = notes / name
+        folder.mkdir()
         out = io.StringIO()
         added = {"LOWSHARD_HEARTBEAT_S": str(LIMIT_S), "PYTHONPATH": str(PACKAGE_PARENT)}
         if not numba:
