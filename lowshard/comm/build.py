@@ -47,7 +47,7 @@ def build_host(mpi_comm: Any, timeout_s: float | None = None) -> Communicator:
     mpi = load_mpi()
     own = mpi_comm.Dup()
     seconds = default_timeout_s() if timeout_s is None else timeout_s
-    lookout = Lookout(_watch(mpi, own), activity())
+    lookout = Lookout(_watch(mpi, own, seconds), activity())
     wish, size = os.environ.get(PATH_VARIABLE, "auto"), os.environ.get(NODE_VARIABLE, "")
     rows = own.allgather((wish, size, why_no_window()))
     _agree([row[0] for row in rows], set(_PATHS), PATH_VARIABLE, f"one of {', '.join(_PATHS)}")
@@ -99,13 +99,13 @@ def world_ranks(mpi: Any, mpi_comm: Any) -> tuple[int, ...]:
     return ranks
 
 
-def _watch(mpi: Any, own: Any) -> Any:
+def _watch(mpi: Any, own: Any, timeout_s: float) -> Any:
     """Return the side channel of a group, or None where LOWSHARD_WATCH=off says that there is to be none."""
     if os.environ.get(WATCH_VARIABLE, "on") == "off":
         return None
     from lowshard.comm.watch import Watch
 
-    return Watch.start(own, activity())
+    return Watch.start(own, activity(), timeout_s=timeout_s)
 
 
 def _agree(values: Sequence[str], known: set[str], name: str, rule: str) -> None:

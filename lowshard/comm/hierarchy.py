@@ -34,8 +34,8 @@ from lowshard.errors import TimedOut
 Array = Any
 Span = tuple[int, int]  # elements, and where they begin
 
-PART_BYTES = 8 << 10
-"""From so many bytes a rank on, a payload goes through windows; what is smaller MPI moves in fewer steps."""
+WINDOW_BYTES = 512 << 10
+"""Payloads of so many bytes and more go by way of windows; for smaller ones MPI takes fewer steps."""
 PIECE_BYTES = 64 << 20
 """What a call puts into a window at a time."""
 
@@ -92,7 +92,7 @@ class HierarchicalCommunicator(Communicator):
     # ---- between nodes
 
     def _large(self, size_bytes: int) -> bool:
-        return size_bytes > 0 and size_bytes >= PART_BYTES * self.size
+        return size_bytes >= WINDOW_BYTES
 
     def _cross(self, send: Array, to: Mapping[int, Span], recv: Array, come: Mapping[int, Span]) -> None:
         """Send parts to ranks of other nodes, and receive parts from some."""
@@ -177,7 +177,7 @@ class HierarchicalCommunicator(Communicator):
             partial, {r: (counts[r], displs[r]) for r in self._serves},
             terms.reshape(-1), {r: (n, n * i) for i, r in enumerate(self._contacts)},
         )  # fmt: skip
-        # In the nodes' order, so that the bits are those of every other run.
+        # In the nodes' order: where nodes are equal, a power of two and in rank order, the bits are the tree's.
         operands = [*terms[: self._home], partial[at : at + n], *terms[self._home :]]
         fold(operands, own, op, divisor=self.size if op == "avg" else 1)
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
 from lowshard.comm.activity import Activity
-from lowshard.errors import CommError, TimedOut
+from lowshard.errors import CommError, PeerFailed, TimedOut
 
 _SPIN_TESTS = 200
 _YIELD_TESTS = 2000
@@ -29,7 +29,14 @@ class Watching(Protocol):
         """Return the error to raise for that failure."""
 
     def tell(self, kind: str, text: str) -> None:
-        """Tell all other ranks that this one fails."""
+        """Tell all other ranks that this one fails; after a time-out each of them prints what it was in."""
+
+    def check_gone(self, missing_ranks: Iterable[int], where: str) -> None:
+        """Raise PeerFailed if one of these ranks ended its program a while ago."""
+
+    @property
+    def gone_address(self) -> int:
+        """Address of an int64 a rank: when it ended its program, in ns of the monotonic clock, or 0."""
 
 
 class Lookout:
@@ -40,6 +47,7 @@ class Lookout:
         self._own_flag = np.zeros(1, np.int64)
         flag = self._own_flag if watch is None else watch.flag
         self.flag_address = int(flag.ctypes.data)
+        self.gone_address = 0 if watch is None else watch.gone_address
         self._flag = flag.data
 
     def failed(self) -> bool:
@@ -57,10 +65,21 @@ class Lookout:
         """Return the error for a wait whose time is over, and tell all others; prints what this rank was in."""
         names = f"rank {missing[0]}" if len(missing) == 1 else f"ranks {', '.join(map(str, missing))}"
         text = f"{names if missing else 'some rank'} did not come to {what} within {timeout_s:g} s"
-        self.activity.dump_ring(sys.stderr)
         if self.watch is not None:
             self.watch.tell("timed out", text)
+        else:
+            self.activity.dump_ring(sys.stderr)
         return TimedOut(f"{text}; this rank was in {self.activity.where()}")
+
+    def left(self, rank: int) -> CommError:
+        """Return the error for a rank (of the side channel) that ended its program while this one waits for it."""
+        where = self.activity.where()
+        if self.watch is not None:
+            try:
+                self.watch.check_gone([rank], where)
+            except CommError as error:
+                return error
+        return PeerFailed(f"rank {rank} has ended its program; this rank was in {where}")
 
     def wait(
         self, test: Callable[[], Any], what: str, missing: Callable[[], Sequence[int]], timeout_s: float
@@ -72,9 +91,10 @@ class Lookout:
             what: what is waited for, in words.
             missing: returns the ranks that have not come, as far as is known.
             timeout_s: seconds to wait at most.
+            watched: the group's ranks as ranks of the side channel, where that is known.
 
         Raises:
-            PeerFailed: a rank has failed.
+            PeerFailed: a rank has failed, or one that is missing has ended its program.
             TimedOut: the time is over.
         """
         for _ in range(_SPIN_TESTS):
@@ -91,5 +111,7 @@ class Lookout:
             if tests % _LOOK_EVERY == 0 or tests > _YIELD_TESTS:
                 if self.failed():
                     raise self.failure()
+                if self.watch is not None and watched is not None:
+                    self.watch.check_gone([watched[rank] for rank in missing()], self.activity.where())
                 if time.monotonic() - start_s > timeout_s:
                     raise self.late(what, missing(), timeout_s)

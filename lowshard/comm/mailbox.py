@@ -136,6 +136,11 @@ class Mailbox:
         self._status = mpi.Status()
 
     @property
+    def ranks(self) -> list[int]:
+        """The group's ranks as ranks of the MPI communicator, which are those of the side channel."""
+        return self._ranks
+
+    @property
     def next_tag(self) -> int:
         """The next tag that is free in this process."""
         return self._post.next_tag
@@ -231,9 +236,11 @@ class Mailbox:
         """Wait, and let started messages go on meanwhile."""
         post = self._post
         if post.busy:
-            self.lookout.wait(lambda: test() or post.push(), what, lambda: [peer], self._timeout_s)
+            self.lookout.wait(
+                lambda: test() or post.push(), what, lambda: [peer], self._timeout_s, self._ranks
+            )
         else:
-            self.lookout.wait(test, what, lambda: [peer], self._timeout_s)
+            self.lookout.wait(test, what, lambda: [peer], self._timeout_s, self._ranks)
 
     def keep_going(self, work: MessageWork) -> MessageWork:
         """See to it that a message goes on while the caller does something else."""
@@ -254,6 +261,6 @@ class Mailbox:
     def _finisher(self, what: str, peer: int) -> Callable[[Callable[[], bool], float | None], None]:
         def finish(done: Callable[[], bool], timeout_s: float | None) -> None:
             limit_s = self._timeout_s if timeout_s is None else timeout_s
-            self.lookout.wait(done, what, lambda: [peer], limit_s)
+            self.lookout.wait(done, what, lambda: [peer], limit_s, self._ranks)
 
         return finish

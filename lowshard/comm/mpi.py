@@ -46,6 +46,7 @@ class MPICommunicator(Communicator):
         self._mailbox = Mailbox(
             self._mpi, self._comm, range(self.size), self.rank, self._lookout, self.timeout_s
         )
+        self._watched = list(range(self.size)) if group == "0" else None
         # Moving needs only the width of an element. bf16 and fp8 have no MPI type of their own
         # (BFLOAT16_T is null in both wheels, and passing it aborts an MPICH job).
         self._move = {
@@ -139,7 +140,9 @@ class MPICommunicator(Communicator):
                     {peer for request, peer in zip(requests, peers, strict=True) if not test(request)}
                 )
 
-            self._lookout.wait(lambda: testall(requests), "all_to_all", missing, self.timeout_s)
+            self._lookout.wait(
+                lambda: testall(requests), "all_to_all", missing, self.timeout_s, self._watched
+            )
 
     def _broadcast(self, buf: Array, root: int) -> None:
         self._finish(self._comm.Ibcast(self._wire(buf), root), "broadcast")

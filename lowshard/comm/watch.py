@@ -160,6 +160,11 @@ class Watch:
         """Say whether a rank has ended its program in an ordinary way; cheap."""
         return bool(self._gone_ns[rank])
 
+    @property
+    def gone_address(self) -> int:
+        """Address of an int64 a rank: when it ended its program in order, in ns of the monotonic clock, or 0."""
+        return int(self._gone_ns.ctypes.data)
+
     def check_gone(self, missing_ranks: Iterable[int], where: str) -> None:
         """Raise if one of the ranks that this one waits for has left more than a second ago.
 

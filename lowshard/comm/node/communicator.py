@@ -28,6 +28,7 @@ from lowshard.comm.node.meet import (
     DIFFERENT,
     FLAG,
     FUTEX_CALL,
+    GONE,
     MAPS,
     ME,
     MEMBERS,
@@ -41,6 +42,7 @@ from lowshard.comm.node.meet import (
     SPINS,
     TIMEOUT_NS,
     WANTED,
+    WATCHED,
     YIELDS,
 )  # fmt: skip
 from lowshard.comm.node.memory import NodeMemory, head_bytes, let_go_with
@@ -84,6 +86,8 @@ class NodeCommunicator(NodePlans):
         words[SIZE], words[ME], words[CARDS] = size, self.rank, cards
         words[SLOTS], words[SLOT_BYTES] = cards + size * CARD_BYTES, self._slot_bytes
         words[FLAG] = self._mailbox.lookout.flag_address
+        self._watched = np.array(self._mailbox.ranks, np.int64)
+        words[GONE], words[WATCHED] = self._mailbox.lookout.gone_address, address_of(self._watched)
         words[TIMEOUT_NS] = int(self.timeout_s * 1e9)
         words[SPINS] = _SPINS_CROWDED if crowded else _SPINS_ALONE
         words[YIELDS] = _YIELDS_CROWDED if crowded else _YIELDS_ALONE

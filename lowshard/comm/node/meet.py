@@ -70,6 +70,10 @@ OWN = 26
 """Address of a table of int64: how many segments this process has, then address and size of each."""
 WANTED = 27
 """Address of an int64 that is set when a peer's segment is met that is not mapped here yet."""
+GONE = 28
+"""Address of an int64 a rank of the side channel: when it ended its program in order, in ns, or 0; 0 for no table."""
+WATCHED = 29
+"""Address of an int64 a rank of the group: its rank in that table."""
 CONTEXT_WORDS = 32
 
 SEGMENTS = 64
@@ -88,12 +92,13 @@ SIGNATURE, SEND, SEND_SEGMENT, SEND_OFFSET, RECV, RECV_SEGMENT, RECV_OFFSET = ra
 
 # ---- how a meeting ends
 
-OK, DIFFERENT, FAILED, LATE, FAULTY = range(5)
+OK, DIFFERENT, FAILED, LATE, FAULTY, LEFT = range(6)
 
 _FUTEX_WAIT, _FUTEX_WAKE = 0, 1
 _MONOTONIC = 1
 _NAP_NS = 20_000_000
 _ALL = 1 << 30
+_GONE_NS = 1_000_000_000
 
 
 @njit(nogil=True)  # type: ignore[untyped-decorator]
@@ -135,6 +140,16 @@ def clock_ns(ctx: int) -> Any:
 
 
 @njit(nogil=True)  # type: ignore[untyped-decorator]
+def has_left(ctx: int, rank: int, now_ns: int) -> Any:
+    """Say whether a rank has ended its program, long enough ago that its stamp would be seen."""
+    table = peek(ctx + 8 * GONE)
+    if table == 0:
+        return False
+    gone_ns = acquire(table + 8 * peek(peek(ctx + 8 * WATCHED) + 8 * rank))
+    return gone_ns != 0 and now_ns - gone_ns > _GONE_NS
+
+
+@njit(nogil=True)  # type: ignore[untyped-decorator]
 def _await(ctx: int, rank: int) -> Any:
     """Return once a rank has shown the stamp, or why not."""
     card = peek(ctx + 8 * CARDS) + rank * CARD_BYTES
@@ -153,9 +168,14 @@ def _await(ctx: int, rank: int) -> Any:
         if acquire(flag) != 0:
             poke(ctx + 8 * MISSING, rank)
             return FAILED
-        if (tries & 31) == 31 and clock_ns(ctx) > deadline_ns:
-            poke(ctx + 8 * MISSING, rank)
-            return LATE
+        if (tries & 31) == 31:
+            now_ns = clock_ns(ctx)
+            if now_ns > deadline_ns:
+                poke(ctx + 8 * MISSING, rank)
+                return LATE
+            if has_left(ctx, rank, now_ns):
+                poke(ctx + 8 * MISSING, rank)
+                return LEFT
         tries += 1
         if tries <= yields or call == 0:
             yield_core()

@@ -17,7 +17,19 @@ from lowshard.comm.mailbox import Mailbox
 from lowshard.comm.node.calls import Calls
 from lowshard.comm.node.combine import BLOCK_BYTES, HALVES, NATIVE, OPS, recipe_of
 from lowshard.comm.node.fold import EVERYWHERE, OWN_PART, PART, TO_ROOT, scratch_blocks
-from lowshard.comm.node.meet import CARD_BYTES, CARDS, DIFFERENT, FAILED, FAULTY, LATE, OK, SCRATCH, STAMP
+from lowshard.comm.node.meet import (
+    CARD_BYTES,
+    CARDS,
+    DIFFERENT,
+    FAILED,
+    FAULTY,
+    LATE,
+    LEFT,
+    MISSING,
+    OK,
+    SCRATCH,
+    STAMP,
+)
 from lowshard.comm.node.memory import NodeMemory, head_bytes, shared_array
 from lowshard.comm.protocol import Communicator
 from lowshard.errors import CommError
@@ -88,6 +100,8 @@ class NodePlans(Communicator):
         self._failed = True
         if code == FAILED:
             raise self._mailbox.lookout.failure()
+        if code == LEFT:
+            raise self._mailbox.lookout.left(self._mailbox.ranks[int(self._context[MISSING])])
         assert code == LATE
         raise self._mailbox.lookout.late(text, self._missing(), self.timeout_s)
 
