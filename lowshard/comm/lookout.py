@@ -82,7 +82,12 @@ class Lookout:
         return PeerFailed(f"rank {rank} has ended its program; this rank was in {where}")
 
     def wait(
-        self, test: Callable[[], Any], what: str, missing: Callable[[], Sequence[int]], timeout_s: float
+        self,
+        test: Callable[[], Any],
+        what: str,
+        missing: Callable[[], Sequence[int]],
+        timeout_s: float,
+        watched: Sequence[int] | None = None,
     ) -> None:
         """Return once `test` returns true.
 
