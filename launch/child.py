@@ -1,9 +1,8 @@
 """What each rank runs: `python -m lowshard.launch.child [--module | --exec] target args...`.
 
-Under a launcher of ours (`LOWSHARD_JOB_DIR` is set) this is two processes. The outer one, the keeper, starts
-the rank, waits, and notes how it ended: no mpiexec tells reliably which rank died first and of what. It also
-ends the rank when the launcher itself is killed. The inner one, the rank, runs the target with its output tied
-to the launcher's pipes, and turns an uncaught exception or a nonzero `sys.exit` into the end of the whole job.
+Under a launcher of ours (`LOWSHARD_JOB_DIR` is set) this is two processes: the keeper (`launch/keeper.py`), which is
+mpiexec's child, and the rank. The rank runs the target with its output tied to the launcher, and turns an uncaught
+exception or a nonzero `sys.exit` into the end of the whole job.
 """
 
 from __future__ import annotations
@@ -12,12 +11,8 @@ import ctypes
 import faulthandler
 import importlib.util
 import io
-import json
 import os
-import resource
 import runpy
-import select
-import shutil
 import signal
 import socket
 import sys
@@ -30,19 +25,19 @@ from lowshard.comm.abort import (
     JOB_DIR_VARIABLE,
     FailureRecord,
     end_job,
-    has_failure,
     install_abort_hook,
     report_exception,
     report_failure,
 )
 from lowshard.errors import LaunchError, LowshardError, PeerFailed
 from lowshard.launch.environment import find_rank
-from lowshard.launch.job import ALIVE_NAME, OWN_TMPDIR_VARIABLE, RANK_DIR, STACK_SIGNAL, STREAM_NAMES
+from lowshard.launch.job_dir import OWN_TMPDIR_VARIABLE, STACK_SIGNAL
+from lowshard.launch.keeper import Keeper
 
 __all__ = ["main"]
 
 _PR_SET_PDEATHSIG = 1
-_ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # what mpiexec and people end a job with
+_FAKE_HOST_VARIABLE = "LOWSHARD_FAKE_HOST"  # set by the remote-shell stand-in of launch/fake_hosts.py
 _USAGE = "usage: python -m lowshard.launch.child [--module | --exec] target args..."
 
 
@@ -60,21 +55,31 @@ def main(argv: list[str]) -> int:
         os.environ["TMPDIR"] = own_tmpdir
         if not own_tmpdir:
             del os.environ["TMPDIR"]
+    if _FAKE_HOST_VARIABLE in os.environ:
+        os.environ.setdefault(
+            "NCCL_HOSTID", socket.gethostname()
+        )  # NCCL looks at the machine, not at its name
 
+    ready_fd = -1
     job_dir = os.environ.get(JOB_DIR_VARIABLE)
     if job_dir is not None:
-        folder = Path(job_dir)
-        _tie_output(folder, rank)
+        keeper = Keeper(rank, 1 if launched is None else launched.size, Path(job_dir))
         keeper_pid = os.getpid()
+        keeper_ready_fd, ready_fd = os.pipe()
         pid = _fork()
         if pid:
-            return _keep(pid, rank, folder)
+            os.close(ready_fd)
+            keeper.keep(pid, keeper_ready_fd)
+        os.close(keeper_ready_fd)
+        keeper.leave()
         _die_with(keeper_pid)
-        _sign_in(folder, rank, takes_stack_signal=mode != "exec")
     if mode == "exec":
         return _exec(argv, rank)
     faulthandler.enable()
     faulthandler.register(STACK_SIGNAL, all_threads=True)
+    if ready_fd >= 0:
+        os.write(ready_fd, b"s")
+        os.close(ready_fd)
     return _run(mode, argv, rank)
 
 
@@ -172,22 +177,6 @@ def _without_our_frames(trace: TracebackType | None) -> TracebackType | None:
     return trace
 
 
-def _tie_output(folder: Path, rank: int) -> None:
-    """Ties this process's stdout and stderr to the launcher's pipes for this rank.
-
-    mpiexec's own forwarding cuts and joins lines of different ranks. Where the pipes are not there (a rank on
-    another host) it has to do.
-    """
-    for target_fd, name in enumerate(STREAM_NAMES, start=1):
-        path = folder / f"{name}-{rank}"
-        if not path.exists():
-            continue
-        fd = os.open(path, os.O_WRONLY | os.O_NONBLOCK)  # fails at once if the launcher has gone
-        os.set_blocking(fd, True)
-        os.dup2(fd, target_fd)
-        os.close(fd)
-
-
 def _fork() -> int:
     """Forks; NumPy's idle worker threads, which Python warns of, are no danger (BLAS handles a fork)."""
     with warnings.catch_warnings():
@@ -200,65 +189,6 @@ def _die_with(keeper_pid: int) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != keeper_pid:  # it ended before the kernel was asked
         os._exit(PeerFailed.exit_code)
-
-
-def _sign_in(folder: Path, rank: int, takes_stack_signal: bool) -> None:
-    """Tells the launcher where this rank runs."""
-    about = {"pid": os.getpid(), "host": socket.gethostname(), "takes_stack_signal": takes_stack_signal}
-    path = folder / RANK_DIR / f"{rank}.json"
-    if path.parent.is_dir():
-        draft = path.with_suffix(f".{os.getpid()}")
-        draft.write_text(json.dumps(about), encoding="utf-8")
-        draft.rename(path)
-
-
-def _keep(pid: int, rank: int, folder: Path) -> int:
-    """Waits for the rank, notes a bad end that the rank could not note itself, and ends in the same way."""
-    told: list[int] = []
-    # mpiexec signals the whole process group, so the rank has had these too: do not pass them on twice.
-    for number in (*_ENDING, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, lambda got, frame: told.append(got))
-    launcher_lives = _wait(pid, folder)
-    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    ended_s = time.time()
-    job_over = any(number in _ENDING for number in told)
-    if status < 0:
-        name = signal.Signals(-status).name if -status in set(signal.Signals) else "?"
-        message = f"killed by signal {-status} ({name})"
-        code = PeerFailed.exit_code
-        # mpiexec's SIGKILL goes to the keeper too: a keeper that sees its rank killed, sees it killed alone.
-        swept = job_over and -status in _ENDING
-        record = FailureRecord(rank, ended_s, "signal", code, message, signal=-status, consequence=swept)
-    else:
-        message = f"ended with exit code {status}"
-        record = FailureRecord(rank, ended_s, "exit", status, message, consequence=job_over)
-    if status and launcher_lives and not has_failure(folder, rank):
-        report_failure(record)
-    if status < 0:
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # one core file, the rank's own, is enough
-        if -status not in (signal.SIGKILL, signal.SIGSTOP):
-            signal.signal(-status, signal.SIG_DFL)
-        os.kill(os.getpid(), -status)
-    os._exit(abs(status))
-
-
-def _wait(pid: int, folder: Path) -> bool:
-    """Returns when the rank has ended, whether the launcher lives; if it does not, ends the rank first."""
-    rank_fd = os.pidfd_open(pid)
-    watched = select.poll()
-    watched.register(rank_fd, select.POLLIN)
-    alive = folder / ALIVE_NAME
-    alive_fd = os.open(alive, os.O_RDONLY | os.O_NONBLOCK) if alive.exists() else -1
-    if alive_fd >= 0:
-        watched.register(alive_fd, 0)  # no data ever comes: only the hang-up is of interest
-    ready = [fd for fd, _ in watched.poll()]
-    if rank_fd in ready:
-        return True
-    os.kill(pid, signal.SIGKILL)
-    watched.unregister(alive_fd)
-    watched.poll()
-    shutil.rmtree(folder, ignore_errors=True)  # whoever made it can no longer do so
-    return False
 
 
 if __name__ == "__main__":

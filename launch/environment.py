@@ -1,19 +1,21 @@
 """Finds this process's rank from the variables that a launcher sets, before MPI is initialised.
 
-The rank on the node is needed early: a process picks its GPU before MPI starts. Everything here is a pure
-function of an environment mapping. The table is in order of trust: an MPI launcher's own variables win over
-those of the batch system that it was started in, because both are there when `mpiexec` runs inside an
-allocation and then the batch system's describe the shell, not the rank.
+The rank on the node is needed early: a process picks its GPU before MPI starts. Everything here is a function of
+an environment mapping (and of a node file that it names). The table is in order of trust: an MPI launcher's own
+variables win over those of the batch system that it was started in, because both are there when `mpiexec` runs
+inside an allocation and then the batch system's describe the shell, not the rank.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from lowshard.errors import LaunchError
 
-__all__ = ["LaunchedRank", "find_rank", "without_rank"]
+__all__ = ["LaunchedRank", "allocated_nodes", "find_rank", "passed_names", "without_rank"]
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,14 @@ _RANK_PREFIXES = (
 )
 _KEPT_PREFIX = "PMIX_MCA_"  # settings, not identity
 
+# What belongs to one host or one terminal, or what each host's daemon sets anew: ranks elsewhere do not get it.
+_STAYS = re.compile(
+    r"^(HOME|USER|LOGNAME|MAIL|SHELL|HOST|HOSTNAME|PWD|OLDPWD|SHLVL|_|TERM\w*|COLORTERM|COLUMNS|LINES|DISPLAY|"
+    r"WINDOWID|LS_COLORS|PS\d|PROMPT_COMMAND|TMPDIR|TMP|TEMP|SSH_\w+|SUDO_\w+|DBUS_\w+|XAUTHORITY|"
+    r"XDG_(?!CACHE_HOME|CONFIG_HOME|DATA_HOME)\w+|SLURM\w*_\w+|PBS_\w+|LSB_\w+|FLUX_\w+|PRTE_\w+|HYDRA_\w+)$"
+)
+_NAME = re.compile(r"^[A-Za-z_][A-Za-z0-9_]*$")
+
 
 def find_rank(env: Mapping[str, str]) -> LaunchedRank | None:
     """Returns the rank that the environment describes, or None if no launcher's variables are there.
@@ -124,6 +134,27 @@ def without_rank(env: Mapping[str, str]) -> dict[str, str]:
         for name, value in env.items()
         if name.startswith(_KEPT_PREFIX) or not name.startswith(_RANK_PREFIXES)
     }
+
+
+def allocated_nodes(env: Mapping[str, str]) -> int:
+    """Returns on how many hosts mpiexec puts ranks of itself, because a batch system gave it them; 1 for this one."""
+    for name in ("SLURM_JOB_NUM_NODES", "SLURM_NNODES"):
+        if env.get("SLURM_JOB_ID") and env.get(name, "").isdecimal():
+            return max(1, int(env[name]))
+    if env.get("LSB_JOBID"):
+        return max(1, len(set(env.get("LSB_MCPU_HOSTS", "").split()[::2])))
+    if env.get("PBS_NODEFILE"):
+        try:
+            lines = Path(env["PBS_NODEFILE"]).read_text(encoding="utf-8").split()
+        except OSError:
+            return 1
+        return max(1, len(set(lines)))
+    return 1
+
+
+def passed_names(env: Mapping[str, str]) -> list[str]:
+    """Returns the variables that ranks on other hosts are to get, sorted: all that are not about this host."""
+    return sorted(name for name in env if _NAME.match(name) and not _STAYS.match(name))
 
 
 def _number(env: Mapping[str, str], names: tuple[str, ...]) -> int | None:

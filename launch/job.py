@@ -8,35 +8,36 @@ each process's environment, is also what tells this job's processes from all oth
 from __future__ import annotations
 
 import contextlib
-import json
 import os
+import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TextIO
 
-from lowshard.comm.abort import JOB_DIR_VARIABLE, FailureRecord, make_failure_dir, read_failures
-from lowshard.errors import LaunchError, TimedOut
-from lowshard.launch.environment import find_rank, without_rank
+from lowshard.comm.abort import JOB_DIR_VARIABLE, FailureRecord, read_failures
+from lowshard.errors import LaunchError
+from lowshard.launch.environment import allocated_nodes, find_rank, passed_names, without_rank
+from lowshard.launch.host import Spread
+from lowshard.launch.job_dir import HOSTFILE_NAME, OWN_TMPDIR_VARIABLE, TMP_NAME, make_job_dir
 from lowshard.launch.leftover import processes_of, signal_group, signal_process, stray_files, sweep_files
+from lowshard.launch.link import Link
 from lowshard.launch.mpiexec import MpiInstall, find_mpi, rank_environment
 from lowshard.launch.output import Output
+from lowshard.launch.verdict import JobResult, failure_text, first_cause, judge, one_each
 
 __all__ = ["JobResult", "first_cause", "python_command", "run_ranks"]
 
-# Names inside the job directory, shared with lowshard.launch.child.
-ALIVE_NAME = "alive"  # a FIFO that the launcher holds open: its end is the launcher's end
-RANK_DIR = "ranks"  # RANK.json: pid and host of each rank
-STREAM_NAMES = ("stdout", "stderr")  # stdout-RANK, stderr-RANK: a FIFO each
-OWN_TMPDIR_VARIABLE = "LOWSHARD_USER_TMPDIR"  # the user's TMPDIR: mpiexec is given one in the job directory
-STACK_SIGNAL = signal.SIGUSR1  # makes a rank print the stacks of its threads
+# Hydra kills all keepers when one is killed, in an instant. (The process that it names need not be the first.)
+_HYDRA_KILLED = re.compile(rb"BAD TERMINATION[^\0]*\n=\s+EXIT CODE: 9\s")
+
+# Open MPI's mpiexec says so now and then when it has started a remote shell; nothing follows from it.
+_MPIEXEC_NOISE = re.compile(rb"^\[[^\]\n]*\] plm:ssh: Warning: setpgid.*\n", re.MULTILINE)
 
 _CHILD = ("-m", "lowshard.launch.child")
 _TICK_S = 0.05
@@ -44,51 +45,13 @@ _STACKS_S = 0.7  # for the ranks to print their stacks
 _TERM_S = 2.0  # from SIGTERM to SIGKILL
 _KILL_S = 5.0  # from SIGKILL to giving up on a process that the kernel holds
 _STRAGGLER_S = 0.5  # for what a rank left behind (a resource tracker, say) to end by itself
-_MPI_ERROR = "mpi4py.MPI.Exception"
-_HINTS: dict[int | None, str] = {
-    signal.SIGKILL: "; if nobody killed it, the kernel did for want of memory: see dmesg, start fewer ranks",
-    signal.SIGBUS: "; /dev/shm may be full: see df /dev/shm",
-}
-
-
-@dataclass(frozen=True)
-class JobResult:
-    """How a job ended.
-
-    Attributes:
-        exit_code: 0, or the code of the first cause: an uncaught exception 1 (a lowshard error its own), a
-            nonzero `sys.exit` its number, death by a signal 70, the time limit 71, Ctrl-C 130.
-        cause: "done", "exception", "exit", "signal", "timeout", "interrupt" or "mpiexec".
-        failed_rank: the rank that failed first, if a rank did.
-        message: one line that says what happened; "" if all went well.
-        seconds: wall-clock time from the start of mpiexec to the end of the last process.
-        failures: the records of all ranks that failed, in order of time.
-    """
-
-    exit_code: int
-    cause: str
-    failed_rank: int | None
-    message: str
-    seconds: float
-    failures: tuple[FailureRecord, ...] = ()
+_SILENT_TERM_S = 0.5  # the same where a rank cannot be reached, or cannot react: mpiexec would wait for it
+_LAST_WORDS_S = 1.0  # for what ranks on other hosts wrote, and for their keepers, to arrive
 
 
 def python_command(target: str, args: Sequence[str] = (), *, module: bool = False) -> list[str]:
     """Returns the command that runs a Python script or module as a rank, with exceptions ending the job."""
     return [sys.executable, *_CHILD, *(["--module"] if module else []), target, *args]
-
-
-def first_cause(failures: Sequence[FailureRecord]) -> FailureRecord | None:
-    """Returns the failure that brought the job down: the earliest that is not the consequence of another."""
-    died = any(record.kind == "signal" and not record.consequence for record in failures)
-
-    def order(record: FailureRecord) -> tuple[int, float]:
-        ended_by_launcher = record.consequence and record.kind != "exception"
-        mpi_noticed_a_death = died and record.error == _MPI_ERROR
-        level = 3 if ended_by_launcher else 2 if record.consequence else 1 if mpi_noticed_a_death else 0
-        return level, record.time_s
-
-    return min(failures, key=order, default=None)
 
 
 def run_ranks(
@@ -102,12 +65,15 @@ def run_ranks(
     stdout: TextIO | None = None,
     stderr: TextIO | None = None,
     mpi: MpiInstall | None = None,
+    spread: Spread | None = None,
     grace_s: float = 1.0,
 ) -> JobResult:
     """Starts n ranks of a command, passes their output on, and returns when every process has ended.
 
     The output comes line by line, `[rank] ` in front. The ranks' stdin is empty. When a rank fails, the others
-    have `grace_s` to say so too; then the job is ended. The first failing rank's traceback is printed last.
+    have `grace_s` to say so too; then the job is ended. The first failing rank's traceback is printed last. A
+    rank fails, too, when it is stopped (SIGSTOP), or nothing is heard of its host, for longer than
+    `LOWSHARD_HEARTBEAT_S` in the environment says (10 s).
     In the main thread Ctrl-C, SIGTERM and SIGHUP end the job (twice: at once).
 
     Args:
@@ -120,6 +86,7 @@ def run_ranks(
         stdout: where the ranks' stdout goes; `sys.stdout` if None.
         stderr: where the ranks' stderr and the launcher's own words go; `sys.stderr` if None.
         mpi: what to start the ranks with; looked up if None.
+        spread: the hosts to start them on; None for this one, or those that a batch system has given.
         grace_s: seconds between the first failure and the end of the job.
 
     Raises:
@@ -146,19 +113,43 @@ def run_ranks(
     if tuple(program[1:3]) != _CHILD:
         program = [sys.executable, *_CHILD, "--exec", *program]
     sinks = (sys.stdout if stdout is None else stdout, sys.stderr if stderr is None else stderr)
-    with tempfile.TemporaryDirectory(prefix="lowshard-job-", ignore_cleanup_errors=True) as folder:
-        job = _Job(Path(folder), n, sinks, prefix_output)
-        return job.run(mpi.command(n, program), rank_environment(mpi, n, base), cwd, timeout_s, grace_s)
+    environment = rank_environment(mpi, n, base, spread=spread)
+    everywhere = spread is not None or allocated_nodes(base) > 1
+    link = Link(n, environment, spread, everywhere)
+    with (
+        contextlib.closing(link),
+        tempfile.TemporaryDirectory(prefix="lowshard-job-", ignore_cleanup_errors=True) as folder,
+    ):
+        environment[JOB_DIR_VARIABLE] = folder
+        environment[OWN_TMPDIR_VARIABLE] = environment.get("TMPDIR", "")
+        environment["TMPDIR"] = (
+            f"{folder}/{TMP_NAME}"  # so that mpiexec's leftovers go with the job directory
+        )
+        environment.update(link.start())
+        environment["LOWSHARD_LAST"] = ""  # Hydra's -genvlist loses the last variable of all (5.0)
+        line = mpi.command(
+            n,
+            program,
+            spread=spread,
+            hostfile=str(Path(folder) / HOSTFILE_NAME),
+            cwd=os.path.abspath(cwd or os.getcwd()),
+            passed=passed_names(environment) if everywhere else (),
+        )
+        if spread is not None:
+            (Path(folder) / HOSTFILE_NAME).write_text(spread.hostfile(mpi.family), encoding="utf-8")
+        job = _Job(Path(folder), n, sinks, prefix_output, link)
+        return job.run(line, environment, cwd, timeout_s, grace_s)
 
 
 class _Job:
     """One run of mpiexec, from the job directory to the last sweep."""
 
-    def __init__(self, folder: Path, n: int, sinks: tuple[TextIO, TextIO], prefix: bool) -> None:
+    def __init__(self, folder: Path, n: int, sinks: tuple[TextIO, TextIO], prefix: bool, link: Link) -> None:
         self._folder = folder
         self._n = n
         self._stderr = sinks[1]
         self._output = Output(sinks, prefix)
+        self._link = link
         self._signals: list[int] = []
 
     def run(
@@ -172,11 +163,11 @@ class _Job:
         """Runs the job to its end."""
         start_s = time.monotonic()
         files_before = stray_files()
-        env[JOB_DIR_VARIABLE] = str(self._folder)
-        env[OWN_TMPDIR_VARIABLE] = env.get("TMPDIR", "")
-        env["TMPDIR"] = str(self._folder / "tmp")  # so that mpiexec's leftovers go with the job directory
         with contextlib.ExitStack() as stack:
-            self._lay_out(stack)
+            for fd, rank, stream in make_job_dir(self._folder, self._n):
+                stack.callback(os.close, fd)
+                if rank is not None:
+                    self._output.add(fd, stream, rank)
             stack.enter_context(self._signals_caught())
             try:
                 mpiexec = subprocess.Popen(
@@ -201,33 +192,28 @@ class _Job:
                 self._end(mpiexec)
                 self._output.close()
                 sweep_files(files_before)
-            seconds = time.monotonic() - start_s
-            result = self._judge(mpiexec.returncode, timed_out, timeout_s, seconds)
-        self._say(result)
+            result = judge(
+                self._failures(),
+                self._n,
+                time.monotonic() - start_s,
+                status=mpiexec.returncode,
+                ended_by=self._signals[0] if self._signals else None,
+                limit_s=timeout_s if timed_out else None,
+            )
+        if result.cause in ("done", "mpiexec"):  # else we say it better
+            self._write(_MPIEXEC_NOISE.sub(b"", self._output.from_mpiexec).decode(errors="replace"))
+        self._write(failure_text(result))
         return result
 
-    def _lay_out(self, stack: contextlib.ExitStack) -> None:
-        """Makes the job directory's contents and opens this side of the FIFOs."""
-        make_failure_dir(self._folder)
-        for name in (RANK_DIR, "tmp"):
-            (self._folder / name).mkdir()
-        names: list[tuple[str, int | None, int]] = [(ALIVE_NAME, None, 0)]
-        names += [
-            (f"{name}-{rank}", rank, i) for rank in range(self._n) for i, name in enumerate(STREAM_NAMES)
-        ]
-        for name, rank, stream in names:
-            os.mkfifo(self._folder / name, mode=0o600)
-            flags = os.O_RDWR if rank is None else os.O_RDONLY
-            try:
-                fd = os.open(self._folder / name, flags | os.O_NONBLOCK)
-            except OSError as error:
-                raise LaunchError(
-                    f"the launcher holds 2 files open for each of the {self._n} ranks, and cannot open "
-                    f"{name}: {error}; raise the limit (ulimit -n) or start fewer ranks"
-                ) from error
-            stack.callback(os.close, fd)
-            if rank is not None:
-                self._output.add(fd, stream, rank)
+    def _failures(self) -> tuple[FailureRecord, ...]:
+        """Returns one record of each rank that has failed."""
+        found = one_each([*read_failures(self._folder), *self._link.failures()])
+        if found and all(record.consequence for record in found):
+            # Those who complain were faster than the link's own limit.
+            found = one_each([*found, *self._link.suspects(found[0].time_s)])
+        if not found and _HYDRA_KILLED.search(self._output.from_mpiexec):
+            return tuple(self._link.first_killed())
+        return found
 
     @contextlib.contextmanager
     def _signals_caught(self) -> Iterator[None]:
@@ -253,42 +239,48 @@ class _Job:
         """Passes output on until the job has ended or must be ended; returns whether the time ran out."""
         failed_s: float | None = None
         while mpiexec.poll() is None and not self._signals:
-            self._output.pump(_TICK_S)
+            self._pump()
             now_s = time.monotonic()
             if self._output.broken:
                 self._signals.append(signal.SIGPIPE)
-            if failed_s is None and read_failures(self._folder):
+            failures = self._failures()
+            if failed_s is None and failures:
                 failed_s = now_s
-            if failed_s is not None and now_s > failed_s + grace_s:
+            if failed_s is not None and (now_s > failed_s + grace_s or len(failures) == self._n > 1):
                 return False
             if failed_s is None and timeout_s is not None and now_s > start_s + timeout_s:
-                self._ask_for_stacks()
+                self._link.ask_for_stacks()
                 self._pump_for(_STACKS_S, mpiexec)
                 return True
         return False
+
+    def _pump(self) -> None:
+        """Passes on what there is to pass on, waiting a moment for it."""
+        for connection, stream, rank in self._link.streams():
+            self._output.add(connection.detach(), stream, rank, from_afar=True)
+        self._output.pump(_TICK_S)
 
     def _pump_for(self, seconds: float, mpiexec: subprocess.Popen[bytes]) -> None:
         """Passes output on for a while, or until mpiexec ends or somebody is impatient."""
         end_s = time.monotonic() + seconds
         while time.monotonic() < end_s and mpiexec.poll() is None and len(self._signals) < 2:
-            self._output.pump(_TICK_S)
-
-    def _ask_for_stacks(self) -> None:
-        """Makes each Python rank on this host print the stacks of its threads."""
-        for path in (self._folder / RANK_DIR).glob("*.json"):
-            about = json.loads(path.read_text(encoding="utf-8"))
-            if about["host"] == socket.gethostname() and about["takes_stack_signal"]:
-                signal_process(about["pid"], STACK_SIGNAL, self._folder)
+            self._pump()
 
     def _end(self, mpiexec: subprocess.Popen[bytes]) -> None:
         """Ends whatever of the job still runs: mpiexec gently, then its group, then every process of the job."""
+        self._link.expect_ends()
+        deaf = any(record.kind in ("lost", "stopped") for record in self._failures())
         if mpiexec.poll() is None:
             signal_group(mpiexec.pid, signal.SIGTERM)
-            self._pump_for(_TERM_S, mpiexec)
+            self._pump_for(_SILENT_TERM_S if deaf else _TERM_S, mpiexec)
         if mpiexec.poll() is None:
             signal_group(mpiexec.pid, signal.SIGKILL)
         mpiexec.wait()
-        kill_s = time.monotonic() + _STRAGGLER_S
+        afar_s = time.monotonic() + (0 if deaf else _LAST_WORDS_S)
+        while self._output.from_afar and time.monotonic() < afar_s:
+            self._pump()
+        self._link.close(0 if deaf else _LAST_WORDS_S)  # ends the ranks whose mpiexec did not
+        kill_s = time.monotonic() + (0 if deaf else _STRAGGLER_S)
         while left := processes_of(self._folder):
             now_s = time.monotonic()
             if now_s > kill_s + _KILL_S:
@@ -298,48 +290,6 @@ class _Job:
                 for pid in left:
                     signal_process(pid, signal.SIGKILL, self._folder)
             self._output.pump(_TICK_S)
-
-    def _judge(self, status: int, timed_out: bool, timeout_s: float | None, seconds: float) -> JobResult:
-        """Finds the first cause."""
-        failures = read_failures(self._folder)
-        result = JobResult(0, "done", None, "", seconds, failures)
-        if self._signals:
-            name = signal.Signals(self._signals[0]).name
-            message = f"ended by {name}; all ranks have been ended"
-            return replace(result, exit_code=128 + self._signals[0], cause="interrupt", message=message)
-        if timed_out:
-            message = (
-                f"the {self._n} ranks were still running after the limit of {timeout_s:g} s and have been ended; "
-                f"where each Python rank was stands above; raise the limit if the job is only slow"
-            )
-            return replace(result, exit_code=TimedOut.exit_code, cause="timeout", message=message)
-        first = first_cause(failures)
-        if first is not None:
-            message = f"rank {first.rank} failed first: {first.message}{_HINTS.get(first.signal, '')}"
-            return replace(
-                result, exit_code=first.exit_code, cause=first.kind, failed_rank=first.rank, message=message
-            )
-        if status:
-            message = (
-                f"no rank reported a failure, but mpiexec ended with status {status}; its words are above"
-            )
-            return replace(result, exit_code=1, cause="mpiexec", message=message)
-        return result
-
-    def _say(self, result: JobResult) -> None:
-        """Prints why the job failed, the first failing rank's traceback last."""
-        if result.cause in ("done", "mpiexec"):  # else we say it better
-            self._write(self._output.from_mpiexec.decode(errors="replace"))
-        if result.cause == "done":
-            return
-        who: dict[str, list[int]] = {}
-        for record in result.failures:
-            if record.traceback:
-                who.setdefault(record.traceback, []).append(record.rank)
-        for text, ranks in sorted(who.items(), key=lambda item: result.failed_rank in item[1]):
-            name = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, sorted(ranks)))}"
-            self._write(f"--- {name}\n{text.rstrip()}\n")
-        self._write(f"lowshard run: {result.message} (exit code {result.exit_code})\n")
 
     def _write(self, text: str) -> None:
         if text and not self._output.broken:

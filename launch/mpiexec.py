@@ -13,11 +13,13 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from lowshard.errors import DependencyError, LaunchError
+from lowshard.launch.environment import allocated_nodes
+from lowshard.launch.host import Spread
 
 __all__ = ["INSTALL_HINT", "MPI_CHOICES", "MpiInstall", "available_cores", "find_mpi", "rank_environment"]
 
@@ -75,9 +77,39 @@ class MpiInstall:
     mpiexec: str
     from_wheel: bool
 
-    def command(self, n: int, program: list[str]) -> list[str]:
-        """Returns the command line that starts n ranks of a program on this host."""
-        return [self.mpiexec, "-n", str(n), *program]
+    def command(
+        self,
+        n: int,
+        program: list[str],
+        *,
+        spread: Spread | None = None,
+        hostfile: str = "",
+        cwd: str = "",
+        passed: Sequence[str] = (),
+    ) -> list[str]:
+        """Returns the command line that starts n ranks of a program.
+
+        Args:
+            n: number of ranks.
+            program: what each rank runs, and its arguments.
+            spread: the hosts; None for this one, or for those that a batch system has given.
+            hostfile: path of a file with the spread's hosts (`Spread.hostfile`).
+            cwd: working directory on other hosts.
+            passed: names of the variables to pass to other hosts.
+        """
+        words = [self.mpiexec, "-n", str(n)]
+        if self.family == "openmpi":
+            if spread is not None:
+                words += ["--hostfile", hostfile, "--wdir", cwd]
+                words += ["--prtemca", "plm_ssh_agent", spread.shell] if spread.shell else []
+            words += [word for name in passed for word in ("-x", name)]
+        else:
+            if spread is not None:
+                words += ["-f", hostfile, "-wdir", cwd]
+                words += ["-launcher", "ssh", "-launcher-exec", spread.shell] if spread.shell else []
+                words += ["-iface", spread.iface] if spread.iface else []
+            words += ["-genvlist", ",".join(passed)] if passed else []
+        return words + program
 
 
 def find_mpi(want: str = "auto") -> MpiInstall:
@@ -125,28 +157,44 @@ def available_cores() -> int:
 
 
 def rank_environment(
-    mpi: MpiInstall, n: int, base: Mapping[str, str], cores: int | None = None
+    mpi: MpiInstall,
+    n: int,
+    base: Mapping[str, str],
+    cores: int | None = None,
+    *,
+    spread: Spread | None = None,
 ) -> dict[str, str]:
     """Returns the environment for mpiexec and its ranks; what the base sets already stays as it is.
 
     Args:
         mpi: what starts the ranks.
-        n: ranks on this host.
+        n: number of ranks.
         base: environment to start from.
-        cores: cores that the ranks share; counted if None.
+        cores: cores of each host; those of this one if None (other hosts are taken to be like it).
+        spread: the hosts; None for this one, or for those that a batch system has given.
     """
     cores = available_cores() if cores is None else cores
-    threads = max(1, cores // n)
+    nodes = allocated_nodes(base)
+    together = -(-n // nodes) if spread is None else spread.most_ranks
+    threads = max(1, cores // together)
     added = dict.fromkeys(_THREAD_VARIABLES, str(threads))
+    if spread is not None and spread.remote_iface:
+        added["LOWSHARD_INTERFACE"] = spread.remote_iface  # for the ranks' own side channel
     if mpi.family == "openmpi":
         if os.geteuid() == 0:
             added["OMPI_ALLOW_RUN_AS_ROOT"] = "1"
             added["OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"] = "1"
-        added["PRTE_MCA_rmaps_default_mapping_policy"] = ":oversubscribe"
-        if n > cores or threads > 1:
+        # On several hosts the default would put all ranks on the first, however few slots that has.
+        by = "slot" if spread is not None or nodes > 1 else ""
+        added["PRTE_MCA_rmaps_default_mapping_policy"] = f"{by}:oversubscribe"
+        if together > cores or threads > 1 or (spread is not None and spread.one_machine):
             # Oversubscribed ranks must not be tied to one core; nor may a rank whose threads need several.
             added["PRTE_MCA_hwloc_default_binding_policy"] = "none"
-        if mpi.from_wheel:
+        if spread is not None and spread.one_machine:
+            added["OMPI_MCA_mpi_yield_when_idle"] = "1"  # it sees hosts that are not full
+        if spread is not None and spread.remote_iface:
+            added["OMPI_MCA_btl_tcp_if_include"] = spread.remote_iface
+        if mpi.from_wheel or (spread is not None and spread.one_machine):
             # The wheel's other transports take a second to find out that they have no network to drive. A
             # system's Open MPI keeps its own choice: there may be a fast network.
             added["OMPI_MCA_pml"] = "ob1"

@@ -20,19 +20,26 @@ class Output:
     Attributes:
         from_mpiexec: what mpiexec itself has said so far.
         broken: true once a sink takes no more (`lowshard run ... | head`); its output is dropped from then on.
+        from_afar: the connections of ranks on other hosts that have not ended yet.
     """
 
     def __init__(self, sinks: tuple[TextIO, TextIO], prefix: bool) -> None:
         self.from_mpiexec = b""
         self.broken = False
+        self.from_afar: set[int] = set()
         self._sinks = sinks
         self._prefix = prefix
         self._selector = selectors.DefaultSelector()
         self._source: dict[int, tuple[int, int | None]] = {}
         self._partial: dict[int, bytes] = {}
 
-    def add(self, fd: int, stream: int, rank: int | None) -> None:
-        """Watches a pipe: stream 0 for stdout, 1 for stderr; rank None for mpiexec's own."""
+    def add(self, fd: int, stream: int, rank: int | None, from_afar: bool = False) -> None:
+        """Watches a pipe: stream 0 for stdout, 1 for stderr; rank None for mpiexec's own.
+
+        One from afar is a connection, which this object closes.
+        """
+        if from_afar:
+            self.from_afar.add(fd)
         os.set_blocking(fd, False)
         self._selector.register(fd, selectors.EVENT_READ)
         self._source[fd] = (stream, rank)
@@ -44,11 +51,17 @@ class Output:
             time.sleep(wait_s)
         came = False
         for key, _ in self._selector.select(wait_s):
-            data = os.read(key.fd, _READ_BYTES)
+            try:
+                data = os.read(key.fd, _READ_BYTES)
+            except OSError:  # a connection to a host that was cut off
+                data = b""
             came = came or bool(data)
             if not data:  # every writer has closed it
                 self._selector.unregister(key.fd)
             self._pass_on(key.fd, data)
+            if not data and key.fd in self.from_afar:
+                self.from_afar.remove(key.fd)
+                os.close(key.fd)
         if not came and not self._prefix:  # a prompt or a progress bar: no more of the line is coming for now
             for fd, rest in self._partial.items():
                 self._write(self._source[fd][0], rest)
@@ -62,6 +75,8 @@ class Output:
         for key in list(self._selector.get_map().values()):
             self._pass_on(key.fd, b"")
         self._selector.close()
+        while self.from_afar:
+            os.close(self.from_afar.pop())
 
     def _pass_on(self, fd: int, data: bytes) -> None:
         """Sends on the whole lines; empty data means that the pipe has ended."""

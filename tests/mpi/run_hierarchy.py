@@ -1,12 +1,14 @@
 """What only the communicator over several nodes does; every rank checks, rank 0 prints the names of what held.
 
-Usage: run_hierarchy.py, with LOWSHARD_NODE_SIZE set so that the ranks lie on two nodes, the last maybe the smaller.
+Usage: run_hierarchy.py NODE_SIZE [apart]: the ranks lie on two nodes of so many ranks, the last maybe smaller, because
+they are told so, or (apart) because they are started so.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -29,7 +31,8 @@ from lowshard.errors import CommError, MismatchError, TimedOut
 
 WORLD = MPI.COMM_WORLD
 N, RANK = WORLD.size, WORLD.rank
-NODE_SIZE = int(os.environ["LOWSHARD_NODE_SIZE"])
+NODE_SIZE = int(sys.argv[1])
+APART = "apart" in sys.argv[2:]
 HOME, PLACE = divmod(RANK, NODE_SIZE)
 LOCAL = list(range(HOME * NODE_SIZE, min(N, (HOME + 1) * NODE_SIZE)))
 
@@ -115,6 +118,27 @@ def check_collectives(comm: HierarchicalCommunicator, rng: np.random.Generator, 
             comm.reduce(terms[rank], result if rank == root else None, op, root, order)  # type: ignore[arg-type]
             if rank == root:
                 check_reduced(result, terms, op, order)
+
+
+def what_is_sent_is_what_was_there_before_the_call() -> None:
+    before = np.arange(6000.0) * (RANK + 1)
+    total, elems = np.arange(6000.0) * (N * (N + 1) // 2), 5000  # several pieces
+    with made() as comm:
+        for shift in (3, 1000):
+            buf = before.copy()
+            comm.all_reduce(buf[:elems], buf[shift : shift + elems])
+            same(buf[shift : shift + elems], total[:elems])
+            buf = before.copy()
+            comm.reduce(buf[:elems], buf[shift : shift + elems] if RANK == 0 else None)
+            same(buf[shift : shift + elems], (total if RANK == 0 else before)[shift * (RANK > 0) :][:elems])
+            part = elems // N
+            buf = before.copy()
+            comm.reduce_scatter(buf[: part * N], buf[shift : shift + part])
+            same(buf[shift : shift + part], total[part * RANK : part * (RANK + 1)])
+            buf = before.copy()
+            comm.all_gather(buf[shift : shift + part], buf[: part * N])
+            scale = np.repeat(np.arange(1.0, N + 1), part)
+            same(buf[: part * N], np.tile(np.arange(float(shift), shift + part), N) * scale)
 
 
 def shared_results_are_one_array_a_node() -> None:
@@ -247,6 +271,7 @@ def parts_count_and_record_nothing() -> None:
         comm.broadcast(buf, N - 1)
         comm.barrier()
         assert comm.traffic.calls.total() == 5
+        assert comm.node._check == "off"
         for part in (comm.flat, comm.node):
             assert not part.traffic.calls
             assert part.traffic.sent_bytes == 0
@@ -290,8 +315,8 @@ def a_node_size_that_makes_no_sense_is_refused_by_all_ranks() -> None:
         assert type(comm) is MPICommunicator  # nobody to share memory with
     os.environ["LOWSHARD_NODE_SIZE"] = str(N)
     with lc.from_mpi(WORLD, "cpu") as comm:
-        assert type(comm) is NodeCommunicator
-    os.environ["LOWSHARD_NODE_SIZE"] = str(NODE_SIZE)
+        assert type(comm) is (HierarchicalCommunicator if APART else NodeCommunicator)
+    os.environ["LOWSHARD_NODE_SIZE"] = "" if APART else str(NODE_SIZE)
 
 
 def a_rank_that_does_not_come_is_named_as_all_know_it() -> None:
@@ -315,6 +340,7 @@ def a_rank_that_does_not_come_is_named_as_all_know_it() -> None:
 CHECKS: list[Callable[[], Any]] = [
     ranks_of_a_node_are_told_from_the_others,
     all_collectives_work_however_ranks_are_numbered,
+    what_is_sent_is_what_was_there_before_the_call,
     shared_results_are_one_array_a_node,
     groups_take_the_way_that_their_ranks_allow,
     a_group_on_one_node_outlives_its_parent,
@@ -329,7 +355,8 @@ CHECKS: list[Callable[[], Any]] = [
 
 if __name__ == "__main__":
     warnings.simplefilter("error")
-    hierarchy.PART_BYTES, hierarchy.PIECE_BYTES = 1, 5000
+    os.environ["LOWSHARD_NODE_SIZE"] = "" if APART else str(NODE_SIZE)
+    hierarchy.WINDOW_BYTES, hierarchy.PIECE_BYTES = 1, 5000
     for check in CHECKS:
         check()
         WORLD.Barrier()

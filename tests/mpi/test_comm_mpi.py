@@ -42,9 +42,8 @@ def test_the_contract_holds_on_several_nodes(name: str, size: int, node_size: in
 
 @pytest.mark.parametrize(("size", "node_size"), [(4, 2), (5, 3), *([(3, 2), (8, 4)] if mode.full() else [])])
 def test_what_only_the_communicator_over_several_nodes_does(size: int, node_size: int) -> None:
-    env = {"LOWSHARD_NODE_SIZE": str(node_size)}
-    ended = start_ranks(HERE / "run_hierarchy.py", size, timeout_s=60, env=env).ok()
-    assert len(ended.stdout.split()) == 12, ended.text
+    ended = start_ranks(HERE / "run_hierarchy.py", size, [str(node_size)], timeout_s=60).ok()
+    assert len(ended.stdout.split()) == 13, ended.text
 
 
 @pytest.mark.parametrize("size", [2, 4])

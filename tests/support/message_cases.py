@@ -13,7 +13,7 @@ from lowshard.errors import BufferMismatchError, CommError
 
 Array = Any
 
-LARGE = 150_000  # bytes enough that a send waits for its receiver
+LARGE = 30_000  # so many that a send waits for its receiver
 
 
 def neighbours(comm: Communicator) -> tuple[int, int]:

@@ -52,7 +52,7 @@ from lowshard.comm.work import Work
 
 Array = Any
 
-_SLOT_BYTES = 128 << 10
+_SLOT_BYTES = 32 << 10
 _SPINS_ALONE, _YIELDS_ALONE = 4000, 200
 _SPINS_CROWDED, _YIELDS_CROWDED = 100, 4
 
