@@ -41,12 +41,12 @@ class Arguments(Algorithms):
             call.run(*buffers)
         finally:
             self._activity.leave()
-        self.traffic.add(call.name, call.sent_bytes, call.received_bytes)
+        self.traffic.count(call)
 
     def _message(self, call: Call, buf: Array, peer: int) -> None:
         """Run a send or a recv, or keep it for the end of the group."""
         if self._batch is not None:
-            self.traffic.add(call.name, call.sent_bytes, call.received_bytes)
+            self.traffic.count(call)
             self._batch.append((call, buf, peer))
             return
         if self._worker is not None:
@@ -56,7 +56,7 @@ class Arguments(Algorithms):
             call.run(buf, peer)
         finally:
             self._activity.leave()
-        self.traffic.add(call.name, call.sent_bytes, call.received_bytes)
+        self.traffic.count(call)
 
     def _start(self, name: str, call: Callable[[], Any]) -> Work:
         """Give a call to the communicator's thread."""
@@ -92,14 +92,13 @@ class Arguments(Algorithms):
         call = self._calls.get(key)
         if call is None or self._closed:
             return None
-        if recv is send and recv is not None:
-            return call if self._ready(recv, True) and recv.size == call.recv_elems else None
-        if send is not None and not self._ready(send):
-            return None
         if recv is None:
-            return call if call.recv_elems == 0 else None
-        fits = self._ready(recv, True) and recv.size == call.recv_elems
-        return call if fits and (send is None or recv.dtype == send.dtype) else None
+            return call if call.recv_elems == 0 and (send is None or self._ready(send)) else None
+        if not self._ready(recv, True) or recv.size != call.recv_elems:
+            return None
+        if send is recv or send is None:
+            return call
+        return call if recv.dtype == send.dtype and self._ready(send) else None
 
     def _counts_key(self, send: Any, *spans: Any) -> object:
         """Return what an exchange of these buffers and counts is known by, or None if it is not worth knowing."""
@@ -125,7 +124,7 @@ class Arguments(Algorithms):
         if type(buf) is not np.ndarray:
             return False
         flags = buf.flags
-        return bool(flags.c_contiguous and (flags.writeable or not writes))
+        return flags.c_contiguous and (flags.writeable or not writes)
 
     def _make(
         self, name: str, text: str, recv_elems: int, sent_bytes: int, received_bytes: int

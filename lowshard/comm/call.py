@@ -43,6 +43,7 @@ class Call:
         sent_bytes: of this rank, for the counters.
         received_bytes: the same.
         run: does it, from the buffers that the public method was given.
+        uses: calls that the counters have not added up yet.
         spans: of an exchange: counts and displacements sent, then received.
         prepared: what a transport keeps of the spans.
         encoded: the text as bytes, for the record of what a rank is in.
@@ -55,6 +56,7 @@ class Call:
     sent_bytes: int = 0
     received_bytes: int = 0
     run: Callable[..., Any] = field(default=lambda *buffers: None, repr=False)
+    uses: int = 0
     spans: tuple[Sequence[int], ...] = ()
     prepared: Any = field(default=None, repr=False)
     encoded: bytes = b""

@@ -21,7 +21,7 @@ from lowshard.box import split_interval
 from lowshard.comm.algorithm import Run
 from lowshard.comm.call import Call
 from lowshard.comm.lookout import Lookout
-from lowshard.comm.mpi import MPICommunicator, run_batch, start_message
+from lowshard.comm.mpi import EXCHANGE_TAG, MPICommunicator, run_batch, start_message
 from lowshard.comm.node.communicator import NodeCommunicator, lend_group
 from lowshard.comm.node.memory import NodeMemory
 from lowshard.comm.node.plan import Place
@@ -63,6 +63,7 @@ class HierarchicalCommunicator(Communicator):
         )
         self.flat, self.seating = flat, seating
         self._mailbox, self._memory = flat._mailbox, memory
+        self._mailbox.reserve(EXCHANGE_TAG + 1)
         self._home = seating.home(self.rank)
         local = seating.nodes[self._home]
         place = local.index(self.rank)
@@ -391,7 +392,6 @@ class HierarchicalCommunicator(Communicator):
             facts[:] = block.segment, block.offset
         places = self._gather_facts(facts)
         spans = {c for c, seating in seatings.items() if len(seating.nodes) > 1}
-        self._lends = self._lends or len(spans) < len(groups)
         comm = None
         if spans:
             # MPI has no split that can be given up. All ranks are here, since they were compared a moment ago.
@@ -399,21 +399,24 @@ class HierarchicalCommunicator(Communicator):
             comm = self.flat._comm.Split(
                 color if color in spans else mpi.UNDEFINED, ranks.index(self.rank) if ranks else 0
             )
+        self._lends = self._lends or bool(groups)
         if color is None:
             return None
-        name = f"{self._group_name}/{tag}.{color}"
+        name, rank = f"{self._group_name}/{tag}.{color}", ranks.index(self.rank)
+        # Messages of all groups go over the communicator that the side channel watches.
+        mailbox = self._mailbox.part(ranks, rank, tag)
         at = self._memory.address(self.seating.seats[local[0]][1], *(int(word) for word in places[local[0]]))
         if color not in spans:
             members = tuple(self.seating.seats[r][1] for r in ranks)
-            rank = ranks.index(self.rank)
             return NodeCommunicator(
-                Place(self._memory, members, at), rank, self._mailbox.part(ranks, rank, tag), group=name,
-                timeout_s=self.timeout_s, activity=self._activity,
+                Place(self._memory, members, at), rank, mailbox, group=name, timeout_s=self.timeout_s,
+                activity=self._activity,
             )  # fmt: skip
         flat = MPICommunicator(
             comm, owned=True, lookout=self.flat._lookout, group=name, timeout_s=self.timeout_s,
             activity=self._activity,
         )  # fmt: skip
+        flat._mailbox, flat._watched = mailbox, mailbox.ranks
         if seatings[color].shares:
             return HierarchicalCommunicator(flat, seatings[color], self._memory, at)
         return flat
@@ -421,9 +424,10 @@ class HierarchicalCommunicator(Communicator):
     def _close(self) -> None:
         self._failed = self._failed or self.node._failed
         self.node.close()
-        if not self._lends:  # else messages of groups on one node go over it
-            self.flat._failed = self.flat._failed or self._failed
-            self.flat.close()
+        if self._lends and self._mailbox._comm is self.flat._comm:
+            return  # messages of its groups go over it
+        self.flat._failed = self.flat._failed or self._failed
+        self.flat.close()
 
 
 class _NodeLookout(Lookout):

@@ -27,7 +27,8 @@ _NATIVE = frozenset(
     ("float32", "float64", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 )
 
-_EXCHANGE_TAG = 1  # 0 is that of send and recv
+EXCHANGE_TAG = 1
+"""Of messages within a collective; 0 is that of send and recv."""
 
 
 class MPICommunicator(Communicator):
@@ -126,11 +127,11 @@ class MPICommunicator(Communicator):
                 part[...] = send[send_displs[dst] : send_displs[dst] + send_counts[dst]]
                 continue
             if part.size:
-                requests.append(self._comm.Irecv(self._wire(part), src, _EXCHANGE_TAG))
+                requests.append(self._comm.Irecv(self._wire(part), src, EXCHANGE_TAG))
                 peers.append(src)
             if send_counts[dst]:
                 part = send[send_displs[dst] : send_displs[dst] + send_counts[dst]]
-                requests.append(self._comm.Isend(self._wire(part), dst, _EXCHANGE_TAG))
+                requests.append(self._comm.Isend(self._wire(part), dst, EXCHANGE_TAG))
                 peers.append(dst)
         if requests:
             testall, test = self._mpi.Request.Testall, self._mpi.Request.Get_status

@@ -10,7 +10,6 @@ import os
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -48,7 +47,6 @@ def default_timeout_s() -> float:
     return seconds
 
 
-@dataclass
 class Traffic:
     """What this rank has called and moved since the communicator was made or `clear` was called.
 
@@ -56,23 +54,54 @@ class Traffic:
     all-gather need; the transport's own algorithm may send more or less.
     """
 
-    calls: Counter[str] = field(default_factory=Counter)
-    """Calls by collective name."""
-    sent_bytes: int = 0
-    """Bytes of this rank's elements that other ranks were given (once for each of them)."""
-    received_bytes: int = 0
-    """Bytes of other ranks' elements that this rank was given."""
+    def __init__(self) -> None:
+        self._calls: Counter[str] = Counter()
+        self._sent_bytes = self._received_bytes = 0
+        self._uses: list[Call] = []
+
+    def count(self, call: Call) -> None:
+        """Count one call; it is added up when somebody asks."""
+        if call.uses == 0:
+            self._uses.append(call)
+        call.uses += 1
 
     def add(self, name: str, sent_bytes: int, received_bytes: int) -> None:
-        """Count one call."""
-        self.calls[name] += 1
-        self.sent_bytes += sent_bytes
-        self.received_bytes += received_bytes
+        """Count one call by its numbers."""
+        self._calls[name] += 1
+        self._sent_bytes += sent_bytes
+        self._received_bytes += received_bytes
+
+    @property
+    def calls(self) -> Counter[str]:
+        """Calls by collective name."""
+        self._add_up()
+        return self._calls
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes of this rank's elements that other ranks were given (once for each of them)."""
+        self._add_up()
+        return self._sent_bytes
+
+    @property
+    def received_bytes(self) -> int:
+        """Bytes of other ranks' elements that this rank was given."""
+        self._add_up()
+        return self._received_bytes
 
     def clear(self) -> None:
         """Start from zero."""
-        self.calls.clear()
-        self.sent_bytes = self.received_bytes = 0
+        self._add_up()
+        self._calls.clear()
+        self._sent_bytes = self._received_bytes = 0
+
+    def _add_up(self) -> None:
+        used, self._uses = self._uses, []
+        for call in used:
+            times, call.uses = call.uses, 0
+            self._calls[call.name] += times
+            self._sent_bytes += times * call.sent_bytes
+            self._received_bytes += times * call.received_bytes
 
 
 class Transport(ABC):
