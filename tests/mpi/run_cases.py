@@ -29,7 +29,7 @@ def make(device: str) -> lc.Communicator:
     if device == "windows":
         from lowshard.comm import hierarchy
 
-        hierarchy.WINDOW_BYTES, hierarchy.PIECE_BYTES, device = 1, 5000, "cpu"
+        hierarchy.WINDOW_BYTES, hierarchy.PIECE_BYTES, device = 1, 50_000, "cpu"
     return lc.from_mpi(MPI.COMM_WORLD, device)  # type: ignore[arg-type]
 
 

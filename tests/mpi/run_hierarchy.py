@@ -236,15 +236,59 @@ def a_group_on_one_node_outlives_its_parent() -> None:
 
 def what_a_communicator_has_of_mpi_it_gives_back() -> None:
     with made() as comm:
-        group = comm.split(0)
-        assert isinstance(group, HierarchicalCommunicator)
-        with group:
-            pass
-        assert group.flat.mpi_comm == MPI.COMM_NULL
-        assert comm.flat.mpi_comm != MPI.COMM_NULL
+        pass
     assert comm.flat.mpi_comm == MPI.COMM_NULL
     refused(comm.barrier, CommError, "closed")
     refused(comm.node.barrier, CommError, "closed")
+    with made() as comm:
+        group = comm.split(0)
+        assert isinstance(group, HierarchicalCommunicator)
+        part = group.split(HOME)
+        with group:
+            pass
+        assert group.flat.mpi_comm == MPI.COMM_NULL
+        assert part is not None
+        check_group(part, LOCAL)  # whose messages do not need it
+        check_group(comm, list(range(N)))
+
+
+def messages_of_groups_are_told_from_those_within_collectives() -> None:
+    with made() as comm:
+        one, two = comm.split(0), comm.split(HOME)
+        for group in (one, two):
+            assert group is not None
+            right, left = (group.rank + 1) % group.size, (group.rank - 1) % group.size
+            if group.size == 1:
+                right = left = None
+            sent = None if right is None else group.start.send(np.full(N, -1.0), right)
+            table, got = np.full((N, N), float(RANK)), np.zeros((N, N))
+            comm.all_to_all(table, got)
+            same(got, np.arange(float(N)).repeat(N).reshape(N, N))
+            if left is not None and sent is not None:
+                buf = np.zeros(N)
+                group.recv(buf, left)
+                sent.wait()
+                assert set(buf) == {-1.0}
+
+
+def side_channel_ranks(comm: lc.Communicator) -> list[int]:
+    """Return the ranks that a group's waits would look for in the side channel."""
+    return comm._mailbox.ranks  # type: ignore[attr-defined, no-any-return]
+
+
+def waits_of_groups_know_their_ranks_in_the_side_channel() -> None:
+    with made() as comm:
+        backwards = comm.split(0, -RANK)
+        assert isinstance(backwards, HierarchicalCommunicator)
+        again = backwards.split(0 if RANK else None)
+        across = backwards.split(PLACE)
+        everyone = list(range(N))
+        assert side_channel_ranks(comm) == side_channel_ranks(backwards)[::-1] == everyone
+        assert backwards.flat._watched == everyone[::-1]
+        assert sorted(side_channel_ranks(backwards.node)) == LOCAL
+        assert again is None or side_channel_ranks(again) == everyone[:0:-1]
+        assert across is not None
+        assert side_channel_ranks(across) == [r for r in everyone[::-1] if r % NODE_SIZE == PLACE]
 
 
 def calls_that_are_started_run_in_turn_beside_messages() -> None:
@@ -345,6 +389,8 @@ CHECKS: list[Callable[[], Any]] = [
     groups_take_the_way_that_their_ranks_allow,
     a_group_on_one_node_outlives_its_parent,
     what_a_communicator_has_of_mpi_it_gives_back,
+    messages_of_groups_are_told_from_those_within_collectives,
+    waits_of_groups_know_their_ranks_in_the_side_channel,
     calls_that_are_started_run_in_turn_beside_messages,
     parts_count_and_record_nothing,
     different_calls_are_a_mismatch_before_any_part_begins,

@@ -40,10 +40,51 @@ def test_the_contract_holds_on_several_nodes(name: str, size: int, node_size: in
     check_case(name, size, device, LOWSHARD_NODE_SIZE=str(node_size))
 
 
-@pytest.mark.parametrize(("size", "node_size"), [(4, 2), (5, 3), *([(3, 2), (8, 4)] if mode.full() else [])])
-def test_what_only_the_communicator_over_several_nodes_does(size: int, node_size: int) -> None:
-    ended = start_ranks(HERE / "run_hierarchy.py", size, [str(node_size)], timeout_s=60).ok()
-    assert len(ended.stdout.split()) == 13, ended.text
+# (ranks, ranks of a node, whether processes may read each other's memory)
+ALONE = [
+    (4, 2, "auto"),
+    (5, 3, "off"),
+    *([(3, 2, "auto"), (4, 2, "off"), (8, 4, "auto")] if mode.full() else []),
+]
+
+
+@pytest.mark.parametrize(("size", "node_size", "reads"), ALONE)
+def test_what_only_the_communicator_over_several_nodes_does(size: int, node_size: int, reads: str) -> None:
+    env = {"LOWSHARD_CROSS_MEMORY": reads}
+    ended = start_ranks(HERE / "run_hierarchy.py", size, [str(node_size)], timeout_s=80, env=env).ok()
+    assert len(ended.stdout.split()) == 15, ended.text
+
+
+def test_ranks_on_all_nodes_learn_of_a_failure(tmp_path: Path) -> None:
+    ended = run(
+        tmp_path,
+        """
+        import numpy as np
+        from mpi4py import MPI
+        from lowshard import comm as lc
+        from lowshard.comm import hierarchy
+        from lowshard.errors import PeerFailed
+
+        hierarchy.WINDOW_BYTES = 1
+        comm = lc.from_mpi(MPI.COMM_WORLD, "cpu")
+        assert isinstance(comm, hierarchy.HierarchicalCommunicator)
+        buf = np.ones(10000)
+        for _ in range(3):
+            comm.all_reduce(buf, buf)
+        if comm.rank == 3:
+            raise ValueError("boom")
+        try:
+            comm.all_reduce(buf, buf)
+        except PeerFailed as error:
+            print(error, flush=True)
+            raise
+        """,
+        n=4, prefix_output=True, env={"LOWSHARD_NODE_SIZE": "2", "LOWSHARD_CHECK": "off"},
+    )  # fmt: skip
+    assert ended.returncode == 1, ended.text
+    told = "rank 3 failed: ValueError: boom; this rank was in all_reduce#4"
+    for rank in range(3):
+        assert f"[{rank}] {told}" in ended.stdout, ended.text
 
 
 @pytest.mark.parametrize("size", [2, 4])

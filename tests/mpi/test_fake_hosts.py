@@ -99,6 +99,7 @@ import json, os, socket, sys
 from mpi4py import MPI
 
 world = MPI.COMM_WORLD
+assert "LOWSHARD_LINK" in os.environ
 node = world.Split_type(MPI.COMM_TYPE_SHARED)
 about = [world.rank, socket.gethostname(), node.size, node.rank, os.getcwd(), os.environ.get("MY_OWN"),
          os.environ["OMP_NUM_THREADS"], os.environ["NCCL_HOSTID"], sys.argv[1:], os.environ.get("TMPDIR")]

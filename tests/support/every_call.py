@@ -121,7 +121,9 @@ class Preparer:
             recv.buf[...] = send
             send = recv.buf
         return Prepared(
-            "all_to_all", (send, recv.buf), lambda: recv.check(np.ascontiguousarray(sent[:, rank]).reshape(-1))
+            "all_to_all",
+            (send, recv.buf),
+            lambda: recv.check(np.ascontiguousarray(sent[:, rank]).reshape(-1)),
         )
 
     def all_to_all_v(self) -> Prepared:

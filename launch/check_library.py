@@ -1,0 +1,175 @@
+"""What the doctor says of libraries: which version, from where, and whether the kernels give the right bytes."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+from lowshard._version import __version__
+from lowshard.launch.check import Check, run_python
+
+__all__ = ["check_kernels", "check_libraries", "check_loaded", "check_lowshard"]
+
+# Module to import, what to install, and whether the CPU path needs it.
+_LIBRARIES = (
+    ("numpy", "pip install 'numpy>=2.1.2'", True),
+    ("ml_dtypes", "pip install ml-dtypes", True),
+    ("numba", "pip install numba", True),
+    ("yaml", "pip install PyYAML", True),
+    ("safetensors", "pip install safetensors", True),
+    ("rich", "pip install rich", True),
+    ("mpi4py", "pip install 'lowshard[openmpi]'", True),
+    ("matplotlib", "for plots: pip install 'lowshard[plot]'", False),
+    ("tokenizers", "for the demo: pip install 'lowshard[demo]'", False),
+    ("cupy", "for GPUs: pip install 'lowshard[cuda12]' or 'lowshard[cuda13]'", False),
+)
+
+# One child imports them all, and says so after each, so that a crash names its library.
+_IMPORT_PROGRAM = """
+import importlib, importlib.metadata, json, os, sys
+def path_of(module):
+    return os.path.dirname(getattr(module, "__file__", None) or "") or "built in"
+for name in sys.argv[1:]:
+    print(json.dumps([name, "begin", ""]), flush=True)
+    try:
+        module = importlib.import_module(name)
+        version = getattr(module, "__version__", None) or importlib.metadata.version(name)
+        answer = ["ok", f"{version}, {path_of(module)}"]
+    except ModuleNotFoundError as error:
+        missing = (error.name or "") == name
+        answer = ["missing" if missing else "broken", str(error)]
+    except Exception as error:
+        answer = ["broken", f"{type(error).__name__}: {error}"]
+    print(json.dumps([name, *answer]), flush=True)
+"""
+
+
+# What the dynamic linker chose: the BLAS under NumPy and the compiler under Numba lie in no module of their own.
+_LOADED_PROGRAM = """
+import json, re
+def tried(name):
+    try:
+        return __import__(name)
+    except Exception:
+        return None
+numpy = tried("numpy")
+blas = {}
+if numpy is not None:
+    numpy.ones((8, 8)) @ numpy.ones((8, 8))
+    try:
+        blas = numpy.show_config(mode="dicts")["Build Dependencies"]["blas"]
+    except Exception:
+        pass
+llvm = tried("llvmlite.binding")
+with open("/proc/self/maps") as maps:
+    paths = sorted({line.split(None, 5)[5].strip() for line in maps if "/" in line})
+def matching(pattern):
+    return [path for path in paths if re.match(pattern, path.rsplit("/", 1)[1])]
+print(json.dumps({
+    "blas_name": str(blas.get("name", "")),
+    "blas_version": str(blas.get("version", "")),
+    "blas": matching(r"lib(scipy_)?openblas|libmkl_rt|libblis|libblas|libcblas|libarmpl|libnvpl_blas"),
+    "llvm": matching(r"libllvmlite|libLLVM"),
+    "llvm_version": ".".join(map(str, llvm.binding.llvm_version_info)) if llvm else "",
+}))
+"""
+
+# What the kernels run on here, and whether one of them gives the right bytes (1 under the smallest scale for it).
+_KERNEL_PROGRAM = """
+import json, sys
+sys.path.insert(0, sys.argv[1])  # where this lowshard lies, installed or not
+import numpy as np
+from lowshard.kernels import quantize_mxfp8
+from lowshard.kernels.engine import host_engine
+q = quantize_mxfp8(np.ones((1, 32), np.float32))
+found = {"engine": host_engine().name, "right": bool((q.data == 0x78).all() and q.scale[0, 0] == 119), "bits": 0}
+if found["engine"] == "numba":
+    from lowshard.kernels.cpu.engine import vector_bits
+    found["bits"] = vector_bits()
+print(json.dumps(found))
+"""
+
+
+def check_lowshard() -> Check:
+    """Says which lowshard this is."""
+    return Check("lowshard", "ok", f"{__version__}, {Path(_origin()).parent}")
+
+
+def check_libraries() -> list[Check]:
+    """Imports each library in a child."""
+    names = [name for name, _, _ in _LIBRARIES]
+    answers: dict[str, tuple[str, str]] = {}
+    while left := [name for name in names if name not in answers]:
+        answers.update(_import_in_child(left))
+    return [
+        Check(name, answers[name][0], answers[name][1], "" if answers[name][0] == "ok" else advice, required)
+        for name, advice, required in _LIBRARIES
+    ]
+
+
+def _import_in_child(names: list[str]) -> dict[str, tuple[str, str]]:
+    """Returns (status, detail) of the libraries up to the first that ends the child, which is broken."""
+    status, text = run_python(_IMPORT_PROGRAM, names)
+    answers: dict[str, tuple[str, str]] = {}
+    for line in text.splitlines():
+        if line.startswith("["):
+            name, state, detail = json.loads(line)
+            answers[name] = (state, detail)
+    for name, (state, _) in answers.items():
+        if state == "begin":
+            answers[name] = ("broken", f"importing it ended Python: {status}")
+    return answers or {names[0]: ("broken", f"Python did not start: {status}")}
+
+
+def check_loaded() -> list[Check]:
+    """Loads NumPy's BLAS and Numba's compiler in a child and says which files they are."""
+    status, text = run_python(_LOADED_PROGRAM, [])
+    lines = [line for line in text.splitlines() if line.startswith("{")]
+    if not lines:
+        return [Check("blas", "broken", status, "try: python -c 'import numpy; numpy.show_config()'")]
+    found = json.loads(lines[-1])
+    name = " ".join(part for part in (found["blas_name"], found["blas_version"]) if part) or "BLAS"
+    checks = [
+        Check("blas", "ok", f"{name}, {', '.join(found['blas'])}")
+        if found["blas"]
+        else Check(
+            "blas",
+            "warning",
+            f"{name}: not seen as a library of its own",
+            "pip install -U numpy if it is slow",
+        )
+    ]
+    if found["llvm"]:
+        checks.append(Check("llvm", "ok", ", ".join((found["llvm_version"], *found["llvm"]))))
+    else:
+        checks.append(
+            Check("llvm", "missing", "Numba's compiler was not loaded", "pip install -U numba llvmlite")
+        )
+    return checks
+
+
+def check_kernels() -> Check:
+    """Compiles and runs a kernel in a child."""
+    status, text = run_python(_KERNEL_PROGRAM, [str(Path(_origin()).parents[1])])
+    lines = [line for line in text.splitlines() if line.startswith("{")]
+    if not lines:
+        return Check(
+            "kernels", "broken", status, "try: LOWSHARD_KERNELS=plain lowshard doctor", required=True
+        )
+    found = json.loads(lines[-1])
+    if not found["right"]:
+        detail = f"{found['engine']} gives wrong bytes"
+        return Check("kernels", "broken", detail, "set LOWSHARD_KERNELS=plain, and report it", required=True)
+    if found["engine"] != "numba":
+        advice = "far slower than compiled code: pip install numba, unset LOWSHARD_KERNELS"
+        return Check("kernels", "ok", "plain NumPy", advice, required=True)
+    return Check("kernels", "ok", f"Numba, {found['bits']}-bit vectors", required=True)
+
+
+def _origin() -> str:
+    """Returns the path of the package's __init__."""
+    spec = importlib.util.find_spec("lowshard")
+    assert spec is not None
+    assert spec.origin is not None
+    return spec.origin

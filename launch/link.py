@@ -1,0 +1,404 @@
+"""The launcher's end of the link to its ranks: who is alive, who is stopped, who has gone silent.
+
+A thread of its own reads the keepers' messages (`launch/uplink.py`), so that a launcher whose output is blocked
+still hears its ranks. It judges silence only after it has read what is there: a launcher that was stopped itself
+must not take that for the silence of all others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import json
+import secrets
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from lowshard.comm.abort import FailureRecord
+from lowshard.errors import LaunchError, PeerFailed
+from lowshard.launch.address import own_addresses
+from lowshard.launch.host import Spread
+from lowshard.launch.uplink import (
+    BEAT_S,
+    HEARTBEAT_VARIABLE,
+    LINK_VARIABLE,
+    START_VARIABLE,
+    LinkAddress,
+    boot_id,
+    seconds_of,
+    stopped_record,
+)
+
+__all__ = ["Link"]
+
+_TURN_S = 0.1
+_HELLO_S = 5.0  # for a connection to say who it is
+_HELLO_BYTES = 4096
+_READ_BYTES = 1 << 16
+_SUSPECT_S = 5 * BEAT_S  # silence that explains why others say that a rank has failed
+_LATE_S = (
+    0.25  # by which this end may hear of a keeper's end later than the ranks, but sooner than they end others
+)
+_GONE_S = 1.5  # for the rank whose failure made mpiexec kill a keeper to be heard of
+
+
+@dataclass
+class _Peer:
+    """A keeper's connection, and what is known of its rank."""
+
+    connection: socket.socket
+    rank: int
+    host: str
+    keeper_pid: int
+    heard_s: float  # monotonic
+    heard_at_s: float  # wall clock
+    behind_s: float = 0.0  # by how much its host's clock is behind this one's
+    received: bytes = b""
+    rank_pid: int | None = None
+    takes_stack_signal: bool = False
+    stopped_at_s: float | None = None  # wall clock, the last time that it was
+    continued_at_s: float | None = None
+    ended: bool = False
+    gone: bool = False  # closed without a word
+
+
+@dataclass
+class _Guest:
+    """A connection that has not said who it is."""
+
+    connection: socket.socket
+    until_s: float
+    received: bytes = b""
+
+
+@dataclass
+class _State:
+    """What both threads look at, under the lock."""
+
+    peers: dict[int, _Peer] = field(default_factory=dict)
+    reported: dict[int, FailureRecord] = field(default_factory=dict)
+    lost: dict[int, FailureRecord] = field(default_factory=dict)
+    streams: list[tuple[socket.socket, int, int]] = field(default_factory=list)
+
+
+class Link:
+    """Listens for the keepers of a job's ranks.
+
+    Attributes:
+        address: where; its text goes to the ranks in `LOWSHARD_LINK`.
+    """
+
+    def __init__(self, n: int, env: Mapping[str, str], spread: Spread | None, everywhere: bool) -> None:
+        """Opens the port.
+
+        Args:
+            n: number of ranks to expect.
+            env: environment with the limits `LOWSHARD_HEARTBEAT_S` and `LOWSHARD_START_S`.
+            spread: the hosts that are to reach it, if they are known.
+            everywhere: false listens to this host alone.
+
+        Raises:
+            LaunchError: a limit is no number, or the port cannot be opened.
+        """
+        self._n = n
+        self._limit_s = seconds_of(HEARTBEAT_VARIABLE, env)
+        self._start_s = seconds_of(START_VARIABLE, env)
+        self._state = _State()
+        self._lock = threading.Lock()
+        self._guests: dict[socket.socket, _Guest] = {}
+        self._crash: BaseException | None = None
+        self._ending = threading.Event()
+        self._closed = threading.Event()
+        self._selector = selectors.DefaultSelector()
+        try:
+            self._server = _listen(everywhere)
+        except OSError as error:
+            raise LaunchError(f"the launcher needs a TCP port for its ranks to report to: {error}") from error
+        self._selector.register(self._server, selectors.EVENT_READ)
+        hosts: tuple[str, ...] = ("127.0.0.1",)
+        if everywhere:
+            hosts = (spread.addresses if spread else ()) or own_addresses(spread)
+        self.address = LinkAddress(secrets.token_hex(16), boot_id(), self._server.getsockname()[1], hosts)
+        self._thread = threading.Thread(target=self._run, name="lowshard link", daemon=True)
+        self._started_s = time.monotonic()
+
+    def start(self) -> dict[str, str]:
+        """Starts to listen; returns the variables that the ranks need."""
+        self._started_s = time.monotonic()
+        self._thread.start()
+        return {LINK_VARIABLE: str(self.address)}
+
+    def failures(self) -> list[FailureRecord]:
+        """Returns what the keepers have reported, and what this end has noted of ranks that it hears no more.
+
+        Raises:
+            LaunchError: the link's thread has come to an end that it should not.
+        """
+        if self._crash is not None:
+            raise LaunchError(f"the launcher's link to its ranks broke: {self._crash!r}") from self._crash
+        with self._lock:
+            return [*self._state.lost.values(), *self._state.reported.values()]
+
+    def suspects(self, at_s: float) -> list[FailureRecord]:
+        """Returns records of the ranks that were stopped, silent or gone for good at a moment (wall clock).
+
+        They may be what others complained of then, sooner than this end judges.
+        """
+        now_s, wall_s = time.monotonic(), time.time()
+        found = []
+        with self._lock:
+            for peer in self._state.peers.values():
+                until_s = peer.continued_at_s or wall_s
+                is_silent = not peer.ended and not peer.gone and now_s - peer.heard_s > _SUSPECT_S
+                if peer.stopped_at_s is not None and peer.stopped_at_s < at_s < until_s:
+                    found.append(stopped_record(peer.rank, peer.stopped_at_s, until_s))
+                elif peer.gone and peer.heard_at_s < at_s + _LATE_S:
+                    found.append(_gone_record(peer))
+                elif is_silent and peer.heard_at_s < at_s:
+                    found += [record for record in self._silence(peer, now_s) if record.rank == peer.rank]
+        return found
+
+    def streams(self) -> list[tuple[socket.socket, int, int]]:
+        """Hands over the output connections that have come since: (socket, 0 for stdout or 1 for stderr, rank)."""
+        with self._lock:
+            found, self._state.streams = self._state.streams, []
+        return found
+
+    def first_killed(self) -> list[FailureRecord]:
+        """Returns the record of the rank whose keeper was the first to close the link without a word; [] if none."""
+        with self._lock:
+            gone = [peer for peer in self._state.peers.values() if peer.gone]
+        return [_gone_record(min(gone, key=lambda peer: peer.heard_at_s))] if gone else []
+
+    def ask_for_stacks(self) -> None:
+        """Asks the keepers to make their ranks print the stacks of their threads."""
+        with self._lock:
+            for peer in self._state.peers.values():
+                if peer.takes_stack_signal and not peer.ended and not peer.gone:
+                    with contextlib.suppress(OSError):  # it ends meanwhile, or reads no more
+                        peer.connection.send(b'{"do": "stacks"}\n')
+
+    def expect_ends(self) -> None:
+        """From now on silence is no failure: the job is being ended."""
+        self._ending.set()
+
+    def close(self, limit_s: float = 0.0) -> None:
+        """Waits so long at most for the keepers' last words, then closes: a keeper that lives ends its rank."""
+        self.expect_ends()
+        if self._closed.is_set():
+            return
+        end_s = time.monotonic() + limit_s
+        while time.monotonic() < end_s and self._thread.is_alive():
+            with self._lock:
+                peers = self._state.peers.values()
+                if all(peer.ended or peer.gone or peer.rank in self._state.lost for peer in peers):
+                    break
+            time.sleep(0.01)
+        self._closed.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+        for key in list(self._selector.get_map().values()):
+            key.fileobj.close()  # type: ignore[union-attr]
+        self._selector.close()
+        for connection, _, _ in self.streams():
+            connection.close()
+
+    def _run(self) -> None:
+        """The thread."""
+        try:
+            self._serve()
+        except BaseException as error:
+            self._crash = error
+
+    def _serve(self) -> None:
+        """Reads what comes, then judges; again and again."""
+        turn_s = time.monotonic()
+        while not self._closed.is_set():
+            for key, _ in self._selector.select(_TURN_S):
+                if key.fileobj is self._server:
+                    self._accept()
+                elif isinstance(key.data, _Peer):
+                    self._read(key.data)
+                else:
+                    self._greet(key.data)
+            now_s = time.monotonic()
+            if now_s - turn_s > 1.0:  # this process was stopped, or had no core: nobody could be heard
+                with self._lock:
+                    for peer in self._state.peers.values():
+                        peer.heard_s = min(now_s, peer.heard_s + now_s - turn_s)
+                self._started_s += now_s - turn_s
+            turn_s = now_s
+            if not self._ending.is_set():
+                self._judge(now_s)
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):  # gone again, or no more file descriptors: it will try again
+            connection, _ = self._server.accept()
+            connection.setblocking(False)
+            guest = _Guest(connection, time.monotonic() + _HELLO_S)
+            self._guests[connection] = guest
+            self._selector.register(connection, selectors.EVENT_READ, guest)
+
+    def _greet(self, guest: _Guest) -> None:
+        """Finds out what a new connection is for."""
+        data = _receive(guest.connection, _HELLO_BYTES)
+        if data is None:
+            return
+        guest.received += data
+        whole = guest.received.endswith(b"\n")  # nobody goes on before the answer
+        if data and not whole and len(guest.received) < _HELLO_BYTES:
+            return
+        self._selector.unregister(guest.connection)
+        del self._guests[guest.connection]
+        hello = self._hello_of(guest.received) if whole else None
+        if hello is None:
+            guest.connection.close()
+            return
+        try:
+            guest.connection.send(b"ok\n")
+        except OSError:
+            guest.connection.close()
+            return
+        with self._lock:
+            if hello["purpose"] == "keeper":
+                wall_s = time.time()
+                now_s = time.monotonic()
+                peer = _Peer(
+                    guest.connection,
+                    hello["rank"],
+                    hello["host"],
+                    hello["pid"],
+                    heard_s=now_s,
+                    heard_at_s=wall_s,
+                )
+                if hello["boot"] != self.address.boot:
+                    peer.behind_s = wall_s - hello["time_s"]
+                self._state.peers[peer.rank] = peer
+                self._selector.register(guest.connection, selectors.EVENT_READ, peer)
+            else:
+                stream = 0 if hello["purpose"] == "stdout" else 1
+                self._state.streams.append((guest.connection, stream, hello["rank"]))
+
+    def _hello_of(self, line: bytes) -> dict[str, Any] | None:
+        """Returns a greeting if it is one of this job's."""
+        try:
+            hello = json.loads(line)
+            typed = isinstance(hello["host"], str) and isinstance(hello["pid"], int)
+            typed = typed and isinstance(hello["boot"], str) and isinstance(hello["time_s"], float)
+            fits = hmac.compare_digest(str(hello["token"]).encode(), self.address.token.encode())
+            known = hello["purpose"] in ("keeper", "stdout", "stderr") and 0 <= hello["rank"] < self._n
+        except (ValueError, KeyError, TypeError):
+            return None
+        return hello if fits and known and typed else None
+
+    def _read(self, peer: _Peer) -> None:
+        """Takes in what a keeper says."""
+        data = _receive(peer.connection, _READ_BYTES)
+        if data is None:
+            return
+        with self._lock:
+            peer.heard_s, peer.heard_at_s = time.monotonic(), time.time()
+            if not data:
+                peer.gone = not peer.ended
+                self._selector.unregister(peer.connection)
+                peer.connection.close()
+                return
+            *lines, peer.received = (peer.received + data).split(b"\n")
+            for line in lines:
+                with contextlib.suppress(ValueError, TypeError):  # no keeper wrote that
+                    self._take(peer, json.loads(line))
+
+    def _take(self, peer: _Peer, message: Mapping[str, Any]) -> None:
+        """Takes in one message."""
+        if "stopped_at_s" in message:
+            if message["stopped_at_s"] is not None:
+                peer.stopped_at_s, peer.continued_at_s = message["stopped_at_s"] + peer.behind_s, None
+            elif peer.continued_at_s is None:
+                peer.continued_at_s = time.time()
+        peer.rank_pid = message.get("rank_pid", peer.rank_pid)
+        peer.takes_stack_signal = message.get("takes_stack_signal", peer.takes_stack_signal)
+        peer.ended = peer.ended or "ended" in message
+        if "failure" in message:
+            record = FailureRecord(**message["failure"])
+            record = replace(record, time_s=record.time_s + peer.behind_s)
+            self._state.reported.setdefault(peer.rank, record)
+
+    def _judge(self, now_s: float) -> None:
+        """Notes who has been silent for too long, and who never came."""
+        for guest in [guest for guest in self._guests.values() if now_s > guest.until_s]:
+            self._selector.unregister(guest.connection)
+            del self._guests[guest.connection]
+            guest.connection.close()
+        with self._lock:
+            for peer in self._state.peers.values():
+                silent_s = now_s - peer.heard_s
+                if peer.gone and silent_s > _GONE_S:
+                    self._state.lost.setdefault(peer.rank, _gone_record(peer))
+                elif not peer.gone and not peer.ended and silent_s > self._limit_s:
+                    for record in self._silence(peer, now_s):
+                        self._state.lost.setdefault(record.rank, record)
+            if now_s - self._started_s > self._start_s:
+                for rank in set(range(self._n)) - set(self._state.peers):
+                    text = (
+                        f"nothing was heard of it within {self._start_s:g} s of the start ({START_VARIABLE}); its "
+                        f"host cannot be reached, or does not get the program started"
+                    )
+                    record = FailureRecord(rank, time.time(), "lost", PeerFailed.exit_code, text)
+                    self._state.lost.setdefault(rank, record)
+
+    def _silence(self, peer: _Peer, now_s: float) -> list[FailureRecord]:
+        """Returns the records of a silent rank and, if all of its host is silent, of the host's other ranks."""
+        there = [
+            other
+            for other in self._state.peers.values()
+            if other.host == peer.host and not other.ended and not other.gone
+        ]
+        silent = [other for other in there if now_s - other.heard_s > _SUSPECT_S]
+        ranks, who = [peer.rank], f"its keeper on {peer.host}"
+        if len(silent) == len(there):
+            ranks = sorted(other.rank for other in silent)
+            who = f"host {peer.host} (rank{'s' if ranks[1:] else ''} {', '.join(map(str, ranks))})"
+        text = (
+            f"{who} has not been heard of for {now_s - peer.heard_s:.1f} s: the network or the machine failed, or "
+            f"it was suspended; if it only pauses so long, raise {HEARTBEAT_VARIABLE}"
+        )
+        at_s = min(
+            self._state.peers[rank].heard_at_s for rank in ranks
+        )  # all at once: the lowest rank is named
+        return [FailureRecord(rank, at_s, "lost", PeerFailed.exit_code, text) for rank in ranks]
+
+
+def _listen(everywhere: bool) -> socket.socket:
+    """Opens a port on this host's own address, or on all."""
+    if not everywhere:
+        server = socket.create_server(("127.0.0.1", 0), backlog=1024)
+    elif socket.has_dualstack_ipv6():
+        server = socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
+    else:
+        server = socket.create_server(("", 0), backlog=1024)
+    server.setblocking(False)
+    return server
+
+
+def _receive(connection: socket.socket, most: int) -> bytes | None:
+    """Returns what has come: b"" if the other end has closed, None if nothing has."""
+    try:
+        return connection.recv(most)
+    except BlockingIOError:
+        return None
+    except OSError:
+        return b""
+
+
+def _gone_record(peer: _Peer) -> FailureRecord:
+    """Returns the record of a rank whose keeper has closed the link without a word."""
+    text = (
+        f"its keeper on {peer.host} (process {peer.keeper_pid}) was killed; if nobody killed it, the kernel did for "
+        f"want of memory: see dmesg there"
+    )
+    return FailureRecord(peer.rank, peer.heard_at_s, "lost", PeerFailed.exit_code, text)

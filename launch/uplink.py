@@ -1,0 +1,226 @@
+"""A rank's end of the link to the launcher: one TCP connection from the keeper of each rank.
+
+Up it go, as lines of JSON, the rank's pid and host, a heartbeat with the rank's state, and its failure; down come
+requests. A keeper on another host also opens a connection for each of the rank's output streams. `launch/link.py`
+is the launcher's end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lowshard.comm.abort import FailureRecord
+from lowshard.errors import LaunchError, PeerFailed
+
+__all__ = [
+    "BEAT_S",
+    "HEARTBEAT_VARIABLE",
+    "LINK_VARIABLE",
+    "START_VARIABLE",
+    "LinkAddress",
+    "Uplink",
+    "boot_id",
+    "seconds_of",
+    "stopped_record",
+]
+
+LINK_VARIABLE = "LOWSHARD_LINK"
+HEARTBEAT_VARIABLE = "LOWSHARD_HEARTBEAT_S"
+START_VARIABLE = "LOWSHARD_START_S"
+BEAT_S = 0.2
+
+_DEFAULTS_S = {HEARTBEAT_VARIABLE: 10.0, START_VARIABLE: 120.0}
+_TRY_S = 2.0  # for one address to answer
+_PAUSE_S = 0.2  # between two rounds over the addresses
+_LINE_BYTES = 1 << 16
+_MOST_UNSENT_BYTES = 1 << 20
+
+
+def seconds_of(name: str, env: Mapping[str, str]) -> float:
+    """Returns a time limit of the link, from the environment or its default.
+
+    Raises:
+        LaunchError: the variable holds no positive number.
+    """
+    text = env.get(name)
+    if text is None:
+        return _DEFAULTS_S[name]
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise LaunchError(f"{name} must hold a positive number of seconds (2, 0.5, ...); got {text!r}")
+    return seconds
+
+
+def boot_id() -> str:
+    """Returns what tells this machine, since it was started, from all others; "" where the kernel does not say."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        return ""
+
+
+def stopped_record(rank: int, stopped_at_s: float, now_s: float) -> FailureRecord:
+    """Returns the record of a rank that is stopped; times are wall-clock seconds."""
+    text = (
+        f"has been stopped (SIGSTOP) for {now_s - stopped_at_s:.1f} s; to debug a rank at leisure raise "
+        f"{HEARTBEAT_VARIABLE}"
+    )
+    return FailureRecord(rank, stopped_at_s, "stopped", PeerFailed.exit_code, text)
+
+
+@dataclass(frozen=True)
+class LinkAddress:
+    """Where the launcher listens; it travels to the ranks in their environment.
+
+    Attributes:
+        token: secret of the job.
+        boot: the launcher's machine (`boot_id`).
+        port: TCP port.
+        hosts: addresses of the launcher's machine, the likeliest first.
+    """
+
+    token: str
+    boot: str
+    port: int
+    hosts: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return "/".join((self.token, self.boot, str(self.port), ",".join(self.hosts)))
+
+    @classmethod
+    def parse(cls, text: str) -> LinkAddress:
+        """Reads what `str` wrote.
+
+        Raises:
+            LaunchError: the text is something else.
+        """
+        parts = text.split("/")
+        if len(parts) != 4 or not parts[2].isdecimal() or not parts[3]:
+            raise LaunchError(f"{LINK_VARIABLE} is set by the launcher alone; unset it (it holds {text!r})")
+        return cls(parts[0], parts[1], int(parts[2]), tuple(parts[3].split(",")))
+
+
+class Uplink:
+    """The keeper's connection to the launcher; never blocks after it is open.
+
+    Attributes:
+        lost: true once the launcher has closed it, or has not been reachable for the limit.
+    """
+
+    def __init__(self, address: LinkAddress, rank: int, limit_s: float, start_s: float) -> None:
+        self.lost = False
+        self._address = address
+        self._rank = rank
+        self._received = b""
+        self._unsent = b""
+        self._socket = self._open("keeper", start_s)
+        # The kernel itself ends the connection when the launcher's machine has confirmed nothing for the limit. (A
+        # launcher that is merely stopped, by Ctrl-Z say, is no reason to end the job: its machine still confirms.)
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(limit_s * 1000))
+        self._socket.setblocking(False)
+
+    def fileno(self) -> int:
+        """Returns the file descriptor to poll for requests."""
+        return self._socket.fileno()
+
+    def stream(self, name: str, start_s: float) -> int:
+        """Opens another connection, that the launcher reads as this rank's "stdout" or "stderr"; returns its fd."""
+        connection = self._open(name, start_s)
+        connection.settimeout(None)
+        return connection.detach()
+
+    def send(self, **message: Any) -> None:
+        """Sends a message, at the latest with the next one."""
+        if len(self._unsent) < _MOST_UNSENT_BYTES:  # a launcher that reads no more needs no more heartbeats
+            self._unsent += _line(message)
+        self.flush()
+
+    def flush(self, limit_s: float = 0.0) -> None:
+        """Sends what has not been sent, waiting for it so long at most."""
+        end_s = time.monotonic() + limit_s
+        while self._unsent and not self.lost:
+            try:
+                self._unsent = self._unsent[self._socket.send(self._unsent) :]
+            except BlockingIOError:
+                if time.monotonic() >= end_s:
+                    return
+                time.sleep(0.01)
+            except OSError:
+                self.lost = True
+
+    def receive(self) -> list[dict[str, Any]]:
+        """Returns the requests that have come; notes if the launcher is lost."""
+        try:
+            data = self._socket.recv(_LINE_BYTES)
+        except BlockingIOError:
+            return []
+        except OSError:
+            data = b""
+        if not data:
+            self.lost = True
+            return []
+        *lines, self._received = (self._received + data).split(b"\n")
+        return [json.loads(line) for line in lines]
+
+    def close(self) -> None:
+        """Closes this process's end."""
+        self._socket.close()
+
+    def _open(self, purpose: str, start_s: float) -> socket.socket:
+        """Connects and signs in, at the first address that answers as it should."""
+        end_s = time.monotonic() + start_s
+        hello = _line(
+            {
+                "token": self._address.token,
+                "purpose": purpose,
+                "rank": self._rank,
+                "host": socket.gethostname(),
+                "pid": os.getpid(),
+                "boot": boot_id(),
+                "time_s": time.time(),
+            }
+        )
+        while True:
+            errors = []
+            for host in self._address.hosts:
+                try:
+                    return _sign_in((host, self._address.port), hello)
+                except (OSError, ValueError) as error:
+                    errors.append(f"{host} ({error})")
+            if time.monotonic() > end_s:
+                raise LaunchError(
+                    f"rank {self._rank} on {socket.gethostname()} must reach the launcher over TCP, but none of its "
+                    f"addresses answered on port {self._address.port} within {start_s:g} s: {', '.join(errors)}; let "
+                    f"the hosts of a job connect to each other, or name the network with --iface"
+                )
+            time.sleep(_PAUSE_S)
+
+
+def _sign_in(where: tuple[str, int], hello: bytes) -> socket.socket:
+    """Returns a connection on which the launcher has answered."""
+    connection = socket.create_connection(where, timeout=_TRY_S)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(connection)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.sendall(hello)
+        answer = connection.recv(3)
+        if answer != b"ok\n":
+            raise ValueError("something else answers there")
+        stack.pop_all()
+    return connection
+
+
+def _line(message: Mapping[str, Any]) -> bytes:
+    return json.dumps(message).encode() + b"\n"

@@ -1,0 +1,164 @@
+"""Many random collectives in random groups, each checked; rank 0 prints what the ranks hold before and after.
+
+Usage: run_soak.py COUNT. After a fifth of the calls everything is given back and counted, and again at the end: what
+has grown in between leaks. All ranks draw the same numbers for each step, so those outside a group keep in step.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+from support import mode
+from support.comm_kit import lend, put, same
+from support.every_call import Preparer
+
+from lowshard import comm as lc
+
+WORLD = MPI.COMM_WORLD
+LENGTHS = [0, 1, 3, 40, 255, 1024, 1025, 4100, 8192, 20_000, 33_000, 75_000]  # of 4 bytes: up to 300 KB
+CALLS = (
+    "all_gather", "all_gather_v", "all_to_all", "all_to_all_v", "broadcast", "gather", "scatter", "all_reduce",
+    "reduce_scatter", "reduce",
+)  # fmt: skip
+OPS = ("sum", "min", "max")
+ORDERS = ("fast", "tree", "rank")
+GROUPS = 6
+
+
+def holdings(comm: lc.Communicator) -> dict[str, int]:
+    """Return what this process holds: memory in KiB, files, mappings, and blocks of shared memory."""
+    gc.collect()
+    comm.barrier()
+    found = {
+        "rss_kib": int(Path("/proc/self/statm").read_text().split()[1]) * 4,
+        "files": len(os.listdir("/proc/self/fd")),
+        "mappings": Path("/proc/self/maps").read_text().count("\n"),
+        "threads": len(os.listdir("/proc/self/task")),
+    }
+    place: Any = getattr(comm, "_place", None)
+    if place is not None:
+        place.memory._take_back()
+        place.memory.arena._take_back()
+        arena = place.memory.arena
+        sizes = [int(arena.table[2 + 2 * i]) for i in range(int(arena.table[0]))]
+        found["arena_bytes"] = sum(sizes) - sum(n for free in arena._free for _, n in free)
+        found["segments"] = len(sizes)
+        found["lent"] = len(place.memory._lent)
+    return found
+
+
+class Soak:
+    """Live groups, results that are kept a while, calls in flight; step by step."""
+
+    def __init__(self, comm: lc.Communicator) -> None:
+        self.world = comm
+        self.groups: list[lc.Communicator | None] = [comm]
+        self.kept: list[tuple[Any, np.ndarray]] = []
+        self.counts: dict[str, int] = {}
+
+    def step(self, number: int) -> None:
+        """Make one call, in one of the groups."""
+        rng = np.random.default_rng([mode.seed(), number])
+        own = np.random.default_rng([mode.seed(), number, WORLD.rank])
+        if rng.random() < 0.03:
+            self.regroup(rng)
+            return
+        group = self.groups[int(rng.integers(len(self.groups)))]
+        if group is None:
+            return
+        if rng.random() < 0.2:
+            self.shared(group, rng, own)
+            return
+        preparer = Preparer(
+            group, rng, elems=int(rng.choice(LENGTHS)), lent=own.random() < 0.4, in_place=own.random() < 0.4
+        )
+        name = str(rng.choice(CALLS))
+        self.counts[name] = self.counts.get(name, 0) + 1
+        root, op, order = int(rng.integers(group.size)), str(rng.choice(OPS)), str(rng.choice(ORDERS))
+        args: dict[str, tuple[Any, ...]] = {
+            "broadcast": (root,), "gather": (root,), "scatter": (root,), "all_reduce": (op, order),
+            "reduce_scatter": (op, order), "reduce": (op, root, order),
+        }  # fmt: skip
+        calls = [getattr(preparer, name)(*args.get(name, ()))]
+        started = rng.random() < 0.1
+        if started:
+            calls.append(preparer.all_reduce("sum", "tree"))
+        works = [getattr(group.start if started else group, call.name)(*call.args) for call in calls]
+        if started:
+            for work in works[::-1]:
+                work.wait()
+        for call in calls:
+            call.check()
+
+    def shared(self, group: lc.Communicator, rng: np.random.Generator, own: np.random.Generator) -> None:
+        """Make a result that is shared; each rank keeps it for as long as it likes."""
+        self.counts["shared"] = self.counts.get("shared", 0) + 1
+        elems, root = int(rng.choice(LENGTHS)), int(rng.integers(group.size))
+        start = int(rng.integers(1000))
+        parts = np.resize(np.arange(start, start + 997), (group.size, elems)).astype(np.float32)
+        send = (lend if own.random() < 0.5 else put)(group, parts[group.rank])
+        kind = int(rng.integers(3))
+        if kind == 0:
+            self.kept.append((group.all_gather(send, shared=True), parts.reshape(-1)))
+        elif kind == 1:
+            self.kept.append((group.all_reduce(send, op="max", order="tree", shared=True), parts.max(0)))
+        else:
+            mine = send if group.rank == root else None
+            self.kept.append((group.broadcast(mine, root, shared=True), parts[root]))
+        same(*self.kept[-1])
+        while len(self.kept) > int(own.integers(4)):
+            same(*self.kept.pop(int(own.integers(len(self.kept)))))
+
+    def regroup(self, rng: np.random.Generator) -> None:
+        """Split one of the groups, and close or drop an old one."""
+        self.counts["split"] = self.counts.get("split", 0) + 1
+        parent = self.groups[int(rng.integers(len(self.groups)))]
+        colors, keys = rng.integers(-1, 2, WORLD.size), rng.permutation(WORLD.size)
+        color = int(colors[WORLD.rank])
+        made = None
+        if parent is not None:
+            made = parent.split(None if color < 0 else color, int(keys[WORLD.rank]))
+        if len(self.groups) < GROUPS:
+            self.groups.append(made)
+            return
+        place = int(rng.integers(1, len(self.groups)))
+        old, self.groups[place] = self.groups[place], made
+        if old is not None and rng.random() < 0.5:
+            old.close()
+
+    def give_back(self) -> None:
+        """Let go of everything."""
+        for group in self.groups[1:]:
+            if group is not None:
+                group.close()
+        self.groups[1:] = []
+        self.kept.clear()
+
+
+def main(count: int) -> None:
+    comm = lc.from_mpi(WORLD, "cpu")
+    soak = Soak(comm)
+    warm = count // 5
+    before: dict[str, int] = {}
+    for number in range(count):
+        if number == warm:
+            soak.give_back()
+            before = holdings(comm)
+        soak.step(number)
+    soak.give_back()
+    after = holdings(comm)
+    rows = WORLD.gather((before, after), 0)
+    comm.close()
+    if rows is not None:
+        print(json.dumps({"counts": soak.counts, "ranks": rows}), flush=True)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -1,0 +1,33 @@
+"""Thousands of random collectives in random groups: right to the last, and nothing is left behind."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from support import mode
+from support.starting import start_ranks
+
+pytestmark = pytest.mark.mpi
+
+LIMIT_S = 100.0
+
+# What may grow for another reason than a leak: the allocator's pools, a thread that has not gone to sleep yet.
+ALLOWED = {
+    "rss_kib": 24 << 10, "files": 2, "mappings": 16, "threads": 2, "arena_bytes": 0, "segments": 0, "lent": 0,
+}  # fmt: skip
+
+
+@pytest.mark.time_limit(LIMIT_S + 20)
+@pytest.mark.parametrize("path", ["auto", pytest.param("mpi", marks=pytest.mark.skipif(not mode.full(), reason="--full"))])  # fmt: skip
+def test_random_collectives_are_right_and_leave_nothing_behind(path: str) -> None:
+    count = 10_000 if mode.full() else 1000
+    limit_s = LIMIT_S * (8 if mode.full() else 1)
+    script = Path(__file__).parent / "run_soak.py"
+    ended = start_ranks(script, 4, [str(count)], limit_s, env={"LOWSHARD_CPU_PATH": path}).ok()
+    found = json.loads(ended.stdout)
+    assert len(found["counts"]) == 12, "some kind of call was never made"
+    for rank, (before, after) in enumerate(found["ranks"]):
+        grown = {name: after[name] - before[name] for name in before if after[name] - before[name] > ALLOWED[name]}
+        assert not grown, f"rank {rank} holds more than after a fifth of the calls: {grown}; before {before}"
