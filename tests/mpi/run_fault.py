@@ -21,8 +21,8 @@ from lowshard.comm import Communicator, from_mpi
 from lowshard.errors import CommError
 from lowshard.launch import find_rank
 
-LONG_S = 60.0
-COME_S = 30.0  # for the others to come to the place
+LONG_S = 90.0
+COME_S = 50.0  # for the others to come to the place
 INSIDE_S = 0.2  # from their notes to their being inside
 ROUNDS = 5
 WORDS = 1 << 18  # float32: 1 MiB

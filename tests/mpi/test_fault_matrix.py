@@ -30,6 +30,7 @@ AT_A_TIME = 2
 BEAT_S = 2.0  # the limit of silence in these tests
 SILENT_ENDS_WITHIN_S = BEAT_S + 3.0  # from the moment that a rank falls silent to the end of the others
 LAUNCHER_S = 2.0  # from the end of the ranks to that of the launcher, which may have hosts to remove
+START_S = 60.0  # for a job to come to the fault; then its ranks show their stacks and end
 SLOW = 1.5  # all limits are longer by this factor: other work has the cores too
 
 FAULTS = ["raise", "exit", "SIGKILL", "SIGSTOP", "SIGSEGV", "cut off"]
@@ -166,13 +167,12 @@ def run(cell: Cell, folder: Path) -> Over:
     apart = ["--fake-hosts", "2"] if cell.fault == "cut off" else []
     started = launcher.start(
         "run",
-        *("-n", str(RANKS), *apart, PROGRAM, cell.fault, cell.place),
+        *("-n", str(RANKS), *apart, "--timeout", str(START_S), PROGRAM, cell.fault, cell.place),
         *(",".join(map(str, cell.victims)), str(notes)),
         LOWSHARD_HEARTBEAT_S=str(BEAT_S),
     )
     failed = [notes / f"failed-{rank}" for rank in cell.victims]
-    if not wait_until(lambda: all(path.exists() for path in failed) or started.poll() is not None, LIMIT_S):
-        started.terminate()
+    wait_until(lambda: all(path.exists() for path in failed) or started.poll() is not None, START_S)
     if not all(path.exists() for path in failed):
         ended = launcher.finish(started)
         raise AssertionError(f"{cell}: the job ended before the fault\n{ended.out}\n{ended.err}")
@@ -192,10 +192,14 @@ def run(cell: Cell, folder: Path) -> Over:
 
 
 @pytest.fixture(scope="module")
-def over(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Cell, Future[Over]]]:
-    """The jobs of all cells, running a few at a time."""
+def over(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[Cell, Future[Over]]]:
+    """The jobs of all cells that pytest has selected, running a few at a time."""
     folder = tmp_path_factory.mktemp("cells")
-    cells = [cell for cell in CELLS if cell.fault != "cut off" or why_not() is None]
+    calls = [getattr(item, "callspec", None) for item in request.session.items]
+    selected = {call.params.get("cell") for call in calls if call is not None}
+    cells = [cell for cell in CELLS if cell in selected and (cell.fault != "cut off" or why_not() is None)]
     with ThreadPoolExecutor(AT_A_TIME) as pool:
         yield {cell: pool.submit(run, cell, folder / str(number)) for number, cell in enumerate(cells)}
         pool.shutdown(cancel_futures=True)

@@ -193,6 +193,17 @@ def test_a_host_that_never_starts_its_ranks_is_given_up(launcher: Launcher) -> N
     assert wait_until(lambda: not launcher.living(), ENDS_WITHIN_S)
 
 
+def test_this_host_may_be_named_like_any_other(launcher: Launcher) -> None:
+    script = launcher.script(
+        "import os\nfrom mpi4py import MPI\nprint(MPI.COMM_WORLD.size, os.environ['MY_OWN'])\n"
+    )
+    hostfile = launcher.folder / "hosts"
+    hostfile.write_text("localhost slots=2 # this one\n")
+    done = launcher.run("-n", "2", "--hostfile", str(hostfile), script, MY_OWN="x")
+    assert done.code == 0, done.err
+    assert sorted(done.out.splitlines()) == ["[0] 2 x", "[1] 2 x"]
+
+
 @pytest.mark.parametrize(
     ("args", "told"),
     [

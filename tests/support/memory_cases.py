@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -227,3 +228,51 @@ def what_comes_later_does_not_reach_results_of_before(comm: Communicator, rng: n
         del buf
     for recv, expected in results:
         assert get(recv).tobytes() == expected.tobytes()
+
+
+@case
+def calls_that_are_over_hold_no_buffers(comm: Communicator, rng: np.random.Generator) -> None:
+    if comm.xp is not np or comm.transport == "nccl":
+        raise CannotRun("what a device still works on is held until it is done")
+    held: list[tuple[str, weakref.ref[Any]]] = []
+
+    def watch(name: str, *buffers: Any) -> None:
+        for buf in buffers:
+            while isinstance(buf, np.ndarray) and isinstance(buf.base, np.ndarray):
+                buf = buf.base
+            if isinstance(buf, np.ndarray):
+                held.append((name, weakref.ref(buf)))
+
+    for elems in (SHORT, long(comm)):
+        for call in Preparer(comm, rng, elems=elems).all():
+            getattr(comm, call.name)(*call.args)
+            watch(call.name, *call.args)
+        for call in Preparer(comm, rng, elems=elems).all():
+            work = getattr(comm.start, call.name)(*call.args)
+            work.wait()
+            watch(f"start.{call.name}", *call.args)
+        del call, work
+        buf = put(comm, np.ones(elems))
+        watch("shared", buf)
+        for shared in (
+            lambda buf=buf: comm.all_gather(buf, shared=True),
+            lambda buf=buf: comm.all_reduce(buf, shared=True),
+            lambda buf=buf: comm.broadcast(buf if comm.rank == 0 else None, shared=True),
+        ):
+            watch("result", shared())  # type: ignore[no-untyped-call]
+        del shared
+        if comm.size > 1:
+            other = put(comm, np.ones(elems))
+            with comm.grouped():
+                comm.send(buf, (comm.rank + 1) % comm.size)
+                comm.recv(other, (comm.rank - 1) % comm.size)
+            works = [comm.start.send(buf, (comm.rank + 1) % comm.size)]
+            works.append(comm.start.recv(other, (comm.rank - 1) % comm.size))
+            for work in works:
+                work.wait()
+            watch("messages", other)
+            del other, works, work
+        del buf
+    comm.barrier()
+    alive = {name for name, buf in held if buf() is not None}
+    assert not alive, f"buffers are held after {sorted(alive)}"
