@@ -1,4 +1,4 @@
-"""The addresses by which a job's hosts can reach this machine."""
+"""The addresses by which a job's hosts can reach this machine, and the port there."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import struct
 
 from lowshard.launch.host import Spread
 
-__all__ = ["own_addresses"]
+__all__ = ["listen", "own_addresses"]
 
 _SIOCGIFADDR = 0x8915
 
@@ -44,3 +44,15 @@ def _address_of(interface: str) -> list[str]:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
         return [socket.inet_ntoa(fcntl.ioctl(probe, _SIOCGIFADDR, request)[20:24])]
     return []
+
+
+def listen(everywhere: bool) -> socket.socket:
+    """Opens a port on this host's own address, or on all."""
+    if not everywhere:
+        server = socket.create_server(("127.0.0.1", 0), backlog=1024)
+    elif socket.has_dualstack_ipv6():
+        server = socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
+    else:
+        server = socket.create_server(("", 0), backlog=1024)
+    server.setblocking(False)
+    return server

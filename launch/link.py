@@ -21,7 +21,7 @@ from typing import Any
 
 from lowshard.comm.abort import FailureRecord
 from lowshard.errors import LaunchError, PeerFailed
-from lowshard.launch.address import own_addresses
+from lowshard.launch.address import listen, own_addresses
 from lowshard.launch.host import Spread
 from lowshard.launch.uplink import (
     BEAT_S,
@@ -116,7 +116,7 @@ class Link:
         self._closed = threading.Event()
         self._selector = selectors.DefaultSelector()
         try:
-            self._server = _listen(everywhere)
+            self._server = listen(everywhere)
         except OSError as error:
             raise LaunchError(f"the launcher needs a TCP port for its ranks to report to: {error}") from error
         self._selector.register(self._server, selectors.EVENT_READ)
@@ -371,18 +371,6 @@ class Link:
             self._state.peers[rank].heard_at_s for rank in ranks
         )  # all at once: the lowest rank is named
         return [FailureRecord(rank, at_s, "lost", PeerFailed.exit_code, text) for rank in ranks]
-
-
-def _listen(everywhere: bool) -> socket.socket:
-    """Opens a port on this host's own address, or on all."""
-    if not everywhere:
-        server = socket.create_server(("127.0.0.1", 0), backlog=1024)
-    elif socket.has_dualstack_ipv6():
-        server = socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
-    else:
-        server = socket.create_server(("", 0), backlog=1024)
-    server.setblocking(False)
-    return server
 
 
 def _receive(connection: socket.socket, most: int) -> bytes | None:

@@ -16,7 +16,8 @@ from lowshard.comm.protocol import Communicator
 from lowshard.comm.seating import Seating
 from lowshard.comm.transport import default_timeout_s
 from lowshard.comm.tuned import Crossover, Machine, default_path, load
-from lowshard.errors import CommError
+from lowshard.comm.world import world_mismatch
+from lowshard.errors import CommError, LaunchError
 
 PATH_VARIABLE = "LOWSHARD_CPU_PATH"
 WATCH_VARIABLE = "LOWSHARD_WATCH"
@@ -41,10 +42,14 @@ def build_host(mpi_comm: Any, timeout_s: float | None = None) -> Communicator:
     LOWSHARD_NODE_SIZE=k, for trials on one machine, takes each k ranks of a node, in rank order, for a node.
 
     Raises:
+        LaunchError: a launcher of another MPI started the ranks, so that each is a world of its own.
         CommError: LOWSHARD_CPU_PATH or LOWSHARD_NODE_SIZE says something else, or shared memory is insisted on and
             cannot be had.
     """
     mpi = load_mpi()
+    split_world = world_mismatch(os.environ, mpi.COMM_WORLD.Get_size())
+    if split_world is not None:
+        raise LaunchError(split_world)
     own = mpi_comm.Dup()
     seconds = default_timeout_s() if timeout_s is None else timeout_s
     lookout = Lookout(_watch(mpi, own, seconds), activity())

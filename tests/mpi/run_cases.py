@@ -2,17 +2,23 @@
 
 Usage: run_cases.py DEVICE [NAME ...], where DEVICE is "cpu", "windows" for the same with several nodes' small payloads
 going by way of windows too, in small pieces, "cuda", or "nccl" or "staged" for GPU arrays by that transport and no
-other; without names, all cases.
+other; without names, all cases. With LOWSHARD_TESTS_BARRED in the environment no rank may read another's memory.
 Results travel by mpi4py's own gather, so that a broken collective of ours cannot hide them.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 import traceback
 import warnings
+
+from support.barred import bar
+
+if os.environ.get("LOWSHARD_TESTS_BARRED"):
+    bar()  # before MPI looks what it may do
 
 from mpi4py import MPI
 from support.comm_cases import CASES, CannotRun, run_case

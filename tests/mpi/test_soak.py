@@ -29,5 +29,7 @@ def test_random_collectives_are_right_and_leave_nothing_behind(path: str) -> Non
     found = json.loads(ended.stdout)
     assert len(found["counts"]) == 12, "some kind of call was never made"
     for rank, (before, after) in enumerate(found["ranks"]):
-        grown = {name: after[name] - before[name] for name in before if after[name] - before[name] > ALLOWED[name]}
+        grown = {
+            name: after[name] - before[name] for name in before if after[name] - before[name] > ALLOWED[name]
+        }
         assert not grown, f"rank {rank} holds more than after a fifth of the calls: {grown}; before {before}"

@@ -20,26 +20,29 @@ __all__ = ["CASES", "LIMIT_S", "check_case"]
 
 
 @cache  # one start of mpiexec for all cases
-def _table(size: int, device: str, env: tuple[tuple[str, str], ...]) -> tuple[dict[str, dict[str, Any]], str]:
+def _table(
+    size: int, device: str, names: tuple[str, ...], env: tuple[tuple[str, str], ...]
+) -> tuple[dict[str, dict[str, Any]], str]:
     limit_s = LIMIT_S * (8 if mode.full() else 1)
     ended = start_ranks(
-        _RUNNER, size, [device], limit_s, env=dict(env), prefix_output=True, may_time_out=True
+        _RUNNER, size, [device, *names], limit_s, env=dict(env), prefix_output=True, may_time_out=True
     )
     lines = [line.removeprefix("[0] ") for line in ended.stdout.splitlines()]
     results = [json.loads(line) for line in lines if line.startswith("{")]
     return {result["case"]: result for result in results}, f"{ended.job.message}\n{ended.stderr}"
 
 
-def check_case(name: str, size: int, device: str, **env: str) -> None:
+def check_case(name: str, size: int, device: str, names: tuple[str, ...] = (), **env: str) -> None:
     """Report one case of the table: pass, skip with the case's reason, or fail with every rank's error.
 
     Args:
         name: of the case.
         size: number of ranks.
         device: "cpu", "windows", "cuda", "nccl" or "staged"; see tests/mpi/run_cases.py.
+        names: of all cases to run in one job with this one; by default, of all there are.
         env: variables to set for the ranks.
     """
-    results, said = _table(size, device, tuple(sorted(env.items())))
+    results, said = _table(size, device, names, tuple(sorted(env.items())))
     if name not in results:
         last = list(results)[-1] if results else "none"
         pytest.fail(f"the job ended before this case did (the last that did: {last})\n{said}", pytrace=False)

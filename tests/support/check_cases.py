@@ -377,7 +377,8 @@ def wrong_arguments(board: Board) -> list[tuple[str, type[LowshardError], str, A
         all_reduce: Ask = lambda k=k: comm.all_reduce(send(k), recv(k))  # type: ignore[misc]  # noqa: E731
         broadcast: Ask = lambda k=k: comm.broadcast(recv(k), 0)  # type: ignore[misc]  # noqa: E731
         found += [
-            ("short recv", BufferMismatchError, "as many", all_reduce, lambda k=k: comm.all_reduce(send(k), recv(k - 1))),
+            ("short recv", BufferMismatchError, "as many", all_reduce,
+             lambda k=k: comm.all_reduce(send(k), recv(k - 1))),
             ("recv of another dtype", BufferMismatchError, "one dtype", all_reduce,
              lambda k=k: comm.all_reduce(send(k), recv(k, np.float32))),
             ("no recv", BufferMismatchError, "None", all_reduce, lambda k=k: comm.all_reduce(send(k))),

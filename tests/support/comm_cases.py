@@ -6,7 +6,19 @@ where there are GPUs, on NCCL (tests/gpu).
 
 from __future__ import annotations
 
-from support import agreement_cases, group_cases, mode, move_cases, reduction_cases
+from support import (
+    agreement_cases,
+    bit_cases,
+    check_cases,
+    group_cases,
+    memory_cases,
+    message_cases,
+    mode,
+    move_cases,
+    reduction_cases,
+    shared_cases,
+    start_cases,
+)
 from support.comm_kit import CASES, CannotRun
 
 from lowshard.comm import Communicator
@@ -15,10 +27,16 @@ __all__ = [
     "CASES",
     "CannotRun",
     "agreement_cases",
+    "bit_cases",
+    "check_cases",
     "group_cases",
+    "memory_cases",
+    "message_cases",
     "move_cases",
     "reduction_cases",
     "run_case",
+    "shared_cases",
+    "start_cases",
 ]
 
 

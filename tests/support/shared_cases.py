@@ -82,12 +82,11 @@ def a_shared_all_reduce_is_as_good_when_it_is_long(comm: Communicator, rng: np.r
     for name, op in (("float32", "sum"), ("bfloat16", "avg"), ("int64", "avg"), ("float8_e5m2", "max")):
         if name not in [row.name for row in carried(comm)]:
             continue
-        for make in (put, lend):
-            for order in ("tree", "rank"):
-                with told(dtype=name, op=op, order=order, memory=make.__name__):
-                    terms = operands(rng, comm.size, n, dtypes.get(name), op)
-                    got = comm.all_reduce(make(comm, terms[comm.rank]), op=op, order=order, shared=True)  # type: ignore[arg-type]
-                    check_reduced(got, terms, op, order)
+        terms = operands(rng, comm.size, n, dtypes.get(name), op)
+        for make, order in ((put, "tree"), (lend, "rank")):
+            with told(dtype=name, op=op, order=order, memory=make.__name__):
+                got = comm.all_reduce(make(comm, terms[comm.rank]), op=op, order=order, shared=True)  # type: ignore[arg-type]
+                check_reduced(got, terms, op, order)
     grid = rng.integers(-9, 9, (comm.size, 4, 1, 3))
     same(comm.all_reduce(put(comm, grid[comm.rank]), shared=True), grid.sum(0))
     same(comm.all_reduce(put(comm, grid[comm.rank, 0, 0, 0]), shared=True), grid.sum(0)[0, 0, 0].reshape(()))
@@ -281,6 +280,8 @@ def shared_calls_refuse_what_makes_no_sense(comm: Communicator, rng: np.random.G
     ):
         if comm.size == 1 and text == "contiguous":
             continue
+        if comm._check == "off" and text == "array":
+            continue  # the root alone knows
         with told(expected=text):
             refused(call, cls, text)  # type: ignore[arg-type]
     got, expected = whole(comm, rng, 3)

@@ -85,7 +85,9 @@ def test_of_processes_that_start_at_once_one_compiles_and_all_agree(tmp_path: Pa
         assert sum(found[name][1] for found in ended) >= ended[0][name][2], f"{name} was compiled twice"
     names = [native for _, _, _, natives in ended[0].values() for native in natives]
     assert names == [native for _, _, _, natives in ended[1].values() for native in natives]
-    assert sum(names.count(native) > 1 for native in set(names)) == 2, "fp16 takes fp32's combiner and divider"
+    assert sum(names.count(native) > 1 for native in set(names)) == 2, (
+        "fp16 takes fp32's combiner and divider"
+    )
 
     before = kept_files(tmp_path)
     assert before

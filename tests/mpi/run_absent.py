@@ -1,0 +1,90 @@
+"""Ranks of which one does not call: the others are told so in time, and by its number.
+
+Usage: run_absent.py late|gone. "late": rank 1 lives on and stays away from one call after the other, each on a
+communicator of its own. "gone": rank 1 ends its program, as if it were done. Rank 0 prints a line of JSON a call: how
+it ended on the ranks that were there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+from support.comm_kit import outcome
+
+from lowshard import comm as lc
+from lowshard.errors import CommError
+
+WORLD = MPI.COMM_WORLD
+ABSENT = 1
+LATE_S, GONE_S = 0.3, 20.0
+
+
+def calls(comm: lc.Communicator) -> dict[str, Callable[[], Any]]:
+    """Return calls by name."""
+    small, large = np.zeros(6), np.zeros(60_000)
+    whole = np.zeros(6 * comm.size)
+    counts, displs = [2] * comm.size, [0] * comm.size
+    return {
+        "all_reduce": lambda: comm.all_reduce(small, small),
+        "large all_reduce": lambda: comm.all_reduce(large, large),
+        "all_gather": lambda: comm.all_gather(small, whole),
+        "broadcast": lambda: comm.broadcast(large, ABSENT),
+        "all_to_all_v": lambda: comm.all_to_all_v(
+            small, counts, displs, whole, counts, [2 * i for i in range(comm.size)]
+        ),
+        "shared all_gather": lambda: comm.all_gather(small, shared=True),
+        "barrier": lambda: comm.barrier(),
+        "split": lambda: comm.split(0),
+        "started": lambda: comm.start.all_reduce(small, small).wait(),
+        "wrong arguments": lambda: comm.all_reduce(small, small[1:]),
+        "recv": lambda: comm.recv(small, ABSENT),
+        "large send": lambda: comm.send(large, ABSENT),
+        "grouped": lambda: grouped(comm, large),
+    }
+
+
+def grouped(comm: lc.Communicator, buf: np.ndarray) -> None:
+    with comm.grouped():
+        comm.send(buf, ABSENT)
+        comm.recv(buf.copy(), ABSENT)
+
+
+def late() -> None:
+    for name in calls(lc.from_mpi(WORLD, "cpu")):
+        comm = lc.from_mpi(WORLD, "cpu", timeout_s=LATE_S)
+        ends: tuple[Any, ...] = ("", "", 0.0, "")
+        WORLD.Barrier()
+        if comm.rank != ABSENT:
+            begun_s = time.monotonic()
+            ends = (*outcome(calls(comm)[name]), time.monotonic() - begun_s)
+            ends = (*ends, outcome(lambda comm=comm: comm.barrier())[0])  # type: ignore[misc]
+        rows = WORLD.gather(ends, 0)
+        if rows is not None:
+            print(json.dumps([name, [row for rank, row in enumerate(rows) if rank != ABSENT]]), flush=True)
+    WORLD.Barrier()
+    os._exit(0)  # there are messages of ours that nobody takes any more
+
+
+def gone() -> None:
+    comm = lc.from_mpi(WORLD, "cpu", timeout_s=GONE_S)
+    if comm.rank == ABSENT:
+        return
+    begun_s = time.monotonic()
+    try:
+        comm.barrier()
+    except CommError as error:
+        took_s = time.monotonic() - begun_s
+        if comm.rank == 0:
+            print(json.dumps(["barrier", [[type(error).__name__, str(error), took_s, ""]]]), flush=True)
+        raise
+
+
+if __name__ == "__main__":
+    {"late": late, "gone": gone}[sys.argv[1]]()

@@ -1,0 +1,100 @@
+"""The contract on the other ways that ranks of one machine may take, and ranks that do not call."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from support import barred, mode
+from support.case_table import CASES, LIMIT_S, check_case
+from support.starting import start_ranks
+
+pytestmark = [pytest.mark.mpi, pytest.mark.time_limit(LIMIT_S + 30)]
+
+HERE = Path(__file__).parent
+ABSENT_LIMIT_S = 60.0
+
+NEW = ("memory", "shared", "start", "message", "check", "bit")
+
+
+def of(*modules: str) -> tuple[str, ...]:
+    """Return the cases of some modules of the table; all of them in a full run."""
+    chosen = {f"support.{module}_cases" for module in modules}
+    return tuple(name for name, case in CASES.items() if mode.full() or case.__module__ in chosen)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_contract_holds_where_mpi_moves_everything(name: str) -> None:
+    check_case(name, 3, "cpu", LOWSHARD_CPU_PATH="mpi")
+
+
+FULLY_COMPARED = of("check", "group")
+
+
+@pytest.mark.parametrize("name", FULLY_COMPARED)
+def test_the_contract_holds_where_ranks_compare_whole_texts(name: str) -> None:
+    check_case(name, 4, "cpu", FULLY_COMPARED, LOWSHARD_CHECK="full")
+
+
+UNCOMPARED = of("memory", "shared")
+
+
+@pytest.mark.parametrize("name", UNCOMPARED)
+def test_the_contract_holds_where_ranks_compare_nothing(name: str) -> None:
+    if name == "wrong_calls_are_refused_before_anything_moves":
+        pytest.skip("each rank knows of its own arguments alone")
+    check_case(name, 2, "cpu", UNCOMPARED, LOWSHARD_CHECK="off")
+
+
+WITHOUT_ACROSS = of("memory", "shared", "start", "check")
+
+
+@pytest.mark.skipif(bool(barred.why_not()), reason=barred.why_not())
+@pytest.mark.parametrize("name", WITHOUT_ACROSS)
+def test_the_contract_holds_where_no_rank_may_read_anothers_memory(name: str) -> None:
+    # Neither MPI looks whether it may.
+    env = {"OMPI_MCA_smsc": "^cma", "MPIR_CVAR_CH4_CMA_ENABLE": "0", "LOWSHARD_TESTS_BARRED": "1"}
+    check_case(name, 3, "cpu", WITHOUT_ACROSS, **env)
+
+
+@pytest.mark.skipif(not mode.full(), reason="as without the right to, and it has it: for --full")
+@pytest.mark.parametrize("name", CASES)
+def test_the_contract_holds_where_memory_across_is_switched_off(name: str) -> None:
+    check_case(name, 4, "cpu", LOWSHARD_CROSS_MEMORY="off")
+
+
+# ---- a rank that does not call
+
+
+@pytest.mark.parametrize("path", ["window", "mpi"])
+def test_a_rank_that_stays_away_is_missed_in_time_on_every_call(path: str) -> None:
+    env = {"LOWSHARD_CPU_PATH": path, "LOWSHARD_WATCH": "off"}  # which ends a job after the first time-out
+    ended = start_ranks(HERE / "run_absent.py", 3, ["late"], ABSENT_LIMIT_S, env=env)
+    found = {name: rows for name, rows in map(json.loads, ended.stdout.splitlines())}
+    assert len(found) == 13, ended.text
+    for name, rows in found.items():
+        assert len(rows) == 2
+        for cls, text, took_s, later in rows:
+            assert cls == "TimedOut", f"{name}: {text}"
+            # MPI's own collectives do not say who is missing.
+            named = path == "window" or name in ("recv", "large send", "grouped")
+            assert ("rank 1 did not come" if named else "some rank did not come") in text, f"{name}: {text}"
+            assert 0.3 <= took_s < 3.0, f"{name} took {took_s} s"
+            assert later in ("TimedOut", "CommError"), f"after {name} a barrier gave {later!r}"
+
+
+@pytest.mark.parametrize("path", ["window", "mpi"])
+def test_a_rank_that_has_ended_its_program_is_missed_long_before_the_deadline(path: str) -> None:
+    ended = start_ranks(HERE / "run_absent.py", 3, ["gone"], ABSENT_LIMIT_S, env={"LOWSHARD_CPU_PATH": path})
+    assert ended.returncode in (70, 71), ended.text
+    ((_, ((cls, text, took_s, _),)),) = map(json.loads, ended.stdout.splitlines())
+    assert cls in ("PeerFailed", "TimedOut")
+    assert "rank 1" in text
+    assert took_s < 15.0, f"it took {took_s} s of 20"
+
+
+def test_the_table_has_the_cases_that_the_paths_choose_from() -> None:
+    assert all(f"support.{module}_cases" in sys.modules for module in NEW)
+    assert len(of(*NEW)) > 50
