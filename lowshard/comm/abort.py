@@ -81,7 +81,7 @@ class FailureRecord:
     Attributes:
         rank: the rank that failed.
         time_s: wall-clock time of the failure, seconds since the epoch.
-        kind: "exception", "exit" (a nonzero `sys.exit` or `os._exit`), "signal", "stopped" (and not continued) or "lost"
+        kind: "exception", "exit" (a nonzero `sys.exit` or `os._exit`), "signal", "stopped" (not continued) or "lost"
             (its host cannot be reached).
         exit_code: what the job returns if this failure is the first cause.
         message: one line: the last line of the traceback, or what happened.

@@ -18,10 +18,13 @@ from lowshard.box import split_interval
 from lowshard.comm.call import Call, source_line
 from lowshard.comm.reduction import divide, fold
 from lowshard.comm.transport import Transport
-from lowshard.errors import LowshardError, MismatchError
+from lowshard.errors import CommError, LowshardError, MismatchError
 
 Array = Any  # a NumPy or CuPy array; CuPy ships no types
 Run = Callable[..., Any]
+
+NO_ARRAY = "[?]"
+"""In the text of a call: this argument is no array, or none of a dtype of the table."""
 
 ERROR_SIGNATURE = 2
 """In place of a call's signature: this rank's own arguments are wrong."""
@@ -52,6 +55,7 @@ class Algorithms(Transport):
         """Raise what is wrong with this rank's arguments, on all ranks; `text` is what it asked for."""
         if self._check == "off" or self.size == 1 or self._closed:
             raise error
+        self._sequence += 1  # on the others this is a call like any
         if self._check == "full":
             self._share_texts("")
         else:
@@ -72,14 +76,17 @@ class Algorithms(Transport):
         ]
         rows = [json.loads(row) for row in self._share_texts(json.dumps(mine))]
         wrong = [rank for rank, row in enumerate(rows) if len(row) > 2]
-        if wrong and len({row[0] for row in rows}) == 1:
+        # What is no array at all, or names an op or a root that there is not, says nothing of what was asked for.
+        asked_for = {row[0] for row in rows if NO_ARRAY not in row[0] and row[2:3] != [CommError.__name__]}
+        if wrong and len(asked_for) <= 1:
             name, said = rows[wrong[0]][2:]
             cls = getattr(errors, name)
             assert issubclass(cls, LowshardError)
             raise cls(f"rank {wrong[0]}: {said}") from error
         by_row: dict[tuple[str, str], list[int]] = {}
         for rank, row in enumerate(rows):
-            by_row.setdefault((row[0], row[1]), []).append(rank)
+            also = f" (wrong in itself: {row[3]})" if len(row) > 2 else ""
+            by_row.setdefault((row[0], row[1] + also), []).append(rank)
         asked = "; ".join(
             f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))} asked for {what} at {line}"
             for (what, line), ranks in by_row.items()
@@ -273,12 +280,12 @@ class Algorithms(Transport):
         return result
 
     def _shared_all_reduce(self, call: Call, send: Array, op: str, order: str) -> Array:
+        self._verify(call)
         result = self._common(send.size, send.dtype)
         if result is None:
             result = self.xp.empty(send.size, send.dtype)
             self._plan_all_reduce(call, send.dtype, send.size, op, order)(send, result)
             return result
-        self._verify(call)
         counts, displs = self._cut(send.size)
         own = result[displs[self.rank] : displs[self.rank] + counts[self.rank]]
         fold(self._terms(send, counts, displs), own, op, order)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
+from lowshard import dtypes
 from lowshard.comm import check
-from lowshard.comm.algorithm import Algorithms
+from lowshard.comm.algorithm import NO_ARRAY, Algorithms
 from lowshard.comm.call import Call, signature_of, source_line
 from lowshard.comm.work import ThreadWork, Work, Worker
-from lowshard.errors import BufferMismatchError, CommError, LowshardError
+from lowshard.errors import BufferMismatchError, CommError, DTypeError, LowshardError
 
 Array = Any  # a NumPy or CuPy array; CuPy ships no types
 
@@ -23,6 +23,11 @@ class Arguments(Algorithms):
     """Checks of what users pass, the store of known calls, and the one way into a call."""
 
     _worker: Worker | None = None
+
+    def __init__(self, rank: int, size: int, **settings: Any) -> None:
+        super().__init__(rank, size, **settings)
+        self._lines: dict[tuple[str, int], Worker] = {}
+
     _batch: list[tuple[Call, Array, int]] | None = None
 
     # ---- into a call
@@ -31,10 +36,8 @@ class Arguments(Algorithms):
         """Run a call: in turn after those that were started, numbered, counted, recorded."""
         if self._worker is not None:
             self._worker.settle()
-        if self._batch is not None:
-            raise CommError(
-                f"only send and recv are allowed in a grouped() block, not {call.name}; end it first"
-            )
+        if self._batch is not None and not (self._worker is not None and self._worker.is_current()):
+            self._no_batch(call.name)
         self._sequence += 1
         self._activity.enter(call, self._sequence)
         try:
@@ -42,6 +45,11 @@ class Arguments(Algorithms):
         finally:
             self._activity.leave()
         self.traffic.count(call)
+
+    def _no_batch(self, name: str) -> None:
+        """Raise if a grouped() block is open."""
+        if self._batch is not None:
+            raise CommError(f"only send and recv are allowed in a grouped() block, not {name}; end it first")
 
     def _message(self, call: Call, buf: Array, peer: int) -> None:
         """Run a send or a recv, or keep it for the end of the group."""
@@ -58,8 +66,21 @@ class Arguments(Algorithms):
             self._activity.leave()
         self.traffic.count(call)
 
+    def close(self) -> None:
+        """Wait for what was started, and give the transport's resources back. Closing twice is safe.
+
+        Collective: all ranks of the communicator call this. Where a `with` block ends by an exception the
+        ranks may not all get here, so what would wait for them is left to the end of the process.
+        """
+        if not self._closed and not self._failed:
+            for worker in (self._worker, *self._lines.values()):
+                if worker is not None:
+                    worker.settle()
+        super().close()
+
     def _start(self, name: str, call: Callable[[], Any]) -> Work:
         """Give a call to the communicator's thread."""
+        self._no_batch(name)
         if self._worker is None:
             self._worker = Worker(f"lowshard {self.transport} rank {self.rank}")
         line = source_line()
@@ -79,13 +100,22 @@ class Arguments(Algorithms):
         """Give a send or a recv to a thread of its own: it waits for one rank only."""
         call = getattr(self, name)
         work = ThreadWork(lambda: call(buf, peer), f"{name} of rank {self.rank}")
-        threading.Thread(target=work.run, name=f"lowshard {name}", daemon=True).start()
+        line = self._lines.get((name, peer))
+        if line is None:  # those of one pair stay in order
+            line = self._lines[name, peer] = Worker(f"lowshard {name} rank {self.rank} {peer}")
+        line.submit(work)
         return work
 
     def _run_batch(self, batch: Sequence[tuple[Call, Array, int]]) -> None:
         """Run sends and recvs together; here sends never wait, so they go first."""
+        failed: LowshardError | None = None
         for call, buf, peer in sorted(batch, key=lambda item: item[0].name != "send"):
-            call.run(buf, peer)
+            try:
+                call.run(buf, peer)
+            except LowshardError as error:  # the others are on their way and must arrive
+                failed = failed or error
+        if failed is not None:
+            raise failed
 
     def _known(self, key: object, send: Array | None, recv: Array | None) -> Call | None:
         """Return the call for these arguments if it was made before and the buffers are as they must be."""
@@ -280,7 +310,10 @@ class Arguments(Algorithms):
                 made.append(self._shared_broadcast(call, send, root))
 
         call.run = run
-        self._do(call)
+        try:
+            self._do(call)
+        finally:
+            call.run = _nothing  # the record of calls keeps this one for a while, but no buffer
         result = made.pop()  # the record of calls keeps this one for a while, but not its result
         if name == "all_gather":
             assert send is not None
@@ -317,5 +350,13 @@ def name_of(buf: Any) -> str:
 
 
 def text_of(buf: Any) -> str:
-    """Return dtype and elements of a buffer as text: float32[1024]."""
-    return f"{name_of(buf)}[{getattr(buf, 'size', '?')}]"
+    """Return dtype and elements of a buffer as text: float32[1024]; NO_ARRAY where the dtype is none of the table."""
+    try:
+        dtypes.get(buf.dtype)
+    except (AttributeError, DTypeError):
+        return name_of(buf) + NO_ARRAY
+    return f"{name_of(buf)}[{buf.size}]"
+
+
+def _nothing() -> None:
+    """What a call that is over runs."""

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from lowshard.comm.lookout import Lookout
-from lowshard.errors import BufferMismatchError, CommError, LowshardError
+from lowshard.errors import BufferMismatchError, CommError, LowshardError, TimedOut
 
 Array = Any
 
@@ -27,29 +28,29 @@ class Post:
     A message that was started goes on whatever the caller does: a thread asks MPI about it while it is under way.
     """
 
-    _PAUSE_S = 1e-4
+    PAUSE_S = 1e-4
 
     def __init__(self, tags: int) -> None:
         self.next_tag, self.tags = 1, tags
         self._lock = threading.Lock()
         self._works: list[MessageWork] = []
+        self.turns: dict[tuple[int, int], deque[list[Any]]] = {}
         self._thread: threading.Thread | None = None
 
     def add(self, work: MessageWork) -> None:
         """See to it that a message goes on."""
         with self._lock:
-            work._advance_locked()
-            if work._ended:
-                return
-            self._works.append(work)
-            if self._thread is None:
+            self._works.append(work)  # behind the others: messages of one pair stay in order
+            self._advance_all()
+            if self._works and self._thread is None:
                 self._thread = threading.Thread(target=self._drive, name="lowshard messages", daemon=True)
                 self._thread.start()
 
     def advance(self, work: MessageWork) -> bool:
         """Let a message go on, and all others that are under way; say whether it has ended."""
         with self._lock:
-            work._advance_locked()
+            if work not in self._works:
+                work._advance_locked()
             self._advance_all()
             return work._ended
 
@@ -76,7 +77,7 @@ class Post:
                 if not self._works:
                     self._thread = None
                     return
-            time.sleep(self._PAUSE_S)
+            time.sleep(self.PAUSE_S)
 
 
 class MessageWork:
@@ -182,12 +183,18 @@ class Mailbox:
         Open MPI writes a message that is too long past the end of the buffer.
         """
         request: list[Any] = []
+        # Messages of one pair go to the recvs in the order of these: only the first may look.
+        turns = self._post.turns.setdefault((self._tag, src), deque())
+        turns.append(request)
 
         def advance() -> bool:
             if not request:
+                if turns[0] is not request:
+                    return False
                 message = self._comm.Improbe(self._ranks[src], self._tag, self._status)
                 if message is None:
                     return False
+                turns.popleft()
                 request.append(self._matched(message, buf, src))
             return bool(request[0].Test())
 
@@ -204,6 +211,9 @@ class Mailbox:
 
     def recv(self, buf: Array, src: int) -> None:
         """Receive and wait."""
+        if self._post.busy:  # what was started before comes first
+            self.keep_going(self.start_recv(buf, src)).wait()
+            return
         source, status = self._ranks[src], self._status
         message = self._comm.Improbe(source, self._tag, status)
         if message is None:
@@ -255,12 +265,27 @@ class Mailbox:
         ]
         for work in works:
             self._post.add(work)
+        failed: LowshardError | None = None
         for work in works:
-            work.wait()
+            try:
+                work.wait()
+            except BufferMismatchError as error:  # the others are on their way and must arrive
+                failed = failed or error
+        if failed is not None:
+            raise failed
 
     def _finisher(self, what: str, peer: int) -> Callable[[Callable[[], bool], float | None], None]:
         def finish(done: Callable[[], bool], timeout_s: float | None) -> None:
-            limit_s = self._timeout_s if timeout_s is None else timeout_s
-            self.lookout.wait(done, what, lambda: [peer], limit_s, self._ranks)
+            if timeout_s is None or timeout_s >= self._timeout_s:
+                self.lookout.wait(done, what, lambda: [peer], self._timeout_s, self._ranks)
+                return
+            # The caller's own patience: nothing has failed, and the message goes on.
+            end_s = time.monotonic() + timeout_s
+            while not done():
+                if self.lookout.failed():
+                    raise self.lookout.failure()
+                if time.monotonic() >= end_s:
+                    raise TimedOut(f"{what} has not come within {timeout_s:g} s; wait for it again")
+                time.sleep(self._post.PAUSE_S)
 
         return finish

@@ -17,8 +17,8 @@ from lowshard.comm.call import Call
 from lowshard.comm.lookout import Lookout
 from lowshard.comm.mailbox import Mailbox
 from lowshard.comm.protocol import Communicator
-from lowshard.comm.work import Work
-from lowshard.errors import DependencyError
+from lowshard.comm.work import Work, failed_work
+from lowshard.errors import DependencyError, LowshardError
 
 Array = Any
 
@@ -218,8 +218,11 @@ class MPICommunicator(Communicator):
 
 def start_message(comm: Communicator, mailbox: Mailbox, name: str, buf: Array, peer: int) -> Work:
     """Start a send or a recv of a communicator's user."""
-    flat = comm._flat(buf, "buf", writes=name == "recv")
-    comm._peer(peer, "dst" if name == "send" else "src")
+    try:
+        flat = comm._flat(buf, "buf", writes=name == "recv")
+        comm._peer(peer, "dst" if name == "send" else "src")
+    except LowshardError as error:
+        return failed_work(name, error)
     sent, received = (flat.nbytes, 0) if name == "send" else (0, flat.nbytes)
     comm.traffic.add(name, sent, received)
     work = mailbox.start_send(flat, peer) if name == "send" else mailbox.start_recv(flat, peer)

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from lowshard.errors import TimedOut
+from lowshard.errors import LowshardError, TimedOut
 
 if TYPE_CHECKING:
     from lowshard.comm.protocol import Communicator, Op, Order
@@ -70,6 +70,17 @@ class ThreadWork:
         return self._result
 
 
+def failed_work(name: str, error: LowshardError) -> ThreadWork:
+    """Return a work that could not be started: waiting for it raises the error."""
+
+    def fail() -> None:
+        raise error
+
+    work = ThreadWork(fail, name)
+    work.run()
+    return work
+
+
 class Worker:
     """The thread that runs a communicator's started calls, one after the other.
 
@@ -94,10 +105,14 @@ class Worker:
                 self._thread = threading.Thread(target=self._drive, name=self._name, daemon=True)
                 self._thread.start()
 
+    def is_current(self) -> bool:
+        """Say whether the caller is the worker's own thread."""
+        return threading.current_thread() is self._thread
+
     def settle(self) -> None:
         """Wait until all queued calls have ended; at once in the worker's own thread."""
         last = self._last
-        if last is None or last.done() or threading.current_thread() is self._thread:
+        if last is None or last.done() or self.is_current():
             return
         last._ended.wait()
 

@@ -23,7 +23,7 @@ from lowshard.errors import CommError
 
 WORLD = MPI.COMM_WORLD
 ABSENT = 1
-LATE_S, GONE_S = 0.3, 20.0
+LATE_S, ASLEEP_S, GONE_S = 0.3, 2.0, 20.0
 
 
 def calls(comm: lc.Communicator) -> dict[str, Callable[[], Any]]:
@@ -47,6 +47,7 @@ def calls(comm: lc.Communicator) -> dict[str, Callable[[], Any]]:
         "recv": lambda: comm.recv(small, ABSENT),
         "large send": lambda: comm.send(large, ABSENT),
         "grouped": lambda: grouped(comm, large),
+        "many small sends": lambda: [comm.send(small, ABSENT) for _ in range(300)],
     }
 
 
@@ -61,6 +62,8 @@ def late() -> None:
         comm = lc.from_mpi(WORLD, "cpu", timeout_s=LATE_S)
         ends: tuple[Any, ...] = ("", "", 0.0, "")
         WORLD.Barrier()
+        if comm.rank == ABSENT and name == "many small sends":
+            time.sleep(ASLEEP_S)  # outside MPI, which would take messages that nobody asks for
         if comm.rank != ABSENT:
             begun_s = time.monotonic()
             ends = (*outcome(calls(comm)[name]), time.monotonic() - begun_s)

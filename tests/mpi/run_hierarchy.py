@@ -73,7 +73,7 @@ def all_collectives_work_however_ranks_are_numbered() -> None:
         for keys in (list(range(N, 0, -1)), [r % NODE_SIZE for r in range(N)], list(rng.permutation(N))):
             group = comm.split(0, int(keys[RANK]))
             assert isinstance(group, HierarchicalCommunicator)
-            for elems in (1, 7, 333):
+            for elems in (1, 333):
                 check_collectives(group, rng, elems)
             group.close()
 
@@ -106,7 +106,7 @@ def check_collectives(comm: HierarchicalCommunicator, rng: np.random.Generator, 
         ("bool", "max"),
     ):
         terms = operands(rng, n, elems * n, dtypes.get(dtype), op)
-        for order in ("fast", "tree", "rank"):
+        for order in ("fast", "tree"):
             result = np.zeros(elems * n, terms.dtype)
             comm.all_reduce(terms[rank], result, op, order)  # type: ignore[arg-type]
             check_reduced(result, terms, op, order)
@@ -145,7 +145,7 @@ def shared_results_are_one_array_a_node() -> None:
     rng = mode.rng("shared")
     with made() as comm:
         held: list[tuple[np.ndarray, np.ndarray]] = []
-        for elems in (1, 50, 3001):
+        for elems in (1, 3001):
             for name in SHARED_DTYPES:
                 row = dtypes.get(name)
                 parts = random_bits(rng, (N, 3, elems), row)
@@ -160,7 +160,7 @@ def shared_results_are_one_array_a_node() -> None:
                 held.append((sent, parts[root]))
                 for op in ("sum", "max") if name == "bool" else ("sum", "avg", "max"):
                     terms = operands(rng, N, elems, row, op)
-                    for order in ("fast", "tree", "rank"):
+                    for order in ("fast", "tree"):
                         result = comm.all_reduce(terms[RANK], op=op, order=order, shared=True)  # type: ignore[arg-type]
                         assert result is not None
                         check_reduced(result, terms, op, order)

@@ -51,7 +51,7 @@ ALONE = [
 @pytest.mark.parametrize(("size", "node_size", "reads"), ALONE)
 def test_what_only_the_communicator_over_several_nodes_does(size: int, node_size: int, reads: str) -> None:
     env = {"LOWSHARD_CROSS_MEMORY": reads}
-    ended = start_ranks(HERE / "run_hierarchy.py", size, [str(node_size)], timeout_s=80, env=env).ok()
+    ended = start_ranks(HERE / "run_hierarchy.py", size, [str(node_size)], timeout_s=100, env=env).ok()
     assert len(ended.stdout.split()) == 15, ended.text
 
 

@@ -13,6 +13,8 @@ pytestmark = pytest.mark.mpi
 
 LIMIT_S = 100.0
 
+PATHS = ["auto", "mpi"] if mode.full() else ["auto"]
+
 # What may grow for another reason than a leak: the allocator's pools, and what is compiled late.
 ALLOWED = {
     "rss_kib": 24 << 10, "files": 0, "mappings": 24, "threads": 0, "arena_bytes": 0, "segments": 0, "lent": 0,
@@ -20,7 +22,7 @@ ALLOWED = {
 
 
 @pytest.mark.time_limit(LIMIT_S + 20)
-@pytest.mark.parametrize("path", ["auto", pytest.param("mpi", marks=pytest.mark.skipif(not mode.full(), reason="--full"))])  # fmt: skip
+@pytest.mark.parametrize("path", PATHS)
 def test_random_collectives_are_right_and_leave_nothing_behind(path: str) -> None:
     count = 10_000 if mode.full() else 1000
     limit_s = LIMIT_S * (8 if mode.full() else 1)

@@ -137,6 +137,7 @@ def variants(comm: Communicator, which: int) -> list[tuple[str, dtypes.DType, st
 def check_all(
     comm: Communicator,
     rng: np.random.Generator,
+    which: int,
     call: Callable[[np.ndarray, int, str, str], tuple[Array, int]],
 ) -> None:
     """Run a reduction on hard operands and compare its bits.

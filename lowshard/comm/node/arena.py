@@ -7,6 +7,7 @@ does not count against the size of /dev/shm. The first page of a process's first
 from __future__ import annotations
 
 import ctypes
+import math
 import mmap
 import os
 import threading
@@ -69,6 +70,7 @@ class Arena:
 
         Raises:
             OSError: the system gives no anonymous file.
+            MemoryError: it gives none of that size.
         """
         self._most = segments
         self._lock = threading.RLock()
@@ -117,8 +119,10 @@ class Arena:
 
     def array(self, shape: int | Sequence[int], dtype: np.dtype[Any]) -> np.ndarray:
         """Return an array in this memory; its block comes back when nothing refers to it any more."""
-        dims = (shape,) if isinstance(shape, int) else tuple(shape)
-        count = int(np.prod(dims, dtype=np.int64))
+        dims = (int(shape),) if isinstance(shape, (int, np.integer)) else tuple(shape)
+        if any(dim < 0 for dim in dims):
+            raise ValueError(f"an array has no negative dims, got shape {dims}")
+        count = math.prod(int(dim) for dim in dims)
         block = self.allocate(count * dtype.itemsize)
         owner = (ctypes.c_uint8 * block.size_bytes).from_address(block.address)
         weakref.finalize(owner, self.free, block).atexit = False
@@ -158,9 +162,14 @@ class Arena:
             )
         size = -(-size_bytes // (2 << 20)) * (2 << 20)
         fd = os.memfd_create("lowshard", os.MFD_CLOEXEC)
-        os.ftruncate(fd, size)
+        try:
+            os.ftruncate(fd, size)
+            mapping = _Mapping(fd, size)
+        except (OSError, ValueError, OverflowError) as error:
+            os.close(fd)
+            raise MemoryError(f"no {size:,} bytes of shared memory can be had: {error}") from error
         self._descriptors.append(fd)
-        self._segments.append(_Mapping(fd, size))
+        self._segments.append(mapping)
         self._free.append([(0, size)])
         number = len(self._segments) - 1
         self.table[1 + 2 * number : 3 + 2 * number] = self._segments[number].address, size

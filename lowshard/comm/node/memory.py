@@ -48,7 +48,7 @@ class NodeMemory:
         problem = ""
         try:
             arena = Arena(SEGMENTS)
-        except OSError as error:
+        except (OSError, MemoryError) as error:
             problem = f"no anonymous file can be made: {error}"
         rows = exchange((os.getpid(), -1 if arena is None else arena.descriptor, problem))
         self._raise_first([row[2] for row in rows])

@@ -22,6 +22,7 @@ from lowshard.comm.node.meet import (
     SEND,
     SIZE,
     SLOT_BYTES,
+    UNEQUAL,
     VECTORS,
     WANTED,
     line,
@@ -258,7 +259,7 @@ def exchange(
     if code != OK:
         return code
     if check and not _tables_agree(ctx):
-        return DIFFERENT
+        return UNEQUAL
     all_in_slots = True
     for i in range(size):
         rank = (me + i) % size

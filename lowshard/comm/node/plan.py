@@ -29,6 +29,7 @@ from lowshard.comm.node.meet import (
     OK,
     SCRATCH,
     STAMP,
+    UNEQUAL,
 )
 from lowshard.comm.node.memory import NodeMemory, head_bytes, shared_array
 from lowshard.comm.protocol import Communicator
@@ -315,9 +316,9 @@ class NodePlans(Communicator):
         if memory.wanted[0]:
             memory.map_new()
         if code:
-            if code == DIFFERENT:
+            if code == UNEQUAL:
                 sent, expected = (spans.table[:, i] // send.itemsize for i in (0, 2))
-                text += f" send_counts={sent.tolist()} recv_counts={expected.tolist()}"
+                self._differ(f"{text} send_counts={sent.tolist()} recv_counts={expected.tolist()}")
             self._end(code, text)
 
     # ---- plans of reductions
