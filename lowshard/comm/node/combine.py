@@ -179,16 +179,21 @@ def _narrow_bfloat16(into: int, source: int, n: int) -> None:
 def _widen_float16(into: int, source: int, n: int) -> None:
     a, c = carray(elements_at(source, types.uint16), n), carray(elements_at(into, types.uint32), n)
     f = carray(elements_at(into, types.float32), n)
-    shift = types.float32(2.0**112)  # moves the exponent; a subnormal becomes a normal number on the way
+    one = types.float32(2.0**-14)
+    step = types.uint32(112 << 23)
+    # A subnormal m is m * 2^-24: put it below a one at 2^-14 and take that off again. Both are exact, and no number on the
+    # way is subnormal in float32, so that a process may flush those.
+    for i in range(n):
+        c[i] = ((types.uint32(a[i]) & types.uint32(0x7FFF)) << types.uint32(13)) + types.uint32(113 << 23)
+    for i in range(n):
+        f[i] = f[i] - one
     for i in range(n):
         bits = types.uint32(a[i])
-        c[i] = (bits & types.uint32(0x7FFF)) << types.uint32(13)
-    for i in range(n):
-        f[i] = f[i] * shift
-    for i in range(n):
-        bits = types.uint32(a[i])
-        special = c[i] | types.uint32(0x7F800000)
-        value = special if (bits & types.uint32(0x7C00)) == types.uint32(0x7C00) else c[i]
+        shifted = (bits & types.uint32(0x7FFF)) << types.uint32(13)
+        normal = shifted + step
+        normal = normal + step if shifted >= types.uint32(31 << 23) else normal
+        tiny = c[i] & types.uint32(0x7FFFFFFF)
+        value = tiny if shifted < types.uint32(1 << 23) else normal
         c[i] = value | ((bits & types.uint32(0x8000)) << types.uint32(16))
 
 

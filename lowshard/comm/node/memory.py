@@ -134,7 +134,7 @@ def let_go_with(owner: object, address: int, user: int) -> Callable[[], Any]:
         address: where this process sees the block.
         user: this rank among the users.
     """
-    done = weakref.finalize(owner, _let_go, address + 8 * user)
+    done = weakref.finalize(owner, _let_go, address + 8 * user, os.getpid())
     done.atexit = False
     return done
 
@@ -147,8 +147,9 @@ def shared_array(address: int, block: int, user: int, count: int, dtype: np.dtyp
     return whole.view(dtype)
 
 
-def _let_go(address: int) -> None:
-    ctypes.c_int64.from_address(address).value = 1
+def _let_go(address: int, pid: int) -> None:
+    if os.getpid() == pid:  # a forked child has copies of what its parent still uses
+        ctypes.c_int64.from_address(address).value = 1
 
 
 class _Vector(ctypes.Structure):
