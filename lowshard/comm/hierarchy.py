@@ -34,7 +34,7 @@ from lowshard.errors import TimedOut
 Array = Any
 Span = tuple[int, int]  # elements, and where they begin
 
-WINDOW_BYTES = 512 << 10
+WINDOW_BYTES = 2 << 20
 """Payloads of so many bytes and more go by way of windows; for smaller ones MPI takes fewer steps."""
 PIECE_BYTES = 64 << 20
 """What a call puts into a window at a time."""

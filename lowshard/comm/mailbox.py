@@ -137,6 +137,19 @@ class Mailbox:
         self._status = mpi.Status()
 
     @property
+    def mpi_comm(self) -> Any:
+        """The MPI communicator."""
+        return self._comm
+
+    def free(self) -> None:
+        """Free the MPI communicator, if no group was ever split from these ranks: it would use it too.
+
+        Collective: all ranks of the MPI communicator call this, unless a failure is known.
+        """
+        if self._post.next_tag == 1 and not self.lookout.failed() and not self._mpi.Is_finalized():
+            self._comm.Free()
+
+    @property
     def ranks(self) -> list[int]:
         """The group's ranks as ranks of the MPI communicator, which are those of the side channel."""
         return self._ranks

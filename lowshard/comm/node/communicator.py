@@ -187,8 +187,15 @@ class NodeCommunicator(NodePlans):
             group=f"{self._group_name}/{tag}.{color}", timeout_s=self.timeout_s, activity=self._activity,
         )  # fmt: skip
 
+    @property
+    def mpi_comm(self) -> Any:
+        """The mpi4py communicator that messages go over; a group's is that of the ranks it was split from."""
+        return self._mailbox.mpi_comm
+
     def _close(self) -> None:
         self._let_go()
+        if self._group_name == "0" and not self._failed:
+            self._mailbox.free()
 
 
 def slot_bytes(size: int) -> int:

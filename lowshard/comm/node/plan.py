@@ -142,7 +142,13 @@ class NodePlans(Communicator):
 
         return self._checked(call, run)
 
-    def _large(self, call: Call, kernel: Callable[[int, int, int, int], int], in_place: bool = True) -> Run:
+    def _large(
+        self,
+        call: Call,
+        kernel: Callable[[int, int, int, int], int],
+        in_place: bool = True,
+        stages_recv: bool = True,
+    ) -> Run:
         """Return a run of `kernel(send, send_bytes, recv, recv_bytes)`, which works on the buffers where they lie.
 
         Args:
@@ -150,6 +156,7 @@ class NodePlans(Communicator):
             kernel: what does it.
             in_place: whether both buffers may be one, or one this rank's part of the other; else what is sent is
                 copied before it is written over.
+            stages_recv: whether others read or write recv; where only this rank does it is never staged.
         """
         memory, rank = self._place.memory, self.rank
         wanted = memory.wanted.data
@@ -169,9 +176,9 @@ class NodePlans(Communicator):
             if code:
                 self._end(code, call.text)
 
-        return self._checked(call, run if memory.reads_across else self._staged(run))
+        return self._checked(call, run if memory.reads_across else self._staged(run, stages_recv))
 
-    def _staged(self, run: Run) -> Run:
+    def _staged(self, run: Run, stages_recv: bool) -> Run:
         """Return a run by way of memory that all ranks map, for where private memory cannot be read."""
         memory = self._place.memory
 
@@ -183,6 +190,9 @@ class NodePlans(Communicator):
                 if outer is not None and copy is not None:
                     copy[...] = outer.reshape(-1)
             self._map_all()
+            if not stages_recv:
+                run(inner[0], recv)
+                return
             run(*inner)
             if recv is not None:
                 recv.reshape(-1)[...] = inner[1]
@@ -376,6 +386,7 @@ class NodePlans(Communicator):
             lambda send, size, recv, room: kernel(
                 ctx, signature, send, size, recv, room, elems, mode, root, divisor, steps, recipe
             ),
+            stages_recv=mode != OWN_PART,
         )
 
     # ---- results that the ranks share
