@@ -21,7 +21,7 @@ from lowshard.comm.pinned import SLOT_BYTES, Round, Slots
 from lowshard.comm.protocol import Communicator
 from lowshard.comm.staged_moves import StagedMoves
 from lowshard.comm.stream_work import SideStream
-from lowshard.comm.work import ThreadWork, Work
+from lowshard.comm.work import ThreadWork, Work, Worker
 
 Array = Any
 Run = Callable[..., Any]
@@ -77,22 +77,26 @@ class StagedCommunicator(StagedMoves):
 
     def _run_batch(self, batch: Sequence[tuple[Call, Array, int]]) -> None:
         """Move all that is sent to the host, let the host's messages go together, move what came to the device."""
+        if self._worker is not None:
+            self._worker.settle()  # it stages through the same slots
         whole: list[np.ndarray] = []
         pieces: list[tuple[Call, Array, int]] = []
         for call, buf, peer in batch:
             sends = call.name == "send"
             content = np.empty(buf.size, buf.dtype)
             whole.append(content)
-            if sends:
-                self._transfer(buf, content, to_host=True)
+            # Also what is received into: where a message is refused the others arrive, and this one stays as it was.
+            self._transfer(buf, content, to_host=True)
             beside = self._host._make(call.name, call.text, 0, 0, 0)
             beside.run = self._host._send if sends else self._host._recv
             chunk = self._chunk(buf.dtype, 1)
             pieces += [(beside, content[at : at + chunk], peer) for at in range(0, buf.size + 1, chunk)]
-        self._host._run_batch(pieces)
-        for (call, buf, _), content in zip(batch, whole, strict=True):
-            if call.name == "recv":
-                self._transfer(buf, content, to_host=False)
+        try:
+            self._host._run_batch(pieces)
+        finally:
+            for (call, buf, _), content in zip(batch, whole, strict=True):
+                if call.name == "recv":
+                    self._transfer(buf, content, to_host=False)
 
     def _transfer(self, buf: Array, content: np.ndarray, to_host: bool) -> None:
         """Copy a whole buffer to or from ordinary memory."""
@@ -129,7 +133,10 @@ class StagedCommunicator(StagedMoves):
             return ended
 
         work = ThreadWork(run, f"{name} of rank {self.rank}")
-        threading.Thread(target=work.run, name=f"lowshard {name}", daemon=True).start()
+        line = self._lines.get((name, peer))
+        if line is None:  # those of one pair stay in order
+            line = self._lines[name, peer] = Worker(f"lowshard {name} rank {self.rank} {peer}")
+        line.submit(work)
         return StagedWork(self._binding, work)
 
     def _on_side(self, side: SideStream, call: Callable[[], Any]) -> Any:

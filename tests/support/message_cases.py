@@ -192,7 +192,9 @@ def a_message_of_another_length_is_refused_and_the_rest_of_the_group_arrives(
     if comm.transport == "nccl":
         raise CannotRun("NCCL does not tell")
     after, before = neighbours(comm)
-    for sent in (2, 4, 50_000):
+    # Through host memory a long message goes in pieces, which a recv of another length does not tell from messages.
+    sizes = (2, 4) if comm.transport == "staged" else (2, 4, 50_000)
+    for sent in sizes:
         first, second = Canvas(comm, 3, np.dtype(np.int64)), Canvas(comm, 3, np.dtype(np.int64))
 
         def exchange(sent: int = sent, first: Canvas = first, second: Canvas = second) -> None:

@@ -98,7 +98,9 @@ def test_different_lengths_are_refused_and_say_who_gave_what() -> None:
         buf = np.zeros(4 if comm.rank == 1 else 5)
         comm.broadcast(buf, root=0)
 
-    with pytest.raises(MismatchError, match=r"ranks 0, 2 asked for broadcast float64\[5\] .*; rank 1 .*float64\[4\]"):
+    with pytest.raises(
+        MismatchError, match=r"ranks 0, 2 asked for broadcast float64\[5\] .*; rank 1 .*float64\[4\]"
+    ):
         lc.run_loopback(3, disagree, timeout_s=20.0)
 
 

@@ -181,8 +181,8 @@ def _widen_float16(into: int, source: int, n: int) -> None:
     f = carray(elements_at(into, types.float32), n)
     one = types.float32(2.0**-14)
     step = types.uint32(112 << 23)
-    # A subnormal m is m * 2^-24: put it below a one at 2^-14 and take that off again. Both are exact, and no number on the
-    # way is subnormal in float32, so that a process may flush those.
+    # A subnormal m is m * 2^-24: put it below a one at 2^-14 and take that off again. Both are exact, and no number on
+    # the way is subnormal in float32, so that a process may flush those.
     for i in range(n):
         c[i] = ((types.uint32(a[i]) & types.uint32(0x7FFF)) << types.uint32(13)) + types.uint32(113 << 23)
     for i in range(n):
