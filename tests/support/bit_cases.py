@@ -65,7 +65,7 @@ def hard_values(name: str) -> np.ndarray:
 def hard_terms(rng: np.random.Generator, size: int, row: dtypes.DType) -> np.ndarray:
     """Return one period of every rank's operand, `[size, PERIOD]`."""
     values = hard_values(row.name)
-    terms = values[rng.integers(0, len(values), (size, PERIOD))]
+    terms: np.ndarray = values[rng.integers(0, len(values), (size, PERIOD))]
     if row.kind == "float" and row.bits == 16 and size > 1:
         # Sums that lie half-way between two values of 16 bits: 1 + an odd multiple of half a step.
         step = 2.0**-10 if row.name == "float16" else 2.0**-7

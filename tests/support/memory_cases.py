@@ -45,7 +45,7 @@ def segments() -> int:
 def overlap(a: Array, b: Array) -> bool:
     """Return whether two arrays share memory."""
     if isinstance(a, np.ndarray):
-        return np.may_share_memory(a, b)
+        return bool(np.may_share_memory(a, b))
     first, second = int(a.data.ptr), int(b.data.ptr)
     return first < second + b.nbytes and second < first + a.nbytes
 

@@ -143,7 +143,7 @@ def shared_results_are_one_memory_on_a_node(comm: Communicator, rng: np.random.G
             lambda send=send: comm.broadcast(send if comm.rank == 0 else None, shared=True),
         ):
             for writer in range(comm.size):
-                got = call()  # type: ignore[no-untyped-call]
+                got: Any = call()  # type: ignore[no-untyped-call]
                 assert not got.any()
                 comm.barrier()
                 if comm.rank == writer:  # past the array, which is read-only
@@ -201,7 +201,7 @@ def the_memory_of_dropped_results_is_used_again(comm: Communicator, rng: np.rand
             ("all_reduce", lambda send=send: comm.all_reduce(send, shared=True)),
             ("broadcast", lambda send=send: comm.broadcast(send if comm.rank == 0 else None, shared=True)),
         ):
-            got = call()  # type: ignore[no-untyped-call]
+            got: Any = call()  # type: ignore[no-untyped-call]
             seen.setdefault(name, set()).add(int(got.ctypes.data))
             del got
             comm.barrier()  # all have dropped it
@@ -283,6 +283,6 @@ def shared_calls_refuse_what_makes_no_sense(comm: Communicator, rng: np.random.G
         if comm._check == "off" and text == "array":
             continue  # the root alone knows
         with told(expected=text):
-            refused(call, cls, text)  # type: ignore[arg-type]
+            refused(call, cls, text)
     got, expected = whole(comm, rng, 3)
     same(got, expected)

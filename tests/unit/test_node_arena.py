@@ -149,7 +149,7 @@ def test_arrays_hold_their_block_and_parts_of_them_do_too(make: Maker) -> None:
         assert made.flags.writeable
         assert made.flags.c_contiguous
         part = made.reshape(-1)[1:]
-        view = memoryview(part)
+        view = memoryview(part)  # type: ignore[arg-type]
         del made
         assert free_bytes(arena) != free
         del part

@@ -135,7 +135,9 @@ def test_blocks_are_combined_as_numpy_does(dtype: str, op: str, rng: np.random.G
                 combine(at(into), at(left), at(right), n, streaming)
                 same_but_nans(into, expected)
                 around = np.full(192, 0xA5, np.uint8)
-                whole = into.base if into.base.dtype == np.uint8 else into.base.base
+                whole: Any = into.base
+                while whole.base is not None:
+                    whole = whole.base
                 first = at(into) - at(whole)
                 outside = np.concatenate([whole[:first], whole[first + into.nbytes :]])
                 assert np.array_equal(outside, around[: len(outside)]), "written beside the result"
