@@ -57,14 +57,20 @@ class Arguments(Algorithms):
             self.traffic.count(call)
             self._batch.append((call, buf, peer))
             return
-        if self._worker is not None:
-            self._worker.settle()
+        self._settle(call.name, peer)
         self._activity.enter(call, 0)
         try:
             call.run(buf, peer)
         finally:
             self._activity.leave()
         self.traffic.count(call)
+
+    def _settle(self, name: str, peer: int) -> None:
+        """Wait for what was started before a message, where threads run it."""
+        if self._worker is not None:
+            self._worker.settle()
+        if self._lines and (name, peer) in self._lines:
+            self._lines[name, peer].settle()
 
     def close(self) -> None:
         """Wait for what was started, and give the transport's resources back. Closing twice is safe.
@@ -108,6 +114,8 @@ class Arguments(Algorithms):
 
     def _run_batch(self, batch: Sequence[tuple[Call, Array, int]]) -> None:
         """Run sends and recvs together; here sends never wait, so they go first."""
+        for call, _, peer in batch:
+            self._settle(call.name, peer)
         failed: LowshardError | None = None
         for call, buf, peer in sorted(batch, key=lambda item: item[0].name != "send"):
             try:

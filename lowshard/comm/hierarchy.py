@@ -414,9 +414,8 @@ class HierarchicalCommunicator(Communicator):
             )  # fmt: skip
         flat = MPICommunicator(
             comm, owned=True, lookout=self.flat._lookout, group=name, timeout_s=self.timeout_s,
-            activity=self._activity,
+            activity=self._activity, mailbox=mailbox,
         )  # fmt: skip
-        flat._mailbox, flat._watched = mailbox, mailbox.ranks
         if seatings[color].shares:
             return HierarchicalCommunicator(flat, seatings[color], self._memory, at)
         return flat

@@ -85,7 +85,7 @@ class Lookout:
         self,
         test: Callable[[], Any],
         what: str,
-        missing: Callable[[], Sequence[int]],
+        missing: Callable[[], Sequence[int]] | None,
         timeout_s: float,
         watched: Sequence[int] | None = None,
     ) -> None:
@@ -94,9 +94,10 @@ class Lookout:
         Args:
             test: asks MPI whether something is done, which also makes it go on.
             what: what is waited for, in words.
-            missing: returns the ranks that have not come, as far as is known.
+            missing: returns the ranks that have not come; None where that is not known.
             timeout_s: seconds to wait at most.
-            watched: the group's ranks as ranks of the side channel, where that is known.
+            watched: the group's ranks as ranks of the side channel, where one that has ended its program is missed;
+                any of them where `missing` is None.
 
         Raises:
             PeerFailed: a rank has failed, or one that is missing has ended its program.
@@ -117,6 +118,7 @@ class Lookout:
                 if self.failed():
                     raise self.failure()
                 if self.watch is not None and watched is not None:
-                    self.watch.check_gone([watched[rank] for rank in missing()], self.activity.where())
+                    gone = watched if missing is None else [watched[rank] for rank in missing()]
+                    self.watch.check_gone(gone, self.activity.where())
                 if time.monotonic() - start_s > timeout_s:
-                    raise self.late(what, missing(), timeout_s)
+                    raise self.late(what, [] if missing is None else missing(), timeout_s)

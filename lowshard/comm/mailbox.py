@@ -117,7 +117,7 @@ class Mailbox:
 
     def __init__(
         self, mpi: Any, mpi_comm: Any, ranks: Sequence[int], rank: int, lookout: Lookout, timeout_s: float,
-        tag: int = 0, post: Post | None = None,
+        tag: int = 0, post: Post | None = None, watched: Sequence[int] | None = None,
     ) -> None:  # fmt: skip
         """Make a mailbox over an MPI communicator of our own.
 
@@ -130,9 +130,12 @@ class Mailbox:
             timeout_s: deadline of each wait.
             tag: of the group.
             post: of the communicator; by default a new one.
+            watched: the group's ranks as ranks of the side channel; by default the same.
         """
         self._mpi, self._comm, self._ranks, self._rank = mpi, mpi_comm, list(ranks), rank
         self.lookout, self._timeout_s, self._tag = lookout, timeout_s, tag
+        self.watched = self._ranks if watched is None else list(watched)
+        """The group's ranks as ranks of the side channel."""
         self._post = Post(int(mpi_comm.Get_attr(mpi.TAG_UB) or 32767)) if post is None else post
         self._status = mpi.Status()
 
@@ -148,11 +151,6 @@ class Mailbox:
         """
         if self._post.next_tag == 1 and not self.lookout.failed() and not self._mpi.Is_finalized():
             self._comm.Free()
-
-    @property
-    def ranks(self) -> list[int]:
-        """The group's ranks as ranks of the MPI communicator, which are those of the side channel."""
-        return self._ranks
 
     @property
     def next_tag(self) -> int:
@@ -180,6 +178,7 @@ class Mailbox:
             self._timeout_s,
             tag,
             self._post,
+            [self.watched[r] for r in ranks],
         )
 
     def _bytes(self, buf: Array) -> list[Any]:
@@ -215,9 +214,6 @@ class Mailbox:
 
     def send(self, buf: Array, dst: int) -> None:
         """Send and wait."""
-        if buf.nbytes <= _EAGER_BYTES:
-            self._comm.Send([buf.view(np.uint8), self._mpi.BYTE], self._ranks[dst], self._tag)
-            return
         request = self._comm.Isend([buf.view(np.uint8), self._mpi.BYTE], self._ranks[dst], self._tag)
         if not request.Test():
             self._wait(request.Test, f"recv from rank {self._rank}", dst)
@@ -260,10 +256,10 @@ class Mailbox:
         post = self._post
         if post.busy:
             self.lookout.wait(
-                lambda: test() or post.push(), what, lambda: [peer], self._timeout_s, self._ranks
+                lambda: test() or post.push(), what, lambda: [peer], self._timeout_s, self.watched
             )
         else:
-            self.lookout.wait(test, what, lambda: [peer], self._timeout_s, self._ranks)
+            self.lookout.wait(test, what, lambda: [peer], self._timeout_s, self.watched)
 
     def keep_going(self, work: MessageWork) -> MessageWork:
         """See to it that a message goes on while the caller does something else."""
@@ -290,7 +286,7 @@ class Mailbox:
     def _finisher(self, what: str, peer: int) -> Callable[[Callable[[], bool], float | None], None]:
         def finish(done: Callable[[], bool], timeout_s: float | None) -> None:
             if timeout_s is None or timeout_s >= self._timeout_s:
-                self.lookout.wait(done, what, lambda: [peer], self._timeout_s, self._ranks)
+                self.lookout.wait(done, what, lambda: [peer], self._timeout_s, self.watched)
                 return
             # The caller's own patience: nothing has failed, and the message goes on.
             end_s = time.monotonic() + timeout_s

@@ -36,7 +36,8 @@ class MPICommunicator(Communicator):
 
     def __init__(
         self, mpi_comm: Any, *, owned: bool = False, lookout: Lookout | None = None, group: str = "0",
-        timeout_s: float | None = None, activity: Activity | None = None,
+        timeout_s: float | None = None, activity: Activity | None = None, mailbox: Mailbox | None = None,
+        watched: Sequence[int] | None = None,
     ) -> None:  # fmt: skip
         self._mpi = load_mpi()
         self._comm = mpi_comm if owned else mpi_comm.Dup()
@@ -44,10 +45,10 @@ class MPICommunicator(Communicator):
             self._comm.Get_rank(), self._comm.Get_size(), group=group, timeout_s=timeout_s, activity=activity
         )
         self._lookout = Lookout(None, self._activity) if lookout is None else lookout
-        self._mailbox = Mailbox(
-            self._mpi, self._comm, range(self.size), self.rank, self._lookout, self.timeout_s
+        self._mailbox = mailbox or Mailbox(
+            self._mpi, self._comm, range(self.size), self.rank, self._lookout, self.timeout_s, watched=watched
         )
-        self._watched = list(range(self.size)) if group == "0" else None
+        self._watched = self._mailbox.watched
         # Moving needs only the width of an element. bf16 and fp8 have no MPI type of their own
         # (BFLOAT16_T is null in both wheels, and passing it aborts an MPICH job).
         self._move = {
@@ -79,11 +80,18 @@ class MPICommunicator(Communicator):
 
     def _finish(self, request: Any, what: str) -> None:
         """Wait for a collective that was started; MPI does not say who is missing."""
-        self._lookout.wait(request.Test, what, lambda: [], self.timeout_s)
+        self._lookout.wait(request.Test, what, None, self.timeout_s)
+
+    def _meet(self, request: Any, what: str) -> None:
+        """Wait for a collective that moves next to nothing and that no rank leaves before all have come.
+
+        So a rank that ended its program a while ago has not come, and never will.
+        """
+        self._lookout.wait(request.Test, what, None, self.timeout_s, self._watched)
 
     def _compare(self, signature: int) -> bool:
         words = np.array([signature, -signature], np.int64)
-        self._finish(self._comm.Iallreduce(self._mpi.IN_PLACE, words, self._mpi.MAX), "the check of a call")
+        self._meet(self._comm.Iallreduce(self._mpi.IN_PLACE, words, self._mpi.MAX), "the check of a call")
         return bool(words[0] == -words[1])
 
     def _all_gather_v(self, send: Array, recv: Array, counts: Sequence[int], displs: Sequence[int]) -> None:
@@ -179,7 +187,7 @@ class MPICommunicator(Communicator):
         run_batch(self._mailbox, batch)
 
     def _barrier(self) -> None:
-        self._finish(self._comm.Ibarrier(), "barrier")
+        self._meet(self._comm.Ibarrier(), "barrier")
 
     def _native_all_reduce(self, send: Array, recv: Array, op: str) -> bool:
         if dtypes.get(send.dtype).name not in _NATIVE:
@@ -205,9 +213,10 @@ class MPICommunicator(Communicator):
         group = self._comm.Split(self._mpi.UNDEFINED if color is None else color, key)
         if color is None:
             return None
+        members = self._mpi.Group.Translate_ranks(group.Get_group(), None, self._comm.Get_group())
         return MPICommunicator(
             group, owned=True, lookout=self._lookout, group=f"{self._group_name}/{self._sequence}.{color}",
-            timeout_s=self.timeout_s, activity=self._activity,
+            timeout_s=self.timeout_s, activity=self._activity, watched=[self._watched[r] for r in members],
         )  # fmt: skip
 
     def _close(self) -> None:

@@ -77,8 +77,8 @@ class StagedCommunicator(StagedMoves):
 
     def _run_batch(self, batch: Sequence[tuple[Call, Array, int]]) -> None:
         """Move all that is sent to the host, let the host's messages go together, move what came to the device."""
-        if self._worker is not None:
-            self._worker.settle()  # it stages through the same slots
+        for call, _, peer in batch:
+            self._settle(call.name, peer)  # it stages through the same slots
         whole: list[np.ndarray] = []
         pieces: list[tuple[Call, Array, int]] = []
         for call, buf, peer in batch:

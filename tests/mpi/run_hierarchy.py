@@ -273,7 +273,7 @@ def messages_of_groups_are_told_from_those_within_collectives() -> None:
 
 def side_channel_ranks(comm: lc.Communicator) -> list[int]:
     """Return the ranks that a group's waits would look for in the side channel."""
-    return comm._mailbox.ranks  # type: ignore[attr-defined, no-any-return]
+    return comm._mailbox.watched  # type: ignore[attr-defined, no-any-return]
 
 
 def waits_of_groups_know_their_ranks_in_the_side_channel() -> None:

@@ -86,7 +86,7 @@ class NodeCommunicator(NodePlans):
         words[SIZE], words[ME], words[CARDS] = size, self.rank, cards
         words[SLOTS], words[SLOT_BYTES] = cards + size * CARD_BYTES, self._slot_bytes
         words[FLAG] = self._mailbox.lookout.flag_address
-        self._watched = np.array(self._mailbox.ranks, np.int64)
+        self._watched = np.array(self._mailbox.watched, np.int64)
         words[GONE], words[WATCHED] = self._mailbox.lookout.gone_address, address_of(self._watched)
         words[TIMEOUT_NS] = int(self.timeout_s * 1e9)
         words[SPINS] = _SPINS_CROWDED if crowded else _SPINS_ALONE

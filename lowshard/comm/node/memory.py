@@ -104,6 +104,11 @@ class NodeMemory:
         self._lent.append((block, users))
         return block
 
+    def withdraw(self, block: Block) -> None:
+        """Take back at once a lent block that nobody has learned of."""
+        self._lent = [(lent, users) for lent, users in self._lent if lent is not block]
+        self.arena.free(block)
+
     def _take_back(self) -> None:
         kept = []
         for block, users in self._lent:

@@ -102,7 +102,7 @@ class NodePlans(Communicator):
         if code == FAILED:
             raise self._mailbox.lookout.failure()
         if code == LEFT:
-            raise self._mailbox.lookout.left(self._mailbox.ranks[int(self._context[MISSING])])
+            raise self._mailbox.lookout.left(self._mailbox.watched[int(self._context[MISSING])])
         assert code == LATE
         raise self._mailbox.lookout.late(text, self._missing(), self.timeout_s)
 
@@ -176,20 +176,22 @@ class NodePlans(Communicator):
             if code:
                 self._end(code, call.text)
 
-        return self._checked(call, run if memory.reads_across else self._staged(run, stages_recv))
+        if not memory.reads_across:
+            run = self._staged(call, run, in_place, stages_recv)
+        return self._checked(call, run)
 
-    def _staged(self, run: Run, stages_recv: bool) -> Run:
+    def _staged(self, call: Call, run: Run, in_place: bool, stages_recv: bool) -> Run:
         """Return a run by way of memory that all ranks map, for where private memory cannot be read."""
-        memory = self._place.memory
+        memory, signature = self._place.memory, self._sign(call)
 
         def staged(send: Array | None, recv: Array | None) -> None:
             inner = [None if buf is None else memory.arena.array(buf.size, buf.dtype) for buf in (send, recv)]
-            if send is recv:
+            if send is recv and in_place:
                 inner[1] = inner[0]
             for outer, copy in ((recv, inner[1]), (send, inner[0])):
                 if outer is not None and copy is not None:
                     copy[...] = outer.reshape(-1)
-            self._map_all()
+            self._map_all(signature, call.text)
             if not stages_recv:
                 run(inner[0], recv)
                 return
@@ -199,11 +201,11 @@ class NodePlans(Communicator):
 
         return staged
 
-    def _map_all(self) -> None:
-        """Map the segments of all ranks, which have made what they need."""
-        self._end(self._compiled.barrier(self._ctx, FACT), "a step of the transport")
+    def _map_all(self, signature: int, text: str) -> None:
+        """Map the segments of all ranks, which have made what they need; ranks compare their calls as they meet."""
+        self._end(self._compiled.barrier(self._ctx, signature), text)
         self._place.memory.map_new()
-        self._end(self._compiled.barrier(self._ctx, FACT), "a step of the transport")
+        self._end(self._compiled.barrier(self._ctx, signature), text)
 
     # ---- plans of moves
 
@@ -317,7 +319,7 @@ class NodePlans(Communicator):
         if not memory.reads_across:
             lent = memory.arena.array(send.size, send.dtype)
             lent[...] = send
-            self._map_all()
+            self._map_all(signature, text)
         if lent is not send:
             at = address_of(lent)
         code = self._compiled.exchange(
@@ -399,14 +401,16 @@ class NodePlans(Communicator):
         """As `_common`; ranks compare a signature as they meet."""
         memory, head = self._place.memory, head_bytes(self.size)
         facts = np.zeros(2, np.int64)
-        if self.rank == 0:
-            block = memory.lend(elems * dtype.itemsize, self.size)
+        block = memory.lend(elems * dtype.itemsize, self.size) if self.rank == 0 else None
+        if block is not None:
             facts[:] = block.segment, block.offset
         rows = np.empty((self.size, 2), np.int64)
         code = self._compiled.gather_slots(
             self._ctx, signature, address_of(facts), 16, address_of(rows), 0, self.size, 0, 16
         )
         if code:
+            if block is not None and code == DIFFERENT:
+                memory.withdraw(block)
             self._end(code, text)
         segment, offset = rows[0].tolist()
         at = memory.address(self._place.members[0], segment, offset)
