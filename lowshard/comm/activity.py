@@ -1,8 +1,9 @@
 """What this rank is doing: the collective it is in, those before it, and the line of the program that asked.
 
 Entering and leaving a collective must cost next to nothing, so only bytes and numbers are kept there and every text
-is made when somebody wants to read it. What a rank is in also lies in a small buffer that a thread outside the
-interpreter sends to the other ranks with each heartbeat: a frozen rank cannot be asked any more.
+is made when somebody wants to read it. Compiled calls write them too. What a rank is in also lies in a small buffer
+that a thread outside the interpreter sends to the other ranks with each heartbeat: a frozen rank cannot be asked any
+more.
 """
 
 from __future__ import annotations
@@ -13,13 +14,17 @@ import struct
 import sys
 import sysconfig
 import threading
-from collections import deque
+from array import array
+from collections.abc import Iterable
 from pathlib import Path
 from time import monotonic_ns
 from types import FrameType
 from typing import Protocol, TextIO
 
-__all__ = ["CALL_BYTES", "INSIDE_AT", "SEQUENCE_AT", "TEXT_BYTES", "Activity", "NamedCall", "read_text"]
+__all__ = [
+    "CALL_BYTES", "INSIDE_AT", "RING_CALLS", "RING_WORDS", "SEQUENCE_AT", "TEXT_BYTES", "Activity", "NamedCall",
+    "read_text",
+]  # fmt: skip
 
 TEXT_BYTES = 128
 """Bytes of the buffer."""
@@ -30,7 +35,10 @@ SEQUENCE_AT = 112
 INSIDE_AT = 120
 """Where in it a byte tells whether the rank is in the call (1) or out of it again (0)."""
 
-_RING_CALLS = 64
+RING_CALLS = 64
+"""Calls that are kept."""
+RING_WORDS = 3
+"""Of each: its name's number, its own number on its communicator, when it began (monotonic clock, in ns)."""
 _PACKAGE = Path(__file__).resolve().parents[1]
 # In a checkout three folders lie beside the package, not in it.
 _OURS = tuple(
@@ -64,18 +72,52 @@ class Activity:
 
     Attributes:
         text: what the rank is in or was last in, for the heartbeat: TEXT_BYTES, of a fixed form.
+        text_address: of it.
+        ring_address: of RING_CALLS x RING_WORDS int64, taken in turn.
+        count_address: of an int64, the calls so far: the next goes to that place of the ring, modulo its length.
     """
 
     def __init__(self) -> None:
-        self.text = bytearray(TEXT_BYTES)
-        self._ring: deque[tuple[int, NamedCall, int]] = deque(maxlen=_RING_CALLS)
-        self._append = self._ring.append
+        words = array("q", bytes(TEXT_BYTES + 8 * (1 + RING_CALLS * RING_WORDS)))
+        self.text_address = words.buffer_info()[0]
+        self.count_address = self.text_address + TEXT_BYTES
+        self.ring_address = self.count_address + 8
+        self._count = memoryview(words)[TEXT_BYTES // 8 :]
+        self.text = memoryview(words).cast("B")[:TEXT_BYTES]
+        self._ring = self._count[1:]
+        # Names of calls that come through here lie beside the ring; those of compiled calls have numbers above.
+        self._beside: list[NamedCall | None] = [None] * RING_CALLS
+        self._named: dict[int, NamedCall] = {}
+        self._next = RING_CALLS
         self._pack = struct.Struct(f"={CALL_BYTES}sqB").pack_into
+        self._pack_ring = struct.Struct("=qqq").pack_into
+        self._ring_bytes = self._ring.cast("B")
 
     def enter(self, call: NamedCall, sequence: int) -> None:
         """Note that this rank goes into a collective; `sequence` is its number on its communicator."""
-        self._append((sequence, call, monotonic_ns()))
+        count = self._count[0]
+        place = count % RING_CALLS
+        self._beside[place] = call
+        self._pack_ring(self._ring_bytes, 8 * RING_WORDS * place, place, sequence, monotonic_ns())
+        self._count[0] = count + 1
         self._pack(self.text, 0, call.encoded, sequence, 1)
+
+    def name(self, call: NamedCall) -> int:
+        """Return a number that stands for a call in the ring, for compiled calls, until `forget`."""
+        self._next += 1
+        self._named[self._next] = call
+        return self._next
+
+    def named(self, number: int) -> NamedCall:
+        """Return the call that a number stands for."""
+        return self._named[number]
+
+    def forget(self, numbers: Iterable[int]) -> None:
+        """Take back numbers; the ring still knows those it has."""
+        kept = set(self._ring[::RING_WORDS])
+        for number in numbers:
+            if number not in kept:
+                self._named.pop(number, None)
 
     def leave(self) -> None:
         """Note that this rank has come out of it, whatever the end."""
@@ -84,7 +126,8 @@ class Activity:
     @property
     def now(self) -> tuple[int, NamedCall, int] | None:
         """The call that the rank is in, as (sequence, call, start in ns of the monotonic clock), or None."""
-        return self._ring[-1] if self.text[INSIDE_AT] and self._ring else None
+        count = self._count[0]
+        return self._entry(count - 1) if self.text[INSIDE_AT] and count else None
 
     def where(self) -> str:
         """Return what this rank is in and from which line of the program.
@@ -107,7 +150,7 @@ class Activity:
         current = self.now
         lines = []
         for entry in self._entries():
-            state = "in it now" if entry is current else "done"
+            state = "in it now" if entry == current else "done"
             lines.append(f"{_name(entry)}: {state}, began {(now_ns - entry[2]) / 1e9:.3f} s ago")
         return lines
 
@@ -117,11 +160,17 @@ class Activity:
         file.write("".join(f"{line}\n" for line in ["last collectives, oldest first:", *lines]))
 
     def _entries(self) -> list[tuple[int, NamedCall, int]]:
-        while True:
-            try:
-                return list(self._ring)
-            except RuntimeError:  # another thread has added one meanwhile
-                continue
+        count = self._count[0]
+        entries = [(i, self._entry(i)) for i in range(max(0, count - RING_CALLS), count)]
+        # Another thread may have gone on meanwhile, and be writing the next.
+        first = self._count[0] - RING_CALLS + (self._count[0] > count)
+        return [entry for i, entry in entries if i >= first and entry is not None]
+
+    def _entry(self, index: int) -> tuple[int, NamedCall, int] | None:
+        at = index % RING_CALLS
+        name, sequence, began_ns = self._ring[RING_WORDS * at : RING_WORDS * (at + 1)]
+        call = self._beside[name] if name < RING_CALLS else self._named.get(name)
+        return None if call is None else (sequence, call, began_ns)
 
 
 def read_text(data: bytes) -> str:

@@ -45,7 +45,7 @@ class Call:
         run: does it, from the buffers that the public method was given.
         uses: calls that the counters have not added up yet.
         spans: of an exchange: counts and displacements sent, then received.
-        prepared: what a transport keeps of the spans.
+        prepared: what a transport keeps of it: its row, or its spans made ready.
         encoded: the text as bytes, for the record of what a rank is in.
     """
 

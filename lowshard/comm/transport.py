@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -58,6 +59,8 @@ class Traffic:
         self._calls: Counter[str] = Counter()
         self._sent_bytes = self._received_bytes = 0
         self._uses: list[Call] = []
+        self.sources: list[Callable[[], Iterable[tuple[Call, int]]]] = []
+        """Each returns calls that were not counted here, and how often each was made since it was asked."""
 
     def count(self, call: Call) -> None:
         """Count one call; it is added up when somebody asks."""
@@ -96,9 +99,10 @@ class Traffic:
         self._sent_bytes = self._received_bytes = 0
 
     def _add_up(self) -> None:
-        used, self._uses = self._uses, []
-        for call in used:
-            times, call.uses = call.uses, 0
+        used, self._uses = [(call, call.uses) for call in self._uses], []
+        for call, _ in used:
+            call.uses = 0
+        for call, times in chain(used, *(source() for source in self.sources)):
             self._calls[call.name] += times
             self._sent_bytes += times * call.sent_bytes
             self._received_bytes += times * call.received_bytes

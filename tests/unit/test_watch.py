@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import io
 import json
 import os
 import re
@@ -210,8 +211,10 @@ def test_all_ranks_learn_of_the_first_failure_in_the_same_words(teller: int) -> 
 
 
 def test_a_time_out_is_one_on_its_own_rank_and_a_failed_peer_on_others(
-    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    said = io.StringIO()  # capfd loses what is written while it reads
+    monkeypatch.setattr(sys, "stderr", said)
     watches = start(3)
     watches[1].tell("timed out", "barrier#7 was not done after 30 s")
     assert until(lambda: all(watch.flag[0] for watch in watches))
@@ -220,14 +223,8 @@ def test_a_time_out_is_one_on_its_own_rank_and_a_failed_peer_on_others(
     assert str(mine) == "rank 1 timed out: barrier#7 was not done after 30 s"
     assert isinstance(theirs, PeerFailed)
     assert str(theirs) == "rank 1 timed out: barrier#7 was not done after 30 s; this rank was in barrier#7"
-    said = ""
-
-    def reported() -> bool:
-        nonlocal said
-        said += capfd.readouterr().err
-        return all(f"rank {rank} | time-out report" in said for rank in range(3))
-
-    assert until(reported), said
+    reports = [f"rank {rank} | time-out report" for rank in range(3)]
+    assert until(lambda: all(report in said.getvalue() for report in reports)), said.getvalue()
 
 
 @pytest.mark.parametrize(("_loop", "dead"), [("compiled", 1), ("plain", 0)], indirect=["_loop"])

@@ -8,7 +8,7 @@ from functools import cache
 
 from numba import types
 
-from lowshard.comm.node import fold, move
+from lowshard.comm.node import move, perform, table
 from lowshard.comm.node.combine import source_digest
 from lowshard.compiled import compile_cached
 
@@ -17,17 +17,15 @@ _INT = types.int64
 
 @dataclass(frozen=True)
 class Calls:
-    """Each is described in `lowshard.comm.node.move` or `lowshard.comm.node.fold`."""
+    """Each is described where it is defined: `perform`, `table`, `move`."""
 
+    perform: Callable[..., int]
+    may_lie_so: Callable[..., int]
+    quick: Callable[..., int]
     barrier: Callable[..., int]
     gather_slots: Callable[..., int]
-    gather_buffers: Callable[..., int]
-    collect: Callable[..., int]
     place: Callable[..., int]
-    spread: Callable[..., int]
     exchange: Callable[..., int]
-    fold_slots: Callable[..., int]
-    fold_buffers: Callable[..., int]
 
 
 @cache
@@ -40,13 +38,11 @@ def load_calls() -> Calls:
         return compile_cached(python, _INT(*(_INT,) * args))
 
     return Calls(
+        perform=compiled(perform.perform, 4),
+        may_lie_so=compiled(perform.may_lie_so, 4),
+        quick=compiled(table.quick, 5),
         barrier=compiled(move.barrier, 2),
         gather_slots=compiled(move.gather_slots, 9),
-        gather_buffers=compiled(move.gather_buffers, 9),
-        collect=compiled(move.collect, 7),
         place=compiled(move.place, 3),
-        spread=compiled(move.spread, 5),
         exchange=compiled(move.exchange, 8),
-        fold_slots=compiled(fold.fold_slots, 10),
-        fold_buffers=compiled(fold.fold_buffers, 12),
     )

@@ -156,8 +156,9 @@ def _callback(function: Callable[..., None], what: str, args: int) -> Any:
 
 @cache
 def source_digest() -> str:
-    """Return a digest of all source files of this package."""
-    return digest_of(Path(__file__).parent.glob("*.py"))
+    """Return a digest of all source files that the compiled code of this package is made from."""
+    here = Path(__file__).parent
+    return digest_of([*here.glob("*.py"), here.parent / "activity.py"])
 
 
 def _widen_bfloat16(into: int, source: int, n: int) -> None:

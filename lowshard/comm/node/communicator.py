@@ -46,7 +46,8 @@ from lowshard.comm.node.meet import (
     YIELDS,
 )  # fmt: skip
 from lowshard.comm.node.memory import NodeMemory, head_bytes, let_go_with
-from lowshard.comm.node.plan import FACT, STEP, NodePlans, Place, address_of
+from lowshard.comm.node.plan import FACT, STEP, Place, address_of
+from lowshard.comm.node.quick import QuickCalls
 from lowshard.comm.protocol import Communicator
 from lowshard.comm.work import Work
 
@@ -57,7 +58,7 @@ _SPINS_ALONE, _YIELDS_ALONE = 4000, 200
 _SPINS_CROWDED, _YIELDS_CROWDED = 100, 4
 
 
-class NodeCommunicator(NodePlans):
+class NodeCommunicator(QuickCalls):
     """Ranks of one machine; each process is one."""
 
     def __init__(
@@ -70,6 +71,7 @@ class NodeCommunicator(NodePlans):
         self._slot_bytes = slot_bytes(self.size)
         self._let_go = let_go_with(self, place.block, rank)
         self._lay_out()
+        self._open_table()
 
     def _lay_out(self) -> None:
         size, memory = self.size, self._place.memory
@@ -193,6 +195,7 @@ class NodeCommunicator(NodePlans):
         return self._mailbox.mpi_comm
 
     def _close(self) -> None:
+        self._close_table()
         self._let_go()
         if self._group_name == "0" and not self._failed:
             self._mailbox.free()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -32,6 +32,19 @@ from lowshard.comm.node.meet import (
     UNEQUAL,
 )
 from lowshard.comm.node.memory import NodeMemory, head_bytes, shared_array
+from lowshard.comm.node.row import (
+    ANY,
+    APART,
+    BARRIER,
+    COLLECT,
+    FOLD_BUFFERS,
+    FOLD_SLOTS,
+    GATHER_BUFFERS,
+    GATHER_SLOTS,
+    OWN_PART_ONLY,
+    SPREAD,
+    row_of,
+)
 from lowshard.comm.protocol import Communicator
 from lowshard.errors import CommError
 
@@ -119,6 +132,7 @@ class NodePlans(Communicator):
         """Return a run that compares whole texts first, where that is asked for."""
         if self._check != "full" or self.size == 1 or call.name == STEP:
             return run
+        call.prepared = None  # the row is not all of it
 
         def compared(*buffers: Any) -> Any:
             self._verify(call)
@@ -128,56 +142,63 @@ class NodePlans(Communicator):
 
     # ---- two ways to memory
 
-    def _small(self, call: Call, kernel: Callable[..., int], send_bytes: int, *rest: int) -> Run:
-        """Return a run of `kernel(ctx, signature, send, send_bytes, recv, *rest)`, which goes through the slots."""
-        ctx, signature = self._ctx, self._sign(call)
-
-        def run(send: Array | None, recv: Array | None) -> None:
-            code = kernel(
-                ctx, signature, 0 if send is None else address_of(send), send_bytes,
-                0 if recv is None else address_of(recv), *rest,
-            )  # fmt: skip
-            if code:
-                self._end(code, call.text)
-
-        return self._checked(call, run)
-
-    def _large(
-        self,
-        call: Call,
-        kernel: Callable[[int, int, int, int], int],
-        in_place: bool = True,
-        stages_recv: bool = True,
-    ) -> Run:
-        """Return a run of `kernel(send, send_bytes, recv, recv_bytes)`, which works on the buffers where they lie.
+    def _small(self, call: Call, kind: int, sizes: tuple[int, int], *numbers: int) -> Run:
+        """Return a run through the slots.
 
         Args:
             call: the call.
-            kernel: what does it.
+            kind: of row.
+            sizes: bytes of send and of recv.
+            numbers: what the kind takes beside.
+        """
+        ctx, perform = self._ctx, self._compiled.perform
+        row = row_of(kind, self._sign(call), *sizes, ANY, *numbers)
+        row_at = address_of(row)
+
+        def run(send: Array | None, recv: Array | None) -> None:
+            at, to = 0 if send is None else address_of(send), 0 if recv is None else address_of(recv)
+            code = perform(ctx, row_at, at, to)
+            if code:
+                self._end(code, call.text)
+
+        call.prepared = row
+        return self._checked(call, run)
+
+    def _large(
+        self, call: Call, kind: int, sizes: tuple[int, int], *numbers: int, in_place: bool = True,
+        stages_recv: bool = True,
+    ) -> Run:  # fmt: skip
+        """Return a run that works on the buffers where they lie.
+
+        Args:
+            call: the call.
+            kind: of row.
+            sizes: bytes of send and of recv.
+            numbers: what the kind takes beside.
             in_place: whether both buffers may be one, or one this rank's part of the other; else what is sent is
                 copied before it is written over.
             stages_recv: whether others read or write recv; where only this rank does it is never staged.
         """
-        memory, rank = self._place.memory, self.rank
-        wanted = memory.wanted.data
+        memory, ctx = self._place.memory, self._ctx
+        perform, may_lie_so = self._compiled.perform, self._compiled.may_lie_so
+        row = row_of(kind, self._sign(call), *sizes, OWN_PART_ONLY if in_place else APART, *numbers)
+        row_at, wanted = address_of(row), memory.wanted.data
 
         def run(send: Array | None, recv: Array | None) -> None:
-            at, size = (0, 0) if send is None else (address_of(send), send.nbytes)
-            to, room = (0, 0) if recv is None else (address_of(recv), recv.nbytes)
-            if at < to + room and to < at + size:
-                apart = to - at
-                if not (in_place and (apart == 0 or apart == rank * room or -apart == rank * size)):
-                    assert send is not None
-                    send = send.copy()
-                    at = address_of(send)
-            code = kernel(at, size, to, room)
+            at, to = 0 if send is None else address_of(send), 0 if recv is None else address_of(recv)
+            if not may_lie_so(ctx, row_at, at, to):
+                assert send is not None
+                send = send.copy()
+                at = address_of(send)
+            code = perform(ctx, row_at, at, to)
             if wanted[0]:
                 memory.map_new()
             if code:
                 self._end(code, call.text)
 
         if not memory.reads_across:
-            run = self._staged(call, run, in_place, stages_recv)
+            return self._checked(call, self._staged(call, run, in_place, stages_recv))
+        call.prepared = row
         return self._checked(call, run)
 
     def _staged(self, call: Call, run: Run, in_place: bool, stages_recv: bool) -> Run:
@@ -225,16 +246,10 @@ class NodePlans(Communicator):
             most: the largest `send_bytes` of any rank, which decides on the way.
             in_place: see `_large`.
         """
+        sizes = send_bytes, ranks * each
         if most <= self._slot_bytes:
-            return self._small(call, self._compiled.gather_slots, send_bytes, first, ranks, offset, each)
-        ctx, signature, kernel = self._ctx, self._sign(call), self._compiled.gather_buffers
-        return self._large(
-            call,
-            lambda send, size, recv, room: kernel(
-                ctx, signature, send, size, recv, first, ranks, offset, each
-            ),
-            in_place,
-        )
+            return self._small(call, GATHER_SLOTS, sizes, first, ranks, offset, each)
+        return self._large(call, GATHER_BUFFERS, sizes, first, ranks, offset, each, in_place=in_place)
 
     def _plan_all_gather(self, call: Call, dtype: Any, elems: int) -> Run:
         if self.size == 1:
@@ -254,20 +269,14 @@ class NodePlans(Communicator):
         if whole <= self._slot_bytes:
             run = self._pull(call, whole if mine else 0, 0 if mine else whole, root, 1, 0, whole)
             return (lambda buf: run(buf, None)) if mine else (lambda buf: run(None, buf))
-        ctx, signature, kernel = self._ctx, self._sign(call), self._compiled.spread
-        spread = self._large(call, lambda send, size, recv, room: kernel(ctx, signature, recv, room, root))
-        if mine and not self._place.memory.reads_across:
-            return lambda buf: spread(buf, buf.copy())  # what is written back may not be written to
-        return lambda buf: spread(None, buf)
+        run = self._large(call, SPREAD, (whole if mine else 0, 0 if mine else whole), root)
+        return (lambda buf: run(buf, None)) if mine else (lambda buf: run(None, buf))
 
     def _plan_gather(self, call: Call, dtype: Any, elems: int, root: int) -> Run:
         each = elems * dtype.itemsize
         if each <= self._slot_bytes:
             return self._pull(call, each, each if self.rank == root else 0, 0, self.size, 0, each)
-        ctx, signature, kernel = self._ctx, self._sign(call), self._compiled.collect
-        return self._large(
-            call, lambda send, size, recv, room: kernel(ctx, signature, send, recv, room, root, each)
-        )
+        return self._large(call, COLLECT, (each, each * self.size if self.rank == root else 0), root, each)
 
     def _plan_scatter(self, call: Call, dtype: Any, elems: int, root: int) -> Run:
         each = elems * dtype.itemsize
@@ -275,14 +284,8 @@ class NodePlans(Communicator):
         return self._pull(call, whole if self.rank == root else 0, each, root, 1, each * self.rank, whole)
 
     def _plan_barrier(self, call: Call) -> Run:
-        ctx, signature, barrier = self._ctx, self._sign(call), self._compiled.barrier
-
-        def run() -> None:
-            code = barrier(ctx, signature)
-            if code:
-                self._end(code, call.text)
-
-        return self._checked(call, run)
+        run = self._small(call, BARRIER, (0, 0))
+        return lambda: run(None, None)
 
     def _run_all_gather_v(
         self, call: Call, send: Array, recv: Array, counts: Sequence[int], displs: Sequence[int]
@@ -352,44 +355,35 @@ class NodePlans(Communicator):
             return super()._plan_all_reduce(call, dtype, elems, op, order)
         nbytes, divisor, steps = elems * dtype.itemsize, self._divisor(op), self._steps_at[order]
         if nbytes <= self._slot_bytes:
-            return self._small(call, self._compiled.fold_slots, nbytes, 0, elems, divisor, steps, recipe)
-        return self._straight(call, elems, EVERYWHERE, 0, divisor, steps, recipe)
+            return self._small(call, FOLD_SLOTS, (nbytes, nbytes), 0, elems, divisor, steps, recipe)
+        return self._straight(call, (nbytes, nbytes), elems, EVERYWHERE, 0, divisor, steps, recipe)
 
     def _plan_reduce_scatter(self, call: Call, dtype: Any, elems: int, op: str, order: str) -> Run:
         recipe = self._recipe(dtype, op)
         if not recipe:
             return super()._plan_reduce_scatter(call, dtype, elems, op, order)
         nbytes, divisor, steps = elems * dtype.itemsize * self.size, self._divisor(op), self._steps_at[order]
+        sizes = nbytes, elems * dtype.itemsize
         if nbytes <= self._slot_bytes:
-            return self._small(
-                call, self._compiled.fold_slots, nbytes, elems * self.rank, elems, divisor, steps, recipe
-            )
-        return self._straight(call, elems, PART, 0, divisor, steps, recipe)
+            return self._small(call, FOLD_SLOTS, sizes, elems * self.rank, elems, divisor, steps, recipe)
+        return self._straight(call, sizes, elems, PART, 0, divisor, steps, recipe)
 
     def _plan_reduce(self, call: Call, dtype: Any, elems: int, op: str, root: int, order: str) -> Run:
         recipe = self._recipe(dtype, op)
         if not recipe:
             return super()._plan_reduce(call, dtype, elems, op, root, order)
         nbytes, divisor, steps = elems * dtype.itemsize, self._divisor(op), self._steps_at[order]
+        mine = elems if self.rank == root else 0
+        sizes = nbytes, mine * dtype.itemsize
         if nbytes <= self._slot_bytes:
-            mine = elems if self.rank == root else 0
-            return self._small(call, self._compiled.fold_slots, nbytes, 0, mine, divisor, steps, recipe)
-        return self._straight(call, elems, TO_ROOT, root, divisor, steps, recipe)
+            return self._small(call, FOLD_SLOTS, sizes, 0, mine, divisor, steps, recipe)
+        return self._straight(call, sizes, elems, TO_ROOT, root, divisor, steps, recipe)
 
     def _divisor(self, op: str) -> int:
         return self.size if op == "avg" else 1
 
-    def _straight(
-        self, call: Call, elems: int, mode: int, root: int, divisor: int, steps: int, recipe: int
-    ) -> Run:  # fmt: skip
-        ctx, signature, kernel = self._ctx, self._sign(call), self._compiled.fold_buffers
-        return self._large(
-            call,
-            lambda send, size, recv, room: kernel(
-                ctx, signature, send, size, recv, room, elems, mode, root, divisor, steps, recipe
-            ),
-            stages_recv=mode != OWN_PART,
-        )
+    def _straight(self, call: Call, sizes: tuple[int, int], elems: int, mode: int, *numbers: int) -> Run:
+        return self._large(call, FOLD_BUFFERS, sizes, elems, mode, *numbers, stages_recv=mode != OWN_PART)
 
     # ---- results that the ranks share
 
@@ -433,9 +427,8 @@ class NodePlans(Communicator):
         if self._check == "full":
             self._verify(call)
         result = self._common_checked(send.size, send.dtype, self._sign(call), call.text)
-        self._straight(
-            call, send.size, OWN_PART, 0, self._divisor(op), self._steps_at[order], recipe
-        )(send, result)  # fmt: skip
+        sizes, numbers = (send.nbytes, send.nbytes), (self._divisor(op), self._steps_at[order], recipe)
+        self._straight(call, sizes, send.size, OWN_PART, 0, *numbers)(send, result)
         return result
 
 

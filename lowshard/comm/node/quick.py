@@ -1,0 +1,285 @@
+"""The public collectives where they were made before: one compiled step, no check nor record in Python.
+
+The first call of its kind takes the long way (`lowshard.comm.protocol`) and is entered in a table then
+(`lowshard.comm.node.table`). Whatever differs from then on, be it a dtype or a flag of an array, takes the long way
+too.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Callable, Iterable
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from lowshard.comm.activity import CALL_BYTES, Activity
+from lowshard.comm.argument import key_of
+from lowshard.comm.call import Call
+from lowshard.comm.node import table as t
+from lowshard.comm.node.meet import OK
+from lowshard.comm.node.plan import NodePlans, address_of
+from lowshard.comm.protocol import Op, Order
+
+Array = Any
+
+ALL_GATHER, ALL_TO_ALL, BROADCAST, GATHER, SCATTER, ALL_REDUCE, REDUCE_SCATTER, REDUCE, BARRIER = range(9)
+_ORDERS = ("fast", "tree", "rank")
+_REDUCTIONS = {
+    (op, order): 16 * i
+    for i, (op, order) in enumerate(
+        (op, order) for op in ("sum", "avg", "min", "max", "prod") for order in _ORDERS
+    )
+}
+_ROOT = 1 << 12
+"""What is asked, as a number: collective, plus its reduction, plus its root times this."""
+
+_ENTRIES = 128
+
+
+class Table:
+    """The calls of one communicator that compiled code finds by itself."""
+
+    def __init__(self, ctx: int, activity: Activity) -> None:
+        self._activity = activity
+        self._head = np.zeros(t.HEAD_WORDS, np.int64)
+        self._entries = np.zeros((1, t.ENTRY_WORDS), np.int64)  # most communicators make few calls
+        self._kept: dict[int, tuple[Call, np.ndarray, list[Any]]] = {}
+        head = self._head
+        head[t.CONTEXT], head[t.ARRAY_TYPE] = ctx, id(np.ndarray)
+        head[t.TEXT], head[t.RING] = activity.text_address, activity.ring_address
+        head[t.RING_COUNT] = activity.count_address
+        head[t.ENTRIES] = address_of(self._entries)
+        self.address = address_of(head)
+
+    def last(self) -> Call:
+        """Return the call that was run last."""
+        return self._kept[int(self._head[t.LAST])][0]
+
+    def add(self, act: int, call: Call, send: Array | None, recv: Array | None) -> None:
+        """Enter a call that has a row, for buffers such as these."""
+        dtypes = [buf.dtype for buf in (send, recv) if buf is not None]
+        dtype = id(dtypes[0]) if dtypes else 0
+        elems = [t.NONE if buf is None else buf.size for buf in (send, recv)]
+        if len(self._kept) * 4 >= len(self._entries) * 3:
+            self._renew()
+        at = self._free(act, dtype, *elems)
+        if at is None:
+            self._renew()
+            at = self._free(act, dtype, *elems)
+            assert at is not None
+        encoded = np.zeros(CALL_BYTES, np.uint8)
+        encoded[: len(call.encoded)] = np.frombuffer(call.encoded, np.uint8)
+        name = self._activity.name(call)
+        self._kept[name] = call, encoded, dtypes
+        row = address_of(call.prepared)
+        self._entries[at] = act, dtype, *elems, row, address_of(encoded), 0, name
+
+    def _free(self, act: int, dtype: int, send_elems: int, recv_elems: int) -> int | None:
+        """Return the place of an entry that may be written: an empty one, or that of the same call."""
+        mask = len(self._entries) - 1
+        first = int(t.place_of.py_func(act, dtype, send_elems, recv_elems, mask))
+        for i in range(t.PROBES):
+            at = (first + i) & mask
+            entry = self._entries[at].tolist()
+            if not entry[t.ROW] or entry[: t.ROW] == [act, dtype, send_elems, recv_elems]:
+                return at
+        return None
+
+    def _renew(self) -> None:
+        """Empty the table; sizes that never come back must not fill it."""
+        self._unread = [*self.take_uses(), *self._unread]
+        self._activity.forget(self._kept)
+        self._kept.clear()
+        self._entries = np.zeros((_ENTRIES, t.ENTRY_WORDS), np.int64)
+        self._head[t.ENTRIES], self._head[t.MASK] = address_of(self._entries), _ENTRIES - 1
+
+    _unread: Iterable[tuple[Call, int]] = ()
+
+    def take_uses(self) -> list[tuple[Call, int]]:
+        """Return the calls and how often each was run since this was asked."""
+        used = [*self._unread]
+        self._unread = ()
+        for entry in self._entries:
+            if entry[t.USES]:
+                used.append((self._kept[int(entry[t.NAME])][0], int(entry[t.USES])))
+                entry[t.USES] = 0
+        return used
+
+
+class QuickCalls(NodePlans):
+    """The collectives, each by the table if it may be."""
+
+    _table: Table | None = None
+    _quick: Callable[..., int]
+    _head: int
+
+    def _open_table(self) -> None:
+        """Begin to keep a table, once the context is laid out."""
+        if self.size > 1 and arrays_are_as_expected():
+            self._table = Table(self._ctx, self._activity)
+            self._head, self._quick = self._table.address, self._compiled.quick
+            self.traffic.sources.append(self._table.take_uses)
+        else:
+            self._close_table()
+
+    def _close_table(self) -> None:
+        """Take the long way from here on."""
+        self._quick, self._head = _unknown, 0
+
+    def _ran(self, act: int, send: int, recv: int) -> bool:
+        """Run a call by the table and say whether it was there; buffers by their `id`, 0 for none."""
+        if self._worker is not None or self._batch is not None:
+            return False
+        sequence = self._sequence + 1
+        code = self._quick(self._head, act, sequence, send, recv)
+        if code == t.UNKNOWN:
+            return False
+        self._sequence = sequence
+        if code != OK:
+            self._after(code)
+        return True
+
+    def _after(self, code: int) -> None:
+        """Map what peers have made, and raise what a call ended with."""
+        if code & t.NEW_SEGMENTS:
+            self._place.memory.map_new()
+        assert self._table is not None
+        self._end(code & ~t.NEW_SEGMENTS, self._table.last().text)
+
+    def _learn(self, act: int, key: object, send: Array | None, recv: Array | None) -> None:
+        """Enter a call that has just been made the long way, if a row is all there is to it."""
+        call = self._calls.get(key)
+        buffers = [buf for buf in (send, recv) if buf is not None]
+        if (
+            self._table is not None
+            and call is not None
+            and isinstance(call.prepared, np.ndarray)
+            and all(type(buf) is np.ndarray for buf in buffers)
+            and all(buf.dtype is buffers[0].dtype for buf in buffers)
+        ):
+            self._table.add(act, call, send, recv)
+
+    # ---- the collectives, as in Communicator
+
+    def all_gather(self, send: Array, recv: Array | None = None, *, shared: bool = False) -> Array | None:
+        """Put every rank's `send` into `recv` on all ranks; see `Communicator.all_gather`."""
+        if shared:
+            return super().all_gather(send, recv, shared=True)
+        if not self._ran(ALL_GATHER, id(send), id(recv)):
+            super().all_gather(send, recv)
+            self._learn(ALL_GATHER, ("all_gather", key_of(send)), send, recv)
+        return None
+
+    def all_to_all(self, send: Array, recv: Array) -> None:
+        """Send part j of `send` to rank j; see `Communicator.all_to_all`."""
+        if not self._ran(ALL_TO_ALL, id(send), id(recv)):
+            super().all_to_all(send, recv)
+            self._learn(ALL_TO_ALL, ("all_to_all", key_of(send)), send, recv)
+
+    def broadcast(self, buf: Array | None, root: int = 0, *, shared: bool = False) -> Array | None:
+        """Copy root's `buf` into every rank's `buf`; see `Communicator.broadcast`."""
+        if shared:
+            return super().broadcast(buf, root, shared=True)
+        mine = self.rank == root
+        act = _rooted(BROADCAST, root)
+        if not self._ran(act, id(buf) if mine else 0, 0 if mine else id(buf)):
+            super().broadcast(buf, root)
+            self._learn(act, ("broadcast", key_of(buf), root), buf if mine else None, None if mine else buf)
+        return None
+
+    def gather(self, send: Array, recv: Array | None, root: int = 0) -> None:
+        """Put every rank's `send` into root's `recv`; see `Communicator.gather`."""
+        mine = self.rank == root
+        act = _rooted(GATHER, root)
+        if not self._ran(act, id(send), id(recv) if mine else 0):
+            super().gather(send, recv, root)
+            self._learn(act, ("gather", key_of(send), root), send, recv if mine else None)
+
+    def scatter(self, send: Array | None, recv: Array, root: int = 0) -> None:
+        """Put part i of root's `send` into rank i's `recv`; see `Communicator.scatter`."""
+        mine = self.rank == root
+        act = _rooted(SCATTER, root)
+        if not self._ran(act, id(send) if mine else 0, id(recv)):
+            super().scatter(send, recv, root)
+            self._learn(act, ("scatter", key_of(recv), root), send if mine else None, recv)
+
+    def all_reduce(
+        self, send: Array, recv: Array | None = None, op: Op = "sum", order: Order = "fast", *,
+        shared: bool = False,
+    ) -> Array | None:  # fmt: skip
+        """Reduce element by element over all ranks; see `Communicator.all_reduce`."""
+        if shared:
+            return super().all_reduce(send, recv, op, order, shared=True)
+        act = _reducing(ALL_REDUCE, op, order)
+        if not self._ran(act, id(send), id(recv)):
+            super().all_reduce(send, recv, op, order)
+            self._learn(act, ("all_reduce", key_of(send), op, order), send, recv)
+        return None
+
+    def reduce_scatter(self, send: Array, recv: Array, op: Op = "sum", order: Order = "fast") -> None:
+        """Reduce over all ranks and keep this rank's part; see `Communicator.reduce_scatter`."""
+        act = _reducing(REDUCE_SCATTER, op, order)
+        if not self._ran(act, id(send), id(recv)):
+            super().reduce_scatter(send, recv, op, order)
+            self._learn(act, ("reduce_scatter", key_of(send), op, order), send, recv)
+
+    def reduce(
+        self, send: Array, recv: Array | None, op: Op = "sum", root: int = 0, order: Order = "fast"
+    ) -> None:
+        """Reduce over all ranks into root's `recv`; see `Communicator.reduce`."""
+        mine = self.rank == root
+        act = _rooted(_reducing(REDUCE, op, order), root)
+        if not self._ran(act, id(send), id(recv) if mine else 0):
+            super().reduce(send, recv, op, root, order)
+            self._learn(act, ("reduce", key_of(send), op, root, order), send, recv if mine else None)
+
+    def barrier(self) -> None:
+        """Return once every rank has called it; see `Communicator.barrier`."""
+        if not self._ran(BARRIER, 0, 0):
+            super().barrier()
+            self._learn(BARRIER, "barrier", None, None)
+
+
+def _reducing(act: int, op: Any, order: Any) -> int:
+    try:
+        return act + _REDUCTIONS[op, order]
+    except (KeyError, TypeError):  # the long way says what is wrong with it
+        return t.NONE
+
+
+def _rooted(act: int, root: Any) -> int:
+    return act + _ROOT * root if type(root) is int and 0 <= root < 1 << 32 and act >= 0 else t.NONE
+
+
+def _unknown(*args: int) -> int:
+    return t.UNKNOWN
+
+
+@cache
+def arrays_are_as_expected() -> bool:
+    """Say whether array objects are laid out in memory as `lowshard.comm.node.table` reads them."""
+    if object.__basicsize__ != t.HEADER_BYTES or sys.byteorder != "little" or sys.maxsize < 2**62:
+        return False
+    frozen = np.arange(6.0)
+    frozen.flags.writeable = False
+    for array in (
+        np.zeros(5, np.int8),
+        np.zeros((2, 3, 4), np.float32),
+        np.array(1),
+        frozen,
+        np.zeros(9)[::2],
+    ):
+        words = (ctypes.c_int64 * 9).from_address(id(array))
+        kind, data, count, dims, _, _, dtype, flags = words[1:]
+        count, flags = count & 0xFFFFFFFF, flags & 0xFFFFFFFF
+        if (kind, data, count, dtype) != (id(np.ndarray), array.ctypes.data, array.ndim, id(array.dtype)):
+            return False
+        if list((ctypes.c_int64 * count).from_address(dims) if count else ()) != list(array.shape):
+            return False
+        known = array.flags
+        if (bool(flags & 1), bool(flags & 0x400)) != (known.c_contiguous, known.writeable):
+            return False
+    return True

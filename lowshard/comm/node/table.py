@@ -1,0 +1,145 @@
+"""Calls made before, by what was asked and what the buffers are: found, recorded and run in one compiled step.
+
+A call from Python costs more in checks and records than a small message takes to move. All of it is done here for a
+call that is known: a buffer's type, dtype, size and flags are read out of the array object itself (NumPy's ABI,
+`PyArrayObject_fields` in ndarraytypes.h), and where anything is not as it was the answer is UNKNOWN and nothing has
+happened.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from numba import njit
+
+from lowshard.comm.activity import CALL_BYTES, INSIDE_AT, RING_CALLS, RING_WORDS, SEQUENCE_AT
+from lowshard.comm.node.atomic import copy_bytes, peek, poke
+from lowshard.comm.node.meet import OK, WANTED, clock_ns
+from lowshard.comm.node.perform import may_lie_so, perform
+
+# ---- places of a table's head, in int64
+
+(
+    CONTEXT, ARRAY_TYPE, ENTRIES, MASK, TEXT, RING, RING_COUNT, LAST,
+) = range(8)  # fmt: skip
+"""Addresses of the context, of the type ndarray, of the entries; their number less one, a power of two less one;
+addresses of what the record of calls is kept in; out: the number of the entry that was run last."""
+HEAD_WORDS = 8
+
+# ---- and of an entry
+
+ACT, DTYPE, SEND_ELEMS, RECV_ELEMS, ROW, ENCODED, USES, NAME = range(8)
+"""What was asked; address of the dtype object; elements, NONE where there is no such buffer; address of the row,
+0 in an empty entry; address of the text; calls not yet added up; number of the call in the record."""
+ENTRY_WORDS = 8
+PROBES = 8
+NONE = -1
+
+UNKNOWN = 32
+"""Result: no such entry."""
+NEW_SEGMENTS = 64
+"""Added to a result: peers have made segments that are not mapped here."""
+
+# ---- an array object
+
+_TYPE, _DATA, _DIMS_COUNT, _DIMS, _DTYPE, _FLAGS = 8, 16, 24, 32, 56, 64
+_CONTIGUOUS, _WRITEABLE = 1, 0x400
+HEADER_BYTES = 16
+"""Of an object, before NumPy's own fields."""
+
+
+@njit(nogil=True)  # type: ignore[untyped-decorator]
+def _low(address: int) -> Any:
+    return peek(address) & 0xFFFFFFFF
+
+
+@njit(nogil=True)  # type: ignore[untyped-decorator]
+def elems_of(array: int) -> Any:
+    """Return the elements of an array object."""
+    elems, dims = 1, peek(array + _DIMS)
+    for i in range(_low(array + _DIMS_COUNT)):
+        elems *= peek(dims + 8 * i)
+    return elems
+
+
+@njit(nogil=True)  # type: ignore[untyped-decorator]
+def _passes(array: int, array_type: int, wanted_flags: int) -> Any:
+    return peek(array + _TYPE) == array_type and _low(array + _FLAGS) & wanted_flags == wanted_flags
+
+
+@njit(nogil=True)  # type: ignore[untyped-decorator]
+def place_of(act: int, dtype: int, send_elems: int, recv_elems: int, mask: int) -> Any:
+    """Return the number of the first entry where a call may be found."""
+    mixed = act * 0x9E3779B1 + (dtype >> 4) * 0x85EBCA6B + send_elems * 0xC2B2AE35 + recv_elems * 0x27D4EB2F
+    return (mixed ^ (mixed >> 15)) & mask
+
+
+@njit(nogil=True)  # type: ignore[untyped-decorator]
+def _find(head: int, act: int, dtype: int, send_elems: int, recv_elems: int) -> Any:
+    mask, entries = peek(head + 8 * MASK), peek(head + 8 * ENTRIES)
+    place = place_of(act, dtype, send_elems, recv_elems, mask)
+    for i in range(PROBES):
+        entry = entries + 8 * ENTRY_WORDS * ((place + i) & mask)
+        if peek(entry + 8 * ROW) == 0:
+            return 0
+        if (
+            peek(entry + 8 * ACT) == act
+            and peek(entry + 8 * DTYPE) == dtype
+            and peek(entry + 8 * SEND_ELEMS) == send_elems
+            and peek(entry + 8 * RECV_ELEMS) == recv_elems
+        ):
+            return entry
+    return 0
+
+
+@njit(nogil=True)  # type: ignore[untyped-decorator]
+def quick(head: int, act: int, sequence: int, send: int, recv: int) -> Any:
+    """Run a call that is in the table.
+
+    Args:
+        head: address of the table's head.
+        act: what is asked.
+        sequence: the call's number on its communicator.
+        send: address of the array object, 0 for none.
+        recv: the same.
+
+    Returns:
+        How it ended (OK or another of `lowshard.comm.node.meet`), NEW_SEGMENTS added where there are some; UNKNOWN
+        where nothing was done.
+    """
+    array_type, dtype = peek(head + 8 * ARRAY_TYPE), 0
+    send_elems = recv_elems = NONE
+    send_at = recv_at = 0
+    if send != 0:
+        if not _passes(send, array_type, _CONTIGUOUS):
+            return UNKNOWN
+        dtype, send_elems, send_at = peek(send + _DTYPE), elems_of(send), peek(send + _DATA)
+    if recv != 0:
+        if not _passes(recv, array_type, _CONTIGUOUS | _WRITEABLE):
+            return UNKNOWN
+        if send != 0 and peek(recv + _DTYPE) != dtype:
+            return UNKNOWN
+        dtype, recv_elems, recv_at = peek(recv + _DTYPE), elems_of(recv), peek(recv + _DATA)
+    entry = _find(head, act, dtype, send_elems, recv_elems)
+    if entry == 0:
+        return UNKNOWN
+    ctx, row = peek(head + 8 * CONTEXT), peek(entry + 8 * ROW)
+    if not may_lie_so(ctx, row, send_at, recv_at):
+        return UNKNOWN
+
+    text, count = peek(head + 8 * TEXT), peek(peek(head + 8 * RING_COUNT))
+    kept = peek(head + 8 * RING) + 8 * RING_WORDS * (count % RING_CALLS)
+    poke(kept, peek(entry + 8 * NAME))
+    poke(kept + 8, sequence)
+    poke(kept + 16, clock_ns(ctx))
+    poke(peek(head + 8 * RING_COUNT), count + 1)
+    copy_bytes(text, peek(entry + 8 * ENCODED), CALL_BYTES)
+    poke(text + SEQUENCE_AT, sequence)
+    poke(text + INSIDE_AT, 1)
+    code = perform(ctx, row, send_at, recv_at)
+    poke(text + INSIDE_AT, 0)
+
+    poke(head + 8 * LAST, peek(entry + 8 * NAME))
+    if code == OK:
+        poke(entry + 8 * USES, peek(entry + 8 * USES) + 1)
+    return code + (NEW_SEGMENTS if peek(peek(ctx + 8 * WANTED)) != 0 else 0)
