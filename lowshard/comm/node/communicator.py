@@ -41,6 +41,7 @@ from lowshard.comm.node.meet import (
     SLOTS,
     SPINS,
     TIMEOUT_NS,
+    TURNS,
     WANTED,
     WATCHED,
     YIELDS,
@@ -53,7 +54,12 @@ from lowshard.comm.work import Work
 
 Array = Any
 
-_SLOT_BYTES = 32 << 10
+_SLOT_BYTES, _MOST_TURNS, _GROUP_BYTES = 64 << 10, 16, 8 << 20
+"""A line that another core has just read is dear to write again, and one just written is dear to read. So a rank has
+many slots, 1 MiB of them: what is written goes to lines that the caches have let go of. Measured on two cores of an
+EPYC with 1 MiB of cache each: an all_reduce of 1 MiB takes 74 us with 16 slots of 64 KiB, and 160 us with two."""
+_SMALL_BYTES = 32 << 10
+"""What goes through the slots whole, at one meeting."""
 _SPINS_ALONE, _YIELDS_ALONE = 4000, 200
 _SPINS_CROWDED, _YIELDS_CROWDED = 100, 4
 
@@ -68,7 +74,9 @@ class NodeCommunicator(QuickCalls):
         super().__init__(rank, len(place.members), group=group, timeout_s=timeout_s, activity=activity)
         self._place, self._mailbox = place, mailbox
         self._compiled = load_calls()
-        self._slot_bytes = slot_bytes(self.size)
+        # The same on all ranks, wherever each may run. Who shares a core with others meets seldom.
+        self._crowded = len(place.memory.pids) > max(2, os.cpu_count() or 1)
+        self._slot_bytes, self._small_bytes = slot_bytes(self.size), _SMALL_BYTES
         self._let_go = let_go_with(self, place.block, rank)
         self._lay_out()
         self._open_table()
@@ -78,7 +86,7 @@ class NodeCommunicator(QuickCalls):
         cards = self._place.block + head_bytes(size)
         self._context = np.zeros(CONTEXT_WORDS, np.int64)
         self._pids = np.array([memory.pids[m] for m in self._place.members], np.int64)
-        self._parts = np.zeros(size, np.int64)
+        self._parts = np.zeros(2 * size, np.int64)
         self._scratch: np.ndarray | None = None
         self._steps = {order: schedule(size, order) for order in ("tree", "rank")}
         self._steps["fast"] = self._steps["tree"]
@@ -90,6 +98,7 @@ class NodeCommunicator(QuickCalls):
         words[FLAG] = self._mailbox.lookout.flag_address
         self._watched = np.array(self._mailbox.watched, np.int64)
         words[GONE], words[WATCHED] = self._mailbox.lookout.gone_address, address_of(self._watched)
+        words[TURNS] = turns(size)
         words[TIMEOUT_NS] = int(self.timeout_s * 1e9)
         words[SPINS] = _SPINS_CROWDED if crowded else _SPINS_ALONE
         words[YIELDS] = _YIELDS_CROWDED if crowded else _YIELDS_ALONE
@@ -125,7 +134,7 @@ class NodeCommunicator(QuickCalls):
         dense = all(
             n == counts[0] and d == i * n for i, (n, d) in enumerate(zip(counts, displs, strict=True))
         )
-        if dense and len(set(counts)) == 1 and send.nbytes <= self._slot_bytes:
+        if dense and len(set(counts)) == 1 and send.nbytes <= self._small_bytes:
             self._fact(send, recv, send.nbytes, send.nbytes, 0, self.size, 0, send.nbytes)
             return
         own, zero = [send.size] * self.size, [0] * self.size
@@ -207,8 +216,13 @@ def slot_bytes(size: int) -> int:
     return max(_SLOT_BYTES, -(-needed // 4096) * 4096)
 
 
+def turns(size: int) -> int:
+    """Return the slots of a rank in a group of so many ranks."""
+    return max(2, min(_MOST_TURNS, _GROUP_BYTES // (size * slot_bytes(size))))
+
+
 def lend_group(memory: NodeMemory, size: int) -> Any:
     """Return a block for the cards and slots of a group, cards cleared."""
-    block = memory.lend(size * (CARD_BYTES + 2 * slot_bytes(size)), size)
+    block = memory.lend(size * (CARD_BYTES + turns(size) * slot_bytes(size)), size)
     ctypes.memset(block.address + head_bytes(size), 0, size * CARD_BYTES)
     return block

@@ -13,7 +13,20 @@ from numba import njit
 from lowshard.comm.node.atomic import call_five, call_three, copy_bytes, fence, peek, poke
 from lowshard.comm.node.combine import BLOCK_BYTES, COMBINE, DIVIDE, ITEM, NARROW, WIDE_ITEM, WIDEN
 from lowshard.comm.node.meet import ME, OK, PARTS, RECV, SCRATCH, SEND, SIZE, line, meet, slot, step
-from lowshard.comm.node.move import STREAM_BYTES, fetch, leave, put, say, seen_at
+from lowshard.comm.node.move import (
+    NO_SEGMENT,
+    STREAM_BYTES,
+    copy_past,
+    fetch,
+    leave,
+    put,
+    say,
+    seen_at,
+    transfer,
+)
+
+_PAST_ALL_BYTES = 16 << 20
+"""From here on a result that was made out of slots goes past the caches; smaller ones stay in the last of them."""
 
 PART, EVERYWHERE, TO_ROOT, OWN_PART = range(4)
 """Where a fold's result goes: this rank's part to itself (reduce_scatter); everything to all ranks, each folding a part
@@ -109,30 +122,152 @@ def fold_slots(
     step(ctx)
     size, parts, item = peek(ctx + 8 * SIZE), peek(ctx + 8 * PARTS), peek(recipe + 8 * ITEM)
     block_elems = BLOCK_BYTES // peek(recipe + 8 * WIDE_ITEM)
-    copy_bytes(slot(ctx, peek(ctx + 8 * ME)), send, send_bytes)
+    copy_bytes(slot(ctx, peek(ctx + 8 * ME), 0), send, send_bytes)
     code = meet(ctx, signature)
     if code != OK:
         return code
     for start in range(0, elems, block_elems):
         for rank in range(size):
-            poke(parts + 8 * rank, slot(ctx, rank) + (first + start) * item)
+            poke(parts + 8 * rank, slot(ctx, rank, 0) + (first + start) * item)
         n = min(block_elems, elems - start)
         fold_block(ctx, recv + start * item, n, divisor, steps, recipe, False)
     return code
 
 
 @njit(nogil=True)  # type: ignore[untyped-decorator]
+def all_shared(ctx: int) -> bool:
+    """Say whether all operands lie in memory that peers map; from the cards: the same on all ranks."""
+    for rank in range(peek(ctx + 8 * SIZE)):  # noqa: SIM110  Numba compiles no generator in all()
+        if peek(line(ctx, rank) + 8 * SEND + 8) == NO_SEGMENT:
+            return False
+    return True
+
+
+@njit(nogil=True)  # type: ignore[untyped-decorator]
+def _show(ctx: int, send: int, begin: int, count: int, item: int) -> None:
+    """Put the elements of a chunk that other ranks fold into this rank's slot, each at its place in the chunk."""
+    me, size = peek(ctx + 8 * ME), peek(ctx + 8 * SIZE)
+    first, own = part_of(count, size, me)
+    to, source = slot(ctx, me, 0), send + begin * item
+    copy_bytes(to, source, first * item)
+    done = first + own
+    copy_bytes(to + done * item, source + done * item, (count - done) * item)
+
+
+@njit(nogil=True)  # type: ignore[untyped-decorator]
+def _fold_chunk(
+    ctx: int, send: int, begin: int, count: int, mapped: int, result: int, divisor: int, steps: int, recipe: int,
+    streaming: bool,
+) -> None:  # fmt: skip
+    """Fold this rank's part of a chunk to an address.
+
+    Operands lie in the slots, where `mapped` has 0 for a rank; else there, or (negative) there in its own memory.
+    """
+    me, size = peek(ctx + 8 * ME), peek(ctx + 8 * SIZE)
+    parts, item = peek(ctx + 8 * PARTS), peek(recipe + 8 * ITEM)
+    block_elems = BLOCK_BYTES // peek(recipe + 8 * WIDE_ITEM)
+    first, own = part_of(count, size, me)
+    for start in range(first, first + own, block_elems):
+        n = min(block_elems, first + own - start)
+        for rank in range(size):
+            base, offset = peek(mapped + 8 * rank), (begin + start) * item
+            if rank == me:
+                at = send + offset
+            elif base == 0:
+                at = slot(ctx, rank, 0) + start * item
+            elif base > 0:
+                at = base + offset
+            else:
+                at = peek(ctx + 8 * SCRATCH) + rank * BLOCK_BYTES
+                transfer(ctx, rank, at, offset - base, n * item, False)
+            poke(parts + 8 * rank, at)
+        fold_block(ctx, result + (start - first) * item, n, divisor, steps, recipe, streaming)
+
+
+@njit(nogil=True)  # type: ignore[untyped-decorator]
+def _fold_in_turn(
+    ctx: int, send: int, recv: int, elems: int, chunk_elems: int, root: int, divisor: int, steps: int, recipe: int,
+) -> Any:  # fmt: skip
+    """Fold chunk by chunk through the slots, from the meeting on at which the first chunk was shown.
+
+    Each rank folds its part of a chunk straight into its next slot, behind the next chunk's operand. So a chunk takes
+    one meeting, and what another rank wrote is read once.
+
+    Args:
+        ctx: the context.
+        send: this rank's operand.
+        recv: where the whole result goes; looked at on the root alone if there is one.
+        elems: of the operand.
+        chunk_elems: of a chunk; with the largest part of it once more they fit a slot.
+        root: rank that wants the result, -1 for all of them.
+        divisor: see `fold_block`.
+        steps: the same.
+        recipe: the same.
+    """
+    me, size, item = peek(ctx + 8 * ME), peek(ctx + 8 * SIZE), peek(recipe + 8 * ITEM)
+    mapped = peek(ctx + 8 * PARTS) + 8 * size
+    private = True
+    for rank in range(size):
+        shared = peek(line(ctx, rank) + 8 * SEND + 8) != NO_SEGMENT
+        base = seen_at(ctx, rank, SEND)
+        if shared and base == 0:  # not mapped here yet
+            base = -peek(line(ctx, rank) + 8 * SEND)
+        poke(mapped + 8 * rank, base if shared else 0)
+        if rank == me:
+            private = not shared
+    behind = chunk_elems * item
+    streaming = elems * item >= _PAST_ALL_BYTES
+    begin = 0
+    while True:
+        count = min(chunk_elems, elems - begin)
+        result, past = slot(ctx, me, 1) + behind, False
+        if me == root:  # nobody else wants it
+            result, past = recv + (begin + part_of(count, size, me)[0]) * item, streaming
+        _fold_chunk(ctx, send, begin, count, mapped, result, divisor, steps, recipe, past)
+        step(ctx)
+        after = begin + count
+        if private and after < elems:
+            _show(ctx, send, after, min(chunk_elems, elems - after), item)
+        code = meet(ctx, 0)
+        if code != OK:
+            return code
+        if root < 0 or me == root:
+            for i in range(1 if me == root else 0, size):
+                rank = (me + i) % size
+                first, n = part_of(count, size, rank)
+                into, source = recv + (begin + first) * item, slot(ctx, rank, 0) + behind
+                if streaming:
+                    copy_past(into, source, n * item)
+                else:
+                    copy_bytes(into, source, n * item)
+        begin = after
+        if begin >= elems:
+            if streaming:
+                fence()
+            return OK
+
+
+@njit(nogil=True)  # type: ignore[untyped-decorator]
 def fold_buffers(
     ctx: int, signature: int, send: int, send_bytes: int, recv: int, recv_bytes: int, elems: int, mode: int,
-    root: int, divisor: int, steps: int, recipe: int,
+    root: int, divisor: int, steps: int, recipe: int, chunk_elems: int,
 ) -> Any:  # fmt: skip
-    """Fold straight out of the operands' memory; `mode` says where the result goes."""
+    """Fold straight out of the operands' memory; `mode` says where the result goes.
+
+    Private operands of a whole result go through the slots instead, `chunk_elems` at a time, if that is not 0: the
+    system call that reads them pins each of their pages, which takes longer than to copy it.
+    """
     step(ctx)
     say(ctx, SEND, send, send_bytes)
     say(ctx, RECV, recv, recv_bytes)
+    if chunk_elems != 0 and peek(line(ctx, peek(ctx + 8 * ME)) + 8 * SEND + 8) == NO_SEGMENT:
+        _show(ctx, send, 0, min(chunk_elems, elems), peek(recipe + 8 * ITEM))
     code = meet(ctx, signature)
     if code != OK:
         return code
+    if chunk_elems != 0 and not all_shared(ctx):
+        whom = root if mode == TO_ROOT else -1
+        return _fold_in_turn(ctx, send, recv, elems, chunk_elems, whom, divisor, steps, recipe)
     me, size, item = peek(ctx + 8 * ME), peek(ctx + 8 * SIZE), peek(recipe + 8 * ITEM)
     if mode == PART:
         fold_part(ctx, recv, me * elems, elems, -1, divisor, steps, recipe)

@@ -77,18 +77,25 @@ def copy(into: int, source: int, size_bytes: int) -> None:
     if size_bytes < STREAM_BYTES:
         copy_bytes(into, source, size_bytes)
         return
-    head = -into % LINE_BYTES
+    copy_past(into, source, size_bytes)
+    fence()  # what went past the caches is there before anybody is told
+
+
+@njit(nogil=True)  # type: ignore[untyped-decorator]
+def copy_past(into: int, source: int, size_bytes: int) -> None:
+    """Copy bytes past the caches; a fence must follow before anybody is told."""
+    head = min(-into % LINE_BYTES, size_bytes)
     copy_bytes(into, source, head)
     steps = (size_bytes - head) // STREAM_STEP_BYTES
     for i in range(head, head + steps * STREAM_STEP_BYTES, STREAM_STEP_BYTES):
         stream_lines(into + i, source + i)
     done = head + steps * STREAM_STEP_BYTES
     copy_bytes(into + done, source + done, size_bytes - done)
-    fence()  # what went past the caches is there before anybody is told
 
 
 @njit(nogil=True)  # type: ignore[untyped-decorator]
-def _transfer(ctx: int, rank: int, local: int, remote: int, size_bytes: int, writes: bool) -> None:
+def transfer(ctx: int, rank: int, local: int, remote: int, size_bytes: int, writes: bool) -> None:
+    """Copy between this process and another's private memory; what fails is noted in the context."""
     vectors = ctx + 8 * VECTORS
     pid, done = peek(peek(ctx + 8 * PIDS) + 8 * rank), 0
     while done < size_bytes:
@@ -115,7 +122,7 @@ def fetch(ctx: int, rank: int, field: int, offset: int, target: int, size_bytes:
         if base + offset != target:
             copy(target, base + offset, size_bytes)
         return
-    _transfer(ctx, rank, target, peek(line(ctx, rank) + 8 * field) + offset, size_bytes, False)
+    transfer(ctx, rank, target, peek(line(ctx, rank) + 8 * field) + offset, size_bytes, False)
 
 
 @njit(nogil=True)  # type: ignore[untyped-decorator]
@@ -128,7 +135,7 @@ def put(ctx: int, rank: int, offset: int, source: int, size_bytes: int) -> None:
         if base + offset != source:
             copy(base + offset, source, size_bytes)
         return
-    _transfer(ctx, rank, source, peek(line(ctx, rank) + 8 * RECV) + offset, size_bytes, True)
+    transfer(ctx, rank, source, peek(line(ctx, rank) + 8 * RECV) + offset, size_bytes, True)
 
 
 @njit(nogil=True)  # type: ignore[untyped-decorator]
@@ -151,13 +158,13 @@ def gather_slots(
     From each of `ranks` ranks from `first` on, `each_bytes` at `offset` go to recv, one behind the other.
     """
     step(ctx)
-    copy_bytes(slot(ctx, peek(ctx + 8 * ME)), send, send_bytes)
+    copy_bytes(slot(ctx, peek(ctx + 8 * ME), 0), send, send_bytes)
     code = meet(ctx, signature)
     if code != OK or each_bytes == 0:
         return code
     for i in range(ranks):
         rank = first + i
-        copy_bytes(recv + i * each_bytes, slot(ctx, rank) + offset, each_bytes)
+        copy_bytes(recv + i * each_bytes, slot(ctx, rank, 0) + offset, each_bytes)
     return code
 
 
@@ -225,7 +232,7 @@ def _tables_agree(ctx: int) -> bool:
     size = peek(ctx + 8 * SIZE)
     for src in range(size):
         for dst in range(size):
-            if peek(slot(ctx, src) + 24 * dst) != peek(slot(ctx, dst) + 24 * src + 16):
+            if peek(slot(ctx, src, 0) + 24 * dst) != peek(slot(ctx, dst, 0) + 24 * src + 16):
                 return False
     return True
 
@@ -248,7 +255,7 @@ def exchange(
     """
     step(ctx)
     me, size = peek(ctx + 8 * ME), peek(ctx + 8 * SIZE)
-    head, mine = 24 * size, slot(ctx, me)
+    head, mine = 24 * size, slot(ctx, me, 0)
     last = peek(ctx + 8 * SLOT_BYTES) - 8
     copy_bytes(mine, table, head)
     poke(mine + last, 1 if head + send_bytes <= last else 0)
@@ -263,7 +270,7 @@ def exchange(
     all_in_slots = True
     for i in range(size):
         rank = (me + i) % size
-        theirs = slot(ctx, rank)
+        theirs = slot(ctx, rank, 0)
         part, at = peek(theirs + 24 * me), peek(theirs + 24 * me + 8)
         target = recv + peek(places + 8 * rank)
         if peek(theirs + last) != 0:

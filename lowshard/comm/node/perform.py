@@ -54,7 +54,8 @@ def perform(ctx: int, row: int, send: int, recv: int) -> Any:
     e, f = _number(row, 4), _number(row, 5)
     if kind == FOLD_SLOTS:
         return fold_slots(ctx, signature, send, send_bytes, recv, a, b, c, d, e)
-    return fold_buffers(ctx, signature, send, send_bytes, recv, recv_bytes, a, b, c, d, e, f)
+    g = _number(row, 6)
+    return fold_buffers(ctx, signature, send, send_bytes, recv, recv_bytes, a, b, c, d, e, f, g)
 
 
 @njit(nogil=True)  # type: ignore[untyped-decorator]

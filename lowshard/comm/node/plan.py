@@ -96,6 +96,8 @@ class NodePlans(Communicator):
     _ctx: int
     _compiled: Calls
     _slot_bytes: int
+    _small_bytes: int
+    _crowded: bool
     _steps_at: dict[str, int]
     _scratch: np.ndarray | None
 
@@ -247,7 +249,7 @@ class NodePlans(Communicator):
             in_place: see `_large`.
         """
         sizes = send_bytes, ranks * each
-        if most <= self._slot_bytes:
+        if most <= self._small_bytes:
             return self._small(call, GATHER_SLOTS, sizes, first, ranks, offset, each)
         return self._large(call, GATHER_BUFFERS, sizes, first, ranks, offset, each, in_place=in_place)
 
@@ -266,7 +268,7 @@ class NodePlans(Communicator):
 
     def _plan_broadcast(self, call: Call, dtype: Any, elems: int, root: int) -> Run:
         mine, whole = self.rank == root, elems * dtype.itemsize
-        if whole <= self._slot_bytes:
+        if whole <= self._small_bytes:
             run = self._pull(call, whole if mine else 0, 0 if mine else whole, root, 1, 0, whole)
             return (lambda buf: run(buf, None)) if mine else (lambda buf: run(None, buf))
         run = self._large(call, SPREAD, (whole if mine else 0, 0 if mine else whole), root)
@@ -274,7 +276,7 @@ class NodePlans(Communicator):
 
     def _plan_gather(self, call: Call, dtype: Any, elems: int, root: int) -> Run:
         each = elems * dtype.itemsize
-        if each <= self._slot_bytes:
+        if each <= self._small_bytes:
             return self._pull(call, each, each if self.rank == root else 0, 0, self.size, 0, each)
         return self._large(call, COLLECT, (each, each * self.size if self.rank == root else 0), root, each)
 
@@ -354,7 +356,7 @@ class NodePlans(Communicator):
         if not recipe:
             return super()._plan_all_reduce(call, dtype, elems, op, order)
         nbytes, divisor, steps = elems * dtype.itemsize, self._divisor(op), self._steps_at[order]
-        if nbytes <= self._slot_bytes:
+        if nbytes <= self._small_bytes:
             return self._small(call, FOLD_SLOTS, (nbytes, nbytes), 0, elems, divisor, steps, recipe)
         return self._straight(call, (nbytes, nbytes), elems, EVERYWHERE, 0, divisor, steps, recipe)
 
@@ -364,7 +366,7 @@ class NodePlans(Communicator):
             return super()._plan_reduce_scatter(call, dtype, elems, op, order)
         nbytes, divisor, steps = elems * dtype.itemsize * self.size, self._divisor(op), self._steps_at[order]
         sizes = nbytes, elems * dtype.itemsize
-        if nbytes <= self._slot_bytes:
+        if nbytes <= self._small_bytes:
             return self._small(call, FOLD_SLOTS, sizes, elems * self.rank, elems, divisor, steps, recipe)
         return self._straight(call, sizes, elems, PART, 0, divisor, steps, recipe)
 
@@ -375,7 +377,7 @@ class NodePlans(Communicator):
         nbytes, divisor, steps = elems * dtype.itemsize, self._divisor(op), self._steps_at[order]
         mine = elems if self.rank == root else 0
         sizes = nbytes, mine * dtype.itemsize
-        if nbytes <= self._slot_bytes:
+        if nbytes <= self._small_bytes:
             return self._small(call, FOLD_SLOTS, sizes, 0, mine, divisor, steps, recipe)
         return self._straight(call, sizes, elems, TO_ROOT, root, divisor, steps, recipe)
 
@@ -383,7 +385,16 @@ class NodePlans(Communicator):
         return self.size if op == "avg" else 1
 
     def _straight(self, call: Call, sizes: tuple[int, int], elems: int, mode: int, *numbers: int) -> Run:
-        return self._large(call, FOLD_BUFFERS, sizes, elems, mode, *numbers, stages_recv=mode != OWN_PART)
+        in_turn = mode in (EVERYWHERE, TO_ROOT) and self._place.memory.reads_across and not self._crowded
+        chunk_elems = self._chunk_elems(sizes[0] // elems) if in_turn else 0
+        return self._large(
+            call, FOLD_BUFFERS, sizes, elems, mode, *numbers, chunk_elems, stages_recv=mode != OWN_PART
+        )
+
+    def _chunk_elems(self, item: int) -> int:
+        """Return the elements of a chunk that fits a slot together with a rank's part of one."""
+        whole = self._slot_bytes // item
+        return int(whole * self.size // (self.size + 1) // self.size * self.size)
 
     # ---- results that the ranks share
 
