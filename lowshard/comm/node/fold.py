@@ -14,19 +14,24 @@ from lowshard.comm.node.atomic import call_five, call_three, copy_bytes, fence, 
 from lowshard.comm.node.combine import BLOCK_BYTES, COMBINE, DIVIDE, ITEM, NARROW, WIDE_ITEM, WIDEN
 from lowshard.comm.node.meet import ME, OK, PARTS, RECV, SCRATCH, SEND, SIZE, line, meet, slot, step
 from lowshard.comm.node.move import (
-    NO_SEGMENT,
     STREAM_BYTES,
     copy_past,
     fetch,
+    is_private,
     leave,
+    note_mapped,
     put,
     say,
     seen_at,
+    shared_operands,
     transfer,
 )
 
-_PAST_ALL_BYTES = 16 << 20
-"""From here on a result that was made out of slots goes past the caches; smaller ones stay in the last of them."""
+PAST_ALL_BYTES = 16 << 20
+"""From here on what is made out of slots goes past the caches; less stays in the last of them."""
+
+SHARED_IN_TURN_BYTES = 32 << 20
+"""From here on operands that peers map go in turn too, which reads and writes memory least."""
 
 PART, EVERYWHERE, TO_ROOT, OWN_PART = range(4)
 """Where a fold's result goes: this rank's part to itself (reduce_scatter); everything to all ranks, each folding a part
@@ -135,15 +140,6 @@ def fold_slots(
 
 
 @njit(nogil=True)  # type: ignore[untyped-decorator]
-def all_shared(ctx: int) -> bool:
-    """Say whether all operands lie in memory that peers map; from the cards: the same on all ranks."""
-    for rank in range(peek(ctx + 8 * SIZE)):  # noqa: SIM110  Numba compiles no generator in all()
-        if peek(line(ctx, rank) + 8 * SEND + 8) == NO_SEGMENT:
-            return False
-    return True
-
-
-@njit(nogil=True)  # type: ignore[untyped-decorator]
 def _show(ctx: int, send: int, begin: int, count: int, item: int) -> None:
     """Put the elements of a chunk that other ranks fold into this rank's slot, each at its place in the chunk."""
     me, size = peek(ctx + 8 * ME), peek(ctx + 8 * SIZE)
@@ -205,18 +201,9 @@ def _fold_in_turn(
         recipe: the same.
     """
     me, size, item = peek(ctx + 8 * ME), peek(ctx + 8 * SIZE), peek(recipe + 8 * ITEM)
-    mapped = peek(ctx + 8 * PARTS) + 8 * size
-    private = True
-    for rank in range(size):
-        shared = peek(line(ctx, rank) + 8 * SEND + 8) != NO_SEGMENT
-        base = seen_at(ctx, rank, SEND)
-        if shared and base == 0:  # not mapped here yet
-            base = -peek(line(ctx, rank) + 8 * SEND)
-        poke(mapped + 8 * rank, base if shared else 0)
-        if rank == me:
-            private = not shared
+    private, mapped = is_private(ctx), note_mapped(ctx)
     behind = chunk_elems * item
-    streaming = elems * item >= _PAST_ALL_BYTES
+    streaming = elems * item >= PAST_ALL_BYTES
     begin = 0
     while True:
         count = min(chunk_elems, elems - begin)
@@ -254,21 +241,23 @@ def fold_buffers(
 ) -> Any:  # fmt: skip
     """Fold straight out of the operands' memory; `mode` says where the result goes.
 
-    Private operands of a whole result go through the slots instead, `chunk_elems` at a time, if that is not 0: the
-    system call that reads them pins each of their pages, which takes longer than to copy it.
+    If `chunk_elems` is not 0 the result goes through the slots instead, so many at a time; and so do private operands,
+    since the system call that reads them pins each of their pages, which takes longer than to copy it.
     """
     step(ctx)
     say(ctx, SEND, send, send_bytes)
     say(ctx, RECV, recv, recv_bytes)
-    if chunk_elems != 0 and peek(line(ctx, peek(ctx + 8 * ME)) + 8 * SEND + 8) == NO_SEGMENT:
+    if chunk_elems != 0 and is_private(ctx):
         _show(ctx, send, 0, min(chunk_elems, elems), peek(recipe + 8 * ITEM))
     code = meet(ctx, signature)
     if code != OK:
         return code
-    if chunk_elems != 0 and not all_shared(ctx):
+    item = peek(recipe + 8 * ITEM)
+    shared = shared_operands(ctx) == peek(ctx + 8 * SIZE)
+    if chunk_elems != 0 and (mode == TO_ROOT or not shared or elems * item >= SHARED_IN_TURN_BYTES):
         whom = root if mode == TO_ROOT else -1
         return _fold_in_turn(ctx, send, recv, elems, chunk_elems, whom, divisor, steps, recipe)
-    me, size, item = peek(ctx + 8 * ME), peek(ctx + 8 * SIZE), peek(recipe + 8 * ITEM)
+    me, size = peek(ctx + 8 * ME), peek(ctx + 8 * SIZE)
     if mode == PART:
         fold_part(ctx, recv, me * elems, elems, -1, divisor, steps, recipe)
         return leave(ctx)

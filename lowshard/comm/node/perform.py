@@ -44,7 +44,7 @@ def perform(ctx: int, row: int, send: int, recv: int) -> Any:
     if kind == GATHER_SLOTS:
         return gather_slots(ctx, signature, send, send_bytes, recv, a, b, c, d)
     if kind == GATHER_BUFFERS:
-        return gather_buffers(ctx, signature, send, send_bytes, recv, a, b, c, d)
+        return gather_buffers(ctx, signature, send, send_bytes, recv, a, b, c, d, _number(row, 4))
     if kind == COLLECT:
         return collect(ctx, signature, send, recv, recv_bytes, a, b)
     if kind == SPREAD:

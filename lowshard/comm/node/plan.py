@@ -52,6 +52,9 @@ Array = Any
 
 address_of = MPI.Get_address  # a tenth of the time that NumPy takes to tell
 
+_MOST_IN_TURN_BYTES = 8 << 20
+"""A larger move than this goes straight: it waits for memory, and not for pages to be pinned."""
+
 FACT = 3
 """Signature of what communicators ask of each other beside the users' calls."""
 STEP = "step"
@@ -244,20 +247,23 @@ class NodePlans(Communicator):
             each: bytes it takes from a rank; 0 for none.
             first: the first rank it takes from.
             ranks: how many.
-            offset: where in their buffers.
+            offset: where in their buffers; -1 as 0, where it is the same for all ranks.
             most: the largest `send_bytes` of any rank, which decides on the way.
             in_place: see `_large`.
         """
         sizes = send_bytes, ranks * each
         if most <= self._small_bytes:
-            return self._small(call, GATHER_SLOTS, sizes, first, ranks, offset, each)
-        return self._large(call, GATHER_BUFFERS, sizes, first, ranks, offset, each, in_place=in_place)
+            return self._small(call, GATHER_SLOTS, sizes, first, ranks, max(offset, 0), each)
+        numbers, piece = (first, ranks, offset, each), 0
+        if ranks == self.size and self._in_turn and ranks * each < _MOST_IN_TURN_BYTES:
+            piece = self._slot_bytes if offset < 0 else self._slot_bytes // self.size // 64 * 64
+        return self._large(call, GATHER_BUFFERS, sizes, *numbers, piece, in_place=in_place)
 
     def _plan_all_gather(self, call: Call, dtype: Any, elems: int) -> Run:
         if self.size == 1:
             return _copy
         each = elems * dtype.itemsize
-        return self._pull(call, each, each, 0, self.size, 0, each)
+        return self._pull(call, each, each, 0, self.size, -1, each)
 
     def _plan_all_to_all(self, call: Call, dtype: Any, elems: int) -> Run:
         if self.size == 1:
@@ -385,11 +391,16 @@ class NodePlans(Communicator):
         return self.size if op == "avg" else 1
 
     def _straight(self, call: Call, sizes: tuple[int, int], elems: int, mode: int, *numbers: int) -> Run:
-        in_turn = mode in (EVERYWHERE, TO_ROOT) and self._place.memory.reads_across and not self._crowded
+        in_turn = mode in (EVERYWHERE, TO_ROOT) and self._in_turn
         chunk_elems = self._chunk_elems(sizes[0] // elems) if in_turn else 0
         return self._large(
             call, FOLD_BUFFERS, sizes, elems, mode, *numbers, chunk_elems, stages_recv=mode != OWN_PART
         )
+
+    @property
+    def _in_turn(self) -> bool:
+        """Whether large private operands go through the slots, piece by piece."""
+        return self._place.memory.reads_across and not self._crowded
 
     def _chunk_elems(self, item: int) -> int:
         """Return the elements of a chunk that fits a slot together with a rank's part of one."""
