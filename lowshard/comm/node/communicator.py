@@ -41,7 +41,6 @@ from lowshard.comm.node.meet import (
     SLOTS,
     SPINS,
     TIMEOUT_NS,
-    TURNS,
     WANTED,
     WATCHED,
     YIELDS,
@@ -54,10 +53,8 @@ from lowshard.comm.work import Work
 
 Array = Any
 
-_SLOT_BYTES, _MOST_TURNS, _GROUP_BYTES = 64 << 10, 16, 8 << 20
-"""A line that another core has just read is dear to write again, and one just written is dear to read. So a rank has
-many slots, 1 MiB of them: what is written goes to lines that the caches have let go of. Measured on two cores of an
-EPYC with 1 MiB of cache each: an all_reduce of 1 MiB takes 74 us with 16 slots of 64 KiB, and 160 us with two."""
+_SLOT_BYTES, _GROUP_BYTES = 256 << 10, 4 << 20
+"""Of a slot, and of all ranks' slots of one turn, at most."""
 _SMALL_BYTES = 32 << 10
 """What goes through the slots whole, at one meeting."""
 _SPINS_ALONE, _YIELDS_ALONE = 4000, 200
@@ -98,7 +95,6 @@ class NodeCommunicator(QuickCalls):
         words[FLAG] = self._mailbox.lookout.flag_address
         self._watched = np.array(self._mailbox.watched, np.int64)
         words[GONE], words[WATCHED] = self._mailbox.lookout.gone_address, address_of(self._watched)
-        words[TURNS] = turns(size)
         words[TIMEOUT_NS] = int(self.timeout_s * 1e9)
         words[SPINS] = _SPINS_CROWDED if crowded else _SPINS_ALONE
         words[YIELDS] = _YIELDS_CROWDED if crowded else _YIELDS_ALONE
@@ -211,18 +207,13 @@ class NodeCommunicator(QuickCalls):
 
 
 def slot_bytes(size: int) -> int:
-    """Return the bytes of a slot in a group of so many ranks: tables of three int64 a rank must fit."""
-    needed = 32 * size + 64
-    return max(_SLOT_BYTES, -(-needed // 4096) * 4096)
-
-
-def turns(size: int) -> int:
-    """Return the slots of a rank in a group of so many ranks."""
-    return max(2, min(_MOST_TURNS, _GROUP_BYTES // (size * slot_bytes(size))))
+    """Return the bytes of a slot in a group of so many ranks: small payloads and tables of three int64 a rank fit."""
+    needed = max(_SMALL_BYTES, 32 * size + 64)
+    return max(min(_SLOT_BYTES, _GROUP_BYTES // size // 4096 * 4096), -(-needed // 4096) * 4096)
 
 
 def lend_group(memory: NodeMemory, size: int) -> Any:
     """Return a block for the cards and slots of a group, cards cleared."""
-    block = memory.lend(size * (CARD_BYTES + turns(size) * slot_bytes(size)), size)
+    block = memory.lend(size * (CARD_BYTES + 2 * slot_bytes(size)), size)
     ctypes.memset(block.address + head_bytes(size), 0, size * CARD_BYTES)
     return block

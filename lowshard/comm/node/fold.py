@@ -15,6 +15,7 @@ from lowshard.comm.node.combine import BLOCK_BYTES, COMBINE, DIVIDE, ITEM, NARRO
 from lowshard.comm.node.meet import ME, OK, PARTS, RECV, SCRATCH, SEND, SIZE, line, meet, slot, step
 from lowshard.comm.node.move import (
     STREAM_BYTES,
+    all_shared,
     copy_past,
     fetch,
     is_private,
@@ -23,7 +24,6 @@ from lowshard.comm.node.move import (
     put,
     say,
     seen_at,
-    shared_operands,
     transfer,
 )
 
@@ -145,9 +145,9 @@ def _show(ctx: int, send: int, begin: int, count: int, item: int) -> None:
     me, size = peek(ctx + 8 * ME), peek(ctx + 8 * SIZE)
     first, own = part_of(count, size, me)
     to, source = slot(ctx, me, 0), send + begin * item
-    copy_bytes(to, source, first * item)
+    copy_past(to, source, first * item)
     done = first + own
-    copy_bytes(to + done * item, source + done * item, (count - done) * item)
+    copy_past(to + done * item, source + done * item, (count - done) * item)
 
 
 @njit(nogil=True)  # type: ignore[untyped-decorator]
@@ -177,7 +177,13 @@ def _fold_chunk(
                 at = peek(ctx + 8 * SCRATCH) + rank * BLOCK_BYTES
                 transfer(ctx, rank, at, offset - base, n * item, False)
             poke(parts + 8 * rank, at)
-        fold_block(ctx, result + (start - first) * item, n, divisor, steps, recipe, streaming)
+        into = result + (start - first) * item
+        if streaming and (divisor != 1 or peek(recipe + 8 * WIDEN) != 0):
+            finished = peek(ctx + 8 * SCRATCH) + (scratch_blocks(size) - 1) * BLOCK_BYTES
+            fold_block(ctx, finished, n, divisor, steps, recipe, False)
+            copy_past(into, finished, n * item)
+        else:
+            fold_block(ctx, into, n, divisor, steps, recipe, streaming)
 
 
 @njit(nogil=True)  # type: ignore[untyped-decorator]
@@ -187,7 +193,8 @@ def _fold_in_turn(
     """Fold chunk by chunk through the slots, from the meeting on at which the first chunk was shown.
 
     Each rank folds its part of a chunk straight into its next slot, behind the next chunk's operand. So a chunk takes
-    one meeting, and what another rank wrote is read once.
+    one meeting, and what another rank wrote is read once. Slots are written past the caches: a line that is new in
+    another core's cache is dear to read, many times as dear where the cores are far from each other.
 
     Args:
         ctx: the context.
@@ -207,7 +214,7 @@ def _fold_in_turn(
     begin = 0
     while True:
         count = min(chunk_elems, elems - begin)
-        result, past = slot(ctx, me, 1) + behind, False
+        result, past = slot(ctx, me, 1) + behind, True
         if me == root:  # nobody else wants it
             result, past = recv + (begin + part_of(count, size, me)[0]) * item, streaming
         _fold_chunk(ctx, send, begin, count, mapped, result, divisor, steps, recipe, past)
@@ -215,6 +222,7 @@ def _fold_in_turn(
         after = begin + count
         if private and after < elems:
             _show(ctx, send, after, min(chunk_elems, elems - after), item)
+        fence()  # what went past the caches is there before anybody is told
         code = meet(ctx, 0)
         if code != OK:
             return code
@@ -249,12 +257,12 @@ def fold_buffers(
     say(ctx, RECV, recv, recv_bytes)
     if chunk_elems != 0 and is_private(ctx):
         _show(ctx, send, 0, min(chunk_elems, elems), peek(recipe + 8 * ITEM))
+        fence()
     code = meet(ctx, signature)
     if code != OK:
         return code
     item = peek(recipe + 8 * ITEM)
-    shared = shared_operands(ctx) == peek(ctx + 8 * SIZE)
-    if chunk_elems != 0 and (mode == TO_ROOT or not shared or elems * item >= SHARED_IN_TURN_BYTES):
+    if chunk_elems != 0 and (mode == TO_ROOT or elems * item >= SHARED_IN_TURN_BYTES or not all_shared(ctx)):
         whom = root if mode == TO_ROOT else -1
         return _fold_in_turn(ctx, send, recv, elems, chunk_elems, whom, divisor, steps, recipe)
     me, size = peek(ctx + 8 * ME), peek(ctx + 8 * SIZE)

@@ -36,7 +36,7 @@ ME = 1
 CARDS = 2
 """Address of the cards."""
 SLOTS = 3
-"""Address of the slots, TURNS a rank, which meetings take in turn, for what goes through memory of the group's."""
+"""Address of the slots, two a rank, which meetings take in turn, for what goes through memory of the group's."""
 SLOT_BYTES = 4
 FLAG = 5
 """Address of an int64 that is not 0 once a failure is known."""
@@ -74,8 +74,6 @@ GONE = 28
 """Address of an int64 a rank of the side channel: when it ended its program in order, in ns, or 0; 0 for no table."""
 WATCHED = 29
 """Address of an int64 a rank of the group: its rank in that table."""
-TURNS = 30
-"""Slots a rank, two at least: all have read what was shown two meetings ago."""
 CONTEXT_WORDS = 32
 
 SEGMENTS = 64
@@ -112,9 +110,8 @@ def line(ctx: int, rank: int) -> Any:
 @njit(nogil=True)  # type: ignore[untyped-decorator]
 def slot(ctx: int, rank: int, ahead: int) -> Any:
     """Return the address of a rank's slot for the stamp that is being met, or (ahead 1) for the next."""
-    turns = peek(ctx + 8 * TURNS)
-    turn = (peek(ctx + 8 * STAMP) + ahead) % turns
-    return peek(ctx + 8 * SLOTS) + (turns * rank + turn) * peek(ctx + 8 * SLOT_BYTES)
+    turn = (peek(ctx + 8 * STAMP) + ahead) & 1
+    return peek(ctx + 8 * SLOTS) + (2 * rank + turn) * peek(ctx + 8 * SLOT_BYTES)
 
 
 @njit(nogil=True)  # type: ignore[untyped-decorator]

@@ -170,13 +170,12 @@ def gather_slots(
 
 
 @njit(nogil=True)  # type: ignore[untyped-decorator]
-def shared_operands(ctx: int) -> Any:
-    """Return how many ranks' operands lie in memory that peers map; from the cards: the same on all ranks."""
-    shared = 0
-    for rank in range(peek(ctx + 8 * SIZE)):
-        if peek(line(ctx, rank) + 8 * SEND + 8) != NO_SEGMENT:
-            shared += 1
-    return shared
+def all_shared(ctx: int) -> bool:
+    """Say whether all operands lie in memory that peers map; from the cards: the same on all ranks."""
+    for rank in range(peek(ctx + 8 * SIZE)):  # noqa: SIM110  Numba compiles no generator in all()
+        if peek(line(ctx, rank) + 8 * SEND + 8) == NO_SEGMENT:
+            return False
+    return True
 
 
 @njit(nogil=True)  # type: ignore[untyped-decorator]
@@ -204,76 +203,16 @@ def note_mapped(ctx: int) -> Any:
 
 
 @njit(nogil=True)  # type: ignore[untyped-decorator]
-def _show_pieces(ctx: int, send: int, begin: int, each_bytes: int, piece_bytes: int, strided: bool) -> None:
-    """Put the next piece of what others take into this rank's slot: one for all, or (strided) one for each."""
-    me, size = peek(ctx + 8 * ME), peek(ctx + 8 * SIZE)
-    n = min(piece_bytes, each_bytes - begin)
-    if not strided:
-        copy_bytes(slot(ctx, me, 0), send + begin, n)
-        return
-    for rank in range(size):
-        if rank != me:
-            copy_bytes(slot(ctx, me, 0) + rank * piece_bytes, send + rank * each_bytes + begin, n)
-
-
-@njit(nogil=True)  # type: ignore[untyped-decorator]
-def _gather_in_turn(ctx: int, send: int, recv: int, offset: int, each_bytes: int, piece_bytes: int) -> Any:
-    """Take `each_bytes` from every rank piece by piece, from the meeting on at which the first was shown."""
-    me, size = peek(ctx + 8 * ME), peek(ctx + 8 * SIZE)
-    strided, private, mixed = offset >= 0, is_private(ctx), shared_operands(ctx) != 0
-    mine = me * each_bytes if strided else 0
-    mapped = note_mapped(ctx)
-    begin = 0
-    while True:
-        n = min(piece_bytes, each_bytes - begin)
-        for i in range(size):
-            rank = (me + i) % size
-            base, into = peek(mapped + 8 * rank), recv + rank * each_bytes + begin
-            if rank == me:
-                source = send + mine + begin
-                if source == into:
-                    continue
-            elif base == 0:
-                source = slot(ctx, rank, 0) + (me * piece_bytes if strided else 0)
-            elif base > 0:
-                source = base + mine + begin
-            else:
-                transfer(ctx, rank, into, mine + begin - base, n, False)
-                continue
-            copy_bytes(into, source, n)
-        begin += n
-        if begin >= each_bytes:
-            break
-        step(ctx)
-        if private:
-            _show_pieces(ctx, send, begin, each_bytes, piece_bytes, strided)
-        code = meet(ctx, 0)
-        if code != OK:
-            return code
-    return leave(ctx) if mixed else OK
-
-
-@njit(nogil=True)  # type: ignore[untyped-decorator]
 def gather_buffers(
     ctx: int, signature: int, send: int, send_bytes: int, recv: int, first: int, ranks: int, offset: int,
-    each_bytes: int, piece_bytes: int,
+    each_bytes: int,
 ) -> Any:  # fmt: skip
-    """As `gather_slots`, straight out of the others' buffers: a meeting before and one after.
-
-    Where all ranks take from all, private operands go through the slots instead, `piece_bytes` at a time, if that is
-    not 0: the system call that reads them pins each of their pages, which takes longer than to copy it. `offset` is
-    that of this rank's part then, or negative where all take the same.
-    """
+    """As `gather_slots`, straight out of the others' buffers: a meeting before and one after."""
     step(ctx)
     say(ctx, SEND, send, send_bytes)
-    if piece_bytes != 0 and is_private(ctx):
-        _show_pieces(ctx, send, 0, each_bytes, piece_bytes, offset >= 0)
     code = meet(ctx, signature)
     if code != OK:
         return code
-    if piece_bytes != 0 and shared_operands(ctx) < peek(ctx + 8 * SIZE):
-        return _gather_in_turn(ctx, send, recv, offset, each_bytes, piece_bytes)
-    offset = max(offset, 0)
     if each_bytes:
         me = peek(ctx + 8 * ME)
         for i in range(ranks):

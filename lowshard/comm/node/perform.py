@@ -9,11 +9,12 @@ from numba import njit
 from lowshard.comm.node.atomic import peek
 from lowshard.comm.node.fold import fold_buffers, fold_slots
 from lowshard.comm.node.meet import ME
-from lowshard.comm.node.move import barrier, collect, gather_buffers, gather_slots, spread
+from lowshard.comm.node.move import barrier, collect, exchange, gather_buffers, gather_slots, spread
 from lowshard.comm.node.row import (
     ANY,
     BARRIER,
     COLLECT,
+    EXCHANGE,
     FIRST,
     FOLD_SLOTS,
     GATHER_BUFFERS,
@@ -44,13 +45,15 @@ def perform(ctx: int, row: int, send: int, recv: int) -> Any:
     if kind == GATHER_SLOTS:
         return gather_slots(ctx, signature, send, send_bytes, recv, a, b, c, d)
     if kind == GATHER_BUFFERS:
-        return gather_buffers(ctx, signature, send, send_bytes, recv, a, b, c, d, _number(row, 4))
+        return gather_buffers(ctx, signature, send, send_bytes, recv, a, b, c, d)
     if kind == COLLECT:
         return collect(ctx, signature, send, recv, recv_bytes, a, b)
     if kind == SPREAD:
         if send != 0:  # at the root
             return spread(ctx, signature, send, send_bytes, a)
         return spread(ctx, signature, recv, recv_bytes, a)
+    if kind == EXCHANGE:
+        return exchange(ctx, signature, a, b, send, send_bytes, recv, c != 0)
     e, f = _number(row, 4), _number(row, 5)
     if kind == FOLD_SLOTS:
         return fold_slots(ctx, signature, send, send_bytes, recv, a, b, c, d, e)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 from mpi4py import MPI
@@ -37,6 +37,7 @@ from lowshard.comm.node.row import (
     APART,
     BARRIER,
     COLLECT,
+    EXCHANGE,
     FOLD_BUFFERS,
     FOLD_SLOTS,
     GATHER_BUFFERS,
@@ -51,9 +52,6 @@ from lowshard.errors import CommError
 Array = Any
 
 address_of = MPI.Get_address  # a tenth of the time that NumPy takes to tell
-
-_MOST_IN_TURN_BYTES = 8 << 20
-"""A larger move than this goes straight: it waits for memory, and not for pages to be pinned."""
 
 FACT = 3
 """Signature of what communicators ask of each other beside the users' calls."""
@@ -76,18 +74,20 @@ class Place:
     block: int
 
 
-class _Spans(NamedTuple):
+class Spans(NamedTuple):
     """Of an exchange, in bytes, with their addresses.
 
     Attributes:
         table: `[ranks, 3]` int64: sent to a rank, where from, expected from it.
         places: `[ranks]` int64: where to.
+        item: bytes of an element.
     """
 
     table: np.ndarray
     places: np.ndarray
     table_at: int
     places_at: int
+    item: int
 
 
 class NodePlans(Communicator):
@@ -247,23 +247,20 @@ class NodePlans(Communicator):
             each: bytes it takes from a rank; 0 for none.
             first: the first rank it takes from.
             ranks: how many.
-            offset: where in their buffers; -1 as 0, where it is the same for all ranks.
+            offset: where in their buffers.
             most: the largest `send_bytes` of any rank, which decides on the way.
             in_place: see `_large`.
         """
         sizes = send_bytes, ranks * each
         if most <= self._small_bytes:
-            return self._small(call, GATHER_SLOTS, sizes, first, ranks, max(offset, 0), each)
-        numbers, piece = (first, ranks, offset, each), 0
-        if ranks == self.size and self._in_turn and ranks * each < _MOST_IN_TURN_BYTES:
-            piece = self._slot_bytes if offset < 0 else self._slot_bytes // self.size // 64 * 64
-        return self._large(call, GATHER_BUFFERS, sizes, *numbers, piece, in_place=in_place)
+            return self._small(call, GATHER_SLOTS, sizes, first, ranks, offset, each)
+        return self._large(call, GATHER_BUFFERS, sizes, first, ranks, offset, each, in_place=in_place)
 
     def _plan_all_gather(self, call: Call, dtype: Any, elems: int) -> Run:
         if self.size == 1:
             return _copy
         each = elems * dtype.itemsize
-        return self._pull(call, each, each, 0, self.size, -1, each)
+        return self._pull(call, each, each, 0, self.size, 0, each)
 
     def _plan_all_to_all(self, call: Call, dtype: Any, elems: int) -> Run:
         if self.size == 1:
@@ -313,14 +310,14 @@ class NodePlans(Communicator):
             call.prepared = self._spans(send, send_counts, send_displs, recv_counts, recv_displs)
         self._exchange(self._sign(call), call.text, send, recv, call.prepared, self._check != "off")
 
-    def _spans(self, send: Array, *spans: Sequence[int]) -> _Spans:
+    def _spans(self, send: Array, *spans: Sequence[int]) -> Spans:
         """Return counts and displacements (sent, received) in bytes, as the compiled exchange takes them."""
         counts, displs, expected, places = (np.array(span, np.int64) * send.itemsize for span in spans)
         table = np.stack([counts, displs, expected], axis=1)
-        return _Spans(table, places, address_of(table), address_of(places))
+        return Spans(table, places, address_of(table), address_of(places), send.itemsize)
 
     def _exchange(
-        self, signature: int, text: str, send: Array, recv: Array, spans: _Spans, check: bool = False
+        self, signature: int, text: str, send: Array, recv: Array, spans: Spans, check: bool = False
     ) -> None:  # fmt: skip
         memory = self._place.memory
         at, to, size = address_of(send), address_of(recv), send.nbytes
@@ -338,11 +335,22 @@ class NodePlans(Communicator):
         )
         if memory.wanted[0]:
             memory.map_new()
+        if code == UNEQUAL:
+            self._unequal(text, spans)
         if code:
-            if code == UNEQUAL:
-                sent, expected = (spans.table[:, i] // send.itemsize for i in (0, 2))
-                self._differ(f"{text} send_counts={sent.tolist()} recv_counts={expected.tolist()}")
             self._end(code, text)
+
+    def _unequal(self, text: str, spans: Spans) -> NoReturn:
+        """Raise what is wrong where a rank sends more or less than its receiver expects."""
+        sent, expected = (spans.table[:, i] // spans.item for i in (0, 2))
+        self._differ(f"{text} send_counts={sent.tolist()} recv_counts={expected.tolist()}")
+
+    def _exchange_row(self, call: Call, send: Array, recv: Array) -> np.ndarray | None:
+        """Return the row of an exchange that was made before, or None if a row is not all there is to it."""
+        if self._check == "full" or not self._place.memory.reads_across:
+            return None
+        numbers = call.prepared.table_at, call.prepared.places_at, self._check != "off"
+        return row_of(EXCHANGE, self._sign(call), send.nbytes, recv.nbytes, APART, *numbers)
 
     # ---- plans of reductions
 
@@ -391,16 +399,11 @@ class NodePlans(Communicator):
         return self.size if op == "avg" else 1
 
     def _straight(self, call: Call, sizes: tuple[int, int], elems: int, mode: int, *numbers: int) -> Run:
-        in_turn = mode in (EVERYWHERE, TO_ROOT) and self._in_turn
+        in_turn = mode in (EVERYWHERE, TO_ROOT) and self._place.memory.reads_across and not self._crowded
         chunk_elems = self._chunk_elems(sizes[0] // elems) if in_turn else 0
         return self._large(
             call, FOLD_BUFFERS, sizes, elems, mode, *numbers, chunk_elems, stages_recv=mode != OWN_PART
         )
-
-    @property
-    def _in_turn(self) -> bool:
-        """Whether large private operands go through the slots, piece by piece."""
-        return self._place.memory.reads_across and not self._crowded
 
     def _chunk_elems(self, item: int) -> int:
         """Return the elements of a chunk that fits a slot together with a rank's part of one."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import Any
 
@@ -19,13 +19,15 @@ from lowshard.comm.activity import CALL_BYTES, Activity
 from lowshard.comm.argument import key_of
 from lowshard.comm.call import Call
 from lowshard.comm.node import table as t
-from lowshard.comm.node.meet import OK
-from lowshard.comm.node.plan import NodePlans, address_of
+from lowshard.comm.node.meet import OK, UNEQUAL
+from lowshard.comm.node.plan import NodePlans, Spans, address_of
 from lowshard.comm.protocol import Op, Order
 
 Array = Any
 
-ALL_GATHER, ALL_TO_ALL, BROADCAST, GATHER, SCATTER, ALL_REDUCE, REDUCE_SCATTER, REDUCE, BARRIER = range(9)
+(
+    ALL_GATHER, ALL_TO_ALL, BROADCAST, GATHER, SCATTER, ALL_REDUCE, REDUCE_SCATTER, REDUCE, BARRIER, ALL_TO_ALL_V,
+) = range(10)  # fmt: skip
 _ORDERS = ("fast", "tree", "rank")
 _REDUCTIONS = {
     (op, order): 16 * i
@@ -34,9 +36,10 @@ _REDUCTIONS = {
     )
 }
 _ROOT = 1 << 12
-"""What is asked, as a number: collective, plus its reduction, plus its root times this."""
+"""What is asked, as a number: collective, plus its reduction, plus its root (or number of counts) times this."""
 
 _ENTRIES = 128
+_COUNTS_KEPT = 256
 
 
 class Table:
@@ -46,7 +49,7 @@ class Table:
         self._activity = activity
         self._head = np.zeros(t.HEAD_WORDS, np.int64)
         self._entries = np.zeros((1, t.ENTRY_WORDS), np.int64)  # most communicators make few calls
-        self._kept: dict[int, tuple[Call, np.ndarray, list[Any]]] = {}
+        self._kept: dict[int, tuple[Call, Any]] = {}
         head = self._head
         head[t.CONTEXT], head[t.ARRAY_TYPE] = ctx, id(np.ndarray)
         head[t.TEXT], head[t.RING] = activity.text_address, activity.ring_address
@@ -58,8 +61,8 @@ class Table:
         """Return the call that was run last."""
         return self._kept[int(self._head[t.LAST])][0]
 
-    def add(self, act: int, call: Call, send: Array | None, recv: Array | None) -> None:
-        """Enter a call that has a row, for buffers such as these."""
+    def add(self, act: int, call: Call, row: np.ndarray, send: Array | None, recv: Array | None) -> None:
+        """Enter a call, for buffers such as these."""
         dtypes = [buf.dtype for buf in (send, recv) if buf is not None]
         dtype = id(dtypes[0]) if dtypes else 0
         elems = [t.NONE if buf is None else buf.size for buf in (send, recv)]
@@ -73,9 +76,8 @@ class Table:
         encoded = np.zeros(CALL_BYTES, np.uint8)
         encoded[: len(call.encoded)] = np.frombuffer(call.encoded, np.uint8)
         name = self._activity.name(call)
-        self._kept[name] = call, encoded, dtypes
-        row = address_of(call.prepared)
-        self._entries[at] = act, dtype, *elems, row, address_of(encoded), 0, name
+        self._kept[name] = call, (encoded, row, dtypes)
+        self._entries[at] = act, dtype, *elems, address_of(row), address_of(encoded), 0, name
 
     def _free(self, act: int, dtype: int, send_elems: int, recv_elems: int) -> int | None:
         """Return the place of an entry that may be written: an empty one, or that of the same call."""
@@ -118,6 +120,8 @@ class QuickCalls(NodePlans):
 
     def _open_table(self) -> None:
         """Begin to keep a table, once the context is laid out."""
+        self._acts: dict[object, int] = {}
+        self._acts_made = 0
         if self.size > 1 and arrays_are_as_expected():
             self._table = Table(self._ctx, self._activity)
             self._head, self._quick = self._table.address, self._compiled.quick
@@ -147,20 +151,24 @@ class QuickCalls(NodePlans):
         if code & t.NEW_SEGMENTS:
             self._place.memory.map_new()
         assert self._table is not None
-        self._end(code & ~t.NEW_SEGMENTS, self._table.last().text)
+        call, code = self._table.last(), code & ~t.NEW_SEGMENTS
+        if code == UNEQUAL:
+            self._unequal(call.text, call.prepared)
+        self._end(code, call.text)
 
     def _learn(self, act: int, key: object, send: Array | None, recv: Array | None) -> None:
         """Enter a call that has just been made the long way, if a row is all there is to it."""
         call = self._calls.get(key)
+        if self._table is None or call is None:
+            return
         buffers = [buf for buf in (send, recv) if buf is not None]
-        if (
-            self._table is not None
-            and call is not None
-            and isinstance(call.prepared, np.ndarray)
-            and all(type(buf) is np.ndarray for buf in buffers)
-            and all(buf.dtype is buffers[0].dtype for buf in buffers)
-        ):
-            self._table.add(act, call, send, recv)
+        if any(type(buf) is not np.ndarray or buf.dtype is not buffers[0].dtype for buf in buffers):
+            return
+        row = call.prepared
+        if isinstance(row, Spans):
+            row = self._exchange_row(call, send, recv)
+        if row is not None:
+            self._table.add(act, call, row, send, recv)
 
     # ---- the collectives, as in Communicator
 
@@ -178,6 +186,34 @@ class QuickCalls(NodePlans):
         if not self._ran(ALL_TO_ALL, id(send), id(recv)):
             super().all_to_all(send, recv)
             self._learn(ALL_TO_ALL, ("all_to_all", key_of(send)), send, recv)
+
+    def all_to_all_v(
+        self, send: Array, send_counts: Sequence[int], send_displs: Sequence[int], recv: Array,
+        recv_counts: Sequence[int], recv_displs: Sequence[int],
+    ) -> None:  # fmt: skip
+        """Send parts of any length to the others; see `Communicator.all_to_all_v`."""
+        spans = send_counts, send_displs, recv_counts, recv_displs
+        try:
+            key = *map(tuple, spans), send.ndim, recv.ndim
+        except (AttributeError, TypeError):
+            super().all_to_all_v(send, send_counts, send_displs, recv, recv_counts, recv_displs)
+            return
+        act = self._acts.get(key, t.NONE)
+        if act == t.NONE or not self._ran(act, id(send), id(recv)):
+            super().all_to_all_v(send, send_counts, send_displs, recv, recv_counts, recv_displs)
+            known = self._counts_key(send, send_counts, send_displs, recv, recv_counts, recv_displs)
+            if known in self._calls:
+                if act == t.NONE:
+                    act = self._new_act(key)
+                self._learn(act, known, send, recv)
+
+    def _new_act(self, key: object) -> int:
+        """Return a number for an exchange of some counts."""
+        if len(self._acts) >= _COUNTS_KEPT:
+            self._acts.clear()
+        self._acts_made += 1
+        self._acts[key] = ALL_TO_ALL_V + _ROOT * self._acts_made
+        return self._acts[key]
 
     def broadcast(self, buf: Array | None, root: int = 0, *, shared: bool = False) -> Array | None:
         """Copy root's `buf` into every rank's `buf`; see `Communicator.broadcast`."""

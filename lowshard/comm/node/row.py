@@ -9,8 +9,8 @@ KIND, SIGNATURE, SEND_BYTES, RECV_BYTES, OVERLAP, FIRST = range(6)
 ROW_WORDS = 16
 
 (
-    BARRIER, GATHER_SLOTS, GATHER_BUFFERS, COLLECT, SPREAD, FOLD_SLOTS, FOLD_BUFFERS,
-) = range(7)  # fmt: skip
+    BARRIER, GATHER_SLOTS, GATHER_BUFFERS, COLLECT, SPREAD, EXCHANGE, FOLD_SLOTS, FOLD_BUFFERS,
+) = range(8)  # fmt: skip
 """Kinds; each is the function of that name in `lowshard.comm.node.move` or `lowshard.comm.node.fold`."""
 
 APART, OWN_PART_ONLY, ANY = range(3)
