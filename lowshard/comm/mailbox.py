@@ -8,7 +8,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -65,6 +66,14 @@ class Post:
             self._advance_all()
         return False
 
+    def drop(self, owner: object, why: str) -> None:
+        """End the messages under way of a communicator that is closed."""
+        with self._lock:
+            for work in self._works:
+                if work.owner is owner:
+                    work._ended, work._error = True, CommError(why)
+            self._works = [work for work in self._works if not work._ended]
+
     def _advance_all(self) -> None:
         for work in self._works:
             work._advance_locked()
@@ -89,6 +98,8 @@ class MessageWork:
         self._post, self._advance, self._finish = post, advance, finish
         self._ended = False
         self._error: LowshardError | None = None
+        self.owner: object = None
+        """What must live until it has ended."""
 
     def _advance_locked(self) -> None:
         if self._ended:
@@ -98,7 +109,7 @@ class MessageWork:
         except LowshardError as error:
             self._ended, self._error = True, error
         if self._ended:
-            self._advance = bool  # the buffer is free
+            self._advance, self.owner = bool, None  # the buffer is free
 
     def done(self) -> bool:
         """Say whether it has ended."""
@@ -138,6 +149,9 @@ class Mailbox:
         """The group's ranks as ranks of the side channel."""
         self._post = Post(int(mpi_comm.Get_attr(mpi.TAG_UB) or 32767)) if post is None else post
         self._status = mpi.Status()
+
+    waiting: Mapping[tuple[str, int], Any] = MappingProxyType({})
+    """The directions ("send" or "recv") and peers of started messages that others must not overtake."""
 
     @property
     def mpi_comm(self) -> Any:

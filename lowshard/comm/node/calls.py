@@ -8,7 +8,7 @@ from functools import cache
 
 from numba import types
 
-from lowshard.comm.node import move, perform, table
+from lowshard.comm.node import channel, move, perform, table
 from lowshard.comm.node.combine import source_digest
 from lowshard.compiled import compile_cached
 
@@ -17,11 +17,17 @@ _INT = types.int64
 
 @dataclass(frozen=True)
 class Calls:
-    """Each is described where it is defined: `perform`, `table`, `move`."""
+    """Each is described where it is defined: `perform`, `table`, `channel`, `move`."""
 
     perform: Callable[..., int]
     may_lie_so: Callable[..., int]
     quick: Callable[..., int]
+    post: Callable[..., int]
+    is_taken: Callable[..., int]
+    send: Callable[..., int]
+    withdraw: Callable[..., int]
+    receive: Callable[..., int]
+    receive_if_come: Callable[..., int]
     barrier: Callable[..., int]
     gather_slots: Callable[..., int]
     place: Callable[..., int]
@@ -41,6 +47,12 @@ def load_calls() -> Calls:
         perform=compiled(perform.perform, 4),
         may_lie_so=compiled(perform.may_lie_so, 4),
         quick=compiled(table.quick, 5),
+        post=compiled(channel.post, 4),
+        is_taken=compiled(channel.is_taken, 3),
+        send=compiled(channel.send, 4),
+        withdraw=compiled(channel.withdraw, 3),
+        receive=compiled(channel.receive, 4),
+        receive_if_come=compiled(channel.receive_if_come, 4),
         barrier=compiled(move.barrier, 2),
         gather_slots=compiled(move.gather_slots, 9),
         place=compiled(move.place, 3),

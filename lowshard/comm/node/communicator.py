@@ -20,15 +20,19 @@ from lowshard.comm.mailbox import Mailbox
 from lowshard.comm.mpi import run_batch, start_message
 from lowshard.comm.node.atomic import FUTEX_CALLS
 from lowshard.comm.node.calls import load_calls
+from lowshard.comm.node.channel import ENTRY_HEAD_BYTES, HEAD_BYTES
 from lowshard.comm.node.combine import schedule
 from lowshard.comm.node.meet import (
     CARD_BYTES,
     CARDS,
     CONTEXT_WORDS,
     DIFFERENT,
+    ENTRIES,
+    ENTRY_BYTES,
     FLAG,
     FUTEX_CALL,
     GONE,
+    HEADS,
     MAPS,
     ME,
     MEMBERS,
@@ -36,9 +40,11 @@ from lowshard.comm.node.meet import (
     OWN,
     PARTS,
     PIDS,
+    RING_ENTRIES,
     SIZE,
     SLOT_BYTES,
     SLOTS,
+    SMALL_BYTES,
     SPINS,
     TIMEOUT_NS,
     WANTED,
@@ -46,8 +52,10 @@ from lowshard.comm.node.meet import (
     YIELDS,
 )  # fmt: skip
 from lowshard.comm.node.memory import NodeMemory, head_bytes, let_go_with
+from lowshard.comm.node.messages import NodeMailbox
 from lowshard.comm.node.plan import FACT, STEP, Place, address_of
 from lowshard.comm.node.quick import QuickCalls
+from lowshard.comm.node.vector import LINE_BYTES
 from lowshard.comm.protocol import Communicator
 from lowshard.comm.work import Work
 
@@ -55,6 +63,8 @@ Array = Any
 
 _SLOT_BYTES, _GROUP_BYTES = 256 << 10, 4 << 20
 """Of a slot, and of all ranks' slots of one turn, at most."""
+_RINGS_BYTES, _CONTENT_BYTES = 4 << 20, 2048
+"""Of all rings of a group, about; of the content of an entry, at most."""
 _SMALL_BYTES = 32 << 10
 """What goes through the slots whole, at one meeting."""
 _SPINS_ALONE, _YIELDS_ALONE = 4000, 200
@@ -76,6 +86,8 @@ class NodeCommunicator(QuickCalls):
         self._slot_bytes, self._small_bytes = slot_bytes(self.size), _SMALL_BYTES
         self._let_go = let_go_with(self, place.block, rank)
         self._lay_out()
+        if place.memory.reads_across:
+            self._mailbox = NodeMailbox(mailbox, self._context, self._compiled, place.memory, self)
         self._open_table()
 
     def _lay_out(self) -> None:
@@ -95,6 +107,10 @@ class NodeCommunicator(QuickCalls):
         words[FLAG] = self._mailbox.lookout.flag_address
         self._watched = np.array(self._mailbox.watched, np.int64)
         words[GONE], words[WATCHED] = self._mailbox.lookout.gone_address, address_of(self._watched)
+        words[SMALL_BYTES] = self._small_bytes
+        words[RING_ENTRIES], words[ENTRY_BYTES] = ring_of(size)
+        words[HEADS] = words[SLOTS] + 2 * size * self._slot_bytes
+        words[ENTRIES] = words[HEADS] + size * size * HEAD_BYTES
         words[TIMEOUT_NS] = int(self.timeout_s * 1e9)
         words[SPINS] = _SPINS_CROWDED if crowded else _SPINS_ALONE
         words[YIELDS] = _YIELDS_CROWDED if crowded else _YIELDS_ALONE
@@ -201,6 +217,8 @@ class NodeCommunicator(QuickCalls):
 
     def _close(self) -> None:
         self._close_table()
+        if isinstance(self._mailbox, NodeMailbox):
+            self._mailbox.drop_all(self)
         self._let_go()
         if self._group_name == "0" and not self._failed:
             self._mailbox.free()
@@ -213,7 +231,18 @@ def slot_bytes(size: int) -> int:
 
 
 def lend_group(memory: NodeMemory, size: int) -> Any:
-    """Return a block for the cards and slots of a group, cards cleared."""
-    block = memory.lend(size * (CARD_BYTES + 2 * slot_bytes(size)), size)
-    ctypes.memset(block.address + head_bytes(size), 0, size * CARD_BYTES)
+    """Return a block for the cards, slots and rings of a group; cards and counters are cleared."""
+    entries, entry_bytes = ring_of(size)
+    cards, slots, heads = size * CARD_BYTES, 2 * size * slot_bytes(size), size * size * HEAD_BYTES
+    block = memory.lend(cards + slots + heads + size * size * entries * entry_bytes, size)
+    begin = block.address + head_bytes(size)
+    ctypes.memset(begin, 0, cards)
+    ctypes.memset(begin + cards + slots, 0, heads)
     return block
+
+
+def ring_of(size: int) -> tuple[int, int]:
+    """Return the entries of a ring in a group of so many ranks, and the bytes of one."""
+    entries = 32 if size <= 16 else 8
+    content = _RINGS_BYTES // (size * size * entries) // LINE_BYTES * LINE_BYTES
+    return entries, ENTRY_HEAD_BYTES + min(max(content, 3 * LINE_BYTES), _CONTENT_BYTES)

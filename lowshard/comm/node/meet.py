@@ -74,7 +74,17 @@ GONE = 28
 """Address of an int64 a rank of the side channel: when it ended its program in order, in ns, or 0; 0 for no table."""
 WATCHED = 29
 """Address of an int64 a rank of the group: its rank in that table."""
-CONTEXT_WORDS = 32
+HEADS = 30
+"""Address of the counters of the pairs' messages."""
+ENTRIES = 31
+"""Address of the rings of entries, one a pair."""
+RING_ENTRIES = 32
+ENTRY_BYTES = 33
+CAME = 34
+"""Out: bytes of a message that was not as long as it should be."""
+SMALL_BYTES = 35
+"""What goes through a slot whole."""
+CONTEXT_WORDS = 40
 
 SEGMENTS = 64
 """Segments of a rank that peers map; buffers in others are read as private memory is."""
@@ -128,8 +138,15 @@ def arrive(ctx: int, signature: int) -> None:
     poke(line(ctx, me) + 8 * SIGNATURE, signature)
     release(card + _STAMP, peek(ctx + 8 * STAMP))
     fence()  # the stamp is out before the sleepers are counted: they count themselves before they look at it
-    if peek(card + _SLEEPERS) != 0 and peek(ctx + 8 * FUTEX_CALL) != 0:
-        system_call(peek(ctx + 8 * FUTEX_CALL), card + _STAMP, _FUTEX_WAKE, _ALL, 0, 0, 0)
+    if peek(card + _SLEEPERS) != 0:
+        wake(ctx, card + _STAMP)
+
+
+@njit(nogil=True)  # type: ignore[untyped-decorator]
+def wake(ctx: int, word: int) -> None:
+    """Wake all who sleep on a word."""
+    if peek(ctx + 8 * FUTEX_CALL) != 0:
+        system_call(peek(ctx + 8 * FUTEX_CALL), word, _FUTEX_WAKE, _ALL, 0, 0, 0)
 
 
 @njit(nogil=True)  # type: ignore[untyped-decorator]
@@ -150,20 +167,19 @@ def has_left(ctx: int, rank: int, now_ns: int) -> Any:
 
 
 @njit(nogil=True)  # type: ignore[untyped-decorator]
-def _await(ctx: int, rank: int) -> Any:
-    """Return once a rank has shown the stamp, or why not."""
-    card = peek(ctx + 8 * CARDS) + rank * CARD_BYTES
-    stamp, flag, call = peek(ctx + 8 * STAMP), peek(ctx + 8 * FLAG), peek(ctx + 8 * FUTEX_CALL)
+def await_word(ctx: int, word: int, sleepers: int, wanted: int, rank: int) -> Any:
+    """Return once a word that a rank counts up is at least `wanted`, or why not; waits are counted at `sleepers`."""
+    flag, call = peek(ctx + 8 * FLAG), peek(ctx + 8 * FUTEX_CALL)
     spins, yields = peek(ctx + 8 * SPINS), peek(ctx + 8 * YIELDS)
     for _ in range(spins):
-        if acquire(card + _STAMP) >= stamp:
+        if acquire(word) >= wanted:
             return OK
         relax()
     deadline_ns = clock_ns(ctx) + peek(ctx + 8 * TIMEOUT_NS)
     tries = 0
     while True:
-        seen = acquire(card + _STAMP)
-        if seen >= stamp:
+        seen = acquire(word)
+        if seen >= wanted:
             return OK
         if acquire(flag) != 0:
             poke(ctx + 8 * MISSING, rank)
@@ -183,11 +199,11 @@ def _await(ctx: int, rank: int) -> Any:
         tries |= 31  # a nap is long enough to look at the clock after each
         poke(ctx + 8 * NAP, 0)
         poke(ctx + 8 * NAP + 8, _NAP_NS)
-        add_to(card + _SLEEPERS, 1)
-        if acquire(card + _STAMP) == seen:
-            # The kernel compares the low half of the stamp (the machines above are little-endian).
-            system_call(call, card + _STAMP, _FUTEX_WAIT, seen & 0xFFFFFFFF, ctx + 8 * NAP, 0, 0)
-        add_to(card + _SLEEPERS, -1)
+        add_to(sleepers, 1)
+        if acquire(word) == seen:
+            # The kernel compares the low half of the word (the machines above are little-endian).
+            system_call(call, word, _FUTEX_WAIT, seen & 0xFFFFFFFF, ctx + 8 * NAP, 0, 0)
+        add_to(sleepers, -1)
 
 
 @njit(nogil=True)  # type: ignore[untyped-decorator]
@@ -198,7 +214,8 @@ def await_all(ctx: int, signature: int) -> Any:
         rank = me + i
         if rank >= size:
             rank -= size
-        ended = _await(ctx, rank)
+        card = peek(ctx + 8 * CARDS) + rank * CARD_BYTES
+        ended = await_word(ctx, card + _STAMP, card + _SLEEPERS, peek(ctx + 8 * STAMP), rank)
         if ended != OK:
             return ended
         if peek(line(ctx, rank) + 8 * SIGNATURE) != signature:

@@ -23,6 +23,7 @@ from lowshard.comm.node.meet import (
     SEND,
     SIZE,
     SLOT_BYTES,
+    SMALL_BYTES,
     UNEQUAL,
     VECTORS,
     WANTED,
@@ -41,18 +42,38 @@ PAGE_BYTES = 4096
 
 
 @njit(nogil=True)  # type: ignore[untyped-decorator]
-def say(ctx: int, field: int, address: int, size_bytes: int) -> None:
-    """Write on this rank's card where its operand (SEND) or its result (RECV) lies."""
-    at = line(ctx, peek(ctx + 8 * ME)) + 8 * field
+def segment_of(ctx: int, address: int, size_bytes: int) -> Any:
+    """Return the number of the segment of this process that a buffer lies in, or NO_SEGMENT."""
     own = peek(ctx + 8 * OWN)
-    poke(at, address)
-    poke(at + 8, NO_SEGMENT)
     for number in range(peek(own)):
         offset = address - peek(own + 8 + 16 * number)
         if offset >= 0 and offset + size_bytes <= peek(own + 16 + 16 * number):
-            poke(at + 8, number)
-            poke(at + 16, offset)
-            return
+            return number
+    return NO_SEGMENT
+
+
+@njit(nogil=True)  # type: ignore[untyped-decorator]
+def mapped_at(ctx: int, rank: int, segment: int) -> Any:
+    """Return where this process sees a segment of a rank, or 0 where it is not mapped (yet)."""
+    if rank == peek(ctx + 8 * ME):
+        return peek(peek(ctx + 8 * OWN) + 8 + 16 * segment)
+    if segment < 0 or segment >= SEGMENTS:
+        return 0
+    member = peek(peek(ctx + 8 * MEMBERS) + 8 * rank)
+    base = peek(peek(ctx + 8 * MAPS) + 8 * (member * SEGMENTS + segment))
+    if base == 0:
+        poke(peek(ctx + 8 * WANTED), 1)
+    return base
+
+
+@njit(nogil=True)  # type: ignore[untyped-decorator]
+def say(ctx: int, field: int, address: int, size_bytes: int) -> None:
+    """Write on this rank's card where its operand (SEND) or its result (RECV) lies."""
+    at, segment = line(ctx, peek(ctx + 8 * ME)) + 8 * field, segment_of(ctx, address, size_bytes)
+    poke(at, address)
+    poke(at + 8, segment)
+    if segment != NO_SEGMENT:
+        poke(at + 16, address - mapped_at(ctx, peek(ctx + 8 * ME), segment))
 
 
 @njit(nogil=True)  # type: ignore[untyped-decorator]
@@ -61,15 +82,8 @@ def seen_at(ctx: int, rank: int, field: int) -> Any:
     at = line(ctx, rank) + 8 * field
     if rank == peek(ctx + 8 * ME):
         return peek(at)
-    segment = peek(at + 8)
-    if segment < 0 or segment >= SEGMENTS:
-        return 0
-    member = peek(peek(ctx + 8 * MEMBERS) + 8 * rank)
-    base = peek(peek(ctx + 8 * MAPS) + 8 * (member * SEGMENTS + segment))
-    if base == 0:
-        poke(peek(ctx + 8 * WANTED), 1)
-        return 0
-    return base + peek(at + 16)
+    base = mapped_at(ctx, rank, peek(at + 8))
+    return base + peek(at + 16) if base != 0 else 0
 
 
 @njit(nogil=True)  # type: ignore[untyped-decorator]
@@ -292,8 +306,9 @@ def exchange(
     head, mine = 24 * size, slot(ctx, me, 0)
     last = peek(ctx + 8 * SLOT_BYTES) - 8
     copy_bytes(mine, table, head)
-    poke(mine + last, 1 if head + send_bytes <= last else 0)
-    if head + send_bytes <= last:
+    small = send_bytes <= peek(ctx + 8 * SMALL_BYTES) and head + send_bytes <= last
+    poke(mine + last, 1 if small else 0)
+    if small:
         copy_bytes(mine + head, send, send_bytes)
     say(ctx, SEND, send, send_bytes)
     code = meet(ctx, signature)

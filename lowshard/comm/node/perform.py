@@ -6,6 +6,7 @@ from typing import Any
 
 from numba import njit
 
+from lowshard.comm.node import channel
 from lowshard.comm.node.atomic import peek
 from lowshard.comm.node.fold import fold_buffers, fold_slots
 from lowshard.comm.node.meet import ME
@@ -22,7 +23,9 @@ from lowshard.comm.node.row import (
     KIND,
     OVERLAP,
     OWN_PART_ONLY,
+    RECEIVE,
     RECV_BYTES,
+    SEND,
     SEND_BYTES,
     SIGNATURE,
     SPREAD,
@@ -41,6 +44,10 @@ def perform(ctx: int, row: int, send: int, recv: int) -> Any:
     send_bytes, recv_bytes = peek(row + 8 * SEND_BYTES), peek(row + 8 * RECV_BYTES)
     if kind == BARRIER:
         return barrier(ctx, signature)
+    if kind == SEND:
+        return channel.send(ctx, _number(row, 0), send, send_bytes)
+    if kind == RECEIVE:
+        return channel.receive(ctx, _number(row, 0), recv, recv_bytes)
     a, b, c, d = _number(row, 0), _number(row, 1), _number(row, 2), _number(row, 3)
     if kind == GATHER_SLOTS:
         return gather_slots(ctx, signature, send, send_bytes, recv, a, b, c, d)

@@ -158,11 +158,10 @@ class NodePlans(Communicator):
         """
         ctx, perform = self._ctx, self._compiled.perform
         row = row_of(kind, self._sign(call), *sizes, ANY, *numbers)
-        row_at = address_of(row)
 
         def run(send: Array | None, recv: Array | None) -> None:
             at, to = 0 if send is None else address_of(send), 0 if recv is None else address_of(recv)
-            code = perform(ctx, row_at, at, to)
+            code = perform(ctx, address_of(row), at, to)
             if code:
                 self._end(code, call.text)
 
@@ -187,15 +186,15 @@ class NodePlans(Communicator):
         memory, ctx = self._place.memory, self._ctx
         perform, may_lie_so = self._compiled.perform, self._compiled.may_lie_so
         row = row_of(kind, self._sign(call), *sizes, OWN_PART_ONLY if in_place else APART, *numbers)
-        row_at, wanted = address_of(row), memory.wanted.data
+        wanted = memory.wanted.data
 
         def run(send: Array | None, recv: Array | None) -> None:
             at, to = 0 if send is None else address_of(send), 0 if recv is None else address_of(recv)
-            if not may_lie_so(ctx, row_at, at, to):
+            if not may_lie_so(ctx, address_of(row), at, to):
                 assert send is not None
                 send = send.copy()
                 at = address_of(send)
-            code = perform(ctx, row_at, at, to)
+            code = perform(ctx, address_of(row), at, to)
             if wanted[0]:
                 memory.map_new()
             if code:

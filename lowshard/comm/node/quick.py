@@ -18,8 +18,10 @@ import numpy as np
 from lowshard.comm.activity import CALL_BYTES, Activity
 from lowshard.comm.argument import key_of
 from lowshard.comm.call import Call
+from lowshard.comm.node import row as r
 from lowshard.comm.node import table as t
 from lowshard.comm.node.meet import OK, UNEQUAL
+from lowshard.comm.node.messages import NodeMailbox
 from lowshard.comm.node.plan import NodePlans, Spans, address_of
 from lowshard.comm.protocol import Op, Order
 
@@ -27,7 +29,8 @@ Array = Any
 
 (
     ALL_GATHER, ALL_TO_ALL, BROADCAST, GATHER, SCATTER, ALL_REDUCE, REDUCE_SCATTER, REDUCE, BARRIER, ALL_TO_ALL_V,
-) = range(10)  # fmt: skip
+    SEND, RECV,
+) = range(12)  # fmt: skip
 _ORDERS = ("fast", "tree", "rank")
 _REDUCTIONS = {
     (op, order): 16 * i
@@ -165,6 +168,8 @@ class QuickCalls(NodePlans):
         if any(type(buf) is not np.ndarray or buf.dtype is not buffers[0].dtype for buf in buffers):
             return
         row = call.prepared
+        if row is None and call.name in ("send", "recv"):
+            row = call.prepared = self._message_row(call.name, buffers[0], act // _ROOT)
         if isinstance(row, Spans):
             row = self._exchange_row(call, send, recv)
         if row is not None:
@@ -271,6 +276,44 @@ class QuickCalls(NodePlans):
         if not self._ran(act, id(send), id(recv) if mine else 0):
             super().reduce(send, recv, op, root, order)
             self._learn(act, ("reduce", key_of(send), op, root, order), send, recv if mine else None)
+
+    def send(self, buf: Array, dst: int) -> None:
+        """Send `buf` to rank `dst`; see `Communicator.send`."""
+        act = _rooted(SEND, dst)
+        if not self._sent(act, "send", dst, id(buf), 0):
+            super().send(buf, dst)
+            self._learn(act, ("send", key_of(buf), dst), buf, None)
+
+    def recv(self, buf: Array, src: int) -> None:
+        """Receive into `buf` what rank `src` sends; see `Communicator.recv`."""
+        act = _rooted(RECV, src)
+        if not self._sent(act, "recv", src, 0, id(buf)):
+            super().recv(buf, src)
+            self._learn(act, ("recv", key_of(buf), src), None, buf)
+
+    def _sent(self, act: int, name: str, peer: int, send: int, recv: int) -> bool:
+        """Run a message by the table and say whether it was there."""
+        mailbox = self._mailbox
+        if self._worker is not None or self._batch is not None or (name, peer) in mailbox.waiting:
+            return False
+        code = self._quick(self._head, act, 0, send, recv)
+        if code == t.UNKNOWN:
+            return False
+        if code != OK:
+            if code & t.NEW_SEGMENTS:
+                self._place.memory.map_new()
+            assert self._table is not None
+            size = int(self._table.last().prepared[r.SEND_BYTES if send else r.RECV_BYTES])
+            assert isinstance(mailbox, NodeMailbox)
+            mailbox.end(self._context, code & ~t.NEW_SEGMENTS, name, size, peer)
+        return True
+
+    def _message_row(self, name: str, buf: Array, peer: int) -> np.ndarray | None:
+        if not isinstance(self._mailbox, NodeMailbox):
+            return None
+        if name == "send":
+            return r.row_of(r.SEND, 0, buf.nbytes, 0, r.ANY, peer)
+        return r.row_of(r.RECEIVE, 0, 0, buf.nbytes, r.ANY, peer)
 
     def barrier(self) -> None:
         """Return once every rank has called it; see `Communicator.barrier`."""

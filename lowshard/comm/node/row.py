@@ -9,9 +9,9 @@ KIND, SIGNATURE, SEND_BYTES, RECV_BYTES, OVERLAP, FIRST = range(6)
 ROW_WORDS = 16
 
 (
-    BARRIER, GATHER_SLOTS, GATHER_BUFFERS, COLLECT, SPREAD, EXCHANGE, FOLD_SLOTS, FOLD_BUFFERS,
-) = range(8)  # fmt: skip
-"""Kinds; each is the function of that name in `lowshard.comm.node.move` or `lowshard.comm.node.fold`."""
+    BARRIER, GATHER_SLOTS, GATHER_BUFFERS, COLLECT, SPREAD, EXCHANGE, FOLD_SLOTS, FOLD_BUFFERS, SEND, RECEIVE,
+) = range(10)  # fmt: skip
+"""Kinds; each is the function of that name in `move`, `fold` or `channel`."""
 
 APART, OWN_PART_ONLY, ANY = range(3)
 """How send and recv may lie over each other: not at all; as one, or one as this rank's part of the other; anyhow."""

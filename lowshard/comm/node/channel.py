@@ -1,0 +1,240 @@
+"""Messages between two ranks of a node: a ring of entries for each ordered pair, in memory of the group's.
+
+A short message is copied into an entry, and its sender goes on; of a long one the entry says where it lies, and its
+sender waits until it is copied, and copies a share of it meanwhile. One rank alone writes each counter: the sender
+how many it has posted, the receiver how many it has taken.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from numba import njit
+
+from lowshard.comm.node.atomic import acquire, add_to, copy_bytes, fence, peek, poke, release
+from lowshard.comm.node.meet import (
+    CAME,
+    ENTRIES,
+    ENTRY_BYTES,
+    FAULT,
+    FAULTY,
+    HEADS,
+    ME,
+    OK,
+    RING_ENTRIES,
+    SIZE,
+    UNEQUAL,
+    await_word,
+    wake,
+)
+from lowshard.comm.node.move import NO_SEGMENT, copy, mapped_at, segment_of, transfer
+
+HEAD_BYTES = 128
+"""Of a pair: what its sender writes, what its receiver writes, a line each."""
+_POSTED, _POSTED_SLEEPERS = 0, 8
+_TAKEN, _TAKEN_SLEEPERS = 64, 72
+
+_KIND, _BYTES, _ADDRESS, _SEGMENT, _OFFSET = range(5)
+"""Words of an entry; its content, if it is short, begins at ENTRY_HEAD_BYTES."""
+(
+    _ACCEPTED, _CLAIMED, _COPIED, _TO_ADDRESS, _TO_SEGMENT, _TO_OFFSET, _ACCEPTED_SLEEPERS, _COPIED_SLEEPERS, _BROKEN,
+) = range(5, 14)  # fmt: skip
+"""Of one that both copy: whether the receiver says where to; pieces that somebody copies, and bytes that have been
+copied; where to; who sleeps; whether a copy has failed."""
+_BOTH_BYTES = 64 << 10
+"""Messages from here on both sides copy."""
+_PIECE_BYTES, _PIECES = 32 << 10, 16
+"""Of a piece, at least; how many there are of a long message."""
+ENTRY_HEAD_BYTES = 64
+_HERE, _THERE, _WITHDRAWN = range(3)
+
+FULL = -1
+"""In place of a message's number: the ring has no entry free."""
+PENDING = 33
+"""Result: nothing has come yet."""
+
+
+@njit(nogil=True)  # type: ignore[untyped-decorator]
+def _head(ctx: int, src: int, dst: int) -> Any:
+    return peek(ctx + 8 * HEADS) + (src * peek(ctx + 8 * SIZE) + dst) * HEAD_BYTES
+
+
+@njit(nogil=True)  # type: ignore[untyped-decorator]
+def _entry(ctx: int, src: int, dst: int, number: int) -> Any:
+    ring = peek(ctx + 8 * RING_ENTRIES)
+    place = (src * peek(ctx + 8 * SIZE) + dst) * ring + number % ring
+    return peek(ctx + 8 * ENTRIES) + place * peek(ctx + 8 * ENTRY_BYTES)
+
+
+@njit(nogil=True)  # type: ignore[untyped-decorator]
+def post(ctx: int, dst: int, address: int, size_bytes: int) -> Any:
+    """Post a message and return its number, or FULL."""
+    me = peek(ctx + 8 * ME)
+    head = _head(ctx, me, dst)
+    number = peek(head + _POSTED)
+    if number - acquire(head + _TAKEN) >= peek(ctx + 8 * RING_ENTRIES):
+        return FULL
+    entry = _entry(ctx, me, dst, number)
+    poke(entry + 8 * _BYTES, size_bytes)
+    if fits_an_entry(ctx, size_bytes):
+        poke(entry + 8 * _KIND, _HERE)
+        copy_bytes(entry + ENTRY_HEAD_BYTES, address, size_bytes)
+    else:
+        poke(entry + 8 * _KIND, _THERE)
+        poke(entry + 8 * _ADDRESS, address)
+        segment = segment_of(ctx, address, size_bytes)
+        poke(entry + 8 * _SEGMENT, segment)
+        if segment != NO_SEGMENT:
+            poke(entry + 8 * _OFFSET, address - mapped_at(ctx, me, segment))
+        for word in range(_ACCEPTED, _BROKEN + 1):
+            poke(entry + 8 * word, 0)
+    release(head + _POSTED, number + 1)
+    fence()  # as in meet.arrive
+    if peek(head + _POSTED_SLEEPERS) != 0:
+        wake(ctx, head + _POSTED)
+    return number
+
+
+@njit(nogil=True)  # type: ignore[untyped-decorator]
+def fits_an_entry(ctx: int, size_bytes: int) -> Any:
+    """Say whether a message is short: its sender does not wait."""
+    return size_bytes <= peek(ctx + 8 * ENTRY_BYTES) - ENTRY_HEAD_BYTES
+
+
+@njit(nogil=True)  # type: ignore[untyped-decorator]
+def is_taken(ctx: int, dst: int, number: int) -> Any:
+    """Say whether the receiver has taken a message of this rank."""
+    return acquire(_head(ctx, peek(ctx + 8 * ME), dst) + _TAKEN) > number
+
+
+@njit(nogil=True)  # type: ignore[untyped-decorator]
+def send(ctx: int, dst: int, address: int, size_bytes: int) -> Any:
+    """Send a message, and wait while the ring is full, and if it is long until it is taken."""
+    me = peek(ctx + 8 * ME)
+    head = _head(ctx, me, dst)
+    number = post(ctx, dst, address, size_bytes)
+    if number == FULL:
+        oldest = peek(head + _POSTED) - peek(ctx + 8 * RING_ENTRIES)
+        code = await_word(ctx, head + _TAKEN, head + _TAKEN_SLEEPERS, oldest + 1, dst)
+        if code != OK:
+            return code
+        number = post(ctx, dst, address, size_bytes)
+    if fits_an_entry(ctx, size_bytes):
+        return OK
+    code = OK
+    if size_bytes >= _BOTH_BYTES:
+        entry = _entry(ctx, me, dst, number)
+        code = await_word(ctx, entry + 8 * _ACCEPTED, entry + 8 * _ACCEPTED_SLEEPERS, 1, dst)
+        if code == OK:
+            segment = peek(entry + 8 * _TO_SEGMENT)
+            base = 0 if segment == NO_SEGMENT else mapped_at(ctx, dst, segment)
+            there = peek(entry + 8 * _TO_ADDRESS) if base == 0 else base + peek(entry + 8 * _TO_OFFSET)
+            _copy_pieces(ctx, entry, dst, address, there, base != 0, size_bytes, True)
+    if code == OK:
+        code = await_word(ctx, head + _TAKEN, head + _TAKEN_SLEEPERS, number + 1, dst)
+    if code != OK:
+        withdraw(ctx, dst, number)
+    return code
+
+
+@njit(nogil=True)  # type: ignore[untyped-decorator]
+def _copy_pieces(
+    ctx: int, entry: int, rank: int, here: int, there: int, mapped: bool, size_bytes: int, writes: bool
+) -> None:  # fmt: skip
+    """Copy pieces of a message from or to another rank, each that nobody has claimed yet."""
+    piece = max(_PIECE_BYTES, (size_bytes // _PIECES + 4096) // 4096 * 4096)
+    while True:
+        begin = add_to(entry + 8 * _CLAIMED, 1) * piece
+        if begin >= size_bytes:
+            return
+        n = min(piece, size_bytes - begin)
+        if not mapped:
+            transfer(ctx, rank, here + begin, there + begin, n, writes)
+        elif writes:
+            copy(there + begin, here + begin, n)
+        else:
+            copy(here + begin, there + begin, n)
+        if peek(ctx + 8 * FAULT) != 0:
+            poke(ctx + 8 * FAULT, 0)
+            poke(entry + 8 * _BROKEN, 1)
+        add_to(entry + 8 * _COPIED, n)
+        if peek(entry + 8 * _COPIED_SLEEPERS) != 0:
+            wake(ctx, entry + 8 * _COPIED)
+
+
+@njit(nogil=True)  # type: ignore[untyped-decorator]
+def _copy_message(ctx: int, entry: int, src: int, address: int, size_bytes: int) -> Any:
+    """Copy a long message, together with its sender if that waits for it."""
+    segment = peek(entry + 8 * _SEGMENT)
+    base = 0 if segment == NO_SEGMENT else mapped_at(ctx, src, segment)
+    there = peek(entry + 8 * _ADDRESS) if base == 0 else base + peek(entry + 8 * _OFFSET)
+    code = OK
+    if size_bytes >= _BOTH_BYTES:
+        own = segment_of(ctx, address, size_bytes)
+        poke(entry + 8 * _TO_ADDRESS, address)
+        poke(entry + 8 * _TO_SEGMENT, own)
+        if own != NO_SEGMENT:
+            poke(entry + 8 * _TO_OFFSET, address - mapped_at(ctx, peek(ctx + 8 * ME), own))
+        release(entry + 8 * _ACCEPTED, 1)
+        fence()
+        if peek(entry + 8 * _ACCEPTED_SLEEPERS) != 0:
+            wake(ctx, entry + 8 * _ACCEPTED)
+        _copy_pieces(ctx, entry, src, address, there, base != 0, size_bytes, False)
+        code = await_word(ctx, entry + 8 * _COPIED, entry + 8 * _COPIED_SLEEPERS, size_bytes, src)
+    elif base != 0:
+        copy(address, there, size_bytes)
+    else:
+        transfer(ctx, src, address, there, size_bytes, False)
+    if peek(ctx + 8 * FAULT) != 0 or (size_bytes >= _BOTH_BYTES and peek(entry + 8 * _BROKEN) != 0):
+        poke(ctx + 8 * FAULT, 0)
+        return FAULTY
+    return code
+
+
+@njit(nogil=True)  # type: ignore[untyped-decorator]
+def withdraw(ctx: int, dst: int, number: int) -> Any:
+    """Take back a long message: its buffer may be gone when the receiver comes."""
+    poke(_entry(ctx, peek(ctx + 8 * ME), dst, number) + 8 * _KIND, _WITHDRAWN)
+    return OK
+
+
+@njit(nogil=True)  # type: ignore[untyped-decorator]
+def has_come(ctx: int, src: int) -> Any:
+    """Say whether a message of a rank waits to be taken."""
+    head = _head(ctx, src, peek(ctx + 8 * ME))
+    return acquire(head + _POSTED) > peek(head + _TAKEN)
+
+
+@njit(nogil=True)  # type: ignore[untyped-decorator]
+def receive(ctx: int, src: int, address: int, size_bytes: int) -> Any:
+    """Wait for a message and take it; one of another length is let go (UNEQUAL, its length in CAME)."""
+    me = peek(ctx + 8 * ME)
+    head = _head(ctx, src, me)
+    number = peek(head + _TAKEN)
+    code = await_word(ctx, head + _POSTED, head + _POSTED_SLEEPERS, number + 1, src)
+    if code != OK:
+        return code
+    entry = _entry(ctx, src, me, number)
+    kind, came = peek(entry + 8 * _KIND), peek(entry + 8 * _BYTES)
+    if kind == _WITHDRAWN:
+        code = FAULTY
+    elif came != size_bytes:
+        poke(ctx + 8 * CAME, came)
+        code = UNEQUAL
+    elif kind == _HERE:
+        copy_bytes(address, entry + ENTRY_HEAD_BYTES, size_bytes)
+    else:
+        code = _copy_message(ctx, entry, src, address, size_bytes)
+    release(head + _TAKEN, number + 1)
+    fence()
+    if peek(head + _TAKEN_SLEEPERS) != 0:
+        wake(ctx, head + _TAKEN)
+    return code
+
+
+@njit(nogil=True)  # type: ignore[untyped-decorator]
+def receive_if_come(ctx: int, src: int, address: int, size_bytes: int) -> Any:
+    """As `receive`, but PENDING where it would wait."""
+    if not has_come(ctx, src):
+        return PENDING
+    return receive(ctx, src, address, size_bytes)

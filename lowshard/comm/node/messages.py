@@ -1,0 +1,150 @@
+"""The messages of a group of one node, through the rings of `lowshard.comm.node.channel`."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from lowshard.comm.mailbox import Mailbox, MessageWork
+from lowshard.comm.node.calls import Calls
+from lowshard.comm.node.channel import ENTRY_HEAD_BYTES, FULL, PENDING
+from lowshard.comm.node.meet import CAME, ENTRY_BYTES, FAILED, FAULTY, LATE, LEFT, OK, UNEQUAL
+from lowshard.comm.node.memory import NodeMemory
+from lowshard.errors import BufferMismatchError, CommError
+
+Array = Any
+
+address_of = MPI.Get_address
+
+
+class NodeMailbox(Mailbox):
+    """A mailbox whose messages go through shared memory; MPI moves none of them."""
+
+    def __init__(
+        self, mailbox: Mailbox, context: np.ndarray, compiled: Calls, memory: NodeMemory, owner: object
+    ) -> None:  # fmt: skip
+        """Take the place of a mailbox.
+
+        Args:
+            mailbox: of the same group.
+            context: of the group's compiled calls.
+            compiled: these.
+            memory: of this process and its peers.
+            owner: the communicator, whose memory messages under way need.
+        """
+        super().__init__(
+            mailbox._mpi, mailbox._comm, mailbox._ranks, mailbox._rank, mailbox.lookout, mailbox._timeout_s,
+            mailbox._tag, mailbox._post, mailbox.watched,
+        )  # fmt: skip
+        self._compiled, self._memory, self._owner = compiled, memory, weakref.ref(owner)
+        self._short_bytes = int(context[ENTRY_BYTES]) - ENTRY_HEAD_BYTES
+        self._context, self._ctx = context, address_of(context)
+        # Started messages go on in a thread, beside whatever the caller's runs.
+        self._own_context = context.copy()
+        self._own_ctx = address_of(self._own_context)
+        self.waiting: dict[tuple[str, int], deque[object]] = {}
+
+    def start_send(self, buf: Array, dst: int) -> MessageWork:
+        """Start a send."""
+        compiled, ctx, at, size = self._compiled, self._own_ctx, address_of(buf), buf.nbytes
+        line, number, me = ("send", dst), FULL, object()
+        self._queue(line, me)
+
+        def advance() -> bool:
+            nonlocal number
+            if number == FULL:
+                if self.waiting[line][0] is not me:
+                    return False
+                number = compiled.post(ctx, dst, at, size)
+                if number == FULL:
+                    return False
+                self._next(line)
+            return buf.nbytes <= self._short_bytes or bool(compiled.is_taken(ctx, dst, number))
+
+        return self._work(advance, f"recv from rank {self._rank}", dst)
+
+    def start_recv(self, buf: Array, src: int) -> MessageWork:
+        """Start a recv."""
+        compiled, ctx, at, size = self._compiled, self._own_ctx, address_of(buf), buf.nbytes
+        line, me = ("recv", src), object()
+        self._queue(line, me)
+
+        def advance() -> bool:
+            assert buf is not None  # it lives as long as this
+            if self.waiting[line][0] is not me:
+                return False
+            code = compiled.receive_if_come(ctx, src, at, size)
+            if code == PENDING:
+                return False
+            self._next(line)
+            self._map_new()
+            if code != OK:
+                self.end(self._own_context, code, "recv", size, src)
+            return True
+
+        return self._work(advance, f"send to rank {self._rank}", src)
+
+    def _work(self, advance: Callable[[], bool], what: str, peer: int) -> MessageWork:
+        work = MessageWork(self._post, advance, self._finisher(what, peer))
+        work.owner = self._owner()
+        return work
+
+    def drop_all(self, owner: object) -> None:
+        """End what is under way: the group's memory is given back."""
+        self._post.drop(owner, "the communicator of this message is closed; wait for its messages before")
+
+    def send(self, buf: Array, dst: int) -> None:
+        """Send and wait."""
+        if ("send", dst) in self.waiting:  # what was started before comes first
+            self.keep_going(self.start_send(buf, dst)).wait()
+            return
+        code = self._compiled.send(self._ctx, dst, address_of(buf), buf.nbytes)
+        if code != OK:
+            self.end(self._context, code, "send", buf.nbytes, dst)
+
+    def recv(self, buf: Array, src: int) -> None:
+        """Receive and wait."""
+        if ("recv", src) in self.waiting:
+            self.keep_going(self.start_recv(buf, src)).wait()
+            return
+        code = self._compiled.receive(self._ctx, src, address_of(buf), buf.nbytes)
+        self._map_new()
+        if code != OK:
+            self.end(self._context, code, "recv", buf.nbytes, src)
+
+    def end(self, context: np.ndarray, code: int, name: str, size: int, peer: int) -> None:
+        """Raise what a message ended with."""
+        if code == UNEQUAL:
+            raise BufferMismatchError(
+                f"recv: rank {peer} sent {context[CAME]} bytes, this rank expects {size}"
+            )
+        if code == FAULTY:
+            raise CommError(
+                f"recv: the memory of rank {peer} could not be read, or it has given up to send; set "
+                f"LOWSHARD_CROSS_MEMORY=off if it lives and may not be read"
+            )
+        if code == FAILED:
+            raise self.lookout.failure()
+        if code == LEFT:
+            raise self.lookout.left(self.watched[peer])
+        assert code == LATE
+        what = f"recv from rank {self._rank}" if name == "send" else f"send to rank {self._rank}"
+        raise self.lookout.late(what, [peer], self._timeout_s)
+
+    def _map_new(self) -> None:
+        if self._memory.wanted[0]:
+            self._memory.map_new()
+
+    def _queue(self, line: tuple[str, int], message: object) -> None:
+        self.waiting.setdefault(line, deque()).append(message)
+
+    def _next(self, line: tuple[str, int]) -> None:
+        """Let the first of a line go, and the next one to its place."""
+        self.waiting[line].popleft()
+        if not self.waiting[line]:
+            del self.waiting[line]
