@@ -2,7 +2,8 @@
 
 Usage: run_cases.py DEVICE [NAME ...], where DEVICE is "cpu", "windows" for the same with several nodes' small payloads
 going by way of windows too, in small pieces, "cuda", or "nccl" or "staged" for GPU arrays by that transport and no
-other; without names, all cases. With LOWSHARD_TESTS_BARRED in the environment no rank may read another's memory.
+other; without names, all cases. With LOWSHARD_TESTS_BARRED in the environment no rank may read another's memory;
+LOWSHARD_TESTS_CORES is how many cores the machine is said to have.
 Results travel by mpi4py's own gather, so that a broken collective of ours cannot hide them.
 """
 
@@ -26,6 +27,9 @@ from support.comm_cases import CASES, CannotRun, run_case
 from lowshard import comm as lc
 from lowshard.comm.build import build_host
 from lowshard.comm.nccl_over_mpi import build_over_mpi
+
+if cores := os.environ.get("LOWSHARD_TESTS_CORES"):
+    os.cpu_count = lambda: int(cores)
 
 
 def make(device: str) -> lc.Communicator:

@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.mpi, pytest.mark.time_limit(LIMIT_S + 30)]
 HERE = Path(__file__).parent
 ABSENT_LIMIT_S = 60.0
 
-NEW = ("memory", "shared", "start", "message", "check", "bit")
+NEW = ("memory", "shared", "start", "message", "check", "bit", "repeat")
 
 
 def of(*modules: str) -> tuple[str, ...]:
@@ -38,7 +38,7 @@ def test_the_contract_holds_where_ranks_compare_whole_texts(name: str) -> None:
     check_case(name, 4, "cpu", FULLY_COMPARED, LOWSHARD_CHECK="full")
 
 
-UNCOMPARED = of("memory", "shared")
+UNCOMPARED = of("memory", "shared", "repeat")
 
 
 @pytest.mark.parametrize("name", UNCOMPARED)
@@ -48,7 +48,7 @@ def test_the_contract_holds_where_ranks_compare_nothing(name: str) -> None:
     check_case(name, 2, "cpu", UNCOMPARED, LOWSHARD_CHECK="off")
 
 
-WITHOUT_ACROSS = of("memory", "shared", "start", "check")
+WITHOUT_ACROSS = of("memory", "shared", "start", "check", "repeat")
 
 
 @pytest.mark.skipif(bool(barred.why_not()), reason=barred.why_not())
@@ -63,6 +63,15 @@ def test_the_contract_holds_where_no_rank_may_read_anothers_memory(name: str) ->
 @pytest.mark.parametrize("name", CASES)
 def test_the_contract_holds_where_memory_across_is_switched_off(name: str) -> None:
     check_case(name, 4, "cpu", LOWSHARD_CROSS_MEMORY="off")
+
+
+OF_ITS_OWN_CORE = of("memory", "bit", "repeat", "reduction")
+
+
+@pytest.mark.parametrize("name", OF_ITS_OWN_CORE)
+@pytest.mark.parametrize("size", [3, 4])
+def test_the_contract_holds_where_each_rank_has_a_core(name: str, size: int) -> None:
+    check_case(name, size, "cpu", OF_ITS_OWN_CORE, LOWSHARD_TESTS_CORES="64")
 
 
 # ---- a rank that does not call

@@ -16,6 +16,7 @@ from support import (
     mode,
     move_cases,
     reduction_cases,
+    repeat_cases,
     shared_cases,
     start_cases,
 )
@@ -34,6 +35,7 @@ __all__ = [
     "message_cases",
     "move_cases",
     "reduction_cases",
+    "repeat_cases",
     "run_case",
     "shared_cases",
     "start_cases",

@@ -1,0 +1,221 @@
+"""Cases of the communicator contract: calls that were made before, and what has changed since."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from support.agreement_cases import equal_everywhere
+from support.check_cases import check_mismatch, compared, go_on, untouched
+from support.comm_kit import CannotRun, Canvas, case, lend, outcome, put, refused, same, told
+from support.every_call import SHORT, Preparer, long
+from support.message_cases import neighbours
+from support.mismatch import mismatches
+
+from lowshard.comm import Communicator
+from lowshard.errors import BufferMismatchError, CommError
+
+Array = Any
+
+TIMES = 3
+HUGE_BYTES = 1_200_000  # several turns of everything that is done in turns
+
+
+def on_the_host(comm: Communicator) -> None:
+    """Say where arrays are not NumPy's."""
+    if comm.xp is not np:
+        raise CannotRun("what NumPy alone allows to change")
+
+
+@case
+def calls_that_are_repeated_are_as_right_as_the_first(comm: Communicator, rng: np.random.Generator) -> None:
+    for elems in (SHORT, long(comm), HUGE_BYTES // 4 // comm.size):
+        for lent, in_place in (
+            (False, False),
+            (False, True),
+            (True, False),
+            (comm.rank == 0, comm.rank == 0),
+        ):
+            for turn in range(TIMES):
+                for call in Preparer(comm, rng, elems=elems, lent=lent, in_place=in_place).all():
+                    with told(call=call.name, turn=turn, elems=elems, lent=lent, in_place=in_place):
+                        getattr(comm, call.name)(*call.args)
+                        call.check()
+
+
+@case
+def repeated_sums_have_the_bits_of_the_first(comm: Communicator, rng: np.random.Generator) -> None:
+    """Large enough to go in turns, in dtypes that are summed in a wider one, divided and not."""
+    for dtype, op in (
+        ("float32", "sum"),
+        ("float32", "avg"),
+        ("float64", "max"),
+        ("float16", "avg"),
+        ("int16", "sum"),
+    ):
+        for elems in (SHORT, HUGE_BYTES // np.dtype(dtype).itemsize + 1):
+            terms = (100 * rng.standard_normal((comm.size, elems))).astype(dtype)
+            first: list[Array] = []
+            for lent in (False, False, True, comm.rank == 0):
+                send = (lend if lent else put)(comm, terms[comm.rank])
+                recv = Canvas(comm, elems, np.dtype(dtype))
+                comm.all_reduce(send, recv.buf, op, "tree")
+                reduced = Canvas(comm, elems, np.dtype(dtype))
+                comm.reduce(send, reduced.buf if comm.rank == 0 else None, op, 0, "tree")
+                with told(dtype=dtype, op=op, elems=elems, lent=lent):
+                    first = first or [recv.buf.copy()]
+                    expected = first[0] if comm.xp is np else first[0].get()
+                    recv.check(expected)
+                    if comm.rank == 0:
+                        reduced.check(expected)
+                    assert equal_everywhere(comm, expected.tobytes().hex()[:4000])
+
+
+@case
+def what_has_changed_since_a_call_was_made_counts(comm: Communicator, rng: np.random.Generator) -> None:
+    on_the_host(comm)
+    for elems in (6 * comm.size, long(comm) * comm.size):
+        n = elems // comm.size
+        send, recv = put(comm, np.arange(elems, dtype=np.float32)), put(comm, np.zeros(elems, np.float32))
+        total = np.arange(elems, dtype=np.float32) * comm.size
+
+        def call(send: Array = send, recv: Array = recv) -> None:
+            comm.all_reduce(send, recv)
+
+        for _ in range(TIMES):
+            call()
+        same(recv, total)
+        with told(elems=elems):
+            recv[...] = 0
+            recv.flags.writeable = False
+            refused(call, BufferMismatchError, "writ")
+            recv.flags.writeable = True
+            send.flags.writeable = False  # which matters to nobody
+            call()
+            same(recv, total)
+
+            wide = put(comm, np.zeros(2 * elems, np.float32))
+            refused(lambda: call(recv=wide), BufferMismatchError)  # noqa: B023  called at once
+            refused(lambda: call(recv=wide[::2]), BufferMismatchError, "contiguous")  # noqa: B023
+            refused(lambda: call(recv=wide[:elems].view(np.int32)), BufferMismatchError)  # noqa: B023
+            for odd in (list(recv), None):
+                name, _ = outcome(lambda: call(recv=odd))  # noqa: B023
+                assert name in ("BufferMismatchError", "DTypeError"), name
+            call(recv=wide[:elems])  # a view of the right size
+            same(wide[:elems], total)
+            call(send.reshape(comm.size, n), recv.reshape(n, comm.size))
+
+            # A buffer that lies over the other, one element on.
+            wide[: elems + 1] = np.arange(-1, elems)
+            call(wide[1 : elems + 1], wide[:elems])
+            same(wide[:elems], total)
+
+            # The same objects under another dtype.
+            send.flags.writeable = True
+            send.dtype = recv.dtype = np.dtype(np.int32)
+            send[...] = np.arange(elems)
+            call()
+            same(recv, np.arange(elems, dtype=np.int32) * comm.size)
+    comm_closed_is_closed(comm)
+
+
+def comm_closed_is_closed(comm: Communicator) -> None:
+    """Demand that a closed communicator refuses the calls it knows."""
+    group = comm.split(0)
+    assert group is not None
+    buf = put(comm, np.zeros(6 * comm.size))
+    for _ in range(TIMES):
+        group.all_reduce(buf, buf)
+        group.barrier()
+    group.close()
+    refused(lambda: group.all_reduce(buf, buf), CommError, "closed")
+    refused(group.barrier, CommError, "closed")
+
+
+@case
+def calls_known_on_all_ranks_are_compared_all_the_same(comm: Communicator, rng: np.random.Generator) -> None:
+    compared(comm)
+    with untouched(comm) as board:
+        count = len(list(mismatches(board)))
+    for i in range(count):
+        odd = i % comm.size
+        with untouched(comm) as board:
+            entry = list(mismatches(board))[i]
+            ends = [outcome(entry.other if comm.rank == odd else entry.one) for _ in range(TIMES)]
+            with told(mismatch=entry.name, odd=odd):
+                for one in ends:
+                    check_mismatch(comm, entry, odd, one)
+    # What both sides have made for themselves before, with success, does not go together for that.
+    buf = put(comm, np.ones(5))
+    sums = put(comm, np.zeros(5))
+    for _ in range(TIMES):
+        comm.all_reduce(buf, sums, "sum")
+        comm.all_reduce(buf, sums, "max")
+        comm.barrier()
+    for _ in range(TIMES):
+        name, text = outcome(
+            (lambda: comm.all_reduce(buf, sums, "sum"))
+            if comm.rank
+            else (lambda: comm.all_reduce(buf, sums, "max"))
+        )
+        assert name == "MismatchError", text
+        assert "rank 0 asked for all_reduce float64[5] max" in text, text
+        name, text = outcome(
+            (lambda: comm.barrier()) if comm.rank else (lambda: comm.all_reduce(buf, sums, "max"))
+        )
+        assert name == "MismatchError", text
+        assert "asked for barrier at repeat_cases.py:" in text, text
+        go_on(comm)
+
+
+@case
+def calls_of_many_sizes_are_all_counted_and_numbered(comm: Communicator, rng: np.random.Generator) -> None:
+    group = comm.split(0)
+    assert group is not None
+    sizes = [int(n) for n in rng.permutation(400)[:300]]
+    group.barrier()
+    for _ in range(2):
+        for turn in range(TIMES):
+            for n in sizes[: 300 if turn == 0 else 20]:
+                buf = put(comm, np.full(n, 1.0))
+                group.all_reduce(buf, buf)
+                same(buf, np.full(n, float(comm.size)))
+        # 340 calls a round, told while they go on
+        calls = group.traffic.calls["all_reduce"]
+        assert calls % 340 == 0, calls
+    assert group.traffic.calls == {"all_reduce": 680, "barrier": 1}
+    ring = group._activity.ring()
+    if comm.transport != "nccl":
+        assert len(ring) == 64
+        assert ring[-1].startswith("all_reduce#681 float64["), ring[-1]
+    group.close()
+
+
+@case
+def repeated_messages_of_any_length_arrive_in_order(comm: Communicator, rng: np.random.Generator) -> None:
+    after, before = neighbours(comm)
+    lengths = [0, 1, 2048, 2049, 5000, 65_535, 65_536, 65_537, 300_000, HUGE_BYTES]
+    for lent in (False, True, comm.rank == 0):
+        for turn in range(TIMES):
+            data = [rng.integers(0, 250, (comm.size, n)).astype(np.uint8) for n in lengths]
+            for content in data:
+                send = (lend if lent else put)(comm, content[comm.rank])
+                recv = Canvas(comm, content.shape[1], np.dtype(np.uint8), lent)
+                with told(lent=lent, turn=turn, size=content.shape[1]):
+                    if comm.rank % 2 == 0 and comm.rank != comm.size - 1:
+                        comm.send(send, after)
+                        comm.recv(recv.buf, before)
+                    else:
+                        work = comm.start.send(send, after)
+                        comm.recv(recv.buf, before)
+                        work.wait()
+                    recv.check(content[before])
+    # More short ones than there is room for, while the receiver takes its time.
+    if comm.rank == 0:
+        for i in range(200):
+            comm.send(put(comm, np.full(3, i)), 1)
+    elif comm.rank == 1:
+        for i in range(200):
+            buf = put(comm, np.zeros(3, np.int64))
+            comm.recv(buf, 0)
+            same(buf, np.full(3, i))
