@@ -326,19 +326,23 @@ def a_recv_may_be_started_long_before_its_send(comm: Communicator, rng: np.rando
 def started_messages_of_one_pair_stay_in_order(comm: Communicator, rng: np.random.Generator) -> None:
     if comm.size == 1 or comm.rank > 1:
         return
-    data = [rng.standard_normal(n) for n in (5, 100_000, 1, 40_000, 0, 7, 7, 7)]
-    if comm.rank == 0:
-        works = [comm.start.send(put(comm, message), 1) for message in data[:-1]]
-        comm.send(put(comm, data[-1]), 1)
-        wait_all(works, LIMIT_S)
-        return
-    bufs = [put(comm, np.zeros(message.size)) for message in data]
-    works = [comm.start.recv(buf, 0) for buf in bufs[:-1]]
-    comm.recv(bufs[-1], 0)  # after those that were started
-    same(bufs[-1], data[-1])
-    for work, buf, message in zip(works[::-1], bufs[-2::-1], data[-2::-1], strict=True):
-        work.wait()
-        same(buf, message)
+    lengths = (5, 100_000, 1, 40_000, 0, *(7,) * 60)  # more short ones than wait for a receiver anywhere
+    for late in (0, 1):
+        data = [rng.standard_normal(n) for n in lengths]
+        if comm.rank == late:
+            time.sleep(0.1)
+        if comm.rank == 0:
+            works = [comm.start.send(put(comm, message), 1) for message in data[:-1]]
+            comm.send(put(comm, data[-1]), 1)
+            wait_all(works, LIMIT_S)
+            continue
+        bufs = [put(comm, np.zeros(message.size)) for message in data]
+        works = [comm.start.recv(buf, 0) for buf in bufs[:-1]]
+        comm.recv(bufs[-1], 0)  # after those that were started
+        same(bufs[-1], data[-1])
+        for work, buf, message in zip(works[::-1], bufs[-2::-1], data[-2::-1], strict=True):
+            work.wait()
+            same(buf, message)
 
 
 # ---- several communicators, the end
