@@ -149,7 +149,7 @@ def _node_communicator(
     mpi: Any, own: Any, memory: Any, at: int, lookout: Lookout, timeout_s: float
 ) -> Communicator:
     from lowshard.comm.node.communicator import NodeCommunicator
-    from lowshard.comm.node.plan import Place
+    from lowshard.comm.node.ways import Place
 
     members, rank = tuple(range(own.Get_size())), own.Get_rank()
     mailbox = Mailbox(mpi, own, members, rank, lookout, timeout_s)

@@ -37,9 +37,9 @@ def make(device: str) -> lc.Communicator:
     if device in ("nccl", "staged"):
         return build_over_mpi(build_host(MPI.COMM_WORLD), transport=device)  # type: ignore[arg-type]
     if device == "windows":
-        from lowshard.comm import hierarchy
+        from lowshard.comm import windows
 
-        hierarchy.WINDOW_BYTES, hierarchy.PIECE_BYTES, device = 1, 50_000, "cpu"
+        windows.WINDOW_BYTES, windows.PIECE_BYTES, device = 1, 50_000, "cpu"
     return lc.from_mpi(MPI.COMM_WORLD, device)  # type: ignore[arg-type]
 
 

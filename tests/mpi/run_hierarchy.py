@@ -22,7 +22,7 @@ from support.comm_kit import check_reduced, operands, outcome, random_bits, refu
 
 from lowshard import comm as lc
 from lowshard import dtypes
-from lowshard.comm import hierarchy
+from lowshard.comm import windows
 from lowshard.comm.hierarchy import HierarchicalCommunicator
 from lowshard.comm.mpi import MPICommunicator
 from lowshard.comm.node.communicator import NodeCommunicator
@@ -402,7 +402,7 @@ CHECKS: list[Callable[[], Any]] = [
 if __name__ == "__main__":
     warnings.simplefilter("error")
     os.environ["LOWSHARD_NODE_SIZE"] = "" if APART else str(NODE_SIZE)
-    hierarchy.WINDOW_BYTES, hierarchy.PIECE_BYTES = 1, 5000
+    windows.WINDOW_BYTES, windows.PIECE_BYTES = 1, 5000
     for check in CHECKS:
         check()
         WORLD.Barrier()

@@ -53,9 +53,9 @@ from lowshard.comm.node.meet import (
 )  # fmt: skip
 from lowshard.comm.node.memory import NodeMemory, head_bytes, let_go_with
 from lowshard.comm.node.messages import NodeMailbox
-from lowshard.comm.node.plan import FACT, STEP, Place, address_of
 from lowshard.comm.node.quick import QuickCalls
 from lowshard.comm.node.vector import LINE_BYTES
+from lowshard.comm.node.ways import FACT, STEP, Place, address_of
 from lowshard.comm.protocol import Communicator
 from lowshard.comm.work import Work
 

@@ -22,7 +22,8 @@ from lowshard.comm.node import row as r
 from lowshard.comm.node import table as t
 from lowshard.comm.node.meet import OK, UNEQUAL
 from lowshard.comm.node.messages import NodeMailbox
-from lowshard.comm.node.plan import NodePlans, Spans, address_of
+from lowshard.comm.node.plan import NodePlans, Spans
+from lowshard.comm.node.ways import address_of
 from lowshard.comm.protocol import Op, Order
 
 Array = Any
