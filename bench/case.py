@@ -238,6 +238,4 @@ def _pass_on(comm: Any, send: Array, recv: Array) -> None:
     if comm.size == 1:
         recv[...] = send
         return
-    with comm.grouped():
-        comm.send(send, (comm.rank + 1) % comm.size)
-        comm.recv(recv, (comm.rank - 1) % comm.size)
+    comm.send_recv(send, (comm.rank + 1) % comm.size, recv, (comm.rank - 1) % comm.size)

@@ -65,6 +65,18 @@ class Arguments(Algorithms):
             self._activity.leave()
         self.traffic.count(call)
 
+    def _swap(self, call: Call, send: Array, dst: int, recv: Array, src: int) -> None:
+        """Run a send and a recv together."""
+        self._settle("send", dst)
+        self._settle("recv", src)
+        halves = [Call("send", call.text, 0, run=self._send), Call("recv", call.text, 0, run=self._recv)]
+        self._activity.enter(call, 0)
+        try:
+            self._run_batch([(halves[0], send, dst), (halves[1], recv, src)])
+        finally:
+            self._activity.leave()
+        self.traffic.count(call)
+
     def _settle(self, name: str, peer: int) -> None:
         """Wait for what was started before a message, where threads run it."""
         if self._worker is not None:

@@ -286,6 +286,10 @@ class Mailbox:
             self.start_send(buf, peer) if sends else self.start_recv(buf, peer)
             for sends, buf, peer in messages
         ]
+        self.wait_for_all(works)
+
+    def wait_for_all(self, works: Sequence[MessageWork]) -> None:
+        """Wait for messages that were started together; one of another length is told when the others have ended."""
         for work in works:
             self._post.add(work)
         failed: LowshardError | None = None

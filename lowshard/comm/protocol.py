@@ -268,6 +268,29 @@ class Communicator(Arguments):
             self._keep(("recv", key_of(b), src), call)
         self._message(call, buf if buf.ndim == 1 else buf.reshape(-1), src)
 
+    def send_recv(self, send: Array, dst: int, recv: Array, src: int) -> None:
+        """Send to rank `dst` and receive from rank `src` at once: a step of a ring, or an exchange of two ranks.
+
+        The buffers must not overlap. Two or more messages each way: `grouped`.
+
+        Raises:
+            BufferMismatchError: as for `recv`.
+            CommError: the communicator is closed, or dst or src is no other rank of it.
+        """
+        if self._batch is not None:
+            self.send(send, dst)
+            self.recv(recv, src)
+            return
+        key = ("send_recv", key_of(send), dst, key_of(recv), src)
+        call = self._calls.get(key)
+        if call is None or self._closed or not (self._ready(send) and self._ready(recv, True)):
+            s, r = self._flat(send, "send"), self._flat(recv, "recv", writes=True)
+            self._peer(dst, "dst")
+            self._peer(src, "src")
+            text = f"send_recv {text_of(s)} to rank {dst}, {text_of(r)} from rank {src}"
+            call = self._keep(key, self._make("send_recv", text, r.size, s.nbytes, r.nbytes))
+        self._swap(call, send.reshape(-1), dst, recv.reshape(-1), src)
+
     @contextmanager
     def grouped(self) -> Iterator[None]:
         """Start every send and recv called inside at once, when the block ends, and wait for all.

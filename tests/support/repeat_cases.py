@@ -192,6 +192,67 @@ def calls_of_many_sizes_are_all_counted_and_numbered(comm: Communicator, rng: np
 
 
 @case
+def steps_of_a_ring_send_and_receive_at_once(comm: Communicator, rng: np.random.Generator) -> None:
+    after, before = neighbours(comm)
+    calls = 0
+    for turn in range(TIMES):
+        for n in (0, 1, 300, 20_000, HUGE_BYTES // 8):
+            data = rng.standard_normal((comm.size, n))
+            for lent in (False, True, comm.rank == 0):
+                send, recv = (
+                    (lend if lent else put)(comm, data[comm.rank]),
+                    Canvas(comm, n, np.dtype(float), lent),
+                )
+                with told(turn=turn, n=n, lent=lent):
+                    comm.send_recv(send, after, recv.buf, before)
+                    recv.check(data[before])
+                calls += 1
+    if comm.size > 1:
+        assert comm.traffic.calls["send_recv"] == calls
+        assert comm.traffic.calls["send"] == 0
+    # In a group, and beside what was started before.
+    ones, got, more = (
+        put(comm, np.full(9, comm.rank)),
+        put(comm, np.zeros(9, int)),
+        put(comm, np.zeros(9, int)),
+    )
+    works = [comm.start.send(ones, after), comm.start.recv(more, before)]
+    with comm.grouped():
+        comm.send_recv(ones, after, got, before)
+    for work in works:
+        work.wait()
+    same(got, np.full(9, before))
+    same(more, np.full(9, before))
+
+
+@case
+def a_step_of_a_ring_refuses_what_does_not_fit(comm: Communicator, rng: np.random.Generator) -> None:
+    after, before = neighbours(comm)
+    five, recv = put(comm, np.arange(5.0)), Canvas(comm, 5, np.dtype(float))
+    refused(lambda: comm.send_recv(five, comm.size, recv.buf, before), CommError, "dst")
+    refused(lambda: comm.send_recv(five, after, recv.buf, comm.rank), CommError, "src")
+    for _ in range(TIMES):
+        comm.send_recv(five, after, recv.buf, before)
+        recv.check(np.arange(5.0))
+    if comm.transport in ("nccl", "staged") or comm.xp is not np:
+        return
+    # Rank 0 sends more than the next one expects; only that one is told, and all go on.
+    for n in (6, 30_000):
+        name, text = outcome(
+            lambda n=n: comm.send_recv(  # type: ignore[misc]
+                put(comm, np.zeros(n)) if comm.rank == 0 else five, after, recv.buf, before
+            )
+        )
+        assert name == ("BufferMismatchError" if comm.rank == 1 else ""), text
+        assert (
+            comm.rank != 1 or f"rank 0 sent {8 * n} bytes" in text or f"rank 0 gave {n} elements" in text
+        ), text
+        comm.barrier()
+        comm.send_recv(five, after, recv.buf, before)
+        recv.check(np.arange(5.0))
+
+
+@case
 def repeated_messages_of_any_length_arrive_in_order(comm: Communicator, rng: np.random.Generator) -> None:
     after, before = neighbours(comm)
     lengths = [0, 1, 2048, 2049, 5000, 65_535, 65_536, 65_537, 300_000, HUGE_BYTES]

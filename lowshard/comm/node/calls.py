@@ -28,6 +28,7 @@ class Calls:
     withdraw: Callable[..., int]
     receive: Callable[..., int]
     receive_if_come: Callable[..., int]
+    run_group: Callable[..., int]
     barrier: Callable[..., int]
     gather_slots: Callable[..., int]
     place: Callable[..., int]
@@ -47,12 +48,13 @@ def load_calls() -> Calls:
         perform=compiled(perform.perform, 4),
         may_lie_so=compiled(perform.may_lie_so, 4),
         quick=compiled(table.quick, 5),
-        post=compiled(channel.post, 4),
+        post=compiled(channel.post, 5),
         is_taken=compiled(channel.is_taken, 3),
         send=compiled(channel.send, 4),
         withdraw=compiled(channel.withdraw, 3),
         receive=compiled(channel.receive, 4),
         receive_if_come=compiled(channel.receive_if_come, 4),
+        run_group=compiled(channel.run_group, 3),
         barrier=compiled(move.barrier, 2),
         gather_slots=compiled(move.gather_slots, 9),
         place=compiled(move.place, 3),

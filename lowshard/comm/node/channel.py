@@ -20,6 +20,7 @@ from lowshard.comm.node.meet import (
     FAULTY,
     HEADS,
     ME,
+    MISSING,
     OK,
     RING_ENTRIES,
     SIZE,
@@ -46,7 +47,10 @@ _BOTH_BYTES = 64 << 10
 _PIECE_BYTES, _PIECES = 32 << 10, 16
 """Of a piece, at least; how many there are of a long message."""
 ENTRY_HEAD_BYTES = 64
-_HERE, _THERE, _WITHDRAWN = range(3)
+_HERE, _THERE, _THERE_BOTH, _WITHDRAWN = range(4)
+
+GROUP_WORDS = 8
+"""Of a message in a group; see `run_group`."""
 
 FULL = -1
 """In place of a message's number: the ring has no entry free."""
@@ -67,8 +71,8 @@ def _entry(ctx: int, src: int, dst: int, number: int) -> Any:
 
 
 @njit(nogil=True)  # type: ignore[untyped-decorator]
-def post(ctx: int, dst: int, address: int, size_bytes: int) -> Any:
-    """Post a message and return its number, or FULL."""
+def post(ctx: int, dst: int, address: int, size_bytes: int, both: int) -> Any:
+    """Post a message and return its number, or FULL; `both` is 1 if its sender will copy a share of it."""
     me = peek(ctx + 8 * ME)
     head = _head(ctx, me, dst)
     number = peek(head + _POSTED)
@@ -80,7 +84,7 @@ def post(ctx: int, dst: int, address: int, size_bytes: int) -> Any:
         poke(entry + 8 * _KIND, _HERE)
         copy_bytes(entry + ENTRY_HEAD_BYTES, address, size_bytes)
     else:
-        poke(entry + 8 * _KIND, _THERE)
+        poke(entry + 8 * _KIND, _THERE_BOTH if both != 0 else _THERE)
         poke(entry + 8 * _ADDRESS, address)
         segment = segment_of(ctx, address, size_bytes)
         poke(entry + 8 * _SEGMENT, segment)
@@ -112,17 +116,18 @@ def send(ctx: int, dst: int, address: int, size_bytes: int) -> Any:
     """Send a message, and wait while the ring is full, and if it is long until it is taken."""
     me = peek(ctx + 8 * ME)
     head = _head(ctx, me, dst)
-    number = post(ctx, dst, address, size_bytes)
+    both = 1 if size_bytes >= _BOTH_BYTES else 0
+    number = post(ctx, dst, address, size_bytes, both)
     if number == FULL:
         oldest = peek(head + _POSTED) - peek(ctx + 8 * RING_ENTRIES)
         code = await_word(ctx, head + _TAKEN, head + _TAKEN_SLEEPERS, oldest + 1, dst)
         if code != OK:
             return code
-        number = post(ctx, dst, address, size_bytes)
+        number = post(ctx, dst, address, size_bytes, both)
     if fits_an_entry(ctx, size_bytes):
         return OK
     code = OK
-    if size_bytes >= _BOTH_BYTES:
+    if both != 0:
         entry = _entry(ctx, me, dst, number)
         code = await_word(ctx, entry + 8 * _ACCEPTED, entry + 8 * _ACCEPTED_SLEEPERS, 1, dst)
         if code == OK:
@@ -168,8 +173,8 @@ def _copy_message(ctx: int, entry: int, src: int, address: int, size_bytes: int)
     segment = peek(entry + 8 * _SEGMENT)
     base = 0 if segment == NO_SEGMENT else mapped_at(ctx, src, segment)
     there = peek(entry + 8 * _ADDRESS) if base == 0 else base + peek(entry + 8 * _OFFSET)
-    code = OK
-    if size_bytes >= _BOTH_BYTES:
+    code, both = OK, peek(entry + 8 * _KIND) == _THERE_BOTH
+    if both:
         own = segment_of(ctx, address, size_bytes)
         poke(entry + 8 * _TO_ADDRESS, address)
         poke(entry + 8 * _TO_SEGMENT, own)
@@ -185,7 +190,7 @@ def _copy_message(ctx: int, entry: int, src: int, address: int, size_bytes: int)
         copy(address, there, size_bytes)
     else:
         transfer(ctx, src, address, there, size_bytes, False)
-    if peek(ctx + 8 * FAULT) != 0 or (size_bytes >= _BOTH_BYTES and peek(entry + 8 * _BROKEN) != 0):
+    if peek(ctx + 8 * FAULT) != 0 or (both and peek(entry + 8 * _BROKEN) != 0):
         poke(ctx + 8 * FAULT, 0)
         return FAULTY
     return code
@@ -193,7 +198,7 @@ def _copy_message(ctx: int, entry: int, src: int, address: int, size_bytes: int)
 
 @njit(nogil=True)  # type: ignore[untyped-decorator]
 def withdraw(ctx: int, dst: int, number: int) -> Any:
-    """Take back a long message: its buffer may be gone when the receiver comes."""
+    """Take back a long message that was not taken: its buffer may be gone when the receiver comes."""
     poke(_entry(ctx, peek(ctx + 8 * ME), dst, number) + 8 * _KIND, _WITHDRAWN)
     return OK
 
@@ -230,6 +235,76 @@ def receive(ctx: int, src: int, address: int, size_bytes: int) -> Any:
     if peek(head + _TAKEN_SLEEPERS) != 0:
         wake(ctx, head + _TAKEN)
     return code
+
+
+@njit(nogil=True)  # type: ignore[untyped-decorator]
+def send_receive(
+    ctx: int, dst: int, send_at: int, send_bytes: int, src: int, recv_at: int, recv_bytes: int
+) -> Any:  # fmt: skip
+    """Send a message and receive another, neither before the other."""
+    number = post(ctx, dst, send_at, send_bytes, 0)
+    code = receive(ctx, src, recv_at, recv_bytes)
+    if code != OK and code != UNEQUAL:
+        if number != FULL:
+            withdraw(ctx, dst, number)
+        return code
+    if number == FULL:
+        ended = send(ctx, dst, send_at, send_bytes)
+    elif fits_an_entry(ctx, send_bytes):
+        ended = OK
+    else:
+        head = _head(ctx, peek(ctx + 8 * ME), dst)
+        ended = await_word(ctx, head + _TAKEN, head + _TAKEN_SLEEPERS, number + 1, dst)
+    return ended if ended != OK else code
+
+
+@njit(nogil=True)  # type: ignore[untyped-decorator]
+def run_group(ctx: int, rows: int, count: int) -> Any:
+    """Run sends and recvs that start together: post, receive, wait for what was posted.
+
+    Args:
+        ctx: the context.
+        rows: address of rows of GROUP_WORDS int64: peer, address, bytes, whether it sends; out: number of the message,
+            how it ended, bytes that came instead.
+        count: rows.
+
+    Returns:
+        OK where every row has ended, well or not; FULL where a ring had no room for all sends, and nothing but the
+        sends that have a number was done; else why a wait ended.
+    """
+    for i in range(count):
+        row = rows + 8 * GROUP_WORDS * i
+        poke(row + 32, FULL)
+        poke(row + 40, OK)
+    for i in range(count):
+        row = rows + 8 * GROUP_WORDS * i
+        if peek(row + 24) != 0:
+            poke(row + 32, post(ctx, peek(row), peek(row + 8), peek(row + 16), 0))
+            if peek(row + 32) == FULL:
+                return FULL
+    for i in range(count):
+        row = rows + 8 * GROUP_WORDS * i
+        if peek(row + 24) == 0:
+            code = receive(ctx, peek(row), peek(row + 8), peek(row + 16))
+            poke(row + 40, code)
+            poke(row + 48, peek(ctx + 8 * CAME))
+            if code != OK and code != UNEQUAL and code != FAULTY:
+                poke(ctx + 8 * MISSING, peek(row))
+                for j in range(count):
+                    other = rows + 8 * GROUP_WORDS * j
+                    if peek(other + 24) != 0:
+                        withdraw(ctx, peek(other), peek(other + 32))
+                return code
+    for i in range(count):
+        row = rows + 8 * GROUP_WORDS * i
+        if peek(row + 24) != 0 and not fits_an_entry(ctx, peek(row + 16)):
+            head = _head(ctx, peek(ctx + 8 * ME), peek(row))
+            code = await_word(
+                ctx, head + _TAKEN, head + _TAKEN_SLEEPERS, peek(row + 32) + 1, peek(row)
+            )  # fmt: skip
+            if code != OK:
+                return code
+    return OK
 
 
 @njit(nogil=True)  # type: ignore[untyped-decorator]

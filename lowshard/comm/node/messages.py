@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,11 +13,13 @@ from mpi4py import MPI
 from lowshard.comm.mailbox import Mailbox, MessageWork
 from lowshard.comm.node.calls import Calls
 from lowshard.comm.node.channel import ENTRY_HEAD_BYTES, FULL, PENDING
-from lowshard.comm.node.meet import CAME, ENTRY_BYTES, FAILED, FAULTY, LATE, LEFT, OK, UNEQUAL
+from lowshard.comm.node.meet import CAME, ENTRY_BYTES, FAILED, FAULTY, LATE, LEFT, MISSING, OK, UNEQUAL
 from lowshard.comm.node.memory import NodeMemory
-from lowshard.errors import BufferMismatchError, CommError
+from lowshard.errors import BufferMismatchError, CommError, LowshardError
 
 Array = Any
+
+_NUMBER, _CODE, _CAME = 4, 5, 6  # of a row of run_group
 
 address_of = MPI.Get_address
 
@@ -60,7 +62,7 @@ class NodeMailbox(Mailbox):
             if number == FULL:
                 if self.waiting[line][0] is not me:
                     return False
-                number = compiled.post(ctx, dst, at, size)
+                number = compiled.post(ctx, dst, at, size, False)
                 if number == FULL:
                     return False
                 self._next(line)
@@ -116,6 +118,50 @@ class NodeMailbox(Mailbox):
         self._map_new()
         if code != OK:
             self.end(self._context, code, "recv", buf.nbytes, src)
+
+    def run_all(self, messages: Sequence[tuple[bool, Array, int]]) -> None:
+        """Start messages, (sends, buffer, peer) each, and wait for all of them."""
+        if self.waiting:
+            super().run_all(messages)
+            return
+        rows = np.array(
+            [(peer, address_of(buf), buf.nbytes, sends, 0, 0, 0, 0) for sends, buf, peer in messages],
+            np.int64,
+        )
+        code = self._compiled.run_group(self._ctx, address_of(rows), len(rows))
+        self._map_new()
+        if code == FULL:
+            # Those that were posted go on as they are; the rest waits its turn.
+            works = [
+                self._start_posted(buf, peer, int(row[_NUMBER])) if sends and row[_NUMBER] != FULL
+                else self.start_send(buf, peer) if sends else self.start_recv(buf, peer)
+                for (sends, buf, peer), row in zip(messages, rows, strict=True)
+            ]  # fmt: skip
+            self.wait_for_all(works)
+            return
+        if code != OK:
+            peer = int(self._context[MISSING])
+            name = next("send" if sends else "recv" for sends, _, p in messages if p == peer)
+            self.end(self._context, code, name, 0, peer)
+        failed: LowshardError | None = None
+        for (_, buf, peer), row in zip(messages, rows, strict=True):
+            if row[_CODE] != OK:
+                self._context[CAME] = row[_CAME]
+                try:
+                    self.end(self._context, int(row[_CODE]), "recv", buf.nbytes, peer)
+                except LowshardError as error:
+                    failed = failed or error
+        if failed is not None:
+            raise failed
+
+    def _start_posted(self, buf: Array, dst: int, number: int) -> MessageWork:
+        """Return a send that is posted."""
+        compiled, ctx = self._compiled, self._own_ctx
+
+        def advance() -> bool:
+            return buf.nbytes <= self._short_bytes or bool(compiled.is_taken(ctx, dst, number))
+
+        return self._work(advance, f"recv from rank {self._rank}", dst)
 
     def end(self, context: np.ndarray, code: int, name: str, size: int, peer: int) -> None:
         """Raise what a message ended with."""

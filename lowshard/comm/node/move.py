@@ -177,9 +177,13 @@ def gather_slots(
     code = meet(ctx, signature)
     if code != OK or each_bytes == 0:
         return code
+    me = peek(ctx + 8 * ME)
     for i in range(ranks):
-        rank = first + i
-        copy_bytes(recv + i * each_bytes, slot(ctx, rank, 0) + offset, each_bytes)
+        rank, into = first + i, recv + i * each_bytes
+        if rank != me:
+            copy_bytes(into, slot(ctx, rank, 0) + offset, each_bytes)
+        elif into != send + offset:
+            copy_bytes(into, slot(ctx, me, 0) + offset, each_bytes)  # send may have been written over
     return code
 
 

@@ -27,6 +27,7 @@ from lowshard.comm.node.row import (
     RECV_BYTES,
     SEND,
     SEND_BYTES,
+    SEND_RECEIVE,
     SIGNATURE,
     SPREAD,
 )
@@ -48,6 +49,9 @@ def perform(ctx: int, row: int, send: int, recv: int) -> Any:
         return channel.send(ctx, _number(row, 0), send, send_bytes)
     if kind == RECEIVE:
         return channel.receive(ctx, _number(row, 0), recv, recv_bytes)
+    if kind == SEND_RECEIVE:
+        dst, src = _number(row, 0), _number(row, 1)
+        return channel.send_receive(ctx, dst, send, send_bytes, src, recv, recv_bytes)
     a, b, c, d = _number(row, 0), _number(row, 1), _number(row, 2), _number(row, 3)
     if kind == GATHER_SLOTS:
         return gather_slots(ctx, signature, send, send_bytes, recv, a, b, c, d)

@@ -79,7 +79,7 @@ class NodePlans(NodeWays):
             in_place: see `_large`.
         """
         sizes = send_bytes, ranks * each
-        if most <= self._small_bytes:
+        if most <= self._small_bytes and sizes[1] < 2 * self._small_bytes:
             return self._small(call, GATHER_SLOTS, sizes, first, ranks, offset, each)
         return self._large(call, GATHER_BUFFERS, sizes, first, ranks, offset, each, in_place=in_place)
 

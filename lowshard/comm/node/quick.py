@@ -20,7 +20,7 @@ from lowshard.comm.argument import key_of
 from lowshard.comm.call import Call
 from lowshard.comm.node import row as r
 from lowshard.comm.node import table as t
-from lowshard.comm.node.meet import OK, UNEQUAL
+from lowshard.comm.node.meet import FAULTY, MISSING, OK, UNEQUAL
 from lowshard.comm.node.messages import NodeMailbox
 from lowshard.comm.node.plan import NodePlans, Spans
 from lowshard.comm.node.ways import address_of
@@ -30,8 +30,8 @@ Array = Any
 
 (
     ALL_GATHER, ALL_TO_ALL, BROADCAST, GATHER, SCATTER, ALL_REDUCE, REDUCE_SCATTER, REDUCE, BARRIER, ALL_TO_ALL_V,
-    SEND, RECV,
-) = range(12)  # fmt: skip
+    SEND, RECV, SEND_RECV,
+) = range(13)  # fmt: skip
 _ORDERS = ("fast", "tree", "rank")
 _REDUCTIONS = {
     (op, order): 16 * i
@@ -162,15 +162,17 @@ class QuickCalls(NodePlans):
 
     def _learn(self, act: int, key: object, send: Array | None, recv: Array | None) -> None:
         """Enter a call that has just been made the long way, if a row is all there is to it."""
+        if self._table is None or self._batch is not None or self._worker is not None:
+            return
         call = self._calls.get(key)
-        if self._table is None or call is None:
+        if call is None:
             return
         buffers = [buf for buf in (send, recv) if buf is not None]
         if any(type(buf) is not np.ndarray or buf.dtype is not buffers[0].dtype for buf in buffers):
             return
         row = call.prepared
-        if row is None and call.name in ("send", "recv"):
-            row = call.prepared = self._message_row(call.name, buffers[0], act // _ROOT)
+        if row is None and call.name in ("send", "recv", "send_recv"):
+            row = call.prepared = self._message_row(call, act, send, recv)
         if isinstance(row, Spans):
             row = self._exchange_row(call, send, recv)
         if row is not None:
@@ -281,21 +283,28 @@ class QuickCalls(NodePlans):
     def send(self, buf: Array, dst: int) -> None:
         """Send `buf` to rank `dst`; see `Communicator.send`."""
         act = _rooted(SEND, dst)
-        if not self._sent(act, "send", dst, id(buf), 0):
+        if ("send", dst) in self._mailbox.waiting or not self._sent(act, id(buf), 0):
             super().send(buf, dst)
             self._learn(act, ("send", key_of(buf), dst), buf, None)
 
     def recv(self, buf: Array, src: int) -> None:
         """Receive into `buf` what rank `src` sends; see `Communicator.recv`."""
         act = _rooted(RECV, src)
-        if not self._sent(act, "recv", src, 0, id(buf)):
+        if ("recv", src) in self._mailbox.waiting or not self._sent(act, 0, id(buf)):
             super().recv(buf, src)
             self._learn(act, ("recv", key_of(buf), src), None, buf)
 
-    def _sent(self, act: int, name: str, peer: int, send: int, recv: int) -> bool:
-        """Run a message by the table and say whether it was there."""
-        mailbox = self._mailbox
-        if self._worker is not None or self._batch is not None or (name, peer) in mailbox.waiting:
+    def send_recv(self, send: Array, dst: int, recv: Array, src: int) -> None:
+        """Send to rank `dst` and receive from rank `src` at once; see `Communicator.send_recv`."""
+        both = dst * self.size + src if type(dst) is int and type(src) is int else -1
+        act = _rooted(SEND_RECV, both)
+        if self._mailbox.waiting or not self._sent(act, id(send), id(recv)):
+            super().send_recv(send, dst, recv, src)
+            self._learn(act, ("send_recv", key_of(send), dst, key_of(recv), src), send, recv)
+
+    def _sent(self, act: int, send: int, recv: int) -> bool:
+        """Run messages by the table and say whether they were there."""
+        if self._worker is not None or self._batch is not None:
             return False
         code = self._quick(self._head, act, 0, send, recv)
         if code == t.UNKNOWN:
@@ -304,17 +313,22 @@ class QuickCalls(NodePlans):
             if code & t.NEW_SEGMENTS:
                 self._place.memory.map_new()
             assert self._table is not None
-            size = int(self._table.last().prepared[r.SEND_BYTES if send else r.RECV_BYTES])
-            assert isinstance(mailbox, NodeMailbox)
-            mailbox.end(self._context, code & ~t.NEW_SEGMENTS, name, size, peer)
+            row = self._table.last().prepared
+            assert isinstance(self._mailbox, NodeMailbox)
+            peer, size = int(self._context[MISSING]), int(row[r.RECV_BYTES])
+            if row[r.KIND] != r.SEND and code & ~t.NEW_SEGMENTS in (UNEQUAL, FAULTY):
+                peer = int(row[r.FIRST + (row[r.KIND] == r.SEND_RECEIVE)])
+            name = "send" if row[r.KIND] == r.SEND or (send and peer == row[r.FIRST]) else "recv"
+            self._mailbox.end(self._context, code & ~t.NEW_SEGMENTS, name, size, peer)
         return True
 
-    def _message_row(self, name: str, buf: Array, peer: int) -> np.ndarray | None:
+    def _message_row(self, call: Call, act: int, send: Array | None, recv: Array | None) -> np.ndarray | None:
         if not isinstance(self._mailbox, NodeMailbox):
             return None
-        if name == "send":
-            return r.row_of(r.SEND, 0, buf.nbytes, 0, r.ANY, peer)
-        return r.row_of(r.RECEIVE, 0, 0, buf.nbytes, r.ANY, peer)
+        peers, sizes = act // _ROOT, [0 if buf is None else buf.nbytes for buf in (send, recv)]
+        if call.name == "send_recv":
+            return r.row_of(r.SEND_RECEIVE, 0, *sizes, r.APART, *divmod(peers, self.size))
+        return r.row_of(r.RECEIVE if send is None else r.SEND, 0, *sizes, r.ANY, peers)
 
     def barrier(self) -> None:
         """Return once every rank has called it; see `Communicator.barrier`."""
