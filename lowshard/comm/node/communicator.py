@@ -21,10 +21,12 @@ from lowshard.comm.mpi import run_batch, start_message
 from lowshard.comm.node.atomic import FUTEX_CALLS
 from lowshard.comm.node.calls import load_calls
 from lowshard.comm.node.channel import ENTRY_HEAD_BYTES, HEAD_BYTES
+from lowshard.comm.node.choice import CLASSES, ROW_WORDS
 from lowshard.comm.node.combine import schedule
 from lowshard.comm.node.meet import (
     CARD_BYTES,
     CARDS,
+    CHOICES,
     CONTEXT_WORDS,
     DIFFERENT,
     ENTRIES,
@@ -47,6 +49,7 @@ from lowshard.comm.node.meet import (
     SMALL_BYTES,
     SPINS,
     TIMEOUT_NS,
+    TURNS,
     WANTED,
     WATCHED,
     YIELDS,
@@ -61,7 +64,7 @@ from lowshard.comm.work import Work
 
 Array = Any
 
-_SLOT_BYTES, _GROUP_BYTES = 256 << 10, 4 << 20
+_SLOT_BYTES, _GROUP_BYTES = 256 << 10, 2 << 20
 """Of a slot, and of all ranks' slots of one turn, at most."""
 _RINGS_BYTES, _CONTENT_BYTES = 4 << 20, 2048
 """Of all rings of a group, about; of the content of an entry, at most."""
@@ -109,8 +112,10 @@ class NodeCommunicator(QuickCalls):
         words[GONE], words[WATCHED] = self._mailbox.lookout.gone_address, address_of(self._watched)
         words[SMALL_BYTES] = self._small_bytes
         words[RING_ENTRIES], words[ENTRY_BYTES] = ring_of(size)
-        words[HEADS] = words[SLOTS] + 2 * size * self._slot_bytes
+        words[HEADS] = words[SLOTS] + TURNS * size * self._slot_bytes
         words[ENTRIES] = words[HEADS] + size * size * HEAD_BYTES
+        self._choices = np.zeros(CLASSES * ROW_WORDS, np.int64)
+        words[CHOICES] = address_of(self._choices)
         words[TIMEOUT_NS] = int(self.timeout_s * 1e9)
         words[SPINS] = _SPINS_CROWDED if crowded else _SPINS_ALONE
         words[YIELDS] = _YIELDS_CROWDED if crowded else _YIELDS_ALONE
@@ -233,7 +238,7 @@ def slot_bytes(size: int) -> int:
 def lend_group(memory: NodeMemory, size: int) -> Any:
     """Return a block for the cards, slots and rings of a group; cards and counters are cleared."""
     entries, entry_bytes = ring_of(size)
-    cards, slots, heads = size * CARD_BYTES, 2 * size * slot_bytes(size), size * size * HEAD_BYTES
+    cards, slots, heads = size * CARD_BYTES, TURNS * size * slot_bytes(size), size * size * HEAD_BYTES
     block = memory.lend(cards + slots + heads + size * size * entries * entry_bytes, size)
     begin = block.address + head_bytes(size)
     ctypes.memset(begin, 0, cards)

@@ -11,8 +11,23 @@ from typing import Any
 from numba import njit
 
 from lowshard.comm.node.atomic import call_five, call_three, copy_bytes, fence, peek, poke
+from lowshard.comm.node.choice import learn, past_is_next, row_for
 from lowshard.comm.node.combine import BLOCK_BYTES, COMBINE, DIVIDE, ITEM, NARROW, WIDE_ITEM, WIDEN
-from lowshard.comm.node.meet import ME, OK, PARTS, RECV, SCRATCH, SEND, SIZE, line, meet, slot, step
+from lowshard.comm.node.meet import (
+    CHOICES,
+    ME,
+    OK,
+    PARTS,
+    RECV,
+    SCRATCH,
+    SEND,
+    SIZE,
+    clock_ns,
+    line,
+    meet,
+    slot,
+    step,
+)
 from lowshard.comm.node.move import (
     STREAM_BYTES,
     all_shared,
@@ -140,14 +155,19 @@ def fold_slots(
 
 
 @njit(nogil=True)  # type: ignore[untyped-decorator]
-def _show(ctx: int, send: int, begin: int, count: int, item: int) -> None:
+def _show(ctx: int, send: int, begin: int, count: int, item: int, past: bool) -> None:
     """Put the elements of a chunk that other ranks fold into this rank's slot, each at its place in the chunk."""
     me, size = peek(ctx + 8 * ME), peek(ctx + 8 * SIZE)
     first, own = part_of(count, size, me)
     to, source = slot(ctx, me, 0), send + begin * item
-    copy_past(to, source, first * item)
     done = first + own
-    copy_past(to + done * item, source + done * item, (count - done) * item)
+    if past:
+        copy_past(to, source, first * item)
+        copy_past(to + done * item, source + done * item, (count - done) * item)
+        fence()  # what went past the caches is there before anybody is told
+    else:
+        copy_bytes(to, source, first * item)
+        copy_bytes(to + done * item, source + done * item, (count - done) * item)
 
 
 @njit(nogil=True)  # type: ignore[untyped-decorator]
@@ -189,12 +209,12 @@ def _fold_chunk(
 @njit(nogil=True)  # type: ignore[untyped-decorator]
 def _fold_in_turn(
     ctx: int, send: int, recv: int, elems: int, chunk_elems: int, root: int, divisor: int, steps: int, recipe: int,
+    past: bool,
 ) -> Any:  # fmt: skip
     """Fold chunk by chunk through the slots, from the meeting on at which the first chunk was shown.
 
     Each rank folds its part of a chunk straight into its next slot, behind the next chunk's operand. So a chunk takes
-    one meeting, and what another rank wrote is read once. Slots are written past the caches: a line that is new in
-    another core's cache is dear to read, many times as dear where the cores are far from each other.
+    one meeting, and what another rank wrote is read once.
 
     Args:
         ctx: the context.
@@ -206,6 +226,7 @@ def _fold_in_turn(
         divisor: see `fold_block`.
         steps: the same.
         recipe: the same.
+        past: write slots past the caches.
     """
     me, size, item = peek(ctx + 8 * ME), peek(ctx + 8 * SIZE), peek(recipe + 8 * ITEM)
     private, mapped = is_private(ctx), note_mapped(ctx)
@@ -214,15 +235,16 @@ def _fold_in_turn(
     begin = 0
     while True:
         count = min(chunk_elems, elems - begin)
-        result, past = slot(ctx, me, 1) + behind, True
+        result, result_past = slot(ctx, me, 1) + behind, past
         if me == root:  # nobody else wants it
-            result, past = recv + (begin + part_of(count, size, me)[0]) * item, streaming
-        _fold_chunk(ctx, send, begin, count, mapped, result, divisor, steps, recipe, past)
+            result, result_past = recv + (begin + part_of(count, size, me)[0]) * item, streaming
+        _fold_chunk(ctx, send, begin, count, mapped, result, divisor, steps, recipe, result_past)
         step(ctx)
         after = begin + count
         if private and after < elems:
-            _show(ctx, send, after, min(chunk_elems, elems - after), item)
-        fence()  # what went past the caches is there before anybody is told
+            _show(ctx, send, after, min(chunk_elems, elems - after), item, past)
+        if result_past:
+            fence()
         code = meet(ctx, 0)
         if code != OK:
             return code
@@ -252,19 +274,25 @@ def fold_buffers(
     If `chunk_elems` is not 0 the result goes through the slots instead, so many at a time; and so do private operands,
     since the system call that reads them pins each of their pages, which takes longer than to copy it.
     """
+    item = peek(recipe + 8 * ITEM)
+    row, past = 0, False
     step(ctx)
     say(ctx, SEND, send, send_bytes)
     say(ctx, RECV, recv, recv_bytes)
-    if chunk_elems != 0 and is_private(ctx):
-        _show(ctx, send, 0, min(chunk_elems, elems), peek(recipe + 8 * ITEM))
-        fence()
+    if chunk_elems != 0:
+        row = row_for(peek(ctx + 8 * CHOICES), 1 if mode == TO_ROOT else 0, elems * item)
+        past = past_is_next(row)
+        if is_private(ctx):
+            _show(ctx, send, 0, min(chunk_elems, elems), item, past)
     code = meet(ctx, signature)
     if code != OK:
         return code
-    item = peek(recipe + 8 * ITEM)
     if chunk_elems != 0 and (mode == TO_ROOT or elems * item >= SHARED_IN_TURN_BYTES or not all_shared(ctx)):
         whom = root if mode == TO_ROOT else -1
-        return _fold_in_turn(ctx, send, recv, elems, chunk_elems, whom, divisor, steps, recipe)
+        begin_ns = clock_ns(ctx)
+        code = _fold_in_turn(ctx, send, recv, elems, chunk_elems, whom, divisor, steps, recipe, past)
+        learn(row, past, elems * item, clock_ns(ctx) - begin_ns)
+        return code
     me, size = peek(ctx + 8 * ME), peek(ctx + 8 * SIZE)
     if mode == PART:
         fold_part(ctx, recv, me * elems, elems, -1, divisor, steps, recipe)

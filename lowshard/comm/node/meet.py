@@ -36,7 +36,7 @@ ME = 1
 CARDS = 2
 """Address of the cards."""
 SLOTS = 3
-"""Address of the slots, two a rank, which meetings take in turn, for what goes through memory of the group's."""
+"""Address of the slots, TURNS a rank, which meetings take in turn, for what goes through memory of the group's."""
 SLOT_BYTES = 4
 FLAG = 5
 """Address of an int64 that is not 0 once a failure is known."""
@@ -84,6 +84,11 @@ CAME = 34
 """Out: bytes of a message that was not as long as it should be."""
 SMALL_BYTES = 35
 """What goes through a slot whole."""
+CHOICES = 36
+"""Address of the table of `lowshard.comm.node.choice`."""
+TURNS = 8
+"""Slots a rank. Two would do, since all have read what was shown two meetings ago. But what another core has read is
+cheap to write again only when the caches have forgotten it."""
 CONTEXT_WORDS = 40
 
 SEGMENTS = 64
@@ -120,8 +125,8 @@ def line(ctx: int, rank: int) -> Any:
 @njit(nogil=True)  # type: ignore[untyped-decorator]
 def slot(ctx: int, rank: int, ahead: int) -> Any:
     """Return the address of a rank's slot for the stamp that is being met, or (ahead 1) for the next."""
-    turn = (peek(ctx + 8 * STAMP) + ahead) & 1
-    return peek(ctx + 8 * SLOTS) + (2 * rank + turn) * peek(ctx + 8 * SLOT_BYTES)
+    turn = (peek(ctx + 8 * STAMP) + ahead) & (TURNS - 1)
+    return peek(ctx + 8 * SLOTS) + (TURNS * rank + turn) * peek(ctx + 8 * SLOT_BYTES)
 
 
 @njit(nogil=True)  # type: ignore[untyped-decorator]
