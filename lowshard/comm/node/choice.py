@@ -45,10 +45,10 @@ def past_is_next(row: int) -> Any:
 
 @njit(nogil=True)  # type: ignore[untyped-decorator]
 def learn(row: int, past: bool, size_bytes: int, took_ns: int) -> None:
-    """Note how long a call took: less is believed at once, more by and by, since a rank may have been interrupted."""
+    """Note how long a call took: less is believed at once, more by an eighth at most, for a rank may be interrupted."""
     count = peek(row + 8 * _COUNT) - 1
     if (count < 2 * _RUN or count % _EVERY < _RUN) and count % _RUN != _RUN - 1:
         return
     at = row + 8 * (_PAST if past else _INTO)
     cost, known = took_ns * 1024 // max(size_bytes, 1), peek(at)
-    poke(at, cost if known == 0 or cost < known else known + (cost - known + 7) // 8)
+    poke(at, cost if known == 0 or cost < known else known + (min(cost, 2 * known) - known + 7) // 8)
