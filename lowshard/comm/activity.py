@@ -16,6 +16,7 @@ import sysconfig
 import threading
 from array import array
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic_ns
 from types import FrameType
@@ -67,6 +68,14 @@ class NamedCall(Protocol):
         """The text in UTF-8; what is over CALL_BYTES is cut off."""
 
 
+@dataclass(frozen=True)
+class Name:
+    """A call's name without the call, which keeps its communicator alive."""
+
+    text: str
+    encoded: bytes
+
+
 class Activity:
     """The collectives of one rank, as its communicators enter and leave them; safe to read from any thread.
 
@@ -89,6 +98,7 @@ class Activity:
         self._beside: list[NamedCall | None] = [None] * RING_CALLS
         self._named: dict[int, NamedCall] = {}
         self._next = RING_CALLS
+        self._forgotten: set[int] = set()
         self._pack = struct.Struct(f"={CALL_BYTES}sqB").pack_into
         self._pack_ring = struct.Struct("=qqq").pack_into
         self._ring_bytes = self._ring.cast("B")
@@ -105,19 +115,16 @@ class Activity:
     def name(self, call: NamedCall) -> int:
         """Return a number that stands for a call in the ring, for compiled calls, until `forget`."""
         self._next += 1
-        self._named[self._next] = call
+        self._named[self._next] = Name(call.text, call.encoded)
         return self._next
 
-    def named(self, number: int) -> NamedCall:
-        """Return the call that a number stands for."""
-        return self._named[number]
-
     def forget(self, numbers: Iterable[int]) -> None:
-        """Take back numbers; the ring still knows those it has."""
-        kept = set(self._ring[::RING_WORDS])
-        for number in numbers:
-            if number not in kept:
-                self._named.pop(number, None)
+        """Take back numbers; the ring knows those it has for as long as it has them."""
+        self._forgotten.update(numbers)
+        in_ring = set(self._ring[::RING_WORDS])
+        for number in self._forgotten - in_ring:
+            self._named.pop(number, None)
+        self._forgotten &= in_ring
 
     def leave(self) -> None:
         """Note that this rank has come out of it, whatever the end."""

@@ -239,6 +239,9 @@ class Communicator(Arguments):
     def send(self, buf: Array, dst: int) -> None:
         """Send `buf` to rank `dst`, which calls `recv`.
 
+        A message of less than some 100 bytes is taken at once, longer ones may wait for the receiver, and so may any
+        when many are on their way. So two ranks that both send before they receive use `send_recv` or `grouped`.
+
         Raises:
             BufferMismatchError: as for all_gather.
             CommError: the communicator is closed, or dst is no other rank of it.

@@ -105,6 +105,11 @@ class Worker:
                 self._thread = threading.Thread(target=self._drive, name=self._name, daemon=True)
                 self._thread.start()
 
+    @property
+    def idle(self) -> bool:
+        """Whether all queued calls have ended."""
+        return self._last is None or self._last.done()
+
     def is_current(self) -> bool:
         """Say whether the caller is the worker's own thread."""
         return threading.current_thread() is self._thread

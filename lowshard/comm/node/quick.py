@@ -61,6 +61,9 @@ class Table:
         head[t.ENTRIES] = address_of(self._entries)
         self.address = address_of(head)
 
+    def __del__(self) -> None:
+        self._activity.forget(self._kept)
+
     def last(self) -> Call:
         """Return the call that was run last."""
         return self._kept[int(self._head[t.LAST])][0]
@@ -139,7 +142,7 @@ class QuickCalls(NodePlans):
 
     def _ran(self, act: int, send: int, recv: int) -> bool:
         """Run a call by the table and say whether it was there; buffers by their `id`, 0 for none."""
-        if self._worker is not None or self._batch is not None:
+        if self._batch is not None or (self._worker is not None and not self._worker.idle):
             return False
         sequence = self._sequence + 1
         code = self._quick(self._head, act, sequence, send, recv)
@@ -162,7 +165,7 @@ class QuickCalls(NodePlans):
 
     def _learn(self, act: int, key: object, send: Array | None, recv: Array | None) -> None:
         """Enter a call that has just been made the long way, if a row is all there is to it."""
-        if self._table is None or self._batch is not None or self._worker is not None:
+        if self._table is None or self._batch is not None:
             return
         call = self._calls.get(key)
         if call is None:
@@ -304,7 +307,7 @@ class QuickCalls(NodePlans):
 
     def _sent(self, act: int, send: int, recv: int) -> bool:
         """Run messages by the table and say whether they were there."""
-        if self._worker is not None or self._batch is not None:
+        if self._batch is not None or (self._worker is not None and not self._worker.idle):
             return False
         code = self._quick(self._head, act, 0, send, recv)
         if code == t.UNKNOWN:
