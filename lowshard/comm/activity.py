@@ -70,7 +70,7 @@ class NamedCall(Protocol):
 
 @dataclass(frozen=True)
 class Name:
-    """A call's name without the call, which keeps its communicator alive."""
+    """A call's name without the call, which keeps buffers and a communicator alive."""
 
     text: str
     encoded: bytes
@@ -115,7 +115,7 @@ class Activity:
     def name(self, call: NamedCall) -> int:
         """Return a number that stands for a call in the ring, for compiled calls, until `forget`."""
         self._next += 1
-        self._named[self._next] = Name(call.text, call.encoded)
+        self._named[self._next] = call
         return self._next
 
     def forget(self, numbers: Iterable[int]) -> None:

@@ -39,7 +39,7 @@ class Arguments(Algorithms):
         if self._batch is not None and not (self._worker is not None and self._worker.is_current()):
             self._no_batch(call.name)
         self._sequence += 1
-        self._activity.enter(call, self._sequence)
+        self._activity.enter(call.record, self._sequence)
         try:
             call.run(*buffers)
         finally:
@@ -58,7 +58,7 @@ class Arguments(Algorithms):
             self._batch.append((call, buf, peer))
             return
         self._settle(call.name, peer)
-        self._activity.enter(call, 0)
+        self._activity.enter(call.record, 0)
         try:
             call.run(buf, peer)
         finally:
@@ -70,7 +70,7 @@ class Arguments(Algorithms):
         self._settle("send", dst)
         self._settle("recv", src)
         halves = [Call("send", call.text, 0, run=self._send), Call("recv", call.text, 0, run=self._recv)]
-        self._activity.enter(call, 0)
+        self._activity.enter(call.record, 0)
         try:
             self._run_batch([(halves[0], send, dst), (halves[1], recv, src)])
         finally:

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
 
+from lowshard.comm.activity import Name
 from lowshard.errors import CommError
 
 Check = Literal["off", "hash", "full"]
@@ -46,7 +47,7 @@ class Call:
         uses: calls that the counters have not added up yet.
         spans: of an exchange: counts and displacements sent, then received.
         prepared: what a transport keeps of it: its row, or its spans made ready.
-        encoded: the text as bytes, for the record of what a rank is in.
+        record: what the record of calls keeps of it.
     """
 
     name: str
@@ -59,10 +60,10 @@ class Call:
     uses: int = 0
     spans: tuple[Sequence[int], ...] = ()
     prepared: Any = field(default=None, repr=False)
-    encoded: bytes = b""
+    record: Name = field(init=False)
 
     def __post_init__(self) -> None:
-        self.encoded = self.text.encode()[:ENCODED_BYTES]
+        self.record = Name(self.text, self.text.encode()[:ENCODED_BYTES])
 
 
 def signature_of(text: str, group: str) -> int:

@@ -28,6 +28,7 @@ Array = Any  # a NumPy or CuPy array; CuPy ships no types
 
 TIMEOUT_VARIABLE = "LOWSHARD_TIMEOUT_S"
 _TIMEOUT_S = 600.0
+_USES_KEPT = 200
 
 
 def default_timeout_s() -> float:
@@ -65,6 +66,8 @@ class Traffic:
     def count(self, call: Call) -> None:
         """Count one call; it is added up when somebody asks."""
         if call.uses == 0:
+            if len(self._uses) >= _USES_KEPT:  # of calls that are made once, such as splits
+                self._add_up()
             self._uses.append(call)
         call.uses += 1
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import numpy as np
@@ -193,6 +195,24 @@ def calls_of_many_sizes_are_all_counted_and_numbered(comm: Communicator, rng: np
         assert len(ring) == 64
         assert ring[-1].startswith("all_reduce#681 float64["), ring[-1]
     group.close()
+
+
+@case
+def groups_with_known_calls_are_let_go(comm: Communicator, rng: np.random.Generator) -> None:
+    gone = []
+    for _ in range(3):
+        group = comm.split(0)
+        assert group is not None
+        buf = put(comm, np.ones(5))
+        for _ in range(TIMES):
+            group.all_reduce(buf, buf)
+            group.barrier()
+        gone.append(weakref.ref(group))
+        del group
+    for _ in range(70):  # the record of calls keeps the last 64
+        comm.barrier()
+    gc.collect()
+    assert [ref() for ref in gone] == [None] * 3
 
 
 @case

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import io
 import re
 import runpy
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +15,15 @@ import numpy as np
 import pytest
 
 from lowshard.comm import heartbeat, wire
-from lowshard.comm.activity import CALL_BYTES, TEXT_BYTES, Activity, read_text, user_line
+from lowshard.comm.activity import (
+    CALL_BYTES,
+    RING_CALLS,
+    RING_WORDS,
+    TEXT_BYTES,
+    Activity,
+    read_text,
+    user_line,
+)
 from lowshard.comm.call import Call
 
 
@@ -77,6 +87,32 @@ def test_the_ring_keeps_the_last_64_calls(activity: Activity) -> None:
     assert out.getvalue().splitlines()[0] == "last collectives, oldest first:"
     assert len(out.getvalue().splitlines()) == 65
     assert Activity().ring() == []
+
+
+def test_numbers_stand_for_calls_until_they_are_forgotten_and_out_of_the_ring(activity: Activity) -> None:
+    class Once:
+        text, encoded = "all_reduce float32[3] sum", b"all_reduce float32[3] sum"
+
+    ring = (ctypes.c_int64 * (RING_CALLS * RING_WORDS)).from_address(activity.ring_address)
+    count = ctypes.c_int64.from_address(activity.count_address)
+    numbers = [activity.name(Once()) for _ in range(3)]
+    assert len(set(numbers)) == 3
+    for sequence, number in enumerate(numbers):  # as compiled code does
+        ring[RING_WORDS * count.value : RING_WORDS * (count.value + 1)] = [
+            number,
+            sequence,
+            time.monotonic_ns(),
+        ]
+        count.value += 1
+    activity.forget(numbers[:2])
+    assert [line.split(":")[0] for line in activity.ring()] == [
+        f"all_reduce#{sequence} float32[3] sum" for sequence in range(3)
+    ]
+    for sequence in range(RING_CALLS):
+        activity.enter(BARRIER, sequence)
+    activity.forget([])
+    assert set(activity._named) == {numbers[2]}
+    assert all(line.startswith("barrier#") for line in activity.ring())
 
 
 def test_the_ring_can_be_read_while_another_thread_adds_to_it(activity: Activity) -> None:

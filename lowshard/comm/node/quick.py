@@ -81,8 +81,8 @@ class Table:
             at = self._free(act, dtype, *elems)
             assert at is not None
         encoded = np.zeros(CALL_BYTES, np.uint8)
-        encoded[: len(call.encoded)] = np.frombuffer(call.encoded, np.uint8)
-        name = self._activity.name(call)
+        encoded[: len(call.record.encoded)] = np.frombuffer(call.record.encoded, np.uint8)
+        name = self._activity.name(call.record)
         self._kept[name] = call, (encoded, row, dtypes)
         self._entries[at] = act, dtype, *elems, address_of(row), address_of(encoded), 0, name
 
