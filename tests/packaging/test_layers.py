@@ -57,6 +57,7 @@ MADE_FOR = {
     "lowshard.kernels.cpu": {"numba", "llvmlite"},
     "lowshard.comm.node": {"numba", "llvmlite", "mpi4py"},
     "lowshard.comm.hierarchy": {"mpi4py"},  # by way of lowshard.comm.node
+    "lowshard.comm.windows": {"mpi4py"},  # the same
 }
 HEAVY = (
     "cupy",

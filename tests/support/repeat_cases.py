@@ -50,6 +50,16 @@ def calls_that_are_repeated_are_as_right_as_the_first(comm: Communicator, rng: n
 
 
 @case
+def calls_are_right_at_the_sizes_where_ways_change(comm: Communicator, rng: np.random.Generator) -> None:
+    for size_bytes in (16 << 10, 32 << 10, 64 << 10):
+        for elems in {size_bytes // 4 + more for more in (-1, 0, 1)} | {size_bytes // 4 // comm.size}:
+            for call in Preparer(comm, rng, elems=elems).all():
+                with told(call=call.name, elems=elems):
+                    getattr(comm, call.name)(*call.args)
+                    call.check()
+
+
+@case
 def repeated_sums_have_the_bits_of_the_first(comm: Communicator, rng: np.random.Generator) -> None:
     """Large enough to go in turns, in dtypes that are summed in a wider one, divided and not."""
     for dtype, op in (

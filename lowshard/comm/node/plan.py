@@ -79,7 +79,7 @@ class NodePlans(NodeWays):
             in_place: see `_large`.
         """
         sizes = send_bytes, ranks * each
-        if most <= self._small_bytes and sizes[1] < 2 * self._small_bytes:
+        if most <= self._small_bytes:
             return self._small(call, GATHER_SLOTS, sizes, first, ranks, offset, each)
         return self._large(call, GATHER_BUFFERS, sizes, first, ranks, offset, each, in_place=in_place)
 
@@ -87,7 +87,8 @@ class NodePlans(NodeWays):
         if self.size == 1:
             return _copy
         each = elems * dtype.itemsize
-        return self._pull(call, each, each, 0, self.size, 0, each)
+        # Each rank writes its part once and reads the others': half the result stands for what goes through the slots.
+        return self._pull(call, each, each, 0, self.size, 0, each * self.size // 2 + 1)
 
     def _plan_all_to_all(self, call: Call, dtype: Any, elems: int) -> Run:
         if self.size == 1:

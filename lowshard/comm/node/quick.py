@@ -159,9 +159,12 @@ class QuickCalls(NodePlans):
             self._place.memory.map_new()
         assert self._table is not None
         call, code = self._table.last(), code & ~t.NEW_SEGMENTS
-        if code == UNEQUAL:
-            self._unequal(call.text, call.prepared)
-        self._end(code, call.text)
+        try:
+            if code == UNEQUAL:
+                self._unequal(call.text, call.prepared)
+            self._end(code, call.text)
+        finally:
+            self._activity.leave()
 
     def _learn(self, act: int, key: object, send: Array | None, recv: Array | None) -> None:
         """Enter a call that has just been made the long way, if a row is all there is to it."""
@@ -312,17 +315,21 @@ class QuickCalls(NodePlans):
         code = self._quick(self._head, act, 0, send, recv)
         if code == t.UNKNOWN:
             return False
+        if code & t.NEW_SEGMENTS:
+            self._place.memory.map_new()
+            code &= ~t.NEW_SEGMENTS
         if code != OK:
-            if code & t.NEW_SEGMENTS:
-                self._place.memory.map_new()
             assert self._table is not None
             row = self._table.last().prepared
             assert isinstance(self._mailbox, NodeMailbox)
             peer, size = int(self._context[MISSING]), int(row[r.RECV_BYTES])
-            if row[r.KIND] != r.SEND and code & ~t.NEW_SEGMENTS in (UNEQUAL, FAULTY):
+            if row[r.KIND] != r.SEND and code in (UNEQUAL, FAULTY):
                 peer = int(row[r.FIRST + (row[r.KIND] == r.SEND_RECEIVE)])
             name = "send" if row[r.KIND] == r.SEND or (send and peer == row[r.FIRST]) else "recv"
-            self._mailbox.end(self._context, code & ~t.NEW_SEGMENTS, name, size, peer)
+            try:
+                self._mailbox.end(self._context, code, name, size, peer)
+            finally:
+                self._activity.leave()
         return True
 
     def _message_row(self, call: Call, act: int, send: Array | None, recv: Array | None) -> np.ndarray | None:

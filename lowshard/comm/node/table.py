@@ -105,7 +105,7 @@ def quick(head: int, act: int, sequence: int, send: int, recv: int) -> Any:
 
     Returns:
         How it ended (OK or another of `lowshard.comm.node.meet`), NEW_SEGMENTS added where there are some; UNKNOWN
-        where nothing was done.
+        where nothing was done. Where it has failed the rank is in the call still: the error tells so.
     """
     array_type, dtype = peek(head + 8 * ARRAY_TYPE), 0
     send_elems = recv_elems = NONE
@@ -137,9 +137,8 @@ def quick(head: int, act: int, sequence: int, send: int, recv: int) -> Any:
     poke(text + SEQUENCE_AT, sequence)
     poke(text + INSIDE_AT, 1)
     code = perform(ctx, row, send_at, recv_at)
-    poke(text + INSIDE_AT, 0)
-
     poke(head + 8 * LAST, peek(entry + 8 * NAME))
     if code == OK:
+        poke(text + INSIDE_AT, 0)
         poke(entry + 8 * USES, peek(entry + 8 * USES) + 1)
     return code + (NEW_SEGMENTS if peek(peek(ctx + 8 * WANTED)) != 0 else 0)
