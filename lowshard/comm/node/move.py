@@ -242,16 +242,52 @@ def gather_buffers(
 
 
 @njit(nogil=True)  # type: ignore[untyped-decorator]
+def _own_share(size_bytes: int, ranks: int) -> Any:
+    """Return what a rank copies of what it and the root exchange, so that the root has as much to do as each other."""
+    return size_bytes // ranks * (ranks - 1) // PAGE_BYTES * PAGE_BYTES
+
+
+@njit(nogil=True)  # type: ignore[untyped-decorator]
 def collect(
     ctx: int, signature: int, send: int, recv: int, recv_bytes: int, root: int, each_bytes: int
 ) -> Any:
-    """Put every rank's bytes into the root's buffer, each rank its own: gather."""
+    """Put every rank's bytes into the root's buffer: each rank most of its own, and the root the rest."""
     step(ctx)
+    say(ctx, SEND, send, each_bytes)
     say(ctx, RECV, recv, recv_bytes)
     code = meet(ctx, signature)
     if code != OK:
         return code
-    put(ctx, root, peek(ctx + 8 * ME) * each_bytes, send, each_bytes)
+    me, size = peek(ctx + 8 * ME), peek(ctx + 8 * SIZE)
+    cut = _own_share(each_bytes, size)
+    if me != root:
+        put(ctx, root, me * each_bytes, send, cut)
+        return leave(ctx)
+    put(ctx, root, me * each_bytes, send, each_bytes)
+    for i in range(1, size):
+        rank = (me + i) % size
+        fetch(ctx, rank, SEND, cut, recv + rank * each_bytes + cut, each_bytes - cut)
+    return leave(ctx)
+
+
+@njit(nogil=True)  # type: ignore[untyped-decorator]
+def deal(ctx: int, signature: int, send: int, send_bytes: int, recv: int, root: int, each_bytes: int) -> Any:
+    """Copy each rank's part out of the root's buffer: each rank most of its own, and the root the rest: scatter."""
+    step(ctx)
+    say(ctx, SEND, send, send_bytes)
+    say(ctx, RECV, recv, each_bytes)
+    code = meet(ctx, signature)
+    if code != OK:
+        return code
+    me, size = peek(ctx + 8 * ME), peek(ctx + 8 * SIZE)
+    cut = _own_share(each_bytes, size)
+    if me != root:
+        fetch(ctx, root, SEND, me * each_bytes, recv, cut)
+        return leave(ctx)
+    fetch(ctx, root, SEND, me * each_bytes, recv, each_bytes)
+    for i in range(1, size):
+        rank = (me + i) % size
+        put(ctx, rank, cut, send + rank * each_bytes + cut, each_bytes - cut)
     return leave(ctx)
 
 
@@ -265,7 +301,7 @@ def spread(ctx: int, signature: int, buf: int, size_bytes: int, root: int) -> An
     if code != OK:
         return code
     me, size = peek(ctx + 8 * ME), peek(ctx + 8 * SIZE)
-    cut = size_bytes // size * (size - 1) // PAGE_BYTES * PAGE_BYTES
+    cut = _own_share(size_bytes, size)
     if me != root:
         fetch(ctx, root, SEND, 0, buf, cut)
     else:

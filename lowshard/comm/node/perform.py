@@ -10,11 +10,12 @@ from lowshard.comm.node import channel
 from lowshard.comm.node.atomic import peek
 from lowshard.comm.node.fold import fold_buffers, fold_slots
 from lowshard.comm.node.meet import ME
-from lowshard.comm.node.move import barrier, collect, exchange, gather_buffers, gather_slots, spread
+from lowshard.comm.node.move import barrier, collect, deal, exchange, gather_buffers, gather_slots, spread
 from lowshard.comm.node.row import (
     ANY,
     BARRIER,
     COLLECT,
+    DEAL,
     EXCHANGE,
     FIRST,
     FOLD_SLOTS,
@@ -59,6 +60,8 @@ def perform(ctx: int, row: int, send: int, recv: int) -> Any:
         return gather_buffers(ctx, signature, send, send_bytes, recv, a, b, c, d)
     if kind == COLLECT:
         return collect(ctx, signature, send, recv, recv_bytes, a, b)
+    if kind == DEAL:
+        return deal(ctx, signature, send, send_bytes, recv, a, b)
     if kind == SPREAD:
         if send != 0:  # at the root
             return spread(ctx, signature, send, send_bytes, a)

@@ -22,6 +22,7 @@ from lowshard.comm.node.row import (
     APART,
     BARRIER,
     COLLECT,
+    DEAL,
     EXCHANGE,
     FOLD_BUFFERS,
     FOLD_SLOTS,
@@ -114,7 +115,10 @@ class NodePlans(NodeWays):
     def _plan_scatter(self, call: Call, dtype: Any, elems: int, root: int) -> Run:
         each = elems * dtype.itemsize
         whole = each * self.size
-        return self._pull(call, whole if self.rank == root else 0, each, root, 1, each * self.rank, whole)
+        shown = whole if self.rank == root else 0
+        if whole <= self._small_bytes:
+            return self._pull(call, shown, each, root, 1, each * self.rank, whole)
+        return self._large(call, DEAL, (shown, each), root, each)
 
     def _plan_barrier(self, call: Call) -> Run:
         run = self._small(call, BARRIER, (0, 0))

@@ -10,8 +10,8 @@ ROW_WORDS = 16
 
 (
     BARRIER, GATHER_SLOTS, GATHER_BUFFERS, COLLECT, SPREAD, EXCHANGE, FOLD_SLOTS, FOLD_BUFFERS, SEND, RECEIVE,
-    SEND_RECEIVE,
-) = range(11)  # fmt: skip
+    SEND_RECEIVE, DEAL,
+) = range(12)  # fmt: skip
 """Kinds; each is the function of that name in `move`, `fold` or `channel`."""
 
 APART, OWN_PART_ONLY, ANY = range(3)
