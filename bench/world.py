@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from lowshard.bench.meeting import ThreadBoard, ThreadMeeting
 from lowshard.bench.seat import MpiSeat, Seat, ThreadSeat
@@ -163,11 +163,13 @@ def _in_the_job(entry: Entry, request: Any, timeout_s: float | None) -> Outcome:
             f"{world.Get_size()}: mpiexec belongs to another MPI than mpi4py; see `lowshard doctor`"
         )
     install_abort_hook()
-    with _Deadline(timeout_s, rank):
+    with _Deadline(timeout_s, rank) as deadline:
         try:
             seat = MpiSeat(world)
             data = entry(seat, request)
         except LowshardError as error:
+            if deadline.is_over:  # the timer has told the others, and this rank has heard itself
+                end_job(TimedOut.exit_code)
             # The other ranks may wait for this one, so it cannot just leave. Most errors are everybody's: rank 0
             # says them, and ends the job before the others repeat them.
             time.sleep(_LEADER_FIRST_S if rank else 0.0)
@@ -182,23 +184,27 @@ class _Deadline:
     """Ends the whole job, with this rank's stacks, when the block takes too long."""
 
     def __init__(self, limit_s: float | None, rank: int) -> None:
-        self._timer = None if limit_s is None else threading.Timer(limit_s, _time_is_over, (limit_s, rank))
+        self._limit_s, self._rank = limit_s, rank
+        self._timer = None if limit_s is None else threading.Timer(limit_s, self._end)
+        self.is_over = False
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> Self:
         if self._timer is not None:
             self._timer.daemon = True
             self._timer.start()
+        return self
 
     def __exit__(self, *exc: object) -> None:
         if self._timer is not None:
             self._timer.cancel()
 
+    def _end(self) -> None:
+        import faulthandler
 
-def _time_is_over(limit_s: float, rank: int) -> None:
-    import faulthandler
+        from lowshard.comm.abort import end_job
 
-    from lowshard.comm.abort import end_job
-
-    faulthandler.dump_traceback(all_threads=True)
-    print(f"lowshard: error: rank {rank} was still running after {limit_s:g} s", file=sys.stderr, flush=True)
-    end_job(TimedOut.exit_code)
+        self.is_over = True
+        faulthandler.dump_traceback(all_threads=True)
+        text = f"lowshard: error: rank {self._rank} was still running after {self._limit_s:g} s"
+        print(text, file=sys.stderr, flush=True)
+        end_job(TimedOut.exit_code)

@@ -21,14 +21,15 @@ from lowshard.comm.activity import (
     RING_WORDS,
     TEXT_BYTES,
     Activity,
+    Name,
     read_text,
     user_line,
 )
 from lowshard.comm.call import Call
 
 
-def call(text: str) -> Call:
-    return Call(text.split(" ")[0], text, 1)
+def call(text: str) -> Name:
+    return Call(text.split(" ")[0], text, 1).record
 
 
 SUM = call("all_reduce float64[16384] sum")
