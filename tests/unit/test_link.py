@@ -144,7 +144,7 @@ def test_one_silent_rank_is_lost_one_that_speaks_or_has_said_goodbye_is_not(link
     silent, alive, gone = (sign_in(link, rank) for rank in (2, 0, 1))
     gone.send(ended=0)
     gone.close()
-    wait_for(lambda: link._state.peers[1].ended)
+    wait_for(lambda: 1 in link._state.peers and link._state.peers[1].ended)
     age(link, 1, 120.0)
     age(link, 2, 50.0)
     with beating(alive):
