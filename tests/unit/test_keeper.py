@@ -81,9 +81,16 @@ def script(folder: Path, text: str) -> str:
     return str(path)
 
 
+def _is(done: Callable[[], object]) -> bool:
+    try:
+        return bool(done())
+    except KeyError:  # a peer that is not known yet
+        return False
+
+
 def wait_for(done: Callable[[], object], limit_s: float = LIMIT_S) -> None:
     end_s = time.monotonic() + limit_s
-    while not done():
+    while not _is(done):
         assert time.monotonic() < end_s, "not in time"
         time.sleep(0.02)
 
