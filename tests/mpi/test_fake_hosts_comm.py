@@ -47,7 +47,7 @@ def start(script: str, *args: str) -> str:
 
 
 def test_what_only_the_communicator_over_several_nodes_does() -> None:
-    # The last check leaves a receive behind for a rank that does not come, of which MPICH's UCX may complain at the end.
+    # The last check leaves a receive behind for a rank that does not come, of which UCX may complain at the end.
     lines = start("run_hierarchy.py", "2", "apart").splitlines()
     assert len([line for line in lines if line.isidentifier()]) == 15
 
