@@ -32,6 +32,7 @@ from lowshard.comm import abort
 from lowshard.comm import heartbeat as hb
 from lowshard.comm.activity import TEXT_BYTES, Activity, read_text
 from lowshard.comm.meeting import cut, meet
+from lowshard.comm.progress import let_mpi_go_on
 from lowshard.comm.rendezvous import tune
 from lowshard.comm.wire import EPOLL_FD, FAILURE_AT, MESSAGE_BYTES, OUTBOX_AT
 from lowshard.errors import CommError, PeerFailed, TimedOut
@@ -42,6 +43,7 @@ ON_FAILURE_VARIABLE = "LOWSHARD_ON_FAILURE"
 
 Told = Literal["failed", "exit", "timed out", "disagreed"]
 
+_EXIT_PAUSE_S = 0.002
 _GONE_S = 1.0  # what a rank sent before it left may still be on its way
 _TELL_S = 0.3  # for the hub to hear, and to pass on
 _FAREWELL_S = 1.5
@@ -357,7 +359,9 @@ class Watch:
         if os.getpid() == self._pid:
             self.close()
             while self._alive():
-                self._join(0.1)
+                if not self.flag[0]:
+                    let_mpi_go_on()  # what others wait for may still lie here
+                self._join(_EXIT_PAUSE_S)
 
 
 def time_out_report(activity: Activity, watch: Watch) -> str:

@@ -348,6 +348,26 @@ def nobody_leaves_a_barrier_early_whether_calls_are_compared_or_not() -> None:
                 assert max(t for t, _ in times) <= min(t for _, t in times)
 
 
+def a_wait_in_shared_memory_lets_mpi_go_on() -> None:
+    # A long message moves only while its sender is inside MPI, and here the sender waits in shared memory until its
+    # neighbour has heard that the message came.
+    there = NODE_SIZE
+    message, word = np.full(1 << 20, 7.0), np.zeros(1)
+    with made() as comm:
+        if RANK == 0:
+            request = WORLD.Isend(message, there)
+        if there == RANK:
+            message[:] = 0
+            WORLD.Recv(message, 0)
+            assert (message == 7).all()
+            WORLD.Send(word, 1)
+        if RANK == 1:
+            WORLD.Recv(word, there)
+        comm.node.barrier()
+        if RANK == 0:
+            request.Wait()
+
+
 def a_node_size_that_makes_no_sense_is_refused_by_all_ranks() -> None:
     for sizes, pattern in ((["0"], "'0'"), (["two"], "'two'"), (["2", "3"], "'2', '3'")):
         os.environ["LOWSHARD_NODE_SIZE"] = sizes[RANK % len(sizes)]
@@ -395,6 +415,7 @@ CHECKS: list[Callable[[], Any]] = [
     parts_count_and_record_nothing,
     different_calls_are_a_mismatch_before_any_part_begins,
     nobody_leaves_a_barrier_early_whether_calls_are_compared_or_not,
+    a_wait_in_shared_memory_lets_mpi_go_on,
     a_node_size_that_makes_no_sense_is_refused_by_all_ranks,
     a_rank_that_does_not_come_is_named_as_all_know_it,  # last: the ranks are not in step afterwards
 ]

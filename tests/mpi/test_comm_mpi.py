@@ -52,7 +52,7 @@ ALONE = [
 def test_what_only_the_communicator_over_several_nodes_does(size: int, node_size: int, reads: str) -> None:
     env = {"LOWSHARD_CROSS_MEMORY": reads}
     ended = start_ranks(HERE / "run_hierarchy.py", size, [str(node_size)], timeout_s=100, env=env).ok()
-    assert len(ended.stdout.split()) == 15, ended.text
+    assert len(ended.stdout.split()) == 16, ended.text
 
 
 def test_ranks_on_all_nodes_learn_of_a_failure(tmp_path: Path) -> None:

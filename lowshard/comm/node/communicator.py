@@ -42,6 +42,7 @@ from lowshard.comm.node.meet import (
     OWN,
     PARTS,
     PIDS,
+    PROGRESS,
     RING_ENTRIES,
     SIZE,
     SLOT_BYTES,
@@ -59,6 +60,7 @@ from lowshard.comm.node.messages import NodeMailbox
 from lowshard.comm.node.quick import QuickCalls
 from lowshard.comm.node.vector import LINE_BYTES
 from lowshard.comm.node.ways import FACT, STEP, Place, address_of
+from lowshard.comm.progress import progress_address
 from lowshard.comm.protocol import Communicator
 from lowshard.comm.work import Work
 
@@ -116,6 +118,7 @@ class NodeCommunicator(QuickCalls):
         words[ENTRIES] = words[HEADS] + size * size * HEAD_BYTES
         self._choices = np.zeros(CLASSES * ROW_WORDS, np.int64)
         words[CHOICES] = address_of(self._choices)
+        words[PROGRESS] = progress_address()
         words[TIMEOUT_NS] = int(self.timeout_s * 1e9)
         words[SPINS] = _SPINS_CROWDED if crowded else _SPINS_ALONE
         words[YIELDS] = _YIELDS_CROWDED if crowded else _YIELDS_ALONE

@@ -17,6 +17,7 @@ from numba import njit
 from lowshard.comm.node.atomic import (
     acquire,
     add_to,
+    call_five,
     fence,
     peek,
     poke,
@@ -86,6 +87,8 @@ SMALL_BYTES = 35
 """What goes through a slot whole."""
 CHOICES = 36
 """Address of the table of `lowshard.comm.node.choice`."""
+PROGRESS = 37
+"""Address of six int64: a C function that lets MPI go on, and its arguments; 0 for none."""
 TURNS = 8
 """Slots a rank. Two would do, since all have read what was shown two meetings ago. But what another core has read is
 cheap to write again only when the caches have forgotten it."""
@@ -111,7 +114,7 @@ OK, DIFFERENT, FAILED, LATE, FAULTY, LEFT, UNEQUAL = range(7)
 
 _FUTEX_WAIT, _FUTEX_WAKE = 0, 1
 _MONOTONIC = 1
-_NAP_NS = 20_000_000
+_NAP_NS, _LONGEST_NAP_NS = 100_000, 20_000_000
 _ALL = 1 << 30
 _GONE_NS = 1_000_000_000
 
@@ -172,6 +175,21 @@ def has_left(ctx: int, rank: int, now_ns: int) -> Any:
 
 
 @njit(nogil=True)  # type: ignore[untyped-decorator]
+def let_mpi_go_on(ctx: int) -> None:
+    """Be inside MPI for a moment: the rank that is waited for may wait for a message that still lies here."""
+    words = peek(ctx + 8 * PROGRESS)
+    if words != 0:
+        call_five(
+            peek(words),
+            peek(words + 8),
+            peek(words + 16),
+            peek(words + 24),
+            peek(words + 32),
+            peek(words + 40),
+        )
+
+
+@njit(nogil=True)  # type: ignore[untyped-decorator]
 def await_word(ctx: int, word: int, sleepers: int, wanted: int, rank: int) -> Any:
     """Return once a word that a rank counts up is at least `wanted`, or why not; waits are counted at `sleepers`."""
     flag, call = peek(ctx + 8 * FLAG), peek(ctx + 8 * FUTEX_CALL)
@@ -181,7 +199,7 @@ def await_word(ctx: int, word: int, sleepers: int, wanted: int, rank: int) -> An
             return OK
         relax()
     deadline_ns = clock_ns(ctx) + peek(ctx + 8 * TIMEOUT_NS)
-    tries = 0
+    tries, nap_ns = 0, _NAP_NS
     while True:
         seen = acquire(word)
         if seen >= wanted:
@@ -197,13 +215,15 @@ def await_word(ctx: int, word: int, sleepers: int, wanted: int, rank: int) -> An
             if has_left(ctx, rank, now_ns):
                 poke(ctx + 8 * MISSING, rank)
                 return LEFT
+            let_mpi_go_on(ctx)
         tries += 1
         if tries <= yields or call == 0:
             yield_core()
             continue
         tries |= 31  # a nap is long enough to look at the clock after each
         poke(ctx + 8 * NAP, 0)
-        poke(ctx + 8 * NAP + 8, _NAP_NS)
+        poke(ctx + 8 * NAP + 8, nap_ns)
+        nap_ns = min(2 * nap_ns, _LONGEST_NAP_NS)
         add_to(sleepers, 1)
         if acquire(word) == seen:
             # The kernel compares the low half of the word (the machines above are little-endian).
