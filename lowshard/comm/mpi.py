@@ -192,10 +192,10 @@ class MPICommunicator(Communicator):
     def _native_all_reduce(self, send: Array, recv: Array, op: str) -> bool:
         if dtypes.get(send.dtype).name not in _NATIVE:
             return False
-        in_place = send.size and send.ctypes.data == recv.ctypes.data
-        if not in_place and np.may_share_memory(send, recv):
+        # Never MPI's in place: all ranks would have to say so, and which callers do is each rank's own affair.
+        if np.may_share_memory(send, recv):
             send = send.copy()
-        request = self._comm.Iallreduce(self._mpi.IN_PLACE if in_place else send, recv, self._ops[op])
+        request = self._comm.Iallreduce(send, recv, self._ops[op])
         self._finish(request, "all_reduce")
         return True
 

@@ -46,7 +46,7 @@ def holdings(comm: lc.Communicator) -> dict[str, int]:
         time.sleep(0.01)
     comm.barrier()
     found = {
-        "rss_kib": int(Path("/proc/self/statm").read_text().split()[1]) * 4,
+        "private_kib": _status_kib("RssAnon"),
         "files": len(os.listdir("/proc/self/fd")),
         "mappings": Path("/proc/self/maps").read_text().count("\n"),
         "threads": len(os.listdir("/proc/self/task")),
@@ -59,8 +59,15 @@ def holdings(comm: lc.Communicator) -> dict[str, int]:
         sizes = [int(arena.table[2 + 2 * i]) for i in range(int(arena.table[0]))]
         found["arena_bytes"] = sum(sizes) - sum(n for free in arena._free for _, n in free)
         found["segments"] = len(sizes)
+        # Pages of these come to be resident one by one, as blocks are handed out.
+        found["segments_kib"] = sum(sizes) >> 10
         found["lent"] = len(place.memory._lent)
     return found
+
+
+def _status_kib(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
 
 
 class Soak:
