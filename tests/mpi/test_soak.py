@@ -15,9 +15,10 @@ LIMIT_S = 100.0
 
 PATHS = ["auto", "mpi"] if mode.full() else ["auto"]
 
-# What may grow for another reason than a leak: the allocator's pools, and what is compiled late.
+# What may grow for another reason than a leak: the allocator's pools, what is compiled late, and what is kept of up
+# to 4096 distinct calls (over 60,000 calls it grows by 6 MB, ever slower).
 ALLOWED = {
-    "private_kib": 10 << 10, "files": 0, "mappings": 24, "threads": 0, "arena_bytes": 0, "segments": 0,
+    "private_kib": 16 << 10, "files": 0, "mappings": 24, "threads": 0, "arena_bytes": 0, "segments": 0,
     "segments_kib": 0, "lent": 0,
 }  # fmt: skip
 
