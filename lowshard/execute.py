@@ -197,7 +197,7 @@ def _argument_error(
             f"meshes {plan.src.mesh} and {plan.dst.mesh} name ranks up to {plan.world_size - 1}, but the "
             f"communicator has {comm.size}; start {plan.world_size} ranks or make a smaller mesh"
         )
-    if comm.xp is not np and any(step.op for step in plan.steps) and dtypes.get(plan.src.dtype).is_float8:
+    if comm.xp is not np and any(step.folded for step in plan.steps) and dtypes.get(plan.src.dtype).is_float8:
         return DTypeError(f"partial {plan.src.dtype} terms cannot be folded on a GPU; cast to float32 first")
     for array, layout, name in ((local, plan.src, "local"), (out, plan.dst, "out")):
         if array is None and name == "out":

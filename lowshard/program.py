@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 
 from lowshard.box import Box, relative_slices, shape_of, single_run
+from lowshard.exchange import Exchange, Piece
 from lowshard.placement import ReduceOp
-from lowshard.redistribute import Exchange, Piece, RedistributePlan
+from lowshard.redistribute import RedistributePlan
 
 Index = tuple[slice, ...]
 
@@ -93,7 +94,7 @@ def programs(plan: RedistributePlan, rank: int, size: int) -> tuple[Program, ...
     key = (plan.digest(), rank, size)
     found = _PROGRAMS.get(key)
     if found is None:
-        found = tuple(_program(step, rank, size) for step in plan.steps)
+        found = tuple(_program(part, rank, size) for step in plan.steps for part in step.exchanges)
         if len(_PROGRAMS) >= _PROGRAMS_KEPT:
             _PROGRAMS.clear()
         _PROGRAMS[key] = found

@@ -128,7 +128,7 @@ def check_move(comm: Communicator, src: Layout, dst: Layout, seed: int, kind: st
     elif want is not None:
         # Each rank folds the terms of its share, and then lacks the rest of its box.
         terms = int(np.prod([src.mesh.shape[a] for step in plan.steps for a in step.folded]))
-        share = plan.steps[0].dst.local_bytes(rank) if plan.steps else 0
+        share = plan.steps[0].exchanges[0].dst.local_bytes(rank) if plan.steps else 0
         assert comm.traffic.received_bytes <= terms * share + dst.local_bytes(rank) - share
 
 
