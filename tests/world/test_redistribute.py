@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.layouts import layouts, meshes, shapes
-from support.moves import check_move, placements_of, random_pair
+from support.moves import check_move, placements_of, random_pair, take_way
 
 from lowshard import (
     DeviceMesh,
@@ -28,6 +28,12 @@ from lowshard import comm as lc
 from lowshard import dtypes as dt
 from lowshard.errors import BufferMismatchError, MeshError, MismatchError, PlanError
 from lowshard.redistribute import RedistributePlan
+
+
+@pytest.fixture(autouse=True, params=["as sizes ask", "read in place", "laid out", "in rounds"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test by each way that bytes can take; arrays are small here, so the limits of size are moved."""
+    take_way(request.param, monkeypatch.setattr)
 
 
 @given(st.data())
