@@ -14,7 +14,7 @@ import numpy as np
 
 from lowshard.box import single_run
 from lowshard.comm.protocol import Communicator
-from lowshard.comm.reduction import fold, identity
+from lowshard.comm.reduction import identity
 from lowshard.kernels.engine import host_engine
 from lowshard.kernels.runs import RunTable, lower
 from lowshard.program import Chunk, Index, Laid, Program, Stage
@@ -29,6 +29,8 @@ READ_FROM_BYTES = 64 << 10
 """Smaller arrays are packed and sent: one meeting of the ranks where reading takes two."""
 
 _KERNEL_FROM_BYTES = 16 << 10  # below, NumPy's own copy is over before a kernel is called
+_ROW_BYTES = 1 << 10  # rows from here on are copied one by one
+_STREAMED_FROM_BYTES = 4 << 20  # results from here on are written past the caches
 _NOTHING, _IN_PLACE, _LAID_OUT = range(3)
 _MODES = 4
 
@@ -45,7 +47,7 @@ def run(program: Program, local: Array | None, out: Array | None, comm: Communic
         comm: what moves the bytes.
     """
     if not program.moves:
-        _fill(program, 0, 1, local, out, _own)
+        _fill(program, 0, 1, local, out, _own, comm)
     elif comm.shows and program.largest_bytes >= READ_FROM_BYTES:
         _read(program, local, out, comm)
     else:
@@ -109,7 +111,7 @@ def _read_boxes(
             return view[turn * (said // _MODES) :], False
 
         if out is not None:
-            _fill(program, number, of, local, out, given)
+            _fill(program, number, of, local, out, given, comm)
     comm._hide()
 
 
@@ -128,7 +130,7 @@ def _lay_out(program: Program, number: int, of: int, local: Array, into: Array) 
     if table is None:
         parts = [(laid.index, laid.shape, laid.start) for laid in stage.laid]
         table = program.kept[key] = _table(parts, local.shape, None, local.itemsize)
-    host_engine().copy(local, into, table)
+    _move_runs(local, into, table, into.nbytes)
 
 
 def _pack(laid: Sequence[Laid], local: Array, into: Array) -> None:
@@ -156,12 +158,12 @@ def _send(program: Program, local: Array | None, out: Array | None, comm: Commun
         into = _places(program, rounds.chunks, out) if of <= 1 else None
         if into is not None and out is not None:
             comm.all_to_all_v(send, rounds.gives.counts, displs, out.reshape(-1), takes.counts, into)
-            _fill(program, number, max(1, of), local, out, None)
+            _fill(program, number, max(1, of), local, out, None, comm)
             continue
         received = nothing if out is None or not takes.elems else comm.xp.empty(takes.elems, out.dtype)
         comm.all_to_all_v(send, rounds.gives.counts, displs, received, takes.counts, takes.displs)
         if out is not None:
-            _fill(program, number, max(1, of), local, out, received)
+            _fill(program, number, max(1, of), local, out, received, comm)
 
 
 def _runs(stage: Stage, local: Array) -> dict[int, int] | None:
@@ -201,7 +203,10 @@ def _own(rank: int) -> tuple[Array, bool]:
     raise AssertionError("nothing moves, so every source is this rank itself")
 
 
-def _fill(program: Program, number: int, of: int, local: Array | None, out: Array | None, given: Any) -> None:
+def _fill(
+    program: Program, number: int, of: int, local: Array | None, out: Array | None, given: Any,
+    comm: Communicator,
+) -> None:  # fmt: skip
     """Put the boxes of a round in their places.
 
     Args:
@@ -212,6 +217,7 @@ def _fill(program: Program, number: int, of: int, local: Array | None, out: Arra
         out: its result.
         given: gives for a rank its array, or what it has laid out, and which of them it is; or what was received, or
             None if it is in its place already.
+        comm: what folds.
     """
     if out is None or program.fill_op is not None:
         return
@@ -234,7 +240,7 @@ def _fill(program: Program, number: int, of: int, local: Array | None, out: Arra
                 terms.append((given, source.got, False))
         if program.op is not None:
             arrays = [_part(array, at, chunk) for array, at, _ in terms]
-            fold(arrays, out[(*chunk.index, ...)], program.op, "tree", program.divisor)
+            comm._fold(arrays, out[(*chunk.index, ...)], program.op, program.divisor)
         elif terms:
             array, at, whole = terms[0]
             _copy(program, (number, of, place, whole), array, at, out, chunk)
@@ -257,7 +263,14 @@ def _copy(program: Program, key: Any, array: Array, at: Index | int, out: Array,
         table = program.kept[key] = _table(
             [(chunk.index, chunk.shape, at)], out.shape, shape, out.itemsize, True
         )
-    host_engine().copy(array, out, table)
+    _move_runs(array, out, table, out.nbytes)
+
+
+def _move_runs(src: Array, dst: Array, table: RunTable, result_bytes: int) -> None:
+    if table.run_limits_bytes[0] >= _ROW_BYTES:
+        host_engine().copy_rows(src, dst, table, result_bytes >= _STREAMED_FROM_BYTES)
+    else:
+        host_engine().copy(src, dst, table)
 
 
 def _table(

@@ -19,6 +19,7 @@ import numpy as np
 from lowshard.comm import check
 from lowshard.comm.activity import Activity
 from lowshard.comm.call import Call, Check, check_from_environment
+from lowshard.comm.reduction import fold
 from lowshard.errors import BufferMismatchError, CommError
 
 if TYPE_CHECKING:
@@ -247,6 +248,10 @@ class Transport(ABC):
         Collective: all ranks of the communicator call this.
         """
         self._barrier()
+
+    def _fold(self, terms: Sequence[Array], out: Array, op: str, divisor: int) -> None:
+        """Write the reduction of arrays of any strides into `out`, in tree order; a local step."""
+        fold(terms, out, op, "tree", divisor)
 
     # ---- life
 

@@ -25,6 +25,9 @@ from lowshard.box import intersect, volume
 from lowshard.comm import Communicator
 from lowshard.comm.loopback import LoopbackCommunicator
 
+WAYS = ("as sizes ask", "read in place", "laid out", "in rounds")
+"""Ways that bytes can take; see `take_way`."""
+
 _seen = LoopbackCommunicator._is_seen
 Coord = tuple[int, ...]
 
@@ -45,6 +48,12 @@ def _term(layout: Layout, coord: Coord, seed: int, kind: str) -> np.ndarray:
         return rng.integers(0, 2, layout.shape).astype(bool)
     count = int(np.prod(layout.shape))
     return np.frombuffer(rng.bytes(count * row.itemsize_bytes), row.numpy).reshape(layout.shape)
+
+
+def _with_gaps(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """Return an array whose elements do not lie one behind the other."""
+    whole: np.ndarray = np.empty((*shape, 2), dtype)
+    return whole[..., 0]
 
 
 def _fold(terms: list[np.ndarray], op: str, divisor: int, row: dt.DType) -> np.ndarray:
@@ -141,10 +150,17 @@ def check_move(comm: Communicator, src: Layout, dst: Layout, seed: int, kind: st
     local = None
     if rank in src.mesh:
         slices = tuple(slice(a, b) for a, b in src.box(rank))
-        local = np.array(_term(src, src.mesh.coord(rank), seed, kind)[slices], order="C")
+        values = np.asarray(_term(src, src.mesh.coord(rank), seed, kind)[slices])
+        # In memory that the others read where it lies; in private memory; or there with gaps.
+        local = [comm.empty, np.empty, _with_gaps][(seed + rank) % 3](values.shape, values.dtype)
+        local[...] = values
     before = None if local is None else local.tobytes()
     comm.traffic.clear()
-    out = execute(plan, local, comm)
+    place = None
+    if seed % 2 and rank in dst.mesh:
+        place = np.empty(dst.local_shape(rank), dst.numpy_dtype)
+    out = execute(plan, local, comm, place)
+    assert place is None or out is place
     if local is not None:
         assert local.tobytes() == before, "the source was written to"
     want = expected(src, dst, rank, seed, kind)

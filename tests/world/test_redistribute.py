@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.layouts import layouts, meshes, shapes
-from support.moves import check_move, placements_of, random_pair, take_way
+from support.moves import WAYS, check_move, placements_of, random_pair, take_way
 
 from lowshard import (
     DeviceMesh,
@@ -30,7 +30,7 @@ from lowshard.errors import BufferMismatchError, MeshError, MismatchError, PlanE
 from lowshard.redistribute import RedistributePlan
 
 
-@pytest.fixture(autouse=True, params=["as sizes ask", "read in place", "laid out", "in rounds"])
+@pytest.fixture(autouse=True, params=WAYS)
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every test by each way that bytes can take; arrays are small here, so the limits of size are moved."""
     take_way(request.param, monkeypatch.setattr)

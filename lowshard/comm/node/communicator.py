@@ -23,6 +23,7 @@ from lowshard.comm.node.calls import load_calls
 from lowshard.comm.node.channel import ENTRY_HEAD_BYTES, HEAD_BYTES
 from lowshard.comm.node.choice import CLASSES, ROW_WORDS
 from lowshard.comm.node.combine import schedule
+from lowshard.comm.node.fold_views import fold_views, may_fold
 from lowshard.comm.node.meet import (
     CARD_BYTES,
     CARDS,
@@ -166,6 +167,12 @@ class NodeCommunicator(QuickCalls):
             return data[offset : offset + elems * dtype.itemsize].view(dtype)
 
         return [int(line[2]) for line in found], see
+
+    def _fold(self, terms: Sequence[Array], out: Array, op: str, divisor: int) -> None:
+        if len(terms) < 2 or not may_fold(out, op, divisor):
+            super()._fold(terms, out, op, divisor)
+        else:
+            fold_views(terms, out, op, divisor)
 
     # ---- primitives, for what has no plan of its own
 
