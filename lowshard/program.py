@@ -19,8 +19,11 @@ from lowshard.redistribute import RedistributePlan, Step
 
 Index = tuple[slice, ...]
 
+_PROGRAMS_KEPT = 16384
 
-class Source(NamedTuple):
+
+@dataclass(frozen=True, slots=True)
+class Source:
     """Where a box of the result comes from.
 
     Attributes:
@@ -36,7 +39,8 @@ class Source(NamedTuple):
     got: int
 
 
-class Chunk(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Chunk:
     """A box of the result and what fills it: one source, or one for each term, in the order of the fold."""
 
     index: Index
@@ -49,7 +53,8 @@ class Chunk(NamedTuple):
         return prod(self.shape)
 
 
-class Laid(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Laid:
     """A box that a rank lays out for others: where in its array, and where in a packed buffer."""
 
     index: Index
@@ -164,8 +169,35 @@ class StepProgram:
     counts: tuple[list[int], list[int]] = field(default=([], []))
 
 
+class Form(NamedTuple):
+    """What a rank's arrays look like: shapes (None outside the mesh) and dtype."""
+
+    local: tuple[int, ...] | None
+    out: tuple[int, ...] | None
+    dtype: np.dtype[Any]
+
+
+_FORMS: dict[tuple[str, int], Form] = {}
+
+
+def form_of(plan: RedistributePlan, rank: int) -> Form:
+    """Return what a rank's arrays of a plan look like; kept."""
+    key = (plan.digest(), rank)
+    found = _FORMS.get(key)
+    if found is None:
+        src, dst = plan.src, plan.dst
+        found = Form(
+            src.local_shape(rank) if rank in src.mesh else None,
+            dst.local_shape(rank) if rank in dst.mesh else None,
+            src.numpy_dtype,
+        )
+        if len(_FORMS) >= _PROGRAMS_KEPT:
+            _FORMS.clear()
+        _FORMS[key] = found
+    return found
+
+
 _PROGRAMS: dict[tuple[str, int, int], tuple[StepProgram, ...]] = {}
-_PROGRAMS_KEPT = 16384
 
 
 def programs(plan: RedistributePlan, rank: int, size: int) -> tuple[StepProgram, ...]:

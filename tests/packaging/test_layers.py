@@ -34,6 +34,8 @@ FLOORS: dict[str, str] = {
     "lowshard.path": "3",
     "lowshard.redistribute": "3",
     "lowshard.program": "4",
+    "lowshard.move": "4",
+    "lowshard.pool": "4",
     "lowshard.execute": "4",
     "lowshard": "4",
     "lowshard.checkpoint": "5",
