@@ -186,7 +186,7 @@ def conv(call: Call) -> Offer:
     return Offer(rows + _bilinear(call), result)
 
 
-@rule("grouped_matmul", operands=(2, 5))
+@rule("grouped_matmul", operands=(3, 5))
 def grouped_matmul(call: Call) -> Offer:
     """Experts' products: x [T, K], weight [E, N, K], starts [E + 1] (rows of x by expert)[, ids, stats] to [T, N]."""
     rest = (R,) * (len(call.layouts) - 2)
