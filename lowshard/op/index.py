@@ -42,7 +42,12 @@ def gather_nd(part: Part, x: Array, indices: Array) -> Array:
     return x[(*lead, *(indices[..., i] for i in range(indices.shape[-1])))]
 
 
-_SCATTER = {"scatter_add": "add", "scatter_max": "maximum", "scatter_min": "minimum", "scatter_mul": "multiply"}
+_SCATTER = {
+    "scatter_add": "add",
+    "scatter_max": "maximum",
+    "scatter_min": "minimum",
+    "scatter_mul": "multiply",
+}
 
 
 @kernel("scatter", "scatter_add", "scatter_max", "scatter_min", "scatter_mul")
@@ -50,7 +55,10 @@ def scatter(part: Part, x: Array, updates: Array, indices: Array) -> Array:
     """Element [.., indices[.., i, ..], ..] takes updates[.., i, ..]."""
     xp, dim = part.xp, part.dim()
     made = x.copy()
-    places = [xp.arange(n).reshape([-1 if d == e else 1 for e in range(x.ndim)]) for d, n in enumerate(indices.shape)]
+    places = [
+        xp.arange(n).reshape([-1 if d == e else 1 for e in range(x.ndim)])
+        for d, n in enumerate(indices.shape)
+    ]
     places[dim] = indices.astype(np.int64)
     if part.op == "scatter":
         made[tuple(places)] = updates
@@ -91,7 +99,9 @@ def top_k(part: Part, x: Array) -> tuple[Array, ...]:
         # Of equals the earliest index wins: shards in the order they lie in, without what only fills.
         order = sorted(range(len(spans)), key=lambda i: spans[i])
         cut = {i: xp.arange(min(k, spans[i][1] - spans[i][0])) for i in order}
-        joined = [xp.concatenate([xp.take(g[i], cut[i], axis=dim) for i in order], axis=dim) for g in gathered]
+        joined = [
+            xp.concatenate([xp.take(g[i], cut[i], axis=dim) for i in order], axis=dim) for g in gathered
+        ]
         values, places = best(*joined)
     values, places = xp.ascontiguousarray(values), xp.ascontiguousarray(places)
     return (values,) if part.op == "top_k_values" else (values, places)

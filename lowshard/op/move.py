@@ -70,9 +70,7 @@ def exchange(
                 :, source : source + length
             ]
             at += size
-    group.comm.all_to_all_v(
-        send, send_counts, _starts(send_counts), recv, recv_counts, _starts(recv_counts)
-    )
+    group.comm.all_to_all_v(send, send_counts, _starts(send_counts), recv, recv_counts, _starts(recv_counts))
     at = 0
     for pieces in takes:
         for _, _, target, length in pieces:

@@ -39,7 +39,9 @@ def mean(part: Part, x: Array) -> Array:
     count = prod(part.shape()[d] if part.axes("scale", 0, d) else x.shape[d] for d in dims)
     total = _wide(x).sum(axis=dims, keepdims=True)
     with np.errstate(all="ignore"):
-        return (total / count).astype(x.dtype) if x.dtype.kind not in "iu" else (total // count).astype(x.dtype)
+        return (
+            (total / count).astype(x.dtype) if x.dtype.kind not in "iu" else (total // count).astype(x.dtype)
+        )
 
 
 @kernel("max", "min", "prod")

@@ -37,4 +37,5 @@ def find_kernel(op: str) -> Kernel:
 def run_kernel(part: Part, *arrays: Array) -> tuple[Array, ...]:
     """Return the local results of an op."""
     found = find_kernel(part.op)(part, *arrays)
-    return found if isinstance(found, tuple) else (found,)
+    many = found if isinstance(found, tuple) else (found,)
+    return tuple(part.xp.asarray(x) for x in many)  # NumPy's 0-d results are scalars

@@ -26,7 +26,9 @@ _FLOAT_ONLY = frozenset(
 )
 
 
-def run_action(action: Action, operands: Sequence[Array | None], comm: Communicator) -> tuple[Array | None, ...]:
+def run_action(
+    action: Action, operands: Sequence[Array | None], comm: Communicator
+) -> tuple[Array | None, ...]:
     """Run an op as an action says and return this rank's part of each result, laid out as `action.outputs`.
 
     Collective: all ranks of the communicator call this, with equal actions.

@@ -12,7 +12,12 @@ from lowshard.op.part import Part
 from lowshard.op.registry import Array, kernel
 from lowshard.solver.table.rule import Call
 from lowshard.solver.table.shape import (
-    groups, major, pad_pairs, permutation, piece_sizes, slice_ranges,
+    groups,
+    major,
+    pad_pairs,
+    permutation,
+    piece_sizes,
+    slice_ranges,
 )  # fmt: skip
 
 
@@ -76,9 +81,7 @@ def concat(part: Part, *arrays: Array) -> Array:
     for k in range(len(arrays)):
         runs.append(Run(k, 0, at, part.shape(k)[dim]))
         at += part.shape(k)[dim]
-    held = [
-        Held(along(x, dim), group.intervals(part.action.inputs[k], dim)) for k, x in enumerate(arrays)
-    ]
+    held = [Held(along(x, dim), group.intervals(part.action.inputs[k], dim)) for k, x in enumerate(arrays)]
     made = exchange(part, group, held, runs, group.intervals(part.action.outputs[0], dim))
     return made.reshape(part.out_shape())
 
@@ -184,5 +187,7 @@ def fold(part: Part, x: Array) -> Array:
     made = part.xp.zeros((n, c, h, w), x.dtype)
     for i in range(kh):
         for j in range(kw):
-            made[:, :, i : i + rows * stride : stride, j : j + columns * stride : stride] += blocks[:, :, i, j]
+            made[:, :, i : i + rows * stride : stride, j : j + columns * stride : stride] += blocks[
+                :, :, i, j
+            ]
     return made
