@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -85,11 +86,9 @@ def scalar(part: Part, x: Array) -> Array:
     value = part.args.get("value", 1)
     wide = x.astype(dtypes.get(x.dtype).accumulator.numpy)
     with np.errstate(all="ignore"):
-        if part.op == "mul_scalar":
-            made = wide * value
-        else:
-            made = wide + value if part.op == "add_scalar" else wide**value
-    return made.astype(x.dtype)
+        return {"mul_scalar": operator.mul, "add_scalar": operator.add, "pow_scalar": operator.pow}[part.op](
+            wide, value
+        ).astype(x.dtype)
 
 
 _BINARY = {

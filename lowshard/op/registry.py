@@ -1,4 +1,4 @@
-"""The kernel of every op: what a rank computes from its shards. One registry; the unsharded op is the same on one rank."""
+"""The kernel of every op: what a rank computes from its shards. The unsharded op is the same kernel on one rank."""
 
 from __future__ import annotations
 

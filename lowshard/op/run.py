@@ -35,8 +35,8 @@ def run_action(
 
     Args:
         action: from `pick` or a solver.
-        operands: this rank's part of each operand, of shape `action.sources[k].local_shape(rank)` and that dtype; None on a
-            rank outside the mesh.
+        operands: this rank's part of each operand, of shape `action.sources[k].local_shape(rank)` and that dtype;
+            None on a rank outside the mesh.
         comm: a communicator whose ranks are those of the mesh; it may have more.
 
     Raises:
@@ -140,7 +140,7 @@ def _argument_error(
             )
         if tuple(operand.shape) != shape or operand.dtype != layout.numpy_dtype:
             return BufferMismatchError(
-                f"{action.op}: operand {k} of rank {comm.rank} in {layout} has shape {shape} and dtype {layout.dtype}, got "
-                f"shape {tuple(operand.shape)} and dtype {operand.dtype}"
+                f"{action.op}: operand {k} of rank {comm.rank} in {layout} has shape {shape} and dtype "
+                f"{layout.dtype}, got shape {tuple(operand.shape)} and dtype {operand.dtype}"
             )
     return None

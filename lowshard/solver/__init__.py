@@ -12,7 +12,7 @@ from lowshard.solver.action_set import (
 )
 from lowshard.solver.context import isolated_solver, solver
 from lowshard.solver.greedy import GreedyReshard, NoReshard, PartialsOnly, current_solver, force_replicated
-from lowshard.solver.pick import action_set, pick
+from lowshard.solver.pick import action_set, clear_picks, pick
 from lowshard.solver.table import REFUSED
 
 __all__ = [
@@ -29,6 +29,7 @@ __all__ = [
     "Solver",
     "action_set",
     "build_action_set",
+    "clear_picks",
     "current_solver",
     "force_replicated",
     "force_replicated_action_set",

@@ -34,8 +34,8 @@ HOW: dict[str, str] = {
 class AxisAssignment:
     """One row of a rule: valid on any one mesh axis.
 
-    Operands placed like `needed_inputs` there give a result placed like `output`; with several results, `output` may be a
-    tuple of placements, one a result.
+    Operands placed like `needed_inputs` there give a result placed like `output`; with several results, `output`
+    may be a tuple of placements, one a result.
     """
 
     needed_inputs: tuple[Placement, ...]
@@ -127,6 +127,9 @@ class Action:
         found = []
         for k, source in enumerate(self.sources):
             placements = self._splits(row.needed_inputs[k] for row in self.rows)
+            if self._order is None and placements == source.placements:
+                found.append(source)
+                continue
             made = self._layout(source.shape, source.dtype, placements)
             found.append(source if made == source else made)
         return tuple(found)
@@ -205,7 +208,7 @@ class Action:
 
     @cached_property
     def _order(self) -> tuple[int, ...] | None:
-        """The order in which mesh axes nest on one dim; None is mesh order. That of the first operand that has another."""
+        """The order in which mesh axes nest on one dim, of the first operand that has another than mesh order."""
         return next((order for order in map(nesting_of, self.sources) if order is not None), None)
 
     @cached_property
@@ -259,11 +262,12 @@ def group_bytes(source: Layout, axis: int, prices: Prices) -> float:
     whole = float(source.size_bytes)
     if prices == "published":
         return whole
+    cut = 1
     for dim in source.cutters:
         for other in dim:
             if other != axis:
-                whole /= source.mesh.shape[other]
-    return whole
+                cut *= source.mesh.shape[other]
+    return whole / cut
 
 
 def nesting_of(layout: Layout) -> tuple[int, ...] | None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import product
 from math import inf
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from lowshard.errors import LayoutError, SolverError
 from lowshard.layout import Layout
@@ -45,8 +45,7 @@ class Finalize(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
+class Candidate(NamedTuple):
     """One row on one mesh axis, priced for the operands as they come."""
 
     index: int
@@ -55,6 +54,8 @@ class Candidate:
     cost_bytes: float
     reduces_to_shards: bool
     """A partial operand would become sharded: what `allow_partial_to_sharded` is about."""
+    moves_bytes: tuple[float, ...]
+    """The part of the price that each operand's move makes up; the rest are collectives inside the op."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ class ActionSet:
     """Arguments of the op that are no tensors, by name."""
     prices: Prices = "published"
     finalize: Finalize | None = field(default=None, compare=False)
-    refused: tuple[str, ...] = field(default=(), compare=False)
+    refused: tuple[object, ...] = field(default=(), compare=False)
     """Published rows that are left out because they do not preserve values, and why."""
 
     @property
@@ -92,28 +93,39 @@ class ActionSet:
         placements = [layout.placements for layout in layouts]
         fits = _Feasibility(layouts, placements, self.results)
         found = []
+        like: dict[object, tuple[Candidate, ...]] = {}
+        alike = fits.is_roomy and not any(row.only for row in self.axis_assignments)
         for axis, size in enumerate(self.mesh.shape):
-            # Few different needs a operand, many rows: each move is priced once.
-            moves: list[dict[Placement, tuple[float, bool]]] = [{} for _ in layouts]
+            held = [p[axis] for p in placements]
+            bytes_ = [group_bytes(layout, axis, prices) for layout in layouts]
+            key = (size, *held, *bytes_)
+            if alike and key in like:  # another axis that everything is alike on
+                found.append(like[key])
+                continue
+            # Few different needs an operand, many rows: each move is priced once. Rules share their placements,
+            # so their identity will do, which is quicker to look up than their value.
+            known: list[dict[int, tuple[float, bool]]] = [{} for _ in layouts]
             here = []
             for index, row in enumerate(self.axis_assignments):
                 if row.only and self.mesh.axis_names[axis] not in row.only:
                     continue
-                cost, reduces = 0.0, False
+                cost, reduces, moves = 0.0, False, []
                 for k, need in enumerate(row.needed_inputs):
-                    known = moves[k].get(need)
-                    if known is None:
-                        known = moves[k][need] = _move(
-                            layouts[k], placements[k], axis, size, need, fits, k, prices
+                    move = known[k].get(id(need))
+                    if move is None:
+                        move = known[k][id(need)] = _move(
+                            held[k], need, size, bytes_[k], fits, k, axis, prices
                         )
-                    cost += known[0]
-                    reduces = reduces or known[1]
+                    cost += move[0]
+                    reduces = reduces or move[1]
+                    moves.append(move[0])
                 if cost == inf or (fits.short_results and not fits.result(row, axis)):
                     continue
                 if row.inner:
                     cost += row.inner_bytes(size, prices)
-                here.append(Candidate(index, row, cost, reduces))
+                here.append(Candidate(index, row, cost, reduces, tuple(moves)))
             found.append(tuple(here))
+            like[key] = found[-1]
         return tuple(found)
 
     def actions(self) -> Iterator[Action]:
@@ -151,6 +163,7 @@ class _Feasibility:
         self.layouts, self.placements, self.results = layouts, placements, results
         self.mesh = layouts[0].mesh
         widest = max(self.mesh.shape)
+        self.is_roomy = not any(n < self.mesh.size for layout in layouts for n in layout.shape)
         self.short_results = any(n < widest for r in results for n in r.shape)
         self.in_use = [
             {p[a].dim for p in placements if isinstance(p[a], Sharded)}  # type: ignore[attr-defined]  # a Sharded
@@ -194,18 +207,17 @@ class _Feasibility:
 
 
 def _move(
-    layout: Layout,
-    held: Sequence[Placement],
-    axis: int,
-    size: int,
+    have: Placement,
     need: Placement,
+    size: int,
+    tensor_bytes: float,
     fits: _Feasibility,
     k: int,
+    axis: int,
     prices: Prices,
 ) -> tuple[float, bool]:
     """Return the price of bringing an operand to what a row needs, and whether P becomes S."""
-    have = held[axis]
-    if have == need:
+    if have is need or have == need:
         return 0.0, False
     if isinstance(need, Sharded):
         if isinstance(have, Sharded) and have.dim == need.dim:
@@ -213,9 +225,7 @@ def _move(
         if not fits.need(k, axis, need):
             return inf, False
     name = collective_of(have, need, prices)
-    return price_bytes(name, size, group_bytes(layout, axis, prices), prices), is_reduced_to_shards(
-        have, need
-    )
+    return price_bytes(name, size, tensor_bytes, prices), is_reduced_to_shards(have, need)
 
 
 def build_action_set(
@@ -228,7 +238,8 @@ def build_action_set(
     op: str = "op",
     results: Sequence[Result] | None = None,
     prices: Prices = "published",
-    refused: Sequence[str] = (),
+    refused: Sequence[object] = (),
+    fallback: bool = True,
 ) -> ActionSet:
     """Return the action set of some rows: those feasible on a mesh axis at least, then all-replicated.
 
@@ -242,6 +253,7 @@ def build_action_set(
         results: shape and dtype of each result, in place of `result_shape`.
         prices: the price list, "published" (MAX's) or "volume".
         refused: published rows that were left out, for the explanation.
+        fallback: whether to put the all-replicated row at the end; False where the rows begin with it.
 
     Raises:
         LayoutError: no layouts, layouts on different meshes, or a row that does not name every operand.
@@ -262,21 +274,22 @@ def build_action_set(
     if results is None:
         shape = layouts[0].shape if result_shape is None else tuple(result_shape)
         results = (Result(shape, layouts[0].dtype),)
-    replicated = replicated_row(len(layouts))
-    kept = tuple(rows) if rows and rows[-1] == replicated else (*rows, replicated)
+    kept = tuple(rows)
+    if fallback:
+        replicated = replicated_row(len(layouts))
+        kept = kept if kept and kept[-1] == replicated else (*kept, replicated)
     found = ActionSet(
         kept, layouts, tuple(results), op, freeze_args(extras or {}), prices, finalize, tuple(refused)
     )
     used = {candidate.index for here in found._candidates for candidate in here}
     if len(used) == len(kept):
         return found
-    stay = [index for index in range(len(kept)) if index in used or index == len(kept) - 1]
+    stay = [i for i in range(len(kept)) if i in used or i == (len(kept) - 1 if fallback else 0)]
     place = {index: new for new, index in enumerate(stay)}
     rest = tuple(kept[index] for index in stay)
     made = ActionSet(rest, layouts, found.results, op, found.extras, prices, finalize, tuple(refused))
     made.__dict__["_candidates"] = tuple(
-        tuple(Candidate(place[c.index], c.row, c.cost_bytes, c.reduces_to_shards) for c in here)
-        for here in found._candidates
+        tuple(c._replace(index=place[c.index]) for c in here) for here in found._candidates
     )
     return made
 
@@ -286,6 +299,7 @@ def force_replicated_action_set(*layouts: Layout, op: str = "op") -> ActionSet:
     return build_action_set([replicated_row(len(layouts))], layouts=layouts, op=op)
 
 
+@cache
 def replicated_row(operands: int) -> AxisAssignment:
     """Return the row with everything replicated."""
     return AxisAssignment((_R,) * operands, _R)

@@ -43,9 +43,9 @@ def budget_text(action_set: ActionSet, least: Sequence[AxisAssignment], budget: 
     return (
         f"no action fits into the memory budget of {budget:,.0f} bytes a device: the operands take "
         f"{sum(shares):,.0f} bytes at the least ({parts}). The tightest tensor is operand {tightest}, "
-        f"{action_set.layouts[tightest]}: {shares[tightest]:,.0f} bytes a device even as {needs}. The smallest budget that "
-        f"would do is {_up(sum(shares))} bytes: give the mesh memory_budget_bytes_per_device={_up(sum(shares))}, or more "
-        "ranks"
+        f"{action_set.layouts[tightest]}: {shares[tightest]:,.0f} bytes a device even as {needs}. The smallest "
+        f"budget that would do is {_up(sum(shares))} bytes: give the mesh "
+        f"memory_budget_bytes_per_device={_up(sum(shares))}, or more ranks"
     )
 
 

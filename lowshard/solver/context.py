@@ -25,7 +25,8 @@ def pop() -> None:
 def solver(chosen: Solver) -> Iterator[Solver]:
     """Use a solver for every pick in the block that names none; also a decorator.
 
-    Any callable `(ActionSet, layouts) -> Action` will do. Bound in a context variable: other threads and tasks keep theirs.
+    Any callable `(ActionSet, layouts) -> Action` will do. Bound in a context variable: other threads and tasks keep
+    theirs.
     """
     push(chosen)
     try:

@@ -116,8 +116,8 @@ class GreedyReshard(Bindable):
 
     def _report(self, action: Action) -> None:
         text = (
-            f"{action.op}: operands must move (on_reshard={self.on_reshard!r}). Redistribute them before the op, or pass "
-            f"on_reshard='silent' to let the op do it.\n{explain(action)}"
+            f"{action.op}: operands must move (on_reshard={self.on_reshard!r}). Redistribute them before the op, or "
+            f"pass on_reshard='silent' to let the op do it.\n{explain(action)}"
         )
         if self.on_reshard == "raise":
             raise SolverError(text)
@@ -139,8 +139,8 @@ class GreedyReshard(Bindable):
         fits = "" if budget is None else f" that fits into {budget:,.0f} bytes a device"
         return PolicyError(
             f"{action_set.op}: every row{fits}{where} would reduce a partial operand to shards, which "
-            "allow_partial_to_sharded=False forbids: pass GreedyReshard(allow_partial_to_sharded=True), or redistribute the "
-            f"operand first\n{table(action_set, self.allow_partial_to_sharded)}"
+            "allow_partial_to_sharded=False forbids: pass GreedyReshard(allow_partial_to_sharded=True), or "
+            f"redistribute the operand first\n{table(action_set, self.allow_partial_to_sharded)}"
         )
 
 

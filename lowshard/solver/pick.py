@@ -8,8 +8,9 @@ from typing import Any
 from lowshard.errors import LayoutError
 from lowshard.layout import Layout
 from lowshard.solver.action import Action
-from lowshard.solver.action_set import ActionSet, Solver, build_action_set, replicated_row
-from lowshard.solver.greedy import current_solver
+from lowshard.solver.action_set import ActionSet, Solver, build_action_set, freeze_args, replicated_row
+from lowshard.solver.greedy import GreedyReshard, current_solver
+from lowshard.solver.memory import KEPT, Pattern, counting_operands, shape_key
 from lowshard.solver.table import Call, Rules, offer
 
 
@@ -38,7 +39,8 @@ def action_set(op: str, layouts: Sequence[Layout], rules: Rules = "extended", **
         op=op,
         results=offered.results,
         prices="volume" if extended else "published",
-        refused=[str(r) for r in offered.refused],
+        refused=offered.refused,
+        fallback=False,
     )
 
 
@@ -52,12 +54,14 @@ def pick(
 ) -> Action:
     """Return the action a solver picks for an op on operands that come in these layouts.
 
-    Reads itemsizes and extents only. Pure: every rank gets the same action from the same layouts.
+    Reads itemsizes and extents only. Pure: every rank gets the same action from the same layouts. The picks of a silent
+    GreedyReshard are kept, for every row count that they hold for.
 
     Args:
         op: name of the op, such as "matmul".
         layouts: one a tensor operand, in order, all on one mesh.
-        solver: any `(ActionSet, layouts) -> Action`; by default the one bound by `with solver(...)`, else GreedyReshard().
+        solver: any `(ActionSet, layouts) -> Action`; by default the one bound by `with solver(...)`, else a plain
+            GreedyReshard.
         rules: as for `action_set`.
         **op_args: arguments that are no tensors (axis, shape, dims, ...).
 
@@ -67,4 +71,41 @@ def pick(
     """
     chosen = current_solver() if solver is None else solver
     operands = tuple(layouts)
-    return chosen(action_set(op, operands, rules, **op_args), operands)
+    if type(chosen) not in _PURE or chosen.on_reshard != "silent":  # type: ignore[union-attr]  # a GreedyReshard
+        return chosen(action_set(op, operands, rules, **op_args), operands)
+    key = (op, operands, rules, chosen, freeze_args(op_args))
+    try:
+        found = _PICKED.get(key)
+    except TypeError:  # an argument that cannot be hashed
+        return chosen(action_set(op, operands, rules, **op_args), operands)
+    if found is not None:
+        return found
+    counting = counting_operands(op, operands, op_args) if operands else ()
+    pattern_key = None
+    if counting and operands[0].mesh.memory_budget_bytes_per_device is None:
+        pattern_key = (op, shape_key(operands, counting), counting, rules, chosen, key[4])
+        pattern = _PATTERNS.get(pattern_key)
+        if pattern is not None:
+            found = pattern.action(operands)
+            if found is not None:
+                return found
+    offered = action_set(op, operands, rules, **op_args)
+    found = chosen(offered, operands)
+    if len(_PICKED) >= KEPT:
+        clear_picks()
+    _PICKED[key] = found
+    if pattern_key is not None:
+        _PATTERNS[pattern_key] = Pattern(offered, found, counting, chosen.allow_partial_to_sharded)  # type: ignore[union-attr]
+    return found
+
+
+# Solvers that pick the same from the same layouts, always.
+_PURE = frozenset((GreedyReshard,))
+_PICKED: dict[Any, Action] = {}
+_PATTERNS: dict[Any, Pattern] = {}
+
+
+def clear_picks() -> None:
+    """Forget what was picked."""
+    _PICKED.clear()
+    _PATTERNS.clear()

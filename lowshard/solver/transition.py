@@ -1,7 +1,7 @@
 """One placement to another on one mesh axis: which collective does it, and the bytes it is priced at.
 
 Two price lists. "published" is the one of MAX's GreedyReshard (modular/modular, max.experimental.sharding): bytes of
-the whole tensor, whatever the other mesh axes cut; an all-to-all costs what an all-gather costs; R to P is not possible.
+the whole tensor, whatever the other mesh axes cut; an all-to-all costs what an all-gather costs; R to P is impossible.
 "volume" is what a rank really sends on a ring: bytes of the part that the other mesh axes leave to a group, an
 all-to-all at its true volume. No price of "volume" is above the published one.
 """
@@ -58,8 +58,9 @@ def price_bytes(
     Args:
         collective: from `collective_of`.
         size: ranks along the mesh axis, N.
-        tensor_bytes: B, bytes of what all the ranks of a group hold together. The ring volumes are B (N-1)/N for all_gather
-            and reduce_scatter, twice that for all_reduce, an N-th of it for all_to_all (Thakur, Rabenseifner, Gropp 2005).
+        tensor_bytes: B, bytes of what all the ranks of a group hold together. The ring volumes are B (N-1)/N for
+            all_gather and reduce_scatter, twice that for all_reduce, an N-th of it for all_to_all (Thakur,
+            Rabenseifner, Gropp: Optimization of Collective Communication Operations in MPICH, 2005).
         prices: the price list.
     """
     if size == 1 or collective in ("noop", "local_slice", "keep_one_copy"):

@@ -37,6 +37,7 @@ FLOORS: dict[str, str] = {
     "lowshard.solver.context": "3",
     "lowshard.solver.explanation": "3",
     "lowshard.solver.greedy": "3",
+    "lowshard.solver.memory": "3",
     "lowshard.solver.pick": "3",
     "lowshard.solver.table": "3",
     "lowshard.solver.transition": "3",

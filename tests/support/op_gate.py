@@ -126,7 +126,7 @@ def needed(
 def random_action(
     rng: Rng, op: str, arrays: Sequence[np.ndarray], args: dict[str, Any], rules: str
 ) -> Action | None:
-    """Return an action of rows drawn at random, for operands that come as needed or anyhow; None if the draw has none."""
+    """Return an action of random rows, for operands that come as needed or anyhow; None if the draw has none."""
     mesh = random_mesh(rng)
     ops = ("sum", "avg", "max", "min", "prod")[: 5 if rules == "extended" else 1]
     sources = [random_layout(rng, mesh, x, ops) for x in arrays]

@@ -20,7 +20,8 @@ CROSS = Refused(
 def gather(call: Call) -> Offer:
     """Rows of a table by index, as NumPy's take: table, indices. Args: axis (embedding: 0).
 
-    Extended: the looked-up dim may be cut. Every rank looks up what it holds, the rest is zero, and the sum is left to do.
+    Extended: the looked-up dim may be cut. Every rank looks up what it holds, the rest is zero, and the sum is left
+    to do.
     """
     at = 0 if call.op == "embedding" else call.dim("axis", 0)
     table, ids = call.shape(0), call.shape(1)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 from lowshard.errors import LayoutError
-from lowshard.placement import Placement
+from lowshard.placement import Partial, Placement
 from lowshard.solver.table.rule import Call, Offer, P, R, Refused, Rows, S, row, rule
 
 GROUPED_CHANNELS = Refused(
@@ -37,7 +39,7 @@ def matmul(call: Call) -> Offer:
         rows += [row(S(d), R, out=S(d)) for d in range(len(a) - 1)]
         return Offer([*rows, row(S(len(a) - 1), S(0), out=P), *_bilinear(call)], (call.same(*a[:-1]),))
     ndim = max(len(a), len(b))
-    batch = []
+    batch, kinds = [], []
     for d in range(ndim - 2):
         da, db = d - ndim + len(a), d - ndim + len(b)
         ea, eb = (a[da] if da >= 0 else 1), (b[db] if db >= 0 else 1)
@@ -45,19 +47,29 @@ def matmul(call: Call) -> Offer:
             raise LayoutError(
                 f"matmul: batch dims broadcast where extents are equal or 1, got {list(a)} @ {list(b)}"
             )
-        batch.append(max(ea, eb) if 0 not in (ea, eb) else 0)
-        if ea > 1 and eb > 1:
-            rows.append(row(S(da), S(db), out=S(d)))
-        elif ea > 1:
-            rows.append(row(S(da), R, out=S(d)))
-        elif eb > 1:
-            rows.append(row(R, S(db), out=S(d)))
+        batch.append(eb if ea == 1 else ea)
+        kinds.append((ea > 1, eb > 1))
+    rows = _matmul_rows(len(a), len(b), tuple(kinds), tuple(call.linear()))
+    return Offer(rows, (call.same(*batch, a[-2], b[-1]),))
+
+
+@cache
+def _matmul_rows(na: int, nb: int, kinds: tuple[tuple[bool, bool], ...], sums: tuple[Partial, ...]) -> Rows:
+    """Return the rows of a product of arrays; `kinds` says for each batch dim which operand has it."""
+    rows: Rows = []
+    ndim = max(na, nb)
+    for d, (left, right) in enumerate(kinds):
+        needs = (S(d - ndim + na) if left else R, S(d - ndim + nb) if right else R)
+        if left or right:
+            rows.append(row(*needs, out=S(d)))
     rows += [
-        row(S(len(a) - 2), R, out=S(ndim - 2)),
-        row(R, S(len(b) - 1), out=S(ndim - 1)),
-        row(S(len(a) - 1), S(len(b) - 2), out=P),
+        row(S(na - 2), R, out=S(ndim - 2)),
+        row(R, S(nb - 1), out=S(ndim - 1)),
+        row(S(na - 1), S(nb - 2), out=P),
     ]
-    return Offer(rows + _bilinear(call), (call.same(*batch, a[-2], b[-1]),))
+    for p in sums:
+        rows += [row(p, R, out=p), row(R, p, out=p)]
+    return rows
 
 
 @rule("qmatmul", operands=(2, None))
@@ -104,7 +116,10 @@ def parse_einsum(call: Call) -> tuple[list[str], str]:
 
 @rule("einsum", operands=(1, None))
 def einsum(call: Call) -> Offer:
-    """A row a label: kept labels are cut in the result, summed ones make a sum; linear in each operand. Args: subscripts."""
+    """A row a label: kept labels are cut in the result, summed ones make a sum; linear in each operand.
+
+    Args: subscripts.
+    """
     terms, output = parse_einsum(call)
     labels = dict.fromkeys("".join(terms))
     rows: Rows = []

@@ -114,7 +114,10 @@ def extreme(call: Call) -> Offer:
 
 @rule("argmax", "argmin")
 def arg_extreme(call: Call) -> Offer:
-    """Extended, along a cut dim: every rank's best value and place are gathered, the first of equals wins. Args: axis."""
+    """Extended, along a cut dim: every rank's best value and place are gathered, the first of equals wins.
+
+    Args: axis.
+    """
     dim = call.dim()
     rows = _others(call, (dim,))
     if call.extended:
@@ -178,7 +181,10 @@ def norm(call: Call) -> Offer:
 
 @rule("group_norm", operands=(3, 3))
 def group_norm(call: Call) -> Offer:
-    """x [N, C, *space], weight [C], bias [C]. Published without a rule; extended: the batch may be cut. Args: groups, eps."""
+    """x [N, C, *space], weight [C], bias [C]. Published without a rule; extended: the batch may be cut.
+
+    Args: groups, eps.
+    """
     rows = [row(S(0), R, R, out=S(0))] if call.extended else []
     return Offer(rows, (call.same(*call.shape()),))
 

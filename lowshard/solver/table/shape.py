@@ -265,7 +265,10 @@ def slice_ranges(call: Call) -> list[tuple[int, int, int]]:
 
 @rule("slice")
 def slice_(call: Call) -> Offer:
-    """Dims that are not sliced stay cut. Extended: a cut, sliced dim (step 1) too, ranks exchange. Args: slices, sliced_axes."""
+    """Dims that are not sliced stay cut. Extended: a cut, sliced dim (step 1) too, ranks exchange.
+
+    Args: slices, sliced_axes.
+    """
     ranges = slice_ranges(call)
     shape = call.shape()
     target = tuple(-(-(stop - start) // step) for start, stop, step in ranges)
@@ -293,7 +296,10 @@ def pad_pairs(call: Call) -> list[tuple[int, int]]:
 
 @rule("pad")
 def pad(call: Call) -> Offer:
-    """Dims that are not padded stay cut; sums stay where the pad is zero or mirrors. Args: pads, value, mode, padded_axes."""
+    """Dims that are not padded stay cut; sums stay where the pad is zero or mirrors.
+
+    Args: pads, value, mode, padded_axes.
+    """
     pads = pad_pairs(call)
     padded = {d for d, p in enumerate(pads) if p != (0, 0)}
     padded |= {int(d) % call.ndim() for d in call.args.get("padded_axes") or ()}
