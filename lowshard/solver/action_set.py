@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 from lowshard.errors import LayoutError, SolverError
 from lowshard.layout import Layout
 from lowshard.mesh import DeviceMesh
-from lowshard.placement import Placement, Replicated, Sharded
+from lowshard.placement import Partial, Placement, Replicated, Sharded
 from lowshard.solver.action import (
     Action,
     AxisAssignment,
@@ -58,6 +58,15 @@ class Candidate(NamedTuple):
     """The part of the price that each operand's move makes up; the rest are collectives inside the op."""
 
 
+class Priced(NamedTuple):
+    """Every row on one mesh axis, by its index: infinite where it is not feasible."""
+
+    costs: list[float]
+    reduces: list[bool]
+    moves: list[list[tuple[float, bool]]]
+    """For each operand, each row's price and whether P becomes S."""
+
+
 @dataclass(frozen=True)
 class ActionSet:
     """What an op offers a solver: rows in order of preference, and the layouts the operands come in."""
@@ -89,43 +98,58 @@ class ActionSet:
 
     @cached_property
     def _candidates(self) -> tuple[tuple[Candidate, ...], ...]:
-        layouts, prices = self.layouts, self.prices
+        return tuple(
+            tuple(
+                Candidate(
+                    index,
+                    row,
+                    priced.costs[index],
+                    priced.reduces[index],
+                    tuple(m[index][0] for m in priced.moves),
+                )
+                for index, row in enumerate(self.axis_assignments)
+                if priced.costs[index] != inf
+            )
+            for priced in self.priced
+        )
+
+    @cached_property
+    def priced(self) -> tuple[Priced, ...]:
+        """For each mesh axis every row's price."""
+        rows, layouts, prices, mesh = self.axis_assignments, self.layouts, self.prices, self.mesh
         placements = [layout.placements for layout in layouts]
+        held_bytes = [group_bytes(layout, prices) for layout in layouts]
         fits = _Feasibility(layouts, placements, self.results)
+        columns = list(zip(*[row.needed_inputs for row in rows], strict=True))
+        special = [i for i, row in enumerate(rows) if row.only or row.inner]
+        alike = fits.is_roomy and not any(rows[i].only for i in special)
         found = []
-        like: dict[object, tuple[Candidate, ...]] = {}
-        alike = fits.is_roomy and not any(row.only for row in self.axis_assignments)
-        for axis, size in enumerate(self.mesh.shape):
+        like: dict[object, Priced] = {}
+        for axis, size in enumerate(mesh.shape):
             held = [p[axis] for p in placements]
-            bytes_ = [group_bytes(layout, axis, prices) for layout in layouts]
+            bytes_ = [b[axis] for b in held_bytes]
             key = (size, *held, *bytes_)
             if alike and key in like:  # another axis that everything is alike on
                 found.append(like[key])
                 continue
-            # Few different needs an operand, many rows: each move is priced once. Rules share their placements,
-            # so their identity will do, which is quicker to look up than their value.
-            known: list[dict[int, tuple[float, bool]]] = [{} for _ in layouts]
-            here = []
-            for index, row in enumerate(self.axis_assignments):
-                if row.only and self.mesh.axis_names[axis] not in row.only:
-                    continue
-                cost, reduces, moves = 0.0, False, []
-                for k, need in enumerate(row.needed_inputs):
-                    move = known[k].get(id(need))
-                    if move is None:
-                        move = known[k][id(need)] = _move(
-                            held[k], need, size, bytes_[k], fits, k, axis, prices
-                        )
-                    cost += move[0]
-                    reduces = reduces or move[1]
-                    moves.append(move[0])
-                if cost == inf or (fits.short_results and not fits.result(row, axis)):
-                    continue
-                if row.inner:
-                    cost += row.inner_bytes(size, prices)
-                here.append(Candidate(index, row, cost, reduces, tuple(moves)))
-            found.append(tuple(here))
-            like[key] = found[-1]
+            moves = [
+                _moves(held[k], column, size, bytes_[k], fits, k, axis, prices)
+                for k, column in enumerate(columns)
+            ]
+            if len(moves) == 2:
+                costs = [a[0] + b[0] for a, b in zip(*moves, strict=True)]
+                reduces = [a[1] or b[1] for a, b in zip(*moves, strict=True)]
+            else:
+                costs = [sum([move[0] for move in each]) for each in zip(*moves, strict=True)]
+                reduces = [any([move[1] for move in each]) for each in zip(*moves, strict=True)]
+            for i in special:
+                row = rows[i]
+                wrong = row.only and mesh.axis_names[axis] not in row.only
+                costs[i] = inf if wrong else costs[i] + row.inner_bytes(size, prices)
+            if fits.short_results:
+                costs = [c if fits.result(row, axis) else inf for c, row in zip(costs, rows, strict=True)]
+            like[key] = Priced(costs, reduces, moves)
+            found.append(like[key])
         return tuple(found)
 
     def actions(self) -> Iterator[Action]:
@@ -145,8 +169,8 @@ class ActionSet:
 
     def need_candidates(self) -> None:
         """Raise SolverError when a mesh axis has no feasible row."""
-        for name, here in zip(self.mesh.axis_names, self._candidates, strict=True):
-            if not here:
+        for name, here in zip(self.mesh.axis_names, self.priced, strict=True):
+            if min(here.costs) == inf:
                 rows = "; ".join(map(str, self.axis_assignments))
                 raise SolverError(
                     f"{self.op}: no feasible action: on mesh axis {name!r} no row of the rule can be reached from "
@@ -206,6 +230,29 @@ class _Feasibility:
         return True
 
 
+def _moves(
+    have: Placement,
+    needs: Sequence[Placement],
+    size: int,
+    tensor_bytes: float,
+    fits: _Feasibility,
+    k: int,
+    axis: int,
+    prices: Prices,
+) -> list[tuple[float, bool]]:
+    """Return for each need the price of bringing an operand to it, and whether P becomes S."""
+    # Many rows, few different needs: each is priced once. Rules share their placements, so their identity will do,
+    # which is quicker to look up than their value.
+    known: dict[int, tuple[float, bool]] = {}
+    found = []
+    for need in needs:
+        move = known.get(id(need))
+        if move is None:
+            move = known[id(need)] = _move(have, need, size, tensor_bytes, fits, k, axis, prices)
+        found.append(move)
+    return found
+
+
 def _move(
     have: Placement,
     need: Placement,
@@ -216,16 +263,22 @@ def _move(
     axis: int,
     prices: Prices,
 ) -> tuple[float, bool]:
-    """Return the price of bringing an operand to what a row needs, and whether P becomes S."""
-    if have is need or have == need:
-        return 0.0, False
+    if type(have) is type(need):
+        if have == need or (isinstance(have, Sharded) and have.dim == need.dim):  # type: ignore[attr-defined]
+            return _FREE  # of another split rule, the action keeps the operand's
+        if isinstance(have, Partial):
+            return _NEVER
     if isinstance(need, Sharded):
-        if isinstance(have, Sharded) and have.dim == need.dim:
-            return 0.0, False  # another split rule; the action keeps the operand's
         if not fits.need(k, axis, need):
-            return inf, False
+            return _NEVER
+        if isinstance(have, Replicated):
+            return _FREE
     name = collective_of(have, need, prices)
     return price_bytes(name, size, tensor_bytes, prices), is_reduced_to_shards(have, need)
+
+
+_FREE = (0.0, False)
+_NEVER = (inf, False)
 
 
 def build_action_set(
@@ -281,17 +334,13 @@ def build_action_set(
     found = ActionSet(
         kept, layouts, tuple(results), op, freeze_args(extras or {}), prices, finalize, tuple(refused)
     )
-    used = {candidate.index for here in found._candidates for candidate in here}
-    if len(used) == len(kept):
+    if not fallback:
         return found
-    stay = [i for i in range(len(kept)) if i in used or i == (len(kept) - 1 if fallback else 0)]
-    place = {index: new for new, index in enumerate(stay)}
-    rest = tuple(kept[index] for index in stay)
-    made = ActionSet(rest, layouts, found.results, op, found.extras, prices, finalize, tuple(refused))
-    made.__dict__["_candidates"] = tuple(
-        tuple(c._replace(index=place[c.index]) for c in here) for here in found._candidates
-    )
-    return made
+    stay = [i for i in range(len(kept)) if i == len(kept) - 1 or any(p.costs[i] != inf for p in found.priced)]
+    if len(stay) == len(kept):
+        return found
+    rest = tuple(kept[i] for i in stay)
+    return ActionSet(rest, layouts, found.results, op, found.extras, prices, finalize, tuple(refused))
 
 
 def force_replicated_action_set(*layouts: Layout, op: str = "op") -> ActionSet:

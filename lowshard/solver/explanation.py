@@ -30,9 +30,22 @@ def explain(action: Action) -> str:
         if row.how != "local" and size > 1:
             inner = ", ".join(f"{c} over {over:,.0f} bytes" for c, over in row.inner)
             lines.append(f"  {name}: {HOW[row.how]}" + (f" ({inner})" if inner else ""))
-    if action.action_set is not None:
-        lines.append(table(action.action_set, True, action.rows))
+    lines.append(table(candidates_of(action), True, action.rows))
     return "\n".join(lines)
+
+
+def candidates_of(action: Action) -> ActionSet:
+    """Return the action set that an action came from; made anew where the action does not carry it."""
+    if action.action_set is not None:
+        return action.action_set
+    from lowshard.solver.pick import action_set
+
+    return action_set(
+        action.op,
+        action.sources,
+        "documented" if action.prices == "published" else "extended",
+        **dict(action.args),
+    )
 
 
 def table(

@@ -78,21 +78,19 @@ class GreedyReshard(Bindable):
     def choose(self, action_set: ActionSet) -> tuple[AxisAssignment, ...]:
         """Return the row of each mesh axis."""
         # Prices add up over the axes: without a budget the best combination is the best row of each axis.
-        action_set.need_candidates()
-        best = []
-        for axis in range(action_set.mesh.ndim):
-            cheapest, found = inf, None
-            for candidate in action_set.candidates(axis):
-                if candidate.cost_bytes < cheapest and self._allows(candidate):
-                    cheapest, found = candidate.cost_bytes, candidate
-            best.append(found)
+        best: list[AxisAssignment | None] = []
+        for costs, reduces, _ in action_set.priced:
+            if not self.allow_partial_to_sharded and True in reduces:
+                costs = [inf if reducing else cost for cost, reducing in zip(costs, reduces, strict=True)]
+            least = min(costs)
+            best.append(None if least == inf else action_set.axis_assignments[costs.index(least)])
         budget = smallest_budget(action_set)
+        rows = tuple(row for row in best if row is not None)
         if budget is None:
-            if None in best:
+            if len(rows) < len(best):
                 raise self._policy_error(action_set, best.index(None))
-            return tuple(c.row for c in best if c is not None)
-        rows = tuple(c.row for c in best if c is not None)
-        if None not in best and needed_bytes(action_set, rows) <= budget:
+            return rows
+        if len(rows) == len(best) and needed_bytes(action_set, rows) <= budget:
             return rows
         return self._within(action_set, budget)
 

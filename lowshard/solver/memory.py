@@ -91,7 +91,7 @@ class Pattern:
                 replace(row, inner=tuple((name, own * count / was) for name, own in row.inner))
                 for row in rows
             )
-        return Action(found.op, found.extras, layouts, rows, results, found.prices)
+        return Action.quick(found.op, found.extras, layouts, rows, results, found.prices)
 
     def _span(self) -> tuple[float, float]:
         found = self.action_set
