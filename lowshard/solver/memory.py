@@ -28,12 +28,13 @@ _ALONG_AXIS = frozenset(
     ("softmax", "logsoftmax", "cumsum", "sum", "mean", "max", "min", "argmax", "argmin", "sort")
 )
 _NORM = frozenset(("layer_norm", "rms_norm"))
+_TWO = _NORM | {"matmul"}
 
 
 def counting_operands(op: str, layouts: Sequence[Layout], args: dict[str, Any]) -> tuple[int, ...]:
     """Return the operands whose dim 0 is the row count, which then is dim 0 of the results too; () if there is none."""
     first = layouts[0]
-    if not first.shape:
+    if not first.shape or (op in _TWO and len(layouts) < 2):
         return ()
     if op == "matmul":
         return (0,) if len(first.shape) > 1 and len(layouts[1].shape) == 2 else ()
