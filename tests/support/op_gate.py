@@ -151,6 +151,44 @@ def random_action(
     return action
 
 
+def elicited(
+    op: str, arrays: Sequence[np.ndarray], args: dict[str, Any], rules: str, mesh: DeviceMesh
+) -> list[AxisAssignment]:
+    """Return every row that a rule offers for operands that come in some way or other on a mesh of one axis."""
+    ops = ("sum", "avg", "max", "min", "prod") if rules == "extended" else ("sum",)
+    ways: list[Any] = [Replicated(), *(Sharded(d) for d in range(4)), *map(Partial, ops)]
+    rows: dict[AxisAssignment, None] = {}
+    for way in ways:
+        layouts = []
+        for x in arrays:
+            fits = x.dtype.kind == "f" if isinstance(way, Partial) else getattr(way, "dim", -1) < x.ndim
+            layouts.append(Layout(mesh, x.shape, x.dtype, (way if fits else Replicated(),)))
+        rows.update(dict.fromkeys(action_set(op, layouts, rules=rules, **args).axis_assignments))  # type: ignore[arg-type]
+    return list(rows)
+
+
+def action_of(
+    op: str,
+    arrays: Sequence[np.ndarray],
+    args: dict[str, Any],
+    rules: str,
+    mesh: DeviceMesh,
+    row: AxisAssignment,
+) -> Action:
+    """Return the action of one row, for operands that come as it needs them."""
+    layouts = [
+        Layout(mesh, x.shape, x.dtype, (need,)) for x, need in zip(arrays, row.needed_inputs, strict=True)
+    ]
+    found = action_set(op, layouts, rules=rules, **args)  # type: ignore[arg-type]
+    same = [
+        r
+        for r in found.axis_assignments
+        if (r.needed_inputs, r.output, r.how) == (row.needed_inputs, row.output, row.how)
+    ]
+    assert same, f"{row} is not offered for operands that come so"
+    return found.action(same[:1])  # perhaps priced otherwise
+
+
 def draw(rng: Rng, rows: Sequence[AxisAssignment], name: str) -> AxisAssignment:
     here = [r for r in rows if not r.only or name in r.only]
     return here[int(rng.integers(len(here)))]

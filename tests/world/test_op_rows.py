@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from support.op_gate import check, random_action
+from support.op_gate import action_of, check, elicited, random_action
 from support.op_samples import SAMPLES
 
+from lowshard import DeviceMesh
 from lowshard.op import KERNELS
 from lowshard.solver.table import RULES
 
@@ -31,3 +32,18 @@ def test_rows_preserve_values(op: str, rules: str, rng: np.random.Generator, ful
         if done == wanted:
             return
     raise AssertionError(f"only {done} of {wanted} draws gave an action")
+
+
+@pytest.mark.parametrize("rules", ["documented", "extended"])
+@pytest.mark.parametrize("op", sorted(SAMPLES))
+def test_each_row_by_itself(op: str, rules: str, rng: np.random.Generator, full: bool) -> None:
+    """Every row that some operands elicit, on one mesh axis, for operands as it needs them."""
+    ran = 0
+    for _ in range(20 if full else 1):
+        arrays, args = SAMPLES[op](rng)
+        mesh = DeviceMesh((int(rng.integers(2, 5)),), ("tp",))
+        for row in elicited(op, arrays, args, rules, mesh):
+            action = action_of(op, arrays, args, rules, mesh, row)
+            check(action, rng, arrays, args)
+            ran += 1
+    assert ran
