@@ -7,8 +7,9 @@ import pytest
 from support.op_gate import action_of, check, elicited, random_action
 from support.op_samples import SAMPLES
 
-from lowshard import DeviceMesh
+from lowshard import DeviceMesh, Layout, Replicated, Sharded
 from lowshard.op import KERNELS
+from lowshard.solver import action_set
 from lowshard.solver.table import RULES
 
 
@@ -47,3 +48,14 @@ def test_each_row_by_itself(op: str, rules: str, rng: np.random.Generator, full:
             check(action, rng, arrays, args)
             ran += 1
     assert ran
+
+
+def test_an_average_is_even_over_all_axes_that_cut_the_dim(rng: np.random.Generator) -> None:
+    """6 rows divide by 2, but not by the 4 ranks that both axes make."""
+    mesh = DeviceMesh((2, 2), ("dp", "tp"))
+    x = rng.standard_normal((6, 4)).astype(np.float32)
+    for held in ((Sharded(0), Replicated()), (Sharded(0), Sharded(0)), (Replicated(), Replicated())):
+        for rules in ("documented", "extended"):
+            found = action_set("mean", [Layout(mesh, x.shape, x.dtype, held)], rules=rules, axis=0)  # type: ignore[arg-type]
+            for action in found.actions():
+                check(action, rng, [x], {"axis": 0})
