@@ -44,7 +44,7 @@ class AxisAssignment:
     how: How = "local"
     """How a rank computes its part, a key of `HOW`."""
     inner: tuple[tuple[Collective, float], ...] = ()
-    """Collectives inside the op: the name, and the bytes that a rank puts in (of an exchange: of the whole result)."""
+    """Collectives inside the op: the name, and the bytes that a rank puts in (of an exchange: receives)."""
     only: tuple[str, ...] = ()
     """The mesh axes that the row is valid on; empty: any."""
 

@@ -67,8 +67,8 @@ def price_bytes(
         return 0.0
     if collective == "infeasible":
         return inf
-    if collective == "exchange":  # at the most, every rank's whole share comes from elsewhere
-        return tensor_bytes / size
+    if collective == "exchange":  # counted where the row is made: what one rank receives
+        return tensor_bytes
     ring = tensor_bytes * (size - 1) / size
     if collective == "all_reduce":
         return 2 * ring

@@ -6,6 +6,7 @@ from math import prod
 
 from lowshard.errors import LayoutError
 from lowshard.solver.action import Result
+from lowshard.solver.table.exchange import cutting_sizes, exchange, index_bytes, most_received, shares
 from lowshard.solver.table.rule import Call, Offer, P, R, Refused, S, row, rule
 
 INDEX_DTYPE = "int64"
@@ -109,12 +110,15 @@ def attention(call: Call) -> Offer:
     size = call.layouts[0].mesh.size
     # Equal splits of heads and of groups fall together when both are even.
     aligned = heads == kv_heads or kv_heads % size == 0
-    moved = float(call.layouts[1].size_bytes + call.layouts[2].size_bytes)
+    cut, share = cutting_sizes(call, 1), heads // kv_heads
+    want = [(a // share, -(-b // share) if b > a else a // share) for a, b in shares(heads, cut)]
+    missing = most_received([shares(kv_heads, cut)], want, [(0, 0, 0, kv_heads)])
+    moved = exchange(missing * (index_bytes(call.layouts[1], (1,)) + index_bytes(call.layouts[2], (1,))))
     rows = [
         row(S(0), S(0), S(0), out=S(0)),
         row(S(1), S(1), S(1), out=S(1))
         if aligned
-        else row(S(1), S(1), S(1), out=S(1), how="halo", inner=(("exchange", moved),)),
+        else row(S(1), S(1), S(1), out=S(1), how="halo", inner=moved),
         row(S(1), R, R, out=S(1)),
         row(S(2), R, R, out=S(2)),
         row(R, R, S(3), out=S(3)),
