@@ -48,7 +48,7 @@ class Finalize(Protocol):
 class Candidate(NamedTuple):
     """One row on one mesh axis, priced for the operands as they come."""
 
-    index: int
+    row_index: int
     """Its place in `axis_assignments`: earlier ones win ties."""
     row: AxisAssignment
     cost_bytes: float

@@ -19,7 +19,7 @@ from lowshard.layout import Layout
 from lowshard.placement import Partial, Replicated, Sharded
 from lowshard.solver import context
 from lowshard.solver.action import Action, AxisAssignment
-from lowshard.solver.action_set import ActionSet, Candidate, replicated_row
+from lowshard.solver.action_set import ActionSet, Candidate, Solver, replicated_row
 from lowshard.solver.budget import budget_text, needed_bytes, smallest_budget
 from lowshard.solver.explanation import explain, table
 
@@ -109,7 +109,7 @@ class GreedyReshard(Bindable):
         allowed = [c for c in fitting if all(map(self._allows, c))]
         if not allowed:
             raise self._policy_error(action_set, None, budget)
-        best = min(allowed, key=lambda c: (sum(x.cost_bytes for x in c), tuple(x.index for x in c)))
+        best = min(allowed, key=lambda c: (sum(x.cost_bytes for x in c), tuple(x.row_index for x in c)))
         return tuple(c.row for c in best)
 
     def _report(self, action: Action) -> None:
@@ -169,7 +169,7 @@ def force_replicated(action_set: ActionSet, layouts: Sequence[Layout], /) -> Act
     return action_set.action((row,) * action_set.mesh.ndim)
 
 
-def current_solver() -> context.Solver:
+def current_solver() -> Solver:
     """Return the solver that `with solver(...)` bound, or a plain GreedyReshard."""
     return context.bound_solver() or _DEFAULT
 
@@ -223,4 +223,4 @@ def _strongest(candidates: Sequence[Candidate]) -> list[Candidate]:
         )
         if key not in best or candidate.cost_bytes < best[key].cost_bytes:
             best[key] = candidate
-    return sorted(best.values(), key=lambda c: c.index)
+    return sorted(best.values(), key=lambda c: c.row_index)

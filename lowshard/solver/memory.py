@@ -111,7 +111,7 @@ class Pattern:
                 # other - winner must stay above 0, or at 0 where the winner comes first.
                 tilt, gap = self._line(other, was)
                 tilt, gap = tilt - slope, gap - base
-                strict = other.index < winner.index
+                strict = other.row_index < winner.row_index
                 if tilt == 0:
                     continue  # as it is at the count that was picked for
                 edge = -gap / tilt
