@@ -71,7 +71,8 @@ def pick(
     """
     chosen = current_solver() if solver is None else solver
     operands = tuple(layouts)
-    if type(chosen) not in _PURE or chosen.on_reshard != "silent":  # type: ignore[union-attr]  # a GreedyReshard
+    # The one solver known to pick the same from the same layouts, always.
+    if type(chosen) is not GreedyReshard or chosen.on_reshard != "silent":
         return chosen(action_set(op, operands, rules, **op_args), operands)
     key = (op, operands, rules, chosen, freeze_args(op_args))
     try:
@@ -95,12 +96,10 @@ def pick(
         clear_picks()
     _PICKED[key] = found
     if pattern_key is not None:
-        _PATTERNS[pattern_key] = Pattern(offered, found, counting, chosen.allow_partial_to_sharded)  # type: ignore[union-attr]
+        _PATTERNS[pattern_key] = Pattern(offered, found, counting, chosen.allow_partial_to_sharded)
     return found
 
 
-# Solvers that pick the same from the same layouts, always.
-_PURE = frozenset((GreedyReshard,))
 _PICKED: dict[Any, Action] = {}
 _PATTERNS: dict[Any, Pattern] = {}
 
