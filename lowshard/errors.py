@@ -7,6 +7,7 @@ either. `exit_code` is what the command line returns for the class.
 from __future__ import annotations
 
 __all__ = [
+    "BudgetError",
     "BufferMismatchError",
     "CheckpointError",
     "CommError",
@@ -20,8 +21,10 @@ __all__ = [
     "MismatchError",
     "PeerFailed",
     "PlanError",
+    "PolicyError",
     "ProfileError",
     "ShardingError",
+    "SolverError",
     "TimedOut",
     "VerificationError",
 ]
@@ -105,3 +108,17 @@ class VerificationError(LowshardError, AssertionError):
     """A result that was checked is wrong."""
 
     exit_code = 1
+
+
+class SolverError(ShardingError, RuntimeError):
+    """A solver found no action: nothing feasible, over the budget, or against its policy."""
+
+    exit_code = 1
+
+
+class BudgetError(SolverError):
+    """No action fits into the memory budget of a device."""
+
+
+class PolicyError(SolverError):
+    """Actions exist, but the solver is told not to take any of them."""

@@ -1,0 +1,12 @@
+"""Ops on sharded arrays: an action of `lowshard.solver` run on every rank's shards through a communicator."""
+
+from __future__ import annotations
+
+from lowshard.op import elementwise, index, product, reduction, shape
+from lowshard.op.part import Part
+from lowshard.op.registry import KERNELS, run_kernel
+from lowshard.op.run import compute, move_operands, run_action, unsharded
+
+__all__ = ["KERNELS", "Part", "compute", "move_operands", "run_action", "run_kernel", "unsharded"]
+
+_MODULES = (elementwise, index, product, reduction, shape)  # each registers its kernels

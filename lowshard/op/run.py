@@ -1,0 +1,146 @@
+"""Runs an action: moves each operand to where the action needs it, then computes each rank's part of the op."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from lowshard import dtypes
+from lowshard.comm.agreement import agree
+from lowshard.comm.protocol import Communicator
+from lowshard.errors import BufferMismatchError, DTypeError, LowshardError, MeshError
+from lowshard.execute import execute_all
+from lowshard.layout import Layout
+from lowshard.mesh import DeviceMesh
+from lowshard.op.part import Part, subgroup
+from lowshard.op.registry import Array, find_kernel, run_kernel
+from lowshard.placement import Replicated
+from lowshard.redistribute import plan_redistribute
+from lowshard.solver.action import Action
+from lowshard.solver.pick import action_set
+
+_FLOAT_ONLY = frozenset(
+    {"softmax", "logsoftmax", "layer_norm", "rms_norm", "group_norm", "attention", "irfft", "moe_finalize"}
+)
+
+
+def run_action(
+    action: Action, operands: Sequence[Array | None], comm: Communicator
+) -> tuple[Array | None, ...]:
+    """Run an op as an action says and return this rank's part of each result, laid out as `action.outputs`.
+
+    Collective: all ranks of the communicator call this, with equal actions.
+
+    Args:
+        action: from `pick` or a solver.
+        operands: this rank's part of each operand, of shape `action.sources[k].local_shape(rank)` and that dtype;
+            None on a rank outside the mesh.
+        comm: a communicator whose ranks are those of the mesh; it may have more.
+
+    Raises:
+        BufferMismatchError: operands of another number, shape or dtype.
+        DTypeError: the op does not take the dtype.
+        MeshError: the communicator has fewer ranks than the mesh names.
+        MismatchError: the ranks hold different actions.
+        (Each on every rank.)
+    """
+    agree(comm, bytes.fromhex(action.digest()), _argument_error(action, operands, comm), "run_action")
+    needed = move_operands(action, operands, comm)
+    return compute(action, needed, comm)
+
+
+def move_operands(action: Action, operands: Sequence[Array | None], comm: Communicator) -> list[Array | None]:
+    """Return the operands in the layouts the action needs them in.
+
+    Collective: all ranks of the communicator call this.
+    """
+    plans = {
+        str(k): plan_redistribute(source, needed)
+        for k, (source, needed) in enumerate(zip(action.sources, action.inputs, strict=True))
+        if source != needed
+    }
+    moved: dict[str, Array | None] = {}
+    if plans:
+        moved = execute_all(plans, {name: operands[int(name)] for name in plans}, comm)
+    return [moved.get(str(k), operand) for k, operand in enumerate(operands)]
+
+
+def compute(action: Action, operands: Sequence[Array | None], comm: Communicator) -> tuple[Array | None, ...]:
+    """Return this rank's part of each result, from operands that lie in `action.inputs`.
+
+    Collective where a row has collectives inside: all ranks of the communicator call this.
+    """
+    special = [a for a, row in enumerate(action.rows) if row.how != "local"]
+    if special and comm.size > action.mesh.size:
+        _make_groups(action, comm)
+    if comm.rank not in action.mesh:
+        return (None,) * len(action.results)
+    return run_kernel(Part(action, comm.rank, comm, comm.xp), *operands)
+
+
+def unsharded(op: str, *arrays: Array, **op_args: Any) -> tuple[Array, ...]:
+    """Return the results of an op on whole arrays: what the sharded op must equal."""
+    mesh = DeviceMesh((1,), ("one",))
+    layouts = [Layout(mesh, x.shape, x.dtype, (Replicated(),)) for x in arrays]
+    found = action_set(op, layouts, **op_args)
+    action = found.action([found.axis_assignments[0]])
+    return run_kernel(Part(action, 0, None, _module_of(arrays)), *arrays)
+
+
+def _module_of(arrays: Sequence[Array]) -> Any:
+    if all(isinstance(x, np.ndarray) for x in arrays):
+        return np
+    import cupy
+
+    return cupy
+
+
+def _make_groups(action: Action, comm: Communicator) -> None:
+    """Make every group that a kernel may ask for: ranks outside the mesh take part in the making alone."""
+    part = Part(action, action.mesh.ranks[0], comm)
+    seen = set()
+    for how in sorted({row.how for row in action.rows}):
+        for k, layout in enumerate(action.sources):
+            seen |= {part.axes(how, k, d) for d in range(layout.ndim)}
+            seen.add(tuple(sorted({a for d in range(layout.ndim) for a in part.axes(how, k, d)})))
+    for axes in sorted(seen - {()}):
+        subgroup(comm, action.mesh, axes)
+
+
+def _argument_error(
+    action: Action, operands: Sequence[Array | None], comm: Communicator
+) -> LowshardError | None:
+    """Return what is wrong with this rank's arguments, or None: the caller compares over all ranks."""
+    try:
+        find_kernel(action.op)
+    except LowshardError as error:
+        return error
+    if comm.size <= max(action.mesh.ranks):
+        return MeshError(
+            f"{action.op}: mesh {action.mesh} names ranks up to {max(action.mesh.ranks)}, the communicator has "
+            f"{comm.size}; start {max(action.mesh.ranks) + 1} ranks or make a smaller mesh"
+        )
+    if len(operands) != len(action.sources):
+        return BufferMismatchError(
+            f"{action.op} takes {len(action.sources)} operands, one for each of action.sources; got {len(operands)}"
+        )
+    kind = dtypes.get(action.sources[0].dtype).kind
+    if action.op in _FLOAT_ONLY and kind != "float":
+        return DTypeError(f"{action.op} takes floats, got {action.sources[0].dtype}; cast first")
+    if comm.rank not in action.mesh:
+        return None
+    for k, (operand, layout) in enumerate(zip(operands, action.sources, strict=True)):
+        shape = layout.local_shape(comm.rank)
+        if not isinstance(operand, comm.xp.ndarray):
+            return BufferMismatchError(
+                f"{action.op}: operand {k} is a {comm.xp.__name__} array of {layout.dtype} and shape {shape}, got "
+                f"{type(operand).__name__}"
+            )
+        if tuple(operand.shape) != shape or operand.dtype != layout.numpy_dtype:
+            return BufferMismatchError(
+                f"{action.op}: operand {k} of rank {comm.rank} in {layout} has shape {shape} and dtype "
+                f"{layout.dtype}, got shape {tuple(operand.shape)} and dtype {operand.dtype}"
+            )
+    return None

@@ -1,0 +1,39 @@
+"""Which layouts ops shall run in: rules as data, solvers that choose among them, what a choice costs and why."""
+
+from __future__ import annotations
+
+from lowshard.solver.action import Action, AxisAssignment, Reshard, Result
+from lowshard.solver.action_set import (
+    ActionSet,
+    Candidate,
+    Solver,
+    build_action_set,
+    force_replicated_action_set,
+)
+from lowshard.solver.context import isolated_solver, solver
+from lowshard.solver.greedy import GreedyReshard, NoReshard, PartialsOnly, current_solver, force_replicated
+from lowshard.solver.pick import action_set, clear_picks, pick
+from lowshard.solver.table import REFUSED
+
+__all__ = [
+    "REFUSED",
+    "Action",
+    "ActionSet",
+    "AxisAssignment",
+    "Candidate",
+    "GreedyReshard",
+    "NoReshard",
+    "PartialsOnly",
+    "Reshard",
+    "Result",
+    "Solver",
+    "action_set",
+    "build_action_set",
+    "clear_picks",
+    "current_solver",
+    "force_replicated",
+    "force_replicated_action_set",
+    "isolated_solver",
+    "pick",
+    "solver",
+]

@@ -1,0 +1,226 @@
+"""The solvers that look at one op: GreedyReshard, NoReshard, PartialsOnly, force_replicated.
+
+GreedyReshard follows what MAX documents of its own (docs.modular.com, max.experimental.sharding, generation with the
+memory budget on the mesh): every combination of rows over the mesh axes, those within the budget, those the policy
+allows, the cheapest, the earliest of equals.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+from math import inf
+from typing import Literal
+
+from lowshard.errors import BudgetError, PolicyError, ShardingError, SolverError
+from lowshard.layout import Layout
+from lowshard.placement import Partial, Replicated, Sharded
+from lowshard.solver import context
+from lowshard.solver.action import Action, AxisAssignment
+from lowshard.solver.action_set import ActionSet, Candidate, Solver, replicated_row
+from lowshard.solver.budget import budget_text, needed_bytes, smallest_budget
+from lowshard.solver.explanation import explain, table
+
+OnReshard = Literal["silent", "warn", "raise"]
+
+
+class Bindable:
+    """A solver that can be used as `with solver:`, for every pick in the block that names none."""
+
+    __slots__ = ()
+
+    def __call__(self, action_set: ActionSet, layouts: Sequence[Layout], /) -> Action:
+        """Return the action to take for operands that come in `layouts`."""
+        raise NotImplementedError
+
+    def __enter__(self) -> Bindable:
+        context.push(self)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        context.pop()
+
+
+@dataclass(frozen=True, slots=True)
+class GreedyReshard(Bindable):
+    """Picks the cheapest action of one op; of equals the earliest row, the first mesh axis counting most.
+
+    The mesh's memory budget a device bounds the tensor operands of the op as they are needed, each at the mean over its
+    shards (MAX's count: no results, no temporaries); an action that takes exactly the budget fits.
+
+    Args:
+        on_reshard: "silent", "warn" (UserWarning) or "raise" (ShardingError) when an operand must move.
+        allow_partial_to_sharded: whether a partial operand may be reduced to shards, on any mesh axis.
+
+    Raises (when called):
+        SolverError: no row can be reached.
+        BudgetError: no action fits; it names the tightest tensor and the smallest budget that would do.
+        PolicyError: what fits would reduce a partial operand to shards, which is off.
+        ShardingError: an operand must move and `on_reshard` is "raise".
+    """
+
+    on_reshard: OnReshard = "silent"
+    allow_partial_to_sharded: bool = False
+
+    def __post_init__(self) -> None:
+        if self.on_reshard not in ("silent", "warn", "raise"):
+            raise ShardingError(f"on_reshard is 'silent', 'warn' or 'raise', got {self.on_reshard!r}")
+
+    def __call__(self, action_set: ActionSet, layouts: Sequence[Layout], /) -> Action:
+        """Return the cheapest action that the budget and the policy leave."""
+        action = action_set.action(self.choose(action_set))
+        if self.on_reshard != "silent" and not action.moves_nothing:
+            self._report(action)
+        return action
+
+    def choose(self, action_set: ActionSet) -> tuple[AxisAssignment, ...]:
+        """Return the row of each mesh axis."""
+        # Prices add up over the axes: without a budget the best combination is the best row of each axis.
+        best: list[AxisAssignment | None] = []
+        for costs, reduces, _ in action_set.priced:
+            if not self.allow_partial_to_sharded and True in reduces:
+                costs = [inf if reducing else cost for cost, reducing in zip(costs, reduces, strict=True)]
+            least = min(costs)
+            best.append(None if least == inf else action_set.axis_assignments[costs.index(least)])
+        budget = smallest_budget(action_set)
+        rows = tuple(row for row in best if row is not None)
+        if budget is None:
+            if len(rows) < len(best):
+                raise self._policy_error(action_set, best.index(None))
+            return rows
+        if len(rows) == len(best) and needed_bytes(action_set, rows) <= budget:
+            return rows
+        return self._within(action_set, budget)
+
+    def _allows(self, candidate: Candidate) -> bool:
+        return self.allow_partial_to_sharded or not candidate.reduces_to_shards
+
+    def _within(self, action_set: ActionSet, budget: float) -> tuple[AxisAssignment, ...]:
+        every = [_strongest(action_set.candidates(a)) for a in range(action_set.mesh.ndim)]
+        fitting = [
+            combination
+            for combination in product(*every)
+            if needed_bytes(action_set, [c.row for c in combination]) <= budget
+        ]
+        if not fitting:
+            raise self._budget_error(action_set, budget, every)
+        allowed = [c for c in fitting if all(map(self._allows, c))]
+        if not allowed:
+            raise self._policy_error(action_set, None, budget)
+        best = min(allowed, key=lambda c: (sum(x.cost_bytes for x in c), tuple(x.row_index for x in c)))
+        return tuple(c.row for c in best)
+
+    def _report(self, action: Action) -> None:
+        text = (
+            f"{action.op}: operands must move (on_reshard={self.on_reshard!r}). Redistribute them before the op, or "
+            f"pass on_reshard='silent' to let the op do it.\n{explain(action)}"
+        )
+        if self.on_reshard == "raise":
+            raise SolverError(text)
+        warnings.warn(text, UserWarning, stacklevel=4)
+
+    def _budget_error(
+        self, action_set: ActionSet, budget: float, every: Sequence[Sequence[Candidate]]
+    ) -> BudgetError:
+        least = min(product(*every), key=lambda c: needed_bytes(action_set, [x.row for x in c]))
+        return BudgetError(
+            f"{action_set.op}: {budget_text(action_set, [c.row for c in least], budget)}\n"
+            f"{table(action_set, self.allow_partial_to_sharded)}"
+        )
+
+    def _policy_error(
+        self, action_set: ActionSet, axis: int | None, budget: float | None = None
+    ) -> PolicyError:
+        where = "" if axis is None else f" on mesh axis {action_set.mesh.axis_names[axis]!r}"
+        fits = "" if budget is None else f" that fits into {budget:,.0f} bytes a device"
+        return PolicyError(
+            f"{action_set.op}: every row{fits}{where} would reduce a partial operand to shards, which "
+            "allow_partial_to_sharded=False forbids: pass GreedyReshard(allow_partial_to_sharded=True), or "
+            f"redistribute the operand first\n{table(action_set, self.allow_partial_to_sharded)}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class NoReshard(Bindable):
+    """Takes the first action that leaves every operand as it comes, else raises SolverError (a ShardingError)."""
+
+    def __call__(self, action_set: ActionSet, layouts: Sequence[Layout], /) -> Action:
+        """Return the first action under which nothing moves."""
+        return _first(action_set, "NoReshard", partials=False)
+
+
+@dataclass(frozen=True, slots=True)
+class PartialsOnly(Bindable):
+    """Takes the first action under which nothing moves, else the first that only reduces partial operands to replicas.
+
+    Raises SolverError (a ShardingError) when there is neither.
+    """
+
+    def __call__(self, action_set: ActionSet, layouts: Sequence[Layout], /) -> Action:
+        """Return the first action that moves nothing, or reduces partial operands and moves nothing else."""
+        return _first(action_set, "PartialsOnly", partials=True)
+
+
+def force_replicated(action_set: ActionSet, layouts: Sequence[Layout], /) -> Action:
+    """Solver: bring every operand to all ranks, whatever it costs."""
+    row = replicated_row(len(action_set.layouts))
+    return action_set.action((row,) * action_set.mesh.ndim)
+
+
+def current_solver() -> Solver:
+    """Return the solver that `with solver(...)` bound, or a plain GreedyReshard."""
+    return context.bound_solver() or _DEFAULT
+
+
+_DEFAULT = GreedyReshard()
+
+
+def _first(action_set: ActionSet, name: str, partials: bool) -> Action:
+    action_set.need_candidates()
+    placements = [layout.placements for layout in action_set.layouts]
+    for reducing in (False, True) if partials else (False,):
+        rows = []
+        for axis in range(action_set.mesh.ndim):
+            held = [p[axis] for p in placements]
+            row = next(
+                (c.row for c in action_set.candidates(axis) if _stays(held, c.row, reducing)),
+                None,
+            )
+            if row is None:
+                break
+            rows.append(row)
+        else:
+            action = action_set.action(rows)
+            if reducing or action.moves_nothing:
+                return action
+    what = "is as the operands come, or only reduces partial ones" if partials else "is as the operands come"
+    raise SolverError(
+        f"{action_set.op}: {name} takes a row that {what}, and there is none: redistribute the operands "
+        f"first, or use GreedyReshard\n{table(action_set, True)}"
+    )
+
+
+def _stays(held: Sequence[object], row: AxisAssignment, reducing: bool) -> bool:
+    for have, need in zip(held, row.needed_inputs, strict=True):
+        if have == need or (isinstance(have, Sharded) and isinstance(need, Sharded) and have.dim == need.dim):
+            continue
+        if not (reducing and isinstance(have, Partial) and isinstance(need, Replicated)):
+            return False
+    return True
+
+
+def _strongest(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Return the candidates that can be in the best action: of those that cut the same operands and that the policy
+    treats alike, the cheapest, the earliest of equals.
+    """
+    best: dict[tuple[bool, ...], Candidate] = {}
+    for candidate in candidates:
+        key = (
+            candidate.reduces_to_shards,
+            *(isinstance(need, Sharded) for need in candidate.row.needed_inputs),
+        )
+        if key not in best or candidate.cost_bytes < best[key].cost_bytes:
+            best[key] = candidate
+    return sorted(best.values(), key=lambda c: c.row_index)

@@ -1,0 +1,110 @@
+"""pick: the layouts an op shall run in, for operands that come as they come."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from lowshard.errors import LayoutError
+from lowshard.layout import Layout
+from lowshard.solver.action import Action
+from lowshard.solver.action_set import ActionSet, Solver, build_action_set, freeze_args, replicated_row
+from lowshard.solver.greedy import GreedyReshard, current_solver
+from lowshard.solver.memory import KEPT, Pattern, counting_operands, shape_key
+from lowshard.solver.table import Call, Rules, offer
+
+
+def action_set(op: str, layouts: Sequence[Layout], rules: Rules = "extended", **op_args: Any) -> ActionSet:
+    """Return what an op offers a solver for operands in these layouts.
+
+    Args:
+        op: name of the op, such as "matmul".
+        layouts: one a tensor operand, in order, all on one mesh.
+        rules: "documented" (MAX's rows that preserve values, its byte prices) or "extended" (ours as well; volumes).
+        **op_args: arguments that are no tensors (axis, shape, dims, ...).
+
+    Raises:
+        LayoutError: no such op, or shapes and arguments that do not fit it.
+    """
+    if rules not in ("documented", "extended"):
+        raise LayoutError(f"rules is 'documented' or 'extended', got {rules!r}")
+    operands = tuple(layouts)
+    extended = rules == "extended"
+    offered = offer(Call(op, operands, op_args, extended))
+    rows = (replicated_row(len(operands)), *offered.rows) if operands else ()
+    return build_action_set(
+        rows,
+        layouts=operands,
+        extras=op_args,
+        op=op,
+        results=offered.results,
+        prices="volume" if extended else "published",
+        refused=offered.refused,
+        fallback=False,
+    )
+
+
+def pick(
+    op: str,
+    layouts: Sequence[Layout],
+    *,
+    solver: Solver | None = None,
+    rules: Rules = "extended",
+    **op_args: Any,
+) -> Action:
+    """Return the action a solver picks for an op on operands that come in these layouts.
+
+    Reads itemsizes and extents only. Pure: every rank gets the same action from the same layouts. The picks of a silent
+    GreedyReshard are kept, for every row count that they hold for.
+
+    Args:
+        op: name of the op, such as "matmul".
+        layouts: one a tensor operand, in order, all on one mesh.
+        solver: any `(ActionSet, layouts) -> Action`; by default the one bound by `with solver(...)`, else a plain
+            GreedyReshard.
+        rules: as for `action_set`.
+        **op_args: arguments that are no tensors (axis, shape, dims, ...).
+
+    Raises:
+        LayoutError: as `action_set`.
+        SolverError: the solver finds no action (BudgetError, PolicyError: see GreedyReshard).
+    """
+    chosen = current_solver() if solver is None else solver
+    operands = tuple(layouts)
+    # The one solver known to pick the same from the same layouts, always.
+    if type(chosen) is not GreedyReshard or chosen.on_reshard != "silent":
+        return chosen(action_set(op, operands, rules, **op_args), operands)
+    key = (op, operands, rules, chosen, freeze_args(op_args))
+    try:
+        found = _PICKED.get(key)
+    except TypeError:  # an argument that cannot be hashed
+        return chosen(action_set(op, operands, rules, **op_args), operands)
+    if found is not None:
+        return found
+    counting = counting_operands(op, operands, op_args) if operands else ()
+    pattern_key = None
+    if counting and operands[0].mesh.memory_budget_bytes_per_device is None:
+        pattern_key = (op, shape_key(operands, counting), counting, rules, chosen, key[4])
+        pattern = _PATTERNS.get(pattern_key)
+        if pattern is not None:
+            found = pattern.action(operands)
+            if found is not None:
+                return found
+    offered = action_set(op, operands, rules, **op_args)
+    found = chosen(offered, operands)
+    if len(_PICKED) >= KEPT:
+        clear_picks()
+    _PICKED[key] = found
+    if pattern_key is not None:
+        _PATTERNS[pattern_key] = Pattern(offered, found, counting, chosen.allow_partial_to_sharded)
+    return found
+
+
+_PICKED: dict[Any, Action] = {}
+_PATTERNS: dict[Any, Pattern] = {}
+
+
+def clear_picks() -> None:
+    """Forget what was picked."""
+    _PICKED.clear()
+    _PATTERNS.clear()

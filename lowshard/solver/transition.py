@@ -1,0 +1,75 @@
+"""One placement to another on one mesh axis: which collective does it, and the bytes it is priced at.
+
+Two price lists. "published" is the one of MAX's GreedyReshard (modular/modular, max.experimental.sharding): bytes of
+the whole tensor, whatever the other mesh axes cut; an all-to-all costs what an all-gather costs; R to P is impossible.
+"volume" is what a rank really sends on a ring: bytes of the part that the other mesh axes leave to a group, an
+all-to-all at its true volume. No price of "volume" is above the published one.
+"""
+
+from __future__ import annotations
+
+from math import inf
+from typing import Literal
+
+from lowshard.placement import Partial, Placement, Replicated, Sharded
+
+Prices = Literal["published", "volume"]
+Collective = Literal[
+    "noop",
+    "local_slice",
+    "keep_one_copy",
+    "all_gather",
+    "all_to_all",
+    "all_reduce",
+    "reduce_scatter",
+    "exchange",
+    "infeasible",
+]
+
+
+def collective_of(src: Placement, dst: Placement, prices: Prices = "published") -> Collective:
+    """Return the collective that takes `src` to `dst` on one mesh axis.
+
+    "published" knows no R to P, and does not reduce min, max or prod; "volume" does both. S to P and one
+    reduction to another are "infeasible" in both.
+    """
+    if src == dst:
+        return "noop"
+    if isinstance(src, Partial):
+        if prices == "published" and src.op not in ("sum", "avg"):
+            return "infeasible"
+        if isinstance(dst, Replicated):
+            return "all_reduce"
+        return "reduce_scatter" if isinstance(dst, Sharded) else "infeasible"
+    if isinstance(src, Replicated):
+        if isinstance(dst, Sharded):
+            return "local_slice"
+        return "keep_one_copy" if prices == "volume" else "infeasible"
+    if isinstance(dst, Replicated):
+        return "all_gather"
+    return "all_to_all" if isinstance(dst, Sharded) else "infeasible"
+
+
+def price_bytes(
+    collective: Collective, size: int, tensor_bytes: float, prices: Prices = "published"
+) -> float:
+    """Return the bytes a collective over `size` ranks is priced at; 0 over one rank, infinite if infeasible.
+
+    Args:
+        collective: from `collective_of`.
+        size: ranks along the mesh axis, N.
+        tensor_bytes: B, bytes of what all the ranks of a group hold together. The ring volumes are B (N-1)/N for
+            all_gather and reduce_scatter, twice that for all_reduce, an N-th of it for all_to_all (Thakur,
+            Rabenseifner, Gropp: Optimization of Collective Communication Operations in MPICH, 2005).
+        prices: the price list.
+    """
+    if size == 1 or collective in ("noop", "local_slice", "keep_one_copy"):
+        return 0.0
+    if collective == "infeasible":
+        return inf
+    if collective == "exchange":  # counted where the row is made: what one rank receives
+        return tensor_bytes
+    ring = tensor_bytes * (size - 1) / size
+    if collective == "all_reduce":
+        return 2 * ring
+    return ring / size if collective == "all_to_all" and prices == "volume" else ring

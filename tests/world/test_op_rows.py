@@ -1,0 +1,61 @@
+"""The soundness gate: rows of both rule tables run on real shards, against the op on whole arrays."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from support.op_gate import action_of, check, elicited, random_action
+from support.op_samples import SAMPLES
+
+from lowshard import DeviceMesh, Layout, Replicated, Sharded
+from lowshard.op import KERNELS
+from lowshard.solver import action_set
+from lowshard.solver.table import RULES
+
+
+def test_every_op_with_a_kernel_has_samples() -> None:
+    assert set(SAMPLES) == set(KERNELS)
+    assert set(KERNELS) <= set(RULES)
+
+
+@pytest.mark.parametrize("rules", ["documented", "extended"])
+@pytest.mark.parametrize("op", sorted(SAMPLES))
+def test_rows_preserve_values(op: str, rules: str, rng: np.random.Generator, full: bool) -> None:
+    wanted = 150 if full else 5
+    done = 0
+    for _ in range(wanted * 20):
+        arrays, args = SAMPLES[op](rng)
+        action = random_action(rng, op, arrays, args, rules)
+        if action is None:
+            continue
+        check(action, rng, arrays, args)
+        done += 1
+        if done == wanted:
+            return
+    raise AssertionError(f"only {done} of {wanted} draws gave an action")
+
+
+@pytest.mark.parametrize("rules", ["documented", "extended"])
+@pytest.mark.parametrize("op", sorted(SAMPLES))
+def test_each_row_by_itself(op: str, rules: str, rng: np.random.Generator, full: bool) -> None:
+    """Every row that some operands elicit, on one mesh axis, for operands as it needs them."""
+    ran = 0
+    for _ in range(20 if full else 1):
+        arrays, args = SAMPLES[op](rng)
+        mesh = DeviceMesh((int(rng.integers(2, 5)),), ("tp",))
+        for row in elicited(op, arrays, args, rules, mesh):
+            action = action_of(op, arrays, args, rules, mesh, row)
+            check(action, rng, arrays, args)
+            ran += 1
+    assert ran
+
+
+def test_an_average_is_even_over_all_axes_that_cut_the_dim(rng: np.random.Generator) -> None:
+    """6 rows divide by 2, but not by the 4 ranks that both axes make."""
+    mesh = DeviceMesh((2, 2), ("dp", "tp"))
+    x = rng.standard_normal((6, 4)).astype(np.float32)
+    for held in ((Sharded(0), Replicated()), (Sharded(0), Sharded(0)), (Replicated(), Replicated())):
+        for rules in ("documented", "extended"):
+            found = action_set("mean", [Layout(mesh, x.shape, x.dtype, held)], rules=rules, axis=0)  # type: ignore[arg-type]
+            for action in found.actions():
+                check(action, rng, [x], {"axis": 0})
