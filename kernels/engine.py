@@ -80,8 +80,15 @@ def engine_for(*arrays: Array) -> Engine:
     return device_engine(devices.pop())
 
 
+class HostEngine(Engine, Protocol):
+    """The kernels over NumPy arrays."""
+
+    def copy_rows(self, src: Array, dst: Array, runs: RunTable, streaming: bool) -> None:
+        """Copy every run by itself, past the caches if asked: for rows of a KB and more at regular distances."""
+
+
 @cache
-def host_engine() -> Engine:
+def host_engine() -> HostEngine:
     """Return the engine of NumPy arrays: Numba's, or the plain one if asked for or if Numba is missing.
 
     Raises:

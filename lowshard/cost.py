@@ -278,10 +278,10 @@ class ClusterProfile:
         _count(ranks)
         if not size_bytes >= 0:
             raise ProfileError(f"a size is 0 bytes or more; got {size_bytes}")
-        curves = self._curves(op, level, transport)
+        curves = self.curves_of(op, level, transport)
         if ranks == 1:
             return Estimate(0.0, 0.0, 0.0, False, self.is_default)
-        near = _neighbours(curves, ranks)
+        near = neighbours(curves, ranks)
         outside = min(abs(math.log(ranks / curve.ranks)) for curve in near) if len(near) == 1 else 0.0
         logs, lows, highs, weights = [], [], [], []
         for curve in near:
@@ -303,7 +303,7 @@ class ClusterProfile:
             math.exp(middle), math.exp(min(lows)), math.exp(max(highs)), far or beyond_ranks, self.is_default
         )
 
-    def _curves(self, op: str, level: str, transport: str | None) -> list[Curve]:
+    def curves_of(self, op: str, level: str, transport: str | None = None) -> list[Curve]:
         """Return the curves of a collective, by number of ranks."""
         if not self.curves:
             raise ProfileError("this profile has no curves; run lowshard bench profile")
@@ -369,7 +369,7 @@ class ClusterProfile:
         return cls.from_json(data)
 
 
-def _neighbours(curves: list[Curve], ranks: int) -> list[Curve]:
+def neighbours(curves: list[Curve], ranks: int) -> list[Curve]:
     """Return the curve for a number of ranks, or the two around it, or the nearest one."""
     for curve in curves:
         if curve.ranks == ranks:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,10 +12,10 @@ import numpy as np
 from lowshard import dtypes
 from lowshard.comm.agreement import agree
 from lowshard.comm.protocol import Communicator
-from lowshard.comm.reduction import fold, identity
 from lowshard.errors import BufferMismatchError, DTypeError, LowshardError, MeshError
 from lowshard.layout import Layout
-from lowshard.program import Program, programs
+from lowshard.move import run
+from lowshard.program import Program, StepProgram, programs
 from lowshard.redistribute import RedistributePlan, plan_redistribute
 
 Array = Any
@@ -100,66 +101,67 @@ def redistribute(
     return _walk(plan, local, comm, out)
 
 
-def _walk(plan: RedistributePlan, local: Array | None, comm: Communicator, out: Array | None) -> Array | None:
+def _walk(
+    plan: RedistributePlan, local: Array | None, comm: Communicator, out: Array | None,
+    times: list[float] | None = None,
+) -> Array | None:  # fmt: skip
     """Do the steps of a plan that all ranks have agreed on."""
     if not plan.steps:
         return _same(local, out)
-    *first, last = programs(plan, comm.rank, comm.size)
-    for program in first:
-        local = _run(program, local, comm, None)
-    return _run(last, local, comm, out)
+    steps = programs(plan, comm.rank, comm.size)
+    last = steps[-1].parts[-1]
+    for step in steps:
+        begin_s = time.perf_counter()
+        native = step.native
+        if native and (local is None or not local.flags.c_contiguous):
+            local = comm.xp.ascontiguousarray(local)
+        if native:
+            part = step.parts[-1]
+            result = out if part is last and out is not None else _result(part, comm, part is last)
+            _collective(step, local, result, comm)
+            local = result
+        else:
+            for part in step.parts:
+                local = _run(part, local, comm, out if part is last else None, part is last)
+        if times is not None:
+            times.append(time.perf_counter() - begin_s)
+    return local
 
 
-def _run(program: Program, local: Array | None, comm: Communicator, out: Array | None) -> Array | None:
+def _collective(step: StepProgram, local: Array | None, out: Array | None, comm: Communicator) -> None:
+    """Do a step by the communicator's own collective."""
+    first = step.parts[0]
+    op = "avg" if first.divisor != 1 else first.op
+    if step.native == "all_gather":
+        comm.all_gather(local, out)
+    elif step.native == "all_gather_v":
+        comm.all_gather_v(local, out, *step.counts)
+    elif step.native == "reduce_scatter":
+        comm.reduce_scatter(local, out, op, "tree")  # type: ignore[arg-type]
+    else:
+        comm.all_reduce(local, out, op, "tree")  # type: ignore[arg-type]
+
+
+def _run(
+    program: Program, local: Array | None, comm: Communicator, out: Array | None, is_last: bool
+) -> Array | None:
     """Do one exchange and return this rank's result."""
-    xp, dtype = comm.xp, _buffer_dtype(program.dtype, comm.xp)
-    if out is None and local is not None and program.is_a_view:
-        return _read_only(local[(..., *program.keeps[0].src_index)])  # an array even when 0-d
-    result = terms = None
-    if program.shape is not None:
-        result = xp.empty(program.shape, dtype) if out is None else out
-        # Without a fold the only term is the result itself.
-        terms = result[None] if program.op is None else xp.empty((program.terms, *program.shape), dtype)
-    if program.moves:
-        _all_to_all(program, local, terms, comm, dtype)
-    if result is None or terms is None:
-        return None
-    if program.fill_op is not None:
-        result[...] = identity(program.fill_op, program.dtype)
-        return result
-    for kept in program.keeps:
-        terms[(kept.term, *kept.dst_index)] = local[kept.src_index]  # type: ignore[index]  # a keeper has an array
-    if program.op is not None:
-        fold(list(terms), result, program.op, "tree", program.divisor)
+    if out is None and local is not None and program.view is not None:
+        view = local[(*program.view, ...)]  # an array even when 0-d
+        return _read_only(view) if is_last else view
+    result = out if out is not None else _result(program, comm, is_last)
+    run(program, local, result, comm)
     return result
 
 
-def _all_to_all(
-    program: Program, local: Array | None, terms: Array | None, comm: Communicator, dtype: np.dtype[Any]
-) -> None:
-    """Send what others need and place what arrives; packing only what is not one run in memory."""
-    gives, takes = program.gives, program.takes
-    nothing = comm.xp.empty(0, dtype)
-    send, send_displs = nothing, gives.packed_displs
-    if local is not None and gives.parts:
-        if gives.direct_displs is not None and local.flags.c_contiguous:
-            send, send_displs = local.reshape(-1), gives.direct_displs
-        else:
-            send = comm.xp.empty(gives.packed_elems, dtype)
-            for part in gives.parts:
-                send[part.start : part.stop].reshape(part.shape)[...] = local[part.index]
-    if terms is None or not takes.parts:
-        comm.all_to_all_v(send, gives.counts, send_displs, nothing, takes.counts, takes.packed_displs)
-        return
-    if takes.direct_displs is not None:
-        comm.all_to_all_v(
-            send, gives.counts, send_displs, terms.reshape(-1), takes.counts, takes.direct_displs
-        )
-        return
-    received = comm.xp.empty(takes.packed_elems, dtype)
-    comm.all_to_all_v(send, gives.counts, send_displs, received, takes.counts, takes.packed_displs)
-    for part in takes.parts:
-        terms[(part.term, *part.index)] = received[part.start : part.stop].reshape(part.shape)
+def _result(program: Program, comm: Communicator, is_last: bool) -> Array | None:
+    """Return a new array for a result; what is between two steps lies where the others read it."""
+    if program.shape is None:
+        return None
+    dtype = _buffer_dtype(program.dtype, comm.xp)
+    if comm.xp is np and not is_last:
+        return comm.empty(program.shape, dtype)
+    return comm.xp.empty(program.shape, dtype)
 
 
 def _same(local: Array | None, out: Array | None) -> Array | None:
@@ -197,7 +199,7 @@ def _argument_error(
             f"meshes {plan.src.mesh} and {plan.dst.mesh} name ranks up to {plan.world_size - 1}, but the "
             f"communicator has {comm.size}; start {plan.world_size} ranks or make a smaller mesh"
         )
-    if comm.xp is not np and any(step.op for step in plan.steps) and dtypes.get(plan.src.dtype).is_float8:
+    if comm.xp is not np and any(step.folded for step in plan.steps) and dtypes.get(plan.src.dtype).is_float8:
         return DTypeError(f"partial {plan.src.dtype} terms cannot be folded on a GPU; cast to float32 first")
     for array, layout, name in ((local, plan.src, "local"), (out, plan.dst, "out")):
         if array is None and name == "out":

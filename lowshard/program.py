@@ -1,147 +1,318 @@
-"""One rank's side of an exchange, worked out once: what to pack, where it lands, what stays."""
+"""One rank's side of an exchange, worked out once: which boxes it fills from whom, and what it lays out for others.
+
+Boxes can be taken in rounds, each a slab of every box, so that what is packed on the way stays small.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import count
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from lowshard.box import Box, relative_slices, shape_of, single_run
+from lowshard.box import Box, relative_slices, shape_of, single_run, split_interval, volume
+from lowshard.exchange import Exchange, Piece
 from lowshard.placement import ReduceOp
-from lowshard.redistribute import Exchange, Piece, RedistributePlan
+from lowshard.redistribute import RedistributePlan, Step
 
 Index = tuple[slice, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """One box of the wire: where it lies in a packed buffer and in the local array."""
+class Source(NamedTuple):
+    """Where a box of the result comes from.
 
-    start: int
-    """First element in the packed buffer."""
-    shape: tuple[int, ...]
+    Attributes:
+        rank: who holds it.
+        index: slices that take it out of that rank's array.
+        start: its first element in what that rank lays out for others in this round; -1 for this rank itself.
+        got: its first element in what this rank receives in this round, if it is received; -1 for this rank itself.
+    """
+
+    rank: int
     index: Index
-    """Slices that take the box out of the local array (of its term)."""
-    term: int
+    start: int
+    got: int
+
+
+class Chunk(NamedTuple):
+    """A box of the result and what fills it: one source, or one for each term, in the order of the fold."""
+
+    index: Index
+    shape: tuple[int, ...]
+    sources: tuple[Source, ...]
+
+    @property
+    def elems(self) -> int:
+        """Elements of the box."""
+        return prod(self.shape)
+
+
+class Laid(NamedTuple):
+    """A box that a rank lays out for others: where in its array, and where in a packed buffer."""
+
+    index: Index
+    shape: tuple[int, ...]
+    start: int
 
     @property
     def stop(self) -> int:
-        """One past the last element in the packed buffer."""
+        """One past its last element in the packed buffer."""
         return self.start + prod(self.shape)
 
 
-@dataclass(frozen=True, slots=True)
-class Side:
-    """All that one rank sends, or all that it receives, ordered by peer."""
+class Stage(NamedTuple):
+    """All that one rank lays out for others in a round; a box that several want lies there once."""
 
-    parts: tuple[Part, ...]
+    laid: tuple[Laid, ...]
+    elems: int
+    starts: dict[Box, int]
+
+
+class Wire(NamedTuple):
+    """Counts and displacements of one side of an all_to_all_v, in elements by peer."""
+
     counts: list[int]
-    """Elements by peer."""
-    packed_displs: list[int]
-    """Where each peer's elements begin in a packed buffer."""
-    direct_displs: list[int] | None
-    """Where they begin in the flat local array itself, if every peer's are one run of it: then nothing is packed."""
-
-    @property
-    def packed_elems(self) -> int:
-        """Elements of the packed buffer."""
-        return self.parts[-1].stop if self.parts else 0
+    displs: list[int]
+    elems: int
 
 
-@dataclass(frozen=True, slots=True)
-class Kept:
-    """One box that stays on its rank."""
+class Round(NamedTuple):
+    """What a rank does in one round."""
 
-    src_index: Index
-    dst_index: Index
-    term: int
+    chunks: tuple[Chunk, ...]
+    stage: Stage
+    gives: Wire
+    takes: Wire
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Program:
-    """One rank's side of one exchange."""
+    """One rank's side of one exchange.
 
+    Attributes:
+        name: what it is counted and told as.
+        exchange: the box map.
+        rank: this rank.
+        size: ranks of the communicator.
+        shape: of the result; None outside the destination mesh.
+        dtype: of all arrays.
+        op: folds the terms, or None.
+        divisor: of a folded sum.
+        fill_op: the op whose identity fills this rank's result, or None.
+        moves: whether any rank moves a byte; if not, nobody communicates.
+        sent_bytes: of this rank to others.
+        received_bytes: of others to this rank.
+        largest_bytes: of the largest array or, where terms are folded, of all that is folded on a rank.
+    """
+
+    name: str
+    exchange: Exchange
+    rank: int
+    size: int
     shape: tuple[int, ...] | None
-    """Local shape of the result; None outside the destination mesh."""
     dtype: np.dtype[Any]
-    terms: int
     op: ReduceOp | None
     divisor: int
     fill_op: ReduceOp | None
     moves: bool
-    """Whether any rank moves a byte; if not, nobody enters the collective."""
-    gives: Side
-    takes: Side
-    """Directly received elements land in an array [terms, *shape]."""
-    keeps: tuple[Kept, ...]
+    sent_bytes: int
+    received_bytes: int
+    largest_bytes: int
+    serial: int = field(default_factory=count().__next__)
+    """A number of its own."""
+    _rounds: dict[tuple[int, int], Round] = field(default_factory=dict, repr=False)
+    kept: dict[Any, Any] = field(default_factory=dict, repr=False)
+    """What those who run it have made of it and use again, by their own keys."""
+
+    def round(self, number: int, of: int) -> Round:
+        """Return one of several rounds."""
+        found = self._rounds.get((number, of))
+        if found is None:
+            found = self._rounds[number, of] = _round(self, number, of)
+        return found
 
     @property
-    def is_a_view(self) -> bool:
-        """True when the result is one box of what this rank already holds, and nobody moves a byte."""
-        return not self.moves and self.op is None and self.fill_op is None and len(self.keeps) == 1
+    def view(self) -> Index | None:
+        """The slices of this rank's array that are its result, if nobody moves a byte and nothing is computed."""
+        if self.moves or self.op is not None or self.fill_op is not None or self.shape is None:
+            return None
+        chunks = self.round(0, 1).chunks
+        return chunks[0].sources[0].index if len(chunks) == 1 else None
+
+    @property
+    def sources(self) -> frozenset[int]:
+        """The ranks that this one reads from, perhaps itself among them."""
+        return frozenset(piece.src_rank for piece in self.exchange.incoming(self.rank))
 
 
-_PROGRAMS: dict[tuple[str, int, int], tuple[Program, ...]] = {}
+@dataclass(frozen=True)
+class StepProgram:
+    """One rank's side of a step.
+
+    Attributes:
+        step: the step.
+        parts: of its exchanges, in order.
+        native: the collective over the whole communicator that does it, or "".
+        counts: for "all_gather_v", elements of each rank's part, and where it goes.
+    """
+
+    step: Step
+    parts: tuple[Program, ...]
+    native: str = ""
+    counts: tuple[list[int], list[int]] = field(default=([], []))
+
+
+_PROGRAMS: dict[tuple[str, int, int], tuple[StepProgram, ...]] = {}
 _PROGRAMS_KEPT = 16384
 
 
-def programs(plan: RedistributePlan, rank: int, size: int) -> tuple[Program, ...]:
+def programs(plan: RedistributePlan, rank: int, size: int) -> tuple[StepProgram, ...]:
     """Return a rank's programs for the steps of a plan, in a communicator of `size` ranks; they are kept."""
     key = (plan.digest(), rank, size)
     found = _PROGRAMS.get(key)
     if found is None:
-        found = tuple(_program(step, rank, size) for step in plan.steps)
+        found = tuple(_step_program(step, rank, size) for step in plan.steps)
         if len(_PROGRAMS) >= _PROGRAMS_KEPT:
             _PROGRAMS.clear()
         _PROGRAMS[key] = found
     return found
 
 
-def _program(step: Exchange, rank: int, size: int) -> Program:
-    src_box = step.src.box(rank) if rank in step.src.mesh else None
-    dst_box = step.dst.box(rank) if rank in step.dst.mesh else None
-    outgoing, incoming = step.outgoing(rank), step.incoming(rank)
-    keeps = []
-    if src_box is not None and dst_box is not None:
-        keeps = [
-            Kept(relative_slices(p.box, src_box), relative_slices(p.box, dst_box), p.term)
-            for p in incoming
-            if p.src_rank == rank
-        ]
-    gives = [p for p in outgoing if p.dst_rank != rank]
-    # Packed parts arrive by source rank.
-    takes = sorted((p for p in incoming if p.src_rank != rank), key=lambda p: p.src_rank)
-    return Program(
-        shape=None if dst_box is None else shape_of(dst_box),
-        dtype=step.dst.numpy_dtype,
-        terms=step.terms,
-        op=step.op,
-        divisor=step.divisor,
-        fill_op=None if dst_box is None else step.fill_op(rank),
-        moves=step.moves_bytes(),
-        gives=_side([(p.dst_rank, p, 0) for p in gives], src_box, size),
-        takes=_side([(p.src_rank, p, p.term) for p in takes], dst_box, size),
-        keeps=tuple(keeps),
+def _step_program(step: Step, rank: int, size: int) -> StepProgram:
+    kinds = [step.kind] if len(step.exchanges) == 1 else ["reduce_scatter", "all_gather"]
+    parts = tuple(
+        _program("all_to_all_v" if kind == "exchange" else kind, part, rank, size)
+        for kind, part in zip(kinds, step.exchanges, strict=True)
     )
+    return StepProgram(step, parts, *_native(step, size))
 
 
-def _side(pieces: Sequence[tuple[int, Piece, int]], local_box: Box | None, size: int) -> Side:
-    """Lay out the pieces for a side: at most one a peer, since every rank holds one box."""
-    counts, packed, direct = [0] * size, [0] * size, [0] * size
-    if local_box is None:
-        return Side((), counts, packed, direct)
-    local_shape = shape_of(local_box)
-    parts: list[Part] = []
-    is_direct = True
+def _program(name: str, exchange: Exchange, rank: int, size: int) -> Program:
+    item = exchange.src.itemsize_bytes
+    dst_box = exchange.dst.box(rank) if rank in exchange.dst.mesh else None
+    # The first shard is the largest; the same number on all ranks.
+    largest = max(
+        volume(exchange.src.box_at([0] * exchange.src.mesh.ndim)),
+        volume(exchange.dst.box_at([0] * exchange.dst.mesh.ndim)) * exchange.terms,
+    )
+    return Program(
+        name, exchange, rank, size,
+        shape=None if dst_box is None else shape_of(dst_box),
+        dtype=exchange.dst.numpy_dtype,
+        op=exchange.op,
+        divisor=exchange.divisor,
+        fill_op=None if dst_box is None else exchange.fill_op(rank),
+        moves=exchange.moves_bytes(),
+        sent_bytes=exchange.sent_bytes(rank),
+        received_bytes=exchange.received_bytes(rank),
+        largest_bytes=largest * item,
+    )  # fmt: skip
+
+
+def _native(step: Step, size: int) -> tuple[str, tuple[list[int], list[int]]]:
+    """Return the communicator's own collective for a step, where all of its ranks take part in their order.
+
+    Parts must be single runs in memory, and those of a reduction equal: then the plan's bytes are the collective's.
+    """
+    nothing: tuple[list[int], list[int]] = ([], [])
+    src, dst = step.src, step.dst
+    if not step.axes or not step.moves_bytes() or dst.mesh.groups(step.axes) != [tuple(range(size))]:
+        return "", nothing
+    if step.kind == "all_gather":
+        whole = shape_of(dst.box(0))
+        runs = [single_run(src.box(r), whole) for r in range(size)]
+        counts = [src.local_elems(r) for r in range(size)]
+        if any(run is None for run in runs):
+            return "", nothing
+        displs = [run or 0 for run in runs]
+        even = counts == counts[:1] * size and displs == [i * counts[0] for i in range(size)]
+        return ("all_gather" if even else "all_gather_v"), (counts, displs)
+    if step.kind not in ("reduce_scatter", "all_reduce") or (step.kind == "all_reduce") != (
+        len(step.exchanges) == 2
+    ):
+        return "", nothing
+    first = step.exchanges[0]
+    if first.divisor not in (1, size):  # sums and averages mixed
+        return "", nothing
+    shares = [first.dst.box(r) for r in range(size)]
+    if len({volume(box) for box in shares}) > 1:
+        return "", nothing
+    if step.kind == "reduce_scatter":
+        whole = shape_of(src.box(0))
+        if [single_run(box, whole) for box in shares] != [i * volume(shares[0]) for i in range(size)]:
+            return "", nothing
+    return step.kind, nothing
+
+
+def slab(box: Box, number: int, of: int) -> Box:
+    """Return one of several slabs of a box, cut along its first dim that is long enough, else its longest one."""
+    if of == 1:
+        return box
+    extents = shape_of(box)
+    dim = next((d for d, n in enumerate(extents) if n >= of), None)
+    if dim is None:
+        if not extents:
+            return box if number == 0 else ((0, 0),)
+        dim = extents.index(max(extents))
+    return (*box[:dim], split_interval(box[dim], of, number), *box[dim + 1 :])
+
+
+def _round(program: Program, number: int, of: int) -> Round:
+    exchange, rank, size = program.exchange, program.rank, program.size
+    incoming, stages = exchange.incoming(rank), {}
+    for piece in incoming:
+        if piece.src_rank != rank and piece.src_rank not in stages:
+            stages[piece.src_rank] = stage_of(exchange, piece.src_rank, number, of)
+    taken = [0] * size, [0] * size
+    got: dict[tuple[int, int], int] = {}
     at = 0
-    for peer, piece, term in pieces:
-        index = relative_slices(piece.box, local_box)
-        run = single_run(tuple((s.start, s.stop) for s in index), local_shape)
-        is_direct = is_direct and run is not None
-        counts[peer], packed[peer], direct[peer] = piece.elems, at, term * prod(local_shape) + (run or 0)
-        parts.append(Part(at, shape_of(piece.box), index, term))
-        at += piece.elems
-    return Side(tuple(parts), counts, packed, direct if is_direct else None)
+    # Received boxes lie by source rank, as all_to_all_v brings them.
+    for piece in sorted((p for p in incoming if p.src_rank != rank), key=lambda p: p.src_rank):
+        elems = volume(slab(piece.box, number, of))
+        taken[0][piece.src_rank], taken[1][piece.src_rank] = elems, at
+        got[piece.src_rank, piece.term] = at
+        at += elems
+    by_box: dict[Box, list[Piece]] = {}
+    for piece in incoming:
+        by_box.setdefault(piece.box, []).append(piece)
+    chunks = []
+    for box, pieces in by_box.items():
+        part = slab(box, number, of)
+        if volume(part) == 0:
+            continue
+        sources = []
+        for piece in sorted(pieces, key=lambda p: p.term):
+            index = relative_slices(part, exchange.src.box(piece.src_rank))
+            own = piece.src_rank == rank
+            start = -1 if own else stages[piece.src_rank].starts[part]
+            sources.append(
+                Source(piece.src_rank, index, start, -1 if own else got[piece.src_rank, piece.term])
+            )
+        chunks.append(Chunk(relative_slices(part, exchange.dst.box(rank)), shape_of(part), tuple(sources)))
+    stage = stage_of(exchange, rank, number, of)
+    given = [0] * size, [0] * size
+    for piece in exchange.outgoing(rank):
+        part = slab(piece.box, number, of)
+        if piece.dst_rank != rank and volume(part):
+            given[0][piece.dst_rank], given[1][piece.dst_rank] = volume(part), stage.starts[part]
+    return Round(tuple(chunks), stage, Wire(*given, stage.elems), Wire(*taken, at))
+
+
+def stage_of(exchange: Exchange, rank: int, number: int, of: int) -> Stage:
+    """Return what a rank lays out for others in a round."""
+    if rank not in exchange.src.mesh:
+        return Stage((), 0, {})
+    own = exchange.src.box(rank)
+    laid: list[Laid] = []
+    starts: dict[Box, int] = {}
+    at = 0
+    for piece in exchange.outgoing(rank):
+        part = slab(piece.box, number, of)
+        if piece.dst_rank == rank or part in starts or volume(part) == 0:
+            continue
+        starts[part] = at
+        laid.append(Laid(relative_slices(part, own), shape_of(part), at))
+        at += volume(part)
+    return Stage(tuple(laid), at, starts)

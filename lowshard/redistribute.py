@@ -1,191 +1,104 @@
 """Plans that take one layout of an array to another: frozen data, no arrays, no communicator.
 
-A plan is a chain of exact box exchanges. In an exchange every rank receives just the elements of its
-destination box that it does not hold, each from one rank; partial terms come along and are folded in
-a fixed order where they arrive. A reduction to a replicated result takes two exchanges: each replica
-folds its share, then the shares are gathered.
+A plan is a chain of steps (`lowshard.path` finds it). Each step is one exact exchange of boxes, or two for a reduction
+to replicas: each replica folds its share, then the shares are gathered. What is priced is what is executed.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import product
-from math import prod
 from typing import Any
 
-from lowshard.box import Box, Interval, full_box, shape_of, split_interval, volume
+from lowshard.cost import ClusterProfile
 from lowshard.errors import LowshardError, PlanError
+from lowshard.exchange import Exchange, Piece
 from lowshard.layout import Layout
-from lowshard.placement import ReduceOp
+from lowshard.path import STEP_KINDS, Grid, Move, State, StepKind, folded_axes, fresh_axes, state_of
+from lowshard.price import prices_of
 
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """One box that one rank gives another (or keeps) in an exchange."""
-
-    src_rank: int
-    dst_rank: int
-    box: Box
-    """In global coordinates."""
-    term: int
-    """Which partial term it belongs to: the row-major index over the folded mesh axes; else 0."""
-
-    @property
-    def elems(self) -> int:
-        """Elements in the box."""
-        return volume(self.box)
+__all__ = [
+    "Exchange", "Piece", "RedistributePlan", "Step", "plan_redistribute", "predict_redistribute",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
-class Exchange:
-    """One step: every rank of `dst` gets the elements of its box, each from one rank of `src`."""
+class Step:
+    """One step of a plan.
 
-    src: Layout
-    dst: Layout
-    folded: tuple[int, ...] = ()
-    """Positions of src's mesh axes whose partial terms are folded on arrival."""
-    fresh: tuple[int, ...] = ()
-    """Positions of dst's mesh axes that become partial: coordinate 0 keeps the value, the others hold
-    the identity of the op (avg: all keep the value)."""
-    node_size: int | None = None
-    _pieces: dict[int, tuple[Piece, ...]] = field(default_factory=dict, repr=False, compare=False, hash=False)
+    Attributes:
+        kind: all_gather, reduce_scatter, all_reduce and all_to_all along `axes`; slice and keep_one move nothing;
+            exchange is any other map of boxes.
+        axes: names of the mesh axes that it runs along; () where all ranks take part.
+        exchanges: the box maps; two for a reduction to replicas whose shares are gathered.
+        predicted_s: seconds by the profile that the plan was made with.
+    """
 
-    @property
-    def op(self) -> ReduceOp | None:
-        """The op that folds the terms (avg folds as a sum, then divides), or None."""
-        ops = {self.src.partials[a] for a in self.folded}
-        if not ops:
-            return None
-        return "sum" if ops & {"sum", "avg"} else next(op for op in ops if op is not None)
+    kind: StepKind
+    axes: tuple[str, ...]
+    exchanges: tuple[Exchange, ...]
+    predicted_s: float = field(default=0.0, compare=False)
 
     @property
-    def divisor(self) -> int:
-        """What a folded sum is divided by: the product of the folded avg axes."""
-        return prod(self.src.mesh.shape[a] for a in self.folded if self.src.partials[a] == "avg")
+    def src(self) -> Layout:
+        """The layout before."""
+        return self.exchanges[0].src
 
     @property
-    def terms(self) -> int:
-        """Number of partial terms folded on arrival."""
-        return prod(self.src.mesh.shape[a] for a in self.folded)
+    def dst(self) -> Layout:
+        """The layout after."""
+        return self.exchanges[-1].dst
 
-    def fill_op(self, rank: int) -> ReduceOp | None:
-        """Return the op whose identity fills this rank's result, or None when it gets the value."""
-        coord = self.dst.mesh.coord(rank)
-        for axis in self.fresh:
-            op = self.dst.partials[axis]
-            if op != "avg" and coord[axis] != 0:
-                return op
-        return None
+    @property
+    def folded(self) -> tuple[int, ...]:
+        """Positions of the mesh axes whose terms are folded."""
+        return self.exchanges[0].folded
 
-    def incoming(self, rank: int) -> tuple[Piece, ...]:
-        """Return what a rank receives, its own kept pieces included, in the order of the wire."""
-        found = self._pieces.get(rank)
-        if found is None:
-            found = self._pieces[rank] = tuple(self._incoming(rank))
-        return found
-
-    def outgoing(self, rank: int) -> tuple[Piece, ...]:
-        """Return what a rank gives, by destination rank, in the order of the wire."""
-        if rank not in self.src.mesh:
-            return ()
-        return tuple(
-            p for dst in sorted(self.dst.mesh.ranks) for p in self.incoming(dst) if p.src_rank == rank
-        )
+    @property
+    def fresh(self) -> tuple[int, ...]:
+        """Positions of the mesh axes that become partial."""
+        return self.exchanges[-1].fresh
 
     def sent_bytes(self, rank: int) -> int:
         """Return the bytes a rank sends to others."""
-        return sum(p.elems for p in self.outgoing(rank) if p.dst_rank != rank) * self.src.itemsize_bytes
+        return sum(part.sent_bytes(rank) for part in self.exchanges)
 
     def received_bytes(self, rank: int) -> int:
         """Return the bytes a rank receives from others."""
-        return sum(p.elems for p in self.incoming(rank) if p.src_rank != rank) * self.src.itemsize_bytes
+        return sum(part.received_bytes(rank) for part in self.exchanges)
 
     def moves_bytes(self) -> bool:
         """Return True when any rank receives anything from another."""
-        return any(p.src_rank != rank for rank in self.dst.mesh.ranks for p in self.incoming(rank))
-
-    def _incoming(self, rank: int) -> Iterator[Piece]:
-        if rank not in self.dst.mesh or self.fill_op(rank) is not None:
-            return
-        coord = self.dst.mesh.coord(rank)
-        box = self.dst.box_at(coord)
-        if volume(box) == 0:
-            return
-        mesh = self.src.mesh
-        # Positions along src's axes: what is fixed by the lane (partial axes that stay partial), by
-        # the term, and by the cell of the grid; the rest are replicas to choose from.
-        lane = [a for a, op in enumerate(self.src.partials) if op is not None and a not in self.folded]
-        cutters = [a for dim in self.src.cutters for a in dim]
-        copies = [a for a in range(mesh.ndim) if a not in lane and a not in cutters and a not in self.folded]
-        spans = [list(_overlaps(self.src, dim, interval)) for dim, interval in enumerate(box)]
-        at = [0] * mesh.ndim
-        for a in lane:
-            at[a] = coord[a]
-        for term, folded in enumerate(product(*(range(mesh.shape[a]) for a in self.folded))):
-            for a, c in zip(self.folded, folded, strict=True):
-                at[a] = c
-            for cell in product(*spans):
-                for dim, (where, _) in enumerate(cell):
-                    for a, c in zip(self.src.cutters[dim], where, strict=True):
-                        at[a] = c
-                source = self._nearest(rank, at, copies)
-                yield Piece(source, rank, tuple(interval for _, interval in cell), term)
-
-    def _nearest(self, rank: int, at: list[int], copies: list[int]) -> int:
-        """Return which of the replicas of a source cell serves `rank`.
-
-        Itself if it is one; else one of its node; else the one at its own place along the replicated
-        axes, or by its place in the destination mesh when the meshes differ: readers spread evenly.
-        """
-        mesh = self.src.mesh
-        if not copies:
-            return mesh.rank(at)
-        held = mesh.coord(rank) if rank in mesh else None
-        if held is not None and all(held[a] == at[a] for a in range(mesh.ndim) if a not in copies):
-            return rank
-        holders = []
-        for chosen in product(*(range(mesh.shape[a]) for a in copies)):
-            for a, c in zip(copies, chosen, strict=True):
-                at[a] = c
-            holders.append(mesh.rank(at))
-        if self.node_size:
-            near = [h for h in holders if h // self.node_size == rank // self.node_size]
-            if near and len(near) < len(holders):
-                return near[rank % len(near)]
-        if held is not None:
-            for a in copies:
-                at[a] = held[a]
-            return mesh.rank(at)
-        return holders[self.dst.mesh.ranks.index(rank) % len(holders)]
+        return any(part.moves_bytes() for part in self.exchanges)
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data that `from_json` reads back."""
         return {
-            "kind": "exchange",
-            "src": self.src.to_json(),
-            "dst": self.dst.to_json(),
-            "folded": list(self.folded),
-            "fresh": list(self.fresh),
-            "node_size": self.node_size,
+            "kind": self.kind,
+            "axes": list(self.axes),
+            "exchanges": [part.to_json() for part in self.exchanges],
+            "predicted_s": self.predicted_s,
         }
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Exchange:
-        """Return the step that `to_json` wrote."""
-        return cls(
-            Layout.from_json(data["src"]),
-            Layout.from_json(data["dst"]),
-            tuple(data["folded"]),
-            tuple(data["fresh"]),
-            data["node_size"],
-        )
+    def from_json(cls, data: Mapping[str, Any]) -> Step:
+        """Return the step that `to_json` wrote.
+
+        Raises:
+            PlanError: there is no step of that kind.
+        """
+        if data["kind"] not in STEP_KINDS:
+            raise PlanError(f"a step is one of {', '.join(STEP_KINDS)}, got {data['kind']!r}")
+        parts = tuple(Exchange.from_json(part) for part in data["exchanges"])
+        return cls(data["kind"], tuple(data["axes"]), parts, float(data["predicted_s"]))
 
     def __str__(self) -> str:
-        fold = f", {self.op} of {self.terms} terms in tree order" if self.folded else ""
-        return f"exchange {self.src} -> {self.dst}{fold}"
+        along = f" along {', '.join(self.axes)}" if self.axes else ""
+        first = self.exchanges[0]
+        fold = f", {first.op} of {first.terms} terms in tree order" if first.folded else ""
+        return f"{self.kind}{along}: {self.src} -> {self.dst}{fold}"
 
 
 @dataclass(frozen=True)
@@ -194,13 +107,30 @@ class RedistributePlan:
 
     src: Layout
     dst: Layout
-    steps: tuple[Exchange, ...]
+    steps: tuple[Step, ...]
+    is_default: bool = field(default=False, compare=False)
+    """The predicted seconds are those of the built-in profile: nothing was measured."""
     _digest: str = field(default="", repr=False, compare=False)
+    _measured: list[float] = field(default_factory=list, repr=False, compare=False)
 
     @property
     def world_size(self) -> int:
         """The smallest communicator that holds every rank of both meshes."""
         return max(max(self.src.mesh.ranks), max(self.dst.mesh.ranks)) + 1
+
+    @property
+    def predicted_s(self) -> float:
+        """Seconds of all steps by the profile that the plan was made with."""
+        return sum(step.predicted_s for step in self.steps)
+
+    @property
+    def measured_s(self) -> tuple[float, ...]:
+        """Seconds of each step on its slowest rank, from the last `execute(..., profile=True)` here; () before one."""
+        return tuple(self._measured)
+
+    def note_measured(self, seconds: list[float]) -> None:
+        """Keep what the steps took, to be shown beside the prediction."""
+        self._measured[:] = seconds
 
     def sent_bytes(self, rank: int) -> int:
         """Return the bytes a rank sends to others over all steps."""
@@ -211,13 +141,22 @@ class RedistributePlan:
         return sum(step.received_bytes(rank) for step in self.steps)
 
     def explain(self) -> str:
-        """Return the plan as text: the layouts, each step, and the bytes of each rank."""
+        """Return the plan as text: each step with its bytes, predicted and measured seconds, and each rank's bytes."""
         lines = [f"from  {self.src}", f"to    {self.dst}"]
         if not self.steps:
             lines.append("      nothing to do: every rank already holds its result")
-        for number, step in enumerate(self.steps, 1):
-            lines.append(f"step {number}: {step}")
         ranks = range(self.world_size)
+        for number, step in enumerate(self.steps, 1):
+            most = max(max(step.sent_bytes(r), step.received_bytes(r)) for r in ranks)
+            took = f", measured {_time(self._measured[number - 1])}" if self._measured else ""
+            guess = " (no profile)" if self.is_default else ""
+            lines.append(f"step {number}: {step}")
+            lines.append(
+                f"        at most {most:,} bytes a rank, predicted {_time(step.predicted_s)}{guess}{took}"
+            )
+        if len(self.steps) > 1:
+            took = f", measured {_time(sum(self._measured))}" if self._measured else ""
+            lines.append(f"all steps: predicted {_time(self.predicted_s)}{took}")
         sent, received = [self.sent_bytes(r) for r in ranks], [self.received_bytes(r) for r in ranks]
         lines.append(f"moves {sum(sent):,} bytes in all")
         shown = list(ranks)[:16]
@@ -234,6 +173,7 @@ class RedistributePlan:
             "src": self.src.to_json(),
             "dst": self.dst.to_json(),
             "steps": [step.to_json() for step in self.steps],
+            "is_default": self.is_default,
         }
 
     @classmethod
@@ -241,12 +181,19 @@ class RedistributePlan:
         """Return the plan that `to_json` wrote.
 
         Raises:
-            PlanError: a field is missing or does not fit.
+            PlanError: a field is missing or does not fit, or the steps do not lead from src to dst.
         """
         try:
-            steps = tuple(Exchange.from_json(step) for step in data["steps"])
-            return cls(Layout.from_json(data["src"]), Layout.from_json(data["dst"]), steps)
-        except (KeyError, TypeError) as error:
+            steps = tuple(Step.from_json(step) for step in data["steps"])
+            src, dst = Layout.from_json(data["src"]), Layout.from_json(data["dst"])
+            chain = [part for step in steps for part in step.exchanges]
+            ends = [src, *(part.dst for part in chain)], [*(part.src for part in chain), dst]
+            if chain and any(a != b for a, b in zip(*ends, strict=True)):
+                raise PlanError(
+                    "the steps of this plan do not lead from its src to its dst, one after the other"
+                )
+            return cls(src, dst, steps, bool(data["is_default"]))
+        except (KeyError, TypeError, ValueError, IndexError) as error:
             if isinstance(error, LowshardError):
                 raise
             raise PlanError(
@@ -256,7 +203,9 @@ class RedistributePlan:
     def digest(self) -> str:
         """Return 32 hex digits that two plans share exactly when they are equal."""
         if not self._digest:
-            text = json.dumps(self.to_json(), sort_keys=True, separators=(",", ":"))
+            steps = [{**step.to_json(), "predicted_s": None} for step in self.steps]
+            data = [self.src.to_json(), self.dst.to_json(), steps]
+            text = json.dumps(data, sort_keys=True, separators=(",", ":"))
             object.__setattr__(self, "_digest", hashlib.blake2b(text.encode(), digest_size=16).hexdigest())
         return self._digest
 
@@ -264,27 +213,62 @@ class RedistributePlan:
         return self.explain()
 
 
-_PLANS: dict[tuple[str, str, int | None], RedistributePlan] = {}
-_PLANS_KEPT = 4096
+_PLANS: dict[tuple[str, str, int | None, int], RedistributePlan] = {}
+_PLANS_KEPT = 16384
 
 
 def plan_redistribute(
-    src: Layout, dst: Layout, cost: object = None, node_size: int | None = None
+    src: Layout, dst: Layout, cost: ClusterProfile | None = None, node_size: int | None = None
 ) -> RedistributePlan:
     """Return the plan that moves an array from layout `src` to layout `dst`.
 
-    Pure: every process gets the same plan from the same layouts. Plans are kept and given again.
+    Pure: every process gets the same plan from the same arguments. Plans are kept and given again.
 
     Args:
         src: what the ranks hold; any placements, any mesh.
         dst: what they shall hold; the same global shape and dtype, on any mesh.
-        cost: a cluster's cost profile. There is one kind of step so far, so nothing is chosen by it.
+        cost: a cluster's cost profile (`lowshard bench profile` measures one): the plan takes the fewest seconds by
+            it. Without one nothing is known of the cluster, and the plan moves the fewest bytes.
         node_size: ranks a node (rank r is on node r // node_size): copies on the own node are
-            preferred as sources.
+            preferred as sources, and steps across nodes are priced as such.
 
     Raises:
-        PlanError: global shapes or dtypes differ, or node_size is below 1.
+        PlanError: global shapes or dtypes differ, node_size is below 1, or cost is no profile.
     """
+    serial = 0 if cost is None else _serial_of(cost)
+    key = (src.digest(), dst.digest(), node_size, serial)
+    plan = _PLANS.get(key)
+    if plan is None:
+        plan = _plan(src, dst, cost, node_size)
+        if len(_PLANS) >= _PLANS_KEPT:
+            _PLANS.clear()
+        _PLANS[key] = plan
+    return plan
+
+
+def predict_redistribute(
+    src: Layout, dst: Layout, cost: ClusterProfile | None = None, node_size: int | None = None
+) -> float:
+    """Return the seconds that `plan_redistribute` predicts; made to be asked thousands of times.
+
+    No array and no box map is made; answers are kept with the plans. Without a profile the built-in default's times
+    are given, of the plan that moves the fewest bytes.
+
+    Raises:
+        PlanError: as for `plan_redistribute`.
+    """
+    return plan_redistribute(src, dst, cost, node_size).predicted_s
+
+
+def _serial_of(cost: object) -> int:
+    if not isinstance(cost, ClusterProfile):
+        raise PlanError(
+            f"cost is a ClusterProfile (ClusterProfile.load(path)) or None, got {type(cost).__name__}"
+        )
+    return prices_of(cost).serial
+
+
+def _plan(src: Layout, dst: Layout, cost: ClusterProfile | None, node_size: int | None) -> RedistributePlan:
     if src.shape != dst.shape or src.dtype != dst.dtype:
         raise PlanError(
             f"source and destination are layouts of one array: {src.dtype}{list(src.shape)} is not "
@@ -292,65 +276,78 @@ def plan_redistribute(
         )
     if node_size is not None and node_size < 1:
         raise PlanError(f"node_size is a number of ranks >= 1, got {node_size}")
-    key = (src.digest(), dst.digest(), node_size)
-    plan = _PLANS.get(key)
-    if plan is None:
-        plan = RedistributePlan(src, dst, _steps(src, dst, node_size))
-        if len(_PLANS) >= _PLANS_KEPT:
-            _PLANS.clear()
-        _PLANS[key] = plan
-    return plan
-
-
-def _steps(src: Layout, dst: Layout, node_size: int | None) -> tuple[Exchange, ...]:
+    prices = prices_of(cost)
+    grid = Grid(dst, prices, node_size)
     one_grid = (src.mesh.shape, tuple(src.mesh.ranks)) == (dst.mesh.shape, tuple(dst.mesh.ranks))
-    if one_grid and (src.cutters, src.splits, src.partials) == (dst.cutters, dst.splits, dst.partials):
-        return ()
-    kept = [a for a, op in enumerate(src.partials) if one_grid and op is not None and op == dst.partials[a]]
-    folded = tuple(a for a, op in enumerate(src.partials) if op is not None and a not in kept)
-    fresh = tuple(a for a, op in enumerate(dst.partials) if op is not None and a not in kept)
-    if folded:
-        share = _share_of_replicas(dst)
-        if share is not None:
-            return (
-                Exchange(src, share, folded, fresh, node_size),
-                Exchange(share, dst, (), fresh, node_size),
-            )
-    return (Exchange(src, dst, folded, fresh, node_size),)
+    if not one_grid:
+        steps = _across(src, dst, grid, node_size)
+    elif state_of(src) == state_of(dst):
+        steps = ()
+    else:
+        moves = grid.cheapest(state_of(src), state_of(dst), cost is None)
+        steps = _along(src, dst, moves, grid, node_size)
+    return RedistributePlan(src, dst, steps, prices.profile.is_default)
 
 
-def _share_of_replicas(dst: Layout) -> Layout | None:
-    """Return dst with its replicas each holding a share of the box, or None if it cannot be shared."""
-    copies = [
-        name
-        for a, name in enumerate(dst.mesh.axis_names)
-        if dst.partials[a] is None and dst.mesh.shape[a] > 1 and not any(a in dim for dim in dst.cutters)
-    ]
-    extents = shape_of(dst.box_at([0] * dst.mesh.ndim))  # the first shard is the largest
-    if not copies or max(extents, default=0) <= 1:
-        return None
-    widest = extents.index(max(extents))
-    names = [[dst.mesh.axis_names[a] for a in dim] for dim in dst.cutters]
-    names[widest] += copies
-    return Layout._make(dst.mesh, dst.shape, dst.dtype, names, dst.splits, dst.partials)
+def _along(
+    src: Layout, dst: Layout, moves: list[Move], grid: Grid, node_size: int | None
+) -> tuple[Step, ...]:
+    """Return the steps of a path on one grid of ranks."""
+    steps = []
+    here, state = src, state_of(src)
+    for number, move in enumerate(moves, 1):
+        there = dst if number == len(moves) else grid.layout(move.target, dst)
+        folded, fresh = folded_axes(state, move.target), fresh_axes(state, move.target)
+        parts: tuple[Exchange, ...] = (Exchange(here, there, folded, fresh, node_size),)
+        if move.kind == "all_reduce":
+            shared = grid.share_along(move.target, folded)
+            if shared is not None:
+                share = grid.layout(shared, dst)
+                parts = (
+                    Exchange(here, share, folded, (), node_size),
+                    Exchange(share, there, (), fresh, node_size),
+                )
+        names = tuple(dst.mesh.axis_names[a] for a in move.axes)
+        steps.append(Step(move.kind, names, parts, move.seconds))
+        here, state = there, move.target
+    return tuple(steps)
 
 
-def _overlaps(layout: Layout, dim: int, wanted: Interval) -> Iterator[tuple[tuple[int, ...], Interval]]:
-    """Yield the coordinates of the axes that cut a dim, and what they hold of the wanted interval."""
-    mesh, axes = layout.mesh, layout.cutters[dim]
+def _across(src: Layout, dst: Layout, grid: Grid, node_size: int | None) -> tuple[Step, ...]:
+    """Return the steps between two meshes: all terms are folded; what is folded to replicas goes by way of shares."""
+    folded = tuple(a for a, op in enumerate(src.partials) if op is not None)
+    fresh = tuple(a for a, op in enumerate(dst.partials) if op is not None)
+    plain = State(dst.cutters, dst.splits, (None,) * dst.mesh.ndim)
+    shared = grid.share(plain, state_of(dst)) if folded else None
+    if shared is None:
+        return (_cross(Exchange(src, dst, folded, fresh, node_size), grid),)
+    share = grid.layout(shared, dst)
+    first = Exchange(src, share, folded, (), node_size)
+    last = grid.move(shared, state_of(dst))
+    names = tuple(dst.mesh.axis_names[a] for a in last.axes)
+    return (
+        _cross(first, grid),
+        Step(last.kind, names, (Exchange(share, dst, (), fresh, node_size),), last.seconds),
+    )
 
-    def descend(
-        level: int, interval: Interval, where: tuple[int, ...]
-    ) -> Iterator[tuple[tuple[int, ...], Interval]]:
-        start, stop = max(interval[0], wanted[0]), min(interval[1], wanted[1])
-        if start >= stop:
-            return
-        if level == len(axes):
-            yield where, (start, stop)
-            return
-        axis = axes[level]
-        for part in range(mesh.shape[axis]):
-            inner = split_interval(interval, mesh.shape[axis], part, layout.splits[axis])
-            yield from descend(level + 1, inner, (*where, part))
 
-    return descend(0, full_box(layout.shape)[dim], ())
+def _cross(exchange: Exchange, grid: Grid) -> Step:
+    """Return the step of an exchange between two meshes, priced by what some of its ranks receive."""
+    ranks = list(exchange.dst.mesh.ranks)
+    sampled = ranks[:: max(1, len(ranks) // 8)]
+    taken = [[p for p in exchange.incoming(r) if p.src_rank != r] for r in sampled]
+    partners = max((len(pieces) for pieces in taken), default=0)
+    size_bytes = max(sum(p.elems for p in pieces) for pieces in taken) * grid.itemsize
+    node_size = exchange.node_size
+    wide = node_size is not None and any(
+        p.src_rank // node_size != p.dst_rank // node_size for pieces in taken for p in pieces
+    )
+    seconds = grid.prices.exchange(partners, size_bytes, "network" if wide else "node")
+    return Step("exchange" if partners else "slice", (), (exchange,), seconds)
+
+
+def _time(seconds: float) -> str:
+    for scale, unit in ((1.0, "s"), (1e-3, "ms")):
+        if seconds >= scale:
+            return f"{seconds / scale:.3g} {unit}"
+    return f"{seconds / 1e-6:.3g} us"

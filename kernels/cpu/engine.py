@@ -77,6 +77,19 @@ class NumbaEngine:
             streaming,
         )
 
+    def copy_rows(self, src: Array, dst: Array, runs: RunTable, streaming: bool) -> None:
+        """Copy every run by itself, past the caches if asked: for rows of a KB and more at regular distances."""
+        compiled("copy")(
+            runs.columns,
+            address(src),
+            address(dst),
+            0,
+            self._scratch(),
+            runs.src_itemsize,
+            _STREAMED_ROW_BYTES,
+            streaming,
+        )
+
     def quantize(
         self,
         src: Array,

@@ -7,7 +7,8 @@ folded; at powers of two a tree of trees is the same tree.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -31,9 +32,9 @@ def fold(
     are summed in 64 bits.
 
     Args:
-        terms: operands in rank order, all of out's shape and dtype. None may overlap out, except the
-            whole of out itself.
-        out: the result, contiguous.
+        terms: operands in rank order, all of out's shape and dtype, of any strides. None may overlap out, except
+            the whole of out itself.
+        out: the result, of any strides.
         op: sum, avg, min, max, prod.
         order: "rank" folds from the left; anything else is the tree.
         divisor: what a sum is divided by; by default len(terms) for avg, else 1.
@@ -44,14 +45,30 @@ def fold(
     wide = dtypes.get(out.dtype).accumulator.numpy
     if divisor != 1 and out.dtype.kind in "iu":
         wide = np.dtype(np.int64 if out.dtype.kind == "i" else np.uint64)
-    flat_out = out.reshape(-1)
-    flat = [t.reshape(-1) for t in terms]
-    n = flat_out.size
-    step = _BLOCK_ELEMS if isinstance(out, np.ndarray) else max(n, 1)
-    for start in range(0, n, step):
-        part = [t[start : start + step] for t in flat]
+    if out.flags.c_contiguous and all(t.flags.c_contiguous for t in terms):
+        out, terms = out.reshape(-1), [t.reshape(-1) for t in terms]
+    for block in _blocks(out.shape, _BLOCK_ELEMS if isinstance(out, np.ndarray) else max(out.size, 1)):
+        part = [t[block] for t in terms]
+        if len(terms) == 2 and divisor == 1 and wide == out.dtype:
+            ufunc(*part, out=out[block])
+            continue
         value = _fold_left(part, ufunc, wide) if order == "rank" else _fold_tree(part, ufunc, wide)
-        flat_out[start : start + step] = _divide(value, divisor)
+        out[block] = _divide(value, divisor)
+
+
+def _blocks(shape: tuple[int, ...], elems: int) -> Iterator[tuple[Any, ...]]:
+    """Yield indices that take an array apart along its first dims, into views of at most so many elements."""
+    if math.prod(shape) <= elems or not shape:
+        yield (...,)
+        return
+    rest = math.prod(shape[1:])
+    if rest > elems:
+        for i in range(shape[0]):
+            yield from ((i, *block) for block in _blocks(shape[1:], elems))
+        return
+    step = max(1, elems // max(rest, 1))
+    for start in range(0, shape[0], step):
+        yield (slice(start, start + step), ...)
 
 
 def _fold_tree(terms: Sequence[Array], ufunc: np.ufunc, wide: np.dtype[Any]) -> Array:

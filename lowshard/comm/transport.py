@@ -19,6 +19,7 @@ import numpy as np
 from lowshard.comm import check
 from lowshard.comm.activity import Activity
 from lowshard.comm.call import Call, Check, check_from_environment
+from lowshard.comm.reduction import fold
 from lowshard.errors import BufferMismatchError, CommError
 
 if TYPE_CHECKING:
@@ -209,6 +210,48 @@ class Transport(ABC):
     @abstractmethod
     def _compare(self, signature: int) -> bool:
         """Return, on all ranks alike, whether all ranks gave the same signature."""
+
+    # ---- buffers that the others read where they lie
+
+    @property
+    def shows(self) -> bool:
+        """Whether ranks can read each other's buffers in place, as `_show` offers; the same on all ranks."""
+        return False
+
+    def _is_seen(self, buf: Array) -> bool:
+        """Say whether the others could read a buffer of this rank where it lies."""
+        return False
+
+    def _show(
+        self, signature: int, text: str, buf: Array | None, note: int
+    ) -> tuple[list[int], Callable[[int, Any, int], Array]]:
+        """Show a buffer to all ranks, and return what they show.
+
+        Collective: all ranks of the communicator call this, and `_hide` when they have read: nobody writes to what
+        it shows before that. Between the two, `_barrier` may be called any number of times.
+
+        Args:
+            signature: of the call; where the ranks' differ all raise.
+            text: names the call, for that.
+            buf: contiguous, and one that `_is_seen`; or None.
+            note: a number that goes with it.
+
+        Returns:
+            Every rank's note; and a function that gives, for a rank, a dtype and a number of elements, a flat array
+            over the beginning of what that rank shows.
+        """
+        raise NotImplementedError(f"{self.transport} shows no buffers")
+
+    def _hide(self) -> None:
+        """Return once all ranks have read what `_show` showed.
+
+        Collective: all ranks of the communicator call this.
+        """
+        self._barrier()
+
+    def _fold(self, terms: Sequence[Array], out: Array, op: str, divisor: int) -> None:
+        """Write the reduction of arrays of any strides into `out`, in tree order; a local step."""
+        fold(terms, out, op, "tree", divisor)
 
     # ---- life
 

@@ -9,15 +9,18 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from mpi4py import MPI
-from support.moves import check_move, random_pair
+from support.moves import WAYS, check_move, random_pair, take_way
 
 from lowshard import comm as lc
+from lowshard.comm.node import fold_views
 
 count, seed = map(int, sys.argv[1:])
 with lc.from_mpi(MPI.COMM_WORLD, device="cpu") as comm:
     rng = random.Random(seed)
     for number in range(count):
         src, dst = random_pair(rng, comm.size)
+        fold_views.FOLD_FROM_BYTES = number % 2 << 15
+        take_way(WAYS[number % len(WAYS)])
         floats = number % 3 == 0 and src.dtype in ("float32", "float64")
         check_move(comm, src, dst, number, "float" if floats else "int")
     if comm.rank == 0:

@@ -3,16 +3,32 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from itertools import product
 from typing import Any
 
 import numpy as np
 
-from lowshard import DeviceMesh, Layout, Partial, Replicated, Sharded, execute, plan_redistribute
+from lowshard import (
+    DeviceMesh,
+    Layout,
+    Partial,
+    RedistributePlan,
+    Replicated,
+    Sharded,
+    execute,
+    move,
+    plan_redistribute,
+)
 from lowshard import dtypes as dt
 from lowshard.box import intersect, volume
 from lowshard.comm import Communicator
+from lowshard.comm.loopback import LoopbackCommunicator
 
+WAYS = ("as sizes ask", "read in place", "laid out", "in rounds")
+"""Ways that bytes can take; see `take_way`."""
+
+_seen = LoopbackCommunicator._is_seen
 Coord = tuple[int, ...]
 
 
@@ -32,6 +48,12 @@ def _term(layout: Layout, coord: Coord, seed: int, kind: str) -> np.ndarray:
         return rng.integers(0, 2, layout.shape).astype(bool)
     count = int(np.prod(layout.shape))
     return np.frombuffer(rng.bytes(count * row.itemsize_bytes), row.numpy).reshape(layout.shape)
+
+
+def _with_gaps(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """Return an array whose elements do not lie one behind the other."""
+    whole: np.ndarray = np.empty((*shape, 2), dtype)
+    return whole[..., 0]
 
 
 def _fold(terms: list[np.ndarray], op: str, divisor: int, row: dt.DType) -> np.ndarray:
@@ -94,6 +116,33 @@ def _identity(op: str, row: dt.DType) -> Any:
     return np.array(np.inf if op == "min" else -np.inf).astype(row.numpy)
 
 
+def take_way(name: str, put: Callable[[object, str, Any], None] = setattr) -> None:
+    """Let small arrays go the way of large ones.
+
+    Args:
+        name: "read in place" whatever can be; "laid out" by every rank for the others, in rounds; "in rounds" of
+            messages; "as sizes ask".
+        put: sets an attribute.
+    """
+    put(
+        move, "READ_FROM_BYTES", 1 << 60 if name == "in rounds" else 64 << 10 if name == "as sizes ask" else 0
+    )
+    put(move, "SEND_FROM_BYTES", 40 if name == "in rounds" else 32 << 20)
+    put(move, "STAGE_BYTES", 48 if name == "laid out" else 8 << 20)
+    put(LoopbackCommunicator, "_is_seen", (lambda comm, buf: False) if name == "laid out" else _seen)
+    put(move, "_KERNEL_FROM_BYTES", 0 if name in ("read in place", "laid out") else 16 << 10)
+
+
+def calls_of(plan: RedistributePlan) -> set[str]:
+    """Return the collectives that may carry a plan: those of its steps, or exchanges of boxes."""
+    kinds = {step.kind for step in plan.steps if step.moves_bytes()}
+    if "all_reduce" in kinds:
+        kinds |= {"reduce_scatter", "all_gather"}
+    if "all_gather" in kinds:
+        kinds.add("all_gather_v")
+    return kinds | {"all_to_all_v"}
+
+
 def check_move(comm: Communicator, src: Layout, dst: Layout, seed: int, kind: str = "int") -> None:
     """Move one array on this rank; assert its bytes and its traffic."""
     rank = comm.rank
@@ -101,10 +150,17 @@ def check_move(comm: Communicator, src: Layout, dst: Layout, seed: int, kind: st
     local = None
     if rank in src.mesh:
         slices = tuple(slice(a, b) for a, b in src.box(rank))
-        local = np.array(_term(src, src.mesh.coord(rank), seed, kind)[slices], order="C")
+        values = np.asarray(_term(src, src.mesh.coord(rank), seed, kind)[slices])
+        # In memory that the others read where it lies; in private memory; or there with gaps.
+        local = [comm.empty, np.empty, _with_gaps][(seed + rank) % 3](values.shape, values.dtype)
+        local[...] = values
     before = None if local is None else local.tobytes()
     comm.traffic.clear()
-    out = execute(plan, local, comm)
+    place = None
+    if seed % 2 and rank in dst.mesh:
+        place = np.empty(dst.local_shape(rank), dst.numpy_dtype)
+    out = execute(plan, local, comm, place)
+    assert place is None or out is place
     if local is not None:
         assert local.tobytes() == before, "the source was written to"
     want = expected(src, dst, rank, seed, kind)
@@ -118,7 +174,7 @@ def check_move(comm: Communicator, src: Layout, dst: Layout, seed: int, kind: st
     # Traffic: what moved is what was planned, and no more than the box needs.
     assert comm.traffic.received_bytes == plan.received_bytes(rank)
     assert comm.traffic.sent_bytes == plan.sent_bytes(rank)
-    assert set(comm.traffic.calls) <= {"all_to_all_v"}
+    assert set(comm.traffic.calls) <= calls_of(plan)
     folded = any(step.folded for step in plan.steps)
     if not folded and want is not None and not any(step.fresh for step in plan.steps):
         wanted, own = dst.box(rank), src.box(rank) if rank in src.mesh else None
@@ -128,7 +184,7 @@ def check_move(comm: Communicator, src: Layout, dst: Layout, seed: int, kind: st
     elif want is not None:
         # Each rank folds the terms of its share, and then lacks the rest of its box.
         terms = int(np.prod([src.mesh.shape[a] for step in plan.steps for a in step.folded]))
-        share = plan.steps[0].dst.local_bytes(rank) if plan.steps else 0
+        share = plan.steps[0].exchanges[0].dst.local_bytes(rank) if plan.steps else 0
         assert comm.traffic.received_bytes <= terms * share + dst.local_bytes(rank) - share
 
 

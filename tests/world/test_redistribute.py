@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.layouts import layouts, meshes, shapes
-from support.moves import check_move, placements_of, random_pair
+from support.moves import WAYS, check_move, placements_of, random_pair, take_way
 
 from lowshard import (
     DeviceMesh,
@@ -28,6 +28,12 @@ from lowshard import comm as lc
 from lowshard import dtypes as dt
 from lowshard.errors import BufferMismatchError, MeshError, MismatchError, PlanError
 from lowshard.redistribute import RedistributePlan
+
+
+@pytest.fixture(autouse=True, params=WAYS)
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test by each way that bytes can take; arrays are small here, so the limits of size are moved."""
+    take_way(request.param, monkeypatch.setattr)
 
 
 @given(st.data())
@@ -128,7 +134,7 @@ def test_a_slice_of_replicas_and_a_kept_copy_move_nothing() -> None:
 
 
 def sources_of(src: Layout, dst: Layout, rank: int, node_size: int | None = None) -> set[int]:
-    (step,) = plan_redistribute(src, dst, node_size=node_size).steps
+    (step,) = plan_redistribute(src, dst, node_size=node_size).steps[0].exchanges
     return {p.src_rank for p in step.incoming(rank)}
 
 
@@ -136,7 +142,7 @@ def test_every_pair_of_ranks_shares_one_box_at_most() -> None:
     rng = random.Random(3)
     for _ in range(200):
         src, dst = random_pair(rng, 8)
-        for step in plan_redistribute(src, dst).steps:
+        for step in (e for s in plan_redistribute(src, dst).steps for e in s.exchanges):
             for rank in range(8):
                 pairs = [p.src_rank for p in step.incoming(rank)]
                 assert len(pairs) == len(set(pairs))

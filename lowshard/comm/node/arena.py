@@ -133,6 +133,10 @@ class Arena:
         """Return where this process sees one of its segments."""
         return self._segments[segment].address
 
+    def bytes_of(self, segment: int) -> np.ndarray:
+        """Return one of this process's segments as uint8."""
+        return self._segments[segment].bytes
+
     def where(self, address: int, size_bytes: int) -> tuple[int, int]:
         """Return the segment and offset of memory of this process, or -1 and 0 if it lies in none."""
         for number, segment in enumerate(self._segments):
@@ -198,6 +202,15 @@ class PeerMemory:
     def grown(self) -> bool:
         """Say whether the other process has more segments than are mapped here."""
         return int(self._words[0]) > len(self._segments)
+
+    @property
+    def mapped(self) -> int:
+        """How many segments are mapped here."""
+        return len(self._segments)
+
+    def bytes_of(self, segment: int) -> np.ndarray:
+        """Return a segment that is mapped here as uint8."""
+        return self._segments[segment].bytes
 
     def addresses(self) -> list[int]:
         """Return where this process sees each segment, all mapped now."""

@@ -8,7 +8,7 @@ from functools import cache
 
 from numba import types
 
-from lowshard.comm.node import channel, move, perform, table
+from lowshard.comm.node import channel, fold, move, perform, table
 from lowshard.comm.node.combine import source_digest
 from lowshard.compiled import compile_cached
 
@@ -17,7 +17,7 @@ _INT = types.int64
 
 @dataclass(frozen=True)
 class Calls:
-    """Each is described where it is defined: `perform`, `table`, `channel`, `move`."""
+    """Each is described where it is defined: `perform`, `table`, `channel`, `move`, `fold`."""
 
     perform: Callable[..., int]
     may_lie_so: Callable[..., int]
@@ -33,6 +33,7 @@ class Calls:
     gather_slots: Callable[..., int]
     place: Callable[..., int]
     exchange: Callable[..., int]
+    fold_rows: Callable[..., int]
 
 
 @cache
@@ -59,4 +60,5 @@ def load_calls() -> Calls:
         gather_slots=compiled(move.gather_slots, 9),
         place=compiled(move.place, 3),
         exchange=compiled(move.exchange, 8),
+        fold_rows=compiled(fold.fold_rows, 10),
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,7 @@ from lowshard.comm.node.calls import load_calls
 from lowshard.comm.node.channel import ENTRY_HEAD_BYTES, HEAD_BYTES
 from lowshard.comm.node.choice import CLASSES, ROW_WORDS
 from lowshard.comm.node.combine import schedule
+from lowshard.comm.node.fold_views import fold_views, may_fold
 from lowshard.comm.node.meet import (
     CARD_BYTES,
     CARDS,
@@ -134,6 +135,44 @@ class NodeCommunicator(QuickCalls):
     def empty(self, shape: int | Sequence[int], dtype: Any = "float32") -> Array:
         """Return an array, not filled, in memory that the other ranks of the node read where it lies."""
         return self._place.memory.arena.array(shape, dtypes.get(dtype).numpy)
+
+    # ---- buffers that the others read where they lie
+
+    @property
+    def shows(self) -> bool:
+        """True: the processes of a node map what each has of `empty`."""
+        return True
+
+    def _is_seen(self, buf: Array) -> bool:
+        return self._place.memory.arena.where(address_of(buf), buf.nbytes)[0] >= 0
+
+    def _show(
+        self, signature: int, text: str, buf: Array | None, note: int
+    ) -> tuple[list[int], Callable[[int, Any, int], Array]]:
+        memory, members = self._place.memory, self._place.members
+        row, rows = np.zeros(3, np.int64), np.empty((self.size, 3), np.int64)
+        if buf is not None:
+            row[:2] = memory.arena.where(address_of(buf), buf.nbytes)
+        row[2] = note
+        code = self._compiled.gather_slots(
+            self._ctx, signature, address_of(row), 24, address_of(rows), 0, self.size, 0, 24
+        )
+        if code:
+            self._end(code, text)
+        found = rows.tolist()
+
+        def see(rank: int, dtype: Any, elems: int) -> Array:
+            segment, offset, _ = found[rank]
+            data = memory.bytes_of(members[rank], segment)
+            return data[offset : offset + elems * dtype.itemsize].view(dtype)
+
+        return [int(line[2]) for line in found], see
+
+    def _fold(self, terms: Sequence[Array], out: Array, op: str, divisor: int) -> None:
+        if len(terms) < 2 or not may_fold(out, op, divisor):
+            super()._fold(terms, out, op, divisor)
+        else:
+            fold_views(terms, out, op, divisor)
 
     # ---- primitives, for what has no plan of its own
 

@@ -105,6 +105,52 @@ def fold_block(ctx: int, out: int, n: int, divisor: int, steps: int, recipe: int
 
 
 @njit(nogil=True)  # type: ignore[untyped-decorator]
+def fold_rows(
+    ctx: int, out: int, sources: int, table: int, levels: int, n: int, divisor: int, steps: int, recipe: int,
+    streaming: int,
+) -> Any:  # fmt: skip
+    """Fold rows of n elements that lie at regular distances, as many operands as the context has ranks.
+
+    Args:
+        ctx: SIZE, PARTS and SCRATCH are looked at alone.
+        out: address of the first row of the result.
+        sources: address of the operands' first rows, then room for as many.
+        table: for each level, innermost first: count, bytes from row to row of the result, and of each operand.
+        levels: how many.
+        n: elements of a row.
+        divisor: see `fold_block`.
+        steps: the same.
+        recipe: the same.
+        streaming: 1 to write past the caches.
+    """
+    size, parts, item = peek(ctx + 8 * SIZE), peek(ctx + 8 * PARTS), peek(recipe + 8 * ITEM)
+    block_elems, width, here = BLOCK_BYTES // peek(recipe + 8 * WIDE_ITEM), 8 * (2 + size), sources + 8 * size
+    rows = 1
+    for level in range(levels):
+        rows *= peek(table + level * width)
+    for row in range(rows):
+        rest, to = row, out
+        for term in range(size):
+            poke(here + 8 * term, peek(sources + 8 * term))
+        for level in range(levels):
+            at = table + level * width
+            i = rest % peek(at)
+            rest //= peek(at)
+            to += i * peek(at + 8)
+            for term in range(size):
+                poke(here + 8 * term, peek(here + 8 * term) + i * peek(at + 16 + 8 * term))
+        for start in range(0, n, block_elems):
+            for term in range(size):
+                poke(parts + 8 * term, peek(here + 8 * term) + start * item)
+            fold_block(
+                ctx, to + start * item, min(block_elems, n - start), divisor, steps, recipe, streaming != 0
+            )
+    if streaming != 0:
+        fence()
+    return OK
+
+
+@njit(nogil=True)  # type: ignore[untyped-decorator]
 def fold_part(
     ctx: int, out: int, first: int, elems: int, root: int, divisor: int, steps: int, recipe: int
 ) -> None:

@@ -94,6 +94,16 @@ class NodeMemory:
         assert peer is not None
         return peer.addresses()[segment] + offset
 
+    def bytes_of(self, member: int, segment: int) -> np.ndarray:
+        """Return a member's segment as uint8, mapped now if it was not."""
+        if member == self.rank:
+            return self.arena.bytes_of(segment)
+        peer = self._peers[member]
+        assert peer is not None
+        if segment >= peer.mapped:
+            self.map_new()
+        return peer.bytes_of(segment)
+
     # ---- blocks that several ranks use, and that go back to the arena when all have let go
 
     def lend(self, size_bytes: int, users: int) -> Block:
