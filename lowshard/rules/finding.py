@@ -47,7 +47,7 @@ _SEVERITIES: dict[str, tuple[Severity, Severity]] = {
     "pipeline-edit": ("note", "note"),
     # the tensors
     "axis-absent-weight": ("error", "error"),
-    "axis-absent-in-the-way": ("warning", "error"),
+    "axis-absent-perhaps-weight": ("warning", "error"),
     "axis-absent-other": ("warning", "warning"),
     "name-twice": ("error", "error"),
     "name-without-rule": ("warning", "warning"),
