@@ -31,13 +31,20 @@ def check_bound(rule: Rule, mesh: DeviceMesh, parameter: str | None = None) -> N
 
 def indivisible(rule: Rule, mesh: DeviceMesh, extent: int, what: str) -> RulesError:
     """Return the error of a dim that a rule's axes do not divide, with the sizes that would."""
-    cut = " x ".join(f"{a}={mesh.axis_size(a)}" for a in rule.axes)
+    cut = cut_text(rule, mesh)
     fit = fitting(rule, mesh, extent)
     return rules_error(
-        f"{what} is {extent}, which {cut} = {mesh.axis_size(rule.axes)} shards do not divide; {fit}",
+        f"{what} is {extent}, which {cut} do not divide; {fit}",
         rule=rule,
         axis=rule.axes[-1] if len(rule.axes) == 1 else max(rule.axes, key=mesh.axis_size),
     )
+
+
+def cut_text(rule: Rule, mesh: DeviceMesh) -> str:
+    """Return how many shards a rule makes, as text such as `fsdp=4 x expert=4 = 16 shards`; size-1 axes hidden."""
+    sizes = [f"{a}={mesh.axis_size(a)}" for a in rule.axes if mesh.axis_size(a) > 1]
+    product = f" = {mesh.axis_size(rule.axes)}" if len(sizes) > 1 else ""
+    return f"{' x '.join(sizes)}{product} shards"
 
 
 def fitting(rule: Rule, mesh: DeviceMesh, extent: int) -> str:

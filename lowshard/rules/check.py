@@ -7,15 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from math import gcd
+from typing import Any
 
 from lowshard.errors import RulesError
 from lowshard.mesh import DeviceMesh
-from lowshard.rules.binding import fitting, largest_divisor
+from lowshard.rules.binding import cut_text, fitting, largest_divisor
 from lowshard.rules.finding import CheckReport, Finding, find
-from lowshard.rules.resolution import Attempt, Resolution
+from lowshard.rules.resolution import Resolution
 from lowshard.rules.rule import Rule
 from lowshard.rules.ruleset import RuleSet
-from lowshard.rules.tensor import LogicalTensor, as_tensors
+from lowshard.rules.tensor import LogicalTensor, as_tensors, group_name
 from lowshard.rules.topology import SizeRequest
 
 # Logical names that only ever stand on what flows or is cached, never on a weight.
@@ -72,8 +73,8 @@ class _Check:
         self._mesh = mesh
         self._axes = mesh.axis_names if mesh is not None else rules.mesh_axes
         self._known: dict[object, Resolution | None] = {}
-        self._facts: dict[tuple[object, ...], list[str]] = {}
-        self._blocked: dict[Attempt, tuple[Resolution, list[str]]] = {}
+        self._facts: dict[tuple[str, tuple[Any, ...]], list[str]] = {}
+        self._blocked: dict[tuple[Rule, Rule, str, Rule | None, str | None], list[str]] = {}
         self._extents: dict[tuple[Rule, int], list[str]] = {}
         self._errors: dict[str, tuple[RulesError, str, list[str]]] = {}
 
@@ -110,10 +111,12 @@ class _Check:
                 self._extents.setdefault((rule, tensor.shape[dim]), []).append(tensor.name)
         for attempt in found.attempts:
             if attempt.outcome == "blocked":
-                self._blocked.setdefault(attempt, (found, []))[1].append(tensor.name)
+                block = attempt.blocks[0]
+                why = (block.axis, found.winners[attempt.dim], found.names[block.dim])
+                self._blocked.setdefault((attempt.rule, block.rule, *why), []).append(tensor.name)
 
     def _add(self, tensor: LogicalTensor, code: str, *about: object) -> None:
-        self._facts.setdefault((code, *about), []).append(tensor.name)
+        self._facts.setdefault((code, about), []).append(tensor.name)
 
     def findings(self, *, with_tensors: bool) -> list[Finding]:
         """Return what was found, one finding a fact."""
@@ -134,35 +137,26 @@ class _Check:
 
     def _fact_findings(self) -> Iterable[Finding]:
         mode = self._rules.mode
-        for (code, *about), names in self._facts.items():
+        for (code, about), names in self._facts.items():
             listed = _listed(names)
             if code == "names-beyond-rank":
-                text = f"{about[0]} dims, but logical names {list(about[1])}: {listed}"  # type: ignore[call-overload]
+                text = f"{about[0]} dims, but logical names {list(about[1])}: {listed}"
                 yield find(code, mode, text, tensors=names)
             elif code == "name-without-rule":
-                text = f"there is no rule for the logical name {about[0]!r}: it is replicated, without a word ({listed})"
-                yield find(
-                    code,
-                    mode,
-                    text,
-                    self._rules.place("logical_axis_rules"),
-                    rule=str(about[0]),
-                    tensors=names,
-                )
+                text = f"no rule is for the logical name {about[0]!r}: it is replicated, without a word ({listed})"
+                yield find(code, mode, text, self._rules.place("logical_axis_rules"), tensors=names)
             elif code == "target-repeats-axis":
-                rule = about[0]
-                assert isinstance(rule, Rule)
+                rule: Rule = about[0]
                 text = f"the target names the axis {rule.repeated_axis!r} twice and settles a dim of {listed}"
                 yield find(code, "strict", text, rule=rule, axis=rule.repeated_axis, tensors=names)
             else:
                 rule, axis = about
-                assert isinstance(rule, Rule)
                 what = "an error for weights" if code == "axis-absent-weight" else "dropped without a word"
                 text = f"the mesh ({', '.join(self._axes)}) has no axis {axis!r}: {what} ({listed})"
                 yield find(code, mode, text, rule=rule, axis=str(axis), tensors=names)
 
     def _absent_elsewhere(self, with_tensors: bool) -> Iterable[Finding]:
-        told = {about[0] for (code, *about) in self._facts if code.startswith("axis-absent")}
+        told = {about[0] for (code, about) in self._facts if code.startswith("axis-absent")}
         layers = [r for layer in self._rules.extension.layers for r in layer.rules]
         for rule in (*self._rules.logical_axis_rules, *layers):
             absent = [a for a in rule.axes if a not in self._axes]
@@ -180,17 +174,14 @@ class _Check:
             yield find(code, self._rules.mode, text, rule=rule, axis=absent[0])
 
     def _blocked_findings(self) -> Iterable[Finding]:
-        for attempt, (found, names) in self._blocked.items():
-            block = attempt.blocks[0]
-            held = f"{block.axis} serves {found.names[block.dim]!r} by rule {block.rule}"
-            at = f" at {block.rule.where}" if block.rule.where else ""
-            winner = found.winners[attempt.dim]
+        for (rule, holder, axis, winner, name), names in self._blocked.items():
+            at = f" at {holder.where}" if holder.where else ""
             if winner is None:
                 code, then = "name-all-blocked", "no other rule fits, the dim is replicated without a word"
             else:
                 code, then = "name-fell-back", f"rule {winner} takes its place"
-            text = f"it is blocked: {held}{at}; {then} ({_listed(names)})"
-            yield find(code, self._rules.mode, text, rule=attempt.rule, axis=block.axis, tensors=names)
+            text = f"it is blocked: {axis} serves {name!r} by rule {holder}{at}; {then} ({_listed(names)})"
+            yield find(code, self._rules.mode, text, rule=rule, axis=axis, tensors=names)
 
     def _extent_findings(self) -> Iterable[Finding]:
         mesh = self._mesh
@@ -199,7 +190,6 @@ class _Check:
         bad = [(r, n, t) for (r, n), t in self._extents.items() if n % mesh.axis_size(r.axes)]
         for rule, extent, names in bad:
             axis = max(rule.axes, key=mesh.axis_size)
-            cut = " x ".join(f"{a}={mesh.axis_size(a)}" for a in rule.axes)
             overall = [
                 f"{a}={n}"
                 for a in rule.axes
@@ -207,7 +197,7 @@ class _Check:
             ]
             rest = f"; for all tensors together: {' or '.join(overall)}" if overall else ""
             text = (
-                f"a dim {rule.name} of {extent} is not divided by {cut} = {mesh.axis_size(rule.axes)} shards "
+                f"a dim {rule.name} of {extent} is not divided by {cut_text(rule, mesh)} "
                 f"({_listed(names)}); {fitting(rule, mesh, extent)}{rest}"
             )
             yield find("dim-indivisible", self._rules.mode, text, rule=rule, axis=axis, tensors=names)
@@ -242,6 +232,8 @@ def _budget(
 
 
 def _listed(names: list[str]) -> str:
-    shown = ", ".join(names[:_NAMED])
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    """Return how many tensors there are and some of their names, layers and moments counted as one."""
+    groups = list(dict.fromkeys(map(group_name, names)))
+    shown = ", ".join(groups[:_NAMED])
+    more = f" and {len(groups) - _NAMED} more names" if len(groups) > _NAMED else ""
     return f"{len(names)} tensor{'s' * (len(names) != 1)}: {shown}{more}"

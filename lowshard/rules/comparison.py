@@ -203,10 +203,10 @@ def _compare_entry(
                 changes.add("names", key, str(ea["partition_spec"]), str(eb["partition_spec"]))
             return
         if ea["partition_spec"] != eb["partition_spec"]:
-            kind = "spec" if a.kind == "named" else "names"
-            changes.add(kind, key, _spec_text(ea["partition_spec"]), _spec_text(eb["partition_spec"]), ea, eb)
+            what: ChangeKind = "spec" if a.kind == "named" else "names"
+            changes.add(what, key, _spec_text(ea["partition_spec"]), _spec_text(eb["partition_spec"]), ea, eb)
         if ea.get("mesh") != eb.get("mesh"):
-            changes.add("mesh", key, _mesh_text(ea), _mesh_text(eb))
+            changes.add("mesh", key, _mesh_text(ea), _mesh_text(eb), ea, eb)
     known = {"logic_axes", "PartitionSpec", "shape", "partition_spec", "mesh"}
     for field in sorted((set(ea) | set(eb)) - known):
         if ea.get(field) != eb.get(field) or (field in ea) != (field in eb):
@@ -235,7 +235,7 @@ def _entry_bytes(key: str, entry: Mapping[str, Any], itemsize_bytes: int) -> int
     shape = entry["shape"]
     spec = tuple(tuple(e) if isinstance(e, list) else e for e in entry["partition_spec"])
     parts = spec_shards(spec, mesh_sizes(entry))
-    held = prod(-(-n // k) for n, k in zip(shape, parts, strict=False)) * prod(shape[len(parts) :])
+    held: int = prod(-(-n // k) for n, k in zip(shape, parts, strict=False)) * prod(shape[len(parts) :])
     return held * (4 if role_of(key, shape) == "count" else itemsize_bytes)
 
 

@@ -186,7 +186,7 @@ def _events(text: str, path: str) -> Iterator[tuple[str, Event]]:
 
 
 def _where(event: Event, path: str) -> Where:
-    mark = event.start_mark
+    mark: Any = event.start_mark
     return Where(path, mark.line + 1, mark.column + 1)
 
 

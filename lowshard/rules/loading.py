@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Sequence
 from importlib.resources import files
-from pathlib import Path
 from typing import Literal, get_args
 
 from lowshard.errors import RulesError
@@ -66,13 +65,12 @@ def read_rules_file(
     if merge not in get_args(Merge):
         raise RulesError(f"merge is one of {', '.join(get_args(Merge))}, got {brief(merge)}")
     if isinstance(source, str) and source in READY_MADE:
-        path = str(files("lowshard.rules").joinpath("ready", f"{source}.yml"))
+        text, path = ready_made_text(source), f"ready/{source}.yml"
         base = None if source == "default" else base
     else:
         path = os.fspath(source)
-    return _combine(
-        parse_rule_file(_read(path, source), path, mode), mode, base, merge, is_base=source == "default"
-    )
+        text = _read(path)
+    return _combine(parse_rule_file(text, path, mode), mode, base, merge, is_base=source == "default")
 
 
 def parse_rules(
@@ -123,15 +121,15 @@ def make_rules(
     return RuleSet(name, mode, axes, tuple(tuple(d) for d in data_sharding), made, infers_context=True)
 
 
-def _read(path: str, source: FilePath) -> str:
+def _read(path: str) -> str:
     known = f"give the path of a YAML file, or one of {', '.join(READY_MADE)}"
     try:
         with open(path, "rb") as file:
             data = file.read(4 * MAX_FILE_BYTES + 1)
     except FileNotFoundError as error:
-        raise RulesError(f"{os.fspath(source)}: there is no such rule file; {known}", path=path) from error
+        raise RulesError(f"{path}: there is no such rule file; {known}", path=path) from error
     except (OSError, ValueError) as error:
-        raise RulesError(f"{os.fspath(source)}: cannot be read: {error}; {known}", path=path) from error
+        raise RulesError(f"{path}: cannot be read: {error}; {known}", path=path) from error
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -179,4 +177,4 @@ def ready_made_text(name: str) -> str:
     """
     if name not in READY_MADE:
         raise RulesError(f"the ready-made rule files are {', '.join(READY_MADE)}, got {brief(name)}")
-    return Path(str(files("lowshard.rules").joinpath("ready", f"{name}.yml"))).read_text(encoding="utf-8")
+    return files("lowshard.rules").joinpath("ready", f"{name}.yml").read_text(encoding="utf-8")

@@ -39,16 +39,12 @@ def name_tensors(
     """
     given = rules.extension.parameters
     patterns = given if given is not None else ready_made_patterns()
-    tensors = []
-    unmatched = []
-    found: dict[tuple[str, int], ParameterPattern | None] = {}
+    tensors: list[LogicalTensor] = []
+    unmatched: list[str] = []
     for name, (shape, dtype) in shapes.items():
         extents = checked_shape(tuple(shape), name)
-        key = (name, len(extents))
-        found[key] = next(
-            (p for p in patterns if len(p.names) == len(extents) and matches(p.match, name)), None
-        )
-        pattern = found[key]
+        fitting = (p for p in patterns if len(p.names) == len(extents) and matches(p.match, name))
+        pattern = next(fitting, None)
         if pattern is None and extents:
             unmatched.append(name)
         names = pattern.names if pattern is not None else (None,) * len(extents)

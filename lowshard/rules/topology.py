@@ -192,11 +192,11 @@ def _filled(
         sizes[axes.index(fills[0])] = target // rest
     elif rest != target:
         largest = max(axes, key=lambda a: sizes[axes.index(a)]) if axes else None
-        axis = next((a for a in axes if a in asked), largest)
+        blamed = next((a for a in axes if a in asked), largest)
         text = f"the {kind} sizes multiply to {rest} ({shown}), but there are {target} {of}: none may be left idle"
         if kind == "dcn" and "data" not in axes and not asked:
             text += "; this mesh has no data axis to span the slices: give dcn a size, such as fsdp=-1"
-        add("mesh-size", text, axis)
+        add("mesh-size", text, blamed)
         return None
     return tuple(sizes)
 
