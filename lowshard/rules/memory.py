@@ -9,7 +9,7 @@ from typing import Any
 
 from lowshard import dtypes
 from lowshard.mesh import DeviceMesh
-from lowshard.rules.binding import check_bound, spec_shards
+from lowshard.rules.binding import spec_shards
 from lowshard.rules.ruleset import RuleSet
 from lowshard.rules.tensor import LogicalTensor, as_tensors, group_name
 
@@ -145,13 +145,17 @@ def plan_memory(
     sizes = dict(zip(mesh.axis_names, mesh.shape, strict=True))
     has_moments = any(t.role == "moment" for t in given)
     rows: dict[str, list[_Row]] = {}
+    cuts: dict[tuple[object, ...], tuple[int, ...]] = {}
     count_bytes = 0
     for tensor in given:
         role = tensor.role
         if role == "count":
             count_bytes += tensor.size_bytes
             continue
-        row = _row(rules, mesh, sizes, tensor)
+        how = (id(rules.resolver(tensor.name)), tensor.names, len(tensor.shape))
+        if how not in cuts:
+            cuts[how] = _parts(rules, mesh, sizes, tensor)
+        row = _row(tensor, cuts[how])
         own = dtypes.get(tensor.dtype)
         moment_bytes = (own if moment_dtype is None else dtypes.get(moment_dtype)).itemsize_bytes
         if role == "moment":
@@ -201,12 +205,13 @@ class _Row:
         return self.elems_per_device - -(-self.elems // devices) if self.shards < devices else 0
 
 
-def _row(rules: RuleSet, mesh: DeviceMesh, sizes: dict[str, int], tensor: LogicalTensor) -> _Row:
-    found = rules.resolution(tensor.names, parameter=tensor.name)
-    for rule in found.winners:
-        if rule is not None and rule.axes:
-            check_bound(rule, mesh, tensor.name)
-    parts = spec_shards(found.spec[: len(tensor.shape)], sizes)
+def _parts(rules: RuleSet, mesh: DeviceMesh, sizes: dict[str, int], tensor: LogicalTensor) -> tuple[int, ...]:
+    """Return into how many parts each dim of a tensor is cut."""
+    found = rules.bound_spec(mesh, tensor.names, parameter=tensor.name)
+    return spec_shards(found.spec[: len(tensor.shape)], sizes)
+
+
+def _row(tensor: LogicalTensor, parts: tuple[int, ...]) -> _Row:
     cut = prod(-(-n // k) for n, k in zip(tensor.shape, parts, strict=False))
     return _Row(tensor.size_elems, cut * prod(tensor.shape[len(parts) :]), prod(parts))
 

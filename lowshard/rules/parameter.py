@@ -12,6 +12,7 @@ from lowshard.layout import Layout
 from lowshard.mesh import DeviceMesh
 from lowshard.rules.extension import ParameterPattern, matches
 from lowshard.rules.finding import Finding, find
+from lowshard.rules.resolution import entry_axes
 from lowshard.rules.ruleset import RuleSet
 from lowshard.rules.schema import parse_rule_file
 from lowshard.rules.tensor import LogicalTensor, as_tensors, checked_shape
@@ -92,20 +93,29 @@ def tensor_layouts(
         RulesError: as `RuleSet.layout`.
     """
     known: dict[tuple[object, ...], Layout] = {}
+    # One layout for each list of names and rank, with the parts each dim is cut into: a model has few of them.
+    first: dict[tuple[object, ...], tuple[Layout, tuple[int, ...]]] = {}
     out: dict[str, Layout] = {}
     for tensor in as_tensors(tensors, dtype):
-        key = (id(rules.resolver(tensor.name)), tensor.names, tensor.shape, tensor.dtype)
-        layout = known.get(key)
+        how = (id(rules.resolver(tensor.name)), tensor.names, len(tensor.shape), tensor.dtype)
+        layout = known.get((how, tensor.shape))
         if layout is None:
-            layout = known[key] = rules.layout(
-                mesh,
-                tensor.names,
-                tensor.shape,
-                tensor.dtype,
-                parameter=tensor.name,
-                uneven=uneven,
-                split=split,
-            )
+            model, parts = first.get(how, (None, ()))
+            fits = uneven or all(n % k == 0 for n, k in zip(tensor.shape, parts, strict=False))
+            if model is not None and fits:
+                layout = model.with_shape(tensor.shape)
+            else:
+                layout = rules.layout(
+                    mesh,
+                    tensor.names,
+                    tensor.shape,
+                    tensor.dtype,
+                    parameter=tensor.name,
+                    uneven=uneven,
+                    split=split,
+                )
+                first[how] = (layout, tuple(mesh.axis_size(entry_axes(e)) for e in layout.spec))
+            known[how, tensor.shape] = layout
         out[tensor.name] = layout
     return out
 

@@ -6,6 +6,7 @@ import operator
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from typing import Any, Literal
 
@@ -68,6 +69,7 @@ def short_name(name: str) -> str:
     return f"{match[2]} ({match[1]})" if match else text
 
 
+@lru_cache(maxsize=1 << 18)
 def group_name(name: str) -> str:
     """Return a key that all layers, and all moments, of one parameter share: numbers become `*`."""
     text = re.sub(r" \((?:mu|nu)\)\Z", "", short_name(name))
@@ -124,6 +126,8 @@ def _tensor(name: object, value: Any, default: str) -> LogicalTensor:
 
 def checked_shape(shape: object, name: str) -> tuple[int, ...]:
     """Return a shape as a tuple of extents >= 0, or raise RulesError that names the tensor."""
+    if isinstance(shape, tuple) and all(type(n) is int and n >= 0 for n in shape):
+        return shape
     if isinstance(shape, Sequence) and not isinstance(shape, str | bytes):
         try:
             extents = tuple(operator.index(n) for n in shape if not isinstance(n, bool))
