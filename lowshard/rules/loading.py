@@ -162,8 +162,9 @@ def _combine(
         names = {r.name for r in rules}
         rules = (() if file.override else tuple(r for r in old if r.name not in names)) + rules
     data = file.data_sharding if file.data_sharding is not None else under.data_sharding if under else ()
+    places = dict(under.places if under else ()) | dict(file.places)
     found = RuleSet(
-        file.path, mode, mesh_axes, data, rules, file.extension, file.places, file.context_sharding,
+        file.path, mode, mesh_axes, data, rules, file.extension, tuple(places.items()), file.context_sharding,
         infers_context=merge == "file" and not is_base, findings=file.findings,
     )  # fmt: skip
     return found, CheckReport.of(found.file_findings())

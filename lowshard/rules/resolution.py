@@ -12,7 +12,7 @@ from itertools import chain
 from typing import Literal
 
 from lowshard.errors import RulesError
-from lowshard.rules.rule import Rule, brief, rules_error
+from lowshard.rules.rule import Rule, Where, brief, rules_error
 
 LogicalNames = tuple[str | None, ...]
 SpecEntry = None | str | tuple[str, ...]
@@ -61,6 +61,8 @@ class Resolver:
     """A list of rules, ready to be asked."""
 
     rules: tuple[Rule, ...]
+    where: Where | None = None
+    """The place of the list, for errors about no single rule."""
     _places: Mapping[str, tuple[int, ...]] = field(init=False, repr=False)
     _known: dict[LogicalNames, Resolution] = field(init=False, repr=False, default_factory=dict)
 
@@ -81,11 +83,12 @@ class Resolver:
             RulesError: a name on two dims; names that are neither text nor None; a winning rule whose
                 target cannot be a spec entry.
         """
-        key = tuple(names)
-        try:
-            found = self._known.get(key)
-        except TypeError:
-            found = None
+        found = None
+        if isinstance(names, tuple):
+            try:
+                found = self._known.get(names)
+            except TypeError:  # a list in it: told by name below
+                found = None
         if found is None:
             found = self._resolve(names, trace=False)
             if len(self._known) < 100_000:
@@ -132,6 +135,7 @@ class Resolver:
         raise rules_error(
             f"the logical name {name!r} stands on two dims of {brief(list(names))}: one axis would cut both; "
             "give one of them another name, or None",
+            None if places else self.where,
             rule=self.rules[places[0]] if places else None,
         )
 

@@ -163,7 +163,7 @@ class RuleSet:
                 names = {r.name for r in entry.rules}
                 rest = () if entry.replace else tuple(r for r in rules if r.name not in names)
                 rules = entry.rules + rest
-            self._resolvers[layer] = Resolver(rules)
+            self._resolvers[layer] = Resolver(rules, self.place("logical_axis_rules"))
         return self._resolvers[layer]
 
     # ---- meshes

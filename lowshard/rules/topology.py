@@ -22,6 +22,7 @@ Sizes = Mapping[str, int]
 
 ICI_DEFAULTS: Sizes = {"fsdp": -1}
 DCN_DEFAULTS: Sizes = {"data": -1}
+MAX_DEVICES = 1 << 24
 _FIXED = ("attn_dp", "attn_dp_expert")  # MaxText gives them no setting
 # What MaxText calls the setting of an axis, where that is not the axis' name.
 _SETTINGS = {"stage": "pipeline", "model": "tensor"}
@@ -86,6 +87,8 @@ class SizeRequest:
         for what, count in (("devices", devices), ("slices", slices)):
             if isinstance(count, bool) or not isinstance(count, int) or count < 1:
                 raise rules_error(f"{what} is a whole number >= 1, got {brief(count)}")
+        if devices > MAX_DEVICES:
+            raise rules_error(f"devices is at most {MAX_DEVICES}, got {devices}")
         if devices % slices:
             raise rules_error(
                 f"slices hold equally many devices: {devices} devices do not divide into {slices} slices; "
