@@ -22,8 +22,12 @@ def check_file(rules: RuleSet) -> tuple[Finding, ...]:
         found.extend(_never_wins(layer.rules, mode))
     found.extend(_context(rules))
     for axis in dict.fromkeys(a for dim in rules.data_sharding for a in dim if a not in rules.mesh_axes):
+        where = rules.place("data_sharding")
+        own = where is None or where.path == rules.source
         text = f"data_sharding names {axis!r}, which mesh_axes ({', '.join(rules.mesh_axes)}) lacks"
-        found.append(find("data-sharding-axis-absent", mode, text, rules.place("data_sharding"), axis=axis))
+        text += "" if own else f"; {rules.source} does not set it, so the base's holds"
+        code = "data-sharding-axis-absent" if own else "data-sharding-axis-inherited"
+        found.append(find(code, mode, text, where, axis=axis))
     return tuple(found)
 
 

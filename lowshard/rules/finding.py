@@ -36,6 +36,7 @@ _SEVERITIES: dict[str, tuple[Severity, Severity]] = {
     "data-sharding-form": ("error", "error"),
     "data-sharding-flat": ("warning", "error"),
     "data-sharding-axis-absent": ("warning", "error"),
+    "data-sharding-axis-inherited": ("note", "warning"),
     "context-sharding-ignored": ("note", "note"),
     "context-sharding-at-odds": ("warning", "error"),
     "context-sharding-refused": ("error", "error"),
