@@ -22,7 +22,9 @@ Kind = Literal["text", "null", "bool", "int", "float", "other", "list", "map"]
 
 MAX_FILE_BYTES = 8_000_000
 MAX_DEPTH = 32
-MAX_NODES = 1_000_000
+MAX_WORD = 1000
+"""Characters of a name, a pattern or a number."""
+MAX_NODES = 50_000
 """Nodes of a file with every alias written out."""
 
 _TAG = "tag:yaml.org,2002:"
@@ -70,8 +72,8 @@ def parse_document(text: str, path: str) -> Node | None:
     """Return the one document of a YAML text, or None where it is empty.
 
     Raises:
-        RulesError: no YAML, several documents, nesting beyond 32, more than 10^6 nodes with aliases
-            written out, an alias inside its own anchor, a map with a key twice.
+        RulesError: no YAML, several documents, nesting beyond 32, more than 50,000 nodes with aliases
+            written out, a word of more than 1000 characters, an alias inside its own anchor, a map with a key twice.
         DependencyError: PyYAML is missing.
     """
     if len(text) > MAX_FILE_BYTES:
@@ -96,6 +98,8 @@ def parse_document(text: str, path: str) -> Node | None:
             if anchor:
                 anchors[anchor] = None
         elif name == "ScalarEvent":
+            if len(event.value) > MAX_WORD:  # type: ignore[attr-defined]
+                raise rules_error(f"a word in a rule file has at most {MAX_WORD} characters", where)
             node = Node(_scalar_kind(event, where), where, event.value)  # type: ignore[attr-defined]
         elif name == "AliasEvent":
             if anchors.get(str(anchor)) is None:

@@ -9,6 +9,8 @@ from lowshard.rules.finding import Finding, Mode, find
 from lowshard.rules.rule import Rule
 from lowshard.rules.ruleset import RuleSet
 
+_MOST_FALLBACKS = 64  # rules of one name that later ones are compared with
+
 
 def check_file(rules: RuleSet) -> tuple[Finding, ...]:
     """Return every finding about the file: what its keys hold, and how its rules stand to each other."""
@@ -58,7 +60,8 @@ def _never_wins(rules: Sequence[Rule], mode: Mode) -> list[Finding]:
     found = []
     before: dict[str, list[Rule]] = {}
     for rule in rules:
-        earlier = next((r for r in before.get(rule.name, ()) if set(r.axes) <= set(rule.axes)), None)
+        known = before.setdefault(rule.name, [])
+        earlier = next((r for r in known if set(r.axes) <= set(rule.axes)), None)
         if earlier is not None:
             why = (
                 "settles the dim without an axis"
@@ -68,5 +71,6 @@ def _never_wins(rules: Sequence[Rule], mode: Mode) -> list[Finding]:
             at = f" at {earlier.where}" if earlier.where else ""
             text = f"it can never win: rule {earlier}{at} comes first and {why}"
             found.append(find("rule-never-wins", mode, text, rule=rule))
-        before.setdefault(rule.name, []).append(rule)
+        elif len(known) < _MOST_FALLBACKS:
+            known.append(rule)
     return found

@@ -10,7 +10,7 @@ from typing import Literal, get_args
 from lowshard.errors import RulesError
 from lowshard.rules.document import MAX_FILE_BYTES
 from lowshard.rules.finding import MODES, CheckReport, Mode
-from lowshard.rules.rule import AXIS_NAME_FORM, Rule, as_rule, brief, is_axis_name
+from lowshard.rules.rule import AXIS_NAME_FORM, MAX_AXES, Rule, as_rule, brief, is_axis_name
 from lowshard.rules.ruleset import RuleSet
 from lowshard.rules.schema import RuleFile, parse_rule_file
 
@@ -111,6 +111,8 @@ def make_rules(
     axes = tuple(mesh_axes)
     if isinstance(mesh_axes, str) or not axes or not all(isinstance(a, str) and a for a in axes):
         raise RulesError(f"mesh_axes is a sequence of axis names, outermost first, got {brief(mesh_axes)}")
+    if len(axes) > MAX_AXES:
+        raise RulesError(f"a mesh has at most {MAX_AXES} axes, got {len(axes)}")
     odd = next((a for a in axes if not is_axis_name(a)), None)
     if odd is not None:
         raise RulesError(f"a mesh axis is named as {AXIS_NAME_FORM}, got {brief(odd)}", axis=odd)

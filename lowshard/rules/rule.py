@@ -16,6 +16,7 @@ MESH_AXES: tuple[str, ...] = (
 """The mesh axes MaxText has sizes for (MaxText commit e591f30)."""
 
 
+MAX_AXES = 64
 AXIS_NAME_FORM = "an identifier is: letters, digits, _ . -, no digit first"
 _AXIS_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.\-]*\Z")
 

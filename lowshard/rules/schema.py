@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from lowshard.rules.document import Node, parse_document, read_map
 from lowshard.rules.extension import Extension, read_extension
 from lowshard.rules.finding import Finding, Mode, find
-from lowshard.rules.rule import AXIS_NAME_FORM, Rule, Where, brief, is_axis_name
+from lowshard.rules.rule import AXIS_NAME_FORM, MAX_AXES, Rule, Where, brief, is_axis_name
 
 Axes = tuple[str, ...]
 DataSharding = tuple[Axes, ...]
@@ -22,6 +22,7 @@ DataSharding = tuple[Axes, ...]
 KEYS = ("mesh_axes", "data_sharding", "context_sharding", "logical_axis_rules")
 _OVERRIDE = "override_logical_axis_rules"
 _OURS = "lowshard"
+_MOST_UNKNOWN = 50
 _RULE_FORM = "a rule is a list of two: ['embed', ['fsdp', 'expert']], ['embed', 'fsdp'] or ['embed', []]"
 
 
@@ -125,7 +126,7 @@ class _Reader:
     def read(self, node: Node) -> RuleFile:
         entries = read_map(node)
         for key, (key_node, _) in entries.items():
-            if key not in (*KEYS, _OVERRIDE, _OURS):
+            if key not in (*KEYS, _OVERRIDE, _OURS) and len(self._findings) < _MOST_UNKNOWN:
                 self._unknown_key(key, key_node)
         values = {k: v for k, (_, v) in entries.items()}
         mesh_axes = self._mesh_axes(values["mesh_axes"]) if "mesh_axes" in values else None
@@ -179,6 +180,10 @@ class _Reader:
             bad = next((i for i in node.items if i.kind != "text" or not i.text), node)
             kind = _yaml_kind(bad) if node.items else "no name"
             self._add("mesh-axes-form", f"{form}, got {node} ({kind})", bad.where, axis=str(bad))
+            return None
+        if len(names) > MAX_AXES:
+            text = f"a mesh has at most {MAX_AXES} axes, got {len(names)}"
+            self._add("mesh-axes-form", text, node.where, axis=names[MAX_AXES])
             return None
         for place, name in enumerate(names):
             if not is_axis_name(name):
