@@ -23,6 +23,7 @@ __all__ = [
     "PlanError",
     "PolicyError",
     "ProfileError",
+    "RulesError",
     "ShardingError",
     "SolverError",
     "TimedOut",
@@ -50,6 +51,31 @@ class LayoutError(ShardingError):
 
 class PlanError(ShardingError):
     """No plan leads from the source to the destination, or a plan was used for something else."""
+
+
+class RulesError(ShardingError):
+    """A mesh-and-rule file, or a use of one, that cannot be.
+
+    The text starts with the place in the file; the same facts stand in `path`, `line` and `column`
+    (both counted from 1), `rule` (as the file has it) and `axis`, each None where it does not apply.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        path: str | None = None,
+        line: int | None = None,
+        column: int | None = None,
+        rule: str | None = None,
+        axis: str | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.path = path
+        self.line = line
+        self.column = column
+        self.rule = rule
+        self.axis = axis
 
 
 class DTypeError(LowshardError, TypeError):

@@ -1,0 +1,29 @@
+"""Mesh and rules: MaxText's sharding files, resolved exactly and explained.
+
+A rule file names the mesh axes and says, for each logical name of a dim (embed, mlp, vocab, ...), which of
+them cut it. `load_rules` reads one, `RuleSet.mesh` makes the mesh, `RuleSet.layout` says who holds what.
+Nothing here builds an array or asks for a device.
+"""
+
+from __future__ import annotations
+
+from lowshard.errors import RulesError
+from lowshard.rules.finding import CheckReport, Finding
+from lowshard.rules.loading import READY_MADE, load_rules, make_rules, parse_rules
+from lowshard.rules.rule import Rule, Where
+from lowshard.rules.ruleset import RuleSet
+from lowshard.rules.tensor import LogicalTensor
+
+__all__ = [
+    "READY_MADE",
+    "CheckReport",
+    "Finding",
+    "LogicalTensor",
+    "Rule",
+    "RuleSet",
+    "RulesError",
+    "Where",
+    "load_rules",
+    "make_rules",
+    "parse_rules",
+]

@@ -1,0 +1,85 @@
+"""A rule bound to a mesh: whether it can be, and which sizes would fit where it cannot."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+
+from lowshard.errors import RulesError
+from lowshard.mesh import DeviceMesh
+from lowshard.rules.resolution import Spec, entry_axes
+from lowshard.rules.rule import Rule, rules_error
+
+
+def check_bound(rule: Rule, mesh: DeviceMesh, parameter: str | None = None) -> None:
+    """Raise RulesError where a rule that settles a weight's dim cannot be bound to the mesh."""
+    of = f" (for tensor {parameter!r})" if parameter else ""
+    for axis in rule.axes:
+        if axis not in mesh.axis_names:
+            raise rules_error(
+                f"the mesh has no axis {axis!r}{of}; its axes are {', '.join(mesh.axis_names)}",
+                rule=rule,
+                axis=axis,
+            )
+    if rule.repeated_axis:
+        raise rules_error(
+            f"the target names the axis {rule.repeated_axis!r} twice{of}; an axis cuts a tensor once",
+            rule=rule,
+            axis=rule.repeated_axis,
+        )
+
+
+def indivisible(rule: Rule, mesh: DeviceMesh, extent: int, what: str) -> RulesError:
+    """Return the error of a dim that a rule's axes do not divide, with the sizes that would."""
+    cut = cut_text(rule, mesh)
+    fit = fitting(rule, mesh, extent)
+    return rules_error(
+        f"{what} is {extent}, which {cut} do not divide; {fit}",
+        rule=rule,
+        axis=rule.axes[-1] if len(rule.axes) == 1 else max(rule.axes, key=mesh.axis_size),
+    )
+
+
+def cut_text(rule: Rule, mesh: DeviceMesh) -> str:
+    """Return how many shards a rule makes, as text such as `fsdp=4 x expert=4 = 16 shards`; size-1 axes hidden."""
+    sizes = [f"{a}={mesh.axis_size(a)}" for a in rule.axes if mesh.axis_size(a) > 1]
+    product = f" = {mesh.axis_size(rule.axes)}" if len(sizes) > 1 else ""
+    return f"{' x '.join(sizes)}{product} shards"
+
+
+def fitting(rule: Rule, mesh: DeviceMesh, extent: int) -> str:
+    """Return, as text, the largest size of each axis of a rule that still divides an extent."""
+    total = mesh.axis_size(rule.axes)
+    shards = largest_divisor(extent, total)
+    ways = []
+    for axis in rule.axes:
+        rest = total // mesh.axis_size(axis)
+        if mesh.axis_size(axis) > 1 and extent % rest == 0:
+            ways.append(f"{axis}={largest_divisor(extent // rest, mesh.axis_size(axis))}")
+    alone = f" ({' or '.join(ways)} with the others as they are)" if ways else ""
+    return f"the most that fit are {shards} shards{alone}"
+
+
+@lru_cache(maxsize=65536)
+def largest_divisor(extent: int, at_most: int) -> int:
+    """Return the largest number <= `at_most` that divides an extent >= 1.
+
+    Divisors are paired up from below, 10^6 pairs at most: exact for every extent up to 10^12.
+    """
+    best, low = 1, 1
+    while low * low <= extent and low <= min(at_most, 10**6):
+        if extent % low == 0:
+            best = max(best, low, extent // low if extent // low <= at_most else 1)
+        low += 1
+    return best
+
+
+def spec_shards(spec: Spec, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    """Return into how many parts a spec cuts each dim, for axis sizes by name."""
+    out = []
+    for entry in spec:
+        parts = 1
+        for axis in entry_axes(entry):
+            parts *= sizes[axis]
+        out.append(parts)
+    return tuple(out)

@@ -1,0 +1,183 @@
+"""load_rules: a rule file, a ready-made one, or rules from code, laid over a base as MaxText does."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from importlib.resources import files
+from typing import Literal, get_args
+
+from lowshard.errors import RulesError
+from lowshard.rules.document import MAX_FILE_BYTES
+from lowshard.rules.finding import MODES, CheckReport, Mode
+from lowshard.rules.rule import AXIS_NAME_FORM, MAX_AXES, Rule, as_rule, brief, is_axis_name
+from lowshard.rules.ruleset import RuleSet
+from lowshard.rules.schema import RuleFile, parse_rule_file
+
+READY_MADE: tuple[str, ...] = ("default", "pure-fsdp", "ep-as-cp", "cp-as-ep", "pipeline-large-moe")
+"""Rule files that come with lowshard; `load_rules` takes their names."""
+
+Merge = Literal["file", "names"]
+FilePath = str | os.PathLike[str]
+
+
+def load_rules(
+    source: FilePath,
+    *,
+    mode: Mode = "maxtext",
+    base: FilePath | RuleSet | None = "default",
+    merge: Merge = "file",
+) -> RuleSet:
+    """Return the rules of a file laid over a base.
+
+    Args:
+        source: one of READY_MADE, or the path of a YAML file (write ./default for a file of that name).
+        mode: "maxtext": silent where MaxText is, so that the outcome is exactly MaxText's. "strict":
+            what would silently change the outcome is an error.
+        base: where keys come from that the file lacks; None: the file must have them.
+        merge: "file": each key of the file replaces the base's whole (MaxText's `custom_mesh_and_rule`).
+            "names": rules replace those of the same names and go to the end (a model file of MaxText's,
+            or its command line); `override_logical_axis_rules: true` in the file drops all others.
+
+    Raises:
+        RulesError: no such file, no YAML, or a file that cannot be meant; the text starts with its place.
+    """
+    rules, report = read_rules_file(source, mode=mode, base=base, merge=merge)
+    report.raise_first()
+    assert rules is not None  # only an error leaves nothing
+    return rules
+
+
+def read_rules_file(
+    source: FilePath,
+    *,
+    mode: Mode = "maxtext",
+    base: FilePath | RuleSet | None = "default",
+    merge: Merge = "file",
+) -> tuple[RuleSet | None, CheckReport]:
+    """Return the rules of a file as far as they can be read, and every finding; see `load_rules`.
+
+    Raises:
+        RulesError: the file cannot be read at all.
+    """
+    if mode not in MODES:
+        raise RulesError(f"mode is one of {', '.join(MODES)}, got {brief(mode)}")
+    if merge not in get_args(Merge):
+        raise RulesError(f"merge is one of {', '.join(get_args(Merge))}, got {brief(merge)}")
+    if isinstance(source, str) and source in READY_MADE:
+        text, path = ready_made_text(source), f"ready/{source}.yml"
+        base = None if source == "default" else base
+    else:
+        path = os.fspath(source)
+        text = _read(path)
+    return _combine(parse_rule_file(text, path, mode), mode, base, merge, is_base=source == "default")
+
+
+def parse_rules(
+    text: str,
+    path: str = "<text>",
+    *,
+    mode: Mode = "maxtext",
+    base: FilePath | RuleSet | None = "default",
+    merge: Merge = "file",
+) -> RuleSet:
+    """Return the rules of a YAML text; arguments and errors as of `load_rules`, `path` for the messages."""
+    rules, report = _combine(parse_rule_file(text, path, mode), mode, base, merge)
+    report.raise_first()
+    assert rules is not None
+    return rules
+
+
+def make_rules(
+    mesh_axes: Sequence[str],
+    rules: Iterable[tuple[str, object] | Rule],
+    *,
+    data_sharding: Sequence[Sequence[str]] = (),
+    mode: Mode = "maxtext",
+    name: str = "<code>",
+) -> RuleSet:
+    """Return rules made in code.
+
+    Args:
+        mesh_axes: names, outermost first.
+        rules: (logical name, axis | axes | None) pairs in order of priority, or Rule values.
+        data_sharding: mesh axes for each dim of a batch.
+        mode: see `load_rules`.
+        name: what messages call it.
+
+    Raises:
+        RulesError: axes that are no distinct names, rules of another form.
+    """
+    axes = tuple(mesh_axes)
+    if isinstance(mesh_axes, str) or not axes or not all(isinstance(a, str) and a for a in axes):
+        raise RulesError(f"mesh_axes is a sequence of axis names, outermost first, got {brief(mesh_axes)}")
+    if len(axes) > MAX_AXES:
+        raise RulesError(f"a mesh has at most {MAX_AXES} axes, got {len(axes)}")
+    odd = next((a for a in axes if not is_axis_name(a)), None)
+    if odd is not None:
+        raise RulesError(f"a mesh axis is named as {AXIS_NAME_FORM}, got {brief(odd)}", axis=odd)
+    repeated = next((a for i, a in enumerate(axes) if a in axes[:i]), None)
+    if repeated:
+        raise RulesError(f"mesh_axes names {repeated!r} twice", axis=repeated)
+    made = tuple(r if isinstance(r, Rule) else as_rule(r) for r in rules)
+    return RuleSet(name, mode, axes, tuple(tuple(d) for d in data_sharding), made, infers_context=True)
+
+
+def _read(path: str) -> str:
+    known = f"give the path of a YAML file, or one of {', '.join(READY_MADE)}"
+    try:
+        with open(path, "rb") as file:
+            data = file.read(4 * MAX_FILE_BYTES + 1)
+    except FileNotFoundError as error:
+        raise RulesError(f"{path}: there is no such rule file; {known}", path=path) from error
+    except (OSError, ValueError) as error:
+        raise RulesError(f"{path}: cannot be read: {error}; {known}", path=path) from error
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = data[: error.start].count(b"\n") + 1
+        raise RulesError(
+            f"{path}:{line}: a rule file is UTF-8 text: {error}", path=path, line=line
+        ) from error
+
+
+def _combine(
+    file: RuleFile, mode: Mode, base: FilePath | RuleSet | None, merge: Merge, *, is_base: bool = False
+) -> tuple[RuleSet | None, CheckReport]:
+    under: RuleSet | None
+    whole = None not in (file.mesh_axes, file.rules, file.data_sharding) and merge == "file"
+    if base is None or isinstance(base, RuleSet):
+        under = base
+    elif whole:
+        under = None
+    else:
+        under = load_rules(base, mode=mode, base=None if base == "default" else "default")
+    mesh_axes = file.mesh_axes if file.mesh_axes is not None else under.mesh_axes if under else None
+    if mesh_axes is None:
+        report = CheckReport.of(file.findings)
+        if report.ok:
+            raise RulesError(f"{file.path}: the file lacks mesh_axes, and there is no base", path=file.path)
+        return None, report
+    rules = file.rules if file.rules is not None else ()
+    if file.rules is None or merge == "names":
+        old = under.logical_axis_rules if under else ()
+        names = {r.name for r in rules}
+        rules = (() if file.override else tuple(r for r in old if r.name not in names)) + rules
+    data = file.data_sharding if file.data_sharding is not None else under.data_sharding if under else ()
+    places = dict(under.places if under else ()) | dict(file.places)
+    found = RuleSet(
+        file.path, mode, mesh_axes, data, rules, file.extension, tuple(places.items()), file.context_sharding,
+        infers_context=merge == "file" and not is_base, findings=file.findings,
+    )  # fmt: skip
+    return found, CheckReport.of(found.file_findings())
+
+
+def ready_made_text(name: str) -> str:
+    """Return the YAML text of a ready-made rule file, to start one's own from.
+
+    Raises:
+        RulesError: there is none of that name.
+    """
+    if name not in READY_MADE:
+        raise RulesError(f"the ready-made rule files are {', '.join(READY_MADE)}, got {brief(name)}")
+    return files("lowshard.rules").joinpath("ready", f"{name}.yml").read_text(encoding="utf-8")

@@ -1,0 +1,113 @@
+"""One rule of a mesh-and-rule file, the place it stands at, and the error that names both."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lowshard.errors import RulesError
+
+MESH_AXES: tuple[str, ...] = (
+    "diloco", "data", "stage", "fsdp", "fsdp_transpose", "sequence", "context", "context_usp_ulysses",
+    "context_autoregressive", "tensor", "tensor_sequence", "model", "expert", "autoregressive", "attn_dp",
+    "attn_dp_expert",
+)  # fmt: skip
+"""The mesh axes MaxText has sizes for (MaxText commit e591f30)."""
+
+
+MAX_AXES = 64
+AXIS_NAME_FORM = "an identifier is: letters, digits, _ . -, no digit first"
+_AXIS_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.\-]*\Z")
+
+
+@dataclass(frozen=True, slots=True)
+class Where:
+    """A place in a file; line and column count from 1."""
+
+    path: str
+    line: int
+    column: int
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.line}:{self.column}"
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """A logical name and the mesh axes that cut a dim of that name, outer first."""
+
+    name: str
+    axes: tuple[str, ...]
+    """Empty: such a dim stays whole, and later rules of the name never apply."""
+    where: Where | None = None
+    fault: str = ""
+    """Why no spec can be made of the target, where MaxText says so only once it is used."""
+
+    @property
+    def repeated_axis(self) -> str | None:
+        """An axis that the target names twice, which no mesh can serve; None in a sound rule."""
+        return next((a for i, a in enumerate(self.axes) if a in self.axes[:i]), None)
+
+    @property
+    def entry(self) -> str | tuple[str, ...] | None:
+        """The spec entry it gives: None, one name, or names (outer first)."""
+        return self.axes if len(self.axes) > 1 else self.axes[0] if self.axes else None
+
+    def to_json(self) -> dict[str, object]:
+        """Return plain data: name, axes, and the place as text."""
+        where = None if self.where is None else str(self.where)
+        return {"name": self.name, "axes": list(self.axes), "where": where}
+
+    def __str__(self) -> str:
+        return f"[{self.name}, [{', '.join(self.axes)}]]"
+
+
+def rules_error(
+    text: str, where: Where | None = None, *, rule: Rule | str | None = None, axis: str | None = None
+) -> RulesError:
+    """Return the error that says `text`, led by the place (a rule's own where none is given)."""
+    if where is None and isinstance(rule, Rule):
+        where = rule.where
+    place = f"{where}: " if where else ""
+    named = f"rule {rule}: " if rule is not None else ""
+    return RulesError(
+        f"{place}{named}{text}",
+        path=where.path if where else None,
+        line=where.line if where else None,
+        column=where.column if where else None,
+        rule=None if rule is None else str(rule),
+        axis=axis,
+    )
+
+
+def is_axis_name(name: str) -> bool:
+    """Return whether a device mesh takes the name for an axis."""
+    return _AXIS_NAME.match(name) is not None
+
+
+def brief(value: object) -> str:
+    """Return a value as text that fits into a message."""
+    text = repr(value)
+    return text if len(text) <= 120 else f"{text[:100]}... ({len(text)} characters)"
+
+
+def as_rule(pair: tuple[str, object]) -> Rule:
+    """Return the rule of a (logical name, axis | axes | None) pair.
+
+    Raises:
+        RulesError: another form.
+    """
+    form = "a rule is a pair (logical name, axis | axes | None), such as ('embed', ['fsdp', 'expert'])"
+    if (
+        isinstance(pair, str)
+        or not isinstance(pair, Sequence)
+        or len(pair) != 2
+        or not isinstance(pair[0], str)
+    ):
+        raise RulesError(f"{form}, got {brief(pair)}")
+    name, target = pair
+    axes = () if target is None else (target,) if isinstance(target, str) else target
+    if not isinstance(axes, Sequence) or not all(isinstance(a, str) and a for a in axes):
+        raise RulesError(f"{form}, got {brief(pair)}", rule=str(pair))
+    return Rule(name, tuple(axes))

@@ -1,0 +1,113 @@
+"""A check for users' own tests: the shardings a configuration gives are the ones that were agreed on.
+
+    from lowshard.rules import load_rules
+    from lowshard.rules.testing import assert_matches_golden
+
+    def test_shardings():
+        rules = load_rules("configs/my-rules.yml")
+        assert_matches_golden(rules, "goldens/my-model", devices=16, ici={"fsdp": -1, "expert": 4})
+
+The folder holds a logical_shardings.json, as MaxText's dump writes it, and the named_shardings.json that
+is compared byte for byte; an input_shardings.json, where there is one, is compared too. After a change
+that is meant, `LOWSHARD_UPDATE_GOLDENS=1 pytest` writes them anew.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from lowshard.errors import RulesError, VerificationError
+from lowshard.mesh import DeviceMesh
+from lowshard.rules.comparison import compare_dumps
+from lowshard.rules.golden import (
+    FILE_NAMES,
+    Dump,
+    activation_shardings,
+    dump_text,
+    named_shardings,
+    parse_dump,
+    read_dump,
+)
+from lowshard.rules.ruleset import RuleSet
+from lowshard.rules.topology import Sizes
+
+UPDATE = "LOWSHARD_UPDATE_GOLDENS"
+
+
+def assert_matches_golden(
+    rules: RuleSet,
+    golden: str | os.PathLike[str],
+    *,
+    devices: int | None = None,
+    slices: int = 1,
+    ici: Sizes | None = None,
+    dcn: Sizes | None = None,
+    mesh: DeviceMesh | None = None,
+    tensors: object = None,
+    update: bool | None = None,
+) -> None:
+    """Check that rules give the shardings of a golden file, byte for byte.
+
+    Args:
+        rules: the rule set.
+        golden: a named_shardings.json, or a folder with one (and perhaps an input_shardings.json).
+        devices: as of `RuleSet.mesh`, with the next three; or give `mesh`.
+        slices: see devices.
+        ici: see devices.
+        dcn: see devices.
+        mesh: the mesh, in place of sizes.
+        tensors: what is sharded, in any form of `as_tensors`; None: the logical_shardings.json beside
+            the golden file.
+        update: write the golden file in place of comparing; None: where LOWSHARD_UPDATE_GOLDENS=1.
+
+    Raises:
+        VerificationError: (an AssertionError) the golden file is missing or says something else; the
+            text has the changes, grouped, with their bytes a device.
+        RulesError: the configuration cannot be resolved.
+    """
+    if (mesh is None) == (devices is None):
+        raise RulesError("assert_matches_golden takes devices (with slices, ici, dcn) or a mesh")
+    if mesh is None:
+        rules, mesh = rules.bind(devices or 0, slices, ici, dcn)
+    bound, path = mesh, Path(golden)
+    write = os.environ.get(UPDATE) == "1" if update is None else update
+    folder = path if path.is_dir() or not path.suffix else path.parent
+    named = folder / FILE_NAMES["named"] if folder == path else path
+    if tensors is None:
+        tensors = read_dump(folder / FILE_NAMES["logical"]).tensors()
+    _compare(named, lambda: dump_text(named_shardings(rules, bound, tensors)), write)
+    traced = folder / FILE_NAMES["activations"]
+    if folder == path and traced.exists():
+        _compare(
+            traced,
+            lambda: dump_text(activation_shardings(rules, bound, read_dump(traced).activations())),
+            write,
+        )
+
+
+def _compare(golden: Path, make: Callable[[], str], write: bool) -> None:
+    made = make()
+    if write:
+        golden.parent.mkdir(parents=True, exist_ok=True)
+        golden.write_text(made, encoding="utf-8")
+        return
+    again = f"if the change is meant, run again with {UPDATE}=1"
+    try:
+        kept = golden.read_bytes()
+    except OSError as error:
+        raise VerificationError(
+            f"the golden file {golden} is missing or unreadable ({error}); {again}"
+        ) from error
+    if kept == made.encode():
+        return
+    try:
+        old: Dump = read_dump(golden)
+    except RulesError as error:
+        raise VerificationError(f"the golden file is damaged: {error}; {again}") from error
+    difference = compare_dumps(old, parse_dump(made, "what the rules give now"))
+    text = str(difference)
+    if difference.same:
+        text = f"{golden}: the same entries in another form (order, white space)"
+    raise VerificationError(f"{text}\n{again}")
