@@ -26,6 +26,7 @@ FLOORS: dict[str, str] = {
     "lowshard.mesh": "1",
     "lowshard.placement": "1",
     "lowshard.layout": "1",
+    "lowshard.tiling": "1",
     "lowshard.kernels": "0k",
     "lowshard.comm": "0c",
     "lowshard.cost": "2",
