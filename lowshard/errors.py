@@ -16,11 +16,13 @@ __all__ = [
     "LaunchError",
     "LayoutError",
     "LowshardError",
+    "MarkerError",
     "MeshError",
     "MismatchError",
     "PeerFailed",
     "PlanError",
     "ProfileError",
+    "ShardIndexError",
     "ShardingError",
     "TimedOut",
     "VerificationError",
@@ -35,6 +37,14 @@ class LowshardError(Exception):
 
 class ShardingError(LowshardError, ValueError):
     """A placement, mesh, layout or plan that cannot be."""
+
+
+class ShardIndexError(ShardingError, IndexError):
+    """An axis that a weight does not have, or the number of a device beyond the devices of a strategy."""
+
+
+class MarkerError(LowshardError, NotImplementedError):
+    """A strategy that marks a whole module was applied to one weight."""
 
 
 class MeshError(ShardingError):

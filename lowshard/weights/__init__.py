@@ -1,0 +1,23 @@
+"""Weights: which part of each a device holds, and how checkpoints are read and written in parts."""
+
+from __future__ import annotations
+
+from lowshard.weights.quantization import (
+    ExpertScales,
+    Quantization,
+    expert_scales,
+    scale_strategy,
+)
+from lowshard.weights.rule import Segment
+from lowshard.weights.strategy import ShardingStrategy
+from lowshard.weights.weight import Weight
+
+__all__ = [
+    "ExpertScales",
+    "Quantization",
+    "Segment",
+    "ShardingStrategy",
+    "Weight",
+    "expert_scales",
+    "scale_strategy",
+]
