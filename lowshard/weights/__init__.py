@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from lowshard.weights.module import shard_module
+from lowshard.weights.pattern import Matching, NamePatterns, Sizes
 from lowshard.weights.quantization import (
     ExpertScales,
     Quantization,
@@ -14,10 +16,14 @@ from lowshard.weights.weight import Weight
 
 __all__ = [
     "ExpertScales",
+    "Matching",
+    "NamePatterns",
     "Quantization",
     "Segment",
     "ShardingStrategy",
+    "Sizes",
     "Weight",
     "expert_scales",
     "scale_strategy",
+    "shard_module",
 ]

@@ -290,6 +290,39 @@ class Replicate(Rule):
 
 
 @dataclass(frozen=True)
+class Owned(Rule):
+    """The whole weight on one device and nothing on the others: an expert, or a bias that is added once."""
+
+    owner: int
+
+    def pieces(self, shape: Shape, index: int, num_devices: int) -> list[Box]:
+        """Return the box of everything on the owner, an empty one elsewhere."""
+        if not shape:
+            raise ShardIndexError(f"{self}: a 0-d array has no empty part: use replicate for it")
+        return [full_box(shape) if index == self.owner else ((0, 0), *full_box(shape[1:]))]
+
+    def __str__(self) -> str:
+        return f"owned by device {self.owner}"
+
+
+@dataclass(frozen=True)
+class ExpertRange(_OneAxis):
+    """Whole experts, stacked along axis 0: expert e of E goes to device e * num_devices // E."""
+
+    @property
+    def axis(self) -> int:
+        """Axis 0."""
+        return 0
+
+    def intervals(self, extent: int, index: int, num_devices: int) -> list[Interval]:
+        """Return the device's experts."""
+        return [(-(-index * extent // num_devices), -(-(index + 1) * extent // num_devices))]
+
+    def __str__(self) -> str:
+        return "experts"
+
+
+@dataclass(frozen=True)
 class _Marker(Rule):
     def pieces(self, shape: Shape, index: int, num_devices: int) -> list[Box]:
         """Raise: a marker says nothing of one weight."""
