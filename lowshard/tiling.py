@@ -174,6 +174,21 @@ class Tiling:
             tiles[rank], shapes[rank] = self.rank_tiles[place], self.local_shapes[place]
         return Tiling(self.shape, self.dtype, tuple(tiles), tuple(shapes))
 
+    def widened(self, num_ranks: int) -> Tiling:
+        """Return the tiling with ranks that take no part behind its own, num_ranks in all.
+
+        Raises:
+            LayoutError: it has more ranks already.
+        """
+        more = num_ranks - self.num_ranks
+        if more < 0:
+            raise LayoutError(f"the tiling has {self.num_ranks} ranks, it cannot have {num_ranks}")
+        if not more:
+            return self
+        return Tiling(
+            self.shape, self.dtype, (*self.rank_tiles, *[()] * more), (*self.local_shapes, *[None] * more)
+        )
+
     # ---- what a rank holds
 
     @property

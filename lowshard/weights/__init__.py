@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from lowshard.weights.load import LoadReport, load
 from lowshard.weights.module import shard_module
 from lowshard.weights.pattern import Matching, NamePatterns, Sizes
+from lowshard.weights.plan import LoadPlan, plan_load
 from lowshard.weights.quantization import (
     ExpertScales,
     Quantization,
@@ -11,11 +13,14 @@ from lowshard.weights.quantization import (
     scale_strategy,
 )
 from lowshard.weights.rule import Segment
+from lowshard.weights.save import remove_leftovers, save
 from lowshard.weights.strategy import ShardingStrategy
 from lowshard.weights.weight import Weight
 
 __all__ = [
     "ExpertScales",
+    "LoadPlan",
+    "LoadReport",
     "Matching",
     "NamePatterns",
     "Quantization",
@@ -24,6 +29,10 @@ __all__ = [
     "Sizes",
     "Weight",
     "expert_scales",
+    "load",
+    "plan_load",
+    "remove_leftovers",
+    "save",
     "scale_strategy",
     "shard_module",
 ]

@@ -76,6 +76,7 @@ def test_a_tiling_on_a_mesh_repeats_along_the_other_axes() -> None:
     assert spread.tiles(4) == ()
     assert spread.local_bytes(4) == 0
     assert list(spread.holders().values()) == [(0, 1), (2, 3)]
+    assert tiling.on_mesh(mesh, "tp").widened(5) == spread
     with pytest.raises(LayoutError, match="takes no part"):
         spread.local_shape(4)
     with pytest.raises(LayoutError, match="make it for 2"):
