@@ -61,16 +61,6 @@ class ByteSource:
                     name, part, part.local(common), out[(..., *relative_slices(common, box))]
                 )  # a view even of a 0-d array
 
-    def will_need(self, name: str, box: Box) -> None:
-        """Tell the system that a box will be read soon."""
-        for part in self.catalog.tensor(name).parts:
-            common = intersect(part.box, box) if box else ()
-            if common is None or not volume(common):
-                continue
-            first, last = _span(part.entry, part.local(common))
-            if last - first > LONG_RUN_BYTES:
-                os.posix_fadvise(self._fd(part.file, name), first, last - first, os.POSIX_FADV_WILLNEED)
-
     def verify(self, name: str, part: StoredPart) -> int:
         """Compare the stored array behind a part with its checksum; return the bytes read.
 
@@ -123,6 +113,7 @@ class ByteSource:
         if file not in self._fds:
             try:
                 self._fds[file] = open_for_reading(file)
+                os.posix_fadvise(self._fds[file], 0, 0, os.POSIX_FADV_SEQUENTIAL)  # twice the read-ahead
             except CheckpointError as error:
                 raise CheckpointError(f"{error} (needed for tensor {name!r})") from error
         return self._fds[file]
@@ -174,9 +165,3 @@ def _runs(out: np.ndarray, run_elems: int) -> list[np.ndarray] | None:
     if not rows[0].flags.c_contiguous:
         return None
     return [row.reshape(-1).view(np.uint8) for row in rows]
-
-
-def _span(entry: TensorEntry, box: Box) -> tuple[int, int]:
-    itemsize = dtypes.get(entry.dtype).itemsize_bytes
-    run, firsts = contiguous_runs(box, entry.shape)
-    return entry.start + firsts[0] * itemsize, entry.start + (firsts[-1] + run) * itemsize

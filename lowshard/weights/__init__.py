@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lowshard.weights.load import LoadReport, load
+from lowshard.weights.load import LoadReport, load, nodes_of
 from lowshard.weights.module import shard_module
 from lowshard.weights.pattern import Matching, NamePatterns, Sizes
 from lowshard.weights.plan import LoadPlan, plan_load
@@ -30,6 +30,7 @@ __all__ = [
     "Weight",
     "expert_scales",
     "load",
+    "nodes_of",
     "plan_load",
     "remove_leftovers",
     "save",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
@@ -11,12 +13,15 @@ from lowshard import dtypes
 from lowshard.box import Box, full_box, intersect, relative_slices, shape_of, volume
 from lowshard.checkpoint.bytesource import ByteSource
 from lowshard.checkpoint.catalog import Catalog, Files
-from lowshard.comm import Communicator, agree
+from lowshard.comm import Communicator, agree, share_text
 from lowshard.errors import CheckpointError, LowshardError, PlanError
 from lowshard.tiling import Tiling
 from lowshard.weights.plan import CHUNK_BYTES, LoadPlan, Read
 
 Progress = Callable[[int, int], None]
+
+_BLOCK_BYTES = 64 << 20
+_ALIGN_BYTES = 64
 
 
 @dataclass(frozen=True)
@@ -90,6 +95,20 @@ def load(
             source.close()
 
 
+def nodes_of(comm: Communicator) -> list[int]:
+    """Return the node of each rank, numbered in the order of their lowest ranks.
+
+    Collective: all ranks of the communicator call this.
+    """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        boot = ""
+    names = share_text(comm.control, f"{socket.gethostname()} {boot}")
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
+    return [numbers[name] for name in names]
+
+
 class _Together:
     """A block of local work after which all ranks agree: if one failed, all raise its error."""
 
@@ -133,16 +152,24 @@ class _Load:
                     self.verified_bytes += source.verify(name, part)
 
     def allocate(self) -> None:
+        """Make this rank's arrays, in few large blocks: huge pages take a tenth of the faults."""
+        block, at = np.empty(0, np.uint8), 0
+        left = sum(_padded(t.local_bytes(self.rank)) for _, t in self.plan.tilings)
         for name, tiling in self.plan.tilings:
-            if self.rank in tiling:
-                self.arrays[name] = np.empty(tiling.local_shape(self.rank), dtypes.get(tiling.dtype).numpy)
+            if self.rank not in tiling:
+                continue
+            need = _padded(tiling.local_bytes(self.rank))
+            if at + need > block.size:
+                block, at = np.empty(max(need, min(left, _BLOCK_BYTES)), np.uint8), 0
+            flat = block[at : at + tiling.local_bytes(self.rank)]
+            shape, dtype = tiling.local_shape(self.rank), dtypes.get(tiling.dtype).numpy
+            self.arrays[name] = flat.view(dtype).reshape(shape)
+            at, left = at + need, left - need
 
     def read_own(self, source: ByteSource) -> None:
         """Read what this rank alone takes, and what it shares, into its own place."""
         mine = [r for r in self.plan.reads if r.reader == self.rank and self.rank in r.takers]
-        for number, read in enumerate(mine):
-            if number + 1 < len(mine):
-                source.will_need(mine[number + 1].name, mine[number + 1].box)
+        for read in mine:
             for view, box in self._places(read.name, read.box):
                 source.read(read.name, box, view)
             self._count(read)
@@ -271,3 +298,7 @@ def _buffer(counts: list[int]) -> tuple[np.ndarray, list[int]]:
         displs.append(at)
         at += count
     return np.empty(at, np.uint8), displs
+
+
+def _padded(size_bytes: int) -> int:
+    return -(-size_bytes // _ALIGN_BYTES) * _ALIGN_BYTES

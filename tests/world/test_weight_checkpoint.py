@@ -239,7 +239,7 @@ def damage(raw: bytes, where: str, rng: np.random.Generator, header_end: int) ->
 
 
 def test_damaged_files_are_never_loaded(tmp_path: Path, rng: np.random.Generator) -> None:
-    """1,000 damaged files (a full run: 5,000): each is a CheckpointError that names the file, and the tensor where known."""
+    """1,000 damaged files: each is a CheckpointError that names the file, and the tensor where it is known."""
     tilings = {n: t for n, t in attention_and_more(2).items() if n not in ("large", "wide")}
     values = values_of(tilings)
     folder = tmp_path / "c"
