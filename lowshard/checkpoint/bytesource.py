@@ -6,6 +6,7 @@ import mmap
 import os
 import zlib
 from types import TracebackType
+from typing import Any
 
 import numpy as np
 
@@ -57,9 +58,8 @@ class ByteSource:
         for part in self.catalog.tensor(name).parts:
             common = intersect(part.box, box) if box else ()
             if common is not None:
-                self._read_part(
-                    name, part, part.local(common), out[(..., *relative_slices(common, box))]
-                )  # a view even of a 0-d array
+                index: Any = (..., *relative_slices(common, box))  # with ..., a view even of a 0-d array
+                self._read_part(name, part, part.local(common), out[index])
 
     def verify(self, name: str, part: StoredPart) -> int:
         """Compare the stored array behind a part with its checksum; return the bytes read.
@@ -94,7 +94,7 @@ class ByteSource:
             if rows is not None:
                 fd = self._fd(part.file, name)
                 for first, row in zip(firsts, rows, strict=True):
-                    self._pread(fd, memoryview(row), entry.start + first * itemsize, part.file, name)
+                    self._pread(fd, row.data, entry.start + first * itemsize, part.file, name)
                 return
         target = _as_bytes(out)
         stored = np.ndarray(

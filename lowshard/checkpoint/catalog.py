@@ -107,7 +107,7 @@ class Catalog:
         """
         if not isinstance(files, (str, bytes)) and isinstance(files, Sequence):
             return _of_plain([Path(f) for f in files], f"{len(files)} files")
-        path = Path(files)  # type: ignore[arg-type]
+        path = Path(files)
         if path.name == INDEX_NAME:
             path = path.parent
         if path.name == HF_INDEX:

@@ -36,6 +36,7 @@ FLOORS: dict[str, str] = {
     "lowshard": "4",
     "lowshard.checkpoint": "5",
     "lowshard.weights": "5",
+    "lowshard.weights.cli": "7",
     "lowshard.launch": "6",
     "lowshard.bench": "7",
     "lowshard.demo": "7",
