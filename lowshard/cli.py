@@ -23,6 +23,7 @@ def build_parser() -> argparse.ArgumentParser:
     from lowshard.launch.cli import add_run_parser
     from lowshard.launch.doctor import add_doctor_parser
     from lowshard.rules.cli import add_rules_parser
+    from lowshard.weights.cli import add_reshard_parser
 
     parser = argparse.ArgumentParser(prog="lowshard", description=DESCRIPTION, epilog=EPILOG)
     parser.add_argument("--version", action="version", version=f"lowshard {__version__}")
@@ -31,6 +32,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_run_parser(subparsers)
     add_doctor_parser(subparsers)
     add_rules_parser(subparsers)
+    add_reshard_parser(subparsers)
     add_bench_parser(subparsers)
     return parser
 

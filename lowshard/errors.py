@@ -17,6 +17,7 @@ __all__ = [
     "LaunchError",
     "LayoutError",
     "LowshardError",
+    "MarkerError",
     "MeshError",
     "MismatchError",
     "PeerFailed",
@@ -24,6 +25,7 @@ __all__ = [
     "PolicyError",
     "ProfileError",
     "RulesError",
+    "ShardIndexError",
     "ShardingError",
     "SolverError",
     "TimedOut",
@@ -39,6 +41,14 @@ class LowshardError(Exception):
 
 class ShardingError(LowshardError, ValueError):
     """A placement, mesh, layout or plan that cannot be."""
+
+
+class ShardIndexError(ShardingError, IndexError):
+    """An axis that a weight does not have, or the number of a device beyond the devices of a strategy."""
+
+
+class MarkerError(LowshardError, NotImplementedError):
+    """A strategy that marks a whole module was applied to one weight."""
 
 
 class MeshError(ShardingError):

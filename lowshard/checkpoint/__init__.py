@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from lowshard.checkpoint.catalog import Catalog
 from lowshard.checkpoint.header import Header, TensorEntry, read_header
 from lowshard.checkpoint.reader import CheckpointReader, ReadPlan, plan_box, plan_read
 from lowshard.checkpoint.writer import write_checkpoint
 
 __all__ = [
+    "Catalog",
     "CheckpointReader",
     "Header",
     "ReadPlan",

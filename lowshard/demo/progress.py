@@ -1,4 +1,4 @@
-"""Progress of the demo on stderr: moving bars where a person watches, else a plain line a phase."""
+"""Progress of a command on stderr: moving bars where a person watches, else a plain line a phase."""
 
 from __future__ import annotations
 
@@ -19,9 +19,17 @@ class Progress:
         rank: this process's rank; others than 0 are silent.
         stream: where to write; stderr when None.
         terminal: True for moving bars, False for plain lines; None asks the stream.
+        command: the subcommand, which plain lines name.
     """
 
-    def __init__(self, rank: int = 0, stream: TextIO | None = None, terminal: bool | None = None) -> None:
+    def __init__(
+        self,
+        rank: int = 0,
+        stream: TextIO | None = None,
+        terminal: bool | None = None,
+        command: str = "demo",
+    ) -> None:
+        self._command = command
         self._stream = sys.stderr if stream is None else stream
         self._shown = rank == 0
         self._terminal = self._stream.isatty() if terminal is None else terminal
@@ -105,7 +113,7 @@ class Progress:
         else:
             # A log or pipe may not take the marks.
             word = {"✓": "ok ", "✗": "FAILED ", " ": ""}[mark]
-            print(f"lowshard demo: {word}{text}", file=self._stream, flush=True)
+            print(f"lowshard {self._command}: {word}{text}", file=self._stream, flush=True)
 
     def _console(self) -> Console:
         from rich.console import Console

@@ -1,0 +1,167 @@
+"""Reading boxes out of a checkpoint's files: long runs by positioned reads, short ones through a memory map."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import zlib
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from lowshard import dtypes
+from lowshard.box import Box, contiguous_runs, intersect, relative_slices, volume
+from lowshard.checkpoint.catalog import Catalog, StoredPart
+from lowshard.checkpoint.header import TensorEntry, open_for_reading
+from lowshard.errors import CheckpointError
+
+LONG_RUN_BYTES = 32 << 10
+"""From here on a positioned read is faster than the page faults of a map."""
+_SCRATCH_BYTES = 1 << 20
+
+
+class ByteSource:
+    """The open files of a checkpoint. Use it in a `with` block; each rank opens its own."""
+
+    bytes_read: int
+    """Bytes of tensor data taken out of the files."""
+
+    def __init__(self, catalog: Catalog) -> None:
+        self.catalog = catalog
+        self.bytes_read = 0
+        self._fds: dict[str, int] = {}
+        self._maps: dict[str, mmap.mmap] = {}
+
+    def __enter__(self) -> ByteSource:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close all files. Closing twice is safe."""
+        for mapped in self._maps.values():
+            mapped.close()
+        for fd in self._fds.values():
+            os.close(fd)
+        self._maps, self._fds = {}, {}
+
+    def read(self, name: str, box: Box, out: np.ndarray) -> None:
+        """Fill `out`, of the box's shape and the tensor's dtype (strided or not), with a box of a tensor.
+
+        Raises:
+            CheckpointError: no such tensor, or a file is shorter than it was or cannot be read.
+        """
+        for part in self.catalog.tensor(name).parts:
+            common = intersect(part.box, box) if box else ()
+            if common is not None:
+                index: Any = (..., *relative_slices(common, box))  # with ..., a view even of a 0-d array
+                self._read_part(name, part, part.local(common), out[index])
+
+    def verify(self, name: str, part: StoredPart) -> int:
+        """Compare the stored array behind a part with its checksum; return the bytes read.
+
+        Raises:
+            CheckpointError: they differ; the text names file and tensor.
+        """
+        if part.crc32 is None:
+            return 0
+        fd, crc, at = self._fd(part.file, name), 0, part.entry.start
+        scratch = memoryview(bytearray(min(_SCRATCH_BYTES, max(part.entry.size_bytes, 1))))
+        while at < part.entry.stop:
+            piece = scratch[: part.entry.stop - at]
+            self._pread(fd, piece, at, part.file, name)
+            crc = zlib.crc32(piece, crc)
+            at += len(piece)
+        if crc != part.crc32:
+            raise CheckpointError(
+                f"{part.file}: tensor {name!r}: its data is damaged: the crc32 of bytes {part.entry.start} to "
+                f"{part.entry.stop} is {crc:08x}, the index says {part.crc32:08x}"
+            )
+        return part.entry.size_bytes
+
+    def _read_part(self, name: str, part: StoredPart, box: Box, out: np.ndarray) -> None:
+        entry, itemsize = part.entry, dtypes.get(part.entry.dtype).itemsize_bytes
+        run_elems, firsts = contiguous_runs(box, entry.shape) if volume(box) else (0, [])
+        if not firsts:
+            return
+        self.bytes_read += volume(box) * itemsize
+        if run_elems * itemsize >= LONG_RUN_BYTES:
+            rows = _runs(out, run_elems)
+            if rows is not None:
+                fd = self._fd(part.file, name)
+                for first, row in zip(firsts, rows, strict=True):
+                    self._pread(fd, row.data, entry.start + first * itemsize, part.file, name)
+                return
+        target = _as_bytes(out)
+        stored = np.ndarray(
+            (*entry.shape[:-1], entry.shape[-1] * itemsize) if entry.shape else (itemsize,),
+            np.uint8,
+            buffer=self._map(part.file, name, entry),
+            offset=entry.start,
+        )
+        index = list(relative_slices(box, tuple((0, n) for n in entry.shape))) or [slice(None)]
+        if entry.shape:
+            index[-1] = slice(box[-1][0] * itemsize, box[-1][1] * itemsize)
+        np.copyto(target, stored[tuple(index)])
+        del stored  # a map with views cannot be closed
+
+    def _fd(self, file: str, name: str) -> int:
+        if file not in self._fds:
+            try:
+                self._fds[file] = open_for_reading(file)
+                os.posix_fadvise(self._fds[file], 0, 0, os.POSIX_FADV_SEQUENTIAL)  # twice the read-ahead
+            except CheckpointError as error:
+                raise CheckpointError(f"{error} (needed for tensor {name!r})") from error
+        return self._fds[file]
+
+    def _map(self, file: str, name: str, entry: TensorEntry) -> mmap.mmap:
+        fd = self._fd(file, name)
+        size = os.fstat(fd).st_size
+        if size < entry.stop:  # else a read of the map would kill the process
+            raise CheckpointError(
+                f"{file}: tensor {name!r}: its data ends at byte {entry.stop}, the file now at {size}: it was cut "
+                "short after it was opened"
+            )
+        if file not in self._maps:
+            self._maps[file] = mmap.mmap(fd, 0, access=mmap.ACCESS_READ)
+        return self._maps[file]
+
+    def _pread(self, fd: int, view: memoryview, offset: int, file: str, name: str) -> None:
+        while view:
+            try:
+                got = os.preadv(fd, [view], offset)
+            except OSError as error:
+                raise CheckpointError(
+                    f"{file}: tensor {name!r}: reading at byte {offset} failed: {error.strerror}"
+                ) from error
+            if not got:
+                raise CheckpointError(
+                    f"{file}: tensor {name!r}: the file ends at byte {offset}, the data goes on for {len(view)} bytes: "
+                    "it was cut short after it was opened"
+                )
+            view, offset = view[got:], offset + got
+
+
+def _as_bytes(out: np.ndarray) -> np.ndarray:
+    """Return a view as uint8, the last dim scaled by the element's size."""
+    if out.ndim == 0:
+        return out.reshape(1).view(np.uint8)
+    if out.flags.c_contiguous or out.strides[-1] == out.itemsize or out.shape[-1] <= 1:
+        return out.view(np.uint8) if out.size else out.reshape(-1).view(np.uint8)
+    raise ValueError("the last dim of a target is contiguous")  # local arrays and their boxes are
+
+
+def _runs(out: np.ndarray, run_elems: int) -> list[np.ndarray] | None:
+    """Return the bytes of each run of the file in the target, or None where a run is not one in memory too."""
+    dim, inner = out.ndim, 1
+    while inner < run_elems:
+        dim -= 1
+        inner *= out.shape[dim]
+    rows = [out[index] for index in np.ndindex(out.shape[:dim])] if dim else [out]
+    if not rows[0].flags.c_contiguous:
+        return None
+    return [row.reshape(-1).view(np.uint8) for row in rows]

@@ -1,0 +1,259 @@
+"""Catalog: which boxes of which tensors lie where in a checkpoint's files, whatever its form.
+
+One plain safetensors file, a Hugging Face folder (model.safetensors, or several with
+model.safetensors.index.json), a sharded checkpoint of lowshard, or one file a rank from elsewhere, of
+which tilings say what each holds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lowshard.box import Box, full_box, shape_of, volume
+from lowshard.checkpoint.header import FilePath, Header, TensorEntry, read_header
+from lowshard.checkpoint.index import INDEX_NAME, Index, read_index
+from lowshard.checkpoint.share import disjoint
+from lowshard.errors import CheckpointError
+from lowshard.tiling import Tiling
+
+HF_INDEX = "model.safetensors.index.json"
+Files = FilePath | Sequence[FilePath]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPart:
+    """A box of a tensor that lies in one file, row-major, as a part of a stored array."""
+
+    file: str
+    entry: TensorEntry
+    """The stored array."""
+    box: Box
+    """In global coordinates."""
+    origin: tuple[int, ...]
+    """Where the stored array's first element lies, relative to the global array: box - origin is in the entry."""
+    crc32: int | None
+    """Of the whole stored array's bytes, where it is known."""
+
+    def local(self, box: Box) -> Box:
+        """Return a box of this part in coordinates of the stored array."""
+        return tuple((a - o, b - o) for (a, b), o in zip(box, self.origin, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor of a checkpoint."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    parts: tuple[StoredPart, ...]
+    """They cover the tensor once."""
+    strategy: str | None = None
+
+
+@dataclass(frozen=True)
+class Catalog:
+    """All tensors of a checkpoint. Every rank that opens the same files gets an equal one."""
+
+    where: str
+    tensors: Mapping[str, StoredTensor]
+    metadata: Mapping[str, str]
+    num_ranks: int | None
+    """Ranks that a sharded checkpoint was saved by; None for plain files."""
+    digest: str
+    """32 hex digits of names, shapes, dtypes, places and sizes."""
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """Paths of all files that hold data, each once."""
+        return tuple(dict.fromkeys(p.file for t in self.tensors.values() for p in t.parts))
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(p.entry.size_bytes for t in self.tensors.values() for p in t.parts)
+
+    def tensor(self, name: str) -> StoredTensor:
+        """Return a tensor.
+
+        Raises:
+            CheckpointError: the checkpoint has none of that name.
+        """
+        found = self.tensors.get(name)
+        if found is None:
+            import difflib
+
+            near = difflib.get_close_matches(name, list(self.tensors)[:2000], n=3)
+            hint = f"; close names: {', '.join(near)}" if near else ""
+            raise CheckpointError(
+                f"{self.where}: tensor {name!r} is not in the checkpoint of {len(self.tensors)} tensors{hint}"
+            )
+        return found
+
+    @classmethod
+    def open(cls, files: Files) -> Catalog:
+        """Return the catalog of a checkpoint: a path of a file or folder, or several files.
+
+        No tensor data is read.
+
+        Raises:
+            CheckpointError: there is no checkpoint, or it is damaged; the text names file and tensor.
+        """
+        if not isinstance(files, (str, bytes)) and isinstance(files, Sequence):
+            return _of_plain([Path(f) for f in files], f"{len(files)} files")
+        path = Path(files)
+        if path.name == INDEX_NAME:
+            path = path.parent
+        if path.name == HF_INDEX:
+            return _of_hugging_face(path)
+        if not path.is_dir():
+            return _of_plain([path], str(path))
+        if (path / INDEX_NAME).exists():
+            return _of_index(path)
+        if (path / HF_INDEX).exists():
+            return _of_hugging_face(path / HF_INDEX)
+        if (path / "model.safetensors").exists():
+            return _of_plain([path / "model.safetensors"], str(path))
+        found = sorted(p for p in path.glob("*.safetensors") if not p.name.startswith("."))
+        if len(found) == 1:
+            return _of_plain(found, str(path))
+        raise CheckpointError(
+            f"{path}: a checkpoint's folder has {INDEX_NAME}, {HF_INDEX}, model.safetensors or one .safetensors "
+            f"file; it has {len(found)} of those files and no index"
+        )
+
+    @classmethod
+    def of_rank_files(cls, files: Sequence[FilePath], tilings: Mapping[str, Tiling]) -> Catalog:
+        """Return the catalog of one file a rank, each with that rank's local arrays under the same names.
+
+        Args:
+            files: in rank order.
+            tilings: what each rank holds, by name.
+
+        Raises:
+            CheckpointError: a file lacks a tensor, or has it in another shape or dtype than the tiling says.
+        """
+        headers = [read_header(f) for f in files]
+        tensors = {}
+        for name, tiling in tilings.items():
+            if tiling.num_ranks != len(headers):
+                raise CheckpointError(
+                    f"{len(headers)} rank files were given, tensor {name!r} is cut over {tiling.num_ranks} ranks"
+                )
+            parts: list[StoredPart] = []
+            owner = {box: min(holders) for box, holders in disjoint(tiling)}
+            for rank in tiling.ranks:
+                if name not in headers[rank].tensors and not tiling.local_elems(rank):
+                    continue
+                entry = headers[rank].entry(name)
+                if entry.shape != tiling.local_shape(rank) or entry.dtype != tiling.dtype:
+                    raise CheckpointError(
+                        f"{headers[rank].path}: tensor {name!r} is {entry.dtype}{list(entry.shape)}, rank {rank} of "
+                        f"{len(headers)} holds {tiling.dtype}{list(tiling.local_shape(rank))}: another strategy?"
+                    )
+                for tile in tiling.tiles(rank):
+                    origin = tuple(g - lo for (g, _), (lo, _) in zip(tile.box, tile.local, strict=True))
+                    for box, first in owner.items():
+                        if first == rank and all(
+                            a <= c and d <= b for (a, b), (c, d) in zip(tile.box, box, strict=True)
+                        ):
+                            parts.append(StoredPart(headers[rank].path, entry, box, origin, None))
+            if sum(volume(p.box) for p in parts) != tiling.size_elems:
+                raise CheckpointError(f"tensor {name!r}: the rank files do not hold all of it")
+            tensors[name] = StoredTensor(name, tiling.dtype, tiling.shape, tuple(parts))
+        where = f"{len(headers)} rank files such as {headers[0].path}"
+        return cls(where, tensors, {}, len(headers), _digest(tensors))
+
+
+def _of_plain(paths: Sequence[Path], where: str) -> Catalog:
+    tensors: dict[str, StoredTensor] = {}
+    metadata: dict[str, str] = {}
+    if not paths:
+        raise CheckpointError("a checkpoint has at least one file, got none")
+    for path in paths:
+        header = read_header(path)
+        metadata |= header.metadata
+        for entry in header.tensors.values():
+            if entry.name in tensors:
+                other = tensors[entry.name].parts[0].file
+                raise CheckpointError(f"{path}: tensor {entry.name!r} is in {other} too")
+            tensors[entry.name] = _plain_tensor(header, entry)
+    return Catalog(where, tensors, metadata, None, _digest(tensors))
+
+
+def _plain_tensor(header: Header, entry: TensorEntry) -> StoredTensor:
+    part = StoredPart(header.path, entry, full_box(entry.shape), (0,) * len(entry.shape), None)
+    return StoredTensor(entry.name, entry.dtype, entry.shape, (part,) if entry.size_elems else ())
+
+
+def _of_hugging_face(path: Path) -> Catalog:
+    try:
+        data: Any = json.loads(path.read_bytes())
+        files: dict[str, str] = dict(data["weight_map"])
+        metadata = {str(k): str(v) for k, v in dict(data.get("metadata") or {}).items()}
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CheckpointError(f"{path}: is no index with a weight_map: {error!r}") from error
+    for name, file in files.items():
+        if not isinstance(file, str) or Path(file).name != file or not file:
+            raise CheckpointError(f"{path}: tensor {name!r}: its file lies beside the index, got {file!r}")
+    headers = {file: read_header(path.parent / file) for file in dict.fromkeys(files.values())}
+    tensors = {}
+    for name, file in files.items():
+        tensors[name] = _plain_tensor(headers[file], headers[file].entry(name))
+    for file, header in headers.items():
+        for name in header.tensors:
+            if files.get(name) != file:
+                raise CheckpointError(
+                    f"{header.path}: tensor {name!r} is in the file, {path.name} places it in {files.get(name)}"
+                )
+    return Catalog(str(path.parent), tensors, metadata, None, _digest(tensors))
+
+
+def _of_index(folder: Path) -> Catalog:
+    index = read_index(folder / INDEX_NAME)
+    headers = {name: _checked_header(folder, name, index) for name in index.files}
+    tensors = {}
+    for name, indexed in index.tensors.items():
+        parts = []
+        for p in indexed.parts:
+            entry = headers[p.file].entry(p.key)
+            if entry.dtype != indexed.dtype or entry.shape != shape_of(p.box):
+                raise CheckpointError(
+                    f"{folder / p.file}: tensor {name!r}: the index has {indexed.dtype}{list(shape_of(p.box))} there, "
+                    f"the file {entry.dtype}{list(entry.shape)}"
+                )
+            parts.append(StoredPart(headers[p.file].path, entry, p.box, tuple(a for a, _ in p.box), p.crc32))
+        tensors[name] = StoredTensor(name, indexed.dtype, indexed.shape, tuple(parts), indexed.strategy)
+    return Catalog(str(folder), tensors, index.metadata, index.num_ranks, _digest(tensors))
+
+
+def _checked_header(folder: Path, name: str, index: Index) -> Header:
+    header = read_header(folder / name)
+    said = index.files[name]
+    if header.file_bytes != said.size_bytes:
+        raise CheckpointError(
+            f"{header.path}: has {header.file_bytes} bytes, the index says {said.size_bytes}: truncated or replaced"
+        )
+    with open(header.path, "rb") as file:
+        crc = zlib.crc32(file.read(header.data_start_bytes))
+    if crc != said.header_crc32:
+        raise CheckpointError(
+            f"{header.path}: the header is damaged: its crc32 is {crc:08x}, the index says {said.header_crc32:08x}"
+        )
+    return header
+
+
+def _digest(tensors: Mapping[str, StoredTensor]) -> str:
+    made = hashlib.blake2b(digest_size=16)
+    for name, tensor in tensors.items():
+        rows = [[p.entry.start, p.entry.stop, p.box, p.crc32] for p in tensor.parts]
+        made.update(json.dumps([name, tensor.dtype, tensor.shape, rows]).encode())
+    return made.hexdigest()

@@ -1,0 +1,39 @@
+"""Weights: which part of each a device holds, and how checkpoints are read and written in parts."""
+
+from __future__ import annotations
+
+from lowshard.weights.load import LoadReport, load, nodes_of
+from lowshard.weights.module import shard_module
+from lowshard.weights.pattern import Matching, NamePatterns, Sizes
+from lowshard.weights.plan import LoadPlan, plan_load
+from lowshard.weights.quantization import (
+    ExpertScales,
+    Quantization,
+    expert_scales,
+    scale_strategy,
+)
+from lowshard.weights.rule import Segment
+from lowshard.weights.save import remove_leftovers, save
+from lowshard.weights.strategy import ShardingStrategy
+from lowshard.weights.weight import Weight
+
+__all__ = [
+    "ExpertScales",
+    "LoadPlan",
+    "LoadReport",
+    "Matching",
+    "NamePatterns",
+    "Quantization",
+    "Segment",
+    "ShardingStrategy",
+    "Sizes",
+    "Weight",
+    "expert_scales",
+    "load",
+    "nodes_of",
+    "plan_load",
+    "remove_leftovers",
+    "save",
+    "scale_strategy",
+    "shard_module",
+]

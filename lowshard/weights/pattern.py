@@ -1,0 +1,251 @@
+"""Name patterns: YAML files that say how the weights of a family of models are cut, by name.
+
+A file lists `rules`, each a `pattern` and a `strategy`. In a pattern `*` stands for one part of a name (no
+dot), `**` for anything, `{a,b}` for either. A strategy is a name (rowwise, columnwise, replicate,
+expert_parallel) or one with arguments, `{grouped_qkv: {section: q}}`; `heads` cuts an axis between query
+heads, whatever their size.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from lowshard.errors import CheckpointError, DependencyError, ShardingError
+from lowshard.weights.module import resolve_module
+from lowshard.weights.rule import Segment
+from lowshard.weights.strategy import ShardingStrategy
+
+SHIPPED = ("llama", "qwen", "moe", "bert")
+_FOLDER = Path(__file__).parent / "names"
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What patterns must know of a model. `num_kv_heads` is `num_heads` where it is not given."""
+
+    num_heads: int | None = None
+    num_kv_heads: int | None = None
+
+    @classmethod
+    def from_config(cls, path: str | Path) -> Sizes:
+        """Return the sizes in a Hugging Face config.json, or in the one that lies in a folder.
+
+        Raises:
+            CheckpointError: it cannot be read, or is no JSON object.
+        """
+        file = Path(path)
+        file = file / "config.json" if file.is_dir() else file
+        try:
+            config = json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{file}: cannot be read as a model's config: {error}") from error
+        if not isinstance(config, dict):
+            raise CheckpointError(f"{file}: a model's config is a JSON object, got {type(config).__name__}")
+        config = config.get("text_config", config)
+        return cls(config.get("num_attention_heads"), config.get("num_key_value_heads"))
+
+
+@dataclass(frozen=True)
+class NameRule:
+    """One line of a file: names that match `pattern` are cut by `strategy`."""
+
+    pattern: str
+    strategy: str
+    arguments: tuple[tuple[str, Any], ...] = ()
+
+    @cached_property
+    def expression(self) -> re.Pattern[str]:
+        """The pattern as a regular expression."""
+        out, depth = "", 0
+        for token in re.findall(r"\*\*|.", self.pattern):
+            if token in ("*", "**"):
+                out += "[^.]+" if token == "*" else ".*"
+            elif token == "{":
+                out, depth = out + "(?:", depth + 1
+            elif token == "}" and depth:
+                out, depth = out + ")", depth - 1
+            elif token == "," and depth:
+                out += "|"
+            else:
+                out += re.escape(token)
+        if depth:
+            raise ShardingError(f"pattern {self.pattern!r}: a '{{' is not closed")
+        # `{model.,}`: an alternative may be empty
+        return re.compile(out)
+
+    def matches(self, name: str) -> bool:
+        """Return whether the pattern is the whole name."""
+        return self.expression.fullmatch(name) is not None
+
+
+@dataclass(frozen=True)
+class Matching:
+    """Which rule each name has; names that have none, and names that have several."""
+
+    rules: Mapping[str, NameRule]
+    unmatched: tuple[str, ...]
+    doubly: Mapping[str, tuple[str, ...]]
+    """The patterns of each name that several rules match."""
+
+    def check(self, where: str) -> None:
+        """Raise ShardingError unless every name has exactly one rule; the text lists those that have not."""
+        lines = [f"{name} matches no pattern" for name in self.unmatched]
+        lines += [f"{name} matches {' and '.join(patterns)}" for name, patterns in self.doubly.items()]
+        if lines:
+            more = f"; and {len(lines) - 8} more" if len(lines) > 8 else ""
+            raise ShardingError(
+                f"{where}: every name matches exactly one pattern, but {'; '.join(lines[:8])}{more}"
+            )
+
+
+@dataclass(frozen=True)
+class NamePatterns:
+    """The rules of one file."""
+
+    where: str
+    rules: tuple[NameRule, ...]
+    sizes: tuple[str, ...] = ()
+    """The sizes that its strategies need."""
+
+    @classmethod
+    def load(cls, source: str | Path) -> NamePatterns:
+        """Return a shipped file by its name (llama, qwen, moe, bert; also llama.yaml), or a file of your own.
+
+        Raises:
+            CheckpointError: there is no such file, or it is no YAML.
+            ShardingError: it is not of the form above.
+        """
+        path = Path(source)
+        if not path.exists() and path.name == str(source) and path.name.removesuffix(".yaml") in SHIPPED:
+            path = _FOLDER / f"{path.name.removesuffix('.yaml')}.yaml"
+        try:
+            import yaml
+        except ImportError as error:
+            raise DependencyError(
+                "name patterns need PyYAML, a core dependency: pip install 'PyYAML>=6.0.2'"
+            ) from error
+        try:
+            data = yaml.safe_load(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise CheckpointError(
+                f"{source}: cannot be read ({error.strerror}); shipped are {', '.join(SHIPPED)}"
+            ) from error
+        except yaml.YAMLError as error:
+            raise CheckpointError(f"{source}: is no YAML: {error}") from error
+        return cls._from_data(data, str(source))
+
+    @classmethod
+    def _from_data(cls, data: Any, where: str) -> NamePatterns:
+        if not isinstance(data, dict) or not isinstance(data.get("rules"), list):
+            raise ShardingError(f"{where}: a file of name patterns is a mapping with a list `rules`")
+        rules = []
+        for row in data["rules"]:
+            if not isinstance(row, dict) or set(row) != {"pattern", "strategy"}:
+                raise ShardingError(f"{where}: a rule has a pattern and a strategy, got {row!r}")
+            strategy: Any = row["strategy"]
+            arguments: Any = {}
+            if isinstance(strategy, dict) and len(strategy) == 1:
+                strategy, arguments = next(iter(strategy.items()))
+            if strategy not in _MAKERS or not isinstance(arguments, dict):
+                raise ShardingError(
+                    f"{where}: {row['pattern']}: a strategy is one of {', '.join(_MAKERS)}, with arguments as "
+                    f"{{name: {{argument: value}}}}, got {row['strategy']!r}"
+                )
+            frozen = tuple((k, tuple(v) if isinstance(v, list) else v) for k, v in arguments.items())
+            rules.append(NameRule(row["pattern"], strategy, frozen))
+        return cls(where, tuple(rules), tuple(data.get("sizes", ())))
+
+    def match(self, names: Iterable[str]) -> Matching:
+        """Return which rule each name has."""
+        rules, unmatched, doubly = {}, [], {}
+        for name in names:
+            found = [rule for rule in self.rules if rule.matches(name)]
+            if not found:
+                unmatched.append(name)
+            elif len(found) > 1:
+                doubly[name] = tuple(rule.pattern for rule in found)
+            else:
+                rules[name] = found[0]
+        return Matching(rules, tuple(unmatched), doubly)
+
+    def strategies(
+        self, shapes: Mapping[str, tuple[int, ...]], num_devices: int, sizes: Sizes | None = None
+    ) -> dict[str, ShardingStrategy]:
+        """Return the strategy of each weight.
+
+        Args:
+            shapes: by name.
+            num_devices: devices each is cut over.
+            sizes: of the model, where the file needs them.
+
+        Raises:
+            ShardingError: names without a rule or with several (all are told), sizes that are missing, or a
+                shape that does not fit its rule.
+        """
+        matching = self.match(shapes)
+        matching.check(self.where)
+        sizes = sizes or Sizes()
+        made: dict[str, ShardingStrategy] = {}
+        for name, rule in matching.rules.items():
+            try:
+                made[name] = _MAKERS[rule.strategy](num_devices, shapes[name], sizes, **dict(rule.arguments))
+            except (TypeError, ShardingError) as error:
+                raise ShardingError(f"{self.where}: {name} {shapes[name]}: {error}") from error
+        return resolve_module({name: (shapes[name], None) for name in shapes}, made)
+
+
+def _heads(sizes: Sizes, extent: int, section: str) -> tuple[int, int, int]:
+    if sizes.num_heads is None:
+        raise ShardingError(
+            "cuts between heads need their number: put the model's config.json beside the checkpoint, or pass "
+            "sizes (num_heads=..., num_kv_heads=...)"
+        )
+    kv = sizes.num_kv_heads or sizes.num_heads
+    count = kv if section == "kv" else sizes.num_heads + (2 * kv if section == "qkv" else 0)
+    if extent % count:
+        raise ShardingError(f"an axis of {extent} does not hold {count} heads of one size")
+    return sizes.num_heads, kv, extent // count
+
+
+def _grouped(
+    k: int,
+    shape: tuple[int, ...],
+    sizes: Sizes,
+    section: Any = "qkv",
+    axis: int = 0,
+    few_kv: Any = "replicate",
+) -> ShardingStrategy:
+    heads, kv, head_dim = _heads(sizes, shape[axis], section)
+    return ShardingStrategy.grouped_qkv(k, heads, kv, head_dim, few_kv=few_kv, section=section, axis=axis)
+
+
+def _segmented(
+    k: int, shape: tuple[int, ...], sizes: Sizes, axis: int, segments: Iterable[Mapping[str, Any]]
+) -> ShardingStrategy:
+    return ShardingStrategy.segmented(k, axis, [Segment.of(s) for s in segments])
+
+
+_MAKERS: dict[str, Any] = {
+    "rowwise": lambda k, shape, sizes: ShardingStrategy.rowwise(k),
+    "columnwise": lambda k, shape, sizes: ShardingStrategy.columnwise(k),
+    "axiswise": lambda k, shape, sizes, axis: ShardingStrategy.axiswise(axis, k),
+    "replicate": lambda k, shape, sizes: ShardingStrategy.replicate(k),
+    "gate_up": lambda k, shape, sizes, axis=2: ShardingStrategy.gate_up(k, axis),
+    "stacked_qkv": lambda k, shape, sizes: ShardingStrategy.stacked_qkv(
+        k, _heads(sizes, shape[0] // 3, "q")[0], _heads(sizes, shape[0] // 3, "q")[2]
+    ),
+    "head_aware_columnwise": lambda k, shape, sizes: ShardingStrategy.head_aware_columnwise(
+        k, _heads(sizes, shape[1], "q")[0], _heads(sizes, shape[1], "q")[2]
+    ),
+    "grouped_qkv": _grouped,
+    "heads": lambda k, shape, sizes, axis=0: _grouped(k, shape, sizes, "q", axis),
+    "segmented": _segmented,
+    "expert_parallel": lambda k, shape, sizes: ShardingStrategy.expert_parallel(k),
+    "tensor_parallel": lambda k, shape, sizes: ShardingStrategy.tensor_parallel(k),
+}

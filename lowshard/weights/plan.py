@@ -1,0 +1,221 @@
+"""LoadPlan: which rank reads which bytes of a checkpoint, and who gets them. Frozen data; no file is open.
+
+own-slice: every rank reads what it holds; what several ranks of a node hold is read by one of them and sent to
+the others. node-leader: the lowest rank of each node reads all that the node holds, and sends it. root-scatter:
+rank 0 reads everything and sends it, for files that only its node sees. In all three no two ranks of a node read
+the same byte of a tensor.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal, get_args
+
+from lowshard.box import Box, shape_of, volume
+from lowshard.checkpoint.catalog import Catalog, Files
+from lowshard.checkpoint.share import Share, disjoint, shares
+from lowshard.errors import CheckpointError, LowshardError, PlanError
+from lowshard.layout import Layout
+from lowshard.tiling import Tiling
+
+Strategy = Literal["own-slice", "node-leader", "root-scatter"]
+STRATEGIES: tuple[str, ...] = get_args(Strategy)
+CHUNK_BYTES = 4 << 20
+"""Most bytes that one read for others holds; what a rank sends at a time is of this order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """A box of a tensor that one rank reads, and the ranks that take it (the reader may be one)."""
+
+    name: str
+    reader: int
+    box: Box
+    takers: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class LoadPlan:
+    """How ranks fill their tilings from a checkpoint. Equal on all ranks; its digest is compared first."""
+
+    strategy: str
+    source: str
+    """Digest of the catalog it was made for."""
+    nodes: tuple[int, ...]
+    """The node of each rank."""
+    tilings: tuple[tuple[str, Tiling], ...]
+    reads: tuple[Read, ...]
+    _digest: list[str] = field(default_factory=list, init=False, repr=False, compare=False)
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks that take part."""
+        return len(self.nodes)
+
+    @cached_property
+    def by_name(self) -> dict[str, Tiling]:
+        """The tilings by name."""
+        return dict(self.tilings)
+
+    def _read_bytes(self, read: Read) -> int:
+        return volume(read.box) * self.by_name[read.name].itemsize_bytes
+
+    def read_bytes(self, rank: int) -> int:
+        """Return the bytes a rank reads from files."""
+        return sum(self._read_bytes(r) for r in self.reads if r.reader == rank)
+
+    def sent_bytes(self, rank: int) -> int:
+        """Return the bytes a rank sends to others."""
+        return sum(
+            self._read_bytes(r) * sum(t != rank for t in r.takers) for r in self.reads if r.reader == rank
+        )
+
+    def received_bytes(self, rank: int) -> int:
+        """Return the bytes a rank gets from others."""
+        return sum(self._read_bytes(r) for r in self.reads if r.reader != rank and rank in r.takers)
+
+    def held_bytes(self, rank: int) -> int:
+        """Return the bytes of a rank's arrays."""
+        return sum(t.local_bytes(rank) for _, t in self.tilings)
+
+    def explain(self) -> str:
+        """Return a table: bytes held, read, sent and received by each rank."""
+        lines = [f"{self.strategy}: {len(self.tilings)} tensors over {self.num_ranks} ranks",
+                 "rank  node      held MB      read MB      sent MB  received MB"]  # fmt: skip
+        for rank, node in enumerate(self.nodes):
+            figures = (self.held_bytes, self.read_bytes, self.sent_bytes, self.received_bytes)
+            lines.append(f"{rank:4}  {node:4}" + "".join(f"{f(rank) / 1e6:13.3f}" for f in figures))
+        return "\n".join(lines)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data that `from_json` reads back."""
+        return {
+            "strategy": self.strategy,
+            "source": self.source,
+            "nodes": list(self.nodes),
+            "tilings": [[name, tiling.to_json()] for name, tiling in self.tilings],
+            "reads": [[r.name, r.reader, [list(i) for i in r.box], list(r.takers)] for r in self.reads],
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> LoadPlan:
+        """Return the plan that `to_json` wrote.
+
+        Raises:
+            PlanError: a field is missing or does not fit.
+        """
+        try:
+            return cls(
+                data["strategy"],
+                data["source"],
+                tuple(data["nodes"]),
+                tuple((name, Tiling.from_json(t)) for name, t in data["tilings"]),
+                tuple(
+                    Read(name, reader, tuple((a, b) for a, b in box), tuple(takers))
+                    for name, reader, box, takers in data["reads"]
+                ),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            if isinstance(error, LowshardError):
+                raise
+            raise PlanError(f"this JSON is no load plan ({type(error).__name__}: {error})") from error
+
+    def digest(self) -> str:
+        """Return 32 hex digits that two plans share exactly when they are equal."""
+        if not self._digest:
+            text = json.dumps(self.to_json(), sort_keys=True, separators=(",", ":"))
+            self._digest.append(hashlib.blake2b(text.encode(), digest_size=16).hexdigest())
+        return self._digest[0]
+
+
+def plan_load(
+    files: Files | Catalog,
+    tilings: Mapping[str, Tiling | Layout],
+    num_ranks: int | None = None,
+    *,
+    strategy: Strategy = "own-slice",
+    nodes: Sequence[int] | None = None,
+) -> LoadPlan:
+    """Return how ranks read a checkpoint.
+
+    Args:
+        files: the checkpoint, as for `Catalog.open`.
+        tilings: what each rank is to hold, by name; names that are not here are not read.
+        num_ranks: ranks that take part; by default as many as the tilings speak of.
+        strategy: "own-slice", "node-leader" or "root-scatter".
+        nodes: the node of each rank; by default all are on one (`comm.nodes` of a communicator, say).
+
+    Raises:
+        CheckpointError: the checkpoint is damaged, lacks a tensor, or has it in another shape or dtype.
+        PlanError: an unknown strategy, or numbers of ranks that do not fit.
+    """
+    catalog = files if isinstance(files, Catalog) else Catalog.open(files)
+    made = {n: t if isinstance(t, Tiling) else Tiling.from_layout(t) for n, t in tilings.items()}
+    size = num_ranks or max((t.num_ranks for t in made.values()), default=1)
+    places = tuple(nodes) if nodes is not None else (0,) * size
+    if strategy not in STRATEGIES:
+        raise PlanError(f"a load strategy is one of {', '.join(STRATEGIES)}, got {strategy!r}")
+    if len(places) != size:
+        raise PlanError(f"nodes names the node of each of {size} ranks, got {len(places)}")
+    for name, tiling in made.items():
+        if tiling.num_ranks > size:
+            raise PlanError(f"tensor {name!r} is cut over {tiling.num_ranks} ranks, the job has {size}")
+        stored = catalog.tensor(name)
+        if (stored.dtype, stored.shape) != (tiling.dtype, tiling.shape):
+            file = stored.parts[0].file if stored.parts else catalog.where
+            raise CheckpointError(
+                f"{file}: tensor {name!r} is {stored.dtype}{list(stored.shape)}, it is to be loaded as "
+                f"{tiling.dtype}{list(tiling.shape)}: load it as it is, then convert"
+            )
+        made[name] = tiling.widened(size)
+    reads = tuple(_reads(made, places, strategy))
+    return LoadPlan(strategy, catalog.digest, places, tuple(made.items()), reads)
+
+
+def _reads(tilings: Mapping[str, Tiling], nodes: Sequence[int], strategy: str) -> Iterable[Read]:
+    if strategy == "own-slice":
+        found: list[Share] = []
+        for node in dict.fromkeys(nodes):
+            found += shares(tilings, [r for r, place in enumerate(nodes) if place == node])
+        for share in found:
+            yield from _chunks(share.name, share.rank, share.box, share.holders, tilings)
+        return
+    groups = (
+        [(0, list(range(len(nodes))))]
+        if strategy == "root-scatter"
+        else [
+            (nodes.index(node), [r for r, place in enumerate(nodes) if place == node])
+            for node in dict.fromkeys(nodes)
+        ]
+    )
+    for reader, ranks in groups:
+        for name, tiling in tilings.items():
+            for box, holders in disjoint(tiling, ranks):
+                yield from _chunks(name, reader, box, holders, tilings)
+
+
+def _chunks(
+    name: str, reader: int, box: Box, takers: tuple[int, ...], tilings: Mapping[str, Tiling]
+) -> Iterable[Read]:
+    """Cut what is read for others into chunks; what a rank reads for itself goes into its place at once."""
+    if takers == (reader,):
+        yield Read(name, reader, box, takers)
+        return
+    others = sum(t != reader for t in takers)
+    limit = max(CHUNK_BYTES // max(others, 1), 1 << 16)
+    stack = [box]
+    while stack:
+        part = stack.pop()
+        extents = shape_of(part)
+        if volume(part) * tilings[name].itemsize_bytes <= limit or volume(part) == 1:
+            yield Read(name, reader, part, takers)
+            continue
+        dim = next(d for d, n in enumerate(extents) if n > 1)
+        start, stop = part[dim]
+        middle = (start + stop) // 2
+        stack.append((*part[:dim], (middle, stop), *part[dim + 1 :]))
+        stack.append((*part[:dim], (start, middle), *part[dim + 1 :]))

@@ -1,0 +1,276 @@
+"""Modules cut at once: markers, experts, and the shipped name patterns against the names of real models."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lowshard.weights import NamePatterns, ShardingStrategy, Sizes, Weight, shard_module
+
+S = ShardingStrategy
+
+
+# ---- shard_module
+
+
+def test_a_strategy_for_each_weight_or_the_module_above() -> None:
+    rng = np.random.default_rng(0)
+    weights = {"a.w": rng.random((5, 4)), "a.v": rng.random((4, 5)), "b.n": rng.random(3)}
+    parts = shard_module(weights, {"a": S.rowwise(3), "a.v": S.columnwise(3), "b.n": S.replicate(3)})
+    assert np.array_equal(np.concatenate([p["a.w"].array for p in parts]), weights["a.w"])
+    assert np.array_equal(np.concatenate([p["a.v"].array for p in parts], axis=1), weights["a.v"])
+    assert all(np.array_equal(p["b.n"].array, weights["b.n"]) for p in parts)
+    own = shard_module({"w": Weight("w", rng.random((4, 4)), S.rowwise(2))}, {})
+    assert [p["w"].shape for p in own] == [(2, 4)] * 2
+
+
+def test_what_shard_module_refuses() -> None:
+    w = {"a.w": np.zeros((4, 4)), "a.q_proj.weight": np.zeros((4, 4))}
+    with pytest.raises(ValueError, match=r"no strategy for 1 weights: a\.q_proj"):
+        shard_module(w, {"a.w": S.rowwise(2)})
+    with pytest.raises(ValueError, match="name no weight"):
+        shard_module(w, {"a": S.rowwise(2), "b": S.rowwise(2)})
+    with pytest.raises(ValueError, match=r"one number of devices, got \[2, 3\]"):
+        shard_module(w, {"a": S.rowwise(2), "a.w": S.rowwise(3)})
+    with pytest.raises(ValueError, match="grouped_qkv, which knows its heads"):
+        shard_module({"a.q_proj.weight": np.zeros((4, 4))}, {"a": S.tensor_parallel(2)})
+    with pytest.raises(ValueError, match="expert 1 of 3 is not there"):
+        shard_module({f"m.experts.{e}.w": np.zeros((2, 2)) for e in (0, 2)}, {"m": S.expert_parallel(2)})
+
+
+@given(experts=st.integers(1, 11), k=st.integers(1, 6))
+def test_experts_go_whole_to_their_device(experts: int, k: int) -> None:
+    apart = {f"m.experts.{e}.w2.weight": np.full((2, 3), e) for e in range(experts)}
+    stacked = {"s.experts.down_proj": np.arange(experts * 6).reshape(experts, 2, 3)}
+    router = {"m.gate.weight": np.zeros((experts, 2))}
+    parts = shard_module(apart | stacked | router, {"m": S.expert_parallel(k), "s": S.expert_parallel(k)})
+    place = {e: e * k // experts for e in range(experts)}
+    for device, part in enumerate(parts):
+        mine = [e for e in range(experts) if place[e] == device]
+        assert [n for n in part if "m.experts" in n] == [f"m.experts.{e}.w2.weight" for e in mine]
+        assert np.array_equal(part["s.experts.down_proj"].array, stacked["s.experts.down_proj"][mine])
+        assert part["m.gate.weight"].shape == (experts, 2)
+
+
+@given(k=st.integers(1, 5), hidden=st.integers(1, 9), inner=st.integers(1, 9))
+def test_tensor_parallel_of_a_gated_mlp_adds_up(k: int, hidden: int, inner: int) -> None:
+    rng = np.random.default_rng([k, hidden, inner])
+    weights = {
+        "mlp.gate_proj.weight": rng.standard_normal((inner, hidden)),
+        "mlp.gate_proj.bias": rng.standard_normal(inner),
+        "mlp.up_proj.weight": rng.standard_normal((inner, hidden)),
+        "mlp.down_proj.weight": rng.standard_normal((hidden, inner)),
+        "mlp.down_proj.bias": rng.standard_normal(hidden),
+        "mlp.norm.weight": rng.standard_normal(hidden),
+    }
+    x = rng.standard_normal((3, hidden))
+
+    def forward(w: dict[str, np.ndarray]) -> np.ndarray:
+        inside = np.tanh(x @ w["gate_proj.weight"].T + w["gate_proj.bias"]) * (x @ w["up_proj.weight"].T)
+        out: np.ndarray = inside @ w["down_proj.weight"].T + w.get("down_proj.bias", 0)
+        return out
+
+    def plain(part: dict[str, Weight]) -> dict[str, np.ndarray]:
+        return {n.removeprefix("mlp."): np.asarray(w) for n, w in part.items()}
+
+    parts = shard_module(weights, {"mlp": S.tensor_parallel(k)})
+    total = sum(forward(plain(part)) for part in parts)
+    truth = forward({n.removeprefix("mlp."): w for n, w in weights.items()})
+    assert np.allclose(total, truth)
+    stacked = {
+        "e.gate_up_proj": rng.standard_normal((2, 2 * inner, hidden)),
+        "e.down_proj": rng.standard_normal((2, hidden, inner)),
+    }
+    sums = 0
+    for part in shard_module(stacked, {"e": S.tensor_parallel(k)}):
+        gate, up = np.split(part["e.gate_up_proj"].array, 2, axis=1)
+        inside = np.tanh(np.einsum("th,eih->eti", x, gate)) * np.einsum("th,eih->eti", x, up)
+        sums = sums + np.einsum("eti,ehi->eth", inside, part["e.down_proj"].array)
+    gate, up = np.split(stacked["e.gate_up_proj"], 2, axis=1)
+    inside = np.tanh(np.einsum("th,eih->eti", x, gate)) * np.einsum("th,eih->eti", x, up)
+    assert np.allclose(sums, np.einsum("eti,ehi->eth", inside, stacked["e.down_proj"]))
+
+
+# ---- name patterns, against the key lists that the models' files have
+
+
+def llama(
+    layers: int = 3, hidden: int = 576, heads: int = 9, kv: int = 3, inner: int = 1536
+) -> dict[str, tuple[int, ...]]:
+    """Return the tensors of SmolLM2-135M, Llama 2 and 3 (with lm_head where it is not tied)."""
+    dim = hidden // heads
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (512, hidden), "model.norm.weight": (hidden,), "lm_head.weight": (512, hidden)
+    }  # fmt: skip
+    for i in range(layers):
+        at = f"model.layers.{i}."
+        shapes |= {
+            f"{at}self_attn.q_proj.weight": (heads * dim, hidden), f"{at}self_attn.k_proj.weight": (kv * dim, hidden),
+            f"{at}self_attn.v_proj.weight": (kv * dim, hidden), f"{at}self_attn.o_proj.weight": (hidden, heads * dim),
+            f"{at}mlp.gate_proj.weight": (inner, hidden), f"{at}mlp.up_proj.weight": (inner, hidden),
+            f"{at}mlp.down_proj.weight": (hidden, inner), f"{at}input_layernorm.weight": (hidden,),
+            f"{at}post_attention_layernorm.weight": (hidden,),
+        }  # fmt: skip
+    return shapes
+
+
+def qwen2(**sizes: int) -> dict[str, tuple[int, ...]]:
+    shapes = llama(**sizes)
+    for name, shape in dict(shapes).items():
+        if any(f"{p}_proj.weight" in name for p in "qkv"):
+            shapes[name.replace("weight", "bias")] = shape[:1]
+    return shapes
+
+
+def qwen3_moe() -> dict[str, tuple[int, ...]]:
+    shapes = {n: s for n, s in llama().items() if ".mlp." not in n}
+    for i in range(3):
+        at = f"model.layers.{i}."
+        shapes |= {f"{at}self_attn.q_norm.weight": (64,), f"{at}self_attn.k_norm.weight": (64,)}
+        shapes[f"{at}mlp.gate.weight"] = (5, 576)
+        for e in range(5):
+            shapes |= {f"{at}mlp.experts.{e}.{p}_proj.weight": (16, 576) for p in ("gate", "up")}
+            shapes[f"{at}mlp.experts.{e}.down_proj.weight"] = (576, 16)
+    return shapes
+
+
+def mixtral() -> dict[str, tuple[int, ...]]:
+    shapes = {n: s for n, s in llama().items() if ".mlp." not in n}
+    for i in range(3):
+        at = f"model.layers.{i}.block_sparse_moe."
+        shapes[f"{at}gate.weight"] = (8, 576)
+        for e in range(8):
+            shapes |= {f"{at}experts.{e}.w1.weight": (32, 576), f"{at}experts.{e}.w2.weight": (576, 32),
+                       f"{at}experts.{e}.w3.weight": (32, 576)}  # fmt: skip
+    return shapes
+
+
+def deepseek_v3() -> dict[str, tuple[int, ...]]:
+    heads, hidden, q_rank, kv_rank, nope, rope, v_dim = 6, 64, 24, 16, 8, 4, 8
+    shapes = {
+        "model.embed_tokens.weight": (100, hidden),
+        "model.norm.weight": (hidden,),
+        "lm_head.weight": (100, hidden),
+    }
+    for i in range(3):
+        at = f"model.layers.{i}."
+        shapes |= {
+            f"{at}self_attn.q_a_proj.weight": (q_rank, hidden), f"{at}self_attn.q_a_layernorm.weight": (q_rank,),
+            f"{at}self_attn.q_b_proj.weight": (heads * (nope + rope), q_rank),
+            f"{at}self_attn.kv_a_proj_with_mqa.weight": (kv_rank + rope, hidden),
+            f"{at}self_attn.kv_a_layernorm.weight": (kv_rank,),
+            f"{at}self_attn.kv_b_proj.weight": (heads * (nope + v_dim), kv_rank),
+            f"{at}self_attn.o_proj.weight": (hidden, heads * v_dim),
+            f"{at}input_layernorm.weight": (hidden,), f"{at}post_attention_layernorm.weight": (hidden,),
+        }  # fmt: skip
+        if i == 0:  # the first layers are dense
+            shapes |= {f"{at}mlp.{p}_proj.weight": (48, hidden) for p in ("gate", "up")}
+            shapes[f"{at}mlp.down_proj.weight"] = (hidden, 48)
+            continue
+        shapes |= {f"{at}mlp.gate.weight": (4, hidden), f"{at}mlp.gate.e_score_correction_bias": (4,)}
+        for part in ("shared_experts", *(f"experts.{e}" for e in range(4))):
+            shapes |= {f"{at}mlp.{part}.{p}_proj.weight": (24, hidden) for p in ("gate", "up")}
+            shapes[f"{at}mlp.{part}.down_proj.weight"] = (hidden, 24)
+    return shapes
+
+
+def bert(prefix: str) -> dict[str, tuple[int, ...]]:
+    from lowshard.demo.encoder import EncoderConfig, expected_shapes
+
+    shapes = dict(expected_shapes(EncoderConfig(100, 48, 2, 6, 96, 32, prefix=prefix)))
+    return shapes | {
+        f"{prefix}embeddings.position_ids": (1, 32), f"{prefix}pooler.dense.weight": (48, 48),
+        f"{prefix}pooler.dense.bias": (48,),
+    }  # fmt: skip
+
+
+MODELS = {
+    "llama": ("llama", llama(), Sizes(9, 3)),
+    "mistral": ("llama.yaml", llama(hidden=64, heads=8, kv=2, inner=96), Sizes(8, 2)),
+    "qwen2": ("qwen", qwen2(), Sizes(9, 3)),
+    "qwen3-moe": ("qwen", qwen3_moe(), Sizes(9, 3)),
+    "mixtral": ("moe", mixtral(), Sizes(9, 3)),
+    "deepseek-v3": ("moe", deepseek_v3(), Sizes(6, 6)),
+    "minilm": ("bert", bert(""), Sizes(6)),
+    "bert": ("bert", bert("bert."), Sizes(6)),
+}
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("k", [1, 2, 3, 4])
+def test_the_shipped_patterns_match_each_name_of_their_models_once(model: str, k: int) -> None:
+    file, shapes, sizes = MODELS[model]
+    patterns = NamePatterns.load(file)
+    matching = patterns.match(shapes)
+    assert matching.unmatched == ()
+    assert matching.doubly == {}
+    made = patterns.strategies(shapes, k, sizes)
+    assert list(made) == list(shapes)
+    cut_bytes = 0
+    for name, strategy in made.items():
+        tiling = strategy.layout(shapes[name], "bf16")
+        assert tiling.num_ranks == k
+        cut_bytes += 0 if strategy.is_replicate else tiling.size_bytes
+    whole = sum(2 * int(np.prod(s)) for s in shapes.values())
+    assert cut_bytes > 0.5 * whole  # most of a model is cut
+
+
+def test_attention_of_each_model_stays_together() -> None:
+    """A device's key-value heads are those of its queries, its output columns those of its queries."""
+    for model in ("llama", "qwen2", "mixtral"):
+        file, shapes, sizes = MODELS[model]
+        assert sizes.num_heads is not None
+        assert sizes.num_kv_heads is not None
+        made = NamePatterns.load(file).strategies(shapes, 4, sizes)
+        at = "model.layers.1.self_attn."
+        for device in range(4):
+            spans = {
+                p: made[f"{at}{p}_proj.weight"].pieces(shapes[f"{at}{p}_proj.weight"], device)[0][p == "o"]
+                for p in "qkvo"
+            }
+            assert spans["q"] == spans["o"]
+            assert spans["k"] == spans["v"]
+            group = sizes.num_heads // sizes.num_kv_heads
+            first, last = spans["q"][0] // 64, (spans["q"][1] - 1) // 64
+            assert (spans["k"][0] // 64, (spans["k"][1] - 1) // 64) == (first // group, last // group)
+
+
+def test_names_without_a_rule_or_with_several_are_reported(tmp_path: Path) -> None:
+    own = tmp_path / "own.yaml"
+    own.write_text(
+        "rules:\n- {pattern: 'a.*.w', strategy: rowwise}\n- {pattern: 'a.{0,1}.{w,v}', strategy: columnwise}\n"
+        "- {pattern: 'tail.**', strategy: {axiswise: {axis: -1}}}\n"
+    )
+    patterns = NamePatterns.load(own)
+    matching = patterns.match(["a.0.w", "a.2.w", "a.1.v", "b", "a.2.x.w", "tail.x.y"])
+    assert matching.unmatched == ("b", "a.2.x.w")
+    assert matching.doubly == {"a.0.w": ("a.*.w", "a.{0,1}.{w,v}")}
+    with pytest.raises(ValueError, match=r"b matches no pattern; .*a\.0\.w matches a\.\*\.w and"):
+        patterns.strategies({"a.0.w": (2, 2), "b": (2,), "a.2.x.w": (2,)}, 2)
+    assert patterns.strategies({"tail.q": (2, 6)}, 3)["tail.q"] == S.axiswise(-1, 3)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[]", "a mapping with a list"), ("rules: [{pattern: a}]", "a rule has"), ("rules: [", "is no YAML"),
+        ("rules: [{pattern: a, strategy: sideways}]", "one of rowwise"),
+    ],
+)  # fmt: skip
+def test_files_that_are_no_patterns(tmp_path: Path, text: str, said: str) -> None:
+    (tmp_path / "x.yaml").write_text(text)
+    with pytest.raises(ValueError, match=said):
+        NamePatterns.load(tmp_path / "x.yaml")
+
+
+def test_missing_files_and_sizes() -> None:
+    with pytest.raises(ValueError, match="shipped are llama"):
+        NamePatterns.load("nonesuch.yaml")
+    with pytest.raises(ValueError, match=r"config\.json beside"):
+        NamePatterns.load("llama").strategies(llama(), 2)
+    with pytest.raises(ValueError, match="does not hold 7 heads"):
+        NamePatterns.load("llama").strategies(llama(), 2, Sizes(7, 7))

@@ -1,0 +1,403 @@
+"""Checkpoints of many ranks: saved at one number, loaded at another, by every strategy; damage is found."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+from support import mode
+from support.checkpoints import attention_and_more, local_of, on_ranks, same, save_over, state_of, values_of
+
+from lowshard import DeviceMesh, Layout, Replicated, Sharded
+from lowshard.checkpoint import Catalog
+from lowshard.errors import (
+    BufferMismatchError,
+    CheckpointError,
+    LayoutError,
+    LowshardError,
+    MismatchError,
+    PlanError,
+)
+from lowshard.tiling import Tiling
+from lowshard.weights import LoadPlan, LoadReport, ShardingStrategy, load, plan_load, remove_leftovers, save
+from lowshard.weights.plan import STRATEGIES
+
+S = ShardingStrategy
+INDEX = "lowshard.index.json"
+
+
+def check_load(path: Any, values: dict[str, np.ndarray], tilings: dict[str, Tiling], plan: LoadPlan) -> None:
+    size = plan.num_ranks
+    reports: list[list[LoadReport]] = [[] for _ in range(size)]
+    found = on_ranks(size, lambda c: load(path, plan, c, reports=reports[c.rank]))
+    for rank in range(size):
+        for name, tiling in tilings.items():
+            right = local_of(values[name], tiling, rank)
+            if right is None:
+                assert name not in found[rank]
+            else:
+                assert same(found[rank][name], right), (name, rank, plan.strategy)
+        assert reports[rank][0].read_bytes == plan.read_bytes(rank)
+        assert reports[rank][0].sent_bytes == plan.sent_bytes(rank)
+        own = plan.received_bytes(rank) + sum(
+            plan._read_bytes(r) for r in plan.reads if r.reader == rank and rank in r.takers
+        )
+        assert own == plan.held_bytes(rank)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(("saved", "loaded"), [(1, 1), (4, 3), (3, 4), (2, 8), (4, 4)])
+def test_saved_over_some_ranks_and_loaded_over_others(
+    tmp_path: Path, strategy: Any, saved: int, loaded: int
+) -> None:
+    before, after = attention_and_more(saved), attention_and_more(loaded)
+    values = values_of(before)
+    save_over(tmp_path / "c", values, before, saved, strategies=dict.fromkeys(before, "some"))
+    nodes = [r * 2 // loaded for r in range(loaded)]
+    plan = plan_load(tmp_path / "c", after, loaded, strategy=strategy, nodes=nodes)
+    check_load(tmp_path / "c", values, after, plan)
+    for node in set(nodes):  # no byte is read twice on a node
+        readers = [r for r in plan.reads if nodes[r.reader] == node]
+        for name, tiling in after.items():
+            count = np.zeros(tiling.shape, np.int8)
+            for r in readers:
+                if r.name == name:
+                    count[tuple(slice(*i) for i in r.box)] += 1
+            assert count.max(initial=0) <= 1
+    if strategy == "node-leader":
+        assert all(plan.read_bytes(r) == 0 for r in range(loaded) if r and nodes[r - 1] == nodes[r])
+    if strategy == "root-scatter":
+        assert plan.read_bytes(0) == sum(t.size_bytes for t in after.values())
+        assert not any(plan.read_bytes(r) for r in range(1, loaded))
+    assert LoadPlan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
+    assert "read MB" in plan.explain()
+
+
+@pytest.mark.parametrize("merged", [False, True])
+def test_files_are_plain_safetensors_and_hold_each_element_once(tmp_path: Path, merged: bool) -> None:
+    tilings = {n: t for n, t in attention_and_more(3).items() if t.dtype != "float8_e4m3fn"}
+    values = values_of(tilings)
+    target = tmp_path / "c"
+    save_over(target, values, tilings, 3, merged=merged, metadata={"made": "here"})
+    total = sum(v.nbytes for v in values.values())
+    if merged:
+        found = {n: a for n, a in load_file(target).items() if tilings[n].dtype != "bfloat16"}
+        assert all(same(a, values[n]) for n, a in found.items())
+        assert Catalog.open(target).metadata == {"made": "here"}
+    else:
+        files = sorted(p.name for p in target.iterdir())
+        assert files[0] == INDEX
+        assert len(files) == 4
+        assert sum((target / f).stat().st_size for f in files[1:]) < total + 3 * 4000
+        assert all(len(load_file(target / f)) for f in files[1:])  # the library reads them
+        sizes = [(target / f).stat().st_size for f in files[1:]]
+        assert min(sizes) > 0.8 * max(sizes)  # what all hold is spread
+        assert Catalog.open(target).tensors["qkv"].strategy is None
+        assert Catalog.open(target).num_ranks == 3
+    assert Catalog.open(target).size_bytes == total
+    check_load(target, values, tilings, plan_load(target, tilings, 3))
+
+
+def test_layouts_serve_as_tilings_and_ranks_may_take_no_part(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    value = {"w": rng.standard_normal((10, 6)).astype(np.float32), "b": rng.standard_normal(5)}
+    save_file(value, tmp_path / "model.safetensors")
+    mesh = DeviceMesh((2, 2), ("dp", "tp"))
+    layouts = {
+        "w": Layout(mesh, (10, 6), "f32", (Sharded(1), Sharded(0))),
+        "b": Layout(DeviceMesh((2,), ("x",)), (5,), "f64", (Replicated(),)),
+    }
+    plan = plan_load(tmp_path, layouts, 5)
+    tilings = {n: Tiling.from_layout(lay, 5) for n, lay in layouts.items()}
+    check_load(tmp_path, value, tilings, plan)
+    alone = load(tmp_path, plan_load(tmp_path, {"w": Tiling.whole((10, 6), "f32")}))
+    assert same(alone["w"], value["w"])
+
+
+def test_a_hugging_face_folder_of_several_files(tmp_path: Path) -> None:
+    rng = np.random.default_rng(1)
+    values = {f"t{i}": rng.standard_normal((7 + i, 5)).astype(np.float32) for i in range(6)}
+    names = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    save_file({n: v for n, v in values.items() if int(n[1]) < 3}, tmp_path / names[0])
+    save_file({n: v for n, v in values.items() if int(n[1]) >= 3}, tmp_path / names[1])
+    weight_map = {n: names[int(n[1]) >= 3] for n in values}
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": {"total_size": 1}, "weight_map": weight_map}))
+    tilings = {n: S.rowwise(3).layout(v.shape) for n, v in values.items()}
+    for files in (tmp_path, index, [tmp_path / n for n in names]):
+        check_load(files, values, tilings, plan_load(files, tilings))
+    for wrong, said in (
+        (weight_map | {"t0": names[1]}, "t0"), (weight_map | {"t9": names[0]}, "t9"),
+        ({n: f for n, f in weight_map.items() if n != "t4"}, "t4"), (weight_map | {"t0": "../x.safetensors"}, "beside"),
+        (weight_map | {"t0": "gone.safetensors"}, "gone"),
+    ):  # fmt: skip
+        index.write_text(json.dumps({"weight_map": wrong}))
+        with pytest.raises(CheckpointError, match=said):
+            Catalog.open(tmp_path)
+    for text in ("{}", "[", "[]", '{"weight_map": 3}'):
+        index.write_text(text)
+        with pytest.raises(CheckpointError, match="weight_map"):
+            Catalog.open(tmp_path)
+
+
+def test_one_file_a_rank_from_elsewhere(tmp_path: Path) -> None:
+    tilings = {n: t for n, t in attention_and_more(3).items() if t.dtype not in ("bfloat16", "float8_e4m3fn")}
+    values = values_of(tilings)
+    files = [tmp_path / f"rank{r}.safetensors" for r in range(3)]
+    for rank, file in enumerate(files):
+        mine = {n: local_of(values[n], t, rank) for n, t in tilings.items()}
+        save_file({n: a for n, a in mine.items() if a is not None}, file)
+    catalog = Catalog.of_rank_files(files, tilings)
+    after = {n: t for n, t in attention_and_more(4).items() if n in tilings}
+    check_load(catalog, values, after, plan_load(catalog, after))
+    with pytest.raises(CheckpointError, match=r"rank0\.safetensors: tensor 'rows'.*another strategy"):
+        Catalog.of_rank_files(files, tilings | {"rows": S.columnwise(3).layout((13, 6))})
+
+
+# ---- what is refused
+
+
+def outcomes(size: int, job: Any) -> list[BaseException | None]:
+    def attempt(comm: Any) -> BaseException | None:
+        try:
+            job(comm)
+        except Exception as error:
+            return error
+        return None
+
+    return on_ranks(size, attempt)
+
+
+def test_wrong_arguments_raise_on_all_ranks_alike(tmp_path: Path) -> None:
+    tilings = attention_and_more(2)
+    values = values_of(tilings)
+    save_over(tmp_path / "c", values, tilings, 2)
+    plan = plan_load(tmp_path / "c", tilings)
+    other = plan_load(tmp_path / "c", tilings, strategy="root-scatter")
+    found = outcomes(2, lambda c: load(tmp_path / "c", plan if c.rank else other, c))
+    assert [type(e) for e in found] == [MismatchError] * 2
+    found = outcomes(3, lambda c: load(tmp_path / "c", plan, c))
+    assert [type(e) for e in found] == [PlanError] * 3
+    found = outcomes(2, lambda c: load(tmp_path / ("c" if c.rank else "gone"), plan, c))
+    assert [type(e) for e in found] == [CheckpointError] * 2
+    assert "gone" in str(found[1])
+
+    def bad(comm: Any) -> None:
+        state = state_of(values, tilings, comm.rank)
+        if comm.rank:
+            state["rows"] = (tilings["rows"], np.zeros((1, 1), np.float32))
+        save(tmp_path / "c", state, comm)
+
+    found = outcomes(2, bad)
+    assert [type(e) for e in found] == [BufferMismatchError] * 2
+    hole = Tiling.from_pieces((4,), "f32", [[((0, 2),)], [((0, 2),)]])
+    found = outcomes(2, lambda c: save(tmp_path / "d", {"w": (hole, np.zeros(2, np.float32))}, c))
+    assert [type(e) for e in found] == [LayoutError] * 2
+    check_load(tmp_path / "c", values, tilings, plan)
+    with pytest.raises(CheckpointError, match=r"close names: rows"):
+        plan_load(tmp_path / "c", {"row": tilings["rows"]})
+    with pytest.raises(CheckpointError, match=r"tensor 'rows' is float32\[13, 6\], it is to be"):
+        plan_load(tmp_path / "c", {"rows": tilings["columns"]})
+    with pytest.raises(PlanError, match="own-slice"):
+        plan_load(tmp_path / "c", tilings, strategy="other")  # type: ignore[arg-type]
+
+
+def test_a_plan_of_another_checkpoint_is_refused(tmp_path: Path) -> None:
+    tilings = attention_and_more(2)
+    save_over(tmp_path / "0", values_of(tilings), tilings, 2)
+    save_over(tmp_path / "1", values_of(attention_and_more(1)), attention_and_more(1), 1)
+    plan = plan_load(tmp_path / "0", tilings)
+    found = outcomes(2, lambda c: load(tmp_path / "1", plan, c))
+    assert [type(e) for e in found] == [CheckpointError] * 2
+    assert "make it anew" in str(found[0])
+
+
+# ---- damage
+
+
+def damage(raw: bytes, where: str, rng: np.random.Generator, header_end: int) -> bytes:
+    """Return damaged bytes: a flip in the header or the data, a cut, a tail, a run of other bytes."""
+    data = bytearray(raw)
+    first, last = {"header": (0, header_end), "data": (header_end, len(raw))}.get(where, (0, len(raw)))
+    if where == "cut":
+        return raw[: int(rng.integers(0, len(raw)))]
+    if where == "tail":
+        return raw + bytes(rng.integers(0, 256, int(rng.integers(1, 40)), dtype=np.uint8))
+    at = int(rng.integers(first, last))
+    if where == "burst":
+        length = int(rng.integers(1, 64))
+        data[at : at + length] = bytes(rng.integers(0, 256, len(data[at : at + length]), dtype=np.uint8))
+    else:
+        data[at] ^= 1 << int(rng.integers(0, 8))
+    return bytes(data)
+
+
+def test_damaged_files_are_never_loaded(tmp_path: Path, rng: np.random.Generator) -> None:
+    """1,000 damaged files: each is a CheckpointError that names the file, and the tensor where it is known."""
+    tilings = {n: t for n, t in attention_and_more(2).items() if n not in ("large", "wide")}
+    values = values_of(tilings)
+    folder = tmp_path / "c"
+    save_over(folder, values, tilings, 2)
+    files = sorted(p for p in folder.iterdir())
+    good = {p: p.read_bytes() for p in files}
+    whole = {n: Tiling.whole(t.shape, t.dtype) for n, t in tilings.items()}
+    plan = plan_load(folder, whole)
+    kinds = ("header", "data", "cut", "tail", "burst")
+    for number in range(5000 if mode.full() else 1000):
+        file = files[number % len(files)]
+        where = kinds[number // len(files) % len(kinds)]
+        raw = good[file]
+        end = 8 + int.from_bytes(raw[:8], "little") if file.suffix == ".safetensors" else len(raw)
+        bad = damage(raw, where if file.suffix == ".safetensors" or where != "data" else "burst", rng, end)
+        if bad == raw:
+            continue
+        file.write_bytes(bad)
+        for attempt in (lambda: load(folder, plan), lambda: load(folder, plan_load(folder, whole))):
+            said, found = "", {}
+            try:
+                found = attempt()
+            except CheckpointError as error:
+                said = str(error)
+            if found:  # damage without a meaning: white space of the index's JSON
+                assert file.name == INDEX, (file.name, where)
+                assert all(same(found[n], values[n]) for n in whole)
+            else:
+                assert str(folder) in said
+                if where == "data" and file.suffix == ".safetensors":
+                    assert "tensor '" in said
+                    assert file.name in said
+        file.write_bytes(raw)
+    assert all(same(a, values[n]) for n, a in load(folder, plan).items())
+
+
+def test_damage_seen_by_one_rank_is_raised_by_all(tmp_path: Path) -> None:
+    tilings = attention_and_more(4)
+    values = values_of(tilings)
+    save_over(tmp_path / "c", values, tilings, 4)
+    plan = plan_load(tmp_path / "c", tilings)
+    file = sorted((tmp_path / "c").glob("shard*"))[2]
+    raw = bytearray(file.read_bytes())
+    raw[-1] ^= 1
+    file.write_bytes(raw)
+    found = outcomes(4, lambda c: load(tmp_path / "c", plan, c))
+    assert [type(e) for e in found] == [CheckpointError] * 4
+    assert len({str(e) for e in found}) == 1
+    assert file.name in str(found[0])
+    assert "crc32" in str(found[0])
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_file_cut_short_while_it_is_read_is_an_error_on_all_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strategy: Any
+) -> None:
+    values = {"w": np.arange(4_000_000, dtype=np.float32).reshape(2000, 2000)}
+    save_file(values, tmp_path / "model.safetensors")
+    tilings = {"w": S.replicate(3).layout((2000, 2000))}
+    plan = plan_load(tmp_path, tilings, strategy=strategy)
+    real, cut = os.preadv, threading.Event()
+
+    def cutting(fd: int, buffers: Any, offset: int) -> int:
+        if offset > 4_000_000 and not cut.is_set():
+            cut.set()
+            os.truncate(tmp_path / "model.safetensors", 5_000_000)
+        return real(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", cutting)
+    found = outcomes(3, lambda c: load(tmp_path, plan, c))
+    assert [type(e) for e in found] == [CheckpointError] * 3
+    assert "tensor 'w'" in str(found[0])
+
+
+def test_progress_is_told_on_rank_0(tmp_path: Path) -> None:
+    tilings = attention_and_more(2)
+    save_over(tmp_path / "c", values_of(tilings), tilings, 2)
+    plan = plan_load(tmp_path / "c", tilings)
+    told: dict[int, list[tuple[int, int]]] = {0: [], 1: []}
+    on_ranks(2, lambda c: load(tmp_path / "c", plan, c, progress=lambda a, b: told[c.rank].append((a, b))))
+    assert told[1] == []
+    assert told[0][-1] == (plan.read_bytes(0),) * 2
+    assert told[0] == sorted(told[0])
+
+
+# ---- saving over an old checkpoint
+
+
+class Faults:
+    """Makes a system call fail on one rank, at its n-th use by that rank."""
+
+    def __init__(
+        self, patch: pytest.MonkeyPatch, call: str, rank: int, nth: int, error: BaseException
+    ) -> None:
+        self.rank, self.nth, self.error, self.used, self.fired = rank, nth, error, 0, False
+        self.idents: dict[int, int] = {}
+        self.real = getattr(os, call)
+        patch.setattr(os, call, self)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.idents.get(threading.get_ident()) == self.rank:
+            self.used += 1
+            if self.used == self.nth:
+                self.fired = True
+                raise self.error
+        return self.real(*args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("call", "rank", "nth"),
+    [("pwrite", 1, 2), ("pwrite", 0, 1), ("fsync", 1, 1), ("fsync", 0, 2), ("replace", 0, 1), ("open", 1, 1),
+     ("posix_fallocate", 1, 1)],
+)  # fmt: skip
+def test_a_save_that_fails_leaves_the_old_checkpoint_and_no_other_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, rank: int, nth: int
+) -> None:
+    tilings = attention_and_more(2)
+    old, new = values_of(tilings, 1), values_of(tilings, 2)
+    save_over(tmp_path / "c", old, tilings, 2)
+    before = {p.name: p.read_bytes() for p in (tmp_path / "c").iterdir()}
+    faults = Faults(monkeypatch, call, rank, nth, OSError(28, "No space left on device"))
+
+    def job(comm: Any) -> None:
+        faults.idents[threading.get_ident()] = comm.rank
+        save(tmp_path / "c", state_of(new, tilings, comm.rank), comm)
+
+    found = outcomes(2, job)
+    assert faults.fired
+    assert all(isinstance(e, LowshardError) and "No space left" in str(e) for e in found)
+    assert {p.name: p.read_bytes() for p in (tmp_path / "c").iterdir()} == before
+
+
+def test_leftovers_of_killed_saves_are_cleared_and_those_of_live_ones_stay(tmp_path: Path) -> None:
+    import fcntl
+
+    tilings = attention_and_more(2)
+    old = values_of(tilings)
+    save_over(tmp_path / "c", old, tilings, 2)
+    folder = tmp_path / "c"
+    dead = [f"shard-{'ab' * 6}-00000-of-00002.safetensors", f".{INDEX}.{'ab' * 6}.tmp"]
+    live = folder / f"shard-{'cd' * 6}-00001-of-00002.safetensors"
+    for name in dead:
+        (folder / name).write_bytes(b"half")
+    (folder / "notes.txt").write_text("mine")
+    with live.open("wb") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert sorted(remove_leftovers(folder)) == sorted(dead)
+        assert live.exists()
+    save_over(folder, values_of(tilings, 3), tilings, 2)
+    assert not live.exists()
+    assert sorted(p.suffix for p in folder.iterdir()) == [".json", ".safetensors", ".safetensors", ".txt"]
+
+
+def test_leftovers_of_killed_merged_saves_are_cleared(tmp_path: Path) -> None:
+    dead = tmp_path / f".m.safetensors.{'ab' * 6}.tmp"
+    dead.write_bytes(b"half")
+    other = tmp_path / f".n.safetensors.{'ab' * 6}.tmp"
+    other.write_bytes(b"another target's")
+    tilings = attention_and_more(2)
+    save_over(tmp_path / "m.safetensors", values_of(tilings), tilings, 2, merged=True)
+    assert sorted(p.name for p in tmp_path.iterdir()) == [other.name, "m.safetensors"]

@@ -1,0 +1,265 @@
+"""`lowshard reshard`: checkpoints on disk, cut anew, quantised, verified, in bounded memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+from support.checkpoints import local_of, on_ranks, same
+
+from lowshard.checkpoint import Catalog
+from lowshard.cli import main
+from lowshard.errors import CheckpointError, ShardingError, VerificationError
+from lowshard.kernels import quantize_mxfp8
+from lowshard.tiling import Tiling
+from lowshard.weights import NamePatterns, Sizes, load, plan_load
+from lowshard.weights.cli import parse_size
+from lowshard.weights.convert import Settings, convert
+from lowshard.weights.grid import Grid
+
+ROOT = Path(__file__).resolve().parents[2]
+HEADS, KV, DIM, INNER, LAYERS = 9, 3, 32, 192, 2
+HIDDEN = HEADS * DIM
+
+
+def model(seed: int = 0) -> dict[str, np.ndarray]:
+    """Return a small model of SmolLM2's build: 9 query heads, 3 key-value heads."""
+    rng = np.random.default_rng(seed)
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (101, HIDDEN),
+        "model.norm.weight": (HIDDEN,),
+    }
+    for i in range(LAYERS):
+        at = f"model.layers.{i}."
+        shapes |= {
+            f"{at}self_attn.q_proj.weight": (HIDDEN, HIDDEN), f"{at}self_attn.k_proj.weight": (KV * DIM, HIDDEN),
+            f"{at}self_attn.v_proj.weight": (KV * DIM, HIDDEN), f"{at}self_attn.o_proj.weight": (HIDDEN, HIDDEN),
+            f"{at}mlp.gate_proj.weight": (INNER, HIDDEN), f"{at}mlp.up_proj.weight": (INNER, HIDDEN),
+            f"{at}mlp.down_proj.weight": (HIDDEN, INNER), f"{at}input_layernorm.weight": (HIDDEN,),
+            f"{at}post_attention_layernorm.weight": (HIDDEN,),
+        }  # fmt: skip
+    return {n: rng.standard_normal(s).astype(np.float32) for n, s in shapes.items()}
+
+
+@pytest.fixture
+def plain(tmp_path: Path) -> Path:
+    folder = tmp_path / "in"
+    folder.mkdir()
+    save_file(model(), folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps({"num_attention_heads": HEADS, "num_key_value_heads": KV}))
+    return folder
+
+
+def whole(path: Path) -> dict[str, np.ndarray]:
+    """Return a checkpoint's tensors."""
+    catalog = Catalog.open(path)
+    return load(
+        catalog, plan_load(catalog, {n: Tiling.whole(t.shape, t.dtype) for n, t in catalog.tensors.items()})
+    )
+
+
+def equal(path: Path, right: dict[str, np.ndarray]) -> bool:
+    found = whole(path)
+    return set(found) == set(right) and all(same(found[n], a) for n, a in right.items())
+
+
+def run(*arguments: object) -> int:
+    return main(["reshard", *map(str, arguments)])
+
+
+def test_from_plain_to_four_to_two_by_two_and_back(plain: Path, tmp_path: Path, capsys: Any) -> None:
+    a, b, c = (tmp_path / n for n in "abc")
+    assert run(plain, a, "--to", "tp=4", "--strategies", "llama.yaml") == 0
+    assert "all equal" in capsys.readouterr().out
+    assert len(list(a.glob("*.safetensors"))) == 4
+    assert "grouped_qkv" in str(Catalog.open(a).tensors["model.layers.0.self_attn.q_proj.weight"].strategy)
+    assert run(a, b, "--from", "tp=4", "--to", "tp=2,dp=2", "--strategies", "llama", "--json") == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["files"] == 4
+    assert report["verified_bytes"] == report["written_bytes"] == sum(v.nbytes for v in model().values())
+    assert run(b, c, "--to", "dp=3", "--strategies", "llama") == 0
+    assert all(equal(path, model()) for path in (a, b, c))
+    sizes = [f.stat().st_size for f in c.glob("*.safetensors")]
+    assert max(sizes) < 2.2 * min(sizes)  # three copies of everything: each rank writes a share
+    # The files of `a` are what four ranks hold.
+    tilings = Grid.parse("tp=4").tilings(
+        {n: ("float32", v.shape) for n, v in model().items()}, NamePatterns.load("llama"), Sizes(HEADS, KV)
+    )
+    name = "model.layers.1.self_attn.o_proj.weight"
+    parts = Catalog.open(a).tensors[name].parts
+    assert [p.box for p in parts] == [t.box for r in range(4) for t in tilings[name][0].tiles(r)]
+
+
+@pytest.mark.parametrize("was", ["tp=4", "tp=2", "tp=3", "dp=2,tp=2", "tp=2,dp=2"])
+def test_files_of_ranks_without_an_index(plain: Path, tmp_path: Path, was: str) -> None:
+    grid = Grid.parse(was)
+    values = model()
+    tilings = grid.tilings(
+        {n: ("float32", v.shape) for n, v in values.items()}, NamePatterns.load("llama"), Sizes(HEADS, KV)
+    )
+    ranks = tmp_path / "ranks"
+    ranks.mkdir()
+    for rank in range(grid.num_ranks):
+        mine = {n: local_of(values[n], t, rank) for n, (t, _) in tilings.items()}
+        save_file(
+            {n: a for n, a in mine.items() if a is not None}, ranks / f"model-rank-{rank:02d}.safetensors"
+        )
+    arguments = (
+        ranks,
+        tmp_path / "out",
+        "--from",
+        was,
+        "--to",
+        "tp=3",
+        "--strategies",
+        "llama",
+        "--heads",
+        HEADS,
+    )
+    assert run(*arguments, "--kv-heads", KV) == 0
+    assert equal(tmp_path / "out", values)
+    with pytest.raises(CheckpointError, match=r"means 5 files"):
+        convert_alone(Settings(str(ranks), str(tmp_path / "x"), "llama", "tp=1", "tp=5", num_heads=HEADS))
+    with pytest.raises(CheckpointError, match=r"another strategy|do not hold|does not hold"):
+        convert_alone(Settings(str(ranks), str(tmp_path / "x"), "llama", "tp=1",
+                               ",".join(reversed(was.split(","))) if "," in was else f"dp={was[3:]}",
+                               num_heads=HEADS, num_kv_heads=KV))  # fmt: skip
+    assert not (tmp_path / "x" / "lowshard.index.json").exists()
+
+
+def convert_alone(settings: Settings) -> Any:
+    (report,) = on_ranks(1, lambda c: convert(settings, c))
+    return report
+
+
+@pytest.mark.parametrize(("ranks", "to"), [(1, "tp=2"), (3, "tp=4"), (2, "tp=2,dp=2")])
+def test_mxfp8_codes_and_scales_are_those_of_the_whole_weight(
+    plain: Path, tmp_path: Path, ranks: int, to: str
+) -> None:
+    settings = Settings(str(plain), str(tmp_path / "q"), "llama", to, mxfp8=True, memory_bytes=300_000_000)
+    if to == "tp=4":  # 192 columns in blocks of 32 do not go into four equal parts
+        with pytest.raises(
+            ShardingError, match=r"down_proj.*inside a block of 32.*Segment\(192, num_heads=6\)"
+        ):
+            convert_alone(settings)
+        return
+    reports = on_ranks(ranks, lambda c: convert(settings, c))
+    assert len(set(reports)) == 1
+    assert reports[0].quantised == 7 * LAYERS
+    found = whole(tmp_path / "q")
+    for name, value in model().items():
+        if "proj" not in name:
+            assert same(found[name], value)
+            continue
+        right = quantize_mxfp8(value)
+        assert found[name].view(np.uint8).tobytes() == right.data.tobytes()
+        assert found[f"{name}_scale"].view(np.uint8).tobytes() == right.scale.tobytes()
+
+
+def test_experts_over_an_axis_of_their_own(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    at = "model.layers.0."
+    values = {"model.embed_tokens.weight": (40, 64), "lm_head.weight": (40, 64), "model.norm.weight": (64,),
+              f"{at}input_layernorm.weight": (64,), f"{at}post_attention_layernorm.weight": (64,),
+              f"{at}self_attn.q_proj.weight": (64, 64), f"{at}self_attn.k_proj.weight": (32, 64),
+              f"{at}self_attn.v_proj.weight": (32, 64), f"{at}self_attn.o_proj.weight": (64, 64),
+              f"{at}block_sparse_moe.gate.weight": (5, 64)}  # fmt: skip
+    for e in range(5):
+        for w, shape in (("w1", (48, 64)), ("w2", (64, 48)), ("w3", (48, 64))):
+            values[f"{at}block_sparse_moe.experts.{e}.{w}.weight"] = shape
+    arrays = {n: rng.random(s).astype(np.float32) for n, s in values.items()}
+    save_file(arrays, tmp_path / "m.safetensors")
+    for to in ("tp=2,ep=3", "ep=4", "tp=3"):
+        settings = Settings(
+            str(tmp_path / "m.safetensors"), str(tmp_path / to), "moe", to, num_heads=4, num_kv_heads=2
+        )
+        convert_alone(settings)
+        assert equal(tmp_path / to, arrays)
+    owners = [
+        {int(p.file[-len("00000-of-00004.safetensors") :][:5]) for p in t.parts}
+        for n, t in Catalog.open(tmp_path / "ep=4").tensors.items()
+        if "experts.4." in n
+    ]
+    assert owners == [{4 * 4 // 5}] * 3
+
+
+def test_the_memory_of_a_process_is_bounded(tmp_path: Path) -> None:
+    """A checkpoint of 420 MB through a process that may hold 300 MB."""
+    folder = tmp_path / "in"
+    folder.mkdir()
+    shape = (14_000, 7_500)
+    head = json.dumps({"w": {"dtype": "F32", "shape": shape, "data_offsets": [0, 420_000_000]}}).encode()
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(len(head).to_bytes(8, "little") + head)
+        file.truncate(8 + len(head) + 420_000_000)
+    (tmp_path / "s.yaml").write_text("rules: [{pattern: w, strategy: columnwise}]")
+    command = [sys.executable, "-m", "lowshard", "reshard", str(folder), str(tmp_path / "out"), "--to", "tp=3",
+               "--strategies", str(tmp_path / "s.yaml"), "--memory", "300MB"]  # fmt: skip
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    most = 0
+    while process.poll() is None:
+        try:
+            lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
+        except OSError:
+            break
+        most = max(
+            most, sum(int(li.split()[1]) * 1024 for li in lines if li.startswith(("RssAnon", "RssShmem")))
+        )
+        time.sleep(0.005)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, out + err
+    assert 10_000_000 < most < 300_000_000
+    tensor = Catalog.open(tmp_path / "out").tensors["w"]
+    assert [p.box for p in tensor.parts] == [((0, 14_000), (i * 2500, (i + 1) * 2500)) for i in range(3)]
+
+
+def test_wrong_requests_are_told_before_anything_is_written(plain: Path, tmp_path: Path, capsys: Any) -> None:
+    out = tmp_path / "out"
+    for arguments, said in (
+        (("--to", "tp=0", "--strategies", "llama"), "reads like 'tp=2,dp=2'"),
+        (("--to", "xp=2", "--strategies", "llama"), "axes tp, ep, dp"),
+        (("--to", "tp=2", "--strategies", "bert"), "matches no pattern"),
+        (("--to", "tp=2", "--strategies", "none.yaml"), "shipped are"),
+        (("--to", "tp=2", "--strategies", "llama", "--memory", "10MB"), "at least 256MB"),
+        (("--to", "tp=2", "--strategies", "llama", "--memory", "much"), "a size reads like"),
+        (("--to", "tp=2", "--strategies", "llama", "--heads", "7"), "does not hold 7 heads"),
+        (("--to", "tp=2", "--strategies", "llama", "-n", "0"), "at least 1"),
+    ):  # fmt: skip
+        assert run(plain, out, *arguments) == 2
+        assert said in capsys.readouterr().err
+    assert run(tmp_path / "gone", out, "--to", "tp=2", "--strategies", "llama") == 2
+    assert run(plain, plain, "--to", "tp=2", "--strategies", "llama") == 2
+    assert "another folder" in capsys.readouterr().err
+    assert not out.exists()
+    assert run(plain, out, "--to", "tp=2", "--strategies", "llama", "--dry-run", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["ranks"] == 2
+    assert not out.exists()
+    assert (parse_size("1.5GiB"), parse_size("500 mb"), parse_size("7")) == (3 * 2**29, 500_000_000, 7)
+
+
+def test_a_file_that_the_disk_gave_back_otherwise_is_not_published(
+    plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = Settings(str(plain), str(tmp_path / "out"), "llama", "tp=2")
+    convert_alone(settings)
+    before = {p.name: p.read_bytes() for p in (tmp_path / "out").iterdir()}
+    real = os.fsync
+    spoiled = []
+
+    def spoil(fd: int) -> None:
+        if not spoiled and os.fstat(fd).st_size > 10_000:
+            spoiled.append(os.pwrite(fd, b"\xff", os.fstat(fd).st_size - 5))
+        real(fd)
+
+    monkeypatch.setattr(os, "fsync", spoil)
+    with pytest.raises(VerificationError, match="is not what"):
+        convert_alone(settings)
+    assert {p.name: p.read_bytes() for p in (tmp_path / "out").iterdir()} == before
