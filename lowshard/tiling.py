@@ -1,0 +1,343 @@
+"""Tiling: an array cut into boxes, any number of them on each rank. What a layout cannot say in one box a rank.
+
+A rank's local array is made of tiles. A tile says where its elements lie in the global array and where
+in the local one: a stacked query-key-value weight gives each rank three tiles, one behind the other.
+Like a layout it is a value: any process can ask for any rank's tiles.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+from lowshard import dtypes
+from lowshard.box import Box, covers, full_box, intersect, shape_of, volume
+from lowshard.errors import LayoutError, LowshardError
+from lowshard.layout import Layout
+from lowshard.mesh import DeviceMesh
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """A box of the global array, and the box of the local array that holds it. Both have one shape."""
+
+    box: Box
+    """`((start, stop), ...)` in global coordinates."""
+    local: Box
+    """The same elements in the local array."""
+
+    @property
+    def elems(self) -> int:
+        """Elements of the tile."""
+        return volume(self.box)
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """Which boxes of a global array each rank holds, and where in its local array.
+
+    Every element of a local array lies in exactly one tile. Ranks may hold the same boxes (replicas).
+    A rank that takes no part (`rank not in tiling`) has no tiles and no local shape; one that takes
+    part may hold nothing (a local shape with an extent of 0).
+
+    Args:
+        shape: global shape.
+        dtype: any name of the dtype table.
+        rank_tiles: for each rank its tiles; empty ones are left out.
+        local_shapes: for each rank the shape of its local array, or None where it takes no part.
+
+    Raises:
+        LayoutError: a tile outside the array, or tiles that do not fill a local array exactly once.
+        DTypeError: unknown dtype.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    rank_tiles: tuple[tuple[Tile, ...], ...]
+    local_shapes: tuple[tuple[int, ...] | None, ...]
+    _digest: list[str] = field(default_factory=list, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        put = object.__setattr__
+        put(self, "shape", tuple(self.shape))
+        put(self, "dtype", dtypes.get(self.dtype).name)
+        put(self, "rank_tiles", tuple(tuple(t for t in tiles if t.elems) for tiles in self.rank_tiles))
+        put(self, "local_shapes", tuple(None if s is None else tuple(s) for s in self.local_shapes))
+        if len(self.rank_tiles) != len(self.local_shapes) or not self.rank_tiles:
+            raise LayoutError(
+                f"a tiling has tiles and a local shape for each of its ranks (1 or more), got "
+                f"{len(self.rank_tiles)} lists of tiles and {len(self.local_shapes)} shapes"
+            )
+        for rank, (tiles, local_shape) in enumerate(zip(self.rank_tiles, self.local_shapes, strict=True)):
+            self._check(rank, tiles, local_shape)
+
+    # ---- makers
+
+    @classmethod
+    def from_layout(cls, layout: Layout, num_ranks: int | None = None) -> Tiling:
+        """Return the tiling that a layout is: one tile a rank.
+
+        Args:
+            layout: without partial axes.
+            num_ranks: ranks of the tiling; by default up to the highest of the layout's mesh.
+
+        Raises:
+            LayoutError: a partial layout (its ranks hold terms, not elements), or num_ranks too small.
+        """
+        if any(layout.partials):
+            raise LayoutError(f"the layout {layout} is partial: its ranks hold terms. Reduce it first")
+        needed = max(layout.mesh.ranks) + 1
+        size = needed if num_ranks is None else num_ranks
+        if size < needed:
+            raise LayoutError(f"mesh {layout.mesh} names rank {needed - 1}, the tiling has {size} ranks")
+        tiles: list[tuple[Tile, ...]] = [()] * size
+        shapes: list[tuple[int, ...] | None] = [None] * size
+        for rank in layout.mesh.ranks:
+            box = layout.box(rank)
+            shapes[rank] = shape_of(box)
+            tiles[rank] = (Tile(box, full_box(shape_of(box))),)
+        return cls(layout.shape, layout.dtype, tuple(tiles), tuple(shapes))
+
+    @classmethod
+    def from_pieces(
+        cls, shape: Sequence[int], dtype: object, pieces: Sequence[Sequence[Box]], concat_axis: int = 0
+    ) -> Tiling:
+        """Return the tiling of ranks whose local array is its pieces, joined along one axis.
+
+        Args:
+            shape: global shape.
+            dtype: any name of the dtype table.
+            pieces: for each rank its boxes in the order in which they are joined (at least one, which
+                may be empty).
+            concat_axis: the dim along which they are joined; negative counts from the end.
+
+        Raises:
+            LayoutError: a rank without a piece, a piece outside the array, or pieces of one rank that
+                differ in another dim than the joined one.
+        """
+        ndim = len(shape)
+        if ndim and not -ndim <= concat_axis < ndim:
+            raise LayoutError(f"concat_axis is a dim of shape {tuple(shape)}, got {concat_axis}")
+        axis = concat_axis % ndim if ndim else 0
+        tiles: list[tuple[Tile, ...]] = []
+        shapes: list[tuple[int, ...]] = []
+        for rank, boxes in enumerate(pieces):
+            if not boxes:
+                raise LayoutError(f"rank {rank} has no piece: give it an empty box of the right shape")
+            at, mine = 0, []
+            first = shape_of(boxes[0])
+            for box in boxes:
+                extent = shape_of(box)
+                if extent[:axis] + extent[axis + 1 :] != first[:axis] + first[axis + 1 :]:
+                    raise LayoutError(
+                        f"rank {rank}: pieces are joined along dim {axis}, so they agree in every other; "
+                        f"got shapes {first} and {extent}"
+                    )
+                local = tuple((at, at + n) if d == axis else (0, n) for d, n in enumerate(extent))
+                mine.append(Tile(tuple(box), local))
+                at += extent[axis] if ndim else 0
+            tiles.append(tuple(mine))
+            shapes.append((*first[:axis], at, *first[axis + 1 :]) if ndim else ())
+        return cls(tuple(shape), str(dtypes.get(dtype)), tuple(tiles), tuple(shapes))
+
+    @classmethod
+    def whole(cls, shape: Sequence[int], dtype: object, num_ranks: int = 1) -> Tiling:
+        """Return the tiling in which each rank holds all of the array."""
+        return cls.from_pieces(shape, dtype, [[full_box(shape)]] * num_ranks)
+
+    def on_mesh(self, mesh: DeviceMesh, axis: str, num_ranks: int | None = None) -> Tiling:
+        """Return the tiling of a mesh's ranks in which each holds what its place along `axis` holds here.
+
+        Ranks that differ along other axes only hold the same.
+
+        Raises:
+            MeshError: the mesh has no such axis.
+            LayoutError: the axis has another size than this tiling has ranks, or num_ranks is too small.
+        """
+        size = mesh.axis_size(axis)
+        if size != self.num_ranks:
+            raise LayoutError(
+                f"mesh axis {axis!r} has {size} places, the tiling {self.num_ranks} ranks: make it for {size}"
+            )
+        needed = max(mesh.ranks) + 1
+        total = needed if num_ranks is None else num_ranks
+        if total < needed:
+            raise LayoutError(f"mesh {mesh} names rank {needed - 1}, the tiling has {total} ranks")
+        tiles: list[tuple[Tile, ...]] = [()] * total
+        shapes: list[tuple[int, ...] | None] = [None] * total
+        for rank in mesh.ranks:
+            place = mesh.coord(rank)[mesh.axis_index(axis)]
+            tiles[rank], shapes[rank] = self.rank_tiles[place], self.local_shapes[place]
+        return Tiling(self.shape, self.dtype, tuple(tiles), tuple(shapes))
+
+    # ---- what a rank holds
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks that the tiling speaks of, 0 to num_ranks - 1."""
+        return len(self.rank_tiles)
+
+    def __contains__(self, rank: object) -> bool:
+        """Return True for a rank that takes part."""
+        return isinstance(rank, int) and 0 <= rank < self.num_ranks and self.local_shapes[rank] is not None
+
+    @property
+    def ranks(self) -> Iterator[int]:
+        """The ranks that take part, ascending."""
+        return (r for r, shape in enumerate(self.local_shapes) if shape is not None)
+
+    def tiles(self, rank: int) -> tuple[Tile, ...]:
+        """Return a rank's tiles, none empty, in the order they were given; () where it takes no part.
+
+        Raises:
+            LayoutError: the rank is not one of the tiling's.
+        """
+        return self.rank_tiles[self._rank(rank)]
+
+    def local_shape(self, rank: int) -> tuple[int, ...]:
+        """Return the shape of a rank's local array.
+
+        Raises:
+            LayoutError: the rank is not one of the tiling's, or takes no part.
+        """
+        shape = self.local_shapes[self._rank(rank)]
+        if shape is None:
+            raise LayoutError(f"rank {rank} takes no part in this tiling, so it has no local array")
+        return shape
+
+    def local_elems(self, rank: int) -> int:
+        """Return the number of elements a rank holds; 0 where it takes no part."""
+        shape = self.local_shapes[self._rank(rank)]
+        return 0 if shape is None else prod(shape)
+
+    def local_bytes(self, rank: int) -> int:
+        """Return the bytes a rank holds; 0 where it takes no part."""
+        return self.local_elems(rank) * self.itemsize_bytes
+
+    @property
+    def itemsize_bytes(self) -> int:
+        """Bytes of one element."""
+        return dtypes.get(self.dtype).itemsize_bytes
+
+    @property
+    def size_elems(self) -> int:
+        """Elements of the global array."""
+        return prod(self.shape)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the global array."""
+        return self.size_elems * self.itemsize_bytes
+
+    # ---- the tiling as a whole
+
+    @property
+    def is_cover(self) -> bool:
+        """True when every element of the global array is on some rank: only then can it be moved from."""
+        boxes = dict.fromkeys(t.box for tiles in self.rank_tiles for t in tiles)
+        return covers(boxes, full_box(self.shape))
+
+    def holders(self) -> dict[Box, tuple[int, ...]]:
+        """Return the ranks that hold each distinct box, ascending; boxes in the order they are met."""
+        found: dict[Box, list[int]] = {}
+        for rank, tiles in enumerate(self.rank_tiles):
+            for tile in tiles:
+                ranks = found.setdefault(tile.box, [])
+                if not ranks or ranks[-1] != rank:
+                    ranks.append(rank)
+        return {box: tuple(ranks) for box, ranks in found.items()}
+
+    def __str__(self) -> str:
+        """One line: `bfloat16[42,14] over 3 ranks, 9 tiles`."""
+        count = sum(map(len, self.rank_tiles))
+        return f"{self.dtype}[{','.join(map(str, self.shape))}] over {self.num_ranks} ranks, {count} tiles"
+
+    # ---- JSON, digest
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data that `from_json` reads back."""
+        return {
+            "shape": list(self.shape),
+            "dtype": self.dtype,
+            "tiles": [[[_list(t.box), _list(t.local)] for t in tiles] for tiles in self.rank_tiles],
+            "local_shapes": [None if s is None else list(s) for s in self.local_shapes],
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Tiling:
+        """Return the tiling that `to_json` wrote.
+
+        Raises:
+            LayoutError: a field is missing or does not fit.
+        """
+        try:
+            return cls(
+                _extents(data["shape"]),
+                data["dtype"],
+                tuple(tuple(Tile(_box(box), _box(local)) for box, local in tiles) for tiles in data["tiles"]),
+                tuple(None if s is None else _extents(s) for s in data["local_shapes"]),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            if isinstance(error, LowshardError):
+                raise
+            raise LayoutError(f"this JSON is no tiling ({type(error).__name__}: {error})") from error
+
+    def digest(self) -> str:
+        """Return 32 hex digits that two tilings share exactly when they are equal."""
+        if not self._digest:
+            text = json.dumps(self.to_json(), sort_keys=True, separators=(",", ":"))
+            self._digest.append(hashlib.blake2b(text.encode(), digest_size=16).hexdigest())
+        return self._digest[0]
+
+    def _rank(self, rank: int) -> int:
+        if not 0 <= rank < self.num_ranks:
+            raise LayoutError(f"the tiling has ranks 0 to {self.num_ranks - 1}, got {rank}")
+        return rank
+
+    def _check(self, rank: int, tiles: Sequence[Tile], local_shape: tuple[int, ...] | None) -> None:
+        if local_shape is None:
+            if tiles:
+                raise LayoutError(f"rank {rank} takes no part (its local shape is None) but has tiles")
+            return
+        if len(local_shape) != len(self.shape):
+            raise LayoutError(f"rank {rank}: local shape {local_shape} has other dims than {self.shape}")
+        for tile in tiles:
+            if not _inside(tile.box, self.shape) or not _inside(tile.local, local_shape):
+                raise LayoutError(
+                    f"rank {rank}: a tile lies inside the array {self.shape} and the local array "
+                    f"{local_shape}, got {tile}"
+                )
+            if shape_of(tile.box) != shape_of(tile.local):
+                raise LayoutError(f"rank {rank}: both boxes of a tile have one shape, got {tile}")
+        twice = any(intersect(a.local, b.local) for i, a in enumerate(tiles) for b in tiles[:i])
+        if twice or sum(t.elems for t in tiles) != prod(local_shape):
+            raise LayoutError(
+                f"rank {rank}: every element of the local array {local_shape} lies in exactly one tile, "
+                f"got {[t.local for t in tiles]}"
+            )
+
+
+def _inside(box: Box, shape: tuple[int, ...]) -> bool:
+    return len(box) == len(shape) and all(0 <= a <= b <= n for (a, b), n in zip(box, shape, strict=True))
+
+
+def _list(box: Box) -> list[list[int]]:
+    return [list(interval) for interval in box]
+
+
+def _box(value: Any) -> Box:
+    return tuple((_int(start), _int(stop)) for start, stop in value)
+
+
+def _extents(value: Any) -> tuple[int, ...]:
+    return tuple(map(_int, value))
+
+
+def _int(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{value!r} is no integer")
+    return value
