@@ -359,9 +359,7 @@ def moves(src: Partition, dst: Partition, src_cell: int, dst_cell: int) -> tuple
     if isinstance(src, Cuts) and isinstance(dst, Cuts):
         rows = [
             common(s, sp, d, dp)
-            for s, sp, d, dp in zip(
-                src.cuts, src.parts(src_cell), dst.cuts, dst.parts(dst_cell), strict=True
-            )
+            for s, sp, d, dp in zip(src.cuts, src.parts(src_cell), dst.cuts, dst.parts(dst_cell), strict=True)
         ]
         return tuple(
             (

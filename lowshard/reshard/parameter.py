@@ -293,7 +293,11 @@ def _cutting(record: ParameterMetadata) -> list[tuple[int, tuple[int, ...], int]
         found.append((record.partition_dim % dims, group, copies))
     if record.expert_dim is not None:
         experts = record.expert_parallel_group_ranks
-        if experts is None or record.owner_rank not in experts or (found and found[0][0] == record.expert_dim):
+        if (
+            experts is None
+            or record.owner_rank not in experts
+            or (found and found[0][0] == record.expert_dim)
+        ):
             raise PlanError(
                 f"{record.key}: stacked experts are dealt to the expert-parallel ranks along a dim of their own, got "
                 f"expert_dim {record.expert_dim} and ranks {experts}"

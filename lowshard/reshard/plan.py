@@ -314,7 +314,9 @@ class ReshardPlan:
                     continue
                 mine = boxes.get(number, [])
                 whole = tuple((0, n) for n in shape)
-                inside = all(a <= p and q <= b for box in mine for (p, q), (a, b) in zip(box, whole, strict=True))
+                inside = all(
+                    a <= p and q <= b for box in mine for (p, q), (a, b) in zip(box, whole, strict=True)
+                )
                 if not inside or sum(map(volume, mine)) != volume(whole) or _overlap(mine):
                     raise PlanError(
                         f"{entry.name}: rank {rank} writes {sum(map(volume, mine))} elements in {len(mine)} boxes of "
@@ -476,19 +478,22 @@ def build_reshard_plan(
     if node_size is not None and node_size < 1:
         raise PlanError(f"node_size is a number of ranks >= 1, got {node_size}")
     have = _table(src, "src")
+    from_records = not isinstance(src, Mapping)
     is_pools = isinstance(dst, Sequence) and bool(dst) and isinstance(dst[0], Mapping)
     pools = [_table(pool, "dst") for pool in dst] if is_pools else [_table(dst, "dst")]  # type: ignore[arg-type]
     entries = []
     for wanted in pools:
         fed = with_tied_output(have, wanted)
         for name, to in wanted.items():
-            entries.append(_entry(name, fed[name], have[fed[name]], to))
+            entries.append(_entry(name, fed[name], have[fed[name]], to, from_records))
     if not entries:
         raise PlanError("a reshard moves one tensor or more; the destination table is empty")
     if len(pools) > 1:
         _require_apart(pools)
     if max(len(entries) >> _ENTRY_BITS, 0):
-        raise PlanError(f"a plan has up to {1 << _ENTRY_BITS} tensors, got {len(entries)}; make several plans")
+        raise PlanError(
+            f"a plan has up to {1 << _ENTRY_BITS} tensors, got {len(entries)}; make several plans"
+        )
     return ReshardPlan(tuple(entries), node_size, multicast)
 
 
@@ -506,8 +511,10 @@ def _table(side: Any, which: str) -> dict[str, Held]:
     return tensor_layouts(records)
 
 
-def _entry(name: str, src_name: str, src: Held, dst: Held) -> Entry:
-    a, b = _with_blocks(src.layout, dst.layout)
+def _entry(name: str, src_name: str, src: Held, dst: Held, from_records: bool) -> Entry:
+    a, b = src.layout, dst.layout
+    if from_records:
+        a, b = _with_blocks(a, b)
     if a.shape != b.shape:
         raise PlanError(
             f"{name}: source and destination are one tensor, but the source has shape {list(a.shape)} and the "
@@ -535,7 +542,11 @@ def _blocks_of(giver: TensorLayout, taker: TensorLayout) -> TensorLayout:
         return taker
     cuts = tuple(
         Cut(t.length, t.parts, blocks=g.blocks, split=t.split)
-        if g.blocks is not None and t.parts > 1 and t.blocks is None and t.points is None and g.length == t.length
+        if g.blocks is not None
+        and t.parts > 1
+        and t.blocks is None
+        and t.points is None
+        and g.length == t.length
         else t
         for g, t in zip(giver.partition.cuts, taker.partition.cuts, strict=True)
     )
@@ -569,9 +580,7 @@ def _first_tile(src: Any, dst: Any, src_cell: int, dst_cell: int) -> int:
 
 
 def _ordered(found: Mapping[int, list[Move]]) -> dict[int, tuple[Move, ...]]:
-    return {
-        peer: tuple(sorted(found[peer], key=lambda m: (m.entry, m.dst_box))) for peer in sorted(found)
-    }
+    return {peer: tuple(sorted(found[peer], key=lambda m: (m.entry, m.dst_box))) for peer in sorted(found)}
 
 
 def _first_replicas(layout: TensorLayout) -> TensorLayout:

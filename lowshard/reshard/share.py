@@ -82,9 +82,9 @@ class Shares:
         for number, kind in enumerate(kinds):
             self._by_seats.setdefault(kind.src.seats, []).append(number)
         self._lines: dict[tuple[object, int], tuple[dict[int, int], int]] = {}
-        self._demands: dict[tuple[TensorLayout, TensorLayout, int], tuple[tuple[int, int, int, int], ...]] = (
-            {}
-        )
+        self._demands: dict[
+            tuple[TensorLayout, TensorLayout, int], tuple[tuple[int, int, int, int], ...]
+        ] = {}
 
     def demand(self, number: int, cell: int) -> tuple[tuple[int, int, int, int], ...]:
         """Return, for each destination cell that asks: it, bytes of a request, how many, where they begin."""
