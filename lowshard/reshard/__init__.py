@@ -7,6 +7,7 @@ from lowshard.reshard.execute import Report, Reshard, execute_reshard_plan
 from lowshard.reshard.layout import TensorLayout
 from lowshard.reshard.parameter import ParameterMetadata, resolve_name
 from lowshard.reshard.plan import Move, ReshardPlan, build_reshard_plan
+from lowshard.reshard.refit import Refit
 from lowshard.reshard.scale import scale_slice_from_data_slice
 from lowshard.reshard.seat import Grid, Roster
 from lowshard.reshard.transform import (
@@ -22,6 +23,7 @@ __all__ = [
     "MXFP8ReshardTransform",
     "Move",
     "ParameterMetadata",
+    "Refit",
     "Report",
     "Reshard",
     "ReshardPlan",

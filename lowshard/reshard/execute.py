@@ -31,7 +31,7 @@ Array = Any
 _Key = tuple[int, Box, bool]
 Way = Literal["auto", "direct", "slots", "messages"]
 
-STAGING_BYTES = 4 << 20
+STAGING_BYTES = 16 << 20
 """Memory for buckets on each rank, by default."""
 _DIRECT, _SLOTS, _MESSAGES = "direct", "slots", "messages"
 
@@ -69,6 +69,7 @@ class Reshard:
         way: "direct" reads sources where neighbours show them (loopback, or arrays of `comm.empty` on one node) and
             takes "slots" for others; "slots" unpacks out of memory the sender packed into; "messages" sends
             buckets. "auto" takes the first that works on all ranks.
+        like: another one over the same communicator and settings, whose staging is used: the two never run at once.
 
     Raises:
         BufferMismatchError: an array is missing, or has another shape, dtype or memory order than the plan says.
@@ -89,7 +90,9 @@ class Reshard:
         staging_bytes: int = STAGING_BYTES,
         checksums: bool = False,
         way: Way = "auto",
+        like: Reshard | None = None,
     ) -> None:
+        self._like = like
         self.plan, self.comm, self.transform = plan, comm, transform
         self.checksums, self.version = checksums, 0
         self._src: dict[int, Array] = {}

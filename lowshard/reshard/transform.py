@@ -76,6 +76,17 @@ class ReshardTransform:
         """Return why a box cannot be taken, or None; asked on both sides before anything moves."""
         return None
 
+    def twin(self) -> ReshardTransform:
+        """Return a transform like this one that stores into buffers of its own, for a second version.
+
+        Raises:
+            PlanError: this kind of transform has none.
+        """
+        raise PlanError(
+            f"{type(self).__name__} has no twin() with buffers of its own; write one, or refit with "
+            "buffering='in_place'"
+        )
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SwizzledMXFP8:
@@ -194,6 +205,19 @@ class MXFP8ReshardTransform(ReshardTransform):
                     "all of it arrived"
                 )
         self._edges.clear()
+
+    def twin(self) -> MXFP8ReshardTransform:
+        """Return a transform like this one with persistent buffers of its own."""
+        buffers = {
+            name: SwizzledMXFP8(held.data.copy(), held.scale.copy(), getattr(held, "elem", "e4m3"))
+            if held.scale.ndim == 1
+            else MXFP8Tensor(held.data.copy(), held.scale.copy(), getattr(held, "elem", "e4m3"))
+            for name, held in self.persistent_buffers.items()
+        }
+        return MXFP8ReshardTransform(
+            self.convertible_params, buffers, self.buffer_key_prefix, self.convert_on_send,
+            elem=self.elem, mode=self.mode, misaligned=self.misaligned,
+        )  # fmt: skip
 
     def send_format(self, param_name: str, src_box: Box, dtype: str) -> list[tuple[str, tuple[int, ...]]]:
         """Return dtype and shape of what `prepare_send` gives."""
