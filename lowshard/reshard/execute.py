@@ -93,6 +93,7 @@ class Reshard:
         like: Reshard | None = None,
     ) -> None:
         self._like = like
+        self._just_made = False
         self.plan, self.comm, self.transform = plan, comm, transform
         self.checksums, self.version = checksums, 0
         self._src: dict[int, Array] = {}
@@ -136,7 +137,13 @@ class Reshard:
         """
         self.version = version
         self._error = None
-        self._kept.clear()
+        if not self._just_made:  # what was prepared to learn its form is of an earlier content
+            self._kept.clear()
+            self._pending.clear()
+            self._rooms.clear()
+        self._just_made = False
+        self._half.clear()
+        self._left.clear()
         for entry in self._quantised:
             self._refresh(entry)
         if self.transform is not None:
@@ -714,6 +721,7 @@ def execute_reshard_plan(
     """
     made = Reshard(plan, src, dst, comm, transform, staging_bytes=staging_bytes, checksums=checksums, way=way)
     try:
+        made._just_made = True
         return made.run()
     finally:
         made.close()
