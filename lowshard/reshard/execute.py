@@ -161,7 +161,8 @@ class Reshard:
             self._guard(self.transform.end)
         agree(self.comm, b"", self._take_error(), "reshard")
         report = self.report
-        self.comm.traffic.add("reshard", report.sent_bytes, report.received_bytes)
+        if not isinstance(self._channel, MessageChannel):  # messages are counted as they are sent
+            self.comm.traffic.add("reshard", report.sent_bytes, report.received_bytes)
         return report
 
     def close(self) -> None:
