@@ -1,0 +1,39 @@
+"""Resharding: tensors from the layout they are trained in to the one they are served in, planned and moved."""
+
+from __future__ import annotations
+
+from lowshard.reshard.cut import Cut
+from lowshard.reshard.execute import Report, Reshard, execute_reshard_plan
+from lowshard.reshard.layout import TensorLayout
+from lowshard.reshard.parameter import ParameterMetadata, resolve_name
+from lowshard.reshard.plan import Move, ReshardPlan, build_reshard_plan
+from lowshard.reshard.refit import Refit
+from lowshard.reshard.scale import scale_slice_from_data_slice
+from lowshard.reshard.seat import Grid, Roster
+from lowshard.reshard.transform import (
+    MXFP8ReshardTransform,
+    ReshardTransform,
+    SwizzledMXFP8,
+    ensure_sendable,
+)
+
+__all__ = [
+    "Cut",
+    "Grid",
+    "MXFP8ReshardTransform",
+    "Move",
+    "ParameterMetadata",
+    "Refit",
+    "Report",
+    "Reshard",
+    "ReshardPlan",
+    "ReshardTransform",
+    "Roster",
+    "SwizzledMXFP8",
+    "TensorLayout",
+    "build_reshard_plan",
+    "ensure_sendable",
+    "execute_reshard_plan",
+    "resolve_name",
+    "scale_slice_from_data_slice",
+]

@@ -1,0 +1,231 @@
+"""How buckets get from rank to rank: as messages, or by slots of memory that the ranks of a node all map."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import numpy as np
+
+from lowshard.comm.protocol import Communicator
+from lowshard.comm.work import Work
+
+Array = Any
+
+SLOTS = 2
+"""Buckets that a rank fills while others are on their way."""
+_READY, _FREE = 1, 2
+
+
+class Channel(ABC):
+    """Buckets of one rank, to one peer and from one peer at a time.
+
+    Args:
+        comm: the communicator.
+        bucket_bytes: size of a bucket at most.
+    """
+
+    def __init__(self, comm: Communicator, bucket_bytes: int) -> None:
+        self.comm, self.bucket_bytes = comm, bucket_bytes
+
+    @abstractmethod
+    def acquire(self) -> Array:
+        """Return a slot, uint8 [bucket_bytes], to be filled; wait until its last content has arrived."""
+
+    @abstractmethod
+    def post(self, peer: int, size_bytes: int) -> None:
+        """Send the slot that was acquired last."""
+
+    @abstractmethod
+    def expect(self, peer: int, size_bytes: int) -> None:
+        """Say that a bucket will be taken soon; in the order of the wire."""
+
+    @abstractmethod
+    def take(self, peer: int) -> Array:
+        """Return the next bucket of a peer, uint8 [size_bytes]; wait until it is there."""
+
+    @abstractmethod
+    def release(self, peer: int) -> None:
+        """Say that the bucket taken last is not needed any more."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Wait until everything that was posted has arrived."""
+
+
+class MessageChannel(Channel):
+    """Buckets as messages that are started and not waited for: packing, sending and unpacking overlap."""
+
+    def __init__(self, comm: Communicator, bucket_bytes: int) -> None:
+        super().__init__(comm, bucket_bytes)
+        self._out = [comm.empty(bucket_bytes, "uint8") for _ in range(SLOTS)]
+        self._in = [comm.empty(bucket_bytes, "uint8") for _ in range(SLOTS)]
+        self._sent: list[Work | None] = [None] * SLOTS
+        self._coming: list[tuple[int, Work, Array]] = []
+        self._at = self._in_at = 0
+
+    def acquire(self) -> Array:
+        """Return a slot to be filled."""
+        work = self._sent[self._at]
+        if work is not None:
+            work.wait()
+            self._sent[self._at] = None
+        return self._out[self._at]
+
+    def post(self, peer: int, size_bytes: int) -> None:
+        """Send the slot that was acquired last."""
+        self._sent[self._at] = self.comm.start.send(self._out[self._at][:size_bytes], peer)
+        self._at = (self._at + 1) % SLOTS
+
+    def expect(self, peer: int, size_bytes: int) -> None:
+        """Start to receive a bucket."""
+        slot = self._in[self._in_at][:size_bytes]
+        self._in_at = (self._in_at + 1) % SLOTS
+        self._coming.append((peer, self.comm.start.recv(slot, peer), slot))
+
+    def take(self, peer: int) -> Array:
+        """Return the next bucket of a peer."""
+        came_from, work, slot = self._coming.pop(0)
+        assert came_from == peer
+        work.wait()
+        return slot
+
+    def release(self, peer: int) -> None:
+        """Nothing to say: the slot is this rank's own."""
+
+    def finish(self) -> None:
+        """Wait for the sends."""
+        for i, work in enumerate(self._sent):
+            if work is not None:
+                work.wait()
+                self._sent[i] = None
+
+
+class SlotChannel(Channel):
+    """Buckets in memory that the receivers map: they unpack where the sender packed, and nothing is sent.
+
+    A word tells that a slot is full, another that it is free again. Both kinds of a pair come in one line, in an order
+    that the receiver need not know: they are counted.
+    """
+
+    def __init__(self, comm: Communicator, bucket_bytes: int, node: NodeView) -> None:
+        super().__init__(comm, bucket_bytes)
+        self._out = [comm.empty(bucket_bytes, "uint8") for _ in range(SLOTS)]
+        self._theirs = node.publish(self._out)
+        self._ready = [0] * comm.size
+        self._free = [0] * comm.size
+        self._owed: list[int | None] = [None] * SLOTS
+        self._at = 0
+        self._taken = [0] * comm.size
+        self._expected: dict[int, list[int]] = {}
+        self._slots: dict[tuple[int, int], int] = {}
+        self._word = np.zeros(2, np.int64)
+
+    def acquire(self) -> Array:
+        """Return a slot to be filled."""
+        peer = self._owed[self._at]
+        if peer is not None:
+            while not self._free[peer]:
+                self._listen(peer)
+            self._free[peer] -= 1
+            self._owed[self._at] = None
+        return self._out[self._at]
+
+    def post(self, peer: int, size_bytes: int) -> None:
+        """Tell the peer of the slot that was acquired last."""
+        self._tell(peer, _READY, self._at)
+        self._owed[self._at] = peer
+        self._at = (self._at + 1) % SLOTS
+
+    def expect(self, peer: int, size_bytes: int) -> None:
+        """Note the size."""
+        self._expected.setdefault(peer, []).append(size_bytes)
+
+    def take(self, peer: int) -> Array:
+        """Return the next bucket of a peer, in the peer's memory."""
+        while not self._ready[peer]:
+            self._listen(peer)
+        self._ready[peer] -= 1
+        slot = self._slots.pop((peer, self._taken[peer]))
+        return self._theirs[peer][slot][: self._expected[peer].pop(0)]
+
+    def release(self, peer: int) -> None:
+        """Tell the peer that its slot is free."""
+        self._taken[peer] += 1
+        self._tell(peer, _FREE, 0)
+
+    def finish(self) -> None:
+        """Wait until every slot is free."""
+        for _ in range(SLOTS):
+            self.acquire()
+            self._at = (self._at + 1) % SLOTS
+
+    def _tell(self, peer: int, kind: int, slot: int) -> None:
+        self.comm._send(np.array([kind, slot], np.int64), peer)
+
+    def _listen(self, peer: int) -> None:
+        self.comm._recv(self._word, peer)
+        kind, slot = self._word.tolist()
+        if kind == _FREE:
+            self._free[peer] += 1
+            return
+        self._slots[peer, self._taken[peer] + self._ready[peer]] = slot
+        self._ready[peer] += 1
+
+
+class NodeView:
+    """Arrays of other ranks of the node, as this process sees them.
+
+    Args:
+        comm: a communicator whose ranks are threads of one process, or processes that map each other's memory.
+    """
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+
+    @staticmethod
+    def of(comm: Communicator) -> NodeView | None:
+        """Return the view of a communicator, or None where ranks do not see each other's memory."""
+        if comm.transport == "loopback" or getattr(comm, "_place", None) is not None:
+            return NodeView(comm)
+        return None
+
+    def publish(self, arrays: list[Array]) -> list[list[Array | None]]:
+        """Return, for every rank, its arrays as this process sees them; None for those in private memory.
+
+        Collective: all ranks of the communicator call this. An array is seen as flat bytes.
+        """
+        flat = [None if a is None else a.reshape(-1).view(np.uint8) for a in arrays]
+        if self._comm.transport == "loopback":
+            posted = self._comm._meet(flat)  # type: ignore[attr-defined]
+            self._comm._leave()  # type: ignore[attr-defined]
+            return [list(p) for p in posted]
+        return self._map(flat)
+
+    def _map(self, flat: list[Array | None]) -> list[list[Array | None]]:
+        import ctypes
+
+        from lowshard.comm.agreement import share
+
+        comm, place = self._comm, self._comm._place  # type: ignore[attr-defined]
+        memory = place.memory
+        rows = np.full((len(flat), 3), -1, np.int64)
+        for i, array in enumerate(flat):
+            if array is not None:
+                segment, offset = memory.arena.where(array.ctypes.data, array.nbytes)
+                rows[i] = segment, offset, array.nbytes
+        counts = [int(c[0]) for c in share(comm, np.array([len(flat)], np.int64))]
+        wide = np.full((max(counts), 3), -1, np.int64)
+        wide[: len(flat)] = rows
+        found: list[list[Array | None]] = []
+        for rank, theirs in enumerate(share(comm, wide.reshape(-1))):
+            mine: list[Array | None] = []
+            for segment, offset, size in theirs.reshape(-1, 3)[: counts[rank]].tolist():
+                if segment < 0 or size == 0:
+                    mine.append(None)
+                    continue
+                at = memory.address(place.members[rank], segment, offset)
+                whole = (ctypes.c_uint8 * size).from_address(at)
+                mine.append(np.frombuffer(whole, np.uint8))
+            found.append(mine)
+        return found

@@ -1,0 +1,240 @@
+"""How one dim of an array is dealt to parts, as a function both ways: what a part holds, and who holds what.
+
+A cut is a value. Its table of segments is worked out once, sorted by where they begin, so that finding the holders
+of an interval takes a binary search and one step for each of them.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+from lowshard.box import Split, split_interval
+from lowshard.errors import LayoutError
+
+
+class Segment(NamedTuple):
+    """A stretch of the dim that lies on one part without a gap."""
+
+    start: int
+    """First index, in the whole dim."""
+    stop: int
+    part: int
+    local: int
+    """Where it begins in the part's own array."""
+
+
+class Overlap(NamedTuple):
+    """A stretch that a part of one cut and a part of another have in common, contiguous in both."""
+
+    src_part: int
+    src_start: int
+    """Where it begins in the source part's own array."""
+    dst_part: int
+    dst_start: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Cut:
+    """One dim dealt to `parts` parts.
+
+    The dim is a row of blocks (`blocks`, widths; by default one). Each block is dealt by itself: into
+    `parts * chunks` units, of which part p owns units p, p + parts, ... (Megatron's partition_stride is
+    `chunks`; its partition_sizes are the blocks). Units follow the split rule, balanced or ceil. With
+    `points` the parts are the intervals between given cut points instead.
+
+    Args:
+        length: extent of the dim.
+        parts: number of parts.
+        chunks: units a part in each block.
+        blocks: widths of blocks that are packed on the dim; they add up to the length.
+        points: `parts + 1` ascending cut points from 0 to length.
+        split: the rule for units that are not equal.
+
+    Raises:
+        LayoutError: numbers that do not fit each other.
+    """
+
+    length: int
+    parts: int = 1
+    chunks: int = 1
+    blocks: tuple[int, ...] | None = None
+    points: tuple[int, ...] | None = None
+    split: Split = "balanced"
+    _hash: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        for name in ("blocks", "points"):
+            given = getattr(self, name)
+            if given is not None:
+                object.__setattr__(self, name, tuple(int(n) for n in given))
+        if self.length < 0 or self.parts < 1 or self.chunks < 1:
+            raise LayoutError(
+                f"a cut has a length >= 0 and parts and chunks >= 1, got length {self.length}, parts "
+                f"{self.parts}, chunks {self.chunks}"
+            )
+        if self.split not in ("balanced", "ceil"):
+            raise LayoutError(f"split is 'balanced' or 'ceil', got {self.split!r}")
+        if self.blocks is not None and (min(self.blocks, default=-1) < 0 or sum(self.blocks) != self.length):
+            raise LayoutError(
+                f"the blocks of a dim add up to its length {self.length}, got {self.blocks} with sum {sum(self.blocks)}"
+            )
+        points = self.points
+        if points is not None and (
+            self.blocks is not None
+            or self.chunks != 1
+            or len(points) != self.parts + 1
+            or (points[0], points[-1]) != (0, self.length)
+            or list(points) != sorted(points)
+        ):
+            raise LayoutError(
+                f"cut points are {self.parts + 1} ascending numbers from 0 to {self.length} and come without "
+                f"chunks and blocks, got {points}"
+            )
+        key = (self.length, self.parts, self.chunks, self.blocks, points, self.split)
+        object.__setattr__(self, "_hash", hash(key))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @classmethod
+    def whole(cls, length: int) -> Cut:
+        """Return the cut that leaves the dim whole."""
+        return cls(length)
+
+    @classmethod
+    def sizes(cls, widths: Sequence[int]) -> Cut:
+        """Return the cut into parts of these widths, in order."""
+        points = tuple(accumulate(widths, initial=0))
+        return cls(points[-1], len(widths), points=points)
+
+    @property
+    def table(self) -> tuple[Segment, ...]:
+        """All segments that are not empty, ascending; the whole dim, each index once."""
+        return _table(self)[0]
+
+    def segments(self, part: int) -> tuple[Segment, ...]:
+        """Return the segments of a part, ascending, which is the order of its own array."""
+        return _by_part(self)[part]
+
+    def extent(self, part: int) -> int:
+        """Return how many indices a part holds."""
+        mine = self.segments(part)
+        return mine[-1].local + mine[-1].stop - mine[-1].start if mine else 0
+
+    def holders(self, start: int, stop: int) -> tuple[Segment, ...]:
+        """Return the segments that meet an interval, clipped to it, ascending."""
+        table, starts = _table(self)
+        found = []
+        i = max(0, bisect_right(starts, start) - 1)
+        while i < len(table) and table[i].start < stop:
+            s = table[i]
+            low, high = max(s.start, start), min(s.stop, stop)
+            if low < high:
+                found.append(Segment(low, high, s.part, s.local + low - s.start))
+            i += 1
+        return tuple(found)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data that `from_json` reads back; what is left out has its default."""
+        data: dict[str, Any] = {"length": self.length}
+        if self.parts != 1:
+            data["parts"] = self.parts
+        if self.chunks != 1:
+            data["chunks"] = self.chunks
+        if self.blocks is not None:
+            data["blocks"] = list(self.blocks)
+        if self.points is not None:
+            data["points"] = list(self.points)
+        if self.split != "balanced":
+            data["split"] = self.split
+        return data
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Cut:
+        """Return the cut that `to_json` wrote."""
+        return cls(**data)
+
+    def __str__(self) -> str:
+        if self.parts == 1:
+            return str(self.length)
+        if self.points is not None:
+            return f"{self.length}/points{list(self.points)}"
+        notes = f"x{self.chunks}" if self.chunks != 1 else ""
+        notes += f" blocks{list(self.blocks)}" if self.blocks is not None else ""
+        return f"{self.length}/{self.parts}{notes}"
+
+
+@lru_cache(maxsize=4096)
+def _table(cut: Cut) -> tuple[tuple[Segment, ...], tuple[int, ...]]:
+    held = [0] * cut.parts
+    found: list[Segment] = []
+
+    def add(start: int, stop: int, part: int) -> None:
+        if stop > start:
+            last = found[-1] if found else None
+            if last is not None and last.part == part:  # nothing lies between, here or there
+                found[-1] = Segment(last.start, stop, part, last.local)
+            else:
+                found.append(Segment(start, stop, part, held[part]))
+            held[part] += stop - start
+
+    if cut.points is not None:
+        for part in range(cut.parts):
+            add(cut.points[part], cut.points[part + 1], part)
+    else:
+        units, begin = cut.parts * cut.chunks, 0
+        for width in (cut.length,) if cut.blocks is None else cut.blocks:
+            for unit in range(units):
+                add(*split_interval((begin, begin + width), units, unit, cut.split), unit % cut.parts)
+            begin += width
+    return tuple(found), tuple(s.start for s in found)
+
+
+@lru_cache(maxsize=4096)
+def _by_part(cut: Cut) -> tuple[tuple[Segment, ...], ...]:
+    found: list[list[Segment]] = [[] for _ in range(cut.parts)]
+    for segment in _table(cut)[0]:
+        found[segment.part].append(segment)
+    return tuple(map(tuple, found))
+
+
+@lru_cache(maxsize=65536)
+def overlaps_into(src: Cut, dst: Cut, dst_part: int) -> tuple[Overlap, ...]:
+    """Return what a destination part gets from each source part, by its own offset.
+
+    Neighbours that continue each other on both sides are one.
+    """
+    found: list[Overlap] = []
+    for segment in dst.segments(dst_part):
+        for held in src.holders(segment.start, segment.stop):
+            here, length = segment.local + held.start - segment.start, held.stop - held.start
+            last = found[-1] if found else None
+            if (
+                last is not None
+                and last.src_part == held.part
+                and last.src_start + last.length == held.local
+                and last.dst_start + last.length == here
+            ):
+                found[-1] = last._replace(length=last.length + length)
+            else:
+                found.append(Overlap(held.part, held.local, dst_part, here, length))
+    return tuple(found)
+
+
+@lru_cache(maxsize=65536)
+def parts_met(src: Cut, src_part: int, dst: Cut) -> tuple[int, ...]:
+    """Return the destination parts that need something of a source part, ascending."""
+    found = {h.part for s in src.segments(src_part) for h in dst.holders(s.start, s.stop)}
+    return tuple(sorted(found))
+
+
+@lru_cache(maxsize=65536)
+def common(src: Cut, src_part: int, dst: Cut, dst_part: int) -> tuple[Overlap, ...]:
+    """Return what a destination part gets from one source part."""
+    return tuple(o for o in overlaps_into(src, dst, dst_part) if o.src_part == src_part)

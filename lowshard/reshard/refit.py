@@ -1,0 +1,195 @@
+"""Refit: serving weights that follow training weights, version by version, each whole or not at all."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, Literal, Self
+
+import numpy as np
+
+from lowshard.comm.agreement import agree, share
+from lowshard.comm.protocol import Communicator
+from lowshard.errors import CommError, LowshardError, MismatchError, PlanError
+from lowshard.reshard.execute import STAGING_BYTES, Report, Reshard, Way
+from lowshard.reshard.plan import ReshardPlan
+from lowshard.reshard.transform import ReshardTransform
+from lowshard.reshard.vote import Vote
+
+Array = Any
+Buffering = Literal["double", "in_place"]
+_NONE = -1
+
+
+class Refit:
+    """Moves new versions of tensors from the ranks that train them to those that serve them.
+
+    A version is switched to when all of it has arrived, its checksums agree, and all ranks have said so: prepare, vote,
+    switch. With two sets of destination arrays ("double") the old version is served until then, and a refit that
+    fails or is killed leaves it whole; the next one works. "in_place" writes into the arrays that are served, for half
+    the memory: from the first byte to the switch they are `torn`, and so they stay where a refit fails.
+
+    Collective: all ranks of the communicator make it and close it; each version is one call on every rank: `push` where
+    there are sources, `pull` elsewhere. Addresses, memory and open files stay as they are from the first call on.
+
+    Args:
+        plan: from `build_reshard_plan`, equal on every rank.
+        comm: a communicator with every rank of the plan. Arrays of `comm.empty` are read where they lie, on one node.
+        src: this rank's source arrays by name; the same arrays serve every version.
+        dst: its destination arrays, which hold version `version`. With "double" a second set is made beside them.
+        transform: what this rank's tensors go through.
+        buffering: "double" or "in_place".
+        checksums: check every piece that travels.
+        staging_bytes: bound on the memory for buckets.
+        way: how bytes move; see `Reshard`.
+        version: of what dst holds now, or None for nothing yet.
+
+    Raises:
+        As `Reshard`; PlanError for "double" with a transform that has no twin.
+    """
+
+    def __init__(
+        self,
+        plan: ReshardPlan,
+        comm: Communicator,
+        src: Mapping[str, Any] | None = None,
+        dst: Mapping[str, Any] | None = None,
+        transform: ReshardTransform | None = None,
+        *,
+        buffering: Buffering = "double",
+        checksums: bool = True,
+        staging_bytes: int = STAGING_BYTES,
+        way: Way = "auto",
+        version: int | None = None,
+    ) -> None:
+        self.plan, self.comm, self.buffering = plan, comm, buffering
+        self._version, self._torn, self._attempt = version, False, 0
+        self._closed = False
+        error: LowshardError | None = None
+        sets: list[dict[str, Array]] = [dict(dst or {})]
+        transforms = [transform]
+        try:
+            if buffering not in ("double", "in_place"):
+                raise PlanError(f"buffering is 'double' or 'in_place', got {buffering!r}")
+            if buffering == "double":
+                sets.append({n: _twin(comm, a) for n, a in sets[0].items()})
+                transforms.append(None if transform is None else transform.twin())
+        except LowshardError as caught:
+            error = caught
+        digest = hashlib.blake2b(f"{plan.digest()} {buffering}".encode(), digest_size=16).digest()
+        agree(comm, digest, error, "Refit")
+        self._sets, self._transforms = sets, transforms
+        self._live = 0
+        self._movers: list[Reshard] = []
+        for arrays, how in zip(sets, transforms, strict=True):
+            like = self._movers[0] if self._movers else None
+            mover = Reshard(
+                plan, src, arrays, comm, how, staging_bytes=staging_bytes, checksums=checksums, way=way, like=like
+            )
+            self._movers.append(mover)
+        self._vote = Vote(comm)
+
+    # ---- what is served
+
+    @property
+    def version(self) -> int | None:
+        """The version of `weights`, or None before the first."""
+        return self._version
+
+    @property
+    def torn(self) -> bool:
+        """Whether `weights` are a mix of versions: only "in_place", during a refit and after one that failed."""
+        return self._torn
+
+    @property
+    def weights(self) -> Mapping[str, Array]:
+        """The destination arrays of the version that is served. Ask again after each refit."""
+        return MappingProxyType(self._sets[self._live])
+
+    @property
+    def transform(self) -> ReshardTransform | None:
+        """The transform whose buffers hold the version that is served."""
+        return self._transforms[self._live]
+
+    # ---- a version
+
+    def push(self, version: int) -> Report:
+        """Give the sources' present content as a version; on a rank that also serves, take it as well.
+
+        Collective: every rank calls push or pull. Those that push name one version.
+
+        Raises:
+            MismatchError: ranks push different versions, or one waits for another than is pushed.
+            VerificationError: a checksum does not agree; the old version stays, on all ranks.
+            PeerFailed: a rank died. `version` tells which one is served, the same on all ranks of the node.
+        """
+        return self._refit(version, True)
+
+    def pull(self, version: int | None = None) -> Report:
+        """Take the version that is pushed; with a number, that one and no other. Otherwise as `push`."""
+        return self._refit(version, False)
+
+    def _refit(self, version: int | None, pushes: bool) -> Report:
+        if self._closed:
+            raise CommError("this Refit is closed; make a new one")
+        error: LowshardError | None = None
+        if version is not None and (version < 0 or version != int(version)):
+            error = PlanError(f"a version is an integer >= 0, got {version!r}")
+        said = np.array([_NONE if version is None or error is not None else version, pushes], np.int64)
+        rows = share(self.comm.control, said)
+        pushed = {int(v) for v, p in rows if p}
+        wanted = {int(v) for v, _ in rows if v != _NONE}
+        if error is None and (len(pushed) != 1 or wanted != pushed or _NONE in pushed):
+            error = MismatchError(
+                f"one version is pushed and every rank takes it: pushed {sorted(pushed)}, asked for {sorted(wanted)}"
+            )
+        agree(self.comm, b"", error, "Refit")
+        number = pushed.pop()
+        self._attempt += 1
+        target = 0 if self.buffering == "in_place" else 1 - self._live
+        self._torn = self.buffering == "in_place"
+        try:
+            report = self._movers[target].run(number)  # ends in an agreement: all are ready, or all raise
+        except CommError:
+            # A rank died or did not come, perhaps after some have heard that all are ready.
+            if self._vote.decide(self._attempt, False):
+                self._switch(target, number)
+            raise
+        if self._vote.decide(self._attempt, True):
+            self._switch(target, number)
+            return report
+        raise self._lost()
+
+    def _switch(self, target: int, number: int) -> None:
+        self._live, self._version, self._torn = target, number, False
+
+    def _lost(self) -> LowshardError:
+        from lowshard.errors import PeerFailed
+
+        return PeerFailed(
+            f"another rank heard of a failure while version was voted on: version {self._version} stays"
+        )
+
+    # ---- life
+
+    def close(self) -> None:
+        """Let go of arrays and staging; `weights` stay readable. Closing twice is safe."""
+        self._closed = True
+        for mover in self._movers:
+            mover.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def _twin(comm: Communicator, array: Array) -> Array:
+    """Return an array of the same form, where others can write it."""
+    if not hasattr(array, "shape") or not hasattr(array, "dtype"):
+        raise PlanError(f"destinations are arrays, got {type(array).__name__}; a transform has what it quantises")
+    made = comm.empty(tuple(array.shape), array.dtype)
+    made[...] = array
+    return made

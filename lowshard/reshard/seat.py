@@ -1,0 +1,220 @@
+"""Which rank holds which cell of a grid, and its replicas: by arithmetic where ranks are regular, else by a list."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import product
+from math import prod
+from typing import Any, Protocol
+
+from lowshard.errors import MeshError
+
+Axis = tuple[int, int]
+"""Places along it, and by how much the rank grows from one to the next."""
+
+
+class Seats(Protocol):
+    """The ranks of an array's cells. Compares by value."""
+
+    cells: int
+    """Number of cells."""
+    replicas: int
+    """Ranks that hold each cell, at most."""
+
+    def seat(self, rank: int) -> tuple[int, int] | None:
+        """Return the cell that a rank holds and which of its replicas it is, or None outside."""
+
+    def count(self, cell: int) -> int:
+        """Return how many ranks hold a cell."""
+
+    def rank(self, cell: int, replica: int) -> int:
+        """Return the rank of a replica of a cell."""
+
+    def ranks(self, cell: int) -> tuple[int, ...]:
+        """Return the ranks of a cell, in the order of replicas."""
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """The lowest rank, and one more than the highest."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data."""
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Ranks as a sum of strides: `offset + sum(place * stride)` over all axes.
+
+    Cells are row-major over dims, and within a dim over its axes, outer first; replicas over the replica axes.
+
+    Args:
+        dims: for each dim of the array the axes that cut it, outer first.
+        copies: the axes along which ranks hold the same.
+        offset: the rank at place 0 of every axis.
+
+    Raises:
+        MeshError: strides that give one rank to two places, or sizes below 1.
+    """
+
+    dims: tuple[tuple[Axis, ...], ...]
+    copies: tuple[Axis, ...] = ()
+    offset: int = 0
+    cells: int = field(init=False, repr=False, compare=False)
+    replicas: int = field(init=False, repr=False, compare=False)
+    _radix: tuple[tuple[int, int, int, int], ...] = field(init=False, repr=False, compare=False)
+    _hash: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        put = object.__setattr__
+        put(self, "dims", tuple(tuple((int(n), int(s)) for n, s in axes) for axes in self.dims))
+        put(self, "copies", tuple((int(n), int(s)) for n, s in self.copies))
+        cutting = [axis for axes in self.dims for axis in axes]
+        put(self, "cells", prod(n for n, _ in cutting))
+        put(self, "replicas", prod(n for n, _ in self.copies))
+        radix = []
+        for axes, is_copy in ((cutting, 0), (list(self.copies), 1)):
+            weight = 1
+            for n, stride in reversed(axes):
+                if n < 1 or (n > 1 and stride < 1):
+                    raise MeshError(f"an axis of ranks has a size and a stride >= 1, got {(n, stride)}")
+                if n > 1:
+                    radix.append((stride, n, weight, is_copy))
+                weight *= n
+        radix.sort(reverse=True)
+        reach = 0
+        for stride, n, _, _ in reversed(radix):
+            if stride <= reach:
+                raise MeshError(
+                    f"the axes {self.dims} with copies {self.copies} give one rank to two places: a stride is larger "
+                    "than all that the axes inside it reach"
+                )
+            reach += (n - 1) * stride
+        if self.offset < 0:
+            raise MeshError(f"ranks begin at an offset >= 0, got {self.offset}")
+        put(self, "_radix", tuple(radix))
+        put(self, "_hash", hash((self.dims, self.copies, self.offset)))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """The lowest rank, and one more than the highest."""
+        return self.offset, self.offset + 1 + sum((n - 1) * stride for stride, n, _, _ in self._radix)
+
+    def seat(self, rank: int) -> tuple[int, int] | None:
+        """Return the cell that a rank holds and which of its replicas it is, or None outside."""
+        left = rank - self.offset
+        if left < 0:
+            return None
+        cell = replica = 0
+        for stride, n, weight, is_copy in self._radix:
+            place = left // stride
+            if place >= n:
+                return None
+            left -= place * stride
+            if is_copy:
+                replica += place * weight
+            else:
+                cell += place * weight
+        return None if left else (cell, replica)
+
+    def count(self, cell: int) -> int:
+        """Return how many ranks hold a cell."""
+        return self.replicas
+
+    def rank(self, cell: int, replica: int) -> int:
+        """Return the rank of a replica of a cell."""
+        at = self.offset
+        for stride, n, weight, is_copy in self._radix:
+            at += ((replica if is_copy else cell) // weight % n) * stride
+        return at
+
+    def ranks(self, cell: int) -> tuple[int, ...]:
+        """Return the ranks of a cell, in the order of replicas."""
+        first = self.rank(cell, 0)
+        places = product(*(range(n) for n, _ in self.copies))
+        strides = [s for _, s in self.copies]
+        return tuple(first + sum(p * s for p, s in zip(place, strides, strict=True)) for place in places)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data."""
+        return {"dims": self.dims, "copies": self.copies, "offset": self.offset}
+
+
+@dataclass(frozen=True)
+class Roster:
+    """Ranks by a list: for each cell those that hold it, in the order of replicas.
+
+    Raises:
+        MeshError: a rank with two cells, or a cell nobody holds.
+    """
+
+    holders: tuple[tuple[int, ...], ...]
+    cells: int = field(init=False, repr=False, compare=False)
+    replicas: int = field(init=False, repr=False, compare=False)
+    _hash: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        put = object.__setattr__
+        put(self, "holders", tuple(tuple(int(r) for r in ranks) for ranks in self.holders))
+        put(self, "cells", len(self.holders))
+        put(self, "replicas", max((len(ranks) for ranks in self.holders), default=0))
+        put(self, "_hash", hash(self.holders))
+        every = [rank for ranks in self.holders for rank in ranks]
+        if len(set(every)) != len(every) or not all(self.holders) or min(every, default=-1) < 0:
+            raise MeshError(
+                f"every cell has one or more ranks >= 0, and every rank one cell, got {_brief(self.holders)}"
+            )
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """The lowest rank, and one more than the highest."""
+        every = [rank for ranks in self.holders for rank in ranks]
+        return min(every), max(every) + 1
+
+    def seat(self, rank: int) -> tuple[int, int] | None:
+        """Return the cell that a rank holds and which of its replicas it is, or None outside."""
+        return _seats(self).get(rank)
+
+    def count(self, cell: int) -> int:
+        """Return how many ranks hold a cell."""
+        return len(self.holders[cell])
+
+    def rank(self, cell: int, replica: int) -> int:
+        """Return the rank of a replica of a cell."""
+        return self.holders[cell][replica]
+
+    def ranks(self, cell: int) -> tuple[int, ...]:
+        """Return the ranks of a cell, in the order of replicas."""
+        return self.holders[cell]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data."""
+        return {"holders": self.holders}
+
+
+def seats_from_json(data: Mapping[str, Any]) -> Grid | Roster:
+    """Return the seats whose `to_json` this is."""
+    if "holders" in data:
+        return Roster(tuple(map(tuple, data["holders"])))
+    dims = tuple(tuple((n, s) for n, s in axes) for axes in data["dims"])
+    return Grid(dims, tuple((n, s) for n, s in data["copies"]), data["offset"])
+
+
+@lru_cache(maxsize=1024)
+def _seats(roster: Roster) -> dict[int, tuple[int, int]]:
+    return {
+        rank: (cell, replica)
+        for cell, ranks in enumerate(roster.holders)
+        for replica, rank in enumerate(ranks)
+    }
+
+
+def _brief(holders: Sequence[Sequence[int]]) -> str:
+    return str(list(holders[:4]))[:-1] + (", ...]" if len(holders) > 4 else "]")

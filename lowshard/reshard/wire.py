@@ -1,0 +1,194 @@
+"""How moves travel: cut into pieces, put into buckets of bounded size, and copied by one run table a bucket.
+
+Both ends cut alike, from the moves alone. A piece begins at a multiple of 16 bytes of its bucket.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from lowshard.box import Box, shape_of
+from lowshard.kernels.buffer import address
+from lowshard.kernels.engine import engine_for
+from lowshard.kernels.runs import RunTable, lower
+from lowshard.reshard.plan import Move
+
+Array = Any
+
+ALIGN_BYTES = 16
+
+
+class Piece(NamedTuple):
+    """A part of a move that lies in one bucket."""
+
+    move: Move
+    component: int
+    """Which array of a transformed move, or -1: the box itself, as it is."""
+    box: Box
+    """Within the move's box, or the range of bytes of the component."""
+    offset_bytes: int
+    """In the bucket."""
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """What travels as one message."""
+
+    pieces: tuple[Piece, ...]
+    size_bytes: int
+
+
+def buckets_of(
+    parts: Sequence[tuple[Move, int, tuple[int, ...], int]], limit_bytes: int
+) -> tuple[Bucket, ...]:
+    """Return the buckets of one stream.
+
+    Args:
+        parts: in the order of the wire: move, component (-1: the box), its extents, bytes an element.
+        limit_bytes: size of a bucket; a piece is never larger, unless one element is.
+    """
+    found: list[Bucket] = []
+    pieces: list[Piece] = []
+    at = 0
+    for move, component, extents, itemsize in parts:
+        for box in split_box(extents, max(1, limit_bytes // itemsize)):
+            size = prod(stop - start for start, stop in box) * itemsize
+            if pieces and at + size > limit_bytes:
+                found.append(Bucket(tuple(pieces), pieces[-1].offset_bytes + pieces[-1].size_bytes))
+                pieces, at = [], 0
+            pieces.append(Piece(move, component, box, at, size))
+            at += -(-size // ALIGN_BYTES) * ALIGN_BYTES
+    if pieces:
+        found.append(Bucket(tuple(pieces), pieces[-1].offset_bytes + pieces[-1].size_bytes))
+    return tuple(found)
+
+
+@lru_cache(maxsize=4096)
+def split_box(extents: tuple[int, ...], limit_elems: int) -> tuple[Box, ...]:
+    """Return boxes that make up `[0, extent)` in each dim, in row-major order, none of more than so many elements."""
+    if prod(extents) == 0:
+        return ()
+    if prod(extents) <= limit_elems:
+        return (tuple((0, n) for n in extents),)
+    dim, inner = 0, prod(extents)
+    while inner // extents[dim] > limit_elems:  # a single index of this dim is too large still
+        inner //= extents[dim]
+        dim += 1
+    step = max(1, limit_elems // max(1, inner // extents[dim]))
+    found: list[Box] = []
+
+    def outer(level: int, fixed: Box) -> Iterator[Box]:
+        if level == dim:
+            yield fixed
+            return
+        for i in range(extents[level]):
+            yield from outer(level + 1, (*fixed, (i, i + 1)))
+
+    rest = tuple((0, n) for n in extents[dim + 1 :])
+    for fixed in outer(0, ()):
+        found.extend((*fixed, (i, min(i + step, extents[dim])), *rest) for i in range(0, extents[dim], step))
+    return tuple(found)
+
+
+class Span(NamedTuple):
+    """A strided box in memory, by its address."""
+
+    at: int
+    strides: tuple[int, ...]
+    extents: tuple[int, ...]
+    itemsize: int
+
+
+def span_of(array: Array, box: Box) -> Span:
+    """Return where a box of an array lies."""
+    at = address(array) + sum(s * b[0] for s, b in zip(array.strides, box, strict=True))
+    return Span(at, tuple(array.strides), shape_of(box), array.dtype.itemsize)
+
+
+def packed_span(offset: int, extents: tuple[int, ...], itemsize: int) -> Span:
+    """Return a box that lies row-major, without gaps, from an address on."""
+    return Span(offset, _row_major(extents, itemsize), extents, itemsize)
+
+
+class Copier:
+    """Copies between strided boxes given by address, all of them in one call of a kernel.
+
+    Args:
+        sources: boxes that are read.
+        targets: boxes that are written; one of the same extents for each of `sources`.
+        anchor: any array where the memory lies, the host or a GPU. Offsets count from its address.
+    """
+
+    def __init__(self, sources: Sequence[Span], targets: Sequence[Span], anchor: Array) -> None:
+        self._anchor, self._engine = anchor, engine_for(anchor)
+        self._runs = _table(sources, targets, address(anchor), address(anchor))
+
+    def run(self) -> None:
+        """Copy."""
+        if self._runs.boxes:
+            self._engine.copy(self._anchor, self._anchor, self._runs)
+
+
+class Packer:
+    """As `Copier`, between boxes given by address and a bucket given at each call.
+
+    Args:
+        spans: boxes in arrays.
+        offsets: where each lies in the bucket, row-major.
+        anchor: as for `Copier`.
+    """
+
+    def __init__(self, spans: Sequence[Span], offsets: Sequence[int], anchor: Array) -> None:
+        self._anchor, self._engine = anchor, engine_for(anchor)
+        packed = [packed_span(o, s.extents, s.itemsize) for s, o in zip(spans, offsets, strict=True)]
+        self._spans, self._packed = spans, packed
+        self._to: RunTable | None = None
+        self._from: RunTable | None = None
+
+    def pack(self, bucket: Array) -> None:
+        """Copy out of the arrays into a bucket."""
+        if self._to is None:
+            self._to = _table(self._spans, self._packed, address(self._anchor), 0)
+        if self._to.boxes:
+            self._engine.copy(self._anchor, bucket, self._to)
+
+    def unpack(self, bucket: Array) -> None:
+        """Copy out of a bucket into the arrays."""
+        if self._from is None:
+            self._from = _table(self._packed, self._spans, 0, address(self._anchor))
+        if self._from.boxes:
+            self._engine.copy(bucket, self._anchor, self._from)
+
+
+def _table(sources: Sequence[Span], targets: Sequence[Span], src_base: int, dst_base: int) -> RunTable:
+    dims = 1 + max((len(s.extents) for s in sources), default=0)
+    rows = len(sources)
+    extents = np.ones((rows, dims), np.int64)
+    strides = np.zeros((2, rows, dims), np.int64)
+    offsets = np.zeros((2, rows), np.int64)
+    for i, pair in enumerate(zip(sources, targets, strict=True)):
+        for side, span in enumerate(pair):
+            first = dims - 1 - len(span.extents)
+            strides[side, i, first:-1] = span.strides
+            strides[side, i, -1] = 1  # the bytes of an element
+            offsets[side, i] = span.at
+        span = pair[0]
+        extents[i, dims - 1 - len(span.extents) : -1] = span.extents
+        extents[i, -1] = span.itemsize
+    return lower(extents, offsets[0] - src_base, offsets[1] - dst_base, strides[0], strides[1], 1, 1)
+
+
+@lru_cache(maxsize=4096)
+def _row_major(extents: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
+    strides, step = [], itemsize
+    for n in reversed(extents):
+        strides.append(step)
+        step *= n
+    return tuple(reversed(strides))

@@ -1,0 +1,85 @@
+"""What each rank does of a refit in which one rank is killed: refit after refit, until the others hear of it.
+
+Arguments: the folder for notes; the victim's rank; where it kills itself ("outside": the test does it); size in MiB.
+Ranks 0 and 1 train, 2 and 3 serve, 4 takes part with nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from lowshard import comm as lc
+from lowshard.errors import PeerFailed
+from lowshard.reshard import Refit, TensorLayout, build_reshard_plan
+
+WARM = 3
+
+
+def die(*_: object) -> Any:
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(60)
+
+
+def main(folder: Path, victim: int, where: str, size_mib: int) -> None:
+    comm = lc.from_mpi(MPI.COMM_WORLD, device="cpu")
+    rows = size_mib * 256
+    src = {
+        "a": TensorLayout.sharded((rows, 512), "float32", {"tp": (2, 1)}, {0: "tp"}),
+        "b": TensorLayout.sharded((512, rows), "float32", {"tp": (2, 1)}, {1: "tp"}),
+    }
+    dst = {
+        "a": TensorLayout.sharded((rows, 512), "float32", {"tp": (2, 1)}, {1: "tp"}, offset=2),
+        "b": TensorLayout.sharded((512, rows), "float32", {"dp": (2, 1)}, offset=2),
+    }
+    mine = {k: np.zeros(x.local_shape(comm.rank) or (), np.float32) for k, x in src.items() if comm.rank in x}
+    out = {k: np.zeros(x.local_shape(comm.rank) or (), np.float32) for k, x in dst.items() if comm.rank in x}
+    way: Any = ("slots", "messages", "auto")[victim % 3]
+    refit = Refit(build_reshard_plan(src, dst), comm, mine, out, way=way, version=0)
+    span_s, done, version = 0.0, 0, 0
+    try:
+        for version in range(1, 100_000):
+            for array in mine.values():
+                array[...] = version
+            comm.barrier()
+            if version == WARM:
+                note(folder, f"ready-{comm.rank}", {"pid": os.getpid(), "span_s": span_s})
+                if comm.rank == victim:
+                    if where == "before the vote":
+                        refit._vote.decide = die  # type: ignore[method-assign]
+                    if where == "between vote and switch":
+                        refit._switch = die  # type: ignore[method-assign]
+            start_s = time.monotonic()
+            refit.push(version) if mine else refit.pull()
+            span_s, done = time.monotonic() - start_s, version
+    except PeerFailed as error:
+        found = {float(v) for a in refit.weights.values() for v in (a.min(), a.max())}
+        note(
+            folder,
+            f"left-{comm.rank}",
+            {
+                "error": str(error), "values": sorted(found), "version": refit.version, "torn": refit.torn, "done": done,
+                "trying": version,
+            },
+        )  # fmt: skip
+        raise
+
+
+def note(folder: Path, name: str, fields: dict[str, object]) -> None:
+    draft = folder / f"draft-{name}"
+    draft.write_text(json.dumps(fields))
+    draft.rename(folder / name)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4]))

@@ -1,0 +1,137 @@
+"""Random tables of layouts for resharding, and what each rank then holds, by slicing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from lowshard import dtypes
+from lowshard.reshard import Cut, ReshardPlan, TensorLayout, build_reshard_plan
+
+DTYPES = ("float32", "uint8", "bfloat16", "float64", "int16")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A plan, the whole tensors, and how to run it."""
+
+    src: dict[str, TensorLayout]
+    dst: dict[str, TensorLayout]
+    whole: dict[str, np.ndarray]
+    plan: ReshardPlan
+    ranks: int
+    way: str
+    checksums: bool
+    staging_bytes: int
+
+
+def random_layout(
+    rng: np.random.Generator, shape: tuple[int, ...], dtype: str, first: int, ranks: int
+) -> TensorLayout:
+    """Return a layout over `ranks` ranks from `first` on: up to three axes, each on a dim or replicated."""
+    sizes, left = [], ranks
+    while left > 1 and len(sizes) < 2:
+        size = int(rng.choice([n for n in range(1, left + 1) if left % n == 0]))
+        sizes.append(size)
+        left //= size
+    sizes.append(left)
+    axes, stride = {}, 1
+    for i in reversed(range(len(sizes))):
+        axes[f"a{i}"] = (sizes[i], stride)
+        stride *= sizes[i]
+    by: dict[int, tuple[str, ...]] = {}
+    for name in rng.permutation(list(axes)).tolist():
+        dim = int(rng.integers(-1, len(shape)))
+        if dim >= 0:
+            by[dim] = (*by.get(dim, ()), name)
+    dims = {dim: random_cut(rng, shape[dim], prod(axes[n][0] for n in names)) for dim, names in by.items()}
+    return TensorLayout.sharded(shape, dtype, axes, dims, by=by, offset=first)
+
+
+def random_cut(rng: np.random.Generator, length: int, parts: int) -> Cut:
+    """Return a cut of any kind."""
+    kind = rng.choice(["even", "ceil", "chunks", "blocks", "points"])
+    if kind == "chunks":
+        return Cut(length, parts, chunks=int(rng.integers(2, 4)))
+    if kind == "blocks":
+        at = int(rng.integers(0, length + 1))
+        return Cut(length, parts, blocks=(at, length - at))
+    if kind == "points":
+        inner = sorted(rng.integers(0, length + 1, parts - 1).tolist())
+        return Cut(length, parts, points=(0, *inner, length))
+    return Cut(length, parts, split="ceil" if kind == "ceil" else "balanced")
+
+
+def random_case(rng: np.random.Generator, world: int | None = None) -> Case:
+    """Return a case; with `world` one that fits so many ranks."""
+    most = 8 if world is None else world
+    have = int(rng.integers(1, most + 1))
+    first = int(rng.choice([0, have // 2, have])) if world is None else int(rng.integers(0, world))
+    want = int(rng.integers(1, (9 if world is None else world - first + 1)))
+    src, dst, whole = {}, {}, {}
+    for i in range(int(rng.integers(1, 5))):
+        shape = tuple(rng.integers(0, 14, int(rng.integers(0, 4))).tolist())
+        dtype = str(rng.choice(DTYPES))
+        name = f"layers.{i}.weight"
+        src[name] = random_layout(rng, shape, dtype, 0, have)
+        dst[name] = random_layout(rng, shape, dtype, first, want)
+        values = rng.integers(0, 120, shape)
+        whole[name] = np.asarray(values).reshape(shape).astype(dtypes.get(dtype).numpy)
+    node_size = None if rng.random() < 0.7 else int(rng.integers(1, 5))
+    plan = build_reshard_plan(src, dst, node_size=node_size, multicast=bool(rng.random() < 0.4))
+    ranks = max(have, first + want) if world is None else world
+    way = str(rng.choice(["auto", "direct", "slots", "messages"]))
+    staging = int(rng.choice([1 << 10, 1 << 14, 1 << 20]))
+    return Case(src, dst, whole, plan, ranks, way, bool(rng.random() < 0.5), staging)
+
+
+def local_part(layout: TensorLayout, rank: int, whole: np.ndarray) -> np.ndarray:
+    """Return what a rank holds of a tensor, sliced out of the whole."""
+    shape = layout.local_shape(rank)
+    assert shape is not None
+    out = np.zeros(shape, whole.dtype)
+    for tile in layout.tiles(rank):
+        out[tuple(slice(*s) for s in tile.local)] = whole[tuple(slice(*s) for s in tile.box)]
+    return out
+
+
+def arrays_of(
+    layouts: dict[str, TensorLayout], rank: int, whole: dict[str, np.ndarray], comm: Any = None
+) -> dict[str, np.ndarray]:
+    """Return a rank's arrays; in memory that neighbours see where a communicator is given."""
+    found = {}
+    for name, layout in layouts.items():
+        if rank in layout:
+            part = local_part(layout, rank, whole[name])
+            if comm is not None:
+                seen = comm.empty(part.shape, part.dtype)
+                seen[...] = part
+                part = seen
+            found[name] = part
+    return found
+
+
+def run_case(comm: Any, case: Case, shown: bool) -> tuple[int, int]:
+    """Run a case on a rank, compare with slicing, and return bytes sent and received."""
+    from lowshard.reshard import execute_reshard_plan
+
+    src = arrays_of(case.src, comm.rank, case.whole, comm if shown else None)
+    dst = {
+        name: np.full(layout.local_shape(comm.rank) or (), 77).astype(case.whole[name].dtype)
+        for name, layout in case.dst.items()
+        if comm.rank in layout
+    }
+    dst = {n: a.reshape(case.dst[n].local_shape(comm.rank)) for n, a in dst.items()}
+    before = {name: array.copy() for name, array in src.items()}
+    report = execute_reshard_plan(
+        case.plan, src, dst, comm, way=case.way, checksums=case.checksums, staging_bytes=case.staging_bytes
+    )
+    for name, array in dst.items():
+        expected = local_part(case.dst[name], comm.rank, case.whole[name])
+        assert np.array_equal(array, expected), (name, comm.rank, case)
+    for name, array in src.items():
+        assert np.array_equal(array, before[name]), f"{name}: the source has changed"
+    return report.sent_bytes, report.received_bytes

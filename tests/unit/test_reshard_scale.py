@@ -1,0 +1,89 @@
+"""Slices of block scales, and what can be sent: Megatron's results, and errors where those are silently wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lowshard.errors import KernelError
+from lowshard.kernels import dequantize_mxfp8, quantize_mxfp8, swizzle_scales
+from lowshard.reshard import SwizzledMXFP8, ensure_sendable, scale_slice_from_data_slice
+from lowshard.reshard.transform import swizzled_places
+
+ORACLE = Path(__file__).resolve().parents[3] / "shared" / "oracles" / "megatron_reshard.json"
+
+
+@pytest.mark.parametrize(
+    ("data", "scale"),
+    [
+        ((slice(0, 4), slice(0, 64)), (slice(0, 4), slice(0, 2))),
+        ((slice(0, 4), slice(-64, None)), (slice(0, 4), slice(-2, None))),
+        ((slice(None), slice(None)), (slice(None), slice(None))),
+        ((slice(0, 4), slice(32, 96, 1)), (slice(0, 4), slice(1, 3))),
+        ((3, 31), (3, 0)),
+        ((3, -1), (3, -1)),
+        ((slice(1), True), (slice(1), 0)),
+        ((np.int64(40),), (1,)),
+        ((slice(np.int32(32), 64),), (slice(1, 2),)),
+    ],
+)
+def test_the_last_entry_is_divided(data: tuple, scale: tuple) -> None:
+    assert scale_slice_from_data_slice(data) == scale
+
+
+def test_none_stays_none() -> None:
+    assert scale_slice_from_data_slice(None) is None
+    assert scale_slice_from_data_slice((slice(16, 48),), 16) == (slice(1, 3),)
+
+
+@pytest.mark.parametrize(
+    ("data", "text"),
+    [
+        ((slice(0, 40),), "multiples of the block of 32"),
+        ((slice(16, 48),), "multiples of the block of 32"),
+        ((slice(0, 128, 4),), "no step"),
+        ((), "got none"),
+        ((slice(0, 4), ...), "Ellipsis"),
+        ((slice(0, 4), None), "got None"),
+        ((slice(0, 4), "x"), "a slice or an integer"),
+    ],
+)
+def test_what_has_no_scales_of_its_own_is_refused(data: tuple, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        scale_slice_from_data_slice(data)
+
+
+@pytest.mark.skipif(not ORACLE.exists(), reason=f"{ORACLE} is not there")
+def test_oracle() -> None:
+    def made(entry: dict) -> object:
+        return slice(*entry["slice"]) if "slice" in entry else entry["int"]
+
+    for case in json.loads(ORACLE.read_text())["scale_slices"]:
+        data = tuple(map(made, case["data"]))
+        stepped = any(isinstance(e, slice) and e.step not in (None, 1) for e in data)
+        if stepped or "error" in case:
+            with pytest.raises((AssertionError, IndexError)):
+                scale_slice_from_data_slice(data, case["block"])
+        else:
+            assert scale_slice_from_data_slice(data, case["block"]) == tuple(map(made, case["scale"]))
+
+
+def test_sendable_is_an_array_as_it_is_or_a_quantised_one_in_bf16(rng: np.random.Generator) -> None:
+    x = rng.standard_normal((5, 64)).astype(np.float32)
+    assert ensure_sendable(x) is x
+    assert ensure_sendable(x[:, ::2]).base is x
+    q = quantize_mxfp8(x)
+    expected = dequantize_mxfp8(q, "bfloat16")
+    assert np.array_equal(ensure_sendable(q), expected)
+    assert np.array_equal(ensure_sendable(SwizzledMXFP8(q.data, swizzle_scales(q.scale))), expected)
+    with pytest.raises(KernelError, match="got list"):
+        ensure_sendable([1.0])
+
+
+def test_places_in_the_swizzled_layout_are_those_of_the_kernel(rng: np.random.Generator) -> None:
+    scale = rng.integers(0, 255, (300, 7), dtype=np.uint8)
+    whole = swizzle_scales(scale)
+    assert np.array_equal(whole[swizzled_places(range(37, 290), range(2, 7), 7)], scale[37:290, 2:7])
