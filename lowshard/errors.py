@@ -7,21 +7,29 @@ either. `exit_code` is what the command line returns for the class.
 from __future__ import annotations
 
 __all__ = [
+    "BadGrad",
+    "BadGrid",
     "BufferMismatchError",
     "CheckpointError",
     "CommError",
     "DTypeError",
     "DependencyError",
+    "Disagree",
     "KernelError",
     "LaunchError",
     "LayoutError",
     "LowshardError",
     "MeshError",
     "MismatchError",
+    "NotJoined",
+    "NotOpen",
+    "OpenLimit",
     "PeerFailed",
     "PlanError",
     "ProfileError",
     "ShardingError",
+    "StaleParams",
+    "StepError",
     "TimedOut",
     "VerificationError",
 ]
@@ -105,3 +113,37 @@ class VerificationError(LowshardError, AssertionError):
     """A result that was checked is wrong."""
 
     exit_code = 1
+
+
+class BadGrid(MeshError):
+    """A world that cannot be cut into the shard and replica groups that were asked for."""
+
+
+class StepError(LowshardError, RuntimeError):
+    """A call of a sharded model in a state that does not allow it."""
+
+    exit_code = 1
+
+
+class StaleParams(StepError):
+    """Full parameters that an update has left behind, or a second update of the same gradients."""
+
+
+class NotOpen(StepError):
+    """A unit whose parameters are not open."""
+
+
+class NotJoined(StepError):
+    """Gradients that are still local, or still being reduced."""
+
+
+class OpenLimit(StepError):
+    """More units open, or with gradients not reduced, than the pool was made for."""
+
+
+class BadGrad(LowshardError, ValueError):
+    """A gradient whose shape or dtype is not its parameter's."""
+
+
+class Disagree(MismatchError):
+    """Ranks made different models, or opened and reduced units in different orders."""

@@ -34,6 +34,7 @@ FLOORS: dict[str, str] = {
     "lowshard.execute": "4",
     "lowshard": "4",
     "lowshard.checkpoint": "5",
+    "lowshard.fsdp": "5",
     "lowshard.launch": "6",
     "lowshard.bench": "7",
     "lowshard.demo": "7",
