@@ -181,7 +181,8 @@ class FSDP:
         channel, xp = self._links.replica, self._links.xp
         record = xp.asarray(np.frombuffer(hashed.digest(), np.uint8).copy())
         rows = xp.empty((channel.comm.size, record.size), np.uint8)
-        self._in_lane(lambda: channel.call("control", "all_gather", record, rows), "check_equal_start")
+        lane = self._links.reduce_lane
+        self._guarded(lambda: lane.submit(lambda: channel.call("control", "all_gather", record, rows), "a check").wait())
         same = len({row.tobytes() for row in _host(rows)}) == 1
         wrong = MismatchError("all replicas start from the same parameters, but what they were filled with differs")
         agree(self._world, b"", None if same else wrong, "check_equal_start")
@@ -319,7 +320,7 @@ class FSDP:
         calls, self._calls = self._calls, []
         if self._check != "off":
             digest = hashlib.blake2b("\n".join(calls).encode(), digest_size=16).digest()
-            self._in_lane(lambda: self._links.same_calls(calls, digest), "join")
+            self._guarded(lambda: self._links.same_calls(calls, digest))
         self._guarded(self._grads.join)
 
     # ---- this rank's part
@@ -544,6 +545,7 @@ class FSDP:
             if not known_elsewhere(error):
                 self._wrong(error)
             self._broken = error
+            self._links.tell(error)
             raise
         except BaseException as error:
             self._broken = error

@@ -92,11 +92,13 @@ class Gradients:
 
     def _open(self, unit: UnitPlan, zero: bool) -> None:
         grad = self.state[unit.name]
-        if grad.written:
+        if not grad.reduced:
+            self._wait(unit.name)  # of the micro-batch before
+        if grad.written and not grad.reduced:
             return
         if grad.reduced:
             raise StepError(
-                f"unit {unit.name!r} was reduced in this step already: write all its gradients, then call reduce once a "
+                f"unit {unit.name!r} was reduced in this step already: write all its gradients (of what is tied to it, too), then reduce it once a "
                 "step; other micro-batches are steps of their own, step(last=False)"
             )
         if grad.state in (State.READY, State.REDUCING):
@@ -106,7 +108,6 @@ class Gradients:
             )
         if not unit.grad_elems:
             return
-        self._wait(unit.name)
         if self._shared(unit) and grad.slot is None:
             grad.slot = self._slot(unit.name)
             self._holders[grad.slot] = unit.name

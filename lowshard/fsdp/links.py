@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from lowshard.comm import Communicator, refuse, share_text
-from lowshard.comm.work import ThreadWork, Work, Worker
+from lowshard.comm.work import ThreadWork, Work, Worker, wait_all
 from lowshard.errors import CommError, Disagree, LowshardError
 from lowshard.fsdp.strategy import Grid
 
@@ -35,6 +35,7 @@ class Channel:
         """Failed calls and refusals so far: equal on all ranks once each has met the others."""
         self.refusing = False
         """Whether it waits for the others to come and be told."""
+        self._teller = Worker("lowshard fsdp refusals")
 
     def call(self, purpose: str, name: str, *args: Any) -> None:
         """Make a collective call and count what this rank sent.
@@ -54,8 +55,30 @@ class Channel:
             raise
         self.sent_bytes[purpose] += self.comm.traffic.sent_bytes - before
 
-    def refuse(self, error: LowshardError, again: bool = False) -> None:
-        """Take the place of the next call, so that the ranks that make it raise the error."""
+    @property
+    def quiet(self) -> bool:
+        """Whether all refusals have met the other ranks."""
+        return self._teller.idle
+
+    def start_refusal(self, error: LowshardError, again: bool, after: Work) -> Work:
+        """Refuse the next call, in a thread of its own: ranks may come to several channels in any order.
+
+        Args:
+            error: what is wrong.
+            again: also where a call has failed already.
+            after: ends when all calls so far have.
+        """
+
+        def job() -> None:
+            with contextlib.suppress(Exception):
+                after.wait()
+            self._refuse(error, again)
+
+        work = ThreadWork(job, "a refusal")
+        self._teller.submit(work)
+        return work
+
+    def _refuse(self, error: LowshardError, again: bool) -> None:
         if self.failed is not None and not again:
             return
         self.failures += 1
@@ -65,6 +88,14 @@ class Channel:
                 refuse(self.comm, error, "a step of the model")
         finally:
             self.refusing = False
+
+
+def _nothing() -> None:
+    """What marks a place in a lane."""
+
+
+_ENDED = ThreadWork(_nothing, "nothing")
+_ENDED.run()
 
 
 def known_elsewhere(error: BaseException) -> bool:
@@ -232,13 +263,22 @@ class Links:
         return found
 
     def tell(self, error: BaseException) -> None:
-        """Let the other ranks raise an error of this rank at their next call; does not wait for them."""
+        """Let the other ranks raise an error of this rank at their next call; does not wait for them.
+
+        An error that came from another rank is passed on too: a rank that goes on after it was refused, where others
+        could not, is refused again.
+        """
+        again = known_elsewhere(error)
         note_known(error)
         said = error
         if not isinstance(said, LowshardError):
             said = CommError(f"rank {self.grid.rank} failed: {type(error).__name__}: {error}")
-        for channel, lane in self.channels:
-            lane.submit(lambda channel=channel, said=said: channel.refuse(said), "a refusal")
+        works = [
+            channel.start_refusal(said, again, lane.submit(_nothing, "a mark")) for channel, lane in self.channels
+        ]
+        if not again and self.xp is np:  # who goes on does so when all have been told
+            for lane in dict.fromkeys((self.gather_lane, self.reduce_lane)):
+                lane.submit(lambda: wait_all(works), "refusals")
 
     def settle(self) -> None:
         """Return when nothing is under way."""
@@ -252,23 +292,25 @@ class Links:
         """
         end = CommError("a step was given up")
         while True:
-            while not all(lane.idle for lane in (self.gather_lane, self.reduce_lane)):
-                if any(channel.refusing for channel, _ in self.channels):
-                    break
+            idle = self._idle()
+            while not idle and not any(channel.refusing for channel, _ in self.channels):
                 time.sleep(_POLL_S)
-            idle = self.gather_lane.idle and self.reduce_lane.idle
+                idle = self._idle()
             # The lowest count as a highest, so that one call gives both.
             counts = [channel.failures for channel, _ in self.channels]
             most = self._highest([*counts, *(-count for count in counts), 0 if idle else 1])
             n = len(counts)
             for (channel, lane), mine, wanted in zip(self.channels, counts, most[:n], strict=True):
-                channel.failed = None if idle else channel.failed
                 for _ in range(wanted - mine):
-                    lane.submit(lambda channel=channel: channel.refuse(end, again=True), "a refusal")
+                    channel.start_refusal(end, True, lane.submit(_nothing, "a mark") if idle else _ENDED)
             if not most[-1] and all(high == -low for high, low in zip(most[:n], most[n:-1], strict=True)):
                 break
         for channel, _ in self.channels:
             channel.failed = None
+
+    def _idle(self) -> bool:
+        lanes = self.gather_lane.idle and self.reduce_lane.idle
+        return lanes and all(channel.quiet for channel, _ in self.channels)
 
     def _highest(self, numbers: list[int]) -> list[int]:
         control = self.world.control
@@ -280,26 +322,32 @@ class Links:
     def same_calls(self, calls: list[str], digest: bytes) -> None:
         """Raise Disagree on all ranks unless all have made the same calls.
 
-        Collective: all ranks call this, in the lane of gathers; that of reductions may be at work.
+        Collective: all ranks of the communicator call this. The lane of reductions may be at work.
         """
-        bad = False
-        said = ""
-        for channel in (self.shard, self.replica):
+        bad, said = False, ""
+        for channel, lane in ((self.shard, self.gather_lane), (self.replica, self.reduce_lane)):
             if channel is None:
                 continue
-            record = np.frombuffer(digest + bytes([bad]), np.uint8).copy()
-            rows = self.xp.empty((channel.comm.size, record.size), np.uint8)
-            channel.call("control", "all_gather", self.xp.asarray(record), rows)
-            host = rows if isinstance(rows, np.ndarray) else rows.get()
-            if bool(host[:, -1].any()) or any(row.tobytes() != host[0].tobytes() for row in host):
-                bad = True
-                texts = share_text(channel.comm.control, "\n".join(calls))
-                said = said or _difference(texts, channel.comm.rank)
+            work = lane.submit(lambda c=channel, b=bad: self._compare(c, calls, digest, b), "join")
+            group_bad, text = work.wait()
+            bad, said = bad or group_bad, said or text
         if bad:
             error = Disagree(
                 f"all ranks open and reduce the same units in the same order, but {said or 'another group differs'}"
             )
+            note_known(error)
             raise error
+
+    def _compare(self, channel: Channel, calls: list[str], digest: bytes, bad: bool) -> tuple[bool, str]:
+        """Return, on all ranks of a group alike, whether their calls differ or one of them knows of others that do."""
+        record = np.frombuffer(digest + bytes([bad]), np.uint8).copy()
+        rows = self.xp.empty((channel.comm.size, record.size), np.uint8)
+        channel.call("control", "all_gather", self.xp.asarray(record), rows)
+        host = rows if isinstance(rows, np.ndarray) else rows.get()
+        if not host[:, -1].any() and all(row.tobytes() == host[0].tobytes() for row in host):
+            return False, ""
+        texts = share_text(channel.comm.control, "\n".join(calls))
+        return True, _difference(texts, channel.comm.rank)
 
     def close(self) -> None:
         """Give the groups back.

@@ -11,6 +11,7 @@ from lowshard.comm import Communicator
 from lowshard.fsdp.model import Part, PoolPlan, Shape, UnitPlan
 from lowshard.fsdp.strategy import MXFP8
 from lowshard.kernels import MXFP8Tensor
+from lowshard.kernels.buffer import address
 
 Array = Any  # a NumPy or CuPy array; CuPy ships no types
 
@@ -81,7 +82,9 @@ class Pool:
 
     def __init__(self, plan: PoolPlan, comm: Communicator) -> None:
         self.plan = plan
-        self.array = comm.empty(max(PART_ALIGN_BYTES, plan.total_bytes), "uint8")
+        block = comm.empty(plan.total_bytes + PART_ALIGN_BYTES, "uint8")
+        skip = -address(block) % PART_ALIGN_BYTES
+        self.array = block[skip : skip + plan.total_bytes]
         self.array[...] = 0
         self._at: dict[str, tuple[int, int]] = {}
         at = 0
