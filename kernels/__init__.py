@@ -1,4 +1,5 @@
-"""Kernels over raw arrays: MXFP8 quantise and dequantise, packing of slices, casts, sums, scale layouts.
+"""Kernels over raw arrays: MXFP8 quantise and dequantise, packing of slices, casts, sums, scale layouts,
+optimizer steps.
 
 One call for each job, for NumPy arrays (Numba; plain NumPy where it is missing) and for CuPy arrays (CUDA). Numba
 and CuPy are loaded on first use. GPU calls run on the current stream and wait for nothing.
@@ -10,17 +11,20 @@ from lowshard.kernels.convert import cast, sum_into
 from lowshard.kernels.fused import pack_quantize, unpack_dequantize
 from lowshard.kernels.mxfp8 import dequantize_mxfp8, quantize_mxfp8
 from lowshard.kernels.slices import BoxTable, pack, unpack
+from lowshard.kernels.step import adamw_step, sgd_step
 from lowshard.kernels.swizzle import swizzle_scales, unswizzle_scales
 from lowshard.kernels.tensor import MXFP8Tensor
 
 __all__ = [
     "BoxTable",
     "MXFP8Tensor",
+    "adamw_step",
     "cast",
     "dequantize_mxfp8",
     "pack",
     "pack_quantize",
     "quantize_mxfp8",
+    "sgd_step",
     "sum_into",
     "swizzle_scales",
     "unpack",

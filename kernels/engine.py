@@ -59,6 +59,14 @@ class Engine(Protocol):
     def unswizzle(self, swizzled: Array, out: Array) -> None:
         """Write a flat array in the 128x4 layout to uint8 [rows, cols] of any strides."""
 
+    def adamw(
+        self, param: Array, grad: Array, first: Array, second: Array, scalars: Sequence[float]
+    ) -> None:  # fmt: skip
+        """Run `adamw_step` on float32 arrays; scalars: decay factor, beta1, 1 - beta1, beta2, 1 - beta2, scale, root, eps."""
+
+    def sgd(self, param: Array, grad: Array, buffer: Array, mode: int, scalars: Sequence[float]) -> None:
+        """Run `sgd_step`; mode 0: no buffer, 1: it is written, 2: added to; scalars: lr, momentum, decay."""
+
 
 def engine_for(*arrays: Array) -> Engine:
     """Return the engine for arrays that live in one place.

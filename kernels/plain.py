@@ -95,6 +95,33 @@ class PlainEngine:
             bits = total.view(np.uint32)
             target[tile].view(_bits_of(out.dtype))[...] = reference.round_fp32_bits(bits, out.dtype.name)
 
+    def adamw(
+        self, param: Array, grad: Array, first: Array, second: Array, scalars: Sequence[float]
+    ) -> None:  # fmt: skip
+        """Run one step of AdamW in float32, tile by tile."""
+        keep, beta1, rest1, beta2, rest2, scale, root, eps = (np.float32(s) for s in scalars)
+        with np.errstate(over="ignore", invalid="ignore", under="ignore"):  # Inf and NaN are results here
+            for start in range(0, param.size, _TILE_ELEMS):
+                tile = slice(start, start + _TILE_ELEMS)
+                p, g, m, v = param[tile], grad[tile], first[tile], second[tile]
+                m[...] = m * beta1 + g * rest1
+                v[...] = v * beta2 + (g * g) * rest2
+                p[...] = p * keep - (m / (np.sqrt(v) / root + eps)) * scale
+
+    def sgd(self, param: Array, grad: Array, buffer: Array, mode: int, scalars: Sequence[float]) -> None:
+        """Run one step of SGD in float32, tile by tile."""
+        lr, momentum, decay = (np.float32(s) for s in scalars)
+        with np.errstate(over="ignore", invalid="ignore", under="ignore"):
+            for start in range(0, param.size, _TILE_ELEMS):
+                tile = slice(start, start + _TILE_ELEMS)
+                p, b = param[tile], buffer[tile]
+                d = grad[tile] + p * decay
+                if mode == 2:
+                    d = b * momentum + d
+                if mode:
+                    b[...] = d
+                p[...] = p - d * lr
+
     def swizzle(self, scale: Array, out: Array) -> None:
         """Write uint8 [rows, cols] in the 128x4 layout."""
         rows, cols = scale.shape

@@ -14,8 +14,12 @@ from typing import Any
 _LOCK_WAIT_S = 120.0
 
 
-def compile_cached(function: Callable[..., Any], signature: Any) -> Callable[..., Any]:
+def compile_cached(
+    function: Callable[..., Any], signature: Any, error_model: str = "python"
+) -> Callable[..., Any]:
     """Compile a function for a signature, from Numba's cache on disk if it is there.
+
+    With error_model="numpy" a division by zero gives Inf or NaN, without which loops that divide are not vectorised.
 
     One process of a machine compiles while the others wait, and read its result then. Where no cache
     folder can be written the function is compiled in memory.
@@ -23,9 +27,9 @@ def compile_cached(function: Callable[..., Any], signature: Any) -> Callable[...
     from numba import njit
 
     try:
-        lazy = njit(nogil=True, cache=True)(function)
+        lazy = njit(nogil=True, cache=True, error_model=error_model)(function)
     except RuntimeError:  # Numba finds no folder for its cache
-        return njit([signature], nogil=True)(function)  # type: ignore[no-any-return]
+        return njit([signature], nogil=True, error_model=error_model)(function)  # type: ignore[no-any-return]
     folder = Path(lazy.stats.cache_path)
     with _one_at_a_time(folder):
         try:
@@ -35,7 +39,7 @@ def compile_cached(function: Callable[..., Any], signature: Any) -> Callable[...
             for kept in folder.glob(f"*{function.__qualname__}-*.nb[ci]"):
                 with suppress(OSError):
                     kept.unlink()
-            return njit([signature], nogil=True)(function)  # type: ignore[no-any-return]
+            return njit([signature], nogil=True, error_model=error_model)(function)  # type: ignore[no-any-return]
     lazy.disable_compile()
     return lazy  # type: ignore[no-any-return]
 

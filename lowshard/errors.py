@@ -8,11 +8,14 @@ from __future__ import annotations
 
 __all__ = [
     "BudgetError",
+    "BadGrad",
+    "BadGrid",
     "BufferMismatchError",
     "CheckpointError",
     "CommError",
     "DTypeError",
     "DependencyError",
+    "Disagree",
     "KernelError",
     "LaunchError",
     "LayoutError",
@@ -20,6 +23,9 @@ __all__ = [
     "MarkerError",
     "MeshError",
     "MismatchError",
+    "NotJoined",
+    "NotOpen",
+    "OpenLimit",
     "PeerFailed",
     "PlanError",
     "PolicyError",
@@ -28,6 +34,8 @@ __all__ = [
     "ShardIndexError",
     "ShardingError",
     "SolverError",
+    "StaleParams",
+    "StepError",
     "TimedOut",
     "VerificationError",
 ]
@@ -148,6 +156,12 @@ class VerificationError(LowshardError, AssertionError):
 
 class SolverError(ShardingError, RuntimeError):
     """A solver found no action: nothing feasible, over the budget, or against its policy."""
+class BadGrid(MeshError):
+    """A world that cannot be cut into the shard and replica groups that were asked for."""
+
+
+class StepError(LowshardError, RuntimeError):
+    """A call of a sharded model in a state that does not allow it."""
 
     exit_code = 1
 
@@ -158,3 +172,25 @@ class BudgetError(SolverError):
 
 class PolicyError(SolverError):
     """Actions exist, but the solver is told not to take any of them."""
+class StaleParams(StepError):
+    """Full parameters that an update has left behind, or a second update of the same gradients."""
+
+
+class NotOpen(StepError):
+    """A unit whose parameters are not open."""
+
+
+class NotJoined(StepError):
+    """Gradients that are still local, or still being reduced."""
+
+
+class OpenLimit(StepError):
+    """More units open, or with gradients not reduced, than the pool was made for."""
+
+
+class BadGrad(LowshardError, ValueError):
+    """A gradient whose shape or dtype is not its parameter's."""
+
+
+class Disagree(MismatchError):
+    """Ranks made different models, or opened and reduced units in different orders."""

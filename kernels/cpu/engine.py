@@ -23,6 +23,7 @@ from lowshard.kernels.cpu.gather import (
 )
 from lowshard.kernels.cpu.scalar import DTYPE_CODES
 from lowshard.kernels.cpu.scales import swizzle_kernel
+from lowshard.kernels.cpu.step import adamw_kernel, sgd_kernel
 from lowshard.kernels.cpu.total import sum_kernel
 from lowshard.kernels.reference import Elem, Mode
 from lowshard.kernels.runs import RunTable
@@ -145,6 +146,16 @@ class NumbaEngine:
         sum_kernel()(
             addresses, dtypes, address(out), DTYPE_CODES[dtype_name(out.dtype)], out.size, self._scratch()
         )
+
+    def adamw(
+        self, param: Array, grad: Array, first: Array, second: Array, scalars: Sequence[float]
+    ) -> None:  # fmt: skip
+        """Run one step of AdamW in one pass."""
+        adamw_kernel()(param, grad, first, second, np.array(scalars, np.float32))
+
+    def sgd(self, param: Array, grad: Array, buffer: Array, mode: int, scalars: Sequence[float]) -> None:
+        """Run one step of SGD in one pass."""
+        sgd_kernel(mode)(param, grad, buffer, np.array(scalars, np.float32))
 
     def swizzle(self, scale: Array, out: Array) -> None:
         """Write uint8 [rows, cols] in the 128x4 layout."""

@@ -154,6 +154,20 @@ class CudaEngine:
         # At least one CTA: the elements after the last group are its work.
         self._launch(f"sum_{group}", max(1, out.size // group), THREADS, 5, args)
 
+    def adamw(
+        self, param: Array, grad: Array, first: Array, second: Array, scalars: Sequence[float]
+    ) -> None:  # fmt: skip
+        """Run one step of AdamW in one launch."""
+        args = (*(address(array) for array in (param, grad, first, second)), param.size, *_float_words(scalars))
+        self._launch("adamw", param.size, 4 * THREADS, 8, args)
+
+    def sgd(self, param: Array, grad: Array, buffer: Array, mode: int, scalars: Sequence[float]) -> None:
+        """Run one step of SGD in one launch."""
+        args = (
+            *(address(array) for array in (param, grad, buffer)), param.size, mode, *_float_words(scalars)
+        )  # fmt: skip
+        self._launch("sgd", param.size, 4 * THREADS, 8, args)
+
     def swizzle(self, scale: Array, out: Array) -> None:
         """Write uint8 [rows, cols] of any strides in the 128x4 layout, padding included."""
         self._swizzle("swizzle_scales", scale, out)
@@ -253,3 +267,8 @@ def _start_bits(runs: RunTable) -> int:
     if found is None:
         found = runs.derived[key] = start_divisor_bytes(runs, 0) | start_divisor_bytes(runs, 1)
     return found
+
+
+def _float_words(scalars: Sequence[float]) -> list[int]:
+    """Return the bits of float32 numbers, since kernels take integers."""
+    return [int(word) for word in np.array(scalars, np.float32).view(np.uint32)]

@@ -15,7 +15,7 @@ from lowshard.errors import DependencyError
 from lowshard.kernels.buffer import Array
 
 FOLDER = Path(__file__).parent
-SOURCES = ("quantize", "dequantize", "copy", "convert", "swizzle")
+SOURCES = ("quantize", "dequantize", "copy", "convert", "swizzle", "step")
 """The .cu files, each of which is a module of its own: only what is used gets compiled."""
 
 COMPILER_OPTIONS = ("-std=c++17",)
@@ -29,6 +29,8 @@ _FILE_OF = {
     "sum": "convert",
     "swizzle": "swizzle",
     "unswizzle": "swizzle",
+    "adamw": "step",
+    "sgd": "step",
 }
 _INCLUDE = re.compile(r'^#include "([a-z0-9_]+\.cuh)"$', re.MULTILINE)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from lowshard.comm.agreement import agree, share_text
+from lowshard.comm.agreement import agree, refuse, share_text
 from lowshard.comm.loopback import loopback, run_loopback
 from lowshard.comm.protocol import Communicator
 from lowshard.comm.transport import Traffic
@@ -17,6 +17,7 @@ __all__ = [
     "from_mpi",
     "from_nccl",
     "loopback",
+    "refuse",
     "run_loopback",
     "share_text",
 ]

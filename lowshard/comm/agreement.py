@@ -7,7 +7,7 @@ import json
 import numpy as np
 
 from lowshard import errors
-from lowshard.comm.algorithm import ERROR_SIGNATURE
+from lowshard.comm.algorithm import ERROR_SIGNATURE, NO_ARRAY
 from lowshard.comm.protocol import Communicator
 from lowshard.errors import LowshardError, MismatchError
 
@@ -88,3 +88,20 @@ def _raise_first(control: Communicator, rank: int, error: Exception | None, what
     if isinstance(known, type) and issubclass(known, LowshardError):
         raise known(where + text) from error
     raise LowshardError(f"{where}{name}: {text}") from error
+
+
+def refuse(comm: Communicator, error: LowshardError, what: str) -> None:
+    """Tell the other ranks, at their next call of `comm`, that this rank cannot go on; always raises.
+
+    It takes the place of that call: this rank waits for the others here, and all of them raise the error. Where
+    calls are not compared (LOWSHARD_CHECK=off) the others learn nothing.
+
+    Args:
+        comm: the communicator.
+        error: what is wrong on this rank.
+        what: what this rank was to do, for the message.
+
+    Raises:
+        LowshardError: the error; of the lowest rank where several refuse.
+    """
+    comm._refuse(error, what + NO_ARRAY)

@@ -60,6 +60,7 @@ FLOORS: dict[str, str] = {
     "lowshard.checkpoint": "5",
     "lowshard.weights": "5",
     "lowshard.weights.cli": "7",
+    "lowshard.fsdp": "5",
     "lowshard.launch": "6",
     "lowshard.bench": "7",
     "lowshard.demo": "7",

@@ -158,7 +158,7 @@ class HostCudaEngine(CudaEngine):
         return found
 
 
-for _name in ("copy", "quantize", "dequantize", "cast", "sum_into", "swizzle", "unswizzle"):
+for _name in ("copy", "quantize", "dequantize", "cast", "sum_into", "swizzle", "unswizzle", "adamw", "sgd"):
     setattr(HostCudaEngine, _name, _guarded(_name))
 
 

@@ -1,0 +1,94 @@
+"""One pass of an optimizer over flat arrays: AdamW and SGD, the same bits on every engine."""
+
+from __future__ import annotations
+
+import math
+
+from lowshard.errors import BufferMismatchError, KernelError
+from lowshard.kernels.buffer import Array, dtype_name, require_apart, require_array
+from lowshard.kernels.engine import engine_for
+
+
+def adamw_step(
+    param: Array, grad: Array, first: Array, second: Array, *, lr: float, beta1: float, beta2: float, eps: float,
+    weight_decay: float, step: int,
+) -> None:  # fmt: skip
+    """Update parameters and both moments in place by AdamW with decoupled decay.
+
+    In float32, each operation rounded once: p = p * (1 - lr * decay); m = beta1 * m + (1 - beta1) * g;
+    v = beta2 * v + (1 - beta2) * (g * g); p = p - (lr / (1 - beta1^t)) * (m / (sqrt(v) / sqrt(1 - beta2^t) + eps)).
+    Loshchilov and Hutter, arXiv 1711.05101, algorithm 2, with a learning rate in front of the decay, as PyTorch has it.
+
+    Args:
+        param: float32 [n], contiguous.
+        grad: the same, left as it is.
+        first: first moment m, the same.
+        second: second moment v, the same.
+        lr: learning rate.
+        beta1: decay of the first moment.
+        beta2: decay of the second.
+        eps: added to the root.
+        weight_decay: decay, times lr.
+        step: t, 1 for the first.
+
+    Raises:
+        KernelError: arrays that are no NumPy or CuPy arrays, or step below 1.
+        BufferMismatchError: arrays of other shapes or dtypes, not contiguous, read-only, or sharing memory.
+    """
+    if step < 1:
+        raise KernelError(f"the first step of AdamW is step 1, got {step}")
+    arrays = _checked({"param": param, "grad": grad, "first": first, "second": second})
+    scale = lr / (1 - beta1**step)
+    root = math.sqrt(1 - beta2**step)
+    scalars = (1 - lr * weight_decay, beta1, 1 - beta1, beta2, 1 - beta2, scale, root, eps)
+    if param.size:
+        engine_for(*arrays).adamw(*arrays, scalars)
+
+
+def sgd_step(
+    param: Array, grad: Array, buffer: Array | None, *, lr: float, momentum: float, weight_decay: float, first: bool
+) -> None:  # fmt: skip
+    """Update parameters, and the momentum buffer, in place by SGD.
+
+    In float32, each operation rounded once: d = g + decay * p; b = d at the first step, else momentum * b + d;
+    p = p - lr * b. Without a buffer b is d. It is PyTorch's SGD without dampening.
+
+    Args:
+        param: float32 [n], contiguous.
+        grad: the same, left as it is.
+        buffer: the same, or None.
+        lr: learning rate.
+        momentum: decay of the buffer.
+        weight_decay: times p, added to the gradient.
+        first: the buffer holds nothing yet.
+
+    Raises:
+        KernelError: arrays that are no NumPy or CuPy arrays.
+        BufferMismatchError: as for `adamw_step`.
+    """
+    named = {"param": param, "grad": grad}
+    if buffer is not None:
+        named["buffer"] = buffer
+    arrays = _checked(named)
+    mode = 0 if buffer is None else 1 if first else 2
+    if param.size:
+        last = arrays[0] if buffer is None else arrays[2]
+        engine_for(*arrays).sgd(arrays[0], arrays[1], last, mode, (lr, momentum, weight_decay))
+
+
+def _checked(named: dict[str, Array]) -> list[Array]:
+    """Return the arrays, float32, flat, of one length, apart from each other."""
+    arrays = [require_array(array, name) for name, array in named.items()]
+    names = list(named)
+    for name, array in zip(names, arrays, strict=True):
+        if dtype_name(array.dtype) != "float32" or array.ndim != 1 or array.size != arrays[0].size:
+            raise BufferMismatchError(
+                f"{name} of an optimizer step is float32 [{arrays[0].size}], got {dtype_name(array.dtype)} "
+                f"{list(array.shape)}"
+            )
+        if not array.flags.c_contiguous or (name != "grad" and not getattr(array.flags, "writeable", True)):
+            raise BufferMismatchError(f"{name} of an optimizer step is contiguous and writeable")
+    for i, one in enumerate(arrays):
+        for j in range(i):
+            require_apart(one, names[i], arrays[j], names[j])
+    return arrays

@@ -1,0 +1,616 @@
+"""FSDP over raw buffers: the object that users call."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, Literal
+
+import numpy as np
+
+from lowshard import dtypes
+from lowshard.box import Box
+from lowshard.comm import Communicator, agree
+from lowshard.errors import (
+    BadGrad,
+    BufferMismatchError,
+    LayoutError,
+    LowshardError,
+    MismatchError,
+    NotJoined,
+    NotOpen,
+    ShardingError,
+    StaleParams,
+    StepError,
+)
+from lowshard.fsdp import state as saved
+from lowshard.fsdp.gradient import Accumulate, Gradients
+from lowshard.fsdp.links import Links, known_elsewhere
+from lowshard.fsdp.model import ModelPlan, Segment, Shape, UnitPlan
+from lowshard.fsdp.norm import power_sum, value_of
+from lowshard.fsdp.opening import Opener, Phase
+from lowshard.fsdp.param import Units
+from lowshard.fsdp.plan import ALIGN_ELEMS, Piece, flat_boxes
+from lowshard.fsdp.pool import Pool, plan_pool
+from lowshard.fsdp.report import Log, Report
+from lowshard.fsdp.slot import Rule, Slot
+from lowshard.fsdp.strategy import Precision, ShardingStrategy
+
+Array = Any  # a NumPy or CuPy array; CuPy ships no types
+Order = Literal["fast", "tree", "rank"]
+
+_EPS = 1e-6
+"""Added to the norm where gradients are clipped, as torch.nn.utils.clip_grad_norm_ does."""
+
+
+class FSDP:
+    """A model whose parameters, gradients and optimizer state are sharded over ranks, without a framework.
+
+    Parameters are views of flat buffers: `open` gathers a unit and gives them, `grads` gives views to write gradients
+    into, `reduce` starts their sum over ranks, `update` runs an optimizer on this rank's part. Whatever the strategy,
+    with order="tree" the same bits come out; at powers of two they do not depend on the number of ranks either, nor on
+    whether micro-batches lie on several ranks or follow each other on one (rank by rank, with accumulate="local").
+
+    A unit's parameters go SHARDED -> open -> OPEN -> close -> SHARDED; where they rest whole, update makes them STALE
+    and broadcast_updated_params OPEN. Its gradient goes EMPTY -> grads -> LOCAL -> reduce -> REDUCING -> join -> READY
+    -> update -> EMPTY; in step(last=False) it stays LOCAL (or PARTIAL: accumulate="reduce").
+
+    Every rank makes the same calls in the same order. A call that a state does not allow raises there, and is raised by
+    the other ranks at their next call; after a failed step all ranks call `reset`.
+
+    Collective: all ranks of the communicator make it.
+
+    Args:
+        units: parameters by unit, in the order of the forward pass.
+        comm: the world. The model splits groups of its own from it.
+        strategy: what is sharded over whom.
+        order: of sums: "tree" (see above), "rank", or "fast", the library's own, which promises no bits.
+        precision: dtypes.
+        average: "mean" divides a gradient by the number of all micro-batches on all ranks, once, after all sums; "sum"
+            does not; a number divides by that.
+        open_limit: units that may be open at a time, where opening gathers.
+        prefetch: units that are gathered ahead.
+        grad_limit: units that may have gradients which are written or being reduced.
+        accumulate: what reduce does in step(last=False): "local" adds up whole gradients on the rank, "reduce" sums
+            over the shard group at once and adds up shards.
+        communicators: 2 lets reductions and gathers overlap each other.
+        align: elements that parameters and shards begin at multiples of.
+        check: "digest" compares models and calls between ranks; "poison" also fills what is closed with NaN; "off".
+
+    Raises:
+        LayoutError: names, ties, keep blocks that cannot be. DTypeError: dtypes that do not go together.
+        BadGrid: the world is no multiple of intra_node_size.
+        ShardingError: a setting that is none of those listed.
+        Disagree, MismatchError: the ranks give different models.
+
+    Attributes:
+        pool: the one buffer `[bytes]` uint8 that all parameters and gradients lie in; it never grows.
+        plan: units and cuts, as data.
+    """
+
+    def __init__(
+        self,
+        units: Units,
+        comm: Communicator,
+        strategy: ShardingStrategy = ShardingStrategy.FullShard,
+        *,
+        order: Order = "tree",
+        precision: Precision | None = None,
+        average: Literal["mean", "sum"] | float = "mean",
+        open_limit: int = 2,
+        prefetch: int = 1,
+        grad_limit: int = 2,
+        accumulate: Accumulate = "local",
+        communicators: int = 1,
+        align: int = ALIGN_ELEMS,
+        check: Literal["off", "digest", "poison"] = "digest",
+    ) -> None:
+        self.strategy, self.precision = strategy, Precision() if precision is None else precision
+        self._check, self._world = check, comm
+        error: Exception | None = None
+        digest = b""
+        try:
+            _check_settings(strategy, order, average, open_limit, prefetch, grad_limit, accumulate, communicators, check)
+            self.grid = strategy.grid(comm.size, comm.rank)
+            self.plan = ModelPlan.plan(units, self.grid.shards, self.precision, align)
+            digest = self.plan.digest(
+                strategy, order, self.precision, average, open_limit, prefetch, grad_limit, accumulate, communicators, check
+            )  # fmt: skip
+        except Exception as raised:
+            error = raised
+        agree(comm, digest, error, "FSDP")
+        slots = max(open_limit, prefetch + 1)
+        self._shape = Shape.of(self.plan, strategy, self.grid, slots, grad_limit, order)
+        self._links = Links(comm, self.grid, communicators)
+        home = comm if self._links.shard is None else self._links.shard.comm
+        self._pool = Pool(plan_pool(self._shape), home)
+        self.pool = self._pool.array
+        self._log = Log()
+        self._opener = Opener(
+            self._shape, self._pool, self._links, self._log, open_limit, prefetch, check == "poison"
+        )  # fmt: skip
+        self._grads = Gradients(self._shape, self._pool, self._links, self._log, accumulate, average)
+        self._slots = {unit.name: self._slot_of(unit) for unit in self.plan.units if unit.trained is not None}
+        self._broken: BaseException | None = None
+        self._calls: list[str] = []
+        self.updates = 0
+        """How often the model was updated."""
+
+    # ---- values
+
+    def fill(self, function: Callable[[str, Box], Any]) -> None:
+        """Set every parameter from a function of its full name and a box `((start, stop), ...)` of it.
+
+        Collective: all ranks of the communicator call this. The function is called for disjoint boxes that cover what
+        this rank holds, and returns an array of the box's shape, or a number; it is cast to the master dtype.
+
+        Raises:
+            BufferMismatchError: an array of another shape.
+            MismatchError: ranks that hold the same elements were given different ones.
+            LowshardError: what the function raised on some rank.
+        """
+        error: Exception | None = None
+        try:
+            for unit in self.plan.units:
+                self._fill_unit(unit, function)
+        except Exception as raised:
+            error = raised
+        agree(self._world, b"", error, "fill")
+        if self._check != "off":
+            self.check_equal_start()
+        self._changed()
+
+    def check_equal_start(self) -> None:
+        """Compare what replicas hold, bit for bit.
+
+        Collective: all ranks of the communicator call this.
+
+        Raises:
+            MismatchError: two ranks that should hold the same elements hold different ones.
+        """
+        if self._links.replica is None:
+            return
+        hashed = hashlib.blake2b(digest_size=16)
+        for unit in self.plan.units:
+            for segment in unit.segments:
+                hashed.update(_host(self._opener.shard(unit.name, segment)).view(np.uint8).data)
+        channel, xp = self._links.replica, self._links.xp
+        record = xp.asarray(np.frombuffer(hashed.digest(), np.uint8).copy())
+        rows = xp.empty((channel.comm.size, record.size), np.uint8)
+        lane = self._links.reduce_lane
+        self._guarded(lambda: lane.submit(lambda: channel.call("control", "all_gather", record, rows), "a check").wait())
+        same = len({row.tobytes() for row in _host(rows)}) == 1
+        wrong = MismatchError("all replicas start from the same parameters, but what they were filled with differs")
+        agree(self._world, b"", None if same else wrong, "check_equal_start")
+
+    def full(self, name: str) -> Array:
+        """Return a whole parameter, a new array in the master dtype, on every rank.
+
+        Collective: all ranks of the communicator call this.
+
+        Raises:
+            LayoutError: no such parameter.
+        """
+        self._healthy()
+        unit, segment, param = self._find(name)
+        if segment is None:
+            return self._opener.ignored(unit, param).copy()
+        entry = segment.plan.by_name[param]
+        xp = self._links.xp
+        whole = xp.empty(entry.elems, dtypes.get(unit.formats.master).numpy)
+        saved.gather_param(self._links, self._in_lane, segment.plan, entry, self._opener.shard(unit.name, segment), whole)
+        return whole.reshape(entry.shape)
+
+    # ---- a step
+
+    @contextmanager
+    def step(self, last: bool = True) -> Iterator[FSDP]:
+        """A micro-batch: forward and backward. With last=False gradients are kept for the next one.
+
+        Where the block raises, the step has failed on all ranks: they raise at their next call, and `reset` makes the
+        model usable again.
+        """
+        self._healthy()
+        self._opener.begin_step()
+        self._grads.begin_step(last)
+        try:
+            yield self
+            self._guarded(self._grads.end_step)
+        except BaseException as error:
+            if self._broken is None:
+                self._broken = error
+            if not known_elsewhere(error):
+                self._links.tell(error)
+            raise
+
+    def open(self, unit: str, phase: Phase = "forward") -> Mapping[str, Array]:
+        """Return a unit's parameters by name, whole, as views of the pool; starts to gather what comes next.
+
+        Collective: all ranks of the communicator call this. Views are good until the unit is closed.
+
+        Args:
+            unit: its name.
+            phase: "forward" or "backward": which units come next.
+
+        Raises:
+            StaleParams: parameters rest whole and were updated; call broadcast_updated_params first.
+            OpenLimit: open_limit units are open.
+        """
+        self._unit(unit)
+        if phase not in ("forward", "backward"):
+            self._wrong(StepError(f"phase is 'forward' or 'backward', got {phase!r}"))
+        self._calls.append(f"open {unit} {phase}")
+        return self._guarded(lambda: self._opener.open(unit, phase))
+
+    def close(self, unit: str, after: Any = None) -> None:
+        """Let go of a unit's parameters: their memory is used again.
+
+        Args:
+            unit: its name.
+            after: on a GPU, an event or stream whose work still reads them; else the current stream's.
+
+        Raises:
+            NotOpen: the unit is not open.
+        """
+        self._unit(unit)
+        if after is not None and hasattr(after, "synchronize"):
+            after.synchronize()
+        self._calls.append(f"close {unit}")
+        self._guarded(lambda: self._opener.close(unit))
+
+    def grads(self, unit: str, zero: bool = True) -> Mapping[str, Array]:
+        """Return a unit's gradients of this micro-batch by name, as views to write or add into; zeros at first.
+
+        Args:
+            unit: its name; it is open.
+            zero: False: the caller writes every element, so nothing is cleared first.
+
+        Raises:
+            NotOpen: the unit is not open. OpenLimit: too many units have gradients that were not reduced.
+            NotJoined: the gradients of the step before were not used. StepError: reduced already in this step.
+        """
+        self._unit(unit)
+        if not self._opener.is_open(unit):
+            self._wrong(NotOpen(f"grads({unit!r}): open the unit first, and close it after reduce"))
+        self._stepping()
+        return self._guarded(lambda: self._grads.views(unit, zero))
+
+    def add_grad(self, unit: str, name: str, array: Array) -> None:
+        """Add an array to a parameter's gradient: for frameworks that return new arrays.
+
+        Raises:
+            BadGrad: another shape or dtype than the gradient's, or no such trainable parameter; else as `grads`.
+        """
+        views = self.grads(unit)
+        view = views.get(name)
+        shape, dtype = getattr(array, "shape", None), getattr(array, "dtype", None)
+        if view is None or shape != view.shape or dtype != view.dtype:
+            wanted = "no gradient" if view is None else f"{view.dtype}{list(view.shape)}"
+            self._wrong(BadGrad(f"the gradient of {unit}.{name} is {wanted}, got {dtype}{list(shape or ())}"))
+        view += array  # type: ignore[operator]
+
+    def reduce(self, unit: str) -> None:
+        """Start the sum of a unit's gradients over ranks; the unit may be closed at once. No gradient counts as zeros.
+
+        Collective: all ranks of the communicator call this.
+
+        Raises:
+            NotOpen: the unit is not open. StepError: it was reduced in this step already.
+        """
+        self._unit(unit)
+        if not self._opener.is_open(unit):
+            self._wrong(NotOpen(f"reduce({unit!r}): reduce a unit before it is closed"))
+        self._stepping()
+        self._calls.append(f"reduce {unit}")
+        self._guarded(lambda: self._grads.reduce(unit))
+
+    def join(self) -> None:
+        """Wait for all reductions, and compare the calls of the step between ranks.
+
+        Collective: all ranks of the communicator call this.
+
+        Raises:
+            Disagree: ranks opened or reduced different units, or in another order.
+        """
+        self._healthy()
+        calls, self._calls = self._calls, []
+        if self._check != "off":
+            digest = hashlib.blake2b("\n".join(calls).encode(), digest_size=16).digest()
+            self._guarded(lambda: self._links.same_calls(calls, digest))
+        self._guarded(self._grads.join)
+
+    # ---- this rank's part
+
+    def slots(self) -> Iterator[Slot]:
+        """Iterate over this rank's parts of the units that have trainable parameters."""
+        return iter(list(self._slots.values()))
+
+    def norm(self, p: float = 2.0) -> float:
+        """Return the p-norm of all gradients, over all shards; the same bits however they are sharded.
+
+        Collective: all ranks of the communicator call this.
+
+        Raises:
+            NotJoined: a gradient is not reduced.
+        """
+        self._joined("norm")
+        ready = [self._slots[name].grad for name in self._grads.ready()]
+        channel, xp = self._links.shard, self._links.xp
+        if p == math.inf:
+            peak = max((float(xp.abs(grad).max()) for grad in ready if grad.size), default=0.0)
+            return float(self._over_shards(np.array([peak]), "max")[0])
+        if not p > 0:
+            self._wrong(StepError(f"a norm is of p > 0, or inf, got {p}"))
+        words = sum((power_sum(grad, p, xp) for grad in ready), power_sum(xp.zeros(0), p, xp))
+        total = value_of(self._over_shards(words, "sum") if channel is not None else words)
+        return math.sqrt(total) if p == 2 else total ** (1 / p)
+
+    def clip(self, max_norm: float, p: float = 2.0) -> float:
+        """Scale all gradients by min(1, max_norm / (norm + 1e-6)) and return their norm before it.
+
+        Collective: all ranks of the communicator call this.
+
+        Raises:
+            NotJoined: a gradient is not reduced.
+        """
+        norm = self.norm(p)
+        factor = max_norm / (norm + _EPS)
+        if not factor >= 1:  # also for NaN, which the gradients then show
+            for name in self._grads.ready():
+                grad = self._slots[name].grad
+                self._links.xp.multiply(grad, grad.dtype.type(factor), out=grad)
+        return norm
+
+    def update(self, rule: Rule) -> None:
+        """Run an optimizer on every slot whose gradient is reduced.
+
+        Args:
+            rule: a function of a `Slot`, such as `AdamW(lr=1e-3)`. It runs on this rank's part alone.
+
+        Raises:
+            NotJoined: a gradient is not reduced, or there is none.
+            StaleParams: the gradients were used already, or the last update was not yet broadcast.
+        """
+        self._joined("update")
+        stale = [name for name, state in self._opener.state.items() if state.stale]
+        ready = self._grads.ready()
+        if stale:
+            self._wrong(StaleParams(
+                f"update: {', '.join(stale)} were updated already; call broadcast_updated_params() once after each update"
+            ))  # fmt: skip
+        if not ready and self.updates:
+            self._wrong(StaleParams("update: no gradient was reduced since the last update; run a step first"))
+        if not ready:
+            self._wrong(NotJoined("update: no gradient was reduced yet; run a step with reduce() and join() first"))
+
+        def run() -> None:
+            for name in ready:
+                slot = self._slots[name]
+                slot.step += 1
+                rule(slot)
+            self._grads.used()
+            self._opener.updated(ready)
+
+        self.updates += 1
+        self._guarded(run)
+
+    def broadcast_updated_params(self) -> None:
+        """Give every rank the parameters that the others updated: after update(), where parameters rest whole.
+
+        Collective: all ranks of the communicator call this. With every other strategy it does nothing.
+        """
+        self._healthy()
+        self._guarded(self._opener.resync)
+
+    # ---- files, state, ends
+
+    def state(self) -> saved.ShardState:
+        """Return what this rank holds, by parameter: views, not copies."""
+        return saved.shard_state(self)
+
+    def save(self, path: Any) -> None:
+        """Write parameters and optimizer state to one safetensors file, in their own shapes.
+
+        Collective: all ranks of the communicator call this. The file says nothing of ranks or strategy; it is complete
+        when this returns, or an old one is untouched.
+
+        Raises:
+            NotJoined: gradients that no update has used. CheckpointError: the file cannot be written.
+        """
+        self._joined("save")
+        saved.save(self, path)
+
+    def load(self, path: Any) -> None:
+        """Read what `save` wrote, with any number of ranks and any strategy. The next step has the same bits.
+
+        Collective: all ranks of the communicator call this; each reads its own part.
+
+        Raises:
+            CheckpointError: no such file, or it lacks a parameter, or has it in another shape or dtype.
+        """
+        self._healthy()
+        saved.load(self, path)
+
+    def reset(self) -> None:
+        """Give up a step that failed: gradients are dropped, units closed, parameters stay as they are.
+
+        Collective: all ranks of the communicator call this. Not after PeerFailed or TimedOut, when ranks are gone.
+        """
+        self._links.even_out()
+        self._opener.reset()
+        self._grads.reset()
+        self._calls, self._broken = [], None
+
+    def report(self) -> Report:
+        """Return what this rank did so far."""
+        wire: Counter[str] = Counter()
+        for channel, _ in self._links.channels:
+            wire += channel.sent_bytes
+        state_bytes = sum(
+            getattr(value, "nbytes", 0) for slot in self._slots.values() for value in slot.state.values()
+        )
+        log = self._log
+        return Report(
+            dict(wire), dict(log.gathers), log.unused_gathers, dict(log.zero_reduces), dict(log.wait_s), log.copied_bytes,
+            self._pool.plan, self._grads.accumulator_bytes, state_bytes, tuple(log.events),
+        )  # fmt: skip
+
+    def shut(self) -> None:
+        """Give the groups back. The `with` statement does so too.
+
+        Collective: all ranks of the communicator call this.
+        """
+        if self._broken is None:
+            self._links.close()
+
+    def __enter__(self) -> FSDP:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.shut()
+
+    # ---- inside
+
+    def _slot_of(self, unit: UnitPlan) -> Slot:
+        assert unit.trained is not None
+        pieces = unit.trained.plan.pieces(self.grid.shard_rank)
+        shard = self._opener.shard(unit.name, unit.trained)
+        return Slot(unit.name, shard, self._grads.result(unit), pieces, self._links.xp)
+
+    def _held(self) -> Iterator[tuple[str, UnitPlan, Segment, Piece, Array]]:
+        """Iterate over this rank's pieces: full name, unit, segment, piece, 1-D view."""
+        for unit in self.plan.units:
+            for segment in unit.segments:
+                shard = self._opener.shard(unit.name, segment)
+                for piece in segment.plan.pieces(self.grid.shard_rank):
+                    yield f"{unit.name}.{piece.name}", unit, segment, piece, shard[piece.shard_lo : piece.shard_hi]
+
+    def _fill_unit(self, unit: UnitPlan, function: Callable[[str, Box], Any]) -> None:
+        for name, held, segment, piece, view in self._held():
+            if held is not unit:
+                continue
+            shape = segment.plan.by_name[piece.name].shape
+            for box, lo, hi in flat_boxes(shape, piece.param_lo, piece.param_hi):
+                _put(view[lo - piece.param_lo : hi - piece.param_lo], function(name, box), box, name)
+        for param in unit.ignored:
+            box = tuple((0, extent) for extent in param.shape)
+            name = f"{unit.name}.{param.name}"
+            _put(self._opener.ignored(unit, param.name).reshape(-1), function(name, box), box, name)
+
+    def _changed(self) -> None:
+        """All parameters are new."""
+        self._opener.updated([unit.name for unit in self.plan.units])
+        if self._shape.resident:
+            self._guarded(self._opener.resync)
+
+    def _find(self, name: str) -> tuple[UnitPlan, Segment | None, str]:
+        unit_name, _, param = name.rpartition(".")
+        unit = self.plan.by_name.get(unit_name)
+        if unit is not None:
+            for tied, other, target in unit.ties:
+                if tied == param:
+                    return self._find(f"{other}.{target}")
+            for segment in unit.segments:
+                if param in segment.plan.by_name:
+                    return unit, segment, param
+            if any(p.name == param for p in unit.ignored):
+                return unit, None, param
+        raise LayoutError(f"the model has no parameter {name!r}; full names are 'unit.param'")
+
+    def _over_shards(self, values: np.ndarray, op: str) -> np.ndarray:
+        channel, xp = self._links.shard, self._links.xp
+        if channel is None:
+            return values
+        send = xp.asarray(values)
+        recv = xp.empty_like(send)
+        self._in_lane(lambda: channel.call("control", "all_reduce", send, recv, op, "tree"), "norm")
+        return _host(recv)
+
+    def _in_lane(self, job: Callable[[], None], text: str) -> None:
+        """Run a call in turn with the gathers, and wait for it."""
+        self._guarded(lambda: self._links.gather_lane.submit(job, text).wait())
+
+    def _guarded(self, call: Callable[[], Any]) -> Any:
+        """Run a part of a step; whatever it raises, all ranks raise."""
+        try:
+            return call()
+        except (StepError, BadGrad) as error:
+            if not known_elsewhere(error):
+                self._wrong(error)
+            self._broken = error
+            self._links.tell(error)
+            raise
+        except BaseException as error:
+            self._broken = error
+            self._links.tell(error)
+            raise
+
+    def _wrong(self, error: LowshardError) -> None:
+        """Raise what is wrong with this call, here and on the other ranks at their next; nothing has changed."""
+        self._links.tell(error)
+        raise error
+
+    def _healthy(self) -> None:
+        if self._broken is not None:
+            raise StepError(
+                f"an earlier step failed ({type(self._broken).__name__}: {self._broken}); call reset() on all ranks, then "
+                "run the step again"
+            ) from self._broken
+
+    def _unit(self, name: str) -> None:
+        self._healthy()
+        if name not in self.plan.by_name:
+            self._wrong(NotOpen(f"the model has no unit {name!r}; it has {', '.join(self.plan.by_name)}"))
+
+    def _stepping(self) -> None:
+        """Outside of step() what is written belongs to one step that is the last."""
+        if not self._grads.micro_batches:
+            self._grads.begin_step(True)
+
+    def _joined(self, what: str) -> None:
+        self._healthy()
+        unfinished = self._grads.unfinished()
+        if unfinished:
+            self._wrong(NotJoined(
+                f"{what}: the gradients of {', '.join(unfinished)} are not reduced yet; call reduce() for each unit in the "
+                "last micro-batch, then join()"
+            ))  # fmt: skip
+
+
+def _check_settings(
+    strategy: object, order: str, average: object, open_limit: int, prefetch: int, grad_limit: int, accumulate: str,
+    communicators: int, check: str,
+) -> None:  # fmt: skip
+    def need(ok: bool, rule: str, got: object) -> None:
+        if not ok:
+            raise ShardingError(f"FSDP: {rule}, got {got!r}")
+
+    need(isinstance(strategy, ShardingStrategy), "strategy is a ShardingStrategy, such as .FullShard", strategy)
+    need(order in ("tree", "rank", "fast"), "order is 'tree', 'rank' or 'fast'", order)
+    number = isinstance(average, (int, float)) and not isinstance(average, bool) and average > 0
+    need(number or average in ("mean", "sum"), "average is 'mean', 'sum' or a number to divide by", average)
+    need(open_limit >= 1 and grad_limit >= 1, "open_limit and grad_limit are 1 or more", (open_limit, grad_limit))
+    need(prefetch >= 0, "prefetch is 0 or more", prefetch)
+    need(accumulate in ("local", "reduce"), "accumulate is 'local' or 'reduce'", accumulate)
+    need(communicators in (1, 2), "communicators is 1 or 2", communicators)
+    need(check in ("off", "digest", "poison"), "check is 'off', 'digest' or 'poison'", check)
+
+
+def _put(view: Array, value: Any, box: Box, name: str) -> None:
+    shape = tuple(stop - start for start, stop in box)
+    given = getattr(value, "shape", ())
+    if given not in (shape, ()):
+        raise BufferMismatchError(f"fill: {name} {box} is an array {list(shape)} or a number, got {list(given)}")
+    view[...] = value.reshape(-1) if given else value
+
+
+def _host(array: Array) -> np.ndarray:
+    found: np.ndarray = array if isinstance(array, np.ndarray) else array.get()
+    return found

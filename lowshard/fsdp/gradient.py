@@ -1,0 +1,345 @@
+"""Gradients: where they are written, how they are added up over micro-batches and ranks, where they end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from types import MappingProxyType
+from typing import Any, Literal
+
+from lowshard import dtypes
+from lowshard.comm.work import Work
+from lowshard.errors import NotJoined, OpenLimit, StepError
+from lowshard.fsdp.links import Links
+from lowshard.fsdp.model import Shape, UnitPlan
+from lowshard.fsdp.opening import convert
+from lowshard.fsdp.pool import Pool, reduce_bytes
+from lowshard.fsdp.report import Log
+from lowshard.fsdp.tally import Tally
+
+Array = Any  # a NumPy or CuPy array; CuPy ships no types
+Accumulate = Literal["local", "reduce"]
+
+
+class State(Enum):
+    """Of a unit's gradient; see `FSDP`."""
+
+    EMPTY = "empty"
+    LOCAL = "local"
+    PARTIAL = "partial"
+    REDUCING = "reducing"
+    READY = "ready"
+
+
+@dataclass
+class Grad:
+    """What is known of a unit's gradient.
+
+    Attributes:
+        state: of it.
+        slot: which of the shared buffers it is written in, or None.
+        written: its buffer belongs to this micro-batch.
+        work: the reduction, until it was waited for.
+        reduced: in this step, or put to the sum.
+        early: put to the sum before reduce was called, because its buffer was wanted.
+        tally: partial sums of micro-batches.
+    """
+
+    state: State = State.EMPTY
+    slot: int | None = None
+    written: bool = False
+    work: Work | None = None
+    reduced: bool = False
+    early: bool = False
+    tally: Tally | None = None
+
+
+class Gradients:
+    """Gradients of all units."""
+
+    def __init__(
+        self, shape: Shape, pool: Pool, links: Links, log: Log, accumulate: Accumulate, average: str | float
+    ) -> None:  # fmt: skip
+        self._shape, self._pool, self._links, self._log = shape, pool, links, log
+        self._each, self._average = accumulate == "reduce", average
+        self._units = {unit.name: unit for unit in shape.model.units}
+        self._holders: list[str | None] = [None] * shape.grad_slots
+        self.state = {name: Grad() for name in self._units}
+        self._views: dict[tuple[str, int | None], Mapping[str, Array]] = {}
+        self.micro_batches = 0
+        self.last = True
+
+    # ---- writing
+
+    def views(self, name: str, zero: bool) -> Mapping[str, Array]:
+        """Return the trainable parameters' gradients of this micro-batch as views, zeros at first."""
+        unit = self._units[name]
+        self._open(unit, zero)
+        for other in unit.foreign:
+            self._open(self._units[other], True)
+        key = (name, self.state[name].slot)
+        found = None if unit.foreign else self._views.get(key)
+        if found is None:
+            made = unit.grad_views(self._buffer(unit))
+            for tied, other, target in unit.ties:
+                owner = self._units[other]
+                if other != name and owner.trained is not None and target in owner.trained.plan.by_name:
+                    made[tied] = owner.grad_views(self._buffer(owner))[target]
+            found = self._views[key] = MappingProxyType(made)
+        return found
+
+    def _open(self, unit: UnitPlan, zero: bool) -> None:
+        grad = self.state[unit.name]
+        if not grad.reduced:
+            self._wait(unit.name)  # of the micro-batch before
+        if grad.written and not grad.reduced:
+            return
+        if grad.reduced:
+            raise StepError(
+                f"unit {unit.name!r} was reduced in this step already: write all its gradients (of what is tied to it, too), then reduce it once a "
+                "step; other micro-batches are steps of their own, step(last=False)"
+            )
+        if grad.state in (State.READY, State.REDUCING):
+            raise NotJoined(
+                f"unit {unit.name!r} has the gradients of the step before, which no update has used; call join() and "
+                "update(), or accumulate with step(last=False)"
+            )
+        if not unit.grad_elems:
+            return
+        if self._shared(unit) and grad.slot is None:
+            grad.slot = self._slot(unit.name)
+            self._holders[grad.slot] = unit.name
+        grad.written = True
+        if grad.state is State.EMPTY:
+            grad.state = State.LOCAL
+        if zero:
+            self._buffer(unit)[...] = 0
+        else:
+            self._clear_padding(unit)
+
+    def _shared(self, unit: UnitPlan) -> bool:
+        return self._shape.grad_slots > 0 and unit.name not in self._shape.model.shared
+
+    def _slot(self, name: str) -> int:
+        """Return a free buffer; waits for the oldest reduction, or folds what is only to be added up."""
+        for slot, holder in enumerate(self._holders):
+            if holder is None:
+                return slot
+        for slot, holder in enumerate(self._holders):
+            assert holder is not None
+            grad = self.state[holder]
+            if grad.work is not None:
+                self._wait(holder)
+            elif not self.last and not self._each and grad.written:
+                self._fold(holder)
+                grad.early = True
+            else:
+                continue
+            return slot
+        raise OpenLimit(
+            f"grad_limit={len(self._holders)} units hold gradients that are not reduced ({', '.join(map(str, self._holders))}), so "
+            f"{name!r} cannot have one: reduce one of them first, or make the model with a larger grad_limit"
+        )
+
+    def _buffer(self, unit: UnitPlan) -> Array:
+        if self._shape.own_grad(unit):
+            return self.result(unit)
+        slot = self.state[unit.name].slot
+        name = f"grads:#{slot}" if self._shared(unit) else f"grads:{unit.name}"
+        return self._pool.part(name, unit.formats.grad, unit.grad_elems)
+
+    def result(self, unit: UnitPlan) -> Array:
+        """Return this rank's part of the reduced gradient, 1-D, in the master dtype."""
+        n = unit.grad_elems // self._shape.grid.shards
+        return self._pool.part(f"grad:{unit.name}", unit.formats.master, n)
+
+    def _clear_padding(self, unit: UnitPlan) -> None:
+        assert unit.trained is not None
+        buffer, at = self._buffer(unit), 0
+        for entry in unit.trained.plan.entries:
+            buffer[at : entry.offset] = 0
+            at = entry.offset + entry.elems
+        buffer[at:] = 0
+
+    # ---- adding up
+
+    def begin_step(self, last: bool) -> None:
+        """A micro-batch begins."""
+        self.last = last
+        self.micro_batches += 1
+        for grad in self.state.values():
+            grad.reduced = grad.early = False
+
+    def end_step(self) -> None:
+        """A micro-batch ends: what is to be kept is put to the sum."""
+        if not self.last:
+            for name, grad in self.state.items():
+                if grad.written and not grad.reduced:
+                    self.reduce(name)
+
+    def _tally(self, unit: UnitPlan, elems: int, micro: int) -> Tally:
+        """Return the sums of the micro-batches before this one; those without a gradient count as zeros."""
+        grad = self.state[unit.name]
+        if grad.tally is None:
+            grad.tally = Tally(elems, dtypes.get(unit.formats.reduce).numpy, self._links.xp)
+        while grad.tally.terms < micro - 1:
+            grad.tally.add(None)
+        return grad.tally
+
+    def _fold(self, name: str) -> None:
+        """Add this micro-batch's gradient to the sum on this rank, and free its buffer."""
+        unit, grad = self._units[name], self.state[name]
+        term = self._buffer(unit)
+        if unit.formats.grad != unit.formats.reduce:
+            self._links.reduce_lane.settle()
+            staged = self._operand(unit)
+            convert(term, staged)
+            term = staged
+        self._tally(unit, unit.grad_elems, self.micro_batches).add(term)
+        grad.reduced = True
+        self._free(name)
+
+    def _free(self, name: str) -> None:
+        grad = self.state[name]
+        grad.written = False
+        if grad.slot is not None:
+            self._holders[grad.slot] = None
+            grad.slot = None
+
+    # ---- reducing
+
+    def reduce(self, name: str) -> None:
+        """Start the reduction of a unit, or put it to the sum if it is one of several micro-batches kept local."""
+        unit, grad = self._units[name], self.state[name]
+        if not unit.grad_elems:
+            return
+        if grad.early:
+            return
+        if grad.reduced:
+            raise StepError(f"reduce({name!r}): the unit was reduced in this step already; call it once a step")
+        if not grad.written:
+            self._log.zero_reduces[name] += 1
+            self._open(unit, True)
+        if not self.last and not self._each:
+            self._fold(name)
+            return
+        grad.reduced = True
+        grad.state = State.REDUCING if self.last else State.PARTIAL
+        last, micro, divisor = self.last, self.micro_batches, self._divisor()
+        buffer = self._buffer(unit)
+
+        def job() -> None:
+            self._log.note("reduce start", name)
+            self._run(unit, buffer, last, micro, divisor)
+            self._log.note("reduce end", name)
+
+        grad.work = self._links.reduce_lane.submit(job, f"the reduction of unit {name!r}")
+
+    def _divisor(self) -> float:
+        if self._average == "mean":
+            return float(self._shape.grid.world * self.micro_batches)
+        return 1.0 if self._average == "sum" else float(self._average)
+
+    def _operand(self, unit: UnitPlan) -> Array:
+        return self._pool.part("reduce", unit.formats.reduce, unit.grad_elems)
+
+    def _run(self, unit: UnitPlan, buffer: Array, last: bool, micro: int, divisor: float) -> None:
+        """Reduce one micro-batch: sum on this rank, shard group, sum of the group's, replica group, division."""
+        formats, grad, grid = unit.formats, self.state[unit.name], self._shape.grid
+        order = self._shape.order
+        term = buffer
+        if formats.grad != formats.reduce:
+            term = self._operand(unit)
+            convert(buffer, term)
+            self._log.copied_bytes += term.nbytes
+        if micro > 1 and not self._each:
+            self._tally(unit, unit.grad_elems, micro).finish(term)
+        result = self.result(unit)
+        out = self._out(unit, term, result)
+        # A division belongs to the last sum, whichever that is; there the fold does it on the way.
+        if self._links.reduce is not None:
+            fused = grid.replicas == 1 and divisor == grid.shards and not (self._each and micro > 1)
+            op = "avg" if last and fused and divisor != 1 else "sum"
+            self._links.reduce.call("reduce", "reduce_scatter", term, out, op, order)
+            divisor = 1.0 if op == "avg" else divisor
+        elif not self._shape.own_grad(unit) and formats.reduce == formats.master:
+            out[...] = term
+            self._log.copied_bytes += out.nbytes
+        if self._each and not last:
+            self._tally(unit, out.size, micro).add(out)
+            return
+        if self._each and micro > 1:
+            self._tally(unit, out.size, micro).finish(out)
+        if self._links.replica is not None:
+            op = "avg" if divisor == grid.replicas else "sum"
+            self._links.replica.call("replica", "all_reduce", out, out, op, order)
+            divisor = 1.0 if op == "avg" else divisor
+        if divisor != 1:
+            self._links.xp.divide(out, out.dtype.type(divisor), out=out)
+        if formats.reduce != formats.master:
+            convert(out, result)
+            self._log.copied_bytes += result.nbytes
+
+    def _out(self, unit: UnitPlan, term: Array, result: Array) -> Array:
+        """Return where sums go in the dtype they are made in."""
+        formats = unit.formats
+        if formats.reduce == formats.master:
+            return result
+        if self._links.reduce is None:
+            return term
+        skip = reduce_bytes(self._shape, unit) - result.size * formats.item("reduce")
+        return self._pool.part("reduce", formats.reduce, result.size, skip)
+
+    def _wait(self, name: str) -> None:
+        grad = self.state[name]
+        if grad.work is None:
+            return
+        begin_s = time.perf_counter()
+        work, grad.work = grad.work, None
+        work.wait()
+        self._log.wait_s[name] += time.perf_counter() - begin_s
+        if grad.state is State.REDUCING:
+            grad.state = State.READY
+        self._free(name)
+
+    def join(self) -> None:
+        """Wait for all reductions."""
+        for name in self._units:
+            self._wait(name)
+
+    # ---- ends
+
+    def unfinished(self) -> list[str]:
+        """Return the units whose gradients are not yet what the optimizer may use."""
+        return [
+            name
+            for name, grad in self.state.items()
+            if grad.state in (State.LOCAL, State.PARTIAL, State.REDUCING)
+        ]
+
+    def ready(self) -> list[str]:
+        """Return the units whose gradients are reduced."""
+        return [name for name, grad in self.state.items() if grad.state is State.READY]
+
+    def used(self) -> None:
+        """The optimizer has used the gradients."""
+        self.micro_batches = 0
+        for name, grad in self.state.items():
+            self._free(name)
+            grad.state, grad.reduced, grad.early = State.EMPTY, False, False
+            if grad.tally is not None:
+                grad.tally.clear()
+
+    def reset(self) -> None:
+        """Forget all gradients."""
+        for grad in self.state.values():
+            grad.work = None
+        self.used()
+        self.last = True
+
+    @property
+    def accumulator_bytes(self) -> int:
+        """Bytes of partial sums."""
+        return sum(grad.tally.bytes for grad in self.state.values() if grad.tally is not None)

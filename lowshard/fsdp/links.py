@@ -1,0 +1,373 @@
+"""The groups of a sharded model, and what drives them: calls in order, beside the caller's own work."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+
+from lowshard.comm import Communicator, refuse, share_text
+from lowshard.comm.work import ThreadWork, Work, Worker, wait_all
+from lowshard.errors import CommError, Disagree, LowshardError
+from lowshard.fsdp.strategy import Grid
+
+Array = Any  # a NumPy or CuPy array; CuPy ships no types
+
+_POLL_S = 0.001
+_KNOWN_ELSEWHERE = "_lowshard_known_elsewhere"
+
+
+class Channel:
+    """A communicator of this model's own, with its bytes by purpose and its failures.
+
+    After a failure it makes no call until it is cleared: the ranks would not be at the same one.
+    """
+
+    def __init__(self, comm: Communicator) -> None:
+        self.comm = comm
+        self.sent_bytes: Counter[str] = Counter()
+        self.failed: LowshardError | None = None
+        self.failures = 0
+        """Failed calls and refusals so far: equal on all ranks once each has met the others."""
+        self.refusing = False
+        """Whether it waits for the others to come and be told."""
+        self._teller = Worker("lowshard fsdp refusals")
+
+    def call(self, purpose: str, name: str, *args: Any) -> None:
+        """Make a collective call and count what this rank sent.
+
+        Raises:
+            LowshardError: what the call raises, or raised earlier.
+        """
+        if self.failed is not None:
+            raise self.failed
+        before = self.comm.traffic.sent_bytes
+        try:
+            getattr(self.comm, name)(*args)
+        except LowshardError as error:
+            setattr(error, _KNOWN_ELSEWHERE, True)
+            self.failed = error
+            self.failures += 1
+            raise
+        self.sent_bytes[purpose] += self.comm.traffic.sent_bytes - before
+
+    @property
+    def quiet(self) -> bool:
+        """Whether all refusals have met the other ranks."""
+        return self._teller.idle
+
+    def start_refusal(self, error: LowshardError, again: bool, after: Work) -> Work:
+        """Refuse the next call, in a thread of its own: ranks may come to several channels in any order.
+
+        Args:
+            error: what is wrong.
+            again: also where a call has failed already.
+            after: ends when all calls so far have.
+        """
+
+        def job() -> None:
+            with contextlib.suppress(Exception):
+                after.wait()
+            self._refuse(error, again)
+
+        work = ThreadWork(job, "a refusal")
+        self._teller.submit(work)
+        return work
+
+    def _refuse(self, error: LowshardError, again: bool) -> None:
+        if self.failed is not None and not again:
+            return
+        self.failures += 1
+        self.refusing = True
+        try:
+            with contextlib.suppress(LowshardError):
+                refuse(self.comm, error, "a step of the model")
+        finally:
+            self.refusing = False
+
+
+def _nothing() -> None:
+    """What marks a place in a lane."""
+
+
+_ENDED = ThreadWork(_nothing, "nothing")
+_ENDED.run()
+
+
+def known_elsewhere(error: BaseException) -> bool:
+    """Say whether the other ranks raise this error too, or have been told of it."""
+    return getattr(error, _KNOWN_ELSEWHERE, False)
+
+
+def note_known(error: BaseException) -> None:
+    """Note that the other ranks are told of an error."""
+    setattr(error, _KNOWN_ELSEWHERE, True)
+
+
+class Lane(Protocol):
+    """Runs what it is given one after the other, beside its caller."""
+
+    def submit(self, job: Callable[[], Any], text: str) -> Work:
+        """Start a job; what it raises is raised by the work's wait."""
+
+    def settle(self) -> None:
+        """Return when all jobs have ended."""
+
+    @property
+    def idle(self) -> bool:
+        """Whether all jobs have ended."""
+
+
+class ThreadLane:
+    """A thread, for host memory: compiled calls release the GIL."""
+
+    def __init__(self, name: str) -> None:
+        self._worker = Worker(name)
+
+    def submit(self, job: Callable[[], Any], text: str) -> Work:
+        """Start a job."""
+        work = ThreadWork(job, text)
+        self._worker.submit(work)
+        return work
+
+    def settle(self) -> None:
+        """Return when all jobs have ended."""
+        self._worker.settle()
+
+    @property
+    def idle(self) -> bool:
+        """Whether all jobs have ended."""
+        return self._worker.idle
+
+
+class InlineLane:
+    """Runs each job at once: where there is no other rank."""
+
+    def submit(self, job: Callable[[], Any], text: str) -> Work:
+        """Run a job."""
+        work = ThreadWork(job, text)
+        work.run()
+        return work
+
+    def settle(self) -> None:
+        """Return."""
+
+    @property
+    def idle(self) -> bool:
+        """True."""
+        return True
+
+
+class _StreamWork:
+    """A job whose end is an event of a side stream."""
+
+    def __init__(self, event: Any, error: BaseException | None, result: Any) -> None:
+        self._event, self._error, self._result = event, error, result
+
+    def done(self) -> bool:
+        """Say whether it has ended."""
+        return self._error is not None or bool(self._event.done)
+
+    def wait(self, timeout_s: float | None = None) -> Any:
+        """Make the current stream wait for the end; the host does not wait."""
+        if self._error is not None:
+            raise self._error
+        import cupy
+
+        cupy.cuda.get_current_stream().wait_event(self._event)
+        return self._result
+
+
+class StreamLane:
+    """A side stream of the GPU: jobs begin after what the caller's stream holds when they are submitted."""
+
+    def __init__(self) -> None:
+        import cupy
+
+        self._cupy = cupy
+        self._stream = cupy.cuda.Stream(non_blocking=True)
+
+    def submit(self, job: Callable[[], Any], text: str) -> Work:
+        """Queue a job's kernels and copies."""
+        self._stream.wait_event(self._cupy.cuda.get_current_stream().record())
+        error: BaseException | None = None
+        result = None
+        with self._stream:
+            try:
+                result = job()
+            except BaseException as raised:
+                error = raised
+        return _StreamWork(self._stream.record(), error, result)
+
+    def settle(self) -> None:
+        """Return when the stream is empty."""
+        self._stream.synchronize()
+
+    @property
+    def idle(self) -> bool:
+        """Whether the stream is empty."""
+        return bool(self._stream.done)
+
+
+class Links:
+    """The groups of one rank: `shard` (gathers), `reduce` (reductions), `replica`; None where it is alone in one.
+
+    Collective: all ranks of the communicator make it.
+
+    Args:
+        comm: the world; the groups are split from it, so the caller may go on using it.
+        grid: this rank's place.
+        communicators: 2 gives reductions a communicator and a lane of their own, so that gathers pass them.
+    """
+
+    def __init__(self, comm: Communicator, grid: Grid, communicators: int) -> None:
+        self.world, self.grid, self.xp = comm, grid, comm.xp
+
+        def part(color: int, key: int, size: int) -> Channel | None:
+            if size == 1:
+                return None
+            made = comm.split(color, key)
+            assert made is not None
+            return Channel(made)
+
+        self.shard = part(grid.replica_rank, grid.shard_rank, grid.shards)
+        self.reduce = self.shard
+        if communicators == 2:
+            self.reduce = part(grid.replica_rank, grid.shard_rank, grid.shards)
+        self.replica = part(grid.shard_rank, grid.replica_rank, grid.replicas)
+        name = f"lowshard fsdp rank {grid.rank}"
+        self.gather_lane: Lane = self._lane(f"{name} gathers")
+        self.reduce_lane: Lane = (
+            self._lane(f"{name} reductions") if communicators == 2 else self.gather_lane
+        )
+
+    def _lane(self, name: str) -> Lane:
+        if self.xp is not np:
+            return StreamLane()
+        return InlineLane() if self.grid.world == 1 else ThreadLane(name)
+
+    @property
+    def channels(self) -> list[tuple[Channel, Lane]]:
+        """Every channel once, with the lane that drives it."""
+        found: list[tuple[Channel, Lane]] = []
+        if self.shard is not None:
+            found.append((self.shard, self.gather_lane))
+        if self.reduce is not None and self.reduce is not self.shard:
+            found.append((self.reduce, self.reduce_lane))
+        if self.replica is not None:
+            found.append((self.replica, self.reduce_lane))
+        return found
+
+    def tell(self, error: BaseException) -> None:
+        """Let the other ranks raise an error of this rank at their next call; does not wait for them.
+
+        An error that came from another rank is passed on too: a rank that goes on after it was refused, where others
+        could not, is refused again.
+        """
+        again = known_elsewhere(error)
+        note_known(error)
+        said = error
+        if not isinstance(said, LowshardError):
+            said = CommError(f"rank {self.grid.rank} failed: {type(error).__name__}: {error}")
+        works = [
+            channel.start_refusal(said, again, lane.submit(_nothing, "a mark")) for channel, lane in self.channels
+        ]
+        if not again and self.xp is np:  # who goes on does so when all have been told
+            for lane in dict.fromkeys((self.gather_lane, self.reduce_lane)):
+                lane.submit(lambda: wait_all(works), "refusals")
+
+    def settle(self) -> None:
+        """Return when nothing is under way."""
+        self.gather_lane.settle()
+        self.reduce_lane.settle()
+
+    def even_out(self) -> None:
+        """After a failure: bring all ranks to the same call on every channel.
+
+        Collective: all ranks of the communicator call this.
+        """
+        end = CommError("a step was given up")
+        while True:
+            idle = self._idle()
+            while not idle and not any(channel.refusing for channel, _ in self.channels):
+                time.sleep(_POLL_S)
+                idle = self._idle()
+            # The lowest count as a highest, so that one call gives both.
+            counts = [channel.failures for channel, _ in self.channels]
+            most = self._highest([*counts, *(-count for count in counts), 0 if idle else 1])
+            n = len(counts)
+            for (channel, lane), mine, wanted in zip(self.channels, counts, most[:n], strict=True):
+                for _ in range(wanted - mine):
+                    channel.start_refusal(end, True, lane.submit(_nothing, "a mark") if idle else _ENDED)
+            if not most[-1] and all(high == -low for high, low in zip(most[:n], most[n:-1], strict=True)):
+                break
+        for channel, _ in self.channels:
+            channel.failed = None
+
+    def _idle(self) -> bool:
+        lanes = self.gather_lane.idle and self.reduce_lane.idle
+        return lanes and all(channel.quiet for channel, _ in self.channels)
+
+    def _highest(self, numbers: list[int]) -> list[int]:
+        control = self.world.control
+        send = control.xp.asarray(np.array(numbers, np.int64))
+        recv = control.xp.empty_like(send)
+        control.all_reduce(send, recv, "max")
+        return (recv if isinstance(recv, np.ndarray) else recv.get()).tolist()  # type: ignore[no-any-return]
+
+    def same_calls(self, calls: list[str], digest: bytes) -> None:
+        """Raise Disagree on all ranks unless all have made the same calls.
+
+        Collective: all ranks of the communicator call this. The lane of reductions may be at work.
+        """
+        bad, said = False, ""
+        for channel, lane in ((self.shard, self.gather_lane), (self.replica, self.reduce_lane)):
+            if channel is None:
+                continue
+            work = lane.submit(lambda c=channel, b=bad: self._compare(c, calls, digest, b), "join")
+            group_bad, text = work.wait()
+            bad, said = bad or group_bad, said or text
+        if bad:
+            error = Disagree(
+                f"all ranks open and reduce the same units in the same order, but {said or 'another group differs'}"
+            )
+            note_known(error)
+            raise error
+
+    def _compare(self, channel: Channel, calls: list[str], digest: bytes, bad: bool) -> tuple[bool, str]:
+        """Return, on all ranks of a group alike, whether their calls differ or one of them knows of others that do."""
+        record = np.frombuffer(digest + bytes([bad]), np.uint8).copy()
+        rows = self.xp.empty((channel.comm.size, record.size), np.uint8)
+        channel.call("control", "all_gather", self.xp.asarray(record), rows)
+        host = rows if isinstance(rows, np.ndarray) else rows.get()
+        if not host[:, -1].any() and all(row.tobytes() == host[0].tobytes() for row in host):
+            return False, ""
+        texts = share_text(channel.comm.control, "\n".join(calls))
+        return True, _difference(texts, channel.comm.rank)
+
+    def close(self) -> None:
+        """Give the groups back.
+
+        Collective: all ranks of the communicator call this.
+        """
+        self.settle()
+        for channel, _ in self.channels:
+            channel.comm.close()
+
+
+def _difference(texts: list[str], rank: int) -> str:
+    """Return where the calls of the first other rank begin to differ from this one's."""
+    mine = texts[rank].split("\n")
+    for other, text in enumerate(texts):
+        theirs = text.split("\n")
+        if theirs == mine:
+            continue
+        at = next((i for i, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b), None)
+        at = min(len(mine), len(theirs)) if at is None else at
+        here, there = (calls[at] if at < len(calls) else "nothing" for calls in (mine, theirs))
+        return f"call {at} of the step is '{here}' on rank {rank} of the group and '{there}' on rank {other}"
+    return ""

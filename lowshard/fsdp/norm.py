@@ -1,0 +1,88 @@
+"""Sums over all elements of all shards whose bits do not depend on how the elements are sharded.
+
+Blocks of 32 elements, which no shard's end cuts, are summed in a fixed tree in float64. The sums of blocks are added
+exactly, as integers: one wide fixed-point number in limbs of 32 bits (a Kulisch accumulator), which is an integer sum
+over ranks in any order, and is rounded once at the end.
+"""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+
+Array = Any  # a NumPy or CuPy array; CuPy ships no types
+
+BLOCK_ELEMS = 32
+_LIMB_BITS = 32
+_LOWEST = 1074  # the smallest subnormal float64 is 2 ** -1074
+_LIMBS = (2046 + 53) // _LIMB_BITS + 3
+WORDS = _LIMBS + 1
+"""int64 words of a sum: its limbs, and the number of blocks that were Inf or NaN."""
+_CHUNK_ELEMS = 1 << 16
+
+
+def block_sums(terms: Array) -> Array:
+    """Return the sums of blocks of 32 float64 terms `[n]`, n a multiple of 32, each in one fixed tree."""
+    part = terms.reshape(-1, 4, 8)
+    lanes = ((part[:, 0] + part[:, 1]) + part[:, 2]) + part[:, 3]
+    half = lanes[:, :4] + lanes[:, 4:]
+    quarter = half[:, :2] + half[:, 2:]
+    return quarter[:, 0] + quarter[:, 1]
+
+
+def power_sum(flat: Array, p: float, xp: Any) -> np.ndarray:
+    """Return the exact sum of block sums of |x|^p of a flat array as words `[WORDS]` int64."""
+    words = np.zeros(WORDS, np.int64)
+    for start in range(0, flat.size, _CHUNK_ELEMS):
+        chunk = flat[start : start + _CHUNK_ELEMS].astype(np.float64)
+        if chunk.size % BLOCK_ELEMS:
+            chunk = xp.concatenate([chunk, xp.zeros(-chunk.size % BLOCK_ELEMS)])
+        with np.errstate(over="ignore", invalid="ignore"):  # Inf and NaN are counted
+            terms = chunk * chunk if p == 2 else xp.abs(chunk) ** p
+            sums = block_sums(terms)
+        add_exactly(words, sums if isinstance(sums, np.ndarray) else sums.get())
+    return words
+
+
+def add_exactly(words: np.ndarray, values: np.ndarray) -> None:
+    """Add float64 values of 0 and more, exactly."""
+    good = np.isfinite(values)
+    words[-1] += values.size - np.count_nonzero(good)
+    bits = np.where(good, values, 0.0).view(np.uint64)
+    exponent = (bits >> np.uint64(52)).astype(np.int64)
+    mantissa = bits & np.uint64((1 << 52) - 1)
+    mantissa |= (exponent > 0).astype(np.uint64) << np.uint64(52)
+    at = np.maximum(exponent, 1) - 1
+    limb, shift = at >> 5, (at & 31).astype(np.uint64)
+    low32, word = np.uint64(0xFFFFFFFF), np.uint64(32)
+    low, high = (mantissa & low32) << shift, (mantissa >> word) << shift
+    # high < 2^21 * 2^31, so both halves and their carry fit 64 bits.
+    high += low >> word
+    for offset, part in ((0, low & low32), (1, high & low32), (2, high >> word)):
+        # Each part is below 2^32: sums of up to 2^16 of them are exact in float64.
+        for first in range(0, part.size, 1 << 16):
+            some = slice(first, first + (1 << 16))
+            sums = np.bincount(limb[some], part[some].astype(np.float64), minlength=1)
+            words[offset : offset + sums.size] += sums.astype(np.int64)
+    carry(words)
+
+
+def carry(words: np.ndarray) -> None:
+    """Bring every limb below 2^32, so that ranks can be summed without overflow."""
+    for index in range(_LIMBS - 1):
+        words[index + 1] += words[index] >> _LIMB_BITS
+        words[index] &= (1 << _LIMB_BITS) - 1
+
+
+def value_of(words: np.ndarray) -> float:
+    """Return the number that words stand for, rounded once; NaN where a block was Inf or NaN."""
+    if words[-1]:
+        return math.nan
+    total = sum(int(word) << (_LIMB_BITS * index) for index, word in enumerate(words[:-1].tolist()))
+    try:
+        return float(Fraction(total, 1 << _LOWEST))
+    except OverflowError:
+        return math.inf

@@ -1,0 +1,50 @@
+"""Sharded training on MPI ranks: the bits of plain NumPy, and what happens when a rank is killed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support import fsdp_kit as kit
+from support import mode
+from support.starting import start_ranks
+
+from lowshard import comm as lc
+
+RUNNER, KILLED = Path(__file__).with_name("run_fsdp.py"), Path(__file__).with_name("run_fsdp_killed.py")
+PHASES = ["open forward", "open backward", "reduce", "join", "clip", "update", "resync", "save"]
+
+
+@pytest.mark.mpi
+@pytest.mark.time_limit(300)
+@pytest.mark.parametrize("ranks", mode.sample([2, 3, 4, 8], 2, "fsdp ranks"))
+def test_every_strategy_is_one_process_bit_for_bit_over_mpi(ranks: int, tmp_path: Path) -> None:
+    ran = start_ranks(RUNNER, ranks, [str(tmp_path), "10" if mode.full() else "4"], timeout_s=240)
+    assert f"right on {ranks} ranks" in ran.ok().stdout
+
+
+@pytest.mark.mpi
+@pytest.mark.time_limit(200)
+@pytest.mark.parametrize(
+    ("phase", "name"),
+    mode.sample([(p, n) for p in PHASES for n in ("full", "hybrid2", "sgo")], 3, "fsdp killed"),
+)
+def test_a_killed_rank_is_told_of_and_the_last_save_goes_on(phase: str, name: str, tmp_path: Path) -> None:
+    """Within five seconds; from the file two steps are as they would have been."""
+    ran = start_ranks(
+        KILLED, 4, [phase, str(tmp_path), name], timeout_s=120, env={"LOWSHARD_ON_FAILURE": "raise"}
+    )
+    assert ran.returncode == 70, ran.text
+    for rank in (0, 2, 3):
+        said = tmp_path / f"told{rank}"
+        if said.exists():  # the launcher may end it first
+            error, took_s = said.read_text().split()
+            assert error == "PeerFailed", ran.text
+            assert float(took_s) < 5, ran.text
+    assert any((tmp_path / f"told{rank}").exists() for rank in (0, 2, 3)), ran.text
+    plain, _ = kit.plain_run(4, 4)
+    end = tmp_path / "end"
+    lc.run_loopback(
+        2, lambda c: kit.train(c, kit.STRATEGIES["full"], range(2, 4), 4, end, tmp_path / "saved"), 30
+    )
+    kit.check_file(end, plain)

@@ -1,0 +1,544 @@
+"""What sharded training promises beside its values: bytes, memory, views, order of events, errors on all ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support import fsdp_kit as kit
+from support.fsdp_kit import STRATEGIES, UNITS, filler, fits
+
+from lowshard import comm as lc
+from lowshard import errors
+from lowshard.errors import LowshardError
+from lowshard.fsdp import FSDP, AdamW, Param, Precision, ShardingStrategy
+from lowshard.kernels import dequantize_mxfp8, quantize_mxfp8
+
+# ---- bytes
+
+
+def padded(elems: list[int], shards: int) -> int:
+    """Elements of a segment: parameters at multiples of 32, shards of equal multiples of 32."""
+    packed = sum(-(-n // 32) * 32 for n in elems)
+    each = max(32, -(-(-(-packed // shards)) // 32) * 32)
+    return each * shards
+
+
+def segments(shards: int) -> dict[str, tuple[int, int]]:
+    """By unit: padded elements of what is trainable, and of what is frozen."""
+    found = {}
+    for unit, params in UNITS.items():
+        held = [p for p in params if p.tie is None and not p.ignored]
+        sizes = []
+        for trainable in (True, False):
+            chosen = [p.elems for p in held if p.trainable == trainable]
+            sizes.append(padded(chosen, shards) if chosen else 0)
+        found[unit] = sizes[0], sizes[1]
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("name", list(STRATEGIES))
+@pytest.mark.parametrize("accumulate", ["local", "reduce"])
+def test_wire_bytes_are_the_formula(world: int, name: str, accumulate: Any) -> None:
+    """Rajbhandari et al., arXiv 1910.02054, section 7: all-gather and reduce-scatter (n - 1) / n, all-reduce twice that."""
+    if not fits(name, world):
+        return
+    micro, steps = 2, 3
+
+    def train(comm: lc.Communicator) -> tuple[dict[str, int], int, int]:
+        with FSDP(UNITS, comm, STRATEGIES[name], accumulate=accumulate) as engine:
+            engine.fill(filler)
+            before = engine.report().wire_bytes
+            for step in range(steps):
+                kit.run_step(engine, comm, step, micro)
+                engine.join()
+                engine.update(AdamW(lr=1e-3))
+                engine.broadcast_updated_params()
+            after = engine.report()
+            counted = sum(channel.comm.traffic.sent_bytes for channel, _ in engine._links.channels)
+            assert counted == sum(after.wire_bytes.values())
+            assert after.unused_gathers == 0
+            spent = {key: after.wire_bytes.get(key, 0) - before.get(key, 0) for key in ("gather", "reduce", "replica")}
+            return spent, engine.grid.shards, engine.grid.replicas
+
+    for spent, shards, replicas in lc.run_loopback(world, train, 30):
+        by_unit = segments(shards)
+        # The head has no storage of its own: opening it gathers the embedding, and it reduces nothing.
+        opened = [*UNITS, "emb"]
+        whole = sum(4 * sum(by_unit[unit]) for unit in opened if unit != "head")
+        stored = sum(4 * sum(by_unit[unit]) for unit in UNITS if unit != "head")
+        trained = sum(4 * by_unit[unit][0] for unit in UNITS if unit != "head")
+        trainable_units = sum(4 * sum(by_unit[unit]) for unit in UNITS if by_unit[unit][0])
+        if name in ("full", "hybrid1", "hybrid2", "hybrid4") and shards > 1:
+            gathers = 2 * micro * steps * whole
+        elif name == "sgo":
+            gathers = steps * trainable_units
+        else:
+            gathers = steps * stored
+        assert spent["gather"] == gathers * (shards - 1) // shards
+        reduced = steps * trained * (micro if accumulate == "reduce" else 1)
+        assert spent["reduce"] == reduced * (shards - 1) // shards
+        split = 0
+        for unit in UNITS:
+            n = by_unit[unit][0] // shards
+            split += 0 if unit == "head" else n
+        # Balanced parts of each unit's shard: rank 0 has the largest.
+        if replicas > 1:
+            lowest = sum(_all_reduce(by_unit[u][0] // shards, replicas, replicas - 1) for u in UNITS if u != "head")
+            highest = sum(_all_reduce(by_unit[u][0] // shards, replicas, 0) for u in UNITS if u != "head")
+            low, high = sorted((lowest, highest))
+            assert steps * low <= spent["replica"] <= steps * high
+            assert abs(spent["replica"] - steps * 2 * 4 * split * (replicas - 1) / replicas) <= steps * 8 * replicas * len(UNITS)
+        else:
+            assert spent["replica"] == 0
+
+
+def _all_reduce(n: int, ranks: int, rank: int) -> int:
+    own = n // ranks + (rank < n % ranks)
+    return 4 * ((n - own) + own * (ranks - 1))
+
+
+def test_quantised_gathers_take_33_bytes_for_32_elements() -> None:
+    units = {"u": [Param("w", (64, 96)), Param("b", (128,))]}
+
+    def spend(comm: lc.Communicator, wire: str) -> int:
+        with FSDP(units, comm, precision=Precision(compute="bfloat16", wire=wire)) as engine:
+            engine.fill(lambda name, box: 1.0)
+            engine.open("u")
+            engine.close("u")
+            return engine.report().wire_bytes["gather"]
+
+    bf16, quantised = (set(lc.run_loopback(4, lambda c, w=w: spend(c, w), 20)) for w in ("bfloat16", "mxfp8"))
+    assert bf16 == {(64 * 96 + 128) * 2 * 3 // 4}
+    assert quantised == {(64 * 96 + 128) * 33 // 32 * 3 // 4}
+    assert round(quantised.pop() / bf16.pop(), 2) == 0.52
+
+
+@pytest.mark.parametrize("compute", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["full", "sgo", "none", "hybrid2"])
+def test_a_quantised_gather_is_a_gather_then_quantised(compute: str, name: str, rng: np.random.Generator) -> None:
+    shape = (17, 96)
+    value = (rng.standard_normal(shape) * np.exp(rng.standard_normal(shape) * 4)).astype(np.float32)
+    wanted = dequantize_mxfp8(quantize_mxfp8(value), compute)
+
+    def look(comm: lc.Communicator) -> np.ndarray:
+        precision = Precision(compute=compute, wire="mxfp8")
+        with FSDP({"u": [Param("a", (7,)), Param("w", shape)]}, comm, STRATEGIES[name], precision=precision) as engine:
+            engine.fill(lambda n, box: value[tuple(slice(*s) for s in box)] if n == "u.w" else 0.0)
+            found = engine.open("u")["w"].copy()
+            engine.close("u")
+            return np.asarray(found)
+
+    for world in (2, 4):
+        for found in lc.run_loopback(world, look, 20):
+            assert found.tobytes() == wanted.tobytes()
+
+
+# ---- memory
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("name", list(STRATEGIES))
+def test_the_pool_is_the_formula_and_every_view_lies_in_it(world: int, name: str) -> None:
+    if not fits(name, world):
+        return
+    strategy = STRATEGIES[name]
+
+    def look(comm: lc.Communicator) -> tuple[int, int]:
+        with FSDP(UNITS, comm, strategy) as engine:
+            engine.fill(filler)
+            with engine.step():
+                for unit in reversed(UNITS):
+                    for view in engine.open(unit, "backward").values():
+                        assert np.shares_memory(view, engine.pool) or not view.size
+                    for view in engine.grads(unit).values():
+                        assert np.shares_memory(view, engine.pool)
+                        assert view.ctypes.data % 64 == 0
+                    engine.reduce(unit)
+                    engine.close(unit)
+            engine.join()
+            for slot in engine.slots():
+                assert np.shares_memory(slot.param, engine.pool)
+                assert np.shares_memory(slot.grad, engine.pool)
+            assert engine.report().pool.total_bytes == engine.pool.nbytes
+            return engine.pool.nbytes, engine.grid.shards
+
+    for pool_bytes, shards in lc.run_loopback(world, look, 30):
+        by_unit = {unit: sizes for unit, sizes in segments(shards).items() if unit != "head"}
+        whole, trained = sum(sum(s) for s in by_unit.values()), sum(s[0] for s in by_unit.values())
+        largest, largest_grad = max(sum(s) for s in by_unit.values()), max(s[0] for s in by_unit.values())
+        wanted = 4 * trained // shards  # the gradient's shard
+        if shards == 1 or strategy.resident:
+            wanted += 4 * whole
+        else:
+            wanted += 4 * whole // shards + (4 * whole if strategy.keeps_open else 2 * 4 * largest)
+        if shards > 1:
+            # Two gradients by turns; the embedding, which the head is tied to, has one of its own.
+            wanted += 2 * 4 * largest_grad + 4 * by_unit["emb"][0]
+        assert pool_bytes == wanted + 64  # the mask of 5 elements, which nobody shares
+
+
+def test_no_memory_is_taken_after_the_first_step() -> None:
+    """Of NumPy's memory: a hundred steps leave nothing behind, and hold no more than one at any time."""
+    units = {f"u{i}": [Param("w", (64, 64)), Param("b", (64,))] for i in range(3)}
+
+    def train(comm: lc.Communicator) -> int:
+        with FSDP(units, comm) as engine:
+            engine.fill(lambda name, box: 0.5)
+            rule = AdamW(lr=1e-3)
+
+            def step(last: bool) -> None:
+                with engine.step(last=last):
+                    for unit in reversed(units):
+                        engine.open(unit, "backward")
+                        engine.grads(unit)["w"][...] = comm.rank
+                        engine.reduce(unit)
+                        engine.close(unit)
+                if last:
+                    engine.join()
+                    engine.update(rule)
+
+            for _ in range(3):
+                step(False)
+                step(True)
+            before = engine.report().peak_bytes
+            comm.barrier()
+            if comm.rank == 0:
+                tracemalloc.start()
+                begun = tracemalloc.get_traced_memory()[0]
+            comm.barrier()
+            for _ in range(50):
+                step(False)
+                step(True)
+            comm.barrier()
+            assert engine.report().peak_bytes == before
+            if comm.rank == 0:
+                _, peak = tracemalloc.get_traced_memory()
+                tracemalloc.stop()
+                return peak - begun
+            return 0
+
+    grown = lc.run_loopback(2, train, 60)[0]
+    # One gradient of a unit takes 16 KiB; the log of events may grow to its limit.
+    assert grown < 2_000_000
+
+
+# ---- order of events
+
+
+@pytest.mark.parametrize("name", ["full", "sgo-sharded", "hybrid2"])
+def test_the_next_gather_starts_before_this_computation_ends(name: str) -> None:
+    names = [f"u{i}" for i in range(4)]
+
+    def train(comm: lc.Communicator) -> list[tuple[str, str]]:
+        with FSDP({unit: [Param("w", (100,))] for unit in names}, comm, STRATEGIES[name]) as engine:
+            engine.fill(lambda unit, box: 0.0)
+            with engine.step():
+                for phase, order in (("forward", names), ("backward", names[::-1])):
+                    for unit in order:
+                        engine.open(unit, phase)
+                        time.sleep(0.02)  # the computation
+                        if phase == "backward":
+                            engine.reduce(unit)
+                        engine.close(unit)
+            engine.join()
+            return [(event.what, event.unit) for event in engine.report().events]
+
+    for events in lc.run_loopback(2, train, 20):
+        half = [i for i, event in enumerate(events) if event == ("close", names[-1])][0]
+        passes = [(events[: half + 1], names), (events[half + 1 :], names[::-1])]
+        for seen, order in passes[: 1 if name == "sgo-sharded" else 2]:
+            for this, after in zip(order, order[1:], strict=False):
+                begun, ended = seen.index(("open", this)), seen.index(("close", this))
+                assert begun < seen.index(("gather start", after)) < ended, (name, this)
+
+
+def test_a_gather_runs_while_the_caller_computes() -> None:
+    """With the gather of the next unit held back, this one can still be read, and closed."""
+    import threading
+
+    gate = threading.Event()
+
+    def train(comm: lc.Communicator) -> None:
+        units = {f"u{i}": [Param("w", (50,))] for i in range(3)}
+        with FSDP(units, comm) as engine:
+            engine.fill(lambda name, box: float(name[1]))
+            channel = engine._links.shard
+            assert channel is not None
+            call, held = channel.call, []
+
+            def slow(purpose: str, name: str, *args: Any) -> None:
+                if name == "all_gather" and held:
+                    assert gate.wait(10)
+                held.append(name)
+                call(purpose, name, *args)
+
+            channel.call = slow  # type: ignore[method-assign]
+            p = engine.open("u0")
+            assert (p["w"] == 0).all()  # while the gather of u1 waits at the gate
+            comm.barrier()
+            events = [(event.what, event.unit) for event in engine.report().events]
+            assert ("gather end", "u1") not in events
+            gate.set()
+            engine.close("u0")
+            assert (engine.open("u1")["w"] == 1).all()
+            engine.close("u1")
+
+    lc.run_loopback(2, train, 20)
+
+
+# ---- errors
+
+
+def _skip(engine: FSDP, comm: lc.Communicator) -> None:
+    pass
+
+
+def normal(engine: FSDP, comm: lc.Communicator) -> None:
+    kit.run_step(engine, comm, 0, 1)
+    engine.join()
+    engine.clip(1.0)
+    engine.update(kit.optimizer())
+    engine.broadcast_updated_params()
+
+
+def _open_stale(engine: FSDP, comm: lc.Communicator) -> None:
+    kit.run_step(engine, comm, 0, 1)
+    engine.join()
+    engine.clip(1.0)
+    engine.update(kit.optimizer())
+    engine.open("l0")
+
+
+def _update_twice(engine: FSDP, comm: lc.Communicator) -> None:
+    kit.run_step(engine, comm, 0, 1)
+    engine.join()
+    engine.clip(1.0)
+    engine.update(kit.optimizer())
+    engine.update(kit.optimizer())
+
+
+def _grads_unopened(engine: FSDP, comm: lc.Communicator) -> None:
+    with engine.step():
+        engine.grads("l0")
+
+
+def _reduce_closed(engine: FSDP, comm: lc.Communicator) -> None:
+    with engine.step():
+        engine.open("emb")
+        engine.close("emb")
+        engine.reduce("emb")
+
+
+def _clip_unjoined(engine: FSDP, comm: lc.Communicator) -> None:
+    with engine.step():
+        engine.open("emb")
+        engine.grads("emb")
+        engine.clip(1.0)
+
+
+def _too_many(engine: FSDP, comm: lc.Communicator) -> None:
+    with engine.step():
+        for unit in ("emb", "l0", "l1"):
+            engine.open(unit)
+
+
+def _other_order(engine: FSDP, comm: lc.Communicator) -> None:
+    with engine.step():
+        engine.open("l1")
+
+
+def _bad_grad(engine: FSDP, comm: lc.Communicator) -> None:
+    with engine.step():
+        engine.open("emb")
+        engine.add_grad("emb", "e", np.zeros((5, 7), np.float32))
+
+
+def _bad_dtype(engine: FSDP, comm: lc.Communicator) -> None:
+    with engine.step():
+        engine.open("emb")
+        engine.add_grad("emb", "e", np.zeros((7, 5), np.float64))
+
+
+def _no_such_unit(engine: FSDP, comm: lc.Communicator) -> None:
+    engine.open("l9")
+
+
+def _own_failure(engine: FSDP, comm: lc.Communicator) -> None:
+    with engine.step():
+        engine.open("emb")
+        raise KeyError("of the user's own")
+
+
+def _bad_rule(engine: FSDP, comm: lc.Communicator) -> None:
+    kit.run_step(engine, comm, 0, 1)
+    engine.join()
+    engine.clip(1.0)
+
+    def rule(slot: Any) -> None:
+        raise ZeroDivisionError("in a rule")
+
+    engine.update(rule)
+
+
+WRONG: list[tuple[Callable[..., None], str, type[Exception]]] = [
+    (_open_stale, "sgo", errors.StaleParams),
+    (_update_twice, "full", errors.StaleParams),
+    (_update_twice, "sgo", errors.StaleParams),
+    (_grads_unopened, "full", errors.NotOpen),
+    (_grads_unopened, "none", errors.NotOpen),
+    (_reduce_closed, "full", errors.NotOpen),
+    (_reduce_closed, "hybrid2", errors.NotOpen),
+    (_clip_unjoined, "full", errors.NotJoined),
+    (_clip_unjoined, "hybrid2", errors.NotJoined),
+    (_too_many, "full", errors.OpenLimit),
+    (_too_many, "hybrid2", errors.OpenLimit),
+    (_other_order, "full", errors.MismatchError),
+    (_bad_grad, "full", errors.BadGrad),
+    (_bad_dtype, "none", errors.BadGrad),
+    (_no_such_unit, "full", errors.NotOpen),
+    (_own_failure, "full", KeyError),
+    (_own_failure, "hybrid2", KeyError),
+    (_bad_rule, "full", ZeroDivisionError),
+]
+
+
+@pytest.mark.parametrize(("wrong", "name", "error"), WRONG, ids=lambda v: getattr(v, "__name__", str(v)))
+@pytest.mark.parametrize("who", ["all", "one"])
+@pytest.mark.parametrize("communicators", [1, 2])
+def test_a_wrong_call_raises_on_every_rank_and_reset_mends_it(
+    wrong: Callable[..., None], name: str, error: type[Exception], who: str, communicators: int, tmp_path: Path
+) -> None:
+    """On the ranks that make it, and on the others at their next call; training goes on as if nothing had been."""
+    if wrong is _other_order and who == "all":
+        return
+    reached = {}
+
+    def run(comm: lc.Communicator) -> bytes:
+        with FSDP(UNITS, comm, STRATEGIES[name], communicators=communicators) as engine:
+            engine.fill(filler)
+            start = tmp_path / "start"
+            engine.save(start)
+            mine = wrong if who == "all" or comm.rank == 1 else normal
+            raised: BaseException | None = None
+            try:
+                for _ in range(3):  # the others notice at their next call
+                    mine(engine, comm)
+                    mine = normal
+            except Exception as caught:
+                raised = caught
+            reached[comm.rank] = raised
+            with contextlib.suppress(LowshardError):
+                engine.join()  # a broken engine refuses; nothing hangs
+            engine.reset()
+            engine.load(start)
+            for step in range(2):
+                kit.run_step(engine, comm, step, 1)
+                engine.join()
+                engine.clip(kit.CLIP)
+                engine.update(kit.optimizer())
+                engine.broadcast_updated_params()
+            engine.save(tmp_path / "end")
+        return (tmp_path / "end").read_bytes()
+
+    ends = lc.run_loopback(4, run, 10)
+    assert all(raised is not None for raised in reached.values()), reached
+    for rank, raised in reached.items():
+        if who == "all" or rank == 1:
+            assert isinstance(raised, error), (rank, raised)
+        elif issubclass(error, LowshardError):
+            assert isinstance(raised, (error, errors.MismatchError)), (rank, raised)
+        else:
+            assert isinstance(raised, errors.CommError), (rank, raised)
+    clean = lc.run_loopback(4, lambda c: kit.train(c, STRATEGIES[name], range(2), 4, tmp_path / "clean"), 30)
+    assert ends[0] == clean[0].file
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"order": "rank"}, {"prefetch": 2}, {"average": "sum"}, {"accumulate": "reduce"}, {"communicators": 2},
+        {"precision": Precision(compute="bfloat16")}, {"strategy": ShardingStrategy.NoShard},
+    ],
+)  # fmt: skip
+def test_ranks_that_make_different_models_are_told_at_once(other: dict[str, Any]) -> None:
+    def make(comm: lc.Communicator) -> None:
+        with pytest.raises(errors.MismatchError):
+            FSDP(UNITS, comm, **(other if comm.rank == 1 else {}))
+
+    lc.run_loopback(3, make, 10)
+
+
+def test_units_of_one_size_in_another_order_are_noticed_before_the_update() -> None:
+    units = {f"u{i}": [Param("w", (40,))] for i in range(3)}
+
+    def train(comm: lc.Communicator) -> None:
+        with FSDP(units, comm, prefetch=0) as engine:
+            engine.fill(lambda name, box: float(name[1]))
+            with engine.step():
+                for unit in ("u0", "u1") if comm.rank else ("u1", "u0"):
+                    engine.open(unit)
+                    engine.close(unit)
+            with pytest.raises(errors.Disagree, match="open u"):
+                engine.join()
+            engine.reset()
+
+    lc.run_loopback(2, train, 10)
+
+
+def test_replicas_that_start_apart_are_noticed() -> None:
+    def fill(comm: lc.Communicator) -> None:
+        for strategy in (ShardingStrategy.NoShard, ShardingStrategy.HybridShard(intra_node_size=2)):
+            engine = FSDP(UNITS, comm, strategy)
+            with pytest.raises(errors.MismatchError, match="replicas"):
+                engine.fill(lambda name, box: float(comm.rank // 2 if engine.grid.shards > 1 else comm.rank))
+            engine.fill(lambda name, box: 1.0)
+
+    lc.run_loopback(4, fill, 10)
+
+
+def test_a_fill_that_fails_on_one_rank_fails_on_all() -> None:
+    def fill(comm: lc.Communicator) -> None:
+        def wrong(name: str, box: Any) -> Any:
+            return np.zeros(1000) if comm.rank == 2 else 0.0
+
+        with pytest.raises(errors.BufferMismatchError, match="rank 2"):
+            FSDP(UNITS, comm).fill(wrong)
+
+    lc.run_loopback(3, fill, 10)
+
+
+def test_poison_shows_a_view_that_is_used_after_close() -> None:
+    def look(comm: lc.Communicator) -> None:
+        with FSDP(UNITS, comm, check="poison", prefetch=0) as engine:
+            engine.fill(filler)
+            view = engine.open("l1")["w"]
+            assert np.isfinite(view).all()
+            engine.close("l1")
+            assert np.isnan(view).all()
+
+    lc.run_loopback(2, look, 10)
+
+
+def test_a_unit_that_one_rank_does_not_use_takes_zeros() -> None:
+    def train(comm: lc.Communicator) -> float:
+        with FSDP({"u": [Param("w", (3,))]}, comm) as engine:
+            engine.fill(lambda name, box: 0.0)
+            with engine.step():
+                engine.open("u", "backward")
+                if comm.rank == 0:
+                    engine.grads("u")["w"][...] = 3
+                engine.reduce("u")
+                engine.close("u")
+            engine.join()
+            assert engine.report().zero_reduces == ({} if comm.rank == 0 else {"u": 1})
+            return engine.norm(float("inf"))
+
+    assert lc.run_loopback(3, train, 10) == [1.0] * 3

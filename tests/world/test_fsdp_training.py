@@ -1,0 +1,305 @@
+"""Sharded training on threads: every strategy, every number of ranks and plain NumPy give the same bits."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support import fsdp_kit as kit
+from support.fsdp_kit import STRATEGIES, UNITS, filler, fits
+
+from lowshard import comm as lc
+from lowshard.fsdp import FSDP, SGD, Param, Precision, ShardingStrategy, Slot
+from lowshard.fsdp.links import Links
+from lowshard.fsdp.opening import Opener
+from lowshard.fsdp.strategy import Grid
+
+STEPS = 10
+
+
+@pytest.fixture(scope="module")
+def plain() -> tuple[kit.Plain, list[float]]:
+    return kit.plain_run(STEPS)
+
+
+def check_equals_plain(path: Path, world: int, name: str, plain: Any, **options: Any) -> list[kit.Trained]:
+    """Train and compare with one plain process: weights, moments, norms."""
+    found = lc.run_loopback(
+        world, lambda c: kit.train(c, STRATEGIES[name], range(STEPS), path=path, **options), 30
+    )
+    kit.check_file(path, plain[0])
+    assert all(trained.norms == plain[1] for trained in found)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("world", "name"), [(w, n) for w in (1, 2, 4, 8) for n in STRATEGIES if fits(n, w)]
+)
+def test_every_strategy_and_world_is_one_process_bit_for_bit(
+    tmp_path: Path, world: int, name: str, plain: Any
+) -> None:
+    check_equals_plain(tmp_path / "m", world, name, plain)
+
+
+@pytest.mark.parametrize("name", ["full", "sgo", "sgo-sharded", "none", "hybrid1"])
+def test_three_ranks_are_one_process_with_three_micro_batches(tmp_path: Path, name: str) -> None:
+    plain, norms = kit.plain_run(4, 3)
+    path = tmp_path / "m"
+    found = lc.run_loopback(3, lambda c: kit.train(c, STRATEGIES[name], range(4), 3, path), 30)
+    kit.check_file(path, plain)
+    assert all(trained.norms == norms for trained in found)
+
+
+@pytest.mark.parametrize("world", [1, 2, 4, 8])
+@pytest.mark.parametrize("name", ["full", "sgo", "none", "hybrid2"])
+def test_reducing_each_micro_batch_is_one_process_too(
+    tmp_path: Path, world: int, name: str, plain: Any
+) -> None:
+    """Ranks take micro-batches by turns then, so that the tree's leaves stay in order."""
+    if fits(name, world):
+        check_equals_plain(tmp_path / "m", world, name, plain, accumulate="reduce")
+
+
+def test_any_depth_delay_and_number_of_communicators_gives_the_same_bits(
+    tmp_path: Path, plain: Any, rng: np.random.Generator, full: bool
+) -> None:
+    for case in range(20 if full else 4):
+        world = int(rng.choice([2, 4, 8]))
+        name = str(rng.choice([n for n in STRATEGIES if fits(n, world)]))
+        options = {
+            "prefetch": int(rng.integers(0, 4)),
+            "open_limit": int(rng.integers(2, 5)),
+            "grad_limit": int(rng.integers(1, 4)),
+            "communicators": int(rng.integers(1, 3)),
+            "check": str(rng.choice(["off", "digest", "poison"])),
+        }
+        waits = rng.random((8, 50)) * 0.003
+
+        def train(
+            c: lc.Communicator, name: str = name, options: Any = options, waits: Any = waits, case: int = case
+        ) -> kit.Trained:
+            mine = iter(np.resize(waits[c.rank], 10_000))
+            opened = kit.Model.run
+
+            def slow(self: kit.Model, *args: Any) -> float:
+                time.sleep(next(mine))
+                return opened(self, *args)
+
+            run = type("Slow", (kit.Model,), {"run": slow})
+            result = kit.Trained()
+            with FSDP(UNITS, c, STRATEGIES[name], **options) as engine:
+                engine.fill(filler)
+                rule, each = kit.optimizer(), 8 // c.size
+                for step in range(STEPS):
+                    for k in range(each):
+                        with engine.step(last=k == each - 1):
+                            run(engine).run(*kit.batch(step, c.rank * each + k))
+                    engine.join()
+                    result.norms.append(engine.clip(kit.CLIP))
+                    engine.update(rule)
+                    engine.broadcast_updated_params()
+                engine.save(tmp_path / f"m{case}")
+            return result
+
+        found = lc.run_loopback(world, train, 30)
+        kit.check_file(tmp_path / f"m{case}", plain[0])
+        assert all(trained.norms == plain[1] for trained in found), (name, options)
+
+
+@pytest.mark.parametrize("order", ["rank", "fast"])
+def test_other_orders_are_close(tmp_path: Path, order: str, plain: Any) -> None:
+    """After 10 steps of AdamW within 1e-6 of the largest weight."""
+    path = tmp_path / "m"
+    lc.run_loopback(4, lambda c: kit.train(c, STRATEGIES["full"], range(STEPS), path=path, order=order), 30)
+    with kit.CheckpointReader(path) as reader:
+        for name in kit.SHAPES:
+            found, wanted = reader.read_box(name), plain[0].value[name]
+            assert np.max(np.abs(found - wanted), initial=0) <= 2e-5 * np.max(np.abs(wanted))
+
+
+# ---- files
+
+
+def test_a_file_goes_on_with_any_number_of_ranks_and_any_strategy(tmp_path: Path, plain: Any) -> None:
+    saved, half = tmp_path / "half", STEPS // 2
+    lc.run_loopback(4, lambda c: kit.train(c, STRATEGIES["full"], range(half), path=saved), 30)
+    for world, name in [(1, "none"), (2, "hybrid2"), (8, "full"), (8, "hybrid4"), (4, "sgo"), (2, "sgo-sharded")]:
+        path = tmp_path / f"{world}{name}"
+        lc.run_loopback(
+            world,
+            lambda c, n=name, p=path: kit.train(c, STRATEGIES[n], range(half, STEPS), path=p, load=saved),
+            30,
+        )
+        kit.check_file(path, plain[0])
+        assert path.read_bytes() == (tmp_path / "1none").read_bytes()
+
+
+def test_loading_on_three_ranks_gives_the_values(tmp_path: Path) -> None:
+    saved, again = tmp_path / "four", tmp_path / "three"
+    lc.run_loopback(4, lambda c: kit.train(c, STRATEGIES["sgo"], range(2), path=saved), 30)
+    lc.run_loopback(3, lambda c: kit.train(c, STRATEGIES["full"], (), path=again, load=saved), 30)
+    assert again.read_bytes() == saved.read_bytes()
+
+
+# ---- a suite that passes under a fault would prove nothing
+
+
+def _no_resync(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forget(self: Opener) -> None:
+        for state in self.state.values():
+            state.stale = False
+
+    monkeypatch.setattr(Opener, "resync", forget)
+
+
+def _swapped_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Replica groups of neighbours: shard groups {0, 2}, {1, 3} reduce what others hold.
+    made = Links.__init__
+
+    def wrong(self: Links, comm: lc.Communicator, grid: Grid, communicators: int) -> None:
+        made(self, comm, grid, communicators)
+        if self.replica is not None and grid.shards > 1:
+            self.replica.comm = comm.split(grid.rank // grid.replicas, grid.rank)  # type: ignore[assignment]
+
+    monkeypatch.setattr(Links, "__init__", wrong)
+
+
+def _sum_for_mean(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lowshard.fsdp.gradient import Gradients
+
+    monkeypatch.setattr(Gradients, "_divisor", lambda self: 1.0)
+
+
+def _first_rank_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lowshard.fsdp.links import Channel
+
+    call = Channel.call
+
+    def wrong(self: Channel, purpose: str, name: str, *args: Any) -> None:
+        if name == "reduce_scatter":
+            self.comm.broadcast(args[0])
+            n = args[1].size
+            args[1][...] = args[0][n * self.comm.rank : n * (self.comm.rank + 1)]
+        elif purpose == "replica":
+            self.comm.broadcast(args[0])
+        else:
+            call(self, purpose, name, *args)
+
+    monkeypatch.setattr(Channel, "call", wrong)
+
+
+def _dirty_padding(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lowshard.fsdp.gradient import Gradients
+
+    views = Gradients.views
+
+    def wrong(self: Gradients, name: str, zero: bool) -> Any:
+        found = views(self, name, zero)
+        if self._units[name].grad_elems:
+            unit = self._units[name]
+            assert unit.trained is not None
+            self._buffer(unit)[unit.trained.plan.entries[-1].offset + unit.trained.plan.entries[-1].elems :] = 1
+        return found
+
+    monkeypatch.setattr(Gradients, "views", wrong)
+
+
+@pytest.mark.parametrize(
+    ("fault", "name", "world"),
+    [
+        (_no_resync, "sgo", 2),
+        (_swapped_groups, "hybrid2", 4),
+        (_sum_for_mean, "full", 4),
+        (_sum_for_mean, "none", 2),
+        (_first_rank_for_all, "full", 2),
+        (_first_rank_for_all, "hybrid2", 4),
+        (_first_rank_for_all, "none", 4),
+        (_dirty_padding, "full", 4),
+    ],
+)
+def test_the_comparison_fails_under_each_fault(
+    fault: Callable[[pytest.MonkeyPatch], None], name: str, world: int, tmp_path: Path, plain: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    fault(monkeypatch)
+    with pytest.raises((AssertionError, lc.CommError)):
+        check_equals_plain(tmp_path / "m", world, name, plain)
+
+
+# ---- optimizers and precision
+
+
+def test_sgd_and_a_rule_of_the_users_own_agree_with_numpy() -> None:
+    units = {"u": [Param("w", (11, 3)), Param("b", (5,))]}
+    start = {"u.w": np.arange(33, dtype=np.float32).reshape(11, 3) / 7, "u.b": np.linspace(-1, 1, 5).astype("f4")}
+
+    def grad(name: str, rank: int, step: int) -> np.ndarray:
+        return np.asarray(start[name] * np.float32(0.3 + rank) + np.float32(step))
+
+    def rule(slot: Slot) -> None:
+        slot.state["seen"] += slot.grad
+        slot.param -= np.float32(0.1) * slot.state["seen"]
+
+    def train(comm: lc.Communicator, own: bool) -> dict[str, np.ndarray]:
+        with FSDP(units, comm) as engine:
+            engine.fill(lambda name, box: start[name][tuple(slice(*s) for s in box)])
+            sgd = SGD(lr=0.1, momentum=0.9, weight_decay=0.01)
+            for step in range(4):
+                with engine.step():
+                    engine.open("u", "backward")
+                    for short in ("w", "b"):
+                        engine.add_grad("u", short, grad(f"u.{short}", comm.rank, step))
+                    engine.reduce("u")
+                    engine.close("u")
+                engine.join()
+                engine.update(rule if own else sgd)
+            return {name: engine.full(name) for name in start}
+
+    for own in (False, True):
+        wanted = {name: value.copy() for name, value in start.items()}
+        kept = {name: np.zeros_like(value) for name, value in start.items()}
+        for step in range(4):
+            for name, p in wanted.items():
+                g = (grad(name, 0, step) + grad(name, 1, step)) / np.float32(2)
+                if own:
+                    kept[name] += g
+                    p -= np.float32(0.1) * kept[name]
+                    continue
+                d = g + np.float32(0.01) * p
+                kept[name] = d if step == 0 else np.float32(0.9) * kept[name] + d
+                p -= np.float32(0.1) * kept[name]
+        for found in lc.run_loopback(2, lambda c, own=own: train(c, own), 20):
+            for name, value in wanted.items():
+                kit.same_bits(found[name], value, name)
+
+
+@pytest.mark.parametrize("wire", [None, "bfloat16", "mxfp8"])
+@pytest.mark.parametrize("compute", ["float32", "bfloat16"])
+def test_low_precision_is_the_same_for_every_strategy(
+    tmp_path: Path, wire: str | None, compute: str
+) -> None:
+    """And for one process, whose parameters go through the same casts."""
+    precision = Precision(compute=compute, wire=wire, grad="float32")
+    files = {}
+    for world, name in [(1, "none"), (2, "none"), (2, "full"), (4, "sgo"), (4, "hybrid2"), (2, "sgo-sharded")]:
+        path = tmp_path / f"{world}{name}"
+        lc.run_loopback(
+            world,
+            lambda c, n=name, p=path: kit.train(c, STRATEGIES[n], range(3), path=p, precision=precision),
+            30,
+        )
+        files[world, name] = path.read_bytes()
+    assert len(set(files.values())) == 1, [key for key, data in files.items() if data != files[1, "none"]]
+
+
+def test_hybrid_shard_needs_a_divisor_and_every_rank_says_so() -> None:
+    def wrong(comm: lc.Communicator) -> str:
+        with pytest.raises(ValueError, match="no multiple") as caught:
+            FSDP(UNITS, comm, ShardingStrategy.HybridShard(intra_node_size=3))
+        return type(caught.value).__name__
+
+    assert set(lc.run_loopback(4, wrong, 10)) == {"BadGrid"}
