@@ -26,15 +26,19 @@ Moves a square fp32 matrix from one layout to another, transition by transition,
 multiple of a floor that is taken in turn with it, in the same processes: every rank fills a warm buffer of its
 result's size once; where terms are summed it adds its share of them, in blocks that stay in a cache. Ways: the source
 in memory that the ranks share (comm.empty), in ordinary memory, both with a warm out=; a new result; a result of a
-BufferPool; mpi4py's own call. Limits are promised from 64 MB on, on one machine. --peers adds PyTorch's DTensor over gloo and JAX, each in processes of its own, where
-they are installed.
+BufferPool; mpi4py's own call. Limits are promised from 64 MB on, on one machine. --peers adds
+PyTorch's DTensor over gloo and JAX, each in processes of its own, where they are installed.
 """
 EPILOG = """\
 Inside an MPI job (lowshard run -n 4 --module lowshard bench redistribute) its ranks are used. Transitions of two mesh
 axes take 4 ranks or more. Every result is compared with slices of the matrix.
+Rounds in which other programs took part of the cores are left out; ~: there were hardly any others.
 Exit codes: 0 done, 1 a wrong value or, with --check-limits, a figure above its limit, 2 wrong usage, 70 a rank died,
 71 timed out, 130 interrupted.
 """
+_OWN_SHARE = 0.8
+"""Of the cores that the ranks can fill: a round with less was disturbed by others, and does not count."""
+_CLEAN_ROUNDS = 3
 WAYS = ("shared", "private", "new", "pool", "mpi")
 SCHEMA = "lowshard-bench-redistribute-1"
 _HEADS = {
@@ -122,13 +126,18 @@ def measure_transitions(seat: Seat, request: Any) -> Any:
             "rows": rows, "peers": []}  # fmt: skip
 
 
-def wall_s(place: Place, work: Callable[[], object]) -> float:
-    """Return the seconds from the first rank's begin to the last one's end. Collective: all ranks call this."""
+def wall_s(place: Place, work: Callable[[], object]) -> tuple[float, bool]:
+    """Return the seconds from the first rank's begin to the last one's end, and whether the cores were the ranks' own.
+
+    Collective: all ranks call this.
+    """
     place.meeting.barrier()
-    begin_s = time.perf_counter()
+    begin_s, cpu_s = time.perf_counter(), time.process_time()
     work()
-    spans = place.meeting.exchange((begin_s, time.perf_counter()))
-    return float(max(end for _, end in spans) - min(begin for begin, _ in spans))
+    spent_s = time.process_time() - cpu_s
+    spans = place.meeting.exchange((begin_s, time.perf_counter(), spent_s))
+    wall = float(max(row[1] for row in spans) - min(row[0] for row in spans))
+    return wall, sum(row[2] for row in spans) >= _OWN_SHARE * wall * (place.cores or 1)
 
 
 def _measure(place: Place, transition: Transition, rounds: int) -> dict[str, Any]:
@@ -161,9 +170,15 @@ def _measure(place: Place, transition: Transition, rounds: int) -> dict[str, Any
         wrong += int(np.count_nonzero(got != wanted))
         del made, got
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
+    clean: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
     for _ in range(rounds):
         for name, work in ways.items():
-            times[name].append((wall_s(place, work), wall_s(place, floor)))
+            (seconds, own_cores), (floor_s, floor_own_cores) = wall_s(place, work), wall_s(place, floor)
+            times[name].append((seconds, floor_s))
+            if own_cores and floor_own_cores:
+                clean[name].append((seconds, floor_s))
+    counted = {name: len(pairs) for name, pairs in clean.items()}
+    times = {name: clean[name] if counted[name] >= _CLEAN_ROUNDS else pairs for name, pairs in times.items()}
     row: dict[str, Any] = {
         "transition": transition.name, "mesh": list(transition.grid), "bytes": src.size_bytes,
         "wrong": sum(place.meeting.exchange(wrong)),
@@ -177,6 +192,7 @@ def _measure(place: Place, transition: Transition, rounds: int) -> dict[str, Any
                 "seconds": statistics.median(s for s, _ in pairs),
                 "ratio": statistics.median(s / floor_s for s, floor_s in pairs),
                 "ratios": [round(s / floor_s, 3) for s, floor_s in pairs],
+                "clean_rounds": counted[name],
             }
             for name, pairs in times.items()
         },
@@ -248,7 +264,9 @@ def _show(report: dict[str, Any]) -> None:
 
 
 def _ratio(found: dict[str, Any] | None) -> str:
-    return "" if found is None else f"{found['ratio']:.2f}"
+    if found is None:
+        return ""
+    return f"{'~' if found.get('clean_rounds', _CLEAN_ROUNDS) < _CLEAN_ROUNDS else ''}{found['ratio']:.2f}"
 
 
 def _sizes_of(text: str) -> tuple[int, ...]:
