@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from lowshard.op import elementwise, index, product, reduction, shape
+from lowshard.op.graph import prove, run_graph, run_unsharded
 from lowshard.op.part import Part
 from lowshard.op.registry import KERNELS, run_kernel
 from lowshard.op.run import compute, move_operands, run_action, unsharded
 
-__all__ = ["KERNELS", "Part", "compute", "move_operands", "run_action", "run_kernel", "unsharded"]
+__all__ = [
+    "KERNELS", "Part", "compute", "move_operands", "prove", "run_action", "run_graph", "run_kernel", "run_unsharded",
+    "unsharded",
+]  # fmt: skip
 
 _MODULES = (elementwise, index, product, reduction, shape)  # each registers its kernels

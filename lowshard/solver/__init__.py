@@ -11,6 +11,7 @@ from lowshard.solver.action_set import (
     force_replicated_action_set,
 )
 from lowshard.solver.context import isolated_solver, solver
+from lowshard.solver.graph import Graph, GraphPlan, GraphSolver, Rates, solve_graph
 from lowshard.solver.greedy import GreedyReshard, NoReshard, PartialsOnly, current_solver, force_replicated
 from lowshard.solver.pick import action_set, clear_picks, pick
 from lowshard.solver.table import REFUSED
@@ -21,9 +22,13 @@ __all__ = [
     "ActionSet",
     "AxisAssignment",
     "Candidate",
+    "Graph",
+    "GraphPlan",
+    "GraphSolver",
     "GreedyReshard",
     "NoReshard",
     "PartialsOnly",
+    "Rates",
     "Reshard",
     "Result",
     "Solver",
@@ -36,4 +41,5 @@ __all__ = [
     "isolated_solver",
     "pick",
     "solver",
+    "solve_graph",
 ]

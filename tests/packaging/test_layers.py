@@ -45,6 +45,7 @@ FLOORS: dict[str, str] = {
     "lowshard.solver.budget": "3",
     "lowshard.solver.context": "3",
     "lowshard.solver.explanation": "3",
+    "lowshard.solver.graph": "3",
     "lowshard.solver.greedy": "3",
     "lowshard.solver.memory": "3",
     "lowshard.solver.pick": "3",

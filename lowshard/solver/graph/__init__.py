@@ -1,0 +1,10 @@
+"""Layouts for whole graphs of ops: the graph, the solver that looks at all of it, and the plan that comes of it."""
+
+from __future__ import annotations
+
+from lowshard.solver.graph.graph import BoundGraph, Graph, Tensor
+from lowshard.solver.graph.plan import GraphMove, GraphPlan
+from lowshard.solver.graph.solver import GraphSolver, solve_graph
+from lowshard.solver.graph.timing import Rates
+
+__all__ = ["BoundGraph", "Graph", "GraphMove", "GraphPlan", "GraphSolver", "Rates", "Tensor", "solve_graph"]

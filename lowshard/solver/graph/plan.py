@@ -1,0 +1,305 @@
+"""GraphPlan: where every tensor of a graph lies and what moves when. Frozen data, equal on every rank; explained."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from lowshard.cost import ClusterProfile
+from lowshard.layout import Layout
+from lowshard.mesh import DeviceMesh
+from lowshard.path import classify, state_of
+from lowshard.solver.action import HOW, Action
+from lowshard.solver.action_set import freeze_args
+from lowshard.solver.graph.graph import BoundGraph, Info, Node
+
+
+@dataclass(frozen=True, slots=True)
+class GraphMove:
+    """A tensor is brought into another layout before a step; the copy serves every later use of that layout."""
+
+    tensor: int
+    step: int
+    """The op that needs it first; the number of ops for an output that must end so."""
+    src: Layout
+    dst: Layout
+    price: float = field(compare=False, default=0.0)
+
+    @property
+    def collective(self) -> str:
+        """What moves it, where one collective can: all_gather, reduce_scatter, ...; else "exchange"."""
+        return classify(state_of(self.src), state_of(self.dst))[0]
+
+    @property
+    def is_local(self) -> bool:
+        """Whether nothing leaves a device: a slice, or one replica that is kept as the only term."""
+        return self.collective in ("slice", "keep_one")
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """A tensor, or a copy of it, on the fullest device at its fullest step."""
+
+    name: str
+    layout: Layout
+    bytes: int
+
+
+@dataclass(frozen=True)
+class GraphPlan:
+    """A solved graph. `lowshard.op.run_graph` runs it.
+
+    Attributes:
+        graph: the graph, shapes bound.
+        mesh: where it runs.
+        layouts: where each tensor of the graph lies as it comes.
+        actions: how each op runs; an action's sources are what it needs, so that it moves nothing itself.
+        moves: what moves between, in order.
+        compute: price of the ops: seconds, or 0 where bytes are minimised.
+        inner: price of the collectives inside ops.
+        memory_bytes: what the fullest device holds at each op, and after the last.
+        fullest: what that is at the fullest step, the largest first.
+        bound: no plan that fits has a smaller price; equal to the price where the plan is proved best.
+        unit: "s", or "bytes".
+        method: how it was found.
+        budget_bytes: the limit that it was solved for.
+        profile: the cluster profile its prices come from; None for the built-in default.
+        node_size: ranks a node.
+    """
+
+    graph: BoundGraph
+    mesh: DeviceMesh
+    layouts: tuple[Layout, ...]
+    actions: tuple[Action, ...]
+    moves: tuple[GraphMove, ...]
+    compute: float = field(compare=False)
+    inner: float = field(compare=False)
+    memory_bytes: tuple[int, ...] = field(compare=False)
+    fullest: tuple[Holding, ...] = field(compare=False, repr=False)
+    bound: float = field(compare=False)
+    unit: str = field(compare=False)
+    method: str = field(compare=False)
+    budget_bytes: float | None = field(default=None, compare=False)
+    profile: ClusterProfile | None = field(default=None, compare=False, repr=False)
+    node_size: int | None = None
+
+    @property
+    def moved(self) -> float:
+        """Price of the moves between ops."""
+        return sum(m.price for m in self.moves)
+
+    @property
+    def price(self) -> float:
+        """Price of the whole graph."""
+        return self.compute + self.inner + self.moved
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that the fullest device holds."""
+        return max(self.memory_bytes)
+
+    @property
+    def gap(self) -> float:
+        """How much better a plan could be, as a share of the price: 0 where this one is proved best."""
+        slack = self.price - self.bound
+        return max(0.0, slack / self.price) if self.price and slack > 1e-9 * self.price else 0.0
+
+    def layout(self, name: str) -> Layout:
+        """Return where a tensor lies as it comes: an input or weight, or the result of an op."""
+        return self.layouts[self._numbers[name]]
+
+    def action(self, name: str) -> Action:
+        """Return how the op that makes a tensor runs."""
+        return self.actions[self._makers[self._numbers[name]]]
+
+    @cached_property
+    def output_layouts(self) -> dict[str, Layout]:
+        """Where each output of the graph lies at the end."""
+        steps = len(self.graph.nodes)
+        found = {self.graph.tensors[t].name: self.layouts[t] for t, _ in self.graph.outputs}
+        for t, place in self.graph.outputs:
+            if place is not None:
+                found[self.graph.tensors[t].name] = self.graph.layout(self.mesh, t, place)
+        assert all(0 <= m.step <= steps for m in self.moves)
+        return found
+
+    @cached_property
+    def _numbers(self) -> dict[str, int]:
+        return {info.name: i for i, info in enumerate(self.graph.tensors)}
+
+    @cached_property
+    def _makers(self) -> dict[int, int]:
+        return {t: step for step, node in enumerate(self.graph.nodes) for t in node.results}
+
+    @property
+    def collectives(self) -> dict[str, int]:
+        """How many of each collective run between ops and, by the rows' own statement, inside them."""
+        found: dict[str, int] = {}
+        for move in self.moves:
+            if not move.is_local:
+                found[move.collective] = found.get(move.collective, 0) + 1
+        for action in self.actions:
+            for row, size in zip(action.rows, self.mesh.shape, strict=True):
+                for name, _ in row.inner if size > 1 else ():
+                    found[name] = found.get(name, 0) + 1
+        return found
+
+    def needed_moves(self, step: int) -> list[GraphMove]:
+        """Return the moves that are made before a step."""
+        return self._moves_by_step.get(step, [])
+
+    @cached_property
+    def _moves_by_step(self) -> dict[int, list[GraphMove]]:
+        found: dict[int, list[GraphMove]] = {}
+        for move in self.moves:
+            found.setdefault(move.step, []).append(move)
+        return found
+
+    def why(self) -> list[str]:
+        """Return in a line or two what decided: what the time goes to, and whether memory set a limit."""
+        parts = {"compute": self.compute, "moves": self.moved, "collectives inside ops": self.inner}
+        whole = self.price or 1.0
+        shares = ", ".join(f"{n} {100 * v / whole:.0f}%" for n, v in parts.items() if v > 0)
+        lines = [f"{self.method}; {show(self.price, self.unit)}: {shares or 'nothing moves'}"]
+        if self.gap:
+            lines.append(f"at most {100 * self.gap:.2g}% above the best possible ({show(self.bound, self.unit)})")
+        else:
+            lines.append("proved: no plan in the solver's space is cheaper")
+        if self.budget_bytes is not None:
+            lines.append(
+                f"the fullest device holds {show_bytes(self.peak_bytes)} of {show_bytes(self.budget_bytes)}"
+            )
+        return lines
+
+    def explain(self) -> str:
+        """Return the plan as text: every tensor, how it is made, what moves before, its price, and what decided."""
+        from lowshard.solver.graph.report import explain
+
+        return explain(self)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.graph.name} on {self.mesh}: {show(self.price, self.unit)}, "
+            f"{len(self.moves)} moves, {show_bytes(self.peak_bytes)} a device, {self.method}"
+        )
+
+    # ---- data
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data that `from_json` reads back (the profile is not part of it)."""
+        return {
+            "graph": graph_to_json(self.graph),
+            "mesh": self.mesh.to_json(),
+            "layouts": [str(x) for x in self.layouts],
+            "actions": [a.to_json() for a in self.actions],
+            "moves": [
+                {"tensor": m.tensor, "step": m.step, "from": str(m.src), "to": str(m.dst), "price": m.price}
+                for m in self.moves
+            ],
+            "compute": self.compute,
+            "inner": self.inner,
+            "memory_bytes": list(self.memory_bytes),
+            "fullest": [{"name": h.name, "layout": str(h.layout), "bytes": h.bytes} for h in self.fullest],
+            "bound": self.bound,
+            "unit": self.unit,
+            "method": self.method,
+            "budget_bytes": self.budget_bytes,
+            "node_size": self.node_size,
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any], profile: ClusterProfile | None = None) -> GraphPlan:
+        """Return the plan that `to_json` wrote."""
+        mesh = DeviceMesh.from_json(data["mesh"])
+        return cls(
+            graph_from_json(data["graph"]),
+            mesh,
+            tuple(Layout.parse(mesh, text) for text in data["layouts"]),
+            tuple(Action.from_json(a) for a in data["actions"]),
+            tuple(
+                GraphMove(
+                    m["tensor"], m["step"], Layout.parse(mesh, m["from"]), Layout.parse(mesh, m["to"]), m["price"]
+                )
+                for m in data["moves"]
+            ),
+            data["compute"],
+            data["inner"],
+            tuple(data["memory_bytes"]),
+            tuple(Holding(h["name"], Layout.parse(mesh, h["layout"]), h["bytes"]) for h in data["fullest"]),
+            data["bound"],
+            data["unit"],
+            data["method"],
+            data["budget_bytes"],
+            profile,
+            data["node_size"],
+        )
+
+    @cached_property
+    def _digest(self) -> str:
+        moves = [(m.tensor, m.step, m.src.digest(), m.dst.digest()) for m in self.moves]
+        parts = [
+            graph_to_json(self.graph), [x.digest() for x in self.layouts], [a.digest() for a in self.actions], moves,
+            self.node_size,
+        ]  # fmt: skip
+        text = json.dumps(parts, sort_keys=True, separators=(",", ":"))
+        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+    def digest(self) -> str:
+        """Return 32 hex digits that two plans share exactly when they do the same."""
+        return self._digest
+
+
+def graph_to_json(graph: BoundGraph) -> dict[str, Any]:
+    """Return plain data that `graph_from_json` reads back."""
+    return {
+        "name": graph.name,
+        "tensors": [
+            {"name": i.name, "kind": i.kind, "shape": list(s), "dtype": d, "place": i.place}
+            for i, s, d in zip(graph.tensors, graph.shapes, graph.dtypes, strict=True)
+        ],
+        "nodes": [
+            {"op": n.op, "operands": list(n.operands), "results": list(n.results), "args": dict(n.args)}
+            for n in graph.nodes
+        ],
+        "outputs": [[t, place] for t, place in graph.outputs],
+    }
+
+
+def graph_from_json(data: Mapping[str, Any]) -> BoundGraph:
+    """Return the graph that `graph_to_json` wrote."""
+    tensors = data["tensors"]
+    return BoundGraph(
+        data["name"],
+        tuple(
+            Info(t["name"], t["kind"], None if t["kind"] == "result" else tuple(t["shape"]), t["dtype"], t["place"])
+            for t in tensors
+        ),
+        tuple(
+            Node(n["op"], tuple(n["operands"]), tuple(n["results"]), freeze_args(n["args"])) for n in data["nodes"]
+        ),
+        tuple((t, place) for t, place in data["outputs"]),
+        tuple(tuple(t["shape"]) for t in tensors),
+        tuple(t["dtype"] for t in tensors),
+    )
+
+
+def show(value: float, unit: str) -> str:
+    """Return a price as text."""
+    if unit == "bytes":
+        return f"{value:,.0f} bytes"
+    for scale, name in ((1.0, "s"), (1e-3, "ms")):
+        if value >= scale:
+            return f"{value / scale:.4g} {name}"
+    return f"{value / 1e-6:.4g} us"
+
+
+def show_bytes(value: float) -> str:
+    """Return bytes as text, in decimal units."""
+    for scale, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if value >= scale:
+            return f"{value / scale:.4g} {name}"
+    return f"{value:.0f} bytes"
