@@ -1,0 +1,304 @@
+"""`lowshard rules`: what each command prints and writes, its exit codes, its help; and how long big models take."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lowshard import cli
+from lowshard.rules import load_rules
+from lowshard.rules.golden import read_dump
+from lowshard.rules.parameter import tensor_layouts
+
+HERE = Path(__file__).resolve().parents[1] / "goldens"
+LOGICAL = str(HERE / "ep-as-cp-8" / "logical_shardings.json")
+RULES = ["--rules", "ep-as-cp", "--devices", "8", "--ici", "fsdp=-1,expert=2"]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Any:
+    def run_command(*argv: str, code: int = 0) -> str:
+        got = cli.main(["rules", *argv])
+        out, err = capsys.readouterr()
+        assert got == code, out + err
+        return str(out + err if code else out)
+
+    return run_command
+
+
+COMMANDS = ("dump", "compare", "explain", "check", "memory", "show")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_is_enough(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main(["rules", command, "--help"])
+    assert end.value.code == 0
+    shown = capsys.readouterr().out
+    for part in ("Exit codes:", "--rules NAME|PATH", "pure-fsdp", "--ici", "--mode {strict,maxtext}"):
+        assert part in shown, part
+    assert ("--json" in shown) is (command != "dump")
+
+
+def test_the_overview_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["rules", "--help"])
+    shown = capsys.readouterr().out
+    assert all(f"\n    {command} " in shown for command in COMMANDS)
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        [], ["dump"], ["dump", "--rules", "default", "-o", "x"], ["check"], ["show", "x", "--rules", "default"],
+        ["check", "--rules", "default", "--ici", "fsdp"], ["check", "--rules", "default", "--ici", "fsdp=2,fsdp=4"],
+        ["check", "--rules", "default", "--mode", "lenient"],
+        ["dump", *RULES, "--logical", "a", "--checkpoint", "b", "-o", "x"],
+    ],
+)  # fmt: skip
+def test_wrong_usage_is_exit_code_2(argv: list[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main(["rules", *argv])
+    assert end.value.code == 2
+
+
+def test_dump_writes_a_golden_and_fails_loudly(run: Any, tmp_path: Path) -> None:
+    out = tmp_path / "deep" / "named.json"
+    run("dump", *RULES, "--logical", LOGICAL, "-o", str(out))
+    assert out.read_bytes() == (HERE / "ep-as-cp-8" / "named_shardings.json").read_bytes()
+    assert run("dump", *RULES, "--logical", LOGICAL, "-o", "-", "--mode", "maxtext") == out.read_text()
+    before = out.read_bytes()
+    for extra, message in (
+        (["--devices", "7"], "leaves 7/2 for fsdp"),
+        (["--devices", "48"], "dim embed of 64 is not divided by fsdp=24 x expert=2 = 48 shards"),
+        (["--ici", "fsdp=-1,tensor=2"], "has no axis 'tensor'"),
+        (["--logical", str(tmp_path / "none.json")], "there is no such file"),
+        (["--logical", str(out)], "a logical file .* is wanted, this is a named one"),
+        (["--rules", str(tmp_path / "none.yml")], "there is no such rule file"),
+    ):
+        said = run("dump", *RULES, "--logical", LOGICAL, "-o", str(out), *extra, code=2)
+        assert re.search(message, said), said
+    assert out.read_bytes() == before
+    assert "give --activations, or --logical" in run(
+        "dump", *RULES, "--logical", LOGICAL, "--activations", LOGICAL, "-o", "-", code=2
+    )
+    assert "which tensors?" in run("dump", *RULES, "-o", "-", code=2)
+    run("dump", *RULES, "--logical", LOGICAL, "-o", "/proc/none/x", code=2)
+
+
+def test_strict_warns_on_stderr_and_maxtext_is_silent(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = [
+        "rules",
+        "dump",
+        "--rules",
+        "pure-fsdp",
+        "--devices",
+        "8",
+        "--logical",
+        LOGICAL,
+        "-o",
+        str(tmp_path / "x"),
+    ]
+    assert cli.main(argv) == 0
+    err = capsys.readouterr().err
+    assert "no rule is for the logical name 'norm'" in err
+    assert "warnings more" in err
+    assert cli.main([*argv, "--mode", "maxtext", "--ici", "tensor=4,fsdp=-1"]) == 0
+    assert capsys.readouterr().err == ""
+    assert cli.main([*argv, "--ici", "tensor=4,fsdp=-1"]) == 2
+
+
+def test_dump_of_activations(run: Any, tmp_path: Path) -> None:
+    golden = HERE / "ep-as-cp-8" / "input_shardings.json"
+    other = HERE / "default-16" / "input_shardings.json"
+    for source in (golden, other):  # what specs stand in the source does not matter
+        assert run("dump", *RULES, "--activations", str(source), "-o", "-") == golden.read_text()
+
+
+def test_compare_says_what_differs_and_by_exit_code(run: Any, tmp_path: Path) -> None:
+    a, b = HERE / "ep-as-cp-8", HERE / "default-16"
+    same = run("compare", str(a), str(a))
+    assert same.count("the same: ") == 3
+    text = run("compare", str(a), str(b), code=1)
+    assert "every entry's mesh (24 entries)" in text
+    assert "decoder/layers/moe/wi (3 entries)" in text
+    assert "bytes a device: A " in text
+    data = json.loads(run("compare", str(a), str(b), "--json", code=1))
+    assert data["same"] is False
+    assert [c["kind"] for c in data["comparisons"]] == ["logical", "named", "activations"]
+    run("compare", str(a / "logical_shardings.json"), str(a / "named_shardings.json"))
+    for missing in (
+        [str(tmp_path / "none"), str(a)],
+        [str(a), str(a / "named_shardings.json")],
+        [str(tmp_path), str(tmp_path)],
+        [str(a)],
+    ):
+        run("compare", *missing, code=2)
+    (tmp_path / "logical_shardings.json").write_bytes((a / "logical_shardings.json").read_bytes())
+    assert "missing:" in run("compare", str(a), str(tmp_path), code=1)
+
+
+def test_compare_with_the_rules_finds_a_stale_golden(run: Any) -> None:
+    golden = str(HERE / "ep-as-cp-8")
+    assert run("compare", golden, *RULES).count("the same: ") == 2
+    assert run("compare", f"{golden}/named_shardings.json", *RULES).count("the same: ") == 1
+    assert "partition specs that differ" in run(
+        "compare", golden, "--rules", "pure-fsdp", "--devices", "8", code=1
+    )
+    assert "takes --devices too" in run("compare", golden, "--rules", "pure-fsdp", code=2)
+    assert "compare takes A and B" in run("compare", golden, golden, *RULES, code=2)
+
+
+def test_explain_by_name_pattern_or_logical_names(run: Any) -> None:
+    assert "the same" not in run("explain", "decoder/layers/moe/wi", *RULES, "--logical", LOGICAL)
+    text = run("explain", "layers/moe/wi", *RULES, "--logical", LOGICAL)
+    assert "dim 0 exp = 16: cut by expert: rule [exp, [expert]] (ready/ep-as-cp.yml:" in text
+    assert "the same: decoder/layers/moe/wi (mu), decoder/layers/moe/wi (nu)" in text
+    assert run("explain", "moe", *RULES, "--logical", LOGICAL).count("\n  the same:") == 2
+    assert "dim 1 -: has no logical name" in run("explain", "--rules", "default", "--names", "embed,-,mlp")
+    data = json.loads(run("explain", "--rules", "default", "--names", "embed,mlp", "--json"))
+    assert data[0]["dims"][0]["blocked"][0]["blocked_by"][0]["axis"] == "fsdp_transpose"
+    assert "close: " in run("explain", "decoder/layer/moe", *RULES, "--logical", LOGICAL, code=2)
+    run("explain", *RULES, code=2)
+    run("explain", "x", "--names", "a", *RULES, code=2)
+
+
+def test_check_reports_everything_and_by_exit_code(run: Any, tmp_path: Path) -> None:
+    assert "0 errors, 0 warnings, 0 notes" in run("check", "--rules", "default")
+    assert "2 warnings" in run("check", *RULES, "--logical", LOGICAL)
+    run("check", *RULES, "--logical", LOGICAL, "--werror", code=1)
+    path = tmp_path / "bad.yml"
+    path.write_text(
+        "mesh_axes: [fsdp, fsdp]\nlogical_axis_rules:\n- [a]\n- [embed, [gone]]\ndata_sharding: [fsdp]\n"
+    )
+    text = run("check", "--rules", str(path), "--devices", "7", "--logical", LOGICAL, code=1)
+    for code in ("mesh-axis-repeated", "rules-form", "axis-absent-weight", "data-sharding-flat"):
+        assert f"[{code}]" in text
+    data = json.loads(run("check", "--rules", str(path), "--json", code=1))
+    assert {f["line"] for f in data["findings"] if f["severity"] == "error"} >= {1, 3, 4, 5}
+    activations = str(HERE / "ep-as-cp-8" / "input_shardings.json")
+    assert "activation_kv_head_dim" in run("check", "--rules", "pure-fsdp", "--activations", activations)
+    path.write_text("a: [")
+    run("check", "--rules", str(path), code=2)
+
+
+def test_memory_prints_a_table_and_keeps_a_budget(run: Any) -> None:
+    text = run("memory", *RULES, "--logical", LOGICAL)
+    assert "bytes a device on 8 devices (fsdp=4 expert=2)" in text
+    assert "decoder/layers/moe/wi" in text
+    data = json.loads(run("memory", *RULES, "--logical", LOGICAL, "--json", "--dtype", "bfloat16"))
+    assert data["state_bytes"] == data["parameter_bytes"] * 3 + 12
+    assert data["total_bytes"] == sum(g["total_bytes"] for g in data["groups"]) + 12
+    assert (
+        data["parameter_bytes"]
+        == load_rules("ep-as-cp")
+        .memory(load_rules("ep-as-cp").mesh(8, ici={"expert": 2}), read_dump(LOGICAL).tensors("bfloat16"))
+        .parameter_bytes
+    )
+    assert "within the budget" in run("memory", *RULES, "--logical", LOGICAL, "--budget", "1e9")
+    assert "BEYOND the budget" in run("memory", *RULES, "--logical", LOGICAL, "--budget", "1e5", code=1)
+    run("memory", *RULES, "--logical", LOGICAL, "--budget", "-1", code=2)
+    run("memory", *RULES, "--logical", LOGICAL, "--dtype", "float7", code=2)
+
+
+def test_show_prints_a_grid_and_draws_it(run: Any, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="pictures need the plot extra")
+    picture = tmp_path / "w.svg"
+    text = run("show", "moe*wi", *RULES, "--logical", LOGICAL, "--picture", str(picture))
+    assert "down: dim 0 of 16: cut by expert=2" in text
+    assert "across: dim 2 of 64: cut by fsdp=4" in text
+    assert [line.split() for line in text.splitlines() if line.startswith(("0:8", "8:16"))] == [
+        ["0:8", "0", "2", "4", "6"], ["8:16", "1", "3", "5", "7"],
+    ]  # fmt: skip
+    assert "<svg" in picture.read_text()
+    data = json.loads(
+        run("show", "moe/wi", *RULES, "--logical", LOGICAL, "--dims", "3,2", "--at", "0=9", "--json")
+    )
+    assert (data["rows_dim"], data["columns_dim"], data["at"]) == (3, 2, {"0": 9, "1": 0})
+    assert data["cells"] == [[[1], [3], [5], [7]]]
+    assert "..." in run(
+        "show", "moe/wi", "--rules", "pure-fsdp", "--devices", "64", "--logical", LOGICAL, "--most", "4"
+    )
+    for bad in (
+        ["--dims", "0"],
+        ["--dims", "a,b"],
+        ["--dims", "0,9"],
+        ["--most", "1"],
+        ["--rank", "99"],
+        ["--at", "9=1"],
+    ):
+        run("show", "moe/wi", *RULES, "--logical", LOGICAL, *bad, code=2)
+
+
+def test_a_checkpoint_s_header_is_enough(run: Any, tmp_path: Path) -> None:
+    from safetensors.numpy import save_file
+
+    path = tmp_path / "m.safetensors"
+    save_file(
+        {"l.0.up_proj.weight": np.zeros((64, 32), np.float32), "l.0.odd": np.zeros((3, 3), np.float32)}, path
+    )
+    named = json.loads(
+        run("dump", "--rules", "default", "--devices", "8", "--checkpoint", str(path), "-o", "-")
+    )
+    assert named["l.0.up_proj.weight"]["shape"] == [64, 32]
+    assert named["l.0.odd"]["partition_spec"] == [None, None]
+    assert "tensor-unmatched" in run(
+        "check", "--rules", "default", "--checkpoint", str(path), "--devices", "8"
+    )
+    assert "2 parts of 16" in run(
+        "explain", "up_proj", "--rules", "default", "--devices", "2", "--checkpoint", str(path)
+    )
+
+
+# ---- size
+
+
+@pytest.mark.time_limit(60)
+def test_a_hundred_thousand_parameters_on_sixteen_thousand_devices_take_less_than_two_seconds() -> None:
+    rules = load_rules("default")
+    names: list[tuple[str | None, ...]] = [
+        ("embed", None, "mlp"), ("exp", "layers", "embed_moe", "mlp_moe"), ("embed", "q_heads", "kv"), ("norm",),
+        ("vocab", "embed_vocab"),
+    ]  # fmt: skip
+    # Every shape is another one: the worst case, as no layout serves twice.
+    tensors = {
+        f"layers.{i}.w": (
+            names[i % 5],
+            tuple(16384 * (i + 1 if d == 0 else 1) for d in range(len(names[i % 5]))),
+            "bf16",
+        )
+        for i in range(100_000)
+    }
+    best = 60.0
+    for _ in range(4):  # the machine may be busy: one free moment is enough
+        start = time.process_time()
+        mesh = rules.mesh(16_384, ici={"fsdp": -1, "expert": 16, "tensor": 8})
+        layouts = tensor_layouts(rules, mesh, tensors)
+        best = min(best, time.process_time() - start)
+        if best < 2.0:
+            break
+    assert best < 2.0
+    assert len(layouts) == 100_000
+    assert layouts["layers.1.w"].local_shape(16_383) == (2048, 16384, 128, 2048)
+
+
+def test_resolving_makes_no_array(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise AssertionError("an array was made")
+
+    for maker in ("empty", "zeros", "ones", "full", "array", "asarray", "arange"):
+        monkeypatch.setattr(np, maker, refuse)
+    rules = load_rules("default")
+    tensors = {"w": (("embed", "mlp"), (1 << 40, 1 << 40))}
+    mesh = rules.mesh(16_384, slices=4, ici={"fsdp": -1, "tensor": 8})
+    assert tensor_layouts(rules, mesh, tensors)["w"].local_shape(16_383) == ((1 << 40) // 512, (1 << 40) // 8)
+    assert rules.check(tensors, mesh=mesh).ok
+    assert rules.memory(mesh, tensors).parameter_elems == 1 << 80

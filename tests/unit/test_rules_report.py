@@ -1,0 +1,512 @@
+"""What is said about a configuration: explain, check, memory, compare, show; and checkpoints by name patterns."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lowshard import DeviceMesh, Layout
+from lowshard.errors import CheckpointError
+from lowshard.rules import CheckReport, LogicalTensor, RulesError, load_rules, make_rules, parse_rules
+from lowshard.rules.binding import largest_divisor
+from lowshard.rules.checkpoint import checkpoint_tensors
+from lowshard.rules.comparison import compare_dumps
+from lowshard.rules.golden import dump_text, named_shardings, parse_dump
+from lowshard.rules.holding import find_holding, ranks_text
+from lowshard.rules.parameter import name_tensors, split_unit, tensor_layouts, unit_layouts
+from lowshard.rules.tensor import as_tensors, group_name, short_name
+
+RULES = """
+mesh_axes: [data, fsdp, tensor]
+data_sharding: [[data, fsdp]]
+logical_axis_rules:
+  - [mlp, [fsdp, tensor]]
+  - [embed, [fsdp]]
+  - [embed, [tensor, data]]
+  - [embed, [data]]
+  - [vocab, []]
+"""
+
+
+def report(text: str, tensors: Any = None, mode: str = "strict", **sizes: Any) -> CheckReport:
+    return parse_rules(text, "r.yml", mode=mode).check(tensors, **sizes)  # type: ignore[arg-type]
+
+
+def codes(found: CheckReport, severity: str | None = None) -> list[str]:
+    return sorted(f.code for f in found.findings if severity in (None, f.severity))
+
+
+# ---- explain
+
+
+def test_every_dim_is_explained_with_places() -> None:
+    rules = parse_rules(RULES, "r.yml")
+    mesh = rules.mesh(8, ici={"data": 2, "fsdp": 2, "tensor": 2})
+    found = rules.explain(("embed", None, "mlp", "gone", "vocab"), (8, 3, 8, 5, 6), mesh, parameter="l.0.w")
+    text = str(found).splitlines()
+    held = "serves 'mlp' on dim 2, by rule [mlp, [fsdp, tensor]] (r.yml:5:5)"
+    assert text == [
+        "l.0.w [8, 3, 8, 5, 6]",
+        "  dim 0 embed = 8: cut by data: rule [embed, [data]] (r.yml:8:5)",
+        f"    blocked: rule [embed, [fsdp]] (r.yml:6:5): fsdp already {held}",
+        f"    blocked: rule [embed, [tensor, data]] (r.yml:7:5): tensor already {held}",
+        "    2 parts of 4",
+        "  dim 1 - = 3: has no logical name: it stays whole",
+        "  dim 2 mlp = 8: cut by fsdp x tensor: rule [mlp, [fsdp, tensor]] (r.yml:5:5)",
+        "    4 parts of 2",
+        "  dim 3 gone = 5: stays whole: there is no rule for 'gone'",
+        "  dim 4 vocab = 6: stays whole: rule [vocab, []] (r.yml:9:5)",
+    ]
+    assert [rule.where.line for rule, _ in found.blocked if rule.where] == [6, 7]
+    data = json.loads(json.dumps(found.to_json()))
+    assert data["dims"][0]["winner"]["where"] == "r.yml:8:5"
+    assert data["dims"][0]["blocked"][1]["blocked_by"][0]["axis"] == "tensor"
+
+
+def test_explain_says_what_cannot_be() -> None:
+    rules = parse_rules(RULES, "r.yml")
+    mesh = rules.mesh(8, ici={"data": 2, "fsdp": 4, "tensor": 1})
+    assert "PROBLEM: 4 shards do not divide 6; the most that fit are 3 shards (fsdp=3" in str(
+        rules.explain(("mlp",), (6,), mesh)
+    )
+    other = DeviceMesh((2,), ("data",))
+    assert "PROBLEM: the mesh (data=2) has no axis 'fsdp', 'tensor'" in str(
+        rules.explain(("mlp",), (6,), other)
+    )
+    assert "PROBLEM: the tensor has 1 dims only" in str(rules.explain(("mlp", "vocab"), (8,), mesh))
+    assert "too late: rule [embed, [tensor, data]]" in str(rules.explain(("embed",)))
+    assert str(rules.explain((), ())) == "a tensor"
+    assert len(rules.explain(("mlp",), (8, 3), mesh).dims) == 2
+
+
+# ---- check
+
+
+def test_a_sound_configuration_has_nothing_to_find() -> None:
+    assert str(report(RULES, {"w": (("embed", "vocab"), (8, 8))}, devices=8)) == "nothing found"
+
+
+def test_what_silently_replicates_is_told() -> None:
+    found = report(
+        RULES.replace("  - [embed, [data]]\n", ""),
+        {"l.0.w": (("embed", "mlp"), (8, 8)), "l.1.w": (("embed", "mlp"), (8, 8)), "n": (("norm",), (8,))},
+        devices=8,
+    )
+    assert codes(found) == ["name-all-blocked", "name-all-blocked", "name-without-rule"]
+    blocked = [f for f in found.findings if f.code == "name-all-blocked"]
+    assert [f.tensors for f in blocked] == [("l.0.w", "l.1.w")] * 2
+    assert "fsdp serves 'mlp' by rule [mlp, [fsdp, tensor]] at r.yml:5:5" in blocked[0].text
+    assert (blocked[0].where.line, blocked[1].where.line) == (6, 7)  # type: ignore[union-attr]
+    assert found.ok
+
+
+def test_rules_that_can_never_win() -> None:
+    text = "mesh_axes: [x, y]\ndata_sharding: [[x]]\nlogical_axis_rules:\n" + "".join(
+        f"- [{rule}]\n"
+        for rule in ("a, x", "a, [x, y]", "a, [y]", "b, []", "b, y", "c, [x, y]", "c, x", "c, [y, x]")
+    )
+    found = report(text)
+    never = [(f.rule.name, f.rule.axes) for f in found.findings if f.code == "rule-never-wins"]  # type: ignore[union-attr]
+    assert never == [("a", ("x", "y")), ("b", ("y",)), ("c", ("y", "x"))]
+    assert found.ok
+
+
+def test_axes_the_mesh_lacks_are_errors_for_weights_and_warnings_for_activations() -> None:
+    text = (
+        "mesh_axes: [fsdp]\ndata_sharding: [[fsdp]]\nlogical_axis_rules:\n"
+        "- [embed, [fsdp, gone]]\n- [activation_x, gone]\n"
+    )
+    weights = {"w": (("embed",), (8,))}
+    for mode in ("strict", "maxtext"):
+        found = report(text, weights, mode=mode, devices=8)
+        assert codes(found, "error") == ["axis-absent-weight"]
+        assert found.errors[0].axis == "gone"
+        assert found.errors[0].where.line == 4  # type: ignore[union-attr]
+        assert codes(found, "warning") == ["axis-absent-other"]
+    assert codes(report(text, {"w": (("mlp",), (8,))}, devices=8), "error") == []
+    assert codes(report(text), "error") == ["axis-absent-perhaps-weight"]
+    assert codes(report(text, mode="maxtext"), "error") == []
+    flowing = parse_rules(text).check(activations={"a/x": (("activation_x",), (8,))}, devices=8)
+    assert [f.tensors for f in flowing.warnings if f.code == "axis-absent-other"] == [("a/x",)]
+
+
+def test_every_error_of_the_tensors_is_in_one_report() -> None:
+    text = (
+        "mesh_axes: [fsdp, tensor]\ndata_sharding: [[fsdp]]\nlogical_axis_rules:\n"
+        "- [a, fsdp]\n- [b, [gone]]\n- [c, [[tensor]]]\n- [d, [tensor, tensor]]\n"
+    )
+    tensors = {
+        "odd": (("a",), (6,)), "absent": (("b",), (8,)), "nested": (("c",), (8,)), "twice": (("d",), (8,)),
+        "same": (("a", "a"), (8, 8)), "long": (("a", "z"), (8,)), "scalar": ((), ()),
+    }  # fmt: skip
+    found = report(text, tensors, mode="maxtext", devices=8, ici={"fsdp": 4, "tensor": 2})
+    assert codes(found, "error") == [
+        "axis-absent-weight", "dim-indivisible", "name-twice", "names-beyond-rank", "target-form",
+        "target-repeats-axis",
+    ]  # fmt: skip
+    by_code = {f.code: f for f in found.errors}
+    lines = {c: f.where.line for c, f in by_code.items() if f.where}
+    assert lines == {
+        "axis-absent-weight": 5, "dim-indivisible": 4, "name-twice": 4, "target-form": 6, "target-repeats-axis": 7,
+    }  # fmt: skip
+    assert by_code["dim-indivisible"].axis == "fsdp"
+    assert by_code["dim-indivisible"].tensors == ("odd",)
+    json.dumps(found.to_json())
+    with pytest.raises(RulesError, match=r"and 5 more errors"):
+        found.raise_first()
+
+
+def test_dims_that_are_not_divided_come_with_the_largest_sizes_that_fit() -> None:
+    text = "mesh_axes: [fsdp, expert]\nlogical_axis_rules:\n- [embed, [fsdp, expert]]\n- [lora, fsdp]\n"
+    tensors = {"w": (("embed",), (512,)), "v": (("lora",), (96,)), "u": (("embed",), (1024,))}
+    found = report(text, tensors, devices=1024, ici={"fsdp": 64, "expert": 16})
+    texts = {f.tensors: f.text for f in found.errors}
+    assert set(texts) == {("w",), ("v",)}
+    assert "fsdp=64 x expert=16 = 1024 shards" in texts[("w",)]
+    assert (
+        "the most that fit are 512 shards (fsdp=32 or expert=8 with the others as they are)" in texts[("w",)]
+    )
+    assert "for all tensors together: fsdp=32" in texts[("w",)]  # expert alone cannot mend lora = 96 over 64
+    assert "fsdp=48" in texts[("v",)]
+
+
+def test_the_largest_divisor(rng: np.random.Generator) -> None:
+    for _ in range(500):
+        extent, at_most = int(rng.integers(1, 5000)), int(rng.integers(1, 5000))
+        assert largest_divisor(extent, at_most) == max(n for n in range(1, at_most + 1) if extent % n == 0)
+
+
+def test_sizes_and_the_budget_are_in_the_report() -> None:
+    tensors = {"w": (("embed",), (1024,))}
+    assert codes(report(RULES, tensors, devices=8, ici={"fsdp": 3}), "error") == ["mesh-size"]
+    assert codes(report(RULES, tensors, devices=8, ici={"expert": 2, "fsdp": -1}), "error") == [
+        "size-for-absent-axis"
+    ]
+    budget = RULES + "lowshard: {memory_budget_bytes_per_device: 2000}\n"
+    found = report(
+        budget, tensors, devices=8
+    )  # 1024 / 8 elements, 4 bytes, parameters, gradients, two moments
+    assert codes(found, "error") == ["memory-budget"]
+    assert "a device needs 0.000 GB" in found.errors[0].text
+    assert report(budget.replace("2000", "2048"), tensors, devices=8).ok
+
+
+def test_a_check_of_no_tensors_and_of_odd_ones() -> None:
+    assert report(RULES).ok
+    for odd in (
+        7,
+        "w",
+        [1],
+        {"w": 3},
+        {"w": (("a",),)},
+        {3: (("a",), (4,))},
+        {"w": (("a",), (-1,))},
+        {"w": ("a", (4,))},
+    ):
+        with pytest.raises(RulesError):
+            report(RULES, odd)
+
+
+# ---- layouts: the same errors, raised
+
+
+@pytest.mark.parametrize(
+    ("names", "shape", "message", "line", "axis"),
+    [
+        (
+            ("mlp",),
+            (6,),
+            r"dim 0 of a tensor of \['mlp'\] is 6, which fsdp=2 x tensor=2 = 4 shards do not divide",
+            5,
+            "fsdp",
+        ),
+        (("vocab", "embed"), (8,), "has 1 dims, .* and 2 logical names", 6, None),
+        (("embed", "embed"), (8, 8), "stands on two dims", 6, None),
+    ],
+)
+def test_a_layout_that_maxtext_refuses_is_refused(
+    names: Any, shape: Any, message: str, line: int, axis: str | None
+) -> None:
+    rules = parse_rules(RULES, "r.yml")
+    with pytest.raises(RulesError, match=message) as found:
+        rules.layout(rules.mesh(8, ici={"data": 2, "fsdp": 2, "tensor": 2}), names, shape)
+    assert (found.value.path, found.value.line, found.value.axis) == ("r.yml", line, axis)
+
+
+def test_uneven_dims_activations_and_short_names() -> None:
+    rules = parse_rules(RULES, "r.yml")
+    mesh = rules.mesh(8, ici={"data": 2, "fsdp": 2, "tensor": 2})
+    assert rules.layout(mesh, ("mlp",), (6,), uneven=True).local_shape(0) == (2,)
+    assert rules.layout(mesh, ("mlp",), (6,), activation=True).spec == (("fsdp", "tensor"),)
+    assert rules.layout(mesh, ("vocab", "mlp", "embed"), (6, 6), activation=True).spec == (
+        None,
+        ("fsdp", "tensor"),
+    )
+    assert rules.layout(mesh, ("mlp",), (8, 3)).spec == (("fsdp", "tensor"), None)
+    with pytest.raises(RulesError, match="has no axis 'tensor'") as found:
+        rules.layout(DeviceMesh((2,), ("fsdp",)), ("mlp",), (8,))
+    assert (found.value.axis, found.value.line) == ("tensor", 5)
+
+
+# ---- memory
+
+
+def test_memory_agrees_with_the_layouts_of_every_rank() -> None:
+    rules = parse_rules(RULES)
+    mesh = rules.mesh(8, ici={"data": 2, "fsdp": 2, "tensor": 2})
+    tensors = as_tensors(
+        {
+            "a.0": (("embed", "mlp"), (7, 9)),
+            "a.1": (("embed", "mlp"), (7, 9)),
+            "b": (("vocab",), (5,)),
+            "s": ((), ()),
+        },
+        "bfloat16",
+    )
+    layouts = tensor_layouts(rules, mesh, tensors, uneven=True)
+    found = rules.memory(mesh, tensors, gradient_dtype="float32", moment_dtype="float32", moments=1)
+    largest = sum(max(layout.local_elems(r) for r in range(8)) for layout in layouts.values())
+    assert found.parameter_bytes == 2 * largest
+    assert found.gradient_bytes == found.moment_bytes == 4 * largest
+    assert found.parameter_elems == 63 + 63 + 5 + 1
+    assert found.partly_replicated_elems == 6
+    assert {g.name: (g.tensors, g.shards) for g in found.groups} == {"a.*": (2, 8), "b": (1, 1), "s": (1, 1)}
+    assert sum(g.total_bytes for g in found.groups) == found.total_bytes
+    assert found.replication_bytes == (5 - 1) * 2 + (5 - 1) * 4
+    json.dumps(found.to_json())
+
+
+def test_memory_of_a_big_model_builds_nothing() -> None:
+    rules = load_rules("default")
+    found = rules.memory(rules.mesh(16), {"w": (("embed", "mlp"), (10**9, 10**9))})
+    assert found.parameter_bytes == 10**18 // 16 * 4
+
+
+# ---- compare
+
+
+def dump_of(rules: Any, tensors: Any, devices: int = 8, **ici: int) -> Any:
+    made, mesh = rules.bind(devices, ici=ici)
+    return parse_dump(dump_text(named_shardings(made, mesh, tensors)), f"{devices} devices")
+
+
+def test_equal_changes_are_one_over_layers_and_moments() -> None:
+    keys = [f".params/['params']/['layers_{i}']/['w']" for i in range(3)] + [
+        f".opt_state/[0]/.{m}/['params']/['layers_{i}']/['w']" for m in ("mu", "nu") for i in range(3)
+    ]
+    tensors = dict.fromkeys([*keys, ".params/['params']/['wi_0']"], (("embed", "vocab"), (16, 4)))
+    rules = parse_rules(RULES)
+    before = dump_of(rules, tensors, fsdp=8)
+    after = dump_of(rules.with_rules([("embed", None)]), tensors, fsdp=8)
+    found = compare_dumps(before, after)
+    assert [(c.kind, c.group, len(c.keys)) for c in found.changes] == [
+        ("spec", "layers_*/w", 9),
+        ("spec", "wi_0", 1),
+    ]
+    assert found.changes[0].bytes_change == 9 * (16 * 4 - 2 * 4) * 4
+    assert (found.bytes_b or 0) - (found.bytes_a or 0) == 10 * (16 * 4 - 2 * 4) * 4
+    assert "layers_*/w (9 entries)\n    A [fsdp, -]\n    B [-, -]   +2,016 bytes a device" in str(found)
+    json.dumps(found.to_json())
+    assert compare_dumps(before, before).same
+
+
+def test_each_kind_of_change_is_told() -> None:
+    base = {"a": (("embed",), (16,)), "b": (("embed",), (16,)), "c": ((), ())}
+    rules = parse_rules(RULES)
+    one = dump_of(rules, base, fsdp=8)
+
+    def kinds(other: Any) -> list[str]:
+        return [c.kind for c in compare_dumps(one, other).changes]
+
+    assert kinds(dump_of(rules, {k: v for k, v in base.items() if k != "a"}, fsdp=8)) == ["removed"]
+    assert kinds(dump_of(rules, base | {"d": ((), ())}, fsdp=8)) == ["added"]
+    assert kinds(dump_of(rules, base | {"a": (("embed",), (24,))}, fsdp=8)) == ["shape"]
+    assert kinds(dump_of(rules, base | {"a": (("vocab",), (16,))}, fsdp=8)) == ["spec"]
+    assert kinds(dump_of(rules, base, fsdp=4, data=2)) == ["mesh"]
+    entries = json.loads(dump_text(one.entries))
+    entries["a"]["extra"] = 1
+    assert kinds(parse_dump(json.dumps(entries))) == ["field"]
+    logical = parse_dump(
+        json.dumps({k: {"partition_spec": list(n), "shape": list(s)} for k, (n, s) in base.items()})
+    )
+    assert compare_dumps(logical, one).same
+    less = parse_dump(json.dumps({"a": {"partition_spec": ["x"], "shape": [16]}}))
+    assert [c.kind for c in compare_dumps(logical, less).changes] == ["removed", "removed", "names"]
+
+
+def test_activation_files_are_told_apart_in_full() -> None:
+    def entry(name: str, axes: str = "('a',)", spec: str = "P('x',)") -> dict[str, Any]:
+        return {f"f/{name}: bf16[4]": {"logic_axes": axes, "PartitionSpec": spec}}
+
+    def dump(*entries: dict[str, Any]) -> Any:
+        return parse_dump(json.dumps({"Activation Sharding Dump": list(entries)}))
+
+    one = dump(entry("a"), entry("b"), entry("b"), entry("c"))
+    assert compare_dumps(one, one).same
+    kinds = lambda other: [c.kind for c in compare_dumps(one, other).changes]  # noqa: E731
+    assert kinds(dump(entry("a"), entry("b"), entry("c"))) == ["removed"]
+    assert kinds(dump(entry("a"), entry("b"), entry("b"), entry("c", spec="P(None,)"))) == ["spec"]
+    assert kinds(dump(entry("a"), entry("b", axes="Unknown"), entry("b"), entry("c"))) == ["names"]
+    assert kinds(dump(entry("c"), entry("a"), entry("b"), entry("b"))) == ["order"]
+    with pytest.raises(RulesError, match="dumps of one kind"):
+        compare_dumps(one, parse_dump("{}"))
+
+
+@pytest.mark.parametrize(
+    ("key", "short", "group"),
+    [
+        (".params/['params']/['decoder']/['layers_3']/['w']", "decoder/layers_3/w", "decoder/layers_*/w"),
+        (".opt_state/[0]/.mu/['params']/['a']/['wi_0']", "a/wi_0 (mu)", "a/wi_0"),
+        ("model.layers.31.mlp.up.weight", "model.layers.31.mlp.up.weight", "model.layers.*.mlp.up.weight"),
+        ("h.0.w1", "h.0.w1", "h.*.w1"), (".step", ".step", ".step"),
+        ("DeepSeekMoeBlock_0", "DeepSeekMoeBlock_0", "DeepSeekMoeBlock_*"),
+    ],
+)  # fmt: skip
+def test_keys_of_all_layers_and_moments_share_a_name(key: str, short: str, group: str) -> None:
+    assert short_name(key) == short
+    assert group_name(key) == group
+
+
+# ---- show
+
+
+def test_a_grid_says_who_holds_what() -> None:
+    rules = make_rules(["one", "x", "y", "z"], [("a", ["y", "one", "x"]), ("b", "z")])
+    mesh = rules.mesh(12, ici={"one": 1, "x": 2, "y": 3, "z": 2})
+    layout = rules.layout(mesh, ("b", None, "a"), (4, 5, 12))
+    found = find_holding(layout, "w")
+    assert (found.rows, found.columns, found.at) == (0, 2, ((1, 0),))
+    assert found.column_spans == tuple((i, i + 2) for i in range(0, 12, 2))
+    for i, row in enumerate(found.cells):
+        for j, ranks in enumerate(row):
+            assert ranks == tuple(
+                r
+                for r in range(12)
+                if layout.box(r)[0] == found.row_spans[i] and layout.box(r)[2] == found.column_spans[j]
+            )
+    assert found.header()[1] == "mesh x=2 y=3 z=2; float32[4, 5, 12]"
+    assert found.header()[3] == "across: dim 2 of 12: cut by y=3 x x=2"  # the axis of size 1 is hidden
+    json.dumps(found.to_json())
+
+
+def test_any_two_dims_at_any_place_for_any_rank() -> None:
+    mesh = DeviceMesh((2, 2), ("x", "y"))
+    layout = Layout.from_spec(mesh, (4, 6, 8), "float32", ("x", None, "y"))
+    first = find_holding(layout, dims=(1, 2))
+    assert first.cells == (((0,), (1,)),)
+    assert find_holding(layout, dims=(1, 2), at={0: 3}).cells == (((2,), (3,)),)
+    assert find_holding(layout, dims=(2, 1), rank=3).at == ((0, 2),)
+    assert find_holding(layout, dims=(-3, -1)).cells == (((0,), (1,)), ((2,), (3,)))
+    assert find_holding(Layout.from_spec(mesh, (4,), "float32", ("x",))).cells == (((0, 1), (2, 3)),)
+    assert find_holding(Layout.from_spec(mesh, (), "float32", ())).cells == (((0, 1, 2, 3),),)
+    for bad in (
+        {"dims": (0, 0)},
+        {"dims": (0, 3)},
+        {"dims": (0, 1), "at": {0: 0}},
+        {"dims": (0, 1), "at": {2: 8}},
+    ):
+        with pytest.raises(RulesError):
+            find_holding(layout, **bad)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"),
+    [((), "-"), ((3,), "3"), ((0, 1), "0-1"), ((0, 1, 2), "0-2"), ((0, 4, 8), "0-8:4"), ((0, 1, 4, 5), "0-1,4-5"),
+     ((0, 2), "0,2"), (tuple(n * n for n in range(9)), "0-1,4,9,16,25,36,... (9)")],
+)  # fmt: skip
+def test_ranks_are_written_short(ranks: tuple[int, ...], text: str) -> None:
+    assert ranks_text(ranks) == text
+
+
+def test_a_picture_is_a_png_or_an_svg(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="pictures need the plot extra")
+    from lowshard.rules.picture import draw_holding
+
+    layout = Layout.from_spec(DeviceMesh((2, 2), ("x", "y")), (4, 6, 5), "float32", ("x", "y"))
+    draw_holding(find_holding(layout, "w"), tmp_path / "a.png")
+    draw_holding(find_holding(layout, "w"), tmp_path / "a.svg")
+    assert (tmp_path / "a.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    assert "<svg" in (tmp_path / "a.svg").read_text()
+    draw_holding(
+        find_holding(Layout.from_spec(DeviceMesh((2,), ("x",)), (0,), "float32", ("x",))), tmp_path / "b.png"
+    )
+    with pytest.raises(RulesError, match=r"a \.png or an \.svg"):
+        draw_holding(find_holding(layout), tmp_path / "a.pdf")
+
+
+# ---- checkpoints
+
+
+def test_names_of_a_checkpoint_get_logical_axes_by_pattern() -> None:
+    rules = load_rules("pipeline-large-moe")
+    shapes = {
+        "model.embed_tokens.weight": ((512, 64), "bfloat16"),
+        "model.layers.0.self_attn.q_proj.weight": ((64, 64), "bfloat16"),
+        "model.layers.0.mlp.down_proj.weight": ((64, 256), "bfloat16"),
+        "model.layers.0.mlp.experts.3.up_proj.weight": ((96, 64), "bfloat16"),
+        "model.layers.0.input_layernorm.weight": ((64,), "bfloat16"),
+        "mystery.table": ((8, 8), "float32"),
+        "a.scalar": ((), "int64"),
+    }
+    tensors, findings = name_tensors(rules, shapes)
+    assert [t.names for t in tensors] == [
+        ("vocab", "embed_vocab"), ("q_heads", "embed"), ("embed", "mlp"), ("mlp_moe", "embed_moe"), ("norm",),
+        (None, None), (),
+    ]  # fmt: skip
+    assert [f.tensors for f in findings] == [("mystery.table",)]
+    layouts = tensor_layouts(rules, rules.mesh(8, ici={"fsdp": 4, "tensor": 2}), tensors)
+    assert layouts["model.layers.0.mlp.down_proj.weight"].spec == (("fsdp", "expert"), "tensor")
+    units = unit_layouts(layouts)
+    assert set(units) == {"model.embed_tokens", "model.layers.0", "mystery", "a"}
+    assert set(units["model.layers.0"]) == {
+        "self_attn.q_proj.weight", "mlp.down_proj.weight", "mlp.experts.3.up_proj.weight", "input_layernorm.weight",
+    }  # fmt: skip
+    assert split_unit("w") == ("w", "w")
+    assert unit_layouts(layouts, lambda n: ("all", n)).keys() == {"all"}
+
+
+def test_a_file_s_own_patterns_come_in_place_of_the_ready_made_ones() -> None:
+    text = RULES + 'lowshard:\n  parameters:\n    - ["*.weight", [embed, mlp]]\n    - ["*.weight", [embed]]\n'
+    tensors, _ = name_tensors(parse_rules(text), {"a.weight": ((8, 8), "f32"), "b.weight": ((8,), "f32")})
+    assert [t.names for t in tensors] == [("embed", "mlp"), ("embed",)]
+
+
+def test_equal_layouts_are_shared_and_all_are_right(rng: np.random.Generator) -> None:
+    rules = parse_rules(
+        RULES + "lowshard:\n  layers:\n    - {match: 't.1*', logical_axis_rules: [[mlp, []]]}\n"
+    )
+    mesh = rules.mesh(8, ici={"data": 2, "fsdp": 2, "tensor": 2})
+    names = [("embed", "mlp"), ("mlp",), ("vocab", None, "embed")]
+    tensors = {}
+    for i in range(200):
+        chosen = names[int(rng.integers(0, 3))]
+        tensors[f"t.{i}"] = (chosen, tuple(int(n) for n in rng.integers(1, 4, len(chosen)) * 8))
+    found = tensor_layouts(rules, mesh, tensors)
+    for name, (logical, shape) in tensors.items():
+        assert found[name] == rules.layout(mesh, logical, shape, parameter=name)
+    tensors["t.9999"] = (("embed", "vocab"), (7, 8))
+    with pytest.raises(RulesError, match=r"dim 0 of tensor 't\.9999' is 7"):
+        tensor_layouts(rules, mesh, tensors)
+    assert tensor_layouts(rules, mesh, tensors, uneven=True)["t.9999"].shape == (7, 8)
+
+
+def test_a_checkpoint_is_known_by_its_headers(tmp_path: Path) -> None:
+    from safetensors.numpy import save_file
+
+    save_file({"l.0.up_proj.weight": np.zeros((8, 4), np.float32)}, tmp_path / "a.safetensors")
+    save_file({"l.1.up_proj.weight": np.zeros((8, 4), np.float16)}, tmp_path / "b.safetensors")
+    tensors, findings = checkpoint_tensors(load_rules("default"), tmp_path)
+    assert tensors == (
+        LogicalTensor("l.0.up_proj.weight", ("mlp", "embed"), (8, 4), "float32"),
+        LogicalTensor("l.1.up_proj.weight", ("mlp", "embed"), (8, 4), "float16"),
+    )
+    assert findings == []
+    save_file({"l.0.up_proj.weight": np.zeros(1, np.float32)}, tmp_path / "c.safetensors")
+    with pytest.raises(CheckpointError, match="another file of the folder"):
+        checkpoint_tensors(load_rules("default"), tmp_path)
+    with pytest.raises(CheckpointError):
+        checkpoint_tensors(load_rules("default"), tmp_path / "none.safetensors")
