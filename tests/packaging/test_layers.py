@@ -72,6 +72,7 @@ HEAVY = (
     "rich",
     "matplotlib",
     "tokenizers",
+    "gguf",
     "ml_dtypes",
     "scipy",
 )
