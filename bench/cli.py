@@ -12,6 +12,9 @@ from typing import TYPE_CHECKING
 
 from lowshard.bench.cluster import add_profile_parser
 from lowshard.bench.collective import add_collective_parsers
+from lowshard.bench.plan import add_plan_parser
+from lowshard.bench.refit import add_refit_parser
+from lowshard.bench.simulate import add_simulate_parser
 from lowshard.bench.tune import add_tune_parser
 from lowshard.errors import LowshardError
 
@@ -67,6 +70,9 @@ def add_bench_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentPar
     add_collective_parsers(benches)
     add_profile_parser(benches)
     add_tune_parser(benches)
+    add_refit_parser(benches)
+    add_plan_parser(benches)
+    add_simulate_parser(benches)
     mxfp8 = _add(benches, "mxfp8", "quantise and dequantise whole arrays", MXFP8, run_mxfp8)
     mxfp8.add_argument(
         "--size", type=parse_sizes, metavar="N[,N...]",
