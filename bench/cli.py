@@ -14,6 +14,9 @@ from lowshard.bench.cluster import add_profile_parser
 from lowshard.bench.collective import add_collective_parsers
 from lowshard.bench.redistribute import add_redistribute_parser
 from lowshard.bench.fsdp import add_fsdp_parser
+from lowshard.bench.plan import add_plan_parser
+from lowshard.bench.refit import add_refit_parser
+from lowshard.bench.simulate import add_simulate_parser
 from lowshard.bench.tune import add_tune_parser
 from lowshard.errors import LowshardError
 
@@ -71,6 +74,9 @@ def add_bench_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentPar
     add_tune_parser(benches)
     add_redistribute_parser(benches)
     add_fsdp_parser(benches)
+    add_refit_parser(benches)
+    add_plan_parser(benches)
+    add_simulate_parser(benches)
     mxfp8 = _add(benches, "mxfp8", "quantise and dequantise whole arrays", MXFP8, run_mxfp8)
     mxfp8.add_argument(
         "--size", type=parse_sizes, metavar="N[,N...]",

@@ -10,6 +10,7 @@ from lowshard.reshard.plan import Move, ReshardPlan, build_reshard_plan
 from lowshard.reshard.refit import Refit
 from lowshard.reshard.scale import scale_slice_from_data_slice
 from lowshard.reshard.seat import Grid, Roster
+from lowshard.reshard.simulate import Simulation, simulate
 from lowshard.reshard.transform import (
     MXFP8ReshardTransform,
     ReshardTransform,
@@ -29,6 +30,7 @@ __all__ = [
     "ReshardPlan",
     "ReshardTransform",
     "Roster",
+    "Simulation",
     "SwizzledMXFP8",
     "TensorLayout",
     "build_reshard_plan",
@@ -36,4 +38,5 @@ __all__ = [
     "execute_reshard_plan",
     "resolve_name",
     "scale_slice_from_data_slice",
+    "simulate",
 ]

@@ -12,10 +12,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
+from math import prod
 from typing import Any, NamedTuple
 
 from lowshard import dtypes
 from lowshard.box import Box, shape_of, volume
+from lowshard.cost import ClusterProfile, Estimate
 from lowshard.errors import PlanError
 from lowshard.layout import Layout
 from lowshard.reshard.cut import Cut
@@ -265,6 +267,34 @@ class ReshardPlan:
         """Return the bytes that a rank sends to each other rank."""
         plan = self.for_rank(rank)
         return {peer: sum(self.move_bytes(m) for m in found) for peer, found in plan.sends.items()}
+
+    def incoming_bytes(self, rank: int) -> dict[int, int]:
+        """Return the bytes that a rank gets from each rank, itself included; quicker than the moves."""
+        found: dict[int, int] = {}
+        for number, kind in enumerate(self.kinds):
+            seat = kind.dst.seats.seat(rank)
+            if seat is None:
+                continue
+            cell, replica = seat
+            src, dst = kind.src.partition, kind.dst.partition
+            if replica and self._hands_on(kind):
+                parent = kind.dst.seats.rank(cell, replica - (1 << (replica.bit_length() - 1)))
+                whole = prod(dst.local_shape(cell)) * kind.src.itemsize_bytes * len(kind.entries)
+                found[parent] = found.get(parent, 0) + whole
+                continue
+            for src_cell in sources(src, dst, cell):
+                size = moved_elems(src, dst, src_cell, cell) * kind.src.itemsize_bytes
+                for index in range(len(kind.entries)):
+                    peer = self.shares.source(number, src_cell, cell, replica, index)
+                    found[peer] = found.get(peer, 0) + size
+        return found
+
+    def predicted_s(self, profile: ClusterProfile) -> Estimate:
+        """Return what the plan is predicted to take on a cluster, with its error bar; see `simulate`."""
+        from lowshard.reshard.simulate import simulate
+
+        made = simulate(self, profile)
+        return Estimate(made.seconds, made.low, made.high, False, made.is_default)
 
     def sent_bytes(self, rank: int) -> int:
         """Return the bytes that a rank sends to others."""

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import product
 from math import prod
 from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
 
 from lowshard.errors import MeshError
 
@@ -34,6 +36,9 @@ class Seats(Protocol):
 
     def ranks(self, cell: int) -> tuple[int, ...]:
         """Return the ranks of a cell, in the order of replicas."""
+
+    def rank_array(self, cell: int) -> npt.NDArray[np.int64]:
+        """Return the ranks of a cell, in the order of replicas, int64."""
 
     @property
     def span(self) -> tuple[int, int]:
@@ -134,10 +139,11 @@ class Grid:
 
     def ranks(self, cell: int) -> tuple[int, ...]:
         """Return the ranks of a cell, in the order of replicas."""
-        first = self.rank(cell, 0)
-        places = product(*(range(n) for n, _ in self.copies))
-        strides = [s for _, s in self.copies]
-        return tuple(first + sum(p * s for p, s in zip(place, strides, strict=True)) for place in places)
+        return tuple(self.rank_array(cell).tolist())
+
+    def rank_array(self, cell: int) -> npt.NDArray[np.int64]:
+        """Return the ranks of a cell, in the order of replicas, int64."""
+        return _steps_of(self.copies) + self.rank(cell, 0)
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data."""
@@ -194,6 +200,10 @@ class Roster:
         """Return the ranks of a cell, in the order of replicas."""
         return self.holders[cell]
 
+    def rank_array(self, cell: int) -> npt.NDArray[np.int64]:
+        """Return the ranks of a cell, in the order of replicas, int64."""
+        return np.array(self.holders[cell], np.int64)
+
     def to_json(self) -> dict[str, Any]:
         """Return plain data."""
         return {"holders": self.holders}
@@ -205,6 +215,16 @@ def seats_from_json(data: Mapping[str, Any]) -> Grid | Roster:
         return Roster(tuple(map(tuple, data["holders"])))
     dims = tuple(tuple((n, s) for n, s in axes) for axes in data["dims"])
     return Grid(dims, tuple((n, s) for n, s in data["copies"]), data["offset"])
+
+
+@lru_cache(maxsize=1024)
+def _steps_of(copies: tuple[Axis, ...]) -> npt.NDArray[np.int64]:
+    """Return what each replica's rank has over that of the first, in the order of replicas."""
+    steps = np.zeros(1, np.int64)
+    for n, stride in copies:
+        steps = (steps[:, None] + np.arange(n) * stride).reshape(-1)
+    steps.flags.writeable = False
+    return steps
 
 
 @lru_cache(maxsize=1024)

@@ -1,9 +1,10 @@
 """Which replica serves which request: on the rank itself, on its node, else dealt out evenly by bytes.
 
-Requests for a source cell that has n replicas lie on a line, each as long as its bytes, in the order of tensors,
-destination cells and destination replicas. Replica k serves the requests that begin in the k-th of n equal parts
-of the line. So the requests a replica serves end less than one request after its part does: what it sends is at
-most the mean plus one request. Everything is arithmetic on the line; no request is looked at but one's own.
+Requests for a source cell that has n replicas lie on a line, each as long as its bytes: destination rank after
+destination rank, and within one tensor after tensor. Replica k serves the requests that begin in the k-th of n equal
+parts of the line. So the requests a replica serves end less than one request after its part does: what it sends is at
+most the mean plus one request. And as a rank's requests lie side by side it has few peers: the replicas that its own
+stretch of the line falls to.
 """
 
 from __future__ import annotations
@@ -12,6 +13,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from lowshard.reshard.layout import TensorLayout, moved_elems, targets
 
@@ -68,6 +72,41 @@ def near_source(src: TensorLayout, src_cell: int, dst_rank: int, node_size: int,
     return held[(dst_rank + entry) % len(held)]
 
 
+class _Line:
+    """The requests for one source cell: who asks, and where each one's requests begin, in bytes.
+
+    Attributes:
+        ranks: destination ranks that are served from the line, ascending, int64.
+        begins: where the requests of each begin; one more entry: the length of the line.
+        largest_bytes: the largest request.
+    """
+
+    def __init__(self, rows: Sequence[tuple[npt.NDArray[np.int64], int, int]]) -> None:
+        none = np.zeros(0, np.int64)
+        every = np.concatenate([none, *(ranks for ranks, _, _ in rows)])
+        sizes = np.concatenate([none, *(np.full(len(ranks), n * count) for ranks, n, count in rows)])
+        self.ranks, place = np.unique(every, return_inverse=True)
+        sums = np.zeros(len(self.ranks), np.int64)
+        np.add.at(sums, place, sizes)
+        self.begins = np.concatenate(([0], np.cumsum(sums))).astype(np.int64)
+        self.largest_bytes = max((n for ranks, n, _ in rows if len(ranks)), default=0)
+
+    @property
+    def length(self) -> int:
+        """Length of the line in bytes."""
+        return int(self.begins[-1])
+
+    def begin(self, rank: int) -> int:
+        """Return where the requests of a rank begin."""
+        return int(self.begins[np.searchsorted(self.ranks, rank)])
+
+    def within(self, low: int, high: int) -> list[int]:
+        """Return the ranks some of whose requests may begin within a part of the line."""
+        first = max(0, int(np.searchsorted(self.begins, low, side="right")) - 1)
+        stop = int(np.searchsorted(self.begins[:-1], high, side="left"))
+        return self.ranks[first:stop].tolist()  # type: ignore[no-any-return]
+
+
 class Shares:
     """The lines of all source cells of a plan, as far as somebody asks.
 
@@ -81,44 +120,8 @@ class Shares:
         self._by_seats: dict[object, list[int]] = {}
         for number, kind in enumerate(kinds):
             self._by_seats.setdefault(kind.src.seats, []).append(number)
-        self._lines: dict[tuple[object, int], tuple[dict[int, int], int]] = {}
-        self._demands: dict[
-            tuple[TensorLayout, TensorLayout, int], tuple[tuple[int, int, int, int], ...]
-        ] = {}
-
-    def demand(self, number: int, cell: int) -> tuple[tuple[int, int, int, int], ...]:
-        """Return, for each destination cell that asks: it, bytes of a request, how many, where they begin."""
-        kind = self._kinds[number]
-        key = (kind.src, kind.dst, cell)
-        found = self._demands.get(key)
-        if found is None:
-            rows, at = [], 0
-            for dst_cell in targets(kind.src.partition, kind.dst.partition, cell):
-                size = moved_elems(kind.src.partition, kind.dst.partition, cell, dst_cell)
-                size_bytes = size * kind.src.itemsize_bytes
-                count = askers(kind.src, kind.dst, cell, dst_cell, self._node_size).dealt
-                rows.append((dst_cell, size_bytes, count, at))
-                at += size_bytes * count
-            found = self._demands[key] = tuple(rows)
-        return found
-
-    def demand_bytes(self, number: int, cell: int) -> int:
-        """Return the bytes that one tensor of a kind adds to the line of a source cell."""
-        rows = self.demand(number, cell)
-        return rows[-1][3] + rows[-1][1] * rows[-1][2] if rows else 0
-
-    def line(self, number: int, cell: int) -> tuple[int, int]:
-        """Return where a kind begins on the line of a source cell, and how long the line is, in bytes."""
-        seats = self._kinds[number].src.seats
-        key = (seats, cell)
-        found = self._lines.get(key)
-        if found is None:
-            begins, at = {}, 0
-            for other in self._by_seats[seats]:
-                begins[other] = at
-                at += self.demand_bytes(other, cell) * len(self._kinds[other].entries)
-            found = self._lines[key] = (begins, at)
-        return found[0][number], found[1]
+        self._lines: dict[tuple[object, int], _Line] = {}
+        self._offsets: dict[tuple[object, int, int], dict[int, tuple[int, int]]] = {}
 
     def source(self, number: int, cell: int, dst_cell: int, replica: int, index: int) -> int:
         """Return the source rank that serves one request.
@@ -135,18 +138,17 @@ class Shares:
         count = seats.count(cell)
         if count == 1:
             return seats.rank(cell, 0)
+        rank = kind.dst.seats.rank(dst_cell, replica)
         ask = askers(kind.src, kind.dst, cell, dst_cell, self._node_size)
         if replica in ask.local:
-            return kind.dst.seats.rank(dst_cell, replica)
+            return rank
         if replica in ask.near:
             assert self._node_size is not None
-            rank = kind.dst.seats.rank(dst_cell, replica)
             return near_source(kind.src, cell, rank, self._node_size, kind.entries[index])
-        place = replica if ask.order is None else ask.order.index(replica)
-        begin, length = self.line(number, cell)
-        row = next(r for r in self.demand(number, cell) if r[0] == dst_cell)
-        at = begin + index * self.demand_bytes(number, cell) + row[3] + place * row[1]
-        return seats.rank(cell, at * count // length if length else 0)
+        line = self._line(seats, cell)
+        begin, size = self._offsets_of(seats, cell, rank)[number]
+        at = begin + index * size
+        return seats.rank(cell, at * count // line.length if line.length else 0)
 
     def served(self, number: int, cell: int, replica: int, rank: int) -> Iterator[tuple[int, int, int]]:
         """Yield the requests that a replica of a source cell serves to others: entry index, cell, replica.
@@ -159,51 +161,86 @@ class Shares:
         """
         kind = self._kinds[number]
         count = kind.src.seats.count(cell)
-        rows = self.demand(number, cell)
-        each = self.demand_bytes(number, cell)
         if count == 1:
-            low = high = 0
-        else:
-            begin, length = self.line(number, cell)
-            low, high = -(-replica * length // count), -(-(replica + 1) * length // count)
-        for index in range(len(kind.entries)):
-            base = 0 if count == 1 else begin + index * each
-            for dst_cell, size_bytes, dealt, at in rows:
+            for dst_cell in targets(kind.src.partition, kind.dst.partition, cell):
                 ask = askers(kind.src, kind.dst, cell, dst_cell, self._node_size)
-                if count == 1:
-                    yield from (
-                        (index, dst_cell, r)
-                        for r in range(kind.dst.seats.count(dst_cell))
-                        if r not in ask.local
-                    )
-                    continue
-                if dealt and size_bytes:
-                    first = max(0, -(-(low - base - at) // size_bytes))
-                    stop = min(dealt, -(-(high - base - at) // size_bytes))
-                    for place in range(first, stop):
-                        yield index, dst_cell, place if ask.order is None else ask.order[place]
-                for near in ask.near:
-                    assert self._node_size is not None
-                    to = kind.dst.seats.rank(dst_cell, near)
-                    entry = kind.entries[index]
-                    if near_source(kind.src, cell, to, self._node_size, entry) == rank:
-                        yield index, dst_cell, near
+                others = [r for r in range(kind.dst.seats.count(dst_cell)) if r not in ask.local]
+                yield from ((i, dst_cell, r) for i in range(len(kind.entries)) for r in others)
+            return
+        line = self._line(kind.src.seats, cell)
+        low, high = (-(-k * line.length // count) for k in (replica, replica + 1))
+        for asking in line.within(low, high):
+            found = self._offsets_of(kind.src.seats, cell, asking).get(number)
+            if found is None:
+                continue
+            begin, size = found
+            dst_seat = kind.dst.seats.seat(asking)
+            assert dst_seat is not None
+            if not size:
+                continue
+            first = max(0, -(-(low - begin) // size))
+            for index in range(first, min(len(kind.entries), -(-(high - begin) // size))):
+                yield index, *dst_seat
+        if self._node_size is not None:
+            yield from self._near(kind, cell, rank, self._node_size)
 
     def bound_bytes(self, number: int, cell: int) -> float:
         """Return what a replica of a source cell sends at most for all tensors of its line, in bytes."""
-        count = self._kinds[number].src.seats.count(cell)
-        _, length = self.line(number, cell)
-        largest = max(
-            (
-                row[1]
-                for n in self._by_seats[self._kinds[number].src.seats]
-                for row in self.demand(n, cell)
-                if row[2]
-            ),
-            default=0,
-        )
-        return length / count + (largest if count > 1 else 0)
+        seats = self._kinds[number].src.seats
+        count, line = seats.count(cell), self._line(seats, cell)
+        return line.length / count + (line.largest_bytes if count > 1 else 0)
 
-    def kinds_of_line(self, number: int) -> list[int]:
-        """Return the kinds whose source seats are those of a kind: they share its lines."""
-        return self._by_seats[self._kinds[number].src.seats]
+    def _near(self, kind: Kind, cell: int, rank: int, node_size: int) -> Iterator[tuple[int, int, int]]:
+        for dst_cell in targets(kind.src.partition, kind.dst.partition, cell):
+            for near in askers(kind.src, kind.dst, cell, dst_cell, node_size).near:
+                to = kind.dst.seats.rank(dst_cell, near)
+                for index, entry in enumerate(kind.entries):
+                    if near_source(kind.src, cell, to, node_size, entry) == rank:
+                        yield index, dst_cell, near
+
+    def _line(self, seats: object, cell: int) -> _Line:
+        found = self._lines.get((seats, cell))
+        if found is None:
+            rows = []
+            for number in self._by_seats[seats]:
+                kind = self._kinds[number]
+                for dst_cell in targets(kind.src.partition, kind.dst.partition, cell):
+                    ranks = dealt_ranks(kind.src, kind.dst, cell, dst_cell, self._node_size)
+                    rows.append((ranks, self._size(kind, cell, dst_cell), len(kind.entries)))
+            found = self._lines[seats, cell] = _Line(rows)
+        return found
+
+    def _offsets_of(self, seats: object, cell: int, rank: int) -> dict[int, tuple[int, int]]:
+        """Return where a rank's requests of each kind begin on a line, and how long one is."""
+        key = (seats, cell, rank)
+        found = self._offsets.get(key)
+        if found is None:
+            at, found = self._line(seats, cell).begin(rank), {}
+            for number in self._by_seats[seats]:
+                kind = self._kinds[number]
+                seat = kind.dst.seats.seat(rank)
+                if seat is None:
+                    continue
+                size = self._size(kind, cell, seat[0])
+                ask = askers(kind.src, kind.dst, cell, seat[0], self._node_size)
+                if size and seat[1] not in ask.local and seat[1] not in ask.near:
+                    found[number] = at, size
+                    at += size * len(kind.entries)
+            if len(self._offsets) > 65536:
+                self._offsets.clear()
+            self._offsets[key] = found
+        return found
+
+    @staticmethod
+    def _size(kind: Kind, cell: int, dst_cell: int) -> int:
+        return moved_elems(kind.src.partition, kind.dst.partition, cell, dst_cell) * kind.src.itemsize_bytes
+
+
+@lru_cache(maxsize=4096)
+def dealt_ranks(
+    src: TensorLayout, dst: TensorLayout, src_cell: int, dst_cell: int, node_size: int | None
+) -> npt.NDArray[np.int64]:
+    """Return the ranks of a destination cell that are served from the line of a source cell, int64."""
+    ranks = dst.seats.rank_array(dst_cell)
+    order = askers(src, dst, src_cell, dst_cell, node_size).order
+    return ranks if order is None else ranks[list(order)]
