@@ -40,21 +40,35 @@ def add_fsdp_parser(benches: argparse._SubParsersAction[argparse.ArgumentParser]
         "fsdp", help="steps of sharded training, beside torch FSDP2", description=DESCRIPTION, epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
-    parser.add_argument("--ranks", type=_ranks, default="2", metavar="N[,N...]", help="ranks to start (default 2)")
+    parser.add_argument(
+        "--ranks", type=_ranks, default="2", metavar="N[,N...]", help="ranks to start (default 2)"
+    )
     parser.add_argument("--mode", type=_modes, default="full", metavar="NAME[,NAME...]",
                         help=f"strategies, of {', '.join(MODES)}, or all (default full)")  # fmt: skip
     parser.add_argument("--intra", type=int, default=2, metavar="N", help="shard group of hybrid (default 2)")
-    parser.add_argument("--width", type=int, default=2560, metavar="N", help="width of a layer (default 2560)")
+    parser.add_argument(
+        "--width", type=int, default=2560, metavar="N", help="width of a layer (default 2560)"
+    )
     parser.add_argument("--layers", type=int, default=8, metavar="N", help="layers (default 8)")
     parser.add_argument("--batch", type=int, default=16, metavar="N", help="rows a rank (default 16)")
     parser.add_argument("--steps", type=int, default=5, metavar="N", help="steps that count (default 5)")
     parser.add_argument("--warmup", type=int, default=2, metavar="N", help="steps before them (default 2)")
     parser.add_argument("--compute", default=None, choices=("float32", "bfloat16"), help="Precision.compute")
-    parser.add_argument("--prefetch", type=int, default=1, metavar="N", help="units gathered ahead (default 1)")
-    parser.add_argument("--communicators", type=int, default=1, choices=(1, 2), help="2: reductions have their own")
-    parser.add_argument("--compare-torch", action="store_true", help="also torch FSDP2, which must be installed")
-    parser.add_argument("--check", action="store_true", help="exit code 1 where a ratio to torch is above 0.5")
-    parser.add_argument("--json", metavar="FILE", help="write JSON to FILE beside the table; -: print it alone")
+    parser.add_argument(
+        "--prefetch", type=int, default=1, metavar="N", help="units gathered ahead (default 1)"
+    )
+    parser.add_argument(
+        "--communicators", type=int, default=1, choices=(1, 2), help="2: reductions have their own"
+    )
+    parser.add_argument(
+        "--compare-torch", action="store_true", help="also torch FSDP2, which must be installed"
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="exit code 1 where a ratio to torch is above 0.5"
+    )
+    parser.add_argument(
+        "--json", metavar="FILE", help="write JSON to FILE beside the table; -: print it alone"
+    )
     parser.set_defaults(func=run_fsdp)
 
 
@@ -89,10 +103,12 @@ def run_fsdp(args: argparse.Namespace) -> int:
     for row in wrong:
         print(f"lowshard bench fsdp: {row['mode']} on {row['ranks']} ranks sent {row['sent_bytes']} bytes a step, the "
               f"formula says {row['expected_bytes']}", file=sys.stderr)  # fmt: skip
-    slow = [row for row in rows if args.check and max(row.get("wall_ratio", 0), row.get("cpu_ratio", 0)) > _LIMIT]
+    slow = [
+        row for row in rows if args.check and max(row.get("wall_ratio", 0), row.get("cpu_ratio", 0)) > _LIMIT
+    ]
     for row in slow:
-        print(f"lowshard bench fsdp: {row['mode']} on {row['ranks']} ranks takes {row['wall_ratio']:.2f} of torch's time "
-              f"and {row['cpu_ratio']:.2f} of its processor time, the limit is {_LIMIT}", file=sys.stderr)  # fmt: skip
+        print(f"lowshard bench fsdp: {row['mode']} on {row['ranks']} takes {row['wall_ratio']:.2f} of torch's time "
+              f"and {row['cpu_ratio']:.2f} of its processor time; the limit is {_LIMIT}", file=sys.stderr)  # fmt: skip
     return 1 if wrong or slow else 0
 
 
@@ -166,7 +182,17 @@ def _print(rows: list[dict[str, Any]], compared: bool) -> None:
     from rich.table import Table
 
     table = Table(title="a step of sharded training")
-    for head in ("strategy", "ranks", "wall s", "cpu s", "sent", "formula", "pool MiB", "state MiB", "peak MiB"):
+    for head in (
+        "strategy",
+        "ranks",
+        "wall s",
+        "cpu s",
+        "sent",
+        "formula",
+        "pool MiB",
+        "state MiB",
+        "peak MiB",
+    ):
         table.add_column(head, justify="left" if head == "strategy" else "right")
     for head in ("torch wall", "torch cpu", "torch peak", "x wall", "x cpu") if compared else ():
         table.add_column(head, justify="right")
@@ -174,8 +200,8 @@ def _print(rows: list[dict[str, Any]], compared: bool) -> None:
         unit = 4 * row["params"]
         cells = [
             row["mode"], str(row["ranks"]), f"{row['wall_s']:.3f}", f"{row['cpu_s']:.3f}",
-            f"{row['sent_bytes'] / unit:.4f}", f"{row['expected_bytes'] / unit:.4f}", f"{row['pool_bytes'] / 2**20:.0f}",
-            f"{row['state_bytes'] / 2**20:.0f}", f"{row['peak_mib']:.0f}",
+            f"{row['sent_bytes'] / unit:.4f}", f"{row['expected_bytes'] / unit:.4f}",
+            f"{row['pool_bytes'] / 2**20:.0f}", f"{row['state_bytes'] / 2**20:.0f}", f"{row['peak_mib']:.0f}",
         ]  # fmt: skip
         if compared:
             cells += [
@@ -195,5 +221,7 @@ def _modes(text: str) -> list[str]:
 
 def _ranks(text: str) -> list[int]:
     if not all(part.isdecimal() and int(part) for part in text.split(",")):
-        raise argparse.ArgumentTypeError(f"ranks are whole numbers of 1 or more, separated by commas, got {text!r}")
+        raise argparse.ArgumentTypeError(
+            f"ranks are whole numbers of 1 or more, separated by commas, got {text!r}"
+        )
     return [int(part) for part in text.split(",")]

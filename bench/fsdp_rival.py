@@ -7,6 +7,7 @@ import statistics
 import sys
 import tempfile
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ def worker(rank: int, world: int, request: dict[str, Any], store: str, folder: s
 
     def layers() -> nn.Sequential:
         made: list[nn.Module] = []
-        for i, (into, out) in enumerate(zip(dims[:-1], dims[1:], strict=True)):
+        for i, (into, out) in enumerate(pairwise(dims)):
             linear: nn.Module = nn.Linear(into, out)
             last = i == len(dims) - 2
             made.append(linear if last else nn.Sequential(linear, nn.GELU(approximate="tanh")))

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ class MLP:
         self.dims = list(dims)
         self.units = {
             f"l{i}": [Param("w", (out, into)), Param("b", (out,))]
-            for i, (into, out) in enumerate(zip(dims[:-1], dims[1:], strict=True))
+            for i, (into, out) in enumerate(pairwise(dims))
         }
 
     def fill(self, name: str, box: Any) -> np.ndarray:
@@ -54,7 +55,10 @@ class MLP:
         if len(box) == 1:
             whole = np.random.default_rng([seed, 1]).standard_normal(self.dims[seed + 1], np.float32)
             return np.asarray(whole[slice(*box[0])] * np.float32(scale))
-        made = [np.random.default_rng([seed, 0, r]).standard_normal(self.dims[seed], np.float32)[columns] for r in rows]
+        made = [
+            np.random.default_rng([seed, 0, r]).standard_normal(self.dims[seed], np.float32)[columns]
+            for r in rows
+        ]
         return np.asarray(np.stack(made) * np.float32(scale))
 
     def step(self, engine: FSDP, x: np.ndarray, target: np.ndarray) -> float:

@@ -62,7 +62,10 @@ class Engine(Protocol):
     def adamw(
         self, param: Array, grad: Array, first: Array, second: Array, scalars: Sequence[float]
     ) -> None:  # fmt: skip
-        """Run `adamw_step` on float32 arrays; scalars: decay factor, beta1, 1 - beta1, beta2, 1 - beta2, scale, root, eps."""
+        """Run `adamw_step` on float32 arrays.
+
+        scalars: what p is multiplied by, beta1, 1 - beta1, beta2, 1 - beta2, scale, root, eps.
+        """
 
     def sgd(self, param: Array, grad: Array, buffer: Array, mode: int, scalars: Sequence[float]) -> None:
         """Run `sgd_step`; mode 0: no buffer, 1: it is written, 2: added to; scalars: lr, momentum, decay."""

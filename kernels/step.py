@@ -42,7 +42,7 @@ def adamw_step(
     root = math.sqrt(1 - beta2**step)
     scalars = (1 - lr * weight_decay, beta1, 1 - beta1, beta2, 1 - beta2, scale, root, eps)
     if param.size:
-        engine_for(*arrays).adamw(*arrays, scalars)
+        engine_for(*arrays).adamw(arrays[0], arrays[1], arrays[2], arrays[3], scalars)
 
 
 def sgd_step(

@@ -158,7 +158,11 @@ class CudaEngine:
         self, param: Array, grad: Array, first: Array, second: Array, scalars: Sequence[float]
     ) -> None:  # fmt: skip
         """Run one step of AdamW in one launch."""
-        args = (*(address(array) for array in (param, grad, first, second)), param.size, *_float_words(scalars))
+        args = (
+            *(address(array) for array in (param, grad, first, second)),
+            param.size,
+            *_float_words(scalars),
+        )
         self._launch("adamw", param.size, 4 * THREADS, 8, args)
 
     def sgd(self, param: Array, grad: Array, buffer: Array, mode: int, scalars: Sequence[float]) -> None:

@@ -8,46 +8,29 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from lowshard import dtypes
 from lowshard.box import Box
-from lowshard.comm import Communicator, agree
-from lowshard.errors import (
-    BadGrad,
-    BufferMismatchError,
-    LayoutError,
-    LowshardError,
-    MismatchError,
-    NotJoined,
-    NotOpen,
-    ShardingError,
-    StaleParams,
-    StepError,
-)
+from lowshard.comm import agree
+from lowshard.errors import BadGrad, MismatchError, NotJoined, NotOpen, StaleParams, StepError
 from lowshard.fsdp import state as saved
-from lowshard.fsdp.gradient import Accumulate, Gradients
-from lowshard.fsdp.links import Links, known_elsewhere
-from lowshard.fsdp.model import ModelPlan, Segment, Shape, UnitPlan
+from lowshard.fsdp.core import Core, host_of
+from lowshard.fsdp.links import known_elsewhere
 from lowshard.fsdp.norm import power_sum, value_of
-from lowshard.fsdp.opening import Opener, Phase
-from lowshard.fsdp.param import Units
-from lowshard.fsdp.plan import ALIGN_ELEMS, Piece, flat_boxes
-from lowshard.fsdp.pool import Pool, plan_pool
-from lowshard.fsdp.report import Log, Report
+from lowshard.fsdp.opening import Phase
+from lowshard.fsdp.report import Report
 from lowshard.fsdp.slot import Rule, Slot
-from lowshard.fsdp.strategy import Precision, ShardingStrategy
 
 Array = Any  # a NumPy or CuPy array; CuPy ships no types
-Order = Literal["fast", "tree", "rank"]
 
 _EPS = 1e-6
 """Added to the norm where gradients are clipped, as torch.nn.utils.clip_grad_norm_ does."""
 
 
-class FSDP:
+class FSDP(Core):
     """A model whose parameters, gradients and optimizer state are sharded over ranks, without a framework.
 
     Parameters are views of flat buffers: `open` gathers a unit and gives them, `grads` gives views to write gradients
@@ -90,55 +73,8 @@ class FSDP:
     Attributes:
         pool: the one buffer `[bytes]` uint8 that all parameters and gradients lie in; it never grows.
         plan: units and cuts, as data.
+        updates: how often the model was updated.
     """
-
-    def __init__(
-        self,
-        units: Units,
-        comm: Communicator,
-        strategy: ShardingStrategy = ShardingStrategy.FullShard,
-        *,
-        order: Order = "tree",
-        precision: Precision | None = None,
-        average: Literal["mean", "sum"] | float = "mean",
-        open_limit: int = 2,
-        prefetch: int = 1,
-        grad_limit: int = 2,
-        accumulate: Accumulate = "local",
-        communicators: int = 1,
-        align: int = ALIGN_ELEMS,
-        check: Literal["off", "digest", "poison"] = "digest",
-    ) -> None:
-        self.strategy, self.precision = strategy, Precision() if precision is None else precision
-        self._check, self._world = check, comm
-        error: Exception | None = None
-        digest = b""
-        try:
-            _check_settings(strategy, order, average, open_limit, prefetch, grad_limit, accumulate, communicators, check)
-            self.grid = strategy.grid(comm.size, comm.rank)
-            self.plan = ModelPlan.plan(units, self.grid.shards, self.precision, align)
-            digest = self.plan.digest(
-                strategy, order, self.precision, average, open_limit, prefetch, grad_limit, accumulate, communicators, check
-            )  # fmt: skip
-        except Exception as raised:
-            error = raised
-        agree(comm, digest, error, "FSDP")
-        slots = max(open_limit, prefetch + 1)
-        self._shape = Shape.of(self.plan, strategy, self.grid, slots, grad_limit, order)
-        self._links = Links(comm, self.grid, communicators)
-        home = comm if self._links.shard is None else self._links.shard.comm
-        self._pool = Pool(plan_pool(self._shape), home)
-        self.pool = self._pool.array
-        self._log = Log()
-        self._opener = Opener(
-            self._shape, self._pool, self._links, self._log, open_limit, prefetch, check == "poison"
-        )  # fmt: skip
-        self._grads = Gradients(self._shape, self._pool, self._links, self._log, accumulate, average)
-        self._slots = {unit.name: self._slot_of(unit) for unit in self.plan.units if unit.trained is not None}
-        self._broken: BaseException | None = None
-        self._calls: list[str] = []
-        self.updates = 0
-        """How often the model was updated."""
 
     # ---- values
 
@@ -177,14 +113,18 @@ class FSDP:
         hashed = hashlib.blake2b(digest_size=16)
         for unit in self.plan.units:
             for segment in unit.segments:
-                hashed.update(_host(self._opener.shard(unit.name, segment)).view(np.uint8).data)
+                hashed.update(host_of(self._opener.shard(unit.name, segment)).view(np.uint8).data)
         channel, xp = self._links.replica, self._links.xp
         record = xp.asarray(np.frombuffer(hashed.digest(), np.uint8).copy())
         rows = xp.empty((channel.comm.size, record.size), np.uint8)
         lane = self._links.reduce_lane
-        self._guarded(lambda: lane.submit(lambda: channel.call("control", "all_gather", record, rows), "a check").wait())
-        same = len({row.tobytes() for row in _host(rows)}) == 1
-        wrong = MismatchError("all replicas start from the same parameters, but what they were filled with differs")
+        self._guarded(
+            lambda: lane.submit(lambda: channel.call("control", "all_gather", record, rows), "a check").wait()
+        )
+        same = len({row.tobytes() for row in host_of(rows)}) == 1
+        wrong = MismatchError(
+            "all replicas start from the same parameters, but what they were filled with differs"
+        )
         agree(self._world, b"", None if same else wrong, "check_equal_start")
 
     def full(self, name: str) -> Array:
@@ -202,7 +142,9 @@ class FSDP:
         entry = segment.plan.by_name[param]
         xp = self._links.xp
         whole = xp.empty(entry.elems, dtypes.get(unit.formats.master).numpy)
-        saved.gather_param(self._links, self._in_lane, segment.plan, entry, self._opener.shard(unit.name, segment), whole)
+        saved.gather_param(
+            self._links, self._in_lane, segment.plan, entry, self._opener.shard(unit.name, segment), whole
+        )
         return whole.reshape(entry.shape)
 
     # ---- a step
@@ -291,7 +233,7 @@ class FSDP:
         if view is None or shape != view.shape or dtype != view.dtype:
             wanted = "no gradient" if view is None else f"{view.dtype}{list(view.shape)}"
             self._wrong(BadGrad(f"the gradient of {unit}.{name} is {wanted}, got {dtype}{list(shape or ())}"))
-        view += array  # type: ignore[operator]
+        view += array
 
     def reduce(self, unit: str) -> None:
         """Start the sum of a unit's gradients over ranks; the unit may be closed at once. No gradient counts as zeros.
@@ -380,12 +322,16 @@ class FSDP:
         ready = self._grads.ready()
         if stale:
             self._wrong(StaleParams(
-                f"update: {', '.join(stale)} were updated already; call broadcast_updated_params() once after each update"
+                f"update: {', '.join(stale)} were updated already; call broadcast_updated_params() after each update"
             ))  # fmt: skip
         if not ready and self.updates:
-            self._wrong(StaleParams("update: no gradient was reduced since the last update; run a step first"))
+            self._wrong(
+                StaleParams("update: no gradient was reduced since the last update; run a step first")
+            )
         if not ready:
-            self._wrong(NotJoined("update: no gradient was reduced yet; run a step with reduce() and join() first"))
+            self._wrong(
+                NotJoined("update: no gradient was reduced yet; run a step with reduce() and join() first")
+            )
 
         def run() -> None:
             for name in ready:
@@ -455,8 +401,8 @@ class FSDP:
         )
         log = self._log
         return Report(
-            dict(wire), dict(log.gathers), log.unused_gathers, dict(log.zero_reduces), dict(log.wait_s), log.copied_bytes,
-            self._pool.plan, self._grads.accumulator_bytes, state_bytes, tuple(log.events),
+            dict(wire), dict(log.gathers), log.unused_gathers, dict(log.zero_reduces), dict(log.wait_s),
+            log.copied_bytes, self._pool.plan, self._grads.accumulator_bytes, state_bytes, tuple(log.events),
         )  # fmt: skip
 
     def shut(self) -> None:
@@ -475,142 +421,3 @@ class FSDP:
     ) -> None:
         if error is None:
             self.shut()
-
-    # ---- inside
-
-    def _slot_of(self, unit: UnitPlan) -> Slot:
-        assert unit.trained is not None
-        pieces = unit.trained.plan.pieces(self.grid.shard_rank)
-        shard = self._opener.shard(unit.name, unit.trained)
-        return Slot(unit.name, shard, self._grads.result(unit), pieces, self._links.xp)
-
-    def _held(self) -> Iterator[tuple[str, UnitPlan, Segment, Piece, Array]]:
-        """Iterate over this rank's pieces: full name, unit, segment, piece, 1-D view."""
-        for unit in self.plan.units:
-            for segment in unit.segments:
-                shard = self._opener.shard(unit.name, segment)
-                for piece in segment.plan.pieces(self.grid.shard_rank):
-                    yield f"{unit.name}.{piece.name}", unit, segment, piece, shard[piece.shard_lo : piece.shard_hi]
-
-    def _fill_unit(self, unit: UnitPlan, function: Callable[[str, Box], Any]) -> None:
-        for name, held, segment, piece, view in self._held():
-            if held is not unit:
-                continue
-            shape = segment.plan.by_name[piece.name].shape
-            for box, lo, hi in flat_boxes(shape, piece.param_lo, piece.param_hi):
-                _put(view[lo - piece.param_lo : hi - piece.param_lo], function(name, box), box, name)
-        for param in unit.ignored:
-            box = tuple((0, extent) for extent in param.shape)
-            name = f"{unit.name}.{param.name}"
-            _put(self._opener.ignored(unit, param.name).reshape(-1), function(name, box), box, name)
-
-    def _changed(self) -> None:
-        """All parameters are new."""
-        self._opener.updated([unit.name for unit in self.plan.units])
-        if self._shape.resident:
-            self._guarded(self._opener.resync)
-
-    def _find(self, name: str) -> tuple[UnitPlan, Segment | None, str]:
-        unit_name, _, param = name.rpartition(".")
-        unit = self.plan.by_name.get(unit_name)
-        if unit is not None:
-            for tied, other, target in unit.ties:
-                if tied == param:
-                    return self._find(f"{other}.{target}")
-            for segment in unit.segments:
-                if param in segment.plan.by_name:
-                    return unit, segment, param
-            if any(p.name == param for p in unit.ignored):
-                return unit, None, param
-        raise LayoutError(f"the model has no parameter {name!r}; full names are 'unit.param'")
-
-    def _over_shards(self, values: np.ndarray, op: str) -> np.ndarray:
-        channel, xp = self._links.shard, self._links.xp
-        if channel is None:
-            return values
-        send = xp.asarray(values)
-        recv = xp.empty_like(send)
-        self._in_lane(lambda: channel.call("control", "all_reduce", send, recv, op, "tree"), "norm")
-        return _host(recv)
-
-    def _in_lane(self, job: Callable[[], None], text: str) -> None:
-        """Run a call in turn with the gathers, and wait for it."""
-        self._guarded(lambda: self._links.gather_lane.submit(job, text).wait())
-
-    def _guarded(self, call: Callable[[], Any]) -> Any:
-        """Run a part of a step; whatever it raises, all ranks raise."""
-        try:
-            return call()
-        except (StepError, BadGrad) as error:
-            if not known_elsewhere(error):
-                self._wrong(error)
-            self._broken = error
-            self._links.tell(error)
-            raise
-        except BaseException as error:
-            self._broken = error
-            self._links.tell(error)
-            raise
-
-    def _wrong(self, error: LowshardError) -> None:
-        """Raise what is wrong with this call, here and on the other ranks at their next; nothing has changed."""
-        self._links.tell(error)
-        raise error
-
-    def _healthy(self) -> None:
-        if self._broken is not None:
-            raise StepError(
-                f"an earlier step failed ({type(self._broken).__name__}: {self._broken}); call reset() on all ranks, then "
-                "run the step again"
-            ) from self._broken
-
-    def _unit(self, name: str) -> None:
-        self._healthy()
-        if name not in self.plan.by_name:
-            self._wrong(NotOpen(f"the model has no unit {name!r}; it has {', '.join(self.plan.by_name)}"))
-
-    def _stepping(self) -> None:
-        """Outside of step() what is written belongs to one step that is the last."""
-        if not self._grads.micro_batches:
-            self._grads.begin_step(True)
-
-    def _joined(self, what: str) -> None:
-        self._healthy()
-        unfinished = self._grads.unfinished()
-        if unfinished:
-            self._wrong(NotJoined(
-                f"{what}: the gradients of {', '.join(unfinished)} are not reduced yet; call reduce() for each unit in the "
-                "last micro-batch, then join()"
-            ))  # fmt: skip
-
-
-def _check_settings(
-    strategy: object, order: str, average: object, open_limit: int, prefetch: int, grad_limit: int, accumulate: str,
-    communicators: int, check: str,
-) -> None:  # fmt: skip
-    def need(ok: bool, rule: str, got: object) -> None:
-        if not ok:
-            raise ShardingError(f"FSDP: {rule}, got {got!r}")
-
-    need(isinstance(strategy, ShardingStrategy), "strategy is a ShardingStrategy, such as .FullShard", strategy)
-    need(order in ("tree", "rank", "fast"), "order is 'tree', 'rank' or 'fast'", order)
-    number = isinstance(average, (int, float)) and not isinstance(average, bool) and average > 0
-    need(number or average in ("mean", "sum"), "average is 'mean', 'sum' or a number to divide by", average)
-    need(open_limit >= 1 and grad_limit >= 1, "open_limit and grad_limit are 1 or more", (open_limit, grad_limit))
-    need(prefetch >= 0, "prefetch is 0 or more", prefetch)
-    need(accumulate in ("local", "reduce"), "accumulate is 'local' or 'reduce'", accumulate)
-    need(communicators in (1, 2), "communicators is 1 or 2", communicators)
-    need(check in ("off", "digest", "poison"), "check is 'off', 'digest' or 'poison'", check)
-
-
-def _put(view: Array, value: Any, box: Box, name: str) -> None:
-    shape = tuple(stop - start for start, stop in box)
-    given = getattr(value, "shape", ())
-    if given not in (shape, ()):
-        raise BufferMismatchError(f"fill: {name} {box} is an array {list(shape)} or a number, got {list(given)}")
-    view[...] = value.reshape(-1) if given else value
-
-
-def _host(array: Array) -> np.ndarray:
-    found: np.ndarray = array if isinstance(array, np.ndarray) else array.get()
-    return found

@@ -98,8 +98,8 @@ class Gradients:
             return
         if grad.reduced:
             raise StepError(
-                f"unit {unit.name!r} was reduced in this step already: write all its gradients (of what is tied to it, too), then reduce it once a "
-                "step; other micro-batches are steps of their own, step(last=False)"
+                f"unit {unit.name!r} was reduced in this step already: write all its gradients (also of what is tied "
+                "to it), then reduce it once a step; other micro-batches are steps of their own, step(last=False)"
             )
         if grad.state in (State.READY, State.REDUCING):
             raise NotJoined(
@@ -138,8 +138,9 @@ class Gradients:
             else:
                 continue
             return slot
+        held = ", ".join(map(str, self._holders))
         raise OpenLimit(
-            f"grad_limit={len(self._holders)} units hold gradients that are not reduced ({', '.join(map(str, self._holders))}), so "
+            f"grad_limit={len(self._holders)} units hold gradients that are not reduced ({held}), so "
             f"{name!r} cannot have one: reduce one of them first, or make the model with a larger grad_limit"
         )
 
@@ -218,7 +219,9 @@ class Gradients:
         if grad.early:
             return
         if grad.reduced:
-            raise StepError(f"reduce({name!r}): the unit was reduced in this step already; call it once a step")
+            raise StepError(
+                f"reduce({name!r}): the unit was reduced in this step already; call it once a step"
+            )
         if not grad.written:
             self._log.zero_reduces[name] += 1
             self._open(unit, True)
@@ -247,7 +250,7 @@ class Gradients:
 
     def _run(self, unit: UnitPlan, buffer: Array, last: bool, micro: int, divisor: float) -> None:
         """Reduce one micro-batch: sum on this rank, shard group, sum of the group's, replica group, division."""
-        formats, grad, grid = unit.formats, self.state[unit.name], self._shape.grid
+        formats, grid = unit.formats, self._shape.grid
         order = self._shape.order
         term = buffer
         if formats.grad != formats.reduce:

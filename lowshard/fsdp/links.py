@@ -6,6 +6,7 @@ import contextlib
 import time
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -241,9 +242,7 @@ class Links:
         self.replica = part(grid.shard_rank, grid.replica_rank, grid.replicas)
         name = f"lowshard fsdp rank {grid.rank}"
         self.gather_lane: Lane = self._lane(f"{name} gathers")
-        self.reduce_lane: Lane = (
-            self._lane(f"{name} reductions") if communicators == 2 else self.gather_lane
-        )
+        self.reduce_lane: Lane = self._lane(f"{name} reductions") if communicators == 2 else self.gather_lane
 
     def _lane(self, name: str) -> Lane:
         if self.xp is not np:
@@ -274,7 +273,8 @@ class Links:
         if not isinstance(said, LowshardError):
             said = CommError(f"rank {self.grid.rank} failed: {type(error).__name__}: {error}")
         works = [
-            channel.start_refusal(said, again, lane.submit(_nothing, "a mark")) for channel, lane in self.channels
+            channel.start_refusal(said, again, lane.submit(_nothing, "a mark"))
+            for channel, lane in self.channels
         ]
         if not again and self.xp is np:  # who goes on does so when all have been told
             for lane in dict.fromkeys((self.gather_lane, self.reduce_lane)):
@@ -328,7 +328,7 @@ class Links:
         for channel, lane in ((self.shard, self.gather_lane), (self.replica, self.reduce_lane)):
             if channel is None:
                 continue
-            work = lane.submit(lambda c=channel, b=bad: self._compare(c, calls, digest, b), "join")
+            work = lane.submit(partial(self._compare, channel, calls, digest, bad), "join")
             group_bad, text = work.wait()
             bad, said = bad or group_bad, said or text
         if bad:

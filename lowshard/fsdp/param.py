@@ -44,7 +44,7 @@ class Param:
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name or "." in self.name:
             raise LayoutError(f"a parameter's name is a text without '.', got {self.name!r}")
-        shape = (self.shape,) if isinstance(self.shape, int) else tuple(int(extent) for extent in self.shape)
+        shape = tuple(int(extent) for extent in self.shape)
         if any(extent < 0 for extent in shape):
             raise LayoutError(f"parameter {self.name!r}: extents are 0 or more, got {shape}")
         object.__setattr__(self, "shape", shape)
@@ -112,7 +112,9 @@ def check_units(units: Units) -> None:
                     "same shape that is neither tied nor ignored itself"
                 )
             if target.dtype != param.dtype or target.trainable != param.trainable:
-                raise LayoutError(f"{full} and {param.tie!r} are one storage: same dtype, both trainable or neither")
+                raise LayoutError(
+                    f"{full} and {param.tie!r} are one storage: same dtype, both trainable or neither"
+                )
 
 
 def tie_target(unit: str, param: Param, units: Units) -> str:

@@ -38,9 +38,9 @@ def plan_pool(shape: Shape) -> PoolPlan:
     for unit in units:
         if shape.keeps and not shape.rests_whole(unit):
             add(f"open:{unit.name}", unit.elems * unit.formats.item("compute"))
-        if not shape.grad_slots and not shape.own_grad(unit):
-            add(f"grads:{unit.name}", unit.grad_elems * unit.formats.item("grad"))
-        elif shape.grad_slots and unit.name in shape.model.shared:
+        if (not shape.grad_slots and not shape.own_grad(unit)) or (
+            shape.grad_slots and unit.name in shape.model.shared
+        ):
             add(f"grads:{unit.name}", unit.grad_elems * unit.formats.item("grad"))
     for slot in range(shape.open_slots):
         add(f"open:#{slot}", largest_open)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -74,7 +74,7 @@ class Log:
     gathers: Counter[str] = field(default_factory=Counter)
     unused_gathers: int = 0
     zero_reduces: Counter[str] = field(default_factory=Counter)
-    wait_s: Counter[str] = field(default_factory=Counter)
+    wait_s: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     copied_bytes: int = 0
     events: deque[Event] = field(default_factory=lambda: deque(maxlen=_EVENTS_KEPT))
 

@@ -21,7 +21,7 @@ from lowshard.mesh import DeviceMesh
 from lowshard.placement import Replicated, Sharded
 
 if TYPE_CHECKING:
-    from lowshard.fsdp.engine import FSDP
+    from lowshard.fsdp.core import Core
 
 Array = Any  # a NumPy or CuPy array; CuPy ships no types
 Run = Callable[[Callable[[], None], str], None]
@@ -60,7 +60,7 @@ class ShardState:
     updates: int
 
 
-def shard_state(engine: FSDP) -> ShardState:
+def shard_state(engine: Core) -> ShardState:
     """Return this rank's state as views."""
     found = {}
     for name, unit, segment, piece, view in engine._held():
@@ -109,7 +109,7 @@ def _own(plan: FlatPlan, rank: int, name: str, shard: Array) -> Array:
     return shard[:0]
 
 
-def save(engine: FSDP, path: Any) -> None:
+def save(engine: Core, path: Any) -> None:
     """Write the file; see `FSDP.save`."""
     mesh = DeviceMesh((engine.grid.shards,), ("shard",))  # the first shard group: replicas hold the same
     tensors: dict[str, tuple[Layout, np.ndarray | None]] = {}
@@ -119,12 +119,15 @@ def save(engine: FSDP, path: Any) -> None:
     for unit in engine.plan.units:
         slot = engine._slots.get(unit.name)
         if slot is not None:
-            arrays[unit.name] = [k for k, v in slot.state.items() if getattr(v, "shape", None) == slot.param.shape]
+            arrays[unit.name] = [
+                k for k, v in slot.state.items() if getattr(v, "shape", None) == slot.param.shape
+            ]
             rest = {k: v for k, v in slot.state.items() if k not in arrays[unit.name]}
             for key, value in rest.items():
                 if not isinstance(value, (int, float, str, bool)):
                     raise CheckpointError(
-                        f"save: state {key!r} of unit {unit.name!r} is neither an array like the parameters nor a number"
+                        f"save: state {key!r} of unit {unit.name!r} is neither an array like the parameters nor a "
+                        "number"
                     )
             numbers[unit.name] = {"step": slot.step, "state": rest}
         for segment in unit.segments:
@@ -146,7 +149,7 @@ def save(engine: FSDP, path: Any) -> None:
 
 
 def _rows(
-    engine: FSDP, mesh: DeviceMesh, plan: FlatPlan, entry: Entry, flat: Array, name: str, writes: bool
+    engine: Core, mesh: DeviceMesh, plan: FlatPlan, entry: Entry, flat: Array, name: str, writes: bool
 ) -> tuple[Layout, np.ndarray | None]:  # fmt: skip
     """Return a parameter cut by rows over the shard group: what files are written from."""
     dtype = dtypes.get(flat.dtype)
@@ -179,7 +182,7 @@ def _overlap(a: tuple[int, int], b: tuple[int, int], origin: int) -> tuple[int, 
     return (hi - lo, lo - origin) if lo < hi else (0, 0)
 
 
-def load(engine: FSDP, path: Any) -> None:
+def load(engine: Core, path: Any) -> None:
     """Read the file; see `FSDP.load`."""
     error: Exception | None = None
     found: list[tuple[Array, np.ndarray]] = []
@@ -189,7 +192,8 @@ def load(engine: FSDP, path: Any) -> None:
             said = json.loads(reader.header.metadata.get(_KEY, "{}"))
             if said.get("version") != _VERSION:
                 raise CheckpointError(
-                    f"{path}: is no file of FSDP.save (metadata {_KEY!r}, version {_VERSION}); read other files in fill()"
+                    f"{path}: is no file of FSDP.save (metadata {_KEY!r}, version {_VERSION}); read other files "
+                    "in fill()"
                 )
             found = _read(engine, reader, said)
     except Exception as raised:
@@ -209,12 +213,14 @@ def load(engine: FSDP, path: Any) -> None:
         if segment.trainable:
             for key in said["arrays"][unit.name]:
                 values = said["read"][name, key]
-                engine._slots[unit.name].state[key][piece.shard_lo : piece.shard_hi] = engine._links.xp.asarray(values)
+                engine._slots[unit.name].state[key][piece.shard_lo : piece.shard_hi] = (
+                    engine._links.xp.asarray(values)
+                )
     engine.updates = said["updates"]
     engine._changed()
 
 
-def _read(engine: FSDP, reader: CheckpointReader, said: dict[str, Any]) -> list[tuple[Array, np.ndarray]]:
+def _read(engine: Core, reader: CheckpointReader, said: dict[str, Any]) -> list[tuple[Array, np.ndarray]]:
     """Read this rank's pieces; nothing of the model is changed."""
     missing = [name for name in engine._slots if name not in said["numbers"]]
     if missing:
@@ -233,8 +239,10 @@ def _read(engine: FSDP, reader: CheckpointReader, said: dict[str, Any]) -> list[
             for key in said["arrays"][unit.name]:
                 said["read"][name, key] = reader.read_box(f"{name}/{key}", box, shape=(elems,))
     for unit in engine.plan.units:
-        for param in unit.ignored:
-            found.append((engine._opener.ignored(unit, param.name), reader.read_box(f"{unit.name}.{param.name}")))
+        found += [
+            (engine._opener.ignored(unit, p.name), reader.read_box(f"{unit.name}.{p.name}"))
+            for p in unit.ignored
+        ]
     return found
 
 

@@ -132,7 +132,7 @@ def _guarded(name: str) -> Callable[..., None]:
         arrays = [arg for arg in args if isinstance(arg, np.ndarray)]
         for arg in args:
             if isinstance(arg, (list, tuple)):
-                arrays += arg
+                arrays += [part for part in arg if isinstance(part, np.ndarray)]
         with self.launcher._lock:
             outer = self.launcher.ranges
             self.launcher.ranges = [address_range(array) for array in arrays]

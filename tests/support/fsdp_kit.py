@@ -25,7 +25,9 @@ UNITS = {
 SHAPES = {
     f"{unit}.{p.name}": p.shape for unit, params in UNITS.items() for p in params if p.tie is None
 }  # fmt: skip
-TRAINED = [f"{u}.{p.name}" for u, ps in UNITS.items() for p in ps if p.tie is None and p.trainable and not p.ignored]
+TRAINED = [
+    f"{u}.{p.name}" for u, ps in UNITS.items() for p in ps if p.tie is None and p.trainable and not p.ignored
+]
 ROWS = 6
 
 STRATEGIES = {
@@ -201,7 +203,9 @@ class Plain:
         self.cast = cast
 
     def _names(self, unit: str) -> dict[str, str]:
-        return {p.name: (p.tie if p.tie and "." in p.tie else f"{unit}.{p.tie or p.name}") for p in UNITS[unit]}
+        return {
+            p.name: (p.tie if p.tie and "." in p.tie else f"{unit}.{p.tie or p.name}") for p in UNITS[unit]
+        }
 
     def open(self, unit: str, phase: str) -> Mapping[str, np.ndarray]:
         found = {short: self.value[name] for short, name in self._names(unit).items()}
@@ -216,7 +220,9 @@ class Plain:
     def grads(self, unit: str) -> Mapping[str, np.ndarray]:
         return {short: self.grad[name] for short, name in self._names(unit).items() if name in self.grad}
 
-    def step(self, tokens_targets: list[tuple[np.ndarray, np.ndarray]], clip: float = CLIP, mean: bool = True) -> float:
+    def step(
+        self, tokens_targets: list[tuple[np.ndarray, np.ndarray]], clip: float = CLIP, mean: bool = True
+    ) -> float:
         """One update from micro-batches in order, their gradients added in a balanced tree."""
         leaves = []
         for tokens, targets in tokens_targets:
@@ -290,4 +296,6 @@ def same_bits(found: np.ndarray, wanted: np.ndarray, name: str = "") -> None:
     assert found.dtype == wanted.dtype, (name, found.dtype, wanted.dtype)
     if found.tobytes() != wanted.tobytes():
         worst = np.max(np.abs(found.astype(np.float64) - wanted.astype(np.float64)))
-        raise AssertionError(f"{name}: {np.count_nonzero(found != wanted)} of {found.size} differ, by {worst} at most")
+        raise AssertionError(
+            f"{name}: {np.count_nonzero(found != wanted)} of {found.size} differ, by {worst} at most"
+        )

@@ -35,6 +35,7 @@ KERNELS = {
     "copy": {f"copy_{size}" for size in (1, 2, 4, 8, 16)},
     "convert": {"cast_1", "cast_8", "sum_1", "sum_8"},
     "swizzle": {"swizzle_scales", "unswizzle_scales"},
+    "step": {"adamw", "sgd"},
 }
 
 

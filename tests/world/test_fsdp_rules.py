@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 import tracemalloc
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +28,7 @@ from lowshard.kernels import dequantize_mxfp8, quantize_mxfp8
 def padded(elems: list[int], shards: int) -> int:
     """Elements of a segment: parameters at multiples of 32, shards of equal multiples of 32."""
     packed = sum(-(-n // 32) * 32 for n in elems)
-    each = max(32, -(-(-(-packed // shards)) // 32) * 32)
-    return each * shards
+    return shards * max(32, math.ceil(packed / shards / 32) * 32)
 
 
 def segments(shards: int) -> dict[str, tuple[int, int]]:
@@ -47,7 +48,7 @@ def segments(shards: int) -> dict[str, tuple[int, int]]:
 @pytest.mark.parametrize("name", list(STRATEGIES))
 @pytest.mark.parametrize("accumulate", ["local", "reduce"])
 def test_wire_bytes_are_the_formula(world: int, name: str, accumulate: Any) -> None:
-    """Rajbhandari et al., arXiv 1910.02054, section 7: all-gather and reduce-scatter (n - 1) / n, all-reduce twice that."""
+    """Rajbhandari et al., arXiv 1910.02054, section 7: (n - 1) / n a gather or reduce-scatter, twice an all-reduce."""
     if not fits(name, world):
         return
     micro, steps = 2, 3
@@ -65,7 +66,10 @@ def test_wire_bytes_are_the_formula(world: int, name: str, accumulate: Any) -> N
             counted = sum(channel.comm.traffic.sent_bytes for channel, _ in engine._links.channels)
             assert counted == sum(after.wire_bytes.values())
             assert after.unused_gathers == 0
-            spent = {key: after.wire_bytes.get(key, 0) - before.get(key, 0) for key in ("gather", "reduce", "replica")}
+            spent = {
+                key: after.wire_bytes.get(key, 0) - before.get(key, 0)
+                for key in ("gather", "reduce", "replica")
+            }
             return spent, engine.grid.shards, engine.grid.replicas
 
     for spent, shards, replicas in lc.run_loopback(world, train, 30):
@@ -91,11 +95,15 @@ def test_wire_bytes_are_the_formula(world: int, name: str, accumulate: Any) -> N
             split += 0 if unit == "head" else n
         # Balanced parts of each unit's shard: rank 0 has the largest.
         if replicas > 1:
-            lowest = sum(_all_reduce(by_unit[u][0] // shards, replicas, replicas - 1) for u in UNITS if u != "head")
+            lowest = sum(
+                _all_reduce(by_unit[u][0] // shards, replicas, replicas - 1) for u in UNITS if u != "head"
+            )
             highest = sum(_all_reduce(by_unit[u][0] // shards, replicas, 0) for u in UNITS if u != "head")
             low, high = sorted((lowest, highest))
             assert steps * low <= spent["replica"] <= steps * high
-            assert abs(spent["replica"] - steps * 2 * 4 * split * (replicas - 1) / replicas) <= steps * 8 * replicas * len(UNITS)
+            assert abs(
+                spent["replica"] - steps * 2 * 4 * split * (replicas - 1) / replicas
+            ) <= steps * 8 * replicas * len(UNITS)
         else:
             assert spent["replica"] == 0
 
@@ -123,14 +131,18 @@ def test_quantised_gathers_take_33_bytes_for_32_elements() -> None:
 
 @pytest.mark.parametrize("compute", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ["full", "sgo", "none", "hybrid2"])
-def test_a_quantised_gather_is_a_gather_then_quantised(compute: str, name: str, rng: np.random.Generator) -> None:
+def test_a_quantised_gather_is_a_gather_then_quantised(
+    compute: str, name: str, rng: np.random.Generator
+) -> None:
     shape = (17, 96)
     value = (rng.standard_normal(shape) * np.exp(rng.standard_normal(shape) * 4)).astype(np.float32)
     wanted = dequantize_mxfp8(quantize_mxfp8(value), compute)
 
     def look(comm: lc.Communicator) -> np.ndarray:
         precision = Precision(compute=compute, wire="mxfp8")
-        with FSDP({"u": [Param("a", (7,)), Param("w", shape)]}, comm, STRATEGIES[name], precision=precision) as engine:
+        with FSDP(
+            {"u": [Param("a", (7,)), Param("w", shape)]}, comm, STRATEGIES[name], precision=precision
+        ) as engine:
             engine.fill(lambda n, box: value[tuple(slice(*s) for s in box)] if n == "u.w" else 0.0)
             found = engine.open("u")["w"].copy()
             engine.close("u")
@@ -252,10 +264,10 @@ def test_the_next_gather_starts_before_this_computation_ends(name: str) -> None:
             return [(event.what, event.unit) for event in engine.report().events]
 
     for events in lc.run_loopback(2, train, 20):
-        half = [i for i, event in enumerate(events) if event == ("close", names[-1])][0]
+        half = events.index(("close", names[-1]))
         passes = [(events[: half + 1], names), (events[half + 1 :], names[::-1])]
         for seen, order in passes[: 1 if name == "sgo-sharded" else 2]:
-            for this, after in zip(order, order[1:], strict=False):
+            for this, after in pairwise(order):
                 begun, ended = seen.index(("open", this)), seen.index(("close", this))
                 assert begun < seen.index(("gather start", after)) < ended, (name, this)
 
@@ -414,7 +426,12 @@ WRONG: list[tuple[Callable[..., None], str, type[Exception]]] = [
 @pytest.mark.parametrize("who", ["all", "one"])
 @pytest.mark.parametrize("communicators", [1, 2])
 def test_a_wrong_call_raises_on_every_rank_and_reset_mends_it(
-    wrong: Callable[..., None], name: str, error: type[Exception], who: str, communicators: int, tmp_path: Path
+    wrong: Callable[..., None],
+    name: str,
+    error: type[Exception],
+    who: str,
+    communicators: int,
+    tmp_path: Path,
 ) -> None:
     """On the ranks that make it, and on the others at their next call; training goes on as if nothing had been."""
     if wrong is _other_order and who == "all":
@@ -498,7 +515,7 @@ def test_replicas_that_start_apart_are_noticed() -> None:
         for strategy in (ShardingStrategy.NoShard, ShardingStrategy.HybridShard(intra_node_size=2)):
             engine = FSDP(UNITS, comm, strategy)
             with pytest.raises(errors.MismatchError, match="replicas"):
-                engine.fill(lambda name, box: float(comm.rank // 2 if engine.grid.shards > 1 else comm.rank))
+                engine.fill(lambda name, box: float(comm.rank // 2))
             engine.fill(lambda name, box: 1.0)
 
     lc.run_loopback(4, fill, 10)

@@ -36,9 +36,7 @@ def check_equals_plain(path: Path, world: int, name: str, plain: Any, **options:
     return found
 
 
-@pytest.mark.parametrize(
-    ("world", "name"), [(w, n) for w in (1, 2, 4, 8) for n in STRATEGIES if fits(n, w)]
-)
+@pytest.mark.parametrize(("world", "name"), [(w, n) for w in (1, 2, 4, 8) for n in STRATEGIES if fits(n, w)])
 def test_every_strategy_and_world_is_one_process_bit_for_bit(
     tmp_path: Path, world: int, name: str, plain: Any
 ) -> None:
@@ -127,7 +125,14 @@ def test_other_orders_are_close(tmp_path: Path, order: str, plain: Any) -> None:
 def test_a_file_goes_on_with_any_number_of_ranks_and_any_strategy(tmp_path: Path, plain: Any) -> None:
     saved, half = tmp_path / "half", STEPS // 2
     lc.run_loopback(4, lambda c: kit.train(c, STRATEGIES["full"], range(half), path=saved), 30)
-    for world, name in [(1, "none"), (2, "hybrid2"), (8, "full"), (8, "hybrid4"), (4, "sgo"), (2, "sgo-sharded")]:
+    for world, name in [
+        (1, "none"),
+        (2, "hybrid2"),
+        (8, "full"),
+        (8, "hybrid4"),
+        (4, "sgo"),
+        (2, "sgo-sharded"),
+    ]:
         path = tmp_path / f"{world}{name}"
         lc.run_loopback(
             world,
@@ -202,7 +207,9 @@ def _dirty_padding(monkeypatch: pytest.MonkeyPatch) -> None:
         if self._units[name].grad_elems:
             unit = self._units[name]
             assert unit.trained is not None
-            self._buffer(unit)[unit.trained.plan.entries[-1].offset + unit.trained.plan.entries[-1].elems :] = 1
+            self._buffer(unit)[
+                unit.trained.plan.entries[-1].offset + unit.trained.plan.entries[-1].elems :
+            ] = 1
         return found
 
     monkeypatch.setattr(Gradients, "views", wrong)
@@ -235,7 +242,10 @@ def test_the_comparison_fails_under_each_fault(
 
 def test_sgd_and_a_rule_of_the_users_own_agree_with_numpy() -> None:
     units = {"u": [Param("w", (11, 3)), Param("b", (5,))]}
-    start = {"u.w": np.arange(33, dtype=np.float32).reshape(11, 3) / 7, "u.b": np.linspace(-1, 1, 5).astype("f4")}
+    start = {
+        "u.w": np.arange(33, dtype=np.float32).reshape(11, 3) / 7,
+        "u.b": np.linspace(-1, 1, 5).astype("f4"),
+    }
 
     def grad(name: str, rank: int, step: int) -> np.ndarray:
         return np.asarray(start[name] * np.float32(0.3 + rank) + np.float32(step))
@@ -279,13 +289,18 @@ def test_sgd_and_a_rule_of_the_users_own_agree_with_numpy() -> None:
 
 @pytest.mark.parametrize("wire", [None, "bfloat16", "mxfp8"])
 @pytest.mark.parametrize("compute", ["float32", "bfloat16"])
-def test_low_precision_is_the_same_for_every_strategy(
-    tmp_path: Path, wire: str | None, compute: str
-) -> None:
+def test_low_precision_is_the_same_for_every_strategy(tmp_path: Path, wire: str | None, compute: str) -> None:
     """And for one process, whose parameters go through the same casts."""
     precision = Precision(compute=compute, wire=wire, grad="float32")
     files = {}
-    for world, name in [(1, "none"), (2, "none"), (2, "full"), (4, "sgo"), (4, "hybrid2"), (2, "sgo-sharded")]:
+    for world, name in [
+        (1, "none"),
+        (2, "none"),
+        (2, "full"),
+        (4, "sgo"),
+        (4, "hybrid2"),
+        (2, "sgo-sharded"),
+    ]:
         path = tmp_path / f"{world}{name}"
         lc.run_loopback(
             world,

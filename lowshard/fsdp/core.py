@@ -1,0 +1,237 @@
+"""The inside of a sharded model: its parts, and how a failure on one rank becomes one on all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, NoReturn, TypeVar
+
+import numpy as np
+
+from lowshard.box import Box
+from lowshard.comm import Communicator, agree
+from lowshard.errors import (
+    BadGrad,
+    BufferMismatchError,
+    LayoutError,
+    LowshardError,
+    NotJoined,
+    NotOpen,
+    ShardingError,
+    StepError,
+)
+from lowshard.fsdp.gradient import Accumulate, Gradients
+from lowshard.fsdp.links import Links, known_elsewhere
+from lowshard.fsdp.model import ModelPlan, Segment, Shape, UnitPlan
+from lowshard.fsdp.opening import Opener
+from lowshard.fsdp.param import Units
+from lowshard.fsdp.plan import ALIGN_ELEMS, Piece, flat_boxes
+from lowshard.fsdp.pool import Pool, plan_pool
+from lowshard.fsdp.report import Log
+from lowshard.fsdp.slot import Slot
+from lowshard.fsdp.strategy import Precision, ShardingStrategy
+
+Array = Any  # a NumPy or CuPy array; CuPy ships no types
+T = TypeVar("T")
+Order = Literal["fast", "tree", "rank"]
+
+
+class Core:
+    """What `FSDP` is made of; see there for the arguments."""
+
+    def __init__(
+        self,
+        units: Units,
+        comm: Communicator,
+        strategy: ShardingStrategy = ShardingStrategy.FullShard,
+        *,
+        order: Order = "tree",
+        precision: Precision | None = None,
+        average: Literal["mean", "sum"] | float = "mean",
+        open_limit: int = 2,
+        prefetch: int = 1,
+        grad_limit: int = 2,
+        accumulate: Accumulate = "local",
+        communicators: int = 1,
+        align: int = ALIGN_ELEMS,
+        check: Literal["off", "digest", "poison"] = "digest",
+    ) -> None:
+        self.strategy, self.precision = strategy, Precision() if precision is None else precision
+        self._check, self._world = check, comm
+        error: Exception | None = None
+        digest = b""
+        try:
+            settings = (order, average, open_limit, prefetch, grad_limit, accumulate, communicators, check)
+            _check_settings(strategy, *settings)
+            self.grid = strategy.grid(comm.size, comm.rank)
+            self.plan = ModelPlan.plan(units, self.grid.shards, self.precision, align)
+            digest = self.plan.digest(strategy, self.precision, settings)
+        except Exception as raised:
+            error = raised
+        agree(comm, digest, error, "FSDP")
+        slots = max(open_limit, prefetch + 1)
+        self._shape = Shape.of(self.plan, strategy, self.grid, slots, grad_limit, order)
+        self._links = Links(comm, self.grid, communicators)
+        home = comm if self._links.shard is None else self._links.shard.comm
+        self._pool = Pool(plan_pool(self._shape), home)
+        self.pool = self._pool.array
+        self._log = Log()
+        self._opener = Opener(
+            self._shape, self._pool, self._links, self._log, open_limit, prefetch, check == "poison"
+        )  # fmt: skip
+        self._grads = Gradients(self._shape, self._pool, self._links, self._log, accumulate, average)
+        self._slots = {unit.name: self._slot_of(unit) for unit in self.plan.units if unit.trained is not None}
+        self._broken: BaseException | None = None
+        self._calls: list[str] = []
+        self.updates = 0
+
+    def _slot_of(self, unit: UnitPlan) -> Slot:
+        assert unit.trained is not None
+        pieces = unit.trained.plan.pieces(self.grid.shard_rank)
+        shard = self._opener.shard(unit.name, unit.trained)
+        return Slot(unit.name, shard, self._grads.result(unit), pieces, self._links.xp)
+
+    def _held(self) -> Iterator[tuple[str, UnitPlan, Segment, Piece, Array]]:
+        """Iterate over this rank's pieces: full name, unit, segment, piece, 1-D view."""
+        for unit in self.plan.units:
+            for segment in unit.segments:
+                shard = self._opener.shard(unit.name, segment)
+                for piece in segment.plan.pieces(self.grid.shard_rank):
+                    yield (
+                        f"{unit.name}.{piece.name}",
+                        unit,
+                        segment,
+                        piece,
+                        shard[piece.shard_lo : piece.shard_hi],
+                    )
+
+    def _fill_unit(self, unit: UnitPlan, function: Callable[[str, Box], Any]) -> None:
+        for name, held, segment, piece, view in self._held():
+            if held is not unit:
+                continue
+            shape = segment.plan.by_name[piece.name].shape
+            for box, lo, hi in flat_boxes(shape, piece.param_lo, piece.param_hi):
+                _put(view[lo - piece.param_lo : hi - piece.param_lo], function(name, box), box, name)
+        for param in unit.ignored:
+            box = tuple((0, extent) for extent in param.shape)
+            name = f"{unit.name}.{param.name}"
+            _put(self._opener.ignored(unit, param.name).reshape(-1), function(name, box), box, name)
+
+    def _changed(self) -> None:
+        """All parameters are new."""
+        self._opener.updated([unit.name for unit in self.plan.units])
+        if self._shape.resident:
+            self._guarded(self._opener.resync)
+
+    def _find(self, name: str) -> tuple[UnitPlan, Segment | None, str]:
+        unit_name, _, param = name.rpartition(".")
+        unit = self.plan.by_name.get(unit_name)
+        if unit is not None:
+            for tied, other, target in unit.ties:
+                if tied == param:
+                    return self._find(f"{other}.{target}")
+            for segment in unit.segments:
+                if param in segment.plan.by_name:
+                    return unit, segment, param
+            if any(p.name == param for p in unit.ignored):
+                return unit, None, param
+        raise LayoutError(f"the model has no parameter {name!r}; full names are 'unit.param'")
+
+    def _over_shards(self, values: np.ndarray, op: str) -> np.ndarray:
+        channel, xp = self._links.shard, self._links.xp
+        if channel is None:
+            return values
+        send = xp.asarray(values)
+        recv = xp.empty_like(send)
+        self._in_lane(lambda: channel.call("control", "all_reduce", send, recv, op, "tree"), "norm")
+        return host_of(recv)
+
+    def _in_lane(self, job: Callable[[], None], text: str) -> None:
+        """Run a call in turn with the gathers, and wait for it."""
+        self._guarded(lambda: self._links.gather_lane.submit(job, text).wait())
+
+    def _guarded(self, call: Callable[[], T]) -> T:
+        """Run a part of a step; whatever it raises, all ranks raise."""
+        try:
+            return call()
+        except (StepError, BadGrad) as error:
+            if not known_elsewhere(error):
+                self._wrong(error)
+            self._broken = error
+            self._links.tell(error)
+            raise
+        except BaseException as error:
+            self._broken = error
+            self._links.tell(error)
+            raise
+
+    def _wrong(self, error: LowshardError) -> NoReturn:
+        """Raise what is wrong with this call, here and on the other ranks at their next; nothing has changed."""
+        self._links.tell(error)
+        raise error
+
+    def _healthy(self) -> None:
+        if self._broken is not None:
+            raise StepError(
+                f"an earlier step failed ({type(self._broken).__name__}: {self._broken}); call reset() on all "
+                "ranks, then run the step again"
+            ) from self._broken
+
+    def _unit(self, name: str) -> None:
+        self._healthy()
+        if name not in self.plan.by_name:
+            self._wrong(NotOpen(f"the model has no unit {name!r}; it has {', '.join(self.plan.by_name)}"))
+
+    def _stepping(self) -> None:
+        """Outside of step() what is written belongs to one step that is the last."""
+        if not self._grads.micro_batches:
+            self._grads.begin_step(True)
+
+    def _joined(self, what: str) -> None:
+        self._healthy()
+        unfinished = self._grads.unfinished()
+        if unfinished:
+            self._wrong(NotJoined(
+                f"{what}: the gradients of {', '.join(unfinished)} are not reduced yet; call reduce() for each unit in "
+                "the last micro-batch, then join()"
+            ))  # fmt: skip
+
+
+def _check_settings(
+    strategy: object, order: str, average: object, open_limit: int, prefetch: int, grad_limit: int, accumulate: str,
+    communicators: int, check: str,
+) -> None:  # fmt: skip
+    def need(ok: bool, rule: str, got: object) -> None:
+        if not ok:
+            raise ShardingError(f"FSDP: {rule}, got {got!r}")
+
+    need(
+        isinstance(strategy, ShardingStrategy), "strategy is a ShardingStrategy, such as .FullShard", strategy
+    )
+    need(order in ("tree", "rank", "fast"), "order is 'tree', 'rank' or 'fast'", order)
+    number = isinstance(average, (int, float)) and not isinstance(average, bool) and average > 0
+    need(number or average in ("mean", "sum"), "average is 'mean', 'sum' or a number to divide by", average)
+    need(
+        open_limit >= 1 and grad_limit >= 1,
+        "open_limit and grad_limit are 1 or more",
+        (open_limit, grad_limit),
+    )
+    need(prefetch >= 0, "prefetch is 0 or more", prefetch)
+    need(accumulate in ("local", "reduce"), "accumulate is 'local' or 'reduce'", accumulate)
+    need(communicators in (1, 2), "communicators is 1 or 2", communicators)
+    need(check in ("off", "digest", "poison"), "check is 'off', 'digest' or 'poison'", check)
+
+
+def _put(view: Array, value: Any, box: Box, name: str) -> None:
+    shape = tuple(stop - start for start, stop in box)
+    given = getattr(value, "shape", ())
+    if given not in (shape, ()):
+        raise BufferMismatchError(
+            f"fill: {name} {box} is an array {list(shape)} or a number, got {list(given)}"
+        )
+    view[...] = value.reshape(-1) if given else value
+
+
+def host_of(array: Array) -> np.ndarray:
+    """Return an array as one of the host."""
+    found: np.ndarray = array if isinstance(array, np.ndarray) else array.get()
+    return found

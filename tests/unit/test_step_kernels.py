@@ -1,0 +1,89 @@
+"""Optimizer steps: all engines give the bits of the formula, written out in NumPy."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from support import engines
+
+from lowshard.errors import BufferMismatchError, KernelError
+from lowshard.kernels import adamw_step, sgd_step
+
+engine = engines.fixture()
+f = np.float32
+
+
+def numbers(rng: np.random.Generator, n: int) -> np.ndarray:
+    """Floats of all sizes, some of them special."""
+    made = (rng.standard_normal(n) * np.exp(rng.standard_normal(n) * 8)).astype(np.float32)
+    made[:: max(7, n // 5)] = rng.choice(np.array([0, -0.0, 1e-42, 3e38, np.inf], np.float32), 1)
+    return np.asarray(made)
+
+
+@pytest.mark.parametrize("n", [0, 1, 7, 33, 1000, 70_001])
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_adamw_is_its_formula(
+    engine: engines.TestedEngine, n: int, decay: float, rng: np.random.Generator
+) -> None:
+    n = engine.pick(n, min(n, 500))
+    p, m, v = numbers(rng, n), numbers(rng, n), np.abs(numbers(rng, n))
+    lr, b1, b2, eps = 1e-2, 0.9, 0.999, 1e-8
+    for t in (1, 2, 3):
+        g = numbers(rng, n)
+        with np.errstate(all="ignore"):
+            m1 = m * f(b1) + g * f(1 - b1)
+            v1 = v * f(b2) + (g * g) * f(1 - b2)
+            size = np.sqrt(v1) / f(math.sqrt(1 - b2**t)) + f(eps)
+            p1 = p * f(1 - lr * decay) - (m1 / size) * f(lr / (1 - b1**t))
+        kept = g.copy()
+        adamw_step(p, g, m, v, lr=lr, beta1=b1, beta2=b2, eps=eps, weight_decay=decay, step=t)
+        for found, wanted in ((p, p1), (m, m1), (v, v1)):
+            assert same(found, wanted)
+        assert g.tobytes() == kept.tobytes()
+
+
+@pytest.mark.parametrize("n", [0, 1, 7, 33, 1000, 70_001])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_sgd_is_its_formula(
+    engine: engines.TestedEngine, n: int, momentum: float, rng: np.random.Generator
+) -> None:
+    n = engine.pick(n, min(n, 500))
+    p, b = numbers(rng, n), np.full(n, 7, np.float32)
+    for t in range(3):
+        g = numbers(rng, n)
+        with np.errstate(all="ignore"):
+            d = g + p * f(0.01)
+            if momentum and t:
+                d = b * f(momentum) + d
+            p1 = p - d * f(0.1)
+        sgd_step(p, g, b if momentum else None, lr=0.1, momentum=momentum, weight_decay=0.01, first=t == 0)
+        assert same(p, p1)
+        assert not momentum or same(b, d)
+
+
+def same(found: np.ndarray, wanted: np.ndarray) -> bool:
+    """Bit for bit; a NaN is a NaN."""
+    nan = np.isnan(wanted)
+    return bool((np.isnan(found) == nan).all()) and found[~nan].tobytes() == wanted[~nan].tobytes()
+
+
+def test_what_the_steps_refuse() -> None:
+    a, b, c, d = (np.zeros(8, np.float32) for _ in range(4))
+    options = {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.0}
+    with pytest.raises(KernelError, match="step 1"):
+        adamw_step(a, b, c, d, step=0, **options)
+    for wrong in (
+        np.zeros(9, np.float32),
+        np.zeros(8),
+        np.zeros((2, 4), np.float32),
+        np.zeros(16, np.float32)[::2],
+    ):
+        with pytest.raises(BufferMismatchError):
+            adamw_step(a, wrong, c, d, step=1, **options)
+    with pytest.raises(BufferMismatchError, match="share memory"):
+        adamw_step(a, b, a, d, step=1, **options)
+    c.flags.writeable = False
+    with pytest.raises(BufferMismatchError, match="writeable"):
+        sgd_step(a, b, c, lr=0.1, momentum=0.9, weight_decay=0, first=True)
