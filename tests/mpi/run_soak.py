@@ -45,6 +45,7 @@ def holdings(comm: lc.Communicator) -> dict[str, int]:
         assert time.monotonic() < end_s, f"threads that have nothing to do: {threading.enumerate()}"
         time.sleep(0.01)
     comm.barrier()
+    time.sleep(0.1)  # a thread that Python has seen the end of ends in the kernel soon after
     found = {
         "private_kib": _status_kib("RssAnon"),
         "files": len(os.listdir("/proc/self/fd")),

@@ -19,7 +19,7 @@ HERE = Path(__file__).parent
 
 
 @pytest.mark.time_limit(LIMIT_S + 30)  # the first case of a size waits for all of them
-@pytest.mark.parametrize("size", [2, 3, 4, 8])
+@pytest.mark.parametrize("size", mode.sample([2, 3, 4, 8], 2, "MPI ranks"))
 @pytest.mark.parametrize("name", CASES)
 def test_the_contract_holds_on_mpi_ranks(name: str, size: int) -> None:
     check_case(name, size, "cpu")
@@ -27,8 +27,7 @@ def test_the_contract_holds_on_mpi_ranks(name: str, size: int) -> None:
 
 # (ranks, ranks of a node, whether small payloads too go by way of windows)
 NODES = [
-    (4, 2, "windows"),
-    (3, 2, "windows"),
+    *mode.sample([(4, 2, "windows"), (3, 2, "windows")], 1, "nodes"),
     *([(4, 2, "cpu"), (8, 2, "windows"), (8, 4, "cpu")] if mode.full() else []),
 ]
 
@@ -42,8 +41,7 @@ def test_the_contract_holds_on_several_nodes(name: str, size: int, node_size: in
 
 # (ranks, ranks of a node, whether processes may read each other's memory)
 ALONE = [
-    (4, 2, "auto"),
-    (5, 3, "off"),
+    *mode.sample([(4, 2, "auto"), (5, 3, "off")], 1, "alone"),
     *([(3, 2, "auto"), (4, 2, "off"), (8, 4, "auto")] if mode.full() else []),
 ]
 

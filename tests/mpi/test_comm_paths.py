@@ -69,7 +69,7 @@ OF_ITS_OWN_CORE = of("memory", "bit", "repeat", "reduction")
 
 
 @pytest.mark.parametrize("name", OF_ITS_OWN_CORE)
-@pytest.mark.parametrize("size", [3, 4])
+@pytest.mark.parametrize("size", mode.sample([3, 4], 1, "ranks with a core"))
 def test_the_contract_holds_where_each_rank_has_a_core(name: str, size: int) -> None:
     check_case(name, size, "cpu", OF_ITS_OWN_CORE, LOWSHARD_TESTS_CORES="64")
 
@@ -77,7 +77,7 @@ def test_the_contract_holds_where_each_rank_has_a_core(name: str, size: int) -> 
 # ---- a rank that does not call
 
 
-@pytest.mark.parametrize("path", ["window", "mpi"])
+@pytest.mark.parametrize("path", mode.sample(["window", "mpi"], 1, "absent"))
 def test_a_rank_that_stays_away_is_missed_in_time_on_every_call(path: str) -> None:
     env = {"LOWSHARD_CPU_PATH": path, "LOWSHARD_WATCH": "off"}  # which ends a job after the first time-out
     ended = start_ranks(HERE / "run_absent.py", 3, ["late"], ABSENT_LIMIT_S, env=env)

@@ -198,7 +198,7 @@ def test_a_broken_file_in_the_cache_is_no_error_and_goes_away(tmp_path):
 
 
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="the CPUs named here are x86-64")
-@pytest.mark.parametrize(("cpu", "bits"), [("x86-64", 128), ("haswell", 256)])
+@pytest.mark.parametrize(("cpu", "bits"), mode.sample([("x86-64", 128), ("haswell", 256)], 1, "CPUs"))
 def test_code_for_smaller_cpus_gives_the_same_bytes(tmp_path, cpu, bits):
     if vector_bits() < bits:
         pytest.skip(f"this machine has no registers of {bits} bits")

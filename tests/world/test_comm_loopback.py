@@ -7,6 +7,7 @@ import time
 
 import numpy as np
 import pytest
+from support import mode
 from support.comm_cases import CASES, CannotRun, run_case
 from support.comm_kit import carried, operands, same
 
@@ -16,7 +17,7 @@ from lowshard.comm.reduction import fold, identity
 from lowshard.errors import BufferMismatchError, CommError, MismatchError, PeerFailed, TimedOut
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("size", mode.sample([1, 2, 3, 4, 8], 2, "threads"))
 @pytest.mark.parametrize("name", CASES)
 def test_the_contract_holds_on_threads(name: str, size: int) -> None:
     try:
