@@ -34,6 +34,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(tryfirst=True)  # before hypothesis reads its own seed option
 def pytest_configure(config: pytest.Config) -> None:
     given = config.getoption("--seed")
+    # A shell that starts us in the background has SIGINT ignored, in all that we start too: tests of Ctrl-C need it.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     full = bool(config.getoption("--full"))
     seed = secrets.randbits(32) if given is None else given
     mode.set_mode(full, seed)
