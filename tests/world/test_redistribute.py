@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import tracemalloc
 from itertools import product
 
 import numpy as np
@@ -21,13 +22,18 @@ from lowshard import (
     Sharded,
     execute,
     execute_all,
+    move,
     plan_redistribute,
     redistribute,
 )
 from lowshard import comm as lc
 from lowshard import dtypes as dt
+from lowshard.cost import ClusterProfile
 from lowshard.errors import BufferMismatchError, MeshError, MismatchError, PlanError
+from lowshard.placement import parse_placement
 from lowshard.redistribute import RedistributePlan
+
+PROFILE = ClusterProfile.default()
 
 
 @pytest.fixture(autouse=True, params=WAYS)
@@ -43,6 +49,18 @@ def test_any_pair_of_layouts_gives_the_bytes_of_slicing(data: st.DataObject) -> 
     dst = data.draw(layouts(mesh, src.shape, src.dtype))
     seed = data.draw(st.integers(0, 2**31))
     lc.run_loopback(mesh.size, lambda c: check_move(c, src, dst, seed), 30)
+
+
+@given(st.data())
+def test_a_plan_by_seconds_gives_the_same_bits(data: st.DataObject) -> None:
+    mesh = data.draw(meshes())
+    dtype = data.draw(st.sampled_from(["float32", "bfloat16", "int32", "int8"]))
+    src = data.draw(layouts(mesh, dtype=dtype))
+    dst = data.draw(layouts(mesh, src.shape, dtype))
+    seed, node_size = data.draw(st.integers(0, 2**31)), data.draw(st.sampled_from([None, 1, 2, 4]))
+    kind = "float" if dtype in ("float32", "bfloat16") else "int"
+    # The bits that check_move expects are those of one fold over all terms.
+    lc.run_loopback(mesh.size, lambda c: check_move(c, src, dst, seed, kind, PROFILE, node_size), 30)
 
 
 @given(st.data())
@@ -209,6 +227,47 @@ def test_where_nothing_moves_the_result_may_be_a_read_only_view() -> None:
         assert out.tolist() == local[view[0].astype(int) :][:3].tolist()
 
     lc.run_loopback(2, run)
+
+
+def test_steps_are_timed_beside_the_prediction() -> None:
+    mesh = DeviceMesh((2, 2), ("dp", "tp"))
+    src = Layout(mesh, (64, 64), "float32", (Partial(), Sharded(0)))
+    plan = plan_redistribute(src, src.with_placements((Replicated(), Sharded(1))), PROFILE, 2)
+    assert "measured" not in plan.explain()
+
+    def run(comm: lc.Communicator) -> None:
+        execute(plan, np.ones(src.local_shape(comm.rank), np.float32), comm, profile=True)
+
+    lc.run_loopback(4, run)
+    assert len(plan.measured_s) == len(plan.steps) > 1
+    assert all(seconds > 0 for seconds in plan.measured_s)
+    assert plan.explain().count("measured") == len(plan.steps) + 1
+
+
+@pytest.mark.parametrize("words", ["S0->S1", "P->S1", "P->R", "S1->R"])
+def test_nothing_is_held_beside_source_and_result_but_a_slab(
+    words: str, monkeypatch: pytest.MonkeyPatch, way: None
+) -> None:
+    mesh = DeviceMesh((2,), ("x",))
+    before, after = ([parse_placement(word)] for word in words.split("->"))
+    src = Layout(mesh, (1024, 2048), "float32", before)
+    dst = src.with_placements(after)
+    slab = 256 << 10
+    for name in ("SEND_FROM_BYTES", "STAGE_BYTES"):
+        monkeypatch.setattr(move, name, slab)
+    plan = plan_redistribute(src, dst)
+    locals_ = [np.ones(src.local_shape(r), np.float32) for r in range(2)]
+    outs = [np.zeros(dst.local_shape(r), np.float32) for r in range(2)]
+    lc.run_loopback(2, lambda c: execute(plan, locals_[c.rank], c, outs[c.rank]))
+    tracemalloc.start()
+    try:
+        lc.run_loopback(2, lambda c: execute(plan, locals_[c.rank], c, outs[c.rank]))
+        peak_bytes = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    # A rank's slabs (sent, received, laid out twice), and between two steps a share of the result.
+    between = dst.local_bytes(0) if len(plan.steps[0].exchanges) > 1 else 0
+    assert peak_bytes <= 2 * (5 * slab + between)
 
 
 MESH = DeviceMesh((2,), ("tp",))
