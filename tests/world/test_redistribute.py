@@ -29,9 +29,10 @@ from lowshard import (
 )
 from lowshard import comm as lc
 from lowshard import dtypes as dt
+from lowshard.box import Split
 from lowshard.cost import ClusterProfile
 from lowshard.errors import BufferMismatchError, MeshError, MismatchError, PlanError
-from lowshard.placement import parse_placement
+from lowshard.placement import mean_weight, parse_placement
 from lowshard.redistribute import RedistributePlan
 
 PROFILE = ClusterProfile.default()
@@ -251,6 +252,26 @@ def test_where_nothing_moves_the_result_may_be_a_read_only_view() -> None:
         assert out.tolist() == local[view[0].astype(int) :][:3].tolist()
 
     lc.run_loopback(2, run)
+
+
+@pytest.mark.parametrize("rows", [7, 3, 2])
+@pytest.mark.parametrize("split", ["balanced", "ceil"])
+def test_a_mean_over_uneven_parts_counts_each_by_its_length(rows: int, split: Split) -> None:
+    mesh, parts = DeviceMesh((4,), ("x",)), 4
+    value = np.random.default_rng(rows).standard_normal((rows, 6))
+    given = Layout(mesh, value.shape, "float64", (Sharded(0, split),))
+    means = Layout(mesh, (6,), "float64", (Partial("avg"),))
+
+    def run(comm: lc.Communicator) -> None:
+        (start, stop), _ = given.box(comm.rank)
+        weight = mean_weight(rows, parts, comm.rank, split)
+        term = value[start:stop].mean(0) * weight if stop > start else np.zeros(6)
+        for target in (Replicated(), Sharded(0)):
+            dst = means.with_placements((target,))
+            got = redistribute(term, means, dst, comm)
+            np.testing.assert_allclose(got, value.mean(0)[slice(*dst.box(comm.rank)[0])], rtol=1e-12)
+
+    lc.run_loopback(4, run)
 
 
 def test_steps_are_timed_beside_the_prediction() -> None:
