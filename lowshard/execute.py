@@ -9,14 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from lowshard import dtypes
+from lowshard import dtypes, move
 from lowshard.comm.agreement import agree, share
 from lowshard.comm.protocol import Communicator
 from lowshard.cost import ClusterProfile
 from lowshard.errors import BufferMismatchError, DTypeError, LowshardError, MeshError
 from lowshard.kernels.buffer import allocate
 from lowshard.layout import Layout
-from lowshard.move import run
 from lowshard.pool import BufferPool
 from lowshard.program import Program, StepProgram, form_of, programs
 from lowshard.redistribute import RedistributePlan, plan_redistribute
@@ -134,7 +133,12 @@ def _walk(
         if times is not None:
             comm.control._barrier()
             begin_s = time.perf_counter()
-        if step.native:
+        if step.whole is not None and comm.shows and step.whole.largest_bytes >= move.READ_FROM_BYTES:
+            part = step.parts[-1]
+            result = out if part is last and out is not None else _result(part, comm, part is last, pool)
+            move.run(step.whole, local, result, comm)
+            local = result
+        elif step.native:
             part = step.parts[-1]
             result = out if part is last and out is not None else _result(part, comm, part is last, pool)
             _collective(step, comm.xp.ascontiguousarray(local), result, comm)
@@ -176,7 +180,7 @@ def _run(
         view = local[(*program.view, ...)]  # an array even when 0-d
         return _read_only(view) if is_last else view
     result = out if out is not None else _result(program, comm, is_last, pool)
-    run(program, local, result, comm)
+    move.run(program, local, result, comm)
     return result
 
 

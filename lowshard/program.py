@@ -167,6 +167,9 @@ class StepProgram:
     parts: tuple[Program, ...]
     native: str = ""
     counts: tuple[list[int], list[int]] = field(default=([], []))
+    whole: Program | None = None
+    """A reduction of two terms as one exchange: each rank folds all of its result, which moves as many bytes and takes
+    one pass over memory where ranks read each other's. It is not divided into chunks that ranks meet for."""
 
 
 class Form(NamedTuple):
@@ -218,7 +221,12 @@ def _step_program(step: Step, rank: int, size: int) -> StepProgram:
         _program("all_to_all_v" if kind == "exchange" else kind, part, rank, size)
         for kind, part in zip(kinds, step.exchanges, strict=True)
     )
-    return StepProgram(step, parts, *_native(step, size))
+    whole = None
+    if len(step.exchanges) == 2 and step.exchanges[0].terms == 2:
+        first, last = step.exchanges
+        direct = Exchange(first.src, last.dst, first.folded, last.fresh, first.node_size)
+        whole = _program("all_reduce", direct, rank, size)
+    return StepProgram(step, parts, *_native(step, size), whole)
 
 
 def _program(name: str, exchange: Exchange, rank: int, size: int) -> Program:
