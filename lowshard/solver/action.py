@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from lowshard.errors import LayoutError
 from lowshard.layout import Layout
@@ -66,8 +66,7 @@ class AxisAssignment:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Result:
+class Result(NamedTuple):
     """Global shape and dtype of one result of an op."""
 
     shape: tuple[int, ...]

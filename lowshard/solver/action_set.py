@@ -155,7 +155,25 @@ class ActionSet:
     def actions(self) -> Iterator[Action]:
         """Yield every feasible action: the first mesh axis is the outermost, rows come in order."""
         for chosen in product(*self._candidates):
-            yield self.action([candidate.row for candidate in chosen])
+            rows = [candidate.row for candidate in chosen]
+            if self.commute(rows):
+                yield self.action(rows)
+
+    @cached_property
+    def may_not_commute(self) -> bool:
+        """Whether rows of different mesh axes may exclude each other: an operand comes as a max, min or product."""
+        return any(op not in (None, "sum", "avg") for layout in self.layouts for op in layout.partials)
+
+    def commute(self, rows: Sequence[AxisAssignment]) -> bool:
+        """Return whether rows of mesh axes go together: no tensor may be a max along one and a sum along another."""
+        if not self.may_not_commute:
+            return True
+        families = [self.families(row) for row in rows]
+        return all(len({f for f in each if f is not None}) < 2 for each in zip(*families, strict=True))
+
+    def families(self, row: AxisAssignment) -> tuple[str | None, ...]:
+        """Return how each operand and result of a row is still to be reduced: "sum", "max", "min", "prod" or not."""
+        return tuple(_family(p) for p in (*row.needed_inputs, *row.outputs(len(self.results))))
 
     def action(self, rows: Sequence[AxisAssignment]) -> Action:
         """Return the action of one row a mesh axis.
@@ -228,6 +246,12 @@ class _Feasibility:
             ):
                 return False
         return True
+
+
+def _family(placement: Placement) -> str | None:
+    if not isinstance(placement, Partial):
+        return None
+    return "sum" if placement.op == "avg" else placement.op
 
 
 def _moves(

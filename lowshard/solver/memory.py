@@ -58,9 +58,8 @@ def shape_key(layouts: Sequence[Layout], counting: Sequence[int]) -> tuple[Any, 
     """Return what layouts have in common that differ in the row count alone."""
     key: list[Any] = [layouts[0].mesh]
     for k, x in enumerate(layouts):
-        key.append(x.shape[1:] if k in counting else x.shape)
-        key += (x.dtype, x.spec, x.splits, x.partials)
-    return tuple(key)
+        key += (x.shape[1:] if k in counting else x.shape, x.dtype, x.spec, x.splits, x.partials)
+    return (counting, *key)
 
 
 class Pattern:

@@ -140,12 +140,9 @@ def random_action(
         found = action_set(op, sources, rules=rules, **args)  # type: ignore[arg-type]
         if any(r not in found.axis_assignments for r in rows):
             return None
-    try:
-        action = found.action(rows)
-        assert action.inputs
-        assert action.outputs
-    except ValueError:
+    if not found.commute(rows):
         return None
+    action = found.action(rows)
     if any(m.collective == "infeasible" for operand in action.reshards for m in operand):
         return None
     return action
