@@ -8,6 +8,7 @@ from math import prod
 from lowshard.errors import LayoutError
 from lowshard.solver.action import AxisAssignment, Result
 from lowshard.solver.table.exchange import Inner, cutting_sizes, exchange, index_bytes, most_received, shares
+from lowshard.solver.table.grouping import groups, major
 from lowshard.solver.table.rule import Call, Offer, Refused, Rows, S, row, rule
 
 CONCAT = Refused(("concat",), "(Sa, Sa) -> Sa along the joined dim", "joining shards permutes the elements")
@@ -149,32 +150,6 @@ def filled_shape(call: Call, source: Sequence[int]) -> tuple[int, ...]:
     if prod(asked) != total or min(asked, default=0) < 0:
         raise LayoutError(f"reshape: {list(source)} has {total} elements, {asked} has {prod(asked)}")
     return tuple(asked)
-
-
-def groups(source: Sequence[int], target: Sequence[int]) -> list[tuple[tuple[int, int], tuple[int, int]]]:
-    """Return the smallest runs of dims of both shapes that hold the same elements, in order."""
-    if prod(source) == 0:
-        return [((0, len(source)), (0, len(target)))] if tuple(source) == tuple(target) else []
-    found = []
-    i = j = 0
-    while i < len(source) and j < len(target):
-        i0, j0 = i, j
-        a, b = source[i], target[j]
-        i, j = i + 1, j + 1
-        while a != b:
-            if a < b:
-                a *= source[i]
-                i += 1
-            else:
-                b *= target[j]
-                j += 1
-        found.append(((i0, i), (j0, j)))
-    return found
-
-
-def major(shape: Sequence[int], start: int, stop: int) -> int | None:
-    """Return the first dim of a run that is longer than 1."""
-    return next((d for d in range(start, stop) if shape[d] != 1), None)
 
 
 def _held(call: Call, dim: int) -> tuple[str, ...]:
