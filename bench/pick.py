@@ -101,7 +101,7 @@ def run_pick(args: argparse.Namespace) -> int:
 
 def measure(rounds: int) -> list[PickRow]:
     """Return every row's figures."""
-    rows = []
+    rows: list[PickRow] = []
     for shape in MESHES:
         mesh = DeviceMesh(shape, ("dp", "pp", "tp")[-len(shape) :])
         for op, ways in OPS:

@@ -101,7 +101,7 @@ def _make_groups(action: Action, comm: Communicator) -> None:
     """Make every group that a kernel may ask for: ranks outside the mesh take part in the making alone."""
     part = Part(action, action.mesh.ranks[0], comm)
     seen = set()
-    for how in sorted({row.how for row in action.rows}):
+    for how in sorted({row.how for row in action.rows} - {"local"}):
         for k, layout in enumerate(action.sources):
             seen |= {part.axes(how, k, d) for d in range(layout.ndim)}
             seen.add(tuple(sorted({a for d in range(layout.ndim) for a in part.axes(how, k, d)})))
