@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from math import prod
-
 from lowshard.errors import LayoutError
 from lowshard.solver.action import Result
 from lowshard.solver.table.exchange import cutting_sizes, exchange, index_bytes, most_received, shares
@@ -75,7 +73,7 @@ def top_k(call: Call) -> Offer:
     out = tuple(k if d == at else n for d, n in enumerate(shape))
     rows = [row(S(d), out=S(d)) for d in range(len(shape)) if d != at]
     if call.extended:
-        own = float(prod(out) * (call.layouts[0].itemsize_bytes + 8))
+        own = k * call.statistic_elems((at,)) * (call.layouts[0].itemsize_bytes + 8)
         rows.append(row(S(at), out=R, how="pairs", inner=(("all_gather", own),)))
     results = (call.same(*out), Result(out, INDEX_DTYPE))
     return Offer(rows, results[:1] if call.op == "top_k_values" else results)

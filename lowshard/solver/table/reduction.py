@@ -109,16 +109,9 @@ def arg_extreme(call: Call) -> Offer:
     dim = call.dim()
     rows = _others(call, (dim,))
     if call.extended:
-        pairs = call.statistic_bytes((dim,)) + 8.0 * _count(call, dim)
+        pairs = call.statistic_elems((dim,)) * (call.layouts[0].itemsize_bytes + 8)
         rows.append(row(S(dim), out=R, how="pairs", inner=(("all_gather", pairs),)))
     return Offer(rows, (Result(_reduced(call, (dim,)), INDEX_DTYPE),))
-
-
-def _count(call: Call, dim: int) -> int:
-    size = 1
-    for d, n in enumerate(call.shape()):
-        size *= 1 if d == dim else n
-    return size
 
 
 @rule("softmax", "logsoftmax")

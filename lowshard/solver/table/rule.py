@@ -6,6 +6,7 @@ import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from math import prod
 from typing import Any, Literal
 
 from lowshard.errors import LayoutError
@@ -97,13 +98,18 @@ class Call:
         if self.held("min"):
             yield MIN
 
-    def statistic_bytes(self, dims: Sequence[int], operand: int = 0) -> float:
-        """Return the bytes of one number for each element of an operand without `dims`, in the accumulator's type."""
-        size = 1
-        for dim, extent in enumerate(self.shape(operand)):
-            if dim not in dims:
-                size *= extent
-        return float(size * max(ACCUMULATOR_BYTES, self.layouts[operand].itemsize_bytes))
+    def statistic_elems(self, dims: Sequence[int]) -> float:
+        """Return the elements of the first operand without `dims`, as the mesh axes that cut the others leave them to a
+        group: one number for each is what a rank puts into a collective over cut `dims`.
+        """
+        layout = self.layouts[0]
+        rest = [d for d in range(layout.ndim) if d not in dims]
+        cut = prod(layout.mesh.shape[axis] for d in rest for axis in layout.cutters[d])
+        return prod(layout.shape[d] for d in rest) / cut
+
+    def statistic_bytes(self, dims: Sequence[int]) -> float:
+        """Return the bytes of `statistic_elems` in the accumulator's type."""
+        return self.statistic_elems(dims) * max(ACCUMULATOR_BYTES, self.layouts[0].itemsize_bytes)
 
 
 @dataclass(frozen=True, slots=True)
