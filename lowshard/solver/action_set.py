@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from itertools import product
 from math import inf
@@ -352,7 +352,8 @@ def build_action_set(
         shape = layouts[0].shape if result_shape is None else tuple(result_shape)
         results = (Result(shape, layouts[0].dtype),)
     kept = tuple(rows)
-    if fallback:
+    if fallback:  # rows of the caller's own, perhaps with lists
+        kept = tuple(map(_with_tuples, kept))
         replicated = replicated_row(len(layouts))
         kept = kept if kept and kept[-1] == replicated else (*kept, replicated)
     found = ActionSet(
@@ -370,6 +371,11 @@ def build_action_set(
 def force_replicated_action_set(*layouts: Layout, op: str = "op") -> ActionSet:
     """Return the action set whose one row has every operand and the result replicated."""
     return build_action_set([replicated_row(len(layouts))], layouts=layouts, op=op)
+
+
+def _with_tuples(row: AxisAssignment) -> AxisAssignment:
+    out = row.output if isinstance(row.output, Placement) else tuple(row.output)
+    return replace(row, needed_inputs=tuple(row.needed_inputs), output=out)
 
 
 @cache

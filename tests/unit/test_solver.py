@@ -152,6 +152,8 @@ def test_the_fallback_is_put_at_the_end_once() -> None:
     assert build_action_set([cut, everywhere], layouts=[given]).axis_assignments == (cut, everywhere)
     assert build_action_set([], layouts=[given]).axis_assignments == (everywhere,)
     assert force_replicated_action_set(given, given).axis_assignments == (AxisAssignment((R, R), R),)
+    listed = AxisAssignment([Sharded(0)], [Sharded(0)])  # type: ignore[arg-type]
+    assert build_action_set([listed], layouts=[given]).axis_assignments[0].needed_inputs == (Sharded(0),)
     # A row that no mesh axis can take is left out.
     deep = AxisAssignment((Sharded(3),), Sharded(3))
     assert build_action_set([deep, cut], layouts=[given]).axis_assignments == (cut, everywhere)
