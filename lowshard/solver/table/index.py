@@ -105,18 +105,14 @@ def attention(call: Call) -> Offer:
     result = (call.same(*q[:3], v[3]),)
     if not call.extended:
         return Offer([], result)
-    size = call.layouts[0].mesh.size
-    # Equal splits of heads and of groups fall together when both are even.
-    aligned = heads == kv_heads or kv_heads % size == 0
     cut, share = cutting_sizes(call, 1), heads // kv_heads
     want = [(a // share, -(-b // share) if b > a else a // share) for a, b in shares(heads, cut)]
     missing = most_received([shares(kv_heads, cut)], want, [(0, 0, 0, kv_heads)])
     moved = exchange(missing * (index_bytes(call.layouts[1], (1,)) + index_bytes(call.layouts[2], (1,))))
     rows = [
         row(S(0), S(0), S(0), out=S(0)),
-        row(S(1), S(1), S(1), out=S(1))
-        if aligned
-        else row(S(1), S(1), S(1), out=S(1), how="halo", inner=moved),
+        # Never plainly local: along another mesh axis the query heads may be cut without the KV heads.
+        row(S(1), S(1), S(1), out=S(1), how="halo", inner=moved),
         row(S(1), R, R, out=S(1)),
         row(S(2), R, R, out=S(2)),
         row(R, R, S(3), out=S(3)),
