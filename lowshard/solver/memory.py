@@ -71,8 +71,10 @@ class Pattern:
         self, action_set: ActionSet, action: Action, counting: tuple[int, ...], allows_shards: bool
     ) -> None:
         self.action_set, self.counting, self.rows = action_set, counting, action.rows
-        self.places = tuple(action_set.axis_assignments.index(row) for row in action.rows)
         self.has_inner = any(row.inner for row in action.rows)
+        self.places = (
+            [action_set.axis_assignments.index(row) for row in action.rows] if self.has_inner else []
+        )
         self.span: tuple[float, float] | None = None
         self.allows_shards = allows_shards
 
@@ -86,11 +88,12 @@ class Pattern:
         found = self.action_set
         results = tuple(Result((count, *r.shape[1:]), r.dtype) for r in found.results)
         rows = self.rows
-        if self.has_inner:
-            rows = tuple(
-                replace(row, inner=tuple((name, own * count / was) for name, own in row.inner))
-                for row in rows
-            )
+        if (
+            self.has_inner
+        ):  # what the collectives inside are over depends on the count: to the last bit, as when fresh
+            call = Call(found.op, layouts, dict(found.extras), found.prices == "volume")
+            offered = (replicated_row(len(layouts)), *offer(call).rows)
+            rows = tuple(offered[i] for i in self.places)
         return Action.quick(found.op, found.extras, layouts, rows, results, found.prices)
 
     def _span(self) -> tuple[float, float]:
