@@ -12,7 +12,8 @@ from typing import Any
 
 from lowshard.layout import Layout
 from lowshard.solver.action import Action, Result
-from lowshard.solver.action_set import ActionSet, Candidate
+from lowshard.solver.action_set import ActionSet, Candidate, replicated_row
+from lowshard.solver.table import Call, offer
 from lowshard.solver.table.elementwise import COMPARISONS, NONLINEAR, TESTS
 
 KEPT = 4096
