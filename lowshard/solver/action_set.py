@@ -17,6 +17,7 @@ from lowshard.solver.action import (
     Action,
     AxisAssignment,
     Result,
+    cut_by_others,
     group_bytes,
     is_reduced_to_shards,
     one_row_an_axis,
@@ -145,7 +146,8 @@ class ActionSet:
             for i in special:
                 row = rows[i]
                 wrong = row.only and mesh.axis_names[axis] not in row.only
-                costs[i] = inf if wrong else costs[i] + row.inner_bytes(size, prices)
+                inside = row.inner_bytes(size, prices) / cut_by_others(layouts[0], axis)
+                costs[i] = inf if wrong else costs[i] + inside
             if fits.short_results:
                 costs = [c if fits.result(row, axis) else inf for c, row in zip(costs, rows, strict=True)]
             like[key] = Priced(costs, reduces, moves)

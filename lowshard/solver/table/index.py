@@ -108,7 +108,8 @@ def attention(call: Call) -> Offer:
     cut, share = cutting_sizes(call, 1), heads // kv_heads
     want = [(a // share, -(-b // share) if b > a else a // share) for a, b in shares(heads, cut)]
     missing = most_received([shares(kv_heads, cut)], want, [(0, 0, 0, kv_heads)])
-    moved = exchange(missing * (index_bytes(call.layouts[1], (1,)) + index_bytes(call.layouts[2], (1,))))
+    head_bytes = index_bytes(call.layouts[1], (1,)) + index_bytes(call.layouts[2], (1,))
+    moved = exchange(missing * head_bytes, cut)
     rows = [
         row(S(0), S(0), S(0), out=S(0)),
         # Never plainly local: along another mesh axis the query heads may be cut without the KV heads.

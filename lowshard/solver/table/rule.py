@@ -99,13 +99,11 @@ class Call:
             yield MIN
 
     def statistic_elems(self, dims: Sequence[int]) -> float:
-        """Return the elements of the first operand without `dims`, as the mesh axes that cut the others leave them to a
-        group: one number for each is what a rank puts into a collective over cut `dims`.
+        """Return the elements of the first operand without `dims`: one number for each is what a rank puts into a
+        collective over cut `dims`, were no other mesh axis to cut the rest.
         """
-        layout = self.layouts[0]
-        rest = [d for d in range(layout.ndim) if d not in dims]
-        cut = prod(layout.mesh.shape[axis] for d in rest for axis in layout.cutters[d])
-        return prod(layout.shape[d] for d in rest) / cut
+        shape = self.layouts[0].shape
+        return float(prod(n for d, n in enumerate(shape) if d not in dims))
 
     def statistic_bytes(self, dims: Sequence[int]) -> float:
         """Return the bytes of `statistic_elems` in the accumulator's type."""

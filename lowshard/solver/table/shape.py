@@ -129,7 +129,7 @@ def _regrouped(call: Call, span: tuple[int, int], extent: int, scale: int) -> In
     sizes = cutting_sizes(call, i)
     have, want = shares(source[i], sizes, prod(source[i + 1 : span[1]])), shares(extent, sizes, scale)
     missing = most_received([have], want, [(0, 0, 0, extent * scale)])
-    return exchange(missing * index_bytes(call.layouts[0], range(*span)))
+    return exchange(missing * index_bytes(call.layouts[0], range(*span)), sizes)
 
 
 def filled_shape(call: Call, source: Sequence[int]) -> tuple[int, ...]:
@@ -213,7 +213,7 @@ def _joined(call: Call, at: int, extent: int) -> Inner:
         start += layout.shape[at]
     have = [shares(layout.shape[at], sizes) for layout in call.layouts]
     missing = most_received(have, shares(extent, sizes), runs)
-    return exchange(missing * index_bytes(call.layouts[0], (at,)))
+    return exchange(missing * index_bytes(call.layouts[0], (at,)), sizes)
 
 
 @rule("split", "chunk")
@@ -228,7 +228,7 @@ def split(call: Call) -> Offer:
         for n in sizes:
             missing += most_received([shares(extent, cut)], shares(n, cut), [(0, start, 0, n)])
             start += n
-        moved = exchange(missing * index_bytes(call.layouts[0], (at,)))
+        moved = exchange(missing * index_bytes(call.layouts[0], (at,)), cut)
         rows.append(row(S(at), out=S(at), how="halo", inner=moved))
     results = tuple(call.same(*call.shape()[:at], n, *call.shape()[at + 1 :]) for n in sizes)
     return Offer(rows + _keep(call), results, (SPLIT,) if call.op == "split" else ())
@@ -288,9 +288,8 @@ def slice_(call: Call) -> Offer:
 def _sliced(call: Call, dim: int, start: int, extent: int) -> Inner:
     sizes = cutting_sizes(call, dim)
     have, want = shares(call.shape()[dim], sizes), shares(extent, sizes)
-    return exchange(
-        most_received([have], want, [(0, start, 0, extent)]) * index_bytes(call.layouts[0], (dim,))
-    )
+    missing = most_received([have], want, [(0, start, 0, extent)])
+    return exchange(missing * index_bytes(call.layouts[0], (dim,)), sizes)
 
 
 def pad_pairs(call: Call) -> list[tuple[int, int]]:
