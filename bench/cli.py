@@ -17,6 +17,7 @@ from lowshard.bench.fsdp import add_fsdp_parser
 from lowshard.bench.plan import add_plan_parser
 from lowshard.bench.refit import add_refit_parser
 from lowshard.bench.simulate import add_simulate_parser
+from lowshard.bench.pick import add_pick_parser
 from lowshard.bench.tune import add_tune_parser
 from lowshard.errors import LowshardError
 
@@ -77,6 +78,7 @@ def add_bench_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentPar
     add_refit_parser(benches)
     add_plan_parser(benches)
     add_simulate_parser(benches)
+    add_pick_parser(benches)
     mxfp8 = _add(benches, "mxfp8", "quantise and dequantise whole arrays", MXFP8, run_mxfp8)
     mxfp8.add_argument(
         "--size", type=parse_sizes, metavar="N[,N...]",

@@ -67,8 +67,8 @@ def price_bytes(
         return 0.0
     if collective == "infeasible":
         return inf
-    if collective == "exchange":  # counted where the row is made: what one rank receives
-        return tensor_bytes
+    if collective == "exchange":  # B is the busiest rank's bytes times N
+        return tensor_bytes / size
     ring = tensor_bytes * (size - 1) / size
     if collective == "all_reduce":
         return 2 * ring

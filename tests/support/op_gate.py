@@ -113,9 +113,7 @@ def assembled(layout: Layout, parts: dict[int, np.ndarray]) -> np.ndarray:
     return terms[()]
 
 
-def needed(
-    rng: Rng, mesh: DeviceMesh, arrays: Sequence[np.ndarray], rows: Sequence[AxisAssignment]
-) -> list[Layout]:
+def needed(mesh: DeviceMesh, arrays: Sequence[np.ndarray], rows: Sequence[AxisAssignment]) -> list[Layout]:
     """Return layouts in which operands come just as rows need them."""
     return [
         Layout(mesh, x.shape, x.dtype, tuple(row.needed_inputs[k] for row in rows))
@@ -134,18 +132,15 @@ def random_action(
     rows = [draw(rng, found.axis_assignments, name) for name in mesh.axis_names]
     if rng.random() < 0.6:
         try:
-            sources = needed(rng, mesh, arrays, rows)
+            sources = needed(mesh, arrays, rows)
         except ValueError:  # partial ops that do not mix
             return None
         found = action_set(op, sources, rules=rules, **args)  # type: ignore[arg-type]
         if any(r not in found.axis_assignments for r in rows):
             return None
-    try:
-        action = found.action(rows)
-        assert action.inputs
-        assert action.outputs
-    except ValueError:
+    if not found.commute(rows):
         return None
+    action = found.action(rows)
     if any(m.collective == "infeasible" for operand in action.reshards for m in operand):
         return None
     return action
@@ -173,20 +168,27 @@ def action_of(
     args: dict[str, Any],
     rules: str,
     mesh: DeviceMesh,
-    row: AxisAssignment,
-) -> Action:
-    """Return the action of one row, for operands that come as it needs them."""
-    layouts = [
-        Layout(mesh, x.shape, x.dtype, (need,)) for x, need in zip(arrays, row.needed_inputs, strict=True)
-    ]
+    *rows: AxisAssignment,
+) -> Action | None:
+    """Return the action of one row a mesh axis, for operands that come as they need them; None if there is none."""
+    try:
+        layouts = needed(mesh, arrays, rows)
+    except ValueError:  # a tensor that is a max along one axis and a sum along another
+        return None
     found = action_set(op, layouts, rules=rules, **args)  # type: ignore[arg-type]
-    same = [
-        r
-        for r in found.axis_assignments
-        if (r.needed_inputs, r.output, r.how) == (row.needed_inputs, row.output, row.how)
-    ]
-    assert same, f"{row} is not offered for operands that come so"
-    return found.action(same[:1])  # perhaps priced otherwise
+    chosen = []
+    for row, name in zip(rows, mesh.axis_names, strict=True):
+        # Perhaps priced otherwise, or bound to the axes that cut the operand so.
+        same = [
+            r
+            for r in found.axis_assignments
+            if (r.needed_inputs, r.output, r.how) == (row.needed_inputs, row.output, row.how)
+            and (not r.only or name in r.only)
+        ]
+        chosen += same[:1]
+    if len(chosen) < len(rows) or not found.commute(chosen):
+        return None
+    return found.action(chosen)
 
 
 def draw(rng: Rng, rows: Sequence[AxisAssignment], name: str) -> AxisAssignment:

@@ -61,7 +61,11 @@ def random_case(
 
 def exhaustive(found: ActionSet, budget: float | None, allows_shards: bool) -> Any:
     """Return the documented choice by trying every combination, or why there is none."""
-    every = list(product(*(found.candidates(a) for a in range(found.mesh.ndim))))
+    every = [
+        c
+        for c in product(*(found.candidates(a) for a in range(found.mesh.ndim)))
+        if found.commute([x.row for x in c])
+    ]
     if not every:
         return SolverError
     if budget is not None:
@@ -82,7 +86,7 @@ def exhaustive(found: ActionSet, budget: float | None, allows_shards: bool) -> A
 def test_greedy_is_the_exhaustive_choice(rules: str, rng: Rng, full: bool) -> None:
     kinds: set[Any] = set()
     for _ in range(3000 if full else 300):
-        op = str(rng.choice(["matmul", "add", "relu", "softmax", "where", "gather", "concat", "mul"]))
+        op = str(rng.choice(["matmul", "add", "relu", "softmax", "where", "gather", "concat", "mul", "max"]))
         shape = MESHES[int(rng.integers(len(MESHES)))]
         budget = None if rng.random() < 0.3 else int(rng.integers(1, 400))
         mesh = DeviceMesh(shape, ("dp", "tp", "pp")[: len(shape)], budget)
@@ -148,6 +152,8 @@ def test_the_fallback_is_put_at_the_end_once() -> None:
     assert build_action_set([cut, everywhere], layouts=[given]).axis_assignments == (cut, everywhere)
     assert build_action_set([], layouts=[given]).axis_assignments == (everywhere,)
     assert force_replicated_action_set(given, given).axis_assignments == (AxisAssignment((R, R), R),)
+    listed = AxisAssignment([Sharded(0)], [Sharded(0)])  # type: ignore[arg-type]
+    assert build_action_set([listed], layouts=[given]).axis_assignments[0].needed_inputs == (Sharded(0),)
     # A row that no mesh axis can take is left out.
     deep = AxisAssignment((Sharded(3),), Sharded(3))
     assert build_action_set([deep, cut], layouts=[given]).axis_assignments == (cut, everywhere)
@@ -160,6 +166,19 @@ def test_rows_of_an_op_on_two_axes_are_every_pair() -> None:
     )
     pairs = [tuple(map(str, action.inputs[0].placements)) for action in found.actions()]
     assert pairs == [("S0", "S0"), ("S0", "R"), ("R", "S0"), ("R", "R")]
+
+
+def test_rows_whose_reductions_do_not_commute_are_not_combined() -> None:
+    """A masked lookup leaves a sum to do, a table that is a max leaves a max: not both of one tensor."""
+    mesh = DeviceMesh((2, 2), ("dp", "tp"))
+    table = lay((8, 4), Sharded(0), Partial("max"), mesh=mesh)
+    ids = lay((6,), R, R, mesh=mesh)
+    found = action_set("gather", [table, ids], axis=0)
+    by_axis = [{str(c.row.output) for c in found.candidates(a)} for a in range(2)]
+    assert ("P" in by_axis[0], "P:max" in by_axis[1]) == (True, True)
+    picked = pick("gather", [table, ids], axis=0)
+    assert {str(p) for p in picked.outputs[0].placements} != {"P", "P:max"}
+    assert all(len({op for op in x.outputs[0].partials if op}) < 2 for x in found.actions())
 
 
 # ---- the budget

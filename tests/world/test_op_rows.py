@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import numpy as np
 import pytest
 from support.op_gate import action_of, check, elicited, random_action
@@ -9,7 +11,7 @@ from support.op_samples import SAMPLES
 
 from lowshard import DeviceMesh, Layout, Replicated, Sharded
 from lowshard.op import KERNELS
-from lowshard.solver import action_set
+from lowshard.solver import NoReshard, action_set, pick
 from lowshard.solver.table import RULES
 
 
@@ -45,9 +47,27 @@ def test_each_row_by_itself(op: str, rules: str, rng: np.random.Generator, full:
         mesh = DeviceMesh((int(rng.integers(2, 5)),), ("tp",))
         for row in elicited(op, arrays, args, rules, mesh):
             action = action_of(op, arrays, args, rules, mesh, row)
+            assert action is not None, f"{row} is not offered for operands that come so"
             check(action, rng, arrays, args)
             ran += 1
     assert ran
+
+
+@pytest.mark.parametrize("rules", ["documented", "extended"])
+@pytest.mark.parametrize("op", sorted(SAMPLES))
+def test_pairs_of_rows_on_two_axes(op: str, rules: str, rng: np.random.Generator, full: bool) -> None:
+    """Rows are valid on any one axis, but on two at once they may cut one dim, or leave two reductions to do."""
+    mesh = DeviceMesh((2, int(rng.integers(2, 4))), ("dp", "tp"))
+    for _ in range(3 if full else 1):
+        arrays, args = SAMPLES[op](rng)
+        rows = elicited(op, arrays, args, rules, DeviceMesh((2,), ("dp",)))
+        pairs = list(product(rows, repeat=2))
+        if not full:
+            pairs = [pairs[int(i)] for i in rng.choice(len(pairs), min(4, len(pairs)), replace=False)]
+        for pair in pairs:
+            action = action_of(op, arrays, args, rules, mesh, *pair)
+            if action is not None:
+                check(action, rng, arrays, args)
 
 
 def test_an_average_is_even_over_all_axes_that_cut_the_dim(rng: np.random.Generator) -> None:
@@ -59,3 +79,13 @@ def test_an_average_is_even_over_all_axes_that_cut_the_dim(rng: np.random.Genera
             found = action_set("mean", [Layout(mesh, x.shape, x.dtype, held)], rules=rules, axis=0)  # type: ignore[arg-type]
             for action in found.actions():
                 check(action, rng, [x], {"axis": 0})
+
+
+def test_query_heads_cut_by_an_axis_that_leaves_the_kv_heads_whole(rng: np.random.Generator) -> None:
+    mesh = DeviceMesh((2, 2), ("dp", "tp"))
+    arrays = [rng.standard_normal(s).astype(np.float32) for s in ((1, 8, 3, 4), (1, 4, 3, 4), (1, 4, 3, 4))]
+    for kv in ((Replicated(), Sharded(1)), (Sharded(1), Replicated()), (Sharded(1), Sharded(1))):
+        placed = ((Sharded(1), Sharded(1)), kv, kv)
+        layouts = [Layout(mesh, x.shape, x.dtype, p) for x, p in zip(arrays, placed, strict=True)]
+        action = pick("attention", layouts, solver=NoReshard())
+        check(action, rng, arrays, {})

@@ -48,12 +48,10 @@ def most_received(have: Sequence[Sequence[Interval]], want: Sequence[Interval], 
 
 
 def index_bytes(layout: Layout, dims: Sequence[int]) -> float:
-    """Return the bytes of one index along merged dims, as the other mesh axes leave it to a group."""
-    other = [axis for d, cut in enumerate(layout.cutters) if d not in dims for axis in cut]
-    whole = layout.itemsize_bytes * prod(n for d, n in enumerate(layout.shape) if d not in dims)
-    return whole / prod(layout.mesh.shape[axis] for axis in other)
+    """Return the bytes of one index along merged dims, were no other mesh axis to cut the rest."""
+    return float(layout.itemsize_bytes * prod(n for d, n in enumerate(layout.shape) if d not in dims))
 
 
-def exchange(received: float) -> Inner:
-    """Return the collective of a row that exchanges so many bytes; none where nothing moves."""
-    return (("exchange", float(received)),) if received else ()
+def exchange(received: float, sizes: Sequence[int]) -> Inner:
+    """Return the collective of a row in which the busiest rank receives so many bytes; none where nothing moves."""
+    return (("exchange", received * max(sizes)),) if received else ()

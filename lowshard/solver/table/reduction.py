@@ -17,6 +17,7 @@ from lowshard.solver.table.rule import (
     Refused,
     Rows,
     S,
+    dim_of,
     row,
     rule,
 )  # fmt: skip
@@ -40,11 +41,7 @@ def _dims(call: Call) -> tuple[int, ...]:
     if axis is None:
         return tuple(range(call.ndim()))
     many = axis if isinstance(axis, (list, tuple)) else (axis,)
-    n = call.ndim()
-    for a in many:
-        if isinstance(a, bool) or not isinstance(a, int) or not -n <= a < n:
-            raise LayoutError(f"{call.op}: axis is a dim from {-n} to {n - 1}, got {axis!r}")
-    return tuple(a % n for a in many)
+    return tuple(dim_of(a, call.ndim(), f"{call.op}: axis") for a in many)
 
 
 def _others(call: Call, dims: tuple[int, ...]) -> Rows:
@@ -112,16 +109,9 @@ def arg_extreme(call: Call) -> Offer:
     dim = call.dim()
     rows = _others(call, (dim,))
     if call.extended:
-        pairs = call.statistic_bytes((dim,)) + 8.0 * _count(call, dim)
+        pairs = call.statistic_elems((dim,)) * (call.layouts[0].itemsize_bytes + 8)
         rows.append(row(S(dim), out=R, how="pairs", inner=(("all_gather", pairs),)))
     return Offer(rows, (Result(_reduced(call, (dim,)), INDEX_DTYPE),))
-
-
-def _count(call: Call, dim: int) -> int:
-    size = 1
-    for d, n in enumerate(call.shape()):
-        size *= 1 if d == dim else n
-    return size
 
 
 @rule("softmax", "logsoftmax")

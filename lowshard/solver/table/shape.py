@@ -8,6 +8,7 @@ from math import prod
 from lowshard.errors import LayoutError
 from lowshard.solver.action import AxisAssignment, Result
 from lowshard.solver.table.exchange import Inner, cutting_sizes, exchange, index_bytes, most_received, shares
+from lowshard.solver.table.grouping import groups, major
 from lowshard.solver.table.rule import Call, Offer, Refused, Rows, S, row, rule
 
 CONCAT = Refused(("concat",), "(Sa, Sa) -> Sa along the joined dim", "joining shards permutes the elements")
@@ -128,7 +129,7 @@ def _regrouped(call: Call, span: tuple[int, int], extent: int, scale: int) -> In
     sizes = cutting_sizes(call, i)
     have, want = shares(source[i], sizes, prod(source[i + 1 : span[1]])), shares(extent, sizes, scale)
     missing = most_received([have], want, [(0, 0, 0, extent * scale)])
-    return exchange(missing * index_bytes(call.layouts[0], range(*span)))
+    return exchange(missing * index_bytes(call.layouts[0], range(*span)), sizes)
 
 
 def filled_shape(call: Call, source: Sequence[int]) -> tuple[int, ...]:
@@ -149,32 +150,6 @@ def filled_shape(call: Call, source: Sequence[int]) -> tuple[int, ...]:
     if prod(asked) != total or min(asked, default=0) < 0:
         raise LayoutError(f"reshape: {list(source)} has {total} elements, {asked} has {prod(asked)}")
     return tuple(asked)
-
-
-def groups(source: Sequence[int], target: Sequence[int]) -> list[tuple[tuple[int, int], tuple[int, int]]]:
-    """Return the smallest runs of dims of both shapes that hold the same elements, in order."""
-    if prod(source) == 0:
-        return [((0, len(source)), (0, len(target)))] if tuple(source) == tuple(target) else []
-    found = []
-    i = j = 0
-    while i < len(source) and j < len(target):
-        i0, j0 = i, j
-        a, b = source[i], target[j]
-        i, j = i + 1, j + 1
-        while a != b:
-            if a < b:
-                a *= source[i]
-                i += 1
-            else:
-                b *= target[j]
-                j += 1
-        found.append(((i0, i), (j0, j)))
-    return found
-
-
-def major(shape: Sequence[int], start: int, stop: int) -> int | None:
-    """Return the first dim of a run that is longer than 1."""
-    return next((d for d in range(start, stop) if shape[d] != 1), None)
 
 
 def _held(call: Call, dim: int) -> tuple[str, ...]:
@@ -238,7 +213,7 @@ def _joined(call: Call, at: int, extent: int) -> Inner:
         start += layout.shape[at]
     have = [shares(layout.shape[at], sizes) for layout in call.layouts]
     missing = most_received(have, shares(extent, sizes), runs)
-    return exchange(missing * index_bytes(call.layouts[0], (at,)))
+    return exchange(missing * index_bytes(call.layouts[0], (at,)), sizes)
 
 
 @rule("split", "chunk")
@@ -253,7 +228,7 @@ def split(call: Call) -> Offer:
         for n in sizes:
             missing += most_received([shares(extent, cut)], shares(n, cut), [(0, start, 0, n)])
             start += n
-        moved = exchange(missing * index_bytes(call.layouts[0], (at,)))
+        moved = exchange(missing * index_bytes(call.layouts[0], (at,)), cut)
         rows.append(row(S(at), out=S(at), how="halo", inner=moved))
     results = tuple(call.same(*call.shape()[:at], n, *call.shape()[at + 1 :]) for n in sizes)
     return Offer(rows + _keep(call), results, (SPLIT,) if call.op == "split" else ())
@@ -313,9 +288,8 @@ def slice_(call: Call) -> Offer:
 def _sliced(call: Call, dim: int, start: int, extent: int) -> Inner:
     sizes = cutting_sizes(call, dim)
     have, want = shares(call.shape()[dim], sizes), shares(extent, sizes)
-    return exchange(
-        most_received([have], want, [(0, start, 0, extent)]) * index_bytes(call.layouts[0], (dim,))
-    )
+    missing = most_received([have], want, [(0, start, 0, extent)])
+    return exchange(missing * index_bytes(call.layouts[0], (dim,)), sizes)
 
 
 def pad_pairs(call: Call) -> list[tuple[int, int]]:
