@@ -266,9 +266,10 @@ class Graph:
                 shapes[t], kinds[t] = result.shape, dtypes.get(result.dtype).name
             nodes.append(Node(node.op, node.operands, node.results, freeze_args(args)))
         outputs = tuple(self._outputs) or tuple((t, None) for t in self._ends())
-        return BoundGraph(
-            self.name, tuple(self._tensors), tuple(nodes), outputs, tuple(shapes), tuple(kinds)
+        tensors = tuple(
+            Info(i.name, i.kind, s, d, i.place) for i, s, d in zip(self._tensors, shapes, kinds, strict=True)
         )
+        return BoundGraph(self.name, tensors, tuple(nodes), outputs, tuple(shapes), tuple(kinds))
 
     # ---- inside
 

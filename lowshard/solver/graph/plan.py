@@ -275,8 +275,7 @@ def graph_from_json(data: Mapping[str, Any]) -> BoundGraph:
     return BoundGraph(
         data["name"],
         tuple(
-            Info(t["name"], t["kind"], None if t["kind"] == "result" else tuple(t["shape"]), t["dtype"], t["place"])
-            for t in tensors
+            Info(t["name"], t["kind"], tuple(t["shape"]), t["dtype"], t["place"]) for t in tensors
         ),
         tuple(
             Node(n["op"], tuple(n["operands"]), tuple(n["results"]), freeze_args(n["args"])) for n in data["nodes"]
