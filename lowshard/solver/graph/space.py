@@ -49,6 +49,7 @@ class Family:
         self._timing = timing
         self._number: dict[Layout, int] = {}
         self._moves: dict[tuple[int, int], float] = {}
+        self._tables: dict[Any, np.ndarray[Any, Any]] = {}
         self.bytes: list[int] = []
         """Of the largest shard, by number."""
 
@@ -71,10 +72,13 @@ class Family:
         return found
 
     def table(self, sources: Sequence[int], targets: Sequence[int]) -> np.ndarray[Any, Any]:
-        """Return the prices of all moves from some layouts to others, as [sources, targets]."""
-        return np.array([[self.move(a, b) for b in targets] for a in sources], np.float64).reshape(
-            len(sources), len(targets)
-        )
+        """Return the prices of all moves from some layouts to others, as [sources, targets]; not to be written to."""
+        key = (tuple(sources), tuple(targets))
+        found = self._tables.get(key)
+        if found is None:
+            prices = [[self.move(a, b) for b in targets] for a in sources]
+            found = self._tables[key] = np.array(prices, np.float64).reshape(len(sources), len(targets))
+        return found
 
 
 class Space:
