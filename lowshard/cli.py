@@ -22,6 +22,7 @@ def build_parser() -> argparse.ArgumentParser:
     from lowshard.demo.cli import add_demo_parser
     from lowshard.launch.cli import add_run_parser
     from lowshard.launch.doctor import add_doctor_parser
+    from lowshard.solver.cli import add_solve_parser
 
     parser = argparse.ArgumentParser(prog="lowshard", description=DESCRIPTION, epilog=EPILOG)
     parser.add_argument("--version", action="version", version=f"lowshard {__version__}")
@@ -29,6 +30,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_demo_parser(subparsers)
     add_run_parser(subparsers)
     add_doctor_parser(subparsers)
+    add_solve_parser(subparsers)
     add_bench_parser(subparsers)
     return parser
 

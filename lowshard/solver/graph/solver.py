@@ -230,7 +230,7 @@ class GraphSolver(Bindable):
             f"{space.graph.tensors[t].name} {show_bytes(b)}" for b, t, _ in held[1:4]
         )
         need = ceil(least.peak_bytes)
-        proved = "" if need <= ceil(bound * (1 + 1e-5)) else (
+        proved = "" if need <= ceil(bound * (1 + 1e-4)) else (
             f" that was found (none below {ceil(bound):,} does)"
         )
         info = space.graph.tensors[tensor]
