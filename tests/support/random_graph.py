@@ -111,7 +111,11 @@ def exhaustive(space: Space, budget: float | None = None, nodes_most: int = 200_
 
     def held(step: int, choice: Choice) -> int:
         live = (t for t in copies if space.born(t) <= step <= space.last_use[t])
-        return choice.temporary_bytes + sum(space.family[t].bytes[x] for t in live for x in copies[t])
+        return choice.temporary_bytes + sum(
+            space.family[t].bytes[x]
+            for t in live
+            for x in (copies[t] if step <= space.copies_until[t] else copies[t][:1])
+        )
 
     def ops(step: int, price: float) -> None:
         nonlocal best, looked

@@ -225,7 +225,7 @@ class IntegerProgram:
             if space.timing.reuses:
                 earlier.append(needs)
                 if has_memory:
-                    end = uses[place + 1][0] if place + 1 < len(uses) else last + 1
+                    end = uses[place + 1][0] if place + 1 < len(uses) else space.copies_until[tensor] + 1
                     held = self._hold(tensor, held, needs, range(step, end))
 
     def _hold(self, tensor: int, before: dict[int, int], needs: dict[int, int], span: range) -> dict[int, int]:

@@ -141,7 +141,7 @@ class Network:
             return
         ends: list[tuple[int | None, list[int], float]] = []
         for step, k, fixed in uses:
-            held = self._held(step, last)
+            held = self._held(step, space.copies_until[tensor])
             if fixed is None:
                 ends.append((self._use[step, k], self._values[self._use[step, k]], held))
             else:

@@ -89,7 +89,7 @@ class Space:
         mesh: where it runs.
         timing: the prices.
         rules: "extended" or "documented".
-        keeps: whether inputs and results stay to the end, as a backward pass needs them.
+        keeps: whether inputs and results stay to the end, as a backward pass needs them; copies of them do not.
         given_only: leave the ways of ops out: they come from elsewhere.
     """
 
@@ -127,6 +127,11 @@ class Space:
         self.leaf_layouts: dict[int, list[int]] = {
             leaf: [self.given[leaf]] if leaf in self.given else self._leaf(leaf) for leaf in graph.leaves()
         }
+
+    @cached_property
+    def copies_until(self) -> list[int]:
+        """For each tensor the step through which copies of it are held: its last use, though it may stay itself."""
+        return [places[-1][0] if places else -1 for places in self.uses]
 
     @property
     def steps(self) -> int:
