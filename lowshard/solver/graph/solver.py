@@ -184,8 +184,10 @@ class GraphSolver(Bindable):
                     leanest, floor = least_peak(space, free, budget, half_s)
                     if leanest.peak_bytes <= budget:
                         best = leanest
-                    elif floor > budget or program is None:
+                    elif program is None:
                         raise self._budget_error(space, leanest, budget, floor)
+                    elif floor > budget:
+                        raise self._infeasible(space, leanest, budget)
                 fitted = fit(space, budget, free, best, half_s)
                 best, low = fitted.best, max(low, fitted.bound)
             except TooWideError:
@@ -216,7 +218,7 @@ class GraphSolver(Bindable):
             bound = max(0.0, answer.bound)
             if answer.assignment is not None:
                 found = schedule(space, answer.assignment)
-                if found.price != inf:
+                if found.price != inf and (best.price == inf or found.peak_bytes < best.peak_bytes):
                     best = found
         return self._budget_error(space, best, budget, bound)
 
