@@ -240,12 +240,18 @@ def _input_error(
         if t not in read and name not in names:
             continue
         if name not in inputs:
-            return BufferMismatchError(f"graph {graph.name!r} reads {name!r}: pass this rank's part of {layout}")
+            return BufferMismatchError(
+                f"graph {graph.name!r} reads {name!r}: pass this rank's part of {layout}"
+            )
         if comm.rank not in mesh:
             continue
         part = inputs[name]
         shape = layout.local_shape(comm.rank)
-        if not isinstance(part, comm.xp.ndarray) or tuple(part.shape) != shape or part.dtype != layout.numpy_dtype:
+        if (
+            not isinstance(part, comm.xp.ndarray)
+            or tuple(part.shape) != shape
+            or part.dtype != layout.numpy_dtype
+        ):
             came = f"{part.dtype}{list(part.shape)}" if hasattr(part, "dtype") else type(part).__name__
             return BufferMismatchError(
                 f"graph {graph.name!r}: {name!r} in {layout} is {layout.dtype}{list(shape)} on rank {comm.rank}, got "

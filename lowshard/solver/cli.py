@@ -50,25 +50,38 @@ def add_solve_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentPar
         "--budget", metavar="BYTES", help="what a device may hold at any time, such as 40GB or 512MiB"
     )
     parser.add_argument(
-        "--profile", metavar="cluster.json", help="cost profile of `lowshard bench profile`; default: built-in guesses"
+        "--profile",
+        metavar="cluster.json",
+        help="cost profile of `lowshard bench profile`; default: built-in guesses",
     )
     parser.add_argument(
-        "--size", action="append", default=[], metavar="NAME=N", help="a number for a symbol in shapes; may be repeated"
+        "--size",
+        action="append",
+        default=[],
+        metavar="NAME=N",
+        help="a number for a symbol in shapes; may be repeated",
     )
     parser.add_argument(
         "--flops", type=float, metavar="N", help="flops a device does in a second (profile's, or 5e10)"
     )
     parser.add_argument(
-        "--memory-bandwidth", type=float, metavar="BYTES", help="bytes a device moves in a second (profile's, or 1e10)"
+        "--memory-bandwidth",
+        type=float,
+        metavar="BYTES",
+        help="bytes a device moves in a second (profile's, or 1e10)",
     )
     parser.add_argument("--node-size", type=int, metavar="N", help="ranks a node; default: all on one")
     parser.add_argument(
-        "--keep-activations", action="store_true", help="count every tensor to the end, as a backward pass needs them"
+        "--keep-activations",
+        action="store_true",
+        help="count every tensor to the end, as a backward pass needs them",
     )
     parser.add_argument(
         "--no-partial-to-sharded", action="store_true", help="never reduce a partial tensor to shards"
     )
-    parser.add_argument("--rules", choices=("extended", "documented"), default="extended", help="rows that ops offer")
+    parser.add_argument(
+        "--rules", choices=("extended", "documented"), default="extended", help="rows that ops offer"
+    )
     parser.add_argument(
         "--time-limit", type=float, default=15.0, metavar="S", help="seconds for budgets and wide graphs (15)"
     )
@@ -150,13 +163,17 @@ def _sizes(given: Sequence[str], symbols: Sequence[str]) -> dict[str, int]:
     for text in given:
         name, _, number = text.partition("=")
         if name not in symbols or not number.isdecimal():
-            raise LayoutError(f"--size is NAME=N with a symbol of the graph ({', '.join(symbols) or 'none'}), got {text!r}")
+            raise LayoutError(
+                f"--size is NAME=N with a symbol of the graph ({', '.join(symbols) or 'none'}), got {text!r}"
+            )
         found[name] = int(number)
     return found
 
 
 def _check_size(graph: BoundGraph) -> None:
-    total = sum(prod(s) * dtypes.get(d).itemsize_bytes for s, d in zip(graph.shapes, graph.dtypes, strict=True))
+    total = sum(
+        prod(s) * dtypes.get(d).itemsize_bytes for s, d in zip(graph.shapes, graph.dtypes, strict=True)
+    )
     if total > _RUN_BYTES:
         raise LayoutError(
             f"--run holds all tensors of graph {graph.name!r} in this process: {total / 1e9:.3g} GB, allowed are "
@@ -195,11 +212,13 @@ def _one(plan: GraphPlan) -> dict[str, Any]:
 
 
 def _show(plan: GraphPlan, greedy: GraphPlan | None, errors: dict[str, float], is_guess: bool) -> None:
+    from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
 
-    console = Console()
-    table = Table(title=f"{plan.graph.name} on mesh {plan.mesh}", title_justify="left")
+    # In a pipe or file no terminal sets a width.
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    table = Table(box=SIMPLE_HEAD, title=f"{plan.graph.name} on mesh {plan.mesh}", title_justify="left")
     for head in heads():
         table.add_column(head, overflow="fold")
     every = rows(plan)
@@ -208,7 +227,7 @@ def _show(plan: GraphPlan, greedy: GraphPlan | None, errors: dict[str, float], i
     console.print(table)
     if len(every) > _SHOWN:
         console.print(f"... {len(every) - _SHOWN} more tensors; --json has all of them")
-    beside = Table("", "graph", *(["greedy"] if greedy is not None else []))
+    beside = Table("", "graph", *(["greedy"] if greedy is not None else []), box=SIMPLE_HEAD)
     other = [value for _, value in summary(greedy)] if greedy is not None else []
     for i, (label, value) in enumerate(summary(plan)):
         beside.add_row(label, value, *other[i : i + 1])
@@ -216,6 +235,10 @@ def _show(plan: GraphPlan, greedy: GraphPlan | None, errors: dict[str, float], i
     for line in plan.why():
         console.print(line, highlight=False)
     if is_guess:
-        console.print("times are of the built-in profile, not of this machine: lowshard bench profile measures one")
+        console.print(
+            "times are of the built-in profile, not of this machine: lowshard bench profile measures one"
+        )
     for name, error in errors.items():
-        console.print(f"ran {name} on {plan.mesh.size} ranks: equal to the unsharded result within {error:.1e}")
+        console.print(
+            f"ran {name} on {plan.mesh.size} ranks: equal to the unsharded result within {error:.1e}"
+        )

@@ -13,7 +13,19 @@ from lowshard.solver.graph.schedule import Assignment, schedule
 from lowshard.solver.graph.space import Choice, Space
 
 Rng = np.random.Generator
-UNARY = ("relu", "negate", "gelu", "passthrough", "softmax", "cumsum", "permute", "sum", "mean", "max", "reshape")
+UNARY = (
+    "relu",
+    "negate",
+    "gelu",
+    "passthrough",
+    "softmax",
+    "cumsum",
+    "permute",
+    "sum",
+    "mean",
+    "max",
+    "reshape",
+)
 PLACES = ("R", "tp=S0", "tp=S1", "tp=P", None)
 
 
@@ -73,7 +85,9 @@ def random_graph(rng: Rng, ops: int) -> Graph:
         else:
             op = str(rng.choice(UNARY))
             x = any_of(shape, 0.05)
-            args: dict = {"axis": int(rng.integers(2))} if op in ("softmax", "cumsum", "sum", "mean", "max") else {}
+            args: dict = (
+                {"axis": int(rng.integers(2))} if op in ("softmax", "cumsum", "sum", "mean", "max") else {}
+            )
             if op == "permute":
                 args, shape = {"dims": (1, 0)}, shape[::-1]
             if op == "reshape":
@@ -87,7 +101,9 @@ def random_graph(rng: Rng, ops: int) -> Graph:
     return graph
 
 
-def exhaustive(space: Space, budget: float | None = None, nodes_most: int = 200_000) -> tuple[float, int] | None:
+def exhaustive(
+    space: Space, budget: float | None = None, nodes_most: int = 200_000
+) -> tuple[float, int] | None:
     """Return the least price of every assignment that fits, and how many partial ones were looked at; None: too many.
 
     Depth first over ops in order; a partial assignment that already costs as much as the best whole one is left.

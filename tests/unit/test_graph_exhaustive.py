@@ -25,7 +25,9 @@ def test_no_assignment_is_better(number: int, rng: np.random.Generator) -> None:
     while True:  # draws that are too many to try all of are drawn again
         ops = 1 + number % 8
         on_two = ops <= 3 and number % 16 < 8
-        mesh = DeviceMesh((2, 2), ("tp", "dp")) if on_two else DeviceMesh((int(rng.choice([2, 3, 4])),), ("tp",))
+        mesh = (
+            DeviceMesh((2, 2), ("tp", "dp")) if on_two else DeviceMesh((int(rng.choice([2, 3, 4])),), ("tp",))
+        )
         graph = random_graph(rng, ops)
         solver = GraphSolver(profile=random_profile(rng), rates=random_rates(rng))
         space = Space(graph.bind(), mesh, solver.timing, "extended")

@@ -125,13 +125,17 @@ def block(tokens: int, place: str | None = None) -> Graph:
 
 def test_the_sequence_is_cut_when_memory_demands_it() -> None:
     """Weights too large to be whole, activations too: column and row products, the residual stream cut by tokens."""
+
     # Weights are given as Megatron cuts them, so that activations alone are what a budget can press on.
     def given(tokens: int) -> Graph:
         g = Graph("given")
         x = g.input("x", (tokens, 32), place="R")
         for i in range(2):
             n = g.norm("rms_norm", x, g.weight(f"g{i}", (32,), place="R"), name=f"n{i}")
-            up, down = g.weight(f"up{i}", (32, 128), place="tp=S1"), g.weight(f"down{i}", (128, 32), place="tp=S0")
+            up, down = (
+                g.weight(f"up{i}", (32, 128), place="tp=S1"),
+                g.weight(f"down{i}", (128, 32), place="tp=S0"),
+            )
             h = g.pointwise("relu", g.matmul(n, up, name=f"h{i}"), name=f"a{i}")
             x = g.pointwise("add", x, g.matmul(h, down, name=f"y{i}"), name=f"x{i}")
         g.output(x)
@@ -162,7 +166,9 @@ def test_a_published_whole_graph_optimum(name: str, method: Any) -> None:
     axes = base["mesh"]["axes"]
     g = Graph(name)
     known = {
-        n: g.input(n, t["shape"], place=" ".join(f"{a}={p}" for a, p in zip(axes, t["placements"], strict=True)))
+        n: g.input(
+            n, t["shape"], place=" ".join(f"{a}={p}" for a, p in zip(axes, t["placements"], strict=True))
+        )
         for n, t in base["tensors"].items()
     }
     for step in base["steps"]:
@@ -347,7 +353,9 @@ def test_what_is_too_wide_goes_to_the_integer_program_with_a_bound() -> None:
     x = g.input("x", (8, 8), place="tp=P")
     total = g.pointwise("relu", x, name="r0")
     for i in range(1, 12):  # a table over 12 uses would be too large
-        total = g.pointwise("add", total, g.pointwise("relu" if i % 2 else "gelu", x, name=f"r{i}"), name=f"s{i}")
+        total = g.pointwise(
+            "add", total, g.pointwise("relu" if i % 2 else "gelu", x, name=f"r{i}"), name=f"s{i}"
+        )
     g.output(total, place="R")
     plan = GraphSolver().solve(g, TP)
     assert has_scipy()

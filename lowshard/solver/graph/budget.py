@@ -27,9 +27,7 @@ class Fitted(NamedTuple):
     bound: float
 
 
-def fit(
-    space: Space, budget_bytes: float, start: Schedule, known: Schedule | None, end_s: float
-) -> Fitted:
+def fit(space: Space, budget_bytes: float, start: Schedule, known: Schedule | None, end_s: float) -> Fitted:
     """Search plans that hold at most so many bytes at every step.
 
     Args:

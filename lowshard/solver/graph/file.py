@@ -90,7 +90,9 @@ def _block(graph: Graph, data: Mapping[str, Any], names: dict[str, Tensor], pref
                 raise LayoutError(
                     f"{kind[:-1]} {name!r} is a shape such as [tokens, 512], or {{shape:, dtype:, place:}}; got {given!r}"
                 )
-            names[str(name)] = add(prefix + str(name), shape, str(entry.get("dtype", dtype)), entry.get("place"))
+            names[str(name)] = add(
+                prefix + str(name), shape, str(entry.get("dtype", dtype)), entry.get("place")
+            )
     for entry in data["ops"]:
         if not isinstance(entry, Mapping):
             raise LayoutError(f"an op is {{op:, in:, out:, arguments}}, got {entry!r}")
@@ -103,12 +105,16 @@ def _block(graph: Graph, data: Mapping[str, Any], names: dict[str, Tensor], pref
 def _op(graph: Graph, entry: Mapping[str, Any], names: dict[str, Tensor], prefix: str) -> None:
     missing = {"op", "in", "out"} - set(entry)
     if missing:
-        raise LayoutError(f"an op is {{op:, in:, out:, arguments}}: {dict(entry)!r} lacks {', '.join(sorted(missing))}")
+        raise LayoutError(
+            f"an op is {{op:, in:, out:, arguments}}: {dict(entry)!r} lacks {', '.join(sorted(missing))}"
+        )
     op, out = str(entry["op"]), entry["out"]
     operands = [_named(names, n, f"op {op} -> {out}") for n in _many(entry["in"])]
     args = {k: v for k, v in entry.items() if k not in ("op", "in", "out")}
     outs = _many(out)
-    made = graph.op(op, *operands, name=prefix + outs[0] if len(outs) == 1 else prefix + "+".join(outs), **args)
+    made = graph.op(
+        op, *operands, name=prefix + outs[0] if len(outs) == 1 else prefix + "+".join(outs), **args
+    )
     results: Sequence[Tensor] = made if isinstance(made, tuple) else (made,)
     if len(results) != len(outs):
         raise LayoutError(f"op {op} has {len(results)} results, out names {len(outs)}: {out!r}")

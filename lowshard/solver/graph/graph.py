@@ -79,7 +79,9 @@ class BoundGraph:
         try:
             return Layout.parse(mesh, head + " ".join(_tokens(place, mesh)))
         except LayoutError as error:
-            raise LayoutError(f"tensor {self.tensors[tensor].name!r} of graph {self.name!r}: {error}") from None
+            raise LayoutError(
+                f"tensor {self.tensors[tensor].name!r} of graph {self.name!r}: {error}"
+            ) from None
 
     def leaves(self) -> list[int]:
         """Return the inputs and weights."""
@@ -254,7 +256,10 @@ class Graph:
         one = DeviceMesh((1,), ("one",))
         nodes = []
         for node in self._nodes:
-            args = {n: _bound_arg(v, lambda e: self._number(e, given)) if n == "shape" else v for n, v in node.args}
+            args = {
+                n: _bound_arg(v, lambda e: self._number(e, given)) if n == "shape" else v
+                for n, v in node.args
+            }
             layouts = tuple(Layout(one, shapes[t], kinds[t], (Replicated(),)) for t in node.operands)
             try:
                 results = offer(Call(node.op, layouts, args, True)).results
@@ -290,7 +295,9 @@ class Graph:
     def _index(self, tensor: Tensor) -> int:
         known = isinstance(tensor, Tensor) and tensor.index < len(self._tensors)
         if not known or self._tensors[tensor.index].name != tensor.name:
-            raise LayoutError(f"graph {self.name!r} takes tensors that its own calls returned, got {tensor!r}")
+            raise LayoutError(
+                f"graph {self.name!r} takes tensors that its own calls returned, got {tensor!r}"
+            )
         return tensor.index
 
     def _number(self, extent: Extent, sizes: Mapping[str, int]) -> int:

@@ -113,7 +113,9 @@ class Network:
             return
         places = [
             [{x: i for i, x in enumerate(self._values[v])}[layout] for layout in column]
-            for v, column in zip(ends, zip(*[(*c.inputs, *c.outputs) for c in offered], strict=True), strict=True)
+            for v, column in zip(
+                ends, zip(*[(*c.inputs, *c.outputs) for c in offered], strict=True), strict=True
+            )
         ]
         if prod(shape) <= _OP_CELLS:
             table = np.full(shape, _BIG)
@@ -135,7 +137,9 @@ class Network:
         mine = self._values[source]
         if self.memory_price is not None:
             held = self._held(space.born(tensor), last)
-            self.factors.append(Factor((source,), held * np.array([family.bytes[x] for x in mine], np.float64)))
+            self.factors.append(
+                Factor((source,), held * np.array([family.bytes[x] for x in mine], np.float64))
+            )
         uses = space.uses[tensor]
         if not uses:
             return
@@ -169,7 +173,9 @@ class Network:
         key = (id(family), *map(tuple, lists), *[round(held, 30) for _, _, held in ends])
         known = self._known.get(key)
         if known is not None:
-            self.factors.append(Factor(tuple(v for v in (source, *[v for v, _, _ in ends]) if v is not None), known))
+            self.factors.append(
+                Factor(tuple(v for v in (source, *[v for v, _, _ in ends]) if v is not None), known)
+            )
             return
         every = sorted({x for values in lists for x in values})
         place = {x: i for i, x in enumerate(every)}

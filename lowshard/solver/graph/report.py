@@ -18,18 +18,30 @@ def rows(plan: GraphPlan) -> list[tuple[str, ...]]:
     for t in graph.leaves():
         info = graph.tensors[t]
         origin = info.kind if info.place is not None else f"{info.kind} (free)"
-        found.append((info.name, _shape(plan, t), _axes(plan, t), origin, "", "", show_bytes(_bytes(plan, t))))
+        found.append(
+            (info.name, _shape(plan, t), _axes(plan, t), origin, "", "", show_bytes(_bytes(plan, t)))
+        )
     for step, (node, action) in enumerate(zip(graph.nodes, plan.actions, strict=True)):
         moves = plan.needed_moves(step)
         price = sum(m.price for m in moves)
         names = ", ".join(graph.tensors[t].name for t in node.operands)
-        inner = sorted({row.how for row, n in zip(action.rows, plan.mesh.shape, strict=True) if n > 1} - {"local"})
+        inner = sorted(
+            {row.how for row, n in zip(action.rows, plan.mesh.shape, strict=True) if n > 1} - {"local"}
+        )
         made = f"{node.op}({names})" + (f" [{', '.join(inner)}]" if inner else "")
         for place, t in enumerate(node.results):
             said = "; ".join(_move(plan, m) for m in moves) if place == 0 else ""
             cost = show(price, plan.unit) if moves and place == 0 else ""
             found.append(
-                (graph.tensors[t].name, _shape(plan, t), _axes(plan, t), made, said, cost, show_bytes(_bytes(plan, t)))
+                (
+                    graph.tensors[t].name,
+                    _shape(plan, t),
+                    _axes(plan, t),
+                    made,
+                    said,
+                    cost,
+                    show_bytes(_bytes(plan, t)),
+                )
             )
     for move in plan.needed_moves(len(graph.nodes)):
         layout = " ".join(f"{a}={p}" for a, p in zip(plan.mesh.axis_names, move.dst.placements, strict=True))

@@ -130,4 +130,3 @@ def holders(space: Space, assignment: Assignment, step: int) -> list[tuple[int, 
 def is_feasible(found: Schedule, budget_bytes: float | None) -> bool:
     """Whether every move can be made, and the budget holds at every step."""
     return found.price != inf and (budget_bytes is None or found.peak_bytes <= budget_bytes)
-

@@ -228,12 +228,10 @@ class GraphSolver(Bindable):
         bytes_, tensor, layout = held[0]
         nodes = space.graph.nodes
         where = nodes[step].label if step < len(nodes) else "the end"
-        others = ", ".join(
-            f"{space.graph.tensors[t].name} {show_bytes(b)}" for b, t, _ in held[1:4]
-        )
+        others = ", ".join(f"{space.graph.tensors[t].name} {show_bytes(b)}" for b, t, _ in held[1:4])
         need = ceil(least.peak_bytes)
-        proved = "" if need <= ceil(bound * (1 + 1e-4)) else (
-            f" that was found (none below {ceil(bound):,} does)"
+        proved = (
+            "" if need <= ceil(bound * (1 + 1e-4)) else (f" that was found (none below {ceil(bound):,} does)")
         )
         info = space.graph.tensors[tensor]
         return BudgetError(
@@ -342,7 +340,13 @@ def _plan(
         tuple(space.family[t].layouts[assignment.layout(space, t)] for t in range(len(graph.tensors))),
         tuple(actions),
         tuple(
-            GraphMove(m.tensor, m.step, space.family[m.tensor].layouts[m.src], space.family[m.tensor].layouts[m.dst], m.price)
+            GraphMove(
+                m.tensor,
+                m.step,
+                space.family[m.tensor].layouts[m.src],
+                space.family[m.tensor].layouts[m.dst],
+                m.price,
+            )
             for m in found.moves
         ),
         found.compute,

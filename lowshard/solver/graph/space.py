@@ -94,7 +94,12 @@ class Space:
     """
 
     def __init__(
-        self, graph: BoundGraph, mesh: DeviceMesh, timing: Timing, rules: Rules, keeps: bool = False,
+        self,
+        graph: BoundGraph,
+        mesh: DeviceMesh,
+        timing: Timing,
+        rules: Rules,
+        keeps: bool = False,
         given_only: bool = False,
     ) -> None:
         self.graph, self.mesh, self.timing, self.rules, self.keeps = graph, mesh, timing, rules, keeps
@@ -264,12 +269,12 @@ class Space:
                 found[row] = None
         return list(found)
 
-    def _choice(
-        self, node: Node, args: dict[str, Any], rows: tuple[AxisAssignment, ...]
-    ) -> Choice | None:
+    def _choice(self, node: Node, args: dict[str, Any], rows: tuple[AxisAssignment, ...]) -> Choice | None:
         try:
             inputs = [
-                Layout(self.mesh, self.graph.shapes[t], self.graph.dtypes[t], [r.needed_inputs[k] for r in rows])
+                Layout(
+                    self.mesh, self.graph.shapes[t], self.graph.dtypes[t], [r.needed_inputs[k] for r in rows]
+                )
                 for k, t in enumerate(node.operands)
             ]
         except ShardingError:  # terms of two kinds
