@@ -129,6 +129,9 @@ def attention(part: Part, q: Array, k: Array, v: Array) -> Array:
         run = Run(0, 0, 0, part.shape(1)[1])
         moved = []
         for operand, x in ((1, k), (2, v)):
+            if wanted == group.intervals(part.action.inputs[operand], 1):  # the splits fall together
+                moved.append(x)
+                continue
             held = [Held(along(x, 1), group.intervals(part.action.inputs[operand], 1))]
             got = exchange(part, group, held, [run], wanted)
             moved.append(got.reshape(x.shape[0], got.shape[1], *x.shape[2:]))

@@ -72,8 +72,7 @@ def compute(action: Action, operands: Sequence[Array | None], comm: Communicator
 
     Collective where a row has collectives inside: all ranks of the communicator call this.
     """
-    special = [a for a, row in enumerate(action.rows) if row.how != "local"]
-    if special and comm.size > action.mesh.size:
+    if any(row.how != "local" for row in action.rows):
         _make_groups(action, comm)
     if comm.rank not in action.mesh:
         return (None,) * len(action.results)
@@ -98,10 +97,12 @@ def _module_of(arrays: Sequence[Array]) -> Any:
 
 
 def _make_groups(action: Action, comm: Communicator) -> None:
-    """Make every group that a kernel may ask for: ranks outside the mesh take part in the making alone."""
+    """Make every group that a kernel may ask for. All ranks take part in the making, but perhaps not in the use: ranks
+    outside the mesh, and groups in which nothing moves.
+    """
     part = Part(action, action.mesh.ranks[0], comm)
     seen = set()
-    for how in sorted({row.how for row in action.rows}):
+    for how in sorted({row.how for row in action.rows} - {"local"}):
         for k, layout in enumerate(action.sources):
             seen |= {part.axes(how, k, d) for d in range(layout.ndim)}
             seen.add(tuple(sorted({a for d in range(layout.ndim) for a in part.axes(how, k, d)})))

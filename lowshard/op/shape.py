@@ -10,10 +10,9 @@ from lowshard.box import Interval
 from lowshard.op.move import Held, Run, along, exchange
 from lowshard.op.part import Part
 from lowshard.op.registry import Array, kernel
+from lowshard.solver.table.grouping import groups, major
 from lowshard.solver.table.rule import Call
 from lowshard.solver.table.shape import (
-    groups,
-    major,
     pad_pairs,
     permutation,
     piece_sizes,

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from lowshard.errors import LayoutError
 from lowshard.layout import Layout
@@ -44,7 +44,8 @@ class AxisAssignment:
     how: How = "local"
     """How a rank computes its part, a key of `HOW`."""
     inner: tuple[tuple[Collective, float], ...] = ()
-    """Collectives inside the op: the name, and the bytes that a rank puts in (of an exchange: of the whole result)."""
+    """Collectives inside the op: the name, and the bytes that a rank puts in (of an exchange: that the busiest one
+    receives, times the ranks), were no other mesh axis to cut the operands."""
     only: tuple[str, ...] = ()
     """The mesh axes that the row is valid on; empty: any."""
 
@@ -66,8 +67,7 @@ class AxisAssignment:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Result:
+class Result(NamedTuple):
     """Global shape and dtype of one result of an op."""
 
     shape: tuple[int, ...]
@@ -171,7 +171,11 @@ class Action:
     def cost_bytes(self) -> float:
         """What the moves of the operands and the collectives inside the op are priced at, in bytes."""
         moved = sum(r.cost_bytes for operand in self.reshards for r in operand)
-        inner = (row.inner_bytes(n, self.prices) for row, n in zip(self.rows, self.mesh.shape, strict=True))
+        inner = [
+            row.inner_bytes(n, self.prices) / cut_by_others(self.sources[0], axis)
+            for axis, (row, n) in enumerate(zip(self.rows, self.mesh.shape, strict=True))
+            if row.inner
+        ]
         return moved + sum(inner)
 
     @property
@@ -287,6 +291,11 @@ def group_bytes(source: Layout, prices: Prices) -> list[float]:
         return [whole] * len(sizes)
     share = whole / prod([sizes[axis] for axis in cut])
     return [share * size if axis in cut else share for axis, size in enumerate(sizes)]
+
+
+def cut_by_others(source: Layout, axis: int) -> int:
+    """Return over how many ranks the other mesh axes cut an operand as it comes."""
+    return prod(source.mesh.shape[other] for dim in source.cutters for other in dim if other != axis)
 
 
 def nesting_of(layout: Layout) -> tuple[int, ...] | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from itertools import product
 from math import inf
@@ -17,6 +17,7 @@ from lowshard.solver.action import (
     Action,
     AxisAssignment,
     Result,
+    cut_by_others,
     group_bytes,
     is_reduced_to_shards,
     one_row_an_axis,
@@ -48,7 +49,7 @@ class Finalize(Protocol):
 class Candidate(NamedTuple):
     """One row on one mesh axis, priced for the operands as they come."""
 
-    index: int
+    row_index: int
     """Its place in `axis_assignments`: earlier ones win ties."""
     row: AxisAssignment
     cost_bytes: float
@@ -145,7 +146,8 @@ class ActionSet:
             for i in special:
                 row = rows[i]
                 wrong = row.only and mesh.axis_names[axis] not in row.only
-                costs[i] = inf if wrong else costs[i] + row.inner_bytes(size, prices)
+                inside = row.inner_bytes(size, prices) / cut_by_others(layouts[0], axis)
+                costs[i] = inf if wrong else costs[i] + inside
             if fits.short_results:
                 costs = [c if fits.result(row, axis) else inf for c, row in zip(costs, rows, strict=True)]
             like[key] = Priced(costs, reduces, moves)
@@ -155,7 +157,25 @@ class ActionSet:
     def actions(self) -> Iterator[Action]:
         """Yield every feasible action: the first mesh axis is the outermost, rows come in order."""
         for chosen in product(*self._candidates):
-            yield self.action([candidate.row for candidate in chosen])
+            rows = [candidate.row for candidate in chosen]
+            if self.commute(rows):
+                yield self.action(rows)
+
+    @cached_property
+    def may_not_commute(self) -> bool:
+        """Whether rows of different mesh axes may exclude each other: an operand comes as a max, min or product."""
+        return any(op not in (None, "sum", "avg") for layout in self.layouts for op in layout.partials)
+
+    def commute(self, rows: Sequence[AxisAssignment]) -> bool:
+        """Return whether rows of mesh axes go together: no tensor may be a max along one and a sum along another."""
+        if not self.may_not_commute:
+            return True
+        families = [self.families(row) for row in rows]
+        return all(len({f for f in each if f is not None}) < 2 for each in zip(*families, strict=True))
+
+    def families(self, row: AxisAssignment) -> tuple[str | None, ...]:
+        """Return how each operand and result of a row is still to be reduced: "sum", "max", "min", "prod" or not."""
+        return tuple(_family(p) for p in (*row.needed_inputs, *row.outputs(len(self.results))))
 
     def action(self, rows: Sequence[AxisAssignment]) -> Action:
         """Return the action of one row a mesh axis.
@@ -228,6 +248,12 @@ class _Feasibility:
             ):
                 return False
         return True
+
+
+def _family(placement: Placement) -> str | None:
+    if not isinstance(placement, Partial):
+        return None
+    return "sum" if placement.op == "avg" else placement.op
 
 
 def _moves(
@@ -328,7 +354,8 @@ def build_action_set(
         shape = layouts[0].shape if result_shape is None else tuple(result_shape)
         results = (Result(shape, layouts[0].dtype),)
     kept = tuple(rows)
-    if fallback:
+    if fallback:  # rows of the caller's own, perhaps with lists
+        kept = tuple(map(_with_tuples, kept))
         replicated = replicated_row(len(layouts))
         kept = kept if kept and kept[-1] == replicated else (*kept, replicated)
     found = ActionSet(
@@ -346,6 +373,11 @@ def build_action_set(
 def force_replicated_action_set(*layouts: Layout, op: str = "op") -> ActionSet:
     """Return the action set whose one row has every operand and the result replicated."""
     return build_action_set([replicated_row(len(layouts))], layouts=layouts, op=op)
+
+
+def _with_tuples(row: AxisAssignment) -> AxisAssignment:
+    out = row.output if isinstance(row.output, Placement) else tuple(row.output)
+    return replace(row, needed_inputs=tuple(row.needed_inputs), output=out)
 
 
 @cache

@@ -30,16 +30,21 @@ def explain(action: Action) -> str:
         if row.how != "local" and size > 1:
             inner = ", ".join(f"{c} over {over:,.0f} bytes" for c, over in row.inner)
             lines.append(f"  {name}: {HOW[row.how]}" + (f" ({inner})" if inner else ""))
-    lines.append(table(candidates_of(action), True, action.rows))
+    offered = candidates_of(action)
+    if offered is not None:
+        lines.append(table(offered, True, action.rows))
     return "\n".join(lines)
 
 
-def candidates_of(action: Action) -> ActionSet:
-    """Return the action set that an action came from; made anew where the action does not carry it."""
+def candidates_of(action: Action) -> ActionSet | None:
+    """Return the action set that an action came from, made anew where it is not at hand; None for rows of no rule."""
     if action.action_set is not None:
         return action.action_set
     from lowshard.solver.pick import action_set
+    from lowshard.solver.table import RULES
 
+    if action.op not in RULES:
+        return None
     return action_set(
         action.op,
         action.sources,
@@ -66,6 +71,8 @@ def table(
             taken = chosen is not None and chosen[axis] == row
             barred = candidate.reduces_to_shards and not allow_partial_to_sharded
             fate = "chosen" if taken else "not allowed: P -> S" if barred else ""
+            if not fate and candidate.reduces_to_shards:
+                fate = "only with allow_partial_to_sharded"
             outputs = row.outputs(len(action_set.results))
             body.append(
                 (

@@ -19,7 +19,7 @@ from lowshard.layout import Layout
 from lowshard.placement import Partial, Replicated, Sharded
 from lowshard.solver import context
 from lowshard.solver.action import Action, AxisAssignment
-from lowshard.solver.action_set import ActionSet, Candidate, replicated_row
+from lowshard.solver.action_set import ActionSet, Candidate, Solver, replicated_row
 from lowshard.solver.budget import budget_text, needed_bytes, smallest_budget
 from lowshard.solver.explanation import explain, table
 
@@ -77,6 +77,10 @@ class GreedyReshard(Bindable):
 
     def choose(self, action_set: ActionSet) -> tuple[AxisAssignment, ...]:
         """Return the row of each mesh axis."""
+        action_set.need_candidates()
+        budget = smallest_budget(action_set)
+        if action_set.may_not_commute:
+            return self._jointly(action_set, budget)
         # Prices add up over the axes: without a budget the best combination is the best row of each axis.
         best: list[AxisAssignment | None] = []
         for costs, reduces, _ in action_set.priced:
@@ -84,7 +88,6 @@ class GreedyReshard(Bindable):
                 costs = [inf if reducing else cost for cost, reducing in zip(costs, reduces, strict=True)]
             least = min(costs)
             best.append(None if least == inf else action_set.axis_assignments[costs.index(least)])
-        budget = smallest_budget(action_set)
         rows = tuple(row for row in best if row is not None)
         if budget is None:
             if len(rows) < len(best):
@@ -92,24 +95,23 @@ class GreedyReshard(Bindable):
             return rows
         if len(rows) == len(best) and needed_bytes(action_set, rows) <= budget:
             return rows
-        return self._within(action_set, budget)
+        return self._jointly(action_set, budget)
 
     def _allows(self, candidate: Candidate) -> bool:
         return self.allow_partial_to_sharded or not candidate.reduces_to_shards
 
-    def _within(self, action_set: ActionSet, budget: float) -> tuple[AxisAssignment, ...]:
-        every = [_strongest(action_set.candidates(a)) for a in range(action_set.mesh.ndim)]
-        fitting = [
-            combination
-            for combination in product(*every)
-            if needed_bytes(action_set, [c.row for c in combination]) <= budget
-        ]
-        if not fitting:
-            raise self._budget_error(action_set, budget, every)
+    def _jointly(self, action_set: ActionSet, budget: float | None) -> tuple[AxisAssignment, ...]:
+        """Return the best combination where the rows of the mesh axes bear on each other."""
+        every = [_strongest(action_set, action_set.candidates(a)) for a in range(action_set.mesh.ndim)]
+        fitting = [c for c in product(*every) if action_set.commute([x.row for x in c])]
+        if budget is not None:
+            fitting = [c for c in fitting if needed_bytes(action_set, [x.row for x in c]) <= budget]
+            if not fitting:
+                raise self._budget_error(action_set, budget, every)
         allowed = [c for c in fitting if all(map(self._allows, c))]
         if not allowed:
             raise self._policy_error(action_set, None, budget)
-        best = min(allowed, key=lambda c: (sum(x.cost_bytes for x in c), tuple(x.index for x in c)))
+        best = min(allowed, key=lambda c: (sum(x.cost_bytes for x in c), tuple(x.row_index for x in c)))
         return tuple(c.row for c in best)
 
     def _report(self, action: Action) -> None:
@@ -169,7 +171,7 @@ def force_replicated(action_set: ActionSet, layouts: Sequence[Layout], /) -> Act
     return action_set.action((row,) * action_set.mesh.ndim)
 
 
-def current_solver() -> context.Solver:
+def current_solver() -> Solver:
     """Return the solver that `with solver(...)` bound, or a plain GreedyReshard."""
     return context.bound_solver() or _DEFAULT
 
@@ -181,20 +183,21 @@ def _first(action_set: ActionSet, name: str, partials: bool) -> Action:
     action_set.need_candidates()
     placements = [layout.placements for layout in action_set.layouts]
     for reducing in (False, True) if partials else (False,):
-        rows = []
-        for axis in range(action_set.mesh.ndim):
-            held = [p[axis] for p in placements]
-            row = next(
-                (c.row for c in action_set.candidates(axis) if _stays(held, c.row, reducing)),
-                None,
-            )
-            if row is None:
-                break
-            rows.append(row)
-        else:
+        staying = [
+            [
+                c.row
+                for c in action_set.candidates(axis)
+                if _stays([p[axis] for p in placements], c.row, reducing)
+            ]
+            for axis in range(action_set.mesh.ndim)
+        ]
+        for rows in product(*staying):
+            if not action_set.commute(rows):
+                continue
             action = action_set.action(rows)
             if reducing or action.moves_nothing:
                 return action
+            break  # nested otherwise: so it is with every other combination
     what = "is as the operands come, or only reduces partial ones" if partials else "is as the operands come"
     raise SolverError(
         f"{action_set.op}: {name} takes a row that {what}, and there is none: redistribute the operands "
@@ -211,16 +214,15 @@ def _stays(held: Sequence[object], row: AxisAssignment, reducing: bool) -> bool:
     return True
 
 
-def _strongest(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Return the candidates that can be in the best action: of those that cut the same operands and that the policy
-    treats alike, the cheapest, the earliest of equals.
+def _strongest(action_set: ActionSet, candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Return the candidates that can be in the best action: of those that cut the same operands, go together with the
+    same others and that the policy treats alike, the cheapest, the earliest of equals.
     """
-    best: dict[tuple[bool, ...], Candidate] = {}
+    best: dict[object, Candidate] = {}
     for candidate in candidates:
-        key = (
-            candidate.reduces_to_shards,
-            *(isinstance(need, Sharded) for need in candidate.row.needed_inputs),
-        )
+        cuts = [isinstance(need, Sharded) for need in candidate.row.needed_inputs]
+        families = action_set.families(candidate.row) if action_set.may_not_commute else ()
+        key = (candidate.reduces_to_shards, *cuts, *families)
         if key not in best or candidate.cost_bytes < best[key].cost_bytes:
             best[key] = candidate
-    return sorted(best.values(), key=lambda c: c.index)
+    return sorted(best.values(), key=lambda c: c.row_index)

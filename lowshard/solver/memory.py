@@ -7,16 +7,17 @@ pick holds for a whole range of counts, which is worked out from the candidates'
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from math import ceil, floor, inf
 from typing import Any
 
 from lowshard.layout import Layout
 from lowshard.solver.action import Action, Result
-from lowshard.solver.action_set import ActionSet, Candidate
+from lowshard.solver.action_set import ActionSet, Candidate, replicated_row
+from lowshard.solver.table import Call, offer
 from lowshard.solver.table.elementwise import COMPARISONS, NONLINEAR, TESTS
 
 KEPT = 4096
+_ROUNDING = 1e-9
 
 _UNARY = frozenset(
     (*NONLINEAR, *TESTS, "negate", "passthrough", "cast", "mul_scalar", "add_scalar", "fused_silu")
@@ -28,12 +29,13 @@ _ALONG_AXIS = frozenset(
     ("softmax", "logsoftmax", "cumsum", "sum", "mean", "max", "min", "argmax", "argmin", "sort")
 )
 _NORM = frozenset(("layer_norm", "rms_norm"))
+_TWO = _NORM | {"matmul"}
 
 
 def counting_operands(op: str, layouts: Sequence[Layout], args: dict[str, Any]) -> tuple[int, ...]:
     """Return the operands whose dim 0 is the row count, which then is dim 0 of the results too; () if there is none."""
     first = layouts[0]
-    if not first.shape:
+    if not first.shape or (op in _TWO and len(layouts) < 2):
         return ()
     if op == "matmul":
         return (0,) if len(first.shape) > 1 and len(layouts[1].shape) == 2 else ()
@@ -57,21 +59,23 @@ def shape_key(layouts: Sequence[Layout], counting: Sequence[int]) -> tuple[Any, 
     """Return what layouts have in common that differ in the row count alone."""
     key: list[Any] = [layouts[0].mesh]
     for k, x in enumerate(layouts):
-        key.append(x.shape[1:] if k in counting else x.shape)
-        key += (x.dtype, x.spec, x.splits, x.partials)
-    return tuple(key)
+        key += (x.shape[1:] if k in counting else x.shape, x.dtype, x.spec, x.splits, x.partials)
+    return (counting, *key)
 
 
 class Pattern:
     """A pick, and the row counts that it holds for."""
 
-    __slots__ = ("action_set", "allows_shards", "counting", "has_inner", "rows", "span")
+    __slots__ = ("action_set", "allows_shards", "counting", "has_inner", "places", "rows", "span")
 
     def __init__(
         self, action_set: ActionSet, action: Action, counting: tuple[int, ...], allows_shards: bool
     ) -> None:
         self.action_set, self.counting, self.rows = action_set, counting, action.rows
         self.has_inner = any(row.inner for row in action.rows)
+        self.places = (
+            [action_set.axis_assignments.index(row) for row in action.rows] if self.has_inner else []
+        )
         self.span: tuple[float, float] | None = None
         self.allows_shards = allows_shards
 
@@ -83,14 +87,14 @@ class Pattern:
         if not self.span[0] <= count <= self.span[1]:
             return None
         found = self.action_set
-        was = found.layouts[self.counting[0]].shape[0]
         results = tuple(Result((count, *r.shape[1:]), r.dtype) for r in found.results)
         rows = self.rows
-        if self.has_inner:
-            rows = tuple(
-                replace(row, inner=tuple((name, own * count / was) for name, own in row.inner))
-                for row in rows
-            )
+        if (
+            self.has_inner
+        ):  # what the collectives inside are over depends on the count: to the last bit, as when fresh
+            call = Call(found.op, layouts, dict(found.extras), found.prices == "volume")
+            offered = (replicated_row(len(layouts)), *offer(call).rows)
+            rows = tuple(offered[i] for i in self.places)
         return Action.quick(found.op, found.extras, layouts, rows, results, found.prices)
 
     def _span(self) -> tuple[float, float]:
@@ -107,17 +111,18 @@ class Pattern:
             for other in here:
                 if other is winner:
                     continue
-                # other - winner must stay above 0, or at 0 where the winner comes first.
+                # other - winner keeps its sign on this side of where the two lines cross. Counts next to the crossing,
+                # where both cost the same but for rounding, are left to a fresh pick.
                 tilt, gap = self._line(other, was)
                 tilt, gap = tilt - slope, gap - base
-                strict = other.index < winner.index
-                if tilt == 0:
-                    continue  # as it is at the count that was picked for
+                if abs(tilt) * was <= _ROUNDING * (abs(slope) * was + abs(base)):
+                    continue
                 edge = -gap / tilt
+                margin = _ROUNDING * abs(edge)
                 if tilt > 0:
-                    low = max(low, floor(edge) + 1 if strict else ceil(edge))
+                    low = max(low, floor(edge + margin) + 1)
                 else:
-                    high = min(high, ceil(edge) - 1 if strict else floor(edge))
+                    high = min(high, ceil(edge - margin) - 1)
         return low, high
 
     def _line(self, candidate: Candidate, was: int) -> tuple[float, float]:

@@ -71,9 +71,11 @@ def pick(
     """
     chosen = current_solver() if solver is None else solver
     operands = tuple(layouts)
-    if type(chosen) not in _PURE or chosen.on_reshard != "silent":  # type: ignore[union-attr]  # a GreedyReshard
+    # The one solver known to pick the same from the same layouts, always.
+    if type(chosen) is not GreedyReshard or chosen.on_reshard != "silent":
         return chosen(action_set(op, operands, rules, **op_args), operands)
-    key = (op, operands, rules, chosen, freeze_args(op_args))
+    args, shards = freeze_args(op_args) if op_args else (), chosen.allow_partial_to_sharded
+    key = (op, operands, rules, shards, args)
     try:
         found = _PICKED.get(key)
     except TypeError:  # an argument that cannot be hashed
@@ -83,7 +85,7 @@ def pick(
     counting = counting_operands(op, operands, op_args) if operands else ()
     pattern_key = None
     if counting and operands[0].mesh.memory_budget_bytes_per_device is None:
-        pattern_key = (op, shape_key(operands, counting), counting, rules, chosen, key[4])
+        pattern_key = (op, shape_key(operands, counting), rules, shards, args)
         pattern = _PATTERNS.get(pattern_key)
         if pattern is not None:
             found = pattern.action(operands)
@@ -94,13 +96,11 @@ def pick(
     if len(_PICKED) >= KEPT:
         clear_picks()
     _PICKED[key] = found
-    if pattern_key is not None:
-        _PATTERNS[pattern_key] = Pattern(offered, found, counting, chosen.allow_partial_to_sharded)  # type: ignore[union-attr]
+    if pattern_key is not None and not offered.may_not_commute:
+        _PATTERNS[pattern_key] = Pattern(offered, found, counting, shards)
     return found
 
 
-# Solvers that pick the same from the same layouts, always.
-_PURE = frozenset((GreedyReshard,))
 _PICKED: dict[Any, Action] = {}
 _PATTERNS: dict[Any, Pattern] = {}
 

@@ -67,7 +67,7 @@ def price_bytes(
         return 0.0
     if collective == "infeasible":
         return inf
-    if collective == "exchange":  # at the most, every rank's whole share comes from elsewhere
+    if collective == "exchange":  # B is the busiest rank's bytes times N
         return tensor_bytes / size
     ring = tensor_bytes * (size - 1) / size
     if collective == "all_reduce":

@@ -113,9 +113,7 @@ def assembled(layout: Layout, parts: dict[int, np.ndarray]) -> np.ndarray:
     return terms[()]
 
 
-def needed(
-    rng: Rng, mesh: DeviceMesh, arrays: Sequence[np.ndarray], rows: Sequence[AxisAssignment]
-) -> list[Layout]:
+def needed(mesh: DeviceMesh, arrays: Sequence[np.ndarray], rows: Sequence[AxisAssignment]) -> list[Layout]:
     """Return layouts in which operands come just as rows need them."""
     return [
         Layout(mesh, x.shape, x.dtype, tuple(row.needed_inputs[k] for row in rows))
@@ -134,21 +132,63 @@ def random_action(
     rows = [draw(rng, found.axis_assignments, name) for name in mesh.axis_names]
     if rng.random() < 0.6:
         try:
-            sources = needed(rng, mesh, arrays, rows)
+            sources = needed(mesh, arrays, rows)
         except ValueError:  # partial ops that do not mix
             return None
         found = action_set(op, sources, rules=rules, **args)  # type: ignore[arg-type]
         if any(r not in found.axis_assignments for r in rows):
             return None
-    try:
-        action = found.action(rows)
-        assert action.inputs
-        assert action.outputs
-    except ValueError:
+    if not found.commute(rows):
         return None
+    action = found.action(rows)
     if any(m.collective == "infeasible" for operand in action.reshards for m in operand):
         return None
     return action
+
+
+def elicited(
+    op: str, arrays: Sequence[np.ndarray], args: dict[str, Any], rules: str, mesh: DeviceMesh
+) -> list[AxisAssignment]:
+    """Return every row that a rule offers for operands that come in some way or other on a mesh of one axis."""
+    ops = ("sum", "avg", "max", "min", "prod") if rules == "extended" else ("sum",)
+    ways: list[Any] = [Replicated(), *(Sharded(d) for d in range(4)), *map(Partial, ops)]
+    rows: dict[AxisAssignment, None] = {}
+    for way in ways:
+        layouts = []
+        for x in arrays:
+            fits = x.dtype.kind == "f" if isinstance(way, Partial) else getattr(way, "dim", -1) < x.ndim
+            layouts.append(Layout(mesh, x.shape, x.dtype, (way if fits else Replicated(),)))
+        rows.update(dict.fromkeys(action_set(op, layouts, rules=rules, **args).axis_assignments))  # type: ignore[arg-type]
+    return list(rows)
+
+
+def action_of(
+    op: str,
+    arrays: Sequence[np.ndarray],
+    args: dict[str, Any],
+    rules: str,
+    mesh: DeviceMesh,
+    *rows: AxisAssignment,
+) -> Action | None:
+    """Return the action of one row a mesh axis, for operands that come as they need them; None if there is none."""
+    try:
+        layouts = needed(mesh, arrays, rows)
+    except ValueError:  # a tensor that is a max along one axis and a sum along another
+        return None
+    found = action_set(op, layouts, rules=rules, **args)  # type: ignore[arg-type]
+    chosen = []
+    for row, name in zip(rows, mesh.axis_names, strict=True):
+        # Perhaps priced otherwise, or bound to the axes that cut the operand so.
+        same = [
+            r
+            for r in found.axis_assignments
+            if (r.needed_inputs, r.output, r.how) == (row.needed_inputs, row.output, row.how)
+            and (not r.only or name in r.only)
+        ]
+        chosen += same[:1]
+    if len(chosen) < len(rows) or not found.commute(chosen):
+        return None
+    return found.action(chosen)
 
 
 def draw(rng: Rng, rows: Sequence[AxisAssignment], name: str) -> AxisAssignment:

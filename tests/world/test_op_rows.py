@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import numpy as np
 import pytest
-from support.op_gate import check, random_action
+from support.op_gate import action_of, check, elicited, random_action
 from support.op_samples import SAMPLES
 
+from lowshard import DeviceMesh, Layout, Replicated, Sharded
 from lowshard.op import KERNELS
+from lowshard.solver import NoReshard, action_set, pick
 from lowshard.solver.table import RULES
 
 
@@ -31,3 +35,57 @@ def test_rows_preserve_values(op: str, rules: str, rng: np.random.Generator, ful
         if done == wanted:
             return
     raise AssertionError(f"only {done} of {wanted} draws gave an action")
+
+
+@pytest.mark.parametrize("rules", ["documented", "extended"])
+@pytest.mark.parametrize("op", sorted(SAMPLES))
+def test_each_row_by_itself(op: str, rules: str, rng: np.random.Generator, full: bool) -> None:
+    """Every row that some operands elicit, on one mesh axis, for operands as it needs them."""
+    ran = 0
+    for _ in range(20 if full else 1):
+        arrays, args = SAMPLES[op](rng)
+        mesh = DeviceMesh((int(rng.integers(2, 5)),), ("tp",))
+        for row in elicited(op, arrays, args, rules, mesh):
+            action = action_of(op, arrays, args, rules, mesh, row)
+            assert action is not None, f"{row} is not offered for operands that come so"
+            check(action, rng, arrays, args)
+            ran += 1
+    assert ran
+
+
+@pytest.mark.parametrize("rules", ["documented", "extended"])
+@pytest.mark.parametrize("op", sorted(SAMPLES))
+def test_pairs_of_rows_on_two_axes(op: str, rules: str, rng: np.random.Generator, full: bool) -> None:
+    """Rows are valid on any one axis, but on two at once they may cut one dim, or leave two reductions to do."""
+    mesh = DeviceMesh((2, int(rng.integers(2, 4))), ("dp", "tp"))
+    for _ in range(3 if full else 1):
+        arrays, args = SAMPLES[op](rng)
+        rows = elicited(op, arrays, args, rules, DeviceMesh((2,), ("dp",)))
+        pairs = list(product(rows, repeat=2))
+        if not full:
+            pairs = [pairs[int(i)] for i in rng.choice(len(pairs), min(4, len(pairs)), replace=False)]
+        for pair in pairs:
+            action = action_of(op, arrays, args, rules, mesh, *pair)
+            if action is not None:
+                check(action, rng, arrays, args)
+
+
+def test_an_average_is_even_over_all_axes_that_cut_the_dim(rng: np.random.Generator) -> None:
+    """6 rows divide by 2, but not by the 4 ranks that both axes make."""
+    mesh = DeviceMesh((2, 2), ("dp", "tp"))
+    x = rng.standard_normal((6, 4)).astype(np.float32)
+    for held in ((Sharded(0), Replicated()), (Sharded(0), Sharded(0)), (Replicated(), Replicated())):
+        for rules in ("documented", "extended"):
+            found = action_set("mean", [Layout(mesh, x.shape, x.dtype, held)], rules=rules, axis=0)  # type: ignore[arg-type]
+            for action in found.actions():
+                check(action, rng, [x], {"axis": 0})
+
+
+def test_query_heads_cut_by_an_axis_that_leaves_the_kv_heads_whole(rng: np.random.Generator) -> None:
+    mesh = DeviceMesh((2, 2), ("dp", "tp"))
+    arrays = [rng.standard_normal(s).astype(np.float32) for s in ((1, 8, 3, 4), (1, 4, 3, 4), (1, 4, 3, 4))]
+    for kv in ((Replicated(), Sharded(1)), (Sharded(1), Replicated()), (Sharded(1), Sharded(1))):
+        placed = ((Sharded(1), Sharded(1)), kv, kv)
+        layouts = [Layout(mesh, x.shape, x.dtype, p) for x, p in zip(arrays, placed, strict=True)]
+        action = pick("attention", layouts, solver=NoReshard())
+        check(action, rng, arrays, {})

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from math import prod
-
 from lowshard.errors import LayoutError
 from lowshard.solver.action import Result
+from lowshard.solver.table.exchange import cutting_sizes, exchange, index_bytes, most_received, shares
 from lowshard.solver.table.rule import Call, Offer, P, R, Refused, S, row, rule
 
 INDEX_DTYPE = "int64"
@@ -74,7 +73,7 @@ def top_k(call: Call) -> Offer:
     out = tuple(k if d == at else n for d, n in enumerate(shape))
     rows = [row(S(d), out=S(d)) for d in range(len(shape)) if d != at]
     if call.extended:
-        own = float(prod(out) * (call.layouts[0].itemsize_bytes + 8))
+        own = k * call.statistic_elems((at,)) * (call.layouts[0].itemsize_bytes + 8)
         rows.append(row(S(at), out=R, how="pairs", inner=(("all_gather", own),)))
     results = (call.same(*out), Result(out, INDEX_DTYPE))
     return Offer(rows, results[:1] if call.op == "top_k_values" else results)
@@ -106,15 +105,15 @@ def attention(call: Call) -> Offer:
     result = (call.same(*q[:3], v[3]),)
     if not call.extended:
         return Offer([], result)
-    size = call.layouts[0].mesh.size
-    # Equal splits of heads and of groups fall together when both are even.
-    aligned = heads == kv_heads or kv_heads % size == 0
-    moved = float(call.layouts[1].size_bytes + call.layouts[2].size_bytes)
+    cut, share = cutting_sizes(call, 1), heads // kv_heads
+    want = [(a // share, -(-b // share) if b > a else a // share) for a, b in shares(heads, cut)]
+    missing = most_received([shares(kv_heads, cut)], want, [(0, 0, 0, kv_heads)])
+    head_bytes = index_bytes(call.layouts[1], (1,)) + index_bytes(call.layouts[2], (1,))
+    moved = exchange(missing * head_bytes, cut)
     rows = [
         row(S(0), S(0), S(0), out=S(0)),
-        row(S(1), S(1), S(1), out=S(1))
-        if aligned
-        else row(S(1), S(1), S(1), out=S(1), how="halo", inner=(("exchange", moved),)),
+        # Never plainly local: along another mesh axis the query heads may be cut without the KV heads.
+        row(S(1), S(1), S(1), out=S(1), how="halo", inner=moved),
         row(S(1), R, R, out=S(1)),
         row(S(2), R, R, out=S(2)),
         row(R, R, S(3), out=S(3)),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lowshard.errors import LayoutError
 from lowshard.placement import Partial, Placement
-from lowshard.solver.action import Result
+from lowshard.solver.action import AxisAssignment, Result
 from lowshard.solver.table.rule import (
     AVG,
     MAX,
@@ -17,6 +17,7 @@ from lowshard.solver.table.rule import (
     Refused,
     Rows,
     S,
+    dim_of,
     row,
     rule,
 )  # fmt: skip
@@ -40,11 +41,7 @@ def _dims(call: Call) -> tuple[int, ...]:
     if axis is None:
         return tuple(range(call.ndim()))
     many = axis if isinstance(axis, (list, tuple)) else (axis,)
-    n = call.ndim()
-    for a in many:
-        if isinstance(a, bool) or not isinstance(a, int) or not -n <= a < n:
-            raise LayoutError(f"{call.op}: axis is a dim from {-n} to {n - 1}, got {axis!r}")
-    return tuple(a % n for a in many)
+    return tuple(dim_of(a, call.ndim(), f"{call.op}: axis") for a in many)
 
 
 def _others(call: Call, dims: tuple[int, ...]) -> Rows:
@@ -69,29 +66,20 @@ def mean(call: Call) -> Offer:
     """Even shards leave an average to do; uneven ones a sum of terms that are already divided. Args: axis."""
     dims = _dims(call)
     rows, refused = _others(call, dims), []
-    mesh = call.layouts[0].mesh
+    layout = call.layouts[0]
     for d in dims:
-        # Even on every mesh axis, and nested.
-        even = call.shape()[d] % mesh.size == 0 or all(
-            call.shape()[d] % (n * _cut_by_others(call, d, a)) == 0 for a, n in enumerate(mesh.shape)
-        )
-        if even:
+        # Even whichever mesh axes cut the dim, or at least as it comes.
+        held = tuple(layout.mesh.axis_names[a] for a in layout.cutters[d])
+        if layout.shape[d] % layout.mesh.size == 0:
             rows.append(row(S(d), out=AVG))
+        elif call.extended:
+            rows.append(row(S(d), out=P, how="scale"))
+        elif held and layout.shape[d] % layout.mesh.axis_size(held) == 0:
+            rows.append(AxisAssignment((S(d),), AVG, only=held))
         else:
             refused.append(UNEVEN_MEAN)
-            if call.extended:
-                rows.append(row(S(d), out=P, how="scale"))
     rows += [row(p, out=p) for p in call.linear()]
     return Offer(rows, (call.same(*_reduced(call, dims)),), tuple(dict.fromkeys(refused)))
-
-
-def _cut_by_others(call: Call, dim: int, axis: int) -> int:
-    size = 1
-    layout = call.layouts[0]
-    for other in layout.cutters[dim]:
-        if other != axis:
-            size *= layout.mesh.shape[other]
-    return size
 
 
 _KEEPS: dict[str, Partial] = {"max": MAX, "min": MIN, "prod": PROD}
@@ -121,16 +109,9 @@ def arg_extreme(call: Call) -> Offer:
     dim = call.dim()
     rows = _others(call, (dim,))
     if call.extended:
-        pairs = call.statistic_bytes((dim,)) + 8.0 * _count(call, dim)
+        pairs = call.statistic_elems((dim,)) * (call.layouts[0].itemsize_bytes + 8)
         rows.append(row(S(dim), out=R, how="pairs", inner=(("all_gather", pairs),)))
     return Offer(rows, (Result(_reduced(call, (dim,)), INDEX_DTYPE),))
-
-
-def _count(call: Call, dim: int) -> int:
-    size = 1
-    for d, n in enumerate(call.shape()):
-        size *= 1 if d == dim else n
-    return size
 
 
 @rule("softmax", "logsoftmax")

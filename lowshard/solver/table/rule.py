@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from math import prod
 from typing import Any, Literal
 
-from lowshard import dtypes
 from lowshard.errors import LayoutError
 from lowshard.layout import Layout
 from lowshard.placement import Partial, Placement, ReduceOp, Replicated, Sharded
@@ -68,10 +69,7 @@ class Call:
             LayoutError: the operand has no such dim.
         """
         n = self.ndim() if ndim is None else ndim
-        value = self.args.get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int) or not -n <= value < n:
-            raise LayoutError(f"{self.op}: {name} is a dim from {-n} to {n - 1}, got {value!r}")
-        return value % n
+        return dim_of(self.args.get(name, default), n, f"{self.op}: {name}")
 
     def need(self, name: str) -> Any:
         """Return an argument that must be there, or raise LayoutError."""
@@ -100,13 +98,16 @@ class Call:
         if self.held("min"):
             yield MIN
 
-    def statistic_bytes(self, dims: Sequence[int], operand: int = 0) -> float:
-        """Return the bytes of one number for each element of an operand without `dims`, in the accumulator's type."""
-        size = 1
-        for dim, extent in enumerate(self.shape(operand)):
-            if dim not in dims:
-                size *= extent
-        return float(size * max(ACCUMULATOR_BYTES, self.layouts[operand].itemsize_bytes))
+    def statistic_elems(self, dims: Sequence[int]) -> float:
+        """Return the elements of the first operand without `dims`: one number for each is what a rank puts into a
+        collective over cut `dims`, were no other mesh axis to cut the rest.
+        """
+        shape = self.layouts[0].shape
+        return float(prod(n for d, n in enumerate(shape) if d not in dims))
+
+    def statistic_bytes(self, dims: Sequence[int]) -> float:
+        """Return the bytes of `statistic_elems` in the accumulator's type."""
+        return self.statistic_elems(dims) * max(ACCUMULATOR_BYTES, self.layouts[0].itemsize_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,9 +165,16 @@ def offer(call: Call) -> Offer:
     return found(call)
 
 
-def is_float(dtype: str) -> bool:
-    """Return True for a float dtype."""
-    return dtypes.get(dtype).kind == "float"
+def dim_of(value: Any, ndim: int, what: str) -> int:
+    """Return a dim counted from 0, or raise LayoutError with what it was given for."""
+    try:
+        dim = operator.index(value)
+    except TypeError:
+        dim = ndim
+    if isinstance(value, bool) or not -ndim <= dim < ndim:
+        rule = f"is a dim from {-ndim} to {ndim - 1}" if ndim else "names a dim, and a 0-d operand has none"
+        raise LayoutError(f"{what} {rule}, got {value!r}")
+    return dim % ndim
 
 
 def broadcast(call: Call) -> tuple[int, ...]:

@@ -7,6 +7,8 @@ from math import prod
 
 from lowshard.errors import LayoutError
 from lowshard.solver.action import AxisAssignment, Result
+from lowshard.solver.table.exchange import Inner, cutting_sizes, exchange, index_bytes, most_received, shares
+from lowshard.solver.table.grouping import groups, major
 from lowshard.solver.table.rule import Call, Offer, Refused, Rows, S, row, rule
 
 CONCAT = Refused(("concat",), "(Sa, Sa) -> Sa along the joined dim", "joining shards permutes the elements")
@@ -98,12 +100,11 @@ def reshape(call: Call) -> Offer:
         if i is None or j is None:
             continue
         if call.extended:
-            aligned = _aligned(source[i], target[j], mesh.size) or _aligned(
-                source[i], target[j], _cut(call, i)
-            )
-            safe = _aligned(source[i], target[j], mesh.size)
-            inner = () if aligned else (("exchange", float(call.layouts[0].size_bytes)),)
-            rows.append(row(S(i), out=S(j), how="local" if safe else "halo", inner=inner))  # type: ignore[arg-type]
+            if _aligned(source[i], target[j], mesh.size):
+                rows.append(row(S(i), out=S(j)))
+            else:
+                inner = _regrouped(call, (i0, i1), target[j], prod(target[j + 1 : j1]))
+                rows.append(row(S(i), out=S(j), how="halo", inner=inner))
             continue
         if call.op == "flatten":
             continue
@@ -118,6 +119,17 @@ def reshape(call: Call) -> Offer:
             else:
                 rows.append(AxisAssignment((S(k),), S(j), only=only))
     return Offer(rows + _keep(call), (call.same(*target),), tuple(dict.fromkeys(refused)))
+
+
+def _regrouped(call: Call, span: tuple[int, int], extent: int, scale: int) -> Inner:
+    """Return what is exchanged where dims of a span become one that is cut at `extent` places of `scale` elements."""
+    source = call.shape()
+    i = major(source, *span)
+    assert i is not None, "a span that is reshaped holds more than one element"
+    sizes = cutting_sizes(call, i)
+    have, want = shares(source[i], sizes, prod(source[i + 1 : span[1]])), shares(extent, sizes, scale)
+    missing = most_received([have], want, [(0, 0, 0, extent * scale)])
+    return exchange(missing * index_bytes(call.layouts[0], range(*span)), sizes)
 
 
 def filled_shape(call: Call, source: Sequence[int]) -> tuple[int, ...]:
@@ -138,32 +150,6 @@ def filled_shape(call: Call, source: Sequence[int]) -> tuple[int, ...]:
     if prod(asked) != total or min(asked, default=0) < 0:
         raise LayoutError(f"reshape: {list(source)} has {total} elements, {asked} has {prod(asked)}")
     return tuple(asked)
-
-
-def groups(source: Sequence[int], target: Sequence[int]) -> list[tuple[tuple[int, int], tuple[int, int]]]:
-    """Return the smallest runs of dims of both shapes that hold the same elements, in order."""
-    if prod(source) == 0:
-        return [((0, len(source)), (0, len(target)))] if tuple(source) == tuple(target) else []
-    found = []
-    i = j = 0
-    while i < len(source) and j < len(target):
-        i0, j0 = i, j
-        a, b = source[i], target[j]
-        i, j = i + 1, j + 1
-        while a != b:
-            if a < b:
-                a *= source[i]
-                i += 1
-            else:
-                b *= target[j]
-                j += 1
-        found.append(((i0, i), (j0, j)))
-    return found
-
-
-def major(shape: Sequence[int], start: int, stop: int) -> int | None:
-    """Return the first dim of a run that is longer than 1."""
-    return next((d for d in range(start, stop) if shape[d] != 1), None)
 
 
 def _held(call: Call, dim: int) -> tuple[str, ...]:
@@ -211,13 +197,23 @@ def concat(call: Call) -> Offer:
         target = (*base[:at], sum(s[at] for s in shapes), *base[at + 1 :])
         rows = [row(*(S(d),) * count, out=S(d)) for d in range(n) if d != at]
         if call.extended:
-            moved = float(prod(target) * call.layouts[0].itemsize_bytes)
-            rows.append(row(*(S(at),) * count, out=S(at), how="halo", inner=(("exchange", moved),)))
+            rows.append(row(*(S(at),) * count, out=S(at), how="halo", inner=_joined(call, at, target[at])))
     else:
         target = (*base[:at], count, *base[at:])
         rows = [row(*(S(d),) * count, out=S(d + (d >= at))) for d in range(n)]
     rows += [row(*(p,) * count, out=p) for p in (*call.linear(), *call.ordered())]
     return Offer(rows, (call.same(*target),), (CONCAT,) if joins else ())
+
+
+def _joined(call: Call, at: int, extent: int) -> Inner:
+    sizes = cutting_sizes(call, at)
+    runs, start = [], 0
+    for k, layout in enumerate(call.layouts):
+        runs.append((k, 0, start, layout.shape[at]))
+        start += layout.shape[at]
+    have = [shares(layout.shape[at], sizes) for layout in call.layouts]
+    missing = most_received(have, shares(extent, sizes), runs)
+    return exchange(missing * index_bytes(call.layouts[0], (at,)), sizes)
 
 
 @rule("split", "chunk")
@@ -228,8 +224,12 @@ def split(call: Call) -> Offer:
     sizes = piece_sizes(call, extent)
     rows = [row(S(d), out=S(d)) for d in range(call.ndim()) if d != at]
     if call.extended and min(sizes, default=0) >= 1:
-        moved = float(call.layouts[0].size_bytes)
-        rows.append(row(S(at), out=S(at), how="halo", inner=(("exchange", moved),)))
+        cut, start, missing = cutting_sizes(call, at), 0, 0
+        for n in sizes:
+            missing += most_received([shares(extent, cut)], shares(n, cut), [(0, start, 0, n)])
+            start += n
+        moved = exchange(missing * index_bytes(call.layouts[0], (at,)), cut)
+        rows.append(row(S(at), out=S(at), how="halo", inner=moved))
     results = tuple(call.same(*call.shape()[:at], n, *call.shape()[at + 1 :]) for n in sizes)
     return Offer(rows + _keep(call), results, (SPLIT,) if call.op == "split" else ())
 
@@ -277,13 +277,19 @@ def slice_(call: Call) -> Offer:
     sliced |= {int(d) % call.ndim() for d in named or ()}
     rows = [row(S(d), out=S(d)) for d in range(call.ndim()) if d not in sliced]
     if call.extended:
-        moved = float(prod(target) * call.layouts[0].itemsize_bytes)
         rows += [
-            row(S(d), out=S(d), how="halo", inner=(("exchange", moved),))
+            row(S(d), out=S(d), how="halo", inner=_sliced(call, d, ranges[d][0], target[d]))
             for d in sorted(sliced)
             if ranges[d][2] == 1
         ]
     return Offer(rows + _keep(call), (call.same(*target),))
+
+
+def _sliced(call: Call, dim: int, start: int, extent: int) -> Inner:
+    sizes = cutting_sizes(call, dim)
+    have, want = shares(call.shape()[dim], sizes), shares(extent, sizes)
+    missing = most_received([have], want, [(0, start, 0, extent)])
+    return exchange(missing * index_bytes(call.layouts[0], (dim,)), sizes)
 
 
 def pad_pairs(call: Call) -> list[tuple[int, int]]:

@@ -1,0 +1,447 @@
+"""Solvers as values: what GreedyReshard picks, refuses and says; contexts; what is kept of picks."""
+
+from __future__ import annotations
+
+import json
+import re
+import warnings
+from collections.abc import Sequence
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+from support.op_gate import MESHES, random_layout
+from support.op_samples import SAMPLES
+
+from lowshard import DeviceMesh, Layout, LowshardError, Partial, Replicated, Sharded, ShardingError
+from lowshard.errors import BudgetError, LayoutError, PolicyError, SolverError
+from lowshard.solver import (
+    Action,
+    ActionSet,
+    AxisAssignment,
+    GreedyReshard,
+    NoReshard,
+    PartialsOnly,
+    action_set,
+    build_action_set,
+    clear_picks,
+    current_solver,
+    force_replicated,
+    force_replicated_action_set,
+    isolated_solver,
+    pick,
+    solver,
+)
+from lowshard.solver.budget import needed_bytes
+
+R, P = Replicated(), Partial("sum")
+Rng = np.random.Generator
+
+
+def lay(
+    shape: Sequence[int], *placements: Any, mesh: DeviceMesh | None = None, dtype: str = "float32"
+) -> Layout:
+    return Layout(mesh or DeviceMesh((4,), ("tp",)), shape, dtype, placements)
+
+
+def random_case(
+    rng: Rng, op: str, rules: str, mesh: DeviceMesh | None = None
+) -> tuple[list[Layout], dict[str, Any]]:
+    arrays, args = SAMPLES[op](rng)
+    if mesh is None:
+        shape = MESHES[int(rng.integers(len(MESHES)))]
+        mesh = DeviceMesh(shape, ("dp", "tp", "pp")[: len(shape)])
+    ops = ("sum", "avg", "max", "min", "prod")[: 5 if rules == "extended" else 1]
+    return [random_layout(rng, mesh, x, ops) for x in arrays], args
+
+
+# ---- the choice
+
+
+def exhaustive(found: ActionSet, budget: float | None, allows_shards: bool) -> Any:
+    """Return the documented choice by trying every combination, or why there is none."""
+    every = [
+        c
+        for c in product(*(found.candidates(a) for a in range(found.mesh.ndim)))
+        if found.commute([x.row for x in c])
+    ]
+    if not every:
+        return SolverError
+    if budget is not None:
+        every = [c for c in every if needed_bytes(found, [x.row for x in c]) <= budget]
+        if not every:
+            return BudgetError
+    every = [c for c in every if allows_shards or not any(x.reduces_to_shards for x in c)]
+    if not every:
+        return PolicyError
+    best = every[0]
+    for combination in every[1:]:
+        if sum(x.cost_bytes for x in combination) < sum(x.cost_bytes for x in best):
+            best = combination
+    return tuple(x.row for x in best)
+
+
+@pytest.mark.parametrize("rules", ["documented", "extended"])
+def test_greedy_is_the_exhaustive_choice(rules: str, rng: Rng, full: bool) -> None:
+    kinds: set[Any] = set()
+    for _ in range(3000 if full else 300):
+        op = str(rng.choice(["matmul", "add", "relu", "softmax", "where", "gather", "concat", "mul", "max"]))
+        shape = MESHES[int(rng.integers(len(MESHES)))]
+        budget = None if rng.random() < 0.3 else int(rng.integers(1, 400))
+        mesh = DeviceMesh(shape, ("dp", "tp", "pp")[: len(shape)], budget)
+        layouts, args = random_case(rng, op, rules, mesh)
+        found = action_set(op, layouts, rules=rules, **args)  # type: ignore[arg-type]
+        allows = bool(rng.integers(2))
+        expected = exhaustive(found, budget, allows)
+        greedy = GreedyReshard(allow_partial_to_sharded=allows)
+        if isinstance(expected, type):
+            kinds.add(expected)
+            with pytest.raises(expected):
+                greedy(found, layouts)
+        else:
+            kinds.add("picked")
+            assert greedy(found, layouts).rows == expected
+    assert {"picked", BudgetError} <= kinds
+
+
+@pytest.mark.parametrize("rules", ["documented", "extended"])
+def test_partial_never_becomes_sharded_on_any_axis_when_the_flag_is_off(
+    rules: str, rng: Rng, full: bool
+) -> None:
+    seen = 0
+    for op in sorted(SAMPLES):
+        for _ in range(60 if full else 6):
+            layouts, args = random_case(rng, op, rules)
+            try:
+                action = pick(op, layouts, rules=rules, **args)  # type: ignore[arg-type]
+            except SolverError:
+                continue
+            for source, wanted in zip(layouts, action.inputs, strict=True):
+                for have, need in zip(source.placements, wanted.placements, strict=True):
+                    seen += isinstance(have, Partial)
+                    assert not (isinstance(have, Partial) and isinstance(need, Sharded)), action.explain()
+    assert seen > 50
+
+
+def test_extended_is_never_priced_above_documented(rng: Rng, full: bool) -> None:
+    for op in sorted(SAMPLES):
+        for _ in range(40 if full else 4):
+            layouts, args = random_case(rng, op, "documented")
+            for flag in (False, True):
+                s = GreedyReshard(allow_partial_to_sharded=flag)
+                try:
+                    theirs = pick(op, layouts, solver=s, rules="documented", **args)
+                except SolverError:
+                    continue
+                ours = pick(op, layouts, solver=s, **args)
+                assert ours.cost_bytes <= theirs.cost_bytes + 1e-9, f"{ours.explain()}\n{theirs.explain()}"
+
+
+def test_a_row_listed_last_wins_when_it_moves_nothing() -> None:
+    given = lay((16,), Sharded(0))
+    rows = [AxisAssignment((R,), R), AxisAssignment((Sharded(0),), Sharded(0))]
+    assert GreedyReshard()(build_action_set(rows, layouts=[given]), [given]).inputs == (given,)
+
+
+def test_the_fallback_is_put_at_the_end_once() -> None:
+    given = lay((16,), R)
+    everywhere = AxisAssignment((R,), R)
+    cut = AxisAssignment((Sharded(0),), Sharded(0))
+    assert build_action_set([cut], layouts=[given]).axis_assignments == (cut, everywhere)
+    assert build_action_set([cut, everywhere], layouts=[given]).axis_assignments == (cut, everywhere)
+    assert build_action_set([], layouts=[given]).axis_assignments == (everywhere,)
+    assert force_replicated_action_set(given, given).axis_assignments == (AxisAssignment((R, R), R),)
+    listed = AxisAssignment([Sharded(0)], [Sharded(0)])  # type: ignore[arg-type]
+    assert build_action_set([listed], layouts=[given]).axis_assignments[0].needed_inputs == (Sharded(0),)
+    # A row that no mesh axis can take is left out.
+    deep = AxisAssignment((Sharded(3),), Sharded(3))
+    assert build_action_set([deep, cut], layouts=[given]).axis_assignments == (cut, everywhere)
+
+
+def test_rows_of_an_op_on_two_axes_are_every_pair() -> None:
+    mesh = DeviceMesh((2, 2), ("dp", "tp"))
+    found = build_action_set(
+        [AxisAssignment((Sharded(0),), Sharded(0))], layouts=[lay((8,), R, R, mesh=mesh)]
+    )
+    pairs = [tuple(map(str, action.inputs[0].placements)) for action in found.actions()]
+    assert pairs == [("S0", "S0"), ("S0", "R"), ("R", "S0"), ("R", "R")]
+
+
+def test_rows_whose_reductions_do_not_commute_are_not_combined() -> None:
+    """A masked lookup leaves a sum to do, a table that is a max leaves a max: not both of one tensor."""
+    mesh = DeviceMesh((2, 2), ("dp", "tp"))
+    table = lay((8, 4), Sharded(0), Partial("max"), mesh=mesh)
+    ids = lay((6,), R, R, mesh=mesh)
+    found = action_set("gather", [table, ids], axis=0)
+    by_axis = [{str(c.row.output) for c in found.candidates(a)} for a in range(2)]
+    assert ("P" in by_axis[0], "P:max" in by_axis[1]) == (True, True)
+    picked = pick("gather", [table, ids], axis=0)
+    assert {str(p) for p in picked.outputs[0].placements} != {"P", "P:max"}
+    assert all(len({op for op in x.outputs[0].partials if op}) < 2 for x in found.actions())
+
+
+# ---- the budget
+
+
+def test_a_budget_is_inclusive_and_the_smallest_that_would_do_does() -> None:
+    def given(budget: float | None) -> list[Layout]:
+        mesh = DeviceMesh((4,), ("tp",), budget)
+        return [lay((64, 64), R, mesh=mesh), lay((64, 64), R, mesh=mesh)]
+
+    picked = {b: str(pick("matmul", given(b)).inputs[0].placements[0]) for b in (32768, 32767, 20479)}
+    assert picked == {32768: "R", 32767: "S0", 20479: "S1"}
+    with pytest.raises(BudgetError) as caught:
+        pick("matmul", given(8191))
+    text = str(caught.value)
+    assert "tightest tensor is operand 0, float32[64,64] tp=R: 4,096 bytes" in text
+    least = int(re.search(r"smallest budget that would do is (\d+) bytes", text)[1])  # type: ignore[index]
+    pick("matmul", given(least))
+    with pytest.raises(BudgetError):
+        pick("matmul", given(least - 1))
+    assert isinstance(caught.value, RuntimeError)
+    assert isinstance(caught.value, LowshardError)
+
+
+def test_the_tightest_tensor_is_the_one_that_takes_most() -> None:
+    mesh = DeviceMesh((2,), ("tp",), 10)
+    with pytest.raises(BudgetError, match=r"tightest tensor is operand 1, float32\[256,64\]"):
+        pick("matmul", [lay((2, 256), R, mesh=mesh), lay((256, 64), R, mesh=mesh)])
+
+
+def test_each_device_counts_its_own_budget() -> None:
+    mesh = DeviceMesh((4,), ("tp",), {0: 40000, 2: 32767})
+    given = [lay((64, 64), R, mesh=mesh)] * 2
+    assert str(pick("matmul", given).inputs[0].placements[0]) == "S0"
+
+
+def test_a_policy_error_says_what_to_pass() -> None:
+    mesh = DeviceMesh((4,), ("tp",), 4095)
+    given = lay((1024,), P, mesh=mesh)
+    with pytest.raises(
+        PolicyError, match=r"allow_partial_to_sharded=True.*\n.*operand 0(.*\n)+.*not allowed: P -> S"
+    ):
+        pick("relu", [given])
+    assert pick("relu", [given], solver=GreedyReshard(allow_partial_to_sharded=True)).inputs[
+        0
+    ].placements == (Sharded(0),)
+
+
+# ---- saying so
+
+
+def test_on_reshard_warns_or_raises_with_the_candidates() -> None:
+    given = [lay((4, 8), Sharded(0)), lay((8, 6), Sharded(1))]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pick("matmul", given)
+    with pytest.warns(
+        UserWarning, match=r"(?s)operands must move.*all_to_all.*axis +operand 0 +operand 1.*chosen"
+    ):
+        pick("matmul", given, solver=GreedyReshard(on_reshard="warn"))
+    with pytest.raises(ShardingError, match=r"(?s)redistribute\(local, src, Layout.parse.*chosen"):
+        pick("matmul", given, solver=GreedyReshard("raise"))
+    kept = [lay((4, 8), Sharded(1)), lay((8, 6), Sharded(0))]
+    assert pick("matmul", kept, solver=GreedyReshard("raise")).moves_nothing
+    with pytest.raises(ShardingError, match="on_reshard"):
+        GreedyReshard("loud")  # type: ignore[arg-type]
+
+
+def test_an_explanation_names_moves_prices_and_the_choice() -> None:
+    given = [lay((4, 8), P), lay((8, 6), P)]
+    text = pick("matmul", given, rules="documented").explain()
+    assert "tp: P -> R by all_reduce, 192 bytes" in text
+    assert "operand 1: float32[8,6] tp=P, as it comes" in text
+    assert len(re.findall("chosen", text)) == 1
+    inside = pick("softmax", [lay((4, 8000), Sharded(1))]).explain()
+    assert "all-reduce a maximum or sums" in inside
+    # A refused published row is told of.
+    assert "refused: (Sk, Sq)" in pick("gather", [lay((8, 4), R), lay((4,), R)], axis=0).explain()
+    # A pick for another row count has the same text as a fresh one.
+    clear_picks()
+    pick("matmul", [lay((64, 8), R), lay((8, 8), R)])
+    again = pick("matmul", [lay((128, 8), R), lay((8, 8), R)]).explain()
+    clear_picks()
+    assert again == pick("matmul", [lay((128, 8), R), lay((8, 8), R)]).explain()
+
+
+# ---- other solvers
+
+
+def test_no_reshard_and_partials_only() -> None:
+    add = [lay((4, 8), P), lay((4, 8), R)]
+    assert NoReshard()(action_set("negate", add[:1]), add[:1]).outputs[0].placements == (P,)
+    with pytest.raises(SolverError, match="NoReshard"):
+        pick("relu", add[:1], solver=NoReshard())
+    assert pick("relu", add[:1], solver=PartialsOnly()).inputs[0].placements == (R,)
+    with pytest.raises(ShardingError, match="PartialsOnly"):
+        pick("argsort", [lay((4, 8), Sharded(1))], solver=PartialsOnly())
+    mesh = DeviceMesh((2, 2), ("dp", "tp"))
+    both = lay((4, 8), Sharded(0), P, mesh=mesh)
+    assert pick("relu", [both], solver=PartialsOnly()).inputs[0].placements == (Sharded(0), R)
+    assert pick("relu", [both], solver=force_replicated).inputs[0].placements == (R, R)
+
+
+def test_any_callable_is_a_solver_and_finalize_has_the_last_word() -> None:
+    given = lay((8, 8), R)
+
+    def last(offered: ActionSet, layouts: Sequence[Layout]) -> Action:
+        assert list(layouts) == [given]
+        return list(offered.actions())[-1]
+
+    assert pick("relu", [given], solver=last).inputs[0].placements == (Sharded(1),)
+    seen = []
+
+    def finalize(action: Action) -> Action:
+        seen.append(action)
+        return action
+
+    found = build_action_set([AxisAssignment((R,), R)], layouts=[given], finalize=finalize)
+    assert GreedyReshard()(found, [given]) is seen[0]
+
+
+def test_solvers_are_bound_by_context() -> None:
+    given = [lay((8, 8), P)]
+    strict = GreedyReshard(allow_partial_to_sharded=True)
+    assert current_solver() == GreedyReshard()
+    with solver(strict):
+        assert current_solver() is strict
+        assert pick("relu", given).inputs[0].placements == (Sharded(0),)
+        with NoReshard(), pytest.raises(SolverError):
+            pick("relu", given)
+        with isolated_solver():
+            assert current_solver() == GreedyReshard()
+        assert current_solver() is strict
+    with pytest.raises(KeyError), solver(strict):
+        raise KeyError
+    assert current_solver() == GreedyReshard()
+
+    @solver(strict)
+    def inside() -> Any:
+        return current_solver()
+
+    assert inside() is strict
+
+
+# ---- values
+
+
+def test_an_action_survives_json(rng: Rng) -> None:
+    for op in sorted(SAMPLES):
+        layouts, args = random_case(rng, op, "extended")
+        action = pick(op, layouts, **args)
+        again = Action.from_json(json.loads(json.dumps(action.to_json())))
+        assert again == action
+        assert again.digest() == action.digest()
+        assert again.inputs == action.inputs
+        assert again.outputs == action.outputs
+        assert again.cost_bytes == action.cost_bytes
+        assert hash(again) == hash(action)
+
+
+def test_operands_nested_in_another_order_are_no_match() -> None:
+    mesh = DeviceMesh((2, 2), ("dp", "tp"))
+    inner = Layout.from_spec(mesh, (8, 4), "float32", (("dp", "tp"),))
+    outer = Layout.from_spec(mesh, (8, 4), "float32", (("tp", "dp"),))
+    kept = pick("add", [outer, outer])
+    assert kept.inputs == (outer, outer)
+    assert kept.outputs[0] == outer
+    mixed = pick("add", [outer, inner])
+    assert mixed.inputs[0].spec == mixed.inputs[1].spec
+    assert mixed.cost_bytes > 0
+
+
+def test_the_ceiling_split_is_kept() -> None:
+    given = lay((5, 4), Sharded(0, "ceil"))
+    action = pick("relu", [given])
+    assert action.moves_nothing
+    assert action.outputs[0] == given
+
+
+@pytest.mark.parametrize(
+    ("op", "shapes", "args", "text"),
+    [
+        ("mutmul", [(2, 2), (2, 2)], {}, "no rule for op 'mutmul'"),
+        ("matmul", [(2, 3), (2, 3)], {}, "share K"),
+        ("matmul", [(2, 3)], {}, "takes 2 tensor operands"),
+        ("reshape", [(2, 3)], {}, "takes the argument 'shape'"),
+        ("reshape", [(2, 3)], {"shape": [-1, -1]}, "one extent may be -1"),
+        ("reshape", [(2, 3)], {"shape": [4]}, "has 6 elements"),
+        ("sum", [(2, 3)], {"axis": 2}, "axis is a dim from -2 to 1"),
+        ("add", [(2, 3), (4, 3)], {}, "extents are equal or 1"),
+        ("concat", [(2, 3), (2, 4)], {"axis": 0}, "shapes agree but for dim 0"),
+        ("split", [(5, 3)], {"sizes": [2, 2], "axis": 0}, "sum to the extent 5"),
+        ("squeeze", [(2, 3)], {"axis": 0}, "has extent 2, not 1"),
+        ("rms_norm", [(2, 3), (4,)], {}, "trailing dims of x"),
+        ("einsum", [(2, 3)], {"subscripts": "ii"}, "takes subscripts"),
+        ("top_k", [(2, 3)], {"k": 4}, "k is 1 to the extent 3"),
+        ("attention", [(1, 3, 4, 2), (1, 2, 4, 2), (1, 2, 4, 2)], {}, "multiple of the 2 KV heads"),
+    ],
+)
+def test_wrong_calls_say_what_was_expected(op: str, shapes: Any, args: Any, text: str) -> None:
+    with pytest.raises(LayoutError, match=text):
+        pick(op, [lay(s, R) for s in shapes], **args)
+
+
+def test_operands_lie_on_one_mesh() -> None:
+    other = DeviceMesh((4,), ("dp",))
+    with pytest.raises(LayoutError, match="operands lie on one mesh"):
+        pick("add", [lay((4, 4), R), lay((4, 4), R, mesh=other)])
+    with pytest.raises(LayoutError, match="'documented' or 'extended'"):
+        pick("add", [lay((4, 4), R)] * 2, rules="all")  # type: ignore[arg-type]
+    with pytest.raises(LayoutError, match="got none"):
+        build_action_set([], layouts=[])
+
+
+# ---- what is kept
+
+
+@pytest.mark.parametrize("rules", ["documented", "extended"])
+def test_a_pick_for_another_row_count_is_the_fresh_one(rules: str, rng: Rng, full: bool) -> None:
+    for _ in range(400 if full else 60):
+        op = str(rng.choice(["matmul", "add", "where", "relu", "softmax", "rms_norm", "sum", "mul"]))
+        layouts, args = random_case(rng, op, rules)
+        flag = GreedyReshard(allow_partial_to_sharded=bool(rng.integers(2)))
+        first = layouts[0].shape[:1]
+        clear_picks()
+        kept, fresh = [], []
+        counts = [int(n) for n in rng.choice([0, 1, 2, 3, 5, 8, 13, 40, 100, 1000, 5000, 10**6], 7)]
+        asked = []
+        for count in counts:
+            moved = [
+                Layout.from_json({**x.to_json(), "shape": [count, *x.shape[1:]]})
+                if x.shape[:1] == first and x.ndim == layouts[0].ndim and (op != "matmul" or k == 0)
+                else x
+                for k, x in enumerate(layouts)
+            ]
+            try:
+                kept.append(pick(op, moved, solver=flag, rules=rules, **args))  # type: ignore[arg-type]
+            except (LayoutError, SolverError):
+                continue
+            asked.append(moved)
+        for moved in asked:
+            clear_picks()
+            fresh.append(pick(op, moved, solver=flag, rules=rules, **args))  # type: ignore[arg-type]
+        assert kept == fresh
+        assert [a.cost_bytes for a in kept] == pytest.approx([a.cost_bytes for a in fresh])
+
+
+def test_new_row_counts_do_not_miss(monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    module = sys.modules["lowshard.solver.pick"]
+    weight = lay((512, 512), Sharded(0))
+    clear_picks()
+    assert pick("matmul", [lay((4096, 512), Sharded(1)), weight]).outputs[0].placements == (P,)
+    monkeypatch.setattr(module, "action_set", lambda *a, **k: pytest.fail("a miss"))
+    for rows in (16, 17, 1000, 4095, 10**7):
+        action = pick("matmul", [lay((rows, 512), Sharded(1)), weight])
+        assert action.outputs[0].shape == (rows, 512)
+        assert action.outputs[0].placements == (P,)
+    monkeypatch.undo()
+    # A budget depends on the count: no pattern is kept.
+    mesh = DeviceMesh((4,), ("tp",), 10**6)
+    big = pick("matmul", [lay((10, 512), R, mesh=mesh), lay((512, 64), R, mesh=mesh)])
+    assert big.moves_nothing
+    with pytest.raises(BudgetError):
+        pick("matmul", [lay((10**6, 512), R, mesh=mesh), lay((512, 64), R, mesh=mesh)])

@@ -1,0 +1,147 @@
+"""Running an action: wrong calls raise the same error on every rank; ranks beside the mesh; groups are kept."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lowshard import DeviceMesh, Layout, Partial, Replicated, Sharded, redistribute
+from lowshard import comm as lc
+from lowshard.errors import (
+    BufferMismatchError,
+    DTypeError,
+    LayoutError,
+    LowshardError,
+    MeshError,
+    MismatchError,
+)
+from lowshard.op import run_action
+from lowshard.op.part import _GROUPS
+from lowshard.solver import GreedyReshard, pick
+
+MESH = DeviceMesh((2,), ("tp",))
+X = Layout(MESH, (4, 6), "float32", (Sharded(1),))
+
+
+def everywhere(size: int, call: Any) -> list[LowshardError]:
+    """Return what each rank raised."""
+
+    def work(comm: lc.Communicator) -> LowshardError:
+        try:
+            call(comm)
+        except LowshardError as error:
+            return error
+        raise AssertionError(f"rank {comm.rank} raised nothing")
+
+    return lc.run_loopback(size, work, 10)
+
+
+def part(comm: lc.Communicator, layout: Layout = X) -> np.ndarray:
+    return np.ones(layout.local_shape(comm.rank), layout.numpy_dtype)
+
+
+def test_one_ranks_wrong_operand_is_every_ranks_error() -> None:
+    action = pick("softmax", [X], axis=0)
+
+    def call(comm: lc.Communicator) -> None:
+        given: Any = part(comm) if comm.rank == 0 else np.ones((9, 9), np.float32)
+        run_action(action, [given], comm)
+
+    errors = everywhere(2, call)
+    assert {type(e) for e in errors} == {BufferMismatchError}
+    assert all("rank 1" in str(e) and "shape (4, 3)" in str(e) for e in errors)
+    errors = everywhere(2, lambda comm: run_action(action, [part(comm)] * (1 + comm.rank), comm))
+    assert all("takes 1 operands" in str(e) for e in errors)
+
+
+def test_ranks_with_other_actions_are_told() -> None:
+    def call(comm: lc.Communicator) -> None:
+        run_action(pick("softmax", [X], axis=comm.rank), [part(comm)], comm)
+
+    assert {type(e) for e in everywhere(2, call)} == {MismatchError}
+
+
+def test_dtypes_ops_and_worlds_that_do_not_fit() -> None:
+    whole = Layout(MESH, (4, 6), "int32", (Replicated(),))
+    action = pick("softmax", [whole])
+    assert {type(e) for e in everywhere(2, lambda c: run_action(action, [part(c, whole)], c))} == {DTypeError}
+    no_kernel = pick("nonzero", [X])
+    errors = everywhere(2, lambda c: run_action(no_kernel, [part(c)], c))
+    assert {type(e) for e in errors} == {LayoutError}
+    assert "has no kernel here" in str(errors[0])
+    small = pick("relu", [X])
+    assert {type(e) for e in everywhere(1, lambda c: run_action(small, [part(c)], c))} == {MeshError}
+
+
+def test_ranks_beside_the_mesh_pass_none_and_get_none() -> None:
+    mesh = DeviceMesh((2, 2), ("dp", "tp"), ranks=[4, 1, 3, 0])
+    action = pick("softmax", [Layout(mesh, (4, 600), "float32", (Sharded(0), Sharded(1)))])
+    assert action.rows[1].how == "statistics"
+    wide = action.sources[0]
+
+    def work(comm: lc.Communicator) -> Any:
+        inside = comm.rank in mesh
+        given = np.zeros(wide.local_shape(comm.rank), np.float32) if inside else None
+        (made,) = run_action(action, [given], comm)
+        (again,) = run_action(action, [given], comm)
+        assert (made is None) == (again is None) == (not inside)
+        groups = len(_GROUPS[comm])
+        return groups, None if made is None else float(made[0, 0])
+
+    found = lc.run_loopback(5, work, 10)
+    assert [value for _, value in found] == [pytest.approx(1 / 600) if r in mesh else None for r in range(5)]
+    assert {groups for groups, _ in found} == {1}
+
+
+def test_megatron_mlp_moves_nothing_until_the_sum_is_asked_for() -> None:
+    mesh = DeviceMesh((2,), ("tp",))
+    x = Layout(mesh, (4, 6), "float32", (Replicated(),))
+    up = Layout(mesh, (6, 8), "float32", (Sharded(1),))
+    down = Layout(mesh, (8, 6), "float32", (Sharded(0),))
+    first = pick("matmul", [x, up])
+    second = pick("matmul", [first.outputs[0], down])
+    joined = pick("add", [second.outputs[0], x])
+    assert joined.outputs[0].placements == (Partial("sum"),)
+    assert first.cost_bytes + second.cost_bytes + joined.cost_bytes == 0
+
+    def work(comm: lc.Communicator) -> int:
+        (h,) = run_action(first, [part(comm, x), part(comm, up)], comm)
+        (y,) = run_action(second, [h, part(comm, down)], comm)
+        (z,) = run_action(joined, [y, part(comm, x)], comm)
+        sent = comm.traffic.sent_bytes
+        whole = redistribute(z, joined.outputs[0], x, comm)
+        assert whole is not None
+        assert (whole == 6 * 8 + 1).all()
+        return sent
+
+    assert lc.run_loopback(2, work, 10) == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("op", "given", "args", "flag"),
+    [
+        ("argsort", [((8, 16), Sharded(1))], {}, False),
+        ("relu", [((8, 16), Partial())], {}, False),
+        ("relu", [((8, 16), Partial())], {}, True),
+        ("matmul", [((8, 16), Sharded(0)), ((16, 8), Sharded(1))], {}, False),
+        ("add", [((8, 16), Sharded(0)), ((8, 16), Sharded(1))], {}, False),
+        ("slice", [((8, 16), Sharded(0))], {"slices": [[0, 4], None]}, False),
+        ("reshape", [((2, 6, 8), Sharded(1))], {"shape": [2, 48]}, False),
+        ("concat", [((8, 4), Sharded(0)), ((8, 4), Sharded(0))], {"axis": 0}, False),
+    ],
+)
+def test_the_busiest_rank_moves_what_the_pick_is_priced_at(
+    op: str, given: Any, args: Any, flag: bool
+) -> None:
+    mesh = DeviceMesh((4,), ("tp",))
+    layouts = [Layout(mesh, shape, "float32", (placement,)) for shape, placement in given]
+    action = pick(op, layouts, solver=GreedyReshard(allow_partial_to_sharded=flag), **args)
+    assert action.cost_bytes > 0
+
+    def work(comm: lc.Communicator) -> int:
+        run_action(action, [part(comm, x) for x in layouts], comm)
+        return comm.traffic.received_bytes
+
+    assert max(lc.run_loopback(4, work, 10)) == action.cost_bytes, action.explain()
