@@ -49,7 +49,7 @@ def random_rates(rng: Rng) -> Rates:
 
 
 def random_graph(rng: Rng, ops: int) -> Graph:
-    """A graph of `ops` ops on [rows, width] tensors; operands are any tensors made so far, so that some are used often."""
+    """A graph of `ops` ops on [rows, width] tensors; operands are any tensors made so far: some are used often."""
     rows, width = int(rng.choice([4, 8, 12])), int(rng.choice([4, 8, 12]))
     graph = Graph("random")
     made: dict[tuple[int, ...], list] = {}

@@ -1,4 +1,4 @@
-"""GraphSolver: published optima, Megatron's layouts, sequence parallelism, budgets, reuse; each plan is run on arrays."""
+"""GraphSolver: published optima, Megatron's layouts, sequence parallelism, budgets, reuse; plans are run on arrays."""
 
 from __future__ import annotations
 

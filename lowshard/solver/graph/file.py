@@ -28,9 +28,9 @@ def load_graph(source: str | Path | Mapping[str, Any]) -> tuple[Graph, dict[str,
           - {op: matmul, in: [a, down], out: y}
         outputs: {y: "dp=S0"}                    # or [y]: the solver chooses how it ends
 
-    Other keys of an op are its arguments. A block {repeat: N, name: layer, carry: {x: y}, weights: ..., ops: ...} stands
-    for N copies: names made in it become layer0.NAME, layer1.NAME, ...; `carry` has x stand for what the copy before
-    made as y (in the first copy for the x outside), and after the block x is the last y.
+    Other keys of an op are its arguments. A block {repeat: N, name: layer, carry: {x: y}, weights: ..., ops: ...}
+    stands for N copies: names made in it become layer0.NAME, layer1.NAME, ...; `carry` has x stand for what the copy
+    before made as y (in the first copy for the x outside), and after the block x is the last y.
 
     Args:
         source: path of a file, name of an example, or what a file holds.
@@ -88,7 +88,7 @@ def _block(graph: Graph, data: Mapping[str, Any], names: dict[str, Tensor], pref
             shape = entry.get("shape")
             if not isinstance(shape, (list, tuple)) or set(entry) - {"shape", "dtype", "place"}:
                 raise LayoutError(
-                    f"{kind[:-1]} {name!r} is a shape such as [tokens, 512], or {{shape:, dtype:, place:}}; got {given!r}"
+                    f"{kind[:-1]} {name!r} is a shape such as [tokens, 512], or {{shape:, dtype:, place:}}; got {given}"
                 )
             names[str(name)] = add(
                 prefix + str(name), shape, str(entry.get("dtype", dtype)), entry.get("place")

@@ -308,7 +308,7 @@ class Graph:
             if not part.isdecimal() and part not in sizes:
                 raise LayoutError(
                     f"graph {self.name!r}: extent {extent!r} needs a number for {part!r}: pass "
-                    f"sizes={{{part!r}: N}} (lowshard solve: --size {part}=N); its symbols are {', '.join(self.symbols)}"
+                    f"sizes={{{part!r}: N}} (lowshard solve: --size {part}=N); its symbols: {', '.join(self.symbols)}"
                 )
             found.append(int(part) if part.isdecimal() else int(sizes[part]))
         return prod(found)

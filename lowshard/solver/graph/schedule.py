@@ -1,4 +1,4 @@
-"""Schedule: what an assignment of layouts makes happen, step by step: moves, copies that serve again, bytes a device."""
+"""Schedule: what an assignment of layouts makes happen, step by step: moves, copies that serve again, memory."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ def schedule(space: Space, assignment: Assignment) -> Schedule:
     """Price an assignment.
 
     A tensor is held from its making to its last use, a weight all the time; a copy in another layout is made before the
-    first op that needs it, from the source or from a copy made earlier, whichever is cheaper, and held to the last use of
-    the tensor: later ops that need it find it. Where the timing reuses nothing, each use pays for its own move.
+    first op that needs it, from the source or from a copy made earlier, whichever is cheaper, and held to the last use
+    of the tensor: later ops that need it find it. Where the timing reuses nothing, each use pays for its own move.
     """
     moves: list[Move] = []
     steps = space.steps

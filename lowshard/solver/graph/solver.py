@@ -47,8 +47,8 @@ class GraphSolver(Bindable):
         allow_partial_to_sharded: whether a partial tensor may be reduced to shards.
         keep_activations: inputs and results stay to the end, as a backward pass needs them.
         node_size: ranks a node; None for one node.
-        method: "dp" (elimination: exact, whatever is narrow), "ilp" (HiGHS), or "auto": dp, and ilp for what is too wide
-            and to close the gap that a binding budget leaves.
+        method: "dp" (elimination: exact, whatever is narrow), "ilp" (HiGHS), or "auto": dp, and ilp for what is too
+            wide and to close the gap that a binding budget leaves.
         time_limit_s: for the search within budgets and for ilp. What is found by then is returned with its gap.
     """
 
@@ -81,7 +81,7 @@ class GraphSolver(Bindable):
         best: tuple[float, Action] | None = None
         for action in action_set.actions():
             moves = sum(timing.move(a, b) for a, b in zip(action.sources, action.inputs, strict=True))
-            price = moves + timing.inner(action.rows, action.mesh)
+            price = moves + timing.inner(action.rows, action.inputs[0])
             price += timing.compute(action.op, dict(action.args), action.inputs, action.outputs)
             if price != inf and (best is None or price < best[0]):
                 best = price, action
@@ -303,12 +303,11 @@ def walk(space: Space, solver: Solver) -> Schedule:
                 tuple(space.family[t].number(x) for t, x in zip(node.operands, inputs, strict=True)),
                 tuple(space.family[t].number(x) for t, x in zip(node.results, outputs, strict=True)),
                 space.timing.compute(node.op, dict(node.args), inputs, outputs),
-                space.timing.inner(action.rows, mesh),
+                space.timing.inner(action.rows, inputs[0]),
                 temporary_bytes(node.op, inputs),
             )
         choices.append(choice)
-        for t, x in zip(node.results, choice.outputs, strict=True):
-            at[t] = x
+        at.update(zip(node.results, choice.outputs, strict=True))
     return schedule(space, Assignment(leaves, tuple(choices)))
 
 
@@ -324,27 +323,27 @@ def _budget_of(given: float | None, mesh: DeviceMesh) -> float | None:
 def _plan(
     space: Space, found: Schedule, bound: float, method: str, budget: float | None, timing: Timing
 ) -> GraphPlan:
-    graph, assignment = space.graph, found.assignment
+    graph, assignment, family = space.graph, found.assignment, space.family
     actions = []
     for node, choice in zip(graph.nodes, assignment.choices, strict=True):
-        inputs = tuple(space.family[t].layouts[x] for t, x in zip(node.operands, choice.inputs, strict=True))
+        inputs = tuple(family[t].layouts[x] for t, x in zip(node.operands, choice.inputs, strict=True))
         actions.append(space.action(node, inputs, choice.rows))
     step = max(range(len(found.memory_bytes)), key=found.memory_bytes.__getitem__)
     fullest = [
-        Holding(graph.tensors[t].name, space.family[t].layouts[x], b)
+        Holding(graph.tensors[t].name, family[t].layouts[x], b)
         for b, t, x in holders(space, assignment, step)
     ]
     return GraphPlan(
         graph,
         space.mesh,
-        tuple(space.family[t].layouts[assignment.layout(space, t)] for t in range(len(graph.tensors))),
+        tuple(family[t].layouts[assignment.layout(space, t)] for t in range(len(graph.tensors))),
         tuple(actions),
         tuple(
             GraphMove(
                 m.tensor,
                 m.step,
-                space.family[m.tensor].layouts[m.src],
-                space.family[m.tensor].layouts[m.dst],
+                family[m.tensor].layouts[m.src],
+                family[m.tensor].layouts[m.dst],
                 m.price,
             )
             for m in found.moves

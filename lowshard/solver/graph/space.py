@@ -22,7 +22,7 @@ from lowshard.solver.table import Rules
 from lowshard.solver.transition import Prices
 
 COMBINATIONS_MOST = 4096
-"""Of rows over mesh axes that one op may have; beyond, an op is offered the rows of one axis beside replicas on others."""
+"""Of rows over mesh axes that one op may have; beyond, it is offered the rows of one axis beside replicas on others."""
 
 
 class Choice(NamedTuple):
@@ -304,7 +304,7 @@ class Space:
         if not all(map(_is_full, outputs)):
             return None
         compute = self.timing.compute(node.op, args, inputs, outputs)
-        inner = self.timing.inner(exact, self.mesh)
+        inner = self.timing.inner(exact, inputs[0])
         if inner == inf:
             return None
         return Choice(
