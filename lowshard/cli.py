@@ -24,6 +24,7 @@ def build_parser() -> argparse.ArgumentParser:
     from lowshard.launch.doctor import add_doctor_parser
     from lowshard.rules.cli import add_rules_parser
     from lowshard.weights.cli import add_reshard_parser
+    from lowshard.solver.cli import add_solve_parser
 
     parser = argparse.ArgumentParser(prog="lowshard", description=DESCRIPTION, epilog=EPILOG)
     parser.add_argument("--version", action="version", version=f"lowshard {__version__}")
@@ -33,6 +34,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_doctor_parser(subparsers)
     add_rules_parser(subparsers)
     add_reshard_parser(subparsers)
+    add_solve_parser(subparsers)
     add_bench_parser(subparsers)
     return parser
 

@@ -143,9 +143,9 @@ def random_inputs(graph: BoundGraph, seed: int = 0) -> dict[str, np.ndarray]:
 
 
 def shard(layout: Layout, value: np.ndarray, rank: int) -> np.ndarray:
-    """Return a rank's part of a whole array; of partial axes the first rank holds the value, the others what adds nothing.
+    """Return a rank's part of a whole array. Of the ranks along a partial axis the first holds it, the others 0 or 1.
 
-    For avg every rank holds the value.
+    Of averages, maxima and minima every one holds it.
     """
     box = tuple(slice(a, b) for a, b in layout.box(rank))
     part = np.ascontiguousarray(value[box]).reshape(layout.local_shape(rank))
@@ -178,7 +178,7 @@ def whole(layout: Layout, parts: Mapping[int, np.ndarray]) -> np.ndarray:
 
 
 def prove(plan: GraphPlan, seed: int = 0, tolerance: float = 2e-3, timeout_s: float = 60.0) -> float:
-    """Run a plan on random arrays in one process, a thread a rank, and compare with the whole; return the largest error.
+    """Run a plan on random arrays, a thread a rank, compare with the unsharded result, and return the largest error.
 
     Errors are relative to the largest element of each output.
 
@@ -240,13 +240,20 @@ def _input_error(
         if t not in read and name not in names:
             continue
         if name not in inputs:
-            return BufferMismatchError(f"graph {graph.name!r} reads {name!r}: pass this rank's part of {layout}")
+            return BufferMismatchError(
+                f"graph {graph.name!r} reads {name!r}: pass this rank's part of {layout}"
+            )
         if comm.rank not in mesh:
             continue
         part = inputs[name]
         shape = layout.local_shape(comm.rank)
-        if not isinstance(part, comm.xp.ndarray) or tuple(part.shape) != shape or part.dtype != layout.numpy_dtype:
-            came = f"{part.dtype}{list(part.shape)}" if hasattr(part, "dtype") else type(part).__name__
+        if (
+            not isinstance(part, comm.xp.ndarray)
+            or tuple(part.shape) != shape
+            or part.dtype != layout.numpy_dtype
+        ):
+            is_array = part is not None and hasattr(part, "dtype")
+            came = f"{part.dtype}{list(part.shape)}" if is_array else type(part).__name__
             return BufferMismatchError(
                 f"graph {graph.name!r}: {name!r} in {layout} is {layout.dtype}{list(shape)} on rank {comm.rank}, got "
                 f"{came}"

@@ -40,6 +40,6 @@ __all__ = [
     "force_replicated_action_set",
     "isolated_solver",
     "pick",
-    "solver",
     "solve_graph",
+    "solver",
 ]

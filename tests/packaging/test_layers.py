@@ -43,6 +43,7 @@ FLOORS: dict[str, str] = {
     "lowshard.solver.action": "3",
     "lowshard.solver.action_set": "3",
     "lowshard.solver.budget": "3",
+    "lowshard.solver.cli": "7",
     "lowshard.solver.context": "3",
     "lowshard.solver.explanation": "3",
     "lowshard.solver.graph": "3",

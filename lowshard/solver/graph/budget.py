@@ -27,9 +27,7 @@ class Fitted(NamedTuple):
     bound: float
 
 
-def fit(
-    space: Space, budget_bytes: float, start: Schedule, known: Schedule | None, end_s: float
-) -> Fitted:
+def fit(space: Space, budget_bytes: float, start: Schedule, known: Schedule | None, end_s: float) -> Fitted:
     """Search plans that hold at most so many bytes at every step.
 
     Args:
@@ -40,7 +38,6 @@ def fit(
         end_s: when to stop, by time.monotonic().
     """
     best, bound = known, start.price
-    split = "under"
     prices = np.zeros(space.steps + 1)
     over = np.array(start.memory_bytes, np.float64) - budget_bytes
     patience, theta = 0, 1.0
@@ -53,7 +50,7 @@ def fit(
             break
         stride = theta * max(target - bound, 1e-3 * abs(target)) / norm
         prices = np.maximum(0.0, prices + stride * over)
-        network = Network(space, prices, split=split)
+        network = Network(space, prices.tolist(), split="under")
         value, assignment = network.solve()
         low = value - budget_bytes * float(prices.sum())
         if low > bound * (1 + 1e-6):

@@ -79,7 +79,9 @@ class BoundGraph:
         try:
             return Layout.parse(mesh, head + " ".join(_tokens(place, mesh)))
         except LayoutError as error:
-            raise LayoutError(f"tensor {self.tensors[tensor].name!r} of graph {self.name!r}: {error}") from None
+            raise LayoutError(
+                f"tensor {self.tensors[tensor].name!r} of graph {self.name!r}: {error}"
+            ) from None
 
     def leaves(self) -> list[int]:
         """Return the inputs and weights."""
@@ -254,7 +256,10 @@ class Graph:
         one = DeviceMesh((1,), ("one",))
         nodes = []
         for node in self._nodes:
-            args = {n: _bound_arg(v, lambda e: self._number(e, given)) if n == "shape" else v for n, v in node.args}
+            args = {
+                n: _bound_arg(v, lambda e: self._number(e, given)) if n == "shape" else v
+                for n, v in node.args
+            }
             layouts = tuple(Layout(one, shapes[t], kinds[t], (Replicated(),)) for t in node.operands)
             try:
                 results = offer(Call(node.op, layouts, args, True)).results
@@ -266,9 +271,10 @@ class Graph:
                 shapes[t], kinds[t] = result.shape, dtypes.get(result.dtype).name
             nodes.append(Node(node.op, node.operands, node.results, freeze_args(args)))
         outputs = tuple(self._outputs) or tuple((t, None) for t in self._ends())
-        return BoundGraph(
-            self.name, tuple(self._tensors), tuple(nodes), outputs, tuple(shapes), tuple(kinds)
+        tensors = tuple(
+            Info(i.name, i.kind, s, d, i.place) for i, s, d in zip(self._tensors, shapes, kinds, strict=True)
         )
+        return BoundGraph(self.name, tensors, tuple(nodes), outputs, tuple(shapes), tuple(kinds))
 
     # ---- inside
 
@@ -289,7 +295,9 @@ class Graph:
     def _index(self, tensor: Tensor) -> int:
         known = isinstance(tensor, Tensor) and tensor.index < len(self._tensors)
         if not known or self._tensors[tensor.index].name != tensor.name:
-            raise LayoutError(f"graph {self.name!r} takes tensors that its own calls returned, got {tensor!r}")
+            raise LayoutError(
+                f"graph {self.name!r} takes tensors that its own calls returned, got {tensor!r}"
+            )
         return tensor.index
 
     def _number(self, extent: Extent, sizes: Mapping[str, int]) -> int:
@@ -300,7 +308,7 @@ class Graph:
             if not part.isdecimal() and part not in sizes:
                 raise LayoutError(
                     f"graph {self.name!r}: extent {extent!r} needs a number for {part!r}: pass "
-                    f"sizes={{{part!r}: N}} (lowshard solve: --size {part}=N); its symbols are {', '.join(self.symbols)}"
+                    f"sizes={{{part!r}: N}} (lowshard solve: --size {part}=N); its symbols: {', '.join(self.symbols)}"
                 )
             found.append(int(part) if part.isdecimal() else int(sizes[part]))
         return prod(found)

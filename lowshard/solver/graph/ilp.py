@@ -80,9 +80,7 @@ class IntegerProgram:
         minimises_peak: the objective is the most that a device holds, in place of the price.
     """
 
-    def __init__(
-        self, space: Space, budget_bytes: float | None = None, minimises_peak: bool = False
-    ) -> None:
+    def __init__(self, space: Space, budget_bytes: float | None = None, minimises_peak: bool = False) -> None:
         self.space = space
         self._cost: list[float] = []
         self._whole: list[int] = []
@@ -185,7 +183,9 @@ class IntegerProgram:
             return found
         step, k = space.producer[tensor]
         found = {x: self._column() for x in layouts}
-        self._tie(found, [(c.outputs[k], w) for c, w in zip(space.choices[step], self._way[step], strict=True)])
+        self._tie(
+            found, [(c.outputs[k], w) for c, w in zip(space.choices[step], self._way[step], strict=True)]
+        )
         return found
 
     def _tie(self, columns: dict[int, int], ways: Sequence[tuple[int, int]]) -> None:
@@ -225,10 +225,12 @@ class IntegerProgram:
             if space.timing.reuses:
                 earlier.append(needs)
                 if has_memory:
-                    end = uses[place + 1][0] if place + 1 < len(uses) else last + 1
+                    end = uses[place + 1][0] if place + 1 < len(uses) else space.copies_until[tensor] + 1
                     held = self._hold(tensor, held, needs, range(step, end))
 
-    def _hold(self, tensor: int, before: dict[int, int], needs: dict[int, int], span: range) -> dict[int, int]:
+    def _hold(
+        self, tensor: int, before: dict[int, int], needs: dict[int, int], span: range
+    ) -> dict[int, int]:
         """Return the columns of the copies that are there after a use, and count them at the steps of `span`."""
         source, family = self._come[tensor], self.space.family[tensor]
         now: dict[int, int] = {}

@@ -50,6 +50,8 @@ class Network:
         self._source: dict[int, int] = {}
         self._use: dict[tuple[int, int], int] = {}
         self._op: dict[int, int] = {}
+        self._known: dict[Any, np.ndarray[Any, Any]] = {}
+        self._op_tables: dict[Any, np.ndarray[Any, Any]] = {}
         self._span = np.zeros(self.space.steps + 2)
         if self.memory_price is not None:
             self._span[1:] = np.cumsum(np.asarray(self.memory_price, np.float64))
@@ -104,14 +106,21 @@ class Network:
         ends += [self._source[t] for t in node.results]
         held = self._held(step, step)
         prices = np.array([self.use_price * c.price + held * c.temporary_bytes for c in offered])
+        shape = [self.sizes[v] for v in ends]
+        key = (id(offered), held)
+        if key in self._op_tables:
+            self.factors.append(Factor(tuple(ends), self._op_tables[key]))
+            return
         places = [
             [{x: i for i, x in enumerate(self._values[v])}[layout] for layout in column]
-            for v, column in zip(ends, zip(*[(*c.inputs, *c.outputs) for c in offered], strict=True), strict=True)
+            for v, column in zip(
+                ends, zip(*[(*c.inputs, *c.outputs) for c in offered], strict=True), strict=True
+            )
         ]
-        shape = [self.sizes[v] for v in ends]
         if prod(shape) <= _OP_CELLS:
             table = np.full(shape, _BIG)
             table[tuple(places)] = prices
+            self._op_tables[key] = table
             self.factors.append(Factor(tuple(ends), table))
             return
         way = self._op[step] = self._variable(list(range(len(offered))))
@@ -128,13 +137,15 @@ class Network:
         mine = self._values[source]
         if self.memory_price is not None:
             held = self._held(space.born(tensor), last)
-            self.factors.append(Factor((source,), held * np.array([family.bytes[x] for x in mine], np.float64)))
+            self.factors.append(
+                Factor((source,), held * np.array([family.bytes[x] for x in mine], np.float64))
+            )
         uses = space.uses[tensor]
         if not uses:
             return
         ends: list[tuple[int | None, list[int], float]] = []
         for step, k, fixed in uses:
-            held = self._held(step, last)
+            held = self._held(step, space.copies_until[tensor])
             if fixed is None:
                 ends.append((self._use[step, k], self._values[self._use[step, k]], held))
             else:
@@ -159,6 +170,13 @@ class Network:
         family = self.space.family[tensor]
         source = self._source[tensor]
         lists = [self._values[source], *[needs for _, needs, _ in ends]]
+        key = (id(family), *map(tuple, lists), *[round(held, 30) for _, _, held in ends])
+        known = self._known.get(key)
+        if known is not None:
+            self.factors.append(
+                Factor(tuple(v for v in (source, *[v for v, _, _ in ends]) if v is not None), known)
+            )
+            return
         every = sorted({x for values in lists for x in values})
         place = {x: i for i, x in enumerate(every)}
         moves = np.full((len(every), len(every)), np.inf)
@@ -186,6 +204,7 @@ class Network:
             if self.memory_price is not None and held:
                 whole = whole + held * new * bytes_[index[j]]
         self._append((source, *[v for v, _, _ in ends]), whole)
+        self._known[key] = self.factors[-1].table
 
     def _append(self, variables: tuple[int | None, ...], table: np.ndarray[Any, Any]) -> None:
         """Add a table, without the dims of what is fixed; a variable that is named twice takes the diagonal."""

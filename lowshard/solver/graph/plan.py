@@ -13,7 +13,7 @@ from lowshard.cost import ClusterProfile
 from lowshard.layout import Layout
 from lowshard.mesh import DeviceMesh
 from lowshard.path import classify, state_of
-from lowshard.solver.action import HOW, Action
+from lowshard.solver.action import Action
 from lowshard.solver.action_set import freeze_args
 from lowshard.solver.graph.graph import BoundGraph, Info, Node
 
@@ -166,7 +166,9 @@ class GraphPlan:
         shares = ", ".join(f"{n} {100 * v / whole:.0f}%" for n, v in parts.items() if v > 0)
         lines = [f"{self.method}; {show(self.price, self.unit)}: {shares or 'nothing moves'}"]
         if self.gap:
-            lines.append(f"at most {100 * self.gap:.2g}% above the best possible ({show(self.bound, self.unit)})")
+            lines.append(
+                f"at most {100 * self.gap:.2g}% above the best possible ({show(self.bound, self.unit)})"
+            )
         else:
             lines.append("proved: no plan in the solver's space is cheaper")
         if self.budget_bytes is not None:
@@ -222,7 +224,11 @@ class GraphPlan:
             tuple(Action.from_json(a) for a in data["actions"]),
             tuple(
                 GraphMove(
-                    m["tensor"], m["step"], Layout.parse(mesh, m["from"]), Layout.parse(mesh, m["to"]), m["price"]
+                    m["tensor"],
+                    m["step"],
+                    Layout.parse(mesh, m["from"]),
+                    Layout.parse(mesh, m["to"]),
+                    m["price"],
                 )
                 for m in data["moves"]
             ),
@@ -274,12 +280,10 @@ def graph_from_json(data: Mapping[str, Any]) -> BoundGraph:
     tensors = data["tensors"]
     return BoundGraph(
         data["name"],
+        tuple(Info(t["name"], t["kind"], tuple(t["shape"]), t["dtype"], t["place"]) for t in tensors),
         tuple(
-            Info(t["name"], t["kind"], None if t["kind"] == "result" else tuple(t["shape"]), t["dtype"], t["place"])
-            for t in tensors
-        ),
-        tuple(
-            Node(n["op"], tuple(n["operands"]), tuple(n["results"]), freeze_args(n["args"])) for n in data["nodes"]
+            Node(n["op"], tuple(n["operands"]), tuple(n["results"]), freeze_args(n["args"]))
+            for n in data["nodes"]
         ),
         tuple((t, place) for t, place in data["outputs"]),
         tuple(tuple(t["shape"]) for t in tensors),

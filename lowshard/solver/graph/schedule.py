@@ -1,4 +1,4 @@
-"""Schedule: what an assignment of layouts makes happen, step by step: moves, copies that serve again, bytes a device."""
+"""Schedule: what an assignment of layouts makes happen, step by step: moves, copies that serve again, memory."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ def schedule(space: Space, assignment: Assignment) -> Schedule:
     """Price an assignment.
 
     A tensor is held from its making to its last use, a weight all the time; a copy in another layout is made before the
-    first op that needs it, from the source or from a copy made earlier, whichever is cheaper, and held as long as the
-    tensor: later ops that need it find it. Where the timing reuses nothing, each use pays for its own move.
+    first op that needs it, from the source or from a copy made earlier, whichever is cheaper, and held to the last use
+    of the tensor: later ops that need it find it. Where the timing reuses nothing, each use pays for its own move.
     """
     moves: list[Move] = []
     steps = space.steps
@@ -96,7 +96,7 @@ def schedule(space: Space, assignment: Assignment) -> Schedule:
             moves.append(Move(tensor, step, held[place], need, price))
             held.append(need)
             change[step] += family.bytes[need]
-            change[last + 1] -= family.bytes[need]
+            change[space.copies_until[tensor] + 1] -= family.bytes[need]
     memory, now = [], 0
     for step in range(steps + 1):
         now += change[step]
@@ -121,7 +121,7 @@ def holders(space: Space, assignment: Assignment, step: int) -> list[tuple[int, 
         held = [assignment.layout(space, tensor)]
         for at, k, fixed in uses:
             need = assignment.choices[at].inputs[k] if fixed is None else fixed
-            if at <= step and need not in held:
+            if at <= step <= space.copies_until[tensor] and need not in held:
                 held.append(need)
         found += [(family.bytes[layout], tensor, layout) for layout in held]
     return sorted(found, key=lambda f: (-f[0], f[1], f[2]))
@@ -130,4 +130,3 @@ def holders(space: Space, assignment: Assignment, step: int) -> list[tuple[int, 
 def is_feasible(found: Schedule, budget_bytes: float | None) -> bool:
     """Whether every move can be made, and the budget holds at every step."""
     return found.price != inf and (budget_bytes is None or found.peak_bytes <= budget_bytes)
-

@@ -47,8 +47,8 @@ class GraphSolver(Bindable):
         allow_partial_to_sharded: whether a partial tensor may be reduced to shards.
         keep_activations: inputs and results stay to the end, as a backward pass needs them.
         node_size: ranks a node; None for one node.
-        method: "dp" (elimination: exact, whatever is narrow), "ilp" (HiGHS), or "auto": dp, and ilp for what is too wide
-            and to close the gap that a binding budget leaves.
+        method: "dp" (elimination: exact, whatever is narrow), "ilp" (HiGHS), or "auto": dp, and ilp for what is too
+            wide and to close the gap that a binding budget leaves.
         time_limit_s: for the search within budgets and for ilp. What is found by then is returned with its gap.
     """
 
@@ -81,7 +81,7 @@ class GraphSolver(Bindable):
         best: tuple[float, Action] | None = None
         for action in action_set.actions():
             moves = sum(timing.move(a, b) for a, b in zip(action.sources, action.inputs, strict=True))
-            price = moves + timing.inner(action.rows, action.mesh)
+            price = moves + timing.inner(action.rows, action.inputs[0])
             price += timing.compute(action.op, dict(action.args), action.inputs, action.outputs)
             if price != inf and (best is None or price < best[0]):
                 best = price, action
@@ -184,8 +184,10 @@ class GraphSolver(Bindable):
                     leanest, floor = least_peak(space, free, budget, half_s)
                     if leanest.peak_bytes <= budget:
                         best = leanest
-                    elif floor > budget or program is None:
+                    elif program is None:
                         raise self._budget_error(space, leanest, budget, floor)
+                    elif floor > budget:
+                        raise self._infeasible(space, leanest, budget)
                 fitted = fit(space, budget, free, best, half_s)
                 best, low = fitted.best, max(low, fitted.bound)
             except TooWideError:
@@ -216,7 +218,7 @@ class GraphSolver(Bindable):
             bound = max(0.0, answer.bound)
             if answer.assignment is not None:
                 found = schedule(space, answer.assignment)
-                if found.price != inf:
+                if found.price != inf and (best.price == inf or found.peak_bytes < best.peak_bytes):
                     best = found
         return self._budget_error(space, best, budget, bound)
 
@@ -226,12 +228,10 @@ class GraphSolver(Bindable):
         bytes_, tensor, layout = held[0]
         nodes = space.graph.nodes
         where = nodes[step].label if step < len(nodes) else "the end"
-        others = ", ".join(
-            f"{space.graph.tensors[t].name} {show_bytes(b)}" for b, t, _ in held[1:4]
-        )
+        others = ", ".join(f"{space.graph.tensors[t].name} {show_bytes(b)}" for b, t, _ in held[1:4])
         need = ceil(least.peak_bytes)
-        proved = "" if need <= ceil(bound * (1 + 1e-5)) else (
-            f" that was found (none below {ceil(bound):,} does)"
+        proved = (
+            "" if need <= ceil(bound * (1 + 1e-4)) else (f" that was found (none below {ceil(bound):,} does)")
         )
         info = space.graph.tensors[tensor]
         return BudgetError(
@@ -303,12 +303,11 @@ def walk(space: Space, solver: Solver) -> Schedule:
                 tuple(space.family[t].number(x) for t, x in zip(node.operands, inputs, strict=True)),
                 tuple(space.family[t].number(x) for t, x in zip(node.results, outputs, strict=True)),
                 space.timing.compute(node.op, dict(node.args), inputs, outputs),
-                space.timing.inner(action.rows, mesh),
+                space.timing.inner(action.rows, inputs[0]),
                 temporary_bytes(node.op, inputs),
             )
         choices.append(choice)
-        for t, x in zip(node.results, choice.outputs, strict=True):
-            at[t] = x
+        at.update(zip(node.results, choice.outputs, strict=True))
     return schedule(space, Assignment(leaves, tuple(choices)))
 
 
@@ -324,23 +323,29 @@ def _budget_of(given: float | None, mesh: DeviceMesh) -> float | None:
 def _plan(
     space: Space, found: Schedule, bound: float, method: str, budget: float | None, timing: Timing
 ) -> GraphPlan:
-    graph, assignment = space.graph, found.assignment
+    graph, assignment, family = space.graph, found.assignment, space.family
     actions = []
     for node, choice in zip(graph.nodes, assignment.choices, strict=True):
-        inputs = tuple(space.family[t].layouts[x] for t, x in zip(node.operands, choice.inputs, strict=True))
+        inputs = tuple(family[t].layouts[x] for t, x in zip(node.operands, choice.inputs, strict=True))
         actions.append(space.action(node, inputs, choice.rows))
     step = max(range(len(found.memory_bytes)), key=found.memory_bytes.__getitem__)
     fullest = [
-        Holding(graph.tensors[t].name, space.family[t].layouts[x], b)
+        Holding(graph.tensors[t].name, family[t].layouts[x], b)
         for b, t, x in holders(space, assignment, step)
     ]
     return GraphPlan(
         graph,
         space.mesh,
-        tuple(space.family[t].layouts[assignment.layout(space, t)] for t in range(len(graph.tensors))),
+        tuple(family[t].layouts[assignment.layout(space, t)] for t in range(len(graph.tensors))),
         tuple(actions),
         tuple(
-            GraphMove(m.tensor, m.step, space.family[m.tensor].layouts[m.src], space.family[m.tensor].layouts[m.dst], m.price)
+            GraphMove(
+                m.tensor,
+                m.step,
+                family[m.tensor].layouts[m.src],
+                family[m.tensor].layouts[m.dst],
+                m.price,
+            )
             for m in found.moves
         ),
         found.compute,

@@ -22,7 +22,7 @@ from lowshard.solver.table import Rules
 from lowshard.solver.transition import Prices
 
 COMBINATIONS_MOST = 4096
-"""Of rows over mesh axes that one op may have; beyond, an op is offered the rows of one axis beside replicas on others."""
+"""Of rows over mesh axes that one op may have; beyond, it is offered the rows of one axis beside replicas on others."""
 
 
 class Choice(NamedTuple):
@@ -49,6 +49,7 @@ class Family:
         self._timing = timing
         self._number: dict[Layout, int] = {}
         self._moves: dict[tuple[int, int], float] = {}
+        self._tables: dict[Any, np.ndarray[Any, Any]] = {}
         self.bytes: list[int] = []
         """Of the largest shard, by number."""
 
@@ -71,10 +72,13 @@ class Family:
         return found
 
     def table(self, sources: Sequence[int], targets: Sequence[int]) -> np.ndarray[Any, Any]:
-        """Return the prices of all moves from some layouts to others, as [sources, targets]."""
-        return np.array([[self.move(a, b) for b in targets] for a in sources], np.float64).reshape(
-            len(sources), len(targets)
-        )
+        """Return the prices of all moves from some layouts to others, as [sources, targets]; not to be written to."""
+        key = (tuple(sources), tuple(targets))
+        found = self._tables.get(key)
+        if found is None:
+            prices = [[self.move(a, b) for b in targets] for a in sources]
+            found = self._tables[key] = np.array(prices, np.float64).reshape(len(sources), len(targets))
+        return found
 
 
 class Space:
@@ -85,12 +89,17 @@ class Space:
         mesh: where it runs.
         timing: the prices.
         rules: "extended" or "documented".
-        keeps: whether inputs and results stay to the end, as a backward pass needs them.
+        keeps: whether inputs and results stay to the end, as a backward pass needs them; copies of them do not.
         given_only: leave the ways of ops out: they come from elsewhere.
     """
 
     def __init__(
-        self, graph: BoundGraph, mesh: DeviceMesh, timing: Timing, rules: Rules, keeps: bool = False,
+        self,
+        graph: BoundGraph,
+        mesh: DeviceMesh,
+        timing: Timing,
+        rules: Rules,
+        keeps: bool = False,
         given_only: bool = False,
     ) -> None:
         self.graph, self.mesh, self.timing, self.rules, self.keeps = graph, mesh, timing, rules, keeps
@@ -123,6 +132,11 @@ class Space:
         self.leaf_layouts: dict[int, list[int]] = {
             leaf: [self.given[leaf]] if leaf in self.given else self._leaf(leaf) for leaf in graph.leaves()
         }
+
+    @cached_property
+    def copies_until(self) -> list[int]:
+        """For each tensor the step through which copies of it are held: its last use, though it may stay itself."""
+        return [places[-1][0] if places else -1 for places in self.uses]
 
     @property
     def steps(self) -> int:
@@ -255,12 +269,12 @@ class Space:
                 found[row] = None
         return list(found)
 
-    def _choice(
-        self, node: Node, args: dict[str, Any], rows: tuple[AxisAssignment, ...]
-    ) -> Choice | None:
+    def _choice(self, node: Node, args: dict[str, Any], rows: tuple[AxisAssignment, ...]) -> Choice | None:
         try:
             inputs = [
-                Layout(self.mesh, self.graph.shapes[t], self.graph.dtypes[t], [r.needed_inputs[k] for r in rows])
+                Layout(
+                    self.mesh, self.graph.shapes[t], self.graph.dtypes[t], [r.needed_inputs[k] for r in rows]
+                )
                 for k, t in enumerate(node.operands)
             ]
         except ShardingError:  # terms of two kinds
@@ -290,7 +304,7 @@ class Space:
         if not all(map(_is_full, outputs)):
             return None
         compute = self.timing.compute(node.op, args, inputs, outputs)
-        inner = self.timing.inner(exact, self.mesh)
+        inner = self.timing.inner(exact, inputs[0])
         if inner == inf:
             return None
         return Choice(

@@ -19,7 +19,7 @@ from lowshard.mesh import DeviceMesh
 from lowshard.placement import Partial, Sharded
 from lowshard.price import prices_of
 from lowshard.redistribute import predict_redistribute
-from lowshard.solver.action import AxisAssignment, group_bytes
+from lowshard.solver.action import AxisAssignment, cut_by_others, group_bytes
 from lowshard.solver.transition import Prices, collective_of, price_bytes
 
 Objective = Literal["seconds", "volume", "published"]
@@ -28,7 +28,7 @@ _VIEWS = frozenset(("reshape", "flatten", "unsqueeze", "squeeze", "rebind", "int
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """How fast one device computes; the defaults are one CPU core's order of magnitude, as the default profile's are."""
+    """How fast one device computes; the defaults are a CPU core's order of magnitude, as the default profile's are."""
 
     flops_per_s: float = 5e10
     memory_bytes_per_s: float = 1e10
@@ -40,7 +40,7 @@ class Rates:
 
     @classmethod
     def of(cls, profile: ClusterProfile | None) -> Rates:
-        """Return the rates that a profile's machine facts state ("flops_per_s", "memory_bytes_per_s"), else the defaults."""
+        """Return the rates that a profile states as facts (flops_per_s, memory_bytes_per_s), else the defaults."""
         facts = dict(() if profile is None else profile.machine)
         known = {n: float(facts[n]) for n in ("flops_per_s", "memory_bytes_per_s") if n in facts}
         return cls(**known)
@@ -91,22 +91,19 @@ class Timing:
             if a != b
         )
 
-    def inner(self, rows: Sequence[AxisAssignment], mesh: DeviceMesh) -> float:
-        """Return the price of the collectives inside an op."""
+    def inner(self, rows: Sequence[AxisAssignment], first: Layout) -> float:
+        """Return the price of the collectives inside an op whose first operand lies in `first`."""
         total = 0.0
+        mesh = first.mesh
         for axis, row in enumerate(rows):
             size = mesh.shape[axis]
             if not row.inner or size == 1:
                 continue
+            share = cut_by_others(first, axis)
             if self.objective != "seconds":
-                total += row.inner_bytes(size, "published" if self.objective == "published" else "volume")
+                listed: Prices = "published" if self.objective == "published" else "volume"
+                total += row.inner_bytes(size, listed) / share
                 continue
-            # Rows state bytes as if theirs was the only axis: the others cut them.
-            share = prod(
-                n
-                for other, n in enumerate(mesh.shape)
-                if other != axis and any(isinstance(p, Sharded) for p in rows[other].needed_inputs[:1])
-            )
             prices, level = prices_of(self.profile), self._level(mesh, axis)
             for name, own in row.inner:
                 mine = own / share

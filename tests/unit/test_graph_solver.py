@@ -1,0 +1,386 @@
+"""GraphSolver: published optima, Megatron's layouts, sequence parallelism, budgets, reuse; plans are run on arrays."""
+
+from __future__ import annotations
+
+import json
+import re
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lowshard import DeviceMesh
+from lowshard.errors import BudgetError, LayoutError, SolverError
+from lowshard.op import prove
+from lowshard.solver import Graph, GraphPlan, GraphSolver, GreedyReshard, NoReshard, Rates, pick, solve_graph
+from lowshard.solver.graph.ilp import has_scipy
+
+ORACLES = Path(__file__).resolve().parents[2] / "../shared/oracles"
+TP = DeviceMesh((4,), ("tp",))
+# Slow processors beside a quick network: the work is spread wherever it can be.
+SLOW = Rates(1e9, 1e9)
+
+
+def mlp(tokens: int = 32, width: int = 64, ffn: int = 256, place: str | None = "R") -> Graph:
+    g = Graph("mlp")
+    x = g.input("x", (tokens, width), place=place)
+    h = g.pointwise("gelu", g.matmul(x, g.weight("up", (width, ffn)), name="h"), name="a")
+    g.output(g.matmul(h, g.weight("down", (ffn, width)), name="y"), place=place)
+    return g
+
+
+def attention(
+    heads: int = 8, kv_heads: int = 8, place: str = "R", cut: bool = False, end: str | None = "R"
+) -> Graph:
+    """Attention of heads of 8 on a width of 64; `cut`: weights come as Megatron cuts them."""
+    g = Graph("attention")
+    x = g.input("x", (2, 128, 64), place=place)
+    column, row = ("tp=S1", "tp=S0") if cut else (None, None)
+    made = []
+    for n, count in (("q", heads), ("k", kv_heads), ("v", kv_heads)):
+        w = g.weight(f"w{n}", (64, count * 8), place=column)
+        split = g.reshape(g.matmul(x, w, name=n), (2, 128, count, 8), name=f"{n}4")
+        made.append(g.permute(split, (0, 2, 1, 3), name=f"{n}h"))
+    o = g.permute(g.attention(*made, causal=True, name="o"), (0, 2, 1, 3), name="o4")
+    merged = g.reshape(o, (2, 128, heads * 8), name="merged")
+    g.output(g.matmul(merged, g.weight("wo", (heads * 8, 64), place=row), name="y"), place=end)
+    return g
+
+
+def codes(plan: GraphPlan, *names: str) -> list[str]:
+    return [",".join(map(str, plan.layout(n).placements)) for n in names]
+
+
+# ---- what published systems are known for
+
+
+def test_the_mlp_is_cut_by_column_then_row_when_its_weights_do_not_fit_whole() -> None:
+    free = GraphSolver(rates=SLOW).solve(mlp(), TP)
+    assert codes(free, "up", "down") == ["R", "R"]
+    plan = GraphSolver(rates=SLOW, budget_bytes=free.peak_bytes * 0.45).solve(mlp(), TP)
+    assert codes(plan, "up", "h", "a", "down", "y") == ["S1", "S1", "S1", "S0", "P"]
+    assert plan.collectives == {"all_reduce": 1}
+    assert plan.gap == 0
+    prove(plan)
+
+
+def test_decoding_cuts_the_mlp_without_any_budget() -> None:
+    # A few tokens: reading the weights is the work, so they are read in parts.
+    plan = GraphSolver(rates=Rates(1e12, 1e8)).solve(mlp(tokens=2), TP)
+    assert codes(plan, "up", "h", "down", "y") == ["S1", "S1", "S0", "P"]
+    prove(plan)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "place", "collectives"),
+    [
+        (16, 16, "R", {"all_reduce": 1}),
+        (16, 4, "R", {"all_reduce": 1}),
+    ],
+)
+def test_attention_is_cut_by_heads(
+    heads: int, kv_heads: int, place: str, collectives: dict[str, int]
+) -> None:
+    graph = attention(heads, kv_heads, place, end=place)
+    # Weights that do not fit whole: a budget that holds them once, cut.
+    weights = sum(graph_bytes(graph))
+    free = GraphSolver(rates=SLOW).solve(graph, TP)
+    least = least_budget(graph, TP)
+    plan = GraphSolver(rates=SLOW, budget_bytes=least + weights // 8).solve(graph, TP)
+    assert plan.peak_bytes < free.peak_bytes
+    assert codes(plan, "wq", "wk", "wv", "wo") == ["S1", "S1", "S1", "S0"]
+    assert codes(plan, "qh", "kh", "vh", "o", "y") == ["S1", "S1", "S1", "S1", "P"]
+    assert plan.collectives == collectives
+    prove(plan)
+
+
+def graph_bytes(graph: Graph) -> list[int]:
+    """Bytes of each weight."""
+    bound = graph.bind()
+    return [4 * prod(bound.shapes[t]) for t in bound.leaves() if bound.tensors[t].kind == "weight"]
+
+
+def least_budget(graph: Graph, mesh: DeviceMesh, **options: Any) -> int:
+    """What the error for a budget of a byte says would do."""
+    with pytest.raises(BudgetError) as caught:
+        GraphSolver(rates=SLOW, budget_bytes=1, **options).solve(graph, mesh)
+    found = re.search(r"would do is (\d+) bytes", str(caught.value))
+    assert found, caught.value
+    return int(found[1])
+
+
+def block(tokens: int, place: str | None = None) -> Graph:
+    """A residual block: norm, column and row product, add; twice."""
+    g = Graph("block")
+    x = g.input("x", (tokens, 32), place=place)
+    for i in range(2):
+        n = g.norm("rms_norm", x, g.weight(f"g{i}", (32,)), name=f"n{i}")
+        h = g.pointwise("relu", g.matmul(n, g.weight(f"up{i}", (32, 128)), name=f"h{i}"), name=f"a{i}")
+        y = g.matmul(h, g.weight(f"down{i}", (128, 32)), name=f"y{i}")
+        x = g.pointwise("add", x, y, name=f"x{i}")
+    g.output(x)
+    return g
+
+
+def test_the_sequence_is_cut_when_memory_demands_it() -> None:
+    """Weights too large to be whole, activations too: column and row products, the residual stream cut by tokens."""
+
+    # Weights are given as Megatron cuts them, so that activations alone are what a budget can press on.
+    def given(tokens: int) -> Graph:
+        g = Graph("given")
+        x = g.input("x", (tokens, 32), place="R")
+        for i in range(2):
+            n = g.norm("rms_norm", x, g.weight(f"g{i}", (32,), place="R"), name=f"n{i}")
+            up, down = (
+                g.weight(f"up{i}", (32, 128), place="tp=S1"),
+                g.weight(f"down{i}", (128, 32), place="tp=S0"),
+            )
+            h = g.pointwise("relu", g.matmul(n, up, name=f"h{i}"), name=f"a{i}")
+            x = g.pointwise("add", x, g.matmul(h, down, name=f"y{i}"), name=f"x{i}")
+        g.output(x)
+        return g
+
+    graph = given(64)
+    plain = GraphSolver(keep_activations=True, rates=Rates(1e15, 1e15)).solve(graph, TP)
+    tight = least_budget(graph, TP, keep_activations=True)
+    assert tight < plain.peak_bytes
+    plan = GraphSolver(keep_activations=True, rates=SLOW, budget_bytes=tight).solve(graph, TP)
+    assert plan.peak_bytes <= tight
+    assert codes(plain, "x0") in (["R"], ["P"])
+    assert codes(plan, "n0", "x0", "n1", "x1") == ["S0", "S0", "S0", "S0"]
+    assert {m.collective for m in plan.moves if not m.is_local} == {"all_gather", "reduce_scatter"}
+    prove(plan)
+
+
+DATA = json.loads((ORACLES / "max_greedy.json").read_text()) if (ORACLES / "max_greedy.json").exists() else {}
+CHAINS = {c["id"]: c for c in DATA.get("chains", [])}
+
+
+@pytest.mark.skipif(not DATA, reason=f"{ORACLES}/max_greedy.json is not there")
+@pytest.mark.parametrize("name", [n for n in CHAINS if n.startswith("optimum")])
+@pytest.mark.parametrize("method", ["dp", "ilp"])
+def test_a_published_whole_graph_optimum(name: str, method: Any) -> None:
+    case = CHAINS[name]
+    base = CHAINS[name.replace("optimum", "mlp_block").replace("free_final", "documented")]
+    axes = base["mesh"]["axes"]
+    g = Graph(name)
+    known = {
+        n: g.input(
+            n, t["shape"], place=" ".join(f"{a}={p}" for a, p in zip(axes, t["placements"], strict=True))
+        )
+        for n, t in base["tensors"].items()
+    }
+    for step in base["steps"]:
+        known[step["out"]] = g.op(step["op"], *(known[n] for n in step["inputs"]), name=step["out"])
+    mesh = DeviceMesh(base["mesh"]["shape"], axes)
+    solver = GraphSolver(
+        objective="published", allow_partial_to_sharded=case["allow_partial_to_sharded"], method=method
+    )
+    plan = solver.solve(g, mesh, rules="documented")
+    assert plan.price == case["total_cost_bytes"]
+    assert plan.price <= base["total_cost_bytes"]
+    if not case["allow_partial_to_sharded"]:
+        assert not any(m.collective == "reduce_scatter" for m in plan.moves)
+    prove(plan)
+    greedy = solve_graph(
+        g, mesh, GreedyReshard(allow_partial_to_sharded=case["allow_partial_to_sharded"]), rules="documented",
+        prices=solver,
+    )  # fmt: skip
+    assert greedy.price == base["total_cost_bytes"]
+    prove(greedy)
+
+
+# ---- what DTensor picks op by op, and where it stops (DTensor of torch 2.13, mesh of 4)
+
+
+def test_a_megatron_mlp_with_biases_moves_nothing() -> None:
+    g = Graph("mlp with biases")
+    x = g.input("x", (32, 64), place="R")
+    h = g.matmul(x, g.weight("w1", (64, 128), place="tp=S1"), name="h")
+    a = g.pointwise("gelu", g.pointwise("add", h, g.weight("b1", (128,), place="tp=S0"), name="hb"), name="a")
+    y = g.pointwise("add", g.matmul(a, g.weight("w2", (128, 64), place="tp=S0"), name="y"),
+                    g.weight("b2", (64,), place="R"), name="yb")  # fmt: skip
+    g.output(g.pointwise("add", x, y, name="z"))
+    plan = GraphSolver().solve(g, TP)
+    assert plan.collectives == {}
+    assert codes(plan, "h", "hb", "a", "y", "yb", "z") == ["S1", "S1", "S1", "P", "P", "P"]
+    prove(plan)
+
+
+def test_a_gated_mlp_moves_nothing() -> None:
+    g = Graph("gated")
+    x = g.input("x", (32, 64), place="R")
+    gate = g.matmul(x, g.weight("wg", (64, 128), place="tp=S1"), name="gate")
+    up = g.matmul(x, g.weight("wu", (64, 128), place="tp=S1"), name="up")
+    h = g.pointwise("mul", g.pointwise("silu", gate, name="s"), up, name="h")
+    g.output(g.matmul(h, g.weight("wd", (128, 64), place="tp=S0"), name="y"))
+    plan = GraphSolver().solve(g, TP)
+    assert plan.collectives == {}
+    assert codes(plan, "gate", "up", "h", "y") == ["S1", "S1", "S1", "P"]
+    prove(plan)
+
+
+@pytest.mark.parametrize("heads", [8, 6])
+def test_attention_by_heads_moves_no_q_k_or_v(heads: int) -> None:
+    """Fused attention is gathered there; with 6 heads on 4 ranks the view is refused. Here heads stay cut."""
+    plan = GraphSolver().solve(attention(heads, heads, cut=True, end=None), TP)
+    assert not any(m.collective == "all_gather" for m in plan.moves)
+    assert codes(plan, "qh", "kh", "vh", "o", "y") == ["S1", "S1", "S1", "S1", "P"]
+    if heads == 8:
+        assert plan.collectives == {}
+    prove(plan)
+
+
+def test_sequence_parallel_is_one_gather_and_one_reduce_scatter() -> None:
+    g = Graph("sequence parallel")
+    x = g.input("x", (2, 16, 64), place="tp=S1")
+    gain, shift = g.weight("g", (64,), place="R"), g.weight("b", (64,), place="R")
+    n = g.norm("layer_norm", x, gain, shift, name="n")
+    h = g.matmul(n, g.weight("w1", (64, 1024), place="tp=S1"), name="h")
+    y = g.matmul(h, g.weight("w2", (1024, 64), place="tp=S0"), name="y")
+    g.output(g.pointwise("add", x, y, name="z"), place="tp=S1")
+    plan = GraphSolver().solve(g, TP)
+    assert plan.collectives == {"all_gather": 1, "reduce_scatter": 1}
+    assert codes(plan, "n", "h", "y", "z") == ["S1", "S2", "P", "S1"]
+    prove(plan)
+
+
+@pytest.mark.parametrize(("cut", "out"), [("tp=S0", "P"), ("tp=S1", "S2")])
+def test_an_embedding_looks_up_what_it_holds(cut: str, out: str) -> None:
+    g = Graph("embedding")
+    ids = g.input("ids", (2, 16), "int64", place="R")
+    g.output(g.gather(g.weight("table", (4097, 64), place=cut), ids, name="y"), place="R")
+    plan = GraphSolver().solve(g, TP)
+    assert codes(plan, "y") == [out]
+    assert plan.collectives == {"all_reduce" if out == "P" else "all_gather": 1}
+    prove(plan)
+
+
+@pytest.mark.parametrize("op", ["softmax", "layer_norm", "rms_norm", "cumsum", "sort"])
+def test_an_op_along_the_cut_dim_does_not_gather_it(op: str) -> None:
+    g = Graph(op)
+    x = g.input("x", (64, 256), place="tp=S1")
+    if op.endswith("norm"):
+        y = g.norm(op, x, g.weight("g", (256,), place="tp=S0"), name="y")
+    else:
+        y = g.op(op, x, axis=1, name="y")
+    g.output(y)
+    plan = GraphSolver().solve(g, TP)
+    assert codes(plan, "y")[0].startswith("S")
+    whole = plan.layout("x").size_bytes
+    from lowshard.solver.graph.report import moved_bytes
+
+    assert moved_bytes(plan) < 0.25 * whole  # a gather brings every rank 3/4 of it
+    prove(plan)
+
+
+# ---- budgets, policy, reuse
+
+
+def test_a_budget_nobody_fits_names_the_tightest_tensor_and_the_least_that_would_do() -> None:
+    least = least_budget(mlp(), TP)
+    with pytest.raises(BudgetError, match=r"tightest tensor is \w+ '(up|down)', 16,384 bytes"):
+        GraphSolver(budget_bytes=least - 1).solve(mlp(), TP)
+    plan = GraphSolver(budget_bytes=least).solve(mlp(), TP)
+    assert plan.peak_bytes == least
+    prove(plan)
+
+
+def test_the_budget_of_the_mesh_counts() -> None:
+    free = GraphSolver(rates=SLOW).solve(mlp(), TP)
+    mesh = DeviceMesh((4,), ("tp",), memory_budget_bytes_per_device=free.peak_bytes // 2)
+    plan = GraphSolver(rates=SLOW).solve(mlp(), mesh)
+    assert plan.budget_bytes == free.peak_bytes // 2 >= plan.peak_bytes
+
+
+def test_partials_never_become_shards_when_that_is_off() -> None:
+    for solver in (GraphSolver(allow_partial_to_sharded=False), GraphSolver(method="ilp",
+                   allow_partial_to_sharded=False)):  # fmt: skip
+        for mesh in (TP, DeviceMesh((2, 2), ("dp", "tp"))):
+            plan = solver.solve(block(16, "R"), mesh)
+            for m in plan.moves:
+                pairs = zip(m.src.placements, m.dst.placements, strict=True)
+                assert not any(str(a).startswith("P") and str(b).startswith("S") for a, b in pairs)
+
+
+def test_a_moved_copy_serves_every_later_use() -> None:
+    g = Graph("reuse")
+    x = g.input("x", (16, 16), place="tp=S0")
+    parts = [g.op("cond", x, name=f"c{i}") for i in range(3)]  # whole operands only
+    g.output(g.pointwise("add", parts[0], g.pointwise("add", parts[1], parts[2])))
+    plan = GraphSolver().solve(g, TP)
+    assert [m.collective for m in plan.moves if not m.is_local].count("all_gather") == 1
+    paid_each = GraphSolver(objective="volume").solve(g, TP)
+    assert [m.collective for m in paid_each.moves if not m.is_local].count("all_gather") == 3
+
+
+def test_the_same_graph_gives_the_same_plan() -> None:
+    mesh = DeviceMesh((2, 2), ("dp", "tp"))
+    plans = [GraphSolver(rates=SLOW, budget_bytes=60000).solve(block(32), mesh) for _ in range(2)]
+    assert plans[0] == plans[1]
+    assert plans[0].digest() == plans[1].digest()
+    again = GraphPlan.from_json(json.loads(json.dumps(plans[0].to_json())))
+    assert again == plans[0]
+    assert again.digest() == plans[0].digest()
+    assert again.price == plans[0].price
+    prove(again)
+
+
+# ---- one protocol
+
+
+def test_it_is_a_solver_of_single_ops_too() -> None:
+    from lowshard import Layout, Partial, Replicated, Sharded
+
+    a = Layout(TP, (8, 64), "float32", (Partial("sum"),))
+    action = pick("relu", [a], solver=GraphSolver())
+    assert action.inputs[0].placements == (Sharded(0),)
+    with GraphSolver(allow_partial_to_sharded=False):
+        assert pick("relu", [a]).inputs[0].placements == (Replicated(),)
+
+
+def test_any_per_op_solver_plans_a_graph() -> None:
+    with pytest.raises(SolverError, match="NoReshard"):
+        solve_graph(mlp(place="tp=P"), TP, NoReshard())
+    plan = solve_graph(mlp(place="tp=S0"), TP, NoReshard())
+    assert plan.collectives == {}
+    prove(plan)
+
+
+def test_what_is_too_wide_goes_to_the_integer_program_with_a_bound() -> None:
+    g = Graph("wide")
+    x = g.input("x", (8, 8), place="tp=P")
+    total = g.pointwise("relu", x, name="r0")
+    for i in range(1, 12):  # a table over 12 uses would be too large
+        total = g.pointwise(
+            "add", total, g.pointwise("relu" if i % 2 else "gelu", x, name=f"r{i}"), name=f"s{i}"
+        )
+    g.output(total, place="R")
+    plan = GraphSolver().solve(g, TP)
+    assert has_scipy()
+    assert plan.gap == 0
+    assert sum(m.collective == "all_reduce" for m in plan.moves) <= 1
+    prove(plan)
+    with pytest.raises(SolverError, match="too wide"):
+        GraphSolver(method="dp").solve(g, TP)
+
+
+def test_what_cannot_be_reached_is_said() -> None:
+    g = Graph("no way")
+    g.output(g.pointwise("relu", g.input("x", (8,), place="tp=S0")), place="tp=P:prod")
+    with pytest.raises(SolverError, match="no layouts lead to the wanted outputs"):
+        GraphSolver().solve(g, TP)
+
+
+def test_shapes_with_symbols_need_numbers() -> None:
+    g = Graph("symbols")
+    x = g.input("x", ("tokens", 8), place="R")
+    g.output(g.reshape(x, ("tokens*2", 4), name="y"))
+    assert g.symbols == ("tokens",)
+    with pytest.raises(LayoutError, match="sizes="):
+        GraphSolver().solve(g, TP)
+    for tokens in (4, 12):
+        plan = GraphSolver().solve(g, TP, {"tokens": tokens})
+        assert plan.layout("y").shape == (2 * tokens, 4)
+        prove(plan)
