@@ -91,6 +91,7 @@ def add_rules_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentPar
     dump = add("dump", "write the resolved shardings, as golden files", _DUMP, run_dump)
     add_rules_arguments(dump, devices=True)
     add_tensor_arguments(dump, activations="dump this activation file with the specs the rules give")
+    dump.add_argument("--werror", action="store_true", help="in strict mode, warnings fail too")
     dump.add_argument(
         "-o", "--out", required=True, metavar="FILE", help="where to write; - for standard output"
     )
@@ -204,6 +205,8 @@ def run_dump(args: argparse.Namespace) -> int:
                 report = joined(rules.check(tensors, **sizes_of(args)), findings)
                 print_warnings(report, make_console(stderr=True))
                 report.raise_first()
+                if args.werror and report.warnings:
+                    raise report.warnings[0].error()
             text = dump_text(named_shardings(bound, mesh, tensors))
     _write(args.out, text)
     return 0
@@ -321,13 +324,15 @@ def run_memory(args: argparse.Namespace) -> int:
 
 def run_show(args: argparse.Namespace) -> int:
     """Print who holds what of one tensor and return the exit code."""
+    from lowshard.layout import Layout
     from lowshard.rules.holding import find_holding
     from lowshard.rules.report import make_console, print_holding
     from lowshard.rules.tensor import short_name
 
     bound, mesh = bind(load(args), args)
     tensor = chosen_tensors(bound, args)[0]
-    layout = bound.layout(mesh, tensor.names, tensor.shape, tensor.dtype, parameter=tensor.name, uneven=True)
+    found = bound.bound_spec(mesh, tensor.names, tensor.shape, parameter=tensor.name, uneven=True)
+    layout = Layout.from_spec(mesh, tensor.shape, tensor.dtype, found.spec)
     dims = None
     if args.dims is not None:
         pair = parse_integers("--dims", args.dims)

@@ -114,6 +114,7 @@ def test_strict_warns_on_stderr_and_maxtext_is_silent(
     assert cli.main([*argv, "--mode", "maxtext", "--ici", "tensor=4,fsdp=-1"]) == 0
     assert capsys.readouterr().err == ""
     assert cli.main([*argv, "--ici", "tensor=4,fsdp=-1"]) == 2
+    assert cli.main([*argv, "--werror"]) == 2
 
 
 def test_dump_of_activations(run: Any, tmp_path: Path) -> None:
