@@ -116,7 +116,7 @@ def sizes_of(args: argparse.Namespace) -> dict[str, Any]:
 
 def bind(rules: RuleSet, args: argparse.Namespace) -> tuple[RuleSet, DeviceMesh]:
     """Return the rules and the mesh of the sizes that are asked for."""
-    return rules.bind(args.devices, args.slices, args.ici, args.dcn)
+    return rules.bind(args.devices, args.ici, args.slices, args.dcn)
 
 
 def read_tensors(rules: RuleSet, args: argparse.Namespace) -> tuple[tuple[LogicalTensor, ...], list[Finding]]:

@@ -177,7 +177,7 @@ class RuleSet:
     # ---- meshes
 
     def bind(
-        self, devices: int, slices: int = 1, ici: Sizes | None = None, dcn: Sizes | None = None
+        self, devices: int, ici: Sizes | None = None, slices: int = 1, dcn: Sizes | None = None
     ) -> tuple[RuleSet, DeviceMesh]:
         """Return the mesh of these sizes and the rules as they hold there.
 
@@ -207,7 +207,7 @@ class RuleSet:
             RulesError: two -1; sizes that do not multiply to the devices of a slice (the slices); an axis
                 without a size that MaxText does not know; in strict mode a size for an absent axis.
         """
-        return self.bind(devices, slices, ici, dcn)[1]
+        return self.bind(devices, ici, slices, dcn)[1]
 
     def topology(self, request: SizeRequest) -> tuple[Topology | None, list[Finding]]:
         """Return the filled sizes of a request (None where nothing fits) and every finding about it."""

@@ -70,7 +70,7 @@ def assert_matches_golden(
     if (mesh is None) == (devices is None):
         raise RulesError("assert_matches_golden takes devices (with slices, ici, dcn) or a mesh")
     if mesh is None:
-        rules, mesh = rules.bind(devices or 0, slices, ici, dcn)
+        rules, mesh = rules.bind(devices or 0, ici, slices, dcn)
     bound, path = mesh, Path(golden)
     write = os.environ.get(UPDATE) == "1" if update is None else update
     folder = path if path.is_dir() or not path.suffix else path.parent
