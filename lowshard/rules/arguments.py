@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lowshard.errors import RulesError
@@ -106,6 +107,8 @@ def load(args: argparse.Namespace) -> RuleSet:
     """Return the rules that are asked for."""
     from lowshard.rules.loading import load_rules
 
+    if args.devices is None and (args.ici or args.dcn or args.slices != 1):
+        raise RulesError("--ici, --dcn and --slices say something about devices: give --devices too")
     return load_rules(args.rules, mode=args.mode, base=args.base, merge=args.merge)
 
 
@@ -155,3 +158,26 @@ def chosen_tensors(rules: RuleSet, args: argparse.Namespace) -> list[LogicalTens
 def joined(report: CheckReport, findings: list[Finding]) -> CheckReport:
     """Return a report with findings added."""
     return type(report).of([*report.findings, *findings])
+
+
+def dump_pairs(a: Path, b: Path, lacking: list[str]) -> list[tuple[Path, Path]]:
+    """Return the files to compare; of two folders, each dump that either has."""
+    from lowshard.rules.golden import FILE_NAMES
+
+    for path in (a, b):
+        if not path.exists():
+            raise RulesError(f"{path}: there is no such file or folder", path=str(path))
+    if not a.is_dir() and not b.is_dir():
+        return [(a, b)]
+    if a.is_dir() != b.is_dir():
+        raise RulesError(f"two files or two folders are compared, got {a} and {b}")
+    pairs = []
+    for name in FILE_NAMES.values():
+        here, there = (a / name).exists(), (b / name).exists()
+        if here and there:
+            pairs.append((a / name, b / name))
+        elif here or there:
+            lacking.append(str((b if here else a) / name))
+    if not pairs and not lacking:
+        raise RulesError(f"{a} and {b}: neither folder holds any of {', '.join(FILE_NAMES.values())}")
+    return pairs

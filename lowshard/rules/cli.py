@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lowshard.errors import RulesError
 from lowshard.rules.arguments import (
@@ -17,6 +17,7 @@ from lowshard.rules.arguments import (
     add_tensor_arguments,
     bind,
     chosen_tensors,
+    dump_pairs,
     joined,
     load,
     parse_integers,
@@ -225,7 +226,7 @@ def run_compare(args: argparse.Namespace) -> int:
     if args.b is None:
         found = _against_rules(args)
     else:
-        for a, b in _pairs(Path(args.a), Path(args.b), lacking):
+        for a, b in dump_pairs(Path(args.a), Path(args.b), lacking):
             found.append(compare_dumps(read_dump(a), read_dump(b), dtype=args.dtype))
     if args.json:
         print(json.dumps({"same": not lacking and all(c.same for c in found), "lacking": lacking,
@@ -356,56 +357,19 @@ def run_show(args: argparse.Namespace) -> int:
     return 0
 
 
-def _pairs(a: Path, b: Path, lacking: list[str]) -> list[tuple[Path, Path]]:
-    """Return the files to compare; of two folders, each dump that either has."""
-    from lowshard.rules.golden import FILE_NAMES
-
-    for path in (a, b):
-        if not path.exists():
-            raise RulesError(f"{path}: there is no such file or folder", path=str(path))
-    if not a.is_dir() and not b.is_dir():
-        return [(a, b)]
-    if a.is_dir() != b.is_dir():
-        raise RulesError(f"two files or two folders are compared, got {a} and {b}")
-    pairs = []
-    for name in FILE_NAMES.values():
-        here, there = (a / name).exists(), (b / name).exists()
-        if here and there:
-            pairs.append((a / name, b / name))
-        elif here or there:
-            lacking.append(str((b if here else a) / name))
-    if not pairs and not lacking:
-        raise RulesError(f"{a} and {b}: neither folder holds any of {', '.join(FILE_NAMES.values())}")
-    return pairs
-
-
 def _against_rules(args: argparse.Namespace) -> list[Comparison]:
     """Compare golden files with what the rules give now."""
     from lowshard.rules.comparison import compare_dumps
-    from lowshard.rules.golden import (
-        FILE_NAMES,
-        activation_shardings,
-        dump_text,
-        named_shardings,
-        parse_dump,
-        read_dump,
-    )
+    from lowshard.rules.golden import parse_dump, read_dump
+    from lowshard.rules.testing import made_goldens
 
     if args.devices is None:
         raise RulesError("compare with --rules takes --devices too")
     bound, mesh = bind(load(args), args)
-    path = Path(args.a)
-    folder = path if path.is_dir() else path.parent
-    named = folder / FILE_NAMES["named"] if path.is_dir() else path
-    tensors = read_dump(folder / FILE_NAMES["logical"]).tensors(args.dtype)
-    made: Mapping[Path, Any] = {named: named_shardings(bound, mesh, tensors)}
-    traced = folder / FILE_NAMES["activations"]
-    if path.is_dir() and traced.exists():
-        made = {**made, traced: activation_shardings(bound, mesh, read_dump(traced).activations())}
     now = f"{args.rules} on {args.devices} devices"
     return [
-        compare_dumps(read_dump(p), parse_dump(dump_text(data), now), dtype=args.dtype)
-        for p, data in made.items()
+        compare_dumps(read_dump(path), parse_dump(text, now), dtype=args.dtype)
+        for path, text in made_goldens(bound, mesh, args.a).items()
     ]
 
 

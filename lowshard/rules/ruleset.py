@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from lowshard.box import Split
-from lowshard.errors import ShardingError
+from lowshard.errors import RulesError, ShardingError
 from lowshard.layout import Layout
 from lowshard.mesh import DeviceMesh
 from lowshard.rules.binding import check_bound, check_told, indivisible
@@ -329,6 +329,8 @@ class RuleSet:
         """
         from lowshard.rules.check import check_rules
 
+        if devices is None and (ici or dcn or slices != 1):
+            raise RulesError("slices, ici and dcn say something about devices: give devices too")
         request = None if devices is None else SizeRequest.of(devices, slices, ici, dcn)
         return check_rules(self, tensors, activations=activations, mesh=mesh, request=request, dtype=dtype)
 

@@ -187,6 +187,10 @@ def test_check_reports_everything_and_by_exit_code(run: Any, tmp_path: Path) -> 
     assert {f["line"] for f in data["findings"] if f["severity"] == "error"} >= {1, 3, 4, 5}
     activations = str(HERE / "ep-as-cp-8" / "input_shardings.json")
     assert "activation_kv_head_dim" in run("check", "--rules", "pure-fsdp", "--activations", activations)
+    assert "give devices too" in run("check", "--rules", "default", "--ici", "fsdp=4", code=2)
+    assert "give --devices too" in run(
+        "explain", "--names", "a", "--rules", "default", "--ici", "fsdp=4", code=2
+    )
     path.write_text("a: [")
     run("check", "--rules", str(path), code=2)
 
