@@ -95,6 +95,18 @@ def parse_sizes(text: str) -> dict[str, int]:
     return sizes
 
 
+def parse_places(text: str) -> dict[int, int]:
+    """Return index by dim of `dim=index` with commas.
+
+    Raises:
+        RulesError: another form.
+    """
+    try:
+        return {int(dim): index for dim, index in parse_sizes(text).items()}
+    except (ValueError, argparse.ArgumentTypeError):
+        raise RulesError(f"--at takes dim=index with commas, such as 1=0,3=7; got {text!r}") from None
+
+
 def parse_integers(option: str, text: str) -> tuple[int, ...]:
     """Return whole numbers with commas."""
     try:

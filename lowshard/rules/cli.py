@@ -21,7 +21,7 @@ from lowshard.rules.arguments import (
     joined,
     load,
     parse_integers,
-    parse_sizes,
+    parse_places,
     read_tensors,
     sizes_of,
 )
@@ -340,7 +340,7 @@ def run_show(args: argparse.Namespace) -> int:
         if len(pair) != 2:
             raise RulesError(f"--dims takes two dims such as 0,2, got {args.dims!r}")
         dims = (pair[0], pair[1])
-    at = {int(d): i for d, i in parse_sizes(args.at).items()} if args.at else None
+    at = parse_places(args.at) if args.at else None
     holding = find_holding(layout, short_name(tensor.name), dims, at, args.rank)
     if args.picture is not None:
         from lowshard.rules.picture import draw_holding

@@ -212,6 +212,7 @@ def test_memory_prints_a_table_and_keeps_a_budget(run: Any) -> None:
     assert "BEYOND the budget" in run("memory", *RULES, "--logical", LOGICAL, "--budget", "1e5", code=1)
     run("memory", *RULES, "--logical", LOGICAL, "--budget", "-1", code=2)
     run("memory", *RULES, "--logical", LOGICAL, "--dtype", "float7", code=2)
+    run("memory", *RULES, "--logical", LOGICAL, "--moments", "-1", code=2)
 
 
 def test_show_prints_a_grid_and_draws_it(run: Any, tmp_path: Path) -> None:
@@ -239,6 +240,8 @@ def test_show_prints_a_grid_and_draws_it(run: Any, tmp_path: Path) -> None:
         ["--most", "1"],
         ["--rank", "99"],
         ["--at", "9=1"],
+        ["--at", "x"],
+        ["--at", "x=1"],
     ):
         run("show", "moe/wi", *RULES, "--logical", LOGICAL, *bad, code=2)
 
