@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from lowshard.errors import RulesError
 from lowshard.rules.finding import CheckReport, Finding
+from lowshard.rules.golden import named_shardings
 from lowshard.rules.loading import READY_MADE, load_rules, make_rules, parse_rules
+from lowshard.rules.parameter import checkpoint_layouts, name_tensors, tensor_layouts, unit_layouts
 from lowshard.rules.rule import Rule, Where
 from lowshard.rules.ruleset import RuleSet
 from lowshard.rules.tensor import LogicalTensor
@@ -23,7 +25,12 @@ __all__ = [
     "RuleSet",
     "RulesError",
     "Where",
+    "checkpoint_layouts",
     "load_rules",
     "make_rules",
+    "name_tensors",
+    "named_shardings",
     "parse_rules",
+    "tensor_layouts",
+    "unit_layouts",
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lowshard.errors import RulesError
@@ -94,6 +95,18 @@ def parse_sizes(text: str) -> dict[str, int]:
     return sizes
 
 
+def parse_places(text: str) -> dict[int, int]:
+    """Return index by dim of `dim=index` with commas.
+
+    Raises:
+        RulesError: another form.
+    """
+    try:
+        return {int(dim): index for dim, index in parse_sizes(text).items()}
+    except (ValueError, argparse.ArgumentTypeError):
+        raise RulesError(f"--at takes dim=index with commas, such as 1=0,3=7; got {text!r}") from None
+
+
 def parse_integers(option: str, text: str) -> tuple[int, ...]:
     """Return whole numbers with commas."""
     try:
@@ -106,6 +119,8 @@ def load(args: argparse.Namespace) -> RuleSet:
     """Return the rules that are asked for."""
     from lowshard.rules.loading import load_rules
 
+    if args.devices is None and (args.ici or args.dcn or args.slices != 1):
+        raise RulesError("--ici, --dcn and --slices say something about devices: give --devices too")
     return load_rules(args.rules, mode=args.mode, base=args.base, merge=args.merge)
 
 
@@ -116,7 +131,7 @@ def sizes_of(args: argparse.Namespace) -> dict[str, Any]:
 
 def bind(rules: RuleSet, args: argparse.Namespace) -> tuple[RuleSet, DeviceMesh]:
     """Return the rules and the mesh of the sizes that are asked for."""
-    return rules.bind(args.devices, args.slices, args.ici, args.dcn)
+    return rules.bind(args.devices, args.ici, args.slices, args.dcn)
 
 
 def read_tensors(rules: RuleSet, args: argparse.Namespace) -> tuple[tuple[LogicalTensor, ...], list[Finding]]:
@@ -155,3 +170,26 @@ def chosen_tensors(rules: RuleSet, args: argparse.Namespace) -> list[LogicalTens
 def joined(report: CheckReport, findings: list[Finding]) -> CheckReport:
     """Return a report with findings added."""
     return type(report).of([*report.findings, *findings])
+
+
+def dump_pairs(a: Path, b: Path, lacking: list[str]) -> list[tuple[Path, Path]]:
+    """Return the files to compare; of two folders, each dump that either has."""
+    from lowshard.rules.golden import FILE_NAMES
+
+    for path in (a, b):
+        if not path.exists():
+            raise RulesError(f"{path}: there is no such file or folder", path=str(path))
+    if not a.is_dir() and not b.is_dir():
+        return [(a, b)]
+    if a.is_dir() != b.is_dir():
+        raise RulesError(f"two files or two folders are compared, got {a} and {b}")
+    pairs = []
+    for name in FILE_NAMES.values():
+        here, there = (a / name).exists(), (b / name).exists()
+        if here and there:
+            pairs.append((a / name, b / name))
+        elif here or there:
+            lacking.append(str((b if here else a) / name))
+    if not pairs and not lacking:
+        raise RulesError(f"{a} and {b}: neither folder holds any of {', '.join(FILE_NAMES.values())}")
+    return pairs

@@ -7,7 +7,7 @@ from functools import lru_cache
 
 from lowshard.errors import RulesError
 from lowshard.mesh import DeviceMesh
-from lowshard.rules.resolution import Spec, entry_axes
+from lowshard.rules.resolution import Resolution, Resolver, Spec, entry_axes
 from lowshard.rules.rule import Rule, rules_error
 
 
@@ -26,6 +26,30 @@ def check_bound(rule: Rule, mesh: DeviceMesh, parameter: str | None = None) -> N
             f"the target names the axis {rule.repeated_axis!r} twice{of}; an axis cuts a tensor once",
             rule=rule,
             axis=rule.repeated_axis,
+        )
+
+
+def check_told(found: Resolution, resolver: Resolver, parameter: str | None = None) -> None:
+    """Raise RulesError where a named dim is replicated without a rule that says so."""
+    for dim, (name, winner) in enumerate(zip(found.names, found.winners, strict=True)):
+        if name is None or winner is not None:
+            continue
+        of = f"dim {dim} of {f'tensor {parameter!r}' if parameter else list(found.names)}"
+        rules = resolver.rules_of(name)
+        if not rules:
+            raise rules_error(
+                f"no rule is for the logical name {name!r} ({of}): MaxText replicates it without a word; write "
+                f"[{name}, []] where that is meant",
+                resolver.where,
+            )
+        blocked = next(a for a in resolver.trace(found.names).attempts if a.dim == dim)
+        block = blocked.blocks[0]
+        at = f" at {block.rule.where}" if block.rule.where else ""
+        raise rules_error(
+            f"every rule of {name!r} is blocked ({of}): {block.axis} already serves {found.names[block.dim]!r} by rule "
+            f"{block.rule}{at}; MaxText replicates the dim without a word; end with [{name}, []] where that is meant",
+            rule=blocked.rule,
+            axis=block.axis,
         )
 
 

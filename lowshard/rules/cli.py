@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lowshard.errors import RulesError
 from lowshard.rules.arguments import (
@@ -17,10 +17,11 @@ from lowshard.rules.arguments import (
     add_tensor_arguments,
     bind,
     chosen_tensors,
+    dump_pairs,
     joined,
     load,
     parse_integers,
-    parse_sizes,
+    parse_places,
     read_tensors,
     sizes_of,
 )
@@ -91,6 +92,7 @@ def add_rules_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentPar
     dump = add("dump", "write the resolved shardings, as golden files", _DUMP, run_dump)
     add_rules_arguments(dump, devices=True)
     add_tensor_arguments(dump, activations="dump this activation file with the specs the rules give")
+    dump.add_argument("--werror", action="store_true", help="in strict mode, warnings fail too")
     dump.add_argument(
         "-o", "--out", required=True, metavar="FILE", help="where to write; - for standard output"
     )
@@ -204,6 +206,8 @@ def run_dump(args: argparse.Namespace) -> int:
                 report = joined(rules.check(tensors, **sizes_of(args)), findings)
                 print_warnings(report, make_console(stderr=True))
                 report.raise_first()
+                if args.werror and report.warnings:
+                    raise report.warnings[0].error()
             text = dump_text(named_shardings(bound, mesh, tensors))
     _write(args.out, text)
     return 0
@@ -222,7 +226,7 @@ def run_compare(args: argparse.Namespace) -> int:
     if args.b is None:
         found = _against_rules(args)
     else:
-        for a, b in _pairs(Path(args.a), Path(args.b), lacking):
+        for a, b in dump_pairs(Path(args.a), Path(args.b), lacking):
             found.append(compare_dumps(read_dump(a), read_dump(b), dtype=args.dtype))
     if args.json:
         print(json.dumps({"same": not lacking and all(c.same for c in found), "lacking": lacking,
@@ -321,20 +325,22 @@ def run_memory(args: argparse.Namespace) -> int:
 
 def run_show(args: argparse.Namespace) -> int:
     """Print who holds what of one tensor and return the exit code."""
+    from lowshard.layout import Layout
     from lowshard.rules.holding import find_holding
     from lowshard.rules.report import make_console, print_holding
     from lowshard.rules.tensor import short_name
 
     bound, mesh = bind(load(args), args)
     tensor = chosen_tensors(bound, args)[0]
-    layout = bound.layout(mesh, tensor.names, tensor.shape, tensor.dtype, parameter=tensor.name, uneven=True)
+    found = bound.bound_spec(mesh, tensor.names, tensor.shape, parameter=tensor.name, uneven=True)
+    layout = Layout.from_spec(mesh, tensor.shape, tensor.dtype, found.spec)
     dims = None
     if args.dims is not None:
         pair = parse_integers("--dims", args.dims)
         if len(pair) != 2:
             raise RulesError(f"--dims takes two dims such as 0,2, got {args.dims!r}")
         dims = (pair[0], pair[1])
-    at = {int(d): i for d, i in parse_sizes(args.at).items()} if args.at else None
+    at = parse_places(args.at) if args.at else None
     holding = find_holding(layout, short_name(tensor.name), dims, at, args.rank)
     if args.picture is not None:
         from lowshard.rules.picture import draw_holding
@@ -351,56 +357,19 @@ def run_show(args: argparse.Namespace) -> int:
     return 0
 
 
-def _pairs(a: Path, b: Path, lacking: list[str]) -> list[tuple[Path, Path]]:
-    """Return the files to compare; of two folders, each dump that either has."""
-    from lowshard.rules.golden import FILE_NAMES
-
-    for path in (a, b):
-        if not path.exists():
-            raise RulesError(f"{path}: there is no such file or folder", path=str(path))
-    if not a.is_dir() and not b.is_dir():
-        return [(a, b)]
-    if a.is_dir() != b.is_dir():
-        raise RulesError(f"two files or two folders are compared, got {a} and {b}")
-    pairs = []
-    for name in FILE_NAMES.values():
-        here, there = (a / name).exists(), (b / name).exists()
-        if here and there:
-            pairs.append((a / name, b / name))
-        elif here or there:
-            lacking.append(str((b if here else a) / name))
-    if not pairs and not lacking:
-        raise RulesError(f"{a} and {b}: neither folder holds any of {', '.join(FILE_NAMES.values())}")
-    return pairs
-
-
 def _against_rules(args: argparse.Namespace) -> list[Comparison]:
     """Compare golden files with what the rules give now."""
     from lowshard.rules.comparison import compare_dumps
-    from lowshard.rules.golden import (
-        FILE_NAMES,
-        activation_shardings,
-        dump_text,
-        named_shardings,
-        parse_dump,
-        read_dump,
-    )
+    from lowshard.rules.golden import parse_dump, read_dump
+    from lowshard.rules.testing import made_goldens
 
     if args.devices is None:
         raise RulesError("compare with --rules takes --devices too")
     bound, mesh = bind(load(args), args)
-    path = Path(args.a)
-    folder = path if path.is_dir() else path.parent
-    named = folder / FILE_NAMES["named"] if path.is_dir() else path
-    tensors = read_dump(folder / FILE_NAMES["logical"]).tensors(args.dtype)
-    made: Mapping[Path, Any] = {named: named_shardings(bound, mesh, tensors)}
-    traced = folder / FILE_NAMES["activations"]
-    if path.is_dir() and traced.exists():
-        made = {**made, traced: activation_shardings(bound, mesh, read_dump(traced).activations())}
     now = f"{args.rules} on {args.devices} devices"
     return [
-        compare_dumps(read_dump(p), parse_dump(dump_text(data), now), dtype=args.dtype)
-        for p, data in made.items()
+        compare_dumps(read_dump(path), parse_dump(text, now), dtype=args.dtype)
+        for path, text in made_goldens(bound, mesh, args.a).items()
     ]
 
 

@@ -48,13 +48,13 @@ class Node:
     """Nodes of the tree below and including it, aliases written out."""
 
     def __str__(self) -> str:
+        text = self.text
         if self.kind == "list":
-            inner = ", ".join(str(i) for i in self.items[:12])
-            return f"[{inner}{', ...' if len(self.items) > 12 else ''}]"
-        if self.kind == "map":
+            text = f"[{', '.join(str(i) for i in self.items[:12])}{', ...' if len(self.items) > 12 else ''}]"
+        elif self.kind == "map":
             inner = ", ".join(f"{k}: {v}" for k, v in self.pairs[:6])
-            return f"{{{inner}{', ...' if len(self.pairs) > 6 else ''}}}"
-        return self.text if len(self.text) <= 80 else f"{self.text[:60]}..."
+            text = f"{{{inner}{', ...' if len(self.pairs) > 6 else ''}}}"
+        return text if len(text) <= 160 else f"{text[:140]}..."
 
 
 @dataclass(slots=True)

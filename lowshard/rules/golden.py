@@ -17,9 +17,8 @@ from typing import Any, Literal
 
 from lowshard.errors import RulesError
 from lowshard.mesh import DeviceMesh
-from lowshard.rules.binding import check_bound, indivisible
 from lowshard.rules.resolution import LogicalNames, Spec, without_axes
-from lowshard.rules.rule import brief, rules_error
+from lowshard.rules.rule import brief
 from lowshard.rules.ruleset import RuleSet
 from lowshard.rules.tensor import LogicalTensor, as_tensors, checked_shape
 
@@ -131,30 +130,13 @@ def named_shardings(
     shape = dict(zip(mesh.axis_names, mesh.shape, strict=True))
     out: dict[str, dict[str, Any]] = {}
     for tensor in as_tensors(tensors, dtype):
-        found = check_weight(rules, mesh, tensor)
+        spec = rules.bound_spec(mesh, tensor.names, tensor.shape, parameter=tensor.name).spec
         out[tensor.name] = {
             "mesh": {"axis_names": list(mesh.axis_names), "shape": shape},
-            "partition_spec": [list(e) if isinstance(e, tuple) else e for e in found],
+            "partition_spec": [list(e) if isinstance(e, tuple) else e for e in spec],
             "shape": list(tensor.shape),
         }
     return out
-
-
-def check_weight(rules: RuleSet, mesh: DeviceMesh, tensor: LogicalTensor) -> Spec:
-    """Return the spec of a weight on a mesh, or raise RulesError where MaxText would fail."""
-    found = rules.resolution(tensor.names, parameter=tensor.name)
-    if len(found.winners) > len(tensor.shape):
-        raise rules_error(
-            f"tensor {tensor.name!r} has {len(tensor.shape)} dims, {list(tensor.shape)}, and "
-            f"{len(found.winners)} logical names, {list(tensor.names)}",
-            rule=next((r for r in found.winners[len(tensor.shape) :] if r is not None), None),
-        )
-    for dim, (rule, extent) in enumerate(zip(found.winners, tensor.shape, strict=False)):
-        if rule is not None and rule.axes:
-            check_bound(rule, mesh, tensor.name)
-            if extent % mesh.axis_size(rule.axes):
-                raise indivisible(rule, mesh, extent, f"dim {dim} of tensor {tensor.name!r}")
-    return found.spec
 
 
 def activation_shardings(

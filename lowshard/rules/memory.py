@@ -8,6 +8,7 @@ from math import prod
 from typing import Any
 
 from lowshard import dtypes
+from lowshard.errors import RulesError
 from lowshard.mesh import DeviceMesh
 from lowshard.rules.binding import spec_shards
 from lowshard.rules.ruleset import RuleSet
@@ -141,6 +142,8 @@ def plan_memory(
     Raises:
         RulesError: an axis the mesh lacks, a name on two dims.
     """
+    if isinstance(moments, bool) or not isinstance(moments, int) or moments < 0:
+        raise RulesError(f"moments is a whole number >= 0, got {moments!r}")
     given = as_tensors(tensors, dtype)
     sizes = dict(zip(mesh.axis_names, mesh.shape, strict=True))
     has_moments = any(t.role == "moment" for t in given)

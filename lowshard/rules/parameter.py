@@ -120,6 +120,33 @@ def tensor_layouts(
     return out
 
 
+def checkpoint_layouts(
+    rules: RuleSet,
+    mesh: DeviceMesh,
+    shapes: Mapping[str, tuple[Sequence[int], object]],
+    *,
+    uneven: bool = True,
+    split: Split = "balanced",
+) -> dict[str, Layout]:
+    """Return the layout of every tensor of a plain checkpoint: names by pattern, then rules, then the mesh.
+
+    The two halves are `name_tensors`, which also says what no pattern matches, and `tensor_layouts`.
+
+    Args:
+        rules: the rule set.
+        mesh: the mesh.
+        shapes: (shape, dtype) by parameter name; of a `lowshard.checkpoint.Header`,
+            `{name: (entry.shape, entry.dtype) for name, entry in header.tensors.items()}`.
+        uneven: allow dims that their axes do not divide.
+        split: how those are cut.
+
+    Raises:
+        RulesError: as `RuleSet.layout`.
+    """
+    tensors, _ = name_tensors(rules, shapes)
+    return tensor_layouts(rules, mesh, tensors, uneven=uneven, split=split)
+
+
 def unit_layouts(
     layouts: Mapping[str, Layout], unit_of: Callable[[str], tuple[str, str]] | None = None
 ) -> dict[str, dict[str, Layout]]:

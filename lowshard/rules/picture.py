@@ -51,7 +51,7 @@ def draw_holding(holding: Holding, path: str | os.PathLike[str]) -> None:
                 size = max(4.5, min(11.0, 90.0 / max(len(holding.row_spans), len(holding.column_spans))))
                 axes.text(
                     (c0 + c1) / 2, (r0 + r1) / 2, ranks_text(ranks, 3), ha="center", va="center",
-                    fontsize=size, color="white" if cells > 1 else _INK, clip_on=True,
+                    fontsize=size, color=_ink_on(colour), clip_on=True,
                 )  # fmt: skip
     axes.set_xlim(holding.column_spans[0][0], holding.column_spans[-1][1] or 1)
     axes.set_ylim(holding.row_spans[-1][1] or 1, holding.row_spans[0][0])
@@ -67,6 +67,12 @@ def draw_holding(holding: Holding, path: str | os.PathLike[str]) -> None:
     buffer = io.BytesIO()
     figure.savefig(buffer, format=form)
     write_whole(target, buffer.getvalue())
+
+
+def _ink_on(colour: str) -> str:
+    """Return white or ink, whichever reads better: luma as ITU-R BT.601 weighs it."""
+    red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
+    return "white" if 0.299 * red + 0.587 * green + 0.114 * blue < 150 else _INK
 
 
 def _lines(figure: object, header: list[str], height: float) -> None:

@@ -60,7 +60,8 @@ class Rule:
         return {"name": self.name, "axes": list(self.axes), "where": where}
 
     def __str__(self) -> str:
-        return f"[{self.name}, [{', '.join(self.axes)}]]"
+        more = f", ... {len(self.axes)} axes" if len(self.axes) > 16 else ""
+        return f"[{self.name}, [{', '.join(self.axes[:16])}{more}]]"
 
 
 def rules_error(

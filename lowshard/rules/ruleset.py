@@ -7,10 +7,10 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from lowshard.box import Split
-from lowshard.errors import ShardingError
+from lowshard.errors import RulesError, ShardingError
 from lowshard.layout import Layout
 from lowshard.mesh import DeviceMesh
-from lowshard.rules.binding import check_bound, indivisible
+from lowshard.rules.binding import check_bound, check_told, indivisible
 from lowshard.rules.extension import Extension, matches
 from lowshard.rules.finding import CheckReport, Finding, Mode
 from lowshard.rules.resolution import Resolution, Resolver, Spec, without_axes
@@ -32,7 +32,8 @@ CONTEXTS = ("context", "expert")
 class RuleSet:
     """Mesh axes, and rules from logical names to them. A value; see `load_rules`.
 
-    mode: "maxtext" is silent where MaxText is; "strict" refuses what silently changes the outcome.
+    mode: "maxtext" is silent where MaxText is; "strict" refuses what silently changes the outcome: as the
+    file is loaded, as a mesh is made, as a weight is resolved or laid out.
     """
 
     source: str
@@ -132,20 +133,27 @@ class RuleSet:
     def resolve(self, names: Sequence[str | None], *, parameter: str | None = None) -> Spec:
         """Return the partition spec of a weight: per dim None, an axis, or axes (outer first).
 
-        It knows no mesh: axes of size 1 stay, and axes the mesh lacks are not looked for. Raises as
-        `resolution`.
+        It knows no mesh: axes of size 1 stay, and axes the mesh lacks are not looked for.
+
+        Raises:
+            RulesError: as `resolution`; in strict mode also for a name that no rule is for, and for one
+                whose rules are all blocked, both of which MaxText replicates without a word.
         """
-        return self.resolution(names, parameter=parameter).spec
+        found = self.resolution(names, parameter=parameter)
+        if self.mode == "strict":
+            check_told(found, self.resolver(parameter), parameter)
+        return found.spec
 
     def resolve_activation(
         self, names: Sequence[str | None], mesh: DeviceMesh, rank: int | None = None
     ) -> Spec:
         """Return the partition spec of an activation: without axes of size 1 or that the mesh lacks.
 
-        Conflicts are judged before those axes go. rank: number of dims the spec is cut to.
+        Conflicts are judged before those axes go; both modes replicate names without a rule. rank: number of
+        dims the spec is cut to.
         """
         real = (a for a, n in zip(mesh.axis_names, mesh.shape, strict=True) if n > 1)
-        spec = without_axes(self.resolve(names), real)
+        spec = without_axes(self.resolution(names).spec, real)
         return spec if rank is None else spec[:rank]
 
     def resolver(self, parameter: str | None = None) -> Resolver:
@@ -169,7 +177,7 @@ class RuleSet:
     # ---- meshes
 
     def bind(
-        self, devices: int, slices: int = 1, ici: Sizes | None = None, dcn: Sizes | None = None
+        self, devices: int, ici: Sizes | None = None, slices: int = 1, dcn: Sizes | None = None
     ) -> tuple[RuleSet, DeviceMesh]:
         """Return the mesh of these sizes and the rules as they hold there.
 
@@ -199,7 +207,7 @@ class RuleSet:
             RulesError: two -1; sizes that do not multiply to the devices of a slice (the slices); an axis
                 without a size that MaxText does not know; in strict mode a size for an absent axis.
         """
-        return self.bind(devices, slices, ici, dcn)[1]
+        return self.bind(devices, ici, slices, dcn)[1]
 
     def topology(self, request: SizeRequest) -> tuple[Topology | None, list[Finding]]:
         """Return the filled sizes of a request (None where nothing fits) and every finding about it."""
@@ -214,17 +222,34 @@ class RuleSet:
     # ---- layouts
 
     def bound_spec(
-        self, mesh: DeviceMesh, names: Sequence[str | None], *, parameter: str | None = None
+        self,
+        mesh: DeviceMesh,
+        names: Sequence[str | None],
+        shape: Sequence[int] | None = None,
+        *,
+        parameter: str | None = None,
+        uneven: bool = False,
     ) -> Resolution:
-        """Return the resolution of a weight, every axis of it checked against the mesh.
+        """Return the resolution of a weight, checked against the mesh and, where it is given, the shape.
 
         Raises:
-            RulesError: a winning rule names an axis that the mesh lacks, or one axis twice; and as `resolution`.
+            RulesError: what MaxText fails on for weights: a winning rule names an axis that the mesh
+                lacks, or one axis twice; a dim that its axes do not divide (unless `uneven`); more names
+                than dims; and as `resolution`.
         """
         found = self.resolution(names, parameter=parameter)
-        for rule in found.winners:
-            if rule is not None:
-                check_bound(rule, mesh, parameter)
+        if shape is not None and len(found.winners) > len(shape):
+            raise rules_error(
+                f"{_called(parameter, names)} has {len(shape)} dims, {list(shape)}, and {len(found.names)} logical "
+                f"names, {list(found.names)}",
+                rule=next((r for r in found.winners[len(shape) :] if r is not None), None),
+            )
+        for dim, rule in enumerate(found.winners):
+            if rule is None or not rule.axes:
+                continue
+            check_bound(rule, mesh, parameter)
+            if shape is not None and not uneven and shape[dim] % mesh.axis_size(rule.axes):
+                raise indivisible(rule, mesh, shape[dim], f"dim {dim} of {_called(parameter, names)}")
         return found
 
     def layout(
@@ -252,24 +277,15 @@ class RuleSet:
             split: how an uneven dim is cut.
 
         Raises:
-            RulesError: a dim that its axes do not divide, more names than dims, an axis the mesh lacks.
+            RulesError: as `bound_spec`, and in strict mode as `resolve`.
         """
         if activation:
             spec = self.resolve_activation(names, mesh, len(shape))
             return Layout.from_spec(mesh, shape, dtype, spec, split)
-        found = self.bound_spec(mesh, names, parameter=parameter)
-        what = f"tensor {parameter!r}" if parameter else f"a tensor of {brief(list(found.names))}"
         extents = checked_shape(shape if isinstance(shape, Sequence) else tuple(shape), parameter or "")
-        if len(found.names) > len(extents):
-            winner = next((r for r in found.winners[len(extents) :] if r is not None), None)
-            raise rules_error(
-                f"{what} has {len(extents)} dims, {list(extents)}, and {len(found.names)} logical names",
-                rule=winner,
-            )
-        if not uneven:
-            for dim, (extent, rule) in enumerate(zip(extents, found.winners, strict=False)):
-                if rule is not None and extent % mesh.axis_size(rule.axes):
-                    raise indivisible(rule, mesh, extent, f"dim {dim} of {what}")
+        found = self.bound_spec(mesh, names, extents, parameter=parameter, uneven=uneven)
+        if self.mode == "strict":
+            check_told(found, self.resolver(parameter), parameter)
         return Layout.from_spec(mesh, extents, dtype, found.spec, split)
 
     def data_layout(self, mesh: DeviceMesh, shape: Sequence[int], dtype: object = "int32") -> Layout:
@@ -313,6 +329,8 @@ class RuleSet:
         """
         from lowshard.rules.check import check_rules
 
+        if devices is None and (ici or dcn or slices != 1):
+            raise RulesError("slices, ici and dcn say something about devices: give devices too")
         request = None if devices is None else SizeRequest.of(devices, slices, ici, dcn)
         return check_rules(self, tensors, activations=activations, mesh=mesh, request=request, dtype=dtype)
 
@@ -346,3 +364,7 @@ class RuleSet:
             self, mesh, tensors, dtype=dtype, gradient_dtype=gradient_dtype, moment_dtype=moment_dtype,
             moments=moments,
         )  # fmt: skip
+
+
+def _called(parameter: str | None, names: Sequence[str | None]) -> str:
+    return f"tensor {parameter!r}" if parameter else f"a tensor of {brief(list(names))}"

@@ -15,7 +15,6 @@ that is meant, `LOWSHARD_UPDATE_GOLDENS=1 pytest` writes them anew.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 from lowshard.errors import RulesError, VerificationError
@@ -70,25 +69,39 @@ def assert_matches_golden(
     if (mesh is None) == (devices is None):
         raise RulesError("assert_matches_golden takes devices (with slices, ici, dcn) or a mesh")
     if mesh is None:
-        rules, mesh = rules.bind(devices or 0, slices, ici, dcn)
-    bound, path = mesh, Path(golden)
+        rules, mesh = rules.bind(devices or 0, ici, slices, dcn)
     write = os.environ.get(UPDATE) == "1" if update is None else update
-    folder = path if path.is_dir() or not path.suffix else path.parent
-    named = folder / FILE_NAMES["named"] if folder == path else path
+    for path, made in made_goldens(rules, mesh, golden, tensors).items():
+        _compare(path, made, write)
+
+
+def made_goldens(
+    rules: RuleSet, mesh: DeviceMesh, golden: str | os.PathLike[str], tensors: object = None
+) -> dict[Path, str]:
+    """Return, by golden file, the text that rules give now: the named file, and a folder's activation file.
+
+    Args:
+        rules: the rule set.
+        mesh: the mesh.
+        golden: a named_shardings.json, or a folder with one (and perhaps an input_shardings.json).
+        tensors: what is sharded; None: the logical_shardings.json beside the golden file.
+
+    Raises:
+        RulesError: no such logical file, a damaged one, or a configuration that cannot be resolved.
+    """
+    path = Path(golden)
+    whole = path.is_dir() or not path.suffix
+    folder = path if whole else path.parent
     if tensors is None:
         tensors = read_dump(folder / FILE_NAMES["logical"]).tensors()
-    _compare(named, lambda: dump_text(named_shardings(rules, bound, tensors)), write)
+    made = {folder / FILE_NAMES["named"] if whole else path: dump_text(named_shardings(rules, mesh, tensors))}
     traced = folder / FILE_NAMES["activations"]
-    if folder == path and traced.exists():
-        _compare(
-            traced,
-            lambda: dump_text(activation_shardings(rules, bound, read_dump(traced).activations())),
-            write,
-        )
+    if whole and traced.exists():
+        made[traced] = dump_text(activation_shardings(rules, mesh, read_dump(traced).activations()))
+    return made
 
 
-def _compare(golden: Path, make: Callable[[], str], write: bool) -> None:
-    made = make()
+def _compare(golden: Path, made: str, write: bool) -> None:
     if write:
         golden.parent.mkdir(parents=True, exist_ok=True)
         golden.write_text(made, encoding="utf-8")

@@ -29,16 +29,19 @@ _SORTED = "tuple(None if w is None else Rule('', tuple(sorted(w.axes))).entry fo
 _NAMES = "tuple(n if w is None else w.entry for n, w in zip(names, winners))"
 _TWICE = "if len(dims) + names.count(None) != len(names):"
 _REAL = "        real = (a for a, n in zip(mesh.axis_names, mesh.shape, strict=True) if n > 1)\n"
-_FLOWING = "spec = without_axes(self.resolve(names), real)"
+_FLOWING = "spec = without_axes(self.resolution(names).spec, real)"
 _FIRST = (
     "kept = set(real); spec = Resolver(tuple(Rule(r.name, tuple(a for a in r.axes if a in kept)) "
     "for r in self.logical_axis_rules)).resolve(names).spec"
 )
-_NAMED = "    return found.spec\n"
-_SMALL = "    return without_axes(found.spec, (a for a in mesh.axis_names if mesh.axis_size(a) > 1))\n"
-_BOUND = "            check_bound(rule, mesh, tensor.name)\n"
-_DIVIDED = "if extent % mesh.axis_size(rule.axes):"
-_RANK = "    if len(found.winners) > len(tensor.shape):\n"
+_NAMED = "[list(e) if isinstance(e, tuple) else e for e in spec]"
+_SMALL = (
+    "[list(e) if isinstance(e, tuple) else e "
+    "for e in without_axes(spec, (a for a in mesh.axis_names if mesh.axis_size(a) > 1))]"
+)
+_BOUND = "            check_bound(rule, mesh, parameter)\n"
+_DIVIDED = "shape[dim] % mesh.axis_size(rule.axes):"
+_RANK = "if shape is not None and len(found.winners) > len(shape):"
 
 EDITS: dict[str, list[Edit]] = {
     "dims in order, not rules": [(resolution, _ORDER, _ORDER.replace("sorted(", "list("))],
@@ -69,11 +72,20 @@ EDITS: dict[str, list[Edit]] = {
     "axes of size 1 stay in activations": [(ruleset, _REAL, _REAL.replace("n > 1", "n > 0"))],
     "an activation is not cut to its rank": [(ruleset, "spec if rank is None else spec[:rank]", "spec")],
     "axes of size 1 go from named files": [(golden, _NAMED, _SMALL)],
-    "an axis the mesh lacks is dropped from a weight": [(golden, _BOUND, "            continue\n")],
-    "dims need not be divided": [(golden, _DIVIDED, "if False:")],
+    "an axis the mesh lacks is dropped from a weight": [(ruleset, _BOUND, "            continue\n")],
+    "dims need not be divided": [(ruleset, _DIVIDED, "False:")],
     "a dim need only be larger than its shards": [
-        (golden, _DIVIDED, "if extent < mesh.axis_size(rule.axes):")
+        (ruleset, _DIVIDED, "shape[dim] < mesh.axis_size(rule.axes):")
     ],
-    "an empty dim is refused": [(golden, _DIVIDED, f"{_DIVIDED[:-1]} or not extent:")],
-    "names beyond the rank are cut for weights": [(golden, _RANK, "    if False:\n")],
+    "an empty dim is refused": [
+        (ruleset, _DIVIDED, "(shape[dim] % mesh.axis_size(rule.axes) or not shape[dim]):")
+    ],
+    "names beyond the rank are cut for weights": [
+        (ruleset, _RANK, "if False:"),
+        (
+            ruleset,
+            "for dim, rule in enumerate(found.winners):",
+            "for dim, rule in enumerate(found.winners[: len(shape)]):",
+        ),
+    ],
 }

@@ -233,3 +233,17 @@ def test_every_dtype_has_one_row_and_every_name_of_it_leads_there() -> None:
     for bad in ("complex64", "F4", 3, None, np.dtype("S4")):
         with pytest.raises(DTypeError, match="lowshard carries"):
             dt.get(bad)
+
+
+def test_with_shape_is_the_layout_of_another_array_cut_the_same_way() -> None:
+    mesh = DeviceMesh((2, 3), ("x", "y"))
+    first = Layout.from_spec(mesh, (6, 4), "bfloat16", (("y", "x"), None), "ceil")
+    assert first.with_shape((12, 5)) == Layout.from_spec(
+        mesh, (12, 5), "bfloat16", (("y", "x"), None), "ceil"
+    )
+    assert first.digest() != first.with_shape((12, 5)).digest()
+    assert first.with_shape((6, 4)).digest() == first.digest()
+    with pytest.raises(LayoutError, match="has 2 dims"):
+        first.with_shape((6,))
+    with pytest.raises(LayoutError, match="extents >= 0"):
+        first.with_shape((6, -1))

@@ -114,6 +114,7 @@ def test_strict_warns_on_stderr_and_maxtext_is_silent(
     assert cli.main([*argv, "--mode", "maxtext", "--ici", "tensor=4,fsdp=-1"]) == 0
     assert capsys.readouterr().err == ""
     assert cli.main([*argv, "--ici", "tensor=4,fsdp=-1"]) == 2
+    assert cli.main([*argv, "--werror"]) == 2
 
 
 def test_dump_of_activations(run: Any, tmp_path: Path) -> None:
@@ -186,6 +187,10 @@ def test_check_reports_everything_and_by_exit_code(run: Any, tmp_path: Path) -> 
     assert {f["line"] for f in data["findings"] if f["severity"] == "error"} >= {1, 3, 4, 5}
     activations = str(HERE / "ep-as-cp-8" / "input_shardings.json")
     assert "activation_kv_head_dim" in run("check", "--rules", "pure-fsdp", "--activations", activations)
+    assert "give devices too" in run("check", "--rules", "default", "--ici", "fsdp=4", code=2)
+    assert "give --devices too" in run(
+        "explain", "--names", "a", "--rules", "default", "--ici", "fsdp=4", code=2
+    )
     path.write_text("a: [")
     run("check", "--rules", str(path), code=2)
 
@@ -207,6 +212,7 @@ def test_memory_prints_a_table_and_keeps_a_budget(run: Any) -> None:
     assert "BEYOND the budget" in run("memory", *RULES, "--logical", LOGICAL, "--budget", "1e5", code=1)
     run("memory", *RULES, "--logical", LOGICAL, "--budget", "-1", code=2)
     run("memory", *RULES, "--logical", LOGICAL, "--dtype", "float7", code=2)
+    run("memory", *RULES, "--logical", LOGICAL, "--moments", "-1", code=2)
 
 
 def test_show_prints_a_grid_and_draws_it(run: Any, tmp_path: Path) -> None:
@@ -234,6 +240,8 @@ def test_show_prints_a_grid_and_draws_it(run: Any, tmp_path: Path) -> None:
         ["--most", "1"],
         ["--rank", "99"],
         ["--at", "9=1"],
+        ["--at", "x"],
+        ["--at", "x=1"],
     ):
         run("show", "moe/wi", *RULES, "--logical", LOGICAL, *bad, code=2)
 

@@ -17,7 +17,13 @@ from lowshard.rules.checkpoint import checkpoint_tensors
 from lowshard.rules.comparison import compare_dumps
 from lowshard.rules.golden import dump_text, named_shardings, parse_dump
 from lowshard.rules.holding import find_holding, ranks_text
-from lowshard.rules.parameter import name_tensors, split_unit, tensor_layouts, unit_layouts
+from lowshard.rules.parameter import (
+    checkpoint_layouts,
+    name_tensors,
+    split_unit,
+    tensor_layouts,
+    unit_layouts,
+)
 from lowshard.rules.tensor import as_tensors, group_name, short_name
 
 RULES = """
@@ -465,6 +471,11 @@ def test_names_of_a_checkpoint_get_logical_axes_by_pattern() -> None:
     assert set(units["model.layers.0"]) == {
         "self_attn.q_proj.weight", "mlp.down_proj.weight", "mlp.experts.3.up_proj.weight", "input_layernorm.weight",
     }  # fmt: skip
+    mesh = rules.mesh(8, ici={"fsdp": 4, "tensor": 2})
+    assert checkpoint_layouts(rules, mesh, shapes) == layouts
+    assert checkpoint_layouts(rules, mesh, {"a.up_proj.weight": ((7, 64), "f32")})[
+        "a.up_proj.weight"
+    ].local_shape(0) == (4, 16)
     assert split_unit("w") == ("w", "w")
     assert unit_layouts(layouts, lambda n: ("all", n)).keys() == {"all"}
 

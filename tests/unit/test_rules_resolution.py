@@ -39,6 +39,37 @@ def test_a_name_on_two_dims_is_an_error_with_the_rule_and_its_place() -> None:
     rules.resolve((None, "a", None))  # None may repeat
 
 
+def test_strict_mode_is_not_silent_where_maxtext_is() -> None:
+    head = "mesh_axes: [x, y]\ndata_sharding: [[x]]\nlogical_axis_rules:\n"
+    text = f"{head}- [b, x]\n- [a, [x, y]]\n- [c, []]\n- [d, [y]]"
+    quiet, loud = (parse_rules(text, "s.yml", mode=m) for m in ("maxtext", "strict"))  # type: ignore[arg-type]
+    mesh = quiet.mesh(4, ici={"x": 2, "y": 2})
+    for names, message, line, axis in (
+        (
+            ("b", "gone"),
+            r"s\.yml:3:1: no rule is for the logical name 'gone' .*write \[gone, \[\]\]",
+            3,
+            None,
+        ),
+        (
+            ("a", "b"),
+            r"s\.yml:5:3: rule \[a, \[x, y\]\]: every rule of 'a' is blocked .* x already serves 'b'",
+            5,
+            "x",
+        ),
+    ):
+        assert None in quiet.resolve(names)
+        assert None in quiet.layout(mesh, names, (8, 8)).spec
+        for ask in (lambda n=names: loud.resolve(n), lambda n=names: loud.layout(mesh, n, (8, 8))):
+            with pytest.raises(RulesError, match=message) as found:
+                ask()
+            assert (found.value.path, found.value.line, found.value.axis) == ("s.yml", line, axis)
+        assert None in loud.resolve_activation(names, mesh)
+    assert (
+        loud.resolve(("b", "c", "d", None)) == quiet.resolve(("b", "c", "d", None)) == ("x", None, "y", None)
+    )
+
+
 @pytest.mark.parametrize("names", ["embed", 5, None, ("a", 3), (("a",),)])
 def test_names_of_another_form_are_refused(names: object) -> None:
     with pytest.raises(RulesError, match=r"logical names? (are|is)"):
@@ -154,6 +185,7 @@ def edited(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
             monkeypatch.setattr(ruleset, "Resolver", copy.Resolver)
         elif module is ruleset:
             monkeypatch.setattr(ruleset.RuleSet, "resolve_activation", copy.RuleSet.resolve_activation)
+            monkeypatch.setattr(ruleset.RuleSet, "bound_spec", copy.RuleSet.bound_spec)
         else:
             monkeypatch.setattr(rule_cases, "named_shardings", copy.named_shardings)
 
