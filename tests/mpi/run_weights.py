@@ -24,7 +24,7 @@ from lowshard.tiling import Tiling
 from lowshard.weights import NamePatterns, Sizes, load, nodes_of, plan_load, save
 from lowshard.weights.plan import STRATEGIES
 
-HIDDEN, INNER, HEADS, KV, LAYERS = 1024, 2816, 16, 4, 4
+HIDDEN, INNER, HEADS, KV, LAYERS = 1024, 2816, 16, 4, 8
 
 
 def memory_bytes() -> int:
