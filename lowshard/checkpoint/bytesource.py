@@ -85,11 +85,11 @@ class ByteSource:
 
     def _read_part(self, name: str, part: StoredPart, box: Box, out: np.ndarray) -> None:
         entry, itemsize = part.entry, dtypes.get(part.entry.dtype).itemsize_bytes
-        run_elems, firsts = contiguous_runs(box, entry.shape) if volume(box) else (0, [])
-        if not firsts:
+        if not volume(box):
             return
         self.bytes_read += volume(box) * itemsize
-        if run_elems * itemsize >= LONG_RUN_BYTES:
+        if _run_elems(box, entry.shape) * itemsize >= LONG_RUN_BYTES:
+            run_elems, firsts = contiguous_runs(box, entry.shape)
             rows = _runs(out, run_elems)
             if rows is not None:
                 fd = self._fd(part.file, name)
@@ -153,6 +153,16 @@ def _as_bytes(out: np.ndarray) -> np.ndarray:
     if out.flags.c_contiguous or out.strides[-1] == out.itemsize or out.shape[-1] <= 1:
         return out.view(np.uint8) if out.size else out.reshape(-1).view(np.uint8)
     raise ValueError("the last dim of a target is contiguous")  # local arrays and their boxes are
+
+
+def _run_elems(box: Box, shape: tuple[int, ...]) -> int:
+    """Return the elements of each run of a box, as `contiguous_runs` finds them."""
+    run = 1
+    for (start, stop), extent in zip(reversed(box), reversed(shape), strict=True):
+        run *= stop - start
+        if stop - start != extent:
+            break
+    return run
 
 
 def _runs(out: np.ndarray, run_elems: int) -> list[np.ndarray] | None:

@@ -149,13 +149,16 @@ def show(report: GenerateReport) -> None:
     console.print(table)
     console.print(f"Q: {QUESTION}\nA: {report.text}", highlight=False, markup=False)
     same = "equal" if report.tokens == report.reference_tokens else "DIFFERENT"
-    lines = (
+    console.print(
         f"logits within {report.logits_difference:.1e} of the largest (bound {LOGITS_BOUND:g}), "
         f"{len(report.tokens)} greedy tokens {same} to one process",
+        highlight=False,
+    )
+    console.print(
         f"{report.tokens_per_s:.1f} tokens/s, one process {report.reference_tokens_per_s:.1f}; loaded in "
         f"{report.load_s:.2f} s",
+        highlight=False,
     )
-    console.print("\n".join(lines), highlight=False)
 
 
 def main(arguments: list[str]) -> int:

@@ -74,16 +74,16 @@ def load(
                 raise PlanError(f"the plan is for {plan.num_ranks} ranks, the communicator has {size}")
             source = ByteSource(_same_catalog(files, plan))
         assert source is not None
-        if verify:
-            with _Together(comm):
-                job.verify(source, size)
         with _Together(comm):
+            if verify:
+                job.verify(source, size)
             job.allocate()
             job.read_own(source)
-        for round_ in _rounds(plan):
+        rounds = list(_rounds(plan))
+        for reads in rounds:
             assert comm is not None  # a plan of one rank sends nothing
-            job.exchange(round_, source, comm)
-        if job.shared_error is not None or comm is not None:
+            job.exchange(reads, source, comm)
+        if rounds:
             with _Together(comm):
                 if job.shared_error is not None:
                     raise job.shared_error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
+from support import mode
 from support.checkpoints import local_of, on_ranks, same
 
 from lowshard.checkpoint import Catalog
@@ -263,3 +265,32 @@ def test_a_file_that_the_disk_gave_back_otherwise_is_not_published(
     with pytest.raises(VerificationError, match="is not what"):
         convert_alone(settings)
     assert {p.name: p.read_bytes() for p in (tmp_path / "out").iterdir()} == before
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("ranks", [1, 2] if mode.full() else [1])
+def test_an_interrupt_leaves_the_old_output_and_no_other_file(
+    plain: Path, tmp_path: Path, ranks: int
+) -> None:
+    big = tmp_path / "big"
+    big.mkdir()
+    rng = np.random.default_rng(0)
+    save_file(
+        {f"w{i}": rng.random((1000, 2000), dtype=np.float32) for i in range(20)}, big / "model.safetensors"
+    )
+    (tmp_path / "s.yaml").write_text("rules: [{pattern: '**', strategy: rowwise}]")
+    out = tmp_path / "out"
+    command = [sys.executable, "-m", "lowshard", "reshard", str(big), str(out), "--to", "tp=2", "--strategies",
+               str(tmp_path / "s.yaml"), "-n", str(ranks)]  # fmt: skip
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    limit = time.monotonic() + 60
+    while not list(out.glob("shard-*")) and time.monotonic() < limit and process.poll() is None:
+        time.sleep(0.002)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode not in (0, 2), err
+    if ranks == 1:
+        assert process.returncode == 130
+        assert list(out.iterdir()) == []
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=60)
+    assert sorted(p.suffix for p in out.iterdir()) == [".json", ".safetensors", ".safetensors"]
