@@ -139,6 +139,8 @@ class Reshard(Stream):
         self._left.clear()
         for entry in self._quantised:
             self._refresh(entry)
+        if self._quantised:  # such sources lie elsewhere each time
+            self._local = self._local_copier()
         if self.transform is not None:
             self._guard(self.transform.begin)
         if self._direct is not None:
@@ -171,12 +173,7 @@ class Reshard(Stream):
         anchor = comm.xp.zeros(64, np.uint8)
         self._anchor = anchor
         self._local_transformed = [m for m in self._mine.copies if self._is_prepared(m)]
-        plain = [m for m in self._mine.copies if not self._is_prepared(m)]
-        self._local = Copier(
-            [span_of(self._src[m.entry], m.src_box) for m in plain],
-            [span_of(self._dst[m.entry], m.dst_box) for m in plain],
-            anchor,
-        )
+        self._local = self._local_copier()
         seen = self._see_sources(view) if view is not None and way in ("auto", _DIRECT) else {}
         direct: list[tuple[Move, Span]] = []
         streams_in: dict[int, list[Move]] = {}
@@ -217,6 +214,11 @@ class Reshard(Stream):
             sum(map(len, self._out.values())),
             0 if self._channel is None else (2 if isinstance(self._channel, SlotChannel) else 4) * room,
         )
+
+    def _local_copier(self) -> Copier:
+        plain = [m for m in self._mine.copies if not self._is_prepared(m)]
+        sources = [span_of(self._src[m.entry], m.src_box) for m in plain]
+        return Copier(sources, [span_of(self._dst[m.entry], m.dst_box) for m in plain], self._anchor)
 
     def _see_sources(self, view: NodeView) -> dict[int, dict[int, Array]]:
         """Return, by rank and tensor, the source arrays that this process sees."""

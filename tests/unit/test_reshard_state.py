@@ -50,7 +50,9 @@ def test_stages_of_their_own_size_and_ranks_that_share_a_head() -> None:
     src = kv_cache_layout(7, 2, (4,), tp=4, pp=2, windows=(5, 2))
     assert [src.local_shape(r) for r in (0, 1, 4, 7)] == [(5, 1, 4), (5, 1, 4), (2, 1, 4), (2, 1, 4)]
     assert src.tiles(0) == src.tiles(1)
-    build_reshard_plan({"kv": src}, {"kv": kv_cache_layout(7, 2, (4,), tp=2, copies=2, offset=8)}).check_coverage()
+    build_reshard_plan(
+        {"kv": src}, {"kv": kv_cache_layout(7, 2, (4,), tp=2, copies=2, offset=8)}
+    ).check_coverage()
     with pytest.raises(LayoutError, match="7 in all"):
         kv_cache_layout(7, 2, (4,), pp=2, windows=(5, 3))
     with pytest.raises(LayoutError, match="divide each other"):
@@ -69,15 +71,18 @@ def test_states_are_dealt_band_by_band() -> None:
 @needs_oracle
 def test_oracle_caches() -> None:
     for case in json.loads(ORACLE.read_text())["kv_reshard"]:
-        sides = []
-        for side in (case["src"], case["dst"]):
-            sides.append(
-                kv_cache_layout(
-                    case["layers"], case["heads"], (), tp=side["tp"], pp=side["pp"],
-                    windows=None if side["windows"] is None else [b - a for a, b in side["windows"]],
-                    offset=side.get("rank_offset", 0),
-                )
-            )  # fmt: skip
+        sides = [
+            kv_cache_layout(
+                case["layers"],
+                case["heads"],
+                (),
+                tp=side["tp"],
+                pp=side["pp"],
+                windows=None if side["windows"] is None else [b - a for a, b in side["windows"]],
+                offset=side.get("rank_offset", 0),
+            )
+            for side in (case["src"], case["dst"])
+        ]
         plan = build_reshard_plan({"kv": sides[0]}, {"kv": sides[1]})
         expected = [(a, b, *map(tuple, boxes)) for a, b, *boxes in case["transfers"]]
         got = []
@@ -85,7 +90,11 @@ def test_oracle_caches() -> None:
             for m in plan.receives(rank):
                 (tile,) = sides[0].tiles(m.src_rank)
                 got.append(
-                    (m.src_rank, rank, *((b[0] + t[0], b[1] + t[0]) for b, t in zip(m.src_box, tile.box, strict=True)))
+                    (
+                        m.src_rank,
+                        rank,
+                        *((b[0] + t[0], b[1] + t[0]) for b, t in zip(m.src_box, tile.box, strict=True)),
+                    )
                 )
         assert sorted(got) == sorted(expected), case["name"]
 
