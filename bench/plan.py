@@ -61,7 +61,9 @@ def add_plan_parser(benches: argparse._SubParsersAction[argparse.ArgumentParser]
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="rounds a row (default 3)")
-    parser.add_argument("--json", metavar="FILE", help="write JSON to FILE beside the table; -: print it alone")
+    parser.add_argument(
+        "--json", metavar="FILE", help="write JSON to FILE beside the table; -: print it alone"
+    )
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw time over ranks (.png, .svg, .pdf)")
     parser.add_argument("--check", action="store_true", help="exit code 1 if a row misses its limit")
     parser.set_defaults(func=run_plan)
@@ -104,7 +106,8 @@ def run_plan(args: argparse.Namespace) -> int:
     if args.check:
         for row in missed:
             print(
-                f"lowshard bench plan: {row.name}: {row.total_s:.3f} s, over {row.limit_s:g} s", file=sys.stderr
+                f"lowshard bench plan: {row.name}: {row.total_s:.3f} s, over {row.limit_s:g} s",
+                file=sys.stderr,
             )
     return 1 if args.check and missed else 0
 
@@ -114,16 +117,14 @@ def cases() -> list[tuple[str, Callable[[], tuple[Any, Any]], tuple[int, ...], f
     from lowshard.reshard.model import dense, mixture
 
     found: list[tuple[str, Callable[[], tuple[Any, Any]], tuple[int, ...], float | None]] = []
+
+    def halves(half: int) -> Callable[[], tuple[Any, Any]]:
+        return lambda: (dense(256, 4, 1, half // 4), dense(256, 2, 1, half // 2, offset=half))
+
     for half in (8, 64, 512, 1024, 2048, 4096):
         limit = 0.030 if half == 512 else None
-        found.append(
-            (
-                f"dense, {half} (TP4) to {half} (TP2)",
-                lambda half=half: (dense(256, 4, 1, half // 4), dense(256, 2, 1, half // 2, offset=half)),
-                (0, half - 1, half, 2 * half - 1),
-                limit,
-            )
-        )
+        ranks = (0, half - 1, half, 2 * half - 1)
+        found.append((f"dense, {half} (TP4) to {half} (TP2)", halves(half), ranks, limit))
     found.append(
         (
             "dense, 5120 (TP8 PP8 DP80) to 5120 (TP8 DP640)",
@@ -196,7 +197,9 @@ def draw(rows: list[Row], path: Path) -> None:
     FigureCanvasAgg(picture)
     axes = picture.subplots()
     grows = [row for row in rows if row.name.startswith("dense") and row.tensors == rows[0].tensors]
-    axes.plot([r.ranks for r in grows], [r.total_s * 1e3 for r in grows], marker="o", label="dense, 256 tensors")
+    axes.plot(
+        [r.ranks for r in grows], [r.total_s * 1e3 for r in grows], marker="o", label="dense, 256 tensors"
+    )
     for row in rows:
         if row not in grows:
             axes.plot([row.ranks], [row.total_s * 1e3], marker="s", linestyle="", label=row.name)

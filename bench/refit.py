@@ -1,4 +1,4 @@
-"""`lowshard bench refit`: reshards of a model between layouts, beside a copy of as many bytes; and what was predicted."""
+"""`lowshard bench refit`: reshards of a model between layouts, beside a copy of as many bytes."""
 
 from __future__ import annotations
 
@@ -81,7 +81,9 @@ def add_refit_parser(benches: argparse._SubParsersAction[argparse.ArgumentParser
     parser.add_argument("--rounds", type=int, default=7, metavar="N", help="rounds a row (default 7)")
     parser.add_argument("--only", default="", metavar="TEXT", help="rows whose names have this in them")
     parser.add_argument("--profile", metavar="FILE", help="cluster profile to predict by")
-    parser.add_argument("--json", metavar="FILE", help="write JSON to FILE beside the table; -: print it alone")
+    parser.add_argument(
+        "--json", metavar="FILE", help="write JSON to FILE beside the table; -: print it alone"
+    )
     parser.add_argument("--check", action="store_true", help=f"exit code 1 if a row is over {LIMIT} x memcpy")
     parser.set_defaults(func=run_refit)
 
@@ -114,15 +116,15 @@ def _show(rows: Sequence[Row], args: argparse.Namespace) -> int:
     if args.json == "-":
         sys.stdout.write(text)
     else:
-        head = f"{'case':<26}{'memory':<9}{'MB':>6}{'sent MB':>9}{'ready ms':>9}{'ms':>8}{'x memcpy':>10}{'predicted':>11}"
-        print(head + f"{'error':>8}")
+        head = f"{'case':<26}{'memory':<9}{'MB':>6}{'sent MB':>9}{'ready ms':>9}{'ms':>8}{'x memcpy':>10}"
+        print(head + f"{'predicted':>11}{'error':>8}")
         for r in rows:
             guess = ""
             if r.predicted_s is not None:
                 guess = f"{r.predicted_s * 1e3:>11.1f}{100 * (r.predicted_s / r.median_s - 1):>+7.0f}%"
             print(
-                f"{r.name:<26}{r.memory:<9}{r.moved_bytes / 1e6:>6.0f}{r.sent_bytes / 1e6:>9.1f}{r.prepare_s * 1e3:>9.1f}"
-                f"{r.median_s * 1e3:>8.1f}{r.ratio:>10.2f}{guess}"
+                f"{r.name:<26}{r.memory:<9}{r.moved_bytes / 1e6:>6.0f}{r.sent_bytes / 1e6:>9.1f}"
+                f"{r.prepare_s * 1e3:>9.1f}{r.median_s * 1e3:>8.1f}{r.ratio:>10.2f}{guess}"
             )
         if args.json:
             Path(args.json).write_text(text, encoding="utf-8")

@@ -23,7 +23,9 @@ def add_simulate_parser(benches: argparse._SubParsersAction[argparse.ArgumentPar
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     parser.add_argument("plan", metavar="PLAN.json|dense|deepseek", help="what to predict")
-    parser.add_argument("--profile", metavar="FILE", help="cluster profile; without one a default, with wide bars")
+    parser.add_argument(
+        "--profile", metavar="FILE", help="cluster profile; without one a default, with wide bars"
+    )
     parser.add_argument("--node-size", type=int, default=8, metavar="N", help="ranks a node (default 8)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(func=run_simulate)

@@ -52,6 +52,20 @@ def rows_of(job: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     return register
 
 
+def named(*words: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Give a function that is made anew for each kind a name of that kind's own.
+
+    Numba tells compiled functions apart by name and a number that each process counts anew. Kernels that were compiled
+    in several processes, and are loaded from disk into one, would run the function that was loaded first.
+    """
+
+    def rename(function: Callable[..., Any]) -> Callable[..., Any]:
+        function.__qualname__ = "_".join((function.__qualname__, *words))
+        return function
+
+    return rename
+
+
 def run_rows(
     kind: str, src: int, dst: int, scales: int, run: int, rows: int, src_step: int, dst_step: int,
     near: int, far: int, scratch: int, first: int, second: int, streaming: bool,
@@ -85,7 +99,7 @@ def _run_rows(
     if not isinstance(kind, types.StringLiteral):
         return None
     job, *words = kind.literal_value.split(" ")
-    return _ROWS[job](*words)
+    return named(*words)(_ROWS[job](*words))
 
 
 @cache

@@ -16,7 +16,7 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
-from lowshard.kernels.cpu.drive import prefetch_end, rows_of
+from lowshard.kernels.cpu.drive import named, prefetch_end, rows_of
 from lowshard.kernels.cpu.rare import encode_rare
 from lowshard.kernels.cpu.scalar import DTYPE_CODES
 from lowshard.kernels.cpu.sources import MAGNITUDE, ONE_FIELD, SOURCES
@@ -199,6 +199,7 @@ def _rows_in_place(source: str, elem: str) -> Any:
     group, tops_at, bytes_at, lanes_at, scratch_bytes = GROUP_BLOCKS, _TOPS, _BYTES, _LANES, _SCRATCH_BYTES
 
     @njit(nogil=True)  # type: ignore[untyped-decorator]
+    @named(source, elem)
     def rows_in_place(
         src: int, dst: int, scales: int, run: int, rows: int, src_step: int, dst_step: int, scratch: int,
         round_up: int, min_scale_byte: int, increment: int, lowest: int, streaming: bool,
@@ -268,6 +269,7 @@ def _rows_fetched(source: str, elem: str) -> Any:
     group, tops_at, bytes_at, lanes_at, scratch_bytes = GROUP_BLOCKS, _TOPS, _BYTES, _LANES, _SCRATCH_BYTES
 
     @njit(nogil=True)  # type: ignore[untyped-decorator]
+    @named(source, elem)
     def rows_fetched(
         src: int, dst: int, scales: int, run: int, rows: int, src_step: int, dst_step: int, near: int, far: int,
         scratch: int, round_up: int, min_scale_byte: int, increment: int, lowest: int, streaming: bool,

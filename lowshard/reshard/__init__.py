@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from lowshard.reshard.build import build_reshard_plan
 from lowshard.reshard.cut import Cut
 from lowshard.reshard.execute import Report, Reshard, execute_reshard_plan
 from lowshard.reshard.layout import TensorLayout
 from lowshard.reshard.parameter import ParameterMetadata, resolve_name
-from lowshard.reshard.plan import Move, ReshardPlan, build_reshard_plan
+from lowshard.reshard.plan import Move, ReshardPlan
 from lowshard.reshard.refit import Refit
 from lowshard.reshard.scale import scale_slice_from_data_slice
 from lowshard.reshard.seat import Grid, Roster
 from lowshard.reshard.simulate import Simulation, simulate
+from lowshard.reshard.state import kv_cache_layout, ssm_state_layouts
 from lowshard.reshard.transform import (
     MXFP8ReshardTransform,
     ReshardTransform,
@@ -36,7 +38,9 @@ __all__ = [
     "build_reshard_plan",
     "ensure_sendable",
     "execute_reshard_plan",
+    "kv_cache_layout",
     "resolve_name",
     "scale_slice_from_data_slice",
     "simulate",
+    "ssm_state_layouts",
 ]

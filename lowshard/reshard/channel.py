@@ -147,7 +147,9 @@ class SlotChannel(Channel):
             self._listen(peer)
         self._ready[peer] -= 1
         slot = self._slots.pop((peer, self._taken[peer]))
-        return self._theirs[peer][slot][: self._expected[peer].pop(0)]
+        whole = self._theirs[peer][slot]
+        assert whole is not None  # empty() gave memory that is seen
+        return whole[: self._expected[peer].pop(0)]
 
     def release(self, peer: int) -> None:
         """Tell the peer that its slot is free."""

@@ -27,7 +27,8 @@ def checksum(buffer: Array) -> int:
     tail = int.from_bytes(raw[words.size * 8 :].tobytes(), "little")
     first = (int(first) + tail) % (1 << 64)
     second = (int(second) + first + raw.size) % (1 << 64)
-    return (first * 0x9E3779B97F4A7C15 ^ second) % (1 << 64)
+    mixed: int = (first * 0x9E3779B97F4A7C15 ^ second) % (1 << 64)
+    return mixed
 
 
 @cache

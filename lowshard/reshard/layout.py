@@ -184,7 +184,9 @@ class TensorLayout:
             LayoutError: an axis that is not named or used twice, or a cut that does not fit.
             MeshError: strides that give one rank to two places.
         """
-        cuts, places, used = [], [], set()
+        cuts: list[Cut] = []
+        places: list[tuple[tuple[int, int], ...]] = []
+        used: set[str] = set()
         for dim, length in enumerate(shape):
             given = (dims or {}).get(dim)
             names = (by or {}).get(dim, ()) if isinstance(given, Cut) else (given or ())
@@ -233,7 +235,8 @@ class TensorLayout:
                 first,
             )
         else:
-            partition, held = Cuts(tuple(cuts)), {}
+            partition = Cuts(tuple(cuts))
+            held: dict[int, list[int]] = {}
             for rank in ranks:
                 coord = mesh.coord(rank)
                 parts = []

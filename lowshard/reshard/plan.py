@@ -13,94 +13,29 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 from lowshard import dtypes
-from lowshard.box import Box, shape_of, volume
+from lowshard.box import Box, intersect, shape_of, volume
 from lowshard.cost import ClusterProfile, Estimate
 from lowshard.errors import PlanError
-from lowshard.layout import Layout
-from lowshard.reshard.cut import Cut
 from lowshard.reshard.layout import (
-    Cuts,
     TensorLayout,
-    as_tensor_layout,
     missing,
     moved_elems,
     moves,
     sources,
 )
-from lowshard.reshard.parameter import Held, ParameterMetadata, tensor_layouts, with_tied_output
+from lowshard.reshard.move import Entry, Move, RankPlan
+from lowshard.reshard.seat import Roster
 from lowshard.reshard.share import Kind, Shares
-from lowshard.tiling import Tiling
 
 SCHEMA = "lowshard-reshard-plan-1"
 COMPONENTS = 4
 """Numbers kept for each move, so that the parts it travels in have ids of their own: id * COMPONENTS + part."""
 _ENTRY_BITS, _TILE_BITS = 24, 20
-
-Table = Mapping[str, TensorLayout | Layout | Tiling]
-Side = Table | Iterable[ParameterMetadata] | Iterable[Iterable[ParameterMetadata]]
-
-
-class Move(NamedTuple):
-    """One box that one rank gives another, or itself."""
-
-    id: int
-    """The same on both sides. It tells destination rank, tensor and tile, and nothing else: it stays when ranks
-    or tensors are added at the end."""
-    entry: int
-    """Which tensor of the plan."""
-    src_rank: int
-    dst_rank: int
-    src_box: Box
-    """In the source rank's local array."""
-    dst_box: Box
-    """In the destination rank's local array."""
-
-    @property
-    def elems(self) -> int:
-        """Elements of the box."""
-        return volume(self.src_box)
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One tensor of a plan: where it comes from and where it goes to."""
-
-    name: str
-    """Its name over all ranks, on the destination side."""
-    src_name: str
-    """Its name over all ranks, on the source side (another one for tied weights)."""
-    src: TensorLayout
-    dst: TensorLayout
-    src_names: Mapping[int, str] = field(default_factory=dict)
-    """What source ranks call it, where that is not `src_name`."""
-    dst_names: Mapping[int, str] = field(default_factory=dict)
-    """What destination ranks call it, where that is not `name`."""
-
-    def src_local_name(self, rank: int) -> str:
-        """Return what a source rank calls it."""
-        return self.src_names.get(rank, self.src_name)
-
-    def dst_local_name(self, rank: int) -> str:
-        """Return what a destination rank calls it."""
-        return self.dst_names.get(rank, self.name)
-
-
-@dataclass(frozen=True)
-class RankPlan:
-    """What one rank does: what it sends and receives, by peer in the order of the wire, and what it copies."""
-
-    rank: int
-    sends: Mapping[int, tuple[Move, ...]]
-    receives: Mapping[int, tuple[Move, ...]]
-    copies: tuple[Move, ...]
-
-    @property
-    def incoming(self) -> tuple[Move, ...]:
-        """Everything that is written on this rank, by tensor and place."""
-        return tuple(sorted(chain(self.copies, *self.receives.values()), key=lambda m: (m.entry, m.dst_box)))
+ENTRIES = 1 << _ENTRY_BITS
+"""Tensors a plan has at most."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -367,10 +302,8 @@ class ReshardPlan:
         if rank is not None:
             return self._explain_rank(rank)
         ranks = self.ranks
-        lines = [
-            f"{len(self.entries)} tensors of {len(self.kinds)} kinds, {self.size_bytes:,} bytes, "
-            f"{len(ranks)} ranks up to {ranks[-1]}",
-        ]
+        size = f"{len(self.entries)} tensors of {len(self.kinds)} kinds, {self.size_bytes:,} bytes"
+        lines = [f"{size}, {len(ranks)} ranks up to {ranks[-1]}"]
         lines += [
             f"  {len(kind.entries)} x {kind.src}  ->  {kind.dst}, such as {self.entries[kind.entries[0]].name}"
             for kind in self.kinds[:12]
@@ -480,121 +413,6 @@ class ReshardPlan:
         return hash(self.digest())
 
 
-def build_reshard_plan(
-    src: Side,
-    dst: Side | Sequence[Table],
-    *,
-    node_size: int | None = None,
-    multicast: bool = False,
-) -> ReshardPlan:
-    """Return the plan that moves tensors from one table of layouts to another.
-
-    Pure: every process gets the same plan from the same tables, and nothing is sent. Ranks are numbered jointly: those of
-    both sides are ranks of the communicator that will run the plan.
-
-    Args:
-        src: what the ranks hold: a layout for each name (TensorLayout, Layout or Tiling), or the records of all ranks
-            (ParameterMetadata, flat or a list a rank).
-        dst: what they shall hold, likewise; a list of tables is several destination pools, on ranks of their own.
-        node_size: ranks a node (rank r is on node r // node_size): replicas on the own node are preferred as sources.
-        multicast: one replica of each destination part fetches it and hands it on to the others along a binomial
-            tree, so that sources send it once; for tensors whose source and destination ranks are apart.
-
-    Raises:
-        PlanError: a destination tensor without a source, or with another shape or dtype than its source; node_size
-            below 1; a rank in two pools.
-        LayoutError: a layout that cannot be, or is partial.
-    """
-    if node_size is not None and node_size < 1:
-        raise PlanError(f"node_size is a number of ranks >= 1, got {node_size}")
-    have = _table(src, "src")
-    from_records = not isinstance(src, Mapping)
-    is_pools = isinstance(dst, Sequence) and bool(dst) and isinstance(dst[0], Mapping)
-    pools = [_table(pool, "dst") for pool in dst] if is_pools else [_table(dst, "dst")]  # type: ignore[arg-type]
-    entries = []
-    for wanted in pools:
-        fed = with_tied_output(have, wanted)
-        for name, to in wanted.items():
-            entries.append(_entry(name, fed[name], have[fed[name]], to, from_records))
-    if not entries:
-        raise PlanError("a reshard moves one tensor or more; the destination table is empty")
-    if len(pools) > 1:
-        _require_apart(pools)
-    if max(len(entries) >> _ENTRY_BITS, 0):
-        raise PlanError(
-            f"a plan has up to {1 << _ENTRY_BITS} tensors, got {len(entries)}; make several plans"
-        )
-    return ReshardPlan(tuple(entries), node_size, multicast)
-
-
-def _table(side: Any, which: str) -> dict[str, Held]:
-    if isinstance(side, Mapping):
-        return {name: Held(as_tensor_layout(layout)) for name, layout in side.items()}
-    records = []
-    for item in side:
-        records.extend([item] if isinstance(item, ParameterMetadata) else item)
-    if not all(isinstance(record, ParameterMetadata) for record in records):
-        raise PlanError(
-            f"{which} is a mapping of names to layouts, or ParameterMetadata of all ranks; got "
-            f"{type(next(r for r in records if not isinstance(r, ParameterMetadata))).__name__}"
-        )
-    return tensor_layouts(records)
-
-
-def _entry(name: str, src_name: str, src: Held, dst: Held, from_records: bool) -> Entry:
-    a, b = src.layout, dst.layout
-    if from_records:
-        a, b = _with_blocks(a, b)
-    if a.shape != b.shape:
-        raise PlanError(
-            f"{name}: source and destination are one tensor, but the source has shape {list(a.shape)} and the "
-            f"destination {list(b.shape)} over all ranks (local shapes times the ranks they are dealt to); a tensor "
-            "that is marked as cut but held whole, or the other way round, looks like this"
-        )
-    if a.dtype != b.dtype:
-        raise PlanError(
-            f"{name}: the source has dtype {a.dtype}, the destination {b.dtype}; declare one dtype on both sides and "
-            "convert before or after, or let a transform convert"
-        )
-    return Entry(name, src_name, a, b, dict(src.names), dict(dst.names))
-
-
-def _with_blocks(src: TensorLayout, dst: TensorLayout) -> tuple[TensorLayout, TensorLayout]:
-    """Give packed blocks that one side's records name to the other side, if that is cut plainly."""
-    if not (isinstance(src.partition, Cuts) and isinstance(dst.partition, Cuts)):
-        return src, dst
-    return _blocks_of(dst, src), _blocks_of(src, dst)
-
-
-def _blocks_of(giver: TensorLayout, taker: TensorLayout) -> TensorLayout:
-    assert isinstance(giver.partition, Cuts) and isinstance(taker.partition, Cuts)
-    if len(giver.partition.cuts) != len(taker.partition.cuts):
-        return taker
-    cuts = tuple(
-        Cut(t.length, t.parts, blocks=g.blocks, split=t.split)
-        if g.blocks is not None
-        and t.parts > 1
-        and t.blocks is None
-        and t.points is None
-        and g.length == t.length
-        else t
-        for g, t in zip(giver.partition.cuts, taker.partition.cuts, strict=True)
-    )
-    return taker if cuts == taker.partition.cuts else TensorLayout(taker.dtype, Cuts(cuts), taker.seats)
-
-
-def _require_apart(pools: Sequence[Mapping[str, Held]]) -> None:
-    seen: dict[str, set[int]] = {}
-    for pool in pools:
-        for name, held in pool.items():
-            seats = held.layout.seats
-            mine = {r for cell in range(seats.cells) for r in seats.ranks(cell)}
-            both = mine & seen.setdefault(name, set())
-            if both:
-                raise PlanError(f"{name}: rank {min(both)} is in two destination pools; a rank is in one")
-            seen[name] |= mine
-
-
 def _id(dst_rank: int, entry: int, tile: int) -> int:
     return (dst_rank << (_ENTRY_BITS + _TILE_BITS)) | (entry << _TILE_BITS) | tile
 
@@ -614,8 +432,6 @@ def _ordered(found: Mapping[int, list[Move]]) -> dict[int, tuple[Move, ...]]:
 
 
 def _first_replicas(layout: TensorLayout) -> TensorLayout:
-    from lowshard.reshard.seat import Roster
-
     seats = layout.seats
     return TensorLayout(
         layout.dtype, layout.partition, Roster(tuple((seats.rank(c, 0),) for c in range(seats.cells)))
@@ -630,16 +446,19 @@ def _size(layout: TensorLayout) -> int:
 
 
 def _overlap(boxes: Sequence[Box]) -> bool:
-    from lowshard.kernels.slices import BoxTable  # the sweep for overlaps lies there
-
-    if len(boxes) < 2:
-        return False
-    shape = tuple(max(stop for _, stop in spans) for spans in zip(*boxes, strict=True))
-    return BoxTable(shape, tuple(boxes)).overlap is not None
+    """Return True when two boxes share an element: a sweep along the first dim."""
+    found = sorted(box for box in boxes if volume(box))
+    for i, box in enumerate(found):
+        for other in found[i + 1 :]:
+            if box and other[0][0] >= box[0][1]:
+                break
+            if intersect(box, other) is not None:
+                return True
+    return False
 
 
 def _box_text(box: Box) -> str:
     return "[" + ", ".join(f"{a}:{b}" for a, b in box) + "]"
 
 
-__all__ = ["Entry", "Move", "RankPlan", "ReshardPlan", "build_reshard_plan", "moved_elems"]
+__all__ = ["ENTRIES", "Entry", "Move", "RankPlan", "ReshardPlan"]

@@ -85,7 +85,15 @@ class Refit:
         for arrays, how in zip(sets, transforms, strict=True):
             like = self._movers[0] if self._movers else None
             mover = Reshard(
-                plan, src, arrays, comm, how, staging_bytes=staging_bytes, checksums=checksums, way=way, like=like
+                plan,
+                src,
+                arrays,
+                comm,
+                how,
+                staging_bytes=staging_bytes,
+                checksums=checksums,
+                way=way,
+                like=like,
             )
             self._movers.append(mover)
         self._vote = Vote(comm)
@@ -189,7 +197,9 @@ class Refit:
 def _twin(comm: Communicator, array: Array) -> Array:
     """Return an array of the same form, where others can write it."""
     if not hasattr(array, "shape") or not hasattr(array, "dtype"):
-        raise PlanError(f"destinations are arrays, got {type(array).__name__}; a transform has what it quantises")
+        raise PlanError(
+            f"destinations are arrays, got {type(array).__name__}; a transform has what it quantises"
+        )
     made = comm.empty(tuple(array.shape), array.dtype)
     made[...] = array
     return made

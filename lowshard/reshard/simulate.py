@@ -70,12 +70,12 @@ class Simulation:
     def explain(self) -> str:
         """Return what was predicted as text."""
         note = " (default profile, not measured)" if self.is_default else ""
-        lines = [
-            f"{self.ranks} ranks: {_seconds(self.seconds)} ({_seconds(self.low)} to {_seconds(self.high)}){note}; rank "
-            f"{self.slowest_rank} is the last",
-            f"moves {self.ranks_load.total_bytes / 1e9:.3f} GB between ranks, {self.copied_bytes / 1e9:.3f} GB stay; at "
-            f"most {self.max_peers} peers a rank",
-        ]
+        bar = f"{_seconds(self.seconds)} ({_seconds(self.low)} to {_seconds(self.high)})"
+        moved, stay = self.ranks_load.total_bytes / 1e9, self.copied_bytes / 1e9
+        lines = [f"{self.ranks} ranks: {bar}{note}; rank {self.slowest_rank} is the last"]
+        lines.append(
+            f"moves {moved:.3f} GB between ranks, {stay:.3f} GB stay; up to {self.max_peers} peers a rank"
+        )
         for what, load in (("rank", self.ranks_load), ("node", self.nodes_load)):
             if load is not None:
                 lines.append(
@@ -137,7 +137,7 @@ def simulate(plan: ReshardPlan, profile: ClusterProfile, node_size: int | None =
     nodes = None
     if size is not None and node_of[-1] > 0:
         sums = [np.bincount(node_of, weights=w).astype(np.int64) for w in (far_out, far_in)]
-        nodes = _load(*sums, np.unique(node_of[busy]))
+        nodes = _load(sums[0], sums[1], np.unique(node_of[busy]))
     return Simulation(
         len(busy), seconds, seconds * low, seconds * high, slowest, _load(out, into, busy), nodes,
         int(copied.sum()), int(peers.max()), profile.is_default,

@@ -148,7 +148,7 @@ class MXFP8ReshardTransform(ReshardTransform):
             )
         if elem is not None and elems and elems != {elem}:
             raise KernelError(f"elem is {elem!r}, but the buffers hold {next(iter(elems))!r}")
-        self.elem: Elem = elem if elem is not None else next(iter(elems), "e4m3")  # type: ignore[assignment]
+        self.elem: Elem = elem if elem is not None else next(iter(elems), "e4m3")
         self._edges: dict[tuple[str, int], tuple[Array, Array]] = {}
 
     # ---- the four methods
@@ -201,8 +201,8 @@ class MXFP8ReshardTransform(ReshardTransform):
             if bool(filled.any()):
                 rows = int(filled.any(axis=1).sum())
                 raise PlanError(
-                    f"{name}: block {block} of {rows} rows got {int(filled.sum())} of {rows * BLOCK_ELEMS} elements: not "
-                    "all of it arrived"
+                    f"{name}: block {block} of {rows} rows got {int(filled.sum())} of {rows * BLOCK_ELEMS} elements: "
+                    "not all of it arrived"
                 )
         self._edges.clear()
 
@@ -237,8 +237,8 @@ class MXFP8ReshardTransform(ReshardTransform):
             return f"{param_name}: MXFP8 takes matrices [rows, K], got {len(dst_box)} dims"
         if self.misaligned == "refuse" and self.travels_plain(param_name, dst_box):
             return (
-                f"{param_name}: columns {dst_box[-1]} are no multiples of {BLOCK_ELEMS}, the MX block; cut the tensor at "
-                "multiples, or allow misaligned='plain'"
+                f"{param_name}: columns {dst_box[-1]} are no multiples of {BLOCK_ELEMS}, the MX block; cut the tensor "
+                "at multiples, or allow misaligned='plain'"
             )
         return None
 
@@ -352,7 +352,7 @@ def ensure_sendable(tensor: Any, dtype: str = "bfloat16") -> Array:
             f"what is sent is a NumPy or CuPy array, or a quantised tensor with data and scale; got "
             f"{type(tensor).__name__}"
         )
-    elem = getattr(tensor, "elem", "e4m3")
+    elem: Elem = getattr(tensor, "elem", "e4m3")
     scale = tensor.scale
     if scale.ndim == 1 and tensor.data.ndim == 2:
         scale = unswizzle_scales(scale, tensor.data.shape[0], tensor.data.shape[1] // BLOCK_ELEMS)
@@ -365,16 +365,17 @@ def _checked(name: str, held: Any) -> Elem:
         raise KernelError(f"{name}: a persistent buffer has data and scale, got {type(held).__name__}")
     if data.ndim != 2 or data.dtype != np.uint8 or scale.dtype != np.uint8 or data.shape[1] % BLOCK_ELEMS:
         raise KernelError(
-            f"{name}: the codes of a persistent buffer are uint8 [rows, K], K a multiple of {BLOCK_ELEMS}, and its scales "
-            f"uint8; got {data.dtype} {list(data.shape)} and {scale.dtype}"
+            f"{name}: the codes of a persistent buffer are uint8 [rows, K], K a multiple of {BLOCK_ELEMS}, and its "
+            f"scales uint8; got {data.dtype} {list(data.shape)} and {scale.dtype}"
         )
     rows, cols = data.shape[0], data.shape[1] // BLOCK_ELEMS
     if scale.shape not in ((rows, cols), (swizzled_bytes(rows, cols),)):
         raise KernelError(
-            f"{name}: the scales of {list(data.shape)} are [{rows}, {cols}], or [{swizzled_bytes(rows, cols)}] in the 128x4 "
-            f"layout; got {list(scale.shape)}"
+            f"{name}: the scales of {list(data.shape)} are [{rows}, {cols}], or [{swizzled_bytes(rows, cols)}] in "
+            f"the 128x4 layout; got {list(scale.shape)}"
         )
-    return getattr(held, "elem", "e4m3")  # type: ignore[no-any-return]
+    found: Elem = getattr(held, "elem", "e4m3")
+    return found
 
 
 def _bf16(values: Array) -> Array:

@@ -68,8 +68,8 @@ def main(folder: Path, victim: int, where: str, size_mib: int) -> None:
             folder,
             f"left-{comm.rank}",
             {
-                "error": str(error), "values": sorted(found), "version": refit.version, "torn": refit.torn, "done": done,
-                "trying": version,
+                "error": str(error), "values": sorted(found), "version": refit.version, "torn": refit.torn,
+                "done": done, "trying": version,
             },
         )  # fmt: skip
         raise

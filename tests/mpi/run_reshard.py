@@ -36,8 +36,9 @@ def holds() -> dict[str, int]:
 def refits(comm: Communicator, count: int, shown: bool) -> dict[str, object]:
     """Do many refits of a model with all ranks as sources and destinations, and say what has grown."""
     n = comm.size
+    gated = Cut(96 * n, n, chunks=2)
     src = {
-        "fc1": TensorLayout.sharded((96 * n, 64), "float32", {"tp": (n, 1)}, {0: Cut(96 * n, n, chunks=2)}, by={0: "tp"}),
+        "fc1": TensorLayout.sharded((96 * n, 64), "float32", {"tp": (n, 1)}, {0: gated}, by={0: "tp"}),
         "fc2": TensorLayout.sharded((64, 96 * n), "float32", {"tp": (n, 1)}, {1: "tp"}),
         "norm": TensorLayout.sharded((777,), "float32", {"dp": (n, 1)}),
     }  # fmt: skip
@@ -72,7 +73,9 @@ if __name__ == "__main__":
         rng = np.random.default_rng(seed)
         for number in range(count):
             case = random_case(rng, comm.size)
-            node_only = comm.size > 1 and getattr(comm, "_place", None) is None and case.way in ("direct", "slots")
+            node_only = (
+                comm.size > 1 and getattr(comm, "_place", None) is None and case.way in ("direct", "slots")
+            )
             if node_only:
                 continue
             sent = comm.traffic.sent_bytes

@@ -246,3 +246,14 @@ def test_a_change_in_any_source_that_code_is_made_from_gives_kernels_a_new_name(
     assert found["same"]  # the public calls, the CUDA side
     assert not [name for name in found["same"] if name.startswith("cpu/")]
     assert not {"reference.py", "runs.py"} & {*found["same"]}
+
+
+def test_functions_made_for_each_kind_have_names_of_their_own() -> None:
+    # Kernels compiled in several processes meet in one: equal names there would make one kernel run another's rows.
+    from lowshard.kernels.cpu import quantize
+    from lowshard.kernels.cpu.drive import _run_rows
+
+    kinds = [(source, elem) for source in ("bfloat16", "float16", "float32") for elem in ("e4m3", "e5m2")]
+    for make in (quantize._rows_in_place, quantize._rows_fetched):
+        assert len({make(*kind).py_func.__qualname__ for kind in kinds}) == len(kinds)
+    assert callable(_run_rows)

@@ -1,0 +1,207 @@
+"""Buckets packed, sent and unpacked: out to one rank and in from another at a time, step after step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from lowshard import dtypes
+from lowshard.box import Box, shape_of
+from lowshard.errors import VerificationError
+from lowshard.reshard.channel import Channel
+from lowshard.reshard.checksum import checksum
+from lowshard.reshard.plan import Move
+from lowshard.reshard.side import Side, bytes_of
+from lowshard.reshard.wire import Bucket, Packer, Piece, Span, buckets_of, span_of
+
+Array = Any
+Stage = tuple[int, int]
+"""Stage and peer. What is handed on goes in a later stage than what it came in."""
+
+
+class Stream(Side):
+    """The buckets of a rank."""
+
+    checksums: bool
+    version: int
+    _bucket_bytes: int
+    _anchor: Array
+    _out: dict[Stage, tuple[Bucket, ...]]
+    _in: dict[Stage, tuple[Bucket, ...]]
+    _packers: dict[tuple[int, int, int, bool], Packer]
+    _half: dict[int, tuple[list[Array], list[Array]]]
+    _left: dict[int, int]
+
+    # ---- what goes in which bucket
+
+    def _buckets(
+        self, streams: Mapping[int, Sequence[Move]], is_send: bool
+    ) -> dict[Stage, tuple[Bucket, ...]]:
+        """Return the buckets by stage and peer: what is handed on waits until it has come."""
+        found: dict[Stage, list[Move]] = {}
+        for peer, moves in streams.items():
+            for m in moves:
+                found.setdefault((self._stage(m), peer), []).append(m)
+        return {
+            key: buckets_of(self._parts(moves, is_send), self._bucket_bytes) for key, moves in found.items()
+        }
+
+    def _stage(self, move: Move) -> int:
+        if not self._handed(move):
+            return 0
+        seat = self.plan.entries[move.entry].dst.seats.seat(move.dst_rank)
+        return 0 if seat is None else seat[1].bit_length()
+
+    def _most_pieces(self) -> int:
+        return max(
+            (len(b.pieces) for found in (*self._out.values(), *self._in.values()) for b in found), default=0
+        )
+
+    def _parts(self, found: Sequence[Move], is_send: bool) -> list[tuple[Move, int, tuple[int, ...], int]]:
+        """Return what travels for moves; both sides must come to the same pieces, so all of it rests on formats."""
+        parts: list[tuple[Move, int, tuple[int, ...], int]] = []
+        for move in found:
+            formats = self._formats[move.id, is_send]
+            if len(formats) == 1 and bytes_of(formats[0]) == self.plan.move_bytes(move):
+                itemsize = dtypes.get(formats[0][0]).itemsize_bytes
+                parts.append((move, -1, shape_of(move.src_box), itemsize))
+                continue
+            parts.extend((move, c, (bytes_of(f),), 1) for c, f in enumerate(formats))
+        return parts
+
+    def _wire_bytes(self, move: Move, is_send: bool) -> int:
+        return sum(bytes_of(f) for f in self._formats[move.id, is_send])
+
+    # ---- moving
+
+    def _stream(self, channel: Channel) -> None:
+        comm = self.comm
+        steps = {(stage, (peer - comm.rank) % comm.size) for stage, peer in self._out}
+        steps |= {(stage, (comm.rank - peer) % comm.size) for stage, peer in self._in}
+        for stage, step in sorted(steps):
+            to, source = (comm.rank + step) % comm.size, (comm.rank - step) % comm.size
+            out, coming = self._out.get((stage, to), ()), self._in.get((stage, source), ())
+            for bucket in coming[:2]:
+                channel.expect(source, self._size(bucket))
+            for i in range(max(len(out), len(coming))):
+                if i < len(out):
+                    slot = channel.acquire()
+                    self._guard(self._pack, (stage, to, i), out[i], slot)
+                    channel.post(to, self._size(out[i]))
+                if i < len(coming):
+                    slot = channel.take(source)
+                    self._guard(self._unpack, (stage, source, i), coming[i], slot)
+                    channel.release(source)
+                    if i + 2 < len(coming):
+                        channel.expect(source, self._size(coming[i + 2]))
+        channel.finish()
+
+    def _size(self, bucket: Bucket) -> int:
+        if not self.checksums:
+            return bucket.size_bytes
+        return -(-bucket.size_bytes // 8) * 8 + 8 * (1 + len(bucket.pieces))
+
+    def _pack(self, place: tuple[int, int, int], bucket: Bucket, slot: Array) -> None:
+        plain, prepared = self._sorted(bucket)
+        key = (*place, True)
+        packer = self._packers.get(key)
+        if packer is None or any(p.move.entry in self._quantised for p in plain):
+            spans = [_inner(span_of(self._source(p.move), p.move.src_box), p.box) for p in plain]
+            packer = Packer(spans, [p.offset_bytes for p in plain], self._anchor)
+            self._packers[key] = packer
+        packer.pack(slot)
+        for piece in prepared:
+            arrays = self._prepared(piece.move)
+            raw = arrays[max(piece.component, 0)].reshape(-1).view(np.uint8)
+            begin, end = self._byte_range(piece)
+            slot[piece.offset_bytes : piece.offset_bytes + piece.size_bytes] = raw[begin:end]
+            if (end == raw.size and piece.component == len(arrays) - 1) or (
+                piece.component < 0 and end == raw.size
+            ):
+                self._sent(piece.move)
+        if self.checksums:
+            self._seal(bucket, slot)
+
+    def _unpack(self, place: tuple[int, int, int], bucket: Bucket, slot: Array) -> None:
+        if self.checksums:
+            self._check_seal(place[1], bucket, slot)
+        plain, prepared = self._sorted(bucket)
+        key = (*place, False)
+        packer = self._packers.get(key)
+        if packer is None:
+            spans = [_inner(span_of(self._dst[p.move.entry], p.move.dst_box), p.box) for p in plain]
+            packer = self._packers[key] = Packer(spans, [p.offset_bytes for p in plain], self._anchor)
+        packer.unpack(slot)
+        for piece in prepared:
+            held = self._half.get(piece.move.id)
+            if held is None:
+                wanted = self._take_room(piece.move)
+                forms = self._formats[piece.move.id, False]
+                arrays = [
+                    w if w.nbytes == bytes_of(f) else self.comm.xp.empty(f[1], dtypes.get(f[0]).numpy)
+                    for w, f in zip(wanted, forms, strict=True)
+                ]
+                self._half[piece.move.id] = wanted, arrays
+                self._left[piece.move.id] = sum(a.nbytes for a in arrays)
+            else:
+                wanted, arrays = held
+            raw = arrays[max(piece.component, 0)].reshape(-1).view(np.uint8)
+            begin, end = self._byte_range(piece)
+            raw[begin:end] = slot[piece.offset_bytes : piece.offset_bytes + piece.size_bytes]
+            self._left[piece.move.id] -= piece.size_bytes
+            if not self._left[piece.move.id]:
+                del self._left[piece.move.id]
+                del self._half[piece.move.id]
+                self._finalize(piece.move, wanted, arrays)
+
+    def _sorted(self, bucket: Bucket) -> tuple[list[Piece], list[Piece]]:
+        plain: list[Piece] = []
+        prepared: list[Piece] = []
+        for piece in bucket.pieces:
+            (prepared if self._is_prepared(piece.move) else plain).append(piece)
+        return plain, prepared
+
+    def _byte_range(self, piece: Piece) -> tuple[int, int]:
+        """Return where a piece of a prepared array begins and ends; such arrays are contiguous, and so are pieces."""
+        if piece.component >= 0:
+            return piece.box[0]
+        shape = shape_of(piece.move.src_box)
+        itemsize = self.plan.entries[piece.move.entry].src.itemsize_bytes
+        at, stride = 0, itemsize
+        for n, (start, _) in zip(reversed(shape), reversed(piece.box), strict=True):
+            at += start * stride
+            stride *= n
+        return at, at + piece.size_bytes
+
+    # ---- checksums
+
+    def _seal(self, bucket: Bucket, slot: Array) -> None:
+        at = -(-bucket.size_bytes // 8) * 8
+        words = [self.version]
+        words += [checksum(slot[p.offset_bytes : p.offset_bytes + p.size_bytes]) for p in bucket.pieces]
+        sealed = np.array(words, np.uint64).view(np.uint8)
+        slot[at : at + sealed.size] = self.comm.xp.asarray(sealed)
+
+    def _check_seal(self, peer: int, bucket: Bucket, slot: Array) -> None:
+        at = -(-bucket.size_bytes // 8) * 8
+        raw = slot[at : at + 8 * (1 + len(bucket.pieces))]
+        raw = raw if isinstance(raw, np.ndarray) else raw.get()
+        words = raw.copy().view(np.uint64).tolist()
+        if words[0] != self.version:
+            raise VerificationError(
+                f"rank {peer} sent version {words[0]} to rank {self.comm.rank}, which expects {self.version}"
+            )
+        for piece, word in zip(bucket.pieces, words[1:], strict=True):
+            if checksum(slot[piece.offset_bytes : piece.offset_bytes + piece.size_bytes]) != word:
+                name = self.plan.entries[piece.move.entry].name
+                raise VerificationError(
+                    f"{name}: the checksum of a piece of {piece.size_bytes} bytes from rank {peer} to rank "
+                    f"{self.comm.rank}, at {piece.move.dst_box}, does not agree: bits changed on the way"
+                )
+
+
+def _inner(span: Span, box: Box) -> Span:
+    at = span.at + sum(s * b[0] for s, b in zip(span.strides, box, strict=True))
+    return Span(at, span.strides, shape_of(box), span.itemsize)
