@@ -25,7 +25,12 @@ Module = Any  # torch ships types, but may not be there
 Tensor = Any
 
 _ROOT = "root"
-_DTYPES = {"torch.float32": "float32", "torch.bfloat16": "bfloat16", "torch.float16": "float16", "torch.float64": "float64"}
+_DTYPES = {
+    "torch.float32": "float32",
+    "torch.bfloat16": "bfloat16",
+    "torch.float16": "float16",
+    "torch.float64": "float64",
+}
 
 
 @dataclass(frozen=True)
@@ -154,7 +159,9 @@ class ShardedModule:
         for path, param in child.named_parameters(remove_duplicate=False):
             short = path.replace(".", "/")
             if str(param.dtype) not in _DTYPES:
-                raise LayoutError(f"ShardedModule: parameter {path} is {param.dtype}, and only floats can be sharded")
+                raise LayoutError(
+                    f"ShardedModule: parameter {path} is {param.dtype}, and only floats can be sharded"
+                )
             home = self._home.get(id(param))
             if home is None:
                 self._home[id(param)] = unit, short

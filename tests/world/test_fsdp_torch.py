@@ -79,7 +79,9 @@ def alone(steps: int, micro_batches: int) -> dict[str, np.ndarray]:
     return {name: param.detach().numpy() for name, param in net.named_parameters()}
 
 
-@pytest.mark.parametrize(("world", "name"), [(1, "none"), (2, "full"), (4, "full"), (2, "sgo"), (4, "hybrid2")])
+@pytest.mark.parametrize(
+    ("world", "name"), [(1, "none"), (2, "full"), (4, "full"), (2, "sgo"), (4, "hybrid2")]
+)
 def test_an_unmodified_module_trains_as_alone(world: int, name: str) -> None:
     torch.set_num_threads(1)
     wanted = alone(4, 4)
@@ -123,7 +125,11 @@ def test_shardings_of_a_module_agree_bit_for_bit() -> None:
             sharded.engine.broadcast_updated_params()
         return b"".join(value.tobytes() for value in sharded.full_state().values())
 
-    found = {name: lc.run_loopback(2, lambda c, s=s: train(c, s), 60) for name, s in kit.STRATEGIES.items() if name != "hybrid4"}
+    found = {
+        name: lc.run_loopback(2, lambda c, s=s: train(c, s), 60)
+        for name, s in kit.STRATEGIES.items()
+        if name != "hybrid4"
+    }
     assert len({data for datas in found.values() for data in datas}) == 1
 
 
