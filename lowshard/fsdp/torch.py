@@ -53,7 +53,7 @@ class ShardedModule:
     Collective: all ranks of the communicator make it.
 
     Args:
-        module: on the CPU, the same on all ranks in structure; its values are those of rank's own copy, and must be equal.
+        module: on the CPU, of equal structure and values on all ranks.
         comm: the world.
         strategy: as for `FSDP`.
         units: submodules that are gathered together, in the order of the forward pass; by default the children of the

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support import fsdp_kit as kit
+from support import mode
 from support.fsdp_kit import STRATEGIES, UNITS, filler, fits
 
 from lowshard import comm as lc
@@ -44,13 +45,15 @@ def segments(shards: int) -> dict[str, tuple[int, int]]:
     return found
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize("name", list(STRATEGIES))
-@pytest.mark.parametrize("accumulate", ["local", "reduce"])
+@pytest.mark.parametrize(
+    ("world", "name", "accumulate"),
+    mode.sample(
+        [(w, n, a) for w in (1, 2, 3, 4, 8) for n in STRATEGIES if fits(n, w) for a in ("local", "reduce")],
+        16, "fsdp bytes",
+    ),
+)  # fmt: skip
 def test_wire_bytes_are_the_formula(world: int, name: str, accumulate: Any) -> None:
     """Rajbhandari et al., arXiv 1910.02054, section 7: (n - 1) / n a gather or reduce-scatter, twice an all-reduce."""
-    if not fits(name, world):
-        return
     micro, steps = 2, 3
 
     def train(comm: lc.Communicator) -> tuple[dict[str, int], int, int]:
@@ -422,9 +425,11 @@ WRONG: list[tuple[Callable[..., None], str, type[Exception]]] = [
 ]
 
 
-@pytest.mark.parametrize(("wrong", "name", "error"), WRONG, ids=lambda v: getattr(v, "__name__", str(v)))
-@pytest.mark.parametrize("who", ["all", "one"])
-@pytest.mark.parametrize("communicators", [1, 2])
+@pytest.mark.parametrize(
+    ("wrong", "name", "error", "who", "communicators"),
+    mode.sample([(*w, who, n) for w in WRONG for who in ("all", "one") for n in (1, 2)], 24, "fsdp wrong"),
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
 def test_a_wrong_call_raises_on_every_rank_and_reset_mends_it(
     wrong: Callable[..., None],
     name: str,
