@@ -7,7 +7,6 @@ import math
 import time
 import tracemalloc
 from collections.abc import Callable
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -252,27 +251,31 @@ def test_no_memory_is_taken_after_the_first_step() -> None:
 def test_the_next_gather_starts_before_this_computation_ends(name: str) -> None:
     names = [f"u{i}" for i in range(4)]
 
-    def train(comm: lc.Communicator) -> list[tuple[str, str]]:
+    def train(comm: lc.Communicator) -> None:
         with FSDP({unit: [Param("w", (100,))] for unit in names}, comm, STRATEGIES[name]) as engine:
             engine.fill(lambda unit, box: 0.0)
             with engine.step():
                 for phase, order in (("forward", names), ("backward", names[::-1])):
-                    for unit in order:
-                        engine.open(unit, phase)
-                        time.sleep(0.02)  # the computation
+                    for this, after in zip(order, [*order[1:], None], strict=True):
+                        engine.open(this, phase)  # type: ignore[arg-type]
+                        if after is not None and not (phase == "backward" and name == "sgo-sharded"):
+                            computing_until(lambda: begun(engine, after, phase))  # noqa: B023
                         if phase == "backward":
-                            engine.reduce(unit)
-                        engine.close(unit)
+                            engine.reduce(this)
+                        engine.close(this)
             engine.join()
-            return [(event.what, event.unit) for event in engine.report().events]
 
-    for events in lc.run_loopback(2, train, 20):
-        half = events.index(("close", names[-1]))
-        passes = [(events[: half + 1], names), (events[half + 1 :], names[::-1])]
-        for seen, order in passes[: 1 if name == "sgo-sharded" else 2]:
-            for this, after in pairwise(order):
-                begun, ended = seen.index(("open", this)), seen.index(("close", this))
-                assert begun < seen.index(("gather start", after)) < ended, (name, this)
+    def begun(engine: FSDP, unit: str | None, phase: str) -> bool:
+        starts = [event for event in engine.report().events if event.what == "gather start"]
+        return sum(event.unit == unit for event in starts) == (1 if phase == "forward" else 2)
+
+    def computing_until(seen: Callable[[], bool]) -> None:
+        end_s = time.monotonic() + 10
+        while not seen():
+            assert time.monotonic() < end_s, "the gather did not start while the unit before was open"
+            time.sleep(0.001)
+
+    lc.run_loopback(2, train, 30)
 
 
 def test_a_gather_runs_while_the_caller_computes() -> None:
