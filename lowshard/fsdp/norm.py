@@ -8,10 +8,13 @@ over ranks in any order, and is rounded once at the end.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
 import numpy as np
+
+from lowshard.kernels.engine import host_engine
 
 Array = Any  # a NumPy or CuPy array; CuPy ships no types
 
@@ -21,7 +24,7 @@ _LOWEST = 1074  # the smallest subnormal float64 is 2 ** -1074
 _LIMBS = (2046 + 53) // _LIMB_BITS + 3
 WORDS = _LIMBS + 1
 """int64 words of a sum: its limbs, and the number of blocks that were Inf or NaN."""
-_CHUNK_ELEMS = 1 << 16
+_CHUNK_ELEMS = 1 << 20
 
 
 def block_sums(terms: Array) -> Array:
@@ -36,7 +39,14 @@ def block_sums(terms: Array) -> Array:
 def power_sum(flat: Array, p: float, xp: Any) -> np.ndarray:
     """Return the exact sum of block sums of |x|^p of a flat array as words `[WORDS]` int64."""
     words = np.zeros(WORDS, np.int64)
+    compiled = p == 2 and flat.size % BLOCK_ELEMS == 0 and _compiled_for(flat)
     for start in range(0, flat.size, _CHUNK_ELEMS):
+        if compiled:
+            part = flat[start : start + _CHUNK_ELEMS]
+            sums = np.empty(part.size // BLOCK_ELEMS)
+            compiled(part, sums, sums.view(np.uint64), words)
+            carry(words)
+            continue
         chunk = flat[start : start + _CHUNK_ELEMS].astype(np.float64)
         if chunk.size % BLOCK_ELEMS:
             chunk = xp.concatenate([chunk, xp.zeros(-chunk.size % BLOCK_ELEMS)])
@@ -45,6 +55,15 @@ def power_sum(flat: Array, p: float, xp: Any) -> np.ndarray:
             sums = block_sums(terms)
         add_exactly(words, sums if isinstance(sums, np.ndarray) else sums.get())
     return words
+
+
+def _compiled_for(flat: Array) -> Callable[..., None] | None:
+    """Return a compiled kernel that does what `block_sums` and `add_exactly` do with squares, where there is one."""
+    if not isinstance(flat, np.ndarray) or flat.dtype != np.float32 or host_engine().name != "numba":
+        return None
+    from lowshard.kernels.cpu.step import square_sums_kernel
+
+    return square_sums_kernel()
 
 
 def add_exactly(words: np.ndarray, values: np.ndarray) -> None:

@@ -7,13 +7,13 @@ import math
 import time
 import tracemalloc
 from collections.abc import Callable
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from support import fsdp_kit as kit
+from support import mode
 from support.fsdp_kit import STRATEGIES, UNITS, filler, fits
 
 from lowshard import comm as lc
@@ -44,13 +44,15 @@ def segments(shards: int) -> dict[str, tuple[int, int]]:
     return found
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize("name", list(STRATEGIES))
-@pytest.mark.parametrize("accumulate", ["local", "reduce"])
+@pytest.mark.parametrize(
+    ("world", "name", "accumulate"),
+    mode.sample(
+        [(w, n, a) for w in (1, 2, 3, 4, 8) for n in STRATEGIES if fits(n, w) for a in ("local", "reduce")],
+        16, "fsdp bytes",
+    ),
+)  # fmt: skip
 def test_wire_bytes_are_the_formula(world: int, name: str, accumulate: Any) -> None:
     """Rajbhandari et al., arXiv 1910.02054, section 7: (n - 1) / n a gather or reduce-scatter, twice an all-reduce."""
-    if not fits(name, world):
-        return
     micro, steps = 2, 3
 
     def train(comm: lc.Communicator) -> tuple[dict[str, int], int, int]:
@@ -249,27 +251,31 @@ def test_no_memory_is_taken_after_the_first_step() -> None:
 def test_the_next_gather_starts_before_this_computation_ends(name: str) -> None:
     names = [f"u{i}" for i in range(4)]
 
-    def train(comm: lc.Communicator) -> list[tuple[str, str]]:
+    def train(comm: lc.Communicator) -> None:
         with FSDP({unit: [Param("w", (100,))] for unit in names}, comm, STRATEGIES[name]) as engine:
             engine.fill(lambda unit, box: 0.0)
             with engine.step():
                 for phase, order in (("forward", names), ("backward", names[::-1])):
-                    for unit in order:
-                        engine.open(unit, phase)
-                        time.sleep(0.02)  # the computation
+                    for this, after in zip(order, [*order[1:], None], strict=True):
+                        engine.open(this, phase)  # type: ignore[arg-type]
+                        if after is not None and not (phase == "backward" and name == "sgo-sharded"):
+                            computing_until(lambda: begun(engine, after, phase))  # noqa: B023
                         if phase == "backward":
-                            engine.reduce(unit)
-                        engine.close(unit)
+                            engine.reduce(this)
+                        engine.close(this)
             engine.join()
-            return [(event.what, event.unit) for event in engine.report().events]
 
-    for events in lc.run_loopback(2, train, 20):
-        half = events.index(("close", names[-1]))
-        passes = [(events[: half + 1], names), (events[half + 1 :], names[::-1])]
-        for seen, order in passes[: 1 if name == "sgo-sharded" else 2]:
-            for this, after in pairwise(order):
-                begun, ended = seen.index(("open", this)), seen.index(("close", this))
-                assert begun < seen.index(("gather start", after)) < ended, (name, this)
+    def begun(engine: FSDP, unit: str | None, phase: str) -> bool:
+        starts = [event for event in engine.report().events if event.what == "gather start"]
+        return sum(event.unit == unit for event in starts) == (1 if phase == "forward" else 2)
+
+    def computing_until(seen: Callable[[], bool]) -> None:
+        end_s = time.monotonic() + 10
+        while not seen():
+            assert time.monotonic() < end_s, "the gather did not start while the unit before was open"
+            time.sleep(0.001)
+
+    lc.run_loopback(2, train, 30)
 
 
 def test_a_gather_runs_while_the_caller_computes() -> None:
@@ -422,9 +428,11 @@ WRONG: list[tuple[Callable[..., None], str, type[Exception]]] = [
 ]
 
 
-@pytest.mark.parametrize(("wrong", "name", "error"), WRONG, ids=lambda v: getattr(v, "__name__", str(v)))
-@pytest.mark.parametrize("who", ["all", "one"])
-@pytest.mark.parametrize("communicators", [1, 2])
+@pytest.mark.parametrize(
+    ("wrong", "name", "error", "who", "communicators"),
+    mode.sample([(*w, who, n) for w in WRONG for who in ("all", "one") for n in (1, 2)], 24, "fsdp wrong"),
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
 def test_a_wrong_call_raises_on_every_rank_and_reset_mends_it(
     wrong: Callable[..., None],
     name: str,

@@ -7,16 +7,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from support import fsdp_kit as kit
+from support import mode
 from support.fsdp_kit import STRATEGIES, UNITS, filler, fits
 
 from lowshard import comm as lc
-from lowshard.fsdp import FSDP, SGD, Param, Precision, ShardingStrategy, Slot
+from lowshard.fsdp import FSDP, SGD, AdamW, Param, Precision, ShardingStrategy, Slot
 from lowshard.fsdp.links import Links
 from lowshard.fsdp.opening import Opener
 from lowshard.fsdp.strategy import Grid
+from lowshard.kernels import dequantize_mxfp8, quantize_mxfp8
 
 STEPS = 10
 
@@ -36,7 +39,10 @@ def check_equals_plain(path: Path, world: int, name: str, plain: Any, **options:
     return found
 
 
-@pytest.mark.parametrize(("world", "name"), [(w, n) for w in (1, 2, 4, 8) for n in STRATEGIES if fits(n, w)])
+@pytest.mark.parametrize(
+    ("world", "name"),
+    mode.sample([(w, n) for w in (1, 2, 4, 8) for n in STRATEGIES if fits(n, w)], 10, "fsdp worlds"),
+)
 def test_every_strategy_and_world_is_one_process_bit_for_bit(
     tmp_path: Path, world: int, name: str, plain: Any
 ) -> None:
@@ -52,14 +58,15 @@ def test_three_ranks_are_one_process_with_three_micro_batches(tmp_path: Path, na
     assert all(trained.norms == norms for trained in found)
 
 
-@pytest.mark.parametrize("world", [1, 2, 4, 8])
-@pytest.mark.parametrize("name", ["full", "sgo", "none", "hybrid2"])
+@pytest.mark.parametrize(
+    ("world", "name"),
+    mode.sample([(w, n) for w in (1, 2, 4, 8) for n in STRATEGIES if fits(n, w)], 5, "fsdp each"),
+)
 def test_reducing_each_micro_batch_is_one_process_too(
     tmp_path: Path, world: int, name: str, plain: Any
 ) -> None:
     """Ranks take micro-batches by turns then, so that the tree's leaves stay in order."""
-    if fits(name, world):
-        check_equals_plain(tmp_path / "m", world, name, plain, accumulate="reduce")
+    check_equals_plain(tmp_path / "m", world, name, plain, accumulate="reduce")
 
 
 def test_any_depth_delay_and_number_of_communicators_gives_the_same_bits(
@@ -109,14 +116,36 @@ def test_any_depth_delay_and_number_of_communicators_gives_the_same_bits(
 
 
 @pytest.mark.parametrize("order", ["rank", "fast"])
-def test_other_orders_are_close(tmp_path: Path, order: str, plain: Any) -> None:
-    """After 10 steps of AdamW within 1e-6 of the largest weight."""
-    path = tmp_path / "m"
-    lc.run_loopback(4, lambda c: kit.train(c, STRATEGIES["full"], range(STEPS), path=path, order=order), 30)
-    with kit.CheckpointReader(path) as reader:
-        for name in kit.SHAPES:
-            found, wanted = reader.read_box(name), plain[0].value[name]
-            assert np.max(np.abs(found - wanted), initial=0) <= 2e-5 * np.max(np.abs(wanted))
+@pytest.mark.parametrize("name", ["full", "none", "hybrid2"])
+def test_other_orders_are_close(order: Any, name: str) -> None:
+    """A reduced gradient is within 4 eps of the ranks' largest; after 10 steps weights within 1e-6 of the largest."""
+    units = {"u": [Param("w", (83, 61))]}
+    world, elems = 4, 83 * 61
+    terms = 1 + np.random.default_rng(5).random((world, elems), np.float32)
+
+    def train(comm: lc.Communicator, order: Any) -> tuple[np.ndarray, np.ndarray]:
+        with FSDP(units, comm, STRATEGIES[name], order=order) as engine:
+            engine.fill(lambda _, box: np.add.outer(np.arange(*box[0]), np.arange(*box[1])) / 200)
+            rule, grad = AdamW(lr=1e-3), np.empty(0)
+            for step in range(STEPS):
+                with engine.step():
+                    p = engine.open("u", "backward")
+                    value = terms[comm.rank].reshape(83, 61)
+                    engine.grads("u")["w"][...] = value if step == 0 else value * p["w"]
+                    engine.reduce("u")
+                    engine.close("u")
+                engine.join()
+                grad = next(engine.slots()).grad.copy() if step == 0 else grad
+                engine.update(rule)
+            return grad, engine.full("u.w")
+
+    exact = terms.astype(np.float64).mean(0)
+    tree = lc.run_loopback(world, lambda c: train(c, "tree"), 30)
+    for rank, (grad, weights) in enumerate(lc.run_loopback(world, lambda c: train(c, order), 30)):
+        first = grad.size * (rank % (world if name == "full" else 2 if name == "hybrid2" else 1))
+        mine = exact[first : first + grad.size]
+        assert np.abs(grad[: mine.size] - mine).max() <= 4 * 2**-24 * world * np.abs(terms).max()
+        assert np.abs(weights - tree[rank][1]).max() <= 1e-6 * np.abs(weights).max()
 
 
 # ---- files
@@ -290,7 +319,7 @@ def test_sgd_and_a_rule_of_the_users_own_agree_with_numpy() -> None:
 @pytest.mark.parametrize("wire", [None, "bfloat16", "mxfp8"])
 @pytest.mark.parametrize("compute", ["float32", "bfloat16"])
 def test_low_precision_is_the_same_for_every_strategy(tmp_path: Path, wire: str | None, compute: str) -> None:
-    """And for one process, whose parameters go through the same casts."""
+    """And for one plain process, whose parameters go through the same casts."""
     precision = Precision(compute=compute, wire=wire, grad="float32")
     files = {}
     for world, name in [
@@ -309,6 +338,24 @@ def test_low_precision_is_the_same_for_every_strategy(tmp_path: Path, wire: str 
         )
         files[world, name] = path.read_bytes()
     assert len(set(files.values())) == 1, [key for key, data in files.items() if data != files[1, "none"]]
+
+    def cast(name: str, value: np.ndarray) -> np.ndarray:
+        flat = value.reshape(-1)
+        if wire == "mxfp8":
+            padded = np.zeros(-(-flat.size // 32) * 32, np.float32)
+            padded[: flat.size] = flat
+            flat = dequantize_mxfp8(quantize_mxfp8(padded), compute)[: flat.size]
+        elif "bfloat16" in (wire, compute):
+            flat = flat.astype(ml_dtypes.bfloat16)
+        return np.asarray(flat.astype(compute).reshape(value.shape))
+
+    def cast_all(name: str, value: np.ndarray) -> np.ndarray:  # what is ignored goes over no wire
+        return np.asarray(value.astype(compute)) if name == "mask" else cast(name, value)
+
+    plain = kit.Plain(cast_all)
+    for step in range(3):
+        plain.step([kit.batch(step, micro) for micro in range(8)])
+    kit.check_file(tmp_path / "2full", plain, compute)
 
 
 def test_hybrid_shard_needs_a_divisor_and_every_rank_says_so() -> None:

@@ -1,0 +1,148 @@
+"""An unmodified nn.Module on sharded ranks trains as it does alone, and views pass to torch without a copy."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+from support import fsdp_kit as kit
+
+from lowshard import comm as lc
+from lowshard.fsdp import FSDP, AdamW, Param, ShardingStrategy
+
+torch = pytest.importorskip("torch", reason="torch is not installed: pip install torch")
+
+from lowshard.fsdp.torch import ShardedModule  # noqa: E402
+
+
+class Block(torch.nn.Module):  # type: ignore[misc,name-defined]
+    def __init__(self, n: int) -> None:
+        super().__init__()
+        self.norm = torch.nn.LayerNorm(n)
+        self.up, self.down = torch.nn.Linear(n, 53), torch.nn.Linear(53, n)
+
+    def forward(self, x: Any) -> Any:
+        return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
+
+
+class Net(torch.nn.Module):  # type: ignore[misc,name-defined]
+    """With an embedding that the head is tied to, a frozen bias, and a scale of the module's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(29, 37)
+        self.blocks = torch.nn.ModuleList([Block(37) for _ in range(3)])
+        self.head = torch.nn.Linear(37, 29)
+        self.head.weight = self.embed.weight
+        self.blocks[1].up.bias.requires_grad_(False)
+        self.scale = torch.nn.Parameter(torch.ones(()))
+
+    def forward(self, tokens: Any) -> Any:
+        x = self.embed(tokens) * self.scale
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+_SEEDING = threading.Lock()
+
+
+def made() -> Any:
+    with _SEEDING:  # torch's generator is one for all threads
+        torch.manual_seed(3)
+        return Net()
+
+
+def loss_of(net: Any, step: int, micro: int) -> Any:
+    rng = np.random.default_rng([step, micro])
+    tokens, targets = (torch.from_numpy(rng.integers(0, 29, 12)) for _ in range(2))
+    return torch.nn.functional.cross_entropy(net(tokens), targets)
+
+
+def alone(steps: int, micro_batches: int) -> dict[str, np.ndarray]:
+    """Train in one process: gradients of micro-batches one by one, added in a tree; torch's own AdamW."""
+    net = made()
+    rule = torch.optim.AdamW(net.parameters(), lr=1e-2, weight_decay=0.1)
+    for step in range(steps):
+        leaves = []
+        for micro in range(micro_batches):
+            net.zero_grad(set_to_none=True)
+            loss_of(net, step, micro).backward()
+            leaves.append({n: p.grad.numpy().copy() for n, p in net.named_parameters() if p.grad is not None})
+        for name, param in net.named_parameters():
+            if name in leaves[0]:
+                total = kit.tree([leaf[name] for leaf in leaves]) / np.float32(micro_batches)
+                param.grad = torch.from_numpy(np.asarray(total))
+        rule.step()
+    return {name: param.detach().numpy() for name, param in net.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    ("world", "name"), [(1, "none"), (2, "full"), (4, "full"), (2, "sgo"), (4, "hybrid2")]
+)
+def test_an_unmodified_module_trains_as_alone(world: int, name: str) -> None:
+    torch.set_num_threads(1)
+    wanted = alone(4, 4)
+
+    def train(comm: lc.Communicator) -> dict[str, np.ndarray]:
+        net = made()
+        sharded = ShardedModule(net, comm, kit.STRATEGIES[name])
+        rule, each = AdamW(lr=1e-2, weight_decay=0.1), 4 // comm.size
+        for step in range(4):
+            for k in range(each):
+                with sharded.step(last=k == each - 1):
+                    loss_of(net, step, comm.rank * each + k).backward()
+            sharded.engine.join()
+            sharded.engine.update(rule)
+            sharded.engine.broadcast_updated_params()
+        assert all(param.grad is None for param in net.parameters())
+        if name == "full" and comm.size > 1:
+            assert all(param.numel() == 0 for param in net.parameters())  # nothing is held but shards
+        found = dict(sharded.full_state())
+        sharded.engine.shut()
+        return found
+
+    for found in lc.run_loopback(world, train, 60):
+        assert set(found) == set(wanted)
+        for key, value in wanted.items():
+            np.testing.assert_allclose(found[key], value, rtol=1e-5, atol=2e-6, err_msg=key)
+
+
+def test_shardings_of_a_module_agree_bit_for_bit() -> None:
+    torch.set_num_threads(1)
+
+    def train(comm: lc.Communicator, strategy: ShardingStrategy) -> bytes:
+        net = made()
+        sharded = ShardedModule(net, comm, strategy)
+        for step in range(3):
+            with sharded.step():
+                loss_of(net, step, comm.rank).backward()
+            sharded.engine.join()
+            sharded.engine.clip(0.5)
+            sharded.engine.update(AdamW(lr=1e-2))
+            sharded.engine.broadcast_updated_params()
+        return b"".join(value.tobytes() for value in sharded.full_state().values())
+
+    names = [name for name in kit.STRATEGIES if name != "hybrid4"]
+    found = [lc.run_loopback(2, lambda c, n=name: train(c, kit.STRATEGIES[n]), 60) for name in names]
+    assert len({data for datas in found for data in datas}) == 1
+
+
+def test_views_go_to_torch_and_back_without_a_copy() -> None:
+    def look(comm: lc.Communicator) -> None:
+        with FSDP({"u": [Param("w", (5, 7))]}, comm) as engine:
+            engine.fill(lambda name, box: 2.0)
+            w = torch.from_dlpack(engine.open("u", "backward")["w"])
+            assert w.data_ptr() == engine.open("u")["w"].ctypes.data
+            assert (w == 2).all()
+            torch.from_dlpack(engine.grads("u")["w"])[...] = 3
+            engine.add_grad("u", "w", np.from_dlpack(torch.ones(5, 7)))
+            engine.reduce("u")
+            engine.close("u")
+            engine.close("u")
+            engine.join()
+            assert engine.norm(float("inf")) == 4
+
+    lc.run_loopback(2, look, 20)
