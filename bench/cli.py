@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 
 from lowshard.bench.cluster import add_profile_parser
 from lowshard.bench.collective import add_collective_parsers
-from lowshard.bench.redistribute import add_redistribute_parser
 from lowshard.bench.fsdp import add_fsdp_parser
+from lowshard.bench.pick import add_pick_parser
 from lowshard.bench.plan import add_plan_parser
+from lowshard.bench.redistribute import add_redistribute_parser
 from lowshard.bench.refit import add_refit_parser
 from lowshard.bench.simulate import add_simulate_parser
-from lowshard.bench.pick import add_pick_parser
 from lowshard.bench.tune import add_tune_parser
 from lowshard.errors import LowshardError
 

@@ -23,8 +23,8 @@ def build_parser() -> argparse.ArgumentParser:
     from lowshard.launch.cli import add_run_parser
     from lowshard.launch.doctor import add_doctor_parser
     from lowshard.rules.cli import add_rules_parser
-    from lowshard.weights.cli import add_reshard_parser
     from lowshard.solver.cli import add_solve_parser
+    from lowshard.weights.cli import add_reshard_parser
 
     parser = argparse.ArgumentParser(prog="lowshard", description=DESCRIPTION, epilog=EPILOG)
     parser.add_argument("--version", action="version", version=f"lowshard {__version__}")

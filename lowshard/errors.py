@@ -7,9 +7,9 @@ either. `exit_code` is what the command line returns for the class.
 from __future__ import annotations
 
 __all__ = [
-    "BudgetError",
     "BadGrad",
     "BadGrid",
+    "BudgetError",
     "BufferMismatchError",
     "CheckpointError",
     "CommError",
@@ -156,6 +156,8 @@ class VerificationError(LowshardError, AssertionError):
 
 class SolverError(ShardingError, RuntimeError):
     """A solver found no action: nothing feasible, over the budget, or against its policy."""
+
+
 class BadGrid(MeshError):
     """A world that cannot be cut into the shard and replica groups that were asked for."""
 
@@ -172,6 +174,8 @@ class BudgetError(SolverError):
 
 class PolicyError(SolverError):
     """Actions exist, but the solver is told not to take any of them."""
+
+
 class StaleParams(StepError):
     """Full parameters that an update has left behind, or a second update of the same gradients."""
 
