@@ -55,7 +55,6 @@ FLOORS: dict[str, str] = {
     "lowshard.program": "4",
     "lowshard.move": "4",
     "lowshard.pool": "4",
-    "lowshard.tiling": "1",
     "lowshard.reshard": "5",
     "lowshard.reshard.cut": "3",
     "lowshard.reshard.seat": "3",
