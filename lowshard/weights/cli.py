@@ -19,16 +19,18 @@ from lowshard.weights.convert import ConvertPlan, ConvertReport, Settings, conve
 
 DESCRIPTION = """\
 Cuts a safetensors checkpoint anew: reads IN (a file, a Hugging Face folder, a sharded checkpoint, or one file a
-rank), cuts every tensor as the strategies say over the grid of --to, and writes the folder OUT: one safetensors file a
-rank and lowshard.index.json. No process holds more than --memory, however large the checkpoint. What was
-written is read again and compared with the input before it takes its place; a run that is killed leaves no half.
+rank), cuts every tensor as the strategies or rules say over the grid of --to, and writes the folder OUT: one
+safetensors file a rank and lowshard.index.json. No process holds more than --memory, however large the checkpoint.
+What was written is read again and compared with the input before it takes its place; a run that is killed leaves no half.
 """
 EPILOG = """\
 examples:
   lowshard reshard llama/ out/ --to tp=4 --strategies llama.yaml
   lowshard reshard out/ out2/ --from tp=4 --to tp=2,dp=2 --strategies llama.yaml -n 2 --memory 2GB
   lowshard reshard mixtral/ out/ --to tp=2,ep=4 --strategies moe.yaml --mxfp8
-Strategies: llama, qwen, moe (Mixtral, DeepSeek), bert, or a YAML file of your own.
+  lowshard reshard ranks/ out/ --from-rules ep-as-cp --from fsdp=4,expert=2 --to-rules pure-fsdp --to fsdp=8
+Strategies: llama, qwen, moe (Mixtral, DeepSeek), bert, or a YAML file of your own. Rules: a ready-made name or a
+path, as of `lowshard rules`.
 """
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -55,8 +57,14 @@ def add_reshard_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentP
         metavar="GRID",
         help="how IN is cut; needed for files of ranks without an index only",
     )
+    parser.add_argument("--strategies", metavar="FILE", help="cuts by name patterns: llama.yaml, or your own")
     parser.add_argument(
-        "--strategies", required=True, metavar="FILE", help="name patterns: llama.yaml, or your own"
+        "--to-rules",
+        metavar="RULES",
+        help="cuts by a mesh-and-rule file instead; --to has sizes of its mesh axes",
+    )
+    parser.add_argument(
+        "--from-rules", metavar="RULES", help="how IN is cut, likewise; --from has sizes of its mesh axes"
     )
     parser.add_argument(
         "--mxfp8", action="store_true", help="quantise linear weights to MXFP8 (e4m3, blocks of 32)"
@@ -99,7 +107,7 @@ def run(args: argparse.Namespace) -> int:
     settings = Settings(
         source=args.source, target=args.target, strategies=args.strategies, to=args.to, was=args.was,
         mxfp8=args.mxfp8, memory_bytes=parse_size(args.memory), num_heads=args.heads, num_kv_heads=args.kv_heads,
-        verify=not args.no_verify,
+        verify=not args.no_verify, to_rules=args.to_rules, from_rules=args.from_rules,
     )  # fmt: skip
     if args.ranks < 1:
         raise LaunchError(f"--ranks is at least 1, got {args.ranks}")

@@ -30,6 +30,7 @@ from lowshard.tiling import Tiling
 from lowshard.weights.grid import Grid, rank_tilings
 from lowshard.weights.pattern import NamePatterns, Sizes
 from lowshard.weights.quantization import Quantization
+from lowshard.weights.ruled import RuledGrid, check_blocks
 from lowshard.weights.save import Item, Publication, items_of
 
 MIN_MEMORY_BYTES = 256_000_000
@@ -43,7 +44,7 @@ class Settings:
 
     source: str
     target: str
-    strategies: str
+    strategies: str | None
     to: str
     was: str | None = None
     mxfp8: bool = False
@@ -51,6 +52,8 @@ class Settings:
     num_heads: int | None = None
     num_kv_heads: int | None = None
     verify: bool = True
+    to_rules: str | None = None
+    from_rules: str | None = None
 
     def to_json(self) -> str:
         """Return one line that `from_json` reads."""
@@ -97,17 +100,24 @@ class ConvertPlan:
                 f"--memory is at least {MIN_MEMORY_BYTES // 10**6}MB (Python and its libraries need half of it), got "
                 f"{settings.memory_bytes / 1e6:g}MB"
             )
-        patterns = NamePatterns.load(settings.strategies)
         sizes = _sizes(settings)
-        target = Grid.parse(settings.to)
-        catalog = _source(settings, patterns, sizes)
+        catalog = _source(settings, sizes)
         shapes = {name: (t.dtype, t.shape) for name, t in catalog.tensors.items()}
-        made = target.tilings(shapes, patterns, sizes)
         quantised: set[str] = set()
         if settings.mxfp8:
             quantised = {n for n, (dtype, shape) in shapes.items() if _fits_mxfp8(n, dtype, shape)}
+        made: Mapping[str, tuple[Tiling, object]]
+        target: Grid | RuledGrid
+        if settings.to_rules is not None:
+            target = RuledGrid.parse(settings.to_rules, settings.to)
+            made = target.tilings(shapes)
             for name in quantised:
-                strategy, shape = made[name][1], shapes[name][1]
+                check_blocks(name, made[name][0], _BLOCK_ELEMS)
+        else:
+            target = Grid.parse(settings.to)
+            made = by_strategy = target.tilings(shapes, _patterns(settings), sizes)
+            for name in quantised:
+                strategy, shape = by_strategy[name][1], shapes[name][1]
                 for index in range(strategy.num_devices):
                     try:
                         Quantization.mxfp8().pieces(strategy, shape, index)
@@ -347,10 +357,25 @@ def _sizes(settings: Settings) -> Sizes:
     return Sizes.from_config(folder) if (folder / "config.json").exists() else Sizes()
 
 
-def _source(settings: Settings, patterns: NamePatterns, sizes: Sizes) -> Catalog:
+def _patterns(settings: Settings) -> NamePatterns:
+    if settings.strategies is None:
+        raise ShardingError(
+            "cuts come from name patterns (--strategies llama.yaml) or from a mesh-and-rule file (--to-rules, and "
+            "--from-rules for files of ranks without an index); neither was given"
+        )
+    return NamePatterns.load(settings.strategies)
+
+
+def _source(settings: Settings, sizes: Sizes) -> Catalog:
     """Return the input's catalog; files of ranks without an index are understood by `was`."""
     path = Path(settings.source)
-    was = None if settings.was is None else Grid.parse(settings.was)
+    was: Grid | RuledGrid | None = None
+    if settings.from_rules is not None:
+        if settings.was is None:
+            raise ShardingError("--from-rules needs the sizes of its mesh axes: --from fsdp=4,expert=2")
+        was = RuledGrid.parse(settings.from_rules, settings.was)
+    elif settings.was is not None:
+        was = Grid.parse(settings.was)
     files = (
         sorted(p for p in path.glob("*.safetensors") if not p.name.startswith(".")) if path.is_dir() else []
     )
@@ -366,4 +391,6 @@ def _source(settings: Settings, patterns: NamePatterns, sizes: Sizes) -> Catalog
         raise CheckpointError(
             f"{path}: --from {was} means {was.num_ranks} files, one a rank, or an index; there are {len(files)}"
         )
-    return Catalog.of_rank_files(files, rank_tilings(files, was, patterns, sizes))
+    if isinstance(was, RuledGrid):
+        return Catalog.of_rank_files(files, was.rank_tilings(files))
+    return Catalog.of_rank_files(files, rank_tilings(files, was, _patterns(settings), sizes))

@@ -19,13 +19,14 @@ from support.checkpoints import local_of, on_ranks, same
 
 from lowshard.checkpoint import Catalog
 from lowshard.cli import main
-from lowshard.errors import CheckpointError, ShardingError, VerificationError
+from lowshard.errors import CheckpointError, RulesError, ShardingError, VerificationError
 from lowshard.kernels import quantize_mxfp8
 from lowshard.tiling import Tiling
 from lowshard.weights import NamePatterns, Sizes, load, plan_load
 from lowshard.weights.cli import parse_size
 from lowshard.weights.convert import Settings, convert
 from lowshard.weights.grid import Grid
+from lowshard.weights.ruled import RuledGrid
 
 ROOT = Path(__file__).resolve().parents[2]
 HEADS, KV, DIM, INNER, LAYERS = 9, 3, 32, 192, 2
@@ -135,6 +136,61 @@ def test_files_of_ranks_without_an_index(plain: Path, tmp_path: Path, was: str) 
                                ",".join(reversed(was.split(","))) if "," in was else f"dp={was[3:]}",
                                num_heads=HEADS, num_kv_heads=KV))  # fmt: skip
     assert not (tmp_path / "x" / "lowshard.index.json").exists()
+
+
+def ruled_ranks(folder: Path, rules: str, sizes: str) -> Path:
+    """Write one file a rank, without an index, cut as a rule file says."""
+    folder.mkdir()
+    values, grid = model(), RuledGrid.parse(rules, sizes)
+    tilings = grid.tilings({n: ("float32", v.shape) for n, v in values.items()})
+    for rank in range(grid.num_ranks):
+        mine = {n: local_of(values[n], t, rank) for n, (t, _) in tilings.items()}
+        save_file({n: a for n, a in mine.items() if a is not None}, folder / f"rank-{rank:02d}.safetensors")
+    return folder
+
+
+def test_from_the_cuts_of_one_rule_file_to_those_of_another(tmp_path: Path, capsys: Any) -> None:
+    ranks = ruled_ranks(tmp_path / "ranks", "ep-as-cp", "fsdp=2,expert=2")
+    was = ("--from-rules", "ep-as-cp", "--from", "fsdp=2,expert=2")
+    assert run(ranks, tmp_path / "out", *was, "--to-rules", "pure-fsdp", "--to", "fsdp=3") == 0
+    assert equal(tmp_path / "out", model())
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) == 3
+    name = "model.layers.1.mlp.down_proj.weight"
+    layout = RuledGrid.parse("pure-fsdp", "fsdp=3").tilings({name: ("float32", (HIDDEN, INNER))})[name][0]
+    catalog = Catalog.open(tmp_path / "out")
+    assert [p.box for p in catalog.tensors[name].parts] == [t.box for r in range(3) for t in layout.tiles(r)]
+    assert len({p.box for p in catalog.tensors[name].parts}) == 3  # cut, not copied
+    # From there to a grid of strategies, and the other way round.
+    again, back = tmp_path / "again", tmp_path / "back"
+    assert (
+        run(tmp_path / "out", again, "--to", "tp=2", "--strategies", "llama", "--heads", 9, "--kv-heads", 3)
+        == 0
+    )
+    assert run(again, back, "--to-rules", "default", "--to", "tensor=2,fsdp=2") == 0
+    assert equal(back, model())
+    capsys.readouterr()
+    assert run(again, back, "--to-rules", "default", "--to", "tensor=2", "--dry-run", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["ranks"] == 2
+
+
+def test_rule_cuts_that_cannot_be_are_refused(plain: Path, tmp_path: Path) -> None:
+    out = tmp_path / "x"
+    ranks = ruled_ranks(tmp_path / "ranks", "pure-fsdp", "fsdp=2")
+    for settings, error, match in (
+        (Settings(str(plain), str(out), None, "fsdp=2", to_rules="nonesuch.yml"), RulesError, "nonesuch.yml"),
+        (Settings(str(plain), str(out), None, "fsdp=0", to_rules="pure-fsdp"), RulesError, "fsdp=0"),
+        (Settings(str(plain), str(out), None, "tp=2"), ShardingError, "neither was given"),
+        (Settings(str(ranks), str(out), None, "fsdp=2", to_rules="pure-fsdp", from_rules="pure-fsdp"),
+         ShardingError, "--from"),
+        (Settings(str(ranks), str(out), None, "fsdp=2", "fsdp=3", to_rules="pure-fsdp", from_rules="pure-fsdp"),
+         CheckpointError, "means 3 files"),
+        # 288 columns by 5 are no whole blocks of 32.
+        (Settings(str(plain), str(out), None, "fsdp=5", to_rules="pure-fsdp", mxfp8=True),
+         ShardingError, "inside a block of 32"),
+    ):  # fmt: skip
+        with pytest.raises(error, match=match):
+            convert_alone(settings)
+    assert not out.exists() or not list(out.glob("*.safetensors"))
 
 
 def convert_alone(settings: Settings) -> Any:

@@ -1,0 +1,111 @@
+"""A mesh-and-rule file in place of name patterns: how it cuts a checkpoint, and what files of ranks add up to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+from lowshard.checkpoint.header import read_header
+from lowshard.errors import CheckpointError, RulesError, ShardingError
+from lowshard.mesh import DeviceMesh
+from lowshard.rules import RuleSet, load_rules
+from lowshard.rules.parameter import checkpoint_layouts
+from lowshard.tiling import Tiling
+
+
+@dataclass(frozen=True)
+class RuledGrid:
+    """Ranks of a checkpoint as the devices of a rule file's mesh.
+
+    Tensors that no name pattern of the file matches stay whole on every rank, as the rules have it.
+    """
+
+    rules: RuleSet
+    mesh: DeviceMesh
+    text: str
+
+    @classmethod
+    def parse(cls, rules: str, sizes: str) -> RuledGrid:
+        """Return the grid of a rule file (a name or a path) and sizes such as `fsdp=4,expert=2`.
+
+        Raises:
+            RulesError: the file or the sizes cannot be; the sizes multiply to the ranks.
+        """
+        held: dict[str, int] = {}
+        for token in filter(None, (t.strip() for t in sizes.split(","))):
+            name, _, number = token.partition("=")
+            if not name or name in held or not number.isdecimal() or not 1 <= int(number) < 2**31:
+                raise RulesError(
+                    f"sizes of mesh axes read like 'fsdp=4,expert=2', each axis once and 1 or more; got {sizes!r}"
+                )
+            held[name] = int(number)
+        bound, mesh = load_rules(rules).bind(prod(held.values()), held)
+        return cls(bound, mesh, f"{rules} on {sizes}")
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks in all."""
+        return self.mesh.size
+
+    def __str__(self) -> str:
+        return self.text
+
+    def tilings(self, shapes: Mapping[str, tuple[str, tuple[int, ...]]]) -> dict[str, tuple[Tiling, str]]:
+        """Return the tiling of each tensor (dtype and shape by name), and the spec it comes from."""
+        layouts = checkpoint_layouts(self.rules, self.mesh, {n: (s, d) for n, (d, s) in shapes.items()})
+        return {name: (Tiling.from_layout(layout), str(layout)) for name, layout in layouts.items()}
+
+    def rank_tilings(self, files: Sequence[Path]) -> dict[str, Tiling]:
+        """Return the tilings of one file a rank, from the shapes that the files hold.
+
+        Raises:
+            CheckpointError: a name's shapes do not add up to an array that the rules cut so.
+        """
+        headers = [read_header(f).tensors for f in files]
+        names = {name: entry for header in reversed(headers) for name, entry in header.items()}
+        ones = {name: (tuple(1 for _ in e.shape), e.dtype) for name, e in names.items()}
+        cuts = checkpoint_layouts(
+            self.rules, self.mesh, ones
+        )  # the axes of a dim do not depend on its extent
+        shapes: dict[str, tuple[str, tuple[int, ...]]] = {}
+        for name, entry in names.items():
+            extents = []
+            for dim, axes in enumerate(cuts[name].spec):
+                ranks = self._along(() if axes is None else (axes,) if isinstance(axes, str) else tuple(axes))
+                held = [headers[r][name].shape for r in ranks if name in headers[r]]
+                if any(len(shape) != len(entry.shape) for shape in held):
+                    raise CheckpointError(
+                        f"{files[0]}: tensor {name!r} has another number of dims in other files"
+                    )
+                extents.append(sum(shape[dim] for shape in held))
+            shapes[name] = (entry.dtype, tuple(extents))
+        return {name: tiling for name, (tiling, _) in self.tilings(shapes).items()}
+
+    def _along(self, axes: Sequence[str]) -> list[int]:
+        """Return the ranks that differ in these mesh axes alone, the others at 0."""
+        places = [self.mesh.axis_names.index(axis) for axis in axes]
+        return [
+            rank
+            for rank in self.mesh.ranks
+            if not any(at for i, at in enumerate(self.mesh.coord(rank)) if i not in places)
+        ]
+
+
+def check_blocks(name: str, tiling: Tiling, block_elems: int) -> None:
+    """Raise where a cut of the last dim goes through a block of elements that share a scale.
+
+    Raises:
+        ShardingError: names the tensor and the cut.
+    """
+    last = tiling.shape[-1]
+    for rank in range(tiling.num_ranks):
+        for tile in tiling.tiles(rank):
+            start, stop = tile.box[-1]
+            if start % block_elems or (stop % block_elems and stop != last):
+                raise ShardingError(
+                    f"{name} {list(tiling.shape)}: rank {rank} holds columns {start} to {stop}, a cut inside a block "
+                    f"of {block_elems}; for MXFP8, cut another dim or take sizes that divide {last // block_elems} "
+                    "blocks"
+                )
