@@ -21,7 +21,8 @@ DESCRIPTION = """\
 Cuts a safetensors checkpoint anew: reads IN (a file, a Hugging Face folder, a sharded checkpoint, or one file a
 rank), cuts every tensor as the strategies or rules say over the grid of --to, and writes the folder OUT: one
 safetensors file a rank and lowshard.index.json. No process holds more than --memory, however large the checkpoint.
-What was written is read again and compared with the input before it takes its place; a run that is killed leaves no half.
+What was written is read again and compared with the input before it takes its place; a run that is killed leaves no
+half. With --simulate nothing is read or written: IN is a reshard plan, whose time and load are predicted.
 """
 EPILOG = """\
 examples:
@@ -29,6 +30,7 @@ examples:
   lowshard reshard out/ out2/ --from tp=4 --to tp=2,dp=2 --strategies llama.yaml -n 2 --memory 2GB
   lowshard reshard mixtral/ out/ --to tp=2,ep=4 --strategies moe.yaml --mxfp8
   lowshard reshard ranks/ out/ --from-rules ep-as-cp --from fsdp=4,expert=2 --to-rules pure-fsdp --to fsdp=8
+  lowshard reshard plan.json --simulate --profile cluster.json
 Strategies: llama, qwen, moe (Mixtral, DeepSeek), bert, or a YAML file of your own. Rules: a ready-made name or a
 path, as of `lowshard rules`.
 """
@@ -46,11 +48,9 @@ def add_reshard_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentP
     )
     parser.add_argument("source", metavar="IN", help="checkpoint: a file or a folder")
     parser.add_argument(
-        "target", metavar="OUT", help="folder of the new checkpoint; an old one in it is replaced"
+        "target", metavar="OUT", nargs="?", help="folder of the new checkpoint; an old one in it is replaced"
     )
-    parser.add_argument(
-        "--to", required=True, metavar="GRID", help="such as tp=2,dp=2 (axes tp, ep, dp; outer first)"
-    )
+    parser.add_argument("--to", metavar="GRID", help="such as tp=2,dp=2 (axes tp, ep, dp; outer first)")
     parser.add_argument(
         "--from",
         dest="was",
@@ -84,6 +84,14 @@ def add_reshard_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentP
         "--dry-run", action="store_true", help="show what would be written, and write nothing"
     )
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    parser.add_argument(
+        "--simulate", action="store_true",
+        help="predict the plan IN (JSON, or the models dense and deepseek) instead; as `lowshard bench simulate`",
+    )  # fmt: skip
+    parser.add_argument("--profile", metavar="FILE", help="with --simulate: the cluster profile")
+    parser.add_argument(
+        "--node-size", type=int, default=8, metavar="N", help="with --simulate: ranks a node (8)"
+    )
     parser.add_argument("--timeout", type=float, metavar="S", help="end the job after S seconds")
     parser.set_defaults(func=run)
 
@@ -104,6 +112,13 @@ def run(args: argparse.Namespace) -> int:
     """Run the subcommand and return the exit code."""
     from lowshard.launch.environment import find_rank
 
+    if args.simulate:
+        from lowshard.bench.simulate import run_simulate
+
+        args.plan = args.source
+        return run_simulate(args)
+    if args.target is None or args.to is None:
+        raise LaunchError("lowshard reshard takes IN, OUT and --to (such as --to tp=4); one is missing")
     settings = Settings(
         source=args.source, target=args.target, strategies=args.strategies, to=args.to, was=args.was,
         mxfp8=args.mxfp8, memory_bytes=parse_size(args.memory), num_heads=args.heads, num_kv_heads=args.kv_heads,
