@@ -68,14 +68,14 @@ def test_the_bench_sends_what_the_formula_says(tmp_path: Path) -> None:
         "--mode",
         "full,sgo,none,hybrid",
     ]
-    small = ["--width", "96", "--layers", "3", "--steps", "2", "--warmup", "1", "--json", str(out)]
+    small = ["--width", "128", "--layers", "3", "--steps", "2", "--warmup", "1", "--json", str(out)]
     ran = subprocess.run([*command, *small], capture_output=True, text=True, timeout=110, check=False)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     rows = json.loads(out.read_text())["rows"]
     assert [(row["mode"], row["ranks"]) for row in rows] == [
         ("full", 1), ("sgo", 1), ("none", 1), ("full", 2), ("sgo", 2), ("none", 2), ("hybrid", 2),
     ]  # fmt: skip
-    elems = 3 * (96 * 96 + 96)
+    elems = 3 * (128 * 128 + 128)
     sent = {(row["mode"], row["ranks"]): row["sent_bytes"] for row in rows}
     assert sent["full", 2] == sent["hybrid", 2] == 3 * 4 * elems
     assert sent["sgo", 2] == sent["none", 2] == 2 * 4 * elems
