@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from lowshard.bench.cluster import add_profile_parser
 from lowshard.bench.collective import add_collective_parsers
 from lowshard.bench.pick import add_pick_parser
+from lowshard.bench.redistribute import add_redistribute_parser
 from lowshard.bench.tune import add_tune_parser
 from lowshard.errors import LowshardError
 
@@ -69,6 +70,7 @@ def add_bench_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentPar
     add_profile_parser(benches)
     add_tune_parser(benches)
     add_pick_parser(benches)
+    add_redistribute_parser(benches)
     mxfp8 = _add(benches, "mxfp8", "quantise and dequantise whole arrays", MXFP8, run_mxfp8)
     mxfp8.add_argument(
         "--size", type=parse_sizes, metavar="N[,N...]",

@@ -9,25 +9,33 @@ from typing import Any
 
 import numpy as np
 
-from lowshard import dtypes
-from lowshard.comm.agreement import agree
+from lowshard import dtypes, move
+from lowshard.comm.agreement import agree, share
 from lowshard.comm.protocol import Communicator
+from lowshard.cost import ClusterProfile
 from lowshard.errors import BufferMismatchError, DTypeError, LowshardError, MeshError
+from lowshard.kernels.buffer import allocate
 from lowshard.layout import Layout
-from lowshard.move import run
-from lowshard.program import Program, StepProgram, programs
+from lowshard.pool import BufferPool
+from lowshard.program import Program, StepProgram, form_of, programs
 from lowshard.redistribute import RedistributePlan, plan_redistribute
 
 Array = Any
 
+_HOST = np.empty(0)
+
 
 def execute(
-    plan: RedistributePlan, local: Array | None, comm: Communicator, out: Array | None = None
-) -> Array | None:
+    plan: RedistributePlan, local: Array | None, comm: Communicator, out: Array | None = None, *,
+    pool: BufferPool | None = None, profile: bool = False,
+) -> Array | None:  # fmt: skip
     """Move a rank's local array as the plan says and return its part of the destination.
 
     Collective: all ranks of the communicator call this. Partial terms fold in tree order over their
     ranks, so the bits are the same on every transport.
+
+    Beside local and result nothing is held but what one step leaves for the next, no larger than the two, and one
+    slab of bounded size. Arrays of `comm.empty` are read where they lie; others take one more pass.
 
     Args:
         plan: from `plan_redistribute`, equal on every rank (its digest is compared first).
@@ -38,6 +46,8 @@ def execute(
         out: where to put the result: C-contiguous, of shape `plan.dst.local_shape(rank)`, not
             overlapping local. By default a new array; where no rank needs a byte from another, a
             read-only view of local may be returned instead.
+        pool: where a new result comes from.
+        profile: take the time of each step, on the slowest rank, for `plan.explain()`; ranks meet between the steps.
 
     Returns:
         This rank's part of `plan.dst`, or None on a rank outside the destination mesh.
@@ -48,8 +58,14 @@ def execute(
         MismatchError: the ranks hold different plans.
         (Each on every rank, whichever rank is at fault.)
     """
-    agree(comm, bytes.fromhex(plan.digest()), _argument_error(plan, local, comm, out), "execute")
-    return _walk(plan, local, comm, out)
+    agree(comm, plan.digest_bytes, _argument_error(plan, local, comm, out), "execute")
+    if not profile:
+        return _walk(plan, local, comm, out, pool)
+    times: list[float] = []
+    result = _walk(plan, local, comm, out, pool, times)
+    rows = share(comm.control, np.array(times, np.float64)) if times else []
+    plan.note_measured([float(max(row[i] for row in rows)) for i in range(len(times))])
+    return result
 
 
 def execute_all(
@@ -57,6 +73,8 @@ def execute_all(
     local: Mapping[str, Array | None],
     comm: Communicator,
     out: Mapping[str, Array] | None = None,
+    *,
+    pool: BufferPool | None = None,
 ) -> dict[str, Array | None]:
     """Move many arrays, each by its plan, after one agreement over all of them.
 
@@ -79,31 +97,32 @@ def execute_all(
     if strange and error is None:
         error = BufferMismatchError(f"arrays were given for {sorted(strange)}, for which there is no plan")
     agree(comm, digest.digest(), error, "execute_all")
-    return {name: _walk(plan, local.get(name), comm, given.get(name)) for name, plan in plans.items()}
+    return {name: _walk(plan, local.get(name), comm, given.get(name), pool) for name, plan in plans.items()}
 
 
 def redistribute(
-    local: Array | None, src: Layout, dst: Layout, comm: Communicator, out: Array | None = None
-) -> Array | None:
+    local: Array | None, src: Layout, dst: Layout, comm: Communicator, out: Array | None = None, *,
+    cost: ClusterProfile | None = None, pool: BufferPool | None = None,
+) -> Array | None:  # fmt: skip
     """Move a rank's local array from layout `src` to layout `dst`: plan, then execute.
 
-    Collective: all ranks of the communicator call this. Arguments, result and errors: as for
-    `execute`, and those of `plan_redistribute`, on every rank.
+    Collective: all ranks of the communicator call this. Where its ranks are on several nodes, copies of the own node
+    are read first. Arguments, result and errors: as for `execute`, and those of `plan_redistribute`, on every rank.
     """
     plan, error = None, None
     try:
-        plan = plan_redistribute(src, dst)
+        plan = plan_redistribute(src, dst, cost, comm.node_size)
         error = _argument_error(plan, local, comm, out)
     except LowshardError as caught:  # perhaps on this rank alone: the others wait to hear of it
         error = caught
-    agree(comm, b"" if plan is None else bytes.fromhex(plan.digest()), error, "redistribute")
+    agree(comm, b"" if plan is None else plan.digest_bytes, error, "redistribute")
     assert plan is not None  # else agree has raised
-    return _walk(plan, local, comm, out)
+    return _walk(plan, local, comm, out, pool)
 
 
 def _walk(
     plan: RedistributePlan, local: Array | None, comm: Communicator, out: Array | None,
-    times: list[float] | None = None,
+    pool: BufferPool | None, times: list[float] | None = None,
 ) -> Array | None:  # fmt: skip
     """Do the steps of a plan that all ranks have agreed on."""
     if not plan.steps:
@@ -111,21 +130,31 @@ def _walk(
     steps = programs(plan, comm.rank, comm.size)
     last = steps[-1].parts[-1]
     for step in steps:
-        begin_s = time.perf_counter()
-        native = step.native
-        if native and (local is None or not local.flags.c_contiguous):
-            local = comm.xp.ascontiguousarray(local)
-        if native:
+        if times is not None:
+            comm.control._barrier()
+            begin_s = time.perf_counter()
+        if step.whole is not None and comm.shows and step.whole.largest_bytes >= move.READ_FROM_BYTES:
             part = step.parts[-1]
-            result = out if part is last and out is not None else _result(part, comm, part is last)
-            _collective(step, local, result, comm)
+            result = out if part is last and out is not None else _result(part, comm, part is last, pool)
+            move.run(step.whole, local, result, comm)
+            local = result
+        elif step.native:
+            part = step.parts[-1]
+            result = out if part is last and out is not None else _result(part, comm, part is last, pool)
+            _collective(step, comm.xp.ascontiguousarray(local), result, comm)
             local = result
         else:
             for part in step.parts:
-                local = _run(part, local, comm, out if part is last else None, part is last)
+                local = _run(part, local, comm, out if part is last else None, part is last, pool)
         if times is not None:
+            _wait_for_device(comm)
             times.append(time.perf_counter() - begin_s)
     return local
+
+
+def _wait_for_device(comm: Communicator) -> None:
+    if comm.xp is not np:
+        comm.xp.cuda.get_current_stream().synchronize()
 
 
 def _collective(step: StepProgram, local: Array | None, out: Array | None, comm: Communicator) -> None:
@@ -143,24 +172,29 @@ def _collective(step: StepProgram, local: Array | None, out: Array | None, comm:
 
 
 def _run(
-    program: Program, local: Array | None, comm: Communicator, out: Array | None, is_last: bool
-) -> Array | None:
+    program: Program, local: Array | None, comm: Communicator, out: Array | None, is_last: bool,
+    pool: BufferPool | None,
+) -> Array | None:  # fmt: skip
     """Do one exchange and return this rank's result."""
     if out is None and local is not None and program.view is not None:
         view = local[(*program.view, ...)]  # an array even when 0-d
         return _read_only(view) if is_last else view
-    result = out if out is not None else _result(program, comm, is_last)
-    run(program, local, result, comm)
+    result = out if out is not None else _result(program, comm, is_last, pool)
+    move.run(program, local, result, comm)
     return result
 
 
-def _result(program: Program, comm: Communicator, is_last: bool) -> Array | None:
+def _result(program: Program, comm: Communicator, is_last: bool, pool: BufferPool | None) -> Array | None:
     """Return a new array for a result; what is between two steps lies where the others read it."""
     if program.shape is None:
         return None
     dtype = _buffer_dtype(program.dtype, comm.xp)
     if comm.xp is np and not is_last:
         return comm.empty(program.shape, dtype)
+    if is_last and pool is not None:
+        return pool.empty(program.shape, dtype)
+    if comm.xp is np:
+        return allocate(program.shape, dtype, _HOST)
     return comm.xp.empty(program.shape, dtype)
 
 
@@ -194,6 +228,23 @@ def _argument_error(
     plan: RedistributePlan, local: Array | None, comm: Communicator, out: Array | None
 ) -> LowshardError | None:
     """Return what is wrong with this rank's arguments, or None: the caller compares over all ranks."""
+    form = form_of(plan, comm.rank)
+    if (
+        comm.xp is np
+        and comm.size >= plan.world_size
+        and (_is_array(local, form.local, form.dtype) if form.local is not None else local is None)
+        and (
+            out is None
+            or (
+                form.out is not None
+                and _is_array(out, form.out, form.dtype)
+                and out.flags.c_contiguous
+                and out.flags.writeable
+                and not (local is not None and np.may_share_memory(local, out))
+            )
+        )
+    ):
+        return None
     if comm.size < plan.world_size:
         return MeshError(
             f"meshes {plan.src.mesh} and {plan.dst.mesh} name ranks up to {plan.world_size - 1}, but the "
@@ -214,6 +265,10 @@ def _argument_error(
     if np.may_share_memory(local, out):
         return BufferMismatchError("out overlaps local; give it memory of its own, or pass out=None")
     return None
+
+
+def _is_array(array: Array | None, shape: tuple[int, ...], dtype: np.dtype[Any]) -> bool:
+    return isinstance(array, np.ndarray) and array.shape == shape and array.dtype == dtype
 
 
 def _array_error(array: Array | None, layout: Layout, name: str, comm: Communicator) -> str | None:

@@ -100,7 +100,7 @@ class DeviceMesh:
         return prod(self.axis_size(n) for n in name)
 
     def __contains__(self, rank: object) -> bool:
-        if not isinstance(rank, SupportsIndex):
+        if not isinstance(rank, int) and not isinstance(rank, SupportsIndex):  # the second is slow to ask
             return False
         number = operator.index(rank)
         return number in (self.ranks if self._index is None else self._index)

@@ -17,7 +17,7 @@ from lowshard.comm.protocol import Communicator
 from lowshard.comm.reduction import identity
 from lowshard.kernels.engine import host_engine
 from lowshard.kernels.runs import RunTable, lower
-from lowshard.program import Chunk, Index, Laid, Program, Stage
+from lowshard.program import Chunk, Index, Laid, Program
 
 Array = Any
 
@@ -68,7 +68,7 @@ def _read(program: Program, local: Array | None, out: Array | None, comm: Commun
         call = comm._make(program.name, text, 0, program.sent_bytes, program.received_bytes)
 
         def begin(local: Array | None, out: Array | None) -> None:
-            _read_boxes(program, local, out, comm, call.signature, text)  # type: ignore[union-attr]
+            _read_boxes(program, local, out, comm, call.signature, text)
 
         call.run = begin
         comm._keep(key, call)
@@ -142,58 +142,61 @@ def _pack(laid: Sequence[Laid], local: Array, into: Array) -> None:
 
 
 def _send(program: Program, local: Array | None, out: Array | None, comm: Communicator) -> None:
-    of = -(-program.largest_bytes // SEND_FROM_BYTES)
-    nothing = comm.xp.empty(0, program.dtype if comm.xp is np else _carried(local, out))
-    for number in range(max(1, of)):
-        rounds = program.round(number, max(1, of))
-        send, displs = nothing, rounds.gives.displs
+    of = max(1, -(-program.largest_bytes // SEND_FROM_BYTES))
+    nothing = comm.xp.empty(0, _dtype_of(program, local, out))
+    for number in range(of):
+        rounds = program.round(number, of)
+        gives, takes = rounds.gives, rounds.takes
+        send, displs = nothing, gives.displs
         if local is not None and rounds.stage.elems:
-            direct = _runs(rounds.stage, local) if of <= 1 else None
+            direct = _direct(program, of)[0] if local.flags.c_contiguous else None
             if direct is not None:
-                send, displs = local.reshape(-1), [direct.get(at, 0) for at in displs]
+                send, displs = local.reshape(-1), direct
             else:
                 send = comm.xp.empty(rounds.stage.elems, local.dtype)
                 _pack(rounds.stage.laid, local, send)
-        takes = rounds.takes
-        into = _places(program, rounds.chunks, out) if of <= 1 else None
+        into = _direct(program, of)[1]
         if into is not None and out is not None:
-            comm.all_to_all_v(send, rounds.gives.counts, displs, out.reshape(-1), takes.counts, into)
-            _fill(program, number, max(1, of), local, out, None, comm)
+            comm.all_to_all_v(send, gives.counts, displs, out.reshape(-1), takes.counts, into)
+            _fill(program, number, of, local, out, None, comm)
             continue
         received = nothing if out is None or not takes.elems else comm.xp.empty(takes.elems, out.dtype)
-        comm.all_to_all_v(send, rounds.gives.counts, displs, received, takes.counts, takes.displs)
+        comm.all_to_all_v(send, gives.counts, displs, received, takes.counts, takes.displs)
         if out is not None:
-            _fill(program, number, max(1, of), local, out, received, comm)
+            _fill(program, number, of, local, out, received, comm)
 
 
-def _runs(stage: Stage, local: Array) -> dict[int, int] | None:
-    """Return where each box of a stage begins in the flat array, if all are single runs of it: nothing is packed."""
-    if not local.flags.c_contiguous:
-        return None
-    found = {}
-    for part in stage.laid:
-        run = single_run(tuple((s.start, s.stop) for s in part.index), local.shape)
-        if run is None:
-            return None
-        found[part.start] = run
-    return found
+def _direct(program: Program, of: int) -> tuple[list[int] | None, list[int] | None]:
+    """Return where in its flat array a rank's messages begin, and where in its flat result those to it; kept.
+
+    None where not every message is a single run in memory, so that something must be packed or unpacked.
+    """
+    found = program.kept.get("direct")
+    if found is None:
+        only = program.round(0, 1)
+        gives = takes = None
+        if program.rank in program.exchange.src.mesh:
+            shape = program.exchange.src.local_shape(program.rank)
+            runs = {part.start: _run_of(part.index, shape) for part in only.stage.laid}
+            if None not in runs.values():
+                gives = [runs.get(at) or 0 for at in only.gives.displs]
+        if program.shape is not None and program.op is None:
+            into = {c.sources[0].rank: _run_of(c.index, program.shape) for c in only.chunks}
+            if None not in into.values():
+                takes = [into.get(rank) or 0 for rank in range(program.size)]
+        found = program.kept["direct"] = gives, takes
+    return (None, None) if of > 1 else found
 
 
-def _places(program: Program, chunks: Sequence[Chunk], out: Array | None) -> list[int] | None:
-    """Return where each rank's box begins in the flat result, if all are single runs of it and nothing is folded."""
-    if out is None or program.op is not None:
-        return None
-    found = [0] * program.size
-    for chunk in chunks:
-        run = single_run(tuple((s.start, s.stop) for s in chunk.index), out.shape)
-        if run is None:
-            return None
-        found[chunk.sources[0].rank] = run
-    return found
+def _run_of(index: Index, shape: tuple[int, ...]) -> int | None:
+    return single_run(tuple((s.start, s.stop) for s in index), shape)
 
 
-def _carried(local: Array | None, out: Array | None) -> Any:
-    return np.dtype(np.uint8) if local is None and out is None else (out if local is None else local).dtype
+def _dtype_of(program: Program, local: Array | None, out: Array | None) -> Any:
+    """Return the dtype that buffers have in memory, also where this rank has none."""
+    if local is not None:
+        return local.dtype
+    return program.dtype if out is None else out.dtype
 
 
 # ---- what arrives
@@ -227,7 +230,7 @@ def _fill(
         # Each begins with another, so that no memory is asked by all at once.
         chunks = tuple(sorted(chunks, key=lambda chunk: (chunk.sources[0].rank - me) % size))
     for place, chunk in enumerate(chunks):
-        terms = []
+        terms: list[tuple[Any, Any, bool]] = []
         for source in chunk.sources:
             if source.rank == me:
                 terms.append((local, source.index, True))

@@ -29,6 +29,8 @@ STEP_KINDS: tuple[str, ...] = get_args(StepKind)
 
 _SAMPLED_RANKS = 16
 _STATES_MOST = 400
+_STEP_S = 1e-6
+"""What a step must gain, so that of two chains that take the same time the shorter one is taken."""
 
 
 class State(NamedTuple):
@@ -222,7 +224,8 @@ class Grid:
             return Move(kind, axes, dst, seconds, load.mean)
         whole = max(self.largest(src), self.largest(dst))
         moved = whole * (n - 1) / n * (2 if kind == "all_reduce" else 1)
-        return Move(kind, axes, dst, prices.seconds(kind, n, whole * self.itemsize, level), moved)
+        seconds = max(prices.seconds(kind, n, whole * self.itemsize, level), prices.local())
+        return Move(kind, axes, dst, seconds, moved)
 
     def share(self, src: State, dst: State) -> State | None:
         """Return dst with its replicas each holding a share of the box, or None if it cannot be shared.
@@ -304,7 +307,7 @@ class Grid:
                 if by_bytes:
                     key = (first + move.elems, second + 1, third + move.seconds)
                 else:
-                    key = (first + move.seconds, second + move.elems, third + 1)
+                    key = (first + move.seconds + _STEP_S, second + move.elems, third + 1)
                 serial += 1
                 heappush(heap, (*key, serial, target, [*path, move]))
         raise AssertionError("an exchange leads from every state to the last one")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from lowshard.box import Split
+from lowshard.box import Split, split_interval
 from lowshard.errors import ShardingError
 
 ReduceOp = Literal["sum", "avg", "min", "max", "prod"]
@@ -69,6 +69,17 @@ class Partial(Placement):
 
     def __str__(self) -> str:
         return "P" if self.op == "sum" else f"P:{self.op}"
+
+
+def mean_weight(extent: int, parts: int, index: int, split: Split = "balanced") -> float:
+    """Return what the mean over one part of a split extent is multiplied by to be a term of `Partial("avg")`.
+
+    The value of a Partial("avg") is the plain mean of its terms. So that it is the mean over the whole extent where
+    the parts are not equally long, a part counts by its length: parts * length / extent. An empty part counts 0, and
+    its term is 0, not the NaN that a mean over nothing gives.
+    """
+    start, stop = split_interval((0, extent), parts, index, split)
+    return parts * (stop - start) / extent if extent else 0.0
 
 
 def parse_placement(text: str) -> Placement:

@@ -19,8 +19,11 @@ from lowshard.redistribute import RedistributePlan, Step
 
 Index = tuple[slice, ...]
 
+_PROGRAMS_KEPT = 16384
 
-class Source(NamedTuple):
+
+@dataclass(frozen=True, slots=True)
+class Source:
     """Where a box of the result comes from.
 
     Attributes:
@@ -36,7 +39,8 @@ class Source(NamedTuple):
     got: int
 
 
-class Chunk(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Chunk:
     """A box of the result and what fills it: one source, or one for each term, in the order of the fold."""
 
     index: Index
@@ -49,7 +53,8 @@ class Chunk(NamedTuple):
         return prod(self.shape)
 
 
-class Laid(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Laid:
     """A box that a rank lays out for others: where in its array, and where in a packed buffer."""
 
     index: Index
@@ -162,10 +167,40 @@ class StepProgram:
     parts: tuple[Program, ...]
     native: str = ""
     counts: tuple[list[int], list[int]] = field(default=([], []))
+    whole: Program | None = None
+    """A reduction of two terms as one exchange: each rank folds all of its result, which moves as many bytes and takes
+    one pass over memory where ranks read each other's. It is not divided into chunks that ranks meet for."""
+
+
+class Form(NamedTuple):
+    """What a rank's arrays look like: shapes (None outside the mesh) and dtype."""
+
+    local: tuple[int, ...] | None
+    out: tuple[int, ...] | None
+    dtype: np.dtype[Any]
+
+
+_FORMS: dict[tuple[str, int], Form] = {}
+
+
+def form_of(plan: RedistributePlan, rank: int) -> Form:
+    """Return what a rank's arrays of a plan look like; kept."""
+    key = (plan.digest(), rank)
+    found = _FORMS.get(key)
+    if found is None:
+        src, dst = plan.src, plan.dst
+        found = Form(
+            src.local_shape(rank) if rank in src.mesh else None,
+            dst.local_shape(rank) if rank in dst.mesh else None,
+            src.numpy_dtype,
+        )
+        if len(_FORMS) >= _PROGRAMS_KEPT:
+            _FORMS.clear()
+        _FORMS[key] = found
+    return found
 
 
 _PROGRAMS: dict[tuple[str, int, int], tuple[StepProgram, ...]] = {}
-_PROGRAMS_KEPT = 16384
 
 
 def programs(plan: RedistributePlan, rank: int, size: int) -> tuple[StepProgram, ...]:
@@ -186,7 +221,12 @@ def _step_program(step: Step, rank: int, size: int) -> StepProgram:
         _program("all_to_all_v" if kind == "exchange" else kind, part, rank, size)
         for kind, part in zip(kinds, step.exchanges, strict=True)
     )
-    return StepProgram(step, parts, *_native(step, size))
+    whole = None
+    if len(step.exchanges) == 2 and step.exchanges[0].terms == 2:
+        first, last = step.exchanges
+        direct = Exchange(first.src, last.dst, first.folded, last.fresh, first.node_size)
+        whole = _program("all_reduce", direct, rank, size)
+    return StepProgram(step, parts, *_native(step, size), whole)
 
 
 def _program(name: str, exchange: Exchange, rank: int, size: int) -> Program:

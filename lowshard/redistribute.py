@@ -10,6 +10,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from lowshard.cost import ClusterProfile
@@ -113,7 +114,7 @@ class RedistributePlan:
     _digest: str = field(default="", repr=False, compare=False)
     _measured: list[float] = field(default_factory=list, repr=False, compare=False)
 
-    @property
+    @cached_property
     def world_size(self) -> int:
         """The smallest communicator that holds every rank of both meshes."""
         return max(max(self.src.mesh.ranks), max(self.dst.mesh.ranks)) + 1
@@ -208,6 +209,11 @@ class RedistributePlan:
             text = json.dumps(data, sort_keys=True, separators=(",", ":"))
             object.__setattr__(self, "_digest", hashlib.blake2b(text.encode(), digest_size=16).hexdigest())
         return self._digest
+
+    @cached_property
+    def digest_bytes(self) -> bytes:
+        """The digest as 16 bytes."""
+        return bytes.fromhex(self.digest())
 
     def __str__(self) -> str:
         return self.explain()

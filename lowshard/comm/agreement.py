@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 
 import numpy as np
@@ -51,7 +52,8 @@ def agree(comm: Communicator, digest: bytes, error: Exception | None = None, wha
 
 def _signature(digest: bytes) -> int:
     """Return a digest as a signature: positive, below 2^62, and none of the small ones that have a meaning."""
-    return (int.from_bytes(digest[:8].ljust(8, b"\0"), "little") >> 2) | 16
+    mixed = hashlib.blake2b(digest[:_DIGEST_BYTES].ljust(_DIGEST_BYTES, b"\0"), digest_size=8).digest()
+    return (int.from_bytes(mixed, "little") >> 2) | 16
 
 
 def share(control: Communicator, record: np.ndarray) -> list[np.ndarray]:

@@ -76,6 +76,14 @@ class HierarchicalCommunicator(Windows):
         """The transport's name."""
         return "mpi"
 
+    @property
+    def node_size(self) -> int | None:
+        """Ranks a node, where all have as many and they are numbered node by node."""
+        nodes = self.seating.nodes
+        size = len(nodes[0])
+        in_order = all(list(ranks) == list(range(i * size, (i + 1) * size)) for i, ranks in enumerate(nodes))
+        return size if in_order else None
+
     def empty(self, shape: int | Sequence[int], dtype: Any = "float32") -> Array:
         """Return an array, not filled, in memory that the other ranks of the node read where it lies."""
         return self.node.empty(shape, dtype)

@@ -50,7 +50,7 @@ def fold(
     for block in _blocks(out.shape, _BLOCK_ELEMS if isinstance(out, np.ndarray) else max(out.size, 1)):
         part = [t[block] for t in terms]
         if len(terms) == 2 and divisor == 1 and wide == out.dtype:
-            ufunc(*part, out=out[block])
+            ufunc(part[0], part[1], out=out[block])
             continue
         value = _fold_left(part, ufunc, wide) if order == "rank" else _fold_tree(part, ufunc, wide)
         out[block] = _divide(value, divisor)

@@ -214,6 +214,11 @@ class Transport(ABC):
     # ---- buffers that the others read where they lie
 
     @property
+    def node_size(self) -> int | None:
+        """Ranks a node, where rank r is on node r // node_size; None where there is one node, or no such number."""
+        return None
+
+    @property
     def shows(self) -> bool:
         """Whether ranks can read each other's buffers in place, as `_show` offers; the same on all ranks."""
         return False

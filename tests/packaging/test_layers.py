@@ -47,6 +47,8 @@ FLOORS: dict[str, str] = {
     "lowshard.solver.table": "3",
     "lowshard.solver.transition": "3",
     "lowshard.program": "4",
+    "lowshard.move": "4",
+    "lowshard.pool": "4",
     "lowshard.execute": "4",
     "lowshard.solver": "4",
     "lowshard.op": "4",

@@ -24,6 +24,7 @@ from lowshard import dtypes as dt
 from lowshard.box import intersect, volume
 from lowshard.comm import Communicator
 from lowshard.comm.loopback import LoopbackCommunicator
+from lowshard.cost import ClusterProfile
 
 WAYS = ("as sizes ask", "read in place", "laid out", "in rounds")
 """Ways that bytes can take; see `take_way`."""
@@ -143,10 +144,13 @@ def calls_of(plan: RedistributePlan) -> set[str]:
     return kinds | {"all_to_all_v"}
 
 
-def check_move(comm: Communicator, src: Layout, dst: Layout, seed: int, kind: str = "int") -> None:
+def check_move(
+    comm: Communicator, src: Layout, dst: Layout, seed: int, kind: str = "int",
+    cost: ClusterProfile | None = None, node_size: int | None = None,
+) -> None:  # fmt: skip
     """Move one array on this rank; assert its bytes and its traffic."""
     rank = comm.rank
-    plan = plan_redistribute(src, dst)
+    plan = plan_redistribute(src, dst, cost, node_size)
     local = None
     if rank in src.mesh:
         slices = tuple(slice(a, b) for a, b in src.box(rank))
@@ -175,6 +179,8 @@ def check_move(comm: Communicator, src: Layout, dst: Layout, seed: int, kind: st
     assert comm.traffic.received_bytes == plan.received_bytes(rank)
     assert comm.traffic.sent_bytes == plan.sent_bytes(rank)
     assert set(comm.traffic.calls) <= calls_of(plan)
+    if cost is not None:  # then seconds decide, not bytes
+        return
     folded = any(step.folded for step in plan.steps)
     if not folded and want is not None and not any(step.fresh for step in plan.steps):
         wanted, own = dst.box(rank), src.box(rank) if rank in src.mesh else None

@@ -87,7 +87,8 @@ def fold_views(terms: Sequence[Array], out: Array, op: str, divisor: int) -> Non
 @lru_cache(maxsize=4096)
 def _rows(shape: tuple[int, ...], item: int, strides: Strides, others: tuple[Strides, ...]) -> Any:
     """Return the elements of a row, and the levels of rows as `fold_rows` takes them, int64 [levels, 2 + operands]."""
-    n, levels = 1, []
+    n = 1
+    levels: list[list[int]] = []
     every = (strides, *others)
     for dim in range(len(shape) - 1, -1, -1):
         if shape[dim] == 1:
