@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.mark.mpi
 def test_the_program_in_the_readme_runs(tmp_path: Path) -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    (program,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    program = re.findall(r"```python\n(.*?)```", text, re.DOTALL)[0]
     script = tmp_path / "sums.py"
     script.write_text(program)
     ran = start_ranks(script, 4, [], timeout_s=60)
