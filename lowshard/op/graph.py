@@ -252,8 +252,8 @@ def _input_error(
             or tuple(part.shape) != shape
             or part.dtype != layout.numpy_dtype
         ):
-            is_array = part is not None and hasattr(part, "dtype")
-            came = f"{part.dtype}{list(part.shape)}" if is_array else type(part).__name__
+            kind = getattr(part, "dtype", None)
+            came = type(part).__name__ if kind is None else f"{kind}{list(np.shape(part))}"
             return BufferMismatchError(
                 f"graph {graph.name!r}: {name!r} in {layout} is {layout.dtype}{list(shape)} on rank {comm.rank}, got "
                 f"{came}"

@@ -15,13 +15,20 @@ from lowshard.demo.smollm2 import generated
 ROOT = Path(__file__).resolve().parents[2]
 
 
-PROGRAMS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+def program(heading: str) -> str:
+    """Returns the first program under a heading of the README."""
+    (section,) = re.findall(
+        rf"^## {heading}$(.*?)(?=^## |\Z)",
+        (ROOT / "README.md").read_text(encoding="utf-8"),
+        re.DOTALL | re.MULTILINE,
+    )
+    return str(re.findall(r"```python\n(.*?)```", section, re.DOTALL)[0])
 
 
 @pytest.mark.mpi
 def test_the_program_in_the_readme_runs(tmp_path: Path) -> None:
     script = tmp_path / "sums.py"
-    script.write_text(PROGRAMS[0])
+    script.write_text(program("A program"))
     ran = start_ranks(script, 4, [], timeout_s=60)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert "rank 3 holds ((502, 1003), (0, 517))" in ran.stdout
@@ -31,7 +38,7 @@ def test_the_program_in_the_readme_runs(tmp_path: Path) -> None:
 @pytest.mark.mpi
 def test_the_program_on_weights_in_the_readme_runs(tmp_path: Path) -> None:
     script = tmp_path / "weights.py"
-    script.write_text(PROGRAMS[1])
+    script.write_text(program("Weights and checkpoints"))
     model = generated(tmp_path, LlamaConfig(50, 36, 2, 9, 3, 40), seed=0)
     ran = start_ranks(script, 4, [str(model.checkpoint), str(tmp_path / "sharded")], timeout_s=60)
     assert ran.returncode == 0, ran.stdout + ran.stderr
