@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 
 import numpy as np
 
 from lowshard import errors
-from lowshard.comm.algorithm import ERROR_SIGNATURE, NO_ARRAY
+from lowshard.comm.algorithm import AGREED, NO_ARRAY
 from lowshard.comm.protocol import Communicator
 from lowshard.errors import LowshardError, MismatchError
 
@@ -31,22 +32,38 @@ def agree(comm: Communicator, digest: bytes, error: Exception | None = None, wha
         MismatchError: the digests differ.
     """
     control = comm.control
-    if control.xp is np:  # else there may be nothing to compare with at once
-        same = control._compare(_signature(digest) if error is None else ERROR_SIGNATURE)
-        if same and error is None:
-            return
+    if control._compares:
+        rows = control._agree(_signature(digest), f"{what}{AGREED}{digest[:_DIGEST_BYTES].hex()}", error)
+        _raise_if_apart(rows, error, what)
+        return
     record = np.zeros(_DIGEST_BYTES + 1, np.uint8)
     record[:_DIGEST_BYTES] = np.frombuffer(digest[:_DIGEST_BYTES].ljust(_DIGEST_BYTES, b"\0"), np.uint8)
     record[_DIGEST_BYTES] = error is not None
-    rows = share(control, record)
-    failed = [rank for rank in range(control.size) if rows[rank][_DIGEST_BYTES]]
-    if failed:
-        _raise_first(control, failed[0], error, what)
-    seen: dict[bytes, list[int]] = {}
-    for rank in range(control.size):
-        seen.setdefault(rows[rank][:_DIGEST_BYTES].tobytes(), []).append(rank)
+    records = share(control, record)
+    texts = [f"{what}{AGREED}{row[:_DIGEST_BYTES].tobytes().hex()}" for row in records]
+    if any(row[_DIGEST_BYTES] for row in records):
+        mine = [] if error is None else [type(error).__name__, str(error)]
+        said = [json.loads(text) for text in share_text(control, json.dumps(mine))]
+        _raise_if_apart([[text, "", *words] for text, words in zip(texts, said, strict=True)], error, what)
+    _raise_if_apart([[text, ""] for text in texts], error, what)
+
+
+def _raise_if_apart(rows: Sequence[Sequence[str]], error: Exception | None, what: str) -> None:
+    """Raise what the rows of all ranks (text, line, error's class and words) demand; the same on all ranks."""
+    for rank, row in enumerate(rows):
+        if len(row) > 2:
+            name, said = row[2:]
+            known = getattr(errors, name, None)
+            if isinstance(known, type) and issubclass(known, LowshardError):
+                raise known(f"{what}: rank {rank}: {said}") from error
+            raise LowshardError(f"{what}: rank {rank}: {name}: {said}") from error
+    seen: dict[str, list[int]] = {}
+    for rank, row in enumerate(rows):
+        seen.setdefault(row[0], []).append(rank)
     if len(seen) > 1:
-        parts = "; ".join(f"ranks {ranks} have {key.hex()[:8]}" for key, ranks in seen.items())
+        parts = "; ".join(
+            f"ranks {ranks} have {text.partition(AGREED)[2][:8]}" for text, ranks in seen.items()
+        )
         raise MismatchError(f"{what}: every rank asks for the same thing, but {parts}")
 
 
@@ -80,16 +97,6 @@ def share_text(control: Communicator, text: str) -> list[str]:
     longest = max(int(row[0]) for row in share(control, np.array([len(data)], np.int64)))
     padded = np.frombuffer(data.ljust(longest, b"\0"), np.uint8).copy()
     return [row.tobytes().rstrip(b"\0").decode() for row in share(control, padded)]
-
-
-def _raise_first(control: Communicator, rank: int, error: Exception | None, what: str) -> None:
-    mine = "" if error is None else json.dumps([type(error).__name__, str(error)])
-    name, text = json.loads(share_text(control, mine)[rank])
-    known = getattr(errors, name, None)
-    where = f"{what}: rank {rank}: "
-    if isinstance(known, type) and issubclass(known, LowshardError):
-        raise known(where + text) from error
-    raise LowshardError(f"{where}{name}: {text}") from error
 
 
 def refuse(comm: Communicator, error: LowshardError, what: str) -> None:

@@ -29,6 +29,9 @@ NO_ARRAY = "[?]"
 ERROR_SIGNATURE = 2
 """In place of a call's signature: this rank's own arguments are wrong."""
 
+AGREED = ", digest "
+"""In the texts of ranks that agree on something, which is no call that counts."""
+
 # Below this a reduction gathers whole operands and folds them locally: one message instead of two.
 _ONE_MESSAGE_BYTES = 4096
 
@@ -83,6 +86,10 @@ class Algorithms(Transport):
             cls = getattr(errors, name)
             assert issubclass(cls, LowshardError)
             raise cls(f"rank {wrong[0]}: {said}") from error
+        raise self._mismatch(rows, self._sequence) from error
+
+    def _mismatch(self, rows: list[list[str]], number: int) -> MismatchError:
+        """Return the error of ranks that asked for different things, in their call of that number."""
         by_row: dict[tuple[str, str], list[int]] = {}
         for rank, row in enumerate(rows):
             also = f" (wrong in itself: {row[3]})" if len(row) > 2 else ""
@@ -91,10 +98,32 @@ class Algorithms(Transport):
             f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))} asked for {what} at {line}"
             for (what, line), ranks in by_row.items()
         )
-        raise MismatchError(
+        return MismatchError(
             f"all ranks of a communicator make the same call with the same dtype, counts, reduction and root, but in "
-            f"call #{self._sequence} {asked}"
-        ) from error
+            f"call #{number} {asked}"
+        )
+
+    def _agree(self, signature: int, text: str, error: Exception | None) -> list[list[str]]:
+        """Return nothing where all ranks come with this signature and no error; else what each of them came with.
+
+        That is a text, a source line and, where it has an error, its class and words.
+
+        Raises:
+            MismatchError: some rank makes another call meanwhile; the same on all ranks.
+        """
+        if self._check != "full" and self._compare(signature if error is None else ERROR_SIGNATURE):
+            if error is None:
+                return []
+        elif self._check == "full" and error is None and set(self._share_texts(text)) == {text}:
+            return []
+        elif self._check == "full" and error is not None:
+            self._share_texts("")
+        mine = [text, self._started_at or source_line()]
+        mine += [] if error is None else [type(error).__name__, str(error)]
+        rows = [json.loads(row) for row in self._share_texts(json.dumps(mine))]
+        if not all(AGREED in row[0] for row in rows):
+            raise self._mismatch(rows, self._sequence + 1) from error
+        return rows
 
     def _share_texts(self, text: str) -> list[str]:
         """Return every rank's text, in rank order, by way of two moves."""

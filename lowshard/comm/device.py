@@ -47,6 +47,10 @@ class DeviceCommunicator(Communicator):
         flags = buf.flags
         return bool(flags.c_contiguous and (not writes or getattr(flags, "writeable", True)))
 
+    @property
+    def _compares(self) -> bool:
+        return self._host is not None
+
     def _compare(self, signature: int) -> bool:
         return True if self._host is None else self._host._compare(signature)
 

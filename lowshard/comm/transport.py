@@ -207,6 +207,11 @@ class Transport(ABC):
         """As `_native_all_reduce`, for reduce_scatter."""
         return False
 
+    @property
+    def _compares(self) -> bool:
+        """Whether ranks can compare numbers at once; else `_compare` says yes to everything."""
+        return True
+
     @abstractmethod
     def _compare(self, signature: int) -> bool:
         """Return, on all ranks alike, whether all ranks gave the same signature."""

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from support.agreement_cases import equal_everywhere
@@ -13,7 +14,7 @@ from support.comm_kit import CannotRun, case, outcome, put, same, told
 from support.every_call import long
 from support.mismatch import Board, Mismatch, line_of, mismatches, wrong_arguments
 
-from lowshard.comm import Communicator
+from lowshard.comm import Communicator, agree
 from lowshard.comm.work import Work
 from lowshard.errors import BufferMismatchError, MismatchError
 
@@ -80,6 +81,29 @@ def ranks_that_ask_for_different_things_are_all_told(comm: Communicator, rng: np
             ends = outcome(entry.other if comm.rank == odd else entry.one)
             assert before == (comm.traffic.sent_bytes, dict(comm.traffic.calls))
             check_mismatch(comm, entry, odd, ends)
+
+
+@case
+def an_agreement_that_meets_a_call_is_a_mismatch(comm: Communicator, rng: np.random.Generator) -> None:
+    compared(comm)
+    for odd in {0, comm.size - 1}:
+        for wrong in (None, BufferMismatchError("its own trouble")):
+            buf = put(comm, np.ones(7, np.float32))
+
+            def call(odd: int = odd, wrong: BufferMismatchError | None = wrong, buf: Any = buf) -> None:
+                if comm.rank == odd:
+                    agree(comm, b"plan of w", wrong, "execute")
+                else:
+                    comm.all_reduce(buf, buf)
+
+            name, text = outcome(call)
+            assert name == MismatchError.__name__, text
+            assert "execute" in text
+            assert "all_reduce float32[7]" in text
+            assert equal_everywhere(comm, re.sub(r"call #\d+", "", text))
+            same(buf, np.ones(7, np.float32))
+            comm._sequence += comm.rank == odd  # for the comparison of later texts alone
+    go_on(comm)
 
 
 @case
