@@ -20,7 +20,14 @@ from lowshard.solver.graph.graph import BoundGraph, Graph
 from lowshard.solver.graph.ilp import COLUMNS_MOST, IntegerProgram, has_scipy
 from lowshard.solver.graph.network import Network
 from lowshard.solver.graph.plan import GraphMove, GraphPlan, Holding, show_bytes
-from lowshard.solver.graph.schedule import Assignment, Schedule, holders, is_feasible, schedule
+from lowshard.solver.graph.schedule import (
+    Assignment,
+    Schedule,
+    holders,
+    is_feasible,
+    schedule,
+    space_of,
+)
 from lowshard.solver.graph.space import Choice, Space
 from lowshard.solver.graph.timing import Objective, Rates, Timing, temporary_bytes
 from lowshard.solver.greedy import Bindable, GreedyReshard
@@ -172,13 +179,13 @@ class GraphSolver(Bindable):
     ) -> tuple[Schedule, float, str]:
         """Return the best schedule that fits, a bound, and how it was found."""
         best, method = greedy, "Lagrangian"
-        program = None
+        program, some = None, False
         if self.method != "dp" and has_scipy():
             program = IntegerProgram(space, budget)
             if program.columns > COLUMNS_MOST:
                 program = None
         if self.method != "ilp":
-            half_s = time.monotonic() + (end_s - time.monotonic()) / (2 if program is not None else 1)
+            half_s = time.monotonic() + (end_s - time.monotonic()) / (2 if has_scipy() else 1)
             try:
                 if best is None:
                     leanest, floor = least_peak(space, free, budget, half_s)
@@ -190,6 +197,11 @@ class GraphSolver(Bindable):
                         raise self._infeasible(space, leanest, budget)
                 fitted = fit(space, budget, free, best, half_s)
                 best, low = fitted.best, max(low, fitted.bound)
+                if program is None and self.method == "auto" and has_scipy():
+                    # Too large as a whole: the best mixture of what the search came by.
+                    program, some = IntegerProgram(space_of(space, fitted.seen), budget), True
+                    if program.columns > COLUMNS_MOST:
+                        program = None
             except TooWideError:
                 if program is None:
                     raise
@@ -197,13 +209,13 @@ class GraphSolver(Bindable):
             return best, low, "Lagrangian, proved"
         if program is not None:
             answer = program.solve(max(1.0, end_s - time.monotonic()))
-            if answer.is_infeasible and best is None:
+            if answer.is_infeasible and best is None and not some:
                 raise self._infeasible(space, free, budget)
             if answer.assignment is not None:
                 found = schedule(space, answer.assignment)
                 if is_feasible(found, budget) and (best is None or found.price < best.price):
-                    best, method = found, "integer program"
-            if answer.bound > low:
+                    best, method = found, "Lagrangian, then integer program" if some else "integer program"
+            if answer.bound > low and not some:
                 low, method = answer.bound, "integer program"
         if best is None:
             raise self._infeasible(space, free, budget)
