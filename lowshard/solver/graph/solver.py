@@ -19,7 +19,7 @@ from lowshard.solver.graph.elimination import TooWideError
 from lowshard.solver.graph.graph import BoundGraph, Graph
 from lowshard.solver.graph.ilp import COLUMNS_MOST, IntegerProgram, has_scipy
 from lowshard.solver.graph.network import Network
-from lowshard.solver.graph.plan import GraphMove, GraphPlan, Holding, show_bytes
+from lowshard.solver.graph.plan import PROVED, GraphMove, GraphPlan, Holding, show_bytes
 from lowshard.solver.graph.schedule import (
     Assignment,
     Schedule,
@@ -35,7 +35,6 @@ from lowshard.solver.pick import pick
 from lowshard.solver.table import Rules
 
 Method = Literal["auto", "dp", "ilp"]
-_EXACT = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +155,7 @@ class GraphSolver(Bindable):
                 best = schedule(space, Network(space, split="over").solve()[1])
             except TooWideError:
                 pass
-            if best is not None and best.price <= low * (1 + _EXACT):
+            if best is not None and best.price <= low * (1 + PROVED):
                 return best, low, "dynamic programming"
         program = IntegerProgram(space)
         if best is not None and (program.columns > COLUMNS_MOST or not has_scipy()):
@@ -205,7 +204,7 @@ class GraphSolver(Bindable):
             except TooWideError:
                 if program is None:
                     raise
-        if best is not None and best.price <= low * (1 + _EXACT):
+        if best is not None and best.price <= low * (1 + PROVED):
             return best, low, "Lagrangian, proved"
         if program is not None:
             answer = program.solve(max(1.0, end_s - time.monotonic()))
