@@ -390,3 +390,21 @@ def test_shapes_with_symbols_need_numbers() -> None:
         plan = GraphSolver().solve(g, TP, {"tokens": tokens})
         assert plan.layout("y").shape == (2 * tokens, 4)
         prove(plan)
+
+
+def test_what_is_not_solved_in_time_is_at_least_as_good_as_greedy() -> None:
+    g = Graph("no time")
+    x = g.input("x", (16, 16), place="tp=S0")
+    total = x
+    for i in range(12):
+        total = g.pointwise(
+            "add", g.matmul(total, g.weight(f"w{i}", (16, 16)), name=f"m{i}"), x, name=f"s{i}"
+        )
+    g.output(total, place="R")
+    mesh = DeviceMesh((2, 2), ("dp", "tp"))
+    hurried = GraphSolver(method="ilp", time_limit_s=1e-3)
+    greedy = solve_graph(g, mesh, GreedyReshard(allow_partial_to_sharded=True), prices=hurried)
+    plan = hurried.solve(g, mesh)
+    assert plan.price <= greedy.price
+    assert plan.bound <= plan.price
+    prove(plan)

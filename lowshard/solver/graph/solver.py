@@ -121,9 +121,9 @@ class GraphSolver(Bindable):
         budget = _budget_of(self.budget_bytes, mesh)
         end_s = time.monotonic() + self.time_limit_s
         greedy = self._greedy(space)
+        best, low, method = self._free(space, greedy, end_s)
         if greedy is not None and not is_feasible(greedy, budget):
             greedy = None
-        best, low, method = self._free(space, end_s)
         if budget is not None and not is_feasible(best, budget):
             best, low, method = self._within(space, budget, best, low, greedy, end_s)
         if greedy is not None and greedy.price < best.price * (1 - 1e-9):
@@ -137,7 +137,7 @@ class GraphSolver(Bindable):
 
     # ---- without a budget
 
-    def _free(self, space: Space, end_s: float) -> tuple[Schedule, float, str]:
+    def _free(self, space: Space, greedy: Schedule | None, end_s: float) -> tuple[Schedule, float, str]:
         """Return the best schedule whatever it holds, a bound, and how it was found."""
         if self.method != "ilp":
             try:
@@ -165,6 +165,8 @@ class GraphSolver(Bindable):
             found = schedule(space, answer.assignment)
             if best is None or found.price < best.price:
                 best = found
+        if best is None and greedy is not None:
+            return greedy, max(low, answer.bound), "greedy"
         if best is None:
             raise SolverError(
                 f"graph {space.graph.name!r}: no plan was found within {self.time_limit_s:g} s; raise time_limit_s"
