@@ -245,15 +245,14 @@ def _input_error(
             )
         if comm.rank not in mesh:
             continue
-        part = inputs[name]
+        part: Any = inputs[name]
         shape = layout.local_shape(comm.rank)
         if (
             not isinstance(part, comm.xp.ndarray)
             or tuple(part.shape) != shape
             or part.dtype != layout.numpy_dtype
         ):
-            kind = getattr(part, "dtype", None)
-            came = type(part).__name__ if kind is None else f"{kind}{list(np.shape(part))}"
+            came = f"{part.dtype}{list(part.shape)}" if hasattr(part, "dtype") else type(part).__name__
             return BufferMismatchError(
                 f"graph {graph.name!r}: {name!r} in {layout} is {layout.dtype}{list(shape)} on rank {comm.rank}, got "
                 f"{came}"

@@ -17,7 +17,7 @@ from lowshard.mesh import DeviceMesh
 from lowshard.solver.graph.file import examples, load_graph
 from lowshard.solver.graph.graph import BoundGraph
 from lowshard.solver.graph.plan import GraphPlan
-from lowshard.solver.graph.report import heads, moved_bytes, rows, summary
+from lowshard.solver.graph.report import folded, heads, moved_bytes, rows, summary
 from lowshard.solver.graph.solver import GraphSolver, solve_graph
 from lowshard.solver.graph.timing import Rates
 from lowshard.solver.greedy import GreedyReshard
@@ -221,7 +221,7 @@ def _show(plan: GraphPlan, greedy: GraphPlan | None, errors: dict[str, float], i
     table = Table(box=SIMPLE_HEAD, title=f"{plan.graph.name} on mesh {plan.mesh}", title_justify="left")
     for head in heads():
         table.add_column(head, overflow="fold")
-    every = rows(plan)
+    every = folded(rows(plan))
     for row in every[:_SHOWN]:
         table.add_row(*row)
     console.print(table)

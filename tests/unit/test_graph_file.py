@@ -13,9 +13,10 @@ from lowshard import DeviceMesh
 from lowshard.cli import main
 from lowshard.cost import ClusterProfile
 from lowshard.errors import LayoutError, MeshError, SolverError
-from lowshard.solver import GraphPlan, GraphSolver
+from lowshard.solver import GraphPlan, GraphSolver, GreedyReshard, solve_graph
 from lowshard.solver.cli import parse_bytes, parse_mesh
 from lowshard.solver.graph.file import examples, load_graph
+from lowshard.solver.graph.report import folded, rows
 
 MLP = """
 name: small
@@ -129,6 +130,17 @@ def test_a_table_for_people(file: Path, capsys: pytest.CaptureFixture[str]) -> N
         "ran graph on 2 ranks",
     ):
         assert text in shown
+
+
+def test_like_layers_are_one_row() -> None:
+    graph, sizes = load_graph("transformer")
+    plan = solve_graph(graph, DeviceMesh((2, 8), ("dp", "tp")), GreedyReshard(), sizes)
+    every = rows(plan)
+    few = folded(every)
+    assert len(every) == len(plan.graph.tensors)
+    assert len(few) < 60
+    counts = [int(row[0].split("(x")[1][:-1]) if "(x" in row[0] else 1 for row in few]
+    assert sum(counts) == len(every)
 
 
 def test_json_for_programs(file: Path, capsys: pytest.CaptureFixture[str]) -> None:

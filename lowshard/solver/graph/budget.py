@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from lowshard.solver.graph.network import Network
-from lowshard.solver.graph.schedule import Schedule, is_feasible, schedule
+from lowshard.solver.graph.schedule import Assignment, Schedule, is_feasible, schedule
 from lowshard.solver.graph.space import Space
 
 _ROUNDS = 60
@@ -25,6 +25,8 @@ class Fitted(NamedTuple):
 
     best: Schedule | None
     bound: float
+    seen: tuple[Assignment, ...] = ()
+    """What the search came by, whether it fits or not."""
 
 
 def fit(space: Space, budget_bytes: float, start: Schedule, known: Schedule | None, end_s: float) -> Fitted:
@@ -41,6 +43,7 @@ def fit(space: Space, budget_bytes: float, start: Schedule, known: Schedule | No
     prices = np.zeros(space.steps + 1)
     over = np.array(start.memory_bytes, np.float64) - budget_bytes
     patience, theta = 0, 1.0
+    seen = [start.assignment, *([] if known is None else [known.assignment])]
     for _ in range(_ROUNDS):
         if time.monotonic() > end_s:
             break
@@ -60,6 +63,7 @@ def fit(space: Space, budget_bytes: float, start: Schedule, known: Schedule | No
             if patience >= 3:
                 theta, patience = theta / 2, 0
         found = schedule(space, assignment)
+        seen.append(assignment)
         over = np.array(found.memory_bytes, np.float64) - budget_bytes
         if is_feasible(found, budget_bytes) and (best is None or found.price < best.price):
             best = found
@@ -67,7 +71,7 @@ def fit(space: Space, budget_bytes: float, start: Schedule, known: Schedule | No
             break
         if theta < 1e-3:
             break
-    return Fitted(best, bound)
+    return Fitted(best, bound, tuple(seen))
 
 
 def least_peak(space: Space, start: Schedule, enough_bytes: float, end_s: float) -> tuple[Schedule, float]:

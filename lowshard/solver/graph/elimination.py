@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 Table = np.ndarray[Any, np.dtype[np.float64]]
-CELLS_MOST = 1 << 24
+CELLS_MOST = 1 << 26
 
 
 class Factor(NamedTuple):

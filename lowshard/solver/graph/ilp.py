@@ -89,6 +89,8 @@ class IntegerProgram:
         self._come: list[dict[int, int]] = []
         self._peak = self._column(1.0) if minimises_peak else None
         self._priced = not minimises_peak
+        self._always: list[tuple[int, float]] = []
+        self._unbounded: list[int] = [] if self._peak is None else [self._peak]
         self._steps: list[list[tuple[int, float]]] = [[] for _ in range(space.steps + 1)]
         has_memory = minimises_peak or budget_bytes is not None
         for offered in space.choices:
@@ -102,13 +104,22 @@ class IntegerProgram:
             self._come.append(self._source(tensor))
         for tensor in range(len(space.family)):
             self._tensor(tensor, has_memory)
+        base = None
+        if has_memory and self._always:  # what is held at every step is added up once
+            base = self._column()
         # A unit in which numbers are near 1.
-        self._unit = max((v for terms in self._steps for _, v in terms), default=1.0) or 1.0
+        self._unit = max((v for terms in (self._always, *self._steps) for _, v in terms), default=1.0) or 1.0
+        if base is not None:
+            scaled = [(c, v / self._unit) for c, v in self._always]
+            self._rows.add([*scaled, (base, -1.0)], 0, 0)
+            self._unbounded.append(base)
         if has_memory:
             for terms in self._steps:
-                if not terms:
+                if not terms and base is None:
                     continue
                 scaled = [(c, v / self._unit) for c, v in terms]
+                if base is not None:
+                    scaled.append((base, 1.0))
                 if self._peak is not None:
                     self._rows.add([*scaled, (self._peak, -1.0)], -np.inf, 0.0)
                 if budget_bytes is not None:
@@ -133,8 +144,8 @@ class IntegerProgram:
         cost = np.array(self._cost)
         scale = float(cost[cost < np.inf].max(initial=0.0)) or 1.0
         upper = np.where(cost == np.inf, 0.0, 1.0)
+        upper[self._unbounded] = np.inf
         if self._peak is not None:
-            upper[self._peak] = np.inf
             scale = 1.0
         integral = np.zeros(len(cost))
         integral[self._whole] = 1
@@ -197,10 +208,14 @@ class IntegerProgram:
         space, family = self.space, self.space.family[tensor]
         source, last = self._come[tensor], space.last_use[tensor]
         if has_memory:
-            for step in range(space.born(tensor), last + 1):
-                self._steps[step] += [(c, float(family.bytes[x])) for x, c in source.items()]
+            held = [(c, float(family.bytes[x])) for x, c in source.items()]
+            if space.born(tensor) == 0 and last == space.steps and tensor in space.leaf_layouts:
+                self._always += held
+                held = []
+            for step in range(space.born(tensor), last + 1) if held else ():
+                self._steps[step] += held
         earlier: list[dict[int, int]] = [source]
-        held: dict[int, int] = {}
+        copies_held: dict[int, int] = {}
         uses = space.uses[tensor]
         for place, (step, k, fixed) in enumerate(uses):
             if fixed is None:
@@ -226,7 +241,7 @@ class IntegerProgram:
                 earlier.append(needs)
                 if has_memory:
                     end = uses[place + 1][0] if place + 1 < len(uses) else space.copies_until[tensor] + 1
-                    held = self._hold(tensor, held, needs, range(step, end))
+                    copies_held = self._hold(tensor, copies_held, needs, range(step, end))
 
     def _hold(
         self, tensor: int, before: dict[int, int], needs: dict[int, int], span: range

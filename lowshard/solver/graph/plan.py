@@ -17,6 +17,9 @@ from lowshard.solver.action import Action
 from lowshard.solver.action_set import freeze_args
 from lowshard.solver.graph.graph import BoundGraph, Info, Node
 
+PROVED = 1e-6
+"""A plan is called the best where no other can be cheaper by more than this share."""
+
 
 @dataclass(frozen=True, slots=True)
 class GraphMove:
@@ -104,9 +107,9 @@ class GraphPlan:
 
     @property
     def gap(self) -> float:
-        """How much better a plan could be, as a share of the price: 0 where this one is proved best."""
+        """How much better a plan could be, as a share of the price: 0 where that is proved to be under a millionth."""
         slack = self.price - self.bound
-        return max(0.0, slack / self.price) if self.price and slack > 1e-9 * self.price else 0.0
+        return slack / self.price if slack > PROVED * self.price else 0.0
 
     def layout(self, name: str) -> Layout:
         """Return where a tensor lies as it comes: an input or weight, or the result of an op."""
@@ -170,7 +173,7 @@ class GraphPlan:
                 f"at most {100 * self.gap:.2g}% above the best possible ({show(self.bound, self.unit)})"
             )
         else:
-            lines.append("proved: no plan in the solver's space is cheaper")
+            lines.append("proved: no plan in the solver's space is cheaper by a millionth")
         if self.budget_bytes is not None:
             lines.append(
                 f"the fullest device holds {show_bytes(self.peak_bytes)} of {show_bytes(self.budget_bytes)}"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from lowshard.solver.action import HOW
 from lowshard.solver.graph.plan import GraphMove, GraphPlan, show, show_bytes
 from lowshard.solver.graph.timing import largest_bytes
 
+_LAYER = re.compile(r"\b([A-Za-z_]+)\d+\.(?=[A-Za-z_])")
 _HEADS = ("tensor", "shape", "layout", "made by", "moved before", "price", "bytes a device")
 
 
@@ -50,6 +52,17 @@ def rows(plan: GraphPlan) -> list[tuple[str, ...]]:
              show(move.price, plan.unit), show_bytes(largest_bytes(move.dst)))
         )  # fmt: skip
     return found
+
+
+def folded(every: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """Return the rows, those that like layers share as one: layer0.q, layer1.q, ... become layer*.q (x32)."""
+    like: dict[tuple[str, ...], list[tuple[str, ...]]] = {}
+    for row in every:
+        like.setdefault(tuple(_LAYER.sub(r"\1*.", cell) for cell in row), []).append(row)
+    return [
+        rows_of[0] if len(rows_of) == 1 else (f"{shared[0]} (x{len(rows_of)})", *shared[1:])
+        for shared, rows_of in like.items()
+    ]
 
 
 def heads() -> tuple[str, ...]:

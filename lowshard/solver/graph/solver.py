@@ -19,8 +19,15 @@ from lowshard.solver.graph.elimination import TooWideError
 from lowshard.solver.graph.graph import BoundGraph, Graph
 from lowshard.solver.graph.ilp import COLUMNS_MOST, IntegerProgram, has_scipy
 from lowshard.solver.graph.network import Network
-from lowshard.solver.graph.plan import GraphMove, GraphPlan, Holding, show_bytes
-from lowshard.solver.graph.schedule import Assignment, Schedule, holders, is_feasible, schedule
+from lowshard.solver.graph.plan import PROVED, GraphMove, GraphPlan, Holding, show_bytes
+from lowshard.solver.graph.schedule import (
+    Assignment,
+    Schedule,
+    holders,
+    is_feasible,
+    schedule,
+    space_of,
+)
 from lowshard.solver.graph.space import Choice, Space
 from lowshard.solver.graph.timing import Objective, Rates, Timing, temporary_bytes
 from lowshard.solver.greedy import Bindable, GreedyReshard
@@ -28,7 +35,6 @@ from lowshard.solver.pick import pick
 from lowshard.solver.table import Rules
 
 Method = Literal["auto", "dp", "ilp"]
-_EXACT = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,9 +121,9 @@ class GraphSolver(Bindable):
         budget = _budget_of(self.budget_bytes, mesh)
         end_s = time.monotonic() + self.time_limit_s
         greedy = self._greedy(space)
+        best, low, method = self._free(space, greedy, end_s)
         if greedy is not None and not is_feasible(greedy, budget):
             greedy = None
-        best, low, method = self._free(space, end_s)
         if budget is not None and not is_feasible(best, budget):
             best, low, method = self._within(space, budget, best, low, greedy, end_s)
         if greedy is not None and greedy.price < best.price * (1 - 1e-9):
@@ -131,7 +137,7 @@ class GraphSolver(Bindable):
 
     # ---- without a budget
 
-    def _free(self, space: Space, end_s: float) -> tuple[Schedule, float, str]:
+    def _free(self, space: Space, greedy: Schedule | None, end_s: float) -> tuple[Schedule, float, str]:
         """Return the best schedule whatever it holds, a bound, and how it was found."""
         if self.method != "ilp":
             try:
@@ -149,7 +155,7 @@ class GraphSolver(Bindable):
                 best = schedule(space, Network(space, split="over").solve()[1])
             except TooWideError:
                 pass
-            if best is not None and best.price <= low * (1 + _EXACT):
+            if best is not None and best.price <= low * (1 + PROVED):
                 return best, low, "dynamic programming"
         program = IntegerProgram(space)
         if best is not None and (program.columns > COLUMNS_MOST or not has_scipy()):
@@ -159,6 +165,8 @@ class GraphSolver(Bindable):
             found = schedule(space, answer.assignment)
             if best is None or found.price < best.price:
                 best = found
+        if best is None and greedy is not None:
+            return greedy, max(low, answer.bound), "greedy"
         if best is None:
             raise SolverError(
                 f"graph {space.graph.name!r}: no plan was found within {self.time_limit_s:g} s; raise time_limit_s"
@@ -172,13 +180,13 @@ class GraphSolver(Bindable):
     ) -> tuple[Schedule, float, str]:
         """Return the best schedule that fits, a bound, and how it was found."""
         best, method = greedy, "Lagrangian"
-        program = None
+        program, some = None, False
         if self.method != "dp" and has_scipy():
             program = IntegerProgram(space, budget)
             if program.columns > COLUMNS_MOST:
                 program = None
         if self.method != "ilp":
-            half_s = time.monotonic() + (end_s - time.monotonic()) / (2 if program is not None else 1)
+            half_s = time.monotonic() + (end_s - time.monotonic()) / (2 if has_scipy() else 1)
             try:
                 if best is None:
                     leanest, floor = least_peak(space, free, budget, half_s)
@@ -190,20 +198,25 @@ class GraphSolver(Bindable):
                         raise self._infeasible(space, leanest, budget)
                 fitted = fit(space, budget, free, best, half_s)
                 best, low = fitted.best, max(low, fitted.bound)
+                if program is None and self.method == "auto" and has_scipy():
+                    # Too large as a whole: the best mixture of what the search came by.
+                    program, some = IntegerProgram(space_of(space, fitted.seen), budget), True
+                    if program.columns > COLUMNS_MOST:
+                        program = None
             except TooWideError:
                 if program is None:
                     raise
-        if best is not None and best.price <= low * (1 + _EXACT):
+        if best is not None and best.price <= low * (1 + PROVED):
             return best, low, "Lagrangian, proved"
         if program is not None:
             answer = program.solve(max(1.0, end_s - time.monotonic()))
-            if answer.is_infeasible and best is None:
+            if answer.is_infeasible and best is None and not some:
                 raise self._infeasible(space, free, budget)
             if answer.assignment is not None:
                 found = schedule(space, answer.assignment)
                 if is_feasible(found, budget) and (best is None or found.price < best.price):
-                    best, method = found, "integer program"
-            if answer.bound > low:
+                    best, method = found, "Lagrangian, then integer program" if some else "integer program"
+            if answer.bound > low and not some:
                 low, method = answer.bound, "integer program"
         if best is None:
             raise self._infeasible(space, free, budget)

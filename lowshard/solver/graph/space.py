@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from functools import cached_property
 from itertools import product
 from math import inf, prod
@@ -200,6 +201,12 @@ class Space:
             prices: Prices = "volume" if self.rules == "extended" else "published"
             found = self._actions[key] = Action.quick(node.op, node.args, inputs, rows, results, prices)
         return found
+
+    def restricted(self, choices: Sequence[list[Choice]], leaf_layouts: dict[int, list[int]]) -> Space:
+        """Return the same space with fewer ways."""
+        made = copy(self)
+        made.choices, made.leaf_layouts = list(choices), leaf_layouts
+        return made
 
     # ---- the ways of one op
 
