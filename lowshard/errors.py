@@ -157,14 +157,6 @@ class VerificationError(LowshardError, AssertionError):
 class SolverError(ShardingError, RuntimeError):
     """A solver found no action: nothing feasible, over the budget, or against its policy."""
 
-
-class BadGrid(MeshError):
-    """A world that cannot be cut into the shard and replica groups that were asked for."""
-
-
-class StepError(LowshardError, RuntimeError):
-    """A call of a sharded model in a state that does not allow it."""
-
     exit_code = 1
 
 
@@ -174,6 +166,20 @@ class BudgetError(SolverError):
 
 class PolicyError(SolverError):
     """Actions exist, but the solver is told not to take any of them."""
+
+
+class BadGrid(MeshError):
+    """A world that cannot be cut into the shard and replica groups that were asked for."""
+
+
+class BadGrad(LowshardError, ValueError):
+    """A gradient whose shape or dtype is not its parameter's."""
+
+
+class StepError(LowshardError, RuntimeError):
+    """A call of a sharded model in a state that does not allow it."""
+
+    exit_code = 1
 
 
 class StaleParams(StepError):
@@ -190,10 +196,6 @@ class NotJoined(StepError):
 
 class OpenLimit(StepError):
     """More units open, or with gradients not reduced, than the pool was made for."""
-
-
-class BadGrad(LowshardError, ValueError):
-    """A gradient whose shape or dtype is not its parameter's."""
 
 
 class Disagree(MismatchError):
