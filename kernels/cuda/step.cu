@@ -31,7 +31,7 @@ DEVICE float number(u64 word) { return __uint_as_float((u32)word); }
 DEVICE float fetch(u64 array, u64 i) { return __uint_as_float(load<u32>(array + 4 * i)); }
 DEVICE void put(u64 array, u64 i, float value) { store<u32>(array + 4 * i, __float_as_uint(value)); }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 8)
+extern "C" __global__ void __launch_bounds__(THREADS, 5)
     adamw(u64 param, u64 grad, u64 first, u64 second, u64 elems, u64 keep, u64 beta1, u64 rest1, u64 beta2,
           u64 rest2, u64 scale, u64 root, u64 eps) {
     for (u64 i = blockIdx.x * (u64)THREADS + threadIdx.x; i < elems; i += gridDim.x * (u64)THREADS) {
@@ -46,7 +46,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 8)
 }
 
 // mode 0: no buffer; 1: it is written; 2: what it holds counts.
-extern "C" __global__ void __launch_bounds__(THREADS, 8)
+extern "C" __global__ void __launch_bounds__(THREADS, 5)
     sgd(u64 param, u64 grad, u64 buffer, u64 elems, u64 mode, u64 lr, u64 momentum, u64 decay) {
     for (u64 i = blockIdx.x * (u64)THREADS + threadIdx.x; i < elems; i += gridDim.x * (u64)THREADS) {
         const float p = fetch(param, i);
