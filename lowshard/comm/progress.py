@@ -14,7 +14,9 @@ from typing import Any
 
 import numpy as np
 
-_TAG = 32767  # the highest that every MPI has; nobody sends to itself with it
+# To probe for what nobody sends: the highest tag that every MPI has. From any rank of the world, since MPICH looks at
+# the network only where a message may come by it.
+_TAG = 32767
 _PROBE_ARGS = 5
 _STATUS_BYTES = 256
 
@@ -35,7 +37,7 @@ def let_mpi_go_on() -> None:
     """Be inside MPI for a moment, where it runs."""
     mpi = _mpi()
     if mpi is not None:
-        mpi.COMM_SELF.Iprobe(0, _TAG)
+        mpi.COMM_WORLD.Iprobe(mpi.ANY_SOURCE, _TAG)
 
 
 def _mpi() -> Any:
@@ -51,6 +53,7 @@ def _probe() -> tuple[np.ndarray, np.ndarray]:
     library = ctypes.CDLL(mpi.__file__)  # finds what mpi4py is linked with
     function = ctypes.cast(library.MPI_Iprobe, ctypes.c_void_p).value
     flag, status = written.ctypes.data, written.ctypes.data + 64
-    words = np.array([function, 0, _TAG, mpi._handleof(mpi.COMM_SELF), flag, status], np.int64)
+    world = mpi._handleof(mpi.COMM_WORLD)
+    words = np.array([function, mpi.ANY_SOURCE, _TAG, world, flag, status], np.int64)
     assert len(words) == 1 + _PROBE_ARGS
     return words, written
