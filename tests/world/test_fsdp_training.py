@@ -172,6 +172,17 @@ def test_a_file_goes_on_with_any_number_of_ranks_and_any_strategy(tmp_path: Path
         assert path.read_bytes() == (tmp_path / "1none").read_bytes()
 
 
+@pytest.mark.parametrize("name", ["full", "sgo", "sgo-sharded", "none"])
+def test_a_file_goes_on_with_three_ranks_as_one_process_does(tmp_path: Path, name: str) -> None:
+    saved, path = tmp_path / "four", tmp_path / "three"
+    lc.run_loopback(4, lambda c: kit.train(c, STRATEGIES["sgo"], range(2), path=saved), 30)
+    plain, _ = kit.plain_run(2)
+    norms = [plain.step([kit.batch(step, m) for m in range(3)]) for step in (2, 3)]
+    found = lc.run_loopback(3, lambda c: kit.train(c, STRATEGIES[name], (2, 3), 3, path, saved), 30)
+    assert [run.norms for run in found] == [norms] * 3
+    kit.check_file(path, plain)
+
+
 def test_loading_on_three_ranks_gives_the_values(tmp_path: Path) -> None:
     saved, again = tmp_path / "four", tmp_path / "three"
     lc.run_loopback(4, lambda c: kit.train(c, STRATEGIES["sgo"], range(2), path=saved), 30)
