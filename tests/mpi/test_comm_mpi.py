@@ -67,12 +67,11 @@ def test_ranks_on_all_nodes_learn_of_a_failure(tmp_path: Path) -> None:
         comm = lc.from_mpi(MPI.COMM_WORLD, "cpu")
         assert isinstance(comm, hierarchy.HierarchicalCommunicator)
         buf = np.ones(10000)
-        for _ in range(3):
-            comm.all_reduce(buf, buf)
-        if comm.rank == 3:
-            raise ValueError("boom")
         try:
-            comm.all_reduce(buf, buf)
+            for number in range(4):
+                if number == 3 and comm.rank == 3:
+                    raise ValueError("boom")
+                comm.all_reduce(buf, buf)
         except PeerFailed as error:
             print(error, flush=True)
             raise
@@ -80,9 +79,9 @@ def test_ranks_on_all_nodes_learn_of_a_failure(tmp_path: Path) -> None:
         n=4, prefix_output=True, env={"LOWSHARD_NODE_SIZE": "2", "LOWSHARD_CHECK": "off"},
     )  # fmt: skip
     assert ended.returncode == 1, ended.text
-    told = "rank 3 failed: ValueError: boom; this rank was in all_reduce#4"
-    for rank in range(3):
-        assert f"[{rank}] {told}" in ended.stdout, ended.text
+    for rank in range(3):  # those of the other node may still be ending the call before
+        told = rf"^\[{rank}\] rank 3 failed: ValueError: boom; this rank was in all_reduce#[34] "
+        assert re.search(told, ended.stdout, re.M), ended.text
 
 
 @pytest.mark.parametrize("size", [2, 4])
