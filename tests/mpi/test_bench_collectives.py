@@ -21,7 +21,7 @@ from lowshard.bench.operation import OPERATIONS
 from lowshard.comm import tuned
 from lowshard.cost import ClusterProfile
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.one_mpi]
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]

@@ -79,6 +79,7 @@ def test_the_demo_runs_inside_the_users_own_mpi(tmp_path: Path) -> None:
     assert ran.stdout.count("memcpy in this run") == 1  # rank 0 alone reports
 
 
+@pytest.mark.one_mpi
 @pytest.mark.weights
 def test_the_demo_holds_its_bounds_on_the_real_checkpoint(tmp_path: Path) -> None:
     if cached_minilm() is None:
@@ -89,12 +90,14 @@ def test_the_demo_holds_its_bounds_on_the_real_checkpoint(tmp_path: Path) -> Non
     assert rows["verify every element"]["ok"]
 
 
+@pytest.mark.one_mpi
 def test_json_goes_to_stdout_alone(tmp_path: Path) -> None:
     ran = demo("--synthetic", "--json", "--no-picture", "-n", 2, "-o", tmp_path / "out", cwd=tmp_path)
     assert json.loads(ran.stdout) == json.loads((tmp_path / "out" / "demo.json").read_text())
     assert not (tmp_path / "out" / "demo.png").exists()
 
 
+@pytest.mark.one_mpi
 def test_a_failed_check_is_exit_code_1_and_named(tmp_path: Path) -> None:
     from safetensors.numpy import load_file, save_file
 
@@ -132,6 +135,7 @@ def with_offsets(change: Callable[[list[int], list[int]], list[int]]) -> Callabl
     return damage
 
 
+@pytest.mark.one_mpi
 @pytest.mark.parametrize(
     ("damage", "text"),
     [
@@ -159,6 +163,7 @@ def test_a_bad_checkpoint_is_a_clear_error_and_exit_code_2(tmp_path: Path, damag
     assert not (tmp_path / "out").exists(), "a failed run leaves no half-written result"
 
 
+@pytest.mark.one_mpi
 def test_a_world_that_does_not_fit_the_mesh_is_exit_code_2(tmp_path: Path) -> None:
     ran = demo("--synthetic", "-n", 4, "--tp", 3, cwd=tmp_path)
     assert ran.returncode == 2
@@ -194,6 +199,7 @@ def test_ctrl_c_ends_the_ranks_and_leaves_nothing(tmp_path: Path) -> None:
     assert list(scratch.iterdir()) == []
 
 
+@pytest.mark.one_mpi
 def test_wrong_options_are_exit_code_2_and_help_says_what_to_do(tmp_path: Path) -> None:
     assert demo("--synthetic", "-n", 0, cwd=tmp_path).returncode == 2
     assert demo("--synthetic", "--checkpoint", "x", cwd=tmp_path).returncode == 2
@@ -203,6 +209,7 @@ def test_wrong_options_are_exit_code_2_and_help_says_what_to_do(tmp_path: Path) 
     assert "mpiexec -n 4 python -m lowshard demo" in shown.stdout
 
 
+@pytest.mark.one_mpi
 def test_with_no_index_in_reach_the_demo_says_so_and_offers_synthetic(tmp_path: Path) -> None:
     ran = demo(cwd=tmp_path, XDG_CACHE_HOME=str(tmp_path / "cache"), PIP_INDEX_URL="http://127.0.0.1:9/simple",
                PIP_RETRIES="0", PIP_CONFIG_FILE=os.devnull)  # fmt: skip
@@ -212,7 +219,8 @@ def test_with_no_index_in_reach_the_demo_says_so_and_offers_synthetic(tmp_path: 
     assert not list((tmp_path / "cache").rglob("*.safetensors"))
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.one_mpi
+@pytest.mark.parametrize("ranks", mode.sample([2, 4], 1, "decoder ranks"))
 def test_a_decoder_generates_the_tokens_of_one_process(tmp_path: Path, ranks: int) -> None:
     ran = demo("--model", "smollm2", "--synthetic", "-n", ranks, "--json", cwd=tmp_path)
     assert ran.returncode == 0, ran.stdout + ran.stderr
@@ -223,6 +231,7 @@ def test_a_decoder_generates_the_tokens_of_one_process(tmp_path: Path, ranks: in
     assert report["logits_difference"] <= 1e-4
 
 
+@pytest.mark.one_mpi
 def test_a_decoder_brings_its_own_checkpoint_and_ranks(tmp_path: Path) -> None:
     ran = demo("--model", "smollm2", "--checkpoint", "x.safetensors", cwd=tmp_path)
     assert ran.returncode == 2

@@ -9,7 +9,7 @@ from support import mode
 from support.comm_cases import CASES
 from support.starting import start_ranks
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.one_mpi]
 
 RUNNER = Path(__file__).parent / "run_gpu_choice.py"
 

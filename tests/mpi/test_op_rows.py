@@ -12,6 +12,7 @@ RUNNER = Path(__file__).with_name("run_op_rows.py")
 
 
 @pytest.mark.mpi
+@pytest.mark.one_mpi
 @pytest.mark.time_limit(300)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_sharded_ops_equal_whole_ones_over_mpi(ranks: int) -> None:

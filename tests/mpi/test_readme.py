@@ -26,6 +26,7 @@ def program(heading: str) -> str:
 
 
 @pytest.mark.mpi
+@pytest.mark.one_mpi
 def test_the_program_in_the_readme_runs(tmp_path: Path) -> None:
     script = tmp_path / "sums.py"
     script.write_text(program("A program"))
@@ -36,6 +37,7 @@ def test_the_program_in_the_readme_runs(tmp_path: Path) -> None:
 
 
 @pytest.mark.mpi
+@pytest.mark.one_mpi
 def test_the_program_on_weights_in_the_readme_runs(tmp_path: Path) -> None:
     script = tmp_path / "weights.py"
     script.write_text(program("Weights and checkpoints"))

@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.mpi, pytest.mark.time_limit(110)]
 HERE = Path(__file__).resolve().parent
 PACKAGE_PARENT = Path(lowshard.__file__).resolve().parents[1]
 LIMIT_S = 2.0
-AT_ONCE_S = 0.5  # milliseconds, where no other job has the cores
+AT_ONCE_S = 1.0  # milliseconds, where no other job has the cores
 LATE_S = 1.5  # a limit may be noticed that much later
 AT_A_TIME = 3
 

@@ -73,6 +73,7 @@ def test_peers_that_are_not_installed_are_named() -> None:
 
 
 @pytest.mark.mpi
+@pytest.mark.one_mpi
 @pytest.mark.time_limit(200)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_the_command_measures_and_checks_every_transition(
