@@ -100,7 +100,7 @@ def write(folder: Path, text: str) -> Path:
 
 
 def run(folder: Path, text: str, n: int = 2, **options: Any) -> Finished:
-    return start_ranks(write(folder, text), n, timeout_s=30, **options)
+    return start_ranks(write(folder, text), n, timeout_s=60, **options)
 
 
 def test_ranks_import_what_this_test_imports(tmp_path: Path) -> None:
