@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lowshard.errors import DependencyError, LaunchError
+from lowshard.launch.allocator import allocator_environment
 from lowshard.launch.environment import allocated_nodes
 from lowshard.launch.host import Spread
 
@@ -177,7 +178,7 @@ def rank_environment(
     nodes = allocated_nodes(base)
     together = -(-n // nodes) if spread is None else spread.most_ranks
     threads = max(1, cores // together)
-    added = dict.fromkeys(_THREAD_VARIABLES, str(threads))
+    added = dict.fromkeys(_THREAD_VARIABLES, str(threads)) | allocator_environment(base, together)
     if spread is not None and spread.remote_iface:
         added["LOWSHARD_INTERFACE"] = spread.remote_iface  # for the ranks' own side channel
     if mpi.family == "openmpi":

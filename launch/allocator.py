@@ -1,0 +1,37 @@
+"""What ranks do with the memory of arrays that are gone: keep it for the next ones.
+
+glibc gives every large array fresh pages from the system and returns them when it goes. Each page is cleared and
+mapped anew at its first touch, which takes as long as filling it: a result that is allocated in a loop costs two to
+three times what it costs in warm memory. Settings of glibc (its manual, "Memory Allocation Tunables") keep freed
+memory in the process, up to a bound, as frameworks with allocators of their own do.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+__all__ = ["allocator_environment"]
+
+_MOST_BYTES, _LEAST_BYTES = 1 << 30, 64 << 20
+_SHARE = 8  # of the machine's memory, all ranks together
+
+
+def allocator_environment(
+    base: Mapping[str, str], ranks_of_node: int, memory_bytes: int | None = None
+) -> dict[str, str]:
+    """Returns the variables under which glibc keeps the memory of freed arrays; other libraries ignore them.
+
+    Args:
+        base: the environment. LOWSHARD_MALLOC=system, MALLOC_* or GLIBC_TUNABLES in it leave everything as it is.
+        ranks_of_node: how many ranks share a machine.
+        memory_bytes: of the machine; asked of the system if None.
+    """
+    own = any(name == "GLIBC_TUNABLES" or name.startswith("MALLOC_") for name in base)
+    if own or base.get("LOWSHARD_MALLOC") == "system":
+        return {}
+    if memory_bytes is None:
+        memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    kept_bytes = min(_MOST_BYTES, max(_LEAST_BYTES, memory_bytes // _SHARE // ranks_of_node))
+    # No array has pages of its own, and the end of the heap goes back to the system beyond what is kept.
+    return {"GLIBC_TUNABLES": f"glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold={kept_bytes}"}
