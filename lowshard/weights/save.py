@@ -14,7 +14,6 @@ import json
 import os
 import re
 import secrets
-import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from lowshard.box import Box, shape_of
+from lowshard.checkpoint.checksum import crc32
 from lowshard.checkpoint.header import FilePath, encode_header
 from lowshard.checkpoint.index import INDEX_NAME, Index, IndexedFile, IndexedTensor, Part, read_index
 from lowshard.checkpoint.share import shares
@@ -160,7 +160,7 @@ class ShardFile:
         """Append elements to an item; they come in row-major order."""
         data = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
         write_at(self._fd, data, self._at[key])
-        self._crc[key] = zlib.crc32(data, self._crc[key])
+        self._crc[key] = crc32(data, self._crc[key])
         self._at[key] += len(data)
 
     def finish(self) -> dict[str, Any]:
@@ -179,7 +179,7 @@ class ShardFile:
         return {
             "file": self.path.name,
             "bytes": self.size_bytes,
-            "header": zlib.crc32(self._head),
+            "header": crc32(self._head),
             "parts": parts,
         }
 
