@@ -80,8 +80,11 @@ class Delivery:
         received = sum(self.size_bytes(r) for r in self.reads if r.reader != rank and rank in r.takers)
         text = f"load: {len(self.reads)} reads handed out"
         call = comm._make("load", text, 0, sent, received)
-        call.run = lambda: self._show_rounds(courier, comm, call.signature, text)
-        comm._do(call)
+        call.run = self._show_rounds
+        try:
+            comm._do(call, courier, comm, call.signature, text)
+        finally:
+            call.run = _nothing  # the counters keep the call a while, and are not to keep this
 
     def _show_rounds(self, courier: Courier, comm: Communicator, signature: int, text: str) -> None:
         rounds = list(_rounds(self.reads, self._padded_bytes, WINDOW_BYTES))
@@ -202,6 +205,10 @@ def _rounds(
             if at[reader] == len(lane):
                 del lanes[reader]
         yield made
+
+
+def _nothing(*_: object) -> None:
+    """Do nothing."""
 
 
 def _room(buffer: np.ndarray, size_bytes: int) -> np.ndarray:

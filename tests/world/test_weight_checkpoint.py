@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from support.checkpoints import attention_and_more, local_of, on_ranks, same, sa
 
 from lowshard import DeviceMesh, Layout, Replicated, Sharded
 from lowshard.checkpoint import Catalog
+from lowshard.comm import Communicator
 from lowshard.errors import (
     BufferMismatchError,
     CheckpointError,
@@ -429,3 +431,18 @@ def test_leftovers_of_killed_merged_saves_are_cleared(tmp_path: Path) -> None:
     tilings = attention_and_more(2)
     save_over(tmp_path / "m.safetensors", values_of(tilings), tilings, 2, merged=True)
     assert sorted(p.name for p in tmp_path.iterdir()) == [other.name, "m.safetensors"]
+
+
+def test_a_load_leaves_nothing_behind_with_the_communicator(tmp_path: Path) -> None:
+    tiling = Tiling.whole((64, 64), "float32", 2)
+    save(tmp_path / "c", {"w": (Tiling.whole((64, 64), "float32"), np.ones((64, 64), np.float32))})
+    plan = plan_load(tmp_path / "c", {"w": tiling}, strategy="node-leader")
+
+    def work(comm: Communicator) -> bool:
+        array = load(tmp_path / "c", plan, comm)["w"]
+        assert array.all()
+        gone = weakref.ref(array)
+        del array
+        return gone() is None
+
+    assert on_ranks(2, work) == [True, True]
