@@ -169,8 +169,9 @@ class _Load:
             Delivery(shared, plan.by_name, members).run(self, comm)
             return
         node = plan.nodes[self.rank]
-        with comm.split(node) as group:  # the ranks of a node see each other's memory
-            assert group is not None
+        group = comm.split(node)  # the ranks of a node see each other's memory
+        assert group is not None  # every rank is on a node
+        with group:
             here = tuple(r for r in members if plan.nodes[r] == node)
             reads = tuple(r for r in shared if plan.nodes[r.reader] == node)
             Delivery(reads, plan.by_name, here).run(self, group)

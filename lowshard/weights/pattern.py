@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from lowshard.errors import CheckpointError, DependencyError, ShardingError
+from lowshard.weights.head import Segment
 from lowshard.weights.module import resolve_module
-from lowshard.weights.rule import Segment
 from lowshard.weights.strategy import ShardingStrategy
 
 SHIPPED = ("llama", "qwen", "moe", "bert")

@@ -15,19 +15,15 @@ from typing import Any, Literal
 from lowshard.box import Box, split_interval
 from lowshard.errors import LayoutError, ShardIndexError, ShardingError
 from lowshard.tiling import Tiling
+from lowshard.weights.head import GroupedQKV, HeadAwareColumnwise, Segment, Segmented, StackedQKV
 from lowshard.weights.rule import (
     Axiswise,
     Columnwise,
     ExpertParallel,
     GateUp,
-    GroupedQKV,
-    HeadAwareColumnwise,
     Replicate,
     Rowwise,
     Rule,
-    Segment,
-    Segmented,
-    StackedQKV,
     TensorParallel,
 )
 
