@@ -204,7 +204,7 @@ def _heads(sizes: Sizes, extent: int, section: str) -> tuple[int, int, int]:
     if sizes.num_heads is None:
         raise ShardingError(
             "cuts between heads need their number: put the model's config.json beside the checkpoint, or pass "
-            "sizes (num_heads=..., num_kv_heads=...)"
+            "Sizes(num_heads=..., num_kv_heads=...), on the command line --heads and --kv-heads"
         )
     kv = sizes.num_kv_heads or sizes.num_heads
     count = kv if section == "kv" else sizes.num_heads + (2 * kv if section == "qkv" else 0)

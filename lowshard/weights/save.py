@@ -205,11 +205,16 @@ class Publication:
     def __init__(self, folder: Path, comm: Communicator) -> None:
         self.folder, self.comm = folder, comm
         self.token = ""
+        self._is_new = False
         self._files: list[ShardFile] = []
         self._temporary: Path | None = None
 
     def __enter__(self) -> Publication:
-        self.token = share_text(self.comm.control, secrets.token_hex(6))[0]  # rank 0's
+        said = share_text(self.comm.control, f"{secrets.token_hex(6)} {self.folder.exists():d}")[
+            0
+        ]  # rank 0's
+        self.token, existed = said.split()
+        self._is_new = existed == "0"
         together(self.comm, self.folder, self._open_folder if self.comm.rank == 0 else lambda: None, "save")
         return self
 
@@ -219,6 +224,9 @@ class Publication:
         if error is not None and self._temporary is not None:
             with suppress(OSError):
                 self._temporary.unlink(missing_ok=True)
+        if error is not None and self._is_new:
+            with suppress(OSError):  # others still have files in it; the last one removes it
+                self.folder.rmdir()
 
     def file(self, number: int, count: int, items: Iterable[Item]) -> ShardFile:
         """Return a new file, `number` of `count`."""
