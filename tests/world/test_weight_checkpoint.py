@@ -6,6 +6,7 @@ import json
 import os
 import threading
 import weakref
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -446,3 +447,18 @@ def test_a_load_leaves_nothing_behind_with_the_communicator(tmp_path: Path) -> N
         return gone() is None
 
     assert on_ranks(2, work) == [True, True]
+
+
+@pytest.mark.parametrize("nodes", [None, [0, 0, 1, 1, 1]])
+def test_what_is_read_for_others_travels_by_messages_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nodes: list[int] | None
+) -> None:
+    # As between machines, whose memory the others do not see: messages, and a group for each node.
+    monkeypatch.setattr(import_module("lowshard.comm.loopback").LoopbackCommunicator, "shows", False)
+    monkeypatch.setattr("lowshard.weights.delivery.CHUNK_BYTES", 5000)
+    tilings = attention_and_more(5)
+    values = values_of(tilings)
+    save_over(tmp_path / "c", values, tilings, 5)
+    for strategy in STRATEGIES:
+        plan = plan_load(tmp_path / "c", tilings, 5, strategy=strategy, nodes=nodes)  # type: ignore[arg-type]
+        check_load(tmp_path / "c", values, tilings, plan)
