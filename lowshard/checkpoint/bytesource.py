@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import mmap
 import os
-import zlib
+from collections.abc import Iterator
 from types import TracebackType
 from typing import Any
 
 import numpy as np
 
 from lowshard import dtypes
-from lowshard.box import Box, contiguous_runs, intersect, relative_slices, volume
+from lowshard.box import Box, contiguous_runs, intersect, relative_slices, single_run, volume
 from lowshard.checkpoint.catalog import Catalog, StoredPart
+from lowshard.checkpoint.checksum import Tally, crc32
 from lowshard.checkpoint.header import TensorEntry, open_for_reading
 from lowshard.errors import CheckpointError
 
 LONG_RUN_BYTES = 32 << 10
 """From here on a positioned read is faster than the page faults of a map."""
-_SCRATCH_BYTES = 1 << 20
+_SCRATCH_BYTES = 512 << 10
+"""Of a piece that is read and then looked at again: it is still in the core's own cache."""
 
 
 class ByteSource:
@@ -32,6 +34,7 @@ class ByteSource:
         self.bytes_read = 0
         self._fds: dict[str, int] = {}
         self._maps: dict[str, mmap.mmap] = {}
+        self._scratch: np.ndarray | None = None
 
     def __enter__(self) -> ByteSource:
         return self
@@ -49,8 +52,14 @@ class ByteSource:
             os.close(fd)
         self._maps, self._fds = {}, {}
 
-    def read(self, name: str, box: Box, out: np.ndarray) -> None:
+    def read(self, name: str, box: Box, out: np.ndarray, tally: Tally | None = None) -> None:
         """Fill `out`, of the box's shape and the tensor's dtype (strided or not), with a box of a tensor.
+
+        Args:
+            name: the tensor.
+            box: `((start, stop), ...)` in global coordinates.
+            out: where it goes; its last dim is contiguous.
+            tally: gets the sums of what lies in one run of a stored array that has a checksum.
 
         Raises:
             CheckpointError: no such tensor, or a file is shorter than it was or cannot be read.
@@ -59,7 +68,7 @@ class ByteSource:
             common = intersect(part.box, box) if box else ()
             if common is not None:
                 index: Any = (..., *relative_slices(common, box))  # with ..., a view even of a 0-d array
-                self._read_part(name, part, part.local(common), out[index])
+                self._read_part(name, part, part.local(common), out[index], tally)
 
     def verify(self, name: str, part: StoredPart) -> int:
         """Compare the stored array behind a part with its checksum; return the bytes read.
@@ -69,25 +78,25 @@ class ByteSource:
         """
         if part.crc32 is None:
             return 0
-        fd, crc, at = self._fd(part.file, name), 0, part.entry.start
-        scratch = memoryview(bytearray(min(_SCRATCH_BYTES, max(part.entry.size_bytes, 1))))
+        fd, value, at = self._fd(part.file, name), 0, part.entry.start
+        scratch = self._scratch_bytes().data
         while at < part.entry.stop:
             piece = scratch[: part.entry.stop - at]
             self._pread(fd, piece, at, part.file, name)
-            crc = zlib.crc32(piece, crc)
+            value = crc32(piece, value)
             at += len(piece)
-        if crc != part.crc32:
-            raise CheckpointError(
-                f"{part.file}: tensor {name!r}: its data is damaged: the crc32 of bytes {part.entry.start} to "
-                f"{part.entry.stop} is {crc:08x}, the index says {part.crc32:08x}"
-            )
+        part.check(name, value)
         return part.entry.size_bytes
 
-    def _read_part(self, name: str, part: StoredPart, box: Box, out: np.ndarray) -> None:
+    def _read_part(self, name: str, part: StoredPart, box: Box, out: np.ndarray, tally: Tally | None) -> None:
         entry, itemsize = part.entry, dtypes.get(part.entry.dtype).itemsize_bytes
         if not volume(box):
             return
         self.bytes_read += volume(box) * itemsize
+        first = single_run(box, entry.shape)
+        if first is not None:
+            self._read_run(name, part, entry.start + first * itemsize, out, tally)
+            return
         if _run_elems(box, entry.shape) * itemsize >= LONG_RUN_BYTES:
             run_elems, firsts = contiguous_runs(box, entry.shape)
             rows = _runs(out, run_elems)
@@ -108,6 +117,29 @@ class ByteSource:
             index[-1] = slice(box[-1][0] * itemsize, box[-1][1] * itemsize)
         np.copyto(target, stored[tuple(index)])
         del stored  # a map with views cannot be closed
+
+    def _read_run(self, name: str, part: StoredPart, at: int, out: np.ndarray, tally: Tally | None) -> None:
+        """Fill `out` with one run of a file, piece by piece where somebody looks at it on the way."""
+        fd = self._fd(part.file, name)
+        if part.crc32 is None:
+            tally = None
+        for piece in _pieces(out, _SCRATCH_BYTES):
+            inside = piece.flags.c_contiguous
+            raw = _flat_bytes(piece) if inside else self._scratch_bytes()[: piece.nbytes]
+            step = _SCRATCH_BYTES if tally is not None else raw.size
+            for start in range(0, raw.size, step):
+                view = raw[start : start + step].data
+                self._pread(fd, view, at, part.file, name)
+                if tally is not None:
+                    tally.add(part.key, at, view)
+                at += len(view)
+            if not inside:
+                np.copyto(piece, raw.view(piece.dtype).reshape(piece.shape))
+
+    def _scratch_bytes(self) -> np.ndarray:
+        if self._scratch is None:
+            self._scratch = np.empty(_SCRATCH_BYTES, np.uint8)
+        return self._scratch
 
     def _fd(self, file: str, name: str) -> int:
         if file not in self._fds:
@@ -144,6 +176,25 @@ class ByteSource:
                     "it was cut short after it was opened"
                 )
             view, offset = view[got:], offset + got
+
+
+def _pieces(out: np.ndarray, limit_bytes: int) -> Iterator[np.ndarray]:
+    """Yield an array in row-major order, in views that are contiguous or of at most limit_bytes."""
+    if out.flags.c_contiguous or out.nbytes <= limit_bytes:
+        yield out
+        return
+    row_bytes = out.nbytes // out.shape[0]
+    if row_bytes > limit_bytes:
+        for row in out:
+            yield from _pieces(row, limit_bytes)
+        return
+    step = limit_bytes // row_bytes
+    for start in range(0, out.shape[0], step):
+        yield out[start : start + step]
+
+
+def _flat_bytes(out: np.ndarray) -> np.ndarray:
+    return out.reshape(-1).view(np.uint8)
 
 
 def _as_bytes(out: np.ndarray) -> np.ndarray:

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lowshard.box import Box, full_box, shape_of, volume
+from lowshard.checkpoint.checksum import Key, crc32
 from lowshard.checkpoint.header import FilePath, Header, TensorEntry, read_header
 from lowshard.checkpoint.index import INDEX_NAME, Index, read_index
 from lowshard.checkpoint.share import disjoint
@@ -39,6 +39,23 @@ class StoredPart:
     """Where the stored array's first element lies, relative to the global array: box - origin is in the entry."""
     crc32: int | None
     """Of the whole stored array's bytes, where it is known."""
+
+    @property
+    def key(self) -> Key:
+        """What the stored array is known by."""
+        return self.file, self.entry.start
+
+    def check(self, name: str, value: int) -> None:
+        """Compare the checksum of the stored array, as it was read, with the index's.
+
+        Raises:
+            CheckpointError: they differ; the text names file and tensor.
+        """
+        if self.crc32 is not None and value != self.crc32:
+            raise CheckpointError(
+                f"{self.file}: tensor {name!r}: its data is damaged: the crc32 of bytes {self.entry.start} to "
+                f"{self.entry.stop} is {value:08x}, the index says {self.crc32:08x}"
+            )
 
     def local(self, box: Box) -> Box:
         """Return a box of this part in coordinates of the stored array."""
@@ -243,7 +260,7 @@ def _checked_header(folder: Path, name: str, index: Index) -> Header:
             f"{header.path}: has {header.file_bytes} bytes, the index says {said.size_bytes}: truncated or replaced"
         )
     with open(header.path, "rb") as file:
-        crc = zlib.crc32(file.read(header.data_start_bytes))
+        crc = crc32(file.read(header.data_start_bytes))
     if crc != said.header_crc32:
         raise CheckpointError(
             f"{header.path}: the header is damaged: its crc32 is {crc:08x}, the index says {said.header_crc32:08x}"

@@ -11,11 +11,13 @@ import os
 import re
 import sys
 import tempfile
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
 from lowshard.errors import CheckpointError, LaunchError
 from lowshard.weights.convert import ConvertPlan, ConvertReport, Settings, convert
+from lowshard.weights.save import remove_leftovers
 
 DESCRIPTION = """\
 Cuts a safetensors checkpoint anew: reads IN (a file, a Hugging Face folder, a sharded checkpoint, or one file a
@@ -132,15 +134,25 @@ def run(args: argparse.Namespace) -> int:
     if launched is not None and launched.size > 1:
         report = _as_a_rank(settings)
         return _show(report, settings, args.json) if launched.rank == 0 else 0
+    ConvertPlan.of(settings)  # what is wrong with the request is told before anything starts
     if args.ranks == 1:
         from lowshard.comm import loopback
 
-        with loopback(1)[0] as comm:
-            return _show(_converted(settings, comm), settings, args.json)
-    ConvertPlan.of(settings)  # what is wrong with the request is told before a rank starts
+        try:
+            with loopback(1)[0] as comm:
+                report = _converted(settings, comm)
+        except CheckpointError as error:  # the request was right: damaged input, a full disk
+            print(f"lowshard: error: {error}", file=sys.stderr)
+            return 1
+        return _show(report, settings, args.json)
     with tempfile.TemporaryDirectory(prefix="lowshard-reshard-") as scratch:
-        path = Path(scratch) / "report.json"
-        code = _on_own_ranks(settings, args.ranks, path, args.timeout)
+        path, target = Path(scratch) / "report.json", Path(settings.target)
+        existed, code = target.exists(), -1
+        try:
+            code = _on_own_ranks(settings, args.ranks, path, args.timeout)
+        finally:
+            if code:  # ranks that were ended could not tidy up
+                _tidy(target, existed)
         if code:
             return code
         return _show(ConvertReport(**json.loads(path.read_text())), settings, args.json)
@@ -151,6 +163,14 @@ def _on_own_ranks(settings: Settings, ranks: int, path: Path, timeout_s: float |
 
     command = python_command("lowshard.weights.cli", [settings.to_json(), str(path)], module=True)
     return run_ranks(command, ranks, timeout_s=timeout_s, prefix_output=False).exit_code
+
+
+def _tidy(target: Path, existed: bool) -> None:
+    """Remove what dead ranks left in a folder, and the folder if it is new and empty."""
+    with suppress(OSError, CheckpointError):
+        remove_leftovers(target)
+        if not existed:
+            target.rmdir()
 
 
 def _as_a_rank(settings: Settings) -> ConvertReport:

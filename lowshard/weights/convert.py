@@ -95,6 +95,8 @@ class ConvertPlan:
             CheckpointError: the source is missing or damaged, or is not cut as `was` says.
             ShardingError: names without a strategy, grids or cuts that cannot be.
         """
+        if Path(settings.source).resolve() == Path(settings.target).resolve():
+            raise CheckpointError(f"{settings.target}: the output is another folder than the input")
         if settings.memory_bytes < MIN_MEMORY_BYTES:
             raise CheckpointError(
                 f"--memory is at least {MIN_MEMORY_BYTES // 10**6}MB (Python and its libraries need half of it), got "
@@ -181,8 +183,6 @@ def convert(
     target = Path(settings.target)
     plan = together(comm, target, lambda: ConvertPlan.of(settings), "reshard")
     agree(comm, hashlib.blake2b(settings.to_json().encode(), digest_size=16).digest(), None, "reshard")
-    if Path(settings.source).resolve() == target.resolve():
-        raise CheckpointError(f"{target}: the output is another folder than the input")
     worker = _Worker(plan, settings, comm, progress)
     try:
         together(comm, target, worker.verify_input, "reshard")

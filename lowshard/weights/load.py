@@ -1,4 +1,4 @@
-"""`load`: walks a load plan. Reads go straight into their place; what others need travels in bounded rounds."""
+"""`load`: walks a load plan. Reads go straight into their place; what others need is handed out in rounds."""
 
 from __future__ import annotations
 
@@ -10,13 +10,16 @@ from pathlib import Path
 import numpy as np
 
 from lowshard import dtypes
-from lowshard.box import Box, full_box, intersect, relative_slices, shape_of, volume
+from lowshard.box import Box, full_box, intersect, relative_slices, volume
 from lowshard.checkpoint.bytesource import ByteSource
 from lowshard.checkpoint.catalog import Catalog, Files
+from lowshard.checkpoint.checksum import Tally
 from lowshard.comm import Communicator, agree, share_text
 from lowshard.errors import CheckpointError, LowshardError, PlanError
 from lowshard.tiling import Tiling
-from lowshard.weights.plan import CHUNK_BYTES, LoadPlan, Read
+from lowshard.weights.delivery import Delivery
+from lowshard.weights.plan import LoadPlan, Read
+from lowshard.weights.verify import Verification
 
 Progress = Callable[[int, int], None]
 
@@ -66,29 +69,27 @@ def load(
         (Each on every rank, whichever rank is at fault.)
     """
     rank, size = (0, 1) if comm is None else (comm.rank, comm.size)
-    job = _Load(plan, rank, progress)
     source: ByteSource | None = None
     try:
         with _Together(comm, bytes.fromhex(plan.digest())):
             if plan.num_ranks != size:
                 raise PlanError(f"the plan is for {plan.num_ranks} ranks, the communicator has {size}")
             source = ByteSource(_same_catalog(files, plan))
-        assert source is not None
+            check = Verification(plan, source, rank, size)
+            job = _Load(plan, rank, source, check.tally if verify else None, progress)
+        job.run(comm)
         with _Together(comm):
+            if job.error is not None:
+                raise job.error
             if verify:
-                job.verify(source, size)
-            job.allocate()
-            job.read_own(source)
-        rounds = list(_rounds(plan))
-        for reads in rounds:
-            assert comm is not None  # a plan of one rank sends nothing
-            job.exchange(reads, source, comm)
-        if rounds:
+                check.compare_own()
+        if verify and check.has_work:
+            if comm is not None:
+                check.share(comm)
             with _Together(comm):
-                if job.shared_error is not None:
-                    raise job.shared_error
+                check.compare_rest()
         if reports is not None:
-            reports.append(LoadReport(job.read_bytes, job.sent_bytes, job.verified_bytes))
+            reports.append(LoadReport(job.read_bytes, job.sent_bytes, check.verified_bytes))
         return job.arrays
     finally:
         if source is not None:
@@ -119,37 +120,61 @@ class _Together:
         return None
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if self._comm is None or (error is not None and not isinstance(error, Exception)):
+        if error is not None and not isinstance(error, Exception):
             return
+        found = error
         if isinstance(error, OSError) and not isinstance(error, LowshardError):
-            error = CheckpointError(f"loading failed: {error}")
-        agree(self._comm, self._digest, error, "load")  # raises if any rank has an error
+            found = CheckpointError(f"loading failed: {error}")
+            found.__cause__ = error
+        if self._comm is None:
+            if found is not None and found is not error:
+                raise found
+            return
+        agree(self._comm, self._digest, found, "load")  # raises if any rank has an error
 
 
 class _Load:
-    """One rank's walk through a plan."""
+    """One rank's walk through a plan. What goes wrong on the way is kept: the others wait for this rank."""
 
-    def __init__(self, plan: LoadPlan, rank: int, progress: Progress | None) -> None:
+    def __init__(
+        self, plan: LoadPlan, rank: int, source: ByteSource, tally: Tally | None, progress: Progress | None
+    ) -> None:
         self.plan, self.rank = plan, rank
         self.arrays: dict[str, np.ndarray] = {}
-        self.read_bytes = self.sent_bytes = self.verified_bytes = 0
-        self.shared_error: Exception | None = None
+        self.read_bytes = self.sent_bytes = 0
+        self.error: Exception | None = None
+        self._source, self._tally = source, tally
         self._progress = progress if rank == 0 else None
-        self._total_bytes = plan.read_bytes(rank) if self._progress else 0
+        self._total_bytes = plan.read_bytes(rank)
+        self._own = [r for r in plan.reads if r.takers == (rank,) and r.reader == rank]
+        self._own_bytes, self._own_at, self._own_done = sum(map(self._bytes, self._own)), 0, 0
 
-    def verify(self, source: ByteSource, size: int) -> None:
-        """Compare this rank's part of the checksums of all stored arrays that the plan touches."""
-        load_bytes = [0] * size
-        seen: set[tuple[str, int]] = set()
-        for name, _ in self.plan.tilings:
-            for part in source.catalog.tensor(name).parts:
-                if part.crc32 is None or (part.file, part.entry.start) in seen:
-                    continue
-                seen.add((part.file, part.entry.start))
-                turn = load_bytes.index(min(load_bytes))
-                load_bytes[turn] += part.entry.size_bytes
-                if turn == self.rank:
-                    self.verified_bytes += source.verify(name, part)
+    def run(self, comm: Communicator | None) -> None:
+        """Make and fill this rank's arrays.
+
+        Collective: all ranks of the communicator call this.
+        """
+        try:
+            self.allocate()
+        except MemoryError as error:
+            self.error = error
+        if comm is None:
+            self.read_own(1.0)
+            return
+        plan = self.plan
+        shared = tuple(r for r in plan.reads if any(t != r.reader for t in r.takers))
+        members = tuple(range(plan.num_ranks))
+        apart = any(plan.nodes[t] != plan.nodes[r.reader] for r in shared for t in r.takers)
+        if comm.shows or apart or len(set(plan.nodes)) == 1:
+            Delivery(shared, plan.by_name, members).run(self, comm)
+            return
+        node = plan.nodes[self.rank]
+        group = comm.split(node)  # the ranks of a node see each other's memory
+        assert group is not None  # every rank is on a node
+        with group:
+            here = tuple(r for r in members if plan.nodes[r] == node)
+            reads = tuple(r for r in shared if plan.nodes[r.reader] == node)
+            Delivery(reads, plan.by_name, here).run(self, group)
 
     def allocate(self) -> None:
         """Make this rank's arrays, in few large blocks: huge pages take a tenth of the faults."""
@@ -166,67 +191,39 @@ class _Load:
             self.arrays[name] = flat.view(dtype).reshape(shape)
             at, left = at + need, left - need
 
-    def read_own(self, source: ByteSource) -> None:
-        """Read what this rank alone takes, and what it shares, into its own place."""
-        mine = [r for r in self.plan.reads if r.reader == self.rank and self.rank in r.takers]
-        for read in mine:
-            for view, box in self._places(read.name, read.box):
-                source.read(read.name, box, view)
-            self._count(read)
+    def fetch(self, read: Read, into: np.ndarray) -> None:
+        """Fill an array with what this rank reads for others."""
+        self._read(read, [(into, read.box)])
+        self.sent_bytes += self._bytes(read) * sum(t != self.rank for t in read.takers)
 
-    def exchange(self, round_: list[Read], source: ByteSource, comm: Communicator) -> None:
-        """Send what this rank read for others in one round, and place what comes."""
-        counts_out, counts_in = [0] * comm.size, [0] * comm.size
-        sends: list[tuple[int, Read]] = []
-        takes: list[tuple[int, Read]] = []
-        for read in round_:
-            size_bytes = volume(read.box) * self.plan.by_name[read.name].itemsize_bytes
-            for taker in read.takers:
-                if taker == read.reader:
-                    continue
-                if read.reader == self.rank:
-                    counts_out[taker] += size_bytes
-                    sends.append((taker, read))
-                elif taker == self.rank:
-                    counts_in[read.reader] += size_bytes
-                    takes.append((read.reader, read))
-        send, displs_out = _buffer(counts_out)
-        recv, displs_in = _buffer(counts_in)
-        try:
-            self._pack(sends, displs_out, send, source)
-        except (CheckpointError, OSError) as error:  # the others are waiting in the exchange
-            self.shared_error = self.shared_error or error
-        comm.all_to_all_v(send, counts_out, displs_out, recv, counts_in, displs_in)
-        at = list(displs_in)
-        for reader, read in sorted(takes, key=lambda t: t[0]):
-            block, at[reader] = self._block(read, recv, at[reader])
+    def place(self, read: Read, block: np.ndarray) -> None:
+        """Put what this rank takes where it belongs."""
+        if self.error is None:
             for view, box in self._places(read.name, read.box):
                 view[...] = block[relative_slices(box, read.box)]
 
-    def _pack(
-        self, sends: list[tuple[int, Read]], displs: list[int], send: np.ndarray, source: ByteSource
-    ) -> None:
-        at = list(displs)
-        done: dict[tuple[str, Box], np.ndarray] = {}
-        for taker, read in sends:
-            block, at[taker] = self._block(read, send, at[taker])
-            key = (read.name, read.box)
-            if key in done:
-                block[...] = done[key]
-            elif self.rank in read.takers:
-                for view, box in self._places(read.name, read.box):
-                    block[relative_slices(box, read.box)] = view
-            else:
-                source.read(read.name, read.box, block)
-                self._count(read)
-            done[key] = block
-            self.sent_bytes += block.nbytes
+    def read_own(self, share: float) -> None:
+        """Read what this rank alone takes into its place, until that share of it is done."""
+        while self._own_at < len(self._own) and self._own_done <= share * self._own_bytes:
+            read = self._own[self._own_at]
+            self._read(read, self._places(read.name, read.box))
+            self._own_done += self._bytes(read)
+            self._own_at += 1
 
-    def _block(self, read: Read, buffer: np.ndarray, at: int) -> tuple[np.ndarray, int]:
-        dtype = dtypes.get(self.plan.by_name[read.name].dtype).numpy
-        size_bytes = volume(read.box) * dtype.itemsize
-        flat = buffer[at : at + size_bytes]
-        return np.ndarray(shape_of(read.box), dtype, buffer=flat.data), at + size_bytes
+    def _read(self, read: Read, places: Iterable[tuple[np.ndarray, Box]]) -> None:
+        if self.error is not None:
+            return
+        try:
+            for view, box in places:
+                self._source.read(read.name, box, view, self._tally)
+            self.read_bytes += self._bytes(read)
+            if self._progress is not None:
+                self._progress(self.read_bytes, self._total_bytes)
+        except Exception as error:
+            self.error = error
+
+    def _bytes(self, read: Read) -> int:
+        return volume(read.box) * self.plan.by_name[read.name].itemsize_bytes
 
     def _places(self, name: str, box: Box) -> Iterator[tuple[np.ndarray, Box]]:
         """Yield each part of a box that this rank holds: the view of its array, and the box."""
@@ -239,11 +236,6 @@ class _Load:
             inside = relative_slices(common, tile.box)
             local = array[relative_slices(tile.local, full_box(array.shape))] if array.ndim else array
             yield (local[inside] if array.ndim else local), common
-
-    def _count(self, read: Read) -> None:
-        self.read_bytes += volume(read.box) * self.plan.by_name[read.name].itemsize_bytes
-        if self._progress is not None:
-            self._progress(self.read_bytes, self._total_bytes)
 
 
 def _same_catalog(files: Files | Catalog, plan: LoadPlan) -> Catalog:
@@ -260,44 +252,6 @@ def _same_catalog(files: Files | Catalog, plan: LoadPlan) -> Catalog:
             f"{catalog.where}: its tensors lie otherwise than when the plan was made: make it anew with plan_load"
         )
     return catalog
-
-
-def _rounds(plan: LoadPlan) -> Iterable[list[Read]]:
-    """Group what is read for others so that no rank sends or receives more than a few chunks at a time."""
-    waiting: list[Read] = []
-    out, into = [0] * plan.num_ranks, [0] * plan.num_ranks
-    # One read of each rank in turn, so that all of them have something to do in every round.
-    lanes: dict[int, list[Read]] = {}
-    for read in plan.reads:
-        if any(t != read.reader for t in read.takers):
-            lanes.setdefault(read.reader, []).append(read)
-    for row in range(max(map(len, lanes.values()), default=0)):
-        for lane in lanes.values():
-            if row >= len(lane):
-                continue
-            read = lane[row]
-            size_bytes = volume(read.box) * plan.by_name[read.name].itemsize_bytes
-            takers = [t for t in read.takers if t != read.reader]
-            if waiting and (
-                out[read.reader] + size_bytes * len(takers) > CHUNK_BYTES
-                or any(into[t] + size_bytes > CHUNK_BYTES for t in takers)
-            ):
-                yield waiting
-                waiting, out, into = [], [0] * plan.num_ranks, [0] * plan.num_ranks
-            waiting.append(read)
-            out[read.reader] += size_bytes * len(takers)
-            for taker in takers:
-                into[taker] += size_bytes
-    if waiting:
-        yield waiting
-
-
-def _buffer(counts: list[int]) -> tuple[np.ndarray, list[int]]:
-    displs, at = [], 0
-    for count in counts:
-        displs.append(at)
-        at += count
-    return np.empty(at, np.uint8), displs
 
 
 def _padded(size_bytes: int) -> int:

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from lowshard.errors import CheckpointError, DependencyError, ShardingError
+from lowshard.weights.head import Segment
 from lowshard.weights.module import resolve_module
-from lowshard.weights.rule import Segment
 from lowshard.weights.strategy import ShardingStrategy
 
 SHIPPED = ("llama", "qwen", "moe", "bert")
@@ -204,7 +204,7 @@ def _heads(sizes: Sizes, extent: int, section: str) -> tuple[int, int, int]:
     if sizes.num_heads is None:
         raise ShardingError(
             "cuts between heads need their number: put the model's config.json beside the checkpoint, or pass "
-            "sizes (num_heads=..., num_kv_heads=...)"
+            "Sizes(num_heads=..., num_kv_heads=...), on the command line --heads and --kv-heads"
         )
     kv = sizes.num_kv_heads or sizes.num_heads
     count = kv if section == "kv" else sizes.num_heads + (2 * kv if section == "qkv" else 0)

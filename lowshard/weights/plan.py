@@ -13,6 +13,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import zip_longest
 from typing import Any, Literal, get_args
 
 from lowshard.box import Box, shape_of, volume
@@ -194,8 +195,10 @@ def _reads(tilings: Mapping[str, Tiling], nodes: Sequence[int], strategy: str) -
     )
     for reader, ranks in groups:
         for name, tiling in tilings.items():
-            for box, holders in disjoint(tiling, ranks):
-                yield from _chunks(name, reader, box, holders, tilings)
+            # A chunk for each in turn, so that all of them have something to take while the next one is read.
+            lanes = [_chunks(name, reader, box, holders, tilings) for box, holders in disjoint(tiling, ranks)]
+            for row in zip_longest(*lanes):
+                yield from (read for read in row if read is not None)
 
 
 def _chunks(

@@ -13,16 +13,8 @@ from typing import Literal
 
 from lowshard.box import Box, Interval
 from lowshard.errors import ShardingError
-from lowshard.weights.rule import (
-    Columnwise,
-    GateUp,
-    GroupedQKV,
-    HeadAwareColumnwise,
-    Rowwise,
-    Segment,
-    Segmented,
-    StackedQKV,
-)
+from lowshard.weights.head import GroupedQKV, HeadAwareColumnwise, Segment, Segmented, StackedQKV
+from lowshard.weights.rule import Columnwise, GateUp, Rowwise
 from lowshard.weights.strategy import ShardingStrategy
 
 Granularity = Literal["none", "tensor", "row", "block"]

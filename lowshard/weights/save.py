@@ -14,7 +14,6 @@ import json
 import os
 import re
 import secrets
-import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from lowshard.box import Box, shape_of
+from lowshard.checkpoint.checksum import crc32
 from lowshard.checkpoint.header import FilePath, encode_header
 from lowshard.checkpoint.index import INDEX_NAME, Index, IndexedFile, IndexedTensor, Part, read_index
 from lowshard.checkpoint.share import shares
@@ -160,7 +160,7 @@ class ShardFile:
         """Append elements to an item; they come in row-major order."""
         data = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
         write_at(self._fd, data, self._at[key])
-        self._crc[key] = zlib.crc32(data, self._crc[key])
+        self._crc[key] = crc32(data, self._crc[key])
         self._at[key] += len(data)
 
     def finish(self) -> dict[str, Any]:
@@ -179,7 +179,7 @@ class ShardFile:
         return {
             "file": self.path.name,
             "bytes": self.size_bytes,
-            "header": zlib.crc32(self._head),
+            "header": crc32(self._head),
             "parts": parts,
         }
 
@@ -205,11 +205,16 @@ class Publication:
     def __init__(self, folder: Path, comm: Communicator) -> None:
         self.folder, self.comm = folder, comm
         self.token = ""
+        self._is_new = False
         self._files: list[ShardFile] = []
         self._temporary: Path | None = None
 
     def __enter__(self) -> Publication:
-        self.token = share_text(self.comm.control, secrets.token_hex(6))[0]  # rank 0's
+        said = share_text(self.comm.control, f"{secrets.token_hex(6)} {self.folder.exists():d}")[
+            0
+        ]  # rank 0's
+        self.token, existed = said.split()
+        self._is_new = existed == "0"
         together(self.comm, self.folder, self._open_folder if self.comm.rank == 0 else lambda: None, "save")
         return self
 
@@ -219,6 +224,9 @@ class Publication:
         if error is not None and self._temporary is not None:
             with suppress(OSError):
                 self._temporary.unlink(missing_ok=True)
+        if error is not None and self._is_new:
+            with suppress(OSError):  # others still have files in it; the last one removes it
+                self.folder.rmdir()
 
     def file(self, number: int, count: int, items: Iterable[Item]) -> ShardFile:
         """Return a new file, `number` of `count`."""

@@ -10,24 +10,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import index as index_of
 from typing import Any, Literal
 
 from lowshard.box import Box, split_interval
 from lowshard.errors import LayoutError, ShardIndexError, ShardingError
 from lowshard.tiling import Tiling
+from lowshard.weights.head import GroupedQKV, HeadAwareColumnwise, Segment, Segmented, StackedQKV
 from lowshard.weights.rule import (
     Axiswise,
     Columnwise,
     ExpertParallel,
     GateUp,
-    GroupedQKV,
-    HeadAwareColumnwise,
     Replicate,
     Rowwise,
     Rule,
-    Segment,
-    Segmented,
-    StackedQKV,
     TensorParallel,
 )
 
@@ -54,12 +51,10 @@ class ShardingStrategy:
     shard: ShardFunction
 
     def __post_init__(self) -> None:
-        if (
-            isinstance(self.num_devices, bool)
-            or not isinstance(self.num_devices, int)
-            or self.num_devices < 1
-        ):
-            raise ShardingError(f"a strategy is over 1 or more devices, got num_devices={self.num_devices!r}")
+        count = self.num_devices
+        if isinstance(count, bool) or not hasattr(count, "__index__") or index_of(count) < 1:
+            raise ShardingError(f"a strategy is over 1 or more devices, got num_devices={count!r}")
+        object.__setattr__(self, "num_devices", index_of(count))  # NumPy's integers too
         if not callable(self.shard):
             raise ShardingError(
                 f"shard is a function of (weight, index, num_devices), got {type(self.shard).__name__}: write "
@@ -245,7 +240,7 @@ class ShardingStrategy:
                 f"the function {self.shard!r} does not say which boxes it takes: give it a method "
                 "pieces(shape, index, num_devices), or use a strategy that lowshard knows"
             )
-        return list(found(tuple(shape), index, self.num_devices))
+        return list(found(tuple(map(index_of, shape)), index_of(index), self.num_devices))
 
     def __call__(self, weight: Any, index: int) -> Any:
         """Return the part of a weight (an array or a `Weight`) that device `index` holds; a copy if in pieces.

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -19,9 +20,9 @@ from support import mode
 from support.checkpoints import attention_and_more, local_of, same, state_of, values_of
 
 from lowshard import comm as lc
-from lowshard.checkpoint import Catalog, CheckpointReader
+from lowshard.checkpoint import Catalog
 from lowshard.tiling import Tiling
-from lowshard.weights import NamePatterns, Sizes, load, nodes_of, plan_load, save
+from lowshard.weights import LoadPlan, NamePatterns, Sizes, load, nodes_of, plan_load, save
 from lowshard.weights.plan import STRATEGIES
 
 HIDDEN, INNER, HEADS, KV, LAYERS = 1024, 2816, 16, 4, 8
@@ -116,64 +117,81 @@ def timed(comm: lc.Communicator, job: Callable[[], object]) -> float:
     return float(most[0])
 
 
-def measure(folder: Path, comm: lc.Communicator) -> None:
-    """Compare loading with a plain read of the same bytes, and memory with the shards."""
+def plain_read(file: Path, offset: int, size: int) -> None:
+    """Read a run of a file into new memory, as simply as Python can."""
+    with open(file, "rb", buffering=0) as f:
+        f.seek(offset)
+        buffer = memoryview(np.empty(size, np.uint8))
+        done = 0
+        while done < size and (got := f.readinto(buffer[done:])):
+            done += got
+
+
+def measure(folder: Path, comm: lc.Communicator, started_bytes: int) -> None:
+    """Compare loading with a plain read of the same bytes by the same ranks, and memory with the shards.
+
+    `ratio` sets the quickest of each beside one another, `median_ratio` is the median of the pairs; `verified` with
+    checksums. Memory is counted from what a rank holds that has made a communicator, and once more from nothing.
+    """
     shapes = model()
-    plain = folder / "model.safetensors"
-    whole = {n: Tiling.from_pieces(s, "float32", [[tuple((0, x) for x in s)]]) for n, s in shapes.items()}
+    plain, sharded, halves = folder / "model.safetensors", folder / "sharded", folder / "halves"
     if comm.rank == 0:
         rng = np.random.default_rng(0)
+        whole = {n: Tiling.whole(s, "float32") for n, s in shapes.items()}
         save(plain, {n: (whole[n], rng.random(s, dtype=np.float32)) for n, s in shapes.items()}, merged=True)
     comm.barrier()
-    made = NamePatterns.load("llama").strategies(shapes, comm.size, Sizes(HEADS, KV))
-    tilings = {n: made[n].layout(s, "float32") for n, s in shapes.items()}
-    sharded = folder / "sharded"
-    with CheckpointReader(plain) as reader:
-        mine = {n: local_of(reader.read_box(n), t, comm.rank) for n, t in tilings.items()}
-    save(sharded, {n: (t, mine[n]) for n, t in tilings.items()}, comm, strategies=made)
-    held = sum(a.nbytes for a in mine.values() if a is not None)
-    del mine
-    rows = []
-    cases = [("plain", plain, "own-slice"), ("sharded", sharded, "own-slice")]
+
+    def cut(ranks: int) -> dict[str, Tiling]:
+        made = NamePatterns.load("llama").strategies(shapes, ranks, Sizes(HEADS, KV))
+        return {n: made[n].layout(s, "float32").widened(comm.size) for n, s in shapes.items()}
+
+    tilings = cut(comm.size)
+    for path, ranks in ((sharded, comm.size), (halves, 2)):
+        mine = load(plain, plan_load(plain, cut(ranks), comm.size), comm)
+        save(path, {n: (t, mine.get(n)) for n, t in cut(ranks).items()}, comm)
+        del mine
+    cases = [(plain, "own-slice"), (plain, "node-leader"), (sharded, "own-slice")]
     if mode.full():
-        cases += [("plain", plain, "node-leader"), ("plain", plain, "root-scatter")]
-    for label, path, strategy in cases:
+        cases += [
+            (plain, "root-scatter"),
+            (sharded, "node-leader"),
+            (halves, "own-slice"),
+            (halves, "node-leader"),
+        ]
+    rows = []
+    for path, strategy in cases:
         catalog = Catalog.open(path)
         plan = plan_load(catalog, tilings, strategy=strategy)  # type: ignore[arg-type]
-        share = plan.read_bytes(comm.rank)
+        share, held = plan.read_bytes(comm.rank), plan.held_bytes(comm.rank)
         offset = sum(plan.read_bytes(r) for r in range(comm.rank))
-        whole_file = path if path.is_file() else None
-
-        def plain_read(file: Path = whole_file or plain, at: int = offset, size: int = share) -> None:
-            with open(file, "rb", buffering=0) as f:
-                f.seek(at)
-                buffer = memoryview(np.empty(size, np.uint8))
-                done = 0
-                while done < size and (got := f.readinto(buffer[done:])):
-                    done += got
-
-        def by_plan(path: Path = path, plan: object = plan, verify: bool = False) -> None:
-            load(path, plan, comm, verify=verify)  # type: ignore[arg-type]
-
-        pairs = [(timed(comm, plain_read), timed(comm, by_plan)) for _ in range(7)]
-        plain_s, load_s = (min(p[k] for p in pairs) for k in range(2))
-        ratios = [b / a for a, b in pairs]
+        jobs: list[Callable[[], object]] = [
+            partial(plain_read, plain, offset, share),
+            partial(load, catalog, plan, comm, verify=False),
+            partial(load, catalog, plan, comm),
+        ]
+        seconds = np.array([[timed(comm, job) for job in jobs] for _ in range(9)])
+        quickest, ratios = seconds.min(0), np.median(seconds[:, 1:] / seconds[:, :1], 0)
         with Peak() as peak:
-            found = load(path, plan, comm)
-        over = np.array([peak.most - peak.before - held, peak.most - held], np.int64)
+            load(catalog, plan, comm)
+        over = np.array([peak.most - started_bytes - held, peak.most - held, started_bytes], np.int64)
         comm.all_reduce(over, over, op="max")
-        del found
-        verified_s = min(timed(comm, lambda: by_plan(verify=True)) for _ in range(3))
         rows.append({
-            "form": label, "strategy": strategy, "ratio": load_s / plain_s, "median_ratio": float(np.median(ratios)),
-            "gb_per_s": sum(plan.read_bytes(r) for r in range(comm.size)) / load_s / 1e9,
-            "over_shards_mb": over[0] / 1e6, "with_python_mb": over[1] / 1e6, "verified_ratio": verified_s / plain_s,
+            "form": path.stem, "strategy": strategy, "gb_per_s": plan_bytes(plan) / quickest[0] / 1e9,
+            "ratio": quickest[1] / quickest[0], "median_ratio": ratios[0],
+            "verified_ratio": quickest[2] / quickest[0], "verified_median_ratio": ratios[1],
+            "over_shards_mb": over[0] / 1e6, "with_python_mb": over[1] / 1e6, "started_mb": over[2] / 1e6,
         })  # fmt: skip
     if comm.rank == 0:
         print(json.dumps(rows))
 
 
+def plan_bytes(plan: LoadPlan) -> int:
+    """Return the bytes that all ranks read."""
+    return sum(plan.read_bytes(r) for r in range(plan.num_ranks))
+
+
 with lc.from_mpi(MPI.COMM_WORLD, device="cpu") as world:
+    started = memory_bytes()
     target = Path(sys.argv[2])
     if sys.argv[1] == "values":
         check_values(target, world)
@@ -182,4 +200,4 @@ with lc.from_mpi(MPI.COMM_WORLD, device="cpu") as world:
     elif sys.argv[1] == "die":
         save_and_die(target, world, int(sys.argv[3]), int(sys.argv[4]))
     else:
-        measure(target, world)
+        measure(target, world, started)

@@ -39,10 +39,23 @@ def test_a_rank_that_is_killed_in_a_save_leaves_the_old_checkpoint(
 
 
 def test_loading_takes_little_more_than_a_plain_read_and_little_more_than_the_shards(tmp_path: Path) -> None:
-    ran = start_ranks(RUNNER, 4, ["measure", str(tmp_path)], timeout_s=150)
+    ran = start_ranks(RUNNER, 4, ["measure", str(tmp_path)], timeout_s=180)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     rows = {(r["form"], r["strategy"]): r for r in json.loads(ran.stdout.strip().splitlines()[-1])}
+    # Anonymous and shared-memory pages over the shards, from a rank that has made a communicator. Python, NumPy, MPI,
+    # Numba and the communicator take 80 to 90 MB before that (`started_mb`), whether anything is loaded or not.
     assert all(row["over_shards_mb"] <= 64 for row in rows.values()), rows
     # Two ways to look past what else the machine does: quietest beside quietest, and the median of the pairs.
-    plain = rows["plain", "own-slice"]
-    assert min(plain["ratio"], plain["median_ratio"]) <= 1.3, rows
+    for (form, strategy), row in rows.items():
+        quick = min(row["ratio"], row["median_ratio"])
+        checked = min(row["verified_ratio"], row["verified_median_ratio"])
+        if strategy != "own-slice":
+            assert max(quick, checked) <= 1.3, (form, strategy, rows)
+        elif form == "sharded":  # cut as it is loaded
+            assert max(quick, checked) <= 1.3, (form, rows)
+        else:
+            # A third of these bytes are columns of a kilobyte or three: they are copied out of a map of the file, and
+            # what the system takes to map each page for each rank is twice what the copy takes.
+            assert quick <= 1.6, (form, rows)
+            # Column cuts of another number of ranks are read once more for their checksums.
+            assert checked <= (1.6 if form == "model" else 2.0), (form, rows)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import threading
+import weakref
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from support.checkpoints import attention_and_more, local_of, on_ranks, same, sa
 
 from lowshard import DeviceMesh, Layout, Replicated, Sharded
 from lowshard.checkpoint import Catalog
+from lowshard.comm import Communicator
 from lowshard.errors import (
     BufferMismatchError,
     CheckpointError,
@@ -429,3 +432,33 @@ def test_leftovers_of_killed_merged_saves_are_cleared(tmp_path: Path) -> None:
     tilings = attention_and_more(2)
     save_over(tmp_path / "m.safetensors", values_of(tilings), tilings, 2, merged=True)
     assert sorted(p.name for p in tmp_path.iterdir()) == [other.name, "m.safetensors"]
+
+
+def test_a_load_leaves_nothing_behind_with_the_communicator(tmp_path: Path) -> None:
+    tiling = Tiling.whole((64, 64), "float32", 2)
+    save(tmp_path / "c", {"w": (Tiling.whole((64, 64), "float32"), np.ones((64, 64), np.float32))})
+    plan = plan_load(tmp_path / "c", {"w": tiling}, strategy="node-leader")
+
+    def work(comm: Communicator) -> bool:
+        array = load(tmp_path / "c", plan, comm)["w"]
+        assert array.all()
+        gone = weakref.ref(array)
+        del array
+        return gone() is None
+
+    assert on_ranks(2, work) == [True, True]
+
+
+@pytest.mark.parametrize("nodes", [None, [0, 0, 1, 1, 1]])
+def test_what_is_read_for_others_travels_by_messages_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nodes: list[int] | None
+) -> None:
+    # As between machines, whose memory the others do not see: messages, and a group for each node.
+    monkeypatch.setattr(import_module("lowshard.comm.loopback").LoopbackCommunicator, "shows", False)
+    monkeypatch.setattr("lowshard.weights.delivery.CHUNK_BYTES", 5000)
+    tilings = attention_and_more(5)
+    values = values_of(tilings)
+    save_over(tmp_path / "c", values, tilings, 5)
+    for strategy in STRATEGIES:
+        plan = plan_load(tmp_path / "c", tilings, 5, strategy=strategy, nodes=nodes)  # type: ignore[arg-type]
+        check_load(tmp_path / "c", values, tilings, plan)

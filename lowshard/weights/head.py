@@ -1,0 +1,230 @@
+"""The rules that cut between attention heads, and the sections of an axis that some of them stack.
+
+Sources: `max/graph/weight.py` of modular/modular for those of MAX; the grouped rule follows from grouped-query
+attention (Ainslie et al. 2023): query head h reads key-value head h // (heads / kv_heads).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from lowshard.box import Interval, split_interval
+from lowshard.errors import ShardingError
+from lowshard.weights.rule import OneAxis
+
+FewKV = Literal["replicate", "empty", "refuse"]
+Section = Literal["qkv", "q", "kv"]
+
+
+@dataclass(frozen=True)
+class HeadAwareColumnwise(OneAxis):
+    """Axis 1, cut between heads; 4- and 6-bit packed widths are recognised by their extent."""
+
+    num_heads: int
+    head_dim: int
+
+    @property
+    def axis(self) -> int:
+        """Axis 1."""
+        return 1
+
+    def intervals(self, extent: int, index: int, num_devices: int) -> list[Interval]:
+        """Return the columns of the device's heads."""
+        first, last = split_interval((0, self.num_heads), num_devices, index)
+        start, stop = first * self.head_dim, last * self.head_dim
+        whole = self.num_heads * self.head_dim
+        if extent * 2 == whole:
+            return [(start // 2, stop // 2)]
+        if extent * 4 == whole * 3:
+            return [(start * 3 // 4, stop * 3 // 4)]
+        return [(start, stop)]
+
+    def __str__(self) -> str:
+        return f"head_aware_columnwise(num_heads={self.num_heads}, head_dim={self.head_dim})"
+
+
+@dataclass(frozen=True)
+class StackedQKV(OneAxis):
+    """Three equal sections of axis 0, each cut between the same heads."""
+
+    num_heads: int
+    head_dim: int
+
+    @property
+    def axis(self) -> int:
+        """Axis 0."""
+        return 0
+
+    def intervals(self, extent: int, index: int, num_devices: int) -> list[Interval]:
+        """Return the device's heads of each section."""
+        if extent % 3:
+            raise ShardingError(
+                f"{self}: axis 0 stacks query, key and value, so its extent divides by 3, got {extent}"
+            )
+        section = extent // 3
+        if section != self.num_heads * self.head_dim:
+            raise ShardingError(
+                f"{self}: {self.num_heads} heads of {self.head_dim} are {self.num_heads * self.head_dim} rows a "
+                f"section, axis 0 of extent {extent} has sections of {section}: pass the weight's own counts, or "
+                "grouped_qkv where key-value heads are fewer"
+            )
+        first, last = split_interval((0, self.num_heads), num_devices, index)
+        start, stop = first * self.head_dim, last * self.head_dim
+        return [(k * section + start, k * section + stop) for k in range(3)]
+
+    def __str__(self) -> str:
+        return f"stacked_qkv(num_heads={self.num_heads}, head_dim={self.head_dim})"
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A section of an axis: `size` elements, cut evenly, or between heads where num_heads is given."""
+
+    size: int
+    num_heads: int | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.size, int) or self.size < 0:
+            raise ShardingError(f"a segment has a size of 0 or more, got {self.size!r}")
+        if self.num_heads is not None and (self.num_heads < 1 or self.size % self.num_heads):
+            raise ShardingError(
+                f"a segment with heads holds each whole: {self.size} does not divide by {self.num_heads} heads"
+            )
+
+    @classmethod
+    def even(cls, size: int) -> Segment:
+        """Return a section that may be cut anywhere."""
+        return cls(size)
+
+    @classmethod
+    def head_aware(cls, num_heads: int, head_dim: int) -> Segment:
+        """Return a section that is cut between heads."""
+        return cls(num_heads * head_dim, num_heads)
+
+    @classmethod
+    def of(cls, value: Segment | Mapping[str, Any]) -> Segment:
+        """Return a segment given as one or as a mapping with size and, perhaps, num_heads."""
+        if isinstance(value, Segment):
+            return value
+        if not isinstance(value, Mapping) or set(value) - {"size", "num_heads"} or "size" not in value:
+            raise ShardingError(
+                f"a segment is Segment(size, num_heads=None) or such a mapping, got {value!r}"
+            )
+        return cls(value["size"], value.get("num_heads"))
+
+    def interval(self, index: int, num_devices: int) -> Interval:
+        """Return the device's part, counted from the section's start."""
+        if self.num_heads is None:
+            return split_interval((0, self.size), num_devices, index)
+        first, last = split_interval((0, self.num_heads), num_devices, index)
+        head_dim = self.size // self.num_heads
+        return first * head_dim, last * head_dim
+
+
+@dataclass(frozen=True)
+class Segmented(OneAxis):
+    """Several sections of an axis, each cut on its own; the axis may hold two 4-bit values an element."""
+
+    at: int
+    segments: tuple[Segment, ...]
+
+    @property
+    def axis(self) -> int:
+        """The given axis."""
+        return self.at
+
+    def intervals(self, extent: int, index: int, num_devices: int) -> list[Interval]:
+        """Return the device's part of each section."""
+        total = sum(s.size for s in self.segments)
+        if extent not in (total, total // 2 if total % 2 == 0 else total):
+            raise ShardingError(
+                f"{self}: the segments cover the axis: they have {total} elements, the axis has {extent} "
+                "(half of them would be 4-bit packed)"
+            )
+        pack = 1 if extent == total else 2
+        found, at = [], 0
+        for segment in self.segments:
+            start, stop = segment.interval(index, num_devices)
+            found.append(((at + start) // pack, (at + stop) // pack))
+            at += segment.size
+        return found
+
+    def __str__(self) -> str:
+        return f"segmented(axis={self.at}, {len(self.segments)} segments)"
+
+
+@dataclass(frozen=True)
+class GroupedQKV(OneAxis):
+    """Query heads with their key-value head, never apart."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    few_kv: FewKV
+    section: Section
+    at: int
+
+    def __post_init__(self) -> None:
+        if min(self.num_heads, self.num_kv_heads, self.head_dim) < 1 or self.num_heads % self.num_kv_heads:
+            raise ShardingError(
+                f"grouped_qkv: every key-value head serves as many query heads: num_heads is a multiple of "
+                f"num_kv_heads, got {self.num_heads} and {self.num_kv_heads} (head_dim {self.head_dim})"
+            )
+        for name, value, known in (("few_kv", self.few_kv, get_args(FewKV)),
+                                   ("section", self.section, get_args(Section))):  # fmt: skip
+            if value not in known:
+                raise ShardingError(f"grouped_qkv: {name} is one of {', '.join(known)}, got {value!r}")
+
+    @property
+    def axis(self) -> int:
+        """The given axis."""
+        return self.at
+
+    def check_devices(self, num_devices: int) -> None:
+        """Raise ShardingError where key-value heads are too few and that is to be refused."""
+        if self.few_kv == "refuse" and self.num_kv_heads < num_devices:
+            raise ShardingError(
+                f"grouped_qkv: {self.num_kv_heads} key-value heads do not reach {num_devices} devices: use at most "
+                f"{self.num_kv_heads}, or few_kv='replicate' (copies of a head) or 'empty' (devices without heads)"
+            )
+
+    def heads(self, index: int, num_devices: int) -> tuple[Interval, Interval]:
+        """Return the query heads and the key-value heads of a device."""
+        self.check_devices(num_devices)
+        kv, per_group = self.num_kv_heads, self.num_heads // self.num_kv_heads
+        if kv >= num_devices or self.few_kv == "empty":
+            first, last = split_interval((0, kv), num_devices, index)
+            return (first * per_group, last * per_group), (first, last)
+        for group in range(kv):  # devices are cut over groups, and a group's queries over its devices
+            start, stop = split_interval((0, num_devices), kv, group)
+            if start <= index < stop:
+                break
+        base = group * per_group
+        queries = split_interval((base, base + per_group), stop - start, index - start)
+        has_queries = queries[0] < queries[1]
+        return queries, (group, group + 1) if has_queries else (group, group)
+
+    def intervals(self, extent: int, index: int, num_devices: int) -> list[Interval]:
+        """Return the device's queries, keys and values of the section."""
+        rows = {"q": self.num_heads, "kv": self.num_kv_heads, "qkv": self.num_heads + 2 * self.num_kv_heads}
+        expected = rows[self.section] * self.head_dim
+        if extent != expected:
+            raise ShardingError(
+                f"{self}: the axis holds {rows[self.section]} heads of {self.head_dim}, {expected} in all, got "
+                f"{extent}"
+            )
+        queries, keys = self.heads(index, num_devices)
+        starts: Sequence[tuple[int, Interval]] = {
+            "q": [(0, queries)],
+            "kv": [(0, keys)],
+            "qkv": [(0, queries), (self.num_heads, keys), (self.num_heads + self.num_kv_heads, keys)],
+        }[self.section]
+        return [((at + a) * self.head_dim, (at + b) * self.head_dim) for at, (a, b) in starts]
+
+    def __str__(self) -> str:
+        return (
+            f"grouped_qkv(num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, "
+            f"head_dim={self.head_dim}, few_kv={self.few_kv}, section={self.section}, axis={self.at})"
+        )
