@@ -15,8 +15,9 @@ from lowshard.comm.agreement import agree
 from lowshard.comm.protocol import Communicator
 from lowshard.errors import BufferMismatchError, LowshardError, MeshError, MismatchError, VerificationError
 from lowshard.kernels import cast
+from lowshard.reshard.contract import ReshardTransform
 from lowshard.reshard.plan import Entry, Move, RankPlan, ReshardPlan
-from lowshard.reshard.transform import ReshardTransform, ensure_sendable
+from lowshard.reshard.transform import ensure_sendable
 
 Array = Any
 Format = tuple[str, tuple[int, ...]]

@@ -46,38 +46,47 @@ def test_random_reshards_are_right_where_mpi_moves_all() -> None:
 def test_200_refits_leave_nothing_behind() -> None:
     ended = start_ranks(HERE / "run_reshard.py", 4, ["0", "1", "200"], 110).ok()
     for rank, ways in enumerate(json.loads(ended.stdout)["grown"]):
-        for shown, grown in ways.items():
+        for way, grown in ways.items():
             too_much = {name: n for name, n in grown.items() if n > ALLOWED[name]}
-            assert not too_much, f"rank {rank}, sources {'shown' if shown == 'True' else 'private'}: {grown}"
+            assert not too_much, f"rank {rank}, {way}: {grown}"
 
 
 # ---- ranks that are killed
 
 
+HOWS = ("slots", "messages", "shown", "private")
+"""How bytes move in a job; see run_refit_fault.py."""
+
+
 @dataclass(frozen=True)
 class Kill:
-    """One job: who dies, and when: at a share of the span of a refit, or at a place in it."""
+    """One job: how bytes move, who dies, and when: at a share of the span of a refit, or at a place in it."""
 
     number: int
+    how: str
     victim: int
     where: str
     share: float
 
     def __str__(self) -> str:
         when = f"at {self.share:.2f} of a refit" if self.where == "outside" else self.where
-        return f"{self.number}: rank {self.victim} {when}"
+        return f"{self.number}: {self.how}, rank {self.victim} {when}"
 
 
 def kills() -> list[Kill]:
     places = [
-        Kill(100 + i, victim, where, 0.0)
-        for i, (victim, where) in enumerate(
-            (v, w) for w in ("before the vote", "between vote and switch") for v in (0, 3)
+        Kill(200 + i, how, victim, where, 0.0)
+        for i, (how, victim, where) in enumerate(
+            (h, v, w) for h in HOWS for w in ("before the vote", "between vote and switch") for v in (0, 3)
         )
     ]
-    shares = mode.rng("refit kills").random(30).tolist()
-    outside = [Kill(i, (0, 2, 4, 1, 3)[i % 5], "outside", share) for i, share in enumerate(shares)]
-    return [*mode.sample(places, 1, "kill places"), *mode.sample(outside, 2, "kill times")]
+    rng = mode.rng("refit kills")
+    outside = [
+        Kill(30 * n + i, how, (0, 2, 4, 1, 3)[i % 5], "outside", share)
+        for n, how in enumerate(HOWS)
+        for i, share in enumerate(rng.random(30).tolist())
+    ]
+    return [*mode.sample(places, 1, "kill places"), *mode.sample(outside, 3, "kill times")]
 
 
 KILLS = kills()
@@ -90,7 +99,7 @@ def run(kill: Kill, folder: Path) -> tuple[dict[int, dict[str, Any]], int, str]:
     launcher = Launcher(folder, uuid.uuid4().hex, stray_files())
     started = launcher.start(
         "run", "-n", "5", "--timeout", "60", str(HERE / "run_refit_fault.py"), str(notes), str(kill.victim), kill.where,
-        "4",
+        "4", kill.how,
     )  # fmt: skip
     ready = [notes / f"ready-{rank}" for rank in range(5)]
     wait_until(lambda: all(p.exists() for p in ready) or started.poll() is not None, LIMIT_S)
