@@ -15,7 +15,7 @@ import numpy as np
 
 from lowshard.comm.agreement import agree, share
 from lowshard.comm.protocol import Communicator
-from lowshard.errors import LowshardError, MismatchError
+from lowshard.errors import MismatchError
 from lowshard.reshard.channel import Channel, MessageChannel, SlotChannel
 from lowshard.reshard.contract import ReshardTransform
 from lowshard.reshard.plan import Move, ReshardPlan
@@ -105,10 +105,7 @@ class Reshard(Stream, Sight):
         self._just_made = False
         self.checksums, self.version = checksums, 0
         self._bucket_bytes = max(256, staging_bytes // 4 // 64 * 64)
-        try:
-            self._prepare()
-        except LowshardError as error:
-            self._error = error
+        self._guard(self._prepare)
         said = f"{plan.digest()} {self._bucket_bytes} {checksums} {way}"
         digest = hashlib.blake2b(said.encode(), digest_size=16).digest()
         agree(comm, digest, self._take_error(), "execute_reshard_plan")

@@ -153,6 +153,20 @@ def test_wrong_arrays_raise_on_all_ranks_before_a_write(spoil: Any, error: type,
     run_loopback(2, work, LIMIT_S)
 
 
+def test_a_destination_over_a_source_is_refused_unless_it_stays_as_it_is() -> None:
+    layouts = [{"w": TensorLayout.sharded((4, 4), "float32", {"tp": (2, 1)}, {dim: "tp"})} for dim in (0, 1)]
+    moved, kept = build_reshard_plan(*layouts), build_reshard_plan(layouts[0], layouts[0])
+
+    def work(comm: Any) -> None:
+        mine = np.arange(8, dtype=np.float32).reshape(2, 4) + 8 * comm.rank
+        with pytest.raises(BufferMismatchError, match="rank 0: w: on rank 0 its destination shares memory"):
+            execute_reshard_plan(moved, {"w": mine}, {"w": mine.reshape(4, 2)}, comm)
+        execute_reshard_plan(kept, {"w": mine}, {"w": mine}, comm)
+        assert np.array_equal(mine.reshape(-1), np.arange(8) + 8 * comm.rank)
+
+    run_loopback(2, work, LIMIT_S)
+
+
 def test_plans_and_worlds_that_differ_raise_on_all_ranks() -> None:
     other = build_reshard_plan(*({"v": TensorLayout.sharded((2,), "float32", {})},) * 2)
     errors = on_all(2, lambda c: Reshard(other if c.rank else pair(), *arrays(c), c))
