@@ -1,8 +1,8 @@
 """How long a reshard will take on a cluster, and what each link will carry, from the plan and a cluster profile alone.
 
 A rank's copies and what it reads of its node go at the speed of an exchange in which all ranks of the node take part,
-and what is packed for a neighbour is copied twice; what crosses the network goes at that of the network, out and in at once, and each peer costs a message. The slowest
-rank decides.
+and what is packed for a neighbour is copied twice; what crosses the network goes at that of the network, out and in at
+once, and each peer costs a message. The slowest rank decides.
 """
 
 from __future__ import annotations
