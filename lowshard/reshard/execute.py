@@ -101,6 +101,7 @@ class Reshard(Stream, Sight):
         way, checksums = settings.get("way", "auto"), settings.get("checksums", False)
         staging_bytes = settings.get("staging_bytes", STAGING_BYTES)
         self._like = like
+        self._forget_sources()
         self._channel: Channel | None = None
         self._just_made = False
         self.checksums, self.version = checksums, 0

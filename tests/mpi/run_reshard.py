@@ -63,7 +63,11 @@ def refits(comm: Communicator, count: int, shown: bool, checksums: bool) -> dict
             if version == count // 5:
                 before = holds()
         after = holds()
+        crosses = MPI.COMM_WORLD.allreduce(any(mover._crossings for mover in refit._movers), MPI.LOR)
     assert set(seen) == set(seen[:2]), "addresses have changed"
+    place = getattr(comm, "_place", None)
+    may_cross = place is not None and place.memory.reads_across and comm.size > 1
+    assert crosses == (may_cross and not shown and not checksums)
     return {name: after[name] - before[name] for name in before}
 
 

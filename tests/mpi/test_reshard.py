@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from support import mode
-from support.launching import LIMIT_S, Launcher, wait_until
+from support.launching import Launcher, wait_until
 from support.starting import start_ranks
 
 from lowshard.launch.leftover import stray_files
@@ -36,10 +36,14 @@ def test_random_reshards_are_right_over_mpi(ranks: int) -> None:
 
 
 @pytest.mark.time_limit(120)
-def test_random_reshards_are_right_where_mpi_moves_all() -> None:
+@pytest.mark.parametrize(
+    "env",
+    mode.sample([{"LOWSHARD_CPU_PATH": "mpi"}, {"LOWSHARD_CROSS_MEMORY": "off"}], 1, "reshard paths"),
+    ids=str,
+)
+def test_random_reshards_are_right_by_other_paths(env: dict[str, str]) -> None:
     count = 300 if mode.full() else 10
-    env = {"LOWSHARD_CPU_PATH": "mpi"}
-    start_ranks(HERE / "run_reshard.py", 4, [str(count), str(mode.seed() % 2**31), "0"], 110, env=env).ok()
+    start_ranks(HERE / "run_reshard.py", 4, [str(count), str(mode.seed() % 2**31), "3"], 110, env=env).ok()
 
 
 @pytest.mark.time_limit(120)
@@ -98,11 +102,11 @@ def run(kill: Kill, folder: Path) -> tuple[dict[int, dict[str, Any]], int, str]:
     notes.mkdir(parents=True)
     launcher = Launcher(folder, uuid.uuid4().hex, stray_files())
     started = launcher.start(
-        "run", "-n", "5", "--timeout", "60", str(HERE / "run_refit_fault.py"), str(notes), str(kill.victim), kill.where,
+        "run", "-n", "5", "--timeout", "90", str(HERE / "run_refit_fault.py"), str(notes), str(kill.victim), kill.where,
         "4", kill.how,
     )  # fmt: skip
     ready = [notes / f"ready-{rank}" for rank in range(5)]
-    wait_until(lambda: all(p.exists() for p in ready) or started.poll() is not None, LIMIT_S)
+    wait_until(lambda: all(p.exists() for p in ready) or started.poll() is not None, 80.0)
     if kill.where == "outside" and all(p.exists() for p in ready):
         fields = json.loads(ready[kill.victim].read_text())
         time.sleep(kill.share * fields["span_s"])
@@ -126,7 +130,7 @@ def over(
         pool.shutdown(cancel_futures=True)
 
 
-@pytest.mark.time_limit(110)
+@pytest.mark.time_limit(140)
 @pytest.mark.parametrize("kill", KILLS, ids=str)
 def test_a_killed_rank_leaves_whole_versions(kill: Kill, over: dict[Kill, Future[Any]]) -> None:
     left, code, err = over[kill].result()
