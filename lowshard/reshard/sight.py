@@ -25,7 +25,6 @@ class Sight(Side):
     """The moves that this rank reads where they lie; their owners do nothing for them."""
 
     _anchor: Array
-    _bucket_bytes: int
     _is_direct = False
     """Whether any rank reads others' sources: all ranks then wait until these are as they shall be."""
     _seen: dict[int, dict[int, Array]]
@@ -59,12 +58,11 @@ class Sight(Side):
         self._direct = Copier([span for _, span in mapped], self._targets(mapped), self._anchor)
         self._crossings = {}
         if across:
-            from lowshard.reshard.across import SCRATCH_BYTES, Crossing
+            from lowshard.reshard.across import Crossing
 
-            scratch = np.empty(min(SCRATCH_BYTES, self._bucket_bytes), np.uint8)
             for peer, pairs in across.items():
                 spans = [span for _, span in pairs]
-                self._crossings[peer] = Crossing(view.pid(peer), spans, self._targets(pairs), scratch)
+                self._crossings[peer] = Crossing(view.pid(peer), spans, self._targets(pairs))
         return self._ask_which(left), left
 
     def _forget_sources(self) -> None:
