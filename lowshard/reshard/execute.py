@@ -1,7 +1,8 @@
 """Runs a reshard plan: what stays is copied, what neighbours show is read where it lies, the rest goes in buckets.
 
-Memory beside the arrays is bounded: two buckets out and two in. Ranks send and receive at once, each to the k-th
-after it and from the k-th before it, for k = 1, 2, ...: every rank is in one pair each way at a time.
+Memory beside the arrays is bounded: two buckets out and, where they come as messages, two in. Ranks send and receive
+at once, each to the k-th after it and from the k-th before it, for k = 1, 2, ...: every rank is in one pair each way at
+a time.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import numpy as np
 from lowshard.comm.agreement import agree, share
 from lowshard.comm.protocol import Communicator
 from lowshard.errors import MismatchError
-from lowshard.reshard.channel import Channel, MessageChannel, SlotChannel
+from lowshard.reshard.channel import SLOTS, Channel, MessageChannel, SlotChannel
 from lowshard.reshard.contract import ReshardTransform
 from lowshard.reshard.plan import Move, ReshardPlan
 from lowshard.reshard.sight import Sight
@@ -105,13 +106,14 @@ class Reshard(Stream, Sight):
         self._channel: Channel | None = None
         self._just_made = False
         self.checksums, self.version = checksums, 0
-        self._bucket_bytes = max(256, staging_bytes // 4 // 64 * 64)
+        view = NodeView.of(comm) if way != _MESSAGES and comm.xp is np else None
+        self._staged = SLOTS if view is not None else 2 * SLOTS  # receivers unpack out of the senders' slots
+        self._bucket_bytes = max(256, staging_bytes // self._staged // 64 * 64)
         self._guard(self._prepare)
         said = f"{plan.digest()} {self._bucket_bytes} {checksums} {way}"
         digest = hashlib.blake2b(said.encode(), digest_size=16).digest()
         agree(comm, digest, self._take_error(), "execute_reshard_plan")
         self._shake_hands()
-        view = NodeView.of(comm) if way != _MESSAGES and comm.xp is np else None
         if view is None and way in (_DIRECT, _SLOTS):
             agree(
                 comm,
@@ -207,7 +209,7 @@ class Reshard(Stream, Sight):
             received,
             sum(self.plan.move_bytes(m) for m in self._mine.copies),
             sum(map(len, self._out.values())),
-            0 if self._channel is None else (2 if isinstance(self._channel, SlotChannel) else 4) * room,
+            0 if self._channel is None else self._staged * room,
         )
 
     def _local_copier(self) -> Copier:
