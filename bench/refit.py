@@ -214,15 +214,16 @@ def _measure(
         seconds.append(_timed(meeting, mover.run))
         copies.append(_timed(meeting, lambda: np.copyto(two, one)))
     mover.close()
-    sums = meeting.exchange((gets, report.sent_bytes))
+    sums = meeting.exchange((gets, report.sent_bytes, report.buckets))
     predicted = None
     if request["profile"] is not None and not quantised:
         from lowshard.cost import ClusterProfile
         from lowshard.reshard import simulate
 
-        predicted = simulate(plan, ClusterProfile.from_json(request["profile"])).seconds
+        packed = any(buckets for _, _, buckets in sums)
+        predicted = simulate(plan, ClusterProfile.from_json(request["profile"]), packed=packed).seconds
     return {
-        "moved_bytes": sum(a for a, _ in sums), "sent_bytes": sum(b for _, b in sums), "prepare_s": prepare_s,
+        "moved_bytes": sum(a for a, _, _ in sums), "sent_bytes": sum(b for _, b, _ in sums), "prepare_s": prepare_s,
         "seconds": seconds, "memcpy_s": copies, "predicted_s": predicted,
     }  # fmt: skip
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from lowshard.reshard.build import build_reshard_plan
+from lowshard.reshard.contract import ReshardTransform
 from lowshard.reshard.cut import Cut
 from lowshard.reshard.execute import Report, Reshard, execute_reshard_plan
 from lowshard.reshard.layout import TensorLayout
@@ -15,7 +16,6 @@ from lowshard.reshard.simulate import Simulation, simulate
 from lowshard.reshard.state import kv_cache_layout, ssm_state_layouts
 from lowshard.reshard.transform import (
     MXFP8ReshardTransform,
-    ReshardTransform,
     SwizzledMXFP8,
     ensure_sendable,
 )

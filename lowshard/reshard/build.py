@@ -8,9 +8,10 @@ from typing import Any
 from lowshard.errors import PlanError
 from lowshard.layout import Layout
 from lowshard.reshard.cut import Cut
-from lowshard.reshard.layout import Cuts, TensorLayout, as_tensor_layout
+from lowshard.reshard.layout import TensorLayout, as_tensor_layout
 from lowshard.reshard.move import Entry
 from lowshard.reshard.parameter import Held, ParameterMetadata, tensor_layouts, with_tied_output
+from lowshard.reshard.partition import Cuts
 from lowshard.reshard.plan import ENTRIES, ReshardPlan
 from lowshard.tiling import Tiling
 

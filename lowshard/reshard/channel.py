@@ -9,6 +9,7 @@ import numpy as np
 
 from lowshard.comm.protocol import Communicator
 from lowshard.comm.work import Work
+from lowshard.reshard.view import NodeView
 
 Array = Any
 
@@ -173,61 +174,3 @@ class SlotChannel(Channel):
             return
         self._slots[peer, self._taken[peer] + self._ready[peer]] = slot
         self._ready[peer] += 1
-
-
-class NodeView:
-    """Arrays of other ranks of the node, as this process sees them.
-
-    Args:
-        comm: a communicator whose ranks are threads of one process, or processes that map each other's memory.
-    """
-
-    def __init__(self, comm: Communicator) -> None:
-        self._comm = comm
-
-    @staticmethod
-    def of(comm: Communicator) -> NodeView | None:
-        """Return the view of a communicator, or None where ranks do not see each other's memory."""
-        if comm.transport == "loopback" or getattr(comm, "_place", None) is not None:
-            return NodeView(comm)
-        return None
-
-    def publish(self, arrays: list[Array]) -> list[list[Array | None]]:
-        """Return, for every rank, its arrays as this process sees them; None for those in private memory.
-
-        Collective: all ranks of the communicator call this. An array is seen as flat bytes.
-        """
-        flat = [None if a is None else a.reshape(-1).view(np.uint8) for a in arrays]
-        if self._comm.transport == "loopback":
-            posted = self._comm._meet(flat)  # type: ignore[attr-defined]
-            self._comm._leave()  # type: ignore[attr-defined]
-            return [list(p) for p in posted]
-        return self._map(flat)
-
-    def _map(self, flat: list[Array | None]) -> list[list[Array | None]]:
-        import ctypes
-
-        from lowshard.comm.agreement import share
-
-        comm, place = self._comm, self._comm._place  # type: ignore[attr-defined]
-        memory = place.memory
-        rows = np.full((len(flat), 3), -1, np.int64)
-        for i, array in enumerate(flat):
-            if array is not None:
-                segment, offset = memory.arena.where(array.ctypes.data, array.nbytes)
-                rows[i] = segment, offset, array.nbytes
-        counts = [int(c[0]) for c in share(comm, np.array([len(flat)], np.int64))]
-        wide = np.full((max(counts), 3), -1, np.int64)
-        wide[: len(flat)] = rows
-        found: list[list[Array | None]] = []
-        for rank, theirs in enumerate(share(comm, wide.reshape(-1))):
-            mine: list[Array | None] = []
-            for segment, offset, size in theirs.reshape(-1, 3)[: counts[rank]].tolist():
-                if segment < 0 or size == 0:
-                    mine.append(None)
-                    continue
-                at = memory.address(place.members[rank], segment, offset)
-                whole = (ctypes.c_uint8 * size).from_address(at)
-                mine.append(np.frombuffer(whole, np.uint8))
-            found.append(mine)
-        return found

@@ -16,7 +16,8 @@ from lowshard import dtypes
 from lowshard.box import split_interval
 from lowshard.errors import PlanError
 from lowshard.reshard.cut import Cut
-from lowshard.reshard.layout import Cuts, TensorLayout
+from lowshard.reshard.layout import TensorLayout
+from lowshard.reshard.partition import Cuts
 from lowshard.reshard.seat import Roster
 
 _EXPERT_KEY = re.compile(r"^(weight|bias)(\d+)$")

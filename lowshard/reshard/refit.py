@@ -5,16 +5,16 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, Unpack
 
 import numpy as np
 
 from lowshard.comm.agreement import agree, share
 from lowshard.comm.protocol import Communicator
 from lowshard.errors import CommError, LowshardError, MismatchError, PlanError
-from lowshard.reshard.execute import STAGING_BYTES, Report, Reshard, Way
+from lowshard.reshard.contract import ReshardTransform
+from lowshard.reshard.execute import Report, Reshard, Settings
 from lowshard.reshard.plan import ReshardPlan
-from lowshard.reshard.transform import ReshardTransform
 from lowshard.reshard.vote import Vote
 
 Array = Any
@@ -35,15 +35,14 @@ class Refit:
 
     Args:
         plan: from `build_reshard_plan`, equal on every rank.
-        comm: a communicator with every rank of the plan. Arrays of `comm.empty` are read where they lie, on one node.
+        comm: a communicator with every rank of the plan.
         src: this rank's source arrays by name; the same arrays serve every version.
         dst: its destination arrays, which hold version `version`. With "double" a second set is made beside them.
         transform: what this rank's tensors go through.
         buffering: "double" or "in_place".
-        checksums: check every piece that travels.
-        staging_bytes: bound on the memory for buckets.
-        way: how bytes move; see `Reshard`.
         version: of what dst holds now, or None for nothing yet.
+        settings: staging_bytes, checksums and way; see `Settings`. Here checksums are on by default: every piece that
+            travels is checked, and sources are not read where they lie, for which that would take longer.
 
     Raises:
         As `Reshard`; PlanError for "double" with a transform that has no twin.
@@ -58,10 +57,8 @@ class Refit:
         transform: ReshardTransform | None = None,
         *,
         buffering: Buffering = "double",
-        checksums: bool = True,
-        staging_bytes: int = STAGING_BYTES,
-        way: Way = "auto",
         version: int | None = None,
+        **settings: Unpack[Settings],
     ) -> None:
         self.plan, self.comm, self.buffering = plan, comm, buffering
         self._version, self._torn, self._attempt = version, False, 0
@@ -77,6 +74,7 @@ class Refit:
                 transforms.append(None if transform is None else transform.twin())
         except LowshardError as caught:
             error = caught
+        settings.setdefault("checksums", True)
         digest = hashlib.blake2b(f"{plan.digest()} {buffering}".encode(), digest_size=16).digest()
         agree(comm, digest, error, "Refit")
         self._sets, self._transforms = sets, transforms
@@ -84,17 +82,7 @@ class Refit:
         self._movers: list[Reshard] = []
         for arrays, how in zip(sets, transforms, strict=True):
             like = self._movers[0] if self._movers else None
-            mover = Reshard(
-                plan,
-                src,
-                arrays,
-                comm,
-                how,
-                staging_bytes=staging_bytes,
-                checksums=checksums,
-                way=way,
-                like=like,
-            )
+            mover = Reshard(plan, src, arrays, comm, how, like=like, **settings)
             self._movers.append(mover)
         self._vote = Vote(comm)
 

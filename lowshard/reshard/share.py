@@ -17,7 +17,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from lowshard.reshard.layout import TensorLayout, moved_elems, targets
+from lowshard.reshard.layout import TensorLayout
+from lowshard.reshard.partition import moved_elems, targets
 
 
 class Askers(NamedTuple):

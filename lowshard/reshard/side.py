@@ -10,13 +10,15 @@ from typing import Any
 import numpy as np
 
 from lowshard import dtypes
-from lowshard.box import Box, shape_of
+from lowshard.box import Box, full_box, shape_of
 from lowshard.comm.agreement import agree
 from lowshard.comm.protocol import Communicator
 from lowshard.errors import BufferMismatchError, LowshardError, MeshError, MismatchError, VerificationError
 from lowshard.kernels import cast
+from lowshard.kernels.buffer import address
+from lowshard.reshard.contract import ReshardTransform
 from lowshard.reshard.plan import Entry, Move, RankPlan, ReshardPlan
-from lowshard.reshard.transform import ReshardTransform, ensure_sendable
+from lowshard.reshard.transform import ensure_sendable
 
 Array = Any
 Format = tuple[str, tuple[int, ...]]
@@ -96,6 +98,27 @@ class Side:
                     )
                 continue
             self._dst[number] = self._array(1, name, entry, entry.dst.local_shape(comm.rank))
+        self._require_apart()
+
+    def _require_apart(self) -> None:
+        """Refuse destinations that lie over sources: others read these while those are written."""
+        whole = {
+            m.entry for m in self._mine.copies if m.src_box == m.dst_box == full_box(self._src[m.entry].shape)
+        }
+        numbers = [n for n in self._src if n not in self._quantised]
+        spans = np.array([_bounds(self._src[n]) for n in numbers], np.int64).reshape(-1, 2)
+        for number, array in self._dst.items():
+            begin, end = _bounds(array)
+            for at in np.flatnonzero((spans[:, 0] < end) & (spans[:, 1] > begin)).tolist():
+                if begin == end or (
+                    numbers[at] == number and number in whole and (begin, end) == (*spans[at],)
+                ):
+                    continue  # nothing there, or it stays as it is
+                raise BufferMismatchError(
+                    f"{self.plan.entries[number].name}: on rank {self.comm.rank} its destination shares memory with "
+                    f"the source of {self.plan.entries[numbers[at]].name}, which is read while the other is written; "
+                    "give arrays of their own"
+                )
 
     def _refresh(self, entry: int) -> None:
         """Look up a source array; one that is quantised is taken anew."""
@@ -302,6 +325,14 @@ class Side:
             self._finalize(move, wanted, came if plain or len(came) > 1 else [came[0].copy()])
             return
         self._dst[move.entry][slices_of(move.dst_box)] = came[0].reshape(shape_of(move.dst_box))
+
+
+def _bounds(array: Array) -> tuple[int, int]:
+    """Return the address of an array's first byte, and one more than that of its last."""
+    begin = end = address(array)
+    for n, stride in zip(array.shape, array.strides, strict=True):
+        begin, end = begin + min(0, (n - 1) * stride), end + max(0, (n - 1) * stride)
+    return begin, end + (array.itemsize if array.size else 0)
 
 
 def slices_of(box: Box) -> tuple[slice, ...]:

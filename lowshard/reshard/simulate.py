@@ -1,8 +1,8 @@
 """How long a reshard will take on a cluster, and what each link will carry, from the plan and a cluster profile alone.
 
-A rank's copies and what it reads of its node go at the speed of an exchange in which all ranks of the node take part;
-what crosses the network goes at that of the network, out and in at once, and each peer costs a message. The slowest
-rank decides.
+A rank's copies and what it reads of its node go at the speed of an exchange in which all ranks of the node take part,
+and what is packed for a neighbour is copied twice; what crosses the network goes at that of the network, out and in at
+once, and each peer costs a message. The slowest rank decides.
 """
 
 from __future__ import annotations
@@ -86,13 +86,17 @@ class Simulation:
         return "\n".join(lines)
 
 
-def simulate(plan: ReshardPlan, profile: ClusterProfile, node_size: int | None = None) -> Simulation:
+def simulate(
+    plan: ReshardPlan, profile: ClusterProfile, node_size: int | None = None, *, packed: bool = False
+) -> Simulation:
     """Return the predicted time of a plan and the load of links. Pure; nothing is moved and no rank is started.
 
     Args:
         plan: for any number of ranks.
         profile: from `lowshard bench profile`, or `ClusterProfile.default()`.
         node_size: ranks a node; by default the plan's, else all ranks are on one node.
+        packed: whether ranks of a node pack for each other, as they do with checksums, and not read sources where
+            they lie.
 
     Raises:
         PlanError: node_size below 1, or sources that do not cover.
@@ -102,7 +106,7 @@ def simulate(plan: ReshardPlan, profile: ClusterProfile, node_size: int | None =
     if size is not None and size < 1:
         raise PlanError(f"node_size is a number of ranks >= 1, got {size}")
     world = plan.world_size
-    out, into, near, copied = np.zeros((4, world), np.int64)
+    out, into, near, copied, near_out = np.zeros((5, world), np.int64)
     peers = np.zeros((2, world), np.int64)
     node_of = np.zeros(world, np.int64) if size is None else np.arange(world) // size
     far_out, far_in = np.zeros((2, world), np.int64)
@@ -118,6 +122,7 @@ def simulate(plan: ReshardPlan, profile: ClusterProfile, node_size: int | None =
             peers[1, rank] += 1
             if node_of[source] == node_of[rank]:
                 near[rank] += moved
+                near_out[source] += moved
             else:
                 far_out[source] += moved
                 far_in[rank] += moved
@@ -126,7 +131,7 @@ def simulate(plan: ReshardPlan, profile: ClusterProfile, node_size: int | None =
     on_node = max(2, int(np.bincount(node_of[busy]).max()))
     far = bool(far_in.any())
     alpha, beta, low, high = _rates(profile, "node", on_node)
-    times = (near + copied) * beta + alpha * (peers[1] - far_peers).clip(0)
+    times = (near + copied + near_out * packed) * beta + alpha * (peers[1] - far_peers).clip(0)
     if far:
         far_alpha, far_beta, far_low, far_high = _rates(profile, "network", 2)
         times = np.maximum(times, np.maximum(far_out, far_in) * far_beta + far_alpha * far_peers)
@@ -157,8 +162,8 @@ def _rates(profile: ClusterProfile, level: Level, ranks: int) -> tuple[float, fl
             large = profile.seconds(op, ranks, _LARGE_BYTES, level)
         except ProfileError:
             continue
-        share = 1.0 if op == "send_recv" else (ranks - 1) / ranks
-        beta = max(large.seconds - small.seconds, 0.0) / (_LARGE_BYTES * share)
+        # What a rank keeps of an exchange it copies, and a copy of its own counts below like what it reads.
+        beta = max(large.seconds - small.seconds, 0.0) / _LARGE_BYTES
         steps = 1 if op == "send_recv" else max(1, ranks - 1)
         return small.seconds / steps, beta, large.low / large.seconds, large.high / large.seconds
     raise ProfileError(

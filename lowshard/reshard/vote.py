@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from lowshard.comm.protocol import Communicator
-from lowshard.reshard.channel import NodeView
+from lowshard.reshard.view import NodeView
 
 _COMMIT, _ABORT = 1, 2
 

@@ -128,7 +128,7 @@ class Copier:
 
     def __init__(self, sources: Sequence[Span], targets: Sequence[Span], anchor: Array) -> None:
         self._anchor, self._engine = anchor, engine_for(anchor)
-        self._runs = _table(sources, targets, address(anchor), address(anchor))
+        self._runs = run_table(sources, targets, address(anchor), address(anchor))
 
     def run(self) -> None:
         """Copy."""
@@ -155,19 +155,22 @@ class Packer:
     def pack(self, bucket: Array) -> None:
         """Copy out of the arrays into a bucket."""
         if self._to is None:
-            self._to = _table(self._spans, self._packed, address(self._anchor), 0)
+            self._to = run_table(self._spans, self._packed, address(self._anchor), 0)
         if self._to.boxes:
             self._engine.copy(self._anchor, bucket, self._to)
 
     def unpack(self, bucket: Array) -> None:
         """Copy out of a bucket into the arrays."""
         if self._from is None:
-            self._from = _table(self._packed, self._spans, 0, address(self._anchor))
+            self._from = run_table(self._packed, self._spans, 0, address(self._anchor))
         if self._from.boxes:
             self._engine.copy(bucket, self._anchor, self._from)
 
 
-def _table(sources: Sequence[Span], targets: Sequence[Span], src_base: int, dst_base: int) -> RunTable:
+def run_table(
+    sources: Sequence[Span], targets: Sequence[Span], src_base: int = 0, dst_base: int = 0
+) -> RunTable:
+    """Return the runs of bytes of boxes, from each of `sources` to that of `targets`; offsets count from the bases."""
     dims = 1 + max((len(s.extents) for s in sources), default=0)
     rows = len(sources)
     extents = np.ones((rows, dims), np.int64)

@@ -1,6 +1,7 @@
 """What each rank does of a refit in which one rank is killed: refit after refit, until the others hear of it.
 
-Arguments: the folder for notes; the victim's rank; where it kills itself ("outside": the test does it); size in MiB.
+Arguments: the folder for notes; the victim's rank; where it kills itself ("outside": the test does it); size in MiB;
+how bytes move: "slots", "messages", "shown" (receivers read memory that they map) or "private" (they read by a call).
 Ranks 0 and 1 train, 2 and 3 serve, 4 takes part with nothing.
 """
 
@@ -31,7 +32,7 @@ def die(*_: object) -> Any:
     time.sleep(60)
 
 
-def main(folder: Path, victim: int, where: str, size_mib: int) -> None:
+def main(folder: Path, victim: int, where: str, size_mib: int, how: str) -> None:
     comm = lc.from_mpi(MPI.COMM_WORLD, device="cpu")
     rows = size_mib * 256
     src = {
@@ -42,10 +43,12 @@ def main(folder: Path, victim: int, where: str, size_mib: int) -> None:
         "a": TensorLayout.sharded((rows, 512), "float32", {"tp": (2, 1)}, {1: "tp"}, offset=2),
         "b": TensorLayout.sharded((512, rows), "float32", {"dp": (2, 1)}, offset=2),
     }
-    mine = {k: np.zeros(x.local_shape(comm.rank) or (), np.float32) for k, x in src.items() if comm.rank in x}
+    make: Any = comm.empty if how == "shown" else np.empty
+    mine = {k: make(x.local_shape(comm.rank), np.float32) for k, x in src.items() if comm.rank in x}
     out = {k: np.zeros(x.local_shape(comm.rank) or (), np.float32) for k, x in dst.items() if comm.rank in x}
-    way: Any = ("slots", "messages", "auto")[victim % 3]
-    refit = Refit(build_reshard_plan(src, dst), comm, mine, out, way=way, version=0)
+    direct = how in ("shown", "private")
+    way: Any = "direct" if direct else how
+    refit = Refit(build_reshard_plan(src, dst), comm, mine, out, way=way, checksums=not direct, version=0)
     span_s, done, version = 0.0, 0, 0
     try:
         for version in range(1, 100_000):
@@ -82,4 +85,4 @@ def note(folder: Path, name: str, fields: dict[str, object]) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4]))
+    main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4]), sys.argv[5])

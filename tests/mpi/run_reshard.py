@@ -33,7 +33,7 @@ def holds() -> dict[str, int]:
     }
 
 
-def refits(comm: Communicator, count: int, shown: bool) -> dict[str, object]:
+def refits(comm: Communicator, count: int, shown: bool, checksums: bool) -> dict[str, object]:
     """Do many refits of a model with all ranks as sources and destinations, and say what has grown."""
     n = comm.size
     gated = Cut(96 * n, n, chunks=2)
@@ -52,7 +52,7 @@ def refits(comm: Communicator, count: int, shown: bool) -> dict[str, object]:
     out = {k: np.zeros(x.local_shape(comm.rank) or (), np.float32) for k, x in dst.items()}
     before: dict[str, int] = {}
     seen: list[tuple[int, ...]] = []
-    with Refit(build_reshard_plan(src, dst), comm, mine, out) as refit:
+    with Refit(build_reshard_plan(src, dst), comm, mine, out, checksums=checksums) as refit:
         for version in range(count):
             for array in mine.values():
                 array[...] = version
@@ -63,7 +63,11 @@ def refits(comm: Communicator, count: int, shown: bool) -> dict[str, object]:
             if version == count // 5:
                 before = holds()
         after = holds()
+        crosses = MPI.COMM_WORLD.allreduce(any(mover._crossings for mover in refit._movers), MPI.LOR)
     assert set(seen) == set(seen[:2]), "addresses have changed"
+    place = getattr(comm, "_place", None)
+    may_cross = place is not None and place.memory.reads_across and comm.size > 1
+    assert crosses == (may_cross and not shown and not checksums)
     return {name: after[name] - before[name] for name in before}
 
 
@@ -84,7 +88,8 @@ if __name__ == "__main__":
             counted = comm.traffic.sent_bytes - sent  # messages have checksums and padding too
             assert counted >= moved
             assert counted == moved or case.way == "messages" or getattr(comm, "_place", None) is None
-        grown = {str(shown): refits(comm, times, shown) for shown in (False, True)} if times else {}
+        ways = ((False, True), (True, False), (False, False)) if times else ()
+        grown = {f"shown {shown}, checksums {sums}": refits(comm, times, shown, sums) for shown, sums in ways}
         rows = MPI.COMM_WORLD.gather(grown)
         if comm.rank == 0:
             print(json.dumps({"right": count, "ranks": comm.size, "grown": rows}))

@@ -58,22 +58,28 @@ FLOORS: dict[str, str] = {
     "lowshard.reshard": "5",
     "lowshard.reshard.cut": "3",
     "lowshard.reshard.seat": "3",
+    "lowshard.reshard.partition": "3",
     "lowshard.reshard.layout": "3",
     "lowshard.reshard.parameter": "3",
     "lowshard.reshard.share": "3",
     "lowshard.reshard.move": "3",
+    "lowshard.reshard.schedule": "3",
     "lowshard.reshard.plan": "3",
     "lowshard.reshard.build": "3",
     "lowshard.reshard.model": "3",
     "lowshard.reshard.scale": "3",
     "lowshard.reshard.simulate": "3",
     "lowshard.reshard.state": "3",
+    "lowshard.reshard.across": "4",
     "lowshard.reshard.channel": "4",
     "lowshard.reshard.checksum": "4",
+    "lowshard.reshard.contract": "4",
     "lowshard.reshard.side": "4",
+    "lowshard.reshard.sight": "4",
     "lowshard.reshard.stream": "4",
     "lowshard.reshard.execute": "4",
     "lowshard.reshard.transform": "4",
+    "lowshard.reshard.view": "4",
     "lowshard.reshard.vote": "4",
     "lowshard.reshard.wire": "4",
     "lowshard.reshard.word": "4",
@@ -110,6 +116,7 @@ MADE_FOR = {
     "lowshard.comm.node": {"numba", "llvmlite", "mpi4py"},
     "lowshard.comm.hierarchy": {"mpi4py"},  # by way of lowshard.comm.node
     "lowshard.comm.windows": {"mpi4py"},  # the same
+    "lowshard.reshard.across": {"numba", "llvmlite", "mpi4py"},  # by way of lowshard.comm.node
     "lowshard.reshard.word": {"numba", "llvmlite"},
 }
 HEAVY = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -9,7 +10,11 @@ from typing import Any
 import numpy as np
 
 from lowshard import dtypes
-from lowshard.reshard import Cut, ReshardPlan, TensorLayout, build_reshard_plan
+from lowshard.comm import run_loopback
+from lowshard.errors import LowshardError
+from lowshard.kernels import MXFP8Tensor
+from lowshard.kernels.swizzle import swizzled_bytes
+from lowshard.reshard import Cut, ReshardPlan, SwizzledMXFP8, TensorLayout, build_reshard_plan
 
 DTYPES = ("float32", "uint8", "bfloat16", "float64", "int16")
 
@@ -135,3 +140,37 @@ def run_case(comm: Any, case: Case, shown: bool) -> tuple[int, int]:
     for name, array in src.items():
         assert np.array_equal(array, before[name]), f"{name}: the source has changed"
     return report.sent_bytes, report.received_bytes
+
+
+# ---- on threads
+
+
+WAYS = ("direct", "slots", "messages")
+BF16 = dtypes.get("bfloat16").numpy
+LIMIT_S = 30.0
+
+
+def on_all(ranks: int, call: Callable[[Any], Any]) -> list[Exception | None]:
+    """Run a call on threads and return what each raised."""
+
+    def work(comm: Any) -> Exception | None:
+        try:
+            call(comm)
+        except LowshardError as error:
+            return error
+        return None
+
+    return run_loopback(ranks, work, LIMIT_S)
+
+
+def weights(rng: np.random.Generator, rows: int, cols: int) -> np.ndarray:
+    """Return bf16 values as weights have."""
+    return (rng.standard_normal((rows, cols)) * 0.02).astype(BF16)
+
+
+def held(rows: int, cols: int, swizzled: bool, elem: str) -> Any:
+    """Return buffers of zeros for a quantised matrix."""
+    data = np.zeros((rows, cols), np.uint8)
+    if swizzled:
+        return SwizzledMXFP8(data, np.zeros(swizzled_bytes(rows, cols // 32), np.uint8), elem)  # type: ignore[arg-type]
+    return MXFP8Tensor(data, np.zeros((rows, cols // 32), np.uint8), elem)  # type: ignore[arg-type]

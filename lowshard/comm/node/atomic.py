@@ -135,13 +135,22 @@ def write_process(typingctx: Any, pid: Any, local: Any, remote: Any) -> Any:
     return _vm_call("process_vm_writev", pid, local, remote)
 
 
-def _vm_call(name: str, pid: Any, local: Any, remote: Any) -> Any:
-    def emit(builder: ir.IRBuilder, who: ir.Value, here: ir.Value, there: ir.Value) -> ir.Value:
+@intrinsic  # type: ignore[untyped-decorator]
+def read_process_into(typingctx: Any, pid: Any, local: Any, remote: Any, count: Any) -> Any:
+    """As `read_process`, from one iovec to `count` of them, filled one after the other; up to 1,024."""
+    return _vm_call("process_vm_readv", pid, local, remote, (_INT,))
+
+
+def _vm_call(name: str, pid: Any, local: Any, remote: Any, more: tuple[Any, ...] = ()) -> Any:
+    def emit(
+        builder: ir.IRBuilder, who: ir.Value, here: ir.Value, there: ir.Value, *counts: ir.Value
+    ) -> ir.Value:
         who = builder.trunc(who, _I32)
-        vectors = [_pointer(builder, here, _I8), _I64(1), _pointer(builder, there, _I8), _I64(1)]
+        count = counts[0] if counts else _I64(1)
+        vectors = [_pointer(builder, here, _I8), count, _pointer(builder, there, _I8), _I64(1)]
         return _external(builder, name, _I64, [who, *vectors, _I64(0)])
 
-    return _step(_INT, (_INT, _INT, _INT), emit)
+    return _step(_INT, (_INT, _INT, _INT, *more), emit)
 
 
 @intrinsic  # type: ignore[untyped-decorator]

@@ -1,0 +1,133 @@
+"""Boxes read straight out of the private memory of another process of the node: process_vm_readv(2).
+
+The kernel copies from process to process at about the speed of a copy. A call has a price, though, and so has every
+page it looks up: runs of a KB that lie apart would pay it again and again, and are left to their owner. Runs that lie
+side by side there are read as one, into as many places here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numba import njit, types
+
+from lowshard.comm.node.atomic import poke, read_process, read_process_into
+from lowshard.compiled import compile_cached
+from lowshard.kernels.runs import DST_OFFSET, FIRST_DIM, RUN, SRC_OFFSET
+from lowshard.reshard.wire import Span, run_table
+
+LONG_BYTES = 8 << 10
+"""Runs from here on are read by themselves."""
+_MOST_ROWS = 1024
+"""Places that a call fills at most (IOV_MAX)."""
+
+
+class Crossing:
+    """Boxes of another process's memory and where each goes, read in one call.
+
+    Args:
+        pid: the process.
+        sources: boxes by their addresses there.
+        targets: boxes of this process; one of the same extents for each of `sources`.
+    """
+
+    def __init__(self, pid: int, sources: Sequence[Span], targets: Sequence[Span]) -> None:
+        self._pid, self._table = pid, run_table(sources, targets)
+        self._vectors = np.zeros(2 * (1 + _MOST_ROWS), np.int64)
+
+    def run(self) -> bool:
+        """Read; return False if the memory could not be read, in whole or in part."""
+        return not read_across()(self._pid, self._table.columns, self._vectors.ctypes.data)
+
+
+def is_worth_it(source: Span, target: Span) -> bool:
+    """Return False for many short runs that lie apart: packed by their owner they arrive sooner."""
+    table = run_table([source], [target])
+    if not table.boxes or not table.outer_dims or table.columns[FIRST_DIM, 0] == 1:
+        return True
+    run, step = int(table.columns[RUN, 0]), int(table.columns[FIRST_DIM + 1, 0])
+    return run >= LONG_BYTES or step == run
+
+
+def can_read(pid: int, address: int, size_bytes: int) -> bool:
+    """Return whether the first and the last byte of a stretch of another process's memory can be read."""
+    ends = np.zeros(2, np.uint8)
+    sources = [Span(address + at, (), (), 1) for at in (0, size_bytes - 1)]
+    targets = [Span(ends.ctypes.data + i, (), (), 1) for i in (0, 1)]
+    return Crossing(pid, sources, targets).run()
+
+
+@cache
+def read_across() -> Any:
+    """Return the compiled function."""
+    columns = types.Array(types.int64, 2, "C", readonly=True)
+    return compile_cached(reshard_read_across, types.int64(types.int64, columns, types.int64))
+
+
+@njit(nogil=True)  # type: ignore[untyped-decorator]
+def _read(pid: int, into: int, source: int, size_bytes: int, vectors: int) -> bool:
+    done = 0
+    while done < size_bytes:
+        poke(vectors, into + done)
+        poke(vectors + 8, size_bytes - done)
+        poke(vectors + 16, source + done)
+        poke(vectors + 24, size_bytes - done)
+        moved = read_process(pid, vectors, vectors + 16)
+        if moved <= 0:
+            return False
+        done += moved
+    return True
+
+
+@njit(nogil=True)  # type: ignore[untyped-decorator]
+def _read_rows(pid: int, into: int, step: int, source: int, run: int, rows: int, vectors: int) -> bool:
+    """Read runs that lie side by side, each to a place `step` bytes after the last one's."""
+    poke(vectors, source)
+    poke(vectors + 8, rows * run)
+    for i in range(rows):
+        poke(vectors + 16 * (1 + i), into + i * step)
+        poke(vectors + 16 * (1 + i) + 8, run)
+    moved = read_process_into(pid, vectors + 16, vectors, rows)
+    if moved < 0:
+        return False
+    for i in range(moved // run, rows):  # noqa: SIM110  Numba compiles no generator in all(); none, but for a short read
+        if not _read(pid, into + i * step, source + i * run, run, vectors):
+            return False
+    return True
+
+
+def reshard_read_across(pid: int, columns: Any, vectors: int) -> int:
+    """Copy every run of a table out of another process's memory; 0, or 1 where a read fails.
+
+    Args:
+        pid: the process.
+        columns: of a `RunTable` of bytes; sources and targets by address.
+        vectors: address of an iovec for the source and _MOST_ROWS for the targets.
+    """
+    outer = (columns.shape[0] - FIRST_DIM) // 3
+    for box in range(columns.shape[1]):
+        run, count, src_step, dst_step, planes = columns[RUN, box], 1, 0, 0, 1
+        if outer:
+            count = columns[FIRST_DIM, box]
+            src_step, dst_step = columns[FIRST_DIM + 1, box], columns[FIRST_DIM + 2, box]
+        together = _MOST_ROWS if src_step == run else 1
+        for dim in range(1, outer):
+            planes *= columns[FIRST_DIM + 3 * dim, box]
+        for plane in range(planes):
+            source, target, left = columns[SRC_OFFSET, box], columns[DST_OFFSET, box], plane
+            for dim in range(1, outer):
+                n = columns[FIRST_DIM + 3 * dim, box]
+                source += left % n * columns[FIRST_DIM + 3 * dim + 1, box]
+                target += left % n * columns[FIRST_DIM + 3 * dim + 2, box]
+                left //= n
+            first = 0
+            while first < count:
+                rows = min(together, count - first)
+                into, begin = target + first * dst_step, source + first * src_step
+                if not _read_rows(pid, into, dst_step, begin, run, rows, vectors):
+                    return 1
+                first += rows
+    return 0

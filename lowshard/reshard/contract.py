@@ -1,0 +1,78 @@
+"""What a transform of tensors on their way is asked, and when.
+
+The four methods are those of Megatron-LM d98e8a64 (`megatron/core/resharding/transforms.py`). What is added has a
+default: tensors may be cut anywhere, replicas are quantised once, and a reshard that ends early leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lowshard.box import Box
+from lowshard.errors import PlanError
+
+Array = Any
+Slices = tuple[slice, ...]
+
+
+class ReshardTransform:
+    """What becomes of a tensor between its source array and its destination; by default nothing.
+
+    A subclass says for which tensors it stands, and what travels for them: as many arrays, of the same bytes, as the
+    other side makes room for. Both sides are compared before a byte moves.
+    """
+
+    def should_transform(self, param_name: str) -> bool:
+        """Say whether a tensor goes this way; the other three methods are called for such tensors only."""
+        return False
+
+    def prepare_send(self, param_name: str, src_slice: Slices, src_param: Array) -> list[Array]:
+        """Return the arrays that travel for a slice of a source tensor, contiguous."""
+        raise NotImplementedError(f"{type(self).__name__} sends nothing: it has no prepare_send")
+
+    def prepare_recv(self, param_name: str, dst_slice: Slices) -> list[Array]:
+        """Return the arrays, contiguous, that receive what travels for a slice of a destination tensor."""
+        raise NotImplementedError(f"{type(self).__name__} receives nothing: it has no prepare_recv")
+
+    def finalize_recv(self, param_name: str, dst_slice: Slices, recv_buffers: list[Array]) -> None:
+        """Put what was received in its place."""
+        raise NotImplementedError(f"{type(self).__name__} receives nothing: it has no finalize_recv")
+
+    # ---- beyond Megatron's contract
+
+    def begin(self) -> None:
+        """A reshard begins: forget what an earlier one may have left."""
+
+    def end(self) -> None:
+        """A reshard has moved all it had to; raise if something is missing."""
+
+    def send_format(
+        self, param_name: str, src_box: Box, dtype: str
+    ) -> list[tuple[str, tuple[int, ...]]] | None:
+        """Return dtype and shape of what `prepare_send` gives, or None: it must be called to know."""
+        return None
+
+    def recv_format(
+        self, param_name: str, dst_box: Box, dtype: str
+    ) -> list[tuple[str, tuple[int, ...]]] | None:
+        """Return dtype and shape of what `prepare_recv` takes, or None: it must be called to know."""
+        return None
+
+    def travels_plain(self, param_name: str, dst_box: Box) -> bool:
+        """Say whether a box must travel as it is, whatever `prepare_send` would do; asked on both sides."""
+        return False
+
+    def check_refuses(self, param_name: str, dst_box: Box) -> str | None:
+        """Return why a box cannot be taken, or None; asked on both sides before anything moves."""
+        return None
+
+    def twin(self) -> ReshardTransform:
+        """Return a transform like this one that stores into buffers of its own, for a second version.
+
+        Raises:
+            PlanError: this kind of transform has none.
+        """
+        raise PlanError(
+            f"{type(self).__name__} has no twin() with buffers of its own; write one, or refit with "
+            "buffering='in_place'"
+        )
