@@ -141,11 +141,11 @@ print(faults() - begun)
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries have no such settings")
 @pytest.mark.one_mpi
-def test_new_arrays_lie_in_warm_memory_unless_the_user_wants_the_systems_way(launcher: Launcher) -> None:
+def test_new_arrays_lie_in_warm_memory_where_freed_memory_is_kept(launcher: Launcher) -> None:
     script = launcher.script(FRESH)
     warm, fresh = (
         int(launcher.run("-n", "1", "--no-prefix", script, **env).out)
-        for env in ({}, {"LOWSHARD_MALLOC": "system"})
+        for env in ({"LOWSHARD_MALLOC": "keep"}, {"LOWSHARD_MALLOC": "system"})
     )
     assert warm < 32
     assert fresh >= 4 * 31

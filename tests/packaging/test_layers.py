@@ -126,6 +126,7 @@ HEAVY = (
     "mpi4py",
     "yaml",
     "safetensors",
+    "isal",
     "rich",
     "matplotlib",
     "tokenizers",

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import pytest
 
+from lowshard.errors import LaunchError
 from lowshard.launch.allocator import allocator_environment
 
 GIB = 1 << 30
+KEEP = {"LOWSHARD_MALLOC": "keep"}
 
 
 def kept_bytes(ranks: int, memory_bytes: int) -> int:
-    settings = allocator_environment({}, ranks, memory_bytes)["GLIBC_TUNABLES"].split(":")
+    settings = allocator_environment(KEEP, ranks, memory_bytes)["GLIBC_TUNABLES"].split(":")
     assert "glibc.malloc.mmap_max=0" in settings
     (kept,) = [s.split("=")[1] for s in settings if s.startswith("glibc.malloc.trim_threshold=")]
     return int(kept)
@@ -27,11 +29,17 @@ def test_all_ranks_together_keep_an_eighth_of_the_memory(
 
 
 def test_the_machine_is_asked_for_its_memory() -> None:
-    assert 64 << 20 <= int(allocator_environment({}, 2)["GLIBC_TUNABLES"].rsplit("=", 1)[1]) <= GIB
+    assert 64 << 20 <= int(allocator_environment(KEEP, 2)["GLIBC_TUNABLES"].rsplit("=", 1)[1]) <= GIB
 
 
 @pytest.mark.parametrize(
-    "own", [{"GLIBC_TUNABLES": ""}, {"MALLOC_ARENA_MAX": "2"}, {"LOWSHARD_MALLOC": "system"}]
+    "own",
+    [{"GLIBC_TUNABLES": "", **KEEP}, {"MALLOC_ARENA_MAX": "2", **KEEP}, {"LOWSHARD_MALLOC": "system"}, {}],
 )
 def test_what_the_user_has_set_stays(own: dict[str, str]) -> None:
     assert allocator_environment(own, 2) == {}
+
+
+def test_another_word_is_refused() -> None:
+    with pytest.raises(LaunchError, match="'system' or 'keep'"):
+        allocator_environment({"LOWSHARD_MALLOC": "kept"}, 2)
