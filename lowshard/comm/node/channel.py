@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from numba import njit
-
 from lowshard.comm.node.atomic import acquire, add_to, copy_bytes, fence, peek, poke, release
+from lowshard.comm.node.inner import inner
 from lowshard.comm.node.meet import (
     CAME,
     ENTRIES,
@@ -58,19 +57,19 @@ PENDING = 33
 """Result: nothing has come yet."""
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@inner
 def _head(ctx: int, src: int, dst: int) -> Any:
     return peek(ctx + 8 * HEADS) + (src * peek(ctx + 8 * SIZE) + dst) * HEAD_BYTES
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@inner
 def _entry(ctx: int, src: int, dst: int, number: int) -> Any:
     ring = peek(ctx + 8 * RING_ENTRIES)
     place = (src * peek(ctx + 8 * SIZE) + dst) * ring + number % ring
     return peek(ctx + 8 * ENTRIES) + place * peek(ctx + 8 * ENTRY_BYTES)
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@inner
 def post(ctx: int, dst: int, address: int, size_bytes: int, both: int) -> Any:
     """Post a message and return its number, or FULL; `both` is 1 if its sender will copy a share of it."""
     me = peek(ctx + 8 * ME)
@@ -99,19 +98,19 @@ def post(ctx: int, dst: int, address: int, size_bytes: int, both: int) -> Any:
     return number
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@inner
 def fits_an_entry(ctx: int, size_bytes: int) -> Any:
     """Say whether a message is short: its sender does not wait."""
     return size_bytes <= peek(ctx + 8 * ENTRY_BYTES) - ENTRY_HEAD_BYTES
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@inner
 def is_taken(ctx: int, dst: int, number: int) -> Any:
     """Say whether the receiver has taken a message of this rank."""
     return acquire(_head(ctx, peek(ctx + 8 * ME), dst) + _TAKEN) > number
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@inner
 def send(ctx: int, dst: int, address: int, size_bytes: int) -> Any:
     """Send a message, and wait while the ring is full, and if it is long until it is taken."""
     me = peek(ctx + 8 * ME)
@@ -142,7 +141,7 @@ def send(ctx: int, dst: int, address: int, size_bytes: int) -> Any:
     return code
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@inner
 def _copy_pieces(
     ctx: int, entry: int, rank: int, here: int, there: int, mapped: bool, size_bytes: int, writes: bool
 ) -> None:  # fmt: skip
@@ -167,7 +166,7 @@ def _copy_pieces(
             wake(ctx, entry + 8 * _COPIED)
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@inner
 def _copy_message(ctx: int, entry: int, src: int, address: int, size_bytes: int) -> Any:
     """Copy a long message, together with its sender if that waits for it."""
     segment = peek(entry + 8 * _SEGMENT)
@@ -196,21 +195,21 @@ def _copy_message(ctx: int, entry: int, src: int, address: int, size_bytes: int)
     return code
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@inner
 def withdraw(ctx: int, dst: int, number: int) -> Any:
     """Take back a long message that was not taken: its buffer may be gone when the receiver comes."""
     poke(_entry(ctx, peek(ctx + 8 * ME), dst, number) + 8 * _KIND, _WITHDRAWN)
     return OK
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@inner
 def has_come(ctx: int, src: int) -> Any:
     """Say whether a message of a rank waits to be taken."""
     head = _head(ctx, src, peek(ctx + 8 * ME))
     return acquire(head + _POSTED) > peek(head + _TAKEN)
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@inner
 def receive(ctx: int, src: int, address: int, size_bytes: int) -> Any:
     """Wait for a message and take it; one of another length is let go (UNEQUAL, its length in CAME)."""
     me = peek(ctx + 8 * ME)
@@ -237,7 +236,7 @@ def receive(ctx: int, src: int, address: int, size_bytes: int) -> Any:
     return code
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@inner
 def send_receive(
     ctx: int, dst: int, send_at: int, send_bytes: int, src: int, recv_at: int, recv_bytes: int
 ) -> Any:  # fmt: skip
@@ -258,7 +257,7 @@ def send_receive(
     return ended if ended != OK else code
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@inner
 def run_group(ctx: int, rows: int, count: int) -> Any:
     """Run sends and recvs that start together: post, receive, wait for what was posted.
 
@@ -307,7 +306,7 @@ def run_group(ctx: int, rows: int, count: int) -> Any:
     return OK
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@inner
 def receive_if_come(ctx: int, src: int, address: int, size_bytes: int) -> Any:
     """As `receive`, but PENDING where it would wait."""
     if not has_come(ctx, src):

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from numba import njit
-
 from lowshard.comm.node.atomic import peek, poke
+from lowshard.comm.node.inner import inner
 
 _COUNT, _INTO, _PAST = range(3)
 ROW_WORDS = 4
@@ -22,7 +21,7 @@ _RUN, _EVERY = 4, 256
 beginning of how many on as many take the way that seems worse."""
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@inner
 def row_for(table: int, kind: int, size_bytes: int) -> Any:
     """Return the row for calls of a kind (0 or 1) and of about this size."""
     power = 0
@@ -32,7 +31,7 @@ def row_for(table: int, kind: int, size_bytes: int) -> Any:
     return table + 8 * ROW_WORDS * (2 * power + kind)
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@inner
 def past_is_next(row: int) -> Any:
     """Say whether the next call of a class writes past the caches."""
     count = peek(row + 8 * _COUNT)
@@ -43,7 +42,7 @@ def past_is_next(row: int) -> Any:
     return past_is_better != (count % _EVERY < _RUN)
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@inner
 def learn(row: int, past: bool, size_bytes: int, took_ns: int) -> None:
     """Note how long a call took: less is believed at once, more by an eighth at most, for a rank may be interrupted."""
     count = peek(row + 8 * _COUNT) - 1

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from numba import njit
-
 from lowshard.comm.node.atomic import copy_bytes, fence, peek, poke, read_process, write_process
+from lowshard.comm.node.inner import inner
 from lowshard.comm.node.meet import (
     DIFFERENT,
     FAULT,
@@ -41,7 +40,7 @@ STREAM_BYTES = 1 << 20
 PAGE_BYTES = 4096
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@inner
 def segment_of(ctx: int, address: int, size_bytes: int) -> Any:
     """Return the number of the segment of this process that a buffer lies in, or NO_SEGMENT."""
     own = peek(ctx + 8 * OWN)
@@ -52,7 +51,7 @@ def segment_of(ctx: int, address: int, size_bytes: int) -> Any:
     return NO_SEGMENT
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@inner
 def mapped_at(ctx: int, rank: int, segment: int) -> Any:
     """Return where this process sees a segment of a rank, or 0 where it is not mapped (yet)."""
     if rank == peek(ctx + 8 * ME):
@@ -66,7 +65,7 @@ def mapped_at(ctx: int, rank: int, segment: int) -> Any:
     return base
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@inner
 def say(ctx: int, field: int, address: int, size_bytes: int) -> None:
     """Write on this rank's card where its operand (SEND) or its result (RECV) lies."""
     at, segment = line(ctx, peek(ctx + 8 * ME)) + 8 * field, segment_of(ctx, address, size_bytes)
@@ -76,7 +75,7 @@ def say(ctx: int, field: int, address: int, size_bytes: int) -> None:
         poke(at + 16, address - mapped_at(ctx, peek(ctx + 8 * ME), segment))
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@inner
 def seen_at(ctx: int, rank: int, field: int) -> Any:
     """Return where this process sees what a card says of a buffer (SEND or RECV), or 0 for private memory."""
     at = line(ctx, rank) + 8 * field
@@ -86,7 +85,7 @@ def seen_at(ctx: int, rank: int, field: int) -> Any:
     return base + peek(at + 16) if base != 0 else 0
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@inner
 def copy(into: int, source: int, size_bytes: int) -> None:
     """Copy bytes, past the caches where they are many."""
     if size_bytes < STREAM_BYTES:
@@ -96,7 +95,7 @@ def copy(into: int, source: int, size_bytes: int) -> None:
     fence()  # what went past the caches is there before anybody is told
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@inner
 def copy_past(into: int, source: int, size_bytes: int) -> None:
     """Copy bytes past the caches; a fence must follow before anybody is told."""
     head = min(-into % LINE_BYTES, size_bytes)
@@ -108,7 +107,7 @@ def copy_past(into: int, source: int, size_bytes: int) -> None:
     copy_bytes(into + done, source + done, size_bytes - done)
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@inner
 def transfer(ctx: int, rank: int, local: int, remote: int, size_bytes: int, writes: bool) -> None:
     """Copy between this process and another's private memory; what fails is noted in the context."""
     vectors = ctx + 8 * VECTORS
@@ -127,7 +126,7 @@ def transfer(ctx: int, rank: int, local: int, remote: int, size_bytes: int, writ
         done += moved
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@inner
 def fetch(ctx: int, rank: int, field: int, offset: int, target: int, size_bytes: int) -> None:
     """Copy a part of a rank's buffer (SEND or RECV) to an address of this process."""
     if size_bytes == 0:
@@ -140,7 +139,7 @@ def fetch(ctx: int, rank: int, field: int, offset: int, target: int, size_bytes:
     transfer(ctx, rank, target, peek(line(ctx, rank) + 8 * field) + offset, size_bytes, False)
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@inner
 def put(ctx: int, rank: int, offset: int, source: int, size_bytes: int) -> None:
     """Copy from an address of this process to a part of a rank's result."""
     if size_bytes == 0:
@@ -153,7 +152,7 @@ def put(ctx: int, rank: int, offset: int, source: int, size_bytes: int) -> None:
     transfer(ctx, rank, source, peek(line(ctx, rank) + 8 * RECV) + offset, size_bytes, True)
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@inner
 def leave(ctx: int) -> Any:
     """Meet once more, so that nobody's buffer is reused while others read it; FAULTY if a copy failed anywhere."""
     fault = peek(ctx + 8 * FAULT)
@@ -163,7 +162,7 @@ def leave(ctx: int) -> Any:
     return FAULTY if fault != 0 or code == DIFFERENT else code
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@inner
 def gather_slots(
     ctx: int, signature: int, send: int, send_bytes: int, recv: int, first: int, ranks: int, offset: int,
     each_bytes: int,
@@ -187,7 +186,7 @@ def gather_slots(
     return code
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@inner
 def all_shared(ctx: int) -> bool:
     """Say whether all operands lie in memory that peers map; from the cards: the same on all ranks."""
     for rank in range(peek(ctx + 8 * SIZE)):  # noqa: SIM110  Numba compiles no generator in all()
@@ -196,13 +195,13 @@ def all_shared(ctx: int) -> bool:
     return True
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@inner
 def is_private(ctx: int) -> Any:
     """Say whether this rank's card tells of an operand that peers do not map."""
     return peek(line(ctx, peek(ctx + 8 * ME)) + 8 * SEND + 8) == NO_SEGMENT
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@inner
 def note_mapped(ctx: int) -> Any:
     """Write where each rank's operand is mapped, as the cards say it at this meeting, and return the table's address.
 
@@ -220,7 +219,7 @@ def note_mapped(ctx: int) -> Any:
     return mapped
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@inner
 def gather_buffers(
     ctx: int, signature: int, send: int, send_bytes: int, recv: int, first: int, ranks: int, offset: int,
     each_bytes: int,
@@ -241,13 +240,13 @@ def gather_buffers(
     return leave(ctx)
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@inner
 def _own_share(size_bytes: int, ranks: int) -> Any:
     """Return what a rank copies of what it and the root exchange, so that the root has as much to do as each other."""
     return size_bytes // ranks * (ranks - 1) // PAGE_BYTES * PAGE_BYTES
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@inner
 def collect(
     ctx: int, signature: int, send: int, recv: int, recv_bytes: int, root: int, each_bytes: int
 ) -> Any:
@@ -270,7 +269,7 @@ def collect(
     return leave(ctx)
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@inner
 def deal(ctx: int, signature: int, send: int, send_bytes: int, recv: int, root: int, each_bytes: int) -> Any:
     """Copy each rank's part out of the root's buffer: each rank most of its own, and the root the rest: scatter."""
     step(ctx)
@@ -291,7 +290,7 @@ def deal(ctx: int, signature: int, send: int, send_bytes: int, recv: int, root: 
     return leave(ctx)
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@inner
 def spread(ctx: int, signature: int, buf: int, size_bytes: int, root: int) -> Any:
     """Copy the root's bytes to all ranks: they take most, and the root, else idle, gives the rest."""
     step(ctx)
@@ -310,7 +309,7 @@ def spread(ctx: int, signature: int, buf: int, size_bytes: int, root: int) -> An
     return leave(ctx)
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@inner
 def _tables_agree(ctx: int) -> bool:
     """Say whether each part that a rank sends is as long as the part that its receiver expects.
 
@@ -325,7 +324,7 @@ def _tables_agree(ctx: int) -> bool:
     return True
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@inner
 def exchange(
     ctx: int, signature: int, table: int, places: int, send: int, send_bytes: int, recv: int, check: bool,
 ) -> Any:  # fmt: skip
@@ -371,14 +370,14 @@ def exchange(
     return OK if all_in_slots else leave(ctx)
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@inner
 def place(into: int, source: int, size_bytes: int) -> Any:
     """Copy bytes within this process, as `copy` does."""
     copy(into, source, size_bytes)
     return OK
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@inner
 def barrier(ctx: int, signature: int) -> Any:
     """Meet."""
     step(ctx)
