@@ -10,9 +10,11 @@ from __future__ import annotations
 from typing import Any
 
 from lowshard.comm.node.atomic import acquire, add_to, copy_bytes, fence, peek, poke, release
+from lowshard.comm.node.choice import MESSAGE, learn, row_for, second_is_next
 from lowshard.comm.node.inner import inner
 from lowshard.comm.node.meet import (
     CAME,
+    CHOICES,
     ENTRIES,
     ENTRY_BYTES,
     FAULT,
@@ -23,11 +25,26 @@ from lowshard.comm.node.meet import (
     OK,
     RING_ENTRIES,
     SIZE,
+    TIMEOUT_NS,
     UNEQUAL,
     await_word,
+    clock_ns,
+    pause,
     wake,
 )
-from lowshard.comm.node.move import NO_SEGMENT, copy, mapped_at, segment_of, transfer
+from lowshard.comm.node.pipe import (
+    begin_into,
+    begin_out,
+    flow_of,
+    hold,
+    into_left,
+    let_go,
+    pull,
+    push,
+    read_rest,
+    takes_pipes,
+)
+from lowshard.comm.node.reach import NO_SEGMENT, copy, mapped_at, segment_of, transfer
 
 HEAD_BYTES = 128
 """Of a pair: what its sender writes, what its receiver writes, a line each."""
@@ -46,7 +63,10 @@ _BOTH_BYTES = 64 << 10
 _PIECE_BYTES, _PIECES = 32 << 10, 16
 """Of a piece, at least; how many there are of a long message."""
 ENTRY_HEAD_BYTES = 64
-_HERE, _THERE, _THERE_BOTH, _WITHDRAWN = range(4)
+_HERE, _THERE, _THERE_BOTH, _THERE_OFFERED, _WITHDRAWN = range(5)
+"""Kinds: in the entry; in memory; in memory, and its sender copies too, or hands it on through a pipe if asked to."""
+ALONE, BOTH, OFFERED = range(3)
+"""What a sender does for a long message."""
 
 GROUP_WORDS = 8
 """Of a message in a group; see `run_group`."""
@@ -70,8 +90,8 @@ def _entry(ctx: int, src: int, dst: int, number: int) -> Any:
 
 
 @inner
-def post(ctx: int, dst: int, address: int, size_bytes: int, both: int) -> Any:
-    """Post a message and return its number, or FULL; `both` is 1 if its sender will copy a share of it."""
+def post(ctx: int, dst: int, address: int, size_bytes: int, share: int) -> Any:
+    """Post a message and return its number, or FULL; `share` is what its sender will do, ALONE for nothing."""
     me = peek(ctx + 8 * ME)
     head = _head(ctx, me, dst)
     number = peek(head + _POSTED)
@@ -83,7 +103,7 @@ def post(ctx: int, dst: int, address: int, size_bytes: int, both: int) -> Any:
         poke(entry + 8 * _KIND, _HERE)
         copy_bytes(entry + ENTRY_HEAD_BYTES, address, size_bytes)
     else:
-        poke(entry + 8 * _KIND, _THERE_BOTH if both != 0 else _THERE)
+        poke(entry + 8 * _KIND, _THERE + share)
         poke(entry + 8 * _ADDRESS, address)
         segment = segment_of(ctx, address, size_bytes)
         poke(entry + 8 * _SEGMENT, segment)
@@ -115,18 +135,18 @@ def send(ctx: int, dst: int, address: int, size_bytes: int) -> Any:
     """Send a message, and wait while the ring is full, and if it is long until it is taken."""
     me = peek(ctx + 8 * ME)
     head = _head(ctx, me, dst)
-    both = 1 if size_bytes >= _BOTH_BYTES else 0
-    number = post(ctx, dst, address, size_bytes, both)
+    share = BOTH if size_bytes >= _BOTH_BYTES else ALONE
+    number = post(ctx, dst, address, size_bytes, share)
     if number == FULL:
         oldest = peek(head + _POSTED) - peek(ctx + 8 * RING_ENTRIES)
         code = await_word(ctx, head + _TAKEN, head + _TAKEN_SLEEPERS, oldest + 1, dst)
         if code != OK:
             return code
-        number = post(ctx, dst, address, size_bytes, both)
+        number = post(ctx, dst, address, size_bytes, share)
     if fits_an_entry(ctx, size_bytes):
         return OK
     code = OK
-    if both != 0:
+    if share == BOTH:
         entry = _entry(ctx, me, dst, number)
         code = await_word(ctx, entry + 8 * _ACCEPTED, entry + 8 * _ACCEPTED_SLEEPERS, 1, dst)
         if code == OK:
@@ -173,7 +193,9 @@ def _copy_message(ctx: int, entry: int, src: int, address: int, size_bytes: int)
     base = 0 if segment == NO_SEGMENT else mapped_at(ctx, src, segment)
     there = peek(entry + 8 * _ADDRESS) if base == 0 else base + peek(entry + 8 * _OFFSET)
     code, both = OK, peek(entry + 8 * _KIND) == _THERE_BOTH
-    if both:
+    if peek(entry + 8 * _KIND) == _THERE_OFFERED:
+        code = _pull_message(ctx, entry, src, address, size_bytes)
+    elif both:
         own = segment_of(ctx, address, size_bytes)
         poke(entry + 8 * _TO_ADDRESS, address)
         poke(entry + 8 * _TO_SEGMENT, own)
@@ -193,6 +215,44 @@ def _copy_message(ctx: int, entry: int, src: int, address: int, size_bytes: int)
         poke(ctx + 8 * FAULT, 0)
         return FAULTY
     return code
+
+
+@inner
+def _ask_for(ctx: int, entry: int, src: int, address: int, size_bytes: int) -> None:
+    """Ask the sender of a message to hand it on."""
+    begin_into(flow_of(ctx, src), address, peek(entry + 8 * _ADDRESS), size_bytes)
+    release(entry + 8 * _ACCEPTED, 1)
+
+
+@inner
+def _pull_some(ctx: int, entry: int, src: int) -> Any:
+    """Read what has come of a message that is handed on: OK once all of it has, PENDING if none has."""
+    at = flow_of(ctx, src)
+    moved = pull(ctx, src)
+    if moved == 0 and into_left(at) != 0:
+        if acquire(entry + 8 * _KIND) == _WITHDRAWN:
+            return FAULTY
+        if acquire(entry + 8 * _BROKEN) == 0:
+            return PENDING
+        read_rest(ctx, src)
+    return OK if into_left(at) == 0 else PENDING + 1
+
+
+@inner
+def _pull_message(ctx: int, entry: int, src: int, address: int, size_bytes: int) -> Any:
+    """Have a message handed on; a wait that ends early leaves the pipe to nobody."""
+    _ask_for(ctx, entry, src, address, size_bytes)
+    deadline_ns, tries = clock_ns(ctx) + peek(ctx + 8 * TIMEOUT_NS), 0
+    while True:
+        code = _pull_some(ctx, entry, src)
+        if code in (OK, FAULTY):
+            return code
+        tries = tries + 1 if code == PENDING else 0
+        if tries != 0:
+            code = pause(ctx, tries, deadline_ns, src)
+            if code != OK:
+                poke(entry + 8 * _BROKEN, 1)
+                return code
 
 
 @inner
@@ -229,11 +289,17 @@ def receive(ctx: int, src: int, address: int, size_bytes: int) -> Any:
         copy_bytes(address, entry + ENTRY_HEAD_BYTES, size_bytes)
     else:
         code = _copy_message(ctx, entry, src, address, size_bytes)
+    _take(ctx, head, number)
+    return code
+
+
+@inner
+def _take(ctx: int, head: int, number: int) -> None:
+    """Tell the sender of a message that this rank needs it no more."""
     release(head + _TAKEN, number + 1)
     fence()
     if peek(head + _TAKEN_SLEEPERS) != 0:
         wake(ctx, head + _TAKEN)
-    return code
 
 
 @inner
@@ -241,7 +307,21 @@ def send_receive(
     ctx: int, dst: int, send_at: int, send_bytes: int, src: int, recv_at: int, recv_bytes: int
 ) -> Any:  # fmt: skip
     """Send a message and receive another, neither before the other."""
-    number = post(ctx, dst, send_at, send_bytes, 0)
+    me, choice = peek(ctx + 8 * ME), 0
+    if takes_pipes(ctx, send_bytes) and dst != me and segment_of(ctx, send_at, send_bytes) == NO_SEGMENT:
+        choice = row_for(peek(ctx + 8 * CHOICES), MESSAGE, send_bytes)
+        if second_is_next(choice) and hold(ctx, dst):
+            number = post(ctx, dst, send_at, send_bytes, OFFERED)
+            if number != FULL:
+                begin_out(flow_of(ctx, dst), send_at, send_bytes)
+                return _hand_on_and_receive(ctx, dst, number, src, recv_at, recv_bytes, choice)
+            let_go(ctx, dst)
+    number = post(ctx, dst, send_at, send_bytes, ALONE)
+    begin_ns = 0
+    if choice != 0:
+        head = _head(ctx, src, me)
+        await_word(ctx, head + _POSTED, head + _POSTED_SLEEPERS, peek(head + _TAKEN) + 1, src)
+        begin_ns = clock_ns(ctx)
     code = receive(ctx, src, recv_at, recv_bytes)
     if code != OK and code != UNEQUAL:
         if number != FULL:
@@ -252,9 +332,68 @@ def send_receive(
     elif fits_an_entry(ctx, send_bytes):
         ended = OK
     else:
-        head = _head(ctx, peek(ctx + 8 * ME), dst)
+        head = _head(ctx, me, dst)
         ended = await_word(ctx, head + _TAKEN, head + _TAKEN_SLEEPERS, number + 1, dst)
+    if choice != 0 and ended == OK:
+        learn(choice, False, send_bytes, clock_ns(ctx) - begin_ns)
     return ended if ended != OK else code
+
+
+@inner
+def _hand_on_and_receive(
+    ctx: int, dst: int, number: int, src: int, recv_at: int, recv_bytes: int, choice: int
+) -> Any:  # fmt: skip
+    """Hand on a message that was offered, once its receiver asks for it, and receive another meanwhile."""
+    me = peek(ctx + 8 * ME)
+    entry, out, into = _entry(ctx, me, dst, number), _head(ctx, me, dst), _head(ctx, src, me)
+    expected = peek(into + _TAKEN)
+    coming = _entry(ctx, src, me, expected)
+    deadline_ns, begin_ns, tries = clock_ns(ctx) + peek(ctx + 8 * TIMEOUT_NS), 0, 0
+    asked = received = False
+    ended = OK
+    while True:
+        moved = False
+        if acquire(entry + 8 * _ACCEPTED) != 0:
+            pushed = push(ctx, dst)
+            moved = pushed != 0
+            if pushed < 0:
+                release(entry + 8 * _BROKEN, 1)
+        if received:
+            if acquire(out + _TAKEN) > number:
+                break
+        elif asked:
+            ended = _pull_some(ctx, coming, src)
+            moved = moved or ended != PENDING
+            if ended in (OK, FAULTY):
+                received = True
+                if peek(ctx + 8 * FAULT) != 0:
+                    poke(ctx + 8 * FAULT, 0)
+                    ended = FAULTY
+                _take(ctx, into, expected)
+        elif acquire(into + _POSTED) > expected:
+            begin_ns, moved = clock_ns(ctx), True
+            if peek(coming + 8 * _KIND) == _THERE_OFFERED and peek(coming + 8 * _BYTES) == recv_bytes:
+                _ask_for(ctx, coming, src, recv_at, recv_bytes)
+                asked = True
+            else:
+                ended = receive(ctx, src, recv_at, recv_bytes)
+                received = True
+        if received and ended != OK and ended != UNEQUAL:
+            withdraw(ctx, dst, number)
+            return ended
+        tries = 0 if moved else tries + 1
+        if tries != 0:
+            code = pause(ctx, tries, deadline_ns, dst if received else src)
+            if code != OK:
+                if asked and not received:
+                    poke(coming + 8 * _BROKEN, 1)
+                withdraw(ctx, dst, number)
+                return code
+    if acquire(entry + 8 * _BROKEN) == 0:
+        let_go(ctx, dst)
+        if ended == OK:
+            learn(choice, True, peek(entry + 8 * _BYTES), clock_ns(ctx) - begin_ns)
+    return ended
 
 
 @inner
@@ -278,7 +417,7 @@ def run_group(ctx: int, rows: int, count: int) -> Any:
     for i in range(count):
         row = rows + 8 * GROUP_WORDS * i
         if peek(row + 24) != 0:
-            poke(row + 32, post(ctx, peek(row), peek(row + 8), peek(row + 16), 0))
+            poke(row + 32, post(ctx, peek(row), peek(row + 8), peek(row + 16), ALONE))
             if peek(row + 32) == FULL:
                 return FULL
     for i in range(count):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from lowshard.comm.node.atomic import call_five, call_three, copy_bytes, fence, peek, poke
-from lowshard.comm.node.choice import learn, past_is_next, row_for
+from lowshard.comm.node.choice import FOLD, FOLD_TO_ROOT, learn, row_for, second_is_next
 from lowshard.comm.node.combine import BLOCK_BYTES, COMBINE, DIVIDE, ITEM, NARROW, WIDE_ITEM, WIDEN
 from lowshard.comm.node.inner import inner
 from lowshard.comm.node.meet import (
@@ -27,7 +27,7 @@ from lowshard.comm.node.meet import (
     slot,
     step,
 )
-from lowshard.comm.node.move import (
+from lowshard.comm.node.reach import (
     STREAM_BYTES,
     all_shared,
     copy_past,
@@ -325,8 +325,8 @@ def fold_buffers(
     say(ctx, SEND, send, send_bytes)
     say(ctx, RECV, recv, recv_bytes)
     if chunk_elems != 0:
-        row = row_for(peek(ctx + 8 * CHOICES), 1 if mode == TO_ROOT else 0, elems * item)
-        past = past_is_next(row)
+        row = row_for(peek(ctx + 8 * CHOICES), FOLD_TO_ROOT if mode == TO_ROOT else FOLD, elems * item)
+        past = second_is_next(row)
         if is_private(ctx):
             _show(ctx, send, 0, min(chunk_elems, elems), item, past)
     code = meet(ctx, signature)

@@ -88,6 +88,10 @@ CHOICES = 36
 """Address of the table of `lowshard.comm.node.choice`."""
 PROGRESS = 37
 """Address of six int64: a C function that lets MPI go on, and its arguments; 0 for none."""
+PIPES = 38
+"""Address of the table of `lowshard.comm.node.pipe`, or 0."""
+FLOWS = 39
+"""Address of what it notes of each rank, of this context alone."""
 TURNS = 8
 """Slots a rank. Two would do, since all have read what was shown two meetings ago. But what another core has read is
 cheap to write again only when the caches have forgotten it."""
@@ -113,6 +117,7 @@ OK, DIFFERENT, FAILED, LATE, FAULTY, LEFT, UNEQUAL = range(7)
 
 _FUTEX_WAIT, _FUTEX_WAKE = 0, 1
 _MONOTONIC = 1
+_PAUSE_YIELDS = 1 << 14
 _NAP_NS, _LONGEST_NAP_NS = 100_000, 20_000_000
 _ALL = 1 << 30
 _GONE_NS = 1_000_000_000
@@ -230,6 +235,32 @@ def await_word(ctx: int, word: int, sleepers: int, wanted: int, rank: int) -> An
             # The kernel compares the low half of the word (the machines above are little-endian).
             system_call(call, word, _FUTEX_WAIT, seen & 0xFFFFFFFF, ctx + 8 * NAP, 0, 0)
         add_to(sleepers, -1)
+
+
+@inner
+def pause(ctx: int, tries: int, deadline_ns: int, rank: int) -> Any:
+    """Wait for a moment between two tries to go on with a rank that is in the same call; why not, if it is no use."""
+    spins, call = peek(ctx + 8 * SPINS), peek(ctx + 8 * FUTEX_CALL)
+    if tries < spins:
+        relax()
+        return OK
+    if acquire(peek(ctx + 8 * FLAG)) != 0:
+        poke(ctx + 8 * MISSING, rank)
+        return FAILED
+    if (tries & 31) == 31:
+        now_ns = clock_ns(ctx)
+        if now_ns > deadline_ns or has_left(ctx, rank, now_ns):
+            poke(ctx + 8 * MISSING, rank)
+            return LATE if now_ns > deadline_ns else LEFT
+        let_mpi_go_on(ctx)
+    if tries < spins + _PAUSE_YIELDS or call == 0:
+        yield_core()
+        return OK
+    poke(ctx + 8 * NAP, 0)
+    poke(ctx + 8 * NAP + 8, _NAP_NS)
+    me = ctx + 8 * ME  # a word that nobody changes
+    system_call(call, me, _FUTEX_WAIT, peek(me), ctx + 8 * NAP, 0, 0)
+    return OK
 
 
 @inner

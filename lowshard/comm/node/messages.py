@@ -13,8 +13,21 @@ from mpi4py import MPI
 from lowshard.comm.mailbox import Mailbox, MessageWork
 from lowshard.comm.node.calls import Calls
 from lowshard.comm.node.channel import ENTRY_HEAD_BYTES, FULL, PENDING
-from lowshard.comm.node.meet import CAME, ENTRY_BYTES, FAILED, FAULTY, LATE, LEFT, MISSING, OK, UNEQUAL
+from lowshard.comm.node.meet import (
+    CAME,
+    ENTRY_BYTES,
+    FAILED,
+    FAULTY,
+    FLOWS,
+    LATE,
+    LEFT,
+    MISSING,
+    OK,
+    SIZE,
+    UNEQUAL,
+)
 from lowshard.comm.node.memory import NodeMemory
+from lowshard.comm.node.pipe import FLOW_WORDS
 from lowshard.errors import BufferMismatchError, CommError, LowshardError
 
 Array = Any
@@ -48,6 +61,8 @@ class NodeMailbox(Mailbox):
         self._context, self._ctx = context, address_of(context)
         # Started messages go on in a thread, beside whatever the caller's runs.
         self._own_context = context.copy()
+        self._own_flows = np.zeros((int(context[SIZE]), FLOW_WORDS), np.int64)
+        self._own_context[FLOWS] = address_of(self._own_flows)
         self._own_ctx = address_of(self._own_context)
         self.waiting: dict[tuple[str, int], deque[object]] = {}
 
