@@ -74,6 +74,23 @@ def test_the_contract_holds_where_each_rank_has_a_core(name: str, size: int) -> 
     check_case(name, size, "cpu", OF_ITS_OWN_CORE, LOWSHARD_TESTS_CORES="64")
 
 
+HANDED_ON = of("memory", "repeat", "message", "move")
+
+
+@pytest.mark.parametrize("name", HANDED_ON)
+@pytest.mark.parametrize("size", mode.sample([2, 3, 4], 1, "ranks with pipes"))
+def test_the_contract_holds_where_private_memory_is_handed_on(name: str, size: int) -> None:
+    check_case(name, size, "cpu", HANDED_ON, LOWSHARD_TESTS_CORES="64", LOWSHARD_TESTS_PIPES="whole")
+
+
+THROUGH_BROKEN_PIPES = of("repeat", "message")
+
+
+@pytest.mark.parametrize("name", THROUGH_BROKEN_PIPES)
+def test_the_contract_holds_where_pipes_take_nothing(name: str) -> None:
+    check_case(name, 3, "cpu", THROUGH_BROKEN_PIPES, LOWSHARD_TESTS_CORES="64", LOWSHARD_TESTS_PIPES="broken")
+
+
 # ---- a rank that does not call
 
 

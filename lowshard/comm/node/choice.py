@@ -18,8 +18,8 @@ ROW_WORDS = 4
 """Of a class of calls: how many there were, and what one took by either way, in ns a KiB."""
 FOLD, FOLD_TO_ROOT, GATHER, GATHER_IN_PLACE, EXCHANGE, MESSAGE = range(6)
 """Kinds of calls."""
-_KINDS, _POWERS = 6, 32
-CLASSES = _KINDS * _POWERS
+KINDS, _POWERS = 6, 32
+CLASSES = KINDS * _POWERS
 _RUN, _EVERY = 4, 256
 """Calls that take the same way before the last of them is believed, since the caches must get used to it; from the
 beginning of how many on as many take the way that seems worse."""
@@ -32,7 +32,7 @@ def row_for(table: int, kind: int, size_bytes: int) -> Any:
     while size_bytes > 1 and power < _POWERS - 1:
         size_bytes >>= 1
         power += 1
-    return table + 8 * ROW_WORDS * (_KINDS * power + kind)
+    return table + 8 * ROW_WORDS * (KINDS * power + kind)
 
 
 @inner

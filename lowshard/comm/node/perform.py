@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lowshard.comm.node import channel
+from lowshard.comm.node import channel, group
 from lowshard.comm.node.atomic import peek
 from lowshard.comm.node.fold import fold_buffers, fold_slots
 from lowshard.comm.node.inner import inner
@@ -51,7 +51,7 @@ def perform(ctx: int, row: int, send: int, recv: int) -> Any:
         return channel.receive(ctx, _number(row, 0), recv, recv_bytes)
     if kind == SEND_RECEIVE:
         dst, src = _number(row, 0), _number(row, 1)
-        return channel.send_receive(ctx, dst, send, send_bytes, src, recv, recv_bytes)
+        return group.send_receive(ctx, dst, send, send_bytes, src, recv, recv_bytes)
     a, b, c, d = _number(row, 0), _number(row, 1), _number(row, 2), _number(row, 3)
     if kind == GATHER_SLOTS:
         return gather_slots(ctx, signature, send, send_bytes, recv, a, b, c, d)

@@ -51,7 +51,7 @@ PLAIN, HANDED, BROKEN = range(3)
 """By reading it; out of the pipes; by reading it after all."""
 
 _NONBLOCK = 2
-_AGAIN = 11
+_AGAIN, _INTERRUPTED = 11, 4
 
 
 @inner
@@ -130,6 +130,12 @@ def into_left(flow: int) -> Any:
 
 
 @inner
+def _may_try_again() -> Any:
+    error = last_error()
+    return error in (_AGAIN, _INTERRUPTED)
+
+
+@inner
 def push(ctx: int, rank: int) -> Any:
     """Hand on as much as the pipe to a rank takes now; the bytes, or -1 where the pages cannot be had."""
     flow, vectors = flow_of(ctx, rank), ctx + 8 * VECTORS
@@ -142,7 +148,7 @@ def push(ctx: int, rank: int) -> Any:
     if moved > 0:
         begin_out(flow, peek(flow + 8 * _OUT) + moved, left - moved)
         return moved
-    if moved < 0 and last_error() != _AGAIN:
+    if moved < 0 and not _may_try_again():
         poke(flow + 8 * _OUT_LEFT, 0)
         return -1
     return 0
@@ -159,7 +165,7 @@ def pull(ctx: int, rank: int) -> Any:
     if moved > 0:
         begin_into(flow, into + moved, peek(flow + 8 * _THERE) + moved, left - moved)
         return moved
-    if moved < 0 and last_error() != _AGAIN:
+    if moved < 0 and not _may_try_again():
         poke(ctx + 8 * FAULT, 1 + rank)
         poke(flow + 8 * _INTO_LEFT, 0)
     return 0
