@@ -91,6 +91,17 @@ def test_the_contract_holds_where_pipes_take_nothing(name: str) -> None:
     check_case(name, 3, "cpu", THROUGH_BROKEN_PIPES, LOWSHARD_TESTS_CORES="64", LOWSHARD_TESTS_PIPES="broken")
 
 
+@pytest.mark.parametrize("call", ["all_gather", "all_to_all_v", "send_recv"])
+@pytest.mark.parametrize("sent", mode.sample(["SIGKILL", "SIGSTOP"], 1, "gone while it hands on"))
+def test_a_rank_that_is_gone_while_memory_is_handed_on_is_missed(call: str, sent: str) -> None:
+    ended = start_ranks(HERE / "run_handed.py", 2, [call, sent], ABSENT_LIMIT_S)
+    assert ended.returncode == 70, ended.text
+    assert "PeerFailed" in ended.text
+    assert f"this rank was in {call}#" in ended.text
+    assert "rank 1" in ended.text
+    assert "not reached" not in ended.text
+
+
 # ---- a rank that does not call
 
 
