@@ -20,7 +20,7 @@ from lowshard.comm.node.choice import FOLD_TO_ROOT, KINDS, ROW_WORDS
 
 os.cpu_count = lambda: 64  # ranks that share cores are handed nothing
 
-ELEMS = 6 << 18  # 6 MiB, several times what a pipe takes
+ELEMS = 3 << 18  # 3 MiB, several times what a pipe takes
 AFTER_S = 0.3
 
 

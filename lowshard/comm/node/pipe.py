@@ -38,8 +38,8 @@ PIPE_WORDS = 3
 _TO, _FROM, _HELD = range(PIPE_WORDS)
 """Of a process of the node: the descriptors of the pipes to it and from it; whether a call holds that to it."""
 
-_FROM_BYTES, _TO_BYTES = 16 << 10, 8 << 20
-"""Parts of less are copied sooner than handed on; larger ones lie in huge pages, or take as long either way."""
+_FROM_BYTES, _TO_BYTES = 16 << 10, 3 << 20
+"""Parts of less are copied sooner than handed on; larger ones lie in huge pages, which NumPy asks for from 4 MiB on."""
 
 FLOW_WORDS = 8
 _OUT, _OUT_LEFT, _INTO, _INTO_LEFT, _THERE = range(5)
