@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lowshard.comm.node.atomic import copy_bytes, peek, poke
-from lowshard.comm.node.choice import EXCHANGE, GATHER, GATHER_IN_PLACE, learn, row_for
+from lowshard.comm.node.choice import EXCHANGE, GATHER, GATHER_IN_PLACE, learn, row_for, second_is_next
 from lowshard.comm.node.inner import inner
 from lowshard.comm.node.meet import (
     CHOICES,
@@ -25,7 +25,11 @@ from lowshard.comm.node.meet import (
 )
 from lowshard.comm.node.pipe import (
     BROKEN,
+    PLACED,
+    PLAIN,
+    TO_BYTES,
     WAY,
+    any_says,
     begin_flows,
     begin_into,
     begin_out,
@@ -35,6 +39,7 @@ from lowshard.comm.node.pipe import (
     is_handed,
     let_go_of_all,
     offer,
+    say_way,
     takes_pipes,
 )
 from lowshard.comm.node.reach import PAGE_BYTES, copy, fetch, is_private, leave, put, say
@@ -80,6 +85,8 @@ def gather_buffers(
     if takes_pipes(ctx, each_bytes) and is_private(ctx):
         kind = GATHER_IN_PLACE if recv + me * each_bytes == send + offset else GATHER
         choice = row_for(peek(ctx + 8 * CHOICES), kind, each_bytes)
+    if each_bytes > TO_BYTES and apart == 0:
+        return _gather_large(ctx, signature, send, recv, each_bytes)
     handed = offer(ctx, choice)
     code = meet(ctx, signature)
     if code != OK:
@@ -97,10 +104,44 @@ def gather_buffers(
             there = peek(line(ctx, rank) + 8 * SEND) + offset
             begin_into(flow_of(ctx, rank), recv + rank * each_bytes, there, each_bytes)
     for i in range(size):
-        rank = (me + i) % size  # each begins with another, so that no memory is asked by all at once
+        rank = (me + 1 + i) % size  # each begins with another, so that no memory is asked by all at once
         if rank == me or not is_handed(ctx, rank, each_bytes):
             fetch(ctx, rank, SEND, offset, recv + rank * each_bytes, each_bytes)
     return _finish(ctx, handed, choice, begin_ns, each_bytes)
+
+
+@inner
+def _gather_large(ctx: int, signature: int, send: int, recv: int, each_bytes: int) -> Any:
+    """Gather whole buffers, each straight from where it lies or from where its owner has put it into its result.
+
+    A result is larger than what was sent, and lies in huge pages more often, which take less time to read from afar.
+    """
+    me, size, choice, way = peek(ctx + 8 * ME), peek(ctx + 8 * SIZE), 0, PLAIN
+    own = recv + me * each_bytes
+    if own != send and is_private(ctx):
+        choice = row_for(peek(ctx + 8 * CHOICES), GATHER, each_bytes)
+        way = PLACED if second_is_next(choice) else PLAIN
+    say_way(ctx, way)
+    code = meet(ctx, signature)
+    if code != OK:
+        return code
+    begin_ns = clock_ns(ctx) if choice != 0 else 0
+    if any_says(ctx, PLACED):
+        if way == PLACED:
+            copy_bytes(own, send, each_bytes)
+            send = own
+        step(ctx)
+        say(ctx, SEND, send, each_bytes)
+        code = meet(ctx, 0)
+        if code != OK:
+            return code
+    for i in range(size):
+        rank = (me + 1 + i) % size
+        fetch(ctx, rank, SEND, 0, recv + rank * each_bytes, each_bytes)
+    code = leave(ctx)
+    if code == OK and choice != 0:
+        learn(choice, way == PLACED, each_bytes, clock_ns(ctx) - begin_ns)
+    return code
 
 
 @inner
