@@ -21,8 +21,8 @@ FOLD, FOLD_TO_ROOT, GATHER, GATHER_IN_PLACE, EXCHANGE, MESSAGE = range(6)
 KINDS, _POWERS = 6, 32
 CLASSES = KINDS * _POWERS
 _RUN, _EVERY = 4, 256
-"""Calls that take the same way before the last of them is believed, since the caches must get used to it. As many take
-the way that seems worse after each power of two of calls, and after each so many."""
+"""Calls that take the same way before the last of them is believed, since the caches must get used to it; from the
+beginning of how many on as many take the way that seems worse."""
 
 
 @inner
@@ -43,23 +43,14 @@ def second_is_next(row: int) -> Any:
     if count < 2 * _RUN:
         return count < _RUN
     second_is_better = peek(row + 8 * _SECOND) <= peek(row + 8 * _FIRST)
-    return second_is_better != _is_trial(count)
-
-
-@inner
-def _is_trial(count: int) -> Any:
-    """Say whether a call takes the way that seems worse."""
-    period = _EVERY
-    while period > count:
-        period >>= 1
-    return count % period < _RUN
+    return second_is_better != (count % _EVERY < _RUN)
 
 
 @inner
 def learn(row: int, second: bool, size_bytes: int, took_ns: int) -> None:
     """Note how long a call took: less is believed at once, more by an eighth at most, for a rank may be interrupted."""
     count = peek(row + 8 * _COUNT) - 1
-    if (count < 2 * _RUN or _is_trial(count)) and count % _RUN != _RUN - 1:
+    if (count < 2 * _RUN or count % _EVERY < _RUN) and count % _RUN != _RUN - 1:
         return
     at = row + 8 * (_SECOND if second else _FIRST)
     cost, known = took_ns * 1024 // max(size_bytes, 1), peek(at)

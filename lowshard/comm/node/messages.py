@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -32,6 +34,7 @@ from lowshard.errors import BufferMismatchError, CommError, LowshardError
 
 Array = Any
 
+_TOLD_WITHIN_S = 0.5
 _NUMBER, _CODE, _CAME = 4, 5, 6  # of a row of run_group
 
 address_of = MPI.Get_address
@@ -185,6 +188,7 @@ class NodeMailbox(Mailbox):
                 f"recv: rank {peer} sent {context[CAME]} bytes, this rank expects {size}"
             )
         if code == FAULTY:
+            self._await_failure()
             raise CommError(
                 f"recv: the memory of rank {peer} could not be read, or it has given up to send; set "
                 f"LOWSHARD_CROSS_MEMORY=off if it lives and may not be read"
@@ -196,6 +200,15 @@ class NodeMailbox(Mailbox):
         assert code == LATE
         what = f"recv from rank {self._rank}" if name == "send" else f"send to rank {self._rank}"
         raise self.lookout.late(what, [peer], self._timeout_s)
+
+    def _await_failure(self) -> None:
+        """Raise what made a peer give up, if the side channel tells of it within a moment."""
+        end_s = time.monotonic() + _TOLD_WITHIN_S
+        flag = ctypes.c_int64.from_address(self.lookout.flag_address)
+        while time.monotonic() < end_s:
+            if flag.value:
+                raise self.lookout.failure()
+            time.sleep(0.01)
 
     def _map_new(self) -> None:
         if self._memory.wanted[0]:
