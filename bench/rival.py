@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from lowshard import dtypes
-from lowshard.bench.case import Request
+from lowshard.bench.case import Case, Request
 from lowshard.bench.operation import uneven
 from lowshard.bench.setting import Placement
 
@@ -20,17 +20,19 @@ _NO_SUMS = ("bfloat16", "float16")
 _SMALL_BYTES = 16
 
 
-def rival(mpi_comm: Any, request: Request, placement: Placement) -> Work | None:
-    """Return mpi4py's call for a request, with buffers of its own; None where MPI has none.
+def rival(mpi_comm: Any, request: Request, placement: Placement, case: Case | None = None) -> Work | None:
+    """Return mpi4py's call for a request; None where MPI has none.
 
     Args:
         mpi_comm: an mpi4py communicator over the ranks.
         request: what is called.
         placement: "in" passes MPI.IN_PLACE.
+        case: of ours, for the same request. A move takes its private buffers, since where these lie, and in pages of
+            which size, makes more difference than who copies them; other calls take buffers of their own.
     """
     if request.redop == "avg" or (request.redop is not None and request.dtype in _NO_SUMS):
         return None
-    return Rival(mpi_comm, request, placement).run
+    return Rival(mpi_comm, request, placement, case).run
 
 
 def small_all_reduce(mpi_comm: Any) -> Work:
@@ -50,7 +52,9 @@ class Rival:
         run: the call.
     """
 
-    def __init__(self, mpi_comm: Any, request: Request, placement: Placement) -> None:
+    def __init__(
+        self, mpi_comm: Any, request: Request, placement: Placement, case: Case | None = None
+    ) -> None:  # fmt: skip
         from mpi4py import MPI
 
         self._mpi, self._comm, self._request = MPI, mpi_comm, request
@@ -63,7 +67,12 @@ class Rival:
         self._at_root = self._rank == request.root
         # MPI.IN_PLACE is the root's own where there is a root, and everybody's elsewhere.
         self._in_place = placement == "in" and (self._at_root or not request.operation.rooted)
-        self.send, self.recv = self._buffers()
+        if case is None or request.redop is not None or request.window or request.shared:
+            self.send, self.recv = self._buffers()
+        else:
+            self.send, self.recv = (
+                None if buf is None else buf.view(dtype) for buf in (case.send, case.recv)
+            )
         self.run: Work = self._call()
 
     def _buffers(self) -> tuple[np.ndarray[Any, Any] | None, np.ndarray[Any, Any] | None]:

@@ -153,10 +153,10 @@ def _row(place: Place, settings: Settings, request: Request, copies: Copies | No
         runners.append(Runner(copies.run(sizes.size_bytes)))
     rivals: dict[Placement, int] = {}
     if settings.compare_mpi:
-        for placement in placements:
-            call = rival(place.mpi_comm, request, placement)
+        for case in cases:
+            call = rival(place.mpi_comm, request, case.placement, case)
             if call is not None:
-                rivals[placement] = len(runners)
+                rivals[case.placement] = len(runners)
                 runners.append(Runner(call))
     what = f"{sizes.size_bytes:,} bytes of {request.dtype}"
     place.say(f"{what}, timing")
@@ -164,6 +164,11 @@ def _row(place: Place, settings: Settings, request: Request, copies: Copies | No
     timings = place.measure(runners, settings.rounds, what, settings.average, calls)
     for index, case in enumerate(cases):
         if case.placement == "out":  # what a run of calls without a pause has left must be right too
+            if rivals:  # and theirs came last
+                case.load(last)
+                for _ in range(max(1, settings.warmups)):
+                    case.run()
+                case.finish()
             wrong[index] += case.wrong(last)
     totals = np.sum(place.meeting.exchange(wrong), axis=0).tolist()
     memcpy = None if copies is None else timings[len(cases)]

@@ -3,7 +3,8 @@
 Usage: run_cases.py DEVICE [NAME ...], where DEVICE is "cpu", "windows" for the same with several nodes' small payloads
 going by way of windows too, in small pieces, "cuda", or "nccl" or "staged" for GPU arrays by that transport and no
 other; without names, all cases. With LOWSHARD_TESTS_BARRED in the environment no rank may read another's memory;
-LOWSHARD_TESTS_CORES is how many cores the machine is said to have.
+LOWSHARD_TESTS_CORES is how many cores the machine is said to have. LOWSHARD_TESTS_PIPES=whole has private memory handed
+on through pipes wherever it may be, and =broken through pipes that take nothing.
 Results travel by mpi4py's own gather, so that a broken collective of ours cannot hide them.
 """
 
@@ -30,6 +31,29 @@ from lowshard.comm.nccl_over_mpi import build_over_mpi
 
 if cores := os.environ.get("LOWSHARD_TESTS_CORES"):
     os.cpu_count = lambda: int(cores)
+
+
+def insist_on_pipes(whole: bool) -> None:
+    """Let every communicator of one node find that pipes are the faster way."""
+    from lowshard.comm.node.choice import FOLD_TO_ROOT, KINDS, ROW_WORDS
+    from lowshard.comm.node.communicator import NodeCommunicator
+
+    lay_out = NodeCommunicator._lay_out
+
+    def laid_out(self: NodeCommunicator) -> None:
+        lay_out(self)
+        self._choices.reshape(-1, KINDS, ROW_WORDS)[:, FOLD_TO_ROOT + 1 :, :3] = 100, 1 << 40, 1
+        table = self._place.memory.pipes.table
+        assert table is not None
+        if not whole:
+            table[:, 0], table[:, 2] = NOTHING, 0
+
+    NodeCommunicator._lay_out = laid_out  # type: ignore[method-assign]
+
+
+NOTHING = os.open(os.devnull, os.O_RDONLY)
+if pipes := os.environ.get("LOWSHARD_TESTS_PIPES"):
+    insist_on_pipes(pipes == "whole")
 
 
 def make(device: str) -> lc.Communicator:

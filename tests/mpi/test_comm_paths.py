@@ -25,7 +25,8 @@ def of(*modules: str) -> tuple[str, ...]:
     return tuple(name for name, case in CASES.items() if mode.full() or case.__module__ in chosen)
 
 
-TURNS = mode.sample(["mpi", "full", "off", "barred", "own core"], 3, "ways through memory")
+WAYS = ["mpi", "full", "off", "barred", "own core", "handed on", "broken pipes"]
+TURNS = mode.sample(WAYS, 4, "ways through memory")
 
 
 def in_turn(way: str) -> pytest.MarkDecorator:
@@ -85,6 +86,36 @@ OF_ITS_OWN_CORE = of("memory", "bit", "repeat", "reduction")
 @pytest.mark.parametrize("size", mode.sample([3, 4], 1, "ranks with a core"))
 def test_the_contract_holds_where_each_rank_has_a_core(name: str, size: int) -> None:
     check_case(name, size, "cpu", OF_ITS_OWN_CORE, LOWSHARD_TESTS_CORES="64")
+
+
+HANDED_ON = of("memory", "repeat", "message", "move")
+
+
+@in_turn("handed on")
+@pytest.mark.parametrize("name", HANDED_ON)
+@pytest.mark.parametrize("size", mode.sample([2, 3, 4], 1, "ranks with pipes"))
+def test_the_contract_holds_where_private_memory_is_handed_on(name: str, size: int) -> None:
+    check_case(name, size, "cpu", HANDED_ON, LOWSHARD_TESTS_CORES="64", LOWSHARD_TESTS_PIPES="whole")
+
+
+THROUGH_BROKEN_PIPES = of("repeat", "message")
+
+
+@in_turn("broken pipes")
+@pytest.mark.parametrize("name", THROUGH_BROKEN_PIPES)
+def test_the_contract_holds_where_pipes_take_nothing(name: str) -> None:
+    check_case(name, 3, "cpu", THROUGH_BROKEN_PIPES, LOWSHARD_TESTS_CORES="64", LOWSHARD_TESTS_PIPES="broken")
+
+
+@pytest.mark.parametrize("call", ["all_gather", "all_to_all_v", "send_recv"])
+@pytest.mark.parametrize("sent", mode.sample(["SIGKILL", "SIGSTOP"], 1, "gone while it hands on"))
+def test_a_rank_that_is_gone_while_memory_is_handed_on_is_missed(call: str, sent: str) -> None:
+    ended = start_ranks(HERE / "run_handed.py", 2, [call, sent], ABSENT_LIMIT_S)
+    assert ended.returncode == 70, ended.text
+    assert "PeerFailed" in ended.text
+    assert f"this rank was in {call}#" in ended.text
+    assert "rank 1" in ended.text
+    assert "not reached" not in ended.text
 
 
 # ---- a rank that does not call

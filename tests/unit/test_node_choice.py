@@ -1,4 +1,4 @@
-"""The choice between two ways to write slots, on costs that are made up."""
+"""The choice between two ways, on costs that are made up."""
 
 from __future__ import annotations
 
@@ -7,23 +7,28 @@ import pytest
 
 pytest.importorskip("numba")
 
-from lowshard.comm.node.choice import CLASSES, ROW_WORDS, learn, past_is_next, row_for
+from lowshard.comm.node.choice import CLASSES, FOLD, MESSAGE, ROW_WORDS, learn, row_for, second_is_next
 
 SIZE = 1 << 20
 
 
 def play(
-    table: np.ndarray, calls: int, past_ns: float, into_ns: float, kind: int = 0, size: int = SIZE
+    table: np.ndarray, calls: int, second_ns: float, first_ns: float, kind: int = 0, size: int = SIZE
 ) -> list[bool]:
     """Make calls that take so long by either way; return which they took."""
     row = row_for(table.ctypes.data, kind, size)
     taken = []
     rng = np.random.default_rng(3)
     for _ in range(calls):
-        past = bool(past_is_next(row))
+        second = bool(second_is_next(row))
         interrupted = 50.0 if rng.random() < 0.02 else 1.0
-        learn(row, past, size, int((past_ns if past else into_ns) * (1 + 0.1 * rng.random()) * interrupted))
-        taken.append(past)
+        learn(
+            row,
+            second,
+            size,
+            int((second_ns if second else first_ns) * (1 + 0.1 * rng.random()) * interrupted),
+        )
+        taken.append(second)
     return taken
 
 
@@ -32,13 +37,13 @@ def table() -> np.ndarray:
     return np.zeros(CLASSES * ROW_WORDS, np.int64)
 
 
-@pytest.mark.parametrize(("past_ns", "into_ns"), [(160e3, 480e3), (130e3, 66e3)])
+@pytest.mark.parametrize(("second_ns", "first_ns"), [(160e3, 480e3), (130e3, 66e3)])
 def test_the_faster_way_is_found_and_the_other_is_rarely_tried(
-    table: np.ndarray, past_ns: float, into_ns: float
+    table: np.ndarray, second_ns: float, first_ns: float
 ) -> None:
-    taken = play(table, 4000, past_ns, into_ns)
+    taken = play(table, 4000, second_ns, first_ns)
     assert set(taken[:8]) == {True, False}
-    right = past_ns < into_ns
+    right = second_ns < first_ns
     assert np.mean(np.array(taken[20:]) == right) > 0.95
 
 
@@ -62,7 +67,7 @@ def test_kinds_and_sizes_are_learned_apart(table: np.ndarray) -> None:
 @pytest.mark.parametrize("size", [0, 1, 64 << 10, 1 << 40])
 def test_every_size_has_a_row_within_the_table(table: np.ndarray, size: int) -> None:
     begin = table.ctypes.data
-    for kind in (0, 1):
+    for kind in (FOLD, MESSAGE):
         row = row_for(begin, kind, size)
         assert begin <= row <= begin + table.nbytes - 8 * ROW_WORDS
         assert (row - begin) % (8 * ROW_WORDS) == 0

@@ -141,6 +141,38 @@ def read_process_into(typingctx: Any, pid: Any, local: Any, remote: Any, count: 
     return _vm_call("process_vm_readv", pid, local, remote, (_INT,))
 
 
+@intrinsic  # type: ignore[untyped-decorator]
+def give_pages(typingctx: Any, pipe: Any, vector: Any, flags: Any) -> Any:
+    """Put the pages of one iovec into a pipe, not copied: vmsplice; the bytes put or -1."""
+
+    def emit(builder: ir.IRBuilder, fd: ir.Value, at: ir.Value, flags: ir.Value) -> ir.Value:
+        args = [builder.trunc(fd, _I32), _pointer(builder, at, _I8), _I64(1), builder.trunc(flags, _I32)]
+        return _external(builder, "vmsplice", _I64, args)
+
+    return _step(_INT, (_INT, _INT, _INT), emit)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def read_file(typingctx: Any, file: Any, into: Any, size_bytes: Any) -> Any:
+    """Read from a file descriptor: the bytes read, or -1."""
+
+    def emit(builder: ir.IRBuilder, fd: ir.Value, at: ir.Value, size: ir.Value) -> ir.Value:
+        return _external(builder, "read", _I64, [builder.trunc(fd, _I32), _pointer(builder, at, _I8), size])
+
+    return _step(_INT, (_INT, _INT, _INT), emit)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def last_error(typingctx: Any) -> Any:
+    """Return the C library's errno of this thread."""
+
+    def emit(builder: ir.IRBuilder) -> ir.Value:
+        at = _external(builder, "__errno_location", _I32.as_pointer(), [])
+        return builder.sext(builder.load(at), _I64)
+
+    return _step(_INT, (), emit)
+
+
 def _vm_call(name: str, pid: Any, local: Any, remote: Any, more: tuple[Any, ...] = ()) -> Any:
     def emit(
         builder: ir.IRBuilder, who: ir.Value, here: ir.Value, there: ir.Value, *counts: ir.Value

@@ -8,7 +8,7 @@ from functools import cache
 
 from numba import types
 
-from lowshard.comm.node import channel, fold, move, perform, table
+from lowshard.comm.node import channel, fold, group, move, perform, table
 from lowshard.comm.node.combine import source_digest
 from lowshard.compiled import compile_cached
 
@@ -55,7 +55,7 @@ def load_calls() -> Calls:
         withdraw=compiled(channel.withdraw, 3),
         receive=compiled(channel.receive, 4),
         receive_if_come=compiled(channel.receive_if_come, 4),
-        run_group=compiled(channel.run_group, 3),
+        run_group=compiled(group.run_group, 3),
         barrier=compiled(move.barrier, 2),
         gather_slots=compiled(move.gather_slots, 9),
         place=compiled(move.place, 3),

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from numba import njit
-
 from lowshard.comm.node.atomic import acquire, add_to, copy_bytes, fence, peek, poke, release
+from lowshard.comm.node.inner import inner
 from lowshard.comm.node.meet import (
     CAME,
     ENTRIES,
@@ -20,25 +19,34 @@ from lowshard.comm.node.meet import (
     FAULTY,
     HEADS,
     ME,
-    MISSING,
     OK,
     RING_ENTRIES,
     SIZE,
+    TIMEOUT_NS,
     UNEQUAL,
     await_word,
+    clock_ns,
+    pause,
     wake,
 )
-from lowshard.comm.node.move import NO_SEGMENT, copy, mapped_at, segment_of, transfer
+from lowshard.comm.node.pipe import (
+    begin_into,
+    flow_of,
+    into_left,
+    pull,
+    read_rest,
+)
+from lowshard.comm.node.reach import NO_SEGMENT, copy, mapped_at, segment_of, transfer
 
 HEAD_BYTES = 128
 """Of a pair: what its sender writes, what its receiver writes, a line each."""
-_POSTED, _POSTED_SLEEPERS = 0, 8
-_TAKEN, _TAKEN_SLEEPERS = 64, 72
+POSTED, POSTED_SLEEPERS = 0, 8
+TAKEN, TAKEN_SLEEPERS = 64, 72
 
-_KIND, _BYTES, _ADDRESS, _SEGMENT, _OFFSET = range(5)
+KIND, LENGTH, _ADDRESS, _SEGMENT, _OFFSET = range(5)
 """Words of an entry; its content, if it is short, begins at ENTRY_HEAD_BYTES."""
 (
-    _ACCEPTED, _CLAIMED, _COPIED, _TO_ADDRESS, _TO_SEGMENT, _TO_OFFSET, _ACCEPTED_SLEEPERS, _COPIED_SLEEPERS, _BROKEN,
+    ACCEPTED, _CLAIMED, _COPIED, _TO_ADDRESS, _TO_SEGMENT, _TO_OFFSET, _ACCEPTED_SLEEPERS, _COPIED_SLEEPERS, BROKEN,
 ) = range(5, 14)  # fmt: skip
 """Of one that both copy: whether the receiver says where to; pieces that somebody copies, and bytes that have been
 copied; where to; who sleeps; whether a copy has failed."""
@@ -47,7 +55,10 @@ _BOTH_BYTES = 64 << 10
 _PIECE_BYTES, _PIECES = 32 << 10, 16
 """Of a piece, at least; how many there are of a long message."""
 ENTRY_HEAD_BYTES = 64
-_HERE, _THERE, _THERE_BOTH, _WITHDRAWN = range(4)
+_HERE, _THERE, _THERE_BOTH, THERE_OFFERED, _WITHDRAWN = range(5)
+"""Kinds: in the entry; in memory; in memory, and its sender copies too, or hands it on through a pipe if asked to."""
+ALONE, BOTH, OFFERED = range(3)
+"""What a sender does for a long message."""
 
 GROUP_WORDS = 8
 """Of a message in a group; see `run_group`."""
@@ -58,91 +69,93 @@ PENDING = 33
 """Result: nothing has come yet."""
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
-def _head(ctx: int, src: int, dst: int) -> Any:
+@inner
+def head_of(ctx: int, src: int, dst: int) -> Any:
+    """Return the address of a pair's counters."""
     return peek(ctx + 8 * HEADS) + (src * peek(ctx + 8 * SIZE) + dst) * HEAD_BYTES
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
-def _entry(ctx: int, src: int, dst: int, number: int) -> Any:
+@inner
+def entry_of(ctx: int, src: int, dst: int, number: int) -> Any:
+    """Return the address of a message's entry."""
     ring = peek(ctx + 8 * RING_ENTRIES)
     place = (src * peek(ctx + 8 * SIZE) + dst) * ring + number % ring
     return peek(ctx + 8 * ENTRIES) + place * peek(ctx + 8 * ENTRY_BYTES)
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
-def post(ctx: int, dst: int, address: int, size_bytes: int, both: int) -> Any:
-    """Post a message and return its number, or FULL; `both` is 1 if its sender will copy a share of it."""
+@inner
+def post(ctx: int, dst: int, address: int, size_bytes: int, share: int) -> Any:
+    """Post a message and return its number, or FULL; `share` is what its sender will do, ALONE for nothing."""
     me = peek(ctx + 8 * ME)
-    head = _head(ctx, me, dst)
-    number = peek(head + _POSTED)
-    if number - acquire(head + _TAKEN) >= peek(ctx + 8 * RING_ENTRIES):
+    head = head_of(ctx, me, dst)
+    number = peek(head + POSTED)
+    if number - acquire(head + TAKEN) >= peek(ctx + 8 * RING_ENTRIES):
         return FULL
-    entry = _entry(ctx, me, dst, number)
-    poke(entry + 8 * _BYTES, size_bytes)
+    entry = entry_of(ctx, me, dst, number)
+    poke(entry + 8 * LENGTH, size_bytes)
     if fits_an_entry(ctx, size_bytes):
-        poke(entry + 8 * _KIND, _HERE)
+        poke(entry + 8 * KIND, _HERE)
         copy_bytes(entry + ENTRY_HEAD_BYTES, address, size_bytes)
     else:
-        poke(entry + 8 * _KIND, _THERE_BOTH if both != 0 else _THERE)
+        poke(entry + 8 * KIND, _THERE + share)
         poke(entry + 8 * _ADDRESS, address)
         segment = segment_of(ctx, address, size_bytes)
         poke(entry + 8 * _SEGMENT, segment)
         if segment != NO_SEGMENT:
             poke(entry + 8 * _OFFSET, address - mapped_at(ctx, me, segment))
-        for word in range(_ACCEPTED, _BROKEN + 1):
+        for word in range(ACCEPTED, BROKEN + 1):
             poke(entry + 8 * word, 0)
-    release(head + _POSTED, number + 1)
+    release(head + POSTED, number + 1)
     fence()  # as in meet.arrive
-    if peek(head + _POSTED_SLEEPERS) != 0:
-        wake(ctx, head + _POSTED)
+    if peek(head + POSTED_SLEEPERS) != 0:
+        wake(ctx, head + POSTED)
     return number
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@inner
 def fits_an_entry(ctx: int, size_bytes: int) -> Any:
     """Say whether a message is short: its sender does not wait."""
     return size_bytes <= peek(ctx + 8 * ENTRY_BYTES) - ENTRY_HEAD_BYTES
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@inner
 def is_taken(ctx: int, dst: int, number: int) -> Any:
     """Say whether the receiver has taken a message of this rank."""
-    return acquire(_head(ctx, peek(ctx + 8 * ME), dst) + _TAKEN) > number
+    return acquire(head_of(ctx, peek(ctx + 8 * ME), dst) + TAKEN) > number
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@inner
 def send(ctx: int, dst: int, address: int, size_bytes: int) -> Any:
     """Send a message, and wait while the ring is full, and if it is long until it is taken."""
     me = peek(ctx + 8 * ME)
-    head = _head(ctx, me, dst)
-    both = 1 if size_bytes >= _BOTH_BYTES else 0
-    number = post(ctx, dst, address, size_bytes, both)
+    head = head_of(ctx, me, dst)
+    share = BOTH if size_bytes >= _BOTH_BYTES else ALONE
+    number = post(ctx, dst, address, size_bytes, share)
     if number == FULL:
-        oldest = peek(head + _POSTED) - peek(ctx + 8 * RING_ENTRIES)
-        code = await_word(ctx, head + _TAKEN, head + _TAKEN_SLEEPERS, oldest + 1, dst)
+        oldest = peek(head + POSTED) - peek(ctx + 8 * RING_ENTRIES)
+        code = await_word(ctx, head + TAKEN, head + TAKEN_SLEEPERS, oldest + 1, dst)
         if code != OK:
             return code
-        number = post(ctx, dst, address, size_bytes, both)
+        number = post(ctx, dst, address, size_bytes, share)
     if fits_an_entry(ctx, size_bytes):
         return OK
     code = OK
-    if both != 0:
-        entry = _entry(ctx, me, dst, number)
-        code = await_word(ctx, entry + 8 * _ACCEPTED, entry + 8 * _ACCEPTED_SLEEPERS, 1, dst)
+    if share == BOTH:
+        entry = entry_of(ctx, me, dst, number)
+        code = await_word(ctx, entry + 8 * ACCEPTED, entry + 8 * _ACCEPTED_SLEEPERS, 1, dst)
         if code == OK:
             segment = peek(entry + 8 * _TO_SEGMENT)
             base = 0 if segment == NO_SEGMENT else mapped_at(ctx, dst, segment)
             there = peek(entry + 8 * _TO_ADDRESS) if base == 0 else base + peek(entry + 8 * _TO_OFFSET)
             _copy_pieces(ctx, entry, dst, address, there, base != 0, size_bytes, True)
     if code == OK:
-        code = await_word(ctx, head + _TAKEN, head + _TAKEN_SLEEPERS, number + 1, dst)
+        code = await_word(ctx, head + TAKEN, head + TAKEN_SLEEPERS, number + 1, dst)
     if code != OK:
         withdraw(ctx, dst, number)
     return code
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@inner
 def _copy_pieces(
     ctx: int, entry: int, rank: int, here: int, there: int, mapped: bool, size_bytes: int, writes: bool
 ) -> None:  # fmt: skip
@@ -161,66 +174,106 @@ def _copy_pieces(
             copy(here + begin, there + begin, n)
         if peek(ctx + 8 * FAULT) != 0:
             poke(ctx + 8 * FAULT, 0)
-            poke(entry + 8 * _BROKEN, 1)
+            poke(entry + 8 * BROKEN, 1)
         add_to(entry + 8 * _COPIED, n)
         if peek(entry + 8 * _COPIED_SLEEPERS) != 0:
             wake(ctx, entry + 8 * _COPIED)
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@inner
 def _copy_message(ctx: int, entry: int, src: int, address: int, size_bytes: int) -> Any:
     """Copy a long message, together with its sender if that waits for it."""
     segment = peek(entry + 8 * _SEGMENT)
     base = 0 if segment == NO_SEGMENT else mapped_at(ctx, src, segment)
     there = peek(entry + 8 * _ADDRESS) if base == 0 else base + peek(entry + 8 * _OFFSET)
-    code, both = OK, peek(entry + 8 * _KIND) == _THERE_BOTH
-    if both:
+    code, both = OK, peek(entry + 8 * KIND) == _THERE_BOTH
+    if peek(entry + 8 * KIND) == THERE_OFFERED:
+        code = _pull_message(ctx, entry, src, address, size_bytes)
+    elif both:
         own = segment_of(ctx, address, size_bytes)
         poke(entry + 8 * _TO_ADDRESS, address)
         poke(entry + 8 * _TO_SEGMENT, own)
         if own != NO_SEGMENT:
             poke(entry + 8 * _TO_OFFSET, address - mapped_at(ctx, peek(ctx + 8 * ME), own))
-        release(entry + 8 * _ACCEPTED, 1)
+        release(entry + 8 * ACCEPTED, 1)
         fence()
         if peek(entry + 8 * _ACCEPTED_SLEEPERS) != 0:
-            wake(ctx, entry + 8 * _ACCEPTED)
+            wake(ctx, entry + 8 * ACCEPTED)
         _copy_pieces(ctx, entry, src, address, there, base != 0, size_bytes, False)
         code = await_word(ctx, entry + 8 * _COPIED, entry + 8 * _COPIED_SLEEPERS, size_bytes, src)
     elif base != 0:
         copy(address, there, size_bytes)
     else:
         transfer(ctx, src, address, there, size_bytes, False)
-    if peek(ctx + 8 * FAULT) != 0 or (both and peek(entry + 8 * _BROKEN) != 0):
+    if peek(ctx + 8 * FAULT) != 0 or (both and peek(entry + 8 * BROKEN) != 0):
         poke(ctx + 8 * FAULT, 0)
         return FAULTY
     return code
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@inner
+def ask_for(ctx: int, entry: int, src: int, address: int, size_bytes: int) -> None:
+    """Ask the sender of a message to hand it on."""
+    begin_into(flow_of(ctx, src), address, peek(entry + 8 * _ADDRESS), size_bytes)
+    release(entry + 8 * ACCEPTED, 1)
+
+
+@inner
+def pull_some(ctx: int, entry: int, src: int) -> Any:
+    """Read what has come of a message that is handed on: OK once all of it has, PENDING if none has."""
+    at = flow_of(ctx, src)
+    moved = pull(ctx, src)
+    if moved == 0 and into_left(at) != 0:
+        if acquire(entry + 8 * KIND) == _WITHDRAWN:
+            return FAULTY
+        if acquire(entry + 8 * BROKEN) == 0:
+            return PENDING
+        read_rest(ctx, src)
+    return OK if into_left(at) == 0 else PENDING + 1
+
+
+@inner
+def _pull_message(ctx: int, entry: int, src: int, address: int, size_bytes: int) -> Any:
+    """Have a message handed on; a wait that ends early leaves the pipe to nobody."""
+    ask_for(ctx, entry, src, address, size_bytes)
+    deadline_ns, tries = clock_ns(ctx) + peek(ctx + 8 * TIMEOUT_NS), 0
+    while True:
+        code = pull_some(ctx, entry, src)
+        if code in (OK, FAULTY):
+            return code
+        tries = tries + 1 if code == PENDING else 0
+        if tries != 0:
+            code = pause(ctx, tries, deadline_ns, src)
+            if code != OK:
+                poke(entry + 8 * BROKEN, 1)
+                return code
+
+
+@inner
 def withdraw(ctx: int, dst: int, number: int) -> Any:
     """Take back a long message that was not taken: its buffer may be gone when the receiver comes."""
-    poke(_entry(ctx, peek(ctx + 8 * ME), dst, number) + 8 * _KIND, _WITHDRAWN)
+    poke(entry_of(ctx, peek(ctx + 8 * ME), dst, number) + 8 * KIND, _WITHDRAWN)
     return OK
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@inner
 def has_come(ctx: int, src: int) -> Any:
     """Say whether a message of a rank waits to be taken."""
-    head = _head(ctx, src, peek(ctx + 8 * ME))
-    return acquire(head + _POSTED) > peek(head + _TAKEN)
+    head = head_of(ctx, src, peek(ctx + 8 * ME))
+    return acquire(head + POSTED) > peek(head + TAKEN)
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@inner
 def receive(ctx: int, src: int, address: int, size_bytes: int) -> Any:
     """Wait for a message and take it; one of another length is let go (UNEQUAL, its length in CAME)."""
     me = peek(ctx + 8 * ME)
-    head = _head(ctx, src, me)
-    number = peek(head + _TAKEN)
-    code = await_word(ctx, head + _POSTED, head + _POSTED_SLEEPERS, number + 1, src)
+    head = head_of(ctx, src, me)
+    number = peek(head + TAKEN)
+    code = await_word(ctx, head + POSTED, head + POSTED_SLEEPERS, number + 1, src)
     if code != OK:
         return code
-    entry = _entry(ctx, src, me, number)
-    kind, came = peek(entry + 8 * _KIND), peek(entry + 8 * _BYTES)
+    entry = entry_of(ctx, src, me, number)
+    kind, came = peek(entry + 8 * KIND), peek(entry + 8 * LENGTH)
     if kind == _WITHDRAWN:
         code = FAULTY
     elif came != size_bytes:
@@ -230,84 +283,20 @@ def receive(ctx: int, src: int, address: int, size_bytes: int) -> Any:
         copy_bytes(address, entry + ENTRY_HEAD_BYTES, size_bytes)
     else:
         code = _copy_message(ctx, entry, src, address, size_bytes)
-    release(head + _TAKEN, number + 1)
-    fence()
-    if peek(head + _TAKEN_SLEEPERS) != 0:
-        wake(ctx, head + _TAKEN)
+    take(ctx, head, number)
     return code
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
-def send_receive(
-    ctx: int, dst: int, send_at: int, send_bytes: int, src: int, recv_at: int, recv_bytes: int
-) -> Any:  # fmt: skip
-    """Send a message and receive another, neither before the other."""
-    number = post(ctx, dst, send_at, send_bytes, 0)
-    code = receive(ctx, src, recv_at, recv_bytes)
-    if code != OK and code != UNEQUAL:
-        if number != FULL:
-            withdraw(ctx, dst, number)
-        return code
-    if number == FULL:
-        ended = send(ctx, dst, send_at, send_bytes)
-    elif fits_an_entry(ctx, send_bytes):
-        ended = OK
-    else:
-        head = _head(ctx, peek(ctx + 8 * ME), dst)
-        ended = await_word(ctx, head + _TAKEN, head + _TAKEN_SLEEPERS, number + 1, dst)
-    return ended if ended != OK else code
+@inner
+def take(ctx: int, head: int, number: int) -> None:
+    """Tell the sender of a message that this rank needs it no more."""
+    release(head + TAKEN, number + 1)
+    fence()
+    if peek(head + TAKEN_SLEEPERS) != 0:
+        wake(ctx, head + TAKEN)
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
-def run_group(ctx: int, rows: int, count: int) -> Any:
-    """Run sends and recvs that start together: post, receive, wait for what was posted.
-
-    Args:
-        ctx: the context.
-        rows: address of rows of GROUP_WORDS int64: peer, address, bytes, whether it sends; out: number of the message,
-            how it ended, bytes that came instead.
-        count: rows.
-
-    Returns:
-        OK where every row has ended, well or not; FULL where a ring had no room for all sends, and nothing but the
-        sends that have a number was done; else why a wait ended.
-    """
-    for i in range(count):
-        row = rows + 8 * GROUP_WORDS * i
-        poke(row + 32, FULL)
-        poke(row + 40, OK)
-    for i in range(count):
-        row = rows + 8 * GROUP_WORDS * i
-        if peek(row + 24) != 0:
-            poke(row + 32, post(ctx, peek(row), peek(row + 8), peek(row + 16), 0))
-            if peek(row + 32) == FULL:
-                return FULL
-    for i in range(count):
-        row = rows + 8 * GROUP_WORDS * i
-        if peek(row + 24) == 0:
-            code = receive(ctx, peek(row), peek(row + 8), peek(row + 16))
-            poke(row + 40, code)
-            poke(row + 48, peek(ctx + 8 * CAME))
-            if code != OK and code != UNEQUAL and code != FAULTY:
-                poke(ctx + 8 * MISSING, peek(row))
-                for j in range(count):
-                    other = rows + 8 * GROUP_WORDS * j
-                    if peek(other + 24) != 0:
-                        withdraw(ctx, peek(other), peek(other + 32))
-                return code
-    for i in range(count):
-        row = rows + 8 * GROUP_WORDS * i
-        if peek(row + 24) != 0 and not fits_an_entry(ctx, peek(row + 16)):
-            head = _head(ctx, peek(ctx + 8 * ME), peek(row))
-            code = await_word(
-                ctx, head + _TAKEN, head + _TAKEN_SLEEPERS, peek(row + 32) + 1, peek(row)
-            )  # fmt: skip
-            if code != OK:
-                return code
-    return OK
-
-
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@inner
 def receive_if_come(ctx: int, src: int, address: int, size_bytes: int) -> Any:
     """As `receive`, but PENDING where it would wait."""
     if not has_come(ctx, src):

@@ -33,6 +33,7 @@ from lowshard.comm.node.meet import (
     ENTRIES,
     ENTRY_BYTES,
     FLAG,
+    FLOWS,
     FUTEX_CALL,
     GONE,
     HEADS,
@@ -43,6 +44,7 @@ from lowshard.comm.node.meet import (
     OWN,
     PARTS,
     PIDS,
+    PIPES,
     PROGRESS,
     RING_ENTRIES,
     SIZE,
@@ -58,6 +60,7 @@ from lowshard.comm.node.meet import (
 )  # fmt: skip
 from lowshard.comm.node.memory import NodeMemory, head_bytes, let_go_with
 from lowshard.comm.node.messages import NodeMailbox
+from lowshard.comm.node.pipe import FLOW_WORDS
 from lowshard.comm.node.quick import QuickCalls
 from lowshard.comm.node.vector import LINE_BYTES
 from lowshard.comm.node.ways import FACT, STEP, Place, address_of
@@ -120,6 +123,10 @@ class NodeCommunicator(QuickCalls):
         words[ENTRIES] = words[HEADS] + size * size * HEAD_BYTES
         self._choices = np.zeros(CLASSES * ROW_WORDS, np.int64)
         words[CHOICES] = address_of(self._choices)
+        if memory.pipes.table is not None:
+            words[PIPES] = address_of(memory.pipes.table)
+        self._flows = np.zeros((size, FLOW_WORDS), np.int64)
+        words[FLOWS] = address_of(self._flows)
         words[PROGRESS] = progress_address()
         words[TIMEOUT_NS] = int(self.timeout_s * 1e9)
         words[SPINS] = _SPINS_CROWDED if crowded else _SPINS_ALONE

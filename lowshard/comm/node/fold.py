@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from numba import njit
-
 from lowshard.comm.node.atomic import call_five, call_three, copy_bytes, fence, peek, poke
-from lowshard.comm.node.choice import learn, past_is_next, row_for
+from lowshard.comm.node.choice import FOLD, FOLD_TO_ROOT, learn, row_for, second_is_next
 from lowshard.comm.node.combine import BLOCK_BYTES, COMBINE, DIVIDE, ITEM, NARROW, WIDE_ITEM, WIDEN
+from lowshard.comm.node.inner import inner
 from lowshard.comm.node.meet import (
     CHOICES,
     ME,
@@ -28,7 +27,7 @@ from lowshard.comm.node.meet import (
     slot,
     step,
 )
-from lowshard.comm.node.move import (
+from lowshard.comm.node.reach import (
     STREAM_BYTES,
     all_shared,
     copy_past,
@@ -53,20 +52,20 @@ PART, EVERYWHERE, TO_ROOT, OWN_PART = range(4)
 that the others fetch; this rank's part to the root's buffer; its part of the balanced split to itself."""
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@inner
 def scratch_blocks(ranks: int) -> Any:
     """Return the blocks of scratch memory that a fold over so many ranks takes at most."""
     return 3 * ranks + 3  # fetched, widened, temporaries (one a level of the tree); two results
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@inner
 def part_of(elems: int, ranks: int, rank: int) -> Any:
     """Return first and count of a rank's part in the balanced split."""
     base, rem = elems // ranks, elems % ranks
     return base * rank + min(rank, rem), base + (1 if rank < rem else 0)
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@inner
 def both_apart(ctx: int, size_bytes: int) -> bool:
     """Say whether no rank's result lies over the operand that others read; from the cards: the same on all ranks."""
     for rank in range(peek(ctx + 8 * SIZE)):
@@ -76,7 +75,7 @@ def both_apart(ctx: int, size_bytes: int) -> bool:
     return True
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@inner
 def fold_block(ctx: int, out: int, n: int, divisor: int, steps: int, recipe: int, streaming: bool) -> None:
     """Combine the blocks that PARTS names into out; their addresses are used up."""
     size, parts = peek(ctx + 8 * SIZE), peek(ctx + 8 * PARTS)
@@ -104,7 +103,7 @@ def fold_block(ctx: int, out: int, n: int, divisor: int, steps: int, recipe: int
         call_three(peek(recipe + 8 * NARROW), out, result, n)
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@inner
 def fold_rows(
     ctx: int, out: int, sources: int, table: int, levels: int, n: int, divisor: int, steps: int, recipe: int,
     streaming: int,
@@ -150,7 +149,7 @@ def fold_rows(
     return OK
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@inner
 def fold_part(
     ctx: int, out: int, first: int, elems: int, root: int, divisor: int, steps: int, recipe: int
 ) -> None:
@@ -179,7 +178,7 @@ def fold_part(
         fence()  # what went past the caches is there before anybody is told
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@inner
 def fold_slots(
     ctx: int, signature: int, send: int, send_bytes: int, recv: int, first: int, elems: int, divisor: int,
     steps: int, recipe: int,
@@ -200,7 +199,7 @@ def fold_slots(
     return code
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@inner
 def _show(ctx: int, send: int, begin: int, count: int, item: int, past: bool) -> None:
     """Put the elements of a chunk that other ranks fold into this rank's slot, each at its place in the chunk."""
     me, size = peek(ctx + 8 * ME), peek(ctx + 8 * SIZE)
@@ -216,7 +215,7 @@ def _show(ctx: int, send: int, begin: int, count: int, item: int, past: bool) ->
         copy_bytes(to + done * item, source + done * item, (count - done) * item)
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@inner
 def _fold_chunk(
     ctx: int, send: int, begin: int, count: int, mapped: int, result: int, divisor: int, steps: int, recipe: int,
     streaming: bool,
@@ -252,7 +251,7 @@ def _fold_chunk(
             fold_block(ctx, into, n, divisor, steps, recipe, streaming)
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@inner
 def _fold_in_turn(
     ctx: int, send: int, recv: int, elems: int, chunk_elems: int, root: int, divisor: int, steps: int, recipe: int,
     past: bool,
@@ -310,7 +309,7 @@ def _fold_in_turn(
             return OK
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@inner
 def fold_buffers(
     ctx: int, signature: int, send: int, send_bytes: int, recv: int, recv_bytes: int, elems: int, mode: int,
     root: int, divisor: int, steps: int, recipe: int, chunk_elems: int,
@@ -326,8 +325,8 @@ def fold_buffers(
     say(ctx, SEND, send, send_bytes)
     say(ctx, RECV, recv, recv_bytes)
     if chunk_elems != 0:
-        row = row_for(peek(ctx + 8 * CHOICES), 1 if mode == TO_ROOT else 0, elems * item)
-        past = past_is_next(row)
+        row = row_for(peek(ctx + 8 * CHOICES), FOLD_TO_ROOT if mode == TO_ROOT else FOLD, elems * item)
+        past = second_is_next(row)
         if is_private(ctx):
             _show(ctx, send, 0, min(chunk_elems, elems), item, past)
     code = meet(ctx, signature)

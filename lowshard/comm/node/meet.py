@@ -12,8 +12,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from numba import njit
-
 from lowshard.comm.node.atomic import (
     acquire,
     add_to,
@@ -27,6 +25,7 @@ from lowshard.comm.node.atomic import (
     system_call,
     yield_core,
 )
+from lowshard.comm.node.inner import inner
 
 # ---- places of a context, in int64
 
@@ -89,6 +88,10 @@ CHOICES = 36
 """Address of the table of `lowshard.comm.node.choice`."""
 PROGRESS = 37
 """Address of six int64: a C function that lets MPI go on, and its arguments; 0 for none."""
+PIPES = 38
+"""Address of the table of `lowshard.comm.node.pipe`, or 0."""
+FLOWS = 39
+"""Address of what it notes of each rank, of this context alone."""
 TURNS = 8
 """Slots a rank. Two would do, since all have read what was shown two meetings ago. But what another core has read is
 cheap to write again only when the caches have forgotten it."""
@@ -114,31 +117,32 @@ OK, DIFFERENT, FAILED, LATE, FAULTY, LEFT, UNEQUAL = range(7)
 
 _FUTEX_WAIT, _FUTEX_WAKE = 0, 1
 _MONOTONIC = 1
+_PAUSE_YIELDS = 1 << 14
 _NAP_NS, _LONGEST_NAP_NS = 100_000, 20_000_000
 _ALL = 1 << 30
 _GONE_NS = 1_000_000_000
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@inner
 def line(ctx: int, rank: int) -> Any:
     """Return the address of what a rank says beside the stamp that is being met."""
     return peek(ctx + 8 * CARDS) + rank * CARD_BYTES + _WORDS + (peek(ctx + 8 * STAMP) & 1) * _LINE_BYTES
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@inner
 def slot(ctx: int, rank: int, ahead: int) -> Any:
     """Return the address of a rank's slot for the stamp that is being met, or (ahead 1) for the next."""
     turn = (peek(ctx + 8 * STAMP) + ahead) & (TURNS - 1)
     return peek(ctx + 8 * SLOTS) + (TURNS * rank + turn) * peek(ctx + 8 * SLOT_BYTES)
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@inner
 def step(ctx: int) -> None:
     """Go to the next stamp; `line` and `slot` are those of it from here on, and this rank's may be written."""
     poke(ctx + 8 * STAMP, peek(ctx + 8 * STAMP) + 1)
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@inner
 def arrive(ctx: int, signature: int) -> None:
     """Show this rank's stamp, and wake who sleeps on it."""
     me = peek(ctx + 8 * ME)
@@ -150,21 +154,21 @@ def arrive(ctx: int, signature: int) -> None:
         wake(ctx, card + _STAMP)
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@inner
 def wake(ctx: int, word: int) -> None:
     """Wake all who sleep on a word."""
     if peek(ctx + 8 * FUTEX_CALL) != 0:
         system_call(peek(ctx + 8 * FUTEX_CALL), word, _FUTEX_WAKE, _ALL, 0, 0, 0)
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@inner
 def clock_ns(ctx: int) -> Any:
     """Return a clock's time in nanoseconds."""
     read_clock(_MONOTONIC, ctx + 8 * CLOCK)
     return peek(ctx + 8 * CLOCK) * 1_000_000_000 + peek(ctx + 8 * CLOCK + 8)
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@inner
 def has_left(ctx: int, rank: int, now_ns: int) -> Any:
     """Say whether a rank has ended its program, long enough ago that its stamp would be seen."""
     table = peek(ctx + 8 * GONE)
@@ -174,7 +178,7 @@ def has_left(ctx: int, rank: int, now_ns: int) -> Any:
     return gone_ns != 0 and now_ns - gone_ns > _GONE_NS
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@inner
 def let_mpi_go_on(ctx: int) -> None:
     """Be inside MPI for a moment: the rank that is waited for may wait for a message that still lies here."""
     words = peek(ctx + 8 * PROGRESS)
@@ -189,7 +193,7 @@ def let_mpi_go_on(ctx: int) -> None:
         )
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@inner
 def await_word(ctx: int, word: int, sleepers: int, wanted: int, rank: int) -> Any:
     """Return once a word that a rank counts up is at least `wanted`, or why not; waits are counted at `sleepers`."""
     flag, call = peek(ctx + 8 * FLAG), peek(ctx + 8 * FUTEX_CALL)
@@ -233,7 +237,33 @@ def await_word(ctx: int, word: int, sleepers: int, wanted: int, rank: int) -> An
         add_to(sleepers, -1)
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@inner
+def pause(ctx: int, tries: int, deadline_ns: int, rank: int) -> Any:
+    """Wait for a moment between two tries to go on with a rank that is in the same call; why not, if it is no use."""
+    spins, call = peek(ctx + 8 * SPINS), peek(ctx + 8 * FUTEX_CALL)
+    if tries < spins:
+        relax()
+        return OK
+    if acquire(peek(ctx + 8 * FLAG)) != 0:
+        poke(ctx + 8 * MISSING, rank)
+        return FAILED
+    if (tries & 31) == 31:
+        now_ns = clock_ns(ctx)
+        if now_ns > deadline_ns or has_left(ctx, rank, now_ns):
+            poke(ctx + 8 * MISSING, rank)
+            return LATE if now_ns > deadline_ns else LEFT
+        let_mpi_go_on(ctx)
+    if tries < spins + _PAUSE_YIELDS or call == 0:
+        yield_core()
+        return OK
+    poke(ctx + 8 * NAP, 0)
+    poke(ctx + 8 * NAP + 8, _NAP_NS)
+    me = ctx + 8 * ME  # a word that nobody changes
+    system_call(call, me, _FUTEX_WAIT, peek(me), ctx + 8 * NAP, 0, 0)
+    return OK
+
+
+@inner
 def await_all(ctx: int, signature: int) -> Any:
     """Return once all ranks have shown the stamp: whether their signatures are equal, or why the wait ended."""
     me, size, code = peek(ctx + 8 * ME), peek(ctx + 8 * SIZE), OK
@@ -250,7 +280,7 @@ def await_all(ctx: int, signature: int) -> Any:
     return code
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@inner
 def meet(ctx: int, signature: int) -> Any:
     """Show the stamp that `step` went to and wait for all others."""
     arrive(ctx, signature)

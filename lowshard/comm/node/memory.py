@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from lowshard.comm.node.arena import PAGE_BYTES, Arena, Block, PeerMemory
+from lowshard.comm.node.pipe_set import PipeSet
 from lowshard.errors import CommError
 
 SEGMENTS = 64
@@ -28,6 +29,7 @@ class NodeMemory:
         arena: what this process shares.
         reads_across: whether all ranks may read each other's private memory (process_vm_readv).
         maps: `[ranks, SEGMENTS]` int64: where this process sees the others' segments, 0 where it does not yet.
+        pipes: between the processes.
         wanted: int64[1], not 0 when a segment was met that is not mapped yet.
     """
 
@@ -71,6 +73,7 @@ class NodeMemory:
             if peer != rank
         )
         self.reads_across = all(exchange(reads))
+        self.pipes = PipeSet(rank, self.pids, exchange, self.reads_across)
         # The word is read by others until the exchange above is over.
         del word
         self.maps = np.zeros((len(rows), SEGMENTS), np.int64)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -13,12 +15,26 @@ from mpi4py import MPI
 from lowshard.comm.mailbox import Mailbox, MessageWork
 from lowshard.comm.node.calls import Calls
 from lowshard.comm.node.channel import ENTRY_HEAD_BYTES, FULL, PENDING
-from lowshard.comm.node.meet import CAME, ENTRY_BYTES, FAILED, FAULTY, LATE, LEFT, MISSING, OK, UNEQUAL
+from lowshard.comm.node.meet import (
+    CAME,
+    ENTRY_BYTES,
+    FAILED,
+    FAULTY,
+    FLOWS,
+    LATE,
+    LEFT,
+    MISSING,
+    OK,
+    SIZE,
+    UNEQUAL,
+)
 from lowshard.comm.node.memory import NodeMemory
+from lowshard.comm.node.pipe import FLOW_WORDS
 from lowshard.errors import BufferMismatchError, CommError, LowshardError
 
 Array = Any
 
+_TOLD_WITHIN_S = 0.5
 _NUMBER, _CODE, _CAME = 4, 5, 6  # of a row of run_group
 
 address_of = MPI.Get_address
@@ -48,6 +64,8 @@ class NodeMailbox(Mailbox):
         self._context, self._ctx = context, address_of(context)
         # Started messages go on in a thread, beside whatever the caller's runs.
         self._own_context = context.copy()
+        self._own_flows = np.zeros((int(context[SIZE]), FLOW_WORDS), np.int64)
+        self._own_context[FLOWS] = address_of(self._own_flows)
         self._own_ctx = address_of(self._own_context)
         self.waiting: dict[tuple[str, int], deque[object]] = {}
 
@@ -170,6 +188,7 @@ class NodeMailbox(Mailbox):
                 f"recv: rank {peer} sent {context[CAME]} bytes, this rank expects {size}"
             )
         if code == FAULTY:
+            self._await_failure()
             raise CommError(
                 f"recv: the memory of rank {peer} could not be read, or it has given up to send; set "
                 f"LOWSHARD_CROSS_MEMORY=off if it lives and may not be read"
@@ -181,6 +200,15 @@ class NodeMailbox(Mailbox):
         assert code == LATE
         what = f"recv from rank {self._rank}" if name == "send" else f"send to rank {self._rank}"
         raise self.lookout.late(what, [peer], self._timeout_s)
+
+    def _await_failure(self) -> None:
+        """Raise what made a peer give up, if the side channel tells of it within a moment."""
+        end_s = time.monotonic() + _TOLD_WITHIN_S
+        flag = ctypes.c_int64.from_address(self.lookout.flag_address)
+        while time.monotonic() < end_s:
+            if flag.value:
+                raise self.lookout.failure()
+            time.sleep(0.01)
 
     def _map_new(self) -> None:
         if self._memory.wanted[0]:

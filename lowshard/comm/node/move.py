@@ -4,166 +4,48 @@ from __future__ import annotations
 
 from typing import Any
 
-from numba import njit
-
-from lowshard.comm.node.atomic import copy_bytes, fence, peek, poke, read_process, write_process
+from lowshard.comm.node.atomic import copy_bytes, peek, poke
+from lowshard.comm.node.choice import EXCHANGE, GATHER, GATHER_IN_PLACE, learn, row_for, second_is_next
+from lowshard.comm.node.inner import inner
 from lowshard.comm.node.meet import (
-    DIFFERENT,
-    FAULT,
-    FAULTY,
-    MAPS,
+    CHOICES,
     ME,
-    MEMBERS,
     OK,
-    OWN,
-    PARTS,
-    PIDS,
     RECV,
-    SEGMENTS,
     SEND,
     SIZE,
     SLOT_BYTES,
     SMALL_BYTES,
     UNEQUAL,
-    VECTORS,
-    WANTED,
+    clock_ns,
     line,
     meet,
     slot,
     step,
 )
-from lowshard.comm.node.vector import LINE_BYTES, STREAM_STEP_BYTES, stream_lines
-
-NO_SEGMENT = -1
-"""In place of a segment's number: private memory, which peers read by a system call."""
-STREAM_BYTES = 1 << 20
-"""From here on what is written at a time goes past the caches."""
-PAGE_BYTES = 4096
-
-
-@njit(nogil=True)  # type: ignore[untyped-decorator]
-def segment_of(ctx: int, address: int, size_bytes: int) -> Any:
-    """Return the number of the segment of this process that a buffer lies in, or NO_SEGMENT."""
-    own = peek(ctx + 8 * OWN)
-    for number in range(peek(own)):
-        offset = address - peek(own + 8 + 16 * number)
-        if offset >= 0 and offset + size_bytes <= peek(own + 16 + 16 * number):
-            return number
-    return NO_SEGMENT
-
-
-@njit(nogil=True)  # type: ignore[untyped-decorator]
-def mapped_at(ctx: int, rank: int, segment: int) -> Any:
-    """Return where this process sees a segment of a rank, or 0 where it is not mapped (yet)."""
-    if rank == peek(ctx + 8 * ME):
-        return peek(peek(ctx + 8 * OWN) + 8 + 16 * segment)
-    if segment < 0 or segment >= SEGMENTS:
-        return 0
-    member = peek(peek(ctx + 8 * MEMBERS) + 8 * rank)
-    base = peek(peek(ctx + 8 * MAPS) + 8 * (member * SEGMENTS + segment))
-    if base == 0:
-        poke(peek(ctx + 8 * WANTED), 1)
-    return base
+from lowshard.comm.node.pipe import (
+    BROKEN,
+    PLACED,
+    PLAIN,
+    TO_BYTES,
+    WAY,
+    any_says,
+    begin_flows,
+    begin_into,
+    begin_out,
+    finish_flows,
+    flow,
+    flow_of,
+    is_handed,
+    let_go_of_all,
+    offer,
+    say_way,
+    takes_pipes,
+)
+from lowshard.comm.node.reach import PAGE_BYTES, copy, fetch, is_private, leave, put, say
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
-def say(ctx: int, field: int, address: int, size_bytes: int) -> None:
-    """Write on this rank's card where its operand (SEND) or its result (RECV) lies."""
-    at, segment = line(ctx, peek(ctx + 8 * ME)) + 8 * field, segment_of(ctx, address, size_bytes)
-    poke(at, address)
-    poke(at + 8, segment)
-    if segment != NO_SEGMENT:
-        poke(at + 16, address - mapped_at(ctx, peek(ctx + 8 * ME), segment))
-
-
-@njit(nogil=True)  # type: ignore[untyped-decorator]
-def seen_at(ctx: int, rank: int, field: int) -> Any:
-    """Return where this process sees what a card says of a buffer (SEND or RECV), or 0 for private memory."""
-    at = line(ctx, rank) + 8 * field
-    if rank == peek(ctx + 8 * ME):
-        return peek(at)
-    base = mapped_at(ctx, rank, peek(at + 8))
-    return base + peek(at + 16) if base != 0 else 0
-
-
-@njit(nogil=True)  # type: ignore[untyped-decorator]
-def copy(into: int, source: int, size_bytes: int) -> None:
-    """Copy bytes, past the caches where they are many."""
-    if size_bytes < STREAM_BYTES:
-        copy_bytes(into, source, size_bytes)
-        return
-    copy_past(into, source, size_bytes)
-    fence()  # what went past the caches is there before anybody is told
-
-
-@njit(nogil=True)  # type: ignore[untyped-decorator]
-def copy_past(into: int, source: int, size_bytes: int) -> None:
-    """Copy bytes past the caches; a fence must follow before anybody is told."""
-    head = min(-into % LINE_BYTES, size_bytes)
-    copy_bytes(into, source, head)
-    steps = (size_bytes - head) // STREAM_STEP_BYTES
-    for i in range(head, head + steps * STREAM_STEP_BYTES, STREAM_STEP_BYTES):
-        stream_lines(into + i, source + i)
-    done = head + steps * STREAM_STEP_BYTES
-    copy_bytes(into + done, source + done, size_bytes - done)
-
-
-@njit(nogil=True)  # type: ignore[untyped-decorator]
-def transfer(ctx: int, rank: int, local: int, remote: int, size_bytes: int, writes: bool) -> None:
-    """Copy between this process and another's private memory; what fails is noted in the context."""
-    vectors = ctx + 8 * VECTORS
-    pid, done = peek(peek(ctx + 8 * PIDS) + 8 * rank), 0
-    while done < size_bytes:
-        poke(vectors, local + done)
-        poke(vectors + 8, size_bytes - done)
-        poke(vectors + 16, remote + done)
-        poke(vectors + 24, size_bytes - done)
-        moved = (
-            write_process(pid, vectors, vectors + 16) if writes else read_process(pid, vectors, vectors + 16)
-        )
-        if moved <= 0:
-            poke(ctx + 8 * FAULT, 1 + rank)
-            return
-        done += moved
-
-
-@njit(nogil=True)  # type: ignore[untyped-decorator]
-def fetch(ctx: int, rank: int, field: int, offset: int, target: int, size_bytes: int) -> None:
-    """Copy a part of a rank's buffer (SEND or RECV) to an address of this process."""
-    if size_bytes == 0:
-        return
-    base = seen_at(ctx, rank, field)
-    if base != 0:
-        if base + offset != target:
-            copy(target, base + offset, size_bytes)
-        return
-    transfer(ctx, rank, target, peek(line(ctx, rank) + 8 * field) + offset, size_bytes, False)
-
-
-@njit(nogil=True)  # type: ignore[untyped-decorator]
-def put(ctx: int, rank: int, offset: int, source: int, size_bytes: int) -> None:
-    """Copy from an address of this process to a part of a rank's result."""
-    if size_bytes == 0:
-        return
-    base = seen_at(ctx, rank, RECV)
-    if base != 0:
-        if base + offset != source:
-            copy(base + offset, source, size_bytes)
-        return
-    transfer(ctx, rank, source, peek(line(ctx, rank) + 8 * RECV) + offset, size_bytes, True)
-
-
-@njit(nogil=True)  # type: ignore[untyped-decorator]
-def leave(ctx: int) -> Any:
-    """Meet once more, so that nobody's buffer is reused while others read it; FAULTY if a copy failed anywhere."""
-    fault = peek(ctx + 8 * FAULT)
-    poke(ctx + 8 * FAULT, 0)
-    step(ctx)
-    code = meet(ctx, fault)
-    return FAULTY if fault != 0 or code == DIFFERENT else code
-
-
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@inner
 def gather_slots(
     ctx: int, signature: int, send: int, send_bytes: int, recv: int, first: int, ranks: int, offset: int,
     each_bytes: int,
@@ -187,67 +69,103 @@ def gather_slots(
     return code
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
-def all_shared(ctx: int) -> bool:
-    """Say whether all operands lie in memory that peers map; from the cards: the same on all ranks."""
-    for rank in range(peek(ctx + 8 * SIZE)):  # noqa: SIM110  Numba compiles no generator in all()
-        if peek(line(ctx, rank) + 8 * SEND + 8) == NO_SEGMENT:
-            return False
-    return True
-
-
-@njit(nogil=True)  # type: ignore[untyped-decorator]
-def is_private(ctx: int) -> Any:
-    """Say whether this rank's card tells of an operand that peers do not map."""
-    return peek(line(ctx, peek(ctx + 8 * ME)) + 8 * SEND + 8) == NO_SEGMENT
-
-
-@njit(nogil=True)  # type: ignore[untyped-decorator]
-def note_mapped(ctx: int) -> Any:
-    """Write where each rank's operand is mapped, as the cards say it at this meeting, and return the table's address.
-
-    A word a rank: 0 where its operand goes through the slots; the negative of its address in its own process where it
-    is not mapped here yet.
-    """
-    size = peek(ctx + 8 * SIZE)
-    mapped = peek(ctx + 8 * PARTS) + 8 * size
-    for rank in range(size):
-        card, word = line(ctx, rank) + 8 * SEND, 0
-        if peek(card + 8) != NO_SEGMENT:
-            base = seen_at(ctx, rank, SEND)
-            word = base if base != 0 else -peek(card)
-        poke(mapped + 8 * rank, word)
-    return mapped
-
-
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@inner
 def gather_buffers(
     ctx: int, signature: int, send: int, send_bytes: int, recv: int, first: int, ranks: int, offset: int,
     each_bytes: int,
 ) -> Any:  # fmt: skip
-    """As `gather_slots`, straight out of the others' buffers: a meeting before and one after."""
+    """As `gather_slots` for all ranks, straight out of the others' buffers: a meeting before and one after.
+
+    Each takes its part of what is shown, or all of it: what another rank takes begins at its number times a part.
+    """
+    me, size, choice = peek(ctx + 8 * ME), peek(ctx + 8 * SIZE), 0
+    apart = each_bytes if send_bytes > each_bytes else 0
     step(ctx)
     say(ctx, SEND, send, send_bytes)
+    if takes_pipes(ctx, each_bytes) and is_private(ctx):
+        kind = GATHER_IN_PLACE if recv + me * each_bytes == send + offset else GATHER
+        choice = row_for(peek(ctx + 8 * CHOICES), kind, each_bytes)
+    if each_bytes > TO_BYTES and apart == 0:
+        return _gather_large(ctx, signature, send, recv, each_bytes)
+    handed = offer(ctx, choice)
+    code = meet(ctx, signature)
+    if code != OK:
+        if handed:
+            let_go_of_all(ctx)
+        return code
+    begin_ns = clock_ns(ctx) if choice != 0 else 0
+    begin_flows(ctx)
+    for i in range(1, size):
+        rank = (me + i) % size
+        if handed:
+            begin_out(flow_of(ctx, rank), send + rank * apart, each_bytes)
+            flow(ctx, rank)
+        if is_handed(ctx, rank, each_bytes):
+            there = peek(line(ctx, rank) + 8 * SEND) + offset
+            begin_into(flow_of(ctx, rank), recv + rank * each_bytes, there, each_bytes)
+    for i in range(size):
+        rank = (me + 1 + i) % size  # each begins with another, so that no memory is asked by all at once
+        if rank == me or not is_handed(ctx, rank, each_bytes):
+            fetch(ctx, rank, SEND, offset, recv + rank * each_bytes, each_bytes)
+    return _finish(ctx, handed, choice, begin_ns, each_bytes)
+
+
+@inner
+def _gather_large(ctx: int, signature: int, send: int, recv: int, each_bytes: int) -> Any:
+    """Gather whole buffers, each straight from where it lies or from where its owner has put it into its result.
+
+    A result is larger than what was sent, and lies in huge pages more often, which take less time to read from afar.
+    """
+    me, size, choice, way = peek(ctx + 8 * ME), peek(ctx + 8 * SIZE), 0, PLAIN
+    own = recv + me * each_bytes
+    if own != send and is_private(ctx):
+        choice = row_for(peek(ctx + 8 * CHOICES), GATHER, each_bytes)
+        way = PLACED if second_is_next(choice) else PLAIN
+    say_way(ctx, way)
     code = meet(ctx, signature)
     if code != OK:
         return code
-    if each_bytes:
-        me = peek(ctx + 8 * ME)
-        for i in range(ranks):
-            rank = (
-                first + (me + i) % ranks
-            )  # each begins with another, so that no memory is asked by all at once
-            fetch(ctx, rank, SEND, offset, recv + (rank - first) * each_bytes, each_bytes)
-    return leave(ctx)
+    begin_ns = clock_ns(ctx) if choice != 0 else 0
+    if any_says(ctx, PLACED):
+        if way == PLACED:
+            copy_bytes(own, send, each_bytes)
+            send = own
+        step(ctx)
+        say(ctx, SEND, send, each_bytes)
+        code = meet(ctx, 0)
+        if code != OK:
+            return code
+    for i in range(size):
+        rank = (me + 1 + i) % size
+        fetch(ctx, rank, SEND, 0, recv + rank * each_bytes, each_bytes)
+    code = leave(ctx)
+    if code == OK and choice != 0:
+        learn(choice, way == PLACED, each_bytes, clock_ns(ctx) - begin_ns)
+    return code
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@inner
+def _finish(ctx: int, handed: bool, choice: int, begin_ns: int, size_bytes: int) -> Any:
+    """End a call that may take pipes, and note how long it took."""
+    code = finish_flows(ctx)
+    if code != OK:
+        return code
+    whole = peek(line(ctx, peek(ctx + 8 * ME)) + 8 * WAY) != BROKEN
+    code = leave(ctx)
+    if code == OK and handed and whole:
+        let_go_of_all(ctx)
+    if code == OK and choice != 0:
+        learn(choice, handed, size_bytes, clock_ns(ctx) - begin_ns)
+    return code
+
+
+@inner
 def _own_share(size_bytes: int, ranks: int) -> Any:
     """Return what a rank copies of what it and the root exchange, so that the root has as much to do as each other."""
     return size_bytes // ranks * (ranks - 1) // PAGE_BYTES * PAGE_BYTES
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@inner
 def collect(
     ctx: int, signature: int, send: int, recv: int, recv_bytes: int, root: int, each_bytes: int
 ) -> Any:
@@ -270,7 +188,7 @@ def collect(
     return leave(ctx)
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@inner
 def deal(ctx: int, signature: int, send: int, send_bytes: int, recv: int, root: int, each_bytes: int) -> Any:
     """Copy each rank's part out of the root's buffer: each rank most of its own, and the root the rest: scatter."""
     step(ctx)
@@ -291,7 +209,7 @@ def deal(ctx: int, signature: int, send: int, send_bytes: int, recv: int, root: 
     return leave(ctx)
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@inner
 def spread(ctx: int, signature: int, buf: int, size_bytes: int, root: int) -> Any:
     """Copy the root's bytes to all ranks: they take most, and the root, else idle, gives the rest."""
     step(ctx)
@@ -310,7 +228,7 @@ def spread(ctx: int, signature: int, buf: int, size_bytes: int, root: int) -> An
     return leave(ctx)
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@inner
 def _tables_agree(ctx: int) -> bool:
     """Say whether each part that a rank sends is as long as the part that its receiver expects.
 
@@ -325,7 +243,7 @@ def _tables_agree(ctx: int) -> bool:
     return True
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@inner
 def exchange(
     ctx: int, signature: int, table: int, places: int, send: int, send_bytes: int, recv: int, check: bool,
 ) -> Any:  # fmt: skip
@@ -351,12 +269,34 @@ def exchange(
     if small:
         copy_bytes(mine + head, send, send_bytes)
     say(ctx, SEND, send, send_bytes)
+    choice = 0
+    if not small and takes_pipes(ctx, send_bytes // size) and is_private(ctx):
+        choice = row_for(peek(ctx + 8 * CHOICES), EXCHANGE, send_bytes)
+    handed = offer(ctx, choice)
     code = meet(ctx, signature)
+    if code == OK and check and not _tables_agree(ctx):
+        code = UNEQUAL
     if code != OK:
+        if handed:
+            let_go_of_all(ctx)
         return code
-    if check and not _tables_agree(ctx):
-        return UNEQUAL
+    begin_ns = clock_ns(ctx) if choice != 0 else 0
+    begin_flows(ctx)
     all_in_slots = True
+    for i in range(size):
+        rank = (me + i) % size
+        part = peek(table + 24 * rank)
+        if handed and rank != me and takes_pipes(ctx, part):
+            begin_out(flow_of(ctx, rank), send + peek(table + 24 * rank + 8), part)
+            flow(ctx, rank)
+        theirs = slot(ctx, rank, 0)
+        if peek(theirs + last) != 0:
+            continue
+        all_in_slots = False
+        part, at = peek(theirs + 24 * me), peek(theirs + 24 * me + 8)
+        if rank != me and is_handed(ctx, rank, part):
+            there = peek(line(ctx, rank) + 8 * SEND) + at
+            begin_into(flow_of(ctx, rank), recv + peek(places + 8 * rank), there, part)
     for i in range(size):
         rank = (me + i) % size
         theirs = slot(ctx, rank, 0)
@@ -365,20 +305,19 @@ def exchange(
         if peek(theirs + last) != 0:
             if part:
                 copy_bytes(target, theirs + head + at, part)
-        else:
-            all_in_slots = False
+        elif rank == me or not is_handed(ctx, rank, part):
             fetch(ctx, rank, SEND, at, target, part)
-    return OK if all_in_slots else leave(ctx)
+    return OK if all_in_slots else _finish(ctx, handed, choice, begin_ns, send_bytes)
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@inner
 def place(into: int, source: int, size_bytes: int) -> Any:
     """Copy bytes within this process, as `copy` does."""
     copy(into, source, size_bytes)
     return OK
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@inner
 def barrier(ctx: int, signature: int) -> Any:
     """Meet."""
     step(ctx)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from numba import njit
-
-from lowshard.comm.node import channel
+from lowshard.comm.node import channel, group
 from lowshard.comm.node.atomic import peek
 from lowshard.comm.node.fold import fold_buffers, fold_slots
+from lowshard.comm.node.inner import inner
 from lowshard.comm.node.meet import ME
 from lowshard.comm.node.move import barrier, collect, deal, exchange, gather_buffers, gather_slots, spread
 from lowshard.comm.node.row import (
@@ -34,12 +33,12 @@ from lowshard.comm.node.row import (
 )
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@inner
 def _number(row: int, i: int) -> Any:
     return peek(row + 8 * (FIRST + i))
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@inner
 def perform(ctx: int, row: int, send: int, recv: int) -> Any:
     """Run a row over buffers at two addresses, 0 for none; return how its meetings ended."""
     kind, signature = peek(row + 8 * KIND), peek(row + 8 * SIGNATURE)
@@ -52,7 +51,7 @@ def perform(ctx: int, row: int, send: int, recv: int) -> Any:
         return channel.receive(ctx, _number(row, 0), recv, recv_bytes)
     if kind == SEND_RECEIVE:
         dst, src = _number(row, 0), _number(row, 1)
-        return channel.send_receive(ctx, dst, send, send_bytes, src, recv, recv_bytes)
+        return group.send_receive(ctx, dst, send, send_bytes, src, recv, recv_bytes)
     a, b, c, d = _number(row, 0), _number(row, 1), _number(row, 2), _number(row, 3)
     if kind == GATHER_SLOTS:
         return gather_slots(ctx, signature, send, send_bytes, recv, a, b, c, d)
@@ -75,7 +74,7 @@ def perform(ctx: int, row: int, send: int, recv: int) -> Any:
     return fold_buffers(ctx, signature, send, send_bytes, recv, recv_bytes, a, b, c, d, e, f, g)
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@inner
 def may_lie_so(ctx: int, row: int, send: int, recv: int) -> bool:
     """Say whether two buffers lie as the row allows; where not, what is sent must be copied first."""
     overlap = peek(row + 8 * OVERLAP)

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from numba import njit
-
 from lowshard.comm.activity import CALL_BYTES, INSIDE_AT, RING_CALLS, RING_WORDS, SEQUENCE_AT
 from lowshard.comm.node.atomic import copy_bytes, peek, poke
+from lowshard.comm.node.inner import inner
 from lowshard.comm.node.meet import OK, WANTED, clock_ns
 from lowshard.comm.node.perform import may_lie_so, perform
 
@@ -48,12 +47,12 @@ HEADER_BYTES = 16
 """Of an object, before NumPy's own fields."""
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@inner
 def _low(address: int) -> Any:
     return peek(address) & 0xFFFFFFFF
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@inner
 def elems_of(array: int) -> Any:
     """Return the elements of an array object."""
     elems, dims = 1, peek(array + _DIMS)
@@ -62,19 +61,19 @@ def elems_of(array: int) -> Any:
     return elems
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@inner
 def _passes(array: int, array_type: int, wanted_flags: int) -> Any:
     return peek(array + _TYPE) == array_type and _low(array + _FLAGS) & wanted_flags == wanted_flags
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@inner
 def place_of(act: int, dtype: int, send_elems: int, recv_elems: int, mask: int) -> Any:
     """Return the number of the first entry where a call may be found."""
     mixed = act * 0x9E3779B1 + (dtype >> 4) * 0x85EBCA6B + send_elems * 0xC2B2AE35 + recv_elems * 0x27D4EB2F
     return (mixed ^ (mixed >> 15)) & mask
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@inner
 def _find(head: int, act: int, dtype: int, send_elems: int, recv_elems: int) -> Any:
     mask, entries = peek(head + 8 * MASK), peek(head + 8 * ENTRIES)
     place = place_of(act, dtype, send_elems, recv_elems, mask)
@@ -92,7 +91,7 @@ def _find(head: int, act: int, dtype: int, send_elems: int, recv_elems: int) -> 
     return 0
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@inner
 def quick(head: int, act: int, sequence: int, send: int, recv: int) -> Any:
     """Run a call that is in the table.
 

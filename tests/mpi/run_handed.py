@@ -1,0 +1,50 @@
+"""A rank is gone while private memory is handed on between two: the other learns of it inside the call.
+
+Arguments: the call; the signal that the second rank sends itself.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+import numpy as np
+from mpi4py import MPI
+
+from lowshard.comm import from_mpi
+from lowshard.comm.node.choice import FOLD_TO_ROOT, KINDS, ROW_WORDS
+
+os.cpu_count = lambda: 64  # ranks that share cores are handed nothing
+
+ELEMS = 3 << 18  # 3 MiB, several times what a pipe takes
+AFTER_S = 0.3
+
+
+def main(name: str, sent: str) -> None:
+    comm = from_mpi(MPI.COMM_WORLD, "cpu")
+    choices = comm._choices.reshape(-1, KINDS, ROW_WORDS)  # type: ignore[attr-defined]
+    send, recv, half = np.ones(ELEMS, np.float32), np.empty(2 * ELEMS, np.float32), [ELEMS // 2] * 2
+    calls: dict[str, Callable[[], object]] = {
+        "all_gather": lambda: comm.all_gather(send, recv),
+        "all_to_all_v": lambda: comm.all_to_all_v(
+            send, half, [0, ELEMS // 2], recv[:ELEMS], half, [0, ELEMS // 2]
+        ),
+        "send_recv": lambda: comm.send_recv(send, 1 - comm.rank, recv[:ELEMS], 1 - comm.rank),
+    }
+    if comm.rank == 1:
+        gone = threading.Timer(AFTER_S, os.kill, (os.getpid(), getattr(signal, sent)))
+        gone.daemon = True
+        gone.start()
+    end_s = time.monotonic() + 30
+    while time.monotonic() < end_s:
+        choices[:, FOLD_TO_ROOT + 1 :, :3] = 100, 1 << 40, 1
+        calls[name]()
+    print("not reached", flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
