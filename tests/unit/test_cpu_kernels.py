@@ -47,7 +47,7 @@ FLOATS = {
 ELEMS = ("e4m3", "e5m2")
 LINE, PAGE, PROT_NONE = 64, mmap.PAGESIZE, 0
 NEVER = 1 << 60
-BYTES = np.random.default_rng(0).integers(0, 256, 1 << 21, dtype=np.uint8)
+BYTES = np.random.default_rng(0).integers(0, 256, 1 << 23, dtype=np.uint8)
 
 engine = engines.fixture(["numba"])
 
