@@ -178,38 +178,41 @@ def _row(
 
 
 def _print(rows: list[dict[str, Any]], compared: bool) -> None:
+    """Print a table of ours and one of torch's beside it; each fits a terminal of 80 columns."""
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title="a step of sharded training")
-    for head in (
-        "strategy",
-        "ranks",
-        "wall s",
-        "cpu s",
-        "sent",
-        "formula",
-        "pool MiB",
-        "state MiB",
-        "peak MiB",
-    ):
-        table.add_column(head, justify="left" if head == "strategy" else "right")
-    for head in ("torch wall", "torch cpu", "torch peak", "x wall", "x cpu") if compared else ():
-        table.add_column(head, justify="right")
+    def show(title: str, heads: tuple[str, ...], cells: list[list[str]]) -> None:
+        table = Table(title=title)
+        for head in ("strategy", "ranks", *heads):
+            table.add_column(head, justify="left" if head == "strategy" else "right", no_wrap=True)
+        for row, more in zip(rows, cells, strict=True):
+            table.add_row(row["mode"], str(row["ranks"]), *more)
+        Console(highlight=False).print(table)
+
+    def mib(size_bytes: int) -> str:
+        return f"{size_bytes / 2**20:.0f}"
+
+    ours = []
     for row in rows:
-        unit = 4 * row["params"]
-        cells = [
-            row["mode"], str(row["ranks"]), f"{row['wall_s']:.3f}", f"{row['cpu_s']:.3f}",
-            f"{row['sent_bytes'] / unit:.4f}", f"{row['expected_bytes'] / unit:.4f}",
-            f"{row['pool_bytes'] / 2**20:.0f}", f"{row['state_bytes'] / 2**20:.0f}", f"{row['peak_mib']:.0f}",
-        ]  # fmt: skip
-        if compared:
-            cells += [
-                f"{row['torch_wall_s']:.3f}", f"{row['torch_cpu_s']:.3f}", f"{row['torch_peak_mib']:.0f}",
-                f"{row['wall_ratio']:.2f}", f"{row['cpu_ratio']:.2f}",
-            ]  # fmt: skip
-        table.add_row(*cells)
-    Console(highlight=False).print(table)
+        unit_bytes = 4 * row["params"]
+        ours.append([
+            f"{row['wall_s']:.3f}", f"{row['cpu_s']:.3f}", f"{row['sent_bytes'] / unit_bytes:.4f}",
+            f"{row['expected_bytes'] / unit_bytes:.4f}", mib(row["pool_bytes"]), mib(row["state_bytes"]),
+            f"{row['peak_mib']:.0f}",
+        ])  # fmt: skip
+    heads = ("wall s", "cpu s", "sent", "formula", "pool", "state", "peak")
+    show("a step of sharded training, memory in MiB", heads, ours)
+    if not compared:
+        return
+    theirs = [
+        [
+            f"{row['torch_wall_s']:.3f}", f"{row['torch_cpu_s']:.3f}", f"{row['torch_peak_mib']:.0f}",
+            f"{row['wall_ratio']:.2f}", f"{row['cpu_ratio']:.2f}",
+        ]
+        for row in rows
+    ]  # fmt: skip
+    show("torch, and ours as a multiple of it", ("wall s", "cpu s", "peak", "x wall", "x cpu"), theirs)
 
 
 def _modes(text: str) -> list[str]:
