@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic
 
+from lowshard.compiled.deferred import intrinsic, types
 from lowshard.kernels.cpu.drive import prefetch_both, prefetch_end, rows_of
 from lowshard.kernels.cpu.scalar import DTYPE_CODES, fp32_bits, store_rounded
 from lowshard.kernels.cpu.vector import Lanes, fp16_subnormals, load, store
@@ -54,7 +53,7 @@ def _store_rounded(
     store(builder, address, (made | (sign >> 16)).narrow(16), streaming)
 
 
-@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
+@intrinsic(prefer_literal=True)
 def cast_step(typingctx: Any, src: Any, dst: Any, source: Any, target: Any, streaming: Any) -> Any:
     """Convert 32 elements; the last three arguments are literals."""
     names, past_caches = (source.literal_value, target.literal_value), bool(streaming.literal_value)
@@ -101,7 +100,7 @@ def _cast_rows(source: str, target: str) -> Any:
     return cast_rows
 
 
-@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
+@intrinsic(prefer_literal=True)
 def add_step(typingctx: Any, total: Any, src: Any, source: Any, start: Any) -> Any:
     """Add 32 elements to an aligned fp32 tile, or write them there if `start`; the last two arguments are literals."""
     dtype, starts = source.literal_value, bool(start.literal_value)
@@ -117,7 +116,7 @@ def add_step(typingctx: Any, total: Any, src: Any, source: Any, start: Any) -> A
     return types.void(types.int64, types.int64, source, start), codegen
 
 
-@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
+@intrinsic(prefer_literal=True)
 def round_step(typingctx: Any, total: Any, dst: Any, target: Any) -> Any:
     """Round 32 elements of an fp32 tile into an array; the last argument is a literal."""
     dtype = target.literal_value

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from numba import njit
-
+from lowshard.compiled.deferred import njit
 from lowshard.kernels.cpu.drive import prefetch_both, prefetch_end, rows_of
 from lowshard.kernels.cpu.vector import (
     copy_bytes,
@@ -29,7 +28,7 @@ LAG_BYTES = 4 << 10
 """Lines leave the stage this long after they were written, so that they need not be waited for."""
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@njit(nogil=True)
 def stream_copy(dst: int, src: int, size_bytes: int, near: int, far: int) -> None:
     """Copy bytes past the caches; the part lines at both ends go through them. Prefetches as `drive` says."""
     end = dst + size_bytes
@@ -61,7 +60,7 @@ def stream_copy(dst: int, src: int, size_bytes: int, near: int, far: int) -> Non
         copy_bytes(dst, src, end - dst)
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@njit(nogil=True)
 def send_lines(line: int, stage: int, begin: int, end: int, skip_bytes: int) -> int:
     """Write out the whole lines of the stage between two offsets; the first line has `skip_bytes` of others."""
     if begin == 0 and skip_bytes and begin + 64 <= end:

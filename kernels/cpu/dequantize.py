@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic
 
+from lowshard.compiled.deferred import intrinsic, types
 from lowshard.kernels.cpu.copy import stream_copy
 from lowshard.kernels.cpu.drive import prefetch_end, rows_of
 from lowshard.kernels.cpu.vector import (
@@ -81,7 +80,7 @@ def _fp16_bits(bf16: Lanes) -> Lanes:
     return fixed[0]
 
 
-@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
+@intrinsic(prefer_literal=True)
 def decode_block(
     typingctx: Any, data: Any, byte: Any, dst: Any, dtype: Any, elem: Any, streaming: Any
 ) -> Any:

@@ -11,11 +11,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
 
-from numba import njit, types
-from numba.extending import overload
-
 from lowshard import dtypes
-from lowshard.compiled import compile_cached, digest_of
+from lowshard.compiled import INT, Signature, digest_of, load_compiled
+from lowshard.compiled.deferred import njit, overload, types
 from lowshard.kernels.cpu.vector import fence, prefetch_far, prefetch_near
 from lowshard.kernels.runs import DST_OFFSET, FIRST_DIM, RUN, SRC_OFFSET
 
@@ -31,9 +29,8 @@ SMALL_GAP_BYTES = 512
 SCRATCH_BYTES = 32 << 10
 """Scratch memory of a kernel. Given by the caller: LLVM takes ten times as long over as much on the stack."""
 
-COLUMNS = types.Array(types.int64, 2, "C", readonly=True)
-_INT = types.int64
-_DRIVE = types.void(COLUMNS, _INT, _INT, _INT, _INT, _INT, _INT, types.boolean)
+COLUMNS = "int64[2]"
+_DRIVE = Signature((COLUMNS, *(INT,) * 6, "bool"), "void")
 
 
 _ROWS: dict[str, Callable[..., Callable[..., None]]] = {}
@@ -91,7 +88,7 @@ def run_rows(
     raise NotImplementedError("run_rows is compiled, never called")
 
 
-@overload(run_rows, prefer_literal=True)  # type: ignore[untyped-decorator]
+@overload(run_rows, prefer_literal=True)
 def _run_rows(
     kind: Any, src: Any, dst: Any, scales: Any, run: Any, rows: Any, src_step: Any, dst_step: Any,
     near: Any, far: Any, scratch: Any, first: Any, second: Any, streaming: Any,
@@ -179,11 +176,10 @@ def compiled(kind: str) -> Callable[..., None]:
         if streaming:
             fence()
 
-    drive.__qualname__ = f"{kind.replace(' ', '_')}_{source_digest()}"
-    return compile_cached(drive, _DRIVE)
+    return load_compiled(f"{kind.replace(' ', '_')}_{source_digest()}", lambda: drive, _DRIVE)
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@njit(nogil=True)
 def prefetch_both(address: int, size_bytes: int, near: int, far: int) -> None:
     """Ask for the lines near and far ahead of every 64th byte of a stretch; `prefetch_end` gets the one left."""
     for at in range(address, address + size_bytes, 64):
@@ -191,7 +187,7 @@ def prefetch_both(address: int, size_bytes: int, near: int, far: int) -> None:
         prefetch_near(at + near)
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@njit(nogil=True)
 def prefetch_end(end: int, near: int, far: int) -> None:
     """Ask for the lines of the byte before an address: a run that begins amid a line has one line more."""
     prefetch_far(end - 1 + far)

@@ -6,9 +6,9 @@ import threading
 from collections.abc import Sequence
 from functools import cache
 
-import numba  # noqa: F401  without Numba this module is not there at all, and the plain engine runs
 import numpy as np
 
+from lowshard.compiled import numba_fault
 from lowshard.kernels import reference
 from lowshard.kernels.buffer import Array, address, dtype_name
 from lowshard.kernels.cpu import convert, copy, dequantize, quantize  # noqa: F401  their overloads
@@ -42,6 +42,14 @@ class NumbaEngine:
     name = "numba"
 
     def __init__(self) -> None:
+        """Look whether kernels can be compiled.
+
+        Raises:
+            ImportError: they cannot.
+        """
+        fault = numba_fault()
+        if fault:
+            raise ImportError(fault)
         self._threads = threading.local()
 
     def _scratch(self) -> int:

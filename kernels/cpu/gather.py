@@ -11,9 +11,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-from numba import types
-
-from lowshard.compiled import compile_cached
+from lowshard.compiled import INT, Signature, load_compiled
 from lowshard.kernels.cpu.copy import LAG_BYTES, NEAR_FROM_BYTES, STAGE_BYTES, send_lines
 from lowshard.kernels.cpu.drive import (
     COLUMNS,
@@ -113,8 +111,9 @@ def gather_kernel() -> Callable[..., None]:
         if way != THROUGH_CACHES:
             fence()
 
-    gather.__qualname__ = f"gather_{source_digest()}"
-    return compile_cached(gather, types.void(COLUMNS, *(types.int64,) * 5))
+    return load_compiled(
+        f"gather_{source_digest()}", lambda: gather, Signature((COLUMNS, *(INT,) * 5), "void")
+    )
 
 
 @cache
@@ -159,5 +158,6 @@ def scatter_kernel() -> Callable[..., None]:
                 to = following
         fence()
 
-    scatter.__qualname__ = f"scatter_{source_digest()}"
-    return compile_cached(scatter, types.void(COLUMNS, *(types.int64,) * 3))
+    return load_compiled(
+        f"scatter_{source_digest()}", lambda: scatter, Signature((COLUMNS, *(INT,) * 3), "void")
+    )

@@ -13,9 +13,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from llvmlite import ir
-from numba import njit, types
-from numba.extending import intrinsic
 
+from lowshard.compiled.deferred import intrinsic, njit, types
 from lowshard.kernels.cpu.drive import named, prefetch_end, rows_of
 from lowshard.kernels.cpu.rare import encode_rare
 from lowshard.kernels.cpu.scalar import DTYPE_CODES
@@ -45,7 +44,7 @@ _SOME_MAXIMUM = 0x4000
 _TOPS, _BYTES, _LANES, _SCRATCH_BYTES = 0, 2 * GROUP_BLOCKS, 128, 128 + 2 * BLOCK_ELEMS * GROUP_BLOCKS
 
 
-@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
+@intrinsic(prefer_literal=True)
 def find_maximum(typingctx: Any, src: Any, minimum: Any, lanes: Any, source: Any, keep: Any) -> Any:
     """Write the complement of a block's largest magnitude, and with the literal `keep` its bf16 lanes.
 
@@ -69,7 +68,7 @@ def find_maximum(typingctx: Any, src: Any, minimum: Any, lanes: Any, source: Any
     return types.void(*(types.int64,) * 3, source, keep), codegen
 
 
-@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
+@intrinsic(prefer_literal=True)
 def find_scales(
     typingctx: Any, tops: Any, bytes_: Any, round_up: Any, lowest: Any, zero_byte: Any, source: Any, elem: Any
 ) -> Any:
@@ -96,7 +95,7 @@ def find_scales(
     return types.uint32(types.int64, types.int64, *(types.int32,) * 3, source, elem), codegen
 
 
-@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
+@intrinsic(prefer_literal=True)
 def encode_blocks(
     typingctx: Any, lanes: Any, data: Any, tops: Any, elem: Any, blocks: Any, streaming: Any
 ) -> Any:
@@ -198,7 +197,7 @@ def _rows_in_place(source: str, elem: str) -> Any:
     block_bytes, stays, keep = BLOCK_ELEMS * itemsize, source == "bfloat16", int(source != "bfloat16")
     group, tops_at, bytes_at, lanes_at, scratch_bytes = GROUP_BLOCKS, _TOPS, _BYTES, _LANES, _SCRATCH_BYTES
 
-    @njit(nogil=True)  # type: ignore[untyped-decorator]
+    @njit(nogil=True)
     @named(source, elem)
     def rows_in_place(
         src: int, dst: int, scales: int, run: int, rows: int, src_step: int, dst_step: int, scratch: int,
@@ -268,7 +267,7 @@ def _rows_fetched(source: str, elem: str) -> Any:
     block_bytes = BLOCK_ELEMS * itemsize
     group, tops_at, bytes_at, lanes_at, scratch_bytes = GROUP_BLOCKS, _TOPS, _BYTES, _LANES, _SCRATCH_BYTES
 
-    @njit(nogil=True)  # type: ignore[untyped-decorator]
+    @njit(nogil=True)
     @named(source, elem)
     def rows_fetched(
         src: int, dst: int, scales: int, run: int, rows: int, src_step: int, dst_step: int, near: int, far: int,

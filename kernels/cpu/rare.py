@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from numba import njit, types
-
+from lowshard.compiled.deferred import njit, types
 from lowshard.kernels.cpu.scalar import fp32_bits
 from lowshard.kernels.cpu.vector import store_value
 from lowshard.kernels.reference import CODE_NAN, SCALE_NAN
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@njit(nogil=True)
 def encode_rare(
     src: int, data: int, scale: int, round_up: int, min_scale_byte: int, itemsize: int, dtype: int,
     mantissa_bits: int, bias: int, emax: int, max_code: int,

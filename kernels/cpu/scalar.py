@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from numba import njit, types
-
+from lowshard.compiled.deferred import njit, types
 from lowshard.kernels.cpu.vector import load_u16, load_u32, store_value
 
 # dtype codes of `fp32_bits` and `store_rounded`, known when a kernel is compiled
@@ -13,7 +12,7 @@ BFLOAT16, FLOAT16, FLOAT32 = 0, 1, 2
 DTYPE_CODES = {"bfloat16": BFLOAT16, "float16": FLOAT16, "float32": FLOAT32}
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@njit(nogil=True)
 def fp32_bits(address: int, dtype: int) -> Any:
     """Return the fp32 bits, as int64, of a float at any address; exact, NaN payloads kept."""
     if dtype == FLOAT32:
@@ -35,7 +34,7 @@ def fp32_bits(address: int, dtype: int) -> Any:
     return sign | ((field << 23) + ((magnitude & 0x03FF) << 13))
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@njit(nogil=True)
 def store_rounded(address: int, bits: int, dtype: int) -> None:
     """Write fp32 bits as another dtype: nearest, ties to even, overflow to Inf, the quiet NaN of its sign."""
     magnitude, sign = bits & 0x7FFFFFFF, bits & 0x80000000

@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 
-from numba import types
-
-from lowshard.compiled import compile_cached
+from lowshard.compiled import INT, Signature, load_compiled
+from lowshard.compiled.deferred import types
 from lowshard.kernels.cpu.drive import source_digest
 from lowshard.kernels.cpu.vector import load_u8, load_u32, store_value
-
-_NUMBER = types.int64
 
 
 @cache
@@ -49,5 +46,4 @@ def swizzle_kernel(reverse: bool) -> Callable[..., None]:
                 tile += 512
 
     name = "unswizzle" if reverse else "swizzle"
-    swizzle.__qualname__ = f"{name}_{source_digest()}"
-    return compile_cached(swizzle, types.void(*(_NUMBER,) * 6))
+    return load_compiled(f"{name}_{source_digest()}", lambda: swizzle, Signature((INT,) * 6, "void"))

@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numba import types
 
-from lowshard.compiled import compile_cached, digest_of
+from lowshard.compiled import Signature, digest_of, load_compiled
+from lowshard.compiled.deferred import njit
 
-_FLAT = types.Array(types.float32, 1, "C")
-_READ = types.Array(types.float32, 1, "C", readonly=True)
+_FLAT = "float32[1]"
 
 
 @cache
@@ -31,7 +30,7 @@ def adamw_kernel() -> Callable[..., None]:
             second[i] = v
             param[i] = param[i] * keep - (m / (np.sqrt(v) / root + eps)) * scale
 
-    return _compiled(adamw, types.void(_FLAT, _READ, _FLAT, _FLAT, _FLAT))
+    return _compiled(adamw, (_FLAT,) * 5)
 
 
 @cache
@@ -57,7 +56,7 @@ def sgd_kernel(mode: int) -> Callable[..., None]:
             buffer[i] = d
             param[i] = param[i] - d * lr
 
-    return _compiled((plain, begun, carried)[mode], types.void(_FLAT, _READ, _FLAT, _FLAT))
+    return _compiled((plain, begun, carried)[mode], (_FLAT,) * 4)
 
 
 @cache
@@ -70,16 +69,17 @@ def square_sums_kernel() -> Callable[..., None]:
     """
 
     def square_sums(values: Any, sums: Any, bits: Any, words: Any) -> None:
-        lanes = np.zeros(8, np.float64)
         low32 = np.uint64(0xFFFFFFFF)
         for block in range(sums.size):
             at = 32 * block
-            for lane in range(8):
-                a, b = np.float64(values[at + lane]), np.float64(values[at + lane + 8])
-                c, d = np.float64(values[at + lane + 16]), np.float64(values[at + lane + 24])
-                lanes[lane] = ((a * a + b * b) + c * c) + d * d
-            half0, half1 = lanes[0] + lanes[4], lanes[1] + lanes[5]
-            half2, half3 = lanes[2] + lanes[6], lanes[3] + lanes[7]
+            half0, half1 = (
+                lane(values, at) + lane(values, at + 4),
+                lane(values, at + 1) + lane(values, at + 5),
+            )
+            half2, half3 = (
+                lane(values, at + 2) + lane(values, at + 6),
+                lane(values, at + 3) + lane(values, at + 7),
+            )
             sums[block] = (half0 + half2) + (half1 + half3)
         for block in range(sums.size):
             exponent = np.int64(bits[block] >> np.uint64(52)) & 0x7FF
@@ -97,10 +97,17 @@ def square_sums_kernel() -> Callable[..., None]:
             words[limb + 1] += np.int64(high & low32)
             words[limb + 2] += np.int64(high >> np.uint64(32))
 
-    arrays = [types.Array(item, 1, "C") for item in (types.float64, types.uint64, types.int64)]
-    return _compiled(square_sums, types.void(_READ, *arrays))
+    return _compiled(square_sums, (_FLAT, "float64[1]", "uint64[1]", "int64[1]"))
 
 
-def _compiled(function: Any, signature: Any) -> Callable[..., None]:
-    function.__qualname__ = f"step_{function.__name__}_{digest_of([Path(__file__)])}"
-    return compile_cached(function, signature, error_model="numpy")
+@njit(nogil=True)
+def lane(values: Any, at: int) -> Any:
+    """Return the sum of the squares of four values, eight apart."""
+    a, b = np.float64(values[at]), np.float64(values[at + 8])
+    c, d = np.float64(values[at + 16]), np.float64(values[at + 24])
+    return ((a * a + b * b) + c * c) + d * d
+
+
+def _compiled(function: Any, args: tuple[str, ...]) -> Callable[..., None]:
+    name = f"step_{function.__name__}_{digest_of([Path(__file__)])}"
+    return load_compiled(name, lambda: function, Signature(args, "void"), error_model="numpy")

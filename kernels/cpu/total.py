@@ -6,9 +6,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-from numba import types
-
-from lowshard.compiled import compile_cached
+from lowshard.compiled import INT, Signature, load_compiled
 from lowshard.kernels.cpu.convert import STEP_ELEMS, add_step, round_step
 from lowshard.kernels.cpu.drive import source_digest
 from lowshard.kernels.cpu.scalar import BFLOAT16, FLOAT16
@@ -66,7 +64,5 @@ def sum_kernel() -> Callable[..., None]:
                 if part:
                     copy_bytes(to, tail, (count - j) * out_item)
 
-    sum_terms.__qualname__ = f"sum_terms_{source_digest()}"
-    listed = types.Array(types.int64, 1, "C")
-    number = types.int64
-    return compile_cached(sum_terms, types.void(listed, listed, number, number, number, number))
+    signature = Signature(("int64[1]", "int64[1]", INT, INT, INT, INT), "void")
+    return load_compiled(f"sum_terms_{source_digest()}", lambda: sum_terms, signature)

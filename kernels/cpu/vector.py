@@ -12,9 +12,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from llvmlite import ir
-from numba import types
-from numba.core import cgutils
-from numba.extending import intrinsic
+
+from lowshard.compiled.deferred import cgutils, intrinsic, types
 
 CACHE_LINE_BYTES = 64
 
@@ -225,7 +224,7 @@ def _pointer(builder: ir.IRBuilder, address: ir.Value, pointee: ir.Type, offset_
     return builder.inttoptr(offset(builder, address, offset_bytes), pointee.as_pointer())
 
 
-def _memory_step(result: types.Type, emit: Callable[..., Any]) -> Any:
+def _memory_step(result: Any, emit: Callable[..., Any]) -> Any:
     """Return the pair that an intrinsic over int64 addresses gives to Numba."""
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
@@ -235,38 +234,38 @@ def _memory_step(result: types.Type, emit: Callable[..., Any]) -> Any:
     return result, codegen
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def fence(typingctx: Any) -> Any:
     """Order all stores before it, streaming ones too, before whatever comes next."""
     result, codegen = _memory_step(types.void, lambda builder: builder.fence("seq_cst") and None)
     return result(), codegen
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def load_u8(typingctx: Any, address: Any) -> Any:
     """Return the byte at an address."""
     return _loader(types.uint8, address)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def load_u16(typingctx: Any, address: Any) -> Any:
     """Return the two bytes at an address, aligned or not."""
     return _loader(types.uint16, address)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def load_u32(typingctx: Any, address: Any) -> Any:
     """Return the four bytes at an address, aligned or not."""
     return _loader(types.uint32, address)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def load_u64(typingctx: Any, address: Any) -> Any:
     """Return the eight bytes at an address, aligned or not."""
     return _loader(types.uint64, address)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def store_value(typingctx: Any, address: Any, value: Any) -> Any:
     """Write an unsigned integer of its own width to an address, aligned or not."""
     result, codegen = _memory_step(
@@ -276,7 +275,7 @@ def store_value(typingctx: Any, address: Any, value: Any) -> Any:
     return result(types.int64, value), codegen
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def copy_bytes(typingctx: Any, target: Any, source: Any, size_bytes: Any) -> Any:
     """Copy bytes between two stretches of memory that do not overlap, by the C library's memcpy."""
 
@@ -288,21 +287,21 @@ def copy_bytes(typingctx: Any, target: Any, source: Any, size_bytes: Any) -> Any
     return result(types.int64, types.int64, types.int64), codegen
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def prefetch_near(typingctx: Any, address: Any) -> Any:
     """Ask for the cache line at an address, valid or not, into the first cache."""
     result, codegen = _memory_step(types.void, lambda builder, at: _prefetch(builder, at, locality=3))
     return result(types.int64), codegen
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def prefetch_far(typingctx: Any, address: Any) -> Any:
     """Ask for the cache line at an address, valid or not, into the second cache."""
     result, codegen = _memory_step(types.void, lambda builder, at: _prefetch(builder, at, locality=2))
     return result(types.int64), codegen
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def prefetch_to_write(typingctx: Any, address: Any) -> Any:
     """Ask for the cache line at an address, valid or not, to write a part of it."""
     result, codegen = _memory_step(types.void, lambda builder, at: _prefetch(builder, at, 3, write=1))
@@ -317,7 +316,7 @@ def _prefetch(builder: ir.IRBuilder, address: ir.Value, locality: int, write: in
     builder.call(function, [pointer, _I32(write), _I32(locality), _I32(1)])
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def copy_line(typingctx: Any, target: Any, source: Any) -> Any:
     """Copy 64 bytes between any two addresses."""
 
@@ -328,7 +327,7 @@ def copy_line(typingctx: Any, target: Any, source: Any) -> Any:
     return result(types.int64, types.int64), codegen
 
 
-@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
+@intrinsic(prefer_literal=True)
 def stream_lines(typingctx: Any, target: Any, source: Any, lines: Any) -> Any:
     """Copy cache lines, a literal number, past the caches to a multiple of 64."""
     size_bytes = lines.literal_value * CACHE_LINE_BYTES

@@ -17,6 +17,7 @@ from lowshard.comm.seating import Seating
 from lowshard.comm.transport import default_timeout_s
 from lowshard.comm.tuned import Crossover, Machine, default_path, load
 from lowshard.comm.world import world_mismatch
+from lowshard.compiled import numba_fault
 from lowshard.errors import CommError, LaunchError
 
 PATH_VARIABLE = "LOWSHARD_CPU_PATH"
@@ -88,11 +89,8 @@ def why_no_window() -> str:
     """Return what keeps this process from sharing memory with others of its node, or ""."""
     if not hasattr(os, "memfd_create"):
         return "the system has no anonymous files (memfd_create)"
-    try:
-        import numba  # noqa: F401
-    except ImportError as error:
-        return f"Numba cannot be imported ({error}): pip install numba"
-    return ""
+    fault = numba_fault()
+    return f"Numba cannot be imported ({fault}): pip install numba" if fault else ""
 
 
 def world_ranks(mpi: Any, mpi_comm: Any) -> tuple[int, ...]:

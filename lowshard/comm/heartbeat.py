@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from lowshard.comm import wire
+from lowshard.comm import activity, wire
 from lowshard.comm.activity import CALL_BYTES, INSIDE_AT, SEQUENCE_AT, TEXT_BYTES
 from lowshard.comm.wire import (
     BEAT,
@@ -443,14 +443,13 @@ _COMPILED: tuple[Any, ...] = (
 @functools.cache
 def compiled_loop() -> Callable[[Words, Memory], None]:
     """Return the loop, compiled where Numba is there; from Numba's cache on disk after the first time."""
-    try:
-        from numba import types
+    from lowshard.compiled import Signature, digest_of, load_compiled
 
-        names = wire.compiled_twin(_COMPILED)
+    def twin() -> FunctionType:
+        return FunctionType(loop.__code__, wire.compiled_twin(_COMPILED), "loop")
+
+    name = f"loop_{digest_of([Path(__file__), Path(wire.__file__), Path(activity.__file__)])}"
+    try:
+        return load_compiled(name, twin, Signature(("int64[1]", "uint8[1]"), "void"))
     except ImportError:
         return loop
-    from lowshard.compiled import compile_cached, digest_of
-
-    twin = FunctionType(loop.__code__, names, "loop")
-    twin.__qualname__ = f"loop_{digest_of([Path(__file__), Path(wire.__file__)])}"
-    return compile_cached(twin, types.void(types.int64[::1], types.uint8[::1]))

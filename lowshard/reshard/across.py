@@ -9,13 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numba import njit, types
 
+from lowshard.comm.node import atomic
 from lowshard.comm.node.atomic import poke, read_process, read_process_into
-from lowshard.compiled import compile_cached
+from lowshard.compiled import INT, Signature, digest_of, load_compiled
+from lowshard.compiled.deferred import njit
+from lowshard.kernels import runs
 from lowshard.kernels.runs import DST_OFFSET, FIRST_DIM, RUN, SRC_OFFSET
 from lowshard.reshard.wire import Span, run_table
 
@@ -63,11 +66,11 @@ def can_read(pid: int, address: int, size_bytes: int) -> bool:
 @cache
 def read_across() -> Any:
     """Return the compiled function."""
-    columns = types.Array(types.int64, 2, "C", readonly=True)
-    return compile_cached(reshard_read_across, types.int64(types.int64, columns, types.int64))
+    name = f"read_across_{digest_of([Path(__file__), Path(atomic.__file__), Path(runs.__file__)])}"
+    return load_compiled(name, lambda: reshard_read_across, Signature((INT, "int64[2]", INT)))
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@njit(nogil=True)
 def _read(pid: int, into: int, source: int, size_bytes: int, vectors: int) -> bool:
     done = 0
     while done < size_bytes:
@@ -82,7 +85,7 @@ def _read(pid: int, into: int, source: int, size_bytes: int, vectors: int) -> bo
     return True
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@njit(nogil=True)
 def _read_rows(pid: int, into: int, step: int, source: int, run: int, rows: int, vectors: int) -> bool:
     """Read runs that lie side by side, each to a place `step` bytes after the last one's."""
     poke(vectors, source)

@@ -10,6 +10,7 @@ number generators", OOPSLA 2014).
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -43,13 +44,12 @@ def _mixed(word: int, place: int) -> int:
 @cache
 def _sums() -> Any:
     try:
-        from numba import types
+        from lowshard.compiled import Signature, digest_of, load_compiled
 
-        from lowshard.compiled import compile_cached
+        name = f"mixed_sum_{digest_of([Path(__file__)])}"
+        return load_compiled(name, lambda: reshard_mixed_sum, Signature(("uint64[1]",), "uint64"))
     except ImportError:
         return _plain
-    words = types.Array(types.uint64, 1, "C", readonly=True)
-    return compile_cached(reshard_mixed_sum, types.uint64(words))
 
 
 def reshard_mixed_sum(words: Any) -> Any:

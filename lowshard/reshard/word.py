@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic
 
-from lowshard.compiled import compile_cached
+from lowshard.compiled import INT, Signature, digest_of, load_compiled
+from lowshard.compiled.deferred import intrinsic, types
 
 _I64 = ir.IntType(64)
-_INT = types.int64
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def _swap(typingctx: Any, address: Any, expected: Any, value: Any) -> Any:
     """Write an int64 if it is as expected, in one indivisible step, and return what it was."""
 
@@ -25,7 +24,7 @@ def _swap(typingctx: Any, address: Any, expected: Any, value: Any) -> Any:
         pair = builder.cmpxchg(pointer, old, new, "seq_cst", "seq_cst")
         return builder.extract_value(pair, 0)
 
-    return _INT(_INT, _INT, _INT), codegen
+    return types.int64(types.int64, types.int64, types.int64), codegen
 
 
 def reshard_compare_swap(address: int, expected: int, value: int) -> int:
@@ -36,4 +35,5 @@ def reshard_compare_swap(address: int, expected: int, value: int) -> int:
 @cache
 def compare_swap() -> Any:
     """Return the compiled function."""
-    return compile_cached(reshard_compare_swap, _INT(_INT, _INT, _INT))
+    name = f"compare_swap_{digest_of([Path(__file__)])}"
+    return load_compiled(name, lambda: reshard_compare_swap, Signature((INT,) * 3))

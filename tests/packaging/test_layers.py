@@ -112,12 +112,13 @@ BELOW: dict[str, set[str]] = {
 }
 # Packages that are code for one library from end to end import it at the top. Nobody imports them at the top.
 MADE_FOR = {
-    "lowshard.kernels.cpu": {"numba", "llvmlite"},
-    "lowshard.comm.node": {"numba", "llvmlite", "mpi4py"},
+    "lowshard.compiled.compiler": {"numba", "llvmlite"},
+    "lowshard.kernels.cpu": {"llvmlite"},
+    "lowshard.comm.node": {"llvmlite", "mpi4py"},
     "lowshard.comm.hierarchy": {"mpi4py"},  # by way of lowshard.comm.node
     "lowshard.comm.windows": {"mpi4py"},  # the same
-    "lowshard.reshard.across": {"numba", "llvmlite", "mpi4py"},  # by way of lowshard.comm.node
-    "lowshard.reshard.word": {"numba", "llvmlite"},
+    "lowshard.reshard.across": {"llvmlite", "mpi4py"},  # by way of lowshard.comm.node
+    "lowshard.reshard.word": {"llvmlite"},
 }
 HEAVY = (
     "cupy",

@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-
-from numba import types
+from typing import Any
 
 from lowshard.comm.node import channel, fold, group, move, perform, table
 from lowshard.comm.node.combine import source_digest
-from lowshard.compiled import compile_cached
-
-_INT = types.int64
+from lowshard.compiled import INT, Signature, load_compiled
 
 
 @dataclass(frozen=True)
@@ -40,10 +37,9 @@ class Calls:
 def load_calls() -> Calls:
     """Return the calls, compiled on first use and kept on disk."""
 
-    def compiled(function: Callable[..., int], args: int) -> Callable[..., int]:
-        python = function.py_func  # type: ignore[attr-defined]
-        python.__qualname__ = f"{python.__name__}_{source_digest()}"
-        return compile_cached(python, _INT(*(_INT,) * args))
+    def compiled(function: Any, args: int) -> Callable[..., int]:
+        name = f"{function.__name__}_{source_digest()}"
+        return load_compiled(name, lambda: function, Signature((INT,) * args))
 
     return Calls(
         perform=compiled(perform.perform, 4),

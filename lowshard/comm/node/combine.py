@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numba import carray, types
 
 from lowshard.comm.node.atomic import elements_at
 from lowshard.comm.node.vector import LINE_BYTES, combine_element, combine_line, combine_line_past
-from lowshard.compiled import compile_callback, digest_of
+from lowshard.compiled import INT, Signature, digest_of, load_native
+from lowshard.compiled.deferred import carray, types
 
 BLOCK_BYTES = 64 << 10
 """Bytes of a block in its accumulator's dtype: operands and temporaries stay in the core's second cache."""
@@ -148,10 +148,10 @@ def _converter(name: str, dtype: str) -> Any:
 def _callback(function: Callable[..., None], what: str, args: int) -> Any:
     """Compile for calls by address, under a name that tells what a closure closes over.
 
-    Code that comes from the cache on disk is linked by name: two closures of one name would become one.
+    Code is kept and linked by name: two closures of one name would become one.
     """
-    function.__qualname__ = f"{function.__name__}_{what}_{source_digest()}"
-    return compile_callback(function, types.void(*(types.int64,) * args))
+    name = f"{function.__name__.lstrip('_')}_{what}_{source_digest()}"
+    return load_native(name, lambda: function, Signature((INT,) * args, "void"))
 
 
 @cache

@@ -34,7 +34,7 @@ class Folder:
     def __init__(self, terms: int) -> None:
         self._words = np.zeros(CONTEXT_WORDS, np.int64)
         self._parts, self._sources = np.zeros(2 * terms, np.int64), np.zeros(2 * terms, np.int64)
-        self._scratch = np.empty(scratch_blocks(terms) * BLOCK_BYTES + 64, np.uint8)
+        self._scratch = np.empty(scratch_blocks.py_func(terms) * BLOCK_BYTES + 64, np.uint8)
         self._steps = schedule(terms, "tree")
         self._terms = terms
         words = self._words

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from numba import njit, types
+from lowshard.compiled.deferred import Deferred, njit, types
 
 
 def inner(function: Callable[..., Any]) -> Any:
@@ -13,11 +13,15 @@ def inner(function: Callable[..., Any]) -> Any:
 
     Numba by itself takes a constant in a call for a type of its own, and compiles the function anew for each.
     """
-    made = njit(nogil=True)(function)
-    template = made.get_call_template
 
-    def plain(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return template(tuple(map(types.unliteral, args)), {k: types.unliteral(v) for k, v in kwargs.items()})
+    def make() -> Any:
+        made = njit(nogil=True)(function).real()
+        template, free = made.get_call_template, types.unliteral
 
-    made.get_call_template = plain
-    return made
+        def plain(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            return template(tuple(map(free, args)), {k: free(v) for k, v in kwargs.items()})
+
+        made.get_call_template = plain
+        return made
+
+    return Deferred(make, function)

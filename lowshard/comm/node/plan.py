@@ -193,7 +193,7 @@ class NodePlans(NodeWays):
         if name not in (*NATIVE, *HALVES) or not (op in OPS or divides) or self.size == 1:
             return 0
         if self._scratch is None:
-            self._scratch = np.empty(scratch_blocks(self.size) * BLOCK_BYTES + 64, np.uint8)
+            self._scratch = np.empty(scratch_blocks.py_func(self.size) * BLOCK_BYTES + 64, np.uint8)
             self._context[SCRATCH] = -(-address_of(self._scratch) // 64) * 64
         return address_of(recipe_of(name, "sum" if op == "avg" else op).words)
 

@@ -10,14 +10,13 @@ from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic
+
+from lowshard.compiled.deferred import intrinsic, types
 
 LINE_BYTES = 64
 _COPY_LINES = 4
 
 _FLOATS = {"float32": ir.FloatType(), "float64": ir.DoubleType()}
-_INT = types.int64
 
 
 def element_type(dtype: str) -> ir.Type:
@@ -41,19 +40,19 @@ def pair(builder: ir.IRBuilder, dtype: str, op: str, a: ir.Value, b: ir.Value) -
     return builder.select(compare(sign, a, b), a, b)
 
 
-@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
+@intrinsic(prefer_literal=True)
 def combine_line(typingctx: Any, code: Any, into: Any, left: Any, right: Any) -> Any:
     """Combine 64 bytes; `code` is dtype and op, a literal such as "float32 sum"."""
     return _combine_step(code, LINE_BYTES, False)
 
 
-@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
+@intrinsic(prefer_literal=True)
 def combine_line_past(typingctx: Any, code: Any, into: Any, left: Any, right: Any) -> Any:
     """As `combine_line`, past the caches; `into` is a multiple of 64."""
     return _combine_step(code, LINE_BYTES, True)
 
 
-@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
+@intrinsic(prefer_literal=True)
 def combine_element(typingctx: Any, code: Any, into: Any, left: Any, right: Any) -> Any:
     """As `combine_line`, one element at any address."""
     return _combine_step(code, 0, False)
@@ -73,10 +72,10 @@ def _combine_step(code: Any, size_bytes: int, streaming: bool) -> Any:
         _put(builder, into, pair(builder, dtype, op, a, b), streaming)
         return context.get_dummy_value()
 
-    return types.void(code, *(_INT,) * 3), codegen
+    return types.void(code, *(types.int64,) * 3), codegen
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def stream_lines(typingctx: Any, into: Any, source: Any) -> Any:
     """Copy four lines past the caches to an address that is a multiple of 64."""
 
@@ -109,4 +108,4 @@ def _step(args: int, emit: Callable[..., None]) -> Any:
         emit(builder, *values)
         return context.get_dummy_value()
 
-    return types.void(*(_INT,) * args), codegen
+    return types.void(*(types.int64,) * args), codegen

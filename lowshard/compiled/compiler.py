@@ -1,0 +1,173 @@
+"""Python functions compiled by Numba into object files that need nothing of Numba's: imported only where code is made.
+
+Numba gives the function as LLVM's own text, whole and optimised. Two more are linked to it (see `lowshard.compiled.native`), all
+other names are made private, and LLVM writes the object.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import llvmlite.binding as llvm
+from llvmlite import ir
+from numba import carray, njit, types
+from numba.core.registry import cpu_target
+from numba.extending import intrinsic
+
+from lowshard.compiled import deferred
+from lowshard.compiled.cache import Signature
+from lowshard.compiled.native import python_symbol
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _elements_at(typingctx: Any, address: Any, kind: Any) -> Any:
+    """Return an address as a pointer to elements of a dtype."""
+    pointer = types.CPointer(kind.dtype)
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
+        return builder.inttoptr(values[0], context.get_value_type(pointer))
+
+    return pointer(address, kind), codegen
+
+
+def compile_object(name: str, function: Any, signature: Signature, error_model: str) -> bytes:
+    """Return an object file with a function, under its name as C calls it and under another as Python does."""
+    module = compile_module(name, function, signature, error_model)
+    triple, cpu, features = cpu_target.target_context.codegen().magic_tuple()
+    machine = llvm.Target.from_triple(triple).create_target_machine(
+        cpu=cpu, features=features, opt=3, reloc="default", codemodel="jitdefault", jit=True
+    )
+    return machine.emit_object(module)  # type: ignore[no-any-return]
+
+
+def compile_module(name: str, function: Any, signature: Signature, error_model: str) -> Any:
+    """Return the same as a module of LLVM."""
+    deferred.take_up()
+    target = function.real() if isinstance(function, deferred.Deferred) else function
+    if not hasattr(target, "py_func"):
+        target = njit(nogil=True, error_model=error_model)(target)
+    entry, words = _entry(target, signature)
+    integers = (types.int64,) * words
+    compiled = njit(
+        [getattr(types, signature.result)(*integers)],
+        nogil=True, error_model=error_model, no_cpython_wrapper=True, no_cfunc_wrapper=True,
+    )(entry)  # fmt: skip
+    symbol = compiled.overloads[integers].fndesc.llvm_func_name
+    module = llvm.parse_assembly(compiled.inspect_llvm(integers))
+    module.link_in(llvm.parse_assembly(_callers(name, symbol, words, signature.result)))
+    kept = {name, python_symbol(name)}
+    for symbol in (*module.functions, *module.global_variables):
+        if not symbol.is_declaration and symbol.name not in kept:
+            symbol.linkage = "internal"
+    return module
+
+
+def _entry(target: Any, signature: Signature) -> tuple[Any, int]:
+    """Return a function that takes int64 alone and calls the one to be compiled, and how many it takes."""
+    names: dict[str, Any] = {"target": target, "carray": carray, "elements_at": _elements_at}
+    words, given = [], []
+    for i, kind in enumerate(signature.args):
+        words.append(f"a{i}")
+        if "[" in kind:
+            item, dims = kind.rstrip("]").split("[")
+            names[item] = getattr(types, item)
+            extents = [f"a{i}_{dim}" for dim in range(int(dims))]
+            words += extents
+            given.append(f"carray(elements_at(a{i}, {item}), ({', '.join(extents)},))")
+        else:
+            given.append(f"a{i} != 0" if kind == "bool" else f"a{i}")
+    call = f"target({', '.join(given)})"
+    text = f"def entry({', '.join(words)}):\n    {call if signature.result == 'void' else f'return {call}'}\n"
+    exec(compile(text, "<entry>", "exec"), names)
+    return names["entry"], len(words)
+
+
+def _callers(name: str, symbol: str, words: int, result: str) -> str:
+    """Return LLVM text of the function that C calls and the one that Python calls.
+
+    Numba's takes the places of its result and of an error, and returns a status. No code of ours raises: Python would
+    show a status as an error, and C gets 0.
+    """
+    values = [f"i64 %a{i}" for i in range(words)]
+    numbers = "\n".join(
+        f"  %p{i} = getelementptr ptr, ptr %args, i64 {i}\n  %o{i} = load ptr, ptr %p{i}\n"
+        f"  %a{i} = call i64 @PyLong_AsLongLong(ptr %o{i})\n"
+        f"  %m{i} = icmp eq i64 %a{i}, -1\n  %f{i + 1} = or i1 %f{i}, %m{i}"
+        for i in range(words)
+    )
+    back = {
+        "int64": "call ptr @PyLong_FromLongLong(i64 %value)",
+        "uint64": "call ptr @PyLong_FromUnsignedLongLong(i64 %value)",
+        "void": "call ptr @Py_BuildValue(ptr @nothing)",
+    }[result]
+    taken = f"{name} takes {words} integers"
+    return f"""
+@wrong = private constant [{len(taken) + 1} x i8] c"{taken}\\00"
+@raised = private constant [25 x i8] c"compiled code has raised\\00"
+@nothing = private constant [1 x i8] zeroinitializer
+@PyExc_TypeError = external global ptr
+@PyExc_SystemError = external global ptr
+declare i64 @PyLong_AsLongLong(ptr)
+declare ptr @PyLong_FromLongLong(i64)
+declare ptr @PyLong_FromUnsignedLongLong(i64)
+declare ptr @Py_BuildValue(ptr, ...)
+declare ptr @PyErr_Occurred()
+declare void @PyErr_SetString(ptr, ptr)
+declare ptr @PyEval_SaveThread()
+declare void @PyEval_RestoreThread(ptr)
+declare i32 @"{symbol}"(ptr, ptr{", i64" * words})
+
+; what Numba lets go of is an array's owner, and no array here has one
+define void @NRT_MemInfo_call_dtor(ptr %owner) {{
+  call void @llvm.trap()
+  unreachable
+}}
+declare void @llvm.trap()
+
+define i64 @"{name}"({", ".join(values)}) {{
+  %result = alloca i64
+  %error = alloca ptr
+  store i64 0, ptr %result
+  store ptr null, ptr %error
+  %status = call i32 @"{symbol}"({", ".join(["ptr %result", "ptr %error", *values])})
+  %value = load i64, ptr %result
+  ret i64 %value
+}}
+
+define ptr @"{python_symbol(name)}"(ptr %self, ptr %args, i64 %count) {{
+  %result = alloca i64
+  %error = alloca ptr
+  store i64 0, ptr %result
+  store ptr null, ptr %error
+  %fits = icmp eq i64 %count, {words}
+  br i1 %fits, label %read, label %unfit
+unfit:
+  %type = load ptr, ptr @PyExc_TypeError
+  call void @PyErr_SetString(ptr %type, ptr @wrong)
+  ret ptr null
+read:
+  %f0 = or i1 false, false
+{numbers}
+  br i1 %f{words}, label %ask, label %run
+ask:
+  %pending = call ptr @PyErr_Occurred()
+  %good = icmp eq ptr %pending, null
+  br i1 %good, label %run, label %fail
+fail:
+  ret ptr null
+run:
+  %state = call ptr @PyEval_SaveThread()
+  %status = call i32 @"{symbol}"({", ".join(["ptr %result", "ptr %error", *values])})
+  call void @PyEval_RestoreThread(ptr %state)
+  %failed = icmp ne i32 %status, 0
+  br i1 %failed, label %report, label %return
+report:
+  %kind = load ptr, ptr @PyExc_SystemError
+  call void @PyErr_SetString(ptr %kind, ptr @raised)
+  ret ptr null
+return:
+  %value = load i64, ptr %result
+  %made = {back}
+  ret ptr %made
+}}
+"""
