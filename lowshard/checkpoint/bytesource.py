@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 from collections.abc import Iterator
@@ -21,6 +22,10 @@ LONG_RUN_BYTES = 32 << 10
 """From here on a positioned read is faster than the page faults of a map."""
 _SCRATCH_BYTES = 512 << 10
 """Of a piece that is read and then looked at again: it is still in the core's own cache."""
+_MAPPED_BYTES = 4 << 20
+"""Of a map, whose pages are looked up at once: half the time of the faults that would come one after the other."""
+_MADV_POPULATE_READ = 22
+"""Of madvise(2), since Linux 5.14; Python's mmap has no name for it before 3.14."""
 
 
 class ByteSource:
@@ -78,15 +83,24 @@ class ByteSource:
         """
         if part.crc32 is None:
             return 0
-        fd, value, at = self._fd(part.file, name), 0, part.entry.start
-        scratch = self._scratch_bytes().data
-        while at < part.entry.stop:
-            piece = scratch[: part.entry.stop - at]
-            self._pread(fd, piece, at, part.file, name)
+        value = 0
+        for _, piece in self._mapped_pieces(name, part, part.entry.start, part.entry.stop):
             value = crc32(piece, value)
-            at += len(piece)
         part.check(name, value)
         return part.entry.size_bytes
+
+    def _mapped_pieces(
+        self, name: str, part: StoredPart, start: int, stop: int
+    ) -> Iterator[tuple[int, memoryview]]:
+        """Yield a stretch of a stored array as it lies in the map, piece by piece, each with its place in the file."""
+        with memoryview(
+            self._map(part.file, name, part.entry)
+        ) as stored:  # a map with views cannot be closed
+            for at in range(start, stop, _MAPPED_BYTES):
+                end = min(at + _MAPPED_BYTES, stop)
+                self._look_up(part.file, name, at, end)
+                with stored[at:end] as piece:
+                    yield at, piece
 
     def _read_part(self, name: str, part: StoredPart, box: Box, out: np.ndarray, tally: Tally | None) -> None:
         entry, itemsize = part.entry, dtypes.get(part.entry.dtype).itemsize_bytes
@@ -97,26 +111,59 @@ class ByteSource:
         if first is not None:
             self._read_run(name, part, entry.start + first * itemsize, out, tally)
             return
+        rows = None
         if _run_elems(box, entry.shape) * itemsize >= LONG_RUN_BYTES:
             run_elems, firsts = contiguous_runs(box, entry.shape)
             rows = _runs(out, run_elems)
-            if rows is not None:
-                fd = self._fd(part.file, name)
-                for first, row in zip(firsts, rows, strict=True):
-                    self._pread(fd, row.data, entry.start + first * itemsize, part.file, name)
-                return
-        target = _as_bytes(out)
+        if rows is None:
+            self._read_mapped(name, part, box, _as_bytes(out))
+        else:
+            fd = self._fd(part.file, name)
+            for first, row in zip(firsts, rows, strict=True):
+                self._pread(fd, row.data, entry.start + first * itemsize, part.file, name)
+        if tally is not None:  # now, while what all ranks have read of the array is in a cache
+            for at, piece in self._mapped_pieces(name, part, *tally.take_stretch(part.key)):
+                tally.add(part.key, at, piece)
+
+    def _read_mapped(self, name: str, part: StoredPart, box: Box, target: np.ndarray) -> None:
+        """Copy the short runs of a box of two dims or more out of the map, some megabytes of the file at a time."""
+        entry, itemsize = part.entry, dtypes.get(part.entry.dtype).itemsize_bytes
         stored = np.ndarray(
-            (*entry.shape[:-1], entry.shape[-1] * itemsize) if entry.shape else (itemsize,),
+            (*entry.shape[:-1], entry.shape[-1] * itemsize),
             np.uint8,
             buffer=self._map(part.file, name, entry),
             offset=entry.start,
         )
-        index = list(relative_slices(box, tuple((0, n) for n in entry.shape))) or [slice(None)]
-        if entry.shape:
-            index[-1] = slice(box[-1][0] * itemsize, box[-1][1] * itemsize)
-        np.copyto(target, stored[tuple(index)])
+        index = [slice(start, stop) for start, stop in box]
+        index[-1] = slice(box[-1][0] * itemsize, box[-1][1] * itemsize)
+        row_bytes = stored.strides[0]
+        # Of the first row and of the last one, what lies before the box and behind it.
+        low = sum(s.start * step for s, step in zip(index[1:], stored.strides[1:], strict=True))
+        rest = (
+            row_bytes
+            - 1
+            - sum((s.stop - 1) * step for s, step in zip(index[1:], stored.strides[1:], strict=True))
+        )
+        rows = max(1, _MAPPED_BYTES // row_bytes)
+        for first in range(box[0][0], box[0][1], rows):
+            stop = min(first + rows, box[0][1])
+            self._look_up(
+                part.file, name, entry.start + first * row_bytes + low, entry.start + stop * row_bytes - rest
+            )
+            index[0] = slice(first, stop)
+            np.copyto(target[first - box[0][0] : stop - box[0][0]], stored[tuple(index)])
         del stored  # a map with views cannot be closed
+
+    def _look_up(self, file: str, name: str, start: int, stop: int) -> None:
+        """Have the pages of a stretch of a file in its map, so that touching them is no fault."""
+        first = start - start % mmap.PAGESIZE
+        try:
+            self._maps[file].madvise(_MADV_POPULATE_READ, first, stop - first)
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # an older kernel: the pages come by faults
+                raise CheckpointError(
+                    f"{file}: tensor {name!r}: reading bytes {start} to {stop} failed: {error.strerror}"
+                ) from error
 
     def _read_run(self, name: str, part: StoredPart, at: int, out: np.ndarray, tally: Tally | None) -> None:
         """Fill `out` with one run of a file, piece by piece where somebody looks at it on the way."""

@@ -6,7 +6,7 @@ memory, as long as the bytes are in a cache); zlib's own stands in where the isa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 
 _POLYNOMIAL = 0xEDB88320
@@ -67,8 +67,19 @@ def _product(a: int, b: int) -> int:
 class Tally:
     """The sums of what one rank has read of stored arrays."""
 
-    def __init__(self) -> None:
+    def __init__(self, stretches: Mapping[Key, tuple[int, int]] | None = None) -> None:
+        """Begin with nothing.
+
+        Args:
+            stretches: of arrays that nobody reads in one run: the first byte that this rank sums, and the one behind
+                the last.
+        """
         self._pieces: dict[Key, list[Piece]] = {}
+        self._stretches = dict(stretches or {})
+
+    def take_stretch(self, key: Key) -> tuple[int, int]:
+        """Return the stretch of an array that this rank is still to sum, and forget it; an empty one for none."""
+        return self._stretches.pop(key, (0, 0))
 
     def add(self, key: Key, at: int, data: memoryview) -> None:
         """Add bytes of a stored array, which lie at `at` in its file."""
@@ -84,17 +95,24 @@ class Tally:
         return self._pieces.get(key, [])
 
 
-def whole(start: int, stop: int, pieces: Iterable[Piece]) -> int | None:
-    """Return the CRC-32 of bytes start to stop if the pieces, one behind the other, make them up; else None."""
+def chain(start: int, stop: int, pieces: Iterable[Piece]) -> list[Piece] | None:
+    """Return those pieces that, one behind the other, make up bytes start to stop; None where they do not."""
     by_start: dict[int, Piece] = {}
     for piece in pieces:
         if piece[1] > by_start.get(piece[0], piece)[1] or piece[0] not in by_start:
             by_start[piece[0]] = piece
-    at, value = start, 0
+    found, at = [], start
     while at < stop:
         if at not in by_start:
             return None
-        first, end, own = by_start[at]
-        value = own if first == start else joined(value, own, end - first)
-        at = end
-    return value if at == stop else None
+        found.append(by_start[at])
+        at = by_start[at][1]
+    return found if at == stop else None
+
+
+def sum_of(pieces: Iterable[Piece]) -> int:
+    """Return the CRC-32 of pieces one behind the other."""
+    value = 0
+    for i, (first, end, own) in enumerate(pieces):
+        value = joined(value, own, end - first) if i else own
+    return value

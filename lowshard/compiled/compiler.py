@@ -1,7 +1,7 @@
 """Python functions compiled by Numba into object files that need nothing of Numba's: imported only where code is made.
 
-Numba gives the function as LLVM's own text, whole and optimised. Two more are linked to it (see `lowshard.compiled.native`), all
-other names are made private, and LLVM writes the object.
+Numba gives the function as LLVM's own text, whole and optimised. Two more are linked to it (`lowshard.compiled.native`
+says which), all other names are made private, and LLVM writes the object.
 """
 
 from __future__ import annotations

@@ -39,12 +39,15 @@ def test_a_rank_that_is_killed_in_a_save_leaves_the_old_checkpoint(
 
 
 def test_loading_takes_little_more_than_a_plain_read_and_little_more_than_the_shards(tmp_path: Path) -> None:
-    ran = start_ranks(RUNNER, 4, ["measure", str(tmp_path)], timeout_s=180)
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    rows = {(r["form"], r["strategy"]): r for r in json.loads(ran.stdout.strip().splitlines()[-1])}
-    # Anonymous and shared-memory pages over the shards, from a rank that has made a communicator. Python, NumPy, MPI,
-    # Numba and the communicator take 80 to 90 MB before that (`started_mb`), whether anything is loaded or not.
-    assert all(row["over_shards_mb"] <= 64 for row in rows.values()), rows
+    for turn in range(2):
+        ran = start_ranks(RUNNER, 4, ["measure", str(tmp_path / str(turn))], timeout_s=180)
+        assert ran.returncode == 0, ran.stdout + ran.stderr
+        found = json.loads(ran.stdout.strip().splitlines()[-1])
+        if not any(row["has_compiled"] for row in found):
+            break  # else a rank has compiled what no one had used before, with Numba in its memory
+    rows = {(r["form"], r["strategy"]): r for r in found}
+    # Anonymous and shared-memory pages over the shards, of the whole process.
+    assert all(row["with_python_mb"] <= 64 for row in rows.values()), rows
     # Two ways to look past what else the machine does: quietest beside quietest, and the median of the pairs.
     for (form, strategy), row in rows.items():
         quick = min(row["ratio"], row["median_ratio"])
@@ -54,8 +57,7 @@ def test_loading_takes_little_more_than_a_plain_read_and_little_more_than_the_sh
         elif form == "sharded":  # cut as it is loaded
             assert max(quick, checked) <= 1.3, (form, rows)
         else:
-            # A third of these bytes are columns of a kilobyte or three: they are copied out of a map of the file, and
-            # what the system takes to map each page for each rank is twice what the copy takes.
-            assert quick <= 1.6, (form, rows)
-            # Column cuts of another number of ranks are read once more for their checksums.
-            assert checked <= (1.6 if form == "model" else 2.0), (form, rows)
+            # A third of these bytes are columns of a kilobyte or three: they are copied out of a map of the file.
+            assert quick <= 1.3, (form, rows)
+            # Column cuts of another number of ranks are looked at once more for their checksums.
+            assert checked <= (1.3 if form == "model" else 1.6), (form, rows)
