@@ -86,8 +86,9 @@ from lowshard.kernels.engine import host_engine
 q = quantize_mxfp8(np.ones((1, 32), np.float32))
 found = {"engine": host_engine().name, "right": bool((q.data == 0x78).all() and q.scale[0, 0] == 119), "bits": 0}
 if found["engine"] == "numba":
+    from lowshard.compiled import cache_folder
     from lowshard.kernels.cpu.engine import vector_bits
-    found["bits"] = vector_bits()
+    found["bits"], found["cache"] = vector_bits(), str(cache_folder())
 print(json.dumps(found))
 """
 
@@ -165,7 +166,9 @@ def check_kernels() -> Check:
     if found["engine"] != "numba":
         advice = "far slower than compiled code: pip install numba, unset LOWSHARD_KERNELS"
         return Check("kernels", "ok", "plain NumPy", advice, required=True)
-    return Check("kernels", "ok", f"Numba, {found['bits']}-bit vectors", required=True)
+    return Check(
+        "kernels", "ok", f"Numba, {found['bits']}-bit vectors, kept in {found['cache']}", required=True
+    )
 
 
 def _origin() -> str:

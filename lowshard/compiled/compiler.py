@@ -6,6 +6,7 @@ says which), all other names are made private, and LLVM writes the object.
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import llvmlite.binding as llvm
@@ -17,6 +18,9 @@ from numba.extending import intrinsic
 from lowshard.compiled import deferred
 from lowshard.compiled.cache import Signature
 from lowshard.compiled.native import python_symbol
+
+_lock = threading.Lock()
+"""One thread compiles at a time: ranks may be threads."""
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -42,6 +46,11 @@ def compile_object(name: str, function: Any, signature: Signature, error_model: 
 
 def compile_module(name: str, function: Any, signature: Signature, error_model: str) -> Any:
     """Return the same as a module of LLVM."""
+    with _lock:
+        return _compiled(name, function, signature, error_model)
+
+
+def _compiled(name: str, function: Any, signature: Signature, error_model: str) -> Any:
     deferred.take_up()
     target = function.real() if isinstance(function, deferred.Deferred) else function
     if not hasattr(target, "py_func"):

@@ -8,10 +8,13 @@ real object too.
 from __future__ import annotations
 
 import importlib
+import threading
 import typing
 from collections.abc import Callable
 from functools import update_wrapper
 from typing import Any, ClassVar
+
+_lock = threading.RLock()
 
 
 class Deferred:
@@ -36,7 +39,9 @@ class Deferred:
     def real(self) -> Any:
         """Return the object."""
         if self._make is not None:
-            self._real, self._make = self._make(), None
+            with _lock:
+                if self._make is not None:  # no other thread was first
+                    self._real, self._make = self._make(), None
         return self._real
 
     @property
