@@ -16,7 +16,7 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
-from lowshard.kernels.cpu.drive import named, prefetch_end, rows_of
+from lowshard.kernels.cpu.drive import named, prefetch_line, rows_of
 from lowshard.kernels.cpu.rare import encode_rare
 from lowshard.kernels.cpu.scalar import DTYPE_CODES
 from lowshard.kernels.cpu.sources import MAGNITUDE, ONE_FIELD, SOURCES
@@ -25,8 +25,7 @@ from lowshard.kernels.cpu.vector import (
     copy_bytes,
     load,
     only_if,
-    prefetch_far,
-    prefetch_near,
+    prefetch,
     store,
 )
 from lowshard.kernels.reference import BLOCK_ELEMS, ElementFormat, element_format
@@ -173,13 +172,13 @@ def _quantize_rows(source: str, elem: str) -> Any:
 
     def quantize_rows(
         kind: Any, src: Any, dst: Any, scales: Any, run: Any, rows: Any, src_step: Any, dst_step: Any,
-        near: Any, far: Any, scratch: Any, first: Any, second: Any, streaming: Any,
+        near: Any, mid: Any, far: Any, scratch: Any, first: Any, second: Any, streaming: Any,
     ) -> None:  # fmt: skip
         increment = types.int32(first >> 16)
         lowest = types.int32(((max(second, lowest_fast) + emax) << 7) - increment)
         if far:
             fetched(
-                src, dst, scales, run, rows, src_step, dst_step, near, far, scratch, first, second, increment,
+                src, dst, scales, run, rows, src_step, dst_step, near, mid, far, scratch, first, second, increment,
                 lowest, streaming,
             )  # fmt: skip
         else:
@@ -271,8 +270,8 @@ def _rows_fetched(source: str, elem: str) -> Any:
     @njit(nogil=True)  # type: ignore[untyped-decorator]
     @named(source, elem)
     def rows_fetched(
-        src: int, dst: int, scales: int, run: int, rows: int, src_step: int, dst_step: int, near: int, far: int,
-        scratch: int, round_up: int, min_scale_byte: int, increment: int, lowest: int, streaming: bool,
+        src: int, dst: int, scales: int, run: int, rows: int, src_step: int, dst_step: int, near: int, mid: int,
+        far: int, scratch: int, round_up: int, min_scale_byte: int, increment: int, lowest: int, streaming: bool,
     ) -> None:  # fmt: skip
         zero_byte = types.int32(min_scale_byte)
         blocks, row_bytes = run // 32, run * itemsize
@@ -295,13 +294,14 @@ def _rows_fetched(source: str, elem: str) -> Any:
                 x = src + row * src_step + done * block_bytes
                 for i in range(next_count, next_count + take):
                     for line in range(0, block_bytes, 64):
-                        prefetch_near(x + near + line)
+                        prefetch(x + mid + line)
+                        prefetch(x + near + line)
                     find_maximum(x, tops + 2 * i, kept + 64 * i, source, 1)
                     x += block_bytes
                 next_count += take
                 done += take
                 if done == blocks:
-                    prefetch_end(x, near, far)
+                    prefetch_line(x - 1, near, mid, far)
                     row, done = row + 1, 0
                 if dst_step != run or alone:
                     break
@@ -311,7 +311,7 @@ def _rows_fetched(source: str, elem: str) -> Any:
                 whole_lines = streaming and to & 63 == 0
                 while i + 2 <= count:
                     for line in range(0, 2 * block_bytes, 64):
-                        prefetch_far(fetch_at + line)
+                        prefetch(fetch_at + line)
                     fetch_at += 2 * block_bytes
                     fetch_left -= 2 * block_bytes
                     if fetch_left <= 0:
