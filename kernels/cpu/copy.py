@@ -25,33 +25,33 @@ LAG_BYTES = 4 << 10
 
 
 @njit(nogil=True)  # type: ignore[untyped-decorator]
-def stream_ahead(dst: int, src: int, size_bytes: int, near: int, mid: int, far: int) -> tuple[int, int]:
+def stream_ahead(dst: int, src: int, size_bytes: int, ahead: tuple[int, int, int, int]) -> tuple[int, int]:
     """Copy whole lines past the caches, asking for others as `run_rows` says; return where both sides ended."""
     end = dst + size_bytes
     while dst + 256 <= end:
         for line in range(0, 256, 64):
-            prefetch_line(src + line, near, mid, far)
+            prefetch_line(src + line, ahead)
         stream_lines(dst, src, 4)
         src, dst = src + 256, dst + 256
     while dst < end:
-        prefetch_line(src, near, mid, far)
+        prefetch_line(src, ahead)
         stream_lines(dst, src, 1)
         src, dst = src + 64, dst + 64
     return src, dst
 
 
 @njit(nogil=True)  # type: ignore[untyped-decorator]
-def stream_copy(dst: int, src: int, size_bytes: int, near: int, mid: int, far: int) -> None:
+def stream_copy(dst: int, src: int, size_bytes: int, ahead: tuple[int, int, int, int]) -> None:
     """Copy bytes past the caches; the part lines at both ends go through them. Prefetches as `drive` says."""
     end = dst + size_bytes
     head = min(-dst & 63, size_bytes)
     if head:
         copy_bytes(dst, src, head)
         src, dst = src + head, dst + head
-    if far:
+    if ahead[0]:
         if src & 63 or dst + 64 > end:
-            prefetch_line(src + (end - dst) - 1, near, mid, far)
-        src, dst = stream_ahead(dst, src, (end - dst) & -64, near, mid, far)
+            prefetch_line(src + (end - dst) - 1, ahead)
+        src, dst = stream_ahead(dst, src, (end - dst) & -64, ahead)
     else:
         while dst + 256 <= end:
             stream_lines(dst, src, 4)
@@ -79,7 +79,7 @@ def send_lines(line: int, stage: int, begin: int, end: int, skip_bytes: int) -> 
 def _copy_rows() -> Any:
     def copy_rows(
         kind: Any, src: Any, dst: Any, scales: Any, run: Any, rows: Any, src_step: Any, dst_step: Any,
-        near: Any, mid: Any, far: Any, scratch: Any, first: Any, second: Any, streaming: Any,
+        ahead: Any, scratch: Any, first: Any, second: Any, streaming: Any,
     ) -> None:  # fmt: skip
         size = run * first
         if size == 1:
@@ -97,12 +97,12 @@ def _copy_rows() -> Any:
         elif streaming and size >= second:
             for row in range(rows):
                 at, to = src + row * src_step, dst + row * dst_step
-                stream_copy(to, at, size, near, mid, far)
+                stream_copy(to, at, size, ahead)
         else:
             for row in range(rows):
                 at = src + row * src_step
-                if far:
-                    prefetch_run(at, size, near, mid, far)
+                if ahead[0]:
+                    prefetch_run(at, size, ahead)
                 copy_bytes(dst + row * dst_step, at, size)
 
     return copy_rows

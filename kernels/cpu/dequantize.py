@@ -106,7 +106,7 @@ def _dequantize_rows(dtype: str, elem: str) -> Any:
 
     def dequantize_rows(
         kind: Any, src: Any, dst: Any, scales: Any, run: Any, rows: Any, src_step: Any, dst_step: Any,
-        near: Any, mid: Any, far: Any, scratch: Any, first: Any, second: Any, streaming: Any,
+        ahead: Any, scratch: Any, first: Any, second: Any, streaming: Any,
     ) -> None:  # fmt: skip
         blocks = run // 32
         for row in range(rows):
@@ -117,8 +117,8 @@ def _dequantize_rows(dtype: str, elem: str) -> Any:
             )
             # Whole lines are streamed as they are made; others are put together in the first cache before.
             whole_lines, staged = streaming and values & 63 == 0, streaming and values & 63 != 0
-            if far:
-                prefetch_line(data + run - 1, near, mid, far)
+            if ahead[0]:
+                prefetch_line(data + run - 1, ahead)
             for start in range(0, blocks, group):
                 end, made = min(start + group, blocks), values + start * block_bytes
                 if staged:
@@ -126,8 +126,8 @@ def _dequantize_rows(dtype: str, elem: str) -> Any:
                 for block in range(start, end):
                     byte = types.int32(load_u8(bytes_ + block))
                     at, to = data + block * 32, made + (block - start) * block_bytes
-                    if far and block & 1 == 0:
-                        prefetch_line(at, near, mid, far)
+                    if ahead[0] and block & 1 == 0:
+                        prefetch_line(at, ahead)
                     if byte >= lowest and byte <= highest:
                         if whole_lines:
                             decode_block(at, byte, to, dtype, elem, 1)
@@ -143,6 +143,8 @@ def _dequantize_rows(dtype: str, elem: str) -> Any:
                         else:
                             store_value(to + 4 * i, load_u32(first + 4 * index))
                 if staged:
-                    stream_copy(values + start * block_bytes, scratch, (end - start) * block_bytes, 0, 0, 0)
+                    stream_copy(
+                        values + start * block_bytes, scratch, (end - start) * block_bytes, (0, 0, 0, 0)
+                    )
 
     return dequantize_rows

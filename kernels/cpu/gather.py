@@ -16,13 +16,13 @@ from numba import njit, types
 from lowshard.compiled import compile_cached
 from lowshard.kernels.cpu.copy import LAG_BYTES, STAGE_BYTES, send_lines, stream_ahead
 from lowshard.kernels.cpu.drive import (
+    AHEAD_BYTES,
     COLUMNS,
-    FAR_BYTES,
-    MID_BYTES,
-    NEAR_BYTES,
     OWN_ROWS_BYTES,
     SMALL_GAP_BYTES,
+    boxes_ahead,
     prefetch_line,
+    rows_ahead,
     source_digest,
 )
 from lowshard.kernels.cpu.vector import (
@@ -47,20 +47,13 @@ def _gather_lines(columns: Any, src: int, to: int, itemsize: int) -> None:
     last = columns.shape[1] - 1
     sent_bytes = columns[DST_OFFSET, last] - columns[DST_OFFSET, 0] + columns[RUN, last] * itemsize
     run_bytes = sent_bytes // (last + 1)
-    near_boxes, mid_boxes, far_boxes = (
-        max(1, NEAR_BYTES // run_bytes),
-        max(1, MID_BYTES // run_bytes),
-        max(1, FAR_BYTES // run_bytes),
-    )
+    b1, b2, b3, b4 = rows_ahead(1, run_bytes)
     for box in range(last + 1):
-        offset, size = columns[SRC_OFFSET, box], columns[RUN, box] * itemsize
-        far = columns[SRC_OFFSET, min(box + far_boxes, last)] - offset
-        mid = columns[SRC_OFFSET, min(box + mid_boxes, last)] - offset
-        near = columns[SRC_OFFSET, min(box + near_boxes, last)] - offset
-        at = src + offset
+        at, size = src + columns[SRC_OFFSET, box], columns[RUN, box] * itemsize
+        ahead = boxes_ahead(columns, SRC_OFFSET, box, b1, b2, b3, b4)
         if at & 63:
-            prefetch_line(at + size - 1, near, mid, far)  # it has one line more
-        to = stream_ahead(to, at, size, near, mid, far)[1]
+            prefetch_line(at + size - 1, ahead)  # it has one line more
+        to = stream_ahead(to, at, size, ahead)[1]
     fence()
 
 
@@ -77,7 +70,6 @@ def gather_kernel() -> Callable[..., None]:
         OWN_ROWS_BYTES,
         SMALL_GAP_BYTES,
     )
-    near_bytes, mid_bytes, far_bytes = NEAR_BYTES, MID_BYTES, FAR_BYTES
 
     def gather(columns: Any, src: int, dst: int, stage: int, itemsize: int, way: int) -> None:
         boxes, has_rows = columns.shape[1], columns.shape[0] > 3
@@ -88,7 +80,8 @@ def gather_kernel() -> Callable[..., None]:
         # The stage begins where a line of the target does. What that line holds before ours stays as it is.
         skip = to & 63
         line, used, sent = to - skip, skip, 0
-        last_bytes, near_boxes, mid_boxes, far_boxes = 0, 0, 0, 0
+        last_bytes = 0
+        b1, b2, b3, b4 = 1, 1, 1, 1
         for box in range(boxes):
             offset, size = columns[SRC_OFFSET, box], columns[RUN, box] * itemsize
             at, rows, step = src + offset, 1, 0
@@ -97,33 +90,26 @@ def gather_kernel() -> Callable[..., None]:
             box_bytes = size * rows
             if box_bytes != last_bytes:  # a division takes as long as copying a line
                 last_bytes = box_bytes
-                far_boxes = far_bytes // box_bytes if box_bytes <= own_rows_bytes else 0
-                mid_boxes, near_boxes = max(1, mid_bytes // box_bytes), max(1, near_bytes // box_bytes)
-            near, mid, far = 0, 0, 0
-            if far_boxes:
-                far = columns[SRC_OFFSET, min(box + far_boxes, boxes - 1)] - offset
-                mid = columns[SRC_OFFSET, min(box + mid_boxes, boxes - 1)] - offset
-                near = columns[SRC_OFFSET, min(box + near_boxes, boxes - 1)] - offset
+                b1, b2, b3, b4 = rows_ahead(1, box_bytes)
+            ahead = (0, 0, 0, 0)
+            if box_bytes <= own_rows_bytes:
+                ahead = boxes_ahead(columns, SRC_OFFSET, box, b1, b2, b3, b4)
             elif abs(step) >= size + small_gap:
-                near, mid, far = (
-                    step * (near_bytes // size),
-                    step * (mid_bytes // size),
-                    step * (far_bytes // size),
-                )
+                ahead = rows_ahead(step, size)
             for _ in range(rows):
                 end = at + size
                 if at & 63:
-                    prefetch_line(end - 1, near, mid, far)  # a run that begins amid a line has one line more
+                    prefetch_line(end - 1, ahead)  # a run that begins amid a line has one line more
                 if way == WHOLE_LINES:
-                    at, to = stream_ahead(to, at, size, near, mid, far)
+                    at, to = stream_ahead(to, at, size, ahead)
                 else:
                     into = stage + used if way == STAGED else to
                     while at + 64 <= end:
-                        prefetch_line(at, near, mid, far)
+                        prefetch_line(at, ahead)
                         copy_line(into, at)
                         at, into = at + 64, into + 64
                     if at < end:
-                        prefetch_line(at, near, mid, far)
+                        prefetch_line(at, ahead)
                         copy_bytes(into, at, end - at)
                     to += size
                 if way == STAGED:
@@ -150,7 +136,7 @@ def scatter_kernel() -> Callable[..., None]:
 
     Every run has at most SHORT_RUN_BYTES, and 64 bytes or more.
     """
-    far_bytes = FAR_BYTES
+    far_bytes = AHEAD_BYTES[0]
 
     def scatter(columns: Any, src: int, dst: int, itemsize: int) -> None:
         boxes, has_rows = columns.shape[1], columns.shape[0] > 3
