@@ -270,14 +270,15 @@ def _rows_fetched(source: str, elem: str) -> Any:
     @njit(nogil=True)  # type: ignore[untyped-decorator]
     @named(source, elem)
     def rows_fetched(
-        src: int, dst: int, scales: int, run: int, rows: int, src_step: int, dst_step: int, ahead: tuple[int, int, int, int],
-        scratch: int, round_up: int, min_scale_byte: int, increment: int, lowest: int, streaming: bool,
+        src: int, dst: int, scales: int, run: int, rows: int, src_step: int, dst_step: int,
+        ahead: tuple[int, int, int, int], scratch: int, round_up: int, min_scale_byte: int, increment: int,
+        lowest: int, streaming: bool,
     ) -> None:  # fmt: skip
         zero_byte = types.int32(min_scale_byte)
         blocks, row_bytes = run // 32, run * itemsize
         row, done, count, side, rare = 0, 0, 0, 0, types.uint32(0)
         to, byte, first_block = dst, scales, 0
-        fetch_at, fetch_left = src, row_bytes
+        pair_at, pair_left = src, row_bytes
         while row < rows or count:
             next_to = dst + row * dst_step + done * 32
             next_byte = scales + ((row * dst_step) >> 5) + done
@@ -311,13 +312,13 @@ def _rows_fetched(source: str, elem: str) -> Any:
                 whole_lines = streaming and to & 63 == 0
                 while i + 2 <= count:
                     for line in range(0, 2 * block_bytes, 64):
-                        prefetch(fetch_at + ahead[0] + line)
-                        prefetch(fetch_at + ahead[1] + line)
-                    fetch_at += 2 * block_bytes
-                    fetch_left -= 2 * block_bytes
-                    if fetch_left <= 0:
-                        fetch_at += src_step - row_bytes
-                        fetch_left += row_bytes
+                        prefetch(pair_at + ahead[0] + line)
+                        prefetch(pair_at + ahead[1] + line)
+                    pair_at += 2 * block_bytes
+                    pair_left -= 2 * block_bytes
+                    if pair_left <= 0:
+                        pair_at += src_step - row_bytes
+                        pair_left += row_bytes
                     if whole_lines:
                         encode_blocks(lanes + 64 * i, to + 32 * i, own_tops + 2 * i, elem, 2, 1)
                     else:
