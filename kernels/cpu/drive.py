@@ -21,9 +21,10 @@ from lowshard.kernels.runs import DST_OFFSET, FIRST_DIM, RUN, SRC_OFFSET
 
 # Long runs, and runs with small gaps, are best left to the machine's own prefetching. Others are asked for into the
 # second cache, which has many misses under way at a time, and that four times over: once is measurably not enough,
-# as if requests were dropped, and a line that did not come holds up the work for as long as 180 ns. Work of 27 ns on each 1 KB
-# of every 4 KB takes 145 ns without, 97 with one such request for each line, 81, 60 and 51 with two, three and four;
-# asking for the first cache, which has few misses under way, makes it slower. Requests are spread between the work.
+# as if requests were dropped, and a line that did not come holds up the work for as long as 180 ns. Work of 27 ns on
+# each 1 KB of every 4 KB takes 145 ns without, 97 with one such request for each line, 81, 60 and 51 with two, three
+# and four; asking for the first cache, which has few misses under way, makes it slower. Requests are spread between
+# the work.
 AHEAD_BYTES = (32 << 10, 16 << 10, 8 << 10, 4 << 10)
 OWN_ROWS_BYTES = 32 << 10
 """In larger boxes it is the box's own rows that are asked for, in smaller ones the boxes after it."""
