@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Protocol
 
+import numpy as np
+
 from lowshard.errors import DependencyError, KernelError
 from lowshard.kernels.buffer import Array, is_gpu
 from lowshard.kernels.reference import Elem, Mode
@@ -77,6 +79,8 @@ def engine_for(*arrays: Array) -> Engine:
     Raises:
         KernelError: NumPy and CuPy arrays, or arrays of several GPUs, in one call.
     """
+    if all(type(array) is np.ndarray for array in arrays):  # most calls: nothing more is looked at
+        return host_engine()
     devices = {array.device.id if is_gpu(array) else None for array in arrays}
     if devices == {None}:
         return host_engine()

@@ -7,7 +7,7 @@ from typing import Any
 from llvmlite import ir
 
 from lowshard.compiled.deferred import intrinsic, types
-from lowshard.kernels.cpu.drive import prefetch_both, prefetch_end, rows_of
+from lowshard.kernels.cpu.drive import prefetch_run, rows_of
 from lowshard.kernels.cpu.scalar import DTYPE_CODES, fp32_bits, store_rounded
 from lowshard.kernels.cpu.vector import Lanes, fp16_subnormals, load, store
 
@@ -73,14 +73,13 @@ def _cast_rows(source: str, target: str) -> Any:
 
     def cast_rows(
         kind: Any, src: Any, dst: Any, scales: Any, run: Any, rows: Any, src_step: Any, dst_step: Any,
-        near: Any, far: Any, scratch: Any, first: Any, second: Any, streaming: Any,
+        ahead: Any, scratch: Any, first: Any, second: Any, streaming: Any,
     ) -> None:  # fmt: skip
         for row in range(rows):
             at, to = src + row * src_step, dst + row * dst_step
             done = 0
-            if far:
-                prefetch_both(at, run * src_item, near, far)
-                prefetch_end(at + run * src_item, near, far)
+            if ahead[0]:
+                prefetch_run(at, run * src_item, ahead)
             if streaming:
                 # Up to the first whole line; an odd address never gets there.
                 while done < run and done < 32 and (to + done * dst_item) & 63:

@@ -5,21 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 from lowshard.compiled.deferred import njit
-from lowshard.kernels.cpu.drive import prefetch_both, prefetch_end, rows_of
+from lowshard.kernels.cpu.drive import prefetch_line, prefetch_run, rows_of
 from lowshard.kernels.cpu.vector import (
     copy_bytes,
     load_u8,
     load_u16,
     load_u32,
     load_u64,
-    prefetch_far,
-    prefetch_near,
     store_value,
     stream_lines,
 )
-
-NEAR_FROM_BYTES = 2 << 10
-"""Runs from here on wait for the first cache too; shorter ones bring all that comes into the second alone."""
 
 STAGE_BYTES = 12 << 10
 """What is put together in scratch memory before lines go past the caches; a run more fits behind it."""
@@ -29,26 +24,33 @@ LAG_BYTES = 4 << 10
 
 
 @njit(nogil=True)
-def stream_copy(dst: int, src: int, size_bytes: int, near: int, far: int) -> None:
+def stream_ahead(dst: int, src: int, size_bytes: int, ahead: tuple[int, int, int, int]) -> tuple[int, int]:
+    """Copy whole lines past the caches, asking for others as `run_rows` says; return where both sides ended."""
+    end = dst + size_bytes
+    while dst + 256 <= end:
+        for line in range(0, 256, 64):
+            prefetch_line(src + line, ahead)
+        stream_lines(dst, src, 4)
+        src, dst = src + 256, dst + 256
+    while dst < end:
+        prefetch_line(src, ahead)
+        stream_lines(dst, src, 1)
+        src, dst = src + 64, dst + 64
+    return src, dst
+
+
+@njit(nogil=True)
+def stream_copy(dst: int, src: int, size_bytes: int, ahead: tuple[int, int, int, int]) -> None:
     """Copy bytes past the caches; the part lines at both ends go through them. Prefetches as `drive` says."""
     end = dst + size_bytes
     head = min(-dst & 63, size_bytes)
     if head:
         copy_bytes(dst, src, head)
         src, dst = src + head, dst + head
-    if far:
-        if size_bytes >= NEAR_FROM_BYTES:
-            while dst + 64 <= end:
-                prefetch_far(src + far)
-                prefetch_near(src + near)
-                stream_lines(dst, src, 1)
-                src, dst = src + 64, dst + 64
-        else:
-            while dst + 64 <= end:
-                prefetch_far(src + far)
-                stream_lines(dst, src, 1)
-                src, dst = src + 64, dst + 64
-        prefetch_far(src + (end - dst) - 1 + far)
+    if ahead[0]:
+        if src & 63 or dst + 64 > end:
+            prefetch_line(src + (end - dst) - 1, ahead)
+        src, dst = stream_ahead(dst, src, (end - dst) & -64, ahead)
     else:
         while dst + 256 <= end:
             stream_lines(dst, src, 4)
@@ -76,7 +78,7 @@ def send_lines(line: int, stage: int, begin: int, end: int, skip_bytes: int) -> 
 def _copy_rows() -> Any:
     def copy_rows(
         kind: Any, src: Any, dst: Any, scales: Any, run: Any, rows: Any, src_step: Any, dst_step: Any,
-        near: Any, far: Any, scratch: Any, first: Any, second: Any, streaming: Any,
+        ahead: Any, scratch: Any, first: Any, second: Any, streaming: Any,
     ) -> None:  # fmt: skip
         size = run * first
         if size == 1:
@@ -94,13 +96,12 @@ def _copy_rows() -> Any:
         elif streaming and size >= second:
             for row in range(rows):
                 at, to = src + row * src_step, dst + row * dst_step
-                stream_copy(to, at, size, near, far)
+                stream_copy(to, at, size, ahead)
         else:
             for row in range(rows):
                 at = src + row * src_step
-                if far:
-                    prefetch_both(at, size, near, far)
-                    prefetch_end(at + size, near, far)
+                if ahead[0]:
+                    prefetch_run(at, size, ahead)
                 copy_bytes(dst + row * dst_step, at, size)
 
     return copy_rows

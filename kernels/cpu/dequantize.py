@@ -8,7 +8,7 @@ from llvmlite import ir
 
 from lowshard.compiled.deferred import intrinsic, types
 from lowshard.kernels.cpu.copy import stream_copy
-from lowshard.kernels.cpu.drive import prefetch_end, rows_of
+from lowshard.kernels.cpu.drive import prefetch_line, rows_of
 from lowshard.kernels.cpu.vector import (
     Lanes,
     fp16_subnormals,
@@ -17,8 +17,6 @@ from lowshard.kernels.cpu.vector import (
     load_u16,
     load_u32,
     only_if,
-    prefetch_far,
-    prefetch_near,
     store,
     store_value,
 )
@@ -107,7 +105,7 @@ def _dequantize_rows(dtype: str, elem: str) -> Any:
 
     def dequantize_rows(
         kind: Any, src: Any, dst: Any, scales: Any, run: Any, rows: Any, src_step: Any, dst_step: Any,
-        near: Any, far: Any, scratch: Any, first: Any, second: Any, streaming: Any,
+        ahead: Any, scratch: Any, first: Any, second: Any, streaming: Any,
     ) -> None:  # fmt: skip
         blocks = run // 32
         for row in range(rows):
@@ -118,8 +116,8 @@ def _dequantize_rows(dtype: str, elem: str) -> Any:
             )
             # Whole lines are streamed as they are made; others are put together in the first cache before.
             whole_lines, staged = streaming and values & 63 == 0, streaming and values & 63 != 0
-            if far:
-                prefetch_end(data + run, near, far)
+            if ahead[0]:
+                prefetch_line(data + run - 1, ahead)
             for start in range(0, blocks, group):
                 end, made = min(start + group, blocks), values + start * block_bytes
                 if staged:
@@ -127,9 +125,8 @@ def _dequantize_rows(dtype: str, elem: str) -> Any:
                 for block in range(start, end):
                     byte = types.int32(load_u8(bytes_ + block))
                     at, to = data + block * 32, made + (block - start) * block_bytes
-                    if far and block & 1 == 0:
-                        prefetch_far(at + far)
-                        prefetch_near(at + near)
+                    if ahead[0] and block & 1 == 0:
+                        prefetch_line(at, ahead)
                     if byte >= lowest and byte <= highest:
                         if whole_lines:
                             decode_block(at, byte, to, dtype, elem, 1)
@@ -145,6 +142,8 @@ def _dequantize_rows(dtype: str, elem: str) -> Any:
                         else:
                             store_value(to + 4 * i, load_u32(first + 4 * index))
                 if staged:
-                    stream_copy(values + start * block_bytes, scratch, (end - start) * block_bytes, 0, 0)
+                    stream_copy(
+                        values + start * block_bytes, scratch, (end - start) * block_bytes, (0, 0, 0, 0)
+                    )
 
     return dequantize_rows

@@ -12,20 +12,22 @@ from functools import cache
 from typing import Any
 
 from lowshard.compiled import INT, Signature, load_compiled
-from lowshard.kernels.cpu.copy import LAG_BYTES, NEAR_FROM_BYTES, STAGE_BYTES, send_lines
+from lowshard.compiled.deferred import njit
+from lowshard.kernels.cpu.copy import LAG_BYTES, STAGE_BYTES, send_lines, stream_ahead
 from lowshard.kernels.cpu.drive import (
+    AHEAD_BYTES,
     COLUMNS,
-    FAR_BYTES,
-    NEAR_BYTES,
+    OWN_ROWS_BYTES,
     SMALL_GAP_BYTES,
+    boxes_ahead,
+    prefetch_line,
+    rows_ahead,
     source_digest,
 )
 from lowshard.kernels.cpu.vector import (
     copy_bytes,
     copy_line,
     fence,
-    prefetch_far,
-    prefetch_near,
     prefetch_to_write,
     stream_lines,
 )
@@ -38,6 +40,22 @@ THROUGH_CACHES, STAGED, WHOLE_LINES = 0, 1, 2
 """Ways to write: as usual; put together, then past the caches; past the caches at once."""
 
 
+@njit(nogil=True)
+def _gather_lines(columns: Any, src: int, to: int, itemsize: int) -> None:
+    """Gather runs of whole lines, one a box, straight past the caches."""
+    last = columns.shape[1] - 1
+    sent_bytes = columns[DST_OFFSET, last] - columns[DST_OFFSET, 0] + columns[RUN, last] * itemsize
+    run_bytes = sent_bytes // (last + 1)
+    b1, b2, b3, b4 = rows_ahead(1, run_bytes)
+    for box in range(last + 1):
+        at, size = src + columns[SRC_OFFSET, box], columns[RUN, box] * itemsize
+        ahead = boxes_ahead(columns, SRC_OFFSET, box, b1, b2, b3, b4)
+        if at & 63:
+            prefetch_line(at + size - 1, ahead)  # it has one line more
+        to = stream_ahead(to, at, size, ahead)[1]
+    fence()
+
+
 @cache
 def gather_kernel() -> Callable[..., None]:
     """Return `kernel(columns, src, dst, scratch, itemsize, way)` for gapless targets and one outer dim at most.
@@ -45,16 +63,24 @@ def gather_kernel() -> Callable[..., None]:
     Every run has at most SHORT_RUN_BYTES. The way is one of THROUGH_CACHES, STAGED and WHOLE_LINES, the last for
     targets and runs that all begin and end with a cache line.
     """
-    stage_bytes, lag_bytes, near_from_bytes = STAGE_BYTES, LAG_BYTES, NEAR_FROM_BYTES
-    near_bytes, far_bytes, small_gap = NEAR_BYTES, FAR_BYTES, SMALL_GAP_BYTES
+    stage_bytes, lag_bytes, own_rows_bytes, small_gap = (
+        STAGE_BYTES,
+        LAG_BYTES,
+        OWN_ROWS_BYTES,
+        SMALL_GAP_BYTES,
+    )
 
     def gather(columns: Any, src: int, dst: int, stage: int, itemsize: int, way: int) -> None:
         boxes, has_rows = columns.shape[1], columns.shape[0] > 3
         to = dst + columns[DST_OFFSET, 0]
+        if way == WHOLE_LINES and not has_rows:
+            _gather_lines(columns, src, to, itemsize)
+            return
         # The stage begins where a line of the target does. What that line holds before ours stays as it is.
         skip = to & 63
         line, used, sent = to - skip, skip, 0
-        last_bytes, far_boxes, near_boxes = 0, 0, 0
+        last_bytes = 0
+        b1, b2, b3, b4 = 1, 1, 1, 1
         for box in range(boxes):
             offset, size = columns[SRC_OFFSET, box], columns[RUN, box] * itemsize
             at, rows, step = src + offset, 1, 0
@@ -63,38 +89,26 @@ def gather_kernel() -> Callable[..., None]:
             box_bytes = size * rows
             if box_bytes != last_bytes:  # a division takes as long as copying a line
                 last_bytes = box_bytes
-                far_boxes = max(1, far_bytes // box_bytes) if box_bytes <= far_bytes else 0
-                near_boxes = max(1, near_bytes // box_bytes)
-            if far_boxes:
-                far = columns[SRC_OFFSET, min(box + far_boxes, boxes - 1)] - offset
-                near = columns[SRC_OFFSET, min(box + near_boxes, boxes - 1)] - offset
-            else:
-                far = (far_bytes // size) * step if abs(step) >= size + small_gap else 0
-                near = max(1, near_bytes // size) * step if far else 0
+                b1, b2, b3, b4 = rows_ahead(1, box_bytes)
+            ahead = (0, 0, 0, 0)
+            if box_bytes <= own_rows_bytes:
+                ahead = boxes_ahead(columns, SRC_OFFSET, box, b1, b2, b3, b4)
+            elif abs(step) >= size + small_gap:
+                ahead = rows_ahead(step, size)
             for _ in range(rows):
                 end = at + size
                 if at & 63:
-                    prefetch_far(end - 1 + far)  # a run that begins amid a line has one line more
-                if way == WHOLE_LINES and size < near_from_bytes:
-                    while at < end:
-                        prefetch_far(at + far)
-                        stream_lines(to, at, 1)
-                        at, to = at + 64, to + 64
-                elif way == WHOLE_LINES:
-                    while at < end:
-                        prefetch_far(at + far)
-                        prefetch_near(at + near)
-                        stream_lines(to, at, 1)
-                        at, to = at + 64, to + 64
+                    prefetch_line(end - 1, ahead)  # a run that begins amid a line has one line more
+                if way == WHOLE_LINES:
+                    at, to = stream_ahead(to, at, size, ahead)
                 else:
                     into = stage + used if way == STAGED else to
                     while at + 64 <= end:
-                        prefetch_far(at + far)
-                        prefetch_near(at + near)
+                        prefetch_line(at, ahead)
                         copy_line(into, at)
                         at, into = at + 64, into + 64
                     if at < end:
-                        prefetch_far(at + far)
+                        prefetch_line(at, ahead)
                         copy_bytes(into, at, end - at)
                     to += size
                 if way == STAGED:
@@ -122,7 +136,7 @@ def scatter_kernel() -> Callable[..., None]:
 
     Every run has at most SHORT_RUN_BYTES, and 64 bytes or more.
     """
-    far_bytes = FAR_BYTES
+    far_bytes = AHEAD_BYTES[0]
 
     def scatter(columns: Any, src: int, dst: int, itemsize: int) -> None:
         boxes, has_rows = columns.shape[1], columns.shape[0] > 3

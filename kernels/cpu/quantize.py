@@ -15,7 +15,7 @@ from typing import Any
 from llvmlite import ir
 
 from lowshard.compiled.deferred import intrinsic, njit, types
-from lowshard.kernels.cpu.drive import named, prefetch_end, rows_of
+from lowshard.kernels.cpu.drive import named, prefetch_line, rows_of
 from lowshard.kernels.cpu.rare import encode_rare
 from lowshard.kernels.cpu.scalar import DTYPE_CODES
 from lowshard.kernels.cpu.sources import MAGNITUDE, ONE_FIELD, SOURCES
@@ -24,8 +24,7 @@ from lowshard.kernels.cpu.vector import (
     copy_bytes,
     load,
     only_if,
-    prefetch_far,
-    prefetch_near,
+    prefetch,
     store,
 )
 from lowshard.kernels.reference import BLOCK_ELEMS, ElementFormat, element_format
@@ -172,13 +171,13 @@ def _quantize_rows(source: str, elem: str) -> Any:
 
     def quantize_rows(
         kind: Any, src: Any, dst: Any, scales: Any, run: Any, rows: Any, src_step: Any, dst_step: Any,
-        near: Any, far: Any, scratch: Any, first: Any, second: Any, streaming: Any,
+        ahead: Any, scratch: Any, first: Any, second: Any, streaming: Any,
     ) -> None:  # fmt: skip
         increment = types.int32(first >> 16)
         lowest = types.int32(((max(second, lowest_fast) + emax) << 7) - increment)
-        if far:
+        if ahead[0]:
             fetched(
-                src, dst, scales, run, rows, src_step, dst_step, near, far, scratch, first, second, increment,
+                src, dst, scales, run, rows, src_step, dst_step, ahead, scratch, first, second, increment,
                 lowest, streaming,
             )  # fmt: skip
         else:
@@ -270,14 +269,15 @@ def _rows_fetched(source: str, elem: str) -> Any:
     @njit(nogil=True)
     @named(source, elem)
     def rows_fetched(
-        src: int, dst: int, scales: int, run: int, rows: int, src_step: int, dst_step: int, near: int, far: int,
-        scratch: int, round_up: int, min_scale_byte: int, increment: int, lowest: int, streaming: bool,
+        src: int, dst: int, scales: int, run: int, rows: int, src_step: int, dst_step: int,
+        ahead: tuple[int, int, int, int], scratch: int, round_up: int, min_scale_byte: int, increment: int,
+        lowest: int, streaming: bool,
     ) -> None:  # fmt: skip
         zero_byte = types.int32(min_scale_byte)
         blocks, row_bytes = run // 32, run * itemsize
         row, done, count, side, rare = 0, 0, 0, 0, types.uint32(0)
         to, byte, first_block = dst, scales, 0
-        fetch_at, fetch_left = src + far, row_bytes
+        pair_at, pair_left = src, row_bytes
         while row < rows or count:
             next_to = dst + row * dst_step + done * 32
             next_byte = scales + ((row * dst_step) >> 5) + done
@@ -294,13 +294,14 @@ def _rows_fetched(source: str, elem: str) -> Any:
                 x = src + row * src_step + done * block_bytes
                 for i in range(next_count, next_count + take):
                     for line in range(0, block_bytes, 64):
-                        prefetch_near(x + near + line)
+                        prefetch(x + ahead[2] + line)
+                        prefetch(x + ahead[3] + line)
                     find_maximum(x, tops + 2 * i, kept + 64 * i, source, 1)
                     x += block_bytes
                 next_count += take
                 done += take
                 if done == blocks:
-                    prefetch_end(x, near, far)
+                    prefetch_line(x - 1, ahead)
                     row, done = row + 1, 0
                 if dst_step != run or alone:
                     break
@@ -310,12 +311,13 @@ def _rows_fetched(source: str, elem: str) -> Any:
                 whole_lines = streaming and to & 63 == 0
                 while i + 2 <= count:
                     for line in range(0, 2 * block_bytes, 64):
-                        prefetch_far(fetch_at + line)
-                    fetch_at += 2 * block_bytes
-                    fetch_left -= 2 * block_bytes
-                    if fetch_left <= 0:
-                        fetch_at += src_step - row_bytes
-                        fetch_left += row_bytes
+                        prefetch(pair_at + ahead[0] + line)
+                        prefetch(pair_at + ahead[1] + line)
+                    pair_at += 2 * block_bytes
+                    pair_left -= 2 * block_bytes
+                    if pair_left <= 0:
+                        pair_at += src_step - row_bytes
+                        pair_left += row_bytes
                     if whole_lines:
                         encode_blocks(lanes + 64 * i, to + 32 * i, own_tops + 2 * i, elem, 2, 1)
                     else:

@@ -288,14 +288,7 @@ def copy_bytes(typingctx: Any, target: Any, source: Any, size_bytes: Any) -> Any
 
 
 @intrinsic
-def prefetch_near(typingctx: Any, address: Any) -> Any:
-    """Ask for the cache line at an address, valid or not, into the first cache."""
-    result, codegen = _memory_step(types.void, lambda builder, at: _prefetch(builder, at, locality=3))
-    return result(types.int64), codegen
-
-
-@intrinsic
-def prefetch_far(typingctx: Any, address: Any) -> Any:
+def prefetch(typingctx: Any, address: Any) -> Any:
     """Ask for the cache line at an address, valid or not, into the second cache."""
     result, codegen = _memory_step(types.void, lambda builder, at: _prefetch(builder, at, locality=2))
     return result(types.int64), codegen
