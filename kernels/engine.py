@@ -26,8 +26,11 @@ class Engine(Protocol):
 
     name: str
 
-    def copy(self, src: Array, dst: Array, runs: RunTable) -> None:
-        """Copy every run of `src` to its place in `dst`; both itemsizes of the table are equal."""
+    def copy(self, src: Array, dst: Array, runs: RunTable, streaming: bool | None = None) -> None:
+        """Copy every run of `src` to its place in `dst`; both itemsizes of the table are equal.
+
+        streaming: past the caches, on a CPU; None: where all that is written would not stay in them.
+        """
 
     def quantize(
         self,

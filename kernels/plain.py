@@ -27,7 +27,7 @@ class PlainEngine:
 
     name = "plain"
 
-    def copy(self, src: Array, dst: Array, runs: RunTable) -> None:
+    def copy(self, src: Array, dst: Array, runs: RunTable, streaming: bool | None = None) -> None:
         """Copy every run of `src` to its place in `dst`."""
         for source, target in _views(src, dst, runs):
             target[...] = source

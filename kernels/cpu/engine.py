@@ -52,9 +52,10 @@ class NumbaEngine:
             found = self._threads.scratch = buffer[-address(buffer) % 64 :]
         return address(found)
 
-    def copy(self, src: Array, dst: Array, runs: RunTable) -> None:
+    def copy(self, src: Array, dst: Array, runs: RunTable, streaming: bool | None = None) -> None:
         """Copy every run of `src` to its place in `dst`."""
-        streaming = runs.total_elems * runs.dst_itemsize >= STREAMING_BYTES
+        if streaming is None:
+            streaming = runs.total_elems * runs.dst_itemsize >= STREAMING_BYTES
         shortest_bytes, longest_bytes = runs.run_limits_bytes
         if runs.outer_dims <= 1 and 64 <= shortest_bytes <= longest_bytes <= SHORT_RUN_BYTES:
             target = address(dst)

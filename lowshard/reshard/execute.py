@@ -30,6 +30,10 @@ Way = Literal["auto", "direct", "slots", "messages"]
 
 STAGING_BYTES = 16 << 20
 """Memory for buckets on each rank, by default."""
+CACHED_BYTES = 2 << 20
+"""Buckets that are unpacked where they were packed are no larger: they are still in the caches then, as those of the
+other ranks are, and what goes through memory is read once and written once, as by a copy. Smaller ones cost more in
+turns to wait for."""
 _DIRECT, _SLOTS, _MESSAGES = "direct", "slots", "messages"
 
 
@@ -108,7 +112,8 @@ class Reshard(Stream, Sight):
         self.checksums, self.version = checksums, 0
         view = NodeView.of(comm) if way != _MESSAGES and comm.xp is np else None
         self._staged = SLOTS if view is not None else 2 * SLOTS  # receivers unpack out of the senders' slots
-        self._bucket_bytes = max(256, staging_bytes // self._staged // 64 * 64)
+        most_bytes = CACHED_BYTES if view is not None else staging_bytes
+        self._bucket_bytes = max(256, min(most_bytes, staging_bytes // self._staged) // 64 * 64)
         self._guard(self._prepare)
         said = f"{plan.digest()} {self._bucket_bytes} {checksums} {way}"
         digest = hashlib.blake2b(said.encode(), digest_size=16).digest()

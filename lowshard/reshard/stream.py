@@ -132,7 +132,9 @@ class Stream(Side):
         packer = self._packers.get(key)
         if packer is None:
             spans = [_inner(span_of(self._dst[p.move.entry], p.move.dst_box), p.box) for p in plain]
-            packer = self._packers[key] = Packer(spans, [p.offset_bytes for p in plain], self._anchor)
+            packer = self._packers[key] = Packer(
+                spans, [p.offset_bytes for p in plain], self._anchor, streams=True
+            )
         packer.unpack(slot)
         for piece in prepared:
             held = self._half.get(piece.move.id)

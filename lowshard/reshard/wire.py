@@ -143,12 +143,15 @@ class Packer:
         spans: boxes in arrays.
         offsets: where each lies in the bucket, row-major.
         anchor: as for `Copier`.
+        streams: unpack past the caches: all buckets together do not stay in them, though one would.
     """
 
-    def __init__(self, spans: Sequence[Span], offsets: Sequence[int], anchor: Array) -> None:
+    def __init__(
+        self, spans: Sequence[Span], offsets: Sequence[int], anchor: Array, streams: bool | None = None
+    ) -> None:
         self._anchor, self._engine = anchor, engine_for(anchor)
         packed = [packed_span(o, s.extents, s.itemsize) for s, o in zip(spans, offsets, strict=True)]
-        self._spans, self._packed = spans, packed
+        self._spans, self._packed, self._streams = spans, packed, streams
         self._to: RunTable | None = None
         self._from: RunTable | None = None
 
@@ -164,7 +167,7 @@ class Packer:
         if self._from is None:
             self._from = run_table(self._packed, self._spans, 0, address(self._anchor))
         if self._from.boxes:
-            self._engine.copy(bucket, self._anchor, self._from)
+            self._engine.copy(bucket, self._anchor, self._from, self._streams)
 
 
 def run_table(
