@@ -5,7 +5,7 @@ Both ends cut alike, from the moves alone. A piece begins at a multiple of 16 by
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -45,29 +45,72 @@ class Bucket:
     size_bytes: int
 
 
-def buckets_of(
-    parts: Sequence[tuple[Move, int, tuple[int, ...], int]], limit_bytes: int
-) -> tuple[Bucket, ...]:
+class Part(NamedTuple):
+    """What is cut into pieces: the box of a move, or some bytes of one of the arrays that travel for it."""
+
+    move: Move
+    component: int
+    extents: tuple[int, ...]
+    """Of the box, or the number of bytes."""
+    itemsize: int
+    begin_bytes: int = 0
+    """Of a component: the first byte."""
+
+
+def buckets_of(parts: Iterable[Sequence[Part]], limit_bytes: int) -> tuple[Bucket, ...]:
     """Return the buckets of one stream.
 
     Args:
-        parts: in the order of the wire: move, component (-1: the box), its extents, bytes an element.
+        parts: in the order of the wire; several in one sequence stay together in one bucket, which they fit into.
         limit_bytes: size of a bucket; a piece is never larger, unless one element is.
     """
     found: list[Bucket] = []
     pieces: list[Piece] = []
     at = 0
-    for move, component, extents, itemsize in parts:
-        for box in split_box(extents, max(1, limit_bytes // itemsize)):
-            size = prod(stop - start for start, stop in box) * itemsize
-            if pieces and at + size > limit_bytes:
-                found.append(Bucket(tuple(pieces), pieces[-1].offset_bytes + pieces[-1].size_bytes))
-                pieces, at = [], 0
-            pieces.append(Piece(move, component, box, at, size))
-            at += -(-size // ALIGN_BYTES) * ALIGN_BYTES
+    for together in parts:
+        needed = sum(_aligned(prod(part.extents) * part.itemsize) for part in together)
+        for move, component, extents, itemsize, begin in together:
+            for box in split_box(extents, max(1, limit_bytes // itemsize)):
+                size = prod(stop - start for start, stop in box) * itemsize
+                if pieces and at + (size if len(together) == 1 else needed) > limit_bytes:
+                    found.append(Bucket(tuple(pieces), pieces[-1].offset_bytes + pieces[-1].size_bytes))
+                    pieces, at = [], 0
+                if component >= 0:
+                    box = ((begin + box[0][0], begin + box[0][1]),)
+                pieces.append(Piece(move, component, box, at, size))
+                at += _aligned(size)
+                needed -= _aligned(size)
     if pieces:
         found.append(Bucket(tuple(pieces), pieces[-1].offset_bytes + pieces[-1].size_bytes))
     return tuple(found)
+
+
+def bands_of(
+    move: Move, shapes: Sequence[tuple[int, ...]], sizes: Sequence[int], limit_bytes: int
+) -> list[list[Part]]:
+    """Return the parts of arrays that travel together: bands of the same rows of each, where they have as many.
+
+    Args:
+        move: that they travel for.
+        shapes: of the arrays.
+        sizes: their bytes.
+        limit_bytes: size of a bucket.
+    """
+    rows = {shape[0] if shape else 0 for shape in shapes}
+    count = rows.pop()
+    if len(shapes) > 1 and not rows and count and all(sizes):
+        row_bytes = [size // count for size in sizes]
+        most = (limit_bytes - ALIGN_BYTES * len(sizes)) // sum(row_bytes)
+        if most > 0:
+            return [
+                [Part(move, c, ((min(most, count - r)) * n,), 1, r * n) for c, n in enumerate(row_bytes)]
+                for r in range(0, count, most)
+            ]
+    return [[Part(move, c, (size,), 1)] for c, size in enumerate(sizes)]
+
+
+def _aligned(size_bytes: int) -> int:
+    return -(-size_bytes // ALIGN_BYTES) * ALIGN_BYTES
 
 
 @lru_cache(maxsize=4096)
