@@ -41,10 +41,12 @@ class Engine(Protocol):
         elem: Elem,
         mode: Mode,
         min_scale_byte: int,
+        streaming: bool | None = None,
     ) -> None:
         """Quantise every run, whole blocks, of a bf16, fp16 or fp32 array.
 
         The runs' target is `data`; the scale byte of the block at byte `i` of data goes to byte `i / 32` of scale.
+        streaming: as for `copy`.
         """
 
     def dequantize(self, data: Array, scale: Array, elem: Elem, dst: Array, runs: RunTable) -> None:

@@ -45,6 +45,7 @@ class PlainEngine:
         elem: Elem,
         mode: Mode,
         min_scale_byte: int,
+        streaming: bool | None = None,
     ) -> None:
         """Quantise every run, whole blocks, of a bf16, fp16 or fp32 array."""
         fmt = reference.element_format(elem)

@@ -101,11 +101,13 @@ class NumbaEngine:
         elem: Elem,
         mode: Mode,
         min_scale_byte: int,
+        streaming: bool | None = None,
     ) -> None:
         """Quantise every run, whole blocks, of a bf16, fp16 or fp32 array."""
         kernel = compiled(f"quantize {dtype_name(src.dtype)} {elem}")
         round_up = reference.scale_round_up(reference.element_format(elem), mode)
-        streaming = runs.total_elems >= STREAMING_BYTES
+        if streaming is None:
+            streaming = runs.total_elems >= STREAMING_BYTES
         kernel(
             runs.columns,
             address(src),

@@ -93,6 +93,7 @@ class CudaEngine:
         elem: Elem,
         mode: Mode,
         min_scale_byte: int,
+        streaming: bool | None = None,
     ) -> None:
         """Quantise every run, whole blocks, of a bf16, fp16 or fp32 array."""
         if not runs.boxes:

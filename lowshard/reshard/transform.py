@@ -222,7 +222,7 @@ class MXFP8ReshardTransform(ReshardTransform):
             if held.scale.ndim == 2:
                 at = slice(r0, r1), slice(first, last)
                 there = MXFP8Tensor(held.data[at], held.scale[at[0], first // 32 : last // 32], self.elem)
-                quantize_mxfp8(part, self.elem, self.mode, there)
+                quantize_mxfp8(part, self.elem, self.mode, there, streaming=True)
             else:
                 q = quantize_mxfp8(part, self.elem, self.mode)
                 self._store(held, ((r0, r1), (first, last)), q.data, q.scale)
