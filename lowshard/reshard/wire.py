@@ -9,19 +9,23 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
 from lowshard.box import Box, shape_of
 from lowshard.kernels.buffer import address
-from lowshard.kernels.engine import engine_for
+from lowshard.kernels.engine import Engine, HostEngine, engine_for
 from lowshard.kernels.runs import RunTable, lower
 from lowshard.reshard.plan import Move
 
 Array = Any
 
 ALIGN_BYTES = 16
+_ROW_BYTES = 1 << 10
+"""Runs from here on are best copied each by itself."""
+_STREAMED_BYTES = 4 << 20
+"""What is written in one call goes past the caches from here on: it would not stay in them."""
 
 
 class Piece(NamedTuple):
@@ -176,7 +180,8 @@ class Copier:
     def run(self) -> None:
         """Copy."""
         if self._runs.boxes:
-            self._engine.copy(self._anchor, self._anchor, self._runs)
+            streaming = self._runs.total_elems >= _STREAMED_BYTES
+            _copy(self._engine, self._anchor, self._anchor, self._runs, streaming)
 
 
 class Packer:
@@ -190,7 +195,7 @@ class Packer:
     """
 
     def __init__(
-        self, spans: Sequence[Span], offsets: Sequence[int], anchor: Array, streams: bool | None = None
+        self, spans: Sequence[Span], offsets: Sequence[int], anchor: Array, streams: bool = False
     ) -> None:
         self._anchor, self._engine = anchor, engine_for(anchor)
         packed = [packed_span(o, s.extents, s.itemsize) for s, o in zip(spans, offsets, strict=True)]
@@ -203,14 +208,22 @@ class Packer:
         if self._to is None:
             self._to = run_table(self._spans, self._packed, address(self._anchor), 0)
         if self._to.boxes:
-            self._engine.copy(self._anchor, bucket, self._to)
+            _copy(self._engine, self._anchor, bucket, self._to, len(bucket) >= _STREAMED_BYTES)
 
     def unpack(self, bucket: Array) -> None:
         """Copy out of a bucket into the arrays."""
         if self._from is None:
             self._from = run_table(self._packed, self._spans, 0, address(self._anchor))
         if self._from.boxes:
-            self._engine.copy(bucket, self._anchor, self._from, self._streams)
+            streaming = self._streams or len(bucket) >= _STREAMED_BYTES
+            _copy(self._engine, bucket, self._anchor, self._from, streaming)
+
+
+def _copy(engine: Engine, src: Array, dst: Array, runs: RunTable, streaming: bool) -> None:
+    if isinstance(src, np.ndarray) and runs.run_limits_bytes[0] >= _ROW_BYTES:
+        cast("HostEngine", engine).copy_rows(src, dst, runs, streaming)
+    else:
+        engine.copy(src, dst, runs, streaming)
 
 
 def run_table(
