@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Protocol
 
@@ -101,6 +101,9 @@ class HostEngine(Engine, Protocol):
 
     def copy_rows(self, src: Array, dst: Array, runs: RunTable, streaming: bool) -> None:
         """Copy every run by itself, past the caches if asked: for rows of a KB and more at regular distances."""
+
+    def rows_copier(self, src: Array, dst: Array, runs: RunTable, streaming: bool) -> Callable[[], None]:
+        """Return `copy_rows` with these arguments, for many calls; whoever calls it keeps the arrays."""
 
 
 @cache

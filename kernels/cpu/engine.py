@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 
 import numba  # noqa: F401  without Numba this module is not there at all, and the plain engine runs
 import numpy as np
@@ -81,15 +81,13 @@ class NumbaEngine:
 
     def copy_rows(self, src: Array, dst: Array, runs: RunTable, streaming: bool) -> None:
         """Copy every run by itself, past the caches if asked: for rows of a KB and more at regular distances."""
-        compiled("copy")(
-            runs.columns,
-            address(src),
-            address(dst),
-            0,
-            self._scratch(),
-            runs.src_itemsize,
-            _STREAMED_ROW_BYTES,
-            streaming,
+        self.rows_copier(src, dst, runs, streaming)()
+
+    def rows_copier(self, src: Array, dst: Array, runs: RunTable, streaming: bool) -> Callable[[], None]:
+        """Return `copy_rows` with these arguments; no scratch memory is needed, so any thread may call it."""
+        first, second = runs.src_itemsize, _STREAMED_ROW_BYTES
+        return partial(
+            compiled("copy"), runs.columns, address(src), address(dst), 0, 0, first, second, streaming
         )
 
     def quantize(

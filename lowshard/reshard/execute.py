@@ -17,13 +17,13 @@ import numpy as np
 from lowshard.comm.agreement import agree, share
 from lowshard.comm.protocol import Communicator
 from lowshard.errors import MismatchError
-from lowshard.reshard.channel import SLOTS, Channel, MessageChannel, SlotChannel
+from lowshard.reshard.channel import SLOTS, Channel, MessageChannel, SlotChannel, set_aside
 from lowshard.reshard.contract import ReshardTransform
 from lowshard.reshard.plan import Move, ReshardPlan
 from lowshard.reshard.sight import Sight
 from lowshard.reshard.stream import Stream
 from lowshard.reshard.view import NodeView
-from lowshard.reshard.wire import Copier, Packer, span_of
+from lowshard.reshard.wire import Copier, span_of
 
 Array = Any
 Way = Literal["auto", "direct", "slots", "messages"]
@@ -88,6 +88,7 @@ class Reshard(Stream, Sight):
         MeshError: the communicator lacks ranks of the plan.
         MismatchError: ranks hold different plans or settings, or two sides of a move prepare unequal arrays.
         PlanError: sources do not cover what is needed.
+        CommError: a rank has no memory for its buckets.
         (Each on every rank, whichever is at fault, before anything is written.)
     """
 
@@ -203,8 +204,12 @@ class Reshard(Stream, Sight):
             room = int(max(row[0] for row in share(comm.control, np.array([room], np.int64))))
         self._channel = self._like._channel if self._like is not None and any_busy else None
         if any_busy and (self._channel is None or self._channel.bucket_bytes != room):
-            self._channel = SlotChannel(comm, room, view) if view is not None else MessageChannel(comm, room)
-        self._packers: dict[tuple[int, int, int, bool], Packer] = {}
+            slots = self._guard(set_aside, comm, room, self._staged)
+            agree(comm, b"", self._take_error(), "execute_reshard_plan")
+            self._channel = (
+                SlotChannel(comm, slots, view) if view is not None else MessageChannel(comm, slots)
+            )
+        self._packers = {}
         self._half: dict[int, tuple[list[Array], list[Array]]] = {}
         self._left: dict[int, int] = {}
         sent = sum(self._wire_bytes(m, True) for found in self._mine.sends.values() for m in found)

@@ -31,7 +31,8 @@ class Stream(Side):
     _anchor: Array
     _out: dict[Stage, tuple[Bucket, ...]]
     _in: dict[Stage, tuple[Bucket, ...]]
-    _packers: dict[tuple[int, int, int, bool], Packer]
+    _packers: dict[tuple[int, int, int, bool], tuple[Packer, list[list[Piece]]]]
+    """Of each bucket, out and in: what is copied as it is, and the pieces that a transform makes or takes."""
     _half: dict[int, tuple[list[Array], list[Array]]]
     _left: dict[int, int]
 
@@ -104,15 +105,16 @@ class Stream(Side):
         return -(-bucket.size_bytes // 8) * 8 + 8 * (1 + len(bucket.pieces))
 
     def _pack(self, place: tuple[int, int, int], bucket: Bucket, slot: Array) -> None:
-        plain, prepared = self._sorted(bucket)
         key = (*place, True)
-        packer = self._packers.get(key)
-        if packer is None or any(p.move.entry in self._quantised for p in plain):
+        found = self._packers.get(key)
+        if found is None or self._quantised:
+            plain, prepared = self._sorted(bucket)
             spans = [_inner(span_of(self._source(p.move), p.move.src_box), p.box) for p in plain]
             packer = Packer(spans, [p.offset_bytes for p in plain], self._anchor)
-            self._packers[key] = packer
+            found = self._packers[key] = packer, _together(prepared)
+        packer, rest = found
         packer.pack(slot)
-        for pieces in _together(prepared):
+        for pieces in rest:
             if not self._send_in_place(pieces, slot):
                 for piece in pieces:
                     self._put(piece, slot)
@@ -131,16 +133,16 @@ class Stream(Side):
     def _unpack(self, place: tuple[int, int, int], bucket: Bucket, slot: Array) -> None:
         if self.checksums:
             self._check_seal(place[1], bucket, slot)
-        plain, prepared = self._sorted(bucket)
         key = (*place, False)
-        packer = self._packers.get(key)
-        if packer is None:
+        found = self._packers.get(key)
+        if found is None:
+            plain, prepared = self._sorted(bucket)
             spans = [_inner(span_of(self._dst[p.move.entry], p.move.dst_box), p.box) for p in plain]
-            packer = self._packers[key] = Packer(
-                spans, [p.offset_bytes for p in plain], self._anchor, streams=True
-            )
+            packer = Packer(spans, [p.offset_bytes for p in plain], self._anchor, streams=True)
+            found = self._packers[key] = packer, _together(prepared)
+        packer, rest = found
         packer.unpack(slot)
-        for pieces in _together(prepared):
+        for pieces in rest:
             if not self._take_in_place(pieces, slot):
                 for piece in pieces:
                     self._get(piece, slot)

@@ -5,9 +5,9 @@ Both ends cut alike, from the moves alone. A piece begins at a multiple of 16 by
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import prod
 from typing import Any, NamedTuple, cast
 
@@ -181,7 +181,7 @@ class Copier:
         """Copy."""
         if self._runs.boxes:
             streaming = self._runs.total_elems >= _STREAMED_BYTES
-            _copy(self._engine, self._anchor, self._anchor, self._runs, streaming)
+            _copier(self._engine, self._anchor, self._anchor, self._runs, streaming)()
 
 
 class Packer:
@@ -202,28 +202,38 @@ class Packer:
         self._spans, self._packed, self._streams = spans, packed, streams
         self._to: RunTable | None = None
         self._from: RunTable | None = None
+        self._packs: dict[int, Callable[[], None]] = {}
+        self._unpacks: dict[int, Callable[[], None]] = {}
 
     def pack(self, bucket: Array) -> None:
-        """Copy out of the arrays into a bucket."""
-        if self._to is None:
-            self._to = run_table(self._spans, self._packed, address(self._anchor), 0)
-        if self._to.boxes:
-            _copy(self._engine, self._anchor, bucket, self._to, len(bucket) >= _STREAMED_BYTES)
+        """Copy out of the arrays into a bucket, one of a few that are used again and again."""
+        if not self._spans:
+            return
+        call = self._packs.get(at := address(bucket))
+        if call is None:
+            if self._to is None:
+                self._to = run_table(self._spans, self._packed, address(self._anchor), 0)
+            streaming = len(bucket) >= _STREAMED_BYTES
+            call = self._packs[at] = _copier(self._engine, self._anchor, bucket, self._to, streaming)
+        call()
 
     def unpack(self, bucket: Array) -> None:
         """Copy out of a bucket into the arrays."""
-        if self._from is None:
-            self._from = run_table(self._packed, self._spans, 0, address(self._anchor))
-        if self._from.boxes:
+        if not self._spans:
+            return
+        call = self._unpacks.get(at := address(bucket))
+        if call is None:
+            if self._from is None:
+                self._from = run_table(self._packed, self._spans, 0, address(self._anchor))
             streaming = self._streams or len(bucket) >= _STREAMED_BYTES
-            _copy(self._engine, bucket, self._anchor, self._from, streaming)
+            call = self._unpacks[at] = _copier(self._engine, bucket, self._anchor, self._from, streaming)
+        call()
 
 
-def _copy(engine: Engine, src: Array, dst: Array, runs: RunTable, streaming: bool) -> None:
+def _copier(engine: Engine, src: Array, dst: Array, runs: RunTable, streaming: bool) -> Callable[[], None]:
     if isinstance(src, np.ndarray) and runs.run_limits_bytes[0] >= _ROW_BYTES:
-        cast("HostEngine", engine).copy_rows(src, dst, runs, streaming)
-    else:
-        engine.copy(src, dst, runs, streaming)
+        return cast("HostEngine", engine).rows_copier(src, dst, runs, streaming)
+    return partial(engine.copy, src, dst, runs, streaming)
 
 
 def run_table(
