@@ -1,8 +1,8 @@
 """Runs a reshard plan: what stays is copied, what neighbours show is read where it lies, the rest goes in buckets.
 
 Memory beside the arrays is bounded: two buckets out and, where they come as messages, two in. Ranks send and receive
-at once, each to the k-th after it and from the k-th before it, for k = 1, 2, ...: every rank is in one pair each way at
-a time.
+at once: those that send stand in one line, those that receive in another, and in round k each sends to the place k
+after its own. So every rank is in one pair each way at a time, in as many rounds as the longer line has places.
 """
 
 from __future__ import annotations
@@ -197,8 +197,9 @@ class Reshard(Stream, Sight):
             streams_out, streams_in = self._look(view)
         self._out = self._buckets(streams_out, True)
         self._in = self._buckets(streams_in, False)
-        busy = np.array([bool(self._out or self._in)], np.uint8)
-        any_busy = any(bool(row[0]) for row in share(comm.control, busy))
+        busy = share(comm.control, np.array([bool(self._out), bool(self._in)], np.uint8))
+        self._senders, self._receivers = ([r for r, row in enumerate(busy) if row[i]] for i in (0, 1))
+        any_busy = bool(self._senders or self._receivers)
         room = self._bucket_bytes + (8 * (2 + self._most_pieces()) if self.checksums else 0)
         if self.checksums:  # both sides of a slot need the same room: take the largest
             room = int(max(row[0] for row in share(comm.control, np.array([room], np.int64))))

@@ -31,6 +31,9 @@ class Stream(Side):
     _anchor: Array
     _out: dict[Stage, tuple[Bucket, ...]]
     _in: dict[Stage, tuple[Bucket, ...]]
+    _senders: list[int]
+    """All ranks that send, and all that receive; ascending, the same on all ranks."""
+    _receivers: list[int]
     _packers: dict[tuple[int, int, int, bool], tuple[Packer, list[list[Piece]]]]
     """Of each bucket, out and in: what is copied as it is, and the pieces that a transform makes or takes."""
     _half: dict[int, tuple[list[Array], list[Array]]]
@@ -78,11 +81,11 @@ class Stream(Side):
     # ---- moving
 
     def _stream(self, channel: Channel) -> None:
-        comm = self.comm
-        steps = {(stage, (peer - comm.rank) % comm.size) for stage, peer in self._out}
-        steps |= {(stage, (comm.rank - peer) % comm.size) for stage, peer in self._in}
-        for stage, step in sorted(steps):
-            to, source = (comm.rank + step) % comm.size, (comm.rank - step) % comm.size
+        me = self.comm.rank
+        to_by = {(stage, self._round(me, peer)): peer for stage, peer in self._out}
+        source_by = {(stage, self._round(peer, me)): peer for stage, peer in self._in}
+        for key in sorted({*to_by, *source_by}):
+            stage, to, source = key[0], to_by.get(key, -1), source_by.get(key, -1)
             out, coming = self._out.get((stage, to), ()), self._in.get((stage, source), ())
             for bucket in coming[:2]:
                 channel.expect(source, self._size(bucket))
@@ -98,6 +101,11 @@ class Stream(Side):
                     if i + 2 < len(coming):
                         channel.expect(source, self._size(coming[i + 2]))
         channel.finish()
+
+    def _round(self, source: int, to: int) -> int:
+        """Return the round in which one rank sends to another: the difference of their places in the two lines."""
+        rounds = max(len(self._senders), len(self._receivers))
+        return (self._receivers.index(to) - self._senders.index(source)) % rounds
 
     def _size(self, bucket: Bucket) -> int:
         if not self.checksums:
