@@ -131,7 +131,10 @@ def _show(rows: Sequence[Row], args: argparse.Namespace) -> int:
     missed = [r for r in rows if r.limit is not None and r.ratio > r.limit]
     if args.check:
         for r in missed:
-            print(f"lowshard bench refit: {r.name}, {r.memory}: {r.ratio:.2f}, over {r.limit:g}", file=sys.stderr)
+            print(
+                f"lowshard bench refit: {r.name}, {r.memory}: {r.ratio:.2f}, over {r.limit:g}",
+                file=sys.stderr,
+            )
     return 1 if args.check and missed else 0
 
 
