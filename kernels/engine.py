@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Protocol
 
@@ -28,8 +28,11 @@ class Engine(Protocol):
 
     name: str
 
-    def copy(self, src: Array, dst: Array, runs: RunTable) -> None:
-        """Copy every run of `src` to its place in `dst`; both itemsizes of the table are equal."""
+    def copy(self, src: Array, dst: Array, runs: RunTable, streaming: bool | None = None) -> None:
+        """Copy every run of `src` to its place in `dst`; both itemsizes of the table are equal.
+
+        streaming: past the caches, on a CPU; None: where all that is written would not stay in them.
+        """
 
     def quantize(
         self,
@@ -40,10 +43,12 @@ class Engine(Protocol):
         elem: Elem,
         mode: Mode,
         min_scale_byte: int,
+        streaming: bool | None = None,
     ) -> None:
         """Quantise every run, whole blocks, of a bf16, fp16 or fp32 array.
 
         The runs' target is `data`; the scale byte of the block at byte `i` of data goes to byte `i / 32` of scale.
+        streaming: as for `copy`.
         """
 
     def dequantize(self, data: Array, scale: Array, elem: Elem, dst: Array, runs: RunTable) -> None:
@@ -100,6 +105,9 @@ class HostEngine(Engine, Protocol):
 
     def copy_rows(self, src: Array, dst: Array, runs: RunTable, streaming: bool) -> None:
         """Copy every run by itself, past the caches if asked: for rows of a KB and more at regular distances."""
+
+    def rows_copier(self, src: Array, dst: Array, runs: RunTable, streaming: bool) -> Callable[[], None]:
+        """Return `copy_rows` with these arguments, for many calls; whoever calls it keeps the arrays."""
 
 
 @cache

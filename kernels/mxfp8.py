@@ -31,6 +31,8 @@ def quantize_mxfp8(
     mode: Mode = "rceil",
     out: MXFP8Tensor | None = None,
     min_scale_byte: int = 0,
+    *,
+    streaming: bool | None = None,
 ) -> MXFP8Tensor:
     """Quantise an array to MXFP8 in blocks of 32 along its last dim.
 
@@ -48,6 +50,8 @@ def quantize_mxfp8(
         out: buffers to write into; they must not share memory with x or with each other.
         min_scale_byte: lowest scale byte of a finite block, 0 to 254. Some consumers read byte 0
             as zero: pass 1 for them.
+        streaming: write past a CPU's caches; by default where x alone would fill them. True is for one of many
+            arrays that nobody reads soon.
 
     Returns:
         `out` if given, else a new tensor with C-contiguous buffers.
@@ -74,7 +78,7 @@ def quantize_mxfp8(
     if source.dtype.isnative and scales_follow(data, scale):
         runs = whole_array_runs(source.shape, source.strides, data.strides, source.dtype.itemsize, 1)
         if runs.run_divisor_elems % BLOCK_ELEMS == 0:
-            engine.quantize(source, data, scale, runs, elem, mode, floor_byte)
+            engine.quantize(source, data, scale, runs, elem, mode, floor_byte, streaming)
             return out
     for part, blocks_part in _parts(source.shape):
         q = quantize_mxfp8(contiguous(source[part]), elem, mode, min_scale_byte=floor_byte)

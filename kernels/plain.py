@@ -6,7 +6,8 @@ to be read: each box of a run table becomes a pair of strided views.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,7 @@ class PlainEngine:
 
     name = "plain"
 
-    def copy(self, src: Array, dst: Array, runs: RunTable) -> None:
+    def copy(self, src: Array, dst: Array, runs: RunTable, streaming: bool | None = None) -> None:
         """Copy every run of `src` to its place in `dst`."""
         for source, target in _views(src, dst, runs):
             target[...] = source
@@ -35,6 +36,10 @@ class PlainEngine:
     def copy_rows(self, src: Array, dst: Array, runs: RunTable, streaming: bool) -> None:
         """Copy every run of `src` to its place in `dst`; NumPy knows one way to write."""
         self.copy(src, dst, runs)
+
+    def rows_copier(self, src: Array, dst: Array, runs: RunTable, streaming: bool) -> Callable[[], None]:
+        """Return `copy_rows` with these arguments."""
+        return partial(self.copy, src, dst, runs)
 
     def quantize(
         self,
@@ -45,6 +50,7 @@ class PlainEngine:
         elem: Elem,
         mode: Mode,
         min_scale_byte: int,
+        streaming: bool | None = None,
     ) -> None:
         """Quantise every run, whole blocks, of a bf16, fp16 or fp32 array."""
         fmt = reference.element_format(elem)

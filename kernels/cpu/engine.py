@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 
 import numpy as np
 
@@ -60,9 +60,10 @@ class NumbaEngine:
             found = self._threads.scratch = buffer[-address(buffer) % 64 :]
         return address(found)
 
-    def copy(self, src: Array, dst: Array, runs: RunTable) -> None:
+    def copy(self, src: Array, dst: Array, runs: RunTable, streaming: bool | None = None) -> None:
         """Copy every run of `src` to its place in `dst`."""
-        streaming = runs.total_elems * runs.dst_itemsize >= STREAMING_BYTES
+        if streaming is None:
+            streaming = runs.total_elems * runs.dst_itemsize >= STREAMING_BYTES
         shortest_bytes, longest_bytes = runs.run_limits_bytes
         if runs.outer_dims <= 1 and 64 <= shortest_bytes <= longest_bytes <= SHORT_RUN_BYTES:
             target = address(dst)
@@ -88,15 +89,13 @@ class NumbaEngine:
 
     def copy_rows(self, src: Array, dst: Array, runs: RunTable, streaming: bool) -> None:
         """Copy every run by itself, past the caches if asked: for rows of a KB and more at regular distances."""
-        compiled("copy")(
-            runs.columns,
-            address(src),
-            address(dst),
-            0,
-            self._scratch(),
-            runs.src_itemsize,
-            _STREAMED_ROW_BYTES,
-            streaming,
+        self.rows_copier(src, dst, runs, streaming)()
+
+    def rows_copier(self, src: Array, dst: Array, runs: RunTable, streaming: bool) -> Callable[[], None]:
+        """Return `copy_rows` with these arguments; no scratch memory is needed, so any thread may call it."""
+        first, second = runs.src_itemsize, _STREAMED_ROW_BYTES
+        return partial(
+            compiled("copy"), runs.columns, address(src), address(dst), 0, 0, first, second, streaming
         )
 
     def quantize(
@@ -108,11 +107,13 @@ class NumbaEngine:
         elem: Elem,
         mode: Mode,
         min_scale_byte: int,
+        streaming: bool | None = None,
     ) -> None:
         """Quantise every run, whole blocks, of a bf16, fp16 or fp32 array."""
         kernel = compiled(f"quantize {dtype_name(src.dtype)} {elem}")
         round_up = reference.scale_round_up(reference.element_format(elem), mode)
-        streaming = runs.total_elems >= STREAMING_BYTES
+        if streaming is None:
+            streaming = runs.total_elems >= STREAMING_BYTES
         kernel(
             runs.columns,
             address(src),

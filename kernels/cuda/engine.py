@@ -74,7 +74,7 @@ class CudaEngine:
         self._sources: OrderedDict[Hashable, Array] = OrderedDict()
         self._lock = threading.Lock()
 
-    def copy(self, src: Array, dst: Array, runs: RunTable) -> None:
+    def copy(self, src: Array, dst: Array, runs: RunTable, streaming: bool | None = None) -> None:
         """Copy every run of `src` to its place in `dst`, in the largest units that all addresses allow."""
         if not runs.boxes:
             return
@@ -93,6 +93,7 @@ class CudaEngine:
         elem: Elem,
         mode: Mode,
         min_scale_byte: int,
+        streaming: bool | None = None,
     ) -> None:
         """Quantise every run, whole blocks, of a bf16, fp16 or fp32 array."""
         if not runs.boxes:

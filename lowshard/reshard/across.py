@@ -1,8 +1,8 @@
 """Boxes read straight out of the private memory of another process of the node: process_vm_readv(2).
 
-The kernel copies from process to process at about the speed of a copy. A call has a price, though, and so has every
-page it looks up: runs of a KB that lie apart would pay it again and again, and are left to their owner. Runs that lie
-side by side there are read as one, into as many places here.
+The kernel copies from process to process at about the speed of a copy. A call has a price, though, and so have every
+page it looks up and every place it fills: runs of a KB that lie apart, there or here, would pay it again and again, and
+are left to their owner. Longer runs that lie side by side there are read as one, into as many places here.
 """
 
 from __future__ import annotations
@@ -47,20 +47,39 @@ class Crossing:
 
 
 def is_worth_it(source: Span, target: Span) -> bool:
-    """Return False for many short runs that lie apart: packed by their owner they arrive sooner."""
-    table = run_table([source], [target])
-    if not table.boxes or not table.outer_dims or table.columns[FIRST_DIM, 0] == 1:
-        return True
-    run, step = int(table.columns[RUN, 0]), int(table.columns[FIRST_DIM + 1, 0])
-    return run >= LONG_BYTES or step == run
+    """Return False for many short runs: packed by their owner they arrive sooner.
+
+    Runs of 1 KB, side by side there and apart here, at 4 ranks on 2 cores: 2.0 times as long as a copy, packed 1.3.
+    """
+    run = source.itemsize
+    for n, there, here in zip(
+        reversed(source.extents), reversed(source.strides), reversed(target.strides), strict=True
+    ):
+        if n == 0:
+            return True
+        if n == 1:
+            continue
+        if there != run or here != run:
+            return run >= LONG_BYTES
+        run *= n
+    return True
 
 
-def can_read(pid: int, address: int, size_bytes: int) -> bool:
-    """Return whether the first and the last byte of a stretch of another process's memory can be read."""
-    ends = np.zeros(2, np.uint8)
-    sources = [Span(address + at, (), (), 1) for at in (0, size_bytes - 1)]
-    targets = [Span(ends.ctypes.data + i, (), (), 1) for i in (0, 1)]
-    return Crossing(pid, sources, targets).run()
+def can_read(pid: int, stretches: Sequence[tuple[int, int]]) -> list[bool]:
+    """Return, for stretches of another process's memory, whether the first and the last byte of each can be read.
+
+    Args:
+        pid: the process.
+        stretches: address and bytes of each.
+    """
+    ends = np.zeros(2 * len(stretches), np.uint8)
+    sources = [Span(at + i, (), (), 1) for at, size in stretches for i in (0, size - 1)]
+    targets = [Span(ends.ctypes.data + i, (), (), 1) for i in range(len(ends))]
+    if Crossing(pid, sources, targets).run():
+        return [True] * len(stretches)
+    if len(stretches) == 1:
+        return [False]
+    return [can_read(pid, [one])[0] for one in stretches]
 
 
 @cache

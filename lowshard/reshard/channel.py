@@ -9,6 +9,7 @@ import numpy as np
 
 from lowshard.comm.protocol import Communicator
 from lowshard.comm.work import Work
+from lowshard.errors import CommError
 from lowshard.reshard.view import NodeView
 
 Array = Any
@@ -18,16 +19,31 @@ SLOTS = 2
 _READY, _FREE = 1, 2
 
 
+def set_aside(comm: Communicator, bucket_bytes: int, count: int) -> list[Array]:
+    """Return room for buckets, uint8 [bucket_bytes] each, that others see where ranks see each other's memory.
+
+    Raises:
+        CommError: there is no memory for them.
+    """
+    try:
+        return [comm.empty(bucket_bytes, "uint8") for _ in range(count)]
+    except (MemoryError, OSError) as error:
+        raise CommError(
+            f"there is no memory for {count} buckets of {bucket_bytes} bytes ({error}); give a smaller staging_bytes"
+        ) from error
+
+
 class Channel(ABC):
     """Buckets of one rank, to one peer and from one peer at a time.
 
     Args:
         comm: the communicator.
-        bucket_bytes: size of a bucket at most.
+        slots: room for buckets, of one size, from `set_aside`.
     """
 
-    def __init__(self, comm: Communicator, bucket_bytes: int) -> None:
-        self.comm, self.bucket_bytes = comm, bucket_bytes
+    def __init__(self, comm: Communicator, slots: list[Array]) -> None:
+        self.comm, self.bucket_bytes = comm, len(slots[0])
+        self._out = slots[:SLOTS]
 
     @abstractmethod
     def acquire(self) -> Array:
@@ -57,10 +73,9 @@ class Channel(ABC):
 class MessageChannel(Channel):
     """Buckets as messages that are started and not waited for: packing, sending and unpacking overlap."""
 
-    def __init__(self, comm: Communicator, bucket_bytes: int) -> None:
-        super().__init__(comm, bucket_bytes)
-        self._out = [comm.empty(bucket_bytes, "uint8") for _ in range(SLOTS)]
-        self._in = [comm.empty(bucket_bytes, "uint8") for _ in range(SLOTS)]
+    def __init__(self, comm: Communicator, slots: list[Array]) -> None:
+        super().__init__(comm, slots)
+        self._in = slots[SLOTS:]
         self._sent: list[Work | None] = [None] * SLOTS
         self._coming: list[tuple[int, Work, Array]] = []
         self._at = self._in_at = 0
@@ -109,9 +124,8 @@ class SlotChannel(Channel):
     that the receiver need not know: they are counted.
     """
 
-    def __init__(self, comm: Communicator, bucket_bytes: int, node: NodeView) -> None:
-        super().__init__(comm, bucket_bytes)
-        self._out = [comm.empty(bucket_bytes, "uint8") for _ in range(SLOTS)]
+    def __init__(self, comm: Communicator, slots: list[Array], node: NodeView) -> None:
+        super().__init__(comm, slots)
         self._theirs = node.publish(self._out)
         self._ready = [0] * comm.size
         self._free = [0] * comm.size
@@ -120,7 +134,10 @@ class SlotChannel(Channel):
         self._taken = [0] * comm.size
         self._expected: dict[int, list[int]] = {}
         self._slots: dict[tuple[int, int], int] = {}
+        self._views: dict[tuple[int, int, int], Array] = {}
         self._word = np.zeros(2, np.int64)
+        self._full = [np.array([_READY, slot], np.int64) for slot in range(SLOTS)]
+        self._emptied = np.array([_FREE, 0], np.int64)
 
     def acquire(self) -> Array:
         """Return a slot to be filled."""
@@ -134,7 +151,7 @@ class SlotChannel(Channel):
 
     def post(self, peer: int, size_bytes: int) -> None:
         """Tell the peer of the slot that was acquired last."""
-        self._tell(peer, _READY, self._at)
+        self.comm._send(self._full[self._at], peer)
         self._owed[self._at] = peer
         self._at = (self._at + 1) % SLOTS
 
@@ -148,23 +165,24 @@ class SlotChannel(Channel):
             self._listen(peer)
         self._ready[peer] -= 1
         slot = self._slots.pop((peer, self._taken[peer]))
-        whole = self._theirs[peer][slot]
-        assert whole is not None  # empty() gave memory that is seen
-        return whole[: self._expected[peer].pop(0)]
+        key = peer, slot, self._expected[peer].pop(0)
+        view = self._views.get(key)
+        if view is None:
+            whole = self._theirs[peer][slot]
+            assert whole is not None  # empty() gave memory that is seen
+            view = self._views[key] = whole[: key[2]]
+        return view
 
     def release(self, peer: int) -> None:
         """Tell the peer that its slot is free."""
         self._taken[peer] += 1
-        self._tell(peer, _FREE, 0)
+        self.comm._send(self._emptied, peer)
 
     def finish(self) -> None:
         """Wait until every slot is free."""
         for _ in range(SLOTS):
             self.acquire()
             self._at = (self._at + 1) % SLOTS
-
-    def _tell(self, peer: int, kind: int, slot: int) -> None:
-        self.comm._send(np.array([kind, slot], np.int64), peer)
 
     def _listen(self, peer: int) -> None:
         self.comm._recv(self._word, peer)

@@ -66,6 +66,21 @@ class ReshardTransform:
         """Return why a box cannot be taken, or None; asked on both sides before anything moves."""
         return None
 
+    in_place = False
+    """Whether the next two methods are there. They take the place of the three above wherever a box, or some of it,
+    lies whole in a bucket: nothing is copied before it is converted, or after."""
+
+    def send_rows(self, param_name: str, src_slice: Slices, src_param: Array, out: list[Array]) -> None:
+        """Write what `prepare_send` would return for a slice, some rows of a box, into arrays of its form."""
+        raise NotImplementedError(f"{type(self).__name__} has no send_rows")
+
+    def recv_rows(self, param_name: str, dst_slice: Slices, came: list[Array]) -> None:
+        """Put in its place what travelled for a slice, or the values themselves (one array) of a source of this rank.
+
+        The arrays are not the transform's: they are read here, of any strides, and not kept.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no recv_rows")
+
     def twin(self) -> ReshardTransform:
         """Return a transform like this one that stores into buffers of its own, for a second version.
 

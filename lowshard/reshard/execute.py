@@ -1,8 +1,8 @@
 """Runs a reshard plan: what stays is copied, what neighbours show is read where it lies, the rest goes in buckets.
 
 Memory beside the arrays is bounded: two buckets out and, where they come as messages, two in. Ranks send and receive
-at once, each to the k-th after it and from the k-th before it, for k = 1, 2, ...: every rank is in one pair each way at
-a time.
+at once: those that send stand in one line, those that receive in another, and in round k each sends to the place k
+after its own. So every rank is in one pair each way at a time, in as many rounds as the longer line has places.
 """
 
 from __future__ import annotations
@@ -17,19 +17,23 @@ import numpy as np
 from lowshard.comm.agreement import agree, share
 from lowshard.comm.protocol import Communicator
 from lowshard.errors import MismatchError
-from lowshard.reshard.channel import SLOTS, Channel, MessageChannel, SlotChannel
+from lowshard.reshard.channel import SLOTS, Channel, MessageChannel, SlotChannel, set_aside
 from lowshard.reshard.contract import ReshardTransform
 from lowshard.reshard.plan import Move, ReshardPlan
 from lowshard.reshard.sight import Sight
 from lowshard.reshard.stream import Stream
 from lowshard.reshard.view import NodeView
-from lowshard.reshard.wire import Copier, Packer, span_of
+from lowshard.reshard.wire import Copier, span_of
 
 Array = Any
 Way = Literal["auto", "direct", "slots", "messages"]
 
 STAGING_BYTES = 16 << 20
 """Memory for buckets on each rank, by default."""
+CACHED_BYTES = 2 << 20
+"""Buckets that are unpacked where they were packed are no larger: they are still in the caches then, as those of the
+other ranks are, and what goes through memory is read once and written once, as by a copy. Smaller ones cost more in
+turns to wait for."""
 _DIRECT, _SLOTS, _MESSAGES = "direct", "slots", "messages"
 
 
@@ -84,6 +88,7 @@ class Reshard(Stream, Sight):
         MeshError: the communicator lacks ranks of the plan.
         MismatchError: ranks hold different plans or settings, or two sides of a move prepare unequal arrays.
         PlanError: sources do not cover what is needed.
+        CommError: a rank has no memory for its buckets.
         (Each on every rank, whichever is at fault, before anything is written.)
     """
 
@@ -108,7 +113,8 @@ class Reshard(Stream, Sight):
         self.checksums, self.version = checksums, 0
         view = NodeView.of(comm) if way != _MESSAGES and comm.xp is np else None
         self._staged = SLOTS if view is not None else 2 * SLOTS  # receivers unpack out of the senders' slots
-        self._bucket_bytes = max(256, staging_bytes // self._staged // 64 * 64)
+        most_bytes = CACHED_BYTES if view is not None else staging_bytes
+        self._bucket_bytes = max(256, min(most_bytes, staging_bytes // self._staged) // 64 * 64)
         self._guard(self._prepare)
         said = f"{plan.digest()} {self._bucket_bytes} {checksums} {way}"
         digest = hashlib.blake2b(said.encode(), digest_size=16).digest()
@@ -191,15 +197,20 @@ class Reshard(Stream, Sight):
             streams_out, streams_in = self._look(view)
         self._out = self._buckets(streams_out, True)
         self._in = self._buckets(streams_in, False)
-        busy = np.array([bool(self._out or self._in)], np.uint8)
-        any_busy = any(bool(row[0]) for row in share(comm.control, busy))
+        busy = share(comm.control, np.array([bool(self._out), bool(self._in)], np.uint8))
+        self._senders, self._receivers = ([r for r, row in enumerate(busy) if row[i]] for i in (0, 1))
+        any_busy = bool(self._senders or self._receivers)
         room = self._bucket_bytes + (8 * (2 + self._most_pieces()) if self.checksums else 0)
         if self.checksums:  # both sides of a slot need the same room: take the largest
             room = int(max(row[0] for row in share(comm.control, np.array([room], np.int64))))
         self._channel = self._like._channel if self._like is not None and any_busy else None
         if any_busy and (self._channel is None or self._channel.bucket_bytes != room):
-            self._channel = SlotChannel(comm, room, view) if view is not None else MessageChannel(comm, room)
-        self._packers: dict[tuple[int, int, int, bool], Packer] = {}
+            slots = self._guard(set_aside, comm, room, self._staged)
+            agree(comm, b"", self._take_error(), "execute_reshard_plan")
+            self._channel = (
+                SlotChannel(comm, slots, view) if view is not None else MessageChannel(comm, slots)
+            )
+        self._packers = {}
         self._half: dict[int, tuple[list[Array], list[Array]]] = {}
         self._left: dict[int, int] = {}
         sent = sum(self._wire_bytes(m, True) for found in self._mine.sends.values() for m in found)

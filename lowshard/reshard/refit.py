@@ -30,6 +30,13 @@ class Refit:
     fails or is killed leaves it whole; the next one works. "in_place" writes into the arrays that are served, for half
     the memory: from the first byte to the switch they are `torn`, and so they stay where a refit fails.
 
+    What is promised where a rank dies: `weights` of every survivor are one whole version, the old one or the new one,
+    never a mix ("double"), and `version` says which. Survivors that share memory, those of one host, are all on the
+    same one, whenever the rank died. Across hosts, or where ranks share no memory, a death between the last rank's vote
+    and the switch may leave one survivor on the new version and another on the old one, since a message about it may be
+    lost with the rank that was to send it. So before ranks of several hosts serve together again they compare
+    `version`, over a communicator of the survivors; where it differs the version is pushed again.
+
     Collective: all ranks of the communicator make it and close it; each version is one call on every rank: `push` where
     there are sources, `pull` elsewhere. Addresses, memory and open files stay as they are from the first call on.
 
@@ -45,7 +52,8 @@ class Refit:
             travels is checked, and sources are not read where they lie, for which that would take longer.
 
     Raises:
-        As `Reshard`; PlanError for "double" with a transform that has no twin.
+        As `Reshard`; PlanError for "double" with a transform that has no twin; CommError where a rank has no memory
+            for the second set.
     """
 
     def __init__(
@@ -118,7 +126,7 @@ class Refit:
         Raises:
             MismatchError: ranks push different versions, or one waits for another than is pushed.
             VerificationError: a checksum does not agree; the old version stays, on all ranks.
-            PeerFailed: a rank died. `version` tells which one is served, the same on all ranks of the node.
+            PeerFailed: a rank died. `version` tells which one this rank serves, the same on all ranks of a host.
         """
         return self._refit(version, True)
 
@@ -188,6 +196,11 @@ def _twin(comm: Communicator, array: Array) -> Array:
         raise PlanError(
             f"destinations are arrays, got {type(array).__name__}; a transform has what it quantises"
         )
-    made = comm.empty(tuple(array.shape), array.dtype)
+    try:
+        made = comm.empty(tuple(array.shape), array.dtype)
+    except (MemoryError, OSError) as error:
+        raise CommError(
+            f"there is no memory for a second set of destinations ({error}); refit with buffering='in_place'"
+        ) from error
     made[...] = array
     return made

@@ -311,15 +311,30 @@ class Side:
                 want[...] = have.reshape(want.shape)
         self.transform.finalize_recv(name, slices_of(move.dst_box), wanted)
 
+    @property
+    def _in_place(self) -> bool:
+        """Whether the transform reads and writes where things lie."""
+        return self.transform is not None and self.transform.in_place and self.comm.xp is np
+
+    def _makes_once(self, move: Move) -> bool:
+        """Say whether what a transform makes for a move serves nobody else."""
+        return self._uses.get(reuse_key(move), 1) == 1
+
     def _copy_transformed(self, move: Move) -> None:
         """Do a move within this rank that a transform takes part in."""
         entry = self.plan.entries[move.entry]
+        name = entry.dst_local_name(move.dst_rank)
+        if self._in_place and self._transforms(name) and self._makes_once(move):
+            assert self.transform is not None
+            values = self._source(move)[slices_of(move.src_box)]
+            self.transform.recv_rows(name, slices_of(move.dst_box), [values])
+            return
         if self._transforms(entry.src_local_name(move.src_rank)):
             came = self._prepared(move)
             self._sent(move)
         else:
             came = [self._source(move)[slices_of(move.src_box)]]
-        if self._transforms(entry.dst_local_name(move.dst_rank)):
+        if self._transforms(name):
             plain = len(came) == 1 and came[0].flags.c_contiguous
             wanted = self._take_room(move)
             self._finalize(move, wanted, came if plain or len(came) > 1 else [came[0].copy()])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -42,14 +43,14 @@ class Sight(Side):
         across: dict[int, list[tuple[Move, Span]]] = {}
         left: dict[int, list[Move]] = {}
         for peer, found in self._mine.receives.items():
-            readable: dict[int, bool] = {}
+            readable = self._readable(view, peer, found, private.get(peer, {}))
             for m in found:
                 array, at = seen.get(peer, {}).get(m.entry), private.get(peer, {}).get(m.entry, 0)
                 if self._is_prepared(m) or self._handed(m):
                     left.setdefault(peer, []).append(m)
                 elif array is not None:
                     mapped.append((m, self._source_span(m, address(array))))
-                elif at and self._may_cross(view, m, at, readable):
+                elif at and readable.get(m.entry, False) and self._is_worth_it(m, at):
                     across.setdefault(peer, []).append((m, self._source_span(m, at)))
                 else:
                     left.setdefault(peer, []).append(m)
@@ -116,18 +117,26 @@ class Sight(Side):
     def _targets(self, pairs: Sequence[tuple[Move, Span]]) -> list[Span]:
         return [span_of(self._dst[m.entry], m.dst_box) for m, _ in pairs]
 
-    def _may_cross(self, view: NodeView, move: Move, at: int, readable: dict[int, bool]) -> bool:
-        from lowshard.reshard.across import can_read, is_worth_it
+    def _readable(
+        self, view: NodeView, peer: int, moves: Sequence[Move], private: Mapping[int, int]
+    ) -> dict[int, bool]:
+        """Return, by tensor, whether this process may read a peer's private sources of some moves."""
+        sizes: dict[int, int] = {}
+        for m in moves:
+            if m.entry not in sizes and private.get(m.entry, 0):
+                layout = self.plan.entries[m.entry].src
+                sizes[m.entry] = layout.itemsize_bytes * prod(layout.local_shape(peer) or ())
+        if not sizes:
+            return {}
+        from lowshard.reshard.across import can_read
 
-        if move.entry not in readable:
-            entry = self.plan.entries[move.entry]
-            size = entry.src.itemsize_bytes * int(
-                np.prod(entry.src.local_shape(move.src_rank) or (), dtype=np.int64)
-            )
-            readable[move.entry] = can_read(view.pid(move.src_rank), at, size)
-        return readable[move.entry] and is_worth_it(
-            self._source_span(move, at), span_of(self._dst[move.entry], move.dst_box)
-        )
+        stretches = [(private[n], size) for n, size in sizes.items()]
+        return dict(zip(sizes, can_read(view.pid(peer), stretches), strict=True))
+
+    def _is_worth_it(self, move: Move, at: int) -> bool:
+        from lowshard.reshard.across import is_worth_it
+
+        return is_worth_it(self._source_span(move, at), span_of(self._dst[move.entry], move.dst_box))
 
     def _ask_which(self, streams_in: Mapping[int, Sequence[Move]]) -> dict[int, list[Move]]:
         """Learn which of this rank's moves the receivers do not read for themselves."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,11 +10,12 @@ import numpy as np
 from lowshard import dtypes
 from lowshard.box import Box, shape_of
 from lowshard.errors import VerificationError
+from lowshard.kernels.staging import assign
 from lowshard.reshard.channel import Channel
 from lowshard.reshard.checksum import checksum
 from lowshard.reshard.plan import Move
-from lowshard.reshard.side import Side, bytes_of
-from lowshard.reshard.wire import Bucket, Packer, Piece, Span, buckets_of, span_of
+from lowshard.reshard.side import Format, Side, bytes_of, slices_of
+from lowshard.reshard.wire import Bucket, Packer, Part, Piece, Span, bands_of, buckets_of, span_of
 
 Array = Any
 Stage = tuple[int, int]
@@ -30,7 +31,11 @@ class Stream(Side):
     _anchor: Array
     _out: dict[Stage, tuple[Bucket, ...]]
     _in: dict[Stage, tuple[Bucket, ...]]
-    _packers: dict[tuple[int, int, int, bool], Packer]
+    _senders: list[int]
+    """All ranks that send, and all that receive; ascending, the same on all ranks."""
+    _receivers: list[int]
+    _packers: dict[tuple[int, int, int, bool], tuple[Packer, list[list[Piece]]]]
+    """Of each bucket, out and in: what is copied as it is, and the pieces that a transform makes or takes."""
     _half: dict[int, tuple[list[Array], list[Array]]]
     _left: dict[int, int]
 
@@ -59,17 +64,16 @@ class Stream(Side):
             (len(b.pieces) for found in (*self._out.values(), *self._in.values()) for b in found), default=0
         )
 
-    def _parts(self, found: Sequence[Move], is_send: bool) -> list[tuple[Move, int, tuple[int, ...], int]]:
-        """Return what travels for moves; both sides must come to the same pieces, so all of it rests on formats."""
-        parts: list[tuple[Move, int, tuple[int, ...], int]] = []
+    def _parts(self, found: Sequence[Move], is_send: bool) -> Iterator[Sequence[Part]]:
+        """Yield what travels for moves; both sides must come to the same pieces, so all of it rests on formats."""
         for move in found:
             formats = self._formats[move.id, is_send]
             if len(formats) == 1 and bytes_of(formats[0]) == self.plan.move_bytes(move):
                 itemsize = dtypes.get(formats[0][0]).itemsize_bytes
-                parts.append((move, -1, shape_of(move.src_box), itemsize))
+                yield [Part(move, -1, shape_of(move.src_box), itemsize)]
                 continue
-            parts.extend((move, c, (bytes_of(f),), 1) for c, f in enumerate(formats))
-        return parts
+            sizes = [bytes_of(f) for f in formats]
+            yield from bands_of(move, [shape for _, shape in formats], sizes, self._bucket_bytes)
 
     def _wire_bytes(self, move: Move, is_send: bool) -> int:
         return sum(bytes_of(f) for f in self._formats[move.id, is_send])
@@ -77,11 +81,11 @@ class Stream(Side):
     # ---- moving
 
     def _stream(self, channel: Channel) -> None:
-        comm = self.comm
-        steps = {(stage, (peer - comm.rank) % comm.size) for stage, peer in self._out}
-        steps |= {(stage, (comm.rank - peer) % comm.size) for stage, peer in self._in}
-        for stage, step in sorted(steps):
-            to, source = (comm.rank + step) % comm.size, (comm.rank - step) % comm.size
+        me = self.comm.rank
+        to_by = {(stage, self._round(me, peer)): peer for stage, peer in self._out}
+        source_by = {(stage, self._round(peer, me)): peer for stage, peer in self._in}
+        for key in sorted({*to_by, *source_by}):
+            stage, to, source = key[0], to_by.get(key, -1), source_by.get(key, -1)
             out, coming = self._out.get((stage, to), ()), self._in.get((stage, source), ())
             for bucket in coming[:2]:
                 channel.expect(source, self._size(bucket))
@@ -98,63 +102,135 @@ class Stream(Side):
                         channel.expect(source, self._size(coming[i + 2]))
         channel.finish()
 
+    def _round(self, source: int, to: int) -> int:
+        """Return the round in which one rank sends to another: the difference of their places in the two lines."""
+        rounds = max(len(self._senders), len(self._receivers))
+        return (self._receivers.index(to) - self._senders.index(source)) % rounds
+
     def _size(self, bucket: Bucket) -> int:
         if not self.checksums:
             return bucket.size_bytes
         return -(-bucket.size_bytes // 8) * 8 + 8 * (1 + len(bucket.pieces))
 
     def _pack(self, place: tuple[int, int, int], bucket: Bucket, slot: Array) -> None:
-        plain, prepared = self._sorted(bucket)
         key = (*place, True)
-        packer = self._packers.get(key)
-        if packer is None or any(p.move.entry in self._quantised for p in plain):
+        found = self._packers.get(key)
+        if found is None or self._quantised:
+            plain, prepared = self._sorted(bucket)
             spans = [_inner(span_of(self._source(p.move), p.move.src_box), p.box) for p in plain]
             packer = Packer(spans, [p.offset_bytes for p in plain], self._anchor)
-            self._packers[key] = packer
+            found = self._packers[key] = packer, _together(prepared)
+        packer, rest = found
         packer.pack(slot)
-        for piece in prepared:
-            arrays = self._prepared(piece.move)
-            raw = arrays[max(piece.component, 0)].reshape(-1).view(np.uint8)
-            begin, end = self._byte_range(piece)
-            slot[piece.offset_bytes : piece.offset_bytes + piece.size_bytes] = raw[begin:end]
-            if (end == raw.size and piece.component == len(arrays) - 1) or (
-                piece.component < 0 and end == raw.size
-            ):
-                self._sent(piece.move)
+        for pieces in rest:
+            if not self._send_in_place(pieces, slot):
+                for piece in pieces:
+                    self._put(piece, slot)
         if self.checksums:
             self._seal(bucket, slot)
+
+    def _put(self, piece: Piece, slot: Array) -> None:
+        """Copy a piece of what a transform has prepared."""
+        arrays = self._prepared(piece.move)
+        raw = arrays[max(piece.component, 0)].reshape(-1).view(np.uint8)
+        begin, end = self._byte_range(piece)
+        slot[piece.offset_bytes : piece.offset_bytes + piece.size_bytes] = raw[begin:end]
+        if end == raw.size and piece.component in (-1, len(arrays) - 1):
+            self._sent(piece.move)
 
     def _unpack(self, place: tuple[int, int, int], bucket: Bucket, slot: Array) -> None:
         if self.checksums:
             self._check_seal(place[1], bucket, slot)
-        plain, prepared = self._sorted(bucket)
         key = (*place, False)
-        packer = self._packers.get(key)
-        if packer is None:
+        found = self._packers.get(key)
+        if found is None:
+            plain, prepared = self._sorted(bucket)
             spans = [_inner(span_of(self._dst[p.move.entry], p.move.dst_box), p.box) for p in plain]
-            packer = self._packers[key] = Packer(spans, [p.offset_bytes for p in plain], self._anchor)
+            packer = Packer(spans, [p.offset_bytes for p in plain], self._anchor, streams=True)
+            found = self._packers[key] = packer, _together(prepared)
+        packer, rest = found
         packer.unpack(slot)
-        for piece in prepared:
-            held = self._half.get(piece.move.id)
-            if held is None:
-                wanted = self._take_room(piece.move)
-                forms = self._formats[piece.move.id, False]
-                arrays = [
-                    w if w.nbytes == bytes_of(f) else self.comm.xp.empty(f[1], dtypes.get(f[0]).numpy)
-                    for w, f in zip(wanted, forms, strict=True)
-                ]
-                self._half[piece.move.id] = wanted, arrays
-                self._left[piece.move.id] = sum(a.nbytes for a in arrays)
-            else:
-                wanted, arrays = held
-            raw = arrays[max(piece.component, 0)].reshape(-1).view(np.uint8)
-            begin, end = self._byte_range(piece)
-            raw[begin:end] = slot[piece.offset_bytes : piece.offset_bytes + piece.size_bytes]
-            self._left[piece.move.id] -= piece.size_bytes
-            if not self._left[piece.move.id]:
-                del self._left[piece.move.id]
-                del self._half[piece.move.id]
-                self._finalize(piece.move, wanted, arrays)
+        for pieces in rest:
+            if not self._take_in_place(pieces, slot):
+                for piece in pieces:
+                    self._get(piece, slot)
+
+    def _get(self, piece: Piece, slot: Array) -> None:
+        """Copy a piece into the room that a transform has made; finish the move with its last piece."""
+        held = self._half.get(piece.move.id)
+        if held is None:
+            wanted = self._take_room(piece.move)
+            forms = self._formats[piece.move.id, False]
+            arrays = [
+                w if w.nbytes == bytes_of(f) else self.comm.xp.empty(f[1], dtypes.get(f[0]).numpy)
+                for w, f in zip(wanted, forms, strict=True)
+            ]
+            self._half[piece.move.id] = wanted, arrays
+            self._left[piece.move.id] = sum(a.nbytes for a in arrays)
+        else:
+            wanted, arrays = held
+        raw = arrays[max(piece.component, 0)].reshape(-1).view(np.uint8)
+        begin, end = self._byte_range(piece)
+        raw[begin:end] = slot[piece.offset_bytes : piece.offset_bytes + piece.size_bytes]
+        self._left[piece.move.id] -= piece.size_bytes
+        if not self._left[piece.move.id]:
+            del self._left[piece.move.id]
+            del self._half[piece.move.id]
+            self._finalize(piece.move, wanted, arrays)
+
+    # ---- transforms that read and write where things lie
+
+    def _send_in_place(self, pieces: Sequence[Piece], slot: Array) -> bool:
+        """Have what travels made in the bucket; False where it is prepared first, for several to get the same."""
+        move = pieces[0].move
+        forms = self._formats[move.id, True]
+        box = self._box_of(pieces, forms)
+        if box is None or not self._makes_once(move):
+            return False
+        entry = self.plan.entries[move.entry]
+        name, source = entry.src_local_name(move.src_rank), self._source(move)
+        out, part = _views(pieces, forms, box, slot), slices_of(_moved(box, move.src_box))
+        assert self.transform is not None
+        if self.transform.travels_plain(name, move.dst_box):
+            assign(out[0], source[part])
+        else:
+            self.transform.send_rows(name, part, source, out)
+        return True
+
+    def _take_in_place(self, pieces: Sequence[Piece], slot: Array) -> bool:
+        """Give the transform what lies in the bucket; False where it is gathered in the transform's room first."""
+        move = pieces[0].move
+        forms = self._formats[move.id, False]
+        box = self._box_of(pieces, forms)
+        if box is None:
+            return False
+        name = self.plan.entries[move.entry].dst_local_name(move.dst_rank)
+        assert self.transform is not None
+        came = _views(pieces, forms, box, slot)
+        self.transform.recv_rows(name, slices_of(_moved(box, move.dst_box)), came)
+        return True
+
+    def _box_of(self, pieces: Sequence[Piece], forms: Sequence[Format]) -> Box | None:
+        """Return which part of a move's box pieces carry all of, or None: they go through arrays of their own."""
+        if not self._in_place:
+            return None
+        first = pieces[0]
+        if first.component < 0:
+            return first.box
+        extents = shape_of(first.move.src_box)
+        rows = set()
+        for piece, (_, shape), form in zip(pieces, forms, forms, strict=False):
+            if shape[:1] != extents[:1]:
+                return None
+            begin, end = piece.box[0]
+            per = bytes_of(form) // shape[0]
+            rows.add((begin / per, end / per))
+        if len(pieces) != len(forms) or len(rows) != 1:
+            return None
+        ((begin_row, end_row),) = rows
+        if begin_row % 1 or end_row % 1:
+            return None
+        return ((int(begin_row), int(end_row)), *((0, n) for n in extents[1:]))
 
     def _sorted(self, bucket: Bucket) -> tuple[list[Piece], list[Piece]]:
         plain: list[Piece] = []
@@ -200,6 +276,37 @@ class Stream(Side):
                     f"{name}: the checksum of a piece of {piece.size_bytes} bytes from rank {peer} to rank "
                     f"{self.comm.rank}, at {piece.move.dst_box}, does not agree: bits changed on the way"
                 )
+
+
+def _together(pieces: Sequence[Piece]) -> list[list[Piece]]:
+    """Return pieces by what they may carry together: an array of a move, and those after it."""
+    found: list[list[Piece]] = []
+    for piece in pieces:
+        last = found[-1][-1] if found else None
+        if (
+            last is None
+            or piece.move is not last.move
+            or piece.component != last.component + 1
+            or not piece.component
+        ):
+            found.append([])
+        found[-1].append(piece)
+    return found
+
+
+def _views(pieces: Sequence[Piece], forms: Sequence[Format], box: Box, slot: Array) -> list[Array]:
+    """Return what pieces that carry a part of a move are in a bucket."""
+    found = []
+    for piece, (dtype, shape) in zip(pieces, forms, strict=True):
+        extents = shape_of(box) if piece.component < 0 else (box[0][1] - box[0][0], *shape[1:])
+        raw = slot[piece.offset_bytes : piece.offset_bytes + piece.size_bytes]
+        found.append(raw.view(dtypes.get(dtype).numpy).reshape(extents))
+    return found
+
+
+def _moved(box: Box, into: Box) -> Box:
+    """Return a box that is counted from the begin of another as one beside that."""
+    return tuple((at + start, at + stop) for (start, stop), (at, _) in zip(box, into, strict=True))
 
 
 def _inner(span: Span, box: Box) -> Span:

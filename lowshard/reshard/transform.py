@@ -14,6 +14,7 @@ from lowshard.errors import BufferMismatchError, KernelError, PlanError
 from lowshard.kernels import MXFP8Tensor, cast, dequantize_mxfp8, quantize_mxfp8, unswizzle_scales
 from lowshard.kernels.buffer import is_gpu
 from lowshard.kernels.reference import BLOCK_ELEMS, Elem, Mode
+from lowshard.kernels.staging import assign
 from lowshard.kernels.swizzle import TILE_BYTES, TILE_COLS, TILE_ROWS, swizzled_bytes
 from lowshard.reshard.contract import ReshardTransform, Slices
 from lowshard.reshard.scale import scale_slice_from_data_slice
@@ -84,6 +85,8 @@ class MXFP8ReshardTransform(ReshardTransform):
         self.elem: Elem = elem if elem is not None else next(iter(elems), "e4m3")
         self._edges: dict[tuple[str, int], tuple[Array, Array]] = {}
 
+    in_place = True
+
     # ---- the four methods
 
     def should_transform(self, param_name: str) -> bool:
@@ -123,6 +126,19 @@ class MXFP8ReshardTransform(ReshardTransform):
         self._quantize(param_name, held, box, _bf16(recv_buffers[0]))
 
     # ---- beyond
+
+    def send_rows(self, param_name: str, src_slice: Slices, src_param: Array, out: list[Array]) -> None:
+        """Write a slice, or with convert_on_send its codes and its scales, into contiguous arrays."""
+        part = src_param[src_slice]
+        if len(out) == 1:
+            assign(out[0], part)
+            return
+        quantize_mxfp8(_bf16(part), self.elem, self.mode, MXFP8Tensor(out[0], out[1], self.elem))
+        self.quantized_elems += part.size
+
+    def recv_rows(self, param_name: str, dst_slice: Slices, came: list[Array]) -> None:
+        """As `finalize_recv`."""
+        self.finalize_recv(param_name, dst_slice, came)
 
     def begin(self) -> None:
         """Forget blocks that an earlier reshard left incomplete."""
@@ -201,10 +217,15 @@ class MXFP8ReshardTransform(ReshardTransform):
         (r0, r1), (k0, k1) = box
         first, last = -(-k0 // BLOCK_ELEMS) * BLOCK_ELEMS, k1 // BLOCK_ELEMS * BLOCK_ELEMS
         if first < last:
-            part = _contiguous(values[:, first - k0 : last - k0])
-            q = quantize_mxfp8(part, self.elem, self.mode)
+            part = values[:, first - k0 : last - k0]
             self.quantized_elems += part.size
-            self._store(held, ((r0, r1), (first, last)), q.data, q.scale)
+            if held.scale.ndim == 2:
+                at = slice(r0, r1), slice(first, last)
+                there = MXFP8Tensor(held.data[at], held.scale[at[0], first // 32 : last // 32], self.elem)
+                quantize_mxfp8(part, self.elem, self.mode, there, streaming=True)
+            else:
+                q = quantize_mxfp8(part, self.elem, self.mode)
+                self._store(held, ((r0, r1), (first, last)), q.data, q.scale)
         if first > last:  # within one block
             self._fill_edge(name, held, k0 // BLOCK_ELEMS, (r0, r1), (k0, k1), values)
             return
@@ -314,7 +335,7 @@ def _checked(name: str, held: Any) -> Elem:
 def _bf16(values: Array) -> Array:
     row = dtypes.get(values.dtype)
     if row.name == "bfloat16":
-        return _contiguous(values)
+        return values
     if row.name not in ("float16", "float32"):
         raise BufferMismatchError(f"MXFP8 is made of bf16, fp16 or fp32, got {row.name}")
     return cast(_contiguous(values), "bfloat16")

@@ -5,23 +5,27 @@ Both ends cut alike, from the moves alone. A piece begins at a multiple of 16 by
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
 from lowshard.box import Box, shape_of
 from lowshard.kernels.buffer import address
-from lowshard.kernels.engine import engine_for
+from lowshard.kernels.engine import Engine, HostEngine, engine_for
 from lowshard.kernels.runs import RunTable, lower
 from lowshard.reshard.plan import Move
 
 Array = Any
 
 ALIGN_BYTES = 16
+_ROW_BYTES = 1 << 10
+"""Runs from here on are best copied each by itself."""
+_STREAMED_BYTES = 4 << 20
+"""What is written in one call goes past the caches from here on: it would not stay in them."""
 
 
 class Piece(NamedTuple):
@@ -45,29 +49,72 @@ class Bucket:
     size_bytes: int
 
 
-def buckets_of(
-    parts: Sequence[tuple[Move, int, tuple[int, ...], int]], limit_bytes: int
-) -> tuple[Bucket, ...]:
+class Part(NamedTuple):
+    """What is cut into pieces: the box of a move, or some bytes of one of the arrays that travel for it."""
+
+    move: Move
+    component: int
+    extents: tuple[int, ...]
+    """Of the box, or the number of bytes."""
+    itemsize: int
+    begin_bytes: int = 0
+    """Of a component: the first byte."""
+
+
+def buckets_of(parts: Iterable[Sequence[Part]], limit_bytes: int) -> tuple[Bucket, ...]:
     """Return the buckets of one stream.
 
     Args:
-        parts: in the order of the wire: move, component (-1: the box), its extents, bytes an element.
+        parts: in the order of the wire; several in one sequence stay together in one bucket, which they fit into.
         limit_bytes: size of a bucket; a piece is never larger, unless one element is.
     """
     found: list[Bucket] = []
     pieces: list[Piece] = []
     at = 0
-    for move, component, extents, itemsize in parts:
-        for box in split_box(extents, max(1, limit_bytes // itemsize)):
-            size = prod(stop - start for start, stop in box) * itemsize
-            if pieces and at + size > limit_bytes:
-                found.append(Bucket(tuple(pieces), pieces[-1].offset_bytes + pieces[-1].size_bytes))
-                pieces, at = [], 0
-            pieces.append(Piece(move, component, box, at, size))
-            at += -(-size // ALIGN_BYTES) * ALIGN_BYTES
+    for together in parts:
+        needed = sum(_aligned(prod(part.extents) * part.itemsize) for part in together)
+        for move, component, extents, itemsize, begin in together:
+            for box in split_box(extents, max(1, limit_bytes // itemsize)):
+                size = prod(stop - start for start, stop in box) * itemsize
+                if pieces and at + (size if len(together) == 1 else needed) > limit_bytes:
+                    found.append(Bucket(tuple(pieces), pieces[-1].offset_bytes + pieces[-1].size_bytes))
+                    pieces, at = [], 0
+                if component >= 0:
+                    box = ((begin + box[0][0], begin + box[0][1]),)
+                pieces.append(Piece(move, component, box, at, size))
+                at += _aligned(size)
+                needed -= _aligned(size)
     if pieces:
         found.append(Bucket(tuple(pieces), pieces[-1].offset_bytes + pieces[-1].size_bytes))
     return tuple(found)
+
+
+def bands_of(
+    move: Move, shapes: Sequence[tuple[int, ...]], sizes: Sequence[int], limit_bytes: int
+) -> list[list[Part]]:
+    """Return the parts of arrays that travel together: bands of the same rows of each, where they have as many.
+
+    Args:
+        move: that they travel for.
+        shapes: of the arrays.
+        sizes: their bytes.
+        limit_bytes: size of a bucket.
+    """
+    rows = {shape[0] if shape else 0 for shape in shapes}
+    count = rows.pop()
+    if len(shapes) > 1 and not rows and count and all(sizes):
+        row_bytes = [size // count for size in sizes]
+        most = (limit_bytes - ALIGN_BYTES * len(sizes)) // sum(row_bytes)
+        if most > 0:
+            return [
+                [Part(move, c, ((min(most, count - r)) * n,), 1, r * n) for c, n in enumerate(row_bytes)]
+                for r in range(0, count, most)
+            ]
+    return [[Part(move, c, (size,), 1)] for c, size in enumerate(sizes)]
+
+
+def _aligned(size_bytes: int) -> int:
+    return -(-size_bytes // ALIGN_BYTES) * ALIGN_BYTES
 
 
 @lru_cache(maxsize=4096)
@@ -133,7 +180,8 @@ class Copier:
     def run(self) -> None:
         """Copy."""
         if self._runs.boxes:
-            self._engine.copy(self._anchor, self._anchor, self._runs)
+            streaming = self._runs.total_elems >= _STREAMED_BYTES
+            _copier(self._engine, self._anchor, self._anchor, self._runs, streaming)()
 
 
 class Packer:
@@ -143,28 +191,49 @@ class Packer:
         spans: boxes in arrays.
         offsets: where each lies in the bucket, row-major.
         anchor: as for `Copier`.
+        streams: unpack past the caches: all buckets together do not stay in them, though one would.
     """
 
-    def __init__(self, spans: Sequence[Span], offsets: Sequence[int], anchor: Array) -> None:
+    def __init__(
+        self, spans: Sequence[Span], offsets: Sequence[int], anchor: Array, streams: bool = False
+    ) -> None:
         self._anchor, self._engine = anchor, engine_for(anchor)
         packed = [packed_span(o, s.extents, s.itemsize) for s, o in zip(spans, offsets, strict=True)]
-        self._spans, self._packed = spans, packed
+        self._spans, self._packed, self._streams = spans, packed, streams
         self._to: RunTable | None = None
         self._from: RunTable | None = None
+        self._packs: dict[int, Callable[[], None]] = {}
+        self._unpacks: dict[int, Callable[[], None]] = {}
 
     def pack(self, bucket: Array) -> None:
-        """Copy out of the arrays into a bucket."""
-        if self._to is None:
-            self._to = run_table(self._spans, self._packed, address(self._anchor), 0)
-        if self._to.boxes:
-            self._engine.copy(self._anchor, bucket, self._to)
+        """Copy out of the arrays into a bucket, one of a few that are used again and again."""
+        if not self._spans:
+            return
+        call = self._packs.get(at := address(bucket))
+        if call is None:
+            if self._to is None:
+                self._to = run_table(self._spans, self._packed, address(self._anchor), 0)
+            streaming = len(bucket) >= _STREAMED_BYTES
+            call = self._packs[at] = _copier(self._engine, self._anchor, bucket, self._to, streaming)
+        call()
 
     def unpack(self, bucket: Array) -> None:
         """Copy out of a bucket into the arrays."""
-        if self._from is None:
-            self._from = run_table(self._packed, self._spans, 0, address(self._anchor))
-        if self._from.boxes:
-            self._engine.copy(bucket, self._anchor, self._from)
+        if not self._spans:
+            return
+        call = self._unpacks.get(at := address(bucket))
+        if call is None:
+            if self._from is None:
+                self._from = run_table(self._packed, self._spans, 0, address(self._anchor))
+            streaming = self._streams or len(bucket) >= _STREAMED_BYTES
+            call = self._unpacks[at] = _copier(self._engine, bucket, self._anchor, self._from, streaming)
+        call()
+
+
+def _copier(engine: Engine, src: Array, dst: Array, runs: RunTable, streaming: bool) -> Callable[[], None]:
+    if isinstance(src, np.ndarray) and runs.run_limits_bytes[0] >= _ROW_BYTES:
+        return cast("HostEngine", engine).rows_copier(src, dst, runs, streaming)
+    return partial(engine.copy, src, dst, runs, streaming)
 
 
 def run_table(

@@ -38,11 +38,14 @@ def main(folder: Path, victim: int, where: str, size_mib: int, how: str) -> None
     src = {
         "a": TensorLayout.sharded((rows, 512), "float32", {"tp": (2, 1)}, {0: "tp"}),
         "b": TensorLayout.sharded((512, rows), "float32", {"tp": (2, 1)}, {1: "tp"}),
+        "c": TensorLayout.sharded((rows // 2, 512), "float32", {"tp": (2, 1)}, {0: "tp"}),
     }
     dst = {
         "a": TensorLayout.sharded((rows, 512), "float32", {"tp": (2, 1)}, {1: "tp"}, offset=2),
         "b": TensorLayout.sharded((512, rows), "float32", {"dp": (2, 1)}, offset=2),
+        "c": TensorLayout.sharded((rows // 2, 512), "float32", {"dp": (2, 1)}, offset=2),
     }
+    # Private memory: c's long runs are read across, the short ones of a and b go through slots.
     make: Any = comm.empty if how == "shown" else np.empty
     mine = {k: make(x.local_shape(comm.rank), np.float32) for k, x in src.items() if comm.rank in x}
     out = {k: np.zeros(x.local_shape(comm.rank) or (), np.float32) for k, x in dst.items() if comm.rank in x}

@@ -41,11 +41,13 @@ def refits(comm: Communicator, count: int, shown: bool, checksums: bool) -> dict
         "fc1": TensorLayout.sharded((96 * n, 64), "float32", {"tp": (n, 1)}, {0: gated}, by={0: "tp"}),
         "fc2": TensorLayout.sharded((64, 96 * n), "float32", {"tp": (n, 1)}, {1: "tp"}),
         "norm": TensorLayout.sharded((777,), "float32", {"dp": (n, 1)}),
+        "rows": TensorLayout.sharded((96 * n, 64), "float32", {"tp": (n, 1)}, {0: "tp"}),  # long runs: read across
     }  # fmt: skip
     dst = {
         "fc1": TensorLayout.sharded((96 * n, 64), "float32", {"tp": (n, 1)}, {1: "tp"}),
         "fc2": TensorLayout.sharded((64, 96 * n), "float32", {"dp": (n, 1)}),
         "norm": TensorLayout.sharded((777,), "float32", {"tp": (n, 1)}, {0: "tp"}),
+        "rows": TensorLayout.sharded((96 * n, 64), "float32", {"dp": (n, 1)}),
     }
     make = comm.empty if shown else np.empty
     mine = {k: make(x.local_shape(comm.rank), np.float32) for k, x in src.items()}  # type: ignore[operator]

@@ -52,17 +52,26 @@ def test_memory_that_cannot_be_read_is_said_to_be() -> None:
     ended = subprocess.Popen([sys.executable, "-c", ""])
     pid = ended.pid
     here = np.zeros(4096, np.uint8)
-    assert can_read(ME, here.ctypes.data, here.nbytes)
-    assert not can_read(ME, 4096, 8)
+    mine = (here.ctypes.data, here.nbytes)
+    assert can_read(ME, [mine]) == [True]
+    assert can_read(ME, [mine, (4096, 8), (mine[0] + 1, 7)]) == [True, False, True]
     ended.wait()
-    assert not can_read(pid, here.ctypes.data, here.nbytes)
+    assert can_read(pid, [mine, mine]) == [False, False]
     spans = [packed_span(here.ctypes.data, (16,), 1)]
     assert not Crossing(pid, spans, spans).run()
 
 
-def test_many_short_rows_that_lie_apart_are_left_to_their_owner() -> None:
+def test_many_short_rows_are_left_to_their_owner() -> None:
     src, dst = np.zeros((64, 64), np.uint8), np.zeros((64, 128), np.uint8)
-    rows, columns = ((0, 9), (0, 64)), ((0, 64), (0, 9))
-    assert is_worth_it(span_of(src, rows), span_of(dst, rows))
+    whole, columns = ((0, 64), (0, 64)), ((0, 64), (0, 9))
+    assert is_worth_it(span_of(src, whole), span_of(src, whole))
+    assert not is_worth_it(span_of(src, whole), span_of(dst, whole))  # side by side there, apart here
     assert not is_worth_it(span_of(src, columns), span_of(dst, columns))
     assert is_worth_it(span_of(src, ((3, 4), (0, 9))), span_of(dst, ((5, 6), (1, 10))))
+    assert is_worth_it(span_of(src, ((3, 3), (0, 9))), span_of(dst, ((5, 5), (1, 10))))
+    long = np.zeros((3, 2 * LONG_BYTES), np.uint8)
+    assert is_worth_it(span_of(long, ((0, 3), (0, LONG_BYTES))), span_of(long, ((0, 3), (5, LONG_BYTES + 5))))
+    three = np.zeros((4, 3, LONG_BYTES), np.uint8)
+    assert is_worth_it(
+        span_of(three, ((1, 3), (0, 2), (0, LONG_BYTES))), span_of(three, ((0, 2), (0, 2), (0, LONG_BYTES)))
+    )

@@ -21,11 +21,13 @@ from lowshard import DeviceMesh, Layout, Replicated, Sharded
 from lowshard.comm import run_loopback
 from lowshard.errors import (
     BufferMismatchError,
+    CommError,
     KernelError,
     MeshError,
     MismatchError,
 )
 from lowshard.reshard import (
+    Refit,
     Reshard,
     ReshardTransform,
     TensorLayout,
@@ -236,3 +238,40 @@ def test_an_error_of_a_transform_is_raised_on_all_ranks_and_the_next_run_works()
         assert (how.stored == 1).all()
 
     run_loopback(2, work, LIMIT_S)
+
+
+@pytest.mark.parametrize("way", ["slots", "messages"])
+@pytest.mark.parametrize("short", [0, 1])
+def test_a_rank_without_memory_for_buckets_is_said_on_all_ranks(way: Any, short: int) -> None:
+    plan = pair()
+
+    def make(comm: Any) -> None:
+        if comm.rank == short:
+
+            def empty(shape: Any, dtype: Any = "float32") -> Any:
+                raise MemoryError(f"no {shape} bytes")
+
+            comm.empty = empty
+        src, dst = {"w": np.ones((2, 4), np.float32)}, {"w": np.zeros((4, 2), np.float32)}
+        Reshard(plan, src, dst, comm, way=way)
+
+    errors = on_all(2, make)
+    assert all(isinstance(e, CommError) and f"rank {short}: there is no memory for" in str(e) for e in errors)
+
+
+def test_a_rank_without_memory_for_a_second_set_is_said_on_all_ranks() -> None:
+    plan = pair()
+
+    def make(comm: Any) -> None:
+        if comm.rank:
+
+            def empty(shape: Any, dtype: Any = "float32") -> Any:
+                raise MemoryError(f"no {shape} bytes")
+
+            comm.empty = empty
+        Refit(plan, comm, {"w": np.ones((2, 4), np.float32)}, {"w": np.zeros((4, 2), np.float32)})
+
+    errors = on_all(2, make)
+    assert all(
+        isinstance(e, CommError) and "rank 1: there is no memory for a second set" in str(e) for e in errors
+    )

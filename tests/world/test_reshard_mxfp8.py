@@ -46,7 +46,7 @@ def test_mxfp8_is_bit_for_bit_that_of_the_whole(
     # Both cuts: rows to rows and columns to columns, and columns that begin within a block of 32.
     shape = (int(rng.integers(3, 70)) * 2, 192)
     whole = {"w": weights(rng, *shape)}
-    apart = int(rng.choice([0, 1, 3]))
+    apart, staging_bytes = int(rng.choice([0, 1, 3])), int(rng.choice([1024, 8192, 1 << 20]))
     points = (0, *sorted(rng.integers(1, 192, 2).tolist()), 192)
     for src_dim, dst_dim in ((0, 0), (1, 1), (0, 1), (1, 0), ("odd", 0)):
         if src_dim == "odd":
@@ -68,7 +68,7 @@ def test_mxfp8_is_bit_for_bit_that_of_the_whole(
             receives_only = not on_send and comm.rank not in dst
             made = Reshard(
                 plan, arrays_of({"w": src}, comm.rank, whole), {}, comm, None if receives_only else how, way=way,
-                staging_bytes=8192,
+                staging_bytes=staging_bytes,
             )  # fmt: skip
             report = made.run()
             made.run()  # nothing of the first is left

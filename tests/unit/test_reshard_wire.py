@@ -1,0 +1,171 @@
+"""How moves are cut into buckets: everything once, nothing too large, rows of several arrays together."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lowshard.box import volume
+from lowshard.comm import run_loopback
+from lowshard.reshard import Reshard, TensorLayout, build_reshard_plan
+from lowshard.reshard.plan import Move
+from lowshard.reshard.wire import ALIGN_BYTES, Part, bands_of, buckets_of
+
+ORACLE = Path(__file__).resolve().parents[3] / "shared" / "oracles" / "megatron_reshard.json"
+needs_oracle = pytest.mark.skipif(not ORACLE.exists(), reason=f"{ORACLE} is not there")
+BATCH_BYTES = 256 << 20  # of Megatron-LM's NVSHMEM service
+
+
+def move(number: int) -> Move:
+    return Move(number, 0, 0, 1, (), ())
+
+
+def test_every_byte_is_in_one_piece_and_no_bucket_is_too_large(rng: np.random.Generator) -> None:
+    for _ in range(100):
+        limit = int(rng.integers(4, 40)) * 64
+        parts: list[Any] = []
+        sizes: dict[tuple[int, int], int] = {}
+        for number in range(int(rng.integers(1, 6))):
+            rows, cols = (int(n) for n in rng.integers(1, 80, 2))
+            if rng.random() < 0.5:
+                parts.append([Part(move(number), -1, (rows, cols), 4)])
+                sizes[number, -1] = 4 * rows * cols
+            else:
+                both = [rows * 32 * cols, rows * cols]
+                parts += bands_of(move(number), [(rows, 32 * cols), (rows, cols)], both, limit)
+                sizes |= {(number, c): n for c, n in enumerate(both)}
+        got: dict[tuple[int, int], set[int]] = {}
+        for bucket in buckets_of(parts, limit):
+            end = 0
+            for piece in bucket.pieces:
+                assert piece.offset_bytes % ALIGN_BYTES == 0
+                assert piece.offset_bytes >= end
+                end = piece.offset_bytes + piece.size_bytes
+                key = piece.move.id, piece.component
+                if piece.component < 0:
+                    assert piece.size_bytes == 4 * volume(piece.box)
+                    cells = np.arange(sizes[key] // 4).reshape(parts_shape(parts, key[0]))
+                    taken = cells[tuple(slice(*span) for span in piece.box)].reshape(-1).tolist()
+                else:
+                    taken = list(range(*piece.box[0]))
+                    assert piece.size_bytes == len(taken)
+                assert not got.setdefault(key, set()) & set(taken)
+                got[key] |= set(taken)
+            assert end == bucket.size_bytes <= limit
+        assert {key: len(found) * (4 if key[1] < 0 else 1) for key, found in got.items()} == sizes
+
+
+def parts_shape(parts: Any, number: int) -> tuple[int, ...]:
+    return next(part.extents for together in parts for part in together if part.move.id == number)
+
+
+def test_rows_of_several_arrays_lie_in_one_bucket(rng: np.random.Generator) -> None:
+    for _ in range(50):
+        rows, limit = int(rng.integers(1, 200)), int(rng.integers(2, 30)) * 256
+        shapes = [(rows, 256), (rows, 8), (rows, 3)]
+        sizes = [r * c for r, c in shapes]
+        # Others before it, so that a bucket is part full.
+        parts = [
+            [Part(move(0), -1, (int(rng.integers(1, 40)), 16), 4)],
+            *bands_of(move(1), shapes, sizes, limit),
+        ]
+        row = 0
+        for bucket in buckets_of(parts, limit):
+            pieces = [p for p in bucket.pieces if p.move.id == 1]
+            for first in range(0, len(pieces), 3):
+                spans = {
+                    (p.box[0][0] / shape[1], p.box[0][1] / shape[1])
+                    for p, shape in zip(pieces[first : first + 3], shapes, strict=True)
+                }
+                ((begin, end),) = spans
+                assert begin == row < end
+                row = int(end)
+        assert row == rows
+
+
+def test_arrays_without_common_rows_are_cut_each_by_itself() -> None:
+    for shapes in ([(4, 100), (2, 200)], [(1, 4000), (1, 125)], [(), ()]):
+        sizes = [int(np.prod(s)) for s in shapes]
+        found = bands_of(move(1), shapes, sizes, 1024)
+        assert [[part[1:] for part in together] for together in found] == [
+            [(c, (n,), 1, 0)] for c, n in enumerate(sizes)
+        ]
+        assert sum(b.size_bytes for b in buckets_of(found, 1024)) >= sum(sizes)
+
+
+# ---- beside Megatron-LM's segmenter, packer and scheduler
+
+
+@needs_oracle
+def test_oracle_segments() -> None:
+    for case in json.loads(ORACLE.read_text())["segmenter"]:
+        size, number = case["size"], case["task_id"]
+        found = buckets_of([[Part(move(number), -1, (size,), 1)]], BATCH_BYTES)
+        segments = [(p.box[0][0], p.size_bytes) for bucket in found for p in bucket.pieces]
+        if (
+            "error" in case
+        ):  # ids of segments are made of the task's there, and run out; here pieces have none
+            assert sum(n for _, n in segments) == size
+        else:
+            assert segments == [(at, n) for _, at, n in case["segments"] if n]
+
+
+@needs_oracle
+def test_oracle_batches() -> None:
+    for case in json.loads(ORACLE.read_text())["packer"]:
+        for peer, batches in case["batches"].items():
+            asked = {r["task"]: r["size"] for r in case["requests"] if r["dst"] == int(peer)}
+            found = buckets_of([[Part(move(n), -1, (size,), 1)] for n, size in asked.items()], BATCH_BYTES)
+            assert len(found) <= len(batches)
+            assert all(bucket.size_bytes <= BATCH_BYTES for bucket in found)
+            # The order of the wire is the plan's, not by size: both sides know it without a word.
+            assert [(p.move.id, p.size_bytes) for bucket in found for p in bucket.pieces] == list(
+                asked.items()
+            )
+
+
+@needs_oracle
+def test_oracle_rounds() -> None:
+    for case in json.loads(ORACLE.read_text())["scheduler"]:
+        edges = case["edges"]
+        size = max((max(edge) for edge in edges), default=0) + 1
+        src = {f"w{a}_{b}": TensorLayout.sharded((4,), "float32", {}, offset=a) for a, b in edges}
+        dst = {f"w{a}_{b}": TensorLayout.sharded((4,), "float32", {}, offset=b) for a, b in edges}
+        if not edges:
+            continue
+        plan = build_reshard_plan(src, dst)
+
+        def work(comm: Any, plan: Any = plan, src: Any = src, dst: Any = dst) -> list[tuple[int, int]]:
+            mine = {n: np.full(4, comm.rank, np.float32) for n, x in src.items() if comm.rank in x}
+            out = {n: np.zeros(4, np.float32) for n, x in dst.items() if comm.rank in x}
+            made = Reshard(plan, mine, out, comm, way="slots")
+            channel = made._channel
+            assert channel is not None
+            posted: list[tuple[int, int]] = []
+            post = channel.post
+
+            def note(
+                to: int, size_bytes: int, made: Any = made, posted: Any = posted, post: Any = post
+            ) -> None:
+                posted.append((made._round(comm.rank, to), to))
+                post(to, size_bytes)
+
+            channel.post = note  # type: ignore[method-assign]
+            made.run()
+            assert all((a == int(n[1:].split("_")[0])).all() for n, a in out.items())
+            return posted
+
+        pairs = [
+            (k, rank, peer) for rank, found in enumerate(run_loopback(size, work, 20)) for k, peer in found
+        ]
+        assert sorted([a, b] for _, a, b in pairs) == sorted(edges)
+        for side in (1, 2):  # in a round every rank sends once at most, and receives once at most
+            assert len({(pair[0], pair[side]) for pair in pairs}) == len(pairs)
+        for rank in range(size):
+            mine = [k for k, a, _ in pairs if a == rank]
+            assert mine == sorted(mine)
+        assert len({k for k, _, _ in pairs}) == case["full_duplex_optimum"] <= case["iterations"]
