@@ -7,7 +7,16 @@ import pytest
 
 pytest.importorskip("numba")
 
-from lowshard.comm.node.choice import CLASSES, FOLD, MESSAGE, ROW_WORDS, learn, row_for, second_is_next
+from lowshard.comm.node.choice import (
+    CLASSES,
+    FOLD,
+    MESSAGE,
+    ROW_WORDS,
+    choose_alone,
+    learn,
+    row_for,
+    second_is_next,
+)
 
 SIZE = 1 << 20
 
@@ -29,6 +38,7 @@ def play(
             int((second_ns if second else first_ns) * (1 + 0.1 * rng.random()) * interrupted),
         )
         taken.append(second)
+        choose_alone(row)
     return taken
 
 

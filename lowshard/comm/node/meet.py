@@ -108,6 +108,8 @@ _SLEEPERS = 8
 _WORDS = 64
 """Where what is said beside the stamp begins: two lines of eight int64."""
 _LINE_BYTES = 64
+_CHOICES = 192
+"""Where lies what is to be chosen next: two int64, taken in turn as the lines are."""
 
 SIGNATURE, SEND, SEND_SEGMENT, SEND_OFFSET, RECV, RECV_SEGMENT, RECV_OFFSET = range(7)
 
@@ -127,6 +129,12 @@ _GONE_NS = 1_000_000_000
 def line(ctx: int, rank: int) -> Any:
     """Return the address of what a rank says beside the stamp that is being met."""
     return peek(ctx + 8 * CARDS) + rank * CARD_BYTES + _WORDS + (peek(ctx + 8 * STAMP) & 1) * _LINE_BYTES
+
+
+@inner
+def choice_of(ctx: int, rank: int) -> Any:
+    """Return the address of what a rank would have all choose, said beside the stamp that is being met."""
+    return peek(ctx + 8 * CARDS) + rank * CARD_BYTES + _CHOICES + (peek(ctx + 8 * STAMP) & 1) * 8
 
 
 @inner
