@@ -16,7 +16,7 @@ from typing import Any
 
 from lowshard.comm.node.atomic import peek, poke
 from lowshard.comm.node.inner import inner
-from lowshard.comm.node.meet import ME, choice_of
+from lowshard.comm.node.meet import CHOICE, ME, aside
 
 _COUNT, _FIRST, _SECOND, _AGREED = range(4)
 ROW_WORDS = 4
@@ -73,14 +73,14 @@ def tell_choice(ctx: int, row: int) -> None:
         said = _SILENT
         if row != 0:
             said = 1 if second_is_better(row) else 0
-        poke(choice_of(ctx, 0), said)
+        poke(aside(ctx, 0, CHOICE), said)
 
 
 @inner
 def hear_choice(ctx: int, row: int) -> None:
     """After the meeting: note what the first rank has said; where it does not choose, each chooses for itself."""
     if row != 0:
-        said = peek(choice_of(ctx, 0))
+        said = peek(aside(ctx, 0, CHOICE))
         if said == _SILENT:
             said = 1 if second_is_better(row) else 0
         poke(row + 8 * _AGREED, said)

@@ -21,12 +21,14 @@ from lowshard.comm.node.meet import (
     CHOICES,
     ME,
     OK,
+    PLACED,
     RECV,
     SEND,
     SIZE,
     SLOT_BYTES,
     SMALL_BYTES,
     UNEQUAL,
+    aside,
     clock_ns,
     line,
     meet,
@@ -45,6 +47,7 @@ from lowshard.comm.node.pipe import (
     is_handed,
     let_go_of_all,
     offer,
+    say_way,
     takes_pipes,
 )
 from lowshard.comm.node.reach import (
@@ -58,6 +61,10 @@ from lowshard.comm.node.reach import (
     say,
     show,
 )
+
+PLACED_BYTES = 512 << 10
+"""From here on a part is read out of its owner's result, where it was just written: out of a cache and, a result being
+larger than what was sent, of larger pages. It takes a meeting more; parts of OWN_STREAM_BYTES go past the caches."""
 
 
 @inner
@@ -112,13 +119,11 @@ def gather_buffers(
     """
     me, size, choice = peek(ctx + 8 * ME), peek(ctx + 8 * SIZE), 0
     apart = each_bytes if send_bytes > each_bytes else 0
-    own = recv + me * each_bytes
-    if apart == 0 and own != send and each_bytes < OWN_STREAM_BYTES:
-        # Others read it where it was just written, from a cache and, a result being the larger, from larger pages.
-        copy_bytes(own, send, each_bytes)
-        send = own
+    own, placing = recv + me * each_bytes, apart == 0 and PLACED_BYTES <= each_bytes < OWN_STREAM_BYTES
     step(ctx)
     say(ctx, SEND, send, send_bytes)
+    if placing:
+        poke(aside(ctx, me, PLACED), 1 if own != send else 0)
     if takes_pipes(ctx, each_bytes) and is_private(ctx):
         kind = GATHER if apart == 0 else ALL_TO_ALL
         choice = row_for(peek(ctx + 8 * CHOICES), kind, each_bytes)
@@ -130,6 +135,16 @@ def gather_buffers(
         return code
     hear_choice(ctx, choice)
     begin_ns = clock_ns(ctx) if choice != 0 else 0
+    if placing and _any_places(ctx):
+        if own != send:
+            copy_bytes(own, send, each_bytes)
+        send = own
+        step(ctx)
+        say(ctx, SEND, send, send_bytes)
+        say_way(ctx, handed)
+        code = meet(ctx, 0)
+        if code != OK:
+            return code
     begin_flows(ctx)
     for i in range(1, size):
         rank = (me + i) % size
@@ -144,6 +159,15 @@ def gather_buffers(
         if rank == me or not is_handed(ctx, rank, each_bytes):
             fetch(ctx, rank, SEND, offset, recv + rank * each_bytes, each_bytes)
     return _finish(ctx, handed, choice, begin_ns, each_bytes)
+
+
+@inner
+def _any_places(ctx: int) -> Any:
+    """Say whether a rank puts its part into its result before others read it there: the same on all ranks."""
+    for rank in range(peek(ctx + 8 * SIZE)):  # noqa: SIM110  Numba compiles no generator in any()
+        if peek(aside(ctx, rank, PLACED)) != 0:
+            return True
+    return False
 
 
 @inner

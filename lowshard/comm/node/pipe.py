@@ -181,8 +181,14 @@ def offer(ctx: int, choice: int) -> Any:
     """
     tell_choice(ctx, choice)
     handed = choice != 0 and second_is_next(choice) and hold_all(ctx)
-    poke(line(ctx, peek(ctx + 8 * ME)) + 8 * WAY, HANDED if handed else PLAIN)
+    say_way(ctx, handed)
     return handed
+
+
+@inner
+def say_way(ctx: int, handed: bool) -> None:
+    """Write on this rank's card whether what it shows is handed on."""
+    poke(line(ctx, peek(ctx + 8 * ME)) + 8 * WAY, HANDED if handed else PLAIN)
 
 
 @inner
