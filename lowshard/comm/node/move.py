@@ -155,7 +155,7 @@ def gather_buffers(
             there = peek(line(ctx, rank) + 8 * SEND) + offset
             begin_into(flow_of(ctx, rank), recv + rank * each_bytes, there, each_bytes)
     for i in range(size):
-        rank = (me + 1 + i) % size  # each begins with another, so that no memory is asked by all at once
+        rank = (me + i) % size  # each begins with another, so that no memory is asked by all at once
         if rank == me or not is_handed(ctx, rank, each_bytes):
             fetch(ctx, rank, SEND, offset, recv + rank * each_bytes, each_bytes)
     return _finish(ctx, handed, choice, begin_ns, each_bytes)
