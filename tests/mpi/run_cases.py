@@ -30,19 +30,19 @@ from lowshard.comm.build import build_host
 from lowshard.comm.nccl_over_mpi import build_over_mpi
 
 if cores := os.environ.get("LOWSHARD_TESTS_CORES"):
-    os.cpu_count = lambda: int(cores)
+    os.sched_getaffinity = lambda pid: set(range(int(cores)))
 
 
 def insist_on_pipes(whole: bool) -> None:
     """Let every communicator of one node find that pipes are the faster way."""
-    from lowshard.comm.node.choice import FOLD_TO_ROOT, KINDS, ROW_WORDS
+    from lowshard.comm.node.choice import GATHER, KINDS, ROW_WORDS
     from lowshard.comm.node.communicator import NodeCommunicator
 
     lay_out = NodeCommunicator._lay_out
 
     def laid_out(self: NodeCommunicator) -> None:
         lay_out(self)
-        self._choices.reshape(-1, KINDS, ROW_WORDS)[:, FOLD_TO_ROOT + 1 :, :3] = 100, 1 << 40, 1
+        self._choices.reshape(-1, KINDS, ROW_WORDS)[:, GATHER:] = 100, 1 << 40, 1, 1
         table = self._place.memory.pipes.table
         assert table is not None
         if not whole:

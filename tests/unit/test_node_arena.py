@@ -246,6 +246,7 @@ def test_ranks_map_each_other_and_read_across(monkeypatch: pytest.MonkeyPatch) -
         for memory in made:
             assert memory.reads_across
             assert memory.pids == [os.getpid()] * 3
+            assert memory.cores == len(os.sched_getaffinity(0))
             assert memory.maps.shape == (3, SEGMENTS)
             assert [bool(row[0]) for row in memory.maps] == [peer != memory.rank for peer in range(3)]
             assert not memory.maps[:, 1:].any()

@@ -7,7 +7,19 @@ import pytest
 
 pytest.importorskip("numba")
 
-from lowshard.comm.node.choice import CLASSES, FOLD, MESSAGE, ROW_WORDS, learn, row_for, second_is_next
+from lowshard.comm.node.choice import (
+    CLASSES,
+    FOLD,
+    MESSAGE,
+    ROW_WORDS,
+    choose_alone,
+    hear_choice,
+    learn,
+    row_for,
+    second_is_next,
+    tell_choice,
+)
+from lowshard.comm.node.meet import CARD_BYTES, CARDS, CONTEXT_WORDS, ME, STAMP
 
 SIZE = 1 << 20
 
@@ -29,6 +41,7 @@ def play(
             int((second_ns if second else first_ns) * (1 + 0.1 * rng.random()) * interrupted),
         )
         taken.append(second)
+        choose_alone(row)
     return taken
 
 
@@ -71,3 +84,38 @@ def test_every_size_has_a_row_within_the_table(table: np.ndarray, size: int) -> 
         row = row_for(begin, kind, size)
         assert begin <= row <= begin + table.nbytes - 8 * ROW_WORDS
         assert (row - begin) % (8 * ROW_WORDS) == 0
+
+
+def test_ranks_that_measure_otherwise_take_the_same_way_as_the_first() -> None:
+    tables = [np.zeros(CLASSES * ROW_WORDS, np.int64) for _ in range(3)]
+    cards = np.zeros(3 * CARD_BYTES // 8, np.int64)
+    contexts = [np.zeros(CONTEXT_WORDS, np.int64) for _ in range(3)]
+    rows = [row_for(table.ctypes.data, FOLD, SIZE) for table in tables]
+    taken = []
+    for stamp in range(600):
+        ways = []
+        for rank, (ctx, row) in enumerate(zip(contexts, rows, strict=True)):
+            ctx[[ME, CARDS, STAMP]] = rank, cards.ctypes.data, stamp
+            tell_choice(ctx.ctypes.data, row)
+            ways.append(bool(second_is_next(row)))
+        for rank, (ctx, row) in enumerate(zip(contexts, rows, strict=True)):
+            hear_choice(ctx.ctypes.data, row)
+            # The second way is the faster one for the first rank alone.
+            learn(row, ways[rank], SIZE, 100_000 if ways[rank] == (rank == 0) else 200_000)
+        assert len(set(ways)) == 1, stamp
+        taken.append(ways[0])
+    assert np.mean(taken[12:]) > 0.95
+
+
+def test_a_first_rank_that_does_not_choose_leaves_it_to_each() -> None:
+    table, cards = np.zeros(CLASSES * ROW_WORDS, np.int64), np.zeros(2 * CARD_BYTES // 8, np.int64)
+    first, other = np.zeros(CONTEXT_WORDS, np.int64), np.zeros(CONTEXT_WORDS, np.int64)
+    row = row_for(table.ctypes.data, FOLD, SIZE)
+    for stamp in range(100):
+        for rank, ctx in enumerate((first, other)):
+            ctx[[ME, CARDS, STAMP]] = rank, cards.ctypes.data, stamp
+        tell_choice(first.ctypes.data, 0)
+        second = bool(second_is_next(row))
+        hear_choice(other.ctypes.data, row)
+        learn(row, second, SIZE, 100_000 if second else 200_000)
+    assert second_is_next(row)

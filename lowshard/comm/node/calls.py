@@ -53,7 +53,7 @@ def load_calls() -> Calls:
         receive_if_come=compiled(channel.receive_if_come, 4),
         run_group=compiled(group.run_group, 3),
         barrier=compiled(move.barrier, 2),
-        gather_slots=compiled(move.gather_slots, 9),
+        gather_slots=compiled(move.gather_slots, 10),
         place=compiled(move.place, 3),
         exchange=compiled(move.exchange, 8),
         fold_rows=compiled(fold.fold_rows, 10),

@@ -61,6 +61,7 @@ from lowshard.comm.node.meet import (
 from lowshard.comm.node.memory import NodeMemory, head_bytes, let_go_with
 from lowshard.comm.node.messages import NodeMailbox
 from lowshard.comm.node.pipe import FLOW_WORDS
+from lowshard.comm.node.plan import ALWAYS_SMALL_BYTES
 from lowshard.comm.node.quick import QuickCalls
 from lowshard.comm.node.vector import LINE_BYTES
 from lowshard.comm.node.ways import FACT, STEP, Place, address_of
@@ -70,15 +71,13 @@ from lowshard.comm.work import Work
 
 Array = Any
 
-_SLOT_BYTES, _GROUP_BYTES = 256 << 10, 2 << 20
-"""Of a slot, and of all ranks' slots of one turn, at most."""
+_SLOT_BYTES = (256 << 10) + 4096
+_GROUP_BYTES = 8 * _SLOT_BYTES
+"""Of a slot, at most, with room for a table; of all ranks' slots of one turn."""
 _RINGS_BYTES, _CONTENT_BYTES = 4 << 20, 2048
 """Of all rings of a group, about; of the content of an entry, at most."""
-_SMALL_BYTES = 8 << 10
-"""What goes through the slots whole, at one meeting. Up to 32 KiB would be faster between cores that share a cache, and
-two to three times as slow between others, which get each line that was just written from afar."""
 _SPINS_ALONE, _YIELDS_ALONE = 4000, 200
-_SPINS_CROWDED, _YIELDS_CROWDED = 100, 4
+_SPINS_CROWDED, _YIELDS_CROWDED = 50, 50
 
 
 class NodeCommunicator(QuickCalls):
@@ -92,8 +91,11 @@ class NodeCommunicator(QuickCalls):
         self._place, self._mailbox = place, mailbox
         self._compiled = load_calls()
         # The same on all ranks, wherever each may run. Who shares a core with others meets seldom.
-        self._crowded = len(place.memory.pids) > max(2, os.cpu_count() or 1)
-        self._slot_bytes, self._small_bytes = slot_bytes(self.size), _SMALL_BYTES
+        self._crowded = len(place.memory.pids) > max(2, place.memory.cores)
+        self._slot_bytes = slot_bytes(self.size)
+        # Ranks that share cores wait longer for each other than a copy takes.
+        most = self._slot_bytes - 4096 if self._crowded else 0
+        self._small_bytes = max(ALWAYS_SMALL_BYTES, most)
         self._let_go = let_go_with(self, place.block, rank)
         self._lay_out()
         if place.memory.reads_across:
@@ -110,7 +112,7 @@ class NodeCommunicator(QuickCalls):
         self._steps = {order: schedule(size, order) for order in ("tree", "rank")}
         self._steps["fast"] = self._steps["tree"]
         self._steps_at = {order: address_of(table) for order, table in self._steps.items()}
-        crowded = len(memory.pids) > len(os.sched_getaffinity(0))
+        crowded = len(memory.pids) > memory.cores
         words = self._context
         words[SIZE], words[ME], words[CARDS] = size, self.rank, cards
         words[SLOTS], words[SLOT_BYTES] = cards + size * CARD_BYTES, self._slot_bytes
@@ -166,7 +168,7 @@ class NodeCommunicator(QuickCalls):
             row[:2] = memory.arena.where(address_of(buf), buf.nbytes)
         row[2] = note
         code = self._compiled.gather_slots(
-            self._ctx, signature, address_of(row), 24, address_of(rows), 0, self.size, 0, 24
+            self._ctx, signature, address_of(row), 24, address_of(rows), 0, self.size, 0, 24, 0
         )
         if code:
             self._end(code, text)
@@ -281,7 +283,7 @@ class NodeCommunicator(QuickCalls):
 
 def slot_bytes(size: int) -> int:
     """Return the bytes of a slot in a group of so many ranks: small payloads and tables of three int64 a rank fit."""
-    needed = max(_SMALL_BYTES, 32 * size + 64)
+    needed = max(ALWAYS_SMALL_BYTES, 32 * size + 64)
     return max(min(_SLOT_BYTES, _GROUP_BYTES // size // 4096 * 4096), -(-needed // 4096) * 4096)
 
 

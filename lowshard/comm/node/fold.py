@@ -9,7 +9,15 @@ from __future__ import annotations
 from typing import Any
 
 from lowshard.comm.node.atomic import call_five, call_three, copy_bytes, fence, peek, poke
-from lowshard.comm.node.choice import FOLD, FOLD_TO_ROOT, learn, row_for, second_is_next
+from lowshard.comm.node.choice import (
+    FOLD,
+    FOLD_TO_ROOT,
+    hear_choice,
+    learn,
+    row_for,
+    second_is_next,
+    tell_choice,
+)
 from lowshard.comm.node.combine import BLOCK_BYTES, COMBINE, DIVIDE, ITEM, NARROW, WIDE_ITEM, WIDEN
 from lowshard.comm.node.inner import inner
 from lowshard.comm.node.meet import (
@@ -38,6 +46,7 @@ from lowshard.comm.node.reach import (
     put,
     say,
     seen_at,
+    show,
     transfer,
 )
 
@@ -179,40 +188,14 @@ def fold_part(
 
 
 @inner
-def fold_slots(
-    ctx: int, signature: int, send: int, send_bytes: int, recv: int, first: int, elems: int, divisor: int,
-    steps: int, recipe: int,
-) -> Any:  # fmt: skip
-    """Show this rank's operand in its slot, and fold `elems` elements from `first` on out of all slots."""
-    step(ctx)
-    size, parts, item = peek(ctx + 8 * SIZE), peek(ctx + 8 * PARTS), peek(recipe + 8 * ITEM)
-    block_elems = BLOCK_BYTES // peek(recipe + 8 * WIDE_ITEM)
-    copy_bytes(slot(ctx, peek(ctx + 8 * ME), 0), send, send_bytes)
-    code = meet(ctx, signature)
-    if code != OK:
-        return code
-    for start in range(0, elems, block_elems):
-        for rank in range(size):
-            poke(parts + 8 * rank, slot(ctx, rank, 0) + (first + start) * item)
-        n = min(block_elems, elems - start)
-        fold_block(ctx, recv + start * item, n, divisor, steps, recipe, False)
-    return code
-
-
-@inner
 def _show(ctx: int, send: int, begin: int, count: int, item: int, past: bool) -> None:
     """Put the elements of a chunk that other ranks fold into this rank's slot, each at its place in the chunk."""
     me, size = peek(ctx + 8 * ME), peek(ctx + 8 * SIZE)
     first, own = part_of(count, size, me)
     to, source = slot(ctx, me, 0), send + begin * item
     done = first + own
-    if past:
-        copy_past(to, source, first * item)
-        copy_past(to + done * item, source + done * item, (count - done) * item)
-        fence()  # what went past the caches is there before anybody is told
-    else:
-        copy_bytes(to, source, first * item)
-        copy_bytes(to + done * item, source + done * item, (count - done) * item)
+    show(to, source, first * item, past)
+    show(to + done * item, source + done * item, (count - done) * item, past)
 
 
 @inner
@@ -326,12 +309,14 @@ def fold_buffers(
     say(ctx, RECV, recv, recv_bytes)
     if chunk_elems != 0:
         row = row_for(peek(ctx + 8 * CHOICES), FOLD_TO_ROOT if mode == TO_ROOT else FOLD, elems * item)
+        tell_choice(ctx, row)
         past = second_is_next(row)
         if is_private(ctx):
             _show(ctx, send, 0, min(chunk_elems, elems), item, past)
     code = meet(ctx, signature)
     if code != OK:
         return code
+    hear_choice(ctx, row)
     if chunk_elems != 0 and (mode == TO_ROOT or elems * item >= SHARED_IN_TURN_BYTES or not all_shared(ctx)):
         whom = root if mode == TO_ROOT else -1
         begin_ns = clock_ns(ctx)

@@ -31,7 +31,7 @@ from lowshard.comm.node.channel import (
     take,
     withdraw,
 )
-from lowshard.comm.node.choice import MESSAGE, learn, row_for, second_is_next
+from lowshard.comm.node.choice import MESSAGE, choose_alone, learn, row_for, second_is_next
 from lowshard.comm.node.inner import inner
 from lowshard.comm.node.meet import (
     CAME,
@@ -85,6 +85,7 @@ def send_receive(
         ended = await_word(ctx, head + TAKEN, head + TAKEN_SLEEPERS, number + 1, dst)
     if choice != 0 and ended == OK:
         learn(choice, False, send_bytes, clock_ns(ctx) - begin_ns)
+        choose_alone(choice)
     return ended if ended != OK else code
 
 
@@ -142,6 +143,7 @@ def _hand_on_and_receive(
         let_go(ctx, dst)
         if ended == OK:
             learn(choice, True, peek(entry + 8 * LENGTH), clock_ns(ctx) - begin_ns)
+            choose_alone(choice)
     return ended
 
 

@@ -108,6 +108,10 @@ _SLEEPERS = 8
 _WORDS = 64
 """Where what is said beside the stamp begins: two lines of eight int64."""
 _LINE_BYTES = 64
+_ASIDE = 192
+"""Where lies what has no place in a line: two int64 for each, taken in turn as the lines are."""
+CHOICE, PLACED = range(2)
+"""What a rank would have all choose next; whether it will put its part into its result first."""
 
 SIGNATURE, SEND, SEND_SEGMENT, SEND_OFFSET, RECV, RECV_SEGMENT, RECV_OFFSET = range(7)
 
@@ -127,6 +131,12 @@ _GONE_NS = 1_000_000_000
 def line(ctx: int, rank: int) -> Any:
     """Return the address of what a rank says beside the stamp that is being met."""
     return peek(ctx + 8 * CARDS) + rank * CARD_BYTES + _WORDS + (peek(ctx + 8 * STAMP) & 1) * _LINE_BYTES
+
+
+@inner
+def aside(ctx: int, rank: int, word: int) -> Any:
+    """Return the address of CHOICE or PLACED of a rank, said beside the stamp that is being met."""
+    return peek(ctx + 8 * CARDS) + rank * CARD_BYTES + _ASIDE + 16 * word + (peek(ctx + 8 * STAMP) & 1) * 8
 
 
 @inner

@@ -26,6 +26,7 @@ class NodeMemory:
     Attributes:
         rank: this process among those of the node.
         pids: process ids by rank.
+        cores: cores that the ranks may run on, together.
         arena: what this process shares.
         reads_across: whether all ranks may read each other's private memory (process_vm_readv).
         maps: `[ranks, SEGMENTS]` int64: where this process sees the others' segments, 0 where it does not yet.
@@ -52,15 +53,17 @@ class NodeMemory:
             arena = Arena(SEGMENTS)
         except (OSError, MemoryError) as error:
             problem = f"no anonymous file can be made: {error}"
-        rows = exchange((os.getpid(), -1 if arena is None else arena.descriptor, problem))
+        cores = sorted(os.sched_getaffinity(0))
+        rows = exchange((os.getpid(), -1 if arena is None else arena.descriptor, problem, cores))
         self._raise_first([row[2] for row in rows])
         assert arena is not None
         self.arena = arena
         self.pids = [int(row[0]) for row in rows]
+        self.cores = len({core for row in rows for core in row[3]})
         self._peers: list[PeerMemory | None] = [None] * len(rows)
         word = ctypes.c_int64(4711 + rank)
         try:
-            for peer, (pid, descriptor, _) in enumerate(rows):
+            for peer, (pid, descriptor, *_) in enumerate(rows):
                 if peer != rank:
                     self._peers[peer] = PeerMemory(int(pid), int(descriptor))
         except (OSError, ValueError) as error:
@@ -73,7 +76,8 @@ class NodeMemory:
             if peer != rank
         )
         self.reads_across = all(exchange(reads))
-        self.pipes = PipeSet(rank, self.pids, exchange, self.reads_across)
+        # A rank that shares its core with others would wait for them instead of reading by itself.
+        self.pipes = PipeSet(rank, self.pids, exchange, self.reads_across and len(rows) <= self.cores)
         # The word is read by others until the exchange above is over.
         del word
         self.maps = np.zeros((len(rows), SEGMENTS), np.int64)

@@ -5,18 +5,30 @@ from __future__ import annotations
 from typing import Any
 
 from lowshard.comm.node.atomic import copy_bytes, peek, poke
-from lowshard.comm.node.choice import EXCHANGE, GATHER, GATHER_IN_PLACE, learn, row_for, second_is_next
+from lowshard.comm.node.choice import (
+    ALL_TO_ALL,
+    EXCHANGE,
+    GATHER,
+    hear_choice,
+    learn,
+    row_for,
+    second_is_next,
+    slots_row,
+    tell_choice,
+)
 from lowshard.comm.node.inner import inner
 from lowshard.comm.node.meet import (
     CHOICES,
     ME,
     OK,
+    PLACED,
     RECV,
     SEND,
     SIZE,
     SLOT_BYTES,
     SMALL_BYTES,
     UNEQUAL,
+    aside,
     clock_ns,
     line,
     meet,
@@ -25,11 +37,7 @@ from lowshard.comm.node.meet import (
 )
 from lowshard.comm.node.pipe import (
     BROKEN,
-    PLACED,
-    PLAIN,
-    TO_BYTES,
     WAY,
-    any_says,
     begin_flows,
     begin_into,
     begin_out,
@@ -42,23 +50,55 @@ from lowshard.comm.node.pipe import (
     say_way,
     takes_pipes,
 )
-from lowshard.comm.node.reach import PAGE_BYTES, copy, fetch, is_private, leave, put, say
+from lowshard.comm.node.reach import (
+    OWN_STREAM_BYTES,
+    PAGE_BYTES,
+    copy,
+    fetch,
+    is_private,
+    leave,
+    put,
+    say,
+    show,
+)
+
+PLACED_BYTES = 512 << 10
+"""From here on a part is read out of its owner's result, where it was just written: out of a cache and, a result being
+larger than what was sent, of larger pages. It takes a meeting more; parts of OWN_STREAM_BYTES go past the caches."""
 
 
 @inner
 def gather_slots(
     ctx: int, signature: int, send: int, send_bytes: int, recv: int, first: int, ranks: int, offset: int,
-    each_bytes: int,
+    each_bytes: int, most_bytes: int,
 ) -> Any:  # fmt: skip
     """Show `send_bytes` of this rank, and copy a part of what others show: one meeting.
 
-    From each of `ranks` ranks from `first` on, `each_bytes` at `offset` go to recv, one behind the other.
+    From each of `ranks` ranks from `first` on, `each_bytes` at `offset` go to recv, one behind the other. No rank shows
+    more than `most_bytes`, the same number on all of them.
     """
+    me, row, past, begin_ns = peek(ctx + 8 * ME), slots_row(peek(ctx + 8 * CHOICES), most_bytes), False, 0
     step(ctx)
-    copy_bytes(slot(ctx, peek(ctx + 8 * ME), 0), send, send_bytes)
+    if row != 0:
+        tell_choice(ctx, row)
+        past, begin_ns = second_is_next(row), clock_ns(ctx)
+    show(slot(ctx, me, 0), send, send_bytes, past)
     code = meet(ctx, signature)
-    if code != OK or each_bytes == 0:
+    if code != OK:
         return code
+    if each_bytes != 0:
+        _take_from_slots(ctx, send, recv, first, ranks, offset, each_bytes)
+    if row != 0:
+        hear_choice(ctx, row)
+        learn(row, past, most_bytes, clock_ns(ctx) - begin_ns)
+    return code
+
+
+@inner
+def _take_from_slots(
+    ctx: int, send: int, recv: int, first: int, ranks: int, offset: int, each_bytes: int
+) -> None:
+    """Copy a part of what each of some ranks shows."""
     me = peek(ctx + 8 * ME)
     for i in range(ranks):
         rank, into = first + i, recv + i * each_bytes
@@ -66,7 +106,6 @@ def gather_slots(
             copy_bytes(into, slot(ctx, rank, 0) + offset, each_bytes)
         elif into != send + offset:
             copy_bytes(into, slot(ctx, me, 0) + offset, each_bytes)  # send may have been written over
-    return code
 
 
 @inner
@@ -80,20 +119,32 @@ def gather_buffers(
     """
     me, size, choice = peek(ctx + 8 * ME), peek(ctx + 8 * SIZE), 0
     apart = each_bytes if send_bytes > each_bytes else 0
+    own, placing = recv + me * each_bytes, apart == 0 and PLACED_BYTES <= each_bytes < OWN_STREAM_BYTES
     step(ctx)
     say(ctx, SEND, send, send_bytes)
+    if placing:
+        poke(aside(ctx, me, PLACED), 1 if own != send else 0)
     if takes_pipes(ctx, each_bytes) and is_private(ctx):
-        kind = GATHER_IN_PLACE if recv + me * each_bytes == send + offset else GATHER
+        kind = GATHER if apart == 0 else ALL_TO_ALL
         choice = row_for(peek(ctx + 8 * CHOICES), kind, each_bytes)
-    if each_bytes > TO_BYTES and apart == 0:
-        return _gather_large(ctx, signature, send, recv, each_bytes)
     handed = offer(ctx, choice)
     code = meet(ctx, signature)
     if code != OK:
         if handed:
             let_go_of_all(ctx)
         return code
+    hear_choice(ctx, choice)
     begin_ns = clock_ns(ctx) if choice != 0 else 0
+    if placing and _any_places(ctx):
+        if own != send:
+            copy_bytes(own, send, each_bytes)
+        send = own
+        step(ctx)
+        say(ctx, SEND, send, send_bytes)
+        say_way(ctx, handed)
+        code = meet(ctx, 0)
+        if code != OK:
+            return code
     begin_flows(ctx)
     for i in range(1, size):
         rank = (me + i) % size
@@ -104,44 +155,19 @@ def gather_buffers(
             there = peek(line(ctx, rank) + 8 * SEND) + offset
             begin_into(flow_of(ctx, rank), recv + rank * each_bytes, there, each_bytes)
     for i in range(size):
-        rank = (me + 1 + i) % size  # each begins with another, so that no memory is asked by all at once
+        rank = (me + i) % size  # each begins with another, so that no memory is asked by all at once
         if rank == me or not is_handed(ctx, rank, each_bytes):
             fetch(ctx, rank, SEND, offset, recv + rank * each_bytes, each_bytes)
     return _finish(ctx, handed, choice, begin_ns, each_bytes)
 
 
 @inner
-def _gather_large(ctx: int, signature: int, send: int, recv: int, each_bytes: int) -> Any:
-    """Gather whole buffers, each straight from where it lies or from where its owner has put it into its result.
-
-    A result is larger than what was sent, and lies in huge pages more often, which take less time to read from afar.
-    """
-    me, size, choice, way = peek(ctx + 8 * ME), peek(ctx + 8 * SIZE), 0, PLAIN
-    own = recv + me * each_bytes
-    if own != send and is_private(ctx):
-        choice = row_for(peek(ctx + 8 * CHOICES), GATHER, each_bytes)
-        way = PLACED if second_is_next(choice) else PLAIN
-    say_way(ctx, way)
-    code = meet(ctx, signature)
-    if code != OK:
-        return code
-    begin_ns = clock_ns(ctx) if choice != 0 else 0
-    if any_says(ctx, PLACED):
-        if way == PLACED:
-            copy_bytes(own, send, each_bytes)
-            send = own
-        step(ctx)
-        say(ctx, SEND, send, each_bytes)
-        code = meet(ctx, 0)
-        if code != OK:
-            return code
-    for i in range(size):
-        rank = (me + 1 + i) % size
-        fetch(ctx, rank, SEND, 0, recv + rank * each_bytes, each_bytes)
-    code = leave(ctx)
-    if code == OK and choice != 0:
-        learn(choice, way == PLACED, each_bytes, clock_ns(ctx) - begin_ns)
-    return code
+def _any_places(ctx: int) -> Any:
+    """Say whether a rank puts its part into its result before others read it there: the same on all ranks."""
+    for rank in range(peek(ctx + 8 * SIZE)):  # noqa: SIM110  Numba compiles no generator in any()
+        if peek(aside(ctx, rank, PLACED)) != 0:
+            return True
+    return False
 
 
 @inner
@@ -266,13 +292,18 @@ def exchange(
     copy_bytes(mine, table, head)
     small = send_bytes <= peek(ctx + 8 * SMALL_BYTES) and head + send_bytes <= last
     poke(mine + last, 1 if small else 0)
+    slots = slots_row(peek(ctx + 8 * CHOICES), send_bytes) if small else 0
+    past = slots != 0 and second_is_next(slots)
+    begin_ns = clock_ns(ctx) if slots != 0 else 0
     if small:
-        copy_bytes(mine + head, send, send_bytes)
+        show(mine + head, send, send_bytes, past)
     say(ctx, SEND, send, send_bytes)
     choice = 0
     if not small and takes_pipes(ctx, send_bytes // size) and is_private(ctx):
         choice = row_for(peek(ctx + 8 * CHOICES), EXCHANGE, send_bytes)
     handed = offer(ctx, choice)
+    if slots != 0:
+        tell_choice(ctx, slots)
     code = meet(ctx, signature)
     if code == OK and check and not _tables_agree(ctx):
         code = UNEQUAL
@@ -280,7 +311,8 @@ def exchange(
         if handed:
             let_go_of_all(ctx)
         return code
-    begin_ns = clock_ns(ctx) if choice != 0 else 0
+    hear_choice(ctx, choice + slots)  # one of them is 0
+    begin_ns = clock_ns(ctx) if choice != 0 else begin_ns
     begin_flows(ctx)
     all_in_slots = True
     for i in range(size):
@@ -307,7 +339,11 @@ def exchange(
                 copy_bytes(target, theirs + head + at, part)
         elif rank == me or not is_handed(ctx, rank, part):
             fetch(ctx, rank, SEND, at, target, part)
-    return OK if all_in_slots else _finish(ctx, handed, choice, begin_ns, send_bytes)
+    if not all_in_slots:
+        return _finish(ctx, handed, choice, begin_ns, send_bytes)
+    if slots != 0:
+        learn(slots, past, send_bytes, clock_ns(ctx) - begin_ns)
+    return OK
 
 
 @inner

@@ -6,7 +6,8 @@ from typing import Any
 
 from lowshard.comm.node import channel, group
 from lowshard.comm.node.atomic import peek
-from lowshard.comm.node.fold import fold_buffers, fold_slots
+from lowshard.comm.node.fold import fold_buffers
+from lowshard.comm.node.fold_shown import fold_at_root, fold_slots
 from lowshard.comm.node.inner import inner
 from lowshard.comm.node.meet import ME
 from lowshard.comm.node.move import barrier, collect, deal, exchange, gather_buffers, gather_slots, spread
@@ -17,6 +18,7 @@ from lowshard.comm.node.row import (
     DEAL,
     EXCHANGE,
     FIRST,
+    FOLD_AT_ROOT,
     FOLD_SLOTS,
     GATHER_BUFFERS,
     GATHER_SLOTS,
@@ -54,7 +56,7 @@ def perform(ctx: int, row: int, send: int, recv: int) -> Any:
         return group.send_receive(ctx, dst, send, send_bytes, src, recv, recv_bytes)
     a, b, c, d = _number(row, 0), _number(row, 1), _number(row, 2), _number(row, 3)
     if kind == GATHER_SLOTS:
-        return gather_slots(ctx, signature, send, send_bytes, recv, a, b, c, d)
+        return gather_slots(ctx, signature, send, send_bytes, recv, a, b, c, d, _number(row, 4))
     if kind == GATHER_BUFFERS:
         return gather_buffers(ctx, signature, send, send_bytes, recv, a, b, c, d)
     if kind == COLLECT:
@@ -70,6 +72,8 @@ def perform(ctx: int, row: int, send: int, recv: int) -> Any:
     e, f = _number(row, 4), _number(row, 5)
     if kind == FOLD_SLOTS:
         return fold_slots(ctx, signature, send, send_bytes, recv, a, b, c, d, e)
+    if kind == FOLD_AT_ROOT:
+        return fold_at_root(ctx, signature, send, recv, a, b, c, d, e, f)
     g = _number(row, 6)
     return fold_buffers(ctx, signature, send, send_bytes, recv, recv_bytes, a, b, c, d, e, f, g)
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import Any
 
 from lowshard.comm.node.atomic import acquire, add_to, give_pages, last_error, peek, poke, read_file, release
-from lowshard.comm.node.choice import second_is_next
+from lowshard.comm.node.choice import second_is_next, tell_choice
 from lowshard.comm.node.inner import inner
 from lowshard.comm.node.meet import (
     FAULT,
@@ -38,7 +38,7 @@ PIPE_WORDS = 3
 _TO, _FROM, _HELD = range(PIPE_WORDS)
 """Of a process of the node: the descriptors of the pipes to it and from it; whether a call holds that to it."""
 
-_FROM_BYTES, TO_BYTES = 16 << 10, 3 << 20
+_FROM_BYTES, _TO_BYTES = 16 << 10, 3 << 20
 """Parts of less are copied sooner than handed on; larger ones lie in huge pages, which NumPy asks for from 4 MiB on."""
 
 FLOW_WORDS = 8
@@ -47,8 +47,8 @@ _OUT, _OUT_LEFT, _INTO, _INTO_LEFT, _THERE = range(5)
 
 WAY = 7
 """Place on a card, beside those of `meet`: how what a rank shows is to be had."""
-PLAIN, HANDED, BROKEN, PLACED = range(4)
-"""By reading it; out of the pipes; by reading it after all; by reading it out of its owner's result."""
+PLAIN, HANDED, BROKEN = range(3)
+"""By reading it; out of the pipes; by reading it after all."""
 
 _NONBLOCK = 2
 _AGAIN, _INTERRUPTED = 11, 4
@@ -57,7 +57,7 @@ _AGAIN, _INTERRUPTED = 11, 4
 @inner
 def takes_pipes(ctx: int, size_bytes: int) -> Any:
     """Say whether parts of so many bytes may go through pipes."""
-    return peek(ctx + 8 * PIPES) != 0 and size_bytes >= _FROM_BYTES and size_bytes <= TO_BYTES
+    return peek(ctx + 8 * PIPES) != 0 and size_bytes >= _FROM_BYTES and size_bytes <= _TO_BYTES
 
 
 @inner
@@ -179,24 +179,16 @@ def offer(ctx: int, choice: int) -> Any:
         ctx: the context.
         choice: row of the choice, 0 where pipes are not taken.
     """
+    tell_choice(ctx, choice)
     handed = choice != 0 and second_is_next(choice) and hold_all(ctx)
-    say_way(ctx, HANDED if handed else PLAIN)
+    say_way(ctx, handed)
     return handed
 
 
 @inner
-def say_way(ctx: int, way: int) -> None:
-    """Write on this rank's card how what it shows is to be had."""
-    poke(line(ctx, peek(ctx + 8 * ME)) + 8 * WAY, way)
-
-
-@inner
-def any_says(ctx: int, way: int) -> Any:
-    """Say whether a rank's card tells so: the same on all ranks."""
-    for rank in range(peek(ctx + 8 * SIZE)):  # noqa: SIM110  Numba compiles no generator in any()
-        if acquire(line(ctx, rank) + 8 * WAY) == way:
-            return True
-    return False
+def say_way(ctx: int, handed: bool) -> None:
+    """Write on this rank's card whether what it shows is handed on."""
+    poke(line(ctx, peek(ctx + 8 * ME)) + 8 * WAY, HANDED if handed else PLAIN)
 
 
 @inner

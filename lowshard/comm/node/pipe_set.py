@@ -44,8 +44,7 @@ class PipeSet:
         self._descriptors: list[int] = []
         self._close = weakref.finalize(self, _close_all, self._descriptors, os.getpid())
         self._close.atexit = False
-        # A rank that shares its core with others would wait for them instead of reading by itself.
-        if not wanted or not 1 < size <= min(MOST_RANKS, os.cpu_count() or 1):
+        if not wanted or not 1 < size <= MOST_RANKS:
             return
         table = np.full((size, PIPE_WORDS), -1, np.int64)
         table[:, 2] = 0

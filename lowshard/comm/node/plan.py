@@ -24,6 +24,7 @@ from lowshard.comm.node.row import (
     COLLECT,
     DEAL,
     EXCHANGE,
+    FOLD_AT_ROOT,
     FOLD_BUFFERS,
     FOLD_SLOTS,
     GATHER_BUFFERS,
@@ -34,6 +35,13 @@ from lowshard.comm.node.row import (
 from lowshard.comm.node.ways import FACT, NodeWays, address_of
 
 Array = Any
+
+
+ALWAYS_SMALL_BYTES = 8 << 10
+"""What goes through the slots whole, at one meeting. Up to 32 KiB would be faster between cores that share a cache, and
+two to three times as slow between others, which get each line that was just written from afar."""
+_AT_ROOT_BYTES = 8 << 20
+"""What a root folds alone at most."""
 
 
 class Spans(NamedTuple):
@@ -81,7 +89,7 @@ class NodePlans(NodeWays):
         """
         sizes = send_bytes, ranks * each
         if most <= self._small_bytes:
-            return self._small(call, GATHER_SLOTS, sizes, first, ranks, offset, each)
+            return self._small(call, GATHER_SLOTS, sizes, first, ranks, offset, each, most)
         return self._large(call, GATHER_BUFFERS, sizes, first, ranks, offset, each, in_place=in_place)
 
     def _plan_all_gather(self, call: Call, dtype: Any, elems: int) -> Run:
@@ -116,7 +124,8 @@ class NodePlans(NodeWays):
         each = elems * dtype.itemsize
         whole = each * self.size
         shown = whole if self.rank == root else 0
-        if whole <= self._small_bytes:
+        # The others wait until the root has shown all of it.
+        if whole <= max(ALWAYS_SMALL_BYTES, self._small_bytes // 4):
             return self._pull(call, shown, each, root, 1, each * self.rank, whole)
         return self._large(call, DEAL, (shown, each), root, each)
 
@@ -202,7 +211,7 @@ class NodePlans(NodeWays):
         if not recipe:
             return super()._plan_all_reduce(call, dtype, elems, op, order)
         nbytes, divisor, steps = elems * dtype.itemsize, self._divisor(op), self._steps_at[order]
-        if nbytes <= self._small_bytes:
+        if nbytes <= max(ALWAYS_SMALL_BYTES, self._small_bytes // self.size):  # each rank folds it all
             return self._small(call, FOLD_SLOTS, (nbytes, nbytes), 0, elems, divisor, steps, recipe)
         return self._straight(call, (nbytes, nbytes), elems, EVERYWHERE, 0, divisor, steps, recipe)
 
@@ -225,13 +234,19 @@ class NodePlans(NodeWays):
         sizes = nbytes, mine * dtype.itemsize
         if nbytes <= self._small_bytes:
             return self._small(call, FOLD_SLOTS, sizes, 0, mine, divisor, steps, recipe)
+        # The root alone folds little: the others have shown theirs by then and wait for nothing. It is all there is to
+        # do for two ranks, and for many on few cores, which cannot fold side by side, up to where caches end.
+        alone = self.size == 2 or self._crowded
+        if nbytes <= (_AT_ROOT_BYTES if alone else self._slot_bytes):
+            numbers = elems, root, divisor, steps, recipe, self._slot_bytes // dtype.itemsize
+            return self._large(call, FOLD_AT_ROOT, sizes, *numbers, reaches=False)
         return self._straight(call, sizes, elems, TO_ROOT, root, divisor, steps, recipe)
 
     def _divisor(self, op: str) -> int:
         return self.size if op == "avg" else 1
 
     def _straight(self, call: Call, sizes: tuple[int, int], elems: int, mode: int, *numbers: int) -> Run:
-        in_turn = mode in (EVERYWHERE, TO_ROOT) and self._place.memory.reads_across and not self._crowded
+        in_turn = mode in (EVERYWHERE, TO_ROOT) and self._place.memory.reads_across
         chunk_elems = self._chunk_elems(sizes[0] // elems) if in_turn else 0
         return self._large(
             call, FOLD_BUFFERS, sizes, elems, mode, *numbers, chunk_elems, stages_recv=mode != OWN_PART
@@ -257,7 +272,7 @@ class NodePlans(NodeWays):
             facts[:] = block.segment, block.offset
         rows = np.empty((self.size, 2), np.int64)
         code = self._compiled.gather_slots(
-            self._ctx, signature, address_of(facts), 16, address_of(rows), 0, self.size, 0, 16
+            self._ctx, signature, address_of(facts), 16, address_of(rows), 0, self.size, 0, 16, 0
         )
         if code:
             if block is not None and code == DIFFERENT:

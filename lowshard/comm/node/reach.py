@@ -93,6 +93,16 @@ def copy(into: int, source: int, size_bytes: int) -> None:
 
 
 @inner
+def show(into: int, source: int, size_bytes: int, past: bool) -> None:
+    """Copy bytes to where others read them soon, past the caches or not."""
+    if past:
+        copy_past(into, source, size_bytes)
+        fence()
+    else:
+        copy_bytes(into, source, size_bytes)
+
+
+@inner
 def copy_past(into: int, source: int, size_bytes: int) -> None:
     """Copy bytes past the caches; a fence must follow before anybody is told."""
     head = min(-into % LINE_BYTES, size_bytes)

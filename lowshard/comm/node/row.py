@@ -10,9 +10,9 @@ ROW_WORDS = 16
 
 (
     BARRIER, GATHER_SLOTS, GATHER_BUFFERS, COLLECT, SPREAD, EXCHANGE, FOLD_SLOTS, FOLD_BUFFERS, SEND, RECEIVE,
-    SEND_RECEIVE, DEAL,
-) = range(12)  # fmt: skip
-"""Kinds; each is the function of that name in `move`, `fold` or `channel`."""
+    SEND_RECEIVE, DEAL, FOLD_AT_ROOT,
+) = range(13)  # fmt: skip
+"""Kinds; each is the function of that name in `move`, `fold`, `fold_shown` or `channel`."""
 
 APART, OWN_PART_ONLY, ANY = range(3)
 """How send and recv may lie over each other: not at all; as one, or one as this rank's part of the other; anyhow."""

@@ -135,7 +135,7 @@ class NodeWays(Communicator):
 
     def _large(
         self, call: Call, kind: int, sizes: tuple[int, int], *numbers: int, in_place: bool = True,
-        stages_recv: bool = True,
+        stages_recv: bool = True, reaches: bool = True,
     ) -> Run:  # fmt: skip
         """Return a run that works on the buffers where they lie.
 
@@ -147,6 +147,7 @@ class NodeWays(Communicator):
             in_place: whether both buffers may be one, or one this rank's part of the other; else what is sent is
                 copied before it is written over.
             stages_recv: whether others read or write recv; where only this rank does it is never staged.
+            reaches: whether others read or write any of the buffers.
         """
         memory, ctx = self._place.memory, self._ctx
         perform, may_lie_so = self._compiled.perform, self._compiled.may_lie_so
@@ -165,7 +166,7 @@ class NodeWays(Communicator):
             if code:
                 self._end(code, call.text)
 
-        if not memory.reads_across:
+        if reaches and not memory.reads_across:
             return self._checked(call, self._staged(call, run, in_place, stages_recv))
         call.prepared = row
         return self._checked(call, run)
