@@ -169,3 +169,31 @@ def test_oracle_rounds() -> None:
             mine = [k for k, a, _ in pairs if a == rank]
             assert mine == sorted(mine)
         assert len({k for k, _, _ in pairs}) == case["full_duplex_optimum"] <= case["iterations"]
+
+
+@needs_oracle
+def test_no_source_sends_more_than_where_megatron_chooses_the_replica() -> None:
+    cases = json.loads(ORACLE.read_text())["source_selection"]
+    assert cases
+    for case in cases:
+        strides = {}
+        for axis in ("tp", "dp", "ep"):
+            group = case["src"][0][axis] or [0]
+            strides[axis] = (len(group), group[1] - group[0] if len(group) > 1 else 1)
+        shape = (8 * strides["tp"][0], 16)
+        src = TensorLayout.sharded(shape, "float32", strides, {0: "tp"})
+        chosen = {int(rank): choice["tp_group"] for rank, choice in case["chosen"].items()}
+        first = min(chosen)
+        dst = TensorLayout.sharded(shape, "float32", {"copy": (len(chosen), 1)}, offset=first)
+        assert sorted(chosen) == [*range(first, first + len(chosen))]
+        plan = build_reshard_plan({"w": src}, {"w": dst})
+
+        shard_bytes = 4 * 8 * 16
+        theirs = dict.fromkeys(range(plan.world_size), 0)
+        for rank, group in chosen.items():
+            for sender in group:
+                theirs[sender] += shard_bytes if sender != rank else 0
+        ours = {rank: plan.sent_bytes(rank) for rank in theirs}
+        assert sum(ours.values()) <= sum(theirs.values()), case["name"]
+        assert max(ours.values()) <= max(theirs.values()), case["name"]
+        assert all(sent <= plan.egress_bound_bytes(rank) for rank, sent in ours.items()), case["name"]
