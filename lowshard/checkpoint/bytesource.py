@@ -83,24 +83,15 @@ class ByteSource:
         """
         if part.crc32 is None:
             return 0
-        value = 0
-        for _, piece in self._mapped_pieces(name, part, part.entry.start, part.entry.stop):
-            value = crc32(piece, value)
-        part.check(name, value)
-        return part.entry.size_bytes
-
-    def _mapped_pieces(
-        self, name: str, part: StoredPart, start: int, stop: int
-    ) -> Iterator[tuple[int, memoryview]]:
-        """Yield a stretch of a stored array as it lies in the map, piece by piece, each with its place in the file."""
-        with memoryview(
-            self._map(part.file, name, part.entry)
-        ) as stored:  # a map with views cannot be closed
-            for at in range(start, stop, _MAPPED_BYTES):
-                end = min(at + _MAPPED_BYTES, stop)
+        entry, value = part.entry, 0
+        with memoryview(self._map(part.file, name, entry)) as stored:  # a map with views cannot be closed
+            for at in range(entry.start, entry.stop, _MAPPED_BYTES):
+                end = min(at + _MAPPED_BYTES, entry.stop)
                 self._look_up(part.file, name, at, end)
                 with stored[at:end] as piece:
-                    yield at, piece
+                    value = crc32(piece, value)
+        part.check(name, value)
+        return part.entry.size_bytes
 
     def _read_part(self, name: str, part: StoredPart, box: Box, out: np.ndarray, tally: Tally | None) -> None:
         entry, itemsize = part.entry, dtypes.get(part.entry.dtype).itemsize_bytes
@@ -121,9 +112,6 @@ class ByteSource:
             fd = self._fd(part.file, name)
             for first, row in zip(firsts, rows, strict=True):
                 self._pread(fd, row.data, entry.start + first * itemsize, part.file, name)
-        if tally is not None:  # now, while what all ranks have read of the array is in a cache
-            for at, piece in self._mapped_pieces(name, part, *tally.take_stretch(part.key)):
-                tally.add(part.key, at, piece)
 
     def _read_mapped(self, name: str, part: StoredPart, box: Box, target: np.ndarray) -> None:
         """Copy the short runs of a box of two dims or more out of the map, some megabytes of the file at a time."""

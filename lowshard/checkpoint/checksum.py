@@ -6,7 +6,7 @@ memory, as long as the bytes are in a cache); zlib's own stands in where the isa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from functools import cache
 
 _POLYNOMIAL = 0xEDB88320
@@ -67,19 +67,8 @@ def _product(a: int, b: int) -> int:
 class Tally:
     """The sums of what one rank has read of stored arrays."""
 
-    def __init__(self, stretches: Mapping[Key, tuple[int, int]] | None = None) -> None:
-        """Begin with nothing.
-
-        Args:
-            stretches: of arrays that nobody reads in one run: the first byte that this rank sums, and the one behind
-                the last.
-        """
+    def __init__(self) -> None:
         self._pieces: dict[Key, list[Piece]] = {}
-        self._stretches = dict(stretches or {})
-
-    def take_stretch(self, key: Key) -> tuple[int, int]:
-        """Return the stretch of an array that this rank is still to sum, and forget it; an empty one for none."""
-        return self._stretches.pop(key, (0, 0))
 
     def add(self, key: Key, at: int, data: memoryview) -> None:
         """Add bytes of a stored array, which lie at `at` in its file."""

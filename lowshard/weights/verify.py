@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 
 import numpy as np
 
-from lowshard.box import intersect, single_run, split_interval
 from lowshard.checkpoint.bytesource import ByteSource
 from lowshard.checkpoint.catalog import StoredPart
 from lowshard.checkpoint.checksum import Key, Piece, Tally, chain, sum_of
@@ -20,8 +18,7 @@ class Verification:
     """One rank's part in comparing the checksums of all stored arrays that a plan touches.
 
     An array that one rank has read whole is compared there. Of those that several have read, each a run, the sums
-    are joined. One that ranks have read in columns is summed in stretches, by those ranks, as soon as they have read
-    it. What is left is read once more, by one rank.
+    are joined. What was read in rows of columns is looked at once more, by one rank.
     """
 
     def __init__(self, plan: LoadPlan, source: ByteSource, rank: int, size: int) -> None:
@@ -33,7 +30,7 @@ class Verification:
                 if part.crc32 is not None:
                     found.setdefault(part.key, (name, part))
         self._arrays = list(found.values())
-        self.tally = Tally(_stretches(plan, found, rank))
+        self.tally = Tally()
         self._seen = np.zeros(len(found), np.uint8)
         self._pieces: dict[int, list[Piece]] = {}
 
@@ -92,29 +89,3 @@ class Verification:
             load_bytes[turn] += part.entry.size_bytes
             if turn == self._rank:
                 self.verified_bytes += self._source.verify(name, part)
-
-
-def _stretches(
-    plan: LoadPlan, arrays: Mapping[Key, tuple[str, StoredPart]], rank: int
-) -> dict[Key, tuple[int, int]]:
-    """Return which bytes this rank sums of arrays of which no rank reads a run: each that reads has its stretch."""
-    parts: dict[str, list[StoredPart]] = {}
-    for name, part in arrays.values():
-        parts.setdefault(name, []).append(part)
-    readers: dict[Key, set[int]] = {}
-    in_runs: set[Key] = set()
-    for read in plan.reads:
-        for part in parts.get(read.name, ()):
-            common = intersect(part.box, read.box) if read.box else ()
-            if common is None:
-                continue
-            if single_run(part.local(common), part.entry.shape) is None:
-                readers.setdefault(part.key, set()).add(read.reader)
-            else:
-                in_runs.add(part.key)
-    found: dict[Key, tuple[int, int]] = {}
-    for key, ranks in readers.items():
-        if rank in ranks and key not in in_runs:
-            entry, order = arrays[key][1].entry, sorted(ranks)
-            found[key] = split_interval((entry.start, entry.stop), len(order), order.index(rank))
-    return found
