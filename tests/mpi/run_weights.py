@@ -174,17 +174,13 @@ def measure(folder: Path, comm: lc.Communicator, started_bytes: int) -> None:
         quickest, ratios = seconds.min(0), np.median(seconds[:, 1:] / seconds[:, :1], 0)
         with Peak() as peak:
             load(catalog, plan, comm)
-        over = np.array(
-            [peak.most - started_bytes - held, peak.most - held, started_bytes, "numba" in sys.modules],
-            np.int64,
-        )
+        over = np.array([peak.most - started_bytes - held, peak.most - held, started_bytes], np.int64)
         comm.all_reduce(over, over, op="max")
         rows.append({
             "form": path.stem, "strategy": strategy, "gb_per_s": plan_bytes(plan) / quickest[0] / 1e9,
             "ratio": quickest[1] / quickest[0], "median_ratio": ratios[0],
             "verified_ratio": quickest[2] / quickest[0], "verified_median_ratio": ratios[1],
             "over_shards_mb": over[0] / 1e6, "with_python_mb": over[1] / 1e6, "started_mb": over[2] / 1e6,
-            "has_compiled": bool(over[3]),
         })  # fmt: skip
     if comm.rank == 0:
         print(json.dumps(rows))
