@@ -26,6 +26,7 @@ CLEAN_SHARE = 0.9
 BATCH_S = 2e-3
 _MOST_CALLS = 2000
 _ESTIMATES = 3
+_MANY_CALLS, _DOUBT_S = 8, 0.05
 _MOST_ROUNDS = 3  # times those asked for
 _PATIENCE_S = 4.0  # after which no round is added for the sake of clean ones
 
@@ -171,10 +172,19 @@ def _batch(meeting: Meeting, runner: Runner, calls: int, cpu_s: Callable[[], flo
 
 
 def _calls(meeting: Meeting, runner: Runner) -> int:
-    """Return how many calls last about as long as a batch should."""
-    once = min(_batch(meeting, runner, 1, time.process_time)[0] for _ in range(_ESTIMATES))
-    slowest = max(meeting.exchange(once))
-    return int(min(_MOST_CALLS, max(1.0, BATCH_S / max(slowest, 1e-7))))
+    """Return how many calls last about as long as a batch should.
+
+    Another program may run for a while just now: a few calls that took long are not believed before some time is over.
+    """
+    calls, begin_s = 1, time.perf_counter()
+    while True:
+        took = min(_batch(meeting, runner, calls, time.process_time)[0] for _ in range(_ESTIMATES))
+        told = meeting.exchange((took, time.perf_counter() - begin_s))  # the same on all ranks
+        more = int(min(_MOST_CALLS, calls * BATCH_S / max(1e-7, *(one for one, _ in told))))
+        if more >= 2 * calls:
+            calls = more
+        elif calls >= _MANY_CALLS or told[0][1] > _DOUBT_S:
+            return calls
 
 
 def combined(times: Sequence[float], average: int) -> float:

@@ -115,6 +115,14 @@ def single_run(box: Box, shape: Sequence[int]) -> int | None:
     return start
 
 
+def strides_of(shape: Sequence[int], last: int = 1) -> list[int]:
+    """Return how far apart two neighbours of each dim lie in a row-major array; `last` of the last dim, 1 or bytes."""
+    strides = [last] * len(shape)
+    for d in range(len(shape) - 2, -1, -1):
+        strides[d] = strides[d + 1] * shape[d + 1]
+    return strides
+
+
 def contiguous_runs(box: Box, shape: Sequence[int]) -> tuple[int, list[int]]:
     """Return how a box lies in a row-major array: elements a run, and each run's first flat index.
 
@@ -130,9 +138,7 @@ def contiguous_runs(box: Box, shape: Sequence[int]) -> tuple[int, list[int]]:
         run *= stop - start
         if stop - start != shape[dim]:
             break
-    strides = [1] * len(shape)
-    for d in range(len(shape) - 2, -1, -1):
-        strides[d] = strides[d + 1] * shape[d + 1]
+    strides = strides_of(shape)
     base = sum(start * stride for (start, _), stride in zip(box, strides, strict=True))
     starts = [base]
     for d in range(dim):  # outer dims first keeps the runs in file order

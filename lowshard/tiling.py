@@ -213,6 +213,18 @@ class Tiling:
         """
         return self.rank_tiles[self._rank(rank)]
 
+    def places(self, rank: int, box: Box) -> Iterator[tuple[Box, Box]]:
+        """Yield each part of a box that a rank holds: in global coordinates, and in those of its local array.
+
+        Raises:
+            LayoutError: the rank is not one of the tiling's.
+        """
+        for tile in self.tiles(rank):
+            common = intersect(tile.box, box)
+            if common is not None:
+                moves = zip(common, tile.box, tile.local, strict=True)
+                yield common, tuple((a - lo + at, b - lo + at) for (a, b), (lo, _), (at, _) in moves)
+
     def local_shape(self, rank: int) -> tuple[int, ...]:
         """Return the shape of a rank's local array.
 

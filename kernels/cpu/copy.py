@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from lowshard.compiled.deferred import njit
-from lowshard.kernels.cpu.drive import prefetch_line, prefetch_run, rows_of
+from lowshard.kernels.cpu.drive import named, prefetch_line, prefetch_run, rows_of
 from lowshard.kernels.cpu.vector import (
     copy_bytes,
     load_u8,
     load_u16,
     load_u32,
     load_u64,
+    move_lines,
     store_value,
     stream_lines,
 )
@@ -23,24 +24,51 @@ LAG_BYTES = 4 << 10
 """Lines leave the stage this long after they were written, so that they need not be waited for."""
 
 
-@njit(nogil=True)
-def stream_ahead(dst: int, src: int, size_bytes: int, ahead: tuple[int, int, int, int]) -> tuple[int, int]:
-    """Copy whole lines past the caches, asking for others as `run_rows` says; return where both sides ended."""
-    end = dst + size_bytes
-    while dst + 256 <= end:
-        for line in range(0, 256, 64):
-            prefetch_line(src + line, ahead)
-        stream_lines(dst, src, 4)
-        src, dst = src + 256, dst + 256
-    while dst < end:
-        prefetch_line(src, ahead)
-        stream_lines(dst, src, 1)
-        src, dst = src + 64, dst + 64
-    return src, dst
+_LONG_BYTES = 2 << 10
+"""Shorter runs are copied by code without a loop, in which each instruction is at one line of every run.
+
+Machines that prefetch by instruction would take a loop for one long stream, and read on where a run ends.
+"""
+
+
+def _mover(streaming: int) -> Any:
+    @njit(nogil=True)
+    @named("streaming" if streaming else "cached")
+    def move_ahead(dst: int, src: int, size_bytes: int, ahead: tuple[int, int]) -> tuple[int, int]:
+        far, near = ahead
+        left = size_bytes
+        if left >= long_bytes:
+            while left >= 256:
+                move_lines(dst, src, far, near, 4, streaming)
+                src, dst, left = src + 256, dst + 256, left - 256
+        if left & 1024:
+            move_lines(dst, src, far, near, 16, streaming)
+            src, dst = src + 1024, dst + 1024
+        if left & 512:
+            move_lines(dst, src, far, near, 8, streaming)
+            src, dst = src + 512, dst + 512
+        if left & 256:
+            move_lines(dst, src, far, near, 4, streaming)
+            src, dst = src + 256, dst + 256
+        if left & 128:
+            move_lines(dst, src, far, near, 2, streaming)
+            src, dst = src + 128, dst + 128
+        if left & 64:
+            move_lines(dst, src, far, near, 1, streaming)
+            src, dst = src + 64, dst + 64
+        return src, dst
+
+    long_bytes = _LONG_BYTES
+    return move_ahead
+
+
+stream_ahead, copy_ahead = _mover(1), _mover(0)
+"""`(dst, src, size_bytes, ahead)`: copy the whole lines of a run past the caches, or into them, asking for others as
+`run_rows` says; return where both sides ended."""
 
 
 @njit(nogil=True)
-def stream_copy(dst: int, src: int, size_bytes: int, ahead: tuple[int, int, int, int]) -> None:
+def stream_copy(dst: int, src: int, size_bytes: int, ahead: tuple[int, int]) -> None:
     """Copy bytes past the caches; the part lines at both ends go through them. Prefetches as `drive` says."""
     end = dst + size_bytes
     head = min(-dst & 63, size_bytes)

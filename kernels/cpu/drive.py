@@ -17,13 +17,10 @@ from lowshard.compiled.deferred import njit, overload, types
 from lowshard.kernels.cpu.vector import fence, prefetch
 from lowshard.kernels.runs import DST_OFFSET, FIRST_DIM, RUN, SRC_OFFSET
 
-# Long runs, and runs with small gaps, are best left to the machine's own prefetching. Others are asked for into the
-# second cache, which has many misses under way at a time, and that four times over: once is measurably not enough,
-# as if requests were dropped, and a line that did not come holds up the work for as long as 180 ns. Work of 27 ns on
-# each 1 KB of every 4 KB takes 145 ns without, 97 with one such request for each line, 81, 60 and 51 with two, three
-# and four; asking for the first cache, which has few misses under way, makes it slower. Requests are spread between
-# the work.
-AHEAD_BYTES = (32 << 10, 16 << 10, 8 << 10, 4 << 10)
+# Long runs that are not quantised, and runs with small gaps, are left to the machine's own prefetching. The lines of
+# others are asked for twice, since some requests are not served, and as lines that are read once.
+# bench/results/README.md has what other numbers, distances and caches take.
+AHEAD_BYTES = (8 << 10, 4 << 10)
 OWN_ROWS_BYTES = 32 << 10
 """In larger boxes it is the box's own rows that are asked for, in smaller ones the boxes after it."""
 _LONG_RUN_BYTES = 16 << 10
@@ -68,7 +65,7 @@ def named(*words: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 def run_rows(
     kind: str, src: int, dst: int, scales: int, run: int, rows: int, src_step: int, dst_step: int,
-    ahead: tuple[int, int, int, int], scratch: int, first: int, second: int, streaming: bool,
+    ahead: tuple[int, int], scratch: int, first: int, second: int, streaming: bool,
 ) -> NoReturn:  # fmt: skip
     """Do one kind of work on `rows` runs of a box; only ever compiled, from what `rows_of` has for the job.
 
@@ -109,14 +106,14 @@ def compiled(kind: str) -> Callable[..., None]:
     first call for this machine and kept in Numba's cache on disk.
     """
     job = kind.split(" ")[0]
-    itemsize = src_itemsize(kind)
+    itemsize, linear = src_itemsize(kind), AHEAD_BYTES
 
     def drive(
         columns: Any, src: int, dst: int, scales: int, scratch: int, first: int, second: int,
         streaming: bool,
     ) -> None:  # fmt: skip
         last_bytes = 0
-        b1, b2, b3, b4 = 1, 1, 1, 1
+        far, near = 1, 1
         boxes, dims = columns.shape[1], (columns.shape[0] - FIRST_DIM) // 3
         for box in range(boxes):
             src_offset, dst_offset, run = (
@@ -135,7 +132,7 @@ def compiled(kind: str) -> Callable[..., None]:
             if dims > 3:
                 n4, s4, d4 = columns[12, box], columns[13, box], columns[14, box]
             size_bytes = run * (first if job == "copy" else itemsize)
-            ahead = (0, 0, 0, 0)
+            ahead = (0, 0)
             if size_bytes < _LONG_RUN_BYTES:
                 box_bytes = size_bytes * n1 * n2 * n3 * n4
                 if box_bytes > OWN_ROWS_BYTES:
@@ -146,8 +143,10 @@ def compiled(kind: str) -> Callable[..., None]:
                     if gap < 0 or gap >= SMALL_GAP_BYTES:
                         if box_bytes != last_bytes:  # a division takes as long as copying a line
                             last_bytes = box_bytes
-                            b1, b2, b3, b4 = rows_ahead(1, box_bytes)
-                        ahead = boxes_ahead(columns, SRC_OFFSET, box, b1, b2, b3, b4)
+                            far, near = rows_ahead(1, box_bytes)
+                        ahead = boxes_ahead(columns, SRC_OFFSET, box, far, near)
+            elif job == "quantize":  # its work keeps the machine from reading far enough ahead
+                ahead = linear
             for i4 in range(n4):
                 for i3 in range(n3):
                     for i2 in range(n2):
@@ -180,42 +179,28 @@ def compiled(kind: str) -> Callable[..., None]:
 
 
 @njit(nogil=True)
-def rows_ahead(step: int, size_bytes: int) -> tuple[int, int, int, int]:
+def rows_ahead(step: int, size_bytes: int) -> tuple[int, int]:
     """Return AHEAD_BYTES as steps from row to row, each at least one; with a step of 1 the number of rows."""
-    first, second, third, fourth = AHEAD_BYTES
-    return (
-        step * max(1, first // size_bytes),
-        step * max(1, second // size_bytes),
-        step * max(1, third // size_bytes),
-        step * max(1, fourth // size_bytes),
-    )
+    far, near = AHEAD_BYTES
+    return step * max(1, far // size_bytes), step * max(1, near // size_bytes)
 
 
 @njit(nogil=True)
-def boxes_ahead(
-    columns: Any, side: int, box: int, b1: int, b2: int, b3: int, b4: int
-) -> tuple[int, int, int, int]:
+def boxes_ahead(columns: Any, side: int, box: int, far: int, near: int) -> tuple[int, int]:
     """Return the bytes from a box to those so many boxes on, the last of all at most."""
     last, offset = columns.shape[1] - 1, columns[side, box]
-    return (
-        columns[side, min(box + b1, last)] - offset,
-        columns[side, min(box + b2, last)] - offset,
-        columns[side, min(box + b3, last)] - offset,
-        columns[side, min(box + b4, last)] - offset,
-    )
+    return columns[side, min(box + far, last)] - offset, columns[side, min(box + near, last)] - offset
 
 
 @njit(nogil=True)
-def prefetch_line(address: int, ahead: tuple[int, int, int, int]) -> None:
-    """Ask for the lines of four bytes, as far from an address as `run_rows` says."""
+def prefetch_line(address: int, ahead: tuple[int, int]) -> None:
+    """Ask for the lines of two bytes, as far from an address as `run_rows` says."""
     prefetch(address + ahead[0])
     prefetch(address + ahead[1])
-    prefetch(address + ahead[2])
-    prefetch(address + ahead[3])
 
 
 @njit(nogil=True)
-def prefetch_run(address: int, size_bytes: int, ahead: tuple[int, int, int, int]) -> None:
+def prefetch_run(address: int, size_bytes: int, ahead: tuple[int, int]) -> None:
     """Ask for the lines ahead of every 64th byte of a run, and of its last: it may begin amid a line."""
     for at in range(address, address + size_bytes, 64):
         prefetch_line(at, ahead)

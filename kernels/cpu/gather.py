@@ -13,9 +13,8 @@ from typing import Any
 
 from lowshard.compiled import INT, Signature, load_compiled
 from lowshard.compiled.deferred import njit
-from lowshard.kernels.cpu.copy import LAG_BYTES, STAGE_BYTES, send_lines, stream_ahead
+from lowshard.kernels.cpu.copy import LAG_BYTES, STAGE_BYTES, copy_ahead, send_lines, stream_ahead
 from lowshard.kernels.cpu.drive import (
-    AHEAD_BYTES,
     COLUMNS,
     OWN_ROWS_BYTES,
     SMALL_GAP_BYTES,
@@ -36,6 +35,9 @@ from lowshard.kernels.runs import DST_OFFSET, RUN, SRC_OFFSET
 SHORT_RUN_BYTES = 8 << 10
 """Longer runs are streamed one by one."""
 
+_ASK_BYTES = 32 << 10
+"""Part lines of the target are asked for so far ahead when scattering."""
+
 THROUGH_CACHES, STAGED, WHOLE_LINES = 0, 1, 2
 """Ways to write: as usual; put together, then past the caches; past the caches at once."""
 
@@ -46,10 +48,10 @@ def _gather_lines(columns: Any, src: int, to: int, itemsize: int) -> None:
     last = columns.shape[1] - 1
     sent_bytes = columns[DST_OFFSET, last] - columns[DST_OFFSET, 0] + columns[RUN, last] * itemsize
     run_bytes = sent_bytes // (last + 1)
-    b1, b2, b3, b4 = rows_ahead(1, run_bytes)
+    far, near = rows_ahead(1, run_bytes)
     for box in range(last + 1):
         at, size = src + columns[SRC_OFFSET, box], columns[RUN, box] * itemsize
-        ahead = boxes_ahead(columns, SRC_OFFSET, box, b1, b2, b3, b4)
+        ahead = boxes_ahead(columns, SRC_OFFSET, box, far, near)
         if at & 63:
             prefetch_line(at + size - 1, ahead)  # it has one line more
         to = stream_ahead(to, at, size, ahead)[1]
@@ -80,7 +82,7 @@ def gather_kernel() -> Callable[..., None]:
         skip = to & 63
         line, used, sent = to - skip, skip, 0
         last_bytes = 0
-        b1, b2, b3, b4 = 1, 1, 1, 1
+        far, near = 1, 1
         for box in range(boxes):
             offset, size = columns[SRC_OFFSET, box], columns[RUN, box] * itemsize
             at, rows, step = src + offset, 1, 0
@@ -89,10 +91,10 @@ def gather_kernel() -> Callable[..., None]:
             box_bytes = size * rows
             if box_bytes != last_bytes:  # a division takes as long as copying a line
                 last_bytes = box_bytes
-                b1, b2, b3, b4 = rows_ahead(1, box_bytes)
-            ahead = (0, 0, 0, 0)
+                far, near = rows_ahead(1, box_bytes)
+            ahead = (0, 0)
             if box_bytes <= own_rows_bytes:
-                ahead = boxes_ahead(columns, SRC_OFFSET, box, b1, b2, b3, b4)
+                ahead = boxes_ahead(columns, SRC_OFFSET, box, far, near)
             elif abs(step) >= size + small_gap:
                 ahead = rows_ahead(step, size)
             for _ in range(rows):
@@ -103,10 +105,7 @@ def gather_kernel() -> Callable[..., None]:
                     at, to = stream_ahead(to, at, size, ahead)
                 else:
                     into = stage + used if way == STAGED else to
-                    while at + 64 <= end:
-                        prefetch_line(at, ahead)
-                        copy_line(into, at)
-                        at, into = at + 64, into + 64
+                    at, into = copy_ahead(into, at, size, ahead)
                     if at < end:
                         prefetch_line(at, ahead)
                         copy_bytes(into, at, end - at)
@@ -136,7 +135,7 @@ def scatter_kernel() -> Callable[..., None]:
 
     Every run has at most SHORT_RUN_BYTES, and 64 bytes or more.
     """
-    far_bytes = AHEAD_BYTES[0]
+    far_bytes = _ASK_BYTES
 
     def scatter(columns: Any, src: int, dst: int, itemsize: int) -> None:
         boxes, has_rows = columns.shape[1], columns.shape[0] > 3

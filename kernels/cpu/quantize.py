@@ -20,17 +20,23 @@ from lowshard.kernels.cpu.rare import encode_rare
 from lowshard.kernels.cpu.scalar import DTYPE_CODES
 from lowshard.kernels.cpu.sources import MAGNITUDE, ONE_FIELD, SOURCES
 from lowshard.kernels.cpu.vector import (
+    CACHE_LINE_BYTES,
     Lanes,
     copy_bytes,
     load,
+    offset,
     only_if,
-    prefetch,
+    prefetch_at,
     store,
 )
 from lowshard.kernels.reference import BLOCK_ELEMS, ElementFormat, element_format
 
 GROUP_BLOCKS = 32
 """Blocks of a group: one 16-bit lane each in the second step, and 2 KiB of bf16 between the first and the third."""
+
+# Blocks that are encoded by code without a loop. Further lines of the source are asked for there: the first step, which
+# waits for memory, gets shorter, and the third, which computes, has room for it.
+_PIECE_BLOCKS = 16
 
 # Below this scale byte a subnormal bf16 or fp32 can give a code other than zero (see reference.py), and the vector
 # code takes every element for a normal number.
@@ -57,14 +63,57 @@ def find_maximum(typingctx: Any, src: Any, minimum: Any, lanes: Any, source: Any
             half_elems = BLOCK_ELEMS // 2
             low, high = (load(builder, at, 16, half_elems, i * 2 * half_elems) for i in range(2))
             least = _inverse(low).minimum(_inverse(high), signed=False)
+            store(builder, smallest, least.smallest(), False)
         else:
-            bits = SOURCES[dtype].load(builder, at)
-            store(builder, to, bits, False)
-            least = _inverse(bits)
-        store(builder, smallest, least.smallest(), False)
+            _keep_block(builder, at, smallest, to, dtype)
         return context.get_dummy_value()
 
     return types.void(*(types.int64,) * 3, source, keep), codegen
+
+
+@intrinsic(prefer_literal=True)
+def fetch_blocks(
+    typingctx: Any, src: Any, minima: Any, lanes: Any, near: Any, far: Any, source: Any, blocks: Any,
+    requests: Any,
+) -> Any:  # fmt: skip
+    """Do as `find_maximum` with `keep` for some blocks, and ask for what lies one or two distances on.
+
+    The last three arguments are literals; one request leaves out `far`.
+    """
+    dtype, count = source.literal_value, blocks.literal_value
+    block_bytes = _block_bytes(dtype)
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+        at, smallest, to = args[:3]
+        ahead = [builder.add(at, distance) for distance in reversed(args[3 : 3 + requests.literal_value])]
+        for block in range(count):
+            begin = block * block_bytes
+            for address in ahead:
+                _prefetch_block(builder, address, block, dtype)
+            places = (offset(builder, at, begin), offset(builder, smallest, 2 * block))
+            _keep_block(builder, *places, offset(builder, to, 2 * BLOCK_ELEMS * block), dtype)
+        return context.get_dummy_value()
+
+    return types.void(*(types.int64,) * 5, source, blocks, requests), codegen
+
+
+def _block_bytes(dtype: str) -> int:
+    return BLOCK_ELEMS * SOURCES[dtype].itemsize
+
+
+def _prefetch_block(builder: ir.IRBuilder, address: ir.Value, block: int, dtype: str) -> None:
+    """Ask for the lines of a block of the source: one, or two of fp32."""
+    begin = block * _block_bytes(dtype)
+    for line in range(begin, begin + _block_bytes(dtype), CACHE_LINE_BYTES):
+        prefetch_at(builder, offset(builder, address, line))
+
+
+def _keep_block(
+    builder: ir.IRBuilder, address: ir.Value, smallest: ir.Value, lanes: ir.Value, dtype: str
+) -> None:
+    bits = SOURCES[dtype].load(builder, address)
+    store(builder, lanes, bits, False)
+    store(builder, smallest, _inverse(bits).smallest(), False)
 
 
 @intrinsic(prefer_literal=True)
@@ -106,12 +155,37 @@ def encode_blocks(
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
         at, to, tops_at = args[:3]
-        raw = [load(builder, at, 16, BLOCK_ELEMS, i * 2 * BLOCK_ELEMS) for i in range(count)]
-        splats = [load(builder, tops_at, 16, 0, 2 * i).splat(BLOCK_ELEMS) for i in range(count)]
-        store(builder, to, _codes(raw, splats, fmt), bool(streaming.literal_value))
+        _encode(builder, at, to, tops_at, range(count), fmt, bool(streaming.literal_value))
         return context.get_dummy_value()
 
     return types.void(*(types.int64,) * 3, elem, blocks, streaming), codegen
+
+
+@intrinsic(prefer_literal=True)
+def encode_piece(typingctx: Any, lanes: Any, data: Any, tops: Any, ahead: Any, source: Any, elem: Any) -> Any:
+    """Do as `encode_blocks` with streaming stores for a piece, and ask for as many blocks of the source at `ahead`."""
+    dtype, fmt = source.literal_value, element_format(elem.literal_value)
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+        at, to, tops_at, further = args[:4]
+        for first in range(0, _PIECE_BLOCKS, 2):
+            pair = range(first, first + 2)
+            for block in pair:
+                _prefetch_block(builder, further, block, dtype)
+            _encode(builder, at, to, tops_at, pair, fmt, True)
+        return context.get_dummy_value()
+
+    return types.void(*(types.int64,) * 4, source, elem), codegen
+
+
+def _encode(
+    builder: ir.IRBuilder, lanes: ir.Value, data: ir.Value, tops: ir.Value, blocks: range, fmt: ElementFormat,
+    streaming: bool,
+) -> None:  # fmt: skip
+    """Write the codes of one or two blocks, of those at three addresses."""
+    raw = [load(builder, lanes, 16, BLOCK_ELEMS, 2 * BLOCK_ELEMS * block) for block in blocks]
+    splats = [load(builder, tops, 16, 0, 2 * block).splat(BLOCK_ELEMS) for block in blocks]
+    store(builder, data, _codes(raw, splats, fmt), streaming, BLOCK_ELEMS * blocks.start)
 
 
 def _inverse(bits: Lanes) -> Lanes:
@@ -265,19 +339,23 @@ def _rows_fetched(source: str, elem: str) -> Any:
     mantissa_bits, bias, emax, max_code = fmt.mantissa_bits, fmt.bias, fmt.emax, fmt.max_code
     block_bytes = BLOCK_ELEMS * itemsize
     group, tops_at, bytes_at, lanes_at, scratch_bytes = GROUP_BLOCKS, _TOPS, _BYTES, _LANES, _SCRATCH_BYTES
+    piece = _PIECE_BLOCKS
 
     @njit(nogil=True)
     @named(source, elem)
     def rows_fetched(
         src: int, dst: int, scales: int, run: int, rows: int, src_step: int, dst_step: int,
-        ahead: tuple[int, int, int, int], scratch: int, round_up: int, min_scale_byte: int, increment: int,
+        ahead: tuple[int, int], scratch: int, round_up: int, min_scale_byte: int, increment: int,
         lowest: int, streaming: bool,
     ) -> None:  # fmt: skip
         zero_byte = types.int32(min_scale_byte)
-        blocks, row_bytes = run // 32, run * itemsize
+        blocks = run // 32
         row, done, count, side, rare = 0, 0, 0, 0, types.uint32(0)
         to, byte, first_block = dst, scales, 0
-        pair_at, pair_left = src, row_bytes
+        far, near = ahead
+        # Where they can be, all groups are whole pieces, each of one row.
+        pieces = streaming and blocks % piece == 0 and (dst | dst_step) & 63 == 0
+        piece_at, piece_left = src, blocks
         while row < rows or count:
             next_to = dst + row * dst_step + done * 32
             next_byte = scales + ((row * dst_step) >> 5) + done
@@ -292,11 +370,25 @@ def _rows_fetched(source: str, elem: str) -> Any:
                 if alone:
                     take = 1  # the rest begins with a whole line
                 x = src + row * src_step + done * block_bytes
-                for i in range(next_count, next_count + take):
-                    for line in range(0, block_bytes, 64):
-                        prefetch(x + ahead[2] + line)
-                        prefetch(x + ahead[3] + line)
-                    find_maximum(x, tops + 2 * i, kept + 64 * i, source, 1)
+                minima, lanes, left = tops + 2 * next_count, kept + 64 * next_count, take
+                # Each instruction is at one block of every row: see `stream_ahead`.
+                while left >= 16:
+                    if pieces:
+                        fetch_blocks(x, minima, lanes, near, far, source, 16, 1)
+                    else:
+                        fetch_blocks(x, minima, lanes, near, far, source, 16, 2)
+                    x, minima, lanes, left = x + 16 * block_bytes, minima + 32, lanes + 1024, left - 16
+                if left & 8:
+                    fetch_blocks(x, minima, lanes, near, far, source, 8, 2)
+                    x, minima, lanes = x + 8 * block_bytes, minima + 16, lanes + 512
+                if left & 4:
+                    fetch_blocks(x, minima, lanes, near, far, source, 4, 2)
+                    x, minima, lanes = x + 4 * block_bytes, minima + 8, lanes + 256
+                if left & 2:
+                    fetch_blocks(x, minima, lanes, near, far, source, 2, 2)
+                    x, minima, lanes = x + 2 * block_bytes, minima + 4, lanes + 128
+                if left & 1:
+                    fetch_blocks(x, minima, lanes, near, far, source, 1, 2)
                     x += block_bytes
                 next_count += take
                 done += take
@@ -309,15 +401,13 @@ def _rows_fetched(source: str, elem: str) -> Any:
                 lanes, own_tops = scratch + side + lanes_at, scratch + side + tops_at
                 i = 0
                 whole_lines = streaming and to & 63 == 0
+                while pieces and i < count:
+                    encode_piece(lanes + 64 * i, to + 32 * i, own_tops + 2 * i, piece_at + far, source, elem)
+                    i += piece
+                    piece_at, piece_left = piece_at + piece * block_bytes, piece_left - piece
+                    if piece_left == 0:
+                        piece_at, piece_left = piece_at + src_step - blocks * block_bytes, blocks
                 while i + 2 <= count:
-                    for line in range(0, 2 * block_bytes, 64):
-                        prefetch(pair_at + ahead[0] + line)
-                        prefetch(pair_at + ahead[1] + line)
-                    pair_at += 2 * block_bytes
-                    pair_left -= 2 * block_bytes
-                    if pair_left <= 0:
-                        pair_at += src_step - row_bytes
-                        pair_left += row_bytes
                     if whole_lines:
                         encode_blocks(lanes + 64 * i, to + 32 * i, own_tops + 2 * i, elem, 2, 1)
                     else:

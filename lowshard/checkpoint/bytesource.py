@@ -1,31 +1,26 @@
-"""Reading boxes out of a checkpoint's files: long runs by positioned reads, short ones through a memory map."""
+"""Reading boxes out of a checkpoint's files: positioned reads, straight into place or through a small scratch."""
 
 from __future__ import annotations
 
-import errno
 import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Any
 
 import numpy as np
 
 from lowshard import dtypes
-from lowshard.box import Box, contiguous_runs, intersect, relative_slices, single_run, volume
+from lowshard.box import Box, intersect, relative_slices, single_run, strides_of, volume
 from lowshard.checkpoint.catalog import Catalog, StoredPart
 from lowshard.checkpoint.checksum import Tally, crc32
-from lowshard.checkpoint.header import TensorEntry, open_for_reading
+from lowshard.checkpoint.header import open_for_reading
 from lowshard.errors import CheckpointError
 
-LONG_RUN_BYTES = 32 << 10
-"""From here on a positioned read is faster than the page faults of a map."""
 _SCRATCH_BYTES = 512 << 10
 """Of a piece that is read and then looked at again: it is still in the core's own cache."""
-_MAPPED_BYTES = 4 << 20
-"""Of a map, whose pages are looked up at once: half the time of the faults that would come one after the other."""
-_MADV_POPULATE_READ = 22
-"""Of madvise(2), since Linux 5.14; Python's mmap has no name for it before 3.14."""
+_APART_BYTES = 16 << 10
+"""Rows this far apart are read one by one; nearer ones together, which costs less than so many calls of the system."""
 
 
 class ByteSource:
@@ -51,11 +46,9 @@ class ByteSource:
 
     def close(self) -> None:
         """Close all files. Closing twice is safe."""
-        for mapped in self._maps.values():
-            mapped.close()
         for fd in self._fds.values():
             os.close(fd)
-        self._maps, self._fds = {}, {}
+        self._fds, self._maps = {}, {}  # a map lives as long as an array over it
 
     def read(self, name: str, box: Box, out: np.ndarray, tally: Tally | None = None) -> None:
         """Fill `out`, of the box's shape and the tensor's dtype (strided or not), with a box of a tensor.
@@ -64,16 +57,68 @@ class ByteSource:
             name: the tensor.
             box: `((start, stop), ...)` in global coordinates.
             out: where it goes; its last dim is contiguous.
-            tally: gets the sums of what lies in one run of a stored array that has a checksum.
+            tally: gets the sums of stored arrays that have a checksum, as far as this read can tell.
 
         Raises:
             CheckpointError: no such tensor, or a file is shorter than it was or cannot be read.
         """
         for part in self.catalog.tensor(name).parts:
-            common = intersect(part.box, box) if box else ()
+            common = intersect(part.box, box)
             if common is not None:
                 index: Any = (..., *relative_slices(common, box))  # with ..., a view even of a 0-d array
-                self._read_part(name, part, part.local(common), out[index], tally)
+                self.read_part(name, part, part.local(common), out[index], tally)
+
+    def read_part(
+        self, name: str, part: StoredPart, box: Box, out: np.ndarray, tally: Tally | None = None
+    ) -> None:
+        """Fill `out` with a box of a stored array, in that array's coordinates; else as `read`."""
+        entry, itemsize = part.entry, dtypes.get(part.entry.dtype).itemsize_bytes
+        if not volume(box):
+            return
+        first = single_run(box, entry.shape)
+        if first is not None:
+            self._read_into(name, part, entry.start + first * itemsize, out, tally)
+            return
+        steps = strides_of(entry.shape, itemsize)
+        self._read_rows(name, part, entry.start, box, entry.shape, steps, out)
+
+    def read_run(self, name: str, part: StoredPart, at: int, into: memoryview, tally: Tally | None) -> None:
+        """Fill a buffer with the bytes of a stored array that lie at `at` in its file."""
+        fd = self._fd(part.file, name)
+        self.bytes_read += len(into)
+        if tally is None or part.crc32 is None:
+            self._pread(fd, into, at, part.file, name)
+            return
+        for start in range(0, len(into), _SCRATCH_BYTES):  # so that what is summed is still in the cache
+            with into[start : start + _SCRATCH_BYTES] as piece:
+                self._pread(fd, piece, at + start, part.file, name)
+                tally.add(part.key, at + start, piece)
+
+    def mapped(
+        self, name: str, part: StoredPart, at: int, shape: tuple[int, ...], dtype: np.dtype[Any]
+    ) -> np.ndarray:
+        """Return an array over a run of a file that begins at `at`: a private map, its pages come as they are touched.
+
+        What is written to it stays in this process. The file must not be changed in place while the array lives.
+
+        Raises:
+            CheckpointError: the file is shorter than it was, or cannot be mapped.
+        """
+        fd = self._fd(part.file, name)
+        try:
+            size_bytes = os.fstat(fd).st_size
+            if size_bytes >= part.entry.stop and part.file not in self._maps:
+                self._maps[part.file] = mmap.mmap(fd, 0, access=mmap.ACCESS_COPY)
+        except OSError as error:
+            raise CheckpointError(
+                f"{part.file}: tensor {name!r}: mapping failed: {error.strerror}"
+            ) from error
+        if size_bytes < part.entry.stop:  # else a read of the map would kill the process
+            raise CheckpointError(
+                f"{part.file}: tensor {name!r}: its data ends at byte {part.entry.stop}, the file now at {size_bytes}: "
+                "it was cut short after it was opened"
+            )
+        return np.ndarray(shape, dtype, self._maps[part.file], at)
 
     def verify(self, name: str, part: StoredPart) -> int:
         """Compare the stored array behind a part with its checksum; return the bytes read.
@@ -83,98 +128,54 @@ class ByteSource:
         """
         if part.crc32 is None:
             return 0
-        entry, value = part.entry, 0
-        with memoryview(self._map(part.file, name, entry)) as stored:  # a map with views cannot be closed
-            for at in range(entry.start, entry.stop, _MAPPED_BYTES):
-                end = min(at + _MAPPED_BYTES, entry.stop)
-                self._look_up(part.file, name, at, end)
-                with stored[at:end] as piece:
-                    value = crc32(piece, value)
+        entry, value, fd = part.entry, 0, self._fd(part.file, name)
+        for at in range(entry.start, entry.stop, _SCRATCH_BYTES):
+            piece = self._scratch_bytes(min(_SCRATCH_BYTES, entry.stop - at)).data
+            self._pread(fd, piece, at, part.file, name)
+            value = crc32(piece, value)
         part.check(name, value)
-        return part.entry.size_bytes
+        return entry.size_bytes
 
-    def _read_part(self, name: str, part: StoredPart, box: Box, out: np.ndarray, tally: Tally | None) -> None:
-        entry, itemsize = part.entry, dtypes.get(part.entry.dtype).itemsize_bytes
-        if not volume(box):
-            return
-        self.bytes_read += volume(box) * itemsize
-        first = single_run(box, entry.shape)
-        if first is not None:
-            self._read_run(name, part, entry.start + first * itemsize, out, tally)
-            return
-        rows = None
-        if _run_elems(box, entry.shape) * itemsize >= LONG_RUN_BYTES:
-            run_elems, firsts = contiguous_runs(box, entry.shape)
-            rows = _runs(out, run_elems)
-        if rows is None:
-            self._read_mapped(name, part, box, _as_bytes(out))
-        else:
-            fd = self._fd(part.file, name)
-            for first, row in zip(firsts, rows, strict=True):
-                self._pread(fd, row.data, entry.start + first * itemsize, part.file, name)
-
-    def _read_mapped(self, name: str, part: StoredPart, box: Box, target: np.ndarray) -> None:
-        """Copy the short runs of a box of two dims or more out of the map, some megabytes of the file at a time."""
-        entry, itemsize = part.entry, dtypes.get(part.entry.dtype).itemsize_bytes
-        stored = np.ndarray(
-            (*entry.shape[:-1], entry.shape[-1] * itemsize),
-            np.uint8,
-            buffer=self._map(part.file, name, entry),
-            offset=entry.start,
-        )
-        index = [slice(start, stop) for start, stop in box]
-        index[-1] = slice(box[-1][0] * itemsize, box[-1][1] * itemsize)
-        row_bytes = stored.strides[0]
-        # Of the first row and of the last one, what lies before the box and behind it.
-        low = sum(s.start * step for s, step in zip(index[1:], stored.strides[1:], strict=True))
-        rest = (
-            row_bytes
-            - 1
-            - sum((s.stop - 1) * step for s, step in zip(index[1:], stored.strides[1:], strict=True))
-        )
-        rows = max(1, _MAPPED_BYTES // row_bytes)
-        for first in range(box[0][0], box[0][1], rows):
-            stop = min(first + rows, box[0][1])
-            self._look_up(
-                part.file, name, entry.start + first * row_bytes + low, entry.start + stop * row_bytes - rest
-            )
-            index[0] = slice(first, stop)
-            np.copyto(target[first - box[0][0] : stop - box[0][0]], stored[tuple(index)])
-        del stored  # a map with views cannot be closed
-
-    def _look_up(self, file: str, name: str, start: int, stop: int) -> None:
-        """Have the pages of a stretch of a file in its map, so that touching them is no fault."""
-        first = start - start % mmap.PAGESIZE
-        try:
-            self._maps[file].madvise(_MADV_POPULATE_READ, first, stop - first)
-        except OSError as error:
-            if error.errno != errno.EINVAL:  # an older kernel: the pages come by faults
-                raise CheckpointError(
-                    f"{file}: tensor {name!r}: reading bytes {start} to {stop} failed: {error.strerror}"
-                ) from error
-
-    def _read_run(self, name: str, part: StoredPart, at: int, out: np.ndarray, tally: Tally | None) -> None:
-        """Fill `out` with one run of a file, piece by piece where somebody looks at it on the way."""
-        fd = self._fd(part.file, name)
-        if part.crc32 is None:
-            tally = None
+    def _read_into(self, name: str, part: StoredPart, at: int, out: np.ndarray, tally: Tally | None) -> None:
+        """Fill `out`, strided or not, with one run of a file."""
         for piece in _pieces(out, _SCRATCH_BYTES):
-            inside = piece.flags.c_contiguous
-            raw = _flat_bytes(piece) if inside else self._scratch_bytes()[: piece.nbytes]
-            step = _SCRATCH_BYTES if tally is not None else raw.size
-            for start in range(0, raw.size, step):
-                view = raw[start : start + step].data
-                self._pread(fd, view, at, part.file, name)
-                if tally is not None:
-                    tally.add(part.key, at, view)
-                at += len(view)
-            if not inside:
+            if piece.flags.c_contiguous:
+                self.read_run(name, part, at, _flat_bytes(piece).data, tally)
+            else:
+                raw = self._scratch_bytes(piece.nbytes)
+                self.read_run(name, part, at, raw.data, tally)
                 np.copyto(piece, raw.view(piece.dtype).reshape(piece.shape))
+            at += piece.nbytes
 
-    def _scratch_bytes(self) -> np.ndarray:
+    def _read_rows(
+        self, name: str, part: StoredPart, at: int, box: Box, shape: Sequence[int], steps: Sequence[int],
+        out: np.ndarray,
+    ) -> None:  # fmt: skip
+        """Fill `out` with a box of more than one run, of an array whose first byte is at `at` in the file."""
+        (start, stop), step = box[0], steps[0]
+        if step > _APART_BYTES:
+            first = single_run(box[1:], shape[1:])
+            for i in range(start, stop):
+                row, into = at + i * step, out[i - start]
+                if first is None:
+                    self._read_rows(name, part, row, box[1:], shape[1:], steps[1:], into)
+                else:
+                    self._read_into(name, part, row + first * steps[-1], into, None)
+            return
+        fd, together = self._fd(part.file, name), _SCRATCH_BYTES // step
+        columns = tuple(slice(a, b) for a, b in box[1:])
+        for low in range(start, stop, together):
+            rows = min(together, stop - low)
+            raw = self._scratch_bytes(rows * step)
+            self._pread(fd, raw.data, at + low * step, part.file, name)
+            whole = raw.view(out.dtype).reshape(rows, *shape[1:])
+            np.copyto(out[low - start : low - start + rows], whole[(slice(None), *columns)])
+        self.bytes_read += out.nbytes
+
+    def _scratch_bytes(self, size_bytes: int) -> np.ndarray:
         if self._scratch is None:
             self._scratch = np.empty(_SCRATCH_BYTES, np.uint8)
-        return self._scratch
+        return self._scratch[:size_bytes]
 
     def _fd(self, file: str, name: str) -> int:
         if file not in self._fds:
@@ -184,18 +185,6 @@ class ByteSource:
             except CheckpointError as error:
                 raise CheckpointError(f"{error} (needed for tensor {name!r})") from error
         return self._fds[file]
-
-    def _map(self, file: str, name: str, entry: TensorEntry) -> mmap.mmap:
-        fd = self._fd(file, name)
-        size = os.fstat(fd).st_size
-        if size < entry.stop:  # else a read of the map would kill the process
-            raise CheckpointError(
-                f"{file}: tensor {name!r}: its data ends at byte {entry.stop}, the file now at {size}: it was cut "
-                "short after it was opened"
-            )
-        if file not in self._maps:
-            self._maps[file] = mmap.mmap(fd, 0, access=mmap.ACCESS_READ)
-        return self._maps[file]
 
     def _pread(self, fd: int, view: memoryview, offset: int, file: str, name: str) -> None:
         while view:
@@ -230,34 +219,3 @@ def _pieces(out: np.ndarray, limit_bytes: int) -> Iterator[np.ndarray]:
 
 def _flat_bytes(out: np.ndarray) -> np.ndarray:
     return out.reshape(-1).view(np.uint8)
-
-
-def _as_bytes(out: np.ndarray) -> np.ndarray:
-    """Return a view as uint8, the last dim scaled by the element's size."""
-    if out.ndim == 0:
-        return out.reshape(1).view(np.uint8)
-    if out.flags.c_contiguous or out.strides[-1] == out.itemsize or out.shape[-1] <= 1:
-        return out.view(np.uint8) if out.size else out.reshape(-1).view(np.uint8)
-    raise ValueError("the last dim of a target is contiguous")  # local arrays and their boxes are
-
-
-def _run_elems(box: Box, shape: tuple[int, ...]) -> int:
-    """Return the elements of each run of a box, as `contiguous_runs` finds them."""
-    run = 1
-    for (start, stop), extent in zip(reversed(box), reversed(shape), strict=True):
-        run *= stop - start
-        if stop - start != extent:
-            break
-    return run
-
-
-def _runs(out: np.ndarray, run_elems: int) -> list[np.ndarray] | None:
-    """Return the bytes of each run of the file in the target, or None where a run is not one in memory too."""
-    dim, inner = out.ndim, 1
-    while inner < run_elems:
-        dim -= 1
-        inner *= out.shape[dim]
-    rows = [out[index] for index in np.ndindex(out.shape[:dim])] if dim else [out]
-    if not rows[0].flags.c_contiguous:
-        return None
-    return [row.reshape(-1).view(np.uint8) for row in rows]

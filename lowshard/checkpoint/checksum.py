@@ -7,7 +7,7 @@ memory, as long as the bytes are in a cache); zlib's own stands in where the isa
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import cache
+from functools import cache, lru_cache
 
 _POLYNOMIAL = 0xEDB88320
 """IEEE 802.3's, with the coefficient of x^0 in the highest bit."""
@@ -39,13 +39,19 @@ def joined(first: int, second: int, second_bytes: int) -> int:
     A sum is a remainder modulo the polynomial; what follows multiplies it by x^(8 second_bytes), and the sums of both
     add up (M. Adler's crc32_combine in zlib rests on the same).
     """
-    shift, bits, k = _ONE, 8 * second_bytes, 0
+    return _product(first, _shift(second_bytes)) ^ second
+
+
+@lru_cache(4096)  # layers repeat
+def _shift(size_bytes: int) -> int:
+    """Return x^(8 size_bytes) modulo the polynomial."""
+    shift, bits, k = _ONE, 8 * size_bytes, 0
     while bits:
         if bits & 1:
             shift = _product(shift, _power(k))
         bits >>= 1
         k += 1
-    return _product(first, shift) ^ second
+    return shift
 
 
 @cache

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING
 
-from lowshard.box import Box, shape_of, split_interval, subtract, volume
+from lowshard.box import Box, intersect, shape_of, split_interval, subtract, volume
 from lowshard.tiling import Tiling
+
+if TYPE_CHECKING:
+    from lowshard.checkpoint.catalog import Catalog
 
 SPLIT_BYTES = 1 << 20
 """From this size on a box that several ranks hold is cut between them; smaller ones go to one of them."""
@@ -79,6 +84,50 @@ def disjoint(tiling: Tiling, ranks: Collection[int] | None = None) -> list[tuple
             kept += [(b, others) for b in left]
         pieces = kept + [(b, holders) for b in fresh]
     return pieces
+
+
+def with_whole_rows(found: Sequence[Share], catalog: Catalog) -> list[Share]:
+    """Return shares in which columns of the same stored rows are joined, so that a file is read in long runs.
+
+    The ranks that were to read the columns read a part of the rows each, whole, and the holders of any column are
+    holders of what is read: each takes its part. Columns that do not lie side by side stay as they are.
+    """
+    kept: list[Share] = []
+    groups: dict[tuple[str, int, int, Box], list[Share]] = {}
+    for share in found:
+        parts = catalog.tensor(share.name).parts
+        pieces = [
+            (i, common) for i, p in enumerate(parts) if (common := intersect(p.box, share.box)) is not None
+        ]
+        dims = [_column_dim(piece, parts[i].box) for i, piece in pieces]
+        if not any(dims):
+            kept.append(share)
+            continue
+        for (i, piece), dim in zip(pieces, dims, strict=True):
+            part = Share(share.name, share.rank, piece, share.holders)
+            if dim:
+                groups.setdefault((share.name, i, dim, (*piece[:dim], *piece[dim + 1 :])), []).append(part)
+            else:
+                kept.append(part)
+    for (name, _, dim, _), members in groups.items():
+        members.sort(key=lambda s: s.box[dim])
+        columns = [s.box[dim] for s in members]
+        if len(members) < 2 or any(a[1] != b[0] for a, b in pairwise(columns)):
+            kept += members
+            continue
+        readers = sorted({s.rank for s in members})
+        holders = tuple(sorted({h for s in members for h in s.holders}))
+        box = (*members[0].box[:dim], (columns[0][0], columns[-1][1]), *members[0].box[dim + 1 :])
+        for reader, piece in zip(readers, _cut(box, len(readers)), strict=True):
+            if volume(piece):
+                kept.append(Share(name, reader, piece, holders))
+    return kept
+
+
+def _column_dim(box: Box, stored: Box) -> int:
+    """Return the dim of a stored box along which a box lies in many runs of the file; 0 if it is one run."""
+    dim = next((d for d in range(len(box) - 1, -1, -1) if box[d] != stored[d]), 0)
+    return dim if any(stop - start > 1 for start, stop in box[:dim]) else 0
 
 
 def _common(a: Box, b: Box) -> list[Box]:

@@ -49,6 +49,10 @@ class Channel(ABC):
     def acquire(self) -> Array:
         """Return a slot, uint8 [bucket_bytes], to be filled; wait until its last content has arrived."""
 
+    def would_wait(self) -> bool:
+        """Say whether `acquire` would wait; False where that cannot be told."""
+        return False
+
     @abstractmethod
     def post(self, peer: int, size_bytes: int) -> None:
         """Send the slot that was acquired last."""
@@ -60,6 +64,10 @@ class Channel(ABC):
     @abstractmethod
     def take(self, peer: int) -> Array:
         """Return the next bucket of a peer, uint8 [size_bytes]; wait until it is there."""
+
+    def would_wait_for(self, peer: int) -> bool:
+        """Say whether `take` would wait; False where that cannot be told."""
+        return False
 
     @abstractmethod
     def release(self, peer: int) -> None:
@@ -138,6 +146,7 @@ class SlotChannel(Channel):
         self._word = np.zeros(2, np.int64)
         self._full = [np.array([_READY, slot], np.int64) for slot in range(SLOTS)]
         self._emptied = np.array([_FREE, 0], np.int64)
+        self._hear = getattr(getattr(comm, "_mailbox", None), "recv_if_come", None)
 
     def acquire(self) -> Array:
         """Return a slot to be filled."""
@@ -148,6 +157,11 @@ class SlotChannel(Channel):
             self._free[peer] -= 1
             self._owed[self._at] = None
         return self._out[self._at]
+
+    def would_wait(self) -> bool:
+        """Say whether `acquire` would wait."""
+        peer = self._owed[self._at]
+        return peer is not None and not self._free[peer] and not self._heard(peer, self._free)
 
     def post(self, peer: int, size_bytes: int) -> None:
         """Tell the peer of the slot that was acquired last."""
@@ -173,6 +187,10 @@ class SlotChannel(Channel):
             view = self._views[key] = whole[: key[2]]
         return view
 
+    def would_wait_for(self, peer: int) -> bool:
+        """Say whether `take` would wait."""
+        return not self._ready[peer] and not self._heard(peer, self._ready)
+
     def release(self, peer: int) -> None:
         """Tell the peer that its slot is free."""
         self._taken[peer] += 1
@@ -186,6 +204,19 @@ class SlotChannel(Channel):
 
     def _listen(self, peer: int) -> None:
         self.comm._recv(self._word, peer)
+        self._note(peer)
+
+    def _heard(self, peer: int, counts: list[int]) -> bool:
+        """Take what has come from a peer until it is counted; True where that cannot be done without a wait."""
+        if self._hear is None:
+            return True
+        while not counts[peer]:
+            if not self._hear(self._word, peer):
+                return False
+            self._note(peer)
+        return True
+
+    def _note(self, peer: int) -> None:
         kind, slot = self._word.tolist()
         if kind == _FREE:
             self._free[peer] += 1

@@ -8,12 +8,15 @@ after its own. So every rank is in one pair each way at a time, in as many round
 from __future__ import annotations
 
 import hashlib
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, TypedDict, Unpack
 
 import numpy as np
 
+from lowshard.box import shape_of
 from lowshard.comm.agreement import agree, share
 from lowshard.comm.protocol import Communicator
 from lowshard.errors import MismatchError
@@ -23,7 +26,7 @@ from lowshard.reshard.plan import Move, ReshardPlan
 from lowshard.reshard.sight import Sight
 from lowshard.reshard.stream import Stream
 from lowshard.reshard.view import NodeView
-from lowshard.reshard.wire import Copier, span_of
+from lowshard.reshard.wire import STREAMED_BYTES, Copier, Part, buckets_of, inner_span, span_of
 
 Array = Any
 Way = Literal["auto", "direct", "slots", "messages"]
@@ -156,18 +159,21 @@ class Reshard(Stream, Sight):
         for entry in self._quantised:
             self._guard(self._refresh, entry)
         if self._quantised:  # such sources lie elsewhere each time
-            self._local = self._local_copier()
+            self._local = self._local_copiers()
         if self.transform is not None:
             self._guard(self.transform.begin)
         if self._is_direct:
             self.comm._barrier()  # the sources of all ranks are as they shall be
-        self._local.run()
-        for move in self._local_transformed:
-            self._guard(self._copy_transformed, move)
+        self._steps.clear()
+        self._steps.extend(copier.run for copier in self._local)
+        self._steps.extend(partial(self._guard, self._copy_transformed, m) for m in self._local_transformed)
+        if not (self._out or self._in):
+            self._do_steps()
         if self._is_direct:
             self._read()
         if self._channel is not None:
             self._stream(self._channel)
+        self._do_steps()
         if self.transform is not None and self._error is None:
             self._guard(self.transform.end)
         agree(self.comm, b"", self._take_error(), "reshard")
@@ -190,7 +196,8 @@ class Reshard(Stream, Sight):
         anchor = comm.xp.zeros(64, np.uint8)
         self._anchor = anchor
         self._local_transformed = [m for m in self._mine.copies if self._is_prepared(m)]
-        self._local = self._local_copier()
+        self._local = self._local_copiers()
+        self._steps = deque()
         streams_out: Mapping[int, Sequence[Move]] = self._mine.sends
         streams_in: Mapping[int, Sequence[Move]] = self._mine.receives
         if view is not None and way in ("auto", _DIRECT) and not self.checksums:
@@ -223,10 +230,24 @@ class Reshard(Stream, Sight):
             0 if self._channel is None else self._staged * room,
         )
 
-    def _local_copier(self) -> Copier:
+    def _do_steps(self) -> None:
+        """Do what is left of this rank's own."""
+        while self._steps:
+            self._steps.popleft()()
+
+    def _local_copiers(self) -> list[Copier]:
+        """Return what copies within this rank, in parts that are small beside a turn to wait for."""
+        entries, found = self.plan.entries, []
         plain = [m for m in self._mine.copies if not self._is_prepared(m)]
-        sources = [span_of(self._src[m.entry], m.src_box) for m in plain]
-        return Copier(sources, [span_of(self._dst[m.entry], m.dst_box) for m in plain], self._anchor)
+        parts = (Part(m, -1, shape_of(m.src_box), entries[m.entry].src.itemsize_bytes) for m in plain)
+        streams = sum(map(self.plan.move_bytes, plain)) >= STREAMED_BYTES
+        for bucket in buckets_of(([part] for part in parts), CACHED_BYTES):
+            sources, targets = [], []
+            for p in bucket.pieces:
+                sources.append(inner_span(span_of(self._src[p.move.entry], p.move.src_box), p.box))
+                targets.append(inner_span(span_of(self._dst[p.move.entry], p.move.dst_box), p.box))
+            found.append(Copier(sources, targets, self._anchor, streams))
+        return found
 
 
 def execute_reshard_plan(

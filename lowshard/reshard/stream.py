@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from lowshard.reshard.channel import Channel
 from lowshard.reshard.checksum import checksum
 from lowshard.reshard.plan import Move
 from lowshard.reshard.side import Format, Side, bytes_of, slices_of
-from lowshard.reshard.wire import Bucket, Packer, Part, Piece, Span, bands_of, buckets_of, span_of
+from lowshard.reshard.wire import Bucket, Packer, Part, Piece, bands_of, buckets_of, inner_span, span_of
 
 Array = Any
 Stage = tuple[int, int]
@@ -36,6 +37,8 @@ class Stream(Side):
     _receivers: list[int]
     _packers: dict[tuple[int, int, int, bool], tuple[Packer, list[list[Piece]]]]
     """Of each bucket, out and in: what is copied as it is, and the pieces that a transform makes or takes."""
+    _steps: deque[Callable[[], object]]
+    """What this rank has to do by itself, in small parts: it does it where it would wait for others."""
     _half: dict[int, tuple[list[Array], list[Array]]]
     _left: dict[int, int]
 
@@ -91,10 +94,14 @@ class Stream(Side):
                 channel.expect(source, self._size(bucket))
             for i in range(max(len(out), len(coming))):
                 if i < len(out):
+                    while self._steps and channel.would_wait():
+                        self._steps.popleft()()
                     slot = channel.acquire()
                     self._guard(self._pack, (stage, to, i), out[i], slot)
                     channel.post(to, self._size(out[i]))
                 if i < len(coming):
+                    while self._steps and channel.would_wait_for(source):
+                        self._steps.popleft()()
                     slot = channel.take(source)
                     self._guard(self._unpack, (stage, source, i), coming[i], slot)
                     channel.release(source)
@@ -117,7 +124,7 @@ class Stream(Side):
         found = self._packers.get(key)
         if found is None or self._quantised:
             plain, prepared = self._sorted(bucket)
-            spans = [_inner(span_of(self._source(p.move), p.move.src_box), p.box) for p in plain]
+            spans = [inner_span(span_of(self._source(p.move), p.move.src_box), p.box) for p in plain]
             packer = Packer(spans, [p.offset_bytes for p in plain], self._anchor)
             found = self._packers[key] = packer, _together(prepared)
         packer, rest = found
@@ -145,7 +152,7 @@ class Stream(Side):
         found = self._packers.get(key)
         if found is None:
             plain, prepared = self._sorted(bucket)
-            spans = [_inner(span_of(self._dst[p.move.entry], p.move.dst_box), p.box) for p in plain]
+            spans = [inner_span(span_of(self._dst[p.move.entry], p.move.dst_box), p.box) for p in plain]
             packer = Packer(spans, [p.offset_bytes for p in plain], self._anchor, streams=True)
             found = self._packers[key] = packer, _together(prepared)
         packer, rest = found
@@ -307,8 +314,3 @@ def _views(pieces: Sequence[Piece], forms: Sequence[Format], box: Box, slot: Arr
 def _moved(box: Box, into: Box) -> Box:
     """Return a box that is counted from the begin of another as one beside that."""
     return tuple((at + start, at + stop) for (start, stop), (at, _) in zip(box, into, strict=True))
-
-
-def _inner(span: Span, box: Box) -> Span:
-    at = span.at + sum(s * b[0] for s, b in zip(span.strides, box, strict=True))
-    return Span(at, span.strides, shape_of(box), span.itemsize)

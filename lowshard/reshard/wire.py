@@ -24,7 +24,7 @@ Array = Any
 ALIGN_BYTES = 16
 _ROW_BYTES = 1 << 10
 """Runs from here on are best copied each by itself."""
-_STREAMED_BYTES = 4 << 20
+STREAMED_BYTES = 4 << 20
 """What is written in one call goes past the caches from here on: it would not stay in them."""
 
 
@@ -159,6 +159,12 @@ def span_of(array: Array, box: Box) -> Span:
     return Span(at, tuple(array.strides), shape_of(box), array.dtype.itemsize)
 
 
+def inner_span(span: Span, box: Box) -> Span:
+    """Return where a box within a strided box lies."""
+    at = span.at + sum(s * b[0] for s, b in zip(span.strides, box, strict=True))
+    return Span(at, span.strides, shape_of(box), span.itemsize)
+
+
 def packed_span(offset: int, extents: tuple[int, ...], itemsize: int) -> Span:
     """Return a box that lies row-major, without gaps, from an address on."""
     return Span(offset, _row_major(extents, itemsize), extents, itemsize)
@@ -171,16 +177,19 @@ class Copier:
         sources: boxes that are read.
         targets: boxes that are written; one of the same extents for each of `sources`.
         anchor: any array where the memory lies, the host or a GPU. Offsets count from its address.
+        streams: write past the caches however little it is: it is a part of much.
     """
 
-    def __init__(self, sources: Sequence[Span], targets: Sequence[Span], anchor: Array) -> None:
-        self._anchor, self._engine = anchor, engine_for(anchor)
+    def __init__(
+        self, sources: Sequence[Span], targets: Sequence[Span], anchor: Array, streams: bool = False
+    ) -> None:
+        self._anchor, self._engine, self._streams = anchor, engine_for(anchor), streams
         self._runs = run_table(sources, targets, address(anchor), address(anchor))
 
     def run(self) -> None:
         """Copy."""
         if self._runs.boxes:
-            streaming = self._runs.total_elems >= _STREAMED_BYTES
+            streaming = self._streams or self._runs.total_elems >= STREAMED_BYTES
             _copier(self._engine, self._anchor, self._anchor, self._runs, streaming)()
 
 
@@ -213,7 +222,7 @@ class Packer:
         if call is None:
             if self._to is None:
                 self._to = run_table(self._spans, self._packed, address(self._anchor), 0)
-            streaming = len(bucket) >= _STREAMED_BYTES
+            streaming = len(bucket) >= STREAMED_BYTES
             call = self._packs[at] = _copier(self._engine, self._anchor, bucket, self._to, streaming)
         call()
 
@@ -225,7 +234,7 @@ class Packer:
         if call is None:
             if self._from is None:
                 self._from = run_table(self._packed, self._spans, 0, address(self._anchor))
-            streaming = self._streams or len(bucket) >= _STREAMED_BYTES
+            streaming = self._streams or len(bucket) >= STREAMED_BYTES
             call = self._unpacks[at] = _copier(self._engine, bucket, self._anchor, self._from, streaming)
         call()
 

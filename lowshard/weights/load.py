@@ -1,30 +1,30 @@
-"""`load`: walks a load plan. Reads go straight into their place; what others need is handed out in rounds."""
+"""`load`: walks a load plan. Reads go straight into their place; what others need is handed out by a delivery."""
 
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from lowshard import dtypes
-from lowshard.box import Box, full_box, intersect, relative_slices, volume
+from lowshard.box import shape_of
 from lowshard.checkpoint.bytesource import ByteSource
 from lowshard.checkpoint.catalog import Catalog, Files
 from lowshard.checkpoint.checksum import Tally
 from lowshard.comm import Communicator, agree, share_text
-from lowshard.errors import CheckpointError, LowshardError, PlanError
-from lowshard.tiling import Tiling
-from lowshard.weights.delivery import Delivery
+from lowshard.errors import CheckpointError, CommError, LowshardError, PlanError
+from lowshard.kernels.buffer import address
+from lowshard.weights.foreign import SCRATCH_BYTES, ForeignMemory, Sheet
+from lowshard.weights.itinerary import Itinerary
 from lowshard.weights.plan import LoadPlan, Read
 from lowshard.weights.verify import Verification
 
 Progress = Callable[[int, int], None]
-
-_BLOCK_BYTES = 64 << 20
-_ALIGN_BYTES = 64
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,7 @@ def load(
     comm: Communicator | None = None,
     *,
     verify: bool = True,
+    mapped: bool = False,
     progress: Progress | None = None,
     reports: list[LoadReport] | None = None,
 ) -> dict[str, np.ndarray]:
@@ -55,6 +56,9 @@ def load(
         plan: from `plan_load`, equal on every rank (its digest is compared first).
         comm: a communicator of host arrays with the plan's number of ranks; None for a plan of one rank.
         verify: False skips the checksums.
+        mapped: True gives arrays that are one run of a file, and that this rank alone reads, as private memory maps: no
+            byte of them is copied, their pages are the page cache's until the rank writes to them, and the file must
+            not be changed in place while they live. The others are read as ever.
         progress: called on rank 0 with the bytes it has read so far and all it will read.
         reports: if given, what this rank read and sent is appended.
 
@@ -74,18 +78,18 @@ def load(
         with _Together(comm, bytes.fromhex(plan.digest())):
             if plan.num_ranks != size:
                 raise PlanError(f"the plan is for {plan.num_ranks} ranks, the communicator has {size}")
-            source = ByteSource(_same_catalog(files, plan))
-            check = Verification(plan, source, rank, size)
-            job = _Load(plan, rank, source, check.tally if verify else None, progress)
-        job.run(comm)
-        with _Together(comm):
-            if job.error is not None:
-                raise job.error
-            if verify:
+            way = Itinerary.of(plan, _same_catalog(files, plan), rank)
+            source = ByteSource(way.catalog)
+            check = Verification(way.checked if verify else (), source, rank, size)
+            tally = check.tally if way.checked and verify else None
+            job = _Load(plan, rank, way, source, tally, progress, mapped=mapped)
+        with job.kept_for_others():
+            job.run(comm)
+            with _Together(comm):
+                if job.error is not None:
+                    raise job.error
                 check.compare_own()
-        if verify and check.has_work:
-            if comm is not None:
-                check.share(comm)
+        if not check.share(comm):
             with _Together(comm):
                 check.compare_rest()
         if reports is not None:
@@ -133,21 +137,25 @@ class _Together:
         agree(self._comm, self._digest, found, "load")  # raises if any rank has an error
 
 
+_KEPT: dict[int, object] = {}
+"""Loads whose memory other ranks may still write to."""
+
+
 class _Load:
     """One rank's walk through a plan. What goes wrong on the way is kept: the others wait for this rank."""
 
     def __init__(
-        self, plan: LoadPlan, rank: int, source: ByteSource, tally: Tally | None, progress: Progress | None
-    ) -> None:
+        self, plan: LoadPlan, rank: int, way: Itinerary, source: ByteSource, tally: Tally | None,
+        progress: Progress | None, *, mapped: bool = False,
+    ) -> None:  # fmt: skip
         self.plan, self.rank = plan, rank
         self.arrays: dict[str, np.ndarray] = {}
         self.read_bytes = self.sent_bytes = 0
         self.error: Exception | None = None
-        self._source, self._tally = source, tally
+        self._way, self._source, self._tally, self._mapped = way, source, tally, mapped
+        self._blocks: list[np.ndarray] = []
         self._progress = progress if rank == 0 else None
-        self._total_bytes = plan.read_bytes(rank)
-        self._own = [r for r in plan.reads if r.takers == (rank,) and r.reader == rank]
-        self._own_bytes, self._own_at, self._own_done = sum(map(self._bytes, self._own)), 0, 0
+        self._own_at = self._own_done = 0
 
     def run(self, comm: Communicator | None) -> None:
         """Make and fill this rank's arrays.
@@ -161,81 +169,127 @@ class _Load:
         if comm is None:
             self.read_own(1.0)
             return
-        plan = self.plan
-        shared = tuple(r for r in plan.reads if any(t != r.reader for t in r.takers))
-        members = tuple(range(plan.num_ranks))
-        apart = any(plan.nodes[t] != plan.nodes[r.reader] for r in shared for t in r.takers)
-        if comm.shows or apart or len(set(plan.nodes)) == 1:
-            Delivery(shared, plan.by_name, members).run(self, comm)
+        nodes, delivery = self.plan.nodes, self._way.delivery
+        apart = any(nodes[t] != nodes[r.reader] for r in delivery.reads for t in r.takers)
+        if comm.shows or apart or len(set(nodes)) == 1:
+            delivery.run(self, comm)
             return
-        node = plan.nodes[self.rank]
-        group = comm.split(node)  # the ranks of a node see each other's memory
+        group = comm.split(nodes[self.rank])  # the ranks of a node see each other's memory
         assert group is not None  # every rank is on a node
         with group:
-            here = tuple(r for r in members if plan.nodes[r] == node)
-            reads = tuple(r for r in shared if plan.nodes[r.reader] == node)
-            Delivery(reads, plan.by_name, here).run(self, group)
+            delivery.within(nodes, self.rank).run(self, group)
+
+    @contextmanager
+    def kept_for_others(self) -> Iterator[None]:
+        """Keep this rank's memory until all ranks have met at the end of the block.
+
+        Where one cannot know that, because a rank failed or the user interrupted, others may still write to it: it is
+        then kept for good, so that it serves no other purpose meanwhile.
+        """
+        _KEPT[id(self)] = self
+        try:
+            yield
+        except Exception as error:
+            if not isinstance(error, CommError):
+                del _KEPT[id(self)]
+            raise
+        else:
+            del _KEPT[id(self)]
 
     def allocate(self) -> None:
-        """Make this rank's arrays, in few large blocks: huge pages take a tenth of the faults."""
-        block, at = np.empty(0, np.uint8), 0
-        left = sum(_padded(t.local_bytes(self.rank)) for _, t in self.plan.tilings)
-        for name, tiling in self.plan.tilings:
-            if self.rank not in tiling:
-                continue
-            need = _padded(tiling.local_bytes(self.rank))
-            if at + need > block.size:
-                block, at = np.empty(max(need, min(left, _BLOCK_BYTES)), np.uint8), 0
-            flat = block[at : at + tiling.local_bytes(self.rank)]
-            shape, dtype = tiling.local_shape(self.rank), dtypes.get(tiling.dtype).numpy
-            self.arrays[name] = flat.view(dtype).reshape(shape)
-            at, left = at + need, left - need
+        """Make this rank's arrays, empty."""
+        self._blocks = [np.empty(size_bytes, np.uint8) for size_bytes in self._way.blocks]
+        for name, block, at, shape, dtype in self._way.rooms:
+            self.arrays[name] = np.ndarray(shape, dtype, self._blocks[block].data, at)
 
     def fetch(self, read: Read, into: np.ndarray) -> None:
         """Fill an array with what this rank reads for others."""
-        self._read(read, [(into, read.box)])
-        self.sent_bytes += self._bytes(read) * sum(t != self.rank for t in read.takers)
-
-    def place(self, read: Read, block: np.ndarray) -> None:
-        """Put what this rank takes where it belongs."""
-        if self.error is None:
-            for view, box in self._places(read.name, read.box):
-                view[...] = block[relative_slices(box, read.box)]
-
-    def read_own(self, share: float) -> None:
-        """Read what this rank alone takes into its place, until that share of it is done."""
-        while self._own_at < len(self._own) and self._own_done <= share * self._own_bytes:
-            read = self._own[self._own_at]
-            self._read(read, self._places(read.name, read.box))
-            self._own_done += self._bytes(read)
-            self._own_at += 1
-
-    def _read(self, read: Read, places: Iterable[tuple[np.ndarray, Box]]) -> None:
         if self.error is not None:
             return
         try:
-            for view, box in places:
-                self._source.read(read.name, box, view, self._tally)
-            self.read_bytes += self._bytes(read)
-            if self._progress is not None:
-                self._progress(self.read_bytes, self._total_bytes)
+            self._source.read(read.name, read.box, into, self._tally)
+            self._count(into.nbytes)
         except Exception as error:
             self.error = error
 
-    def _bytes(self, read: Read) -> int:
-        return volume(read.box) * self.plan.by_name[read.name].itemsize_bytes
+    def place(self, name: str, where: Any, values: np.ndarray) -> None:
+        """Put values where they belong: an index of this rank's array."""
+        if self.error is None:
+            self.arrays[name][where] = values
 
-    def _places(self, name: str, box: Box) -> Iterator[tuple[np.ndarray, Box]]:
-        """Yield each part of a box that this rank holds: the view of its array, and the box."""
-        tiling: Tiling = self.plan.by_name[name]
-        array = self.arrays[name]
-        for tile in tiling.tiles(self.rank):
-            common = intersect(tile.box, box) if box else ()
-            if common is None:
-                continue
-            inside = relative_slices(common, tile.box)
-            local = array[relative_slices(tile.local, full_box(array.shape))] if array.ndim else array
-            yield (local[inside] if array.ndim else local), common
+    def write_out(self, comm: Communicator, members: Sequence[int]) -> None:
+        """Read what this rank reads for others, and write it into their arrays.
+
+        Collective: all ranks of the group call this.
+        """
+        memory = ForeignMemory(comm, members, self._blocks, self._way.most_blocks)
+        if self.error is not None:
+            return
+        try:
+            scratch, done = np.empty(SCRATCH_BYTES, np.uint8), 0
+            strips = memory.found(self._way.strips)
+            for sheet in self._way.sheets:
+                self._write_sheet(sheet, memory, strips[done:], scratch)
+                done += len(sheet.strips)
+            self.sent_bytes += self._way.sheet_bytes
+        except Exception as error:
+            self.error = error
+
+    def _write_sheet(
+        self, sheet: Sheet, memory: ForeignMemory, strips: np.ndarray, scratch: np.ndarray
+    ) -> None:
+        name, box, dim, row_bytes, run, own = sheet
+        start, stop = box[dim] if box else (0, 1)
+        together, at, table = SCRATCH_BYTES // row_bytes, address(scratch), address(strips)
+        for first in range(0, stop - start, together):
+            rows = min(together, stop - start - first)
+            raw = scratch[: rows * row_bytes]
+            if run is not None:
+                part, offset = run
+                self._source.read_run(name, part, offset + first * row_bytes, raw.data, self._tally)
+            else:
+                some = (*box[:dim], (start + first, start + first + rows), *box[dim + 1 :])
+                values = raw.view(dtypes.get(self.plan.by_name[name].dtype).numpy).reshape(shape_of(some))
+                self._source.read(name, some, values, self._tally)
+            memory.write(table, len(own), first, rows, row_bytes, at)
+            self._count(raw.size)
+
+    def count_sent(self, size_bytes: int) -> None:
+        """Note what another rank takes of what this one has read."""
+        self.sent_bytes += size_bytes
+
+    def read_own(self, share: float) -> None:
+        """Read what this rank alone takes into its place, until that share of it is done."""
+        if self.error is not None:
+            return
+        own, until, source, tally = self._way.own, share * self._way.own_bytes, self._source, self._tally
+        raw = [block.data for block in self._blocks]
+        try:
+            while self._own_at < len(own) and self._own_done <= until:
+                name, part, box, run, where, size_bytes = own[self._own_at]
+                array = self.arrays[name]
+                if (
+                    self._mapped
+                    and run is not None
+                    and size_bytes == array.nbytes
+                    and run[0] % array.itemsize == 0
+                ):
+                    self.arrays[name] = source.mapped(name, part, run[0], array.shape, array.dtype)
+                elif run is not None:
+                    offset, block, at = run
+                    source.read_run(name, part, offset, raw[block][at : at + size_bytes], tally)
+                else:
+                    source.read_part(name, part, box, array[where], tally)
+                self._own_done += size_bytes
+                self._own_at += 1
+                self._count(size_bytes)
+        except Exception as error:
+            self.error = error
+
+    def _count(self, size_bytes: int) -> None:
+        self.read_bytes += size_bytes
+        if self._progress is not None:
+            self._progress(self.read_bytes, self._way.read_bytes)
 
 
 def _same_catalog(files: Files | Catalog, plan: LoadPlan) -> Catalog:
@@ -252,7 +306,3 @@ def _same_catalog(files: Files | Catalog, plan: LoadPlan) -> Catalog:
             f"{catalog.where}: its tensors lie otherwise than when the plan was made: make it anew with plan_load"
         )
     return catalog
-
-
-def _padded(size_bytes: int) -> int:
-    return -(-size_bytes // _ALIGN_BYTES) * _ALIGN_BYTES

@@ -1,9 +1,9 @@
 """LoadPlan: which rank reads which bytes of a checkpoint, and who gets them. Frozen data; no file is open.
 
 own-slice: every rank reads what it holds; what several ranks of a node hold is read by one of them and sent to
-the others. node-leader: the lowest rank of each node reads all that the node holds, and sends it. root-scatter:
-rank 0 reads everything and sends it, for files that only its node sees. In all three no two ranks of a node read
-the same byte of a tensor.
+the others, and where they hold columns of the same rows, each reads a part of the rows for all. node-leader: the
+lowest rank of each node reads all that the node holds, and sends it. root-scatter: rank 0 reads everything and
+sends it, for files that only its node sees. In all three no two ranks of a node read the same byte of a tensor.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from functools import cached_property
 from itertools import zip_longest
 from typing import Any, Literal, get_args
 
-from lowshard.box import Box, shape_of, volume
+from lowshard.box import Box, intersect, shape_of, volume
 from lowshard.checkpoint.catalog import Catalog, Files
-from lowshard.checkpoint.share import Share, disjoint, shares
+from lowshard.checkpoint.share import Share, disjoint, shares, with_whole_rows
 from lowshard.errors import CheckpointError, LowshardError, PlanError
 from lowshard.layout import Layout
 from lowshard.tiling import Tiling
@@ -31,7 +31,7 @@ CHUNK_BYTES = 4 << 20
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """A box of a tensor that one rank reads, and the ranks that take it (the reader may be one)."""
+    """A box of a tensor that one rank reads, and the ranks that take what they hold of it (the reader may be one)."""
 
     name: str
     reader: int
@@ -51,6 +51,8 @@ class LoadPlan:
     tilings: tuple[tuple[str, Tiling], ...]
     reads: tuple[Read, ...]
     _digest: list[str] = field(default_factory=list, init=False, repr=False, compare=False)
+    _itineraries: dict[int, object] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """What each rank makes of it, kept for the next time."""
 
     @property
     def num_ranks(self) -> int:
@@ -69,15 +71,21 @@ class LoadPlan:
         """Return the bytes a rank reads from files."""
         return sum(self._read_bytes(r) for r in self.reads if r.reader == rank)
 
+    def taken_bytes(self, read: Read, rank: int) -> int:
+        """Return the bytes that a rank takes of a read: those that it holds."""
+        tiling = self.by_name[read.name]
+        common = (intersect(tile.box, read.box) for tile in tiling.tiles(rank) if rank in read.takers)
+        return sum(volume(box) for box in common if box is not None) * tiling.itemsize_bytes
+
     def sent_bytes(self, rank: int) -> int:
         """Return the bytes a rank sends to others."""
         return sum(
-            self._read_bytes(r) * sum(t != rank for t in r.takers) for r in self.reads if r.reader == rank
+            self.taken_bytes(r, t) for r in self.reads if r.reader == rank for t in r.takers if t != rank
         )
 
     def received_bytes(self, rank: int) -> int:
         """Return the bytes a rank gets from others."""
-        return sum(self._read_bytes(r) for r in self.reads if r.reader != rank and rank in r.takers)
+        return sum(self.taken_bytes(r, rank) for r in self.reads if r.reader != rank)
 
     def held_bytes(self, rank: int) -> int:
         """Return the bytes of a rank's arrays."""
@@ -173,44 +181,38 @@ def plan_load(
                 f"{tiling.dtype}{list(tiling.shape)}: load it as it is, then convert"
             )
         made[name] = tiling.widened(size)
-    reads = tuple(_reads(made, places, strategy))
+    reads = tuple(_reads(made, catalog, places, strategy))
     return LoadPlan(strategy, catalog.digest, places, tuple(made.items()), reads)
 
 
-def _reads(tilings: Mapping[str, Tiling], nodes: Sequence[int], strategy: str) -> Iterable[Read]:
+def _reads(
+    tilings: Mapping[str, Tiling], catalog: Catalog, nodes: Sequence[int], strategy: str
+) -> Iterable[Read]:
+    ranks_of = {node: [r for r, place in enumerate(nodes) if place == node] for node in dict.fromkeys(nodes)}
     if strategy == "own-slice":
-        found: list[Share] = []
-        for node in dict.fromkeys(nodes):
-            found += shares(tilings, [r for r, place in enumerate(nodes) if place == node])
-        for share in found:
-            yield from _chunks(share.name, share.rank, share.box, share.holders, tilings)
+        for ranks in ranks_of.values():
+            for share in with_whole_rows(shares(tilings, ranks), catalog):
+                yield from _chunks(share, tilings)
         return
-    groups = (
-        [(0, list(range(len(nodes))))]
-        if strategy == "root-scatter"
-        else [
-            (nodes.index(node), [r for r, place in enumerate(nodes) if place == node])
-            for node in dict.fromkeys(nodes)
-        ]
-    )
-    for reader, ranks in groups:
+    groups = [list(range(len(nodes)))] if strategy == "root-scatter" else list(ranks_of.values())
+    for ranks in groups:
         for name, tiling in tilings.items():
+            boxes = [Share(name, ranks[0], box, holders) for box, holders in disjoint(tiling, ranks)]
             # A chunk for each in turn, so that all of them have something to take while the next one is read.
-            lanes = [_chunks(name, reader, box, holders, tilings) for box, holders in disjoint(tiling, ranks)]
+            lanes = [_chunks(share, tilings) for share in with_whole_rows(boxes, catalog)]
             for row in zip_longest(*lanes):
                 yield from (read for read in row if read is not None)
 
 
-def _chunks(
-    name: str, reader: int, box: Box, takers: tuple[int, ...], tilings: Mapping[str, Tiling]
-) -> Iterable[Read]:
+def _chunks(share: Share, tilings: Mapping[str, Tiling]) -> Iterable[Read]:
     """Cut what is read for others into chunks; what a rank reads for itself goes into its place at once."""
+    name, reader, takers = share.name, share.rank, share.holders
     if takers == (reader,):
-        yield Read(name, reader, box, takers)
+        yield Read(name, reader, share.box, takers)
         return
     others = sum(t != reader for t in takers)
     limit = max(CHUNK_BYTES // max(others, 1), 1 << 16)
-    stack = [box]
+    stack = [share.box]
     while stack:
         part = stack.pop()
         extents = shape_of(part)

@@ -2,42 +2,42 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Sequence
 
 import numpy as np
 
 from lowshard.checkpoint.bytesource import ByteSource
 from lowshard.checkpoint.catalog import StoredPart
-from lowshard.checkpoint.checksum import Key, Piece, Tally, chain, sum_of
-from lowshard.comm import Communicator, share_text
+from lowshard.checkpoint.checksum import Piece, Tally, chain, sum_of
+from lowshard.comm import Communicator
 from lowshard.comm.agreement import share
-from lowshard.weights.plan import LoadPlan
+
+_ROWS = 127
+"""Sums that fit a first message; where a rank has more, all send a second one as long as it needs."""
 
 
 class Verification:
     """One rank's part in comparing the checksums of all stored arrays that a plan touches.
 
-    An array that one rank has read whole is compared there. Of those that several have read, each a run, the sums
-    are joined. What was read in rows of columns is looked at once more, by one rank.
+    An array that one rank has read whole is compared there. Of those that several have read, each a part, the sums
+    are joined. What is left, because nobody has read all of it or its rows were read one by one, is looked at once
+    more, by one rank.
+
+    Args:
+        arrays: the stored arrays that have a checksum, and a tensor of each; equal on all ranks.
+        source: where they are read again.
+        rank: this rank.
+        size: ranks.
     """
 
-    def __init__(self, plan: LoadPlan, source: ByteSource, rank: int, size: int) -> None:
-        self._source, self._rank, self._size = source, rank, size
+    def __init__(
+        self, arrays: Sequence[tuple[str, StoredPart]], source: ByteSource, rank: int, size: int
+    ) -> None:
+        self._arrays, self._source, self._rank, self._size = arrays, source, rank, size
         self.verified_bytes = 0
-        found: dict[Key, tuple[str, StoredPart]] = {}
-        for name, _ in plan.tilings:
-            for part in source.catalog.tensor(name).parts:
-                if part.crc32 is not None:
-                    found.setdefault(part.key, (name, part))
-        self._arrays = list(found.values())
         self.tally = Tally()
-        self._seen = np.zeros(len(found), np.uint8)
+        self._seen = np.zeros(len(arrays), np.uint8)
         self._pieces: dict[int, list[Piece]] = {}
-
-    @property
-    def has_work(self) -> bool:
-        """Whether there is a checksum; equal on all ranks."""
-        return bool(self._arrays)
 
     def compare_own(self) -> None:
         """Compare the arrays that this rank has read whole.
@@ -55,19 +55,33 @@ class Verification:
                 self._seen[number] = 1
                 self.verified_bytes += part.entry.size_bytes
 
-    def share(self, comm: Communicator) -> None:
-        """Tell all ranks what was compared, and the sums of arrays that no rank has read whole.
+    def share(self, comm: Communicator | None) -> bool:
+        """Tell all ranks what was compared, and the sums of parts; return whether nothing is left to do.
 
-        Collective: all ranks of the communicator call this.
+        Collective: all ranks of the communicator call this. All get the same answer.
         """
-        self._seen = np.bitwise_or.reduce(share(comm.control, self._seen))
-        if self._seen.all():
-            return
-        mine = [[n, *p] for n, pieces in self._pieces.items() if not self._seen[n] for p in pieces]
-        self._pieces = {}
-        for text in share_text(comm.control, json.dumps(mine)):
-            for number, start, stop, value in json.loads(text):
-                self._pieces.setdefault(number, []).append((start, stop, value))
+        if comm is not None and self._arrays:
+            mine = [(n, *p) for n, pieces in self._pieces.items() for p in pieces]
+            rows = np.array(mine, np.int64).reshape(-1, 4)
+            size = 8 + (self._seen.size + 7) // 8
+            head = np.concatenate([np.array([len(rows)]).view(np.uint8), np.packbits(self._seen)])
+            body = np.zeros((_ROWS, 4), np.int64)
+            body[: len(rows)] = rows[:_ROWS]
+            told = share(comm.control, np.concatenate([head, body.reshape(-1).view(np.uint8)]))
+            counts = [int(t[:8].view(np.int64)[0]) for t in told]
+            if max(counts) > _ROWS:
+                body = np.zeros((max(counts), 4), np.int64)
+                body[: len(rows)] = rows
+                tables = share(comm.control, body.reshape(-1))
+            else:
+                tables = [t[size:].copy().view(np.int64) for t in told]
+            seen = np.bitwise_or.reduce([t[8:size] for t in told])
+            self._seen = np.unpackbits(seen, count=self._seen.size)
+            self._pieces = {}
+            for table, count in zip(tables, counts, strict=True):
+                for number, start, stop, value in table.reshape(-1, 4)[:count].tolist():
+                    self._pieces.setdefault(number, []).append((start, stop, value))
+        return bool(self._seen.all())
 
     def compare_rest(self) -> None:
         """Compare this rank's part of what is left.

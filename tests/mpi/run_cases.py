@@ -42,7 +42,7 @@ def insist_on_pipes(whole: bool) -> None:
 
     def laid_out(self: NodeCommunicator) -> None:
         lay_out(self)
-        self._choices.reshape(-1, KINDS, ROW_WORDS)[:, GATHER:] = 100, 1 << 40, 1, 1
+        self._choices.reshape(-1, KINDS, ROW_WORDS)[:, GATHER:] = 262, 1, 1 << 40, 0, 1, 0
         table = self._place.memory.pipes.table
         assert table is not None
         if not whole:

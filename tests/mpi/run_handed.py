@@ -1,6 +1,6 @@
-"""A rank is gone while private memory is handed on between two: the other learns of it inside the call.
+"""What goes wrong while private memory is handed on between two ranks: both learn of it inside the call.
 
-Arguments: the call; the signal that the second rank sends itself.
+Arguments: the call; the signal that the second rank sends itself, or LOST for a byte that never comes.
 """
 
 from __future__ import annotations
@@ -24,6 +24,16 @@ ELEMS = 3 << 18  # 3 MiB, several times what a pipe takes
 AFTER_S = 0.3
 
 
+def take_a_byte(pipe: int) -> None:
+    """Take one byte out of a pipe, once there is one."""
+    while True:
+        try:
+            os.read(pipe, 1)
+        except BlockingIOError:
+            continue
+        return
+
+
 def main(name: str, sent: str) -> None:
     comm = from_mpi(MPI.COMM_WORLD, "cpu")
     choices = comm._choices.reshape(-1, KINDS, ROW_WORDS)  # type: ignore[attr-defined]
@@ -36,12 +46,15 @@ def main(name: str, sent: str) -> None:
         "send_recv": lambda: comm.send_recv(send, 1 - comm.rank, recv[:ELEMS], 1 - comm.rank),
     }
     if comm.rank == 1:
-        gone = threading.Timer(AFTER_S, os.kill, (os.getpid(), getattr(signal, sent)))
+        if sent == "LOST":
+            gone = threading.Timer(AFTER_S, take_a_byte, (int(comm._place.memory.pipes.table[0, 1]),))  # type: ignore[attr-defined]
+        else:
+            gone = threading.Timer(AFTER_S, os.kill, (os.getpid(), getattr(signal, sent)))
         gone.daemon = True
         gone.start()
     end_s = time.monotonic() + 30
     while time.monotonic() < end_s:
-        choices[:, GATHER:] = 100, 1 << 40, 1, 1
+        choices[:, GATHER:] = 262, 1, 1 << 40, 0, 1, 0
         calls[name]()
     print("not reached", flush=True)
 

@@ -118,6 +118,17 @@ def test_a_rank_that_is_gone_while_memory_is_handed_on_is_missed(call: str, sent
     assert "not reached" not in ended.text
 
 
+@pytest.mark.parametrize("call", ["all_gather", "all_to_all_v", "send_recv"])
+def test_memory_that_does_not_come_whole_ends_the_wait_by_its_deadline(call: str) -> None:
+    ended = start_ranks(
+        HERE / "run_handed.py", 2, [call, "LOST"], ABSENT_LIMIT_S, env={"LOWSHARD_TIMEOUT_S": "2"}
+    )
+    assert ended.returncode == 71, ended.text
+    assert "TimedOut: rank" in ended.text  # which one
+    assert f"within 2 s; this rank was in {call}#" in ended.text
+    assert "not reached" not in ended.text
+
+
 # ---- a rank that does not call
 
 

@@ -118,6 +118,7 @@ MADE_FOR = {
     "lowshard.comm.hierarchy": {"mpi4py"},  # by way of lowshard.comm.node
     "lowshard.comm.windows": {"mpi4py"},  # the same
     "lowshard.reshard.across": {"llvmlite", "mpi4py"},  # by way of lowshard.comm.node
+    "lowshard.weights.across": {"llvmlite", "mpi4py"},
     "lowshard.reshard.word": {"llvmlite"},
 }
 HEAVY = (

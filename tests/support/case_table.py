@@ -13,6 +13,7 @@ from support.comm_cases import CASES
 from support.starting import start_ranks
 
 _RUNNER = Path(__file__).resolve().parents[1] / "mpi" / "run_cases.py"
+_DEADLINE_S = 60  # of a wait: what hangs is to end by an error that says where, before the job's own limit
 
 LIMIT_S = 250.0  # ranks of MPICH that wait take cores from those that work
 
@@ -42,6 +43,7 @@ def check_case(name: str, size: int, device: str, names: tuple[str, ...] = (), *
         names: of all cases to run in one job with this one; by default, of all there are.
         env: variables to set for the ranks.
     """
+    env = {"LOWSHARD_TIMEOUT_S": str(_DEADLINE_S), **env}
     results, said = _table(size, device, names, tuple(sorted(env.items())))
     if name not in results:
         last = list(results)[-1] if results else "none"

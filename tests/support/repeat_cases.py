@@ -88,6 +88,28 @@ def repeated_sums_have_the_bits_of_the_first(comm: Communicator, rng: np.random.
 
 
 @case
+def sums_of_many_bytes_from_and_into_empty_memory_have_the_bits_of_others(
+    comm: Communicator, rng: np.random.Generator
+) -> None:
+    """Large enough for ranks to write each other's results; in place and divided too."""
+    on_the_host(comm)
+    if comm.size > 4:
+        raise CannotRun("100 MB a rank are too much for so many")
+    shift = 0 if hasattr(comm, "_small_bytes") else 8
+    for elems, op, in_place in ((13 << 18 >> shift) + 3, "sum", False), ((8 << 20 >> shift) + 5, "avg", True):
+        data = (100 * rng.standard_normal(elems)).astype(np.float32) + comm.rank
+        expected = np.empty_like(data)
+        comm.all_reduce(data, expected, op, "tree")
+        send = lend(comm, data)
+        recv = send if in_place else lend(comm, np.zeros(elems + 2, np.float32))[1:-1]
+        for _ in range(2):  # at first other ranks' memory may not be mapped
+            send[...] = data
+            comm.all_reduce(send, recv, op, "tree")
+            with told(elems=elems, op=op):
+                assert np.array_equal(recv, expected)
+
+
+@case
 def what_has_changed_since_a_call_was_made_counts(comm: Communicator, rng: np.random.Generator) -> None:
     on_the_host(comm)
     for elems in (6 * comm.size, long(comm) * comm.size):

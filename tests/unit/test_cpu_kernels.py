@@ -381,7 +381,8 @@ def check_quantised(x, codes, scale, past, pad_blocks, elem, scale_mode="rceil",
 @pytest.mark.parametrize("prefetched", [True, False])
 def test_rows_of_1_to_40_blocks_are_quantised_right_wherever_codes_go(dtype, prefetched, streaming):
     itemsize = FLOATS[dtype].itemsize
-    for blocks in mode.sample(range(1, 41), 14, f"blocks {dtype} {prefetched} {streaming}"):
+    some = mode.sample(range(1, 41), 14, f"blocks {dtype} {prefetched} {streaming}")
+    for blocks in sorted({16, 32, *some}):  # whole pieces of code without a loop, always
         row_bytes = 32 * blocks * itemsize
         # Rows with a gap of 512 bytes and more, in boxes of over 32 KB, are prefetched.
         rows = (33 << 10) // row_bytes + 2 if prefetched else 1 + blocks % 7

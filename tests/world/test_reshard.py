@@ -34,6 +34,8 @@ from lowshard.reshard import (
     build_reshard_plan,
     execute_reshard_plan,
 )
+from lowshard.reshard.channel import SlotChannel
+from lowshard.reshard.wire import Copier
 
 # ---- moving
 
@@ -72,6 +74,47 @@ def test_staging_is_bounded_and_pools_and_idle_ranks_take_part(rng: np.random.Ge
     assert all(r.staging_bytes <= 4096 for r in reports)
     assert reports[4].sent_bytes == reports[4].received_bytes == 0  # idle
     assert sum(r.sent_bytes for r in reports) == 2 * 40 * 64 * 4
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_rank_copies_its_own_where_it_would_wait_and_the_rest_at_the_end(
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, waits: bool
+) -> None:
+    rows = TensorLayout.sharded((40, 64), "float32", {"tp": (2, 1)}, {0: "tp"})
+    columns = TensorLayout.sharded((40, 64), "float32", {"tp": (2, 1)}, {1: "tp"})
+    plan, whole = build_reshard_plan({"w": rows}, {"w": columns}), rng.standard_normal((40, 64))
+    seen: dict[int, list[str]] = {0: [], 1: []}
+    take, finish, copy = SlotChannel.take, SlotChannel.finish, Copier.run
+    monkeypatch.setattr(SlotChannel, "would_wait", lambda self: False)
+    monkeypatch.setattr(SlotChannel, "would_wait_for", lambda self, peer: waits)
+
+    def work(comm: Any) -> None:
+        src, dst = (arrays_of({"w": x}, comm.rank, {"w": whole.astype(np.float32)}) for x in (rows, columns))
+        wanted = dst["w"].copy()
+        dst["w"][...] = 0
+        mover = Reshard(plan, src, dst, comm, way="slots")
+        own = {id(copier) for copier in mover._local}
+        names[id(mover._channel)] = comm.rank
+        names.update(dict.fromkeys(own, comm.rank))
+        mover.run()
+        assert np.array_equal(dst["w"], wanted)
+        mover.close()
+
+    names: dict[int, int] = {}
+
+    def noted(what: str, call: Any) -> Any:
+        def noting(self: Any, *args: Any) -> Any:
+            if id(self) in names:
+                seen[names[id(self)]].append(what)
+            return call(self, *args)
+
+        return noting
+
+    monkeypatch.setattr(SlotChannel, "take", noted("take", take))
+    monkeypatch.setattr(SlotChannel, "finish", noted("finish", finish))
+    monkeypatch.setattr(Copier, "run", noted("copy", copy))
+    run_loopback(2, work, LIMIT_S)
+    assert seen == dict.fromkeys((0, 1), ["copy", "take", "finish"] if waits else ["take", "finish", "copy"])
 
 
 def test_replicated_meshes_of_layouts_reshard(rng: np.random.Generator) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import threading
 import weakref
@@ -49,7 +50,7 @@ def check_load(path: Any, values: dict[str, np.ndarray], tilings: dict[str, Tili
         assert reports[rank][0].read_bytes == plan.read_bytes(rank)
         assert reports[rank][0].sent_bytes == plan.sent_bytes(rank)
         own = plan.received_bytes(rank) + sum(
-            plan._read_bytes(r) for r in plan.reads if r.reader == rank and rank in r.takers
+            plan.taken_bytes(r, rank) for r in plan.reads if r.reader == rank
         )
         assert own == plan.held_bytes(rank)
 
@@ -462,3 +463,38 @@ def test_what_is_read_for_others_travels_by_messages_too(
     for strategy in STRATEGIES:
         plan = plan_load(tmp_path / "c", tilings, 5, strategy=strategy, nodes=nodes)  # type: ignore[arg-type]
         check_load(tmp_path / "c", values, tilings, plan)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_mapped_arrays_are_the_files_pages_until_they_are_written_to(tmp_path: Path, ranks: int) -> None:
+    tilings = attention_and_more(ranks)
+    values = values_of(tilings)
+    save_over(tmp_path / "c", values, tilings, ranks)
+    catalog = Catalog.open(tmp_path / "c")
+    held = {f: Path(f).read_bytes() for f in catalog.files}
+    plan = plan_load(catalog, tilings, ranks)
+    found = on_ranks(ranks, lambda c: load(catalog, plan, c, mapped=True))
+    count = 0
+    for rank, arrays in enumerate(found):
+        for name, array in arrays.items():
+            right = local_of(values[name], tilings[name], rank)
+            assert right is not None
+            assert same(array, right)
+            assert array.flags.writeable
+            if isinstance(array.base, mmap.mmap):
+                count += 1
+                array.reshape(-1).view(np.uint8)[:] = 0  # this process's alone
+    assert count >= 3 * ranks  # what is one run of a file, for this rank alone
+    assert all(Path(f).read_bytes() == data for f, data in held.items())
+
+
+def test_a_file_that_was_cut_short_is_not_mapped(tmp_path: Path) -> None:
+    tilings = {"w": Tiling.whole((64, 64), "float32"), "v": Tiling.whole((8, 8), "float32")}
+    save_over(tmp_path / "c", values_of(tilings), tilings, 1)
+    catalog = Catalog.open(tmp_path / "c")
+    file = Path(catalog.files[0])
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match="cut short after it was opened"):
+        load(catalog, plan_load(catalog, tilings), verify=False, mapped=True)
+    with pytest.raises(CheckpointError, match="cut short after it was opened"):
+        load(catalog, plan_load(catalog, tilings), mapped=False)

@@ -148,6 +148,18 @@ def read_process_into(typingctx: Any, pid: Any, local: Any, remote: Any, count: 
 
 
 @intrinsic
+def write_process_from(typingctx: Any, pid: Any, local: Any, places: Any, remote: Any, targets: Any) -> Any:
+    """As `write_process`, from `places` iovecs to `targets` of them; up to 1,024 each."""
+
+    def emit(builder: ir.IRBuilder, who: ir.Value, *values: ir.Value) -> ir.Value:
+        here, places, there, targets = values
+        vectors = [_pointer(builder, here, _I8), places, _pointer(builder, there, _I8), targets]
+        return _external(builder, "process_vm_writev", _I64, [builder.trunc(who, _I32), *vectors, _I64(0)])
+
+    return _step(types.int64, (types.int64,) * 5, emit)
+
+
+@intrinsic
 def give_pages(typingctx: Any, pipe: Any, vector: Any, flags: Any) -> Any:
     """Put the pages of one iovec into a pipe, not copied: vmsplice; the bytes put or -1."""
 

@@ -45,7 +45,7 @@ def load_calls() -> Calls:
         perform=compiled(perform.perform, 4),
         may_lie_so=compiled(perform.may_lie_so, 4),
         quick=compiled(table.quick, 5),
-        post=compiled(channel.post, 5),
+        post=compiled(channel.post, 6),
         is_taken=compiled(channel.is_taken, 3),
         send=compiled(channel.send, 4),
         withdraw=compiled(channel.withdraw, 3),

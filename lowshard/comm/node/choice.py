@@ -18,19 +18,20 @@ from lowshard.comm.node.atomic import peek, poke
 from lowshard.comm.node.inner import inner
 from lowshard.comm.node.meet import CHOICE, ME, aside
 
-_COUNT, _FIRST, _SECOND, _AGREED = range(4)
-ROW_WORDS = 4
-"""Of a class of calls: how many there were, what one took by either way, in ns a KiB, whether the second is taken."""
+_COUNT, _AGREED, _FIRST, _FIRST_BEFORE, _SECOND, _SECOND_BEFORE = range(6)
+ROW_WORDS = 6
+"""Of a class of calls: how many there were; whether the second way is taken; what a call took by either way, in ns a
+KiB, in the latest trial and in the one before."""
 FOLD, FOLD_TO_ROOT, FOLD_AT_ROOT, SLOTS, GATHER, ALL_TO_ALL, EXCHANGE, MESSAGE = range(8)
 """Kinds of calls."""
 KINDS, _POWERS = 8, 32
 CLASSES = KINDS * _POWERS
-_RUN, _EVERY = 3, 256
-"""Calls that take the same way one after the other to find out what it takes, of which the first is not believed, since
-the caches must get used to it; from the beginning of how many on as many take the way that seems worse."""
-_RUNS = 4
-"""Such runs that a class begins with, each way in turn: one alone may meet with an interruption."""
-_SILENT = -1
+_RUN = 3
+"""Calls that a trial makes by either way, of which the first is not believed, since the caches must get used to it."""
+_TRIAL, _AGAIN, _EVERY = 2 * _RUN, 16, 256
+"""Calls of a trial. Two begin a class; the next begin at so many calls, at twice as many and so on, and from so many on
+as often: what the first calls take says little, since memory is touched first and programs have just begun."""
+_SILENT, _NO_WORD = -1, 0
 _SLOTS_BYTES = 16 << 10
 
 
@@ -51,19 +52,43 @@ def slots_row(table: int, size_bytes: int) -> Any:
 
 
 @inner
+def _place(count: int) -> Any:
+    """Return the place of a call in a trial, of _TRIAL or more outside of one."""
+    if count >= _EVERY:
+        return count % _EVERY
+    if count < 2 * _TRIAL:
+        return count % _TRIAL
+    begin = _AGAIN
+    while 2 * begin <= count:
+        begin *= 2
+    return count - begin if count >= begin else _TRIAL
+
+
+@inner
 def second_is_next(row: int) -> Any:
-    """Say whether the next call of a class takes the second way."""
+    """Say whether the next call of a class takes the second way.
+
+    A trial takes the one and the other whichever is agreed, so that ranks that disagree do not measure a mixture.
+    """
     count = peek(row + 8 * _COUNT)
     poke(row + 8 * _COUNT, count + 1)
-    if count < _RUNS * _RUN:
-        return (count // _RUN) & 1 == 0
-    return (peek(row + 8 * _AGREED) != 0) != (count % _EVERY < _RUN)
+    place = _place(count)
+    if place < _TRIAL:
+        return place < _RUN
+    return peek(row + 8 * _AGREED) != 0
+
+
+@inner
+def _cost(row: int, now: int, before: int) -> Any:
+    """Return what a way takes: the less of two trials, since other programs may have run in one of them."""
+    latest, earlier = peek(row + 8 * now), peek(row + 8 * before)
+    return latest if earlier == 0 else min(latest, earlier)
 
 
 @inner
 def second_is_better(row: int) -> Any:
-    """Say whether the second way was the faster one so far."""
-    return peek(row + 8 * _SECOND) <= peek(row + 8 * _FIRST)
+    """Say whether the second way was the faster one."""
+    return _cost(row, _SECOND, _SECOND_BEFORE) <= _cost(row, _FIRST, _FIRST_BEFORE)
 
 
 @inner
@@ -87,18 +112,31 @@ def hear_choice(ctx: int, row: int) -> None:
 
 
 @inner
-def choose_alone(row: int) -> None:
-    """Note what this rank would have the next call of a class take."""
-    poke(row + 8 * _AGREED, 1 if second_is_better(row) else 0)
+def say_choice(row: int) -> Any:
+    """Note what this rank would have the next call of a class take; return it as a word for another rank."""
+    said = 1 if second_is_better(row) else 0
+    poke(row + 8 * _AGREED, said)
+    return 1 + said
+
+
+@inner
+def follow_choice(row: int, word: int) -> None:
+    """Take the way that another rank's word tells of instead, if it is one."""
+    if word != _NO_WORD:
+        poke(row + 8 * _AGREED, word - 1)
 
 
 @inner
 def learn(row: int, second: bool, size_bytes: int, took_ns: int) -> None:
-    """Note how long a call took: less is believed at once, more by an eighth at most, for a rank may be interrupted."""
-    count = peek(row + 8 * _COUNT) - 1
-    inside = count if count < _RUNS * _RUN else count % _EVERY
-    if inside % _RUN == 0 and inside <= _RUNS * _RUN:
-        return  # the first call after another way was taken
+    """Note how long the call took that asked last, if it belongs to a trial and is believed."""
+    place = _place(peek(row + 8 * _COUNT) - 1)
+    nth = place % _RUN
+    if place >= _TRIAL or nth == 0 or second != (place < _RUN):
+        return
     at = row + 8 * (_SECOND if second else _FIRST)
-    cost, known = took_ns * 1024 // max(size_bytes, 1), peek(at)
-    poke(at, cost if known == 0 or cost < known else known + (min(cost, 2 * known) - known + 7) // 8)
+    cost = max(1, took_ns * 1024 // max(size_bytes, 1))
+    if nth == 1:
+        poke(at + 8, peek(at))
+        poke(at, cost)
+    else:
+        poke(at, min(cost, peek(at)))

@@ -53,8 +53,12 @@ from lowshard.comm.node.reach import (
 PAST_ALL_BYTES = 16 << 20
 """From here on what is made out of slots goes past the caches; less stays in the last of them."""
 
+TO_ALL_BYTES = 12 << 20
+"""From here on a rank writes its part to all results where peers map these too: memory is read and written least so. In
+place it is from SHARED_IN_TURN_BYTES on, below which caches hold much of what the other way reads again."""
+
 SHARED_IN_TURN_BYTES = 32 << 20
-"""From here on operands that peers map go in turn too, which reads and writes memory least."""
+"""From here on operands that peers map go in turn too where results are private."""
 
 PART, EVERYWHERE, TO_ROOT, OWN_PART = range(4)
 """Where a fold's result goes: this rank's part to itself (reduce_scatter); everything to all ranks, each folding a part
@@ -188,6 +192,43 @@ def fold_part(
 
 
 @inner
+def fold_to_all(ctx: int, elems: int, divisor: int, steps: int, recipe: int) -> None:
+    """Fold this rank's part block by block, and write each block to every rank's result, past the caches."""
+    me, size, parts = peek(ctx + 8 * ME), peek(ctx + 8 * SIZE), peek(ctx + 8 * PARTS)
+    item, scratch = peek(recipe + 8 * ITEM), peek(ctx + 8 * SCRATCH)
+    block_elems = BLOCK_BYTES // peek(recipe + 8 * WIDE_ITEM)
+    own = scratch + (scratch_blocks(size) - 1) * BLOCK_BYTES
+    first, count = part_of(elems, size, me)
+    for start in range(first, first + count, block_elems):
+        n = min(block_elems, first + count - start)
+        for rank in range(size):
+            at = seen_at(ctx, rank, SEND)
+            if at != 0:
+                poke(parts + 8 * rank, at + start * item)
+            else:  # not mapped here yet
+                into = scratch + rank * BLOCK_BYTES
+                fetch(ctx, rank, SEND, start * item, into, n * item)
+                poke(parts + 8 * rank, into)
+        fold_block(ctx, own, n, divisor, steps, recipe, False)
+        for i in range(size):
+            rank = (me + i) % size
+            to = seen_at(ctx, rank, RECV)
+            if to != 0:
+                copy_past(to + start * item, own, n * item)
+            else:
+                put(ctx, rank, start * item, own, n * item)
+    fence()  # what went past the caches is there before anybody is told
+
+
+@inner
+def _goes_to_all(ctx: int, size_bytes: int) -> bool:
+    """Say whether ranks write their parts to all results; from the cards: the same on all ranks."""
+    if size_bytes < TO_ALL_BYTES or not (all_shared(ctx, SEND) and all_shared(ctx, RECV)):
+        return False
+    return size_bytes >= SHARED_IN_TURN_BYTES or both_apart(ctx, size_bytes)
+
+
+@inner
 def _show(ctx: int, send: int, begin: int, count: int, item: int, past: bool) -> None:
     """Put the elements of a chunk that other ranks fold into this rank's slot, each at its place in the chunk."""
     me, size = peek(ctx + 8 * ME), peek(ctx + 8 * SIZE)
@@ -317,7 +358,12 @@ def fold_buffers(
     if code != OK:
         return code
     hear_choice(ctx, row)
-    if chunk_elems != 0 and (mode == TO_ROOT or elems * item >= SHARED_IN_TURN_BYTES or not all_shared(ctx)):
+    if mode == EVERYWHERE and _goes_to_all(ctx, elems * item):
+        fold_to_all(ctx, elems, divisor, steps, recipe)
+        return leave(ctx)
+    if chunk_elems != 0 and (
+        mode == TO_ROOT or elems * item >= SHARED_IN_TURN_BYTES or not all_shared(ctx, SEND)
+    ):
         whom = root if mode == TO_ROOT else -1
         begin_ns = clock_ns(ctx)
         code = _fold_in_turn(ctx, send, recv, elems, chunk_elems, whom, divisor, steps, recipe, past)

@@ -13,6 +13,7 @@ from lowshard.comm.node.channel import (
     GROUP_WORDS,
     KIND,
     LENGTH,
+    NEXT_WAY,
     OFFERED,
     PENDING,
     POSTED,
@@ -31,7 +32,7 @@ from lowshard.comm.node.channel import (
     take,
     withdraw,
 )
-from lowshard.comm.node.choice import MESSAGE, choose_alone, learn, row_for, second_is_next
+from lowshard.comm.node.choice import MESSAGE, follow_choice, learn, row_for, say_choice, second_is_next
 from lowshard.comm.node.inner import inner
 from lowshard.comm.node.meet import (
     CAME,
@@ -55,22 +56,28 @@ from lowshard.comm.node.reach import NO_SEGMENT, segment_of
 def send_receive(
     ctx: int, dst: int, send_at: int, send_bytes: int, src: int, recv_at: int, recv_bytes: int
 ) -> Any:  # fmt: skip
-    """Send a message and receive another, neither before the other."""
-    me, choice = peek(ctx + 8 * ME), 0
+    """Send a message and receive another, neither before the other.
+
+    A message tells what the next should be sent by, and who receives from a rank before it does likewise: what one
+    hands on while the other reads takes longer than either way.
+    """
+    me, choice, word = peek(ctx + 8 * ME), 0, 0
     if takes_pipes(ctx, send_bytes) and dst != me and segment_of(ctx, send_at, send_bytes) == NO_SEGMENT:
         choice = row_for(peek(ctx + 8 * CHOICES), MESSAGE, send_bytes)
-        if second_is_next(choice) and hold(ctx, dst):
-            number = post(ctx, dst, send_at, send_bytes, OFFERED)
+        second, word = second_is_next(choice), say_choice(choice)
+        if second and hold(ctx, dst):
+            number = post(ctx, dst, send_at, send_bytes, OFFERED, word)
             if number != FULL:
                 begin_out(flow_of(ctx, dst), send_at, send_bytes)
                 return _hand_on_and_receive(ctx, dst, number, src, recv_at, recv_bytes, choice)
             let_go(ctx, dst)
-    number = post(ctx, dst, send_at, send_bytes, ALONE)
+    number = post(ctx, dst, send_at, send_bytes, ALONE, word)
     begin_ns = 0
     if choice != 0:
         head = head_of(ctx, src, me)
         await_word(ctx, head + POSTED, head + POSTED_SLEEPERS, peek(head + TAKEN) + 1, src)
         begin_ns = clock_ns(ctx)
+        _hear(ctx, choice, src)
     code = receive(ctx, src, recv_at, recv_bytes)
     if code != OK and code != UNEQUAL:
         if number != FULL:
@@ -85,8 +92,21 @@ def send_receive(
         ended = await_word(ctx, head + TAKEN, head + TAKEN_SLEEPERS, number + 1, dst)
     if choice != 0 and ended == OK:
         learn(choice, False, send_bytes, clock_ns(ctx) - begin_ns)
-        choose_alone(choice)
     return ended if ended != OK else code
+
+
+@inner
+def _hear(ctx: int, choice: int, src: int) -> None:
+    """Follow the word of a message that may have come, if it is like those sent here and comes from a rank before."""
+    me = peek(ctx + 8 * ME)
+    head = head_of(ctx, src, me)
+    number = peek(head + TAKEN)
+    if src >= me or acquire(head + POSTED) <= number:
+        return
+    entry = entry_of(ctx, src, me, number)
+    came = peek(entry + 8 * LENGTH)
+    if not fits_an_entry(ctx, came) and row_for(peek(ctx + 8 * CHOICES), MESSAGE, came) == choice:
+        follow_choice(choice, peek(entry + 8 * NEXT_WAY))
 
 
 @inner
@@ -122,6 +142,7 @@ def _hand_on_and_receive(
                 take(ctx, into, expected)
         elif acquire(into + POSTED) > expected:
             begin_ns, moved = clock_ns(ctx), True
+            _hear(ctx, choice, src)
             if peek(coming + 8 * KIND) == THERE_OFFERED and peek(coming + 8 * LENGTH) == recv_bytes:
                 ask_for(ctx, coming, src, recv_at, recv_bytes)
                 asked = True
@@ -143,7 +164,6 @@ def _hand_on_and_receive(
         let_go(ctx, dst)
         if ended == OK:
             learn(choice, True, peek(entry + 8 * LENGTH), clock_ns(ctx) - begin_ns)
-            choose_alone(choice)
     return ended
 
 
@@ -168,7 +188,7 @@ def run_group(ctx: int, rows: int, count: int) -> Any:
     for i in range(count):
         row = rows + 8 * GROUP_WORDS * i
         if peek(row + 24) != 0:
-            poke(row + 32, post(ctx, peek(row), peek(row + 8), peek(row + 16), ALONE))
+            poke(row + 32, post(ctx, peek(row), peek(row + 8), peek(row + 16), ALONE, 0))
             if peek(row + 32) == FULL:
                 return FULL
     for i in range(count):

@@ -178,10 +178,10 @@ def leave(ctx: int) -> Any:
 
 
 @inner
-def all_shared(ctx: int) -> bool:
-    """Say whether all operands lie in memory that peers map; from the cards: the same on all ranks."""
+def all_shared(ctx: int, field: int) -> bool:
+    """Say whether all operands (SEND) or results (RECV) lie in memory that peers map: the same on all ranks."""
     for rank in range(peek(ctx + 8 * SIZE)):  # noqa: SIM110  Numba compiles no generator in all()
-        if peek(line(ctx, rank) + 8 * SEND + 8) == NO_SEGMENT:
+        if peek(line(ctx, rank) + 8 * field + 8) == NO_SEGMENT:
             return False
     return True
 

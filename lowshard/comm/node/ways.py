@@ -90,10 +90,11 @@ class NodeWays(Communicator):
         raise self._mailbox.lookout.late(text, self._missing(), self.timeout_s)
 
     def _missing(self) -> list[int]:
-        """Return the ranks whose stamps are behind this rank's."""
+        """Return the ranks whose stamps are behind this rank's; where none is, the one that was waited for."""
         cards = int(self._context[CARDS])
         stamps = [ctypes.c_int64.from_address(cards + rank * CARD_BYTES).value for rank in range(self.size)]
-        return [rank for rank, stamp in enumerate(stamps) if stamp < self._context[STAMP]]
+        behind = [rank for rank, stamp in enumerate(stamps) if stamp < self._context[STAMP]]
+        return behind or [int(self._context[MISSING])]
 
     def _sign(self, call: Call) -> int:
         return 0 if self._check == "off" else call.signature

@@ -1,0 +1,181 @@
+"""What a rank reads for others of its node, written straight into their arrays: process_vm_writev(2).
+
+A sheet is read into a scratch some rows at a time, and each holder's strip of those rows goes to its place while they
+are still in the core's own cache. Nobody waits for anybody on the way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from lowshard.box import Box, shape_of, single_run, strides_of, volume
+from lowshard.checkpoint.catalog import Catalog, StoredPart
+from lowshard.comm import Communicator
+from lowshard.comm.agreement import share
+from lowshard.errors import CommError
+from lowshard.kernels.buffer import address
+from lowshard.reshard.view import NodeView
+from lowshard.tiling import Tiling
+
+SCRATCH_BYTES = 512 << 10
+"""What is read at a time; it is still in a cache near the core when it is written to others."""
+MOST_PLACES = 1024
+"""Stretches of memory that one call takes on either side (IOV_MAX)."""
+COLUMNS = 8
+RANK, BLOCK, LOW, HIGH, NEAR, FAR, STEP, RUN = range(COLUMNS)
+"""Of a row of `Sheet.strips`."""
+PID, AT = RANK, BLOCK
+
+
+class Room(NamedTuple):
+    """Where a rank's array of a name lies: in which of its blocks of memory, and from which byte on."""
+
+    name: str
+    block: int
+    at: int
+    shape: tuple[int, ...]
+    dtype: Any
+
+
+class Sheet(NamedTuple):
+    """A box that one rank reads for others, cut into rows along its first dim of any extent."""
+
+    name: str
+    box: Box
+    dim: int
+    row_bytes: int
+    run: tuple[StoredPart, int] | None
+    """The stored array and the file offset where the box is one run of it."""
+    strips: np.ndarray
+    """What each holder takes of each row, int64 [strips, 8]: the rank and its block; the first of the sheet's rows that
+    it holds and the one behind its last; where the strip begins in a row, and where that of the first such row lies in
+    the block, in bytes; bytes from row to row there, and bytes of the strip."""
+
+
+def sheets_of(
+    name: str, box: Box, tiling: Tiling, rooms: Mapping[int, Room], catalog: Catalog
+) -> Iterator[Sheet]:
+    """Yield the sheets of a box, one row of each no larger than the scratch.
+
+    Args:
+        name: the tensor.
+        box: what is read.
+        tiling: of the tensor.
+        rooms: by rank that takes what it holds of the box, where its array lies.
+        catalog: where the tensor is stored.
+    """
+    itemsize = tiling.itemsize_bytes
+    dim = next((d for d, (start, stop) in enumerate(box) if stop - start > 1), 0)
+    row_bytes = volume(box[dim + 1 :]) * itemsize if box else itemsize
+    if row_bytes > SCRATCH_BYTES:
+        for i in range(*box[dim]):
+            yield from sheets_of(name, (*box[:dim], (i, i + 1), *box[dim + 1 :]), tiling, rooms, catalog)
+        return
+    run = None
+    for part in catalog.tensor(name).parts:
+        stored = part.local(box)
+        if all(a <= c and d <= b for (a, b), (c, d) in zip(part.box, box, strict=True)):
+            first = single_run(stored, part.entry.shape)
+            run = None if first is None else (part, part.entry.start + first * itemsize)
+    strips = [
+        strip
+        for rank, room in rooms.items()
+        for held, local in tiling.places(rank, box)
+        for strip in _strips(rank, room, box, dim, held, local, itemsize)
+    ]
+    yield Sheet(name, box, dim, row_bytes, run, np.array(strips, np.int64).reshape(-1, 8))
+
+
+def _strips(
+    rank: int, room: Room, box: Box, dim: int, held: Box, local: Box, itemsize: int
+) -> Iterator[tuple[int, ...]]:
+    near_steps, far_steps = strides_of(shape_of(box), itemsize), strides_of(room.shape, itemsize)
+    run, inner, extents = itemsize, len(box), shape_of(held)
+    while inner > dim + 1 and (
+        extents[inner - 1] == 1 or near_steps[inner - 1] == far_steps[inner - 1] == run
+    ):
+        inner -= 1
+        run *= extents[inner]
+    places = [(0, room.at)]
+    for d, ((a, _), (lo, _), (at, _)) in enumerate(zip(held, box, local, strict=True)):
+        n = extents[d] if dim < d < inner else 1
+        begin = (a - lo) * near_steps[d] if d > dim else 0
+        places = [
+            (near + begin + i * near_steps[d], far + (at + i) * far_steps[d])
+            for near, far in places
+            for i in range(n)
+        ]
+    low, high = (held[dim][0] - box[dim][0], held[dim][1] - box[dim][0]) if box else (0, 1)
+    for near, far in places:
+        yield rank, room.block, low, high, near, far, far_steps[dim] if box else itemsize, run
+
+
+def may_write(comm: Communicator) -> bool:
+    """Return whether ranks may write to each other's private memory; the same on all ranks."""
+    view = NodeView.of(comm)
+    return view is not None and view.reads_across  # the system asks for one right for both
+
+
+class ForeignMemory:
+    """Blocks of memory of all ranks of a node, to be written to.
+
+    Who is written to keeps its blocks until all ranks have met again, whatever goes wrong: else what is written
+    could end up in memory that serves another purpose by then.
+
+    Args:
+        comm: of ranks that `may_write`.
+        members: the ranks as a plan numbers them, in the order of the communicator.
+        blocks: this rank's; none where it has no memory for them, and says so later.
+        count: of blocks, the most that a rank has; equal on all ranks.
+    """
+
+    def __init__(
+        self, comm: Communicator, members: Sequence[int], blocks: Sequence[np.ndarray], count: int
+    ) -> None:
+        """Exchange addresses.
+
+        Collective: all ranks of the communicator call this.
+        """
+        mine = np.zeros(count + 1, np.int64)
+        mine[1 : 1 + len(blocks)] = [address(block) if block.size else 0 for block in blocks]
+        view, own = NodeView(comm), comm.rank
+        self._blocks = np.zeros((max(members) + 1, count + 1), np.int64)
+        for place, theirs in enumerate(share(comm, mine)):
+            self._blocks[members[place]] = theirs
+            self._blocks[members[place], 0] = 0 if place == own else view.pid(place)
+        self._vectors = np.zeros(4 * MOST_PLACES, np.int64)
+        self._vectors_at = address(self._vectors)
+
+    def found(self, strips: np.ndarray) -> np.ndarray:
+        """Return strips of sheets with process (0: this one) and address in place of rank and block."""
+        ranks, blocks = strips[:, RANK], strips[:, BLOCK]
+        made = strips.copy()
+        made[:, PID] = self._blocks[ranks, 0]
+        made[:, AT] = self._blocks[ranks, 1 + blocks]
+        return made
+
+    def write(self, strips: int, count: int, first: int, rows: int, row_bytes: int, scratch: int) -> None:
+        """Write strips of some rows of a sheet. One whose rank had no memory for it is left out: that one says so.
+
+        Args:
+            strips: address of the first, as `found` returns them.
+            count: of strips.
+            first: of the sheet's rows, the one that the scratch begins with.
+            rows: that the scratch holds.
+            row_bytes: of a row in it.
+            scratch: its address.
+
+        Raises:
+            CommError: the system refuses.
+        """
+        from lowshard.weights.across import write_across
+
+        failed = write_across()(strips, count, first, rows, row_bytes, scratch, self._vectors_at)
+        if failed:
+            raise CommError(
+                f"the memory of process {failed} could not be written; set LOWSHARD_CROSS_MEMORY=off to go without "
+                "if it lives and may not be written"
+            )
