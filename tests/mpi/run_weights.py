@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -147,44 +147,55 @@ def quick_read(files: tuple[str, ...], offset: int, size: int) -> None:
     assert done == size
 
 
-def measure(folder: Path, comm: lc.Communicator, started_bytes: int) -> None:
-    """Compare loading with a plain read of the same bytes by the same ranks, and memory with the shards.
-
-    `plain_ratio` is beside a plain read, the others beside the quickest read there is: `ratio` sets the quickest of
-    each beside one another, `median_ratio` is the median of the pairs; `verified` with checksums. Memory is counted
-    from what a rank holds that has made a communicator, and once more from nothing.
-    """
+def prepare(folder: Path, comm: lc.Communicator) -> None:
+    """Save a model plain, as each rank's part, and as two ranks' parts."""
     shapes = model()
     folder.mkdir(exist_ok=True)
-    plain, sharded, halves = folder / "model.safetensors", folder / "sharded", folder / "halves"
+    plain = folder / "model.safetensors"
     if comm.rank == 0:
         rng = np.random.default_rng(0)
         whole = {n: Tiling.whole(s, "float32") for n, s in shapes.items()}
         save(plain, {n: (whole[n], rng.random(s, dtype=np.float32)) for n, s in shapes.items()}, merged=True)
     comm.barrier()
+    for form, ranks in (("sharded", comm.size), ("halves", 2)):
+        tilings = cut(ranks, comm)
+        mine = load(plain, plan_load(plain, tilings, comm.size), comm)
+        save(folder / form, {n: (t, mine.get(n)) for n, t in tilings.items()}, comm)
 
-    def cut(ranks: int) -> dict[str, Tiling]:
-        made = NamePatterns.load("llama").strategies(shapes, ranks, Sizes(HEADS, KV))
-        return {n: made[n].layout(s, "float32").widened(comm.size) for n, s in shapes.items()}
 
-    tilings = cut(comm.size)
-    for path, ranks in ((sharded, comm.size), (halves, 2)):
-        mine = load(plain, plan_load(plain, cut(ranks), comm.size), comm)
-        save(path, {n: (t, mine.get(n)) for n, t in cut(ranks).items()}, comm)
-        del mine
-    cases = [(plain, "own-slice"), (plain, "node-leader"), (sharded, "own-slice")]
+def cut(ranks: int, comm: lc.Communicator) -> dict[str, Tiling]:
+    """Return the model in tensor parallel over the first ranks."""
+    shapes = model()
+    made = NamePatterns.load("llama").strategies(shapes, ranks, Sizes(HEADS, KV))
+    return {n: made[n].layout(s, "float32").widened(comm.size) for n, s in shapes.items()}
+
+
+def cases(folder: Path, comm: lc.Communicator) -> Iterator[tuple[Catalog, LoadPlan]]:
+    """Yield each form with each strategy."""
+    plain, sharded, halves = folder / "model.safetensors", folder / "sharded", folder / "halves"
+    made = [(plain, "own-slice"), (plain, "node-leader"), (sharded, "own-slice")]
     if mode.full():
-        cases += [
+        made += [
             (plain, "root-scatter"),
             (sharded, "node-leader"),
             (halves, "own-slice"),
             (halves, "node-leader"),
         ]
-    rows = []
-    for path, strategy in cases:
+    tilings = cut(comm.size, comm)
+    for path, strategy in made:
         catalog = Catalog.open(path)
-        plan = plan_load(catalog, tilings, strategy=strategy)  # type: ignore[arg-type]
-        share, held = plan.read_bytes(comm.rank), plan.held_bytes(comm.rank)
+        yield catalog, plan_load(catalog, tilings, strategy=strategy)  # type: ignore[arg-type]
+
+
+def measure(folder: Path, comm: lc.Communicator) -> None:
+    """Compare loading with a plain read of the same bytes by the same ranks.
+
+    `plain_ratio` is beside a plain read, the others beside the quickest read there is: `ratio` sets the quickest of
+    each beside one another, `median_ratio` is the median of the pairs; `verified` with checksums.
+    """
+    rows = []
+    for catalog, plan in cases(folder, comm):
+        share = plan.read_bytes(comm.rank)
         offset = sum(plan.read_bytes(r) for r in range(comm.rank))
         jobs: list[Callable[[], object]] = [
             partial(quick_read, catalog.files, offset, share),
@@ -194,16 +205,33 @@ def measure(folder: Path, comm: lc.Communicator, started_bytes: int) -> None:
         seconds = np.array([[timed(comm, job) for job in jobs] for _ in range(9)])
         plain_s = [timed(comm, partial(plain_read, catalog.files, offset, share)) for _ in range(3)]
         quickest, ratios = seconds.min(0), np.median(seconds[:, 1:] / seconds[:, :1], 0)
-        with Peak() as peak:
-            load(catalog, plan, comm)
-        over = np.array([peak.most - started_bytes - held, peak.most - held, started_bytes], np.int64)
-        comm.all_reduce(over, over, op="max")
         rows.append({
-            "form": path.stem, "strategy": strategy, "gb_per_s": plan_bytes(plan) / quickest[0] / 1e9,
+            "form": Path(catalog.where).stem, "strategy": plan.strategy,
+            "gb_per_s": plan_bytes(plan) / quickest[0] / 1e9,
             "plain_ratio": quickest[1] / min(plain_s), "verified_plain_ratio": quickest[2] / min(plain_s),
             "ratio": quickest[1] / quickest[0], "median_ratio": ratios[0],
             "verified_ratio": quickest[2] / quickest[0], "verified_median_ratio": ratios[1],
-            "over_shards_mb": over[0] / 1e6, "with_python_mb": over[1] / 1e6, "started_mb": over[2] / 1e6,
+        })  # fmt: skip
+    if comm.rank == 0:
+        print(json.dumps(rows))
+
+
+def measure_memory(folder: Path, comm: lc.Communicator) -> None:
+    """Set the most memory that a rank holds while it loads beside its shards: of the whole process, all cases in turn.
+
+    `grown_mb` is that without what a rank holds that has made a communicator.
+    """
+    started, rows = memory_bytes(), []
+    for catalog, plan in cases(folder, comm):
+        with Peak() as peak:
+            held = load(catalog, plan, comm)
+        del held
+        over = np.array([peak.most - plan.held_bytes(comm.rank), peak.most - started], np.int64)
+        over[1] -= plan.held_bytes(comm.rank)
+        comm.all_reduce(over, over, op="max")
+        rows.append({
+            "form": Path(catalog.where).stem, "strategy": plan.strategy,
+            "over_shards_mb": over[0] / 1e6, "grown_mb": over[1] / 1e6,
         })  # fmt: skip
     if comm.rank == 0:
         print(json.dumps(rows))
@@ -215,13 +243,12 @@ def plan_bytes(plan: LoadPlan) -> int:
 
 
 with lc.from_mpi(MPI.COMM_WORLD, device="cpu") as world:
-    started = memory_bytes()
-    target = Path(sys.argv[2])
-    if sys.argv[1] == "values":
+    task, target = sys.argv[1], Path(sys.argv[2])
+    if task == "values":
         check_values(target, world)
         if world.rank == 0:
             print(f"all right on {world.size} ranks")
-    elif sys.argv[1] == "die":
+    elif task == "die":
         save_and_die(target, world, int(sys.argv[3]), int(sys.argv[4]))
     else:
-        measure(target, world, started)
+        {"prepare": prepare, "measure": measure, "memory": measure_memory}[task](target, world)

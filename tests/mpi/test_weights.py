@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,20 +41,33 @@ def test_a_rank_that_is_killed_in_a_save_leaves_the_old_checkpoint(
     assert len(list((tmp_path / "c").iterdir())) == 4  # nothing of the killed save is left
 
 
-def test_loading_takes_little_more_than_a_plain_read_and_little_more_than_the_shards(tmp_path: Path) -> None:
-    misses: list[object] = []
-    # A rank may have compiled, with Numba in its memory, or other programs may have been busy: then once more.
-    for turn in range(5):
-        ran = start_ranks(RUNNER, 4, ["measure", str(tmp_path / str(turn))], timeout_s=180)
-        assert ran.returncode == 0, ran.stdout + ran.stderr
-        misses = [row for row in json.loads(ran.stdout.strip().splitlines()[-1]) if not keeps_limits(row)]
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A model of 400 MB, saved plain, as four ranks' parts and as two ranks' parts."""
+    folder = tmp_path_factory.mktemp("model")
+    ran = start_ranks(RUNNER, 4, ["prepare", str(folder)], timeout_s=180)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    yield folder
+    shutil.rmtree(folder)
+
+
+def rows_of(task: str, model: Path) -> list[dict[str, Any]]:
+    ran = start_ranks(RUNNER, 4, [task, str(model)], timeout_s=180)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    rows: list[dict[str, Any]] = json.loads(ran.stdout.strip().splitlines()[-1])
+    return rows
+
+
+def test_loading_takes_little_more_than_a_plain_read(model: Path) -> None:
+    for _ in range(5):  # other programs may have been busy: then once more
+        misses = [row for row in rows_of("measure", model) if not keeps_limits(row)]
         if not misses:
             break
     assert not misses
 
 
 def keeps_limits(row: dict[str, Any]) -> bool:
-    """Say whether a row is within the bounds of time and memory."""
+    """Say whether a row is within the bounds of time."""
     plain = max(row["plain_ratio"], row["verified_plain_ratio"])  # 0.2 to 0.45 where nothing else runs
     # Beside the quickest read there is (into huge pages), in two ways to look past what else the machine does: quickest
     # beside quickest, and the median of the pairs. 1.0 to 1.3, and 1.4 where the machine's memory is at its fastest.
@@ -60,7 +75,11 @@ def keeps_limits(row: dict[str, Any]) -> bool:
     checked = min(row["verified_ratio"], row["verified_median_ratio"])
     # Checksums of arrays that are cut anew: all bytes are looked at on top of a third being moved twice.
     most = 1.8 if row["form"] == "halves" else 1.5
-    # Anonymous and shared-memory pages over the shards, of the whole process. MPICH's ranks begin with 45 MB, 9 MB more
-    # than Open MPI's, and miss the bound of 64 by up to 3.
-    most_mb = 64 if row["started_mb"] < 40 else 72
-    return bool(plain <= 0.8 and quick <= 1.5 and checked <= most and row["with_python_mb"] <= most_mb)
+    return bool(plain <= 0.8 and quick <= 1.5 and checked <= most)
+
+
+def test_a_rank_that_loads_holds_little_more_than_its_shards(model: Path) -> None:
+    rows_of("memory", model)  # compiles what has to be compiled, with Numba in memory
+    for row in rows_of("memory", model):
+        # Anonymous and shared-memory pages of the whole process; 36 MB (Open MPI) and 43 MB (MPICH) are there before.
+        assert row["over_shards_mb"] <= 64, row
