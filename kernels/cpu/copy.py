@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lowshard.compiled.deferred import njit
-from lowshard.kernels.cpu.drive import named, prefetch_line, prefetch_run, rows_of
+from lowshard.kernels.cpu.drive import Ahead, named, prefetch_line, prefetch_run, rows_of
 from lowshard.kernels.cpu.vector import (
     copy_bytes,
     load_u8,
@@ -34,27 +34,27 @@ Machines that prefetch by instruction would take a loop for one long stream, and
 def _mover(streaming: int) -> Any:
     @njit(nogil=True)
     @named("streaming" if streaming else "cached")
-    def move_ahead(dst: int, src: int, size_bytes: int, ahead: tuple[int, int]) -> tuple[int, int]:
-        far, near = ahead
+    def move_ahead(dst: int, src: int, size_bytes: int, ahead: Ahead) -> tuple[int, int]:
+        far, mid, near = ahead
         left = size_bytes
         if left >= long_bytes:
             while left >= 256:
-                move_lines(dst, src, far, near, 4, streaming)
+                move_lines(dst, src, far, mid, near, 4, streaming)
                 src, dst, left = src + 256, dst + 256, left - 256
         if left & 1024:
-            move_lines(dst, src, far, near, 16, streaming)
+            move_lines(dst, src, far, mid, near, 16, streaming)
             src, dst = src + 1024, dst + 1024
         if left & 512:
-            move_lines(dst, src, far, near, 8, streaming)
+            move_lines(dst, src, far, mid, near, 8, streaming)
             src, dst = src + 512, dst + 512
         if left & 256:
-            move_lines(dst, src, far, near, 4, streaming)
+            move_lines(dst, src, far, mid, near, 4, streaming)
             src, dst = src + 256, dst + 256
         if left & 128:
-            move_lines(dst, src, far, near, 2, streaming)
+            move_lines(dst, src, far, mid, near, 2, streaming)
             src, dst = src + 128, dst + 128
         if left & 64:
-            move_lines(dst, src, far, near, 1, streaming)
+            move_lines(dst, src, far, mid, near, 1, streaming)
             src, dst = src + 64, dst + 64
         return src, dst
 
@@ -68,7 +68,7 @@ stream_ahead, copy_ahead = _mover(1), _mover(0)
 
 
 @njit(nogil=True)
-def stream_copy(dst: int, src: int, size_bytes: int, ahead: tuple[int, int]) -> None:
+def stream_copy(dst: int, src: int, size_bytes: int, ahead: Ahead) -> None:
     """Copy bytes past the caches; the part lines at both ends go through them. Prefetches as `drive` says."""
     end = dst + size_bytes
     head = min(-dst & 63, size_bytes)

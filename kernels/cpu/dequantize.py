@@ -142,6 +142,6 @@ def _dequantize_rows(dtype: str, elem: str) -> Any:
                         else:
                             store_value(to + 4 * i, load_u32(first + 4 * index))
                 if staged:
-                    stream_copy(values + start * block_bytes, scratch, (end - start) * block_bytes, (0, 0))
+                    stream_copy(values + start * block_bytes, scratch, (end - start) * block_bytes, (0, 0, 0))
 
     return dequantize_rows

@@ -18,9 +18,10 @@ from lowshard.kernels.cpu.vector import fence, prefetch
 from lowshard.kernels.runs import DST_OFFSET, FIRST_DIM, RUN, SRC_OFFSET
 
 # Long runs that are not quantised, and runs with small gaps, are left to the machine's own prefetching. The lines of
-# others are asked for twice, since some requests are not served, and as lines that are read once.
-# bench/results/README.md has what other numbers, distances and caches take.
-AHEAD_BYTES = (8 << 10, 4 << 10)
+# others are asked for three times, since some requests are not served, into the second cache: what is asked for as
+# read once takes up to three times as long. bench/results/README.md has what other numbers, distances and caches take.
+Ahead = tuple[int, int, int]
+AHEAD_BYTES: Ahead = (12 << 10, 8 << 10, 4 << 10)
 OWN_ROWS_BYTES = 32 << 10
 """In larger boxes it is the box's own rows that are asked for, in smaller ones the boxes after it."""
 _LONG_RUN_BYTES = 16 << 10
@@ -113,7 +114,7 @@ def compiled(kind: str) -> Callable[..., None]:
         streaming: bool,
     ) -> None:  # fmt: skip
         last_bytes = 0
-        far, near = 1, 1
+        far, mid, near = 1, 1, 1
         boxes, dims = columns.shape[1], (columns.shape[0] - FIRST_DIM) // 3
         for box in range(boxes):
             src_offset, dst_offset, run = (
@@ -132,7 +133,7 @@ def compiled(kind: str) -> Callable[..., None]:
             if dims > 3:
                 n4, s4, d4 = columns[12, box], columns[13, box], columns[14, box]
             size_bytes = run * (first if job == "copy" else itemsize)
-            ahead = (0, 0)
+            ahead = (0, 0, 0)
             if size_bytes < _LONG_RUN_BYTES:
                 box_bytes = size_bytes * n1 * n2 * n3 * n4
                 if box_bytes > OWN_ROWS_BYTES:
@@ -143,8 +144,8 @@ def compiled(kind: str) -> Callable[..., None]:
                     if gap < 0 or gap >= SMALL_GAP_BYTES:
                         if box_bytes != last_bytes:  # a division takes as long as copying a line
                             last_bytes = box_bytes
-                            far, near = rows_ahead(1, box_bytes)
-                        ahead = boxes_ahead(columns, SRC_OFFSET, box, far, near)
+                            far, mid, near = rows_ahead(1, box_bytes)
+                        ahead = boxes_ahead(columns, SRC_OFFSET, box, far, mid, near)
             elif job == "quantize":  # its work keeps the machine from reading far enough ahead
                 ahead = linear
             for i4 in range(n4):
@@ -179,28 +180,37 @@ def compiled(kind: str) -> Callable[..., None]:
 
 
 @njit(nogil=True)
-def rows_ahead(step: int, size_bytes: int) -> tuple[int, int]:
+def rows_ahead(step: int, size_bytes: int) -> Ahead:
     """Return AHEAD_BYTES as steps from row to row, each at least one; with a step of 1 the number of rows."""
-    far, near = AHEAD_BYTES
-    return step * max(1, far // size_bytes), step * max(1, near // size_bytes)
+    far, mid, near = AHEAD_BYTES
+    return (
+        step * max(1, far // size_bytes),
+        step * max(1, mid // size_bytes),
+        step * max(1, near // size_bytes),
+    )
 
 
 @njit(nogil=True)
-def boxes_ahead(columns: Any, side: int, box: int, far: int, near: int) -> tuple[int, int]:
+def boxes_ahead(columns: Any, side: int, box: int, far: int, mid: int, near: int) -> Ahead:
     """Return the bytes from a box to those so many boxes on, the last of all at most."""
     last, offset = columns.shape[1] - 1, columns[side, box]
-    return columns[side, min(box + far, last)] - offset, columns[side, min(box + near, last)] - offset
+    return (
+        columns[side, min(box + far, last)] - offset,
+        columns[side, min(box + mid, last)] - offset,
+        columns[side, min(box + near, last)] - offset,
+    )
 
 
 @njit(nogil=True)
-def prefetch_line(address: int, ahead: tuple[int, int]) -> None:
-    """Ask for the lines of two bytes, as far from an address as `run_rows` says."""
+def prefetch_line(address: int, ahead: Ahead) -> None:
+    """Ask for the lines of three bytes, as far from an address as `run_rows` says."""
     prefetch(address + ahead[0])
     prefetch(address + ahead[1])
+    prefetch(address + ahead[2])
 
 
 @njit(nogil=True)
-def prefetch_run(address: int, size_bytes: int, ahead: tuple[int, int]) -> None:
+def prefetch_run(address: int, size_bytes: int, ahead: Ahead) -> None:
     """Ask for the lines ahead of every 64th byte of a run, and of its last: it may begin amid a line."""
     for at in range(address, address + size_bytes, 64):
         prefetch_line(at, ahead)

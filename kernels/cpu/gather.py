@@ -48,10 +48,10 @@ def _gather_lines(columns: Any, src: int, to: int, itemsize: int) -> None:
     last = columns.shape[1] - 1
     sent_bytes = columns[DST_OFFSET, last] - columns[DST_OFFSET, 0] + columns[RUN, last] * itemsize
     run_bytes = sent_bytes // (last + 1)
-    far, near = rows_ahead(1, run_bytes)
+    far, mid, near = rows_ahead(1, run_bytes)
     for box in range(last + 1):
         at, size = src + columns[SRC_OFFSET, box], columns[RUN, box] * itemsize
-        ahead = boxes_ahead(columns, SRC_OFFSET, box, far, near)
+        ahead = boxes_ahead(columns, SRC_OFFSET, box, far, mid, near)
         if at & 63:
             prefetch_line(at + size - 1, ahead)  # it has one line more
         to = stream_ahead(to, at, size, ahead)[1]
@@ -82,7 +82,7 @@ def gather_kernel() -> Callable[..., None]:
         skip = to & 63
         line, used, sent = to - skip, skip, 0
         last_bytes = 0
-        far, near = 1, 1
+        far, mid, near = 1, 1, 1
         for box in range(boxes):
             offset, size = columns[SRC_OFFSET, box], columns[RUN, box] * itemsize
             at, rows, step = src + offset, 1, 0
@@ -91,10 +91,10 @@ def gather_kernel() -> Callable[..., None]:
             box_bytes = size * rows
             if box_bytes != last_bytes:  # a division takes as long as copying a line
                 last_bytes = box_bytes
-                far, near = rows_ahead(1, box_bytes)
-            ahead = (0, 0)
+                far, mid, near = rows_ahead(1, box_bytes)
+            ahead = (0, 0, 0)
             if box_bytes <= own_rows_bytes:
-                ahead = boxes_ahead(columns, SRC_OFFSET, box, far, near)
+                ahead = boxes_ahead(columns, SRC_OFFSET, box, far, mid, near)
             elif abs(step) >= size + small_gap:
                 ahead = rows_ahead(step, size)
             for _ in range(rows):

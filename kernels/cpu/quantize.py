@@ -15,7 +15,7 @@ from typing import Any
 from llvmlite import ir
 
 from lowshard.compiled.deferred import intrinsic, njit, types
-from lowshard.kernels.cpu.drive import named, prefetch_line, rows_of
+from lowshard.kernels.cpu.drive import Ahead, named, prefetch_line, rows_of
 from lowshard.kernels.cpu.rare import encode_rare
 from lowshard.kernels.cpu.scalar import DTYPE_CODES
 from lowshard.kernels.cpu.sources import MAGNITUDE, ONE_FIELD, SOURCES
@@ -73,12 +73,12 @@ def find_maximum(typingctx: Any, src: Any, minimum: Any, lanes: Any, source: Any
 
 @intrinsic(prefer_literal=True)
 def fetch_blocks(
-    typingctx: Any, src: Any, minima: Any, lanes: Any, near: Any, far: Any, source: Any, blocks: Any,
-    requests: Any,
+    typingctx: Any, src: Any, minima: Any, lanes: Any, near: Any, mid: Any, far: Any, source: Any,
+    blocks: Any, requests: Any,
 ) -> Any:  # fmt: skip
-    """Do as `find_maximum` with `keep` for some blocks, and ask for what lies one or two distances on.
+    """Do as `find_maximum` with `keep` for some blocks, and ask for what lies two or three distances on.
 
-    The last three arguments are literals; one request leaves out `far`.
+    The last three arguments are literals; two requests leave out `far`.
     """
     dtype, count = source.literal_value, blocks.literal_value
     block_bytes = _block_bytes(dtype)
@@ -94,7 +94,7 @@ def fetch_blocks(
             _keep_block(builder, *places, offset(builder, to, 2 * BLOCK_ELEMS * block), dtype)
         return context.get_dummy_value()
 
-    return types.void(*(types.int64,) * 5, source, blocks, requests), codegen
+    return types.void(*(types.int64,) * 6, source, blocks, requests), codegen
 
 
 def _block_bytes(dtype: str) -> int:
@@ -345,14 +345,14 @@ def _rows_fetched(source: str, elem: str) -> Any:
     @named(source, elem)
     def rows_fetched(
         src: int, dst: int, scales: int, run: int, rows: int, src_step: int, dst_step: int,
-        ahead: tuple[int, int], scratch: int, round_up: int, min_scale_byte: int, increment: int,
+        ahead: Ahead, scratch: int, round_up: int, min_scale_byte: int, increment: int,
         lowest: int, streaming: bool,
     ) -> None:  # fmt: skip
         zero_byte = types.int32(min_scale_byte)
         blocks = run // 32
         row, done, count, side, rare = 0, 0, 0, 0, types.uint32(0)
         to, byte, first_block = dst, scales, 0
-        far, near = ahead
+        far, mid, near = ahead
         # Where they can be, all groups are whole pieces, each of one row.
         pieces = streaming and blocks % piece == 0 and (dst | dst_step) & 63 == 0
         piece_at, piece_left = src, blocks
@@ -374,21 +374,21 @@ def _rows_fetched(source: str, elem: str) -> Any:
                 # Each instruction is at one block of every row: see `stream_ahead`.
                 while left >= 16:
                     if pieces:
-                        fetch_blocks(x, minima, lanes, near, far, source, 16, 1)
+                        fetch_blocks(x, minima, lanes, near, mid, far, source, 16, 2)
                     else:
-                        fetch_blocks(x, minima, lanes, near, far, source, 16, 2)
+                        fetch_blocks(x, minima, lanes, near, mid, far, source, 16, 3)
                     x, minima, lanes, left = x + 16 * block_bytes, minima + 32, lanes + 1024, left - 16
                 if left & 8:
-                    fetch_blocks(x, minima, lanes, near, far, source, 8, 2)
+                    fetch_blocks(x, minima, lanes, near, mid, far, source, 8, 3)
                     x, minima, lanes = x + 8 * block_bytes, minima + 16, lanes + 512
                 if left & 4:
-                    fetch_blocks(x, minima, lanes, near, far, source, 4, 2)
+                    fetch_blocks(x, minima, lanes, near, mid, far, source, 4, 3)
                     x, minima, lanes = x + 4 * block_bytes, minima + 8, lanes + 256
                 if left & 2:
-                    fetch_blocks(x, minima, lanes, near, far, source, 2, 2)
+                    fetch_blocks(x, minima, lanes, near, mid, far, source, 2, 3)
                     x, minima, lanes = x + 2 * block_bytes, minima + 4, lanes + 128
                 if left & 1:
-                    fetch_blocks(x, minima, lanes, near, far, source, 1, 2)
+                    fetch_blocks(x, minima, lanes, near, mid, far, source, 1, 3)
                     x += block_bytes
                 next_count += take
                 done += take

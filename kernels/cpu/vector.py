@@ -289,7 +289,7 @@ def copy_bytes(typingctx: Any, target: Any, source: Any, size_bytes: Any) -> Any
 
 @intrinsic
 def prefetch(typingctx: Any, address: Any) -> Any:
-    """Ask for the cache line at an address, valid or not, to read it once."""
+    """Ask for the cache line at an address, valid or not."""
     result, codegen = _memory_step(types.void, lambda builder, at: prefetch_at(builder, at))
     return result(types.int64), codegen
 
@@ -301,8 +301,8 @@ def prefetch_to_write(typingctx: Any, address: Any) -> Any:
     return result(types.int64), codegen
 
 
-def prefetch_at(builder: ir.IRBuilder, address: ir.Value, locality: int = 0, write: int = 0) -> None:
-    """Ask for a cache line; a locality of 0 is for lines that are read once."""
+def prefetch_at(builder: ir.IRBuilder, address: ir.Value, locality: int = 2, write: int = 0) -> None:
+    """Ask for a cache line, into the second cache (locality 2) or the first (3)."""
     pointer_type = _I8.as_pointer()
     signature = ir.FunctionType(ir.VoidType(), [pointer_type, _I32, _I32, _I32])
     function = cgutils.get_or_insert_function(builder.module, signature, "llvm.prefetch.p0")
@@ -337,24 +337,24 @@ def stream_lines(typingctx: Any, target: Any, source: Any, lines: Any) -> Any:
 
 @intrinsic(prefer_literal=True)
 def move_lines(
-    typingctx: Any, target: Any, source: Any, far: Any, near: Any, lines: Any, streaming: Any
-) -> Any:
-    """Copy cache lines one by one, a literal number, and ask for the lines that lie two distances on.
+    typingctx: Any, target: Any, source: Any, far: Any, mid: Any, near: Any, lines: Any, streaming: Any
+) -> Any:  # fmt: skip
+    """Copy cache lines one by one, a literal number, and ask for the lines that lie three distances on.
 
     The last argument is a literal: 1 writes past the caches, to a multiple of 64.
     """
     size_bytes, past_caches = lines.literal_value * CACHE_LINE_BYTES, bool(streaming.literal_value)
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
-        dst, src, first, second = args[:4]
-        ahead = [builder.add(src, distance) for distance in (first, second)]
+        dst, src = args[:2]
+        ahead = [builder.add(src, distance) for distance in args[2:5]]
         for at in range(0, size_bytes, CACHE_LINE_BYTES):
             for address in ahead:
                 prefetch_at(builder, offset(builder, address, at))
             store(builder, dst, load(builder, src, 8, CACHE_LINE_BYTES, at), past_caches, at)
         return context.get_dummy_value()
 
-    return types.void(*(types.int64,) * 4, lines, streaming), codegen
+    return types.void(*(types.int64,) * 5, lines, streaming), codegen
 
 
 def _loader(kind: Any, address: Any) -> Any:
