@@ -106,8 +106,13 @@ class HostEngine(Engine, Protocol):
     def copy_rows(self, src: Array, dst: Array, runs: RunTable, streaming: bool) -> None:
         """Copy every run by itself, past the caches if asked: for rows of a KB and more at regular distances."""
 
-    def rows_copier(self, src: Array, dst: Array, runs: RunTable, streaming: bool) -> Callable[[], None]:
-        """Return `copy_rows` with these arguments, for many calls; whoever calls it keeps the arrays."""
+    def rows_copier(
+        self, src: Array, dst: Array, runs: RunTable, streaming: bool, fetching: bool = False
+    ) -> Callable[[], None]:
+        """Return `copy_rows` with these arguments, for many calls; whoever calls it keeps the arrays.
+
+        fetching: the source is in no cache; without it rows that are in one are copied faster.
+        """
 
 
 @cache

@@ -37,7 +37,9 @@ class PlainEngine:
         """Copy every run of `src` to its place in `dst`; NumPy knows one way to write."""
         self.copy(src, dst, runs)
 
-    def rows_copier(self, src: Array, dst: Array, runs: RunTable, streaming: bool) -> Callable[[], None]:
+    def rows_copier(
+        self, src: Array, dst: Array, runs: RunTable, streaming: bool, fetching: bool = False
+    ) -> Callable[[], None]:
         """Return `copy_rows` with these arguments."""
         return partial(self.copy, src, dst, runs)
 

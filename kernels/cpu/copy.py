@@ -133,3 +133,21 @@ def _copy_rows() -> Any:
                 copy_bytes(dst + row * dst_step, at, size)
 
     return copy_rows
+
+
+@rows_of("fetch")
+def _fetch_rows() -> Any:
+    def fetch_rows(
+        kind: Any, src: Any, dst: Any, scales: Any, run: Any, rows: Any, src_step: Any, dst_step: Any,
+        ahead: Any, scratch: Any, first: Any, second: Any, streaming: Any,
+    ) -> None:  # fmt: skip
+        for row in range(rows):
+            at, to = src + row * src_step, dst + row * dst_step
+            end = at + run
+            if at & 63 or run & 63:
+                prefetch_line(end - 1, ahead)  # a run that begins amid a line has one line more
+            at, to = copy_ahead(to, at, run, ahead)
+            if at < end:
+                copy_bytes(to, at, end - at)
+
+    return fetch_rows

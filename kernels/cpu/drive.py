@@ -66,7 +66,7 @@ def named(*words: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 def run_rows(
     kind: str, src: int, dst: int, scales: int, run: int, rows: int, src_step: int, dst_step: int,
-    ahead: tuple[int, int], scratch: int, first: int, second: int, streaming: bool,
+    ahead: Ahead, scratch: int, first: int, second: int, streaming: bool,
 ) -> NoReturn:  # fmt: skip
     """Do one kind of work on `rows` runs of a box; only ever compiled, from what `rows_of` has for the job.
 
@@ -108,6 +108,7 @@ def compiled(kind: str) -> Callable[..., None]:
     """
     job = kind.split(" ")[0]
     itemsize, linear = src_itemsize(kind), AHEAD_BYTES
+    asks_on = job in ("quantize", "fetch")
 
     def drive(
         columns: Any, src: int, dst: int, scales: int, scratch: int, first: int, second: int,
@@ -146,7 +147,9 @@ def compiled(kind: str) -> Callable[..., None]:
                             last_bytes = box_bytes
                             far, mid, near = rows_ahead(1, box_bytes)
                         ahead = boxes_ahead(columns, SRC_OFFSET, box, far, mid, near)
-            elif job == "quantize":  # its work keeps the machine from reading far enough ahead
+            elif (
+                asks_on
+            ):  # quantising, or writing into the caches, keeps the machine from reading far enough ahead
                 ahead = linear
             for i4 in range(n4):
                 for i3 in range(n3):

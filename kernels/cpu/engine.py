@@ -64,8 +64,7 @@ class NumbaEngine:
         """Copy every run of `src` to its place in `dst`."""
         if streaming is None:
             streaming = runs.total_elems * runs.dst_itemsize >= STREAMING_BYTES
-        shortest_bytes, longest_bytes = runs.run_limits_bytes
-        if runs.outer_dims <= 1 and 64 <= shortest_bytes <= longest_bytes <= SHORT_RUN_BYTES:
+        if _is_short(runs):
             target = address(dst)
             if runs.dst_is_gapless:
                 way = STAGED if (target | runs.dst_divisor_bytes) % 64 else WHOLE_LINES
@@ -91,12 +90,18 @@ class NumbaEngine:
         """Copy every run by itself, past the caches if asked: for rows of a KB and more at regular distances."""
         self.rows_copier(src, dst, runs, streaming)()
 
-    def rows_copier(self, src: Array, dst: Array, runs: RunTable, streaming: bool) -> Callable[[], None]:
+    def rows_copier(
+        self, src: Array, dst: Array, runs: RunTable, streaming: bool, fetching: bool = False
+    ) -> Callable[[], None]:
         """Return `copy_rows` with these arguments; no scratch memory is needed, so any thread may call it."""
         first, second = runs.src_itemsize, _STREAMED_ROW_BYTES
-        return partial(
-            compiled("copy"), runs.columns, address(src), address(dst), 0, 0, first, second, streaming
-        )
+        fetching = fetching and not streaming
+        if fetching and _is_short(runs) and runs.dst_is_gapless:
+            return partial(
+                gather_kernel(), runs.columns, address(src), address(dst), 0, first, THROUGH_CACHES
+            )
+        kernel = compiled("fetch" if fetching else "copy")
+        return partial(kernel, runs.columns, address(src), address(dst), 0, 0, first, second, streaming)
 
     def quantize(
         self,
@@ -173,6 +178,11 @@ class NumbaEngine:
     def unswizzle(self, swizzled: Array, out: Array) -> None:
         """Write a flat array in the 128x4 layout to uint8 [rows, cols]."""
         swizzle_kernel(True)(address(out), address(swizzled), *out.shape, *out.strides)
+
+
+def _is_short(runs: RunTable) -> bool:
+    shortest_bytes, longest_bytes = runs.run_limits_bytes
+    return runs.outer_dims <= 1 and 64 <= shortest_bytes <= longest_bytes <= SHORT_RUN_BYTES
 
 
 @cache

@@ -112,7 +112,7 @@ class Reshard(Stream, Sight):
         self._like = like
         self._forget_sources()
         self._channel: Channel | None = None
-        self._just_made = False
+        self._just_made = self._has_run = False
         self.checksums, self.version = checksums, 0
         view = NodeView.of(comm) if way != _MESSAGES and comm.xp is np else None
         self._staged = SLOTS if view is not None else 2 * SLOTS  # receivers unpack out of the senders' slots
@@ -162,6 +162,9 @@ class Reshard(Stream, Sight):
             self._local = self._local_copiers()
         if self.transform is not None:
             self._guard(self.transform.begin)
+        if self._has_run:
+            self._settle_sources()
+        self._has_run = True
         if self._is_direct:
             self.comm._barrier()  # the sources of all ranks are as they shall be
         self._steps.clear()

@@ -11,6 +11,7 @@ import numpy as np
 from lowshard.box import shape_of
 from lowshard.errors import CommError
 from lowshard.kernels.buffer import address
+from lowshard.reshard.pages import settle
 from lowshard.reshard.plan import Move
 from lowshard.reshard.side import Side
 from lowshard.reshard.view import NodeView
@@ -28,6 +29,8 @@ class Sight(Side):
     _anchor: Array
     _is_direct = False
     """Whether any rank reads others' sources: all ranks then wait until these are as they shall be."""
+    _unsettled: list[Array]
+    """This rank's sources in private memory, until they have been put into huge pages."""
     _seen: dict[int, dict[int, Array]]
     _crossings: dict[int, Crossing]
 
@@ -55,6 +58,10 @@ class Sight(Side):
                 else:
                     left.setdefault(peer, []).append(m)
         self._is_direct = True
+        own = private.get(self.comm.rank, {})
+        self._unsettled = [
+            self._src[n] for n, at in own.items() if at and seen[self.comm.rank].get(n) is None
+        ]
         self._seen = seen  # keeps the mappings
         self._direct = Copier([span for _, span in mapped], self._targets(mapped), self._anchor)
         self._crossings = {}
@@ -68,8 +75,14 @@ class Sight(Side):
 
     def _forget_sources(self) -> None:
         self._is_direct = False
+        self._unsettled = []
         self._seen = {}
         self._crossings = {}
+
+    def _settle_sources(self) -> None:
+        """Put what others read into huge pages: what is moved more than once gains by it."""
+        settle(self._unsettled)
+        self._unsettled = []
 
     def _read(self) -> None:
         """Read everything that was found, and note where memory could not be read."""

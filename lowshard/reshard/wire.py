@@ -223,7 +223,7 @@ class Packer:
             if self._to is None:
                 self._to = run_table(self._spans, self._packed, address(self._anchor), 0)
             streaming = len(bucket) >= STREAMED_BYTES
-            call = self._packs[at] = _copier(self._engine, self._anchor, bucket, self._to, streaming)
+            call = self._packs[at] = _copier(self._engine, self._anchor, bucket, self._to, streaming, True)
         call()
 
     def unpack(self, bucket: Array) -> None:
@@ -239,9 +239,11 @@ class Packer:
         call()
 
 
-def _copier(engine: Engine, src: Array, dst: Array, runs: RunTable, streaming: bool) -> Callable[[], None]:
+def _copier(
+    engine: Engine, src: Array, dst: Array, runs: RunTable, streaming: bool, fetching: bool = False
+) -> Callable[[], None]:
     if isinstance(src, np.ndarray) and runs.run_limits_bytes[0] >= _ROW_BYTES:
-        return cast("HostEngine", engine).rows_copier(src, dst, runs, streaming)
+        return cast("HostEngine", engine).rows_copier(src, dst, runs, streaming, fetching)
     return partial(engine.copy, src, dst, runs, streaming)
 
 

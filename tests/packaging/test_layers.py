@@ -75,6 +75,7 @@ FLOORS: dict[str, str] = {
     "lowshard.reshard.checksum": "4",
     "lowshard.reshard.contract": "4",
     "lowshard.reshard.side": "4",
+    "lowshard.reshard.pages": "4",
     "lowshard.reshard.sight": "4",
     "lowshard.reshard.stream": "4",
     "lowshard.reshard.execute": "4",

@@ -38,6 +38,7 @@ pytest.importorskip("numba", reason="numba is not there to be imported")
 
 from lowshard.kernels.cpu import engine as cpu_engine
 from lowshard.kernels.cpu.gather import SHORT_RUN_BYTES, STAGED, THROUGH_CACHES, WHOLE_LINES
+from lowshard.kernels.runs import lower
 
 FLOATS = {
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
@@ -557,3 +558,33 @@ def test_casts_and_sums_stay_within_their_arrays(elems, streaming):
             room[...] = before
             sum_into(room, memory)
             assert room.tobytes() == total.tobytes()
+
+
+@pytest.mark.parametrize(
+    ("rows", "run", "src_step", "dst_step"),
+    [
+        (1, 1 << 20, 1 << 20, 1 << 20),
+        (1, 70_001, 70_001, 70_001),
+        (40, 1024, 2048, 1024),
+        (40, 1024, 1024, 2048),
+        (33, 1000, 1537, 1000),
+        (7, 20_480, 30_000, 20_480),
+        (7, 20_447, 20_500, 21_000),
+        (3, 4096, -5000, 4096),
+    ],
+)
+@pytest.mark.parametrize("past", [0, 1, 16])
+def test_rows_fetched_into_the_caches_are_right(rows, run, src_step, dst_step, past):
+    low = min(0, (rows - 1) * src_step)
+    source = Fenced((rows - 1) * abs(src_step) + run + past).last(
+        np.asarray(np.resize(BYTES, (rows - 1) * abs(src_step) + run))
+    )
+    target = aligned((rows - 1) * dst_step + run, past)
+    right = target.copy()
+    for row in range(rows):
+        at = row * src_step - low
+        right[row * dst_step : row * dst_step + run] = source[at : at + run]
+    extents, zero = np.array([[rows, run]]), np.zeros(1, np.int64)
+    table = lower(extents, zero - low, zero, np.array([[src_step, 1]]), np.array([[dst_step, 1]]), 1, 1)
+    cpu_engine.NumbaEngine().rows_copier(source, target, table, False, fetching=True)()
+    assert np.array_equal(target, right)
