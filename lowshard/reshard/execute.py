@@ -21,6 +21,7 @@ from lowshard.comm.agreement import agree, share
 from lowshard.comm.protocol import Communicator
 from lowshard.errors import MismatchError
 from lowshard.reshard.channel import SLOTS, Channel, MessageChannel, SlotChannel, set_aside
+from lowshard.reshard.choice import WriteChoice
 from lowshard.reshard.contract import ReshardTransform
 from lowshard.reshard.plan import Move, ReshardPlan
 from lowshard.reshard.sight import Sight
@@ -220,6 +221,10 @@ class Reshard(Stream, Sight):
             self._channel = (
                 SlotChannel(comm, slots, view) if view is not None else MessageChannel(comm, slots)
             )
+        in_memory = isinstance(self._channel, SlotChannel)
+        self._choice = (
+            WriteChoice() if in_memory and not self.checksums else None
+        )  # those read what they sum up
         self._packers = {}
         self._half: dict[int, tuple[list[Array], list[Array]]] = {}
         self._left: dict[int, int] = {}

@@ -14,6 +14,7 @@ from lowshard.errors import VerificationError
 from lowshard.kernels.staging import assign
 from lowshard.reshard.channel import Channel
 from lowshard.reshard.checksum import checksum
+from lowshard.reshard.choice import WriteChoice
 from lowshard.reshard.plan import Move
 from lowshard.reshard.side import Format, Side, bytes_of, slices_of
 from lowshard.reshard.wire import Bucket, Packer, Part, Piece, bands_of, buckets_of, inner_span, span_of
@@ -35,6 +36,8 @@ class Stream(Side):
     _senders: list[int]
     """All ranks that send, and all that receive; ascending, the same on all ranks."""
     _receivers: list[int]
+    _choice: WriteChoice | None
+    """Of how buckets are written, where others read them out of shared memory."""
     _packers: dict[tuple[int, int, int, bool], tuple[Packer, list[list[Piece]]]]
     """Of each bucket, out and in: what is copied as it is, and the pieces that a transform makes or takes."""
     _steps: deque[Callable[[], object]]
@@ -128,11 +131,14 @@ class Stream(Side):
             packer = Packer(spans, [p.offset_bytes for p in plain], self._anchor)
             found = self._packers[key] = packer, _together(prepared)
         packer, rest = found
-        packer.pack(slot)
+        past = self._choice is not None and self._choice.begin()
+        packer.pack(slot, past)
         for pieces in rest:
-            if not self._send_in_place(pieces, slot):
+            if not self._send_in_place(pieces, slot, past):
                 for piece in pieces:
                     self._put(piece, slot)
+        if self._choice is not None:
+            self._choice.end(bucket.size_bytes)
         if self.checksums:
             self._seal(bucket, slot)
 
@@ -187,7 +193,7 @@ class Stream(Side):
 
     # ---- transforms that read and write where things lie
 
-    def _send_in_place(self, pieces: Sequence[Piece], slot: Array) -> bool:
+    def _send_in_place(self, pieces: Sequence[Piece], slot: Array, past_caches: bool) -> bool:
         """Have what travels made in the bucket; False where it is prepared first, for several to get the same."""
         move = pieces[0].move
         forms = self._formats[move.id, True]
@@ -201,6 +207,7 @@ class Stream(Side):
         if self.transform.travels_plain(name, move.dst_box):
             assign(out[0], source[part])
         else:
+            self.transform.past_caches = past_caches
             self.transform.send_rows(name, part, source, out)
         return True
 

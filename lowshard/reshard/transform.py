@@ -133,7 +133,8 @@ class MXFP8ReshardTransform(ReshardTransform):
         if len(out) == 1:
             assign(out[0], part)
             return
-        quantize_mxfp8(_bf16(part), self.elem, self.mode, MXFP8Tensor(out[0], out[1], self.elem))
+        there = MXFP8Tensor(out[0], out[1], self.elem)
+        quantize_mxfp8(_bf16(part), self.elem, self.mode, there, streaming=self.past_caches or None)
         self.quantized_elems += part.size
 
     def recv_rows(self, param_name: str, dst_slice: Slices, came: list[Array]) -> None:

@@ -211,19 +211,19 @@ class Packer:
         self._spans, self._packed, self._streams = spans, packed, streams
         self._to: RunTable | None = None
         self._from: RunTable | None = None
-        self._packs: dict[int, Callable[[], None]] = {}
+        self._packs: dict[tuple[int, bool], Callable[[], None]] = {}
         self._unpacks: dict[int, Callable[[], None]] = {}
 
-    def pack(self, bucket: Array) -> None:
+    def pack(self, bucket: Array, past_caches: bool = False) -> None:
         """Copy out of the arrays into a bucket, one of a few that are used again and again."""
         if not self._spans:
             return
-        call = self._packs.get(at := address(bucket))
+        call = self._packs.get(key := (address(bucket), past_caches))
         if call is None:
             if self._to is None:
                 self._to = run_table(self._spans, self._packed, address(self._anchor), 0)
-            streaming = len(bucket) >= STREAMED_BYTES
-            call = self._packs[at] = _copier(self._engine, self._anchor, bucket, self._to, streaming, True)
+            streaming = past_caches or len(bucket) >= STREAMED_BYTES
+            call = self._packs[key] = _copier(self._engine, self._anchor, bucket, self._to, streaming, True)
         call()
 
     def unpack(self, bucket: Array) -> None:

@@ -56,6 +56,7 @@ FLOORS: dict[str, str] = {
     "lowshard.move": "4",
     "lowshard.pool": "4",
     "lowshard.reshard": "5",
+    "lowshard.reshard.choice": "4",
     "lowshard.reshard.cut": "3",
     "lowshard.reshard.seat": "3",
     "lowshard.reshard.partition": "3",

@@ -1,0 +1,47 @@
+"""How buckets are written: into the caches where that is nearly as fast, past them where it takes far longer."""
+
+from __future__ import annotations
+
+import pytest
+
+from lowshard.reshard import choice
+from lowshard.reshard.choice import WriteChoice
+
+
+class Clock:
+    """A processor whose writes take what the way they go costs."""
+
+    def __init__(self, cached_ns: int, past_ns: int) -> None:
+        self.now, self.costs = 0, {False: cached_ns, True: past_ns}
+
+    def thread_time_ns(self) -> int:
+        return self.now
+
+
+def ways(clock: Clock, made: WriteChoice, count: int, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    monkeypatch.setattr(choice.time, "thread_time_ns", clock.thread_time_ns)
+    found = []
+    for _ in range(count):
+        past = made.begin()
+        clock.now += clock.costs[past]
+        made.end(1000)
+        found.append(past)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("cached_ns", "past_ns", "past"), [(10, 11, False), (100, 70, False), (100, 10, True)]
+)
+def test_past_the_caches_where_writing_takes_far_less(
+    cached_ns: int, past_ns: int, past: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = ways(Clock(cached_ns, past_ns), WriteChoice(), 100, monkeypatch)
+    assert seen[:4] == [False, False, True, True]
+    assert seen[4:] == [past] * 96
+
+
+def test_it_is_found_out_again_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, made = Clock(100, 10), WriteChoice()
+    assert ways(clock, made, 128, monkeypatch)[-1]
+    clock.costs[False] = 9  # the cores share a cache now
+    assert ways(clock, made, 128, monkeypatch)[4:] == [False] * 124
