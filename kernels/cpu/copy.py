@@ -102,6 +102,14 @@ def send_lines(line: int, stage: int, begin: int, end: int, skip_bytes: int) -> 
     return begin
 
 
+@njit(nogil=True)
+def flush_stage(line: int, stage: int, begin: int, end: int, skip_bytes: int) -> None:
+    """Write out all that is left of the stage."""
+    begin = send_lines(line, stage, begin, end, skip_bytes)
+    begin = max(begin, skip_bytes)
+    copy_bytes(line + begin, stage + begin, end - begin)
+
+
 @rows_of("copy")
 def _copy_rows() -> Any:
     def copy_rows(

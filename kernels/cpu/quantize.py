@@ -15,6 +15,7 @@ from typing import Any
 from llvmlite import ir
 
 from lowshard.compiled.deferred import intrinsic, njit, types
+from lowshard.kernels.cpu.copy import LAG_BYTES, STAGE_BYTES, flush_stage, send_lines
 from lowshard.kernels.cpu.drive import Ahead, named, prefetch_line, rows_of
 from lowshard.kernels.cpu.rare import encode_rare
 from lowshard.kernels.cpu.scalar import DTYPE_CODES
@@ -23,6 +24,7 @@ from lowshard.kernels.cpu.vector import (
     CACHE_LINE_BYTES,
     Lanes,
     copy_bytes,
+    copy_line,
     load,
     offset,
     only_if,
@@ -339,7 +341,7 @@ def _rows_fetched(source: str, elem: str) -> Any:
     mantissa_bits, bias, emax, max_code = fmt.mantissa_bits, fmt.bias, fmt.emax, fmt.max_code
     block_bytes = BLOCK_ELEMS * itemsize
     group, tops_at, bytes_at, lanes_at, scratch_bytes = GROUP_BLOCKS, _TOPS, _BYTES, _LANES, _SCRATCH_BYTES
-    piece = _PIECE_BLOCKS
+    piece, stage_at, stage_bytes, lag_bytes = _PIECE_BLOCKS, 2 * _SCRATCH_BYTES, STAGE_BYTES, LAG_BYTES
 
     @njit(nogil=True)
     @named(source, elem)
@@ -356,6 +358,9 @@ def _rows_fetched(source: str, elem: str) -> Any:
         # Where they can be, all groups are whole pieces, each of one row.
         pieces = streaming and blocks % piece == 0 and (dst | dst_step) & 63 == 0
         piece_at, piece_left = src, blocks
+        # Codes that never begin with a line are put together in the first cache, and lines go out from there.
+        staged = streaming and (dst | dst_step) & 31 != 0
+        stage, line, used, sent, skip = scratch + stage_at, 0, 0, 0, 0
         while row < rows or count:
             next_to = dst + row * dst_step + done * 32
             next_byte = scales + ((row * dst_step) >> 5) + done
@@ -401,6 +406,15 @@ def _rows_fetched(source: str, elem: str) -> Any:
                 lanes, own_tops = scratch + side + lanes_at, scratch + side + tops_at
                 i = 0
                 whole_lines = streaming and to & 63 == 0
+                into = to
+                if staged:
+                    if to != line + used:
+                        flush_stage(line, stage, sent, used, skip)
+                        used = sent = 0
+                        skip = to & 63
+                        line, used = to - skip, skip
+                    into = stage + used
+                    used += 32 * count
                 while pieces and i < count:
                     encode_piece(lanes + 64 * i, to + 32 * i, own_tops + 2 * i, piece_at + far, source, elem)
                     i += piece
@@ -411,24 +425,32 @@ def _rows_fetched(source: str, elem: str) -> Any:
                     if whole_lines:
                         encode_blocks(lanes + 64 * i, to + 32 * i, own_tops + 2 * i, elem, 2, 1)
                     else:
-                        encode_blocks(lanes + 64 * i, to + 32 * i, own_tops + 2 * i, elem, 2, 0)
+                        encode_blocks(lanes + 64 * i, into + 32 * i, own_tops + 2 * i, elem, 2, 0)
                     i += 2
                 if i < count:
-                    encode_blocks(lanes + 64 * i, to + 32 * i, own_tops + 2 * i, elem, 1, 0)
+                    encode_blocks(lanes + 64 * i, into + 32 * i, own_tops + 2 * i, elem, 1, 0)
                 if rare:
                     for i in range(count):
                         if (rare >> types.uint32(i)) & types.uint32(1):
                             block = first_block + i
                             encode_rare(
                                 src + (block // blocks) * src_step + (block % blocks) * block_bytes,
-                                to + i * 32, byte + i, round_up, min_scale_byte, itemsize, dtype, mantissa_bits,
+                                into + i * 32, byte + i, round_up, min_scale_byte, itemsize, dtype, mantissa_bits,
                                 bias, emax, max_code,
                             )  # fmt: skip
+                if staged:
+                    sent = send_lines(line, stage, sent, used - lag_bytes, skip)
+                    if used >= stage_bytes:
+                        sent = send_lines(line, stage, sent, used, skip)
+                        copy_line(stage, stage + sent)
+                        line, used, sent, skip = line + sent, used - sent, 0, 0
             if next_count == group:
                 rare = find_scales(tops, next_byte, increment, lowest, zero_byte, source, elem)
             elif next_count:
                 rare = find_scales(tops, made, increment, lowest, zero_byte, source, elem)
                 copy_bytes(next_byte, made, next_count)
             to, byte, first_block, side, count = next_to, next_byte, next_first, next_side, next_count
+        if staged:
+            flush_stage(line, stage, sent, used, skip)
 
     return rows_fetched

@@ -11,6 +11,8 @@ import time
 
 _TRIAL, _EVERY = 4, 128
 """Buckets of a trial, two either way of which the first is not believed; the next trial comes so many buckets on."""
+TRIAL_BYTES = 256 << 10
+"""Smaller buckets say little of writing."""
 _WORTH = 0.6
 """Past the caches where writing takes so much less: reading takes more then."""
 
@@ -19,23 +21,27 @@ class WriteChoice:
     """One rank's choice for the buckets of a stream."""
 
     def __init__(self) -> None:
-        self._count = 0
+        self._count = -1
+        self._believed = 0
         self._cost = [0.0, 0.0]  # ns a byte, into the caches and past them
         self._past = False
         self._began_ns = 0
 
-    def begin(self) -> bool:
-        """Return whether the next bucket goes past the caches, and take the time."""
-        place = self._count % _EVERY
-        past = place >= _TRIAL // 2 if place < _TRIAL else self._past
+    def begin(self, is_ready: bool) -> bool:
+        """Return whether the next bucket goes past the caches, and take the time.
+
+        Args:
+            is_ready: it is large enough, and was written before, so that nothing else is done by the way.
+        """
+        self._count += is_ready
+        place = self._count % _EVERY if is_ready else _TRIAL
+        self._believed = place if place < _TRIAL and place % 2 else 0
         self._began_ns = time.thread_time_ns()  # not what others do on this core meanwhile
-        return past
+        return place >= _TRIAL // 2 if place < _TRIAL else self._past
 
     def end(self, size_bytes: int) -> None:
         """Note that the bucket is written."""
-        place = self._count % _EVERY
-        self._count += 1
-        if place < _TRIAL and place % 2:
+        if self._believed:
             took_ns = time.thread_time_ns() - self._began_ns
-            self._cost[place >= _TRIAL // 2] = took_ns / max(size_bytes, 1)
+            self._cost[self._believed >= _TRIAL // 2] = took_ns / max(size_bytes, 1)
             self._past = self._cost[1] < _WORTH * self._cost[0]

@@ -14,7 +14,7 @@ from lowshard.errors import VerificationError
 from lowshard.kernels.staging import assign
 from lowshard.reshard.channel import Channel
 from lowshard.reshard.checksum import checksum
-from lowshard.reshard.choice import WriteChoice
+from lowshard.reshard.choice import TRIAL_BYTES, WriteChoice
 from lowshard.reshard.plan import Move
 from lowshard.reshard.side import Format, Side, bytes_of, slices_of
 from lowshard.reshard.wire import Bucket, Packer, Part, Piece, bands_of, buckets_of, inner_span, span_of
@@ -124,14 +124,16 @@ class Stream(Side):
 
     def _pack(self, place: tuple[int, int, int], bucket: Bucket, slot: Array) -> None:
         key = (*place, True)
-        found = self._packers.get(key)
+        found = known = self._packers.get(key)
         if found is None or self._quantised:
             plain, prepared = self._sorted(bucket)
             spans = [inner_span(span_of(self._source(p.move), p.move.src_box), p.box) for p in plain]
             packer = Packer(spans, [p.offset_bytes for p in plain], self._anchor)
             found = self._packers[key] = packer, _together(prepared)
         packer, rest = found
-        past = self._choice is not None and self._choice.begin()
+        past = self._choice is not None and self._choice.begin(
+            known is not None and bucket.size_bytes >= TRIAL_BYTES
+        )
         packer.pack(slot, past)
         for pieces in rest:
             if not self._send_in_place(pieces, slot, past):

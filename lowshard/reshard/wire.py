@@ -106,6 +106,7 @@ def bands_of(
         row_bytes = [size // count for size in sizes]
         most = (limit_bytes - ALIGN_BYTES * len(sizes)) // sum(row_bytes)
         if most > 0:
+            most = -(-count // -(-count // most))  # as many rows each, and no small rest
             return [
                 [Part(move, c, ((min(most, count - r)) * n,), 1, r * n) for c, n in enumerate(row_bytes)]
                 for r in range(0, count, most)

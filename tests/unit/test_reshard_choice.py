@@ -22,7 +22,7 @@ def ways(clock: Clock, made: WriteChoice, count: int, monkeypatch: pytest.Monkey
     monkeypatch.setattr(choice.time, "thread_time_ns", clock.thread_time_ns)
     found = []
     for _ in range(count):
-        past = made.begin()
+        past = made.begin(True)
         clock.now += clock.costs[past]
         made.end(1000)
         found.append(past)
@@ -45,3 +45,14 @@ def test_it_is_found_out_again_after_a_while(monkeypatch: pytest.MonkeyPatch) ->
     assert ways(clock, made, 128, monkeypatch)[-1]
     clock.costs[False] = 9  # the cores share a cache now
     assert ways(clock, made, 128, monkeypatch)[4:] == [False] * 124
+
+
+def test_the_first_time_a_bucket_is_written_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, made = Clock(10_000, 10), WriteChoice()
+    monkeypatch.setattr(choice.time, "thread_time_ns", clock.thread_time_ns)
+    for _ in range(20):
+        assert not made.begin(False)
+        clock.now += 10_000
+        made.end(1000)
+    clock.costs[False] = 9
+    assert ways(clock, made, 50, monkeypatch)[4:] == [False] * 46

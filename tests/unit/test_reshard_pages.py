@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +23,9 @@ def huge_bytes() -> int:
 
 def small_pages(size_bytes: int) -> np.ndarray:
     """Return bytes in small pages, from a multiple of a huge page on."""
-    whole = np.zeros(size_bytes + 2 * HUGE, np.uint8)
+    whole = np.frombuffer(
+        mmap.mmap(-1, size_bytes + 2 * HUGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8
+    )
     found = whole[-whole.ctypes.data % HUGE :][:size_bytes]
     advise(found, 15)  # no huge pages while they are first touched
     found[:] = np.arange(size_bytes) % 251
