@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import time
 
-_TRIAL, _EVERY = 4, 128
-"""Buckets of a trial, two either way of which the first is not believed; the next trial comes so many buckets on."""
+_TRIAL, _EVERY = 4, 96
+"""Buckets of a trial of the other way; the next trial comes so many buckets on."""
+_NEW = 0.3
+"""What the latest bucket counts for in the cost of a way: one alone says little."""
 TRIAL_BYTES = 256 << 10
 """Smaller buckets say little of writing."""
 _WORTH = 0.6
@@ -22,26 +24,28 @@ class WriteChoice:
 
     def __init__(self) -> None:
         self._count = -1
-        self._believed = 0
         self._cost = [0.0, 0.0]  # ns a byte, into the caches and past them
-        self._past = False
+        self._past = self._way = self._counts = False
         self._began_ns = 0
 
-    def begin(self, is_ready: bool) -> bool:
+    def begin(self, counts: bool) -> bool:
         """Return whether the next bucket goes past the caches, and take the time.
 
         Args:
-            is_ready: it is large enough, and was written before, so that nothing else is done by the way.
+            counts: it is large enough, and was written before, so that nothing else is done by the way.
         """
-        self._count += is_ready
-        place = self._count % _EVERY if is_ready else _TRIAL
-        self._believed = place if place < _TRIAL and place % 2 else 0
+        self._count += counts
+        self._counts = counts
+        self._way = self._past != (counts and self._count % _EVERY < _TRIAL)
         self._began_ns = time.thread_time_ns()  # not what others do on this core meanwhile
-        return place >= _TRIAL // 2 if place < _TRIAL else self._past
+        return self._way
 
     def end(self, size_bytes: int) -> None:
         """Note that the bucket is written."""
-        if self._believed:
-            took_ns = time.thread_time_ns() - self._began_ns
-            self._cost[self._believed >= _TRIAL // 2] = took_ns / max(size_bytes, 1)
+        if not self._counts:
+            return
+        cost = (time.thread_time_ns() - self._began_ns) / size_bytes
+        known = self._cost[self._way] or cost
+        self._cost[self._way] = known + _NEW * (cost - known)
+        if self._count % _EVERY >= _TRIAL and all(self._cost):
             self._past = self._cost[1] < _WORTH * self._cost[0]
