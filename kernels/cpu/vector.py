@@ -7,6 +7,7 @@ times slower.
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -127,6 +128,16 @@ class Lanes:
     def constant(self, number: int) -> Lanes:
         """Return as many lanes that all hold a constant."""
         return Lanes(self.builder, self._operand(number))
+
+    def pinned(self) -> Lanes:
+        """Return these 128 bits, made where the code says: LLVM moves what it can to where it is used.
+
+        Only a matter of speed, and only done on x86: an empty piece of assembly that may have side effects.
+        """
+        if platform.machine().lower() not in ("x86_64", "amd64"):
+            return self
+        signature = ir.FunctionType(self.value.type, [self.value.type])
+        return Lanes(self.builder, self.builder.asm(signature, "", "=x,0", [self.value], side_effect=True))
 
     def smallest(self) -> Lanes:
         """Return the unsigned minimum of all lanes as one integer."""
@@ -273,6 +284,16 @@ def store_value(typingctx: Any, address: Any, value: Any) -> Any:
         lambda builder, at, bits: builder.store(bits, _pointer(builder, at, bits.type, 0), align=1) and None,
     )
     return result(types.int64, value), codegen
+
+
+@intrinsic
+def lowest_bit(typingctx: Any, mask: Any) -> Any:
+    """Return the number of the lowest bit that is set in a uint32, which is not zero."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+        return builder.zext(builder.cttz(args[0], _I1(1)), _I64)
+
+    return types.int64(types.uint32), codegen
 
 
 @intrinsic

@@ -397,8 +397,12 @@ def test_rows_of_1_to_40_blocks_are_quantised_right_wherever_codes_go(dtype, pre
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize(("rows", "blocks", "gap"), [(1, 80, 0), (27, 3, 16), (12, 7, 640), (190, 9, 640)])
-def test_a_rare_block_is_right_at_every_place_of_a_group(dtype, rows, blocks, gap, streaming):
+@pytest.mark.parametrize(
+    ("rows", "blocks", "gap"),
+    # groups; then whole pieces, pieces and a rest in one run, and in each of many
+    [(1, 80, 0), (27, 3, 16), (12, 7, 640), (190, 9, 640), (40, 32, 640), (1, 540, 0), (6, 140, 640)],
+)
+def test_a_rare_block_is_right_at_every_place_of_a_group_or_piece(dtype, rows, blocks, gap, streaming):
     base = floats(rows, blocks, dtype)
     least = 3
     for index, elem in enumerate(ELEMS):
@@ -518,7 +522,8 @@ def test_pack_and_unpack_stay_within_their_arrays(run, backwards, streaming):
 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize(
-    ("rows", "blocks", "gap"), [(1, 1, 0), (1, 33, 0), (7, 3, 0), (5, 40, 32), (30, 19, 640)]
+    ("rows", "blocks", "gap"),
+    [(1, 1, 0), (1, 33, 0), (7, 3, 0), (5, 40, 32), (30, 19, 640), (36, 16, 640), (2, 530, 0)],
 )
 def test_quantise_and_dequantise_stay_within_their_arrays(dtype, rows, blocks, gap, streaming):
     kind = FLOATS[dtype]

@@ -1,0 +1,202 @@
+"""MXFP8 quantisation of whole pieces of 16 blocks in straight code, four blocks at a time.
+
+A step's codes are made after the next step's maxima, which come out of a tree of minima over vectors: what waits for
+memory and what computes are in the machine's sight at once. Between them only what the elements are subtracted from is
+kept. All that is rare is noted, and done when the piece is: LLVM would make room for it in the code that is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from llvmlite import ir
+
+from lowshard.compiled.deferred import intrinsic, njit, types
+from lowshard.kernels.cpu.drive import Ahead, named
+from lowshard.kernels.cpu.encode import (
+    block_bytes,
+    encode,
+    encode_normals,
+    halves_minimum,
+    make_tops,
+    prefetch_block,
+    scales_of,
+)
+from lowshard.kernels.cpu.rare import encode_rare
+from lowshard.kernels.cpu.scalar import DTYPE_CODES
+from lowshard.kernels.cpu.sources import SOURCES
+from lowshard.kernels.cpu.vector import Lanes, load, lowest_bit, offset, store
+from lowshard.kernels.reference import BLOCK_ELEMS, element_format
+
+PIECE_BLOCKS = 16
+"""Blocks of a piece: each of its instructions is at one block of every piece, see `copy`."""
+
+_STEP = 4
+"""Blocks of a step."""
+
+_WORDS = 8
+"""16-bit words of 128 bits, within which vector instructions interleave."""
+
+# Scratch memory of a piece: a mask of pairs to mend, what each block is subtracted from, bf16 lanes of other sources.
+_TO_MEND_AT, _TOPS_AT, _LANES_AT = 0, 32, 64
+
+
+@intrinsic(prefer_literal=True)
+def encode_piece(
+    typingctx: Any, src: Any, data: Any, scales: Any, scratch: Any, far: Any, mid: Any, near: Any,
+    increment: Any, lowest: Any, zero_byte: Any, source: Any, elem: Any, streaming: Any,
+) -> Any:  # fmt: skip
+    """Quantise a piece but for rare blocks, of which it returns a mask, and pairs with elements to mend.
+
+    Asks for the lines that lie three distances on from `src`. The last three arguments are literals; a streaming
+    store needs a `data` that is a multiple of 64.
+    """
+    dtype, past_caches = source.literal_value, bool(streaming.literal_value)
+    fmt = element_format(elem.literal_value)
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+        at, to, bytes_at, notes = args[:4]
+        ahead = [builder.add(at, distance) for distance in args[4:7]]
+        increment, lowest, zero_byte = (Lanes(builder, value).narrow(16) for value in args[7:10])
+        store(builder, notes, Lanes(builder, ir.Constant(ir.IntType(32), 0)), False, _TO_MEND_AT)
+
+        def look(first: int) -> Lanes:
+            """Return what the elements of a step are subtracted from."""
+            minima = []
+            for block in range(first, first + _STEP):
+                for address in ahead:
+                    prefetch_block(builder, address, block, dtype)
+                place = offset(builder, at, block * block_bytes(dtype))
+                minima.append(halves_minimum(builder, place, _kept(builder, notes, block, dtype), dtype))
+            tops = make_tops(_least(minima), increment, fmt).pinned()
+            store(builder, notes, tops.picked(range(_STEP)), False, _TOPS_AT + 2 * first)
+            return tops
+
+        lanes, tops = _kept(builder, notes, 0, dtype) or at, look(0)
+        for first in range(0, PIECE_BLOCKS, _STEP):
+            following = look(first + _STEP) if first + _STEP < PIECE_BLOCKS else tops
+            for i in range(0, _STEP, 2):
+                pair = range(first + i, first + i + 2)
+                raw = [load(builder, lanes, 16, BLOCK_ELEMS, 2 * BLOCK_ELEMS * block) for block in pair]
+                splats = [tops.picked([lane] * BLOCK_ELEMS) for lane in (i, i + 1)]
+                with encode_normals(raw, splats, to, BLOCK_ELEMS * pair.start, fmt, past_caches):
+                    note = load(builder, notes, 32, 0, _TO_MEND_AT) | (1 << pair.start)
+                    store(builder, notes, note, False, _TO_MEND_AT)
+            tops = following
+        tops = load(builder, notes, 16, PIECE_BLOCKS, _TOPS_AT)
+        made, rare = scales_of(tops, lowest, zero_byte, dtype, fmt)
+        store(builder, bytes_at, made, False)
+        return builder.zext(builder.bitcast(rare.value, ir.IntType(PIECE_BLOCKS)), ir.IntType(32))
+
+    return types.uint32(*(types.int64,) * 7, *(types.int32,) * 3, source, elem, streaming), codegen
+
+
+@intrinsic(prefer_literal=True)
+def to_mend(typingctx: Any, scratch: Any) -> Any:
+    """Return the first blocks of pairs of a piece that was encoded, as a mask: those that `mend_pair` is for."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+        return load(builder, args[0], 32, 0, _TO_MEND_AT).value
+
+    return types.uint32(types.int64), codegen
+
+
+@intrinsic(prefer_literal=True)
+def mend_pair(
+    typingctx: Any, src: Any, data: Any, scratch: Any, first: Any, source: Any, elem: Any, streaming: Any
+) -> Any:
+    """Write the codes of two blocks of a piece again, with those of elements below the smallest normal one."""
+    dtype, past_caches = source.literal_value, bool(streaming.literal_value)
+    fmt = element_format(elem.literal_value)
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+        at, to, notes, first = args[:4]
+        lanes, sizes_bytes = _kept(builder, notes, 0, dtype) or at, (2 * BLOCK_ELEMS, BLOCK_ELEMS, 2)
+        begins = (lanes, to, offset(builder, notes, _TOPS_AT))
+        lanes, to, tops = (
+            builder.add(begin, builder.mul(first, ir.Constant(first.type, size_bytes)))
+            for begin, size_bytes in zip(begins, sizes_bytes, strict=True)
+        )
+        encode(builder, lanes, to, tops, range(2), fmt, past_caches)
+        return context.get_dummy_value()
+
+    return types.void(*(types.int64,) * 4, source, elem, streaming), codegen
+
+
+def _kept(builder: ir.IRBuilder, scratch: ir.Value, block: int, dtype: str) -> ir.Value | None:
+    """Return where the bf16 lanes of a block are kept, None where the source has them."""
+    return None if dtype == "bfloat16" else offset(builder, scratch, _LANES_AT + 2 * BLOCK_ELEMS * block)
+
+
+def _least(minima: Sequence[Lanes]) -> Lanes:
+    """Return the minima of four vectors of 16 lanes, twice."""
+    lanes = list(minima)
+    for words in (1, 2):
+        lanes = [_joined(*two, words) for two in zip(lanes[::2], lanes[1::2], strict=True)]
+    whole = lanes[0]
+    half = whole.picked(range(_WORDS)).minimum(whole.picked(range(_WORDS, 2 * _WORDS)), signed=False)
+    turned = [*range(_STEP, 2 * _STEP), *range(_STEP)]
+    return half.minimum(half.picked(turned), signed=False)
+
+
+def _joined(one: Lanes, other: Lanes, words: int) -> Lanes:
+    """Return the minima of two vectors in one: units of `words` lanes in turn, within each 128 bits."""
+    halves = []
+    for begin in (0, _WORDS // 2):
+        units = range(begin, begin + _WORDS // 2, words)
+        indices = [
+            side + half + unit + word
+            for half in (0, _WORDS)
+            for unit in units
+            for side in (0, 2 * _WORDS)
+            for word in range(words)
+        ]
+        halves.append(one.picked(indices, other))
+    return halves[0].minimum(halves[1], signed=False)
+
+
+def rows_in_pieces(source: str, elem: str) -> Any:
+    """Return the loop over rows of whole pieces that are prefetched."""
+    fmt, itemsize, dtype = element_format(elem), SOURCES[source].itemsize, DTYPE_CODES[source]
+    mantissa_bits, bias, emax, max_code = fmt.mantissa_bits, fmt.bias, fmt.emax, fmt.max_code
+    bytes_each, count = block_bytes(source), PIECE_BLOCKS
+
+    @njit(nogil=True)
+    @named(source, elem)
+    def rows_in_pieces(
+        src: int, dst: int, scales: int, pieces: int, rows: int, src_step: int, dst_step: int,
+        ahead: Ahead, scratch: int, round_up: int, min_scale_byte: int, increment: int,
+        lowest: int, streaming: bool,
+    ) -> None:  # fmt: skip
+        zero_byte = types.int32(min_scale_byte)
+        far, mid, near = ahead
+        for row in range(rows):
+            at, to, byte = src + row * src_step, dst + row * dst_step, scales + ((row * dst_step) >> 5)
+            for _ in range(pieces):
+                if streaming:
+                    rare = encode_piece(
+                        at, to, byte, scratch, far, mid, near, increment, lowest, zero_byte, source, elem, 1
+                    )
+                else:
+                    rare = encode_piece(
+                        at, to, byte, scratch, far, mid, near, increment, lowest, zero_byte, source, elem, 0
+                    )
+                pairs = to_mend(scratch)
+                while pairs:
+                    i = lowest_bit(pairs)
+                    pairs &= pairs - types.uint32(1)
+                    if streaming:
+                        mend_pair(at, to, scratch, i, source, elem, 1)
+                    else:
+                        mend_pair(at, to, scratch, i, source, elem, 0)
+                while rare:
+                    i = lowest_bit(rare)
+                    rare &= rare - types.uint32(1)
+                    encode_rare(
+                        at + i * bytes_each, to + i * 32, byte + i, round_up, min_scale_byte, itemsize, dtype,
+                        mantissa_bits, bias, emax, max_code,
+                    )  # fmt: skip
+                at, to, byte = at + count * bytes_each, to + count * 32, byte + count
+
+    return rows_in_pieces
