@@ -231,6 +231,7 @@ def _rows_in_place(source: str, elem: str) -> Any:
                 rare = find_scales(tops, next_byte, increment, lowest, zero_byte, source, elem)
             elif next_count:
                 rare = find_scales(tops, made, increment, lowest, zero_byte, source, elem)
+                rare &= types.uint32((1 << next_count) - 1)  # of others what is left in the scratch memory
                 copy_bytes(next_byte, made, next_count)
             at, to, byte, side, count = next_at, next_to, next_byte, next_side, next_count
 
@@ -341,6 +342,7 @@ def _rows_fetched(source: str, elem: str) -> Any:
                 rare = find_scales(tops, next_byte, increment, lowest, zero_byte, source, elem)
             elif next_count:
                 rare = find_scales(tops, made, increment, lowest, zero_byte, source, elem)
+                rare &= types.uint32((1 << next_count) - 1)  # of others what is left in the scratch memory
                 copy_bytes(next_byte, made, next_count)
             to, byte, first_block, side, count = next_to, next_byte, next_first, next_side, next_count
         if staged:
