@@ -110,6 +110,31 @@ def sums_of_many_bytes_from_and_into_empty_memory_have_the_bits_of_others(
 
 
 @case
+def parts_of_many_bytes_are_gathered_whole(comm: Communicator, rng: np.random.Generator) -> None:
+    """Large enough for ranks to copy their own part by turns with the others', and past the caches."""
+    on_the_host(comm)
+    if comm.size > 4:
+        raise CannotRun("100 MB a rank are too much for so many")
+    shift = 0 if hasattr(comm, "_small_bytes") else 8
+    for elems in ((1 << 20 >> shift) + 3, (2 << 20 >> shift) + 300_001):
+        parts = [np.arange(rank, rank + elems, dtype=np.float32) for rank in range(comm.size)]
+        expected = np.concatenate(parts)
+        for lent, in_place in ((False, False), (True, False), (False, comm.rank == 0), (True, True)):
+            made = lend if lent else put
+            recv = made(comm, np.zeros(elems * comm.size + 2, np.float32))
+            whole = recv[1:-1]
+            send = whole[elems * comm.rank : elems * (comm.rank + 1)]
+            if in_place:
+                send[...] = parts[comm.rank]
+            else:
+                send = made(comm, parts[comm.rank])
+            comm.all_gather(send, whole)
+            with told(elems=elems, lent=lent, in_place=in_place):
+                assert np.array_equal(whole, expected)
+                assert recv[0] == recv[-1] == 0
+
+
+@case
 def what_has_changed_since_a_call_was_made_counts(comm: Communicator, rng: np.random.Generator) -> None:
     on_the_host(comm)
     for elems in (6 * comm.size, long(comm) * comm.size):

@@ -110,8 +110,8 @@ _WORDS = 64
 _LINE_BYTES = 64
 _ASIDE = 192
 """Where lies what has no place in a line: two int64 for each, taken in turn as the lines are."""
-CHOICE, PLACED = range(2)
-"""What a rank would have all choose next; whether it will put its part into its result first."""
+CHOICE = 0
+"""What a rank would have all choose next."""
 
 SIGNATURE, SEND, SEND_SEGMENT, SEND_OFFSET, RECV, RECV_SEGMENT, RECV_OFFSET = range(7)
 
@@ -135,7 +135,7 @@ def line(ctx: int, rank: int) -> Any:
 
 @inner
 def aside(ctx: int, rank: int, word: int) -> Any:
-    """Return the address of CHOICE or PLACED of a rank, said beside the stamp that is being met."""
+    """Return the address of CHOICE of a rank, said beside the stamp that is being met."""
     return peek(ctx + 8 * CARDS) + rank * CARD_BYTES + _ASIDE + 16 * word + (peek(ctx + 8 * STAMP) & 1) * 8
 
 

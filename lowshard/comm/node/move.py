@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lowshard.comm.node.atomic import copy_bytes, peek, poke
+from lowshard.comm.node.atomic import copy_bytes, fence, peek, poke
 from lowshard.comm.node.choice import (
     ALL_TO_ALL,
     EXCHANGE,
@@ -21,14 +21,12 @@ from lowshard.comm.node.meet import (
     CHOICES,
     ME,
     OK,
-    PLACED,
     RECV,
     SEND,
     SIZE,
     SLOT_BYTES,
     SMALL_BYTES,
     UNEQUAL,
-    aside,
     clock_ns,
     line,
     meet,
@@ -47,13 +45,13 @@ from lowshard.comm.node.pipe import (
     is_handed,
     let_go_of_all,
     offer,
-    say_way,
     takes_pipes,
 )
 from lowshard.comm.node.reach import (
     OWN_STREAM_BYTES,
     PAGE_BYTES,
     copy,
+    copy_past,
     fetch,
     is_private,
     leave,
@@ -62,9 +60,9 @@ from lowshard.comm.node.reach import (
     show,
 )
 
-PLACED_BYTES = 512 << 10
-"""From here on a part is read out of its owner's result, where it was just written: out of a cache and, a result being
-larger than what was sent, of larger pages. It takes a meeting more; parts of OWN_STREAM_BYTES go past the caches."""
+OWN_TURN_BYTES, TURN_BYTES = 4 << 20, 1 << 20
+"""From the one on a rank copies its own part by turns with those of others, so many bytes each: what it reads of its
+own lies in a cache, which ranks may share, when others read it. From OWN_STREAM_BYTES on it goes past the caches."""
 
 
 @inner
@@ -119,11 +117,8 @@ def gather_buffers(
     """
     me, size, choice = peek(ctx + 8 * ME), peek(ctx + 8 * SIZE), 0
     apart = each_bytes if send_bytes > each_bytes else 0
-    own, placing = recv + me * each_bytes, apart == 0 and PLACED_BYTES <= each_bytes < OWN_STREAM_BYTES
     step(ctx)
     say(ctx, SEND, send, send_bytes)
-    if placing:
-        poke(aside(ctx, me, PLACED), 1 if own != send else 0)
     if takes_pipes(ctx, each_bytes) and is_private(ctx):
         kind = GATHER if apart == 0 else ALL_TO_ALL
         choice = row_for(peek(ctx + 8 * CHOICES), kind, each_bytes)
@@ -135,16 +130,6 @@ def gather_buffers(
         return code
     hear_choice(ctx, choice)
     begin_ns = clock_ns(ctx) if choice != 0 else 0
-    if placing and _any_places(ctx):
-        if own != send:
-            copy_bytes(own, send, each_bytes)
-        send = own
-        step(ctx)
-        say(ctx, SEND, send, send_bytes)
-        say_way(ctx, handed)
-        code = meet(ctx, 0)
-        if code != OK:
-            return code
     begin_flows(ctx)
     for i in range(1, size):
         rank = (me + i) % size
@@ -154,20 +139,20 @@ def gather_buffers(
         if is_handed(ctx, rank, each_bytes):
             there = peek(line(ctx, rank) + 8 * SEND) + offset
             begin_into(flow_of(ctx, rank), recv + rank * each_bytes, there, each_bytes)
-    for i in range(size):
-        rank = (me + i) % size  # each begins with another, so that no memory is asked by all at once
-        if rank == me or not is_handed(ctx, rank, each_bytes):
-            fetch(ctx, rank, SEND, offset, recv + rank * each_bytes, each_bytes)
+    turns = apart == 0 and each_bytes >= OWN_TURN_BYTES and send != recv + me * each_bytes
+    turn, past = TURN_BYTES if turns else max(1, each_bytes), turns and each_bytes >= OWN_STREAM_BYTES
+    for begin in range(0, each_bytes, turn):
+        n = min(turn, each_bytes - begin)
+        for i in range(size):
+            rank = (me + i) % size  # each begins with another, so that no memory is asked by all at once
+            into = recv + rank * each_bytes + begin
+            if rank == me and past:
+                copy_past(into, send + begin, n)
+            elif rank == me or not is_handed(ctx, rank, each_bytes):
+                fetch(ctx, rank, SEND, offset + begin, into, n)
+    if past:
+        fence()  # what went past the caches is there before anybody is told
     return _finish(ctx, handed, choice, begin_ns, each_bytes)
-
-
-@inner
-def _any_places(ctx: int) -> Any:
-    """Say whether a rank puts its part into its result before others read it there: the same on all ranks."""
-    for rank in range(peek(ctx + 8 * SIZE)):  # noqa: SIM110  Numba compiles no generator in any()
-        if peek(aside(ctx, rank, PLACED)) != 0:
-            return True
-    return False
 
 
 @inner
