@@ -115,7 +115,8 @@ class Keeper:
         launcher_lives = self._watch(pid, ready_fd, told)
         status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         if status and launcher_lives and not has_failure(self._folder, self._rank):
-            self._report(_record_of_end(self._rank, status, any(number in _ENDING for number in told)))
+            job_over = any(number in _ENDING for number in told)
+            self._report(_record_of_end(self._rank, status, job_over, self._killed_it))
         if launcher_lives:
             self._pass_failure_on()
             self._send(ended=status)
@@ -145,7 +146,7 @@ class Keeper:
         if self._uplink is not None:
             watched.register(self._uplink.fileno(), select.POLLIN)
         self._send(rank_pid=pid)
-        self._passed_on = False
+        self._passed_on = self._killed_it = False
         stopped_at_s: float | None = None
         turn_s = time.monotonic()
         while True:
@@ -172,6 +173,7 @@ class Keeper:
             stopped_at_s = _stopped_since(pid, stopped_at_s)
             if stopped_at_s is not None and any(number in _ENDING for number in told):
                 os.kill(pid, signal.SIGKILL)  # it was told too, and cannot hear
+                self._killed_it = True
             if stopped_at_s is not None and time.time() - stopped_at_s > self._limit_s:
                 self._report(stopped_record(self._rank, stopped_at_s, time.time()))
             self._pass_failure_on()
@@ -207,15 +209,15 @@ class Keeper:
             self._uplink.flush()
 
 
-def _record_of_end(rank: int, status: int, job_over: bool) -> FailureRecord:
-    """Returns the record of a rank that ended with a status, negative for a signal."""
+def _record_of_end(rank: int, status: int, job_over: bool, by_keeper: bool) -> FailureRecord:
+    """Returns the record of a rank that ended with a status, negative for a signal, perhaps its keeper's."""
     if status > 0:
         message = f"ended with exit code {status}"
         return FailureRecord(rank, time.time(), "exit", status, message, consequence=job_over)
     name = signal.Signals(-status).name if -status in set(signal.Signals) else "?"
     message = f"killed by signal {-status} ({name})"
     # mpiexec's SIGKILL goes to the keeper too: a keeper that sees its rank killed, sees it killed alone.
-    swept = job_over and -status in _ENDING
+    swept = by_keeper or (job_over and -status in _ENDING)
     return FailureRecord(
         rank, time.time(), "signal", PeerFailed.exit_code, message, signal=-status, consequence=swept
     )

@@ -205,6 +205,24 @@ def test_a_stopped_rank_is_told_of_at_once_and_reported_after_the_limit(link: Li
     assert started.returncode == -signal.SIGKILL
 
 
+def test_a_stopped_rank_that_is_killed_with_its_job_is_no_cause_of_the_end(
+    link: Link, tmp_path: Path
+) -> None:
+    started = start(link, tmp_path, "--exec", "sleep", "60", beat_s=60.0)
+    wait_for(lambda: link._state.peers and link._state.peers[1].rank_pid)
+    pid = link._state.peers[1].rank_pid
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    wait_for(lambda: link.suspects(time.time()))
+    complained_s = time.time()
+    started.terminate()  # since others have ended, sooner than the limit
+    started.communicate(timeout=LIMIT_S)
+    wait_for(link.failures)
+    (record,) = link.failures()
+    assert (record.kind, record.signal, record.consequence) == ("signal", signal.SIGKILL, True)
+    assert [found.kind for found in link.suspects(complained_s)] == ["stopped"]
+
+
 def test_a_job_that_is_suspended_as_a_whole_goes_on_as_if_nothing_had_been(
     link: Link, tmp_path: Path
 ) -> None:
