@@ -8,8 +8,9 @@ from llvmlite import ir
 
 from lowshard.compiled.deferred import intrinsic, types
 from lowshard.kernels.cpu.drive import prefetch_run, rows_of
+from lowshard.kernels.cpu.memory import load, store
 from lowshard.kernels.cpu.scalar import DTYPE_CODES, fp32_bits, store_rounded
-from lowshard.kernels.cpu.vector import Lanes, fp16_subnormals, load, store
+from lowshard.kernels.cpu.vector import Lanes, fp16_subnormals
 
 STEP_ELEMS = 32
 _ITEMSIZES = {"bfloat16": 2, "float16": 2, "float32": 4}

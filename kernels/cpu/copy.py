@@ -6,7 +6,7 @@ from typing import Any
 
 from lowshard.compiled.deferred import njit
 from lowshard.kernels.cpu.drive import Ahead, named, prefetch_line, prefetch_run, rows_of
-from lowshard.kernels.cpu.vector import (
+from lowshard.kernels.cpu.memory import (
     copy_bytes,
     load_u8,
     load_u16,

@@ -9,17 +9,8 @@ from llvmlite import ir
 from lowshard.compiled.deferred import intrinsic, types
 from lowshard.kernels.cpu.copy import stream_copy
 from lowshard.kernels.cpu.drive import prefetch_line, rows_of
-from lowshard.kernels.cpu.vector import (
-    Lanes,
-    fp16_subnormals,
-    load,
-    load_u8,
-    load_u16,
-    load_u32,
-    only_if,
-    store,
-    store_value,
-)
+from lowshard.kernels.cpu.memory import align_spills, load, load_u8, load_u16, load_u32, store, store_value
+from lowshard.kernels.cpu.vector import Lanes, fp16_subnormals, only_if
 from lowshard.kernels.reference import BLOCK_ELEMS, ElementFormat, element_format
 
 # Blocks put together before they are streamed to an address amid a cache line.
@@ -107,6 +98,7 @@ def _dequantize_rows(dtype: str, elem: str) -> Any:
         kind: Any, src: Any, dst: Any, scales: Any, run: Any, rows: Any, src_step: Any, dst_step: Any,
         ahead: Any, scratch: Any, first: Any, second: Any, streaming: Any,
     ) -> None:  # fmt: skip
+        align_spills()
         blocks = run // 32
         for row in range(rows):
             data, values, bytes_ = (

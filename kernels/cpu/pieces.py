@@ -1,8 +1,8 @@
 """MXFP8 quantisation of whole pieces of 16 blocks in straight code, four blocks at a time.
 
 A step's codes are made after the next step's maxima, which come out of a tree of minima over vectors: what waits for
-memory and what computes are in the machine's sight at once. Between them only what the elements are subtracted from is
-kept. All that is rare is noted, and done when the piece is: LLVM would make room for it in the code that is not.
+memory and what computes are in the machine's sight at once. Between them only the origins of blocks are kept. All that
+is rare is noted, and done when the piece is: LLVM would make room for it in the code that is not.
 """
 
 from __future__ import annotations
@@ -13,20 +13,24 @@ from typing import Any
 from llvmlite import ir
 
 from lowshard.compiled.deferred import intrinsic, njit, types
+from lowshard.kernels.cpu.codes import has_tables
 from lowshard.kernels.cpu.drive import Ahead, named
 from lowshard.kernels.cpu.encode import (
     block_bytes,
+    block_lanes,
     encode,
     encode_normals,
     halves_minimum,
-    make_tops,
+    make_origins,
+    minimum_of_halves,
     prefetch_block,
     scales_of,
 )
+from lowshard.kernels.cpu.memory import align_spills, load, offset, store
 from lowshard.kernels.cpu.rare import encode_rare
 from lowshard.kernels.cpu.scalar import DTYPE_CODES
 from lowshard.kernels.cpu.sources import SOURCES
-from lowshard.kernels.cpu.vector import Lanes, load, lowest_bit, offset, store
+from lowshard.kernels.cpu.vector import Lanes, lowest_bit
 from lowshard.kernels.reference import BLOCK_ELEMS, element_format
 
 PIECE_BLOCKS = 16
@@ -38,8 +42,8 @@ _STEP = 4
 _WORDS = 8
 """16-bit words of 128 bits, within which vector instructions interleave."""
 
-# Scratch memory of a piece: a mask of pairs to mend, what each block is subtracted from, bf16 lanes of other sources.
-_TO_MEND_AT, _TOPS_AT, _LANES_AT = 0, 32, 64
+# Scratch memory of a piece: a mask of pairs to mend, where each block's fields begin, bf16 lanes of other sources.
+_TO_MEND_AT, _ORIGINS_AT, _LANES_AT = 0, 32, 64
 
 
 @intrinsic(prefer_literal=True)
@@ -61,31 +65,45 @@ def encode_piece(
         increment, lowest, zero_byte = (Lanes(builder, value).narrow(16) for value in args[7:10])
         store(builder, notes, Lanes(builder, ir.Constant(ir.IntType(32), 0)), False, _TO_MEND_AT)
 
-        def look(first: int) -> Lanes:
-            """Return what the elements of a step are subtracted from."""
-            minima = []
+        def look(first: int) -> tuple[Lanes, list[Lanes]]:
+            """Return the origins of a step's blocks and, where there are registers for them, their lanes."""
+            minima, raw = [], []
             for block in range(first, first + _STEP):
                 for address in ahead:
                     prefetch_block(builder, address, block, dtype)
                 place = offset(builder, at, block * block_bytes(dtype))
-                minima.append(halves_minimum(builder, place, _kept(builder, notes, block, dtype), dtype))
-            tops = make_tops(_least(minima), increment, fmt).pinned()
-            store(builder, notes, tops.picked(range(_STEP)), False, _TOPS_AT + 2 * first)
-            return tops
+                kept = _kept(builder, notes, block, dtype)
+                if has_tables():
+                    raw.append(block_lanes(builder, place, kept, dtype))
+                    minima.append(minimum_of_halves(raw[-1]))
+                else:
+                    minima.append(halves_minimum(builder, place, kept, dtype))
+            origins = make_origins(_least(minima), increment, fmt).pinned()
+            store(builder, notes, origins.picked(range(_STEP)), False, _ORIGINS_AT + 2 * first)
+            return origins, raw
 
-        lanes, tops = _kept(builder, notes, 0, dtype) or at, look(0)
+        lanes, (origins, raw) = _kept(builder, notes, 0, dtype) or at, look(0)
+        parts = [origins]
         for first in range(0, PIECE_BLOCKS, _STEP):
-            following = look(first + _STEP) if first + _STEP < PIECE_BLOCKS else tops
+            following = look(first + _STEP) if first + _STEP < PIECE_BLOCKS else (origins, raw)
             for i in range(0, _STEP, 2):
                 pair = range(first + i, first + i + 2)
-                raw = [load(builder, lanes, 16, BLOCK_ELEMS, 2 * BLOCK_ELEMS * block) for block in pair]
-                splats = [tops.picked([lane] * BLOCK_ELEMS) for lane in (i, i + 1)]
-                with encode_normals(raw, splats, to, BLOCK_ELEMS * pair.start, fmt, past_caches):
+                two = raw[i : i + 2] or [
+                    load(builder, lanes, 16, BLOCK_ELEMS, 2 * BLOCK_ELEMS * block) for block in pair
+                ]
+                with encode_normals(two, origins, i, to, BLOCK_ELEMS * pair.start, fmt, past_caches):
                     note = load(builder, notes, 32, 0, _TO_MEND_AT) | (1 << pair.start)
                     store(builder, notes, note, False, _TO_MEND_AT)
-            tops = following
-        tops = load(builder, notes, 16, PIECE_BLOCKS, _TOPS_AT)
-        made, rare = scales_of(tops, lowest, zero_byte, dtype, fmt)
+            origins, raw = following
+            parts.append(origins)
+        # Not loaded from where they were stored: that would wait for all stores of codes.
+        halves = [
+            one.picked([*range(_STEP), *range(_WORDS, _WORDS + _STEP)], other)
+            for one, other in (parts[:2], parts[2:4])
+        ]
+        made, rare = scales_of(
+            halves[0].picked(range(PIECE_BLOCKS), halves[1]), lowest, zero_byte, dtype, fmt
+        )
         store(builder, bytes_at, made, False)
         return builder.zext(builder.bitcast(rare.value, ir.IntType(PIECE_BLOCKS)), ir.IntType(32))
 
@@ -113,12 +131,12 @@ def mend_pair(
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
         at, to, notes, first = args[:4]
         lanes, sizes_bytes = _kept(builder, notes, 0, dtype) or at, (2 * BLOCK_ELEMS, BLOCK_ELEMS, 2)
-        begins = (lanes, to, offset(builder, notes, _TOPS_AT))
-        lanes, to, tops = (
+        begins = (lanes, to, offset(builder, notes, _ORIGINS_AT))
+        lanes, to, origins = (
             builder.add(begin, builder.mul(first, ir.Constant(first.type, size_bytes)))
             for begin, size_bytes in zip(begins, sizes_bytes, strict=True)
         )
-        encode(builder, lanes, to, tops, range(2), fmt, past_caches)
+        encode(builder, lanes, to, origins, range(2), fmt, past_caches)
         return context.get_dummy_value()
 
     return types.void(*(types.int64,) * 4, source, elem, streaming), codegen
@@ -169,11 +187,15 @@ def rows_in_pieces(source: str, elem: str) -> Any:
         ahead: Ahead, scratch: int, round_up: int, min_scale_byte: int, increment: int,
         lowest: int, streaming: bool,
     ) -> None:  # fmt: skip
+        align_spills()
         zero_byte = types.int32(min_scale_byte)
         far, mid, near = ahead
-        for row in range(rows):
-            at, to, byte = src + row * src_step, dst + row * dst_step, scales + ((row * dst_step) >> 5)
-            for _ in range(pieces):
+        src_gap, dst_gap = src_step - pieces * count * bytes_each, dst_step - pieces * count * 32
+        at, to, byte, left, rest = src, dst, scales, pieces, rows * pieces
+        while rest:
+            rare = pairs = types.uint32(0)
+            # No calls in this loop: they would have it fetch its constants anew for each piece.
+            while True:
                 if streaming:
                     rare = encode_piece(
                         at, to, byte, scratch, far, mid, near, increment, lowest, zero_byte, source, elem, 1
@@ -183,20 +205,31 @@ def rows_in_pieces(source: str, elem: str) -> Any:
                         at, to, byte, scratch, far, mid, near, increment, lowest, zero_byte, source, elem, 0
                     )
                 pairs = to_mend(scratch)
-                while pairs:
-                    i = lowest_bit(pairs)
-                    pairs &= pairs - types.uint32(1)
-                    if streaming:
-                        mend_pair(at, to, scratch, i, source, elem, 1)
-                    else:
-                        mend_pair(at, to, scratch, i, source, elem, 0)
-                while rare:
-                    i = lowest_bit(rare)
-                    rare &= rare - types.uint32(1)
-                    encode_rare(
-                        at + i * bytes_each, to + i * 32, byte + i, round_up, min_scale_byte, itemsize, dtype,
-                        mantissa_bits, bias, emax, max_code,
-                    )  # fmt: skip
                 at, to, byte = at + count * bytes_each, to + count * 32, byte + count
+                left -= 1
+                if left == 0:
+                    at, to, byte, left = at + src_gap, to + dst_gap, byte + (dst_gap >> 5), pieces
+                rest -= 1
+                if rare | pairs or rest == 0:
+                    break
+            if rare | pairs == 0:
+                break
+            x, codes, own = at - count * bytes_each, to - count * 32, byte - count
+            if left == pieces:
+                x, codes, own = x - src_gap, codes - dst_gap, own - (dst_gap >> 5)
+            while pairs:
+                i = lowest_bit(pairs)
+                pairs &= pairs - types.uint32(1)
+                if streaming:
+                    mend_pair(x, codes, scratch, i, source, elem, 1)
+                else:
+                    mend_pair(x, codes, scratch, i, source, elem, 0)
+            while rare:
+                i = lowest_bit(rare)
+                rare &= rare - types.uint32(1)
+                encode_rare(
+                    x + i * bytes_each, codes + i * 32, own + i, round_up, min_scale_byte, itemsize, dtype,
+                    mantissa_bits, bias, emax, max_code,
+                )  # fmt: skip
 
     return rows_in_pieces

@@ -1,7 +1,7 @@
 """MXFP8 quantisation of rows: whole pieces as `pieces` does them, others some blocks at a time in three steps.
 
 1. The maximum of each block goes to scratch memory (and its elements as bf16 lanes, if they are of another dtype).
-2. All maxima at once give the scale bytes, what to subtract from each block, and which blocks are rare.
+2. All maxima at once give the scale bytes, where its elements' fields are counted from, and which blocks are rare.
 3. Each block is shifted, rounded and narrowed to codes; its elements come from the first cache now.
 """
 
@@ -20,15 +20,16 @@ from lowshard.kernels.cpu.encode import (
     encode,
     halves_minimum,
     highest_scale,
-    make_tops,
+    make_origins,
     prefetch_block,
     scales_of,
 )
+from lowshard.kernels.cpu.memory import align_spills, copy_bytes, copy_line, load, offset, store
 from lowshard.kernels.cpu.pieces import PIECE_BLOCKS, rows_in_pieces
 from lowshard.kernels.cpu.rare import encode_rare
 from lowshard.kernels.cpu.scalar import DTYPE_CODES
 from lowshard.kernels.cpu.sources import SOURCES
-from lowshard.kernels.cpu.vector import Lanes, copy_bytes, copy_line, load, lowest_bit, offset, store
+from lowshard.kernels.cpu.vector import Lanes, lowest_bit
 from lowshard.kernels.reference import BLOCK_ELEMS, element_format
 
 GROUP_BLOCKS = 32
@@ -37,8 +38,9 @@ GROUP_BLOCKS = 32
 # Rows that are not whole pieces are cut into pieces and a rest from so many pieces on.
 _MANY_PIECES = 8
 
-# Scratch memory of a group: what each block is subtracted from, the scale bytes, the elements as bf16.
-_TOPS, _BYTES, _LANES, _SCRATCH_BYTES = 0, 2 * GROUP_BLOCKS, 128, 128 + 2 * BLOCK_ELEMS * GROUP_BLOCKS
+# Scratch memory of a group: origins of blocks (first the complements of maxima), scale bytes, elements as bf16.
+_SCRATCH_BYTES = 128 + 2 * BLOCK_ELEMS * GROUP_BLOCKS
+_LAYOUT = (GROUP_BLOCKS, 0, 2 * GROUP_BLOCKS, 128, _SCRATCH_BYTES)
 
 
 @intrinsic(prefer_literal=True)
@@ -86,16 +88,23 @@ def _find_maximum(
 
 @intrinsic(prefer_literal=True)
 def find_scales(
-    typingctx: Any, tops: Any, bytes_: Any, round_up: Any, lowest: Any, zero_byte: Any, source: Any, elem: Any
+    typingctx: Any,
+    minima: Any,
+    bytes_: Any,
+    round_up: Any,
+    lowest: Any,
+    zero_byte: Any,
+    source: Any,
+    elem: Any,
 ) -> Any:
-    """Turn the complements of the maxima of a group into scale bytes and tops, and return a mask of rare blocks."""
+    """Write scale bytes, and origins over the complements of maxima of a group; return a mask of rare blocks."""
     fmt = element_format(elem.literal_value)
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
         increment, lowest, zero_byte = (Lanes(builder, value).narrow(16) for value in args[2:5])
-        tops = make_tops(load(builder, args[0], 16, GROUP_BLOCKS), increment, fmt)
-        made, rare = scales_of(tops, lowest, zero_byte, source.literal_value, fmt)
-        store(builder, args[0], tops, False)
+        origins = make_origins(load(builder, args[0], 16, GROUP_BLOCKS), increment, fmt)
+        made, rare = scales_of(origins, lowest, zero_byte, source.literal_value, fmt)
+        store(builder, args[0], origins, False)
         store(builder, args[1], made, False)
         return builder.bitcast(rare.value, ir.IntType(GROUP_BLOCKS))
 
@@ -104,17 +113,17 @@ def find_scales(
 
 @intrinsic(prefer_literal=True)
 def encode_blocks(
-    typingctx: Any, lanes: Any, data: Any, tops: Any, elem: Any, blocks: Any, streaming: Any
+    typingctx: Any, lanes: Any, data: Any, origins: Any, elem: Any, blocks: Any, streaming: Any
 ) -> Any:
-    """Write the codes of one or two blocks from their bf16 lanes and their tops.
+    """Write the codes of one or two blocks from their bf16 lanes and their origins.
 
     The last three arguments are literals; a streaming store needs two blocks and a `data` that is a multiple of 64.
     """
     fmt, count = element_format(elem.literal_value), blocks.literal_value
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
-        at, to, tops_at = args[:3]
-        encode(builder, at, to, tops_at, range(count), fmt, bool(streaming.literal_value))
+        at, to, origins_at = args[:3]
+        encode(builder, at, to, origins_at, range(count), fmt, bool(streaming.literal_value))
         return context.get_dummy_value()
 
     return types.void(*(types.int64,) * 3, elem, blocks, streaming), codegen
@@ -176,7 +185,7 @@ def _rows_in_place(source: str, elem: str) -> Any:
     fmt, itemsize, dtype = element_format(elem), SOURCES[source].itemsize, DTYPE_CODES[source]
     mantissa_bits, bias, emax, max_code = fmt.mantissa_bits, fmt.bias, fmt.emax, fmt.max_code
     bytes_each, stays, keep = block_bytes(source), source == "bfloat16", int(source != "bfloat16")
-    group, tops_at, bytes_at, lanes_at, scratch_bytes = GROUP_BLOCKS, _TOPS, _BYTES, _LANES, _SCRATCH_BYTES
+    group, origins_at, bytes_at, lanes_at, scratch_bytes = _LAYOUT
 
     @njit(nogil=True)
     @named(source, elem)
@@ -184,6 +193,7 @@ def _rows_in_place(source: str, elem: str) -> Any:
         src: int, dst: int, scales: int, run: int, rows: int, src_step: int, dst_step: int, scratch: int,
         round_up: int, min_scale_byte: int, increment: int, lowest: int, streaming: bool,
     ) -> None:  # fmt: skip
+        align_spills()
         zero_byte = types.int32(min_scale_byte)
         blocks = run // 32
         # Two groups are under way: while one is encoded, the maxima of the next are on their way to memory.
@@ -194,7 +204,7 @@ def _rows_in_place(source: str, elem: str) -> Any:
             next_to = dst + row * dst_step + done * 32
             next_byte = scales + ((row * dst_step) >> 5) + done
             next_side = scratch_bytes - side
-            tops, made = scratch + next_side + tops_at, scratch + next_side + bytes_at
+            origins, made = scratch + next_side + origins_at, scratch + next_side + bytes_at
             next_count = 0
             if row < rows:
                 next_count = min(group, blocks - done)
@@ -202,24 +212,24 @@ def _rows_in_place(source: str, elem: str) -> Any:
                     next_count = 1  # the rest of the row begins with a whole line
                 for i in range(next_count):
                     kept = scratch + next_side + lanes_at + 64 * i
-                    find_maximum(next_at + i * bytes_each, tops + 2 * i, kept, source, keep)
+                    find_maximum(next_at + i * bytes_each, origins + 2 * i, kept, source, keep)
                 done += next_count
                 if done == blocks:
                     row, done = row + 1, 0
             if count:
                 lanes = at if stays else scratch + side + lanes_at
-                own_tops = scratch + side + tops_at
+                own_origins = scratch + side + origins_at
                 i = 0
                 if streaming and to & 63 == 0:
                     while i + 2 <= count:
-                        encode_blocks(lanes + 64 * i, to + 32 * i, own_tops + 2 * i, elem, 2, 1)
+                        encode_blocks(lanes + 64 * i, to + 32 * i, own_origins + 2 * i, elem, 2, 1)
                         i += 2
                 else:
                     while i + 2 <= count:
-                        encode_blocks(lanes + 64 * i, to + 32 * i, own_tops + 2 * i, elem, 2, 0)
+                        encode_blocks(lanes + 64 * i, to + 32 * i, own_origins + 2 * i, elem, 2, 0)
                         i += 2
                 if i < count:
-                    encode_blocks(lanes + 64 * i, to + 32 * i, own_tops + 2 * i, elem, 1, 0)
+                    encode_blocks(lanes + 64 * i, to + 32 * i, own_origins + 2 * i, elem, 1, 0)
                 while rare:
                     i = lowest_bit(rare)
                     rare &= rare - types.uint32(1)
@@ -228,9 +238,9 @@ def _rows_in_place(source: str, elem: str) -> Any:
                         mantissa_bits, bias, emax, max_code,
                     )  # fmt: skip
             if next_count == group:
-                rare = find_scales(tops, next_byte, increment, lowest, zero_byte, source, elem)
+                rare = find_scales(origins, next_byte, increment, lowest, zero_byte, source, elem)
             elif next_count:
-                rare = find_scales(tops, made, increment, lowest, zero_byte, source, elem)
+                rare = find_scales(origins, made, increment, lowest, zero_byte, source, elem)
                 rare &= types.uint32((1 << next_count) - 1)  # of others what is left in the scratch memory
                 copy_bytes(next_byte, made, next_count)
             at, to, byte, side, count = next_at, next_to, next_byte, next_side, next_count
@@ -247,7 +257,7 @@ def _rows_fetched(source: str, elem: str) -> Any:
     fmt, itemsize, dtype = element_format(elem), SOURCES[source].itemsize, DTYPE_CODES[source]
     mantissa_bits, bias, emax, max_code = fmt.mantissa_bits, fmt.bias, fmt.emax, fmt.max_code
     bytes_each = block_bytes(source)
-    group, tops_at, bytes_at, lanes_at, scratch_bytes = GROUP_BLOCKS, _TOPS, _BYTES, _LANES, _SCRATCH_BYTES
+    group, origins_at, bytes_at, lanes_at, scratch_bytes = _LAYOUT
     stage_at, stage_bytes, lag_bytes = 2 * _SCRATCH_BYTES, STAGE_BYTES, LAG_BYTES
 
     @njit(nogil=True)
@@ -257,6 +267,7 @@ def _rows_fetched(source: str, elem: str) -> Any:
         ahead: Ahead, scratch: int, round_up: int, min_scale_byte: int, increment: int,
         lowest: int, streaming: bool,
     ) -> None:  # fmt: skip
+        align_spills()
         zero_byte = types.int32(min_scale_byte)
         blocks = run // 32
         row, done, count, side, rare = 0, 0, 0, 0, types.uint32(0)
@@ -270,7 +281,7 @@ def _rows_fetched(source: str, elem: str) -> Any:
             next_byte = scales + ((row * dst_step) >> 5) + done
             next_first = row * blocks + done
             next_side = scratch_bytes - side
-            tops, made = scratch + next_side + tops_at, scratch + next_side + bytes_at
+            origins, made = scratch + next_side + origins_at, scratch + next_side + bytes_at
             kept = scratch + next_side + lanes_at
             next_count = 0
             while row < rows and next_count < group:
@@ -279,7 +290,7 @@ def _rows_fetched(source: str, elem: str) -> Any:
                 if alone:
                     take = 1  # the rest begins with a whole line
                 x = src + row * src_step + done * bytes_each
-                minima, lanes, left = tops + 2 * next_count, kept + 64 * next_count, take
+                minima, lanes, left = origins + 2 * next_count, kept + 64 * next_count, take
                 # Each instruction is at one block of every row: see `stream_ahead`.
                 while left >= 16:
                     fetch_blocks(x, minima, lanes, near, mid, far, source, 16)
@@ -304,7 +315,7 @@ def _rows_fetched(source: str, elem: str) -> Any:
                 if dst_step != run or alone:
                     break
             if count:
-                lanes, own_tops = scratch + side + lanes_at, scratch + side + tops_at
+                lanes, own_origins = scratch + side + lanes_at, scratch + side + origins_at
                 i = 0
                 whole_lines = streaming and to & 63 == 0
                 into = to
@@ -318,12 +329,12 @@ def _rows_fetched(source: str, elem: str) -> Any:
                     used += 32 * count
                 while i + 2 <= count:
                     if whole_lines:
-                        encode_blocks(lanes + 64 * i, to + 32 * i, own_tops + 2 * i, elem, 2, 1)
+                        encode_blocks(lanes + 64 * i, to + 32 * i, own_origins + 2 * i, elem, 2, 1)
                     else:
-                        encode_blocks(lanes + 64 * i, into + 32 * i, own_tops + 2 * i, elem, 2, 0)
+                        encode_blocks(lanes + 64 * i, into + 32 * i, own_origins + 2 * i, elem, 2, 0)
                     i += 2
                 if i < count:
-                    encode_blocks(lanes + 64 * i, into + 32 * i, own_tops + 2 * i, elem, 1, 0)
+                    encode_blocks(lanes + 64 * i, into + 32 * i, own_origins + 2 * i, elem, 1, 0)
                 while rare:
                     i = lowest_bit(rare)
                     rare &= rare - types.uint32(1)
@@ -339,9 +350,9 @@ def _rows_fetched(source: str, elem: str) -> Any:
                         copy_line(stage, stage + sent)
                         line, used, sent, skip = line + sent, used - sent, 0, 0
             if next_count == group:
-                rare = find_scales(tops, next_byte, increment, lowest, zero_byte, source, elem)
+                rare = find_scales(origins, next_byte, increment, lowest, zero_byte, source, elem)
             elif next_count:
-                rare = find_scales(tops, made, increment, lowest, zero_byte, source, elem)
+                rare = find_scales(origins, made, increment, lowest, zero_byte, source, elem)
                 rare &= types.uint32((1 << next_count) - 1)  # of others what is left in the scratch memory
                 copy_bytes(next_byte, made, next_count)
             to, byte, first_block, side, count = next_to, next_byte, next_first, next_side, next_count

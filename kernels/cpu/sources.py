@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from llvmlite import ir
 
-from lowshard.kernels.cpu.vector import Lanes, load, only_if
+from lowshard.kernels.cpu.memory import load
+from lowshard.kernels.cpu.vector import Lanes, only_if
 from lowshard.kernels.reference import BLOCK_ELEMS
 
 SIGN, MAGNITUDE, ONE_FIELD = 0x8000, 0x7FFF, 0x0080

@@ -9,8 +9,8 @@ from typing import Any
 from lowshard.compiled import INT, Signature, load_compiled
 from lowshard.kernels.cpu.convert import STEP_ELEMS, add_step, round_step
 from lowshard.kernels.cpu.drive import source_digest
+from lowshard.kernels.cpu.memory import copy_bytes
 from lowshard.kernels.cpu.scalar import BFLOAT16, FLOAT16
-from lowshard.kernels.cpu.vector import copy_bytes
 
 TILE_ELEMS = 2048
 """Elements of a tile: 8 KiB as fp32, so that it and a stretch of a source stay in the first cache."""

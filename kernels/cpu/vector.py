@@ -1,4 +1,4 @@
-"""Vector code for Numba: LLVM vectors with Python operators, and the few memory steps kernels share.
+"""Vector code for Numba: LLVM vectors with Python operators.
 
 LLVM turns a vector of 32 lanes into what the machine has: one 512-bit register, two of 256 bits or four of 128. Plain
 loops leave that choice to the loop vectoriser, which takes four 64-bit lanes for these kernels and is 4 to 10
@@ -8,7 +8,7 @@ times slower.
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,9 +16,7 @@ from llvmlite import ir
 
 from lowshard.compiled.deferred import cgutils, intrinsic, types
 
-CACHE_LINE_BYTES = 64
-
-_I1, _I8, _I32, _I64 = (ir.IntType(bits) for bits in (1, 8, 32, 64))
+_I1, _I32, _I64 = (ir.IntType(bits) for bits in (1, 32, 64))
 
 
 class Lanes:
@@ -149,10 +147,21 @@ class Lanes:
         name = f"llvm.usub.sat.v{self.count}i{self.bits}"
         return Lanes(self.builder, self._call(name, self.value.type, [self.value, self._operand(other)]))
 
+    def in_table(self, table: Sequence[int]) -> Lanes:
+        """Return a table's entry at the low seven bits of each byte: of 64, on machines with AVX-512 VBMI."""
+        low, high = (ir.Constant(self.value.type, list(table[i : i + 64])) for i in (0, 64))
+        name = "llvm.x86.avx512.vpermi2var.qi.512"
+        return Lanes(self.builder, self._call(name, self.value.type, [low, self.value, high]))
+
     def any(self) -> ir.Value:
         """Return an i1: whether a lane of this mask is set."""
         packed = self.builder.bitcast(self.value, ir.IntType(self.count))
         return self.builder.icmp_unsigned("!=", packed, ir.Constant(packed.type, 0))
+
+    def not_all(self) -> ir.Value:
+        """Return an i1: whether a lane of this mask is not set."""
+        packed = self.builder.bitcast(self.value, ir.IntType(self.count))
+        return self.builder.icmp_unsigned("!=", packed, ir.Constant(packed.type, -1))
 
     def add_as_float(self, number: float, subtract: bool = False) -> Lanes:
         """Add (or subtract) a number to 32-bit lanes read as fp32, and return the bits; rounds to nearest even."""
@@ -208,84 +217,6 @@ def only_if(builder: ir.IRBuilder, condition: ir.Value, values: Sequence[Lanes])
     changed[:] = merged
 
 
-def load(builder: ir.IRBuilder, address: ir.Value, bits: int, count: int, offset_bytes: int = 0) -> Lanes:
-    """Load lanes, or one integer if `count` is 0, from any address, an i64."""
-    kind = ir.VectorType(ir.IntType(bits), count) if count else ir.IntType(bits)
-    pointer = _pointer(builder, address, kind, offset_bytes)
-    return Lanes(builder, builder.load(pointer, align=1))
-
-
-def store(
-    builder: ir.IRBuilder, address: ir.Value, lanes: Lanes, streaming: bool, offset_bytes: int = 0
-) -> None:
-    """Store lanes: to any address, or past the caches to one that is a multiple of the store's size."""
-    pointer = _pointer(builder, address, lanes.value.type, offset_bytes)
-    size_bytes = lanes.bits * max(1, lanes.count) // 8
-    made = builder.store(lanes.value, pointer, align=min(CACHE_LINE_BYTES, size_bytes) if streaming else 1)
-    if streaming:
-        made.set_metadata("nontemporal", builder.module.add_metadata([_I32(1)]))
-
-
-def offset(builder: ir.IRBuilder, address: ir.Value, size_bytes: int) -> ir.Value:
-    """Return an address some bytes on."""
-    return builder.add(address, _I64(size_bytes)) if size_bytes else address
-
-
-def _pointer(builder: ir.IRBuilder, address: ir.Value, pointee: ir.Type, offset_bytes: int) -> ir.Value:
-    return builder.inttoptr(offset(builder, address, offset_bytes), pointee.as_pointer())
-
-
-def _memory_step(result: Any, emit: Callable[..., Any]) -> Any:
-    """Return the pair that an intrinsic over int64 addresses gives to Numba."""
-
-    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
-        made = emit(builder, *args)
-        return context.get_dummy_value() if made is None else made
-
-    return result, codegen
-
-
-@intrinsic
-def fence(typingctx: Any) -> Any:
-    """Order all stores before it, streaming ones too, before whatever comes next."""
-    result, codegen = _memory_step(types.void, lambda builder: builder.fence("seq_cst") and None)
-    return result(), codegen
-
-
-@intrinsic
-def load_u8(typingctx: Any, address: Any) -> Any:
-    """Return the byte at an address."""
-    return _loader(types.uint8, address)
-
-
-@intrinsic
-def load_u16(typingctx: Any, address: Any) -> Any:
-    """Return the two bytes at an address, aligned or not."""
-    return _loader(types.uint16, address)
-
-
-@intrinsic
-def load_u32(typingctx: Any, address: Any) -> Any:
-    """Return the four bytes at an address, aligned or not."""
-    return _loader(types.uint32, address)
-
-
-@intrinsic
-def load_u64(typingctx: Any, address: Any) -> Any:
-    """Return the eight bytes at an address, aligned or not."""
-    return _loader(types.uint64, address)
-
-
-@intrinsic
-def store_value(typingctx: Any, address: Any, value: Any) -> Any:
-    """Write an unsigned integer of its own width to an address, aligned or not."""
-    result, codegen = _memory_step(
-        types.void,
-        lambda builder, at, bits: builder.store(bits, _pointer(builder, at, bits.type, 0), align=1) and None,
-    )
-    return result(types.int64, value), codegen
-
-
 @intrinsic
 def lowest_bit(typingctx: Any, mask: Any) -> Any:
     """Return the number of the lowest bit that is set in a uint32, which is not zero."""
@@ -294,93 +225,3 @@ def lowest_bit(typingctx: Any, mask: Any) -> Any:
         return builder.zext(builder.cttz(args[0], _I1(1)), _I64)
 
     return types.int64(types.uint32), codegen
-
-
-@intrinsic
-def copy_bytes(typingctx: Any, target: Any, source: Any, size_bytes: Any) -> Any:
-    """Copy bytes between two stretches of memory that do not overlap, by the C library's memcpy."""
-
-    def emit(builder: ir.IRBuilder, dst: ir.Value, src: ir.Value, size: ir.Value) -> None:
-        pointers = [builder.inttoptr(address, _I8.as_pointer()) for address in (dst, src)]
-        cgutils.raw_memcpy(builder, pointers[0], pointers[1], size, 1)
-
-    result, codegen = _memory_step(types.void, emit)
-    return result(types.int64, types.int64, types.int64), codegen
-
-
-@intrinsic
-def prefetch(typingctx: Any, address: Any) -> Any:
-    """Ask for the cache line at an address, valid or not."""
-    result, codegen = _memory_step(types.void, lambda builder, at: prefetch_at(builder, at))
-    return result(types.int64), codegen
-
-
-@intrinsic
-def prefetch_to_write(typingctx: Any, address: Any) -> Any:
-    """Ask for the cache line at an address, valid or not, to write a part of it."""
-    result, codegen = _memory_step(types.void, lambda builder, at: prefetch_at(builder, at, 3, write=1))
-    return result(types.int64), codegen
-
-
-def prefetch_at(builder: ir.IRBuilder, address: ir.Value, locality: int = 2, write: int = 0) -> None:
-    """Ask for a cache line, into the second cache (locality 2) or the first (3)."""
-    pointer_type = _I8.as_pointer()
-    signature = ir.FunctionType(ir.VoidType(), [pointer_type, _I32, _I32, _I32])
-    function = cgutils.get_or_insert_function(builder.module, signature, "llvm.prefetch.p0")
-    pointer = builder.inttoptr(address, pointer_type)
-    builder.call(function, [pointer, _I32(write), _I32(locality), _I32(1)])
-
-
-@intrinsic
-def copy_line(typingctx: Any, target: Any, source: Any) -> Any:
-    """Copy 64 bytes between any two addresses."""
-
-    def emit(builder: ir.IRBuilder, dst: ir.Value, src: ir.Value) -> None:
-        store(builder, dst, load(builder, src, 8, CACHE_LINE_BYTES), False)
-
-    result, codegen = _memory_step(types.void, emit)
-    return result(types.int64, types.int64), codegen
-
-
-@intrinsic(prefer_literal=True)
-def stream_lines(typingctx: Any, target: Any, source: Any, lines: Any) -> Any:
-    """Copy cache lines, a literal number, past the caches to a multiple of 64."""
-    size_bytes = lines.literal_value * CACHE_LINE_BYTES
-
-    def emit(builder: ir.IRBuilder, dst: ir.Value, src: ir.Value, count: ir.Value) -> None:
-        parts = [load(builder, src, 8, CACHE_LINE_BYTES, at) for at in range(0, size_bytes, CACHE_LINE_BYTES)]
-        for index, part in enumerate(parts):
-            store(builder, dst, part, True, index * CACHE_LINE_BYTES)
-
-    result, codegen = _memory_step(types.void, emit)
-    return result(types.int64, types.int64, lines), codegen
-
-
-@intrinsic(prefer_literal=True)
-def move_lines(
-    typingctx: Any, target: Any, source: Any, far: Any, mid: Any, near: Any, lines: Any, streaming: Any
-) -> Any:  # fmt: skip
-    """Copy cache lines one by one, a literal number, and ask for the lines that lie three distances on.
-
-    The last argument is a literal: 1 writes past the caches, to a multiple of 64.
-    """
-    size_bytes, past_caches = lines.literal_value * CACHE_LINE_BYTES, bool(streaming.literal_value)
-
-    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
-        dst, src = args[:2]
-        ahead = [builder.add(src, distance) for distance in args[2:5]]
-        for at in range(0, size_bytes, CACHE_LINE_BYTES):
-            for address in ahead:
-                prefetch_at(builder, offset(builder, address, at))
-            store(builder, dst, load(builder, src, 8, CACHE_LINE_BYTES, at), past_caches, at)
-        return context.get_dummy_value()
-
-    return types.void(*(types.int64,) * 5, lines, streaming), codegen
-
-
-def _loader(kind: Any, address: Any) -> Any:
-    pointee = ir.IntType(kind.bitwidth)
-    result, codegen = _memory_step(
-        kind, lambda builder, at: builder.load(_pointer(builder, at, pointee, 0), align=1)
-    )
-    return result(types.int64), codegen

@@ -1,0 +1,165 @@
+"""Codes of one or two blocks from their bf16 lanes, the arithmetic of `lowshard.kernels.reference` in vectors.
+
+There are two ways. Where a machine looks bytes up in tables of 128 (AVX-512 VBMI) an element is taken apart into bytes:
+a table rounds its mantissa. Elsewhere elements are subtracted and rounded as 16-bit words. Both ways take what is
+below the smallest normal code for zero, and `with_subnormals` puts it right where there is any: seldom.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+
+from llvmlite import ir
+
+from lowshard.kernels.cpu.sources import MAGNITUDE, ONE_FIELD
+from lowshard.kernels.cpu.vector import Lanes, only_if
+from lowshard.kernels.reference import BLOCK_ELEMS, ElementFormat
+
+_MANTISSA_BITS = 7  # of bf16
+
+
+@cache
+def has_tables() -> bool:
+    """Whether code for this machine can look bytes up in tables of 128 in one instruction."""
+    from numba.core.registry import cpu_target
+
+    return "+avx512vbmi" in cpu_target.target_context.codegen().magic_tuple()[2].split(",")
+
+
+@dataclass(frozen=True)
+class _Words:
+    """Blocks whose elements are subtracted, as complements, from a word each."""
+
+    raw: Sequence[Lanes]
+    tops: Sequence[Lanes]
+    fmt: ElementFormat
+
+    def rounded(self) -> tuple[Lanes, ir.Value]:
+        """Return magnitudes of codes, and whether there are elements below the smallest normal one, or zeros."""
+        shift = 8 - (_MANTISSA_BITS - self.fmt.mantissa_bits)
+        parts = [top.minus_or_zero(inverse(bits)) << shift for top, bits in self._both]
+        kept, rest = _bytes_of(parts, 1), _bytes_of(parts, 0)
+        # To nearest, ties to even: up above one half, and at one half if the last bit is set.
+        up = (rest | (kept & 1)).compare(">", 0x80, signed=False)
+        low = kept.compare("<", 1 << self.fmt.mantissa_bits, signed=False).any()
+        return up.where(kept + 1, kept), low
+
+    def any_subnormal(self) -> ir.Value:
+        """Return an i1: whether an element is below the smallest normal code, and not below half of the smallest."""
+        below = [_is_below(target, self.fmt) for target in self.targets()]
+        return (below[0] | below[-1]).any()
+
+    def targets(self) -> list[Lanes]:
+        """Return x / 2^(s - 127) as bf16, with a field below one where that is below the smallest normal code."""
+        return [top - inverse(bits) for top, bits in self._both]
+
+    @property
+    def _both(self) -> list[tuple[Lanes, Lanes]]:
+        return list(zip(self.tops, self.raw, strict=True))
+
+
+@dataclass(frozen=True)
+class _Bytes:
+    """Two blocks whose elements are taken apart into bytes, with their origins, as bytes too."""
+
+    raw: Sequence[Lanes]
+    origins: Lanes
+    fmt: ElementFormat
+
+    def rounded(self) -> tuple[Lanes, ir.Value]:
+        """Return magnitudes of codes, and whether there are elements below the smallest normal one, or zeros."""
+        bits = self.fmt.mantissa_bits
+        fields = self._fields.minus_or_zero(self.origins)
+        normal = fields.compare("!=", 0)
+        mantissas = normal.where(self._low.in_table(_rounded_mantissas(bits)), fields.constant(0))
+        # Fields are less than 32 but for rare blocks, whose codes are written again: no bit gets into another byte.
+        return (fields.as_lanes(16) << bits).as_lanes(8) + mantissas, normal.not_all()
+
+    def any_subnormal(self) -> ir.Value:
+        """Return an i1: whether an element is below the smallest normal code, and not below half of the smallest."""
+        fields, least = self._fields, self.origins.minus_or_zero(self.fmt.mantissa_bits)
+        below = fields.compare("<=", self.origins, signed=False)
+        return (below & fields.compare(">=", least, signed=False)).any()
+
+    def targets(self) -> list[Lanes]:
+        """Return x / 2^(s - 127) as bf16, with a field below one where that is below the smallest normal code."""
+        origins = [self.origins.picked(range(i, i + BLOCK_ELEMS)).widen(16) for i in (0, BLOCK_ELEMS)]
+        return _Words(self.raw, [_top(lanes) for lanes in origins], self.fmt).targets()
+
+    @cached_property
+    def _low(self) -> Lanes:
+        """Mantissas, and above them the last bits of exponents."""
+        return _bytes_of(self.raw, 0)
+
+    @cached_property
+    def _fields(self) -> Lanes:
+        """Exponent fields."""
+        high = _bytes_of(self.raw, 1)
+        return self._low.compare("<", 0).where(high + high + 1, high + high)
+
+
+Blocks = _Words | _Bytes
+
+
+def blocks_of(raw: Sequence[Lanes], origins: Lanes, first: int, fmt: ElementFormat) -> Blocks:
+    """Return one or two blocks to make codes of: their bf16 lanes, and where in the 16-bit origins theirs begin."""
+    if has_tables() and len(raw) == 2:
+        places = [2 * first] * BLOCK_ELEMS + [2 * first + 2] * BLOCK_ELEMS
+        return _Bytes(raw, origins.as_lanes(8).picked(places), fmt)
+    tops = _top(origins)
+    return _Words(raw, [tops.picked([first + i] * BLOCK_ELEMS) for i in range(len(raw))], fmt)
+
+
+def signed(magnitudes: Lanes, raw: Sequence[Lanes], fmt: ElementFormat) -> Lanes:
+    """Return codes: magnitudes up to the largest one, with the signs of the elements."""
+    return magnitudes.minimum(fmt.max_code, signed=False) | (_bytes_of(raw, 1) & 0x80)
+
+
+def with_subnormals(magnitudes: Lanes, blocks: Blocks) -> Lanes:
+    """Return the magnitudes with those below the smallest normal code put right.
+
+    What is below half of the smallest code, zeros that is for the most part, is zero already.
+    """
+    drop, targets = _MANTISSA_BITS - blocks.fmt.mantissa_bits, blocks.targets()
+    below = [_is_below(target, blocks.fmt) for target in targets]
+    with only_if(magnitudes.builder, (below[0] | below[-1]).any(), [magnitudes]) as fixed:
+        rounded = []
+        for target in targets:
+            significand = (target & (ONE_FIELD - 1)) | ONE_FIELD
+            shift = target.constant(drop + 1) - target.arithmetic_shift(_MANTISSA_BITS)
+            half = target.constant(1) << (shift - 1)
+            rounded.append((significand + half - 1 + ((significand >> shift) & 1)) >> shift)
+        chosen = _bytes_of([mask.where(0xFF, mask.widen(16)) for mask in below], 0)
+        fixed.append(chosen.compare("!=", 0).where(_bytes_of(rounded, 0), magnitudes))
+    return fixed[0]
+
+
+def inverse(bits: Lanes) -> Lanes:
+    """Return the complement of magnitudes: the largest is the smallest."""
+    return (bits & MAGNITUDE) ^ MAGNITUDE
+
+
+def _top(origins: Lanes) -> Lanes:
+    """Return what an element's complement is subtracted from to get its target."""
+    return origins.constant(MAGNITUDE) - (origins << _MANTISSA_BITS)
+
+
+def _is_below(target: Lanes, fmt: ElementFormat) -> Lanes:
+    """Whether a target is below the smallest normal code, and not below half of the smallest of all."""
+    return target.compare("<", ONE_FIELD) & target.compare(">=", -fmt.mantissa_bits * ONE_FIELD)
+
+
+def _rounded_mantissas(bits_kept: int) -> list[int]:
+    """Return bf16 mantissas rounded to those of codes, to nearest, ties to even; one is up in the next field."""
+    drop = _MANTISSA_BITS - bits_kept
+    half = 1 << (drop - 1)
+    return [(bits + half - 1 + ((bits >> drop) & 1)) >> drop for bits in range(1 << _MANTISSA_BITS)]
+
+
+def _bytes_of(lanes: Sequence[Lanes], which: int) -> Lanes:
+    """Return byte 0 (low) or 1 (high) of the 16-bit lanes of one or two blocks, as bytes."""
+    parts = [item.as_lanes(8) for item in lanes]
+    indices = range(which, 2 * BLOCK_ELEMS * len(parts), 2)
+    return parts[0].picked(indices, parts[-1])
