@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from support.comm_kit import (
+    CannotRun,
     Canvas,
     case,
     get,
@@ -115,6 +118,34 @@ def groups_of_groups_work_beside_their_parents(comm: Communicator, rng: np.rando
         assert int(get(buf)[0]) >= top
     alone.close()
     half.close()
+    comm.barrier()
+
+
+@case
+def groups_that_nobody_holds_are_let_go(comm: Communicator, rng: np.random.Generator) -> None:
+    place: Any = getattr(comm, "_place", None)
+    if place is None:
+        raise CannotRun("only groups over shared memory hold some of it")
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        made = []
+        for step in range(40):
+            group = comm.split(0)
+            assert group is not None
+            mine, all_of_them = put(comm, np.full(9, step)), put(comm, np.zeros(9 * comm.size, np.int64))
+            group.all_gather(mine, all_of_them)
+            same(all_of_them, np.full(9 * comm.size, step))
+            made.append(weakref.ref(group))
+            del group
+            comm.barrier()
+        assert sum(group() is not None for group in made) < 20
+        if comm.rank == 0:  # of those let go by the others too
+            place.memory._take_back()
+            assert len(place.memory._lent) < 30
+    finally:
+        if was_on:
+            gc.enable()
     comm.barrier()
 
 

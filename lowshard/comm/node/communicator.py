@@ -8,7 +8,9 @@ meeting that every call begins with, so the check costs nothing.
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -76,6 +78,7 @@ _GROUP_BYTES = 8 * _SLOT_BYTES
 """Of a slot, at most, with room for a table; of all ranks' slots of one turn."""
 _RINGS_BYTES, _CONTENT_BYTES = 4 << 20, 2048
 """Of all rings of a group, about; of the content of an entry, at most."""
+_FEW_GROUPS = 4
 _SPINS_ALONE, _YIELDS_ALONE = 4000, 200
 _SPINS_CROWDED, _YIELDS_CROWDED = 50, 50
 
@@ -251,6 +254,7 @@ class NodeCommunicator(QuickCalls):
         chosen = sorted((int(k), r) for r, (c, k, _) in enumerate(asked) if c == color)
         ranks = [r for _, r in chosen] if color is not None else []
         memory = self._place.memory
+        _collect_dropped()
         facts = np.zeros(2, np.int64)
         if ranks and ranks[0] == self.rank:
             block = lend_group(memory, len(ranks))
@@ -262,10 +266,12 @@ class NodeCommunicator(QuickCalls):
         members = tuple(self._place.members[r] for r in ranks)
         at = memory.address(members[0], *(int(word) for word in places[ranks[0]]))
         rank = ranks.index(self.rank)
-        return NodeCommunicator(
+        made = NodeCommunicator(
             Place(memory, members, at), rank, self._mailbox.part(ranks, rank, tag),
             group=f"{self._group_name}/{tag}.{color}", timeout_s=self.timeout_s, activity=self._activity,
         )  # fmt: skip
+        _split_off.add(made)
+        return made
 
     @property
     def mpi_comm(self) -> Any:
@@ -279,6 +285,22 @@ class NodeCommunicator(QuickCalls):
         self._let_go()
         if self._group_name == "0" and not self._failed:
             self._mailbox.free()
+
+
+_split_off: weakref.WeakSet[NodeCommunicator] = weakref.WeakSet()
+_collect_from = _FEW_GROUPS
+
+
+def _collect_dropped() -> None:
+    """Let go of groups that nobody holds, and that were not closed, whenever there are half as many as are in use.
+
+    What a group knows of its calls refers to it, so it goes with Python's next collection of cycles. That may take
+    long, and each group holds megabytes that all of its ranks have to let go of.
+    """
+    global _collect_from
+    if len(_split_off) >= _collect_from:
+        gc.collect()
+        _collect_from = len(_split_off) * 3 // 2 + _FEW_GROUPS
 
 
 def slot_bytes(size: int) -> int:
