@@ -22,9 +22,9 @@ _COUNT, _AGREED, _FIRST, _FIRST_BEFORE, _SECOND, _SECOND_BEFORE = range(6)
 ROW_WORDS = 6
 """Of a class of calls: how many there were; whether the second way is taken; what a call took by either way, in ns a
 KiB, in the latest trial and in the one before."""
-FOLD, FOLD_TO_ROOT, FOLD_AT_ROOT, SLOTS, GATHER, ALL_TO_ALL, EXCHANGE, MESSAGE = range(8)
+FOLD, FOLD_TO_ROOT, FOLD_AT_ROOT, SLOTS, GATHER, ALL_TO_ALL, EXCHANGE, MESSAGE, OWN_PART = range(9)
 """Kinds of calls."""
-KINDS, _POWERS = 8, 32
+KINDS, _POWERS = 9, 32
 CLASSES = KINDS * _POWERS
 _RUN = 3
 """Calls that a trial makes by either way, of which the first is not believed, since the caches must get used to it."""
