@@ -2,7 +2,8 @@
 
 There are two ways. Where a machine looks bytes up in tables of 128 (AVX-512 VBMI) an element is taken apart into bytes:
 a table rounds its mantissa. Elsewhere elements are subtracted and rounded as 16-bit words. Both ways take what is
-below the smallest normal code for zero, and `with_subnormals` puts it right where there is any: seldom.
+below the smallest normal code for zero first, and `with_subnormals` puts it right. What is below half of the smallest
+code, zeros that is for the most part, is zero already.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def has_tables() -> bool:
 
 
 @dataclass(frozen=True)
-class _Words:
+class Words:
     """Blocks whose elements are subtracted, as complements, from a word each."""
 
     raw: Sequence[Lanes]
@@ -48,10 +49,25 @@ class _Words:
 
     def any_subnormal(self) -> ir.Value:
         """Return an i1: whether an element is below the smallest normal code, and not below half of the smallest."""
-        below = [_is_below(target, self.fmt) for target in self.targets()]
+        below = [_is_below(target, self.fmt) for target in self._targets()]
         return (below[0] | below[-1]).any()
 
-    def targets(self) -> list[Lanes]:
+    def with_subnormals(self, magnitudes: Lanes) -> Lanes:
+        """Return the magnitudes with those below the smallest normal code put right, if there are any."""
+        drop, targets = _MANTISSA_BITS - self.fmt.mantissa_bits, self._targets()
+        below = [_is_below(target, self.fmt) for target in targets]
+        with only_if(magnitudes.builder, (below[0] | below[-1]).any(), [magnitudes]) as fixed:
+            rounded = []
+            for target in targets:
+                significand = (target & (ONE_FIELD - 1)) | ONE_FIELD
+                shift = target.constant(drop + 1) - target.arithmetic_shift(_MANTISSA_BITS)
+                half = target.constant(1) << (shift - 1)
+                rounded.append((significand + half - 1 + ((significand >> shift) & 1)) >> shift)
+            chosen = _bytes_of([mask.where(0xFF, mask.widen(16)) for mask in below], 0)
+            fixed.append(chosen.compare("!=", 0).where(_bytes_of(rounded, 0), magnitudes))
+        return fixed[0]
+
+    def _targets(self) -> list[Lanes]:
         """Return x / 2^(s - 127) as bf16, with a field below one where that is below the smallest normal code."""
         return [top - inverse(bits) for top, bits in self._both]
 
@@ -61,7 +77,7 @@ class _Words:
 
 
 @dataclass(frozen=True)
-class _Bytes:
+class Bytes:
     """Two blocks whose elements are taken apart into bytes, with their origins, as bytes too."""
 
     raw: Sequence[Lanes]
@@ -77,16 +93,18 @@ class _Bytes:
         # Fields are less than 32 but for rare blocks, whose codes are written again: no bit gets into another byte.
         return (fields.as_lanes(16) << bits).as_lanes(8) + mantissas, normal.not_all()
 
-    def any_subnormal(self) -> ir.Value:
-        """Return an i1: whether an element is below the smallest normal code, and not below half of the smallest."""
-        fields, least = self._fields, self.origins.minus_or_zero(self.fmt.mantissa_bits)
-        below = fields.compare("<=", self.origins, signed=False)
-        return (below & fields.compare(">=", least, signed=False)).any()
-
-    def targets(self) -> list[Lanes]:
-        """Return x / 2^(s - 127) as bf16, with a field below one where that is below the smallest normal code."""
-        origins = [self.origins.picked(range(i, i + BLOCK_ELEMS)).widen(16) for i in (0, BLOCK_ELEMS)]
-        return _Words(self.raw, [_top(lanes) for lanes in origins], self.fmt).targets()
+    def with_subnormals(self, magnitudes: Lanes) -> Lanes:
+        """Return the magnitudes with those below the smallest normal code put right, if there are any."""
+        bits, fields = self.fmt.mantissa_bits, self._fields
+        least = self.origins.minus_or_zero(bits)
+        below = fields.compare("<=", self.origins, signed=False) & fields.compare(">=", least, signed=False)
+        with only_if(magnitudes.builder, below.any(), [magnitudes]) as fixed:
+            made = magnitudes
+            for distance in range(bits + 1):
+                here = (fields + distance).compare("==", self.origins)
+                made = here.where(self._low.in_table(_rounded_below(bits, distance)), made)
+            fixed.append(made)
+        return fixed[0]
 
     @cached_property
     def _low(self) -> Lanes:
@@ -100,40 +118,21 @@ class _Bytes:
         return self._low.compare("<", 0).where(high + high + 1, high + high)
 
 
-Blocks = _Words | _Bytes
+Blocks = Words | Bytes
 
 
 def blocks_of(raw: Sequence[Lanes], origins: Lanes, first: int, fmt: ElementFormat) -> Blocks:
     """Return one or two blocks to make codes of: their bf16 lanes, and where in the 16-bit origins theirs begin."""
     if has_tables() and len(raw) == 2:
         places = [2 * first] * BLOCK_ELEMS + [2 * first + 2] * BLOCK_ELEMS
-        return _Bytes(raw, origins.as_lanes(8).picked(places), fmt)
+        return Bytes(raw, origins.as_lanes(8).picked(places), fmt)
     tops = _top(origins)
-    return _Words(raw, [tops.picked([first + i] * BLOCK_ELEMS) for i in range(len(raw))], fmt)
+    return Words(raw, [tops.picked([first + i] * BLOCK_ELEMS) for i in range(len(raw))], fmt)
 
 
 def signed(magnitudes: Lanes, raw: Sequence[Lanes], fmt: ElementFormat) -> Lanes:
     """Return codes: magnitudes up to the largest one, with the signs of the elements."""
     return magnitudes.minimum(fmt.max_code, signed=False) | (_bytes_of(raw, 1) & 0x80)
-
-
-def with_subnormals(magnitudes: Lanes, blocks: Blocks) -> Lanes:
-    """Return the magnitudes with those below the smallest normal code put right.
-
-    What is below half of the smallest code, zeros that is for the most part, is zero already.
-    """
-    drop, targets = _MANTISSA_BITS - blocks.fmt.mantissa_bits, blocks.targets()
-    below = [_is_below(target, blocks.fmt) for target in targets]
-    with only_if(magnitudes.builder, (below[0] | below[-1]).any(), [magnitudes]) as fixed:
-        rounded = []
-        for target in targets:
-            significand = (target & (ONE_FIELD - 1)) | ONE_FIELD
-            shift = target.constant(drop + 1) - target.arithmetic_shift(_MANTISSA_BITS)
-            half = target.constant(1) << (shift - 1)
-            rounded.append((significand + half - 1 + ((significand >> shift) & 1)) >> shift)
-        chosen = _bytes_of([mask.where(0xFF, mask.widen(16)) for mask in below], 0)
-        fixed.append(chosen.compare("!=", 0).where(_bytes_of(rounded, 0), magnitudes))
-    return fixed[0]
 
 
 def inverse(bits: Lanes) -> Lanes:
@@ -156,6 +155,16 @@ def _rounded_mantissas(bits_kept: int) -> list[int]:
     drop = _MANTISSA_BITS - bits_kept
     half = 1 << (drop - 1)
     return [(bits + half - 1 + ((bits >> drop) & 1)) >> drop for bits in range(1 << _MANTISSA_BITS)]
+
+
+def _rounded_below(bits_kept: int, distance: int) -> list[int]:
+    """Return codes below the smallest normal one by bf16 mantissa, for exponents so far below the lowest normal one.
+
+    `distance` is 0 right below it.
+    """
+    shift = _MANTISSA_BITS - bits_kept + 1 + distance
+    wholes = range(ONE_FIELD, 2 * ONE_FIELD)
+    return [(bits + (1 << (shift - 1)) - 1 + ((bits >> shift) & 1)) >> shift for bits in wholes]
 
 
 def _bytes_of(lanes: Sequence[Lanes], which: int) -> Lanes:

@@ -7,12 +7,7 @@ from contextlib import contextmanager
 
 from llvmlite import ir
 
-from lowshard.kernels.cpu.codes import (
-    blocks_of,
-    inverse,
-    signed,
-    with_subnormals,
-)
+from lowshard.kernels.cpu.codes import Words, blocks_of, inverse, signed
 from lowshard.kernels.cpu.memory import CACHE_LINE_BYTES, load, offset, prefetch_at, store
 from lowshard.kernels.cpu.sources import MAGNITUDE, SOURCES
 from lowshard.kernels.cpu.vector import Lanes, only_if
@@ -38,14 +33,6 @@ def prefetch_block(builder: ir.IRBuilder, address: ir.Value, block: int, dtype: 
         prefetch_at(builder, offset(builder, address, line))
 
 
-def block_lanes(builder: ir.IRBuilder, address: ir.Value, kept: ir.Value | None, dtype: str) -> Lanes:
-    """Return the bf16 lanes of a block, which go to the address `kept` too unless that is None."""
-    bits = SOURCES[dtype].load(builder, address)
-    if kept is not None:
-        store(builder, kept, bits, False)
-    return bits
-
-
 def minimum_of_halves(bits: Lanes) -> Lanes:
     """Return half as many lanes as a block has whose minimum is the complement of its largest magnitude.
 
@@ -57,9 +44,11 @@ def minimum_of_halves(bits: Lanes) -> Lanes:
 
 
 def halves_minimum(builder: ir.IRBuilder, address: ir.Value, kept: ir.Value | None, dtype: str) -> Lanes:
-    """Do both, but for a bf16 block that is not kept load it by halves."""
+    """Load a block and return the same; its bf16 lanes go to the address `kept`, unless they lie there already."""
     if kept is not None:
-        return minimum_of_halves(block_lanes(builder, address, kept, dtype))
+        bits = SOURCES[dtype].load(builder, address)
+        store(builder, kept, bits, False)
+        return minimum_of_halves(bits)
     half = BLOCK_ELEMS // 2
     low, high = (load(builder, address, 16, half, 2 * i * half) for i in range(2))
     return inverse(low).minimum(inverse(high), signed=False)
@@ -101,11 +90,21 @@ def encode(
 ) -> None:  # fmt: skip
     """Write the codes of one or two blocks, of those at three addresses."""
     raw = [load(builder, lanes, 16, BLOCK_ELEMS, 2 * BLOCK_ELEMS * block) for block in blocks]
-    made = blocks_of(raw, load(builder, origins, 16, len(blocks), 2 * blocks.start), 0, fmt)
+    found = load(builder, origins, 16, len(blocks), 2 * blocks.start)
+    encode_lanes(raw, found, 0, data, BLOCK_ELEMS * blocks.start, fmt, streaming)
+
+
+def encode_lanes(
+    raw: Sequence[Lanes], origins: Lanes, first: int, data: ir.Value, offset_bytes: int, fmt: ElementFormat,
+    streaming: bool,
+) -> None:  # fmt: skip
+    """Write the codes of one or two blocks whose origins begin at the lane `first`."""
+    made = blocks_of(raw, origins, first, fmt)
     magnitudes, low = made.rounded()
+    builder = magnitudes.builder
     with only_if(builder, low, [magnitudes]) as fixed:
-        fixed.append(with_subnormals(magnitudes, made))
-    store(builder, data, signed(fixed[0], raw, fmt), streaming, BLOCK_ELEMS * blocks.start)
+        fixed.append(made.with_subnormals(magnitudes))
+    store(builder, data, signed(fixed[0], raw, fmt), streaming, offset_bytes)
 
 
 @contextmanager
@@ -113,11 +112,12 @@ def encode_normals(
     raw: Sequence[Lanes], origins: Lanes, first: int, data: ir.Value, offset_bytes: int, fmt: ElementFormat,
     streaming: bool,
 ) -> Iterator[None]:  # fmt: skip
-    """Write the codes of two blocks whose origins begin at the lane `first`, those of subnormal ones as zeros.
+    """Do the same for two blocks without tables, but write zeros for what is below the smallest normal code.
 
-    What is built in the context runs where there are such.
+    What is built in the context runs where there is such.
     """
     made = blocks_of(raw, origins, first, fmt)
+    assert isinstance(made, Words)
     magnitudes, low = made.rounded()
     builder = magnitudes.builder
     store(builder, data, signed(magnitudes, raw, fmt), streaming, offset_bytes)

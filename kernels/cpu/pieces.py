@@ -17,8 +17,8 @@ from lowshard.kernels.cpu.codes import has_tables
 from lowshard.kernels.cpu.drive import Ahead, named
 from lowshard.kernels.cpu.encode import (
     block_bytes,
-    block_lanes,
     encode,
+    encode_lanes,
     encode_normals,
     halves_minimum,
     make_origins,
@@ -63,23 +63,25 @@ def encode_piece(
         at, to, bytes_at, notes = args[:4]
         ahead = [builder.add(at, distance) for distance in args[4:7]]
         increment, lowest, zero_byte = (Lanes(builder, value).narrow(16) for value in args[7:10])
-        store(builder, notes, Lanes(builder, ir.Constant(ir.IntType(32), 0)), False, _TO_MEND_AT)
+        if not has_tables():
+            store(builder, notes, Lanes(builder, ir.Constant(ir.IntType(32), 0)), False, _TO_MEND_AT)
 
         def look(first: int) -> tuple[Lanes, list[Lanes]]:
             """Return the origins of a step's blocks and, where there are registers for them, their lanes."""
-            minima, raw = [], []
+            minima: list[Lanes] = []
+            raw: list[Lanes] = []
             for block in range(first, first + _STEP):
                 for address in ahead:
                     prefetch_block(builder, address, block, dtype)
                 place = offset(builder, at, block * block_bytes(dtype))
-                kept = _kept(builder, notes, block, dtype)
                 if has_tables():
-                    raw.append(block_lanes(builder, place, kept, dtype))
+                    raw.append(SOURCES[dtype].load(builder, place))
                     minima.append(minimum_of_halves(raw[-1]))
                 else:
-                    minima.append(halves_minimum(builder, place, kept, dtype))
+                    minima.append(halves_minimum(builder, place, _kept(builder, notes, block, dtype), dtype))
             origins = make_origins(_least(minima), increment, fmt).pinned()
-            store(builder, notes, origins.picked(range(_STEP)), False, _ORIGINS_AT + 2 * first)
+            if not raw:
+                store(builder, notes, origins.picked(range(_STEP)), False, _ORIGINS_AT + 2 * first)
             return origins, raw
 
         lanes, (origins, raw) = _kept(builder, notes, 0, dtype) or at, look(0)
@@ -88,10 +90,12 @@ def encode_piece(
             following = look(first + _STEP) if first + _STEP < PIECE_BLOCKS else (origins, raw)
             for i in range(0, _STEP, 2):
                 pair = range(first + i, first + i + 2)
-                two = raw[i : i + 2] or [
-                    load(builder, lanes, 16, BLOCK_ELEMS, 2 * BLOCK_ELEMS * block) for block in pair
-                ]
-                with encode_normals(two, origins, i, to, BLOCK_ELEMS * pair.start, fmt, past_caches):
+                at_byte = BLOCK_ELEMS * pair.start
+                if raw:
+                    encode_lanes(raw[i : i + 2], origins, i, to, at_byte, fmt, past_caches)
+                    continue
+                two = [load(builder, lanes, 16, BLOCK_ELEMS, 2 * BLOCK_ELEMS * block) for block in pair]
+                with encode_normals(two, origins, i, to, at_byte, fmt, past_caches):
                     note = load(builder, notes, 32, 0, _TO_MEND_AT) | (1 << pair.start)
                     store(builder, notes, note, False, _TO_MEND_AT)
             origins, raw = following
@@ -112,9 +116,14 @@ def encode_piece(
 
 @intrinsic(prefer_literal=True)
 def to_mend(typingctx: Any, scratch: Any) -> Any:
-    """Return the first blocks of pairs of a piece that was encoded, as a mask: those that `mend_pair` is for."""
+    """Return the first blocks of pairs of a piece that was encoded, as a mask: those that `mend_pair` is for.
+
+    With tables there are none.
+    """
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+        if has_tables():
+            return ir.Constant(ir.IntType(32), 0)
         return load(builder, args[0], 32, 0, _TO_MEND_AT).value
 
     return types.uint32(types.int64), codegen
