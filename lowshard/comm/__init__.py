@@ -36,7 +36,8 @@ def from_mpi(
     them through shared memory, else MPI does. On "cuda" buffers are CuPy arrays and NCCL moves them; MPI
     hands out the unique id. "auto" is "cuda" when every rank sees a GPU through CuPy, else "cpu".
 
-    An uncaught exception on a rank then ends the whole job, with the rank's number and traceback.
+    An uncaught exception on a rank then ends the whole job, with the rank's number and traceback. The side channel that
+    failures are heard by is kept to the end of the process, for later communicators over the same ranks too.
 
     Args:
         mpi_comm: the mpi4py communicator.

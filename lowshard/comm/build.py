@@ -25,8 +25,9 @@ WATCH_VARIABLE = "LOWSHARD_WATCH"
 NODE_VARIABLE = "LOWSHARD_NODE_SIZE"
 _PATHS = ("auto", "window", "mpi")
 
-# By the ranks of the world, in order: a process makes what it shares with a group once.
+# By the ranks of the world, in order: a process makes what it shares with a group once, and keeps it to its end.
 _memories: dict[tuple[int, ...], Any] = {}
+_watches: dict[tuple[int, ...], tuple[Any, tuple[str | None, ...]]] = {}
 
 
 @cache
@@ -103,12 +104,25 @@ def world_ranks(mpi: Any, mpi_comm: Any) -> tuple[int, ...]:
 
 
 def _watch(mpi: Any, own: Any, timeout_s: float) -> Any:
-    """Return the side channel of a group, or None where LOWSHARD_WATCH=off says that there is to be none."""
+    """Return the side channel of a group, or None where LOWSHARD_WATCH=off says that there is to be none.
+
+    Collective: all ranks of `own` call this. All communicators over the same ranks have one, however many are made
+    and closed, until a rank of it has failed or left, or its settings are changed.
+    """
     if os.environ.get(WATCH_VARIABLE, "on") == "off":
         return None
-    from lowshard.comm.watch import Watch
+    from lowshard.comm.meeting import HEARTBEAT_VARIABLE, all_say
+    from lowshard.comm.watch import ON_FAILURE_VARIABLE, Watch
 
-    return Watch.start(own, activity(), timeout_s=timeout_s)
+    ranks = world_ranks(mpi, own)
+    settings = (os.environ.get(HEARTBEAT_VARIABLE), os.environ.get(ON_FAILURE_VARIABLE))
+    known, those = _watches.pop(ranks, (None, ()))
+    if not all_say(own, known is not None and known.whole and those == settings, timeout_s):
+        if known is not None:
+            known.close()
+        known = Watch.start(own, activity(), timeout_s=timeout_s)
+    _watches[ranks] = known, settings
+    return known
 
 
 def _agree(values: Sequence[str], known: set[str], name: str, rule: str) -> None:

@@ -18,7 +18,7 @@ import numpy as np
 from lowshard.comm.rendezvous import Listener, Offer, connect
 from lowshard.errors import CommError, TimedOut
 
-__all__ = ["HEARTBEAT_VARIABLE", "cut", "meet"]
+__all__ = ["HEARTBEAT_VARIABLE", "all_say", "cut", "meet"]
 
 HEARTBEAT_VARIABLE = "LOWSHARD_HEARTBEAT_S"
 
@@ -83,6 +83,22 @@ def meet(
         if listener is not None:
             listener.close()
     return links, meeting["limit_s"]
+
+
+def all_say(mpi_comm: Any, yes: bool, timeout_s: float) -> bool:
+    """Return, on all ranks alike, whether all of them say yes.
+
+    Collective: all ranks of `mpi_comm` call this.
+
+    Raises:
+        TimedOut: not all ranks came.
+    """
+    if mpi_comm.Get_size() == 1:
+        return yes
+    noes = np.array([not yes], np.int64)
+    total = np.zeros(1, np.int64)
+    _finish(mpi_comm.Iallreduce(noes, total), timeout_s)
+    return not total[0]
 
 
 def _call_meeting(rank: int, size: int, limit_s: float | None) -> tuple[dict[str, Any], Listener | None]:

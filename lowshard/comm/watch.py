@@ -154,6 +154,11 @@ class Watch:
         return PeerFailed(f"{self.cause}; this rank was in {where}")
 
     @property
+    def whole(self) -> bool:
+        """Whether it may serve from now on: as far as this rank knows, none has failed and none has left."""
+        return (self.size == 1 or self._alive()) and not self.flag[0] and not self._gone_ns.any()
+
+    @property
     def gone(self) -> frozenset[int]:
         """The ranks that have ended their program in an ordinary way."""
         return frozenset(np.flatnonzero(self._gone_ns).tolist())
