@@ -50,7 +50,7 @@ def from_mpi(
         CommError: device or transport is none of these; with "nccl", ranks outnumber the GPUs of a node.
         DependencyError: CuPy or a GPU is missing where "cuda" was asked for; with "nccl", NCCL.
         MismatchError: ranks ask for different transports or loaded different versions of NCCL.
-        TimedOut: a rank did not come to the connecting of NCCL.
+        TimedOut: a rank did not call this, which is named, or did not come to the connecting of NCCL.
     """
     from lowshard.comm.abort import install_abort_hook
     from lowshard.comm.build import build_host

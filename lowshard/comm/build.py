@@ -9,6 +9,7 @@ from functools import cache
 from typing import Any
 
 from lowshard.comm.activity import Activity
+from lowshard.comm.arrival import await_all
 from lowshard.comm.lookout import Lookout
 from lowshard.comm.mailbox import Mailbox
 from lowshard.comm.mpi import MPICommunicator, load_mpi
@@ -47,13 +48,15 @@ def build_host(mpi_comm: Any, timeout_s: float | None = None) -> Communicator:
         LaunchError: a launcher of another MPI started the ranks, so that each is a world of its own.
         CommError: LOWSHARD_CPU_PATH or LOWSHARD_NODE_SIZE says something else, or shared memory is insisted on and
             cannot be had.
+        TimedOut: not all ranks came; it names those that did not.
     """
     mpi = load_mpi()
     split_world = world_mismatch(os.environ, mpi.COMM_WORLD.Get_size())
     if split_world is not None:
         raise LaunchError(split_world)
-    own = mpi_comm.Dup()
     seconds = default_timeout_s() if timeout_s is None else timeout_s
+    await_all(mpi_comm, seconds)
+    own = mpi_comm.Dup()
     lookout = Lookout(_watch(mpi, own, seconds), activity())
     wish, size = os.environ.get(PATH_VARIABLE, "auto"), os.environ.get(NODE_VARIABLE, "")
     rows = own.allgather((wish, size, why_no_window()))

@@ -10,11 +10,11 @@ import json
 import math
 import os
 import socket
-import time
 from typing import Any
 
 import numpy as np
 
+from lowshard.comm.arrival import within
 from lowshard.comm.rendezvous import Listener, Offer, connect
 from lowshard.errors import CommError, TimedOut
 
@@ -153,13 +153,8 @@ def _share(mpi_comm: Any, text: str, timeout_s: float) -> list[str]:
 
 def _finish(request: Any, timeout_s: float) -> None:
     """Wait for an MPI request with a deadline: a rank may be dead already, and nobody watches yet."""
-    end_s = time.monotonic() + timeout_s
-    pause_s = 1e-4
-    while not request.Test():
-        if time.monotonic() > end_s:
-            raise TimedOut(f"no side channel: not all ranks came to make it within {timeout_s:g} s")
-        time.sleep(pause_s)
-        pause_s = min(1.5 * pause_s, 0.01)
+    if not within(timeout_s, request.Test):
+        raise TimedOut(f"no side channel: not all ranks came to make it within {timeout_s:g} s")
 
 
 def cut(text: str, size: int) -> bytes:

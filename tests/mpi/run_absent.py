@@ -1,8 +1,9 @@
 """Ranks of which one does not call: the others are told so in time, and by its number.
 
-Usage: run_absent.py late|gone. "late": rank 1 lives on and stays away from one call after the other, each on a
+Usage: run_absent.py late|gone|making. "late": rank 1 lives on and stays away from one call after the other, each on a
 communicator of its own. "gone": rank 1 ends its program, as if it were done. Rank 0 prints a line of JSON a call: how
-it ended on the ranks that were there.
+it ended on the ranks that were there. "making RANKS LATE_S TIMEOUT_S": these ranks come that much later than the others
+to make a communicator; each rank prints a line of JSON.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from lowshard.errors import CommError
 
 WORLD = MPI.COMM_WORLD
 ABSENT = 1
-LATE_S, ASLEEP_S, GONE_S = 0.3, 2.0, 20.0
+LATE_S, ASLEEP_S, GONE_S = 0.6, 2.0, 20.0
 
 
 def calls(comm: lc.Communicator) -> dict[str, Callable[[], Any]]:
@@ -94,5 +95,20 @@ def gone() -> None:
         raise
 
 
+def making() -> None:
+    late, late_s, timeout_s = sys.argv[2].split(","), float(sys.argv[3]), float(sys.argv[4])
+    WORLD.Barrier()
+    begun_s = time.monotonic()
+    if str(WORLD.rank) in late:
+        time.sleep(late_s)
+    name, text = outcome(lambda: lc.from_mpi(WORLD, "cpu", timeout_s=timeout_s).barrier())
+    took_s = time.monotonic() - begun_s
+    left = WORLD.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG)
+    print(json.dumps([WORLD.rank, name, text, took_s, left]), flush=True)
+    if name:
+        time.sleep(1.0)  # until the others have printed theirs
+        os._exit(0)
+
+
 if __name__ == "__main__":
-    {"late": late, "gone": gone}[sys.argv[1]]()
+    {"late": late, "gone": gone, "making": making}[sys.argv[1]]()

@@ -386,7 +386,7 @@ def a_node_size_that_makes_no_sense_is_refused_by_all_ranks() -> None:
 def a_rank_that_does_not_come_is_named_as_all_know_it() -> None:
     late = N - 1
     os.environ["LOWSHARD_WATCH"] = "off"  # which would end the job
-    comm = lc.from_mpi(WORLD, "cpu", timeout_s=0.5)
+    comm = lc.from_mpi(WORLD, "cpu", timeout_s=2.0)
     comm._check = "off"
     if late != RANK:
         buf = np.ones(500)

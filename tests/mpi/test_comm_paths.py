@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support import barred, mode
@@ -160,6 +161,40 @@ def test_a_rank_that_has_ended_its_program_is_missed_long_before_the_deadline(pa
     assert cls in ("PeerFailed", "TimedOut")
     assert "rank 1" in text
     assert took_s < 15.0, f"it took {took_s} s of 20"
+
+
+# Ranks that come late to make a communicator, by how much, and the others' deadline.
+MISSED = [("1", "60", "2"), ("0", "60", "2"), ("1,2", "60", "3"), ("0,3", "60", "1")]
+COME = [("2", "2.5", "20"), ("0", "2.5", "20"), ("1,3", "1.9", "2")]
+
+
+@pytest.mark.parametrize(("late", "late_s", "timeout_s"), mode.sample(MISSED, 2, "missed"))
+def test_ranks_that_do_not_come_to_make_a_communicator_are_missed_by_name(
+    late: str, late_s: str, timeout_s: str
+) -> None:
+    rows = made(late, late_s, timeout_s)
+    names = f"rank {late}" if len(late) == 1 else f"ranks {late.replace(',', ', ')}"
+    if late == "0,3":
+        names = "rank 0"  # who would tell of rank 3
+    assert [row[0] for row in rows] == [rank for rank in range(4) if str(rank) not in late.split(",")]
+    for _, name, text, took_s, _ in rows:
+        assert name == "TimedOut"
+        assert text.startswith(f"{names} did not come within {timeout_s} s to make a communicator"), text
+        assert took_s < float(timeout_s) + 6.0
+
+
+@pytest.mark.parametrize(("late", "late_s", "timeout_s"), mode.sample(COME, 1, "come"))
+def test_ranks_that_come_late_to_make_a_communicator_are_waited_for(
+    late: str, late_s: str, timeout_s: str
+) -> None:
+    rows = made(late, late_s, timeout_s)
+    assert [(row[0], row[1], row[4]) for row in rows] == [(rank, "", False) for rank in range(4)], rows
+
+
+def made(*late: str) -> list[list[Any]]:
+    """Return how each rank that was there ended, by rank."""
+    ended = start_ranks(HERE / "run_absent.py", 4, ["making", *late], ABSENT_LIMIT_S, prefix_output=True)
+    return sorted(json.loads(line.partition("] ")[2]) for line in ended.stdout.splitlines())
 
 
 def test_the_table_has_the_cases_that_the_paths_choose_from() -> None:
