@@ -16,6 +16,7 @@ import numpy as np
 from lowshard import dtypes, errors
 from lowshard.box import split_interval
 from lowshard.comm.call import Call, source_line
+from lowshard.comm.lookout import names_of
 from lowshard.comm.reduction import divide, fold
 from lowshard.comm.transport import Transport
 from lowshard.errors import CommError, LowshardError, MismatchError
@@ -95,8 +96,7 @@ class Algorithms(Transport):
             also = f" (wrong in itself: {row[3]})" if len(row) > 2 else ""
             by_row.setdefault((row[0], row[1] + also), []).append(rank)
         asked = "; ".join(
-            f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))} asked for {what} at {line}"
-            for (what, line), ranks in by_row.items()
+            f"{names_of(ranks)} asked for {what} at {line}" for (what, line), ranks in by_row.items()
         )
         return MismatchError(
             f"all ranks of a communicator make the same call with the same dtype, counts, reduction and root, but in "

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from lowshard.comm.lookout import names_of
 from lowshard.comm.mpi import load_mpi
 from lowshard.errors import TimedOut
 
@@ -102,9 +103,11 @@ def _wait_as_hub(
             break
     there = (heard > 0).astype(np.int64)
     there[0] = 1
-    answers = [mpi_comm.Isend(there, other, _TAG) for other in np.flatnonzero(heard).tolist()]
-    within(_ON_THE_WAY_S, lambda: all([answer.Test() for answer in answers]))
-    return _missing(there)
+    missing = _missing(there)
+    if missing:  # else the last one came just now, and the others see it by the barrier
+        answers = [mpi_comm.Isend(there, other, _TAG) for other in np.flatnonzero(heard).tolist()]
+        within(_ON_THE_WAY_S, lambda: all([answer.Test() for answer in answers]))
+    return missing
 
 
 def _received(mpi_comm: Any) -> Iterator[tuple[int, int]]:
@@ -138,8 +141,7 @@ def _missing(there: np.ndarray) -> list[int]:
 
 
 def _text(missing: Sequence[int], timeout_s: float) -> str:
-    names = f"rank {missing[0]}" if len(missing) == 1 else f"ranks {', '.join(map(str, missing))}"
     return (
-        f"{names} did not come within {timeout_s:g} s to make a communicator; every rank of the MPI communicator "
-        "calls from_mpi (or from_nccl), or none does"
+        f"{names_of(missing)} did not come within {timeout_s:g} s to make a communicator; every rank of the MPI "
+        "communicator calls from_mpi (or from_nccl), or none does"
     )

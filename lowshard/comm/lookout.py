@@ -63,8 +63,9 @@ class Lookout:
 
     def late(self, what: str, missing: Sequence[int], timeout_s: float) -> TimedOut:
         """Return the error for a wait whose time is over, and tell all others; prints what this rank was in."""
-        names = f"rank {missing[0]}" if len(missing) == 1 else f"ranks {', '.join(map(str, missing))}"
-        text = f"{names if missing else 'some rank'} did not come to {what} within {timeout_s:g} s"
+        text = (
+            f"{names_of(missing) if missing else 'some rank'} did not come to {what} within {timeout_s:g} s"
+        )
         if self.watch is not None:
             self.watch.tell("timed out", text)
         else:
@@ -122,3 +123,8 @@ class Lookout:
                     self.watch.check_gone(gone, self.activity.where())
                 if time.monotonic() - start_s > timeout_s:
                     raise self.late(what, [] if missing is None else missing(), timeout_s)
+
+
+def names_of(ranks: Sequence[int]) -> str:
+    """Return "rank 3" or "ranks 3, 5"."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

@@ -106,7 +106,7 @@ def making() -> None:
     left = WORLD.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG)
     print(json.dumps([WORLD.rank, name, text, took_s, left]), flush=True)
     if name:
-        time.sleep(1.0)  # until the others have printed theirs
+        time.sleep(2.0)  # until the others have printed theirs
         os._exit(0)
 
 

@@ -165,7 +165,7 @@ def test_a_rank_that_has_ended_its_program_is_missed_long_before_the_deadline(pa
 
 # Ranks that come late to make a communicator, by how much, and the others' deadline.
 MISSED = [("1", "60", "2"), ("0", "60", "2"), ("1,2", "60", "3"), ("0,3", "60", "1")]
-COME = [("2", "2.5", "20"), ("0", "2.5", "20"), ("1,3", "1.9", "2")]
+COME = [("2", "2.5", "20"), ("0", "2.5", "20"), ("1,3", "1.5", "2")]
 
 
 @pytest.mark.parametrize(("late", "late_s", "timeout_s"), mode.sample(MISSED, 2, "missed"))
