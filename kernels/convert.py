@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lowshard import dtypes
+from lowshard.argument import truth
 from lowshard.errors import BufferMismatchError, DTypeError, KernelError
 from lowshard.kernels.buffer import Array, allocate, require_apart, require_out
 from lowshard.kernels.engine import engine_for
@@ -76,6 +77,7 @@ def sum_into(out: Array, sources: Array | Sequence[Array], accumulate: bool = Tr
         DTypeError: a dtype is none of the three.
         BufferMismatchError: a source has another shape than out or shares memory with it; out is read-only.
     """
+    accumulate = truth(accumulate, "accumulate is True or False", KernelError)
     target = require_float(out, "out", "sum_into")
     require_out(out, "out", target.shape, target.dtype)
     listed = list(sources) if isinstance(sources, (list, tuple)) else [sources]

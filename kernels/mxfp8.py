@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from lowshard import dtypes
+from lowshard.argument import truth
 from lowshard.errors import BufferMismatchError, DTypeError, KernelError
 from lowshard.kernels import reference
 from lowshard.kernels.buffer import Array, allocate, dtype_name, require_apart, require_array, require_out
@@ -64,6 +65,8 @@ def quantize_mxfp8(
         KernelError: x and out lie in different places (host, GPU).
     """
     floor_byte = checked_options(elem, mode, min_scale_byte)
+    if streaming is not None:
+        streaming = truth(streaming, "streaming is True, False or None", KernelError)
     source = require_float(x, "x", "quantize_mxfp8")
     blocks = scale_shape(source.shape, "x")
     if out is None:

@@ -104,7 +104,7 @@ def scale_round_up(fmt: ElementFormat, mode: str) -> int:
         "rceil": 0x1FFFFF,  # 2^23 minus the mantissa of 1.75, less one
         "ceil": 0x7FFFFF,
     }
-    if mode not in rounds_up:
+    if not isinstance(mode, str) or mode not in rounds_up:
         raise KernelError(f"mode is one of {', '.join(MODES)}, got {mode!r}")
     return rounds_up[mode]
 

@@ -8,11 +8,13 @@ has to know, so packing, unpacking, quantising a slice and quantising a whole ar
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from lowshard.bounded import bounded_cache
 
 MAX_OUTER_DIMS = 4
 """Outer dims of a table; a box with more is cut into several."""
@@ -163,7 +165,7 @@ def lower(
     return RunTable(columns, src_itemsize, dst_itemsize)
 
 
-@lru_cache(maxsize=1024)
+@bounded_cache(1 << 20)
 def whole_array_runs(
     shape: tuple[int, ...],
     src_strides: tuple[int, ...],

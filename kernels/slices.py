@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
@@ -17,6 +17,7 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
+from lowshard.argument import items
 from lowshard.box import Box, Interval, shape_of, volume
 from lowshard.errors import BufferMismatchError, KernelError
 from lowshard.kernels.buffer import Array, allocate, require_apart, require_array, require_out
@@ -47,10 +48,9 @@ class BoxTable:
     _runs: dict[Any, RunTable] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.boxes, Iterable):
-            raise KernelError(f"a BoxTable takes a list of boxes, got {self.boxes!r}; one box is [box]")
+        listed = items(self.boxes, "one box is [box]: a BoxTable takes a list of boxes", KernelError)
         shape = _checked_shape(self.shape)
-        boxes = tuple(_checked_box(box, shape, index) for index, box in enumerate(self.boxes))
+        boxes = tuple(_checked_box(box, shape, index) for index, box in enumerate(listed))
         elems = tuple(volume(box) for box in boxes)
         # A frozen dataclass is filled this way; lists that came in become tuples, so it can be hashed.
         object.__setattr__(self, "shape", shape)

@@ -7,6 +7,7 @@ exception or a nonzero `sys.exit` into the end of the whole job.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import faulthandler
 import importlib.util
@@ -15,24 +16,28 @@ import os
 import runpy
 import signal
 import socket
+import stat
 import sys
+import threading
 import time
 import warnings
 from pathlib import Path
 from types import TracebackType
+from typing import NoReturn
 
 from lowshard.comm.abort import (
     JOB_DIR_VARIABLE,
     FailureRecord,
-    end_job,
+    await_end,
+    fail,
+    fail_with,
     install_abort_hook,
-    report_exception,
-    report_failure,
 )
 from lowshard.errors import LaunchError, LowshardError, PeerFailed
 from lowshard.launch.environment import find_rank
 from lowshard.launch.job_dir import OWN_TMPDIR_VARIABLE, STACK_SIGNAL
-from lowshard.launch.keeper import Keeper
+from lowshard.launch.keeper import IS_OVER, SHOWS_STACKS, Keeper
+from lowshard.streams import open_closed_streams
 
 __all__ = ["main"]
 
@@ -60,30 +65,44 @@ def main(argv: list[str]) -> int:
             "NCCL_HOSTID", socket.gethostname()
         )  # NCCL looks at the machine, not at its name
 
-    ready_fd = -1
+    keeper_fd = -1
     job_dir = os.environ.get(JOB_DIR_VARIABLE)
     if job_dir is not None:
         keeper = Keeper(rank, 1 if launched is None else launched.size, Path(job_dir))
         keeper_pid = os.getpid()
-        keeper_ready_fd, ready_fd = os.pipe()
+        rank_fd, keeper_fd = os.pipe()
         pid = _fork()
         if pid:
-            os.close(ready_fd)
-            keeper.keep(pid, keeper_ready_fd)
-        os.close(keeper_ready_fd)
+            os.close(keeper_fd)
+            keeper.keep(pid, rank_fd)
+        os.close(rank_fd)
         keeper.leave()
         _die_with(keeper_pid)
     if mode == "exec":
-        return _exec(argv, rank)
+        _exec(argv, rank)
     faulthandler.enable()
     faulthandler.register(STACK_SIGNAL, all_threads=True)
-    if ready_fd >= 0:
-        os.write(ready_fd, b"s")
-        os.close(ready_fd)
-    return _run(mode, argv, rank)
+    _tell_keeper(keeper_fd, SHOWS_STACKS)
+    rank_pid = os.getpid()
+    _run(mode, argv, rank)
+    # Threads that go on may still call what others wait for; and a child that the program forked is no rank.
+    if os.getpid() == rank_pid and all(
+        thread.daemon or thread is threading.current_thread() for thread in threading.enumerate()
+    ):
+        _tell_keeper(keeper_fd, IS_OVER)
+    return 0
 
 
-def _run(mode: str, argv: list[str], rank: int) -> int:
+def _tell_keeper(fd: int, what: bytes) -> None:
+    if fd >= 0:
+        with contextlib.suppress(
+            OSError
+        ):  # a program may close what it did not open, and open something else there
+            if stat.S_ISFIFO(os.fstat(fd).st_mode):
+                os.write(fd, what)
+
+
+def _run(mode: str, argv: list[str], rank: int) -> None:
     """Runs a Python script or module as `__main__`, and ends the job if it fails."""
     install_abort_hook(rank)
     rank_pid = os.getpid()
@@ -97,18 +116,18 @@ def _run(mode: str, argv: list[str], rank: int) -> int:
             raise
         code = _code_of(end)
         if code:
-            message = f"sys.exit({end.code!r})"
-            report_failure(FailureRecord(rank, time.time(), "exit", code, message))
-            end_job(code)
+            fail_with(FailureRecord(rank, time.time(), "exit", code, f"sys.exit({end.code!r})"))
     except BaseException as error:
         # A child that the program forked may get here too; it is no rank, and must not end the job.
         if os.getpid() != rank_pid:
             raise
+        await_end()  # another thread may have failed, and this error be what came of it
         error.with_traceback(_without_our_frames(error.__traceback__))
         if sys.excepthook.__module__ not in ("sys", install_abort_hook.__module__):
             sys.excepthook(type(error), error, error.__traceback__)  # the program has its own way to show it
-        end_job(report_exception(rank, error))
-    return 0
+        fail(rank, error)
+    if os.getpid() == rank_pid:
+        await_end()  # a thread may have failed
 
 
 def _run_target(mode: str, argv: list[str], rank: int) -> None:
@@ -139,21 +158,16 @@ def _module_exists(name: str) -> bool:
 
 def _wrong_usage(rank: int, message: str) -> None:
     """Ends the job for a target that is not there."""
-    report_failure(FailureRecord(rank, time.time(), "exit", LaunchError.exit_code, message))
-    end_job(LaunchError.exit_code)
+    fail_with(FailureRecord(rank, time.time(), "exit", LaunchError.exit_code, message))
 
 
-def _exec(argv: list[str], rank: int) -> int:
+def _exec(argv: list[str], rank: int) -> NoReturn:
     """Becomes another program."""
     try:
         os.execvp(argv[0], argv)
     except OSError as error:
-        report_failure(
-            FailureRecord(
-                rank, time.time(), "exit", LaunchError.exit_code, f"cannot run {argv[0]!r}: {error.strerror}"
-            )
-        )
-        os._exit(LaunchError.exit_code)
+        message = f"cannot run {argv[0]!r}: {error.strerror}"
+        fail_with(FailureRecord(rank, time.time(), "exit", LaunchError.exit_code, message))
 
 
 def _code_of(end: SystemExit) -> int:
@@ -192,6 +206,7 @@ def _die_with(keeper_pid: int) -> None:
 
 
 if __name__ == "__main__":
+    open_closed_streams()
     try:
         code = main(sys.argv[1:])
     except LowshardError as problem:

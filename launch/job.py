@@ -27,9 +27,11 @@ from lowshard.launch.host import Spread
 from lowshard.launch.job_dir import HOSTFILE_NAME, OWN_TMPDIR_VARIABLE, TMP_NAME, make_job_dir
 from lowshard.launch.leftover import processes_of, signal_group, signal_process, stray_files, sweep_files
 from lowshard.launch.link import Link
-from lowshard.launch.mpiexec import MpiInstall, find_mpi, rank_environment
+from lowshard.launch.loopback import move_to_loopback
+from lowshard.launch.mpiexec import MpiInstall, find_mpi, rank_environment, stays_on_host
 from lowshard.launch.output import Output
-from lowshard.launch.verdict import JobResult, failure_text, first_cause, judge, one_each
+from lowshard.launch.verdict import JobResult, failure_text, first_cause, judge, one_each, place_in
+from lowshard.streams import open_closed_streams
 
 __all__ = ["JobResult", "first_cause", "python_command", "run_ranks"]
 
@@ -41,6 +43,7 @@ _MPIEXEC_NOISE = re.compile(rb"^\[[^\]\n]*\] plm:ssh: Warning: setpgid.*\n", re.
 
 _CHILD = ("-m", "lowshard.launch.child")
 _TICK_S = 0.05
+_START_TICK_S = 0.002  # while mpiexec opens its sockets
 _STACKS_S = 0.7  # for the ranks to print their stacks
 _TERM_S = 2.0  # from SIGTERM to SIGKILL
 _KILL_S = 5.0  # from SIGKILL to giving up on a process that the kernel holds
@@ -112,13 +115,13 @@ def run_ranks(
     program = list(command)
     if tuple(program[1:3]) != _CHILD:
         program = [sys.executable, *_CHILD, "--exec", *program]
+    open_closed_streams()
     sinks = (sys.stdout if stdout is None else stdout, sys.stderr if stderr is None else stderr)
     environment = rank_environment(mpi, n, base, spread=spread)
     everywhere = spread is not None or allocated_nodes(base) > 1
-    link = Link(n, environment, spread, everywhere)
     with (
-        contextlib.closing(link),
         tempfile.TemporaryDirectory(prefix="lowshard-job-", ignore_cleanup_errors=True) as folder,
+        contextlib.closing(Link(n, environment, None if everywhere else Path(folder), spread)) as link,
     ):
         environment[JOB_DIR_VARIABLE] = folder
         environment[OWN_TMPDIR_VARIABLE] = environment.get("TMPDIR", "")
@@ -137,19 +140,23 @@ def run_ranks(
         )
         if spread is not None:
             (Path(folder) / HOSTFILE_NAME).write_text(spread.hostfile(mpi.family), encoding="utf-8")
-        job = _Job(Path(folder), n, sinks, prefix_output, link)
+        is_local = not everywhere and stays_on_host(mpi, environment)
+        job = _Job(Path(folder), n, sinks, prefix_output, link, is_local)
         return job.run(line, environment, cwd, timeout_s, grace_s)
 
 
 class _Job:
     """One run of mpiexec, from the job directory to the last sweep."""
 
-    def __init__(self, folder: Path, n: int, sinks: tuple[TextIO, TextIO], prefix: bool, link: Link) -> None:
+    def __init__(
+        self, folder: Path, n: int, sinks: tuple[TextIO, TextIO], prefix: bool, link: Link, is_local: bool
+    ) -> None:
         self._folder = folder
         self._n = n
         self._stderr = sinks[1]
         self._output = Output(sinks, prefix)
         self._link = link
+        self._is_local = is_local  # nobody on another host has to reach mpiexec
         self._signals: list[int] = []
 
     def run(
@@ -181,7 +188,8 @@ class _Job:
                 )
             except OSError as error:
                 raise LaunchError(f"{command[0]} cannot be started: {error}") from error
-            stack.enter_context(mpiexec)
+            stack.enter_context(mpiexec)  # waits for its end
+            stack.callback(_kill, mpiexec)  # whatever went wrong before
             timed_out = False
             try:
                 for stream, pipe in enumerate((mpiexec.stdout, mpiexec.stderr)):
@@ -197,8 +205,10 @@ class _Job:
                 self._n,
                 time.monotonic() - start_s,
                 status=mpiexec.returncode,
+                leavers=self._link.leavers(),
                 ended_by=self._signals[0] if self._signals else None,
                 limit_s=timeout_s if timed_out else None,
+                places={rank: place_in(text) for rank, text in self._output.stacks.items()},
             )
         if result.cause in ("done", "mpiexec"):  # else we say it better
             self._write(_MPIEXEC_NOISE.sub(b"", self._output.from_mpiexec).decode(errors="replace"))
@@ -211,7 +221,9 @@ class _Job:
         if found and all(record.consequence for record in found):
             # Those who complain were faster than the link's own limit.
             found = one_each([*found, *self._link.suspects(found[0].time_s)])
-        if not found and _HYDRA_KILLED.search(self._output.from_mpiexec):
+        # Hydra kills the keepers of all others, too, when a rank has left inside its program; its status may be 0.
+        abrupt = any(not leaver.in_order for leaver in self._link.leavers())
+        if not found and (abrupt or _HYDRA_KILLED.search(self._output.from_mpiexec)):
             return tuple(self._link.first_killed())
         return found
 
@@ -238,27 +250,34 @@ class _Job:
     ) -> bool:
         """Passes output on until the job has ended or must be ended; returns whether the time ran out."""
         failed_s: float | None = None
+        is_settled = not self._is_local
         while mpiexec.poll() is None and not self._signals:
-            self._pump()
+            if not is_settled:
+                is_settled = self._link.has_heard()  # mpiexec listens before it starts a rank
+                move_to_loopback(mpiexec.pid)
+            self._pump(_TICK_S if is_settled else _START_TICK_S)
             now_s = time.monotonic()
             if self._output.broken:
                 self._signals.append(signal.SIGPIPE)
             failures = self._failures()
+            if not failures:
+                self._link.check()
             if failed_s is None and failures:
                 failed_s = now_s
             if failed_s is not None and (now_s > failed_s + grace_s or len(failures) == self._n > 1):
                 return False
             if failed_s is None and timeout_s is not None and now_s > start_s + timeout_s:
+                self._output.keep_stacks()
                 self._link.ask_for_stacks()
                 self._pump_for(_STACKS_S, mpiexec)
                 return True
         return False
 
-    def _pump(self) -> None:
+    def _pump(self, tick_s: float = _TICK_S) -> None:
         """Passes on what there is to pass on, waiting a moment for it."""
         for connection, stream, rank in self._link.streams():
             self._output.add(connection.detach(), stream, rank, from_afar=True)
-        self._output.pump(_TICK_S)
+        self._output.pump(tick_s)
 
     def _pump_for(self, seconds: float, mpiexec: subprocess.Popen[bytes]) -> None:
         """Passes output on for a while, or until mpiexec ends or somebody is impatient."""
@@ -295,3 +314,9 @@ class _Job:
         if text and not self._output.broken:
             self._stderr.write(text)
             self._stderr.flush()
+
+
+def _kill(mpiexec: subprocess.Popen[bytes]) -> None:
+    """Ends mpiexec and its group at once, where they have not ended."""
+    if mpiexec.poll() is None:
+        signal_group(mpiexec.pid, signal.SIGKILL)

@@ -28,6 +28,7 @@ from lowshard.comm.abort import (
     read_failures,
     write_failure,
 )
+from lowshard.comm.interface import boot_id
 from lowshard.errors import PeerFailed
 from lowshard.launch.janitor import dismiss_janitor, start_janitor
 from lowshard.launch.job_dir import ALIVE_NAME, STACK_SIGNAL, STREAM_NAMES, tie_output
@@ -39,12 +40,14 @@ from lowshard.launch.uplink import (
     START_VARIABLE,
     LinkAddress,
     Uplink,
-    boot_id,
     seconds_of,
     stopped_record,
 )
 
-__all__ = ["Keeper"]
+__all__ = ["IS_OVER", "SHOWS_STACKS", "Keeper"]
+
+SHOWS_STACKS, IS_OVER = b"s", b"o"
+"""What a rank tells its keeper: that it can show its stacks; that its program has come to its end in order."""
 
 _PR_SET_CHILD_SUBREAPER = 36
 _ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # what mpiexec and people end a job with
@@ -99,12 +102,12 @@ class Keeper:
         if self._uplink is not None:
             self._uplink.close()
 
-    def keep(self, pid: int, ready_fd: int) -> NoReturn:
+    def keep(self, pid: int, told_fd: int) -> NoReturn:
         """Waits for the rank, notes a bad end that the rank could not note itself, and ends in the same way.
 
         Args:
             pid: the rank.
-            ready_fd: read end of a pipe on which the rank writes a byte once it can show its stacks.
+            told_fd: read end of a pipe on which a Python rank writes SHOWS_STACKS and IS_OVER.
         """
         told: list[int] = []
         # mpiexec signals the whole process group, so the rank has had these too: do not pass them on twice.
@@ -112,7 +115,8 @@ class Keeper:
             signal.signal(number, lambda got, frame: told.append(got))
         if not self._is_near:  # nobody else looks for what the rank leaves behind on this machine
             ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
-        launcher_lives = self._watch(pid, ready_fd, told)
+        self._speaks = self._is_over = False
+        launcher_lives = self._watch(pid, told_fd, told)
         status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         if status and launcher_lives and not has_failure(self._folder, self._rank):
             job_over = any(number in _ENDING for number in told)
@@ -120,7 +124,8 @@ class Keeper:
         if launcher_lives:
             self._pass_failure_on()
             self._send(ended=status)
-            if status and self._size > 1:
+            left_early = self._speaks and not self._is_over
+            if (status or left_early) and self._size > 1:
                 self._hold(told)
         if not self._is_near:
             _end_orphans()
@@ -134,12 +139,12 @@ class Keeper:
             dismiss_janitor(self._janitor_fd)
         _end_like(status)
 
-    def _watch(self, pid: int, ready_fd: int, told: list[int]) -> bool:
+    def _watch(self, pid: int, told_fd: int, told: list[int]) -> bool:
         """Returns when the rank has ended, whether the launcher lives; if it does not, ends the rank first."""
         rank_fd = os.pidfd_open(pid)
         watched = select.poll()
         watched.register(rank_fd, select.POLLIN)
-        watched.register(ready_fd, select.POLLIN)
+        watched.register(told_fd, select.POLLIN)
         alive_fd = os.open(self._alive, os.O_RDONLY | os.O_NONBLOCK) if self._is_near else -1
         if alive_fd >= 0:
             watched.register(alive_fd, 0)  # no data ever comes: only the hang-up is of interest
@@ -155,11 +160,10 @@ class Keeper:
             if stopped_at_s is not None and turn_s - last_s > _PAUSE_S:
                 # This process was stopped too: all of the job was, on purpose.
                 stopped_at_s += turn_s - last_s
+            if told_fd in ready and not self._take(os.read(told_fd, 16)):
+                watched.unregister(told_fd)
             if rank_fd in ready:
                 return True
-            if ready_fd in ready:
-                self._send(takes_stack_signal=bool(os.read(ready_fd, 1)))
-                watched.unregister(ready_fd)
             if self._uplink is not None:
                 for request in self._uplink.receive():
                     if request.get("do") == "stacks":
@@ -178,6 +182,16 @@ class Keeper:
                 self._report(stopped_record(self._rank, stopped_at_s, time.time()))
             self._pass_failure_on()
             self._send(stopped_at_s=stopped_at_s)
+
+    def _take(self, words: bytes) -> bool:
+        """Passes on what the rank has told; says whether it may tell more."""
+        if SHOWS_STACKS in words:
+            self._speaks = True
+            self._send(takes_stack_signal=True)
+        if IS_OVER in words:
+            self._is_over = True
+            self._send(is_over=True)
+        return bool(words)
 
     def _report(self, record: FailureRecord) -> None:
         """Leaves a record in the folder that the launcher, or this keeper's own passing on, reads."""

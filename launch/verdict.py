@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import re
 import signal
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from lowshard.comm.abort import FailureRecord
-from lowshard.errors import TimedOut
+from lowshard.comm.activity import innermost_line
+from lowshard.comm.lookout import names_of
+from lowshard.errors import PeerFailed, TimedOut
 
-__all__ = ["JobResult", "failure_text", "first_cause", "judge", "one_each"]
+__all__ = ["JobResult", "Leaver", "failure_text", "first_cause", "judge", "one_each", "place_in"]
 
 _MPI_ERROR = "mpi4py.MPI.Exception"
+_FRAME = re.compile(r'File "(.+)", line (\d+) in ')
+_MOST_PLACES = 8
+_LATE_S = 1.0  # by which a rank's leaving may be noticed later than what it made mpiexec do
 _HINTS: dict[int | None, str] = {
     signal.SIGKILL: "; if nobody killed it, the kernel did for want of memory: see dmesg, start fewer ranks",
     signal.SIGBUS: "; /dev/shm may be full: see df /dev/shm",
@@ -26,8 +33,9 @@ class JobResult:
         exit_code: 0, or the code of the first cause: an uncaught exception 1 (a lowshard error its own), a
             nonzero `sys.exit` its number, death by a signal 70, a lost host or a stopped rank 70, the time limit
             71, Ctrl-C 130.
-        cause: "done", "exception", "exit", "signal", "stopped", "lost", "timeout", "interrupt" or "mpiexec".
-        failed_rank: the rank that failed first, if a rank did.
+        cause: "done", "exception", "exit", "left" (with exit code 0, while others needed it), "signal", "stopped",
+            "lost", "timeout", "interrupt" or "mpiexec".
+        failed_rank: the rank that failed first, if a rank did: the one that others waited for in vain, not those.
         message: one line that says what happened; "" if all went well.
         seconds: wall-clock time from the start of mpiexec to the end of the last process.
         failures: the records of all ranks that failed, in order of time.
@@ -41,17 +49,82 @@ class JobResult:
     failures: tuple[FailureRecord, ...] = ()
 
 
-def first_cause(failures: Sequence[FailureRecord]) -> FailureRecord | None:
-    """Returns the failure that brought the job down: the earliest that is not the consequence of another."""
-    died = any(record.kind in ("signal", "lost", "stopped") and not record.consequence for record in failures)
+@dataclass(frozen=True)
+class Leaver:
+    """A rank that has left with exit code 0, as a rank does at the end of the job, or too early.
 
-    def order(record: FailureRecord) -> tuple[int, float, int]:
-        ended_by_launcher = record.consequence and record.kind != "exception"
-        mpi_noticed_a_death = died and record.error == _MPI_ERROR
-        level = 3 if ended_by_launcher else 2 if record.consequence else 1 if mpi_noticed_a_death else 0
-        return level, record.time_s, record.rank
+    Attributes:
+        rank: the rank.
+        time_s: when that was noticed (wall clock).
+        in_order: whether its program came to its end; else the process ended inside it (`os._exit`).
+    """
 
-    return min(failures, key=order, default=None)
+    rank: int
+    time_s: float
+    in_order: bool
+
+
+def first_cause(failures: Sequence[FailureRecord], leavers: Sequence[Leaver] = ()) -> FailureRecord | None:
+    """Returns the failure that brought the job down: the earliest that is not the consequence of another.
+
+    A rank that has left with exit code 0 leaves no record. It is the cause where the others' records name it, or where
+    it left without MPI's finalize and all that happened to the others follows from that. Where the first record is a
+    wait for a rank that never came, the rank that is returned is that one.
+    """
+    abrupt = min((leaver for leaver in leavers if not leaver.in_order), key=_by_time, default=None)
+    levels = [(_level(record, failures, abrupt), record.time_s, record.rank) for record in failures]
+    if not levels:
+        return None
+    level, first = min(levels)[0], failures[levels.index(min(levels))]
+    if level == 0 and not first.about:
+        return first
+    named = _named(first, failures)
+    if named is None and abrupt is not None and level > 0:
+        named = abrupt.rank
+    if named is None:
+        return first
+    left = next((leaver for leaver in leavers if leaver.rank == named), None)
+    if left is not None:
+        return _record_of(left)
+    return replace(first, rank=named, message=f"rank {first.rank} waited for it in vain: {first.message}")
+
+
+def _by_time(leaver: Leaver) -> tuple[float, int]:
+    return leaver.time_s, leaver.rank
+
+
+def _level(record: FailureRecord, failures: Sequence[FailureRecord], abrupt: Leaver | None) -> int:
+    """Returns how far a failure is from the cause: 0 for one that may be it."""
+    if record.consequence:
+        return 2 if record.kind == "exception" else 3
+    if abrupt is not None and record.kind == "lost" and record.time_s > abrupt.time_s - _LATE_S:
+        return 3  # mpiexec has killed its keeper
+    died = abrupt is not None or any(
+        other.kind in ("signal", "lost", "stopped") and not other.consequence for other in failures
+    )
+    return 1 if died and record.error == _MPI_ERROR else 0
+
+
+def _named(first: FailureRecord, failures: Sequence[FailureRecord]) -> int | None:
+    """Returns the rank that a record is about in the end: those that are about others themselves are passed over."""
+    complains = {record.rank: record for record in failures if record.consequence and record.about}
+    named, seen = first, {first.rank}
+    while named.about:
+        rank = named.about[0]
+        if rank not in complains:
+            return rank
+        if rank in seen:
+            return None
+        seen.add(rank)
+        named = complains[rank]
+    return None
+
+
+def _record_of(leaver: Leaver) -> FailureRecord:
+    """Returns the record of a rank that has left too early."""
+    how = "its program came to its end" if leaver.in_order else "os._exit, or an exit in a library"
+    text = f"it left with exit code 0 ({how}) while other ranks still ran; all ranks make the same collective calls"
+    return FailureRecord(leaver.rank, leaver.time_s, "left", PeerFailed.exit_code, text)
 
 
 def one_each(records: Iterable[FailureRecord]) -> tuple[FailureRecord, ...]:
@@ -68,8 +141,10 @@ def judge(
     seconds: float,
     *,
     status: int,
+    leavers: Sequence[Leaver] = (),
     ended_by: int | None = None,
     limit_s: float | None = None,
+    places: Mapping[int, str] = MappingProxyType({}),
 ) -> JobResult:
     """Finds the first cause.
 
@@ -78,8 +153,10 @@ def judge(
         n: number of ranks.
         seconds: how long the job took.
         status: exit status of mpiexec.
+        leavers: the ranks that have left with exit code 0.
         ended_by: the signal that made the launcher end the job, if one did.
         limit_s: the time limit, if it has passed.
+        places: file and line in which ranks were then, "" where that is not known.
     """
     result = JobResult(0, "done", None, "", seconds, failures)
     if ended_by is not None:
@@ -90,8 +167,17 @@ def judge(
             f"the {n} ranks were still running after the limit of {limit_s:g} s and have been ended; where each "
             f"Python rank was stands above; raise the limit if the job is only slow"
         )
+        if leavers:
+            gone = names_of(sorted(leaver.rank for leaver in leavers))
+            message += f"; {gone} had left with exit code 0"
+        elif len(set(places.values())) > 1:
+            message += f"; {_places_text(places)}"
         return replace(result, exit_code=TimedOut.exit_code, cause="timeout", message=message)
-    first = first_cause(failures)
+    first = first_cause(failures, leavers)
+    if first is None and status:
+        first = next(
+            (_record_of(leaver) for leaver in sorted(leavers, key=_by_time) if not leaver.in_order), None
+        )
     if first is not None:
         message = f"rank {first.rank} failed first: {first.message}{_HINTS.get(first.signal, '')}"
         return replace(
@@ -104,6 +190,22 @@ def judge(
     return result
 
 
+def place_in(stacks: bytes) -> str:
+    """Returns file and line in which a rank's main thread was ("train.py:31"), out of the stacks that it printed."""
+    main_thread = stacks.decode(errors="replace").rpartition("(most recent call first):")[2]
+    return innermost_line((file, int(line)) for file, line in _FRAME.findall(main_thread))
+
+
+def _places_text(places: Mapping[int, str]) -> str:
+    """Returns which ranks were where; those that are alone last."""
+    ranks_at: dict[str, list[int]] = {}
+    for rank, place in sorted(places.items()):
+        ranks_at.setdefault(place or "an unknown line", []).append(rank)
+    groups = sorted(ranks_at.items(), key=lambda group: -len(group[1]))
+    parts = [f"{names_of(ranks)} {'were' if ranks[1:] else 'was'} in {place}" for place, ranks in groups]
+    return ", ".join([*parts[:_MOST_PLACES], *(["others elsewhere"] if parts[_MOST_PLACES:] else [])])
+
+
 def failure_text(result: JobResult) -> str:
     """Returns why a job failed, for people: the tracebacks, the first failing rank's last; "" if it did not."""
     if result.cause == "done":
@@ -113,7 +215,12 @@ def failure_text(result: JobResult) -> str:
         if record.traceback:
             who.setdefault(record.traceback, []).append(record.rank)
     parts = []
-    for text, ranks in sorted(who.items(), key=lambda item: result.failed_rank in item[1]):
+    genuine = {record.rank for record in result.failures if not record.consequence}
+
+    def nearness(item: tuple[str, list[int]]) -> tuple[bool, bool]:
+        return result.failed_rank in item[1], not genuine.isdisjoint(item[1])
+
+    for text, ranks in sorted(who.items(), key=nearness):
         name = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, sorted(ranks)))}"
         parts.append(f"--- {name}\n{text.rstrip()}\n")
     return "".join(parts) + f"lowshard run: {result.message} (exit code {result.exit_code})\n"

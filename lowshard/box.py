@@ -90,6 +90,18 @@ def covers(boxes: Iterable[Box], target: Box) -> bool:
     return not left
 
 
+def any_overlap(boxes: Iterable[Box]) -> bool:
+    """Return True when two boxes share an element: a sweep along the first dim."""
+    found = sorted(box for box in boxes if volume(box))
+    for i, box in enumerate(found):
+        for other in found[i + 1 :]:
+            if box and other[0][0] >= box[0][1]:
+                break
+            if intersect(box, other) is not None:
+                return True
+    return False
+
+
 def relative_slices(box: Box, origin: Box) -> tuple[slice, ...]:
     """Return the slices that take `box` out of a local array whose own box is `origin`."""
     return tuple(slice(b0 - o0, b1 - o0) for (b0, b1), (o0, _) in zip(box, origin, strict=True))

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from lowshard._version import __version__
 from lowshard.errors import LowshardError
+from lowshard.streams import open_closed_streams
 
 DESCRIPTION = "Place, move and quantise raw array buffers over many processes."
 EPILOG = (
@@ -41,6 +42,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
+    open_closed_streams()
     args = build_parser().parse_args(sys.argv[1:] if argv is None else list(argv))
     try:
         return int(args.func(args))

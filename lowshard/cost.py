@@ -18,7 +18,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+
+from lowshard.argument import brief, instance, whole
 from lowshard.errors import ProfileError
+from lowshard.reading import reader
 
 __all__ = ["OPS", "SCHEMA", "ClusterProfile", "Curve", "Estimate", "Piece", "factor", "steps", "sums"]
 
@@ -32,6 +36,9 @@ LEVELS: tuple[Level, ...] = ("node", "network")
 _WIDER_BY_SIZE = 0.25
 _WIDER_BY_RANKS = 0.5
 _DEFAULT_ERROR = math.log(4.0)
+
+_MOST = 1e6
+"""Seconds, seconds a byte, and the logarithm of an error in a profile, at most: no machine comes near."""
 
 
 @dataclass(frozen=True)
@@ -102,15 +109,13 @@ def sums(op: str, ranks: int) -> float:
 
 
 def _form(op: str) -> _Form:
-    if op not in _FORMS:
-        raise ProfileError(f"the collectives that have a model are {', '.join(OPS)}; got {op!r}")
+    if not isinstance(op, str) or op not in _FORMS:
+        raise ProfileError(f"the collectives that have a model are {', '.join(OPS)}; got {brief(op)}")
     return _FORMS[op]
 
 
 def _count(ranks: int) -> int:
-    if ranks < 1:
-        raise ProfileError(f"a collective runs over 1 rank or more; got {ranks}")
-    return ranks
+    return whole(ranks, "a collective runs over 1 rank or more", ProfileError, 1)
 
 
 @dataclass(frozen=True)
@@ -188,6 +193,13 @@ class Curve:
 
     def __post_init__(self) -> None:
         _form(self.op)
+        for piece in self.pieces:
+            instance(piece, Piece, "the pieces of a curve are of class Piece", ProfileError)
+            numbers = (piece.alpha_s, piece.beta_s_per_byte, piece.gamma_s_per_byte, piece.log_error)
+            if not all(isinstance(x, (int, float)) and 0 <= x <= _MOST for x in numbers):
+                raise ProfileError(
+                    f"alpha, beta, gamma and the error are 0 or more, and at most {_MOST:g}; {self.op} has {piece}"
+                )
         edges = [piece.below_bytes for piece in self.pieces]
         inner = [edge for edge in edges[:-1] if edge is not None]
         if not edges or edges[-1] is not None or len(inner) != len(edges) - 1 or inner != sorted(set(inner)):
@@ -196,15 +208,9 @@ class Curve:
             )
         if self.level not in LEVELS:
             raise ProfileError(f"a level is one of {', '.join(LEVELS)}; {self.op} has {self.level!r}")
-        if self.ranks < 1 or not 0 <= self.least_bytes <= self.most_bytes:
-            raise ProfileError(
-                f"a curve has 1 rank or more and a range of sizes; {self.op} has {self.ranks} ranks, "
-                f"{self.least_bytes} to {self.most_bytes} bytes"
-            )
-        for piece in self.pieces:
-            numbers = (piece.alpha_s, piece.beta_s_per_byte, piece.gamma_s_per_byte, piece.log_error)
-            if not all(math.isfinite(x) and x >= 0 for x in numbers):
-                raise ProfileError(f"alpha, beta, gamma and the error are 0 or more; {self.op} has {piece}")
+        whole(self.ranks, f"a curve is over 1 rank or more; that of {self.op}", ProfileError, 1)
+        rule = f"a curve has a range of sizes of 0 bytes or more, in order; that of {self.op}"
+        whole(self.most_bytes, rule, ProfileError, whole(self.least_bytes, rule, ProfileError, 0))
 
     def piece(self, size_bytes: float) -> Piece:
         """Return the piece that a size belongs to."""
@@ -276,8 +282,12 @@ class ClusterProfile:
             ProfileError: the profile has no such curve, or an argument is out of range.
         """
         _count(ranks)
-        if not size_bytes >= 0:
-            raise ProfileError(f"a size is 0 bytes or more; got {size_bytes}")
+        if (
+            isinstance(size_bytes, bool)
+            or not isinstance(size_bytes, (int, float, np.number))
+            or not size_bytes >= 0
+        ):
+            raise ProfileError(f"a size is 0 bytes or more; got {brief(size_bytes)}")
         curves = self.curves_of(op, level, transport)
         if ranks == 1:
             return Estimate(0.0, 0.0, 0.0, False, self.is_default)
@@ -331,25 +341,8 @@ class ClusterProfile:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> ClusterProfile:
-        """Return the profile that `to_json` wrote.
-
-        Raises:
-            ProfileError: another schema version, or data that is no profile.
-        """
-        came = data.get("schema") if isinstance(data, Mapping) else None
-        if came != SCHEMA:
-            raise ProfileError(
-                f"a profile has schema {SCHEMA!r}, got {came!r}; measure it anew with lowshard bench profile"
-            )
-        try:
-            curves = tuple(
-                Curve(**{**curve, "pieces": tuple(Piece(**piece) for piece in curve["pieces"])})
-                for curve in data["curves"]
-            )
-            machine = tuple((str(name), str(value)) for name, value in data["machine"].items())
-            return cls(curves, machine, bool(data["is_default"]))
-        except (AttributeError, KeyError, TypeError) as error:
-            raise ProfileError(f"this profile is damaged ({type(error).__name__}: {error})") from error
+        """Return the profile that `to_json` wrote; what is wrong raises ProfileError with its place."""
+        return _read(data)
 
     def save(self, path: str | Path) -> None:
         """Write the profile as JSON."""
@@ -362,11 +355,18 @@ class ClusterProfile:
         Raises:
             ProfileError: the file cannot be read, or holds no profile.
         """
-        try:
-            data = json.loads(Path(path).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise ProfileError(f"{path} is no cluster profile: {error}") from error
-        return cls.from_json(data)
+        return _read.file(path)
+
+
+@reader("cluster profile", ProfileError)
+def _read(
+    schema: str, curves: tuple[Curve, ...], machine: Mapping[str, str], is_default: bool
+) -> ClusterProfile:
+    if schema != SCHEMA:
+        raise ProfileError(
+            f"a profile has schema {SCHEMA!r}, got {brief(schema)}; measure it anew with lowshard bench profile"
+        )
+    return ClusterProfile(curves, tuple(machine.items()), is_default)
 
 
 def neighbours(curves: list[Curve], ranks: int) -> list[Curve]:

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from lowshard.argument import brief
 from lowshard.errors import DependencyError, DTypeError
 
 Kind = Literal["float", "int", "uint", "bool", "scale"]
@@ -109,7 +110,7 @@ def get(dtype: object) -> DType:
     row = _BY_NAME.get(name)
     if row is None:
         raise DTypeError(
-            f"dtype {dtype!r} is not one that lowshard carries; it knows {', '.join(r.name for r in _ROWS)}"
+            f"dtype {brief(dtype)} is not one that lowshard carries; it knows {', '.join(r.name for r in _ROWS)}"
         )
     return row
 
@@ -131,8 +132,8 @@ def _name_of(dtype: object) -> str:
         return "None"
     try:
         return np.dtype(dtype).name  # type: ignore[call-overload,no-any-return]
-    except TypeError:
-        return repr(dtype)
+    except Exception:  # NumPy raises what it likes of what is no dtype
+        return brief(dtype)
 
 
 @cache

@@ -6,6 +6,9 @@ either. `exit_code` is what the command line returns for the class.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Self
+
 __all__ = [
     "BadGrad",
     "BadGrid",
@@ -16,6 +19,7 @@ __all__ = [
     "DTypeError",
     "DependencyError",
     "Disagree",
+    "InternalError",
     "KernelError",
     "LaunchError",
     "LayoutError",
@@ -23,6 +27,7 @@ __all__ = [
     "MarkerError",
     "MeshError",
     "MismatchError",
+    "NotDurable",
     "NotJoined",
     "NotOpen",
     "OpenLimit",
@@ -41,10 +46,20 @@ __all__ = [
 ]
 
 
+_MOST_CHARACTERS = 16_000
+
+
 class LowshardError(Exception):
-    """Base of every error that lowshard raises on purpose."""
+    """Base of every error that lowshard raises on purpose. Of a text that is too long to be read its ends are told."""
 
     exit_code = 2
+
+    def __str__(self) -> str:
+        text = super().__str__()
+        if len(text) <= _MOST_CHARACTERS:
+            return text
+        half = _MOST_CHARACTERS // 2
+        return f"{text[:half]} [... {len(text) - 2 * half} characters ...] {text[-half:]}"
 
 
 class ShardingError(LowshardError, ValueError):
@@ -109,9 +124,19 @@ class KernelError(LowshardError, ValueError):
 
 
 class CommError(LowshardError, RuntimeError):
-    """A communicator used in a way it does not allow (closed, wrong peer, wrong root)."""
+    """A communicator used in a way it does not allow (closed, wrong peer, wrong root).
+
+    `ranks` holds the ranks of the job (of COMM_WORLD) that a PeerFailed or a TimedOut is about, where they are known:
+    those that failed, have left, or did not come.
+    """
 
     exit_code = 1
+    ranks: tuple[int, ...] = ()
+
+    def about(self, ranks: Iterable[int]) -> Self:
+        """Note the ranks of the job that this error is about; returns itself."""
+        self.ranks = tuple(int(rank) for rank in ranks)
+        return self
 
 
 class MismatchError(CommError):
@@ -136,6 +161,10 @@ class CheckpointError(LowshardError, ValueError):
     """A checkpoint file that is missing, damaged, or not what was asked for."""
 
 
+class NotDurable(CheckpointError):
+    """A new checkpoint was put in place, but the system did not confirm that it is on the disk."""
+
+
 class DependencyError(LowshardError, ImportError):
     """An optional library is missing; the text names the extra that installs it."""
 
@@ -150,6 +179,12 @@ class LaunchError(LowshardError, RuntimeError):
 
 class VerificationError(LowshardError, AssertionError):
     """A result that was checked is wrong."""
+
+    exit_code = 1
+
+
+class InternalError(LowshardError, RuntimeError):
+    """What the library did contradicts itself, or broke: a defect of the library, to be reported."""
 
     exit_code = 1
 

@@ -13,8 +13,11 @@ from math import prod
 from typing import Any
 
 from lowshard.box import Box, Interval, full_box, intersect, split_interval, volume
+from lowshard.errors import PlanError
 from lowshard.layout import Layout
+from lowshard.path import folded_axes, fresh_axes, state_of
 from lowshard.placement import ReduceOp
+from lowshard.reading import reader
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +35,9 @@ class Piece:
     def elems(self) -> int:
         """Elements in the box."""
         return volume(self.box)
+
+
+_OWN_BYTES, _PIECE_BYTES = 1 << 10, 512
 
 
 @dataclass(frozen=True)
@@ -90,6 +96,12 @@ class Exchange:
             found = self._outgoing[rank] = tuple(self._pieces_from(rank))
         return found
 
+    @property
+    def kept_bytes(self) -> int:
+        """About how many bytes of memory this takes: the pieces of the ranks that were asked for are kept."""
+        maps = (*self._incoming.values(), *self._outgoing.values())
+        return _OWN_BYTES + _PIECE_BYTES * sum(map(len, maps))
+
     def sent_bytes(self, rank: int) -> int:
         """Return the bytes a rank sends to others."""
         return sum(p.elems for p in self.outgoing(rank) if p.dst_rank != rank) * self.src.itemsize_bytes
@@ -138,15 +150,15 @@ class Exchange:
         term = 0
         for a in self.folded:
             term = term * self.src.mesh.shape[a] + at[a]
-        for reader in sorted(self.dst.mesh.ranks):
-            coord = self.dst.mesh.coord(reader)
+        for taker in sorted(self.dst.mesh.ranks):
+            coord = self.dst.mesh.coord(taker)
             if any(coord[a] != at[a] for a in lane):
                 continue
             common = intersect(box, self.dst.box_at(coord))
-            if common is None or self.fill_op(reader) is not None:
+            if common is None or self.fill_op(taker) is not None:
                 continue
-            if self._nearest(reader, list(at), copies) == rank:
-                yield Piece(rank, reader, common, term)
+            if self._nearest(taker, list(at), copies) == rank:
+                yield Piece(rank, taker, common, term)
 
     def _lane(self) -> list[int]:
         """Return the axes that are partial before and after: nothing crosses between their coordinates."""
@@ -196,14 +208,37 @@ class Exchange:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Exchange:
-        """Return the exchange that `to_json` wrote."""
-        return cls(
-            Layout.from_json(data["src"]),
-            Layout.from_json(data["dst"]),
-            tuple(data["folded"]),
-            tuple(data["fresh"]),
-            data["node_size"],
+        """Return the exchange that `to_json` wrote, checked; what is wrong raises PlanError with its place."""
+        return _read(data)
+
+
+@reader("exchange", PlanError)
+def _read(
+    src: Layout, dst: Layout, folded: tuple[int, ...], fresh: tuple[int, ...], node_size: int | None
+) -> Exchange:
+    if (src.shape, src.dtype) != (dst.shape, dst.dtype):
+        raise PlanError(f"an exchange moves one array, got {src} and {dst}")
+    if node_size is not None and node_size < 1:
+        raise PlanError(f"node_size is a number of ranks >= 1, got {node_size}")
+    if on_one_grid(src, dst):
+        folds, makes = folded_axes(state_of(src), state_of(dst)), fresh_axes(state_of(src), state_of(dst))
+    else:
+        folds, makes = partial_axes(src), partial_axes(dst)
+    if (folded, fresh) != (folds, makes):
+        raise PlanError(
+            f"from {src} to {dst} folds axes {folds} and makes {makes} partial, got {folded}, {fresh}"
         )
+    return Exchange(src, dst, folded, fresh, node_size)
+
+
+def on_one_grid(src: Layout, dst: Layout) -> bool:
+    """Return True when both meshes are the same grid of the same ranks, whatever their axes are called."""
+    return (src.mesh.shape, src.mesh.ranks) == (dst.mesh.shape, dst.mesh.ranks)
+
+
+def partial_axes(layout: Layout) -> tuple[int, ...]:
+    """Return the positions of the mesh axes that are partial."""
+    return tuple(a for a, op in enumerate(layout.partials) if op is not None)
 
 
 def _overlaps(layout: Layout, dim: int, wanted: Interval) -> Iterator[tuple[tuple[int, ...], Interval]]:

@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 
 from lowshard import dtypes, move
-from lowshard.comm.agreement import agree, share
+from lowshard.argument import brief
+from lowshard.comm.agreement import agree, control_of, share
 from lowshard.comm.protocol import Communicator
 from lowshard.cost import ClusterProfile
-from lowshard.errors import BufferMismatchError, DTypeError, LowshardError, MeshError
+from lowshard.errors import BufferMismatchError, DTypeError, LowshardError, MeshError, PlanError
 from lowshard.kernels.buffer import allocate
 from lowshard.layout import Layout
 from lowshard.pool import BufferPool
@@ -53,17 +54,25 @@ def execute(
         This rank's part of `plan.dst`, or None on a rank outside the destination mesh.
 
     Raises:
+        PlanError: plan is none, or profile neither True nor False.
         MeshError: the communicator has fewer ranks than the meshes name.
         BufferMismatchError: local or out has another shape, dtype or memory order than required.
-        MismatchError: the ranks hold different plans.
+        MismatchError: the ranks hold different plans, or not all profile.
+        CommError: comm is no communicator.
+        DTypeError: the plan folds what has no mean (bools), or float8 on a GPU.
         (Each on every rank, whichever rank is at fault.)
     """
-    agree(comm, plan.digest_bytes, _argument_error(plan, local, comm, out), "execute")
+    control = control_of(comm)
+    error = _argument_error(plan, local, comm, out, pool, profile)
+    digest = b"" if error is not None else plan.digest_bytes
+    if profile is True:  # the ranks then meet between the steps, so all of them do or none
+        digest = digest[::-1]
+    agree(comm, digest, error, "execute")
     if not profile:
         return _walk(plan, local, comm, out, pool)
     times: list[float] = []
     result = _walk(plan, local, comm, out, pool, times)
-    rows = share(comm.control, np.array(times, np.float64)) if times else []
+    rows = share(control, np.array(times, np.float64)) if times else []
     plan.note_measured([float(max(row[i] for row in rows)) for i in range(len(times))])
     return result
 
@@ -85,17 +94,26 @@ def execute_all(
         As `execute`; and BufferMismatchError when `local` or `out` does not fit the names of `plans`.
         Nothing has moved when it raises.
     """
+    control_of(comm)
     given = {} if out is None else out
-    digest = hashlib.blake2b(digest_size=16)
     error: Exception | None = None
+    tables: dict[str, object] = {"plans": plans, "local": local, "out": given}
+    for what, table in tables.items():
+        if not isinstance(table, Mapping):
+            error = BufferMismatchError(f"{what} is a mapping by name, got {brief(table)}")
+            agree(comm, b"", error, "execute_all")  # raises it on all ranks
+    digest = hashlib.blake2b(digest_size=16)
     for name, plan in plans.items():
-        digest.update(f"{name}={plan.digest()};".encode())
-        wrong = _argument_error(plan, local.get(name), comm, given.get(name)) if error is None else None
+        wrong = _argument_error(plan, local.get(name), comm, given.get(name), pool) if error is None else None
         if wrong is not None:
             error = type(wrong)(f"{name!r}: {wrong}")
+        if error is None:
+            digest.update(f"{name}={plan.digest()};".encode())
     strange = (local.keys() | given.keys()) - plans.keys()
     if strange and error is None:
-        error = BufferMismatchError(f"arrays were given for {sorted(strange)}, for which there is no plan")
+        error = BufferMismatchError(
+            f"arrays were given for {sorted(map(str, strange))}, for which there is no plan"
+        )
     agree(comm, digest.digest(), error, "execute_all")
     return {name: _walk(plan, local.get(name), comm, given.get(name), pool) for name, plan in plans.items()}
 
@@ -109,10 +127,11 @@ def redistribute(
     Collective: all ranks of the communicator call this. Where its ranks are on several nodes, copies of the own node
     are read first. Arguments, result and errors: as for `execute`, and those of `plan_redistribute`, on every rank.
     """
+    control_of(comm)
     plan, error = None, None
     try:
         plan = plan_redistribute(src, dst, cost, comm.node_size)
-        error = _argument_error(plan, local, comm, out)
+        error = _argument_error(plan, local, comm, out, pool)
     except LowshardError as caught:  # perhaps on this rank alone: the others wait to hear of it
         error = caught
     agree(comm, b"" if plan is None else plan.digest_bytes, error, "redistribute")
@@ -124,9 +143,20 @@ def _walk(
     plan: RedistributePlan, local: Array | None, comm: Communicator, out: Array | None,
     pool: BufferPool | None, times: list[float] | None = None,
 ) -> Array | None:  # fmt: skip
-    """Do the steps of a plan that all ranks have agreed on."""
+    """Do the steps of a plan that all ranks have agreed on, in a turn of this thread."""
     if not plan.steps:
         return _same(local, out)
+    comm._enter("execute")
+    try:
+        return _steps(plan, local, comm, out, pool, times)
+    finally:
+        comm._turn.release()
+
+
+def _steps(
+    plan: RedistributePlan, local: Array | None, comm: Communicator, out: Array | None,
+    pool: BufferPool | None, times: list[float] | None,
+) -> Array | None:  # fmt: skip
     steps = programs(plan, comm.rank, comm.size)
     last = steps[-1].parts[-1]
     for step in steps:
@@ -225,12 +255,24 @@ def _buffer_dtype(dtype: np.dtype[Any], xp: Any) -> np.dtype[Any]:
 
 
 def _argument_error(
-    plan: RedistributePlan, local: Array | None, comm: Communicator, out: Array | None
+    plan: object,
+    local: Array | None,
+    comm: Communicator,
+    out: Array | None,
+    pool: object,
+    profile: object = False,
 ) -> LowshardError | None:
     """Return what is wrong with this rank's arguments, or None: the caller compares over all ranks."""
+    if not isinstance(plan, RedistributePlan):
+        return PlanError(f"plan is a RedistributePlan, from plan_redistribute, got {type(plan).__name__}")
+    if pool is not None and not isinstance(pool, BufferPool):
+        return BufferMismatchError(f"pool is a BufferPool or None, got {brief(pool)}")
+    if not isinstance(profile, bool):
+        return PlanError(f"profile is True or False, got {brief(profile)}")
     form = form_of(plan, comm.rank)
     if (
         comm.xp is np
+        and form.dtype != bool
         and comm.size >= plan.world_size
         and (_is_array(local, form.local, form.dtype) if form.local is not None else local is None)
         and (
@@ -252,6 +294,10 @@ def _argument_error(
         )
     if comm.xp is not np and any(step.folded for step in plan.steps) and dtypes.get(plan.src.dtype).is_float8:
         return DTypeError(f"partial {plan.src.dtype} terms cannot be folded on a GPU; cast to float32 first")
+    if form.dtype == bool and any(step.src.partials[a] == "avg" for step in plan.steps for a in step.folded):
+        return DTypeError(
+            f"the terms of {plan.src} have no mean: bools are folded by sum (or), min, max or prod"
+        )
     for array, layout, name in ((local, plan.src, "local"), (out, plan.dst, "out")):
         if array is None and name == "out":
             continue

@@ -19,15 +19,29 @@ from typing import Any
 import numpy as np
 
 from lowshard import dtypes
+from lowshard.argument import brief, instance, items, wholes
 from lowshard.box import Box, Split, shape_of, split_interval
-from lowshard.errors import DTypeError, LayoutError, LowshardError
+from lowshard.errors import DTypeError, LayoutError
 from lowshard.mesh import DeviceMesh
-from lowshard.placement import Partial, Placement, ReduceOp, Replicated, Sharded, parse_placement
+from lowshard.placement import (
+    MOST_DIGITS,
+    Partial,
+    Placement,
+    ReduceOp,
+    Replicated,
+    Sharded,
+    check_split,
+    parse_placement,
+)
+from lowshard.reading import reader
 
 SpecEntry = None | str | tuple[str, ...]
 Spec = tuple[SpecEntry, ...]
 
 _TEXT = re.compile(r"(?P<dtype>[A-Za-z0-9_]+)\[(?P<shape>[0-9, ]*)\](?P<axes>(?:\s+\S+)*)\s*\Z")
+MOST_EXTENT = (1 << 63) - 1
+_SHAPE = "a global shape is a sequence of extents >= 0 such as (1024, 4096)"
+_MESH = "a layout lies on a DeviceMesh, such as DeviceMesh((2, 4), ('dp', 'tp'))"
 _SCALE_PARTIAL = "an e8m0 scale has no sum and no zero: make the layout of the values instead"
 
 
@@ -64,7 +78,8 @@ class Layout:
         self, mesh: DeviceMesh, shape: Sequence[int], dtype: object, placements: Sequence[Placement]
     ) -> None:
         extents = _extents(shape)
-        placements = tuple(placements)
+        instance(mesh, DeviceMesh, _MESH, LayoutError)
+        placements = items(placements, "a layout has one placement per mesh axis", LayoutError)
         if len(placements) != mesh.ndim:
             raise LayoutError(
                 f"a layout has one placement per mesh axis: mesh {mesh} has {mesh.ndim}, got "
@@ -75,7 +90,7 @@ class Layout:
         for axis, placement in zip(mesh.axis_names, placements, strict=True):
             if not isinstance(placement, Placement):
                 raise LayoutError(
-                    f"mesh axis {axis!r} got {placement!r}; write Replicated(), Sharded(dim) or Partial(op)"
+                    f"mesh axis {axis!r} got {brief(placement)}; write Replicated(), Sharded(dim) or Partial(op)"
                 )
             splits.append(placement.split if isinstance(placement, Sharded) else "balanced")
             if isinstance(placement, Sharded):
@@ -109,22 +124,25 @@ class Layout:
             LayoutError: an axis the mesh lacks, an axis used twice, more entries than dims.
         """
         extents = _extents(shape)
-        if isinstance(spec, str) or len(spec) > len(extents):
-            raise LayoutError(
-                f"a spec has one entry a dim (None, a name or names): shape {extents} has "
-                f"{len(extents)} dims, got {spec!r}"
-            )
+        instance(mesh, DeviceMesh, _MESH, LayoutError)
+        rule = f"a spec has one entry a dim (None, a name or names): shape {extents} has {len(extents)} dims"
+        entries = items(spec, rule, LayoutError)
+        if len(entries) > len(extents):
+            raise LayoutError(f"{rule}, got {brief(entries)}")
         names: list[list[str]] = [[] for _ in extents]
         used: dict[str, str] = {}
-        for dim, entry in enumerate(spec):
-            for axis in () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry):
+        for dim, entry in enumerate(entries):
+            given = () if entry is None else (entry,) if isinstance(entry, str) else entry
+            for axis in items(given, rule, LayoutError):
                 _claim(mesh, axis, f"dim {dim}", used)
                 names[dim].append(axis)
         placement: list[ReduceOp | None] = [None] * mesh.ndim
+        if partial is not None and not isinstance(partial, Mapping):
+            raise LayoutError(f"partial maps mesh axes to ops, got {brief(partial)}")
         for axis, op in (partial or {}).items():
             _claim(mesh, axis, "partial", used)
             placement[mesh.axis_index(axis)] = Partial(op).op
-        Sharded(0, split)  # checks the split's name
+        check_split(split)
         splits: list[Split] = ["balanced"] * mesh.ndim
         for axis in used:
             if placement[mesh.axis_index(axis)] is None:
@@ -297,12 +315,13 @@ class Layout:
             LayoutError: the text is not of the form `dtype[shape] axis=placement ...`, or names an
                 axis that the mesh lacks.
         """
-        match = _TEXT.match(text.strip())
+        instance(mesh, DeviceMesh, _MESH, LayoutError)
+        match = _TEXT.match(text.strip()) if isinstance(text, str) else None
         if match is None:
-            raise LayoutError(f"a layout reads like 'bf16[1024,4096] dp=R tp=S0', got {text!r}")
+            raise LayoutError(f"a layout reads like 'bf16[1024,4096] dp=R tp=S0', got {brief(text)}")
         parts = [p.strip() for p in match["shape"].split(",")] if match["shape"].strip() else []
-        if not all(p.isdecimal() for p in parts):
-            raise LayoutError(f"the shape in {text!r} is not a list of extents such as [1024,4096]")
+        if not all(p.isdecimal() and len(p) <= MOST_DIGITS for p in parts):
+            raise LayoutError(f"the shape in {brief(text)} is not a list of extents such as [1024,4096]")
         shape = tuple(map(int, parts))
         names: list[list[str]] = [[] for _ in shape]
         splits: list[Split] = ["balanced"] * mesh.ndim
@@ -332,22 +351,8 @@ class Layout:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Layout:
-        """Return the layout that `to_json` wrote.
-
-        Raises:
-            LayoutError: a field is missing or does not fit.
-        """
-        try:
-            mesh = DeviceMesh.from_json(data["mesh"])
-            partial = {a: op for a, op in zip(mesh.axis_names, data["partials"], strict=True) if op}
-            made = cls.from_spec(mesh, data["shape"], data["dtype"], data["spec"], partial=partial)
-            splits = tuple(Sharded(0, s).split for s in data["splits"])
-        except (KeyError, TypeError, ValueError) as error:
-            if isinstance(error, LowshardError):
-                raise
-            raise LayoutError(f"this JSON is no layout ({type(error).__name__}: {error})") from error
-        names = [[mesh.axis_names[i] for i in cutters] for cutters in made._cutters]
-        return cls._make(mesh, made.shape, made.dtype, names, splits, made.partials)
+        """Return the layout that `to_json` wrote; what is wrong raises LayoutError with its place."""
+        return _read(data)
 
     def digest(self) -> str:
         """Return 32 hex digits that two layouts share exactly when they are equal."""
@@ -357,15 +362,31 @@ class Layout:
         return self._digest
 
 
+@reader("layout", LayoutError)
+def _read(
+    mesh: DeviceMesh,
+    shape: tuple[int, ...],
+    dtype: str,
+    spec: tuple[str | tuple[str, ...] | None, ...],
+    splits: tuple[Split, ...],
+    partials: tuple[ReduceOp | None, ...],
+) -> Layout:
+    if len(splits) != mesh.ndim or len(partials) != mesh.ndim:
+        raise LayoutError(
+            f"a layout has one entry of splits and of partials a mesh axis: {mesh.ndim}, got {len(splits)} and "
+            f"{len(partials)}"
+        )
+    partial = {axis: op for axis, op in zip(mesh.axis_names, partials, strict=True) if op}
+    made = Layout.from_spec(mesh, shape, dtype, spec, partial=partial)
+    cut = {a for axes in made.cutters for a in axes}
+    if any(split != "balanced" and a not in cut for a, split in enumerate(splits)):
+        raise LayoutError(f"the split of a mesh axis that cuts nothing is 'balanced', got {splits}")
+    names = [[mesh.axis_names[i] for i in axes] for axes in made.cutters]
+    return Layout._make(mesh, made.shape, made.dtype, names, splits, made.partials)
+
+
 def _extents(shape: Sequence[int]) -> tuple[int, ...]:
-    try:
-        extents = tuple(int(n) for n in shape)
-        good = all(n == m and n >= 0 for n, m in zip(extents, shape, strict=True))
-    except (TypeError, ValueError):
-        good = False
-    if not good:
-        raise LayoutError(f"a global shape is a sequence of extents >= 0 such as (1024, 4096), got {shape!r}")
-    return extents
+    return wholes(shape, _SHAPE, LayoutError, 0, MOST_EXTENT)
 
 
 def _dim(dim: int, shape: tuple[int, ...], axis: str) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 import re
 from collections.abc import Mapping, Sequence
@@ -10,8 +11,15 @@ from itertools import product
 from math import prod
 from typing import Any, SupportsIndex
 
-from lowshard.errors import MeshError
+import numpy as np
 
+from lowshard.argument import brief, items, whole, wholes
+from lowshard.errors import MeshError
+from lowshard.reading import reader
+
+MOST_RANKS = (1 << 31) - 1
+"""Ranks in a mesh and the highest rank in one, at most: MPI counts them in a C int."""
+_AXES = "mesh axes are given as a name or as names"
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.\-]*\Z")
 
 
@@ -46,26 +54,29 @@ class DeviceMesh:
         *,
         ranks: Sequence[int] | None = None,
     ) -> None:
-        shape = _sizes(shape)
-        names = (axis_names,) if isinstance(axis_names, str) else tuple(axis_names)
+        rule = "a mesh has at least one axis and every size is an integer >= 1"
+        shape = wholes(shape, rule, MeshError, 1, MOST_RANKS)
+        size = prod(shape)
+        if not shape or size > MOST_RANKS:
+            raise MeshError(f"{rule}, with at most {MOST_RANKS} ranks in all; got {brief(shape)}")
+        rule = "a mesh has one name an axis, such as ('dp', 'tp')"
+        names = (axis_names,) if isinstance(axis_names, str) else items(axis_names, rule, MeshError)
         if len(names) != len(shape):
-            raise MeshError(
-                f"a mesh has one name an axis: {len(shape)} sizes {shape}, {len(names)} names {names}"
-            )
+            raise MeshError(f"{rule}: {len(shape)} sizes {shape}, {len(names)} names {brief(names)}")
         for name in names:
             if not isinstance(name, str) or not _NAME.match(name):
-                raise MeshError(f"a mesh axis name is an identifier such as 'dp', got {name!r}")
+                raise MeshError(f"a mesh axis name is an identifier such as 'dp', got {brief(name)}")
         if len(set(names)) != len(names):
             raise MeshError(f"mesh axis names must differ, got {names}")
-        size = prod(shape)
-        order: tuple[int, ...] | range = range(size) if ranks is None else tuple(int(r) for r in ranks)
-        if len(order) != size or len(set(order)) != size or min(order) < 0:
-            raise MeshError(f"a mesh of shape {shape} takes {size} distinct ranks >= 0, got {list(order)}")
-        if order == tuple(range(size)):
-            order = range(size)
-        budget = memory_budget_bytes_per_device
-        if isinstance(budget, Mapping):
-            budget = tuple(sorted((int(r), b) for r, b in budget.items()))  # type: ignore[assignment]
+        order: tuple[int, ...] | range = range(size)
+        if ranks is not None and not (isinstance(ranks, range) and ranks == order):
+            rule = f"a mesh of shape {shape} takes {size} distinct ranks >= 0"
+            order = wholes(ranks, rule, MeshError, 0, MOST_RANKS)
+            if len(order) != size or len(set(order)) != size:
+                raise MeshError(f"{rule}, got {brief(order)}")
+            if order == tuple(range(size)):
+                order = range(size)
+        budget = _budget(memory_budget_bytes_per_device)
         put = object.__setattr__
         put(self, "shape", shape)
         put(self, "axis_names", names)
@@ -80,6 +91,11 @@ class DeviceMesh:
         return prod(self.shape)
 
     @property
+    def world_size(self) -> int:
+        """Ranks of the smallest communicator that holds the mesh: its highest rank and one."""
+        return (self.ranks[-1] if isinstance(self.ranks, range) else max(self.ranks)) + 1
+
+    @property
     def ndim(self) -> int:
         """Number of axes."""
         return len(self.shape)
@@ -90,14 +106,14 @@ class DeviceMesh:
             return self.axis_names.index(name)
         except ValueError:
             raise MeshError(
-                f"mesh {self} has no axis {name!r}; its axes are {', '.join(self.axis_names)}"
+                f"mesh {self} has no axis {brief(name)}; its axes are {', '.join(self.axis_names)}"
             ) from None
 
     def axis_size(self, name: str | Sequence[str]) -> int:
         """Return the ranks along one axis, or the product over several."""
         if isinstance(name, str):
             return self.shape[self.axis_index(name)]
-        return prod(self.axis_size(n) for n in name)
+        return prod(self.shape[self.axis_index(n)] for n in items(name, _AXES, MeshError))
 
     def __contains__(self, rank: object) -> bool:
         if not isinstance(rank, int) and not isinstance(rank, SupportsIndex):  # the second is slow to ask
@@ -111,7 +127,8 @@ class DeviceMesh:
         Raises:
             MeshError: the rank is not in the mesh.
         """
-        index = int(rank) if self._index is None else self._index.get(int(rank), -1)
+        number = whole(rank, "a rank is an integer", MeshError)
+        index = number if self._index is None else self._index.get(number, -1)
         if not 0 <= index < self.size:
             raise MeshError(f"rank {rank} is not in mesh {self}, which holds {_brief(self.ranks)}")
         return tuple(index // s % n for s, n in zip(self._strides, self.shape, strict=True))
@@ -122,7 +139,7 @@ class DeviceMesh:
         Raises:
             MeshError: wrong number of positions, or one out of range.
         """
-        coord = tuple(int(c) for c in coord)
+        coord = wholes(coord, "a coordinate is one integer an axis", MeshError)
         if len(coord) != self.ndim or not all(0 <= c < n for c, n in zip(coord, self.shape, strict=False)):
             raise MeshError(f"coordinate {coord} is not in mesh {self} of shape {self.shape}")
         return self.ranks[sum(c * s for c, s in zip(coord, self._strides, strict=True))]
@@ -133,7 +150,7 @@ class DeviceMesh:
         Within a group, ranks follow the axes as named, the last fastest; groups follow the rest of
         the mesh, row-major.
         """
-        names = (name,) if isinstance(name, str) else tuple(name)
+        names = (name,) if isinstance(name, str) else items(name, _AXES, MeshError)
         inner = [self.axis_index(n) for n in names]
         if len(set(inner)) != len(inner):
             raise MeshError(f"groups takes each axis once, got {names}")
@@ -170,11 +187,8 @@ class DeviceMesh:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> DeviceMesh:
-        """Return the mesh that `to_json` wrote."""
-        budget = data.get("memory_budget_bytes_per_device")
-        if isinstance(budget, Mapping):
-            budget = {int(r): b for r, b in budget.items()}
-        return cls(data["shape"], data["axis_names"], budget, ranks=data.get("ranks"))
+        """Return the mesh that `to_json` wrote; what is wrong raises MeshError with its place."""
+        return _read(data)
 
     def __str__(self) -> str:
         return " ".join(f"{n}={s}" for n, s in zip(self.axis_names, self.shape, strict=True))
@@ -183,15 +197,30 @@ class DeviceMesh:
         return hash((self.shape, self.axis_names, self.memory_budget_bytes_per_device, self.ranks))
 
 
-def _sizes(shape: Sequence[int]) -> tuple[int, ...]:
-    try:
-        sizes = tuple(int(n) for n in shape)
-        whole = all(n == m for n, m in zip(sizes, shape, strict=True))
-    except (TypeError, ValueError):
-        raise MeshError(f"a mesh shape is a sequence of sizes such as (2, 4), got {shape!r}") from None
-    if not sizes or not whole or min(sizes) < 1:
-        raise MeshError(f"a mesh has at least one axis and every size is an integer >= 1, got {shape!r}")
-    return sizes
+@reader("mesh", MeshError)
+def _read(
+    shape: tuple[int, ...],
+    axis_names: tuple[str, ...],
+    ranks: tuple[int, ...] | None = None,
+    memory_budget_bytes_per_device: float | Mapping[int, float] | None = None,
+) -> DeviceMesh:
+    return DeviceMesh(shape, axis_names, memory_budget_bytes_per_device, ranks=ranks)
+
+
+def _budget(given: object) -> int | float | tuple[tuple[int, float], ...] | None:
+    """Return a budget as it is kept: one number, None, or (rank, bytes) by rank."""
+    if isinstance(given, Mapping):
+        rule = "a memory budget by device has ranks >= 0 for keys"
+        rows = [(whole(rank, rule, MeshError, 0), _bytes(size)) for rank, size in given.items()]
+        return tuple(sorted(rows))
+    return None if given is None else _bytes(given)
+
+
+def _bytes(given: Any) -> int | float:
+    number = given.item() if isinstance(given, np.number) else given
+    if isinstance(number, bool) or not isinstance(number, (int, float)) or not 0 <= number < math.inf:
+        raise MeshError(f"a memory budget is a number of bytes >= 0, got {brief(given)}")
+    return number
 
 
 def _brief(ranks: Sequence[int]) -> str:

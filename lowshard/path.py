@@ -9,12 +9,12 @@ the cheapest chain, so the price of a chain never exceeds that of its parts.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import lru_cache
 from heapq import heappop, heappush
 from math import prod
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
 from lowshard import dtypes
+from lowshard.bounded import bounded_cache
 from lowshard.box import Interval, Split, split_interval
 from lowshard.cost import Level
 from lowshard.layout import Layout
@@ -25,7 +25,6 @@ from lowshard.price import Prices
 StepKind = Literal[
     "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "slice", "keep_one", "exchange"
 ]
-STEP_KINDS: tuple[str, ...] = get_args(StepKind)
 
 _SAMPLED_RANKS = 16
 _STATES_MOST = 400
@@ -120,7 +119,7 @@ def classify(src: State, dst: State) -> tuple[StepKind, tuple[int, ...]]:
     return "exchange", ()
 
 
-@lru_cache(maxsize=65536)
+@bounded_cache(1 << 20)
 def _parts(extent: int, sizes: tuple[int, ...], splits: tuple[Split, ...]) -> tuple[Interval, ...]:
     """Return the intervals that nested cuts make of a dim, row-major over the axes' coordinates."""
     found: list[Interval] = [(0, extent)]
@@ -288,6 +287,9 @@ class Grid:
             by_bytes: the fewest elements received win, then the fewest steps; else the fewest seconds. Few elements
                 are all that can be asked for where nothing is known of the cluster.
         """
+        if self.folds_together(src, dst):
+            value = dst._replace(partials=(None,) * self.mesh.ndim)
+            return [*self.cheapest(src, value, by_bytes), self.move(value, dst)]
         most = self.largest(src) + self.largest(dst)
         heap: list[tuple[float, float, float, int, State, list[Move]]] = [(0.0, 0.0, 0.0, 0, src, [])]
         done: set[State] = set()
@@ -330,7 +332,7 @@ class Grid:
             yield state._replace(
                 partials=tuple(None if a in folded else p for a, p in enumerate(state.partials))
             )
-        for a in folded[-1:] if len(folded) == 1 or self._folds_apart(state, folded) else ():
+        for a in folded[-1:] if len(folded) == 1 or self.folds_apart(state, folded) else ():
             yield state._replace(partials=tuple(None if b == a else p for b, p in enumerate(state.partials)))
             if a in home and self._fits(state, dst, a, home[a]):
                 yield self._cut(state, (a,), home[a], dst.splits)
@@ -356,7 +358,19 @@ class Grid:
                 if len(gone) == 1 and home.get(last, dim) != dim and self._fits(rest, dst, last, home[last]):
                     yield self._cut(rest, (last,), home[last], dst.splits)
 
-    def _folds_apart(self, state: State, folded: tuple[int, ...]) -> bool:
+    def folds_together(self, src: State, dst: State) -> bool:
+        """Say whether all partial axes are folded at once, though some of them are partial in dst too.
+
+        A mean of integers is the floor of the exact quotient. Were one axis folded beside an avg axis, each lane
+        would be rounded, or wrap, before the last fold. So the value is made first, and dst's partial axes from it.
+        """
+        if self.kind not in ("int", "uint") or not folded_axes(src, dst):
+            return False
+        terms = [a for a, op in enumerate(src.partials) if op is not None]
+        divides = any(src.partials[a] == "avg" and self.mesh.shape[a] > 1 for a in terms)
+        return divides and len(terms) > len(folded_axes(src, dst))
+
+    def folds_apart(self, state: State, folded: tuple[int, ...]) -> bool:
         """Say whether folding axis by axis, the last one first, gives the bits of folding all at once.
 
         The tree over all terms is a tree of trees where the sizes are powers of two. Whatever is rounded between two

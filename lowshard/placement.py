@@ -5,12 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from lowshard.argument import brief, instance, whole
 from lowshard.box import Split, split_interval
 from lowshard.errors import ShardingError
 
 ReduceOp = Literal["sum", "avg", "min", "max", "prod"]
 REDUCE_OPS: tuple[str, ...] = get_args(ReduceOp)
 SPLITS: tuple[str, ...] = get_args(Split)
+MOST_DIGITS = 19
+"""Of a number in a text: what fits int64, and far from where Python refuses to read it."""
 
 
 class Placement:
@@ -42,12 +45,10 @@ class Sharded(Placement):
     split: Split = "balanced"
 
     def __post_init__(self) -> None:
-        if isinstance(self.dim, bool) or not isinstance(self.dim, int):
-            raise ShardingError(
-                f"Sharded takes an array dim (an integer), got {self.dim!r}; write Sharded(0)"
-            )
-        if self.split not in SPLITS:
-            raise ShardingError(f"a split is one of {', '.join(SPLITS)}, got {self.split!r}")
+        if type(self.dim) is not int:
+            rule = "Sharded takes an array dim (an integer), as in Sharded(0)"
+            object.__setattr__(self, "dim", whole(self.dim, rule, ShardingError))
+        check_split(self.split)
 
     def __str__(self) -> str:
         return f"S{self.dim}" if self.split == "balanced" else f"S{self.dim}:{self.split}"
@@ -64,11 +65,17 @@ class Partial(Placement):
     op: ReduceOp = "sum"
 
     def __post_init__(self) -> None:
-        if self.op not in REDUCE_OPS:
-            raise ShardingError(f"a Partial's op is one of {', '.join(REDUCE_OPS)}, got {self.op!r}")
+        if not isinstance(self.op, str) or self.op not in REDUCE_OPS:
+            raise ShardingError(f"a Partial's op is one of {', '.join(REDUCE_OPS)}, got {brief(self.op)}")
 
     def __str__(self) -> str:
         return "P" if self.op == "sum" else f"P:{self.op}"
+
+
+def check_split(split: object) -> None:
+    """Raise ShardingError unless it is the name of a split rule."""
+    if not isinstance(split, str) or split not in SPLITS:
+        raise ShardingError(f"a split is one of {', '.join(SPLITS)}, got {brief(split)}")
 
 
 def mean_weight(extent: int, parts: int, index: int, split: Split = "balanced") -> float:
@@ -88,11 +95,13 @@ def parse_placement(text: str) -> Placement:
     Raises:
         ShardingError: the text is none of these.
     """
-    head, _, tail = text.partition(":")
+    head, _, tail = instance(
+        text, str, "a placement as text is R, S0, S1:ceil, P or P:max", ShardingError
+    ).partition(":")
     if text == "R":
         return Replicated()
     if head == "P":
         return Partial(tail or "sum")  # type: ignore[arg-type]  # checked by Partial
-    if head.startswith("S") and head[1:].isdecimal():
+    if head.startswith("S") and head[1:].isdecimal() and len(head) <= MOST_DIGITS:
         return Sharded(int(head[1:]), tail or "balanced")  # type: ignore[arg-type]  # checked by Sharded
-    raise ShardingError(f"placement {text!r} cannot be read; write R, S0, S1:ceil, P or P:max")
+    raise ShardingError(f"placement {brief(text)} cannot be read; write R, S0, S1:ceil, P or P:max")

@@ -8,15 +8,15 @@ read them, so that the next move of them takes one pass.
 from __future__ import annotations
 
 import math
-import operator
 import weakref
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, SupportsIndex
+from typing import Any
 
 import numpy as np
 
 from lowshard import dtypes
+from lowshard.comm import check
 from lowshard.comm.protocol import Communicator
 from lowshard.errors import BufferMismatchError
 
@@ -55,12 +55,10 @@ class BufferPool:
 
         Raises:
             DTypeError: a dtype outside the table.
-            BufferMismatchError: a negative extent.
+            BufferMismatchError: a shape that is none.
         """
-        extents = (operator.index(shape),) if isinstance(shape, SupportsIndex) else tuple(shape)
         kind = dtypes.get(dtype).numpy
-        if any(n < 0 for n in extents):
-            raise BufferMismatchError(f"an array has no negative extents, got shape {extents}")
+        extents = check.extents(shape, kind.itemsize)
         size_bytes = math.prod(extents) * kind.itemsize
         if self._comm.xp is not np:
             return self._comm.xp.empty(extents, kind)

@@ -6,6 +6,7 @@ from functools import cache
 from itertools import count
 from math import exp, log
 
+from lowshard.bounded import BoundedCache
 from lowshard.cost import ClusterProfile, Curve, Level, neighbours
 from lowshard.errors import ProfileError
 
@@ -14,7 +15,9 @@ LOCAL_ALPHA_S = 1e-7
 LOCAL_BETA_S_PER_BYTE = 1e-10
 """Bytes that a rank writes in its own memory: 10 GB/s, the order of a copy on one core."""
 
-_KEPT = 65536
+SECONDS_BYTES = 1 << 20
+"""What the prices of a profile keep of what they were asked, at most."""
+_ENTRY_BYTES = 320
 _SERIALS = count()
 
 
@@ -29,7 +32,9 @@ class Prices:
         self.serial = 1 + next(_SERIALS)
         """A number of its own, by which what was made of these prices is kept."""
         self._curves: dict[tuple[str, int, Level], tuple[list[Curve], float]] = {}
-        self._seconds: dict[tuple[str, int, int, Level], float] = {}
+        self._seconds = BoundedCache[tuple[str, int, int, Level], float](
+            None, SECONDS_BYTES, lambda key, seconds: _ENTRY_BYTES
+        )
 
     def seconds(self, op: str, ranks: int, size_bytes: int, level: Level = "node") -> float:
         """Return what one call takes; see `ClusterProfile.seconds` for the arguments."""
@@ -41,9 +46,7 @@ class Prices:
             curves, share = self._lines(op, ranks, level)
             logs = [log(max(curve.seconds(ranks, size_bytes), 1e-12)) for curve in curves]
             found = exp(logs[0] + share * (logs[-1] - logs[0]))
-            if len(self._seconds) >= _KEPT:
-                self._seconds.clear()
-            self._seconds[key] = found
+            self._seconds.put(key, found)
         return found
 
     def exchange(self, partners: int, received_bytes: float, level: Level = "node") -> float:
@@ -79,6 +82,7 @@ class Prices:
         return found
 
 
+_PROFILES_KEPT = 16
 _PRICES: dict[int, Prices] = {}
 
 
@@ -94,7 +98,7 @@ def prices_of(profile: ClusterProfile | None) -> Prices:
         return default_prices()
     found = _PRICES.get(id(profile))
     if found is None:  # it keeps the profile alive, so the number stays its own
-        if len(_PRICES) >= 16:
+        if len(_PRICES) >= _PROFILES_KEPT:
             _PRICES.pop(next(iter(_PRICES)))
         found = _PRICES[id(profile)] = Prices(profile)
     return found

@@ -12,14 +12,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from lowshard.bounded import BoundedCache
 from lowshard.box import Box, relative_slices, shape_of, single_run, split_interval, volume
 from lowshard.exchange import Exchange, Piece
 from lowshard.placement import ReduceOp
 from lowshard.redistribute import RedistributePlan, Step
 
 Index = tuple[slice, ...]
-
-_PROGRAMS_KEPT = 16384
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +170,13 @@ class StepProgram:
     """A reduction of two terms as one exchange: each rank folds all of its result, which moves as many bytes and takes
     one pass over memory where ranks read each other's. It is not divided into chunks that ranks meet for."""
 
+    @property
+    def kept_bytes(self) -> int:
+        """About how many bytes of memory this takes, with its rounds."""
+        parts = self.parts if self.whole is None else (*self.parts, self.whole)
+        # The rounds repeat the pieces as slices, and as displacements for the kernels.
+        return sum(_OWN_BYTES + 2 * part.exchange.kept_bytes for part in parts)
+
 
 class Form(NamedTuple):
     """What a rank's arrays look like: shapes (None outside the mesh) and dtype."""
@@ -180,7 +186,10 @@ class Form(NamedTuple):
     dtype: np.dtype[Any]
 
 
-_FORMS: dict[tuple[str, int], Form] = {}
+_OWN_BYTES, _FORM_BYTES = 1 << 10, 512
+_FORMS = BoundedCache[tuple[str, int], Form](
+    "forms of arrays in redistributions", 1 << 20, lambda key, form: _FORM_BYTES
+)
 
 
 def form_of(plan: RedistributePlan, rank: int) -> Form:
@@ -194,13 +203,13 @@ def form_of(plan: RedistributePlan, rank: int) -> Form:
             dst.local_shape(rank) if rank in dst.mesh else None,
             src.numpy_dtype,
         )
-        if len(_FORMS) >= _PROGRAMS_KEPT:
-            _FORMS.clear()
-        _FORMS[key] = found
+        _FORMS.put(key, found)
     return found
 
 
-_PROGRAMS: dict[tuple[str, int, int], tuple[StepProgram, ...]] = {}
+_PROGRAMS = BoundedCache[tuple[str, int, int], tuple[StepProgram, ...]](
+    "programs of redistributions", 16 << 20, lambda key, found: sum(step.kept_bytes for step in found)
+)
 
 
 def programs(plan: RedistributePlan, rank: int, size: int) -> tuple[StepProgram, ...]:
@@ -209,9 +218,7 @@ def programs(plan: RedistributePlan, rank: int, size: int) -> tuple[StepProgram,
     found = _PROGRAMS.get(key)
     if found is None:
         found = tuple(_step_program(step, rank, size) for step in plan.steps)
-        if len(_PROGRAMS) >= _PROGRAMS_KEPT:
-            _PROGRAMS.clear()
-        _PROGRAMS[key] = found
+        _PROGRAMS.put(key, found)
     return found
 
 

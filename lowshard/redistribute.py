@@ -11,18 +11,24 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import groupby, zip_longest
 from typing import Any
 
+from lowshard.argument import whole
+from lowshard.bounded import BoundedCache
 from lowshard.cost import ClusterProfile
-from lowshard.errors import LowshardError, PlanError
-from lowshard.exchange import Exchange, Piece
+from lowshard.errors import PlanError
+from lowshard.exchange import Exchange, Piece, on_one_grid, partial_axes
 from lowshard.layout import Layout
-from lowshard.path import STEP_KINDS, Grid, Move, State, StepKind, folded_axes, fresh_axes, state_of
+from lowshard.path import Grid, Move, State, StepKind, folded_axes, fresh_axes, state_of
 from lowshard.price import prices_of
+from lowshard.reading import reader
 
 __all__ = [
     "Exchange", "Piece", "RedistributePlan", "Step", "plan_redistribute", "predict_redistribute",
 ]  # fmt: skip
+
+_RANK = "a rank is an integer"
 
 
 @dataclass(frozen=True)
@@ -83,18 +89,6 @@ class Step:
             "predicted_s": self.predicted_s,
         }
 
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Step:
-        """Return the step that `to_json` wrote.
-
-        Raises:
-            PlanError: there is no step of that kind.
-        """
-        if data["kind"] not in STEP_KINDS:
-            raise PlanError(f"a step is one of {', '.join(STEP_KINDS)}, got {data['kind']!r}")
-        parts = tuple(Exchange.from_json(part) for part in data["exchanges"])
-        return cls(data["kind"], tuple(data["axes"]), parts, float(data["predicted_s"]))
-
     def __str__(self) -> str:
         along = f" along {', '.join(self.axes)}" if self.axes else ""
         first = self.exchanges[0]
@@ -114,10 +108,15 @@ class RedistributePlan:
     _digest: str = field(default="", repr=False, compare=False)
     _measured: list[float] = field(default_factory=list, repr=False, compare=False)
 
+    @property
+    def kept_bytes(self) -> int:
+        """About how many bytes of memory this takes, with what it has found out for the ranks that were asked for."""
+        return _OWN_BYTES + sum(part.kept_bytes for step in self.steps for part in step.exchanges)
+
     @cached_property
     def world_size(self) -> int:
         """The smallest communicator that holds every rank of both meshes."""
-        return max(max(self.src.mesh.ranks), max(self.dst.mesh.ranks)) + 1
+        return max(self.src.mesh.world_size, self.dst.mesh.world_size)
 
     @property
     def predicted_s(self) -> float:
@@ -135,10 +134,12 @@ class RedistributePlan:
 
     def sent_bytes(self, rank: int) -> int:
         """Return the bytes a rank sends to others over all steps."""
+        rank = whole(rank, _RANK, PlanError)
         return sum(step.sent_bytes(rank) for step in self.steps)
 
     def received_bytes(self, rank: int) -> int:
         """Return the bytes a rank receives from others over all steps."""
+        rank = whole(rank, _RANK, PlanError)
         return sum(step.received_bytes(rank) for step in self.steps)
 
     def explain(self) -> str:
@@ -179,27 +180,12 @@ class RedistributePlan:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> RedistributePlan:
-        """Return the plan that `to_json` wrote.
+        """Return the plan that `to_json` wrote, verified: its steps are such as a planner makes from src to dst.
 
         Raises:
             PlanError: a field is missing or does not fit, or the steps do not lead from src to dst.
         """
-        try:
-            steps = tuple(Step.from_json(step) for step in data["steps"])
-            src, dst = Layout.from_json(data["src"]), Layout.from_json(data["dst"])
-            chain = [part for step in steps for part in step.exchanges]
-            ends = [src, *(part.dst for part in chain)], [*(part.src for part in chain), dst]
-            if chain and any(a != b for a, b in zip(*ends, strict=True)):
-                raise PlanError(
-                    "the steps of this plan do not lead from its src to its dst, one after the other"
-                )
-            return cls(src, dst, steps, bool(data["is_default"]))
-        except (KeyError, TypeError, ValueError, IndexError) as error:
-            if isinstance(error, LowshardError):
-                raise
-            raise PlanError(
-                f"this JSON is no redistribution plan ({type(error).__name__}: {error})"
-            ) from error
+        return _read(data)
 
     def digest(self) -> str:
         """Return 32 hex digits that two plans share exactly when they are equal."""
@@ -219,8 +205,10 @@ class RedistributePlan:
         return self.explain()
 
 
-_PLANS: dict[tuple[str, str, int | None, int], RedistributePlan] = {}
-_PLANS_KEPT = 16384
+_OWN_BYTES = 1 << 10
+_PLANS = BoundedCache[tuple[str, str, int | None, int], RedistributePlan](
+    "redistribution plans", 8 << 20, lambda key, plan: plan.kept_bytes
+)
 
 
 def plan_redistribute(
@@ -229,6 +217,9 @@ def plan_redistribute(
     """Return the plan that moves an array from layout `src` to layout `dst`.
 
     Pure: every process gets the same plan from the same arguments. Plans are kept and given again.
+
+    A mean of integers is the floor of the exact quotient of all terms. So the partial axes of integers of which one is
+    an avg axis are folded together: where some of them stay partial, they hold terms of the value afterwards.
 
     Args:
         src: what the ranks hold; any placements, any mesh.
@@ -239,16 +230,20 @@ def plan_redistribute(
             preferred as sources, and steps across nodes are priced as such.
 
     Raises:
-        PlanError: global shapes or dtypes differ, node_size is below 1, or cost is no profile.
+        PlanError: global shapes or dtypes differ, node_size is below 1, cost is no profile, or src or dst no Layout.
     """
+    for name, layout in (("src", src), ("dst", dst)):
+        if not isinstance(layout, Layout):
+            raise PlanError(f"{name} is a Layout, got {type(layout).__name__}")
+    if node_size is not None and (
+        isinstance(node_size, bool) or not isinstance(node_size, int) or node_size < 1
+    ):
+        raise PlanError(f"node_size is a number of ranks >= 1, got {node_size!r}")
     serial = 0 if cost is None else _serial_of(cost)
     key = (src.digest(), dst.digest(), node_size, serial)
     plan = _PLANS.get(key)
     if plan is None:
-        plan = _plan(src, dst, cost, node_size)
-        if len(_PLANS) >= _PLANS_KEPT:
-            _PLANS.clear()
-        _PLANS[key] = plan
+        plan = _PLANS.put(key, _plan(src, dst, cost, node_size))
     return plan
 
 
@@ -280,12 +275,9 @@ def _plan(src: Layout, dst: Layout, cost: ClusterProfile | None, node_size: int 
             f"source and destination are layouts of one array: {src.dtype}{list(src.shape)} is not "
             f"{dst.dtype}{list(dst.shape)}; reshape or cast is a separate step"
         )
-    if node_size is not None and node_size < 1:
-        raise PlanError(f"node_size is a number of ranks >= 1, got {node_size}")
     prices = prices_of(cost)
     grid = Grid(dst, prices, node_size)
-    one_grid = (src.mesh.shape, tuple(src.mesh.ranks)) == (dst.mesh.shape, tuple(dst.mesh.ranks))
-    if not one_grid:
+    if not on_one_grid(src, dst):
         steps = _across(src, dst, grid, node_size)
     elif state_of(src) == state_of(dst):
         steps = ()
@@ -300,29 +292,32 @@ def _along(
 ) -> tuple[Step, ...]:
     """Return the steps of a path on one grid of ranks."""
     steps = []
-    here, state = src, state_of(src)
+    here = src
     for number, move in enumerate(moves, 1):
         there = dst if number == len(moves) else grid.layout(move.target, dst)
-        folded, fresh = folded_axes(state, move.target), fresh_axes(state, move.target)
-        parts: tuple[Exchange, ...] = (Exchange(here, there, folded, fresh, node_size),)
-        if move.kind == "all_reduce":
-            shared = grid.share_along(move.target, folded)
-            if shared is not None:
-                share = grid.layout(shared, dst)
-                parts = (
-                    Exchange(here, share, folded, (), node_size),
-                    Exchange(share, there, (), fresh, node_size),
-                )
-        names = tuple(dst.mesh.axis_names[a] for a in move.axes)
-        steps.append(Step(move.kind, names, parts, move.seconds))
-        here, state = there, move.target
+        steps.append(_step(here, there, move, grid, node_size))
+        here = there
     return tuple(steps)
+
+
+def _step(here: Layout, there: Layout, move: Move, grid: Grid, node_size: int | None) -> Step:
+    """Return the step of a move on one grid of ranks."""
+    folded, fresh = folded_axes(state_of(here), move.target), fresh_axes(state_of(here), move.target)
+    parts: tuple[Exchange, ...] = (Exchange(here, there, folded, fresh, node_size),)
+    if move.kind == "all_reduce":
+        shared = grid.share_along(move.target, folded)
+        if shared is not None:
+            share = grid.layout(shared, there)
+            parts = (
+                Exchange(here, share, folded, (), node_size),
+                Exchange(share, there, (), fresh, node_size),
+            )
+    return Step(move.kind, tuple(there.mesh.axis_names[a] for a in move.axes), parts, move.seconds)
 
 
 def _across(src: Layout, dst: Layout, grid: Grid, node_size: int | None) -> tuple[Step, ...]:
     """Return the steps between two meshes: all terms are folded; what is folded to replicas goes by way of shares."""
-    folded = tuple(a for a, op in enumerate(src.partials) if op is not None)
-    fresh = tuple(a for a, op in enumerate(dst.partials) if op is not None)
+    folded, fresh = partial_axes(src), partial_axes(dst)
     plain = State(dst.cutters, dst.splits, (None,) * dst.mesh.ndim)
     shared = grid.share(plain, state_of(dst)) if folded else None
     if shared is None:
@@ -350,6 +345,82 @@ def _cross(exchange: Exchange, grid: Grid) -> Step:
     )
     seconds = grid.prices.exchange(partners, size_bytes, "network" if wide else "node")
     return Step("exchange" if partners else "slice", (), (exchange,), seconds)
+
+
+@dataclass(frozen=True)
+class _StepData:
+    """A step as JSON has it."""
+
+    kind: StepKind
+    axes: tuple[str, ...]
+    exchanges: tuple[Exchange, ...]
+    predicted_s: float
+
+
+@reader("redistribution plan", PlanError)
+def _read(src: Layout, dst: Layout, steps: tuple[_StepData, ...], is_default: bool) -> RedistributePlan:
+    for step in steps:
+        if not 1 <= len(step.exchanges) <= 2 or step.predicted_s < 0:
+            raise PlanError(
+                f"a step has 1 or 2 exchanges and takes 0 seconds or more, got {len(step.exchanges)} and "
+                f"{step.predicted_s}"
+            )
+    made = tuple(Step(s.kind, s.axes, s.exchanges, float(s.predicted_s)) for s in steps)
+    plan = RedistributePlan(src, dst, made, is_default)
+    _verify(plan)
+    return plan
+
+
+def _verify(plan: RedistributePlan) -> None:
+    """Raise PlanError unless a planner makes each step between the layouts that it has.
+
+    Which layouts a plan goes by is a matter of prices, which it does not hold; all else follows from the layouts.
+    """
+    src, dst, steps = plan.src, plan.dst, plan.steps
+    ends = [src, *(step.dst for step in steps)], [*(step.src for step in steps), dst]
+    one_grid, node_size = on_one_grid(src, dst), steps[0].exchanges[0].node_size if steps else None
+    is_chain = (
+        all(a == b for a, b in zip(*ends, strict=True))
+        if steps
+        else one_grid and state_of(src) == state_of(dst)
+    )
+    if not is_chain or (src.shape, src.dtype) != (dst.shape, dst.dtype):
+        raise PlanError("the steps of this plan do not lead from its src to its dst, one after the other")
+    grid = Grid(dst, prices_of(None), node_size)
+    if not one_grid:
+        expected = _across(src, dst, grid, node_size)
+    else:
+        moves = [grid.move(state_of(step.src), state_of(step.dst)) for step in steps]
+        expected = _along(src, dst, moves, grid, node_size)
+    if one_grid:
+        _verify_terms(plan, grid)
+    for number, (step, wanted) in enumerate(zip_longest(steps, expected), 1):
+        if step != wanted:
+            raise PlanError(
+                f"step {number} of this plan is not what leads from {src} to {dst}: expected {wanted}, got {step}"
+            )
+
+
+def _verify_terms(plan: RedistributePlan, grid: Grid) -> None:
+    """Raise PlanError where the steps fold terms that stay, make terms that go, or round between two folds."""
+    layouts = [plan.src, *(step.dst for step in plan.steps)]
+    together = grid.folds_together(state_of(plan.src), state_of(plan.dst))
+    for axis, (before, after) in enumerate(zip(plan.src.partials, plan.dst.partials, strict=True)):
+        ops = [op for op, _ in groupby(layout.partials[axis] for layout in layouts)]
+        by_value = [op for op, _ in groupby((before, None, after))]
+        direct = [op for op, _ in groupby((before, after))]
+        allowed = [by_value] if together else [direct] if before == after else [direct, by_value]
+        if ops not in allowed:
+            raise PlanError(
+                f"mesh axis {plan.dst.mesh.axis_names[axis]!r} goes from partial {before} to {after}, at most by "
+                f"way of None; got {ops}"
+            )
+    folds = [step.folded for step in plan.steps if step.folded]
+    axes = sum(reversed(folds), ())
+    if len(folds) > 1 and (list(axes) != sorted(axes) or not grid.folds_apart(state_of(plan.src), axes)):
+        raise PlanError(
+            f"the terms of {plan.src} are folded in one step: apart, in the order {folds}, they give other bits"
+        )
 
 
 def _time(seconds: float) -> str:

@@ -15,10 +15,16 @@ from math import prod
 from typing import Any
 
 from lowshard import dtypes
+from lowshard.argument import brief, instance, items, whole, wholes
 from lowshard.box import Box, covers, full_box, intersect, shape_of, volume
-from lowshard.errors import LayoutError, LowshardError
-from lowshard.layout import Layout
+from lowshard.errors import LayoutError
+from lowshard.layout import MOST_EXTENT, Layout
 from lowshard.mesh import DeviceMesh
+from lowshard.reading import reader
+
+_SHAPE = "a shape is a sequence of extents >= 0"
+_LAYOUT = "a tiling is made of a Layout"
+_BOX = "a tile has two boxes of integers, ((start, stop), ...)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +69,15 @@ class Tiling:
 
     def __post_init__(self) -> None:
         put = object.__setattr__
-        put(self, "shape", tuple(self.shape))
+        put(self, "shape", _extents(self.shape))
         put(self, "dtype", dtypes.get(self.dtype).name)
-        put(self, "rank_tiles", tuple(tuple(t for t in tiles if t.elems) for tiles in self.rank_tiles))
-        put(self, "local_shapes", tuple(None if s is None else tuple(s) for s in self.local_shapes))
+        rule = "a tiling has a sequence of tiles for each of its ranks"
+        ranks = (items(tiles, rule, LayoutError) for tiles in items(self.rank_tiles, rule, LayoutError))
+        put(self, "rank_tiles", tuple(tuple(t for t in tiles if _checked(t).elems) for tiles in ranks))
+        shapes = items(
+            self.local_shapes, "a tiling has a local shape or None for each of its ranks", LayoutError
+        )
+        put(self, "local_shapes", tuple(None if s is None else _extents(s) for s in shapes))
         if len(self.rank_tiles) != len(self.local_shapes) or not self.rank_tiles:
             raise LayoutError(
                 f"a tiling has tiles and a local shape for each of its ranks (1 or more), got "
@@ -88,9 +99,9 @@ class Tiling:
         Raises:
             LayoutError: a partial layout (its ranks hold terms, not elements), or num_ranks too small.
         """
-        if any(layout.partials):
+        if any(instance(layout, Layout, _LAYOUT, LayoutError).partials):
             raise LayoutError(f"the layout {layout} is partial: its ranks hold terms. Reduce it first")
-        needed = max(layout.mesh.ranks) + 1
+        needed = layout.mesh.world_size
         size = needed if num_ranks is None else num_ranks
         if size < needed:
             raise LayoutError(f"mesh {layout.mesh} names rank {needed - 1}, the tiling has {size} ranks")
@@ -119,7 +130,9 @@ class Tiling:
             LayoutError: a rank without a piece, a piece outside the array, or pieces of one rank that
                 differ in another dim than the joined one.
         """
+        shape = _extents(shape)
         ndim = len(shape)
+        whole(concat_axis, "concat_axis is a dim (an integer)", LayoutError)
         if ndim and not -ndim <= concat_axis < ndim:
             raise LayoutError(f"concat_axis is a dim of shape {tuple(shape)}, got {concat_axis}")
         axis = concat_axis % ndim if ndim else 0
@@ -147,7 +160,8 @@ class Tiling:
     @classmethod
     def whole(cls, shape: Sequence[int], dtype: object, num_ranks: int = 1) -> Tiling:
         """Return the tiling in which each rank holds all of the array."""
-        return cls.from_pieces(shape, dtype, [[full_box(shape)]] * num_ranks)
+        ranks = whole(num_ranks, "a tiling has 1 rank or more", LayoutError, 1)
+        return cls.from_pieces(shape, dtype, [[full_box(_extents(shape))]] * ranks)
 
     def on_mesh(self, mesh: DeviceMesh, axis: str, num_ranks: int | None = None) -> Tiling:
         """Return the tiling of a mesh's ranks in which each holds what its place along `axis` holds here.
@@ -163,7 +177,7 @@ class Tiling:
             raise LayoutError(
                 f"mesh axis {axis!r} has {size} places, the tiling {self.num_ranks} ranks: make it for {size}"
             )
-        needed = max(mesh.ranks) + 1
+        needed = mesh.world_size
         total = needed if num_ranks is None else num_ranks
         if total < needed:
             raise LayoutError(f"mesh {mesh} names rank {needed - 1}, the tiling has {total} ranks")
@@ -296,22 +310,8 @@ class Tiling:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Tiling:
-        """Return the tiling that `to_json` wrote.
-
-        Raises:
-            LayoutError: a field is missing or does not fit.
-        """
-        try:
-            return cls(
-                _extents(data["shape"]),
-                data["dtype"],
-                tuple(tuple(Tile(_box(box), _box(local)) for box, local in tiles) for tiles in data["tiles"]),
-                tuple(None if s is None else _extents(s) for s in data["local_shapes"]),
-            )
-        except (KeyError, TypeError, ValueError) as error:
-            if isinstance(error, LowshardError):
-                raise
-            raise LayoutError(f"this JSON is no tiling ({type(error).__name__}: {error})") from error
+        """Return the tiling that `to_json` wrote; what is wrong raises LayoutError with its place."""
+        return _read(data)
 
     def digest(self) -> str:
         """Return 32 hex digits that two tilings share exactly when they are equal."""
@@ -321,9 +321,9 @@ class Tiling:
         return self._digest[0]
 
     def _rank(self, rank: int) -> int:
-        if not 0 <= rank < self.num_ranks:
-            raise LayoutError(f"the tiling has ranks 0 to {self.num_ranks - 1}, got {rank}")
-        return rank
+        return whole(
+            rank, f"the tiling has ranks 0 to {self.num_ranks - 1}", LayoutError, 0, self.num_ranks - 1
+        )
 
     def _check(self, rank: int, tiles: Sequence[Tile], local_shape: tuple[int, ...] | None) -> None:
         if local_shape is None:
@@ -356,15 +356,30 @@ def _list(box: Box) -> list[list[int]]:
     return [list(interval) for interval in box]
 
 
-def _box(value: Any) -> Box:
-    return tuple((_int(start), _int(stop)) for start, stop in value)
+@reader("tiling", LayoutError)
+def _read(
+    shape: tuple[int, ...],
+    dtype: str,
+    tiles: tuple[tuple[tuple[Box, Box], ...], ...],
+    local_shapes: tuple[tuple[int, ...] | None, ...],
+) -> Tiling:
+    return Tiling(shape, dtype, tuple(tuple(Tile(*pair) for pair in mine) for mine in tiles), local_shapes)
 
 
-def _extents(value: Any) -> tuple[int, ...]:
-    return tuple(map(_int, value))
+def _extents(shape: Sequence[int]) -> tuple[int, ...]:
+    return wholes(shape, _SHAPE, LayoutError, 0, MOST_EXTENT)
 
 
-def _int(value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{value!r} is no integer")
-    return value
+def _checked(tile: Tile) -> Tile:
+    """Return a tile whose boxes are pairs of integers, or raise LayoutError."""
+    try:
+        for box in (tile.box, tile.local):
+            for start, stop in box:
+                if type(start) is not int or type(stop) is not int:
+                    whole(start, _BOX, LayoutError)
+                    whole(stop, _BOX, LayoutError)
+    except (AttributeError, TypeError, ValueError) as error:
+        if isinstance(error, LayoutError):
+            raise
+        raise LayoutError(f"{_BOX}, got {brief(tile)}") from None
+    return tile

@@ -65,7 +65,8 @@ def square_sums_kernel() -> Callable[..., None]:
 
     `sums` float64 [n] takes the sum of each 32 squares, in a fixed tree: eight lanes, each four squares from the first
     on; then lanes four apart, two apart, the last two. `bits` is the same memory as uint64. `words` int64 are limbs of
-    32 bits, from 2^-1074 on, and the count of sums that are Inf or NaN; limbs are below 2^32 before, and n below 2^31.
+    32 bits, from 2^-1074 on, then the counts of sums that are Inf and of those that are NaN; limbs are below 2^32
+    before, and n below 2^31.
     """
 
     def square_sums(values: Any, sums: Any, bits: Any, words: Any) -> None:
@@ -83,10 +84,10 @@ def square_sums_kernel() -> Callable[..., None]:
             sums[block] = (half0 + half2) + (half1 + half3)
         for block in range(sums.size):
             exponent = np.int64(bits[block] >> np.uint64(52)) & 0x7FF
-            if exponent == 0x7FF:
-                words[words.size - 1] += 1
-                continue
             mantissa = bits[block] & np.uint64((1 << 52) - 1)
+            if exponent == 0x7FF:
+                words[words.size - (1 if mantissa else 2)] += 1
+                continue
             if exponent:
                 mantissa |= np.uint64(1 << 52)
                 exponent -= 1

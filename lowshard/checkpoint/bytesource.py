@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -15,6 +16,7 @@ from lowshard.box import Box, intersect, relative_slices, single_run, strides_of
 from lowshard.checkpoint.catalog import Catalog, StoredPart
 from lowshard.checkpoint.checksum import Tally, crc32
 from lowshard.checkpoint.header import open_for_reading
+from lowshard.checkpoint.index import INDEX_NAME, read_index
 from lowshard.errors import CheckpointError
 
 _SCRATCH_BYTES = 512 << 10
@@ -183,8 +185,21 @@ class ByteSource:
                 self._fds[file] = open_for_reading(file)
                 os.posix_fadvise(self._fds[file], 0, 0, os.POSIX_FADV_SEQUENTIAL)  # twice the read-ahead
             except CheckpointError as error:
-                raise CheckpointError(f"{error} (needed for tensor {name!r})") from error
+                replaced = (
+                    "; a newer save has replaced the checkpoint since it was opened: open it anew, and plan anew"
+                    if self._was_replaced(file)
+                    else ""
+                )
+                raise CheckpointError(f"{error} (needed for tensor {name!r}){replaced}") from error
         return self._fds[file]
+
+    def _was_replaced(self, file: str) -> bool:
+        """Return whether a sharded checkpoint's index no longer names a file of the catalog that is missing."""
+        path = Path(file)
+        try:
+            return not path.exists() and path.name not in read_index(path.with_name(INDEX_NAME)).files
+        except CheckpointError:
+            return False
 
     def _pread(self, fd: int, view: memoryview, offset: int, file: str, name: str) -> None:
         while view:

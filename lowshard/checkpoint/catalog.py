@@ -14,16 +14,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lowshard.argument import instance
+from lowshard.argument import path as check_path
 from lowshard.box import Box, full_box, shape_of, volume
 from lowshard.checkpoint.checksum import Key, crc32
 from lowshard.checkpoint.header import FilePath, Header, TensorEntry, read_header
 from lowshard.checkpoint.index import INDEX_NAME, Index, read_index
 from lowshard.checkpoint.share import disjoint
 from lowshard.errors import CheckpointError
+from lowshard.reading import parse_json, read_text, reader
 from lowshard.tiling import Tiling
 
 HF_INDEX = "model.safetensors.index.json"
+_ATTEMPTS = 10
 Files = FilePath | Sequence[FilePath]
+_FILES = "a checkpoint is the path of a file or a folder, or a list of files"
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +107,7 @@ class Catalog:
         Raises:
             CheckpointError: the checkpoint has none of that name.
         """
+        instance(name, str, "a tensor's name is text", CheckpointError)
         found = self.tensors.get(name)
         if found is None:
             import difflib
@@ -123,8 +129,8 @@ class Catalog:
             CheckpointError: there is no checkpoint, or it is damaged; the text names file and tensor.
         """
         if not isinstance(files, (str, bytes)) and isinstance(files, Sequence):
-            return _of_plain([Path(f) for f in files], f"{len(files)} files")
-        path = Path(files)
+            return _of_plain([check_path(f, _FILES, CheckpointError) for f in files], f"{len(files)} files")
+        path = check_path(files, _FILES, CheckpointError)
         if path.name == INDEX_NAME:
             path = path.parent
         if path.name == HF_INDEX:
@@ -210,16 +216,12 @@ def _plain_tensor(header: Header, entry: TensorEntry) -> StoredTensor:
 
 
 def _of_hugging_face(path: Path) -> Catalog:
-    try:
-        data: Any = json.loads(path.read_bytes())
-        files: dict[str, str] = dict(data["weight_map"])
-        metadata = {str(k): str(v) for k, v in dict(data.get("metadata") or {}).items()}
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CheckpointError(f"{path}: is no index with a weight_map: {error!r}") from error
+    text = read_text(path, "index with a weight_map", CheckpointError)
+    data = parse_json(text, f"{path} is no index with a weight_map", CheckpointError)
+    said = {k: v for k, v in data.items() if k in _HF_KEYS} if isinstance(data, dict) else data
+    files, metadata = _read_hugging_face(said, str(path))
     for name, file in files.items():
-        if not isinstance(file, str) or Path(file).name != file or not file:
+        if Path(file).name != file or not file:
             raise CheckpointError(f"{path}: tensor {name!r}: its file lies beside the index, got {file!r}")
     headers = {file: read_header(path.parent / file) for file in dict.fromkeys(files.values())}
     tensors = {}
@@ -234,9 +236,30 @@ def _of_hugging_face(path: Path) -> Catalog:
     return Catalog(str(path.parent), tensors, metadata, None, _digest(tensors))
 
 
+_HF_KEYS = ("weight_map", "metadata")
+"""What is read of an index of Hugging Face's; what else there is, is theirs."""
+
+
+@reader("index with a weight_map", CheckpointError)
+def _read_hugging_face(
+    weight_map: Mapping[str, str], metadata: Mapping[str, Any] | None = None
+) -> tuple[dict[str, str], dict[str, str]]:
+    return dict(weight_map), {key: str(value) for key, value in (metadata or {}).items()}
+
+
 def _of_index(folder: Path) -> Catalog:
     index = read_index(folder / INDEX_NAME)
-    headers = {name: _checked_header(folder, name, index) for name in index.files}
+    for _ in range(_ATTEMPTS):
+        try:
+            headers = {name: _checked_header(folder, name, index) for name in index.files}
+            break
+        except CheckpointError:
+            before, index = index, read_index(folder / INDEX_NAME)
+            if index.token == before.token:
+                raise
+            # a save has put a new checkpoint in place meanwhile, and removed the files of the one before
+    else:
+        raise CheckpointError(f"{folder}: new checkpoints are put in place faster than one can be opened")
     tensors = {}
     for name, indexed in index.tensors.items():
         parts = []
@@ -259,8 +282,11 @@ def _checked_header(folder: Path, name: str, index: Index) -> Header:
         raise CheckpointError(
             f"{header.path}: has {header.file_bytes} bytes, the index says {said.size_bytes}: truncated or replaced"
         )
-    with open(header.path, "rb") as file:
-        crc = crc32(file.read(header.data_start_bytes))
+    try:
+        with open(header.path, "rb") as file:
+            crc = crc32(file.read(header.data_start_bytes))
+    except OSError as error:
+        raise CheckpointError(f"{header.path}: cannot be read: {error.strerror}") from error
     if crc != said.header_crc32:
         raise CheckpointError(
             f"{header.path}: the header is damaged: its crc32 is {crc:08x}, the index says {said.header_crc32:08x}"

@@ -7,7 +7,9 @@ memory, as long as the bytes are in a cache); zlib's own stands in where the isa
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import cache, lru_cache
+from functools import cache
+
+from lowshard.bounded import bounded_cache
 
 _POLYNOMIAL = 0xEDB88320
 """IEEE 802.3's, with the coefficient of x^0 in the highest bit."""
@@ -42,7 +44,7 @@ def joined(first: int, second: int, second_bytes: int) -> int:
     return _product(first, _shift(second_bytes)) ^ second
 
 
-@lru_cache(4096)  # layers repeat
+@bounded_cache(1 << 18)  # layers repeat
 def _shift(size_bytes: int) -> int:
     """Return x^(8 size_bytes) modulo the polynomial."""
     shift, bits, k = _ONE, 8 * size_bytes, 0

@@ -127,7 +127,7 @@ def open_for_reading(path: FilePath) -> int:
         raise CheckpointError(
             f"{path}: there is no such file; give the path of a .safetensors file"
         ) from error
-    except (OSError, ValueError) as error:  # ValueError: a path with a NUL in it
+    except (OSError, TypeError, ValueError) as error:  # TypeError: no path; ValueError: one with a NUL in it
         raise CheckpointError(f"{path}: cannot be opened: {error}") from error
     mode = os.fstat(fd).st_mode
     if not stat.S_ISREG(mode):

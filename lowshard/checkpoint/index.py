@@ -15,10 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from lowshard import dtypes
+from lowshard.argument import brief
 from lowshard.box import Box, covers, full_box, volume
 from lowshard.errors import CheckpointError, DTypeError
+from lowshard.reading import parse_json, read_text, reader
 
 INDEX_NAME = "lowshard.index.json"
+_MOST_BYTES, _MOST_VALUES = 2_000_000_000, 100_000_000
+"""Of an index: one of ten thousand tensors over a thousand ranks has a tenth of it."""
 _FORMAT, _VERSION = "lowshard sharded checkpoint", 1
 
 
@@ -102,64 +106,84 @@ def read_index(path: Path) -> Index:
     Raises:
         CheckpointError: it is missing, damaged, or its parts do not cover a tensor once.
     """
-    try:
-        raw = path.read_bytes()
-    except OSError as error:
-        raise CheckpointError(f"{path}: the index cannot be read: {error.strerror}") from error
-    try:
-        body = json.loads(raw)
-        digest = body.pop("digest")
-        right = _digest(body)
-    except (ValueError, AttributeError, KeyError, TypeError, RecursionError) as error:
-        raise CheckpointError(f"{path}: is no index of a sharded checkpoint: {error!r}") from error
+    text = read_text(path, "index of a sharded checkpoint", CheckpointError, _MOST_BYTES)
+    body = parse_json(text, f"{path}: is no index of a sharded checkpoint", CheckpointError, _MOST_VALUES)
+    if not isinstance(body, dict) or "digest" not in body:
+        raise CheckpointError(f"{path}: is no index of a sharded checkpoint: it has no digest")
+    digest = body.pop("digest")
+    right = _digest(body)
     if digest != right:
         raise CheckpointError(
-            f"{path}: the index is damaged: its digest is {right}, it says {digest!r}; restore it from a copy"
+            f"{path}: the index is damaged: its digest is {right}, it says {brief(digest)}; restore it from a copy"
         )
     if body.get("format") != _FORMAT or body.get("version") != _VERSION:
         raise CheckpointError(
             f"{path}: this lowshard reads version {_VERSION} of a {_FORMAT!r}, the index is "
-            f"{body.get('format')!r} version {body.get('version')!r}"
+            f"{brief(body.get('format'))} version {brief(body.get('version'))}"
         )
-    try:
-        return _decode(body, path)
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-        if isinstance(error, CheckpointError):
-            raise
-        raise CheckpointError(
-            f"{path}: the index has a field that is missing or no good: {error!r}"
-        ) from error
+    return _read(body, str(path))
 
 
-def _decode(body: Mapping[str, Any], path: Path) -> Index:
-    files = {str(name): IndexedFile(int(size), int(crc)) for name, size, crc in body["files"]}
-    names = list(files)
+@dataclass(frozen=True)
+class _PartData:
+    """A part as the file has it: its file by number."""
+
+    file: int
+    key: str
+    box: Box
+    crc32: int | None
+
+
+@dataclass(frozen=True)
+class _TensorData:
+    dtype: str
+    shape: tuple[int, ...]
+    strategy: str | None
+    parts: tuple[_PartData, ...]
+
+
+@reader("index of a sharded checkpoint", CheckpointError)
+def _read(
+    format: str,
+    version: int,
+    ranks: int,
+    token: str,
+    metadata: Mapping[str, str],
+    files: tuple[tuple[str, int, int], ...],
+    tensors: Mapping[str, _TensorData],
+) -> Index:
+    listed = {name: IndexedFile(size, crc) for name, size, crc in files}
+    names = list(listed)
     for name in names:
         if Path(name).name != name:
-            raise CheckpointError(f"{path}: a file of the checkpoint lies beside its index, got {name!r}")
-    tensors = {}
-    for name, t in body["tensors"].items():
-        shape = tuple(int(n) for n in t["shape"])
-        parts = tuple(
-            Part(names[p["file"]], str(p["key"]), tuple((int(a), int(b)) for a, b in p["box"]), p["crc32"])
-            for p in t["parts"]
-        )
-        where = f"{path}: tensor {name!r}"
+            raise CheckpointError(f"a file of the checkpoint lies beside its index, got {brief(name)}")
+    made = {}
+    for name, t in tensors.items():
+        where = f"tensor {brief(name)}"
         try:
-            dtype = dtypes.get(t["dtype"]).name
+            dtype = dtypes.get(t.dtype).name
         except DTypeError as error:
             raise CheckpointError(f"{where}: {error}") from error
-        whole = full_box(shape)
+        for p in t.parts:
+            if not 0 <= p.file < len(names):
+                raise CheckpointError(f"{where}: the index has files 0 to {len(names) - 1}, got {p.file}")
+        whole = full_box(t.shape)
         if any(
-            len(p.box) != len(shape)
-            or any(not 0 <= a < b <= n for (a, b), n in zip(p.box, shape, strict=True))
-            for p in parts
+            len(p.box) != len(t.shape)
+            or any(not 0 <= a < b <= n for (a, b), n in zip(p.box, t.shape, strict=True))
+            for p in t.parts
         ):
-            raise CheckpointError(f"{where}: a part lies outside shape {list(shape)}")
-        if sum(volume(p.box) for p in parts) != volume(whole) or not covers((p.box for p in parts), whole):
-            raise CheckpointError(f"{where}: its parts do not cover shape {list(shape)} once")
-        tensors[name] = IndexedTensor(dtype, shape, t["strategy"], parts)
-    return Index(int(body["ranks"]), str(body["token"]), files, tensors, dict(body["metadata"]))
+            raise CheckpointError(f"{where}: a part lies outside shape {list(t.shape)}")
+        boxes = [p.box for p in t.parts]
+        if (
+            min(t.shape, default=0) < 0
+            or sum(map(volume, boxes)) != volume(whole)
+            or not covers(boxes, whole)
+        ):
+            raise CheckpointError(f"{where}: its parts do not cover shape {list(t.shape)} once")
+        parts = tuple(Part(names[p.file], p.key, p.box, p.crc32) for p in t.parts)
+        made[name] = IndexedTensor(dtype, t.shape, t.strategy, parts)
+    return Index(ranks, token, listed, made, metadata)
 
 
 def _digest(body: Mapping[str, Any]) -> str:

@@ -1,39 +1,35 @@
 """Writing a sharded state as one plain safetensors file, by all ranks at once.
 
-Rank 0 makes a temporary file of full size beside the target, every rank writes its own byte ranges
-into it and syncs them, and rank 0 renames it. Each step ends with an agreement, so either all ranks
-see the new file or all raise the same error, the temporary file is gone and an old file is untouched.
+Rank 0 makes a file of full size under a private name beside the target, every rank writes its own byte ranges
+into it and syncs them, and rank 0 renames it: `lowshard.checkpoint.commit`.
 """
 
 from __future__ import annotations
 
 import errno
-import fcntl
 import hashlib
 import json
 import os
-import re
-import secrets
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 
 from lowshard import dtypes
+from lowshard.argument import instance
+from lowshard.argument import path as check_path
 from lowshard.box import Box, contains, full_box, relative_slices
+from lowshard.checkpoint.commit import Commit, together
 from lowshard.checkpoint.header import FilePath, TensorEntry, encode_header
 from lowshard.checkpoint.reader import plan_box
 from lowshard.checkpoint.share import shares
 from lowshard.comm import Communicator, agree
-from lowshard.comm.agreement import share_text
-from lowshard.errors import BufferMismatchError, CheckpointError, LayoutError, LowshardError, MeshError
+from lowshard.comm.agreement import control_of
+from lowshard.errors import BufferMismatchError, CheckpointError, LayoutError, MeshError
 from lowshard.layout import Layout
 from lowshard.tiling import Tiling
 
-T = TypeVar("T")
 State = Mapping[str, tuple[Layout | Tiling, np.ndarray | None]]
 
 _WHAT = "write_checkpoint"
@@ -84,53 +80,30 @@ def write_checkpoint(
         MeshError: a mesh with ranks that the communicator lacks.
         BufferMismatchError: a local array is not the one that its layout says.
         MismatchError: the ranks ask for different files.
-
-        On every rank the same error, whichever rank had it; no temporary file is left.
+        NotDurable: the new file is in place, but its folder could not be synced.
+        (Each on every rank, whichever rank had it. But for NotDurable, what was at the path is untouched and what was
+        written is removed.)
+        PeerFailed, TimedOut: a rank did not come. A note says whether the new file is in place, where this rank knows.
     """
-    comm_rank = comm.rank
-    file = together(comm, path, lambda: _prepare(path, tensors, comm_rank, comm.size, metadata))
+    control_of(comm)
+    rank = comm.rank
+    file = together(comm, path, lambda: _prepare(path, tensors, rank, comm.size, metadata), _WHAT)
     agree(comm, file.digest, None, _WHAT)
-    token = share_text(comm.control, secrets.token_hex(6))[0]  # rank 0's
-    temporary = file.path.with_name(f".{file.path.name}.{token}.tmp")
-    try:
-        together(comm, path, lambda: _create(file, temporary) if comm_rank == 0 else None)
-        together(comm, path, lambda: _write_own(file, temporary, tensors, comm_rank))
-        together(comm, path, lambda: publish(temporary, file.path) if comm_rank == 0 else None)
-    except BaseException as error:
-        # Any rank may be the last one alive, so each removes it.
-        try:
-            temporary.unlink(missing_ok=True)
-        except OSError as failure:
-            error.add_note(f"the temporary file {temporary} could not be removed: {failure.strerror}")
-        raise
-
-
-def together(comm: Communicator, path: FilePath, action: Callable[[], T], what: str = _WHAT) -> T:
-    """Run a local step and return its result if it succeeded on all ranks; else raise on all.
-
-    Collective: all ranks of the communicator call this. The step itself calls no collective.
-    """
-    result: list[T] = []
-    failed: Exception | None = None
-    try:
-        result.append(action())
-    except LowshardError as error:
-        failed = error
-    except OSError as error:
-        failed = CheckpointError(f"{path}: writing it failed: {error}")
-        failed.__cause__ = error
-    except Exception as error:  # whatever it is, the others must not wait for this rank
-        failed = error
-    agree(comm, b"", failed, what)
-    return result[0]
+    with Commit(file.path, comm, _WHAT, lambda fd: _lay_out(file, fd)) as commit:
+        commit.step(lambda: _write_own(file, commit.fd, tensors, rank))
+        commit.commit()
 
 
 def _prepare(
     path: FilePath, tensors: State, rank: int, size: int, metadata: Mapping[str, str] | None
 ) -> _File:
-    target = Path(path)
+    target = check_path(path, "path is that of the file to make", CheckpointError)
     if not target.name:
         raise CheckpointError(f"{target}: give the path of the file to make")
+    if target.is_dir():
+        raise CheckpointError(f"{target}: is a directory; give the path of the file to make")
+    if not target.parent.is_dir():
+        raise CheckpointError(f"{target}: there is no folder {target.parent}; make it first")
     tilings = check_state(target, tensors, rank, size)
     head, entries = encode_header({n: (t.dtype, t.shape) for n, t in tilings.items()}, metadata)
     layouts = [[e.name, tensors[e.name][0].digest()] for e in entries]
@@ -148,6 +121,7 @@ def check_state(target: Path, tensors: State, rank: int, size: int) -> dict[str,
     tilings = {}
     for name, (layout, array) in tensors.items():
         where = f"{target}: tensor {name!r}"
+        instance(name, str, f"{target}: a tensor's name is text", CheckpointError)
         if not isinstance(layout, Layout | Tiling):
             raise LayoutError(
                 f"{where}: a tensor is given as (Layout, local array), got {type(layout).__name__} first"
@@ -197,20 +171,10 @@ def _check_array(
         )
 
 
-def _create(file: _File, temporary: Path) -> None:
-    """Make the temporary file at full size, so that a full disk is found before any data is written."""
-    folder = file.path.parent
-    if file.path.is_dir():
-        raise CheckpointError(f"{file.path}: is a directory; give the path of the file to make")
-    if not folder.is_dir():
-        raise CheckpointError(f"{file.path}: there is no folder {folder}; make it first")
-    _remove_leftovers(file.path)
-    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-    with os.fdopen(fd, "wb", buffering=0) as out:
-        _lock(out.fileno())
-        reserve(out.fileno(), file.size_bytes, file.path)
-        write_at(out.fileno(), memoryview(file.head), 0)
-        os.fsync(out.fileno())
+def _lay_out(file: _File, fd: int) -> None:
+    """Give the new file its full size, so that a full disk is found before any data is written, and its header."""
+    reserve(fd, file.size_bytes, file.path)
+    write_at(fd, memoryview(file.head), 0)
 
 
 def reserve(fd: int, size_bytes: int, path: Path) -> None:
@@ -237,48 +201,21 @@ def reserve(fd: int, size_bytes: int, path: Path) -> None:
         os.ftruncate(fd, size_bytes)
 
 
-def _lock(fd: int) -> None:
-    """Hold a shared lock on a temporary file: as long as one rank of the job lives, nobody clears it away."""
-    with suppress(OSError):  # a file system without locks
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-
-
-def _remove_leftovers(path: Path) -> None:
-    """Remove the temporary files that killed jobs left beside a target; those of live jobs are locked."""
-    pattern = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{12}}\.tmp")
-    for left in list(path.parent.iterdir()):
-        if not pattern.fullmatch(left.name) or not left.is_file():
-            continue
-        with suppress(OSError):  # another job was faster, or the file is not ours to remove
-            fd = os.open(left, os.O_RDONLY)
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                left.unlink()
-            finally:
-                os.close(fd)
-
-
-def _write_own(file: _File, temporary: Path, tensors: State, rank: int) -> None:
+def _write_own(file: _File, fd: int, tensors: State, rank: int) -> None:
     """Write the byte ranges that this rank owns, and sync them."""
     own = [share for share in shares(file.tilings) if share.rank == rank]
     entries = {entry.name: entry for entry in file.entries}
-    if not own:
-        return
-    fd = os.open(temporary, os.O_WRONLY)
-    try:
-        _lock(fd)
-        for share in own:
-            array = tensors[share.name][1]
-            assert array is not None  # checked by _prepare
-            plan = plan_box(entries[share.name], share.box)
-            piece = np.ascontiguousarray(box_of(array, file.tilings[share.name], rank, share.box))
-            data, done = piece.reshape(-1).view(np.uint8).data, 0
-            for start, run_bytes in plan.runs:
-                write_at(fd, data[done : done + run_bytes], start)
-                done += run_bytes
+    for share in own:
+        array = tensors[share.name][1]
+        assert array is not None  # checked by _prepare
+        plan = plan_box(entries[share.name], share.box)
+        piece = np.ascontiguousarray(box_of(array, file.tilings[share.name], rank, share.box))
+        data, done = piece.reshape(-1).view(np.uint8).data, 0
+        for start, run_bytes in plan.runs:
+            write_at(fd, data[done : done + run_bytes], start)
+            done += run_bytes
+    if own:
         os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def box_of(array: np.ndarray, tiling: Tiling, rank: int, box: Box) -> np.ndarray:
@@ -288,26 +225,6 @@ def box_of(array: np.ndarray, tiling: Tiling, rank: int, box: Box) -> np.ndarray
     tile = next(t for t in tiling.tiles(rank) if contains(t.box, box))
     local: np.ndarray = array[relative_slices(tile.local, full_box(array.shape))]
     return local[relative_slices(box, tile.box)]
-
-
-def publish(temporary: Path, target: Path) -> None:
-    """Put a complete temporary file in the target's place, for good.
-
-    Raises:
-        CheckpointError: the new file is in place, but its folder could not be synced.
-    """
-    os.replace(temporary, target)
-    folder = os.open(target.parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(folder)
-    except OSError as error:
-        if error.errno != errno.EINVAL:  # a file system that syncs no folders
-            raise CheckpointError(
-                f"{target}: the new file is in place and whole, but syncing its folder failed ({error.strerror}): "
-                "it may be lost if the machine stops now"
-            ) from error
-    finally:
-        os.close(folder)
 
 
 def write_at(fd: int, data: memoryview, offset: int) -> None:

@@ -20,10 +20,11 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import ModuleType, TracebackType
-from typing import Literal, NoReturn, Protocol
+from typing import Any, Literal, NoReturn, Protocol, Self
 
 from lowshard.errors import CommError, MismatchError, PeerFailed, TimedOut
 
@@ -31,8 +32,11 @@ __all__ = [
     "JOB_DIR_VARIABLE",
     "FailureRecord",
     "add_watch",
+    "await_end",
     "end_job",
     "exit_code_of",
+    "fail",
+    "fail_with",
     "flush_output",
     "forced_end_parts",
     "install_abort_hook",
@@ -40,7 +44,6 @@ __all__ = [
     "read_failures",
     "remove_watch",
     "report_exception",
-    "report_failure",
     "world_rank",
     "write_failure",
 ]
@@ -55,7 +58,10 @@ _SURVIVOR_SPEAK_S = (
 )
 _INTERRUPTED = 130  # what a shell reports for a program that SIGINT ended
 
+Told = Literal["failed", "exit", "timed out", "disagreed"]
+
 _installed: dict[str, int] = {}  # "pid": the process that holds the hook; a forked child must not end the job
+_ending = threading.RLock()  # held, from then on, by the thread that ends this process
 
 
 class _Watch(Protocol):
@@ -66,7 +72,7 @@ class _Watch(Protocol):
     @property
     def failed_rank(self) -> int | None: ...
 
-    def tell(self, kind: Literal["failed", "exit", "timed out", "disagreed"], text: str) -> None: ...
+    def tell(self, kind: Told, text: str) -> None: ...
 
     def ending(self, exit_code: int, within_s: float) -> None: ...
 
@@ -81,14 +87,15 @@ class FailureRecord:
     Attributes:
         rank: the rank that failed.
         time_s: wall-clock time of the failure, seconds since the epoch.
-        kind: "exception", "exit" (a nonzero `sys.exit` or `os._exit`), "signal", "stopped" (not continued) or "lost"
-            (its host cannot be reached).
+        kind: "exception", "exit" (a nonzero `sys.exit` or `os._exit`), "left" (it ended with 0 while others waited
+            for it), "signal", "stopped" (not continued) or "lost" (its host cannot be reached).
         exit_code: what the job returns if this failure is the first cause.
         message: one line: the last line of the traceback, or what happened.
         traceback: the full text, or "".
         error: qualified class name of the exception, or "".
         signal: number of the signal that ended the rank, if one did.
         consequence: true where another rank failed first (a `PeerFailed`, or a signal sent by mpiexec's clean-up).
+        about: the ranks that a `PeerFailed` or a `TimedOut` is about, where they are known.
     """
 
     rank: int
@@ -100,6 +107,12 @@ class FailureRecord:
     error: str = ""
     signal: int | None = None
     consequence: bool = False
+    about: tuple[int, ...] = ()
+
+    @classmethod
+    def from_fields(cls, fields: Mapping[str, Any]) -> Self:
+        """Returns the record that `asdict` and JSON have made fields of."""
+        return cls(**{**fields, "about": tuple(fields["about"])})
 
 
 def write_failure(job_dir: Path, record: FailureRecord) -> None:
@@ -119,7 +132,7 @@ def write_failure(job_dir: Path, record: FailureRecord) -> None:
 def read_failures(job_dir: Path) -> tuple[FailureRecord, ...]:
     """Returns the records that the ranks of a job have left so far, in order of time."""
     paths = (job_dir / _FAILURE_DIR).glob("[0-9]*.json")
-    records = [FailureRecord(**json.loads(path.read_text(encoding="utf-8"))) for path in paths]
+    records = [FailureRecord.from_fields(json.loads(path.read_text(encoding="utf-8"))) for path in paths]
     return tuple(sorted(records, key=lambda record: record.time_s))
 
 
@@ -192,30 +205,70 @@ def _forced_end(rank: int, time_s: float, exit_code: int, message: str) -> Failu
     return FailureRecord(rank, time_s, "exit", exit_code, message, consequence=True)
 
 
-def _tell(kind: Literal["failed", "exit", "timed out", "disagreed"], text: str) -> None:
+def _tell(kind: Told, text: str) -> None:
     """Tells the other ranks; where they know of a failure already, that one stands."""
     for watch in (*_watches,):
         watch.tell(kind, text)
 
 
-def report_failure(record: FailureRecord) -> None:
+def fail(rank: int, error: BaseException) -> NoReturn:
+    """Ends this process, and the job, for an uncaught exception in any of its threads; says so first.
+
+    The first thread to come here ends the process. All others wait here for that end: what they would say may follow
+    from what the first one has told the other ranks.
+    """
+    _begin_end()
+    end_job(report_exception(rank, error))
+
+
+def fail_with(record: FailureRecord) -> NoReturn:
+    """Does as `fail` for a failure that is no exception."""
+    _begin_end()
+    _report(record, "exit", record.message)
+    end_job(record.exit_code)
+
+
+def await_end() -> None:
+    """Waits for the end of this process if one of its threads is ending it; else returns at once."""
+    _begin_end()
+    _ending.release()
+
+
+def _begin_end() -> None:
+    """Returns in the first thread that comes here, every time that it does; in all others never."""
+    if not _ending.acquire(blocking=False):
+        threading.Event().wait()
+
+
+def _report(record: FailureRecord, kind: Told, text: str) -> None:
     """Hands a record to the launcher; where there is none, prints it to stderr with the rank in each line.
 
-    The other ranks are told first.
+    Only then are the other ranks told: what they do about it may end this process.
     """
-    _tell("exit" if record.kind == "exit" else "failed", record.message)
+    if not _left_record(record):
+        shown = record.traceback.rstrip("\n") or record.message
+        _say("".join(f"rank {record.rank} | {line}\n" for line in shown.splitlines()))
+    _tell(kind, text)
+
+
+def _left_record(record: FailureRecord) -> bool:
+    """Leaves a record for the launcher; says whether there is one that wants it, and could."""
     job_dir = os.environ.get(JOB_DIR_VARIABLE)
-    if job_dir:
-        try:
-            write_failure(Path(job_dir), record)
-        except OSError as error:  # another host, or the launcher is gone: the text must not be lost
-            sys.stderr.write(f"rank {record.rank} | no record of this failure in {job_dir}: {error}\n")
-        else:
-            return
-    text = record.traceback.rstrip("\n") or record.message
-    lines = [f"rank {record.rank} | {line}\n" for line in text.splitlines()]
-    sys.stderr.write("".join(lines))  # one write, so that ranks do not mix their lines
-    sys.stderr.flush()
+    if not job_dir:
+        return False
+    try:
+        write_failure(Path(job_dir), record)
+    except OSError as error:  # another host, or the launcher is gone: the text must not be lost
+        _say(f"rank {record.rank} | no record of this failure in {job_dir}: {error}\n")
+        return False
+    return True
+
+
+def _say(text: str) -> None:
+    """Prints to stderr, where there is one, in one write, so that ranks do not mix their lines."""
+    if sys.stderr is not None:
+        sys.stderr.write(text)
+        sys.stderr.flush()
 
 
 def report_exception(rank: int, error: BaseException) -> int:
@@ -229,15 +282,16 @@ def report_exception(rank: int, error: BaseException) -> int:
     cls = type(error)
     name = cls.__qualname__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__qualname__}"
     consequence = isinstance(error, PeerFailed)
-    if isinstance(error, TimedOut):
-        _tell("timed out", str(error))
-    elif isinstance(error, MismatchError):
-        _tell("disagreed", str(error))
-    report_failure(
-        FailureRecord(
-            rank, time.time(), "exception", code, last, "".join(lines), error=name, consequence=consequence
-        )
+    about = error.ranks if isinstance(error, CommError) else ()
+    record = FailureRecord(
+        rank, time.time(), "exception", code, last, "".join(lines), name, consequence=consequence, about=about
     )
+    if isinstance(error, TimedOut):
+        _report(record, "timed out", str(error))
+    elif isinstance(error, MismatchError):
+        _report(record, "disagreed", str(error))
+    else:
+        _report(record, "failed", last)
     if consequence and not _watches:  # with a watch it is `end_job` that waits
         time.sleep(_FIRST_CAUSE_S)
     return code
@@ -249,6 +303,7 @@ def end_job(exit_code: int) -> NoReturn:
     No finalize, no exit handlers: any of them may wait for a rank that waits for this one. The other ranks are told,
     and have a moment to speak.
     """
+    _begin_end()
     flush_output()
     _tell("exit", f"exit code {exit_code}")
     speak_s = max((_SPEAK_S if w.failed_rank == w.rank else _SURVIVOR_SPEAK_S for w in _watches), default=0.0)
@@ -290,26 +345,23 @@ def install_abort_hook(rank: int | None = None) -> None:
             return
         if previous_hook is not sys.__excepthook__:
             previous_hook(cls, error, trace)
-        _fail(rank, error)
+        _fail_here(rank, error)
 
     def thread_hook(args: threading.ExceptHookArgs) -> None:
         error = args.exc_value
         if error is None or isinstance(error, SystemExit) or not _must_end_job(rank):
             previous_thread_hook(args)  # Python's own says nothing about a SystemExit in a thread, nor do we
             return
-        _fail(rank, error)
+        _fail_here(rank, error)
 
     sys.excepthook = hook
     threading.excepthook = thread_hook
 
 
-def _fail(rank: int | None, error: BaseException) -> NoReturn:
-    """Reports an exception and ends the job."""
-    if rank is None:
-        mpi = _running_mpi()
-        rank = 0 if mpi is None else mpi.COMM_WORLD.Get_rank()
+def _fail_here(rank: int | None, error: BaseException) -> NoReturn:
+    """Ends the job for an exception of this process, whatever its rank."""
     flush_output()
-    end_job(report_exception(rank, error))
+    fail(world_rank(0) if rank is None else rank, error)
 
 
 def _must_end_job(rank: int | None) -> bool:

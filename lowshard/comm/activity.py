@@ -15,7 +15,7 @@ import sys
 import sysconfig
 import threading
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic_ns
@@ -23,11 +23,11 @@ from types import FrameType
 from typing import Protocol, TextIO
 
 __all__ = [
-    "CALL_BYTES", "INSIDE_AT", "RING_CALLS", "RING_WORDS", "SEQUENCE_AT", "TEXT_BYTES", "Activity", "NamedCall",
-    "read_text",
+    "CALL_BYTES", "INSIDE_AT", "PLACE_AT", "RING_CALLS", "RING_WORDS", "SEQUENCE_AT", "TEXT_BYTES", "WAITED_AT",
+    "Activity", "NamedCall", "innermost_line", "read_text", "user_line",
 ]  # fmt: skip
 
-TEXT_BYTES = 128
+TEXT_BYTES = 192
 """Bytes of the buffer."""
 CALL_BYTES = 112
 """Bytes of it, from the first, that hold the call's text, padded with zeros."""
@@ -35,6 +35,10 @@ SEQUENCE_AT = 112
 """Where in it the call's number lies, an int64."""
 INSIDE_AT = 120
 """Where in it a byte tells whether the rank is in the call (1) or out of it again (0)."""
+WAITED_AT = 128
+"""Where in it the time lies that the rank had been in the call when `note_wait` was called last, an int64 in ns."""
+PLACE_AT = 136
+"""Where in it the line of the program then begins, padded with zeros."""
 
 RING_CALLS = 64
 """Calls that are kept."""
@@ -100,6 +104,7 @@ class Activity:
         self._next = RING_CALLS
         self._forgotten: set[int] = set()
         self._pack = struct.Struct(f"={CALL_BYTES}sqB").pack_into
+        self._pack_wait = struct.Struct(f"=q{TEXT_BYTES - PLACE_AT}s").pack_into
         self._pack_ring = struct.Struct("=qqq").pack_into
         self._ring_bytes = self._ring.cast("B")
 
@@ -129,6 +134,12 @@ class Activity:
     def leave(self) -> None:
         """Note that this rank has come out of it, whatever the end."""
         self.text[INSIDE_AT] = 0
+
+    def note_wait(self) -> None:
+        """Note beside the call how long this rank has been in it, and the line of the program; not at each call."""
+        now = self.now
+        waited_ns = 0 if now is None else monotonic_ns() - now[2]
+        self._pack_wait(self.text, WAITED_AT, waited_ns, user_line().encode()[-(TEXT_BYTES - PLACE_AT) :])
 
     @property
     def now(self) -> tuple[int, NamedCall, int] | None:
@@ -195,17 +206,26 @@ def user_line() -> str:
     That is the innermost frame outside lowshard and the standard library; installed packages count only where
     there is nothing else.
     """
-    frame: FrameType | None = sys._current_frames().get(threading.main_thread().ident or 0)
+
+    def places() -> Iterator[tuple[str, int]]:
+        frame: FrameType | None = sys._current_frames().get(threading.main_thread().ident or 0)
+        while frame is not None:
+            yield frame.f_code.co_filename, frame.f_lineno
+            frame = frame.f_back
+
+    return innermost_line(places())
+
+
+def innermost_line(places: Iterable[tuple[str, int]]) -> str:
+    """Return the first file and line of a stack, innermost first, that is the user's, as `user_line` does."""
     installed = ""
-    while frame is not None:
-        file = frame.f_code.co_filename
+    for file, number in places:
         if not file.startswith((*_OURS, "<frozen")):
-            line = f"{os.path.basename(file)}:{frame.f_lineno}"
+            line = f"{os.path.basename(file)}:{number}"
             if file.startswith(_INSTALLED):  # which lies in the standard library's folder
                 installed = installed or line
             elif not file.startswith(_STDLIB):
                 return line
-        frame = frame.f_back
     return installed
 
 

@@ -9,11 +9,26 @@ from collections.abc import Sequence
 import numpy as np
 
 from lowshard import errors
+from lowshard.argument import brief
 from lowshard.comm.algorithm import AGREED, NO_ARRAY
 from lowshard.comm.protocol import Communicator
-from lowshard.errors import LowshardError, MismatchError
+from lowshard.errors import CommError, LowshardError, MismatchError
 
 _DIGEST_BYTES = 16
+
+
+def control_of(comm: Communicator) -> Communicator:
+    """Return the host side of a communicator.
+
+    Raises:
+        CommError: it is no communicator of lowshard.
+    """
+    try:
+        return comm.control
+    except AttributeError:
+        raise CommError(
+            f"comm is a communicator of lowshard, got {brief(comm)}; write lowshard.comm.from_mpi(MPI.COMM_WORLD)"
+        ) from None
 
 
 def agree(comm: Communicator, digest: bytes, error: Exception | None = None, what: str = "call") -> None:
@@ -31,9 +46,13 @@ def agree(comm: Communicator, digest: bytes, error: Exception | None = None, wha
         LowshardError: a rank had an error: the lowest such rank's, of the same class, on every rank.
         MismatchError: the digests differ.
     """
-    control = comm.control
+    control = control_of(comm)
     if control._compares:
-        rows = control._agree(_signature(digest), f"{what}{AGREED}{digest[:_DIGEST_BYTES].hex()}", error)
+        control._enter(what)
+        try:
+            rows = control._agree(_signature(digest), f"{what}{AGREED}{digest[:_DIGEST_BYTES].hex()}", error)
+        finally:
+            control._turn.release()
         _raise_if_apart(rows, error, what)
         return
     record = np.zeros(_DIGEST_BYTES + 1, np.uint8)

@@ -36,6 +36,8 @@ AGREED = ", digest "
 # Below this a reduction gathers whole operands and folds them locally: one message instead of two.
 _ONE_MESSAGE_BYTES = 4096
 
+_PAIRS_TOLD = 4
+
 
 class Algorithms(Transport):
     """Plans of the collectives over a transport's primitives, and what happens where ranks differ."""
@@ -88,6 +90,29 @@ class Algorithms(Transport):
             assert issubclass(cls, LowshardError)
             raise cls(f"rank {wrong[0]}: {said}") from error
         raise self._mismatch(rows, self._sequence) from error
+
+    def _differ_in_counts(
+        self, text: str, send_counts: Sequence[int], recv_counts: Sequence[int]
+    ) -> NoReturn:
+        """Tell each other the counts of an exchange and raise, on all ranks, which pairs of them do not agree.
+
+        Raises:
+            MismatchError: always.
+        """
+        mine = [self._started_at or source_line(), list(map(int, send_counts)), list(map(int, recv_counts))]
+        lines, sent, expected = zip(*map(json.loads, self._share_texts(json.dumps(mine))), strict=True)
+        pairs = [
+            f"rank {i} sends {sent[i][j]} elements to rank {j} (send_counts={sent[i]} at {lines[i]}), which expects "
+            f"{expected[j][i]} (recv_counts={expected[j]} at {lines[j]})"
+            for i in range(self.size)
+            for j in range(self.size)
+            if sent[i][j] != expected[j][i]
+        ]
+        more = f"; and {len(pairs) - _PAIRS_TOLD} more pairs" if len(pairs) > _PAIRS_TOLD else ""
+        raise MismatchError(
+            f"{text}: send_counts[j] on rank i is recv_counts[i] on rank j, but in call #{self._sequence} "
+            f"{'; '.join(pairs[:_PAIRS_TOLD])}{more}"
+        )
 
     def _mismatch(self, rows: list[list[str]], number: int) -> MismatchError:
         """Return the error of ranks that asked for different things, in their call of that number."""
@@ -210,7 +235,7 @@ class Algorithms(Transport):
             # What each sends is what each expects, or nothing moves: one row of counts a rank, seen by all.
             rows = self._gather_facts(np.array([*send_counts, *recv_counts], np.int64))
             if not np.array_equal(rows[:, : self.size], rows[:, self.size :].T):
-                self._differ(f"{call.text} send_counts={list(send_counts)} recv_counts={list(recv_counts)}")
+                self._differ_in_counts(call.text, send_counts, recv_counts)
         self._all_to_all_v(send, send_counts, send_displs, recv, recv_counts, recv_displs)
 
     # ---- plans of reductions

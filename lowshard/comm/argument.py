@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from lowshard import dtypes
+from lowshard.argument import truth
 from lowshard.comm import check
 from lowshard.comm.algorithm import NO_ARRAY, Algorithms
 from lowshard.comm.call import Call, signature_of, source_line
@@ -15,8 +16,6 @@ from lowshard.comm.work import ThreadWork, Work, Worker
 from lowshard.errors import BufferMismatchError, CommError, DTypeError, LowshardError
 
 Array = Any  # a NumPy or CuPy array; CuPy ships no types
-
-_CALLS_KEPT = 4096
 
 
 class Arguments(Algorithms):
@@ -32,18 +31,24 @@ class Arguments(Algorithms):
 
     # ---- into a call
 
-    def _do(self, call: Call, *buffers: Any) -> None:
-        """Run a call: in turn after those that were started, numbered, counted, recorded."""
+    def _enter(self, what: str) -> None:
+        """Begin a call of this thread, after those that were started."""
         if self._worker is not None:
             self._worker.settle()
+        super()._enter(what)
+
+    def _do(self, call: Call, *buffers: Any) -> None:
+        """Run a call: in turn after those that were started, numbered, counted, recorded."""
         if self._batch is not None and not (self._worker is not None and self._worker.is_current()):
             self._no_batch(call.name)
+        self._enter(call.name)
         self._sequence += 1
         self._activity.enter(call.record, self._sequence)
         try:
             call.run(*buffers)
         finally:
             self._activity.leave()
+            self._turn.release()
         self.traffic.count(call)
 
     def _no_batch(self, name: str) -> None:
@@ -58,23 +63,30 @@ class Arguments(Algorithms):
             self._batch.append((call, buf, peer))
             return
         self._settle(call.name, peer)
+        alone = not self._lines  # else messages that were started run in threads of their own
+        if alone:
+            self._enter(call.name)
         self._activity.enter(call.record, 0)
         try:
             call.run(buf, peer)
         finally:
             self._activity.leave()
+            if alone:
+                self._turn.release()
         self.traffic.count(call)
 
     def _swap(self, call: Call, send: Array, dst: int, recv: Array, src: int) -> None:
         """Run a send and a recv together."""
         self._settle("send", dst)
         self._settle("recv", src)
+        self._enter(call.name)
         halves = [Call("send", call.text, 0, run=self._send), Call("recv", call.text, 0, run=self._recv)]
         self._activity.enter(call.record, 0)
         try:
             self._run_batch([(halves[0], send, dst), (halves[1], recv, src)])
         finally:
             self._activity.leave()
+            self._turn.release()
         self.traffic.count(call)
 
     def _settle(self, name: str, peer: int) -> None:
@@ -139,7 +151,10 @@ class Arguments(Algorithms):
 
     def _known(self, key: object, send: Array | None, recv: Array | None) -> Call | None:
         """Return the call for these arguments if it was made before and the buffers are as they must be."""
-        call = self._calls.get(key)
+        try:
+            call = self._calls.get(key)
+        except TypeError:  # an argument that cannot be hashed, so a wrong one
+            return None
         if call is None or self._closed:
             return None
         if recv is None:
@@ -169,6 +184,13 @@ class Arguments(Algorithms):
         except (AttributeError, TypeError):
             return None
 
+    def _is_shared(self, shared: object, name: str) -> bool:
+        """Return whether a result is to be shared, where the argument is not False."""
+        try:
+            return truth(shared, "shared is True or False", CommError)
+        except LowshardError as error:
+            self._refuse(error, name + NO_ARRAY)
+
     def _ready(self, buf: Array, writes: bool = False) -> bool:
         """Say whether a buffer passes as it is; where it does not, `_flat` says what is wrong, if anything is."""
         if type(buf) is not np.ndarray:
@@ -182,10 +204,7 @@ class Arguments(Algorithms):
         return Call(name, text, signature_of(text, self._group_name), recv_elems, sent_bytes, received_bytes)
 
     def _keep(self, key: object, call: Call) -> Call:
-        if len(self._calls) >= _CALLS_KEPT:  # sizes that never come back must not fill the memory
-            self._calls.clear()
-        self._calls[key] = call
-        return call
+        return self._calls.put(key, call)
 
     def _pair(self, send: Array, recv: Array | None) -> tuple[Array, Array]:
         if recv is None:
@@ -373,9 +392,9 @@ def text_of(buf: Any) -> str:
     """Return dtype and elements of a buffer as text: float32[1024]; NO_ARRAY where the dtype is none of the table."""
     try:
         dtypes.get(buf.dtype)
+        return f"{name_of(buf)}[{buf.size}]"
     except (AttributeError, DTypeError):
         return name_of(buf) + NO_ARRAY
-    return f"{name_of(buf)}[{buf.size}]"
 
 
 def _nothing() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from lowshard.comm.lookout import names_of
-from lowshard.comm.mpi import load_mpi
+from lowshard.comm.mpi import load_mpi, world_ranks
 from lowshard.errors import TimedOut
 
 __all__ = ["await_all", "within"]
@@ -53,7 +53,8 @@ def await_all(mpi_comm: Any, timeout_s: float) -> None:
         else:
             missing = _wait_for_hub(mpi_comm, barrier, words, end_s)
         if missing:
-            raise TimedOut(_text(missing, timeout_s))
+            ranks = world_ranks(load_mpi(), mpi_comm)
+            raise TimedOut(_text(missing, timeout_s)).about(ranks[rank] for rank in missing)
     sent = np.zeros(size, np.int64)
     if not within(timeout_s, mpi_comm.Iallgather(np.array([len(words)], np.int64), sent).Test):
         raise TimedOut(

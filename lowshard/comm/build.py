@@ -12,7 +12,7 @@ from lowshard.comm.activity import Activity
 from lowshard.comm.arrival import await_all
 from lowshard.comm.lookout import Lookout
 from lowshard.comm.mailbox import Mailbox
-from lowshard.comm.mpi import MPICommunicator, load_mpi
+from lowshard.comm.mpi import MPICommunicator, load_mpi, world_ranks
 from lowshard.comm.protocol import Communicator
 from lowshard.comm.seating import Seating
 from lowshard.comm.transport import default_timeout_s
@@ -97,15 +97,6 @@ def why_no_window() -> str:
     return f"Numba cannot be imported ({fault}): pip install numba" if fault else ""
 
 
-def world_ranks(mpi: Any, mpi_comm: Any) -> tuple[int, ...]:
-    """Return the ranks of the world that are in a communicator, in its order."""
-    group, world = mpi_comm.Get_group(), mpi.COMM_WORLD.Get_group()
-    ranks = tuple(mpi.Group.Translate_ranks(group, None, world))
-    group.Free()
-    world.Free()
-    return ranks
-
-
 def _watch(mpi: Any, own: Any, timeout_s: float) -> Any:
     """Return the side channel of a group, or None where LOWSHARD_WATCH=off says that there is to be none.
 
@@ -123,7 +114,7 @@ def _watch(mpi: Any, own: Any, timeout_s: float) -> Any:
     if not all_say(own, known is not None and known.whole and those == settings, timeout_s):
         if known is not None:
             known.close()
-        known = Watch.start(own, activity(), timeout_s=timeout_s)
+        known = Watch.start(own, activity(), timeout_s=timeout_s, world_ranks=ranks)
     _watches[ranks] = known, settings
     return known
 

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from math import prod
+from operator import index
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 
 from lowshard import dtypes
+from lowshard.argument import brief
 from lowshard.errors import BufferMismatchError, CommError, DTypeError
 
 Array = Any
 
 OPS = ("sum", "avg", "min", "max", "prod")
 ORDERS = ("fast", "tree", "rank")
+NAMES = (str, str)
+"""The types of an op and an order that are given by name."""
+RANKS = (int, int)
+"""The types of two ranks."""
 
 
 def flat(buf: Array, name: str, xp: ModuleType, transport: str, writes: bool) -> Array:
@@ -45,6 +53,23 @@ def flat(buf: Array, name: str, xp: ModuleType, transport: str, writes: bool) ->
     return buf.reshape(-1)
 
 
+def extents(shape: object, itemsize: int) -> tuple[int, ...]:
+    """Return a shape, or one extent, as a tuple, or raise BufferMismatchError."""
+    try:
+        try:
+            found = tuple(map(index, shape))  # type: ignore[call-overload]  # what is no sequence raises
+        except TypeError:
+            found = (index(shape),)  # type: ignore[arg-type]  # likewise
+    except TypeError:
+        found = (-1,)
+    if any(n < 0 for n in found) or prod(found) * itemsize > sys.maxsize:
+        raise BufferMismatchError(
+            "a shape is an extent or a sequence of extents, 0 or more, of an array below 2^63 bytes, got "
+            f"{brief(shape)}"
+        )
+    return found
+
+
 def same_dtype(send: Array, recv: Array) -> None:
     """Raise BufferMismatchError unless both buffers have one dtype."""
     if send.dtype != recv.dtype:
@@ -65,7 +90,12 @@ def spans(
     Raises:
         BufferMismatchError: not one entry a rank, or an entry that leaves the buffer.
     """
-    c, d = [int(x) for x in counts], [int(x) for x in displs]
+    try:
+        c, d = list(map(index, counts)), list(map(index, displs))
+    except TypeError:
+        raise BufferMismatchError(
+            f"{name}_counts and {name}_displs are sequences of integers, got {brief(counts)} and {brief(displs)}"
+        ) from None
     if len(c) != size or len(d) != size:
         raise BufferMismatchError(
             f"{name}_counts and {name}_displs have one entry a rank ({size}), got {len(c)} and {len(d)}"
@@ -77,6 +107,39 @@ def spans(
                 f"{buf.size} elements"
             )
     return c, [x if n else 0 for n, x in zip(c, d, strict=True)]
+
+
+def counts_text(counts: object) -> str:
+    """Return counts as the text of a call has them; what are no counts as it reads."""
+    try:
+        return str(list(map(index, counts)))  # type: ignore[call-overload]  # what is no sequence raises
+    except TypeError:
+        return brief(counts)
+
+
+def rank(given: object) -> int:
+    """Return a rank that is no int as one: NumPy's integers; what is none as text, which the check of ranks refuses."""
+    try:
+        return index(given)  # type: ignore[arg-type]  # what is no integer raises
+    except TypeError:
+        return brief(given)  # type: ignore[return-value]  # refused where a call is made
+
+
+def names(op: object, order: object) -> tuple[str, str]:
+    """Return op and order as text: mpi4py's SUM, MAX, MIN and PROD by their names, what is neither as it reads."""
+    return _text_of(op), _text_of(order)
+
+
+def _text_of(given: object) -> str:
+    if isinstance(given, str):
+        return str(given)
+    mpi = sys.modules.get("mpi4py.MPI")  # who passes one of its ops has imported it
+    if mpi is not None and isinstance(given, mpi.Op):
+        known = {"sum": mpi.SUM, "max": mpi.MAX, "min": mpi.MIN, "prod": mpi.PROD}
+        return next(
+            (name for name, theirs in known.items() if given == theirs), "an MPI.Op without a name here"
+        )
+    return brief(given)
 
 
 def reducible(buf: Array, op: str, order: str) -> None:

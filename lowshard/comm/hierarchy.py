@@ -200,9 +200,11 @@ class _NodeLookout(Lookout):
         self._whole, self._ranks = whole, ranks
         self.flag_address, self._flag = whole.flag_address, whole._flag
 
-    def late(self, what: str, missing: Sequence[int], timeout_s: float) -> TimedOut:
+    def late(
+        self, what: str, missing: Sequence[int], timeout_s: float, watched: Sequence[int] = ()
+    ) -> TimedOut:
         """Return the error for a wait whose time is over; see `Lookout.late`."""
-        return super().late(what, [self._ranks[r] for r in missing], timeout_s)
+        return super().late(what, [self._ranks[r] for r in missing], timeout_s, watched)
 
 
 def _members(asked: np.ndarray, color: int) -> list[int]:

@@ -24,6 +24,8 @@ class Watching(Protocol):
 
     flag: Any
     """int64[1]: 0 until a failure is known."""
+    world_ranks: Sequence[int]
+    """The ranks of the job that its ranks are."""
 
     def error(self, where: str) -> CommError:
         """Return the error to raise for that failure."""
@@ -61,16 +63,27 @@ class Lookout:
             return CommError(f"a failure is known, but not which; this rank was in {where}")
         return self.watch.error(where)
 
-    def late(self, what: str, missing: Sequence[int], timeout_s: float) -> TimedOut:
-        """Return the error for a wait whose time is over, and tell all others; prints what this rank was in."""
-        text = (
-            f"{names_of(missing) if missing else 'some rank'} did not come to {what} within {timeout_s:g} s"
-        )
+    def late(
+        self, what: str, missing: Sequence[int], timeout_s: float, watched: Sequence[int] = ()
+    ) -> TimedOut:
+        """Return the error for a wait whose time is over, and tell all others; prints what this rank was in.
+
+        Args:
+            what: what was waited for, in words.
+            missing: the ranks of the group that have not come; empty where that is not known.
+            timeout_s: how long they were waited for.
+            watched: the same as ranks of the side channel.
+        """
+        who = names_of(missing) if missing else "some rank"
+        about = [] if self.watch is None else [self.watch.world_ranks[rank] for rank in watched]
+        if about and about != list(missing):
+            who += f" of its group ({names_of(about)} of the job)"
+        text = f"{who} did not come to {what} within {timeout_s:g} s"
         if self.watch is not None:
             self.watch.tell("timed out", text)
         else:
             self.activity.dump_ring(sys.stderr)
-        return TimedOut(f"{text}; this rank was in {self.activity.where()}")
+        return TimedOut(f"{text}; this rank was in {self.activity.where()}").about(about)
 
     def left(self, rank: int) -> CommError:
         """Return the error for a rank (of the side channel) that ended its program while this one waits for it."""
@@ -122,7 +135,10 @@ class Lookout:
                     gone = watched if missing is None else [watched[rank] for rank in missing()]
                     self.watch.check_gone(gone, self.activity.where())
                 if time.monotonic() - start_s > timeout_s:
-                    raise self.late(what, [] if missing is None else missing(), timeout_s)
+                    late = [] if missing is None else missing()
+                    raise self.late(
+                        what, late, timeout_s, [watched[rank] for rank in late] if watched else ()
+                    )
 
 
 def names_of(ranks: Sequence[int]) -> str:

@@ -9,17 +9,21 @@ from __future__ import annotations
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
 
+from lowshard.argument import real, whole
 from lowshard.comm.protocol import Communicator
 from lowshard.errors import BufferMismatchError, CommError, PeerFailed, TimedOut
 
 Array = Any
 T = TypeVar("T")
 
+_MOST_RANKS = 1 << 16
+"""Each is a thread of this process."""
 _JOIN_S = 0.05
 _AFTER_FAILURE_S = 5.0
 
@@ -31,7 +35,7 @@ class _Board:
         self.size, self.timeout_s, self.names = size, timeout_s, list(names)
         self.slots: list[Any] = [None] * size
         self.mail: dict[tuple[int, int], queue.Queue[np.ndarray]] = {}
-        self.children: list[_Board] = []
+        self.children: weakref.WeakSet[_Board] = weakref.WeakSet()
         self.failure: str | None = None
         self._arrived: set[int] = set()
         self._generation = 0
@@ -80,7 +84,7 @@ class _Board:
     def child(self, members: Sequence[int]) -> _Board:
         board = _Board(len(members), self.timeout_s, [self.names[m] for m in members])
         with self._condition:
-            self.children.append(board)
+            self.children.add(board)
         return board
 
 
@@ -234,8 +238,10 @@ def loopback(size: int, timeout_s: float = 60.0) -> list[Communicator]:
         size: number of ranks.
         timeout_s: seconds after which a wait raises TimedOut and names the missing ranks.
     """
-    if size < 1:
-        raise CommError(f"a loopback group has at least one rank, got {size}")
+    size = whole(
+        size, f"a loopback group has at least one rank and at most {_MOST_RANKS}", CommError, 1, _MOST_RANKS
+    )
+    timeout_s = real(timeout_s, "timeout_s is a positive number of seconds", CommError)
     board = _Board(size, timeout_s, range(size))
     return [LoopbackCommunicator(board, rank) for rank in range(size)]
 

@@ -221,6 +221,8 @@ class Mailbox:
                 if message is None:
                     return False
                 turns.popleft()
+                if not turns:
+                    self._post.turns.pop((self._tag, src), None)
                 request.append(self._matched(message, buf, src))
             return bool(request[0].Test())
 

@@ -5,17 +5,21 @@ Nothing watches the ranks yet, so every wait has a deadline.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
 import os
 import socket
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from lowshard.comm.arrival import within
-from lowshard.comm.rendezvous import Listener, Offer, connect
+from lowshard.comm.interface import interface_addresses, is_loopback, network_name
+from lowshard.comm.rendezvous import INTERFACE_VARIABLE, Offer, Rendezvous, connect, reaches
 from lowshard.errors import CommError, TimedOut
 
 __all__ = ["HEARTBEAT_VARIABLE", "all_say", "cut", "meet"]
@@ -27,7 +31,7 @@ _SHORTEST_LIMIT_S = 1.0
 _SHARE_S = 30.0  # beyond the time to connect, for a rank that is slow
 _MEETING_BYTES = 8192
 _ROW_BYTES = 1536
-_ADDRESSES = 64
+_HOSTS = 16  # addresses that a rank tells of its host
 
 
 def meet(
@@ -53,36 +57,64 @@ def meet(
     """
     rank, size = mpi_comm.Get_rank(), mpi_comm.Get_size()
     links = dict[int, socket.socket]()
-    meeting, listener = _call_meeting(rank, size, heartbeat_limit_s)
-    try:
+    with contextlib.ExitStack() as stack:
+        meeting, rendezvous = _call_meeting(rank, size, heartbeat_limit_s, stack)
         meeting = _broadcast(mpi_comm, meeting, timeout_s)
-        if meeting["problem"]:
-            raise CommError(f"no side channel: {meeting['problem']}")
-        _finish(mpi_comm.Ibarrier(), timeout_s)  # a rank may be late to the call, but not to connect
-        offer = Offer(**{**meeting["offer"], "addresses": tuple(meeting["offer"]["addresses"])})
+        _raise_for(meeting)
+        # A rank may be late to this call, but not to what follows.
+        texts = _share(mpi_comm, _seat_text(_offer_of(meeting)), timeout_s)
+        seats = [_Seat(is_near, network, tuple(hosts)) for is_near, network, hosts in map(json.loads, texts)]
+        if not (meeting["final"] or all(seat.is_near for seat in seats)):
+            again: dict[str, Any] = {}
+            if rendezvous is not None:
+                again, rendezvous = _call_from_afar(rendezvous.offer, seats, stack)
+            meeting = {**meeting, **_broadcast(mpi_comm, again, timeout_s)}
+            _raise_for(meeting)
+        offer = _offer_of(meeting)
         try:
-            if listener is None:
+            if rendezvous is None:
                 links[0] = connect(offer, rank, connect_limit_s)
             else:
-                links = listener.accept(range(1, size), connect_limit_s + 1.0)
+                links = rendezvous.accept(range(1, size), connect_limit_s + 1.0)
         except CommError as error:
             problem = problem or str(error)
-        missing = sorted(set(range(1, size)) - set(links))
-        if listener is not None and missing:
-            problem = problem or f"rank 0 on {offer.host} waited in vain for a connection of ranks {missing}"
-        # A rank that could not connect knows best why: rank 0 only saw that it did not come.
-        problems = _share(mpi_comm, problem, connect_limit_s + _SHARE_S)
-        for said in (*problems[1:], problems[0]):
-            if said:
-                raise CommError(f"no side channel: {said}")
-    except BaseException:
-        for connection in links.values():
-            connection.close()
-        raise
-    finally:
-        if listener is not None:
-            listener.close()
+        with _closed_on_error(links):
+            missing = sorted(set(range(1, size)) - set(links))
+            if rendezvous is not None and missing:
+                problem = (
+                    problem or f"rank 0 on {offer.host} waited in vain for a connection of ranks {missing}"
+                )
+            # A rank that could not connect knows best why: rank 0 only saw that it did not come.
+            problems = _share(mpi_comm, problem, connect_limit_s + _SHARE_S)
+            for said in (*problems[1:], problems[0]):
+                if said:
+                    raise CommError(f"no side channel: {said}")
     return links, meeting["limit_s"]
+
+
+@dataclass(frozen=True)
+class _Seat:
+    """Where a rank is.
+
+    Attributes:
+        is_near: whether it reaches a door that is near rank 0.
+        network: `network_name` there.
+        hosts: addresses of its host, without loopback; () where it is near.
+    """
+
+    is_near: bool
+    network: str
+    hosts: tuple[str, ...]
+
+
+def _seat_text(offer: Offer) -> str:
+    """Return this process's seat as text, seen from rank 0's offer."""
+    is_near, hosts = reaches(offer), list[str]()
+    if not is_near:
+        with contextlib.suppress(OSError):
+            own = [address for addresses in interface_addresses().values() for address in addresses]
+            hosts = [address for address in own if not is_loopback(address)][:_HOSTS]
+    return json.dumps([is_near, network_name(), hosts])
 
 
 def all_say(mpi_comm: Any, yes: bool, timeout_s: float) -> bool:
@@ -101,19 +133,58 @@ def all_say(mpi_comm: Any, yes: bool, timeout_s: float) -> bool:
     return not total[0]
 
 
-def _call_meeting(rank: int, size: int, limit_s: float | None) -> tuple[dict[str, Any], Listener | None]:
-    """Return, on rank 0, what all ranks must know, and the listener; elsewhere nothing."""
+def _call_meeting(
+    rank: int, size: int, limit_s: float | None, stack: contextlib.ExitStack
+) -> tuple[dict[str, Any], Rendezvous | None]:
+    """Return, on rank 0, what all ranks must know, and the rendezvous, closed by the stack; elsewhere nothing."""
     if rank != 0:
         return {}, None
-    meeting: dict[str, Any] = {"problem": ""}
     try:
-        meeting["limit_s"] = _heartbeat_limit_s(limit_s)
-        listener = Listener(size)
+        limit = _heartbeat_limit_s(limit_s)
+        rendezvous = Rendezvous.nearby(size)
     except CommError as error:
         return {"problem": str(error)}, None
-    offer = dataclasses.asdict(listener.offer)
-    meeting["offer"] = {**offer, "addresses": offer["addresses"][:_ADDRESSES]}
-    return meeting, listener
+    stack.callback(rendezvous.close)
+    final = INTERFACE_VARIABLE in os.environ
+    return {
+        "problem": "",
+        "limit_s": limit,
+        "final": final,
+        "offer": dataclasses.asdict(rendezvous.offer),
+    }, rendezvous
+
+
+def _call_from_afar(
+    near: Offer, seats: Sequence[_Seat], stack: contextlib.ExitStack
+) -> tuple[dict[str, Any], Rendezvous | None]:
+    """Return what all ranks must know where some are far from rank 0, and the rendezvous, closed by the stack."""
+    far = [seat for seat in seats if not seat.is_near]
+    hosts = dict.fromkeys(host for seat in far for host in seat.hosts)
+    try:
+        rendezvous = Rendezvous.towards(hosts, any(seat.network == near.network for seat in seats[1:]))
+    except CommError as error:
+        return {"problem": str(error)}, None
+    stack.callback(rendezvous.close)
+    return {"offer": dataclasses.asdict(rendezvous.offer)}, rendezvous
+
+
+def _offer_of(meeting: dict[str, Any]) -> Offer:
+    return Offer(**{**meeting["offer"], "addresses": tuple(meeting["offer"]["addresses"])})
+
+
+def _raise_for(meeting: dict[str, Any]) -> None:
+    if meeting["problem"]:
+        raise CommError(f"no side channel: {meeting['problem']}")
+
+
+@contextlib.contextmanager
+def _closed_on_error(links: dict[int, socket.socket]) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        for connection in links.values():
+            connection.close()
+        raise
 
 
 def _heartbeat_limit_s(given_s: float | None) -> float:

@@ -243,6 +243,15 @@ def run_batch(mailbox: Mailbox, batch: Sequence[tuple[Call, Array, int]]) -> Non
     mailbox.run_all([(call.name == "send", buf, peer) for call, buf, peer in batch])
 
 
+def world_ranks(mpi: Any, mpi_comm: Any) -> tuple[int, ...]:
+    """Return the ranks of the world that are in a communicator, in its order."""
+    group, world = mpi_comm.Get_group(), mpi.COMM_WORLD.Get_group()
+    ranks = tuple(mpi.Group.Translate_ranks(group, None, world))
+    group.Free()
+    world.Free()
+    return ranks
+
+
 def load_mpi() -> Any:
     """Return the module mpi4py.MPI.
 

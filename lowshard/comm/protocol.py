@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any, Literal
 
 from lowshard import dtypes
+from lowshard.argument import whole
 from lowshard.comm import check
 from lowshard.comm.argument import Arguments, key_of, name_of, text_of
 from lowshard.comm.work import Starter
@@ -19,6 +20,8 @@ from lowshard.errors import CommError, LowshardError
 Array = Any  # a NumPy or CuPy array; CuPy ships no types
 Op = Literal["sum", "avg", "min", "max", "prod"]
 Order = Literal["fast", "tree", "rank"]
+_MOST = (1 << 31) - 1
+"""Of a colour and a key: MPI takes C ints."""
 
 
 class Communicator(Arguments):
@@ -27,6 +30,9 @@ class Communicator(Arguments):
     Buffers are C-contiguous arrays of `xp` with a dtype of the table; counts are in elements. Every
     method but the attributes and `empty` is collective: all ranks of the communicator call it, in one order
     (`send` and `recv`: the two ranks concerned). Results are written into the buffers given.
+
+    One thread at a time calls a communicator, since the calls of several have no order that is the same on all ranks:
+    CommError where one calls while another is in a call. Split it, a communicator for each thread.
 
     Ranks compare what they ask for before anything moves (`LOWSHARD_CHECK`: hash, the default, full or off), so that
     each of these errors is raised by all ranks alike: MismatchError where they ask for different things, and what is
@@ -53,8 +59,10 @@ class Communicator(Arguments):
 
         Raises:
             DTypeError: a dtype outside the table.
+            BufferMismatchError: a shape that is none.
         """
-        return self.xp.empty(shape, dtypes.get(dtype).numpy)
+        kind = dtypes.get(dtype).numpy
+        return self.xp.empty(check.extents(shape, kind.itemsize), kind)
 
     # ---- moves
 
@@ -75,7 +83,7 @@ class Communicator(Arguments):
             MismatchError: ranks ask for different things.
             CommError: the communicator is closed.
         """
-        if shared:
+        if shared is not False and self._is_shared(shared, "all_gather"):
             return self._shared("all_gather", send, recv)
         call = self._known(("all_gather", key_of(send)), send, recv)
         if call is None:
@@ -106,7 +114,7 @@ class Communicator(Arguments):
             own, rule = counts[self.rank], "send holds its own recv_counts entry"
             check.need(s.size == own, "all_gather_v", rule, own, s.size)
         except LowshardError as error:
-            self._refuse(error, f"all_gather_v {name_of(send)} recv_counts={list(recv_counts)}")
+            self._refuse(error, f"all_gather_v {name_of(send)} recv_counts={check.counts_text(recv_counts)}")
         moved = (sum(counts) - s.size) * s.itemsize
         text = f"all_gather_v {s.dtype.name} recv_counts={counts}"
         call = self._make("all_gather_v", text, 0, s.nbytes * (self.size - 1), moved)
@@ -188,7 +196,9 @@ class Communicator(Arguments):
             MismatchError: ranks ask for different things.
             CommError: the communicator is closed, or there is no such root.
         """
-        if shared:
+        if type(root) is not int:
+            root = check.rank(root)
+        if shared is not False and self._is_shared(shared, "broadcast"):
             return self._shared("broadcast", buf, None, root=root)
         mine = self.rank == root
         call = self._known(("broadcast", key_of(buf), root), buf if mine else None, None if mine else buf)
@@ -210,6 +220,8 @@ class Communicator(Arguments):
             MismatchError: ranks ask for different things.
             CommError: the communicator is closed, or there is no such root.
         """
+        if type(root) is not int:
+            root = check.rank(root)
         call = self._known(("gather", key_of(send), root), send, recv if self.rank == root else None)
         if call is None:
             try:
@@ -228,6 +240,8 @@ class Communicator(Arguments):
             MismatchError: ranks ask for different things.
             CommError: the communicator is closed, or there is no such root.
         """
+        if type(root) is not int:
+            root = check.rank(root)
         call = self._known(("scatter", key_of(recv), root), send if self.rank == root else None, recv)
         if call is None:
             try:
@@ -246,6 +260,8 @@ class Communicator(Arguments):
             BufferMismatchError: as for all_gather.
             CommError: the communicator is closed, or dst is no other rank of it.
         """
+        if type(dst) is not int:
+            dst = check.rank(dst)
         call = self._known(("send", key_of(buf), dst), buf, None)
         if call is None:
             b = self._flat(buf, "buf")
@@ -262,6 +278,8 @@ class Communicator(Arguments):
             BufferMismatchError: as for all_gather, or another number of bytes came.
             CommError: the communicator is closed, or src is no other rank of it.
         """
+        if type(src) is not int:
+            src = check.rank(src)
         call = self._known(("recv", key_of(buf), src), None, buf)
         if call is None:
             b = self._flat(buf, "buf", writes=True)
@@ -284,6 +302,8 @@ class Communicator(Arguments):
             self.send(send, dst)
             self.recv(recv, src)
             return
+        if (type(dst), type(src)) != check.RANKS:
+            dst, src = check.rank(dst), check.rank(src)
         key = ("send_recv", key_of(send), dst, key_of(recv), src)
         call = self._calls.get(key)
         if call is None or self._closed or not (self._ready(send) and self._ready(recv, True)):
@@ -329,7 +349,7 @@ class Communicator(Arguments):
             self._open()
             call = self._make("barrier", "barrier", 0, 0, 0)
             call.run = self._plan_barrier(call)
-            self._calls["barrier"] = call
+            self._keep("barrier", call)
         self._do(call)
 
     # ---- reductions
@@ -346,7 +366,7 @@ class Communicator(Arguments):
         Args:
             send: this rank's operand.
             recv: the result, as many elements as send.
-            op: sum, avg (integers: floor), min, max or prod.
+            op: sum, avg (integers: floor), min, max or prod; also mpi4py's SUM, MIN, MAX and PROD.
             order: "tree" (balanced binary tree over ranks) and "rank" (one after the other) give the
                 same bits on every transport; "fast" is the transport's own, and NCCL and MPI promise no bits.
             shared: return the result instead: one read-only array for all ranks of the node. recv is None.
@@ -357,7 +377,9 @@ class Communicator(Arguments):
             CommError: the communicator is closed; unknown op or order.
             DTypeError: the op makes no sense for the dtype (avg of bool).
         """
-        if shared:
+        if (type(op), type(order)) != check.NAMES:
+            op, order = check.names(op, order)  # type: ignore[assignment]  # checked where a call is made
+        if shared is not False and self._is_shared(shared, "all_reduce"):
             return self._shared("all_reduce", send, recv, op=op, order=order)
         call = self._known(("all_reduce", key_of(send), op, order), send, recv)
         if call is None:
@@ -380,6 +402,8 @@ class Communicator(Arguments):
             CommError: the communicator is closed; unknown op or order.
             DTypeError: the op makes no sense for the dtype.
         """
+        if (type(op), type(order)) != check.NAMES:
+            op, order = check.names(op, order)  # type: ignore[assignment]  # checked where a call is made
         call = self._known(("reduce_scatter", key_of(send), op, order), send, recv)
         if call is None:
             try:
@@ -401,7 +425,11 @@ class Communicator(Arguments):
             CommError: the communicator is closed; no such root; unknown op or order.
             DTypeError: the op makes no sense for the dtype.
         """
+        if type(root) is not int:
+            root = check.rank(root)
         out = recv if self.rank == root else None
+        if (type(op), type(order)) != check.NAMES:
+            op, order = check.names(op, order)  # type: ignore[assignment]  # checked where a call is made
         call = self._known(("reduce", key_of(send), op, root, order), send, out)
         if call is None:
             try:
@@ -423,10 +451,9 @@ class Communicator(Arguments):
         """
         try:
             self._open()
-            if color is not None and color < 0:
-                raise CommError(
-                    f"split takes a color >= 0, or None for a rank that takes no part; got {color}"
-                )
+            rule = f"split takes a color of 0 to {_MOST}, or None for a rank that takes no part"
+            color = None if color is None else whole(color, rule, CommError, 0, _MOST)
+            key = whole(key, f"split orders by a key of {-_MOST} to {_MOST}", CommError, -_MOST, _MOST)
         except LowshardError as error:
             self._refuse(error, "split")
         call = self._make("split", "split", 0, 0, 0)

@@ -28,8 +28,8 @@ def fold(
 ) -> None:
     """Write the reduction of `terms` into `out`.
 
-    bf16, fp16 and fp8 are widened to float32, folded there, and rounded once; integers that are divided
-    are summed in 64 bits.
+    bf16, fp16 and fp8 are widened to float32, folded there, and rounded once. Integers that are divided give the
+    floor of the exact quotient: they are summed in 64 bits, and those of 64 bits as quotients and remainders.
 
     Args:
         terms: operands in rank order, all of out's shape and dtype, of any strides. None may overlap out, except
@@ -51,6 +51,12 @@ def fold(
         part = [t[block] for t in terms]
         if len(terms) == 2 and divisor == 1 and wide == out.dtype:
             ufunc(part[0], part[1], out=out[block])
+            continue
+        if divisor != 1 and wide == out.dtype and out.dtype.kind in "iu":
+            # The sum itself may not fit 64 bits where the mean does.
+            by = wide.type(divisor)
+            remainders = _fold_tree([t % by for t in part], ufunc, wide)
+            out[block] = _fold_tree([t // by for t in part], ufunc, wide) + remainders // by
             continue
         value = _fold_left(part, ufunc, wide) if order == "rank" else _fold_tree(part, ufunc, wide)
         out[block] = _divide(value, divisor)

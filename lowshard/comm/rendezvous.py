@@ -1,111 +1,72 @@
-"""How the ranks find rank 0 by TCP: its addresses, a listener that lets in the job's ranks alone, proofs on both sides.
+"""Where the ranks find rank 0: a door in a private folder on one machine, at its network addresses from others.
 
-Rank 0 offers every address of its host. From another host some of them lead to a wrong process (each host has a
-127.0.0.1, and often the same bridge address), so both sides prove that they know the job's token before anything
-else is said; the token itself travels over MPI.
+The folder is made for the meeting and removed after it. A rank that is killed meanwhile leaves it behind: in the
+job's directory, which the launcher removes, or without a launcher in the temporary folder, where the next meeting does.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
-import hmac
 import os
 import resource
-import secrets
-import selectors
+import select
+import shutil
 import socket
-import struct
+import tempfile
 import time
-from array import array
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
+from lowshard.comm.abort import JOB_DIR_VARIABLE
+from lowshard.comm.door import TOKEN_BYTES, Door, enter, is_private
+from lowshard.comm.interface import addresses_towards, interface_addresses, is_loopback, network_name
 from lowshard.errors import CommError
 
-__all__ = ["INTERFACE_VARIABLE", "Listener", "Offer", "connect", "interface_addresses", "tune"]
+__all__ = ["INTERFACE_VARIABLE", "Offer", "Rendezvous", "connect", "reaches"]
 
 INTERFACE_VARIABLE = "LOWSHARD_INTERFACE"
 
-_SIOCGIFCONF = 0x8912
-_IFREQ_BYTES = 40
-_LINK_LOCAL = "20"  # scope of an address, in /proc/net/if_inet6
-_MAGIC = b"lowshard-watch-1"
-_NONCE_BYTES = 16
-_HELLO = struct.Struct(f"!{len(_MAGIC)}sI{_NONCE_BYTES}s")
-_PROOF_BYTES = 32
-_WELCOME = b"\x01"
-_ROUNDS_S = (0.5, 1.0, 2.0, 4.0)  # how long an address may take, round by round; the last one stays
-_PAUSE_S = 0.1
-_FULL_PAUSE_S = 0.001
+_PURPOSE = 1
+_FOLDER_PREFIX = "lowshard-door-"
+_STALE_S = 60.0  # a folder that is older, and that nobody holds, has lost its process
+_TURN_S = 0.1
 _OTHER_FILES = 768  # that the program may want
 
 
 @dataclass(frozen=True)
 class Offer:
-    """Where rank 0 listens.
+    """Where rank 0 is to be found.
 
     Attributes:
         host: its host's name, for people.
-        network: tells hosts and network namespaces apart: loopback reaches rank 0 from within one alone.
-        addresses: of its host.
-        port: the same for all addresses.
+        network: tells machines and network namespaces apart (`network_name`).
+        addresses: of its door.
         token: what the ranks of this job know, in hexadecimal digits.
     """
 
     host: str
     network: str
     addresses: tuple[str, ...]
-    port: int
     token: str
 
 
-def interface_addresses() -> dict[str, list[str]]:
-    """Return the IPv4 and IPv6 addresses of this host by interface, without IPv6's link-local ones."""
-    found: dict[str, list[str]] = {}
-    size = 64 * _IFREQ_BYTES
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
-        while True:
-            rows = array("B", bytes(size))
-            request = struct.pack("iL", size, rows.buffer_info()[0])
-            used: int = struct.unpack("iL", fcntl.ioctl(asked, _SIOCGIFCONF, request))[0]
-            if used < size:
-                break
-            size *= 4
-    for at in range(0, used, _IFREQ_BYTES):
-        row = rows[at : at + _IFREQ_BYTES].tobytes()
-        name = row[:16].split(b"\0")[0].decode()
-        found.setdefault(name.split(":")[0], []).append(socket.inet_ntoa(row[20:24]))
-    with contextlib.suppress(OSError):  # a kernel without IPv6
-        for line in Path("/proc/net/if_inet6").read_text(encoding="ascii").splitlines():
-            digits, _, _, scope, _, name = line.split()
-            if scope != _LINK_LOCAL:
-                found.setdefault(name, []).append(socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits)))
-    return found
+class Rendezvous:
+    """Rank 0's side: lets in the ranks of its job."""
 
+    def __init__(self, door: Door, folder: Path | None = None, folder_fd: int = -1) -> None:
+        """Take over a door, and the folder that was made for it; see `nearby` and `towards`."""
+        self._door = door
+        self._folder, self._folder_fd = folder, folder_fd
+        self.offer = Offer(socket.gethostname(), network_name(), door.addresses, door.token.hex())
 
-def network_name() -> str:
-    """Return a text that two processes share if loopback leads from one to the other."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        return f"{boot} {os.stat('/proc/self/ns/net').st_ino}"
-    except OSError:
-        return socket.gethostname()
+    @classmethod
+    def nearby(cls, ranks: int) -> Self:
+        """Return one that processes of this machine reach: by a Unix socket, by loopback where there can be none.
 
-
-def tune(connection: socket.socket, limit_s: float) -> None:
-    """Set what the side channel needs of a connection: no delays, and an end to what nobody acknowledges."""
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    if hasattr(socket, "TCP_USER_TIMEOUT"):
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(2000 * limit_s))
-
-
-class Listener:
-    """Rank 0's side: listens on all addresses of the host, or on those of one interface."""
-
-    def __init__(self, ranks: int) -> None:
-        """Listen.
+        LOWSHARD_INTERFACE names a network interface of this host to use instead.
 
         Args:
             ranks: number of ranks that will come.
@@ -114,148 +75,85 @@ class Listener:
             CommError: LOWSHARD_INTERFACE names no interface of this host, or nothing can be listened on.
         """
         _allow_files(ranks)
-        known = interface_addresses()
-        wanted = os.environ.get(INTERFACE_VARIABLE)
+        named = os.environ.get(INTERFACE_VARIABLE)
+        if named is not None:
+            known = interface_addresses()
+            if named not in known:
+                raise CommError(
+                    f"{INTERFACE_VARIABLE} names a network interface of rank 0's host with an address, one of "
+                    f"{', '.join(sorted(known))}; got {named!r}"
+                )
+            return cls._at(known[named][:1])  # of several, IPv4 comes first
+        for parent in _parents():
+            with contextlib.suppress(OSError):  # no sockets on this file system, or no room
+                return cls._in(parent)
+        return cls._at(["127.0.0.1"])
+
+    @classmethod
+    def towards(cls, hosts: Iterable[str], with_loopback: bool) -> Self:
+        """Return one that other hosts reach, at the addresses from which packets to them go.
+
+        Args:
+            hosts: names or addresses of those hosts.
+            with_loopback: whether some ranks reach this host's loopback.
+
+        Raises:
+            CommError: nothing can be listened on.
+        """
+        return cls._at([*(["127.0.0.1"] if with_loopback else []), *addresses_towards(hosts)])
+
+    @classmethod
+    def _at(cls, hosts: Iterable[str]) -> Self:
         try:
-            self._sockets, addresses = _listen(known, wanted, ranks)
+            return cls(Door.on_network(tuple(dict.fromkeys(hosts))))
         except OSError as error:
             raise CommError(f"the side channel of rank 0 cannot listen: {error}") from error
-        token = secrets.token_hex(32)
-        port: int = self._sockets[0].getsockname()[1]
-        self.offer = Offer(socket.gethostname(), network_name(), tuple(addresses), port, token)
+
+    @classmethod
+    def _in(cls, parent: Path) -> Self:
+        folder = Path(tempfile.mkdtemp(prefix=_FOLDER_PREFIX, dir=parent))
+        with contextlib.ExitStack() as stack:
+            stack.callback(shutil.rmtree, folder, ignore_errors=True)
+            fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            stack.callback(os.close, fd)
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            made = cls(Door.in_folder(folder), folder, fd)
+            stack.pop_all()
+        return made
 
     def accept(self, ranks: Iterable[int], limit_s: float) -> dict[int, socket.socket]:
-        """Return a connection to each of these ranks; those that have not come in time are missing.
-
-        Who does not prove to be one of the ranks is turned away.
-        """
+        """Return a connection to each of these ranks; those that have not come in time are missing."""
         missing, came = set(ranks), dict[int, socket.socket]()
         end_s = time.monotonic() + limit_s
-        with selectors.DefaultSelector() as waiting:
-            for listening in self._sockets:
-                waiting.register(listening, selectors.EVENT_READ)
-            while missing and (left_s := end_s - time.monotonic()) > 0:
-                for key, _ in waiting.select(left_s):
-                    if key.data is None:
-                        self._let_in(key.fileobj, waiting)  # type: ignore[arg-type]
-                        continue
-                    guest: _Guest = key.data
-                    rank = guest.go_on()
-                    if rank is None and guest.open:
-                        continue
-                    waiting.unregister(guest.connection)
-                    if rank is None or rank not in missing | set(came):
-                        guest.connection.close()
-                        continue
-                    if rank in came:  # it had given that connection up
-                        came[rank].close()
-                    came[rank] = guest.connection
-                    missing.discard(rank)
-            for key in list(waiting.get_map().values()):
-                if key.data is not None:
-                    key.data.connection.close()
+        knocks = select.poll()
+        knocks.register(self._door.fileno(), select.POLLIN)
+        while missing and (left_s := end_s - time.monotonic()) > 0:
+            knocks.poll(1000 * min(left_s, _TURN_S))
+            for guest in self._door.admit():
+                if guest.purpose != _PURPOSE or guest.rank not in missing | set(came):
+                    guest.connection.close()
+                    continue
+                if guest.rank in came:  # it had given that connection up
+                    came[guest.rank].close()
+                came[guest.rank] = guest.connection
+                missing.discard(guest.rank)
         return came
 
     def close(self) -> None:
-        """Let nobody in any more."""
-        for listening in self._sockets:
-            listening.close()
-
-    def _let_in(self, listening: socket.socket, waiting: selectors.BaseSelector) -> None:
-        try:
-            connection, _ = listening.accept()
-        except OSError:  # it has gone already, or there are too many open files
-            time.sleep(_FULL_PAUSE_S)
-            return
-        connection.setblocking(False)
-        waiting.register(connection, selectors.EVENT_READ, _Guest(connection, self.offer.token))
+        """Let nobody in any more, and remove the folder."""
+        self._door.close()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            os.close(self._folder_fd)
+            self._folder = None
 
 
-def _allow_files(ranks: int) -> None:
-    """Raise this process's limit of open files, if it can be, to hold a connection of each rank."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = ranks + _OTHER_FILES
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
-
-
-def _listen(
-    known: dict[str, list[str]], wanted: str | None, ranks: int
-) -> tuple[list[socket.socket], list[str]]:
-    """Return listening sockets, all on one port, and the addresses that lead to them."""
-    if wanted is not None:
-        if wanted not in known:
-            raise CommError(
-                f"{INTERFACE_VARIABLE} names a network interface of rank 0's host with an address, one of "
-                f"{', '.join(sorted(known))}; got {wanted!r}"
-            )
-        address = known[wanted][0]  # of several, IPv4 comes first
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        return [_listening(family, address, ranks)], [address]
-    everything = [address for addresses in known.values() for address in addresses]
-    if socket.has_dualstack_ipv6():
-        with contextlib.suppress(OSError):
-            both = socket.create_server(
-                ("::", 0), family=socket.AF_INET6, backlog=ranks + 64, dualstack_ipv6=True
-            )
-            both.setblocking(False)
-            return [both], everything
-    return [_listening(socket.AF_INET, "", ranks)], [address for address in everything if ":" not in address]
-
-
-def _listening(family: socket.AddressFamily, address: str, ranks: int) -> socket.socket:
-    made = socket.create_server((address, 0), family=family, backlog=ranks + 64)
-    made.setblocking(False)
-    return made
-
-
-@dataclass
-class _Guest:
-    """A connection that has yet to prove that it comes from a rank of this job."""
-
-    connection: socket.socket
-    token: str
-    open: bool = True
-    _nonce: bytes = field(default_factory=lambda: secrets.token_bytes(_NONCE_BYTES))
-    _came: bytes = b""
-    _rank: int | None = None
-
-    def go_on(self) -> int | None:
-        """Read what has come; return the rank once it is proven. `open` is false where there is no hope left."""
-        wanted = _HELLO.size if self._rank is None else _PROOF_BYTES
-        try:
-            got = self.connection.recv(wanted - len(self._came))
-            self._came += got
-            self.open = bool(got)
-            if len(self._came) < wanted:
-                return None
-            return self._answer()
-        except BlockingIOError:
-            return None
-        except OSError:
-            self.open = False
-            return None
-
-    def _answer(self) -> int | None:
-        came, self._came = self._came, b""
-        if self._rank is None:
-            magic, rank, nonce = _HELLO.unpack(came)
-            if magic != _MAGIC:
-                self.open = False
-                return None
-            self._rank = rank
-            self.connection.send(self._nonce + _proof(self.token, b"hub", rank, nonce))
-            return None
-        if not hmac.compare_digest(came, _proof(self.token, b"rank", self._rank, self._nonce)):
-            self.open = False
-            return None
-        self.connection.send(_WELCOME)
-        return self._rank
-
-
-def _proof(token: str, side: bytes, rank: int, nonce: bytes) -> bytes:
-    return hmac.digest(bytes.fromhex(token), side + struct.pack("!I", rank) + nonce, "sha256")
+def reaches(offer: Offer) -> bool:
+    """Say whether this process can be expected to reach a rendezvous that is `nearby` rank 0."""
+    if offer.network != network_name():
+        return False  # fake hosts share their files, but not their network
+    scheme, _, path = offer.addresses[0].partition(":")
+    return scheme != "unix" or is_private(Path(path).parent)
 
 
 def connect(offer: Offer, rank: int, limit_s: float) -> socket.socket:
@@ -265,55 +163,52 @@ def connect(offer: Offer, rank: int, limit_s: float) -> socket.socket:
         CommError: none of the addresses leads to it; the text names them all.
     """
     same_network = offer.network == network_name()
-    loopback = [address for address in offer.addresses if address == "::1" or address.startswith("127.")]
-    others = [address for address in offer.addresses if address not in loopback]
-    addresses = [*loopback, *others] if same_network else others
-    said: dict[str, str] = {}
-    end_s = time.monotonic() + limit_s
-    turn = 0
-    while addresses and time.monotonic() < end_s:
-        round_s = _ROUNDS_S[min(turn, len(_ROUNDS_S) - 1)]
-        for address in addresses:
-            try:
-                return _connected(offer, address, rank, min(round_s, max(0.05, end_s - time.monotonic())))
-            except OSError as error:
-                said[address] = (error.strerror or str(error)).lower()
-        turn += 1
-        time.sleep(_PAUSE_S)
-    tried = "; ".join(f"{address}: {why}" for address, why in said.items()) or "no address was offered"
-    raise CommError(
-        f"every rank needs a TCP connection to rank 0, but rank {rank} on {socket.gethostname()} reaches none of "
-        f"the addresses of {offer.host}, port {offer.port} ({tried}); let such connections through, or set "
-        f"{INTERFACE_VARIABLE} to the interface of {offer.host} that leads to all hosts"
-    )
-
-
-def _connected(offer: Offer, address: str, rank: int, limit_s: float) -> socket.socket:
-    """Return a connection to rank 0 at an address, with both sides proven.
-
-    Raises:
-        OSError: there is none, or somebody else is there.
-    """
-    connection = socket.create_connection((address, offer.port), timeout=limit_s)
+    addresses = [address for address in offer.addresses if same_network or not _is_near(address)]
+    token = bytes.fromhex(offer.token)
+    assert len(token) == TOKEN_BYTES
     try:
-        nonce = secrets.token_bytes(_NONCE_BYTES)
-        connection.sendall(_HELLO.pack(_MAGIC, rank, nonce))
-        theirs = _read(connection, _NONCE_BYTES)
-        if not hmac.compare_digest(_read(connection, _PROOF_BYTES), _proof(offer.token, b"hub", rank, nonce)):
-            raise OSError("another program listens there")
-        connection.sendall(_proof(offer.token, b"rank", rank, theirs))
-        _read(connection, len(_WELCOME))
-    except BaseException:
-        connection.close()
-        raise
-    return connection
+        return enter(addresses, token, _PURPOSE, rank, limit_s)
+    except ConnectionError as error:
+        raise CommError(
+            f"every rank needs a connection to rank 0, but rank {rank} on {socket.gethostname()} reaches none of the "
+            f"addresses of {offer.host} ({error}); let such connections through, or set {INTERFACE_VARIABLE} to the "
+            f"interface of {offer.host} that leads to all hosts"
+        ) from None
 
 
-def _read(connection: socket.socket, size: int) -> bytes:
-    came = b""
-    while len(came) < size:
-        got = connection.recv(size - len(came))
-        if not got:
-            raise OSError("another program listens there")
-        came += got
-    return came
+def _is_near(address: str) -> bool:
+    """Say whether an address leads to its own machine alone."""
+    scheme, _, where = address.partition(":")
+    return scheme == "unix" or is_loopback(where.removeprefix("//").rpartition(":")[0].strip("[]"))
+
+
+def _parents() -> list[Path]:
+    """Return the folders to make the door's own one in, the best first; removes what killed processes left there."""
+    found = [Path(tempfile.gettempdir())]
+    _sweep(found[0])
+    job_dir = os.environ.get(JOB_DIR_VARIABLE)
+    return [*([Path(job_dir)] if job_dir else []), *found]
+
+
+def _sweep(parent: Path) -> None:
+    """Remove the folders of this user's processes that were killed at a door."""
+    for folder in parent.glob(f"{_FOLDER_PREFIX}*"):
+        with contextlib.suppress(OSError):
+            about = folder.lstat()
+            if about.st_uid != os.geteuid() or time.time() - about.st_mtime < _STALE_S:
+                continue
+            fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while its process lives
+                shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(fd)
+
+
+def _allow_files(ranks: int) -> None:
+    """Raise this process's limit of open files, if it can be, to hold a connection of each rank."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = ranks + _OTHER_FILES
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))

@@ -7,15 +7,17 @@ calls over them are in `lowshard.comm.protocol`.
 from __future__ import annotations
 
 import os
+import threading
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import numpy as np
 
+from lowshard.bounded import BoundedCache
 from lowshard.comm import check
 from lowshard.comm.activity import Activity
 from lowshard.comm.call import Call, Check, check_from_environment
@@ -30,6 +32,10 @@ Array = Any  # a NumPy or CuPy array; CuPy ships no types
 TIMEOUT_VARIABLE = "LOWSHARD_TIMEOUT_S"
 _TIMEOUT_S = 600.0
 _USES_KEPT = 200
+CALLS_BYTES = 4 << 20
+"""What a communicator keeps of calls that were made before, at most."""
+_CALL_BYTES = 2048
+"""Of one call, beside some numbers for every rank."""
 
 
 def default_timeout_s() -> float:
@@ -143,7 +149,10 @@ class Transport(ABC):
         self._check: Check = check_from_environment()
         self._activity = Activity() if activity is None else activity
         self._sequence = 0
-        self._calls: dict[Any, Call] = {}
+        # A call holds some numbers for every rank, of which closures have a part that is not seen by weighing.
+        self._calls = BoundedCache[Any, Call](None, CALLS_BYTES, lambda key, call: _CALL_BYTES + 64 * size)
+        # One thread at a time: threads that call at once would do so in another order on each rank.
+        self._turn = threading.RLock()
         self._closed = False
         self._failed = False  # a peer may be gone: wait for no one any more
 
@@ -288,6 +297,21 @@ class Transport(ABC):
 
     # ---- checks
 
+    def _enter(self, what: str) -> None:
+        """Begin a call of this thread; `_turn.release` ends it.
+
+        Raises:
+            CommError: another thread is in a call of this communicator.
+        """
+        if not self._turn.acquire(blocking=False):
+            self._not_its_turn(what)
+
+    def _not_its_turn(self, what: str) -> NoReturn:
+        raise CommError(
+            f"one thread at a time calls a communicator, but thread {threading.current_thread().name!r} of rank "
+            f"{self.rank} called {what} while another was in a call; split() the communicator, once for each thread"
+        )
+
     def _open(self) -> None:
         if self._closed:
             raise CommError(f"this {self.transport} communicator is closed; make a new one")
@@ -297,11 +321,11 @@ class Transport(ABC):
         return check.flat(buf, name, self.xp, self.transport, writes)
 
     def _root(self, root: int) -> None:
-        if not 0 <= root < self.size:
+        if type(root) is not int or not 0 <= root < self.size:
             raise CommError(f"root is a rank of the communicator, 0 to {self.size - 1}, got {root}")
 
     def _peer(self, peer: int, name: str) -> None:
-        if not 0 <= peer < self.size or peer == self.rank:
+        if type(peer) is not int or not 0 <= peer < self.size or peer == self.rank:
             raise CommError(
                 f"{name} is another rank of the communicator, 0 to {self.size - 1} but not {self.rank}, "
                 f"got {peer}"

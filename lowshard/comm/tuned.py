@@ -18,7 +18,13 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Literal
+
+from lowshard import owned
+from lowshard.argument import brief
+from lowshard.errors import ProfileError
+from lowshard.reading import reader
+from lowshard.settings import cache_root
 
 __all__ = ["SCHEMA", "Crossover", "Machine", "default_path", "load", "save"]
 
@@ -81,31 +87,26 @@ class Crossover:
 
 
 def default_path() -> Path:
-    """Return the table's place: `$XDG_CACHE_HOME/lowshard/tuned.json`, under ~/.cache where that is unset."""
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    # The XDG rule: a relative path is to be ignored.
-    folder = Path(base) if os.path.isabs(base) else Path("~/.cache").expanduser()
-    return folder / "lowshard" / "tuned.json"
+    """Return the table's place in lowshard's cache folder."""
+    return cache_root() / "tuned.json"
 
 
 def load(path: str | Path, machine: Machine) -> Crossover:
     """Return the entry of a machine, or the default where there is none.
 
-    A file that is not there is no fault. One that cannot be read, or is no such table, is one warning and the
-    default. Ranks on several hosts may read different files: let one rank read, and share what it found.
+    A file that is not there is no fault. One that cannot be read, that others may write to, or that is no such table,
+    is one warning and the default. Ranks on several hosts may read different files: let one rank read, and share what
+    it found.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = owned.read_file(path).decode()
     except FileNotFoundError:
         return Crossover()
     except (OSError, ValueError) as error:
         return _ignored(path, error)
     try:
-        sizes = _entries(json.loads(text)).get(str(machine), {})
-        if not all(type(size) is int and size >= 0 for size in sizes.values()):
-            raise ValueError(f"sizes are whole numbers of bytes, 0 or more; got {sizes}")
-        return Crossover.of(sizes)
-    except (AttributeError, TypeError, ValueError) as error:
+        return Crossover.of(_read.text(text).get(str(machine), {}))
+    except ProfileError as error:
         return _ignored(path, error)
 
 
@@ -119,23 +120,25 @@ def save(path: str | Path, machine: Machine, crossover: Crossover) -> None:
     """
     path = Path(path)
     try:
-        entries = dict(_entries(json.loads(path.read_text(encoding="utf-8"))))
-    except (OSError, TypeError, ValueError, AttributeError):
+        entries = dict(_read.file(path))
+    except ProfileError:
         entries = {}
     entries[str(machine)] = dict(crossover.sizes)
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".tuned-", dir=path.parent) as folder:
         part = Path(folder) / path.name
         part.write_text(json.dumps({"schema": SCHEMA, "entries": entries}, indent=1) + "\n", encoding="utf-8")
+        part.chmod(0o644)  # whatever the umask: `load` takes nothing that others may write to
         os.replace(part, path)
 
 
-def _entries(data: Any) -> Mapping[str, Mapping[str, int]]:
-    if data.get("schema") != SCHEMA:
-        raise ValueError(f"the schema is {SCHEMA!r}, got {data.get('schema')!r}")
-    entries = data.get("entries")
-    if not isinstance(entries, dict) or not all(isinstance(sizes, dict) for sizes in entries.values()):
-        raise ValueError("entries are sizes by collective, by machine")
+@reader("tuned table", ProfileError)
+def _read(
+    schema: Literal["lowshard-tuned-1"], entries: Mapping[str, Mapping[str, int]]
+) -> Mapping[str, Mapping[str, int]]:
+    for sizes in entries.values():
+        if min(sizes.values(), default=0) < 0:
+            raise ProfileError(f"sizes are whole numbers of bytes, 0 or more; got {brief(sizes)}")
     return entries
 
 

@@ -1,6 +1,6 @@
 """The side channel: every rank learns within milliseconds that another failed, left or fell silent, and which one.
 
-MPI tells nobody: where one rank fails, the others wait for it in a collective for ever. So each rank has a TCP
+MPI tells nobody: where one rank fails, the others wait for it in a collective for ever. So each rank has a
 connection to rank 0, beside MPI. Over it go heartbeats, five a second, what a failing rank says of itself, and
 farewells; a process that dies closes it. Rank 0 passes the first failure on to all.
 
@@ -22,7 +22,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal, Self
 
 import numpy as np
@@ -31,9 +31,10 @@ from numpy.typing import NDArray
 from lowshard.comm import abort
 from lowshard.comm import heartbeat as hb
 from lowshard.comm.activity import TEXT_BYTES, Activity, read_text
+from lowshard.comm.door import tune
 from lowshard.comm.meeting import cut, meet
 from lowshard.comm.progress import let_mpi_go_on
-from lowshard.comm.rendezvous import tune
+from lowshard.comm.waits import Waits
 from lowshard.comm.wire import EPOLL_FD, FAILURE_AT, MESSAGE_BYTES, OUTBOX_AT
 from lowshard.errors import CommError, PeerFailed, TimedOut
 
@@ -47,6 +48,7 @@ _EXIT_PAUSE_S = 0.002
 _GONE_S = 1.0  # what a rank sent before it left may still be on its way
 _TELL_S = 0.3  # for the hub to hear, and to pass on
 _FAREWELL_S = 1.5
+_LOOK_MS = 1000  # from one look at who waits for long to the next
 _KINDS: dict[str, tuple[int, str]] = {
     "failed": (hb.FAILED, "failed"),
     "exit": (hb.EXIT, "ended its program"),
@@ -70,6 +72,7 @@ class Watch:
         """Make an end without connections; `start` makes whole ones."""
         self.rank, self.size = rank, size
         self.world_rank = abort.world_rank(rank)
+        self.world_ranks = tuple(range(size))
         self._activity = activity
         self._grace_s = grace_s
         self._pid = os.getpid()
@@ -91,11 +94,13 @@ class Watch:
         grace_s: float = 2.0,
         timeout_s: float = 600.0,
         connect_limit_s: float = 10.0,
+        world_ranks: Sequence[int] | None = None,
     ) -> Self:
         """Connect the ranks of an mpi4py communicator and begin to watch.
 
         Collective: all ranks of `mpi_comm` call this, before anything else goes over it. Rank 0's settings count
-        for all; it listens on all interfaces of its host, or on that which LOWSHARD_INTERFACE names there.
+        for all. Ranks of its machine reach it by a Unix socket in a private folder; where some are on other hosts, all
+        reach it by TCP, at the addresses that lead to those hosts. LOWSHARD_INTERFACE there names another interface.
 
         After a failure a process that does not end within the grace is ended, with exit code 70, or 71 where a
         time-out was the cause; LOWSHARD_ON_FAILURE=raise leaves it alone.
@@ -107,12 +112,15 @@ class Watch:
             grace_s: seconds that a process has to end by itself once a failure is known.
             timeout_s: how long to wait for the ranks that are late to this call.
             connect_limit_s: how long to try to connect.
+            world_ranks: the ranks of `mpi_comm` as ranks of the job; by default the same.
 
         Raises:
             CommError: some rank reaches no address of rank 0, or a setting is wrong; the same on all ranks.
             TimedOut: not all ranks came.
         """
         watch = cls(mpi_comm.Get_rank(), mpi_comm.Get_size(), activity, grace_s)
+        if world_ranks is not None:
+            watch.world_ranks = tuple(world_ranks)
         if watch.size == 1:
             return watch
         problem, ends = "", True
@@ -151,7 +159,8 @@ class Watch:
         """
         if self.failed_rank == self.rank and self._words[hb.KIND] == hb.TIMED_OUT:
             return TimedOut(self.cause)
-        return PeerFailed(f"{self.cause}; this rank was in {where}")
+        error = PeerFailed(f"{self.cause}; this rank was in {where}")
+        return error if self.failed_rank is None else error.about([self.world_ranks[self.failed_rank]])
 
     @property
     def whole(self) -> bool:
@@ -188,7 +197,7 @@ class Watch:
             if gone_ns and now_ns - gone_ns > _GONE_S * 1e9:
                 raise PeerFailed(
                     f"rank {rank} has ended its program without this collective; this rank waits for it in {where}"
-                )
+                ).about([self.world_ranks[rank]])
 
     def others(self) -> list[str]:
         """Return a line on each rank that this one is connected with: what it was last in, when it was heard."""
@@ -275,7 +284,7 @@ class Watch:
         """Start the threads."""
         for connection in links.values():
             connection.setblocking(False)
-            tune(connection, limit_s)
+            tune(connection, 2 * limit_s)
         self._lay_out(links)
         self._wake, self._news = (os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC) for _ in range(2))
         self._epoll = select.epoll()
@@ -306,19 +315,33 @@ class Watch:
         news = select.poll()
         news.register(self._news, select.POLLIN)
         reported = False
+        waits = Waits(words[hb.LIMIT_NS])
         while not words[hb.OVER]:
             due = self.flag[0] and words[hb.ARMED] and not words[hb.END_NS]
             left_s = (words[hb.FAILED_NS] + words[hb.GRACE_NS] - time.monotonic_ns()) / 1e9
             if due and left_s <= 0:
                 self._end_process()
-            news.poll(math.ceil(left_s * 1000) if due else None)
+            news.poll(math.ceil(left_s * 1000) if due else None if self.flag[0] else _LOOK_MS)
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self._news)
             if self.flag[0] and not reported:
                 reported = True
                 if words[hb.KIND] == hb.TIMED_OUT:
                     _write(time_out_report(self._activity, self))
+            if not self.flag[0]:
+                self._activity.note_wait()
+                if self.rank == 0 and (text := waits.look(self._texts())):
+                    _write(f"rank {self.world_rank} | {text}\n")
         self._release()
+
+    def _texts(self) -> dict[int, bytes]:
+        """Return what each rank that has not left is in, as it said last, by its rank in the job."""
+        texts = {self.world_rank: self._activity.text.tobytes()}
+        for link in range(len(self._sockets)):
+            rank, at = int(self._words[hb.link_word(link) + hb.PEER]), hb.text_at(link)
+            if not self.left(rank):
+                texts[self.world_ranks[rank]] = self._memory[at : at + TEXT_BYTES].tobytes()
+        return texts
 
     def _end_process(self) -> None:
         """End this process: a rank failed, and this one waits for it in MPI, computes, or sleeps."""

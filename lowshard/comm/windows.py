@@ -297,6 +297,8 @@ def partial_dtype(dtype: Any, op: str) -> Any:
     if row.kind in ("int", "uint"):
         if op != "avg":
             return row.numpy
+        if row.itemsize_bytes == 8:
+            return None  # the sum may not fit 64 bits where the mean does
         return np.dtype(np.int64 if row.kind == "int" else np.uint64)
     return None
 

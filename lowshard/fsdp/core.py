@@ -79,6 +79,7 @@ class Core:
             self._shape, self._pool, self._links, self._log, open_limit, prefetch, check == "poison"
         )  # fmt: skip
         self._grads = Gradients(self._shape, self._pool, self._links, self._log, accumulate, average)
+        self._full_shard_bits = self._shape.full_shard_bits(accumulate)
         self._slots = {unit.name: self._slot_of(unit) for unit in self.plan.units if unit.trained is not None}
         self._broken: BaseException | None = None
         self._calls: list[str] = []
@@ -123,7 +124,7 @@ class Core:
             self._guarded(self._opener.resync)
 
     def _find(self, name: str) -> tuple[UnitPlan, Segment | None, str]:
-        unit_name, _, param = name.rpartition(".")
+        unit_name, _, param = name.rpartition(".") if isinstance(name, str) else ("", "", "")
         unit = self.plan.by_name.get(unit_name)
         if unit is not None:
             for tied, other, target in unit.ties:
@@ -178,8 +179,14 @@ class Core:
 
     def _unit(self, name: str) -> None:
         self._healthy()
-        if name not in self.plan.by_name:
+        if not isinstance(name, str) or name not in self.plan.by_name:
             self._wrong(NotOpen(f"the model has no unit {name!r}; it has {', '.join(self.plan.by_name)}"))
+
+    def _number(self, what: str, rule: str, value: object, low: float) -> None:
+        """Raise unless a value is a number from `low` on, or infinite."""
+        number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
+        if not number or not value >= low:  # type: ignore[operator]
+            self._wrong(StepError(f"{what} is {rule}, got {value!r}"))
 
     def _stepping(self) -> None:
         """Outside of step() what is written belongs to one step that is the last."""

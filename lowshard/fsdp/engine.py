@@ -15,7 +15,7 @@ import numpy as np
 from lowshard import dtypes
 from lowshard.box import Box
 from lowshard.comm import agree
-from lowshard.errors import BadGrad, MismatchError, NotJoined, NotOpen, StaleParams, StepError
+from lowshard.errors import BadGrad, LayoutError, MismatchError, NotJoined, NotOpen, StaleParams, StepError
 from lowshard.fsdp import state as saved
 from lowshard.fsdp.core import Core, host_of
 from lowshard.fsdp.links import known_elsewhere
@@ -34,9 +34,13 @@ class FSDP(Core):
     """A model whose parameters, gradients and optimizer state are sharded over ranks, without a framework.
 
     Parameters are views of flat buffers: `open` gathers a unit and gives them, `grads` gives views to write gradients
-    into, `reduce` starts their sum over ranks, `update` runs an optimizer on this rank's part. Whatever the strategy,
-    with order="tree" the same bits come out; at powers of two they do not depend on the number of ranks either, nor on
-    whether micro-batches lie on several ranks or follow each other on one (rank by rank, with accumulate="local").
+    into, `reduce` starts their sum over ranks, `update` runs an optimizer on this rank's part.
+
+    With order="tree" and accumulate="local" FullShard, ShardGradOp and NoShard give the same bits on any number of
+    ranks, in every precision; HybridShard gives them where its groups are parts of the tree, see `ShardingStrategy`,
+    and `report().full_shard_bits` says whether it does. Where gradients are reduced in 32 bits or more, the bits at
+    powers of two do not depend on the number of ranks either, nor on whether micro-batches lie on several ranks or
+    follow each other on one, rank by rank.
 
     A unit's parameters go SHARDED -> open -> OPEN -> close -> SHARDED; where they rest whole, update makes them STALE
     and broadcast_updated_params OPEN. Its gradient goes EMPTY -> grads -> LOCAL -> reduce -> REDUCING -> join -> READY
@@ -133,10 +137,14 @@ class FSDP(Core):
         Collective: all ranks of the communicator call this.
 
         Raises:
-            LayoutError: no such parameter.
+            LayoutError: no such parameter. Disagree: the ranks name different ones.
         """
         self._healthy()
-        unit, segment, param = self._find(name)
+        try:
+            unit, segment, param = self._find(name)
+        except LayoutError as error:
+            self._wrong(error)
+        self._same(f"full {name}")
         if segment is None:
             return self._opener.ignored(unit, param).copy()
         entry = segment.plan.by_name[param]
@@ -157,8 +165,10 @@ class FSDP(Core):
         model usable again.
         """
         self._healthy()
+        if not isinstance(last, (bool, np.bool_)):
+            self._wrong(StepError(f"step: last is True or False, got {last!r}"))
         self._opener.begin_step()
-        self._grads.begin_step(last)
+        self._grads.begin_step(bool(last))
         try:
             yield self
             self._guarded(self._grads.end_step)
@@ -183,7 +193,7 @@ class FSDP(Core):
             OpenLimit: open_limit units are open.
         """
         self._unit(unit)
-        if phase not in ("forward", "backward"):
+        if not isinstance(phase, str) or phase not in ("forward", "backward"):
             self._wrong(StepError(f"phase is 'forward' or 'backward', got {phase!r}"))
         self._calls.append(f"open {unit} {phase}")
         return self._guarded(lambda: self._opener.open(unit, phase))
@@ -228,7 +238,7 @@ class FSDP(Core):
             BadGrad: another shape or dtype than the gradient's, or no such trainable parameter; else as `grads`.
         """
         views = self.grads(unit)
-        view = views.get(name)
+        view = views.get(name) if isinstance(name, str) else None
         shape, dtype = getattr(array, "shape", None), getattr(array, "dtype", None)
         if view is None or shape != view.shape or dtype != view.dtype:
             wanted = "no gradient" if view is None else f"{view.dtype}{list(view.shape)}"
@@ -260,10 +270,17 @@ class FSDP(Core):
         """
         self._healthy()
         calls, self._calls = self._calls, []
+        self._same(*calls)
+        self._guarded(self._grads.join)
+
+    def _same(self, *calls: str) -> None:
+        """Raise Disagree on all ranks unless all have made these calls.
+
+        Collective: all ranks of the communicator call this.
+        """
         if self._check != "off":
             digest = hashlib.blake2b("\n".join(calls).encode(), digest_size=16).digest()
-            self._guarded(lambda: self._links.same_calls(calls, digest))
-        self._guarded(self._grads.join)
+            self._guarded(lambda: self._links.same_calls(list(calls), digest))
 
     # ---- this rank's part
 
@@ -274,37 +291,45 @@ class FSDP(Core):
     def norm(self, p: float = 2.0) -> float:
         """Return the p-norm of all gradients, over all shards; the same bits however they are sharded.
 
-        Collective: all ranks of the communicator call this.
+        NaN where any gradient is NaN, else Inf where one is Inf. Collective: all ranks of the communicator call this,
+        with one p, which the next `join` compares.
 
         Raises:
-            NotJoined: a gradient is not reduced.
+            NotJoined: a gradient is not reduced. StepError: p is no number above 0.
         """
         self._joined("norm")
+        self._number("p of a norm", "a number above 0, or inf", p, math.ulp(0.0))
+        self._calls.append(f"norm {float(p)}")
         ready = [self._slots[name].grad for name in self._grads.ready()]
         channel, xp = self._links.shard, self._links.xp
         if p == math.inf:
-            peak = max((float(xp.abs(grad).max()) for grad in ready if grad.size), default=0.0)
-            return float(self._over_shards(np.array([peak]), "max")[0])
-        if not p > 0:
-            self._wrong(StepError(f"a norm is of p > 0, or inf, got {p}"))
+            with np.errstate(invalid="ignore"):  # a NaN is the result
+                peaks = [0.0, *(float(xp.abs(grad).max()) for grad in ready if grad.size)]
+            return float(self._over_shards(np.max(peaks, keepdims=True), "max")[0])
         words = sum((power_sum(grad, p, xp) for grad in ready), power_sum(xp.zeros(0), p, xp))
         total = value_of(self._over_shards(words, "sum") if channel is not None else words)
-        return math.sqrt(total) if p == 2 else total ** (1 / p)
+        with np.errstate(over="ignore"):
+            return math.sqrt(total) if p == 2 else float(np.float64(total) ** (1 / p))
 
     def clip(self, max_norm: float, p: float = 2.0) -> float:
         """Scale all gradients by min(1, max_norm / (norm + 1e-6)) and return their norm before it.
 
-        Collective: all ranks of the communicator call this.
+        Where the norm is Inf that leaves zeros, and NaN in place of Inf; where it is NaN all gradients become NaN.
+        Collective: all ranks of the communicator call this, with one max_norm and p, which the next `join` compares.
 
         Raises:
-            NotJoined: a gradient is not reduced.
+            NotJoined: a gradient is not reduced. StepError: max_norm is no number of 0 or more, or p none above 0.
         """
+        self._joined("clip")
+        self._number("max_norm", "a number of 0 or more, or inf", max_norm, 0)
         norm = self.norm(p)
+        self._calls.append(f"clip {float(max_norm)}")
         factor = max_norm / (norm + _EPS)
         if not factor >= 1:  # also for NaN, which the gradients then show
             for name in self._grads.ready():
                 grad = self._slots[name].grad
-                self._links.xp.multiply(grad, grad.dtype.type(factor), out=grad)
+                with np.errstate(invalid="ignore"):  # Inf times 0 is NaN, as said
+                    self._links.xp.multiply(grad, grad.dtype.type(factor), out=grad)
         return norm
 
     def update(self, rule: Rule) -> None:
@@ -314,10 +339,12 @@ class FSDP(Core):
             rule: a function of a `Slot`, such as `AdamW(lr=1e-3)`. It runs on this rank's part alone.
 
         Raises:
-            NotJoined: a gradient is not reduced, or there is none.
+            NotJoined: a gradient is not reduced, or there is none. StepError: rule is no function.
             StaleParams: the gradients were used already, or the last update was not yet broadcast.
         """
         self._joined("update")
+        if not callable(rule):
+            self._wrong(StepError(f"update runs a function of a Slot, such as AdamW(lr=1e-3), got {rule!r}"))
         stale = [name for name, state in self._opener.state.items() if state.stale]
         ready = self._grads.ready()
         if stale:
@@ -361,11 +388,12 @@ class FSDP(Core):
     def save(self, path: Any) -> None:
         """Write parameters and optimizer state to one safetensors file, in their own shapes.
 
-        Collective: all ranks of the communicator call this. The file says nothing of ranks or strategy; it is complete
-        when this returns, or an old one is untouched.
+        Collective: all ranks of the communicator call this. The file says nothing of ranks or strategy. It is complete
+        and synced when this returns; whatever fails, the old file or the new one is in place, whole.
 
         Raises:
-            NotJoined: gradients that no update has used. CheckpointError: the file cannot be written.
+            NotJoined: gradients that no update has used.
+            CheckpointError, NotDurable, PeerFailed, TimedOut: as `write_checkpoint`.
         """
         self._joined("save")
         saved.save(self, path)
@@ -402,7 +430,8 @@ class FSDP(Core):
         log = self._log
         return Report(
             dict(wire), dict(log.gathers), log.unused_gathers, dict(log.zero_reduces), dict(log.wait_s),
-            log.copied_bytes, self._pool.plan, self._grads.accumulator_bytes, state_bytes, tuple(log.events),
+            log.copied_bytes, self._pool.plan, self._grads.accumulator_bytes, state_bytes, self._full_shard_bits,
+            tuple(log.events),
         )  # fmt: skip
 
     def shut(self) -> None:

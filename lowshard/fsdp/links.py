@@ -272,10 +272,13 @@ class Links:
         said = error
         if not isinstance(said, LowshardError):
             said = CommError(f"rank {self.grid.rank} failed: {type(error).__name__}: {error}")
-        works = [
-            channel.start_refusal(said, again, lane.submit(_nothing, "a mark"))
-            for channel, lane in self.channels
-        ]
+        works = []
+        for channel, lane in self.channels:
+            # Where this rank was not refused yet one refusal meets that of the rank that was first, one its next call.
+            times = 2 if again and channel.failed is None else 1
+            works += [
+                channel.start_refusal(said, again, lane.submit(_nothing, "a mark")) for _ in range(times)
+            ]
         if not again and self.xp is np:  # who goes on does so when all have been told
             for lane in dict.fromkeys((self.gather_lane, self.reduce_lane)):
                 lane.submit(lambda: wait_all(works), "refusals")
@@ -333,7 +336,7 @@ class Links:
             bad, said = bad or group_bad, said or text
         if bad:
             error = Disagree(
-                f"all ranks open and reduce the same units in the same order, but {said or 'another group differs'}"
+                f"all ranks make the same calls in the same order, but {said or 'another group differs'}"
             )
             note_known(error)
             raise error

@@ -233,3 +233,13 @@ class Shape:
         """Whether gradients are written where the optimizer reads them."""
         formats = unit.formats
         return self.grid.shards == 1 and formats.grad == formats.reduce == formats.master
+
+    def full_shard_bits(self, accumulate: str) -> bool:
+        """Whether gradients have the bits that FullShard gives with the same settings on as many ranks."""
+        grid = self.grid
+        if grid.replicas == 1:
+            return True
+        if self.order == "fast" or accumulate == "reduce":
+            return False
+        wide = all(unit.formats.item("reduce") >= 4 for unit in self.model.units if unit.trained is not None)
+        return grid.shards == 1 or (self.order == "tree" and grid.follows_tree and wide)

@@ -22,8 +22,8 @@ BLOCK_ELEMS = 32
 _LIMB_BITS = 32
 _LOWEST = 1074  # the smallest subnormal float64 is 2 ** -1074
 _LIMBS = (2046 + 53) // _LIMB_BITS + 3
-WORDS = _LIMBS + 1
-"""int64 words of a sum: its limbs, and the number of blocks that were Inf or NaN."""
+WORDS = _LIMBS + 2
+"""int64 words of a sum: its limbs, the number of blocks that were Inf, and of those that were NaN."""
 _CHUNK_ELEMS = 1 << 20
 
 
@@ -69,7 +69,8 @@ def _compiled_for(flat: Array) -> Callable[..., None] | None:
 def add_exactly(words: np.ndarray, values: np.ndarray) -> None:
     """Add float64 values of 0 and more, exactly."""
     good = np.isfinite(values)
-    words[-1] += values.size - np.count_nonzero(good)
+    words[-2] += np.count_nonzero(np.isinf(values))
+    words[-1] += np.count_nonzero(np.isnan(values))
     bits = np.where(good, values, 0.0).view(np.uint64)
     exponent = (bits >> np.uint64(52)).astype(np.int64)
     mantissa = bits & np.uint64((1 << 52) - 1)
@@ -97,10 +98,10 @@ def carry(words: np.ndarray) -> None:
 
 
 def value_of(words: np.ndarray) -> float:
-    """Return the number that words stand for, rounded once; NaN where a block was Inf or NaN."""
-    if words[-1]:
-        return math.nan
-    total = sum(int(word) << (_LIMB_BITS * index) for index, word in enumerate(words[:-1].tolist()))
+    """Return the number that words stand for, rounded once; NaN where a block was NaN, else Inf where one was Inf."""
+    if words[-1] or words[-2]:
+        return math.nan if words[-1] else math.inf
+    total = sum(int(word) << (_LIMB_BITS * index) for index, word in enumerate(words[:-2].tolist()))
     try:
         return float(Fraction(total, 1 << _LOWEST))
     except OverflowError:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lowshard import dtypes
+from lowshard.argument import instance, truth, whole, wholes
 from lowshard.errors import LayoutError
 
 Keep = int | Literal["row", "tensor"]
@@ -44,9 +45,8 @@ class Param:
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name or "." in self.name:
             raise LayoutError(f"a parameter's name is a text without '.', got {self.name!r}")
-        shape = tuple(int(extent) for extent in self.shape)
-        if any(extent < 0 for extent in shape):
-            raise LayoutError(f"parameter {self.name!r}: extents are 0 or more, got {shape}")
+        rule = f"parameter {self.name!r}: a shape is a sequence of extents, 0 or more"
+        shape = wholes(self.shape, rule, LayoutError, 0)
         object.__setattr__(self, "shape", shape)
         row = dtypes.get(self.dtype)
         if row.kind != "float" or row.bits < 16:
@@ -55,10 +55,19 @@ class Param:
                 "arrays beside the model"
             )
         object.__setattr__(self, "dtype", row.name)
-        if self.keep not in ("row", "tensor") and not (isinstance(self.keep, int) and self.keep >= 1):
-            raise LayoutError(
-                f"parameter {self.name!r}: keep is a number of elements, 'row' or 'tensor', got {self.keep!r}"
+        if not isinstance(self.keep, str) or self.keep not in ("row", "tensor"):
+            rule = f"parameter {self.name!r}: keep is a number of elements, 'row' or 'tensor'"
+            object.__setattr__(self, "keep", whole(self.keep, rule, LayoutError, 1))
+        if self.tie is not None:
+            instance(
+                self.tie,
+                str,
+                f"parameter {self.name!r}: tie is the name of a parameter, or None",
+                LayoutError,
             )
+        for flag in ("trainable", "ignored"):
+            rule = f"parameter {self.name!r}: {flag} is True or False"
+            object.__setattr__(self, flag, truth(getattr(self, flag), rule, LayoutError))
         if self.ignored and self.tie is not None:
             raise LayoutError(
                 f"parameter {self.name!r} is tied or ignored, not both; ignore the one it is tied to"

@@ -10,9 +10,11 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
+from lowshard.argument import whole, wholes
 from lowshard.box import Box
 from lowshard.errors import LayoutError
 from lowshard.fsdp.param import Param
+from lowshard.reading import reader
 
 Array = Any  # a NumPy or CuPy array; CuPy ships no types
 
@@ -74,6 +76,25 @@ class FlatPlan:
     shards: int
     shard_elems: int
     align: int
+
+    def __post_init__(self) -> None:
+        rule = "a plan has shards >= 1 of shard_elems >= 0 elements, and align >= 1"
+        for name, least in (("shards", 1), ("shard_elems", 0), ("align", 1)):
+            whole(getattr(self, name), f"{rule}: {name}", LayoutError, least)
+        end = 0
+        for entry in self.entries:
+            extents = wholes(entry.shape, f"{entry.name}: extents are 0 or more", LayoutError, 0)
+            if entry.elems != math.prod(extents) or entry.offset < end or entry.offset % self.align:
+                raise LayoutError(
+                    f"a parameter has the elements of its shape and lies behind the one before, at a multiple of "
+                    f"{self.align}; got {entry} behind element {end}"
+                )
+            end = entry.offset + entry.elems
+        if end > self.size or len({entry.name for entry in self.entries}) != len(self.entries):
+            raise LayoutError(
+                f"parameters have names of their own and lie within {self.size} elements, got {len(self.entries)} "
+                f"that end at {end}"
+            )
 
     @classmethod
     def plan(cls, params: Sequence[Param], shards: int, *, align: int = ALIGN_ELEMS) -> FlatPlan:
@@ -174,10 +195,11 @@ class FlatPlan:
 
     @classmethod
     def from_json(cls, text: str) -> FlatPlan:
-        """Return the plan that `to_json` wrote."""
-        said = json.loads(text)
-        entries = tuple(Entry(e["name"], tuple(e["shape"]), e["offset"], e["elems"]) for e in said["entries"])
-        return cls(entries, said["shards"], said["shard_elems"], said["align"])
+        """Return the plan that `to_json` wrote; what is wrong raises LayoutError with its place."""
+        return _read.text(text)
+
+
+_read = reader("flat plan", LayoutError)(FlatPlan)
 
 
 def flat_boxes(shape: Sequence[int], lo: int, hi: int) -> Iterator[tuple[Box, int, int]]:

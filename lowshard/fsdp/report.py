@@ -42,6 +42,8 @@ class Report:
         pool: the parts of the pool.
         accumulator_bytes: of partial sums of micro-batches, which exist once they were needed.
         state_bytes: of the optimizer's state.
+        full_shard_bits: whether parameters and state have the bits that FullShard gives with the same settings on as
+            many ranks: with order="tree" and accumulate="local" every strategy, HybridShard as `ShardingStrategy` says.
         events: the last few thousand, in order of time.
     """
 
@@ -54,6 +56,7 @@ class Report:
     pool: PoolPlan
     accumulator_bytes: int
     state_bytes: int
+    full_shard_bits: bool
     events: tuple[Event, ...]
 
     @property

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from lowshard.errors import BufferMismatchError
+import numpy as np
+
+from lowshard.errors import BufferMismatchError, KernelError
 from lowshard.fsdp.plan import Piece
 from lowshard.kernels import adamw_step, sgd_step
 
@@ -89,12 +92,20 @@ class AdamW:
         eps: added to the root of the second.
         weight_decay: decay, times lr.
         decay: says by a parameter's full name whether decay falls on it; None: on all.
+
+    Raises:
+        KernelError: a number that is none, or out of its range.
     """
 
     def __init__(
         self, lr: float, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.0,
         decay: Callable[[str], bool] | None = None,
     ) -> None:  # fmt: skip
+        if not isinstance(betas, (tuple, list)) or len(betas) != 2:
+            raise KernelError(f"AdamW: betas are two numbers, got {betas!r}")
+        _need_numbers(
+            "AdamW", decay, lr=lr, eps=eps, weight_decay=weight_decay, beta1=betas[0], beta2=betas[1]
+        )
         self.lr, self.betas, self.eps, self.weight_decay, self.decay = lr, betas, eps, weight_decay, decay
 
     def __call__(self, slot: Slot) -> None:
@@ -120,11 +131,15 @@ class SGD:
         momentum: of the buffer; 0 keeps none.
         weight_decay: times the parameters, added to the gradient.
         decay: as for `AdamW`.
+
+    Raises:
+        KernelError: as for `AdamW`.
     """
 
     def __init__(
         self, lr: float, momentum: float = 0.0, weight_decay: float = 0.0, decay: Callable[[str], bool] | None = None
     ) -> None:  # fmt: skip
+        _need_numbers("SGD", decay, lr=lr, momentum=momentum, weight_decay=weight_decay)
         self.lr, self.momentum, self.weight_decay, self.decay = lr, momentum, weight_decay, decay
 
     def __call__(self, slot: Slot) -> None:
@@ -145,6 +160,16 @@ class SGD:
 
 def _always(name: str) -> bool:
     return True
+
+
+def _need_numbers(rule: str, decay: object, **values: object) -> None:
+    for name, value in values.items():
+        below = 1.0 if name.startswith("beta") else math.inf
+        number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
+        if not number or not 0 <= value < below:  # type: ignore[operator]
+            raise KernelError(f"{rule}: {name} is a number from 0 to below {below:g}, got {value!r}")
+    if decay is not None and not callable(decay):
+        raise KernelError(f"{rule}: decay is a function of a parameter's name, or None, got {decay!r}")
 
 
 def _need_float32(slot: Slot, name: str) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lowshard import dtypes
+from lowshard import dtypes, reading
 from lowshard.box import split_interval
 from lowshard.checkpoint import CheckpointReader, write_checkpoint
 from lowshard.comm import agree
@@ -182,6 +182,24 @@ def _overlap(a: tuple[int, int], b: tuple[int, int], origin: int) -> tuple[int, 
     return (hi - lo, lo - origin) if lo < hi else (0, 0)
 
 
+@reading.reader("state of FSDP.save", CheckpointError)
+def _read_state(
+    version: int,
+    updates: int,
+    arrays: Mapping[str, tuple[str, ...]],
+    numbers: Mapping[str, Mapping[str, Any]],
+) -> dict[str, Any]:
+    if version != _VERSION:
+        raise CheckpointError(f"this lowshard reads version {_VERSION} of FSDP.save, got {version}")
+    slots = {name: _read_slot(slot) for name, slot in numbers.items()}
+    return {"updates": updates, "arrays": arrays, "numbers": slots}
+
+
+@reading.reader("state of an optimizer's slot", CheckpointError)
+def _read_slot(step: int, state: Mapping[str, float | str | bool]) -> dict[str, Any]:
+    return {"step": step, "state": dict(state)}
+
+
 def load(engine: Core, path: Any) -> None:
     """Read the file; see `FSDP.load`."""
     error: Exception | None = None
@@ -189,12 +207,7 @@ def load(engine: Core, path: Any) -> None:
     said: dict[str, Any] = {}
     try:
         with CheckpointReader(path) as reader:
-            said = json.loads(reader.header.metadata.get(_KEY, "{}"))
-            if said.get("version") != _VERSION:
-                raise CheckpointError(
-                    f"{path}: is no file of FSDP.save (metadata {_KEY!r}, version {_VERSION}); read other files "
-                    "in fill()"
-                )
+            said = _read_state.text(reader.header.metadata.get(_KEY, "{}"), f"{path}: its metadata {_KEY!r}")
             found = _read(engine, reader, said)
     except Exception as raised:
         error = raised
@@ -222,7 +235,7 @@ def load(engine: Core, path: Any) -> None:
 
 def _read(engine: Core, reader: CheckpointReader, said: dict[str, Any]) -> list[tuple[Array, np.ndarray]]:
     """Read this rank's pieces; nothing of the model is changed."""
-    missing = [name for name in engine._slots if name not in said["numbers"]]
+    missing = [name for name in engine._slots if name not in said["numbers"] or name not in said["arrays"]]
     if missing:
         raise CheckpointError(f"{reader.header.path}: has no state of unit {missing[0]!r}")
     found: list[tuple[Array, np.ndarray]] = []

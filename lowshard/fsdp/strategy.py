@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from lowshard import dtypes
+from lowshard.argument import choice, whole
 from lowshard.errors import BadGrid, DTypeError, ShardingError
 from lowshard.fsdp.param import Param
 
@@ -25,6 +26,11 @@ class ShardingStrategy:
     `broadcast_updated_params()`; with `rest="sharded"` they rest sharded and are gathered once between two updates.
     `NoShard`: every rank has everything, gradients are summed over all (data parallel).
     `HybridShard(intra_node_size)`: FullShard within contiguous groups of so many ranks, replicas across them.
+
+    With the same settings and ranks all four give the same bits with order="tree", HybridShard where there are 1, 2, 4,
+    8, ... groups (or groups of one rank) and gradients are reduced in 32 bits or more: of 12 ranks in groups of 4 the
+    three groups' sums are no part of the tree over 12, and 16-bit sums are rounded once in the group and once more
+    across. `Report.full_shard_bits` says which it is.
 
     The names are the values: `ShardingStrategy.ShardGradOp`, `ShardingStrategy.ShardGradOp(rest="sharded")`.
     """
@@ -46,10 +52,8 @@ class ShardingStrategy:
         """
         if rest is None:
             return self
-        if self.kind != "ShardGradOp" or rest not in ("sharded", "replicated"):
-            raise ShardingError(
-                f"rest is for ShardGradOp, 'sharded' or 'replicated'; got {self.kind}(rest={rest!r})"
-            )
+        rule = f"{self.kind}: rest is for ShardGradOp, 'sharded' or 'replicated'"
+        choice(rest, ("sharded", "replicated") if self.kind == "ShardGradOp" else (), rule, ShardingError)
         return ShardingStrategy("ShardGradOp", 0, rest)
 
     def __repr__(self) -> str:
@@ -86,9 +90,8 @@ class ShardingStrategy:
 
 def _hybrid(intra_node_size: int) -> ShardingStrategy:
     """Return HybridShard; the world is checked against the size where the model is made."""
-    if isinstance(intra_node_size, bool) or not isinstance(intra_node_size, int):
-        raise ShardingError(f"intra_node_size is a number of ranks, got {intra_node_size!r}")
-    return ShardingStrategy("HybridShard", intra_node_size)
+    size = whole(intra_node_size, "intra_node_size is a number of ranks", ShardingError)
+    return ShardingStrategy("HybridShard", size)
 
 
 ShardingStrategy.FullShard = ShardingStrategy("FullShard")
@@ -112,6 +115,14 @@ class Grid:
     def replicas(self) -> int:
         """Number of ranks that hold the same shard."""
         return self.world // self.shards
+
+    @property
+    def follows_tree(self) -> bool:
+        """Whether sums over shard groups, then over replicas, are the balanced tree over all ranks.
+
+        Groups of one rank, one group of all, and any size of which there are 1, 2, 4, 8, ... groups.
+        """
+        return self.shards == 1 or self.replicas & (self.replicas - 1) == 0
 
     @property
     def shard_rank(self) -> int:
@@ -149,7 +160,7 @@ class Precision:
     def __post_init__(self) -> None:
         for field in ("compute", "wire", "reduce", "grad", "master"):
             value = getattr(self, field)
-            if value is None or (field == "wire" and value == MXFP8):
+            if value is None or (field == "wire" and isinstance(value, str) and value == MXFP8):
                 continue
             row = dtypes.get(value)
             if row.kind != "float" or row.bits < 16:

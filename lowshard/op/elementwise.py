@@ -77,7 +77,8 @@ def test(part: Part, x: Array) -> Array:
 @kernel("cast", "dequantize")
 def cast(part: Part, x: Array) -> Array:
     """To the result's dtype."""
-    return x.astype(part.action.outputs[0].numpy_dtype)
+    with np.errstate(all="ignore"):
+        return x.astype(part.action.outputs[0].numpy_dtype)
 
 
 @kernel("mul_scalar", "add_scalar", "pow_scalar")
@@ -86,9 +87,14 @@ def scalar(part: Part, x: Array) -> Array:
     value = part.args.get("value", 1)
     wide = x.astype(dtypes.get(x.dtype).accumulator.numpy)
     with np.errstate(all="ignore"):
-        return {"mul_scalar": operator.mul, "add_scalar": operator.add, "pow_scalar": operator.pow}[part.op](
+        made = {"mul_scalar": operator.mul, "add_scalar": operator.add, "pow_scalar": operator.pow}[part.op](
             wide, value
-        ).astype(x.dtype)
+        )
+        if x.dtype.kind in "iu" and made.dtype.kind == "f":
+            made = made.astype(
+                np.int64
+            )  # of what a narrower integer does not hold, vector code makes something else
+        return made.astype(x.dtype)
 
 
 _BINARY = {

@@ -8,10 +8,18 @@ from typing import Any
 import numpy as np
 
 from lowshard import dtypes
+from lowshard.argument import instance, items
 from lowshard.comm.agreement import agree
 from lowshard.comm.loopback import run_loopback
 from lowshard.comm.protocol import Communicator
-from lowshard.errors import BufferMismatchError, LayoutError, LowshardError, MeshError, VerificationError
+from lowshard.errors import (
+    BufferMismatchError,
+    LayoutError,
+    LowshardError,
+    MeshError,
+    PlanError,
+    VerificationError,
+)
 from lowshard.execute import execute
 from lowshard.layout import Layout
 from lowshard.op.registry import find_kernel
@@ -19,6 +27,7 @@ from lowshard.op.run import compute, unsharded
 from lowshard.redistribute import plan_redistribute
 from lowshard.solver.graph.graph import BoundGraph
 from lowshard.solver.graph.plan import GraphPlan
+from lowshard.solver.table import dtype_error
 
 Array = Any
 _FOLDS = {"sum": np.add, "avg": np.add, "max": np.maximum, "min": np.minimum, "prod": np.multiply}
@@ -44,20 +53,26 @@ def run_graph(
 
     Raises:
         BufferMismatchError: an input that is missing, or of another shape or dtype.
+        DTypeError: an op does not take the dtype of an operand.
         LayoutError: no such tensor.
         MeshError: the communicator has fewer ranks than the mesh names.
         MismatchError: the ranks hold different plans.
+        PlanError: what was passed is no plan.
         (Each on every rank.)
     """
-    names = [plan.graph.tensors[t].name for t, _ in plan.graph.outputs] if outputs is None else list(outputs)
     error: LowshardError | None = None
+    names: list[str] = []
     steps: list[int] = []
+    digest = bytes(16)
     try:
+        instance(plan, GraphPlan, "run_graph takes a GraphPlan", PlanError)
+        digest = bytes.fromhex(plan.digest())
+        names = _wanted(plan.graph, outputs)
         steps = needed_steps(plan.graph, names)
         error = _input_error(plan, inputs, steps, names, comm)
     except LowshardError as found:
         error = found
-    agree(comm, bytes.fromhex(plan.digest()), error, "run_graph")
+    agree(comm, digest, error, "run_graph")
     graph, end = plan.graph, len(plan.graph.nodes)
     number = {info.name: t for t, info in enumerate(graph.tensors)}
     wanted = {number[n] for n in names}
@@ -92,6 +107,13 @@ def run_graph(
                 held.pop(t, None)
     ends = plan.output_layouts
     return {n: bring(number[n], end, ends.get(n, plan.layouts[number[n]])) for n in names}
+
+
+def _wanted(graph: BoundGraph, outputs: Sequence[str] | None) -> list[str]:
+    if outputs is None:
+        return [graph.tensors[t].name for t, _ in graph.outputs]
+    rule = "outputs is a sequence of names of tensors, or None"
+    return [instance(n, str, rule, LayoutError) for n in items(outputs, rule, LayoutError)]
 
 
 def needed_steps(graph: BoundGraph, outputs: Sequence[str]) -> list[int]:
@@ -227,8 +249,14 @@ def _input_error(
 ) -> LowshardError | None:
     """Return what is wrong with this rank's arguments, or None."""
     graph, mesh = plan.graph, plan.mesh
+    rule = "inputs is a mapping of name to this rank's part"
+    instance(inputs, Mapping, rule, BufferMismatchError)  # type: ignore[type-abstract]
     for step in steps:
-        find_kernel(graph.nodes[step].op)
+        action = plan.actions[step]
+        find_kernel(action.op)
+        refused = dtype_error(action.op, action.sources, action.rows)
+        if refused is not None:
+            return refused
     if comm.size <= max(mesh.ranks):
         return MeshError(
             f"graph {graph.name!r} is planned for mesh {mesh} with ranks up to {max(mesh.ranks)}, the communicator has "

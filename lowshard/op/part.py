@@ -19,6 +19,8 @@ from lowshard.solver.action import Action, How
 
 Array = Any
 
+_GROUPS_KEPT = 64
+"""Groups that are kept for a communicator: each has slots in shared memory."""
 _GROUPS: WeakKeyDictionary[Communicator, dict[Any, Communicator | None]] = WeakKeyDictionary()
 
 
@@ -142,6 +144,10 @@ def subgroup(comm: Communicator, mesh: DeviceMesh, axes: Sequence[int]) -> Commu
     kept = _GROUPS.setdefault(comm, {})
     key = (mesh.shape, tuple(mesh.ranks), tuple(axes))
     if key not in kept:
+        if len(kept) >= _GROUPS_KEPT:  # the same on all ranks of `comm`
+            oldest = kept.pop(next(iter(kept)))
+            if oldest is not None:
+                oldest.close()
         color = next((i for i, g in enumerate(groups) if comm.rank in g), None)
         kept[key] = comm.split(color, 0 if color is None else groups[color].index(comm.rank))
     return kept[key]

@@ -46,9 +46,12 @@ def mean(part: Part, x: Array) -> Array:
 
 @kernel("max", "min", "prod")
 def extreme(part: Part, x: Array) -> Array:
-    """An empty shard gives what changes nothing."""
-    start = identity(part.op, x.dtype)
-    return getattr(part.xp, part.op)(x, axis=_dims(part, x), keepdims=True, initial=start).astype(x.dtype)
+    """An empty shard gives what changes nothing; products run in the accumulator's type."""
+    wide = _wide(x) if part.op == "prod" else x
+    start = identity(part.op, wide.dtype)
+    with np.errstate(all="ignore"):
+        made = getattr(part.xp, part.op)(wide, axis=_dims(part, x), keepdims=True, initial=start)
+        return made.astype(x.dtype)
 
 
 @kernel("argmax", "argmin")

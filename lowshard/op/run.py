@@ -7,10 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from lowshard import dtypes
 from lowshard.comm.agreement import agree
 from lowshard.comm.protocol import Communicator
-from lowshard.errors import BufferMismatchError, DTypeError, LowshardError, MeshError
+from lowshard.errors import BufferMismatchError, LowshardError, MeshError
 from lowshard.execute import execute_all
 from lowshard.layout import Layout
 from lowshard.mesh import DeviceMesh
@@ -20,10 +19,7 @@ from lowshard.placement import Replicated
 from lowshard.redistribute import plan_redistribute
 from lowshard.solver.action import Action
 from lowshard.solver.pick import action_set
-
-_FLOAT_ONLY = frozenset(
-    {"softmax", "logsoftmax", "layer_norm", "rms_norm", "group_norm", "attention", "irfft", "moe_finalize"}
-)
+from lowshard.solver.table import dtype_error
 
 
 def run_action(
@@ -41,7 +37,7 @@ def run_action(
 
     Raises:
         BufferMismatchError: operands of another number, shape or dtype.
-        DTypeError: the op does not take the dtype.
+        DTypeError: the op does not take the dtype, or a row of the action does not hold for it.
         MeshError: the communicator has fewer ranks than the mesh names.
         MismatchError: the ranks hold different actions.
         (Each on every rank.)
@@ -80,11 +76,18 @@ def compute(action: Action, operands: Sequence[Array | None], comm: Communicator
 
 
 def unsharded(op: str, *arrays: Array, **op_args: Any) -> tuple[Array, ...]:
-    """Return the results of an op on whole arrays: what the sharded op must equal."""
+    """Return the results of an op on whole arrays: what the sharded op must equal.
+
+    Raises:
+        DTypeError: the op does not take the dtype.
+    """
     mesh = DeviceMesh((1,), ("one",))
     layouts = [Layout(mesh, x.shape, x.dtype, (Replicated(),)) for x in arrays]
     found = action_set(op, layouts, **op_args)
     action = found.action([found.axis_assignments[0]])
+    refused = dtype_error(op, layouts, action.rows)
+    if refused is not None:
+        raise refused
     return run_kernel(Part(action, 0, None, _module_of(arrays)), *arrays)
 
 
@@ -127,11 +130,9 @@ def _argument_error(
         return BufferMismatchError(
             f"{action.op} takes {len(action.sources)} operands, one for each of action.sources; got {len(operands)}"
         )
-    kind = dtypes.get(action.sources[0].dtype).kind
-    if action.op in _FLOAT_ONLY and kind != "float":
-        return DTypeError(f"{action.op} takes floats, got {action.sources[0].dtype}; cast first")
-    if comm.rank not in action.mesh:
-        return None
+    refused = dtype_error(action.op, action.sources, action.rows)
+    if refused is not None or comm.rank not in action.mesh:
+        return refused
     for k, (operand, layout) in enumerate(zip(operands, action.sources, strict=True)):
         shape = layout.local_shape(comm.rank)
         if not isinstance(operand, comm.xp.ndarray):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from lowshard.argument import items
 from lowshard.errors import PlanError
 from lowshard.layout import Layout
 from lowshard.reshard.cut import Cut
@@ -12,7 +13,7 @@ from lowshard.reshard.layout import TensorLayout, as_tensor_layout
 from lowshard.reshard.move import Entry
 from lowshard.reshard.parameter import Held, ParameterMetadata, tensor_layouts, with_tied_output
 from lowshard.reshard.partition import Cuts
-from lowshard.reshard.plan import ENTRIES, ReshardPlan
+from lowshard.reshard.plan import ReshardPlan
 from lowshard.tiling import Tiling
 
 Table = Mapping[str, TensorLayout | Layout | Tiling]
@@ -40,15 +41,13 @@ def build_reshard_plan(
             tree, so that sources send it once; for tensors whose source and destination ranks are apart.
 
     Raises:
-        PlanError: a destination tensor without a source, or with another shape or dtype than its source; node_size
-            below 1; a rank in two pools.
+        PlanError: a destination tensor without a source, or with another shape or dtype than its source; records that
+            contradict each other or the parts that their cut gives; node_size below 1; a rank in two pools.
         LayoutError: a layout that cannot be, or is partial.
     """
-    if node_size is not None and node_size < 1:
-        raise PlanError(f"node_size is a number of ranks >= 1, got {node_size}")
     have = _table(src, "src")
-    from_records = not isinstance(src, Mapping)
     is_pools = isinstance(dst, Sequence) and bool(dst) and isinstance(dst[0], Mapping)
+    from_records = not (isinstance(src, Mapping) or isinstance(dst, Mapping) or is_pools)
     pools = [_table(pool, "dst") for pool in dst] if is_pools else [_table(dst, "dst")]
     entries = []
     for wanted in pools:
@@ -59,8 +58,6 @@ def build_reshard_plan(
         raise PlanError("a reshard moves one tensor or more; the destination table is empty")
     if len(pools) > 1:
         _require_apart(pools)
-    if len(entries) > ENTRIES:
-        raise PlanError(f"a plan has up to {ENTRIES} tensors, got {len(entries)}; make several plans")
     return ReshardPlan(tuple(entries), node_size, multicast)
 
 
@@ -68,57 +65,63 @@ def _table(side: Any, which: str) -> dict[str, Held]:
     if isinstance(side, Mapping):
         return {name: Held(as_tensor_layout(layout)) for name, layout in side.items()}
     records: list[Any] = []
-    for item in side:
-        records.extend([item] if isinstance(item, ParameterMetadata) else item)
-    if not all(isinstance(record, ParameterMetadata) for record in records):
-        raise PlanError(
-            f"{which} is a mapping of names to layouts, or ParameterMetadata of all ranks; got "
-            f"{type(next(r for r in records if not isinstance(r, ParameterMetadata))).__name__}"
-        )
+    rule = f"{which} is a mapping of names to layouts, or ParameterMetadata of all ranks"
+    for item in items(side, rule, PlanError):
+        is_list = isinstance(item, Iterable) and not isinstance(item, (str, Mapping))
+        records.extend(items(item, rule, PlanError) if is_list else [item])
+    wrong = [record for record in records if not isinstance(record, ParameterMetadata)]
+    if wrong:
+        raise PlanError(f"{rule}; got {type(wrong[0]).__name__}")
     return tensor_layouts(records)
 
 
 def _entry(name: str, src_name: str, src: Held, dst: Held, from_records: bool) -> Entry:
     a, b = src.layout, dst.layout
     if from_records:
-        a, b = _with_blocks(a, b)
-    if a.shape != b.shape:
-        raise PlanError(
-            f"{name}: source and destination are one tensor, but the source has shape {list(a.shape)} and the "
-            f"destination {list(b.shape)} over all ranks (local shapes times the ranks they are dealt to); a tensor "
-            "that is marked as cut but held whole, or the other way round, looks like this"
-        )
-    if a.dtype != b.dtype:
-        raise PlanError(
-            f"{name}: the source has dtype {a.dtype}, the destination {b.dtype}; declare one dtype on both sides and "
-            "convert before or after, or let a transform convert"
-        )
+        a, b = _with_blocks(name, src, dst)
     return Entry(name, src_name, a, b, dict(src.names), dict(dst.names))
 
 
-def _with_blocks(src: TensorLayout, dst: TensorLayout) -> tuple[TensorLayout, TensorLayout]:
-    """Give packed blocks that one side's records name to the other side, if that is cut plainly."""
-    if not (isinstance(src.partition, Cuts) and isinstance(dst.partition, Cuts)):
-        return src, dst
-    return _blocks_of(dst, src), _blocks_of(src, dst)
+def _with_blocks(name: str, src: Held, dst: Held) -> tuple[TensorLayout, TensorLayout]:
+    """Give packed blocks that one side's records name to the other side, if that is cut plainly.
+
+    Raises:
+        PlanError: both sides name blocks, not the same; or the ranks of the other side hold parts of other shapes.
+    """
+    a, b = src.layout, dst.layout
+    if a.shape != b.shape or not (isinstance(a.partition, Cuts) and isinstance(b.partition, Cuts)):
+        return a, b
+    for dim, (s, d) in enumerate(zip(a.partition.cuts, b.partition.cuts, strict=True)):
+        if s.blocks is not None and d.blocks is not None and s.blocks != d.blocks:
+            raise PlanError(
+                f"{name}: both sides pack the same blocks on a dim, but by partition_sizes dim {dim} is "
+                f"{list(s.blocks)} at the source and {list(d.blocks)} at the destination, over all ranks"
+            )
+    return _blocks_of(name, b, a, "source"), _blocks_of(name, a, b, "destination")
 
 
-def _blocks_of(giver: TensorLayout, taker: TensorLayout) -> TensorLayout:
+def _blocks_of(name: str, giver: TensorLayout, taker: TensorLayout, which: str) -> TensorLayout:
     assert isinstance(giver.partition, Cuts)
     assert isinstance(taker.partition, Cuts)
-    if len(giver.partition.cuts) != len(taker.partition.cuts):
-        return taker
     cuts = tuple(
         Cut(t.length, t.parts, blocks=g.blocks, split=t.split)
-        if g.blocks is not None
-        and t.parts > 1
-        and t.blocks is None
-        and t.points is None
-        and g.length == t.length
+        if g.blocks is not None and t.parts > 1 and t.blocks is None
         else t
         for g, t in zip(giver.partition.cuts, taker.partition.cuts, strict=True)
     )
-    return taker if cuts == taker.partition.cuts else TensorLayout(taker.dtype, Cuts(cuts), taker.seats)
+    if cuts == taker.partition.cuts:
+        return taker
+    found = TensorLayout(taker.dtype, Cuts(cuts), taker.seats)
+    for cell in range(taker.partition.cells):
+        said, planned = taker.partition.local_shape(cell), found.partition.local_shape(cell)
+        if said != planned:
+            raise PlanError(
+                f"{name}: the blocks {[list(c.blocks) for c in cuts if c.blocks is not None]} that one side packs on a "
+                f"dim are each cut by themselves, which gives rank {taker.seats.ranks(cell)[0]} of the {which} shape "
+                f"{list(planned)}, but its record says {list(said)}; hold parts of that shape and name "
+                "partition_sizes, or use a number of ranks that divides every block"
+            )
+    return found
 
 
 def _require_apart(pools: Sequence[Mapping[str, Held]]) -> None:

@@ -9,12 +9,18 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property
 from itertools import accumulate
 from typing import Any, NamedTuple
 
+from lowshard.argument import brief, whole, wholes
 from lowshard.box import Split, split_interval
 from lowshard.errors import LayoutError
+from lowshard.placement import SPLITS
+from lowshard.reading import reader
+
+MOST_UNITS = 1 << 20
+"""Units that the blocks of a dim are dealt in, at most: a table of segments is made of them."""
 
 
 class Segment(NamedTuple):
@@ -43,15 +49,15 @@ class Overlap(NamedTuple):
 class Cut:
     """One dim dealt to `parts` parts.
 
-    The dim is a row of blocks (`blocks`, widths; by default one). Each block is dealt by itself: into
-    `parts * chunks` units, of which part p owns units p, p + parts, ... (Megatron's partition_stride is
-    `chunks`; its partition_sizes are the blocks). Units follow the split rule, balanced or ceil. With
-    `points` the parts are the intervals between given cut points instead.
+    The dim is a row of blocks (`blocks`, widths; by default one), each a row of `chunks` equal chunks, and each chunk
+    is dealt to all parts by itself, by the split rule, balanced or ceil. (Megatron's partition_stride is `chunks`: the
+    gate and up halves of a gated MLP are two. Its partition_sizes are the blocks.) With `points` the parts are the
+    intervals between given cut points instead.
 
     Args:
         length: extent of the dim.
         parts: number of parts.
-        chunks: units a part in each block.
+        chunks: equal chunks of each block, every one of which is dealt by itself.
         blocks: widths of blocks that are packed on the dim; they add up to the length.
         points: `parts + 1` ascending cut points from 0 to length.
         split: the rule for units that are not equal.
@@ -72,17 +78,27 @@ class Cut:
         for name in ("blocks", "points"):
             given = getattr(self, name)
             if given is not None:
-                object.__setattr__(self, name, tuple(int(n) for n in given))
-        if self.length < 0 or self.parts < 1 or self.chunks < 1:
+                rule = f"the {name} of a cut are integers >= 0"
+                object.__setattr__(self, name, wholes(given, rule, LayoutError, 0))
+        rule = "a cut has a length >= 0 and parts and chunks >= 1"
+        for name, least in (("length", 0), ("parts", 1), ("chunks", 1)):
+            object.__setattr__(self, name, whole(getattr(self, name), f"{rule}: {name}", LayoutError, least))
+        units = self.parts * self.chunks * max(1, len(self.blocks or ()))
+        if units > MOST_UNITS:
             raise LayoutError(
-                f"a cut has a length >= 0 and parts and chunks >= 1, got length {self.length}, parts "
-                f"{self.parts}, chunks {self.chunks}"
+                f"a cut deals at most {MOST_UNITS} units (parts * chunks * blocks), got {units}"
             )
-        if self.split not in ("balanced", "ceil"):
-            raise LayoutError(f"split is 'balanced' or 'ceil', got {self.split!r}")
+        if self.split not in SPLITS:
+            raise LayoutError(f"split is 'balanced' or 'ceil', got {brief(self.split)}")
         if self.blocks is not None and (min(self.blocks, default=-1) < 0 or sum(self.blocks) != self.length):
             raise LayoutError(
                 f"the blocks of a dim add up to its length {self.length}, got {self.blocks} with sum {sum(self.blocks)}"
+            )
+        uneven = [n for n in self.blocks or (self.length,) if n % self.chunks]
+        if uneven:
+            raise LayoutError(
+                f"the chunks of a block are equal, as gate and up are: {uneven[0]} does not divide by {self.chunks}; "
+                "name chunks of other widths as blocks"
             )
         points = self.points
         if points is not None and (
@@ -110,17 +126,51 @@ class Cut:
     @classmethod
     def sizes(cls, widths: Sequence[int]) -> Cut:
         """Return the cut into parts of these widths, in order."""
-        points = tuple(accumulate(widths, initial=0))
+        points = tuple(accumulate(wholes(widths, "widths are integers >= 0", LayoutError, 0), initial=0))
         return cls(points[-1], len(widths), points=points)
 
-    @property
+    @cached_property
     def table(self) -> tuple[Segment, ...]:
         """All segments that are not empty, ascending; the whole dim, each index once."""
-        return _table(self)[0]
+        held = [0] * self.parts
+        found: list[Segment] = []
+
+        def add(start: int, stop: int, part: int) -> None:
+            if stop > start:
+                last = found[-1] if found else None
+                if last is not None and last.part == part:  # nothing lies between, here or there
+                    found[-1] = Segment(last.start, stop, part, last.local)
+                else:
+                    found.append(Segment(start, stop, part, held[part]))
+                held[part] += stop - start
+
+        if self.points is not None:
+            for part in range(self.parts):
+                add(self.points[part], self.points[part + 1], part)
+        else:
+            begin = 0
+            for width in (self.length,) if self.blocks is None else self.blocks:
+                chunk = width // self.chunks
+                for _ in range(self.chunks):
+                    for part in range(self.parts):
+                        add(*split_interval((begin, begin + chunk), self.parts, part, self.split), part)
+                    begin += chunk
+        return tuple(found)
+
+    @cached_property
+    def _starts(self) -> tuple[int, ...]:
+        return tuple(s.start for s in self.table)
+
+    @cached_property
+    def _by_part(self) -> tuple[tuple[Segment, ...], ...]:
+        found: list[list[Segment]] = [[] for _ in range(self.parts)]
+        for segment in self.table:
+            found[segment.part].append(segment)
+        return tuple(map(tuple, found))
 
     def segments(self, part: int) -> tuple[Segment, ...]:
         """Return the segments of a part, ascending, which is the order of its own array."""
-        return _by_part(self)[part]
+        return self._by_part[part]
 
     def extent(self, part: int) -> int:
         """Return how many indices a part holds."""
@@ -129,9 +179,9 @@ class Cut:
 
     def holders(self, start: int, stop: int) -> tuple[Segment, ...]:
         """Return the segments that meet an interval, clipped to it, ascending."""
-        table, starts = _table(self)
+        table = self.table
         found = []
-        i = max(0, bisect_right(starts, start) - 1)
+        i = max(0, bisect_right(self._starts, start) - 1)
         while i < len(table) and table[i].start < stop:
             s = table[i]
             low, high = max(s.start, start), min(s.stop, stop)
@@ -157,8 +207,8 @@ class Cut:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Cut:
-        """Return the cut that `to_json` wrote."""
-        return cls(**data)
+        """Return the cut that `to_json` wrote; what is wrong raises LayoutError with its place."""
+        return _read(data)
 
     def __str__(self) -> str:
         if self.parts == 1:
@@ -170,41 +220,9 @@ class Cut:
         return f"{self.length}/{self.parts}{notes}"
 
 
-@lru_cache(maxsize=4096)
-def _table(cut: Cut) -> tuple[tuple[Segment, ...], tuple[int, ...]]:
-    held = [0] * cut.parts
-    found: list[Segment] = []
-
-    def add(start: int, stop: int, part: int) -> None:
-        if stop > start:
-            last = found[-1] if found else None
-            if last is not None and last.part == part:  # nothing lies between, here or there
-                found[-1] = Segment(last.start, stop, part, last.local)
-            else:
-                found.append(Segment(start, stop, part, held[part]))
-            held[part] += stop - start
-
-    if cut.points is not None:
-        for part in range(cut.parts):
-            add(cut.points[part], cut.points[part + 1], part)
-    else:
-        units, begin = cut.parts * cut.chunks, 0
-        for width in (cut.length,) if cut.blocks is None else cut.blocks:
-            for unit in range(units):
-                add(*split_interval((begin, begin + width), units, unit, cut.split), unit % cut.parts)
-            begin += width
-    return tuple(found), tuple(s.start for s in found)
+_read = reader("cut", LayoutError)(Cut)
 
 
-@lru_cache(maxsize=4096)
-def _by_part(cut: Cut) -> tuple[tuple[Segment, ...], ...]:
-    found: list[list[Segment]] = [[] for _ in range(cut.parts)]
-    for segment in _table(cut)[0]:
-        found[segment.part].append(segment)
-    return tuple(map(tuple, found))
-
-
-@lru_cache(maxsize=65536)
 def overlaps_into(src: Cut, dst: Cut, dst_part: int) -> tuple[Overlap, ...]:
     """Return what a destination part gets from each source part, by its own offset.
 
@@ -227,14 +245,7 @@ def overlaps_into(src: Cut, dst: Cut, dst_part: int) -> tuple[Overlap, ...]:
     return tuple(found)
 
 
-@lru_cache(maxsize=65536)
 def parts_met(src: Cut, src_part: int, dst: Cut) -> tuple[int, ...]:
     """Return the destination parts that need something of a source part, ascending."""
     found = {h.part for s in src.segments(src_part) for h in dst.holders(s.start, s.stop)}
     return tuple(sorted(found))
-
-
-@lru_cache(maxsize=65536)
-def common(src: Cut, src_part: int, dst: Cut, dst_part: int) -> tuple[Overlap, ...]:
-    """Return what a destination part gets from one source part."""
-    return tuple(o for o in overlaps_into(src, dst, dst_part) if o.src_part == src_part)

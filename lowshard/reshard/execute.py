@@ -12,14 +12,14 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, TypedDict, Unpack
+from typing import Any, Literal, TypedDict, Unpack, get_args
 
 import numpy as np
 
 from lowshard.box import shape_of
 from lowshard.comm.agreement import agree, share
 from lowshard.comm.protocol import Communicator
-from lowshard.errors import MismatchError
+from lowshard.errors import LowshardError, MismatchError, PlanError
 from lowshard.reshard.channel import SLOTS, Channel, MessageChannel, SlotChannel, set_aside
 from lowshard.reshard.choice import WriteChoice
 from lowshard.reshard.contract import ReshardTransform
@@ -53,6 +53,30 @@ class Settings(TypedDict, total=False):
     and others where processes may read each other's memory (not with LOWSHARD_CROSS_MEMORY=off); the rest, and all of
     it with checksums, goes by "slots": memory that senders pack into and receivers unpack from. "messages" sends
     buckets. "auto", the default, takes the first of these that works on all ranks."""
+
+
+def argument_error(
+    plan: object, src: object, dst: object, transform: object, settings: Mapping[str, object]
+) -> LowshardError | None:
+    """Return what is wrong with the arguments of a `Reshard` on this rank, before any is used, or None."""
+    if not isinstance(plan, ReshardPlan):
+        return PlanError(f"plan is a ReshardPlan, from build_reshard_plan, got {type(plan).__name__}")
+    for name, arrays in (("src", src), ("dst", dst)):
+        if arrays is not None and not isinstance(arrays, Mapping):
+            return PlanError(f"{name} is a mapping of names to arrays, or None, got {type(arrays).__name__}")
+    if transform is not None and not isinstance(transform, ReshardTransform):
+        return PlanError(f"transform is a ReshardTransform or None, got {type(transform).__name__}")
+    strange = sorted(map(str, settings.keys() - Settings.__annotations__.keys()))
+    if strange:
+        return PlanError(f"settings are {', '.join(Settings.__annotations__)}, got {', '.join(strange)}")
+    way, staging_bytes = settings.get("way", "auto"), settings.get("staging_bytes", STAGING_BYTES)
+    if not isinstance(way, str) or way not in get_args(Way):
+        return PlanError(f"way is one of {', '.join(get_args(Way))}, got {way!r}")
+    if isinstance(staging_bytes, bool) or not isinstance(staging_bytes, int) or staging_bytes < 1:
+        return PlanError(f"staging_bytes is a number of bytes >= 1, got {staging_bytes!r}")
+    if not isinstance(settings.get("checksums", False), bool):
+        return PlanError(f"checksums is True or False, got {settings['checksums']!r}")
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +115,7 @@ class Reshard(Stream, Sight):
         BufferMismatchError: an array is missing, or has another shape, dtype or memory order than the plan says.
         MeshError: the communicator lacks ranks of the plan.
         MismatchError: ranks hold different plans or settings, or two sides of a move prepare unequal arrays.
-        PlanError: sources do not cover what is needed.
+        PlanError: sources do not cover what is needed, or an argument that is none of those listed.
         CommError: a rank has no memory for its buckets.
         (Each on every rank, whichever is at fault, before anything is written.)
     """
@@ -107,6 +131,9 @@ class Reshard(Stream, Sight):
         like: Reshard | None = None,
         **settings: Unpack[Settings],
     ) -> None:
+        error = argument_error(plan, src, dst, transform, settings)
+        if error is not None:  # the others come to the same agreement
+            agree(comm, b"", error, "execute_reshard_plan")
         super().__init__(plan, src, dst, comm, transform)
         way, checksums = settings.get("way", "auto"), settings.get("checksums", False)
         staging_bytes = settings.get("staging_bytes", STAGING_BYTES)

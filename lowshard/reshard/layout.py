@@ -12,12 +12,14 @@ from math import prod
 from typing import Any
 
 from lowshard import dtypes
+from lowshard.argument import brief
 from lowshard.box import Box, split_interval
 from lowshard.errors import LayoutError
 from lowshard.layout import Layout
+from lowshard.reading import reader
 from lowshard.reshard.cut import Cut
 from lowshard.reshard.partition import Cuts, Partition, Tiles
-from lowshard.reshard.seat import Grid, Roster, seats_from_json
+from lowshard.reshard.seat import Grid, Roster
 from lowshard.tiling import Tile, Tiling
 
 
@@ -42,6 +44,11 @@ class TensorLayout:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", dtypes.get(self.dtype).name)
+        if not isinstance(self.partition, (Cuts, Tiles)) or not isinstance(self.seats, (Grid, Roster)):
+            raise LayoutError(
+                "a tensor layout has a partition (Cuts, Tiles) and seats (Grid, Roster), got "
+                f"{brief(self.partition)} and {brief(self.seats)}"
+            )
         cells, seats = self.partition.cells, self.seats
         if isinstance(seats, Grid) and isinstance(self.partition, Cuts):
             per_dim = [prod(n for n, _ in axes) for axes in seats.dims]
@@ -194,14 +201,8 @@ class TensorLayout:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> TensorLayout:
-        """Return the layout that `to_json` wrote."""
-        partition: Partition
-        if "cuts" in data:
-            partition = Cuts(tuple(Cut.from_json(c) for c in data["cuts"]))
-        else:
-            tiles = tuple(tuple(Tile(_box(b), _box(at)) for b, at in cell) for cell in data["tiles"])
-            partition = Tiles(tuple(data["shape"]), tiles, tuple(map(tuple, data["local_shapes"])))
-        return cls(data["dtype"], partition, seats_from_json(data["seats"]))
+        """Return the layout that `to_json` wrote; what is wrong raises LayoutError with its place."""
+        return _read(data)
 
     def __str__(self) -> str:
         body = (
@@ -245,5 +246,19 @@ def _nested(length: int, sizes: Sequence[int], splits: Sequence[Any]) -> Cut:
     return Cut(length, prod(sizes), points=(*points, length))
 
 
-def _box(data: Sequence[Sequence[int]]) -> Box:
-    return tuple((int(a), int(b)) for a, b in data)
+@reader("tensor layout", LayoutError)
+def _read(
+    dtype: str,
+    seats: Grid | Roster,
+    cuts: tuple[Cut, ...] | None = None,
+    shape: tuple[int, ...] = (),
+    tiles: tuple[tuple[tuple[Box, Box], ...], ...] = (),
+    local_shapes: tuple[tuple[int, ...], ...] = (),
+) -> TensorLayout:
+    if cuts is not None:
+        if shape or tiles or local_shapes:
+            raise LayoutError("a tensor layout has cuts, or shape, tiles and local_shapes, not both")
+        return TensorLayout(dtype, Cuts(cuts), seats)
+    cells = tuple(tuple(Tile(*pair) for pair in cell) for cell in tiles)
+    listed = Tiling(shape, dtype, cells, local_shapes)  # checks that the tiles fill the cells
+    return TensorLayout(dtype, Tiles(listed.shape, listed.rank_tiles, local_shapes), seats)

@@ -8,6 +8,7 @@ from itertools import chain
 from typing import NamedTuple
 
 from lowshard.box import Box, volume
+from lowshard.errors import PlanError
 from lowshard.reshard.layout import TensorLayout
 
 
@@ -34,7 +35,11 @@ class Move(NamedTuple):
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor of a plan: where it comes from and where it goes to."""
+    """One tensor of a plan: where it comes from and where it goes to.
+
+    Raises:
+        PlanError: source and destination differ in shape or dtype.
+    """
 
     name: str
     """Its name over all ranks, on the destination side."""
@@ -46,6 +51,19 @@ class Entry:
     """What source ranks call it, where that is not `src_name`."""
     dst_names: Mapping[int, str] = field(default_factory=dict)
     """What destination ranks call it, where that is not `name`."""
+
+    def __post_init__(self) -> None:
+        if self.src.shape != self.dst.shape:
+            raise PlanError(
+                f"{self.name}: source and destination are one tensor, but the source has shape {list(self.src.shape)} "
+                f"and the destination {list(self.dst.shape)} over all ranks (local shapes times the ranks they are "
+                "dealt to); a tensor that is marked as cut but held whole, or the other way round, looks like this"
+            )
+        if self.src.dtype != self.dst.dtype:
+            raise PlanError(
+                f"{self.name}: the source has dtype {self.src.dtype}, the destination {self.dst.dtype}; declare one "
+                "dtype on both sides and convert before or after, or let a transform convert"
+            )
 
     def src_local_name(self, rank: int) -> str:
         """Return what a source rank calls it."""

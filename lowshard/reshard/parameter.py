@@ -10,9 +10,11 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
+from operator import index
 from typing import Any
 
 from lowshard import dtypes
+from lowshard.argument import brief, instance, truth, whole
 from lowshard.box import split_interval
 from lowshard.errors import PlanError
 from lowshard.reshard.cut import Cut
@@ -36,11 +38,11 @@ class ParameterMetadata:
         element_size: bytes of an element; by default the dtype's.
         is_tp: whether the ranks of the tensor-parallel group hold different parts along `partition_dim`.
         partition_dim: the dim that is cut.
-        partition_stride: chunks a rank holds of it: it is cut into stride * group size units, and rank r owns units
-            r, r + size, ... (2 for the gate and up halves of a gated MLP).
+        partition_stride: equal chunks of the dim, each of which is dealt to the group by itself (2 for the gate and up
+            halves of a gated MLP). Where a chunk does not divide by the group its first ranks hold one more.
         partition_sizes: widths, on this rank, of blocks packed on the dim that are cut each by itself (Mamba's
             in_proj, say); they come without a stride.
-        is_ep: whether expert-parallel ranks hold different experts.
+        is_ep: whether expert-parallel ranks hold different experts; where not, `weightK` and `biasK` are plain names.
         num_experts: experts of the layer over all ranks.
         owner_rank: the rank this record speaks of.
         tensor_parallel_group_ranks: the ranks that the dim is dealt to, in the order of parts.
@@ -76,7 +78,25 @@ class ParameterMetadata:
 
     def __post_init__(self) -> None:
         put = object.__setattr__
-        put(self, "shape", tuple(int(n) for n in self.shape))
+        rule = f"{brief(self.name)}: a parameter's name is a text, and resolved_name another or None"
+        instance(self.name, str, rule, PlanError)
+        if self.resolved_name is not None:
+            instance(self.resolved_name, str, rule, PlanError)
+        put(self, "shape", self._integers("shape"))
+        for field in ("partition_dim", "partition_stride", "owner_rank"):
+            put(self, field, whole(getattr(self, field), f"{self.name}: {field} is an integer", PlanError))
+        rule = f"{self.name}: partition_copies is 1 or more"
+        put(self, "partition_copies", whole(self.partition_copies, rule, PlanError, 1))
+        for field in ("element_size", "num_experts", "global_expert_index", "expert_dim"):
+            if getattr(self, field) is not None:
+                rule = f"{self.name}: {field} is an integer or None"
+                put(self, field, whole(getattr(self, field), rule, PlanError))
+        if self.expert_dim is not None and not -len(self.shape) <= self.expert_dim < len(self.shape):
+            raise PlanError(
+                f"{self.name}: expert_dim is a dim of shape {self.shape}, got {brief(self.expert_dim)}"
+            )
+        for field in ("is_tp", "is_ep"):
+            put(self, field, truth(getattr(self, field), f"{self.name}: {field} is True or False", PlanError))
         row = dtypes.get(self.dtype)
         put(self, "dtype", row.name)
         if self.element_size is None:
@@ -86,14 +106,13 @@ class ParameterMetadata:
                 f"{self.name}: an element of {row.name} has {row.itemsize_bytes} bytes, element_size says "
                 f"{self.element_size}"
             )
-        put(self, "partition_stride", 1 if self.partition_stride < 1 else int(self.partition_stride))
+        put(self, "partition_stride", max(1, self.partition_stride))
         if self.partition_sizes is not None:
-            put(self, "partition_sizes", tuple(int(n) for n in self.partition_sizes))
+            put(self, "partition_sizes", self._integers("partition_sizes"))
         for field in ("tensor", "expert", "data", "pipeline"):
             key = f"{field}_parallel_group_ranks"
-            ranks = getattr(self, key)
-            if ranks is not None:
-                put(self, key, tuple(int(r) for r in ranks))
+            if getattr(self, key) is not None:
+                put(self, key, self._integers(key))
         if (
             self.expert_dim is None
             and self.is_ep
@@ -103,6 +122,13 @@ class ParameterMetadata:
             and not _names_an_expert(self.name)
         ):
             put(self, "expert_dim", 0)
+
+    def _integers(self, field: str) -> tuple[int, ...]:
+        try:  # groups may name thousands of ranks
+            return tuple(map(index, getattr(self, field)))
+        except TypeError:
+            got = brief(getattr(self, field))
+            raise PlanError(f"{self.name}: {field} is a sequence of integers, got {got}") from None
 
     @property
     def key(self) -> str:
@@ -210,8 +236,8 @@ def _resolve_experts(records: list[ParameterMetadata]) -> list[ParameterMetadata
         at = _in_list(record.name)
         if not open_name or ranks is None or record.owner_rank not in ranks or record.expert_dim is not None:
             found.append(record)
-        elif record.num_experts is not None:
-            found.append(replace(record, is_ep=True).resolved())
+        elif record.is_ep and record.num_experts is not None:
+            found.append(record.resolved())
         elif at is not None and len(ranks) > 1:
             parts = record.name.split(".")
             prefix = ".".join(parts[:at])
@@ -245,6 +271,11 @@ def _held(key: str, records: Sequence[ParameterMetadata]) -> Held:
                 f"{key}: all ranks hold one tensor: rank {first.owner_rank} has {first.dtype}{list(first.shape)}, rank "
                 f"{record.owner_rank} {record.dtype}{list(record.shape)}"
             )
+        if _dealing(record) != _dealing(first):
+            raise PlanError(
+                f"{key}: all ranks deal a tensor alike: rank {first.owner_rank} says is_tp, partition_dim, "
+                f"partition_stride and partition_sizes {_dealing(first)}, rank {record.owner_rank} {_dealing(record)}"
+            )
         place = [0] * ndim
         for dim, group, copies in _cutting(record):
             size = len(group) // copies
@@ -274,6 +305,14 @@ def _held(key: str, records: Sequence[ParameterMetadata]) -> Held:
             )
     holders = tuple(tuple(parts[partition.parts(cell)]) for cell in range(partition.cells))
     return Held(TensorLayout(str(first.dtype), partition, Roster(holders)), tuple(sorted(set(names))))
+
+
+def _dealing(record: ParameterMetadata) -> tuple[bool, int, int, tuple[int, ...] | None]:
+    """Return how a record says that its tensor is dealt; sizes come without a stride."""
+    if not record.is_tp or not record.shape:
+        return False, 0, 1, None
+    stride = record.partition_stride if record.partition_sizes is None else 1
+    return True, record.partition_dim % len(record.shape), stride, record.partition_sizes
 
 
 def _cutting(record: ParameterMetadata) -> list[tuple[int, tuple[int, ...], int]]:

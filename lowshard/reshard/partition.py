@@ -1,20 +1,20 @@
 """How an array is dealt to cells, and what two cells of two partitions have in common.
 
-Partitions compare by value, so the boxes that two cells have in common are worked out once for all tensors that are cut
-alike.
+Partitions compare by value, so a plan works out the boxes that two cells have in common once for all tensors that are
+cut alike.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from itertools import product
 from math import prod
 from typing import Any
 
+from lowshard.bounded import kept_in_self
 from lowshard.box import Box, intersect, subtract, volume
-from lowshard.reshard.cut import Cut, common, overlaps_into, parts_met
+from lowshard.reshard.cut import Cut, Overlap, overlaps_into, parts_met
 from lowshard.tiling import Tile
 
 Pair = tuple[Box, Box]
@@ -120,65 +120,96 @@ Partition = Cuts | Tiles
 # ---- what two cells have in common
 
 
-@lru_cache(maxsize=65536)
-def sources(src: Partition, dst: Partition, dst_cell: int) -> tuple[int, ...]:
-    """Return the source cells that a destination cell takes something from, ascending."""
-    if isinstance(src, Cuts) and isinstance(dst, Cuts):
-        parts = dst.parts(dst_cell)
-        met = [
-            sorted({o.src_part for o in overlaps_into(s, d, p)})
-            for s, d, p in zip(src.cuts, dst.cuts, parts, strict=True)
-        ]
-        return tuple(src.cell(row) for row in product(*met))
-    return tuple(sorted(_cover(src, dst, dst_cell)))
+class Pairing:
+    """What the cells of a source and a destination partition have in common.
 
-
-@lru_cache(maxsize=65536)
-def targets(src: Partition, dst: Partition, src_cell: int) -> tuple[int, ...]:
-    """Return the destination cells that take something from a source cell, ascending."""
-    if isinstance(src, Cuts) and isinstance(dst, Cuts):
-        parts = src.parts(src_cell)
-        met = [parts_met(s, p, d) for s, d, p in zip(src.cuts, dst.cuts, parts, strict=True)]
-        return tuple(dst.cell(row) for row in product(*met))
-    return tuple(e for e in range(dst.cells) if src_cell in _cover(src, dst, e))
-
-
-@lru_cache(maxsize=65536)
-def moves(src: Partition, dst: Partition, src_cell: int, dst_cell: int) -> tuple[Pair, ...]:
-    """Return what a destination cell takes from one source cell, ordered by where it goes."""
-    if isinstance(src, Cuts) and isinstance(dst, Cuts):
-        rows = [
-            common(s, sp, d, dp)
-            for s, sp, d, dp in zip(src.cuts, src.parts(src_cell), dst.cuts, dst.parts(dst_cell), strict=True)
-        ]
-        return tuple(
-            (
-                tuple((o.src_start, o.src_start + o.length) for o in row),
-                tuple((o.dst_start, o.dst_start + o.length) for o in row),
-            )
-            for row in product(*rows)
-        )
-    return _cover(src, dst, dst_cell).get(src_cell, ())
-
-
-@lru_cache(maxsize=65536)
-def moved_elems(src: Partition, dst: Partition, src_cell: int, dst_cell: int) -> int:
-    """Return how many elements a destination cell takes from a source cell."""
-    return sum(volume(box) for box, _ in moves(src, dst, src_cell, dst_cell))
-
-
-@lru_cache(maxsize=65536)
-def missing(src: Partition, dst: Partition, dst_cell: int) -> int:
-    """Return how many elements of a destination cell no source cell has: 0 where the sources cover it.
-
-    The boxes of one cell are disjoint by construction (segments partition a dim; covers are subtracted), so equal
-    sums prove that every element is written exactly once.
+    It is worked out as far as somebody asks, and kept as long as the plan that has the pairing.
     """
-    got = sum(moved_elems(src, dst, c, dst_cell) for c in sources(src, dst, dst_cell))
-    return prod(dst.local_shape(dst_cell)) - got
+
+    def __init__(self, src: Partition, dst: Partition) -> None:
+        self.src, self.dst = src, dst
+
+    @kept_in_self
+    def sources(self, dst_cell: int) -> tuple[int, ...]:
+        """Return the source cells that a destination cell takes something from, ascending."""
+        if isinstance(self.src, Cuts) and isinstance(self.dst, Cuts):
+            met = [
+                sorted({o.src_part for o in self._overlaps_into(dim, part)})
+                for dim, part in enumerate(self.dst.parts(dst_cell))
+            ]
+            return tuple(self.src.cell(row) for row in product(*met))
+        return tuple(sorted(self._covered(dst_cell)))
+
+    @kept_in_self
+    def targets(self, src_cell: int) -> tuple[int, ...]:
+        """Return the destination cells that take something from a source cell, ascending."""
+        if isinstance(self.src, Cuts) and isinstance(self.dst, Cuts):
+            met = [self._parts_met(dim, part) for dim, part in enumerate(self.src.parts(src_cell))]
+            return tuple(self.dst.cell(row) for row in product(*met))
+        return tuple(e for e in range(self.dst.cells) if src_cell in self._covered(e))
+
+    @kept_in_self
+    def moves(self, src_cell: int, dst_cell: int) -> tuple[Pair, ...]:
+        """Return what a destination cell takes from one source cell, ordered by where it goes."""
+        if isinstance(self.src, Cuts) and isinstance(self.dst, Cuts):
+            parts = zip(self.src.parts(src_cell), self.dst.parts(dst_cell), strict=True)
+            rows = [self._common(dim, *both) for dim, both in enumerate(parts)]
+            return tuple(
+                (
+                    tuple((o.src_start, o.src_start + o.length) for o in row),
+                    tuple((o.dst_start, o.dst_start + o.length) for o in row),
+                )
+                for row in product(*rows)
+            )
+        return self._covered(dst_cell).get(src_cell, ())
+
+    @kept_in_self
+    def moved_elems(self, src_cell: int, dst_cell: int) -> int:
+        """Return how many elements a destination cell takes from a source cell."""
+        return sum(volume(box) for box, _ in self.moves(src_cell, dst_cell))
+
+    @kept_in_self
+    def missing(self, dst_cell: int) -> int:
+        """Return how many elements of a destination cell no source cell has: 0 where the sources cover it.
+
+        The boxes of one cell are disjoint by construction (segments partition a dim; covers are subtracted), so equal
+        sums prove that every element is written exactly once.
+        """
+        got = sum(self.moved_elems(c, dst_cell) for c in self.sources(dst_cell))
+        return prod(self.dst.local_shape(dst_cell)) - got
+
+    def first_tile(self, src_cell: int, dst_cell: int) -> int:
+        """Return how many boxes a destination cell gets from source cells before this one."""
+        total = 0
+        for cell in self.sources(dst_cell):
+            if cell == src_cell:
+                return total
+            total += len(self.moves(cell, dst_cell))
+        return total
+
+    def _cuts(self, dim: int) -> tuple[Cut, Cut]:
+        assert isinstance(self.src, Cuts)
+        assert isinstance(self.dst, Cuts)
+        return self.src.cuts[dim], self.dst.cuts[dim]
+
+    @kept_in_self
+    def _overlaps_into(self, dim: int, dst_part: int) -> tuple[Overlap, ...]:
+        return overlaps_into(*self._cuts(dim), dst_part)
+
+    @kept_in_self
+    def _parts_met(self, dim: int, src_part: int) -> tuple[int, ...]:
+        src, dst = self._cuts(dim)
+        return parts_met(src, src_part, dst)
+
+    @kept_in_self
+    def _common(self, dim: int, src_part: int, dst_part: int) -> tuple[Overlap, ...]:
+        return tuple(o for o in self._overlaps_into(dim, dst_part) if o.src_part == src_part)
+
+    @kept_in_self
+    def _covered(self, dst_cell: int) -> dict[int, tuple[Pair, ...]]:
+        return _cover(self.src, self.dst, dst_cell)
 
 
-@lru_cache(maxsize=65536)
 def _cover(src: Partition, dst: Partition, dst_cell: int) -> dict[int, tuple[Pair, ...]]:
     """Deal a destination cell to source cells where either side is a list of tiles: each element to the first."""
     found: dict[int, list[Pair]] = {}

@@ -8,22 +8,24 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
-from typing import Any
+from typing import Any, Literal
 
 from lowshard import dtypes
-from lowshard.box import Box, intersect, shape_of, volume
+from lowshard.argument import whole
+from lowshard.box import Box, any_overlap, shape_of, volume
 from lowshard.cost import ClusterProfile, Estimate
 from lowshard.errors import PlanError
+from lowshard.reading import reader
 from lowshard.reshard.layout import TensorLayout
 from lowshard.reshard.move import Entry, Move, RankPlan
 from lowshard.reshard.schedule import ENTRIES, Schedule
 from lowshard.reshard.share import Kind
 
-SCHEMA = "lowshard-reshard-plan-1"
+SCHEMA: Literal["lowshard-reshard-plan-1"] = "lowshard-reshard-plan-1"
 COMPONENTS = 4
 """Numbers kept for each move, so that the parts it travels in have ids of their own: id * COMPONENTS + part."""
 
@@ -44,6 +46,16 @@ class ReshardPlan:
     node_size: int | None = None
     multicast: bool = False
     _ranks: dict[int, RankPlan] = field(default_factory=dict, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if not self.entries:
+            raise PlanError("a reshard moves one tensor or more, got none")
+        if len(self.entries) > ENTRIES:
+            raise PlanError(
+                f"a plan has up to {ENTRIES} tensors, got {len(self.entries)}; make several plans"
+            )
+        if self.node_size is not None:
+            whole(self.node_size, "node_size is a number of ranks >= 1", PlanError, 1)
 
     # ---- what a rank does
 
@@ -163,13 +175,27 @@ class ReshardPlan:
                 inside = all(
                     a <= p and q <= b for box in mine for (p, q), (a, b) in zip(box, whole, strict=True)
                 )
-                if not inside or sum(map(volume, mine)) != volume(whole) or _overlap(mine):
+                if not inside or sum(map(volume, mine)) != volume(whole) or any_overlap(mine):
                     raise PlanError(
                         f"{entry.name}: rank {rank} writes {sum(map(volume, mine))} elements in {len(mine)} boxes of "
                         f"an array of shape {list(shape)}: not each element once"
                     )
                 total += volume(whole)
         return total
+
+    def _verify(self) -> None:
+        """Raise PlanError unless the sources hold all of each destination, and no rank gets two tensors as one."""
+        taken: set[tuple[int, str]] = set()
+        for kind in self.kinds:
+            for cell in range(kind.dst.partition.cells):
+                self._schedule.check_sources(kind, cell, kind.dst.seats.rank(cell, 0))
+        for entry in self.entries:
+            for cell in range(entry.dst.seats.cells):
+                for rank in entry.dst.seats.ranks(cell):
+                    place = (rank, entry.dst_local_name(rank))
+                    if place in taken:
+                        raise PlanError(f"{place[1]}: rank {rank} gets two tensors of this name")
+                    taken.add(place)
 
     def multicast_groups(self, entry: int) -> list[tuple[int, ...]]:
         """Return the groups of destination ranks that get the same of a tensor, each in the order of replicas."""
@@ -242,29 +268,12 @@ class ReshardPlan:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> ReshardPlan:
-        """Return the plan that `to_json` wrote.
+        """Return the plan that `to_json` wrote, checked: the sources hold every element that is wanted, once.
 
         Raises:
             PlanError: another schema, or a field that is missing or does not fit.
         """
-        if not isinstance(data, Mapping) or data.get("schema") != SCHEMA:
-            raise PlanError(f"a reshard plan has schema {SCHEMA!r}, got {data!r:.80}")
-        try:
-            layouts = [TensorLayout.from_json(row) for row in data["layouts"]]
-            entries = tuple(
-                Entry(
-                    row["name"],
-                    row.get("src_name", row["name"]),
-                    layouts[row["src"]],
-                    layouts[row["dst"]],
-                    {int(r): n for r, n in row.get("src_names", {}).items()},
-                    {int(r): n for r, n in row.get("dst_names", {}).items()},
-                )
-                for row in data["entries"]
-            )
-            return cls(entries, data["node_size"], data["multicast"])
-        except (AttributeError, IndexError, KeyError, TypeError) as error:
-            raise PlanError(f"this JSON is no reshard plan ({type(error).__name__}: {error})") from error
+        return _read(data)
 
     def digest(self) -> str:
         """Return 32 hex digits that two plans share exactly when they are equal."""
@@ -294,23 +303,46 @@ class ReshardPlan:
         return hash(self.digest())
 
 
+@dataclass(frozen=True)
+class _Row:
+    """An entry of the table, its layouts by number."""
+
+    name: str
+    src: int
+    dst: int
+    src_name: str | None = None
+    src_names: Mapping[int, str] = field(default_factory=dict)
+    dst_names: Mapping[int, str] = field(default_factory=dict)
+
+
+@reader("reshard plan", PlanError)
+def _read(
+    schema: Literal["lowshard-reshard-plan-1"],
+    node_size: int | None,
+    multicast: bool,
+    layouts: tuple[TensorLayout, ...],
+    entries: tuple[_Row, ...],
+) -> ReshardPlan:
+    made = []
+    for row in entries:
+        if not (0 <= row.src < len(layouts) and 0 <= row.dst < len(layouts)):
+            raise PlanError(
+                f"{row.name}: there are layouts 0 to {len(layouts) - 1}, got {row.src} and {row.dst}"
+            )
+        src_name = row.name if row.src_name is None else row.src_name
+        made.append(
+            Entry(row.name, src_name, layouts[row.src], layouts[row.dst], row.src_names, row.dst_names)
+        )
+    plan = ReshardPlan(tuple(made), node_size, multicast)
+    plan._verify()
+    return plan
+
+
 def _size(layout: TensorLayout) -> int:
     total = dtypes.get(layout.dtype).itemsize_bytes
     for n in layout.shape:
         total *= n
     return total
-
-
-def _overlap(boxes: Sequence[Box]) -> bool:
-    """Return True when two boxes share an element: a sweep along the first dim."""
-    found = sorted(box for box in boxes if volume(box))
-    for i, box in enumerate(found):
-        for other in found[i + 1 :]:
-            if box and other[0][0] >= box[0][1]:
-                break
-            if intersect(box, other) is not None:
-                return True
-    return False
 
 
 def _box_text(box: Box) -> str:

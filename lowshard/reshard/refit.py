@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from operator import index
 from types import MappingProxyType
-from typing import Any, Literal, Self, Unpack
+from typing import Any, Literal, Self, Unpack, get_args
 
 import numpy as np
 
@@ -13,7 +14,7 @@ from lowshard.comm.agreement import agree, share
 from lowshard.comm.protocol import Communicator
 from lowshard.errors import CommError, LowshardError, MismatchError, PlanError
 from lowshard.reshard.contract import ReshardTransform
-from lowshard.reshard.execute import Report, Reshard, Settings
+from lowshard.reshard.execute import Report, Reshard, Settings, argument_error
 from lowshard.reshard.plan import ReshardPlan
 from lowshard.reshard.vote import Vote
 
@@ -31,11 +32,12 @@ class Refit:
     the memory: from the first byte to the switch they are `torn`, and so they stay where a refit fails.
 
     What is promised where a rank dies: `weights` of every survivor are one whole version, the old one or the new one,
-    never a mix ("double"), and `version` says which. Survivors that share memory, those of one host, are all on the
-    same one, whenever the rank died. Across hosts, or where ranks share no memory, a death between the last rank's vote
-    and the switch may leave one survivor on the new version and another on the old one, since a message about it may be
-    lost with the rank that was to send it. So before ranks of several hosts serve together again they compare
-    `version`, over a communicator of the survivors; where it differs the version is pushed again.
+    never a mix ("double"), and `version` says which. Survivors of one host are all on the same one, whenever the rank
+    died, also where the communicator spans several hosts: they decide by a word in memory that they share. Survivors
+    of different hosts, or of ranks that share no memory (`LOWSHARD_CPU_PATH=mpi`), may differ where the death falls
+    between the last rank's vote and the switch, since a message about it may be lost with the rank that was to send
+    it. So before ranks of several hosts serve together again they compare `version`, over a communicator of the
+    survivors; where it differs the version is pushed again.
 
     Collective: all ranks of the communicator make it and close it; each version is one call on every rank: `push` where
     there are sources, `pull` elsewhere. Addresses, memory and open files stay as they are from the first call on.
@@ -52,8 +54,8 @@ class Refit:
             travels is checked, and sources are not read where they lie, for which that would take longer.
 
     Raises:
-        As `Reshard`; PlanError for "double" with a transform that has no twin; CommError where a rank has no memory
-            for the second set.
+        As `Reshard`; PlanError for "double" with a transform that has no twin, or another buffering or version than
+            said; CommError where a rank has no memory for the second set.
     """
 
     def __init__(
@@ -71,20 +73,27 @@ class Refit:
         self.plan, self.comm, self.buffering = plan, comm, buffering
         self._version, self._torn, self._attempt = version, False, 0
         self._closed = False
-        error: LowshardError | None = None
-        sets: list[dict[str, Array]] = [dict(dst or {})]
+        settings.setdefault("checksums", True)
+        error: Exception | None = argument_error(plan, src, dst, transform, settings)
+        sets: list[dict[str, Array]] = []
         transforms = [transform]
+        digest = b""
         try:
-            if buffering not in ("double", "in_place"):
+            if error is not None:
+                raise error
+            if not isinstance(buffering, str) or buffering not in get_args(Buffering):
                 raise PlanError(f"buffering is 'double' or 'in_place', got {buffering!r}")
+            if version is not None:
+                self._version = _number_of(version)
+            sets.append(dict(dst or {}))
             if buffering == "double":
                 sets.append({n: _twin(comm, a) for n, a in sets[0].items()})
                 transforms.append(None if transform is None else transform.twin())
-        except LowshardError as caught:
+            digest = hashlib.blake2b(f"{plan.digest()} {buffering}".encode(), digest_size=16).digest()
+        except Exception as caught:
             error = caught
-        settings.setdefault("checksums", True)
-        digest = hashlib.blake2b(f"{plan.digest()} {buffering}".encode(), digest_size=16).digest()
         agree(comm, digest, error, "Refit")
+        self._serves_sources = any(comm.rank in entry.src for entry in plan.entries)
         self._sets, self._transforms = sets, transforms
         self._live = 0
         self._movers: list[Reshard] = []
@@ -121,10 +130,12 @@ class Refit:
     def push(self, version: int) -> Report:
         """Give the sources' present content as a version; on a rank that also serves, take it as well.
 
-        Collective: every rank calls push or pull. Those that push name one version.
+        Collective: every rank calls push or pull. Those that push name one version, and one of them has sources.
 
         Raises:
-            MismatchError: ranks push different versions, or one waits for another than is pushed.
+            PlanError: a version that is no integer from 0 to 2^63 - 1, or only ranks without sources push it; on all
+                ranks, and nothing has changed.
+            MismatchError: ranks push different versions, or one waits for another than is pushed; likewise.
             VerificationError: a checksum does not agree; the old version stays, on all ranks.
             PeerFailed: a rank died. `version` tells which one this rank serves, the same on all ranks of a host.
         """
@@ -137,19 +148,7 @@ class Refit:
     def _refit(self, version: int | None, pushes: bool) -> Report:
         if self._closed:
             raise CommError("this Refit is closed; make a new one")
-        error: LowshardError | None = None
-        if version is not None and (version < 0 or version != int(version)):
-            error = PlanError(f"a version is an integer >= 0, got {version!r}")
-        said = np.array([_NONE if version is None or error is not None else version, pushes], np.int64)
-        rows = share(self.comm.control, said)
-        pushed = {int(v) for v, p in rows if p}
-        wanted = {int(v) for v, _ in rows if v != _NONE}
-        if error is None and (len(pushed) != 1 or wanted != pushed or _NONE in pushed):
-            error = MismatchError(
-                f"one version is pushed and every rank takes it: pushed {sorted(pushed)}, asked for {sorted(wanted)}"
-            )
-        agree(self.comm, b"", error, "Refit")
-        number = pushed.pop()
+        number = self._agreed(version, pushes)
         self._attempt += 1
         target = 0 if self.buffering == "in_place" else 1 - self._live
         self._torn = self.buffering == "in_place"
@@ -164,6 +163,33 @@ class Refit:
             self._switch(target, number)
             return report
         raise self._lost()
+
+    def _agreed(self, version: int | None, pushes: bool) -> int:
+        """Return the one version that is pushed, the same on all ranks, or raise on all of them."""
+        error: LowshardError | None = None
+        number = _NONE
+        try:
+            if version is not None or pushes:
+                number = _number_of(version)
+        except PlanError as caught:
+            error = caught
+        said = np.array([number, pushes, pushes and self._serves_sources, error is not None], np.int64)
+        rows: list[list[int]] = [row.tolist() for row in share(self.comm.control, said)]
+        pushed = {number for number, pushes, _, _ in rows if pushes}
+        wanted = {number for number, _, _, _ in rows if number != _NONE}
+        if not any(is_wrong for _, _, _, is_wrong in rows):
+            if len(pushed) != 1 or wanted != pushed:
+                error = MismatchError(
+                    f"one version is pushed and every rank takes it: pushed {sorted(pushed)}, asked for "
+                    f"{sorted(wanted)}"
+                )
+            elif not any(gives for _, _, gives, _ in rows):
+                error = PlanError(
+                    f"a version is pushed by ranks that have sources, but version {min(pushed)} is pushed by ranks "
+                    f"{[rank for rank, row in enumerate(rows) if row[1]]}, which have none: they pull"
+                )
+        agree(self.comm, b"", error, "Refit")
+        return pushed.pop()
 
     def _switch(self, target: int, number: int) -> None:
         self._live, self._version, self._torn = target, number, False
@@ -188,6 +214,21 @@ class Refit:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def _number_of(version: object) -> int:
+    """Return a version as a Python integer.
+
+    Raises:
+        PlanError: it is none, negative, or does not fit 63 bits.
+    """
+    try:
+        number = -1 if isinstance(version, (bool, np.bool_)) else index(version)  # type: ignore[arg-type]
+    except TypeError:
+        number = -1
+    if not 0 <= number < 1 << 63:
+        raise PlanError(f"a version is an integer from 0 to 2^63 - 1, got {version!r}")
+    return number
 
 
 def _twin(comm: Communicator, array: Array) -> Array:

@@ -6,6 +6,7 @@ import operator
 from collections.abc import Sequence
 from typing import Any
 
+from lowshard.argument import whole
 from lowshard.errors import PlanError
 
 
@@ -32,8 +33,7 @@ def scale_slice_from_data_slice(
     """
     if data_slice is None:
         return None
-    if block_size < 1:
-        raise ScaleSliceError(f"block_size is a number of elements >= 1, got {block_size}")
+    block_size = whole(block_size, "block_size is a number of elements >= 1", ScaleSliceError, 1)
     entries = tuple(data_slice) if isinstance(data_slice, (tuple, list)) else (data_slice,)
     if not entries:
         raise ScaleSliceError("a slice has one entry a dim, the last for the dim of the blocks, got none")
@@ -48,17 +48,16 @@ def scale_slice_from_data_slice(
 
 def _scale_entry(entry: Any, block_size: int) -> Any:
     if isinstance(entry, slice):
-        if entry.step not in (None, 1):
-            raise ScaleSliceError(
-                f"blocks are contiguous: the last slice has no step, got {entry}; take the whole range and step after"
-            )
-        ends = []
+        if entry.step is not None:
+            rule = "blocks are contiguous: the last slice has no step; take the whole range and step after"
+            whole(entry.step, rule, ScaleSliceError, 1, 1)
+        ends: list[int | None] = []
+        rule = f"the last slice begins and ends at multiples of the block of {block_size}"
         for end in (entry.start, entry.stop):
-            if end is not None and operator.index(end) % block_size:
-                raise ScaleSliceError(
-                    f"the last slice begins and ends at multiples of the block of {block_size}, got {entry}"
-                )
-            ends.append(None if end is None else operator.index(end) // block_size)
+            at = None if end is None else whole(end, rule, ScaleSliceError)
+            if at is not None and at % block_size:
+                raise ScaleSliceError(f"{rule}, got {entry}")
+            ends.append(None if at is None else at // block_size)
         return slice(*ends)
     try:
         return operator.index(entry) // block_size

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from math import prod
-from typing import Any
 
 from lowshard.box import volume
 from lowshard.errors import PlanError
 from lowshard.reshard.layout import TensorLayout
 from lowshard.reshard.move import Entry, Move, RankPlan
-from lowshard.reshard.partition import missing, moved_elems, moves, sources
+from lowshard.reshard.partition import Pairing, Partition
 from lowshard.reshard.seat import Roster
 from lowshard.reshard.share import Kind, Shares
 
@@ -51,6 +51,16 @@ class Schedule:
                 self._hand_on(rank, number, *dst_seat, sends)
         return RankPlan(rank, _ordered(sends), _ordered(receives), tuple(copies))
 
+    def check_sources(self, kind: Kind, cell: int, rank: int) -> None:
+        """Raise PlanError unless the sources hold all of a destination cell, which `rank` is to get."""
+        lacking = kind.pairing.missing(cell)
+        if lacking:
+            name = self.entries[kind.entries[0]].name
+            raise PlanError(
+                f"{name}: the sources hold {lacking} elements fewer than rank {rank} needs of "
+                f"{kind.dst.partition.local_shape(cell)}; every element needs a source"
+            )
+
     def _receive(
         self,
         rank: int,
@@ -61,25 +71,18 @@ class Schedule:
         copies: list[Move],
     ) -> None:
         kind, shares = self.kinds[number], self.shares
-        src, dst = kind.src.partition, kind.dst.partition
-        lacking = missing(src, dst, cell)
-        if lacking:
-            name = self.entries[kind.entries[0]].name
-            raise PlanError(
-                f"{name}: the sources hold {lacking} elements fewer than rank {rank} needs of "
-                f"{dst.local_shape(cell)}; every element needs a source"
-            )
+        self.check_sources(kind, cell, rank)
         if replica and self._hands_on(kind):
             parent = kind.dst.seats.rank(cell, replica - (1 << (replica.bit_length() - 1)))
-            whole = tuple((0, n) for n in dst.local_shape(cell))
+            whole = tuple((0, n) for n in kind.dst.partition.local_shape(cell))
             if volume(whole):
                 for entry in kind.entries:
                     move = Move(_id(rank, entry, 0), entry, parent, rank, whole, whole)
                     receives.setdefault(parent, []).append(move)
             return
-        for src_cell in sources(src, dst, cell):
-            pairs = moves(src, dst, src_cell, cell)
-            first = _first_tile(src, dst, src_cell, cell)
+        for src_cell in kind.pairing.sources(cell):
+            pairs = kind.pairing.moves(src_cell, cell)
+            first = kind.pairing.first_tile(src_cell, cell)
             for index, entry in enumerate(kind.entries):
                 peer = shares.source(number, src_cell, cell, replica, index)
                 to = copies if peer == rank else receives.setdefault(peer, [])
@@ -88,13 +91,12 @@ class Schedule:
 
     def _send(self, rank: int, number: int, cell: int, replica: int, sends: dict[int, list[Move]]) -> None:
         kind = self.kinds[number]
-        src, dst = kind.src.partition, kind.dst.partition
         for index, dst_cell, dst_replica in self.shares.served(number, cell, replica, rank):
             peer = kind.dst.seats.rank(dst_cell, dst_replica)
             entry = kind.entries[index]
-            first = _first_tile(src, dst, cell, dst_cell)
+            first = kind.pairing.first_tile(cell, dst_cell)
             to = sends.setdefault(peer, [])
-            for i, (src_box, dst_box) in enumerate(moves(src, dst, cell, dst_cell)):
+            for i, (src_box, dst_box) in enumerate(kind.pairing.moves(cell, dst_cell)):
                 to.append(Move(_id(peer, entry, first + i), entry, rank, peer, src_box, dst_box))
 
     def _hand_on(self, rank: int, number: int, cell: int, replica: int, sends: dict[int, list[Move]]) -> None:
@@ -119,16 +121,19 @@ class Schedule:
         found: dict[tuple[TensorLayout, TensorLayout], list[int]] = {}
         for number, entry in enumerate(self.entries):
             found.setdefault((entry.src, entry.dst), []).append(number)
-        return tuple(Kind(src, dst, tuple(numbers)) for (src, dst), numbers in found.items())
+        pairings: dict[tuple[Partition, Partition], Pairing] = {}
+        kinds = []
+        for (src, dst), numbers in found.items():
+            key = (src.partition, dst.partition)
+            kinds.append(Kind(src, dst, tuple(numbers), pairings.setdefault(key, Pairing(*key))))
+        return tuple(kinds)
 
     @cached_property
     def shares(self) -> Shares:
         """Which replica serves which request."""
         kinds = self.kinds
         if self.multicast:  # only the first replica of a destination asks
-            kinds = tuple(
-                Kind(k.src, _first_replicas(k.dst), k.entries) if self._hands_on(k) else k for k in kinds
-            )
+            kinds = tuple(replace(k, dst=_first_replicas(k.dst)) if self._hands_on(k) else k for k in kinds)
         return Shares(kinds, self.node_size)
 
     def incoming_bytes(self, rank: int) -> dict[int, int]:
@@ -139,14 +144,15 @@ class Schedule:
             if seat is None:
                 continue
             cell, replica = seat
-            src, dst = kind.src.partition, kind.dst.partition
             if replica and self._hands_on(kind):
                 parent = kind.dst.seats.rank(cell, replica - (1 << (replica.bit_length() - 1)))
-                whole = prod(dst.local_shape(cell)) * kind.src.itemsize_bytes * len(kind.entries)
+                whole = (
+                    prod(kind.dst.partition.local_shape(cell)) * kind.src.itemsize_bytes * len(kind.entries)
+                )
                 found[parent] = found.get(parent, 0) + whole
                 continue
-            for src_cell in sources(src, dst, cell):
-                size = moved_elems(src, dst, src_cell, cell) * kind.src.itemsize_bytes
+            for src_cell in kind.pairing.sources(cell):
+                size = kind.moved_bytes(src_cell, cell)
                 for index in range(len(kind.entries)):
                     peer = self.shares.source(number, src_cell, cell, replica, index)
                     found[peer] = found.get(peer, 0) + size
@@ -166,16 +172,6 @@ class Schedule:
 
 def _id(dst_rank: int, entry: int, tile: int) -> int:
     return (dst_rank << (_ENTRY_BITS + _TILE_BITS)) | (entry << _TILE_BITS) | tile
-
-
-def _first_tile(src: Any, dst: Any, src_cell: int, dst_cell: int) -> int:
-    """Return how many boxes a destination cell gets from source cells before this one."""
-    total = 0
-    for cell in sources(src, dst, dst_cell):
-        if cell == src_cell:
-            return total
-        total += len(moves(src, dst, cell, dst_cell))
-    return total
 
 
 def _ordered(found: Mapping[int, list[Move]]) -> dict[int, tuple[Move, ...]]:

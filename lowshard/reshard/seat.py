@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property
 from math import prod
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from lowshard.argument import brief, items, whole, wholes
 from lowshard.errors import MeshError
+from lowshard.mesh import MOST_RANKS
+
+MOST_SEATS = 1 << 20
+"""Ranks that hold parts of one tensor, at most: some questions list them all."""
 
 Axis = tuple[int, int]
 """Places along it, and by how much the rank grows from one to the next."""
@@ -73,8 +77,10 @@ class Grid:
 
     def __post_init__(self) -> None:
         put = object.__setattr__
-        put(self, "dims", tuple(tuple((int(n), int(s)) for n, s in axes) for axes in self.dims))
-        put(self, "copies", tuple((int(n), int(s)) for n, s in self.copies))
+        rule = "a grid of ranks has (size, stride) for each axis of each dim, and of its copies"
+        put(self, "dims", tuple(_axes(axes, rule) for axes in items(self.dims, rule, MeshError)))
+        put(self, "copies", _axes(self.copies, rule))
+        put(self, "offset", whole(self.offset, "ranks begin at an offset >= 0", MeshError, 0))
         cutting = [axis for axes in self.dims for axis in axes]
         put(self, "cells", prod(n for n, _ in cutting))
         put(self, "replicas", prod(n for n, _ in self.copies))
@@ -96,8 +102,11 @@ class Grid:
                     "than all that the axes inside it reach"
                 )
             reach += (n - 1) * stride
-        if self.offset < 0:
-            raise MeshError(f"ranks begin at an offset >= 0, got {self.offset}")
+        if self.cells * self.replicas > MOST_SEATS or self.offset + reach > MOST_RANKS:
+            raise MeshError(
+                f"a grid has at most {MOST_SEATS} ranks, none above {MOST_RANKS}: got {self.cells} cells with "
+                f"{self.replicas} replicas each, up to rank {self.offset + reach}"
+            )
         put(self, "_radix", tuple(radix))
         put(self, "_hash", hash((self.dims, self.copies, self.offset)))
 
@@ -143,7 +152,16 @@ class Grid:
 
     def rank_array(self, cell: int) -> npt.NDArray[np.int64]:
         """Return the ranks of a cell, in the order of replicas, int64."""
-        return _steps_of(self.copies) + self.rank(cell, 0)
+        return self._steps + self.rank(cell, 0)
+
+    @cached_property
+    def _steps(self) -> npt.NDArray[np.int64]:
+        """What each replica's rank has over that of the first, in the order of replicas."""
+        steps = np.zeros(1, np.int64)
+        for n, stride in self.copies:
+            steps = (steps[:, None] + np.arange(n) * stride).reshape(-1)
+        steps.flags.writeable = False
+        return steps
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data."""
@@ -165,15 +183,15 @@ class Roster:
 
     def __post_init__(self) -> None:
         put = object.__setattr__
-        put(self, "holders", tuple(tuple(int(r) for r in ranks) for ranks in self.holders))
+        rule = "every cell has one or more ranks >= 0, and every rank one cell"
+        cells = items(self.holders, rule, MeshError)
+        put(self, "holders", tuple(wholes(ranks, rule, MeshError, 0, MOST_RANKS) for ranks in cells))
         put(self, "cells", len(self.holders))
         put(self, "replicas", max((len(ranks) for ranks in self.holders), default=0))
         put(self, "_hash", hash(self.holders))
         every = [rank for ranks in self.holders for rank in ranks]
-        if len(set(every)) != len(every) or not all(self.holders) or min(every, default=-1) < 0:
-            raise MeshError(
-                f"every cell has one or more ranks >= 0, and every rank one cell, got {_brief(self.holders)}"
-            )
+        if not every or len(set(every)) != len(every) or not all(self.holders):
+            raise MeshError(f"{rule}, got {brief(self.holders)}")
 
     def __hash__(self) -> int:
         return self._hash
@@ -186,7 +204,15 @@ class Roster:
 
     def seat(self, rank: int) -> tuple[int, int] | None:
         """Return the cell that a rank holds and which of its replicas it is, or None outside."""
-        return _seats(self).get(rank)
+        return self._seats.get(rank)
+
+    @cached_property
+    def _seats(self) -> dict[int, tuple[int, int]]:
+        return {
+            rank: (cell, replica)
+            for cell, ranks in enumerate(self.holders)
+            for replica, rank in enumerate(ranks)
+        }
 
     def count(self, cell: int) -> int:
         """Return how many ranks hold a cell."""
@@ -209,32 +235,8 @@ class Roster:
         return {"holders": self.holders}
 
 
-def seats_from_json(data: Mapping[str, Any]) -> Grid | Roster:
-    """Return the seats whose `to_json` this is."""
-    if "holders" in data:
-        return Roster(tuple(map(tuple, data["holders"])))
-    dims = tuple(tuple((n, s) for n, s in axes) for axes in data["dims"])
-    return Grid(dims, tuple((n, s) for n, s in data["copies"]), data["offset"])
-
-
-@lru_cache(maxsize=1024)
-def _steps_of(copies: tuple[Axis, ...]) -> npt.NDArray[np.int64]:
-    """Return what each replica's rank has over that of the first, in the order of replicas."""
-    steps = np.zeros(1, np.int64)
-    for n, stride in copies:
-        steps = (steps[:, None] + np.arange(n) * stride).reshape(-1)
-    steps.flags.writeable = False
-    return steps
-
-
-@lru_cache(maxsize=1024)
-def _seats(roster: Roster) -> dict[int, tuple[int, int]]:
-    return {
-        rank: (cell, replica)
-        for cell, ranks in enumerate(roster.holders)
-        for replica, rank in enumerate(ranks)
-    }
-
-
-def _brief(holders: Sequence[Sequence[int]]) -> str:
-    return str(list(holders[:4]))[:-1] + (", ...]" if len(holders) > 4 else "]")
+def _axes(given: object, rule: str) -> tuple[Axis, ...]:
+    axes = tuple(wholes(axis, rule, MeshError, 0) for axis in items(given, rule, MeshError))
+    if any(len(axis) != 2 for axis in axes):
+        raise MeshError(f"{rule}, got {brief(given)}")
+    return axes  # type: ignore[return-value]  # each has two

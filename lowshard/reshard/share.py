@@ -10,15 +10,15 @@ stretch of the line falls to.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from lowshard.bounded import kept_in_self
 from lowshard.reshard.layout import TensorLayout
-from lowshard.reshard.partition import moved_elems, targets
+from lowshard.reshard.partition import Pairing
 
 
 class Askers(NamedTuple):
@@ -34,37 +34,47 @@ class Askers(NamedTuple):
     """Replicas with a copy of the source cell on their node."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Kind:
     """All tensors that go from one layout to another: their entries, in table order."""
 
     src: TensorLayout
     dst: TensorLayout
     entries: tuple[int, ...]
+    pairing: Pairing = field(repr=False, compare=False)
+    """What the cells of the two layouts have in common."""
 
+    @kept_in_self
+    def askers(self, src_cell: int, dst_cell: int, node_size: int | None) -> Askers:
+        """Return how the replicas of a destination cell get at a source cell."""
+        src, dst = self.src.seats, self.dst.seats
+        count = dst.count(dst_cell)
+        (low, high), (dst_low, dst_high) = src.span, dst.span
+        if node_size is None and (high <= dst_low or dst_high <= low):
+            return Askers(count, None, (), ())
+        local, near, dealt = [], [], []
+        nodes = set() if node_size is None else {r // node_size for r in src.ranks(src_cell)}
+        for replica, rank in enumerate(dst.ranks(dst_cell)):
+            seat = src.seat(rank)
+            if seat is not None and seat[0] == src_cell:
+                local.append(replica)
+            elif node_size is not None and rank // node_size in nodes:
+                near.append(replica)
+            else:
+                dealt.append(replica)
+        if len(dealt) == count:
+            return Askers(count, None, (), ())
+        return Askers(len(dealt), tuple(dealt), tuple(local), tuple(near))
 
-@lru_cache(maxsize=65536)
-def askers(
-    src: TensorLayout, dst: TensorLayout, src_cell: int, dst_cell: int, node_size: int | None
-) -> Askers:
-    """Return how the replicas of a destination cell get at a source cell."""
-    count = dst.seats.count(dst_cell)
-    (low, high), (dst_low, dst_high) = src.seats.span, dst.seats.span
-    if node_size is None and (high <= dst_low or dst_high <= low):
-        return Askers(count, None, (), ())
-    local, near, dealt = [], [], []
-    nodes = set() if node_size is None else {r // node_size for r in src.seats.ranks(src_cell)}
-    for replica, rank in enumerate(dst.seats.ranks(dst_cell)):
-        seat = src.seats.seat(rank)
-        if seat is not None and seat[0] == src_cell:
-            local.append(replica)
-        elif node_size is not None and rank // node_size in nodes:
-            near.append(replica)
-        else:
-            dealt.append(replica)
-    if len(dealt) == count:
-        return Askers(count, None, (), ())
-    return Askers(len(dealt), tuple(dealt), tuple(local), tuple(near))
+    def dealt_ranks(self, src_cell: int, dst_cell: int, node_size: int | None) -> npt.NDArray[np.int64]:
+        """Return the ranks of a destination cell that are served from the line of a source cell, int64."""
+        ranks = self.dst.seats.rank_array(dst_cell)
+        order = self.askers(src_cell, dst_cell, node_size).order
+        return ranks if order is None else ranks[list(order)]
+
+    def moved_bytes(self, src_cell: int, dst_cell: int) -> int:
+        """Return what a destination cell takes from a source cell of one tensor, in bytes."""
+        return self.pairing.moved_elems(src_cell, dst_cell) * self.src.itemsize_bytes
 
 
 def near_source(src: TensorLayout, src_cell: int, dst_rank: int, node_size: int, entry: int) -> int:
@@ -140,7 +150,7 @@ class Shares:
         if count == 1:
             return seats.rank(cell, 0)
         rank = kind.dst.seats.rank(dst_cell, replica)
-        ask = askers(kind.src, kind.dst, cell, dst_cell, self._node_size)
+        ask = kind.askers(cell, dst_cell, self._node_size)
         if replica in ask.local:
             return rank
         if replica in ask.near:
@@ -163,8 +173,8 @@ class Shares:
         kind = self._kinds[number]
         count = kind.src.seats.count(cell)
         if count == 1:
-            for dst_cell in targets(kind.src.partition, kind.dst.partition, cell):
-                ask = askers(kind.src, kind.dst, cell, dst_cell, self._node_size)
+            for dst_cell in kind.pairing.targets(cell):
+                ask = kind.askers(cell, dst_cell, self._node_size)
                 others = [r for r in range(kind.dst.seats.count(dst_cell)) if r not in ask.local]
                 yield from ((i, dst_cell, r) for i in range(len(kind.entries)) for r in others)
             return
@@ -192,8 +202,8 @@ class Shares:
         return line.length / count + (line.largest_bytes if count > 1 else 0)
 
     def _near(self, kind: Kind, cell: int, rank: int, node_size: int) -> Iterator[tuple[int, int, int]]:
-        for dst_cell in targets(kind.src.partition, kind.dst.partition, cell):
-            for near in askers(kind.src, kind.dst, cell, dst_cell, node_size).near:
+        for dst_cell in kind.pairing.targets(cell):
+            for near in kind.askers(cell, dst_cell, node_size).near:
                 to = kind.dst.seats.rank(dst_cell, near)
                 for index, entry in enumerate(kind.entries):
                     if near_source(kind.src, cell, to, node_size, entry) == rank:
@@ -205,9 +215,9 @@ class Shares:
             rows = []
             for number in self._by_seats[seats]:
                 kind = self._kinds[number]
-                for dst_cell in targets(kind.src.partition, kind.dst.partition, cell):
-                    ranks = dealt_ranks(kind.src, kind.dst, cell, dst_cell, self._node_size)
-                    rows.append((ranks, self._size(kind, cell, dst_cell), len(kind.entries)))
+                for dst_cell in kind.pairing.targets(cell):
+                    ranks = kind.dealt_ranks(cell, dst_cell, self._node_size)
+                    rows.append((ranks, kind.moved_bytes(cell, dst_cell), len(kind.entries)))
             found = self._lines[seats, cell] = _Line(rows)
         return found
 
@@ -222,8 +232,8 @@ class Shares:
                 seat = kind.dst.seats.seat(rank)
                 if seat is None:
                     continue
-                size = self._size(kind, cell, seat[0])
-                ask = askers(kind.src, kind.dst, cell, seat[0], self._node_size)
+                size = kind.moved_bytes(cell, seat[0])
+                ask = kind.askers(cell, seat[0], self._node_size)
                 if size and seat[1] not in ask.local and seat[1] not in ask.near:
                     found[number] = at, size
                     at += size * len(kind.entries)
@@ -231,17 +241,3 @@ class Shares:
                 self._offsets.clear()
             self._offsets[key] = found
         return found
-
-    @staticmethod
-    def _size(kind: Kind, cell: int, dst_cell: int) -> int:
-        return moved_elems(kind.src.partition, kind.dst.partition, cell, dst_cell) * kind.src.itemsize_bytes
-
-
-@lru_cache(maxsize=4096)
-def dealt_ranks(
-    src: TensorLayout, dst: TensorLayout, src_cell: int, dst_cell: int, node_size: int | None
-) -> npt.NDArray[np.int64]:
-    """Return the ranks of a destination cell that are served from the line of a source cell, int64."""
-    ranks = dst.seats.rank_array(dst_cell)
-    order = askers(src, dst, src_cell, dst_cell, node_size).order
-    return ranks if order is None else ranks[list(order)]

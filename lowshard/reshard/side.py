@@ -343,11 +343,13 @@ class Side:
 
 
 def _bounds(array: Array) -> tuple[int, int]:
-    """Return the address of an array's first byte, and one more than that of its last."""
+    """Return the address of an array's first byte, and one more than that of its last; the same where it has none."""
     begin = end = address(array)
+    if not array.size:
+        return begin, end
     for n, stride in zip(array.shape, array.strides, strict=True):
         begin, end = begin + min(0, (n - 1) * stride), end + max(0, (n - 1) * stride)
-    return begin, end + (array.itemsize if array.size else 0)
+    return begin, end + array.itemsize
 
 
 def slices_of(box: Box) -> tuple[slice, ...]:

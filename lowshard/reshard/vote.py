@@ -1,4 +1,4 @@
-"""Commit or abort, once for each attempt: by a word that all ranks of a node map, so that a death cannot split them.
+"""Commit or abort, once for each attempt: by a word that all ranks of a host map, so that a death cannot split them.
 
 All ranks have agreed that they are ready before anybody asks for a commit. A rank that hears of a failure instead asks
 for an abort. Whoever asks first decides; the others find the decision. The word outlives the process that made it.
@@ -19,30 +19,29 @@ _COMMIT, _ABORT = 1, 2
 class Vote:
     """The decisions of a group, attempt after attempt.
 
-    Collective: all ranks of the communicator make it. Where its ranks share no memory (several hosts, GPUs without a
-    host communicator) each rank's own view decides: survivors of a death within the vote may then differ.
+    Collective: all ranks of the communicator make it. The ranks of each host have a word of their own: survivors of one
+    host decide alike, those of different hosts may differ after a death within the vote. Where ranks share no memory
+    (plain MPI, GPUs without a host communicator) each rank's own view decides.
     """
 
     def __init__(self, comm: Communicator) -> None:
         control = comm.control
-        view = NodeView.of(control)
         self._word: Any = None
-        self._decided = (0, 0)
-        if view is None:
+        host = getattr(control, "node", control)  # over several hosts: the ranks of this one
+        if NodeView.of(host) is None:
             return
-        self._own = control.empty(1, "int64")
-        self._own[...] = 0
-        self._word = view.publish([self._own])[0][0]
-        if self._word is None:  # empty() gave private memory
-            return
+        # Each rank lets go of it with its own Vote: a rank that is late to decide still finds the word.
+        self._word = host._common(1, np.dtype(np.int64))
+        self._word[...] = 0
+        control._barrier()  # nobody decides before all have cleared it
         from lowshard.reshard.word import compare_swap
 
         self._swap = compare_swap()
-        self._at = int(np.asarray(self._word).ctypes.data)
+        self._at = int(self._word.ctypes.data)
 
     @property
     def shared(self) -> bool:
-        """Whether all ranks look at one word."""
+        """Whether the ranks of a host look at one word."""
         return self._word is not None
 
     def decide(self, attempt: int, commit: bool) -> bool:
@@ -51,7 +50,7 @@ class Vote:
         if self._word is None:
             return commit
         while True:
-            held = int(self._word.view(np.int64)[0])
+            held = int(self._word[0])
             if held // 4 >= attempt:
                 return held % 4 == _COMMIT
             self._swap(self._at, held, attempt * 4 + mine)

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from math import prod
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 
+from lowshard.bounded import bounded_cache
 from lowshard.box import Box, shape_of
 from lowshard.kernels.buffer import address
 from lowshard.kernels.engine import Engine, HostEngine, engine_for
@@ -118,7 +119,7 @@ def _aligned(size_bytes: int) -> int:
     return -(-size_bytes // ALIGN_BYTES) * ALIGN_BYTES
 
 
-@lru_cache(maxsize=4096)
+@bounded_cache(1 << 20)
 def split_box(extents: tuple[int, ...], limit_elems: int) -> tuple[Box, ...]:
     """Return boxes that make up `[0, extent)` in each dim, in row-major order, none of more than so many elements."""
     if prod(extents) == 0:
@@ -269,7 +270,7 @@ def run_table(
     return lower(extents, offsets[0] - src_base, offsets[1] - dst_base, strides[0], strides[1], 1, 1)
 
 
-@lru_cache(maxsize=4096)
+@bounded_cache(1 << 18)
 def _row_major(extents: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
     strides, step = [], itemsize
     for n in reversed(extents):

@@ -7,12 +7,13 @@ Nothing here builds an array or asks for a device.
 
 from __future__ import annotations
 
+from lowshard.document import Where
 from lowshard.errors import RulesError
 from lowshard.rules.finding import CheckReport, Finding
 from lowshard.rules.golden import named_shardings
 from lowshard.rules.loading import READY_MADE, load_rules, make_rules, parse_rules
 from lowshard.rules.parameter import checkpoint_layouts, name_tensors, tensor_layouts, unit_layouts
-from lowshard.rules.rule import Rule, Where
+from lowshard.rules.rule import Rule
 from lowshard.rules.ruleset import RuleSet
 from lowshard.rules.tensor import LogicalTensor
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import lru_cache
 
+from lowshard.bounded import bounded_cache
 from lowshard.errors import RulesError
 from lowshard.mesh import DeviceMesh
 from lowshard.rules.resolution import Resolution, Resolver, Spec, entry_axes
@@ -84,7 +84,7 @@ def fitting(rule: Rule, mesh: DeviceMesh, extent: int) -> str:
     return f"the most that fit are {shards} shards{alone}"
 
 
-@lru_cache(maxsize=65536)
+@bounded_cache(1 << 20)
 def largest_divisor(extent: int, at_most: int) -> int:
     """Return the largest number <= `at_most` that divides an extent >= 1.
 

@@ -12,6 +12,7 @@ from lowshard.rules.binding import fitting
 from lowshard.rules.resolution import Attempt, Block, LogicalNames, Spec
 from lowshard.rules.rule import Rule
 from lowshard.rules.ruleset import RuleSet
+from lowshard.rules.tensor import checked_mesh, checked_shape
 
 
 @dataclass(frozen=True)
@@ -132,6 +133,8 @@ def explain_names(
     Raises:
         RulesError: a name on two dims, or a winning rule whose target no spec can hold.
     """
+    mesh = None if mesh is None else checked_mesh(mesh)
+    shape = None if shape is None else checked_shape(shape, "" if parameter is None else parameter)
     found = rules.resolver(parameter).trace(names)
     dims = []
     for dim, name in enumerate(found.names):

@@ -19,11 +19,11 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
 
-from lowshard.rules.document import Node, read_map
+from lowshard.bounded import bounded_cache
+from lowshard.document import Node, Where
 from lowshard.rules.finding import Finding, Mode, find
-from lowshard.rules.rule import Rule, Where, brief
+from lowshard.rules.rule import Rule, brief, read_map
 
 ReadRules = Callable[[Node, Mode, list[Finding]], tuple[Rule, ...]]
 
@@ -64,7 +64,7 @@ def matches(pattern: str, name: str) -> bool:
     return _compiled(pattern).match(name) is not None
 
 
-@lru_cache(maxsize=4096)
+@bounded_cache(1 << 20)
 def _compiled(pattern: str) -> re.Pattern[str]:
     # Each part between stars is sought once, as early as it comes: an atomic group keeps the match linear.
     pattern = re.sub(r"\*+", "*", pattern)

@@ -10,8 +10,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
+from lowshard.document import Where
 from lowshard.errors import RulesError
-from lowshard.rules.rule import Rule, Where, rules_error
+from lowshard.rules.rule import Rule, rules_error
 
 Mode = Literal["maxtext", "strict"]
 Severity = Literal["error", "warning", "note"]

@@ -7,10 +7,12 @@ from collections.abc import Iterable, Sequence
 from importlib.resources import files
 from typing import Literal, get_args
 
+from lowshard.argument import choice, instance, items
+from lowshard.argument import path as check_path
+from lowshard.document import MAX_FILE_BYTES
 from lowshard.errors import RulesError
-from lowshard.rules.document import MAX_FILE_BYTES
 from lowshard.rules.finding import MODES, CheckReport, Mode
-from lowshard.rules.rule import AXIS_NAME_FORM, MAX_AXES, Rule, as_rule, brief, is_axis_name
+from lowshard.rules.rule import AXIS_NAME_FORM, MAX_AXES, Rule, as_rules, brief, is_axis_name
 from lowshard.rules.ruleset import RuleSet
 from lowshard.rules.schema import RuleFile, parse_rule_file
 
@@ -60,10 +62,8 @@ def read_rules_file(
     Raises:
         RulesError: the file cannot be read at all.
     """
-    if mode not in MODES:
-        raise RulesError(f"mode is one of {', '.join(MODES)}, got {brief(mode)}")
-    if merge not in get_args(Merge):
-        raise RulesError(f"merge is one of {', '.join(get_args(Merge))}, got {brief(merge)}")
+    _check_options(mode, base, merge)
+    check_path(source, f"source is a path, or one of {', '.join(READY_MADE)}", RulesError)
     if isinstance(source, str) and source in READY_MADE:
         text, path = ready_made_text(source), f"ready/{source}.yml"
         base = None if source == "default" else base
@@ -82,6 +82,8 @@ def parse_rules(
     merge: Merge = "file",
 ) -> RuleSet:
     """Return the rules of a YAML text; arguments and errors as of `load_rules`, `path` for the messages."""
+    _check_options(mode, base, merge)
+    instance(text, str, "the rules are a text of YAML", RulesError)
     rules, report = _combine(parse_rule_file(text, path, mode), mode, base, merge)
     report.raise_first()
     assert rules is not None
@@ -108,9 +110,11 @@ def make_rules(
     Raises:
         RulesError: axes that are no distinct names, rules of another form.
     """
-    axes = tuple(mesh_axes)
-    if isinstance(mesh_axes, str) or not axes or not all(isinstance(a, str) and a for a in axes):
-        raise RulesError(f"mesh_axes is a sequence of axis names, outermost first, got {brief(mesh_axes)}")
+    choice(mode, MODES, f"mode is one of {', '.join(MODES)}", RulesError)
+    rule = "mesh_axes is a sequence of axis names, outermost first"
+    axes = items(mesh_axes, rule, RulesError)
+    if not axes or not all(isinstance(a, str) and a for a in axes):
+        raise RulesError(f"{rule}, got {brief(mesh_axes)}")
     if len(axes) > MAX_AXES:
         raise RulesError(f"a mesh has at most {MAX_AXES} axes, got {len(axes)}")
     odd = next((a for a in axes if not is_axis_name(a)), None)
@@ -119,8 +123,16 @@ def make_rules(
     repeated = next((a for i, a in enumerate(axes) if a in axes[:i]), None)
     if repeated:
         raise RulesError(f"mesh_axes names {repeated!r} twice", axis=repeated)
-    made = tuple(r if isinstance(r, Rule) else as_rule(r) for r in rules)
-    return RuleSet(name, mode, axes, tuple(tuple(d) for d in data_sharding), made, infers_context=True)
+    rule = "data_sharding is a sequence of mesh axes for each dim of a batch"
+    dims = tuple(items(dim, rule, RulesError) for dim in items(data_sharding, rule, RulesError))
+    return RuleSet(name, mode, axes, dims, as_rules(rules), infers_context=True)
+
+
+def _check_options(mode: object, base: object, merge: object) -> None:
+    choice(mode, MODES, f"mode is one of {', '.join(MODES)}", RulesError)
+    choice(merge, get_args(Merge), f"merge is one of {', '.join(get_args(Merge))}", RulesError)
+    if base is not None and not isinstance(base, RuleSet):
+        check_path(base, f"base is a path, one of {', '.join(READY_MADE)}, a RuleSet or None", RulesError)
 
 
 def _read(path: str) -> str:

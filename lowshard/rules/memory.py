@@ -12,7 +12,7 @@ from lowshard.errors import RulesError
 from lowshard.mesh import DeviceMesh
 from lowshard.rules.binding import spec_shards
 from lowshard.rules.ruleset import RuleSet
-from lowshard.rules.tensor import LogicalTensor, as_tensors, group_name
+from lowshard.rules.tensor import LogicalTensor, as_tensors, checked_mesh, group_name
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ def plan_memory(
     """
     if isinstance(moments, bool) or not isinstance(moments, int) or moments < 0:
         raise RulesError(f"moments is a whole number >= 0, got {moments!r}")
-    given = as_tensors(tensors, dtype)
+    given, mesh = as_tensors(tensors, dtype), checked_mesh(mesh)
     sizes = dict(zip(mesh.axis_names, mesh.shape, strict=True))
     has_moments = any(t.role == "moment" for t in given)
     rows: dict[str, list[_Row]] = {}

@@ -11,8 +11,10 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Literal
 
+from lowshard.argument import items
+from lowshard.document import Where
 from lowshard.errors import RulesError
-from lowshard.rules.rule import Rule, Where, brief, rules_error
+from lowshard.rules.rule import Rule, brief, rules_error
 
 LogicalNames = tuple[str | None, ...]
 SpecEntry = None | str | tuple[str, ...]
@@ -142,12 +144,8 @@ class Resolver:
 
 def checked_names(names: Iterable[str | None]) -> LogicalNames:
     """Return logical names as a tuple, or raise RulesError where they are no names."""
-    if isinstance(names, str) or not isinstance(names, Iterable):
-        raise RulesError(
-            f"logical names are a sequence with a name or None for each dim, got {brief(names)}; "
-            "write ('embed', None)"
-        )
-    found = tuple(names)
+    rule = "logical names are a sequence with a name or None for each dim, such as ('embed', None)"
+    found: LogicalNames = items(names, rule, RulesError)
     for name in found:
         if name is not None and not isinstance(name, str):
             raise RulesError(f"a logical name is text or None, got {brief(name)} in {brief(list(found))}")

@@ -6,6 +6,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from lowshard.argument import items
+from lowshard.document import Node, Where
 from lowshard.errors import RulesError
 
 MESH_AXES: tuple[str, ...] = (
@@ -19,18 +21,6 @@ MESH_AXES: tuple[str, ...] = (
 MAX_AXES = 64
 AXIS_NAME_FORM = "an identifier is: letters, digits, _ . -, no digit first"
 _AXIS_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.\-]*\Z")
-
-
-@dataclass(frozen=True, slots=True)
-class Where:
-    """A place in a file; line and column count from 1."""
-
-    path: str
-    line: int
-    column: int
-
-    def __str__(self) -> str:
-        return f"{self.path}:{self.line}:{self.column}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +72,24 @@ def rules_error(
     )
 
 
+def read_map(node: Node) -> dict[str, tuple[Node, Node]]:
+    """Return a map's entries by key: (key node, value node).
+
+    Raises:
+        RulesError: a key that is no text, or that stands there twice.
+    """
+    entries: dict[str, tuple[Node, Node]] = {}
+    for key, value in node.pairs:
+        if key.kind in ("list", "map"):
+            raise rules_error(f"a key is a word, got {key}", key.where)
+        if key.text in entries:
+            raise rules_error(
+                f"the key {brief(key.text)} stands twice, before at {entries[key.text][0].where}", key.where
+            )
+        entries[key.text] = (key, value)
+    return entries
+
+
 def is_axis_name(name: str) -> bool:
     """Return whether a device mesh takes the name for an axis."""
     return _AXIS_NAME.match(name) is not None
@@ -91,6 +99,12 @@ def brief(value: object) -> str:
     """Return a value as text that fits into a message."""
     text = repr(value)
     return text if len(text) <= 120 else f"{text[:100]}... ({len(text)} characters)"
+
+
+def as_rules(given: object) -> tuple[Rule, ...]:
+    """Return rules given as such or as pairs, or raise RulesError."""
+    listed = items(given, "rules are a sequence of pairs (logical name, axis | axes | None)", RulesError)
+    return tuple(r if isinstance(r, Rule) else as_rule(r) for r in listed)
 
 
 def as_rule(pair: tuple[str, object]) -> Rule:

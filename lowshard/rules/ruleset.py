@@ -6,7 +6,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from lowshard.argument import instance, truth, whole
 from lowshard.box import Split
+from lowshard.document import Where
 from lowshard.errors import RulesError, ShardingError
 from lowshard.layout import Layout
 from lowshard.mesh import DeviceMesh
@@ -14,8 +16,8 @@ from lowshard.rules.binding import check_bound, check_told, indivisible
 from lowshard.rules.extension import Extension, matches
 from lowshard.rules.finding import CheckReport, Finding, Mode
 from lowshard.rules.resolution import Resolution, Resolver, Spec, without_axes
-from lowshard.rules.rule import Rule, Where, as_rule, brief, rules_error
-from lowshard.rules.tensor import checked_shape
+from lowshard.rules.rule import Rule, as_rules, brief, rules_error
+from lowshard.rules.tensor import checked_mesh, checked_shape
 from lowshard.rules.topology import SizeRequest, Sizes, Topology, check_sizes
 
 if TYPE_CHECKING:
@@ -104,9 +106,10 @@ class RuleSet:
             rules: (logical name, axis | axes | None) pairs, or Rule values.
             replace_all: as `override_logical_axis_rules`: only the new rules are left.
         """
-        new = tuple(r if isinstance(r, Rule) else as_rule(r) for r in rules)
+        new = as_rules(rules)
         names = {r.name for r in new}
-        kept = () if replace_all else tuple(r for r in self.logical_axis_rules if r.name not in names)
+        is_all = truth(replace_all, "replace_all is True or False", RulesError)
+        kept = () if is_all else tuple(r for r in self.logical_axis_rules if r.name not in names)
         return replace(self, logical_axis_rules=kept + new)
 
     def for_eval(self, other: RuleSet) -> RuleSet:
@@ -152,6 +155,9 @@ class RuleSet:
         Conflicts are judged before those axes go; both modes replicate names without a rule. rank: number of
         dims the spec is cut to.
         """
+        mesh = checked_mesh(mesh)
+        if rank is not None:
+            rank = whole(rank, "rank is the number of dims, 0 or more", RulesError, 0)
         real = (a for a, n in zip(mesh.axis_names, mesh.shape, strict=True) if n > 1)
         spec = without_axes(self.resolution(names).spec, real)
         return spec if rank is None else spec[:rank]
@@ -159,6 +165,8 @@ class RuleSet:
     def resolver(self, parameter: str | None = None) -> Resolver:
         """Return the rules that hold for a parameter, ready to be asked."""
         layer = -1
+        if parameter is not None:
+            instance(parameter, str, "parameter is the name of a parameter, or None", RulesError)
         if parameter is not None and self.extension.layers:
             layer = self._layers.get(parameter, -2)
             if layer == -2:
@@ -279,10 +287,11 @@ class RuleSet:
         Raises:
             RulesError: as `bound_spec`, and in strict mode as `resolve`.
         """
-        if activation:
-            spec = self.resolve_activation(names, mesh, len(shape))
-            return Layout.from_spec(mesh, shape, dtype, spec, split)
-        extents = checked_shape(shape if isinstance(shape, Sequence) else tuple(shape), parameter or "")
+        mesh, extents = checked_mesh(mesh), checked_shape(shape, "" if parameter is None else parameter)
+        if truth(activation, "activation is True or False", RulesError):
+            spec = self.resolve_activation(names, mesh, len(extents))
+            return Layout.from_spec(mesh, extents, dtype, spec, split)
+        uneven = truth(uneven, "uneven is True or False", RulesError)
         found = self.bound_spec(mesh, names, extents, parameter=parameter, uneven=uneven)
         if self.mode == "strict":
             check_told(found, self.resolver(parameter), parameter)
@@ -294,8 +303,9 @@ class RuleSet:
         Raises:
             RulesError: data_sharding names an axis the mesh lacks, or one axis twice.
         """
+        mesh, extents = checked_mesh(mesh), checked_shape(shape, "of a batch")
         try:
-            return Layout.from_spec(mesh, shape, dtype, self.data_sharding[: len(shape)])
+            return Layout.from_spec(mesh, extents, dtype, self.data_sharding[: len(extents)])
         except ShardingError as error:
             axes = [a for dim in self.data_sharding for a in dim]
             odd = next((a for i, a in enumerate(axes) if a not in mesh.axis_names or a in axes[:i]), None)
@@ -331,6 +341,8 @@ class RuleSet:
 
         if devices is None and (ici or dcn or slices != 1):
             raise RulesError("slices, ici and dcn say something about devices: give devices too")
+        if mesh is not None:
+            mesh = checked_mesh(mesh)
         request = None if devices is None else SizeRequest.of(devices, slices, ici, dcn)
         return check_rules(self, tensors, activations=activations, mesh=mesh, request=request, dtype=dtype)
 

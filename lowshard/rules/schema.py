@@ -11,10 +11,10 @@ import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from lowshard.rules.document import Node, parse_document, read_map
+from lowshard.document import Node, Where, parse_document
 from lowshard.rules.extension import Extension, read_extension
 from lowshard.rules.finding import Finding, Mode, find
-from lowshard.rules.rule import AXIS_NAME_FORM, MAX_AXES, Rule, Where, brief, is_axis_name
+from lowshard.rules.rule import AXIS_NAME_FORM, MAX_AXES, Rule, brief, is_axis_name, read_map, rules_error
 
 Axes = tuple[str, ...]
 DataSharding = tuple[Axes, ...]
@@ -49,7 +49,7 @@ def parse_rule_file(text: str, path: str, mode: Mode) -> RuleFile:
     Raises:
         RulesError: no YAML, or beyond the bounds of `parse_document`.
     """
-    node = parse_document(text, path)
+    node = parse_document(text, path, rules_error)
     if node is None or node.kind == "null":
         return RuleFile(path)
     if node.kind != "map":

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import operator
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from math import prod
 from typing import Any, Literal
 
 from lowshard import dtypes
+from lowshard.argument import instance, items, wholes
+from lowshard.bounded import bounded_cache
 from lowshard.errors import RulesError
+from lowshard.mesh import DeviceMesh
 from lowshard.rules.resolution import LogicalNames, checked_names
 from lowshard.rules.rule import brief
 
@@ -69,7 +70,7 @@ def short_name(name: str) -> str:
     return f"{match[2]} ({match[1]})" if match else text
 
 
-@lru_cache(maxsize=1 << 18)
+@bounded_cache(4 << 20)
 def group_name(name: str) -> str:
     """Return a key that all layers, and all moments, of one parameter share: numbers become `*`."""
     text = re.sub(r" \((?:mu|nu)\)\Z", "", short_name(name))
@@ -94,7 +95,7 @@ def as_tensors(given: object, dtype: object = "float32") -> tuple[LogicalTensor,
     if isinstance(given, LogicalTensor):
         return (given,)
     if isinstance(given, Iterable) and not isinstance(given, str):
-        found = tuple(given)
+        found = items(given, "tensors are LogicalTensor values", RulesError)
         if all(isinstance(t, LogicalTensor) for t in found):
             return found
     raise RulesError(
@@ -128,11 +129,11 @@ def checked_shape(shape: object, name: str) -> tuple[int, ...]:
     """Return a shape as a tuple of extents >= 0, or raise RulesError that names the tensor."""
     if isinstance(shape, tuple) and all(type(n) is int and n >= 0 for n in shape):
         return shape
-    if isinstance(shape, Sequence) and not isinstance(shape, str | bytes):
-        try:
-            extents = tuple(operator.index(n) for n in shape if not isinstance(n, bool))
-        except TypeError:
-            extents = ()
-        if len(extents) == len(shape) and all(n >= 0 for n in extents):
-            return extents
-    raise RulesError(f"tensor {brief(name)}: a shape is a list of whole numbers >= 0, got {brief(shape)}")
+    return wholes(shape, f"tensor {brief(name)}: a shape is a list of whole numbers >= 0", RulesError, 0)
+
+
+def checked_mesh(mesh: object) -> DeviceMesh:
+    """Return a mesh, or raise RulesError."""
+    return instance(
+        mesh, DeviceMesh, "mesh is a DeviceMesh, such as rules.mesh(devices=16) gives", RulesError
+    )

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from itertools import product
 from math import prod
 
+from lowshard.document import Where
 from lowshard.mesh import DeviceMesh
 from lowshard.rules.finding import Finding, Mode, find
-from lowshard.rules.rule import MESH_AXES, Where, brief, rules_error
+from lowshard.rules.rule import MESH_AXES, brief, rules_error
 
 Sizes = Mapping[str, int]
 

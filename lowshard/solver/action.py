@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from lowshard.dtypes import Kind
 from lowshard.errors import LayoutError
 from lowshard.layout import Layout
 from lowshard.mesh import DeviceMesh
-from lowshard.placement import Partial, Placement, Sharded, parse_placement
+from lowshard.placement import Partial, Placement, Sharded
 from lowshard.solver.transition import Collective, Prices, collective_of, price_bytes
 
 if TYPE_CHECKING:
@@ -30,13 +31,16 @@ HOW: dict[str, str] = {
     "halo": "ranks exchange just the runs along the cut dim that the new split puts elsewhere",
 }
 
+EVERY_KIND: frozenset[Kind] = frozenset(("float", "int", "uint", "bool", "scale"))
+
 
 @dataclass(frozen=True, slots=True)
 class AxisAssignment:
     """One row of a rule: valid on any one mesh axis.
 
     Operands placed like `needed_inputs` there give a result placed like `output`; with several results, `output`
-    may be a tuple of placements, one a result.
+    may be a tuple of placements, one a result. The result equals that of the unsharded op: integers exactly (they wrap
+    around), floats but for the rounding of partial terms to their dtype, which must hold the terms.
     """
 
     needed_inputs: tuple[Placement, ...]
@@ -48,10 +52,25 @@ class AxisAssignment:
     receives, times the ranks), were no other mesh axis to cut the operands."""
     only: tuple[str, ...] = ()
     """The mesh axes that the row is valid on; empty: any."""
+    kinds: frozenset[Kind] = EVERY_KIND
+    """The kinds of dtype that the row holds for: an average of integers is rounded, so it passes through no sum."""
+    finite_only: bool = False
+    """Whether what stands beside a partial operand must be finite: infinity times a term of 0, or times terms of both
+    signs, is NaN, where the unsharded op gives infinity."""
 
     def outputs(self, count: int) -> tuple[Placement, ...]:
         """Return one placement a result."""
         return self.output if isinstance(self.output, tuple) else (self.output,) * count
+
+    def holds_for(self, kind: Kind | None) -> bool:
+        """Return whether the row holds for operands of a kind of dtype.
+
+        None stands for operands without a common arithmetic (`lowshard.solver.table.common_kind`): then only rows
+        without partials hold.
+        """
+        if kind is not None:
+            return kind in self.kinds
+        return not any(isinstance(p, Partial) for p in (*self.needed_inputs, *self.outputs(1)))
 
     def inner_bytes(self, size: int, prices: Prices) -> float:
         """Return what the collectives inside the op are priced at over `size` ranks."""
@@ -62,8 +81,13 @@ class AxisAssignment:
 
     def __str__(self) -> str:
         out = ",".join(map(str, self.output)) if isinstance(self.output, tuple) else str(self.output)
+        notes: list[str] = [] if self.how == "local" else [self.how]
+        if self.kinds != EVERY_KIND:
+            notes.append("/".join(sorted(self.kinds)))
+        if self.finite_only:
+            notes.append("finite")
         return f"({', '.join(map(str, self.needed_inputs))}) -> {out}" + (
-            "" if self.how == "local" else f" [{self.how}]"
+            f" [{', '.join(notes)}]" if notes else ""
         )
 
 
@@ -98,6 +122,48 @@ class Reshard:
 
     def __str__(self) -> str:
         return f"{self.mesh_axis}: {self.source} -> {self.target} by {self.collective}, {self.cost_bytes:,.0f} bytes"
+
+
+@dataclass(frozen=True, slots=True)
+class Style:
+    """What the layouts of one op share beside placements: how mesh axes nest on a dim, and the split rule of each."""
+
+    order: tuple[int, ...] | None
+    """The order in which mesh axes nest on one dim; None for mesh order."""
+    ceil: tuple[bool, ...]
+    """Mesh axes whose cuts follow the ceiling rule."""
+
+    @classmethod
+    def of(cls, layouts: Sequence[Layout]) -> Style:
+        """Return the style that operands give to all of an op's layouts.
+
+        The order is that of the first operand that has another than mesh order; an axis on which one operand is cut by
+        the ceiling rule cuts everything so.
+        """
+        order = next((order for order in map(nesting_of, layouts) if order is not None), None)
+        ndim = layouts[0].mesh.ndim
+        return cls(order, tuple(any(x.splits[a] == "ceil" for x in layouts) for a in range(ndim)))
+
+    def split(self, placements: Iterable[Placement]) -> tuple[Placement, ...]:
+        """Return placements, one a mesh axis, with the split rule of each axis."""
+        if not any(self.ceil):
+            return tuple(placements)
+        return tuple(
+            Sharded(p.dim, "ceil") if ceil and isinstance(p, Sharded) else p
+            for p, ceil in zip(placements, self.ceil, strict=True)
+        )
+
+    def layout(
+        self, mesh: DeviceMesh, shape: tuple[int, ...], dtype: str, placements: Iterable[Placement]
+    ) -> Layout:
+        """Return the layout of these placements."""
+        made = Layout(mesh, shape, dtype, self.split(placements))
+        if self.order is None or all(len(dim) < 2 for dim in made.cutters):
+            return made
+        names = mesh.axis_names
+        rank_of = {axis: place for place, axis in enumerate(self.order)}
+        spec = [[names[a] for a in sorted(dim, key=rank_of.__getitem__)] for dim in made.cutters]
+        return Layout._make(mesh, shape, made.dtype, spec, made.splits, made.partials)
 
 
 @dataclass(frozen=True)
@@ -144,11 +210,11 @@ class Action:
         """The layout each tensor operand is needed in, in order. The source itself where nothing moves."""
         found = []
         for k, source in enumerate(self.sources):
-            placements = self._splits(row.needed_inputs[k] for row in self.rows)
-            if self._order is None and placements == source.placements:
+            placements = self._style.split(row.needed_inputs[k] for row in self.rows)
+            if self._style.order is None and placements == source.placements:
                 found.append(source)
                 continue
-            made = self._layout(source.shape, source.dtype, placements)
+            made = self._style.layout(self.mesh, source.shape, source.dtype, placements)
             found.append(source if made == source else made)
         return tuple(found)
 
@@ -158,7 +224,7 @@ class Action:
         count = len(self.results)
         by_axis = [row.outputs(count) for row in self.rows]
         return tuple(
-            self._layout(r.shape, r.dtype, self._splits(row[k] for row in by_axis))
+            self._style.layout(self.mesh, r.shape, r.dtype, [row[k] for row in by_axis])
             for k, r in enumerate(self.results)
         )
 
@@ -202,15 +268,14 @@ class Action:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Action:
-        """Return the action that `to_json` wrote."""
-        return cls(
-            data["op"],
-            tuple((name, _frozen(value)) for name, value in data["args"]),
-            tuple(Layout.from_json(layout) for layout in data["sources"]),
-            tuple(_row_from_json(row) for row in data["rows"]),
-            tuple(Result(tuple(shape), dtype) for shape, dtype in data["results"]),
-            data["prices"],
-        )
+        """Return the action that `to_json` wrote, checked against the rule of its op.
+
+        Raises:
+            PlanError: a field is missing or does not fit, or the rule has no such row.
+        """
+        from lowshard.solver.verification import read_action
+
+        return read_action(data)
 
     @cached_property
     def _digest(self) -> str:
@@ -229,31 +294,8 @@ class Action:
     # ---- how rows become layouts
 
     @cached_property
-    def _order(self) -> tuple[int, ...] | None:
-        """The order in which mesh axes nest on one dim, of the first operand that has another than mesh order."""
-        return next((order for order in map(nesting_of, self.sources) if order is not None), None)
-
-    @cached_property
-    def _ceil(self) -> tuple[bool, ...]:
-        """Mesh axes on which an operand comes cut by the ceiling rule: there all is cut so."""
-        return tuple(any(s.splits[a] == "ceil" for s in self.sources) for a in range(self.mesh.ndim))
-
-    def _splits(self, placements: Any) -> tuple[Placement, ...]:
-        if not any(self._ceil):
-            return tuple(placements)
-        return tuple(
-            Sharded(p.dim, "ceil") if ceil and isinstance(p, Sharded) else p
-            for p, ceil in zip(placements, self._ceil, strict=True)
-        )
-
-    def _layout(self, shape: tuple[int, ...], dtype: str, placements: tuple[Placement, ...]) -> Layout:
-        made = Layout(self.mesh, shape, dtype, placements)
-        if self._order is None or all(len(dim) < 2 for dim in made.cutters):
-            return made
-        names = self.mesh.axis_names
-        rank_of = {axis: place for place, axis in enumerate(self._order)}
-        spec = [[names[a] for a in sorted(dim, key=rank_of.__getitem__)] for dim in made.cutters]
-        return Layout._make(self.mesh, shape, made.dtype, spec, made.splits, made.partials)
+    def _style(self) -> Style:
+        return Style.of(self.sources)
 
     def _reshards(self, k: int) -> list[Reshard]:
         source, target = self.sources[k], self.inputs[k]
@@ -328,19 +370,6 @@ def _row_to_json(row: AxisAssignment) -> dict[str, Any]:
         "how": row.how,
         "inner": [[name, own] for name, own in row.inner],
         "only": list(row.only),
+        "kinds": sorted(row.kinds),
+        "finite_only": row.finite_only,
     }
-
-
-def _row_from_json(data: Mapping[str, Any]) -> AxisAssignment:
-    out = data["output"]
-    return AxisAssignment(
-        tuple(parse_placement(p) for p in data["needs"]),
-        tuple(parse_placement(p) for p in out) if isinstance(out, list) else parse_placement(out),
-        data["how"],
-        tuple((name, own) for name, own in data["inner"]),
-        tuple(data["only"]),
-    )
-
-
-def _frozen(value: Any) -> Any:
-    return tuple(_frozen(v) for v in value) if isinstance(value, list) else value

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property
+from functools import cached_property
 from itertools import product
-from math import inf
+from math import inf, prod
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
+
+from lowshard.argument import brief, instance, items, wholes
+from lowshard.bounded import bounded_cache
 from lowshard.errors import LayoutError, SolverError
 from lowshard.layout import Layout
 from lowshard.mesh import DeviceMesh
@@ -24,6 +28,8 @@ from lowshard.solver.action import (
 )
 from lowshard.solver.transition import Prices, collective_of, price_bytes
 
+OPERANDS = "layouts are a sequence of Layout, one a tensor operand"
+_ROWS = "rows are a sequence of AxisAssignment"
 _R = Replicated()
 
 
@@ -95,7 +101,13 @@ class ActionSet:
 
     def candidates(self, axis: int) -> tuple[Candidate, ...]:
         """Return the rows that are feasible on a mesh axis, in order, with their prices."""
-        return self._candidates[axis]
+        found = self._candidates
+        try:
+            return found[axis]
+        except (TypeError, IndexError):
+            raise LayoutError(
+                f"axis is one of the {len(found)} mesh axes, counted from 0, got {brief(axis)}"
+            ) from None
 
     @cached_property
     def _candidates(self) -> tuple[tuple[Candidate, ...], ...]:
@@ -183,7 +195,10 @@ class ActionSet:
         Raises:
             LayoutError: not one row a mesh axis.
         """
+        rows = items(rows, _ROWS, LayoutError)
         one_row_an_axis(rows, self.mesh)
+        for row in rows:
+            instance(row, AxisAssignment, _ROWS, LayoutError)
         made = Action(self.op, self.extras, self.layouts, tuple(rows), self.results, self.prices, self)
         return made if self.finalize is None else self.finalize(made)
 
@@ -199,7 +214,7 @@ class ActionSet:
 
 
 class _Feasibility:
-    """Whether a need can be met: MAX's conditions, on global extents (empty shards are never made anew)."""
+    """Whether a need can be met: the conditions that MAX documents. Shards without elements are never made anew."""
 
     def __init__(
         self, layouts: Sequence[Layout], placements: Sequence[Sequence[Placement]], results: Sequence[Result]
@@ -219,15 +234,21 @@ class _Feasibility:
         held = self.placements[k][axis]
         if isinstance(held, Sharded) and held.dim == dim:
             return True
-        if dim >= layout.ndim or layout.shape[dim] == 1:
+        if dim >= layout.ndim:
             return False
-        if dim in self.in_use[axis]:
-            return True
-        least = self.mesh.shape[axis]
-        for other in layout.cutters[dim]:
-            if other != axis:
-                least *= self.mesh.shape[other]
-        return layout.shape[dim] >= least
+        size, least = self.mesh.shape[axis], layout.shape[dim]
+        if layout.cutters[dim]:  # other axes cut it: what is left is the least that a rank holds
+            least = self._least_held(layout, dim)
+            if least == 0 or (least == 1 and size > 1):
+                return False
+        elif least == 1:
+            return False
+        return dim in self.in_use[axis] or least >= size
+
+    def _least_held(self, layout: Layout, dim: int) -> int:
+        if "ceil" in layout.splits:
+            return min(layout.local_shape(rank)[dim] for rank in self.mesh.ranks)
+        return layout.shape[dim] // prod(self.mesh.shape[axis] for axis in layout.cutters[dim])
 
     def result(self, row: AxisAssignment, axis: int) -> bool:
         """A result whose cut dim is shorter than the mesh axis would be made of empty shards.
@@ -337,7 +358,7 @@ def build_action_set(
     Raises:
         LayoutError: no layouts, layouts on different meshes, or a row that does not name every operand.
     """
-    layouts = tuple(layouts)
+    layouts = operand_layouts(layouts)
     if not layouts:
         raise LayoutError("an action set is made for the layouts of the operands: got none")
     mesh = layouts[0].mesh
@@ -347,11 +368,14 @@ def build_action_set(
                 f"{op}: operands lie on one mesh: {mesh} of {layouts[0]} is not {layout.mesh} of {layout}; "
                 "redistribute one of them to a layout on the other mesh first"
             )
+    if fallback:  # rows of the caller's own
+        rows = [instance(row, AxisAssignment, _ROWS, LayoutError) for row in items(rows, _ROWS, LayoutError)]
     for row in rows:
         if len(row.needed_inputs) != len(layouts):
             raise LayoutError(f"{op}: a row names every operand: {row} for {len(layouts)} operands")
     if results is None:
-        shape = layouts[0].shape if result_shape is None else tuple(result_shape)
+        rule = "result_shape is the extents of the result, each 0 or more"
+        shape = layouts[0].shape if result_shape is None else wholes(result_shape, rule, LayoutError, 0)
         results = (Result(shape, layouts[0].dtype),)
     kept = tuple(rows)
     if fallback:  # rows of the caller's own, perhaps with lists
@@ -370,6 +394,11 @@ def build_action_set(
     return ActionSet(rest, layouts, found.results, op, found.extras, prices, finalize, tuple(refused))
 
 
+def operand_layouts(layouts: Sequence[Layout]) -> tuple[Layout, ...]:
+    """Return the layouts of an op's operands as a tuple, or raise LayoutError."""
+    return tuple(instance(x, Layout, OPERANDS, LayoutError) for x in items(layouts, OPERANDS, LayoutError))
+
+
 def force_replicated_action_set(*layouts: Layout, op: str = "op") -> ActionSet:
     """Return the action set whose one row has every operand and the result replicated."""
     return build_action_set([replicated_row(len(layouts))], layouts=layouts, op=op)
@@ -380,20 +409,20 @@ def _with_tuples(row: AxisAssignment) -> AxisAssignment:
     return replace(row, needed_inputs=tuple(row.needed_inputs), output=out)
 
 
-@cache
+@bounded_cache(1 << 18)
 def replicated_row(operands: int) -> AxisAssignment:
     """Return the row with everything replicated."""
     return AxisAssignment((_R,) * operands, _R)
 
 
 def freeze_args(args: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
-    """Return arguments as a hashable value: sorted by name, lists as tuples."""
+    """Return arguments as a hashable value: sorted by name, lists as tuples, NumPy's scalars as Python's."""
     if not args:
         return ()
-    return tuple(sorted((name, _freeze(value)) for name, value in args.items()))
+    return tuple((name, _freeze(args[name])) for name in sorted(args))
 
 
 def _freeze(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return tuple(_freeze(v) for v in value)
-    return value
+    return value.item() if isinstance(value, np.generic) else value

@@ -12,7 +12,7 @@ from typing import Any
 
 from lowshard import dtypes
 from lowshard.cost import ClusterProfile
-from lowshard.errors import LayoutError, MeshError, SolverError
+from lowshard.errors import LayoutError, MeshError, ShardingError, SolverError
 from lowshard.mesh import DeviceMesh
 from lowshard.solver.graph.file import examples, load_graph
 from lowshard.solver.graph.graph import BoundGraph
@@ -99,17 +99,10 @@ def run_solve(args: argparse.Namespace) -> int:
     graph, sizes = load_graph(args.graph)
     sizes.update(_sizes(args.size, graph.symbols))
     bound = graph.bind(sizes)
-    profile = None if args.profile is None else ClusterProfile.load(args.profile)
-    given = Rates.of(profile)
-    solver = GraphSolver(
-        profile=profile,
-        rates=Rates(args.flops or given.flops_per_s, args.memory_bandwidth or given.memory_bytes_per_s),
-        budget_bytes=None if args.budget is None else parse_bytes(args.budget),
-        allow_partial_to_sharded=not args.no_partial_to_sharded,
-        keep_activations=args.keep_activations,
-        node_size=args.node_size,
-        time_limit_s=args.time_limit,
-    )
+    try:
+        solver = _solver(args)
+    except SolverError as error:  # an option that cannot be is wrong usage
+        raise ShardingError(str(error)) from None
     if args.run:
         _check_size(bound)
     plan = _solve(solver, bound, mesh, args.rules)
@@ -129,8 +122,24 @@ def run_solve(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(_json(plan, greedy, errors), indent=1))
     else:
-        _show(plan, greedy, errors, profile is None)
+        _show(plan, greedy, errors, solver.profile is None)
     return 0
+
+
+def _solver(args: argparse.Namespace) -> GraphSolver:
+    profile = None if args.profile is None else ClusterProfile.load(args.profile)
+    given = Rates.of(profile)
+    flops = given.flops_per_s if args.flops is None else args.flops
+    bandwidth = given.memory_bytes_per_s if args.memory_bandwidth is None else args.memory_bandwidth
+    return GraphSolver(
+        profile=profile,
+        rates=Rates(flops, bandwidth),
+        budget_bytes=None if args.budget is None else parse_bytes(args.budget),
+        allow_partial_to_sharded=not args.no_partial_to_sharded,
+        keep_activations=args.keep_activations,
+        node_size=args.node_size,
+        time_limit_s=args.time_limit,
+    )
 
 
 def _solve(solver: GraphSolver, bound: BoundGraph, mesh: DeviceMesh, rules: Any) -> GraphPlan:
@@ -196,8 +205,8 @@ def _one(plan: GraphPlan) -> dict[str, Any]:
         "compute": plan.compute,
         "moves": plan.moved,
         "inside_ops": plan.inner,
-        "bound": None if plan.bound == float("-inf") else plan.bound,
-        "gap": plan.gap if plan.bound != float("-inf") else None,
+        "bound": plan.bound,
+        "gap": plan.gap,
         "method": plan.method,
         "collectives": plan.collectives,
         "received_bytes": moved_bytes(plan),
@@ -207,7 +216,7 @@ def _one(plan: GraphPlan) -> dict[str, Any]:
             i.name: " ".join(f"{a}={p}" for a, p in zip(plan.mesh.axis_names, x.placements, strict=True))
             for i, x in zip(plan.graph.tensors, plan.layouts, strict=True)
         },
-        "plan": {**plan.to_json(), "bound": None} if plan.bound == float("-inf") else plan.to_json(),
+        "plan": plan.to_json(),
     }
 
 

@@ -14,6 +14,7 @@ from itertools import product
 from math import inf
 from typing import Literal
 
+from lowshard.argument import choice, instance
 from lowshard.errors import BudgetError, PolicyError, ShardingError, SolverError
 from lowshard.layout import Layout
 from lowshard.placement import Partial, Replicated, Sharded
@@ -24,6 +25,7 @@ from lowshard.solver.budget import budget_text, needed_bytes, smallest_budget
 from lowshard.solver.explanation import explain, table
 
 OnReshard = Literal["silent", "warn", "raise"]
+_OFFER = "a solver is called with an ActionSet and the layouts of the operands"
 
 
 class Bindable:
@@ -65,11 +67,12 @@ class GreedyReshard(Bindable):
     allow_partial_to_sharded: bool = False
 
     def __post_init__(self) -> None:
-        if self.on_reshard not in ("silent", "warn", "raise"):
-            raise ShardingError(f"on_reshard is 'silent', 'warn' or 'raise', got {self.on_reshard!r}")
+        rule = "on_reshard is 'silent', 'warn' or 'raise'"
+        choice(self.on_reshard, ("silent", "warn", "raise"), rule, ShardingError)
 
     def __call__(self, action_set: ActionSet, layouts: Sequence[Layout], /) -> Action:
         """Return the cheapest action that the budget and the policy leave."""
+        instance(action_set, ActionSet, _OFFER, SolverError)
         action = action_set.action(self.choose(action_set))
         if self.on_reshard != "silent" and not action.moves_nothing:
             self._report(action)
@@ -167,6 +170,7 @@ class PartialsOnly(Bindable):
 
 def force_replicated(action_set: ActionSet, layouts: Sequence[Layout], /) -> Action:
     """Solver: bring every operand to all ranks, whatever it costs."""
+    instance(action_set, ActionSet, _OFFER, SolverError)
     row = replicated_row(len(action_set.layouts))
     return action_set.action((row,) * action_set.mesh.ndim)
 
@@ -180,6 +184,7 @@ _DEFAULT = GreedyReshard()
 
 
 def _first(action_set: ActionSet, name: str, partials: bool) -> Action:
+    instance(action_set, ActionSet, _OFFER, SolverError)
     action_set.need_candidates()
     placements = [layout.placements for layout in action_set.layouts]
     for reducing in (False, True) if partials else (False,):

@@ -16,7 +16,6 @@ from lowshard.solver.action_set import ActionSet, Candidate, replicated_row
 from lowshard.solver.table import Call, offer
 from lowshard.solver.table.elementwise import COMPARISONS, NONLINEAR, TESTS
 
-KEPT = 4096
 _ROUNDING = 1e-9
 
 _UNARY = frozenset(
@@ -33,7 +32,7 @@ _TWO = _NORM | {"matmul"}
 
 
 def counting_operands(op: str, layouts: Sequence[Layout], args: dict[str, Any]) -> tuple[int, ...]:
-    """Return the operands whose dim 0 is the row count, which then is dim 0 of the results too; () if there is none."""
+    """Return the operands whose dim 0 is the row count, which the results have in common; () if there is none."""
     first = layouts[0]
     if not first.shape or (op in _TWO and len(layouts) < 2):
         return ()
@@ -53,6 +52,16 @@ def counting_operands(op: str, layouts: Sequence[Layout], args: dict[str, Any]) 
         if len(counts) == 1:
             return tuple(k for k, x in enumerate(layouts) if len(x.shape) == ndim)
     return ()
+
+
+def has_row_count(action_set: ActionSet, counting: Sequence[int]) -> bool:
+    """Return whether what is offered depends on the row count in its prices alone, and every result has it as dim 0.
+
+    An op may shorten the one dim there is; and rows that exclude each other are not chosen by their own prices alone.
+    """
+    count = action_set.layouts[counting[0]].shape[0]
+    has_it = all(r.shape and r.shape[0] == count for r in action_set.results)
+    return has_it and not action_set.may_not_commute
 
 
 def shape_key(layouts: Sequence[Layout], counting: Sequence[int]) -> tuple[Any, ...]:

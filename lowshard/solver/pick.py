@@ -5,12 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from lowshard.errors import LayoutError
+from lowshard.argument import brief, choice, items
+from lowshard.bounded import BoundedCache
+from lowshard.errors import LayoutError, SolverError
 from lowshard.layout import Layout
 from lowshard.solver.action import Action
-from lowshard.solver.action_set import ActionSet, Solver, build_action_set, freeze_args, replicated_row
+from lowshard.solver.action_set import (
+    OPERANDS,
+    ActionSet,
+    Solver,
+    build_action_set,
+    freeze_args,
+    operand_layouts,
+    replicated_row,
+)
 from lowshard.solver.greedy import GreedyReshard, current_solver
-from lowshard.solver.memory import KEPT, Pattern, counting_operands, shape_key
+from lowshard.solver.memory import Pattern, counting_operands, has_row_count, shape_key
 from lowshard.solver.table import Call, Rules, offer
 
 
@@ -26,9 +36,8 @@ def action_set(op: str, layouts: Sequence[Layout], rules: Rules = "extended", **
     Raises:
         LayoutError: no such op, or shapes and arguments that do not fit it.
     """
-    if rules not in ("documented", "extended"):
-        raise LayoutError(f"rules is 'documented' or 'extended', got {rules!r}")
-    operands = tuple(layouts)
+    choice(rules, ("documented", "extended"), "rules is 'documented' or 'extended'", LayoutError)
+    operands = operand_layouts(layouts)
     extended = rules == "extended"
     offered = offer(Call(op, operands, op_args, extended))
     rows = (replicated_row(len(operands)), *offered.rows) if operands else ()
@@ -54,8 +63,9 @@ def pick(
 ) -> Action:
     """Return the action a solver picks for an op on operands that come in these layouts.
 
-    Reads itemsizes and extents only. Pure: every rank gets the same action from the same layouts. The picks of a silent
-    GreedyReshard are kept, for every row count that they hold for.
+    Rows that do not hold for the dtypes of the operands are not offered, under either rules. Beyond that itemsizes and
+    extents decide; whether the op takes the dtype at all is checked when it runs. Pure: every rank gets the same action
+    from the same layouts. The picks of a silent GreedyReshard are kept, for every row count that they hold for.
 
     Args:
         op: name of the op, such as "matmul".
@@ -70,11 +80,16 @@ def pick(
         SolverError: the solver finds no action (BudgetError, PolicyError: see GreedyReshard).
     """
     chosen = current_solver() if solver is None else solver
-    operands = tuple(layouts)
+    if solver is not None and (not callable(solver) or isinstance(solver, type)):
+        raise SolverError(
+            f"solver is (ActionSet, layouts) -> Action, such as GreedyReshard(), got {brief(solver)}"
+        )
+    operands = items(layouts, OPERANDS, LayoutError)
     # The one solver known to pick the same from the same layouts, always.
     if type(chosen) is not GreedyReshard or chosen.on_reshard != "silent":
         return chosen(action_set(op, operands, rules, **op_args), operands)
-    args, shards = freeze_args(op_args) if op_args else (), chosen.allow_partial_to_sharded
+    shards = chosen.allow_partial_to_sharded
+    args = _told_apart(freeze_args(op_args)) if op_args else ()
     key = (op, operands, rules, shards, args)
     try:
         found = _PICKED.get(key)
@@ -82,6 +97,7 @@ def pick(
         return chosen(action_set(op, operands, rules, **op_args), operands)
     if found is not None:
         return found
+    operand_layouts(operands)
     counting = counting_operands(op, operands, op_args) if operands else ()
     pattern_key = None
     if counting and operands[0].mesh.memory_budget_bytes_per_device is None:
@@ -93,16 +109,23 @@ def pick(
                 return found
     offered = action_set(op, operands, rules, **op_args)
     found = chosen(offered, operands)
-    if len(_PICKED) >= KEPT:
-        clear_picks()
-    _PICKED[key] = found
-    if pattern_key is not None and not offered.may_not_commute:
-        _PATTERNS[pattern_key] = Pattern(offered, found, counting, shards)
+    _PICKED.put(key, found)
+    if pattern_key is not None and has_row_count(offered, counting):
+        _PATTERNS.put(pattern_key, Pattern(offered, found, counting, shards))
     return found
 
 
-_PICKED: dict[Any, Action] = {}
-_PATTERNS: dict[Any, Pattern] = {}
+def _told_apart(value: Any) -> Any:
+    """Return arguments such that equal ones have equal digests: 1, 1.0 and True are told apart, and 0.0 from -0.0."""
+    if type(value) is tuple:
+        return tuple(map(_told_apart, value))
+    if type(value) in (int, str):
+        return value
+    return type(value), repr(value) if type(value) is float else value
+
+
+_PICKED = BoundedCache[Any, Action]("picks", 8 << 20, lambda key, action: 1024 + 1536 * len(key[1]))
+_PATTERNS = BoundedCache[Any, Pattern]("patterns of picks", 4 << 20, lambda key, pattern: 4096)
 
 
 def clear_picks() -> None:

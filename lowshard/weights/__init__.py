@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from lowshard.checkpoint.commit import remove_leftovers
 from lowshard.weights.head import Segment
 from lowshard.weights.load import LoadReport, load, nodes_of
 from lowshard.weights.module import shard_module
@@ -13,7 +14,7 @@ from lowshard.weights.quantization import (
     expert_scales,
     scale_strategy,
 )
-from lowshard.weights.save import remove_leftovers, save
+from lowshard.weights.save import save
 from lowshard.weights.strategy import ShardingStrategy
 from lowshard.weights.weight import Weight
 

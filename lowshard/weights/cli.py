@@ -15,16 +15,18 @@ from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
+from lowshard.checkpoint.commit import missing_folders, remove_leftovers
 from lowshard.errors import CheckpointError, LaunchError
 from lowshard.weights.convert import ConvertPlan, ConvertReport, Settings, convert
-from lowshard.weights.save import remove_leftovers
 
 DESCRIPTION = """\
 Cuts a safetensors checkpoint anew: reads IN (a file, a Hugging Face folder, a sharded checkpoint, or one file a
 rank), cuts every tensor as the strategies or rules say over the grid of --to, and writes the folder OUT: one
 safetensors file a rank and lowshard.index.json. No process holds more than --memory, however large the checkpoint.
-What was written is read again and compared with the input before it takes its place; a run that is killed leaves no
-half. With --simulate nothing is read or written: IN is a reshard plan, whose time and load are predicted.
+The input is compared with its checksums, if it has any (a plain safetensors file has none: damage done to it before
+cannot be seen); what was written is read again and compared with the input, read a second time, before it takes its
+place. A run that is killed leaves no half.
+With --simulate nothing is read or written: IN is a reshard plan, whose time and load are predicted.
 """
 EPILOG = """\
 examples:
@@ -147,12 +149,12 @@ def run(args: argparse.Namespace) -> int:
         return _show(report, settings, args.json)
     with tempfile.TemporaryDirectory(prefix="lowshard-reshard-") as scratch:
         path, target = Path(scratch) / "report.json", Path(settings.target)
-        existed, code = target.exists(), -1
+        missing, code = missing_folders(target), -1
         try:
             code = _on_own_ranks(settings, args.ranks, path, args.timeout)
         finally:
             if code:  # ranks that were ended could not tidy up
-                _tidy(target, existed)
+                _tidy(target, missing)
         if code:
             return code
         return _show(ConvertReport(**json.loads(path.read_text())), settings, args.json)
@@ -165,12 +167,12 @@ def _on_own_ranks(settings: Settings, ranks: int, path: Path, timeout_s: float |
     return run_ranks(command, ranks, timeout_s=timeout_s, prefix_output=False).exit_code
 
 
-def _tidy(target: Path, existed: bool) -> None:
-    """Remove what dead ranks left in a folder, and the folder if it is new and empty."""
+def _tidy(target: Path, made: list[Path]) -> None:
+    """Remove what dead ranks left in a folder, and the folders made for it if they are empty."""
     with suppress(OSError, CheckpointError):
         remove_leftovers(target)
-        if not existed:
-            target.rmdir()
+        for folder in made:
+            folder.rmdir()
 
 
 def _as_a_rank(settings: Settings) -> ConvertReport:
@@ -226,14 +228,34 @@ def _show(report: ConvertReport, settings: Settings, as_json: bool) -> int:
     if as_json:
         print(json.dumps(asdict(report) | {"source": settings.source, "target": settings.target}, indent=1))
         return 0
-    checked = (
-        f"{report.verified_bytes / 1e6:.1f} MB read again, all equal" if settings.verify else "not verified"
-    )
     print(
         f"{settings.target}: {report.tensors} tensors ({report.quantised} as MXFP8) in {report.files} files, "
-        f"{report.written_bytes / 1e6:.1f} MB written, {checked}"
+        f"{report.written_bytes / 1e6:.1f} MB written"
     )
+    for line in _compared(report, settings):
+        print(line)
     return 0
+
+
+def _compared(report: ConvertReport, settings: Settings) -> list[str]:
+    """Return what was compared with what, for people."""
+    whole, summed = report.input_bytes / 1e6, report.checksummed_bytes / 1e6
+    if report.checksummed_bytes:
+        lines = [
+            f"  input: {summed:.1f} of {whole:.1f} MB compared with the checksums of {settings.source}, all equal"
+        ]
+    else:
+        lines = [
+            f"  input: {settings.source} has no checksums, so damage done to it before this run cannot be seen"
+        ]
+    if settings.verify:
+        lines.append(
+            f"  output: {report.verified_bytes / 1e6:.1f} MB read again and compared with the input, read a second "
+            "time: all equal"
+        )
+    else:
+        lines.append("  output: not compared (--no-verify)")
+    return lines
 
 
 def main(arguments: list[str]) -> int:

@@ -22,8 +22,9 @@ from lowshard import dtypes
 from lowshard.box import Box, full_box, shape_of, volume
 from lowshard.checkpoint.bytesource import ByteSource
 from lowshard.checkpoint.catalog import Catalog
+from lowshard.checkpoint.commit import Commit, together
+from lowshard.checkpoint.index import INDEX_NAME
 from lowshard.checkpoint.share import shares
-from lowshard.checkpoint.writer import together
 from lowshard.comm import Communicator, agree
 from lowshard.errors import CheckpointError, ShardingError, VerificationError
 from lowshard.tiling import Tiling
@@ -31,7 +32,7 @@ from lowshard.weights.grid import Grid, rank_tilings
 from lowshard.weights.pattern import NamePatterns, Sizes
 from lowshard.weights.quantization import Quantization
 from lowshard.weights.ruled import RuledGrid, check_blocks
-from lowshard.weights.save import Item, Publication, items_of
+from lowshard.weights.save import Item, ShardFile, commit_index, items_of
 
 MIN_MEMORY_BYTES = 256_000_000
 _SCALE = "_scale"
@@ -72,9 +73,15 @@ class ConvertReport:
     tensors: int
     quantised: int
     files: int
+    input_bytes: int
+    """Of the input's tensors."""
+    checksummed_bytes: int
+    """Of the input's tensors that were compared with checksums of the input. A plain safetensors file has none."""
     read_bytes: int
+    """Of the input, to write it and once more to compare."""
     written_bytes: int
     verified_bytes: int
+    """Of the output that was read again and compared with the input, read a second time."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +115,12 @@ class ConvertPlan:
         quantised: set[str] = set()
         if settings.mxfp8:
             quantised = {n for n, (dtype, shape) in shapes.items() if _fits_mxfp8(n, dtype, shape)}
+        for name in sorted(quantised):
+            if name + _SCALE in shapes:
+                raise ShardingError(
+                    f"{catalog.where}: the scales of {name!r} as MXFP8 are called {name + _SCALE!r}, and the "
+                    "checkpoint has another tensor of that name: rename that one, or reshard without --mxfp8"
+                )
         made: Mapping[str, tuple[Tiling, object]]
         target: Grid | RuledGrid
         if settings.to_rules is not None:
@@ -168,8 +181,9 @@ def convert(
     """Reshard a checkpoint on disk and put the result in place as a whole.
 
     Collective: all ranks of the communicator call this; each makes every `comm.size`-th output file. Input that
-    has checksums is compared with them; what was written is read again and compared with the input, bit by bit, before
-    it takes its place.
+    has checksums is compared with them; a plain safetensors file has none, and damage done to it before cannot be
+    seen. What was written is read again and compared, bit by bit, with the input, read a second time, before it takes
+    its place.
 
     Args:
         settings: what to do, equal on all ranks.
@@ -186,19 +200,27 @@ def convert(
     worker = _Worker(plan, settings, comm, progress)
     try:
         together(comm, target, worker.verify_input, "reshard")
-        with Publication(target, comm) as publication:
-            rows = together(comm, target, lambda: worker.write(publication), "reshard")
+        with Commit(target / INDEX_NAME, comm, "reshard") as commit:
+            rows = commit.step(lambda: worker.write(commit))
             if settings.verify:
-                together(comm, target, worker.verify_output, "reshard")
-            if comm.rank == 0:
-                _copy_companions(Path(settings.source), target)
-            publication.publish(rows, plan.tensors(), plan.num_ranks, plan.catalog.metadata)
+                commit.step(worker.verify_output)
+            commit_index(
+                commit, rows, plan.tensors(), plan.num_ranks, plan.catalog.metadata,
+                lambda: _copy_companions(Path(settings.source), target, commit.claim),
+            )  # fmt: skip
     finally:
         worker.source.close()
-    sums = np.array([worker.read_bytes, worker.written_bytes, worker.verified_bytes, len(rows)], np.int64)
+    mine = [
+        len(rows),
+        worker.checksummed_bytes,
+        worker.read_bytes,
+        worker.written_bytes,
+        worker.verified_bytes,
+    ]
+    sums = np.array(mine, np.int64)
     comm.all_reduce(sums, sums)
-    read, written, verified, files = map(int, sums)
-    return ConvertReport(len(plan.tensors()), len(plan.quantised), files, read, written, verified)
+    files, *sizes = map(int, sums)
+    return ConvertReport(len(plan.tensors()), len(plan.quantised), files, plan.total_bytes, *sizes)
 
 
 class _Worker:
@@ -213,7 +235,7 @@ class _Worker:
     ) -> None:
         self.plan, self.comm = plan, comm
         self.source = ByteSource(plan.catalog)
-        self.read_bytes = self.written_bytes = self.verified_bytes = 0
+        self.checksummed_bytes = self.read_bytes = self.written_bytes = self.verified_bytes = 0
         # Values, their float32 form and codes of a chunk are alive at once.
         spare = settings.memory_bytes - MIN_MEMORY_BYTES // 2
         self._chunk_bytes = max(1 << 16, min(spare // 16, 32 << 20))
@@ -232,10 +254,10 @@ class _Worker:
                     continue
                 seen.add((part.file, part.entry.start))
                 if number % self.comm.size == self.comm.rank:
-                    self.source.verify(name, part)
+                    self.checksummed_bytes += self.source.verify(name, part)
                 number += 1
 
-    def write(self, publication: Publication) -> list[dict[str, Any]]:
+    def write(self, commit: Commit) -> list[dict[str, Any]]:
         """Write this process's files and return their rows of the index."""
         ranks = range(self.comm.rank, self.plan.num_ranks, self.comm.size)
         work = [(rank, items) for rank in ranks if (items := self.plan.items(rank))]
@@ -244,15 +266,15 @@ class _Worker:
         )
         rows = []
         for rank, items in work:
-            file = publication.file(rank, self.plan.num_ranks, items)
-            for number, item in enumerate(items):
-                if not self._is_base(item):
-                    continue
-                for box in self._chunks(item):
-                    for place, array in enumerate(self._converted(item, box)):
-                        file.put(items[number + place].key, array)
-                        self.written_bytes += array.nbytes
-            rows.append(file.finish())
+            with ShardFile(commit.data_file(rank, self.plan.num_ranks), items) as file:
+                for number, item in enumerate(items):
+                    if not self._is_base(item):
+                        continue
+                    for box in self._chunks(item):
+                        for place, array in enumerate(self._converted(item, box)):
+                            file.put(items[number + place].key, array)
+                            self.written_bytes += array.nbytes
+                rows.append(file.finish())
             self._files.append((file.path, items, file.entries))
         return rows
 
@@ -322,13 +344,17 @@ class _Worker:
         return [made.data, made.scale]
 
 
-def _copy_companions(source: Path, target: Path) -> None:
-    """Copy the model's description along, which the next reshard asks for the number of heads."""
+def _copy_companions(source: Path, target: Path, private: Path) -> None:
+    """Copy the model's description along, which the next reshard asks for the number of heads.
+
+    Each file is whole at once: it is written under a private name, which the next save clears away if it is left.
+    """
     folder = source if source.is_dir() else source.parent
     for name in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"):
         if (folder / name).is_file():
             with suppress(OSError):  # the weights are what counts
-                shutil.copyfile(folder / name, target / name)
+                shutil.copyfile(folder / name, private)
+                os.replace(private, target / name)
 
 
 def _scale_box(box: Box) -> Box:

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from lowshard.argument import choice, whole
 from lowshard.box import Interval, split_interval
 from lowshard.errors import ShardingError
 from lowshard.weights.rule import OneAxis
@@ -86,9 +87,13 @@ class Segment:
     num_heads: int | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.size, int) or self.size < 0:
-            raise ShardingError(f"a segment has a size of 0 or more, got {self.size!r}")
-        if self.num_heads is not None and (self.num_heads < 1 or self.size % self.num_heads):
+        object.__setattr__(
+            self, "size", whole(self.size, "a segment has a size of 0 or more", ShardingError, 0)
+        )
+        if self.num_heads is None:
+            return
+        object.__setattr__(self, "num_heads", whole(self.num_heads, "num_heads is an integer", ShardingError))
+        if self.num_heads < 1 or self.size % self.num_heads:
             raise ShardingError(
                 f"a segment with heads holds each whole: {self.size} does not divide by {self.num_heads} heads"
             )
@@ -167,6 +172,7 @@ class GroupedQKV(OneAxis):
     at: int
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if min(self.num_heads, self.num_kv_heads, self.head_dim) < 1 or self.num_heads % self.num_kv_heads:
             raise ShardingError(
                 f"grouped_qkv: every key-value head serves as many query heads: num_heads is a multiple of "
@@ -174,8 +180,7 @@ class GroupedQKV(OneAxis):
             )
         for name, value, known in (("few_kv", self.few_kv, get_args(FewKV)),
                                    ("section", self.section, get_args(Section))):  # fmt: skip
-            if value not in known:
-                raise ShardingError(f"grouped_qkv: {name} is one of {', '.join(known)}, got {value!r}")
+            choice(value, known, f"grouped_qkv: {name} is one of {', '.join(known)}", ShardingError)
 
     @property
     def axis(self) -> int:

@@ -12,11 +12,13 @@ from typing import Any
 import numpy as np
 
 from lowshard import dtypes
+from lowshard.argument import brief, instance
 from lowshard.box import shape_of
 from lowshard.checkpoint.bytesource import ByteSource
 from lowshard.checkpoint.catalog import Catalog, Files
 from lowshard.checkpoint.checksum import Tally
 from lowshard.comm import Communicator, agree, share_text
+from lowshard.comm.agreement import control_of
 from lowshard.errors import CheckpointError, CommError, LowshardError, PlanError
 from lowshard.kernels.buffer import address
 from lowshard.weights.foreign import SCRATCH_BYTES, ForeignMemory, Sheet
@@ -72,10 +74,22 @@ def load(
         MismatchError: ranks hold different plans.
         (Each on every rank, whichever rank is at fault.)
     """
+    if comm is not None:
+        control_of(comm)
     rank, size = (0, 1) if comm is None else (comm.rank, comm.size)
+    digest = bytes.fromhex(plan.digest()) if isinstance(plan, LoadPlan) else b""
     source: ByteSource | None = None
     try:
-        with _Together(comm, bytes.fromhex(plan.digest())):
+        with _Together(comm, digest):
+            instance(plan, LoadPlan, "plan is a LoadPlan, from plan_load", PlanError)
+            for what, flag in (("verify", verify), ("mapped", mapped)):
+                instance(flag, bool, f"{what} is True or False", PlanError)
+            if progress is not None and not callable(progress):
+                raise PlanError(
+                    f"progress is a function of two numbers of bytes, or None, got {brief(progress)}"
+                )
+            if reports is not None:
+                instance(reports, list, "reports is a list to append to, or None", PlanError)
             if plan.num_ranks != size:
                 raise PlanError(f"the plan is for {plan.num_ranks} ranks, the communicator has {size}")
             way = Itinerary.of(plan, _same_catalog(files, plan), rank)

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from lowshard.argument import instance, mapping
 from lowshard.errors import ShardingError
 from lowshard.weights.rule import Axiswise, Columnwise, ExpertRange, GateUp, Owned, Replicate, Rowwise, Rule
 from lowshard.weights.strategy import ShardingStrategy
@@ -43,6 +44,7 @@ def shard_module(
         ShardingError: a weight without a strategy, a strategy without a weight, several numbers of devices,
             missing experts, or as `Weight.shard`.
     """
+    mapping(weights, "weights is a mapping of names to arrays or Weights", ShardingError)
     held = {
         name: value if isinstance(value, Weight) else Weight(name, value) for name, value in weights.items()
     }
@@ -79,6 +81,9 @@ def resolve_module(
     Raises:
         ShardingError: as `shard_module`.
     """
+    rule = "strategies is a mapping of names of weights or modules to a ShardingStrategy"
+    for given in mapping(strategies, rule, ShardingError).values():
+        instance(given, ShardingStrategy, rule, ShardingError)
     found: dict[str, ShardingStrategy] = {}
     used: set[str] = set()
     bare: list[str] = []

@@ -8,20 +8,24 @@ heads, whatever their size.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from lowshard.errors import CheckpointError, DependencyError, ShardingError
+from lowshard.argument import brief, whole
+from lowshard.document import MAX_FILE_BYTES, Where, parse_document, plain_data
+from lowshard.errors import CheckpointError, ShardingError
+from lowshard.reading import parse_json, read_text, reader
 from lowshard.weights.head import Segment
 from lowshard.weights.module import resolve_module
 from lowshard.weights.strategy import ShardingStrategy
 
 SHIPPED = ("llama", "qwen", "moe", "bert")
+MOST_STARS = 8
+"""Of a pattern: matching takes time that grows with their number."""
 _FOLDER = Path(__file__).parent / "names"
 
 
@@ -32,6 +36,11 @@ class Sizes:
     num_heads: int | None = None
     num_kv_heads: int | None = None
 
+    def __post_init__(self) -> None:
+        for heads in (self.num_heads, self.num_kv_heads):
+            if heads is not None:
+                whole(heads, "a model has 1 head or more", ShardingError, 1)
+
     @classmethod
     def from_config(cls, path: str | Path) -> Sizes:
         """Return the sizes in a Hugging Face config.json, or in the one that lies in a folder.
@@ -41,14 +50,20 @@ class Sizes:
         """
         file = Path(path)
         file = file / "config.json" if file.is_dir() else file
-        try:
-            config = json.loads(file.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"{file}: cannot be read as a model's config: {error}") from error
+        config = parse_json(read_text(file, "model's config", CheckpointError), str(file), CheckpointError)
         if not isinstance(config, dict):
-            raise CheckpointError(f"{file}: a model's config is a JSON object, got {type(config).__name__}")
-        config = config.get("text_config", config)
-        return cls(config.get("num_attention_heads"), config.get("num_key_value_heads"))
+            raise CheckpointError(f"{file}: a model's config is a JSON object, got {brief(config)}")
+        inner = config.get("text_config", config)
+        heads = {k: inner[k] for k in _HEADS if k in inner} if isinstance(inner, dict) else inner
+        return _read_sizes(heads, str(file))
+
+
+_HEADS = ("num_attention_heads", "num_key_value_heads")
+
+
+@reader("model's config", CheckpointError)
+def _read_sizes(num_attention_heads: int | None = None, num_key_value_heads: int | None = None) -> Sizes:
+    return Sizes(num_attention_heads, num_key_value_heads)
 
 
 @dataclass(frozen=True)
@@ -63,7 +78,10 @@ class NameRule:
     def expression(self) -> re.Pattern[str]:
         """The pattern as a regular expression."""
         out, depth = "", 0
-        for token in re.findall(r"\*\*|.", self.pattern):
+        tokens = re.findall(r"\*\*|.", self.pattern, re.DOTALL)
+        if sum(token in ("*", "**") for token in tokens) > MOST_STARS:
+            raise ShardingError(f"a pattern has at most {MOST_STARS} stars, got {brief(self.pattern)}")
+        for token in tokens:
             if token in ("*", "**"):
                 out += "[^.]+" if token == "*" else ".*"
             elif token == "{":
@@ -124,42 +142,11 @@ class NamePatterns:
         path = Path(source)
         if not path.exists() and path.name == str(source) and path.name.removesuffix(".yaml") in SHIPPED:
             path = _FOLDER / f"{path.name.removesuffix('.yaml')}.yaml"
-        try:
-            import yaml
-        except ImportError as error:
-            raise DependencyError(
-                "name patterns need PyYAML, a core dependency: pip install 'PyYAML>=6.0.2'"
-            ) from error
-        try:
-            data = yaml.safe_load(path.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise CheckpointError(
-                f"{source}: cannot be read ({error.strerror}); shipped are {', '.join(SHIPPED)}"
-            ) from error
-        except yaml.YAMLError as error:
-            raise CheckpointError(f"{source}: is no YAML: {error}") from error
-        return cls._from_data(data, str(source))
-
-    @classmethod
-    def _from_data(cls, data: Any, where: str) -> NamePatterns:
-        if not isinstance(data, dict) or not isinstance(data.get("rules"), list):
-            raise ShardingError(f"{where}: a file of name patterns is a mapping with a list `rules`")
-        rules = []
-        for row in data["rules"]:
-            if not isinstance(row, dict) or set(row) != {"pattern", "strategy"}:
-                raise ShardingError(f"{where}: a rule has a pattern and a strategy, got {row!r}")
-            strategy: Any = row["strategy"]
-            arguments: Any = {}
-            if isinstance(strategy, dict) and len(strategy) == 1:
-                strategy, arguments = next(iter(strategy.items()))
-            if strategy not in _MAKERS or not isinstance(arguments, dict):
-                raise ShardingError(
-                    f"{where}: {row['pattern']}: a strategy is one of {', '.join(_MAKERS)}, with arguments as "
-                    f"{{name: {{argument: value}}}}, got {row['strategy']!r}"
-                )
-            frozen = tuple((k, tuple(v) if isinstance(v, list) else v) for k, v in arguments.items())
-            rules.append(NameRule(row["pattern"], strategy, frozen))
-        return cls(where, tuple(rules), tuple(data.get("sizes", ())))
+        if not path.exists():
+            raise CheckpointError(f"{source}: there is no such file; shipped are {', '.join(SHIPPED)}")
+        text = read_text(path, "file of name patterns", CheckpointError, MAX_FILE_BYTES)
+        where = str(source)
+        return replace(_read(plain_data(parse_document(text, where, _fail), _fail), where), where=where)
 
     def match(self, names: Iterable[str]) -> Matching:
         """Return which rule each name has."""
@@ -198,6 +185,29 @@ class NamePatterns:
             except (TypeError, ShardingError) as error:
                 raise ShardingError(f"{self.where}: {name} {shapes[name]}: {error}") from error
         return resolve_module({name: (shapes[name], None) for name in shapes}, made)
+
+
+def _fail(text: str, where: Where) -> CheckpointError:
+    return CheckpointError(f"{where}: {text}")
+
+
+@reader("rule of a file of name patterns", ShardingError)
+def _read_rule(pattern: str, strategy: str | Mapping[str, Mapping[str, Any] | None]) -> NameRule:
+    chosen = {strategy: None} if isinstance(strategy, str) else strategy
+    if len(chosen) != 1 or not set(chosen) <= set(_MAKERS):
+        raise ShardingError(
+            f"{brief(pattern)}: a strategy is one of {', '.join(_MAKERS)}, with arguments as {{name: {{argument: "
+            f"value}}}}, got {brief(strategy)}"
+        )
+    ((name, arguments),) = chosen.items()
+    rule = NameRule(pattern, name, tuple((arguments or {}).items()))
+    _ = rule.expression  # which says what is wrong with the pattern
+    return rule
+
+
+@reader("file of name patterns", ShardingError)
+def _read(rules: tuple[NameRule, ...], sizes: tuple[str, ...] = ()) -> NamePatterns:
+    return NamePatterns("", rules, sizes)
 
 
 def _heads(sizes: Sizes, extent: int, section: str) -> tuple[int, int, int]:

@@ -16,11 +16,14 @@ from functools import cached_property
 from itertools import zip_longest
 from typing import Any, Literal, get_args
 
-from lowshard.box import Box, intersect, shape_of, volume
+from lowshard.argument import choice, instance, mapping, whole, wholes
+from lowshard.box import Box, any_overlap, intersect, shape_of, volume
 from lowshard.checkpoint.catalog import Catalog, Files
 from lowshard.checkpoint.share import Share, disjoint, shares, with_whole_rows
-from lowshard.errors import CheckpointError, LowshardError, PlanError
+from lowshard.errors import CheckpointError, PlanError
 from lowshard.layout import Layout
+from lowshard.mesh import MOST_RANKS
+from lowshard.reading import reader
 from lowshard.tiling import Tiling
 
 Strategy = Literal["own-slice", "node-leader", "root-scatter"]
@@ -112,26 +115,12 @@ class LoadPlan:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> LoadPlan:
-        """Return the plan that `to_json` wrote.
+        """Return the plan that `to_json` wrote, verified: every element that a rank holds is read for it once.
 
         Raises:
-            PlanError: a field is missing or does not fit.
+            PlanError: a field is missing or does not fit, or an element is not read once.
         """
-        try:
-            return cls(
-                data["strategy"],
-                data["source"],
-                tuple(data["nodes"]),
-                tuple((name, Tiling.from_json(t)) for name, t in data["tilings"]),
-                tuple(
-                    Read(name, reader, tuple((a, b) for a, b in box), tuple(takers))
-                    for name, reader, box, takers in data["reads"]
-                ),
-            )
-        except (KeyError, TypeError, ValueError) as error:
-            if isinstance(error, LowshardError):
-                raise
-            raise PlanError(f"this JSON is no load plan ({type(error).__name__}: {error})") from error
+        return _read(data)
 
     def digest(self) -> str:
         """Return 32 hex digits that two plans share exactly when they are equal."""
@@ -139,6 +128,63 @@ class LoadPlan:
             text = json.dumps(self.to_json(), sort_keys=True, separators=(",", ":"))
             self._digest.append(hashlib.blake2b(text.encode(), digest_size=16).hexdigest())
         return self._digest[0]
+
+
+@reader("load plan", PlanError)
+def _read(
+    strategy: Strategy,
+    source: str,
+    nodes: tuple[int, ...],
+    tilings: tuple[tuple[str, Tiling], ...],
+    reads: tuple[tuple[str, int, Box, tuple[int, ...]], ...],
+) -> LoadPlan:
+    plan = LoadPlan(strategy, source, nodes, tilings, tuple(Read(*row) for row in reads))
+    _verify(plan)
+    return plan
+
+
+def _verify(plan: LoadPlan) -> None:
+    """Raise PlanError unless each read is one that a planner makes, and each held element is read once."""
+    if not plan.nodes or len(plan.by_name) != len(plan.tilings):
+        raise PlanError("a load plan is for 1 rank or more, and names each tensor once")
+    for name, tiling in plan.tilings:
+        if tiling.num_ranks != plan.num_ranks:
+            raise PlanError(f"{name}: cut over {tiling.num_ranks} ranks, the plan is for {plan.num_ranks}")
+    taken: dict[tuple[str, int], list[Box]] = {}
+    for read in plan.reads:
+        cut = plan.by_name.get(read.name)
+        ranks = {read.reader, *read.takers}
+        if (
+            cut is None
+            or len(read.box) != len(cut.shape)
+            or not all(0 <= a < b <= n for (a, b), n in zip(read.box, cut.shape, strict=True))
+            or not read.takers
+            or len(set(read.takers)) != len(read.takers)
+            or not all(0 <= rank < plan.num_ranks for rank in ranks)
+            or not all(rank in cut for rank in read.takers)
+        ):
+            raise PlanError(
+                f"a read is of a box of a tensor, by a rank of the plan and for ranks that hold some of it; got {read}"
+            )
+        is_near = (
+            read.reader == 0
+            if plan.strategy == "root-scatter"
+            else len({plan.nodes[rank] for rank in ranks}) == 1
+        )
+        if not is_near:
+            raise PlanError(
+                f"{plan.strategy}: a rank reads for its own node, with root-scatter rank 0 for all; got {read}"
+            )
+        for rank in read.takers:
+            taken.setdefault((read.name, rank), []).append(read.box)
+    for name, tiling in plan.tilings:
+        for rank in range(plan.num_ranks):
+            boxes = taken.get((name, rank), [])
+            held = sum(volume(common) for box in boxes for common, _ in tiling.places(rank, box))
+            if held != tiling.local_elems(rank) or any_overlap(boxes):
+                raise PlanError(
+                    f"{name}: rank {rank} is not given each element that it holds once, by one read"
+                )
 
 
 def plan_load(
@@ -163,11 +209,17 @@ def plan_load(
         PlanError: an unknown strategy, or numbers of ranks that do not fit.
     """
     catalog = files if isinstance(files, Catalog) else Catalog.open(files)
-    made = {n: t if isinstance(t, Tiling) else Tiling.from_layout(t) for n, t in tilings.items()}
-    size = num_ranks or max((t.num_ranks for t in made.values()), default=1)
-    places = tuple(nodes) if nodes is not None else (0,) * size
-    if strategy not in STRATEGIES:
-        raise PlanError(f"a load strategy is one of {', '.join(STRATEGIES)}, got {strategy!r}")
+    choice(strategy, STRATEGIES, f"a load strategy is one of {', '.join(STRATEGIES)}", PlanError)
+    rule = "tilings is a mapping of names to a Tiling or a Layout"
+    made = {
+        n: t if isinstance(t, Tiling) else Tiling.from_layout(instance(t, Layout, rule, PlanError))
+        for n, t in mapping(tilings, rule, PlanError).items()
+    }
+    size = max((t.num_ranks for t in made.values()), default=1)
+    if num_ranks is not None:
+        size = whole(num_ranks, "num_ranks is 1 or more, or None", PlanError, 1, MOST_RANKS)
+    rule = f"nodes names the node, 0 or more, of each of {size} ranks"
+    places = (0,) * size if nodes is None else wholes(nodes, rule, PlanError, 0)
     if len(places) != size:
         raise PlanError(f"nodes names the node of each of {size} ranks, got {len(places)}")
     for name, tiling in made.items():

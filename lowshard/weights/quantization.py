@@ -149,13 +149,16 @@ class Quantization:
         return [self._to_stored(box) for box in found]
 
     def scale_box(self, box: Box, stored_shape: Shape) -> Box:
-        """Return the scales of a stored box whose cuts are whole."""
+        """Return the scales of a stored box whose cuts are whole; none along an axis of which it holds nothing."""
         if self.granularity in ("none", "tensor"):
             return ()
         found: list[Interval] = []
         values = self._to_values(box)
         for (start, stop), block in zip(values, self.blocks(len(stored_shape)), strict=True):
-            found.append((0, 1) if block is None else (start // block, -(-stop // block)))
+            if block is None:
+                found.append((0, 1))
+            else:
+                found.append((start // block, -(-stop // block) if start < stop else start // block))
         return tuple(found)
 
     def is_legal(self, strategy: ShardingStrategy, stored_shape: Shape) -> bool:

@@ -6,11 +6,12 @@ Those that know of attention heads are in `lowshard.weights.head`. Source: `max/
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
 
+from lowshard.argument import whole
 from lowshard.box import Box, Interval, full_box, split_interval
 from lowshard.errors import MarkerError, ShardIndexError, ShardingError
 
@@ -54,7 +55,17 @@ def join(array: Any, boxes: Sequence[Box], axis: int) -> Any:
 
 @dataclass(frozen=True)
 class OneAxis(Rule):
-    """Base of rules that take intervals of one axis, and every other axis whole."""
+    """Base of rules that take intervals of one axis, and every other axis whole.
+
+    Raises:
+        ShardingError: an axis or a count that is no integer. No rule looks at a shape here.
+    """
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            if field.type == "int":
+                rule = f"{type(self).__name__}: {field.name} is an integer"
+                object.__setattr__(self, field.name, whole(getattr(self, field.name), rule, ShardingError))
 
     def pieces(self, shape: Shape, index: int, num_devices: int) -> list[Box]:
         """Return a box for each of the device's intervals."""

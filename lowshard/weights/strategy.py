@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from operator import index as index_of
 from typing import Any, Literal
 
+from lowshard.argument import brief, items, whole, wholes
 from lowshard.box import Box, split_interval
 from lowshard.errors import LayoutError, ShardIndexError, ShardingError
+from lowshard.mesh import MOST_RANKS
 from lowshard.tiling import Tiling
 from lowshard.weights.head import GroupedQKV, HeadAwareColumnwise, Segment, Segmented, StackedQKV
 from lowshard.weights.rule import (
@@ -28,6 +29,7 @@ from lowshard.weights.rule import (
     TensorParallel,
 )
 
+_SHAPE = "the shape of a weight is a sequence of extents >= 0"
 ShardFunction = Callable[[Any, int, int], Any]
 
 
@@ -51,10 +53,8 @@ class ShardingStrategy:
     shard: ShardFunction
 
     def __post_init__(self) -> None:
-        count = self.num_devices
-        if isinstance(count, bool) or not hasattr(count, "__index__") or index_of(count) < 1:
-            raise ShardingError(f"a strategy is over 1 or more devices, got num_devices={count!r}")
-        object.__setattr__(self, "num_devices", index_of(count))  # NumPy's integers too
+        rule = "a strategy is over 1 or more devices: num_devices"
+        object.__setattr__(self, "num_devices", whole(self.num_devices, rule, ShardingError, 1, MOST_RANKS))
         if not callable(self.shard):
             raise ShardingError(
                 f"shard is a function of (weight, index, num_devices), got {type(self.shard).__name__}: write "
@@ -106,7 +106,8 @@ class ShardingStrategy:
         cls, num_devices: int, axis: int, segments: Sequence[Segment | Mapping[str, Any]]
     ) -> ShardingStrategy:
         """Cut each of several sections of an axis on its own; those with heads between heads."""
-        return cls(num_devices, Segmented(axis, tuple(map(Segment.of, segments))))
+        listed = items(segments, "segments are a sequence of Segment(size, num_heads=None)", ShardingError)
+        return cls(num_devices, Segmented(axis, tuple(map(Segment.of, listed))))
 
     @classmethod
     def expert_parallel(cls, num_devices: int) -> ShardingStrategy:
@@ -233,14 +234,15 @@ class ShardingStrategy:
                 pieces.
             MarkerError: tensor_parallel or expert_parallel (a NotImplementedError).
         """
-        self._check_index(index)
+        index = self._checked_index(index)
+        extents = wholes(shape, _SHAPE, ShardingError, 0)
         found = getattr(self.shard, "pieces", None)
         if found is None:
             raise ShardingError(
                 f"the function {self.shard!r} does not say which boxes it takes: give it a method "
                 "pieces(shape, index, num_devices), or use a strategy that lowshard knows"
             )
-        return list(found(tuple(map(index_of, shape)), index_of(index), self.num_devices))
+        return list(found(extents, index, self.num_devices))
 
     def __call__(self, weight: Any, index: int) -> Any:
         """Return the part of a weight (an array or a `Weight`) that device `index` holds; a copy if in pieces.
@@ -248,10 +250,12 @@ class ShardingStrategy:
         Raises:
             As `pieces`.
         """
-        self._check_index(index)
+        index = self._checked_index(index)
         part = getattr(weight, "part", None)  # a Weight knows its blocks
         if part is not None:
             return part(self, index)
+        if isinstance(self.shard, Rule) and not (hasattr(weight, "shape") and hasattr(weight, "__getitem__")):
+            raise ShardingError(f"a strategy cuts an array or a Weight, got {brief(weight)}")
         return self.shard(weight, index, self.num_devices)
 
     def layout(self, shape: Sequence[int], dtype: object = "float32") -> Tiling:
@@ -261,6 +265,7 @@ class ShardingStrategy:
             As `pieces`; and LayoutError where the rule does not fit the shape, so that elements are on no
             device.
         """
+        shape = wholes(shape, _SHAPE, ShardingError, 0)
         pieces = [self.pieces(shape, index) for index in range(self.num_devices)]
         for boxes in pieces:
             for box in boxes:
@@ -275,8 +280,8 @@ class ShardingStrategy:
 
     def balanced_range(self, extent: int, index: int) -> tuple[int, int]:
         """Return the interval of n elements that device `index` gets of an even cut."""
-        self._check_index(index)
-        return split_interval((0, extent), self.num_devices, index)
+        extent = whole(extent, "an extent is an integer >= 0", ShardingError, 0)
+        return split_interval((0, extent), self.num_devices, self._checked_index(index))
 
     def __str__(self) -> str:
         return f"{self.shard} over {self.num_devices} devices"
@@ -291,8 +296,8 @@ class ShardingStrategy:
             )
         return "the strategy is for another shape"
 
-    def _check_index(self, index: int) -> None:
-        if isinstance(index, bool) or not hasattr(index, "__index__"):
-            raise ShardingError(f"index is the number of a device, got {index!r}")
+    def _checked_index(self, index: int) -> int:
+        index = whole(index, "index is the number of a device", ShardingError)
         if not 0 <= index < self.num_devices:
             raise ShardIndexError(f"{self}: index is 0 to {self.num_devices - 1}, got {index}")
+        return index

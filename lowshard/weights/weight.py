@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
-from lowshard.box import Box
+from lowshard.argument import brief, instance, items
+from lowshard.box import Box, full_box
 from lowshard.errors import ShardingError
 from lowshard.tiling import Tiling
 from lowshard.weights.quantization import Quantization
@@ -30,7 +31,7 @@ class Weight:
         bias: of the weight's shape without the last axis.
 
     Raises:
-        ShardingError: scales without a quantisation, or scales or bias of another shape.
+        ShardingError: an argument of another type, scales without a quantisation, or scales or bias of another shape.
     """
 
     def __init__(
@@ -44,6 +45,14 @@ class Weight:
         input_scale: Array | None = None,
         bias: Array | None = None,
     ) -> None:
+        for what, value, kind in (
+            ("sharding_strategy", sharding_strategy, ShardingStrategy), ("quantization", quantization, Quantization),
+        ):  # fmt: skip
+            if value is not None:
+                instance(value, kind, f"{what} is a {kind.__name__} or None", ShardingError)
+        for what, value in (("scale", scale), ("bias", bias)):
+            if value is not None and not hasattr(value, "shape"):
+                raise ShardingError(f"{what} of {brief(name)} is an array or None, got {brief(value)}")
         self.name, self.quantization = name, quantization
         self._make: Callable[[], Array] | None = None
         self._array: Array | None = array if hasattr(array, "shape") else np.asarray(array)
@@ -76,6 +85,10 @@ class Weight:
         if self.index is not None:
             raise ShardingError(
                 f"{self.name} is one device's part and is not cut again: cut the whole weight"
+            )
+        if strategy is not None:
+            instance(
+                strategy, ShardingStrategy, "sharding_strategy is a ShardingStrategy or None", ShardingError
             )
         self._strategy = strategy
 
@@ -126,10 +139,13 @@ class Weight:
             raise ShardingError(
                 f"{self.name} has no sharding strategy: pass sharding_strategy=ShardingStrategy.rowwise(n), say"
             )
-        names = _devices(devices, strategy.num_devices)
-        if len(names) != strategy.num_devices:
+        names: Sequence[Any] = range(strategy.num_devices)
+        if devices is not None and not isinstance(devices, int):
+            names = items(devices, "devices are a number, or a sequence of what names them", ShardingError)
+        count = devices if isinstance(devices, int) else len(names)
+        if count != strategy.num_devices:
             raise ShardingError(
-                f"{self.name}: {strategy} cuts into {strategy.num_devices} parts, {len(names)} devices were given"
+                f"{self.name}: {strategy} cuts into {strategy.num_devices} parts, {count} devices were given"
             )
         if isinstance(strategy.shard, Rule):
             self._tiling(strategy)  # raises unless every element gets a device
@@ -208,7 +224,7 @@ class Weight:
     def _bias_part(self, strategy: ShardingStrategy, boxes: list[Box], axis: int, index: int) -> Array | None:
         if self.bias is None:
             return None
-        if strategy.sharded_axis is None:
+        if boxes == [full_box(self.shape)]:
             return self.bias
         if axis % len(self.shape) == len(self.shape) - 1:
             return self.bias if index == 0 else None
@@ -241,12 +257,6 @@ class Weight:
             raise ShardingError(
                 f"{self.name}: a function of your own says nothing of bias and scales: cut them as weights"
             )
-
-
-def _devices(devices: int | Iterable[Any] | None, count: int) -> list[Any]:
-    if devices is None:
-        return list(range(count))
-    return list(range(devices)) if isinstance(devices, int) else list(devices)
 
 
 def _joined_shape(boxes: list[Box], axis: int) -> tuple[int, ...]:

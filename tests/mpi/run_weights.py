@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import sys
 import threading
 import time
@@ -73,22 +71,6 @@ def check_values(folder: Path, comm: lc.Communicator) -> None:
                 right = local_of(values[name], tiling, comm.rank)
                 assert right is not None
                 assert same(found[name], right), (name, strategy)
-
-
-def save_and_die(folder: Path, comm: lc.Communicator, victim: int, nth: int) -> None:
-    """Save whole, then again with other values while one rank is killed at its n-th sync."""
-    tilings = attention_and_more(comm.size)
-    save(folder / "c", state_of(values_of(tilings, 1), tilings, comm.rank), comm)
-    real, seen = os.fsync, [0]
-
-    def sync(fd: int) -> None:
-        seen[0] += 1
-        if comm.rank == victim and seen[0] == nth:
-            os.kill(os.getpid(), signal.SIGKILL)
-        real(fd)
-
-    os.fsync = sync
-    save(folder / "c", state_of(values_of(tilings, 2), tilings, comm.rank), comm)
 
 
 def model() -> dict[str, tuple[int, ...]]:
@@ -248,7 +230,5 @@ with lc.from_mpi(MPI.COMM_WORLD, device="cpu") as world:
         check_values(target, world)
         if world.rank == 0:
             print(f"all right on {world.size} ranks")
-    elif task == "die":
-        save_and_die(target, world, int(sys.argv[3]), int(sys.argv[4]))
     else:
         {"prepare": prepare, "measure": measure, "memory": measure_memory}[task](target, world)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import json
 import os
@@ -291,11 +290,12 @@ def test_hosts_that_see_no_file_of_the_launcher_tell_everything_over_the_link(
 
 
 def test_a_keeper_that_is_cut_off_ends_its_rank_itself(nothing_left: None, tmp_path: Path) -> None:
-    link = Link(1, {"LOWSHARD_HEARTBEAT_S": "60"}, None, everywhere=True)
-    link.start()
-    with closing(link), fake_hosts(1) as (host,):
-        address = dataclasses.replace(link.address, hosts=(host.here_address,))
-        env = f"LOWSHARD_JOB_DIR=/no LOWSHARD_LINK={shlex.quote(str(address))} LOWSHARD_HEARTBEAT_S={BEAT_S}"
+    with (
+        fake_hosts(1) as (host,),
+        closing(Link(1, {"LOWSHARD_HEARTBEAT_S": "60"}, None, fake_spread([host], 1))) as link,
+    ):
+        link.start()
+        env = f"LOWSHARD_JOB_DIR=/no LOWSHARD_LINK={shlex.quote(str(link.address))} LOWSHARD_HEARTBEAT_S={BEAT_S}"
         rank = f"sh -c 'echo $$ > {tmp_path}/pid; exec sleep 60'"
         child = f"cd {ROOT} && {env} exec {sys.executable} -m lowshard.launch.child --exec {rank}"
         keeper = subprocess.Popen(host.command(child))

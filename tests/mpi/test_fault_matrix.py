@@ -197,8 +197,7 @@ def over(
 ) -> Iterator[dict[Cell, Future[Over]]]:
     """The jobs of all cells that pytest has selected, running a few at a time."""
     folder = tmp_path_factory.mktemp("cells")
-    calls = [getattr(item, "callspec", None) for item in request.session.items]
-    selected = {call.params.get("cell") for call in calls if call is not None}
+    selected = mode.selected(request, "cell")
     cells = [cell for cell in CELLS if cell in selected and (cell.fault != "cut off" or why_not() is None)]
     with ThreadPoolExecutor(AT_A_TIME) as pool:
         yield {cell: pool.submit(run, cell, folder / str(number)) for number, cell in enumerate(cells)}

@@ -55,6 +55,11 @@ def test_200_refits_leave_nothing_behind() -> None:
             assert not too_much, f"rank {rank}, {way}: {grown}"
 
 
+@pytest.mark.time_limit(60)
+def test_a_rank_that_is_late_to_decide_finds_the_decision_and_writes_to_nothing_else() -> None:
+    assert start_ranks(HERE / "run_vote_late.py", 3, [], 50).ok().stdout == "all decided alike\n"
+
+
 # ---- ranks that are killed
 
 
@@ -123,8 +128,7 @@ def over(
 ) -> Iterator[dict[Kill, Future[Any]]]:
     """The jobs of all kills that pytest has selected, one after the other beside the tests."""
     folder = tmp_path_factory.mktemp("kills")
-    calls = [getattr(item, "callspec", None) for item in request.session.items]
-    selected = {call.params.get("kill") for call in calls if call is not None}
+    selected = mode.selected(request, "kill")
     with ThreadPoolExecutor(1) as pool:
         yield {k: pool.submit(run, k, folder / str(k.number)) for k in KILLS if k in selected}
         pool.shutdown(cancel_futures=True)

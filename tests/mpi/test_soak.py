@@ -1,8 +1,9 @@
-"""Thousands of random collectives in random groups: right to the last, and nothing is left behind."""
+"""Thousands of random collectives and other jobs in random groups: right to the last, and nothing is left behind."""
 
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -37,3 +38,30 @@ def test_random_collectives_are_right_and_leave_nothing_behind(path: str) -> Non
             name: after[name] - before[name] for name in before if after[name] - before[name] > ALLOWED[name]
         }
         assert not grown, f"rank {rank} holds more than after a fifth of the calls: {grown}; before {before}"
+
+
+# LOWSHARD_SOAK_S=1800 is the half hour; every run counts from a sixth of its time on, when the caches are full.
+SECONDS = float(os.environ.get("LOWSHARD_SOAK_S", 1800 if mode.full() else 12))
+WARM_PART = 6
+GROWS_KIB = 8 << 10
+"""In the half hour; a short run ends while the caches of README's table are being filled."""
+FILLED_AFTER_S = 300.0
+FILLING_KIB = 64 << 10
+
+
+@pytest.mark.time_limit(SECONDS + 300)
+def test_redistributions_refits_saves_and_loads_leave_nothing_behind() -> None:
+    script, every_s = Path(__file__).parent / "run_soak_jobs.py", max(3.0, SECONDS / 60)
+    ended = start_ranks(script, 4, [str(SECONDS), str(every_s)], SECONDS + 280).ok()
+    found = json.loads(ended.stdout)
+    assert {"redistribute", "refit", "save", "split"} <= found["counts"].keys()
+    allowed_kib = GROWS_KIB if SECONDS / WARM_PART >= FILLED_AFTER_S else FILLING_KIB
+    for rank, samples in enumerate(found["ranks"]):
+        warm, *later = [s for s in samples if s["at_s"] >= SECONDS / WARM_PART]
+        assert later, f"rank {rank} was counted once: the run is too short"
+        most = max(s["private_kib"] for s in later) - warm["private_kib"]
+        assert most <= allowed_kib, (
+            f"rank {rank} holds {most} KiB more than after {warm['at_s']} s: {samples}"
+        )
+        for name in ("files", "threads", "arena_bytes", "lent"):
+            assert {s[name] for s in later} == {warm[name]}, f"rank {rank}: {name} change: {samples}"

@@ -295,7 +295,7 @@ def test_hosts_that_are_apart_and_a_host_that_is_cut_off(hosts: Hosts) -> None:
     refused = hosts.notes(apart, "refused")
     assert len(set(refused.values())) == 1
     assert re.search(
-        r"rank 2 on .* reaches none of the addresses of .*\(10\.98\.76\.1: network is unreachable\)",
+        r"rank 2 on .* reaches none of the addresses of .*\(tcp://10\.98\.76\.1:\d+: network is unreachable\)",
         refused[0],
     )
     hosts.plug("up")

@@ -10,11 +10,7 @@ from typing import Any
 
 import pytest
 from support import mode
-from support.checkpoints import attention_and_more, same, save_over, values_of
 from support.starting import start_ranks
-
-from lowshard.tiling import Tiling
-from lowshard.weights import load, plan_load
 
 RUNNER = Path(__file__).with_name("run_weights.py")
 pytestmark = [pytest.mark.mpi, pytest.mark.time_limit(200)]
@@ -25,20 +21,6 @@ def test_saved_and_loaded_by_every_strategy(ranks: int, tmp_path: Path) -> None:
     ran = start_ranks(RUNNER, ranks, ["values", str(tmp_path)], timeout_s=150)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert f"all right on {ranks} ranks" in ran.stdout
-
-
-@pytest.mark.parametrize(("victim", "nth"), mode.sample([(1, 1), (0, 1), (0, 2)], 1, "killed in a save"))
-def test_a_rank_that_is_killed_in_a_save_leaves_the_old_checkpoint(
-    tmp_path: Path, victim: int, nth: int
-) -> None:
-    ran = start_ranks(RUNNER, 3, ["die", str(tmp_path), str(victim), str(nth)], timeout_s=60)
-    assert ran.returncode == 70, ran.stdout + ran.stderr
-    tilings = attention_and_more(3)
-    whole = {n: Tiling.whole(t.shape, t.dtype) for n, t in tilings.items()}
-    found, right = load(tmp_path / "c", plan_load(tmp_path / "c", whole)), values_of(tilings, 1)
-    assert all(same(found[n], right[n]) for n in whole)
-    save_over(tmp_path / "c", values_of(tilings, 3), tilings, 3)
-    assert len(list((tmp_path / "c").iterdir())) == 4  # nothing of the killed save is left
 
 
 @pytest.fixture(scope="module")

@@ -58,9 +58,9 @@ def check_mismatch(comm: Communicator, entry: Mismatch, odd: int, ends: tuple[st
         (f"rank {odd}", entry.other_says, entry.other),
     ):
         pattern = rf"\b{who} asked for [^;]*{says}[^;]* at {re.escape(line_of(ask))}\b"
-        # all_to_all_v tells the counts of each rank, which differ.
-        if who == group and "all_to_all_v" in says:
-            pattern = rf"all_to_all_v .* at {re.escape(line_of(ask))}\b"
+        if entry.pair_says:
+            lines = {"one": re.escape(line_of(entry.one)), "other": re.escape(line_of(entry.other))}
+            pattern = entry.pair_says.format(odd=odd, **lines)
         assert re.search(pattern, text), f"the text has no {pattern!r}: {text}"
     assert equal_everywhere(comm, text), f"not the same text on all ranks: {text}"
 

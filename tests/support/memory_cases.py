@@ -27,7 +27,7 @@ from support.every_call import SHORT, Preparer, long
 
 from lowshard import dtypes
 from lowshard.comm import Communicator
-from lowshard.errors import DTypeError
+from lowshard.errors import BufferMismatchError, DTypeError
 
 Array = Any
 
@@ -77,7 +77,7 @@ def empty_gives_arrays_of_any_shape_and_dtype(comm: Communicator, rng: np.random
 def empty_refuses_what_cannot_be_and_goes_on(comm: Communicator, rng: np.random.Generator) -> None:
     for shape in (-1, (3, -2)):
         with told(shape=shape):
-            refused(lambda shape=shape: comm.empty(shape), ValueError, "negative")  # type: ignore[misc]
+            refused(lambda shape=shape: comm.empty(shape), BufferMismatchError, "0 or more")  # type: ignore[misc]
     if comm.xp is np:
         for size_bytes in (1 << 60, 1 << 61):
             with told(size_bytes=size_bytes):

@@ -38,6 +38,8 @@ class Mismatch:
         other: what the odd rank asks for.
         one_says: patterns of the first call in the error.
         other_says: patterns of the second one.
+        pair_says: in place of both, what is said of a pair of ranks; {odd}, {one} and {other} stand for the odd rank
+            and for the lines of the two calls.
     """
 
     name: str
@@ -45,6 +47,7 @@ class Mismatch:
     other: Ask
     one_says: str
     other_says: str
+    pair_says: str = ""
 
 
 class Board:
@@ -171,12 +174,15 @@ def mismatches(board: Board) -> Iterable[Mismatch]:
             lambda elems=elems: comm.all_gather_v(send(elems), recv(elems * n), *one_more(comm, elems)),
             rf"recv_counts=\[.*{elems - 1}",
         )  # fmt: skip
-        yield mismatch(
+        yield Mismatch(
             "all_to_all_v counts",
             lambda elems=elems: comm.all_to_all_v(*even(board, elems), *even(board, elems, True)),
-            "all_to_all_v",
             lambda elems=elems: comm.all_to_all_v(*even(board, elems), *expecting_less(board, elems)),
-            rf"recv_counts=\[.*{elems - 1}",
+            "",
+            "",
+            rf"send_counts\[j\] on rank i is recv_counts\[i\] on rank j, but in call #\d+ .*\brank \d+ sends {elems} "
+            rf"elements to rank {{odd}} \(send_counts=[^()]* at {{one}}\), which expects {elems - 1} "
+            r"\(recv_counts=[^()]* at {other}\)",
         )
         yield mismatch(
             "all_to_all counts",

@@ -6,9 +6,12 @@ import os
 import random
 import zlib
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
+
+if TYPE_CHECKING:  # rank programs import this module too, and need no pytest
+    import pytest
 
 T = TypeVar("T")
 
@@ -42,3 +45,10 @@ def sample(items: Sequence[T], few: int, name: str) -> list[T]:
         return list(items)
     chosen = random.Random(f"{seed()} {name}").sample(range(len(items)), few)
     return [items[i] for i in sorted(chosen)]
+
+
+def selected(request: pytest.FixtureRequest, param: str) -> list[Any]:
+    """Return the values of `param` in those tests of the fixture's own file that this run has selected, in order."""
+    own = [getattr(item, "callspec", None) for item in request.session.items if item.path == request.path]
+    params = [call.params for call in own if call is not None]
+    return list(dict.fromkeys(values[param] for values in params if param in values))

@@ -60,7 +60,7 @@ def random_cut(rng: np.random.Generator, length: int, parts: int) -> Cut:
     """Return a cut of any kind."""
     kind = rng.choice(["even", "ceil", "chunks", "blocks", "points"])
     if kind == "chunks":
-        return Cut(length, parts, chunks=int(rng.integers(2, 4)))
+        return Cut(length, parts, chunks=int(rng.choice([n for n in (1, 2, 3) if length % n == 0])))
     if kind == "blocks":
         at = int(rng.integers(0, length + 1))
         return Cut(length, parts, blocks=(at, length - at))

@@ -204,27 +204,6 @@ def test_a_disk_without_room_is_no_error(tmp_path):
     assert facts(again, "right", "origin") == [{"right": True, "origin": "compiled"}]
 
 
-def test_a_broken_file_in_the_cache_is_no_error_and_is_made_anew(tmp_path):
-    done(tmp_path / "good", ["scatter"])
-    for kind in mode.sample(("empty", "cut", "noise", "one bit"), 2, "broken files"):
-        cache = tmp_path / kind
-        shutil.copytree(tmp_path / "good", cache)
-        (path,) = files(cache)
-        content = path.read_bytes()
-        flipped = bytearray(content)
-        flipped[len(content) // 2] ^= 1
-        path.write_bytes(
-            {
-                "empty": b"",
-                "cut": content[: len(content) // 2],
-                "noise": bytes(range(256)) * 40,
-                "one bit": flipped,
-            }[kind]
-        )
-        for origin in ("compiled", "disk"):
-            assert facts(done(cache, ["scatter"]), "right", "origin") == [{"right": True, "origin": origin}]
-
-
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="the CPUs named here are x86-64")
 @pytest.mark.parametrize(
     ("cpu", "bits"), mode.sample([("x86-64", 128), ("haswell", 256), ("skylake-avx512", 512)], 1, "CPUs")

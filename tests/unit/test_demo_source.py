@@ -207,15 +207,6 @@ def test_a_full_disk_and_a_python_without_pip_are_named() -> None:
     assert "ensurepip" in bare
 
 
-def test_the_cache_folder_follows_xdg(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert module.default_cache_dir() == tmp_path / "lowshard"
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    for ignored in ("", "relative/path"):
-        monkeypatch.setenv("XDG_CACHE_HOME", ignored)
-        assert module.default_cache_dir() == tmp_path / "home" / ".cache" / "lowshard"
-
-
 def test_a_synthetic_file_is_a_users_checkpoint_too(tmp_path: Path) -> None:
     source = synthetic(tmp_path, 0)
     assert 5e6 < source.checkpoint.stat().st_size < 20e6

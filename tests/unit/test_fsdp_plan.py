@@ -165,9 +165,16 @@ def test_a_norm_does_not_depend_on_the_cut(rng: np.random.Generator) -> None:
         parts = [power_sum(part, 2, np) for part in np.split(flat, cuts)]
         assert value_of(sum(parts[1:], parts[0])) == whole
     assert block_sums(np.ones(64)).tolist() == [32.0, 32.0]
-    for bad in (np.inf, np.nan):
+    for bad in (np.inf, -np.inf):
         flat[17] = bad
-        assert math.isnan(value_of(power_sum(flat, 2, np)))
+        assert (
+            value_of(power_sum(flat, 2, np))
+            == value_of(power_sum(flat.astype(np.float64), 2, np))
+            == math.inf
+        )
+    flat[95_000] = np.nan
+    assert math.isnan(value_of(power_sum(flat, 2, np)))
+    assert math.isnan(value_of(power_sum(flat.astype(np.float64), 2, np)))
 
 
 # ---- values

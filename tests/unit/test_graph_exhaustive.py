@@ -43,6 +43,7 @@ def test_no_assignment_is_better(number: int, rng: np.random.Generator) -> None:
     greedy = solve_graph(graph, mesh, GreedyReshard(allow_partial_to_sharded=True), prices=solver)
     assert plan.price <= greedy.price * (1 + 1e-9)
     prove(greedy)
+    space = Space(graph.bind(), mesh, solver.timing, "extended", spreads=True)
     check_budget(graph, mesh, solver, space, int(plan.peak_bytes * rng.uniform(0.5, 1.0)))
 
 

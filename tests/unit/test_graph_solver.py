@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 
 from lowshard import DeviceMesh
-from lowshard.errors import BudgetError, LayoutError, SolverError
+from lowshard.errors import BudgetError, InternalError, LayoutError, SolverError
 from lowshard.op import prove
 from lowshard.solver import Graph, GraphPlan, GraphSolver, GreedyReshard, NoReshard, Rates, pick, solve_graph
 from lowshard.solver.graph.ilp import has_scipy
+from lowshard.solver.graph.pruning import Relaxation
+from lowshard.solver.graph.space import Space
 
 ORACLES = Path(__file__).resolve().parents[2] / "../shared/oracles"
 TP = DeviceMesh((4,), ("tp",))
@@ -357,19 +359,68 @@ def test_any_per_op_solver_plans_a_graph() -> None:
 def test_what_is_too_wide_goes_to_the_integer_program_with_a_bound() -> None:
     g = Graph("wide")
     x = g.input("x", (8, 8), place="tp=P")
-    total = g.pointwise("relu", x, name="r0")
-    for i in range(1, 12):  # a table over 12 uses would be too large
-        total = g.pointwise(
-            "add", total, g.pointwise("relu" if i % 2 else "gelu", x, name=f"r{i}"), name=f"s{i}"
-        )
-    g.output(total, place="R")
-    plan = GraphSolver().solve(g, TP)
+    for i in range(30):  # a table over 30 uses would be too large
+        g.output(g.softmax(x, axis=i % 2, name=f"y{i}"))
+    plan = GraphSolver(rates=SLOW).solve(g, TP)
     assert has_scipy()
     assert plan.gap == 0
-    assert sum(m.collective == "all_reduce" for m in plan.moves) <= 1
+    assert plan.method == "integer program"
+    assert sorted(m.collective for m in plan.moves) == ["all_to_all", "reduce_scatter"]
     prove(plan)
     with pytest.raises(SolverError, match="too wide"):
-        GraphSolver(method="dp").solve(g, TP)
+        GraphSolver(rates=SLOW, method="dp").solve(g, TP)
+
+
+def test_uses_that_are_fixed_are_told_from_uses_with_one_choice() -> None:
+    g = Graph("fixed")
+    x = g.input("x", (8,))
+    t, u = g.op("sigmoid", x, name="t"), g.op("sigmoid", x, name="u")
+    g.output(g.op("sort", t, name="y"), place="R")
+    g.output(u, place="R")
+    prove(GraphSolver().solve(g, DeviceMesh((2,), ("a",))))
+    g = Graph("one element")
+    g.output(g.permute(g.input("x", (1,)), (0,), name="y"), place="R")
+    prove(GraphSolver().solve(g, DeviceMesh((2, 2), ("a", "b"))))
+
+
+def one_row(place: str) -> Graph:
+    g = Graph("one row")
+    g.output(g.gather(g.input("x", (1, 5), place=place), g.input("ids", (3,), "int64"), name="y"))
+    return g
+
+
+def joined(first: str, second: str) -> Graph:
+    g = Graph("joined")
+    x, y = g.input("x", (7, 9), place=first), g.input("y", (7, 9), place=second)
+    g.output(g.pointwise("add", g.pointwise("relu", x, name="r"), y, name="z"))
+    return g
+
+
+@pytest.mark.parametrize(
+    "graph",
+    [one_row("a=S0"), joined("a=S0:ceil", "a=S1"), joined("b=S0 a=S0", "a=S0"), joined("b=S0:ceil a=S0", "b=S1")],
+    ids=str,
+)  # fmt: skip
+def test_the_space_holds_what_greedy_picks(graph: Graph) -> None:
+    """Cuts of a dim shorter than the axis, cuts by the ceiling rule, axes that nest in another order."""
+    mesh = DeviceMesh((2, 4), ("a", "b"))
+    greedy = solve_graph(graph, mesh, GreedyReshard(allow_partial_to_sharded=True))
+    space = Space(graph.bind(), mesh, GraphSolver().timing, "extended")
+    for ways, action in zip(space.choices, greedy.actions, strict=True):
+        family = [space.family[t] for t in graph.nodes[greedy.actions.index(action)].operands]
+        needs = tuple(f.number(x) for f, x in zip(family, action.inputs, strict=True))
+        assert needs in [c.inputs for c in ways]
+    plan = GraphSolver().solve(graph, mesh)
+    assert plan.gap == 0
+    assert plan.bound <= greedy.price * (1 + 1e-9)
+    prove(plan)
+
+
+def test_a_bound_above_a_price_that_was_reached_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Relaxation.solve
+    monkeypatch.setattr(Relaxation, "solve", lambda self: (1.01 * real(self)[0], real(self)[1]))
+    with pytest.raises(InternalError, match="defect of lowshard"):
+        GraphSolver().solve(mlp(), TP)
 
 
 def test_what_cannot_be_reached_is_said() -> None:

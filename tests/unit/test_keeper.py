@@ -34,8 +34,8 @@ processes: list[subprocess.Popen[str]] = []
 
 
 @pytest.fixture
-def link() -> Iterator[Link]:
-    made = Link(2, {HEARTBEAT_VARIABLE: "30"}, None, everywhere=False)
+def link(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Link]:
+    made = Link(2, {HEARTBEAT_VARIABLE: "30"}, tmp_path_factory.mktemp("link"))
     made.start()
     yield made
     made.close()  # ends the ranks that a failed test has left
@@ -153,11 +153,12 @@ def test_a_killed_keepers_rank_is_not_forgotten(link: Link, tmp_path: Path) -> N
     text = (
         "import os, signal, subprocess, time\n"
         "from pathlib import Path\n"
-        "from lowshard.comm.abort import FailureRecord, report_failure\n"
+        "from lowshard.comm.abort import FailureRecord, write_failure\n"
         f"Path({str(shared)!r}).write_bytes(bytes(100))\n"
         "daemon = subprocess.Popen(['sleep', '60'], start_new_session=True)\n"
         f"Path({str(tmp_path / 'pid')!r}).write_text(str(daemon.pid))\n"
-        "report_failure(FailureRecord(1, time.time(), 'exit', 3, 'sys.exit(3)'))\n"
+        "record = FailureRecord(1, time.time(), 'exit', 3, 'sys.exit(3)')\n"
+        "write_failure(Path(os.environ['LOWSHARD_JOB_DIR']), record)\n"
         "os.kill(os.getppid(), signal.SIGKILL)\n"  # as mpiexec does once it has seen an abort
         "time.sleep(60)\n"
     )
@@ -269,11 +270,11 @@ def test_stacks_are_shown_on_request_by_a_rank_that_can(link: Link, tmp_path: Pa
 
 
 def test_a_launcher_out_of_reach_is_told_by_the_keeper(tmp_path: Path) -> None:
-    link = Link(2, {}, None, everywhere=False)
+    link = Link(2, {}, tmp_path)
     link.close()  # nobody listens
     started = start(link, tmp_path, "--exec", "true", **{START_VARIABLE: "0.4"})
     _, err = started.communicate(timeout=LIMIT_S)
     assert started.returncode == 2
     assert err.startswith("lowshard: rank 1 on ")
-    assert "must reach the launcher over TCP, but none of its addresses answered" in err
+    assert "must reach the launcher, but none of its addresses let it in within 0.2 s" in err
     assert "Traceback" not in err

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 
 from lowshard.comm.abort import FailureRecord
-from lowshard.errors import LaunchError
-from lowshard.launch.address import own_addresses
+from lowshard.comm.interface import boot_id
+from lowshard.errors import InternalError, LaunchError
 from lowshard.launch.host import Host, Spread
 from lowshard.launch.link import Link
-from lowshard.launch.uplink import HEARTBEAT_VARIABLE, LINK_VARIABLE, LinkAddress, Uplink, boot_id, seconds_of
+from lowshard.launch.uplink import HEARTBEAT_VARIABLE, LINK_VARIABLE, LinkAddress, Uplink, seconds_of
 
 pytestmark = pytest.mark.time_limit(30)
 
@@ -40,18 +40,18 @@ def wait_for(done: Callable[[], object], limit_s: float = 10.0) -> None:
 
 
 @pytest.fixture
-def link() -> Iterator[Link]:
+def link(tmp_path: Path) -> Iterator[Link]:
     """A link that judges nobody within the time of a test, unless the test makes ranks older (`age`)."""
-    made = Link(3, {HEARTBEAT_VARIABLE: "60", "LOWSHARD_START_S": "60"}, None, everywhere=False)
+    made = Link(3, {HEARTBEAT_VARIABLE: "60", "LOWSHARD_START_S": "60"}, tmp_path)
     made.start()
     yield made
     made.close()
 
 
 @pytest.fixture
-def quick_link() -> Iterator[Link]:
+def quick_link(tmp_path: Path) -> Iterator[Link]:
     """A link that judges after LIMIT_S."""
-    made = Link(3, {HEARTBEAT_VARIABLE: str(LIMIT_S), "LOWSHARD_START_S": "60"}, None, everywhere=False)
+    made = Link(3, {HEARTBEAT_VARIABLE: str(LIMIT_S), "LOWSHARD_START_S": "60"}, tmp_path)
     made.start()
     yield made
     made.close()
@@ -59,7 +59,7 @@ def quick_link() -> Iterator[Link]:
 
 def age(link: Link, rank: int, seconds: float) -> None:
     """Makes it so much longer since a rank was heard of."""
-    wait_for(lambda: rank in link._state.peers)
+    wait_for(lambda: link._state.peers[rank].keeper_pid)  # its first words would make it young again
     with link._lock:
         peer = link._state.peers[rank]
         peer.heard_s -= seconds
@@ -116,35 +116,48 @@ def test_a_failure_arrives_whole(link: Link) -> None:
 
 def test_whoever_does_not_know_the_token_is_sent_away(link: Link) -> None:
     address = link.address
-    stranger = LinkAddress("0" * 32, address.boot, address.port, address.hosts)
+    stranger = LinkAddress("0" * 64, address.boot, address.addresses)
     with pytest.raises(
-        LaunchError, match=r"rank 0 .* must reach the launcher .*something else answers there"
+        LaunchError, match=r"rank 0 .* must reach the launcher.*another program listens there.*--iface"
     ):
         Uplink(stranger, 0, LIMIT_S, start_s=0.1)
-    with pytest.raises(LaunchError):  # a rank that there is not
-        Uplink(address, 3, LIMIT_S, start_s=0.1)
-    for junk in (
-        b"\n",
-        b"GET / HTTP/1.1\r\n\r\n",
-        b"[]\n",
-        json.dumps({"token": address.token}).encode() + b"\n",
-    ):
-        with socket.create_connection(("127.0.0.1", address.port), timeout=5) as other:
-            other.sendall(junk)
-            assert other.recv(10) == b""
     assert link.failures() == []
+    assert not link._state.peers
+
+
+def test_a_rank_that_there_is_not_is_sent_away(link: Link) -> None:
+    uplink = sign_in(link, 3)
+    wait_for(lambda: uplink.receive() or uplink.lost)
+    assert not link._state.peers
 
 
 def test_an_address_that_does_not_answer_is_passed_over(link: Link) -> None:
     address = link.address
-    with socket.create_server(("127.0.0.1", 0)) as closed:
-        port = closed.getsockname()[1]
-    assert port != address.port
-    several = LinkAddress(address.token, address.boot, address.port, ("127.0.0.99", "127.0.0.1"))
+    several = LinkAddress(address.token, address.boot, ("unix:/no/such/door", *address.addresses))
     uplink = Uplink(several, 0, LIMIT_S, start_s=5.0)
     uplink.close()
-    with pytest.raises(LaunchError, match=r"127\.0\.0\.1 \(.*--iface"):
-        Uplink(LinkAddress(address.token, "", port, ("127.0.0.1",)), 0, LIMIT_S, start_s=0.1)
+    with pytest.raises(LaunchError, match=r"unix:/no/such/door: no such file or directory; let the hosts"):
+        Uplink(LinkAddress(address.token, "", ("unix:/no/such/door",)), 0, LIMIT_S, start_s=0.1)
+
+
+@pytest.mark.parametrize(
+    "line", [b"[" * 5000, b"{", b"[]", b"7", b'{"host": {}, "pid": []}', b'{"failure": 7}', b"\xff\0"]
+)
+def test_what_no_keeper_would_say_is_passed_over(link: Link, line: bytes) -> None:
+    uplink = sign_in(link, 0)
+    uplink._socket.sendall(line + b"\n")
+    uplink.send(failure=asdict(FailureRecord(0, 1.0, "exit", 3, "sys.exit(3)")))
+    wait_for(link.failures)
+    link.check()
+
+
+def test_a_message_without_end_ends_its_connection(link: Link) -> None:
+    uplink = sign_in(link, 0)
+    uplink._socket.settimeout(5.0)
+    with pytest.raises((BrokenPipeError, ConnectionResetError)):
+        uplink._socket.sendall(bytes(1 << 23))
+    wait_for(link.first_killed)
+    link.check()
 
 
 def test_one_silent_rank_is_lost_one_that_speaks_or_has_said_goodbye_is_not(link: Link) -> None:
@@ -256,8 +269,8 @@ def test_a_keeper_that_goes_without_a_word_is_a_suspect_first_and_a_failure_late
     assert f"(process {os.getpid()}) was killed" in link.failures()[0].message
 
 
-def test_ranks_that_never_come_are_named() -> None:
-    link = Link(3, {"LOWSHARD_START_S": "0.3"}, None, everywhere=False)
+def test_ranks_that_never_come_are_named(tmp_path: Path) -> None:
+    link = Link(3, {"LOWSHARD_START_S": "0.3"}, tmp_path)
     link.start()
     with contextlib.closing(link), contextlib.closing(sign_in(link, 1)):
         wait_for(lambda: len(link.failures()) == 2)
@@ -325,29 +338,38 @@ def test_closing_waits_for_last_words_but_not_for_ever(link: Link) -> None:
 
 
 def test_the_clock_of_another_machine_is_set_right(link: Link) -> None:
-    address = link.address
-    hello = {"token": address.token, "purpose": "keeper", "rank": 1, "host": "far", "pid": 7, "boot": "other"}
-    with socket.create_connection(("127.0.0.1", address.port), timeout=5) as far:
-        far.sendall(json.dumps({**hello, "time_s": time.time() - 1000.0}).encode() + b"\n")
-        assert far.recv(10) == b"ok\n"
-        record = FailureRecord(1, time.time() - 1000.0, "exit", 3, "")
-        far.sendall(json.dumps({"failure": asdict(record)}).encode() + b"\n")
-        wait_for(link.failures)
-        assert abs(link.failures()[0].time_s - time.time()) < 1.0
+    far = sign_in(link, 1)
+    far.send(host="far", pid=7, boot="other", time_s=time.time() - 1000.0)
+    far.send(failure=asdict(FailureRecord(1, time.time() - 1000.0, "exit", 3, "")))
+    wait_for(link.failures)
+    assert abs(link.failures()[0].time_s - time.time()) < 1.0
 
 
-def test_a_broken_link_ends_the_job_instead_of_watching_nobody(link: Link) -> None:
+def test_a_broken_link_says_so_and_still_tells_what_it_has_heard_and_closes(link: Link) -> None:
+    record = FailureRecord(1, time.time(), "exit", 3, "")
+    sign_in(link, 1).send(failure=asdict(record))
+    wait_for(link.failures)
     link._judge = None  # type: ignore[assignment,method-assign]
-    with pytest.raises(LaunchError, match="the launcher's link to its ranks broke"):
-        wait_for(link.failures)
+    with pytest.raises(InternalError, match="the launcher's link to its ranks broke"):
+        wait_for(link.check)
+    assert link.failures() == [record]
+    link.close(0.1)
 
 
-def test_the_address_survives_the_way_through_the_environment() -> None:
-    address = LinkAddress("abc", boot_id(), 4711, ("10.0.0.1", "fd00::2"))
+@pytest.mark.parametrize(
+    "addresses", [("unix:/tmp/a, b/door",), ("tcp://10.0.0.1:4711", "tcp://[fd00::2]:4711")]
+)
+def test_the_address_survives_the_way_through_the_environment(addresses: tuple[str, ...]) -> None:
+    address = LinkAddress("0f" * 32, boot_id(), addresses)
     assert LinkAddress.parse(str(address)) == address
-    for text in ("", "a/b/c/d", "a/b/1/", "a/b/1", "a/b/1/c/d"):
-        with pytest.raises(LaunchError, match=LINK_VARIABLE):
-            LinkAddress.parse(text)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "a,b,c", "0f" * 32, "0f" * 32 + ",b,", "0f" * 32 + ",b,http://a", "x" * 64 + ",b,unix:/a"]
+)
+def test_an_address_that_no_launcher_wrote_is_refused(text: str) -> None:
+    with pytest.raises(LaunchError, match=LINK_VARIABLE):
+        LinkAddress.parse(text)
 
 
 @pytest.mark.parametrize("text", ["", "x", "0", "-1", "nan", "inf"])
@@ -361,15 +383,27 @@ def test_limits_have_defaults() -> None:
     assert seconds_of(HEARTBEAT_VARIABLE, {HEARTBEAT_VARIABLE: "2.5"}) == 2.5
 
 
-def test_other_hosts_are_given_addresses_that_lead_here() -> None:
-    found = own_addresses(Spread((Host("127.0.0.1", 1),)))
-    assert found
-    assert not any(address.startswith("127.") for address in found) or found == ("127.0.0.1",)
-    link = Link(1, {}, None, everywhere=True)
-    try:
-        assert link.address.hosts == own_addresses(None)
-        for host in link.address.hosts:
-            with socket.create_connection((host, link.address.port), timeout=5):
-                pass
-    finally:
-        link.close()
+def test_on_one_host_the_door_is_in_the_private_folder(link: Link, tmp_path: Path) -> None:
+    assert link.address.addresses == (f"unix:{tmp_path / 'door'}",)
+    link.close()
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "spread",
+    [
+        None,
+        Spread((Host("127.0.0.1", 1),)),
+        Spread((Host("203.0.113.7", 1),)),
+        Spread((Host("a", 1),), iface="lo"),
+    ],
+)
+def test_other_hosts_find_it_at_addresses_of_this_host_and_never_at_all_of_them(
+    spread: Spread | None,
+) -> None:
+    with contextlib.closing(Link(1, {}, None, spread)) as link:
+        for made in link._door._listening:
+            assert made.getsockname()[0] not in ("0.0.0.0", "::")
+        link.start()
+        sign_in(link, 0)
+        wait_for(lambda: 0 in link._state.peers)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from lowshard.launch.host import Host, Spread
-from lowshard.launch.mpiexec import MpiInstall, rank_environment
+from lowshard.launch.mpiexec import MpiInstall, rank_environment, stays_on_host
 
 MAPPING = "PRTE_MCA_rmaps_default_mapping_policy"
 BINDING = "PRTE_MCA_hwloc_default_binding_policy"
@@ -39,6 +41,30 @@ def test_a_systems_open_mpi_keeps_its_own_transport_and_mpich_needs_nothing() ->
     assert "OMPI_MCA_pml" not in rank_environment(install("openmpi", False), 2, {}, cores=2)
     mpich = rank_environment(install("mpich", True), 2, {}, cores=2)
     assert not any(name.startswith(("OMPI", "PRTE")) for name in mpich)
+
+
+def test_the_ranks_of_one_host_have_no_network_and_those_of_several_have() -> None:
+    alone = rank_environment(install("openmpi", True), 2, {}, cores=2)
+    assert alone["OMPI_MCA_btl"] == "self,sm"
+    assert rank_environment(install("openmpi", False), 2, {}, cores=2)["OMPI_MCA_btl"] == "^tcp"
+    assert (
+        rank_environment(install("openmpi", True), 5, {}, cores=2, spread=TWO)["OMPI_MCA_btl"]
+        == "self,sm,tcp"
+    )
+    for name in ("HYDRA_IFACE", "UCX_NET_DEVICES", "FI_TCP_IFACE", "NCCL_SOCKET_IFNAME"):
+        assert alone[name] == "lo"
+        assert name not in rank_environment(install("mpich", True), 5, {}, cores=2, spread=TWO)
+
+
+@pytest.mark.parametrize(
+    ("vendor", "iface", "stays"),
+    [("Open MPI", "lo", True), ("MPICH", "lo", True), ("MPICH", "eth0", False), ("Intel MPI", "lo", False)],
+)
+def test_an_mpiexec_whose_daemon_comes_by_another_address_is_left_alone(
+    vendor: str, iface: str, stays: bool
+) -> None:
+    mpi = dataclasses.replace(install("mpich", True), vendor=vendor)
+    assert stays_on_host(mpi, {"HYDRA_IFACE": iface}) == stays
 
 
 def test_threads_are_counted_by_the_fullest_host_and_hosts_are_filled_one_by_one() -> None:

@@ -183,10 +183,16 @@ def test_a_cost_that_is_no_profile_is_refused() -> None:
     [
         (
             lambda data: data["steps"][0].update(kind="teleport"),
-            "a step is one of all_gather, .* got 'teleport'",
+            "kind: expected 'all_gather' or .* got 'teleport'",
         ),
         (lambda data: data["steps"][0]["exchanges"][0].pop("src"), "no redistribution plan"),
         (lambda data: data.update(dst=data["src"]), "do not lead from its src to its dst"),
+        (lambda data: data.update(steps=[]), "do not lead from its src to its dst"),
+        (lambda data: data["steps"][0].update(kind="slice"), "step 1 of this plan is not what leads"),
+        (
+            lambda data: data["steps"][0].update(note=1),
+            "the keys kind, axes, exchanges, predicted_s, got 'note'",
+        ),
     ],
 )
 def test_a_plan_that_was_spoilt_is_refused(change: object, text: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from itertools import pairwise, product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from support import mode
 from support.reshard_cases import random_case, random_cut
 
 from lowshard import DeviceMesh, Layout, Partial, Replicated, Sharded
+from lowshard.box import split_interval
 from lowshard.errors import LayoutError, MeshError, PlanError
 from lowshard.reshard import (
     Cut,
@@ -161,9 +163,12 @@ def tp(ranks: tuple[int, ...], shape: tuple[int, ...], **fields: object) -> list
             },
         ),
         (
-            tp((0, 1), (3,), partition_sizes=(2, 1)),
-            tp((2, 3, 4), (2,)),
-            None,
+            tp((0, 1), (6,), partition_sizes=(4, 2)),
+            tp((2, 3, 4, 5), (3,)),
+            {
+                2: [(0, ((0, 2),), ((0, 2),)), (0, ((4, 5),), ((2, 3),))],
+                5: [(1, ((2, 4),), ((0, 2),)), (1, ((5, 6),), ((2, 3),))],
+            },
         ),
         (  # refused by Megatron: replicated in the group on one side, cut on the other
             [record(r, shape=(4,), tensor_parallel_group_ranks=(0, 1)) for r in (0, 1)],
@@ -193,30 +198,113 @@ def tp(ranks: tuple[int, ...], shape: tuple[int, ...], **fields: object) -> list
         ),
     ],
 )
-def test_records_make_the_plan_that_is_written_out(src: list, dst: list, expected: dict | None) -> None:
-    if expected is None:
-        plan = build_reshard_plan(
-            src, [record(2, shape=(2,), is_tp=True, tensor_parallel_group_ranks=(2, 3, 4))]
-        )
-        blocks = plan.entries[0].dst.partition.cuts[0].blocks  # type: ignore[union-attr]
-        assert blocks == (4, 2)
-        assert plan.check_coverage((2, 3, 4)) == 6
-        return
+def test_records_make_the_plan_that_is_written_out(src: list, dst: list, expected: dict) -> None:
     plan = build_reshard_plan(src, dst)
     for rank, rows in expected.items():
         assert received(plan, rank) == rows
     plan.check_coverage()
 
 
-def test_a_length_that_no_lcm_divides_follows_the_balanced_rule() -> None:
-    # 12 rows in 2 x 4 chunks: the first four have two rows, the rest one; each part 2 + 1, as its record says.
-    plan = build_reshard_plan(
-        tp((0, 1), (6, 2), partition_stride=2), tp((2, 3, 4, 5), (3, 2), partition_stride=2)
-    )
-    assert plan.check_coverage() == 24
-    assert received(plan, 2) == [
-        (0, ((0, 2), (0, 2)), ((0, 2), (0, 2))),
-        (0, ((5, 6), (0, 2)), ((2, 3), (0, 2))),
+def parts(ranks: tuple[int, ...], widths: tuple[int, ...], **fields: object) -> list[ParameterMetadata]:
+    """Records of a 1-D tensor, one a rank."""
+    return [
+        record(r, shape=(n,), is_tp=len(ranks) > 1, tensor_parallel_group_ranks=ranks, **fields)
+        for r, n in zip(ranks, widths, strict=True)
+    ]
+
+
+def dealt(widths: tuple[int, ...], count: int) -> list[list[int]]:
+    """Return the rows of each of so many parts: every block is cut by itself, balanced."""
+    found: list[list[int]] = [[] for _ in range(count)]
+    begin = 0
+    for width in widths:
+        for part in range(count):
+            found[part].extend(range(*split_interval((begin, begin + width), count, part)))
+        begin += width
+    return found
+
+
+def test_every_block_and_chunk_is_dealt_by_itself() -> None:
+    widths = [w for n in (2, 3) for w in product((1, 2, 3, 4, 6), repeat=n)]
+    built = refused = 0
+    for blocks, n, m, by_stride in product(
+        [(6, 6), (4, 4, 2), *mode.sample(widths, 25, "blocks")], (1, 2, 3, 4), (1, 2, 3, 4), (0, 1)
+    ):
+        if by_stride and len(set(blocks)) > 1:
+            continue
+        have, want = dealt(blocks, n), dealt(blocks, m)
+        fields = [
+            {"partition_stride": len(blocks)} if by_stride
+            else {"partition_sizes": tuple(b // k for b in blocks)} if k > 1 and all(b % k == 0 for b in blocks)
+            else {}
+            for k in (n, m)
+        ]  # fmt: skip
+        src = parts(tuple(range(n)), tuple(map(len, have)), **fields[0])
+        dst = parts(tuple(range(n, n + m)), tuple(map(len, want)), **fields[1])
+        if not by_stride and not any(fields):
+            continue  # neither side says that there are blocks
+        plan = build_reshard_plan(src, dst)
+        plan.check_coverage()
+        for rank in range(m):
+            rows = [-1] * len(want[rank])
+            for source, (here,), (there,) in received(plan, n + rank):
+                rows[slice(*there)] = have[source][slice(*here)]
+            assert rows == want[rank], (blocks, n, m, fields)
+        built += 1
+        total = sum(blocks)
+        even = [len(range(*split_interval((0, total), m, r))) for r in range(m)]
+        if even != [len(w) for w in want]:  # records of the plain cut contradict the blocks
+            with pytest.raises(PlanError, match="shape"):
+                build_reshard_plan(src, parts(tuple(range(n, n + m)), tuple(even), **fields[1]))
+            refused += 1
+    assert built > 20
+    assert refused > 3
+
+
+def test_chunks_are_equal() -> None:
+    with pytest.raises(LayoutError, match="13 does not divide by 2"):
+        Cut(13, 4, chunks=2)
+    with pytest.raises(PlanError, match=r"has shape \[4, 2\], rank 2 holds \[3, 2\]"):
+        build_reshard_plan(
+            tp((0, 1), (6, 2), partition_stride=2), tp((2, 3, 4, 5), (3, 2), partition_stride=2)
+        )
+
+
+def test_records_that_contradict_the_blocks_of_the_other_side_are_refused() -> None:
+    src = tp((0, 1), (6,), partition_sizes=(3, 3))
+    with pytest.raises(
+        PlanError, match=r"gives rank 2 of the destination shape \[4\], but its record says \[3\]"
+    ):
+        build_reshard_plan(src, tp((2, 3, 4, 5), (3,)))
+    with pytest.raises(PlanError, match=r"gives rank 2 of the source shape \[4\], but its record says \[3\]"):
+        build_reshard_plan(tp((2, 3, 4, 5), (3,)), src)
+    with pytest.raises(PlanError, match=r"dim 0 is \[6, 6\] at the source and \[8, 4\] at the destination"):
+        build_reshard_plan(src, tp((2, 3, 4, 5), (3,), partition_sizes=(2, 1)))
+    with pytest.raises(PlanError, match="all ranks deal a tensor alike"):
+        build_reshard_plan(
+            [*parts((0, 1), (6, 6))[:1], *parts((0, 1), (6, 6), partition_stride=2)[1:]], tp((2,), (12,))
+        )
+
+
+def test_a_layout_that_is_given_stays_as_it_is() -> None:
+    src = tp((0, 1), (6,), partition_sizes=(3, 3))
+    wanted = TensorLayout.sharded((12,), "float32", {"tp": (4, 1)}, {0: "tp"}, offset=2)
+    for dst in ({"w": wanted}, [{"w": wanted}]):
+        assert build_reshard_plan(src, dst).entries[0].dst == wanted
+
+
+def test_names_of_what_is_no_expert_stay() -> None:
+    plain = {"num_experts": 4, "expert_parallel_group_ranks": (0, 1), "shape": (2,)}
+    src = [record(r, name="a.weight0", **plain) for r in (0, 1)]
+    plan = build_reshard_plan(src, [record(2, name="a.weight0", shape=(2,))])
+    assert [entry.name for entry in plan.entries] == ["a.weight0"]
+    more = [record(1, name="a.weight3", **plain)]
+    assert build_reshard_plan(more, [record(2, name="a.weight3", shape=(2,))]).entries[0].name == "a.weight3"
+    experts = [record(r, name="a.weight0", is_ep=True, **plain) for r in (0, 1)]
+    dst = [record(2, name=name, shape=(2,)) for name in ("a.weight0", "a.weight2")]
+    assert [entry.src_name for entry in build_reshard_plan(experts, dst).entries] == [
+        "a.weight0",
+        "a.weight2",
     ]
 
 
@@ -322,6 +410,15 @@ def test_sides_that_are_not_one_tensor_are_refused() -> None:
             {"w": Layout(DeviceMesh((1,), ("x",)), (4,), "float32", [Replicated()])},
             [{"w": TensorLayout.sharded((4,), "float32", {"x": (2, 1)})}] * 2,
         )
+
+
+@pytest.mark.parametrize("wrong", [None, 3, "w", [None], [[3]], {"w": None}, {"w": "R"}, [{"w": 3}], ["w"]])
+def test_a_side_that_is_none_is_refused(wrong: Any) -> None:
+    for sides in ((wrong, tp((0,), (4,))), (tp((0,), (4,)), wrong)):
+        with pytest.raises((PlanError, LayoutError)):
+            build_reshard_plan(*sides)
+    with pytest.raises(PlanError, match="node_size"):
+        build_reshard_plan(tp((0,), (4,)), tp((1,), (4,)), node_size="2")  # type: ignore[arg-type]
 
 
 def test_sources_that_do_not_cover_are_refused() -> None:
@@ -445,7 +542,8 @@ def test_oracle_tensor_parallel_cases() -> None:
                 [from_oracle(src, src["tp_ranks"][0])], [from_oracle(dst, dst["tp_ranks"][0])]
             )
         except PlanError:
-            assert "src_world*src_local" in case["error"], case["name"]  # what nobody can make one tensor of
+            # What nobody can make one tensor of, and gate and up rows that do not divide by the ranks.
+            assert "src_world*src_local" in case["error"] or src["stride"] > 1, case["name"]
             assert src["sharded"] or dst["sharded"]
             continue
         plan.check_coverage()

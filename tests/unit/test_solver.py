@@ -409,8 +409,8 @@ def test_a_pick_for_another_row_count_is_the_fresh_one(rules: str, rng: Rng, ful
         asked = []
         for count in counts:
             moved = [
-                Layout.from_json({**x.to_json(), "shape": [count, *x.shape[1:]]})
-                if x.shape[:1] == first and x.ndim == layouts[0].ndim and (op != "matmul" or k == 0)
+                x.with_shape((count, *x.shape[1:]))
+                if first and x.shape[:1] == first and x.ndim == layouts[0].ndim and (op != "matmul" or k == 0)
                 else x
                 for k, x in enumerate(layouts)
             ]
@@ -424,6 +424,57 @@ def test_a_pick_for_another_row_count_is_the_fresh_one(rules: str, rng: Rng, ful
             fresh.append(pick(op, moved, solver=flag, rules=rules, **args))  # type: ignore[arg-type]
         assert kept == fresh
         assert [a.cost_bytes for a in kept] == pytest.approx([a.cost_bytes for a in fresh])
+
+
+@pytest.mark.parametrize("rules", ["documented", "extended"])
+def test_a_pick_does_not_depend_on_what_was_picked_before(rules: str, rng: Rng, full: bool) -> None:
+    """Every op, over lengths of any dim in random order: kept and fresh picks have the same digest."""
+    compared = 0
+    for op in sorted(SAMPLES) * (20 if full else 2):
+        layouts, args = random_case(rng, op, rules)
+        if rng.random() < 0.4:  # vectors: the dim that counts is the one that the op works along
+            vector, own = SAMPLES[op](rng)
+            layouts, args = [lay(x.shape, R, dtype=x.dtype.name) for x in vector], own
+        dim, wanted = int(rng.integers(2)), layouts[0].shape
+        calls = []
+        for extent in rng.choice([0, 1, 2, 3, 4, 6, 8, 12, 24, 48, 1000], 6):
+            alike = bool(rng.integers(2))
+            moved = [
+                x.with_shape((*x.shape[:dim], int(extent), *x.shape[dim + 1 :]))
+                if x.ndim > dim and wanted[dim : dim + 1] == x.shape[dim : dim + 1] and (alike or k == 0)
+                else x
+                for k, x in enumerate(layouts)
+            ]
+            calls.append(
+                (moved, {**args, **({"value": rng.choice([1, 1.0, True])} if "value" in args else {})})
+            )
+        clear_picks()
+        kept: list[str | None] = [digest_of(op, moved, own, rules) for moved, own in calls]
+        for (moved, own), before in zip(calls, kept, strict=True):
+            clear_picks()
+            assert digest_of(op, moved, own, rules) == before, f"{op} {own} {list(map(str, moved))}"
+            compared += before is not None
+    assert compared > len(SAMPLES)
+
+
+def digest_of(op: str, layouts: Sequence[Layout], args: dict[str, Any], rules: str) -> str | None:
+    try:
+        return pick(op, layouts, rules=rules, **args).digest()  # type: ignore[arg-type]
+    except (LayoutError, SolverError):
+        return None
+
+
+def test_vectors_of_gates_and_arguments_that_compare_equal_are_told_apart() -> None:
+    clear_picks()
+    for length in (48, 24, 12):
+        assert pick("fused_silu", [lay((length,), R)]).outputs[0].shape == (length // 2,)
+    scaled = [
+        pick("mul_scalar", [lay((8,), R, dtype="int32")], value=v).digest() for v in (2, 2.0, np.int64(2))
+    ]
+    assert scaled[0] != scaled[1]
+    assert scaled[0] == scaled[2]
+    padded = {pick("pad", [lay((8,), R)], pads=[[1, 1]], value=v).digest() for v in (0, False, 0.0, -0.0)}
+    assert len(padded) == 4
 
 
 def test_new_row_counts_do_not_miss(monkeypatch: pytest.MonkeyPatch) -> None:

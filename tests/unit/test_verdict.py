@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lowshard.comm.abort import FailureRecord
-from lowshard.launch.verdict import failure_text, first_cause, judge, one_each
+from lowshard.launch.verdict import Leaver, failure_text, first_cause, judge, one_each, place_in
 
 
 def record(rank: int, time_s: float, kind: str, **more: object) -> FailureRecord:
@@ -95,3 +95,57 @@ def test_ranks_with_one_text_are_told_together_and_the_first_cause_last() -> Non
 def test_a_kill_that_nobody_did_hints_at_the_memory() -> None:
     killed = judge((FailureRecord(0, 1.0, "signal", 70, "killed", signal=9),), 1, 1.0, status=137)
     assert "dmesg" in killed.message
+
+
+SURVIVORS = [
+    record(0, 2.0, "exception", consequence=True, about=(1,)),
+    record(1, 2.1, "exception", consequence=True, about=(3,)),
+    record(2, 1.9, "signal", signal=15, consequence=True),
+]
+
+
+@pytest.mark.parametrize(
+    ("failures", "leavers", "rank", "kind"),
+    [
+        (SURVIVORS, [Leaver(3, 1.0, in_order=True)], 3, "left"),
+        (SURVIVORS, [Leaver(3, 1.0, in_order=False)], 3, "left"),
+        (SURVIVORS, [], 3, "exception"),  # it is the one that they waited for, whatever became of it
+        ([record(2, 1.9, "signal", signal=15, consequence=True)], [Leaver(3, 1.0, in_order=False)], 3, "left"),
+        ([record(2, 1.9, "signal", signal=15, consequence=True)], [Leaver(3, 1.0, in_order=True)], 2, "signal"),
+        ([record(2, 1.1, "lost")], [Leaver(3, 1.0, in_order=False)], 3, "left"),  # mpiexec killed its keeper
+        ([record(2, 1.1, "lost")], [Leaver(3, 1.0, in_order=True)], 2, "lost"),
+        ([record(2, 1.1, "exception", error="mpi4py.MPI.Exception")], [Leaver(3, 1.2, in_order=False)], 3, "left"),
+        ([record(0, 3.0, "exception", error="TimedOut", about=(3,))], [Leaver(3, 1.0, in_order=True)], 3, "left"),
+        ([record(0, 3.0, "exception", error="TimedOut", about=(3,))], [], 3, "exception"),
+        # Another failure than that of a wait: those who have left had done their part.
+        ([record(0, 3.0, "exception", error="ValueError")], [Leaver(3, 1.0, in_order=False)], 0, "exception"),
+        ([*SURVIVORS, record(3, 2.2, "exception", error="ValueError")], [], 3, "exception"),
+    ],
+)  # fmt: skip
+def test_a_rank_that_left_or_never_came_is_the_cause_of_what_the_others_met(
+    failures: list[FailureRecord], leavers: list[Leaver], rank: int, kind: str
+) -> None:
+    cause = first_cause(failures, leavers)
+    assert cause is not None
+    assert (cause.rank, cause.kind) == (rank, kind)
+
+
+def test_what_mpiexec_alone_has_seen_of_a_rank_that_left_is_that_rank() -> None:
+    left = judge(
+        (), 4, 1.0, status=137, leavers=[Leaver(3, 2.0, in_order=False), Leaver(2, 1.0, in_order=True)]
+    )
+    assert (left.exit_code, left.cause, left.failed_rank) == (70, "left", 3)
+    assert judge((), 4, 1.0, status=0, leavers=[Leaver(3, 2.0, in_order=False)]).exit_code == 0
+
+
+def test_a_time_limit_tells_who_had_left_or_who_was_elsewhere() -> None:
+    late = judge((), 3, 1.0, status=1, limit_s=3.0, leavers=[Leaver(2, 1.0, in_order=True)])
+    assert late.message.endswith("; rank 2 had left with exit code 0")
+    stacks = (
+        b'Thread 0x1 (most recent call first):\n  File "/x/other.py", line 7 in work\n\nCurrent thread 0x2 '
+    )
+    stacks += b'(most recent call first):\n  File "<frozen runpy>", line 1 in run\n  File "/x/a.py", line 31 in main\n'
+    assert place_in(stacks) == "a.py:31"
+    assert place_in(b"") == ""
+    late = judge((), 3, 1.0, status=1, limit_s=3.0, places={0: "train.py:31", 1: "", 2: "train.py:31"})
+    assert late.message.endswith("; ranks 0, 2 were in train.py:31, rank 1 was in an unknown line")

@@ -394,12 +394,13 @@ def test_a_wrong_setting_is_the_same_error_on_all_ranks(
 
 def test_an_interface_that_is_named_is_the_only_one_offered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(rendezvous.INTERFACE_VARIABLE, "lo")
-    listener = rendezvous.Listener(2)
+    made = rendezvous.Rendezvous.nearby(2)
     try:
-        assert listener.offer.addresses == ("127.0.0.1",)
-        assert {s.getsockname()[0] for s in listener._sockets} == {"127.0.0.1"}
+        [address] = made.offer.addresses
+        assert address.startswith("tcp://127.0.0.1:")
+        assert {s.getsockname()[0] for s in made._door._listening} == {"127.0.0.1"}
     finally:
-        listener.close()
+        made.close()
     for watch in start(2):
         watch.close()
 
@@ -407,12 +408,12 @@ def test_an_interface_that_is_named_is_the_only_one_offered(monkeypatch: pytest.
 def test_one_rank_without_a_connection_fails_them_all(monkeypatch: pytest.MonkeyPatch) -> None:
     def connect(offer: rendezvous.Offer, rank: int, limit_s: float) -> Any:
         if rank == 2:  # as on a host that only nobody's port leads from
-            offer = rendezvous.Offer(offer.host, offer.network, ("127.0.0.1",), 1, offer.token)
+            offer = dataclasses.replace(offer, addresses=("tcp://127.0.0.1:1",))
         return rendezvous.connect(offer, rank, limit_s)
 
     monkeypatch.setattr(meeting_module, "connect", connect)
     with pytest.raises(
-        CommError, match=r"rank 2 on .* reaches none .* port 1 \(127.0.0.1: connection refused\)"
+        CommError, match=r"rank 2 on .* reaches none .* \(tcp://127.0.0.1:1: connection refused\)"
     ):
         start(4, connect_limit_s=0.3)
 

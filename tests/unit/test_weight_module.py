@@ -257,7 +257,8 @@ def test_names_without_a_rule_or_with_several_are_reported(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("[]", "a mapping with a list"), ("rules: [{pattern: a}]", "a rule has"), ("rules: [", "is no YAML"),
+        ("[]", r"at \$: expected a file of name patterns"), ("rules: [", "is no YAML"),
+        ("rules: [{pattern: a}]", r"at \$\.rules\[0\]\.strategy: expected text or an object, got nothing"),
         ("rules: [{pattern: a, strategy: sideways}]", "one of rowwise"),
     ],
 )  # fmt: skip

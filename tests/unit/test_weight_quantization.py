@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from lowshard.kernels import MXFP8Tensor, dequantize_mxfp8, quantize_mxfp8
 from lowshard.weights import Quantization, Segment, ShardingStrategy, Weight, scale_strategy
+from lowshard.weights.rule import ExpertRange, Owned
 
 S = ShardingStrategy
 Q = Quantization
@@ -261,3 +263,58 @@ def test_experts_stacked_in_three_axes() -> None:
             assert [p.bias is None for p in parts] == [False, True, True]
         else:
             assert np.array_equal(np.concatenate([p.bias for p in parts], bias), b)
+
+
+def cut_small(kind: str, k: int, heads: int, head_dim: int) -> tuple[ShardingStrategy, tuple[int, ...]]:
+    """Return a strategy over k devices, of which some get nothing where heads are few, and a shape it fits."""
+    n = heads * head_dim
+    return {
+        "rowwise": (S.rowwise(k), (n, 32)), "columnwise": (S.columnwise(k), (3, n)),
+        "axis0": (S.axiswise(0, k), (n, 8)),
+        "axis-1": (S.axiswise(-1, k), (2, 3, n)), "replicate": (S.replicate(k), (n, 8)),
+        "heads": (S.head_aware_columnwise(k, heads, head_dim), (5, n)),
+        "stacked": (S.stacked_qkv(k, heads, head_dim), (3 * n, 8)), "gate_up": (S.gate_up(k, axis=0), (2 * n, 8)),
+        "segments": (S.segmented(k, 0, [Segment(n, num_heads=heads), Segment(n)]), (2 * n, 8)),
+        "grouped": (S.grouped_qkv(k, heads, heads, head_dim, few_kv="empty"), (3 * n, 8)),
+        "few groups": (S.grouped_qkv(k, heads, 1, head_dim), ((heads + 2) * head_dim, 8)),
+        "experts": (S(k, ExpertRange()), (heads, 4, 8)), "owned": (S(k, Owned(k - 1)), (n, 8)),
+    }[kind]  # fmt: skip
+
+
+CUTS = (
+    "rowwise", "columnwise", "axis0", "axis-1", "replicate", "heads", "stacked", "gate_up", "segments", "grouped",
+    "few groups", "experts", "owned",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", CUTS)
+def test_every_part_is_a_weight_that_the_library_accepts(kind: str) -> None:
+    empty = accepted = 0
+    quantizations = [
+        Q.scaled("tensor"), Q.scaled("row"), Q.scaled("block", (4, 4)), Q.scaled("block", (1, 8)), Q.packed(4),
+        Q.packed(4, "block", (2, 4)), Q.packed(6, "row"), Q.mxfp8(),
+    ]  # fmt: skip
+    for q, k, heads, head_dim in product(quantizations, (1, 2, 3, 5), (1, 2, 4), (1, 2, 4, 8)):
+        strategy, shape = cut_small(kind, k, heads, head_dim)
+        stored = shape if q.stored == q.values else (*shape[:-1], shape[-1] // q.values * q.stored)
+        if not q.is_legal(strategy, stored):
+            continue
+        scale = None if q.granularity == "none" else np.ones(q.scale_shape(stored))
+        whole = Weight(
+            "w", np.zeros(stored), strategy, quantization=q, scale=scale, bias=np.zeros(stored[:-1])
+        )
+        for part in whole.shard():
+            again = Weight(part.name, part.array, quantization=q, scale=part.scale, bias=part.bias)
+            assert again.shape == part.shape
+            assert scale is None or tuple(part.scale.shape) == q.scale_shape(part.shape)
+            empty += part.array.size == 0
+            accepted += 1
+    assert accepted > 100
+    assert empty > 0 or kind == "replicate"
+
+
+def test_an_empty_part_has_no_scales() -> None:
+    weight = Weight(
+        "w", np.zeros((1, 32)), S.rowwise(2), quantization=Q.scaled("block", (4, 4)), scale=np.ones((1, 8))
+    )
+    assert [(p.shape, p.scale.shape) for p in weight.shard()] == [((1, 32), (1, 8)), ((0, 32), (0, 8))]

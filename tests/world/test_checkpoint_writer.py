@@ -30,7 +30,6 @@ from lowshard.errors import (
     LowshardError,
     MeshError,
     MismatchError,
-    PeerFailed,
 )
 
 Globals = dict[str, tuple[Layout, np.ndarray]]
@@ -450,48 +449,6 @@ def test_a_failure_in_the_middle_leaves_the_old_file_and_no_other(
     assert str(text) in str(found[0])
     assert os.listdir(tmp_path) == ["f"]
     assert path.read_bytes() == old
-
-
-def test_a_folder_that_cannot_be_synced_is_reported_with_the_new_file_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # rank 0 syncs after the header, after its own part, and last the folder
-    faults = Faults(monkeypatch, "fsync", 0, 3, OSError(errno.EIO, os.strerror(errno.EIO)))
-
-    def job(comm: lc.Communicator) -> None:
-        faults.idents[threading.get_ident()] = comm.rank
-        write_checkpoint(tmp_path / "f", local_state(small(), comm.rank), comm)
-
-    found = outcomes(4, job)
-    assert [type(e) for e in found] == [CheckpointError] * 4
-    assert "the new file is in place and whole" in str(found[2])
-    assert (tmp_path / "f").read_bytes() == expected_bytes(small())
-    assert os.listdir(tmp_path) == ["f"]
-
-
-@pytest.mark.parametrize("rank", [0, 2])
-def test_a_rank_that_is_interrupted_takes_its_temporary_file_along(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int
-) -> None:
-    path = tmp_path / "f"
-    path.write_bytes(b"old")
-    faults = Faults(monkeypatch, "pwrite", rank, 2, KeyboardInterrupt())
-    peers: dict[int, type[BaseException]] = {}
-
-    def job(comm: lc.Communicator) -> None:
-        faults.idents[threading.get_ident()] = comm.rank
-        comm.barrier()
-        try:
-            write_checkpoint(path, local_state(small(), comm.rank), comm)
-        except BaseException as error:
-            peers[comm.rank] = type(error)
-            raise
-
-    with pytest.raises(KeyboardInterrupt):
-        lc.run_loopback(4, job, 30)
-    assert peers == {r: KeyboardInterrupt if r == rank else PeerFailed for r in range(4)}
-    assert os.listdir(tmp_path) == ["f"]
-    assert path.read_bytes() == b"old"
 
 
 def test_file_systems_without_fallocate_are_written_too(

@@ -32,6 +32,25 @@ def test_a_group_without_ranks_is_refused(size: int) -> None:
         lc.loopback(size)
 
 
+def test_reductions_take_the_ops_of_mpi4py_and_refuse_what_is_no_op() -> None:
+    MPI = pytest.importorskip("mpi4py.MPI", reason="needs an MPI library")
+
+    def reduce_all(comm: Communicator) -> list[float]:
+        mine, out, part = np.full(2, comm.rank + 2.0), np.zeros(2), np.zeros(1)
+        found = []
+        for op in (MPI.SUM, MPI.MAX, MPI.MIN, MPI.PROD):
+            comm.all_reduce(mine, out, op=op)
+            found.append(float(out[0]))
+        comm.reduce_scatter(mine, part, op=MPI.PROD)
+        comm.reduce(mine, out if comm.rank == 0 else None, op=MPI.MAX)
+        for wrong in (MPI.BAND, None, ["sum"], {}, 3, np.zeros(2)):
+            with pytest.raises(CommError, match="op is one of sum, avg, min, max, prod"):
+                comm.all_reduce(mine, out, op=wrong)  # type: ignore[arg-type]
+        return [*found, float(part[0])]
+
+    assert lc.run_loopback(2, reduce_all, timeout_s=30.0) == [[5.0, 3.0, 2.0, 6.0, 6.0]] * 2
+
+
 def test_results_come_back_in_rank_order() -> None:
     def late_first(comm: Communicator) -> int:
         time.sleep(0.01 * (3 - comm.rank))

@@ -406,6 +406,50 @@ def _bad_rule(engine: FSDP, comm: lc.Communicator) -> None:
     engine.update(rule)
 
 
+def _with(what: str, *args: Any) -> Callable[..., None]:
+    """Return a step in which one call gets arguments that it does not take."""
+
+    def step(engine: FSDP, comm: lc.Communicator) -> None:
+        if what in ("open", "close", "grads", "reduce", "step", "full"):
+            call = getattr(engine, what)(*args)
+            if what == "step":
+                with call:
+                    pass
+            return
+        kit.run_step(engine, comm, 0, 1)
+        engine.join()
+        if what != "update":
+            getattr(engine, what)(*args)
+        engine.clip(1.0)
+        engine.update(*args) if what == "update" else engine.update(kit.optimizer())
+
+    step.__name__ = f"{what}({', '.join(map(repr, args))})"
+    return step
+
+
+def _another_clip(engine: FSDP, comm: lc.Communicator) -> None:
+    """What `normal` does, but for a number that is compared at the next join."""
+    kit.run_step(engine, comm, 0, 1)
+    engine.join()
+    engine.clip(2.0)
+    engine.update(kit.optimizer())
+    engine.broadcast_updated_params()
+
+
+def _another_full(engine: FSDP, comm: lc.Communicator) -> None:
+    """Parameters of one shape, so that counts and dtypes agree."""
+    engine.full("l1.b" if comm.rank == 1 else "l1.f")
+
+
+BAD_ARGUMENTS = [
+    ("clip", (None,)), ("clip", ("1",)), ("clip", (float("nan"),)), ("clip", (-1.0,)), ("clip", (True,)),
+    ("clip", (1.0, None)), ("clip", (1.0, 0)), ("clip", (1.0, -2)), ("clip", ([1],)), ("norm", ("2",)),
+    ("norm", (float("nan"),)), ("norm", (None,)), ("norm", (np.zeros(2),)), ("update", ("adam",)), ("update", (None,)),
+    ("step", (None,)), ("step", (1,)),
+]  # fmt: skip
+BAD_NAMES = [("full", errors.LayoutError), ("open", errors.NotOpen), ("close", errors.NotOpen),
+             ("grads", errors.NotOpen), ("reduce", errors.NotOpen)]  # fmt: skip
+
 WRONG: list[tuple[Callable[..., None], str, type[Exception]]] = [
     (_open_stale, "sgo", errors.StaleParams),
     (_update_twice, "full", errors.StaleParams),
@@ -425,12 +469,20 @@ WRONG: list[tuple[Callable[..., None], str, type[Exception]]] = [
     (_own_failure, "full", KeyError),
     (_own_failure, "hybrid2", KeyError),
     (_bad_rule, "full", ZeroDivisionError),
-]
+    (_another_clip, "full", errors.Disagree),
+    (_another_clip, "none", errors.Disagree),
+    (_another_full, "full", errors.MismatchError),
+    (_another_full, "hybrid2", errors.MismatchError),
+    *((_with(*call), name, errors.StepError) for call in [(w, *a) for w, a in BAD_ARGUMENTS]
+      for name in ("full", "none", "hybrid2")),
+    *((_with(what, bad), name, error) for what, error in BAD_NAMES for bad in ("nosuch", "l9.w", None, [], 3)
+      for name in ("full", "sgo")),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("wrong", "name", "error", "who", "communicators"),
-    mode.sample([(*w, who, n) for w in WRONG for who in ("all", "one") for n in (1, 2)], 24, "fsdp wrong"),
+    mode.sample([(*w, who, n) for w in WRONG for who in ("all", "one") for n in (1, 2)], 40, "fsdp wrong"),
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_a_wrong_call_raises_on_every_rank_and_reset_mends_it(
@@ -442,7 +494,7 @@ def test_a_wrong_call_raises_on_every_rank_and_reset_mends_it(
     tmp_path: Path,
 ) -> None:
     """On the ranks that make it, and on the others at their next call; training goes on as if nothing had been."""
-    if wrong is _other_order and who == "all":
+    if wrong in (_other_order, _another_clip) and who == "all":
         return
     reached = {}
 

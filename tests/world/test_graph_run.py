@@ -10,7 +10,14 @@ from support import mode
 
 from lowshard import DeviceMesh
 from lowshard import comm as lc
-from lowshard.errors import BufferMismatchError, LayoutError, MeshError, MismatchError, VerificationError
+from lowshard.errors import (
+    BufferMismatchError,
+    LayoutError,
+    LowshardError,
+    MeshError,
+    MismatchError,
+    VerificationError,
+)
 from lowshard.op import prove, run_graph, run_unsharded
 from lowshard.op.graph import needed_steps, random_inputs, shard, whole
 from lowshard.redistribute import plan_redistribute
@@ -121,6 +128,27 @@ def test_wrong_inputs_are_refused_on_every_rank() -> None:
             raise BufferMismatchError(errors[0])
     with pytest.raises(MeshError, match="the communicator has 1"):
         lc.run_loopback(1, lambda comm: run_graph(plan, arrays, comm), 10)
+
+
+@pytest.mark.parametrize("which", ["plan", "inputs", "outputs", "text for outputs"])
+def test_what_one_rank_passes_in_a_wrong_way_is_an_error_on_every_rank(which: str) -> None:
+    plan = GraphSolver().solve(two_ends(), DeviceMesh((2,), ("tp",)))
+    arrays = random_inputs(plan.graph)
+    wrong: dict[str, dict[str, Any]] = {
+        "plan": {"plan": None}, "inputs": {"inputs": None}, "outputs": {"outputs": [3]},
+        "text for outputs": {"outputs": "left"},
+    }  # fmt: skip
+
+    def work(comm: lc.Communicator) -> str:
+        mine = {n: shard(plan.layout(n), v, comm.rank) for n, v in arrays.items()}
+        given: dict[str, Any] = {"plan": plan, "inputs": mine, "outputs": None}
+        given |= wrong[which] if comm.rank else {}
+        with pytest.raises(LowshardError) as caught:
+            run_graph(comm=comm, **given)
+        return str(caught.value)
+
+    texts = lc.run_loopback(2, work, 10)
+    assert texts[0] == texts[1]
 
 
 def test_ranks_with_different_plans_are_told() -> None:

@@ -31,7 +31,7 @@ from lowshard import comm as lc
 from lowshard import dtypes as dt
 from lowshard.box import Split
 from lowshard.cost import ClusterProfile
-from lowshard.errors import BufferMismatchError, MeshError, MismatchError, PlanError
+from lowshard.errors import BufferMismatchError, DTypeError, MeshError, MismatchError, PlanError
 from lowshard.placement import mean_weight, parse_placement
 from lowshard.redistribute import RedistributePlan
 
@@ -138,6 +138,113 @@ def test_every_pair_of_placements_on_three_axes() -> None:
             check_move(comm, src, dst, number)
 
     lc.run_loopback(8, run, 600)
+
+
+# ---- means of integers
+
+
+def value_of(layout: Layout, parts: list[np.ndarray]) -> np.ndarray:
+    """Return the array that all ranks' parts stand for: terms summed without a limit, divided once, the floor taken."""
+    mesh = layout.mesh
+    terms = [a for a, op in enumerate(layout.partials) if op]
+    total = np.zeros(layout.shape, object)
+    for rank in range(mesh.size):
+        coord = mesh.coord(rank)
+        copies = [
+            a for a in range(mesh.ndim) if a not in terms and all(a not in axes for axes in layout.cutters)
+        ]
+        if all(coord[a] == 0 for a in copies):
+            total[tuple(slice(*i) for i in layout.box(rank))] += parts[rank].astype(object)
+    divisor = int(np.prod([mesh.shape[a] for a in terms if layout.partials[a] == "avg"]))
+    value: np.ndarray = total // divisor
+    return value
+
+
+def check_value(src: Layout, dst: Layout, seed: int, cost: ClusterProfile | None = None) -> None:
+    info = np.iinfo(src.numpy_dtype)
+    bits = 8 * src.itemsize_bytes
+    means = "avg" in src.partials
+
+    def run(comm: lc.Communicator) -> tuple[np.ndarray, np.ndarray]:
+        at = [c for c, op in zip(src.mesh.coord(comm.rank), src.partials, strict=True) if op]
+        rng = np.random.default_rng([seed, *at])
+        # Where terms are divided they are so large that no sum of theirs fits their dtype.
+        low, high = (info.min, info.max) if means else (0, 3)
+        whole = rng.integers(low, high, src.shape, src.numpy_dtype, endpoint=True)
+        local = np.ascontiguousarray(whole[tuple(slice(*i) for i in src.box(comm.rank))])
+        got = redistribute(local, src, dst, comm, cost=cost)
+        assert isinstance(got, np.ndarray)
+        return local, got
+
+    given, got = zip(*lc.run_loopback(src.mesh.size, run, 60), strict=True)
+    before, after = value_of(src, list(given)), value_of(dst, list(got))
+    assert ((before - after) % (1 << bits) == 0).all(), f"{src} -> {dst}: {before} became {after}"
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("grid", [(2, 2), (2, 3), (3, 2), (2, 2, 2), (1, 3, 2)])
+def test_means_of_integers_are_rounded_once(grid: tuple[int, ...]) -> None:
+    mesh = DeviceMesh(grid, ("dp", "tp", "pp")[: len(grid)])
+    dtypes = ("int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64")
+    before = [
+        p for p in product((Partial("avg"), Partial(), Sharded(0)), repeat=len(grid)) if Partial("avg") in p
+    ]
+    after = list(product((Replicated(), Sharded(0), Sharded(1), Partial(), Partial("avg")), repeat=len(grid)))
+    cases = mode.sample(list(enumerate(product(before, after))), 25, f"means on {grid}")
+    for number, (start, end) in cases:
+        src = Layout(mesh, (5, 3), dtypes[number % len(dtypes)], start)
+        check_value(src, src.with_placements(end), number, (None, PROFILE)[number // len(dtypes) % 2])
+
+
+def test_an_avg_axis_is_not_folded_beside_one_that_stays() -> None:
+    mesh = DeviceMesh((2, 2), ("dp", "tp"))
+    src = Layout(mesh, (1,), "int32", (Partial("avg"), Partial("avg")))
+    half = src.with_placements((Replicated(), Partial("avg")))
+    whole = src.with_placements((Replicated(), Replicated()))
+
+    def run(comm: lc.Communicator) -> list[int]:
+        term = np.array([[1, 0], [0, 3]][comm.rank // 2][comm.rank % 2 : comm.rank % 2 + 1], np.int32)
+        once = redistribute(term, src, whole, comm)
+        between = redistribute(term, src, half, comm)
+        twice = redistribute(between, half, whole, comm)
+        assert once is not None
+        assert twice is not None
+        return [int(once[0]), int(twice[0])]
+
+    assert lc.run_loopback(4, run) == [[1, 1]] * 4
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_what_is_no_plan_or_layout_is_the_same_error_on_every_rank(who: int) -> None:
+    plan = plan_redistribute(SRC, DST)
+
+    def run(comm: lc.Communicator) -> None:
+        local = np.zeros(3, np.float32)
+        for bad in (None, "plan", SRC, 3):
+            said: object = bad if comm.rank == who else plan
+            with pytest.raises(PlanError, match="is a RedistributePlan"):
+                execute(said, local, comm)  # type: ignore[arg-type]
+            with pytest.raises(PlanError, match="is a RedistributePlan"):
+                execute_all({"w": said}, {"w": local}, comm)  # type: ignore[dict-item]
+        for bad in (None, "R", MESH):
+            given: object = bad if comm.rank == who else DST
+            with pytest.raises(PlanError, match="is a Layout"):
+                redistribute(local, SRC, given, comm)  # type: ignore[arg-type]
+        assert np.array_equal(redistribute(local, SRC, DST, comm), np.zeros(6, np.float32))  # type: ignore[arg-type]
+
+    lc.run_loopback(2, run, 20)
+
+
+def test_bools_have_no_mean() -> None:
+    mesh = DeviceMesh((2,), ("x",))
+    src = Layout(mesh, (3,), "bool", (Partial("avg"),))
+
+    def run(comm: lc.Communicator) -> str:
+        with pytest.raises(DTypeError) as caught:
+            redistribute(np.ones(3, bool), src, src.with_placements((Replicated(),)), comm)
+        return str(caught.value)
+
+    assert all("have no mean" in text for text in lc.run_loopback(2, run))
 
 
 # ---- plans are values

@@ -12,17 +12,9 @@ from support.reshard_cases import (
     arrays_of,
 )
 
-from lowshard.comm import run_loopback
-from lowshard.errors import (
-    MismatchError,
-    PlanError,
-    VerificationError,
-)
-from lowshard.reshard import (
-    Refit,
-    TensorLayout,
-    build_reshard_plan,
-)
+from lowshard.comm import run_loopback, share_text
+from lowshard.errors import LowshardError, MismatchError, PlanError, VerificationError
+from lowshard.reshard import Refit, Reshard, ReshardTransform, TensorLayout, build_reshard_plan
 
 
 @pytest.mark.parametrize("way", ["slots", "messages"])
@@ -100,5 +92,85 @@ def test_versions_that_ranks_do_not_agree_on_are_refused_and_the_old_one_stays()
         assert refit.version == 0
         refit.push(1)
         assert (refit.weights["w"] == 1).all()
+
+    run_loopback(2, work, LIMIT_S)
+
+
+class _NoSend(ReshardTransform):
+    """It says that it takes every tensor, and does nothing for them."""
+
+    def should_transform(self, param_name: str) -> bool:
+        return True
+
+
+BAD_VERSIONS = ("x", [1], float("nan"), float("inf"), 1 << 63, 1 << 200, True, np.bool_(True), -1, 2.5, 2.0, b"1",
+                np.array([1, 2]), np.float64(1), {}, object())  # fmt: skip
+
+
+@pytest.mark.parametrize("who", [0, 1, 2])
+def test_an_unusable_version_is_the_same_error_on_every_rank_and_the_next_push_works(who: int) -> None:
+    layouts = {"w": TensorLayout.sharded((4,), "float32", {"tp": (2, 1)}, {0: "tp"})}
+    served = {"w": TensorLayout.sharded((4,), "float32", {"dp": (2, 1)}, offset=2)}
+    plan = build_reshard_plan(layouts, served)
+
+    def work(comm: Any) -> None:
+        trains = comm.rank < 2
+        mine = {"w": np.ones(2, np.float32)} if trains else {}
+        refit = Refit(plan, comm, mine, {} if trains else {"w": np.zeros(4, np.float32)}, version=0)
+        version = 0
+        for bad in BAD_VERSIONS:
+            said = bad if comm.rank == who else version + 1
+            with pytest.raises(PlanError, match="a version is an integer from 0 to"):
+                refit.push(said) if trains else refit.pull(said)
+            assert refit.version == version
+            version += 1
+            for array in mine.values():
+                array[...] = version
+            refit.push(np.int32(version)) if trains else refit.pull(np.uint8(version))
+            assert refit.version == version
+            assert all((array == version).all() for array in refit.weights.values())
+        with pytest.raises(PlanError, match="from 0 to"):
+            refit.push(None) if comm.rank == who else refit.pull()  # type: ignore[arg-type]
+        with pytest.raises(PlanError, match=r"is pushed by ranks \[3\], which have none"):
+            refit.push(99) if comm.rank == 3 else refit.pull()
+        assert refit.version == version
+        refit.push(version + 1) if comm.rank != 2 else refit.pull()  # who has no sources may name it too
+        assert refit.version == version + 1
+
+    run_loopback(4, work, LIMIT_S)
+
+
+@pytest.mark.parametrize("made", [Refit, Reshard])
+def test_a_wrong_argument_on_one_rank_is_an_error_on_all(made: Any) -> None:
+    layouts = {"w": TensorLayout.sharded((4,), "float32", {"tp": (2, 1)}, {0: "tp"})}
+    plan = build_reshard_plan(layouts, {"w": TensorLayout.sharded((4,), "float32", {"dp": (2, 1)})})
+    right: dict[str, Any] = {"plan": plan, "src": {}, "dst": {}, "transform": None}
+    wrong: list[dict[str, Any]] = [
+        {"plan": None}, {"plan": plan.to_json()}, {"src": 3}, {"src": [np.ones(2, np.float32)]}, {"dst": np.ones(4)},
+        {"dst": {"w": [0.0] * 4}}, {"dst": {"w": None}}, {"src": {"w": "text"}}, {"src": {"w": np.ones(3, np.float32)}},
+        {"transform": "mxfp8"}, {"transform": _NoSend()}, {"way": "quick"}, {"way": None}, {"way": ["direct"]},
+        {"staging_bytes": "16"}, {"staging_bytes": 0}, {"staging_bytes": -5}, {"staging_bytes": 1.5},
+        {"staging_bytes": True}, {"checksums": "yes"}, {"checksums": None}, {"chunks": 3},
+    ]  # fmt: skip
+    if made is Refit:
+        wrong += [
+            {"buffering": "triple"},
+            {"buffering": None},
+            {"buffering": []},
+            {"version": "x"},
+            {"version": -1},
+        ]
+
+    def work(comm: Any) -> None:
+        for number, fields in enumerate(wrong):
+            arrays = {"src": {"w": np.ones(2, np.float32)}, "dst": {"w": np.zeros(4, np.float32)}}
+            given = {**right, **arrays, **(fields if comm.rank == number % 2 else {})}
+            with pytest.raises(LowshardError) as caught:
+                made(comm=comm, **given)
+            texts = share_text(comm, f"{type(caught.value).__name__} {str(caught.value)[:60]}")
+            assert texts[0] == texts[1], fields
+        last = made(comm=comm, **{**right, **arrays})
+        last.push(1) if made is Refit else last.run()
+        last.close()
 
     run_loopback(2, work, LIMIT_S)

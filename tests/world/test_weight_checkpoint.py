@@ -24,7 +24,6 @@ from lowshard.errors import (
     BufferMismatchError,
     CheckpointError,
     LayoutError,
-    LowshardError,
     MismatchError,
     PlanError,
 )
@@ -360,50 +359,6 @@ def test_progress_is_told_on_rank_0(tmp_path: Path) -> None:
 # ---- saving over an old checkpoint
 
 
-class Faults:
-    """Makes a system call fail on one rank, at its n-th use by that rank."""
-
-    def __init__(
-        self, patch: pytest.MonkeyPatch, call: str, rank: int, nth: int, error: BaseException
-    ) -> None:
-        self.rank, self.nth, self.error, self.used, self.fired = rank, nth, error, 0, False
-        self.idents: dict[int, int] = {}
-        self.real = getattr(os, call)
-        patch.setattr(os, call, self)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.idents.get(threading.get_ident()) == self.rank:
-            self.used += 1
-            if self.used == self.nth:
-                self.fired = True
-                raise self.error
-        return self.real(*args, **kwargs)
-
-
-@pytest.mark.parametrize(
-    ("call", "rank", "nth"),
-    [("pwrite", 1, 2), ("pwrite", 0, 1), ("fsync", 1, 1), ("fsync", 0, 2), ("replace", 0, 1), ("open", 1, 1),
-     ("posix_fallocate", 1, 1)],
-)  # fmt: skip
-def test_a_save_that_fails_leaves_the_old_checkpoint_and_no_other_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, rank: int, nth: int
-) -> None:
-    tilings = attention_and_more(2)
-    old, new = values_of(tilings, 1), values_of(tilings, 2)
-    save_over(tmp_path / "c", old, tilings, 2)
-    before = {p.name: p.read_bytes() for p in (tmp_path / "c").iterdir()}
-    faults = Faults(monkeypatch, call, rank, nth, OSError(28, "No space left on device"))
-
-    def job(comm: Any) -> None:
-        faults.idents[threading.get_ident()] = comm.rank
-        save(tmp_path / "c", state_of(new, tilings, comm.rank), comm)
-
-    found = outcomes(2, job)
-    assert faults.fired
-    assert all(isinstance(e, LowshardError) and "No space left" in str(e) for e in found)
-    assert {p.name: p.read_bytes() for p in (tmp_path / "c").iterdir()} == before
-
-
 def test_leftovers_of_killed_saves_are_cleared_and_those_of_live_ones_stay(tmp_path: Path) -> None:
     import fcntl
 
@@ -413,16 +368,108 @@ def test_leftovers_of_killed_saves_are_cleared_and_those_of_live_ones_stay(tmp_p
     folder = tmp_path / "c"
     dead = [f"shard-{'ab' * 6}-00000-of-00002.safetensors", f".{INDEX}.{'ab' * 6}.tmp"]
     live = folder / f"shard-{'cd' * 6}-00001-of-00002.safetensors"
-    for name in dead:
+    claim = folder / f".{INDEX}.{'cd' * 6}.tmp"
+    for name in (*dead, live.name):
         (folder / name).write_bytes(b"half")
     (folder / "notes.txt").write_text("mine")
-    with live.open("wb") as held:
+    with claim.open("wb") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         assert sorted(remove_leftovers(folder)) == sorted(dead)
+        save_over(folder, values_of(tilings, 3), tilings, 2)
         assert live.exists()
+        assert claim.exists()
     save_over(folder, values_of(tilings, 3), tilings, 2)
     assert not live.exists()
     assert sorted(p.suffix for p in folder.iterdir()) == [".json", ".safetensors", ".safetensors", ".txt"]
+
+
+def test_nothing_is_cleared_beside_an_index_that_cannot_be_read_until_a_new_one_is_in_place(
+    tmp_path: Path,
+) -> None:
+    tilings = attention_and_more(2)
+    save_over(tmp_path / "c", values_of(tilings), tilings, 2)
+    index = tmp_path / "c" / INDEX
+    index.write_bytes(index.read_bytes()[:-9])
+    before = sorted(p.name for p in (tmp_path / "c").iterdir())
+    assert remove_leftovers(tmp_path / "c") == []
+    assert sorted(p.name for p in (tmp_path / "c").iterdir()) == before
+    save_over(tmp_path / "c", values_of(tilings, 2), tilings, 2)
+    after = sorted(p.name for p in (tmp_path / "c").iterdir())
+    assert len(after) == len(before)
+    assert set(after) & set(before) == {INDEX}
+    check_whole(tmp_path / "c", values_of(tilings, 2), tilings)
+
+
+def check_whole(folder: Path, values: Any, tilings: Any) -> None:
+    whole = {n: Tiling.whole(t.shape, t.dtype) for n, t in tilings.items()}
+    found = load(folder, plan_load(folder, whole))
+    assert all(same(found[n], values[n]) for n in whole)
+
+
+@pytest.mark.parametrize("locks", [True, False])
+def test_two_saves_into_one_folder_at_once_end_with_one_of_both_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, locks: bool
+) -> None:
+    """Without locks a save may lose its claim to the other: then it says so, and what is in place stays whole."""
+    import fcntl
+
+    def refuse(fd: int, operation: int) -> None:
+        raise OSError(37, "No locks available")
+
+    if not locks:
+        monkeypatch.setattr(fcntl, "flock", refuse)
+    tilings = {n: t for n, t in attention_and_more(2).items() if n not in ("large", "wide")}
+    folder, found = tmp_path / "c", []
+
+    def many(who: int) -> None:
+        for turn in range(12):
+            values = values_of(tilings, 10 * turn + who)
+            errors = outcomes(2, lambda c, v=values: save(folder, state_of(v, tilings, c.rank), c))
+            found.extend(e for e in errors if e is not None)
+
+    threads = [threading.Thread(target=many, args=(who,)) for who in (1, 2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not (locks and found), found
+    assert all(isinstance(e, CheckpointError) for e in found), found
+    whole = {n: Tiling.whole(t.shape, t.dtype) for n, t in tilings.items()}
+    assert len(load(folder, plan_load(folder, whole))) == len(whole)  # checksums compared
+    save_over(folder, values_of(tilings, 3), tilings, 2)
+    assert len(list(folder.iterdir())) == 3
+    check_whole(folder, values_of(tilings, 3), tilings)
+
+
+def test_a_checkpoint_that_is_replaced_while_it_is_opened_is_opened_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tilings = attention_and_more(2)
+    save_over(tmp_path / "c", values_of(tilings, 1), tilings, 2)
+    module = import_module("lowshard.checkpoint.catalog")
+    real = module.read_index
+    saves = [2]
+
+    def reading(path: Path) -> Any:
+        index = real(path)
+        if saves:
+            save_over(tmp_path / "c", values_of(tilings, saves.pop()), tilings, 2)
+        return index
+
+    monkeypatch.setattr(module, "read_index", reading)
+    check_whole(tmp_path / "c", values_of(tilings, 2), tilings)
+    assert not saves
+
+
+def test_a_checkpoint_that_is_replaced_before_it_is_loaded_is_named(tmp_path: Path) -> None:
+    tilings = attention_and_more(2)
+    save_over(tmp_path / "c", values_of(tilings, 1), tilings, 2)
+    catalog = Catalog.open(tmp_path / "c")
+    plan = plan_load(catalog, tilings)
+    save_over(tmp_path / "c", values_of(tilings, 2), tilings, 2)
+    found = outcomes(2, lambda c: load(catalog, plan, c))
+    assert [type(e) for e in found] == [CheckpointError] * 2
+    assert "a newer save has replaced the checkpoint since it was opened" in str(found[0])
 
 
 def test_leftovers_of_killed_merged_saves_are_cleared(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +84,7 @@ def run(*arguments: object) -> int:
 def test_from_plain_to_four_to_two_by_two_and_back(plain: Path, tmp_path: Path, capsys: Any) -> None:
     a, b, c = (tmp_path / n for n in "abc")
     assert run(plain, a, "--to", "tp=4", "--strategies", "llama.yaml") == 0
-    assert "all equal" in capsys.readouterr().out
+    assert "compared with the input, read a second time: all equal" in capsys.readouterr().out
     assert len(list(a.glob("*.safetensors"))) == 4
     assert "grouped_qkv" in str(Catalog.open(a).tensors["model.layers.0.self_attn.q_proj.weight"].strategy)
     assert run(a, b, "--from", "tp=4", "--to", "tp=2,dp=2", "--strategies", "llama", "--json") == 0
@@ -291,6 +292,45 @@ def test_the_memory_of_a_process_is_bounded(tmp_path: Path) -> None:
     assert 10_000_000 < most < 300_000_000
     tensor = Catalog.open(tmp_path / "out").tensors["w"]
     assert [p.box for p in tensor.parts] == [((0, 14_000), (i * 2500, (i + 1) * 2500)) for i in range(3)]
+
+
+def test_the_report_says_what_was_compared_with_what(plain: Path, tmp_path: Path, capsys: Any) -> None:
+    total = sum(v.nbytes for v in model().values())
+    damaged = bytearray((plain / "model.safetensors").read_bytes())
+    damaged[-1] ^= 1  # nothing in a plain file tells
+    (plain / "model.safetensors").write_bytes(damaged)
+    a, b = tmp_path / "a", tmp_path / "b"
+    assert run(plain, a, "--to", "tp=2", "--strategies", "llama") == 0
+    said = capsys.readouterr().out
+    assert f"input: {plain} has no checksums, so damage done to it before this run cannot be seen" in said
+    assert f"output: {total / 1e6:.1f} MB read again and compared with the input" in said
+    assert (
+        run(a, b, "--to", "tp=3", "--strategies", "llama", "--heads", HEADS, "--kv-heads", KV, "--no-verify")
+        == 0
+    )
+    said = capsys.readouterr().out
+    assert f"input: {total / 1e6:.1f} of {total / 1e6:.1f} MB compared with the checksums of {a}" in said
+    assert "output: not compared" in said
+    shard = next(a.glob("shard-*"))
+    raw = bytearray(shard.read_bytes())
+    raw[-1] ^= 1
+    shard.write_bytes(raw)
+    assert run(a, b, "--to", "tp=3", "--strategies", "llama", "--heads", HEADS, "--kv-heads", KV) == 1
+    assert "is damaged" in capsys.readouterr().err
+
+
+def test_a_tensor_that_has_the_name_of_scales_is_named_before_anything_is_written(tmp_path: Path) -> None:
+    values = {"a.weight": np.ones((8, 64), np.float32), "a.weight_scale": np.ones((8, 2), np.float32)}
+    save_file(values, tmp_path / "in.safetensors")
+    (tmp_path / "s.yaml").write_text("rules: [{pattern: '**', strategy: rowwise}]")
+    settings = Settings(
+        str(tmp_path / "in.safetensors"), str(tmp_path / "out"), str(tmp_path / "s.yaml"), "tp=2"
+    )
+    with pytest.raises(ShardingError, match=r"in.safetensors: the scales of 'a.weight' .* 'a.weight_scale'"):
+        convert_alone(replace(settings, mxfp8=True))
+    assert not (tmp_path / "out").exists()
+    convert_alone(settings)
+    assert equal(tmp_path / "out", values)
 
 
 def test_wrong_requests_are_told_before_anything_is_written(plain: Path, tmp_path: Path, capsys: Any) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from lowshard import dtypes
+from lowshard.comm import check
 from lowshard.comm.call import Call
 from lowshard.comm.mailbox import Mailbox
 from lowshard.comm.mpi import run_batch, start_message
@@ -150,7 +151,8 @@ class NodeCommunicator(QuickCalls):
 
     def empty(self, shape: int | Sequence[int], dtype: Any = "float32") -> Array:
         """Return an array, not filled, in memory that the other ranks of the node read where it lies."""
-        return self._place.memory.arena.array(shape, dtypes.get(dtype).numpy)
+        kind = dtypes.get(dtype).numpy
+        return self._place.memory.arena.array(check.extents(shape, kind.itemsize), kind)
 
     # ---- buffers that the others read where they lie
 

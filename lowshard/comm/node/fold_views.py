@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
 from lowshard import dtypes
+from lowshard.bounded import bounded_cache
 from lowshard.comm.node.calls import load_calls
 from lowshard.comm.node.combine import BLOCK_BYTES, HALVES, NATIVE, OPS, recipe_of, schedule
 from lowshard.comm.node.fold import scratch_blocks
@@ -84,7 +84,7 @@ def fold_views(terms: Sequence[Array], out: Array, op: str, divisor: int) -> Non
     folder.fold(terms, out, op, divisor, out.nbytes >= STREAM_BYTES)
 
 
-@lru_cache(maxsize=4096)
+@bounded_cache(1 << 20)
 def _rows(shape: tuple[int, ...], item: int, strides: Strides, others: tuple[Strides, ...]) -> Any:
     """Return the elements of a row, and the levels of rows as `fold_rows` takes them, int64 [levels, 2 + operands]."""
     n = 1

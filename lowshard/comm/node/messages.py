@@ -211,7 +211,7 @@ class NodeMailbox(Mailbox):
             raise self.lookout.left(self.watched[peer])
         assert code == LATE
         what = f"recv from rank {self._rank}" if name == "send" else f"send to rank {self._rank}"
-        raise self.lookout.late(what, [peer], self._timeout_s)
+        raise self.lookout.late(what, [peer], self._timeout_s, [self.watched[peer]])
 
     def _await_failure(self) -> None:
         """Raise what made a peer give up, if the side channel tells of it within a moment."""

@@ -184,7 +184,7 @@ class NodePlans(NodeWays):
     def _unequal(self, text: str, spans: Spans) -> NoReturn:
         """Raise what is wrong where a rank sends more or less than its receiver expects."""
         sent, expected = (spans.table[:, i] // spans.item for i in (0, 2))
-        self._differ(f"{text} send_counts={sent.tolist()} recv_counts={expected.tolist()}")
+        self._differ_in_counts(text, sent.tolist(), expected.tolist())
 
     def _exchange_row(self, call: Call, send: Array, recv: Array) -> np.ndarray | None:
         """Return the row of an exchange that was made before, or None if a row is not all there is to it."""

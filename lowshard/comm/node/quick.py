@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from lowshard.comm import check
 from lowshard.comm.activity import CALL_BYTES, Activity
 from lowshard.comm.argument import key_of
 from lowshard.comm.call import Call
@@ -144,11 +145,16 @@ class QuickCalls(NodePlans):
         """Run a call by the table and say whether it was there; buffers by their `id`, 0 for none."""
         if self._batch is not None or (self._worker is not None and not self._worker.idle):
             return False
-        sequence = self._sequence + 1
-        code = self._quick(self._head, act, sequence, send, recv)
-        if code == t.UNKNOWN:
-            return False
-        self._sequence = sequence
+        if not self._turn.acquire(False):
+            self._not_its_turn("a collective")
+        try:
+            sequence = self._sequence + 1
+            code = self._quick(self._head, act, sequence, send, recv)
+            if code == t.UNKNOWN:
+                return False
+            self._sequence = sequence
+        finally:
+            self._turn.release()
         if code != OK:
             self._after(code)
         return True
@@ -261,6 +267,8 @@ class QuickCalls(NodePlans):
         shared: bool = False,
     ) -> Array | None:  # fmt: skip
         """Reduce element by element over all ranks; see `Communicator.all_reduce`."""
+        if (type(op), type(order)) != check.NAMES:
+            op, order = check.names(op, order)  # type: ignore[assignment]  # checked where a call is made
         if shared:
             return super().all_reduce(send, recv, op, order, shared=True)
         act = _reducing(ALL_REDUCE, op, order)
@@ -271,6 +279,8 @@ class QuickCalls(NodePlans):
 
     def reduce_scatter(self, send: Array, recv: Array, op: Op = "sum", order: Order = "fast") -> None:
         """Reduce over all ranks and keep this rank's part; see `Communicator.reduce_scatter`."""
+        if (type(op), type(order)) != check.NAMES:
+            op, order = check.names(op, order)  # type: ignore[assignment]  # checked where a call is made
         act = _reducing(REDUCE_SCATTER, op, order)
         if not self._ran(act, id(send), id(recv)):
             super().reduce_scatter(send, recv, op, order)
@@ -280,6 +290,8 @@ class QuickCalls(NodePlans):
         self, send: Array, recv: Array | None, op: Op = "sum", root: int = 0, order: Order = "fast"
     ) -> None:
         """Reduce over all ranks into root's `recv`; see `Communicator.reduce`."""
+        if (type(op), type(order)) != check.NAMES:
+            op, order = check.names(op, order)  # type: ignore[assignment]  # checked where a call is made
         mine = self.rank == root
         act = _rooted(_reducing(REDUCE, op, order), root)
         if not self._ran(act, id(send), id(recv) if mine else 0):
@@ -312,7 +324,12 @@ class QuickCalls(NodePlans):
         """Run messages by the table and say whether they were there."""
         if self._batch is not None or (self._worker is not None and not self._worker.idle):
             return False
-        code = self._quick(self._head, act, 0, send, recv)
+        if not self._turn.acquire(False):
+            self._not_its_turn("a message")
+        try:
+            code = self._quick(self._head, act, 0, send, recv)
+        finally:
+            self._turn.release()
         if code == t.UNKNOWN:
             return False
         if code & t.NEW_SEGMENTS:

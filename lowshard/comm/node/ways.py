@@ -87,7 +87,9 @@ class NodeWays(Communicator):
         if code == LEFT:
             raise self._mailbox.lookout.left(self._mailbox.watched[int(self._context[MISSING])])
         assert code == LATE
-        raise self._mailbox.lookout.late(text, self._missing(), self.timeout_s)
+        missing = self._missing()
+        watched = [self._mailbox.watched[rank] for rank in missing]
+        raise self._mailbox.lookout.late(text, missing, self.timeout_s, watched)
 
     def _missing(self) -> list[int]:
         """Return the ranks whose stamps are behind this rank's; where none is, the one that was waited for."""

@@ -3,15 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lowshard.argument import brief
+from lowshard.document import MAX_FILE_BYTES, Where, parse_document, plain_data
 from lowshard.errors import LayoutError
+from lowshard.reading import read_text, reader
 from lowshard.solver.graph.graph import Graph, Tensor
 
 EXAMPLES = Path(__file__).parent / "examples"
-_KEYS = {"name", "sizes", "dtype", "inputs", "weights", "ops", "outputs"}
-_BLOCK_KEYS = {"repeat", "name", "carry", "inputs", "weights", "ops"}
+MOST_TENSORS = 20_000
+"""Ops, inputs and weights of a graph file with every block written out."""
+
+
+@dataclass(frozen=True)
+class _Leaf:
+    """An input or a weight."""
+
+    shape: tuple[int | str, ...]
+    dtype: str | None = None
+    place: str | None = None
+
+
+_Leaves = Mapping[str, _Leaf | tuple[int | str, ...]]
 
 
 def load_graph(source: str | Path | Mapping[str, Any]) -> tuple[Graph, dict[str, int]]:
@@ -38,21 +54,9 @@ def load_graph(source: str | Path | Mapping[str, Any]) -> tuple[Graph, dict[str,
     Raises:
         LayoutError: the file is missing or no graph; the text says which entry is wrong.
     """
-    data = source if isinstance(source, Mapping) else _read(source)
-    unknown = set(data) - _KEYS
-    if unknown or not data.get("ops"):
-        raise LayoutError(
-            f"a graph file has the keys {', '.join(sorted(_KEYS))}, and ops: got {', '.join(map(str, data)) or 'none'}"
-        )
-    graph = Graph(str(data.get("name", "graph")))
-    names: dict[str, Tensor] = {}
-    dtype = str(data.get("dtype", "float32"))
-    _block(graph, data, names, "", dtype)
-    outputs = data.get("outputs") or ()
-    places = outputs if isinstance(outputs, Mapping) else dict.fromkeys(outputs)
-    for name, place in places.items():
-        graph.output(_named(names, str(name), "outputs"), place)
-    return graph, {str(k): int(v) for k, v in (data.get("sizes") or {}).items()}
+    if isinstance(source, Mapping):
+        return _read(source)
+    return _read(*_data(source))
 
 
 def examples() -> list[str]:
@@ -60,90 +64,134 @@ def examples() -> list[str]:
     return sorted(p.stem for p in EXAMPLES.glob("*.yaml"))
 
 
-def _read(source: str | Path) -> Mapping[str, Any]:
-    import yaml
-
+def _data(source: str | Path) -> tuple[Any, str]:
     path = Path(source)
     if not path.exists() and str(source) in examples():
         path = EXAMPLES / f"{source}.yaml"
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
+    if not path.exists():
         raise LayoutError(
-            f"no graph file {str(source)!r} ({error.strerror}); give a path, or an example: {', '.join(examples())}"
-        ) from error
-    try:
-        data = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise LayoutError(f"{path} is no YAML: {error}") from error
-    if not isinstance(data, Mapping):
-        raise LayoutError(f"{path} holds no graph: its top level is a mapping with the key ops")
-    return data
+            f"no graph file {brief(str(source))}; give a path, or an example: {', '.join(examples())}"
+        )
+    text = read_text(path, "graph file", LayoutError, MAX_FILE_BYTES)
+    return plain_data(parse_document(text, str(path), _fail), _fail), str(path)
 
 
-def _block(graph: Graph, data: Mapping[str, Any], names: dict[str, Tensor], prefix: str, dtype: str) -> None:
-    for kind, add in (("inputs", graph.input), ("weights", graph.weight)):
-        for name, given in (data.get(kind) or {}).items():
-            entry = given if isinstance(given, Mapping) else {"shape": given}
-            shape = entry.get("shape")
-            if not isinstance(shape, (list, tuple)) or set(entry) - {"shape", "dtype", "place"}:
-                raise LayoutError(
-                    f"{kind[:-1]} {name!r} is a shape such as [tokens, 512], or {{shape:, dtype:, place:}}; got {given}"
-                )
-            names[str(name)] = add(
-                prefix + str(name), shape, str(entry.get("dtype", dtype)), entry.get("place")
-            )
-    for entry in data["ops"]:
-        if not isinstance(entry, Mapping):
-            raise LayoutError(f"an op is {{op:, in:, out:, arguments}}, got {entry!r}")
-        if "repeat" in entry:
-            _repeat(graph, entry, names, prefix, dtype)
+def _fail(text: str, where: Where) -> LayoutError:
+    return LayoutError(f"{where}: {text}")
+
+
+@reader("graph file", LayoutError)
+def _read(
+    ops: tuple[Mapping[str, Any], ...],
+    name: str = "graph",
+    sizes: Mapping[str, int] | None = None,
+    dtype: str = "float32",
+    inputs: _Leaves | None = None,
+    weights: _Leaves | None = None,
+    outputs: Mapping[str, str | None] | tuple[str, ...] | None = None,
+) -> tuple[Graph, dict[str, int]]:
+    if not ops or _count(ops) > MOST_TENSORS:
+        raise LayoutError(
+            f"a graph file has ops, and with its blocks written out up to {MOST_TENSORS} tensors, got {_count(ops)}"
+        )
+    graph = Graph(name)
+    names: dict[str, Tensor] = {}
+    _leaves(graph, inputs, weights, names, "", dtype)
+    _ops(graph, ops, names, "", dtype)
+    places = outputs.items() if isinstance(outputs, Mapping) else ((n, None) for n in outputs or ())
+    for tensor, place in places:
+        graph.output(_named(names, tensor, "outputs"), place)
+    return graph, dict(sizes or {})
+
+
+def _count(ops: Sequence[Any]) -> int:
+    """Return how many tensors there are with every block written out; no more is looked at than there is to read."""
+    total = 0
+    for entry in ops:
+        times = entry.get("repeat") if isinstance(entry, Mapping) else None
+        if isinstance(times, int):
+            parts = [entry.get(key) for key in ("inputs", "weights", "ops")]
+            inside = sum(len(p) for p in parts[:2] if isinstance(p, Mapping))
+            total += max(times, 1) * (inside + _count(parts[2] if isinstance(parts[2], tuple) else ()))
         else:
-            _op(graph, entry, names, prefix)
+            total += 1
+    return total
 
 
-def _op(graph: Graph, entry: Mapping[str, Any], names: dict[str, Tensor], prefix: str) -> None:
-    missing = {"op", "in", "out"} - set(entry)
-    if missing:
-        raise LayoutError(
-            f"an op is {{op:, in:, out:, arguments}}: {dict(entry)!r} lacks {', '.join(sorted(missing))}"
-        )
-    op, out = str(entry["op"]), entry["out"]
-    operands = [_named(names, n, f"op {op} -> {out}") for n in _many(entry["in"])]
-    args = {k: v for k, v in entry.items() if k not in ("op", "in", "out")}
-    outs = _many(out)
-    made = graph.op(
-        op, *operands, name=prefix + outs[0] if len(outs) == 1 else prefix + "+".join(outs), **args
-    )
-    results: Sequence[Tensor] = made if isinstance(made, tuple) else (made,)
-    if len(results) != len(outs):
-        raise LayoutError(f"op {op} has {len(results)} results, out names {len(outs)}: {out!r}")
-    names.update(zip(outs, results, strict=True))
-
-
-def _repeat(
-    graph: Graph, entry: Mapping[str, Any], names: dict[str, Tensor], prefix: str, dtype: str
+def _leaves(
+    graph: Graph,
+    inputs: _Leaves | None,
+    weights: _Leaves | None,
+    names: dict[str, Tensor],
+    prefix: str,
+    dtype: str,
 ) -> None:
-    count, name = entry["repeat"], str(entry.get("name", "layer"))
-    unknown = set(entry) - _BLOCK_KEYS
-    if not isinstance(count, int) or count < 1 or unknown or not entry.get("ops"):
-        raise LayoutError(
-            f"a block is {{repeat: N, name:, carry:, inputs:, weights:, ops:}} with N >= 1; got repeat {count!r}"
-            f"{' and ' + ', '.join(sorted(unknown)) if unknown else ''}"
-        )
-    carry = {str(a): str(b) for a, b in (entry.get("carry") or {}).items()}
-    for i in range(count):
-        inside = dict(names)
-        _block(graph, entry, inside, f"{prefix}{name}{i}.", dtype)
-        for into, made in carry.items():
-            names[into] = _named(inside, made, f"carry of block {name}")
+    for given, add in ((inputs, graph.input), (weights, graph.weight)):
+        for name, leaf in (given or {}).items():
+            made = leaf if isinstance(leaf, _Leaf) else _Leaf(leaf)
+            names[name] = add(prefix + name, made.shape, made.dtype or dtype, made.place)
 
 
-def _named(names: Mapping[str, Tensor], name: object, where: str) -> Tensor:
+def _ops(
+    graph: Graph, ops: Sequence[Mapping[str, Any]], names: dict[str, Tensor], prefix: str, dtype: str
+) -> None:
+    for entry in ops:
+        if "repeat" in entry:
+            _read_block(entry).add_to(graph, names, prefix, dtype)
+        else:
+            args = {k: v for k, v in entry.items() if k not in ("op", "in", "out")}
+            said = {k: v for k, v in entry.items() if k in ("op", "in", "out")}
+            _read_op(said).add_to(graph, names, prefix, args)
+
+
+@dataclass(frozen=True)
+class _Op:
+    op: str
+    operands: tuple[str, ...]
+    outs: tuple[str, ...]
+
+    def add_to(self, graph: Graph, names: dict[str, Tensor], prefix: str, args: Mapping[str, Any]) -> None:
+        where = f"op {self.op} -> {', '.join(self.outs)}"
+        operands = [_named(names, n, where) for n in self.operands]
+        made = graph.op(self.op, *operands, name=prefix + "+".join(self.outs), **args)
+        results: Sequence[Tensor] = made if isinstance(made, tuple) else (made,)
+        if len(results) != len(self.outs):
+            raise LayoutError(f"{where}: the op has {len(results)} results, out names {len(self.outs)}")
+        names.update(zip(self.outs, results, strict=True))
+
+
+@reader("op of a graph", LayoutError)
+def _read_op(op: str, in_: str | tuple[str, ...], out: str | tuple[str, ...]) -> _Op:
+    return _Op(op, (in_,) if isinstance(in_, str) else in_, (out,) if isinstance(out, str) else out)
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Ops that stand for `repeat` copies of themselves."""
+
+    repeat: int
+    ops: tuple[Mapping[str, Any], ...]
+    name: str = "layer"
+    carry: Mapping[str, str] | None = None
+    inputs: _Leaves | None = None
+    weights: _Leaves | None = None
+
+    def add_to(self, graph: Graph, names: dict[str, Tensor], prefix: str, dtype: str) -> None:
+        if self.repeat < 1 or not self.ops:
+            raise LayoutError(f"a block has ops, and repeat N >= 1; got {self.repeat} of {len(self.ops)} ops")
+        for i in range(self.repeat):
+            inside = dict(names)
+            under = f"{prefix}{self.name}{i}."
+            _leaves(graph, self.inputs, self.weights, inside, under, dtype)
+            _ops(graph, self.ops, inside, under, dtype)
+            for into, made in (self.carry or {}).items():
+                names[into] = _named(inside, made, f"carry of block {self.name}")
+
+
+_read_block = reader("block of a graph", LayoutError)(_Block)
+
+
+def _named(names: Mapping[str, Tensor], name: str, where: str) -> Tensor:
     if name not in names:
         raise LayoutError(f"{where}: no tensor {name!r} by then; there are {', '.join(names)}")
-    return names[str(name)]
-
-
-def _many(value: object) -> list[str]:
-    return [str(v) for v in value] if isinstance(value, (list, tuple)) else [str(value)]
+    return names[name]

@@ -2,23 +2,44 @@
 
 from __future__ import annotations
 
+import numbers
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, Literal
 
 from lowshard import dtypes
-from lowshard.errors import LayoutError
+from lowshard.argument import brief, instance, items, whole, wholes
+from lowshard.errors import DTypeError, LayoutError, ShardingError
 from lowshard.layout import Layout
 from lowshard.mesh import DeviceMesh
-from lowshard.placement import Placement, Replicated
+from lowshard.placement import Replicated
+from lowshard.solver.action import Result
 from lowshard.solver.action_set import freeze_args
-from lowshard.solver.table import ARITY, RULES, Call, offer
+from lowshard.solver.graph.place import Place, place_on, settled_place, written_place
+from lowshard.solver.table import RULES, Call, offer
 
 Extent = int | str
 """A number, or a symbol such as "tokens", or a product such as "batch*length"."""
-Place = str | Mapping[str, Placement] | None
 Kind = Literal["input", "weight", "result"]
+
+OPS_MOST = 20_000
+"""Ops of one graph."""
+TENSORS_MOST = 100_000
+"""Inputs, weights and results of one graph."""
+SYMBOLS_MOST = 1_000
+"""Symbols in the shapes of one graph."""
+DIMS_MOST = 32
+EXTENT_MOST = (1 << 63) - 1
+"""Of one dim, and of the bytes of one tensor."""
+_ENTRIES_MOST = 10_000
+"""In an argument of an op that is a sequence; of the results of one op."""
+_REAL_ARGS = frozenset(("eps", "scale", "value"))
+"""The arguments of ops that may be floats; but for these and texts all are integers, True or False, or sequences."""
+_TEXT_ARGS = frozenset(("layout", "mode", "subscripts"))
+_FACTOR = re.compile(r"[A-Za-z_][A-Za-z0-9_.\-]*|[0-9]{1,19}", re.ASCII)
+_SHAPE = 'a shape is a sequence of extents >= 0 and symbols such as ("tokens", 512)'
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +48,7 @@ class Tensor:
 
     index: int
     name: str
+    graph: Graph | None = field(default=None, repr=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +60,7 @@ class Info:
     shape: tuple[Extent, ...] | None = None
     """None for a result: its shape follows from the op."""
     dtype: str = "float32"
-    place: Place = None
+    place: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +85,7 @@ class BoundGraph:
     name: str
     tensors: tuple[Info, ...]
     nodes: tuple[Node, ...]
-    outputs: tuple[tuple[int, Place], ...]
+    outputs: tuple[tuple[int, str | None], ...]
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[str, ...]
 
@@ -77,8 +99,8 @@ class BoundGraph:
         """
         head = f"{self.dtypes[tensor]}[{','.join(map(str, self.shapes[tensor]))}] "
         try:
-            return Layout.parse(mesh, head + " ".join(_tokens(place, mesh)))
-        except LayoutError as error:
+            return Layout.parse(mesh, head + place_on(place, mesh))
+        except ShardingError as error:
             raise LayoutError(
                 f"tensor {self.tensors[tensor].name!r} of graph {self.name!r}: {error}"
             ) from None
@@ -112,11 +134,12 @@ class Graph:
     """
 
     def __init__(self, name: str = "graph") -> None:
-        self.name = name
+        self.name = instance(name, str, "the name of a graph is text", LayoutError)
         self._tensors: list[Info] = []
         self._nodes: list[Node] = []
-        self._outputs: list[tuple[int, Place]] = []
-        self._names: set[str] = set()
+        self._outputs: dict[int, str | None] = {}
+        self._numbers: dict[str, int] = {}
+        self._symbols: dict[str, None] = {}
 
     # ---- what there is
 
@@ -128,19 +151,16 @@ class Graph:
     @property
     def symbols(self) -> tuple[str, ...]:
         """The symbols in shapes, in order."""
-        found: dict[str, None] = {}
-        for info in self._tensors:
-            for extent in info.shape or ():
-                if isinstance(extent, str):
-                    found.update(dict.fromkeys(p for p in _factors(extent) if not p.isdecimal()))
-        return tuple(found)
+        return tuple(self._symbols)
 
     def tensor(self, name: str) -> Tensor:
         """Return a tensor by name, or raise LayoutError."""
-        for i, info in enumerate(self._tensors):
-            if info.name == name:
-                return Tensor(i, name)
-        raise LayoutError(f"graph {self.name!r} has no tensor {name!r}; it has {', '.join(self._names)}")
+        number = self._numbers.get(name) if isinstance(name, str) else None
+        if number is None:
+            raise LayoutError(
+                f"graph {self.name!r} has no tensor {brief(name)}; it has {brief(list(self._numbers))}"
+            )
+        return Tensor(number, name, self)
 
     # ---- leaves and outputs
 
@@ -154,7 +174,11 @@ class Graph:
             shape: global extents; symbols such as "tokens" stand for numbers that `bind` gives.
             dtype: any name of the dtype table.
             place: how it comes: "R", text such as "dp=S0 tp=P", a mapping of mesh axis to placement, or None where
-                the solver may choose.
+                the solver may choose; it does not choose terms of a sum.
+
+        Raises:
+            LayoutError: a name that is taken, a shape or a place that cannot be, a graph of too many tensors.
+            DTypeError: an unknown dtype.
         """
         return self._leaf(name, "input", shape, dtype, place)
 
@@ -165,8 +189,18 @@ class Graph:
         return self._leaf(name, "weight", shape, dtype, place)
 
     def output(self, tensor: Tensor, place: Place = None) -> Tensor:
-        """Keep a tensor to the end; `place` says how it shall lie, None leaves that to the solver."""
-        self._outputs.append((self._index(tensor), _checked(place)))
+        """Keep a tensor to the end; `place` says how it shall lie, None leaves that to the solver.
+
+        Raises:
+            LayoutError: a place that cannot be, or a tensor that is an output already.
+        """
+        number = self._index(tensor)
+        if number in self._outputs:
+            raise LayoutError(
+                f"graph {self.name!r}: {tensor.name!r} is an output already, and an output has one place; to have it "
+                f"in two, make another tensor of it: g.output(g.pointwise('passthrough', t), place=...)"
+            )
+        self._outputs[number] = written_place(place)
         return tensor
 
     # ---- ops
@@ -178,17 +212,20 @@ class Graph:
             LayoutError: no such op, another number of operands, or a tensor of another graph. Shapes are checked when
                 sizes are bound.
         """
-        if op not in RULES:
-            raise LayoutError(f"no rule for op {op!r}; there are rules for {', '.join(sorted(RULES))}")
-        least, most = ARITY[op]
+        if not isinstance(op, str) or op not in RULES:
+            raise LayoutError(f"no rule for op {brief(op)}; there are rules for {', '.join(sorted(RULES))}")
+        least, most = RULES[op].operands
         if len(operands) < least or (most is not None and len(operands) > most):
             raise LayoutError(f"{op} takes {least} to {most or 'any number of'} tensors, got {len(operands)}")
+        if len(self._nodes) >= OPS_MOST:
+            raise LayoutError(f"a graph has at most {OPS_MOST:,} ops: graph {self.name!r} would have more")
         taken = tuple(self._index(t) for t in operands)
-        count = _result_count(op, len(operands), args)
-        base = name or f"{op}_{len(self._nodes)}"
+        kept = {n: self._argument(op, n, value) for n, value in args.items()}
+        count = _result_count(op, len(operands), kept)
+        base = f"{op}_{len(self._nodes)}" if name is None else self._name(name)
         names = [base] if count == 1 else [f"{base}.{i}" for i in range(count)]
         results = tuple(self._add(Info(n, "result")) for n in names)
-        self._nodes.append(Node(op, taken, tuple(r.index for r in results), freeze_args(args)))
+        self._nodes.append(Node(op, taken, tuple(r.index for r in results), freeze_args(kept)))
         return results[0] if count == 1 else results
 
     def matmul(self, x: Tensor, y: Tensor, name: str | None = None) -> Tensor:
@@ -230,11 +267,11 @@ class Graph:
 
     def reshape(self, x: Tensor, shape: Sequence[Extent], name: str | None = None) -> Tensor:
         """Add a reshape; one extent may be -1, extents may be symbols."""
-        return self.op("reshape", x, name=name, shape=tuple(shape))  # type: ignore[no-any-return]
+        return self.op("reshape", x, name=name, shape=shape)  # type: ignore[no-any-return]
 
     def permute(self, x: Tensor, dims: Sequence[int], name: str | None = None) -> Tensor:
         """Add a transposition: result dim i is dim dims[i] of x."""
-        return self.op("permute", x, name=name, dims=tuple(dims))  # type: ignore[no-any-return]
+        return self.op("permute", x, name=name, dims=dims)  # type: ignore[no-any-return]
 
     # ---- binding
 
@@ -246,59 +283,135 @@ class Graph:
 
         Raises:
             LayoutError: a symbol without a number, or shapes and arguments that do not fit an op, which is named.
+            DTypeError: an op does not take the dtype of an operand.
         """
-        given = dict(sizes or {})
+        numbers = self._sizes({} if sizes is None else sizes)
         shapes: list[tuple[int, ...]] = []
         kinds: list[str] = []
         for info in self._tensors:
-            shapes.append(tuple(self._number(e, given) for e in info.shape or ()))
-            kinds.append(dtypes.get(info.dtype).name)
-        one = DeviceMesh((1,), ("one",))
+            shapes.append(tuple(self._number(e, numbers) for e in info.shape or ()))
+            kinds.append(info.dtype)
+            if info.kind != "result":
+                self._check_size(info.name, shapes[-1], info.dtype)
         nodes = []
         for node in self._nodes:
-            args = {
-                n: _bound_arg(v, lambda e: self._number(e, given)) if n == "shape" else v
-                for n, v in node.args
-            }
-            layouts = tuple(Layout(one, shapes[t], kinds[t], (Replicated(),)) for t in node.operands)
-            try:
-                results = offer(Call(node.op, layouts, args, True)).results
-            except LayoutError as error:
-                made = self._tensors[node.results[0]].name
-                came = ", ".join(f"{self._tensors[t].name}{list(shapes[t])}" for t in node.operands)
-                raise LayoutError(f"graph {self.name!r}, {made!r} = {node.op}({came}): {error}") from None
-            for t, result in zip(node.results, results, strict=True):
+            bound = self._bound(node, numbers)
+            nodes.append(bound)
+            for t, result in zip(node.results, self._results(bound, shapes, kinds), strict=True):
                 shapes[t], kinds[t] = result.shape, dtypes.get(result.dtype).name
-            nodes.append(Node(node.op, node.operands, node.results, freeze_args(args)))
-        outputs = tuple(self._outputs) or tuple((t, None) for t in self._ends())
+                self._check_size(self._tensors[t].name, shapes[t], kinds[t])
+        outputs = tuple(
+            (t, settled_place(place, len(shapes[t]), f"output {self._tensors[t].name!r}"))
+            for t, place in (self._outputs or self._ends()).items()
+        )
         tensors = tuple(
-            Info(i.name, i.kind, s, d, i.place) for i, s, d in zip(self._tensors, shapes, kinds, strict=True)
+            replace(info, shape=s, dtype=d) for info, s, d in zip(self._tensors, shapes, kinds, strict=True)
         )
         return BoundGraph(self.name, tensors, tuple(nodes), outputs, tuple(shapes), tuple(kinds))
 
     # ---- inside
 
-    def _ends(self) -> list[int]:
+    def _bound(self, node: Node, sizes: Mapping[str, int]) -> Node:
+        """Return an op with the symbols of its shape argument as numbers."""
+        args = {
+            n: tuple(self._number(e, sizes) for e in v) if n == "shape" and isinstance(v, tuple) else v
+            for n, v in node.args
+        }
+        return replace(node, args=freeze_args(args))
+
+    def _results(
+        self, node: Node, shapes: Sequence[tuple[int, ...]], kinds: Sequence[str]
+    ) -> tuple[Result, ...]:
+        """Return shape and dtype of each result of an op whose symbols are bound."""
+        one = DeviceMesh((1,), ("one",))
+        layouts = tuple(Layout(one, shapes[t], kinds[t], (Replicated(),)) for t in node.operands)
+        came = ", ".join(f"{self._tensors[t].name}{list(shapes[t])}" for t in node.operands)
+        made = f"graph {self.name!r}, {self._tensors[node.results[0]].name!r} = {node.op}({came})"
+        try:
+            results = offer(Call(node.op, layouts, dict(node.args), True)).results
+        except (LayoutError, DTypeError) as error:
+            raise type(error)(f"{made}: {error}") from None
+        if len(results) != len(node.results):
+            raise LayoutError(f"{made} gives {len(results)} results, not {len(node.results)}")
+        return results
+
+    def _check_size(self, name: str, shape: tuple[int, ...], dtype: str) -> None:
+        if len(shape) > DIMS_MOST or prod(shape) * dtypes.get(dtype).itemsize_bytes > EXTENT_MOST:
+            raise LayoutError(
+                f"graph {self.name!r}: a tensor has at most {DIMS_MOST} dims and 2^63 - 1 bytes, got {name!r} of "
+                f"{dtype} and shape {brief(list(shape))}"
+            )
+
+    def _ends(self) -> dict[int, str | None]:
+        """Return the results that nothing reads: the outputs where none are named."""
         read = {t for node in self._nodes for t in node.operands}
-        return [t for node in self._nodes for t in node.results if t not in read]
+        return {t: None for node in self._nodes for t in node.results if t not in read}
 
     def _leaf(self, name: str, kind: Kind, shape: Sequence[Extent], dtype: str, place: Place) -> Tensor:
-        return self._add(Info(name, kind, tuple(shape), dtypes.get(dtype).name, _checked(place)))
+        rule = f"{kind} {brief(name)} of graph {self.name!r}: {_SHAPE}"
+        extents = tuple(self._extent(e, rule) for e in items(shape, rule, LayoutError))
+        if len(extents) > DIMS_MOST:
+            raise LayoutError(f"{rule}, of at most {DIMS_MOST} dims, got {len(extents)}")
+        settled = settled_place(written_place(place), len(extents), f"{kind} {brief(name)}")
+        return self._add(Info(self._name(name), kind, extents, dtypes.get(dtype).name, settled))
+
+    def _name(self, name: object) -> str:
+        found = instance(name, str, f"a tensor of graph {self.name!r} is named by a text", LayoutError)
+        if not found or found in self._numbers:
+            raise LayoutError(
+                f"graph {self.name!r} has a tensor {brief(name)} already: names differ"
+                if found
+                else f"a tensor of graph {self.name!r} is named by a text that is not empty"
+            )
+        return found
 
     def _add(self, info: Info) -> Tensor:
-        if info.name in self._names:
-            raise LayoutError(f"graph {self.name!r} has a tensor {info.name!r} already: names differ")
-        self._names.add(info.name)
+        if len(self._tensors) >= TENSORS_MOST:
+            raise LayoutError(
+                f"a graph has at most {TENSORS_MOST:,} tensors: graph {self.name!r} would have more"
+            )
+        number = self._numbers[self._name(info.name)] = len(self._tensors)
         self._tensors.append(info)
-        return Tensor(len(self._tensors) - 1, info.name)
+        return Tensor(number, info.name, self)
 
     def _index(self, tensor: Tensor) -> int:
-        known = isinstance(tensor, Tensor) and tensor.index < len(self._tensors)
-        if not known or self._tensors[tensor.index].name != tensor.name:
+        if not isinstance(tensor, Tensor) or tensor.graph is not self:
             raise LayoutError(
-                f"graph {self.name!r} takes tensors that its own calls returned, got {tensor!r}"
+                f"graph {self.name!r} takes tensors that its own calls returned, got {brief(tensor)}"
             )
         return tensor.index
+
+    def _extent(self, extent: object, rule: str, least: int = 0) -> Extent:
+        """Return an extent: a number, or a text whose symbols are now those of the graph as well."""
+        if not isinstance(extent, str):
+            return whole(extent, rule, LayoutError, least, EXTENT_MOST)
+        factors = _factors(extent)
+        if len(extent) > 200 or not all(_FACTOR.fullmatch(part) for part in factors):
+            raise LayoutError(f'{rule}; a symbol is "tokens", a product "batch*length": got {brief(extent)}')
+        self._symbols.update(dict.fromkeys(part for part in factors if not part.isdecimal()))
+        if len(self._symbols) > SYMBOLS_MOST:
+            raise LayoutError(f"a graph has at most {SYMBOLS_MOST:,} symbols: {self.name!r} would have more")
+        return extent
+
+    def _argument(self, op: str, name: str, value: object) -> Any:
+        """Return an argument of an op as Python's own numbers, texts and tuples."""
+        what = f"graph {self.name!r}, {op}: argument {name!r}"
+        if name == "dtype":
+            return dtypes.get(value).name
+        if name == "shape":
+            rule = f"{what} is a sequence of extents, one of them -1 perhaps, and symbols"
+            return tuple(self._extent(e, rule, -1) for e in _few(items(value, rule, LayoutError), what))
+        if name in _TEXT_ARGS:
+            return instance(value, str, f"{what} is text", LayoutError)
+        return _plain(value, what, name in _REAL_ARGS)
+
+    def _sizes(self, sizes: Mapping[str, int]) -> dict[str, int]:
+        rule = f"graph {self.name!r}: sizes is a mapping of symbol to number, such as {{'tokens': 128}}"
+        given = instance(sizes, Mapping, rule, LayoutError)  # type: ignore[type-abstract]
+        return {
+            name: whole(n, f"{rule}, each an integer >= 0; {brief(name)}", LayoutError, 0, EXTENT_MOST)
+            for name, n in given.items()
+        }
 
     def _number(self, extent: Extent, sizes: Mapping[str, int]) -> int:
         if isinstance(extent, int):
@@ -308,37 +421,36 @@ class Graph:
             if not part.isdecimal() and part not in sizes:
                 raise LayoutError(
                     f"graph {self.name!r}: extent {extent!r} needs a number for {part!r}: pass "
-                    f"sizes={{{part!r}: N}} (lowshard solve: --size {part}=N); its symbols: {', '.join(self.symbols)}"
+                    f"sizes={{{part!r}: N}} (lowshard solve: --size {part}=N); its symbols: "
+                    f"{brief(list(self._symbols))}"
                 )
-            found.append(int(part) if part.isdecimal() else int(sizes[part]))
-        return prod(found)
+            found.append(int(part) if part.isdecimal() else sizes[part])
+        rule = f"graph {self.name!r}: extent {extent!r} is at most 2^63 - 1"
+        return whole(prod(found), rule, LayoutError, most=EXTENT_MOST)
 
 
 def _factors(extent: str) -> list[str]:
     return [part.strip() for part in extent.split("*")]
 
 
-def _bound_arg(value: Any, number: Any) -> Any:
-    return tuple(number(v) if isinstance(v, str) else v for v in value) if isinstance(value, tuple) else value
+def _few(values: tuple[Any, ...], what: str) -> tuple[Any, ...]:
+    if len(values) > _ENTRIES_MOST:
+        raise LayoutError(f"{what} has at most {_ENTRIES_MOST:,} entries, got {len(values):,}")
+    return values
 
 
-def _tokens(place: Place, mesh: DeviceMesh) -> list[str]:
-    if place is None or place == "R":
-        return []
-    if isinstance(place, str):
-        pairs = [token.partition("=") for token in place.split()]
-        return [f"{a}={p}" for a, _, p in pairs if a in mesh.axis_names]
-    return [f"{a}={p}" for a, p in place.items() if a in mesh.axis_names]
-
-
-def _checked(place: Place) -> Place:
-    if place is None or place == "R":
-        return place
-    if isinstance(place, str):
-        if any(not (token.partition("=")[0] and token.partition("=")[2]) for token in place.split()):
-            raise LayoutError(f"a place is 'R' or axis=placement pairs such as 'dp=S0 tp=R', got {place!r}")
-        return " ".join(place.split())
-    return " ".join(f"{axis}={placement}" for axis, placement in place.items())
+def _plain(value: Any, what: str, is_real: bool, depth: int = 3) -> Any:
+    """Return a value as None, True or False, an integer, a float where one may be, or tuples of them."""
+    if value is None or isinstance(value, bool):
+        return value
+    if hasattr(value, "__index__") and not getattr(value, "ndim", 0):
+        return whole(value, f"{what} is a number", LayoutError, -EXTENT_MOST, EXTENT_MOST)
+    if is_real and isinstance(value, numbers.Real):
+        return float(value)
+    if depth and (isinstance(value, (list, tuple)) or getattr(value, "ndim", 0)):
+        return tuple(_plain(v, what, is_real, depth - 1) for v in _few(items(value, what, LayoutError), what))
+    kinds = "a number" if is_real else "an integer"
+    raise LayoutError(f"{what} is {kinds}, True or False, or a sequence of them; got {brief(value)}")
 
 
 def _result_count(op: str, operands: int, args: Mapping[str, Any]) -> int:
@@ -346,8 +458,9 @@ def _result_count(op: str, operands: int, args: Mapping[str, Any]) -> int:
         return 2
     if op == "rebind":
         return operands
-    if op == "split":
-        return len(args["sizes"]) if "sizes" in args else int(args.get("chunks", 1))
-    if op == "chunk":
-        return int(args.get("chunks", 1))
+    if op == "split" and "sizes" in args:
+        return len(wholes(args["sizes"], "split: sizes are integers", LayoutError))
+    if op in ("split", "chunk"):
+        rule = f"{op}: chunks is an integer from 1 to {_ENTRIES_MOST:,}"
+        return whole(args.get("chunks", 1), rule, LayoutError, 1, _ENTRIES_MOST)
     return 1

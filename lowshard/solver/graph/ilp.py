@@ -17,6 +17,8 @@ from lowshard.solver.graph.schedule import Assignment
 from lowshard.solver.graph.space import Space
 
 COLUMNS_MOST = 150_000
+_TOLERANCE = 1e-7
+"""By how much HiGHS lets a reduced cost be on the wrong side: its bound is lowered by as much, in units of `worth`."""
 
 
 class Answer(NamedTuple):
@@ -130,8 +132,13 @@ class IntegerProgram:
         """Number of variables."""
         return len(self._cost)
 
-    def solve(self, time_limit_s: float) -> Answer:
+    def solve(self, time_limit_s: float, worth: float = np.inf) -> Answer:
         """Return the best assignment that is found in time.
+
+        Args:
+            time_limit_s: seconds to search.
+            worth: price of an assignment that is known and fits: what costs more alone is left out, and prices are
+                counted in it, so that the solver's tolerances are a share of it.
 
         Raises:
             DependencyError: SciPy is not installed.
@@ -142,11 +149,12 @@ class IntegerProgram:
 
         rows = self._rows
         cost = np.array(self._cost)
-        scale = float(cost[cost < np.inf].max(initial=0.0)) or 1.0
+        scale = 1.0
+        if self._peak is None:
+            cost[cost > worth * (1 + 1e-6)] = np.inf
+            scale = (worth if worth < np.inf else float(cost[cost < np.inf].max(initial=0.0))) or 1.0
         upper = np.where(cost == np.inf, 0.0, 1.0)
         upper[self._unbounded] = np.inf
-        if self._peak is not None:
-            scale = 1.0
         integral = np.zeros(len(cost))
         integral[self._whole] = 1
         matrix = csr_matrix((rows.value, (rows.row, rows.column)), (len(rows.low), len(cost)))
@@ -157,13 +165,17 @@ class IntegerProgram:
             constraints=optimize.LinearConstraint(matrix, rows.low, rows.high),
             options={"time_limit": float(time_limit_s), "mip_rel_gap": 1e-9, "presolve": True},
         )
-        if found.status == 2:
-            return Answer(None, np.inf, True)
+        if found.status == 2:  # never true of a price that was reached
+            return Answer(None, np.inf, True) if worth == np.inf else Answer(None, -np.inf, False)
         if found.status not in (0, 1):
             raise SolverError(f"HiGHS did not solve the graph: {found.message}")
-        unit = self._unit if self._peak is not None else scale
         bound = getattr(found, "mip_dual_bound", None)
-        low = -np.inf if bound is None else float(bound) * unit
+        if bound is None:
+            low = -np.inf
+        elif self._peak is not None:
+            low = float(bound) * self._unit
+        else:
+            low = (float(bound) - _TOLERANCE) * scale
         if found.x is None:
             return Answer(None, low, False)
         return Answer(self._assignment(found.x), low, False)

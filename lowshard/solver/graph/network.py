@@ -14,14 +14,13 @@ from typing import Any
 
 import numpy as np
 
-from lowshard.solver.graph.elimination import CELLS_MOST, Factor, TooWideError, eliminate
+from lowshard.solver.graph.elimination import BIG, CELLS_MOST, Factor, TooWideError, eliminate
 from lowshard.solver.graph.schedule import Assignment
 from lowshard.solver.graph.space import Space
 
 _USES_CELLS = 1 << 21
+_USES_MOST = 24
 _OP_CELLS = 1 << 18
-_BIG = 1e30
-"""Stands for infinite: sums of it stay ordered, and no infinity is subtracted from another."""
 
 
 @dataclass
@@ -33,7 +32,7 @@ class Network:
         memory_price: price a byte held at each step, or None where memory is free.
         use_price: price factor of everything else; 0 leaves memory alone to decide.
         split: tensors with more uses than a table can hold are priced use by use, without what copies save; with
-            "over" by whole moves (never too little), with "under" by equal shares of them (never too much), with None
+            "over" by whole moves (never too little), with "under" by `Space.least_moves` (never too much), with None
             TooWideError is raised.
     """
 
@@ -118,7 +117,7 @@ class Network:
             )
         ]
         if prod(shape) <= _OP_CELLS:
-            table = np.full(shape, _BIG)
+            table = np.full(shape, BIG)
             table[tuple(places)] = prices
             self._op_tables[key] = table
             self.factors.append(Factor(tuple(ends), table))
@@ -126,7 +125,7 @@ class Network:
         way = self._op[step] = self._variable(list(range(len(offered))))
         self.factors.append(Factor((way,), prices))
         for v, column in zip(ends, places, strict=True):
-            table = np.full((len(offered), self.sizes[v]), _BIG)
+            table = np.full((len(offered), self.sizes[v]), BIG)
             table[np.arange(len(offered)), column] = 0.0
             self.factors.append(Factor((way, v), table))
 
@@ -151,7 +150,7 @@ class Network:
             else:
                 ends.append((None, [fixed], held))
         cells = len(mine) * prod(len(needs) for _, needs, _ in ends)
-        if space.timing.reuses and cells <= _USES_CELLS and len(ends) <= 8:
+        if space.timing.reuses and cells <= _USES_CELLS and len(ends) <= _USES_MOST:
             self._add_uses(tensor, ends)
             return
         if space.timing.reuses and len(ends) > 1:
@@ -160,7 +159,9 @@ class Network:
                 raise TooWideError(f"{space.graph.tensors[tensor].name}: {len(ends)} uses, {cells:,} cells")
         share = 1 / len(ends) if self.split == "under" and space.timing.reuses else 1.0
         for variable, needs, held in ends:
-            table = share * self.use_price * family.table(mine, needs)
+            is_under = self.split == "under"
+            moves = space.least_moves(tensor, mine, needs) if is_under else family.table(mine, needs)
+            table = self.use_price * np.minimum(moves, BIG)
             if self.memory_price is not None and space.timing.reuses:
                 new = np.array([[a != b for b in needs] for a in mine])
                 table = table + new * share * held * np.array([family.bytes[b] for b in needs], np.float64)
@@ -170,7 +171,8 @@ class Network:
         family = self.space.family[tensor]
         source = self._source[tensor]
         lists = [self._values[source], *[needs for _, needs, _ in ends]]
-        key = (id(family), *map(tuple, lists), *[round(held, 30) for _, _, held in ends])
+        # What the table depends on: a layout that is fixed has no dim in it, a use that has one choice has.
+        key = (id(family), *map(tuple, lists), *[(v is None, held) for v, _, held in ends])
         known = self._known.get(key)
         if known is not None:
             self.factors.append(
@@ -184,7 +186,7 @@ class Network:
             for later in lists[i + 1 :]:
                 rows, columns = [place[x] for x in earlier], [place[x] for x in later]
                 moves[np.ix_(rows, columns)] = family.table(earlier, later)
-        moves = np.minimum(moves, _BIG)
+        moves = np.minimum(moves, BIG)
         index: list[Any] = []
         for d, values in enumerate(lists):
             shape = [1] * len(lists)
@@ -207,7 +209,7 @@ class Network:
         self._known[key] = self.factors[-1].table
 
     def _append(self, variables: tuple[int | None, ...], table: np.ndarray[Any, Any]) -> None:
-        """Add a table, without the dims of what is fixed; a variable that is named twice takes the diagonal."""
+        """Add a table, without the dims of what is fixed."""
         keep = [d for d, v in enumerate(variables) if v is not None]
-        table = np.minimum(table.reshape([table.shape[d] for d in keep]), _BIG * 1e3)
+        table = np.minimum(table.reshape([table.shape[d] for d in keep]), BIG * 1e3)
         self.factors.append(Factor(tuple(variables[d] for d in keep), table))  # type: ignore[misc]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -14,8 +14,7 @@ from lowshard.layout import Layout
 from lowshard.mesh import DeviceMesh
 from lowshard.path import classify, state_of
 from lowshard.solver.action import Action
-from lowshard.solver.action_set import freeze_args
-from lowshard.solver.graph.graph import BoundGraph, Info, Node
+from lowshard.solver.graph.graph import BoundGraph
 
 PROVED = 1e-6
 """A plan is called the best where no other can be cheaper by more than this share."""
@@ -66,7 +65,8 @@ class GraphPlan:
         inner: price of the collectives inside ops.
         memory_bytes: what the fullest device holds at each op, and after the last.
         fullest: what that is at the fullest step, the largest first.
-        bound: no plan that fits has a smaller price; equal to the price where the plan is proved best.
+        bound: no plan that fits has a smaller price; equal to the price where the plan is proved best, 0 where nothing
+            is known.
         unit: "s", or "bytes".
         method: how it was found.
         budget_bytes: the limit that it was solved for.
@@ -168,7 +168,9 @@ class GraphPlan:
         whole = self.price or 1.0
         shares = ", ".join(f"{n} {100 * v / whole:.0f}%" for n, v in parts.items() if v > 0)
         lines = [f"{self.method}; {show(self.price, self.unit)}: {shares or 'nothing moves'}"]
-        if self.gap:
+        if not self.bound and self.price:
+            lines.append("how much better a plan could be is not known")
+        elif self.gap:
             lines.append(
                 f"at most {100 * self.gap:.2g}% above the best possible ({show(self.bound, self.unit)})"
             )
@@ -218,34 +220,14 @@ class GraphPlan:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any], profile: ClusterProfile | None = None) -> GraphPlan:
-        """Return the plan that `to_json` wrote."""
-        mesh = DeviceMesh.from_json(data["mesh"])
-        return cls(
-            graph_from_json(data["graph"]),
-            mesh,
-            tuple(Layout.parse(mesh, text) for text in data["layouts"]),
-            tuple(Action.from_json(a) for a in data["actions"]),
-            tuple(
-                GraphMove(
-                    m["tensor"],
-                    m["step"],
-                    Layout.parse(mesh, m["from"]),
-                    Layout.parse(mesh, m["to"]),
-                    m["price"],
-                )
-                for m in data["moves"]
-            ),
-            data["compute"],
-            data["inner"],
-            tuple(data["memory_bytes"]),
-            tuple(Holding(h["name"], Layout.parse(mesh, h["layout"]), h["bytes"]) for h in data["fullest"]),
-            data["bound"],
-            data["unit"],
-            data["method"],
-            data["budget_bytes"],
-            profile,
-            data["node_size"],
-        )
+        """Return the plan that `to_json` wrote, checked: every step gets what it needs.
+
+        Raises:
+            PlanError: a field is missing or does not fit.
+        """
+        from lowshard.solver.verification import read_graph_plan
+
+        return replace(read_graph_plan(data), profile=profile)
 
     @cached_property
     def _digest(self) -> str:
@@ -263,7 +245,7 @@ class GraphPlan:
 
 
 def graph_to_json(graph: BoundGraph) -> dict[str, Any]:
-    """Return plain data that `graph_from_json` reads back."""
+    """Return plain data."""
     return {
         "name": graph.name,
         "tensors": [
@@ -276,22 +258,6 @@ def graph_to_json(graph: BoundGraph) -> dict[str, Any]:
         ],
         "outputs": [[t, place] for t, place in graph.outputs],
     }
-
-
-def graph_from_json(data: Mapping[str, Any]) -> BoundGraph:
-    """Return the graph that `graph_to_json` wrote."""
-    tensors = data["tensors"]
-    return BoundGraph(
-        data["name"],
-        tuple(Info(t["name"], t["kind"], tuple(t["shape"]), t["dtype"], t["place"]) for t in tensors),
-        tuple(
-            Node(n["op"], tuple(n["operands"]), tuple(n["results"]), freeze_args(n["args"]))
-            for n in data["nodes"]
-        ),
-        tuple((t, place) for t, place in data["outputs"]),
-        tuple(tuple(t["shape"]) for t in tensors),
-        tuple(t["dtype"] for t in tensors),
-    )
 
 
 def show(value: float, unit: str) -> str:

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from math import ceil, inf
 from typing import Literal
 
+from lowshard.argument import brief, instance, real, whole
 from lowshard.cost import ClusterProfile
-from lowshard.errors import BudgetError, SolverError
+from lowshard.errors import BudgetError, InternalError, LayoutError, MeshError, SolverError
 from lowshard.layout import Layout
 from lowshard.mesh import DeviceMesh
 from lowshard.solver.action import Action
@@ -20,6 +21,7 @@ from lowshard.solver.graph.graph import BoundGraph, Graph
 from lowshard.solver.graph.ilp import COLUMNS_MOST, IntegerProgram, has_scipy
 from lowshard.solver.graph.network import Network
 from lowshard.solver.graph.plan import PROVED, GraphMove, GraphPlan, Holding, show_bytes
+from lowshard.solver.graph.pruning import Relaxation
 from lowshard.solver.graph.schedule import (
     Assignment,
     Schedule,
@@ -29,7 +31,7 @@ from lowshard.solver.graph.schedule import (
     space_of,
 )
 from lowshard.solver.graph.space import Choice, Space
-from lowshard.solver.graph.timing import Objective, Rates, Timing, temporary_bytes
+from lowshard.solver.graph.timing import Objective, Rates, Timing
 from lowshard.solver.greedy import Bindable, GreedyReshard
 from lowshard.solver.pick import pick
 from lowshard.solver.table import Rules
@@ -43,6 +45,10 @@ class GraphSolver(Bindable):
 
     `solve` takes a graph. As a per-op solver (`pick(..., solver=GraphSolver())`) it takes the action of least seconds.
     Deterministic. Never worse than GreedyReshard at the same prices.
+
+    It chooses among all rows of each op on each mesh axis, also where they make shards without elements. Free inputs
+    and weights lie whole or as an op needs them, within a budget cut in any other way too, but never as terms. Replicas
+    may become terms, shards and other terms may not. A plan with `gap` 0 is the cheapest of these by a millionth.
 
     Args:
         profile: the cluster's cost profile; None for the built-in default (`lowshard bench profile` measures one).
@@ -70,9 +76,21 @@ class GraphSolver(Bindable):
 
     def __post_init__(self) -> None:
         if self.objective not in ("seconds", "volume", "published"):
-            raise SolverError(f"objective is 'seconds', 'volume' or 'published', got {self.objective!r}")
+            raise SolverError(f"objective is 'seconds', 'volume' or 'published', got {brief(self.objective)}")
         if self.method not in ("auto", "dp", "ilp"):
-            raise SolverError(f"method is 'auto', 'dp' or 'ilp', got {self.method!r}")
+            raise SolverError(f"method is 'auto', 'dp' or 'ilp', got {brief(self.method)}")
+        if self.profile is not None:
+            instance(self.profile, ClusterProfile, "profile is a ClusterProfile or None", SolverError)
+        if self.rates is not None:
+            instance(self.rates, Rates, "rates is a Rates or None", SolverError)
+        if self.budget_bytes is not None:
+            rule = "budget_bytes is a number of bytes above 0 such as 4e9, or None"
+            real(self.budget_bytes, rule, SolverError)
+        if self.node_size is not None:
+            whole(self.node_size, "node_size is a number of ranks >= 1, or None", SolverError, 1)
+        real(self.time_limit_s, "time_limit_s is a number of seconds above 0", SolverError)
+        for name in ("allow_partial_to_sharded", "keep_activations"):
+            instance(getattr(self, name), bool, f"{name} is True or False", SolverError)
 
     @property
     def timing(self) -> Timing:
@@ -116,11 +134,13 @@ class GraphSolver(Bindable):
             BudgetError: nothing fits; it names the tightest tensor and the smallest budget that would do.
             DependencyError: the graph is too wide for dynamic programming, and SciPy is not installed.
         """
-        bound = graph.bind(sizes) if isinstance(graph, Graph) else graph
-        space = Space(bound, mesh, self.timing, rules, self.keep_activations)
+        bound = _bound(graph, mesh, sizes)
         budget = _budget_of(self.budget_bytes, mesh)
+        space = Space(bound, mesh, self.timing, rules, self.keep_activations, spreads=budget is not None)
         end_s = time.monotonic() + self.time_limit_s
         greedy = self._greedy(space)
+        if greedy is not None:
+            space = space.including(greedy.assignment.leaves, greedy.assignment.choices)
         best, low, method = self._free(space, greedy, end_s)
         if greedy is not None and not is_feasible(greedy, budget):
             greedy = None
@@ -133,13 +153,32 @@ class GraphSolver(Bindable):
                 f"graph {bound.name!r}: no layouts lead to the wanted outputs by moves that can be made; an output "
                 "wanted partial must come so from its op, and allow_partial_to_sharded=False bars P -> S"
             )
-        return _plan(space, best, min(low, best.price), method, budget, self.timing)
+        if low > best.price * (1 + PROVED):
+            raise InternalError(
+                f"graph {bound.name!r} on mesh {mesh}: {method} gave {low!r} as the least price of any plan, and a "
+                f"plan was found for {best.price!r}. This is a defect of lowshard: please report it with the graph"
+            )
+        # An op with too many ways to list may have better ones: then no bound is known.
+        low = min(max(low, 0.0), best.price) if space.is_whole else 0.0
+        return _plan(space, best, low, method, budget, self.timing)
 
     # ---- without a budget
 
     def _free(self, space: Space, greedy: Schedule | None, end_s: float) -> tuple[Schedule, float, str]:
         """Return the best schedule whatever it holds, a bound, and how it was found."""
+        best, low = None, -inf
         if self.method != "ilp":
+            try:
+                relaxation = Relaxation(space)
+                low, assignment = relaxation.solve()
+                best = schedule(space, assignment)
+                if greedy is not None and greedy.price < best.price:
+                    best = greedy
+                if best.price <= low * (1 + PROVED):
+                    return best, low, "dynamic programming"
+                space = relaxation.pruned(best.price)
+            except TooWideError:
+                pass
             try:
                 low, assignment = Network(space).solve()
                 return schedule(space, assignment), low, "dynamic programming"
@@ -148,11 +187,11 @@ class GraphSolver(Bindable):
                     raise SolverError(
                         f"graph {space.graph.name!r} is too wide for dynamic programming ({error}); use method='auto'"
                     ) from None
-        best, low = None, -inf
         if self.method == "auto":
             try:
-                low = Network(space, split="under").solve()[0]
-                best = schedule(space, Network(space, split="over").solve()[1])
+                low = max(low, Network(space, split="under").solve()[0])
+                found = schedule(space, Network(space, split="over").solve()[1])
+                best = found if best is None or found.price < best.price else best
             except TooWideError:
                 pass
             if best is not None and best.price <= low * (1 + PROVED):
@@ -160,7 +199,8 @@ class GraphSolver(Bindable):
         program = IntegerProgram(space)
         if best is not None and (program.columns > COLUMNS_MOST or not has_scipy()):
             return best, low, "dynamic programming, wide tensors apart"
-        answer = program.solve(max(0.1, end_s - time.monotonic()))
+        worth = min((found.price for found in (best, greedy) if found is not None), default=inf)
+        answer = program.solve(max(0.1, end_s - time.monotonic()), worth)
         if answer.assignment is not None:
             found = schedule(space, answer.assignment)
             if best is None or found.price < best.price:
@@ -209,7 +249,8 @@ class GraphSolver(Bindable):
         if best is not None and best.price <= low * (1 + PROVED):
             return best, low, "Lagrangian, proved"
         if program is not None:
-            answer = program.solve(max(1.0, end_s - time.monotonic()))
+            worth = inf if best is None else best.price
+            answer = program.solve(max(1.0, end_s - time.monotonic()), worth)
             if answer.is_infeasible and best is None and not some:
                 raise self._infeasible(space, free, budget)
             if answer.assignment is not None:
@@ -285,12 +326,25 @@ def solve_graph(
     """
     if solver is None or isinstance(solver, GraphSolver):
         return (solver or GraphSolver()).solve(graph, mesh, sizes, rules)
-    bound = graph.bind(sizes) if isinstance(graph, Graph) else graph
+    bound = _bound(graph, mesh, sizes)
     by = prices or GraphSolver()
+    if not callable(solver):
+        raise SolverError(
+            f"a solver is a GraphSolver or a callable (ActionSet, layouts) -> Action, got {brief(solver)}"
+        )
     space = Space(bound, mesh, by.timing, rules, by.keep_activations, given_only=True)
     found = walk(space, solver)
     name = type(solver).__name__ if not hasattr(solver, "__name__") else str(solver.__name__)
-    return _plan(space, found, -inf, name, _budget_of(by.budget_bytes, mesh), by.timing)
+    return _plan(space, found, 0.0, name, _budget_of(by.budget_bytes, mesh), by.timing)
+
+
+def _bound(graph: Graph | BoundGraph, mesh: DeviceMesh, sizes: Mapping[str, int] | None) -> BoundGraph:
+    instance(mesh, DeviceMesh, "a graph is solved for a DeviceMesh", MeshError)
+    if isinstance(graph, BoundGraph):
+        return graph
+    return instance(graph, Graph, "what is solved is a Graph, or what its bind returns", LayoutError).bind(
+        sizes
+    )
 
 
 def walk(space: Space, solver: Solver) -> Schedule:
@@ -305,20 +359,18 @@ def walk(space: Space, solver: Solver) -> Schedule:
     known: dict[object, Choice] = {}
     for node in graph.nodes:
         held = tuple(at[t] for t in node.operands)
-        key = (node.op, node.args, held, tuple(id(space.family[t]) for t in node.operands))
+        key = (node.op, repr(node.args), held, tuple(id(space.family[t]) for t in node.operands))
         choice = known.get(key)
         if choice is None:
             layouts = [space.family[t].layouts[x] for t, x in zip(node.operands, held, strict=True)]
             action = pick(node.op, layouts, solver=solver, rules=space.rules, **dict(node.args))
-            inputs, outputs = action.inputs, action.outputs
-            choice = known[key] = Choice(
-                action.rows,
-                tuple(space.family[t].number(x) for t, x in zip(node.operands, inputs, strict=True)),
-                tuple(space.family[t].number(x) for t, x in zip(node.results, outputs, strict=True)),
-                space.timing.compute(node.op, dict(node.args), inputs, outputs),
-                space.timing.inner(action.rows, inputs[0]),
-                temporary_bytes(node.op, inputs),
-            )
+            instance(action, Action, f"{node.op}: a solver returns an Action", SolverError)
+            choice = space.choice(node, action.inputs, action.rows)
+            if choice is None:  # rows of the solver's own
+                choice = space.priced(node, action.inputs, action.rows)
+            if choice is None:
+                raise SolverError(f"{node.label}: no price is known for the action that was picked, {action}")
+            known[key] = choice
         choices.append(choice)
         at.update(zip(node.results, choice.outputs, strict=True))
     return schedule(space, Assignment(leaves, tuple(choices)))

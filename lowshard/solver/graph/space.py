@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from functools import cached_property
 from itertools import product
@@ -14,16 +14,17 @@ import numpy as np
 from lowshard.errors import ShardingError, SolverError
 from lowshard.layout import Layout
 from lowshard.mesh import DeviceMesh
-from lowshard.placement import Partial, Replicated
-from lowshard.solver.action import Action, AxisAssignment, Result
+from lowshard.placement import Partial, Placement, ReduceOp, Replicated, Sharded
+from lowshard.solver.action import Action, AxisAssignment, Result, Style
 from lowshard.solver.graph.graph import BoundGraph, Node
 from lowshard.solver.graph.timing import Timing, largest_bytes, temporary_bytes
 from lowshard.solver.pick import action_set
 from lowshard.solver.table import Rules
 from lowshard.solver.transition import Prices
 
-COMBINATIONS_MOST = 4096
-"""Of rows over mesh axes that one op may have; beyond, it is offered the rows of one axis beside replicas on others."""
+COMBINATIONS_MOST = 1 << 14
+"""Of rows over mesh axes that one op may have; beyond, it is offered the rows of one axis beside replicas on others. Of
+ways in which operands may come, and in which a leaf may lie."""
 
 
 class Choice(NamedTuple):
@@ -81,6 +82,17 @@ class Family:
             found = self._tables[key] = np.array(prices, np.float64).reshape(len(sources), len(targets))
         return found
 
+    def chains(self, layouts: tuple[int, ...]) -> np.ndarray[Any, Any]:
+        """Return the least price from each of some layouts to each by one move or several; not to be written to."""
+        key = ("chains", layouts)
+        found = self._tables.get(key)
+        if found is None:
+            found = self.table(layouts, layouts).copy()
+            for via in range(len(layouts)):
+                np.minimum(found, found[:, via, None] + found[via], out=found)
+            self._tables[key] = found
+        return found
+
 
 class Space:
     """What a solver of whole graphs chooses among.
@@ -92,6 +104,7 @@ class Space:
         rules: "extended" or "documented".
         keeps: whether inputs and results stay to the end, as a backward pass needs them; copies of them do not.
         given_only: leave the ways of ops out: they come from elsewhere.
+        spreads: free leaves may be cut in any way, to hold less than an op needs, and not only as an op needs them.
     """
 
     def __init__(
@@ -102,6 +115,7 @@ class Space:
         rules: Rules,
         keeps: bool = False,
         given_only: bool = False,
+        spreads: bool = False,
     ) -> None:
         self.graph, self.mesh, self.timing, self.rules, self.keeps = graph, mesh, timing, rules, keeps
         self.consumers = graph.consumers()
@@ -123,12 +137,15 @@ class Space:
         ]
         """Outputs that must end in a layout."""
         self.last_use = self._last_uses()
+        self.is_whole = True
+        """Whether the space holds every way that the rules allow; else an op has too many of them."""
         self._known: dict[Any, list[Choice]] = {}
-        self._actions: dict[Any, Action] = {}
-        self._terms: list[frozenset[str]] = [frozenset()] * len(graph.tensors)
+        self._terms: list[frozenset[ReduceOp]] = [frozenset()] * len(graph.tensors)
         for leaf, layout in self.given.items():
             ops = self.family[leaf].layouts[layout].partials
             self._terms[leaf] = frozenset(op for op in ops if op is not None)
+        self._styles = self._all_styles()
+        self._spreads = spreads
         self.choices = [] if given_only else [self._choices(node) for node in graph.nodes]
         self.leaf_layouts: dict[int, list[int]] = {
             leaf: [self.given[leaf]] if leaf in self.given else self._leaf(leaf) for leaf in graph.leaves()
@@ -185,26 +202,80 @@ class Space:
 
     def _leaf(self, leaf: int) -> list[int]:
         family = self.family[leaf]
-        found = {family.number(self.graph.layout(self.mesh, leaf, "R")): None}
+        whole = self.graph.layout(self.mesh, leaf, "R")
+        found = {family.number(whole): None}
         for step, k in self.consumers[leaf]:
             for choice in self.choices[step] if self.choices else ():
                 if not any(family.layouts[choice.inputs[k]].partials):
                     found[choice.inputs[k]] = None
+        if self._spreads and not self._is_many((1 + whole.ndim) ** self.mesh.ndim):
+            cuts = [Replicated(), *map(Sharded, range(whole.ndim))]
+            for placements in product(cuts, repeat=self.mesh.ndim):
+                found[family.number(whole.with_placements(placements))] = None
         return list(found)
 
-    def action(self, node: Node, inputs: tuple[Layout, ...], rows: tuple[AxisAssignment, ...]) -> Action:
-        """Return the action of a choice, for operands that come just as it needs them."""
-        key = (node.op, node.args, inputs, rows)
-        found = self._actions.get(key)
-        if found is None:
-            results = tuple(Result(self.graph.shapes[t], self.graph.dtypes[t]) for t in node.results)
-            prices: Prices = "volume" if self.rules == "extended" else "published"
-            found = self._actions[key] = Action.quick(node.op, node.args, inputs, rows, results, prices)
+    def _is_many(self, count: int) -> bool:
+        """Whether so many are not listed one by one; then the space is not whole."""
+        if count > COMBINATIONS_MOST:
+            self.is_whole = False
+        return count > COMBINATIONS_MOST
+
+    def least_moves(
+        self, tensor: int, sources: Sequence[int], targets: Sequence[int]
+    ) -> np.ndarray[Any, Any]:
+        """Return what a use of a tensor pays at the least, as [sources, targets]; over all uses no plan pays less.
+
+        Where copies serve again, that is an equal share of the cheapest chain of moves that may lead to the copy.
+        """
+        family, uses = self.family[tensor], self.uses[tensor]
+        rows, columns = list(dict.fromkeys(sources)), list(dict.fromkeys(targets))
+        if len(uses) == 1 or not self.timing.reuses:
+            table = family.table(rows, columns)
+        else:
+            every = self._reached[tensor]
+            place = {x: i for i, x in enumerate(every)}
+            table = family.chains(every)[np.ix_([place[x] for x in rows], [place[x] for x in columns])]
+            table = table / len(uses)
+        row, column = ({x: i for i, x in enumerate(known)} for known in (rows, columns))
+        return table[np.ix_([row[x] for x in sources], [column[x] for x in targets])]
+
+    @cached_property
+    def _reached(self) -> list[tuple[int, ...]]:
+        """For each tensor every layout that it may come in or be brought to."""
+        found = []
+        for tensor, uses in enumerate(self.uses):
+            every = set(self.source_layouts(tensor))
+            for step, k, fixed in uses:
+                every |= {c.inputs[k] for c in self.choices[step]} if fixed is None else {fixed}
+            found.append(tuple(sorted(every)))
         return found
+
+    def _all_styles(self) -> list[Style]:
+        """Return how mesh axes may nest and which split rules they may follow: as leaves come, and the usual way."""
+        given = [Style.of([self.family[leaf].layouts[layout]]) for leaf, layout in self.given.items()]
+        orders = dict.fromkeys([None, *(style.order for style in given)])
+        ceil = [any(style.ceil[axis] for style in given) for axis in range(self.mesh.ndim)]
+        return [Style(order, c) for order in orders for c in product(*[(False, True)[: 1 + c] for c in ceil])]
+
+    def action(self, node: Node, inputs: tuple[Layout, ...], rows: tuple[AxisAssignment, ...]) -> Action:
+        """Return the action of rows, for operands that come just as they need them."""
+        results = tuple(Result(self.graph.shapes[t], self.graph.dtypes[t]) for t in node.results)
+        prices: Prices = "volume" if self.rules == "extended" else "published"
+        return Action.quick(node.op, node.args, inputs, rows, results, prices)
+
+    def including(self, leaves: Mapping[int, int], choices: Sequence[Choice]) -> Space:
+        """Return the same space with some leaf layouts and one way of each op, where it lacks them."""
+        leaf_layouts = {t: list(dict.fromkeys((*known, leaves[t]))) for t, known in self.leaf_layouts.items()}
+        ways = []
+        for known, way in zip(self.choices, choices, strict=True):
+            is_there = any((c.inputs, c.outputs) == (way.inputs, way.outputs) for c in known)
+            ways.append(known if is_there else [*known, way])
+        return self.restricted(ways, leaf_layouts)
 
     def restricted(self, choices: Sequence[list[Choice]], leaf_layouts: dict[int, list[int]]) -> Space:
         """Return the same space with fewer ways."""
         made = copy(self)
+        made.__dict__.pop("_reached", None)
         made.choices, made.leaf_layouts = list(choices), leaf_layouts
         return made
 
@@ -213,8 +284,7 @@ class Space:
     def _choices(self, node: Node) -> list[Choice]:
         held = tuple(self._terms[t] for t in node.operands)
         shapes = tuple((self.graph.shapes[t], self.graph.dtypes[t]) for t in node.operands)
-        given = tuple(self.given.get(t) for t in node.operands)
-        key = (node.op, node.args, held, shapes, given)
+        key = (node.op, repr(node.args), held, shapes)  # repr: 1, 1.0 and True are equal as keys
         found = self._known.get(key)
         if found is None:
             found = self._known[key] = self._enumerate(node, held)
@@ -223,14 +293,13 @@ class Space:
             self._terms[t] = frozenset(op for op in ops if op is not None)
         return found
 
-    def _enumerate(self, node: Node, held: Sequence[frozenset[str]]) -> list[Choice]:
-        args = dict(node.args)
-        rows = self._rows(node, args, held)
+    def _enumerate(self, node: Node, held: Sequence[frozenset[ReduceOp]]) -> list[Choice]:
+        rows = self._rows(node, held)
         by_axis = []
         for axis, name in enumerate(self.mesh.axis_names):
             here = [r for r in rows if not r.only or name in r.only]
             by_axis.append(here if self.mesh.shape[axis] > 1 else here[:1])
-        if prod(map(len, by_axis)) > COMBINATIONS_MOST:
+        if self._is_many(prod(map(len, by_axis))):
             combinations = [
                 tuple(rows[0] if b != a else r for b in range(self.mesh.ndim))
                 for a, here in enumerate(by_axis)
@@ -239,61 +308,72 @@ class Space:
         else:
             combinations = list(product(*by_axis))
         best: dict[tuple[tuple[int, ...], tuple[int, ...]], Choice] = {}
-        for combination in combinations:
-            choice = self._choice(node, args, combination)
-            if choice is None:
-                continue
-            key = (choice.inputs, choice.outputs)
-            if key not in best or choice.price < best[key].price:
-                best[key] = choice
+        for style in self._styles:
+            for combination in combinations:
+                inputs = self._inputs(node, combination, style)
+                choice = None if inputs is None else self.choice(node, inputs, combination)
+                if choice is None:
+                    continue
+                key = (choice.inputs, choice.outputs)
+                if key not in best or choice.price < best[key].price:
+                    best[key] = choice
         if not best:
             raise SolverError(f"{node.label}: no row of its rule can be used on mesh {self.mesh}")
         return list(best.values())
 
-    def _rows(self, node: Node, args: dict[str, Any], held: Sequence[frozenset[str]]) -> list[AxisAssignment]:
+    def _rows(self, node: Node, held: Sequence[frozenset[ReduceOp]]) -> list[AxisAssignment]:
         """Return the rows that the rule offers for any way the operands may come."""
+        args = dict(node.args)
+        sets = (action_set(node.op, probe, self.rules, **args) for probe in self._probes(node, held))
+        return list(dict.fromkeys(row for found in sets for row in found.axis_assignments))
+
+    def _probes(self, node: Node, held: Sequence[frozenset[ReduceOp]]) -> Iterator[list[Layout]]:
+        """Yield layouts of the operands that together make the rule offer every row it has."""
+        mesh = self.mesh
         whole = [
-            Layout(self.mesh, self.graph.shapes[t], self.graph.dtypes[t], (Replicated(),) * self.mesh.ndim)
+            Layout(mesh, self.graph.shapes[t], self.graph.dtypes[t], (Replicated(),) * mesh.ndim)
             for t in node.operands
         ]
-        probes = [whole]
-        for k, ops in enumerate(held):
-            for op in sorted(ops - {"sum"}):
-                terms = whole[k].with_placements((Partial(op),) * self.mesh.ndim)  # type: ignore[arg-type]
-                probes.append([terms if i == k else x for i, x in enumerate(whole)])
-        for k, t in enumerate(node.operands):  # rules that read how an operand comes
-            if t in self.given and node.op in ("rebind", "reshape", "flatten"):
-                given = self.family[t].layouts[self.given[t]]
-                probes.append([given if i == k else x for i, x in enumerate(whole)])
-        found: dict[AxisAssignment, None] = {}
-        for probe in probes:
-            for row in action_set(node.op, probe, self.rules, **args).axis_assignments:
-                needs = [p.op if isinstance(p, Partial) else None for p in row.needed_inputs]
-                terms_of = [op for op in needs if op is not None]
-                # What never comes as terms is not made terms of, but to go along with an operand that does.
-                if terms_of and not any(op in held[k] for k, op in enumerate(needs) if op is not None):
-                    continue
-                found[row] = None
-        return list(found)
+        yield whole
+        terms: list[list[Placement]] = [[Partial(op) for op in sorted(ops)] for ops in held]
+        cuts: list[list[Placement]] = [[Sharded(d) for d in range(x.ndim)] for x in whole]
+        if node.op == "rebind":  # a row for each way in which all operands come
+            ways = [[Replicated(), *cut, *term] for cut, term in zip(cuts, terms, strict=True)]
+            if self._is_many(prod(map(len, ways))):
+                return
+            for each in product(*ways):
+                yield [x.with_placements((p,) * mesh.ndim) for x, p in zip(whole, each, strict=True)]
+            return
+        # Published rows may be bound to the mesh axes that cut an operand as it comes.
+        sets = subsets(mesh.ndim) if self.rules == "documented" else [(True,) * mesh.ndim]
+        for k, x in enumerate(whole):
+            for placement in (*terms[k], *cuts[k]):
+                for axes in sets if isinstance(placement, Sharded) else [(True,) * mesh.ndim]:
+                    made = x.with_placements([placement if here else Replicated() for here in axes])
+                    yield [made if i == k else x for i, x in enumerate(whole)]
 
-    def _choice(self, node: Node, args: dict[str, Any], rows: tuple[AxisAssignment, ...]) -> Choice | None:
+    def _inputs(self, node: Node, rows: Sequence[AxisAssignment], style: Style) -> tuple[Layout, ...] | None:
+        """Return the layouts in which rows need the operands; None where terms of two kinds would meet in one."""
         try:
-            inputs = [
-                Layout(
+            return tuple(
+                style.layout(
                     self.mesh, self.graph.shapes[t], self.graph.dtypes[t], [r.needed_inputs[k] for r in rows]
                 )
                 for k, t in enumerate(node.operands)
-            ]
-        except ShardingError:  # terms of two kinds
+            )
+        except ShardingError:
             return None
-        if not all(map(_is_full, inputs)):
-            return None
-        found = action_set(node.op, inputs, self.rules, **args)
-        # Offered again for just these layouts: how a row runs, and what it exchanges, may rest on them.
+
+    def choice(self, node: Node, inputs: tuple[Layout, ...], rows: Sequence[AxisAssignment]) -> Choice | None:
+        """Return the way of an op by these rows on operands that come as the rows need them; None: it is not offered.
+
+        The rows are taken as the rule offers them for just these layouts: how a row runs, and what it exchanges, may
+        rest on them.
+        """
+        found = action_set(node.op, inputs, self.rules, **dict(node.args))
         count = len(node.results)
         exact = []
-        for axis, row in enumerate(rows):
-            name = self.mesh.axis_names[axis]
+        for name, row in zip(self.mesh.axis_names, rows, strict=True):
             same = [
                 r
                 for r in found.axis_assignments
@@ -305,32 +385,33 @@ class Space:
                 return None
             exact.append(same[0])
         try:
-            outputs = found.action(exact).outputs
-        except ShardingError:
+            return self.priced(node, inputs, tuple(exact))
+        except ShardingError:  # terms of two kinds would meet in a result
             return None
-        if not all(map(_is_full, outputs)):
+
+    def priced(
+        self, node: Node, inputs: tuple[Layout, ...], rows: tuple[AxisAssignment, ...]
+    ) -> Choice | None:
+        """Return the way of an op by these rows, priced; None where the rows do not take the inputs as they come."""
+        action = self.action(node, inputs, rows)
+        if action.inputs != inputs:
             return None
-        compute = self.timing.compute(node.op, args, inputs, outputs)
-        inner = self.timing.inner(exact, inputs[0])
+        inner = self.timing.inner(rows, inputs[0])
         if inner == inf:
             return None
         return Choice(
-            tuple(exact),
+            rows,
             tuple(self.family[t].number(x) for t, x in zip(node.operands, inputs, strict=True)),
-            tuple(self.family[t].number(x) for t, x in zip(node.results, outputs, strict=True)),
-            compute,
+            tuple(self.family[t].number(x) for t, x in zip(node.results, action.outputs, strict=True)),
+            self.timing.compute(node.op, dict(node.args), inputs, action.outputs),
             inner,
             temporary_bytes(node.op, inputs),
         )
 
 
-def _is_full(layout: Layout) -> bool:
-    """Whether no rank's shard is empty, and none is cut along a dim of extent 1."""
-    sizes = layout.mesh.shape
-    return all(
-        not axes or extent >= prod(sizes[a] for a in axes)
-        for extent, axes in zip(layout.shape, layout.cutters, strict=True)
-    )
+def subsets(count: int) -> list[tuple[bool, ...]]:
+    """Return every choice among so many but the empty one, as flags."""
+    return [flags for flags in product((False, True), repeat=count) if any(flags)]
 
 
 __all__ = ["Choice", "Family", "Space"]

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from math import inf, prod
 from typing import Any, Literal
 
+from lowshard.argument import real
 from lowshard.cost import ClusterProfile, Level
 from lowshard.errors import ProfileError
 from lowshard.layout import Layout
@@ -35,8 +36,7 @@ class Rates:
 
     def __post_init__(self) -> None:
         for name in ("flops_per_s", "memory_bytes_per_s"):
-            if not 0 < getattr(self, name) < inf:
-                raise ProfileError(f"{name} is above 0, got {getattr(self, name)}")
+            real(getattr(self, name), f"{name} is a number above 0", ProfileError)
 
     @classmethod
     def of(cls, profile: ClusterProfile | None) -> Rates:

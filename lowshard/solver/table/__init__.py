@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from lowshard.solver.table import elementwise, index, product, reduction, shape
-from lowshard.solver.table.rule import ARITY, RULES, Call, Offer, Refused, Rules, offer
+from lowshard.solver.table.rule import RULES, Call, Offer, Refused, Rules, common_kind, dtype_error, offer
 
-__all__ = ["ARITY", "REFUSED", "RULES", "Call", "Offer", "Refused", "Rules", "offer"]
+__all__ = ["REFUSED", "RULES", "Call", "Offer", "Refused", "Rules", "common_kind", "dtype_error", "offer"]
 
 REFUSED: tuple[Refused, ...] = (
     elementwise.ONE_SIDED,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from lowshard.errors import LayoutError
 from lowshard.solver.action import Result
 from lowshard.solver.table.exchange import cutting_sizes, exchange, index_bytes, most_received, shares
-from lowshard.solver.table.rule import Call, Offer, P, R, Refused, S, row, rule
+from lowshard.solver.table.rule import FLOAT, Call, Offer, P, R, Refused, S, passing, product_row, row, rule
 
 INDEX_DTYPE = "int64"
 CROSS = Refused(
@@ -15,7 +15,7 @@ CROSS = Refused(
 )
 
 
-@rule("gather", "embedding", operands=2)
+@rule("gather", "embedding", operands=2, indices=(1,))
 def gather(call: Call) -> Offer:
     """Rows of a table by index, as NumPy's take: table, indices. Args: axis (embedding: 0).
 
@@ -32,7 +32,7 @@ def gather(call: Call) -> Offer:
     return Offer(rows, (call.same(*table[:at], *ids, *table[at + 1 :]),), (CROSS,))
 
 
-@rule("gather_nd", operands=2)
+@rule("gather_nd", operands=2, indices=(1,))
 def gather_nd(call: Call) -> Offer:
     """x[b..., i...]: operands x, indices [b..., ..., n]. Batch dims cut alike; linear in x. Args: batch_dims."""
     x, ids = call.shape(0), call.shape(1)
@@ -44,7 +44,7 @@ def gather_nd(call: Call) -> Offer:
     return Offer(rows, (call.same(*ids[:-1], *x[batch + ids[-1] :]),))
 
 
-@rule("scatter", "scatter_add", "scatter_max", "scatter_min", "scatter_mul", operands=3)
+@rule("scatter", "scatter_add", "scatter_max", "scatter_min", "scatter_mul", operands=3, indices=(2,))
 def scatter(call: Call) -> Offer:
     """Writes updates at indices along a dim: operands x, updates, indices. Other dims cut alike. Args: axis."""
     at = call.dim()
@@ -56,7 +56,7 @@ def scatter(call: Call) -> Offer:
         if d != at and x[d] == u[d] == call.shape(2)[d]
     ]
     if call.extended and call.op == "scatter_add":
-        rows += [row(p, p, R, out=p) for p in call.linear()]
+        rows += [row(p, p, R, out=p, kinds=passing(p)) for p in call.linear()]
     return Offer(rows, (call.same(*x),))
 
 
@@ -87,7 +87,7 @@ def sort(call: Call) -> Offer:
     return Offer(rows, (Result(call.shape(), INDEX_DTYPE if call.op == "argsort" else call.dtype),))
 
 
-@rule("attention", operands=3)
+@rule("attention", operands=3, kinds=FLOAT)
 def attention(call: Call) -> Offer:
     """softmax(q kT scale) v: q [B, H, L, D], k [B, G, T, D], v [B, G, T, E], H a multiple of G. Args: causal, scale.
 
@@ -100,8 +100,10 @@ def attention(call: Call) -> Offer:
             f"attention: q [B, H, L, D], k [B, G, T, D], v [B, G, T, E], got {list(q)}, {list(k)}, {list(v)}"
         )
     heads, kv_heads = q[1], k[1]
-    if not kv_heads or heads % kv_heads:
-        raise LayoutError(f"attention: the {heads} query heads are a multiple of the {kv_heads} KV heads")
+    if not kv_heads or not heads or heads % kv_heads:
+        raise LayoutError(
+            f"attention: the {heads} query heads are a multiple of the {kv_heads} KV heads, and not 0"
+        )
     result = (call.same(*q[:3], v[3]),)
     if not call.extended:
         return Offer([], result)
@@ -122,14 +124,14 @@ def attention(call: Call) -> Offer:
     return Offer(rows, result)
 
 
-@rule("moe_finalize", operands=3)
+@rule("moe_finalize", operands=3, kinds=FLOAT, indices=(1,))
 def moe_finalize(call: Call) -> Offer:
     """Weighted sum of each token's expert outputs: y [T * k, D], places [T, k], weights [T, k] to [T, D]."""
-    rows = [row(S(1), R, R, out=S(1)), *(row(p, R, R, out=p) for p in call.linear())]
+    rows = [row(S(1), R, R, out=S(1)), *(product_row(p, R, R, out=p) for p in call.linear())]
     return Offer(rows, (call.same(call.shape(1)[0], call.shape(0)[1]),))
 
 
-@rule("fused_silu", operands=(1, 2))
+@rule("fused_silu", operands=(1, 2), kinds=FLOAT, indices=(1,))
 def fused_silu(call: Call) -> Offer:
     """silu(gate) * up of [T, 2 D] with the halves side by side: rows stay cut[, starts whole]."""
     rest = (R,) * (len(call.layouts) - 1)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from functools import cache
-
+from lowshard.bounded import bounded_cache
 from lowshard.errors import LayoutError
 from lowshard.placement import Partial, Placement
-from lowshard.solver.table.rule import Call, Offer, P, R, Refused, Rows, S, row, rule
+from lowshard.solver.table.rule import Call, Offer, P, R, Refused, Rows, S, product_row, row, rule
 
 GROUPED_CHANNELS = Refused(
     ("conv2d", "conv3d"),
@@ -18,7 +17,7 @@ GROUPED_CHANNELS = Refused(
 def _bilinear(call: Call) -> Rows:
     rows = []
     for p in call.linear():
-        rows += [row(p, R, out=p), row(R, p, out=p)]
+        rows += [product_row(p, R, out=p), product_row(R, p, out=p)]
     return rows
 
 
@@ -53,7 +52,7 @@ def matmul(call: Call) -> Offer:
     return Offer(rows, (call.same(*batch, a[-2], b[-1]),))
 
 
-@cache
+@bounded_cache(1 << 20)
 def _matmul_rows(na: int, nb: int, kinds: tuple[tuple[bool, bool], ...], sums: tuple[Partial, ...]) -> Rows:
     """Return the rows of a product of arrays; `kinds` says for each batch dim which operand has it."""
     rows: Rows = []
@@ -68,7 +67,7 @@ def _matmul_rows(na: int, nb: int, kinds: tuple[tuple[bool, bool], ...], sums: t
         row(S(na - 1), S(nb - 2), out=P),
     ]
     for p in sums:
-        rows += [row(p, R, out=p), row(R, p, out=p)]
+        rows += [product_row(p, R, out=p), product_row(R, p, out=p)]
     return rows
 
 
@@ -130,7 +129,7 @@ def einsum(call: Call) -> Offer:
                 rows.append(row(*needs, out=S(output.index(label)) if kept else P))
     for p in call.linear():
         for k in range(len(terms)):
-            rows.append(row(*(p if i == k else R for i in range(len(terms))), out=p))
+            rows.append(product_row(*(p if i == k else R for i in range(len(terms))), out=p))
     extent = {
         x: n
         for t, layout in zip(terms, call.layouts, strict=True)
@@ -201,12 +200,12 @@ def conv(call: Call) -> Offer:
     return Offer(rows + _bilinear(call), result)
 
 
-@rule("grouped_matmul", operands=(3, 5))
+@rule("grouped_matmul", operands=(3, 5), indices=(2, 3, 4))
 def grouped_matmul(call: Call) -> Offer:
     """Experts' products: x [T, K], weight [E, N, K], starts [E + 1] (rows of x by expert)[, ids, stats] to [T, N]."""
     rest = (R,) * (len(call.layouts) - 2)
     rows = [row(R, S(1), *rest, out=S(1)), row(S(1), S(2), *rest, out=P)]
     if call.extended:
-        rows += [row(p, R, *rest, out=p) for p in call.linear()]
-        rows += [row(R, p, *rest, out=p) for p in call.linear()]
+        rows += [product_row(p, R, *rest, out=p) for p in call.linear()]
+        rows += [product_row(R, p, *rest, out=p) for p in call.linear()]
     return Offer(rows, (call.same(call.shape(0)[0], call.shape(1)[1]),))

@@ -7,6 +7,7 @@ from lowshard.placement import Partial, Placement
 from lowshard.solver.action import AxisAssignment, Result
 from lowshard.solver.table.rule import (
     AVG,
+    FLOAT,
     MAX,
     MIN,
     PROD,
@@ -18,6 +19,7 @@ from lowshard.solver.table.rule import (
     Rows,
     S,
     dim_of,
+    passing,
     row,
     rule,
 )  # fmt: skip
@@ -57,13 +59,16 @@ def sum_(call: Call) -> Offer:
     """A cut reduced dim leaves a sum to do. Args: axis."""
     dims = _dims(call)
     rows = _others(call, dims) + [row(S(d), out=P) for d in dims]
-    rows += [row(p, out=p) for p in call.linear()]
+    rows += [row(p, out=p, kinds=passing(p)) for p in call.linear()]
     return Offer(rows, (call.same(*_reduced(call, dims)),))
 
 
 @rule("mean")
 def mean(call: Call) -> Offer:
-    """Even shards leave an average to do; uneven ones a sum of terms that are already divided. Args: axis."""
+    """Even shards leave an average to do; uneven ones a sum of terms that are already divided. Args: axis.
+
+    Not of integers: their mean is rounded down, once.
+    """
     dims = _dims(call)
     rows, refused = _others(call, dims), []
     layout = call.layouts[0]
@@ -71,14 +76,14 @@ def mean(call: Call) -> Offer:
         # Even whichever mesh axes cut the dim, or at least as it comes.
         held = tuple(layout.mesh.axis_names[a] for a in layout.cutters[d])
         if layout.shape[d] % layout.mesh.size == 0:
-            rows.append(row(S(d), out=AVG))
+            rows.append(row(S(d), out=AVG, kinds=FLOAT))
         elif call.extended:
-            rows.append(row(S(d), out=P, how="scale"))
+            rows.append(row(S(d), out=P, how="scale", kinds=FLOAT))
         elif held and layout.shape[d] % layout.mesh.axis_size(held) == 0:
-            rows.append(AxisAssignment((S(d),), AVG, only=held))
+            rows.append(AxisAssignment((S(d),), AVG, only=held, kinds=FLOAT))
         else:
             refused.append(UNEVEN_MEAN)
-    rows += [row(p, out=p) for p in call.linear()]
+    rows += [row(p, out=p, kinds=FLOAT) for p in call.linear()]
     return Offer(rows, (call.same(*_reduced(call, dims)),), tuple(dict.fromkeys(refused)))
 
 
@@ -114,7 +119,7 @@ def arg_extreme(call: Call) -> Offer:
     return Offer(rows, (Result(_reduced(call, (dim,)), INDEX_DTYPE),))
 
 
-@rule("softmax", "logsoftmax")
+@rule("softmax", "logsoftmax", kinds=FLOAT)
 def softmax(call: Call) -> Offer:
     """Extended, along a cut dim: the maximum, then the sum of exponents, are all-reduced. Args: axis."""
     dim = call.dim()
@@ -134,11 +139,11 @@ def cumsum(call: Call) -> Offer:
     if call.extended:
         inner = (("all_gather", call.statistic_bytes((dim,))),)
         rows.append(row(S(dim), out=S(dim), how="scan", inner=inner))  # type: ignore[arg-type]
-        rows += [row(p, out=p) for p in call.linear()]
+        rows += [row(p, out=p, kinds=passing(p)) for p in call.linear()]
     return Offer(rows, (call.same(*call.shape()),), (CUMSUM,))
 
 
-@rule("layer_norm", "rms_norm", operands=(2, 3))
+@rule("layer_norm", "rms_norm", operands=(2, 3), kinds=FLOAT)
 def norm(call: Call) -> Offer:
     """Normalises the trailing dims that the weight has. Operands: x, weight[, bias]. Args: eps.
 
@@ -160,7 +165,7 @@ def norm(call: Call) -> Offer:
     return Offer(rows, (call.same(*x),))
 
 
-@rule("group_norm", operands=(3, 3))
+@rule("group_norm", operands=3, kinds=FLOAT)
 def group_norm(call: Call) -> Offer:
     """x [N, C, *space], weight [C], bias [C]. Published without a rule; extended: the batch may be cut.
 
@@ -175,7 +180,7 @@ def pool(call: Call) -> Offer:
     """x [N, H, W, C]: batch or channels cut; averages keep sums. Args: size, stride, padding."""
     rows = [row(S(0), out=S(0)), row(S(3), out=S(3))]
     if call.op == "avg_pool":
-        rows += [row(p, out=p) for p in call.linear()]
+        rows += [row(p, out=p, kinds=FLOAT) for p in call.linear()]
     else:
         rows += [row(p, out=p) for p in call.ordered() if p is MAX]
     n, h, w, c = call.shape()

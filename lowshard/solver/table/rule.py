@@ -5,14 +5,17 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from math import prod
 from typing import Any, Literal
 
-from lowshard.errors import LayoutError
+from lowshard import dtypes
+from lowshard.argument import brief
+from lowshard.bounded import bounded_cache
+from lowshard.dtypes import Kind
+from lowshard.errors import DTypeError, LayoutError, LowshardError
 from lowshard.layout import Layout
 from lowshard.placement import Partial, Placement, ReduceOp, Replicated, Sharded
-from lowshard.solver.action import AxisAssignment, How, Result
+from lowshard.solver.action import EVERY_KIND, AxisAssignment, How, Result
 from lowshard.solver.transition import Collective
 
 Rules = Literal["documented", "extended"]
@@ -21,10 +24,12 @@ Rows = list[AxisAssignment]
 R = Replicated()
 P = Partial("sum")
 AVG, MAX, MIN, PROD = Partial("avg"), Partial("max"), Partial("min"), Partial("prod")
+FLOAT: frozenset[Kind] = frozenset(("float",))
+NUMBER: frozenset[Kind] = frozenset(("float", "int", "uint"))
 ACCUMULATOR_BYTES = 4
 
 
-@cache
+@bounded_cache(1 << 18)
 def S(dim: int) -> Sharded:
     """Return Sharded(dim)."""
     return Sharded(dim)
@@ -35,9 +40,25 @@ def row(
     out: Placement | tuple[Placement, ...],
     how: How = "local",
     inner: tuple[tuple[Collective, float], ...] = (),
+    kinds: frozenset[Kind] = EVERY_KIND,
+    finite_only: bool = False,
 ) -> AxisAssignment:
-    """Return a row: what each operand needs, and how the result lies."""
-    return AxisAssignment(needs, out, how, inner)
+    """Return a row: what each operand needs, how the result lies, and which values it holds for."""
+    return AxisAssignment(needs, out, how, inner, (), kinds, finite_only)
+
+
+def passing(p: Partial) -> frozenset[Kind]:
+    """Return the kinds of dtype whose arithmetic a partial passes through.
+
+    Sums: all, since integers that wrap around keep every law of a ring, and a sum of booleans is an "or". An average of
+    integers is rounded down, so it passes only where elements are moved and not computed.
+    """
+    return FLOAT if p is AVG else EVERY_KIND
+
+
+def product_row(*needs: Placement, out: Partial) -> AxisAssignment:
+    """Return a row in which one factor is partial and the others are whole: the whole ones must be finite."""
+    return row(*needs, out=out, kinds=passing(out), finite_only=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,41 +149,115 @@ class Offer:
 
     rows: Rows
     results: tuple[Result, ...]
-    refused: tuple[Refused, ...] = ()
+    refused: tuple[object, ...] = ()
+    """Published rows, and rows that do not hold for the dtypes of the operands, that are left out; and why."""
 
 
-Rule = Callable[[Call], Offer]
+Offering = Callable[[Call], Offer]
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """The rule of an op: what it offers, and which operands the op takes."""
+
+    offering: Offering
+    operands: tuple[int, int | None]
+    """The least and the largest number of tensor operands; None: any number."""
+    kinds: frozenset[Kind]
+    """The kinds of dtype that the op computes on."""
+    indices: tuple[int, ...]
+    """The operands that are indices or conditions. The others are values, which the op computes on."""
+
+    def values(self, layouts: Sequence[Layout]) -> list[dtypes.DType]:
+        """Return the dtypes of the operands that are values."""
+        return [dtypes.get(x.dtype) for k, x in enumerate(layouts) if k not in self.indices]
+
+
 RULES: dict[str, Rule] = {}
-ARITY: dict[str, tuple[int, int | None]] = {}
 
 
-def rule(*names: str, operands: int | tuple[int, int | None] = 1) -> Callable[[Rule], Rule]:
-    """Register a rule for ops that take so many tensor operands (or a range; None: any number)."""
+def rule(
+    *names: str,
+    operands: int | tuple[int, int | None] = 1,
+    kinds: frozenset[Kind] = EVERY_KIND,
+    indices: tuple[int, ...] = (),
+) -> Callable[[Offering], Offering]:
+    """Register a rule for ops; the arguments are the fields of `Rule`, one number of operands for (n, n)."""
 
-    def register(function: Rule) -> Rule:
+    def register(function: Offering) -> Offering:
+        arity = (operands, operands) if isinstance(operands, int) else operands
         for name in names:
-            RULES[name] = function
-            ARITY[name] = (operands, operands) if isinstance(operands, int) else operands
+            RULES[name] = Rule(function, arity, kinds, indices)
         return function
 
     return register
 
 
+_NOT_TAKEN = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+"""What a rule raises on arguments that it cannot read."""
+
+
 def offer(call: Call) -> Offer:
-    """Return what the op's rule offers.
+    """Return what the op's rule offers: the rows that hold for the dtypes of the operands.
 
     Raises:
         LayoutError: no such op, another number of operands, shapes or arguments that do not fit.
     """
-    found = RULES.get(call.op)
+    found = RULES.get(call.op) if isinstance(call.op, str) else None
     if found is None:
-        raise LayoutError(f"no rule for op {call.op!r}; there are rules for {', '.join(sorted(RULES))}")
-    least, most = ARITY[call.op]
+        raise LayoutError(f"no rule for op {brief(call.op)}; there are rules for {', '.join(sorted(RULES))}")
+    least, most = found.operands
     count = len(call.layouts)
     if count < least or (most is not None and count > most):
         wanted = f"{least}" if most == least else f"{least} to {most or 'any number of'}"
         raise LayoutError(f"{call.op} takes {wanted} tensor operands, got {count}")
-    return found(call)
+    try:
+        offered = found.offering(call)
+    except LowshardError:
+        raise
+    except _NOT_TAKEN as error:
+        said = ", ".join(f"{name}={brief(value)}" for name, value in call.args.items())
+        raise LayoutError(f"{call.op}: its rule does not take {said or 'these operands'}: {error}") from None
+    kind = common_kind(found.values(call.layouts))
+    if kind == "float":  # there is no row that does not hold for floats
+        return offered
+    held = [r for r in offered.rows if r.holds_for(kind)]
+    if len(held) == len(offered.rows):
+        return offered
+    names = " and ".join(dict.fromkeys(x.dtype for x in call.layouts))
+    refused = [f"{r}: does not hold for {names}" for r in offered.rows if not r.holds_for(kind)]
+    return Offer(held, offered.results, (*offered.refused, *refused))
+
+
+def common_kind(values: Sequence[dtypes.DType]) -> Kind | None:
+    """Return the kind of dtype that an op computes in, of the dtypes of its operands.
+
+    None where there is no arithmetic that reductions commute with: the op casts to the dtype of its first operand,
+    which for floats among themselves is a rounding, but else drops fractions or high bits; and scales have no sum.
+    """
+    if len(values) > 1 and any(dtype != values[0] for dtype in values):
+        return "float" if all(dtype.kind == "float" for dtype in values) else None
+    kind: Kind | None = values[0].kind if values else "float"
+    return None if kind == "scale" else kind
+
+
+def dtype_error(op: str, layouts: Sequence[Layout], rows: Sequence[AxisAssignment]) -> DTypeError | None:
+    """Return what keeps an op from running by these rows on operands of these dtypes, or None."""
+    found = RULES[op]
+    values = found.values(layouts)
+    wrong = next((dtype for dtype in values if dtype.kind not in found.kinds), None)
+    if wrong is not None:
+        kinds = " or ".join(sorted(found.kinds))
+        return DTypeError(f"{op} takes operands of kind {kinds}, got {wrong}; cast first")
+    kind = common_kind(values)
+    bad = next((r for r in rows if not r.holds_for(kind)), None)
+    if bad is None:
+        return None
+    names = " and ".join(dict.fromkeys(map(str, values)))
+    return DTypeError(
+        f"{op}: the row {bad} does not hold for {names}: it would give other values than the unsharded op; take a row "
+        "that pick() offers for these layouts"
+    )
 
 
 def dim_of(value: Any, ndim: int, what: str) -> int:

@@ -9,7 +9,7 @@ from lowshard.errors import LayoutError
 from lowshard.solver.action import AxisAssignment, Result
 from lowshard.solver.table.exchange import Inner, cutting_sizes, exchange, index_bytes, most_received, shares
 from lowshard.solver.table.grouping import groups, major
-from lowshard.solver.table.rule import Call, Offer, Refused, Rows, S, row, rule
+from lowshard.solver.table.rule import FLOAT, Call, Offer, Refused, Rows, S, passing, row, rule
 
 CONCAT = Refused(("concat",), "(Sa, Sa) -> Sa along the joined dim", "joining shards permutes the elements")
 SPLIT = Refused(
@@ -77,24 +77,30 @@ def squeeze(call: Call) -> Offer:
 def reshape(call: Call) -> Offer:
     """A cut dim becomes the major dim of what it is merged into or broken into. Args: shape; flatten: start, end.
 
-    Documented: only for placements that the operand comes with, and where both splits fall on the same elements.
+    Documented: only for placements that the operand comes with, and where both splits fall on the same elements; of
+    flatten only the dims beside the flattened ones.
     Extended: the major dims of every group of merged dims; where the splits differ, ranks exchange the rest.
     """
     source = call.shape()
     if call.op == "flatten":
         start, end = call.dim("start", 0), call.dim("end", -1)
-        merged = (prod(source[start : end + 1]),) if start <= end else ()
-        target = (*source[:start], *merged, *source[end + 1 :])
+        if start > end:
+            raise LayoutError(f"flatten: start is at most end, got dims {start} and {end} of {list(source)}")
+        target = (*source[:start], prod(source[start : end + 1]), *source[end + 1 :])
+        if not call.extended:
+            kept = [d for d in range(len(source)) if not start <= d <= end or start == end]
+            beside = [row(S(d), out=S(d if d <= start else d - (end - start))) for d in kept]
+            return Offer(beside + _keep(call), (call.same(*target),))
     else:
         target = filled_shape(call, source)
-    rows, refused = [], []
+    rows: Rows = []
+    refused: list[Refused] = []
     mesh = call.layouts[0].mesh
     for (i0, i1), (j0, j1) in groups(source, target):
         if source[i0:i1] == target[j0:j1]:
             for d in range(i0, i1):
-                if call.op == "reshape" and not call.extended and not _held(call, d):
-                    continue
-                rows.append(row(S(d), out=S(d - i0 + j0)))
+                if call.extended or _held(call, d):
+                    rows.append(row(S(d), out=S(d - i0 + j0)))
             continue
         i, j = major(source, i0, i1), major(target, j0, j1)
         if i is None or j is None:
@@ -105,8 +111,6 @@ def reshape(call: Call) -> Offer:
             else:
                 inner = _regrouped(call, (i0, i1), target[j], prod(target[j + 1 : j1]))
                 rows.append(row(S(i), out=S(j), how="halo", inner=inner))
-            continue
-        if call.op == "flatten":
             continue
         for k in range(i0, i1):
             only = _held(call, k)
@@ -361,12 +365,13 @@ def resize(call: Call) -> Offer:
     return Offer(rows, (call.same(n, h, w, c),))
 
 
-@rule("irfft", "interleaved_complex", "fold")
+@rule("interleaved_complex", "fold")
+@rule("irfft", kinds=FLOAT)
 def last_dims(call: Call) -> Offer:
     """Works on the last dim (fold: the last two); the others stay cut, sums stay. Args: as the op's."""
     touched = 2 if call.op == "fold" else 1
     rows = [row(S(d), out=S(d)) for d in range(call.ndim() - touched)]
-    rows += [row(p, out=p) for p in call.linear()]
+    rows += [row(p, out=p, kinds=passing(p)) for p in call.linear()]
     shape = call.shape()
     if call.op == "irfft":
         out = (*shape[:-1], int(call.args.get("n", 2 * (shape[-1] - 1))))

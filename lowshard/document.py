@@ -2,18 +2,19 @@
 
 PyYAML's own composer recurses (deep nesting ends in RecursionError) and its constructor expands
 aliases, turns long digit strings into numbers and calls what tags name. Here its events are read one
-by one and nothing is constructed: a scalar keeps its text and the kind that YAML 1.1 gives it.
+by one and nothing is constructed: a scalar keeps its text and the kind that YAML 1.1 gives it. `plain_data` makes
+lists, dicts and scalars of such a tree.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
-from lowshard.errors import DependencyError, RulesError
-from lowshard.rules.rule import Where, brief, rules_error
+from lowshard.argument import brief
+from lowshard.errors import DependencyError, LowshardError
 
 if TYPE_CHECKING:
     from yaml.events import Event
@@ -30,6 +31,27 @@ MAX_NODES = 50_000
 _TAG = "tag:yaml.org,2002:"
 _KINDS: Mapping[str, Kind] = {"str": "text", "null": "null", "bool": "bool", "int": "int", "float": "float"}
 _MERGE = "<<"
+
+
+@dataclass(frozen=True, slots=True)
+class Where:
+    """A place in a file; line and column count from 1."""
+
+    path: str
+    line: int
+    column: int
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.line}:{self.column}"
+
+
+Fail = Callable[[str, Where], LowshardError]
+"""Makes the error that says a text, and the place that it is about."""
+
+
+class _Fault(Exception):
+    def __init__(self, text: str, where: Where) -> None:
+        self.text, self.where = text, where
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -68,18 +90,69 @@ class _Open:
     nodes: int = 1
 
 
-def parse_document(text: str, path: str) -> Node | None:
+def parse_document(text: str, path: str, fail: Fail) -> Node | None:
     """Return the one document of a YAML text, or None where it is empty.
 
+    Args:
+        text: of the file.
+        path: of the file, for errors.
+        fail: makes the error to raise.
+
     Raises:
-        RulesError: no YAML, several documents, nesting beyond 32, more than 50,000 nodes with aliases
-            written out, a word of more than 1000 characters, an alias inside its own anchor, a map with a key twice.
+        LowshardError: of `fail`: no YAML, several documents, nesting beyond 32, more than 50,000 nodes with aliases
+            written out, a word of more than 1000 characters, an alias inside its own anchor.
         DependencyError: PyYAML is missing.
     """
+    try:
+        return _parsed(text, path)
+    except _Fault as fault:
+        raise fail(fault.text, fault.where) from fault.__cause__
+
+
+def plain_data(node: Node | None, fail: Fail) -> Any:
+    """Return a tree as lists, dicts with text for keys, and scalars; a file without a document is None.
+
+    Raises:
+        LowshardError: of `fail`: a key that is no text or stands twice, a scalar of a kind that JSON lacks.
+    """
+    if node is None or node.kind == "null":
+        return None
+    if node.kind == "list":
+        return [plain_data(item, fail) for item in node.items]
+    if node.kind == "map":
+        found: dict[str, Any] = {}
+        for key, value in node.pairs:
+            if key.kind != "text" or key.text in found:
+                raise fail(
+                    f"a key is text and stands once, got {key} ({key.kind}); put a name in quotes", key.where
+                )
+            found[key.text] = plain_data(value, fail)
+        return found
+    if node.kind == "text":
+        return node.text
+    if node.kind == "bool":
+        return node.text.lower() in ("yes", "true", "on")
+    if node.kind == "other":
+        raise fail(f"{node} is neither text nor a number; put it in quotes", node.where)
+    try:
+        return _number(node)
+    except (ValueError, OverflowError) as error:
+        raise fail(f"{node} cannot be read as a number; put it in quotes", node.where) from error
+
+
+def _number(node: Node) -> int | float:
+    from yaml.constructor import SafeConstructor
+    from yaml.nodes import ScalarNode
+
+    scalar = ScalarNode(_TAG + node.kind, node.text)
+    made = SafeConstructor()
+    return made.construct_yaml_int(scalar) if node.kind == "int" else made.construct_yaml_float(scalar)
+
+
+def _parsed(text: str, path: str) -> Node | None:
+    start = Where(path, 1, 1)
     if len(text) > MAX_FILE_BYTES:
-        raise RulesError(
-            f"{path}: a rule file has at most {MAX_FILE_BYTES} characters, this has {len(text)}", path=path
-        )
+        raise _Fault(f"a YAML file has at most {MAX_FILE_BYTES} characters, this has {len(text)}", start)
     found: Node | None = None
     stack: list[_Open] = []
     anchors: dict[str, Node | None] = {}
@@ -89,22 +162,22 @@ def parse_document(text: str, path: str) -> Node | None:
         anchor = getattr(event, "anchor", None)
         node: Node | None = None
         if name == "DocumentStartEvent" and found is not None:
-            raise rules_error("a rule file is one YAML document, a second one starts here", where)
+            raise _Fault("a YAML file is one YAML document, a second one starts here", where)
         if name in ("SequenceStartEvent", "MappingStartEvent"):
             if len(stack) >= MAX_DEPTH:
-                raise rules_error(f"a rule file nests at most {MAX_DEPTH} deep, this goes deeper", where)
+                raise _Fault(f"a YAML file nests at most {MAX_DEPTH} deep, this goes deeper", where)
             _check_tag(event, where, "seq" if name[0] == "S" else "map")
             stack.append(_Open("list" if name[0] == "S" else "map", where, anchor))
             if anchor:
                 anchors[anchor] = None
         elif name == "ScalarEvent":
             if len(event.value) > MAX_WORD:  # type: ignore[attr-defined]
-                raise rules_error(f"a word in a rule file has at most {MAX_WORD} characters", where)
+                raise _Fault(f"a word in a YAML file has at most {MAX_WORD} characters", where)
             node = Node(_scalar_kind(event, where), where, event.value)  # type: ignore[attr-defined]
         elif name == "AliasEvent":
             if anchors.get(str(anchor)) is None:
                 what = "stands inside its own anchor" if anchor in anchors else "has no anchor before it"
-                raise rules_error(f"the alias *{brief(anchor)[1:-1]} {what}", where)
+                raise _Fault(f"the alias *{brief(anchor)[1:-1]} {what}", where)
             node, anchor = anchors[str(anchor)], None
         elif name in ("SequenceEndEvent", "MappingEndEvent"):
             done = stack.pop()
@@ -116,31 +189,13 @@ def parse_document(text: str, path: str) -> Node | None:
             anchors[anchor] = node
         total += 1 if node.kind in ("list", "map") and name != "AliasEvent" else node.nodes
         if total > MAX_NODES:
-            raise rules_error(f"a rule file has at most {MAX_NODES} nodes, aliases written out", where)
+            raise _Fault(f"a YAML file has at most {MAX_NODES} nodes, aliases written out", where)
         if stack:
             stack[-1].children.append(node)
             stack[-1].nodes += node.nodes
         else:
             found = node
     return found
-
-
-def read_map(node: Node) -> dict[str, tuple[Node, Node]]:
-    """Return a map's entries by key: (key node, value node).
-
-    Raises:
-        RulesError: a key that is no text, or that stands there twice.
-    """
-    entries: dict[str, tuple[Node, Node]] = {}
-    for key, value in node.pairs:
-        if key.kind in ("list", "map"):
-            raise rules_error(f"a key is a word, got {key}", key.where)
-        if key.text in entries:
-            raise rules_error(
-                f"the key {brief(key.text)} stands twice, before at {entries[key.text][0].where}", key.where
-            )
-        entries[key.text] = (key, value)
-    return entries
 
 
 def _close(done: _Open) -> Node:
@@ -161,7 +216,7 @@ def _merged(node: Node) -> Node:
         sources = value.items if value.kind == "list" else (value,)
         for source in sources:
             if source.kind != "map":
-                raise rules_error(f"<< takes a map or a list of maps, got {source}", value.where)
+                raise _Fault(f"<< takes a map or a list of maps, got {source}", value.where)
             for k, v in source.pairs:
                 if k.text not in known:
                     known.add(k.text)
@@ -174,7 +229,7 @@ def _events(text: str, path: str) -> Iterator[tuple[str, Event]]:
         import yaml
     except ImportError as error:
         raise DependencyError(
-            "rule files need PyYAML, a core dependency: pip install 'PyYAML>=6.0.2'"
+            "YAML files need PyYAML, a core dependency: pip install 'PyYAML>=6.0.2'"
         ) from error
     loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     try:
@@ -184,9 +239,9 @@ def _events(text: str, path: str) -> Iterator[tuple[str, Event]]:
         mark = getattr(error, "problem_mark", None)
         what = getattr(error, "problem", None) or getattr(error, "reason", None) or "damaged"
         where = Where(path, mark.line + 1, mark.column + 1) if mark is not None else Where(path, 1, 1)
-        raise rules_error(f"this is no YAML: {what}", where) from error
+        raise _Fault(f"this is no YAML: {what}", where) from error
     except (ValueError, RecursionError) as error:  # surrogates, which have no UTF-8 form
-        raise rules_error(f"this is no YAML: {brief(str(error))}", Where(path, 1, 1)) from error
+        raise _Fault(f"this is no YAML: {brief(str(error))}", Where(path, 1, 1)) from error
 
 
 def _where(event: Event, path: str) -> Where:
@@ -196,7 +251,7 @@ def _where(event: Event, path: str) -> Where:
 
 def _check_tag(event: Any, where: Where, plain: str) -> None:
     if event.tag not in (None, "!", _TAG + plain):
-        raise rules_error(f"the tag {brief(event.tag)} means nothing in a rule file; leave it out", where)
+        raise _Fault(f"the tag {brief(event.tag)} means nothing in a YAML file; leave it out", where)
 
 
 def _scalar_kind(event: Any, where: Where) -> Kind:
@@ -208,7 +263,7 @@ def _scalar_kind(event: Any, where: Where) -> Kind:
     elif tag is None or tag == "!":
         return "text"
     if not tag.startswith(_TAG) or tag[len(_TAG) :] not in (*_KINDS, "timestamp", "merge", "value", "binary"):
-        raise rules_error(f"the tag {brief(tag)} means nothing in a rule file; leave it out", where)
+        raise _Fault(f"the tag {brief(tag)} means nothing in a YAML file; leave it out", where)
     return _KINDS.get(tag[len(_TAG) :], "other")
 
 

@@ -1,0 +1,128 @@
+"""Checks of what a caller passes: each returns the argument as the value that is meant, or raises the error given."""
+
+from __future__ import annotations
+
+import numbers
+import operator
+import os
+import sys
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from lowshard.errors import LowshardError
+
+T = TypeVar("T")
+
+
+def whole(
+    value: object, rule: str, error: type[LowshardError], least: int | None = None, most: int | None = None
+) -> int:
+    """Return an integer (Python's, NumPy's or any with `__index__`; True and 1.0 are none), or raise.
+
+    Args:
+        value: what came.
+        rule: what the error says is expected.
+        error: the class to raise.
+        least: the smallest that is taken.
+        most: the largest.
+    """
+    number = value
+    if type(value) is not int:
+        if isinstance(value, bool) or not hasattr(value, "__index__"):
+            raise error(f"{rule}, got {brief(value)}")
+        try:
+            number = operator.index(value)
+        except (TypeError, ValueError):  # an array of several, or of floats
+            raise error(f"{rule}, got {brief(value)}") from None
+    assert isinstance(number, int)
+    if (least is not None and number < least) or (most is not None and number > most):
+        raise error(f"{rule}, got {brief(value)}")
+    return number
+
+
+def wholes(
+    values: object, rule: str, error: type[LowshardError], least: int | None = None, most: int | None = None
+) -> tuple[int, ...]:
+    """Return a sequence of integers as a tuple, each checked as `whole` does, or raise."""
+    return tuple(whole(v, f"{rule}: {brief(values)}", error, least, most) for v in items(values, rule, error))
+
+
+def real(value: object, rule: str, error: type[LowshardError]) -> float:
+    """Return a finite number above 0 (an integer, or a float of Python's or NumPy's) as a float, or raise."""
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if not is_number or not 0 < value <= sys.float_info.max:  # type: ignore[operator]
+        raise error(f"{rule}, got {brief(value)}")
+    return float(value)  # type: ignore[arg-type]
+
+
+def items(values: object, rule: str, error: type[LowshardError]) -> tuple[Any, ...]:
+    """Return what an iterable holds as a tuple, or raise; a text is no iterable, and neither is a mapping."""
+    if isinstance(values, (str, bytes, Mapping)) or not isinstance(values, Iterable):
+        raise error(f"{rule}, got {brief(values)}")
+    try:
+        return tuple(values)
+    except TypeError:  # an array of no dims says that it is iterable
+        raise error(f"{rule}, got {brief(values)}") from None
+
+
+def choice(value: object, names: Collection[str], rule: str, error: type[LowshardError]) -> None:
+    """Raise unless a value is one of some names."""
+    if not isinstance(value, str) or value not in names:
+        raise error(f"{rule}, got {brief(value)}")
+
+
+def truth(value: object, rule: str, error: type[LowshardError]) -> bool:
+    """Return whether a value is true, or raise where it is neither true nor false: an array of several."""
+    try:
+        return bool(value)
+    except (TypeError, ValueError):
+        raise error(f"{rule}, got {brief(value)}") from None
+
+
+def path(value: object, rule: str, error: type[LowshardError]) -> Path:
+    """Return a path given as text or as one, or raise."""
+    if isinstance(value, (str, os.PathLike)):
+        given = os.fspath(value)
+        if isinstance(given, str) and "\0" not in given:
+            return Path(given)
+    raise error(f"{rule}, got {brief(value)}")
+
+
+def mapping(value: object, rule: str, error: type[LowshardError]) -> Mapping[Any, Any]:
+    """Return a mapping, or raise."""
+    if not isinstance(value, Mapping):
+        raise error(f"{rule}, got {brief(value)}")
+    return value
+
+
+def instance(value: object, kind: type[T], rule: str, error: type[LowshardError]) -> T:
+    """Return a value of a type, or raise."""
+    if not isinstance(value, kind):
+        raise error(f"{rule}, got {brief(value)}")
+    return value
+
+
+def brief(value: object) -> str:
+    """Return a value as text that fits into a message, whatever it is."""
+    if isinstance(value, (list, tuple, set, frozenset)):
+        shown = ", ".join(_brief_item(v) for v in list(value)[:8])
+        return f"[{shown}{f', ... {len(value)} items' if len(value) > 8 else ''}]"
+    if isinstance(value, Mapping):
+        shown = ", ".join(f"{_brief_item(k)}: {_brief_item(v)}" for k, v in list(value.items())[:8])
+        return f"{{{shown}{f', ... {len(value)} entries' if len(value) > 8 else ''}}}"
+    return _brief_item(value)
+
+
+def _brief_item(value: object) -> str:
+    if isinstance(value, int) and value.bit_length() > 256:  # Python refuses to write very long ones
+        return f"an integer of {value.bit_length()} bits"
+    if isinstance(value, (list, tuple, set, frozenset, Mapping)):
+        return f"{type(value).__name__} of {len(value)}"
+    if isinstance(value, (str, bytes)) and len(value) > 120:
+        return f"{value[:100]!r}... ({len(value)} characters)"
+    try:
+        text = repr(value)
+    except Exception:  # the message is about the argument, not about its repr
+        text = f"a {type(value).__name__}"
+    return text if len(text) <= 160 else f"{text[:140]}..."

@@ -1,0 +1,362 @@
+"""The commit protocol: how all ranks together put a new checkpoint in the place of an old one.
+
+A file is put in place by one rename: the index of a sharded checkpoint, the file itself of a merged one. Before the
+rename it has a private name, `.NAME.TOKEN.tmp`, and is called the claim: whoever removes the claim makes sure that
+this save never commits.
+
+              rank 0                                  every other rank
+              |                                       |
+    prepare   | removes leftovers, makes the claim    |
+              | and locks it                          |
+              |------------------- meeting -----------|
+              | writes its data under private names   | writes its data under private names
+    flush     | and syncs it                          | and syncs it
+              |------------------- meeting -----------|  an error up to here: each rank removes its files
+              | completes and syncs the claim,        |  :
+              | syncs the folder                      |  : does not know; removes nothing if it hears no more,
+    COMMIT    | RENAMES THE CLAIM TO THE TARGET       |  : unless it hears of an error: then its files
+              | syncs the folder                      |  :
+    clean     | removes the old checkpoint's files    |  :
+              |------------------- meeting -----------|
+              |                                       | knows
+
+From the rename on nobody removes anything of the new checkpoint; before it nobody removes anything of the old one.
+What a killed save leaves is removed by the next one: it tries the lock of the claim (a live save holds it), removes
+the claim, then reads the index, and removes data files of that token that the index does not name. A save that lost
+its claim to a file system without locks finds that at its rename, and the checkpoint in place stays whole.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import re
+import secrets
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import TypeVar
+
+from lowshard.checkpoint.header import FilePath
+from lowshard.checkpoint.index import INDEX_NAME, read_index
+from lowshard.comm import Communicator, agree, share_text
+from lowshard.errors import CheckpointError, CommError, LowshardError, NotDurable
+
+T = TypeVar("T")
+
+_TOKEN = "[0-9a-f]{12}"
+_DATA = re.compile(rf"shard-({_TOKEN})-\d{{5}}-of-\d{{5}}\.safetensors")
+
+
+def together(comm: Communicator, path: FilePath, action: Callable[[], T], what: str) -> T:
+    """Run a local step and return its result if it succeeded on all ranks; else raise on all.
+
+    Collective: all ranks of the communicator call this. The step itself calls no collective.
+    """
+    result: list[T] = []
+    failed: Exception | None = None
+    try:
+        result.append(action())
+    except LowshardError as error:
+        failed = error
+    except OSError as error:
+        failed = CheckpointError(f"{path}: writing it failed: {error}")
+        failed.__cause__ = error
+    except Exception as error:  # whatever it is, the others must not wait for this rank
+        failed = error
+    agree(comm, b"", failed, what)
+    return result[0]
+
+
+class Commit:
+    """A new checkpoint in the making, on all ranks. Use it in a `with` block, which all ranks enter together.
+
+    Args:
+        target: the file that the commit puts in place: the index of a sharded checkpoint, whose folder is made
+            where it is missing, or a merged file, in a folder that exists.
+        comm: the communicator.
+        what: the name of the call, for errors.
+        prepare: run by rank 0 on the descriptor of the new claim.
+    """
+
+    fd: int
+    """The claim, open for writing on every rank."""
+
+    def __init__(
+        self, target: Path, comm: Communicator, what: str, prepare: Callable[[int], object] | None = None
+    ) -> None:
+        self.target, self.comm = target, comm
+        self.path = target.parent if target.name == INDEX_NAME else target
+        self.token, self.fd = "", -1
+        self._what, self._prepare = what, prepare
+        self._files: list[Path] = []
+        self._made: list[Path] = []
+        self._is_ready = self._is_committed = False
+
+    @property
+    def claim(self) -> Path:
+        """The private name of the target."""
+        return _claim(self.target, self.token)
+
+    def __enter__(self) -> Commit:
+        """Make the claim.
+
+        Collective: all ranks of the communicator call this.
+        """
+        try:
+            self._on_rank_0(self._open_place)
+            self.token, made = share_text(self.comm.control, f"{self.token} {len(self._made)}")[0].split()
+            self._made = [self.path, *self.path.parents][: int(made)]
+            self.step(self._open_claim)
+        except BaseException as error:
+            self._leave(error)
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._leave(error)
+
+    def step(self, action: Callable[[], T]) -> T:
+        """Run a local step of writing and return its result if it succeeded on all ranks; else raise on all.
+
+        Collective: all ranks of the communicator call this.
+        """
+        return together(self.comm, self.path, action, self._what)
+
+    def data_file(self, number: int, count: int) -> Path:
+        """Return the name of a data file, `number` of `count`, which this rank is about to make."""
+        self._files.append(
+            self.target.with_name(f"shard-{self.token}-{number:05d}-of-{count:05d}.safetensors")
+        )
+        return self._files[-1]
+
+    def commit(
+        self,
+        said: str = "",
+        complete: Callable[[Sequence[str]], object] = lambda texts: None,
+        after: Callable[[], object] = lambda: None,
+    ) -> None:
+        """Put the new checkpoint in place, for good.
+
+        Collective: all ranks of the communicator call this, once their data is written and synced.
+
+        Args:
+            said: what this rank tells rank 0.
+            complete: run by rank 0 on the texts of all ranks, before the claim is synced and renamed.
+            after: run by rank 0 once the commit is done; what goes wrong there is passed over.
+
+        Raises:
+            CheckpointError: the system refused; the old checkpoint is in place.
+            NotDurable: the new one is in place, but its folder could not be synced.
+        """
+        self._is_ready = True  # once rank 0 has heard of all ranks it may commit
+        texts = share_text(self.comm.control, said)
+        self._on_rank_0(lambda: self._publish(texts, complete, after))
+        self._is_committed = True
+
+    def _on_rank_0(self, action: Callable[[], None]) -> None:
+        self.step(action if self.comm.rank == 0 else lambda: None)
+
+    def _open_place(self) -> None:
+        """Make the folder, clear it, and make a claim that is locked as long as this process lives."""
+        if self.target.name == INDEX_NAME:
+            self._made = missing_folders(self.path)
+        for folder in reversed(self._made):
+            folder.mkdir(exist_ok=True)
+            sync_folder(folder.parent)
+        with suppress(OSError):
+            _sweep(self.target)
+        while True:
+            self.token = secrets.token_hex(6)
+            self.fd = os.open(self.claim, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+            if _lock(self.fd) and os.fstat(self.fd).st_nlink:
+                break
+            os.close(self.fd)  # another save has just taken it for a leftover
+            self.fd = -1
+        if self._prepare is not None:
+            self._prepare(self.fd)
+
+    def _open_claim(self) -> None:
+        if self.fd < 0:
+            self.fd = os.open(self.claim, os.O_RDWR)
+
+    def _publish(
+        self, texts: Sequence[str], complete: Callable[[Sequence[str]], object], after: Callable[[], object]
+    ) -> None:
+        complete(texts)
+        os.fsync(self.fd)
+        sync_folder(self.target.parent)  # the names of data files, before the index that speaks of them
+        try:
+            os.replace(self.claim, self.target)  # the commit
+        except FileNotFoundError as error:
+            raise CheckpointError(
+                f"{self.path}: another save removed {self.claim.name}: one save at a time into a place whose file "
+                "system has no locks; save again"
+            ) from error
+        except OSError as error:
+            if self._in_place() is False:
+                raise
+            raise NotDurable(  # a network may lose the answer alone
+                f"{self.path}: renaming {self.claim.name} failed ({error.strerror}), and may have happened all the "
+                "same: the old checkpoint or the new one is in place, whole; the files of both are kept"
+            ) from error
+        self._is_committed = True
+        try:
+            sync_folder(self.target.parent)
+        except OSError as error:  # the old checkpoint's files stay: its index may come back
+            raise NotDurable(
+                f"{self.path}: the new checkpoint is in place and whole, but syncing its folder failed "
+                f"({error.strerror}): if the machine stops now the old one may be back; the files of both are kept"
+            ) from error
+        with suppress(Exception):  # the new checkpoint is in place, whatever goes wrong now
+            after()
+            _sweep(self.target)
+
+    def _in_place(self) -> bool | None:
+        """Return whether the claim is what lies at the target; None where the system does not say."""
+        try:
+            return os.path.samestat(os.fstat(self.fd), os.stat(self.target, follow_symlinks=False))
+        except FileNotFoundError:
+            return False
+        except OSError:
+            return None
+
+    def _has_committed(self, error: BaseException) -> bool | None:
+        """Return whether the new checkpoint was put in place; None where this rank does not know."""
+        if self._is_committed:
+            return True
+        if not self._is_ready:
+            return False
+        agreed = isinstance(error, LowshardError) and not isinstance(error, CommError)
+        if agreed and self.comm.rank:
+            return False  # rank 0 said so
+        found = self._in_place()
+        return found if found or self.comm.rank == 0 else None
+
+    def _leave(self, error: BaseException | None) -> None:
+        """Close the claim; after an error, say which checkpoint is in place, and remove the new one where it is not."""
+        try:
+            if error is None or isinstance(error, NotDurable):
+                return
+            committed = self._has_committed(error)
+            if committed:
+                error.add_note(f"{self.path}: the new checkpoint is in place and whole")
+            elif committed is None:
+                error.add_note(
+                    f"{self.path}: this rank does not know whether the new checkpoint is in place: it is the new one "
+                    "or the old one, whole; nothing was removed here, the next save removes what is left over"
+                )
+            else:
+                self._remove()
+                error.add_note(f"{self.path}: nothing has changed there; the new checkpoint is not in place")
+        finally:
+            if self.fd >= 0:
+                os.close(self.fd)
+                self.fd = -1
+
+    def _remove(self) -> None:
+        for file in [self.claim, *self._files] if self.token else []:
+            with suppress(OSError):  # the next save tries again
+                file.unlink(missing_ok=True)
+        for folder in self._made:
+            with suppress(OSError):  # others still have files in it; the last one removes it
+                folder.rmdir()
+
+
+def remove_leftovers(path: Path) -> list[str]:
+    """Remove what killed saves left of a sharded checkpoint, given by its folder, or of a merged file.
+
+    The checkpoint in place and files of a save that still runs stay.
+
+    Returns:
+        The names of the files removed.
+
+    Raises:
+        CheckpointError: the folder cannot be read or synced.
+    """
+    target = path / INDEX_NAME if path.is_dir() else path
+    try:
+        return _sweep(target)
+    except OSError as error:
+        raise CheckpointError(f"{path}: leftovers of saves cannot be removed: {error}") from error
+
+
+def _sweep(target: Path) -> list[str]:
+    # The last rename may be on no disk yet: until it is, the checkpoint before it may come back.
+    sync_folder(target.parent)
+    names = sorted(os.listdir(target.parent))
+    claimed = re.compile(rf"\.{re.escape(target.name)}\.({_TOKEN})\.tmp")
+    data: dict[str, str] = {}
+    if target.name == INDEX_NAME:
+        data = {name: found[1] for name in names if (found := _DATA.fullmatch(name))}
+    tokens = {found[1] for name in names if (found := claimed.fullmatch(name))} | set(data.values())
+    removed: list[str] = []
+    ended = {token for token in sorted(tokens) if _remove_dead(_claim(target, token), removed)}
+    try:  # read after the claims: a save among them may have committed meanwhile
+        kept = set(read_index(target).files) if data and target.exists() else set()
+    except CheckpointError:
+        return removed  # a damaged index does not say which files are its own
+    for name, token in data.items():
+        if token in ended and name not in kept:
+            _remove_dead(target.with_name(name), removed)
+    return removed
+
+
+def _remove_dead(path: Path, removed: list[str]) -> bool:
+    """Remove a file unless a process that lives has locked it, and note its name; return whether it is gone."""
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return True
+    except OSError:  # another user's
+        return False
+    try:
+        if not _lock(fd):
+            return False
+        path.unlink(missing_ok=True)
+        removed.append(path.name)
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
+
+
+def _lock(fd: int) -> bool:
+    """Lock a file; return False where another process has done so. Where the file system has no locks, all are free."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True
+
+
+def _claim(target: Path, token: str) -> Path:
+    return target.with_name(f".{target.name}.{token}.tmp")
+
+
+def missing_folders(folder: Path) -> list[Path]:
+    """Return a folder and those above it that do not exist, innermost first."""
+    found: list[Path] = []
+    while not folder.exists():
+        found.append(folder)
+        folder = folder.parent
+    return found
+
+
+def sync_folder(folder: Path) -> None:
+    """Wait until the names in a folder are on the disk."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # a file system that syncs no folders
+            raise
+    finally:
+        os.close(fd)

@@ -1,0 +1,424 @@
+"""Doors: how the processes of a job reach one of them, and how all others are kept out.
+
+On one machine a door is a Unix socket in a folder that nobody but its owner may enter; between machines it is a TCP
+port on the addresses by which the machines reach each other. Both sides prove that they know the job's token, which is
+never sent, in frames of fixed length, and nothing else is read before that:
+
+    guest   magic, purpose, rank, guest's nonce, proof that its sender knows the token
+    door    door's nonce, proof over the guest's nonce
+    guest   proof over the door's nonce
+    door    one byte: welcome
+
+The first frame tells a guest from a stranger, so that a flood of strangers turns no guest away: a door holds a few
+strangers at most, drops the oldest for a new one, and gives each of them a few seconds.
+"""
+
+from __future__ import annotations
+
+import errno
+import hmac
+import os
+import secrets
+import selectors
+import socket
+import stat
+import struct
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Self
+
+__all__ = ["TOKEN_BYTES", "Door", "Guest", "enter", "is_private", "tune"]
+
+TOKEN_BYTES = 32
+MOST_STRANGERS = 16
+"""Connections at a time that have not shown that they know the token."""
+WAIT_S = 5.0
+"""How long a connection may take to be let in."""
+
+_SOCKET_NAME = "door"
+_MAGIC = b"lowshard-door-01"
+_NONCE_BYTES = 16
+_PROOF_BYTES = 32
+_HEAD = struct.Struct(f"!{len(_MAGIC)}sBI{_NONCE_BYTES}s")  # magic, purpose, rank, nonce; a proof follows
+_HELLO_BYTES = _HEAD.size + _PROOF_BYTES
+_WELCOME = b"\x01"
+_ACCEPTS = 64  # in one turn
+_NO_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+_BACKLOG = 1024
+_FULL_PAUSE_S = 0.005
+_ROUNDS_S = (0.5, 1.0, 2.0, 4.0)  # how long an address may take to answer, round by round; the last one stays
+_PAUSE_S = 0.1  # between two rounds over the addresses
+_PORT_TRIES = 20
+_PEER_CREDENTIALS = struct.Struct("iII")  # struct ucred: pid, uid, gid
+
+
+@dataclass(frozen=True)
+class Guest:
+    """A connection whose other end knows the token.
+
+    Attributes:
+        connection: non-blocking.
+        purpose: what it is for, a number below 256 that the two sides agree on.
+        rank: whose it is.
+    """
+
+    connection: socket.socket
+    purpose: int
+    rank: int
+
+
+class Door:
+    """Lets in who knows the token. It is polled by its `fileno`; `admit` never waits.
+
+    Attributes:
+        addresses: where it is: one `unix:PATH`, or `tcp://HOST:PORT` for each address of this host.
+        token: the secret of 32 bytes; it goes to the guests by a way that is private.
+    """
+
+    def __init__(
+        self, listening: Sequence[socket.socket], addresses: Sequence[str], path: Path | None
+    ) -> None:
+        """Open a door at sockets that listen already; see `in_folder` and `on_network`."""
+        self.addresses = tuple(addresses)
+        self.token = secrets.token_bytes(TOKEN_BYTES)
+        self._listening = tuple(listening)
+        self._path = path
+        self._waiting: dict[socket.socket, _Waiting] = {}  # in order of arrival
+        self._nonces: set[bytes] = set()  # of those that knew the token: a copy of their frames opens nothing
+        self._selector = selectors.EpollSelector()
+        for made in self._listening:
+            made.setblocking(False)
+            self._selector.register(made, selectors.EVENT_READ)
+
+    @classmethod
+    def in_folder(cls, folder: Path) -> Self:
+        """Return a door for processes of this user on this machine.
+
+        Args:
+            folder: a folder of this user that nobody else may enter (mode 0700); the socket is made in it.
+
+        Raises:
+            OSError: the folder is open to others, or its file system takes no sockets.
+        """
+        made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        with ExitStack() as stack:
+            stack.enter_context(made)
+            with _private(folder) as short_path:
+                made.bind(f"{short_path}/{_SOCKET_NAME}")
+            made.listen(_BACKLOG)
+            stack.pop_all()
+        return cls([made], [f"unix:{folder / _SOCKET_NAME}"], folder / _SOCKET_NAME)
+
+    @classmethod
+    def on_network(cls, hosts: Sequence[str]) -> Self:
+        """Return a door at addresses of this host, one port for all of them.
+
+        Args:
+            hosts: IPv4 and IPv6 addresses of this host.
+
+        Raises:
+            OSError: one of them cannot be listened on.
+        """
+        made = _listen_on(hosts)
+        port: int = made[0].getsockname()[1]
+        return cls(
+            made,
+            [f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}" for host in hosts],
+            None,
+        )
+
+    def fileno(self) -> int:
+        """Return the descriptor to poll: it is readable where `admit` has something to do."""
+        return self._selector.fileno()
+
+    def admit(self) -> list[Guest]:
+        """Return who has been let in since the last call, and turn away who has waited too long.
+
+        To be called when the door is readable, and every second or so besides.
+        """
+        guests: list[Guest] = []
+        for key, _ in self._selector.select(0):
+            if key.data is None:
+                self._accept(key.fileobj, guests)  # type: ignore[arg-type]
+            elif key.fileobj in self._waiting:
+                self._hear(key.data, guests)
+        now_s = time.monotonic()
+        for late in [waiting for waiting in self._waiting.values() if now_s > waiting.until_s]:
+            self._turn_away(late)
+        return guests
+
+    def close(self) -> None:
+        """Let nobody in any more, and remove the socket; the guests' connections stay."""
+        for waiting in list(self._waiting.values()):
+            self._turn_away(waiting)
+        self._selector.close()
+        for made in self._listening:
+            made.close()
+        if self._path is not None:
+            with suppress(OSError):
+                self._path.unlink()
+
+    def _accept(self, listening: socket.socket, guests: list[Guest]) -> None:
+        """Take in those who knock, a bounded number of them."""
+        for _ in range(_ACCEPTS):
+            try:
+                connection, _ = listening.accept()
+            except BlockingIOError:
+                return
+            except OSError as error:
+                if error.errno in _NO_FILES and not self._make_room(0, guests):
+                    time.sleep(_FULL_PAUSE_S)  # nothing here can be given back: let others do so
+                    return
+                continue  # it has gone already, or there is room now
+            if not _is_own_user(connection):
+                connection.close()
+                continue
+            connection.setblocking(False)
+            waiting = _Waiting(connection, time.monotonic() + WAIT_S)
+            self._waiting[connection] = waiting
+            self._selector.register(connection, selectors.EVENT_READ, waiting)
+            self._hear(waiting, guests)  # a guest speaks at once
+            self._make_room(MOST_STRANGERS, guests)
+
+    def _make_room(self, most: int, guests: list[Guest]) -> bool:
+        """Turn the oldest stranger away where there are more than so many; return whether one has gone."""
+        strangers = [waiting for waiting in self._waiting.values() if not waiting.known]
+        for oldest in strangers[: max(0, len(strangers) - most)]:
+            self._hear(oldest, guests)  # what it says may have come meanwhile
+            if oldest.connection in self._waiting and not oldest.known:
+                self._turn_away(oldest)
+                return True
+        return False
+
+    def _hear(self, waiting: _Waiting, guests: list[Guest]) -> None:
+        """Read what one has said; the frames are of fixed length, and no more than one is read at a time."""
+        wanted = _PROOF_BYTES if waiting.known else _HELLO_BYTES
+        try:
+            came = waiting.connection.recv(wanted - len(waiting.said))
+        except BlockingIOError:
+            return
+        except OSError:
+            came = b""
+        waiting.said += came
+        if came and len(waiting.said) < wanted:
+            return
+        if not came or not self._answer(waiting):
+            self._turn_away(waiting)
+        elif waiting.welcome:
+            self._forget(waiting)
+            guests.append(Guest(waiting.connection, waiting.purpose, waiting.rank))
+
+    def _answer(self, waiting: _Waiting) -> bool:
+        """Check a whole frame and answer it; return whether it was right."""
+        said, waiting.said = waiting.said, b""
+        if waiting.known:
+            if not hmac.compare_digest(said, _proof(self.token, b"guest", waiting.head + waiting.nonce)):
+                return False
+            waiting.welcome = True
+            return _sent(waiting.connection, _WELCOME)
+        head, proof = said[: _HEAD.size], said[_HEAD.size :]
+        magic, purpose, rank, nonce = _HEAD.unpack(head)
+        known = hmac.compare_digest(proof, _proof(self.token, b"hello", head))
+        if magic != _MAGIC or not known or nonce in self._nonces:
+            return False
+        self._nonces.add(nonce)
+        waiting.known, waiting.head, waiting.purpose, waiting.rank = True, head, purpose, rank
+        return _sent(waiting.connection, waiting.nonce + _proof(self.token, b"door", head))
+
+    def _turn_away(self, waiting: _Waiting) -> None:
+        self._forget(waiting)
+        waiting.connection.close()
+
+    def _forget(self, waiting: _Waiting) -> None:
+        self._selector.unregister(waiting.connection)
+        del self._waiting[waiting.connection]
+
+
+def enter(addresses: Sequence[str], token: bytes, purpose: int, rank: int, limit_s: float) -> socket.socket:
+    """Return a connection through a door, tried at one address after the other, again and again until the limit.
+
+    Args:
+        addresses: of the door.
+        token: of the door.
+        purpose: what the connection is for.
+        rank: whose it is.
+        limit_s: how long to try; each address is tried once at least.
+
+    Returns:
+        A connection that blocks, without a time limit.
+
+    Raises:
+        ConnectionError: none of the addresses leads through it; the text says of each why.
+    """
+    said: dict[str, str] = {}
+    end_s = time.monotonic() + limit_s
+    turn = 0
+    while addresses and (turn == 0 or time.monotonic() < end_s):
+        round_s = _ROUNDS_S[min(turn, len(_ROUNDS_S) - 1)]
+        for address in addresses:
+            try:
+                left_s = max(0.05, end_s - time.monotonic())
+                return _entered(address, token, purpose, rank, min(round_s, left_s))
+            except OSError as error:
+                said[address] = (error.strerror or str(error)).lower()
+        turn += 1
+        time.sleep(min(_PAUSE_S, max(0.0, end_s - time.monotonic())))
+    raise ConnectionError(
+        "; ".join(f"{address}: {why}" for address, why in said.items()) or "no address was offered"
+    )
+
+
+def is_private(folder: Path) -> bool:
+    """Say whether a folder is there and is this user's alone."""
+    try:
+        with _private(folder):
+            return True
+    except OSError:
+        return False
+
+
+def tune(connection: socket.socket, unconfirmed_s: float) -> None:
+    """Set what a TCP connection needs: no delays, and an end to one that nobody confirms for so long."""
+    if connection.family == socket.AF_UNIX:
+        return
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * unconfirmed_s))
+
+
+@dataclass
+class _Waiting:
+    """A connection that has not been let in."""
+
+    connection: socket.socket
+    until_s: float
+    nonce: bytes = field(default_factory=lambda: secrets.token_bytes(_NONCE_BYTES))
+    said: bytes = b""
+    known: bool = False  # it has shown that it knows the token, or has a copy of what somebody said who does
+    head: bytes = b""
+    purpose: int = 0
+    rank: int = 0
+    welcome: bool = False
+
+
+def _proof(token: bytes, side: bytes, what: bytes) -> bytes:
+    return hmac.digest(token, side + what, "sha256")
+
+
+def _sent(connection: socket.socket, frame: bytes) -> bool:
+    """Send a frame to a connection that has room for it; return whether it went out."""
+    try:
+        return connection.send(frame) == len(frame)
+    except OSError:
+        return False
+
+
+def _is_own_user(connection: socket.socket) -> bool:
+    """Say whether the other end is a process of this user; over TCP nobody knows."""
+    if connection.family != socket.AF_UNIX:
+        return True
+    data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
+    uid: int = _PEER_CREDENTIALS.unpack(data)[1]
+    return uid == os.geteuid()
+
+
+@contextmanager
+def _private(folder: Path) -> Iterator[str]:
+    """Give a short path to a folder that is checked to be this user's alone: a socket's path has 107 bytes at most.
+
+    Raises:
+        OSError: it is not there, or others may enter it.
+    """
+    fd = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        about = os.fstat(fd)
+        if about.st_uid != os.geteuid() or stat.S_IMODE(about.st_mode) & 0o077:
+            raise PermissionError(
+                f"a door's folder must be its user's alone (mode 0700), but {folder} is of user {about.st_uid} with "
+                f"mode {stat.S_IMODE(about.st_mode):04o}"
+            )
+        yield f"/proc/self/fd/{fd}"
+    finally:
+        os.close(fd)
+
+
+def _listen_on(hosts: Sequence[str]) -> list[socket.socket]:
+    """Return a socket for each address, all on one port."""
+    for attempt in range(_PORT_TRIES):
+        port = 0
+        with ExitStack() as stack:
+            made: list[socket.socket] = []
+            try:
+                for host in hosts:
+                    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+                    made.append(
+                        stack.enter_context(
+                            socket.create_server((host, port), family=family, backlog=_BACKLOG)
+                        )
+                    )
+                    port = made[0].getsockname()[1]
+            except OSError as error:
+                if (
+                    error.errno == errno.EADDRINUSE and attempt + 1 < _PORT_TRIES
+                ):  # at another of the addresses
+                    continue
+                raise
+            stack.pop_all()
+            return made
+    raise AssertionError("the last attempt returns or raises")
+
+
+def _entered(address: str, token: bytes, purpose: int, rank: int, limit_s: float) -> socket.socket:
+    """Return a connection through the door at an address, with both sides proven.
+
+    Raises:
+        OSError: nobody is there, or somebody else.
+    """
+    end_s = time.monotonic() + limit_s
+    with ExitStack() as stack:
+        connection = stack.enter_context(_connected(address, limit_s))
+        head = _HEAD.pack(_MAGIC, purpose, rank, secrets.token_bytes(_NONCE_BYTES))
+        connection.sendall(head + _proof(token, b"hello", head))
+        nonce = _read(connection, _NONCE_BYTES, end_s)
+        if not hmac.compare_digest(_read(connection, _PROOF_BYTES, end_s), _proof(token, b"door", head)):
+            raise ConnectionError("another program listens there")
+        connection.sendall(_proof(token, b"guest", head + nonce))
+        _read(connection, len(_WELCOME), end_s)
+        connection.settimeout(None)
+        stack.pop_all()
+    return connection
+
+
+def _connected(address: str, limit_s: float) -> socket.socket:
+    """Return a connection to whatever listens at an address; it waits so long at most."""
+    scheme, _, where = address.partition(":")
+    if scheme == "tcp":
+        host, _, port = where.removeprefix("//").rpartition(":")
+        return socket.create_connection((host.strip("[]"), int(port)), timeout=limit_s)
+    path = Path(where)
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    with ExitStack() as stack:
+        stack.enter_context(connection)
+        # The kernel waits for room in the queue of a listener only where the socket itself blocks.
+        seconds = int(limit_s)
+        limit = struct.pack("ll", seconds, max(1, int((limit_s - seconds) * 1e6)))
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+        with _private(path.parent) as short_path:
+            connection.connect(f"{short_path}/{path.name}")
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", 0, 0))
+        connection.settimeout(limit_s)
+        stack.pop_all()
+    return connection
+
+
+def _read(connection: socket.socket, size: int, end_s: float) -> bytes:
+    came = b""
+    while len(came) < size:
+        connection.settimeout(max(0.001, end_s - time.monotonic()))
+        got = connection.recv(size - len(came))
+        if not got:
+            raise ConnectionError("another program listens there")
+        came += got
+    return came

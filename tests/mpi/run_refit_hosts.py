@@ -1,0 +1,110 @@
+"""What each rank of two hosts does of a refit in which one rank is killed at a numbered step of its own.
+
+Arguments: the folder for notes; the victim's rank; the step at which it kills itself, or -1 for none: then it notes how
+many steps there are. Ranks 0 and 3 train, the others serve; three ranks a host.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+from run_refit_fault import die, note
+
+from lowshard import comm as lc
+from lowshard.errors import PeerFailed
+from lowshard.reshard import Refit, TensorLayout, build_reshard_plan
+from lowshard.reshard.channel import MessageChannel
+
+KILLED_AT = 3
+VERSIONS = 5
+ROWS = 512
+
+
+class Steps:
+    """Numbers what a rank does of a refit: before and after each call that meets others, the vote and the switch."""
+
+    def __init__(self, fatal: int) -> None:
+        self.fatal, self.count, self.counting = fatal, 0, False
+
+    def watch(self, owner: Any, name: str) -> None:
+        """Number the calls of a method."""
+        call: Callable[..., Any] = getattr(owner, name)
+
+        def numbered(*args: Any, **kwargs: Any) -> Any:
+            self.step()
+            try:
+                return call(*args, **kwargs)
+            finally:
+                self.step()
+
+        setattr(owner, name, numbered)
+
+    def step(self) -> None:
+        if self.counting:
+            if self.count == self.fatal:
+                die()
+            self.count += 1
+
+
+def main(folder: Path, victim: int, fatal: int) -> None:
+    comm = lc.from_mpi(MPI.COMM_WORLD, device="cpu")
+    votes_agree(comm, folder)
+    src = {
+        "a": TensorLayout.sharded((ROWS, 64), "float32", {"tp": (2, 3)}, {0: "tp"}),
+        "b": TensorLayout.sharded((64, ROWS), "float32", {"dp": (2, 3)}),
+    }
+    axes = {"dp": (2, 3), "tp": (2, 1)}
+    dst = {
+        "a": TensorLayout.sharded((ROWS, 64), "float32", axes, {1: "tp"}, offset=1),
+        "b": TensorLayout.sharded((64, ROWS), "float32", axes, {1: "tp"}, offset=1),
+    }
+    mine = {k: np.empty(x.local_shape(comm.rank), np.float32) for k, x in src.items() if comm.rank in x}
+    out = {k: np.zeros(x.local_shape(comm.rank) or (), np.float32) for k, x in dst.items() if comm.rank in x}
+    refit = Refit(build_reshard_plan(src, dst), comm, mine, out, version=0)
+    steps = Steps(fatal)
+    if comm.rank == victim:
+        for owner, names in (
+            (comm, ("_agree", "_all_gather_v", "_compare", "_barrier")), (refit._vote, ("decide",)),
+            (refit, ("_switch",)), (MessageChannel, ("post", "take", "acquire", "finish")),
+        ):  # fmt: skip
+            for name in names:
+                steps.watch(owner, name)
+    done = version = 0
+    try:
+        for version in range(1, VERSIONS + 1):
+            for array in mine.values():
+                array[...] = version
+            comm.barrier()
+            steps.counting = version == KILLED_AT
+            refit.push(version) if mine else refit.pull()
+            steps.counting, done = False, version
+    except PeerFailed as error:
+        found = sorted({float(v) for a in refit.weights.values() for v in (a.min(), a.max())})
+        note(folder, f"left-{comm.rank}", {
+            "error": str(error), "values": found, "version": refit.version, "torn": refit.torn, "done": done,
+            "trying": version,
+        })  # fmt: skip
+        raise
+    if comm.rank == victim:
+        note(folder, "steps", {"count": steps.count})
+
+
+def votes_agree(comm: lc.Communicator, folder: Path) -> None:
+    """Ranks of a host ask for different ends of an attempt, over and over: they are told the same one."""
+    from lowshard.reshard.vote import Vote
+
+    vote = Vote(comm)
+    told = []
+    for attempt in range(1, 41):
+        comm.barrier()
+        told.append(vote.decide(attempt, commit=(comm.rank + attempt) % 2 == 0))
+    note(folder, f"told-{comm.rank}", {"told": told})
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

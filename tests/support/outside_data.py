@@ -1,0 +1,244 @@
+"""One sound example for each reader of outside data, and what reads it: the registry's other half."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import lowshard
+from lowshard import DeviceMesh, Layout, Partial, Replicated, Sharded, plan_redistribute
+from lowshard.checkpoint.index import Index, IndexedFile, IndexedTensor, Part
+from lowshard.comm.tuned import SCHEMA as TUNED
+from lowshard.cost import ClusterProfile
+from lowshard.fsdp.param import Param
+from lowshard.fsdp.plan import FlatPlan
+from lowshard.reading import READERS
+from lowshard.reshard import build_reshard_plan
+from lowshard.reshard.cut import Cut
+from lowshard.reshard.layout import TensorLayout
+from lowshard.rules.golden import parse_dump
+from lowshard.solver import GraphSolver, pick
+from lowshard.solver.graph.file import EXAMPLES, load_graph
+from lowshard.tiling import Tiling
+from lowshard.weights.pattern import NamePatterns
+from lowshard.weights.plan import LoadPlan, Read
+
+_MESH = DeviceMesh((2, 2), ("dp", "tp"), {0: 1e9, 3: 2e9}, ranks=(0, 1, 3, 2))
+
+
+def import_everything() -> None:
+    """Import every module that has a reader, so that it is registered."""
+    root = Path(__file__).resolve().parents[2]
+    for folder, package in (
+        ("lowshard", "lowshard"),
+        ("launch", "lowshard.launch"),
+        ("bench", "lowshard.bench"),
+    ):
+        for path in sorted((root / folder).rglob("*.py")):
+            if "reader(" in path.read_text(encoding="utf-8") and "reading" in path.read_text(
+                encoding="utf-8"
+            ):
+                parts = path.relative_to(root / folder).with_suffix("").parts
+                importlib.import_module(".".join((package, *parts)))
+
+
+def layout() -> Layout:
+    """Return a layout that uses most of what one can say."""
+    return Layout.from_spec(_MESH, (7, 6, 5), "bf16", (("tp",), None, None), "ceil", partial={"dp": "sum"})
+
+
+def redistribution() -> Any:
+    """Return a plan of several steps."""
+    mesh = DeviceMesh((2, 2), ("dp", "tp"))
+    src = Layout(mesh, (5, 6), "float32", (Partial("sum"), Sharded(0)))
+    return plan_redistribute(src, src.with_placements((Sharded(1), Replicated())))
+
+
+def reshard() -> Any:
+    """Return a plan over two kinds of layouts."""
+    mesh, two = DeviceMesh((4,), ("x",)), DeviceMesh((2,), ("x",))
+    tiles = Tiling.from_pieces(
+        (6, 4), "int32", [[((0, 2), (0, 4)), ((4, 5), (0, 4))], [((2, 4), (0, 4)), ((5, 6), (0, 4))]]
+    )
+    src = {"a": Layout(mesh, (9, 4), "int32", (Sharded(0),)), "b": tiles}
+    dst = {
+        "a": Layout(two, (9, 4), "int32", (Sharded(1),)),
+        "b": Layout(mesh, (6, 4), "int32", (Sharded(1),)),
+    }
+    return build_reshard_plan(src, dst)
+
+
+def load_plan(source: str = "0" * 32) -> LoadPlan:
+    """Return a plan by which two ranks read halves for both."""
+    cut, whole = (
+        Tiling.from_pieces((4, 3), "int32", [[((0, 2), (0, 3))], [((2, 4), (0, 3))]]),
+        Tiling.whole((4,), "int32", 2),
+    )
+    reads = (
+        Read("a", 0, ((0, 2), (0, 3)), (0,)), Read("a", 1, ((2, 4), (0, 3)), (1,)),
+        Read("b", 0, ((0, 2),), (0, 1)), Read("b", 1, ((2, 4),), (0, 1)),
+    )  # fmt: skip
+    return LoadPlan("own-slice", source, (0, 0), (("a", cut), ("b", whole)), reads)
+
+
+@cache
+def graph_plan() -> Any:
+    """Return the plan of a small graph."""
+    text = {
+        "inputs": {"x": {"shape": [4, 6], "place": "tp=S0"}},
+        "weights": {"up": [6, 8], "down": [8, 6]},
+        "ops": [
+            {"op": "matmul", "in": ["x", "up"], "out": "h"},
+            {"op": "relu", "in": "h", "out": "a"},
+            {"op": "matmul", "in": ["a", "down"], "out": "y"},
+        ],
+        "outputs": {"y": "tp=S0"},
+    }
+    graph, sizes = load_graph(text)
+    return GraphSolver().solve(graph, DeviceMesh((2,), ("tp",)), sizes)
+
+
+def action() -> Any:
+    """Return what a matmul picks."""
+    mesh = DeviceMesh((2,), ("tp",))
+    a, b = Layout(mesh, (4, 6), "float64", (Sharded(1),)), Layout(mesh, (6, 8), "float64", (Sharded(0),))
+    return pick("matmul", [a, b])
+
+
+def index() -> Index:
+    """Return the index of two parts in two files."""
+    parts = (
+        Part("a.safetensors", "w", ((0, 2), (0, 3)), 7),
+        Part("b.safetensors", "w", ((2, 4), (0, 3)), None),
+    )
+    files = {"a.safetensors": IndexedFile(100, 1), "b.safetensors": IndexedFile(200, 2)}
+    return Index(2, "t0", files, {"w": IndexedTensor("float32", (4, 3), "rowwise(2)", parts)}, {"step": "3"})
+
+
+def plain(data: Any) -> Any:
+    """Return data as a file would give it."""
+    return json.loads(json.dumps(data))
+
+
+@cache
+def samples() -> Mapping[str, Any]:
+    """Return by reader what `to_json`, or a user, writes for it. A new reader is not in it: put one there."""
+    flat = FlatPlan.plan([Param("w", (3, 5)), Param("b", (4,)), Param("s", ())], 2)
+    block = {
+        "repeat": 2,
+        "name": "l",
+        "carry": {"x": "y"},
+        "weights": {"w": [4, 4]},
+        "ops": [{"op": "matmul", "in": ["x", "w"], "out": "y"}],
+    }
+    graph = {
+        "name": "g",
+        "sizes": {"n": 4},
+        "inputs": {"x": {"shape": ["n", 4], "place": "tp=S0"}},
+        "ops": [block],
+        "outputs": ["x"],
+    }
+    rule = {"pattern": "**.{q,k}_proj.weight", "strategy": {"axiswise": {"axis": 0}}}
+    plan, redistributed, moves = (
+        plain(graph_plan().to_json()),
+        plain(redistribution().to_json()),
+        plain(reshard().to_json()),
+    )
+    indexed = json.loads(index().encode())
+    indexed.pop("digest")
+    slot = {"step": 3, "state": {"lr": 0.1}}
+    return {
+        "mesh": plain(_MESH.to_json()),
+        "layout": plain(layout().to_json()),
+        "tiling": plain(load_plan().tilings[0][1].to_json()),
+        "cluster profile": plain(ClusterProfile.default().to_json()),
+        "cut": Cut(12, 3, chunks=2, blocks=(6, 6)).to_json(),
+        "tensor layout": moves["layouts"][1],
+        "reshard plan": moves,
+        "exchange": redistributed["steps"][0]["exchanges"][0],
+        "redistribution plan": redistributed,
+        "load plan": plain(load_plan().to_json()),
+        "flat plan": json.loads(flat.to_json()),
+        "action": plain(action().to_json()),
+        "graph": plan["graph"],
+        "move of a graph plan": {"tensor": 0, "step": 1, "from": "f32[4] tp=S0", "to": "f32[4] tp=R", "price": 0.5},
+        "graph plan": plan,
+        "graph file": graph,
+        "op of a graph": block["ops"][0],
+        "block of a graph": block,
+        "model's config": {"num_attention_heads": 8, "num_key_value_heads": 2},
+        "rule of a file of name patterns": rule,
+        "file of name patterns": {"sizes": ["num_heads"], "rules": [rule, {"pattern": "*.b", "strategy": "replicate"}]},
+        "index of a sharded checkpoint": indexed,
+        "index with a weight_map": {"weight_map": {"w": "a.safetensors"}, "metadata": {"total_size": 7}},
+        "tuned table": {"schema": TUNED, "entries": {"Open MPI 5.0.11, 2 ranks, 2 cores": {"all_reduce": 16384}}},
+        "state of FSDP.save": {"version": 1, "updates": 2, "arrays": {"l0": ["m"]}, "numbers": {"l0": slot}},
+        "state of an optimizer's slot": slot,
+    }  # fmt: skip
+
+
+def use(name: str, value: Any) -> None:
+    """Ask a value what its users ask: it must answer, or say what is wrong."""
+    again = getattr(type(value), "from_json", None)
+    if again is not None:
+        assert again(value.to_json()) == value, "what was read is not what is written"
+    if isinstance(value, (DeviceMesh,)):
+        value.coord(value.ranks[0])
+    if isinstance(value, Layout):
+        value.box(value.mesh.ranks[0])
+        assert Layout.parse(value.mesh, str(value)) == value
+    if isinstance(value, Tiling):
+        assert isinstance(value.is_cover, bool)
+    if isinstance(value, Cut):
+        assert sum(value.extent(p) for p in range(min(value.parts, 4))) <= value.length
+    if isinstance(value, TensorLayout):
+        value.tiles(value.seats.span[0])
+    if isinstance(value, ClusterProfile):
+        for curve in value.curves:
+            value.seconds(curve.op, 3, 1000, curve.level, curve.transport)
+    if isinstance(value, FlatPlan):
+        value.views(np.zeros(min(value.size, 1 << 20))) if value.size <= 1 << 20 else None
+
+
+# ---- formats that are no JSON of ours: text to value
+
+
+def _bound(path: Path) -> Any:
+    graph, sizes = load_graph(path)
+    return graph.bind(sizes)
+
+
+def texts() -> Mapping[str, tuple[bytes, Callable[[Path], Any]]]:
+    """Return, by format, a sound file and what reads it."""
+    dump = {"params.w": {"partition_spec": ["embed", None], "shape": [4, 5]}}
+    return {
+        "graph.yaml": (
+            (EXAMPLES / "mlp.yaml").read_bytes(),
+            _bound,
+        ),
+        "names.yaml": (
+            (Path(lowshard.__file__).parent / "weights/names/llama.yaml").read_bytes(),
+            lambda path: NamePatterns.load(path).match(["model.layers.0.self_attn.q_proj.weight"]),
+        ),
+        "layout.txt": (
+            str(layout()).encode(),
+            lambda path: Layout.parse(_MESH, path.read_bytes().decode("latin-1")),
+        ),
+        "dump.json": (
+            json.dumps(dump).encode(),
+            lambda path: parse_dump(path.read_bytes().decode("latin-1")),
+        ),
+        "profile.json": (json.dumps(ClusterProfile.default().to_json()).encode(), ClusterProfile.load),
+    }
+
+
+def unknown_readers() -> set[str]:
+    """Return what the registry has and the samples have not, or the other way round."""
+    import_everything()
+    return set(READERS) ^ set(samples())

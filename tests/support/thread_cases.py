@@ -1,0 +1,80 @@
+"""A communicator that two threads of a rank call: at once is an error, one after the other is not."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lowshard import DeviceMesh, Layout, Partial, Replicated, execute, plan_redistribute
+from lowshard.comm import Communicator
+from lowshard.errors import CommError
+
+
+def in_thread(call: Callable[[], object]) -> BaseException | None:
+    """Run a call in a thread of its own, wait for it, and return what it raised."""
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            call()
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run, name="second")
+    thread.start()
+    thread.join()
+    return raised[0] if raised else None
+
+
+def check_threads(comm: Communicator, meet: Callable[[], object]) -> None:
+    """Call from two threads on rank 0 while the others keep its first call waiting; the result stays right.
+
+    Collective: all ranks of the communicator call this.
+
+    Args:
+        comm: the communicator.
+        meet: returns when all ranks have called it, by another way than the communicator.
+    """
+    send, out = np.full(8, comm.rank + 1.0), np.zeros(8)
+    mesh = DeviceMesh((comm.size,), ("dp",))
+    plan = plan_redistribute(
+        Layout(mesh, (8,), "float64", (Partial("sum"),)), Layout(mesh, (8,), "float64", (Replicated(),))
+    )
+    whole = comm.size * (comm.size + 1) / 2
+    calls: list[Callable[[Any], object]] = [
+        lambda into: comm.all_reduce(send, into),
+        lambda into: comm.all_reduce(send, into, "sum", "tree"),
+        lambda into: execute(plan, send, comm, into),
+    ]
+    for call in calls:
+        for _ in range(3):  # the first time, and when it is known
+            out[...] = 0
+            if comm.rank:
+                meet()
+                call(out)
+            else:
+                thread = threading.Thread(target=call, args=(out,))
+                thread.start()
+                while "unlocked" in repr(comm._turn):  # until the thread is in its call
+                    time.sleep(0.001)
+                for other in (*calls, lambda into: comm.barrier()):
+                    with pytest.raises(CommError, match="one thread at a time"):
+                        other(np.zeros(8))
+                meet()
+                thread.join()
+            assert (out == whole).all(), "the call that was there first is spoiled"
+    # One thread after the other, and what was started before, are in turn.
+    assert in_thread(lambda: comm.all_reduce(send, out)) is None
+    works = [comm.start.all_reduce(send, np.zeros(8)) for _ in range(3)]
+    comm.barrier()
+    for into in (np.zeros(8), np.zeros(8)):
+        comm.all_reduce(send, into)
+        execute(plan, send, comm, into)
+        assert (into == whole).all()
+    for work in works:
+        work.wait()

@@ -1,0 +1,211 @@
+"""What is kept for as long as the process lives: bounded in bytes, all of it, and said so in README."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import threading
+import tracemalloc
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+
+from lowshard.bounded import MOST_BYTES, BoundedCache, bounded_cache, kept_in_self, size_of
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDERS = ("lowshard", "kernels", "launch", "bench")
+
+# Caches without a bound of bytes, and what bounds them instead. One that is new is given a bound, or a line here.
+CLOSED_ARGUMENTS = {
+    "checkpoint/checksum._power": "bits of a length",
+    "comm/node/combine.recipe_of": "dtypes and ops", "comm/node/combine._combiner": "dtypes and ops",
+    "comm/node/combine._divider": "dtypes", "comm/node/combine._converter": "dtypes",
+    "dtypes._numpy_dtype": "rows of the dtype table", "kernels/buffer.dtype_name": "dtypes of the table",
+    "kernels/cpu/drive.compiled": "kinds of kernels", "kernels/cpu/scales.swizzle_kernel": "two",
+    "kernels/cpu/step.sgd_kernel": "modes of a step", "kernels/cuda/engine.device_engine": "GPUs",
+    "kernels/cuda/module.source": "files of the package", "kernels/reference.value_table": "element formats, dtypes",
+    "launch/mpiexec._probe_library": "8", "launch/mpiexec._probe_mpiexec": "32",
+}  # fmt: skip
+CLOSED_TABLES = {
+    "bounded.MOST_BYTES": "caches", "comm/abort._installed": "hooks of the process",
+    "comm/abort._watches": "live side channels", "comm/build._memories": "live communicators",
+    "comm/build._watches": "live communicators", "comm/node/communicator._split_off": "live groups, weakly",
+    "comm/pinned._kept": "slots that a failed GPU may write to", "comm/watch._watches": "live side channels",
+    "compiled/cache.origins": "compiled functions", "compiled/native._methods": "compiled functions",
+    "dtypes._BY_NAME": "dtypes", "op/part._GROUPS": "64 groups a live communicator", "op/registry.KERNELS": "ops",
+    "price._PRICES": "16 profiles", "reading.READERS": "classes", "reading._BY_TYPE": "classes",
+    "reading._FIELDS": "classes", "solver/table/rule.RULES": "ops",
+    "weights/load._KEPT": "loads in which a rank failed", "kernels/cpu/drive._ROWS": "kinds of kernels",
+}  # fmt: skip
+CONTAINERS = {
+    "dict", "list", "set", "defaultdict", "OrderedDict", "WeakKeyDictionary", "WeakValueDictionary", "WeakSet", "deque",
+    "Counter",
+}  # fmt: skip
+
+
+def modules() -> Iterator[tuple[str, ast.Module]]:
+    for folder in FOLDERS:
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            name = (
+                path.relative_to(ROOT / "lowshard" if folder == "lowshard" else ROOT)
+                .with_suffix("")
+                .as_posix()
+            )
+            yield name, ast.parse(path.read_text(encoding="utf-8"))
+
+
+def last_name(node: ast.expr) -> str:
+    """Return the name that is called, without its module, its arguments and its type's parameters."""
+    while isinstance(node, (ast.Call, ast.Subscript)):
+        node = node.func if isinstance(node, ast.Call) else node.value
+    return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
+
+
+def cached_functions() -> set[str]:
+    """Return functions with arguments whose results functools keeps."""
+    return {
+        f"{name}.{node.name}"
+        for name, tree in modules()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef)
+        and {last_name(d) for d in node.decorator_list} & {"cache", "lru_cache"}
+        and (node.args.args or node.args.kwonlyargs or node.args.vararg)
+    }
+
+
+def growing_tables() -> set[str]:
+    """Return what a module holds in a container that is empty at first."""
+    found = set()
+    for name, tree in modules():
+        for node in tree.body:
+            if not isinstance(node, (ast.Assign, ast.AnnAssign)) or node.value is None:
+                continue
+            target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+            value = node.value
+            empty = isinstance(value, (ast.Dict, ast.List)) and not ast.unparse(value).strip("{}[]")
+            called = isinstance(value, ast.Call) and last_name(value) in CONTAINERS and not value.args
+            if empty or called:
+                found.add(f"{name}.{ast.unparse(target)}")
+    return found
+
+
+def test_every_cache_of_the_process_has_a_bound() -> None:
+    assert cached_functions() == CLOSED_ARGUMENTS.keys()
+    assert growing_tables() == CLOSED_TABLES.keys()
+
+
+def test_readme_has_every_bound() -> None:
+    names = sorted(
+        ".".join(("lowshard", *name.split("/")))
+        .replace(".__init__", "")
+        .replace("lowshard.bench", "lowshard.bench")
+        for name, tree in modules()
+        if any(isinstance(n, ast.ImportFrom) and n.module == "lowshard.bounded" for n in tree.body)
+    )
+    code = f"import importlib\nfor n in {names!r}: importlib.import_module(n)\n"
+    code += "from lowshard.bounded import MOST_BYTES\nfor n, b in sorted(MOST_BYTES.items()): print(n, b, sep='|')"
+    ran = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True, cwd=ROOT
+    )
+    bounds = dict(line.split("|") for line in ran.stdout.splitlines())
+    assert len(bounds) > 15
+    table = (
+        (ROOT / "README.md")
+        .read_text(encoding="utf-8")
+        .partition("## Memory that is kept")[2]
+        .partition("\n## ")[0]
+    )
+    rows = [line for line in table.splitlines() if line.startswith("| `") or line.startswith("| ")]
+    for name, most_bytes in bounds.items():
+        amount = (
+            f"{int(most_bytes) >> 10} KiB" if int(most_bytes) < 1 << 20 else f"{int(most_bytes) >> 20} MiB"
+        )
+        short = name.removeprefix("lowshard.")
+        assert any(short in row and f"| {amount} |" in row for row in rows), (
+            f"README's table lacks {short}, {amount}"
+        )
+
+
+def test_the_newest_is_kept_up_to_the_bound_and_a_value_is_weighed_once_it_has_grown() -> None:
+    kept = BoundedCache[int, list[int]](None, 100, lambda key, value: len(value))
+    for key in range(50):
+        value = kept.put(key, [])
+        value.extend(range(10))  # what it makes on first use
+    assert len(kept) == 11
+    assert kept.used_bytes == 100
+    assert kept.get(49) is not None
+    assert kept.get(38) is None
+    kept.put(49, [1])
+    assert (len(kept), kept.used_bytes) == (11, 100)
+    kept.put(50, [0] * 1000)
+    kept.put(51, [])
+    assert 50 not in kept  # larger than all there is room for
+    kept.clear()
+    assert (len(kept), kept.used_bytes) == (0, 0)
+
+
+def test_threads_may_put_at_once() -> None:
+    kept = BoundedCache[int, int](None, 100, lambda key, value: 1)
+
+    def work(first: int) -> None:
+        for key in range(first, first + 5000):
+            kept.put(key % 700, key)
+
+    threads = [threading.Thread(target=work, args=(1000 * i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(kept) <= 101
+    assert kept.used_bytes == len(kept._sizes) <= 100
+
+
+def test_a_function_forgets_beyond_its_bound_and_is_right_all_the_while() -> None:
+    calls = []
+
+    @bounded_cache(1 << 20)
+    def squares(n: int) -> tuple[int, ...]:
+        calls.append(n)
+        return tuple(i * i for i in range(n, n + 100))
+
+    tracemalloc.start()
+    for n in range(6000):
+        assert squares(n)[1] == (n + 1) ** 2
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 2 << 20, "it keeps more than its bound"
+    before = len(calls)
+    squares(5999)
+    assert len(calls) == before
+    assert MOST_BYTES.pop(f"{__name__}.{squares.__qualname__}") == 1 << 20
+
+
+def test_sizes_are_those_of_what_is_held() -> None:
+    tracemalloc.start()
+    before = tracemalloc.get_traced_memory()[0]
+    value = {i + 1000: tuple(range(1000, 1010 + i % 7)) for i in range(1000)}
+    held = tracemalloc.get_traced_memory()[0] - before
+    tracemalloc.stop()
+    assert 0.5 * held < size_of(value) < 2 * held
+
+
+def test_what_is_kept_in_an_object_is_worked_out_once_for_each_argument_and_goes_with_the_object() -> None:
+    class Halves:
+        def __init__(self) -> None:
+            self.asked: list[int] = []
+
+        @kept_in_self
+        def half(self, n: int) -> list[int] | None:
+            self.asked.append(n)
+            return [n // 2] if n else None
+
+    one, other = Halves(), Halves()
+    assert one.half(4) is one.half(4)
+    assert one.half(0) is None
+    assert one.half(0) is None
+    assert other.half(4) is not one.half(4)
+    assert (one.asked, other.asked) == ([4, 0], [4])
+    gone = weakref.ref(one)
+    del one
+    assert gone() is None

@@ -1,0 +1,209 @@
+"""What a graph and its solvers are given in a wrong way is a LowshardError; numbers of NumPy are numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lowshard import DeviceMesh, LowshardError, Partial, Replicated, Sharded
+from lowshard.errors import LayoutError
+from lowshard.op import prove
+from lowshard.solver import Graph, GraphSolver, GreedyReshard, Rates, solve_graph
+from lowshard.solver.graph import graph as limits
+
+TP = DeviceMesh((2,), ("tp",))
+NO_SHAPES: tuple[Any, ...] = (
+    None, 4, "ab", b"ab", 2.0, {"a": 1}, (4.0, 3), (2.5,), ("3.5",), (True, 3), (None,), (-2, 3), (np.float64(4),),
+    ("",), ("a+b",), ("a b",), ("2*",), (1 << 63,), ("9" * 30,), ((4,), 3), (np.array([4, 3]), 2), (2,) * 33,
+    ("x" * 300,),
+)  # fmt: skip
+NO_PLACES: tuple[Any, ...] = (
+    "", " ", "S0", "tp=", "=S0", "tp=S9", "tp=S-3", "tp=X", "tp=S0 tp=R", "tp=P:mean", 1, 1.5, True, Sharded(0),
+    [Sharded(0)], ("tp", "S0"), {"tp": None}, {"tp": 3}, {3: Sharded(0)}, {"tp": Sharded(7)}, {"": Replicated()}, TP,
+    np.zeros(2),
+)  # fmt: skip
+NO_NAMES: tuple[Any, ...] = (None, 3, "", b"x", ["x"], ("a", "b"), np.zeros(2), "taken")
+NO_SIZES: tuple[Any, ...] = (
+    {"n": 2.5}, {"n": "3"}, {"n": True}, {"n": -1}, {"n": None}, {"n": np.float32(3)}, {"n": 1 << 64}, {"n": [3]},
+    {}, None, 3, "n=3", [("n", 3)], {"m": 3},
+)  # fmt: skip
+
+
+def all_of(*calls: Callable[[], object]) -> None:
+    for call in calls:
+        call()
+
+
+def two() -> tuple[Graph, Any]:
+    g = Graph("two")
+    return g, g.input("taken", (4, 6))
+
+
+@pytest.mark.parametrize("shape", NO_SHAPES, ids=repr)
+def test_shapes(shape: Any) -> None:
+    g, x = two()
+    for call in (g.input, g.weight):
+        with pytest.raises(LowshardError):
+            call("x", shape)
+    with pytest.raises(LowshardError):
+        all_of(lambda: g.reshape(x, shape), g.bind)
+
+
+@pytest.mark.parametrize("place", NO_PLACES, ids=repr)
+def test_places(place: Any) -> None:
+    g, x = two()
+    with pytest.raises(LowshardError):
+        g.input("x", (4, 6), place=place)
+    y = g.pointwise("relu", x)
+    with pytest.raises(LowshardError):
+        all_of(lambda: g.output(y, place), g.bind)
+
+
+@pytest.mark.parametrize("name", NO_NAMES, ids=repr)
+def test_names(name: Any) -> None:
+    g, x = two()
+    with pytest.raises(LowshardError):
+        g.input(name, (4, 6))
+    if name is not None:  # a result may be named by the graph
+        with pytest.raises(LowshardError):
+            g.pointwise("relu", x, name=name)
+    with pytest.raises(LowshardError):
+        Graph("g").tensor(name)
+    if not isinstance(name, str):
+        with pytest.raises(LowshardError):
+            Graph(name)
+
+
+@pytest.mark.parametrize("sizes", NO_SIZES, ids=repr)
+def test_sizes(sizes: Any) -> None:
+    g = Graph("sizes")
+    g.output(g.pointwise("relu", g.input("x", ("n", 4))))
+    for call in (g.bind, lambda s: GraphSolver().solve(g, TP, s), lambda s: solve_graph(g, TP, sizes=s)):
+        with pytest.raises(LowshardError):
+            call(sizes)  # type: ignore[operator]
+
+
+CALLS: dict[str, Callable[[Graph, Any], object]] = {
+    "no op": lambda g, x: g.op("nothing", x),
+    "an op that is no text": lambda g, x: g.op(["relu"], x),  # type: ignore[arg-type]
+    "text for a tensor": lambda g, x: g.pointwise("relu", "taken"),  # type: ignore[arg-type]
+    "None for a tensor": lambda g, x: g.matmul(x, None),  # type: ignore[arg-type]
+    "an array for a tensor": lambda g, x: g.matmul(x, np.zeros((6, 2))),  # type: ignore[arg-type]
+    "too many tensors": lambda g, x: g.op("relu", x, x),
+    "a tensor of another graph": lambda g, x: g.pointwise("relu", two()[1]),
+    "the output of another graph": lambda g, x: g.output(two()[1]),
+    "an output twice": lambda g, x: g.output(g.output(x, "R"), "tp=S0"),
+    "an output twice alike": lambda g, x: g.output(g.output(x)),
+    "a float axis": lambda g, x: g.softmax(x, axis=1.0),  # type: ignore[arg-type]
+    "text for an axis": lambda g, x: g.softmax(x, axis="1"),  # type: ignore[arg-type]
+    "an axis that is not there": lambda g, x: g.softmax(x, axis=2),
+    "True for an axis": lambda g, x: g.softmax(x, axis=True),
+    "no dims": lambda g, x: g.permute(x, None),  # type: ignore[arg-type]
+    "a number for dims": lambda g, x: g.permute(x, 1),  # type: ignore[arg-type]
+    "float dims": lambda g, x: g.permute(x, (1.0, 0.0)),  # type: ignore[arg-type]
+    "text for dims": lambda g, x: g.permute(x, "10"),  # type: ignore[arg-type]
+    "dims twice": lambda g, x: g.permute(x, (1, 1)),
+    "subscripts that are none": lambda g, x: g.einsum(3, x),  # type: ignore[arg-type]
+    "subscripts that do not fit": lambda g, x: g.einsum("ijk->i", x),
+    "sizes that are a number": lambda g, x: g.op("split", x, sizes=3, axis=0),
+    "float sizes": lambda g, x: g.op("split", x, sizes=(2.0, 2.0), axis=0),
+    "sizes that do not sum up": lambda g, x: g.op("split", x, sizes=(2, 3), axis=0),
+    "text for chunks": lambda g, x: g.op("chunk", x, chunks="2", axis=0),
+    "a billion chunks": lambda g, x: g.op("chunk", x, chunks=1_000_000_000, axis=0),
+    "a dtype that is none": lambda g, x: g.op("cast", x, dtype="float31"),
+    "a list for a dtype": lambda g, x: g.input("z", (3,), dtype=["float32"]),  # type: ignore[arg-type]
+    "an argument that is an object": lambda g, x: g.op("mul_scalar", x, value=object()),
+    "an array of values": lambda g, x: g.op("mul_scalar", x, value=np.zeros((2, 2, 2, 2, 2))),
+    "a complex value": lambda g, x: g.op("mul_scalar", x, value=1j),
+    "a stride of 0": lambda g, x: g.op(
+        "max_pool", g.input("i", (1, 8, 8, 2)), size=2, stride=0
+    ),
+    "a window that is text": lambda g, x: g.op("max_pool", g.input("i", (1, 8, 8, 2)), size="2"),
+    "pads of one number": lambda g, x: g.op("pad", x, pads=1),
+    "slices of one number": lambda g, x: g.op("slice", x, slices=1),
+    "a tile of 10^12": lambda g, x: g.op("tile", x, repeats=(10**12, 10**12)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_calls(name: str) -> None:
+    g, x = two()
+    with pytest.raises(LowshardError):
+        all_of(lambda: CALLS[name](g, x), g.bind)
+
+
+@pytest.mark.parametrize("mesh", [None, "tp=2", 2, (2,), Graph()], ids=repr)
+def test_meshes(mesh: Any) -> None:
+    g, x = two()
+    g.output(g.pointwise("relu", x))
+    for call in (lambda: GraphSolver().solve(g, mesh), lambda: solve_graph(g, mesh, GreedyReshard())):
+        with pytest.raises(LowshardError):
+            call()
+
+
+SOLVERS: tuple[dict[str, Any], ...] = (
+    {"objective": "time"}, {"objective": ["seconds"]}, {"method": 3}, {"budget_bytes": "40GB"}, {"budget_bytes": -1},
+    {"budget_bytes": 0}, {"budget_bytes": True}, {"budget_bytes": float("nan")}, {"budget_bytes": [1]},
+    {"node_size": 0}, {"node_size": 2.0}, {"node_size": "2"}, {"node_size": True}, {"profile": "cluster.json"},
+    {"rates": 1e9}, {"rates": (1e9, 1e9)}, {"time_limit_s": -1}, {"time_limit_s": "15"}, {"time_limit_s": None},
+    {"allow_partial_to_sharded": "no"}, {"keep_activations": None},
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("options", SOLVERS, ids=repr)
+def test_options(options: dict[str, Any]) -> None:
+    with pytest.raises(LowshardError):
+        GraphSolver(**options)
+
+
+def test_what_else_is_wrong() -> None:
+    g, x = two()
+    g.output(g.pointwise("relu", x))
+    wrong: tuple[Any, ...] = (None, "mlp", 3, GraphSolver())
+    for graph in wrong:
+        with pytest.raises(LowshardError):
+            GraphSolver().solve(graph, TP)
+        with pytest.raises(LowshardError):
+            solve_graph(graph, TP, GreedyReshard())
+    for solver in ("greedy", 3, lambda offered, layouts: None):
+        with pytest.raises(LowshardError):
+            solve_graph(g, TP, solver)  # type: ignore[arg-type]
+    with pytest.raises(LowshardError):
+        GraphSolver().solve(g, TP, rules="all")  # type: ignore[arg-type]
+    for rates in (("fast", 1e9), (0, 1e9), (1e9, float("inf")), (True, 1e9)):
+        with pytest.raises(LowshardError):
+            Rates(*rates)  # type: ignore[arg-type]
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    g = Graph("numpy")
+    x = g.input("x", (np.int64(4), "n"), np.dtype("float32"), place={"tp": Sharded(-1)})  # type: ignore[arg-type]
+    y = g.reshape(x, np.array([3, 4]), name="y")  # type: ignore[arg-type]
+    z = g.op("mul_scalar", g.permute(y, np.array([1, 0])), value=np.float32(2))  # type: ignore[arg-type]
+    g.output(g.softmax(z, axis=np.int8(-1), name="z"), place={"tp": Sharded(-2), "dp": Partial()})  # type: ignore[arg-type]
+    bound = g.bind({"n": np.uint16(3)})
+    assert bound.shapes == ((4, 3), (3, 4), (4, 3), (4, 3), (4, 3))
+    assert all(type(n) is int for shape in bound.shapes for n in shape)
+    assert bound.tensors[0].place == "tp=S1"
+    assert bound.outputs == ((4, "tp=S0 dp=P"),)
+    prove(GraphSolver(budget_bytes=np.int64(10_000)).solve(bound, TP))
+
+
+def test_a_graph_has_a_bound() -> None:
+    g, x = two()
+    for _ in range(limits.OPS_MOST):
+        x = g.pointwise("relu", x)
+    with pytest.raises(LayoutError, match="at most 20,000 ops"):
+        g.pointwise("relu", x)
+    for i in range(limits.SYMBOLS_MOST):
+        g.input(f"s{i}", (f"n{i}",))
+    with pytest.raises(LayoutError, match="at most 1,000 symbols"):
+        g.input("more", ("more",))
+    g = Graph("many")
+    for i in range(limits.TENSORS_MOST):
+        g.weight(f"w{i}", (1,))
+    with pytest.raises(LayoutError, match="at most 100,000 tensors"):
+        g.weight("more", (1,))

@@ -1,0 +1,85 @@
+"""What another process listens on is moved to loopback: the same ports, and it goes on accepting there."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from lowshard.comm.interface import interface_addresses, is_loopback
+from lowshard.launch import loopback
+from lowshard.launch.loopback import move_to_loopback
+
+pytestmark = pytest.mark.time_limit(60)
+
+# Listens at the addresses in its arguments, says at which ports, then what comes in.
+_LISTENER = """
+import select, socket, sys
+made = []
+for host in sys.argv[1:]:
+    one = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    made.append(one)
+print(*[one.getsockname()[1] for one in made], flush=True)
+while True:
+    for one in select.select(made, [], [])[0]:
+        with one.accept()[0] as came:
+            came.sendall(one.getsockname()[0].encode())
+"""
+
+
+@contextlib.contextmanager
+def listener(*hosts: str) -> Iterator[tuple[int, list[int]]]:
+    """Yield the pid of a process that listens at these addresses, and the ports."""
+    words = [sys.executable, "-c", _LISTENER, *hosts]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as started:
+        try:
+            assert started.stdout is not None
+            yield started.pid, [int(word) for word in started.stdout.readline().split()]
+        finally:
+            started.kill()
+
+
+def said_at(host: str, port: int) -> str:
+    with socket.create_connection((host, port), timeout=10) as mine:
+        return mine.recv(100).decode()
+
+
+def test_all_that_others_could_reach_is_moved_and_goes_on_working() -> None:
+    own = [address for addresses in interface_addresses().values() for address in addresses]
+    public = [address for address in own if not is_loopback(address) and ":" not in address][:1]
+    with listener("0.0.0.0", "127.0.0.1", *public) as (pid, ports):
+        assert said_at((*public, "127.0.0.1")[0], ports[0]) == "0.0.0.0"
+        assert move_to_loopback(pid)
+        for port in ports:
+            assert said_at("127.0.0.1", port) == "127.0.0.1"
+            for host in public:
+                with pytest.raises(ConnectionRefusedError):
+                    said_at(host, port)
+        assert loopback._public_fds(pid) == []
+        assert move_to_loopback(pid)
+
+
+@pytest.mark.skipif("::1" not in interface_addresses().get("lo", []), reason="this machine has no IPv6")
+def test_ipv6_is_moved_to_its_own_loopback() -> None:
+    with listener("::") as (pid, [port]):
+        assert said_at("::1", port) == "::"
+        assert move_to_loopback(pid)
+        assert said_at("::1", port) == "::1"
+        assert loopback._public_fds(pid) == []
+
+
+def test_where_the_kernel_refuses_the_socket_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loopback, "_PIDFD_GETFD", 10_000)  # a system call that there is not
+    with listener("0.0.0.0") as (pid, [port]):
+        assert not move_to_loopback(pid)
+        assert said_at("127.0.0.1", port) == "0.0.0.0"
+
+
+def test_a_process_that_is_gone_is_no_error() -> None:
+    with subprocess.Popen(["true"]) as done:
+        done.wait()
+    assert move_to_loopback(done.pid)

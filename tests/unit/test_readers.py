@@ -1,0 +1,163 @@
+"""Whatever outside data holds: a LowshardError or a right result, within 2 s and 256 MB. No reader is forgotten."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import mode, outside_data
+
+from lowshard import DeviceMesh, LowshardError
+from lowshard.errors import CheckpointError, LayoutError, MeshError, PlanError
+from lowshard.reading import READERS, read_text
+from lowshard.reshard.seat import Grid
+from lowshard.solver.graph.file import load_graph
+
+ROOT = Path(__file__).resolve().parents[2]
+CASES = 10_000 if mode.full() else 120
+
+# Who decodes JSON beside `reading`: what our own processes tell each other in this run, and formats with rules of
+# their own, each fuzzed by its own test.
+ELSEWHERE = {
+    "lowshard/reading.py": "the reader",
+    "lowshard/document.py": "the parser of YAML",
+    "lowshard/checkpoint/header.py": "safetensors headers: tests/unit/test_checkpoint_header.py",
+    "lowshard/rules/golden.py": "dumps: tests/unit/test_rules_fuzz.py",
+    "lowshard/weights/cli.py": "a report that our own rank wrote",
+    "lowshard/weights/convert.py": "settings for our own ranks",
+    "lowshard/weights/save.py": "rows of our own ranks",
+    "lowshard/comm/agreement.py": "between ranks",
+    "lowshard/comm/windows.py": "between ranks",
+    "lowshard/comm/meeting.py": "between ranks",
+    "lowshard/comm/algorithm.py": "between ranks",
+    "lowshard/comm/abort.py": "records of our own ranks",
+}
+OWN = ("lowshard/demo/", "launch/", "bench/")
+"""Children's output, reports and caches of our own programs."""
+
+
+ALL = [
+    *(("reader", n) for n in sorted(outside_data.samples())),
+    *(("text", n) for n in sorted(outside_data.texts())),
+]
+
+
+def test_every_reader_has_a_sample_here() -> None:
+    assert outside_data.unknown_readers() == set()
+
+
+def test_json_and_yaml_are_decoded_by_the_readers_alone() -> None:
+    found = set()
+    for folder in ("lowshard", "launch", "bench", "kernels"):
+        for path in (ROOT / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                name = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+                if name in ("json.loads", "json.load") or name.startswith("yaml."):
+                    found.add(str(path.relative_to(ROOT)))
+    assert {f for f in found if not f.startswith(OWN)} <= set(ELSEWHERE)
+
+
+@pytest.mark.parametrize("name", sorted(outside_data.samples()))
+def test_a_sample_is_read(name: str) -> None:
+    outside_data.use(name, READERS[name](outside_data.samples()[name]))
+    outside_data.use(name, READERS[name].text(json.dumps(outside_data.samples()[name])))
+
+
+@pytest.mark.parametrize(("kind", "name"), mode.sample(ALL, 8, "readers"))
+def test_damaged_data_is_refused_or_right(kind: str, name: str) -> None:
+    ran = subprocess.run(
+        [sys.executable, "-m", "support.reader_cases", kind, name, str(CASES), str(mode.seed())],
+        capture_output=True, text=True, timeout=3600, cwd=ROOT / "tests",
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr[-4000:]
+    print(name, ran.stdout.strip())
+
+
+ALL = [
+    *(("reader", n) for n in sorted(outside_data.samples())),
+    *(("text", n) for n in sorted(outside_data.texts())),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "kind", "text"),
+    [
+        (
+            "mesh",
+            {"shape": [2, True]},
+            MeshError,
+            r"at \$\.shape\[1\]: expected an integer of 64 bits, got True",
+        ),
+        ("mesh", {"shape": [2.0, 2]}, MeshError, r"shape\[0\]: expected an integer of 64 bits, got 2\.0"),
+        ("mesh", {"shape": [1 << 40, 2]}, MeshError, "every size is an integer >= 1"),
+        ("mesh", {"color": 1}, MeshError, "expected the keys shape, axis_names, .* got 'color'"),
+        ("layout", {"dtype": None}, LayoutError, r"\$\.dtype: expected text, got None"),
+        ("layout", {"partials": ["sum", "mean"]}, LayoutError, r"partials\[1\]: expected 'sum' or 'avg'"),
+        (
+            "layout",
+            {"mesh": {"shape": [2], "axis_names": ["a", "a"]}},
+            MeshError,
+            r"at \$\.mesh: .*one name an axis",
+        ),
+        ("load plan", {"reads": []}, PlanError, "not given each element"),
+        ("flat plan", {"shards": 0}, LayoutError, "shards >= 1"),
+        ("index of a sharded checkpoint", {"files": []}, CheckpointError, "files 0 to -1"),
+    ],
+)
+def test_an_error_says_place_what_was_expected_and_what_came(
+    name: str, change: dict[str, Any], kind: type[LowshardError], text: str
+) -> None:
+    with pytest.raises(kind, match=text):
+        READERS[name]({**outside_data.samples()[name], **change})
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{"shape": [2], "shape": [2], "axis_names": ["a"]}', "the key 'shape' stands twice"),
+        ('{"shape": [NaN], "axis_names": ["a"]}', "a number is finite, got NaN"),
+        ('{"shape": [%s], "axis_names": ["a"]}' % ("9" * 5000), "an integer fits 64 bits, got one of 5000 characters"),
+        ("[" * 20_000, "nests too deep"),
+        ('{"shape": [1e999], "axis_names": ["a"]}', "got inf"),
+        (r'{"shape": [2], "axis_names": ["\ud800"]}', "expected text, got"),
+        ("[" + "0," * 2_000_000 + "0]", "at most 2000000 values"),
+    ],
+)  # fmt: skip
+def test_what_json_can_spell_and_a_value_cannot_be(text: str, said: str) -> None:
+    with pytest.raises(MeshError, match=said):
+        READERS["mesh"].text(text)
+
+
+def test_a_text_that_is_not_utf8_is_named_with_its_place(tmp_path: Path) -> None:
+    path = tmp_path / "graph.yaml"
+    path.write_bytes(b"name: caf\xe9\n")
+    with pytest.raises(LayoutError, match=r"graph\.yaml is no graph file: .* byte 0xe9 at offset 9"):
+        load_graph(path)
+    with pytest.raises(LayoutError, match="at most 4 bytes"):
+        read_text(path, "graph file", LayoutError, 4)
+
+
+def test_large_values_are_not_written_out() -> None:
+    mesh = DeviceMesh.from_json({"shape": [50_000_000], "axis_names": ["x"]})
+    assert isinstance(mesh.ranks, range)
+    assert mesh.world_size == 50_000_000
+    with pytest.raises(MeshError, match="at most 1048576 ranks"):
+        Grid(((),), ((1_000_000_000, 1),))
+    with pytest.raises(LayoutError, match="up to 20000 tensors"):
+        load_graph(
+            {"inputs": {"x": [4]}, "ops": [{"repeat": 10**9, "ops": [{"op": "relu", "in": "x", "out": "y"}]}]}
+        )
+
+
+def test_an_error_that_quotes_a_long_text_tells_its_ends() -> None:
+    with pytest.raises(LayoutError, match=r"\[\.\.\. \d+ characters \.\.\.\]") as caught:
+        raise LayoutError("the name " + "[" * 50_000 + " is no name")
+    text = str(caught.value)
+    assert len(text) < 20_000
+    assert text.startswith("the name [")
+    assert text.endswith("[ is no name")
