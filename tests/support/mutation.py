@@ -23,12 +23,12 @@ def _deep(levels: int) -> Any:
     return data
 
 
-def _places(data: Any, found: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
+def places(data: Any) -> list[tuple[Any, Any]]:
     """Return every (container, key) of plain data."""
     entries = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
+    found = []
     for key, value in entries:
-        found.append((data, key))
-        _places(value, found)
+        found += [(data, key), *places(value)]
     return found
 
 
@@ -36,17 +36,17 @@ def mutated(data: Any, rng: random.Random) -> Any:
     """Return plain data with one to three of its values changed, taken out, doubled or moved."""
     made = copy.deepcopy(data)
     for _ in range(rng.choice((1, 1, 1, 2, 3))):
-        places = _places(made, [])
-        if not places:
+        slots = places(made)
+        if not slots:
             return rng.choice(ODD)
-        holder, key = rng.choice(places)
+        holder, key = rng.choice(slots)
         kind = rng.randrange(9)
         if kind < 4:
             holder[key] = copy.deepcopy(rng.choice(ODD))
         elif kind == 4:
             del holder[key]
         elif kind == 5:
-            other, name = rng.choice(places)
+            other, name = rng.choice(slots)
             holder[key] = copy.deepcopy(other[name])
         elif kind == 6 and isinstance(holder, list):
             holder.insert(rng.randrange(len(holder) + 1), copy.deepcopy(holder[key]))

@@ -2,148 +2,253 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
 import json
+import math
 import random
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 from support import mode, outside_data
-from support.mutation import mutated, spoilt
+from support.checkpoints import attention_and_more, local_of, on_ranks, same, save_over, values_of
+from support.every_plan import any_mesh, short_graph
+from support.moves import random_pair, run_plan
+from support.mutation import mutated, places, spoilt
+from support.op_gate import check, random_action
+from support.op_samples import SAMPLES
+from support.reshard_cases import local_part, random_case
 
-from lowshard import (
-    DeviceMesh,
-    Layout,
-    Partial,
-    RedistributePlan,
-    Replicated,
-    Sharded,
-    execute,
-    plan_redistribute,
-)
-from lowshard.box import relative_slices
+from lowshard import RedistributePlan, dtypes, plan_redistribute
 from lowshard.comm import Communicator, run_loopback
 from lowshard.errors import LowshardError
+from lowshard.exchange import Exchange
+from lowshard.fsdp import Param
+from lowshard.fsdp.plan import FlatPlan
 from lowshard.op.graph import prove
 from lowshard.reading import READERS
+from lowshard.redistribute import Step
 from lowshard.reshard import execute_reshard_plan
 from lowshard.reshard.plan import ReshardPlan
-from lowshard.solver import GraphPlan
+from lowshard.solver import Action, GraphPlan, GraphSolver
+from lowshard.solver.table import RULES
+from lowshard.weights import LoadPlan, load, plan_load
+from lowshard.weights.plan import STRATEGIES
 
 CASES = 10_000 if mode.full() else 150
+PLANS = 40
+"""Sound ones of a kind."""
+MOST_RANKS, MOST_ELEMS = 8, 100_000
+"""Of plans that are run."""
 
 
-def damaged(name: str, data: Any, read: Any) -> list[Any]:
-    """Return what was read of so many damaged copies; those that are refused are left out."""
-    found = []
-    for case in range(CASES):
-        rng = random.Random(f"{mode.seed()} {name} {case}")
+def check_damaged(name: str, sound: Sequence[Any], run: Callable[[Any], bool]) -> None:
+    """Read so many damaged copies, and all in which one number is larger by one; run what is read.
+
+    Args:
+        name: of the reader.
+        sound: plain data of sound plans; of the first every number is changed in turn.
+        run: runs a value that was read and asserts that its result is right; False where the value was not run.
+    """
+    sound = [outside_data.plain(data) for data in sound]
+    outside_data.import_everything()
+    read, count, came, ran = READERS[name], 0, 0, 0
+    for made in itertools.chain(larger_by_one(sound[0]), random_damage(name, sound)):
+        count += 1
         try:
-            if case % 2:
-                text = spoilt(json.dumps(data).encode(), rng).decode("latin-1")
-                try:
-                    made = json.loads(text)
-                except (ValueError, RecursionError):
-                    continue
-            else:
-                made = mutated(data, rng)
-            found.append(read(made))
+            found = read(made)
         except LowshardError:
-            pass
-    print(f"{name}: {CASES} cases, {len(found)} read")
-    return found
+            continue
+        came += 1
+        try:
+            ran += run(found)
+        except Exception as error:
+            error.add_note(f"{name}, case {count}: {json.dumps(made)}")
+            raise
+    print(f"{name}: {count} cases, {came} read, {ran} run")
+    assert ran
+
+
+def random_damage(name: str, sound: Sequence[Any]) -> Iterator[Any]:
+    rng, found = random.Random(f"{mode.seed()} {name}"), 0
+    while found < CASES:
+        data = rng.choice(sound)
+        if rng.random() < 0.5:
+            made = mutated(data, rng)
+        else:
+            try:
+                made = json.loads(spoilt(json.dumps(data).encode(), rng).decode("latin-1"))
+            except (ValueError, RecursionError):
+                continue
+        found += 1
+        yield made
+
+
+def larger_by_one(data: Any) -> Iterator[Any]:
+    """Yield the data with each of its numbers changed in turn: one value, changed in place."""
+    data = copy.deepcopy(data)
+    for holder, key in places(data):
+        value = holder[key]
+        if isinstance(value, int) and not isinstance(value, bool):
+            holder[key] = value + 1
+            yield data
+            holder[key] = value
+
+
+def redistributions() -> list[RedistributePlan]:
+    rng = random.Random(f"{mode.seed()} redistributions")
+    return [outside_data.redistribution(), *(plan_redistribute(*random_pair(rng, 4)) for _ in range(PLANS))]
 
 
 def test_redistribution_plans() -> None:
-    mesh = DeviceMesh((2, 2), ("dp", "tp"))
-    src = Layout(mesh, (5, 6), "float64", (Partial("sum"), Sharded(0)))
-    plan = plan_redistribute(src, src.with_placements((Sharded(1), Replicated())))
-    value = np.arange(30.0).reshape(5, 6)
-    for read in damaged("redistribution plan", plan.to_json(), RedistributePlan.from_json):
-        if (read.src, read.dst) != (plan.src, plan.dst):
-            continue  # another plan altogether; it was verified as such
-
-        def work(comm: Communicator, read: RedistributePlan = read) -> np.ndarray:
-            box = tuple(slice(a, b) for a, b in src.box(comm.rank))
-            mine = value[box] if mesh.coord(comm.rank)[0] == 0 else np.zeros(src.local_shape(comm.rank))
-            return execute(read, np.ascontiguousarray(mine), comm)
-
-        for rank, came in enumerate(run_loopback(4, work, timeout_s=30.0)):
-            np.testing.assert_array_equal(came, value[tuple(slice(a, b) for a, b in plan.dst.box(rank))])
+    check_damaged("redistribution plan", [plan.to_json() for plan in redistributions()], run_redistribution)
 
 
-def test_reshard_plans() -> None:
-    plan = outside_data.reshard()
-    for read in damaged("reshard plan", outside_data.plain(plan.to_json()), ReshardPlan.from_json):
-        if read.world_size <= 4:
-            run_reshard(read)
+def test_exchanges() -> None:
+    def run(read: Exchange) -> bool:
+        return run_redistribution(RedistributePlan(read.src, read.dst, (Step("exchange", (), (read,)),)))
+
+    exchanges = [
+        part.to_json() for plan in redistributions() for step in plan.steps for part in step.exchanges
+    ]
+    check_damaged("exchange", exchanges, run)
 
 
-def run_reshard(plan: ReshardPlan) -> None:
-    whole = {
-        e.name: np.arange(np.prod(e.src.shape), dtype=e.src.dtype).reshape(e.src.shape) for e in plan.entries
-    }
+def run_redistribution(plan: RedistributePlan) -> bool:
+    if plan.world_size > MOST_RANKS or math.prod(plan.src.shape) > MOST_ELEMS:
+        return False
+    run_loopback(plan.world_size, lambda comm: run_plan(comm, plan, seed=1), timeout_s=30.0)
+    return True
 
-    def part(layout: Any, rank: int, array: np.ndarray) -> np.ndarray | None:
-        shape = layout.local_shape(rank)
-        if shape is None:
-            return None
-        out = np.empty(shape, array.dtype)
-        for tile in layout.tiles(rank):
-            out[relative_slices(tile.local, ((0, 0),) * len(shape))] = array[
-                relative_slices(tile.box, ((0, 0),) * len(shape))
-            ]
-        return out
+
+def test_reshard_plans(rng: np.random.Generator) -> None:
+    plans = [outside_data.reshard(), *(random_case(rng, 4).plan for _ in range(PLANS))]
+    check_damaged("reshard plan", [plan.to_json() for plan in plans], run_reshard)
+
+
+def run_reshard(plan: ReshardPlan) -> bool:
+    if plan.world_size > MOST_RANKS or any(math.prod(e.src.shape) > MOST_ELEMS for e in plan.entries):
+        return False
+    whole = {}
+    for e in plan.entries:
+        values = np.arange(math.prod(e.src.shape)) % 120
+        whole[e.name] = values.reshape(e.src.shape).astype(dtypes.get(e.src.dtype).numpy)
 
     def work(comm: Communicator) -> dict[str, np.ndarray]:
-        mine = {e.src_local_name(comm.rank): part(e.src, comm.rank, whole[e.name]) for e in plan.entries}
-        shapes = {
-            e.dst_local_name(comm.rank): (e.dst.local_shape(comm.rank), e.dst.dtype) for e in plan.entries
-        }
-        out = {name: np.zeros(shape, dtype) for name, (shape, dtype) in shapes.items() if shape is not None}
-        execute_reshard_plan(plan, {n: a for n, a in mine.items() if a is not None}, out, comm)
-        return out
-
-    for rank, came in enumerate(run_loopback(4, work, timeout_s=30.0)):
+        src, dst = {}, {}
         for e in plan.entries:
-            wanted = part(e.dst, rank, whole[e.name])
-            if wanted is not None:
-                np.testing.assert_array_equal(came[e.dst_local_name(rank)], wanted)
+            if comm.rank in e.src:
+                src[e.src_local_name(comm.rank)] = local_part(e.src, comm.rank, whole[e.name])
+            if comm.rank in e.dst:
+                wanted = local_part(e.dst, comm.rank, whole[e.name])
+                dst[e.dst_local_name(comm.rank)] = np.full_like(wanted, 77)
+        execute_reshard_plan(plan, src, dst, comm)
+        return dst
+
+    for rank, came in enumerate(run_loopback(plan.world_size, work, timeout_s=30.0)):
+        for e in plan.entries:
+            if rank in e.dst:
+                np.testing.assert_array_equal(
+                    came[e.dst_local_name(rank)], local_part(e.dst, rank, whole[e.name])
+                )
+    return True
 
 
-def test_graph_plans() -> None:
-    plan = outside_data.plain(outside_data.graph_plan().to_json())
-    for read in damaged("graph plan", plan, GraphPlan.from_json):
-        if max(map(np.prod, read.graph.shapes)) < 1e4 and read.mesh.world_size <= 4:
-            assert prove(read, tolerance=1e-2) <= 1e-2
+def test_graph_plans(rng: np.random.Generator) -> None:
+    def run(read: GraphPlan) -> bool:
+        if max(map(math.prod, read.graph.shapes)) > MOST_ELEMS or read.mesh.world_size > MOST_RANKS:
+            return False
+        assert prove(read, tolerance=1e-2) <= 1e-2
+        return True
+
+    plans = [outside_data.graph_plan()]
+    for _ in range(PLANS // 4):
+        mesh = any_mesh(rng)
+        plans.append(GraphSolver().solve(short_graph(rng, 2, mesh), mesh))
+    check_damaged("graph plan", [plan.to_json() for plan in plans], run)
 
 
-@pytest.mark.parametrize("name", ["load plan", "exchange", "flat plan", "action"])
-def test_single_numbers_of_a_plan(name: str) -> None:
-    """Every number of a sound plan, changed by one: refused, or it was none that a result depends on."""
-    outside_data.import_everything()
-    data, accepted = outside_data.plain(outside_data.samples()[name]), set()
+def test_load_plans(tmp_path: Path, rng: np.random.Generator) -> None:
+    """A plan that the reader takes is refused by the checkpoint, or every rank gets its part of what was saved."""
+    folder, held = tmp_path / "c", attention_and_more(3)
+    values = {name: value for name, value in values_of(held).items() if value.size <= 4000}
+    save_over(folder, values, {name: held[name] for name in values}, 3)
+    plans = []
+    for _ in range(PLANS):
+        few = rng.choice(list(values), 3, replace=False).tolist()
+        ranks = int(rng.integers(1, 5))
+        wanted = {name: attention_and_more(ranks)[name] for name in few}
+        nodes = np.sort(rng.integers(0, 2, ranks)).tolist()
+        plans.append(plan_load(folder, wanted, ranks, strategy=str(rng.choice(STRATEGIES)), nodes=nodes))
 
-    def walk(holder: Any, key: Any, place: str) -> None:
-        value = holder[key]
-        if isinstance(value, (dict, list)):
-            for inner in value if isinstance(value, dict) else range(len(value)):
-                walk(value, inner, f"{place}.{inner}" if isinstance(value, dict) else place + "[]")
-        elif isinstance(value, int) and not isinstance(value, bool):
-            holder[key] = value + 1
-            try:
-                READERS[name](data)
-                accepted.add(place)
-            except LowshardError:
-                pass
-            holder[key] = value
+    def run(plan: LoadPlan) -> bool:
+        if plan.num_ranks > MOST_RANKS:
+            return False
+        try:
+            came = on_ranks(plan.num_ranks, lambda comm: load(folder, plan, comm))
+        except LowshardError:
+            return False
+        for rank, mine in enumerate(came):
+            for name, tiling in plan.tilings:
+                wanted = local_of(values[name], tiling, rank)
+                assert (name in mine) == (wanted is not None)
+                assert wanted is None or same(mine[name], wanted)
+        return True
 
-    walk({"": data}, "", "")
-    free = {
-        # another reader, a box of which no more is taken, an array that nobody holds the end of; the checkpoint tells
-        "load plan": {".nodes[]", ".reads[][]", ".reads[][][][]", ".tilings[][].shape[]"},
-        "exchange": {".node_size", ".src.mesh.shape[]", ".dst.mesh.shape[]"},  # one between two meshes
-        "flat plan": {".shards", ".shard_elems", ".align"},  # room behind the parameters
-        "action": set(),
-    }[name]
-    assert accepted <= free, accepted
+    check_damaged("load plan", [plan.to_json() for plan in plans], run)
+
+
+def test_flat_plans(rng: np.random.Generator) -> None:
+    """Shards that are cut by a plan hold every element of every parameter once, where the plan says."""
+
+    def run(plan: FlatPlan) -> bool:
+        if plan.size > MOST_ELEMS:
+            return False
+        flat = np.full(plan.size, -1)
+        for number, view in enumerate(plan.views(flat).values()):
+            assert (view == -1).all(), "a place belongs to one parameter"
+            view[...] = np.arange(view.size).reshape(view.shape) + 1000 * number
+        found: dict[str, list[int]] = {entry.name: [] for entry in plan.entries}
+        for rank in range(plan.shards):
+            shard = flat[slice(*plan.range(rank))]
+            for piece in plan.pieces(rank):
+                assert len(found[piece.name]) == piece.param_lo
+                found[piece.name].extend(shard[piece.shard_lo : piece.shard_hi])
+        for number, entry in enumerate(plan.entries):
+            assert found[entry.name] == list(range(1000 * number, 1000 * number + math.prod(entry.shape)))
+        return True
+
+    plans = []
+    for _ in range(PLANS):
+        shapes = [tuple(rng.integers(0, 9, rng.integers(0, 3)).tolist()) for _ in range(rng.integers(1, 5))]
+        params = [Param(f"p{i}", shape, keep=int(rng.choice([1, 1, 2, 8]))) for i, shape in enumerate(shapes)]
+        align = int(rng.choice([1, 2, 32]))
+        plans.append(FlatPlan.plan(params, int(rng.integers(1, 5)), align=align))
+    check_damaged("flat plan", [json.loads(plan.to_json()) for plan in plans], run)
+
+
+def test_actions(rng: np.random.Generator) -> None:
+    """An action that was read gives what the op gives on whole arrays."""
+
+    def run(action: Action) -> bool:
+        sizes = [math.prod(x.shape) for x in action.sources]
+        if action.mesh.world_size > MOST_RANKS or max(sizes) > MOST_ELEMS:
+            return False
+        arrays = [rng.integers(0, 2, x.shape).astype(x.numpy_dtype) for x in action.sources]
+        try:
+            check(action, rng, arrays, dict(action.args))
+        except LowshardError:  # an op without a kernel here, or none for the dtype
+            return False
+        return True
+
+    actions = [outside_data.action()]
+    while len(actions) < PLANS:
+        op = str(rng.choice(sorted(SAMPLES)))
+        if RULES[op].indices or op == "qmatmul":
+            continue  # whose operands are no numbers of any kind
+        arrays, args = SAMPLES[op](rng)
+        found = random_action(rng, op, arrays, args, "extended")
+        actions += [found] if found is not None and found.mesh.world_size <= 4 else []
+    check_damaged("action", [action.to_json() for action in actions], run)
