@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import glob
 import os
 import random
 import resource
@@ -29,8 +28,7 @@ def attack(
 ) -> Iterator[subprocess.Popen[str]]:
     """Start so many greetings of a kind to an address from another process; each counts that found somebody.
 
-    The address is `unix:PATH` (with wildcards: what is there at the moment), `tcp://HOST:PORT`, or `pid:N` for the port
-    of 127.0.0.1 that process has begun to listen on last.
+    The address is `unix:PATH` or `tcp://HOST:PORT`.
     """
     words = [sys.executable, "-m", "tests.support.hostile", address, kind, str(count), str(seed)]
     before = [] if user is None else ["setpriv", f"--reuid={user}", "--clear-groups"]
@@ -82,17 +80,11 @@ def main(address: str, kind: str, count: int, seed: int) -> None:
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     made = 0
-    if address.startswith("pid:"):
-        address = _address_now(address)  # it takes long, and stays
     end_s = time.monotonic() + _LIMIT_S
     while made < count and time.monotonic() < end_s:
         this = KINDS[made % (len(KINDS) - 1)] if kind == "mixed" else kind
-        found = _address_now(address)
-        if not found:  # a door that is there for moments only
-            time.sleep(0.0005)
-            continue
         with contextlib.suppress(OSError):  # turned away: that is what a door is for
-            stranger = _knock(found)
+            stranger = _knock(address)
             made += 1
             if this in ("slow", "flood"):
                 held.append(stranger)
@@ -108,28 +100,6 @@ def main(address: str, kind: str, count: int, seed: int) -> None:
                 with contextlib.suppress(OSError):
                     stranger.send(b"o")
     print(made)
-
-
-def _address_now(address: str) -> str:
-    """Return an address that can be connected to; "" if there is none at the moment."""
-    scheme, _, where = address.partition(":")
-    if scheme == "pid":
-        ports = _ports(where)
-        return f"tcp://127.0.0.1:{ports[-1]}" if ports else ""
-    if "*" in where:
-        return next((f"unix:{path}" for path in glob.iglob(where)), "")
-    return address
-
-
-def _ports(pid: str) -> list[int]:
-    """Return the ports on which a process listens, by its descriptors."""
-    rows = [line.split() for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]]
-    ports = {f"socket:[{row[9]}]": int(row[1].partition(":")[2], 16) for row in rows if row[3] == "0A"}
-    found = []
-    for fd in sorted(os.listdir(f"/proc/{pid}/fd"), key=int):
-        with contextlib.suppress(OSError):
-            found.append(ports.get(os.readlink(f"/proc/{pid}/fd/{fd}"), 0))
-    return [port for port in found if port]
 
 
 def _knock(address: str) -> socket.socket:
