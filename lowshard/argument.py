@@ -7,12 +7,18 @@ import operator
 import os
 import sys
 from collections.abc import Collection, Iterable, Mapping
+from math import prod
 from pathlib import Path
 from typing import Any, TypeVar
 
 from lowshard.errors import LowshardError
 
 T = TypeVar("T")
+
+MOST_ELEMS = (1 << 63) // 16 - 1
+"""Of an array: the bytes of any dtype are then an int64."""
+MOST_DIMS = 64
+"""Of an array: NumPy's limit."""
 
 
 def whole(
@@ -46,6 +52,15 @@ def wholes(
 ) -> tuple[int, ...]:
     """Return a sequence of integers as a tuple, each checked as `whole` does, or raise."""
     return tuple(whole(v, f"{rule}: {brief(values)}", error, least, most) for v in items(values, rule, error))
+
+
+def as_shape(shape: object, rule: str, error: type[LowshardError]) -> tuple[int, ...]:
+    """Return the shape of an array, or of one that only parts are ever made of, as a tuple of integers, or raise."""
+    found = wholes(shape, rule, error, 0, MOST_ELEMS)
+    # An empty array is one that NumPy makes: it multiplies the other extents.
+    if len(found) > MOST_DIMS or (0 in found and prod(filter(None, found)) > MOST_ELEMS):
+        raise error(f"{rule}, of an array that can be made: at most {MOST_DIMS} dims; got {brief(shape)}")
+    return found
 
 
 def real(value: object, rule: str, error: type[LowshardError]) -> float:

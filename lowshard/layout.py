@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from lowshard import dtypes
-from lowshard.argument import brief, instance, items, wholes
+from lowshard.argument import as_shape, brief, instance, items
 from lowshard.box import Box, Split, shape_of, split_interval
 from lowshard.errors import DTypeError, LayoutError
 from lowshard.mesh import DeviceMesh
@@ -39,7 +39,6 @@ SpecEntry = None | str | tuple[str, ...]
 Spec = tuple[SpecEntry, ...]
 
 _TEXT = re.compile(r"(?P<dtype>[A-Za-z0-9_]+)\[(?P<shape>[0-9, ]*)\](?P<axes>(?:\s+\S+)*)\s*\Z")
-MOST_EXTENT = (1 << 63) - 1
 _SHAPE = "a global shape is a sequence of extents >= 0 such as (1024, 4096)"
 _MESH = "a layout lies on a DeviceMesh, such as DeviceMesh((2, 4), ('dp', 'tp'))"
 _SCALE_PARTIAL = "an e8m0 scale has no sum and no zero: make the layout of the values instead"
@@ -77,7 +76,7 @@ class Layout:
     def __init__(
         self, mesh: DeviceMesh, shape: Sequence[int], dtype: object, placements: Sequence[Placement]
     ) -> None:
-        extents = _extents(shape)
+        extents = as_shape(shape, _SHAPE, LayoutError)
         instance(mesh, DeviceMesh, _MESH, LayoutError)
         placements = items(placements, "a layout has one placement per mesh axis", LayoutError)
         if len(placements) != mesh.ndim:
@@ -123,7 +122,7 @@ class Layout:
         Raises:
             LayoutError: an axis the mesh lacks, an axis used twice, more entries than dims.
         """
-        extents = _extents(shape)
+        extents = as_shape(shape, _SHAPE, LayoutError)
         instance(mesh, DeviceMesh, _MESH, LayoutError)
         rule = f"a spec has one entry a dim (None, a name or names): shape {extents} has {len(extents)} dims"
         entries = items(spec, rule, LayoutError)
@@ -280,7 +279,7 @@ class Layout:
 
         Cheaper than a layout from a spec: nothing but the shape is checked.
         """
-        extents = _extents(shape)
+        extents = as_shape(shape, _SHAPE, LayoutError)
         if len(extents) != self.ndim:
             raise LayoutError(f"{self} has {self.ndim} dims, so its shape does: got {extents}")
         made = copy.copy(self)
@@ -383,10 +382,6 @@ def _read(
         raise LayoutError(f"the split of a mesh axis that cuts nothing is 'balanced', got {splits}")
     names = [[mesh.axis_names[i] for i in axes] for axes in made.cutters]
     return Layout._make(mesh, made.shape, made.dtype, names, splits, made.partials)
-
-
-def _extents(shape: Sequence[int]) -> tuple[int, ...]:
-    return wholes(shape, _SHAPE, LayoutError, 0, MOST_EXTENT)
 
 
 def _dim(dim: int, shape: tuple[int, ...], axis: str) -> int:

@@ -15,10 +15,10 @@ from math import prod
 from typing import Any
 
 from lowshard import dtypes
-from lowshard.argument import brief, instance, items, whole, wholes
+from lowshard.argument import as_shape, brief, instance, items, whole
 from lowshard.box import Box, covers, full_box, intersect, shape_of, volume
 from lowshard.errors import LayoutError
-from lowshard.layout import MOST_EXTENT, Layout
+from lowshard.layout import Layout
 from lowshard.mesh import DeviceMesh
 from lowshard.reading import reader
 
@@ -367,7 +367,7 @@ def _read(
 
 
 def _extents(shape: Sequence[int]) -> tuple[int, ...]:
-    return wholes(shape, _SHAPE, LayoutError, 0, MOST_EXTENT)
+    return as_shape(shape, _SHAPE, LayoutError)
 
 
 def _checked(tile: Tile) -> Tile:

@@ -62,7 +62,7 @@ def extents(shape: object, itemsize: int) -> tuple[int, ...]:
             found = (index(shape),)  # type: ignore[arg-type]  # likewise
     except TypeError:
         found = (-1,)
-    if any(n < 0 for n in found) or prod(found) * itemsize > sys.maxsize:
+    if any(n < 0 for n in found) or prod(filter(None, found)) * itemsize > sys.maxsize:
         raise BufferMismatchError(
             "a shape is an extent or a sequence of extents, 0 or more, of an array below 2^63 bytes, got "
             f"{brief(shape)}"

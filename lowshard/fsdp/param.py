@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lowshard import dtypes
-from lowshard.argument import instance, truth, whole, wholes
+from lowshard.argument import MOST_ELEMS, as_shape, brief, instance, truth, whole
 from lowshard.errors import LayoutError
 
 Keep = int | Literal["row", "tensor"]
@@ -46,7 +46,14 @@ class Param:
         if not isinstance(self.name, str) or not self.name or "." in self.name:
             raise LayoutError(f"a parameter's name is a text without '.', got {self.name!r}")
         rule = f"parameter {self.name!r}: a shape is a sequence of extents, 0 or more"
-        shape = wholes(self.shape, rule, LayoutError, 0)
+        shape = as_shape(self.shape, rule, LayoutError)
+        whole(
+            math.prod(shape),
+            f"parameter {self.name!r}: elements of {brief(shape)}",
+            LayoutError,
+            0,
+            MOST_ELEMS,
+        )
         object.__setattr__(self, "shape", shape)
         row = dtypes.get(self.dtype)
         if row.kind != "float" or row.bits < 16:

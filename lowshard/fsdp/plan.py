@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
-from lowshard.argument import whole, wholes
+from lowshard.argument import MOST_ELEMS, as_shape, whole
 from lowshard.box import Box
 from lowshard.errors import LayoutError
 from lowshard.fsdp.param import Param
@@ -80,11 +80,11 @@ class FlatPlan:
     def __post_init__(self) -> None:
         rule = "a plan has shards >= 1 of shard_elems >= 0 elements, and align >= 1"
         for name, least in (("shards", 1), ("shard_elems", 0), ("align", 1)):
-            whole(getattr(self, name), f"{rule}: {name}", LayoutError, least)
+            whole(getattr(self, name), f"{rule}: {name}", LayoutError, least, MOST_ELEMS)
         end = 0
         for entry in self.entries:
-            extents = wholes(entry.shape, f"{entry.name}: extents are 0 or more", LayoutError, 0)
-            if entry.elems != math.prod(extents) or entry.offset < end or entry.offset % self.align:
+            shape = as_shape(entry.shape, f"{entry.name}: extents are 0 or more", LayoutError)
+            if entry.elems != math.prod(shape) or entry.offset < end or entry.offset % self.align:
                 raise LayoutError(
                     f"a parameter has the elements of its shape and lies behind the one before, at a multiple of "
                     f"{self.align}; got {entry} behind element {end}"

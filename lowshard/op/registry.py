@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from lowshard.errors import LayoutError
+from lowshard.argument import brief
+from lowshard.errors import LayoutError, LowshardError
 from lowshard.op.part import Part
+from lowshard.solver.table.rule import NOT_TAKEN
 
 Array = Any
 Kernel = Callable[..., Any]
@@ -35,7 +37,27 @@ def find_kernel(op: str) -> Kernel:
 
 
 def run_kernel(part: Part, *arrays: Array) -> tuple[Array, ...]:
-    """Return the local results of an op."""
-    found = find_kernel(part.op)(part, *arrays)
+    """Return the local results of an op.
+
+    Raises:
+        LayoutError: the kernel does not take the arguments, or such operands.
+    """
+    try:
+        found = find_kernel(part.op)(part, *arrays)
+    except LowshardError:
+        raise
+    except NOT_TAKEN as error:
+        came = ", ".join(map(str, part.action.sources))
+        said = ", ".join(f"{name}={brief(value)}" for name, value in part.args.items())
+        raise LayoutError(
+            f"{part.op} does not take operands {came}{f' and {said}' if said else ''}: {error}"
+        ) from error
     many = found if isinstance(found, tuple) else (found,)
-    return tuple(part.xp.asarray(x) for x in many)  # NumPy's 0-d results are scalars
+    results = tuple(part.xp.asarray(x) for x in many)  # NumPy's 0-d results are scalars
+    shapes = [layout.local_shape(part.rank) for layout in part.action.outputs]
+    if [x.shape for x in results] != shapes:
+        raise LayoutError(
+            f"{part.op}: its rule gives results of shapes {shapes} on rank {part.rank}, its kernel "
+            f"{[x.shape for x in results]}: the operands do not go together"
+        )
+    return results

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from lowshard.argument import brief, instance, items, wholes
+from lowshard.argument import as_shape, brief, instance, items
 from lowshard.bounded import bounded_cache
 from lowshard.errors import LayoutError, SolverError
 from lowshard.layout import Layout
@@ -375,7 +375,7 @@ def build_action_set(
             raise LayoutError(f"{op}: a row names every operand: {row} for {len(layouts)} operands")
     if results is None:
         rule = "result_shape is the extents of the result, each 0 or more"
-        shape = layouts[0].shape if result_shape is None else wholes(result_shape, rule, LayoutError, 0)
+        shape = layouts[0].shape if result_shape is None else as_shape(result_shape, rule, LayoutError)
         results = (Result(shape, layouts[0].dtype),)
     kept = tuple(rows)
     if fallback:  # rows of the caller's own, perhaps with lists

@@ -22,6 +22,7 @@ from lowshard.solver.action_set import (
 from lowshard.solver.greedy import GreedyReshard, current_solver
 from lowshard.solver.memory import Pattern, counting_operands, has_row_count, shape_key
 from lowshard.solver.table import Call, Rules, offer
+from lowshard.solver.table.argument import plain_args
 
 
 def action_set(op: str, layouts: Sequence[Layout], rules: Rules = "extended", **op_args: Any) -> ActionSet:
@@ -39,12 +40,13 @@ def action_set(op: str, layouts: Sequence[Layout], rules: Rules = "extended", **
     choice(rules, ("documented", "extended"), "rules is 'documented' or 'extended'", LayoutError)
     operands = operand_layouts(layouts)
     extended = rules == "extended"
-    offered = offer(Call(op, operands, op_args, extended))
+    args = plain_args(op, op_args)
+    offered = offer(Call(op, operands, args, extended))
     rows = (replicated_row(len(operands)), *offered.rows) if operands else ()
     return build_action_set(
         rows,
         layouts=operands,
-        extras=op_args,
+        extras=args,
         op=op,
         results=offered.results,
         prices="volume" if extended else "published",

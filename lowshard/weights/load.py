@@ -308,14 +308,14 @@ class _Load:
 
 def _same_catalog(files: Files | Catalog, plan: LoadPlan) -> Catalog:
     catalog = files if isinstance(files, Catalog) else Catalog.open(files)
+    for name, tiling in plan.tilings:
+        stored = catalog.tensor(name)
+        if (stored.dtype, stored.shape) != (tiling.dtype, tiling.shape):
+            raise CheckpointError(
+                f"{stored.parts[0].file if stored.parts else catalog.where}: tensor {name!r} is "
+                f"{stored.dtype}{list(stored.shape)}, the plan is for {tiling.dtype}{list(tiling.shape)}"
+            )
     if catalog.digest != plan.source:
-        for name, tiling in plan.tilings:
-            stored = catalog.tensor(name)
-            if (stored.dtype, stored.shape) != (tiling.dtype, tiling.shape):
-                raise CheckpointError(
-                    f"{stored.parts[0].file if stored.parts else catalog.where}: tensor {name!r} is "
-                    f"{stored.dtype}{list(stored.shape)}, the plan is for {tiling.dtype}{list(tiling.shape)}"
-                )
         raise CheckpointError(
             f"{catalog.where}: its tensors lie otherwise than when the plan was made: make it anew with plan_load"
         )

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from lowshard.argument import brief, items, whole, wholes
+from lowshard.argument import as_shape, brief, items, whole
 from lowshard.box import Box, split_interval
 from lowshard.errors import LayoutError, ShardIndexError, ShardingError
 from lowshard.mesh import MOST_RANKS
@@ -235,7 +235,7 @@ class ShardingStrategy:
             MarkerError: tensor_parallel or expert_parallel (a NotImplementedError).
         """
         index = self._checked_index(index)
-        extents = wholes(shape, _SHAPE, ShardingError, 0)
+        extents = as_shape(shape, _SHAPE, ShardingError)
         found = getattr(self.shard, "pieces", None)
         if found is None:
             raise ShardingError(
@@ -265,7 +265,7 @@ class ShardingStrategy:
             As `pieces`; and LayoutError where the rule does not fit the shape, so that elements are on no
             device.
         """
-        shape = wholes(shape, _SHAPE, ShardingError, 0)
+        shape = as_shape(shape, _SHAPE, ShardingError)
         pieces = [self.pieces(shape, index) for index in range(self.num_devices)]
         for boxes in pieces:
             for box in boxes:

@@ -217,6 +217,12 @@ def test_models_that_cannot_be(units: Any, says: str) -> None:
         ModelPlan.plan(units, 2, Precision(), 32)
 
 
+@pytest.mark.parametrize("shape", [(1 << 62,), (1 << 40, 1 << 40), (1 << 60, 0), (1,) * 65])
+def test_parameters_that_no_array_holds_are_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(LayoutError, match="parameter 'w'"):
+        Param("w", shape)
+
+
 def test_quantised_wires_need_whole_blocks() -> None:
     units = {"u": [Param("w", (64,))]}
     with pytest.raises(LayoutError, match="multiple of 32"):

@@ -13,7 +13,7 @@ from support.op_samples import SAMPLES
 
 from lowshard import DeviceMesh, Layout, Partial, Replicated, Sharded, dtypes
 from lowshard import comm as lc
-from lowshard.errors import DTypeError, LayoutError, SolverError
+from lowshard.errors import DTypeError, LayoutError, LowshardError, SolverError
 from lowshard.op import run_action, run_graph, unsharded
 from lowshard.solver import AxisAssignment, Graph, GraphSolver, GreedyReshard, Result, build_action_set, pick
 from lowshard.solver.table import RULES, dtype_error
@@ -186,7 +186,7 @@ def test_a_graph_with_an_op_that_does_not_take_the_dtype_is_refused() -> None:
 @pytest.mark.parametrize(
     ("op", "values", "error"),
     [
-        ("mul_scalar", {"value": "2"}, "value is a real number"),
+        ("mul_scalar", {"value": "2"}, "'value' is a number"),
         ("mul_scalar", {"value": 300}, "uint8 holds values from 0 to 255"),
         ("add_scalar", {"value": -1}, "uint8 holds values from 0 to 255"),
         ("pow_scalar", {"value": 0.5}, "the exponent of uint8 is an integer from 0"),
@@ -195,6 +195,41 @@ def test_a_graph_with_an_op_that_does_not_take_the_dtype_is_refused() -> None:
 def test_scalars_that_do_not_fit(op: str, values: Any, error: str) -> None:
     with pytest.raises(LayoutError, match=error):
         pick(op, [Layout(DeviceMesh((2,), ("tp",)), (4,), "uint8", (R,))], **values)
+
+
+@pytest.mark.parametrize(
+    ("op", "shapes", "args", "error"),
+    [
+        ("buffer_store", [(4, 0), (4, 8)], {}, "one shape"),
+        ("gather_nd", [(3, 8), (4, 2, 1)], {"batch_dims": 1}, "same 1 batch dims"),
+        ("scatter", [(8, 4), (4,), (4,)], {}, "updates and indices have one shape"),
+        ("scatter_add", [(8, 4), (8, 4), (8, 2)], {}, "updates and indices have one shape"),
+        ("moe_finalize", [(6, 8), (4, 2), (4, 2)], {}, r"y \[T \* k, D\]"),
+        ("grouped_matmul", [(6, 8), (2, 4, 7), (3,)], {}, r"weight \[E, N, K\]"),
+        ("group_norm", [(2, 6, 4), (6,), (6,)], {"groups": 4}, "divide C"),
+        ("rms_norm", [(4, 8), (8,)], {"eps": {}}, "'eps' is a number"),
+        ("top_k", [(4, 8)], {"k": 2.5}, "'k' is an integer"),
+        ("reshape", [(4, 8)], {"shape": ("8", 4)}, "'shape' is an integer"),
+        ("chunk", [(4, 8)], {"chunks": 1 << 58}, "from 1 to 10,000"),
+        ("cast", [(4, 8)], {"dtype": 3}, "dtype"),
+    ],
+)
+def test_operands_and_arguments_that_do_not_go_together_are_refused_by_the_rule(
+    op: str, shapes: Any, args: Any, error: str
+) -> None:
+    mesh = DeviceMesh((2,), ("tp",))
+    dtypes_of = ["int64" if k in RULES[op].indices else "float32" for k in range(len(shapes))]
+    layouts = [Layout(mesh, s, d, (R,)) for s, d in zip(shapes, dtypes_of, strict=True)]
+    with pytest.raises(LowshardError, match=error):
+        pick(op, layouts, **args)
+
+
+def test_a_kernel_that_does_not_take_its_operands_is_told_with_the_op() -> None:
+    mesh = DeviceMesh((1,), ("tp",))
+    x = Layout(mesh, (4, 8), "float32", (R,))
+    action = pick("pad", [x], pads=[(0, 0), (1, 1)], mode="sideways")
+    with pytest.raises(LayoutError, match=r"pad does not take operands .* mode='sideways'"):
+        lc.run_loopback(1, lambda comm: run_action(action, [np.ones((4, 8), np.float32)], comm))
 
 
 # ---- values that are not finite

@@ -221,6 +221,16 @@ def test_a_plan_of_another_checkpoint_is_refused(tmp_path: Path) -> None:
     assert "make it anew" in str(found[0])
 
 
+def test_a_plan_for_another_dtype_of_the_same_width_is_refused(tmp_path: Path) -> None:
+    tilings = {"rows": S.rowwise(2).layout((13, 6), "float32")}
+    save_over(tmp_path / "c", values_of(tilings), tilings, 2)
+    data = plan_load(tmp_path / "c", tilings).to_json()
+    read = LoadPlan.from_json(json.loads(json.dumps(data).replace('"float32"', '"int32"')))
+    found = outcomes(2, lambda c: load(tmp_path / "c", read, c))
+    assert [type(e) for e in found] == [CheckpointError] * 2
+    assert "'rows' is float32[13, 6], the plan is for int32[13, 6]" in str(found[0])
+
+
 # ---- damage
 
 

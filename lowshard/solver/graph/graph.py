@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numbers
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -10,7 +9,7 @@ from math import prod
 from typing import Any, Literal
 
 from lowshard import dtypes
-from lowshard.argument import brief, instance, items, whole, wholes
+from lowshard.argument import MOST_ELEMS, brief, instance, items, whole, wholes
 from lowshard.errors import DTypeError, LayoutError, ShardingError
 from lowshard.layout import Layout
 from lowshard.mesh import DeviceMesh
@@ -19,6 +18,7 @@ from lowshard.solver.action import Result
 from lowshard.solver.action_set import freeze_args
 from lowshard.solver.graph.place import Place, place_on, settled_place, written_place
 from lowshard.solver.table import RULES, Call, offer
+from lowshard.solver.table.argument import MOST_ENTRIES, few, plain_argument
 
 Extent = int | str
 """A number, or a symbol such as "tokens", or a product such as "batch*length"."""
@@ -31,13 +31,6 @@ TENSORS_MOST = 100_000
 SYMBOLS_MOST = 1_000
 """Symbols in the shapes of one graph."""
 DIMS_MOST = 32
-EXTENT_MOST = (1 << 63) - 1
-"""Of one dim, and of the bytes of one tensor."""
-_ENTRIES_MOST = 10_000
-"""In an argument of an op that is a sequence; of the results of one op."""
-_REAL_ARGS = frozenset(("eps", "scale", "value"))
-"""The arguments of ops that may be floats; but for these and texts all are integers, True or False, or sequences."""
-_TEXT_ARGS = frozenset(("layout", "mode", "subscripts"))
 _FACTOR = re.compile(r"[A-Za-z_][A-Za-z0-9_.\-]*|[0-9]{1,19}", re.ASCII)
 _SHAPE = 'a shape is a sequence of extents >= 0 and symbols such as ("tokens", 512)'
 
@@ -336,7 +329,7 @@ class Graph:
         return results
 
     def _check_size(self, name: str, shape: tuple[int, ...], dtype: str) -> None:
-        if len(shape) > DIMS_MOST or prod(shape) * dtypes.get(dtype).itemsize_bytes > EXTENT_MOST:
+        if len(shape) > DIMS_MOST or prod(filter(None, shape)) > MOST_ELEMS:
             raise LayoutError(
                 f"graph {self.name!r}: a tensor has at most {DIMS_MOST} dims and 2^63 - 1 bytes, got {name!r} of "
                 f"{dtype} and shape {brief(list(shape))}"
@@ -384,7 +377,7 @@ class Graph:
     def _extent(self, extent: object, rule: str, least: int = 0) -> Extent:
         """Return an extent: a number, or a text whose symbols are now those of the graph as well."""
         if not isinstance(extent, str):
-            return whole(extent, rule, LayoutError, least, EXTENT_MOST)
+            return whole(extent, rule, LayoutError, least, MOST_ELEMS)
         factors = _factors(extent)
         if len(extent) > 200 or not all(_FACTOR.fullmatch(part) for part in factors):
             raise LayoutError(f'{rule}; a symbol is "tokens", a product "batch*length": got {brief(extent)}')
@@ -396,20 +389,16 @@ class Graph:
     def _argument(self, op: str, name: str, value: object) -> Any:
         """Return an argument of an op as Python's own numbers, texts and tuples."""
         what = f"graph {self.name!r}, {op}: argument {name!r}"
-        if name == "dtype":
-            return dtypes.get(value).name
         if name == "shape":
             rule = f"{what} is a sequence of extents, one of them -1 perhaps, and symbols"
-            return tuple(self._extent(e, rule, -1) for e in _few(items(value, rule, LayoutError), what))
-        if name in _TEXT_ARGS:
-            return instance(value, str, f"{what} is text", LayoutError)
-        return _plain(value, what, name in _REAL_ARGS)
+            return tuple(self._extent(e, rule, -1) for e in few(items(value, rule, LayoutError), what))
+        return plain_argument(what, name, value)
 
     def _sizes(self, sizes: Mapping[str, int]) -> dict[str, int]:
         rule = f"graph {self.name!r}: sizes is a mapping of symbol to number, such as {{'tokens': 128}}"
         given = instance(sizes, Mapping, rule, LayoutError)  # type: ignore[type-abstract]
         return {
-            name: whole(n, f"{rule}, each an integer >= 0; {brief(name)}", LayoutError, 0, EXTENT_MOST)
+            name: whole(n, f"{rule}, each an integer >= 0; {brief(name)}", LayoutError, 0, MOST_ELEMS)
             for name, n in given.items()
         }
 
@@ -426,31 +415,11 @@ class Graph:
                 )
             found.append(int(part) if part.isdecimal() else sizes[part])
         rule = f"graph {self.name!r}: extent {extent!r} is at most 2^63 - 1"
-        return whole(prod(found), rule, LayoutError, most=EXTENT_MOST)
+        return whole(prod(found), rule, LayoutError, most=MOST_ELEMS)
 
 
 def _factors(extent: str) -> list[str]:
     return [part.strip() for part in extent.split("*")]
-
-
-def _few(values: tuple[Any, ...], what: str) -> tuple[Any, ...]:
-    if len(values) > _ENTRIES_MOST:
-        raise LayoutError(f"{what} has at most {_ENTRIES_MOST:,} entries, got {len(values):,}")
-    return values
-
-
-def _plain(value: Any, what: str, is_real: bool, depth: int = 3) -> Any:
-    """Return a value as None, True or False, an integer, a float where one may be, or tuples of them."""
-    if value is None or isinstance(value, bool):
-        return value
-    if hasattr(value, "__index__") and not getattr(value, "ndim", 0):
-        return whole(value, f"{what} is a number", LayoutError, -EXTENT_MOST, EXTENT_MOST)
-    if is_real and isinstance(value, numbers.Real):
-        return float(value)
-    if depth and (isinstance(value, (list, tuple)) or getattr(value, "ndim", 0)):
-        return tuple(_plain(v, what, is_real, depth - 1) for v in _few(items(value, what, LayoutError), what))
-    kinds = "a number" if is_real else "an integer"
-    raise LayoutError(f"{what} is {kinds}, True or False, or a sequence of them; got {brief(value)}")
 
 
 def _result_count(op: str, operands: int, args: Mapping[str, Any]) -> int:
@@ -461,6 +430,6 @@ def _result_count(op: str, operands: int, args: Mapping[str, Any]) -> int:
     if op == "split" and "sizes" in args:
         return len(wholes(args["sizes"], "split: sizes are integers", LayoutError))
     if op in ("split", "chunk"):
-        rule = f"{op}: chunks is an integer from 1 to {_ENTRIES_MOST:,}"
-        return whole(args.get("chunks", 1), rule, LayoutError, 1, _ENTRIES_MOST)
+        rule = f"{op}: chunks is an integer from 1 to {MOST_ENTRIES:,}"
+        return whole(args.get("chunks", 1), rule, LayoutError, 1, MOST_ENTRIES)
     return 1

@@ -194,7 +194,11 @@ def rebind(call: Call) -> Offer:
 
 @rule("buffer_store", operands=2)
 def buffer_store(call: Call) -> Offer:
-    """Destination and source alike; the result lies as the destination."""
+    """Destination and source alike, of one shape; the result lies as the destination."""
+    if call.shape(0) != call.shape(1):
+        raise LayoutError(
+            f"buffer_store: destination and source have one shape, got {list(call.shape(0))} and {list(call.shape(1))}"
+        )
     rows = [row(S(d), S(d), out=S(d)) for d in range(call.ndim())]
     rows += [row(p, p, out=p) for p in call.linear()]
     return Offer(rows, (call.same(*call.shape()),))

@@ -39,6 +39,10 @@ def gather_nd(call: Call) -> Offer:
     batch = int(call.args.get("batch_dims", 0))
     if not ids or batch + ids[-1] > len(x):
         raise LayoutError(f"gather_nd: the last dim of the indices {list(ids)} numbers dims of x {list(x)}")
+    if batch < 0 or len(ids) <= batch or x[:batch] != ids[:batch]:
+        raise LayoutError(
+            f"gather_nd: x and indices begin with the same {batch} batch dims, got {list(x)} and {list(ids)}"
+        )
     rows = [row(S(b), S(b), out=S(b)) for b in range(batch)]
     rows += [row(p, R, out=p) for p in call.linear()]
     return Offer(rows, (call.same(*ids[:-1], *x[batch + ids[-1] :]),))
@@ -48,12 +52,18 @@ def gather_nd(call: Call) -> Offer:
 def scatter(call: Call) -> Offer:
     """Writes updates at indices along a dim: operands x, updates, indices. Other dims cut alike. Args: axis."""
     at = call.dim()
-    x, u = call.shape(0), call.shape(1)
+    x, u, ids = (call.shape(i) for i in range(3))
+    fits = len(x) == len(u) and all(d == at or n <= x[d] for d, n in enumerate(u))
+    if u != ids or not fits:
+        raise LayoutError(
+            f"{call.op}: updates and indices have one shape, at most x's beside dim {at}, got x {list(x)}, updates "
+            f"{list(u)}, indices {list(ids)}"
+        )
     rows = [
         row(S(d), S(d), S(d), out=S(d))
         for d in range(call.ndim())
         # Shorter updates touch the leading elements alone: their shards are others than x's.
-        if d != at and x[d] == u[d] == call.shape(2)[d]
+        if d != at and x[d] == u[d]
     ]
     if call.extended and call.op == "scatter_add":
         rows += [row(p, p, R, out=p, kinds=passing(p)) for p in call.linear()]
@@ -127,8 +137,13 @@ def attention(call: Call) -> Offer:
 @rule("moe_finalize", operands=3, kinds=FLOAT, indices=(1,))
 def moe_finalize(call: Call) -> Offer:
     """Weighted sum of each token's expert outputs: y [T * k, D], places [T, k], weights [T, k] to [T, D]."""
+    y, places, weights = (call.shape(i) for i in range(3))
+    if (len(y), len(places)) != (2, 2) or y[0] != places[0] * places[1] or weights != places:
+        raise LayoutError(
+            f"moe_finalize: y [T * k, D], places [T, k], weights [T, k], got {list(y)}, {list(places)}, {list(weights)}"
+        )
     rows = [row(S(1), R, R, out=S(1)), *(product_row(p, R, R, out=p) for p in call.linear())]
-    return Offer(rows, (call.same(call.shape(1)[0], call.shape(0)[1]),))
+    return Offer(rows, (call.same(places[0], y[1]),))
 
 
 @rule("fused_silu", operands=(1, 2), kinds=FLOAT, indices=(1,))

@@ -203,9 +203,14 @@ def conv(call: Call) -> Offer:
 @rule("grouped_matmul", operands=(3, 5), indices=(2, 3, 4))
 def grouped_matmul(call: Call) -> Offer:
     """Experts' products: x [T, K], weight [E, N, K], starts [E + 1] (rows of x by expert)[, ids, stats] to [T, N]."""
+    x, weight, starts = (call.shape(i) for i in range(3))
+    if (len(x), len(weight)) != (2, 3) or x[1] != weight[2] or starts != (weight[0] + 1,):
+        raise LayoutError(
+            f"grouped_matmul: x [T, K], weight [E, N, K], starts [E + 1], got {list(x)}, {list(weight)}, {list(starts)}"
+        )
     rest = (R,) * (len(call.layouts) - 2)
     rows = [row(R, S(1), *rest, out=S(1)), row(S(1), S(2), *rest, out=P)]
     if call.extended:
         rows += [product_row(p, R, *rest, out=p) for p in call.linear()]
         rows += [product_row(R, p, *rest, out=p) for p in call.linear()]
-    return Offer(rows, (call.same(call.shape(0)[0], call.shape(1)[1]),))
+    return Offer(rows, (call.same(x[0], weight[1]),))

@@ -171,6 +171,14 @@ def group_norm(call: Call) -> Offer:
 
     Args: groups, eps.
     """
+    shape, groups = call.shape(), call.args.get("groups", 1)
+    channels = shape[1] if len(shape) > 1 else 0
+    if any(layout.shape != (channels,) for layout in call.layouts[1:]) or groups < 1 or channels % groups:
+        shapes = ", ".join(str(list(layout.shape)) for layout in call.layouts)
+        raise LayoutError(
+            "group_norm takes x [N, C, *space], weight [C], bias [C] and groups that divide C; got "
+            f"{shapes} and {groups} groups"
+        )
     rows = [row(S(0), R, R, out=S(0))] if call.extended else []
     return Offer(rows, (call.same(*call.shape()),))
 

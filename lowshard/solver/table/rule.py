@@ -193,8 +193,8 @@ def rule(
     return register
 
 
-_NOT_TAKEN = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
-"""What a rule raises on arguments that it cannot read."""
+NOT_TAKEN = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+"""What a rule, or a kernel, raises on arguments that it cannot read."""
 
 
 def offer(call: Call) -> Offer:
@@ -215,7 +215,7 @@ def offer(call: Call) -> Offer:
         offered = found.offering(call)
     except LowshardError:
         raise
-    except _NOT_TAKEN as error:
+    except NOT_TAKEN as error:
         said = ", ".join(f"{name}={brief(value)}" for name, value in call.args.items())
         raise LayoutError(f"{call.op}: its rule does not take {said or 'these operands'}: {error}") from None
     kind = common_kind(found.values(call.layouts))

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import prod
 
+from lowshard.argument import whole
 from lowshard.errors import LayoutError
 from lowshard.solver.action import AxisAssignment, Result
+from lowshard.solver.table.argument import MOST_ENTRIES
 from lowshard.solver.table.exchange import Inner, cutting_sizes, exchange, index_bytes, most_received, shares
 from lowshard.solver.table.grouping import groups, major
 from lowshard.solver.table.rule import FLOAT, Call, Offer, Refused, Rows, S, passing, row, rule
@@ -241,8 +243,9 @@ def split(call: Call) -> Offer:
 def piece_sizes(call: Call, extent: int) -> list[int]:
     """Return the extents of the pieces of a split or a chunk."""
     if call.op == "chunk":
-        chunks = int(call.need("chunks"))
-        step = -(-extent // chunks) if chunks > 0 else 0
+        rule = f"chunk: chunks is an integer from 1 to {MOST_ENTRIES:,}"
+        chunks = whole(call.need("chunks"), rule, LayoutError, 1, MOST_ENTRIES)
+        step = -(-extent // chunks)
         sizes = [max(0, min(step, extent - i * step)) for i in range(chunks)]
     else:
         sizes = [int(n) for n in call.need("sizes")]

@@ -1,0 +1,57 @@
+"""Arguments of ops that are no tensors: numbers, texts and sequences of numbers, as Python's own values."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Mapping
+from typing import Any
+
+from lowshard import dtypes
+from lowshard.argument import MOST_ELEMS, brief, instance, items, whole
+from lowshard.errors import LayoutError
+
+MOST_ENTRIES = 10_000
+"""In an argument that is a sequence; of the results of one op."""
+_REALS = frozenset(("eps", "scale", "value"))
+"""The arguments that may be floats; but for these, dtypes and texts all are integers, True or False, or sequences."""
+_TEXTS = frozenset(("layout", "mode", "subscripts"))
+_MOST_DEPTH = 3
+
+
+def plain_args(op: str, args: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of an op by name, each checked and plain.
+
+    Raises:
+        LayoutError, DTypeError: one is of another type than its name says.
+    """
+    return {name: plain_argument(f"{op}: argument {name!r}", name, value) for name, value in args.items()}
+
+
+def plain_argument(what: str, name: str, value: object) -> Any:
+    """Return an argument as a dtype's name, a text, a number, True, False, None, or tuples of those."""
+    if name == "dtype":
+        return dtypes.get(value).name  # type: ignore[arg-type]
+    if name in _TEXTS:
+        return instance(value, str, f"{what} is text", LayoutError)
+    return _number(value, what, name in _REALS, _MOST_DEPTH)
+
+
+def few(values: tuple[Any, ...], what: str) -> tuple[Any, ...]:
+    """Return the entries of an argument, or raise LayoutError where there are too many."""
+    if len(values) > MOST_ENTRIES:
+        raise LayoutError(f"{what} has at most {MOST_ENTRIES:,} entries, got {len(values):,}")
+    return values
+
+
+def _number(value: Any, what: str, is_real: bool, depth: int) -> Any:
+    if value is None or isinstance(value, bool):
+        return value
+    if hasattr(value, "__index__") and not getattr(value, "ndim", 0):
+        return whole(value, f"{what} is a number", LayoutError, -MOST_ELEMS, MOST_ELEMS)
+    if is_real and isinstance(value, numbers.Real):
+        return float(value)
+    if depth and (isinstance(value, (list, tuple)) or getattr(value, "ndim", 0)):
+        entries = few(items(value, what, LayoutError), what)
+        return tuple(_number(entry, what, is_real, depth - 1) for entry in entries)
+    kinds = "a number" if is_real else "an integer"
+    raise LayoutError(f"{what} is {kinds}, True or False, or a sequence of them; got {brief(value)}")
