@@ -220,7 +220,7 @@ class GraphSolver(Bindable):
     ) -> tuple[Schedule, float, str]:
         """Return the best schedule that fits, a bound, and how it was found."""
         best, method = greedy, "Lagrangian"
-        program, some = None, False
+        program, some, floor = None, False, 0.0
         if self.method != "dp" and has_scipy():
             program = IntegerProgram(space, budget)
             if program.columns > COLUMNS_MOST:
@@ -233,9 +233,9 @@ class GraphSolver(Bindable):
                     if leanest.peak_bytes <= budget:
                         best = leanest
                     elif program is None:
-                        raise self._budget_error(space, leanest, budget, floor)
+                        raise self._budget_error(space, leanest, floor, budget)
                     elif floor > budget:
-                        raise self._infeasible(space, leanest, budget)
+                        raise self._budget_error(space, *self._leaner(space, leanest, floor), budget)
                 fitted = fit(space, budget, free, best, half_s)
                 best, low = fitted.best, max(low, fitted.bound)
                 if program is None and self.method == "auto" and has_scipy():
@@ -251,32 +251,34 @@ class GraphSolver(Bindable):
         if program is not None:
             worth = inf if best is None else best.price
             answer = program.solve(max(1.0, end_s - time.monotonic()), worth)
-            if answer.is_infeasible and best is None and not some:
-                raise self._infeasible(space, free, budget)
             if answer.assignment is not None:
                 found = schedule(space, answer.assignment)
                 if is_feasible(found, budget) and (best is None or found.price < best.price):
                     best, method = found, "Lagrangian, then integer program" if some else "integer program"
-            if answer.bound > low and not some:
+            if answer.is_infeasible and not some:
+                floor = max(floor, budget + 1)
+            elif answer.bound > low and not some:
                 low, method = answer.bound, "integer program"
-        if best is None:
-            raise self._infeasible(space, free, budget)
+        if best is None:  # there is none, or none was found in time
+            leanest, floor = self._leaner(space, free, floor)
+            if not is_feasible(leanest, budget):
+                raise self._budget_error(space, leanest, floor, budget)
+            best, method = leanest, "integer program"
         return best, low, method
 
-    def _infeasible(self, space: Space, free: Schedule, budget: float) -> BudgetError:
-        """Return the error with the least budget that would do, by the integer program where it is small enough."""
-        best, bound = free, 0.0
+    def _leaner(self, space: Space, best: Schedule, bound: float) -> tuple[Schedule, float]:
+        """Return the plan with the least peak that the integer program finds, if it is small enough, and a bound."""
         program = IntegerProgram(space, minimises_peak=True)
         if program.columns <= COLUMNS_MOST and has_scipy():
             answer = program.solve(self.time_limit_s)
-            bound = max(0.0, answer.bound)
+            bound = max(bound, answer.bound)
             if answer.assignment is not None:
                 found = schedule(space, answer.assignment)
                 if found.price != inf and (best.price == inf or found.peak_bytes < best.peak_bytes):
                     best = found
-        return self._budget_error(space, best, budget, bound)
+        return best, bound
 
-    def _budget_error(self, space: Space, least: Schedule, budget: float, bound: float) -> BudgetError:
+    def _budget_error(self, space: Space, least: Schedule, bound: float, budget: float) -> BudgetError:
         step = max(range(len(least.memory_bytes)), key=least.memory_bytes.__getitem__)
         held = holders(space, least.assignment, step)
         bytes_, tensor, layout = held[0]
@@ -288,9 +290,15 @@ class GraphSolver(Bindable):
             "" if need <= ceil(bound * (1 + 1e-4)) else (f" that was found (none below {ceil(bound):,} does)")
         )
         info = space.graph.tensors[tensor]
+        limit = f"{budget:,.0f} bytes a device on mesh {space.mesh}"
+        said = f"graph {space.graph.name!r} does not fit into {limit}: it needs"
+        if bound <= budget:  # the search was cut short
+            said = (
+                f"graph {space.graph.name!r}: no plan was found within {self.time_limit_s:g} s that fits into {limit}; "
+                "raise time_limit_s. The leanest that was found needs"
+            )
         return BudgetError(
-            f"graph {space.graph.name!r} does not fit into {budget:,.0f} bytes a device on mesh {space.mesh}: it needs "
-            f"{need:,} bytes at {where} (step {step}). The tightest tensor is {info.kind} {info.name!r}, "
+            f"{said} {need:,} bytes at {where} (step {step}). The tightest tensor is {info.kind} {info.name!r}, "
             f"{bytes_:,} bytes a device even as {space.family[tensor].layouts[layout]}"
             f"{'; beside it ' + others if others else ''}. The smallest budget{proved} that would do is {need} bytes: "
             f"give budget_bytes={need}, or a mesh of more ranks"
