@@ -405,7 +405,7 @@ def joined(first: str, second: str) -> Graph:
 
 def cut_first(op: str, **args: Any) -> Graph:
     g = Graph("cut first")
-    g.output(g.op(op, g.pointwise("relu", g.input("x", (5, 6), place="a=S0"), name="r"), name="y", **args))
+    g.output(g.op(op, g.pointwise("relu", g.input("x", (5, 6, 8), place="a=S2"), name="r"), name="y", **args))
     return g
 
 
@@ -414,7 +414,7 @@ def cut_first(op: str, **args: Any) -> Graph:
     [
         (one_row("a=S0"), "extended"), (joined("a=S0:ceil", "a=S1"), "extended"),
         (joined("b=S0 a=S0", "a=S0"), "extended"), (joined("b=S0:ceil a=S0", "b=S1"), "extended"),
-        (cut_first("rebind"), "extended"), (cut_first("mean", axis=0), "documented"),
+        (cut_first("rebind"), "extended"), (cut_first("reshape", shape=(30, 8)), "documented"),
     ],
     ids=str,
 )  # fmt: skip
