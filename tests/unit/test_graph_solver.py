@@ -456,6 +456,17 @@ def test_an_op_with_too_many_ways_to_list_still_has_the_one_that_greedy_picks(
     prove(plan)
 
 
+def test_weights_that_ops_need_whole_are_cut_to_fit_a_budget() -> None:
+    g = Graph("sorted")
+    for i in range(4):
+        whole = g.op("sort", g.weight(f"w{i}", (64,)), name=f"s{i}")
+        g.output(g.reduce("sum", whole, axis=0, name=f"y{i}"), place="R")
+    plan = GraphSolver(budget_bytes=800).solve(g, TP)
+    assert [str(plan.layout(f"w{i}")) for i in range(4)] == ["float32[64] tp=S0"] * 4
+    assert plan.peak_bytes <= 800
+    prove(plan)
+
+
 def test_a_bound_above_a_price_that_was_reached_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     real = Relaxation.solve
     monkeypatch.setattr(Relaxation, "solve", lambda self: (1.01 * real(self)[0], real(self)[1]))
