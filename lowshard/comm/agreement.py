@@ -102,7 +102,13 @@ def share(control: Communicator, record: np.ndarray) -> list[np.ndarray]:
     recv = xp.empty((control.size, record.size), record.dtype)
     n = record.size
     # The primitive, not the public call: checks are no traffic of the user's.
-    control._all_gather_v(send, recv.reshape(-1), [n] * control.size, [n * i for i in range(control.size)])
+    control._enter("an exchange of records")
+    try:
+        control._all_gather_v(
+            send, recv.reshape(-1), [n] * control.size, [n * i for i in range(control.size)]
+        )
+    finally:
+        control._turn.release()
     host = recv if isinstance(recv, np.ndarray) else recv.get()
     return list(host)
 

@@ -61,12 +61,16 @@ class Algorithms(Transport):
         """Raise what is wrong with this rank's arguments, on all ranks; `text` is what it asked for."""
         if self._check == "off" or self.size == 1 or self._closed:
             raise error
-        self._sequence += 1  # on the others this is a call like any
-        if self._check == "full":
-            self._share_texts("")
-        else:
-            self._compare(ERROR_SIGNATURE)
-        self._differ(text, error)
+        self._enter(text.removesuffix(NO_ARRAY))
+        try:
+            self._sequence += 1  # on the others this is a call like any
+            if self._check == "full":
+                self._share_texts("")
+            else:
+                self._compare(ERROR_SIGNATURE)
+            self._differ(text, error)
+        finally:
+            self._turn.release()
 
     def _differ(self, text: str, error: LowshardError | None = None) -> NoReturn:
         """Tell each other what was asked for and raise the same error on all ranks.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,6 +29,7 @@ class Arguments(Algorithms):
         self._lines: dict[tuple[str, int], Worker] = {}
 
     _batch: list[tuple[Call, Array, int]] | None = None
+    _batch_thread: int | None = None  # whose block it is
 
     # ---- into a call
 
@@ -56,10 +58,15 @@ class Arguments(Algorithms):
         if self._batch is not None:
             raise CommError(f"only send and recv are allowed in a grouped() block, not {name}; end it first")
 
+    def _in_group(self) -> bool:
+        """Say whether a grouped() block of this thread is open."""
+        return self._batch is not None and self._batch_thread in (None, threading.get_ident())
+
     def _message(self, call: Call, buf: Array, peer: int) -> None:
-        """Run a send or a recv, or keep it for the end of the group."""
-        if self._batch is not None:
+        """Run a send or a recv, or keep it for the end of this thread's group."""
+        if self._in_group():
             self.traffic.count(call)
+            assert self._batch is not None
             self._batch.append((call, buf, peer))
             return
         self._settle(call.name, peer)

@@ -6,6 +6,7 @@ runs is planned in `lowshard.comm.algorithm`; how bytes move is the transport's 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -298,7 +299,7 @@ class Communicator(Arguments):
             BufferMismatchError: as for `recv`.
             CommError: the communicator is closed, or dst or src is no other rank of it.
         """
-        if self._batch is not None:
+        if self._in_group():
             self.send(send, dst)
             self.recv(recv, src)
             return
@@ -326,14 +327,14 @@ class Communicator(Arguments):
         """
         if self._batch is not None:
             raise CommError("grouped() blocks do not nest; end the outer one first")
-        self._batch = []
+        self._batch, self._batch_thread = [], threading.get_ident()
         try:
             yield
             batch, self._batch = self._batch, None
             if batch:
                 self._run_batch(batch)
         finally:
-            self._batch = None
+            self._batch = self._batch_thread = None
 
     def barrier(self) -> None:
         """Return once every rank has called it.

@@ -175,6 +175,13 @@ class Reshard(Stream, Sight):
                 transform raises them. (Each on every rank; destination arrays are undefined then.)
             PeerFailed: a rank failed or died.
         """
+        self.comm._enter("reshard")
+        try:
+            return self._run(version)
+        finally:
+            self.comm._turn.release()
+
+    def _run(self, version: int) -> Report:
         self.version = version
         self._error = None
         if not self._just_made:  # what was prepared to learn its form is of an earlier content

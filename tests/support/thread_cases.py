@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from lowshard import DeviceMesh, Layout, Partial, Replicated, execute, plan_redistribute
-from lowshard.comm import Communicator
+from lowshard.comm import Communicator, share_text
 from lowshard.errors import CommError
 
 
@@ -51,6 +51,21 @@ def check_threads(comm: Communicator, meet: Callable[[], object]) -> None:
         lambda into: comm.all_reduce(send, into, "sum", "tree"),
         lambda into: execute(plan, send, comm, into),
     ]
+    if comm.rank < 2:  # messages that are known by then
+        for _ in range(2):
+            comm.send(send, 1) if comm.rank == 0 else comm.recv(out, 0)
+    others: list[Callable[[Any], object]] = [
+        *calls,
+        lambda into: comm.barrier(),
+        lambda into: comm.send(send, 1),
+        lambda into: comm.send(into, 1),
+        lambda into: comm.recv(into, 1),
+        lambda into: comm.send_recv(send, 1, into, 1),
+        lambda into: comm.split(0),
+        lambda into: share_text(comm, "text"),
+        lambda into: comm.all_reduce(send, into[:3]),
+        lambda into: comm.split(-1),
+    ]
     for call in calls:
         for _ in range(3):  # the first time, and when it is known
             out[...] = 0
@@ -62,12 +77,13 @@ def check_threads(comm: Communicator, meet: Callable[[], object]) -> None:
                 thread.start()
                 while "unlocked" in repr(comm._turn):  # until the thread is in its call
                     time.sleep(0.001)
-                for other in (*calls, lambda into: comm.barrier()):
+                for other in others:
                     with pytest.raises(CommError, match="one thread at a time"):
                         other(np.zeros(8))
                 meet()
                 thread.join()
             assert (out == whole).all(), "the call that was there first is spoiled"
+    check_group(comm)
     # One thread after the other, and what was started before, are in turn.
     assert in_thread(lambda: comm.all_reduce(send, out)) is None
     works = [comm.start.all_reduce(send, np.zeros(8)) for _ in range(3)]
@@ -78,3 +94,21 @@ def check_threads(comm: Communicator, meet: Callable[[], object]) -> None:
         assert (into == whole).all()
     for work in works:
         work.wait()
+
+
+def check_group(comm: Communicator) -> None:
+    """Send from a second thread while the first has a group open: it is sent at once, and is no part of the group.
+
+    Collective: all ranks of the communicator call this.
+    """
+    if comm.rank == 0:
+        grouped, alone = np.full(8, 1.0), np.full(8, 2.0)
+        with comm.grouped():
+            comm.send(grouped, 1)
+            assert in_thread(lambda: comm.send(alone, 1)) is None
+            alone[...] = 3
+    elif comm.rank == 1:
+        came = [np.zeros(8), np.zeros(8)]
+        for buf in came:
+            comm.recv(buf, 0)
+        assert [buf.tolist() for buf in came] == [[2.0] * 8, [1.0] * 8]

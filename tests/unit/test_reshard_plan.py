@@ -421,6 +421,19 @@ def test_a_side_that_is_none_is_refused(wrong: Any) -> None:
         build_reshard_plan(tp((0,), (4,)), tp((1,), (4,)), node_size="2")  # type: ignore[arg-type]
 
 
+def test_a_plan_that_is_read_covers_every_destination_and_names_it_once() -> None:
+    part = Tiling.from_pieces((4,), "float32", [[((0, 2),)], [((0, 2),)]])
+    whole = Tiling.whole((4,), "float32")
+    short = build_reshard_plan({"w": part}, {"w": whole})
+    with pytest.raises(PlanError):
+        ReshardPlan.from_json(short.to_json())
+    data = build_reshard_plan({"v": whole, "w": whole}, {"v": whole, "w": whole}).to_json()
+    assert len(ReshardPlan.from_json(data).entries) == 2
+    data["entries"][0]["dst_names"] = {"0": "w"}
+    with pytest.raises(PlanError, match="w: rank 0 gets two tensors of this name"):
+        ReshardPlan.from_json(data)
+
+
 def test_sources_that_do_not_cover_are_refused() -> None:
     part = Tiling.from_pieces((4,), "float32", [[((0, 2),)], [((0, 2),)]])
     plan = build_reshard_plan({"w": part}, {"w": Tiling.whole((4,), "float32")})

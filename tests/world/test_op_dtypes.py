@@ -144,6 +144,13 @@ def test_what_holds_over_the_reals_only(
     assert [x.ravel().tolist() for x in came] == [expected] * 2
 
 
+def test_the_documented_mean_of_a_dim_that_is_even_as_it_comes_is_one_of_floats() -> None:
+    mesh = DeviceMesh((2, 3), ("a", "b"))
+    for dtype, partials in (("float32", ("avg", None)), ("int32", (None, None))):
+        action = pick("mean", [Layout(mesh, (4,), dtype, (S0, R))], rules="documented", axis=0)
+        assert action.outputs[0].partials == partials
+
+
 def test_operands_of_two_dtypes_are_no_terms_of_a_sum() -> None:
     """int32 x times float32 y takes y as integers: terms of .5 would be lost one by one."""
     mesh = DeviceMesh((2,), ("tp",))

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from support import mode, outside_data
 from support.checkpoints import attention_and_more, local_of, on_ranks, same, save_over, values_of
 from support.every_plan import any_mesh, short_graph
@@ -21,9 +22,18 @@ from support.op_gate import check, random_action
 from support.op_samples import SAMPLES
 from support.reshard_cases import local_part, random_case
 
-from lowshard import RedistributePlan, dtypes, plan_redistribute
+from lowshard import (
+    DeviceMesh,
+    Layout,
+    Partial,
+    RedistributePlan,
+    Replicated,
+    Sharded,
+    dtypes,
+    plan_redistribute,
+)
 from lowshard.comm import Communicator, run_loopback
-from lowshard.errors import LowshardError
+from lowshard.errors import LowshardError, PlanError
 from lowshard.exchange import Exchange
 from lowshard.fsdp import Param
 from lowshard.fsdp.plan import FlatPlan
@@ -104,6 +114,42 @@ def redistributions() -> list[RedistributePlan]:
 
 def test_redistribution_plans() -> None:
     check_damaged("redistribution plan", [plan.to_json() for plan in redistributions()], run_redistribution)
+
+
+def of_integers(*plans: RedistributePlan) -> list[Any]:
+    """Return the steps of plans for float32, one plan after the other, as those of a plan for int32."""
+    steps = [step for plan in plans for step in plan.to_json()["steps"]]
+    found: list[Any] = json.loads(json.dumps(steps).replace("float32", "int32"))
+    return found
+
+
+def test_steps_that_are_missing_or_lead_elsewhere_are_refused() -> None:
+    mesh = DeviceMesh((2, 2), ("dp", "tp"))
+    means, half, whole, cut = (
+        Layout(mesh, (4, 4), "float32", placements)
+        for placements in (
+            (Partial("avg"), Partial("avg")), (Replicated(), Partial("avg")), (Replicated(), Replicated()),
+            (Sharded(0), Sharded(1)),
+        )
+    )  # fmt: skip
+    other = Layout(DeviceMesh((4,), ("tp",)), (4, 4), "float32", (Sharded(0),))
+    for src, dst in itertools.permutations((whole, cut, other, half, means), 2):
+        if not any(dst.partials):
+            with pytest.raises(PlanError):
+                RedistributePlan.from_json({**plan_redistribute(src, dst).to_json(), "steps": []})
+    between = plan_redistribute(half, whole).to_json()
+    assert len(between["steps"][0]["exchanges"]) == 2
+    between["steps"][0]["exchanges"][1]["src"]["spec"].reverse()
+    with pytest.raises(PlanError, match="step 1 of this plan is not what leads"):
+        RedistributePlan.from_json(between)
+    integers = [Layout(mesh, (4, 4), "int32", layout.placements) for layout in (means, whole)]
+    rounded_twice = of_integers(plan_redistribute(means, half), plan_redistribute(half, whole))
+    with pytest.raises(PlanError, match="folded in one step"):
+        RedistributePlan.from_json({**plan_redistribute(*integers).to_json(), "steps": rounded_twice})
+    integers = [Layout(mesh, (4, 4), "int32", layout.placements) for layout in (means, half)]
+    folded_apart = of_integers(plan_redistribute(means, half))
+    with pytest.raises(PlanError, match="at most by way of None"):
+        RedistributePlan.from_json({**plan_redistribute(*integers).to_json(), "steps": folded_apart})
 
 
 def test_exchanges() -> None:

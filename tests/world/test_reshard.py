@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from typing import Any
 
 import numpy as np
@@ -18,7 +20,7 @@ from support.reshard_cases import (
 )
 
 from lowshard import DeviceMesh, Layout, Replicated, Sharded
-from lowshard.comm import run_loopback
+from lowshard.comm import Communicator, run_loopback
 from lowshard.errors import (
     BufferMismatchError,
     CommError,
@@ -337,3 +339,29 @@ def test_a_rank_without_memory_for_a_second_set_is_said_on_all_ranks() -> None:
     assert all(
         isinstance(e, CommError) and "rank 1: there is no memory for a second set" in str(e) for e in errors
     )
+
+
+def test_another_thread_cannot_call_while_a_reshard_runs() -> None:
+    src = {"w": TensorLayout.sharded((8,), "float32", {"tp": (2, 1)}, {0: "tp"})}
+    plan = build_reshard_plan(src, {"w": TensorLayout.sharded((8,), "float32", {"dp": (2, 1)})})
+    meeting = threading.Barrier(2)
+
+    def work(comm: Communicator) -> None:
+        out = {"w": np.zeros(8, np.float32)}
+        reshard = Reshard(plan, {"w": np.full(4, comm.rank, np.float32)}, out, comm)
+        if comm.rank:
+            meeting.wait()
+            reshard.run()
+        else:
+            thread = threading.Thread(target=reshard.run)
+            thread.start()
+            end_s = time.monotonic() + 5
+            while "unlocked" in repr(comm._turn) and time.monotonic() < end_s:
+                time.sleep(0.001)
+            with pytest.raises(CommError, match="one thread at a time"):
+                comm.barrier()
+            meeting.wait()
+            thread.join()
+        assert out["w"].tolist() == [0.0] * 4 + [1.0] * 4
+
+    run_loopback(2, work, LIMIT_S)
