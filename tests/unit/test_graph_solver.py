@@ -433,12 +433,18 @@ def test_the_space_holds_what_greedy_picks(graph: Graph, rules: Rules) -> None:
     prove(plan)
 
 
-def test_what_all_ranks_hold_may_become_terms_before_it_grows() -> None:
+@pytest.mark.parametrize("op", ["sum", "avg", "max"])
+@pytest.mark.parametrize("wanted", ["as an output", "by an op"])
+def test_what_all_ranks_hold_may_become_terms_before_it_grows(op: str, wanted: str) -> None:
     g = Graph("grows")
-    g.output(g.op("tile", g.input("x", (1,), place="tp=R"), name="y", repeats=(1000,)), place="tp=P")
+    x = g.input("x", (1,), place="tp=R")
+    y = g.op("passthrough", g.op("embedding", x, g.input("ids", (1000,), "int64", place="tp=R")), name="y")
+    if wanted == "by an op":
+        y = g.op("maximum" if op == "max" else "add", y, g.input("z", (1000,), place=f"tp=P:{op}"))
+    g.output(y, place=f"tp=P:{op}")
     plan = GraphSolver().solve(g, TP)
     assert plan.gap == 0
-    assert [(plan.graph.tensors[m.tensor].name, m.dst.partials) for m in plan.moves] == [("x", ("sum",))]
+    assert [(plan.graph.tensors[m.tensor].name, m.dst.partials) for m in plan.moves] == [("x", (op,))]
     prove(plan)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from functools import cached_property
 from itertools import product
@@ -140,12 +140,10 @@ class Space:
         self.is_whole = True
         """Whether the space holds every way that the rules allow; else an op has too many of them."""
         self._known: dict[Any, list[Choice]] = {}
-        self._terms: list[frozenset[ReduceOp]] = [frozenset()] * len(graph.tensors)
-        for leaf, layout in self.given.items():
-            ops = self.family[leaf].layouts[layout].partials
-            self._terms[leaf] = frozenset(op for op in ops if op is not None)
+        self._known_rows: dict[Any, list[AxisAssignment]] = {}
         self._styles = self._all_styles()
         self._spreads = spreads
+        self._terms = [] if given_only else self._all_terms()
         self.choices = [] if given_only else [self._choices(node) for node in graph.nodes]
         self.leaf_layouts: dict[int, list[int]] = {
             leaf: [self.given[leaf]] if leaf in self.given else self._leaf(leaf) for leaf in graph.leaves()
@@ -281,19 +279,44 @@ class Space:
 
     # ---- the ways of one op
 
-    def _choices(self, node: Node) -> list[Choice]:
-        held = tuple(self._terms[t] for t in node.operands)
+    def _all_terms(self) -> list[frozenset[ReduceOp]]:
+        """Return of which kinds each tensor may come as terms, or be wanted as.
+
+        What an op gives spreads to those that read it. What an op needs spreads back: what all ranks hold becomes terms
+        more cheaply where the array is small, and that may be several ops earlier.
+        """
+        terms: list[frozenset[ReduceOp]] = [frozenset()] * len(self.graph.tensors)
+        for tensor, layout in (*self.given.items(), *self.wanted):
+            terms[tensor] |= _terms_of(self.family[tensor].layouts[layout].placements)
+        before: list[frozenset[ReduceOp]] = []
+        while terms != before:
+            before = list(terms)
+            for node in (*self.graph.nodes, *reversed(self.graph.nodes)):
+                rows = self._rows(node, self._held(node, terms))
+                for k, t in enumerate(node.operands):
+                    terms[t] |= _terms_of(row.needed_inputs[k] for row in rows)
+                for k, t in enumerate(node.results):
+                    terms[t] |= _terms_of(row.outputs(len(node.results))[k] for row in rows)
+        return terms
+
+    def _held(self, node: Node, terms: Sequence[frozenset[ReduceOp]]) -> tuple[frozenset[ReduceOp], ...]:
+        """Return the kinds of terms to ask the rule of an op for, by operand."""
+        wanted = frozenset[ReduceOp]().union(*(terms[t] for t in node.results))
+        return tuple(terms[t] | wanted for t in node.operands)
+
+    def _key(self, node: Node, held: tuple[frozenset[ReduceOp], ...]) -> Any:
         shapes = tuple((self.graph.shapes[t], self.graph.dtypes[t]) for t in node.operands)
-        key = (node.op, repr(node.args), held, shapes)  # repr: 1, 1.0 and True are equal as keys
+        return (node.op, repr(node.args), held, shapes)  # repr: 1, 1.0 and True are equal as keys
+
+    def _choices(self, node: Node) -> list[Choice]:
+        held = self._held(node, self._terms)
+        key = self._key(node, held)
         found = self._known.get(key)
         if found is None:
             found = self._known[key] = self._enumerate(node, held)
-        for k, t in enumerate(node.results):
-            ops = {op for c in found for op in self.family[t].layouts[c.outputs[k]].partials}
-            self._terms[t] = frozenset(op for op in ops if op is not None)
         return found
 
-    def _enumerate(self, node: Node, held: Sequence[frozenset[ReduceOp]]) -> list[Choice]:
+    def _enumerate(self, node: Node, held: tuple[frozenset[ReduceOp], ...]) -> list[Choice]:
         rows = self._rows(node, held)
         by_axis = []
         for axis, name in enumerate(self.mesh.axis_names):
@@ -321,11 +344,16 @@ class Space:
             raise SolverError(f"{node.label}: no row of its rule can be used on mesh {self.mesh}")
         return list(best.values())
 
-    def _rows(self, node: Node, held: Sequence[frozenset[ReduceOp]]) -> list[AxisAssignment]:
+    def _rows(self, node: Node, held: tuple[frozenset[ReduceOp], ...]) -> list[AxisAssignment]:
         """Return the rows that the rule offers for any way the operands may come."""
-        args = dict(node.args)
-        sets = (action_set(node.op, probe, self.rules, **args) for probe in self._probes(node, held))
-        return list(dict.fromkeys(row for found in sets for row in found.axis_assignments))
+        key = self._key(node, held)
+        found = self._known_rows.get(key)
+        if found is None:
+            args = dict(node.args)
+            sets = (action_set(node.op, probe, self.rules, **args) for probe in self._probes(node, held))
+            found = list(dict.fromkeys(row for offered in sets for row in offered.axis_assignments))
+            self._known_rows[key] = found
+        return found
 
     def _probes(self, node: Node, held: Sequence[frozenset[ReduceOp]]) -> Iterator[list[Layout]]:
         """Yield layouts of the operands that together make the rule offer every row it has."""
@@ -407,6 +435,11 @@ class Space:
             inner,
             temporary_bytes(node.op, inputs),
         )
+
+
+def _terms_of(placements: Iterable[Placement]) -> frozenset[ReduceOp]:
+    """Return the kinds of terms among placements."""
+    return frozenset(p.op for p in placements if isinstance(p, Partial))
 
 
 def subsets(count: int) -> list[tuple[bool, ...]]:
