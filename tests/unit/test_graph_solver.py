@@ -433,7 +433,7 @@ def test_the_space_holds_what_greedy_picks(graph: Graph, rules: Rules) -> None:
     prove(plan)
 
 
-@pytest.mark.parametrize("op", ["sum", "avg", "max"])
+@pytest.mark.parametrize("op", ["avg", "max"])  # a sum comes of a look-up in a cut table as well
 @pytest.mark.parametrize("wanted", ["as an output", "by an op"])
 def test_what_all_ranks_hold_may_become_terms_before_it_grows(op: str, wanted: str) -> None:
     g = Graph("grows")
