@@ -279,10 +279,22 @@ class Transport(ABC):
 
         Collective: all ranks of the communicator call this. Where a `with` block ends by an exception the
         ranks may not all get here, so what would wait for them is left to the end of the process.
+
+        Raises:
+            CommError: another thread is in a call of this communicator.
         """
-        if not self._closed:
+        if self._closed:
+            return
+        if not self._turn.acquire(blocking=False):
+            if not self._failed:
+                self._not_its_turn("close")
+            self._closed = True  # the call that is going on reads what would be given back
+            return
+        try:
             self._closed = True
             self._close()
+        finally:
+            self._turn.release()
 
     def __enter__(self) -> Self:
         return self

@@ -65,6 +65,7 @@ def check_threads(comm: Communicator, meet: Callable[[], object]) -> None:
         lambda into: share_text(comm, "text"),
         lambda into: comm.all_reduce(send, into[:3]),
         lambda into: comm.split(-1),
+        lambda into: comm.close(),
     ]
     for call in calls:
         for _ in range(3):  # the first time, and when it is known
