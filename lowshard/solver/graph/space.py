@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from lowshard import dtypes
 from lowshard.errors import ShardingError, SolverError
 from lowshard.layout import Layout
 from lowshard.mesh import DeviceMesh
@@ -285,7 +286,7 @@ class Space:
         What an op gives spreads to those that read it. What an op needs spreads back: what all ranks hold becomes terms
         more cheaply where the array is small, and that may be several ops earlier.
         """
-        terms: list[frozenset[ReduceOp]] = [frozenset()] * len(self.graph.tensors)
+        terms = self._useful_terms()
         for tensor, layout in (*self.given.items(), *self.wanted):
             terms[tensor] |= _terms_of(self.family[tensor].layouts[layout].placements)
         before: list[frozenset[ReduceOp]] = []
@@ -297,6 +298,29 @@ class Space:
                     terms[t] |= _terms_of(row.needed_inputs[k] for row in rows)
                 for k, t in enumerate(node.results):
                     terms[t] |= _terms_of(row.outputs(len(node.results))[k] for row in rows)
+        return terms
+
+    def _useful_terms(self) -> list[frozenset[ReduceOp]]:
+        """Return in which kinds of terms each tensor may be worth having, though nothing gives or needs them so.
+
+        Where all ranks of a mesh axis hold the same, all but one may drop it: less moves along the other axes then. The
+        rest are terms of a sum, or of what the next ops take where they take no sum. An average has nothing to drop.
+        """
+        terms: list[frozenset[ReduceOp]] = [frozenset()] * len(self.graph.tensors)
+        if self.rules == "documented" or sum(n > 1 for n in self.mesh.shape) < 2:
+            return terms
+        kinds: tuple[ReduceOp, ...] = ("max", "min", "prod")
+        for node in self.graph.nodes:
+            if any(dtypes.get(self.graph.dtypes[t]).kind == "scale" for t in node.operands):
+                continue
+            for op in kinds:
+                needs = {
+                    row.needed_inputs for row in self._rows(node, (frozenset((op,)),) * len(node.operands))
+                }
+                for need in needs:
+                    if tuple(Partial() if p == Partial(op) else p for p in need) not in needs:
+                        for t, p in zip(node.operands, need, strict=True):
+                            terms[t] |= _terms_of((p,))
         return terms
 
     def _held(self, node: Node, terms: Sequence[frozenset[ReduceOp]]) -> tuple[frozenset[ReduceOp], ...]:
