@@ -7,10 +7,12 @@ from typing import Any
 
 import numpy as np
 
+from lowshard.argument import brief
 from lowshard.comm.agreement import agree
 from lowshard.comm.protocol import Communicator
 from lowshard.errors import BufferMismatchError, LowshardError, MeshError
 from lowshard.execute import execute_all
+from lowshard.kernels.buffer import is_gpu
 from lowshard.layout import Layout
 from lowshard.mesh import DeviceMesh
 from lowshard.op.part import Part, subgroup
@@ -82,6 +84,9 @@ def unsharded(op: str, *arrays: Array, **op_args: Any) -> tuple[Array, ...]:
         DTypeError: the op does not take the dtype.
     """
     mesh = DeviceMesh((1,), ("one",))
+    for x in arrays:
+        if not isinstance(x, np.ndarray) and not is_gpu(x):
+            raise BufferMismatchError(f"{brief(op)} runs on NumPy or CuPy arrays, got {brief(x)}")
     layouts = [Layout(mesh, x.shape, x.dtype, (Replicated(),)) for x in arrays]
     found = action_set(op, layouts, **op_args)
     action = found.action([found.axis_assignments[0]])

@@ -30,7 +30,7 @@ def plain_args(op: str, args: Mapping[str, Any]) -> dict[str, Any]:
 def plain_argument(what: str, name: str, value: object) -> Any:
     """Return an argument as a dtype's name, a text, a number, True, False, None, or tuples of those."""
     if name == "dtype":
-        return dtypes.get(value).name  # type: ignore[arg-type]
+        return dtypes.get(value).name
     if name in _TEXTS:
         return instance(value, str, f"{what} is text", LayoutError)
     return _number(value, what, name in _REALS, _MOST_DEPTH)
