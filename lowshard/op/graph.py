@@ -10,7 +10,7 @@ import numpy as np
 from lowshard import dtypes
 from lowshard.argument import instance, items, mapping, number
 from lowshard.argument import whole as whole_number
-from lowshard.comm.agreement import agree
+from lowshard.comm.agreement import agree, control_of
 from lowshard.comm.loopback import run_loopback
 from lowshard.comm.protocol import Communicator
 from lowshard.errors import (
@@ -61,6 +61,7 @@ def run_graph(
         PlanError: what was passed is no plan.
         (Each on every rank.)
     """
+    control_of(comm)
     error: LowshardError | None = None
     names: list[str] = []
     steps: list[int] = []
@@ -216,7 +217,7 @@ def prove(plan: GraphPlan, seed: int = 0, tolerance: float = 2e-3, timeout_s: fl
     """
     instance(plan, GraphPlan, "prove takes a GraphPlan", PlanError)
     seed = whole_number(seed, "seed is an integer of 0 or more", PlanError, 0)
-    tolerance = number(tolerance, "tolerance is a number of 0 or more", PlanError, 0)
+    tolerance = number(tolerance, "tolerance is a finite number", PlanError)
     arrays = random_inputs(plan.graph, seed)
     expected = run_unsharded(plan.graph, arrays)
     size = max(plan.mesh.ranks) + 1
