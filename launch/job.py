@@ -46,6 +46,7 @@ _MPIEXEC_NOISE = re.compile(rb"^\[[^\]\n]*\] plm:ssh: Warning: setpgid.*\n", re.
 
 _CHILD = ("-m", "lowshard.launch.child")
 _TICK_S = 0.05
+_MOST_RANKS = 1 << 20
 _START_TICK_S = 0.002  # while mpiexec opens its sockets
 _STACKS_S = 0.7  # for the ranks to print their stacks
 _TERM_S = 2.0  # from SIGTERM to SIGKILL
@@ -80,7 +81,7 @@ def as_words(given: object, rule: str) -> list[str]:
 
 def checked_size(n: int, timeout_s: float | None) -> tuple[int, float | None]:
     """Returns the number of ranks of a job and its limit in seconds, or raises LaunchError."""
-    n = whole(n, "a job has at least 1 rank; n", LaunchError, 1)
+    n = whole(n, f"a job has at least 1 rank, and at most {_MOST_RANKS}; n", LaunchError, 1, _MOST_RANKS)
     if timeout_s is not None:
         timeout_s = real(timeout_s, "timeout_s must be positive, or None for no limit", LaunchError)
     return n, timeout_s
