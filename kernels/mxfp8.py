@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator
 
 import numpy as np
 
 from lowshard import dtypes
-from lowshard.argument import truth
+from lowshard.argument import truth, whole
 from lowshard.errors import BufferMismatchError, DTypeError, KernelError
 from lowshard.kernels import reference
 from lowshard.kernels.buffer import Array, allocate, dtype_name, require_apart, require_array, require_out
@@ -195,10 +194,5 @@ def _parts(shape: tuple[int, ...]) -> Iterator[tuple[slice, slice]]:
 
 
 def _scale_byte(value: int) -> int:
-    try:
-        byte = operator.index(value)
-    except TypeError:
-        byte = -1
-    if not 0 <= byte < reference.SCALE_NAN:
-        raise KernelError(f"min_scale_byte is an integer from 0 to 254 (255 is NaN), got {value!r}")
-    return byte
+    rule = "min_scale_byte is an integer from 0 to 254 (255 is NaN)"
+    return whole(value, rule, KernelError, 0, reference.SCALE_NAN - 1)

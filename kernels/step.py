@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import math
 
+from lowshard.argument import number, truth, whole
 from lowshard.errors import BufferMismatchError, KernelError
 from lowshard.kernels.buffer import Array, dtype_name, require_apart, require_array
 from lowshard.kernels.engine import engine_for
+
+_MOST_STEPS = 1 << 53
+"""Whole numbers up to here are floats."""
 
 
 def adamw_step(
@@ -32,11 +36,15 @@ def adamw_step(
         step: t, 1 for the first.
 
     Raises:
-        KernelError: arrays that are no NumPy or CuPy arrays, or step below 1.
+        KernelError: arrays that are no NumPy or CuPy arrays, numbers that are none or out of their range, or step
+            below 1.
         BufferMismatchError: arrays of other shapes or dtypes, not contiguous, read-only, or sharing memory.
     """
-    if step < 1:
-        raise KernelError(f"the first step of AdamW is step 1, got {step}")
+    step = whole(step, "the first step of AdamW is step 1", KernelError, 1, _MOST_STEPS)
+    lr, weight_decay = _finite(lr, "lr"), _finite(weight_decay, "weight_decay")
+    eps = number(eps, "eps is a number of 0 or more", KernelError, 0)
+    beta1 = number(beta1, "beta1 is a number from 0 to below 1", KernelError, 0, 1)
+    beta2 = number(beta2, "beta2 is a number from 0 to below 1", KernelError, 0, 1)
     arrays = _checked({"param": param, "grad": grad, "first": first, "second": second})
     scale = lr / (1 - beta1**step)
     root = math.sqrt(1 - beta2**step)
@@ -63,17 +71,23 @@ def sgd_step(
         first: the buffer holds nothing yet.
 
     Raises:
-        KernelError: arrays that are no NumPy or CuPy arrays.
+        KernelError: arrays that are no NumPy or CuPy arrays, or numbers that are none.
         BufferMismatchError: as for `adamw_step`.
     """
+    scalars = (_finite(lr, "lr"), _finite(momentum, "momentum"), _finite(weight_decay, "weight_decay"))
+    is_first = truth(first, "first is True or False", KernelError)
     named = {"param": param, "grad": grad}
     if buffer is not None:
         named["buffer"] = buffer
     arrays = _checked(named)
-    mode = 0 if buffer is None else 1 if first else 2
+    mode = 0 if buffer is None else 1 if is_first else 2
     if param.size:
         last = arrays[0] if buffer is None else arrays[2]
-        engine_for(*arrays).sgd(arrays[0], arrays[1], last, mode, (lr, momentum, weight_decay))
+        engine_for(*arrays).sgd(arrays[0], arrays[1], last, mode, scalars)
+
+
+def _finite(value: float, name: str) -> float:
+    return number(value, f"{name} of an optimizer step is a finite number", KernelError)
 
 
 def _checked(named: dict[str, Array]) -> list[Array]:

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from lowshard.argument import mapping
 from lowshard.errors import LaunchError
 
 __all__ = ["LaunchedRank", "allocated_nodes", "find_rank", "passed_names", "without_rank"]
@@ -109,6 +110,7 @@ def find_rank(env: Mapping[str, str]) -> LaunchedRank | None:
     Raises:
         LaunchError: the variables of the launcher that matched are not numbers, or contradict each other.
     """
+    mapping(env, "an environment is a mapping of names to texts, usually os.environ", LaunchError)
     for source in _SOURCES:
         if not all(any(name in env for name in group) for group in source.needs):
             continue

@@ -28,6 +28,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from lowshard.argument import instance, items, truth, whole
+from lowshard.argument import path as check_path
 from lowshard.errors import LaunchError
 from lowshard.launch.host import Host, Spread, assign
 
@@ -126,9 +128,9 @@ def fake_hosts(k: int, *, hide: Path | None = None, check: bool = True) -> Itera
     Raises:
         LaunchError: k is out of range, or it is not allowed here (`why_not` says why).
     """
-    if not 1 <= k <= _MOST_HOSTS:
-        raise LaunchError(f"the number of fake hosts must be 1 to {_MOST_HOSTS}; got {k}")
-    reason = why_not() if check else None
+    k = whole(k, f"the number of fake hosts must be 1 to {_MOST_HOSTS}", LaunchError, 1, _MOST_HOSTS)
+    hide = None if hide is None else check_path(hide, "hide is the path of a folder, or None", LaunchError)
+    reason = why_not() if truth(check, "check is True or False", LaunchError) else None
     if reason is not None:
         raise LaunchError(reason)
     sweep()
@@ -142,6 +144,10 @@ def fake_hosts(k: int, *, hide: Path | None = None, check: bool = True) -> Itera
 
 def fake_spread(hosts: Sequence[FakeHost], n: int) -> Spread:
     """Returns the spread of n ranks over fake hosts, block by block, as evenly as it goes."""
+    rule = "hosts are one FakeHost or more, as fake_hosts gives them"
+    hosts = [instance(host, FakeHost, rule, LaunchError) for host in items(hosts, rule, LaunchError)]
+    if not hosts:
+        raise LaunchError(f"{rule}, got none")
     first = hosts[0]
     return Spread(
         assign([Host(host.address) for host in hosts], n),

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from lowshard.argument import choice, instance, items, whole
+from lowshard.argument import path as check_path
 from lowshard.errors import LaunchError
 
 __all__ = ["Host", "Spread", "assign", "parse_hosts", "read_hostfile", "spread_over"]
@@ -30,6 +32,11 @@ class Host:
 
     name: str
     slots: int | None = None
+
+    def __post_init__(self) -> None:
+        instance(self.name, str, "a host's name is text", LaunchError)
+        if self.slots is not None:
+            whole(self.slots, f"host {self.name} runs 1 rank or more, or None", LaunchError, 1)
 
 
 @dataclass(frozen=True)
@@ -52,6 +59,9 @@ class Spread:
     addresses: tuple[str, ...] = ()
     one_machine: bool = False
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "hosts", _checked(self.hosts))
+
     @property
     def most_ranks(self) -> int:
         """The largest number of ranks that share one machine."""
@@ -60,6 +70,7 @@ class Spread:
 
     def hostfile(self, family: str) -> str:
         """Returns the hosts in the syntax of a family's hostfile: "openmpi" or "mpich"."""
+        choice(family, ("openmpi", "mpich"), "a hostfile is of the family 'openmpi' or 'mpich'", LaunchError)
         line = "{} slots={}\n" if family == "openmpi" else "{}:{}\n"
         return "".join(line.format(host.name, host.slots) for host in self.hosts)
 
@@ -70,6 +81,7 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
     Raises:
         LaunchError: an entry is no host.
     """
+    instance(text, str, "hosts are listed as text, such as a:2,b:2", LaunchError)
     entries = [entry.strip() for entry in text.split(",")]
     if not any(entries):
         raise LaunchError("--hosts needs at least one host; write: --hosts a:2,b:2")
@@ -84,8 +96,9 @@ def read_hostfile(path: str | Path) -> tuple[Host, ...]:
     Raises:
         LaunchError: the file cannot be read, or a line is neither.
     """
+    path = check_path(path, "a hostfile is read from the path of a file", LaunchError)
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise LaunchError(f"the hostfile {path} cannot be read: {error}") from error
     hosts: list[Host] = []
@@ -123,6 +136,8 @@ def assign(hosts: Sequence[Host], n: int) -> tuple[Host, ...]:
     Raises:
         LaunchError: n ranks are more than the hosts have slots.
     """
+    hosts = _checked(hosts)
+    n = whole(n, "a job has at least 1 rank", LaunchError, 1)
     given = sum(host.slots for host in hosts if host.slots is not None)
     open_hosts = sum(host.slots is None for host in hosts)
     if n > given and not open_hosts:
@@ -153,7 +168,17 @@ def spread_over(hosts: Sequence[Host], n: int, *, shell: str = "", iface: str = 
     Raises:
         LaunchError: n ranks are more than the hosts have slots.
     """
+    for what, word in (("shell", shell), ("iface", iface)):
+        instance(word, str, f"{what} is text", LaunchError)
     return Spread(assign(hosts, n), shell=shell, iface=iface, remote_iface=iface)
+
+
+def _checked(hosts: object) -> tuple[Host, ...]:
+    rule = "hosts are one Host or more, as parse_hosts and read_hostfile return them"
+    found = tuple(instance(host, Host, rule, LaunchError) for host in items(hosts, rule, LaunchError))
+    if not found:
+        raise LaunchError(f"{rule}, got none")
+    return found
 
 
 def _with_colon(entry: str, where: str) -> Host:

@@ -20,6 +20,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TextIO
 
+from lowshard.argument import brief, instance, items, mapping, real, truth, whole
+from lowshard.argument import number as finite
+from lowshard.argument import path as check_path
 from lowshard.comm.abort import JOB_DIR_VARIABLE, FailureRecord, read_failures
 from lowshard.errors import LaunchError
 from lowshard.launch.environment import allocated_nodes, find_rank, passed_names, without_rank
@@ -43,6 +46,7 @@ _MPIEXEC_NOISE = re.compile(rb"^\[[^\]\n]*\] plm:ssh: Warning: setpgid.*\n", re.
 
 _CHILD = ("-m", "lowshard.launch.child")
 _TICK_S = 0.05
+_MOST_RANKS = 1 << 20
 _START_TICK_S = 0.002  # while mpiexec opens its sockets
 _STACKS_S = 0.7  # for the ranks to print their stacks
 _TERM_S = 2.0  # from SIGTERM to SIGKILL
@@ -53,8 +57,34 @@ _LAST_WORDS_S = 1.0  # for what ranks on other hosts wrote, and for their keeper
 
 
 def python_command(target: str, args: Sequence[str] = (), *, module: bool = False) -> list[str]:
-    """Returns the command that runs a Python script or module as a rank, with exceptions ending the job."""
-    return [sys.executable, *_CHILD, *(["--module"] if module else []), target, *args]
+    """Returns the command that runs a Python script or module as a rank, with exceptions ending the job.
+
+    Raises:
+        LaunchError: what is no text, or a text where a sequence of them is expected.
+    """
+    is_module = truth(module, "module is True or False", LaunchError)
+    words = as_words([target], "target is the path of a script, or the name of a module")
+    return [
+        sys.executable, *_CHILD, *(["--module"] if is_module else []), *words,
+        *as_words(args, "args is a sequence of texts"),
+    ]  # fmt: skip
+
+
+def as_words(given: object, rule: str) -> list[str]:
+    """Returns the words of a command line, or raises LaunchError."""
+    words = items(given, rule, LaunchError)
+    for word in words:
+        if not isinstance(word, (str, os.PathLike)):
+            raise LaunchError(f"{rule}, got {brief(given)}")
+    return [os.fspath(word) for word in words]
+
+
+def checked_size(n: int, timeout_s: float | None) -> tuple[int, float | None]:
+    """Returns the number of ranks of a job and its limit in seconds, or raises LaunchError."""
+    n = whole(n, f"a job has at least 1 rank, and at most {_MOST_RANKS}; n", LaunchError, 1, _MOST_RANKS)
+    if timeout_s is not None:
+        timeout_s = real(timeout_s, "timeout_s must be positive, or None for no limit", LaunchError)
+    return n, timeout_s
 
 
 def run_ranks(
@@ -96,13 +126,24 @@ def run_ranks(
         LaunchError: no ranks can be started as asked.
         DependencyError: mpi4py, an MPI library or mpiexec is missing.
     """
-    if n < 1:
-        raise LaunchError(f"a job has at least 1 rank; got n={n}")
-    if not command:
+    n, timeout_s = checked_size(n, timeout_s)
+    program = as_words(command, "a job needs a command to run, a sequence of texts")
+    if not program:
         raise LaunchError("a job needs a command to run; got an empty one")
-    if timeout_s is not None and not timeout_s > 0:
-        raise LaunchError(f"timeout_s must be positive, or None for no limit; got {timeout_s}")
-    base = dict(os.environ if env is None else env)
+    grace_s = finite(grace_s, "grace_s is a number of seconds, 0 or more", LaunchError, 0)
+    prefix_output = truth(prefix_output, "prefix_output is True or False", LaunchError)
+    cwd = None if cwd is None else check_path(cwd, "cwd is the path of a folder, or None", LaunchError)
+    for name, sink in (("stdout", stdout), ("stderr", stderr)):
+        if sink is not None and not callable(getattr(sink, "write", None)):
+            raise LaunchError(f"{name} is a text file that is open, or None; got {brief(sink)}")
+    if mpi is not None:
+        instance(mpi, MpiInstall, "mpi is what find_mpi returns, or None", LaunchError)
+    if spread is not None:
+        instance(spread, Spread, "spread is a Spread, or None", LaunchError)
+    rule = "env is a mapping of names to texts, or None"
+    base = dict(os.environ if env is None else mapping(env, rule, LaunchError))
+    for word in (*base, *base.values()):
+        instance(word, str, rule, LaunchError)
     ours = find_rank(base)
     if ours is not None:
         if ours.size > 1:
@@ -112,7 +153,6 @@ def run_ranks(
             )
         base = without_rank(base)
     mpi = find_mpi() if mpi is None else mpi
-    program = list(command)
     if tuple(program[1:3]) != _CHILD:
         program = [sys.executable, *_CHILD, "--exec", *program]
     open_closed_streams()

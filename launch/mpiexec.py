@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from lowshard.argument import choice
 from lowshard.errors import DependencyError, LaunchError
 from lowshard.launch.allocator import allocator_environment
 from lowshard.launch.environment import allocated_nodes
@@ -138,8 +139,7 @@ def find_mpi(want: str = "auto") -> MpiInstall:
         DependencyError: mpi4py or an MPI library is missing.
         LaunchError: the library is not of the family wanted, or no mpiexec fits it.
     """
-    if want not in MPI_CHOICES:
-        raise LaunchError(f"mpi must be one of {', '.join(MPI_CHOICES)}; got {want!r}")
+    choice(want, MPI_CHOICES, f"mpi must be one of {', '.join(MPI_CHOICES)}", LaunchError)
     library = _probe_library(sys.executable, _relevant_environment())
     family = _FAMILIES.get(library["vendor"])
     if family is None:

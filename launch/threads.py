@@ -18,10 +18,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
+from lowshard.argument import truth
 from lowshard.comm import run_loopback
 from lowshard.comm.abort import FailureRecord, exit_code_of
 from lowshard.comm.transport import default_timeout_s
 from lowshard.errors import LaunchError, PeerFailed
+from lowshard.launch.job import as_words, checked_size
 from lowshard.launch.verdict import JobResult, failure_text, judge
 
 __all__ = ["run_threads"]
@@ -56,10 +58,11 @@ def run_threads(
     Raises:
         LaunchError: n or timeout_s cannot be, or the target is not there or has no `main`.
     """
-    if n < 1:
-        raise LaunchError(f"a job has at least 1 rank; got n={n}")
-    if timeout_s is not None and not timeout_s > 0:
-        raise LaunchError(f"timeout_s must be positive, or None for no limit; got {timeout_s}")
+    n, timeout_s = checked_size(n, timeout_s)
+    (target,) = as_words([target], "target is the path of a script, or the name of a module")
+    args = as_words(args, "args is a sequence of texts")
+    module = truth(module, "module is True or False", LaunchError)
+    prefix_output = truth(prefix_output, "prefix_output is True or False", LaunchError)
     before = sys.argv, sys.path[:], sys.stdout, sys.stderr
     sys.argv = [target, *args]
     try:

@@ -17,6 +17,7 @@ T = TypeVar("T")
 
 MOST_ELEMS = (1 << 63) // 16 - 1
 """Of an array: the bytes of any dtype are then an int64."""
+MOST_FLOAT = sys.float_info.max
 MOST_DIMS = 64
 """Of an array: NumPy's limit."""
 
@@ -67,6 +68,29 @@ def real(value: object, rule: str, error: type[LowshardError]) -> float:
     """Return a finite number above 0 (an integer, or a float of Python's or NumPy's) as a float, or raise."""
     is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
     if not is_number or not 0 < value <= sys.float_info.max:  # type: ignore[operator]
+        raise error(f"{rule}, got {brief(value)}")
+    return float(value)  # type: ignore[arg-type]
+
+
+def number(
+    value: object,
+    rule: str,
+    error: type[LowshardError],
+    least: float = -MOST_FLOAT,
+    below: float | None = None,
+) -> float:
+    """Return a finite number (an integer, or a float of Python's or NumPy's) as a float, or raise.
+
+    Args:
+        value: what came.
+        rule: what the error says is expected.
+        error: the class to raise.
+        least: the smallest that is taken.
+        below: what it is less than.
+    """
+    # Floats first: to ask whether another type is a number takes longer than the rest.
+    is_number = type(value) is float or (isinstance(value, numbers.Real) and not isinstance(value, bool))
+    if not is_number or not least <= value <= MOST_FLOAT or (below is not None and not value < below):  # type: ignore[operator]
         raise error(f"{rule}, got {brief(value)}")
     return float(value)  # type: ignore[arg-type]
 

@@ -18,9 +18,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
-
-from lowshard.argument import brief, instance, whole
+from lowshard.argument import brief, choice, instance, items, number, whole
+from lowshard.argument import path as check_path
 from lowshard.errors import ProfileError
 from lowshard.reading import reader
 
@@ -114,6 +113,10 @@ def _form(op: str) -> _Form:
     return _FORMS[op]
 
 
+def _size(size_bytes: float) -> float:
+    return number(size_bytes, "a size is 0 bytes or more", ProfileError, 0)
+
+
 def _count(ranks: int) -> int:
     return whole(ranks, "a collective runs over 1 rank or more", ProfileError, 1)
 
@@ -162,9 +165,19 @@ class Piece:
     below_bytes: int | None = None
     log_error: float = 0.0
 
+    def __post_init__(self) -> None:
+        for name in ("alpha_s", "beta_s_per_byte", "gamma_s_per_byte", "log_error"):
+            rule = f"{name} of a piece is a number of 0 or more, and at most {_MOST:g}"
+            if number(getattr(self, name), rule, ProfileError, 0) > _MOST:
+                raise ProfileError(f"{rule}, got {getattr(self, name)}")
+        if self.below_bytes is not None:
+            whole(
+                self.below_bytes, "a piece ends at a number of bytes, or None for the last", ProfileError, 0
+            )
+
     def seconds(self, op: str, ranks: int, size_bytes: float) -> float:
         """Return the time of one call by this piece's line, wherever the size lies."""
-        form = _form(op)
+        form, ranks, size_bytes = _form(op), _count(ranks), _size(size_bytes)
         per_byte = form.factor(ranks) * self.beta_s_per_byte + form.sums(ranks) * self.gamma_s_per_byte
         return form.steps(ranks) * self.alpha_s + per_byte * size_bytes
 
@@ -193,27 +206,24 @@ class Curve:
 
     def __post_init__(self) -> None:
         _form(self.op)
-        for piece in self.pieces:
-            instance(piece, Piece, "the pieces of a curve are of class Piece", ProfileError)
-            numbers = (piece.alpha_s, piece.beta_s_per_byte, piece.gamma_s_per_byte, piece.log_error)
-            if not all(isinstance(x, (int, float)) and 0 <= x <= _MOST for x in numbers):
-                raise ProfileError(
-                    f"alpha, beta, gamma and the error are 0 or more, and at most {_MOST:g}; {self.op} has {piece}"
-                )
+        rule = "the pieces of a curve are of class Piece"
+        for piece in items(self.pieces, rule, ProfileError):
+            instance(piece, Piece, rule, ProfileError)
         edges = [piece.below_bytes for piece in self.pieces]
         inner = [edge for edge in edges[:-1] if edge is not None]
         if not edges or edges[-1] is not None or len(inner) != len(edges) - 1 or inner != sorted(set(inner)):
             raise ProfileError(
                 f"the pieces of a curve end at growing sizes and the last one has no end; {self.op} has {edges}"
             )
-        if self.level not in LEVELS:
-            raise ProfileError(f"a level is one of {', '.join(LEVELS)}; {self.op} has {self.level!r}")
+        choice(self.level, LEVELS, f"a level is one of {', '.join(LEVELS)}; that of {self.op}", ProfileError)
+        instance(self.transport, str, f"a transport is a name; that of {self.op}", ProfileError)
         whole(self.ranks, f"a curve is over 1 rank or more; that of {self.op}", ProfileError, 1)
         rule = f"a curve has a range of sizes of 0 bytes or more, in order; that of {self.op}"
         whole(self.most_bytes, rule, ProfileError, whole(self.least_bytes, rule, ProfileError, 0))
 
     def piece(self, size_bytes: float) -> Piece:
         """Return the piece that a size belongs to."""
+        size_bytes = _size(size_bytes)
         return next(p for p in self.pieces if p.below_bytes is None or size_bytes < p.below_bytes)
 
     def seconds(self, ranks: int, size_bytes: float) -> float:
@@ -222,6 +232,7 @@ class Curve:
 
     def distance(self, size_bytes: float) -> float:
         """Return how far a size lies outside what was measured, in natural logarithms; 0 inside."""
+        size_bytes = _size(size_bytes)
         if self.least_bytes <= size_bytes <= self.most_bytes or self.most_bytes == 0:
             return 0.0
         edge = self.least_bytes if size_bytes < self.least_bytes else self.most_bytes
@@ -282,12 +293,7 @@ class ClusterProfile:
             ProfileError: the profile has no such curve, or an argument is out of range.
         """
         _count(ranks)
-        if (
-            isinstance(size_bytes, bool)
-            or not isinstance(size_bytes, (int, float, np.number))
-            or not size_bytes >= 0
-        ):
-            raise ProfileError(f"a size is 0 bytes or more; got {brief(size_bytes)}")
+        size_bytes = _size(size_bytes)
         curves = self.curves_of(op, level, transport)
         if ranks == 1:
             return Estimate(0.0, 0.0, 0.0, False, self.is_default)
@@ -315,6 +321,9 @@ class ClusterProfile:
 
     def curves_of(self, op: str, level: str, transport: str | None = None) -> list[Curve]:
         """Return the curves of a collective, by number of ranks."""
+        for what, name in (("a collective", op), ("a level", level), ("a transport", transport)):
+            if name is not None or what != "a transport":
+                instance(name, str, f"{what} is named by text", ProfileError)
         if not self.curves:
             raise ProfileError("this profile has no curves; run lowshard bench profile")
         wanted = self.transports[0] if transport is None or self.is_default else transport
@@ -345,8 +354,16 @@ class ClusterProfile:
         return _read(data)
 
     def save(self, path: str | Path) -> None:
-        """Write the profile as JSON."""
-        Path(path).write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8")
+        """Write the profile as JSON.
+
+        Raises:
+            ProfileError: the file cannot be written.
+        """
+        file = check_path(path, "a profile is saved to the path of a file", ProfileError)
+        try:
+            file.write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise ProfileError(f"the profile cannot be saved to {file}: {error.strerror}") from error
 
     @classmethod
     def load(cls, path: str | Path) -> ClusterProfile:

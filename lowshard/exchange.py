@@ -118,7 +118,7 @@ class Exchange:
         if rank not in self.dst.mesh or self.fill_op(rank) is not None:
             return
         coord = self.dst.mesh.coord(rank)
-        box = self.dst.box_at(coord)
+        box = self.dst._box_at(coord)
         if volume(box) == 0:
             return
         mesh = self.src.mesh
@@ -143,7 +143,7 @@ class Exchange:
         if rank not in self.src.mesh:
             return
         at = self.src.mesh.coord(rank)
-        box = self.src.box_at(at)
+        box = self.src._box_at(at)
         if volume(box) == 0:
             return
         lane, copies = self._lane(), self._copies()
@@ -154,7 +154,7 @@ class Exchange:
             coord = self.dst.mesh.coord(taker)
             if any(coord[a] != at[a] for a in lane):
                 continue
-            common = intersect(box, self.dst.box_at(coord))
+            common = intersect(box, self.dst._box_at(coord))
             if common is None or self.fill_op(taker) is not None:
                 continue
             if self._nearest(taker, list(at), copies) == rank:

@@ -200,10 +200,17 @@ class Layout:
         Raises:
             MeshError: the rank is not in the mesh.
         """
-        return self.box_at(self.mesh.coord(rank))
+        return self._box_at(self.mesh.coord(rank))
 
     def box_at(self, coord: Sequence[int]) -> Box:
-        """Return the box at a mesh coordinate (positions along the axes, in mesh order)."""
+        """Return the box at a mesh coordinate (positions along the axes, in mesh order).
+
+        Raises:
+            MeshError: wrong number of positions, or one out of range.
+        """
+        return self._box_at(self.mesh.coord(self.mesh.rank(coord)))
+
+    def _box_at(self, coord: Sequence[int]) -> Box:
         box = []
         for extent, cutters in zip(self.shape, self._cutters, strict=True):
             interval = (0, extent)

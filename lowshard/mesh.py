@@ -171,6 +171,7 @@ class DeviceMesh:
     def memory_budget_for(self, rank: int) -> float | None:
         """Return the budget in bytes of one rank, or None when it has none."""
         budget = self.memory_budget_bytes_per_device
+        rank = whole(rank, "a rank is an integer", MeshError)
         return dict(budget).get(rank) if isinstance(budget, tuple) else budget
 
     def to_json(self) -> dict[str, Any]:

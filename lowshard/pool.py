@@ -16,7 +16,9 @@ from typing import Any
 import numpy as np
 
 from lowshard import dtypes
+from lowshard.argument import whole
 from lowshard.comm import check
+from lowshard.comm.agreement import control_of
 from lowshard.comm.protocol import Communicator
 from lowshard.errors import BufferMismatchError
 
@@ -35,10 +37,10 @@ class BufferPool:
     """
 
     def __init__(self, comm: Communicator, limit_bytes: int | None = None) -> None:
-        if limit_bytes is not None and limit_bytes < 0:
-            raise BufferMismatchError(
-                f"a pool keeps 0 bytes or more, or None for no limit; got {limit_bytes}"
-            )
+        control_of(comm)  # which says what a communicator is
+        if limit_bytes is not None:
+            rule = "a pool keeps 0 bytes or more, or None for no limit"
+            limit_bytes = whole(limit_bytes, rule, BufferMismatchError, 0)
         self._comm, self._limit = comm, limit_bytes
         self._free: dict[int, list[Array]] = {}
         self._idle_bytes = 0

@@ -241,8 +241,8 @@ def _program(name: str, exchange: Exchange, rank: int, size: int) -> Program:
     dst_box = exchange.dst.box(rank) if rank in exchange.dst.mesh else None
     # The first shard is the largest; the same number on all ranks.
     largest = max(
-        volume(exchange.src.box_at([0] * exchange.src.mesh.ndim)),
-        volume(exchange.dst.box_at([0] * exchange.dst.mesh.ndim)) * exchange.terms,
+        volume(exchange.src._box_at([0] * exchange.src.mesh.ndim)),
+        volume(exchange.dst._box_at([0] * exchange.dst.mesh.ndim)) * exchange.terms,
     )
     return Program(
         name, exchange, rank, size,

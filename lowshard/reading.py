@@ -20,7 +20,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from lowshard.argument import brief
+from lowshard.argument import brief, instance
+from lowshard.argument import path as check_path
 from lowshard.errors import LowshardError
 
 __all__ = ["READERS", "Reader", "parse_json", "read_text", "reader"]
@@ -82,6 +83,7 @@ class Reader(Generic[T]):
     def text(self, text: str, where: str = "this JSON") -> T:
         """Return the value that a JSON text says; raises as a call does."""
         what = f"{where} is no {self.name}"
+        instance(text, str, f"{what}: JSON is text", self.error)
         if len(text) > self._most_bytes:
             raise self.error(f"{what}: it has at most {self._most_bytes} characters, got {len(text)}")
         return self(parse_json(text, what, self.error, self._most_values), where)
@@ -151,8 +153,9 @@ def read_text(path: str | Path, what: str, error: type[LowshardError], most_byte
         error: the class to raise.
         most_bytes: how large it may be.
     """
+    file_path = check_path(path, f"a {what} is read from the path of a file", error)
     try:
-        with open(path, "rb") as file:
+        with open(file_path, "rb") as file:
             raw = file.read(most_bytes + 1)
     except (OSError, ValueError) as failed:  # ValueError: a NUL in the path
         reason = getattr(failed, "strerror", None) or failed

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lowshard.argument import instance
+from lowshard.argument import instance, items, mapping
 from lowshard.argument import path as check_path
 from lowshard.box import Box, full_box, shape_of, volume
 from lowshard.checkpoint.checksum import Key, crc32
@@ -162,9 +162,15 @@ class Catalog:
         Raises:
             CheckpointError: a file lacks a tensor, or has it in another shape or dtype than the tiling says.
         """
-        headers = [read_header(f) for f in files]
+        headers = [
+            read_header(f) for f in items(files, "files are a sequence of paths, one a rank", CheckpointError)
+        ]
+        if not headers:
+            raise CheckpointError("a checkpoint has at least one file, got none")
         tensors = {}
-        for name, tiling in tilings.items():
+        rule = "tilings is a mapping of names to tilings"
+        for name, tiling in mapping(tilings, rule, CheckpointError).items():
+            instance(tiling, Tiling, rule, CheckpointError)
             if tiling.num_ranks != len(headers):
                 raise CheckpointError(
                     f"{len(headers)} rank files were given, tensor {name!r} is cut over {tiling.num_ranks} ranks"

@@ -39,6 +39,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
 
+from lowshard.argument import path as check_path
 from lowshard.checkpoint.header import FilePath
 from lowshard.checkpoint.index import INDEX_NAME, read_index
 from lowshard.comm import Communicator, agree, share_text
@@ -278,6 +279,7 @@ def remove_leftovers(path: Path) -> list[str]:
     Raises:
         CheckpointError: the folder cannot be read or synced.
     """
+    path = check_path(path, "a save is known by the path of its folder or file", CheckpointError)
     target = path / INDEX_NAME if path.is_dir() else path
     try:
         return _sweep(target)

@@ -24,6 +24,7 @@ from types import MappingProxyType
 from typing import Any
 
 from lowshard import dtypes
+from lowshard.argument import instance
 from lowshard.errors import CheckpointError, DTypeError
 
 FilePath = str | os.PathLike[str]
@@ -90,7 +91,7 @@ class Header:
         Raises:
             CheckpointError: the file has no such tensor.
         """
-        found = self.tensors.get(name)
+        found = self.tensors.get(instance(name, str, "a tensor's name is text", CheckpointError))
         if found is None:
             near = difflib.get_close_matches(str(name)[:200], list(self.tensors)[:2000], n=3)
             hint = f"; close names: {', '.join(map(_brief, near))}" if near else ""

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from lowshard import dtypes
+from lowshard.argument import as_shape, brief, instance, items, wholes
 from lowshard.box import Box, contiguous_runs, full_box, shape_of
 from lowshard.checkpoint.header import FilePath, Header, TensorEntry, header_from_fd, open_for_reading
 from lowshard.errors import BufferMismatchError, CheckpointError, LayoutError
@@ -61,6 +62,7 @@ def plan_read(entry: TensorEntry, layout: Layout, rank: int, *, reshape: bool = 
         LayoutError: the layout is for another shape or dtype, or it is partial.
         MeshError: the rank is not in the mesh.
     """
+    instance(entry, TensorEntry, "entry is a TensorEntry, from a Header", CheckpointError)
     _check_layout(entry, layout, reshape, f"tensor {entry.name!r}")
     return plan_box(entry, layout.box(rank), shape=layout.shape)
 
@@ -76,14 +78,21 @@ def plan_box(entry: TensorEntry, box: Box, *, shape: Sequence[int] | None = None
     Raises:
         LayoutError: the box is not inside the shape, or the shape has another number of elements.
     """
-    extents = entry.shape if shape is None else tuple(shape)
+    instance(entry, TensorEntry, "entry is a TensorEntry, from a Header", CheckpointError)
+    extents = entry.shape
+    if shape is not None:
+        extents = as_shape(shape, "shape is the extents of a tensor, each 0 or more", LayoutError)
     if prod(extents) != entry.size_elems:
         raise LayoutError(_other_count(f"tensor {entry.name!r}", entry, extents))
-    if len(box) != len(extents) or not all(0 <= a <= b <= n for (a, b), n in zip(box, extents, strict=True)):
-        raise LayoutError(
-            f"tensor {entry.name!r}: a box has one interval 0 <= start <= stop <= extent for each dim of "
-            f"{extents}, got {box}"
-        )
+    rule = f"tensor {entry.name!r}: a box has one interval 0 <= start <= stop <= extent for each dim of {extents}"
+    given = tuple(wholes(interval, rule, LayoutError, 0) for interval in items(box, rule, LayoutError))
+    box = tuple((i[0], i[1]) for i in given if len(i) == 2)
+    if (
+        len(given) != len(extents)
+        or len(box) != len(extents)
+        or not all(a <= b <= n for (a, b), n in zip(box, extents, strict=True))
+    ):
+        raise LayoutError(f"{rule}, got {brief(given)}")
     run_elems, firsts = contiguous_runs(box, extents)
     itemsize = dtypes.get(entry.dtype).itemsize_bytes
     return ReadPlan(
@@ -178,8 +187,10 @@ class CheckpointReader:
         """
         entry = self.header.entry(name)
         if box is None:
-            box = full_box(entry.shape if shape is None else shape)
-        return self._fill(plan_box(entry, box, shape=shape), shape_of(box), out)
+            rule = "shape is the extents of a tensor, each 0 or more"
+            box = full_box(entry.shape if shape is None else as_shape(shape, rule, LayoutError))
+        plan = plan_box(entry, box, shape=shape)
+        return self._fill(plan, shape_of(box), out)
 
     def close(self) -> None:
         """Close the file. Closing twice is safe."""
@@ -236,6 +247,7 @@ class CheckpointReader:
 
 
 def _check_layout(entry: TensorEntry, layout: Layout, reshape: bool, where: str) -> None:
+    instance(layout, Layout, "layout is a Layout of the tensor", LayoutError)
     if layout.dtype != entry.dtype:
         raise LayoutError(
             f"{where} is {entry.dtype}, the layout is for {layout.dtype}: make it for {entry.dtype}"

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from lowshard import dtypes
-from lowshard.argument import instance
+from lowshard.argument import brief, instance, mapping
 from lowshard.argument import path as check_path
 from lowshard.box import Box, contains, full_box, relative_slices
 from lowshard.checkpoint.commit import Commit, together
@@ -119,9 +119,13 @@ def check_state(target: Path, tensors: State, rank: int, size: int) -> dict[str,
         CheckpointError, LayoutError, MeshError, BufferMismatchError: as `write_checkpoint`.
     """
     tilings = {}
-    for name, (layout, array) in tensors.items():
+    rule = f"{target}: tensors are a mapping of names to (layout or tiling, local array)"
+    for name, given in mapping(tensors, rule, CheckpointError).items():
         where = f"{target}: tensor {name!r}"
         instance(name, str, f"{target}: a tensor's name is text", CheckpointError)
+        if not isinstance(given, (tuple, list)) or len(given) != 2:
+            raise CheckpointError(f"{rule}; {name} has {brief(given)}")
+        layout, array = given
         if not isinstance(layout, Layout | Tiling):
             raise LayoutError(
                 f"{where}: a tensor is given as (Layout, local array), got {type(layout).__name__} first"

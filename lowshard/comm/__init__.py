@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any, Literal
 
+from lowshard.argument import choice, real, whole
 from lowshard.comm.agreement import agree, refuse, share_text
 from lowshard.comm.loopback import loopback, run_loopback
 from lowshard.comm.protocol import Communicator
@@ -47,7 +49,8 @@ def from_mpi(
             used, else staged with a warning (ranks outnumber GPUs, say).
 
     Raises:
-        CommError: device or transport is none of these; with "nccl", ranks outnumber the GPUs of a node.
+        CommError: device, transport or timeout_s is none of these, on every rank; with "nccl", ranks outnumber the
+            GPUs of a node.
         DependencyError: CuPy or a GPU is missing where "cuda" was asked for; with "nccl", NCCL.
         MismatchError: ranks ask for different transports or loaded different versions of NCCL.
         TimedOut: a rank did not call this, which is named, or did not come to the connecting of NCCL.
@@ -55,10 +58,15 @@ def from_mpi(
     from lowshard.comm.abort import install_abort_hook
     from lowshard.comm.build import build_host
 
-    if device not in ("auto", "cpu", "cuda"):
-        raise CommError(f"device is 'auto', 'cpu' or 'cuda', got {device!r}")
+    fault = ""
+    try:
+        choice(device, ("auto", "cpu", "cuda"), "device is 'auto', 'cpu' or 'cuda'", CommError)
+        choice(transport, ("auto", "nccl", "staged"), "transport is 'auto', 'nccl' or 'staged'", CommError)
+        timeout_s = _deadline(timeout_s)
+    except CommError as error:  # the others are told where all have come
+        fault, timeout_s = str(error), None
     install_abort_hook()
-    host = build_host(mpi_comm, timeout_s)
+    host = build_host(mpi_comm, timeout_s, fault)
     if device == "cpu":
         return host
     from lowshard.comm.nccl_over_mpi import build_over_mpi, usable_on_all
@@ -91,9 +99,9 @@ def from_nccl(
     from lowshard.comm.build import build_host
     from lowshard.comm.nccl import NCCLCommunicator
 
-    if not 0 <= rank < size:
-        raise CommError(f"rank is 0 to size - 1, got rank {rank} of {size}")
-    host = None if control is None else build_host(control, timeout_s)
+    size = whole(size, "size is a number of ranks, 1 or more", CommError, 1)
+    rank = whole(rank, f"rank is 0 to size - 1, of {size} ranks", CommError, 0, size - 1)
+    host = None if control is None else build_host(control, _deadline(timeout_s))
     if host is not None and (host.rank, host.size) != (rank, size):
         raise CommError(
             f"control has rank {host.rank} of {host.size}, the NCCL communicator rank {rank} of {size}; "
@@ -103,3 +111,10 @@ def from_nccl(
         return NCCLCommunicator(nccl_communicator, rank, size, host, owned=False)
     except ImportError as error:
         raise DependencyError(f"from_nccl needs CuPy: pip install 'lowshard[cuda12]' ({error})") from error
+
+
+def _deadline(timeout_s: float | None) -> float | None:
+    if timeout_s is None:
+        return None
+    seconds = real(timeout_s, "timeout_s is a positive number of seconds, or None", CommError)
+    return min(seconds, threading.TIMEOUT_MAX)

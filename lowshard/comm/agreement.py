@@ -47,6 +47,9 @@ def agree(comm: Communicator, digest: bytes, error: Exception | None = None, wha
         MismatchError: the digests differ.
     """
     control = control_of(comm)
+    fault = _fault_of(digest, error, what)
+    if fault is not None:
+        digest, error, what = b"", fault, "agree"
     if control._compares:
         control._enter(what)
         try:
@@ -65,6 +68,13 @@ def agree(comm: Communicator, digest: bytes, error: Exception | None = None, wha
         said = [json.loads(text) for text in share_text(control, json.dumps(mine))]
         _raise_if_apart([[text, "", *words] for text, words in zip(texts, said, strict=True)], error, what)
     _raise_if_apart([[text, ""] for text in texts], error, what)
+
+
+def _fault_of(digest: object, error: object, what: object) -> CommError | None:
+    if isinstance(what, str) and isinstance(digest, bytes) and isinstance(error, Exception | None):
+        return None
+    rule = "agree takes bytes, an exception or None, and the name of a call"
+    return CommError(f"{rule}; got {brief(digest)}, {brief(error)} and {brief(what)}")
 
 
 def _raise_if_apart(rows: Sequence[Sequence[str]], error: Exception | None, what: str) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
+from lowshard.argument import brief
 from lowshard.comm.activity import Activity
 from lowshard.comm.arrival import await_all
 from lowshard.comm.lookout import Lookout
@@ -37,7 +38,7 @@ def activity() -> Activity:
     return Activity()
 
 
-def build_host(mpi_comm: Any, timeout_s: float | None = None) -> Communicator:
+def build_host(mpi_comm: Any, timeout_s: float | None = None, fault: str = "") -> Communicator:
     """Return a communicator over host memory for the ranks of an mpi4py communicator, which it duplicates.
 
     Collective: all ranks of `mpi_comm` call this. Ranks of a node share memory, and those of several nodes exchange
@@ -46,7 +47,8 @@ def build_host(mpi_comm: Any, timeout_s: float | None = None) -> Communicator:
 
     Raises:
         LaunchError: a launcher of another MPI started the ranks, so that each is a world of its own.
-        CommError: LOWSHARD_CPU_PATH or LOWSHARD_NODE_SIZE says something else, or shared memory is insisted on and
+        CommError: mpi_comm is no communicator of mpi4py; a rank has a fault, what is wrong with its other arguments;
+            LOWSHARD_CPU_PATH or LOWSHARD_NODE_SIZE says something else, or shared memory is insisted on and
             cannot be had.
         TimedOut: not all ranks came; it names those that did not.
     """
@@ -54,12 +56,19 @@ def build_host(mpi_comm: Any, timeout_s: float | None = None) -> Communicator:
     split_world = world_mismatch(os.environ, mpi.COMM_WORLD.Get_size())
     if split_world is not None:
         raise LaunchError(split_world)
+    if not isinstance(mpi_comm, mpi.Intracomm) or mpi_comm == mpi.COMM_NULL:
+        raise CommError(
+            f"mpi_comm is a communicator of mpi4py, such as MPI.COMM_WORLD, got {brief(mpi_comm)}"
+        )
     seconds = default_timeout_s() if timeout_s is None else timeout_s
     await_all(mpi_comm, seconds)
     own = mpi_comm.Dup()
     lookout = Lookout(_watch(mpi, own, seconds), activity())
     wish, size = os.environ.get(PATH_VARIABLE, "auto"), os.environ.get(NODE_VARIABLE, "")
-    rows = own.allgather((wish, size, why_no_window()))
+    rows = own.allgather((wish, size, why_no_window(), fault))
+    faults = [f"rank {rank}: {row[3]}" for rank, row in enumerate(rows) if row[3]]
+    if faults:
+        raise CommError(f"from_mpi: {faults[0]}")
     _agree([row[0] for row in rows], set(_PATHS), PATH_VARIABLE, f"one of {', '.join(_PATHS)}")
     sizes = {"", *(row[1] for row in rows if row[1].isdecimal() and int(row[1]) > 0)}
     _agree([row[1] for row in rows], sizes, NODE_VARIABLE, "a positive number of ranks")

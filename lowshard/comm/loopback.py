@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from lowshard.argument import real, whole
+from lowshard.argument import brief, real, whole
 from lowshard.comm.protocol import Communicator
 from lowshard.errors import BufferMismatchError, CommError, PeerFailed, TimedOut
 
@@ -241,7 +241,8 @@ def loopback(size: int, timeout_s: float = 60.0) -> list[Communicator]:
     size = whole(
         size, f"a loopback group has at least one rank and at most {_MOST_RANKS}", CommError, 1, _MOST_RANKS
     )
-    timeout_s = real(timeout_s, "timeout_s is a positive number of seconds", CommError)
+    rule = "timeout_s is a positive number of seconds"
+    timeout_s = min(real(timeout_s, rule, CommError), threading.TIMEOUT_MAX)
     board = _Board(size, timeout_s, range(size))
     return [LoopbackCommunicator(board, rank) for rank in range(size)]
 
@@ -251,6 +252,10 @@ def run_loopback(size: int, function: Callable[[Communicator], T], timeout_s: fl
 
     The first rank that raises ends the others' waits; its error is raised here, with the rank noted.
     """
+    if not callable(function):
+        raise CommError(
+            f"function is what each rank runs, called with its communicator; got {brief(function)}"
+        )
     comms = loopback(size, timeout_s)
     results: list[Any] = [None] * size
     failures: list[tuple[int, BaseException]] = []

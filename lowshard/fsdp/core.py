@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, NoReturn, TypeVar
 
 import numpy as np
 
+from lowshard import dtypes
+from lowshard.argument import MOST_ELEMS, brief, choice, instance, real, whole
 from lowshard.box import Box
 from lowshard.comm import Communicator, agree
 from lowshard.errors import (
@@ -32,6 +35,7 @@ from lowshard.fsdp.strategy import Precision, ShardingStrategy
 
 Array = Any  # a NumPy or CuPy array; CuPy ships no types
 T = TypeVar("T")
+_MOST_UNITS = 1 << 20
 Order = Literal["fast", "tree", "rank"]
 
 
@@ -62,6 +66,8 @@ class Core:
         try:
             settings = (order, average, open_limit, prefetch, grad_limit, accumulate, communicators, check)
             _check_settings(strategy, *settings)
+            instance(self.precision, Precision, "FSDP: precision is a Precision or None", ShardingError)
+            align = whole(align, "FSDP: align is a number of elements, 1 or more", LayoutError, 1, MOST_ELEMS)
             self.grid = strategy.grid(comm.size, comm.rank)
             self.plan = ModelPlan.plan(units, self.grid.shards, self.precision, align)
             digest = self.plan.digest(strategy, self.precision, settings)
@@ -207,35 +213,40 @@ def _check_settings(
     strategy: object, order: str, average: object, open_limit: int, prefetch: int, grad_limit: int, accumulate: str,
     communicators: int, check: str,
 ) -> None:  # fmt: skip
-    def need(ok: bool, rule: str, got: object) -> None:
-        if not ok:
-            raise ShardingError(f"FSDP: {rule}, got {got!r}")
-
-    need(
-        isinstance(strategy, ShardingStrategy), "strategy is a ShardingStrategy, such as .FullShard", strategy
-    )
-    need(order in ("tree", "rank", "fast"), "order is 'tree', 'rank' or 'fast'", order)
-    number = isinstance(average, (int, float)) and not isinstance(average, bool) and average > 0
-    need(number or average in ("mean", "sum"), "average is 'mean', 'sum' or a number to divide by", average)
-    need(
-        open_limit >= 1 and grad_limit >= 1,
-        "open_limit and grad_limit are 1 or more",
-        (open_limit, grad_limit),
-    )
-    need(prefetch >= 0, "prefetch is 0 or more", prefetch)
-    need(accumulate in ("local", "reduce"), "accumulate is 'local' or 'reduce'", accumulate)
-    need(communicators in (1, 2), "communicators is 1 or 2", communicators)
-    need(check in ("off", "digest", "poison"), "check is 'off', 'digest' or 'poison'", check)
+    rule = "FSDP: strategy is a ShardingStrategy, such as .FullShard"
+    instance(strategy, ShardingStrategy, rule, ShardingError)
+    choice(order, ("tree", "rank", "fast"), "FSDP: order is 'tree', 'rank' or 'fast'", ShardingError)
+    rule = "FSDP: average is 'mean', 'sum' or a number to divide by"
+    if isinstance(average, str):
+        choice(average, ("mean", "sum"), rule, ShardingError)
+    else:
+        real(average, rule, ShardingError)
+    for name, value, least in (
+        ("open_limit", open_limit, 1),
+        ("grad_limit", grad_limit, 1),
+        ("prefetch", prefetch, 0),
+    ):
+        rule = f"FSDP: {name} is a number of units from {least} to {_MOST_UNITS}"
+        whole(value, rule, ShardingError, least, _MOST_UNITS)
+    choice(accumulate, ("local", "reduce"), "FSDP: accumulate is 'local' or 'reduce'", ShardingError)
+    whole(communicators, "FSDP: communicators is 1 or 2", ShardingError, 1, 2)
+    choice(check, ("off", "digest", "poison"), "FSDP: check is 'off', 'digest' or 'poison'", ShardingError)
 
 
 def _put(view: Array, value: Any, box: Box, name: str) -> None:
     shape = tuple(stop - start for start, stop in box)
+    rule = f"fill: {name} {box} is an array {list(shape)} or a number"
     given = getattr(value, "shape", ())
+    if isinstance(value, np.ndarray | np.generic):
+        dtypes.get(value.dtype)
+    elif not given and not isinstance(value, numbers.Real):  # NumPy takes None for NaN, and "3" for 3
+        raise BufferMismatchError(f"{rule}, got {brief(value)}")
     if given not in (shape, ()):
-        raise BufferMismatchError(
-            f"fill: {name} {box} is an array {list(shape)} or a number, got {list(given)}"
-        )
-    view[...] = value.reshape(-1) if given else value
+        raise BufferMismatchError(f"{rule}, got {brief(given)}")
+    try:
+        view[...] = value.reshape(-1) if given else value
+    except (AttributeError, OverflowError, TypeError, ValueError):
+        raise BufferMismatchError(f"{rule}, got {brief(value)}") from None
 
 
 def host_of(array: Array) -> np.ndarray:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from lowshard import dtypes
+from lowshard.argument import brief
 from lowshard.box import Box
 from lowshard.comm import agree
 from lowshard.errors import BadGrad, LayoutError, MismatchError, NotJoined, NotOpen, StaleParams, StepError
@@ -95,6 +96,10 @@ class FSDP(Core):
         """
         error: Exception | None = None
         try:
+            if not callable(function):
+                raise StepError(
+                    f"fill takes a function of a parameter's name and a box, got {brief(function)}"
+                )
             for unit in self.plan.units:
                 self._fill_unit(unit, function)
         except Exception as raised:
@@ -228,8 +233,10 @@ class FSDP(Core):
         self._unit(unit)
         if not self._opener.is_open(unit):
             self._wrong(NotOpen(f"grads({unit!r}): open the unit first, and close it after reduce"))
+        if not isinstance(zero, (bool, np.bool_)):
+            self._wrong(StepError(f"grads: zero is True or False, got {brief(zero)}"))
         self._stepping()
-        return self._guarded(lambda: self._grads.views(unit, zero))
+        return self._guarded(lambda: self._grads.views(unit, bool(zero)))
 
     def add_grad(self, unit: str, name: str, array: Array) -> None:
         """Add an array to a parameter's gradient: for frameworks that return new arrays.

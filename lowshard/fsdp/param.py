@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lowshard import dtypes
-from lowshard.argument import MOST_ELEMS, as_shape, brief, instance, truth, whole
+from lowshard.argument import MOST_ELEMS, as_shape, brief, instance, mapping, truth, whole
 from lowshard.errors import LayoutError
 
 Keep = int | Literal["row", "tensor"]
@@ -100,10 +100,12 @@ Units = Mapping[str, Sequence[Param]]
 
 def check_units(units: Units) -> None:
     """Raise LayoutError unless names are unique and every tie leads to an untied parameter of the same shape."""
-    if not units:
+    rule = "units is a mapping of a unit's name to its Params"
+    if not mapping(units, rule, LayoutError):
         raise LayoutError("a model has at least one unit, got none")
     by_name: dict[str, Param] = {}
     for unit, params in units.items():
+        instance(params, Sequence, f"{rule}, a sequence", LayoutError)  # type: ignore[type-abstract]
         if not isinstance(unit, str) or not unit:
             raise LayoutError(f"a unit's name is a text, got {unit!r}")
         for param in params:

@@ -10,10 +10,13 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
-from lowshard.argument import MOST_ELEMS, as_shape, whole
+import numpy as np
+
+from lowshard.argument import MOST_ELEMS, as_shape, brief, instance, items, whole
 from lowshard.box import Box
-from lowshard.errors import LayoutError
+from lowshard.errors import BufferMismatchError, LayoutError
 from lowshard.fsdp.param import Param
+from lowshard.kernels.buffer import is_gpu
 from lowshard.reading import reader
 
 Array = Any  # a NumPy or CuPy array; CuPy ships no types
@@ -108,8 +111,10 @@ class FlatPlan:
         Raises:
             LayoutError: no shards, or no cut is found that leaves all `keep` blocks whole.
         """
-        if shards < 1 or align < 1:
-            raise LayoutError(f"a plan has at least one shard and align 1, got {shards} and {align}")
+        shards = whole(shards, "a plan has 1 shard or more", LayoutError, 1, MOST_ELEMS)
+        align = whole(align, "parameters are aligned to 1 element or more", LayoutError, 1, MOST_ELEMS)
+        rule = "a plan is made of Param values"
+        params = [instance(param, Param, rule, LayoutError) for param in items(params, rule, LayoutError)]
         packed = sum(_up(param.elems, align) for param in params)
         step = align
         for param in params:  # who spans several shards needs every cut at its blocks
@@ -149,8 +154,7 @@ class FlatPlan:
 
     def range(self, rank: int) -> tuple[int, int]:
         """Return the elements of the buffer that a shard holds, as (first, stop)."""
-        if not 0 <= rank < self.shards:
-            raise LayoutError(f"a shard is 0 to {self.shards - 1}, got {rank}")
+        rank = whole(rank, f"a shard is 0 to {self.shards - 1}", LayoutError, 0, self.shards - 1)
         return rank * self.shard_elems, (rank + 1) * self.shard_elems
 
     def pieces(self, rank: int) -> list[Piece]:
@@ -164,7 +168,13 @@ class FlatPlan:
         return found
 
     def views(self, flat: Array) -> dict[str, Array]:
-        """Return every parameter as a shaped view of a buffer of `size` elements."""
+        """Return every parameter as a shaped view of a buffer of `size` elements.
+
+        Raises:
+            BufferMismatchError: no NumPy or CuPy array of so many elements and one dim.
+        """
+        if not (isinstance(flat, np.ndarray) or is_gpu(flat)) or flat.shape != (self.size,):
+            raise BufferMismatchError(f"a plan's buffer is an array [{self.size}], got {brief(flat)}")
         return {
             entry.name: flat[entry.offset : entry.offset + entry.elems].reshape(entry.shape)
             for entry in self.entries
@@ -172,6 +182,7 @@ class FlatPlan:
 
     def intersect(self, other: FlatPlan, rank: int, other_rank: int) -> list[Copy]:
         """Return what shard `other_rank` of another plan of the same parameters needs of this plan's shard `rank`."""
+        instance(other, FlatPlan, "a plan is intersected with another FlatPlan", LayoutError)
         theirs = {piece.name: piece for piece in other.pieces(other_rank)}
         found = []
         for mine in self.pieces(rank):

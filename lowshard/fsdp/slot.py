@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from lowshard.argument import instance, items
 from lowshard.errors import BufferMismatchError, KernelError
 from lowshard.fsdp.plan import Piece
 from lowshard.kernels import adamw_step, sgd_step
@@ -41,7 +42,8 @@ class Slot:
     """
 
     def __init__(self, unit: str, param: Array, grad: Array, pieces: Sequence[Piece], xp: Any) -> None:
-        self.unit, self.pieces, self.step = unit, tuple(pieces), 0
+        rule = "a slot's pieces are a sequence of Piece values"
+        self.unit, self.pieces, self.step = unit, items(pieces, rule, KernelError), 0
         self._param, self._grad = param, grad
         self.state = SlotState(param, xp)
 
@@ -173,6 +175,7 @@ def _need_numbers(rule: str, decay: object, **values: object) -> None:
 
 
 def _need_float32(slot: Slot, name: str) -> None:
+    instance(slot, Slot, f"{name} updates a Slot", KernelError)
     if slot.param.dtype.name != "float32":
         raise BufferMismatchError(
             f"{name} updates float32, got a master of {slot.param.dtype.name}; leave Precision.master at float32, or "

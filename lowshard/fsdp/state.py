@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lowshard import dtypes, reading
+from lowshard.argument import path as check_path
 from lowshard.box import split_interval
 from lowshard.checkpoint import CheckpointReader, write_checkpoint
 from lowshard.comm import agree
@@ -206,7 +207,8 @@ def load(engine: Core, path: Any) -> None:
     found: list[tuple[Array, np.ndarray]] = []
     said: dict[str, Any] = {}
     try:
-        with CheckpointReader(path) as reader:
+        file = check_path(path, "load takes the path of a file that save wrote", CheckpointError)
+        with CheckpointReader(file) as reader:
             said = _read_state.text(reader.header.metadata.get(_KEY, "{}"), f"{path}: its metadata {_KEY!r}")
             found = _read(engine, reader, said)
     except Exception as raised:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, get_args
 
 from lowshard import dtypes
-from lowshard.argument import choice, whole
+from lowshard.argument import choice, instance, items, whole
 from lowshard.errors import BadGrid, DTypeError, ShardingError
 from lowshard.fsdp.param import Param
 
@@ -38,6 +38,11 @@ class ShardingStrategy:
     kind: Kind
     intra_node_size: int = 0
     rest: Rest = "sharded"
+
+    def __post_init__(self) -> None:
+        choice(self.kind, get_args(Kind), f"kind is one of {', '.join(get_args(Kind))}", ShardingError)
+        choice(self.rest, get_args(Rest), f"rest is one of {', '.join(get_args(Rest))}", ShardingError)
+        whole(self.intra_node_size, "intra_node_size is a number of ranks", ShardingError)
 
     FullShard: ClassVar[ShardingStrategy]
     ShardGradOp: ClassVar[ShardingStrategy]
@@ -79,6 +84,8 @@ class ShardingStrategy:
         Raises:
             BadGrid: the world is no multiple of intra_node_size.
         """
+        world = whole(world, "a world has 1 rank or more", BadGrid, 1)
+        rank = whole(rank, f"a rank is 0 to {world - 1}", BadGrid, 0, world - 1)
         size = {"NoShard": 1, "HybridShard": self.intra_node_size}.get(self.kind, world)
         if size < 1 or world % size:
             raise BadGrid(
@@ -176,7 +183,11 @@ class Precision:
         Raises:
             DTypeError: parameters of several dtypes without `compute`, or a float64 in a narrower master.
         """
+        rule = "a unit is made of Param values, one or more"
+        params = [instance(param, Param, rule, DTypeError) for param in items(params, rule, DTypeError)]
         found = sorted({param.dtype for param in params})
+        if not found:
+            raise DTypeError(f"{rule}, got none for unit {unit!r}")
         if self.compute is None and len(found) > 1:
             raise DTypeError(
                 f"unit {unit!r} is one buffer, so its parameters have one dtype, got {', '.join(found)}; put them "

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 
 from lowshard import dtypes
-from lowshard.argument import instance, items
-from lowshard.comm.agreement import agree
+from lowshard.argument import instance, items, mapping, number
+from lowshard.argument import whole as whole_number
+from lowshard.comm.agreement import agree, control_of
 from lowshard.comm.loopback import run_loopback
 from lowshard.comm.protocol import Communicator
 from lowshard.errors import (
@@ -60,6 +61,7 @@ def run_graph(
         PlanError: what was passed is no plan.
         (Each on every rank.)
     """
+    control_of(comm)
     error: LowshardError | None = None
     names: list[str] = []
     steps: list[int] = []
@@ -137,7 +139,13 @@ def needed_steps(graph: BoundGraph, outputs: Sequence[str]) -> list[int]:
 
 def run_unsharded(graph: BoundGraph, inputs: Mapping[str, Array]) -> dict[str, Array]:
     """Return every tensor of a graph, computed on whole arrays: what a sharded run must equal."""
-    held = {t: inputs[graph.tensors[t].name] for t in graph.leaves()}
+    instance(graph, BoundGraph, "what runs unsharded is a bound graph, as Graph.bind returns it", LayoutError)
+    given = mapping(inputs, "inputs is a mapping of name to whole array", BufferMismatchError)
+    names = {t: graph.tensors[t].name for t in graph.leaves()}
+    missing = [name for name in names.values() if name not in given]
+    if missing:
+        raise BufferMismatchError(f"graph {graph.name!r} reads {missing[0]!r}: pass its whole array")
+    held = {t: given[name] for t, name in names.items()}
     for node in graph.nodes:
         results = unsharded(node.op, *(held[t] for t in node.operands), **dict(node.args))
         held.update(zip(node.results, results, strict=True))
@@ -207,6 +215,9 @@ def prove(plan: GraphPlan, seed: int = 0, tolerance: float = 2e-3, timeout_s: fl
     Raises:
         VerificationError: an output differs by more than `tolerance`.
     """
+    instance(plan, GraphPlan, "prove takes a GraphPlan", PlanError)
+    seed = whole_number(seed, "seed is an integer of 0 or more", PlanError, 0)
+    tolerance = number(tolerance, "tolerance is a finite number", PlanError)
     arrays = random_inputs(plan.graph, seed)
     expected = run_unsharded(plan.graph, arrays)
     size = max(plan.mesh.ranks) + 1

@@ -10,8 +10,10 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from lowshard import dtypes
+from lowshard.argument import instance, whole
 from lowshard.box import Box, Interval, shape_of
 from lowshard.comm.protocol import Communicator
+from lowshard.errors import MeshError, PlanError
 from lowshard.layout import Layout
 from lowshard.mesh import DeviceMesh
 from lowshard.placement import Sharded
@@ -35,6 +37,8 @@ class Part:
     """
 
     def __init__(self, action: Action, rank: int, comm: Communicator | None, xp: Any = np) -> None:
+        instance(action, Action, "a part is of an Action", PlanError)
+        rank = whole(rank, "a rank is an integer", MeshError)
         self.action, self.rank, self.comm, self.xp = action, rank, comm, xp
         self.args: dict[str, Any] = dict(action.args)
 

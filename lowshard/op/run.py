@@ -7,10 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from lowshard.comm.agreement import agree
+from lowshard.argument import brief
+from lowshard.comm.agreement import agree, control_of
 from lowshard.comm.protocol import Communicator
-from lowshard.errors import BufferMismatchError, LowshardError, MeshError
+from lowshard.errors import BufferMismatchError, LowshardError, MeshError, PlanError
 from lowshard.execute import execute_all
+from lowshard.kernels.buffer import is_gpu
 from lowshard.layout import Layout
 from lowshard.mesh import DeviceMesh
 from lowshard.op.part import Part, subgroup
@@ -42,7 +44,11 @@ def run_action(
         MismatchError: the ranks hold different actions.
         (Each on every rank.)
     """
-    agree(comm, bytes.fromhex(action.digest()), _argument_error(action, operands, comm), "run_action")
+    control_of(comm)
+    digest, error = b"", _argument_error(action, operands, comm)
+    if isinstance(action, Action):
+        digest = bytes.fromhex(action.digest())
+    agree(comm, digest, error, "run_action")
     needed = move_operands(action, operands, comm)
     return compute(action, needed, comm)
 
@@ -52,6 +58,7 @@ def move_operands(action: Action, operands: Sequence[Array | None], comm: Commun
 
     Collective: all ranks of the communicator call this.
     """
+    _need_form(action, operands, comm)
     plans = {
         str(k): plan_redistribute(source, needed)
         for k, (source, needed) in enumerate(zip(action.sources, action.inputs, strict=True))
@@ -68,6 +75,7 @@ def compute(action: Action, operands: Sequence[Array | None], comm: Communicator
 
     Collective where a row has collectives inside: all ranks of the communicator call this.
     """
+    _need_form(action, operands, comm)
     if any(row.how != "local" for row in action.rows):
         _make_groups(action, comm)
     if comm.rank not in action.mesh:
@@ -82,6 +90,9 @@ def unsharded(op: str, *arrays: Array, **op_args: Any) -> tuple[Array, ...]:
         DTypeError: the op does not take the dtype.
     """
     mesh = DeviceMesh((1,), ("one",))
+    for x in arrays:
+        if not isinstance(x, np.ndarray) and not is_gpu(x):
+            raise BufferMismatchError(f"{brief(op)} runs on NumPy or CuPy arrays, got {brief(x)}")
     layouts = [Layout(mesh, x.shape, x.dtype, (Replicated(),)) for x in arrays]
     found = action_set(op, layouts, **op_args)
     action = found.action([found.axis_assignments[0]])
@@ -113,10 +124,33 @@ def _make_groups(action: Action, comm: Communicator) -> None:
         subgroup(comm, action.mesh, axes)
 
 
+def _form_error(action: object, operands: object) -> LowshardError | None:
+    """Return what is wrong with the kind of the arguments, or with the number of operands, or None."""
+    if not isinstance(action, Action):
+        return PlanError(f"an op runs as an Action says, from pick or a solver, got {brief(action)}")
+    count = len(action.sources)
+    if not isinstance(operands, Sequence) or isinstance(operands, (str, bytes)) or len(operands) != count:
+        got = len(operands) if isinstance(operands, (tuple, list)) else brief(operands)
+        return BufferMismatchError(
+            f"{action.op} takes {count} operands, a sequence of one for each of action.sources; got {got}"
+        )
+    return None
+
+
+def _need_form(action: Action, operands: Sequence[Array | None], comm: Communicator) -> None:
+    control_of(comm)
+    error = _form_error(action, operands)
+    if error is not None:
+        raise error
+
+
 def _argument_error(
     action: Action, operands: Sequence[Array | None], comm: Communicator
 ) -> LowshardError | None:
     """Return what is wrong with this rank's arguments, or None: the caller compares over all ranks."""
+    error = _form_error(action, operands)
+    if error is not None:
+        return error
     try:
         find_kernel(action.op)
     except LowshardError as error:
@@ -125,10 +159,6 @@ def _argument_error(
         return MeshError(
             f"{action.op}: mesh {action.mesh} names ranks up to {max(action.mesh.ranks)}, the communicator has "
             f"{comm.size}; start {max(action.mesh.ranks) + 1} ranks or make a smaller mesh"
-        )
-    if len(operands) != len(action.sources):
-        return BufferMismatchError(
-            f"{action.op} takes {len(action.sources)} operands, one for each of action.sources; got {len(operands)}"
         )
     refused = dtype_error(action.op, action.sources, action.rows)
     if refused is not None or comm.rank not in action.mesh:

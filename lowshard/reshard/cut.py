@@ -13,7 +13,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Any, NamedTuple
 
-from lowshard.argument import brief, whole, wholes
+from lowshard.argument import choice, whole, wholes
 from lowshard.box import Split, split_interval
 from lowshard.errors import LayoutError
 from lowshard.placement import SPLITS
@@ -88,8 +88,7 @@ class Cut:
             raise LayoutError(
                 f"a cut deals at most {MOST_UNITS} units (parts * chunks * blocks), got {units}"
             )
-        if self.split not in SPLITS:
-            raise LayoutError(f"split is 'balanced' or 'ceil', got {brief(self.split)}")
+        choice(self.split, SPLITS, "split is 'balanced' or 'ceil'", LayoutError)
         if self.blocks is not None and (min(self.blocks, default=-1) < 0 or sum(self.blocks) != self.length):
             raise LayoutError(
                 f"the blocks of a dim add up to its length {self.length}, got {self.blocks} with sum {sum(self.blocks)}"
@@ -170,7 +169,9 @@ class Cut:
 
     def segments(self, part: int) -> tuple[Segment, ...]:
         """Return the segments of a part, ascending, which is the order of its own array."""
-        return self._by_part[part]
+        if type(part) is int and 0 <= part < self.parts:
+            return self._by_part[part]
+        return self._by_part[whole(part, "a part is one of the cut", LayoutError, 0, self.parts - 1)]
 
     def extent(self, part: int) -> int:
         """Return how many indices a part holds."""
@@ -180,6 +181,8 @@ class Cut:
     def holders(self, start: int, stop: int) -> tuple[Segment, ...]:
         """Return the segments that meet an interval, clipped to it, ascending."""
         table = self.table
+        if type(start) is not int or type(stop) is not int:
+            start, stop = wholes((start, stop), "an interval has an integer start and stop", LayoutError)
         found = []
         i = max(0, bisect_right(self._starts, start) - 1)
         while i < len(table) and table[i].start < stop:

@@ -16,8 +16,9 @@ from typing import Any, Literal, TypedDict, Unpack, get_args
 
 import numpy as np
 
+from lowshard.argument import brief
 from lowshard.box import shape_of
-from lowshard.comm.agreement import agree, share
+from lowshard.comm.agreement import agree, control_of, share
 from lowshard.comm.protocol import Communicator
 from lowshard.errors import LowshardError, MismatchError, PlanError
 from lowshard.reshard.channel import SLOTS, Channel, MessageChannel, SlotChannel, set_aside
@@ -34,6 +35,7 @@ Way = Literal["auto", "direct", "slots", "messages"]
 
 STAGING_BYTES = 16 << 20
 """Memory for buckets on each rank, by default."""
+MOST_STAGING_BYTES = 1 << 60
 CACHED_BYTES = 2 << 20
 """Buckets that are unpacked where they were packed are no larger: they are still in the caches then, as those of the
 other ranks are, and what goes through memory is read once and written once, as by a copy. Smaller ones cost more in
@@ -72,11 +74,20 @@ def argument_error(
     way, staging_bytes = settings.get("way", "auto"), settings.get("staging_bytes", STAGING_BYTES)
     if not isinstance(way, str) or way not in get_args(Way):
         return PlanError(f"way is one of {', '.join(get_args(Way))}, got {way!r}")
-    if isinstance(staging_bytes, bool) or not isinstance(staging_bytes, int) or staging_bytes < 1:
-        return PlanError(f"staging_bytes is a number of bytes >= 1, got {staging_bytes!r}")
+    is_number = isinstance(staging_bytes, int) and not isinstance(staging_bytes, bool)
+    if not is_number or not 1 <= staging_bytes <= MOST_STAGING_BYTES:  # type: ignore[operator]
+        return PlanError(
+            f"staging_bytes is a number of bytes from 1 to {MOST_STAGING_BYTES}, got {brief(staging_bytes)}"
+        )
     if not isinstance(settings.get("checksums", False), bool):
         return PlanError(f"checksums is True or False, got {settings['checksums']!r}")
     return None
+
+
+def _like_error(like: object) -> LowshardError | None:
+    if like is None or isinstance(like, Reshard):
+        return None
+    return PlanError(f"like is another Reshard or None, got {type(like).__name__}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +142,9 @@ class Reshard(Stream, Sight):
         like: Reshard | None = None,
         **settings: Unpack[Settings],
     ) -> None:
+        control_of(comm)
         error = argument_error(plan, src, dst, transform, settings)
+        error = error or _like_error(like)
         if error is not None:  # the others come to the same agreement
             agree(comm, b"", error, "execute_reshard_plan")
         super().__init__(plan, src, dst, comm, transform)

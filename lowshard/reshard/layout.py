@@ -12,7 +12,7 @@ from math import prod
 from typing import Any
 
 from lowshard import dtypes
-from lowshard.argument import brief
+from lowshard.argument import as_shape, brief, instance, items, mapping, whole, wholes
 from lowshard.box import Box, split_interval
 from lowshard.errors import LayoutError
 from lowshard.layout import Layout
@@ -21,6 +21,8 @@ from lowshard.reshard.cut import Cut
 from lowshard.reshard.partition import Cuts, Partition, Tiles
 from lowshard.reshard.seat import Grid, Roster
 from lowshard.tiling import Tile, Tiling
+
+_CUTTERS = "a dim is cut by a Cut, by the name of an axis, or by several names, outer first"
 
 
 @dataclass(frozen=True)
@@ -91,13 +93,24 @@ class TensorLayout:
             LayoutError: an axis that is not named or used twice, or a cut that does not fit.
             MeshError: strides that give one rank to two places.
         """
+        shape = as_shape(shape, "the shape of a tensor is its extents, each 0 or more", LayoutError)
+        rule = "axes is a mapping of an axis's name to its size and stride, both integers >= 1"
+        given_axes = mapping(axes, rule, LayoutError)
+        pairs = {name: wholes(axis, rule, LayoutError, 0) for name, axis in given_axes.items()}
+        if any(len(pair) != 2 for pair in pairs.values()):
+            raise LayoutError(f"{rule}, got {brief(axes)}")
+        axes = {name: (pair[0], pair[1]) for name, pair in pairs.items()}
+        dims = _by_dim(dims, len(shape), "dims is a mapping of a dim to its cut, or to the axes that cut it")
+        by = _by_dim(by, len(shape), "by is a mapping of a dim to the axes that cut it")
         cuts: list[Cut] = []
         places: list[tuple[tuple[int, int], ...]] = []
         used: set[str] = set()
         for dim, length in enumerate(shape):
-            given = (dims or {}).get(dim)
-            names = (by or {}).get(dim, ()) if isinstance(given, Cut) else (given or ())
-            names = (names,) if isinstance(names, str) else tuple(names)
+            given = dims.get(dim)
+            named = by.get(dim, ()) if isinstance(given, Cut) else () if given is None else given
+            names = (named,) if isinstance(named, str) else items(named, _CUTTERS, LayoutError)
+            for name in names:
+                instance(name, str, _CUTTERS, LayoutError)
             wrong = [n for n in names if n not in axes or n in used]
             if wrong:
                 raise LayoutError(
@@ -123,6 +136,7 @@ class TensorLayout:
         Raises:
             LayoutError: a partial layout: its ranks hold terms, not elements.
         """
+        instance(layout, Layout, "from_layout takes a Layout", LayoutError)
         if any(layout.partials):
             raise LayoutError(f"the layout {layout} is partial: its ranks hold terms. Reduce it first")
         mesh = layout.mesh
@@ -159,6 +173,7 @@ class TensorLayout:
     @classmethod
     def from_tiling(cls, tiling: Tiling) -> TensorLayout:
         """Return the same tiling as a function for resharding: ranks with the same tiles share a cell."""
+        instance(tiling, Tiling, "from_tiling takes a Tiling", LayoutError)
         cells: dict[tuple[tuple[Tile, ...], tuple[int, ...]], list[int]] = {}
         for rank in tiling.ranks:
             cells.setdefault((tiling.tiles(rank), tiling.local_shape(rank)), []).append(rank)
@@ -229,6 +244,14 @@ def as_tensor_layout(given: object) -> TensorLayout:
     raise LayoutError(
         f"a side of a reshard is given as TensorLayout, Layout or Tiling, got {type(given).__name__}"
     )
+
+
+def _by_dim(given: Mapping[int, Any] | None, ndim: int, rule: str) -> dict[int, Any]:
+    if given is None:
+        return {}
+    rule = f"{rule}, dims 0 to {ndim - 1}"
+    found = mapping(given, rule, LayoutError)
+    return {whole(dim, rule, LayoutError, 0, ndim - 1): value for dim, value in found.items()}
 
 
 def _nested(length: int, sizes: Sequence[int], splits: Sequence[Any]) -> Cut:

@@ -14,7 +14,7 @@ from operator import index
 from typing import Any
 
 from lowshard import dtypes
-from lowshard.argument import brief, instance, truth, whole
+from lowshard.argument import brief, instance, mapping, truth, whole, wholes
 from lowshard.box import split_interval
 from lowshard.errors import PlanError
 from lowshard.reshard.cut import Cut
@@ -165,9 +165,16 @@ def resolve_name(
         PlanError: a local expert that the rank does not have.
     """
     expert: int | None = None
-    parts = name.split(".")
+    parts = instance(name, str, "a parameter's name is text", PlanError).split(".")
+    rank = whole(rank, "a rank is an integer", PlanError)
+    if expert_ranks is not None:
+        expert_ranks = wholes(expert_ranks, "expert_ranks is a sequence of ranks, or None", PlanError, 0)
+    if num_experts is not None:
+        num_experts = whole(num_experts, "num_experts is a number of 0 or more, or None", PlanError, 0)
+    rule = "layer_prefixes is a mapping of prefix to prefix, both text, or None"
+    prefixes = {} if layer_prefixes is None else mapping(layer_prefixes, rule, PlanError)
     if expert_ranks is not None and num_experts is not None and rank in expert_ranks:
-        index = list(expert_ranks).index(rank)
+        index = expert_ranks.index(rank)
         first, stop = split_interval((0, num_experts), len(expert_ranks), index)
         for i, part in enumerate(parts):
             match = _EXPERT_KEY.match(part)
@@ -185,9 +192,9 @@ def resolve_name(
             parts[i] = str(expert) if match is None else f"{match[1]}{expert}"
     for length in range(len(parts), 0, -1):
         prefix = ".".join(parts[:length])
-        found = (layer_prefixes or {}).get(prefix)
+        found = prefixes.get(prefix)
         if found is not None:
-            parts[:length] = found.split(".")
+            parts[:length] = instance(found, str, rule, PlanError).split(".")
             break
     return ".".join(parts), expert
 

@@ -15,7 +15,7 @@ from itertools import chain
 from typing import Any, Literal
 
 from lowshard import dtypes
-from lowshard.argument import whole
+from lowshard.argument import instance, items, whole, wholes
 from lowshard.box import Box, any_overlap, shape_of, volume
 from lowshard.cost import ClusterProfile, Estimate
 from lowshard.errors import PlanError
@@ -48,6 +48,9 @@ class ReshardPlan:
     _ranks: dict[int, RankPlan] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
+        rule = "the entries of a plan are Entry values, as build_reshard_plan makes them"
+        found = tuple(instance(e, Entry, rule, PlanError) for e in items(self.entries, rule, PlanError))
+        object.__setattr__(self, "entries", found)
         if not self.entries:
             raise PlanError("a reshard moves one tensor or more, got none")
         if len(self.entries) > ENTRIES:
@@ -65,6 +68,7 @@ class ReshardPlan:
         Raises:
             PlanError: the sources do not hold all of what the rank needs.
         """
+        rank = _rank(rank)
         found = self._ranks.get(rank)
         if found is None:
             found = self._schedule.rank_plan(rank)
@@ -122,7 +126,7 @@ class ReshardPlan:
 
     def incoming_bytes(self, rank: int) -> dict[int, int]:
         """Return the bytes that a rank gets from each rank, itself included; quicker than the moves."""
-        return self._schedule.incoming_bytes(rank)
+        return self._schedule.incoming_bytes(_rank(rank))
 
     def predicted_s(self, profile: ClusterProfile) -> Estimate:
         """Return what the plan is predicted to take on a cluster, with its error bar; see `simulate`."""
@@ -145,11 +149,12 @@ class ReshardPlan:
 
     def move_bytes(self, move: Move) -> int:
         """Return the bytes of a move."""
+        instance(move, Move, "a move is one of the plan's own", PlanError)
         return move.elems * self.entries[move.entry].src.itemsize_bytes
 
     def egress_bound_bytes(self, rank: int) -> float:
         """Return what a rank sends at most: for each line it serves, the mean and one request (see `share`)."""
-        return self._schedule.egress_bound_bytes(rank)
+        return self._schedule.egress_bound_bytes(_rank(rank))
 
     def check_coverage(self, ranks: Iterable[int] | None = None) -> int:
         """Prove that every element of every destination array is written exactly once; return the elements.
@@ -160,7 +165,8 @@ class ReshardPlan:
             PlanError: they do not; the text names rank and tensor.
         """
         total = 0
-        for rank in self.ranks if ranks is None else ranks:
+        rule = "coverage is checked for a sequence of ranks, or None for all"
+        for rank in self.ranks if ranks is None else wholes(ranks, rule, PlanError):
             boxes: dict[int, list[Box]] = {}
             for move in self.for_rank(rank).incoming:
                 if shape_of(move.src_box) != shape_of(move.dst_box):
@@ -199,7 +205,9 @@ class ReshardPlan:
 
     def multicast_groups(self, entry: int) -> list[tuple[int, ...]]:
         """Return the groups of destination ranks that get the same of a tensor, each in the order of replicas."""
-        seats = self.entries[entry].dst.seats
+        most = len(self.entries) - 1
+        number = whole(entry, f"an entry is the number of a tensor, 0 to {most}", PlanError, 0, most)
+        seats = self.entries[number].dst.seats
         return [seats.ranks(cell) for cell in range(seats.cells) if seats.count(cell) > 1]
 
     # ---- text, JSON, digest
@@ -207,7 +215,7 @@ class ReshardPlan:
     def explain(self, rank: int | None = None) -> str:
         """Return the plan as text: what moves over all, or what one rank does."""
         if rank is not None:
-            return self._explain_rank(rank)
+            return self._explain_rank(_rank(rank))
         ranks = self.ranks
         size = f"{len(self.entries)} tensors of {len(self.kinds)} kinds, {self.size_bytes:,} bytes"
         lines = [f"{size}, {len(ranks)} ranks up to {ranks[-1]}"]
@@ -336,6 +344,10 @@ def _read(
     plan = ReshardPlan(tuple(made), node_size, multicast)
     plan._verify()
     return plan
+
+
+def _rank(rank: int) -> int:
+    return rank if type(rank) is int else whole(rank, "a rank is an integer", PlanError)
 
 
 def _size(layout: TensorLayout) -> int:

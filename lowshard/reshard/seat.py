@@ -120,7 +120,7 @@ class Grid:
 
     def seat(self, rank: int) -> tuple[int, int] | None:
         """Return the cell that a rank holds and which of its replicas it is, or None outside."""
-        left = rank - self.offset
+        left = _rank(rank) - self.offset
         if left < 0:
             return None
         cell = replica = 0
@@ -137,11 +137,13 @@ class Grid:
 
     def count(self, cell: int) -> int:
         """Return how many ranks hold a cell."""
+        _within(cell, self.cells, "cells")
         return self.replicas
 
     def rank(self, cell: int, replica: int) -> int:
         """Return the rank of a replica of a cell."""
         at = self.offset
+        cell, replica = _within(cell, self.cells, "cells"), _within(replica, self.replicas, "replicas")
         for stride, n, weight, is_copy in self._radix:
             at += ((replica if is_copy else cell) // weight % n) * stride
         return at
@@ -204,7 +206,7 @@ class Roster:
 
     def seat(self, rank: int) -> tuple[int, int] | None:
         """Return the cell that a rank holds and which of its replicas it is, or None outside."""
-        return self._seats.get(rank)
+        return self._seats.get(_rank(rank))
 
     @cached_property
     def _seats(self) -> dict[int, tuple[int, int]]:
@@ -216,23 +218,35 @@ class Roster:
 
     def count(self, cell: int) -> int:
         """Return how many ranks hold a cell."""
-        return len(self.holders[cell])
+        return len(self.ranks(cell))
 
     def rank(self, cell: int, replica: int) -> int:
         """Return the rank of a replica of a cell."""
-        return self.holders[cell][replica]
+        ranks = self.ranks(cell)
+        return ranks[_within(replica, len(ranks), "replicas")]
 
     def ranks(self, cell: int) -> tuple[int, ...]:
         """Return the ranks of a cell, in the order of replicas."""
-        return self.holders[cell]
+        return self.holders[_within(cell, self.cells, "cells")]
 
     def rank_array(self, cell: int) -> npt.NDArray[np.int64]:
         """Return the ranks of a cell, in the order of replicas, int64."""
-        return np.array(self.holders[cell], np.int64)
+        return np.array(self.ranks(cell), np.int64)
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data."""
         return {"holders": self.holders}
+
+
+def _rank(rank: int) -> int:
+    # Asked many times a plan: what is an integer is not asked further.
+    return rank if type(rank) is int else whole(rank, "a rank is an integer", MeshError)
+
+
+def _within(number: int, count: int, what: str) -> int:
+    if type(number) is int and 0 <= number < count:
+        return number
+    return whole(number, f"{what} are 0 to {count - 1}", MeshError, 0, count - 1)
 
 
 def _axes(given: object, rule: str) -> tuple[Axis, ...]:

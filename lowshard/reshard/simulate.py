@@ -14,8 +14,10 @@ from typing import Any
 
 import numpy as np
 
+from lowshard.argument import instance, truth, whole
 from lowshard.cost import ClusterProfile, Level
 from lowshard.errors import PlanError, ProfileError
+from lowshard.mesh import MOST_RANKS
 from lowshard.reshard.plan import ReshardPlan
 
 _SMALL_BYTES, _LARGE_BYTES = 1 << 10, 1 << 25
@@ -102,9 +104,12 @@ def simulate(
         PlanError: node_size below 1, or sources that do not cover.
         ProfileError: the profile says nothing about a level that the plan needs.
     """
-    size = plan.node_size if node_size is None else node_size
-    if size is not None and size < 1:
-        raise PlanError(f"node_size is a number of ranks >= 1, got {size}")
+    instance(plan, ReshardPlan, "what is simulated is a ReshardPlan", PlanError)
+    instance(profile, ClusterProfile, "a plan is simulated with a ClusterProfile", ProfileError)
+    is_packed = truth(packed, "packed is True or False", PlanError)
+    size = plan.node_size
+    if node_size is not None:
+        size = whole(node_size, "node_size is a number of ranks >= 1", PlanError, 1, MOST_RANKS)
     world = plan.world_size
     out, into, near, copied, near_out = np.zeros((5, world), np.int64)
     peers = np.zeros((2, world), np.int64)
@@ -131,7 +136,7 @@ def simulate(
     on_node = max(2, int(np.bincount(node_of[busy]).max()))
     far = bool(far_in.any())
     alpha, beta, low, high = _rates(profile, "node", on_node)
-    times = (near + copied + near_out * packed) * beta + alpha * (peers[1] - far_peers).clip(0)
+    times = (near + copied + near_out * is_packed) * beta + alpha * (peers[1] - far_peers).clip(0)
     if far:
         far_alpha, far_beta, far_low, far_high = _rates(profile, "network", 2)
         times = np.maximum(times, np.maximum(far_out, far_in) * far_beta + far_alpha * far_peers)

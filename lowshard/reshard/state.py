@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from lowshard.argument import as_shape, whole, wholes
 from lowshard.errors import LayoutError
 from lowshard.reshard.cut import Cut
 from lowshard.reshard.layout import TensorLayout
@@ -35,6 +36,10 @@ def kv_cache_layout(
     Raises:
         LayoutError: tp and heads do not divide, or the windows do not add up.
     """
+    layers, heads, tp, pp, copies = _counts(layers=layers, heads=heads, tp=tp, pp=pp, copies=copies)
+    inner = as_shape(inner, "inner is the extents of one head of one layer", LayoutError)
+    if windows is not None:
+        windows = wholes(windows, "windows are the layers of each stage, 0 or more", LayoutError, 0)
     if tp % heads and heads % tp:
         raise LayoutError(f"tp and heads divide each other, got tp {tp} and {heads} heads")
     if windows is not None and (len(windows) != pp or sum(windows) != layers):
@@ -58,7 +63,14 @@ def ssm_state_layouts(
     heads dealt. rank = offset + stage * tp + part.
 
     Source: T. Dao, A. Gu, arXiv 2405.21060, section 7 (the block's projections and its convolution).
+
+    Raises:
+        LayoutError: a size that is no number of 1 or more, or parts that do not divide.
     """
+    layers, heads, head_dim, groups, state_dim, conv_width, batch, tp, pp = _counts(
+        layers=layers, heads=heads, head_dim=head_dim, groups=groups, state_dim=state_dim, conv_width=conv_width,
+        batch=batch, tp=tp, pp=pp,
+    )  # fmt: skip
     x, band = heads * head_dim, groups * state_dim
     channels = x + 2 * band
     axes = {"pp": (pp, tp), "tp": (tp, 1)}
@@ -73,3 +85,7 @@ def ssm_state_layouts(
             by={0: "pp", 2: "tp"}, offset=offset,
         ),
     }  # fmt: skip
+
+
+def _counts(**given: object) -> list[int]:
+    return [whole(value, f"{name} is a number of 1 or more", LayoutError, 1) for name, value in given.items()]

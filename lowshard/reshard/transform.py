@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 
 from lowshard import dtypes
+from lowshard.argument import brief, choice, instance, items, mapping, truth
 from lowshard.box import Box, shape_of
 from lowshard.errors import BufferMismatchError, KernelError, PlanError
 from lowshard.kernels import MXFP8Tensor, cast, dequantize_mxfp8, quantize_mxfp8, unswizzle_scales
-from lowshard.kernels.buffer import is_gpu
+from lowshard.kernels.buffer import is_gpu, require_array
 from lowshard.kernels.reference import BLOCK_ELEMS, Elem, Mode
 from lowshard.kernels.staging import assign
 from lowshard.kernels.swizzle import TILE_BYTES, TILE_COLS, TILE_ROWS, swizzled_bytes
@@ -66,12 +67,18 @@ class MXFP8ReshardTransform(ReshardTransform):
         mode: Mode = "rceil",
         misaligned: Literal["plain", "refuse"] = "plain",
     ) -> None:
-        if misaligned not in ("plain", "refuse"):
-            raise KernelError(f"misaligned is 'plain' or 'refuse', got {misaligned!r}")
-        self.convertible_params = frozenset(convertible_params)
-        self.persistent_buffers = dict(persistent_buffers or {})
-        self.buffer_key_prefix = buffer_key_prefix
-        self.convert_on_send = bool(convert_on_send)
+        choice(misaligned, ("plain", "refuse"), "misaligned is 'plain' or 'refuse'", KernelError)
+        rule = "convertible_params are the names of tensors, each text"
+        names = items(convertible_params, rule, KernelError)
+        self.convertible_params = frozenset(instance(name, str, rule, KernelError) for name in names)
+        rule = "persistent_buffers is a mapping of names to what receives them, or None"
+        given = {} if persistent_buffers is None else mapping(persistent_buffers, rule, KernelError)
+        self.persistent_buffers = dict(given)
+        self.buffer_key_prefix = instance(buffer_key_prefix, str, "buffer_key_prefix is text", KernelError)
+        self.convert_on_send = truth(convert_on_send, "convert_on_send is True or False", KernelError)
+        if elem is not None:
+            choice(elem, get_args(Elem), f"elem is one of {', '.join(get_args(Elem))}, or None", KernelError)
+        choice(mode, get_args(Mode), f"mode is one of {', '.join(get_args(Mode))}", KernelError)
         self.mode, self.misaligned = mode, misaligned
         self.quantized_elems = 0
         """Elements quantised so far on this rank, for the curious and for tests."""
@@ -91,11 +98,15 @@ class MXFP8ReshardTransform(ReshardTransform):
 
     def should_transform(self, param_name: str) -> bool:
         """Say whether a tensor is one of the convertible ones."""
-        return param_name in self.convertible_params
+        return instance(param_name, str, "a tensor's name is text", KernelError) in self.convertible_params
 
     def prepare_send(self, param_name: str, src_slice: Slices, src_param: Array) -> list[Array]:
         """Return the slice, contiguous; with convert_on_send its codes and its scales, row-major."""
-        part = src_param[src_slice]
+        _need_slices(src_slice)
+        source = require_array(src_param, "src_param")
+        if len(src_slice) > source.ndim:
+            raise KernelError(f"{param_name}: an array of {source.ndim} dims is not cut by {src_slice}")
+        part = source[src_slice]
         if not self.convert_on_send:
             return [_contiguous(part)]
         rows = _bf16(part)
@@ -120,10 +131,20 @@ class MXFP8ReshardTransform(ReshardTransform):
         """Quantise what came in bf16, or store the codes and scales that came."""
         held = self._held(param_name)
         box = self._box(held, dst_slice)
-        if len(recv_buffers) == 2:
-            self._store(held, box, *recv_buffers)
+        rule = "what was received is the one or two arrays of prepare_recv"
+        came = [
+            require_array(buffer, "a receive buffer") for buffer in items(recv_buffers, rule, KernelError)
+        ]
+        extents = shape_of(box)
+        forms = [[extents], [extents, (*extents[:-1], -(-extents[-1] // BLOCK_ELEMS))]]
+        if [buffer.shape for buffer in came] not in forms:
+            raise KernelError(
+                f"{rule}, of the shapes {forms[0]} or {forms[1]}, got {[b.shape for b in came]}"
+            )
+        if len(came) == 2:
+            self._store(held, box, *came)
             return
-        self._quantize(param_name, held, box, _bf16(recv_buffers[0]))
+        self._quantize(param_name, held, box, _bf16(came[0]))
 
     # ---- beyond
 
@@ -199,6 +220,7 @@ class MXFP8ReshardTransform(ReshardTransform):
         return [("uint8", shape), ("uint8", (*shape[:-1], shape[-1] // BLOCK_ELEMS))]
 
     def _held(self, param_name: str) -> Any:
+        instance(param_name, str, "a tensor's name is text", KernelError)
         try:
             return self.persistent_buffers[self.buffer_key_prefix + param_name]
         except KeyError:
@@ -210,6 +232,7 @@ class MXFP8ReshardTransform(ReshardTransform):
     @staticmethod
     def _box(held: Any, dst_slice: Slices) -> Box:
         shape = held.data.shape
+        _need_slices(dst_slice)
         if len(dst_slice) != 2:
             raise KernelError(f"a slice of a quantised matrix has two entries, got {dst_slice}")
         return tuple(s.indices(n)[:2] for s, n in zip(dst_slice, shape, strict=True))
@@ -312,6 +335,11 @@ def ensure_sendable(tensor: Any, dtype: str = "bfloat16") -> Array:
     if scale.ndim == 1 and tensor.data.ndim == 2:
         scale = unswizzle_scales(scale, tensor.data.shape[0], tensor.data.shape[1] // BLOCK_ELEMS)
     return dequantize_mxfp8(MXFP8Tensor(tensor.data, scale, elem), dtype)
+
+
+def _need_slices(given: object) -> None:
+    if not isinstance(given, tuple) or not all(isinstance(s, slice) for s in given):
+        raise KernelError(f"what is cut out of a tensor is a tuple of slices, one a dim, got {brief(given)}")
 
 
 def _checked(name: str, held: Any) -> Elem:

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
+from lowshard.argument import instance, items
 from lowshard.document import Where
 from lowshard.errors import RulesError
 from lowshard.rules.rule import Rule, rules_error
@@ -109,6 +110,8 @@ class CheckReport:
     @classmethod
     def of(cls, findings: Iterable[Finding]) -> CheckReport:
         """Return the report of findings in any order; equal ones count once."""
+        rule = "a report is of findings, each a Finding"
+        findings = [instance(f, Finding, rule, RulesError) for f in items(findings, rule, RulesError)]
         rank = {"error": 0, "warning": 1, "note": 2}
         return cls(tuple(sorted(dict.fromkeys(findings), key=lambda f: rank[f.severity])))
 

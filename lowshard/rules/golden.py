@@ -15,12 +15,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from lowshard.argument import instance
 from lowshard.errors import RulesError
 from lowshard.mesh import DeviceMesh
 from lowshard.rules.resolution import LogicalNames, Spec, without_axes
 from lowshard.rules.rule import brief
 from lowshard.rules.ruleset import RuleSet
-from lowshard.rules.tensor import LogicalTensor, as_tensors, checked_shape
+from lowshard.rules.tensor import LogicalTensor, as_tensors, checked_mesh, checked_shape
 
 DumpKind = Literal["logical", "named", "activations"]
 FILE_NAMES: Mapping[DumpKind, str] = {
@@ -127,6 +128,8 @@ def named_shardings(
         RulesError: what MaxText fails on for weights: an axis the mesh lacks, a dim that its axes do not
             divide, a name on two dims, more names than dims.
     """
+    instance(rules, RuleSet, "rules is a RuleSet, as load_rules returns it", RulesError)
+    mesh = checked_mesh(mesh)
     shape = dict(zip(mesh.axis_names, mesh.shape, strict=True))
     out: dict[str, dict[str, Any]] = {}
     for tensor in as_tensors(tensors, dtype):

@@ -7,7 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from importlib.resources import files
 
+from lowshard.argument import brief, instance, items, mapping, truth
 from lowshard.box import Split
+from lowshard.errors import RulesError
 from lowshard.layout import Layout
 from lowshard.mesh import DeviceMesh
 from lowshard.rules.extension import ParameterPattern, matches
@@ -38,12 +40,19 @@ def name_tensors(
         RulesError: a shape that is none.
         DTypeError: an unknown dtype.
     """
+    _need_rules(rules)
     given = rules.extension.parameters
     patterns = given if given is not None else ready_made_patterns()
     tensors: list[LogicalTensor] = []
     unmatched: list[str] = []
-    for name, (shape, dtype) in shapes.items():
-        extents = checked_shape(tuple(shape), name)
+    rule = "shapes is a mapping of a parameter's name to its shape and dtype"
+    for name, both in mapping(shapes, rule, RulesError).items():
+        instance(name, str, rule, RulesError)
+        pair = items(both, rule, RulesError)
+        if len(pair) != 2:
+            raise RulesError(f"{rule}; {name} has {brief(both)}")
+        shape, dtype = pair
+        extents = checked_shape(shape, name)
         fitting = (p for p in patterns if len(p.names) == len(extents) and matches(p.match, name))
         pattern = next(fitting, None)
         if pattern is None and extents:
@@ -92,6 +101,8 @@ def tensor_layouts(
     Raises:
         RulesError: as `RuleSet.layout`.
     """
+    _need_rules(rules)
+    uneven = truth(uneven, "uneven is True or False", RulesError)
     known: dict[tuple[object, ...], Layout] = {}
     # One layout for each list of names and rank, with the parts each dim is cut into: a model has few of them.
     first: dict[tuple[object, ...], tuple[Layout, tuple[int, ...]]] = {}
@@ -155,11 +166,23 @@ def unit_layouts(
     unit_of: a name to (unit, parameter); None: a unit a layer (`model.layers.3` of
     `model.layers.3.mlp.up_proj.weight`), and one for each module outside the layers.
     """
+    if unit_of is not None and not callable(unit_of):
+        raise RulesError(
+            f"unit_of is a function of a name that returns (unit, parameter), or None, got {brief(unit_of)}"
+        )
     units: dict[str, dict[str, Layout]] = {}
-    for name, layout in layouts.items():
-        unit, parameter = (unit_of or split_unit)(name)
-        units.setdefault(unit, {})[parameter] = layout
+    rule = "layouts is a mapping of names to layouts"
+    for name, layout in mapping(layouts, rule, RulesError).items():
+        found = (unit_of or split_unit)(instance(name, str, rule, RulesError))
+        if not isinstance(found, tuple) or len(found) != 2:
+            raise RulesError(f"unit_of returns (unit, parameter), for {name} it gave {brief(found)}")
+        unit, parameter = found
+        units.setdefault(unit, {})[parameter] = instance(layout, Layout, rule, RulesError)
     return units
+
+
+def _need_rules(rules: object) -> None:
+    instance(rules, RuleSet, "rules is a RuleSet, as load_rules returns it", RulesError)
 
 
 def split_unit(name: str) -> tuple[str, str]:

@@ -88,6 +88,7 @@ class RuleSet:
 
     def place(self, key: str) -> Where | None:
         """Return where a key stands in the file, if it does."""
+        instance(key, str, "a key of a file is text", RulesError)
         return dict(self.places).get(key)
 
     def file_findings(self) -> tuple[Finding, ...]:
@@ -117,6 +118,7 @@ class RuleSet:
 
         As `custom_mesh_and_rule_for_eval`; `check` names the axes this mesh then lacks.
         """
+        instance(other, RuleSet, "for_eval takes a RuleSet", RulesError)
         return replace(
             self, source=other.source, logical_axis_rules=other.logical_axis_rules, findings=other.findings
         )
@@ -245,6 +247,9 @@ class RuleSet:
                 lacks, or one axis twice; a dim that its axes do not divide (unless `uneven`); more names
                 than dims; and as `resolution`.
         """
+        mesh = checked_mesh(mesh)
+        shape = None if shape is None else checked_shape(shape, "" if parameter is None else parameter)
+        uneven = truth(uneven, "uneven is True or False", RulesError)
         found = self.resolution(names, parameter=parameter)
         if shape is not None and len(found.winners) > len(shape):
             raise rules_error(

@@ -10,6 +10,7 @@ from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from lowshard.argument import instance, whole
 from lowshard.dtypes import Kind
 from lowshard.errors import LayoutError
 from lowshard.layout import Layout
@@ -32,6 +33,9 @@ HOW: dict[str, str] = {
 }
 
 EVERY_KIND: frozenset[Kind] = frozenset(("float", "int", "uint", "bool", "scale"))
+
+
+_MOST_RESULTS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +64,10 @@ class AxisAssignment:
 
     def outputs(self, count: int) -> tuple[Placement, ...]:
         """Return one placement a result."""
-        return self.output if isinstance(self.output, tuple) else (self.output,) * count
+        if isinstance(self.output, tuple):
+            return self.output
+        count = whole(count, f"an op has 0 to {_MOST_RESULTS} results", LayoutError, 0, _MOST_RESULTS)
+        return (self.output,) * count
 
     def holds_for(self, kind: Kind | None) -> bool:
         """Return whether the row holds for operands of a kind of dtype.
@@ -69,7 +76,7 @@ class AxisAssignment:
         without partials hold.
         """
         if kind is not None:
-            return kind in self.kinds
+            return instance(kind, str, "a kind of dtype is text or None", LayoutError) in self.kinds
         return not any(isinstance(p, Partial) for p in (*self.needed_inputs, *self.outputs(1)))
 
     def inner_bytes(self, size: int, prices: Prices) -> float:

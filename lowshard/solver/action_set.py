@@ -7,11 +7,12 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
 from math import inf, prod
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, get_args
 
 import numpy as np
 
-from lowshard.argument import as_shape, brief, instance, items
+from lowshard import dtypes
+from lowshard.argument import as_shape, brief, choice, instance, items, mapping, truth, whole
 from lowshard.bounded import bounded_cache
 from lowshard.errors import LayoutError, SolverError
 from lowshard.layout import Layout
@@ -103,8 +104,8 @@ class ActionSet:
         """Return the rows that are feasible on a mesh axis, in order, with their prices."""
         found = self._candidates
         try:
-            return found[axis]
-        except (TypeError, IndexError):
+            return found[axis if type(axis) is int else whole(axis, "axis is an integer", LayoutError)]
+        except IndexError:
             raise LayoutError(
                 f"axis is one of the {len(found)} mesh axes, counted from 0, got {brief(axis)}"
             ) from None
@@ -358,6 +359,10 @@ def build_action_set(
     Raises:
         LayoutError: no layouts, layouts on different meshes, or a row that does not name every operand.
     """
+    if fallback is not False:
+        fallback = truth(fallback, "fallback is True or False", LayoutError)
+    if fallback:  # rows of the caller's own
+        choice(prices, get_args(Prices), f"prices is one of {', '.join(get_args(Prices))}", LayoutError)
     layouts = operand_layouts(layouts)
     if not layouts:
         raise LayoutError("an action set is made for the layouts of the operands: got none")
@@ -377,13 +382,16 @@ def build_action_set(
         rule = "result_shape is the extents of the result, each 0 or more"
         shape = layouts[0].shape if result_shape is None else as_shape(result_shape, rule, LayoutError)
         results = (Result(shape, layouts[0].dtype),)
+    elif fallback:
+        results = _results(results)
     kept = tuple(rows)
     if fallback:  # rows of the caller's own, perhaps with lists
         kept = tuple(map(_with_tuples, kept))
         replicated = replicated_row(len(layouts))
         kept = kept if kept and kept[-1] == replicated else (*kept, replicated)
+    given = () if extras is None else freeze_args(mapping(extras, _EXTRAS, LayoutError))
     found = ActionSet(
-        kept, layouts, tuple(results), op, freeze_args(extras or {}), prices, finalize, tuple(refused)
+        kept, layouts, tuple(results), op, given, prices, finalize, items(refused, _REFUSED, LayoutError)
     )
     if not fallback:
         return found
@@ -392,6 +400,21 @@ def build_action_set(
         return found
     rest = tuple(kept[i] for i in stay)
     return ActionSet(rest, layouts, found.results, op, found.extras, prices, finalize, tuple(refused))
+
+
+_EXTRAS = "extras is a mapping of an op's arguments by name, or None"
+_REFUSED = "refused is a sequence of rows that were left out"
+_RESULTS = "results is a sequence of Result(shape, dtype)"
+
+
+def _results(given: object) -> tuple[Result, ...]:
+    found = []
+    for result in items(given, _RESULTS, LayoutError):
+        pair = items(result, _RESULTS, LayoutError)
+        if len(pair) != 2:
+            raise LayoutError(f"{_RESULTS}, got {brief(given)}")
+        found.append(Result(as_shape(pair[0], _RESULTS, LayoutError), dtypes.get(pair[1]).name))
+    return tuple(found)
 
 
 def operand_layouts(layouts: Sequence[Layout]) -> tuple[Layout, ...]:

@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 
 from lowshard.argument import choice, whole
 from lowshard.box import Interval, split_interval
-from lowshard.errors import ShardingError
+from lowshard.errors import ShardIndexError, ShardingError
 from lowshard.weights.rule import OneAxis
 
 FewKV = Literal["replicate", "empty", "refuse"]
@@ -106,7 +106,8 @@ class Segment:
     @classmethod
     def head_aware(cls, num_heads: int, head_dim: int) -> Segment:
         """Return a section that is cut between heads."""
-        return cls(num_heads * head_dim, num_heads)
+        heads = whole(num_heads, "num_heads is a number of 1 or more", ShardingError, 1)
+        return cls(heads * whole(head_dim, "head_dim is a number of 0 or more", ShardingError, 0), heads)
 
     @classmethod
     def of(cls, value: Segment | Mapping[str, Any]) -> Segment:
@@ -120,7 +121,14 @@ class Segment:
         return cls(value["size"], value.get("num_heads"))
 
     def interval(self, index: int, num_devices: int) -> Interval:
-        """Return the device's part, counted from the section's start."""
+        """Return the device's part, counted from the section's start.
+
+        Raises:
+            ShardIndexError: no such device.
+            ShardingError: a number of devices below 1.
+        """
+        count = whole(num_devices, "num_devices is 1 or more", ShardingError, 1)
+        index = whole(index, f"an index is 0 to {count - 1}", ShardIndexError, 0, count - 1)
         if self.num_heads is None:
             return split_interval((0, self.size), num_devices, index)
         first, last = split_interval((0, self.num_heads), num_devices, index)

@@ -123,7 +123,7 @@ def nodes_of(comm: Communicator) -> list[int]:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:
         boot = ""
-    names = share_text(comm.control, f"{socket.gethostname()} {boot}")
+    names = share_text(control_of(comm), f"{socket.gethostname()} {boot}")
     numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
     return [numbers[name] for name in names]
 

@@ -15,7 +15,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from lowshard.argument import brief, whole
+from lowshard.argument import as_shape, brief, instance, items, mapping, whole
+from lowshard.argument import path as check_path
 from lowshard.document import MAX_FILE_BYTES, Where, parse_document, plain_data
 from lowshard.errors import CheckpointError, ShardingError
 from lowshard.reading import parse_json, read_text, reader
@@ -48,7 +49,7 @@ class Sizes:
         Raises:
             CheckpointError: it cannot be read, or is no JSON object.
         """
-        file = Path(path)
+        file = check_path(path, "a model's config is a path of a file or folder", CheckpointError)
         file = file / "config.json" if file.is_dir() else file
         config = parse_json(read_text(file, "model's config", CheckpointError), str(file), CheckpointError)
         if not isinstance(config, dict):
@@ -139,7 +140,7 @@ class NamePatterns:
             CheckpointError: there is no such file, or it is no YAML.
             ShardingError: it is not of the form above.
         """
-        path = Path(source)
+        path = check_path(source, "name patterns are a shipped name or the path of a file", CheckpointError)
         if not path.exists() and path.name == str(source) and path.name.removesuffix(".yaml") in SHIPPED:
             path = _FOLDER / f"{path.name.removesuffix('.yaml')}.yaml"
         if not path.exists():
@@ -151,7 +152,9 @@ class NamePatterns:
     def match(self, names: Iterable[str]) -> Matching:
         """Return which rule each name has."""
         rules, unmatched, doubly = {}, [], {}
-        for name in names:
+        rule = "names are a sequence of texts, or a mapping by name"
+        for name in list(names) if isinstance(names, Mapping) else items(names, rule, ShardingError):
+            instance(name, str, rule, ShardingError)
             found = [rule for rule in self.rules if rule.matches(name)]
             if not found:
                 unmatched.append(name)
@@ -175,14 +178,23 @@ class NamePatterns:
             ShardingError: names without a rule or with several (all are told), sizes that are missing, or a
                 shape that does not fit its rule.
         """
+        rule = "shapes is a mapping of names to shapes"
+        shapes = {
+            name: as_shape(shape, f"the shape of {name} is its extents, each 0 or more", ShardingError)
+            for name, shape in mapping(shapes, rule, ShardingError).items()
+        }
         matching = self.match(shapes)
         matching.check(self.where)
-        sizes = sizes or Sizes()
+        sizes = (
+            Sizes() if sizes is None else instance(sizes, Sizes, "sizes is a Sizes or None", ShardingError)
+        )
         made: dict[str, ShardingStrategy] = {}
-        for name, rule in matching.rules.items():
+        for name, found in matching.rules.items():
             try:
-                made[name] = _MAKERS[rule.strategy](num_devices, shapes[name], sizes, **dict(rule.arguments))
-            except (TypeError, ShardingError) as error:
+                made[name] = _MAKERS[found.strategy](
+                    num_devices, shapes[name], sizes, **dict(found.arguments)
+                )
+            except (IndexError, TypeError, ShardingError) as error:
                 raise ShardingError(f"{self.where}: {name} {shapes[name]}: {error}") from error
         return resolve_module({name: (shapes[name], None) for name in shapes}, made)
 

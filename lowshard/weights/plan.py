@@ -67,11 +67,16 @@ class LoadPlan:
         """The tilings by name."""
         return dict(self.tilings)
 
+    def _rank(self, rank: int) -> int:
+        most = self.num_ranks - 1
+        return whole(rank, f"a rank of this plan is 0 to {most}", PlanError, 0, most)
+
     def _read_bytes(self, read: Read) -> int:
         return volume(read.box) * self.by_name[read.name].itemsize_bytes
 
     def read_bytes(self, rank: int) -> int:
         """Return the bytes a rank reads from files."""
+        rank = self._rank(rank)
         return sum(self._read_bytes(r) for r in self.reads if r.reader == rank)
 
     def taken_bytes(self, read: Read, rank: int) -> int:
@@ -82,16 +87,19 @@ class LoadPlan:
 
     def sent_bytes(self, rank: int) -> int:
         """Return the bytes a rank sends to others."""
+        rank = self._rank(rank)
         return sum(
             self.taken_bytes(r, t) for r in self.reads if r.reader == rank for t in r.takers if t != rank
         )
 
     def received_bytes(self, rank: int) -> int:
         """Return the bytes a rank gets from others."""
+        rank = self._rank(rank)
         return sum(self.taken_bytes(r, rank) for r in self.reads if r.reader != rank)
 
     def held_bytes(self, rank: int) -> int:
         """Return the bytes of a rank's arrays."""
+        rank = self._rank(rank)
         return sum(t.local_bytes(rank) for _, t in self.tilings)
 
     def explain(self) -> str:

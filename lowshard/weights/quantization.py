@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import lcm
-from typing import Literal
+from typing import Literal, get_args
 
+from lowshard.argument import MOST_DIMS, as_shape, brief, choice, instance, items, whole, wholes
 from lowshard.box import Box, Interval
 from lowshard.errors import ShardingError
 from lowshard.weights.head import GroupedQKV, HeadAwareColumnwise, Segment, Segmented, StackedQKV
@@ -50,8 +51,13 @@ class Quantization:
     block: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
-        if min(self.values, self.stored, *(self.block or (1,))) < 1:
-            raise ShardingError(f"a quantisation has units and blocks of 1 or more elements, got {self}")
+        instance(self.name, str, "a quantisation's name is text", ShardingError)
+        rule = "a quantisation has units and blocks of 1 or more elements"
+        for name in ("values", "stored"):
+            object.__setattr__(self, name, whole(getattr(self, name), f"{rule}: {name}", ShardingError, 1))
+        if self.block is not None:
+            object.__setattr__(self, "block", _block(self.block))
+        _need_granularity(self.granularity)
         if (self.block is not None) != (self.granularity == "block"):
             raise ShardingError(
                 f"granularity 'block' comes with a block (rows, columns), no other does; got {self.granularity!r} "
@@ -63,8 +69,9 @@ class Quantization:
         cls, bits: int, granularity: Granularity = "none", block: tuple[int, int] | None = None
     ) -> Quantization:
         """Return values of 4 bits (two a byte) or 6 bits (four in three bytes), packed along the last axis."""
-        if bits not in (4, 6):
-            raise ShardingError(f"packed values have 4 or 6 bits, got {bits}")
+        rule = "packed values have 4 or 6 bits"
+        if whole(bits, rule, ShardingError) not in (4, 6):
+            raise ShardingError(f"{rule}, got {bits}")
         unit = (2, 1) if bits == 4 else (4, 3)
         return cls(f"{bits}-bit", *unit, granularity, block)
 
@@ -75,8 +82,7 @@ class Quantization:
         Raises:
             ShardingError: a type without blocks, or one that is not known.
         """
-        if kind not in _GGUF_BLOCKS:
-            raise ShardingError(f"a GGUF block type is one of {', '.join(_GGUF_BLOCKS)}, got {kind!r}")
+        choice(kind, _GGUF_BLOCKS, f"a GGUF block type is one of {', '.join(_GGUF_BLOCKS)}", ShardingError)
         return cls(f"GGUF {kind}", *_GGUF_BLOCKS[kind])
 
     @classmethod
@@ -97,6 +103,7 @@ class Quantization:
         Raises:
             ShardingError: the last axis holds no whole number of units.
         """
+        stored_shape = _stored(stored_shape)
         if self.stored == self.values == 1:
             return stored_shape
         if not stored_shape or stored_shape[-1] % self.stored:
@@ -108,6 +115,7 @@ class Quantization:
 
     def blocks(self, ndim: int) -> tuple[int | None, ...]:
         """Return, for each axis of a weight, the values that share a scale; None: all of them do."""
+        ndim = whole(ndim, f"a weight has 0 to {MOST_DIMS} axes", ShardingError, 0, MOST_DIMS)
         if self.granularity == "row":
             return (*[1] * (ndim - 1), None)
         if self.granularity == "block":
@@ -137,6 +145,8 @@ class Quantization:
             ShardingError: a cut goes through a unit or a block; the text names what to do instead.
             As `ShardingStrategy.pieces`.
         """
+        instance(strategy, ShardingStrategy, _STRATEGY, ShardingError)
+        stored_shape = _stored(stored_shape)
         found = self._value_pieces(strategy, stored_shape, index)
         wrong = self._first_wrong(found, stored_shape)
         if wrong is not None:
@@ -152,6 +162,11 @@ class Quantization:
         """Return the scales of a stored box whose cuts are whole; none along an axis of which it holds nothing."""
         if self.granularity in ("none", "tensor"):
             return ()
+        stored_shape = _stored(stored_shape)
+        rule = f"a box of a weight {stored_shape} has an interval 0 <= start <= stop for each axis"
+        box = tuple(_pair(part, rule) for part in items(box, rule, ShardingError))
+        if len(box) != len(stored_shape) or any(b > n for (_, b), n in zip(box, stored_shape, strict=True)):
+            raise ShardingError(f"{rule}, got {brief(box)}")
         found: list[Interval] = []
         values = self._to_values(box)
         for (start, stop), block in zip(values, self.blocks(len(stored_shape)), strict=True):
@@ -163,6 +178,8 @@ class Quantization:
 
     def is_legal(self, strategy: ShardingStrategy, stored_shape: Shape) -> bool:
         """Return whether every device of a strategy gets whole units and blocks."""
+        instance(strategy, ShardingStrategy, _STRATEGY, ShardingError)
+        stored_shape = _stored(stored_shape)
         try:
             return all(
                 self._first_wrong(self._value_pieces(strategy, stored_shape, i), stored_shape) is None
@@ -272,6 +289,12 @@ def scale_strategy(
     Raises:
         ShardingError: scales do not divide over the devices, or segments do not over the blocks.
     """
+    instance(strategy, ShardingStrategy, _STRATEGY, ShardingError)
+    _need_granularity(granularity)
+    weight_shape = as_shape(
+        weight_shape, "the shape of a weight is its extents, each 0 or more", ShardingError
+    )
+    block = None if block is None else _block(block)
     k, rule = strategy.num_devices, strategy.shard
     if strategy.is_replicate or granularity == "tensor":
         return ShardingStrategy.replicate(k)
@@ -282,6 +305,8 @@ def scale_strategy(
         return ShardingStrategy.replicate(k) if columns else strategy
     if block is None:
         raise ShardingError("granularity 'block' comes with a block (rows, columns)")
+    if len(weight_shape) < 2:
+        raise ShardingError(f"blocks have two axes, and so has a weight or more, got shape {weight_shape}")
     rows_columns = tuple(-(-n // b) for n, b in zip(weight_shape[-2:], block, strict=True))
     if isinstance(rule, Segmented):
         return _segmented_scales(strategy, rule, block[rule.axis])
@@ -297,6 +322,33 @@ def scale_strategy(
             raise ShardingError(f"heads of {rule.head_dim} rows are no multiple of blocks of {block[0]}")
         return ShardingStrategy.stacked_qkv(k, rule.num_heads, rule.head_dim // block[0])
     return strategy
+
+
+_STRATEGY = "a weight is cut by a ShardingStrategy"
+
+
+def _stored(shape: Shape) -> Shape:
+    return as_shape(shape, "the stored shape of a weight is its extents, each 0 or more", ShardingError)
+
+
+def _block(block: object) -> tuple[int, int]:
+    rule = "a block is (rows, columns), each 1 or more"
+    found = wholes(block, rule, ShardingError, 1)
+    if len(found) != 2:
+        raise ShardingError(f"{rule}, got {brief(block)}")
+    return found[0], found[1]
+
+
+def _pair(part: object, rule: str) -> tuple[int, int]:
+    found = wholes(part, rule, ShardingError, 0)
+    if len(found) != 2 or found[0] > found[1]:
+        raise ShardingError(f"{rule}, got {brief(part)}")
+    return found[0], found[1]
+
+
+def _need_granularity(given: object) -> None:
+    names = get_args(Granularity)
+    choice(given, names, f"a granularity is one of {', '.join(names)}", ShardingError)
 
 
 def _segmented_scales(strategy: ShardingStrategy, rule: Segmented, size: int) -> ShardingStrategy:
@@ -329,7 +381,12 @@ def expert_scales(moe_dim: int, block: int, num_devices: int, index: int) -> Exp
 
     It takes every block that a range touches, so neighbours may hold the same block, and a shard may start
     inside one: a kernel must then know `phase`.
+
+    Raises:
+        ShardingError: a size that is no number of 1 or more, or no such device.
     """
+    block = whole(block, "a block has 1 row or more", ShardingError, 1)
+    moe_dim = whole(moe_dim, "moe_dim is a number of rows, 0 or more", ShardingError, 0)
     start, stop = ShardingStrategy.rowwise(num_devices).balanced_range(moe_dim, index)
 
     def touched(a: int, b: int) -> Interval:

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from lowshard.argument import brief, instance, items
+from lowshard.argument import brief, instance, items, whole
 from lowshard.box import Box, full_box
-from lowshard.errors import ShardingError
+from lowshard.errors import ShardIndexError, ShardingError
 from lowshard.tiling import Tiling
 from lowshard.weights.quantization import Quantization
 from lowshard.weights.rule import Rule, join
@@ -168,6 +168,9 @@ class Weight:
             ShardingError: the strategy would cut a block or a packed element.
             As `ShardingStrategy.pieces`.
         """
+        instance(strategy, ShardingStrategy, "a weight is cut by a ShardingStrategy", ShardingError)
+        most = strategy.num_devices - 1
+        index = whole(index, f"an index is 0 to {most}", ShardIndexError, 0, most)
         if self.quantization is None or not isinstance(strategy.shard, Rule):
             return strategy.shard(self, index, strategy.num_devices)
         return join(self.array, self.quantization.pieces(strategy, self.shape, index), strategy.concat_axis)

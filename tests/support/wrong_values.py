@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import time
 import traceback
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import numpy as np
 
 from lowshard.errors import LowshardError
+
+Prepared = tuple[Callable[..., object], dict[str, Any]]
+Prepare = Callable[[], Prepared]
+"""Makes a call and its right arguments."""
 
 
 class Stranger:
@@ -60,3 +66,51 @@ def raised(call: Callable[[], object]) -> str:
             f"{type(error).__name__}: {str(error)[:200]} ({last.filename.rpartition('/')[2]}:{last.lineno})"
         )
     return ""
+
+
+def key(value: object) -> object:
+    """Return what may be a key of a mapping: what cannot be hashed as text."""
+    return value if isinstance(value, Hashable) else repr(value)
+
+
+def swept(prepare: Prepare) -> str:
+    """Put each wrong value in the place of each argument; return what went wrong, a line each."""
+    function, right = prepare()
+    function(**right)
+    failed = []
+    for argument in right:
+        for what, wrong in WRONG.items():
+            function, given = prepare()
+            begin_s = time.thread_time()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                error = raised(lambda: function(**{**given, argument: wrong}))  # noqa: B023  # called at once
+            took_s = time.thread_time() - begin_s
+            if error or took_s > 1:
+                failed.append(f"{argument}={what}: {error or f'{took_s:.1f} s'}")
+    return "\n".join(failed)
+
+
+def coerced(prepare: Prepare) -> str:
+    """Return which arguments that are numbers may be given as True, as text, or as another kind of number."""
+    _, right = prepare()
+    taken = []
+    for argument, value in right.items():
+        for wrong in _like_a_number(value):
+            function, given = prepare()
+            try:
+                function(**{**given, argument: wrong})
+            except LowshardError:
+                continue
+            taken.append(f"{argument}={wrong!r} was taken for {value!r}")
+    return "\n".join(taken)
+
+
+def _like_a_number(value: object) -> list[object]:
+    if type(value) is int:
+        return [True, str(value), float(value), value + 0.5]
+    if type(value) is float:
+        return [True, str(value), complex(value)]
+    if type(value) is tuple and value and all(type(v) is int for v in value):
+        return [tuple(map(float, value)), tuple(map(str, value)), "".join(map(str, value))]
+    return []

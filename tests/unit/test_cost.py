@@ -120,7 +120,7 @@ def test_transports_and_levels_are_kept_apart() -> None:
         (("all_gather", 2, 10, "network"), "no all_gather on mpi \\(network\\)"),
         (("all_gather", 2, 10, "node", "nccl"), "no all_gather on nccl"),
         (("all_gather", 0, 10), "1 rank or more, got 0"),
-        (("all_gather", 2, -1), "0 bytes or more; got -1"),
+        (("all_gather", 2, -1), "0 bytes or more, got -1"),
         (("all_gather", 2, math.nan), "0 bytes or more"),
     ],
 )

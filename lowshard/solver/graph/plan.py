@@ -9,7 +9,9 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+from lowshard.argument import instance, whole
 from lowshard.cost import ClusterProfile
+from lowshard.errors import LayoutError
 from lowshard.layout import Layout
 from lowshard.mesh import DeviceMesh
 from lowshard.path import classify, state_of
@@ -113,11 +115,22 @@ class GraphPlan:
 
     def layout(self, name: str) -> Layout:
         """Return where a tensor lies as it comes: an input or weight, or the result of an op."""
-        return self.layouts[self._numbers[name]]
+        return self.layouts[self._number(name)]
 
     def action(self, name: str) -> Action:
         """Return how the op that makes a tensor runs."""
-        return self.actions[self._makers[self._numbers[name]]]
+        step = self._makers.get(self._number(name))
+        if step is None:
+            raise LayoutError(f"{name!r} is an input or weight of graph {self.graph.name!r}: no op makes it")
+        return self.actions[step]
+
+    def _number(self, name: str) -> int:
+        number = self._numbers.get(instance(name, str, "a tensor is known by its name", LayoutError))
+        if number is None:
+            raise LayoutError(
+                f"graph {self.graph.name!r} has no tensor {name!r}; it has {', '.join(self._numbers)}"
+            )
+        return number
 
     @cached_property
     def output_layouts(self) -> dict[str, Layout]:
@@ -153,7 +166,8 @@ class GraphPlan:
 
     def needed_moves(self, step: int) -> list[GraphMove]:
         """Return the moves that are made before a step."""
-        return self._moves_by_step.get(step, [])
+        number = step if type(step) is int else whole(step, "a step is an integer", LayoutError)
+        return self._moves_by_step.get(number, [])
 
     @cached_property
     def _moves_by_step(self) -> dict[int, list[GraphMove]]:

@@ -6,9 +6,9 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, inf
-from typing import Literal
+from typing import Literal, get_args
 
-from lowshard.argument import brief, instance, real, whole
+from lowshard.argument import brief, choice, instance, real, whole
 from lowshard.cost import ClusterProfile
 from lowshard.errors import BudgetError, InternalError, LayoutError, MeshError, SolverError
 from lowshard.layout import Layout
@@ -75,10 +75,9 @@ class GraphSolver(Bindable):
     time_limit_s: float = 15.0
 
     def __post_init__(self) -> None:
-        if self.objective not in ("seconds", "volume", "published"):
-            raise SolverError(f"objective is 'seconds', 'volume' or 'published', got {brief(self.objective)}")
-        if self.method not in ("auto", "dp", "ilp"):
-            raise SolverError(f"method is 'auto', 'dp' or 'ilp', got {brief(self.method)}")
+        rule = "objective is 'seconds', 'volume' or 'published'"
+        choice(self.objective, get_args(Objective), rule, SolverError)
+        choice(self.method, get_args(Method), "method is 'auto', 'dp' or 'ilp'", SolverError)
         if self.profile is not None:
             instance(self.profile, ClusterProfile, "profile is a ClusterProfile or None", SolverError)
         if self.rates is not None:
@@ -100,6 +99,7 @@ class GraphSolver(Bindable):
 
     def __call__(self, action_set: ActionSet, layouts: Sequence[Layout], /) -> Action:
         """Return the action of least price for one op alone, the earliest of equals."""
+        instance(action_set, ActionSet, "a solver picks from an ActionSet", SolverError)
         action_set.need_candidates()
         timing = self.timing
         best: tuple[float, Action] | None = None
@@ -335,7 +335,9 @@ def solve_graph(
     if solver is None or isinstance(solver, GraphSolver):
         return (solver or GraphSolver()).solve(graph, mesh, sizes, rules)
     bound = _bound(graph, mesh, sizes)
-    by = prices or GraphSolver()
+    by = GraphSolver()
+    if prices is not None:
+        by = instance(prices, GraphSolver, "prices is a GraphSolver or None", SolverError)
     if not callable(solver):
         raise SolverError(
             f"a solver is a GraphSolver or a callable (ActionSet, layouts) -> Action, got {brief(solver)}"
@@ -398,9 +400,9 @@ def _plan(
 ) -> GraphPlan:
     graph, assignment, family = space.graph, found.assignment, space.family
     actions = []
-    for node, choice in zip(graph.nodes, assignment.choices, strict=True):
-        inputs = tuple(family[t].layouts[x] for t, x in zip(node.operands, choice.inputs, strict=True))
-        actions.append(space.action(node, inputs, choice.rows))
+    for node, chosen in zip(graph.nodes, assignment.choices, strict=True):
+        inputs = tuple(family[t].layouts[x] for t, x in zip(node.operands, chosen.inputs, strict=True))
+        actions.append(space.action(node, inputs, chosen.rows))
     step = max(range(len(found.memory_bytes)), key=found.memory_bytes.__getitem__)
     fullest = [
         Holding(graph.tensors[t].name, family[t].layouts[x], b)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import inf, prod
 from typing import Any, Literal
 
-from lowshard.argument import real
+from lowshard.argument import instance, real
 from lowshard.cost import ClusterProfile, Level
 from lowshard.errors import ProfileError
 from lowshard.layout import Layout
@@ -41,6 +41,8 @@ class Rates:
     @classmethod
     def of(cls, profile: ClusterProfile | None) -> Rates:
         """Return the rates that a profile states as facts (flops_per_s, memory_bytes_per_s), else the defaults."""
+        if profile is not None:
+            instance(profile, ClusterProfile, "profile is a ClusterProfile or None", ProfileError)
         facts = dict(() if profile is None else profile.machine)
         known = {n: float(facts[n]) for n in ("flops_per_s", "memory_bytes_per_s") if n in facts}
         return cls(**known)
