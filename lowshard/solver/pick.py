@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from lowshard.argument import brief, choice, items
+from lowshard.argument import brief, items
 from lowshard.bounded import BoundedCache
 from lowshard.errors import LayoutError, SolverError
 from lowshard.layout import Layout
@@ -21,7 +21,7 @@ from lowshard.solver.action_set import (
 )
 from lowshard.solver.greedy import GreedyReshard, current_solver
 from lowshard.solver.memory import Pattern, counting_operands, has_row_count, shape_key
-from lowshard.solver.table import Call, Rules, offer
+from lowshard.solver.table import Call, Rules, check_rules, offer
 from lowshard.solver.table.argument import plain_args
 
 
@@ -37,7 +37,7 @@ def action_set(op: str, layouts: Sequence[Layout], rules: Rules = "extended", **
     Raises:
         LayoutError: no such op, or shapes and arguments that do not fit it.
     """
-    choice(rules, ("documented", "extended"), "rules is 'documented' or 'extended'", LayoutError)
+    check_rules(rules)
     operands = operand_layouts(layouts)
     extended = rules == "extended"
     args = plain_args(op, op_args)

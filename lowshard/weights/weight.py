@@ -55,7 +55,7 @@ class Weight:
                 raise ShardingError(f"{what} of {brief(name)} is an array or None, got {brief(value)}")
         self.name, self.quantization = name, quantization
         self._make: Callable[[], Array] | None = None
-        self._array: Array | None = array if hasattr(array, "shape") else np.asarray(array)
+        self._array: Array | None = array if hasattr(array, "shape") else _as_array(array, name)
         self.shape: tuple[int, ...] = tuple(self._array.shape)
         self.dtype = self._array.dtype
         self._strategy = sharding_strategy
@@ -260,6 +260,17 @@ class Weight:
             raise ShardingError(
                 f"{self.name}: a function of your own says nothing of bias and scales: cut them as weights"
             )
+
+
+def _as_array(value: object, name: str) -> Array:
+    """Return numbers in lists as an array, or raise ShardingError."""
+    try:
+        found = np.asarray(value)
+    except (OverflowError, TypeError, ValueError):  # lists of several lengths
+        found = None
+    if found is None or found.dtype.kind in "OSU":
+        raise ShardingError(f"weight {brief(name)} is an array of numbers, got {brief(value)}")
+    return found
 
 
 def _joined_shape(boxes: list[Box], axis: int) -> tuple[int, ...]:

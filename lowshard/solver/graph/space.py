@@ -20,7 +20,7 @@ from lowshard.solver.action import Action, AxisAssignment, Result, Style
 from lowshard.solver.graph.graph import BoundGraph, Node
 from lowshard.solver.graph.timing import Timing, largest_bytes, temporary_bytes
 from lowshard.solver.pick import action_set
-from lowshard.solver.table import Rules
+from lowshard.solver.table import Rules, check_rules
 from lowshard.solver.transition import Prices
 
 COMBINATIONS_MOST = 1 << 14
@@ -118,6 +118,7 @@ class Space:
         given_only: bool = False,
         spreads: bool = False,
     ) -> None:
+        check_rules(rules)
         self.graph, self.mesh, self.timing, self.rules, self.keeps = graph, mesh, timing, rules, keeps
         self.consumers = graph.consumers()
         self._families: dict[tuple[tuple[int, ...], str], Family] = {}

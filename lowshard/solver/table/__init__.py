@@ -3,9 +3,21 @@
 from __future__ import annotations
 
 from lowshard.solver.table import elementwise, index, product, reduction, shape
-from lowshard.solver.table.rule import RULES, Call, Offer, Refused, Rules, common_kind, dtype_error, offer
+from lowshard.solver.table.rule import (
+    RULES,
+    Call,
+    Offer,
+    Refused,
+    Rules,
+    check_rules,
+    common_kind,
+    dtype_error,
+    offer,
+)
 
-__all__ = ["REFUSED", "RULES", "Call", "Offer", "Refused", "Rules", "common_kind", "dtype_error", "offer"]
+__all__ = [
+    "REFUSED", "RULES", "Call", "Offer", "Refused", "Rules", "check_rules", "common_kind", "dtype_error", "offer",
+]  # fmt: skip
 
 REFUSED: tuple[Refused, ...] = (
     elementwise.ONE_SIDED,

@@ -6,10 +6,10 @@ import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from lowshard import dtypes
-from lowshard.argument import brief
+from lowshard.argument import brief, choice
 from lowshard.bounded import bounded_cache
 from lowshard.dtypes import Kind
 from lowshard.errors import DTypeError, LayoutError, LowshardError
@@ -258,6 +258,11 @@ def dtype_error(op: str, layouts: Sequence[Layout], rows: Sequence[AxisAssignmen
         f"{op}: the row {bad} does not hold for {names}: it would give other values than the unsharded op; take a row "
         "that pick() offers for these layouts"
     )
+
+
+def check_rules(rules: object) -> None:
+    """Raise LayoutError unless this names a set of rules."""
+    choice(rules, get_args(Rules), "rules is 'documented' or 'extended'", LayoutError)
 
 
 def dim_of(value: Any, ndim: int, what: str) -> int:
