@@ -7,7 +7,7 @@ import operator
 import os
 import sys
 from collections.abc import Collection, Iterable, Mapping
-from math import prod
+from math import prod, ulp
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -66,10 +66,7 @@ def as_shape(shape: object, rule: str, error: type[LowshardError]) -> tuple[int,
 
 def real(value: object, rule: str, error: type[LowshardError]) -> float:
     """Return a finite number above 0 (an integer, or a float of Python's or NumPy's) as a float, or raise."""
-    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    if not is_number or not 0 < value <= sys.float_info.max:  # type: ignore[operator]
-        raise error(f"{rule}, got {brief(value)}")
-    return float(value)  # type: ignore[arg-type]
+    return number(value, rule, error, least=ulp(0.0))
 
 
 def number(
