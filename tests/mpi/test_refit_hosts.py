@@ -65,10 +65,12 @@ def test_a_rank_killed_at_any_step_leaves_each_host_on_one_whole_version(tmp_pat
         assert code == 0, said
         for host in HOSTS:  # however they ask, without a death too
             assert len({tuple(notes[f"told-{rank}"]["told"]) for rank in host}) == 1
-        for step in mode.sample(range(notes["steps"]["count"]), 3, "refit hosts steps"):
+        for step in mode.sample(range(notes["steps"]["count"]), 10, "refit hosts steps"):
             notes, code, said = start(tmp_path / f"{victim} {step}", victim, step)
             assert code != 0, said
             compared += check(notes, f"rank {victim} killed at step {step}\n{said}")
             tried += 1
+            if not mode.full() and tried >= 3 and compared >= 2:
+                break
     print(f"{tried} steps tried, survivors of one host compared {compared} times")
-    assert compared >= tried / 2
+    assert compared >= (tried / 2 if mode.full() else 2)  # how many survive a death is Open MPI's choice

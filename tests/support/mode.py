@@ -40,7 +40,7 @@ def rng(name: str) -> np.random.Generator:
 
 
 def sample(items: Sequence[T], few: int, name: str) -> list[T]:
-    """Return all items in a full run, else `few` of them, in order; which ones rotates with the seed."""
+    """Return all items in a full run, else `few` of them, in order; the seed says which."""
     if full() or few >= len(items):
         return list(items)
     chosen = random.Random(f"{seed()} {name}").sample(range(len(items)), few)
