@@ -321,9 +321,10 @@ class ClusterProfile:
 
     def curves_of(self, op: str, level: str, transport: str | None = None) -> list[Curve]:
         """Return the curves of a collective, by number of ranks."""
-        for what, name in (("a collective", op), ("a level", level), ("a transport", transport)):
-            if name is not None or what != "a transport":
-                instance(name, str, f"{what} is named by text", ProfileError)
+        instance(op, str, "a collective is named by text", ProfileError)
+        instance(level, str, "a level is named by text", ProfileError)
+        if transport is not None:
+            instance(transport, str, "a transport is named by text, or None", ProfileError)
         if not self.curves:
             raise ProfileError("this profile has no curves; run lowshard bench profile")
         wanted = self.transports[0] if transport is None or self.is_default else transport

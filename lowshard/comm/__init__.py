@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any, Literal
 
-from lowshard.argument import choice, real, whole
+from lowshard.argument import choice, whole
 from lowshard.comm.agreement import agree, refuse, share_text
+from lowshard.comm.check import deadline_s
 from lowshard.comm.loopback import loopback, run_loopback
 from lowshard.comm.protocol import Communicator
 from lowshard.comm.transport import Traffic
-from lowshard.errors import CommError, DependencyError
+from lowshard.errors import CommError, LowshardError
 
 __all__ = [
     "Communicator",
@@ -62,7 +62,7 @@ def from_mpi(
     try:
         choice(device, ("auto", "cpu", "cuda"), "device is 'auto', 'cpu' or 'cuda'", CommError)
         choice(transport, ("auto", "nccl", "staged"), "transport is 'auto', 'nccl' or 'staged'", CommError)
-        timeout_s = _deadline(timeout_s)
+        timeout_s = None if timeout_s is None else deadline_s(timeout_s)
     except CommError as error:  # the others are told where all have come
         fault, timeout_s = str(error), None
     install_abort_hook()
@@ -93,28 +93,38 @@ def from_nccl(
         timeout_s: deadline of the host's waits, as for `from_mpi`.
 
     Raises:
-        CommError: rank, size and communicator do not agree.
+        CommError: rank, size and communicator do not agree, or timeout_s is none; with control, on every rank.
         DependencyError: CuPy is missing.
     """
     from lowshard.comm.build import build_host
     from lowshard.comm.nccl import NCCLCommunicator
 
-    size = whole(size, "size is a number of ranks, 1 or more", CommError, 1)
-    rank = whole(rank, f"rank is 0 to size - 1, of {size} ranks", CommError, 0, size - 1)
-    host = None if control is None else build_host(control, _deadline(timeout_s))
-    if host is not None and (host.rank, host.size) != (rank, size):
-        raise CommError(
-            f"control has rank {host.rank} of {host.size}, the NCCL communicator rank {rank} of {size}; "
-            "both list the same ranks in the same order"
-        )
+    fault = ""
     try:
-        return NCCLCommunicator(nccl_communicator, rank, size, host, owned=False)
-    except ImportError as error:
-        raise DependencyError(f"from_nccl needs CuPy: pip install 'lowshard[cuda12]' ({error})") from error
-
-
-def _deadline(timeout_s: float | None) -> float | None:
-    if timeout_s is None:
-        return None
-    seconds = real(timeout_s, "timeout_s is a positive number of seconds, or None", CommError)
-    return min(seconds, threading.TIMEOUT_MAX)
+        size = whole(size, "size is a number of ranks, 1 or more", CommError, 1)
+        rank = whole(rank, f"rank is 0 to size - 1, of {size} ranks", CommError, 0, size - 1)
+        timeout_s = None if timeout_s is None else deadline_s(timeout_s)
+    except CommError as error:
+        if control is None:
+            raise
+        fault, timeout_s = str(error), None
+    host = None if control is None else build_host(control, timeout_s, fault)
+    wrong: LowshardError | None = None
+    try:
+        if host is not None and (host.rank, host.size) != (rank, size):
+            raise CommError(
+                f"control has rank {host.rank} of {host.size}, the NCCL communicator rank {rank} of {size}; "
+                "both list the same ranks in the same order"
+            )
+        made = NCCLCommunicator(nccl_communicator, rank, size, host, owned=False)
+    except LowshardError as error:
+        if host is None:
+            raise
+        wrong = error
+    if host is not None:
+        try:
+            agree(host, b"", wrong, "from_nccl")
+        except LowshardError:
+            host.close()
+            raise
+    return made

@@ -71,7 +71,11 @@ def agree(comm: Communicator, digest: bytes, error: Exception | None = None, wha
 
 
 def _fault_of(digest: object, error: object, what: object) -> CommError | None:
-    if isinstance(what, str) and isinstance(digest, bytes) and isinstance(error, Exception | None):
+    if (
+        isinstance(what, str)
+        and isinstance(digest, bytes)
+        and (error is None or isinstance(error, Exception))
+    ):
         return None
     rule = "agree takes bytes, an exception or None, and the name of a call"
     return CommError(f"{rule}; got {brief(digest)}, {brief(error)} and {brief(what)}")

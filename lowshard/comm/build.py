@@ -66,12 +66,10 @@ def build_host(mpi_comm: Any, timeout_s: float | None = None, fault: str = "") -
     lookout = Lookout(_watch(mpi, own, seconds), activity())
     wish, size = os.environ.get(PATH_VARIABLE, "auto"), os.environ.get(NODE_VARIABLE, "")
     rows = own.allgather((wish, size, why_no_window(), fault))
-    faults = [f"rank {rank}: {row[3]}" for rank, row in enumerate(rows) if row[3]]
-    if faults:
-        raise CommError(f"from_mpi: {faults[0]}")
-    _agree([row[0] for row in rows], set(_PATHS), PATH_VARIABLE, f"one of {', '.join(_PATHS)}")
-    sizes = {"", *(row[1] for row in rows if row[1].isdecimal() and int(row[1]) > 0)}
-    _agree([row[1] for row in rows], sizes, NODE_VARIABLE, "a positive number of ranks")
+    wrong = _first_wrong(rows)
+    if wrong:
+        own.Free()
+        raise CommError(wrong)
     problems = [f"rank {rank}: {row[2]}" for rank, row in enumerate(rows) if row[2]]
     node = own.Split_type(mpi.COMM_TYPE_SHARED)
     if size:
@@ -84,6 +82,7 @@ def build_host(mpi_comm: Any, timeout_s: float | None = None, fault: str = "") -
         if alone and not problems:
             return _node_communicator(mpi, own, memory, at, lookout, seconds)
     if problems and wish == "window":
+        own.Free()
         raise CommError(f"{PATH_VARIABLE}=window, but the ranks cannot share memory: {problems[0]}")
     if problems and wish == "auto" and own.Get_rank() == 0:
         warnings.warn(
@@ -128,11 +127,20 @@ def _watch(mpi: Any, own: Any, timeout_s: float) -> Any:
     return known
 
 
-def _agree(values: Sequence[str], known: set[str], name: str, rule: str) -> None:
-    """Raise, on all ranks, unless all have set a variable to the same known value."""
-    if not set(values) <= known or len(set(values)) > 1:
-        said = ", ".join(repr(value) for value in sorted(set(values)))
-        raise CommError(f"{name} is {rule} and equal on all ranks, got {said}")
+def _first_wrong(rows: Sequence[tuple[str, str, str, str]]) -> str:
+    """Return what is wrong with a rank's arguments or with what the ranks' environments say, or ""."""
+    for rank, (*_, fault) in enumerate(rows):
+        if fault:
+            return f"rank {rank}: {fault}"
+    sizes = {"", *(size for _, size, *_ in rows if size.isdecimal() and int(size) > 0)}
+    for name, values, known, rule in (
+        (PATH_VARIABLE, {row[0] for row in rows}, set(_PATHS), f"one of {', '.join(_PATHS)}"),
+        (NODE_VARIABLE, {row[1] for row in rows}, sizes, "a positive number of ranks"),
+    ):
+        if not values <= known or len(values) > 1:
+            said = ", ".join(map(repr, sorted(values)))
+            return f"{name} is {rule} and equal on all ranks, got {said}"
+    return ""
 
 
 def _meeting_place(mpi: Any, own: Any, node: Any) -> tuple[Any, int, list[str]]:

@@ -15,7 +15,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from lowshard.argument import brief, real, whole
+from lowshard.argument import brief, whole
+from lowshard.comm import check
 from lowshard.comm.protocol import Communicator
 from lowshard.errors import BufferMismatchError, CommError, PeerFailed, TimedOut
 
@@ -241,8 +242,7 @@ def loopback(size: int, timeout_s: float = 60.0) -> list[Communicator]:
     size = whole(
         size, f"a loopback group has at least one rank and at most {_MOST_RANKS}", CommError, 1, _MOST_RANKS
     )
-    rule = "timeout_s is a positive number of seconds"
-    timeout_s = min(real(timeout_s, rule, CommError), threading.TIMEOUT_MAX)
+    timeout_s = check.deadline_s(timeout_s)
     board = _Board(size, timeout_s, range(size))
     return [LoopbackCommunicator(board, rank) for rank in range(size)]
 

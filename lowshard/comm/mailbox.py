@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from lowshard.comm.check import wait_s
 from lowshard.comm.lookout import Lookout
 from lowshard.errors import BufferMismatchError, CommError, LowshardError, TimedOut
 
@@ -117,6 +118,7 @@ class MessageWork:
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait for the end; see `Work.wait`."""
+        timeout_s = wait_s(timeout_s)
         if not self.done():
             self._finish(self.done, timeout_s)
         if self._error is not None:

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from lowshard.comm.arrival import within
+from lowshard.comm.check import MOST_TIMEOUT_S
 from lowshard.comm.interface import interface_addresses, is_loopback, network_name
 from lowshard.comm.rendezvous import INTERFACE_VARIABLE, Offer, Rendezvous, connect, reaches
 from lowshard.errors import CommError, TimedOut
@@ -198,7 +199,7 @@ def _heartbeat_limit_s(given_s: float | None) -> float:
             f"{HEARTBEAT_VARIABLE} (heartbeat_limit_s) is the silence in seconds after which a rank has failed, "
             f"{_SHORTEST_LIMIT_S:g} or more; got {text!r}"
         )
-    return limit_s
+    return min(limit_s, MOST_TIMEOUT_S)
 
 
 def _broadcast(mpi_comm: Any, value: dict[str, Any], timeout_s: float) -> dict[str, Any]:

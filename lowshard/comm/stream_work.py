@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from lowshard.comm.check import wait_s
 from lowshard.comm.nccl_bindings import Binding
 
 
@@ -113,6 +114,7 @@ class StreamWork:
             self._begin()
         if self._error is not None:
             raise self._error
+        timeout_s = wait_s(timeout_s)
         if timeout_s is None:
             self._communicator.ask()
         else:

@@ -48,12 +48,9 @@ def default_timeout_s() -> float:
     if text is None:
         return _TIMEOUT_S
     try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not seconds > 0:
-        raise CommError(f"{TIMEOUT_VARIABLE} is a positive number of seconds, got {text!r}")
-    return seconds
+        return check.deadline_s(float(text))
+    except (CommError, ValueError):
+        raise CommError(f"{TIMEOUT_VARIABLE} is a positive number of seconds, got {text!r}") from None
 
 
 class Traffic:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+from lowshard.comm.check import wait_s
 from lowshard.errors import LowshardError, TimedOut
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ class Work(Protocol):
 
         Raises:
             TimedOut: it has not ended in time; it goes on, and may be waited for again.
+            CommError: timeout_s is no number of seconds.
             LowshardError: what the call raised.
         """
 
@@ -61,6 +63,7 @@ class ThreadWork:
 
     def wait(self, timeout_s: float | None = None) -> Any:
         """Wait for the end; see `Work.wait`."""
+        timeout_s = wait_s(timeout_s)
         if not self._ended.wait(timeout_s):
             raise TimedOut(
                 f"{self._text} has not ended within {timeout_s:g} s; it goes on, wait for it again"
@@ -213,6 +216,7 @@ class Starter:
 
 def wait_all(works: Sequence[Work], timeout_s: float | None = None) -> None:
     """Wait for several works, within one time for all of them."""
+    timeout_s = wait_s(timeout_s)
     end_s = None if timeout_s is None else time.monotonic() + timeout_s
     for work in works:
         work.wait(None if end_s is None else max(0.0, end_s - time.monotonic()))

@@ -16,7 +16,7 @@ from typing import Any, Literal, TypedDict, Unpack, get_args
 
 import numpy as np
 
-from lowshard.argument import brief
+from lowshard.argument import choice, whole
 from lowshard.box import shape_of
 from lowshard.comm.agreement import agree, control_of, share
 from lowshard.comm.protocol import Communicator
@@ -71,14 +71,14 @@ def argument_error(
     strange = sorted(map(str, settings.keys() - Settings.__annotations__.keys()))
     if strange:
         return PlanError(f"settings are {', '.join(Settings.__annotations__)}, got {', '.join(strange)}")
-    way, staging_bytes = settings.get("way", "auto"), settings.get("staging_bytes", STAGING_BYTES)
-    if not isinstance(way, str) or way not in get_args(Way):
-        return PlanError(f"way is one of {', '.join(get_args(Way))}, got {way!r}")
-    is_number = isinstance(staging_bytes, int) and not isinstance(staging_bytes, bool)
-    if not is_number or not 1 <= staging_bytes <= MOST_STAGING_BYTES:  # type: ignore[operator]
-        return PlanError(
-            f"staging_bytes is a number of bytes from 1 to {MOST_STAGING_BYTES}, got {brief(staging_bytes)}"
+    try:
+        choice(
+            settings.get("way", "auto"), get_args(Way), f"way is one of {', '.join(get_args(Way))}", PlanError
         )
+        rule = f"staging_bytes is a number of bytes from 1 to {MOST_STAGING_BYTES}"
+        whole(settings.get("staging_bytes", STAGING_BYTES), rule, PlanError, 1, MOST_STAGING_BYTES)
+    except PlanError as error:
+        return error
     if not isinstance(settings.get("checksums", False), bool):
         return PlanError(f"checksums is True or False, got {settings['checksums']!r}")
     return None

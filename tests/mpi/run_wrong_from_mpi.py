@@ -1,22 +1,32 @@
-"""Run by both ranks of a job: `from_mpi` with wrong arguments on both ranks, and on the last one alone."""
+"""Run by both ranks of a job: `from_mpi` and `from_nccl` with wrong arguments on both ranks, and on the last one alone.
+
+No GPU is needed: `from_nccl` refuses these, or says that CuPy is missing, before it asks for one.
+"""
 
 from __future__ import annotations
 
+import os
+import time
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 from mpi4py import MPI
-from support.wrong_values import WRONG
+from support.wrong_values import WRONG, raised
 
-from lowshard.comm import from_mpi
+from lowshard.comm import from_mpi, from_nccl
 from lowshard.errors import LowshardError
 
 WORLD = MPI.COMM_WORLD
-RIGHT = {"mpi_comm": WORLD, "device": "cpu", "timeout_s": 20.0, "transport": "auto"}
+RANK = WORLD.Get_rank()
+FROM_MPI = {"mpi_comm": WORLD, "device": "cpu", "timeout_s": 20.0, "transport": "auto"}
+FROM_NCCL = {"nccl_communicator": None, "rank": RANK, "size": 2, "control": WORLD, "timeout_s": 20.0}
+MOST_COMMUNICATORS = 2500  # more than MPICH has at a time
 
 
-def outcome(given: dict[str, Any]) -> str:
+def outcome(function: Callable[..., Any], given: dict[str, Any]) -> str:
     try:
-        from_mpi(**given).close()
+        function(**given).close()
     except LowshardError as error:
         return f"{type(error).__name__}: {error}"
     except Exception as error:
@@ -25,14 +35,33 @@ def outcome(given: dict[str, Any]) -> str:
 
 
 failed = []
-for argument in RIGHT:
-    for what, wrong in WRONG.items():
-        # A rank that has no communicator can tell the others nothing.
-        for ranks in [(0, 1)] if argument == "mpi_comm" else [(0, 1), (1,)]:
-            found = WORLD.allgather(
-                outcome({**RIGHT, argument: wrong} if WORLD.Get_rank() in ranks else RIGHT)
-            )
-            if len({text.partition(":")[0] for text in found}) > 1 or "plain" in found[0]:
-                failed.append(f"{argument}={what} on ranks {ranks}: {found}")
-if WORLD.Get_rank() == 0:
+for function, right in ((from_mpi, FROM_MPI), (from_nccl, FROM_NCCL)):
+    for argument in right:
+        if argument in ("nccl_communicator", "control"):  # None is right; the other needs a GPU
+            continue
+        for what, wrong in {**WRONG, "another's": 1 - RANK}.items():
+            # A rank that has no communicator can tell the others nothing.
+            for ranks in [(0, 1)] if argument == "mpi_comm" else [(0, 1), (1,)]:
+                given = {**right, argument: wrong} if RANK in ranks else right
+                found = WORLD.allgather(outcome(function, given))
+                if len({text.partition(":")[0] for text in found}) > 1 or "plain" in found[0]:
+                    failed.append(f"{function.__name__} {argument}={what} on ranks {ranks}: {found}")
+with from_mpi(WORLD, "cpu", timeout_s=1e300) as comm:  # cut to what fits 64 bits of nanoseconds
+    if RANK == 0:
+        time.sleep(0.3)
+    comm.barrier()
+    message = np.zeros(1 << 16)
+    for what, wrong in {**WRONG, "1e300": 1e300}.items():
+        work = comm.start.recv(message, 1) if RANK == 0 else comm.start.send(message, 0)
+        error = raised(lambda work=work, wrong=wrong: work.wait(wrong))
+        if error:
+            failed.append(f"work.wait({what}): {error}")
+        work.wait()
+os.environ["LOWSHARD_WATCH"] = "off"  # quicker
+for _ in range(MOST_COMMUNICATORS):
+    said = outcome(from_mpi, {**FROM_MPI, "device": "none of these"})
+    if "device is" not in said:
+        failed.append(f"a refusal leaves something behind: {said}")
+        break
+if RANK == 0:
     print("\n".join(failed) or "right")

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from lowshard import DeviceMesh, Layout, Replicated, Sharded
 from lowshard.errors import LowshardError
 
 Prepared = tuple[Callable[..., object], dict[str, Any]]
@@ -52,6 +53,17 @@ WRONG: dict[str, Any] = {
     "0-d array": np.array(1.5),
 }
 """By name, for messages. Nobody may write to them."""
+
+# Right arguments of many calls.
+MESH = DeviceMesh((2, 2), ("dp", "tp"))
+LAYOUT = Layout(MESH, (8, 6), "float32", (Sharded(0), Replicated()))
+MOVED = Layout(MESH, (8, 6), "float32", (Replicated(), Sharded(1)))
+A = Layout(MESH, (8, 4), "float32", (Sharded(0), Replicated()))
+B = Layout(MESH, (4, 8), "float32", (Replicated(), Sharded(1)))
+
+
+def floats(*shape: int) -> np.ndarray:
+    return np.ones(shape, np.float32)
 
 
 def raised(call: Callable[[], object]) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.wrong_values import Prepare, coerced, key, swept
+from support.wrong_values import LAYOUT, MESH, MOVED, A, B, Prepare, coerced, floats, key, swept
 
 from lowshard import (
     DeviceMesh,
@@ -58,11 +58,6 @@ from lowshard.solver import (
 )
 from lowshard.weights import Segment, ShardingStrategy, Weight, load, plan_load, save, shard_module
 
-MESH = DeviceMesh((2, 2), ("dp", "tp"))
-LAYOUT = Layout(MESH, (8, 6), "float32", (Sharded(0), Replicated()))
-MOVED = Layout(MESH, (8, 6), "float32", (Replicated(), Sharded(1)))
-A = Layout(MESH, (8, 4), "float32", (Sharded(0), Replicated()))
-B = Layout(MESH, (4, 8), "float32", (Replicated(), Sharded(1)))
 PLAN = plan_redistribute(LAYOUT, MOVED)
 ROWS = ShardingStrategy.rowwise(2)
 SEGMENTS = [{"size": 4}, {"size": 4, "num_heads": 2}]
@@ -70,10 +65,6 @@ SEGMENTS = [{"size": 4}, {"size": 4, "num_heads": 2}]
 
 def scales() -> np.ndarray:
     return np.zeros((128, 4), np.uint8)
-
-
-def floats(*shape: int) -> np.ndarray:
-    return np.ones(shape, np.float32)
 
 
 def ep_rules() -> RuleSet:

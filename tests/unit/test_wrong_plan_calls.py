@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.wrong_values import Prepare, coerced, key, swept
+from support.wrong_values import LAYOUT, MESH, MOVED, A, B, Prepare, coerced, floats, key, swept
 
 from lowshard import BufferPool, DeviceMesh, Layout, Replicated, Sharded
 from lowshard.checkpoint import (
@@ -96,19 +96,10 @@ from lowshard.weights import (
 )
 from lowshard.weights import ShardingStrategy as Cutting
 
-MESH = DeviceMesh((2, 2), ("dp", "tp"))
-LAYOUT = Layout(MESH, (8, 6), "float32", (Sharded(0), Replicated()))
-MOVED = Layout(MESH, (8, 6), "float32", (Replicated(), Sharded(1)))
-A = Layout(MESH, (8, 4), "float32", (Sharded(0), Replicated()))
-B = Layout(MESH, (4, 8), "float32", (Replicated(), Sharded(1)))
 PLAN = build_reshard_plan({"w": LAYOUT}, {"w": MOVED}, node_size=2)
 PROFILE = ClusterProfile.default()
 WHOLE = Layout(DeviceMesh((1,), ("x",)), (8, 6), "float32", (Replicated(),))
 SAVED = Path("saved")
-
-
-def floats(*shape: int) -> np.ndarray:
-    return np.ones(shape, np.float32)
 
 
 def boxes() -> list[Any]:
