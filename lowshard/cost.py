@@ -300,11 +300,14 @@ class ClusterProfile:
         near = neighbours(curves, ranks)
         outside = min(abs(math.log(ranks / curve.ranks)) for curve in near) if len(near) == 1 else 0.0
         logs, lows, highs, weights = [], [], [], []
+        far = False
         for curve in near:
-            middle = math.log(max(curve.seconds(ranks, size_bytes), 1e-12))
+            piece, distance = curve.piece(size_bytes), curve.distance(size_bytes)
+            far = far or distance > 0
+            middle = math.log(max(piece.seconds(curve.op, ranks, size_bytes), 1e-12))
             # The default's formula is all there is, for any number of ranks: its bar has that in it.
             beyond = 0.0 if self.is_default else _WIDER_BY_RANKS * outside
-            error = curve.piece(size_bytes).log_error + _WIDER_BY_SIZE * curve.distance(size_bytes) + beyond
+            error = piece.log_error + _WIDER_BY_SIZE * distance + beyond
             logs.append(middle)
             lows.append(middle - error)
             highs.append(middle + error)
@@ -313,7 +316,6 @@ class ClusterProfile:
             share = math.log(ranks / near[0].ranks) / math.log(near[1].ranks / near[0].ranks)
             weights = [1.0 - share, share]
         middle = sum(weight * log for weight, log in zip(weights, logs, strict=True))
-        far = any(curve.distance(size_bytes) > 0 for curve in near)
         beyond_ranks = outside > 0 and not self.is_default
         return Estimate(
             math.exp(middle), math.exp(min(lows)), math.exp(max(highs)), far or beyond_ranks, self.is_default
