@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 
+from lowshard import dtypes
 from lowshard.comm.nccl_bindings import Binding
 from lowshard.comm.protocol import Communicator
-from lowshard.errors import BufferMismatchError
+from lowshard.errors import BufferMismatchError, LowshardError
 
 Array = Any
 
@@ -25,6 +27,23 @@ class DeviceCommunicator(Communicator):
     def xp(self) -> ModuleType:
         """The array module of the buffers: cupy."""
         return self._binding.xp
+
+    def empty(self, shape: int | Sequence[int], dtype: Any = "float32") -> Array:
+        """Return an array, not filled, on the device; of uint8 for fp8 and e8m0 where CuPy does not have them.
+
+        Not collective.
+
+        Raises:
+            DTypeError: a dtype outside the table.
+            BufferMismatchError: a shape that is none.
+        """
+        row = dtypes.get(dtype)
+        try:
+            return super().empty(shape, row)
+        except (TypeError, ValueError) as error:
+            if isinstance(error, LowshardError) or row.bits != 8:
+                raise
+            return super().empty(shape, "uint8")
 
     @property
     def control(self) -> Communicator:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -383,6 +385,23 @@ def test_ranks_that_share_a_gpu_are_refused_unless_nccl_can_and_may() -> None:
 
 
 # ---- the import, and the real binding
+
+
+def test_memory_for_types_that_cupy_does_not_have_is_of_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    comm, _, _ = alone()
+
+    def empty(shape: Any, dtype: Any) -> np.ndarray:
+        if dtypes.get(dtype).bits == 8 and not dtypes.get(dtype).in_numpy:
+            raise ValueError(f"Unsupported dtype {dtype}")
+        return np.empty(shape, dtype)
+
+    xp = SimpleNamespace(ndarray=np.ndarray, empty=empty)
+    monkeypatch.setattr(comm, "_binding", dataclasses.replace(comm._binding, xp=xp))
+    for row in dtypes.all_dtypes():
+        made = comm.empty((2, 3), row.name)
+        assert made.shape == (2, 3)
+        assert made.dtype == (np.uint8 if row.is_float8 or row.kind == "scale" else row.numpy)
+    refused(lambda: comm.empty(-1, "e4m3"), BufferMismatchError, "-1")
 
 
 def test_importing_the_module_does_not_import_cupy() -> None:
