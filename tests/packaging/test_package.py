@@ -81,6 +81,16 @@ def test_extras_carry_one_mpi_wheel_at_most() -> None:
         assert "mpich" not in " ".join(extras[name])
 
 
+def test_a_cuda_extra_brings_the_compiler_that_cupy_needs_for_our_kernels() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"][
+        "optional-dependencies"
+    ]
+    for cuda in ("12", "13"):
+        # CuPy's wheel has no NVRTC; its extra `ctk` brings the wheels of the toolkit.
+        assert any(need.startswith(f"cupy-cuda{cuda}x[ctk]") for need in extras[f"cuda{cuda}"])
+        assert any(need.startswith(f"nvidia-nccl-cu{cuda}") for need in extras[f"cuda{cuda}"])
+
+
 def test_a_bare_copy_of_the_tree_runs_from_its_root_and_from_outside(tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     for top in ("lowshard", *MOVED):
