@@ -22,7 +22,10 @@ from cupy.cuda import runtime
 found = {"nccl": None, "nccl_error": "", "gpus": [], "gpu_error": ""}
 try:
     from cupy.cuda import nccl
-    found["nccl"] = nccl.get_version()
+    if nccl.available:
+        found["nccl"] = nccl.get_version()
+    else:
+        found["nccl_error"] = "CuPy finds no libnccl.so.2"
 except Exception as error:
     found["nccl_error"] = f"{type(error).__name__}: {error}"
 try:
