@@ -12,7 +12,7 @@ import pytest
 from support.case_table import CASES, LIMIT_S, check_case
 from support.comm_cases import CannotRun, run_case
 from support.comm_kit import refused, same
-from support.gpu import REASON, SHARED_GPU, busy, gpus, nccl_version
+from support.gpu import REASON, SHARED_GPU, busy, gpus, nccl_version, warm_up
 from support.starting import start_ranks
 
 from lowshard import comm as lc
@@ -28,6 +28,12 @@ pytestmark = [
 sharing = pytest.mark.skipif(
     nccl_version() < 23003, reason=f"NCCL 2.30.3 is needed, loaded is {nccl_version()}"
 )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def warm() -> None:
+    """Leave nothing to compile for the time in which a stream is busy."""
+    warm_up(Binding.load(with_nccl=False).xp)
 
 
 @pytest.fixture(scope="module")

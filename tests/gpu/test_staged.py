@@ -7,7 +7,7 @@ import pytest
 from support.case_table import CASES, LIMIT_S, check_case
 from support.comm_cases import CannotRun, run_case
 from support.comm_kit import same
-from support.gpu import busy, why_no_gpu
+from support.gpu import busy, warm_up, why_no_gpu
 
 from lowshard import comm as lc
 from lowshard.comm.nccl_bindings import Binding
@@ -18,6 +18,12 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(NO_GPU is not None, reason=f"CuPy cannot be used here: {NO_GPU}"),
 ]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def warm() -> None:
+    """Leave nothing to compile for the time in which a stream is busy."""
+    warm_up(Binding.load(with_nccl=False).xp)
 
 
 def alone(slot_bytes: int = 1 << 20) -> StagedCommunicator:

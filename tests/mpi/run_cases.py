@@ -70,11 +70,14 @@ def make(device: str) -> lc.Communicator:
 def main(device: str, names: list[str]) -> None:
     world = MPI.COMM_WORLD
     warnings.simplefilter("error")
+    # A communicator of its own for each case: what one leaves behind does not reach the next. Those of NCCL take
+    # seconds to make, more where ranks share a GPU: they serve until a case has spoilt one.
+    serves_many = device == "nccl"
+    comm: lc.Communicator | None = None
     for name in names or CASES:
         start = time.perf_counter()
         skip = error = ""
-        # A communicator of its own for each case: what one leaves behind does not reach the next.
-        comm = make(device)
+        comm = make(device) if comm is None else comm
         try:
             run_case(name, comm)
         except CannotRun as reason:
@@ -84,7 +87,10 @@ def main(device: str, names: list[str]) -> None:
             # At once, for the other ranks may hang in the case and never come to the gather.
             print(f"rank {world.rank} of {world.size}, case {name}:\n{error}", file=sys.stderr, flush=True)
         ends = world.gather((skip, error), 0)
-        comm.close()
+        spoilt = world.allreduce(bool(error) or comm._closed or comm._failed, MPI.LOR)
+        if spoilt or not serves_many:
+            comm.close()
+            comm = None
         if ends is not None:
             line = {
                 "case": name,
@@ -93,6 +99,8 @@ def main(device: str, names: list[str]) -> None:
                 "seconds": round(time.perf_counter() - start, 3),
             }
             print(json.dumps(line), flush=True)
+    if comm is not None:
+        comm.close()
 
 
 if __name__ == "__main__":

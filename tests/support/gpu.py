@@ -55,3 +55,16 @@ def _spin(cupy: Any) -> Any:
 def busy(cupy: Any, seconds: float) -> None:
     """Keep the current stream busy for a while, with one thread of the GPU."""
     _spin(cupy)((1,), (1,), (cupy.int64(int(seconds * 1e9)),))
+
+
+def warm_up(cupy: Any) -> None:
+    """Compile what tests ask of CuPy while a stream is busy: to compile then takes longer than the stream is busy."""
+    busy(cupy, 0.0)
+    for dtype in (cupy.float32, cupy.float64):
+        value = cupy.arange(8, dtype=dtype)
+        value *= 2
+        value += 1
+        for fill in (2, 2.0):
+            cupy.full(8, fill, dtype)
+        _ = value + 0, value + 1, value * 2, cupy.zeros(8, dtype), cupy.ones(8, dtype)
+    cupy.cuda.Device().synchronize()
