@@ -1,0 +1,55 @@
+"""Runs a part of the selftest on MPI ranks, started as `lowshard run` starts them, and says what became of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+from lowshard.launch.job import python_command, run_ranks
+from lowshard.selftest.setting import Setting
+from lowshard.selftest.tally import Tally
+
+_WAIT_S = 20.0
+"""Seconds that a rank waits for another, where LOWSHARD_TIMEOUT_S says nothing else."""
+_LAST_S = 8.0
+"""Of a step's limit, for the launcher to end the ranks and print their stacks."""
+
+
+def run_over_mpi(part: str, setting: Setting, tally: Tally, limit_s: float | None = None) -> bool:
+    """Run `lowshard.selftest.rank` on the setting's ranks, and add what all of them found.
+
+    Args:
+        part: what the ranks do, a name of `rank.PARTS`.
+        setting: what they are told.
+        tally: where results go; a job that fails is a finding.
+        limit_s: seconds for the job; by default the step's.
+
+    Returns:
+        Whether the job came to its end.
+    """
+    path = Path(setting.folder) / f"{part}.ranks.json"
+    path.unlink(missing_ok=True)
+    limit_s = max(5.0, (setting.limit_s if limit_s is None else limit_s) - _LAST_S)
+    transport = "" if setting.device == "cpu" else f" transport={setting.transport}"
+    print(f"{part} on {setting.ranks} MPI ranks{transport}", flush=True)
+    env = {"LOWSHARD_TIMEOUT_S": f"{_WAIT_S:g}", **os.environ}
+    command = python_command("lowshard.selftest.rank", [part, setting.to_json(), str(path)], module=True)
+    result = run_ranks(command, setting.ranks, timeout_s=limit_s, env=env, stderr=sys.stdout)
+    if result.exit_code:
+        said = [f"{part}{transport}: {result.message}"]
+        said += [
+            f"{part}{transport}: rank {record.rank}: {record.message}"
+            for record in result.failures
+            if record.message and record.message not in result.message
+        ]
+        for line in said:
+            tally.fail(" ".join(line.split()))
+        return False
+    for rank, found in enumerate(json.loads(path.read_text(encoding="utf-8"))):
+        tally.add(Tally.from_json(found), f"{part}{transport}: " if setting.device == "cuda" else "")
+        if rank == 0:
+            tally.data.setdefault("transport", []).append(Tally.from_json(found).data.get("transport", ""))
+    path.unlink()
+    return True
