@@ -31,7 +31,6 @@ def run(setting: Setting, tally: Tally) -> None:
     for size_bytes in _SIZES_BYTES[setting.device]:
         rows += _kernels(setting, size_bytes)
     run_over_mpi("bandwidths", setting, tally)
-    tally.data.pop("transport", None)
     rows += tally.data.pop("rows", [])
     tally.data["bandwidths"] = rows
     for row in rows:

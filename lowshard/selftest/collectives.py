@@ -17,10 +17,9 @@ def run(setting: Setting, tally: Tally) -> None:
     if setting.device == "cuda":
         reason = why_no_nccl(setting.ranks)
         ways = ["staged"] if reason else ["staged", "nccl"]
-    for way in ways:
-        run_over_mpi("collectives", replace(setting, transport=way), tally, setting.limit_s / len(ways))
-    through = ", ".join(tally.data.pop("transport", []))
-    tally.summary = f"{tally.checks} results, {setting.ranks} MPI ranks through {through}"
+    limit_s = setting.limit_s / len(ways)
+    through = [run_over_mpi("collectives", replace(setting, transport=way), tally, limit_s) for way in ways]
+    tally.summary = f"{tally.checks} results, {setting.ranks} MPI ranks through {' and '.join(through)}"
     if reason:
         tally.summary += f"; not NCCL: {reason}"
 

@@ -17,7 +17,7 @@ _LAST_S = 8.0
 """Of a step's limit, for the launcher to end the ranks and print their stacks."""
 
 
-def run_over_mpi(part: str, setting: Setting, tally: Tally, limit_s: float | None = None) -> bool:
+def run_over_mpi(part: str, setting: Setting, tally: Tally, limit_s: float | None = None) -> str:
     """Run `lowshard.selftest.rank` on the setting's ranks, and add what all of them found.
 
     Args:
@@ -27,7 +27,7 @@ def run_over_mpi(part: str, setting: Setting, tally: Tally, limit_s: float | Non
         limit_s: seconds for the job; by default the step's.
 
     Returns:
-        Whether the job came to its end.
+        What carried the arrays; "" where the job failed.
     """
     path = Path(setting.folder) / f"{part}.ranks.json"
     path.unlink(missing_ok=True)
@@ -46,10 +46,10 @@ def run_over_mpi(part: str, setting: Setting, tally: Tally, limit_s: float | Non
         ]
         for line in said:
             tally.fail(" ".join(line.split()))
-        return False
-    for rank, found in enumerate(json.loads(path.read_text(encoding="utf-8"))):
-        tally.add(Tally.from_json(found), f"{part}{transport}: " if setting.device == "cuda" else "")
-        if rank == 0:
-            tally.data.setdefault("transport", []).append(Tally.from_json(found).data.get("transport", ""))
+        return ""
+    found = [Tally.from_json(text) for text in json.loads(path.read_text(encoding="utf-8"))]
     path.unlink()
-    return True
+    through = str([one.data.pop("transport") for one in found][0])
+    for one in found:
+        tally.add(one, f"through {through}: " if setting.device == "cuda" else "")
+    return through

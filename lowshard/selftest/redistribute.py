@@ -22,8 +22,7 @@ _DTYPES = ("float32", "bfloat16", "int64")
 
 def run(setting: Setting, tally: Tally) -> None:
     """Run the transitions on ranks."""
-    run_over_mpi("redistribute", setting, tally)
-    through = ", ".join(tally.data.pop("transport", []))
+    through = run_over_mpi("redistribute", setting, tally)
     tally.summary = f"{tally.checks} shards, {setting.ranks} MPI ranks through {through}"
 
 

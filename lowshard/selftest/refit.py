@@ -21,8 +21,7 @@ _VERSIONS = (1, 2, 3)
 
 def run(setting: Setting, tally: Tally) -> None:
     """Run the refits on ranks."""
-    run_over_mpi("refit", setting, tally)
-    through = ", ".join(tally.data.pop("transport", []))
+    through = run_over_mpi("refit", setting, tally)
     tally.summary = (
         f"{tally.checks} weights of {len(_VERSIONS)} versions, {setting.ranks} MPI ranks through {through}"
     )
