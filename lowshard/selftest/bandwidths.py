@@ -50,7 +50,9 @@ def _kernels(setting: Setting, size_bytes: int) -> list[dict[str, Any]]:
     shape = (size_bytes // bf16.itemsize // cols, cols)
     x = device.empty(shape, bf16)
     x.view(np.uint16)[...] = 0x3F81  # near 1: no special case of any kernel
-    q = MXFP8Tensor(device.empty(shape, np.dtype(np.uint8)), device.empty((shape[0], cols // 32), np.dtype(np.uint8)))
+    q = MXFP8Tensor(
+        device.empty(shape, np.dtype(np.uint8)), device.empty((shape[0], cols // 32), np.dtype(np.uint8))
+    )
     back = device.empty(shape, bf16)
     half = shape[0] // 2
     table = BoxTable(shape, tuple(((row, row + 1), (0, cols)) for row in range(0, shape[0], 2)))
@@ -68,7 +70,10 @@ def _kernels(setting: Setting, size_bytes: int) -> list[dict[str, Any]]:
         ("pack_quantize rows of 4 KB", half * cols * 2 + fused.wire_bytes,
          lambda: kernels.pack_quantize(x, table, out=fused)),
     ]  # fmt: skip
-    src, dst = device.empty((size_bytes,), np.dtype(np.uint8)), device.empty((size_bytes,), np.dtype(np.uint8))
+    src, dst = (
+        device.empty((size_bytes,), np.dtype(np.uint8)),
+        device.empty((size_bytes,), np.dtype(np.uint8)),
+    )
     src.fill(1)
     dst.fill(2)
     rows = []

@@ -45,7 +45,9 @@ def add_selftest_parser(subparsers: argparse._SubParsersAction[argparse.Argument
         "--device", choices=("auto", "cpu", "cuda"), default="auto",
         help="where arrays lie; auto: a GPU where CuPy can use one (default: %(default)s)",
     )  # fmt: skip
-    parser.add_argument("-n", "--ranks", type=int, default=2, metavar="N", help="MPI ranks (default %(default)s)")
+    parser.add_argument(
+        "-n", "--ranks", type=int, default=2, metavar="N", help="MPI ranks (default %(default)s)"
+    )
     parser.add_argument(
         "-o", "--out", type=Path, metavar="DIR",
         help="folder for logs and selftest.json (default: a new one here, ./lowshard-selftest-...)",
@@ -92,7 +94,9 @@ def _chosen(only: str | None) -> Sequence[str]:
     chosen = [name.strip() for name in only.split(",")]
     unknown = [name for name in chosen if name not in NAMES]
     if unknown:
-        raise LaunchError(f"--only takes steps out of {', '.join(NAMES)}; got {', '.join(map(repr, unknown))}")
+        raise LaunchError(
+            f"--only takes steps out of {', '.join(NAMES)}; got {', '.join(map(repr, unknown))}"
+        )
     return chosen
 
 

@@ -39,7 +39,9 @@ def hard(shape: tuple[int, ...], dtype: str, *words: object) -> np.ndarray:
     values = np.where(chosen < 0.20, patterns.view(row.numpy), values)
     values = np.where((chosen >= 0.20) & (chosen < 0.30), subnormal, values)
     for at, special in ((0.30, np.inf), (0.31, -np.inf), (0.32, np.nan), (0.33, 0.0), (0.34, -0.0)):
-        values = np.where((chosen >= at) & (chosen < at + 0.01), np.float32(special).astype(row.numpy), values)
+        values = np.where(
+            (chosen >= at) & (chosen < at + 0.01), np.float32(special).astype(row.numpy), values
+        )
     return values.astype(row.numpy, copy=False).reshape(shape)
 
 
@@ -54,4 +56,3 @@ def ordinary(shape: tuple[int, ...], dtype: str, *words: object) -> np.ndarray:
 def whole_numbers(shape: tuple[int, ...], dtype: str, *words: object) -> np.ndarray:
     """Return numbers whose sums are exact in any order."""
     return rng("whole", dtype, *words).integers(0, 4, shape).astype(dtypes.get(dtype).numpy)
-

@@ -48,7 +48,9 @@ class EveryCollective:
 
     # ---- what is given and got
 
-    def _give(self, what: str, elems: int, dtype: str, make: Callable[..., np.ndarray] = hard) -> list[np.ndarray]:
+    def _give(
+        self, what: str, elems: int, dtype: str, make: Callable[..., np.ndarray] = hard
+    ) -> list[np.ndarray]:
         """Return what every rank gives, the same on all ranks."""
         return [make((elems,), dtype, what, rank) for rank in range(self._comm.size)]
 
@@ -60,7 +62,9 @@ class EveryCollective:
         return put(self._xp, np.zeros(elems, dtype))
 
     def _same(self, what: str, got: Any, expected: np.ndarray, any_nan: bool = False) -> None:
-        self._tally.same(f"{what} on rank {self._comm.rank} of {self._comm.size}", got, expected, any_nan=any_nan)
+        self._tally.same(
+            f"{what} on rank {self._comm.rank} of {self._comm.size}", got, expected, any_nan=any_nan
+        )
 
     # ---- the calls
 
@@ -133,7 +137,9 @@ class EveryCollective:
                     self._same(f"all_reduce {of} [{send.size}]", recv, total)
                     part = self._empty(1003, total.dtype)
                     comm.reduce_scatter(send, part, op=op, order=order)  # type: ignore[arg-type]
-                    self._same(f"reduce_scatter {of} [{send.size}]", part, total[1003 * rank : 1003 * (rank + 1)])
+                    self._same(
+                        f"reduce_scatter {of} [{send.size}]", part, total[1003 * rank : 1003 * (rank + 1)]
+                    )
                     root = size - 1
                     recv = self._empty(send.size, total.dtype) if rank == root else None
                     comm.reduce(send, recv, op=op, root=root, order=order)  # type: ignore[arg-type]
@@ -174,7 +180,9 @@ class EveryCollective:
         with group:
             recv = self._empty(1003 * len(members), given[0].dtype)
             group.all_gather(self._put(given[rank]), recv)
-            self._same(f"all_gather within ranks {members}", recv, np.concatenate([given[r] for r in members]))
+            self._same(
+                f"all_gather within ranks {members}", recv, np.concatenate([given[r] for r in members])
+            )
             total = self._empty(1003, given[0].dtype)
             group.all_reduce(self._put(given[rank]), total, order="tree")
             expected = plain_fold([given[r] for r in members], "sum", "tree")

@@ -52,7 +52,9 @@ def run(setting: Setting, tally: Tally) -> None:
         gpu = _gpu_facts(setting, tally)
         facts["cuda"] = gpu
         names = ", ".join(one["name"] for one in gpu["gpus"])
-        tally.summary += f"; {names}, CUDA {gpu['runtime']}, driver {gpu['driver']}, NCCL {gpu['nccl'] or 'none'}"
+        tally.summary += (
+            f"; {names}, CUDA {gpu['runtime']}, driver {gpu['driver']}, NCCL {gpu['nccl'] or 'none'}"
+        )
     tally.data["facts"] = facts
     tally.data["ok"] = [check.name for check in checks if check.status == "ok"]
 
@@ -122,4 +124,3 @@ def _gpu_facts(setting: Setting, tally: Tally) -> dict[str, Any]:
 def _version(number: int) -> str:
     """Return CUDA's number of a version as text: 13000 is 13.0."""
     return f"{number // 1000}.{number % 1000 // 10}"
-

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -32,13 +33,19 @@ def run(setting: Setting, tally: Tally) -> None:
         from lowshard.kernels.engine import host_engine
 
         engine = host_engine().name
-        where = "Numba compiled for this processor" if engine == "numba" else "plain NumPy: Numba was not used"
+        where = (
+            "Numba compiled for this processor" if engine == "numba" else "plain NumPy: Numba was not used"
+        )
     else:
         where = "CUDA C++ compiled by NVRTC"
     for check in (_mxfp8, _moves, _fused, _casts, _sums, _swizzles, _optimizers):
         print(f"{check.__name__[1:]}, {where}", flush=True)
-        check(xp, tally)
-        settle(xp)
+        try:
+            check(xp, tally)
+            settle(xp)
+        except Exception as error:  # a kernel that fails does not keep the others from being tried
+            traceback.print_exc()
+            tally.fail(f"{check.__name__[1:]}: {type(error).__name__}: {error}")
     tally.summary = f"{tally.checks} results equal their plain twins ({where})"
 
 
@@ -117,7 +124,9 @@ def _sums(xp: ModuleType, tally: Tally) -> None:
                     out, expected = put(xp, start), start.copy()
                     kernels.sum_into(out, [put(xp, source) for source in sources], accumulate)
                     plain.sum_into(expected, sources, accumulate)
-                    what = f"sum_into float32 of {count} {dtype} [{elems}]{' accumulate' if accumulate else ''}"
+                    what = (
+                        f"sum_into float32 of {count} {dtype} [{elems}]{' accumulate' if accumulate else ''}"
+                    )
                     tally.same(what, out, expected, any_nan=True)
 
 

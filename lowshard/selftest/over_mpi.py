@@ -49,7 +49,8 @@ def run_over_mpi(part: str, setting: Setting, tally: Tally, limit_s: float | Non
         return ""
     found = [Tally.from_json(text) for text in json.loads(path.read_text(encoding="utf-8"))]
     path.unlink()
-    through = str([one.data.pop("transport") for one in found][0])
+    through = ""
     for one in found:
+        through = str(one.data.pop("transport"))
         tally.add(one, f"through {through}: " if setting.device == "cuda" else "")
     return through

@@ -36,7 +36,9 @@ def move_everything(comm: Communicator, tally: Tally) -> None:
             src, dst = Layout(mesh, _SHAPE, dtype, have), Layout(mesh, _SHAPE, dtype, want)
             is_partial = any(isinstance(placement, Partial) for placement in have)
             make = ordinary if is_partial else hard
-            wholes = [make(_SHAPE, dtype, "redistribute", rank if is_partial else 0) for rank in range(comm.size)]
+            wholes = [
+                make(_SHAPE, dtype, "redistribute", rank if is_partial else 0) for rank in range(comm.size)
+            ]
             local = put(comm.xp, np.ascontiguousarray(wholes[comm.rank][_index(src, comm.rank)]))
             out = execute(plan_redistribute(src, dst), local, comm)
             whole = plain_fold(wholes, "sum", "tree") if is_partial else wholes[0]

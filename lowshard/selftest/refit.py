@@ -72,13 +72,17 @@ def refit_everything(comm: Communicator, tally: Tally) -> None:
                     assert isinstance(transform, MXFP8ReshardTransform)
                     found = transform.persistent_buffers[name]
                     codes, scales = reference.quantize_bits(
-                        reference.widen_to_fp32_bits(bits(part), "bfloat16").reshape(-1, reference.BLOCK_ELEMS),
+                        reference.widen_to_fp32_bits(bits(part), "bfloat16").reshape(
+                            -1, reference.BLOCK_ELEMS
+                        ),
                         reference.E4M3,
                         "rceil",
                     )
                     tally.same(f"{what}, codes", found.data, codes.reshape(part.shape))
                     tally.same(f"{what}, scales", found.scale, scales.reshape(part.shape[0], -1))
-                tally.true(f"refit {way}, version on rank {comm.rank}", refit.version == version, str(refit.version))
+                tally.true(
+                    f"refit {way}, version on rank {comm.rank}", refit.version == version, str(refit.version)
+                )
 
 
 def _index(layout: Layout, rank: int) -> tuple[slice, ...]:

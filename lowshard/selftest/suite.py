@@ -22,7 +22,9 @@ def run(setting: Setting, tally: Tally) -> None:
         tally.data["skipped"] = "pytest is not installed: pip install 'lowshard[test]'"
         return
     command = [sys.executable, "-m", "pytest", "-q", "-W", "default", "--seed", "1", "tests/gpu"]
-    ran = subprocess.run(command, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    ran = subprocess.run(
+        command, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+    )
     print(ran.stdout, flush=True)
     lines = ran.stdout.strip().splitlines() or [""]
     for line in lines:

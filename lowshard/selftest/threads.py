@@ -80,8 +80,8 @@ def _warm(tally: Tally) -> None:
     CUDA loads a kernel on first use, which waits for the device; a rank that waits so while another one's NCCL
     kernel waits for it waits for ever.
     """
-    from lowshard.comm.nccl_bindings import Binding
     from lowshard.comm.nccl import NCCLCommunicator
+    from lowshard.comm.nccl_bindings import Binding
 
     binding = Binding.load()
     handle = binding.nccl.NcclCommunicator(1, binding.nccl.get_unique_id(), 0)
