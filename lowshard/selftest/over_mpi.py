@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from pathlib import Path
 
 from lowshard.launch.job import python_command, run_ranks
+from lowshard.selftest.rank import result_of
 from lowshard.selftest.setting import Setting
 from lowshard.selftest.tally import Tally
 
@@ -27,30 +27,29 @@ def run_over_mpi(part: str, setting: Setting, tally: Tally, limit_s: float | Non
         limit_s: seconds for the job; by default the step's.
 
     Returns:
-        What carried the arrays; "" where the job failed.
+        What carried the arrays; "" where the ranks did not get so far.
     """
-    path = Path(setting.folder) / f"{part}.ranks.json"
-    path.unlink(missing_ok=True)
+    path = Path(setting.folder) / part
+    results = [result_of(path, rank) for rank in range(setting.ranks)]
+    for result in results:
+        result.unlink(missing_ok=True)
     limit_s = max(5.0, (setting.limit_s if limit_s is None else limit_s) - _LAST_S)
     transport = "" if setting.device == "cpu" else f" transport={setting.transport}"
     print(f"{part} on {setting.ranks} MPI ranks{transport}", flush=True)
     env = {"LOWSHARD_TIMEOUT_S": f"{_WAIT_S:g}", **os.environ}
     command = python_command("lowshard.selftest.rank", [part, setting.to_json(), str(path)], module=True)
-    result = run_ranks(command, setting.ranks, timeout_s=limit_s, env=env, stderr=sys.stdout)
-    if result.exit_code:
-        said = [f"{part}{transport}: {result.message}"]
-        said += [
-            f"{part}{transport}: rank {record.rank}: {record.message}"
-            for record in result.failures
-            if record.message and record.message not in result.message
-        ]
-        for line in said:
-            tally.fail(" ".join(line.split()))
-        return ""
-    found = [Tally.from_json(text) for text in json.loads(path.read_text(encoding="utf-8"))]
-    path.unlink()
+    job = run_ranks(command, setting.ranks, timeout_s=limit_s, env=env, stderr=sys.stdout)
+    named = f"{setting.transport}: " if setting.device == "cuda" else ""
+    if job.exit_code:
+        tally.fail(f"{named}{' '.join(job.message.split())}")
+        for record in job.failures:
+            if record.message and record.message not in job.message:
+                tally.fail(f"{named}rank {record.rank}: {' '.join(record.message.split())}")
     through = ""
-    for one in found:
-        through = str(one.data.pop("transport"))
-        tally.add(one, f"through {through}: " if setting.device == "cuda" else "")
+    for result in results:
+        if result.exists():  # a rank that was killed leaves none
+            found = Tally.from_json(result.read_text(encoding="utf-8"))
+            result.unlink()
+            through = str(found.data.pop("transport", through))
+            tally.add(found, named)
     return through

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -48,17 +47,22 @@ PARTS: dict[str, Part] = {
 
 
 def main(part: str, setting: Setting, result: Path) -> None:
-    """Run a part as one rank; rank 0 writes what all ranks found."""
+    """Run a part as one rank and write what it found, also where it fails."""
     from lowshard.comm.mpi import load_mpi
 
     tally = Tally()
     world = load_mpi().COMM_WORLD
-    with lc.from_mpi(world, setting.device, transport=setting.transport) as comm:
-        tally.data["transport"] = comm.transport
-        PARTS[part](comm, tally)
-        found = lc.share_text(comm.control, tally.to_json())
-        if comm.rank == 0:
-            result.write_text(json.dumps(list(found)), encoding="utf-8")
+    try:
+        with lc.from_mpi(world, setting.device, transport=setting.transport) as comm:
+            tally.data["transport"] = comm.transport
+            PARTS[part](comm, tally)
+    finally:
+        result_of(result, world.Get_rank()).write_text(tally.to_json(), encoding="utf-8")
+
+
+def result_of(result: Path, rank: int) -> Path:
+    """Return the file of one rank's tally."""
+    return result.with_suffix(f".{rank}.json")
 
 
 if __name__ == "__main__":
