@@ -12,6 +12,7 @@ import numpy as np
 
 from lowshard import dtypes, kernels
 from lowshard.bench.device import open_device
+from lowshard.bench.timing import Work
 from lowshard.comm import Communicator
 from lowshard.kernels import BoxTable, MXFP8Tensor
 from lowshard.selftest.over_mpi import run_over_mpi
@@ -105,11 +106,13 @@ def measure_collectives(comm: Communicator, tally: Tally) -> None:
     recv[...] = 2
     whole[...] = 3
     rows = []
-    for name, call in (
+    calls: tuple[tuple[str, Work], ...] = (
         ("all_reduce sum fp32", lambda: comm.all_reduce(send, recv)),
         ("all_gather fp32", lambda: comm.all_gather(send[:part], whole)),
-    ):
-        seconds, copies_s = [], []
+    )
+    for name, call in calls:
+        seconds: list[float] = []
+        copies_s: list[float] = []
         for turn in range(_ROUNDS + 1):
             for times, work in ((seconds, call), (copies_s, lambda: xp.copyto(recv, send))):
                 settle(xp)

@@ -34,7 +34,7 @@ def hard(shape: tuple[int, ...], dtype: str, *words: object) -> np.ndarray:
 
     values = random.standard_normal(count).astype(np.float32).astype(row.numpy)
     chosen = random.random(count)
-    smallest = np.float64(ml_dtypes.finfo(row.numpy).smallest_subnormal)
+    smallest = np.float64(ml_dtypes.finfo(row.numpy).smallest_subnormal)  # type: ignore[no-untyped-call]
     subnormal = (smallest * random.integers(-4, 5, count)).astype(row.numpy)
     values = np.where(chosen < 0.20, patterns.view(row.numpy), values)
     values = np.where((chosen >= 0.20) & (chosen < 0.30), subnormal, values)

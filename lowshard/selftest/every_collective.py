@@ -16,7 +16,7 @@ from lowshard.selftest.place import put, settle
 from lowshard.selftest.plain_fold import OPS, plain_fold
 from lowshard.selftest.tally import Tally
 
-_DTYPES = ("float32", "bfloat16", "int32")
+DTYPES = ("float32", "bfloat16", "int32")
 _ELEMS = (1, 1003, 70_000)
 """Elements a rank: one, an odd few, and more than a cache line's or a message's worth."""
 
@@ -61,6 +61,16 @@ class EveryCollective:
         """Return an array of zeros, so that nothing right is in it by chance."""
         return put(self._xp, np.zeros(elems, dtype))
 
+    def _meet(self) -> None:
+        """Wait for the other ranks before a call on a GPU that they may share.
+
+        Arrays have been made by then: to allocate memory may mean to wait for the whole device, and there another
+        rank's kernel may wait for this rank.
+        """
+        if self._xp is not np:
+            settle(self._xp)
+            self._comm.control.barrier()
+
     def _same(self, what: str, got: Any, expected: np.ndarray, any_nan: bool = False) -> None:
         self._tally.same(
             f"{what} on rank {self._comm.rank} of {self._comm.size}", got, expected, any_nan=any_nan
@@ -71,58 +81,71 @@ class EveryCollective:
     def _moves(self) -> None:
         comm, rank, size = self._comm, self._comm.rank, self._comm.size
         comm.barrier()
-        for dtype in _DTYPES:
+        for dtype in DTYPES:
             for elems in _ELEMS:
                 given = self._give("all_gather", elems, dtype)
                 recv = self._empty(elems * size, given[0].dtype)
-                comm.all_gather(self._put(given[rank]), recv)
+                send = self._put(given[rank])
+                self._meet()
+                comm.all_gather(send, recv)
                 self._same(f"all_gather {dtype} [{elems}]", recv, np.concatenate(given))
                 given = self._give("all_to_all", elems * size, dtype)
                 recv = self._empty(elems * size, given[0].dtype)
-                comm.all_to_all(self._put(given[rank]), recv)
+                send = self._put(given[rank])
+                self._meet()
+                comm.all_to_all(send, recv)
                 expected = np.concatenate([whole[rank * elems : (rank + 1) * elems] for whole in given])
                 self._same(f"all_to_all {dtype} [{elems * size}]", recv, expected)
             counts = [100 * r for r in range(size)]
             displs = [3 + sum(counts[:r]) for r in range(size)]
             parts = [hard((count,), dtype, "all_gather_v", r) for r, count in enumerate(counts)]
             recv = self._empty(3 + sum(counts), parts[0].dtype)
-            comm.all_gather_v(self._put(parts[rank]), recv, counts, displs)
+            send = self._put(parts[rank])
+            self._meet()
+            comm.all_gather_v(send, recv, counts, displs)
             expected = np.concatenate([np.zeros(3, parts[0].dtype), *parts])
             self._same(f"all_gather_v {dtype} counts {counts}", recv, expected)
 
     def _to_and_from_a_root(self) -> None:
         comm, rank, size = self._comm, self._comm.rank, self._comm.size
-        for dtype in _DTYPES:
+        for dtype in DTYPES:
             for root in range(size):
                 mine = rank == root
                 whole = hard((1003 * size,), dtype, "root", root)
                 buf = self._put(whole) if mine else self._empty(whole.size, whole.dtype)
+                self._meet()
                 comm.broadcast(buf, root)
                 self._same(f"broadcast {dtype} [{whole.size}] root={root}", buf, whole)
                 part = self._empty(1003, whole.dtype)
-                comm.scatter(self._put(whole) if mine else None, part, root)
+                send = self._put(whole) if mine else None
+                self._meet()
+                comm.scatter(send, part, root)
                 expected = whole[1003 * rank : 1003 * (rank + 1)]
                 self._same(f"scatter {dtype} [{whole.size}] root={root}", part, expected)
                 recv = self._empty(whole.size, whole.dtype) if mine else None
-                comm.gather(self._put(expected), recv, root)
+                send = self._put(expected)
+                self._meet()
+                comm.gather(send, recv, root)
                 if mine:
                     self._same(f"gather {dtype} [1003] root={root}", recv, whole)
 
     def _all_to_all_v(self) -> None:
         comm, rank, size = self._comm, self._comm.rank, self._comm.size
         counts = [[(7 * src + 13 * dst) % 50 for dst in range(size)] for src in range(size)]
-        for dtype in _DTYPES:
+        for dtype in DTYPES:
             given = [hard((sum(row) + 5,), dtype, "all_to_all_v", src) for src, row in enumerate(counts)]
             starts = [_starts(row) for row in counts]
             taken = [row[rank] for row in counts]
             recv = self._empty(sum(taken), given[0].dtype)
-            comm.all_to_all_v(self._put(given[rank]), counts[rank], starts[rank], recv, taken, _starts(taken))
+            send = self._put(given[rank])
+            self._meet()
+            comm.all_to_all_v(send, counts[rank], starts[rank], recv, taken, _starts(taken))
             expected = [whole[starts[src][rank] :][: taken[src]] for src, whole in enumerate(given)]
             self._same(f"all_to_all_v {dtype} counts {counts[rank]}", recv, np.concatenate(expected))
 
     def _reductions(self) -> None:
         comm, rank, size = self._comm, self._comm.rank, self._comm.size
-        for dtype in _DTYPES:
+        for dtype in DTYPES:
             for op in OPS:
                 for order in ("tree", "rank", "fast"):
                     # "fast" promises no bits, so its numbers are such that every order gives the same.
@@ -133,15 +156,18 @@ class EveryCollective:
                     total = plain_fold(given, op, folded)
                     send = self._put(given[rank])
                     recv = self._empty(send.size, total.dtype)
+                    self._meet()
                     comm.all_reduce(send, recv, op=op, order=order)  # type: ignore[arg-type]
                     self._same(f"all_reduce {of} [{send.size}]", recv, total)
                     part = self._empty(1003, total.dtype)
+                    self._meet()
                     comm.reduce_scatter(send, part, op=op, order=order)  # type: ignore[arg-type]
                     self._same(
                         f"reduce_scatter {of} [{send.size}]", part, total[1003 * rank : 1003 * (rank + 1)]
                     )
                     root = size - 1
                     recv = self._empty(send.size, total.dtype) if rank == root else None
+                    self._meet()
                     comm.reduce(send, recv, op=op, root=root, order=order)  # type: ignore[arg-type]
                     if rank == root:
                         self._same(f"reduce {of} [{send.size}] root={root}", recv, total)
@@ -151,11 +177,12 @@ class EveryCollective:
         if size < 2:
             return
         after, before = (rank + 1) % size, (rank - 1) % size
-        for dtype in _DTYPES:
+        for dtype in DTYPES:
             for elems in _ELEMS:
                 for way in ("send and recv", "send_recv", "grouped"):
                     given = self._give(way, elems, dtype)
                     send, got = self._put(given[rank]), self._empty(elems, given[0].dtype)
+                    self._meet()
                     if way == "send_recv":
                         comm.send_recv(send, after, got, before)
                     elif way == "grouped":
@@ -179,12 +206,15 @@ class EveryCollective:
         given = self._give("split", 1003, "float32", ordinary)
         with group:
             recv = self._empty(1003 * len(members), given[0].dtype)
-            group.all_gather(self._put(given[rank]), recv)
+            send = self._put(given[rank])
+            self._meet()
+            group.all_gather(send, recv)
             self._same(
                 f"all_gather within ranks {members}", recv, np.concatenate([given[r] for r in members])
             )
             total = self._empty(1003, given[0].dtype)
-            group.all_reduce(self._put(given[rank]), total, order="tree")
+            self._meet()
+            group.all_reduce(send, total, order="tree")
             expected = plain_fold([given[r] for r in members], "sum", "tree")
             self._same(f"all_reduce sum tree within ranks {members}", total, expected)
             settle(self._xp)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import platform
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
+import lowshard
 from lowshard._version import __version__
 from lowshard.bench.machine import cpu_model
+from lowshard.launch.check import run_python
 from lowshard.launch.check_machine import check_cuda
 from lowshard.selftest.setting import MULTI_RANK_NCCL, Device, Setting
 from lowshard.selftest.tally import Tally
@@ -15,6 +18,15 @@ from lowshard.selftest.tally import Tally
 END = "end"
 """A key of the tally's data: nothing else can run, and why."""
 _IMPORTED_BY_ALL = ("numpy", "ml_dtypes")
+_NOT_ON_A_GPU = ("numba", "kernels")
+"""What the CPU path needs and the GPU path does not."""
+
+_DEVICE_PROGRAM = """
+import sys
+sys.path.insert(0, sys.argv[1])  # where this lowshard lies, installed or not
+from lowshard.selftest.facts import why_no_cuda
+print("cpu" if why_no_cuda() else "cuda")
+"""
 
 
 def run(setting: Setting, tally: Tally) -> None:
@@ -31,7 +43,7 @@ def run(setting: Setting, tally: Tally) -> None:
     checks = examine()
     for check in checks:
         print(f"{check.status:8} {check.name:14} {check.detail}  {check.advice}".rstrip(), flush=True)
-        if not check.required:
+        if not check.required or (setting.device == "cuda" and check.name in _NOT_ON_A_GPU):
             continue
         tally.true(check.name, check.status == "ok", f"{check.status}: {check.detail}; {check.advice}")
         if check.status != "ok" and check.name in _IMPORTED_BY_ALL:
@@ -80,10 +92,10 @@ def why_no_cuda() -> str:
 
 
 def find_device(choice: str) -> Device:
-    """Return the device of `--device`: "auto" is a GPU where CuPy can use one."""
-    if choice == "cpu" or (choice == "auto" and why_no_cuda()):
-        return "cpu"
-    return "cuda"
+    """Return the device of `--device`: "auto" is a GPU where CuPy can use one, asked in a process of its own."""
+    if choice == "auto":
+        _, choice = run_python(_DEVICE_PROGRAM, [str(Path(lowshard.__file__).parents[1])])
+    return "cuda" if choice.strip() == "cuda" else "cpu"
 
 
 def _gpu_facts(setting: Setting, tally: Tally) -> dict[str, Any]:

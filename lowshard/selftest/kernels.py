@@ -12,12 +12,15 @@ import numpy as np
 from lowshard import dtypes, kernels
 from lowshard.kernels import MXFP8Tensor, reference
 from lowshard.kernels.plain import PlainEngine
+from lowshard.kernels.reference import Elem, Mode
 from lowshard.selftest.data import hard, ordinary, rng
 from lowshard.selftest.place import array_module, put, settle
 from lowshard.selftest.setting import Setting
 from lowshard.selftest.tally import Tally, bits
 
 _FLOATS = ("bfloat16", "float16", "float32")
+_ELEMS: tuple[Elem, ...] = ("e4m3", "e5m2")
+_MODES: tuple[Mode, ...] = ("rceil", "floor", "even", "ceil")
 _SHAPES = ((67, 352), (1, 32), (3, 4096))
 """[rows, cols]: many rows of an odd number of blocks, one block, and a few long rows."""
 _SWIZZLED = ((1, 1), (128, 4), (300, 11))
@@ -54,16 +57,16 @@ def _mxfp8(xp: ModuleType, tally: Tally) -> None:
     for dtype in _FLOATS:
         for shape in _SHAPES:
             x = hard(shape, dtype, "quantize", shape)
-            for elem in ("e4m3", "e5m2"):
-                for mode in reference.MODES:
+            for elem in _ELEMS:
+                for mode in _MODES:
                     what = f"quantize_mxfp8 elem={elem} mode={mode} {dtype} {list(shape)}"
                     _quantised(tally, what, kernels.quantize_mxfp8(put(xp, x), elem, mode), x, mode)
-    for elem in ("e4m3", "e5m2"):
+    for elem in _ELEMS:
         random = rng("dequantize", elem)
         data = random.integers(0, 256, (300, 128), np.uint8)
         scale = random.integers(0, 256, (300, 4), np.uint8)
         for dtype in _FLOATS:
-            table = reference.value_table(elem, dtype)  # type: ignore[arg-type]
+            table = reference.value_table(elem, dtype)
             expected = table[np.repeat(scale.astype(np.intp) << 8, 32, axis=-1) | data]
             got = kernels.dequantize_mxfp8(MXFP8Tensor(put(xp, data), put(xp, scale), elem), dtype)
             tally.same(f"dequantize_mxfp8 elem={elem} {dtype} [300, 128]", got, _as(expected, dtype))
@@ -86,13 +89,13 @@ def _fused(xp: ModuleType, tally: Tally) -> None:
     for dtype in _FLOATS:
         x = hard((67, 352), dtype, "pack_quantize")
         packed = _packed(x)
-        for elem in ("e4m3", "e5m2"):
-            for mode in reference.MODES:
+        for elem in _ELEMS:
+            for mode in _MODES:
                 q = kernels.pack_quantize(put(xp, x), _BOXES, elem, mode)
                 what = f"pack_quantize elem={elem} mode={mode} {dtype} 3 boxes of [67, 352]"
                 _quantised(tally, what, q, packed, mode)
             codes, scales = _quantise(packed, elem, "rceil")
-            table = reference.value_table(elem, dtype)  # type: ignore[arg-type]
+            table = reference.value_table(elem, dtype)
             values = _as(table[np.repeat(scales.astype(np.intp) << 8, 32) | codes], dtype)
             out = put(xp, np.zeros_like(x))
             kernels.unpack_dequantize(MXFP8Tensor(put(xp, codes), put(xp, scales), elem), _BOXES, out)

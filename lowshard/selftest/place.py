@@ -36,6 +36,9 @@ def put(xp: ModuleType, array: np.ndarray) -> Any:
 
 
 def settle(xp: ModuleType) -> None:
-    """Wait for all work of the current device; an error of the device is raised here."""
+    """Wait for the work on the current stream; an error of the device is raised here.
+
+    Never for the whole device: there another rank's kernel may wait for this rank.
+    """
     if xp is not np:
-        xp.cuda.Device().synchronize()
+        xp.cuda.get_current_stream().synchronize()

@@ -12,7 +12,7 @@ class Step:
     """One step.
 
     Attributes:
-        name: what the user calls it, and its log.
+        name: what the user calls it, and its log, and the module whose `run(setting, tally)` does it.
         shows: what it shows, in a few words.
         cpu_limit_s: seconds it may take on a CPU, which includes compiling its kernels into an empty cache.
         cuda_limit_s: the same on a GPU.
@@ -29,25 +29,20 @@ class Step:
         """Return the seconds it may take there."""
         return self.cuda_limit_s if device == "cuda" else self.cpu_limit_s
 
-    @property
-    def entry(self) -> str:
-        """The module whose `run(setting, tally)` does it."""
-        return f"lowshard.selftest.{self.name}"
-
 
 _MPI = ("mpi4py", "mpi")
 
 STEPS = (
-    Step("facts", "versions, driver, libraries, MPI, topology", 90, 45),
+    Step("facts", "versions, driver, libraries, MPI, topology", 90, 40),
     Step("kernels", "every kernel against its plain twin", 300, 90),
-    Step("fold", "every order, op and dtype of a reduction against plain NumPy", 120, 60),
-    Step("threads", "collectives of ranks that are threads of one process", 120, 70),
-    Step("collectives", "collectives of MPI ranks against NumPy", 240, 100, _MPI),
-    Step("streams", "started calls, and what may run beside them", 60, 35),
-    Step("redistribute", "transitions between layouts against slices of the whole array", 120, 45, _MPI),
-    Step("refit", "new versions of weights, plain and as MXFP8", 180, 45, _MPI),
-    Step("bandwidths", "shares of a copy of the same bytes", 180, 50, _MPI),
-)  # fmt: skip
+    Step("fold", "every order, op and dtype of a reduction against plain NumPy", 120, 50),
+    Step("threads", "collectives of ranks that are threads of one process", 120, 60),
+    Step("collectives", "collectives of MPI ranks against NumPy", 240, 95, _MPI),
+    Step("streams", "started calls, and what may run beside them", 60, 30),
+    Step("redistribute", "transitions between layouts against slices of the whole array", 120, 40, _MPI),
+    Step("refit", "new versions of weights, plain and as MXFP8", 180, 40, _MPI),
+    Step("bandwidths", "shares of a copy of the same bytes", 180, 45, _MPI),
+)
 SUITE = Step("suite", "pytest tests/gpu of the checkout", 900, 900)
 
 NAMES = tuple(step.name for step in STEPS)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
 from lowshard import comm as lc
-from lowshard import kernels
+from lowshard import dtypes
 from lowshard.comm import Communicator
-from lowshard.selftest.every_collective import EveryCollective
+from lowshard.comm.reduction import fold
+from lowshard.selftest.every_collective import DTYPES, EveryCollective
 from lowshard.selftest.place import array_module, settle
+from lowshard.selftest.plain_fold import OPS
 from lowshard.selftest.setting import MULTI_RANK_NCCL, Setting
 from lowshard.selftest.tally import Tally
 
@@ -28,7 +28,7 @@ def run(setting: Setting, tally: Tally) -> None:
         if version < MULTI_RANK_NCCL:
             sizes = [1]
             tally.data["note"] = "several ranks on one GPU need NCCL 2.30.3 or newer"
-        _warm(tally)
+        _warm()
     for size in sizes:
         print(f"{size} threads", flush=True)
         for found in lc.run_loopback(size, _program(setting), _WAIT_S):
@@ -74,7 +74,7 @@ def _on_memory(comm: Communicator) -> Tally:
     return tally
 
 
-def _warm(tally: Tally) -> None:
+def _warm() -> None:
     """Load every kernel of the run before ranks meet on the device.
 
     CUDA loads a kernel on first use, which waits for the device; a rank that waits so while another one's NCCL
@@ -88,13 +88,10 @@ def _warm(tally: Tally) -> None:
     with NCCLCommunicator(handle, 0, 1, binding=binding) as comm:
         EveryCollective(comm, Tally()).run()
     xp = array_module("cuda")
-    for dtype in (np.float32, np.int32):
+    for dtype in DTYPES:
         for size in (2, 3, 4):
-            from lowshard.comm.reduction import fold
-
-            terms = [xp.ones(8, dtype) for _ in range(size)]
-            for op in ("sum", "avg", "min", "max", "prod"):
+            rows = xp.zeros((size, 8), dtypes.get(dtype).numpy)
+            for op in OPS:
                 for order in ("tree", "rank"):
-                    fold(terms, xp.empty(8, dtype), op, order)
-    kernels.quantize_mxfp8(xp.ones((1, 32), xp.float32))
+                    fold(list(rows), xp.empty_like(rows[0]), op, order)
     settle(xp)
