@@ -95,7 +95,9 @@ class Runner:
     def _why_not(self, step: Step, end: str) -> Outcome | None:
         """Return the outcome of a step that cannot run."""
         if end:
-            return Outcome(step.name, "skipped", 0.0, step.limit_s(self._device), f"not run: {end}")
+            return Outcome(
+                step.name, "skipped", 0.0, step.limit_s(self._device), "not run: facts ended the run"
+            )
         missing = [name for name in step.needs if self._ok is not None and name not in self._ok]
         if missing:
             text = f"not run: it needs {' and '.join(missing)}, see facts"

@@ -42,16 +42,14 @@ def _program(setting: Setting) -> Callable[[Communicator], Tally]:
     """Return what each thread runs."""
     if setting.device == "cpu":
         return _on_memory
-    from lowshard.comm.nccl_bindings import Binding
-
-    binding = Binding.load()
     unique: list[Any] = []
 
     def on_gpu(host: Communicator) -> Tally:
         from lowshard.comm.nccl import NCCLCommunicator
+        from lowshard.comm.nccl_bindings import Binding
 
-        tally = Tally()
-        xp = binding.xp
+        tally, binding = Tally(), Binding.load()
+        xp: Any = binding.xp
         binding.select(0)
         if host.rank == 0:
             unique.append(binding.nccl.get_unique_id())
