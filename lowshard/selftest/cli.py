@@ -148,7 +148,7 @@ def _show(outcomes: Sequence[Outcome], folder: Path, seconds: float) -> None:
     """Print the table, the bandwidths, and what failed. Plain text: nothing but Python is needed for it."""
     print(f"\n{'step':13} {'result':8} {'s':>6}  finding")
     for outcome in outcomes:
-        print(f"{outcome.name:13} {outcome.result:8} {outcome.seconds:6.1f}  {_cut(outcome.finding)}")
+        print(f"{outcome.name:13} {outcome.result:8} {outcome.seconds:6.1f}  {_cut(_finding(outcome))}")
     rows = [row for outcome in outcomes for row in outcome.data.get("bandwidths", ())]
     if rows:
         print(f"\n{'bandwidth':48} {'GB/s':>8} {'share of a copy':>16}")
@@ -166,6 +166,12 @@ def _show(outcomes: Sequence[Outcome], folder: Path, seconds: float) -> None:
     skipped = [outcome.name for outcome in outcomes if outcome.result == "skipped"]
     not_run = f" Not run: {', '.join(skipped)}." if skipped else ""
     print(f"\n{verdict}{not_run} {seconds:.0f} s; {folder / 'selftest.json'}", flush=True)
+
+
+def _finding(outcome: Outcome) -> str:
+    """Return what the table says of a step."""
+    compiled = f"compiled {outcome.compiled} kernels; " if outcome.compiled else ""
+    return f"{compiled}{outcome.finding}"
 
 
 def _cut(text: str) -> str:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from lowshard.compiled import cache_folder
 from lowshard.selftest.facts import END
 from lowshard.selftest.setting import Device, Setting
 from lowshard.selftest.step import Step
@@ -46,6 +47,7 @@ class Outcome:
         finding: one line: what it showed, or what is wrong, or why it was skipped.
         findings: what is wrong, a line each.
         checks: comparisons made.
+        compiled: kernels for the CPU that were compiled meanwhile, and are in the cache now.
         log: path of its output; "" where it did not run.
         data: what else it reports.
     """
@@ -57,6 +59,7 @@ class Outcome:
     finding: str
     findings: tuple[str, ...] = ()
     checks: int = 0
+    compiled: int = 0
     log: str = ""
     data: Mapping[str, Any] = field(default_factory=dict)
 
@@ -112,7 +115,7 @@ class Runner:
         result.unlink(missing_ok=True)
         mark = f"{os.getpid()} {self._folder} {step.name}"
         command = [sys.executable, "-m", "lowshard.selftest", step.name, setting.to_json(), str(result)]
-        start_s = time.monotonic()
+        start_s, before = time.monotonic(), _compiled()
         with log.open("wb") as output:
             process = subprocess.Popen(
                 command,
@@ -127,19 +130,22 @@ class Runner:
             finally:
                 _end(process, mark)
         seconds = time.monotonic() - start_s
-        return _outcome(step, process.returncode, in_time, seconds, limit_s, log, result)
+        outcome = _outcome(step, process.returncode, in_time, seconds, limit_s, log, result)
+        return replace(outcome, compiled=max(0, _compiled() - before))
 
     def _wait(self, process: subprocess.Popen[bytes], step: Step, count: str, limit_s: float) -> bool:
         """Wait for a step's end; return False when its time is over."""
         start_s = time.monotonic()
-        next_s = _QUIET_S
+        next_s, before = _QUIET_S, _compiled()
         while process.poll() is None:
             passed_s = time.monotonic() - start_s
             if passed_s > limit_s:
                 return False
             if passed_s > next_s:
                 so_far = f", {passed_s:.0f} s so far" if passed_s > _REMIND_S else ""
-                self._say(f"{step.name} ({count}): {step.shows}{so_far}, limit {limit_s:.0f} s")
+                made = _compiled() - before
+                compiled = f"; {made} kernels compiled into {cache_folder()}" if made > 0 else ""
+                self._say(f"{step.name} ({count}): {step.shows}{so_far}, limit {limit_s:.0f} s{compiled}")
                 next_s += _REMIND_S
             time.sleep(_TICK_S)
         return True
@@ -177,6 +183,11 @@ def _outcome(
         more = f" (and {tally.wrong - 1} more)" if tally.wrong > 1 else ""
         return replace(found, finding=f"{tally.findings[0]}{more}")
     return replace(found, result="ok", finding=tally.summary)
+
+
+def _compiled() -> int:
+    """Return the number of kernels in the cache of compiled code."""
+    return sum(1 for _ in cache_folder().rglob("*.o"))
 
 
 def _tail(log: Path) -> list[str]:

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.device_stand_in import StandInStream
 from support.nccl_stand_in import Host, StandInCommunicator, World, run_staged, run_stand_in
 
 from lowshard.comm import Communicator
