@@ -162,7 +162,7 @@ def _show(outcomes: Sequence[Outcome], folder: Path, seconds: float) -> None:
             if len(outcome.findings) > _MOST_SHOWN:
                 print(f"  and {len(outcome.findings) - _MOST_SHOWN} more in {folder / 'selftest.json'}")
     failed = [outcome.name for outcome in outcomes if outcome.result == "FAILED"]
-    verdict = f"FAILED: {', '.join(failed)}" if failed else "All steps passed."
+    verdict = f"FAILED: {', '.join(failed)}." if failed else "All steps passed."
     skipped = [outcome.name for outcome in outcomes if outcome.result == "skipped"]
     not_run = f" Not run: {', '.join(skipped)}." if skipped else ""
     print(f"\n{verdict}{not_run} {seconds:.0f} s; {folder / 'selftest.json'}", flush=True)

@@ -14,7 +14,9 @@ from lowshard.selftest.place import put, settle
 from lowshard.selftest.setting import Setting
 from lowshard.selftest.tally import Tally, bits
 
-_SHAPE = (96, 512)
+_ROWS = 90
+_COLS_EACH = 96
+"""Columns of a rank: whole blocks of 32."""
 _NAMES = ("w1", "w2")
 _VERSIONS = (1, 2, 3)
 
@@ -32,11 +34,11 @@ def refit_everything(comm: Communicator, tally: Tally) -> None:
 
     Collective: all ranks of the communicator call this.
     """
-    mesh = DeviceMesh((comm.size,), ("tp",))
+    mesh, whole_shape = DeviceMesh((comm.size,), ("tp",)), (_ROWS, _COLS_EACH * comm.size)
     for on_send in (None, False, True):
         # Rows to columns where bits move as they are; blocks of 32 lie along the columns and stay whole by rows.
-        src = Layout(mesh, _SHAPE, "bfloat16", (Sharded(0),))
-        dst = Layout(mesh, _SHAPE, "bfloat16", (Sharded(0) if on_send else Sharded(1),))
+        src = Layout(mesh, whole_shape, "bfloat16", (Sharded(0),))
+        dst = Layout(mesh, whole_shape, "bfloat16", (Sharded(0) if on_send else Sharded(1),))
         plan = build_reshard_plan(dict.fromkeys(_NAMES, src), dict.fromkeys(_NAMES, dst))
         mine = {name: comm.empty(src.local_shape(comm.rank), "bfloat16") for name in _NAMES}
         shape = dst.local_shape(comm.rank)
@@ -57,12 +59,12 @@ def refit_everything(comm: Communicator, tally: Tally) -> None:
         with refit:
             for version in _VERSIONS:
                 for name in _NAMES:
-                    whole = ordinary(_SHAPE, "bfloat16", "refit", name, version)
+                    whole = ordinary(whole_shape, "bfloat16", "refit", name, version)
                     mine[name][...] = put(comm.xp, whole[_index(src, comm.rank)])
                 refit.push(version)
                 settle(comm.xp)
                 for name in _NAMES:
-                    whole = ordinary(_SHAPE, "bfloat16", "refit", name, version)
+                    whole = ordinary(whole_shape, "bfloat16", "refit", name, version)
                     part = np.ascontiguousarray(whole[_index(dst, comm.rank)])
                     what = f"refit {way}, {name} version {version} on rank {comm.rank} of {comm.size}"
                     if on_send is None:

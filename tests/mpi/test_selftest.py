@@ -20,7 +20,7 @@ import pytest
 
 from lowshard.selftest.step import NAMES, STEPS
 
-pytestmark = [pytest.mark.mpi, pytest.mark.one_mpi, pytest.mark.time_limit(400)]
+pytestmark = [pytest.mark.mpi, pytest.mark.time_limit(400)]
 
 _PLANT = """
 import importlib.abc, os, signal, sys
