@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -59,6 +60,7 @@ def add_selftest_parser(subparsers: argparse._SubParsersAction[argparse.Argument
 
 def run(args: argparse.Namespace) -> int:
     """Run the subcommand and return the exit code."""
+    from lowshard.launch.environment import find_rank
     from lowshard.selftest.facts import find_device
     from lowshard.selftest.runner import Runner
 
@@ -67,12 +69,16 @@ def run(args: argparse.Namespace) -> int:
         steps.append(SUITE)
     if args.ranks < 1:
         raise LaunchError(f"-n is the number of MPI ranks, at least 1; got {args.ranks}")
+    launched = find_rank(os.environ)
+    if launched is not None and launched.size > 1:
+        raise LaunchError("`lowshard selftest` starts its own ranks: run it without mpiexec, with -n")
     device = find_device(args.device)
     folder = _folder(args.out)
     print(f"lowshard selftest {__version__}, device {device}; logs in {folder}", flush=True)
     runner = Runner(steps, device, args.ranks, folder, _say)
     start_s = time.monotonic()
     interrupted = False
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: no step's process is left behind
     try:
         runner.run()
     except KeyboardInterrupt:

@@ -118,18 +118,20 @@ def _casts(xp: ModuleType, tally: Tally) -> None:
 def _sums(xp: ModuleType, tally: Tally) -> None:
     """Sum one to nine arrays; which NaN comes out is not said."""
     plain = PlainEngine()
-    for dtype in _FLOATS:
+    for src, dst in (
+        *((dtype, "float32") for dtype in _FLOATS),
+        ("bfloat16", "bfloat16"),
+        ("float16", "float16"),
+    ):
         for count in (1, 2, 3, 8, 9):
             for elems in _FLAT_ELEMS:
-                sources = [hard((elems,), dtype, "sum", count, i) for i in range(count)]
-                start = hard((elems,), "float32", "sum", count)
+                sources = [hard((elems,), src, "sum", count, i) for i in range(count)]
+                start = hard((elems,), dst, "sum to", count)
                 for accumulate in (False, True):
                     out, expected = put(xp, start), start.copy()
                     kernels.sum_into(out, [put(xp, source) for source in sources], accumulate)
                     plain.sum_into(expected, sources, accumulate)
-                    what = (
-                        f"sum_into float32 of {count} {dtype} [{elems}]{' accumulate' if accumulate else ''}"
-                    )
+                    what = f"sum_into {dst} of {count} {src} [{elems}]{' accumulate' if accumulate else ''}"
                     tally.same(what, out, expected, any_nan=True)
 
 

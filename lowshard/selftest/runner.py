@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -198,18 +199,16 @@ def _tail(log: Path) -> list[str]:
 
 def _end(process: subprocess.Popen[bytes], mark: str) -> None:
     """End a step's process, gently at first, and whatever it has started."""
-    if process.poll() is None:
-        process.terminate()
-        try:
-            process.wait(_TERM_S)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-    for pid in _marked(mark):
-        try:
-            os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            continue
+    try:
+        if process.poll() is None:
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_TERM_S)
+    finally:
+        for pid in _marked(mark):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        process.wait()
 
 
 def _marked(mark: str) -> list[int]:

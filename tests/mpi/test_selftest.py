@@ -266,7 +266,8 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def test_ctrl_c_ends_the_step_and_says_what_was_done(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_ends_the_step_and_says_what_was_done(tmp_path: Path, number: signal.Signals) -> None:
     started = subprocess.Popen(
         [sys.executable, "-m", "lowshard", "selftest", "--device", "cpu", "-o", str(tmp_path / "out"),
          "--only", "fold,collectives"],
@@ -277,7 +278,7 @@ def test_ctrl_c_ends_the_step_and_says_what_was_done(tmp_path: Path) -> None:
         end_s = time.monotonic() + 60
         while not (log.exists() and log.stat().st_size) and time.monotonic() < end_s:
             time.sleep(0.05)
-        started.send_signal(signal.SIGINT)
+        started.send_signal(number)
         out, err = started.communicate(timeout=30)
     finally:
         started.kill()
@@ -302,3 +303,11 @@ def test_wrong_usage_is_exit_code_2(tmp_path: Path, args: list[str]) -> None:
     assert ran.returncode == 2, ran.stdout + ran.stderr
     assert "Traceback" not in ran.stderr
     assert args[0].lstrip("-") in ran.stderr.replace("-n is", "n is")
+
+
+def test_inside_an_mpi_job_it_says_how_to_start_it(tmp_path: Path) -> None:
+    ran = selftest(
+        tmp_path, OMPI_COMM_WORLD_RANK="0", OMPI_COMM_WORLD_SIZE="2", OMPI_COMM_WORLD_LOCAL_RANK="0"
+    )
+    assert ran.returncode == 2, ran.stdout + ran.stderr
+    assert "run it without mpiexec, with -n" in ran.stderr
