@@ -157,7 +157,7 @@ def _show(outcomes: Sequence[Outcome], folder: Path, seconds: float) -> None:
         print(f"{outcome.name:13} {outcome.result:8} {outcome.seconds:6.1f}  {_cut(_finding(outcome))}")
     rows = [row for outcome in outcomes for row in outcome.data.get("bandwidths", ())]
     if rows:
-        print(f"\n{'bandwidth':48} {'GB/s':>8} {'share of a copy':>16}")
+        print(f"\n{'bandwidth':48} {'GB/s':>8} {'share of a copy':>16}  (bytes read and written)")
         for row in rows:
             print(f"{row['name']:48} {row['gb_per_s']:8.1f} {row['share']:16.2f}")
     for outcome in outcomes:
