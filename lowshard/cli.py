@@ -24,6 +24,7 @@ def build_parser() -> argparse.ArgumentParser:
     from lowshard.launch.cli import add_run_parser
     from lowshard.launch.doctor import add_doctor_parser
     from lowshard.rules.cli import add_rules_parser
+    from lowshard.selftest.cli import add_selftest_parser
     from lowshard.solver.cli import add_solve_parser
     from lowshard.weights.cli import add_reshard_parser
 
@@ -33,6 +34,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_demo_parser(subparsers)
     add_run_parser(subparsers)
     add_doctor_parser(subparsers)
+    add_selftest_parser(subparsers)
     add_rules_parser(subparsers)
     add_reshard_parser(subparsers)
     add_solve_parser(subparsers)

@@ -105,6 +105,7 @@ FLOORS: dict[str, str] = {
     "lowshard.launch": "6",
     "lowshard.bench": "7",
     "lowshard.demo": "7",
+    "lowshard.selftest": "7",
     "lowshard.cli": "7",
     "lowshard.__main__": "7",
 }
