@@ -25,6 +25,7 @@ VARIABLE = "LOWSHARD_NCCL"
 CHOICES = ("cupy", "nccl4py")
 
 _NO_COLOR = -1  # NCCL_SPLIT_NOCOLOR
+_DONE, _NOT_READY = 0, 600  # cudaSuccess, cudaErrorNotReady
 _TO_DEVICE, _TO_HOST = 1, 2  # cudaMemcpyKind
 _NEEDS_CUPY = "pip install 'lowshard[cuda12]' or 'lowshard[cuda13]'"
 _NEEDS_NCCL4PY = "pip install nccl4py 'cuda-bindings==12.*' (13.* beside CUDA 13)"
@@ -41,9 +42,9 @@ class Binding:
     stream: Callable[[], Any]
     """Returns the current stream: `.ptr`, `.done`, `.wait_event(event)`; `with stream:` makes it current."""
     new_stream: Callable[[], Any]
-    """Makes a stream that is not ordered with the default one."""
+    """Makes a stream that is not ordered with the default one. `.done` raises CommError for a CUDA error."""
     new_event: Callable[[], Any]
-    """Makes an event: `.record(stream)`, `.done`."""
+    """Makes an event: `.record(stream)`, `.done`, which raises CommError for a CUDA error."""
     pointer: Callable[[Array], int]
     """Returns the address of an array's first element."""
     device: Callable[[Array], int]
@@ -80,13 +81,13 @@ class Binding:
         nccl: Any = None
         if with_nccl:
             nccl = NCCL4Py() if chosen == "nccl4py" else _load_cupys_nccl()
-        runtime = cupy.cuda.runtime
+        runtime, (new_stream, new_event) = cupy.cuda.runtime, _makers(cupy)
         return cls(
             nccl=nccl,
             xp=cupy,
             stream=cupy.cuda.get_current_stream,
-            new_stream=lambda: cupy.cuda.Stream(non_blocking=True),
-            new_event=lambda: cupy.cuda.Event(disable_timing=True),
+            new_stream=new_stream,
+            new_event=new_event,
             pointer=lambda array: int(array.data.ptr),
             device=lambda array: int(array.device.id),
             select=lambda device: cupy.cuda.Device(device).use(),
@@ -103,6 +104,35 @@ def _load_cupy() -> Any:
     except ImportError as error:
         raise DependencyError(f"GPU communicators need CuPy ({error}): {_NEEDS_CUPY}") from error
     return cupy
+
+
+def _makers(cupy: Any) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """Return what makes streams and events whose `done` tells an error from "not yet".
+
+    CuPy's own `done` is False for both, since `eventQuery` and `streamQuery` return their status and raise nothing.
+    """
+    runtime = cupy.cuda.runtime
+
+    def ended(status: int) -> bool:
+        if status in (_DONE, _NOT_READY):
+            return status == _DONE
+        error = runtime.CUDARuntimeError(status)
+        raise CommError(
+            f"the GPU reports {error}; no CUDA call of this process can succeed any more, so end it, and run it with "
+            "CUDA_LAUNCH_BLOCKING=1 or under compute-sanitizer to see which kernel it was"
+        ) from error
+
+    class Stream(cupy.cuda.Stream):  # type: ignore[misc]
+        @property
+        def done(self) -> bool:
+            return ended(runtime.streamQuery(self.ptr))
+
+    class Event(cupy.cuda.Event):  # type: ignore[misc]
+        @property
+        def done(self) -> bool:
+            return ended(runtime.eventQuery(self.ptr))
+
+    return lambda: Stream(non_blocking=True), lambda: Event(disable_timing=True)
 
 
 def _lock(runtime: Any, array: np.ndarray) -> Callable[[], None]:

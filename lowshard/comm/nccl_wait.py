@@ -31,7 +31,11 @@ class Awaited(Protocol):
 
     @property
     def done(self) -> bool:
-        """Whether it is over; asking does not block."""
+        """Whether it is over; asking does not block.
+
+        Raises:
+            CommError: it never will be, since the GPU has failed.
+        """
 
 
 class Breakable(Protocol):
@@ -64,13 +68,13 @@ def wait_for(
         final: whether a deadline that passes is the end; else what is waited for goes on and may be waited for again.
 
     Raises:
-        CommError: NCCL reports an error.
+        CommError: NCCL or CUDA reports an error.
         PeerFailed: the side channel, or NCCL, knows that another rank has failed.
         TimedOut: the deadline has passed.
     """
     begun = time.monotonic()
     asked, pause_s = 0, _FIRST_PAUSE_S
-    while not awaited.done:
+    while not _is_done(awaited, watch, communicator, what):
         asked += 1
         if asked <= _AT_ONCE:
             time.sleep(0)  # other threads may run
@@ -96,6 +100,16 @@ def wait_for(
             raise TimedOut(text + _give_up(communicator))
         time.sleep(min(pause_s, max(0.0, deadline - now)))
         pause_s = min(1.5 * pause_s, _LONGEST_PAUSE_S)
+
+
+def _is_done(awaited: Awaited, watch: Watching | None, communicator: Breakable | None, what: str) -> bool:
+    try:
+        return awaited.done
+    except CommError as failed:
+        error = CommError(f"{what}: {failed}")
+        if watch is not None:
+            watch.tell("failed", str(error))
+        raise _with_cause(error, _give_up(communicator)) from failed.__cause__
 
 
 def _give_up(communicator: Breakable | None) -> str:

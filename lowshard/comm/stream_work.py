@@ -108,6 +108,7 @@ class StreamWork:
             TimedOut: the call was not done in time; it goes on, and may be waited for again. But where that time
                 is the communicator's deadline, or more, NCCL was aborted: a kernel that waits for another rank can be
                 ended in no other way.
+            CommError: CUDA or NCCL reports an error.
             LowshardError: what the call raised.
         """
         if self._begin is not None:
@@ -123,7 +124,11 @@ class StreamWork:
         return self._result
 
     def done(self) -> bool:
-        """Say whether the call has ended, well or not; does not wait."""
+        """Say whether the call has ended, well or not; does not wait.
+
+        Raises:
+            CommError: CUDA reports an error, so it will never be known.
+        """
         if self._begin is not None:
             self._begin()
         return self._error is not None or bool(self._event.done)

@@ -208,14 +208,15 @@ class FSDP(Core):
 
         Args:
             unit: its name.
-            after: on a GPU, an event or stream whose work still reads them; else the current stream's.
+            after: on a GPU, CuPy's event or stream whose work still reads them; else the current stream's. The
+                current stream waits for it, the host does not.
 
         Raises:
             NotOpen: the unit is not open.
         """
         self._unit(unit)
-        if after is not None and hasattr(after, "synchronize"):
-            after.synchronize()
+        if after is not None:
+            self._links.follow(after)
         self._calls.append(f"close {unit}")
         self._guarded(lambda: self._opener.close(unit))
 

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from lowshard.comm import Communicator, refuse, share_text
+from lowshard.comm.nccl_bindings import Binding
 from lowshard.comm.work import ThreadWork, Work, Worker, wait_all
 from lowshard.errors import CommError, Disagree, LowshardError
 from lowshard.fsdp.strategy import Grid
@@ -166,8 +167,8 @@ class InlineLane:
 class _StreamWork:
     """A job whose end is an event of a side stream."""
 
-    def __init__(self, event: Any, error: BaseException | None, result: Any) -> None:
-        self._event, self._error, self._result = event, error, result
+    def __init__(self, binding: Binding, event: Any, error: BaseException | None, result: Any) -> None:
+        self._binding, self._event, self._error, self._result = binding, event, error, result
 
     def done(self) -> bool:
         """Say whether it has ended."""
@@ -177,9 +178,7 @@ class _StreamWork:
         """Make the current stream wait for the end; the host does not wait."""
         if self._error is not None:
             raise self._error
-        import cupy
-
-        cupy.cuda.get_current_stream().wait_event(self._event)
+        self._binding.stream().wait_event(self._event)
         return self._result
 
 
@@ -187,14 +186,12 @@ class StreamLane:
     """A side stream of the GPU: jobs begin after what the caller's stream holds when they are submitted."""
 
     def __init__(self) -> None:
-        import cupy
-
-        self._cupy = cupy
-        self._stream = cupy.cuda.Stream(non_blocking=True)
+        self._binding = Binding.load(with_nccl=False)
+        self._stream = self._binding.new_stream()
 
     def submit(self, job: Callable[[], Any], text: str) -> Work:
         """Queue a job's kernels and copies."""
-        self._stream.wait_event(self._cupy.cuda.get_current_stream().record())
+        self._stream.wait_event(self._mark(self._binding.stream()))
         error: BaseException | None = None
         result = None
         with self._stream:
@@ -202,7 +199,16 @@ class StreamLane:
                 result = job()
             except BaseException as raised:
                 error = raised
-        return _StreamWork(self._stream.record(), error, result)
+        return _StreamWork(self._binding, self._mark(self._stream), error, result)
+
+    def _mark(self, stream: Any) -> Any:
+        event = self._binding.new_event()
+        event.record(stream)
+        return event
+
+    def follow(self, after: Any) -> None:
+        """Make the current stream wait for an event, or for what a stream holds; the host does not wait."""
+        self._binding.stream().wait_event(after if hasattr(after, "record") else self._mark(after))
 
     def settle(self) -> None:
         """Return when the stream is empty."""
@@ -282,6 +288,11 @@ class Links:
         if not again and self.xp is np:  # who goes on does so when all have been told
             for lane in dict.fromkeys((self.gather_lane, self.reduce_lane)):
                 lane.submit(lambda: wait_all(works), "refusals")
+
+    def follow(self, after: Any) -> None:
+        """Make what is queued from now on wait for work of the GPU: CuPy's event or stream. The host does not wait."""
+        if isinstance(self.gather_lane, StreamLane):
+            self.gather_lane.follow(after)
 
     def settle(self) -> None:
         """Return when nothing is under way."""

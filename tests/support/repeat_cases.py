@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import warnings
 import weakref
 from typing import Any
 
@@ -175,7 +176,11 @@ def what_has_changed_since_a_call_was_made_counts(comm: Communicator, rng: np.ra
 
             # The same objects under another dtype.
             send.flags.writeable = True
-            send.dtype = recv.dtype = np.dtype(np.int32)
+            with warnings.catch_warnings():
+                warnings.simplefilter(
+                    "ignore", DeprecationWarning
+                )  # NumPy 2.5's, of what users do all the same
+                send.dtype = recv.dtype = np.dtype(np.int32)
             send[...] = np.arange(elems)
             call()
             same(recv, np.arange(elems, dtype=np.int32) * comm.size)

@@ -9,12 +9,13 @@ import inspect
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from support.comm_kit import refused
+from support.fake_cupy import Cupy
 from support.nccl_stand_in import Host, StandInCommunicator, World, run_stand_in
 
 from lowshard.comm import Communicator
@@ -54,17 +55,6 @@ def test_what_is_missing_is_named_with_what_installs_it(choice: str, monkeypatch
     refused(Binding.load, DependencyError, "CuPy", r"pip install 'lowshard\[cuda12\]'")
     refused(lambda: Binding.load(with_nccl=False), DependencyError, "CuPy")
     refused(NCCL4Py, DependencyError, "LOWSHARD_NCCL=nccl4py", "pip install nccl4py", "cuda-bindings")
-
-
-class Cupy(ModuleType):
-    """As much of CuPy as a binding takes before anything is done with it."""
-
-    def __init__(self, available: bool) -> None:
-        super().__init__("cupy")
-        self.nccl = SimpleNamespace(available=available)
-        self.cuda = SimpleNamespace(
-            nccl=self.nccl, get_current_stream=None, runtime=SimpleNamespace(deviceSynchronize=None)
-        )
 
 
 def test_a_cupy_without_nccl_serves_staging_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -11,12 +12,16 @@ import numpy as np
 import pytest
 from support.comm_kit import refused
 from support.device_stand_in import StandInEvent
+from support.fake_cupy import Cupy
 from support.nccl_stand_in import Host, StandInCommunicator, World, run_stand_in
 
 from lowshard.comm import Communicator
 from lowshard.comm.nccl import NCCLCommunicator
+from lowshard.comm.nccl_bindings import Binding
 from lowshard.comm.nccl_wait import InThread, wait_for
+from lowshard.comm.pinned import Slots
 from lowshard.errors import CommError, PeerFailed, TimedOut
+from lowshard.fsdp.links import StreamLane, _StreamWork
 
 
 class Never:
@@ -124,6 +129,38 @@ def test_a_call_in_a_thread_gives_its_result_or_its_error() -> None:
     wait_for(broken, soon(5.0), None)
     with pytest.raises(ZeroDivisionError):
         broken.result()
+
+
+ILLEGAL_ADDRESS = 700
+
+
+def test_an_error_of_the_gpu_is_not_taken_for_work_that_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = Cupy(available=False)
+    monkeypatch.setitem(sys.modules, "cupy", fake)
+    binding = Binding.load(with_nccl=False)
+    for awaited in (binding.new_event(), binding.new_stream()):
+        for status, done in ((0, True), (600, False)):
+            fake.status = status
+            assert awaited.done is done
+        fake.status = ILLEGAL_ADDRESS
+        refused(lambda: awaited.done, CommError, "cudaError700: said by the driver", "CUDA_LAUNCH_BLOCKING=1")  # noqa: B023
+    watch = Watch()
+    begun = time.monotonic()
+    with pytest.raises(CommError, match="all_reduce on rank 1: the GPU reports cudaError700"):
+        wait_for(binding.new_event(), begun + 60.0, watch, None, "all_reduce on rank 1")
+    assert time.monotonic() - begun < 1.0
+    assert [kind for kind, _ in watch.told] == ["failed"]
+    slots = Slots(binding, lambda n: np.empty(n, np.uint8), 60.0)
+    refused(
+        lambda: slots._wait(binding.new_event(), "broadcast"),
+        CommError,
+        "broadcast: the copy",
+        "cudaError700",
+    )
+    lane = StreamLane()
+    refused(lambda: lane.idle, CommError, "cudaError700")
+    work = _StreamWork(binding, binding.new_event(), None, None)
+    refused(work.done, CommError, "cudaError700")
 
 
 # ---- what an NCCL communicator does with it
