@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from lowshard.comm.call import Call
 from lowshard.comm.nccl_bindings import Binding
 from lowshard.comm.protocol import Communicator
 from lowshard.errors import BufferMismatchError
@@ -30,6 +31,22 @@ class DeviceCommunicator(Communicator):
     def control(self) -> Communicator:
         """The communicator of the host; this one itself when there is none."""
         return self if self._host is None else self._host
+
+    # ---- the device of the buffers is current while something is launched, whichever the caller's thread has
+
+    def _before(self) -> None:
+        """What is done before each call, with the device current."""
+
+    def _do(self, call: Call, *buffers: Any) -> None:
+        with self._binding.on_device(self._device):
+            self._before()
+            super()._do(call, *buffers)
+
+    def _message(self, call: Call, buf: Array, peer: int) -> None:
+        with self._binding.on_device(self._device):
+            if self._batch is None:
+                self._before()
+            super()._message(call, buf, peer)
 
     def _flat(self, buf: Array, name: str, writes: bool = False) -> Array:
         flat = super()._flat(buf, name, writes)

@@ -1,6 +1,6 @@
 """NCCL: the communicator over CuPy buffers.
 
-Everything is put on CuPy's current stream and nothing here waits for the device, but for three rare
+Everything is put on CuPy's current stream of the communicator's device, whichever device is current, and nothing here waits for the device, but for three rare
 calls: `split`, `close`, and `barrier` where there is no control communicator. Those wait with a deadline,
 and a communicator whose wait failed is aborted before anything else is done with it. Results in
 order="fast" are NCCL's: equal on all ranks, but it promises nothing about the bits from one run, size or
@@ -75,10 +75,11 @@ class NCCLCommunicator(DeviceCommunicator):
         else:
             timeout_s = host.timeout_s if timeout_s is None else timeout_s
             super().__init__(rank, size, group=host._group_name, timeout_s=timeout_s, activity=host._activity)
-        self._binding = Binding.load(handle) if binding is None else binding
-        self._host, self._side = host, SideStream(self._binding)
-        self._nccl = NCCLHandle(handle, self._binding, owned=owned, timeout_s=self.timeout_s, watch=watch)
+        binding = Binding.load(handle) if binding is None else binding
+        self._nccl = NCCLHandle(handle, binding, owned=owned, timeout_s=self.timeout_s, watch=watch)
         self._handle, self._call, self._device = self._nccl.raw, self._nccl.call, self._nccl.device
+        self._binding = binding.of_device(self._device)
+        self._host, self._side = host, SideStream(self._binding)
         has = (self._nccl.rank, self._nccl.size)
         if has != (rank, size):
             raise CommError(
@@ -99,19 +100,14 @@ class NCCLCommunicator(DeviceCommunicator):
 
     # ---- the way to NCCL
 
-    def _do(self, call: Call, *buffers: Any) -> None:
+    def _before(self) -> None:
         self._begin_messages()
         self._side.drop()
-        super()._do(call, *buffers)
-
-    def _message(self, call: Call, buf: Array, peer: int) -> None:
-        if self._batch is None:
-            self._begin_messages()
-        super()._message(call, buf, peer)
 
     def _run_batch(self, batch: Sequence[tuple[Call, Array, int]]) -> None:
-        self._begin_messages()
-        self._run_group(batch)
+        with self._binding.on_device(self._device):
+            self._before()
+            self._run_group(batch)
 
     def _run_group(self, batch: Sequence[tuple[Call, Array, int]]) -> None:
         with self._nccl.group():
@@ -128,9 +124,10 @@ class NCCLCommunicator(DeviceCommunicator):
         """
         self._begin_messages()
         work = StreamWork(self._nccl, self._binding, f"{name} on rank {self.rank}")
-        self._side.fork()
         try:
-            event, result = self._side.run(call)
+            with self._binding.on_device(self._device):
+                self._side.fork()
+                event, result = self._side.run(call)
         except Exception as error:  # a work tells by its wait, on every transport
             return work.failed(error)
         return work.begun(event, result)
@@ -153,7 +150,8 @@ class NCCLCommunicator(DeviceCommunicator):
             return work.failed(error)
         finally:
             self._batch = outer
-        self._side.fork()
+        with self._binding.on_device(self._device):
+            self._side.fork()
         waiting.setdefault(self, []).extend((work, *item) for item in made)
         return work
 
@@ -162,7 +160,8 @@ class NCCLCommunicator(DeviceCommunicator):
 
     def _begin(self, messages: list[tuple[StreamWork, Call, Array, int]]) -> None:
         try:
-            event, _ = self._side.run(lambda: self._run_group([item[1:] for item in messages]))
+            with self._binding.on_device(self._device):
+                event, _ = self._side.run(lambda: self._run_group([item[1:] for item in messages]))
         except Exception as error:
             for work, *_ in messages:
                 work.failed(error)

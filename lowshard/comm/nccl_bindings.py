@@ -11,7 +11,8 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -39,8 +40,9 @@ class Binding:
     """The module `cupy.cuda.nccl`, or one with its names and signatures; None where nothing asks for NCCL."""
     xp: ModuleType
     """The array module of the buffers."""
-    stream: Callable[[], Any]
-    """Returns the current stream: `.ptr`, `.done`, `.wait_event(event)`; `with stream:` makes it current."""
+    stream: Callable[..., Any]
+    """Returns this thread's current stream of a device, by default of the current one: `.ptr`, `.wait_event(event)`;
+    `with stream:` makes it current."""
     new_stream: Callable[[], Any]
     """Makes a stream that is not ordered with the default one. `.done` raises CommError for a CUDA error."""
     new_event: Callable[[], Any]
@@ -49,6 +51,8 @@ class Binding:
     """Returns the address of an array's first element."""
     device: Callable[[Array], int]
     """Returns the number of the device an array lies on."""
+    current: Callable[[], int]
+    """Returns the number of the calling thread's current device."""
     select: Callable[[int], None]
     """Makes a device the calling thread's current one."""
     synchronize: Callable[[], None]
@@ -59,6 +63,14 @@ class Binding:
     """Queues a copy to the host: (host address, device address, bytes, stream)."""
     store: Callable[[int, int, int, int], None]
     """Queues a copy to the device: (device address, host address, bytes, stream)."""
+
+    def of_device(self, device: int) -> Binding:
+        """Return this binding with the streams of one device, whichever device a thread has made current."""
+        return replace(self, stream=partial(self.stream, device_id=device))
+
+    def on_device(self, device: int) -> OnDevice:
+        """Return a context in which a device is the current one: kernels, events and new streams are that device's."""
+        return OnDevice(self, device)
 
     @classmethod
     def load(cls, handle: Any = None, *, with_nccl: bool = True) -> Binding:
@@ -90,12 +102,31 @@ class Binding:
             new_event=new_event,
             pointer=lambda array: int(array.data.ptr),
             device=lambda array: int(array.device.id),
-            select=lambda device: cupy.cuda.Device(device).use(),
+            current=runtime.getDevice,
+            select=runtime.setDevice,
             synchronize=runtime.deviceSynchronize,
             lock=lambda array: _lock(runtime, array),
             fetch=lambda to, at, n, stream: runtime.memcpyAsync(to, at, n, _TO_HOST, stream),
             store=lambda to, at, n, stream: runtime.memcpyAsync(to, at, n, _TO_DEVICE, stream),
         )
+
+
+class OnDevice:
+    """Makes a device the thread's current one, and puts the one before back."""
+
+    __slots__ = ("_before", "_binding", "_device")
+
+    def __init__(self, binding: Binding, device: int) -> None:
+        self._binding, self._device, self._before = binding, device, device
+
+    def __enter__(self) -> None:
+        self._before = self._binding.current()
+        if self._before != self._device:
+            self._binding.select(self._device)
+
+    def __exit__(self, *exc: object) -> None:
+        if self._before != self._device:
+            self._binding.select(self._before)
 
 
 def _load_cupy() -> Any:

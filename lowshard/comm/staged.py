@@ -54,7 +54,8 @@ class StagedCommunicator(StagedMoves):
         super().__init__(
             host.rank, host.size, group=host._group_name, timeout_s=host.timeout_s, activity=host._activity
         )
-        self._binding = Binding.load(with_nccl=False) if binding is None else binding
+        binding = Binding.load(with_nccl=False) if binding is None else binding
+        self._binding = binding.of_device(device)
         self._host, self._device, self._watch, self._slot_bytes = host, device, watch, slot_bytes
         self._own_slots = self._new_slots()
         self._side = SideStream(self._binding)
@@ -77,6 +78,10 @@ class StagedCommunicator(StagedMoves):
 
     def _run_batch(self, batch: Sequence[tuple[Call, Array, int]]) -> None:
         """Move all that is sent to the host, let the host's messages go together, move what came to the device."""
+        with self._binding.on_device(self._device):
+            self._exchange_batch(batch)
+
+    def _exchange_batch(self, batch: Sequence[tuple[Call, Array, int]]) -> None:
         for call, _, peer in batch:
             self._settle(call.name, peer)  # it stages through the same slots
         whole: list[np.ndarray] = []
@@ -117,13 +122,15 @@ class StagedCommunicator(StagedMoves):
 
     def _start(self, name: str, call: Callable[[], Any]) -> StagedWork:
         """Run a call by the communicator's thread, on a stream of the communicator's own."""
-        self._side.fork()
+        with self._binding.on_device(self._device):
+            self._side.fork()
         return StagedWork(self._binding, super()._start(name, lambda: self._on_side(self._side, call)))
 
     def _start_message(self, name: str, buf: Array, peer: int) -> StagedWork:
         """Run a send or a recv by a thread, with a stream and slots, of its own."""
         side = SideStream(self._binding)
-        side.fork()
+        with self._binding.on_device(self._device):
+            side.fork()
         move = self.send if name == "send" else self.recv
 
         def run() -> Any:

@@ -82,6 +82,7 @@ class StandInStream:
         self.push(event.finish)
 
     def __enter__(self) -> StandInStream:
+        self._host.need_device("a stream entered")
         self._host.stack.append(self)
         return self
 
@@ -113,7 +114,9 @@ class StandInEvent:
 class DeviceStandIn:
     """One rank's device: what `Binding` takes of it."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: int = DEVICE) -> None:
+        self.device = device
+        """Its number; a thread begins on device 0."""
         self.lock = threading.RLock()
         self.local = threading.local()
         self.default = StandInStream(self, DEFAULT_STREAM)
@@ -126,7 +129,7 @@ class DeviceStandIn:
         """The length of everything that was ever locked."""
         self.synchronized = 0
         self.selected: list[tuple[str, int]] = []
-        self.device_of: Callable[[np.ndarray], int] = lambda array: DEVICE
+        self.device_of: Callable[[np.ndarray], int] = lambda array: self.device
 
     @property
     def stack(self) -> list[StandInStream]:
@@ -140,7 +143,25 @@ class DeviceStandIn:
         """This thread's current stream."""
         return self.stack[-1] if self.stack else self.default
 
+    @property
+    def current(self) -> int:
+        """The number of this thread's current device."""
+        return getattr(self.local, "device", 0)
+
+    def stream_of(self, device_id: int = -1) -> StandInStream:
+        """Return this thread's current stream of a device; -1: of the current one."""
+        need((self.current if device_id < 0 else device_id) == self.device, "the stream of another device")
+        return self.stream
+
+    def new_event(self) -> StandInEvent:
+        self.need_device("an event made")
+        return StandInEvent(self)
+
+    def need_device(self, what: str) -> None:
+        need(self.current == self.device, f"{what} while device {self.current} is current, not {self.device}")
+
     def new_stream(self) -> StandInStream:
+        self.need_device("a stream made")
         self.streams.append(StandInStream(self, 1000 + len(self.streams)))
         return self.streams[-1]
 
@@ -151,6 +172,7 @@ class DeviceStandIn:
 
     def select(self, device: int) -> None:
         self.selected.append((threading.current_thread().name, device))
+        self.local.device = device
 
     def synchronize(self) -> None:
         self.synchronized += 1

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import ml_dtypes
 import numpy as np
-from support.device_stand_in import DEVICE, DeviceStandIn, StandInEvent, need
+from support.device_stand_in import DEVICE, DeviceStandIn, need
 
 from lowshard import comm as lc
 from lowshard.comm import Communicator
@@ -121,8 +121,8 @@ class StandInNccl:
 class Host(DeviceStandIn):
     """One rank's array module, as far as the adapter sees it: NumPy, with a record of what it asked for."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, device: int = DEVICE) -> None:
+        super().__init__(device)
         self.nccl = StandInNccl()
 
     def binding(self, with_nccl: bool = True) -> Binding:
@@ -130,11 +130,12 @@ class Host(DeviceStandIn):
         return Binding(
             nccl=self.nccl if with_nccl else None,
             xp=np,
-            stream=lambda: self.stream,
+            stream=self.stream_of,
             new_stream=self.new_stream,
-            new_event=lambda: StandInEvent(self),
+            new_event=self.new_event,
             pointer=self.pointer,
             device=lambda array: self.device_of(array),
+            current=lambda: self.current,
             select=self.select,
             synchronize=self.synchronize,
             lock=self.lock_memory,
@@ -185,7 +186,7 @@ class StandInCommunicator:
         return self._world.size
 
     def device_id(self) -> int:
-        return DEVICE
+        return self._host.device
 
     def allReduce(self, sendbuf: int, recvbuf: int, count: int, datatype: int, op: int, stream: int) -> None:
         self._transfer("allReduce", sendbuf, recvbuf, count, datatype, op, stream)
