@@ -1,8 +1,9 @@
 """NCCL: the communicator over CuPy buffers.
 
-Everything is put on CuPy's current stream of the communicator's device, whichever device is current, and nothing here waits for the device, but for three rare
-calls: `split`, `close`, and `barrier` where there is no control communicator. Those wait with a deadline,
-and a communicator whose wait failed is aborted before anything else is done with it. Results in
+Everything is put on CuPy's current stream of the buffers' device, whichever device the thread has made current. Nothing
+here waits for the device, but for three rare calls: `split`, `close`, and `barrier` where there is no control
+communicator. Those wait with a deadline, and a communicator whose wait failed is aborted before anything else is done
+with it. Results in
 order="fast" are NCCL's: equal on all ranks, but it promises nothing about the bits from one run, size or
 number of ranks to another. Tested over a stand-in that moves host memory; not run on a GPU.
 """
@@ -320,9 +321,11 @@ class NCCLCommunicator(DeviceCommunicator):
         if handle is None:
             return None
         rank, size = int(handle.rank_id()), int(handle.size())
-        return NCCLCommunicator(
+        part = NCCLCommunicator(
             handle, rank, size, host, binding=self._binding, timeout_s=nccl.timeout_s, watch=nccl.watch
         )
+        part._nccl.connect()
+        return part
 
     def _close(self) -> None:
         if not self._failed:

@@ -292,3 +292,46 @@ def test_the_side_channel_is_looked_at_by_started_work() -> None:
     refused(work.wait, PeerFailed, "boom")
     comm.close()
     assert comm._handle.ended == "abort"
+
+
+# ---- connections
+
+
+def test_a_group_is_connected_when_it_is_made() -> None:
+    def check(comm: Communicator) -> None:
+        part = comm.split(0)
+        assert isinstance(part, NCCLCommunicator)
+        names = [name for name, *_ in part._handle.calls]
+        for name in ("send", "recv"):
+            peers = [call[4] for call in part._handle.calls if call[0] == name]
+            assert peers == [rank for rank in range(comm.size) if rank != comm.rank]
+        assert names.count("allReduce") == names.count("allGather") == 1
+        assert part.traffic.calls == {}
+
+    run_stand_in(3, check)
+
+
+def test_a_rank_that_never_comes_to_the_first_call_ends_the_split_by_its_deadline() -> None:
+    """NCCL connects in the first call: without a connection ahead the call itself would wait, past any deadline."""
+    end = threading.Event()
+
+    def check(comm: Communicator) -> None:
+        assert isinstance(comm, NCCLCommunicator)
+        if comm.rank == 1:
+            split = comm._handle.commSplit
+
+            def gone(color: int, key: int) -> StandInCommunicator:
+                part = split(color, key)
+                assert part is not None
+                part.run = lambda batch: end.wait(20.0)  # type: ignore[assignment, method-assign, return-value]
+                return part
+
+            comm._handle.commSplit = gone  # type: ignore[method-assign]
+        begun = time.monotonic()
+        refused(lambda: comm.split(0), TimedOut, f"NCCL connecting rank {comm.rank} to 1 others was not done")
+        assert time.monotonic() - begun < 5.0
+        comm._nccl.failed = True  # no destroy: the group's first call is still under way
+        if comm.rank == 0:
+            end.set()
+
+    run_stand_in(2, check, timeout_s=0.5)
