@@ -10,7 +10,7 @@ import numpy as np
 from lowshard.comm.call import Call
 from lowshard.comm.nccl_bindings import Binding
 from lowshard.comm.protocol import Communicator
-from lowshard.errors import BufferMismatchError
+from lowshard.errors import BufferMismatchError, CommError
 
 Array = Any
 
@@ -21,6 +21,8 @@ class DeviceCommunicator(Communicator):
     _binding: Binding
     _host: Communicator | None
     _device: int
+    _latest = "a call"
+    """The text of the latest call: what the GPU tells late is about it, or about one before it."""
 
     @property
     def xp(self) -> ModuleType:
@@ -39,14 +41,27 @@ class DeviceCommunicator(Communicator):
 
     def _do(self, call: Call, *buffers: Any) -> None:
         with self._binding.on_device(self._device):
-            self._before()
-            super()._do(call, *buffers)
+            try:
+                self._before()
+                super()._do(call, *buffers)
+            except self._binding.cuda_error as error:
+                raise self._failed_in(call, error) from error
+            self._latest = call.text
 
     def _message(self, call: Call, buf: Array, peer: int) -> None:
         with self._binding.on_device(self._device):
-            if self._batch is None:
-                self._before()
-            super()._message(call, buf, peer)
+            try:
+                if self._batch is None:
+                    self._before()
+                super()._message(call, buf, peer)
+            except self._binding.cuda_error as error:
+                raise self._failed_in(call, error) from error
+            self._latest = call.text
+
+    def _failed_in(self, call: Call, error: Exception) -> CommError:
+        return CommError(
+            f"CUDA refuses {call.text}: {error}; the error may come from work that was queued before"
+        )
 
     def _flat(self, buf: Array, name: str, writes: bool = False) -> Array:
         flat = super()._flat(buf, name, writes)

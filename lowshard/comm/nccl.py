@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -31,6 +32,8 @@ from lowshard.errors import CommError
 Array = Any
 
 _UINT8 = 1  # ncclUint8
+_LOOK_S = 0.01
+"""How often calls ask NCCL, CUDA and the side channel for what has gone wrong, at most."""
 _NO_COLOR = -1  # NCCL_SPLIT_NOCOLOR
 _OPS = {"sum": 0, "prod": 1, "max": 2, "min": 3}  # ncclRedOp_t
 
@@ -80,7 +83,8 @@ class NCCLCommunicator(DeviceCommunicator):
         self._nccl = NCCLHandle(handle, binding, owned=owned, timeout_s=self.timeout_s, watch=watch)
         self._handle, self._call, self._device = self._nccl.raw, self._nccl.call, self._nccl.device
         self._binding = binding.of_device(self._device)
-        self._host, self._side = host, SideStream(self._binding)
+        self._host, self._side = host, SideStream(self._binding, self._nccl.has_ended)
+        self._next_look_s = time.monotonic() + _LOOK_S
         has = (self._nccl.rank, self._nccl.size)
         if has != (rank, size):
             raise CommError(
@@ -102,6 +106,10 @@ class NCCLCommunicator(DeviceCommunicator):
     # ---- the way to NCCL
 
     def _before(self) -> None:
+        now_s = time.monotonic()
+        if now_s >= self._next_look_s:
+            self._next_look_s = now_s + _LOOK_S
+            self._nccl.look(self._binding.stream(), self._latest)
         self._begin_messages()
         self._side.drop()
 
@@ -128,7 +136,7 @@ class NCCLCommunicator(DeviceCommunicator):
         try:
             with self._binding.on_device(self._device):
                 self._side.fork()
-                event, result = self._side.run(call)
+                event, result = self._side.run(call, work.what)
         except Exception as error:  # a work tells by its wait, on every transport
             return work.failed(error)
         return work.begun(event, result)
@@ -162,7 +170,8 @@ class NCCLCommunicator(DeviceCommunicator):
     def _begin(self, messages: list[tuple[StreamWork, Call, Array, int]]) -> None:
         try:
             with self._binding.on_device(self._device):
-                event, _ = self._side.run(lambda: self._run_group([item[1:] for item in messages]))
+                what = ", ".join(dict.fromkeys(item[0].what for item in messages))
+                event, _ = self._side.run(lambda: self._run_group([item[1:] for item in messages]), what)
         except Exception as error:
             for work, *_ in messages:
                 work.failed(error)

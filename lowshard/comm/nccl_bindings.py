@@ -47,6 +47,10 @@ class Binding:
     """Makes a stream that is not ordered with the default one. `.done` raises CommError for a CUDA error."""
     new_event: Callable[[], Any]
     """Makes an event: `.record(stream)`, `.done`, which raises CommError for a CUDA error."""
+    check: Callable[[Any], None]
+    """Raises CommError for a CUDA error that has come to a stream; does not wait."""
+    cuda_error: type[Exception]
+    """What CuPy raises where CUDA refuses a call."""
     pointer: Callable[[Array], int]
     """Returns the address of an array's first element."""
     device: Callable[[Array], int]
@@ -93,13 +97,15 @@ class Binding:
         nccl: Any = None
         if with_nccl:
             nccl = NCCL4Py() if chosen == "nccl4py" else _load_cupys_nccl()
-        runtime, (new_stream, new_event) = cupy.cuda.runtime, _makers(cupy)
+        runtime, (new_stream, new_event, check) = cupy.cuda.runtime, _makers(cupy)
         return cls(
             nccl=nccl,
             xp=cupy,
             stream=cupy.cuda.get_current_stream,
             new_stream=new_stream,
             new_event=new_event,
+            check=check,
+            cuda_error=runtime.CUDARuntimeError,
             pointer=lambda array: int(array.data.ptr),
             device=lambda array: int(array.device.id),
             current=runtime.getDevice,
@@ -137,8 +143,8 @@ def _load_cupy() -> Any:
     return cupy
 
 
-def _makers(cupy: Any) -> tuple[Callable[[], Any], Callable[[], Any]]:
-    """Return what makes streams and events whose `done` tells an error from "not yet".
+def _makers(cupy: Any) -> tuple[Callable[[], Any], Callable[[], Any], Callable[[Any], None]]:
+    """Return what makes streams and events whose `done` tells an error from "not yet", and what checks any stream.
 
     CuPy's own `done` is False for both, since `eventQuery` and `streamQuery` return their status and raise nothing.
     """
@@ -163,7 +169,10 @@ def _makers(cupy: Any) -> tuple[Callable[[], Any], Callable[[], Any]]:
         def done(self) -> bool:
             return ended(runtime.eventQuery(self.ptr))
 
-    return lambda: Stream(non_blocking=True), lambda: Event(disable_timing=True)
+    def check(stream: Any) -> None:
+        ended(runtime.streamQuery(stream.ptr))
+
+    return lambda: Stream(non_blocking=True), lambda: Event(disable_timing=True), check
 
 
 def _lock(runtime: Any, array: np.ndarray) -> Callable[[], None]:

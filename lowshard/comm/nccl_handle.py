@@ -16,7 +16,7 @@ import numpy as np
 
 from lowshard.comm.lookout import Watching
 from lowshard.comm.nccl_bindings import Binding
-from lowshard.comm.nccl_wait import InThread, last_error, wait_for
+from lowshard.comm.nccl_wait import InThread, is_done, last_error, wait_for
 from lowshard.errors import CommError, PeerFailed, TimedOut
 
 T = TypeVar("T")
@@ -95,8 +95,16 @@ class NCCLHandle:
             raise CommError("this NCCL communicator was aborted after an error; make a new one")
 
     def _failure(self, function: Any, status: int, error: Exception) -> CommError:
-        name = getattr(function, "__name__", "a call")
-        self.failed = self.failed or status != _INVALID_ARGUMENT
+        """Return what to raise for an error of NCCL, having told the other ranks of one that ends the communicator."""
+        failure = self._named(getattr(function, "__name__", "a call"), status, error)
+        if status != _INVALID_ARGUMENT:
+            self.failed = True
+            # What shows late is told by who knows which call it belongs to.
+            if self.watch is not None and function != self.raw.check_async_error:
+                self.watch.tell("failed", str(failure))
+        return failure
+
+    def _named(self, name: str, status: int, error: Exception) -> CommError:
         if status == _IN_PROGRESS:
             return CommError(
                 f"NCCL left {name} unfinished (result {status}); lowshard needs blocking communicators: unset "
@@ -129,6 +137,32 @@ class NCCLHandle:
                 self.call(self.raw.check_async_error)
             finally:
                 self._calling.release()
+
+    def look(self, stream: Any, latest: str) -> None:
+        """Raise what has gone wrong in the calls so far, having told the other ranks and given up. Does not block.
+
+        Args:
+            stream: where the next call will go.
+            latest: the latest call, for the message: what comes late came from it, or from a call before it.
+
+        Raises:
+            CommError: NCCL or CUDA reports an error.
+            PeerFailed: another rank has failed.
+        """
+        self._check_state()
+        try:
+            self.ask()
+            self._binding.check(stream)
+        except CommError as error:
+            text = f"{latest}, or a call before it: {error}"
+            if self.watch is not None:
+                self.watch.tell("failed", text)
+            left = self.give_up()
+            raise type(error)(f"{text}; {left}" if left else text).about(error.ranks) from error.__cause__
+
+    def has_ended(self, event: Any, what: str) -> bool:
+        """Say whether the work before an event is done; does not wait. What it raises: see `look`."""
+        return is_done(event, self.watch, self, what)
 
     def give_up(self) -> str:
         """Abort the NCCL communicator, so that its kernels leave the device; return what hindered it, or ""."""

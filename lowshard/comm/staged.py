@@ -17,6 +17,7 @@ import numpy as np
 from lowshard.comm.call import Call
 from lowshard.comm.lookout import Watching
 from lowshard.comm.nccl_bindings import Binding
+from lowshard.comm.nccl_wait import is_done
 from lowshard.comm.pinned import SLOT_BYTES, Round, Slots
 from lowshard.comm.protocol import Communicator
 from lowshard.comm.staged_moves import StagedMoves
@@ -58,13 +59,16 @@ class StagedCommunicator(StagedMoves):
         self._binding = binding.of_device(device)
         self._host, self._device, self._watch, self._slot_bytes = host, device, watch, slot_bytes
         self._own_slots = self._new_slots()
-        self._side = SideStream(self._binding)
+        self._side = self._new_side()
         self._thread = threading.local()
 
     @property
     def transport(self) -> str:
         """The transport's name."""
         return "staged"
+
+    def _new_side(self) -> SideStream:
+        return SideStream(self._binding, lambda event, what: is_done(event, self._watch, None, what))
 
     def _new_slots(self) -> Slots:
         return Slots(self._binding, lambda n: self._host.empty(n, np.uint8), self.timeout_s, self._watch)
@@ -124,18 +128,18 @@ class StagedCommunicator(StagedMoves):
         """Run a call by the communicator's thread, on a stream of the communicator's own."""
         with self._binding.on_device(self._device):
             self._side.fork()
-        return StagedWork(self._binding, super()._start(name, lambda: self._on_side(self._side, call)))
+        return StagedWork(self._binding, super()._start(name, lambda: self._on_side(self._side, call, name)))
 
     def _start_message(self, name: str, buf: Array, peer: int) -> StagedWork:
         """Run a send or a recv by a thread, with a stream and slots, of its own."""
-        side = SideStream(self._binding)
+        side = self._new_side()
         with self._binding.on_device(self._device):
             side.fork()
         move = self.send if name == "send" else self.recv
 
         def run() -> Any:
             self._thread.slots = slots = self._new_slots()
-            ended = self._on_side(side, lambda: move(buf, peer))
+            ended = self._on_side(side, lambda: move(buf, peer), name)
             slots.close()
             return ended
 
@@ -146,9 +150,9 @@ class StagedCommunicator(StagedMoves):
         line.submit(work)
         return StagedWork(self._binding, work)
 
-    def _on_side(self, side: SideStream, call: Callable[[], Any]) -> Any:
+    def _on_side(self, side: SideStream, call: Callable[[], Any], name: str) -> Any:
         self._binding.select(self._device)  # a new thread begins on device 0
-        return side.run(call)
+        return side.run(call, f"{name} of rank {self.rank}")
 
     # ---- reductions: the host's own, which check between ranks too
 

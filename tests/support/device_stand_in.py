@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from lowshard.errors import CommError
+
 DEVICE = 0
 DEFAULT_STREAM = 7
 LAG = 3  # times that something queued answers that it is not done
@@ -104,6 +106,7 @@ class StandInEvent:
 
     @property
     def done(self) -> bool:
+        self._host.check()
         return self._stream is None or self._stream.asked(self._mark)
 
     def finish(self) -> None:
@@ -117,6 +120,8 @@ class DeviceStandIn:
     def __init__(self, device: int = DEVICE) -> None:
         self.device = device
         """Its number; a thread begins on device 0."""
+        self.fault = ""
+        """A CUDA error that the device has come to, as `Binding`'s events tell it."""
         self.lock = threading.RLock()
         self.local = threading.local()
         self.default = StandInStream(self, DEFAULT_STREAM)
@@ -142,6 +147,10 @@ class DeviceStandIn:
     def stream(self) -> StandInStream:
         """This thread's current stream."""
         return self.stack[-1] if self.stack else self.default
+
+    def check(self, stream: object = None) -> None:
+        if self.fault:
+            raise CommError(f"the GPU reports {self.fault}")
 
     @property
     def current(self) -> int:

@@ -47,6 +47,10 @@ class NcclError(RuntimeError):
         self.status = status
 
 
+class CudaError(RuntimeError):
+    """As CuPy's CUDARuntimeError."""
+
+
 def overlap(a: int, a_bytes: int, b: int, b_bytes: int) -> bool:
     return a < b + b_bytes and b < a + a_bytes
 
@@ -133,6 +137,8 @@ class Host(DeviceStandIn):
             stream=self.stream_of,
             new_stream=self.new_stream,
             new_event=self.new_event,
+            check=self.check,
+            cuda_error=CudaError,
             pointer=self.pointer,
             device=lambda array: self.device_of(array),
             current=lambda: self.current,
@@ -222,7 +228,8 @@ class StandInCommunicator:
         return StandInCommunicator(world, members.index((key, self._rank)), self._host)
 
     def check_async_error(self) -> None:
-        self._take("check_async_error")
+        need(not self.ended, f"check_async_error after {self.ended}")
+        self._raise_next("check_async_error")
 
     def abort(self) -> None:
         need(not self.ended, f"abort after {self.ended}")
