@@ -10,7 +10,7 @@ import numpy as np
 from lowshard.comm.call import Call
 from lowshard.comm.nccl_bindings import Binding
 from lowshard.comm.protocol import Communicator
-from lowshard.errors import BufferMismatchError, CommError
+from lowshard.errors import BufferMismatchError, CaptureError, CommError
 
 Array = Any
 
@@ -23,6 +23,8 @@ class DeviceCommunicator(Communicator):
     _device: int
     _latest = "a call"
     """The text of the latest call: what the GPU tells late is about it, or about one before it."""
+    _captured: list[Any]
+    """Memory of temporaries that captured calls use whenever their graph runs."""
 
     @property
     def xp(self) -> ModuleType:
@@ -39,9 +41,30 @@ class DeviceCommunicator(Communicator):
     def _before(self) -> None:
         """What is done before each call, with the device current."""
 
+    def refuse_capture(self, what: str) -> None:
+        """Raise CaptureError where a CUDA graph records the current stream."""
+        if self._binding.capturing(self._binding.stream()):
+            raise CaptureError(
+                f"a CUDA graph cannot record {what} over {self.transport}, and the current stream is being captured; "
+                "call it before or after the capture (what can be captured: lowshard.comm.nccl)"
+            )
+
+    def _captures(self, call: Call) -> bool:
+        """Say whether a CUDA graph records this call.
+
+        Raises:
+            CaptureError: it does, and this call cannot be recorded.
+        """
+        self.refuse_capture(call.name)
+        return False
+
     def _do(self, call: Call, *buffers: Any) -> None:
         with self._binding.on_device(self._device):
             try:
+                if self._captures(call):
+                    with self._binding.keep_memory(self._captured):
+                        super()._do(call, *buffers)
+                    return
                 self._before()
                 super()._do(call, *buffers)
             except self._binding.cuda_error as error:
@@ -51,7 +74,7 @@ class DeviceCommunicator(Communicator):
     def _message(self, call: Call, buf: Array, peer: int) -> None:
         with self._binding.on_device(self._device):
             try:
-                if self._batch is None:
+                if not self._captures(call) and self._batch is None:
                     self._before()
                 super()._message(call, buf, peer)
             except self._binding.cuda_error as error:
@@ -88,6 +111,17 @@ class DeviceCommunicator(Communicator):
 
     def _gather_facts(self, record: np.ndarray) -> np.ndarray:
         return super()._gather_facts(record) if self._host is None else self._host._gather_facts(record)
+
+    def split(self, color: int | None, key: int = 0) -> Communicator | None:
+        """As `Communicator.split`."""
+        self.refuse_capture("split")
+        return super().split(color, key)
+
+    def close(self) -> None:
+        """As `Communicator.close`."""
+        if not self._closed:
+            self.refuse_capture("close")
+        super().close()
 
     def _copy(self, target: Array, source: Array) -> None:
         if target.size and self._binding.pointer(target) != self._binding.pointer(source):

@@ -5,7 +5,16 @@ here waits for the device, but for three rare calls: `split`, `close`, and `barr
 communicator. Those wait with a deadline, and a communicator whose wait failed is aborted before anything else is done
 with it. Results in
 order="fast" are NCCL's: equal on all ranks, but it promises nothing about the bits from one run, size or
-number of ranks to another. Tested over a stand-in that moves host memory; not run on a GPU.
+number of ranks to another.
+
+CUDA graphs record the collectives, send and recv, also in `grouped` and `send_recv`. All ranks capture, and replay, the
+same calls; they are compared and counted when they are captured, not when they are replayed. Memory of temporaries is
+kept until the communicator is closed, since the graph uses it again. Graphs do not record what the host takes part in:
+`start`, the wait for what was started, `barrier`, `split`, `close`, `shared=True`, `execute`, and any call of a staged
+communicator. Those raise CaptureError, on each rank by itself, before anything is put on the stream. A graph
+that has recorded calls is destroyed before the communicator is closed: else `close` raises TimedOut.
+
+Tested over a stand-in that moves host memory; not run on a GPU.
 """
 
 from __future__ import annotations
@@ -34,6 +43,23 @@ Array = Any
 _UINT8 = 1  # ncclUint8
 _LOOK_S = 0.01
 """How often calls ask NCCL, CUDA and the side channel for what has gone wrong, at most."""
+_CAPTURED = frozenset(
+    [
+        "all_gather",
+        "all_gather_v",
+        "all_to_all",
+        "all_to_all_v",
+        "broadcast",
+        "gather",
+        "scatter",
+        "send",
+        "recv",
+        "all_reduce",
+        "reduce_scatter",
+        "reduce",
+    ]
+)
+"""Calls that a CUDA graph records."""
 _NO_COLOR = -1  # NCCL_SPLIT_NOCOLOR
 _OPS = {"sum": 0, "prod": 1, "max": 2, "min": 3}  # ncclRedOp_t
 
@@ -84,6 +110,7 @@ class NCCLCommunicator(DeviceCommunicator):
         self._handle, self._call, self._device = self._nccl.raw, self._nccl.call, self._nccl.device
         self._binding = binding.of_device(self._device)
         self._host, self._side = host, SideStream(self._binding, self._nccl.has_ended)
+        self._captured = []
         self._next_look_s = time.monotonic() + _LOOK_S
         has = (self._nccl.rank, self._nccl.size)
         if has != (rank, size):
@@ -105,6 +132,13 @@ class NCCLCommunicator(DeviceCommunicator):
 
     # ---- the way to NCCL
 
+    def _captures(self, call: Call) -> bool:
+        if not self._binding.capturing(self._binding.stream()):
+            return False
+        if call.name not in _CAPTURED or "shared" in call.text:
+            self.refuse_capture(call.text)
+        return True
+
     def _before(self) -> None:
         now_s = time.monotonic()
         if now_s >= self._next_look_s:
@@ -115,7 +149,8 @@ class NCCLCommunicator(DeviceCommunicator):
 
     def _run_batch(self, batch: Sequence[tuple[Call, Array, int]]) -> None:
         with self._binding.on_device(self._device):
-            self._before()
+            if not self._binding.capturing(self._binding.stream()):
+                self._before()
             self._run_group(batch)
 
     def _run_group(self, batch: Sequence[tuple[Call, Array, int]]) -> None:
@@ -131,6 +166,7 @@ class NCCLCommunicator(DeviceCommunicator):
         NCCL orders the kernels of one communicator among themselves, on whichever streams they are. Started
         work of two communicators runs at once: all ranks start it in one order.
         """
+        self.refuse_capture(f"start.{name}")
         self._begin_messages()
         work = StreamWork(self._nccl, self._binding, f"{name} on rank {self.rank}")
         try:
@@ -148,6 +184,7 @@ class NCCLCommunicator(DeviceCommunicator):
         wait for ever. So messages begin together, when one of them is waited for or asked about, or with the next
         call of this thread on any NCCL communicator; and they are in turn with collectives.
         """
+        self.refuse_capture(f"start.{name}")
         waiting = _waiting()
         text, begin = f"{name} of rank {self.rank}", lambda: _begin_all(waiting)
         work = StreamWork(self._nccl, self._binding, text, begin)  # perhaps waited for in another thread

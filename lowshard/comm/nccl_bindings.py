@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from types import ModuleType
@@ -49,6 +50,10 @@ class Binding:
     """Makes an event: `.record(stream)`, `.done`, which raises CommError for a CUDA error."""
     check: Callable[[Any], None]
     """Raises CommError for a CUDA error that has come to a stream; does not wait."""
+    capturing: Callable[[Any], bool]
+    """Says whether a CUDA graph records a stream."""
+    keep_memory: Callable[[list[Any]], AbstractContextManager[Any]]
+    """Makes a context that adds to a list the memory of every array made in it, so that it is not used for others."""
     cuda_error: type[Exception]
     """What CuPy raises where CUDA refuses a call."""
     pointer: Callable[[Array], int]
@@ -105,6 +110,8 @@ class Binding:
             new_stream=new_stream,
             new_event=new_event,
             check=check,
+            capturing=lambda stream: bool(runtime.streamIsCapturing(stream.ptr)),
+            keep_memory=lambda kept: _keep_memory(cupy, kept),
             cuda_error=runtime.CUDARuntimeError,
             pointer=lambda array: int(array.data.ptr),
             device=lambda array: int(array.device.id),
@@ -173,6 +180,16 @@ def _makers(cupy: Any) -> tuple[Callable[[], Any], Callable[[], Any], Callable[[
         ended(runtime.streamQuery(stream.ptr))
 
     return lambda: Stream(non_blocking=True), lambda: Event(disable_timing=True), check
+
+
+def _keep_memory(cupy: Any, kept: list[Any]) -> AbstractContextManager[Any]:
+    allocate = cupy.cuda.get_allocator()
+
+    def allocate_and_keep(n_bytes: int) -> Any:
+        kept.append(allocate(n_bytes))
+        return kept[-1]
+
+    return cupy.cuda.using_allocator(allocate_and_keep)  # type: ignore[no-any-return]
 
 
 def _lock(runtime: Any, array: np.ndarray) -> Callable[[], None]:

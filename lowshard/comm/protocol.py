@@ -53,6 +53,9 @@ class Communicator(Arguments):
         """
         return Starter(self)
 
+    def refuse_capture(self, what: str) -> None:
+        """Raise CaptureError where a CUDA graph records the current stream, which cannot record `what`."""
+
     def empty(self, shape: int | Sequence[int], dtype: Any = "float32") -> Array:
         """Return an array, not filled, in memory that the other ranks of the node can read where it lies.
 

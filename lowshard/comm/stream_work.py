@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from lowshard.comm.check import wait_s
 from lowshard.comm.nccl_bindings import Binding
+from lowshard.errors import CaptureError
 
 
 class Waiting(Protocol):
@@ -127,6 +128,7 @@ class StreamWork:
                 is the communicator's deadline, or more, NCCL was aborted: a kernel that waits for another rank can be
                 ended in no other way.
             CommError: CUDA or NCCL reports an error.
+            CaptureError: the current stream is being captured.
             LowshardError: what the call raised.
         """
         if self._begin is not None:
@@ -134,6 +136,11 @@ class StreamWork:
         if self._error is not None:
             raise self._error
         timeout_s = wait_s(timeout_s)
+        if self._binding.capturing(self._binding.stream()):
+            raise CaptureError(
+                f"a CUDA graph cannot record the wait for {self.what}, which was started before it; "
+                "wait before the capture"
+            )
         if timeout_s is None:
             self._communicator.has_ended(self._event, self.what)  # raises what is known to have gone wrong
             self._communicator.ask()

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -122,6 +123,10 @@ class DeviceStandIn:
         """Its number; a thread begins on device 0."""
         self.fault = ""
         """A CUDA error that the device has come to, as `Binding`'s events tell it."""
+        self.captured: StandInStream | None = None
+        """The stream that a graph records."""
+        self.kept: list[list[Any]] = []
+        """The lists that memory was kept in, once for each call that was captured."""
         self.lock = threading.RLock()
         self.local = threading.local()
         self.default = StandInStream(self, DEFAULT_STREAM)
@@ -148,7 +153,16 @@ class DeviceStandIn:
         """This thread's current stream."""
         return self.stack[-1] if self.stack else self.default
 
+    def capturing(self, stream: StandInStream) -> bool:
+        return stream is self.captured
+
+    @contextmanager
+    def keep_memory(self, kept: list[Any]) -> Iterator[None]:
+        self.kept.append(kept)
+        yield
+
     def check(self, stream: object = None) -> None:
+        need(self.captured is None, "the driver forbids to ask for errors while it records a stream")
         if self.fault:
             raise CommError(f"the GPU reports {self.fault}")
 

@@ -26,6 +26,7 @@ class Cupy(ModuleType):
             CUDARuntimeError=CUDARuntimeError,
             eventQuery=lambda ptr: self.status,
             streamQuery=lambda ptr: self.status,
+            streamIsCapturing=lambda ptr: False,
         )
 
         class Queried:

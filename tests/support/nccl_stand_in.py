@@ -138,6 +138,8 @@ class Host(DeviceStandIn):
             new_stream=self.new_stream,
             new_event=self.new_event,
             check=self.check,
+            capturing=self.capturing,
+            keep_memory=self.keep_memory,
             cuda_error=CudaError,
             pointer=self.pointer,
             device=lambda array: self.device_of(array),
