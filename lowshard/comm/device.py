@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -9,7 +10,8 @@ import numpy as np
 
 from lowshard.comm.call import Call
 from lowshard.comm.nccl_bindings import Binding
-from lowshard.comm.protocol import Communicator
+from lowshard.comm.protocol import Communicator, Stream
+from lowshard.comm.work import Work
 from lowshard.errors import BufferMismatchError, CaptureError, CommError
 
 Array = Any
@@ -35,6 +37,20 @@ class DeviceCommunicator(Communicator):
     def control(self) -> Communicator:
         """The communicator of the host; this one itself when there is none."""
         return self if self._host is None else self._host
+
+    # ---- the stream that a caller names
+
+    def _on_stream(self, stream: Stream, name: str, *args: Any, **options: Any) -> Any:
+        if self._in_group():
+            raise CommError(
+                "messages of a grouped() block go together, on the stream that is current at its end; leave stream= out"
+            )
+        with self._binding.on_stream(stream, self._device):
+            return getattr(self, name)(*args, **options)
+
+    def _start_on_stream(self, stream: Stream, name: str, start: Callable[[], Work]) -> Work:
+        with self._binding.on_stream(stream, self._device):
+            return start()
 
     # ---- the device of the buffers is current while something is launched, whichever the caller's thread has
 

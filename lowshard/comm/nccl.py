@@ -43,22 +43,10 @@ Array = Any
 _UINT8 = 1  # ncclUint8
 _LOOK_S = 0.01
 """How often calls ask NCCL, CUDA and the side channel for what has gone wrong, at most."""
-_CAPTURED = frozenset(
-    [
-        "all_gather",
-        "all_gather_v",
-        "all_to_all",
-        "all_to_all_v",
-        "broadcast",
-        "gather",
-        "scatter",
-        "send",
-        "recv",
-        "all_reduce",
-        "reduce_scatter",
-        "reduce",
-    ]
-)
+_CAPTURED = frozenset((
+    "all_gather", "all_gather_v", "all_to_all", "all_to_all_v", "broadcast", "gather", "scatter", "send", "recv",
+    "send_recv", "all_reduce", "reduce_scatter", "reduce",
+))  # fmt: skip
 """Calls that a CUDA graph records."""
 _NO_COLOR = -1  # NCCL_SPLIT_NOCOLOR
 _OPS = {"sum": 0, "prod": 1, "max": 2, "min": 3}  # ncclRedOp_t

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from lowshard.errors import CommError, DependencyError
+from lowshard.gpu_stream import on_stream
 
 Array = Any
 
@@ -44,6 +45,8 @@ class Binding:
     stream: Callable[..., Any]
     """Returns this thread's current stream of a device, by default of the current one: `.ptr`, `.wait_event(event)`;
     `with stream:` makes it current."""
+    on_stream: Callable[[Any, int], AbstractContextManager[Any]]
+    """Makes a context in which a stream that a caller names is the current one of a device; see `gpu_stream`."""
     new_stream: Callable[[], Any]
     """Makes a stream that is not ordered with the default one. `.done` raises CommError for a CUDA error."""
     new_event: Callable[[], Any]
@@ -107,6 +110,7 @@ class Binding:
             nccl=nccl,
             xp=cupy,
             stream=cupy.cuda.get_current_stream,
+            on_stream=on_stream,
             new_stream=new_stream,
             new_event=new_event,
             check=check,

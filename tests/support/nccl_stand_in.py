@@ -135,6 +135,7 @@ class Host(DeviceStandIn):
             nccl=self.nccl if with_nccl else None,
             xp=np,
             stream=self.stream_of,
+            on_stream=lambda stream, device: stream,
             new_stream=self.new_stream,
             new_event=self.new_event,
             check=self.check,
