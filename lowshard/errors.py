@@ -14,6 +14,7 @@ __all__ = [
     "BadGrid",
     "BudgetError",
     "BufferMismatchError",
+    "CaptureError",
     "CheckpointError",
     "CommError",
     "DTypeError",
@@ -41,6 +42,7 @@ __all__ = [
     "SolverError",
     "StaleParams",
     "StepError",
+    "StreamError",
     "TimedOut",
     "VerificationError",
 ]
@@ -137,6 +139,14 @@ class CommError(LowshardError, RuntimeError):
         """Note the ranks of the job that this error is about; returns itself."""
         self.ranks = tuple(int(rank) for rank in ranks)
         return self
+
+
+class CaptureError(CommError):
+    """A call that a CUDA graph cannot record, made while its stream is being captured."""
+
+
+class StreamError(LowshardError, ValueError):
+    """A stream that CuPy cannot use, or one that belongs to another device than the buffers."""
 
 
 class MismatchError(CommError):

@@ -63,6 +63,7 @@ def execute(
         (Each on every rank, whichever rank is at fault.)
     """
     control = control_of(comm)
+    comm.refuse_capture("execute")
     error = _argument_error(plan, local, comm, out, pool, profile)
     digest = b"" if error is not None else plan.digest_bytes
     if profile is True:  # the ranks then meet between the steps, so all of them do or none
@@ -95,6 +96,7 @@ def execute_all(
         Nothing has moved when it raises.
     """
     control_of(comm)
+    comm.refuse_capture("execute_all")
     given = {} if out is None else out
     error: Exception | None = None
     tables: dict[str, object] = {"plans": plans, "local": local, "out": given}
@@ -128,6 +130,7 @@ def redistribute(
     are read first. Arguments, result and errors: as for `execute`, and those of `plan_redistribute`, on every rank.
     """
     control_of(comm)
+    comm.refuse_capture("redistribute")
     plan, error = None, None
     try:
         plan = plan_redistribute(src, dst, cost, comm.node_size)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 
 from lowshard import dtypes
+from lowshard.comm.call import Call
 from lowshard.comm.nccl_bindings import Binding
-from lowshard.comm.protocol import Communicator
-from lowshard.errors import BufferMismatchError, LowshardError
+from lowshard.comm.protocol import Communicator, Stream
+from lowshard.comm.work import Work
+from lowshard.errors import BufferMismatchError, CaptureError, CommError, LowshardError
 
 Array = Any
 
@@ -22,6 +24,10 @@ class DeviceCommunicator(Communicator):
     _binding: Binding
     _host: Communicator | None
     _device: int
+    _latest = "a call"
+    """The text of the latest call: what the GPU tells late is about it, or about one before it."""
+    _captured: list[Any]
+    """Memory of temporaries that captured calls use whenever their graph runs."""
 
     @property
     def xp(self) -> ModuleType:
@@ -50,6 +56,70 @@ class DeviceCommunicator(Communicator):
         """The communicator of the host; this one itself when there is none."""
         return self if self._host is None else self._host
 
+    # ---- the stream that a caller names
+
+    def _on_stream(self, stream: Stream, name: str, *args: Any, **options: Any) -> Any:
+        if self._in_group():
+            raise CommError(
+                "messages of a grouped() block go together, on the stream that is current at its end; leave stream= out"
+            )
+        with self._binding.on_stream(stream, self._device):
+            return getattr(self, name)(*args, **options)
+
+    def _start_on_stream(self, stream: Stream, name: str, start: Callable[[], Work]) -> Work:
+        with self._binding.on_stream(stream, self._device):
+            return start()
+
+    # ---- the device of the buffers is current while something is launched, whichever the caller's thread has
+
+    def _before(self) -> None:
+        """What is done before each call, with the device current."""
+
+    def refuse_capture(self, what: str) -> None:
+        """Raise CaptureError where a CUDA graph records the current stream."""
+        if self._binding.capturing(self._binding.stream()):
+            raise CaptureError(
+                f"a CUDA graph cannot record {what} over {self.transport}, and the current stream is being captured; "
+                "call it before or after the capture (what can be captured: lowshard.comm.nccl)"
+            )
+
+    def _captures(self, call: Call) -> bool:
+        """Say whether a CUDA graph records this call.
+
+        Raises:
+            CaptureError: it does, and this call cannot be recorded.
+        """
+        self.refuse_capture(call.name)
+        return False
+
+    def _do(self, call: Call, *buffers: Any) -> None:
+        with self._binding.on_device(self._device):
+            try:
+                if self._captures(call):
+                    with self._binding.keep_memory(self._captured):
+                        super()._do(call, *buffers)
+                    return
+                self._before()
+                super()._do(call, *buffers)
+            except self._binding.cuda_error as error:
+                raise self._failed_in(call, error) from error
+            self._latest = call.text
+
+    def _message(self, call: Call, buf: Array, peer: int) -> None:
+        with self._binding.on_device(self._device):
+            try:
+                if not self._captures(call) and self._batch is None:
+                    self._before()
+                super()._message(call, buf, peer)
+            except self._binding.cuda_error as error:
+                raise self._failed_in(call, error) from error
+            self._latest = call.text
+
+    def _failed_in(self, call: Call, error: Exception) -> CommError:
+        return CommError(
+            f"CUDA refuses {call.text}: {error}; the error may come from work that was queued before"
+        )
+
     def _flat(self, buf: Array, name: str, writes: bool = False) -> Array:
         flat = super()._flat(buf, name, writes)
         device = self._binding.device(flat)
@@ -75,6 +145,17 @@ class DeviceCommunicator(Communicator):
 
     def _gather_facts(self, record: np.ndarray) -> np.ndarray:
         return super()._gather_facts(record) if self._host is None else self._host._gather_facts(record)
+
+    def split(self, color: int | None, key: int = 0) -> Communicator | None:
+        """As `Communicator.split`."""
+        self.refuse_capture("split")
+        return super().split(color, key)
+
+    def close(self) -> None:
+        """As `Communicator.close`."""
+        if not self._closed:
+            self.refuse_capture("close")
+        super().close()
 
     def _copy(self, target: Array, source: Array) -> None:
         if target.size and self._binding.pointer(target) != self._binding.pointer(source):

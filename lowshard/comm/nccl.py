@@ -1,16 +1,27 @@
 """NCCL: the communicator over CuPy buffers.
 
-Everything is put on CuPy's current stream and nothing here waits for the device, but for three rare
-calls: `split`, `close`, and `barrier` where there is no control communicator. Those wait with a deadline,
-and a communicator whose wait failed is aborted before anything else is done with it. Results in
+Everything is put on CuPy's current stream of the buffers' device, whichever device the thread has made current. Nothing
+here waits for the device, but for three rare calls: `split`, `close`, and `barrier` where there is no control
+communicator. Those wait with a deadline, and a communicator whose wait failed is aborted before anything else is done
+with it. Results in
 order="fast" are NCCL's: equal on all ranks, but it promises nothing about the bits from one run, size or
-number of ranks to another. Tested over a stand-in that moves host memory; not run on a GPU.
+number of ranks to another.
+
+CUDA graphs record the collectives, send and recv, also in `grouped` and `send_recv`. All ranks capture, and replay, the
+same calls; they are compared and counted when they are captured, not when they are replayed. Memory of temporaries is
+kept until the communicator is closed, since the graph uses it again. Graphs do not record what the host takes part in:
+`start`, the wait for what was started, `barrier`, `split`, `close`, `shared=True`, `execute`, and any call of a staged
+communicator. Those raise CaptureError, on each rank by itself, before anything is put on the stream. A graph
+that has recorded calls is destroyed before the communicator is closed: else `close` raises TimedOut.
+
+Tested over a stand-in that moves host memory; not run on a GPU.
 """
 
 from __future__ import annotations
 
 import os
 import threading
+import time
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -30,6 +41,13 @@ from lowshard.errors import CommError
 Array = Any
 
 _UINT8 = 1  # ncclUint8
+_LOOK_S = 0.01
+"""How often calls ask NCCL, CUDA and the side channel for what has gone wrong, at most."""
+_CAPTURED = frozenset((
+    "all_gather", "all_gather_v", "all_to_all", "all_to_all_v", "broadcast", "gather", "scatter", "send", "recv",
+    "send_recv", "all_reduce", "reduce_scatter", "reduce",
+))  # fmt: skip
+"""Calls that a CUDA graph records."""
 _NO_COLOR = -1  # NCCL_SPLIT_NOCOLOR
 _OPS = {"sum": 0, "prod": 1, "max": 2, "min": 3}  # ncclRedOp_t
 
@@ -75,10 +93,13 @@ class NCCLCommunicator(DeviceCommunicator):
         else:
             timeout_s = host.timeout_s if timeout_s is None else timeout_s
             super().__init__(rank, size, group=host._group_name, timeout_s=timeout_s, activity=host._activity)
-        self._binding = Binding.load(handle) if binding is None else binding
-        self._host, self._side = host, SideStream(self._binding)
-        self._nccl = NCCLHandle(handle, self._binding, owned=owned, timeout_s=self.timeout_s, watch=watch)
+        binding = Binding.load(handle) if binding is None else binding
+        self._nccl = NCCLHandle(handle, binding, owned=owned, timeout_s=self.timeout_s, watch=watch)
         self._handle, self._call, self._device = self._nccl.raw, self._nccl.call, self._nccl.device
+        self._binding = binding.of_device(self._device)
+        self._host, self._side = host, SideStream(self._binding, self._nccl.has_ended)
+        self._captured = []
+        self._next_look_s = time.monotonic() + _LOOK_S
         has = (self._nccl.rank, self._nccl.size)
         if has != (rank, size):
             raise CommError(
@@ -99,19 +120,26 @@ class NCCLCommunicator(DeviceCommunicator):
 
     # ---- the way to NCCL
 
-    def _do(self, call: Call, *buffers: Any) -> None:
+    def _captures(self, call: Call) -> bool:
+        if not self._binding.capturing(self._binding.stream()):
+            return False
+        if call.name not in _CAPTURED or "shared" in call.text:
+            self.refuse_capture(call.text)
+        return True
+
+    def _before(self) -> None:
+        now_s = time.monotonic()
+        if now_s >= self._next_look_s:
+            self._next_look_s = now_s + _LOOK_S
+            self._nccl.look(self._binding.stream(), self._latest)
         self._begin_messages()
         self._side.drop()
-        super()._do(call, *buffers)
-
-    def _message(self, call: Call, buf: Array, peer: int) -> None:
-        if self._batch is None:
-            self._begin_messages()
-        super()._message(call, buf, peer)
 
     def _run_batch(self, batch: Sequence[tuple[Call, Array, int]]) -> None:
-        self._begin_messages()
-        self._run_group(batch)
+        with self._binding.on_device(self._device):
+            if not self._binding.capturing(self._binding.stream()):
+                self._before()
+            self._run_group(batch)
 
     def _run_group(self, batch: Sequence[tuple[Call, Array, int]]) -> None:
         with self._nccl.group():
@@ -126,11 +154,13 @@ class NCCLCommunicator(DeviceCommunicator):
         NCCL orders the kernels of one communicator among themselves, on whichever streams they are. Started
         work of two communicators runs at once: all ranks start it in one order.
         """
+        self.refuse_capture(f"start.{name}")
         self._begin_messages()
         work = StreamWork(self._nccl, self._binding, f"{name} on rank {self.rank}")
-        self._side.fork()
         try:
-            event, result = self._side.run(call)
+            with self._binding.on_device(self._device):
+                self._side.fork()
+                event, result = self._side.run(call, work.what)
         except Exception as error:  # a work tells by its wait, on every transport
             return work.failed(error)
         return work.begun(event, result)
@@ -142,6 +172,7 @@ class NCCLCommunicator(DeviceCommunicator):
         wait for ever. So messages begin together, when one of them is waited for or asked about, or with the next
         call of this thread on any NCCL communicator; and they are in turn with collectives.
         """
+        self.refuse_capture(f"start.{name}")
         waiting = _waiting()
         text, begin = f"{name} of rank {self.rank}", lambda: _begin_all(waiting)
         work = StreamWork(self._nccl, self._binding, text, begin)  # perhaps waited for in another thread
@@ -153,7 +184,8 @@ class NCCLCommunicator(DeviceCommunicator):
             return work.failed(error)
         finally:
             self._batch = outer
-        self._side.fork()
+        with self._binding.on_device(self._device):
+            self._side.fork()
         waiting.setdefault(self, []).extend((work, *item) for item in made)
         return work
 
@@ -162,7 +194,9 @@ class NCCLCommunicator(DeviceCommunicator):
 
     def _begin(self, messages: list[tuple[StreamWork, Call, Array, int]]) -> None:
         try:
-            event, _ = self._side.run(lambda: self._run_group([item[1:] for item in messages]))
+            with self._binding.on_device(self._device):
+                what = ", ".join(dict.fromkeys(item[0].what for item in messages))
+                event, _ = self._side.run(lambda: self._run_group([item[1:] for item in messages]), what)
         except Exception as error:
             for work, *_ in messages:
                 work.failed(error)
@@ -321,9 +355,11 @@ class NCCLCommunicator(DeviceCommunicator):
         if handle is None:
             return None
         rank, size = int(handle.rank_id()), int(handle.size())
-        return NCCLCommunicator(
+        part = NCCLCommunicator(
             handle, rank, size, host, binding=self._binding, timeout_s=nccl.timeout_s, watch=nccl.watch
         )
+        part._nccl.connect()
+        return part
 
     def _close(self) -> None:
         if not self._failed:

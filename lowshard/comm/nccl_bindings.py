@@ -11,13 +11,16 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from functools import partial
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 
 from lowshard.errors import CommError, DependencyError
+from lowshard.gpu_stream import on_stream
 
 Array = Any
 
@@ -39,16 +42,29 @@ class Binding:
     """The module `cupy.cuda.nccl`, or one with its names and signatures; None where nothing asks for NCCL."""
     xp: ModuleType
     """The array module of the buffers."""
-    stream: Callable[[], Any]
-    """Returns the current stream: `.ptr`, `.done`, `.wait_event(event)`; `with stream:` makes it current."""
+    stream: Callable[..., Any]
+    """Returns this thread's current stream of a device, by default of the current one: `.ptr`, `.wait_event(event)`;
+    `with stream:` makes it current."""
+    on_stream: Callable[[Any, int], AbstractContextManager[Any]]
+    """Makes a context in which a stream that a caller names is the current one of a device; see `gpu_stream`."""
     new_stream: Callable[[], Any]
     """Makes a stream that is not ordered with the default one. `.done` raises CommError for a CUDA error."""
     new_event: Callable[[], Any]
     """Makes an event: `.record(stream)`, `.done`, which raises CommError for a CUDA error."""
+    check: Callable[[Any], None]
+    """Raises CommError for a CUDA error that has come to a stream; does not wait."""
+    capturing: Callable[[Any], bool]
+    """Says whether a CUDA graph records a stream."""
+    keep_memory: Callable[[list[Any]], AbstractContextManager[Any]]
+    """Makes a context that adds to a list the memory of every array made in it, so that it is not used for others."""
+    cuda_error: type[Exception]
+    """What CuPy raises where CUDA refuses a call."""
     pointer: Callable[[Array], int]
     """Returns the address of an array's first element."""
     device: Callable[[Array], int]
     """Returns the number of the device an array lies on."""
+    current: Callable[[], int]
+    """Returns the number of the calling thread's current device."""
     select: Callable[[int], None]
     """Makes a device the calling thread's current one."""
     synchronize: Callable[[], None]
@@ -59,6 +75,14 @@ class Binding:
     """Queues a copy to the host: (host address, device address, bytes, stream)."""
     store: Callable[[int, int, int, int], None]
     """Queues a copy to the device: (device address, host address, bytes, stream)."""
+
+    def of_device(self, device: int) -> Binding:
+        """Return this binding with the streams of one device, whichever device a thread has made current."""
+        return replace(self, stream=partial(self.stream, device_id=device))
+
+    def on_device(self, device: int) -> OnDevice:
+        """Return a context in which a device is the current one: kernels, events and new streams are that device's."""
+        return OnDevice(self, device)
 
     @classmethod
     def load(cls, handle: Any = None, *, with_nccl: bool = True) -> Binding:
@@ -81,21 +105,45 @@ class Binding:
         nccl: Any = None
         if with_nccl:
             nccl = NCCL4Py() if chosen == "nccl4py" else _load_cupys_nccl()
-        runtime, (new_stream, new_event) = cupy.cuda.runtime, _makers(cupy)
+        runtime, (new_stream, new_event, check) = cupy.cuda.runtime, _makers(cupy)
         return cls(
             nccl=nccl,
             xp=cupy,
             stream=cupy.cuda.get_current_stream,
+            on_stream=on_stream,
             new_stream=new_stream,
             new_event=new_event,
+            check=check,
+            capturing=lambda stream: bool(runtime.streamIsCapturing(stream.ptr)),
+            keep_memory=lambda kept: _keep_memory(cupy, kept),
+            cuda_error=runtime.CUDARuntimeError,
             pointer=lambda array: int(array.data.ptr),
             device=lambda array: int(array.device.id),
-            select=lambda device: cupy.cuda.Device(device).use(),
+            current=runtime.getDevice,
+            select=runtime.setDevice,
             synchronize=runtime.deviceSynchronize,
             lock=lambda array: _lock(runtime, array),
             fetch=lambda to, at, n, stream: runtime.memcpyAsync(to, at, n, _TO_HOST, stream),
             store=lambda to, at, n, stream: runtime.memcpyAsync(to, at, n, _TO_DEVICE, stream),
         )
+
+
+class OnDevice:
+    """Makes a device the thread's current one, and puts the one before back."""
+
+    __slots__ = ("_before", "_binding", "_device")
+
+    def __init__(self, binding: Binding, device: int) -> None:
+        self._binding, self._device, self._before = binding, device, device
+
+    def __enter__(self) -> None:
+        self._before = self._binding.current()
+        if self._before != self._device:
+            self._binding.select(self._device)
+
+    def __exit__(self, *exc: object) -> None:
+        if self._before != self._device:
+            self._binding.select(self._before)
 
 
 def _load_cupy() -> Any:
@@ -106,8 +154,8 @@ def _load_cupy() -> Any:
     return cupy
 
 
-def _makers(cupy: Any) -> tuple[Callable[[], Any], Callable[[], Any]]:
-    """Return what makes streams and events whose `done` tells an error from "not yet".
+def _makers(cupy: Any) -> tuple[Callable[[], Any], Callable[[], Any], Callable[[Any], None]]:
+    """Return what makes streams and events whose `done` tells an error from "not yet", and what checks any stream.
 
     CuPy's own `done` is False for both, since `eventQuery` and `streamQuery` return their status and raise nothing.
     """
@@ -132,7 +180,20 @@ def _makers(cupy: Any) -> tuple[Callable[[], Any], Callable[[], Any]]:
         def done(self) -> bool:
             return ended(runtime.eventQuery(self.ptr))
 
-    return lambda: Stream(non_blocking=True), lambda: Event(disable_timing=True)
+    def check(stream: Any) -> None:
+        ended(runtime.streamQuery(stream.ptr))
+
+    return lambda: Stream(non_blocking=True), lambda: Event(disable_timing=True), check
+
+
+def _keep_memory(cupy: Any, kept: list[Any]) -> AbstractContextManager[Any]:
+    allocate = cupy.cuda.get_allocator()
+
+    def allocate_and_keep(n_bytes: int) -> Any:
+        kept.append(allocate(n_bytes))
+        return kept[-1]
+
+    return cupy.cuda.using_allocator(allocate_and_keep)  # type: ignore[no-any-return]
 
 
 def _lock(runtime: Any, array: np.ndarray) -> Callable[[], None]:

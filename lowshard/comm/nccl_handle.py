@@ -12,13 +12,17 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, Literal, TypeVar
 
+import numpy as np
+
 from lowshard.comm.lookout import Watching
 from lowshard.comm.nccl_bindings import Binding
-from lowshard.comm.nccl_wait import InThread, last_error, wait_for
+from lowshard.comm.nccl_wait import InThread, is_done, last_error, wait_for
 from lowshard.errors import CommError, PeerFailed, TimedOut
 
 T = TypeVar("T")
 
+UINT8 = 1  # ncclUint8
+SUM = 0  # ncclSum
 _INVALID_ARGUMENT = 4  # the one ncclResult_t error that leaves a communicator usable
 _REMOTE_ERROR, _IN_PROGRESS, _TIMEOUT = 6, 7, 8
 _ABORT_LOCK_S = 1.0
@@ -91,8 +95,16 @@ class NCCLHandle:
             raise CommError("this NCCL communicator was aborted after an error; make a new one")
 
     def _failure(self, function: Any, status: int, error: Exception) -> CommError:
-        name = getattr(function, "__name__", "a call")
-        self.failed = self.failed or status != _INVALID_ARGUMENT
+        """Return what to raise for an error of NCCL, having told the other ranks of one that ends the communicator."""
+        failure = self._named(getattr(function, "__name__", "a call"), status, error)
+        if status != _INVALID_ARGUMENT:
+            self.failed = True
+            # What shows late is told by who knows which call it belongs to.
+            if self.watch is not None and function != self.raw.check_async_error:
+                self.watch.tell("failed", str(failure))
+        return failure
+
+    def _named(self, name: str, status: int, error: Exception) -> CommError:
         if status == _IN_PROGRESS:
             return CommError(
                 f"NCCL left {name} unfinished (result {status}); lowshard needs blocking communicators: unset "
@@ -125,6 +137,32 @@ class NCCLHandle:
                 self.call(self.raw.check_async_error)
             finally:
                 self._calling.release()
+
+    def look(self, stream: Any, latest: str) -> None:
+        """Raise what has gone wrong in the calls so far, having told the other ranks and given up. Does not block.
+
+        Args:
+            stream: where the next call will go.
+            latest: the latest call, for the message: what comes late came from it, or from a call before it.
+
+        Raises:
+            CommError: NCCL or CUDA reports an error.
+            PeerFailed: another rank has failed.
+        """
+        self._check_state()
+        try:
+            self.ask()
+            self._binding.check(stream)
+        except CommError as error:
+            text = f"{latest}, or a call before it: {error}"
+            if self.watch is not None:
+                self.watch.tell("failed", text)
+            left = self.give_up()
+            raise type(error)(f"{text}; {left}" if left else text).about(error.ranks) from error.__cause__
+
+    def has_ended(self, event: Any, what: str) -> bool:
+        """Say whether the work before an event is done; does not wait. What it raises: see `look`."""
+        return is_done(event, self.watch, self, what)
 
     def give_up(self) -> str:
         """Abort the NCCL communicator, so that its kernels leave the device; return what hindered it, or ""."""
@@ -167,6 +205,54 @@ class NCCLHandle:
         thread = InThread(on_device)
         self.wait_on_host(thread, self.timeout_s, what)
         return thread.result()
+
+    # ---- connections
+
+    def connect(self) -> None:
+        """Connect this rank to all others now.
+
+        Collective: all ranks of the communicator call this.
+
+        NCCL connects two ranks inside the first call that needs it: that call blocks the host until the other rank has
+        come, where no deadline can be kept and no abort is safe. So each rank exchanges a byte with every other (send
+        and recv, and what is made of them), and takes part in an all_reduce and an all_gather of few bytes, all in a
+        thread that is waited for with the deadline. What is not connected by this: algorithms that NCCL takes for
+        larger buffers only (rings beside trees, NVLS), unless NCCL_RUNTIME_CONNECT=0 makes NCCL connect all of them
+        when the communicator is made, as `lowshard.comm.nccl_over_mpi` sets.
+
+        Raises:
+            CommError: NCCL or the GPU reports an error.
+            PeerFailed: another rank has failed.
+            TimedOut: a rank did not come in time.
+        """
+        if self.size == 1:
+            return
+        what = f"NCCL connecting rank {self.rank} to {self.size - 1} others"
+        # The memory is kept until the device is done with it.
+        memory, done = self.blocking(self._exchange_bytes, what)
+        try:
+            self.wait_on_host(done, self.timeout_s, what)
+        finally:
+            del memory
+
+    def _exchange_bytes(self) -> tuple[Any, Any]:
+        binding, size = self._binding, self.size
+        stream, peers = binding.new_stream(), [peer for peer in range(size) if peer != self.rank]
+        with stream:
+            memory = binding.xp.zeros(3 * size, np.uint8)
+            sent, received, gathered = (memory[i * size : (i + 1) * size] for i in range(3))
+            with self.group():
+                for peer in peers:
+                    source, target = (binding.pointer(part[peer : peer + 1]) for part in (sent, received))
+                    self.call(self.raw.send, source, 1, UINT8, peer, stream.ptr)
+                    self.call(self.raw.recv, target, 1, UINT8, peer, stream.ptr)
+            at = binding.pointer(sent)
+            self.call(self.raw.allReduce, at, at, size, UINT8, SUM, stream.ptr)
+            own = binding.pointer(sent[:1])
+            self.call(self.raw.allGather, own, binding.pointer(gathered), 1, UINT8, stream.ptr)
+            done = binding.new_event()
+            done.record(stream)
+        return (stream, memory), done
 
     # ---- the end
 

@@ -31,6 +31,7 @@ TRANSPORTS = ("auto", "nccl", "staged")
 # From this release on several ranks may share a GPU, if the environment says so.
 _SHARED_GPU_VERSION = 23003
 _SHARED_GPU_SWITCH = "NCCL_MULTI_RANK_GPU_ENABLE"
+_CONNECT_LATE = "NCCL_RUNTIME_CONNECT"
 
 
 def why_unusable() -> str | None:
@@ -54,7 +55,8 @@ def usable_on_all(host: Communicator) -> bool:
 class _Found:
     binding: Binding
     device: int
-    bus_id: str
+    identity: str
+    """The GPU's PCI address and UUID: parts of a GPU (MIG) share the address, not the UUID."""
     version: int
     """NCCL's; 0 where it was not asked for or is not there."""
     without: str
@@ -67,7 +69,8 @@ def build_over_mpi(
     """Return a communicator over GPU arrays for the ranks of `host`, which becomes its control communicator.
 
     Collective: all ranks of the communicator call this. A rank takes the GPU whose number is its rank
-    on the node, modulo the number of GPUs that it sees, and makes it CuPy's current device.
+    on the node, modulo the number of GPUs that it sees, and makes it CuPy's current device. All ranks are connected
+    to each other before this returns (`NCCLHandle.connect`); NCCL_RUNTIME_CONNECT is set to 0 where it is not set.
 
     Args:
         host: moves host memory between the same ranks.
@@ -97,11 +100,11 @@ def build_over_mpi(
             found = _find_device(node.rank, with_nccl=transport != "staged")
         except (ImportError, RuntimeError) as caught:
             error = DependencyError(f"every rank needs CuPy and a GPU: {caught}")
-        bus_ids = share_text(node, "" if found is None else found.bus_id)
+        gpus = share_text(node, "" if found is None else found.identity)
     obstacle: CommError | DependencyError | None = None
     if found is not None and transport != "staged":
         missing = DependencyError(found.without) if found.without else None
-        obstacle = missing or crowding(bus_ids, found.version, os.environ)
+        obstacle = missing or crowding(gpus, found.version, os.environ)
     agree(host, transport.encode(), error or (obstacle if transport == "nccl" else None), what)
     assert found is not None
     found.binding.select(found.device)
@@ -136,6 +139,9 @@ def _connect(host: Communicator, mpi_comm: Any, found: _Found, watch: Watching |
         found.binding.select(found.device)  # a new thread begins on device 0
         return nccl.NcclCommunicator(host.size, unique.tobytes(), host.rank)
 
+    # Else NCCL connects each of its algorithms in the first call that takes it, which no deadline ends. NCCL reads it
+    # once a process, and again in those that this one starts.
+    os.environ.setdefault(_CONNECT_LATE, "0")
     # A connection that waits for a rank cannot be given up, so all ranks meet before it.
     barrier_within(mpi_comm, host.timeout_s, watch, "the barrier before NCCL connects")
     thread = InThread(connect, "lowshard NCCL connect")
@@ -149,7 +155,9 @@ def _connect(host: Communicator, mpi_comm: Any, found: _Found, watch: Watching |
             f"NCCL could not connect rank {host.rank} of {host.size} on GPU {found.device} ({failure}"
             f"{f'; {said}' if said else ''}); NCCL_DEBUG=WARN prints why"
         ) from failure
-    return NCCLCommunicator(handle, host.rank, host.size, host, binding=found.binding, watch=watch)
+    made = NCCLCommunicator(handle, host.rank, host.size, host, binding=found.binding, watch=watch)
+    made._nccl.connect()
+    return made
 
 
 class _Request:
@@ -175,15 +183,15 @@ def barrier_within(
     wait_for(_Request(mpi_comm.Ibarrier()), time.monotonic() + timeout_s, watch, None, what)
 
 
-def crowding(bus_ids: Sequence[str], version: int, environ: Mapping[str, str]) -> CommError | None:
-    """Return what is wrong with NCCL for the ranks of one node on GPUs of these PCI addresses, or None.
+def crowding(gpus: Sequence[str], version: int, environ: Mapping[str, str]) -> CommError | None:
+    """Return what is wrong with NCCL for the ranks of one node on these GPUs, or None.
 
     Args:
-        bus_ids: one address a rank; empty where a rank has found no GPU.
+        gpus: what tells the GPU of each rank from others; empty where a rank has found no GPU.
         version: NCCL's, as it writes it: 23007 is 2.30.7.
         environ: the process's environment.
     """
-    used = [bus_id for bus_id in bus_ids if bus_id]
+    used = [gpu for gpu in gpus if gpu]
     if len(set(used)) == len(used):
         return None
     if version >= _SHARED_GPU_VERSION and environ.get(_SHARED_GPU_SWITCH) == "1":
@@ -209,4 +217,5 @@ def _find_device(local_rank: int, with_nccl: bool) -> _Found:
     if count == 0:
         raise DependencyError("CuPy sees no CUDA device")
     device = local_rank % count
-    return _Found(binding, device, str(runtime.deviceGetPCIBusId(device)), version, without)
+    uuid = bytes(runtime.getDeviceProperties(device).get("uuid", b"")).hex()
+    return _Found(binding, device, f"{runtime.deviceGetPCIBusId(device)} {uuid}", version, without)

@@ -74,7 +74,7 @@ def wait_for(
     """
     begun = time.monotonic()
     asked, pause_s = 0, _FIRST_PAUSE_S
-    while not _is_done(awaited, watch, communicator, what):
+    while not is_done(awaited, watch, communicator, what):
         asked += 1
         if asked <= _AT_ONCE:
             time.sleep(0)  # other threads may run
@@ -86,6 +86,8 @@ def wait_for(
             try:
                 communicator.ask()
             except CommError as failed:
+                if watch is not None:
+                    watch.tell("failed", f"{what}: {failed}")
                 raise _with_cause(failed, _give_up(communicator)) from failed.__cause__
         now = time.monotonic()
         if now >= deadline and not final:
@@ -102,7 +104,11 @@ def wait_for(
         pause_s = min(1.5 * pause_s, _LONGEST_PAUSE_S)
 
 
-def _is_done(awaited: Awaited, watch: Watching | None, communicator: Breakable | None, what: str) -> bool:
+def is_done(awaited: Awaited, watch: Watching | None, communicator: Breakable | None, what: str) -> bool:
+    """Say whether `awaited` is done; does not wait. Arguments and errors: as for `wait_for`.
+
+    Where the GPU has failed the side channel tells the other ranks, and the communicator is given up.
+    """
     try:
         return awaited.done
     except CommError as failed:

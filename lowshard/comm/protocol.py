@@ -7,7 +7,7 @@ runs is planned in `lowshard.comm.algorithm`; how bytes move is the transport's 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -15,10 +15,11 @@ from lowshard import dtypes
 from lowshard.argument import whole
 from lowshard.comm import check
 from lowshard.comm.argument import Arguments, key_of, name_of, text_of
-from lowshard.comm.work import Starter
+from lowshard.comm.work import Starter, Work
 from lowshard.errors import CommError, LowshardError
 
 Array = Any  # a NumPy or CuPy array; CuPy ships no types
+Stream = Any  # CuPy's, torch's, any with `__cuda_stream__`, or an address
 Op = Literal["sum", "avg", "min", "max", "prod"]
 Order = Literal["fast", "tree", "rank"]
 _MOST = (1 << 31) - 1
@@ -38,6 +39,10 @@ class Communicator(Arguments):
     Ranks compare what they ask for before anything moves (`LOWSHARD_CHECK`: hash, the default, full or off), so that
     each of these errors is raised by all ranks alike: MismatchError where they ask for different things, and what is
     wrong with the arguments of one. A wait that ends without the others raises PeerFailed or TimedOut.
+
+    On GPUs `stream` says where a call is put: a stream of CuPy or torch, an object with `__cuda_stream__`, or the
+    address of a cudaStream_t; by default CuPy's current stream of the buffers' device. A stream of another device is a
+    StreamError. On CPUs any stream is a CommError.
     """
 
     @property
@@ -53,6 +58,23 @@ class Communicator(Arguments):
         """
         return Starter(self)
 
+    def _on_stream(self, stream: Stream, name: str, *args: Any, **options: Any) -> Any:
+        """Make a call by its name with a stream current; here there are none, so all ranks refuse it."""
+        error = CommError(
+            f"stream= is for communicators over GPU arrays, but this one ({self.transport}) moves host memory; "
+            "leave it out"
+        )
+        if name in ("send", "recv", "send_recv"):  # calls of two ranks, which no other would refuse
+            raise error
+        self._refuse(error, f"{name} on a stream")
+
+    def _start_on_stream(self, stream: Stream, name: str, start: Callable[[], Work]) -> Work:
+        """Start a call with a stream current; here there are none."""
+        return self._start(name, lambda: Communicator._on_stream(self, stream, name))
+
+    def refuse_capture(self, what: str) -> None:
+        """Raise CaptureError where a CUDA graph records the current stream, which cannot record `what`."""
+
     def empty(self, shape: int | Sequence[int], dtype: Any = "float32") -> Array:
         """Return an array, not filled, in memory that the other ranks of the node can read where it lies.
 
@@ -67,7 +89,9 @@ class Communicator(Arguments):
 
     # ---- moves
 
-    def all_gather(self, send: Array, recv: Array | None = None, *, shared: bool = False) -> Array | None:
+    def all_gather(
+        self, send: Array, recv: Array | None = None, *, shared: bool = False, stream: Stream = None
+    ) -> Array | None:
         """Put every rank's `send` into `recv` on all ranks, in rank order.
 
         Collective: all ranks of the communicator call this. recv holds size x send elements. In
@@ -84,6 +108,8 @@ class Communicator(Arguments):
             MismatchError: ranks ask for different things.
             CommError: the communicator is closed.
         """
+        if stream is not None:
+            return self._on_stream(stream, "all_gather", send, recv, shared=shared)
         if shared is not False and self._is_shared(shared, "all_gather"):
             return self._shared("all_gather", send, recv)
         call = self._known(("all_gather", key_of(send)), send, recv)
@@ -96,7 +122,13 @@ class Communicator(Arguments):
         return None
 
     def all_gather_v(
-        self, send: Array, recv: Array, recv_counts: Sequence[int], recv_displs: Sequence[int]
+        self,
+        send: Array,
+        recv: Array,
+        recv_counts: Sequence[int],
+        recv_displs: Sequence[int],
+        *,
+        stream: Stream = None,
     ) -> None:
         """Put every rank's `send`, of its own length, into `recv` on all ranks.
 
@@ -108,6 +140,9 @@ class Communicator(Arguments):
             MismatchError: ranks ask for different things.
             CommError: the communicator is closed.
         """
+        if stream is not None:
+            self._on_stream(stream, "all_gather_v", send, recv, recv_counts, recv_displs)
+            return
         try:
             s, r = self._flat(send, "send"), self._flat(recv, "recv", writes=True)
             check.same_dtype(s, r)
@@ -122,7 +157,7 @@ class Communicator(Arguments):
         call.run = self._run_all_gather_v
         self._do(call, call, s, r, counts, displs)
 
-    def all_to_all(self, send: Array, recv: Array) -> None:
+    def all_to_all(self, send: Array, recv: Array, *, stream: Stream = None) -> None:
         """Send part j of `send` to rank j, and put what rank i sent into part i of `recv`.
 
         Collective: all ranks of the communicator call this. Both hold the same number of elements, a
@@ -133,6 +168,9 @@ class Communicator(Arguments):
             MismatchError: ranks ask for different things.
             CommError: the communicator is closed.
         """
+        if stream is not None:
+            self._on_stream(stream, "all_to_all", send, recv)
+            return
         call = self._known(("all_to_all", key_of(send)), send, recv)
         if call is None:
             try:
@@ -142,14 +180,10 @@ class Communicator(Arguments):
         self._do(call, send, recv)
 
     def all_to_all_v(
-        self,
-        send: Array,
-        send_counts: Sequence[int],
-        send_displs: Sequence[int],
-        recv: Array,
-        recv_counts: Sequence[int],
-        recv_displs: Sequence[int],
-    ) -> None:
+        self, send: Array, send_counts: Sequence[int], send_displs: Sequence[int], recv: Array,
+        recv_counts: Sequence[int], recv_displs: Sequence[int],
+        *, stream: Stream = None,
+    ) -> None:  # fmt: skip
         """Send `send_counts[j]` elements at `send_displs[j]` to rank j, and receive likewise.
 
         Collective: all ranks of the communicator call this. Counts may be 0 and differ; send parts
@@ -160,6 +194,11 @@ class Communicator(Arguments):
             MismatchError: ranks ask for different things, or one expects another count than is sent to it.
             CommError: the communicator is closed.
         """
+        if stream is not None:
+            self._on_stream(
+                stream, "all_to_all_v", send, send_counts, send_displs, recv, recv_counts, recv_displs
+            )
+            return
         key = self._counts_key(send, send_counts, send_displs, recv, recv_counts, recv_displs)
         call = None if key is None else self._known(key, send, recv)
         if call is not None:
@@ -182,7 +221,9 @@ class Communicator(Arguments):
             self._keep(key, call)
         self._do(call, call, s, sc, sd, r, rc, rd)
 
-    def broadcast(self, buf: Array | None, root: int = 0, *, shared: bool = False) -> Array | None:
+    def broadcast(
+        self, buf: Array | None, root: int = 0, *, shared: bool = False, stream: Stream = None
+    ) -> Array | None:
         """Copy root's `buf` into every rank's `buf`.
 
         Collective: all ranks of the communicator call this.
@@ -197,6 +238,8 @@ class Communicator(Arguments):
             MismatchError: ranks ask for different things.
             CommError: the communicator is closed, or there is no such root.
         """
+        if stream is not None:
+            return self._on_stream(stream, "broadcast", buf, root, shared=shared)
         if type(root) is not int:
             root = check.rank(root)
         if shared is not False and self._is_shared(shared, "broadcast"):
@@ -211,7 +254,7 @@ class Communicator(Arguments):
         self._do(call, buf)
         return None
 
-    def gather(self, send: Array, recv: Array | None, root: int = 0) -> None:
+    def gather(self, send: Array, recv: Array | None, root: int = 0, *, stream: Stream = None) -> None:
         """Put every rank's `send` into root's `recv`, in rank order; others pass recv=None.
 
         Collective: all ranks of the communicator call this.
@@ -221,6 +264,9 @@ class Communicator(Arguments):
             MismatchError: ranks ask for different things.
             CommError: the communicator is closed, or there is no such root.
         """
+        if stream is not None:
+            self._on_stream(stream, "gather", send, recv, root)
+            return
         if type(root) is not int:
             root = check.rank(root)
         call = self._known(("gather", key_of(send), root), send, recv if self.rank == root else None)
@@ -231,7 +277,7 @@ class Communicator(Arguments):
                 self._refuse(error, f"gather {text_of(send)} root={root}")
         self._do(call, send, recv if self.rank == root else None)
 
-    def scatter(self, send: Array | None, recv: Array, root: int = 0) -> None:
+    def scatter(self, send: Array | None, recv: Array, root: int = 0, *, stream: Stream = None) -> None:
         """Put part i of root's `send` into rank i's `recv`; others pass send=None.
 
         Collective: all ranks of the communicator call this.
@@ -241,6 +287,9 @@ class Communicator(Arguments):
             MismatchError: ranks ask for different things.
             CommError: the communicator is closed, or there is no such root.
         """
+        if stream is not None:
+            self._on_stream(stream, "scatter", send, recv, root)
+            return
         if type(root) is not int:
             root = check.rank(root)
         call = self._known(("scatter", key_of(recv), root), send if self.rank == root else None, recv)
@@ -251,7 +300,7 @@ class Communicator(Arguments):
                 self._refuse(error, f"scatter {text_of(recv)} root={root}")
         self._do(call, send if self.rank == root else None, recv)
 
-    def send(self, buf: Array, dst: int) -> None:
+    def send(self, buf: Array, dst: int, *, stream: Stream = None) -> None:
         """Send `buf` to rank `dst`, which calls `recv`.
 
         A message of less than some 100 bytes is taken at once, longer ones may wait for the receiver, and so may any
@@ -261,6 +310,9 @@ class Communicator(Arguments):
             BufferMismatchError: as for all_gather.
             CommError: the communicator is closed, or dst is no other rank of it.
         """
+        if stream is not None:
+            self._on_stream(stream, "send", buf, dst)
+            return
         if type(dst) is not int:
             dst = check.rank(dst)
         call = self._known(("send", key_of(buf), dst), buf, None)
@@ -272,13 +324,16 @@ class Communicator(Arguments):
             self._keep(("send", key_of(b), dst), call)
         self._message(call, buf if buf.ndim == 1 else buf.reshape(-1), dst)
 
-    def recv(self, buf: Array, src: int) -> None:
+    def recv(self, buf: Array, src: int, *, stream: Stream = None) -> None:
         """Receive into `buf` what rank `src` sends; sizes and dtypes agree.
 
         Raises:
             BufferMismatchError: as for all_gather, or another number of bytes came.
             CommError: the communicator is closed, or src is no other rank of it.
         """
+        if stream is not None:
+            self._on_stream(stream, "recv", buf, src)
+            return
         if type(src) is not int:
             src = check.rank(src)
         call = self._known(("recv", key_of(buf), src), None, buf)
@@ -290,7 +345,7 @@ class Communicator(Arguments):
             self._keep(("recv", key_of(b), src), call)
         self._message(call, buf if buf.ndim == 1 else buf.reshape(-1), src)
 
-    def send_recv(self, send: Array, dst: int, recv: Array, src: int) -> None:
+    def send_recv(self, send: Array, dst: int, recv: Array, src: int, *, stream: Stream = None) -> None:
         """Send to rank `dst` and receive from rank `src` at once: a step of a ring, or an exchange of two ranks.
 
         The buffers must not overlap. Two or more messages each way: `grouped`.
@@ -299,6 +354,9 @@ class Communicator(Arguments):
             BufferMismatchError: as for `recv`.
             CommError: the communicator is closed, or dst or src is no other rank of it.
         """
+        if stream is not None:
+            self._on_stream(stream, "send_recv", send, dst, recv, src)
+            return
         if self._in_group():
             self.send(send, dst)
             self.recv(recv, src)
@@ -356,8 +414,8 @@ class Communicator(Arguments):
     # ---- reductions
 
     def all_reduce(
-        self, send: Array, recv: Array | None = None, op: Op = "sum", order: Order = "fast", *,
-        shared: bool = False,
+        self, send: Array, recv: Array | None = None, op: Op = "sum", order: Order = "fast",
+        *, shared: bool = False, stream: Stream = None,
     ) -> Array | None:  # fmt: skip
         """Reduce every rank's `send` elementwise and put the result into every rank's `recv`.
 
@@ -378,6 +436,8 @@ class Communicator(Arguments):
             CommError: the communicator is closed; unknown op or order.
             DTypeError: the op makes no sense for the dtype (avg of bool).
         """
+        if stream is not None:
+            return self._on_stream(stream, "all_reduce", send, recv, op, order, shared=shared)
         if (type(op), type(order)) != check.NAMES:
             op, order = check.names(op, order)  # type: ignore[assignment]  # checked where a call is made
         if shared is not False and self._is_shared(shared, "all_reduce"):
@@ -391,7 +451,9 @@ class Communicator(Arguments):
         self._do(call, send, recv)
         return None
 
-    def reduce_scatter(self, send: Array, recv: Array, op: Op = "sum", order: Order = "fast") -> None:
+    def reduce_scatter(
+        self, send: Array, recv: Array, op: Op = "sum", order: Order = "fast", *, stream: Stream = None
+    ) -> None:
         """Reduce every rank's `send` elementwise and put part i of the result into rank i's `recv`.
 
         Collective: all ranks of the communicator call this. send holds size x recv elements. op and
@@ -403,6 +465,9 @@ class Communicator(Arguments):
             CommError: the communicator is closed; unknown op or order.
             DTypeError: the op makes no sense for the dtype.
         """
+        if stream is not None:
+            self._on_stream(stream, "reduce_scatter", send, recv, op, order)
+            return
         if (type(op), type(order)) != check.NAMES:
             op, order = check.names(op, order)  # type: ignore[assignment]  # checked where a call is made
         call = self._known(("reduce_scatter", key_of(send), op, order), send, recv)
@@ -414,8 +479,9 @@ class Communicator(Arguments):
         self._do(call, send, recv)
 
     def reduce(
-        self, send: Array, recv: Array | None, op: Op = "sum", root: int = 0, order: Order = "fast"
-    ) -> None:
+        self, send: Array, recv: Array | None, op: Op = "sum", root: int = 0, order: Order = "fast",
+        *, stream: Stream = None,
+    ) -> None:  # fmt: skip
         """Reduce every rank's `send` elementwise into root's `recv`; others pass recv=None.
 
         Collective: all ranks of the communicator call this. op and order: as for all_reduce.
@@ -426,6 +492,9 @@ class Communicator(Arguments):
             CommError: the communicator is closed; no such root; unknown op or order.
             DTypeError: the op makes no sense for the dtype.
         """
+        if stream is not None:
+            self._on_stream(stream, "reduce", send, recv, op, root, order)
+            return
         if type(root) is not int:
             root = check.rank(root)
         out = recv if self.rank == root else None

@@ -17,6 +17,7 @@ import numpy as np
 from lowshard.comm.call import Call
 from lowshard.comm.lookout import Watching
 from lowshard.comm.nccl_bindings import Binding
+from lowshard.comm.nccl_wait import is_done
 from lowshard.comm.pinned import SLOT_BYTES, Round, Slots
 from lowshard.comm.protocol import Communicator
 from lowshard.comm.staged_moves import StagedMoves
@@ -54,16 +55,21 @@ class StagedCommunicator(StagedMoves):
         super().__init__(
             host.rank, host.size, group=host._group_name, timeout_s=host.timeout_s, activity=host._activity
         )
-        self._binding = Binding.load(with_nccl=False) if binding is None else binding
+        binding = Binding.load(with_nccl=False) if binding is None else binding
+        self._binding = binding.of_device(device)
         self._host, self._device, self._watch, self._slot_bytes = host, device, watch, slot_bytes
+        self._captured = []
         self._own_slots = self._new_slots()
-        self._side = SideStream(self._binding)
+        self._side = self._new_side()
         self._thread = threading.local()
 
     @property
     def transport(self) -> str:
         """The transport's name."""
         return "staged"
+
+    def _new_side(self) -> SideStream:
+        return SideStream(self._binding, lambda event, what: is_done(event, self._watch, None, what))
 
     def _new_slots(self) -> Slots:
         return Slots(self._binding, lambda n: self._host.empty(n, np.uint8), self.timeout_s, self._watch)
@@ -77,6 +83,11 @@ class StagedCommunicator(StagedMoves):
 
     def _run_batch(self, batch: Sequence[tuple[Call, Array, int]]) -> None:
         """Move all that is sent to the host, let the host's messages go together, move what came to the device."""
+        self.refuse_capture("messages")
+        with self._binding.on_device(self._device):
+            self._exchange_batch(batch)
+
+    def _exchange_batch(self, batch: Sequence[tuple[Call, Array, int]]) -> None:
         for call, _, peer in batch:
             self._settle(call.name, peer)  # it stages through the same slots
         whole: list[np.ndarray] = []
@@ -117,18 +128,22 @@ class StagedCommunicator(StagedMoves):
 
     def _start(self, name: str, call: Callable[[], Any]) -> StagedWork:
         """Run a call by the communicator's thread, on a stream of the communicator's own."""
-        self._side.fork()
-        return StagedWork(self._binding, super()._start(name, lambda: self._on_side(self._side, call)))
+        self.refuse_capture(f"start.{name}")
+        with self._binding.on_device(self._device):
+            self._side.fork()
+        return StagedWork(self._binding, super()._start(name, lambda: self._on_side(self._side, call, name)))
 
     def _start_message(self, name: str, buf: Array, peer: int) -> StagedWork:
         """Run a send or a recv by a thread, with a stream and slots, of its own."""
-        side = SideStream(self._binding)
-        side.fork()
+        self.refuse_capture(f"start.{name}")
+        side = self._new_side()
+        with self._binding.on_device(self._device):
+            side.fork()
         move = self.send if name == "send" else self.recv
 
         def run() -> Any:
             self._thread.slots = slots = self._new_slots()
-            ended = self._on_side(side, lambda: move(buf, peer))
+            ended = self._on_side(side, lambda: move(buf, peer), name)
             slots.close()
             return ended
 
@@ -139,9 +154,9 @@ class StagedCommunicator(StagedMoves):
         line.submit(work)
         return StagedWork(self._binding, work)
 
-    def _on_side(self, side: SideStream, call: Callable[[], Any]) -> Any:
+    def _on_side(self, side: SideStream, call: Callable[[], Any], name: str) -> Any:
         self._binding.select(self._device)  # a new thread begins on device 0
-        return side.run(call)
+        return side.run(call, f"{name} of rank {self.rank}")
 
     # ---- reductions: the host's own, which check between ranks too
 

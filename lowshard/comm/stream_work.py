@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from lowshard.comm.check import wait_s
 from lowshard.comm.nccl_bindings import Binding
+from lowshard.errors import CaptureError
 
 
 class Waiting(Protocol):
@@ -21,6 +22,9 @@ class Waiting(Protocol):
     def ask(self) -> None:
         """Raise what has gone wrong so far."""
 
+    def has_ended(self, event: Any, what: str) -> bool:
+        """Say whether `event` is done; raise what keeps it from being done."""
+
     def wait_on_host(self, awaited: Any, timeout_s: float, what: str) -> None:
         """Return once `awaited` is done; raise what keeps it from being done."""
 
@@ -28,10 +32,16 @@ class Waiting(Protocol):
 class SideStream:
     """A stream of a communicator's own, made on first use."""
 
-    def __init__(self, binding: Binding) -> None:
-        self._binding = binding
+    def __init__(self, binding: Binding, has_ended: Callable[[Any, str], bool]) -> None:
+        """Describe the stream.
+
+        Args:
+            binding: the GPU.
+            has_ended: says whether an event is done, or raises what keeps it from that; takes the call's name.
+        """
+        self._binding, self._has_ended = binding, has_ended
         self._stream: Any = None
-        self._held: deque[tuple[Any, object]] = deque()
+        self._held: deque[tuple[Any, str, object]] = deque()
 
     def fork(self) -> Any:
         """Make what follows on the side stream follow what the current stream has been given; return it."""
@@ -42,8 +52,13 @@ class SideStream:
         self._stream.wait_event(ready)
         return self._stream
 
-    def run(self, call: Callable[[], Any]) -> tuple[Any, Any]:
-        """Make `call` with the side stream current; return an event that is done when its work is, and its result."""
+    def run(self, call: Callable[[], Any], what: str) -> tuple[Any, Any]:
+        """Make a call with the side stream current; return an event that is done when its work is, and its result.
+
+        Args:
+            call: what is started.
+            what: its name, for messages.
+        """
         with self._stream:
             result = call()
         done = self._binding.new_event()
@@ -51,12 +66,16 @@ class SideStream:
         self.drop()
         # CuPy may hand the memory of a dropped array to the next taker on the stream it was made on, while
         # the side stream still uses it. The call holds its arrays, so it is held until it is over.
-        self._held.append((done, (call, result)))
+        self._held.append((done, what, (call, result)))
         return done, result
 
     def drop(self) -> None:
-        """Let go of the buffers of calls that are over."""
-        while self._held and self._held[0][0].done:
+        """Let go of the buffers of calls that are over; what has failed stays held, for the GPU may still use it.
+
+        Raises:
+            CommError: CUDA reports an error.
+        """
+        while self._held and self._has_ended(*self._held[0][:2]):
             self._held.popleft()
 
 
@@ -78,7 +97,7 @@ class StreamWork:
             what: what it is, for messages.
             begin: makes it begin, where it does not at once.
         """
-        self._communicator, self._binding, self._what = communicator, binding, what
+        self._communicator, self._binding, self.what = communicator, binding, what
         self._begin = begin
         self._event: Any = None
         self._result: Any = None
@@ -109,6 +128,7 @@ class StreamWork:
                 is the communicator's deadline, or more, NCCL was aborted: a kernel that waits for another rank can be
                 ended in no other way.
             CommError: CUDA or NCCL reports an error.
+            CaptureError: the current stream is being captured.
             LowshardError: what the call raised.
         """
         if self._begin is not None:
@@ -116,10 +136,16 @@ class StreamWork:
         if self._error is not None:
             raise self._error
         timeout_s = wait_s(timeout_s)
+        if self._binding.capturing(self._binding.stream()):
+            raise CaptureError(
+                f"a CUDA graph cannot record the wait for {self.what}, which was started before it; "
+                "wait before the capture"
+            )
         if timeout_s is None:
+            self._communicator.has_ended(self._event, self.what)  # raises what is known to have gone wrong
             self._communicator.ask()
         else:
-            self._communicator.wait_on_host(self._event, timeout_s, self._what)
+            self._communicator.wait_on_host(self._event, timeout_s, self.what)
         self._binding.stream().wait_event(self._event)
         return self._result
 
@@ -131,4 +157,4 @@ class StreamWork:
         """
         if self._begin is not None:
             self._begin()
-        return self._error is not None or bool(self._event.done)
+        return self._error is not None or self._communicator.has_ended(self._event, self.what)

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from lowshard.comm.protocol import Communicator, Op, Order
 
 Array = Any  # a NumPy or CuPy array; CuPy ships no types
+Stream = Any
 
 
 class Work(Protocol):
@@ -136,82 +137,113 @@ class Worker:
 
 
 class Starter:
-    """Every collective of a communicator, with the same arguments, started and not waited for."""
+    """Every collective of a communicator, with the same arguments, started and not waited for.
+
+    On GPUs a started call follows what `stream` (by default the current one) has been given.
+    """
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
 
-    def all_gather(self, send: Array, recv: Array | None = None, *, shared: bool = False) -> Work:
+    def _start(self, stream: Stream, name: str, call: Callable[[], Any]) -> Work:
+        if stream is None:
+            return self._comm._start(name, call)
+        return self._comm._start_on_stream(stream, name, lambda: self._comm._start(name, call))
+
+    def _message(self, stream: Stream, name: str, buf: Array, peer: int) -> Work:
+        if stream is None:
+            return self._comm._start_message(name, buf, peer)
+        return self._comm._start_on_stream(stream, name, lambda: self._comm._start_message(name, buf, peer))
+
+    def all_gather(
+        self, send: Array, recv: Array | None = None, *, shared: bool = False, stream: Stream = None
+    ) -> Work:
         """Start `all_gather`."""
         comm = self._comm
-        return comm._start("all_gather", lambda: comm.all_gather(send, recv, shared=shared))
+        return self._start(stream, "all_gather", lambda: comm.all_gather(send, recv, shared=shared))
 
     def all_gather_v(
-        self, send: Array, recv: Array, recv_counts: Sequence[int], recv_displs: Sequence[int]
+        self,
+        send: Array,
+        recv: Array,
+        recv_counts: Sequence[int],
+        recv_displs: Sequence[int],
+        *,
+        stream: Stream = None,
     ) -> Work:
         """Start `all_gather_v`."""
         comm = self._comm
-        return comm._start("all_gather_v", lambda: comm.all_gather_v(send, recv, recv_counts, recv_displs))
+        return self._start(
+            stream, "all_gather_v", lambda: comm.all_gather_v(send, recv, recv_counts, recv_displs)
+        )
 
-    def all_to_all(self, send: Array, recv: Array) -> Work:
+    def all_to_all(self, send: Array, recv: Array, *, stream: Stream = None) -> Work:
         """Start `all_to_all`."""
         comm = self._comm
-        return comm._start("all_to_all", lambda: comm.all_to_all(send, recv))
+        return self._start(stream, "all_to_all", lambda: comm.all_to_all(send, recv))
 
     def all_to_all_v(
         self, send: Array, send_counts: Sequence[int], send_displs: Sequence[int], recv: Array,
         recv_counts: Sequence[int], recv_displs: Sequence[int],
+        *, stream: Stream = None,
     ) -> Work:  # fmt: skip
         """Start `all_to_all_v`."""
         comm, args = self._comm, (send, send_counts, send_displs, recv, recv_counts, recv_displs)
-        return comm._start("all_to_all_v", lambda: comm.all_to_all_v(*args))
+        return self._start(stream, "all_to_all_v", lambda: comm.all_to_all_v(*args))
 
-    def broadcast(self, buf: Array | None, root: int = 0, *, shared: bool = False) -> Work:
+    def broadcast(
+        self, buf: Array | None, root: int = 0, *, shared: bool = False, stream: Stream = None
+    ) -> Work:
         """Start `broadcast`."""
         comm = self._comm
-        return comm._start("broadcast", lambda: comm.broadcast(buf, root, shared=shared))
+        return self._start(stream, "broadcast", lambda: comm.broadcast(buf, root, shared=shared))
 
-    def gather(self, send: Array, recv: Array | None, root: int = 0) -> Work:
+    def gather(self, send: Array, recv: Array | None, root: int = 0, *, stream: Stream = None) -> Work:
         """Start `gather`."""
         comm = self._comm
-        return comm._start("gather", lambda: comm.gather(send, recv, root))
+        return self._start(stream, "gather", lambda: comm.gather(send, recv, root))
 
-    def scatter(self, send: Array | None, recv: Array, root: int = 0) -> Work:
+    def scatter(self, send: Array | None, recv: Array, root: int = 0, *, stream: Stream = None) -> Work:
         """Start `scatter`."""
         comm = self._comm
-        return comm._start("scatter", lambda: comm.scatter(send, recv, root))
+        return self._start(stream, "scatter", lambda: comm.scatter(send, recv, root))
 
     def all_reduce(
-        self, send: Array, recv: Array | None = None, op: Op = "sum", order: Order = "fast", *,
-        shared: bool = False,
+        self, send: Array, recv: Array | None = None, op: Op = "sum", order: Order = "fast",
+        *, shared: bool = False, stream: Stream = None,
     ) -> Work:  # fmt: skip
         """Start `all_reduce`."""
         comm = self._comm
-        return comm._start("all_reduce", lambda: comm.all_reduce(send, recv, op, order, shared=shared))
+        return self._start(
+            stream, "all_reduce", lambda: comm.all_reduce(send, recv, op, order, shared=shared)
+        )
 
-    def reduce_scatter(self, send: Array, recv: Array, op: Op = "sum", order: Order = "fast") -> Work:
+    def reduce_scatter(
+        self, send: Array, recv: Array, op: Op = "sum", order: Order = "fast", *, stream: Stream = None
+    ) -> Work:
         """Start `reduce_scatter`."""
         comm = self._comm
-        return comm._start("reduce_scatter", lambda: comm.reduce_scatter(send, recv, op, order))
+        return self._start(stream, "reduce_scatter", lambda: comm.reduce_scatter(send, recv, op, order))
 
     def reduce(
-        self, send: Array, recv: Array | None, op: Op = "sum", root: int = 0, order: Order = "fast"
-    ) -> Work:
+        self, send: Array, recv: Array | None, op: Op = "sum", root: int = 0, order: Order = "fast",
+        *, stream: Stream = None,
+    ) -> Work:  # fmt: skip
         """Start `reduce`."""
         comm = self._comm
-        return comm._start("reduce", lambda: comm.reduce(send, recv, op, root, order))
+        return self._start(stream, "reduce", lambda: comm.reduce(send, recv, op, root, order))
 
     def barrier(self) -> Work:
         """Start `barrier`: done once every rank has started it."""
         return self._comm._start("barrier", self._comm.barrier)
 
-    def send(self, buf: Array, dst: int) -> Work:
+    def send(self, buf: Array, dst: int, *, stream: Stream = None) -> Work:
         """Start `send`; it need not be in turn with collectives."""
-        return self._comm._start_message("send", buf, dst)
+        return self._message(stream, "send", buf, dst)
 
-    def recv(self, buf: Array, src: int) -> Work:
+    def recv(self, buf: Array, src: int, *, stream: Stream = None) -> Work:
         """Start `recv`; it need not be in turn with collectives."""
-        return self._comm._start_message("recv", buf, src)
+        return self._message(stream, "recv", buf, src)
 
 
 def wait_all(works: Sequence[Work], timeout_s: float | None = None) -> None:

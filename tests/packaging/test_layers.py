@@ -29,6 +29,7 @@ FLOORS: dict[str, str] = {
     "lowshard.special": "0",
     "lowshard.settings": "0",
     "lowshard.streams": "0",
+    "lowshard.gpu_stream": "0",
     "lowshard.owned": "0",
     "lowshard.compiled": "0",
     "lowshard.mesh": "1",

@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+
+from lowshard.errors import CommError
 
 DEVICE = 0
 DEFAULT_STREAM = 7
@@ -82,6 +85,7 @@ class StandInStream:
         self.push(event.finish)
 
     def __enter__(self) -> StandInStream:
+        self._host.need_device("a stream entered")
         self._host.stack.append(self)
         return self
 
@@ -103,6 +107,7 @@ class StandInEvent:
 
     @property
     def done(self) -> bool:
+        self._host.check()
         return self._stream is None or self._stream.asked(self._mark)
 
     def finish(self) -> None:
@@ -113,7 +118,15 @@ class StandInEvent:
 class DeviceStandIn:
     """One rank's device: what `Binding` takes of it."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: int = DEVICE) -> None:
+        self.device = device
+        """Its number; a thread begins on device 0."""
+        self.fault = ""
+        """A CUDA error that the device has come to, as `Binding`'s events tell it."""
+        self.captured: StandInStream | None = None
+        """The stream that a graph records."""
+        self.kept: list[list[Any]] = []
+        """The lists that memory was kept in, once for each call that was captured."""
         self.lock = threading.RLock()
         self.local = threading.local()
         self.default = StandInStream(self, DEFAULT_STREAM)
@@ -126,7 +139,7 @@ class DeviceStandIn:
         """The length of everything that was ever locked."""
         self.synchronized = 0
         self.selected: list[tuple[str, int]] = []
-        self.device_of: Callable[[np.ndarray], int] = lambda array: DEVICE
+        self.device_of: Callable[[np.ndarray], int] = lambda array: self.device
 
     @property
     def stack(self) -> list[StandInStream]:
@@ -140,7 +153,38 @@ class DeviceStandIn:
         """This thread's current stream."""
         return self.stack[-1] if self.stack else self.default
 
+    def capturing(self, stream: StandInStream) -> bool:
+        return stream is self.captured
+
+    @contextmanager
+    def keep_memory(self, kept: list[Any]) -> Iterator[None]:
+        self.kept.append(kept)
+        yield
+
+    def check(self, stream: object = None) -> None:
+        need(self.captured is None, "the driver forbids to ask for errors while it records a stream")
+        if self.fault:
+            raise CommError(f"the GPU reports {self.fault}")
+
+    @property
+    def current(self) -> int:
+        """The number of this thread's current device."""
+        return getattr(self.local, "device", 0)
+
+    def stream_of(self, device_id: int = -1) -> StandInStream:
+        """Return this thread's current stream of a device; -1: of the current one."""
+        need((self.current if device_id < 0 else device_id) == self.device, "the stream of another device")
+        return self.stream
+
+    def new_event(self) -> StandInEvent:
+        self.need_device("an event made")
+        return StandInEvent(self)
+
+    def need_device(self, what: str) -> None:
+        need(self.current == self.device, f"{what} while device {self.current} is current, not {self.device}")
+
     def new_stream(self) -> StandInStream:
+        self.need_device("a stream made")
         self.streams.append(StandInStream(self, 1000 + len(self.streams)))
         return self.streams[-1]
 
@@ -151,6 +195,7 @@ class DeviceStandIn:
 
     def select(self, device: int) -> None:
         self.selected.append((threading.current_thread().name, device))
+        self.local.device = device
 
     def synchronize(self) -> None:
         self.synchronized += 1

@@ -21,9 +21,12 @@ class Cupy(ModuleType):
         self.status = 0
         runtime = SimpleNamespace(
             deviceSynchronize=None,
+            getDevice=lambda: 0,
+            setDevice=lambda device: None,
             CUDARuntimeError=CUDARuntimeError,
             eventQuery=lambda ptr: self.status,
             streamQuery=lambda ptr: self.status,
+            streamIsCapturing=lambda ptr: False,
         )
 
         class Queried:

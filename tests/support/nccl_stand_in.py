@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import ml_dtypes
 import numpy as np
-from support.device_stand_in import DEVICE, DeviceStandIn, StandInEvent, need
+from support.device_stand_in import DEVICE, DeviceStandIn, need
 
 from lowshard import comm as lc
 from lowshard.comm import Communicator
@@ -45,6 +45,10 @@ class NcclError(RuntimeError):
             raise KeyError(status)  # CuPy's table of names ends there
         super().__init__(f"NCCL_ERROR_{status}: stand-in")
         self.status = status
+
+
+class CudaError(RuntimeError):
+    """As CuPy's CUDARuntimeError."""
 
 
 def overlap(a: int, a_bytes: int, b: int, b_bytes: int) -> bool:
@@ -121,8 +125,8 @@ class StandInNccl:
 class Host(DeviceStandIn):
     """One rank's array module, as far as the adapter sees it: NumPy, with a record of what it asked for."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, device: int = DEVICE) -> None:
+        super().__init__(device)
         self.nccl = StandInNccl()
 
     def binding(self, with_nccl: bool = True) -> Binding:
@@ -130,11 +134,17 @@ class Host(DeviceStandIn):
         return Binding(
             nccl=self.nccl if with_nccl else None,
             xp=np,
-            stream=lambda: self.stream,
+            stream=self.stream_of,
+            on_stream=lambda stream, device: stream,
             new_stream=self.new_stream,
-            new_event=lambda: StandInEvent(self),
+            new_event=self.new_event,
+            check=self.check,
+            capturing=self.capturing,
+            keep_memory=self.keep_memory,
+            cuda_error=CudaError,
             pointer=self.pointer,
             device=lambda array: self.device_of(array),
+            current=lambda: self.current,
             select=self.select,
             synchronize=self.synchronize,
             lock=self.lock_memory,
@@ -185,7 +195,7 @@ class StandInCommunicator:
         return self._world.size
 
     def device_id(self) -> int:
-        return DEVICE
+        return self._host.device
 
     def allReduce(self, sendbuf: int, recvbuf: int, count: int, datatype: int, op: int, stream: int) -> None:
         self._transfer("allReduce", sendbuf, recvbuf, count, datatype, op, stream)
@@ -221,7 +231,8 @@ class StandInCommunicator:
         return StandInCommunicator(world, members.index((key, self._rank)), self._host)
 
     def check_async_error(self) -> None:
-        self._take("check_async_error")
+        need(not self.ended, f"check_async_error after {self.ended}")
+        self._raise_next("check_async_error")
 
     def abort(self) -> None:
         need(not self.ended, f"abort after {self.ended}")

@@ -239,3 +239,34 @@ def test_a_message_follows_the_stream_it_was_started_on() -> None:
         assert [c[-1] for c in comm._handle.calls if c[0] in ("send", "recv")] == [host.streams[-1].ptr]
 
     run_stand_in(2, check)
+
+
+# ---- devices
+
+
+@pytest.mark.parametrize("started", [False, True])
+def test_a_thread_whose_current_device_is_another_one_launches_on_the_communicators(started: bool) -> None:
+    """A new thread begins on device 0; the stand-in refuses streams, events and kernels of another current device."""
+    host = Host(device=1)
+    host.select(1)
+    handle = StandInCommunicator(World(1), 0, host)
+    comm = NCCLCommunicator(handle, 0, 1, binding=host.binding())
+    buf = np.arange(3.0)
+
+    def work() -> int:
+        if started:
+            comm.start.all_reduce(buf, buf).wait()
+        else:
+            comm.all_reduce(buf, buf)
+        comm.broadcast(buf)
+        comm.barrier()
+        return host.current
+
+    thread = InThread(work)
+    thread._thread.join(10.0)
+    assert thread.result() == 0, "the thread's own device is put back"
+    assert [name for name, *_ in handle.calls if name == "allReduce"]
+    part = comm.split(0)
+    assert part is not None
+    part.close()
+    comm.close()

@@ -13,7 +13,7 @@ import pytest
 from support.comm_kit import refused
 from support.device_stand_in import StandInEvent
 from support.fake_cupy import Cupy
-from support.nccl_stand_in import Host, StandInCommunicator, World, run_stand_in
+from support.nccl_stand_in import CudaError, Host, StandInCommunicator, World, run_stand_in
 
 from lowshard.comm import Communicator
 from lowshard.comm.nccl import NCCLCommunicator
@@ -292,3 +292,123 @@ def test_the_side_channel_is_looked_at_by_started_work() -> None:
     refused(work.wait, PeerFailed, "boom")
     comm.close()
     assert comm._handle.ended == "abort"
+
+
+# ---- connections
+
+
+def test_a_group_is_connected_when_it_is_made() -> None:
+    def check(comm: Communicator) -> None:
+        part = comm.split(0)
+        assert isinstance(part, NCCLCommunicator)
+        names = [name for name, *_ in part._handle.calls]
+        for name in ("send", "recv"):
+            peers = [call[4] for call in part._handle.calls if call[0] == name]
+            assert peers == [rank for rank in range(comm.size) if rank != comm.rank]
+        assert names.count("allReduce") == names.count("allGather") == 1
+        assert part.traffic.calls == {}
+
+    run_stand_in(3, check)
+
+
+def test_a_rank_that_never_comes_to_the_first_call_ends_the_split_by_its_deadline() -> None:
+    """NCCL connects in the first call: without a connection ahead the call itself would wait, past any deadline."""
+    end = threading.Event()
+
+    def check(comm: Communicator) -> None:
+        assert isinstance(comm, NCCLCommunicator)
+        if comm.rank == 1:
+            split = comm._handle.commSplit
+
+            def gone(color: int, key: int) -> StandInCommunicator:
+                part = split(color, key)
+                assert part is not None
+                part.run = lambda batch: end.wait(20.0)  # type: ignore[assignment, method-assign, return-value]
+                return part
+
+            comm._handle.commSplit = gone  # type: ignore[method-assign]
+        begun = time.monotonic()
+        refused(lambda: comm.split(0), TimedOut, f"NCCL connecting rank {comm.rank} to 1 others was not done")
+        assert time.monotonic() - begun < 5.0
+        comm._nccl.failed = True  # no destroy: the group's first call is still under way
+        if comm.rank == 0:
+            end.set()
+
+    run_stand_in(2, check, timeout_s=0.5)
+
+
+# ---- errors that come late
+
+
+FAULT = "cudaErrorIllegalAddress: an illegal memory access was encountered"
+
+
+class Line:
+    """A side channel between the ranks of one process: what one tells the others hear."""
+
+    def __init__(self, ranks: list[Line], rank: int) -> None:
+        self.flag = np.zeros(1, np.int64)
+        self.heard = ""
+        self._ranks, self._rank = ranks, rank
+        ranks.append(self)
+
+    def error(self, where: str) -> CommError:
+        return PeerFailed(f"{self.heard}; this rank was in {where}")
+
+    def tell(self, kind: str, text: str) -> None:
+        for line in self._ranks:
+            if not line.flag[0]:
+                line.heard, line.flag[0] = f"rank {self._rank} {kind}: {text}", 1
+
+
+@pytest.mark.parametrize("kind", ["nccl", "cuda"])
+@pytest.mark.parametrize("how", ["call", "wait", "done"])
+def test_an_error_of_one_ranks_gpu_is_raised_by_its_next_call_and_reaches_all_ranks(
+    kind: str, how: str
+) -> None:
+    lines: list[Line] = []
+
+    def check(plain: Communicator) -> None:
+        assert isinstance(plain, NCCLCommunicator)
+        host = plain._binding.select.__self__  # type: ignore[attr-defined]
+        line = Line(lines, plain.rank)
+        handle = plain._handle
+        comm = NCCLCommunicator(handle, plain.rank, 2, plain.control, binding=plain._binding, watch=line)  # type: ignore[arg-type]
+        buf = np.ones(5)
+        comm.all_reduce(buf, buf)
+        work = comm.start.all_reduce(buf, buf)
+        plain.control.barrier()
+        if comm.rank == 0:
+            hang(host)
+            comm._side._stream.asked = host.default.asked
+            begun = time.monotonic()
+            refused(lambda: work.wait(timeout_s=20.0), PeerFailed, "rank 1 failed: all_reduce")
+            assert time.monotonic() - begun < 2.0
+        else:
+            time.sleep(0.05)
+            if kind == "cuda":
+                host.fault = FAULT
+            else:
+                handle.next_error, handle.error_in = host.nccl.NcclError(1), "check_async_error"
+            call: dict[str, Callable[[], object]] = {
+                "call": lambda: comm.broadcast(buf), "wait": lambda: work.wait(timeout_s=1.0), "done": work.done,
+            }  # fmt: skip
+            if how != "call":
+                hang(host)
+                comm._side._stream.asked = host.default.asked
+            if (kind, how) == ("nccl", "done"):  # asks CUDA alone
+                assert not work.done()
+                how_it_is_found = call["wait"]
+            else:
+                how_it_is_found = call[how]
+            said = FAULT if kind == "cuda" else "NCCL_ERROR_1"
+            refused(how_it_is_found, CommError, said, "all_reduce" if kind == "cuda" or how == "call" else "")
+        assert handle.ended == "abort"
+
+    run_stand_in(2, check)
+
+
+def test_what_cuda_refuses_in_a_call_is_our_error_with_the_calls_name() -> None:
+    comm, handle, _ = alone()
+    handle.next_error, handle.error_in = CudaError(FAULT), "broadcast"
+    refused(lambda: comm.broadcast(np.ones(3)), CommError, "CUDA refuses broadcast float64", FAULT)

@@ -17,6 +17,7 @@ from support.nccl_stand_in import Host, run_staged
 from lowshard import comm as lc
 from lowshard import dtypes
 from lowshard.comm import Communicator
+from lowshard.comm.nccl_wait import InThread
 from lowshard.comm.pinned import Round, Slots
 from lowshard.comm.staged import StagedCommunicator
 from lowshard.errors import BufferMismatchError, CommError, MismatchError, TimedOut
@@ -425,3 +426,19 @@ def test_started_messages_wait_for_one_rank_only() -> None:
         if thread.name in ("lowshard send", "lowshard recv"):
             thread.join(5.0)
             assert not thread.is_alive()
+
+
+def test_a_thread_whose_current_device_is_another_one_stages_on_the_communicators() -> None:
+    host = Host(device=1)
+    host.select(1)
+    comm = StagedCommunicator(lc.loopback(1)[0], host.binding(with_nccl=False), device=1)
+    buf, started = np.arange(3.0), np.arange(3.0)
+
+    def work() -> int:
+        comm.all_reduce(buf, buf)
+        comm.start.all_reduce(started, started).wait()
+        return host.current
+
+    thread = InThread(work)
+    thread._thread.join(10.0)
+    assert thread.result() == 0, "the thread's own device is put back"

@@ -25,7 +25,7 @@ from lowshard.comm.node.meet import FAULTY, MISSING, OK, UNEQUAL
 from lowshard.comm.node.messages import NodeMailbox
 from lowshard.comm.node.plan import NodePlans, Spans
 from lowshard.comm.node.ways import address_of
-from lowshard.comm.protocol import Op, Order
+from lowshard.comm.protocol import Op, Order, Stream
 
 Array = Any
 
@@ -192,8 +192,12 @@ class QuickCalls(NodePlans):
 
     # ---- the collectives, as in Communicator
 
-    def all_gather(self, send: Array, recv: Array | None = None, *, shared: bool = False) -> Array | None:
+    def all_gather(
+        self, send: Array, recv: Array | None = None, *, shared: bool = False, stream: Stream = None
+    ) -> Array | None:
         """Put every rank's `send` into `recv` on all ranks; see `Communicator.all_gather`."""
+        if stream is not None:
+            return self._on_stream(stream, "all_gather", send, recv, shared=shared)
         if shared:
             return super().all_gather(send, recv, shared=True)
         if not self._ran(ALL_GATHER, id(send), id(recv)):
@@ -201,8 +205,11 @@ class QuickCalls(NodePlans):
             self._learn(ALL_GATHER, ("all_gather", key_of(send)), send, recv)
         return None
 
-    def all_to_all(self, send: Array, recv: Array) -> None:
+    def all_to_all(self, send: Array, recv: Array, *, stream: Stream = None) -> None:
         """Send part j of `send` to rank j; see `Communicator.all_to_all`."""
+        if stream is not None:
+            self._on_stream(stream, "all_to_all", send, recv)
+            return
         if not self._ran(ALL_TO_ALL, id(send), id(recv)):
             super().all_to_all(send, recv)
             self._learn(ALL_TO_ALL, ("all_to_all", key_of(send)), send, recv)
@@ -210,8 +217,14 @@ class QuickCalls(NodePlans):
     def all_to_all_v(
         self, send: Array, send_counts: Sequence[int], send_displs: Sequence[int], recv: Array,
         recv_counts: Sequence[int], recv_displs: Sequence[int],
+        *, stream: Stream = None,
     ) -> None:  # fmt: skip
         """Send parts of any length to the others; see `Communicator.all_to_all_v`."""
+        if stream is not None:
+            self._on_stream(
+                stream, "all_to_all_v", send, send_counts, send_displs, recv, recv_counts, recv_displs
+            )
+            return
         spans = send_counts, send_displs, recv_counts, recv_displs
         try:
             key = *map(tuple, spans), send.ndim, recv.ndim
@@ -235,8 +248,12 @@ class QuickCalls(NodePlans):
         self._acts[key] = ALL_TO_ALL_V + _ROOT * self._acts_made
         return self._acts[key]
 
-    def broadcast(self, buf: Array | None, root: int = 0, *, shared: bool = False) -> Array | None:
+    def broadcast(
+        self, buf: Array | None, root: int = 0, *, shared: bool = False, stream: Stream = None
+    ) -> Array | None:
         """Copy root's `buf` into every rank's `buf`; see `Communicator.broadcast`."""
+        if stream is not None:
+            return self._on_stream(stream, "broadcast", buf, root, shared=shared)
         if shared:
             return super().broadcast(buf, root, shared=True)
         mine = self.rank == root
@@ -246,16 +263,22 @@ class QuickCalls(NodePlans):
             self._learn(act, ("broadcast", key_of(buf), root), buf if mine else None, None if mine else buf)
         return None
 
-    def gather(self, send: Array, recv: Array | None, root: int = 0) -> None:
+    def gather(self, send: Array, recv: Array | None, root: int = 0, *, stream: Stream = None) -> None:
         """Put every rank's `send` into root's `recv`; see `Communicator.gather`."""
+        if stream is not None:
+            self._on_stream(stream, "gather", send, recv, root)
+            return
         mine = self.rank == root
         act = _rooted(GATHER, root)
         if not self._ran(act, id(send), id(recv) if mine else 0):
             super().gather(send, recv, root)
             self._learn(act, ("gather", key_of(send), root), send, recv if mine else None)
 
-    def scatter(self, send: Array | None, recv: Array, root: int = 0) -> None:
+    def scatter(self, send: Array | None, recv: Array, root: int = 0, *, stream: Stream = None) -> None:
         """Put part i of root's `send` into rank i's `recv`; see `Communicator.scatter`."""
+        if stream is not None:
+            self._on_stream(stream, "scatter", send, recv, root)
+            return
         mine = self.rank == root
         act = _rooted(SCATTER, root)
         if not self._ran(act, id(send) if mine else 0, id(recv)):
@@ -263,10 +286,12 @@ class QuickCalls(NodePlans):
             self._learn(act, ("scatter", key_of(recv), root), send if mine else None, recv)
 
     def all_reduce(
-        self, send: Array, recv: Array | None = None, op: Op = "sum", order: Order = "fast", *,
-        shared: bool = False,
+        self, send: Array, recv: Array | None = None, op: Op = "sum", order: Order = "fast",
+        *, shared: bool = False, stream: Stream = None,
     ) -> Array | None:  # fmt: skip
         """Reduce element by element over all ranks; see `Communicator.all_reduce`."""
+        if stream is not None:
+            return self._on_stream(stream, "all_reduce", send, recv, op, order, shared=shared)
         if (type(op), type(order)) != check.NAMES:
             op, order = check.names(op, order)  # type: ignore[assignment]  # checked where a call is made
         if shared:
@@ -277,8 +302,13 @@ class QuickCalls(NodePlans):
             self._learn(act, ("all_reduce", key_of(send), op, order), send, recv)
         return None
 
-    def reduce_scatter(self, send: Array, recv: Array, op: Op = "sum", order: Order = "fast") -> None:
+    def reduce_scatter(
+        self, send: Array, recv: Array, op: Op = "sum", order: Order = "fast", *, stream: Stream = None
+    ) -> None:
         """Reduce over all ranks and keep this rank's part; see `Communicator.reduce_scatter`."""
+        if stream is not None:
+            self._on_stream(stream, "reduce_scatter", send, recv, op, order)
+            return
         if (type(op), type(order)) != check.NAMES:
             op, order = check.names(op, order)  # type: ignore[assignment]  # checked where a call is made
         act = _reducing(REDUCE_SCATTER, op, order)
@@ -287,9 +317,13 @@ class QuickCalls(NodePlans):
             self._learn(act, ("reduce_scatter", key_of(send), op, order), send, recv)
 
     def reduce(
-        self, send: Array, recv: Array | None, op: Op = "sum", root: int = 0, order: Order = "fast"
-    ) -> None:
+        self, send: Array, recv: Array | None, op: Op = "sum", root: int = 0, order: Order = "fast",
+        *, stream: Stream = None,
+    ) -> None:  # fmt: skip
         """Reduce over all ranks into root's `recv`; see `Communicator.reduce`."""
+        if stream is not None:
+            self._on_stream(stream, "reduce", send, recv, op, root, order)
+            return
         if (type(op), type(order)) != check.NAMES:
             op, order = check.names(op, order)  # type: ignore[assignment]  # checked where a call is made
         mine = self.rank == root
@@ -298,22 +332,31 @@ class QuickCalls(NodePlans):
             super().reduce(send, recv, op, root, order)
             self._learn(act, ("reduce", key_of(send), op, root, order), send, recv if mine else None)
 
-    def send(self, buf: Array, dst: int) -> None:
+    def send(self, buf: Array, dst: int, *, stream: Stream = None) -> None:
         """Send `buf` to rank `dst`; see `Communicator.send`."""
+        if stream is not None:
+            self._on_stream(stream, "send", buf, dst)
+            return
         act = _rooted(SEND, dst)
         if ("send", dst) in self._mailbox.waiting or not self._sent(act, id(buf), 0):
             super().send(buf, dst)
             self._learn(act, ("send", key_of(buf), dst), buf, None)
 
-    def recv(self, buf: Array, src: int) -> None:
+    def recv(self, buf: Array, src: int, *, stream: Stream = None) -> None:
         """Receive into `buf` what rank `src` sends; see `Communicator.recv`."""
+        if stream is not None:
+            self._on_stream(stream, "recv", buf, src)
+            return
         act = _rooted(RECV, src)
         if ("recv", src) in self._mailbox.waiting or not self._sent(act, 0, id(buf)):
             super().recv(buf, src)
             self._learn(act, ("recv", key_of(buf), src), None, buf)
 
-    def send_recv(self, send: Array, dst: int, recv: Array, src: int) -> None:
+    def send_recv(self, send: Array, dst: int, recv: Array, src: int, *, stream: Stream = None) -> None:
         """Send to rank `dst` and receive from rank `src` at once; see `Communicator.send_recv`."""
+        if stream is not None:
+            self._on_stream(stream, "send_recv", send, dst, recv, src)
+            return
         both = dst * self.size + src if type(dst) is int and type(src) is int else -1
         act = _rooted(SEND_RECV, both)
         if self._mailbox.waiting or not self._sent(act, id(send), id(recv)):

@@ -1,0 +1,112 @@
+"""CUDA graphs: what a capture records, and what refuses before anything is put on the stream."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import ml_dtypes
+import numpy as np
+import pytest
+from support.comm_kit import refused, same
+from support.nccl_stand_in import Host, StandInCommunicator, World, run_stand_in
+
+from lowshard import DeviceMesh, Layout, Replicated, Sharded, execute, plan_redistribute
+from lowshard import comm as lc
+from lowshard.comm import Communicator
+from lowshard.comm.nccl import NCCLCommunicator
+from lowshard.comm.staged import StagedCommunicator
+from lowshard.errors import CaptureError
+
+
+def host_of(comm: NCCLCommunicator | StagedCommunicator) -> Host:
+    host = comm._binding.select.__self__  # type: ignore[attr-defined]
+    assert isinstance(host, Host)
+    return host
+
+
+@pytest.mark.parametrize("control", [False, True])
+def test_collectives_and_messages_are_captured_and_ask_nothing_of_the_device(control: bool) -> None:
+    def check(comm: Communicator) -> None:
+        assert isinstance(comm, NCCLCommunicator)
+        host = host_of(comm)
+        comm._next_look_s = 0.0
+        comm.start.broadcast(np.zeros(3)).wait()  # its event must not be asked for
+        events = len(host.log)
+        host.captured = host.default  # the stand-in refuses to tell of errors from now on
+        buf, other = np.full(4, comm.rank + 1.0), 1 - comm.rank
+        comm.all_reduce(buf, buf)
+        same(buf, np.full(4, 3.0))
+        got = np.zeros(4)
+        comm.send_recv(buf, other, got, other)
+        with comm.grouped():
+            comm.send(buf, other)
+            comm.recv(got, other)
+        half = np.ones(4, ml_dtypes.bfloat16)
+        comm.all_reduce(half, half)
+        same(half, np.full(4, 2, ml_dtypes.bfloat16))
+        assert len(host.log) == events, "no event is recorded or waited for"
+        host.captured = None
+        assert host.kept
+        assert all(kept is comm._captured for kept in host.kept), (
+            "temporaries live as long as the communicator"
+        )
+        comm.broadcast(buf)
+        comm.close()
+
+    run_stand_in(2, check, control=control)
+
+
+REFUSED: dict[str, Callable[[Communicator], object]] = {
+    "start.all_reduce": lambda comm: comm.start.all_reduce(np.zeros(2), np.zeros(2)),
+    "start.send": lambda comm: comm.start.send(np.zeros(2), 1),
+    "barrier": lambda comm: comm.barrier(),
+    "split": lambda comm: comm.split(0),
+    "close": lambda comm: comm.close(),
+    "all_gather shared": lambda comm: comm.all_gather(np.zeros(2), shared=True),
+    "execute": lambda comm: execute(PLAN, np.zeros(2, np.float32), comm),
+}
+MESH = DeviceMesh((1,), ("x",))
+PLAN = plan_redistribute(
+    Layout(MESH, (2,), "float32", (Sharded(0),)), Layout(MESH, (2,), "float32", (Replicated(),))
+)
+
+
+@pytest.mark.parametrize("transport", ["nccl", "staged"])
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_a_graph_cannot_record_is_refused_before_anything_is_queued(what: str, transport: str) -> None:
+    host = Host()
+    comm: NCCLCommunicator | StagedCommunicator
+    handle = StandInCommunicator(World(1), 0, host)
+    if transport == "nccl":
+        comm = NCCLCommunicator(handle, 0, 1, binding=host.binding())
+    else:
+        comm = StagedCommunicator(lc.loopback(1)[0], host.binding(with_nccl=False))
+    handle.calls.clear()
+    host.captured = host.default
+    refused(
+        lambda: REFUSED[what](comm),
+        CaptureError,
+        f"cannot record {what.removesuffix(' shared')}",
+        f"over {transport}",
+    )
+    assert not handle.calls
+    assert not host.log
+    host.captured = None
+    comm.barrier()  # it goes on as if nothing had been
+    assert not comm._side._held
+    comm.close()
+
+
+def test_staging_is_refused_and_so_is_a_wait_for_what_was_started_before() -> None:
+    host = Host()
+    staged = StagedCommunicator(lc.loopback(1)[0], host.binding(with_nccl=False))
+    nccl = NCCLCommunicator(StandInCommunicator(World(1), 0, host), 0, 1, binding=host.binding())
+    buf = np.ones(3)
+    work = nccl.start.broadcast(buf)
+    host.log.clear()
+    host.captured = host.default
+    refused(lambda: staged.all_reduce(buf, buf), CaptureError, "cannot record all_reduce over staged")
+    refused(work.wait, CaptureError, "the wait for broadcast on rank 0", "wait before the capture")
+    assert not host.log
+    host.captured = None
+    work.wait()

@@ -1,0 +1,135 @@
+"""`stream=`: where a call is put, on GPUs; and that a communicator over host memory has none."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from support.comm_kit import refused, same
+from support.nccl_stand_in import Host, StandInCommunicator, World, run_staged
+
+from lowshard import comm as lc
+from lowshard.comm import Communicator
+from lowshard.comm.nccl import NCCLCommunicator
+from lowshard.comm.staged import StagedCommunicator
+from lowshard.errors import CommError, StreamError
+from lowshard.gpu_stream import on_stream
+
+ONE, TWO = np.ones(1), np.ones(2)
+CALLS: dict[str, tuple[Any, ...]] = {
+    "all_gather": (ONE, TWO), "all_gather_v": (ONE, TWO, [1, 1], [0, 1]), "all_to_all": (TWO, TWO.copy()),
+    "all_to_all_v": (TWO, [1, 1], [0, 1], TWO.copy(), [1, 1], [0, 1]), "broadcast": (TWO,), "gather": (ONE, TWO),
+    "scatter": (TWO, ONE), "all_reduce": (TWO, TWO), "reduce_scatter": (TWO, ONE), "reduce": (TWO, TWO.copy()),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("transport", ["nccl", "staged"])
+def test_a_call_runs_on_the_stream_that_it_is_given_and_a_started_one_after_it(transport: str) -> None:
+    host = Host()
+    handle = StandInCommunicator(World(1), 0, host)
+    comm: Communicator
+    if transport == "nccl":
+        comm = NCCLCommunicator(handle, 0, 1, binding=host.binding())
+    else:
+        comm = StagedCommunicator(lc.loopback(1)[0], host.binding(with_nccl=False))
+    user, buf = host.new_stream(), np.arange(3.0)
+    comm.all_reduce(buf, buf, stream=user)
+    comm.broadcast(buf, stream=user)
+    used = {call[-1] for call in handle.calls} if transport == "nccl" else {entry[1] for entry in host.log}
+    assert used == {user.ptr}
+    host.log.clear()
+    comm.start.all_reduce(buf, buf, stream=user).wait(timeout_s=5.0)
+    assert host.log[0][:2] == ("record", user.ptr)
+    assert host.stream is host.default
+    with comm.grouped():
+        refused(lambda: comm.send(buf, 0, stream=user), CommError, "current at its end; leave stream= out")
+
+
+def test_staged_ranks_stage_by_the_stream_that_is_given() -> None:
+    def check(comm: Communicator) -> None:
+        assert isinstance(comm, StagedCommunicator)
+        host = comm._binding.select.__self__  # type: ignore[attr-defined]
+        user, buf = host.new_stream(), np.ones(2)
+        comm.all_reduce(buf, buf, stream=user)
+        same(buf, np.full(2, 2.0))
+        other = 1 - comm.rank
+        comm.send_recv(buf, other, np.zeros(2), other, stream=user)
+        assert {entry[1] for entry in host.log} == {user.ptr}
+
+    run_staged(2, check)
+
+
+def test_host_memory_has_no_streams_and_all_ranks_say_so() -> None:
+    def check(comm: Communicator) -> None:
+        for name, args in CALLS.items():
+            refused(lambda: getattr(comm, name)(*args, stream=7), CommError, "stream= is for", "loopback")  # noqa: B023
+        if comm.rank == 0:  # one rank alone
+            refused(lambda: comm.all_reduce(TWO, TWO, stream=7), CommError, "stream= is for")
+        else:
+            refused(lambda: comm.all_reduce(TWO, TWO), CommError)
+        for name in ("send", "recv"):
+            refused(lambda: getattr(comm, name)(TWO, 1 - comm.rank, stream=7), CommError, "stream= is for")  # noqa: B023
+        refused(comm.start.all_reduce(TWO, TWO, stream=7).wait, CommError, "stream= is for")
+
+    lc.run_loopback(2, check)
+
+
+# ---- what is made current
+
+
+class FakeCupy(ModuleType):
+    """CuPy's current device and streams, as far as a stream is made current."""
+
+    def __init__(self) -> None:
+        super().__init__("cupy")
+        self.device, self.entered = 0, []  # type: ignore[var-annotated]
+        entered, fake = self.entered, self
+
+        class Stream:
+            def __init__(self, ptr: int, device_id: int = -1) -> None:
+                self.ptr, self.device_id = ptr, device_id
+
+            @classmethod
+            def from_external(cls, owner: Any) -> Stream:
+                return cls(owner.__cuda_stream__()[1])
+
+            def __enter__(self) -> Stream:
+                entered.append((self.ptr, fake.device))
+                return self
+
+            def __exit__(self, *exc: object) -> None:
+                entered.append("left")
+
+        Stream.null = Stream(0)  # type: ignore[attr-defined]
+        runtime = SimpleNamespace(
+            getDevice=lambda: self.device, setDevice=lambda device: setattr(self, "device", device)
+        )
+        self.cuda = SimpleNamespace(Stream=Stream, runtime=runtime)
+
+
+def test_streams_of_cupy_and_torch_addresses_and_the_protocol_are_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fake = FakeCupy()
+    monkeypatch.setitem(sys.modules, "cupy", fake)
+    torchs = SimpleNamespace(cuda_stream=0x20, device=SimpleNamespace(index=1))
+    protocol = SimpleNamespace(__cuda_stream__=lambda: (0, 0x30))
+    given = [(fake.cuda.Stream(0x10, 1), 0x10), (torchs, 0x20), (protocol, 0x30), (0x40, 0x40), (0, 0)]
+    for stream, address in given:
+        fake.entered.clear()
+        with on_stream(stream, 1):
+            assert fake.entered == [(address, 1)], "on the buffers' device"
+        assert fake.entered[1:] == ["left"]
+        assert fake.device == 0
+    with on_stream(None, 1):
+        assert fake.device == 0
+    for stream in (
+        fake.cuda.Stream(0x10, 0),
+        SimpleNamespace(**{**vars(torchs), "device": SimpleNamespace(index=0)}),
+    ):
+        refused(lambda: on_stream(stream, 1).__enter__(), StreamError, "on device 1", "belongs to device 0")  # noqa: B023
+    for wrong in ("7", 1.5, True, -1):
+        refused(lambda: on_stream(wrong, 1).__enter__(), StreamError, "or the address", type(wrong).__name__)  # noqa: B023
