@@ -57,6 +57,14 @@ class Algorithms(Transport):
         elif not self._compare(call.signature):
             self._differ(call.text)
 
+    def _verify_counts(self, call: Call, send_counts: Sequence[int], recv_counts: Sequence[int]) -> None:
+        """Return if what each rank sends is what each expects; else raise one error on all ranks."""
+        if self._check == "off" or self.size == 1:
+            return
+        rows = self._gather_facts(np.array([*send_counts, *recv_counts], np.int64))
+        if not np.array_equal(rows[:, : self.size], rows[:, self.size :].T):
+            self._differ_in_counts(call.text, send_counts, recv_counts)
+
     def _refuse(self, error: LowshardError, text: str) -> NoReturn:
         """Raise what is wrong with this rank's arguments, on all ranks; `text` is what it asked for."""
         if self._check == "off" or self.size == 1 or self._closed:
@@ -235,11 +243,7 @@ class Algorithms(Transport):
         recv_counts: Sequence[int], recv_displs: Sequence[int],
     ) -> None:  # fmt: skip
         self._verify(call)
-        if self._check != "off" and self.size > 1:
-            # What each sends is what each expects, or nothing moves: one row of counts a rank, seen by all.
-            rows = self._gather_facts(np.array([*send_counts, *recv_counts], np.int64))
-            if not np.array_equal(rows[:, : self.size], rows[:, self.size :].T):
-                self._differ_in_counts(call.text, send_counts, recv_counts)
+        self._verify_counts(call, send_counts, recv_counts)
         self._all_to_all_v(send, send_counts, send_displs, recv, recv_counts, recv_displs)
 
     # ---- plans of reductions

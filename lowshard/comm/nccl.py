@@ -13,11 +13,14 @@ import os
 import threading
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
 
 from lowshard import dtypes
+from lowshard.comm.algorithm import Run
 from lowshard.comm.call import Call
 from lowshard.comm.device import DeviceCommunicator
 from lowshard.comm.lookout import Watching
@@ -31,7 +34,7 @@ Array = Any
 
 _UINT8 = 1  # ncclUint8
 _NO_COLOR = -1  # NCCL_SPLIT_NOCOLOR
-_OPS = {"sum": 0, "prod": 1, "max": 2, "min": 3}  # ncclRedOp_t
+_OPS = {"sum": 0, "prod": 1, "max": 2, "min": 3, "avg": 4}  # ncclRedOp_t
 
 # NCCL reduces these as the contract asks. It takes fp16 and bf16 too, but promises no float32
 # accumulator for them, so these go through the exchange of Communicator.
@@ -173,42 +176,70 @@ class NCCLCommunicator(DeviceCommunicator):
     def _stream(self) -> int:
         return int(self._binding.stream().ptr)
 
-    def _put(self, part: Array, peer: int) -> None:
-        if part.size:
-            pointer, code = self._binding.pointer(part), _code(part)
-            self._call(self._handle.send, pointer, part.size, code, peer, self._stream())
+    # ---- moves: addresses are a buffer's own plus displacement times itemsize, never those of slices
 
-    def _take(self, part: Array, peer: int) -> None:
-        if part.size:
-            pointer, code = self._binding.pointer(part), _code(part)
-            self._call(self._handle.recv, pointer, part.size, code, peer, self._stream())
+    def _plan_all_gather(self, call: Call, dtype: Any, elems: int) -> Run:
+        wire, address = wire_of(dtype), self._binding.pointer
+        count = elems * wire.per_elem
 
-    # ---- moves
+        def run(send: Array, recv: Array) -> None:
+            self._verify(call)
+            if count:
+                source, target = address(send), address(recv)
+                self._call(self._handle.allGather, source, target, count, wire.code, self._stream())
+
+        return run
+
+    def _plan_all_to_all(self, call: Call, dtype: Any, elems: int) -> Run:
+        each = elems // self.size
+        counts, displs = [each] * self.size, [each * i for i in range(self.size)]
+        exchange = exchange_of(wire_of(dtype), self.rank, counts, displs, counts, displs)
+
+        def run(send: Array, recv: Array) -> None:
+            self._verify(call)
+            self._exchange(exchange, send, recv)
+
+        return run
+
+    def _run_all_to_all_v(
+        self, call: Call, send: Array, send_counts: Sequence[int], send_displs: Sequence[int], recv: Array,
+        recv_counts: Sequence[int], recv_displs: Sequence[int],
+    ) -> None:  # fmt: skip
+        self._verify(call)
+        self._verify_counts(call, send_counts, recv_counts)
+        if call.prepared is None:
+            spans = send_counts, send_displs, recv_counts, recv_displs
+            call.prepared = exchange_of(wire_of(send.dtype), self.rank, *spans)
+        self._exchange(call.prepared, send, recv)
 
     def _all_gather_v(self, send: Array, recv: Array, counts: Sequence[int], displs: Sequence[int]) -> None:
-        send, (recv, counts, displs) = _plain(send), _plain_v(recv, counts, displs)
+        wire, stream = wire_of(recv.dtype), self._stream()
+        source, target = self._binding.pointer(send), self._binding.pointer(recv)
         if len(set(counts)) == 1:
-            self._all_gather_equal(send, recv, counts[0], displs)
+            self._all_gather_equal(source, recv, counts[0], displs)
             return
         with self._nccl.group():
-            for root, (count, displ) in enumerate(zip(counts, displs, strict=True)):
-                if count:
-                    target = recv[displ : displ + count]
-                    at = self._binding.pointer(target)
-                    source = self._binding.pointer(send) if root == self.rank else at
-                    self._call(self._handle.broadcast, source, at, count, _code(target), root, self._stream())
+            for root, (elems, displ) in enumerate(zip(counts, displs, strict=True)):
+                if elems:
+                    at, count = target + displ * wire.item_bytes, elems * wire.per_elem
+                    given = source if root == self.rank else at
+                    self._call(self._handle.broadcast, given, at, count, wire.code, root, stream)
 
-    def _all_gather_equal(self, send: Array, recv: Array, count: int, displs: Sequence[int]) -> None:
-        if count == 0:
+    def _all_gather_equal(self, source: int, recv: Array, elems: int, displs: Sequence[int]) -> None:
+        if elems == 0:
             return
+        wire, stream = wire_of(recv.dtype), self._stream()
         # Displacements are each rank's own affair. What goes over the wire must not depend on them.
-        dense = all(displ == i * count for i, displ in enumerate(displs))
-        whole = recv[: count * self.size] if dense else self.xp.empty(count * self.size, recv.dtype)
-        at, source = self._binding.pointer(whole), self._binding.pointer(send)
-        self._call(self._handle.allGather, source, at, count, _code(send), self._stream())
+        dense = all(displ == i * elems for i, displ in enumerate(displs))
+        whole = recv if dense else self.xp.empty(elems * self.size, recv.dtype)
+        begin, target = self._binding.pointer(whole), self._binding.pointer(recv)
+        self._call(self._handle.allGather, source, begin, elems * wire.per_elem, wire.code, stream)
         if not dense:
+            part_bytes = elems * wire.item_bytes
             for i, displ in enumerate(displs):
-                self._copy(recv[displ : displ + count], whole[i * count : (i + 1) * count])
+                self._binding.copy(
+                    target + displ * wire.item_bytes, begin + i * part_bytes, part_bytes, stream
+                )
 
     def _all_to_all_v(
         self,
@@ -219,81 +250,132 @@ class NCCLCommunicator(DeviceCommunicator):
         recv_counts: Sequence[int],
         recv_displs: Sequence[int],
     ) -> None:
-        send, send_counts, send_displs = _plain_v(send, send_counts, send_displs)
-        recv, recv_counts, recv_displs = _plain_v(recv, recv_counts, recv_displs)
+        spans = send_counts, send_displs, recv_counts, recv_displs
+        self._exchange(exchange_of(wire_of(send.dtype), self.rank, *spans), send, recv)
+
+    def _exchange(self, exchange: Exchange, send: Array, recv: Array) -> None:
+        """Send and receive parts in one group; the own part is a copy on the device."""
         if self._overlap(send, recv):
             send = send.copy()
-        out = [send[d : d + n] for n, d in zip(send_counts, send_displs, strict=True)]
-        into = [recv[d : d + n] for n, d in zip(recv_counts, recv_displs, strict=True)]
+        source, target = self._binding.pointer(send), self._binding.pointer(recv)
+        stream, code, call, handle = self._stream(), exchange.code, self._call, self._handle
+        if exchange.messages:
+            with self._nccl.group():
+                for peer, sent, sent_at_bytes, taken, taken_at_bytes in exchange.messages:
+                    if sent:
+                        call(handle.send, source + sent_at_bytes, sent, code, peer, stream)
+                    if taken:
+                        call(handle.recv, target + taken_at_bytes, taken, code, peer, stream)
+        own_bytes, from_bytes, to_bytes = exchange.own
+        if own_bytes:
+            self._binding.copy(target + to_bytes, source + from_bytes, own_bytes, stream)
+
+    def _broadcast(self, buf: Array, root: int) -> None:
+        wire = wire_of(buf.dtype)
+        if buf.size:
+            at, count = self._binding.pointer(buf), buf.size * wire.per_elem
+            self._call(self._handle.broadcast, at, at, count, wire.code, root, self._stream())
+
+    def _gather(self, send: Array, recv: Array | None, root: int) -> None:
+        if recv is None:
+            self._send(send, root)
+        else:
+            self._with_root(self._handle.recv, recv, send.size, self._binding.pointer(send), taking=True)
+
+    def _scatter(self, send: Array | None, recv: Array, root: int) -> None:
+        if send is None:
+            self._recv(recv, root)
+        else:
+            self._with_root(self._handle.send, send, recv.size, self._binding.pointer(recv), taking=False)
+
+    def _with_root(self, function: Any, whole: Array, elems: int, own: int, *, taking: bool) -> None:
+        """Move each rank's part of root's array to or from that rank, on root; the own part lies at `own`."""
+        wire, stream, begin = wire_of(whole.dtype), self._stream(), self._binding.pointer(whole)
+        count, part_bytes = elems * wire.per_elem, elems * wire.item_bytes
+        if not count:
+            return
         with self._nccl.group():
             for peer in range(self.size):
                 if peer != self.rank:
-                    self._put(out[peer], peer)
-                    self._take(into[peer], peer)
-        self._copy(into[self.rank], out[self.rank])
-
-    def _broadcast(self, buf: Array, root: int) -> None:
-        buf = _plain(buf)
-        if buf.size:
-            at = self._binding.pointer(buf)
-            self._call(self._handle.broadcast, at, at, buf.size, _code(buf), root, self._stream())
-
-    def _gather(self, send: Array, recv: Array | None, root: int) -> None:
-        send = _plain(send)
-        if recv is None:
-            self._put(send, root)
-            return
-        parts = _plain(recv).reshape(self.size, send.size)
-        with self._nccl.group():
-            for peer in range(self.size):
-                if peer != root:
-                    self._take(parts[peer], peer)
-        self._copy(parts[root], send)
-
-    def _scatter(self, send: Array | None, recv: Array, root: int) -> None:
-        recv = _plain(recv)
-        if send is None:
-            self._take(recv, root)
-            return
-        parts = _plain(send).reshape(self.size, recv.size)
-        with self._nccl.group():
-            for peer in range(self.size):
-                if peer != root:
-                    self._put(parts[peer], peer)
-        self._copy(recv, parts[root])
+                    self._call(function, begin + peer * part_bytes, count, wire.code, peer, stream)
+        place = begin + self.rank * part_bytes
+        if place != own:
+            self._binding.copy(*((place, own) if taking else (own, place)), part_bytes, stream)
 
     def _send(self, buf: Array, dst: int) -> None:
-        self._put(_plain(buf), dst)
+        self._message_of(self._handle.send, buf, dst)
 
     def _recv(self, buf: Array, src: int) -> None:
-        self._take(_plain(buf), src)
+        self._message_of(self._handle.recv, buf, src)
+
+    def _message_of(self, function: Any, buf: Array, peer: int) -> None:
+        if buf.size:
+            wire, at = wire_of(buf.dtype), self._binding.pointer(buf)
+            self._call(function, at, buf.size * wire.per_elem, wire.code, peer, self._stream())
 
     # ---- reductions
 
-    def _native_all_reduce(self, send: Array, recv: Array, op: str) -> bool:
-        if dtypes.get(send.dtype).name not in _NATIVE:
-            return False
-        if send.size:
-            in_place = self._binding.pointer(send) == self._binding.pointer(recv)
-            if not in_place and self._overlap(send, recv):
-                send = send.copy()
-            source, at = self._binding.pointer(send), self._binding.pointer(recv)
-            self._call(self._handle.allReduce, source, at, send.size, _code(send), _OPS[op], self._stream())
-        return True
+    def _plan_all_reduce(self, call: Call, dtype: Any, elems: int, op: str, order: str) -> Run:
+        wire, address, size_bytes = wire_of(dtype), self._binding.pointer, elems * dtype.itemsize
+        code = self._native_code(dtype, op, order)
+        exchanged = super()._plan_all_reduce(call, dtype, elems, op, order)
 
-    def _native_reduce_scatter(self, send: Array, recv: Array, op: str) -> bool:
-        if dtypes.get(send.dtype).name not in _NATIVE:
-            return False
-        if recv.size:
-            own = send[recv.size * self.rank : recv.size * (self.rank + 1)]
-            in_place = self._binding.pointer(own) == self._binding.pointer(recv)
-            if not in_place and self._overlap(send, recv):
+        def run(send: Array, recv: Array) -> None:
+            source, target = address(send), address(recv)
+            if source != target and source < target + size_bytes and target < source + size_bytes:
                 send = send.copy()
-            source, at = self._binding.pointer(send), self._binding.pointer(recv)
-            self._call(
-                self._handle.reduceScatter, source, at, recv.size, _code(recv), _OPS[op], self._stream()
-            )
-        return True
+                source = address(send)
+            if code is None:
+                exchanged(send, recv)
+                return
+            self._verify(call)
+            if elems:
+                self._call(self._handle.allReduce, source, target, elems, wire.code, code, self._stream())
+
+        return run
+
+    def _plan_reduce_scatter(self, call: Call, dtype: Any, elems: int, op: str, order: str) -> Run:
+        wire, address, part_bytes = wire_of(dtype), self._binding.pointer, elems * dtype.itemsize
+        whole_bytes, own_bytes = part_bytes * self.size, part_bytes * self.rank
+        code = self._native_code(dtype, op, order)
+        exchanged = super()._plan_reduce_scatter(call, dtype, elems, op, order)
+
+        def run(send: Array, recv: Array) -> None:
+            source, target = address(send), address(recv)
+            in_place = source + own_bytes == target
+            if not in_place and source < target + part_bytes and target < source + whole_bytes:
+                send = send.copy()
+                source = address(send)
+            if code is None:
+                exchanged(send, recv)
+                return
+            self._verify(call)
+            if elems:
+                self._call(self._handle.reduceScatter, source, target, elems, wire.code, code, self._stream())
+
+        return run
+
+    def _native_code(self, dtype: Any, op: str, order: str) -> int | None:
+        """Return NCCL's number of a reduction, or None where it goes through the exchange and the fold.
+
+        NCCL's average scales each operand before it adds them: one pass, where dividing the sum takes a second.
+        Integers it would sum in their own width, in which the sum may wrap, and truncate.
+        """
+        row = dtypes.get(dtype)
+        if order != "fast" or row.name not in _NATIVE or (op == "avg" and row.kind != "float"):
+            return None
+        return _OPS[op]
+
+    def _terms(self, send: Array, counts: Sequence[int], displs: Sequence[int]) -> list[Array]:
+        """As everywhere, but for the own operand, which is folded where it lies."""
+        n, here, wire = counts[self.rank], displs[self.rank], wire_of(send.dtype)
+        others = [0 if i == self.rank else n for i in range(self.size)]
+        places = [n * (i - (i > self.rank)) for i in range(self.size)]
+        given = [0 if i == self.rank else count for i, count in enumerate(counts)]
+        taken = self.xp.empty((self.size - 1, n), send.dtype)
+        self._exchange(exchange_of(wire, self.rank, given, displs, others, places), send, taken)
+        terms = list(taken)
+        return [*terms[: self.rank], send[here : here + n], *terms[self.rank :]]
 
     # ---- groups and life
 
@@ -354,22 +436,55 @@ def _begin_all(waiting: _Messages) -> None:
         comm._begin(messages)
 
 
-def _plain(buf: Array) -> Array:
-    """Return a flat buffer in a type that NCCL has: itself, or its bytes."""
-    return buf if dtypes.get(buf.dtype).nccl is not None else buf.view(np.uint8)
+@dataclass(frozen=True)
+class Wire:
+    """How NCCL carries the elements of a dtype: in its own type for them, or as bytes.
+
+    Attributes:
+        code: ncclDataType_t.
+        per_elem: what NCCL counts for an element: 1, or its bytes.
+        item_bytes: bytes of an element.
+    """
+
+    code: int
+    per_elem: int
+    item_bytes: int
 
 
-def _plain_v(
-    buf: Array, counts: Sequence[int], displs: Sequence[int]
-) -> tuple[Array, Sequence[int], Sequence[int]]:
-    """As `_plain`, with counts and displacements in the elements of what it returns."""
-    if dtypes.get(buf.dtype).nccl is not None:
-        return buf, counts, displs
-    width = buf.dtype.itemsize
-    return buf.view(np.uint8), [n * width for n in counts], [d * width for d in displs]
+@cache
+def wire_of(dtype: Any) -> Wire:
+    """Return how NCCL carries elements of a NumPy dtype."""
+    code, item_bytes = dtypes.get(dtype).nccl, int(dtype.itemsize)
+    return Wire(_UINT8, item_bytes, item_bytes) if code is None else Wire(code, 1, item_bytes)
 
 
-def _code(buf: Array) -> int:
-    code = dtypes.get(buf.dtype).nccl
-    assert code is not None, "buffers go through _plain first"
-    return code
+@dataclass(frozen=True)
+class Exchange:
+    """An all_to_all_v as NCCL takes it: what remains are the addresses of the two buffers.
+
+    Attributes:
+        code: ncclDataType_t.
+        messages: peer, NCCL's count sent, where it begins in bytes, count received, where that begins; other ranks
+            with neither are left out.
+        own: bytes that stay on this rank, where they begin in the one buffer, and where in the other.
+    """
+
+    code: int
+    messages: tuple[tuple[int, int, int, int, int], ...]
+    own: tuple[int, int, int]
+
+
+def exchange_of(
+    wire: Wire, rank: int, send_counts: Sequence[int], send_displs: Sequence[int], recv_counts: Sequence[int],
+    recv_displs: Sequence[int],
+) -> Exchange:  # fmt: skip
+    """Return an exchange from counts and displacements in elements, as `all_to_all_v` takes them."""
+    unit, width = wire.per_elem, wire.item_bytes
+    spans = zip(send_counts, send_displs, recv_counts, recv_displs, strict=True)
+    messages = tuple(
+        (peer, sent * unit, sent_at * width, taken * unit, taken_at * width)
+        for peer, (sent, sent_at, taken, taken_at) in enumerate(spans)
+        if peer != rank and (sent or taken)
+    )
+    own = send_counts[rank] * width, send_displs[rank] * width, recv_displs[rank] * width
+    return Exchange(wire.code, messages, own)

@@ -35,6 +35,7 @@ TYPES = {
     8: np.dtype(np.float64), 9: np.dtype(ml_dtypes.bfloat16),
 }  # fmt: skip
 OPS = {0: np.add, 1: np.multiply, 2: np.maximum, 3: np.minimum}
+AVERAGE = 4  # each operand is scaled before it is added, as NCCL does with floats
 
 
 class NcclError(RuntimeError):
@@ -140,6 +141,7 @@ class Host(DeviceStandIn):
             lock=self.lock_memory,
             fetch=self.fetch,
             store=self.store,
+            copy=self.copy,
         )
 
 
@@ -260,7 +262,7 @@ class StandInCommunicator:
         for message in own:
             with self._world.lock:
                 self._world.wait(message.taken.is_set, "a send that nobody receives")
-        self._host.spans.clear()
+        self._host.used = True
 
     def _spans(self, name: str, args: tuple[Any, ...]) -> tuple[int | None, int | None, int, int]:
         """Return addresses read and written and their bytes, having checked them."""
@@ -276,9 +278,7 @@ class StandInCommunicator:
         received = n_bytes * (size if name == "allGather" else 1)
         for at, m_bytes in ((source, sent), (target, received)):
             if at is not None:
-                need(
-                    self._host.spans.get(at, -1) >= m_bytes, f"{name}: {m_bytes} bytes at {at}: no such array"
-                )
+                need(self._host.covers(at, m_bytes), f"{name}: {m_bytes} bytes at {at}: no such array")
         if source is not None and target is not None:
             own = self._rank * n_bytes
             allowed = {"allGather": target + own, "reduceScatter": target - own}.get(name, target)
@@ -318,7 +318,10 @@ class StandInCommunicator:
             for peer in reversed(range(size)):
                 raw = ctypes.string_at(posts[peer][1][0] + start, n_bytes)
                 term = np.frombuffer(raw, dtype)
-                value = term if value is None else OPS[args[4]](term, value)
+                if args[4] == AVERAGE:
+                    need(dtype.kind == "f", f"an average of {dtype}: NCCL would truncate it")
+                    term = term * dtype.type(1 / size)
+                value = term if value is None else OPS[args[4] % AVERAGE](term, value)
             assert value is not None
             result = value.tobytes()
         self._meet("read")
