@@ -13,32 +13,25 @@ import os
 import threading
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cache
-from typing import Any
+from typing import Any, NoReturn, Self
 
 import numpy as np
 
-from lowshard import dtypes
-from lowshard.comm.algorithm import Run
+from lowshard.comm.algorithm import NO_ARRAY, Run
 from lowshard.comm.call import Call
 from lowshard.comm.device import DeviceCommunicator
+from lowshard.comm.late_comparison import LateComparison
 from lowshard.comm.lookout import Watching
 from lowshard.comm.nccl_bindings import Binding
 from lowshard.comm.nccl_handle import NCCLHandle
+from lowshard.comm.nccl_wire import SUM, UINT8, Exchange, exchange_of, native_code, wire_of
 from lowshard.comm.protocol import Communicator
 from lowshard.comm.stream_work import SideStream, StreamWork
-from lowshard.errors import CommError
+from lowshard.errors import CommError, LowshardError
 
 Array = Any
 
-_UINT8 = 1  # ncclUint8
 _NO_COLOR = -1  # NCCL_SPLIT_NOCOLOR
-_OPS = {"sum": 0, "prod": 1, "max": 2, "min": 3, "avg": 4}  # ncclRedOp_t
-
-# NCCL reduces these as the contract asks. It takes fp16 and bf16 too, but promises no float32
-# accumulator for them, so these go through the exchange of Communicator.
-_NATIVE = frozenset(("float32", "float64", "int8", "int32", "int64", "uint8", "uint32", "uint64"))
 
 
 class NCCLCommunicator(DeviceCommunicator):
@@ -80,6 +73,7 @@ class NCCLCommunicator(DeviceCommunicator):
             super().__init__(rank, size, group=host._group_name, timeout_s=timeout_s, activity=host._activity)
         self._binding = Binding.load(handle) if binding is None else binding
         self._host, self._side = host, SideStream(self._binding)
+        self._late: LateComparison | None = None
         self._nccl = NCCLHandle(handle, self._binding, owned=owned, timeout_s=self.timeout_s, watch=watch)
         self._handle, self._call, self._device = self._nccl.raw, self._nccl.call, self._nccl.device
         has = (self._nccl.rank, self._nccl.size)
@@ -99,6 +93,52 @@ class NCCLCommunicator(DeviceCommunicator):
     def transport(self) -> str:
         """The transport's name."""
         return "nccl"
+
+    def compare_late(self) -> Self:
+        """Compare what ranks ask for a little after they have asked, and no longer before; returns itself.
+
+        Collective: all ranks of the communicator call this, before any other call. Without a communicator of the host,
+        and with LOWSHARD_CHECK=off or full, nothing changes.
+        """
+        if self._host is not None and self._check == "hash" and self.size > 1:
+            beside = self._host._split(0, self.rank)
+            assert beside is not None
+            self._late = LateComparison(beside, self._give_up)
+        return self
+
+    def _give_up(self, error: LowshardError) -> None:
+        """End what NCCL is doing, in the comparison's thread, and have every later call and wait raise the error."""
+        self._binding.select(self._device)  # a new thread begins on device 0
+        self._nccl.cause = error
+        self._nccl.give_up()
+
+    # ---- checks between ranks
+
+    def _verify(self, call: Call) -> None:
+        if self._late is None:
+            super()._verify(call)
+        else:
+            self._late.note(self._sequence, call, line=self._started_at)
+
+    def _refuse(self, error: LowshardError, text: str) -> NoReturn:
+        if self._late is None or self._closed:
+            super()._refuse(error, text)
+        asked_for = text.removesuffix(NO_ARRAY)
+        self._enter(asked_for)
+        try:
+            self._sequence += 1  # on the others this is a call like any
+            self._late.refuse(self._sequence, text, error, self._started_at)
+        finally:
+            self._turn.release()
+
+    def _gather_facts(self, record: np.ndarray) -> np.ndarray:
+        self._compare_all()
+        return super()._gather_facts(record)
+
+    def _compare_all(self) -> None:
+        """Return once all calls so far are compared, as they must be before ranks wait for each other on the host."""
+        if self._late is not None:
+            self._late.settle()
 
     # ---- the way to NCCL
 
@@ -205,8 +245,11 @@ class NCCLCommunicator(DeviceCommunicator):
         self, call: Call, send: Array, send_counts: Sequence[int], send_displs: Sequence[int], recv: Array,
         recv_counts: Sequence[int], recv_displs: Sequence[int],
     ) -> None:  # fmt: skip
-        self._verify(call)
-        self._verify_counts(call, send_counts, recv_counts)
+        if self._late is None:
+            self._verify(call)
+            self._verify_counts(call, send_counts, recv_counts)
+        else:
+            self._late.note(self._sequence, call, (send_counts, recv_counts), self._started_at)
         if call.prepared is None:
             spans = send_counts, send_displs, recv_counts, recv_displs
             call.prepared = exchange_of(wire_of(send.dtype), self.rank, *spans)
@@ -317,7 +360,7 @@ class NCCLCommunicator(DeviceCommunicator):
 
     def _plan_all_reduce(self, call: Call, dtype: Any, elems: int, op: str, order: str) -> Run:
         wire, address, size_bytes = wire_of(dtype), self._binding.pointer, elems * dtype.itemsize
-        code = self._native_code(dtype, op, order)
+        code = native_code(dtype, op, order)
         exchanged = super()._plan_all_reduce(call, dtype, elems, op, order)
 
         def run(send: Array, recv: Array) -> None:
@@ -337,7 +380,7 @@ class NCCLCommunicator(DeviceCommunicator):
     def _plan_reduce_scatter(self, call: Call, dtype: Any, elems: int, op: str, order: str) -> Run:
         wire, address, part_bytes = wire_of(dtype), self._binding.pointer, elems * dtype.itemsize
         whole_bytes, own_bytes = part_bytes * self.size, part_bytes * self.rank
-        code = self._native_code(dtype, op, order)
+        code = native_code(dtype, op, order)
         exchanged = super()._plan_reduce_scatter(call, dtype, elems, op, order)
 
         def run(send: Array, recv: Array) -> None:
@@ -355,17 +398,6 @@ class NCCLCommunicator(DeviceCommunicator):
 
         return run
 
-    def _native_code(self, dtype: Any, op: str, order: str) -> int | None:
-        """Return NCCL's number of a reduction, or None where it goes through the exchange and the fold.
-
-        NCCL's average scales each operand before it adds them: one pass, where dividing the sum takes a second.
-        Integers it would sum in their own width, in which the sum may wrap, and truncate.
-        """
-        row = dtypes.get(dtype)
-        if order != "fast" or row.name not in _NATIVE or (op == "avg" and row.kind != "float"):
-            return None
-        return _OPS[op]
-
     def _terms(self, send: Array, counts: Sequence[int], displs: Sequence[int]) -> list[Array]:
         """As everywhere, but for the own operand, which is folded where it lies."""
         n, here, wire = counts[self.rank], displs[self.rank], wire_of(send.dtype)
@@ -380,12 +412,13 @@ class NCCLCommunicator(DeviceCommunicator):
     # ---- groups and life
 
     def _barrier(self) -> None:
+        self._compare_all()
         if self._host is not None:
             self._host._barrier()
             return
         one = self.xp.zeros(1, np.uint8)
         at = self._binding.pointer(one)
-        self._call(self._handle.allReduce, at, at, 1, _UINT8, _OPS["sum"], self._stream())
+        self._call(self._handle.allReduce, at, at, 1, UINT8, SUM, self._stream())
         event = self._binding.new_event()
         event.record(self._binding.stream())
         self._nccl.wait_on_host(event, self._nccl.timeout_s, "barrier")
@@ -393,6 +426,7 @@ class NCCLCommunicator(DeviceCommunicator):
     def _split(self, color: int | None, key: int) -> Communicator | None:
         nccl = self._nccl
         self._lend_name()
+        self._compare_all()
         # A split may deadlock with work of the same communicator that is still under way.
         nccl.blocking(self._binding.synchronize, "split: the work queued before it")
         if self._host is not None:
@@ -403,14 +437,22 @@ class NCCLCommunicator(DeviceCommunicator):
         if handle is None:
             return None
         rank, size = int(handle.rank_id()), int(handle.size())
-        return NCCLCommunicator(
+        made = NCCLCommunicator(
             handle, rank, size, host, binding=self._binding, timeout_s=nccl.timeout_s, watch=nccl.watch
         )
+        return made if self._late is None else made.compare_late()
 
     def _close(self) -> None:
         if not self._failed:
             self._begin_messages()
         self._nccl.failed = self._nccl.failed or self._failed
+        try:
+            if self._late is not None:
+                self._late.close(self._sequence + 1, self._nccl.failed)
+        finally:
+            self._end()
+
+    def _end(self) -> None:
         try:
             self._nccl.end()
         finally:
@@ -434,57 +476,3 @@ def _begin_all(waiting: _Messages) -> None:
     while waiting:
         comm, messages = waiting.popitem()
         comm._begin(messages)
-
-
-@dataclass(frozen=True)
-class Wire:
-    """How NCCL carries the elements of a dtype: in its own type for them, or as bytes.
-
-    Attributes:
-        code: ncclDataType_t.
-        per_elem: what NCCL counts for an element: 1, or its bytes.
-        item_bytes: bytes of an element.
-    """
-
-    code: int
-    per_elem: int
-    item_bytes: int
-
-
-@cache
-def wire_of(dtype: Any) -> Wire:
-    """Return how NCCL carries elements of a NumPy dtype."""
-    code, item_bytes = dtypes.get(dtype).nccl, int(dtype.itemsize)
-    return Wire(_UINT8, item_bytes, item_bytes) if code is None else Wire(code, 1, item_bytes)
-
-
-@dataclass(frozen=True)
-class Exchange:
-    """An all_to_all_v as NCCL takes it: what remains are the addresses of the two buffers.
-
-    Attributes:
-        code: ncclDataType_t.
-        messages: peer, NCCL's count sent, where it begins in bytes, count received, where that begins; other ranks
-            with neither are left out.
-        own: bytes that stay on this rank, where they begin in the one buffer, and where in the other.
-    """
-
-    code: int
-    messages: tuple[tuple[int, int, int, int, int], ...]
-    own: tuple[int, int, int]
-
-
-def exchange_of(
-    wire: Wire, rank: int, send_counts: Sequence[int], send_displs: Sequence[int], recv_counts: Sequence[int],
-    recv_displs: Sequence[int],
-) -> Exchange:  # fmt: skip
-    """Return an exchange from counts and displacements in elements, as `all_to_all_v` takes them."""
-    unit, width = wire.per_elem, wire.item_bytes
-    spans = zip(send_counts, send_displs, recv_counts, recv_displs, strict=True)
-    messages = tuple(
-        (peer, sent * unit, sent_at * width, taken * unit, taken_at * width)
-        for peer, (sent, sent_at, taken, taken_at) in enumerate(spans)
-        if peer != rank and (sent or taken)
-    )
-    own = send_counts[rank] * width, send_displs[rank] * width, recv_displs[rank] * width
-    return Exchange(wire.code, messages, own)

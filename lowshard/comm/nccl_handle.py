@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeVar
 from lowshard.comm.lookout import Watching
 from lowshard.comm.nccl_bindings import Binding
 from lowshard.comm.nccl_wait import InThread, last_error, wait_for
-from lowshard.errors import CommError, PeerFailed, TimedOut
+from lowshard.errors import CommError, LowshardError, PeerFailed, TimedOut, again
 
 T = TypeVar("T")
 
@@ -45,6 +45,8 @@ class NCCLHandle:
         self.timeout_s, self.watch = timeout_s, watch
         self.failed = False
         """Whether something went wrong after which only an abort may follow."""
+        self.cause: LowshardError | None = None
+        """Why the ranks gave the communicator up, where they agreed to: raised by every later call and wait."""
         self._binding, self._owned = binding, owned
         self._state: Literal["open", "ended", "aborted"] = "open"
         self._calling = threading.RLock()
@@ -87,6 +89,8 @@ class NCCLHandle:
             self.call(nccl.groupEnd)
 
     def _check_state(self) -> None:
+        if self.cause is not None:
+            raise again(self.cause)
         if self._state == "aborted":
             raise CommError("this NCCL communicator was aborted after an error; make a new one")
 

@@ -149,7 +149,8 @@ def _connect(host: Communicator, mpi_comm: Any, found: _Found, watch: Watching |
             f"NCCL could not connect rank {host.rank} of {host.size} on GPU {found.device} ({failure}"
             f"{f'; {said}' if said else ''}); NCCL_DEBUG=WARN prints why"
         ) from failure
-    return NCCLCommunicator(handle, host.rank, host.size, host, binding=found.binding, watch=watch)
+    made = NCCLCommunicator(handle, host.rank, host.size, host, binding=found.binding, watch=watch)
+    return made.compare_late()
 
 
 class _Request:
