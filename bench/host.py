@@ -1,7 +1,8 @@
 """`lowshard bench host`: what a collective on GPU arrays costs this process before NCCL has it, with NCCL left out.
 
 NCCL is a stand-in whose calls do nothing, and no device is touched, so the figures need no GPU. Arrays are CuPy's where
-it is installed (over made-up addresses, never read), else NumPy's, whose addresses cost more to ask for.
+it is installed (over made-up addresses, never read), else NumPy's, whose addresses cost more to ask for. Calls are
+compared late, as they are beside a communicator of the host; the other ranks agree at once.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from typing import Any
 
 import numpy as np
 
+from lowshard.comm import Communicator, loopback
+from lowshard.comm.loopback import LoopbackCommunicator
 from lowshard.comm.nccl import NCCLCommunicator
 from lowshard.comm.nccl_bindings import Binding
 
@@ -106,7 +109,22 @@ def still_communicator(size: int) -> tuple[NCCLCommunicator, StillNCCL, Callable
         pointer=pointer, device=device, select=nothing, synchronize=nothing, lock=lambda array: nothing,
         fetch=nothing, store=nothing, copy=nothing,
     )  # fmt: skip
-    return NCCLCommunicator(nccl, 0, size, binding=binding, owned=False), nccl, array
+    beside = _Agreeing(size)
+    comm = NCCLCommunicator(nccl, 0, size, beside, binding=binding, owned=False).compare_late()
+    return comm, nccl, array
+
+
+class _Agreeing(LoopbackCommunicator):
+    """A communicator of the host whose other ranks are not there, and agree to everything."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(loopback(size)[0]._board, 0)  # type: ignore[attr-defined]
+
+    def _compare(self, signature: int) -> bool:
+        return True
+
+    def _split(self, color: int | None, key: int) -> Communicator:
+        return self
 
 
 def _arrays() -> tuple[Any, Callable[[int], Array], Callable[[Array], int], Callable[[Array], int]]:

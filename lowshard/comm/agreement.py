@@ -51,11 +51,12 @@ def agree(comm: Communicator, digest: bytes, error: Exception | None = None, wha
     if fault is not None:
         digest, error, what = b"", fault, "agree"
     if control._compares:
-        control._enter(what)
+        agreeing = comm._agreeing
+        agreeing._enter(what)
         try:
-            rows = control._agree(_signature(digest), f"{what}{AGREED}{digest[:_DIGEST_BYTES].hex()}", error)
+            rows = agreeing._agree(_signature(digest), f"{what}{AGREED}{digest[:_DIGEST_BYTES].hex()}", error)
         finally:
-            control._turn.release()
+            agreeing._turn.release()
         _raise_if_apart(rows, error, what)
         return
     record = np.zeros(_DIGEST_BYTES + 1, np.uint8)

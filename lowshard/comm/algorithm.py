@@ -125,6 +125,10 @@ class Algorithms(Transport):
         mine = [text, self._started_at or source_line()]
         mine += [] if error is None else [type(error).__name__, str(error)]
         rows = [json.loads(row) for row in self._share_texts(json.dumps(mine))]
+        return self._only_agreements(rows, error)
+
+    def _only_agreements(self, rows: list[list[str]], error: Exception | None) -> list[list[str]]:
+        """Return what ranks came with to agree on, or raise MismatchError where some of them called something else."""
         if not all(AGREED in row[0] for row in rows):
             raise _mismatch(rows, self._sequence + 1) from error
         return rows
@@ -354,7 +358,7 @@ def verdict_of(rows: Sequence[Sequence[str]], number: int) -> LowshardError:
     asked_for = {row[0] for row in rows if NO_ARRAY not in row[0] and row[2:3] != [CommError.__name__]}
     if wrong and len(asked_for) <= 1:
         name, said = rows[wrong[0]][2:]
-        cls = getattr(errors, name)
+        cls: type[LowshardError] = getattr(errors, name)
         assert issubclass(cls, LowshardError)
         return cls(f"rank {wrong[0]}: {said}")
     return _mismatch(rows, number)

@@ -1,9 +1,25 @@
-"""What ranks ask for, compared a little after they have asked, so that no call waits for another host.
+"""What ranks ask for, compared a little after they have asked, so that no call on a GPU waits for another host.
 
 Calls are noted as they are made. A thread of the communicator compares them over a communicator of the host that is
 its own: the first call at once, what comes meanwhile together, up to 64 calls in one meeting. Ranks need not be equally
 far: what all of them have called is compared, the rest waits for its turn. So the ranks' threads meet in one order,
 whatever the ranks do: each meets the others once it has calls that are not compared, and takes what comes of it.
+
+This is promised:
+
+- Ranks whose calls differ, or of which one has wrong arguments, all raise the one error that names the calls, their
+  number and their lines: in the next call, or the next wait of the host (`Work.wait(timeout_s)`, though NCCL's kernels
+  hang on the device), and at the latest in `barrier`, `split`, `close` or what exchanges facts on the host
+  (`shared=True`, agreements), which wait until all calls before them are compared.
+- NCCL may have been called by then. Its work is given up (aborted, where the NCCL communicator is ours), what it was to
+  write is undefined, and the communicator raises that error from then on. Where all ranks refuse their arguments,
+  nothing has begun, and the communicator is as before.
+- A rank that does not call while others do ends in TimedOut, and one that has failed in PeerFailed, named as far as the
+  host's communicator knows it, within the deadline of that communicator from the call that it misses.
+- A rank that is 4096 calls ahead of the comparison waits for it.
+
+`LOWSHARD_CHECK=full` compares texts before a call is given to NCCL, and so waits for the other hosts at each call;
+`off` compares nothing.
 """
 
 from __future__ import annotations
@@ -37,16 +53,17 @@ class _Noted(NamedTuple):
     call: Call
     place: tuple[str, int] | str
     counts: tuple[Sequence[int], Sequence[int]] | None = None
-    error: LowshardError | None = None
+    error: Exception | None = None
+    waits: bool = False
 
     @property
     def line(self) -> str:
         return place_text(self.place)
 
     def row(self) -> str:
-        """Return what the others are told of it where calls differ."""
+        """Return what the others are told of it where calls differ: whether it waits, and as for `verdict_of`."""
         words = [] if self.error is None else [type(self.error).__name__, str(self.error)]
-        return json.dumps([self.call.text, self.line, *words])
+        return json.dumps([self.waits, self.call.text, self.line, *words])
 
 
 class LateComparison:
@@ -67,7 +84,7 @@ class LateComparison:
         self._waiters = 0
         self._error: LowshardError | None = None
         self._told = False
-        self._refusal: LowshardError | None = None
+        self._rows: list[list[str]] = []
 
     # ---- the caller's side
 
@@ -95,19 +112,35 @@ class LateComparison:
             self.settle()
         self._add(_Noted(number, call, source_place() if line is None else line, counts))
 
-    def refuse(self, number: int, text: str, error: LowshardError, line: str | None = None) -> NoReturn:
-        """Raise, on all ranks, what is wrong with the arguments of this one, which asked for `text`.
+    def agree(
+        self, number: int, text: str, signature: int, error: Exception | None, line: str | None = None
+    ) -> list[list[str]]:
+        """Return nothing where all ranks come with this signature and no error; else what each of them came with.
 
-        This rank waits for the others. Where they have made the call, they learn of it late: then nothing more can be
-        done with the communicator.
+        This rank waits for the others, so the communicator is as before. Where some have made a call instead, they
+        learn of it late, and nothing more can be done with the communicator.
+
+        Args:
+            number: as for `note`.
+            text: what to agree on.
+            signature: of it.
+            error: what is wrong on this rank, if anything is.
+            line: as for `note`.
+
+        Returns:
+            Rows as `verdict_of` takes them.
+
+        Raises:
+            LowshardError: as `settle`.
         """
         if self._error is not None:
             self._raise()
-        self._refusal = None
-        call = Call("refuse", text, ERROR_SIGNATURE)
-        self._add(_Noted(number, call, source_place() if line is None else line, error=error))
+        self._rows = []
+        call = Call("agree", text, signature if error is None else ERROR_SIGNATURE)
+        place = source_place() if line is None else line
+        self._add(_Noted(number, call, place, error=error, waits=True))
         self.settle()
-        raise (self._refusal or error) from error
+        return self._rows
 
     def settle(self) -> None:
         """Return once all calls of this rank are compared; waits for the other ranks.
@@ -163,11 +196,14 @@ class LateComparison:
                 self._meet()
                 with self._condition:
                     self._condition.notify_all()
-                    self._condition.wait_for(lambda: self._waiters and self._noted, _PERIOD_S)
+                    self._condition.wait_for(self._is_pressed, _PERIOD_S)
         except LowshardError as error:
             self._end(error)
         except BaseException as error:
             self._end(CommError(f"calls could not be compared: {type(error).__name__}: {error}"))
+
+    def _is_pressed(self) -> bool:
+        return bool(self._noted) and (self._waiters > 0 or len(self._noted) >= _AT_ONCE)
 
     def _calls_came(self) -> bool:
         """Wait for a call; return False where there was none for long, and the thread is to end."""
@@ -188,10 +224,10 @@ class LateComparison:
                 f"{error}; this rank called {first.call.text} at {first.line} (call #{first.number}), which is not "
                 "known to have been called by all",
             )
+        self._give_up(error)
         with self._condition:
             self._error = error
             self._condition.notify_all()
-        self._give_up(error)
 
     _judged = False  # whether the ranks have agreed on what is wrong
 
@@ -199,24 +235,26 @@ class LateComparison:
         """Compare the calls that all ranks have made; raise where they differ."""
         host, mine = self._host, [self._noted[i] for i in range(min(len(self._noted), _AT_ONCE))]
         signatures = np.array([noted.call.signature for noted in mine], np.int64)
-        agreed = len(mine)
+        agreed, differs = len(mine), False
         same = host._compare(_digest(signatures))
-        refused = any(noted.error is not None for noted in mine)  # on all ranks, where all are the same
-        if not same or refused:
+        # Where signatures are the same on all ranks, errors are too.
+        if not same or any(noted.error is not None for noted in mine):
             record = np.zeros(1 + _AT_ONCE, np.int64)
             record[0], record[1 : 1 + agreed] = agreed, signatures
-            rows = host._gather_facts(record)
-            made = rows[:, 1 : 1 + int(rows[:, 0].min())]
+            records = host._gather_facts(record)
+            made = records[:, 1 : 1 + int(records[:, 0].min())]
             wrong = (made != made[0]).any(axis=0) | (made[0] == ERROR_SIGNATURE)
-            agreed = int(wrong.argmax()) if wrong.any() else made.shape[1]
+            differs = bool(wrong.any())
+            agreed = int(wrong.argmax()) if differs else made.shape[1]
         self._compare_counts([noted for noted in mine[:agreed] if noted.counts is not None])
-        if (not same or refused) and agreed < made.shape[1]:
+        if differs:
             noted = mine[agreed]
-            error = verdict_of([json.loads(row) for row in host._share_texts(noted.row())], noted.number)
-            if (made[:, agreed] != ERROR_SIGNATURE).any():
+            said = [json.loads(text) for text in host._share_texts(noted.row())]
+            said_rows = [row[1:] for row in said]
+            if not all(row[0] for row in said):
                 self._judged = True
-                raise error
-            self._refusal = error  # nobody has made the call: all wait in `refuse`
+                raise verdict_of(said_rows, noted.number)
+            self._rows = said_rows  # nobody has made a call: all of them wait in `agree`
             agreed += 1
         with self._condition:
             for _ in range(agreed):

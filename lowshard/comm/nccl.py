@@ -5,6 +5,10 @@ calls: `split`, `close`, and `barrier` where there is no control communicator. T
 and a communicator whose wait failed is aborted before anything else is done with it. Results in
 order="fast" are NCCL's: equal on all ranks, but it promises nothing about the bits from one run, size or
 number of ranks to another. Tested over a stand-in that moves host memory; not run on a GPU.
+
+No call waits for another host either. Where there is a communicator of the host, what ranks ask for is compared some
+20 ms later; where it differs all ranks raise the same named error, at the latest in the next `barrier`, `split`,
+`close` or wait of the host, and NCCL's work is given up. `lowshard.comm.late_comparison` says what is promised.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ from typing import Any, NoReturn, Self
 
 import numpy as np
 
-from lowshard.comm.algorithm import NO_ARRAY, Run
+from lowshard.comm.algorithm import NO_ARRAY, Run, verdict_of
 from lowshard.comm.call import Call
 from lowshard.comm.device import DeviceCommunicator
 from lowshard.comm.late_comparison import LateComparison
@@ -103,14 +107,15 @@ class NCCLCommunicator(DeviceCommunicator):
         if self._host is not None and self._check == "hash" and self.size > 1:
             beside = self._host._split(0, self.rank)
             assert beside is not None
-            self._late = LateComparison(beside, self._give_up)
-        return self
+            nccl, select, device = self._nccl, self._binding.select, self._device
 
-    def _give_up(self, error: LowshardError) -> None:
-        """End what NCCL is doing, in the comparison's thread, and have every later call and wait raise the error."""
-        self._binding.select(self._device)  # a new thread begins on device 0
-        self._nccl.cause = error
-        self._nccl.give_up()
+            def give_up(error: LowshardError) -> None:
+                select(device)  # a new thread begins on device 0
+                nccl.cause = error
+                nccl.give_up()
+
+            self._late = LateComparison(beside, give_up)
+        return self
 
     # ---- checks between ranks
 
@@ -127,9 +132,19 @@ class NCCLCommunicator(DeviceCommunicator):
         self._enter(asked_for)
         try:
             self._sequence += 1  # on the others this is a call like any
-            self._late.refuse(self._sequence, text, error, self._started_at)
+            rows = self._late.agree(self._sequence, text, 0, error, self._started_at)
+            raise verdict_of(rows, self._sequence) from error
         finally:
             self._turn.release()
+
+    @property
+    def _agreeing(self) -> Communicator:
+        return self.control if self._late is None else self
+
+    def _agree(self, signature: int, text: str, error: Exception | None) -> list[list[str]]:
+        assert self._late is not None, "else agreements are the host's"
+        rows = self._late.agree(self._sequence + 1, text, signature, error, self._started_at)
+        return self._only_agreements(rows, error)
 
     def _gather_facts(self, record: np.ndarray) -> np.ndarray:
         self._compare_all()

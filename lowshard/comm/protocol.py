@@ -37,13 +37,19 @@ class Communicator(Arguments):
 
     Ranks compare what they ask for before anything moves (`LOWSHARD_CHECK`: hash, the default, full or off), so that
     each of these errors is raised by all ranks alike: MismatchError where they ask for different things, and what is
-    wrong with the arguments of one. A wait that ends without the others raises PeerFailed or TimedOut.
+    wrong with the arguments of one. A wait that ends without the others raises PeerFailed or TimedOut. On NCCL `hash`
+    compares a little later, so that no call waits for another host: `lowshard.comm.nccl` says what that means.
     """
 
     @property
     def control(self) -> Communicator:
         """A communicator over host memory for checks and small facts; itself on a CPU."""
         return self
+
+    @property
+    def _agreeing(self) -> Communicator:
+        """The communicator that ranks agree over: its calls are in one order with this one's."""
+        return self.control
 
     @property
     def start(self) -> Starter:

@@ -353,8 +353,9 @@ class StandInCommunicator:
 
 
 def run_stand_in(
-    size: int, function: Callable[[Communicator], T], control: bool = True, timeout_s: float = 60.0
-) -> list[T]:
+    size: int, function: Callable[[Communicator], T], control: bool = True, timeout_s: float = 60.0,
+    late: bool = False,
+) -> list[T]:  # fmt: skip
     """Run `function(comm)` in `size` threads on NCCL communicators over the stand-in.
 
     Args:
@@ -362,6 +363,7 @@ def run_stand_in(
         function: what each rank does.
         control: whether the communicators have a host communicator (a loopback one) beside them.
         timeout_s: as for run_loopback.
+        late: whether calls are compared late.
     """
     world = World(size)
 
@@ -370,7 +372,8 @@ def run_stand_in(
         handle = StandInCommunicator(world, loopback.rank, host)
         try:
             beside = loopback if control else None
-            return function(NCCLCommunicator(handle, loopback.rank, size, beside, binding=host.binding()))
+            comm = NCCLCommunicator(handle, loopback.rank, size, beside, binding=host.binding())
+            return function(comm.compare_late() if late else comm)
         except BaseException:
             world.fail()
             raise
