@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import ml_dtypes
 import numpy as np
-from support.device_stand_in import DEVICE, DeviceStandIn, StandInEvent, need
+from support.device_stand_in import DEVICE, DeviceStandIn, StandInEvent, StandInStream, need
 
 from lowshard import comm as lc
 from lowshard.comm import Communicator
@@ -350,6 +350,35 @@ class StandInCommunicator:
         with world.lock:
             message.taken.set()
             world.lock.notify_all()
+
+
+class Stuck(StandInCommunicator):
+    """A communicator whose work is never done, as where ranks have called different things, until it is aborted."""
+
+    def run(self, batch: list[tuple[str, tuple[Any, ...]]]) -> None:
+        self._host.used = True
+
+
+class StuckHost(Host):
+    """A device whose streams are done only once the communicator was aborted."""
+
+    handle: Stuck
+
+    def new_stream(self) -> StandInStream:
+        stream = super().new_stream()
+        stream.asked = lambda up_to: self.handle.ended == "abort"  # type: ignore[method-assign]
+        return stream
+
+
+def stuck_communicator(
+    world: World, beside: Communicator, timeout_s: float | None = None
+) -> NCCLCommunicator:
+    """Return a communicator of which no work is ever done, with one of the host beside it."""
+    host = StuckHost()
+    host.handle = Stuck(world, beside.rank, host)
+    return NCCLCommunicator(
+        host.handle, beside.rank, beside.size, beside, binding=host.binding(), timeout_s=timeout_s
+    )
 
 
 def run_stand_in(

@@ -5,15 +5,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import pytest
 from support import mode
 from support.comm_cases import CASES, CannotRun, run_case
 from support.comm_kit import refused
-from support.device_stand_in import StandInStream
-from support.nccl_stand_in import Host, StandInCommunicator, World, run_stand_in
+from support.nccl_stand_in import World, run_stand_in, stuck_communicator
 
 from lowshard import comm as lc
 from lowshard.comm import Communicator
@@ -39,24 +38,6 @@ COMPARED_BEFORE = {
 }
 
 
-class Stuck(StandInCommunicator):
-    """A communicator whose work is never done, as where ranks have called different things, until it is aborted."""
-
-    def run(self, batch: list[tuple[str, tuple[Any, ...]]]) -> None:
-        self._host.used = True
-
-
-class StuckHost(Host):
-    """A device whose streams are done only once the communicator was aborted."""
-
-    handle: Stuck
-
-    def new_stream(self) -> StandInStream:
-        stream = super().new_stream()
-        stream.asked = lambda up_to: self.handle.ended == "abort"  # type: ignore[method-assign]
-        return stream
-
-
 def run_stuck(
     size: int, function: Callable[[NCCLCommunicator], T], timeout_s: float = 60.0, loopback_s: float = 60.0
 ) -> list[T]:
@@ -64,12 +45,7 @@ def run_stuck(
     world = World(size)
 
     def work(loopback: Communicator) -> T:
-        host = StuckHost()
-        host.handle = Stuck(world, loopback.rank, host)
-        made = NCCLCommunicator(
-            host.handle, loopback.rank, size, loopback, binding=host.binding(), timeout_s=timeout_s
-        )
-        return function(made.compare_late())
+        return function(stuck_communicator(world, loopback, timeout_s).compare_late())
 
     return lc.run_loopback(size, work, loopback_s)
 
