@@ -11,7 +11,7 @@ import numpy as np
 
 from lowshard import dtypes, move
 from lowshard.argument import brief
-from lowshard.comm.agreement import agree, control_of, share
+from lowshard.comm.agreement import agree, agree_on_plan, control_of, share
 from lowshard.comm.protocol import Communicator
 from lowshard.cost import ClusterProfile
 from lowshard.errors import BufferMismatchError, DTypeError, LowshardError, MeshError, PlanError
@@ -67,7 +67,7 @@ def execute(
     digest = b"" if error is not None else plan.digest_bytes
     if profile is True:  # the ranks then meet between the steps, so all of them do or none
         digest = digest[::-1]
-    agree(comm, digest, error, "execute")
+    agree_on_plan(comm, digest, error, "execute")
     if not profile:
         return _walk(plan, local, comm, out, pool)
     times: list[float] = []
@@ -114,7 +114,7 @@ def execute_all(
         error = BufferMismatchError(
             f"arrays were given for {sorted(map(str, strange))}, for which there is no plan"
         )
-    agree(comm, digest.digest(), error, "execute_all")
+    agree_on_plan(comm, digest.digest(), error, "execute_all")
     return {name: _walk(plan, local.get(name), comm, given.get(name), pool) for name, plan in plans.items()}
 
 
@@ -134,7 +134,7 @@ def redistribute(
         error = _argument_error(plan, local, comm, out, pool)
     except LowshardError as caught:  # perhaps on this rank alone: the others wait to hear of it
         error = caught
-    agree(comm, b"" if plan is None else plan.digest_bytes, error, "redistribute")
+    agree_on_plan(comm, b"" if plan is None else plan.digest_bytes, error, "redistribute")
     assert plan is not None  # else agree has raised
     return _walk(plan, local, comm, out, pool)
 

@@ -88,8 +88,8 @@ def from_nccl(
         rank: this rank in it.
         size: its number of ranks.
         control: an mpi4py communicator over the same ranks in the same order, for checks on the
-            host. Without it plan digests alone are compared, over NCCL, which costs a stream
-            synchronisation the first time a plan is executed.
+            host. Without it plan digests alone are compared, once, over NCCL: the host waits for the stream the first
+            time that a plan is executed. What is wrong on one rank with a later use of it is raised there alone.
         timeout_s: deadline of the host's waits, as for `from_mpi`.
 
     Raises:

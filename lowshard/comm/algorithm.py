@@ -152,7 +152,7 @@ class Algorithms(Transport):
         self._all_gather_v(
             xp.asarray(record), recv.reshape(-1), [n] * self.size, [n * i for i in range(self.size)]
         )
-        return recv if isinstance(recv, np.ndarray) else recv.get()
+        return self._to_host(recv)
 
     # ---- plans of moves
 

@@ -28,7 +28,7 @@ from lowshard.comm.late_comparison import LateComparison
 from lowshard.comm.lookout import Watching
 from lowshard.comm.nccl_bindings import Binding
 from lowshard.comm.nccl_handle import NCCLHandle
-from lowshard.comm.nccl_wire import SUM, UINT8, Exchange, exchange_of, native_code, wire_of
+from lowshard.comm.nccl_wire import SUM, UINT8, Exchange, exchange_of, exchange_parts, native_code, wire_of
 from lowshard.comm.protocol import Communicator
 from lowshard.comm.stream_work import SideStream, StreamWork
 from lowshard.errors import CommError, LowshardError
@@ -145,6 +145,26 @@ class NCCLCommunicator(DeviceCommunicator):
         assert self._late is not None, "else agreements are the host's"
         rows = self._late.agree(self._sequence + 1, text, signature, error, self._started_at)
         return self._only_agreements(rows, error)
+
+    def _agrees_without_waiting(self, signature: int, text: str) -> bool:
+        if self._late is None:
+            return super()._agrees_without_waiting(signature, text)
+        self._enter(text)
+        try:
+            self._late.note(self._sequence + 1, Call("agree", text, signature), line=self._started_at)
+        finally:
+            self._turn.release()
+        return True
+
+    def _to_host(self, array: Array) -> np.ndarray:
+        self._wait_for_stream("what ranks agree on")
+        return super()._to_host(array)
+
+    def _wait_for_stream(self, what: str) -> None:
+        """Wait, with the deadline, for what the current stream has been given."""
+        event = self._binding.new_event()
+        event.record(self._binding.stream())
+        self._nccl.wait_on_host(event, self._nccl.timeout_s, what)
 
     def _gather_facts(self, record: np.ndarray) -> np.ndarray:
         self._compare_all()
@@ -313,20 +333,11 @@ class NCCLCommunicator(DeviceCommunicator):
 
     def _exchange(self, exchange: Exchange, send: Array, recv: Array) -> None:
         """Send and receive parts in one group; the own part is a copy on the device."""
-        if self._overlap(send, recv):
-            send = send.copy()
         source, target = self._binding.pointer(send), self._binding.pointer(recv)
-        stream, code, call, handle = self._stream(), exchange.code, self._call, self._handle
-        if exchange.messages:
-            with self._nccl.group():
-                for peer, sent, sent_at_bytes, taken, taken_at_bytes in exchange.messages:
-                    if sent:
-                        call(handle.send, source + sent_at_bytes, sent, code, peer, stream)
-                    if taken:
-                        call(handle.recv, target + taken_at_bytes, taken, code, peer, stream)
-        own_bytes, from_bytes, to_bytes = exchange.own
-        if own_bytes:
-            self._binding.copy(target + to_bytes, source + from_bytes, own_bytes, stream)
+        if self._overlap(send, recv) and not exchange.is_in_place(source, target):
+            send = send.copy()
+            source = self._binding.pointer(send)
+        exchange_parts(self._nccl, self._binding, exchange, source, target, self._stream())
 
     def _broadcast(self, buf: Array, root: int) -> None:
         wire = wire_of(buf.dtype)
@@ -337,28 +348,21 @@ class NCCLCommunicator(DeviceCommunicator):
     def _gather(self, send: Array, recv: Array | None, root: int) -> None:
         if recv is None:
             self._send(send, root)
-        else:
-            self._with_root(self._handle.recv, recv, send.size, self._binding.pointer(send), taking=True)
+            return
+        counts, displs, zero = self._rows(send.size, root)
+        self._all_to_all_v(send, counts, zero, recv, [send.size] * self.size, displs)
 
     def _scatter(self, send: Array | None, recv: Array, root: int) -> None:
         if send is None:
             self._recv(recv, root)
-        else:
-            self._with_root(self._handle.send, send, recv.size, self._binding.pointer(recv), taking=False)
-
-    def _with_root(self, function: Any, whole: Array, elems: int, own: int, *, taking: bool) -> None:
-        """Move each rank's part of root's array to or from that rank, on root; the own part lies at `own`."""
-        wire, stream, begin = wire_of(whole.dtype), self._stream(), self._binding.pointer(whole)
-        count, part_bytes = elems * wire.per_elem, elems * wire.item_bytes
-        if not count:
             return
-        with self._nccl.group():
-            for peer in range(self.size):
-                if peer != self.rank:
-                    self._call(function, begin + peer * part_bytes, count, wire.code, peer, stream)
-        place = begin + self.rank * part_bytes
-        if place != own:
-            self._binding.copy(*((place, own) if taking else (own, place)), part_bytes, stream)
+        counts, displs, zero = self._rows(recv.size, root)
+        self._all_to_all_v(send, [recv.size] * self.size, displs, recv, counts, zero)
+
+    def _rows(self, elems: int, root: int) -> tuple[list[int], list[int], list[int]]:
+        """Return root's counts to or from itself alone, where each rank's part begins in its array, and zeros."""
+        ranks = range(self.size)
+        return [elems if i == root else 0 for i in ranks], [elems * i for i in ranks], [0] * self.size
 
     def _send(self, buf: Array, dst: int) -> None:
         self._message_of(self._handle.send, buf, dst)
@@ -374,34 +378,38 @@ class NCCLCommunicator(DeviceCommunicator):
     # ---- reductions
 
     def _plan_all_reduce(self, call: Call, dtype: Any, elems: int, op: str, order: str) -> Run:
-        wire, address, size_bytes = wire_of(dtype), self._binding.pointer, elems * dtype.itemsize
-        code = native_code(dtype, op, order)
+        size_bytes, code = elems * dtype.itemsize, native_code(dtype, op, order)
         exchanged = super()._plan_all_reduce(call, dtype, elems, op, order)
-
-        def run(send: Array, recv: Array) -> None:
-            source, target = address(send), address(recv)
-            if source != target and source < target + size_bytes and target < source + size_bytes:
-                send = send.copy()
-                source = address(send)
-            if code is None:
-                exchanged(send, recv)
-                return
-            self._verify(call)
-            if elems:
-                self._call(self._handle.allReduce, source, target, elems, wire.code, code, self._stream())
-
-        return run
+        native = "allReduce", wire_of(dtype).code, code
+        return self._reducing(call, native, elems, (size_bytes, size_bytes, 0), exchanged)
 
     def _plan_reduce_scatter(self, call: Call, dtype: Any, elems: int, op: str, order: str) -> Run:
-        wire, address, part_bytes = wire_of(dtype), self._binding.pointer, elems * dtype.itemsize
-        whole_bytes, own_bytes = part_bytes * self.size, part_bytes * self.rank
-        code = native_code(dtype, op, order)
+        part_bytes, code = elems * dtype.itemsize, native_code(dtype, op, order)
         exchanged = super()._plan_reduce_scatter(call, dtype, elems, op, order)
+        native = "reduceScatter", wire_of(dtype).code, code
+        spans_bytes = part_bytes * self.size, part_bytes, part_bytes * self.rank
+        return self._reducing(call, native, elems, spans_bytes, exchanged)
+
+    def _reducing(
+        self, call: Call, native: tuple[str, int, int | None], elems: int, spans_bytes: tuple[int, int, int],
+        exchanged: Run,
+    ) -> Run:  # fmt: skip
+        """Return what runs a reduction: NCCL's own, or the exchange and the fold where that has no code.
+
+        Args:
+            call: the call.
+            native: NCCL's method, dtype code and op code.
+            elems: what NCCL counts.
+            spans_bytes: of send, of recv, and where in send a recv in place begins.
+            exchanged: the exchange, checks between ranks included.
+        """
+        (name, dtype_code, code), address = native, self._binding.pointer
+        send_bytes, recv_bytes, own_bytes = spans_bytes
 
         def run(send: Array, recv: Array) -> None:
             source, target = address(send), address(recv)
-            in_place = source + own_bytes == target
-            if not in_place and source < target + part_bytes and target < source + whole_bytes:
+            apart = source + send_bytes <= target or target + recv_bytes <= source
+            if not apart and source + own_bytes != target:
                 send = send.copy()
                 source = address(send)
             if code is None:
@@ -409,7 +417,8 @@ class NCCLCommunicator(DeviceCommunicator):
                 return
             self._verify(call)
             if elems:
-                self._call(self._handle.reduceScatter, source, target, elems, wire.code, code, self._stream())
+                function, stream = getattr(self._handle, name), self._stream()
+                self._call(function, source, target, elems, dtype_code, code, stream)
 
         return run
 
@@ -434,9 +443,7 @@ class NCCLCommunicator(DeviceCommunicator):
         one = self.xp.zeros(1, np.uint8)
         at = self._binding.pointer(one)
         self._call(self._handle.allReduce, at, at, 1, UINT8, SUM, self._stream())
-        event = self._binding.new_event()
-        event.record(self._binding.stream())
-        self._nccl.wait_on_host(event, self._nccl.timeout_s, "barrier")
+        self._wait_for_stream("barrier")
 
     def _split(self, color: int | None, key: int) -> Communicator | None:
         nccl = self._nccl

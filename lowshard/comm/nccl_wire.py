@@ -8,6 +8,8 @@ from functools import cache
 from typing import Any
 
 from lowshard import dtypes
+from lowshard.comm.nccl_bindings import Binding
+from lowshard.comm.nccl_handle import NCCLHandle
 
 UINT8 = 1
 """ncclUint8."""
@@ -57,6 +59,12 @@ class Exchange:
     messages: tuple[tuple[int, int, int, int, int], ...]
     own: tuple[int, int, int]
 
+    def is_in_place(self, source: int, target: int) -> bool:
+        """Say whether buffers at these addresses may overlap: the own part stays where it is, the rest goes one way."""
+        _, from_bytes, to_bytes = self.own
+        sends, takes = any(row[1] for row in self.messages), any(row[3] for row in self.messages)
+        return source + from_bytes == target + to_bytes and not (sends and takes)
+
 
 def exchange_of(
     wire: Wire, rank: int, send_counts: Sequence[int], send_displs: Sequence[int], recv_counts: Sequence[int],
@@ -72,6 +80,32 @@ def exchange_of(
     )
     own = send_counts[rank] * width, send_displs[rank] * width, recv_displs[rank] * width
     return Exchange(wire.code, messages, own)
+
+
+def exchange_parts(
+    nccl: NCCLHandle, binding: Binding, exchange: Exchange, source: int, target: int, stream: int
+) -> None:
+    """Send and receive the parts of two buffers in one group; what stays on this rank is copied on the device.
+
+    Args:
+        nccl: the communicator.
+        binding: copies on the device.
+        exchange: what goes where.
+        source: address of the buffer sent.
+        target: address of the buffer received into, apart from the other but for parts that stay where they are.
+        stream: that all of it is put on.
+    """
+    code, call, send, recv = exchange.code, nccl.call, nccl.raw.send, nccl.raw.recv
+    if exchange.messages:
+        with nccl.group():
+            for peer, sent, sent_at_bytes, taken, taken_at_bytes in exchange.messages:
+                if sent:
+                    call(send, source + sent_at_bytes, sent, code, peer, stream)
+                if taken:
+                    call(recv, target + taken_at_bytes, taken, code, peer, stream)
+    own_bytes, from_bytes, to_bytes = exchange.own
+    if own_bytes and target + to_bytes != source + from_bytes:
+        binding.copy(target + to_bytes, source + from_bytes, own_bytes, stream)
 
 
 def native_code(dtype: Any, op: str, order: str) -> int | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from typing import Any
 
 import numpy as np
@@ -12,10 +13,18 @@ from support import mode
 from support.comm_cases import CASES, CannotRun, run_case
 from support.comm_kit import refused, same
 from support.device_stand_in import DEFAULT_STREAM
-from support.nccl_stand_in import Host, StandInCommunicator, World, run_stand_in
+from support.nccl_stand_in import (
+    Host,
+    StandInCommunicator,
+    Stuck,
+    StuckHost,
+    World,
+    run_stand_in,
+    stuck_communicator,
+)
 
+from lowshard import DeviceMesh, Layout, Sharded, dtypes, execute, plan_redistribute
 from lowshard import comm as lc
-from lowshard import dtypes
 from lowshard.comm import Communicator
 from lowshard.comm.nccl import NCCLCommunicator
 from lowshard.comm.nccl_over_mpi import crowding, why_unusable
@@ -156,6 +165,23 @@ def test_buffers_that_overlap_without_being_in_place_are_copied_first() -> None:
         same(board, expected)
 
     run_stand_in(2, check)
+
+
+def test_root_moves_its_own_part_on_the_device_and_in_place_not_at_all() -> None:
+    def check(comm: Communicator) -> None:
+        assert isinstance(comm, NCCLCommunicator)
+        own, whole = np.full(3, comm.rank + 1.0), np.arange(9.0)
+        root = comm.rank == 1
+        for part, copies in ((own, [24]), (whole[3:6], [])):
+            log = comm._binding.copy.__self__.log  # type: ignore[attr-defined]
+            log.clear()
+            comm.gather(part, whole if root else None, 1)
+            comm.scatter(whole if root else None, part, 1)
+            assert [entry[2] for entry in log if entry[0] == "copy"] == (2 * copies if root else [])
+        if root:
+            same(whole, np.array([3.0, 4.0, 5.0, 2.0, 2.0, 2.0, 3.0, 4.0, 5.0]))
+
+    run_stand_in(3, check)
 
 
 def test_calls_follow_the_current_stream_and_do_not_wait_for_it() -> None:
@@ -380,6 +406,62 @@ def test_ranks_that_share_a_gpu_are_refused_unless_nccl_can_and_may() -> None:
         assert "3 ranks of this node have 2 GPUs" in str(error)
     assert "loaded: 2.28.9" in str(crowding(["0:1", "0:1"], 22809, may))
     assert crowding(["0:1", "0:1"], 23007, may) is None
+
+
+# ---- plans
+
+
+def _turned(comm: Communicator) -> Any:
+    mesh = DeviceMesh((comm.size,), ("x",))
+    rows = Layout(mesh, (6, 4), "float32", (Sharded(0),))
+    return plan_redistribute(rows, Layout(mesh, (6, 4), "float32", (Sharded(1),)))
+
+
+def test_without_control_a_plan_is_compared_the_first_time_it_is_executed_and_never_again() -> None:
+    def check(comm: Communicator) -> None:
+        plan, local = _turned(comm), np.full((3, 4), comm.rank, np.float32)
+        first = calls_of(comm, lambda: execute(plan, local, comm))
+        assert [c[0] for c in first if c[0] != "check_async_error"] == ["allGather", "send", "recv"]
+        again = calls_of(comm, lambda: execute(_turned(comm), local, comm))
+        assert [c[0] for c in again] == ["send", "recv"]
+        # Another plan is compared, and told apart.
+        other = plan_redistribute(plan.dst, plan.src if comm.rank else plan.dst)
+        with pytest.raises(MismatchError, match="every rank asks for the same thing"):
+            execute(other, np.zeros((6, 2), np.float32), comm)
+
+    run_stand_in(2, check, control=False)
+
+
+def test_a_rank_that_compares_a_plan_alone_waits_until_the_deadline_and_gives_up() -> None:
+    host = StuckHost()
+    host.handle = Stuck(World(2), 0, host)
+    host.default.asked = lambda up_to: False  # type: ignore[method-assign]
+    comm = NCCLCommunicator(host.handle, 0, 2, binding=host.binding(), timeout_s=0.2)
+    with pytest.raises(TimedOut, match="what ranks agree on was not done"):
+        execute(_turned(comm), np.zeros((3, 4), np.float32), comm)
+    assert host.handle.ended == "abort"
+
+
+def test_plans_are_compared_late_where_calls_are() -> None:
+    went_on = threading.Event()
+
+    def check(comm: Communicator) -> None:
+        plan, local = _turned(comm), np.zeros((3, 4), np.float32)
+        if comm.rank == 1:
+            assert went_on.wait(5.0), "rank 0 waits for rank 1"
+        for _ in range(20):
+            execute(plan, local, comm)
+        went_on.set()
+        comm.barrier()
+        execute(
+            plan if comm.rank else plan_redistribute(plan.dst, plan.src),
+            local if comm.rank else local.reshape(6, 2),
+            comm,
+        )
+        refused(comm.barrier, MismatchError, "rank 0 asked for execute", "rank 1 asked for execute")
+
+    world = World(2)
+    lc.run_loopback(2, lambda beside: check(stuck_communicator(world, beside).compare_late()))
 
 
 # ---- the import, and the real binding
