@@ -15,7 +15,7 @@ from lowshard.comm.agreement import agree, agree_on_plan, control_of, share
 from lowshard.comm.protocol import Communicator
 from lowshard.cost import ClusterProfile
 from lowshard.errors import BufferMismatchError, DTypeError, LowshardError, MeshError, PlanError
-from lowshard.kernels.buffer import allocate
+from lowshard.kernels.buffer import allocate, may_overlap
 from lowshard.layout import Layout
 from lowshard.pool import BufferPool
 from lowshard.program import Program, StepProgram, form_of, programs
@@ -304,11 +304,11 @@ def _argument_error(
         wrong = _array_error(array, layout, name, comm)
         if wrong is not None:
             return BufferMismatchError(wrong)
-    if local is None or out is None or comm.xp is not np:
+    if local is None or out is None:
         return None
-    if not out.flags.writeable:
+    if comm.xp is np and not out.flags.writeable:
         return BufferMismatchError("out is written to, but the array is read-only")
-    if np.may_share_memory(local, out):
+    if may_overlap(local, out):
         return BufferMismatchError("out overlaps local; give it memory of its own, or pass out=None")
     return None
 
