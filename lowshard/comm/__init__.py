@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any, Literal
 
 from lowshard.argument import choice, whole
@@ -98,6 +99,7 @@ def from_nccl(
     """
     from lowshard.comm.build import build_host
     from lowshard.comm.nccl import NCCLCommunicator
+    from lowshard.comm.nccl_wire import REDUCE16_VARIABLE
 
     fault = ""
     try:
@@ -123,7 +125,7 @@ def from_nccl(
         wrong = error
     if host is not None:
         try:
-            agree(host, b"", wrong, "from_nccl")
+            agree(host, os.environ.get(REDUCE16_VARIABLE, "exact").encode(), wrong, "from_nccl")
         except LowshardError:
             host.close()
             raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -10,6 +11,7 @@ from typing import Any
 from lowshard import dtypes
 from lowshard.comm.nccl_bindings import Binding
 from lowshard.comm.nccl_handle import NCCLHandle
+from lowshard.errors import CommError
 
 UINT8 = 1
 """ncclUint8."""
@@ -17,9 +19,13 @@ SUM = 0
 """ncclSum."""
 _OPS = {"sum": SUM, "prod": 1, "max": 2, "min": 3, "avg": 4}  # ncclRedOp_t
 
+REDUCE16_VARIABLE = "LOWSHARD_NCCL_REDUCE16"
+"""Who reduces fp16 and bf16 in order="fast": "exact", the default, or "nccl"; the same on all ranks."""
+
 # NCCL reduces these as the contract asks. It takes fp16 and bf16 too, but promises no float32 accumulator for them, so
-# these go through the exchange of Communicator.
+# these go through the exchange of Communicator unless the environment says otherwise.
 _NATIVE = frozenset(("float32", "float64", "int8", "int32", "int64", "uint8", "uint32", "uint64"))
+_NATIVE16 = frozenset(("float16", "bfloat16"))
 
 
 @dataclass(frozen=True)
@@ -115,6 +121,19 @@ def native_code(dtype: Any, op: str, order: str) -> int | None:
     would add in their own width, in which the sum may wrap, and truncate.
     """
     row = dtypes.get(dtype)
-    if order != "fast" or row.name not in _NATIVE or (op == "avg" and row.kind != "float"):
+    native = row.name in _NATIVE or (row.name in _NATIVE16 and reduces_16_bits())
+    if order != "fast" or not native or (op == "avg" and row.kind != "float"):
         return None
     return _OPS[op]
+
+
+def reduces_16_bits() -> bool:
+    """Return whether NCCL is to reduce fp16 and bf16 itself where order="fast", in the precision that it chooses.
+
+    Raises:
+        CommError: the environment says neither.
+    """
+    text = os.environ.get(REDUCE16_VARIABLE, "exact")
+    if text not in ("exact", "nccl"):
+        raise CommError(f"{REDUCE16_VARIABLE} is exact or nccl, got {text!r}")
+    return text == "nccl"

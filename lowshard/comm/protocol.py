@@ -375,7 +375,9 @@ class Communicator(Arguments):
             recv: the result, as many elements as send.
             op: sum, avg (integers: floor), min, max or prod; also mpi4py's SUM, MIN, MAX and PROD.
             order: "tree" (balanced binary tree over ranks) and "rank" (one after the other) give the
-                same bits on every transport; "fast" is the transport's own, and NCCL and MPI promise no bits.
+                same bits on every transport; "fast" is the transport's own, and NCCL and MPI promise no bits: NCCL's
+                avg scales each operand before it adds them, and with LOWSHARD_NCCL_REDUCE16=nccl it reduces bf16 and
+                fp16 too, in a precision of its choice.
             shared: return the result instead: one read-only array for all ranks of the node. recv is None.
 
         Raises:

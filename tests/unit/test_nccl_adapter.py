@@ -25,9 +25,10 @@ from support.nccl_stand_in import (
 
 from lowshard import DeviceMesh, Layout, Sharded, dtypes, execute, plan_redistribute
 from lowshard import comm as lc
-from lowshard.comm import Communicator
+from lowshard.comm import Communicator, algorithm
 from lowshard.comm.nccl import NCCLCommunicator
 from lowshard.comm.nccl_over_mpi import crowding, why_unusable
+from lowshard.comm.reduction import fold
 from lowshard.errors import BufferMismatchError, CommError, MismatchError, PeerFailed, TimedOut
 
 # What one rank does wrong is raised by all only where they can compare it on the host.
@@ -150,6 +151,66 @@ def test_nccl_reduces_only_what_it_reduces_as_the_contract_says() -> None:
                         assert not reductions, f"{row} {op} {order}"
 
     run_stand_in(2, check)
+
+
+def test_a_bf16_reduction_is_one_exchange_one_fold_and_one_gather(monkeypatch: pytest.MonkeyPatch) -> None:
+    folds: list[tuple[int, list[int]]] = []
+
+    def counted(terms: Any, out: Any, *rest: Any) -> None:
+        folds.append((threading.get_ident(), [term.ctypes.data for term in terms]))
+        fold(terms, out, *rest)
+
+    monkeypatch.setattr(algorithm, "fold", counted)
+
+    def check(comm: Communicator) -> None:
+        assert isinstance(comm, NCCLCommunicator)
+        rng = np.random.default_rng(comm.rank)
+        send = rng.normal(size=4000).astype(dtypes.get("bfloat16").numpy)
+        operands = np.zeros((4, 4000), send.dtype)
+        comm.all_gather(send, operands)
+        expected, recv, part = np.zeros_like(send), np.zeros_like(send), np.zeros(1000, send.dtype)
+        fold(list(operands), expected, "sum")
+        log = comm._binding.copy.__self__.log  # type: ignore[attr-defined]
+        own = slice(1000 * comm.rank, 1000 * comm.rank + 1000)
+        for call, last in (
+            (lambda: comm.all_reduce(send, recv), ["allGather"]),
+            (lambda: comm.reduce_scatter(send, part), []),
+        ):
+            log.clear()
+            before = len(folds)
+            assert [c[0] for c in calls_of(comm, call)] == ["send", "recv"] * 3 + last
+            assert not [entry for entry in log if entry[0] == "copy"]
+            mine = [at for thread, at in folds[before:] if thread == threading.get_ident()]
+            assert len(mine) == 1
+            assert mine[0][comm.rank] == send[own].ctypes.data  # folded where it lies
+        same(recv, expected)
+        same(part, expected[own])
+        in_place = send.copy()
+        comm.all_reduce(in_place, in_place)
+        same(in_place, expected)
+
+    run_stand_in(4, check)
+
+
+def test_nccl_reduces_16_bit_floats_itself_where_it_is_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(2)
+
+    def check(beside: Communicator) -> None:
+        comm = stuck_communicator(world, beside)
+        for name, code in (("bfloat16", 9), ("float16", 6)):
+            for op, number in (("sum", 0), ("avg", 4), ("max", 2)):
+                buf = np.ones(8, dtypes.get(name).numpy)
+                made = calls_of(comm, lambda b=buf, o=op: comm.all_reduce(b, b, o))
+                assert [(c[0], c[3], c[4], c[5]) for c in made] == [("allReduce", 8, code, number)]
+                made = calls_of(comm, lambda b=buf, o=op: comm.all_reduce(b, b, o, "tree"))
+                assert "allReduce" not in [c[0] for c in made]
+
+    monkeypatch.setenv("LOWSHARD_NCCL_REDUCE16", "nccl")
+    lc.run_loopback(2, check)
+    monkeypatch.setenv("LOWSHARD_NCCL_REDUCE16", "yes")
+    comm, _, _ = alone()
+    bf16 = np.ones(8, dtypes.get("bfloat16").numpy)
+    refused(lambda: comm.all_reduce(bf16, bf16), CommError, "LOWSHARD_NCCL_REDUCE16 is exact or nccl", "yes")
 
 
 def test_buffers_that_overlap_without_being_in_place_are_copied_first() -> None:
