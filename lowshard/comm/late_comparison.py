@@ -16,6 +16,8 @@ This is promised:
   nothing has begun, and the communicator is as before.
 - A rank that does not call while others do ends in TimedOut, and one that has failed in PeerFailed, named as far as the
   host's communicator knows it, within the deadline of that communicator from the call that it misses.
+- Calls of `control` are compared among themselves, before they are made. A rank that calls it while others call NCCL is
+  one that does not call.
 - A rank that is 4096 calls ahead of the comparison waits for it.
 
 `LOWSHARD_CHECK=full` compares texts before a call is given to NCCL, and so waits for the other hosts at each call;
@@ -69,12 +71,13 @@ class _Noted(NamedTuple):
 class LateComparison:
     """The calls of one rank on one communicator, compared with the others' by a thread."""
 
-    def __init__(self, host: Communicator, give_up: Callable[[LowshardError], None]) -> None:
+    def __init__(self, host: Communicator, give_up: Callable[[LowshardError], str]) -> None:
         """Begin with no call noted.
 
         Args:
             host: moves host memory between the same ranks, for nothing but this; `close` closes it.
-            give_up: called once, in the thread, with what keeps the communicator from going on.
+            give_up: called once, in the thread, with what keeps the communicator from going on; returns what is left
+                to do, or "".
         """
         self._host, self._give_up = host, give_up
         self._noted: deque[_Noted] = deque()
@@ -224,9 +227,9 @@ class LateComparison:
                 f"{error}; this rank called {first.call.text} at {first.line} (call #{first.number}), which is not "
                 "known to have been called by all",
             )
-        self._give_up(error)
+        left = self._give_up(error)
         with self._condition:
-            self._error = error
+            self._error = again(error, f"{error}; {left}") if left else error
             self._condition.notify_all()
 
     _judged = False  # whether the ranks have agreed on what is wrong

@@ -109,10 +109,10 @@ class NCCLCommunicator(DeviceCommunicator):
             assert beside is not None
             nccl, select, device = self._nccl, self._binding.select, self._device
 
-            def give_up(error: LowshardError) -> None:
+            def give_up(error: LowshardError) -> str:
                 select(device)  # a new thread begins on device 0
                 nccl.cause = error
-                nccl.give_up()
+                return nccl.give_up()
 
             self._late = LateComparison(beside, give_up)
         return self

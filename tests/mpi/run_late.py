@@ -29,14 +29,14 @@ def made() -> NCCLCommunicator:
 def a_slow_rank_holds_up_nobody() -> None:
     comm, buf = made(), np.zeros(4)
     if RANK == N - 1:
-        time.sleep(0.5)
+        time.sleep(1.5)
     begun = time.monotonic()
     for _ in range(500):
         comm.all_reduce(buf, buf)
     took_s = time.monotonic() - begun
-    assert took_s < 0.4, took_s
+    assert took_s < 1.0, took_s
     comm.barrier()
-    assert RANK == N - 1 or time.monotonic() - begun > 0.3  # what waits for the others does
+    assert RANK == N - 1 or time.monotonic() - begun > 1.0  # what waits for the others does
     comm.close()
 
 

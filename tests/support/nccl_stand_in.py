@@ -371,13 +371,19 @@ class StuckHost(Host):
 
 
 def stuck_communicator(
-    world: World, beside: Communicator, timeout_s: float | None = None
+    world: World, beside: Communicator, timeout_s: float | None = None, owned: bool = True
 ) -> NCCLCommunicator:
     """Return a communicator of which no work is ever done, with one of the host beside it."""
     host = StuckHost()
     host.handle = Stuck(world, beside.rank, host)
     return NCCLCommunicator(
-        host.handle, beside.rank, beside.size, beside, binding=host.binding(), timeout_s=timeout_s
+        host.handle,
+        beside.rank,
+        beside.size,
+        beside,
+        owned=owned,
+        binding=host.binding(),
+        timeout_s=timeout_s,
     )
 
 

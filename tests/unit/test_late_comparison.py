@@ -15,7 +15,7 @@ from support.comm_kit import refused
 from support.nccl_stand_in import World, run_stand_in, stuck_communicator
 
 from lowshard import comm as lc
-from lowshard.comm import Communicator
+from lowshard.comm import Communicator, late_comparison
 from lowshard.comm.nccl import NCCLCommunicator
 from lowshard.errors import BufferMismatchError, CommError, LowshardError, MismatchError, TimedOut
 
@@ -215,6 +215,35 @@ def test_other_levels_of_checks_stay_as_they_are(level: str, monkeypatch: pytest
             assert not [call for call in comm._handle.calls if call[0] == "broadcast"]
         else:
             comm.broadcast(np.zeros(2 + comm.rank))
+
+    run_stuck(2, check)
+
+
+def test_where_nccls_communicator_is_its_makers_the_error_says_that_it_is_not_aborted() -> None:
+    world = World(2)
+
+    def check(beside: Communicator) -> None:
+        comm = stuck_communicator(world, beside, owned=False).compare_late()
+        comm.broadcast(np.zeros(2 + comm.rank))
+        refused(comm.barrier, MismatchError, "call #1", "is its maker's: abort it there")
+        assert not ended(comm)
+
+    lc.run_loopback(2, check)
+
+
+def test_a_rank_that_is_thousands_of_calls_ahead_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(late_comparison, "MOST_AHEAD", 10)
+    calls = [0, 0]
+
+    def check(comm: NCCLCommunicator) -> None:
+        buf = np.zeros(4)
+        if comm.rank == 1:
+            time.sleep(0.3)
+            assert calls[0] == 10
+        for _ in range(30):
+            comm.broadcast(buf)
+            calls[comm.rank] += 1
+        comm.barrier()
 
     run_stuck(2, check)
 
