@@ -354,13 +354,19 @@ def verdict_of(rows: Sequence[Sequence[str]], number: int) -> LowshardError:
         are wrong, the lowest such rank's error.
     """
     wrong = [rank for rank, row in enumerate(rows) if len(row) > 2]
-    # What is no array at all, or names an op or a root that there is not, says nothing of what was asked for.
-    asked_for = {row[0] for row in rows if NO_ARRAY not in row[0] and row[2:3] != [CommError.__name__]}
+    # What is no array at all, or names an op or a root that there is not, says nothing of what was asked for; neither
+    # does the digest of an agreement where a rank has none, for an error.
+    asked_for = {
+        row[0].partition(AGREED)[0] if wrong else row[0]
+        for row in rows
+        if NO_ARRAY not in row[0] and row[2:3] != [CommError.__name__]
+    }
     if wrong and len(asked_for) <= 1:
         name, said = rows[wrong[0]][2:]
-        cls: type[LowshardError] = getattr(errors, name)
-        assert issubclass(cls, LowshardError)
-        return cls(f"rank {wrong[0]}: {said}")
+        cls = getattr(errors, name, None)
+        if isinstance(cls, type) and issubclass(cls, LowshardError):
+            return cls(f"rank {wrong[0]}: {said}")
+        return LowshardError(f"rank {wrong[0]}: {name}: {said}")
     return _mismatch(rows, number)
 
 

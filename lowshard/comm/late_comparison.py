@@ -87,6 +87,7 @@ class LateComparison:
         self._waiters = 0
         self._error: LowshardError | None = None
         self._told = False
+        self._judged = False  # whether the ranks have found out together what is wrong
         self._rows: list[list[str]] = []
 
     # ---- the caller's side
@@ -232,36 +233,38 @@ class LateComparison:
             self._error = again(error, f"{error}; {left}") if left else error
             self._condition.notify_all()
 
-    _judged = False  # whether the ranks have agreed on what is wrong
-
     def _meet(self) -> None:
         """Compare the calls that all ranks have made; raise where they differ."""
-        host, mine = self._host, [self._noted[i] for i in range(min(len(self._noted), _AT_ONCE))]
-        signatures = np.array([noted.call.signature for noted in mine], np.int64)
-        agreed, differs = len(mine), False
-        same = host._compare(_digest(signatures))
-        # Where signatures are the same on all ranks, errors are too.
-        if not same or any(noted.error is not None for noted in mine):
-            record = np.zeros(1 + _AT_ONCE, np.int64)
-            record[0], record[1 : 1 + agreed] = agreed, signatures
-            records = host._gather_facts(record)
-            made = records[:, 1 : 1 + int(records[:, 0].min())]
-            wrong = (made != made[0]).any(axis=0) | (made[0] == ERROR_SIGNATURE)
-            differs = bool(wrong.any())
-            agreed = int(wrong.argmax()) if differs else made.shape[1]
+        mine = [self._noted[i] for i in range(min(len(self._noted), _AT_ONCE))]
+        agreed, differs = self._compare(mine)
         self._compare_counts([noted for noted in mine[:agreed] if noted.counts is not None])
         if differs:
             noted = mine[agreed]
-            said = [json.loads(text) for text in host._share_texts(noted.row())]
-            said_rows = [row[1:] for row in said]
+            said = [json.loads(text) for text in self._host._share_texts(noted.row())]
+            rows = [row[1:] for row in said]
             if not all(row[0] for row in said):
                 self._judged = True
-                raise verdict_of(said_rows, noted.number)
-            self._rows = said_rows  # nobody has made a call: all of them wait in `agree`
+                raise verdict_of(rows, noted.number)
+            self._rows = rows  # nobody has made a call: all of them wait in `agree`
             agreed += 1
         with self._condition:
             for _ in range(agreed):
                 self._noted.popleft()
+
+    def _compare(self, mine: Sequence[_Noted]) -> tuple[int, bool]:
+        """Return how many calls, from the first, all ranks have made alike, and whether they differ in the next one."""
+        signatures = np.array([noted.call.signature for noted in mine], np.int64)
+        refuses = any(
+            noted.error is not None for noted in mine
+        )  # on all ranks, where signatures are the same
+        if self._host._compare(_digest(signatures)) and not refuses:
+            return len(mine), False
+        record = np.zeros(1 + _AT_ONCE, np.int64)
+        record[0], record[1 : 1 + len(mine)] = len(mine), signatures
+        records = self._host._gather_facts(record)
+        made = records[:, 1 : 1 + int(records[:, 0].min())]  # by all ranks
+        wrong = (made != made[0]).any(axis=0) | (made[0] == ERROR_SIGNATURE)
+        return (int(wrong.argmax()), True) if wrong.any() else (made.shape[1], False)
 
     def _compare_counts(self, exchanges: Sequence[_Noted]) -> None:
         """Compare what each rank sends with what each expects, in exchanges that all ranks have made."""

@@ -521,7 +521,15 @@ def test_plans_are_compared_late_where_calls_are() -> None:
         )
         refused(comm.barrier, MismatchError, "rank 0 asked for execute", "rank 1 asked for execute")
 
+    def wrong_on_one(comm: Communicator) -> None:
+        def call() -> None:
+            execute(_turned(comm), np.zeros((3, 4 + comm.rank), np.float32), comm)
+            comm.barrier()
+
+        refused(call, BufferMismatchError, "rank 1", r"local .* has shape \(3, 4\)")
+
     world = World(2)
+    lc.run_loopback(2, lambda beside: wrong_on_one(stuck_communicator(world, beside).compare_late()))
     lc.run_loopback(2, lambda beside: check(stuck_communicator(world, beside).compare_late()))
 
 
