@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from lowshard.bench.cluster import add_profile_parser
 from lowshard.bench.collective import add_collective_parsers
 from lowshard.bench.fsdp import add_fsdp_parser
+from lowshard.bench.host import add_host_parser
 from lowshard.bench.pick import add_pick_parser
 from lowshard.bench.plan import add_plan_parser
 from lowshard.bench.redistribute import add_redistribute_parser
@@ -79,6 +80,7 @@ def add_bench_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentPar
     add_plan_parser(benches)
     add_simulate_parser(benches)
     add_pick_parser(benches)
+    add_host_parser(benches)
     mxfp8 = _add(benches, "mxfp8", "quantise and dequantise whole arrays", MXFP8, run_mxfp8)
     mxfp8.add_argument(
         "--size", type=parse_sizes, metavar="N[,N...]",

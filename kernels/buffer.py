@@ -67,12 +67,7 @@ def require_out(
 
 def require_apart(out: Array, out_name: str, other: Array, name: str) -> None:
     """Raise BufferMismatchError when two buffers share memory: kernels write while they still read."""
-    if isinstance(out, np.ndarray) and isinstance(other, np.ndarray):
-        near = np.may_share_memory(out, other)
-    else:
-        a, b = address_range(out), address_range(other)
-        near = a[0] < b[1] and b[0] < a[1]
-    if not near:
+    if not may_overlap(out, other):
         return
     try:
         shared = np.shares_memory(_outline(out), _outline(other), max_work=100_000)  # type: ignore[arg-type]
@@ -80,6 +75,14 @@ def require_apart(out: Array, out_name: str, other: Array, name: str) -> None:
         shared = True  # their ranges cross and nobody can say cheaply that they are disjoint
     if shared:
         raise BufferMismatchError(f"{out_name} must not share memory with {name}; pass a separate buffer")
+
+
+def may_overlap(a: Array, b: Array) -> bool:
+    """Say whether two arrays of one place cross between their first and last bytes; arrays apart never do."""
+    if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
+        return np.may_share_memory(a, b)
+    ours, theirs = address_range(a), address_range(b)
+    return bool(a.size and b.size) and ours[0] < theirs[1] and theirs[0] < ours[1]
 
 
 @cache

@@ -64,6 +64,13 @@ class LowshardError(Exception):
         return f"{text[:half]} [... {len(text) - 2 * half} characters ...] {text[-half:]}"
 
 
+def again(error: LowshardError, text: str | None = None) -> LowshardError:
+    """Return an error like another, to be raised once more: its class, its attributes, and its words or these."""
+    made = type(error)(str(error) if text is None else text)
+    made.__dict__.update(error.__dict__)
+    return made
+
+
 class ShardingError(LowshardError, ValueError):
     """A placement, mesh, layout or plan that cannot be."""
 

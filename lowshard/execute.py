@@ -11,11 +11,11 @@ import numpy as np
 
 from lowshard import dtypes, move
 from lowshard.argument import brief
-from lowshard.comm.agreement import agree, control_of, share
+from lowshard.comm.agreement import agree, agree_on_plan, control_of, share
 from lowshard.comm.protocol import Communicator
 from lowshard.cost import ClusterProfile
 from lowshard.errors import BufferMismatchError, DTypeError, LowshardError, MeshError, PlanError
-from lowshard.kernels.buffer import allocate
+from lowshard.kernels.buffer import allocate, may_overlap
 from lowshard.layout import Layout
 from lowshard.pool import BufferPool
 from lowshard.program import Program, StepProgram, form_of, programs
@@ -68,7 +68,7 @@ def execute(
     digest = b"" if error is not None else plan.digest_bytes
     if profile is True:  # the ranks then meet between the steps, so all of them do or none
         digest = digest[::-1]
-    agree(comm, digest, error, "execute")
+    agree_on_plan(comm, digest, error, "execute")
     if not profile:
         return _walk(plan, local, comm, out, pool)
     times: list[float] = []
@@ -116,7 +116,7 @@ def execute_all(
         error = BufferMismatchError(
             f"arrays were given for {sorted(map(str, strange))}, for which there is no plan"
         )
-    agree(comm, digest.digest(), error, "execute_all")
+    agree_on_plan(comm, digest.digest(), error, "execute_all")
     return {name: _walk(plan, local.get(name), comm, given.get(name), pool) for name, plan in plans.items()}
 
 
@@ -137,7 +137,7 @@ def redistribute(
         error = _argument_error(plan, local, comm, out, pool)
     except LowshardError as caught:  # perhaps on this rank alone: the others wait to hear of it
         error = caught
-    agree(comm, b"" if plan is None else plan.digest_bytes, error, "redistribute")
+    agree_on_plan(comm, b"" if plan is None else plan.digest_bytes, error, "redistribute")
     assert plan is not None  # else agree has raised
     return _walk(plan, local, comm, out, pool)
 
@@ -307,11 +307,11 @@ def _argument_error(
         wrong = _array_error(array, layout, name, comm)
         if wrong is not None:
             return BufferMismatchError(wrong)
-    if local is None or out is None or comm.xp is not np:
+    if local is None or out is None:
         return None
-    if not out.flags.writeable:
+    if comm.xp is np and not out.flags.writeable:
         return BufferMismatchError("out is written to, but the array is read-only")
-    if np.may_share_memory(local, out):
+    if may_overlap(local, out):
         return BufferMismatchError("out overlaps local; give it memory of its own, or pass out=None")
     return None
 

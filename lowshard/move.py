@@ -15,7 +15,8 @@ import numpy as np
 from lowshard.box import single_run
 from lowshard.comm.protocol import Communicator
 from lowshard.comm.reduction import identity
-from lowshard.kernels.engine import host_engine
+from lowshard.kernels.buffer import is_gpu
+from lowshard.kernels.engine import engine_for, host_engine
 from lowshard.kernels.runs import RunTable, lower
 from lowshard.program import Chunk, Index, Laid, Program
 
@@ -118,11 +119,8 @@ def _read_boxes(
 def _lay_out(program: Program, number: int, of: int, local: Array, into: Array) -> None:
     """Pack what this rank gives in a round."""
     stage = program.round(number, of).stage
-    if (
-        not local.flags.c_contiguous
-        or not isinstance(local, np.ndarray)
-        or stage.elems * local.itemsize < _KERNEL_FROM_BYTES
-    ):
+    small = not is_gpu(local) and stage.elems * local.itemsize < _KERNEL_FROM_BYTES
+    if small or not local.flags.c_contiguous:
         _pack(stage.laid, local, into)
         return
     key = ("lay out", number, of)
@@ -154,7 +152,7 @@ def _send(program: Program, local: Array | None, out: Array | None, comm: Commun
                 send, displs = local.reshape(-1), direct
             else:
                 send = comm.xp.empty(rounds.stage.elems, local.dtype)
-                _pack(rounds.stage.laid, local, send)
+                _lay_out(program, number, of, local, send)
         into = _direct(program, of)[1]
         if into is not None and out is not None:
             comm.all_to_all_v(send, gives.counts, displs, out.reshape(-1), takes.counts, into)
@@ -226,6 +224,12 @@ def _fill(
         return
     me, size = program.rank, program.size
     chunks = program.round(number, of).chunks
+    if program.op is None and is_gpu(out):
+        if local is not None:
+            _fill_at_once(program, (number, of), "own", local, out)
+        if given is not None and not callable(given):
+            _fill_at_once(program, (number, of), "got", given, out)
+        return
     if program.op is None:
         # Each begins with another, so that no memory is asked by all at once.
         chunks = tuple(sorted(chunks, key=lambda chunk: (chunk.sources[0].rank - me) % size))
@@ -249,6 +253,25 @@ def _fill(
             _copy(program, (number, of, place, whole), array, at, out, chunk)
 
 
+def _fill_at_once(program: Program, numbers: tuple[int, int], which: str, array: Array, out: Array) -> None:
+    """Put all boxes of a round in their places by one launch: those of this rank's array, or those that it got."""
+    own = which == "own"
+    chunks = [c for c in program.round(*numbers).chunks if (c.sources[0].rank == program.rank) == own]
+    if not chunks:
+        return
+    if not array.flags.c_contiguous:
+        for chunk in chunks:
+            out[chunk.index] = array[chunk.sources[0].index]
+        return
+    key = (which, *numbers)
+    table = program.kept.get(key)
+    if table is None:
+        parts = [(c.index, c.shape, c.sources[0].index if own else c.sources[0].got) for c in chunks]
+        shape = array.shape if own else None
+        table = program.kept[key] = _table(parts, out.shape, shape, out.itemsize, True)
+    _move_runs(array, out, table, out.nbytes)
+
+
 def _part(array: Array, at: Index | int, chunk: Chunk) -> Array:
     if isinstance(at, int):
         return array[at : at + chunk.elems].reshape(chunk.shape)
@@ -257,7 +280,7 @@ def _part(array: Array, at: Index | int, chunk: Chunk) -> Array:
 
 def _copy(program: Program, key: Any, array: Array, at: Index | int, out: Array, chunk: Chunk) -> None:
     small = chunk.elems * out.itemsize < _KERNEL_FROM_BYTES
-    if small or not isinstance(out, np.ndarray) or not array.flags.c_contiguous:
+    if small or not array.flags.c_contiguous:
         out[chunk.index] = _part(array, at, chunk)
         return
     table = program.kept.get(key)
@@ -270,7 +293,9 @@ def _copy(program: Program, key: Any, array: Array, at: Index | int, out: Array,
 
 
 def _move_runs(src: Array, dst: Array, table: RunTable, result_bytes: int) -> None:
-    if table.run_limits_bytes[0] >= _ROW_BYTES:
+    if is_gpu(dst):
+        engine_for(src, dst).copy(src, dst, table)
+    elif table.run_limits_bytes[0] >= _ROW_BYTES:
         host_engine().copy_rows(src, dst, table, result_bytes >= _STREAMED_FROM_BYTES)
     else:
         host_engine().copy(src, dst, table)

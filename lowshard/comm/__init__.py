@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any, Literal
 
 from lowshard.argument import choice, whole
@@ -88,8 +89,8 @@ def from_nccl(
         rank: this rank in it.
         size: its number of ranks.
         control: an mpi4py communicator over the same ranks in the same order, for checks on the
-            host. Without it plan digests alone are compared, over NCCL, which costs a stream
-            synchronisation the first time a plan is executed.
+            host. Without it plan digests alone are compared, once, over NCCL: the host waits for the stream the first
+            time that a plan is executed. What is wrong on one rank with a later use of it is raised there alone.
         timeout_s: deadline of the host's waits, as for `from_mpi`.
 
     Raises:
@@ -98,6 +99,7 @@ def from_nccl(
     """
     from lowshard.comm.build import build_host
     from lowshard.comm.nccl import NCCLCommunicator
+    from lowshard.comm.nccl_wire import REDUCE16_VARIABLE
 
     fault = ""
     try:
@@ -123,8 +125,8 @@ def from_nccl(
         wrong = error
     if host is not None:
         try:
-            agree(host, b"", wrong, "from_nccl")
+            agree(host, os.environ.get(REDUCE16_VARIABLE, "exact").encode(), wrong, "from_nccl")
         except LowshardError:
             host.close()
             raise
-    return made
+    return made.compare_late()

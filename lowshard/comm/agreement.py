@@ -51,11 +51,12 @@ def agree(comm: Communicator, digest: bytes, error: Exception | None = None, wha
     if fault is not None:
         digest, error, what = b"", fault, "agree"
     if control._compares:
-        control._enter(what)
+        agreeing = comm._agreeing
+        agreeing._enter(what)
         try:
-            rows = control._agree(_signature(digest), f"{what}{AGREED}{digest[:_DIGEST_BYTES].hex()}", error)
+            rows = agreeing._agree(_signature(digest), f"{what}{AGREED}{digest[:_DIGEST_BYTES].hex()}", error)
         finally:
-            control._turn.release()
+            agreeing._turn.release()
         _raise_if_apart(rows, error, what)
         return
     record = np.zeros(_DIGEST_BYTES + 1, np.uint8)
@@ -68,6 +69,28 @@ def agree(comm: Communicator, digest: bytes, error: Exception | None = None, wha
         said = [json.loads(text) for text in share_text(control, json.dumps(mine))]
         _raise_if_apart([[text, "", *words] for text, words in zip(texts, said, strict=True)], error, what)
     _raise_if_apart([[text, ""] for text in texts], error, what)
+
+
+def agree_on_plan(comm: Communicator, digest: bytes, error: Exception | None, what: str) -> None:
+    """As `agree`, for a plan that may come again and again: GPUs are not kept waiting for it.
+
+    Collective: all ranks of the communicator call this.
+
+    Where calls on a GPU are compared late, so is the digest, and a rank's error reaches the others late. Where there is
+    nothing but NCCL to compare over, which stops the host, plans that were agreed on before are not compared again, and
+    a rank's error about such a plan is its own. All ranks take the same way: what is remembered follows from the
+    agreements that this communicator has made, which succeed on all ranks or on none, are in one order on all, and are
+    forgotten by their number alone. Ranks that pass different plans, known here and new there, part at this place: the
+    one that compares waits in vain, until its deadline. With a control communicator such plans are told apart.
+
+    Raises:
+        As `agree`.
+    """
+    control_of(comm)
+    if error is None and comm._agrees_without_waiting(_signature(digest), f"{what}{AGREED}{digest.hex()}"):
+        return
+    agree(comm, digest, error, what)
+    comm._has_agreed(f"{what}{AGREED}{digest.hex()}")
 
 
 def _fault_of(digest: object, error: object, what: object) -> CommError | None:
@@ -123,8 +146,7 @@ def share(control: Communicator, record: np.ndarray) -> list[np.ndarray]:
         )
     finally:
         control._turn.release()
-    host = recv if isinstance(recv, np.ndarray) else recv.get()
-    return list(host)
+    return list(control._to_host(recv))
 
 
 def share_text(control: Communicator, text: str) -> list[str]:

@@ -57,6 +57,14 @@ class Algorithms(Transport):
         elif not self._compare(call.signature):
             self._differ(call.text)
 
+    def _verify_counts(self, call: Call, send_counts: Sequence[int], recv_counts: Sequence[int]) -> None:
+        """Return if what each rank sends is what each expects; else raise one error on all ranks."""
+        if self._check == "off" or self.size == 1:
+            return
+        rows = self._gather_facts(np.array([*send_counts, *recv_counts], np.int64))
+        if not np.array_equal(rows[:, : self.size], rows[:, self.size :].T):
+            self._differ_in_counts(call.text, send_counts, recv_counts)
+
     def _refuse(self, error: LowshardError, text: str) -> NoReturn:
         """Raise what is wrong with this rank's arguments, on all ranks; `text` is what it asked for."""
         if self._check == "off" or self.size == 1 or self._closed:
@@ -85,15 +93,7 @@ class Algorithms(Transport):
             *([] if error is None else [type(error).__name__, str(error)]),
         ]
         rows = [json.loads(row) for row in self._share_texts(json.dumps(mine))]
-        wrong = [rank for rank, row in enumerate(rows) if len(row) > 2]
-        # What is no array at all, or names an op or a root that there is not, says nothing of what was asked for.
-        asked_for = {row[0] for row in rows if NO_ARRAY not in row[0] and row[2:3] != [CommError.__name__]}
-        if wrong and len(asked_for) <= 1:
-            name, said = rows[wrong[0]][2:]
-            cls = getattr(errors, name)
-            assert issubclass(cls, LowshardError)
-            raise cls(f"rank {wrong[0]}: {said}") from error
-        raise self._mismatch(rows, self._sequence) from error
+        raise verdict_of(rows, self._sequence) from error
 
     def _differ_in_counts(
         self, text: str, send_counts: Sequence[int], recv_counts: Sequence[int]
@@ -104,33 +104,8 @@ class Algorithms(Transport):
             MismatchError: always.
         """
         mine = [self._started_at or source_line(), list(map(int, send_counts)), list(map(int, recv_counts))]
-        lines, sent, expected = zip(*map(json.loads, self._share_texts(json.dumps(mine))), strict=True)
-        pairs = [
-            f"rank {i} sends {sent[i][j]} elements to rank {j} (send_counts={sent[i]} at {lines[i]}), which expects "
-            f"{expected[j][i]} (recv_counts={expected[j]} at {lines[j]})"
-            for i in range(self.size)
-            for j in range(self.size)
-            if sent[i][j] != expected[j][i]
-        ]
-        more = f"; and {len(pairs) - _PAIRS_TOLD} more pairs" if len(pairs) > _PAIRS_TOLD else ""
-        raise MismatchError(
-            f"{text}: send_counts[j] on rank i is recv_counts[i] on rank j, but in call #{self._sequence} "
-            f"{'; '.join(pairs[:_PAIRS_TOLD])}{more}"
-        )
-
-    def _mismatch(self, rows: list[list[str]], number: int) -> MismatchError:
-        """Return the error of ranks that asked for different things, in their call of that number."""
-        by_row: dict[tuple[str, str], list[int]] = {}
-        for rank, row in enumerate(rows):
-            also = f" (wrong in itself: {row[3]})" if len(row) > 2 else ""
-            by_row.setdefault((row[0], row[1] + also), []).append(rank)
-        asked = "; ".join(
-            f"{names_of(ranks)} asked for {what} at {line}" for (what, line), ranks in by_row.items()
-        )
-        return MismatchError(
-            f"all ranks of a communicator make the same call with the same dtype, counts, reduction and root, but in "
-            f"call #{number} {asked}"
-        )
+        rows = [json.loads(row) for row in self._share_texts(json.dumps(mine))]
+        raise counts_error(text, [row[0] for row in rows], [row[1:] for row in rows], self._sequence)
 
     def _agree(self, signature: int, text: str, error: Exception | None) -> list[list[str]]:
         """Return nothing where all ranks come with this signature and no error; else what each of them came with.
@@ -150,8 +125,12 @@ class Algorithms(Transport):
         mine = [text, self._started_at or source_line()]
         mine += [] if error is None else [type(error).__name__, str(error)]
         rows = [json.loads(row) for row in self._share_texts(json.dumps(mine))]
+        return self._only_agreements(rows, error)
+
+    def _only_agreements(self, rows: list[list[str]], error: Exception | None) -> list[list[str]]:
+        """Return what ranks came with to agree on, or raise MismatchError where some of them called something else."""
         if not all(AGREED in row[0] for row in rows):
-            raise self._mismatch(rows, self._sequence + 1) from error
+            raise _mismatch(rows, self._sequence + 1) from error
         return rows
 
     def _share_texts(self, text: str) -> list[str]:
@@ -173,7 +152,7 @@ class Algorithms(Transport):
         self._all_gather_v(
             xp.asarray(record), recv.reshape(-1), [n] * self.size, [n * i for i in range(self.size)]
         )
-        return recv if isinstance(recv, np.ndarray) else recv.get()
+        return self._to_host(recv)
 
     # ---- plans of moves
 
@@ -235,11 +214,7 @@ class Algorithms(Transport):
         recv_counts: Sequence[int], recv_displs: Sequence[int],
     ) -> None:  # fmt: skip
         self._verify(call)
-        if self._check != "off" and self.size > 1:
-            # What each sends is what each expects, or nothing moves: one row of counts a rank, seen by all.
-            rows = self._gather_facts(np.array([*send_counts, *recv_counts], np.int64))
-            if not np.array_equal(rows[:, : self.size], rows[:, self.size :].T):
-                self._differ_in_counts(call.text, send_counts, recv_counts)
+        self._verify_counts(call, send_counts, recv_counts)
         self._all_to_all_v(send, send_counts, send_displs, recv, recv_counts, recv_displs)
 
     # ---- plans of reductions
@@ -364,3 +339,74 @@ class Algorithms(Transport):
         else:
             self._barrier()
         return result.reshape(shape)
+
+
+def verdict_of(rows: Sequence[Sequence[str]], number: int) -> LowshardError:
+    """Return the one error of all ranks for a call of that number that they did not make alike.
+
+    Args:
+        rows: of each rank what it asked for, its source line and, where its arguments are wrong, the error's class and
+            words.
+        number: of the call on the communicator.
+
+    Returns:
+        A MismatchError where they asked for different things; where all asked for the same, but the arguments of some
+        are wrong, the lowest such rank's error.
+    """
+    wrong = [rank for rank, row in enumerate(rows) if len(row) > 2]
+    # What is no array at all, or names an op or a root that there is not, says nothing of what was asked for; neither
+    # does the digest of an agreement where a rank has none, for an error.
+    asked_for = {
+        row[0].partition(AGREED)[0] if wrong else row[0]
+        for row in rows
+        if NO_ARRAY not in row[0] and row[2:3] != [CommError.__name__]
+    }
+    if wrong and len(asked_for) <= 1:
+        name, said = rows[wrong[0]][2:]
+        cls = getattr(errors, name, None)
+        if isinstance(cls, type) and issubclass(cls, LowshardError):
+            return cls(f"rank {wrong[0]}: {said}")
+        return LowshardError(f"rank {wrong[0]}: {name}: {said}")
+    return _mismatch(rows, number)
+
+
+def _mismatch(rows: Sequence[Sequence[str]], number: int) -> MismatchError:
+    """Return the error of ranks that asked for different things, in their call of that number."""
+    by_row: dict[tuple[str, str], list[int]] = {}
+    for rank, row in enumerate(rows):
+        also = f" (wrong in itself: {row[3]})" if len(row) > 2 else ""
+        by_row.setdefault((row[0], row[1] + also), []).append(rank)
+    asked = "; ".join(
+        f"{names_of(ranks)} asked for {what} at {line}" for (what, line), ranks in by_row.items()
+    )
+    return MismatchError(
+        f"all ranks of a communicator make the same call with the same dtype, counts, reduction and root, but in "
+        f"call #{number} {asked}"
+    )
+
+
+def counts_error(
+    text: str, lines: Sequence[str], counts: Sequence[Sequence[Sequence[int]]], number: int
+) -> MismatchError:
+    """Return the error of an exchange in which a rank expects another count than is sent to it.
+
+    Args:
+        text: of the call.
+        lines: of each rank, where it made the call.
+        counts: of each rank, its send_counts and its recv_counts.
+        number: of the call on the communicator.
+    """
+    sent, expected = zip(*counts, strict=True)
+    size = len(lines)
+    pairs = [
+        f"rank {i} sends {sent[i][j]} elements to rank {j} (send_counts={sent[i]} at {lines[i]}), which expects "
+        f"{expected[j][i]} (recv_counts={expected[j]} at {lines[j]})"
+        for i in range(size)
+        for j in range(size)
+        if sent[i][j] != expected[j][i]
+    ]
+    more = f"; and {len(pairs) - _PAIRS_TOLD} more pairs" if len(pairs) > _PAIRS_TOLD else ""
+    return MismatchError(
+        f"{text}: send_counts[j] on rank i is recv_counts[i] on rank j, but in call #{number} "
+        f"{'; '.join(pairs[:_PAIRS_TOLD])}{more}"
+    )

@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
@@ -85,11 +86,26 @@ def check_from_environment() -> Check:
     raise CommError(f"{CHECK_VARIABLE} is off, hash or full, got {text!r}")
 
 
+def source_place() -> tuple[str, int]:
+    """Return file and line of the caller outside this package, for `place_text`; cheap enough for every call."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and _is_own(frame.f_code.co_filename):
+        frame = frame.f_back
+    return ("", 0) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
+
+
+@cache
+def _is_own(file: str) -> bool:
+    return file.startswith(_OWN_FOLDERS)
+
+
+def place_text(place: tuple[str, int] | str) -> str:
+    """Return a place in the program as text, such as train.py:31."""
+    if isinstance(place, str):
+        return place
+    return f"{os.path.basename(place[0])}:{place[1]}" if place[0] else "?"
+
+
 def source_line() -> str:
     """Return file and line of the caller outside this package, such as train.py:31."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(_OWN_FOLDERS):
-        frame = frame.f_back
-    if frame is None:
-        return "?"
-    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+    return place_text(source_place())

@@ -3,9 +3,8 @@
 Everything is put on CuPy's current stream of the buffers' device, whichever device the thread has made current. Nothing
 here waits for the device, but for three rare calls: `split`, `close`, and `barrier` where there is no control
 communicator. Those wait with a deadline, and a communicator whose wait failed is aborted before anything else is done
-with it. Results in
-order="fast" are NCCL's: equal on all ranks, but it promises nothing about the bits from one run, size or
-number of ranks to another.
+with it. Results in order="fast" are NCCL's: equal on all ranks, but it promises nothing about the bits from one run,
+size or number of ranks to another.
 
 CUDA graphs record the collectives, send and recv, also in `grouped` and `send_recv`. All ranks capture, and replay, the
 same calls; they are compared and counted when they are captured, not when they are replayed. Memory of temporaries is
@@ -13,6 +12,10 @@ kept until the communicator is closed, since the graph uses it again. Graphs do 
 `start`, the wait for what was started, `barrier`, `split`, `close`, `shared=True`, `execute`, and any call of a staged
 communicator. Those raise CaptureError, on each rank by itself, before anything is put on the stream. A graph
 that has recorded calls is destroyed before the communicator is closed: else `close` raises TimedOut.
+
+No call waits for another host. Where there is a communicator of the host, what ranks ask for is compared some
+20 ms later; where it differs all ranks raise the same named error, at the latest in the next `barrier`, `split`,
+`close` or wait of the host, and NCCL's work is given up. `lowshard.comm.late_comparison` says what is promised.
 
 Tested over a stand-in that moves host memory; not run on a GPU.
 """
@@ -24,23 +27,24 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn, Self
 
 import numpy as np
 
-from lowshard import dtypes
+from lowshard.comm.algorithm import NO_ARRAY, Run, verdict_of
 from lowshard.comm.call import Call
 from lowshard.comm.device import DeviceCommunicator
+from lowshard.comm.late_comparison import LateComparison
 from lowshard.comm.lookout import Watching
 from lowshard.comm.nccl_bindings import Binding
 from lowshard.comm.nccl_handle import NCCLHandle
+from lowshard.comm.nccl_wire import SUM, UINT8, Exchange, exchange_of, exchange_parts, native_code, wire_of
 from lowshard.comm.protocol import Communicator
 from lowshard.comm.stream_work import SideStream, StreamWork
-from lowshard.errors import CommError
+from lowshard.errors import CommError, LowshardError
 
 Array = Any
 
-_UINT8 = 1  # ncclUint8
 _LOOK_S = 0.01
 """How often calls ask NCCL, CUDA and the side channel for what has gone wrong, at most."""
 _CAPTURED = frozenset((
@@ -49,11 +53,6 @@ _CAPTURED = frozenset((
 ))  # fmt: skip
 """Calls that a CUDA graph records."""
 _NO_COLOR = -1  # NCCL_SPLIT_NOCOLOR
-_OPS = {"sum": 0, "prod": 1, "max": 2, "min": 3}  # ncclRedOp_t
-
-# NCCL reduces these as the contract asks. It takes fp16 and bf16 too, but promises no float32
-# accumulator for them, so these go through the exchange of Communicator.
-_NATIVE = frozenset(("float32", "float64", "int8", "int32", "int64", "uint8", "uint32", "uint64"))
 
 
 class NCCLCommunicator(DeviceCommunicator):
@@ -94,6 +93,7 @@ class NCCLCommunicator(DeviceCommunicator):
             timeout_s = host.timeout_s if timeout_s is None else timeout_s
             super().__init__(rank, size, group=host._group_name, timeout_s=timeout_s, activity=host._activity)
         binding = Binding.load(handle) if binding is None else binding
+        self._late: LateComparison | None = None
         self._nccl = NCCLHandle(handle, binding, owned=owned, timeout_s=self.timeout_s, watch=watch)
         self._handle, self._call, self._device = self._nccl.raw, self._nccl.call, self._nccl.device
         self._binding = binding.of_device(self._device)
@@ -117,6 +117,83 @@ class NCCLCommunicator(DeviceCommunicator):
     def transport(self) -> str:
         """The transport's name."""
         return "nccl"
+
+    def compare_late(self) -> Self:
+        """Compare what ranks ask for a little after they have asked, and no longer before; returns itself.
+
+        Collective: all ranks of the communicator call this, before any other call. Without a communicator of the host,
+        and with LOWSHARD_CHECK=off or full, nothing changes.
+        """
+        if self._host is not None and self._check == "hash" and self.size > 1:
+            beside = self._host._split(0, self.rank)
+            assert beside is not None
+            nccl, select, device = self._nccl, self._binding.select, self._device
+
+            def give_up(error: LowshardError) -> str:
+                select(device)  # a new thread begins on device 0
+                nccl.cause = error
+                return nccl.give_up()
+
+            self._late = LateComparison(beside, give_up)
+        return self
+
+    # ---- checks between ranks
+
+    def _verify(self, call: Call) -> None:
+        if self._late is None:
+            super()._verify(call)
+        else:
+            self._late.note(self._sequence, call, line=self._started_at)
+
+    def _refuse(self, error: LowshardError, text: str) -> NoReturn:
+        if self._late is None or self._closed:
+            super()._refuse(error, text)
+        asked_for = text.removesuffix(NO_ARRAY)
+        self._enter(asked_for)
+        try:
+            self._sequence += 1  # on the others this is a call like any
+            rows = self._late.agree(self._sequence, text, 0, error, self._started_at)
+            raise verdict_of(rows, self._sequence) from error
+        finally:
+            self._turn.release()
+
+    @property
+    def _agreeing(self) -> Communicator:
+        return self.control if self._late is None else self
+
+    def _agree(self, signature: int, text: str, error: Exception | None) -> list[list[str]]:
+        assert self._late is not None, "else agreements are the host's"
+        rows = self._late.agree(self._sequence + 1, text, signature, error, self._started_at)
+        return self._only_agreements(rows, error)
+
+    def _agrees_without_waiting(self, signature: int, text: str) -> bool:
+        if self._late is None:
+            return super()._agrees_without_waiting(signature, text)
+        self._enter(text)
+        try:
+            self._late.note(self._sequence + 1, Call("agree", text, signature), line=self._started_at)
+        finally:
+            self._turn.release()
+        return True
+
+    def _to_host(self, array: Array) -> np.ndarray:
+        self._wait_for_stream("what ranks agree on")
+        return super()._to_host(array)
+
+    def _wait_for_stream(self, what: str) -> None:
+        """Wait, with the deadline, for what the current stream has been given."""
+        event = self._binding.new_event()
+        event.record(self._binding.stream())
+        self._nccl.wait_on_host(event, self._nccl.timeout_s, what)
+
+    def _gather_facts(self, record: np.ndarray) -> np.ndarray:
+        self._compare_all()
+        return super()._gather_facts(record)
+
+    def _compare_all(self) -> None:
+        """Return once all calls so far are compared, as they must be before ranks wait for each other on the host."""
+        if self._late is not None:
+            self._late.settle()
 
     # ---- the way to NCCL
 
@@ -207,42 +284,73 @@ class NCCLCommunicator(DeviceCommunicator):
     def _stream(self) -> int:
         return int(self._binding.stream().ptr)
 
-    def _put(self, part: Array, peer: int) -> None:
-        if part.size:
-            pointer, code = self._binding.pointer(part), _code(part)
-            self._call(self._handle.send, pointer, part.size, code, peer, self._stream())
+    # ---- moves: addresses are a buffer's own plus displacement times itemsize, never those of slices
 
-    def _take(self, part: Array, peer: int) -> None:
-        if part.size:
-            pointer, code = self._binding.pointer(part), _code(part)
-            self._call(self._handle.recv, pointer, part.size, code, peer, self._stream())
+    def _plan_all_gather(self, call: Call, dtype: Any, elems: int) -> Run:
+        wire, address = wire_of(dtype), self._binding.pointer
+        count = elems * wire.per_elem
 
-    # ---- moves
+        def run(send: Array, recv: Array) -> None:
+            self._verify(call)
+            if count:
+                source, target = address(send), address(recv)
+                self._call(self._handle.allGather, source, target, count, wire.code, self._stream())
+
+        return run
+
+    def _plan_all_to_all(self, call: Call, dtype: Any, elems: int) -> Run:
+        each = elems // self.size
+        counts, displs = [each] * self.size, [each * i for i in range(self.size)]
+        exchange = exchange_of(wire_of(dtype), self.rank, counts, displs, counts, displs)
+
+        def run(send: Array, recv: Array) -> None:
+            self._verify(call)
+            self._exchange(exchange, send, recv)
+
+        return run
+
+    def _run_all_to_all_v(
+        self, call: Call, send: Array, send_counts: Sequence[int], send_displs: Sequence[int], recv: Array,
+        recv_counts: Sequence[int], recv_displs: Sequence[int],
+    ) -> None:  # fmt: skip
+        if self._late is None:
+            self._verify(call)
+            self._verify_counts(call, send_counts, recv_counts)
+        else:
+            self._late.note(self._sequence, call, (send_counts, recv_counts), self._started_at)
+        if call.prepared is None:
+            spans = send_counts, send_displs, recv_counts, recv_displs
+            call.prepared = exchange_of(wire_of(send.dtype), self.rank, *spans)
+        self._exchange(call.prepared, send, recv)
 
     def _all_gather_v(self, send: Array, recv: Array, counts: Sequence[int], displs: Sequence[int]) -> None:
-        send, (recv, counts, displs) = _plain(send), _plain_v(recv, counts, displs)
+        wire, stream = wire_of(recv.dtype), self._stream()
+        source, target = self._binding.pointer(send), self._binding.pointer(recv)
         if len(set(counts)) == 1:
-            self._all_gather_equal(send, recv, counts[0], displs)
+            self._all_gather_equal(source, recv, counts[0], displs)
             return
         with self._nccl.group():
-            for root, (count, displ) in enumerate(zip(counts, displs, strict=True)):
-                if count:
-                    target = recv[displ : displ + count]
-                    at = self._binding.pointer(target)
-                    source = self._binding.pointer(send) if root == self.rank else at
-                    self._call(self._handle.broadcast, source, at, count, _code(target), root, self._stream())
+            for root, (elems, displ) in enumerate(zip(counts, displs, strict=True)):
+                if elems:
+                    at, count = target + displ * wire.item_bytes, elems * wire.per_elem
+                    given = source if root == self.rank else at
+                    self._call(self._handle.broadcast, given, at, count, wire.code, root, stream)
 
-    def _all_gather_equal(self, send: Array, recv: Array, count: int, displs: Sequence[int]) -> None:
-        if count == 0:
+    def _all_gather_equal(self, source: int, recv: Array, elems: int, displs: Sequence[int]) -> None:
+        if elems == 0:
             return
+        wire, stream = wire_of(recv.dtype), self._stream()
         # Displacements are each rank's own affair. What goes over the wire must not depend on them.
-        dense = all(displ == i * count for i, displ in enumerate(displs))
-        whole = recv[: count * self.size] if dense else self.xp.empty(count * self.size, recv.dtype)
-        at, source = self._binding.pointer(whole), self._binding.pointer(send)
-        self._call(self._handle.allGather, source, at, count, _code(send), self._stream())
+        dense = all(displ == i * elems for i, displ in enumerate(displs))
+        whole = recv if dense else self.xp.empty(elems * self.size, recv.dtype)
+        begin, target = self._binding.pointer(whole), self._binding.pointer(recv)
+        self._call(self._handle.allGather, source, begin, elems * wire.per_elem, wire.code, stream)
         if not dense:
+            part_bytes = elems * wire.item_bytes
             for i, displ in enumerate(displs):
-                self._copy(recv[displ : displ + count], whole[i * count : (i + 1) * count])
+                self._binding.copy(
+                    target + displ * wire.item_bytes, begin + i * part_bytes, part_bytes, stream
+                )
 
     def _all_to_all_v(
         self,
@@ -253,98 +361,127 @@ class NCCLCommunicator(DeviceCommunicator):
         recv_counts: Sequence[int],
         recv_displs: Sequence[int],
     ) -> None:
-        send, send_counts, send_displs = _plain_v(send, send_counts, send_displs)
-        recv, recv_counts, recv_displs = _plain_v(recv, recv_counts, recv_displs)
-        if self._overlap(send, recv):
+        spans = send_counts, send_displs, recv_counts, recv_displs
+        self._exchange(exchange_of(wire_of(send.dtype), self.rank, *spans), send, recv)
+
+    def _exchange(self, exchange: Exchange, send: Array, recv: Array) -> None:
+        """Send and receive parts in one group; the own part is a copy on the device."""
+        source, target = self._binding.pointer(send), self._binding.pointer(recv)
+        if self._overlap(send, recv) and not exchange.is_in_place(source, target):
             send = send.copy()
-        out = [send[d : d + n] for n, d in zip(send_counts, send_displs, strict=True)]
-        into = [recv[d : d + n] for n, d in zip(recv_counts, recv_displs, strict=True)]
-        with self._nccl.group():
-            for peer in range(self.size):
-                if peer != self.rank:
-                    self._put(out[peer], peer)
-                    self._take(into[peer], peer)
-        self._copy(into[self.rank], out[self.rank])
+            source = self._binding.pointer(send)
+        exchange_parts(self._nccl, self._binding, exchange, source, target, self._stream())
 
     def _broadcast(self, buf: Array, root: int) -> None:
-        buf = _plain(buf)
+        wire = wire_of(buf.dtype)
         if buf.size:
-            at = self._binding.pointer(buf)
-            self._call(self._handle.broadcast, at, at, buf.size, _code(buf), root, self._stream())
+            at, count = self._binding.pointer(buf), buf.size * wire.per_elem
+            self._call(self._handle.broadcast, at, at, count, wire.code, root, self._stream())
 
     def _gather(self, send: Array, recv: Array | None, root: int) -> None:
-        send = _plain(send)
         if recv is None:
-            self._put(send, root)
+            self._send(send, root)
             return
-        parts = _plain(recv).reshape(self.size, send.size)
-        with self._nccl.group():
-            for peer in range(self.size):
-                if peer != root:
-                    self._take(parts[peer], peer)
-        self._copy(parts[root], send)
+        counts, displs, zero = self._rows(send.size, root)
+        self._all_to_all_v(send, counts, zero, recv, [send.size] * self.size, displs)
 
     def _scatter(self, send: Array | None, recv: Array, root: int) -> None:
-        recv = _plain(recv)
         if send is None:
-            self._take(recv, root)
+            self._recv(recv, root)
             return
-        parts = _plain(send).reshape(self.size, recv.size)
-        with self._nccl.group():
-            for peer in range(self.size):
-                if peer != root:
-                    self._put(parts[peer], peer)
-        self._copy(recv, parts[root])
+        counts, displs, zero = self._rows(recv.size, root)
+        self._all_to_all_v(send, [recv.size] * self.size, displs, recv, counts, zero)
+
+    def _rows(self, elems: int, root: int) -> tuple[list[int], list[int], list[int]]:
+        """Return root's counts to or from itself alone, where each rank's part begins in its array, and zeros."""
+        ranks = range(self.size)
+        return [elems if i == root else 0 for i in ranks], [elems * i for i in ranks], [0] * self.size
 
     def _send(self, buf: Array, dst: int) -> None:
-        self._put(_plain(buf), dst)
+        self._message_of(self._handle.send, buf, dst)
 
     def _recv(self, buf: Array, src: int) -> None:
-        self._take(_plain(buf), src)
+        self._message_of(self._handle.recv, buf, src)
+
+    def _message_of(self, function: Any, buf: Array, peer: int) -> None:
+        if buf.size:
+            wire, at = wire_of(buf.dtype), self._binding.pointer(buf)
+            self._call(function, at, buf.size * wire.per_elem, wire.code, peer, self._stream())
 
     # ---- reductions
 
-    def _native_all_reduce(self, send: Array, recv: Array, op: str) -> bool:
-        if dtypes.get(send.dtype).name not in _NATIVE:
-            return False
-        if send.size:
-            in_place = self._binding.pointer(send) == self._binding.pointer(recv)
-            if not in_place and self._overlap(send, recv):
-                send = send.copy()
-            source, at = self._binding.pointer(send), self._binding.pointer(recv)
-            self._call(self._handle.allReduce, source, at, send.size, _code(send), _OPS[op], self._stream())
-        return True
+    def _plan_all_reduce(self, call: Call, dtype: Any, elems: int, op: str, order: str) -> Run:
+        size_bytes, code = elems * dtype.itemsize, native_code(dtype, op, order)
+        exchanged = super()._plan_all_reduce(call, dtype, elems, op, order)
+        native = "allReduce", wire_of(dtype).code, code
+        return self._reducing(call, native, elems, (size_bytes, size_bytes, 0), exchanged)
 
-    def _native_reduce_scatter(self, send: Array, recv: Array, op: str) -> bool:
-        if dtypes.get(send.dtype).name not in _NATIVE:
-            return False
-        if recv.size:
-            own = send[recv.size * self.rank : recv.size * (self.rank + 1)]
-            in_place = self._binding.pointer(own) == self._binding.pointer(recv)
-            if not in_place and self._overlap(send, recv):
+    def _plan_reduce_scatter(self, call: Call, dtype: Any, elems: int, op: str, order: str) -> Run:
+        part_bytes, code = elems * dtype.itemsize, native_code(dtype, op, order)
+        exchanged = super()._plan_reduce_scatter(call, dtype, elems, op, order)
+        native = "reduceScatter", wire_of(dtype).code, code
+        spans_bytes = part_bytes * self.size, part_bytes, part_bytes * self.rank
+        return self._reducing(call, native, elems, spans_bytes, exchanged)
+
+    def _reducing(
+        self, call: Call, native: tuple[str, int, int | None], elems: int, spans_bytes: tuple[int, int, int],
+        exchanged: Run,
+    ) -> Run:  # fmt: skip
+        """Return what runs a reduction: NCCL's own, or the exchange and the fold where that has no code.
+
+        Args:
+            call: the call.
+            native: NCCL's method, dtype code and op code.
+            elems: what NCCL counts.
+            spans_bytes: of send, of recv, and where in send a recv in place begins.
+            exchanged: the exchange, checks between ranks included.
+        """
+        (name, dtype_code, code), address = native, self._binding.pointer
+        send_bytes, recv_bytes, own_bytes = spans_bytes
+
+        def run(send: Array, recv: Array) -> None:
+            source, target = address(send), address(recv)
+            apart = source + send_bytes <= target or target + recv_bytes <= source
+            if not apart and source + own_bytes != target:
                 send = send.copy()
-            source, at = self._binding.pointer(send), self._binding.pointer(recv)
-            self._call(
-                self._handle.reduceScatter, source, at, recv.size, _code(recv), _OPS[op], self._stream()
-            )
-        return True
+                source = address(send)
+            if code is None:
+                exchanged(send, recv)
+                return
+            self._verify(call)
+            if elems:
+                function, stream = getattr(self._handle, name), self._stream()
+                self._call(function, source, target, elems, dtype_code, code, stream)
+
+        return run
+
+    def _terms(self, send: Array, counts: Sequence[int], displs: Sequence[int]) -> list[Array]:
+        """As everywhere, but for the own operand, which is folded where it lies."""
+        n, here, wire = counts[self.rank], displs[self.rank], wire_of(send.dtype)
+        others = [0 if i == self.rank else n for i in range(self.size)]
+        places = [n * (i - (i > self.rank)) for i in range(self.size)]
+        given = [0 if i == self.rank else count for i, count in enumerate(counts)]
+        taken = self.xp.empty((self.size - 1, n), send.dtype)
+        self._exchange(exchange_of(wire, self.rank, given, displs, others, places), send, taken)
+        terms = list(taken)
+        return [*terms[: self.rank], send[here : here + n], *terms[self.rank :]]
 
     # ---- groups and life
 
     def _barrier(self) -> None:
+        self._compare_all()
         if self._host is not None:
             self._host._barrier()
             return
         one = self.xp.zeros(1, np.uint8)
         at = self._binding.pointer(one)
-        self._call(self._handle.allReduce, at, at, 1, _UINT8, _OPS["sum"], self._stream())
-        event = self._binding.new_event()
-        event.record(self._binding.stream())
-        self._nccl.wait_on_host(event, self._nccl.timeout_s, "barrier")
+        self._call(self._handle.allReduce, at, at, 1, UINT8, SUM, self._stream())
+        self._wait_for_stream("barrier")
 
     def _split(self, color: int | None, key: int) -> Communicator | None:
         nccl = self._nccl
         self._lend_name()
+        self._compare_all()
         # A split may deadlock with work of the same communicator that is still under way.
         nccl.blocking(self._binding.synchronize, "split: the work queued before it")
         if self._host is not None:
@@ -355,16 +492,23 @@ class NCCLCommunicator(DeviceCommunicator):
         if handle is None:
             return None
         rank, size = int(handle.rank_id()), int(handle.size())
-        part = NCCLCommunicator(
+        made = NCCLCommunicator(
             handle, rank, size, host, binding=self._binding, timeout_s=nccl.timeout_s, watch=nccl.watch
         )
-        part._nccl.connect()
-        return part
+        made._nccl.connect()
+        return made if self._late is None else made.compare_late()
 
     def _close(self) -> None:
         if not self._failed:
             self._begin_messages()
         self._nccl.failed = self._nccl.failed or self._failed
+        try:
+            if self._late is not None:
+                self._late.close(self._sequence + 1, self._nccl.failed)
+        finally:
+            self._end()
+
+    def _end(self) -> None:
         try:
             self._nccl.end()
         finally:
@@ -388,24 +532,3 @@ def _begin_all(waiting: _Messages) -> None:
     while waiting:
         comm, messages = waiting.popitem()
         comm._begin(messages)
-
-
-def _plain(buf: Array) -> Array:
-    """Return a flat buffer in a type that NCCL has: itself, or its bytes."""
-    return buf if dtypes.get(buf.dtype).nccl is not None else buf.view(np.uint8)
-
-
-def _plain_v(
-    buf: Array, counts: Sequence[int], displs: Sequence[int]
-) -> tuple[Array, Sequence[int], Sequence[int]]:
-    """As `_plain`, with counts and displacements in the elements of what it returns."""
-    if dtypes.get(buf.dtype).nccl is not None:
-        return buf, counts, displs
-    width = buf.dtype.itemsize
-    return buf.view(np.uint8), [n * width for n in counts], [d * width for d in displs]
-
-
-def _code(buf: Array) -> int:
-    code = dtypes.get(buf.dtype).nccl
-    assert code is not None, "buffers go through _plain first"
-    return code

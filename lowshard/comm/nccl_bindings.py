@@ -29,7 +29,7 @@ CHOICES = ("cupy", "nccl4py")
 
 _NO_COLOR = -1  # NCCL_SPLIT_NOCOLOR
 _DONE, _NOT_READY = 0, 600  # cudaSuccess, cudaErrorNotReady
-_TO_DEVICE, _TO_HOST = 1, 2  # cudaMemcpyKind
+_TO_DEVICE, _TO_HOST, _ON_DEVICE = 1, 2, 3  # cudaMemcpyKind
 _NEEDS_CUPY = "pip install 'lowshard[cuda12]' or 'lowshard[cuda13]'"
 _NEEDS_NCCL4PY = "pip install nccl4py 'cuda-bindings==12.*' (13.* beside CUDA 13)"
 
@@ -75,6 +75,8 @@ class Binding:
     """Queues a copy to the host: (host address, device address, bytes, stream)."""
     store: Callable[[int, int, int, int], None]
     """Queues a copy to the device: (device address, host address, bytes, stream)."""
+    copy: Callable[[int, int, int, int], None]
+    """Queues a copy on the device: (address written, address read, bytes, stream)."""
 
     def of_device(self, device: int) -> Binding:
         """Return this binding with the streams of one device, whichever device a thread has made current."""
@@ -125,6 +127,7 @@ class Binding:
             lock=lambda array: _lock(runtime, array),
             fetch=lambda to, at, n, stream: runtime.memcpyAsync(to, at, n, _TO_HOST, stream),
             store=lambda to, at, n, stream: runtime.memcpyAsync(to, at, n, _TO_DEVICE, stream),
+            copy=lambda to, at, n, stream: runtime.memcpyAsync(to, at, n, _ON_DEVICE, stream),
         )
 
 

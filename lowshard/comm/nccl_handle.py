@@ -17,7 +17,7 @@ import numpy as np
 from lowshard.comm.lookout import Watching
 from lowshard.comm.nccl_bindings import Binding
 from lowshard.comm.nccl_wait import InThread, is_done, last_error, wait_for
-from lowshard.errors import CommError, PeerFailed, TimedOut
+from lowshard.errors import CommError, LowshardError, PeerFailed, TimedOut, again
 
 T = TypeVar("T")
 
@@ -49,6 +49,8 @@ class NCCLHandle:
         self.timeout_s, self.watch = timeout_s, watch
         self.failed = False
         """Whether something went wrong after which only an abort may follow."""
+        self.cause: LowshardError | None = None
+        """Why the ranks gave the communicator up, where they agreed to: raised by every later call and wait."""
         self._binding, self._owned = binding, owned
         self._state: Literal["open", "ended", "aborted"] = "open"
         self._calling = threading.RLock()
@@ -91,6 +93,8 @@ class NCCLHandle:
             self.call(nccl.groupEnd)
 
     def _check_state(self) -> None:
+        if self.cause is not None:
+            raise again(self.cause)
         if self._state == "aborted":
             raise CommError("this NCCL communicator was aborted after an error; make a new one")
 

@@ -21,6 +21,7 @@ from lowshard.comm.mpi import MPICommunicator, load_mpi
 from lowshard.comm.nccl import NCCLCommunicator
 from lowshard.comm.nccl_bindings import Binding
 from lowshard.comm.nccl_wait import InThread, last_error, wait_for
+from lowshard.comm.nccl_wire import REDUCE16_VARIABLE
 from lowshard.comm.protocol import Communicator
 from lowshard.comm.staged import StagedCommunicator
 from lowshard.errors import CommError, DependencyError
@@ -118,6 +119,7 @@ def build_over_mpi(
                 stacklevel=3,
             )
         return StagedCommunicator(host, found.binding, device=found.device, watch=watch)
+    agree(host, os.environ.get(REDUCE16_VARIABLE, "exact").encode(), None, f"{what} ({REDUCE16_VARIABLE})")
     # Decimal digits, so that the message shows the version: 00023007 is 2.30.7.
     agree(host, bytes.fromhex(f"{found.version:08d}"), None, f"{what} (loaded version of NCCL)")
     return _connect(host, mpi_comm, found, watch)
@@ -157,7 +159,7 @@ def _connect(host: Communicator, mpi_comm: Any, found: _Found, watch: Watching |
         ) from failure
     made = NCCLCommunicator(handle, host.rank, host.size, host, binding=found.binding, watch=watch)
     made._nccl.connect()
-    return made
+    return made.compare_late()
 
 
 class _Request:

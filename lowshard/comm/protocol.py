@@ -38,7 +38,8 @@ class Communicator(Arguments):
 
     Ranks compare what they ask for before anything moves (`LOWSHARD_CHECK`: hash, the default, full or off), so that
     each of these errors is raised by all ranks alike: MismatchError where they ask for different things, and what is
-    wrong with the arguments of one. A wait that ends without the others raises PeerFailed or TimedOut.
+    wrong with the arguments of one. A wait that ends without the others raises PeerFailed or TimedOut. On NCCL `hash`
+    compares a little later, so that no call waits for another host: `lowshard.comm.nccl` says what that means.
 
     On GPUs `stream` says where a call is put: a stream of CuPy or torch, an object with `__cuda_stream__`, or the
     address of a cudaStream_t; by default CuPy's current stream of the buffers' device. A stream of another device is a
@@ -49,6 +50,11 @@ class Communicator(Arguments):
     def control(self) -> Communicator:
         """A communicator over host memory for checks and small facts; itself on a CPU."""
         return self
+
+    @property
+    def _agreeing(self) -> Communicator:
+        """The communicator that ranks agree over: its calls are in one order with this one's."""
+        return self.control
 
     @property
     def start(self) -> Starter:
@@ -427,7 +433,9 @@ class Communicator(Arguments):
             recv: the result, as many elements as send.
             op: sum, avg (integers: floor), min, max or prod; also mpi4py's SUM, MIN, MAX and PROD.
             order: "tree" (balanced binary tree over ranks) and "rank" (one after the other) give the
-                same bits on every transport; "fast" is the transport's own, and NCCL and MPI promise no bits.
+                same bits on every transport; "fast" is the transport's own, and NCCL and MPI promise no bits: NCCL's
+                avg scales each operand before it adds them, and with LOWSHARD_NCCL_REDUCE16=nccl it reduces bf16 and
+                fp16 too, in a precision of its choice.
             shared: return the result instead: one read-only array for all ranks of the node. recv is None.
 
         Raises:

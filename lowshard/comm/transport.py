@@ -34,6 +34,7 @@ _TIMEOUT_S = 600.0
 _USES_KEPT = 200
 CALLS_BYTES = 4 << 20
 """What a communicator keeps of calls that were made before, at most."""
+_PLANS_KEPT = 1024
 _CALL_BYTES = 2048
 """Of one call, beside some numbers for every rank."""
 
@@ -150,6 +151,7 @@ class Transport(ABC):
         self._calls = BoundedCache[Any, Call](None, CALLS_BYTES, lambda key, call: _CALL_BYTES + 64 * size)
         # One thread at a time: threads that call at once would do so in another order on each rank.
         self._turn = threading.RLock()
+        self._agreed_plans: set[str] = set()
         self._closed = False
         self._failed = False  # a peer may be gone: wait for no one any more
 
@@ -221,6 +223,21 @@ class Transport(ABC):
     @abstractmethod
     def _compare(self, signature: int) -> bool:
         """Return, on all ranks alike, whether all ranks gave the same signature."""
+
+    def _to_host(self, array: Array) -> np.ndarray:
+        """Return an array that ranks have exchanged facts in, where this process can read it."""
+        return array if isinstance(array, np.ndarray) else array.get()
+
+    def _agrees_without_waiting(self, signature: int, text: str) -> bool:
+        """Say whether ranks need not meet to agree on a plan; see `lowshard.comm.agreement.agree_on_plan`."""
+        return text in self._agreed_plans
+
+    def _has_agreed(self, text: str) -> None:
+        """Remember, where there is nothing but the GPU to compare over, that all ranks have agreed on a plan."""
+        if not self._compares:
+            if len(self._agreed_plans) >= _PLANS_KEPT:
+                self._agreed_plans.clear()
+            self._agreed_plans.add(text)
 
     # ---- buffers that the others read where they lie
 

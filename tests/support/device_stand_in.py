@@ -134,6 +134,8 @@ class DeviceStandIn:
         self.log: list[tuple[Any, ...]] = []
         """What was asked of streams: ("record" or "wait", stream, event), ("fetch" or "store", stream, bytes)."""
         self.spans: dict[int, int] = {}
+        """Addresses that were asked for since the last call of NCCL, and the bytes that lie there."""
+        self.used = False
         self.locked: list[np.ndarray] = []
         self.locked_bytes: list[int] = []
         """The length of everything that was ever locked."""
@@ -189,6 +191,9 @@ class DeviceStandIn:
         return self.streams[-1]
 
     def pointer(self, array: np.ndarray) -> int:
+        if self.used:
+            self.spans.clear()
+            self.used = False
         at = int(array.ctypes.data)
         self.spans[at] = max(self.spans.get(at, 0), array.nbytes)
         return at
@@ -231,12 +236,23 @@ class DeviceStandIn:
 
         self.stream.push(late)
 
+    def copy(self, target: int, source: int, n_bytes: int, stream: int) -> None:
+        self.log.append(("copy", stream, n_bytes))
+        need(stream == self.stream.ptr, f"copy on stream {stream}, not on the current one")
+        for at in (target, source):
+            need(self.covers(at, n_bytes), f"copy: {n_bytes} bytes at {at}: no such array")
+        need(source + n_bytes <= target or target + n_bytes <= source, "a copy of memory onto itself")
+        ctypes.memmove(target, source, n_bytes)
+
+    def covers(self, at: int, n_bytes: int) -> bool:
+        """Say whether so many bytes lie in one array that the code under test has asked the address of."""
+        return any(begin <= at and at + n_bytes <= begin + n for begin, n in self.spans.items())
+
     def _check(self, name: str, host: int, device: int, n_bytes: int, stream: int) -> None:
         self.log.append((name, stream, n_bytes))
         need(stream == self.stream.ptr, f"{name} on stream {stream}, not on the current one")
         need(n_bytes > 0, f"{name} of {n_bytes} bytes")
-        inside = any(at <= device and device + n_bytes <= at + n for at, n in self.spans.items())
-        need(inside, f"{name}: {n_bytes} bytes at {device}: no such array")
+        need(self.covers(device, n_bytes), f"{name}: {n_bytes} bytes at {device}: no such array")
         locked = any(
             m.ctypes.data <= host and host + n_bytes <= m.ctypes.data + m.nbytes for m in self.locked
         )

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import ml_dtypes
 import numpy as np
-from support.device_stand_in import DEVICE, DeviceStandIn, need
+from support.device_stand_in import DEVICE, DeviceStandIn, StandInStream, need
 
 from lowshard import comm as lc
 from lowshard.comm import Communicator
@@ -35,6 +35,7 @@ TYPES = {
     8: np.dtype(np.float64), 9: np.dtype(ml_dtypes.bfloat16),
 }  # fmt: skip
 OPS = {0: np.add, 1: np.multiply, 2: np.maximum, 3: np.minimum}
+AVERAGE = 4  # each operand is scaled before it is added, as NCCL does with floats
 
 
 class NcclError(RuntimeError):
@@ -150,6 +151,7 @@ class Host(DeviceStandIn):
             lock=self.lock_memory,
             fetch=self.fetch,
             store=self.store,
+            copy=self.copy,
         )
 
 
@@ -271,7 +273,7 @@ class StandInCommunicator:
         for message in own:
             with self._world.lock:
                 self._world.wait(message.taken.is_set, "a send that nobody receives")
-        self._host.spans.clear()
+        self._host.used = True
 
     def _spans(self, name: str, args: tuple[Any, ...]) -> tuple[int | None, int | None, int, int]:
         """Return addresses read and written and their bytes, having checked them."""
@@ -287,9 +289,7 @@ class StandInCommunicator:
         received = n_bytes * (size if name == "allGather" else 1)
         for at, m_bytes in ((source, sent), (target, received)):
             if at is not None:
-                need(
-                    self._host.spans.get(at, -1) >= m_bytes, f"{name}: {m_bytes} bytes at {at}: no such array"
-                )
+                need(self._host.covers(at, m_bytes), f"{name}: {m_bytes} bytes at {at}: no such array")
         if source is not None and target is not None:
             own = self._rank * n_bytes
             allowed = {"allGather": target + own, "reduceScatter": target - own}.get(name, target)
@@ -329,7 +329,10 @@ class StandInCommunicator:
             for peer in reversed(range(size)):
                 raw = ctypes.string_at(posts[peer][1][0] + start, n_bytes)
                 term = np.frombuffer(raw, dtype)
-                value = term if value is None else OPS[args[4]](term, value)
+                if args[4] == AVERAGE:
+                    need(dtype.kind == "f", f"an average of {dtype}: NCCL would truncate it")
+                    term = term * dtype.type(1 / size)
+                value = term if value is None else OPS[args[4] % AVERAGE](term, value)
             assert value is not None
             result = value.tobytes()
         self._meet("read")
@@ -360,9 +363,45 @@ class StandInCommunicator:
             world.lock.notify_all()
 
 
+class Stuck(StandInCommunicator):
+    """A communicator whose work is never done, as where ranks have called different things, until it is aborted."""
+
+    def run(self, batch: list[tuple[str, tuple[Any, ...]]]) -> None:
+        self._host.used = True
+
+
+class StuckHost(Host):
+    """A device whose streams are done only once the communicator was aborted."""
+
+    handle: Stuck
+
+    def new_stream(self) -> StandInStream:
+        stream = super().new_stream()
+        stream.asked = lambda up_to: self.handle.ended == "abort"  # type: ignore[method-assign]
+        return stream
+
+
+def stuck_communicator(
+    world: World, beside: Communicator, timeout_s: float | None = None, owned: bool = True
+) -> NCCLCommunicator:
+    """Return a communicator of which no work is ever done, with one of the host beside it."""
+    host = StuckHost()
+    host.handle = Stuck(world, beside.rank, host)
+    return NCCLCommunicator(
+        host.handle,
+        beside.rank,
+        beside.size,
+        beside,
+        owned=owned,
+        binding=host.binding(),
+        timeout_s=timeout_s,
+    )
+
+
 def run_stand_in(
-    size: int, function: Callable[[Communicator], T], control: bool = True, timeout_s: float = 60.0
-) -> list[T]:
+    size: int, function: Callable[[Communicator], T], control: bool = True, timeout_s: float = 60.0,
+    late: bool = False,
+) -> list[T]:  # fmt: skip
     """Run `function(comm)` in `size` threads on NCCL communicators over the stand-in.
 
     Args:
@@ -370,6 +409,7 @@ def run_stand_in(
         function: what each rank does.
         control: whether the communicators have a host communicator (a loopback one) beside them.
         timeout_s: as for run_loopback.
+        late: whether calls are compared late.
     """
     world = World(size)
 
@@ -378,7 +418,8 @@ def run_stand_in(
         handle = StandInCommunicator(world, loopback.rank, host)
         try:
             beside = loopback if control else None
-            return function(NCCLCommunicator(handle, loopback.rank, size, beside, binding=host.binding()))
+            comm = NCCLCommunicator(handle, loopback.rank, size, beside, binding=host.binding())
+            return function(comm.compare_late() if late else comm)
         except BaseException:
             world.fail()
             raise

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import subprocess
 import sys
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,13 +15,22 @@ from support import mode
 from support.comm_cases import CASES, CannotRun, run_case
 from support.comm_kit import refused, same
 from support.device_stand_in import DEFAULT_STREAM
-from support.nccl_stand_in import Host, StandInCommunicator, World, run_stand_in
+from support.nccl_stand_in import (
+    Host,
+    StandInCommunicator,
+    Stuck,
+    StuckHost,
+    World,
+    run_stand_in,
+    stuck_communicator,
+)
 
+from lowshard import DeviceMesh, Layout, Sharded, dtypes, execute, plan_redistribute
 from lowshard import comm as lc
-from lowshard import dtypes
-from lowshard.comm import Communicator
+from lowshard.comm import Communicator, algorithm
 from lowshard.comm.nccl import NCCLCommunicator
 from lowshard.comm.nccl_over_mpi import crowding, why_unusable
+from lowshard.comm.reduction import fold
 from lowshard.errors import BufferMismatchError, CommError, MismatchError, PeerFailed, TimedOut
 
 # What one rank does wrong is raised by all only where they can compare it on the host.
@@ -119,7 +129,7 @@ def test_moves_use_the_dtypes_own_code_or_bytes(row: dtypes.DType) -> None:
 
 def test_nccl_reduces_only_what_it_reduces_as_the_contract_says() -> None:
     native = {"float32", "float64", "int8", "int32", "int64", "uint8", "uint32", "uint64"}
-    ops = {"sum": 0, "avg": 0, "prod": 1, "max": 2, "min": 3}
+    ops = {"sum": 0, "prod": 1, "max": 2, "min": 3, "avg": 4}
 
     def check(comm: Communicator) -> None:
         for row in dtypes.all_dtypes():
@@ -145,6 +155,66 @@ def test_nccl_reduces_only_what_it_reduces_as_the_contract_says() -> None:
     run_stand_in(2, check)
 
 
+def test_a_bf16_reduction_is_one_exchange_one_fold_and_one_gather(monkeypatch: pytest.MonkeyPatch) -> None:
+    folds: list[tuple[int, list[int]]] = []
+
+    def counted(terms: Any, out: Any, *rest: Any) -> None:
+        folds.append((threading.get_ident(), [term.ctypes.data for term in terms]))
+        fold(terms, out, *rest)
+
+    monkeypatch.setattr(algorithm, "fold", counted)
+
+    def check(comm: Communicator) -> None:
+        assert isinstance(comm, NCCLCommunicator)
+        rng = np.random.default_rng(comm.rank)
+        send = rng.normal(size=4000).astype(dtypes.get("bfloat16").numpy)
+        operands = np.zeros((4, 4000), send.dtype)
+        comm.all_gather(send, operands)
+        expected, recv, part = np.zeros_like(send), np.zeros_like(send), np.zeros(1000, send.dtype)
+        fold(list(operands), expected, "sum")
+        log = comm._binding.copy.__self__.log  # type: ignore[attr-defined]
+        own = slice(1000 * comm.rank, 1000 * comm.rank + 1000)
+        for call, last in (
+            (lambda: comm.all_reduce(send, recv), ["allGather"]),
+            (lambda: comm.reduce_scatter(send, part), []),
+        ):
+            log.clear()
+            before = len(folds)
+            assert [c[0] for c in calls_of(comm, call)] == ["send", "recv"] * 3 + last
+            assert not [entry for entry in log if entry[0] == "copy"]
+            mine = [at for thread, at in folds[before:] if thread == threading.get_ident()]
+            assert len(mine) == 1
+            assert mine[0][comm.rank] == send[own].ctypes.data  # folded where it lies
+        same(recv, expected)
+        same(part, expected[own])
+        in_place = send.copy()
+        comm.all_reduce(in_place, in_place)
+        same(in_place, expected)
+
+    run_stand_in(4, check)
+
+
+def test_nccl_reduces_16_bit_floats_itself_where_it_is_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(2)
+
+    def check(beside: Communicator) -> None:
+        comm = stuck_communicator(world, beside)
+        for name, code in (("bfloat16", 9), ("float16", 6)):
+            for op, number in (("sum", 0), ("avg", 4), ("max", 2)):
+                buf = np.ones(8, dtypes.get(name).numpy)
+                made = calls_of(comm, lambda b=buf, o=op: comm.all_reduce(b, b, o))
+                assert [(c[0], c[3], c[4], c[5]) for c in made] == [("allReduce", 8, code, number)]
+                made = calls_of(comm, lambda b=buf, o=op: comm.all_reduce(b, b, o, "tree"))
+                assert "allReduce" not in [c[0] for c in made]
+
+    monkeypatch.setenv("LOWSHARD_NCCL_REDUCE16", "nccl")
+    lc.run_loopback(2, check)
+    monkeypatch.setenv("LOWSHARD_NCCL_REDUCE16", "yes")
+    comm, _, _ = alone()
+    bf16 = np.ones(8, dtypes.get("bfloat16").numpy)
+    refused(lambda: comm.all_reduce(bf16, bf16), CommError, "LOWSHARD_NCCL_REDUCE16 is exact or nccl", "yes")
+
+
 def test_buffers_that_overlap_without_being_in_place_are_copied_first() -> None:
     def check(comm: Communicator) -> None:
         board = np.arange(10.0)
@@ -158,6 +228,23 @@ def test_buffers_that_overlap_without_being_in_place_are_copied_first() -> None:
         same(board, expected)
 
     run_stand_in(2, check)
+
+
+def test_root_moves_its_own_part_on_the_device_and_in_place_not_at_all() -> None:
+    def check(comm: Communicator) -> None:
+        assert isinstance(comm, NCCLCommunicator)
+        own, whole = np.full(3, comm.rank + 1.0), np.arange(9.0)
+        root = comm.rank == 1
+        for part, copies in ((own, [24]), (whole[3:6], [])):
+            log = comm._binding.copy.__self__.log  # type: ignore[attr-defined]
+            log.clear()
+            comm.gather(part, whole if root else None, 1)
+            comm.scatter(whole if root else None, part, 1)
+            assert [entry[2] for entry in log if entry[0] == "copy"] == (2 * copies if root else [])
+        if root:
+            same(whole, np.array([3.0, 4.0, 5.0, 2.0, 2.0, 2.0, 3.0, 4.0, 5.0]))
+
+    run_stand_in(3, check)
 
 
 def test_calls_follow_the_current_stream_and_do_not_wait_for_it() -> None:
@@ -382,6 +469,70 @@ def test_ranks_that_share_a_gpu_are_refused_unless_nccl_can_and_may() -> None:
         assert "3 ranks of this node have 2 GPUs" in str(error)
     assert "loaded: 2.28.9" in str(crowding(["0:1", "0:1"], 22809, may))
     assert crowding(["0:1", "0:1"], 23007, may) is None
+
+
+# ---- plans
+
+
+def _turned(comm: Communicator) -> Any:
+    mesh = DeviceMesh((comm.size,), ("x",))
+    rows = Layout(mesh, (6, 4), "float32", (Sharded(0),))
+    return plan_redistribute(rows, Layout(mesh, (6, 4), "float32", (Sharded(1),)))
+
+
+def test_without_control_a_plan_is_compared_the_first_time_it_is_executed_and_never_again() -> None:
+    def check(comm: Communicator) -> None:
+        plan, local = _turned(comm), np.full((3, 4), comm.rank, np.float32)
+        first = calls_of(comm, lambda: execute(plan, local, comm))
+        assert [c[0] for c in first if c[0] != "check_async_error"] == ["allGather", "send", "recv"]
+        again = calls_of(comm, lambda: execute(_turned(comm), local, comm))
+        assert [c[0] for c in again] == ["send", "recv"]
+        # Another plan is compared, and told apart.
+        other = plan_redistribute(plan.dst, plan.src if comm.rank else plan.dst)
+        with pytest.raises(MismatchError, match="every rank asks for the same thing"):
+            execute(other, np.zeros((6, 2), np.float32), comm)
+
+    run_stand_in(2, check, control=False)
+
+
+def test_a_rank_that_compares_a_plan_alone_waits_until_the_deadline_and_gives_up() -> None:
+    host = StuckHost()
+    host.handle = Stuck(World(2), 0, host)
+    host.default.asked = lambda up_to: False  # type: ignore[method-assign]
+    comm = NCCLCommunicator(host.handle, 0, 2, binding=host.binding(), timeout_s=0.2)
+    with pytest.raises(TimedOut, match="what ranks agree on was not done"):
+        execute(_turned(comm), np.zeros((3, 4), np.float32), comm)
+    assert host.handle.ended == "abort"
+
+
+def test_plans_are_compared_late_where_calls_are() -> None:
+    went_on = threading.Event()
+
+    def check(comm: Communicator) -> None:
+        plan, local = _turned(comm), np.zeros((3, 4), np.float32)
+        if comm.rank == 1:
+            assert went_on.wait(5.0), "rank 0 waits for rank 1"
+        for _ in range(20):
+            execute(plan, local, comm)
+        went_on.set()
+        comm.barrier()
+        execute(
+            plan if comm.rank else plan_redistribute(plan.dst, plan.src),
+            local if comm.rank else local.reshape(6, 2),
+            comm,
+        )
+        refused(comm.barrier, MismatchError, "rank 0 asked for execute", "rank 1 asked for execute")
+
+    def wrong_on_one(comm: Communicator) -> None:
+        def call() -> None:
+            execute(_turned(comm), np.zeros((3, 4 + comm.rank), np.float32), comm)
+            comm.barrier()
+
+        refused(call, BufferMismatchError, "rank 1", r"local .* has shape \(3, 4\)")
+
+    world = World(2)
+    lc.run_loopback(2, lambda beside: wrong_on_one(stuck_communicator(world, beside).compare_late()))
+    lc.run_loopback(2, lambda beside: check(stuck_communicator(world, beside).compare_late()))
 
 
 # ---- the import, and the real binding

@@ -1,0 +1,244 @@
+"""`lowshard bench host`: what a collective on GPU arrays costs this process before NCCL has it, with NCCL left out.
+
+NCCL is a stand-in whose calls do nothing, and no device is touched, so the figures need no GPU. Arrays are CuPy's where
+it is installed (over made-up addresses, never read), else NumPy's, whose addresses cost more to ask for. Calls are
+compared late, as they are beside a communicator of the host; the other ranks agree at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from lowshard.comm import Communicator, loopback
+from lowshard.comm.loopback import LoopbackCommunicator
+from lowshard.comm.nccl import NCCLCommunicator
+from lowshard.comm.nccl_bindings import Binding
+
+Array = Any
+
+DESCRIPTION = """\
+Times collectives of a communicator over NCCL on this process alone, with a stand-in for NCCL whose calls do nothing.
+Every row is compared with the same calls of the stand-in made directly, in the same rounds.
+"""
+EPILOG = """\
+Columns: NCCL's calls a collective makes; microseconds of the collective, of the bare calls, and the difference, medians
+over the rounds; the limit of the difference, if any. The launches of NCCL and of CUDA are in none of them.
+Exit codes: 0 done, 1 a figure misses its limit (with --check), 2 wrong usage, 130 interrupted.
+"""
+LIMITS_US = {"all_reduce": 10.0, "all_gather": 25.0, "all_to_all": 60.0}
+ELEMS = 1 << 16
+_A_ROUND = 200
+_FAR = 1 << 40
+"""An address that no array of this process has."""
+
+
+@dataclass(frozen=True)
+class HostRow:
+    """One collective."""
+
+    name: str
+    calls: int
+    whole_us: float
+    bare_us: float
+    above_us: float
+
+    @property
+    def miss(self) -> str:
+        """What is above its limit, or ""."""
+        limit = LIMITS_US.get(self.name)
+        if limit is None or self.above_us <= limit:
+            return ""
+        return f"{self.name}: {self.above_us:.1f} us above the bare calls, limit {limit:g}"
+
+
+class StillNCCL:
+    """The module `cupy.cuda.nccl` and a communicator of it, as far as collectives need them; nothing happens."""
+
+    NcclError = RuntimeError
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self.made: list[tuple[Callable[..., None], tuple[Any, ...]]] | None = None
+        """The calls that were made, once this is a list."""
+
+    def rank_id(self) -> int:
+        """Return 0."""
+        return 0
+
+    def size(self) -> int:
+        """Return the number of ranks."""
+        return self._size
+
+    def device_id(self) -> int:
+        """Return 0."""
+        return 0
+
+    def check_async_error(self) -> None:
+        """Find nothing."""
+
+    def _call(self, *args: Any) -> None:
+        if self.made is not None:
+            self.made.append((self._call, args))
+
+    groupStart = groupEnd = allReduce = reduceScatter = allGather = broadcast = send = recv = _call
+
+
+def still_communicator(size: int) -> tuple[NCCLCommunicator, StillNCCL, Callable[[int], Array]]:
+    """Return rank 0 of a communicator of which nothing moves, its stand-in, and what makes float32 arrays for it."""
+    nccl = StillNCCL(size)
+    stream = SimpleNamespace(ptr=7)
+    xp, array, pointer, device = _arrays()
+
+    def nothing(*args: Any) -> None:
+        nccl._call(*args)
+
+    binding = Binding(
+        nccl=nccl, xp=xp, stream=lambda: stream, new_stream=lambda: stream, new_event=SimpleNamespace,
+        pointer=pointer, device=device, select=nothing, synchronize=nothing, lock=lambda array: nothing,
+        fetch=nothing, store=nothing, copy=nothing,
+    )  # fmt: skip
+    beside = _Agreeing(size)
+    comm = NCCLCommunicator(nccl, 0, size, beside, binding=binding, owned=False).compare_late()
+    return comm, nccl, array
+
+
+class _Agreeing(LoopbackCommunicator):
+    """A communicator of the host whose other ranks are not there, and agree to everything."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(loopback(size)[0]._board, 0)  # type: ignore[attr-defined]
+
+    def _compare(self, signature: int) -> bool:
+        return True
+
+    def _split(self, color: int | None, key: int) -> Communicator:
+        return self
+
+
+def _arrays() -> tuple[Any, Callable[[int], Array], Callable[[Array], int], Callable[[Array], int]]:
+    """Return an array module, what makes an array of it, what gives an array's address, and what its device."""
+    try:
+        import cupy
+    except ImportError:
+        return (
+            np,
+            lambda elems: np.empty(elems, np.float32),
+            lambda array: int(array.ctypes.data),
+            lambda _: 0,
+        )
+    taken = [_FAR]
+
+    def array(elems: int) -> Array:
+        taken[0] += 4 * elems
+        memory = cupy.cuda.UnownedMemory(taken[0] - 4 * elems, 4 * elems, None, 0)
+        return cupy.ndarray((elems,), np.float32, cupy.cuda.MemoryPointer(memory, 0))
+
+    # As Binding.load has them.
+    return cupy, array, lambda array: int(array.data.ptr), lambda array: int(array.device.id)
+
+
+def measure(size: int, rounds: int) -> list[HostRow]:
+    """Return the figures of each collective among so many ranks."""
+    comm, nccl, array = still_communicator(size)
+    whole, part = array(ELEMS * size), array(ELEMS)
+    other = array(ELEMS * size)
+    work: dict[str, Callable[[], object]] = {
+        "all_reduce": lambda: comm.all_reduce(whole, whole),
+        "all_reduce apart": lambda: comm.all_reduce(whole, other),
+        "reduce_scatter": lambda: comm.reduce_scatter(whole, part),
+        "all_gather": lambda: comm.all_gather(part, whole),
+        "all_to_all": lambda: comm.all_to_all(whole, other),
+        "broadcast": lambda: comm.broadcast(whole),
+    }
+    return [_row(name, run, nccl, rounds) for name, run in work.items()]
+
+
+def _row(name: str, run: Callable[[], object], nccl: StillNCCL, rounds: int) -> HostRow:
+    run()
+    nccl.made = []
+    run()
+    made, nccl.made = nccl.made, None
+
+    def bare() -> None:
+        for function, args in made:
+            function(*args)
+
+    pairs = [(_each_us(run), _each_us(bare)) for _ in range(rounds)]
+    above = statistics.median(whole - alone for whole, alone in pairs)
+    whole_us, bare_us = (statistics.median(column) for column in zip(*pairs, strict=True))
+    return HostRow(name, len(made), whole_us, bare_us, above)
+
+
+def _each_us(run: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    for _ in range(_A_ROUND):
+        run()
+    return (time.perf_counter() - start) / _A_ROUND * 1e6
+
+
+def add_host_parser(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `host`."""
+    parser = benches.add_parser(
+        "host",
+        help="host time of collectives on GPU arrays, without a GPU",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("-n", "--ranks", type=_count, default=8, metavar="N", help="ranks (default 8)")
+    parser.add_argument("--rounds", type=_count, default=25, metavar="N", help="rounds (default 25)")
+    parser.add_argument(
+        "--json", metavar="FILE", help="write JSON to FILE beside the table; -: print it, and no table"
+    )
+    parser.add_argument("--check", action="store_true", help="exit code 1 if a figure misses its limit")
+    parser.set_defaults(func=run_host)
+
+
+def run_host(args: argparse.Namespace) -> int:
+    """Run `lowshard bench host` and return the exit code."""
+    rows = measure(args.ranks, args.rounds)
+    about = {"ranks": args.ranks, "arrays": _arrays()[0].__name__, "processor": platform.processor()}
+    text = json.dumps({**about, "rows": [asdict(row) for row in rows]}, indent=1) + "\n"
+    if args.json == "-":
+        sys.stdout.write(text)
+    else:
+        _show(rows, about)
+        if args.json:
+            Path(args.json).write_text(text, encoding="utf-8")
+    misses = [row.miss for row in rows if row.miss]
+    if args.check and misses:
+        for miss in misses:
+            print(f"lowshard bench host: {miss}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _show(rows: list[HostRow], about: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=f"{about['ranks']} ranks, {about['arrays']} arrays, microseconds of the host, median")
+    for name in ("collective", "NCCL calls", "whole", "bare calls", "above", "limit"):
+        table.add_column(name, justify="left" if name == "collective" else "right")
+    for row in rows:
+        figures = [f"{us:.1f}" for us in (row.whole_us, row.bare_us, row.above_us)]
+        table.add_row(row.name, str(row.calls), *figures, f"{LIMITS_US.get(row.name, '')}")
+    Console(highlight=False).print(table)
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"expected an integer of 1 or more, got {text!r}")
+    return int(text)

@@ -1,0 +1,25 @@
+"""Calls on NCCL that are compared late, over MPI ranks without a GPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support import mode
+from support.starting import start_ranks
+
+pytestmark = [pytest.mark.mpi, pytest.mark.one_mpi]
+
+RUNNER = Path(__file__).parent / "run_late.py"
+PATHS = {
+    "memory": (2, {}),
+    "mpi": (3, {"LOWSHARD_CPU_PATH": "mpi"}),
+    "nodes": (4, {"LOWSHARD_NODE_SIZE": "2"}),
+}
+
+
+@pytest.mark.parametrize("path", PATHS if mode.full() else ["memory", "mpi"])
+def test_calls_are_compared_late_over_mpi(path: str) -> None:
+    size, env = PATHS[path]
+    ended = start_ranks(RUNNER, size, timeout_s=80, env=env).ok()
+    assert len(ended.stdout.split()) == 3, ended.text
