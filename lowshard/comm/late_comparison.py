@@ -26,9 +26,12 @@ This is promised:
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import json
 import threading
+import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, NoReturn
@@ -46,6 +49,8 @@ _AT_ONCE = 64
 _PERIOD_S = 0.02
 """Between two meetings, unless somebody waits for them: calls that are made meanwhile are compared together."""
 _IDLE_S = 5.0
+_EXIT_S = 5.0
+"""For which the end of a program waits for ranks that have not made the last calls, as after an error."""
 
 
 class _Noted(NamedTuple):
@@ -89,6 +94,7 @@ class LateComparison:
         self._told = False
         self._judged = False  # whether the ranks have found out together what is wrong
         self._rows: list[list[str]] = []
+        _open.add(self)
 
     # ---- the caller's side
 
@@ -192,6 +198,13 @@ class LateComparison:
         self._told = True
         raise again(self._error)
 
+    def _finish(self, limit_s: float) -> None:
+        """Let the thread compare what is left, for so long at most; after that it has nothing to do."""
+        with self._condition:
+            self._waiters += 1
+            self._condition.notify_all()
+            self._condition.wait_for(lambda: not self._noted or self._error is not None, limit_s)
+
     # ---- the thread
 
     def _run(self) -> None:
@@ -282,6 +295,17 @@ class LateComparison:
 
 _CLOSE_SIGNATURE = 3
 """Of the end of a communicator, which is no call of the table."""
+
+
+_open: weakref.WeakSet[LateComparison] = weakref.WeakSet()
+
+
+@atexit.register
+def _finish_all() -> None:
+    """Finish before the program ends: what a thread waits with, MPI and memory that ranks share, goes with it."""
+    end_s = time.monotonic() + _EXIT_S
+    for comparison in list(_open):
+        comparison._finish(max(0.0, end_s - time.monotonic()))
 
 
 def _digest(signatures: np.ndarray) -> int:
