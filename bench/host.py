@@ -1,6 +1,7 @@
 """`lowshard bench host`: what a collective on GPU arrays costs this process before NCCL has it, with NCCL left out.
 
-NCCL is a stand-in whose calls do nothing, and no device is touched, so the figures need no GPU. Arrays are CuPy's where
+NCCL is a stand-in whose calls do nothing, as do CUDA's questions for the current device and for a capture, so the
+figures need no GPU. Arrays are CuPy's where
 it is installed (over made-up addresses, never read), else NumPy's, whose addresses cost more to ask for. Calls are
 compared late, as they are beside a communicator of the host; the other ranks agree at once.
 """
@@ -14,6 +15,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -105,8 +107,10 @@ def still_communicator(size: int) -> tuple[NCCLCommunicator, StillNCCL, Callable
         nccl._call(*args)
 
     binding = Binding(
-        nccl=nccl, xp=xp, stream=lambda: stream, new_stream=lambda: stream, new_event=SimpleNamespace,
-        pointer=pointer, device=device, select=nothing, synchronize=nothing, lock=lambda array: nothing,
+        nccl=nccl, xp=xp, stream=lambda device_id=0: stream, on_stream=lambda stream, device: nullcontext(),
+        new_stream=lambda: stream, new_event=SimpleNamespace, check=lambda stream: None,
+        capturing=lambda stream: False, keep_memory=lambda kept: nullcontext(), cuda_error=RuntimeError,
+        pointer=pointer, device=device, current=lambda: 0, select=nothing, synchronize=nothing, lock=lambda array: nothing,
         fetch=nothing, store=nothing, copy=nothing,
     )  # fmt: skip
     beside = _Agreeing(size)
