@@ -110,8 +110,8 @@ def still_communicator(size: int) -> tuple[NCCLCommunicator, StillNCCL, Callable
         nccl=nccl, xp=xp, stream=lambda device_id=0: stream, on_stream=lambda stream, device: nullcontext(),
         new_stream=lambda: stream, new_event=SimpleNamespace, check=lambda stream: None,
         capturing=lambda stream: False, keep_memory=lambda kept: nullcontext(), cuda_error=RuntimeError,
-        pointer=pointer, device=device, current=lambda: 0, select=nothing, synchronize=nothing, lock=lambda array: nothing,
-        fetch=nothing, store=nothing, copy=nothing,
+        pointer=pointer, device=device, current=lambda: 0, select=nothing, synchronize=nothing,
+        lock=lambda array: nothing, fetch=nothing, store=nothing, copy=nothing,
     )  # fmt: skip
     beside = _Agreeing(size)
     comm = NCCLCommunicator(nccl, 0, size, beside, binding=binding, owned=False).compare_late()
