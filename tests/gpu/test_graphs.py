@@ -7,12 +7,18 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 from support.comm_kit import refused, same
+from support.gpu import REASON
 
 from lowshard import comm as lc
 from lowshard.comm import Communicator
 from lowshard.comm.nccl import NCCLCommunicator
 from lowshard.comm.nccl_bindings import Binding
 from lowshard.errors import CaptureError
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(REASON is not None, reason=f"NCCL cannot be used here: {REASON}"),
+]
 
 
 @pytest.fixture
