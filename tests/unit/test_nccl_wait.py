@@ -139,10 +139,12 @@ def test_an_error_of_the_gpu_is_not_taken_for_work_that_goes_on(monkeypatch: pyt
     monkeypatch.setitem(sys.modules, "cupy", fake)
     binding = Binding.load(with_nccl=False)
     for awaited in (binding.new_event(), binding.new_stream()):
-        for status, done in ((0, True), (600, False)):
+        for status, done in ((0, True), (600, False), (900, False), (908, False)):
             fake.status = status
             assert awaited.done is done
+            binding.check(binding.new_stream())
         fake.status = ILLEGAL_ADDRESS
+        refused(lambda: binding.check(binding.new_stream()), CommError, "cudaError700: said by the driver")
         refused(lambda: awaited.done, CommError, "cudaError700: said by the driver", "CUDA_LAUNCH_BLOCKING=1")  # noqa: B023
     watch = Watch()
     begun = time.monotonic()
