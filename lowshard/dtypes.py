@@ -46,6 +46,11 @@ class DType:
         """The NumPy dtype; loads ml_dtypes on first use for bf16, fp8 and e8m0."""
         return _numpy_dtype(self)
 
+    def in_memory(self, xp: Any) -> np.dtype[Any]:
+        """Return the dtype of its buffers in an array module: fp8 and e8m0 are uint8 in CuPy, which has neither."""
+        raw = xp is not np and self.bits == 8 and self.kind in ("float", "scale")
+        return np.dtype(np.uint8) if raw else self.numpy
+
     @property
     def is_float8(self) -> bool:
         """True for the 8-bit float element types (not for e8m0, which is a scale)."""

@@ -221,7 +221,7 @@ def _result(program: Program, comm: Communicator, is_last: bool, pool: BufferPoo
     """Return a new array for a result; what is between two steps lies where the others read it."""
     if program.shape is None:
         return None
-    dtype = _buffer_dtype(program.dtype, comm.xp)
+    dtype = dtypes.get(program.dtype).in_memory(comm.xp)
     if comm.xp is np and not is_last:
         return comm.empty(program.shape, dtype)
     if is_last and pool is not None:
@@ -244,14 +244,6 @@ def _read_only(view: Array) -> Array:
     view = view.view()
     view.flags.writeable = False
     return view
-
-
-def _buffer_dtype(dtype: np.dtype[Any], xp: Any) -> np.dtype[Any]:
-    """Return the dtype a buffer has in memory: fp8 and e8m0 are uint8 on a GPU."""
-    carried_raw = (
-        xp is not np and dtypes.get(dtype).bits == 8 and dtypes.get(dtype).kind in ("float", "scale")
-    )
-    return np.dtype(np.uint8) if carried_raw else dtype
 
 
 # ---- checks
@@ -328,7 +320,7 @@ def _array_error(array: Array | None, layout: Layout, name: str, comm: Communica
             f"rank {comm.rank} is not in mesh {layout.mesh} of {layout}, so its {name} is None; "
             f"got an array of shape {getattr(array, 'shape', '?')}"
         )
-    shape, dtype = layout.local_shape(comm.rank), _buffer_dtype(layout.numpy_dtype, comm.xp)
+    shape, dtype = layout.local_shape(comm.rank), dtypes.get(layout.numpy_dtype).in_memory(comm.xp)
     if not isinstance(array, comm.xp.ndarray):
         return (
             f"{name} is a {comm.xp.__name__} array of {dtype} and shape {shape}, got {type(array).__name__}"

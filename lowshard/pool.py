@@ -63,7 +63,7 @@ class BufferPool:
         extents = check.extents(shape, kind.itemsize)
         size_bytes = math.prod(extents) * kind.itemsize
         if self._comm.xp is not np:
-            return self._comm.xp.empty(extents, kind)
+            return self._comm.xp.empty(extents, dtypes.get(dtype).in_memory(self._comm.xp))
         if size_bytes < _SMALL_BYTES:
             return np.empty(extents, kind)
         block = self._block(-(-size_bytes // _STEP_BYTES) * _STEP_BYTES)

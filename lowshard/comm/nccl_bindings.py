@@ -29,6 +29,8 @@ CHOICES = ("cupy", "nccl4py")
 
 _NO_COLOR = -1  # NCCL_SPLIT_NOCOLOR
 _DONE, _NOT_READY = 0, 600  # cudaSuccess, cudaErrorNotReady
+_CAPTURE_FORBIDS = range(900, 909)
+"""cudaErrorStreamCapture...: a capture, on this stream or another, forbids to ask."""
 _TO_DEVICE, _TO_HOST, _ON_DEVICE = 1, 2, 3  # cudaMemcpyKind
 _NEEDS_CUPY = "pip install 'lowshard[cuda12]' or 'lowshard[cuda13]'"
 _NEEDS_NCCL4PY = "pip install nccl4py 'cuda-bindings==12.*' (13.* beside CUDA 13)"
@@ -165,7 +167,7 @@ def _makers(cupy: Any) -> tuple[Callable[[], Any], Callable[[], Any], Callable[[
     runtime = cupy.cuda.runtime
 
     def ended(status: int) -> bool:
-        if status in (_DONE, _NOT_READY):
+        if status in (_DONE, _NOT_READY) or status in _CAPTURE_FORBIDS:
             return status == _DONE
         error = runtime.CUDARuntimeError(status)
         raise CommError(

@@ -84,13 +84,13 @@ class Communicator(Arguments):
     def empty(self, shape: int | Sequence[int], dtype: Any = "float32") -> Array:
         """Return an array, not filled, in memory that the other ranks of the node can read where it lies.
 
-        Nothing is staged for such arrays; any other array works too. Not collective.
+        Nothing is staged for such arrays; any other array works too. On a GPU fp8 and e8m0 are uint8. Not collective.
 
         Raises:
             DTypeError: a dtype outside the table.
             BufferMismatchError: a shape that is none.
         """
-        kind = dtypes.get(dtype).numpy
+        kind = dtypes.get(dtype).in_memory(self.xp)
         return self.xp.empty(check.extents(shape, kind.itemsize), kind)
 
     # ---- moves

@@ -13,6 +13,7 @@ import numpy as np
 
 from lowshard.comm import Communicator, refuse, share_text
 from lowshard.comm.nccl_bindings import Binding
+from lowshard.comm.nccl_wait import is_done, wait_for
 from lowshard.comm.work import ThreadWork, Work, Worker, wait_all
 from lowshard.errors import CommError, Disagree, LowshardError
 from lowshard.fsdp.strategy import Grid
@@ -167,12 +168,15 @@ class InlineLane:
 class _StreamWork:
     """A job whose end is an event of a side stream."""
 
-    def __init__(self, binding: Binding, event: Any, error: BaseException | None, result: Any) -> None:
+    def __init__(
+        self, binding: Binding, event: Any, error: BaseException | None, result: Any, text: str = "a job"
+    ) -> None:
         self._binding, self._event, self._error, self._result = binding, event, error, result
+        self._text = text
 
     def done(self) -> bool:
         """Say whether it has ended."""
-        return self._error is not None or bool(self._event.done)
+        return self._error is not None or is_done(self._event, None, None, self._text)
 
     def wait(self, timeout_s: float | None = None) -> Any:
         """Make the current stream wait for the end; the host does not wait."""
@@ -185,9 +189,15 @@ class _StreamWork:
 class StreamLane:
     """A side stream of the GPU: jobs begin after what the caller's stream holds when they are submitted."""
 
-    def __init__(self) -> None:
-        self._binding = Binding.load(with_nccl=False)
-        self._stream = self._binding.new_stream()
+    def __init__(self, timeout_s: float, binding: Binding | None = None) -> None:
+        """Make the stream.
+
+        Args:
+            timeout_s: deadline of `settle`.
+            binding: by default CuPy's.
+        """
+        self._binding = Binding.load(with_nccl=False) if binding is None else binding
+        self._stream, self._timeout_s = self._binding.new_stream(), timeout_s
 
     def submit(self, job: Callable[[], Any], text: str) -> Work:
         """Queue a job's kernels and copies."""
@@ -199,7 +209,7 @@ class StreamLane:
                 result = job()
             except BaseException as raised:
                 error = raised
-        return _StreamWork(self._binding, self._mark(self._stream), error, result)
+        return _StreamWork(self._binding, self._mark(self._stream), error, result, text)
 
     def _mark(self, stream: Any) -> Any:
         event = self._binding.new_event()
@@ -211,8 +221,15 @@ class StreamLane:
         self._binding.stream().wait_event(after if hasattr(after, "record") else self._mark(after))
 
     def settle(self) -> None:
-        """Return when the stream is empty."""
-        self._stream.synchronize()
+        """Return when the stream is empty.
+
+        Raises:
+            CommError: CUDA reports an error.
+            TimedOut: it is not empty in time.
+        """
+        wait_for(
+            self._stream, time.monotonic() + self._timeout_s, None, None, "what a sharded model has queued"
+        )
 
     @property
     def idle(self) -> bool:
@@ -252,7 +269,7 @@ class Links:
 
     def _lane(self, name: str) -> Lane:
         if self.xp is not np:
-            return StreamLane()
+            return StreamLane(self.world.timeout_s)
         return InlineLane() if self.grid.world == 1 else ThreadLane(name)
 
     @property

@@ -31,7 +31,9 @@ class Tally:
     data: dict[str, Any] = field(default_factory=dict)
     summary: str = ""
 
-    def same(self, what: str, got: Any, expected: np.ndarray, *, any_nan: bool = False) -> None:
+    def same(
+        self, what: str, got: Any, expected: np.ndarray, *, any_nan: bool = False, within: float = 0.0
+    ) -> None:
         """Compare two arrays bit for bit.
 
         Args:
@@ -39,6 +41,7 @@ class Tally:
             got: a NumPy or CuPy array.
             expected: what plain NumPy gives.
             any_nan: one NaN is as good as another.
+            within: the relative difference that is none; 0 compares bits.
         """
         self.checks += 1
         found = as_numpy(got)
@@ -50,6 +53,8 @@ class Tally:
         differs = bits(found) != bits(expected)
         if any_nan:
             differs &= ~(_is_nan(found) & _is_nan(expected))
+        if within:
+            differs &= ~np.isclose(found, expected, rtol=within, atol=0.0)
         if differs.any():
             index = tuple(int(i) for i in np.argwhere(differs)[0])
             width = 2 * found.itemsize

@@ -139,10 +139,12 @@ def test_an_error_of_the_gpu_is_not_taken_for_work_that_goes_on(monkeypatch: pyt
     monkeypatch.setitem(sys.modules, "cupy", fake)
     binding = Binding.load(with_nccl=False)
     for awaited in (binding.new_event(), binding.new_stream()):
-        for status, done in ((0, True), (600, False)):
+        for status, done in ((0, True), (600, False), (900, False), (908, False)):
             fake.status = status
             assert awaited.done is done
+            binding.check(binding.new_stream())
         fake.status = ILLEGAL_ADDRESS
+        refused(lambda: binding.check(binding.new_stream()), CommError, "cudaError700: said by the driver")
         refused(lambda: awaited.done, CommError, "cudaError700: said by the driver", "CUDA_LAUNCH_BLOCKING=1")  # noqa: B023
     watch = Watch()
     begun = time.monotonic()
@@ -157,10 +159,20 @@ def test_an_error_of_the_gpu_is_not_taken_for_work_that_goes_on(monkeypatch: pyt
         "broadcast: the copy",
         "cudaError700",
     )
-    lane = StreamLane()
+    lane = StreamLane(60.0)
     refused(lambda: lane.idle, CommError, "cudaError700")
-    work = _StreamWork(binding, binding.new_event(), None, None)
-    refused(work.done, CommError, "cudaError700")
+    refused(lane.settle, CommError, "what a sharded model has queued: the GPU reports cudaError700")
+    work = _StreamWork(binding, binding.new_event(), None, None, "gather of l0")
+    refused(work.done, CommError, "gather of l0: the GPU reports cudaError700")
+
+
+def test_a_lane_of_a_sharded_model_settles_by_its_deadline() -> None:
+    host = Host()
+    lane = StreamLane(0.05, host.binding(with_nccl=False))
+    assert lane.submit(lambda: 7, "a gather").wait() == 7
+    lane.settle()
+    lane._stream.asked = lambda up_to: False  # type: ignore[method-assign]
+    refused(lane.settle, TimedOut, "what a sharded model has queued was not done")
 
 
 # ---- what an NCCL communicator does with it

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ from lowshard.comm.nccl import NCCLCommunicator
 from lowshard.comm.staged import StagedCommunicator
 from lowshard.errors import CommError, StreamError
 from lowshard.gpu_stream import on_stream
+from lowshard.pool import BufferPool
 
 ONE, TWO = np.ones(1), np.ones(2)
 CALLS: dict[str, tuple[Any, ...]] = {
@@ -133,3 +135,22 @@ def test_streams_of_cupy_and_torch_addresses_and_the_protocol_are_taken(
         refused(lambda: on_stream(stream, 1).__enter__(), StreamError, "on device 1", "belongs to device 0")  # noqa: B023
     for wrong in ("7", 1.5, True, -1):
         refused(lambda: on_stream(wrong, 1).__enter__(), StreamError, "or the address", type(wrong).__name__)  # noqa: B023
+
+
+def test_new_buffers_of_fp8_and_scales_are_bytes_on_a_gpu_and_themselves_on_a_cpu() -> None:
+    """CuPy has no fp8: `cupy.empty` refuses its dtype, as this stand-in does."""
+    asked: list[np.dtype[Any]] = []
+
+    def empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
+        assert not dtype.name.startswith("float8"), "Unsupported dtype"
+        asked.append(dtype)
+
+    host = Host()
+    binding = dataclasses.replace(host.binding(), xp=SimpleNamespace(empty=empty))  # type: ignore[arg-type]
+    comm = NCCLCommunicator(StandInCommunicator(World(1), 0, host), 0, 1, binding=binding)
+    pool = BufferPool(comm)
+    for dtype in ("float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu"):
+        comm.empty((2, 3), dtype)
+        pool.empty((2, 3), dtype)
+        assert lc.loopback(1)[0].empty(3, dtype).dtype.name == dtype
+    assert asked == [np.dtype(np.uint8)] * 6
