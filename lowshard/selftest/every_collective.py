@@ -71,11 +71,9 @@ class EveryCollective:
             settle(self._xp)
             self._comm.control.barrier()
 
-    def _same(
-        self, what: str, got: Any, expected: np.ndarray, any_nan: bool = False, within: float = 0.0
-    ) -> None:
+    def _same(self, what: str, got: Any, expected: np.ndarray, within: float = 0.0) -> None:
         where = f"on rank {self._comm.rank} of {self._comm.size}"
-        self._tally.same(f"{what} {where}", got, expected, any_nan=any_nan, within=within)
+        self._tally.same(f"{what} {where}", got, expected, within=within)
 
     # ---- the calls
 
