@@ -6,7 +6,7 @@ The checks look at shapes, dtypes, strides and addresses only; no element is rea
 from __future__ import annotations
 
 import math
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,11 @@ Array = Any
 
 def is_gpu(array: object) -> bool:
     """Return True for a CuPy array. Asked of the type: that runs no code of a foreign array."""
-    kind = type(array)
+    return _is_of_cupy(type(array))
+
+
+@lru_cache(64)
+def _is_of_cupy(kind: type) -> bool:
     return kind.__module__.split(".")[0] == "cupy" and hasattr(kind, "__cuda_array_interface__")
 
 
@@ -103,6 +107,8 @@ def address_range(array: Array) -> tuple[int, int]:
     low = high = address(array)
     if not array.size:
         return low, high
+    if array.flags.c_contiguous:
+        return low, low + int(array.nbytes)
     for extent, stride in zip(array.shape, array.strides, strict=True):
         if stride < 0:
             low += (extent - 1) * stride

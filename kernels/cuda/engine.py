@@ -209,7 +209,8 @@ class CudaEngine:
             sides: the arrays, each with its row of offsets and the elements that take one of its bytes.
         """
         if vectors and runs.boxes == 1 and not runs.outer_dims:
-            starts = (address(array) + int(runs.columns[row, 0]) // per for array, row, per in sides)
+            firsts = _first_offsets(runs)
+            starts = [address(array) + firsts[row] // per for array, row, per in sides]
             units = runs.total_elems // BLOCK_ELEMS
             return "linear", (*starts, 0, 1, 0, 0, units), units
         table = self._placed(runs, BLOCK_ELEMS)
@@ -263,6 +264,15 @@ def device_engine(device_id: int) -> CudaEngine:
     from lowshard.kernels.cuda.module import CuPyLauncher
 
     return CudaEngine(CuPyLauncher(device_id))
+
+
+def _first_offsets(runs: RunTable) -> list[int]:
+    """Return where the first run begins, in bytes: in the source, in the target."""
+    key = "first offsets"
+    found: list[int] | None = runs.derived.get(key)
+    if found is None:
+        found = runs.derived[key] = [int(runs.columns[row, 0]) for row in (SRC_OFFSET, DST_OFFSET)]
+    return found
 
 
 def _start_bits(runs: RunTable) -> int:

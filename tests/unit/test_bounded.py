@@ -22,6 +22,7 @@ CLOSED_ARGUMENTS = {
     "comm/node/combine.recipe_of": "dtypes and ops", "comm/node/combine._combiner": "dtypes and ops",
     "comm/node/combine._divider": "dtypes", "comm/node/combine._converter": "dtypes",
     "dtypes._numpy_dtype": "rows of the dtype table", "kernels/buffer.dtype_name": "dtypes of the table",
+    "kernels/buffer._is_of_cupy": "64 types",
     "kernels/cpu/drive.compiled": "kinds of kernels", "kernels/cpu/scales.swizzle_kernel": "two",
     "kernels/cpu/step.sgd_kernel": "modes of a step", "kernels/cuda/engine.device_engine": "GPUs",
     "kernels/cuda/module.source": "files of the package", "kernels/reference.value_table": "element formats, dtypes",

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -149,7 +150,8 @@ class OnGpu:
     """What the checks ask of a CuPy array; it has no memory."""
 
     dtype = np.dtype(np.float32)
-    shape, strides, size, ndim = (2, 32), (128, 4), 64, 2
+    shape, strides, size, ndim, nbytes = (2, 32), (128, 4), 64, 2, 256
+    flags = SimpleNamespace(c_contiguous=True)
 
     def __init__(self, device=0, address=1 << 40):
         self.device, self.data = _Device(device), type("Memory", (), {"ptr": address})()
