@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import lru_cache
 from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
@@ -94,7 +94,7 @@ def source_place() -> tuple[str, int]:
     return ("", 0) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
 
 
-@cache
+@lru_cache(256)
 def _is_own(file: str) -> bool:
     return file.startswith(_OWN_FOLDERS)
 

@@ -19,6 +19,7 @@ FOLDERS = ("lowshard", "kernels", "launch", "bench")
 # Caches without a bound of bytes, and what bounds them instead. One that is new is given a bound, or a line here.
 CLOSED_ARGUMENTS = {
     "checkpoint/checksum._power": "bits of a length",
+    "comm/call._is_own": "256 files", "comm/nccl_wire.wire_of": "dtypes of the table",
     "comm/node/combine.recipe_of": "dtypes and ops", "comm/node/combine._combiner": "dtypes and ops",
     "comm/node/combine._divider": "dtypes", "comm/node/combine._converter": "dtypes",
     "dtypes._numpy_dtype": "rows of the dtype table", "kernels/buffer.dtype_name": "dtypes of the table",
@@ -31,7 +32,8 @@ CLOSED_ARGUMENTS = {
 CLOSED_TABLES = {
     "bounded.MOST_BYTES": "caches", "comm/abort._installed": "hooks of the process",
     "comm/abort._watches": "live side channels", "comm/build._memories": "live communicators",
-    "comm/build._watches": "live communicators", "comm/node/communicator._split_off": "live groups, weakly",
+    "comm/build._watches": "live communicators", "comm/late_comparison._open": "live communicators",
+    "comm/node/communicator._split_off": "live groups, weakly",
     "comm/pinned._kept": "slots that a failed GPU may write to", "comm/watch._watches": "live side channels",
     "compiled/cache.origins": "compiled functions", "compiled/native._methods": "compiled functions",
     "dtypes._BY_NAME": "dtypes", "op/part._GROUPS": "64 groups a live communicator", "op/registry.KERNELS": "ops",
