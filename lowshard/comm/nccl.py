@@ -495,7 +495,11 @@ class NCCLCommunicator(DeviceCommunicator):
         made = NCCLCommunicator(
             handle, rank, size, host, binding=self._binding, timeout_s=nccl.timeout_s, watch=nccl.watch
         )
-        made._nccl.connect()
+        try:
+            made._nccl.connect()
+        except LowshardError:
+            made.close()  # it has failed: an abort where one is possible, and the end of its host communicator
+            raise
         return made if self._late is None else made.compare_late()
 
     def _close(self) -> None:

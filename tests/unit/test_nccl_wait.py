@@ -339,9 +339,13 @@ def test_a_rank_that_never_comes_to_the_first_call_ends_the_split_by_its_deadlin
                 return part
 
             comm._handle.commSplit = gone  # type: ignore[method-assign]
+        assert comm._host is not None
+        made, split_host = [], comm._host._split
+        comm._host._split = lambda *args: made.append(split_host(*args)) or made[0]  # type: ignore[func-returns-value, method-assign]
         begun = time.monotonic()
         refused(lambda: comm.split(0), TimedOut, f"NCCL connecting rank {comm.rank} to 1 others was not done")
         assert time.monotonic() - begun < 5.0
+        assert [host._closed for host in made] == [True], "the group's communicator of the host stays open"
         comm._nccl.failed = True  # no destroy: the group's first call is still under way
         if comm.rank == 0:
             end.set()
