@@ -32,12 +32,13 @@ ELSEWHERE = {
     "lowshard/weights/convert.py": "settings for our own ranks",
     "lowshard/weights/save.py": "rows of our own ranks",
     "lowshard/comm/agreement.py": "between ranks",
+    "lowshard/comm/late_comparison.py": "between ranks",
     "lowshard/comm/windows.py": "between ranks",
     "lowshard/comm/meeting.py": "between ranks",
     "lowshard/comm/algorithm.py": "between ranks",
     "lowshard/comm/abort.py": "records of our own ranks",
 }
-OWN = ("lowshard/demo/", "launch/", "bench/")
+OWN = ("lowshard/demo/", "lowshard/selftest/", "launch/", "bench/")
 """Children's output, reports and caches of our own programs."""
 
 
