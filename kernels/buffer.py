@@ -23,7 +23,7 @@ Array = Any
 
 def is_gpu(array: object) -> bool:
     """Return True for a CuPy array. Asked of the type: that runs no code of a foreign array."""
-    return _is_of_cupy(type(array))
+    return _is_of_cupy(type(array))  # type: ignore[arg-type]  # types can be hashed
 
 
 @lru_cache(64)

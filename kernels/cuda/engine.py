@@ -29,6 +29,11 @@ _SHORT = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
 _KIND = {"bfloat16": 0, "float16": 1, "float32": 2}
 _VECTOR_BYTES = 16
 _DIRECT_SOURCES = 6  # of a sum: as arguments; the rest by a table
+_FOLD_GROUP = 8  # sources of a fold that are arguments, or are loaded together
+_FOLD_LEVELS = 10
+_OPS = {"sum": 0, "avg": 0, "prod": 1, "max": 2, "min": 3}
+MOST_FOLDED = _FOLD_GROUP << (_FOLD_LEVELS - 2)
+"""Sources that `CudaEngine.fold` takes."""
 _KEPT_SOURCE_TABLES = 256
 _TILE_BYTES = 512  # of the 128x4 layout
 _SWIZZLE_TILES = 8  # of a CTA's turn
@@ -155,6 +160,46 @@ class CudaEngine:
         # At least one CTA: the elements after the last group are its work.
         self._launch(f"sum_{group}", max(1, out.size // group), THREADS, 5, args)
 
+    def fold(
+        self, out: Array, sources: Sequence[Array], dtype: str, op: str, tree: bool, divisor: int
+    ) -> None:
+        """Fold contiguous arrays of one size and dtype into out, in one launch; out may be one of them.
+
+        Args:
+            out: the result.
+            sources: 1 to `MOST_FOLDED` of them.
+            dtype: what the elements are, by lowshard's short name, such as "bf16" or "e4m3"; no bool.
+            op: sum, avg, min, max or prod.
+            tree: in a balanced binary tree; else from the left.
+            divisor: what a sum is divided by.
+        """
+        bases = [address(source) for source in sources]
+        together = address(out)
+        for base in bases:
+            together |= base
+        count = 2 if out.dtype.itemsize == 8 else 4
+        if together % (count * out.dtype.itemsize):
+            count = 1
+        groups = _fold_tree(len(bases)) if tree else _fold_rows(len(bases))
+        words, rest = [], iter(bases)
+        for mask, combines in groups:
+            words += [next(rest) if mask >> place & 1 else 0 for place in range(_FOLD_GROUP)]
+            words.append(mask | combines << _FOLD_GROUP)
+        table = self._words_on_device(words) if len(groups) > 1 else None
+        args = (
+            address(out),
+            out.size,
+            _OPS[op],
+            int(tree),
+            divisor,
+            address(table) if table is not None else 0,
+            len(groups),
+            groups[0][0],
+            *words[:_FOLD_GROUP],
+        )
+        # At least one CTA: the elements after the last unit are its work.
+        self._launch(f"fold_{dtype}_{count}", max(1, out.size // count), THREADS, 2, args)
+
     def adamw(
         self, param: Array, grad: Array, first: Array, second: Array, scalars: Sequence[float]
     ) -> None:  # fmt: skip
@@ -237,15 +282,18 @@ class CudaEngine:
         return found
 
     def _source_table(self, bases: list[int], kinds: list[int]) -> Array | None:
-        """Return address and kind of each source in turns, on the device; kept for later calls."""
+        """Return address and kind of each source in turns, on the device."""
         if not bases:
             return None
-        key = (self._launcher.current_stream, *bases, *kinds)
+        return self._words_on_device([word for pair in zip(bases, kinds, strict=True) for word in pair])
+
+    def _words_on_device(self, words: Sequence[int]) -> Array:
+        """Return a table of sources on the device; kept for later calls."""
+        key = (self._launcher.current_stream, *words)
         with self._lock:
             found = self._sources.get(key)
             if found is None:
-                pairs = np.array([bases, kinds], np.int64).T.reshape(-1)
-                found = self._sources[key] = self._launcher.to_device(np.ascontiguousarray(pairs))
+                found = self._sources[key] = self._launcher.to_device(np.array(words, np.int64))
                 if len(self._sources) > _KEPT_SOURCE_TABLES:
                     self._sources.popitem(last=False)
             else:
@@ -282,6 +330,38 @@ def _start_bits(runs: RunTable) -> int:
     if found is None:
         found = runs.derived[key] = start_divisor_bytes(runs, 0) | start_divisor_bytes(runs, 1)
     return found
+
+
+_Groups = tuple[tuple[int, int], ...]
+"""Of a fold: of each the places that hold a source, as bits, and how many earlier results it is folded into."""
+
+
+@cache
+def _fold_tree(sources: int) -> _Groups:
+    """Return the groups of a balanced binary tree: the largest subtrees of up to `_FOLD_GROUP` operands, in order.
+
+    Of n operands the left half has ceil(n / 2); it fills the lower half of the places.
+    """
+    if sources <= _FOLD_GROUP:
+        return ((_tree_places(sources, _FOLD_GROUP), 0),)
+    half = (sources + 1) // 2
+    *inner, (mask, combines) = _fold_tree(sources - half)
+    return (*_fold_tree(half), *inner, (mask, combines + 1))
+
+
+def _tree_places(sources: int, places: int) -> int:
+    if sources <= 1:
+        return sources
+    half = (sources + 1) // 2
+    return _tree_places(half, places // 2) | _tree_places(sources - half, places // 2) << (places // 2)
+
+
+@cache
+def _fold_rows(sources: int) -> _Groups:
+    """Return the groups of a fold from the left."""
+    whole, rest = divmod(sources, _FOLD_GROUP)
+    full = (1 << _FOLD_GROUP) - 1
+    return ((full, 0),) * whole + (((1 << rest) - 1, 0),) * bool(rest)
 
 
 def _float_words(scalars: Sequence[float]) -> list[int]:

@@ -15,7 +15,7 @@ from lowshard.errors import DependencyError
 from lowshard.kernels.buffer import Array
 
 FOLDER = Path(__file__).parent
-SOURCES = ("quantize", "dequantize", "copy", "convert", "swizzle", "step")
+SOURCES = ("quantize", "dequantize", "copy", "convert", "swizzle", "step", "fold")
 """The .cu files, each of which is a module of its own: only what is used gets compiled."""
 
 COMPILER_OPTIONS = ("-std=c++17",)
@@ -31,6 +31,7 @@ _FILE_OF = {
     "unswizzle": "swizzle",
     "adamw": "step",
     "sgd": "step",
+    "fold": "fold",
 }
 _INCLUDE = re.compile(r'^#include "([a-z0-9_]+\.cuh)"$', re.MULTILINE)
 

@@ -158,7 +158,18 @@ class HostCudaEngine(CudaEngine):
         return found
 
 
-for _name in ("copy", "quantize", "dequantize", "cast", "sum_into", "swizzle", "unswizzle", "adamw", "sgd"):
+for _name in (
+    "copy",
+    "quantize",
+    "dequantize",
+    "cast",
+    "sum_into",
+    "swizzle",
+    "unswizzle",
+    "adamw",
+    "sgd",
+    "fold",
+):
     setattr(HostCudaEngine, _name, _guarded(_name))
 
 

@@ -26,6 +26,7 @@ CLOSED_ARGUMENTS = {
     "kernels/buffer._is_of_cupy": "64 types",
     "kernels/cpu/drive.compiled": "kinds of kernels", "kernels/cpu/scales.swizzle_kernel": "two",
     "kernels/cpu/step.sgd_kernel": "modes of a step", "kernels/cuda/engine.device_engine": "GPUs",
+    "kernels/cuda/engine._fold_tree": "numbers of sources, to 2,048", "kernels/cuda/engine._fold_rows": "the same",
     "kernels/cuda/module.source": "files of the package", "kernels/reference.value_table": "element formats, dtypes",
     "launch/mpiexec._probe_library": "8", "launch/mpiexec._probe_mpiexec": "32",
 }  # fmt: skip

@@ -36,6 +36,19 @@ KERNELS = {
     "convert": {"cast_1", "cast_8", "sum_1", "sum_8"},
     "swizzle": {"swizzle_scales", "unswizzle_scales"},
     "step": {"adamw", "sgd"},
+    "fold": {
+        f"fold_{kind}_{count}"
+        for kind in (
+            "f64",
+            "f32",
+            "f16",
+            "bf16",
+            "e4m3",
+            "e5m2",
+            *(f"{s}{bits}" for s in "iu" for bits in (8, 16, 32, 64)),
+        )
+        for count in (1, 2 if "64" in kind else 4)
+    },
 }
 
 
@@ -215,9 +228,15 @@ def test_kernels_become_the_instructions_they_are_for(compiler: str, arch: int, 
             if not kernel.endswith("any"):
                 assert has(r"LDG\.E(\.\w+)*\.64"), kernel
                 assert has(r"STG\.E\.128"), kernel
+        elif re.fullmatch(r"fold_(f32|b?f16|e4m3|e5m2)_\d", kernel):
+            assert has("FADD"), kernel
+            assert has("FMUL"), kernel
+            # What is flushed is within the exact division, which takes numbers apart before.
+            assert not has(r"FMUL\.FTZ\S*"), kernel
+            assert sum(word.startswith("FADD.FTZ") for word in words) <= 2, kernel
         elif kernel.startswith("sum"):  # subnormals count, though CuPy has the compiler flush them
             assert has("FADD"), kernel
             assert not has(r"FADD\.FTZ\S*"), kernel
-        if kernel in ("copy_16", "cast_8", "sum_8"):
+        if kernel in ("copy_16", "cast_8", "sum_8", "fold_f32_4", "fold_f64_2", "fold_i64_2", "fold_u64_2"):
             assert has(wide), kernel
             assert has(r"STG\.E\.128"), kernel

@@ -80,6 +80,7 @@ class Module:
         strides = tuple(4 * int(np.prod(shape[dim + 1 :])) for dim in range(len(shape)))
         facts = {
             "shape": shape, "strides": strides, "dtype": np.dtype(np.float32), "size": int(np.prod(shape)),
+            "nbytes": 4 * int(np.prod(shape)),
             "flags": type("Flags", (), {"c_contiguous": True}), "data": type("Data", (), {"ptr": at}),
         }  # fmt: skip
         made.__dict__.update(facts)

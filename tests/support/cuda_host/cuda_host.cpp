@@ -61,6 +61,8 @@ void call_kernel() {
              (a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], a[9], a[10]))
         CASE(13, (W, W, W, W, W, W, W, W, W, W, W, W, W),
              (a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], a[9], a[10], a[11], a[12]))
+        CASE(16, (W, W, W, W, W, W, W, W, W, W, W, W, W, W, W, W),
+             (a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], a[9], a[10], a[11], a[12], a[13], a[14], a[15]))
 #undef CASE
         default:
             std::snprintf(message, sizeof message, "no kernel takes %u arguments", argument_count);
