@@ -76,13 +76,13 @@ class _Noted(NamedTuple):
 class LateComparison:
     """The calls of one rank on one communicator, compared with the others' by a thread."""
 
-    def __init__(self, host: Communicator, give_up: Callable[[LowshardError], str]) -> None:
+    def __init__(self, host: Communicator, give_up: Callable[[LowshardError], LowshardError]) -> None:
         """Begin with no call noted.
 
         Args:
             host: moves host memory between the same ranks, for nothing but this; `close` closes it.
-            give_up: called once, in the thread, with what keeps the communicator from going on; returns what is left
-                to do, or "".
+            give_up: called once, in the thread, with what keeps the communicator from going on; returns it with what
+                is left to do.
         """
         self._host, self._give_up = host, give_up
         self._noted: deque[_Noted] = deque()
@@ -241,9 +241,9 @@ class LateComparison:
                 f"{error}; this rank called {first.call.text} at {first.line} (call #{first.number}), which is not "
                 "known to have been called by all",
             )
-        left = self._give_up(error)
+        error = self._give_up(error)
         with self._condition:
-            self._error = again(error, f"{error}; {left}") if left else error
+            self._error = error
             self._condition.notify_all()
 
     def _meet(self) -> None:

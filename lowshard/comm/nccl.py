@@ -129,10 +129,9 @@ class NCCLCommunicator(DeviceCommunicator):
             assert beside is not None
             nccl, select, device = self._nccl, self._binding.select, self._device
 
-            def give_up(error: LowshardError) -> str:
+            def give_up(error: LowshardError) -> LowshardError:
                 select(device)  # a new thread begins on device 0
-                nccl.cause = error
-                return nccl.give_up()
+                return nccl.give_up_because(error)
 
             self._late = LateComparison(beside, give_up)
         return self

@@ -26,6 +26,7 @@ SUM = 0  # ncclSum
 _INVALID_ARGUMENT = 4  # the one ncclResult_t error that leaves a communicator usable
 _REMOTE_ERROR, _IN_PROGRESS, _TIMEOUT = 6, 7, 8
 _ABORT_LOCK_S = 1.0
+_NOT_OURS = "the NCCL communicator is its maker's: abort it there, or its kernels keep the GPU busy"
 
 
 class NCCLHandle:
@@ -168,13 +169,21 @@ class NCCLHandle:
         """Say whether the work before an event is done; does not wait. What it raises: see `look`."""
         return is_done(event, self.watch, self, what)
 
+    def give_up_because(self, error: LowshardError) -> LowshardError:
+        """Give up over what the ranks agree on; return what every later call and wait raises, and one under way."""
+        self.cause = error if self._owned else again(error, f"{error}; {_NOT_OURS}")
+        left = self.give_up()
+        if left:
+            self.cause = again(error, f"{error}; {left}")
+        return self.cause
+
     def give_up(self) -> str:
         """Abort the NCCL communicator, so that its kernels leave the device; return what hindered it, or ""."""
         self.failed = True
         if self._state != "open":
             return ""
         if not self._owned:
-            return "the NCCL communicator is its maker's: abort it there, or its kernels keep the GPU busy"
+            return _NOT_OURS if self.cause is None else ""  # the cause says it
         if not self._calling.acquire(timeout=_ABORT_LOCK_S):
             return "it was not aborted, for another thread is inside an NCCL call"
         try:

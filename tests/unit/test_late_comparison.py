@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from itertools import chain, repeat
 from typing import TypeVar
 
 import numpy as np
@@ -42,13 +43,22 @@ def ended(comm: Communicator) -> str:
     return str(comm._handle.ended)
 
 
-def told(call: Callable[[], object], cls: type[LowshardError], *says: str) -> None:
-    """Check that a call raises an error soon, or after some such calls, as it comes late."""
+def told(
+    call: Callable[[], object],
+    cls: type[LowshardError],
+    *says: str,
+    after: Callable[[], object] = lambda: None,
+) -> None:
+    """Check that a call raises an error soon, or after some such calls, as it comes late.
+
+    `after` is called once before, and may raise it as well: the comparison can be done before the call it names is.
+    """
     raised: list[LowshardError] = []
     end_s = time.monotonic() + SOON_S
+    calls = chain([after], repeat(call))
     while not raised and time.monotonic() < end_s:
         try:
-            call()
+            next(calls)()
         except LowshardError as error:
             raised.append(error)
         time.sleep(0.01)
@@ -85,13 +95,17 @@ def test_calls_that_differ_end_in_one_named_error_on_all_ranks_and_nccl_is_abort
     def check(comm: NCCLCommunicator) -> None:
         buf = np.zeros(4)
         comm.all_reduce(buf, buf)
-        comm.all_reduce(buf, buf) if comm.rank else comm.broadcast(buf)
         says = (
             "call #2",
             "rank 0 asked for broadcast float64[4] root=0 at test_late_comparison.py:",
             "rank 1 asked for all_reduce",
         )
-        told(lambda: comm.all_gather(np.zeros(2), np.zeros(4)), MismatchError, *says)
+        told(
+            lambda: comm.all_gather(np.zeros(2), np.zeros(4)),
+            MismatchError,
+            *says,
+            after=lambda: comm.all_reduce(buf, buf) if comm.rank else comm.broadcast(buf),
+        )
         assert ended(comm) == "abort"
         # Every later call and wait says it again.
         refused(comm.barrier, MismatchError, "call #2")
@@ -103,10 +117,9 @@ def test_calls_that_differ_end_in_one_named_error_on_all_ranks_and_nccl_is_abort
 
 def test_a_wait_of_the_host_finds_the_mismatch_long_before_its_deadline() -> None:
     def check(comm: NCCLCommunicator) -> None:
-        work = comm.start.broadcast(np.zeros(4 + comm.rank))
         begun = time.monotonic()
         refused(
-            lambda: work.wait(timeout_s=60.0),
+            lambda: comm.start.broadcast(np.zeros(4 + comm.rank)).wait(timeout_s=60.0),
             MismatchError,
             "call #1",
             r"broadcast float64\[4\]",
@@ -125,10 +138,14 @@ def test_what_waits_for_the_other_ranks_compares_first(end: str) -> None:
             "barrier": comm.barrier, "split": lambda: comm.split(0), "close": comm.close,
             "shared": lambda: comm.broadcast(np.zeros(2) if comm.rank == 0 else None, shared=True),
         }  # fmt: skip
-        if comm.rank == 1:
-            comm.broadcast(np.zeros(3))
+
+        def work() -> None:
+            if comm.rank == 1:
+                comm.broadcast(np.zeros(3))
+            calls[end]()
+
         refused(
-            calls[end],
+            work,
             MismatchError,
             "call #1",
             "rank 1 asked for broadcast float64",
@@ -166,15 +183,15 @@ def test_a_rank_that_stops_calling_is_named_when_the_time_is_over() -> None:
 def test_counts_that_do_not_fit_are_named() -> None:
     def check(comm: NCCLCommunicator) -> None:
         buf = np.zeros(8)
-        for counts in ([2, 2], [3, 3 if comm.rank else 1]):
-            came = [counts[0], 2] if counts[0] == 2 else [3, 3]
-            comm.all_to_all_v(buf, counts, [0, 4], np.zeros(8), came, [0, 4])
+        comm.all_to_all_v(buf, [2, 2], [0, 4], np.zeros(8), [2, 2], [0, 4])
+        counts = [3, 3 if comm.rank else 1]
         told(
             lambda: comm.broadcast(buf),
             MismatchError,
             "call #2",
             "rank 0 sends 1 elements to rank 1",
             "expects 3",
+            after=lambda: comm.all_to_all_v(buf, counts, [0, 4], np.zeros(8), [3, 3], [0, 4]),
         )
 
     run_stuck(2, check)
@@ -186,8 +203,10 @@ def test_what_is_wrong_with_the_arguments_of_one_rank_is_raised_on_all() -> None
         if comm.rank == 1:
             refused(lambda: comm.broadcast(wrong), BufferMismatchError, "rank 1", "contiguous")
         else:
-            comm.broadcast(np.zeros(4))
-            told(comm.barrier, BufferMismatchError, "rank 1", "contiguous")
+            first = np.zeros(4)
+            told(
+                comm.barrier, BufferMismatchError, "rank 1", "contiguous", after=lambda: comm.broadcast(first)
+            )
         assert ended(comm) == "abort"
 
     run_stuck(2, check)
@@ -224,8 +243,13 @@ def test_where_nccls_communicator_is_its_makers_the_error_says_that_it_is_not_ab
 
     def check(beside: Communicator) -> None:
         comm = stuck_communicator(world, beside, owned=False).compare_late()
-        comm.broadcast(np.zeros(2 + comm.rank))
-        refused(comm.barrier, MismatchError, "call #1", "is its maker's: abort it there")
+        told(
+            comm.barrier,
+            MismatchError,
+            "call #1",
+            "is its maker's: abort it there",
+            after=lambda: comm.broadcast(np.zeros(2 + comm.rank)),
+        )
         assert not ended(comm)
 
     lc.run_loopback(2, check)
