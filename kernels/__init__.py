@@ -2,7 +2,8 @@
 optimizer steps.
 
 One call for each job, for NumPy arrays (Numba; plain NumPy where it is missing) and for CuPy arrays (CUDA). Numba
-and CuPy are loaded on first use. GPU calls run on the current stream and wait for nothing.
+and CuPy are loaded on first use. GPU calls run on the current stream, or the one that is named, and wait for
+nothing.
 """
 
 from __future__ import annotations

@@ -12,9 +12,11 @@ from lowshard.kernels.engine import engine_for
 from lowshard.kernels.mxfp8 import FLOATS, require_float
 from lowshard.kernels.runs import whole_array_runs
 from lowshard.kernels.staging import assign, contiguous
+from lowshard.kernels.stream import Stream, takes_stream
 
 
-def cast(x: Array, dtype: object, out: Array | None = None) -> Array:
+@takes_stream
+def cast(x: Array, dtype: object, out: Array | None = None, *, stream: Stream = None) -> Array:
     """Return an array in another float dtype: to nearest, ties to even, overflow to Inf.
 
     A NaN becomes the quiet NaN of its sign: 0x7FC0 (bf16), 0x7E00 (fp16), 0x7FC00000 (fp32), plus the sign bit. The
@@ -24,6 +26,7 @@ def cast(x: Array, dtype: object, out: Array | None = None) -> Array:
         x: bf16, fp16 or fp32 array of any shape and strides.
         dtype: "bfloat16", "float16" or "float32" (or an alias or NumPy dtype of these).
         out: array of x's shape and of `dtype` to write into; it must not share memory with x.
+        stream: as for `quantize_mxfp8`.
 
     Returns:
         `out` if given, else a new C-contiguous array.
@@ -57,7 +60,10 @@ def cast(x: Array, dtype: object, out: Array | None = None) -> Array:
     return out
 
 
-def sum_into(out: Array, sources: Array | Sequence[Array], accumulate: bool = True) -> Array:
+@takes_stream
+def sum_into(
+    out: Array, sources: Array | Sequence[Array], accumulate: bool = True, *, stream: Stream = None
+) -> Array:
     """Add arrays to `out`, in fp32 from left to right, rounded once to out's dtype at the end.
 
     The value is `((out + s0) + s1) + ...`; without `accumulate` it is `(s0 + s1) + ...` and what `out` held
@@ -68,6 +74,7 @@ def sum_into(out: Array, sources: Array | Sequence[Array], accumulate: bool = Tr
         sources: one array or several, each bf16, fp16 or fp32 and of out's shape. They must not share memory
             with out.
         accumulate: whether what `out` holds is the first term.
+        stream: as for `quantize_mxfp8`.
 
     Returns:
         `out`.

@@ -25,9 +25,11 @@ from lowshard.kernels.mxfp8 import (
 )
 from lowshard.kernels.reference import BLOCK_ELEMS, Elem, Mode
 from lowshard.kernels.slices import BoxTable, as_table, pack, require_disjoint, unpack
+from lowshard.kernels.stream import Stream, takes_stream
 from lowshard.kernels.tensor import MXFP8Tensor
 
 
+@takes_stream
 def pack_quantize(
     src: Array,
     table: BoxTable | Sequence[Box],
@@ -35,6 +37,8 @@ def pack_quantize(
     mode: Mode = "rceil",
     out: MXFP8Tensor | None = None,
     min_scale_byte: int = 0,
+    *,
+    stream: Stream = None,
 ) -> MXFP8Tensor:
     """Quantise boxes of an array, each row-major, one after the other into a 1-D tensor, in one pass.
 
@@ -49,6 +53,7 @@ def pack_quantize(
         mode: how the scale is chosen, as in `quantize_mxfp8`.
         out: tensor [total_elems] to write into; it must not share memory with src.
         min_scale_byte: lowest scale byte of a finite block.
+        stream: as for `quantize_mxfp8`.
 
     Returns:
         `out` if given, else a new tensor [total_elems] in one buffer, codes then scales (`MXFP8Tensor.over`).
@@ -83,13 +88,17 @@ def pack_quantize(
     return out
 
 
-def unpack_dequantize(q: MXFP8Tensor, table: BoxTable | Sequence[Box], out: Array) -> Array:
+@takes_stream
+def unpack_dequantize(
+    q: MXFP8Tensor, table: BoxTable | Sequence[Box], out: Array, *, stream: Stream = None
+) -> Array:
     """Dequantise a packed tensor into the boxes of an array, in one pass; other elements stay as they are.
 
     Args:
         q: what `pack_quantize` gave with this table, [total_elems].
         table: a `BoxTable`, or the boxes themselves (checked on every call then).
         out: bf16, fp16 or fp32 array of any strides, with the table's shape; it must not share memory with q.
+        stream: as for `quantize_mxfp8`.
 
     Returns:
         `out`.

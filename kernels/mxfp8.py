@@ -15,6 +15,7 @@ from lowshard.kernels.engine import engine_for
 from lowshard.kernels.reference import BLOCK_ELEMS, Elem, Mode
 from lowshard.kernels.runs import whole_array_runs
 from lowshard.kernels.staging import assign, contiguous
+from lowshard.kernels.stream import Stream, takes_stream
 from lowshard.kernels.tensor import MXFP8Tensor, scale_shape
 
 FLOATS = ("bfloat16", "float16", "float32")
@@ -25,6 +26,7 @@ _UINT8 = np.dtype(np.uint8)
 _STAGED_ELEMS = 1 << 20
 
 
+@takes_stream
 def quantize_mxfp8(
     x: Array,
     elem: Elem = "e4m3",
@@ -33,6 +35,7 @@ def quantize_mxfp8(
     min_scale_byte: int = 0,
     *,
     streaming: bool | None = None,
+    stream: Stream = None,
 ) -> MXFP8Tensor:
     """Quantise an array to MXFP8 in blocks of 32 along its last dim.
 
@@ -52,6 +55,8 @@ def quantize_mxfp8(
             as zero: pass 1 for them.
         streaming: write past a CPU's caches; by default where x alone would fill them. True is for one of many
             arrays that nobody reads soon.
+        stream: on GPUs, where the work is put: a stream of CuPy or torch, an object with __cuda_stream__, or an
+            address; by default the current one of the GPU that holds the arrays.
 
     Returns:
         `out` if given, else a new tensor with C-contiguous buffers.
@@ -61,7 +66,8 @@ def quantize_mxfp8(
             or mode; min_scale_byte out of range.
         DTypeError: x is not bf16, fp16 or fp32.
         BufferMismatchError: out has another shape or elem, is read-only, or shares memory.
-        KernelError: x and out lie in different places (host, GPU).
+        KernelError: x and out lie in different places (host, GPU), or a stream is named and they lie on the host.
+        StreamError: stream is none, or one of another GPU.
     """
     floor_byte = checked_options(elem, mode, min_scale_byte)
     if streaming is not None:
@@ -89,7 +95,10 @@ def quantize_mxfp8(
     return out
 
 
-def dequantize_mxfp8(q: MXFP8Tensor, dtype: object = "bfloat16", out: Array | None = None) -> Array:
+@takes_stream
+def dequantize_mxfp8(
+    q: MXFP8Tensor, dtype: object = "bfloat16", out: Array | None = None, *, stream: Stream = None
+) -> Array:
     """Return the values of an MXFP8 tensor: the exact product of code and scale, rounded once.
 
     Rounding is to nearest, ties to even. Products too large for `dtype` become Inf; scale byte 255 and NaN
@@ -99,6 +108,7 @@ def dequantize_mxfp8(q: MXFP8Tensor, dtype: object = "bfloat16", out: Array | No
         q: the quantised tensor.
         dtype: "bfloat16", "float16" or "float32" (or an alias or NumPy dtype of these).
         out: array of q's shape and of `dtype` to write into; it must not share memory with q.
+        stream: as for `quantize_mxfp8`.
 
     Returns:
         `out` if given, else a new C-contiguous array of q's shape.

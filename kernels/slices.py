@@ -23,6 +23,7 @@ from lowshard.errors import BufferMismatchError, KernelError
 from lowshard.kernels.buffer import Array, allocate, require_apart, require_array, require_out
 from lowshard.kernels.engine import engine_for
 from lowshard.kernels.runs import RunTable, lower
+from lowshard.kernels.stream import Stream, takes_stream
 
 
 @dataclass(frozen=True)
@@ -146,7 +147,10 @@ class BoxTable:
                 yield index, slice(offset, offset + count), shape_of(box)
 
 
-def pack(src: Array, table: BoxTable | Sequence[Box], out: Array | None = None) -> Array:
+@takes_stream
+def pack(
+    src: Array, table: BoxTable | Sequence[Box], out: Array | None = None, *, stream: Stream = None
+) -> Array:
     """Copy boxes of an array, each row-major, one after the other into a 1-D buffer.
 
     Boxes may overlap: their common elements are then in the buffer more than once.
@@ -155,6 +159,7 @@ def pack(src: Array, table: BoxTable | Sequence[Box], out: Array | None = None) 
         src: array of any dtype and strides, with the table's shape.
         table: a `BoxTable`, or the boxes themselves (checked on every call then).
         out: buffer of src's dtype [total_elems]; it must not share memory with src.
+        stream: as for `quantize_mxfp8`.
 
     Returns:
         `out` if given, else a new array [total_elems].
@@ -183,13 +188,15 @@ def pack(src: Array, table: BoxTable | Sequence[Box], out: Array | None = None) 
     return out
 
 
-def unpack(packed: Array, table: BoxTable | Sequence[Box], out: Array) -> Array:
+@takes_stream
+def unpack(packed: Array, table: BoxTable | Sequence[Box], out: Array, *, stream: Stream = None) -> Array:
     """Copy a packed buffer back into the boxes of an array; elements outside the boxes stay as they are.
 
     Args:
         packed: what `pack` gave with this table, [total_elems].
         table: a `BoxTable`, or the boxes themselves (checked on every call then).
         out: array to write into, of any strides, with the table's shape and packed's dtype.
+        stream: as for `quantize_mxfp8`.
 
     Returns:
         `out`.

@@ -8,14 +8,16 @@ from lowshard.argument import number, truth, whole
 from lowshard.errors import BufferMismatchError, KernelError
 from lowshard.kernels.buffer import Array, dtype_name, require_apart, require_array
 from lowshard.kernels.engine import engine_for
+from lowshard.kernels.stream import Stream, takes_stream
 
 _MOST_STEPS = 1 << 53
 """Whole numbers up to here are floats."""
 
 
+@takes_stream
 def adamw_step(
     param: Array, grad: Array, first: Array, second: Array, *, lr: float, beta1: float, beta2: float, eps: float,
-    weight_decay: float, step: int,
+    weight_decay: float, step: int, stream: Stream = None,
 ) -> None:  # fmt: skip
     """Update parameters and both moments in place by AdamW with decoupled decay.
 
@@ -34,6 +36,7 @@ def adamw_step(
         eps: added to the root.
         weight_decay: decay, times lr.
         step: t, 1 for the first.
+        stream: as for `quantize_mxfp8`.
 
     Raises:
         KernelError: arrays that are no NumPy or CuPy arrays, numbers that are none or out of their range, or step
@@ -53,8 +56,10 @@ def adamw_step(
         engine_for(*arrays).adamw(arrays[0], arrays[1], arrays[2], arrays[3], scalars)
 
 
+@takes_stream
 def sgd_step(
-    param: Array, grad: Array, buffer: Array | None, *, lr: float, momentum: float, weight_decay: float, first: bool
+    param: Array, grad: Array, buffer: Array | None, *, lr: float, momentum: float, weight_decay: float, first: bool,
+    stream: Stream = None,
 ) -> None:  # fmt: skip
     """Update parameters, and the momentum buffer, in place by SGD.
 
@@ -69,6 +74,7 @@ def sgd_step(
         momentum: decay of the buffer.
         weight_decay: times p, added to the gradient.
         first: the buffer holds nothing yet.
+        stream: as for `quantize_mxfp8`.
 
     Raises:
         KernelError: arrays that are no NumPy or CuPy arrays, or numbers that are none.

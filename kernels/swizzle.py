@@ -14,19 +14,22 @@ import numpy as np
 from lowshard.errors import BufferMismatchError, DTypeError, KernelError
 from lowshard.kernels.buffer import Array, allocate, require_apart, require_array, require_out
 from lowshard.kernels.engine import engine_for
+from lowshard.kernels.stream import Stream, takes_stream
 
 TILE_ROWS = 128
 TILE_COLS = 4
 TILE_BYTES = TILE_ROWS * TILE_COLS
 
 
-def swizzle_scales(scale: Array, out: Array | None = None) -> Array:
+@takes_stream
+def swizzle_scales(scale: Array, out: Array | None = None, *, stream: Stream = None) -> Array:
     """Return row-major scale bytes in the 128x4 layout.
 
     Args:
         scale: uint8 [rows, cols], cols being K/32; any strides.
         out: uint8 [ceil(rows / 128) * ceil(cols / 4) * 512] to write into, contiguous; it must not share
             memory with scale.
+        stream: as for `quantize_mxfp8`.
 
     Returns:
         `out` if given, else a new array of that form; zero where no scale falls.
@@ -50,7 +53,10 @@ def swizzle_scales(scale: Array, out: Array | None = None) -> Array:
     return target if out is None else out
 
 
-def unswizzle_scales(swizzled: Array, rows: int, cols: int, out: Array | None = None) -> Array:
+@takes_stream
+def unswizzle_scales(
+    swizzled: Array, rows: int, cols: int, out: Array | None = None, *, stream: Stream = None
+) -> Array:
     """Return the row-major scale bytes of an array in the 128x4 layout; the padding is dropped unread.
 
     Args:
@@ -58,6 +64,7 @@ def unswizzle_scales(swizzled: Array, rows: int, cols: int, out: Array | None = 
         rows: rows of the matrix.
         cols: scale bytes a row, K/32.
         out: uint8 [rows, cols] to write into, any strides; it must not share memory with swizzled.
+        stream: as for `quantize_mxfp8`.
 
     Returns:
         `out` if given, else a new C-contiguous array [rows, cols].

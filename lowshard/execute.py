@@ -12,7 +12,7 @@ import numpy as np
 from lowshard import dtypes, move
 from lowshard.argument import brief
 from lowshard.comm.agreement import agree, agree_on_plan, control_of, share
-from lowshard.comm.protocol import Communicator
+from lowshard.comm.protocol import Communicator, Stream
 from lowshard.cost import ClusterProfile
 from lowshard.errors import BufferMismatchError, DTypeError, LowshardError, MeshError, PlanError
 from lowshard.kernels.buffer import allocate, may_overlap
@@ -28,7 +28,7 @@ _HOST = np.empty(0)
 
 def execute(
     plan: RedistributePlan, local: Array | None, comm: Communicator, out: Array | None = None, *,
-    pool: BufferPool | None = None, profile: bool = False,
+    pool: BufferPool | None = None, profile: bool = False, stream: Stream = None,
 ) -> Array | None:  # fmt: skip
     """Move a rank's local array as the plan says and return its part of the destination.
 
@@ -49,6 +49,7 @@ def execute(
             read-only view of local may be returned instead.
         pool: where a new result comes from.
         profile: take the time of each step, on the slowest rank, for `plan.explain()`; ranks meet between the steps.
+        stream: on GPUs, where the work is put, as for the calls of a `Communicator`; by default the current one.
 
     Returns:
         This rank's part of `plan.dst`, or None on a rank outside the destination mesh.
@@ -58,21 +59,23 @@ def execute(
         MeshError: the communicator has fewer ranks than the meshes name.
         BufferMismatchError: local or out has another shape, dtype or memory order than required.
         MismatchError: the ranks hold different plans, or not all profile.
-        CommError: comm is no communicator.
+        CommError: comm is no communicator, or one over host memory and a stream is named.
+        StreamError: stream is none, or one of another device.
         DTypeError: the plan folds what has no mean (bools), or float8 on a GPU.
         (Each on every rank, whichever rank is at fault.)
     """
     control = control_of(comm)
-    comm.refuse_capture("execute")
-    error = _argument_error(plan, local, comm, out, pool, profile)
-    digest = b"" if error is not None else plan.digest_bytes
-    if profile is True:  # the ranks then meet between the steps, so all of them do or none
-        digest = digest[::-1]
-    agree_on_plan(comm, digest, error, "execute")
-    if not profile:
-        return _walk(plan, local, comm, out, pool)
-    times: list[float] = []
-    result = _walk(plan, local, comm, out, pool, times)
+    times: list[float] | None = [] if profile is True else None
+    with comm._current(stream) as wrong:
+        comm.refuse_capture("execute")
+        error = wrong or _argument_error(plan, local, comm, out, pool, profile)
+        digest = b"" if error is not None else plan.digest_bytes
+        if profile is True:  # the ranks then meet between the steps, so all of them do or none
+            digest = digest[::-1]
+        agree_on_plan(comm, digest, error, "execute")
+        result = _walk(plan, local, comm, out, pool, times)
+    if times is None:
+        return result
     rows = share(control, np.array(times, np.float64)) if times else []
     plan.note_measured([float(max(row[i] for row in rows)) for i in range(len(times))])
     return result
@@ -85,6 +88,7 @@ def execute_all(
     out: Mapping[str, Array] | None = None,
     *,
     pool: BufferPool | None = None,
+    stream: Stream = None,
 ) -> dict[str, Array | None]:
     """Move many arrays, each by its plan, after one agreement over all of them.
 
@@ -96,9 +100,15 @@ def execute_all(
         Nothing has moved when it raises.
     """
     control_of(comm)
-    comm.refuse_capture("execute_all")
-    given = {} if out is None else out
-    error: Exception | None = None
+    with comm._current(stream) as wrong:
+        comm.refuse_capture("execute_all")
+        return _execute_all(plans, local, comm, {} if out is None else out, pool, wrong)
+
+
+def _execute_all(
+    plans: Mapping[str, RedistributePlan], local: Mapping[str, Array | None], comm: Communicator,
+    given: Mapping[str, Array], pool: BufferPool | None, error: LowshardError | None,
+) -> dict[str, Array | None]:  # fmt: skip
     tables: dict[str, object] = {"plans": plans, "local": local, "out": given}
     for what, table in tables.items():
         if not isinstance(table, Mapping):
@@ -122,7 +132,7 @@ def execute_all(
 
 def redistribute(
     local: Array | None, src: Layout, dst: Layout, comm: Communicator, out: Array | None = None, *,
-    cost: ClusterProfile | None = None, pool: BufferPool | None = None,
+    cost: ClusterProfile | None = None, pool: BufferPool | None = None, stream: Stream = None,
 ) -> Array | None:  # fmt: skip
     """Move a rank's local array from layout `src` to layout `dst`: plan, then execute.
 
@@ -130,16 +140,17 @@ def redistribute(
     are read first. Arguments, result and errors: as for `execute`, and those of `plan_redistribute`, on every rank.
     """
     control_of(comm)
-    comm.refuse_capture("redistribute")
-    plan, error = None, None
-    try:
-        plan = plan_redistribute(src, dst, cost, comm.node_size)
-        error = _argument_error(plan, local, comm, out, pool)
-    except LowshardError as caught:  # perhaps on this rank alone: the others wait to hear of it
-        error = caught
-    agree_on_plan(comm, b"" if plan is None else plan.digest_bytes, error, "redistribute")
-    assert plan is not None  # else agree has raised
-    return _walk(plan, local, comm, out, pool)
+    with comm._current(stream) as error:
+        comm.refuse_capture("redistribute")
+        plan = None
+        try:
+            plan = plan_redistribute(src, dst, cost, comm.node_size)
+            error = error or _argument_error(plan, local, comm, out, pool)
+        except LowshardError as caught:  # perhaps on this rank alone: the others wait to hear of it
+            error = caught
+        agree_on_plan(comm, b"" if plan is None else plan.digest_bytes, error, "redistribute")
+        assert plan is not None  # else agree has raised
+        return _walk(plan, local, comm, out, pool)
 
 
 def _walk(

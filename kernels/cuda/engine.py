@@ -35,6 +35,7 @@ _OPS = {"sum": 0, "avg": 0, "prod": 1, "max": 2, "min": 3}
 MOST_FOLDED = _FOLD_GROUP << (_FOLD_LEVELS - 2)
 """Sources that `CudaEngine.fold` takes."""
 _KEPT_SOURCE_TABLES = 256
+_KEPT_STREAMS = 64  # that a run table has a copy for
 _TILE_BYTES = 512  # of the 128x4 layout
 _SWIZZLE_TILES = 8  # of a CTA's turn
 
@@ -269,8 +270,9 @@ class CudaEngine:
         that waits on another stream could find the next owner's words there.
         """
         stream = self._launcher.current_stream
-        key = (self._key, stream, unit_items, bytes_as_items)
-        found: _Placed | None = runs.derived.get(key)
+        key = (self._key, unit_items, bytes_as_items)
+        of_streams: OrderedDict[Hashable, _Placed] = runs.derived.setdefault(key, OrderedDict())
+        found = of_streams.get(stream)
         if found is None:
             host_key = ("units", unit_items, bytes_as_items)
             host: UnitTable | None = runs.derived.get(host_key)
@@ -278,7 +280,9 @@ class CudaEngine:
                 host = runs.derived[host_key] = unit_table(runs, unit_items, bytes_as_items)
             words = self._launcher.to_device(host.words)
             args = (address(words), host.boxes, host.dims, host.map_shift, host.units)
-            found = runs.derived[key] = _Placed(words, args, host.units)
+            found = of_streams[stream] = _Placed(words, args, host.units)
+            if len(of_streams) > _KEPT_STREAMS:
+                of_streams.popitem(last=False)
         return found
 
     def _source_table(self, bases: list[int], kinds: list[int]) -> Array | None:

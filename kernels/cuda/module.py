@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Hashable, Sequence
 from functools import cache
 from pathlib import Path
@@ -51,6 +52,10 @@ def source(name: str) -> str:
     return read(f"{name}.cu")
 
 
+_PER_THREAD = 2
+"""cudaStreamPerThread: one address for the default stream of every thread, each a stream of its own."""
+
+
 class CuPyLauncher:
     """Starts kernels on one GPU, on the stream that is current there; never waits.
 
@@ -77,8 +82,9 @@ class CuPyLauncher:
 
     @property
     def current_stream(self) -> Hashable:
-        """The address of the stream that is current on this GPU."""
-        return int(self._cupy.cuda.get_current_stream(self._device.id).ptr)
+        """What tells the current stream of this GPU from others: its address, and the thread where it is a thread's."""
+        at = int(self._cupy.cuda.get_current_stream(self._device.id).ptr)
+        return (at, threading.get_ident()) if at == _PER_THREAD else at
 
     def to_device(self, words: npt.NDArray[np.int64]) -> Array:
         """Return a copy on the GPU, made in the current stream's order from pinned memory."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -12,8 +13,7 @@ from lowshard import dtypes
 from lowshard.comm.call import Call
 from lowshard.comm.nccl_bindings import Binding
 from lowshard.comm.protocol import Communicator, Stream
-from lowshard.comm.work import Work
-from lowshard.errors import BufferMismatchError, CaptureError, CommError, LowshardError
+from lowshard.errors import BufferMismatchError, CaptureError, CommError, LowshardError, StreamError
 
 Array = Any
 
@@ -58,17 +58,21 @@ class DeviceCommunicator(Communicator):
 
     # ---- the stream that a caller names
 
-    def _on_stream(self, stream: Stream, name: str, *args: Any, **options: Any) -> Any:
-        if self._in_group():
-            raise CommError(
-                "messages of a grouped() block go together, on the stream that is current at its end; leave stream= out"
-            )
-        with self._binding.on_stream(stream, self._device):
-            return getattr(self, name)(*args, **options)
-
-    def _start_on_stream(self, stream: Stream, name: str, start: Callable[[], Work]) -> Work:
-        with self._binding.on_stream(stream, self._device):
-            return start()
+    @contextmanager
+    def _current(self, stream: Stream) -> Iterator[LowshardError | None]:
+        wrong: LowshardError | None = None
+        with self._binding.on_device(self._device), ExitStack() as stack:
+            if stream is not None and self._in_group():
+                wrong = CommError(
+                    "messages of a grouped() block go together, on the stream that is current at its end; "
+                    "leave stream= out"
+                )
+            elif stream is not None:
+                try:
+                    stack.enter_context(self._binding.on_stream(stream, self._device))
+                except StreamError as error:
+                    wrong = error
+            yield wrong
 
     # ---- the device of the buffers is current while something is launched, whichever the caller's thread has
 

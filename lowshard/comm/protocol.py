@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, Literal
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Literal, NoReturn
 
 from lowshard import dtypes
 from lowshard.argument import whole
@@ -24,6 +24,7 @@ Op = Literal["sum", "avg", "min", "max", "prod"]
 Order = Literal["fast", "tree", "rank"]
 _MOST = (1 << 31) - 1
 """Of a colour and a key: MPI takes C ints."""
+_NOTHING_WRONG: AbstractContextManager[LowshardError | None] = nullcontext()
 
 
 class Communicator(Arguments):
@@ -64,19 +65,37 @@ class Communicator(Arguments):
         """
         return Starter(self)
 
-    def _on_stream(self, stream: Stream, name: str, *args: Any, **options: Any) -> Any:
-        """Make a call by its name with a stream current; here there are none, so all ranks refuse it."""
-        error = CommError(
-            f"stream= is for communicators over GPU arrays, but this one ({self.transport}) moves host memory; "
-            "leave it out"
+    def _current(self, stream: Stream) -> AbstractContextManager[LowshardError | None]:
+        """Make the device of the buffers and, unless it is None, a stream current for a block.
+
+        The block gets what is wrong with the stream, for the caller to let all ranks raise; here there are none.
+        """
+        if stream is None:
+            return _NOTHING_WRONG
+        text = (
+            f"stream= is for communicators over GPU arrays, but this one ({self.transport}) moves host memory"
         )
+        return nullcontext(CommError(f"{text}; leave it out"))
+
+    def _on_stream(self, stream: Stream, name: str, *args: Any, **options: Any) -> Any:
+        """Make a call by its name with a stream current; all ranks refuse it where one rank's stream is wrong."""
+        with self._current(stream) as wrong:
+            if wrong is None:
+                return getattr(self, name)(*args, **options)
+        return self._refuse_stream(wrong, name)
+
+    def _start_on_stream(self, stream: Stream, name: str, start: Callable[[], Work]) -> Work:
+        """Start a call with a stream current."""
+        with self._current(stream) as wrong:
+            if wrong is None:
+                return start()
+        error = wrong
+        return self._start(name, lambda: self._refuse_stream(error, name))
+
+    def _refuse_stream(self, error: LowshardError, name: str) -> NoReturn:
         if name in ("send", "recv", "send_recv"):  # calls of two ranks, which no other would refuse
             raise error
         self._refuse(error, f"{name} on a stream")
-
-    def _start_on_stream(self, stream: Stream, name: str, start: Callable[[], Work]) -> Work:
-        """Start a call with a stream current; here there are none."""
-        return self._start(name, lambda: Communicator._on_stream(self, stream, name))
 
     def refuse_capture(self, what: str) -> None:
         """Raise CaptureError where a CUDA graph records the current stream, which cannot record `what`."""

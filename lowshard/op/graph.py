@@ -12,7 +12,7 @@ from lowshard.argument import instance, items, mapping, number
 from lowshard.argument import whole as whole_number
 from lowshard.comm.agreement import agree, control_of
 from lowshard.comm.loopback import run_loopback
-from lowshard.comm.protocol import Communicator
+from lowshard.comm.protocol import Communicator, Stream
 from lowshard.errors import (
     BufferMismatchError,
     LayoutError,
@@ -39,6 +39,8 @@ def run_graph(
     inputs: Mapping[str, Array | None],
     comm: Communicator,
     outputs: Sequence[str] | None = None,
+    *,
+    stream: Stream = None,
 ) -> dict[str, Array | None]:
     """Run a graph as its plan says and return this rank's part of each output, laid out as `plan.output_layouts`.
 
@@ -51,6 +53,7 @@ def run_graph(
             `plan.layout(name)` gives this rank; None on a rank outside the mesh.
         comm: a communicator whose ranks are those of the mesh; it may have more.
         outputs: names of tensors; by default the graph's outputs. Others come as `plan.layout(name)`.
+        stream: as for `lowshard.execute`.
 
     Raises:
         BufferMismatchError: an input that is missing, or of another shape or dtype.
@@ -62,7 +65,14 @@ def run_graph(
         (Each on every rank.)
     """
     control_of(comm)
-    error: LowshardError | None = None
+    with comm._current(stream) as wrong:
+        return _run_graph(plan, inputs, comm, outputs, wrong)
+
+
+def _run_graph(
+    plan: GraphPlan, inputs: Mapping[str, Array | None], comm: Communicator, outputs: Sequence[str] | None,
+    error: LowshardError | None,
+) -> dict[str, Array | None]:  # fmt: skip
     names: list[str] = []
     steps: list[int] = []
     digest = bytes(16)
@@ -71,7 +81,7 @@ def run_graph(
         digest = bytes.fromhex(plan.digest())
         names = _wanted(plan.graph, outputs)
         steps = needed_steps(plan.graph, names)
-        error = _input_error(plan, inputs, steps, names, comm)
+        error = error or _input_error(plan, inputs, steps, names, comm)
     except LowshardError as found:
         error = found
     agree(comm, digest, error, "run_graph")

@@ -9,7 +9,7 @@ import numpy as np
 
 from lowshard.argument import brief
 from lowshard.comm.agreement import agree, control_of
-from lowshard.comm.protocol import Communicator
+from lowshard.comm.protocol import Communicator, Stream
 from lowshard.errors import BufferMismatchError, LowshardError, MeshError, PlanError
 from lowshard.execute import execute_all
 from lowshard.kernels.buffer import is_gpu
@@ -25,7 +25,7 @@ from lowshard.solver.table import dtype_error
 
 
 def run_action(
-    action: Action, operands: Sequence[Array | None], comm: Communicator
+    action: Action, operands: Sequence[Array | None], comm: Communicator, *, stream: Stream = None
 ) -> tuple[Array | None, ...]:
     """Run an op as an action says and return this rank's part of each result, laid out as `action.outputs`.
 
@@ -36,6 +36,7 @@ def run_action(
         operands: this rank's part of each operand, of shape `action.sources[k].local_shape(rank)` and that dtype;
             None on a rank outside the mesh.
         comm: a communicator whose ranks are those of the mesh; it may have more.
+        stream: as for `lowshard.execute`.
 
     Raises:
         BufferMismatchError: operands of another number, shape or dtype.
@@ -45,12 +46,13 @@ def run_action(
         (Each on every rank.)
     """
     control_of(comm)
-    digest, error = b"", _argument_error(action, operands, comm)
-    if isinstance(action, Action):
-        digest = bytes.fromhex(action.digest())
-    agree(comm, digest, error, "run_action")
-    needed = move_operands(action, operands, comm)
-    return compute(action, needed, comm)
+    with comm._current(stream) as wrong:
+        digest, error = b"", wrong or _argument_error(action, operands, comm)
+        if isinstance(action, Action):
+            digest = bytes.fromhex(action.digest())
+        agree(comm, digest, error, "run_action")
+        needed = move_operands(action, operands, comm)
+        return compute(action, needed, comm)
 
 
 def move_operands(action: Action, operands: Sequence[Array | None], comm: Communicator) -> list[Array | None]:

@@ -19,14 +19,14 @@ import numpy as np
 from lowshard.argument import choice, whole
 from lowshard.box import shape_of
 from lowshard.comm.agreement import agree, control_of, share
-from lowshard.comm.protocol import Communicator
+from lowshard.comm.protocol import Communicator, Stream
 from lowshard.errors import LowshardError, MismatchError, PlanError
 from lowshard.reshard.channel import SLOTS, Channel, MessageChannel, SlotChannel, set_aside
 from lowshard.reshard.choice import WriteChoice
 from lowshard.reshard.contract import ReshardTransform
 from lowshard.reshard.plan import Move, ReshardPlan
 from lowshard.reshard.sight import Sight
-from lowshard.reshard.stream import Stream
+from lowshard.reshard.stream import BucketStream
 from lowshard.reshard.view import NodeView
 from lowshard.reshard.wire import STREAMED_BYTES, Copier, Part, buckets_of, inner_span, span_of
 
@@ -105,7 +105,7 @@ class Report:
     """Memory that was set aside for buckets."""
 
 
-class Reshard(Stream, Sight):
+class Reshard(BucketStream, Sight):
     """A plan made ready for given arrays: addresses looked up, buckets laid out, staging set aside.
 
     `run` moves the arrays' present content, as often as you like. Collective: all ranks of the communicator make it,
@@ -155,6 +155,11 @@ class Reshard(Stream, Sight):
         self._channel: Channel | None = None
         self._just_made = self._has_run = False
         self.checksums, self.version = checksums, 0
+        with comm._current(None):
+            self._make_ready(way, checksums, staging_bytes)
+
+    def _make_ready(self, way: Way, checksums: bool, staging_bytes: int) -> None:
+        comm, plan = self.comm, self.plan
         view = NodeView.of(comm) if way != _MESSAGES and comm.xp is np else None
         self._staged = SLOTS if view is not None else 2 * SLOTS  # receivers unpack out of the senders' slots
         most_bytes = CACHED_BYTES if view is not None else staging_bytes
@@ -177,11 +182,12 @@ class Reshard(Stream, Sight):
 
     # ---- running
 
-    def run(self, version: int = 0) -> Report:
+    def run(self, version: int = 0, *, stream: Stream = None) -> Report:
         """Move what the source arrays hold now. Collective.
 
         Args:
             version: travels with the checksums; a bucket of another version is an error.
+            stream: on GPUs, where the work is put, as for the calls of a `Communicator`; by default the current one.
 
         Raises:
             VerificationError: a checksum does not agree; the text names tensor and sender. The others as the
@@ -190,13 +196,14 @@ class Reshard(Stream, Sight):
         """
         self.comm._enter("reshard")
         try:
-            return self._run(version)
+            with self.comm._current(stream) as wrong:
+                return self._run(version, wrong)
         finally:
             self.comm._turn.release()
 
-    def _run(self, version: int) -> Report:
+    def _run(self, version: int, error: LowshardError | None) -> Report:
         self.version = version
-        self._error = None
+        self._error = error
         if not self._just_made:  # what was prepared to learn its form is of an earlier content
             self._kept.clear()
             self._pending.clear()
@@ -311,17 +318,19 @@ def execute_reshard_plan(
     dst: Mapping[str, Any] | None,
     comm: Communicator,
     transform: ReshardTransform | None = None,
+    *,
+    stream: Stream = None,
     **settings: Unpack[Settings],
 ) -> Report:
     """Move tensors as a plan says, from the arrays of `src` into those of `dst`.
 
     Collective: all ranks of the communicator call this. Arguments and errors: as for `Reshard`, which keeps what is
-    made ready for another run.
+    made ready for another run, and its `run`.
     """
     made = Reshard(plan, src, dst, comm, transform, **settings)
     try:
         made._just_made = True
-        return made.run()
+        return made.run(stream=stream)
     finally:
         made.close()
 

@@ -11,7 +11,7 @@ from typing import Any, Literal, Self, Unpack, get_args
 import numpy as np
 
 from lowshard.comm.agreement import agree, share
-from lowshard.comm.protocol import Communicator
+from lowshard.comm.protocol import Communicator, Stream
 from lowshard.errors import CommError, LowshardError, MismatchError, PlanError
 from lowshard.reshard.contract import ReshardTransform
 from lowshard.reshard.execute import Report, Reshard, Settings, argument_error
@@ -127,10 +127,14 @@ class Refit:
 
     # ---- a version
 
-    def push(self, version: int) -> Report:
+    def push(self, version: int, *, stream: Stream = None) -> Report:
         """Give the sources' present content as a version; on a rank that also serves, take it as well.
 
         Collective: every rank calls push or pull. Those that push name one version, and one of them has sources.
+
+        Args:
+            version: an integer from 0 to 2^63 - 1.
+            stream: on GPUs, where the work is put, as for the calls of a `Communicator`; by default the current one.
 
         Raises:
             PlanError: a version that is no integer from 0 to 2^63 - 1, or only ranks without sources push it; on all
@@ -139,16 +143,18 @@ class Refit:
             VerificationError: a checksum does not agree; the old version stays, on all ranks.
             PeerFailed: a rank died. `version` tells which one this rank serves, the same on all ranks of a host.
         """
-        return self._refit(version, True)
+        with self.comm._current(stream) as wrong:
+            return self._refit(version, True, wrong)
 
-    def pull(self, version: int | None = None) -> Report:
+    def pull(self, version: int | None = None, *, stream: Stream = None) -> Report:
         """Take the version that is pushed; with a number, that one and no other. Otherwise as `push`."""
-        return self._refit(version, False)
+        with self.comm._current(stream) as wrong:
+            return self._refit(version, False, wrong)
 
-    def _refit(self, version: int | None, pushes: bool) -> Report:
+    def _refit(self, version: int | None, pushes: bool, wrong: LowshardError | None) -> Report:
         if self._closed:
             raise CommError("this Refit is closed; make a new one")
-        number = self._agreed(version, pushes)
+        number = self._agreed(version, pushes, wrong)
         self._attempt += 1
         target = 0 if self.buffering == "in_place" else 1 - self._live
         self._torn = self.buffering == "in_place"
@@ -164,9 +170,8 @@ class Refit:
             return report
         raise self._lost()
 
-    def _agreed(self, version: int | None, pushes: bool) -> int:
+    def _agreed(self, version: int | None, pushes: bool, error: LowshardError | None) -> int:
         """Return the one version that is pushed, the same on all ranks, or raise on all of them."""
-        error: LowshardError | None = None
         number = _NONE
         try:
             if version is not None or pushes:
@@ -237,11 +242,12 @@ def _twin(comm: Communicator, array: Array) -> Array:
         raise PlanError(
             f"destinations are arrays, got {type(array).__name__}; a transform has what it quantises"
         )
-    try:
-        made = comm.empty(tuple(array.shape), array.dtype)
-    except (MemoryError, OSError) as error:
-        raise CommError(
-            f"there is no memory for a second set of destinations ({error}); refit with buffering='in_place'"
-        ) from error
-    made[...] = array
+    with comm._current(None):
+        try:
+            made = comm.empty(tuple(array.shape), array.dtype)
+        except (MemoryError, OSError) as error:
+            raise CommError(
+                f"there is no memory for a second set of destinations ({error}); refit with buffering='in_place'"
+            ) from error
+        made[...] = array
     return made

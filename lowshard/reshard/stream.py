@@ -24,7 +24,7 @@ Stage = tuple[int, int]
 """Stage and peer. What is handed on goes in a later stage than what it came in."""
 
 
-class Stream(Side):
+class BucketStream(Side):
     """The buckets of a rank."""
 
     checksums: bool

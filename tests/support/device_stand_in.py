@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from lowshard.errors import CommError
+from lowshard.errors import CommError, StreamError
 
 DEVICE = 0
 DEFAULT_STREAM = 7
@@ -177,6 +177,12 @@ class DeviceStandIn:
         """Return this thread's current stream of a device; -1: of the current one."""
         need((self.current if device_id < 0 else device_id) == self.device, "the stream of another device")
         return self.stream
+
+    def on_stream(self, stream: StandInStream, device: int) -> StandInStream:
+        """Return what makes a stream current; refuse what is none, as the real one does."""
+        if not isinstance(stream, StandInStream):
+            raise StreamError(f"stream is a stream of the stand-in, got {type(stream).__name__}")
+        return stream
 
     def new_event(self) -> StandInEvent:
         self.need_device("an event made")

@@ -136,7 +136,7 @@ class Host(DeviceStandIn):
             nccl=self.nccl if with_nccl else None,
             xp=np,
             stream=self.stream_of,
-            on_stream=lambda stream, device: stream,
+            on_stream=self.on_stream,
             new_stream=self.new_stream,
             new_event=self.new_event,
             check=self.check,

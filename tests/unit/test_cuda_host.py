@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -658,7 +659,17 @@ def test_a_table_goes_to_the_device_once_for_each_stream() -> None:
         assert engine.launcher.uploads == 3
         engine.launcher.current_stream = 0
         pack(x, table, out)
-    assert engine.launcher.uploads == 3
+        assert engine.launcher.uploads == 3
+        for stream in range(1, 200):  # one that is made for each call keeps nothing for ever
+            engine.launcher.current_stream = stream
+            pack(x, table, out)
+    kept = [
+        found
+        for runs in table._runs.values()
+        for found in runs.derived.values()
+        if isinstance(found, OrderedDict)
+    ]
+    assert 0 < max(map(len, kept)) == cuda_engine._KEPT_STREAMS
 
 
 def test_a_contiguous_array_needs_no_table() -> None:

@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from types import ModuleType, SimpleNamespace
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from support.comm_kit import refused, same
-from support.nccl_stand_in import Host, StandInCommunicator, World, run_staged
+from support.fake_cupy import StreamedCupy
+from support.nccl_stand_in import Host, StandInCommunicator, World, run_staged, run_stand_in
 
+from lowshard import DeviceMesh, Layout, execute, execute_all, plan_redistribute, redistribute
 from lowshard import comm as lc
 from lowshard.comm import Communicator
 from lowshard.comm.nccl import NCCLCommunicator
 from lowshard.comm.staged import StagedCommunicator
 from lowshard.errors import CommError, StreamError
 from lowshard.gpu_stream import on_stream
+from lowshard.op.run import run_action
 from lowshard.pool import BufferPool
+from lowshard.reshard import Refit, TensorLayout, build_reshard_plan, execute_reshard_plan
+from lowshard.solver import pick
 
 ONE, TWO = np.ones(1), np.ones(2)
 CALLS: dict[str, tuple[Any, ...]] = {
@@ -79,43 +85,101 @@ def test_host_memory_has_no_streams_and_all_ranks_say_so() -> None:
     lc.run_loopback(2, check)
 
 
+# ---- calls made of several
+
+MESH = DeviceMesh((2,), ("a",))
+ROWS, WHOLE = (Layout.from_spec(MESH, (4, 6), "float32", spec) for spec in (("a", None), (None, None)))
+PLAN = plan_redistribute(ROWS, WHOLE)
+
+
+def reshard_of(comm: Communicator) -> tuple[Any, ...]:
+    src = TensorLayout.sharded((4, 6), "float32", {"a": (2, 1)}, {0: "a"})
+    dst = TensorLayout.sharded((4, 6), "float32", {"a": (2, 1)}, {1: "a"})
+    return (
+        build_reshard_plan({"w": src}, {"w": dst}),
+        {"w": np.ones((2, 6), np.float32)},
+        {"w": np.zeros((4, 3), np.float32)},
+    )
+
+
+def refit_of(comm: Communicator, stream: Any) -> None:
+    plan, src, dst = reshard_of(comm)
+    with Refit(plan, comm, src, dst) as refit:
+        if comm.rank == 0:
+            refit.push(1, stream=stream)
+        else:
+            refit.pull(stream=stream)
+
+
+def reshard_by(comm: Communicator, stream: Any) -> None:
+    plan, src, dst = reshard_of(comm)
+    execute_reshard_plan(plan, src, dst, comm, stream=stream)
+
+
+def act(comm: Communicator, stream: Any) -> None:
+    found = pick("matmul", [ROWS, Layout.from_spec(MESH, (6, 4), "float32", ("a", None))])
+    run_action(found, [local(), np.ones((3, 4), np.float32)], comm, stream=stream)
+
+
+def local() -> np.ndarray:
+    return np.ones((2, 6), np.float32)
+
+
+MADE: dict[str, Callable[[Communicator, Any], object]] = {
+    "execute": lambda comm, stream: execute(PLAN, local(), comm, stream=stream),
+    "execute_all": lambda comm, stream: execute_all({"w": PLAN}, {"w": local()}, comm, stream=stream),
+    "redistribute": lambda comm, stream: redistribute(local(), ROWS, WHOLE, comm, stream=stream),
+    "run_action": act,
+    "execute_reshard_plan": reshard_by,
+    "Refit": refit_of,
+}
+
+
+def streams_used(comm: Communicator) -> set[int]:
+    """Return the streams that work was put on, and those that started calls follow."""
+    host = comm._binding.select.__self__  # type: ignore[attr-defined]
+    calls = comm._handle.calls if isinstance(comm, NCCLCommunicator) else []
+    return {entry[1] for entry in host.log} | {call[-1] for call in calls}
+
+
+@pytest.mark.parametrize("run", [run_stand_in, run_staged])
+@pytest.mark.parametrize("name", MADE)
+def test_what_is_made_of_several_calls_runs_on_the_stream_that_it_is_given(name: str, run: Any) -> None:
+    def check(comm: Communicator) -> None:
+        host = comm._binding.select.__self__  # type: ignore[attr-defined]
+        user = host.new_stream()
+        MADE[name](comm, user)
+        assert user.ptr in streams_used(comm)
+        if name not in ("Refit", "execute_reshard_plan"):  # which lay out their buckets before
+            assert streams_used(comm) == {user.ptr}
+        assert host.stream is host.default
+
+    run(2, check)
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_one_ranks_wrong_stream_is_refused_by_all(name: str) -> None:
+    def on_gpu(comm: Communicator) -> None:
+        for wrong in (0, 1):
+            given = "no stream" if comm.rank == wrong else None
+            refused(lambda: MADE[name](comm, given), StreamError, "a stream of the stand-in, got str")  # noqa: B023
+        MADE[name](comm, None)
+
+    def on_host(comm: Communicator) -> None:
+        refused(lambda: MADE[name](comm, 7 if comm.rank else None), CommError, "stream= is for", "loopback")
+        MADE[name](comm, None)
+
+    run_stand_in(2, on_gpu)
+    lc.run_loopback(2, on_host)
+
+
 # ---- what is made current
-
-
-class FakeCupy(ModuleType):
-    """CuPy's current device and streams, as far as a stream is made current."""
-
-    def __init__(self) -> None:
-        super().__init__("cupy")
-        self.device, self.entered = 0, []  # type: ignore[var-annotated]
-        entered, fake = self.entered, self
-
-        class Stream:
-            def __init__(self, ptr: int, device_id: int = -1) -> None:
-                self.ptr, self.device_id = ptr, device_id
-
-            @classmethod
-            def from_external(cls, owner: Any) -> Stream:
-                return cls(owner.__cuda_stream__()[1])
-
-            def __enter__(self) -> Stream:
-                entered.append((self.ptr, fake.device))
-                return self
-
-            def __exit__(self, *exc: object) -> None:
-                entered.append("left")
-
-        Stream.null = Stream(0)  # type: ignore[attr-defined]
-        runtime = SimpleNamespace(
-            getDevice=lambda: self.device, setDevice=lambda device: setattr(self, "device", device)
-        )
-        self.cuda = SimpleNamespace(Stream=Stream, runtime=runtime)
 
 
 def test_streams_of_cupy_and_torch_addresses_and_the_protocol_are_taken(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    fake = FakeCupy()
+    fake = StreamedCupy()
     monkeypatch.setitem(sys.modules, "cupy", fake)
     torchs = SimpleNamespace(cuda_stream=0x20, device=SimpleNamespace(index=1))
     protocol = SimpleNamespace(__cuda_stream__=lambda: (0, 0x30))

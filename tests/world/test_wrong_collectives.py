@@ -99,6 +99,7 @@ CALLS: dict[str, Callable[[Communicator], Prepared]] = {
             "plan": PLAN,
             "local": zeros(4, 6),
             "comm": c,
+            "stream": None,
             "out": zeros(8, 6),
             "pool": BufferPool(c),
             "profile": False,
@@ -110,6 +111,7 @@ CALLS: dict[str, Callable[[Communicator], Prepared]] = {
             "plans": {"w": PLAN},
             "local": {"w": zeros(4, 6)},
             "comm": c,
+            "stream": None,
             "out": {"w": zeros(8, 6)},
             "pool": BufferPool(c),
         },
@@ -121,6 +123,7 @@ CALLS: dict[str, Callable[[Communicator], Prepared]] = {
             "src": SRC,
             "dst": DST,
             "comm": c,
+            "stream": None,
             "out": zeros(8, 6),
             "cost": None,
             "pool": BufferPool(c),
@@ -132,7 +135,7 @@ CALLS: dict[str, Callable[[Communicator], Prepared]] = {
 def pulled(comm: Communicator) -> Callable[..., object]:
     """Return a call in which rank 0 pushes what the others pull."""
     refit = Refit(MOVES, comm, {"w": zeros(4, 6)}, {"w": zeros(8, 6)})
-    return lambda version: refit.push(version) if comm.rank == 0 else refit.pull(version)
+    return refit.push if comm.rank == 0 else refit.pull
 
 
 def model(comm: Communicator) -> FSDP:
@@ -223,7 +226,7 @@ CALLS |= {
         },
     ),
     "Reshard.run": lambda c: (
-        Reshard(MOVES, {"w": zeros(4, 6)}, {"w": zeros(8, 6)}, c).run, {"version": 3},
+        Reshard(MOVES, {"w": zeros(4, 6)}, {"w": zeros(8, 6)}, c).run, {"version": 3, "stream": None},
     ),
     "Refit": lambda c: (
         Refit,
@@ -233,11 +236,11 @@ CALLS |= {
         },
     ),
     "Refit.push": lambda c: (
-        Refit(MOVES, c, {"w": zeros(4, 6)}, {"w": zeros(8, 6)}).push, {"version": 3},
+        Refit(MOVES, c, {"w": zeros(4, 6)}, {"w": zeros(8, 6)}).push, {"version": 3, "stream": None},
     ),
-    "Refit.pull": lambda c: (pulled(c), {"version": 3}),
+    "Refit.pull": lambda c: (pulled(c), {"version": 3, "stream": None}),
     "run_action": lambda c: (
-        run_action, {"action": PRODUCT, "operands": [zeros(4, 6), zeros(6, 4)], "comm": c},
+        run_action, {"action": PRODUCT, "operands": [zeros(4, 6), zeros(6, 4)], "comm": c, "stream": None},
     ),
     "run_action of an operand": lambda c: (
         lambda a: run_action(PRODUCT, [a, zeros(6, 4)], c), {"a": zeros(4, 6)},
@@ -250,7 +253,10 @@ CALLS |= {
     ),
     "run_graph": lambda c: (
         run_graph,
-        {"plan": GRAPH_PLAN, "inputs": {"x": zeros(4, 6), "w": zeros(6, 4)}, "comm": c, "outputs": ["y"]},
+        {
+            "plan": GRAPH_PLAN, "inputs": {"x": zeros(4, 6), "w": zeros(6, 4)}, "comm": c, "outputs": ["y"],
+            "stream": None,
+        },
     ),
     "run_graph of an array": lambda c: (
         lambda x: run_graph(GRAPH_PLAN, {"x": x, "w": zeros(6, 4)}, c), {"x": zeros(4, 6)},
