@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import ml_dtypes
@@ -289,16 +290,16 @@ def every_call(cupy: Any, rng: np.random.Generator) -> dict[str, Callable[[], An
     scale = on_gpu(rng.integers(0, 255, (300, 34), np.uint8))
     tiles, rows = cupy.empty(3 * 9 * 512, np.uint8), cupy.empty((300, 34), np.uint8)
     return {
-        "quantize": lambda: quantize_mxfp8(x, out=q),
-        "dequantize": lambda: dequantize_mxfp8(q, out=back),
-        "pack": lambda: pack(x, table, packed),
-        "unpack": lambda: unpack(packed, table, back),
-        "pack_quantize": lambda: pack_quantize(x, table, out=wire),
-        "unpack_dequantize": lambda: unpack_dequantize(wire, table, back),
-        "cast": lambda: cast(x, "float32", wide),
-        "sum_into": lambda: sum_into(total_of, sources, accumulate=False),
-        "swizzle": lambda: swizzle_scales(scale, tiles),
-        "unswizzle": lambda: unswizzle_scales(tiles, 300, 34, rows),
+        "quantize": partial(quantize_mxfp8, x, out=q),
+        "dequantize": partial(dequantize_mxfp8, q, out=back),
+        "pack": partial(pack, x, table, packed),
+        "unpack": partial(unpack, packed, table, back),
+        "pack_quantize": partial(pack_quantize, x, table, out=wire),
+        "unpack_dequantize": partial(unpack_dequantize, wire, table, back),
+        "cast": partial(cast, x, "float32", wide),
+        "sum_into": partial(sum_into, total_of, sources, accumulate=False),
+        "swizzle": partial(swizzle_scales, scale, tiles),
+        "unswizzle": partial(unswizzle_scales, tiles, 300, 34, rows),
     }
 
 
@@ -323,6 +324,29 @@ def test_calls_return_while_the_stream_is_busy_and_run_after_what_is_ahead(
             stream.synchronize()
             for a, b in zip(bytes_of(result), expected[name], strict=True):
                 np.testing.assert_array_equal(a, b)
+
+
+def test_a_call_runs_on_the_stream_that_is_named(cupy: Any, rng: np.random.Generator) -> None:
+    spin = cupy.RawKernel(SPIN, "spin")
+    calls = every_call(cupy, rng)
+    expected = {name: bytes_of(call()) for name, call in calls.items()}
+    stream = cupy.cuda.Stream(non_blocking=True)
+    for name, call in calls.items():
+        for named in (stream, stream.ptr):
+            for array in results(call()):
+                array.view(np.uint8).fill(0)
+            cupy.cuda.Device().synchronize()
+            with stream:
+                spin((1,), (1,), (SPIN_CYCLES,))
+            result = call(stream=named)
+            early = [
+                bytes(array) for array in bytes_of(result)
+            ]  # over the default stream, which waits for nothing
+            assert not stream.done, f"{name} waited for what was ahead on the stream"
+            stream.synchronize()
+            late = [bytes(array) for array in bytes_of(result)]
+            assert late == [bytes(array) for array in expected[name]]
+            assert early != late, f"{name} ran on another stream"
 
 
 def test_a_new_table_goes_up_without_waiting(cupy: Any, rng: np.random.Generator) -> None:
