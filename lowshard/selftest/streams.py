@@ -90,3 +90,9 @@ def _on_a_side_stream(tally: Tally) -> None:
                     tally.same(f"started all_reduce beside a {kind} stream", result, expected)
                     tally.true(f"Work.done after a {kind} stream was synchronised", work.done(), "False")
                     del other
+        given, stream = ordinary((_ELEMS,), "float32", "streams"), xp.cuda.Stream(non_blocking=True)
+        with stream:
+            value, total = xp.asarray(given) * 2, xp.zeros(_ELEMS, xp.float32)
+        comm.all_reduce(value, total, stream=stream)
+        stream.synchronize()
+        tally.same("all_reduce on a stream that is named", total, given * 2)

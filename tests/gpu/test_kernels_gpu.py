@@ -344,8 +344,8 @@ def test_a_call_runs_on_the_stream_that_is_named(cupy: Any, rng: np.random.Gener
             ]  # over the default stream, which waits for nothing
             assert not stream.done, f"{name} waited for what was ahead on the stream"
             stream.synchronize()
-            late = [bytes(array) for array in bytes_of(result)]
-            assert late == [bytes(array) for array in expected[name]]
+            late = [array.tobytes() for array in bytes_of(result)]
+            assert late == [array.tobytes() for array in expected[name]]
             assert early != late, f"{name} ran on another stream"
 
 
