@@ -93,7 +93,7 @@ def test_started_calls_run_on_side_streams(nccl_version: list[int]) -> None:
     tally = Tally()
     streams.run(setting(), tally)
     assert tally.wrong == 0, tally.findings
-    assert tally.checks == 60
+    assert tally.checks == 61
 
 
 @pytest.mark.parametrize("run", [run_stand_in, run_staged])
