@@ -66,8 +66,7 @@ def execute(
     """
     control = control_of(comm)
     times: list[float] | None = [] if profile is True else None
-    with comm._current(stream) as wrong:
-        comm.refuse_capture("execute")
+    with comm._meeting("execute", stream) as wrong:
         error = wrong or _argument_error(plan, local, comm, out, pool, profile)
         digest = b"" if error is not None else plan.digest_bytes
         if profile is True:  # the ranks then meet between the steps, so all of them do or none
@@ -100,8 +99,7 @@ def execute_all(
         Nothing has moved when it raises.
     """
     control_of(comm)
-    with comm._current(stream) as wrong:
-        comm.refuse_capture("execute_all")
+    with comm._meeting("execute_all", stream) as wrong:
         return _execute_all(plans, local, comm, {} if out is None else out, pool, wrong)
 
 
@@ -140,8 +138,7 @@ def redistribute(
     are read first. Arguments, result and errors: as for `execute`, and those of `plan_redistribute`, on every rank.
     """
     control_of(comm)
-    with comm._current(stream) as error:
-        comm.refuse_capture("redistribute")
+    with comm._meeting("redistribute", stream) as error:
         plan = None
         try:
             plan = plan_redistribute(src, dst, cost, comm.node_size)

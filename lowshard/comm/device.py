@@ -74,12 +74,18 @@ class DeviceCommunicator(Communicator):
                     wrong = error
             yield wrong
 
+    @contextmanager
+    def _meeting(self, what: str, stream: Stream = None) -> Iterator[LowshardError | None]:
+        with self._current(stream) as wrong:
+            self._refuse_capture(what)
+            yield wrong
+
     # ---- the device of the buffers is current while something is launched, whichever the caller's thread has
 
     def _before(self) -> None:
         """What is done before each call, with the device current."""
 
-    def refuse_capture(self, what: str) -> None:
+    def _refuse_capture(self, what: str) -> None:
         """Raise CaptureError where a CUDA graph records the current stream."""
         if self._binding.capturing(self._binding.stream()):
             raise CaptureError(
@@ -93,7 +99,7 @@ class DeviceCommunicator(Communicator):
         Raises:
             CaptureError: it does, and this call cannot be recorded.
         """
-        self.refuse_capture(call.name)
+        self._refuse_capture(call.name)
         return False
 
     def _do(self, call: Call, *buffers: Any) -> None:
@@ -152,13 +158,13 @@ class DeviceCommunicator(Communicator):
 
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
         """As `Communicator.split`."""
-        self.refuse_capture("split")
+        self._refuse_capture("split")
         return super().split(color, key)
 
     def close(self) -> None:
         """As `Communicator.close`."""
         if not self._closed:
-            self.refuse_capture("close")
+            self._refuse_capture("close")
         super().close()
 
     def _copy(self, target: Array, source: Array) -> None:

@@ -200,7 +200,7 @@ class NCCLCommunicator(DeviceCommunicator):
         if not self._binding.capturing(self._binding.stream()):
             return False
         if call.name not in _CAPTURED or "shared" in call.text:
-            self.refuse_capture(call.text)
+            self._refuse_capture(call.text)
         return True
 
     def _before(self) -> None:
@@ -230,7 +230,7 @@ class NCCLCommunicator(DeviceCommunicator):
         NCCL orders the kernels of one communicator among themselves, on whichever streams they are. Started
         work of two communicators runs at once: all ranks start it in one order.
         """
-        self.refuse_capture(f"start.{name}")
+        self._refuse_capture(f"start.{name}")
         self._begin_messages()
         work = StreamWork(self._nccl, self._binding, f"{name} on rank {self.rank}")
         try:
@@ -248,7 +248,7 @@ class NCCLCommunicator(DeviceCommunicator):
         wait for ever. So messages begin together, when one of them is waited for or asked about, or with the next
         call of this thread on any NCCL communicator; and they are in turn with collectives.
         """
-        self.refuse_capture(f"start.{name}")
+        self._refuse_capture(f"start.{name}")
         waiting = _waiting()
         text, begin = f"{name} of rank {self.rank}", lambda: _begin_all(waiting)
         work = StreamWork(self._nccl, self._binding, text, begin)  # perhaps waited for in another thread

@@ -77,6 +77,10 @@ class Communicator(Arguments):
         )
         return nullcontext(CommError(f"{text}; leave it out"))
 
+    def _meeting(self, what: str, stream: Stream = None) -> AbstractContextManager[LowshardError | None]:
+        """As `_current`, for a call of several steps in which the hosts of all ranks meet: no CUDA graph records it."""
+        return self._current(stream)
+
     def _on_stream(self, stream: Stream, name: str, *args: Any, **options: Any) -> Any:
         """Make a call by its name with a stream current; all ranks refuse it where one rank's stream is wrong."""
         with self._current(stream) as wrong:
@@ -96,9 +100,6 @@ class Communicator(Arguments):
         if name in ("send", "recv", "send_recv"):  # calls of two ranks, which no other would refuse
             raise error
         self._refuse(error, f"{name} on a stream")
-
-    def refuse_capture(self, what: str) -> None:
-        """Raise CaptureError where a CUDA graph records the current stream, which cannot record `what`."""
 
     def empty(self, shape: int | Sequence[int], dtype: Any = "float32") -> Array:
         """Return an array, not filled, in memory that the other ranks of the node can read where it lies.

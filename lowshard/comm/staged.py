@@ -83,7 +83,7 @@ class StagedCommunicator(StagedMoves):
 
     def _run_batch(self, batch: Sequence[tuple[Call, Array, int]]) -> None:
         """Move all that is sent to the host, let the host's messages go together, move what came to the device."""
-        self.refuse_capture("messages")
+        self._refuse_capture("messages")
         with self._binding.on_device(self._device):
             self._exchange_batch(batch)
 
@@ -128,14 +128,14 @@ class StagedCommunicator(StagedMoves):
 
     def _start(self, name: str, call: Callable[[], Any]) -> StagedWork:
         """Run a call by the communicator's thread, on a stream of the communicator's own."""
-        self.refuse_capture(f"start.{name}")
+        self._refuse_capture(f"start.{name}")
         with self._binding.on_device(self._device):
             self._side.fork()
         return StagedWork(self._binding, super()._start(name, lambda: self._on_side(self._side, call, name)))
 
     def _start_message(self, name: str, buf: Array, peer: int) -> StagedWork:
         """Run a send or a recv by a thread, with a stream and slots, of its own."""
-        self.refuse_capture(f"start.{name}")
+        self._refuse_capture(f"start.{name}")
         side = self._new_side()
         with self._binding.on_device(self._device):
             side.fork()

@@ -155,7 +155,7 @@ class Reshard(BucketStream, Sight):
         self._channel: Channel | None = None
         self._just_made = self._has_run = False
         self.checksums, self.version = checksums, 0
-        with comm._current(None):
+        with comm._meeting("Reshard"):
             self._make_ready(way, checksums, staging_bytes)
 
     def _make_ready(self, way: Way, checksums: bool, staging_bytes: int) -> None:
@@ -196,7 +196,7 @@ class Reshard(BucketStream, Sight):
         """
         self.comm._enter("reshard")
         try:
-            with self.comm._current(stream) as wrong:
+            with self.comm._meeting("Reshard.run", stream) as wrong:
                 return self._run(version, wrong)
         finally:
             self.comm._turn.release()

@@ -143,12 +143,12 @@ class Refit:
             VerificationError: a checksum does not agree; the old version stays, on all ranks.
             PeerFailed: a rank died. `version` tells which one this rank serves, the same on all ranks of a host.
         """
-        with self.comm._current(stream) as wrong:
+        with self.comm._meeting("Refit.push", stream) as wrong:
             return self._refit(version, True, wrong)
 
     def pull(self, version: int | None = None, *, stream: Stream = None) -> Report:
         """Take the version that is pushed; with a number, that one and no other. Otherwise as `push`."""
-        with self.comm._current(stream) as wrong:
+        with self.comm._meeting("Refit.pull", stream) as wrong:
             return self._refit(version, False, wrong)
 
     def _refit(self, version: int | None, pushes: bool, wrong: LowshardError | None) -> Report:

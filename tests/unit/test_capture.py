@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -10,12 +11,24 @@ import pytest
 from support.comm_kit import refused, same
 from support.nccl_stand_in import Host, StandInCommunicator, World, run_stand_in
 
-from lowshard import DeviceMesh, Layout, Replicated, Sharded, execute, plan_redistribute
+from lowshard import (
+    DeviceMesh,
+    Layout,
+    Replicated,
+    Sharded,
+    execute,
+    execute_all,
+    plan_redistribute,
+    redistribute,
+)
 from lowshard import comm as lc
 from lowshard.comm import Communicator
 from lowshard.comm.nccl import NCCLCommunicator
 from lowshard.comm.staged import StagedCommunicator
 from lowshard.errors import CaptureError
+from lowshard.op.run import run_action
+from lowshard.reshard import Refit, Reshard, TensorLayout, build_reshard_plan, execute_reshard_plan
+from lowshard.solver import pick
 
 
 def host_of(comm: NCCLCommunicator | StagedCommunicator) -> Host:
@@ -64,7 +77,35 @@ REFUSED: dict[str, Callable[[Communicator], object]] = {
     "close": lambda comm: comm.close(),
     "all_gather shared": lambda comm: comm.all_gather(np.zeros(2), shared=True),
     "execute": lambda comm: execute(PLAN, np.zeros(2, np.float32), comm),
+    "execute_all": lambda comm: execute_all({"w": PLAN}, {"w": np.zeros(2, np.float32)}, comm),
+    "redistribute": lambda comm: redistribute(np.zeros(2, np.float32), PLAN.src, PLAN.dst, comm),
+    "Reshard": lambda comm: execute_reshard_plan(MOVES, one(), one(), comm),
+    "Reshard.run": lambda comm: made_before(comm, lambda: Reshard(MOVES, one(), one(), comm)).run(),
+    "Refit.push": lambda comm: made_before(comm, lambda: Refit(MOVES, comm, one(), one())).push(1),
+    "Refit.pull": lambda comm: made_before(comm, lambda: Refit(MOVES, comm, one(), one())).pull(),
+    "run_action": lambda comm: run_action(pick("relu", [PLAN.src]), [np.zeros(2, np.float32)], comm),
 }
+WHOLE = {"w": TensorLayout.sharded((2,), "float32", {"x": (1, 1)}, {})}
+MOVES = build_reshard_plan(WHOLE, WHOLE)
+
+
+def one() -> dict[str, np.ndarray]:
+    return {"w": np.zeros(2, np.float32)}
+
+
+def made_before(comm: Communicator, make: Callable[[], Any]) -> Any:
+    """Return what is made before the capture begins."""
+    assert isinstance(comm, (NCCLCommunicator, StagedCommunicator))
+    host = host_of(comm)
+    captured, host.captured = host.captured, None
+    made = make()
+    host.log.clear()
+    if isinstance(comm, NCCLCommunicator):
+        comm._handle.calls.clear()
+    host.captured = captured
+    return made
+
+
 MESH = DeviceMesh((1,), ("x",))
 PLAN = plan_redistribute(
     Layout(MESH, (2,), "float32", (Sharded(0),)), Layout(MESH, (2,), "float32", (Replicated(),))
