@@ -371,17 +371,27 @@ DEVICE void fold(u64 out, u64 elements, const Sources& sources, u32 op, bool tre
     FOLD(fold_##name##_##COUNT, Integer_##name, COUNT, false, PARTS) \
     FOLD(fold_##name##_1, Integer_##name, 1, false, PARTS)
 
-FLOATS(f64, Float64, 2)
-FLOATS(f32, Float32, 4)
-FLOATS(f16, Float16, 4)
-FLOATS(bf16, BFloat16, 4)
-FLOATS(e4m3, Float8E4M3, 4)
-FLOATS(e5m2, Float8E5M2, 4)
-INTEGERS(i8, signed char, u8, i64, 4, false)
-INTEGERS(i16, short, u16, i64, 4, false)
-INTEGERS(i32, i32, u32, i64, 4, false)
-INTEGERS(i64, i64, u64, i64, 2, true)
-INTEGERS(u8, u8, u8, u64, 4, false)
-INTEGERS(u16, u16, u16, u64, 4, false)
-INTEGERS(u32, u32, u32, u64, 4, false)
-INTEGERS(u64, u64, u64, u64, 2, true)
+#define FOLD_f64 FLOATS(f64, Float64, 2)
+#define FOLD_f32 FLOATS(f32, Float32, 4)
+#define FOLD_f16 FLOATS(f16, Float16, 4)
+#define FOLD_bf16 FLOATS(bf16, BFloat16, 4)
+#define FOLD_e4m3 FLOATS(e4m3, Float8E4M3, 4)
+#define FOLD_e5m2 FLOATS(e5m2, Float8E5M2, 4)
+#define FOLD_i8 INTEGERS(i8, signed char, u8, i64, 4, false)
+#define FOLD_i16 INTEGERS(i16, short, u16, i64, 4, false)
+#define FOLD_i32 INTEGERS(i32, i32, u32, i64, 4, false)
+#define FOLD_i64 INTEGERS(i64, i64, u64, i64, 2, true)
+#define FOLD_u8 INTEGERS(u8, u8, u8, u64, 4, false)
+#define FOLD_u16 INTEGERS(u16, u16, u16, u64, 4, false)
+#define FOLD_u32 INTEGERS(u32, u32, u32, u64, 4, false)
+#define FOLD_u64 INTEGERS(u64, u64, u64, u64, 2, true)
+
+// ONLY is one of the names: what one program folds is one or two of them, and all take seconds to compile.
+#define JOINED(a, b) a##b
+#define FOLD_OF(name) JOINED(FOLD_, name)
+#if defined(ONLY)
+FOLD_OF(ONLY)
+#else
+FOLD_f64 FOLD_f32 FOLD_f16 FOLD_bf16 FOLD_e4m3 FOLD_e5m2 FOLD_i8
+FOLD_i16 FOLD_i32 FOLD_i64 FOLD_u8 FOLD_u16 FOLD_u32 FOLD_u64
+#endif

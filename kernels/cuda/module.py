@@ -52,6 +52,13 @@ def source(name: str) -> str:
     return read(f"{name}.cu")
 
 
+def program_of(kernel: str) -> tuple[str, tuple[str, ...]]:
+    """Return the file of a kernel, and the options that it is compiled with: of a fold, for its dtype alone."""
+    words = kernel.split("_")
+    only = (f"-DONLY={words[1]}",) if words[0] == "fold" else ()
+    return _FILE_OF[words[0]], COMPILER_OPTIONS + only
+
+
 _PER_THREAD = 2
 """cudaStreamPerThread: one address for the default stream of every thread, each a stream of its own."""
 
@@ -77,7 +84,7 @@ class CuPyLauncher:
         self._cupy = cupy
         self._device = cupy.cuda.Device(device_id)
         self.multiprocessors = int(self._device.attributes["MultiProcessorCount"])
-        self._modules: dict[str, Any] = {}
+        self._modules: dict[tuple[str, tuple[str, ...]], Any] = {}
         self._kernels: dict[str, Any] = {}
 
     @property
@@ -99,12 +106,10 @@ class CuPyLauncher:
     def _kernel(self, name: str) -> Any:
         found = self._kernels.get(name)
         if found is None:
-            file = _FILE_OF[name.split("_")[0]]
-            module = self._modules.get(file)
+            program = file, options = program_of(name)
+            module = self._modules.get(program)
             if module is None:
                 # Compiled on first use for the GPU that is current, and kept on disk by CuPy.
-                module = self._modules[file] = self._cupy.RawModule(
-                    code=source(file), options=COMPILER_OPTIONS
-                )
+                module = self._modules[program] = self._cupy.RawModule(code=source(file), options=options)
             found = self._kernels[name] = module.get_function(name)
         return found
