@@ -203,6 +203,8 @@ def test_another_user_does_not_even_reach_it(tmp_path: Path) -> None:
         )
         path = made.door.addresses[0].removeprefix("unix:")
         words = ["setpriv", "--reuid=65534", "--clear-groups", sys.executable, "-c", program, path]
+        if subprocess.run([*words[:-2], "pass"], capture_output=True, timeout=30, check=False).returncode:
+            pytest.skip(f"no other user can run {sys.executable}")
         shut = subprocess.run(words, capture_output=True, text=True, timeout=30, check=False)
         assert "PermissionError" in shut.stderr
         for folder in (tmp_path, *tmp_path.parents):

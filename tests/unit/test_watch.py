@@ -343,11 +343,13 @@ def test_a_world_of_one_has_no_threads_and_no_sockets() -> None:
     assert not watch.left(0)
 
 
+@pytest.mark.skipif(
+    sys.version_info >= (3, 12),
+    reason="Python 3.12 warns of a fork beside threads; the ranks of tests/mpi fork anyhow",
+)
 def test_a_forked_child_has_no_part_in_it() -> None:
     watches = start(2)
     read, write = os.pipe()
-    if sys.version_info >= (3, 12):
-        pytest.skip("Python warns of a fork beside threads; the ranks of tests/mpi fork anyhow")
     child = os.fork()
     if not child:
         try:
