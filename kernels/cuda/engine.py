@@ -88,7 +88,7 @@ class CudaEngine:
         unit_bytes = bits & -bits
         table = self._placed(runs, unit_bytes, bytes_as_items=True)
         args = (address(src), address(dst), *table.args)
-        self._launch(f"copy_{unit_bytes}", table.units, 4 * THREADS, 5, args)
+        self._launch(f"copy_{unit_bytes}", table.units, 4 * THREADS, 4, args)
 
     def quantize(
         self,
