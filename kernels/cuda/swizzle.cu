@@ -8,59 +8,74 @@
 
 const u32 TILE_WORDS = 128;
 const u32 TILES = 8;  // of a CTA's turn
+const i32 WORDS = TILES * TILE_WORDS / THREADS;  // of a thread's turn
 
-// What a word of the layout holds: four columns of one row, of which `width` are inside the matrix.
+// A word of the layout and what it holds: four columns of one row, of which `width` are inside the matrix.
 struct Quad {
-    u64 row, column;
+    u64 at, packed;  // addresses in the matrix and in the layout
     u32 width;
+    bool is_there;
 };
 
-DEVICE Quad quad_of(u64 tile, u32 word, u64 tile_columns, u64 rows, u64 columns) {
-    const u64 tile_row = tile / tile_columns;
+// Tiles are counted in 32 bits: 2^32 of them are 2 TB.
+DEVICE Quad quad_of(u32 tile, u32 word, u32 count, u32 tile_columns, u64 matrix, u64 tiles, u64 rows,
+                    u64 columns, u64 row_stride, u64 column_stride) {
+    const u32 tile_row = tile / tile_columns;
+    const u64 row = (u64)tile_row * 128 + (word & 3) * 32 + (word >> 2);
+    const u64 column = (u64)(tile - tile_row * tile_columns) * 4;
     Quad quad;
-    quad.row = tile_row * 128 + (word & 3) * 32 + (word >> 2);
-    quad.column = (tile - tile_row * tile_columns) * 4;
-    const u64 left = columns - quad.column;
-    quad.width = quad.row < rows ? (left < 4 ? (u32)left : 4) : 0;
+    quad.at = matrix + row * row_stride + column * column_stride;
+    quad.packed = tiles + ((u64)tile * TILE_WORDS + word) * 4;
+    quad.is_there = tile < count;
+    quad.width = quad.is_there && row < rows ? (columns - column < 4 ? (u32)(columns - column) : 4) : 0;
     return quad;
 }
 
 // row_stride and column_stride are those of the matrix in bytes; `words`: its rows can be read 4 bytes at a
-// time.
+// time. A turn reads all before it writes.
 template <bool TO_TILES>
 DEVICE void swizzle(u64 matrix, u64 tiles, u64 rows, u64 columns, u64 row_stride, u64 column_stride,
                     bool words) {
-    const u64 tile_columns = (columns + 3) / 4, count = (rows + 127) / 128 * tile_columns;
+    const u32 tile_columns = (u32)((columns + 3) / 4), count = (u32)((rows + 127) / 128) * tile_columns;
     for (u64 first = (u64)blockIdx.x * TILES; first < count; first += (u64)gridDim.x * TILES) {
+        Quad quads[WORDS];
+        u32 values[WORDS];
 #pragma unroll
-        for (u32 j = 0; j < TILES * TILE_WORDS / THREADS; ++j) {
-            const u32 index = j * THREADS + threadIdx.x, word = index % TILE_WORDS;
-            const u64 tile = first + index / TILE_WORDS;
-            if (tile >= count) break;
-            const Quad quad = quad_of(tile, word, tile_columns, rows, columns);
-            const u64 at = matrix + quad.row * row_stride + quad.column * column_stride;
-            const u64 packed = tiles + (tile * TILE_WORDS + word) * 4;
+        for (i32 j = 0; j < WORDS; ++j) {
+            const u32 index = (u32)j * THREADS + threadIdx.x;
+            quads[j] = quad_of((u32)first + index / TILE_WORDS, index % TILE_WORDS, count, tile_columns, matrix,
+                               tiles, rows, columns, row_stride, column_stride);
+        }
+#pragma unroll
+        for (i32 j = 0; j < WORDS; ++j) {
+            const Quad& quad = quads[j];
+            values[j] = 0;
             if (TO_TILES) {
-                u32 value = 0;
                 if (words && quad.width == 4) {
-                    value = lookup<u32>(at);
+                    values[j] = lookup<u32>(quad.at);
                 } else {
                     for (u32 i = 0; i < quad.width; ++i)
-                        value |= (u32)lookup<u8>(at + i * column_stride) << (8 * i);
-                }
-                if (packed & 3) {
-                    store_bytes(packed, 4, value);
-                } else {
-                    store<u32>(packed, value);
+                        values[j] |= (u32)lookup<u8>(quad.at + i * column_stride) << (8 * i);
                 }
             } else if (quad.width) {
-                const u32 value = packed & 3 ? load_bytes(packed, 4) : load<u32>(packed);
-                if (words && quad.width == 4) {
-                    store<u32>(at, value);
+                values[j] = quad.packed & 3 ? load_bytes(quad.packed, 4) : load<u32>(quad.packed);
+            }
+        }
+#pragma unroll
+        for (i32 j = 0; j < WORDS; ++j) {
+            const Quad& quad = quads[j];
+            if (TO_TILES) {
+                if (!quad.is_there) continue;
+                if (quad.packed & 3) {
+                    store_bytes(quad.packed, 4, values[j]);
                 } else {
-                    for (u32 i = 0; i < quad.width; ++i)
-                        store<u8>(at + i * column_stride, (u8)(value >> (8 * i)));
+                    store<u32>(quad.packed, values[j]);
                 }
+            } else if (words && quad.width == 4) {
+                store<u32>(quad.at, values[j]);
+            } else {
+                for (u32 i = 0; i < quad.width; ++i)
+                    store<u8>(quad.at + i * column_stride, (u8)(values[j] >> (8 * i)));
             }
         }
     }

@@ -237,6 +237,12 @@ def test_kernels_become_the_instructions_they_are_for(compiler: str, arch: int, 
         elif kernel.startswith("sum"):  # subnormals count, though CuPy has the compiler flush them
             assert has("FADD"), kernel
             assert not has(r"FADD\.FTZ\S*"), kernel
+        if "swizzle" in kernel:
+            loads = [i for i, word in enumerate(words) if word.startswith("LDG")]
+            stores = [i for i, word in enumerate(words) if word.startswith("STG")]
+            assert len(loads) >= 4, kernel
+            assert max(loads) < min(stores), f"{kernel}: a turn reads all before it writes"
+            assert not has(r"CALL\S*"), f"{kernel}: 64-bit division"
         if kernel.startswith(("copy", "cast")):
             # The search for the box of a unit takes a step for two units at once.
             blocks = " ".join(words).split(" BRA ")
