@@ -101,7 +101,12 @@ def check_gpus() -> list[Check]:
             "nccl", "ok", ", ".join((version, *found["paths"])), nccl_advice(number, len(found["gpus"]))
         )
     else:
-        nccl = Check("nccl", "missing", found["nccl_error"], "install the cuda12 or cuda13 extra of lowshard")
+        nccl = Check(
+            "nccl",
+            "missing",
+            found["nccl_error"],
+            "pip install 'lowshard[cuda13]', or 'lowshard[cuda12]' for CUDA 12",
+        )
     if found["gpu_error"]:
         gpus = Check(
             "gpus", "broken", found["gpu_error"], "no GPU, or no driver that fits CuPy: see nvidia-smi"

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.case_table import CASES, LIMIT_S, check_case
+from support.case_table import CASES, GPU_LIMIT_S, check_case
 from support.comm_cases import CannotRun, run_case
 from support.comm_kit import refused, same
-from support.gpu import REASON, SHARED_GPU, busy, gpus, nccl_version, warm_up
+from support.gpu import REASON, SHARED_GPU, busy, gpus, nccl_version, version_text, warm_up
 from support.starting import start_ranks
 
 from lowshard import comm as lc
@@ -26,7 +26,9 @@ pytestmark = [
 ]
 
 sharing = pytest.mark.skipif(
-    nccl_version() < 23003, reason=f"NCCL 2.30.3 is needed, loaded is {nccl_version()}"
+    nccl_version() < 23003,
+    reason=f"several ranks on one GPU need NCCL 2.30.3, and {version_text()} is loaded: install a newer "
+    "nvidia-nccl-cu12 or -cu13, or preload its libnccl.so.2 (docs/bare-machine.md)",
 )
 
 
@@ -80,7 +82,7 @@ def test_the_contract_holds_on_one_gpu_through_nccl4py(
 
 
 @pytest.mark.mpi
-@pytest.mark.time_limit(LIMIT_S + 30)
+@pytest.mark.time_limit(GPU_LIMIT_S + 30)
 @pytest.mark.skipif(gpus() < 2, reason=f"this machine has {gpus()} GPU(s); at least 2 are needed")
 @pytest.mark.parametrize("name", CASES)
 def test_the_contract_holds_on_all_gpus(name: str) -> None:
@@ -88,7 +90,7 @@ def test_the_contract_holds_on_all_gpus(name: str) -> None:
 
 
 @pytest.mark.mpi
-@pytest.mark.time_limit(LIMIT_S + 30)
+@pytest.mark.time_limit(GPU_LIMIT_S + 30)
 @sharing
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("name", CASES)

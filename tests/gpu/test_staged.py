@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from support.case_table import CASES, LIMIT_S, check_case
+from support.case_table import CASES, GPU_LIMIT_S, check_case
 from support.comm_cases import CannotRun, run_case
 from support.comm_kit import same
 from support.gpu import busy, warm_up, why_no_gpu
@@ -42,7 +42,7 @@ def test_the_contract_holds_on_one_gpu(name: str) -> None:
 
 
 @pytest.mark.mpi
-@pytest.mark.time_limit(LIMIT_S + 30)
+@pytest.mark.time_limit(GPU_LIMIT_S + 30)
 @pytest.mark.parametrize("path", ["auto", "mpi"])
 @pytest.mark.parametrize("name", CASES)
 def test_the_contract_holds_on_two_ranks_that_share_a_gpu(name: str, path: str) -> None:

@@ -16,15 +16,17 @@ _RUNNER = Path(__file__).resolve().parents[1] / "mpi" / "run_cases.py"
 _DEADLINE_S = 60  # of a wait: what hangs is to end by an error that says where, before the job's own limit
 
 LIMIT_S = 250.0  # ranks of MPICH that wait take cores from those that work
+GPU_LIMIT_S = max(LIMIT_S, 5.0 * len(CASES))
+"""On GPUs: ranks that share one take turns on it, for each case."""
 
-__all__ = ["CASES", "LIMIT_S", "check_case"]
+__all__ = ["CASES", "GPU_LIMIT_S", "LIMIT_S", "check_case"]
 
 
 @cache  # one start of mpiexec for all cases
 def _table(
     size: int, device: str, names: tuple[str, ...], env: tuple[tuple[str, str], ...]
 ) -> tuple[dict[str, dict[str, Any]], str]:
-    limit_s = LIMIT_S * (4 if mode.full() else 1)
+    limit_s = (LIMIT_S if device in ("cpu", "windows") else GPU_LIMIT_S) * (4 if mode.full() else 1)
     ended = start_ranks(
         _RUNNER, size, [device, *names], limit_s, env=dict(env), prefix_output=True, may_time_out=True
     )

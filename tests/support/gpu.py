@@ -47,6 +47,12 @@ def nccl_version() -> int:
     return 0 if REASON else int(Binding.load().nccl.get_version())
 
 
+def version_text() -> str:
+    """Return the loaded NCCL's version as NCCL's releases are named."""
+    number = nccl_version()
+    return f"{number // 10000}.{number // 100 % 100}.{number % 100}" if number else "none"
+
+
 @cache
 def _spin(cupy: Any) -> Any:
     return cupy.RawKernel(_SPIN, "spin")
