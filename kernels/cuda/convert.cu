@@ -286,6 +286,7 @@ template <class Source, class Out, u32 COUNT>
 DEVICE void sum(u64 out, u64 elements, const Sources& sources, bool accumulate) {
     const u64 groups = elements / COUNT, threads = (u64)gridDim.x * THREADS;
     const u64 thread = (u64)blockIdx.x * THREADS + threadIdx.x;
+#pragma unroll 1
     for (u64 group = thread; group < groups; group += threads) {
         sum_elements<Source, Out, COUNT>(out, group * COUNT, sources, accumulate);
     }

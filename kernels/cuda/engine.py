@@ -209,19 +209,21 @@ class CudaEngine:
         self, param: Array, grad: Array, first: Array, second: Array, scalars: Sequence[float]
     ) -> None:  # fmt: skip
         """Run one step of AdamW in one launch."""
-        args = (
-            *(address(array) for array in (param, grad, first, second)),
-            param.size,
-            *_float_words(scalars),
-        )
-        self._launch("adamw", param.size, 4 * THREADS, 8, args)
+        self._step("adamw", (param, grad, first, second), (), scalars)
 
     def sgd(self, param: Array, grad: Array, buffer: Array, mode: int, scalars: Sequence[float]) -> None:
         """Run one step of SGD in one launch."""
-        args = (
-            *(address(array) for array in (param, grad, buffer)), param.size, mode, *_float_words(scalars)
-        )  # fmt: skip
-        self._launch("sgd", param.size, 4 * THREADS, 8, args)
+        self._step("sgd", (param, grad, buffer), (mode,), scalars)
+
+    def _step(
+        self, name: str, arrays: Sequence[Array], words: tuple[int, ...], scalars: Sequence[float]
+    ) -> None:
+        bases = [address(array) for array in arrays]
+        unit = 4 if all(base % _VECTOR_BYTES == 0 for base in bases) else 1
+        elems = arrays[0].size
+        # At least one CTA: the elements after the last unit are its work.
+        args = (*bases, elems, *words, *_float_words(scalars))
+        self._launch(f"{name}_{unit}", max(1, elems // unit), THREADS, 5, args)
 
     def swizzle(self, scale: Array, out: Array) -> None:
         """Write uint8 [rows, cols] of any strides in the 128x4 layout, padding included."""
