@@ -76,12 +76,11 @@ def assert_whole_sectors(accesses: list[Access], array: Any, stores: bool, lane_
     found = instructions(accesses, array, stores)
     assert sum(access.size_bytes for group in found for access in group) == array.nbytes
     for group in found:
-        assert {access.size_bytes for access in group} == {lane_bytes}
-        assert len(group) == LANES
         sectors: dict[int, int] = defaultdict(int)
         for access in group:
             sectors[access.address // SECTOR_BYTES] += access.size_bytes
         assert set(sectors.values()) == {SECTOR_BYTES}, sorted(access.address % 1024 for access in group)
+        assert [access.size_bytes for access in group] == [lane_bytes] * LANES
 
 
 def traced(engine: HostCudaEngine, call: Callable[[], object]) -> tuple[str, list[Access]]:
@@ -147,16 +146,6 @@ def test_sum_moves_whole_sectors_on_all_sides(kinds: tuple[str, ...], engine: Ho
     for array in (out, *sources):
         assert_whole_sectors(accesses, array, False, elems * array.itemsize)
     assert_whole_sectors(accesses, out, True, elems * out.itemsize)
-
-
-def test_sum_and_cast_read_all_they_take_before_they_write(engine: HostCudaEngine) -> None:
-    x = on_sector(ELEMS, DTYPES["bfloat16"])
-    out = on_sector(ELEMS, np.float32)
-    sources = [on_sector(ELEMS, DTYPES["bfloat16"]) for _ in range(8)]
-    for call, loads in ((lambda: cast(x, "float32", out), 4), (lambda: sum_into(out, sources), 9)):
-        _, accesses = traced(engine, call)
-        one = [access for access in accesses if (access.warp, access.lane) == (1, 7)]
-        assert next(i for i, access in enumerate(one) if access.is_store) >= loads
 
 
 @pytest.mark.parametrize("offset_bytes", [0, 4])
