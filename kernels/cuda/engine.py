@@ -145,10 +145,10 @@ class CudaEngine:
         together = address(out)
         for base in bases:
             together |= base
-        widest = max(out.dtype.itemsize, *(source.dtype.itemsize for source in sources))
-        group = _VECTOR_BYTES // widest if together % _VECTOR_BYTES == 0 else 1
-        same = group > 1 and len(set(kinds)) == 1
-        kind = _SHORT[sources[0].dtype.name] if same else "mixed"
+        source_kind = _SHORT[sources[0].dtype.name] if len(set(kinds)) == 1 else "mixed"
+        group = 4 if source_kind == "mixed" or 4 in (out.dtype.itemsize, sources[0].dtype.itemsize) else 8
+        if together % _VECTOR_BYTES:
+            source_kind, group = "mixed", 1
         packed = sum(kind << (4 * i) for i, kind in enumerate(kinds[:_DIRECT_SOURCES]))
         direct = (bases + [0] * _DIRECT_SOURCES)[:_DIRECT_SOURCES]
         more = self._source_table(bases[_DIRECT_SOURCES:], kinds[_DIRECT_SOURCES:])
@@ -162,7 +162,7 @@ class CudaEngine:
             address(more) if more is not None else 0,
         )
         # At least one CTA: the elements after the last group are its work.
-        name = f"sum_{kind}_{_SHORT[out.dtype.name]}_{group}"
+        name = f"sum_{source_kind}_{_SHORT[out.dtype.name]}_{group}"
         self._launch(name, max(1, out.size // group), THREADS, 4, args)
 
     def fold(
