@@ -144,33 +144,30 @@ struct Cast {
     }
 };
 
-#define CAST(name, Src, Dst, COUNT, EACH)                                                             \
-    extern "C" __global__ void __launch_bounds__(THREADS, 4)                                          \
-        name(u64 src, u64 dst, u64 records, u64 boxes, u64 dims, u64 map_shift, u64 units) {          \
-        const Table table = {records, boxes,  (u32)dims, (u32)map_shift,                              \
-                             units,   COUNT * Src::BYTES, COUNT * Dst::BYTES};                        \
-        const Cast<Src, Dst, COUNT> move = {src, dst};                                                \
-        for_each_unit<EACH>(table, COUNT, move);                                                      \
+#define CAST(pair, Src, Dst, COUNT, EACH)                                                           \
+    extern "C" __global__ void __launch_bounds__(THREADS, 4)                                        \
+        cast_##pair##_##COUNT(u64 src, u64 dst, u64 records, u64 boxes, u64 dims, u64 map_shift,    \
+                              u64 units) {                                                          \
+        const u32 src_step = COUNT * Src::BYTES, dst_step = COUNT * Dst::BYTES;                     \
+        const Table table = {records, boxes, (u32)dims, (u32)map_shift, units, src_step, dst_step}; \
+        const Cast<Src, Dst, COUNT> move = {src, dst};                                              \
+        for_each_unit<EACH>(table, COUNT, move);                                                    \
     }
 
-CAST(cast_bf16_bf16_8, BF16, BF16, 8, 2)
-CAST(cast_bf16_f16_8, BF16, F16, 8, 2)
-CAST(cast_bf16_f32_4, BF16, F32, 4, 4)
-CAST(cast_f16_bf16_8, F16, BF16, 8, 2)
-CAST(cast_f16_f16_8, F16, F16, 8, 2)
-CAST(cast_f16_f32_4, F16, F32, 4, 4)
-CAST(cast_f32_bf16_4, F32, BF16, 4, 4)
-CAST(cast_f32_f16_4, F32, F16, 4, 4)
-CAST(cast_f32_f32_4, F32, F32, 4, 4)
-CAST(cast_bf16_bf16_1, BF16, BF16, 1, 4)
-CAST(cast_bf16_f16_1, BF16, F16, 1, 4)
-CAST(cast_bf16_f32_1, BF16, F32, 1, 4)
-CAST(cast_f16_bf16_1, F16, BF16, 1, 4)
-CAST(cast_f16_f16_1, F16, F16, 1, 4)
-CAST(cast_f16_f32_1, F16, F32, 1, 4)
-CAST(cast_f32_bf16_1, F32, BF16, 1, 4)
-CAST(cast_f32_f16_1, F32, F16, 1, 4)
-CAST(cast_f32_f32_1, F32, F32, 1, 4)
+// With vectors, and at any address.
+#define CASTS(pair, Src, Dst, COUNT, EACH) \
+    CAST(pair, Src, Dst, COUNT, EACH)      \
+    CAST(pair, Src, Dst, 1, 4)
+
+CASTS(bf16_bf16, BF16, BF16, 8, 2)
+CASTS(bf16_f16, BF16, F16, 8, 2)
+CASTS(bf16_f32, BF16, F32, 4, 4)
+CASTS(f16_bf16, F16, BF16, 8, 2)
+CASTS(f16_f16, F16, F16, 8, 2)
+CASTS(f16_f32, F16, F32, 4, 4)
+CASTS(f32_bf16, F32, BF16, 4, 4)
+CASTS(f32_f16, F32, F16, 4, 4)
+CASTS(f32_f32, F32, F32, 4, 4)
 
 // ---- sums
 
@@ -237,16 +234,18 @@ struct Terms {
         }
     }
     __device__ __forceinline__ void read_more(const Sources& sources, u32 first, u64 element) {
+        u64 base[GROUP] = {};
         kinds = 0;
 #pragma unroll
         for (u32 i = 0; i < GROUP; ++i) {
+            if (first + i >= sources.count) continue;
+            const u64 entry = sources.more + (u64)(first - GROUP + i) * 16;
+            base[i] = lookup<u64>(entry), kinds |= (u32)lookup<u64>(entry + 8) << (4 * i);
+        }
+#pragma unroll
+        for (u32 i = 0; i < GROUP; ++i) {
             term[i].set_negative_zeros();
-            if (first + i < sources.count) {
-                const u64 at = sources.more + (u64)(first - GROUP + i) * 16;
-                const u32 kind = (u32)lookup<u64>(at + 8);
-                kinds |= kind << (4 * i);
-                term[i].read(lookup<u64>(at), element, kind);
-            }
+            if (first + i < sources.count) term[i].read(base[i], element, kinds >> (4 * i) & 15);
         }
     }
     __device__ __forceinline__ void add_to(u32 (&total)[COUNT]) const {
@@ -295,26 +294,26 @@ DEVICE void sum(u64 out, u64 elements, const Sources& sources, bool accumulate) 
     }
 }
 
-#define SUM(name, Source, Out, COUNT)                                                                       \
-    extern "C" __global__ void __launch_bounds__(THREADS, 4)                                                \
-        name(u64 out, u64 elements, u64 accumulate, u64 count, u64 kinds, u64 s0, u64 s1, u64 s2, u64 s3,   \
-             u64 s4, u64 s5, u64 s6, u64 s7, u64 more) {                                                    \
-        const Sources sources = {{s0, s1, s2, s3, s4, s5, s6, s7}, more, (u32)kinds, (u32)count};                \
-        sum<Source, Out, COUNT>(out, elements, sources, accumulate != 0);                                   \
+#define SUM(pair, Source, Out, COUNT)                                                                     \
+    extern "C" __global__ void __launch_bounds__(THREADS, 4)                                              \
+        sum_##pair##_##COUNT(u64 out, u64 elements, u64 accumulate, u64 count, u64 kinds, u64 s0, u64 s1, \
+                             u64 s2, u64 s3, u64 s4, u64 s5, u64 s6, u64 s7, u64 more) {                  \
+        const Sources sources = {{s0, s1, s2, s3, s4, s5, s6, s7}, more, (u32)kinds, (u32)count};         \
+        sum<Source, Out, COUNT>(out, elements, sources, accumulate != 0);                                 \
     }
 
-SUM(sum_bf16_bf16_8, BF16, BF16, 8)
-SUM(sum_bf16_f16_8, BF16, F16, 8)
-SUM(sum_bf16_f32_4, BF16, F32, 4)
-SUM(sum_f16_bf16_8, F16, BF16, 8)
-SUM(sum_f16_f16_8, F16, F16, 8)
-SUM(sum_f16_f32_4, F16, F32, 4)
-SUM(sum_f32_bf16_4, F32, BF16, 4)
-SUM(sum_f32_f16_4, F32, F16, 4)
-SUM(sum_f32_f32_4, F32, F32, 4)
-SUM(sum_mixed_bf16_4, MIXED, BF16, 4)
-SUM(sum_mixed_f16_4, MIXED, F16, 4)
-SUM(sum_mixed_f32_4, MIXED, F32, 4)
-SUM(sum_mixed_bf16_1, MIXED, BF16, 1)
-SUM(sum_mixed_f16_1, MIXED, F16, 1)
-SUM(sum_mixed_f32_1, MIXED, F32, 1)
+SUM(bf16_bf16, BF16, BF16, 8)
+SUM(bf16_f16, BF16, F16, 8)
+SUM(bf16_f32, BF16, F32, 4)
+SUM(f16_bf16, F16, BF16, 8)
+SUM(f16_f16, F16, F16, 8)
+SUM(f16_f32, F16, F32, 4)
+SUM(f32_bf16, F32, BF16, 4)
+SUM(f32_f16, F32, F16, 4)
+SUM(f32_f32, F32, F32, 4)
+SUM(mixed_bf16, MIXED, BF16, 4)
+SUM(mixed_f16, MIXED, F16, 4)
+SUM(mixed_f32, MIXED, F32, 4)
+SUM(mixed_bf16, MIXED, BF16, 1)
+SUM(mixed_f16, MIXED, F16, 1)
+SUM(mixed_f32, MIXED, F32, 1)

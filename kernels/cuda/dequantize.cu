@@ -153,21 +153,21 @@ DEVICE void dequantize(u64 data, u64 scale, u64 dst, const Table& table, u32 ali
             codes[j].read(data + from + part * Target::ELEMS, codes_in_vectors);
         }
         const u32 own_scale = load<u8>(scale + (u64)((i64)own_src >> 5));
-        u32 byte[LANES];
         bool plain = true;
 #pragma unroll
         for (u32 j = 0; j < LANES; ++j) {
-            byte[j] = __shfl_sync(EVERY_LANE, own_scale, (i32)(BLOCKS * j + lane / LANES));
-            plain = plain && is_plain<Elem>(codes[j], byte[j]);
+            const u32 byte = __shfl_sync(EVERY_LANE, own_scale, (i32)(BLOCKS * j + lane / LANES));
+            plain = plain && is_plain<Elem>(codes[j], byte);
         }
-        // One way for the whole warp: the ways hold shuffles.
+        // One way for the whole warp: the ways hold shuffles. Scales come once more, which saves registers.
         if (__all_sync(EVERY_LANE, plain)) {
 #pragma unroll
             for (u32 j = 0; j < LANES; ++j) {
                 const u32 block = BLOCKS * j + lane / LANES;
+                const u32 byte = __shfl_sync(EVERY_LANE, own_scale, (i32)block);
                 const u64 to =
                     FORM == LINEAR ? (first + block) * (32 * Target::BYTES) : shuffle(own_dst, block);
-                const Values<Target> values = decode<Elem, Target>(codes[j], byte[j]);
+                const Values<Target> values = decode<Elem, Target>(codes[j], byte);
                 if (block <= last) values.write(dst + to + part * 16, vectors, elements);
             }
         } else {
@@ -176,12 +176,13 @@ DEVICE void dequantize(u64 data, u64 scale, u64 dst, const Table& table, u32 ali
 #pragma unroll 1
             for (u32 j = 0; j < LANES; ++j) {
                 const u32 block = BLOCKS * j + lane / LANES;
+                const u32 byte = __shfl_sync(EVERY_LANE, own_scale, (i32)block);
                 const u64 to =
                     FORM == LINEAR ? (first + block) * (32 * Target::BYTES) : shuffle(own_dst, block);
-                const Values<Target> values = decode_exactly<Elem, Target>(codes[0], byte[0]);
+                const Values<Target> values = decode_exactly<Elem, Target>(codes[0], byte);
                 if (block <= last) values.write(dst + to + part * 16, vectors, elements);
 #pragma unroll
-                for (u32 k = 0; k < LANES - 1; ++k) codes[k] = codes[k + 1], byte[k] = byte[k + 1];
+                for (u32 k = 0; k < LANES - 1; ++k) codes[k] = codes[k + 1];
             }
         }
     }
