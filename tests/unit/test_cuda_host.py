@@ -591,6 +591,22 @@ def test_sums_of_any_number_of_sources(
         assert engine.launcher.launches[-1][0].endswith(f"_{unit}")
 
 
+@any_dtype
+@pytest.mark.parametrize("kinds", [*DTYPES, "mixed"])
+@pytest.mark.parametrize("offset", [0, 2])
+def test_zeros_of_sign_minus_stay_and_absent_terms_add_nothing(
+    dtype: str, kinds: str, offset: int, engine: HostCudaEngine
+) -> None:
+    for count in (1, 2, 8, 9):
+        picked = (list(DTYPES) * 3)[:count] if kinds == "mixed" else [kinds] * count
+        sources = [at_offset(np.full(21, -0.0, DTYPES[kind]), offset) for kind in picked]
+        out = at_offset(np.full(21, -0.0, DTYPES[dtype]), offset)
+        for accumulate in (True, False):
+            with through(engine):
+                assert np.signbit(sum_into(out, sources, accumulate)).all()
+            assert not out.any()
+
+
 def test_the_first_sources_need_no_table_and_later_ones_keep_theirs() -> None:
     engine = host_cuda_engine()
     sources = [np.full(100, i, np.float32) for i in range(9)]
