@@ -15,6 +15,7 @@ typedef long long i64;
 // Every source has all of this, and uses a part.
 #define UNUSED [[maybe_unused]]
 #define DEVICE UNUSED static __device__ __forceinline__
+#define DEVICE_MEMBER static __device__ __forceinline__
 
 #if defined(__CUDA_ARCH__)
 #define ON_GPU 1

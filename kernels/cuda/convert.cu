@@ -1,205 +1,319 @@
 // Casts between bf16, fp16 and fp32, and sums of them that are kept in fp32 and rounded once.
 //
-// Element types are arguments, not templates: every thread takes the same branch, and memory is what takes
-// the time.
+// A kernel for each pair of element types, so that no branch stands between a load and the next: all loads of a lane
+// are under way before it converts the first value. A lane takes 16 bytes of the wider type at a time, so the accesses
+// of neighbouring lanes are neighbours and fill whole sectors on both sides.
 
 #include "runs.cuh"
 
-// Element types as they come in arguments.
-enum Kind { BF16, F16, F32 };
-
-DEVICE u32 bytes_of(u32 kind) { return kind == F32 ? 4 : 2; }
-
-// Eight elements at a time on 16-byte boundaries, or one.
-template <i32 COUNT>
-struct Elements;
-
-template <>
-struct Elements<8> {
-    u32 bits[8];  // of fp32
-
-    __device__ __forceinline__ void read(u64 address, u32 kind) {
-        const uint4 a = load<uint4>(address);
-        if (kind == F32) {
-            const uint4 b = load<uint4>(address + 16);
-            bits[0] = a.x, bits[1] = a.y, bits[2] = a.z, bits[3] = a.w;
-            bits[4] = b.x, bits[5] = b.y, bits[6] = b.z, bits[7] = b.w;
-            return;
-        }
-        const u32 pair[4] = {a.x, a.y, a.z, a.w};
-#pragma unroll
-        for (u32 i = 0; i < 4; ++i) {
-            if (kind == BF16) {
-                bits[2 * i] = pair[i] << 16, bits[2 * i + 1] = pair[i] & 0xFFFF0000u;
-            } else {
-                bits[2 * i] = __float_as_uint(f16_to_f32(pair[i] & 0xFFFFu));
-                bits[2 * i + 1] = __float_as_uint(f16_to_f32(pair[i] >> 16));
-            }
-        }
+// Element types: fp32 bits of a pattern, and the pattern of fp32 bits.
+struct BF16 {
+    static const u32 BYTES = 2;
+    DEVICE_MEMBER u32 widen(u32 pattern) { return pattern << 16; }
+    DEVICE_MEMBER u32 narrow(u32 bits) { return f32_to_bf16(bits); }
+};
+struct F16 {
+    static const u32 BYTES = 2;
+    DEVICE_MEMBER u32 widen(u32 pattern) { return __float_as_uint(f16_to_f32(pattern)); }
+    DEVICE_MEMBER u32 narrow(u32 bits) { return f32_to_f16(bits); }
+};
+struct F32 {
+    static const u32 BYTES = 4;
+    DEVICE_MEMBER u32 widen(u32 pattern) { return pattern; }
+    DEVICE_MEMBER u32 narrow(u32 bits) {
+        return (bits & F32_MAGNITUDE) > F32_INF ? F32_NAN | (bits & 0x80000000u) : bits;
     }
 };
+// Sources that are not all of one type: which one each has comes in an argument.
+struct MIXED {};
+enum Kind { KIND_BF16, KIND_F16, KIND_F32 };
 
-template <>
-struct Elements<1> {
-    u32 bits[1];
+DEVICE u32 bytes_of(u32 kind) { return kind == KIND_F32 ? 4 : 2; }
 
-    __device__ __forceinline__ void read(u64 address, u32 kind) {
-        if (kind == F32) {
-            bits[0] = address & 3 ? load_bytes(address, 4) : load<u32>(address);
-            return;
-        }
-        const u32 half = address & 1 ? load_bytes(address, 2) : load<u16>(address);
-        bits[0] = kind == BF16 ? half << 16 : __float_as_uint(f16_to_f32(half));
-    }
-};
-
-DEVICE u32 rounded(u32 bits, u32 kind) {
-    if (kind == BF16) return f32_to_bf16(bits);
-    if (kind == F16) return f32_to_f16(bits);
-    return (bits & F32_MAGNITUDE) > F32_INF ? F32_NAN | (bits & 0x80000000u) : bits;
+// Words of memory on a boundary of all their bytes.
+DEVICE void read_words(u64 address, u32 (&word)[4]) {
+    const uint4 all = load<uint4>(address);
+    word[0] = all.x, word[1] = all.y, word[2] = all.z, word[3] = all.w;
 }
+DEVICE void read_words(u64 address, u32 (&word)[2]) {
+    const uint2 all = load<uint2>(address);
+    word[0] = all.x, word[1] = all.y;
+}
+DEVICE void write_words(u64 address, const u32 (&word)[4]) {
+    store<uint4>(address, {word[0], word[1], word[2], word[3]});
+}
+DEVICE void write_words(u64 address, const u32 (&word)[2]) { store<uint2>(address, {word[0], word[1]}); }
 
-DEVICE void write(u64 address, u32 kind, const Elements<8>& elements) {
-    u32 word[8];
-#pragma unroll
-    for (u32 i = 0; i < 8; ++i) word[i] = rounded(elements.bits[i], kind);
-    if (kind == F32) {
-        store<uint4>(address, {word[0], word[1], word[2], word[3]});
-        store<uint4>(address + 16, {word[4], word[5], word[6], word[7]});
+DEVICE u32 half_of(const u32* word, u32 i) { return word[i / 2] >> (16 * (i & 1)) & 0xFFFFu; }
+
+// One pattern at any address.
+DEVICE u32 read_pattern(u64 address, u32 bytes) {
+    if (bytes == 4) return address & 3 ? load_bytes(address, 4) : load<u32>(address);
+    return address & 1 ? load_bytes(address, 2) : load<u16>(address);
+}
+DEVICE void write_pattern(u64 address, u32 bytes, u32 pattern) {
+    if (address & (bytes - 1)) {
+        store_bytes(address, bytes, pattern);
+    } else if (bytes == 4) {
+        store<u32>(address, pattern);
     } else {
-        store<uint4>(address, {word[0] | word[1] << 16, word[2] | word[3] << 16, word[4] | word[5] << 16,
-                               word[6] | word[7] << 16});
+        store<u16>(address, (u16)pattern);
     }
 }
 
-DEVICE void write(u64 address, u32 kind, const Elements<1>& elements) {
-    const u32 word = rounded(elements.bits[0], kind);
-    if (kind == F32) {
-        if (address & 3) {
-            store_bytes(address, 4, word);
+// COUNT elements as they lie in memory: many on a boundary of all their bytes, or one anywhere.
+template <class Type, u32 COUNT>
+struct Packed {
+    static const u32 WORDS = COUNT == 1 ? 1 : COUNT * Type::BYTES / 4;
+    u32 word[WORDS];
+
+    __device__ __forceinline__ void read(u64 address) {
+        if constexpr (COUNT == 1) {
+            word[0] = read_pattern(address, Type::BYTES);
         } else {
-            store<u32>(address, word);
+            read_words(address, word);
         }
-    } else if (address & 1) {
-        store_bytes(address, 2, word);
+    }
+    __device__ __forceinline__ void set_negative_zeros() {
+#pragma unroll
+        for (u32 i = 0; i < WORDS; ++i) word[i] = Type::BYTES == 4 ? 0x80000000u : 0x80008000u;
+    }
+    __device__ __forceinline__ u32 bits(u32 i) const {
+        return Type::widen(Type::BYTES == 4 ? word[i] : half_of(word, i));
+    }
+};
+
+// Rounds fp32 numbers, as many as `Packed` has, and writes them.
+template <class Type, u32 COUNT>
+DEVICE void write(u64 address, const u32 (&bits)[COUNT]) {
+    if constexpr (COUNT == 1) {
+        write_pattern(address, Type::BYTES, Type::narrow(bits[0]));
     } else {
-        store<u16>(address, (u16)word);
+        u32 word[COUNT * Type::BYTES / 4];
+#pragma unroll
+        for (u32 i = 0; i < COUNT * Type::BYTES / 4; ++i) {
+            word[i] = Type::BYTES == 4 ? Type::narrow(bits[i])
+                                       : Type::narrow(bits[2 * i]) | Type::narrow(bits[2 * i + 1]) << 16;
+        }
+        write_words(address, word);
     }
 }
 
-template <i32 COUNT>
+// ---- casts
+
+template <class Src, class Dst, u32 COUNT>
+DEVICE void convert(u64 address, const Packed<Src, COUNT>& held) {
+    u32 bits[COUNT];
+#pragma unroll
+    for (u32 i = 0; i < COUNT; ++i) bits[i] = held.bits(i);
+    write<Dst>(address, bits);
+}
+
+template <class Src, class Dst, u32 COUNT>
 struct Cast {
     u64 src, dst;
-    u32 src_kind, dst_kind;
 
     template <i32 N>
     __device__ __forceinline__ void whole(const Unit (&units)[N]) const {
-        Elements<COUNT> held[N];
+        Packed<Src, COUNT> held[N];
 #pragma unroll
-        for (i32 j = 0; j < N; ++j) held[j].read(src + units[j].src, src_kind);
+        for (i32 j = 0; j < N; ++j) held[j].read(src + units[j].src);
 #pragma unroll
-        for (i32 j = 0; j < N; ++j) write(dst + units[j].dst, dst_kind, held[j]);
+        for (i32 j = 0; j < N; ++j) convert<Src, Dst>(dst + units[j].dst, held[j]);
     }
     template <i32 N>
     __device__ __forceinline__ void parts(const Unit (&units)[N]) const {
-        Elements<COUNT> held[N];
+        Packed<Src, COUNT> held[N];
 #pragma unroll
         for (i32 j = 0; j < N; ++j) {
-            if (units[j].amount == COUNT) held[j].read(src + units[j].src, src_kind);
+            if (units[j].amount == COUNT) held[j].read(src + units[j].src);
         }
 #pragma unroll
         for (i32 j = 0; j < N; ++j) {
             if (units[j].amount == COUNT) {
-                write(dst + units[j].dst, dst_kind, held[j]);
+                convert<Src, Dst>(dst + units[j].dst, held[j]);
             } else {
 #pragma unroll 1
                 for (u32 i = 0; i < units[j].amount; ++i) {
-                    Elements<1> one;
-                    one.read(src + units[j].src + i * bytes_of(src_kind), src_kind);
-                    write(dst + units[j].dst + i * bytes_of(dst_kind), dst_kind, one);
+                    Packed<Src, 1> one;
+                    one.read(src + units[j].src + i * Src::BYTES);
+                    convert<Src, Dst>(dst + units[j].dst + i * Dst::BYTES, one);
                 }
             }
         }
     }
 };
 
-#define CAST(name, COUNT, EACH)                                                                          \
-    extern "C" __global__ void __launch_bounds__(THREADS, 4)                                             \
-        name(u64 src, u64 dst, u64 records, u64 boxes, u64 dims, u64 map_shift, u64 units, u64 src_kind, \
-             u64 dst_kind) {                                                                             \
-        const Table table = {records,                                                                    \
-                             boxes,                                                                      \
-                             (u32)dims,                                                                  \
-                             (u32)map_shift,                                                             \
-                             units,                                                                      \
-                             COUNT * bytes_of((u32)src_kind),                                            \
-                             COUNT * bytes_of((u32)dst_kind)};                                           \
-        const Cast<COUNT> move = {src, dst, (u32)src_kind, (u32)dst_kind};                               \
-        for_each_unit<EACH>(table, COUNT, move);                                                         \
+#define CAST(pair, Src, Dst, COUNT, EACH)                                                           \
+    extern "C" __global__ void __launch_bounds__(THREADS, 4)                                        \
+        cast_##pair##_##COUNT(u64 src, u64 dst, u64 records, u64 boxes, u64 dims, u64 map_shift,    \
+                              u64 units) {                                                          \
+        const u32 src_step = COUNT * Src::BYTES, dst_step = COUNT * Dst::BYTES;                     \
+        const Table table = {records, boxes, (u32)dims, (u32)map_shift, units, src_step, dst_step}; \
+        const Cast<Src, Dst, COUNT> move = {src, dst};                                              \
+        for_each_unit<EACH>(table, COUNT, move);                                                    \
     }
 
-CAST(cast_8, 8, 2)
-CAST(cast_1, 1, 4)
+// With vectors, and at any address.
+#define CASTS(pair, Src, Dst, COUNT, EACH) \
+    CAST(pair, Src, Dst, COUNT, EACH)      \
+    CAST(pair, Src, Dst, 1, 4)
 
-// The first sources come as arguments; the rest lie in device memory, address and kind in turns.
-const i32 DIRECT_SOURCES = 6;
+CASTS(bf16_bf16, BF16, BF16, 8, 2)
+CASTS(bf16_f16, BF16, F16, 8, 2)
+CASTS(bf16_f32, BF16, F32, 4, 4)
+CASTS(f16_bf16, F16, BF16, 8, 2)
+CASTS(f16_f16, F16, F16, 8, 2)
+CASTS(f16_f32, F16, F32, 4, 4)
+CASTS(f32_bf16, F32, BF16, 4, 4)
+CASTS(f32_f16, F32, F16, 4, 4)
+CASTS(f32_f32, F32, F32, 4, 4)
+
+// ---- sums
+
+UNUSED const u32 GROUP = 8;  // sources that come as arguments, and that are loaded together
 
 struct Sources {
-    u64 direct[DIRECT_SOURCES];
-    u64 kinds;  // four bits each
-    u64 more;
+    u64 direct[GROUP];
+    u64 more;   // the rest, in device memory: address and kind in turns
+    u32 kinds;  // of the direct ones, four bits each
     u32 count;
 };
 
-template <i32 COUNT>
-DEVICE void add(Elements<COUNT>& total, u64 address, u64 element, u32 kind) {
-    Elements<COUNT> term;
-    term.read(address + element * bytes_of(kind), kind);
-#pragma unroll
-    for (i32 i = 0; i < COUNT; ++i) {
-        total.bits[i] =
-            __float_as_uint(f32_add(__uint_as_float(total.bits[i]), __uint_as_float(term.bits[i])));
+// A lane's elements of one source.
+template <class Source, u32 COUNT>
+struct Term {
+    Packed<Source, COUNT> packed;
+
+    __device__ __forceinline__ void set_negative_zeros() { packed.set_negative_zeros(); }
+    __device__ __forceinline__ void read(u64 base, u64 element, u32) {
+        packed.read(base + element * Source::BYTES);
     }
-}
+    __device__ __forceinline__ u32 bits(u32 i, u32) const { return packed.bits(i); }
+};
+template <u32 COUNT>
+struct Term<MIXED, COUNT> {
+    u32 word[COUNT];
+
+    __device__ __forceinline__ void set_negative_zeros() {
+#pragma unroll
+        for (u32 i = 0; i < COUNT; ++i) word[i] = 0x80008000u;  // of KIND_BF16, the kind of no source
+    }
+    __device__ __forceinline__ void read(u64 base, u64 element, u32 kind) {
+        const u64 address = base + element * bytes_of(kind);
+        if constexpr (COUNT == 1) {
+            word[0] = read_pattern(address, bytes_of(kind));
+        } else if (kind == KIND_F32) {
+            read_words(address, word);
+        } else {
+            u32 pairs[COUNT / 2];
+            read_words(address, pairs);
+#pragma unroll
+            for (u32 i = 0; i < COUNT / 2; ++i) word[i] = pairs[i];
+        }
+    }
+    __device__ __forceinline__ u32 bits(u32 i, u32 kind) const {
+        if (kind == KIND_F32) return word[i];
+        return kind == KIND_BF16 ? BF16::widen(half_of(word, i)) : F16::widen(half_of(word, i));
+    }
+};
+
+// What a lane takes of up to GROUP sources. All are read before the first is added. Where there is no source stand
+// zeros of sign minus, which change no number: so the adding asks nothing, and cannot come between the loads.
+template <class Source, u32 COUNT>
+struct Terms {
+    Term<Source, COUNT> term[GROUP];
+    u32 kinds;
+
+    __device__ __forceinline__ void read_direct(const Sources& sources, u64 element) {
+        kinds = sources.kinds;
+#pragma unroll
+        for (u32 i = 0; i < GROUP; ++i) {
+            term[i].set_negative_zeros();
+            if (i < sources.count) term[i].read(sources.direct[i], element, kinds >> (4 * i) & 15);
+        }
+    }
+    __device__ __forceinline__ void read_more(const Sources& sources, u32 first, u64 element) {
+        u64 base[GROUP] = {};
+        kinds = 0;
+#pragma unroll
+        for (u32 i = 0; i < GROUP; ++i) {
+            if (first + i >= sources.count) continue;
+            const u64 entry = sources.more + (u64)(first - GROUP + i) * 16;
+            base[i] = lookup<u64>(entry), kinds |= (u32)lookup<u64>(entry + 8) << (4 * i);
+        }
+#pragma unroll
+        for (u32 i = 0; i < GROUP; ++i) {
+            term[i].set_negative_zeros();
+            if (first + i < sources.count) term[i].read(base[i], element, kinds >> (4 * i) & 15);
+        }
+    }
+    __device__ __forceinline__ void add_to(u32 (&total)[COUNT]) const {
+#pragma unroll
+        for (u32 i = 0; i < GROUP; ++i) {
+#pragma unroll
+            for (u32 k = 0; k < COUNT; ++k) {
+                const u32 bits = term[i].bits(k, kinds >> (4 * i) & 15);
+                total[k] = __float_as_uint(f32_add(__uint_as_float(total[k]), __uint_as_float(bits)));
+            }
+        }
+    }
+};
 
 // From out, or else from the first source, on: left to right.
-template <i32 COUNT>
-DEVICE void sum_elements(u64 out, u32 out_kind, u64 element, const Sources& sources, bool accumulate) {
-    Elements<COUNT> total;
-    const u32 first_kind = accumulate ? out_kind : (u32)sources.kinds & 15;
-    total.read((accumulate ? out : sources.direct[0]) + element * bytes_of(first_kind), first_kind);
-    if (accumulate) add(total, sources.direct[0], element, (u32)sources.kinds & 15);
+template <class Source, class Out, u32 COUNT>
+DEVICE void sum_elements(u64 out, u64 element, const Sources& sources, bool accumulate) {
+    const u64 place = out + element * Out::BYTES;
+    Packed<Out, COUNT> before;
+    before.set_negative_zeros();
+    if (accumulate) before.read(place);
+    Terms<Source, COUNT> terms;
+    terms.read_direct(sources, element);
+    u32 total[COUNT];
 #pragma unroll
-    for (i32 i = 1; i < DIRECT_SOURCES; ++i) {
-        if ((u32)i < sources.count)
-            add(total, sources.direct[i], element, (u32)(sources.kinds >> (4 * i)) & 15);
+    for (u32 i = 0; i < COUNT; ++i) total[i] = before.bits(i);
+    terms.add_to(total);
+#pragma unroll 1
+    for (u32 first = GROUP; first < sources.count; first += GROUP) {
+        terms.read_more(sources, first, element);
+        terms.add_to(total);
     }
-    for (u32 i = DIRECT_SOURCES; i < sources.count; ++i) {
-        const u64 entry = sources.more + (u64)(i - DIRECT_SOURCES) * 16;
-        add(total, lookup<u64>(entry), element, (u32)lookup<u64>(entry + 8));
-    }
-    write(out + element * bytes_of(out_kind), out_kind, total);
+    write<Out>(place, total);
 }
 
-template <i32 COUNT>
-DEVICE void sum(u64 out, u32 out_kind, u64 elements, const Sources& sources, bool accumulate) {
+template <class Source, class Out, u32 COUNT>
+DEVICE void sum(u64 out, u64 elements, const Sources& sources, bool accumulate) {
     const u64 groups = elements / COUNT, threads = (u64)gridDim.x * THREADS;
     const u64 thread = (u64)blockIdx.x * THREADS + threadIdx.x;
+#pragma unroll 1
     for (u64 group = thread; group < groups; group += threads) {
-        sum_elements<COUNT>(out, out_kind, group * COUNT, sources, accumulate);
+        sum_elements<Source, Out, COUNT>(out, group * COUNT, sources, accumulate);
     }
     if (COUNT > 1 && thread < elements - groups * COUNT) {
-        sum_elements<1>(out, out_kind, groups * COUNT + thread, sources, accumulate);
+        sum_elements<Source, Out, 1>(out, groups * COUNT + thread, sources, accumulate);
     }
 }
 
-#define SUM(name, COUNT)                                                                                \
-    extern "C" __global__ void __launch_bounds__(THREADS, 5)                                            \
-        name(u64 out, u64 out_kind, u64 elements, u64 accumulate, u64 count, u64 kinds, u64 s0, u64 s1, \
-             u64 s2, u64 s3, u64 s4, u64 s5, u64 more) {                                                \
-        const Sources sources = {{s0, s1, s2, s3, s4, s5}, kinds, more, (u32)count};                    \
-        sum<COUNT>(out, (u32)out_kind, elements, sources, accumulate != 0);                             \
+#define SUM(pair, Source, Out, COUNT)                                                                     \
+    extern "C" __global__ void __launch_bounds__(THREADS, 4)                                              \
+        sum_##pair##_##COUNT(u64 out, u64 elements, u64 accumulate, u64 count, u64 kinds, u64 s0, u64 s1, \
+                             u64 s2, u64 s3, u64 s4, u64 s5, u64 s6, u64 s7, u64 more) {                  \
+        const Sources sources = {{s0, s1, s2, s3, s4, s5, s6, s7}, more, (u32)kinds, (u32)count};         \
+        sum<Source, Out, COUNT>(out, elements, sources, accumulate != 0);                                 \
     }
 
-SUM(sum_8, 8)
-SUM(sum_1, 1)
+SUM(bf16_bf16, BF16, BF16, 8)
+SUM(bf16_f16, BF16, F16, 8)
+SUM(bf16_f32, BF16, F32, 4)
+SUM(f16_bf16, F16, BF16, 8)
+SUM(f16_f16, F16, F16, 8)
+SUM(f16_f32, F16, F32, 4)
+SUM(f32_bf16, F32, BF16, 4)
+SUM(f32_f16, F32, F16, 4)
+SUM(f32_f32, F32, F32, 4)
+SUM(mixed_bf16, MIXED, BF16, 4)
+SUM(mixed_f16, MIXED, F16, 4)
+SUM(mixed_f32, MIXED, F32, 4)
+SUM(mixed_bf16, MIXED, BF16, 1)
+SUM(mixed_f16, MIXED, F16, 1)
+SUM(mixed_f32, MIXED, F32, 1)

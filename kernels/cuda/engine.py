@@ -28,7 +28,7 @@ THREADS = 256
 _SHORT = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
 _KIND = {"bfloat16": 0, "float16": 1, "float32": 2}
 _VECTOR_BYTES = 16
-_DIRECT_SOURCES = 6  # of a sum: as arguments; the rest by a table
+_DIRECT_SOURCES = 8  # of a sum: as arguments, and loaded together; the rest by a table
 _FOLD_GROUP = 8  # sources of a fold that are arguments, or are loaded together
 _FOLD_LEVELS = 10
 _OPS = {"sum": 0, "avg": 0, "prod": 1, "max": 2, "min": 3}
@@ -124,18 +124,20 @@ class CudaEngine:
         sides = [(data, SRC_OFFSET, 1), (scale, SRC_OFFSET, BLOCK_ELEMS), (dst, DST_OFFSET, 1)]
         form, args, units = self._form(runs, aligned & 3 == 3, sides)
         name = f"dequantize_{elem}_{_SHORT[dst.dtype.name]}_{form}"
-        self._launch(name, units, THREADS, 5, (*args, aligned))
+        resident = 4 if runs.dst_itemsize == 4 else 5
+        self._launch(name, units, THREADS, resident, (*args, aligned))
 
     def cast(self, src: Array, dst: Array, runs: RunTable) -> None:
-        """Convert every run from src's dtype to dst's, eight elements at a time where addresses allow it."""
+        """Convert every run from src's dtype to dst's, in units of 16 bytes of the wider where addresses allow it."""
         if not runs.boxes:
             return
         bits = address(src) | address(dst) | _start_bits(runs)
-        unit_elems, each = (8, 2) if bits % _VECTOR_BYTES == 0 else (1, 4)
+        widest = max(runs.src_itemsize, runs.dst_itemsize)
+        unit_elems = _VECTOR_BYTES // widest if bits % _VECTOR_BYTES == 0 else 1
         table = self._placed(runs, unit_elems)
-        kinds = (_KIND[src.dtype.name], _KIND[dst.dtype.name])
-        args = (address(src), address(dst), *table.args, *kinds)
-        self._launch(f"cast_{unit_elems}", table.units, each * THREADS, 4, args)
+        name = f"cast_{_SHORT[src.dtype.name]}_{_SHORT[dst.dtype.name]}_{unit_elems}"
+        each = 2 if unit_elems == 8 else 4
+        self._launch(name, table.units, each * THREADS, 4, (address(src), address(dst), *table.args))
 
     def sum_into(self, out: Array, sources: Sequence[Array], accumulate: bool) -> None:
         """Sum contiguous arrays of one size in fp32, from left to right, and round once."""
@@ -144,13 +146,15 @@ class CudaEngine:
         together = address(out)
         for base in bases:
             together |= base
-        group = 8 if together % _VECTOR_BYTES == 0 else 1
+        source_kind = _SHORT[sources[0].dtype.name] if len(set(kinds)) == 1 else "mixed"
+        group = 4 if source_kind == "mixed" or 4 in (out.dtype.itemsize, sources[0].dtype.itemsize) else 8
+        if together % _VECTOR_BYTES:
+            source_kind, group = "mixed", 1
         packed = sum(kind << (4 * i) for i, kind in enumerate(kinds[:_DIRECT_SOURCES]))
         direct = (bases + [0] * _DIRECT_SOURCES)[:_DIRECT_SOURCES]
         more = self._source_table(bases[_DIRECT_SOURCES:], kinds[_DIRECT_SOURCES:])
         args = (
             address(out),
-            _KIND[out.dtype.name],
             out.size,
             int(accumulate),
             len(bases),
@@ -159,7 +163,8 @@ class CudaEngine:
             address(more) if more is not None else 0,
         )
         # At least one CTA: the elements after the last group are its work.
-        self._launch(f"sum_{group}", max(1, out.size // group), THREADS, 5, args)
+        name = f"sum_{source_kind}_{_SHORT[out.dtype.name]}_{group}"
+        self._launch(name, max(1, out.size // group), THREADS, 4, args)
 
     def fold(
         self, out: Array, sources: Sequence[Array], dtype: str, op: str, tree: bool, divisor: int
@@ -205,19 +210,21 @@ class CudaEngine:
         self, param: Array, grad: Array, first: Array, second: Array, scalars: Sequence[float]
     ) -> None:  # fmt: skip
         """Run one step of AdamW in one launch."""
-        args = (
-            *(address(array) for array in (param, grad, first, second)),
-            param.size,
-            *_float_words(scalars),
-        )
-        self._launch("adamw", param.size, 4 * THREADS, 8, args)
+        self._step("adamw", (param, grad, first, second), (), scalars)
 
     def sgd(self, param: Array, grad: Array, buffer: Array, mode: int, scalars: Sequence[float]) -> None:
         """Run one step of SGD in one launch."""
-        args = (
-            *(address(array) for array in (param, grad, buffer)), param.size, mode, *_float_words(scalars)
-        )  # fmt: skip
-        self._launch("sgd", param.size, 4 * THREADS, 8, args)
+        self._step("sgd", (param, grad, buffer), (mode,), scalars)
+
+    def _step(
+        self, name: str, arrays: Sequence[Array], words: tuple[int, ...], scalars: Sequence[float]
+    ) -> None:
+        bases = [address(array) for array in arrays]
+        unit = 4 if all(base % _VECTOR_BYTES == 0 for base in bases) else 1
+        elems = arrays[0].size
+        # At least one CTA: the elements after the last unit are its work.
+        args = (*bases, elems, *words, *_float_words(scalars))
+        self._launch(f"{name}_{unit}", max(1, elems // unit), THREADS, 5, args)
 
     def swizzle(self, scale: Array, out: Array) -> None:
         """Write uint8 [rows, cols] of any strides in the 128x4 layout, padding included."""

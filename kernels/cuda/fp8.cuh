@@ -5,8 +5,6 @@
 
 #include "bits.cuh"
 
-#define DEVICE_MEMBER static __device__ __forceinline__
-
 UNUSED const u32 SCALE_NAN = 0xFF;
 
 // From this scale byte on, an fp32 subnormal gives code zero in either type.

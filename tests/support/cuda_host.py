@@ -12,10 +12,11 @@ import subprocess
 import tempfile
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache, wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -50,7 +51,18 @@ def host_library() -> tuple[ctypes.CDLL, str]:
         raise RuntimeError(f"{' '.join(command)}\n{done.stdout}{done.stderr}")
     library = ctypes.CDLL(str(target))
     library.lowshard_run.restype = ctypes.c_char_p
+    library.lowshard_trace.restype = ctypes.c_size_t
     return library, done.stderr
+
+
+class Access(NamedTuple):
+    """A load or store of one lane; warps are numbered through the grid."""
+
+    address: int
+    size_bytes: int
+    warp: int
+    lane: int
+    is_store: bool
 
 
 class HostLauncher:
@@ -118,6 +130,21 @@ class HostLauncher:
             )  # fmt: skip
         if error:
             raise HostFault(f"{kernel}: {error.decode()}")
+
+    @contextmanager
+    def traced(self, room: int = 1 << 20) -> Iterator[list[Access]]:
+        """Give a list that holds every load and store of the launches within, in order, once the block is left."""
+        library, _ = host_library()
+        words = np.zeros((room, 5), np.uint64)
+        found: list[Access] = []
+        with self._lock:
+            library.lowshard_trace(ctypes.c_void_p(words.ctypes.data), ctypes.c_size_t(room))
+            try:
+                yield found
+            finally:
+                count = library.lowshard_trace(None, ctypes.c_size_t(0))
+        assert count <= room, f"{count} accesses; there is room for {room}"
+        found += [Access(*row[:4], bool(row[4])) for row in words[:count].tolist()]
 
     def _table_ranges(self, args: Sequence[int]) -> list[tuple[int, int]]:
         live = [self._tables[arg]() for arg in args if arg in self._tables]

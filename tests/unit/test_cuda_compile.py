@@ -33,9 +33,13 @@ KERNELS = {
     "quantize": {f"quantize_{x}_{e}_{form}" for x, e, form in product(FLOATS, ELEMS, FORMS)},
     "dequantize": {f"dequantize_{e}_{x}_{form}" for x, e, form in product(FLOATS, ELEMS, FORMS)},
     "copy": {f"copy_{size}" for size in (1, 2, 4, 8, 16)},
-    "convert": {"cast_1", "cast_8", "sum_1", "sum_8"},
+    "convert": {
+        *(f"cast_{a}_{b}_{n}" for a, b in product(FLOATS, FLOATS) for n in (1, 4 if "f32" in (a, b) else 8)),
+        *(f"sum_{a}_{b}_{4 if 'f32' in (a, b) else 8}" for a, b in product(FLOATS, FLOATS)),
+        *(f"sum_mixed_{b}_{n}" for b, n in product(FLOATS, (1, 4))),
+    },
     "swizzle": {"swizzle_scales", "unswizzle_scales"},
-    "step": {"adamw", "sgd"},
+    "step": {"adamw_1", "adamw_4", "sgd_1", "sgd_4"},
     "fold": {
         f"fold_{kind}_{count}"
         for kind in (
@@ -189,8 +193,12 @@ def test_a_source_compiles_without_warnings_and_spills_no_register(
     assert set(used) == KERNELS[name]
     for kernel, count in used.items():
         # Five CTAs of 256 threads fit: the engine sizes its grids by it, and so many loads keep memory busy.
-        if arch <= MAIN_ARCH and re.search(r"quantize_b?f16_\w+_(linear|table)|dequantize|copy", kernel):
+        if arch <= MAIN_ARCH and re.search(
+            r"quantize_b?f16_\w+_(linear|table)|dequantize_\w+f16|copy|adamw|sgd", kernel
+        ):
             assert count <= 48, kernel
+        if kernel.startswith(("sum", "cast", "dequantize")):  # four CTAs
+            assert count <= 64, kernel
 
 
 @disassembled
@@ -226,8 +234,10 @@ def test_kernels_become_the_instructions_they_are_for(compiler: str, arch: int, 
             if "e4m3" in kernel:
                 assert has(r"F2FP\.F16\.E4M3\.UNPACK_B\S*") == (arch >= 89), kernel
             if not kernel.endswith("any"):
-                assert has(r"LDG\.E(\.\w+)*\.64"), kernel
-                assert has(r"STG\.E\.128"), kernel
+                # A lane's share of a block: 4 codes that become 16 bytes, or 8; all of its shares are under way.
+                codes, shares = (r"LDG\.E(\.EF)?", 8) if "f32" in kernel else (r"LDG\.E(\.EF)?\.64", 4)
+                before = words[: words.index("STG.E.128")]
+                assert sum(bool(re.fullmatch(codes, word)) for word in before) >= shares, kernel
         elif re.fullmatch(r"fold_(f32|b?f16|e4m3|e5m2)_\d", kernel):
             assert has("FADD"), kernel
             assert has("FMUL"), kernel
@@ -237,6 +247,32 @@ def test_kernels_become_the_instructions_they_are_for(compiler: str, arch: int, 
         elif kernel.startswith("sum"):  # subnormals count, though CuPy has the compiler flush them
             assert has("FADD"), kernel
             assert not has(r"FADD\.FTZ\S*"), kernel
+            # What out holds and eight sources are under way before the first is needed; mixed ones have a load for each
+            # width. Single bytes are what lies on no boundary.
+            before = " ".join(words[: words.index("FADD")])
+            wanted = 17 if "mixed" in kernel else 9
+            assert len(re.findall(r"LDG\.E(?!\S*(CONSTANT|U8))", before)) >= wanted, kernel
+            assert not has(r"LDG\.E(\.EF)?(\.U(8|16))?", before) or kernel.endswith("_1"), kernel
+        elif kernel.startswith("cast") and not kernel.endswith("_1"):
+            # Somewhere the loads of a turn follow each other, with no conversion, store or branch between them.
+            _, src, dst, unit = kernel.split("_")
+            width, turn = (".64" if src != "f32" and dst == "f32" else ".128"), (2 if unit == "8" else 4)
+            places = [i for i, word in enumerate(words) if word.startswith("LDG") and "CONSTANT" not in word]
+            assert any(
+                all(words[i].endswith(width) for i in group)
+                and not re.search(
+                    r"\b(STG|BRA|BSSY|HADD2|F2F\w*|PRMT|SHFL)\b", " ".join(words[group[0] : group[-1]])
+                )
+                for group in zip(*(places[k:] for k in range(turn)), strict=False)
+            ), kernel
+            assert has(r"STG\.E\.64" if src == "f32" and dst != "f32" else r"STG\.E\.128"), kernel
+        elif name == "step":
+            # All arrays are read before the first operation; the buffer of sgd is read on a way of its own.
+            first = next(i for i, word in enumerate(words) if re.match(r"F(ADD|MUL|FMA)|MUFU", word))
+            vectors = ".128" if kernel.endswith("_4") else ""
+            loads = [word for word in words[:first] if re.fullmatch(rf"LDG\.E(\.EF)?{vectors}", word)]
+            assert len(loads) >= (4 if "adamw" in kernel else 2), kernel
+            assert has(rf"STG\.E{vectors}"), kernel
         if "swizzle" in kernel:
             loads = [i for i, word in enumerate(words) if word.startswith("LDG")]
             stores = [i for i, word in enumerate(words) if word.startswith("STG")]
@@ -247,6 +283,6 @@ def test_kernels_become_the_instructions_they_are_for(compiler: str, arch: int, 
             # The search for the box of a unit takes a step for two units at once.
             blocks = " ".join(words).split(" BRA ")
             assert any(len(re.findall(r"LDG\.E\.64\.CONSTANT", block)) >= 2 for block in blocks), kernel
-        if kernel in ("copy_16", "cast_8", "sum_8", "fold_f32_4", "fold_f64_2", "fold_i64_2", "fold_u64_2"):
+        if kernel in ("copy_16", "sum_f32_f32_4", "fold_f32_4", "fold_f64_2", "fold_i64_2", "fold_u64_2"):
             assert has(wide), kernel
             assert has(r"STG\.E\.128"), kernel

@@ -11,6 +11,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import product
 from typing import Any
 
 import ml_dtypes
@@ -169,17 +170,17 @@ def test_the_engine_can_be_imported_without_cupy_and_numba() -> None:
 
 def test_a_misaligned_an_outside_and_a_wrong_access_are_found(engine: HostCudaEngine) -> None:
     words = np.zeros(64, np.int64)
-    base = words.ctypes.data
+    base, name = words.ctypes.data, "sum_bf16_bf16_8"
     with pytest.raises(HostFault, match="no multiple"):
-        engine.launcher.launch("sum_8", 1, 256, (base + 8, 0, 8, 0, 1, 0, base + 8, 0, 0, 0, 0, 0, 0))
+        engine.launcher.launch(name, 1, 256, (base + 8, 8, 0, 1, 0, base + 8, *[0] * 8))
     engine.launcher.ranges = [(base, base + 32)]
     try:
         with pytest.raises(HostFault, match="outside"):
-            engine.launcher.launch("sum_8", 1, 256, (base, 0, 24, 0, 1, 0, base, 0, 0, 0, 0, 0, 0))
+            engine.launcher.launch(name, 1, 256, (base, 24, 0, 1, 0, base, *[0] * 8))
     finally:
         engine.launcher.ranges = None
     with pytest.raises(HostFault, match="no kernel takes"):
-        engine.launcher.launch("sum_8", 1, 256, (base,))
+        engine.launcher.launch(name, 1, 256, (base,))
     out = np.ones(4, np.float32)
     with through(engine):  # and the fibers are whole again
         assert sum_into(out, [np.ones(4, np.float32)]).tolist() == [2, 2, 2, 2]
@@ -526,7 +527,7 @@ def test_a_length_that_is_no_multiple_of_the_unit_costs_nothing(length: int, eng
         assert engine.launcher.launches[-1][0] == "copy_16"
         half, wide = at_offset(array.astype(np.float16), 0), at_offset(np.zeros(length, np.float32), 0)
         assert cast(half, "float32", wide).tolist() == array.tolist()
-        assert engine.launcher.launches[-1][0] == "cast_8"
+        assert engine.launcher.launches[-1][0] == "cast_f16_f32_4"
 
 
 # ------------------------------------------------------------------------------------------ casts and sums
@@ -568,9 +569,10 @@ def test_strided_arrays_are_cast(dtype: str, any_engine: HostCudaEngine, rng: np
 def test_sums_of_any_number_of_sources(
     dtype: str, accumulate: bool, engine: HostCudaEngine, rng: np.random.Generator
 ) -> None:
-    for count in (1, 2, 5, 6, 7, 8, 20):
+    counts = (1, 2, 5, 7, 8, 9, 16, 20)
+    for count, mixed in [*product(counts, (False, True))]:
         size = int(rng.integers(1, 4000))
-        kinds = rng.choice(list(DTYPES), count)
+        kinds = rng.choice(list(DTYPES), count if mixed else 1).tolist() * (1 if mixed else count)
         offsets = [0] * (count + 1) if rng.random() < 0.5 else rng.integers(0, 17, count + 1).tolist()
         sources = [
             at_offset(floats(random_bits(rng, kind, -(-size // 32)).reshape(-1)[:size], kind), offset)
@@ -585,9 +587,25 @@ def test_sums_of_any_number_of_sources(
         nan = np.isnan(expected.astype(np.float32))
         np.testing.assert_array_equal(np.isnan(result.astype(np.float32)), nan)
         assert_same(result[~nan], expected[~nan])
-        assert engine.launcher.launches[-1][0] == (
-            "sum_1" if any(offset % 16 for offset in offsets) else "sum_8"
-        )
+        unit = 8 if "float32" not in (dtype, *kinds) and len(set(kinds)) == 1 else 4
+        unit = 1 if any(offset % 16 for offset in offsets) else unit
+        assert engine.launcher.launches[-1][0].endswith(f"_{unit}")
+
+
+@any_dtype
+@pytest.mark.parametrize("kinds", [*DTYPES, "mixed"])
+@pytest.mark.parametrize("offset", [0, 2])
+def test_zeros_of_sign_minus_stay_and_absent_terms_add_nothing(
+    dtype: str, kinds: str, offset: int, engine: HostCudaEngine
+) -> None:
+    for count in (1, 2, 8, 9):
+        picked = (list(DTYPES) * 3)[:count] if kinds == "mixed" else [kinds] * count
+        sources = [at_offset(np.full(21, -0.0, DTYPES[kind]), offset) for kind in picked]
+        out = at_offset(np.full(21, -0.0, DTYPES[dtype]), offset)
+        for accumulate in (True, False):
+            with through(engine):
+                assert np.signbit(sum_into(out, sources, accumulate)).all()
+            assert not out.any()
 
 
 def test_the_first_sources_need_no_table_and_later_ones_keep_theirs() -> None:
@@ -595,7 +613,7 @@ def test_the_first_sources_need_no_table_and_later_ones_keep_theirs() -> None:
     sources = [np.full(100, i, np.float32) for i in range(9)]
     out = np.zeros(100, np.float32)
     with through(engine):
-        sum_into(out, sources[:6])
+        sum_into(out, sources[:8])
         assert engine.launcher.uploads == 0
         for _ in range(3):
             sum_into(out, sources)
@@ -603,7 +621,7 @@ def test_the_first_sources_need_no_table_and_later_ones_keep_theirs() -> None:
         engine.launcher.current_stream = "another"
         sum_into(out, sources)
         assert engine.launcher.uploads == 2
-        assert out.tolist() == [15.0 + 4 * 36.0] * 100
+        assert out.tolist() == [28.0 + 4 * 36.0] * 100
         for last in np.zeros((cuda_engine._KEPT_SOURCE_TABLES + 10, 100), np.float32):
             sum_into(out, [*sources[:8], last])
     assert len(engine._sources) == cuda_engine._KEPT_SOURCE_TABLES

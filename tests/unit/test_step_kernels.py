@@ -10,6 +10,8 @@ from support import engines
 
 from lowshard.errors import BufferMismatchError, KernelError
 from lowshard.kernels import adamw_step, sgd_step
+from lowshard.kernels import engine as engine_module
+from lowshard.kernels.plain import PlainEngine
 
 engine = engines.fixture()
 f = np.float32
@@ -61,6 +63,35 @@ def test_sgd_is_its_formula(
         sgd_step(p, g, b if momentum else None, lr=0.1, momentum=momentum, weight_decay=0.01, first=t == 0)
         assert same(p, p1)
         assert not momentum or same(b, d)
+
+
+def at_element(array: np.ndarray, offset: int) -> np.ndarray:
+    """Return a copy that begins `offset` elements after a 16-byte boundary, with elements of 7 around it."""
+    space = np.full(array.size + 16, 7, np.float32)
+    start = 4 + -space.ctypes.data % 16 // 4 + offset
+    space[start : start + array.size] = array
+    return space[start : start + array.size]
+
+
+@pytest.mark.parametrize(
+    "offsets", [(0, 0, 0, 0), (1, 0, 0, 0), (0, 2, 0, 0), (0, 0, 3, 0), (0, 0, 0, 1), (1, 1, 1, 1)]
+)
+@pytest.mark.parametrize("n", [1, 3, 4, 6, 301])
+def test_arrays_at_any_element_give_the_same_bits_and_leave_their_neighbours(
+    n: int, offsets: tuple[int, ...], rng: np.random.Generator
+) -> None:
+    arrays = [np.abs(numbers(rng, n)) for _ in offsets]
+    found = [at_element(array, offset) for array, offset in zip(arrays, offsets, strict=True)]
+    wanted = [at_element(array, 0) for array in arrays]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine_module, "host_engine", PlainEngine)
+        adamw_step(*wanted, lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1, step=2)
+        sgd_step(*wanted[:3], lr=0.1, momentum=0.9, weight_decay=0.1, first=False)
+    adamw_step(*found, lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1, step=2)
+    sgd_step(*found[:3], lr=0.1, momentum=0.9, weight_decay=0.1, first=False)
+    for one, other in zip(found, wanted, strict=True):
+        assert same(one, other)
+        assert np.count_nonzero(one.base == 7) >= 16
 
 
 def same(found: np.ndarray, wanted: np.ndarray) -> bool:

@@ -43,6 +43,8 @@ const Word* arguments;
 unsigned argument_count;
 const Word* ranges;
 unsigned range_count;
+cuda_host::Access* trace;  // null: accesses are not written down
+std::size_t trace_room, trace_count;
 char message[256];
 bool failed;
 
@@ -61,6 +63,8 @@ void call_kernel() {
              (a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], a[9], a[10]))
         CASE(13, (W, W, W, W, W, W, W, W, W, W, W, W, W),
              (a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], a[9], a[10], a[11], a[12]))
+        CASE(14, (W, W, W, W, W, W, W, W, W, W, W, W, W, W),
+             (a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], a[9], a[10], a[11], a[12], a[13]))
         CASE(16, (W, W, W, W, W, W, W, W, W, W, W, W, W, W, W, W),
              (a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], a[9], a[10], a[11], a[12], a[13], a[14], a[15]))
 #undef CASE
@@ -162,6 +166,13 @@ bool all(unsigned mask, bool value) {
 
 void check_access(const volatile void* address, std::size_t size, const char* what) {
     const Word at = reinterpret_cast<std::uintptr_t>(address);
+    if (trace) {
+        if (trace_count < trace_room) {
+            const Word thread = (Word)blockIdx.x * blockDim.x + threadIdx.x;
+            trace[trace_count] = {at, size, thread / LANES, thread % LANES, what[0] == 's'};
+        }
+        ++trace_count;
+    }
     if (at % size) {
         std::snprintf(message, sizeof message, "%s of %zu bytes at an address that is no multiple of it",
                       what, size);
@@ -203,4 +214,12 @@ extern "C" const char* lowshard_run(void (*function)(), const Word* words, unsig
     if (!failed) return nullptr;
     for (Fiber& fiber : fibers) fiber.started = false;  // some stand in the middle of the kernel
     return message;
+}
+
+// Writes down the accesses of later launches in order, as many as there is room for; null ends it. Returns how many
+// there were since the call before.
+extern "C" std::size_t lowshard_trace(cuda_host::Access* accesses, std::size_t room) {
+    const std::size_t found = trace_count;
+    trace = accesses, trace_room = room, trace_count = 0;
+    return found;
 }

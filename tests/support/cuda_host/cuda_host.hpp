@@ -39,6 +39,11 @@ unsigned exchange(unsigned mask, unsigned value, unsigned lane, unsigned call);
 // The same for a value that every lane wants of all.
 bool all(unsigned mask, bool value);
 
+// A load or store of one lane. Warps are numbered through the grid.
+struct Access {
+    unsigned long long address, size, warp, lane, is_store;
+};
+
 // Ends the launch with an error unless the address is a multiple of the size and lies in memory of the
 // launch.
 void check_access(const volatile void* address, std::size_t size, const char* what);
