@@ -6,7 +6,7 @@ import math
 
 from lowshard.argument import number, truth, whole
 from lowshard.errors import BufferMismatchError, KernelError
-from lowshard.kernels.buffer import Array, dtype_name, require_apart, require_array
+from lowshard.kernels.buffer import Array, address, dtype_name, is_gpu, require_apart, require_array
 from lowshard.kernels.engine import engine_for
 from lowshard.kernels.stream import Stream, takes_stream
 
@@ -108,6 +108,11 @@ def _checked(named: dict[str, Array]) -> list[Array]:
             )
         if not array.flags.c_contiguous or (name != "grad" and not getattr(array.flags, "writeable", True)):
             raise BufferMismatchError(f"{name} of an optimizer step is contiguous and writeable")
+        if is_gpu(array) and address(array) % 4:  # an error there leaves the whole context unusable
+            raise BufferMismatchError(
+                f"{name} of an optimizer step begins at a multiple of 4 bytes on a GPU, got {address(array):#x}; "
+                "copy it"
+            )
     for i, one in enumerate(arrays):
         for j in range(i):
             require_apart(one, names[i], arrays[j], names[j])

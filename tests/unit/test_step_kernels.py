@@ -11,6 +11,7 @@ from support import engines
 from lowshard.errors import BufferMismatchError, KernelError
 from lowshard.kernels import adamw_step, sgd_step
 from lowshard.kernels import engine as engine_module
+from lowshard.kernels import step as step_module
 from lowshard.kernels.plain import PlainEngine
 
 engine = engines.fixture()
@@ -118,3 +119,12 @@ def test_what_the_steps_refuse() -> None:
     c.flags.writeable = False
     with pytest.raises(BufferMismatchError, match="writeable"):
         sgd_step(a, b, c, lr=0.1, momentum=0.9, weight_decay=0, first=True)
+
+
+def test_a_gpu_takes_no_floats_off_their_boundary(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_module, "is_gpu", lambda array: True)
+    arrays = [np.zeros(4 * 8 + 1, np.uint8)[1:].view(f), *(np.zeros(8, f) for _ in range(3))]
+    with pytest.raises(
+        BufferMismatchError, match="param of an optimizer step begins at a multiple of 4 bytes"
+    ):
+        adamw_step(*arrays, lr=0.1, beta1=0.9, beta2=0.9, eps=1e-8, weight_decay=0.0, step=1)
