@@ -82,7 +82,8 @@ def from_nccl(
 ) -> Communicator:
     """Return a communicator over a `cupy.cuda.nccl.NcclCommunicator` that the caller owns.
 
-    Collective: all ranks of the NCCL communicator call this.
+    Collective: all ranks of the NCCL communicator call this. Nothing is put on it: NCCL connects two ranks inside the
+    first call that needs it, and that call blocks the host until the other rank has come, whatever the deadline.
 
     Args:
         nccl_communicator: the NCCL communicator; `close()` leaves it alone.

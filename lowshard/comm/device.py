@@ -44,12 +44,13 @@ class DeviceCommunicator(Communicator):
             BufferMismatchError: a shape that is none.
         """
         row = dtypes.get(dtype)
-        try:
-            return super().empty(shape, row)
-        except (TypeError, ValueError) as error:
-            if isinstance(error, LowshardError) or row.bits != 8:
-                raise
-            return super().empty(shape, "uint8")
+        with self._binding.on_device(self._device):
+            try:
+                return super().empty(shape, row)
+            except (TypeError, ValueError) as error:
+                if isinstance(error, LowshardError) or row.bits != 8:
+                    raise
+                return super().empty(shape, "uint8")
 
     @property
     def control(self) -> Communicator:

@@ -17,6 +17,15 @@ No call waits for another host. Where there is a communicator of the host, what 
 20 ms later; where it differs all ranks raise the same named error, at the latest in the next `barrier`, `split`,
 `close` or wait of the host, and NCCL's work is given up. `lowshard.comm.late_comparison` says what is promised.
 
+Ranks of a communicator that lowshard has made are connected to each other when it is made, and those of its groups in
+`split`, in a thread that keeps the deadline: so no first call blocks, and an abort is always safe. This is why blocking
+communicators serve. A communicator of the user's (`from_nccl`) is taken as it is: NCCL connects two ranks inside the
+first call that needs it, which blocks the host until the other rank has come, whatever the deadline.
+
+`NCCL_COMM_SPLIT_SHARE_RESOURCES=1`, which NCCL reads, has the groups of `split` share the buffers and threads of their
+communicator, as `split_share=1` of a communicator of the user's does: less memory for each axis of a mesh. A group that
+fails is aborted here, and NCCL says that this may make the others of such a family unusable. So it is off by default.
+
 Tested over a stand-in that moves host memory; not run on a GPU.
 """
 
@@ -38,6 +47,7 @@ from lowshard.comm.late_comparison import LateComparison
 from lowshard.comm.lookout import Watching
 from lowshard.comm.nccl_bindings import Binding
 from lowshard.comm.nccl_handle import NCCLHandle
+from lowshard.comm.nccl_memory import NCCLMemory
 from lowshard.comm.nccl_wire import SUM, UINT8, Exchange, exchange_of, exchange_parts, native_code, wire_of
 from lowshard.comm.protocol import Communicator
 from lowshard.comm.stream_work import SideStream, StreamWork
@@ -99,6 +109,7 @@ class NCCLCommunicator(DeviceCommunicator):
         self._binding = binding.of_device(self._device)
         self._host, self._side = host, SideStream(self._binding, self._nccl.has_ended)
         self._captured = []
+        self._memory: NCCLMemory | None = None
         self._next_look_s = time.monotonic() + _LOOK_S
         has = (self._nccl.rank, self._nccl.size)
         if has != (rank, size):
@@ -135,6 +146,19 @@ class NCCLCommunicator(DeviceCommunicator):
 
             self._late = LateComparison(beside, give_up)
         return self
+
+    def empty(self, shape: int | Sequence[int], dtype: Any = "float32") -> Array:
+        """As `DeviceCommunicator.empty`; with nccl4py, arrays of 2 MiB and more lie in memory that NCCL moves directly.
+
+        Such memory is registered with this communicator until it is closed (see `lowshard.comm.nccl_memory`).
+        """
+        with self._binding.on_device(self._device):
+            if not hasattr(self._handle, "memory") or self._binding.capturing(self._binding.stream()):
+                return super().empty(shape, dtype)
+            if self._memory is None:
+                self._memory = self._handle.memory(self.xp)
+            with self._memory.allocating():
+                return super().empty(shape, dtype)
 
     # ---- checks between ranks
 
@@ -513,6 +537,9 @@ class NCCLCommunicator(DeviceCommunicator):
 
     def _end(self) -> None:
         try:
+            if self._memory is not None:
+                self._nccl.free(self._memory.close)
+                self._memory = None
             self._nccl.end()
         finally:
             if self._host is not None:

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from lowshard.comm.nccl_memory import NCCLMemory
 from lowshard.errors import CommError, DependencyError
 from lowshard.gpu_stream import on_stream
 
@@ -33,7 +34,7 @@ _CAPTURE_FORBIDS = range(900, 909)
 """cudaErrorStreamCapture...: a capture, on this stream or another, forbids to ask."""
 _TO_DEVICE, _TO_HOST, _ON_DEVICE = 1, 2, 3  # cudaMemcpyKind
 _NEEDS_CUPY = "pip install 'lowshard[cuda12]' or 'lowshard[cuda13]'"
-_NEEDS_NCCL4PY = "pip install nccl4py 'cuda-bindings==12.*' (13.* beside CUDA 13)"
+_NEEDS_NCCL4PY = "pip install 'lowshard[cuda12-nccl4py]' or 'lowshard[cuda13-nccl4py]'"
 
 
 @dataclass(frozen=True)
@@ -345,6 +346,10 @@ class NCCL4PyHandle:
         """As CuPy's; colour -1 takes no part and gets None."""
         part = self.communicator.split(None if color == _NO_COLOR else color, key)
         return NCCL4PyHandle(self._nccl, part) if part.ptr else None
+
+    def memory(self, cupy: Any) -> NCCLMemory:
+        """Return what allocates memory that this communicator knows."""
+        return NCCLMemory(self._low, self._at, cupy)
 
     def check_async_error(self) -> None:
         """Raise what has gone wrong since the last call, if anything."""

@@ -269,6 +269,24 @@ class NCCLHandle:
 
     # ---- the end
 
+    def free(self, call: Callable[[bool], None]) -> None:
+        """Make a call that frees what NCCL's work uses, and so waits for the device; after an abort if all is not well.
+
+        Args:
+            call: gets whether NCCL was aborted. It goes on in a thread where it does not come back in time.
+        """
+        if self.failed:
+            self.give_up()
+
+        def on_device() -> None:
+            self._binding.select(self.device)  # a new thread begins on device 0
+            call(self._state == "aborted")
+
+        with suppress(CommError):  # `end` will say what is wrong
+            wait_for(
+                InThread(on_device), time.monotonic() + self.timeout_s, None, what="freeing NCCL's memory"
+            )
+
     def end(self) -> None:
         """Give NCCL's resources back: destroy if all is well, else abort. Leaves alone what is not ours.
 

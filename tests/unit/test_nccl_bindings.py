@@ -54,7 +54,9 @@ def test_what_is_missing_is_named_with_what_installs_it(choice: str, monkeypatch
     without(monkeypatch, "cupy", "nccl", "nccl.core", "nccl.bindings")
     refused(Binding.load, DependencyError, "CuPy", r"pip install 'lowshard\[cuda12\]'")
     refused(lambda: Binding.load(with_nccl=False), DependencyError, "CuPy")
-    refused(NCCL4Py, DependencyError, "LOWSHARD_NCCL=nccl4py", "pip install nccl4py", "cuda-bindings")
+    refused(
+        NCCL4Py, DependencyError, "LOWSHARD_NCCL=nccl4py", "pip install", "cuda12-nccl4py", "cuda13-nccl4py"
+    )
 
 
 def test_a_cupy_without_nccl_serves_staging_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,7 +246,7 @@ def test_the_stand_in_has_cupys_names_and_arguments(cupys_nccl: Any) -> None:
 
 def test_our_handle_of_nccl4py_has_cupys_names_and_arguments(cupys_nccl: Any) -> None:
     for name, method in vars(NCCL4PyHandle).items():
-        if name.startswith("_") or not callable(method):
+        if name.startswith("_") or not callable(method) or name == "memory":  # which CuPy does not offer
             continue
         theirs = [a for a in arguments_of(getattr(cupys_nccl.NcclCommunicator, name)) if a != "config"]
         assert list(inspect.signature(method).parameters)[1:] == theirs, name
@@ -266,6 +268,13 @@ def test_nccl4py_has_the_names_and_arguments_that_are_called(nccl4py: NCCL4Py) -
             continue
         theirs = list(inspect.signature(getattr(nccl4py.low, name)).parameters)
         assert theirs == list(inspect.signature(method).parameters)[1:], name
+    for name, wanted in (
+        ("mem_alloc", ["size"]),
+        ("mem_free", ["ptr"]),
+        ("comm_register", ["comm", "buff", "size"]),
+        ("comm_deregister", ["comm", "handle"]),
+    ):
+        assert list(inspect.signature(getattr(nccl4py.low, name)).parameters) == wanted
     communicator = nccl4py.core.Communicator
     for method, wanted in (
         (communicator.init, ["nranks", "rank", "unique_id"]),
@@ -367,6 +376,14 @@ def test_cupy_has_the_streams_events_and_copies_that_a_binding_takes() -> None:
     assert (cuda.runtime.memcpyHostToDevice, cuda.runtime.memcpyDeviceToHost) == (1, 2)
     assert arguments_of(cuda.runtime.hostRegister) == ["ptr", "size", "flags"]
     assert arguments_of(cuda.runtime.hostUnregister) == ["ptr"]
+    pool = cuda.MemoryPool(
+        cuda.PythonFunctionAllocator(lambda n_bytes, device: 0, lambda at, device: None).malloc
+    )
+    assert callable(pool.free_all_blocks)
+    assert callable(pool.malloc)
+    assert callable(cuda.get_allocator())
+    with cuda.using_allocator(pool.malloc):
+        assert cuda.get_allocator() == pool.malloc
     assert isinstance(cuda.Event.done, property)
     assert isinstance(cuda.Stream.done, property)
     for name in ("__enter__", "__exit__"):
