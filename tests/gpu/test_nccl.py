@@ -98,6 +98,17 @@ def test_the_contract_holds_on_ranks_that_share_a_gpu(name: str, size: int) -> N
     check_case(name, size, "nccl", **SHARED_GPU)
 
 
+SPLITS = tuple(name for name in CASES if name.startswith(("split", "groups_of_groups", "groups_that")))
+
+
+@pytest.mark.mpi
+@pytest.mark.time_limit(GPU_LIMIT_S + 30)
+@sharing
+@pytest.mark.parametrize("name", SPLITS)
+def test_groups_may_share_what_their_communicator_has(name: str) -> None:
+    check_case(name, 4, "nccl", SPLITS, **SHARED_GPU, NCCL_COMM_SPLIT_SHARE_RESOURCES="1")
+
+
 # ---- who may use it
 
 
