@@ -33,9 +33,9 @@ from lowshard.kernels.tensor import TILE_ROWS, swizzled_bytes
 # evicted anyway, and a line that is overwritten whole need not be read first.
 STREAMING_BYTES = 4 << 20
 
-# Scale bytes of a band of rows that go to their 128x4 tiles together. Smaller than a first cache, and so large that
-# what a call of compiled code costs is little beside a band.
-_BAND_BYTES = 32 << 10
+# Scale bytes that go to their 128x4 tiles at a time: few enough to stay in a second cache, and enough that the start of
+# a compiled call is little beside their 32 times as many elements.
+BAND_BYTES = 512 << 10
 
 # Shorter rows are copied by memcpy: a row pays for two part lines when it is streamed.
 _STREAMED_ROW_BYTES = 512
@@ -149,7 +149,7 @@ class NumbaEngine:
         rows, columns = src.shape[0], src.shape[1] // BLOCK_ELEMS
         if streaming is None:
             streaming = src.size >= STREAMING_BYTES
-        band_rows = max(1, _BAND_BYTES // (TILE_ROWS * columns)) * TILE_ROWS
+        band_rows = max(1, BAND_BYTES // (TILE_ROWS * columns)) * TILE_ROWS
         rowwise = np.empty((min(rows, band_rows), columns), np.uint8)
         for row in range(0, rows, band_rows):
             x, codes = src[row : row + band_rows], data[row : row + band_rows]
