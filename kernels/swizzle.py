@@ -20,7 +20,7 @@ from lowshard.kernels.tensor import TILE_BYTES, swizzled_bytes
 
 @takes_stream
 def swizzle_scales(scale: Array, out: Array | None = None, *, stream: Stream = None) -> Array:
-    """Return row-major scale bytes in the 128x4 layout.
+    """Return row-major scale bytes in the 128x4 layout; `quantize_mxfp8` can write them so at once.
 
     Args:
         scale: uint8 [rows, cols], cols being K/32; any strides.
