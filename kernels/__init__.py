@@ -14,11 +14,12 @@ from lowshard.kernels.mxfp8 import dequantize_mxfp8, quantize_mxfp8
 from lowshard.kernels.slices import BoxTable, pack, unpack
 from lowshard.kernels.step import adamw_step, sgd_step
 from lowshard.kernels.swizzle import swizzle_scales, unswizzle_scales
-from lowshard.kernels.tensor import MXFP8Tensor
+from lowshard.kernels.tensor import MXFP8Tensor, SwizzledMXFP8
 
 __all__ = [
     "BoxTable",
     "MXFP8Tensor",
+    "SwizzledMXFP8",
     "adamw_step",
     "cast",
     "dequantize_mxfp8",

@@ -51,6 +51,21 @@ class Engine(Protocol):
         streaming: as for `copy`.
         """
 
+    def quantize_swizzled(
+        self,
+        src: Array,
+        data: Array,
+        scale: Array,
+        elem: Elem,
+        mode: Mode,
+        min_scale_byte: int,
+        streaming: bool | None = None,
+    ) -> None:
+        """Quantise a matrix [rows, K] with contiguous rows, and write its scales in the 128x4 layout, padding included.
+
+        data is C-contiguous, scale flat and contiguous. streaming: as for `copy`.
+        """
+
     def dequantize(self, data: Array, scale: Array, elem: Elem, dst: Array, runs: RunTable) -> None:
         """Dequantise every run, whole blocks; the runs' source is `data`, scales lie as in `quantize`."""
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Literal, get_args, overload
 
 import numpy as np
 
 from lowshard import dtypes
-from lowshard.argument import truth, whole
+from lowshard.argument import choice, truth, whole
 from lowshard.errors import BufferMismatchError, DTypeError, KernelError
 from lowshard.kernels import reference
 from lowshard.kernels.buffer import Array, allocate, dtype_name, require_apart, require_array, require_out
@@ -16,7 +17,14 @@ from lowshard.kernels.reference import BLOCK_ELEMS, Elem, Mode
 from lowshard.kernels.runs import whole_array_runs
 from lowshard.kernels.staging import assign, contiguous
 from lowshard.kernels.stream import Stream, takes_stream
-from lowshard.kernels.tensor import MXFP8Tensor, scale_shape
+from lowshard.kernels.swizzle import unswizzle_scales
+from lowshard.kernels.tensor import (
+    MXFP8Tensor,
+    ScaleLayout,
+    SwizzledMXFP8,
+    scale_shape,
+    swizzled_scale_shape,
+)
 
 FLOATS = ("bfloat16", "float16", "float32")
 
@@ -26,7 +34,7 @@ _UINT8 = np.dtype(np.uint8)
 _STAGED_ELEMS = 1 << 20
 
 
-@takes_stream
+@overload
 def quantize_mxfp8(
     x: Array,
     elem: Elem = "e4m3",
@@ -34,9 +42,38 @@ def quantize_mxfp8(
     out: MXFP8Tensor | None = None,
     min_scale_byte: int = 0,
     *,
+    scale_layout: Literal["rows"] = "rows",
     streaming: bool | None = None,
     stream: Stream = None,
-) -> MXFP8Tensor:
+) -> MXFP8Tensor: ...
+
+
+@overload
+def quantize_mxfp8(
+    x: Array,
+    elem: Elem = "e4m3",
+    mode: Mode = "rceil",
+    out: SwizzledMXFP8 | None = None,
+    min_scale_byte: int = 0,
+    *,
+    scale_layout: Literal["128x4"],
+    streaming: bool | None = None,
+    stream: Stream = None,
+) -> SwizzledMXFP8: ...
+
+
+@takes_stream
+def quantize_mxfp8(
+    x: Array,
+    elem: Elem = "e4m3",
+    mode: Mode = "rceil",
+    out: MXFP8Tensor | SwizzledMXFP8 | None = None,
+    min_scale_byte: int = 0,
+    *,
+    scale_layout: ScaleLayout = "rows",
+    streaming: bool | None = None,
+    stream: Stream = None,
+) -> MXFP8Tensor | SwizzledMXFP8:
     """Quantise an array to MXFP8 in blocks of 32 along its last dim.
 
     Elements are rounded to nearest, ties to even, and clamped to the largest finite value; zero keeps its
@@ -53,30 +90,41 @@ def quantize_mxfp8(
         out: buffers to write into; they must not share memory with x or with each other.
         min_scale_byte: lowest scale byte of a finite block, 0 to 254. Some consumers read byte 0
             as zero: pass 1 for them.
+        scale_layout: "rows", scale bytes [..., K/32]; or "128x4", the tiles that block-scaled matrix products read:
+            the bytes of `swizzle_scales`, padding zeroed, written in the same pass. x is a matrix then: each matrix
+            of a stack has tiles of its own.
         streaming: write past a CPU's caches; by default where x alone would fill them. True is for one of many
             arrays that nobody reads soon.
         stream: on GPUs, where the work is put: a stream of CuPy or torch, an object with __cuda_stream__, or an
             address; by default the current one of the GPU that holds the arrays.
 
     Returns:
-        `out` if given, else a new tensor with C-contiguous buffers.
+        `out` if given, else a new `MXFP8Tensor`, or for "128x4" a new `SwizzledMXFP8`, with C-contiguous buffers.
 
     Raises:
-        KernelError: x is no NumPy or CuPy array, has no dim or a last dim that is no multiple of 32; unknown elem
-            or mode; min_scale_byte out of range.
+        KernelError: x is no NumPy or CuPy array, has no dim or a last dim that is no multiple of 32, or for "128x4" is
+            not 2-D; unknown elem, mode or scale_layout; out is of the other layout; min_scale_byte out of range.
         DTypeError: x is not bf16, fp16 or fp32.
-        BufferMismatchError: out has another shape or elem, is read-only, or shares memory.
+        BufferMismatchError: out has another shape or elem, is read-only, or shares memory; for "128x4" its scale is
+            not contiguous.
         KernelError: x and out lie in different places (host, GPU), or a stream is named and they lie on the host.
         StreamError: stream is none, or one of another GPU.
     """
     floor_byte = checked_options(elem, mode, min_scale_byte)
+    choice(scale_layout, get_args(ScaleLayout), 'scale_layout is "rows" or "128x4"', KernelError)
     if streaming is not None:
         streaming = truth(streaming, "streaming is True, False or None", KernelError)
     source = require_float(x, "x", "quantize_mxfp8")
+    if scale_layout == "128x4":
+        return _quantize_swizzled(source, elem, mode, out, floor_byte, streaming)
     blocks = scale_shape(source.shape, "x")
     if out is None:
         out = MXFP8Tensor(allocate(source.shape, _UINT8, source), allocate(blocks, _UINT8, source), elem)
         data, scale = out.data, out.scale
+    elif isinstance(out, SwizzledMXFP8):
+        raise KernelError(
+            'out is a SwizzledMXFP8 and scale_layout says "rows"; pass scale_layout="128x4", or an MXFP8Tensor'
+        )
     else:
         data, scale = checked_out(out, elem, source, "x", source.shape)
     if not source.size:
@@ -95,9 +143,51 @@ def quantize_mxfp8(
     return out
 
 
+def _quantize_swizzled(
+    source: Array,
+    elem: Elem,
+    mode: Mode,
+    out: MXFP8Tensor | SwizzledMXFP8 | None,
+    floor_byte: int,
+    streaming: bool | None,
+) -> SwizzledMXFP8:
+    expected = swizzled_scale_shape(source.shape, "x")
+    if out is None:
+        out = SwizzledMXFP8(allocate(source.shape, _UINT8, source), allocate(expected, _UINT8, source), elem)
+        data, scale = out.data, out.scale
+    elif isinstance(out, SwizzledMXFP8):
+        data, scale = _checked_buffers(out, elem, source, "x", source.shape)
+        if not scale.flags.c_contiguous:
+            raise BufferMismatchError(
+                "out.scale in the 128x4 layout must be contiguous; pass a buffer that is no slice"
+            )
+    else:
+        raise KernelError(
+            f'out of scale_layout="128x4" must be a SwizzledMXFP8, got {type(out).__qualname__}; '
+            "write SwizzledMXFP8(data, swizzled, elem)"
+        )
+    if not source.size:
+        return out
+
+    engine = engine_for(source, data, scale)
+    if source.dtype.isnative and data.flags.c_contiguous:
+        runs = whole_array_runs(source.shape, source.strides, data.strides, source.dtype.itemsize, 1)
+        if runs.run_divisor_elems % BLOCK_ELEMS == 0:
+            engine.quantize_swizzled(source, data, scale, elem, mode, floor_byte, streaming)
+            return out
+    rowwise = MXFP8Tensor(data, allocate(scale_shape(source.shape, "x"), _UINT8, source), elem)
+    quantize_mxfp8(source, elem, mode, rowwise, floor_byte, streaming=streaming)
+    engine.swizzle(rowwise.scale, scale)
+    return out
+
+
 @takes_stream
 def dequantize_mxfp8(
-    q: MXFP8Tensor, dtype: object = "bfloat16", out: Array | None = None, *, stream: Stream = None
+    q: MXFP8Tensor | SwizzledMXFP8,
+    dtype: object = "bfloat16",
+    out: Array | None = None,
+    *,
+    stream: Stream = None,
 ) -> Array:
     """Return the values of an MXFP8 tensor: the exact product of code and scale, rounded once.
 
@@ -105,7 +195,7 @@ def dequantize_mxfp8(
     codes become NaN.
 
     Args:
-        q: the quantised tensor.
+        q: the quantised tensor. The scales of a `SwizzledMXFP8` are copied to rows first, 1/32 byte an element.
         dtype: "bfloat16", "float16" or "float32" (or an alias or NumPy dtype of these).
         out: array of q's shape and of `dtype` to write into; it must not share memory with q.
         stream: as for `quantize_mxfp8`.
@@ -114,11 +204,11 @@ def dequantize_mxfp8(
         `out` if given, else a new C-contiguous array of q's shape.
 
     Raises:
-        KernelError: q is no MXFP8Tensor, or out no NumPy or CuPy array.
+        KernelError: q is neither MXFP8Tensor nor SwizzledMXFP8, or out no NumPy or CuPy array.
         DTypeError: dtype is none of the three.
         BufferMismatchError: out has another shape or dtype, is read-only, or shares memory with q.
     """
-    if not isinstance(q, MXFP8Tensor):
+    if not isinstance(q, (MXFP8Tensor, SwizzledMXFP8)):
         raise KernelError(
             f"dequantize_mxfp8 takes an MXFP8Tensor, got {type(q).__qualname__}; "
             "write MXFP8Tensor(data, scale, elem)"
@@ -136,6 +226,8 @@ def dequantize_mxfp8(
         require_apart(target, "out", scale, "q.scale")
     if not target.size:
         return out
+    if isinstance(q, SwizzledMXFP8):
+        scale = unswizzle_scales(scale, *scale_shape(data.shape, "q.data"))
 
     engine = engine_for(data, scale, target)
     if target.dtype.isnative and scales_follow(data, scale):
@@ -167,13 +259,19 @@ def require_float(x: object, name: str, call: str) -> Array:
 
 
 def checked_out(
-    out: MXFP8Tensor, elem: str, source: Array, name: str, shape: tuple[int, ...]
+    out: object, elem: str, source: Array, name: str, shape: tuple[int, ...]
 ) -> tuple[Array, Array]:
     """Return the two buffers of an output tensor, or raise KernelError or BufferMismatchError."""
     if not isinstance(out, MXFP8Tensor):
         raise KernelError(
             f"out must be an MXFP8Tensor, got {type(out).__qualname__}; write MXFP8Tensor(data, scale, elem)"
         )
+    return _checked_buffers(out, elem, source, name, shape)
+
+
+def _checked_buffers(
+    out: MXFP8Tensor | SwizzledMXFP8, elem: str, source: Array, name: str, shape: tuple[int, ...]
+) -> tuple[Array, Array]:
     if out.elem != elem:
         raise BufferMismatchError(f'out is for "{out.elem}" and elem says "{elem}"; pass elem="{out.elem}"')
     data = require_out(out.data, "out.data", shape, _UINT8)

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from lowshard.kernels import reference
 from lowshard.kernels.buffer import Array, address
 from lowshard.kernels.reference import BLOCK_ELEMS, Elem, Mode
-from lowshard.kernels.runs import DST_OFFSET, FIRST_DIM, RUN, SRC_OFFSET, RunTable
+from lowshard.kernels.runs import DST_OFFSET, FIRST_DIM, RUN, SRC_OFFSET, RunTable, whole_array_runs
 
 # 64 Ki elements: small enough for the 4-byte and 8-byte temporaries of a tile to stay in cache, large
 # enough to spread the Python cost of some thirty NumPy calls.
@@ -65,6 +65,22 @@ class PlainEngine:
             code, byte = reference.quantize_bits(bits, fmt, mode, min_scale_byte)
             codes[...] = code.reshape(codes.shape)
             scales[...] = byte.reshape(scales.shape)
+
+    def quantize_swizzled(
+        self,
+        src: Array,
+        data: Array,
+        scale: Array,
+        elem: Elem,
+        mode: Mode,
+        min_scale_byte: int,
+        streaming: bool | None = None,
+    ) -> None:
+        """Quantise a matrix, then write its scales in the 128x4 layout."""
+        rowwise = np.empty((src.shape[0], src.shape[1] // BLOCK_ELEMS), np.uint8)
+        runs = whole_array_runs(src.shape, src.strides, data.strides, src.dtype.itemsize, 1)
+        self.quantize(src, data, rowwise, runs, elem, mode, min_scale_byte)
+        self.swizzle(rowwise, scale)
 
     def dequantize(self, data: Array, scale: Array, elem: Elem, dst: Array, runs: RunTable) -> None:
         """Dequantise every run, whole blocks."""

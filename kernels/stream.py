@@ -10,7 +10,7 @@ from typing import Any, TypeVar, cast
 from lowshard.errors import KernelError
 from lowshard.gpu_stream import Stream, on_stream
 from lowshard.kernels.buffer import Array, is_gpu
-from lowshard.kernels.tensor import MXFP8Tensor
+from lowshard.kernels.tensor import MXFP8Tensor, SwizzledMXFP8
 
 __all__ = ["Stream", "takes_stream"]
 
@@ -44,7 +44,7 @@ def takes_stream(call: Call) -> Call:
 
 def _gpu_array(values: Iterable[object]) -> Array | None:
     for value in values:
-        array = value.data if isinstance(value, MXFP8Tensor) else value
+        array = value.data if isinstance(value, (MXFP8Tensor, SwizzledMXFP8)) else value
         if is_gpu(array):
             return array
         if isinstance(array, (list, tuple)) and any(map(is_gpu, array)):

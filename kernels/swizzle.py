@@ -15,15 +15,12 @@ from lowshard.errors import BufferMismatchError, DTypeError, KernelError
 from lowshard.kernels.buffer import Array, allocate, require_apart, require_array, require_out
 from lowshard.kernels.engine import engine_for
 from lowshard.kernels.stream import Stream, takes_stream
-
-TILE_ROWS = 128
-TILE_COLS = 4
-TILE_BYTES = TILE_ROWS * TILE_COLS
+from lowshard.kernels.tensor import TILE_BYTES, swizzled_bytes
 
 
 @takes_stream
 def swizzle_scales(scale: Array, out: Array | None = None, *, stream: Stream = None) -> Array:
-    """Return row-major scale bytes in the 128x4 layout.
+    """Return row-major scale bytes in the 128x4 layout; `quantize_mxfp8` can write them so at once.
 
     Args:
         scale: uint8 [rows, cols], cols being K/32; any strides.
@@ -89,11 +86,6 @@ def unswizzle_scales(
         # A strided 1-D array comes out of reshape as it was; an engine reads contiguous bytes.
         engine_for(source, target).unswizzle(flat if flat.flags.c_contiguous else flat.copy(), target)
     return target if out is None else out
-
-
-def swizzled_bytes(rows: int, cols: int) -> int:
-    """Return the bytes that the scales [rows, cols] take in the 128x4 layout, padding included."""
-    return -(-rows // TILE_ROWS) * -(-cols // TILE_COLS) * TILE_BYTES
 
 
 def _target(out: Array | None, shape: tuple[int, ...], source: Array, name: str) -> Array:

@@ -1,4 +1,4 @@
-"""MXFP8 arrays as values: element codes, scale bytes, and how both lie in one buffer."""
+"""MXFP8 arrays as values: element codes, scale bytes, and how both lie in memory."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
@@ -13,6 +14,13 @@ from lowshard.errors import BufferMismatchError, DTypeError, KernelError
 from lowshard.kernels import reference
 from lowshard.kernels.buffer import Array, require_array
 from lowshard.kernels.reference import BLOCK_ELEMS, Elem
+
+ScaleLayout = Literal["rows", "128x4"]
+"""Where scale bytes lie: as an array [..., K/32], or in tiles of 128 rows by 4 columns (see `swizzle_scales`)."""
+
+TILE_ROWS = 128
+TILE_COLS = 4
+TILE_BYTES = TILE_ROWS * TILE_COLS
 
 _SCALE_ALIGN_BYTES = 16
 
@@ -25,7 +33,7 @@ class MXFP8Tensor:
 
     Attributes:
         data: uint8 element codes [..., K], K a multiple of 32.
-        scale: uint8 E8M0 scale bytes [..., K/32], row-major (see `swizzle_scales` for the GEMM layout).
+        scale: uint8 E8M0 scale bytes [..., K/32], row-major (see `SwizzledMXFP8` for the GEMM layout).
         elem: element type, "e4m3" or "e5m2".
 
     Raises:
@@ -39,14 +47,7 @@ class MXFP8Tensor:
     elem: Elem = "e4m3"
 
     def __post_init__(self) -> None:
-        reference.element_format(self.elem)
-        for name, array in (("data", self.data), ("scale", self.scale)):
-            dtype = require_array(array, name).dtype
-            if dtype != np.uint8:
-                raise DTypeError(
-                    f"{name} of an MXFP8Tensor holds raw bytes: expected uint8, got {dtype.name}; "
-                    f"for an 8-bit dtype write {name}.view(numpy.uint8)"
-                )
+        _require_bytes(self, "an MXFP8Tensor")
         expected = scale_shape(self.data.shape, "data")
         if self.scale.shape != expected:
             raise BufferMismatchError(
@@ -107,6 +108,58 @@ class MXFP8Tensor:
         return -(-math.prod(shape) // _SCALE_ALIGN_BYTES) * _SCALE_ALIGN_BYTES + blocks
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class SwizzledMXFP8:
+    """A quantised matrix whose scale bytes lie in the 128x4 layout. It holds its two buffers, it does not copy them.
+
+    Compared by identity, as an `MXFP8Tensor`. `unswizzle_scales(scale, rows, K // 32)` gives the scales of one.
+
+    Attributes:
+        data: uint8 element codes [rows, K], K a multiple of 32.
+        scale: uint8 E8M0 scale bytes [ceil(rows / 128) * ceil(K/32 / 4) * 512] in the layout that `swizzle_scales`
+            writes.
+        elem: element type, "e4m3" or "e5m2".
+
+    Raises:
+        KernelError: unknown elem, neither NumPy nor CuPy arrays, data that is not 2-D, or K that is no multiple of 32.
+        DTypeError: data or scale is not uint8.
+        BufferMismatchError: the shape of scale does not fit the shape of data.
+    """
+
+    data: Array
+    scale: Array
+    elem: Elem = "e4m3"
+
+    def __post_init__(self) -> None:
+        _require_bytes(self, "a SwizzledMXFP8")
+        expected = swizzled_scale_shape(self.data.shape, "data")
+        if self.scale.shape != expected:
+            raise BufferMismatchError(
+                f"the scales of data {list(self.data.shape)} take {expected[0]} bytes in the 128x4 layout, padding "
+                f"included: expected scale {list(expected)}, got {list(self.scale.shape)}; write swizzle_scales(scale)"
+            )
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the matrix it stands for, which is the shape of `data`."""
+        return tuple(self.data.shape)
+
+
+def swizzled_bytes(rows: int, cols: int) -> int:
+    """Return the bytes that the scales [rows, cols] take in the 128x4 layout, padding included."""
+    return -(-rows // TILE_ROWS) * -(-cols // TILE_COLS) * TILE_BYTES
+
+
+def swizzled_scale_shape(shape: tuple[int, ...], name: str) -> tuple[int]:
+    """Return the shape of the scale bytes of a matrix in the 128x4 layout, or raise KernelError."""
+    if len(shape) != 2:
+        raise KernelError(
+            f"the 128x4 layout is that of a matrix: {name} must be 2-D [rows, K], got {list(shape)}; write "
+            f"{name}.reshape(-1, {name}.shape[-1]) for one matrix of all rows, or take each matrix of a stack alone"
+        )
+    return (swizzled_bytes(*scale_shape(shape, name)),)
+
+
 def scale_shape(shape: tuple[int, ...], name: str) -> tuple[int, ...]:
     """Return the shape of the scale bytes of an array, or raise KernelError."""
     if not shape:
@@ -117,6 +170,17 @@ def scale_shape(shape: tuple[int, ...], name: str) -> tuple[int, ...]:
             "nothing is padded for you: pad it, or quantise a slice, as the consumer of the blocks needs"
         )
     return (*shape[:-1], shape[-1] // BLOCK_ELEMS)
+
+
+def _require_bytes(q: MXFP8Tensor | SwizzledMXFP8, kind: str) -> None:
+    reference.element_format(q.elem)
+    for name, array in (("data", q.data), ("scale", q.scale)):
+        dtype = require_array(array, name).dtype
+        if dtype != np.uint8:
+            raise DTypeError(
+                f"{name} of {kind} holds raw bytes: expected uint8, got {dtype.name}; "
+                f"for an 8-bit dtype write {name}.view(numpy.uint8)"
+            )
 
 
 def _checked_shape(shape: Sequence[int]) -> tuple[int, ...]:

@@ -25,12 +25,17 @@ from lowshard.kernels.cpu.scalar import DTYPE_CODES
 from lowshard.kernels.cpu.scales import swizzle_kernel
 from lowshard.kernels.cpu.step import adamw_kernel, sgd_kernel
 from lowshard.kernels.cpu.total import sum_kernel
-from lowshard.kernels.reference import Elem, Mode
-from lowshard.kernels.runs import RunTable
+from lowshard.kernels.reference import BLOCK_ELEMS, Elem, Mode
+from lowshard.kernels.runs import RunTable, whole_array_runs
+from lowshard.kernels.tensor import TILE_ROWS, swizzled_bytes
 
 # Outputs from this size on are written past the caches: nobody reads all of them again before they would be
 # evicted anyway, and a line that is overwritten whole need not be read first.
 STREAMING_BYTES = 4 << 20
+
+# Scale bytes that go to their 128x4 tiles at a time: few enough to stay in a second cache, and enough that the start of
+# a compiled call is little beside their 32 times as many elements.
+BAND_BYTES = 512 << 10
 
 # Shorter rows are copied by memcpy: a row pays for two part lines when it is streamed.
 _STREAMED_ROW_BYTES = 512
@@ -129,6 +134,29 @@ class NumbaEngine:
             min_scale_byte,
             streaming,
         )
+
+    def quantize_swizzled(
+        self,
+        src: Array,
+        data: Array,
+        scale: Array,
+        elem: Elem,
+        mode: Mode,
+        min_scale_byte: int,
+        streaming: bool | None = None,
+    ) -> None:
+        """Quantise a matrix band by band; the scales of a band go to their tiles while they are in the cache."""
+        rows, columns = src.shape[0], src.shape[1] // BLOCK_ELEMS
+        if streaming is None:
+            streaming = src.size >= STREAMING_BYTES
+        band_rows = max(1, BAND_BYTES // (TILE_ROWS * columns)) * TILE_ROWS
+        rowwise = np.empty((min(rows, band_rows), columns), np.uint8)
+        for row in range(0, rows, band_rows):
+            x, codes = src[row : row + band_rows], data[row : row + band_rows]
+            scales = rowwise[: len(x)]
+            runs = whole_array_runs(x.shape, x.strides, codes.strides, x.dtype.itemsize, 1)
+            self.quantize(x, codes, scales, runs, elem, mode, min_scale_byte, streaming)
+            self.swizzle(scales, scale[swizzled_bytes(row, columns) :])
 
     def dequantize(self, data: Array, scale: Array, elem: Elem, dst: Array, runs: RunTable) -> None:
         """Dequantise every run, whole blocks."""

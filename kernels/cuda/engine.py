@@ -102,6 +102,35 @@ class CudaEngine:
         streaming: bool | None = None,
     ) -> None:
         """Quantise every run, whole blocks, of a bf16, fp16 or fp32 array."""
+        self._quantize(src, data, scale, runs, elem, mode, min_scale_byte, (0, 0))
+
+    def quantize_swizzled(
+        self,
+        src: Array,
+        data: Array,
+        scale: Array,
+        elem: Elem,
+        mode: Mode,
+        min_scale_byte: int,
+        streaming: bool | None = None,
+    ) -> None:
+        """Quantise a matrix; the kernel puts each scale byte to its place in the 128x4 layout."""
+        runs = whole_array_runs(src.shape, src.strides, data.strides, src.dtype.itemsize, 1)
+        tiled = (src.shape[0], src.shape[1] // BLOCK_ELEMS)
+        self._quantize(src, data, scale, runs, elem, mode, min_scale_byte, tiled)
+
+    def _quantize(
+        self,
+        src: Array,
+        data: Array,
+        scale: Array,
+        runs: RunTable,
+        elem: Elem,
+        mode: Mode,
+        min_scale_byte: int,
+        tiled: tuple[int, int],
+    ) -> None:
+        """Start a kernel of quantize.cu; `tiled`: rows and columns of scales in the 128x4 layout, zeros for rows."""
         if not runs.boxes:
             return
         src_bits = address(src) | runs.src_divisor_bytes
@@ -112,7 +141,7 @@ class CudaEngine:
         name = f"quantize_{_SHORT[src.dtype.name]}_{elem}_{form}"
         round_up = reference.scale_round_up(reference.element_format(elem), mode)
         resident = 3 if runs.src_itemsize == 4 else 4 if form == "any" else 5
-        self._launch(name, units, THREADS, resident, (*args, round_up, min_scale_byte, aligned))
+        self._launch(name, units, THREADS, resident, (*args, round_up, min_scale_byte, aligned, *tiled))
 
     def dequantize(self, data: Array, scale: Array, elem: Elem, dst: Array, runs: RunTable) -> None:
         """Dequantise every run, whole blocks."""

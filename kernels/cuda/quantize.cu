@@ -1,7 +1,8 @@
 // bf16, fp16 or fp32 to MXFP8: one warp takes 32 blocks, four lanes a block, eight elements a lane.
 //
 // All loads of a lane are under way before it computes. Three forms: "linear" for one contiguous run, "table"
-// for strided boxes on vector boundaries, "any" for addresses of any alignment.
+// for strided boxes on vector boundaries, "any" for addresses of any alignment. The scale bytes lie in rows, or
+// in the 128x4 layout, which swizzle.cu describes.
 
 #include "fp8.cuh"
 #include "runs.cuh"
@@ -128,15 +129,44 @@ DEVICE void store_codes(u64 address, uint2 codes, bool vectors) {
     }
 }
 
+// The matrix of scale bytes that goes to 128x4 tiles. No columns: the bytes lie in rows.
+struct Tiles {
+    u64 rows;
+    u32 columns, columns_padded;
+
+    __device__ __forceinline__ u64 place(u64 row, u32 column) const {
+        const u64 tile = (row >> 7) * (columns_padded >> 2) + (column >> 2);
+        return tile * 512 + (row & 31) * 16 + ((row >> 5) & 3) * 4 + (column & 3);
+    }
+    __device__ __forceinline__ u64 place(u64 block) const {
+        const u64 row = block / columns;
+        return place(row, (u32)(block - row * columns));
+    }
+    // Writes zeros right of the matrix and below it.
+    __device__ __forceinline__ void pad(u64 scale) const {
+        const u32 right = columns_padded - columns;
+        const u64 beside = rows * right, below = ((0 - rows) & 127) * columns_padded;
+        for (u64 i = (u64)blockIdx.x * THREADS + threadIdx.x; i < beside + below;
+             i += (u64)gridDim.x * THREADS) {
+            const bool is_beside = i < beside;
+            const u64 at = is_beside ? i : i - beside;
+            const u32 width = is_beside ? right : columns_padded;
+            const u64 row = at / width;
+            const u32 column = (u32)(at - row * width);
+            store<u8>(scale + (is_beside ? place(row, columns + column) : place(rows + row, column)), (u8)0);
+        }
+    }
+};
+
 template <class Source, class Elem, Form FORM>
-DEVICE void quantize(u64 src, u64 data, u64 scale, const Table& table, u32 round_up, u32 lowest,
-                     u32 aligned) {
+DEVICE void quantize(u64 src, u64 data, u64 scale, const Table& table, u32 round_up, u32 lowest, u32 aligned,
+                     const Tiles& tiles) {
     const u32 lane = threadIdx.x & 31, part = lane & 3;
     const bool vectors = FORM != ANY || (aligned & DATA_VECTORS);
-    const u64 tiles = (table.units + 31) >> 5;
-    for (u64 tile = (u64)blockIdx.x * WARPS + (threadIdx.x >> 5); tile < tiles;
-         tile += (u64)gridDim.x * WARPS) {
-        const u64 first = tile << 5, left = table.units - first;
+    const u64 turns = (table.units + 31) >> 5;
+    for (u64 turn = (u64)blockIdx.x * WARPS + (threadIdx.x >> 5); turn < turns;
+         turn += (u64)gridDim.x * WARPS) {
+        const u64 first = turn << 5, left = table.units - first;
         const u32 last =
             left < 32 ? (u32)left - 1 : 31;  // lanes past the end read this block again, and write nothing
 
@@ -194,8 +224,13 @@ DEVICE void quantize(u64 src, u64 data, u64 scale, const Table& table, u32 round
                 for (u32 k = 0; k < 3; ++k) part_of[k] = part_of[k + 1], byte[k] = byte[k + 1];
             }
         }
-        if (lane <= last) store<u8>(scale + (u64)((i64)own_dst >> 5), (u8)own_scale);
+        if (lane <= last) {
+            u64 at = (u64)((i64)own_dst >> 5);
+            if (tiles.columns) at = tiles.place(at);
+            store<u8>(scale + at, (u8)own_scale);
+        }
     }
+    if (tiles.columns) tiles.pad(scale);
 }
 
 // CTAs that a multiprocessor holds at a time, for 16-bit sources. From sm_100 on ptxas wants a few registers
@@ -209,9 +244,11 @@ DEVICE void quantize(u64 src, u64 data, u64 scale, const Table& table, u32 round
 #define QUANTIZE(name, Source, Elem, FORM, CTAS)                                                         \
     extern "C" __global__ void __launch_bounds__(THREADS, CTAS)                                          \
         name(u64 src, u64 data, u64 scale, u64 records, u64 boxes, u64 dims, u64 map_shift, u64 units,   \
-             u64 round_up, u64 lowest, u64 aligned) {                                                    \
+             u64 round_up, u64 lowest, u64 aligned, u64 rows, u64 columns) {                             \
         const Table table = {records, boxes, (u32)dims, (u32)map_shift, units, 32 * Source::BYTES, 32};  \
-        quantize<Source, Elem, FORM>(src, data, scale, table, (u32)round_up, (u32)lowest, (u32)aligned); \
+        const Tiles tiles = {rows, (u32)columns, (u32)(columns + 3) & ~3u};                              \
+        quantize<Source, Elem, FORM>(src, data, scale, table, (u32)round_up, (u32)lowest, (u32)aligned,  \
+                                     tiles);                                                             \
     }
 #define QUANTIZE_FORMS(name, Source, Elem, CTAS, ANY_CTAS) \
     QUANTIZE(name##_linear, Source, Elem, LINEAR, CTAS)    \

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from lowshard.kernels import SwizzledMXFP8
 from lowshard.reshard.build import build_reshard_plan
 from lowshard.reshard.contract import ReshardTransform
 from lowshard.reshard.cut import Cut
@@ -16,7 +17,6 @@ from lowshard.reshard.simulate import Simulation, simulate
 from lowshard.reshard.state import kv_cache_layout, ssm_state_layouts
 from lowshard.reshard.transform import (
     MXFP8ReshardTransform,
-    SwizzledMXFP8,
     ensure_sendable,
 )
 

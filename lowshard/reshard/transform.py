@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -12,24 +11,22 @@ from lowshard import dtypes
 from lowshard.argument import brief, choice, instance, items, mapping, truth
 from lowshard.box import Box, shape_of
 from lowshard.errors import BufferMismatchError, KernelError, PlanError
-from lowshard.kernels import MXFP8Tensor, cast, dequantize_mxfp8, quantize_mxfp8, unswizzle_scales
+from lowshard.kernels import (
+    MXFP8Tensor,
+    SwizzledMXFP8,
+    cast,
+    dequantize_mxfp8,
+    quantize_mxfp8,
+    unswizzle_scales,
+)
 from lowshard.kernels.buffer import is_gpu, require_array
 from lowshard.kernels.reference import BLOCK_ELEMS, Elem, Mode
 from lowshard.kernels.staging import assign
-from lowshard.kernels.swizzle import TILE_BYTES, TILE_COLS, TILE_ROWS, swizzled_bytes
+from lowshard.kernels.tensor import TILE_BYTES, TILE_COLS, TILE_ROWS, swizzled_bytes
 from lowshard.reshard.contract import ReshardTransform, Slices
 from lowshard.reshard.scale import scale_slice_from_data_slice
 
 Array = Any
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class SwizzledMXFP8:
-    """A quantised matrix whose scales lie in the 128x4 layout: uint8 codes [rows, K], uint8 scales, 1-D."""
-
-    data: Array
-    scale: Array
-    elem: Elem = "e4m3"
 
 
 class MXFP8ReshardTransform(ReshardTransform):

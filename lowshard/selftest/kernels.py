@@ -136,7 +136,7 @@ def _sums(xp: ModuleType, tally: Tally) -> None:
 
 
 def _swizzles(xp: ModuleType, tally: Tally) -> None:
-    """Lay scales out as 128x4 tiles, and back."""
+    """Lay scales out as 128x4 tiles, and back; quantise into them."""
     plain = PlainEngine()
     for rows, cols in _SWIZZLED:
         scale = rng("swizzle", rows, cols).integers(0, 256, (rows, cols), np.uint8)
@@ -145,6 +145,13 @@ def _swizzles(xp: ModuleType, tally: Tally) -> None:
         tally.same(f"swizzle_scales [{rows}, {cols}]", kernels.swizzle_scales(put(xp, scale)), expected)
         got = kernels.unswizzle_scales(put(xp, expected), rows, cols)
         tally.same(f"unswizzle_scales [{rows}, {cols}]", got, scale)
+        for dtype in _FLOATS:
+            x = hard((rows, 32 * cols), dtype, "tiles", rows)
+            codes, scale = _quantise(x, "e4m3", "rceil")
+            plain.swizzle(scale, expected)
+            q = kernels.quantize_mxfp8(put(xp, x), scale_layout="128x4")
+            tally.same(f"quantize_mxfp8 {dtype} [{rows}, {32 * cols}] into tiles, codes", q.data, codes)
+            tally.same(f"quantize_mxfp8 {dtype} [{rows}, {32 * cols}] into tiles, scales", q.scale, expected)
 
 
 def _optimizers(xp: ModuleType, tally: Tally) -> None:

@@ -15,6 +15,7 @@ from lowshard.errors import KernelError
 from lowshard.kernels import (
     BoxTable,
     MXFP8Tensor,
+    SwizzledMXFP8,
     cast,
     dequantize_mxfp8,
     pack,
@@ -115,7 +116,7 @@ def on_host(array: Any) -> Any:
 
 
 def results(value: Any) -> list[Any]:
-    if isinstance(value, MXFP8Tensor):
+    if isinstance(value, (MXFP8Tensor, SwizzledMXFP8)):
         return [value.data, value.scale]
     return list(value) if isinstance(value, tuple) else [value]
 
@@ -261,6 +262,19 @@ def test_swizzled_bytes(shape: tuple[int, int], stream: Any, rng: np.random.Gene
     assert_as_on_the_host(swizzle_scales, np.asfortranarray(scale))
     assert_as_on_the_host(unswizzle_scales, tiles, *shape)
     assert_as_on_the_host(unswizzle_scales, np.repeat(tiles, 2)[::2], *shape)
+
+
+@pytest.mark.parametrize("shape", [(1, 32), (128, 128), (129, 160), (300, 1056), (4096, 4096)])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("elem", ELEMS)
+def test_bytes_quantised_into_tiles(
+    shape: tuple[int, int], dtype: str, elem: Any, stream: Any, rng: np.random.Generator
+) -> None:
+    x = floats(rng, dtype, (shape[0], shape[1] + 32))
+    tiled = partial(quantize_mxfp8, scale_layout="128x4")
+    for view in (x[:, 32:].copy(), x[::-1, :-32]):
+        assert_as_on_the_host(tiled, view, elem)
+        assert_as_on_the_host(lambda x: dequantize_mxfp8(tiled(x, elem), "float32"), view)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

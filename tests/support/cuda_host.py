@@ -188,6 +188,7 @@ class HostCudaEngine(CudaEngine):
 for _name in (
     "copy",
     "quantize",
+    "quantize_swizzled",
     "dequantize",
     "cast",
     "sum_into",

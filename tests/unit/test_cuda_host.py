@@ -24,6 +24,7 @@ from lowshard.errors import KernelError
 from lowshard.kernels import (
     BoxTable,
     MXFP8Tensor,
+    SwizzledMXFP8,
     cast,
     dequantize_mxfp8,
     pack,
@@ -106,7 +107,7 @@ def assert_same(result: Any, expected: Any) -> None:
 
 
 def parts(result: Any) -> tuple[Any, ...]:
-    if isinstance(result, MXFP8Tensor):
+    if isinstance(result, (MXFP8Tensor, SwizzledMXFP8)):
         return result.data, result.scale
     return result if isinstance(result, tuple) else (result,)
 
@@ -658,6 +659,57 @@ def test_scales_are_swizzled_and_back(
             return target
 
         assert_as_plain(any_engine, into_view, tiles)
+
+
+@any_dtype
+@any_elem
+@pytest.mark.parametrize("shape", [(1, 32), (128, 128), (127, 96), (129, 160), (300, 1056), (7, 8256)])
+def test_a_matrix_and_its_tiles_take_one_launch(
+    shape: tuple[int, int], dtype: str, elem: Any, any_engine: HostCudaEngine, rng: np.random.Generator
+) -> None:
+    rows, width = shape
+    space = floats(random_bits(rng, dtype, 2 * rows * (width + 32) // 32), dtype).reshape(
+        2 * rows, width + 32
+    )
+    views = {
+        "linear": space[:rows, :width].copy(),
+        "table": space[::-2, 32:],
+        "any": at_offset(space[:rows, :width].copy(), 1),
+    }
+
+    def tiled(x: Any) -> Any:
+        made = quantize_mxfp8(x, elem)
+        scale = np.full(swizzle_scales(made.scale).size, 0xAA, np.uint8)
+        out = SwizzledMXFP8(np.zeros(x.shape, np.uint8), at_offset(scale, 1), elem)
+        before = len(any_engine.launcher.launches)
+        quantize_mxfp8(x, elem, out=out, scale_layout="128x4")
+        launches.append(any_engine.launcher.launches[before:])
+        return out
+
+    for form, x in views.items():
+        launches: list[Any] = []
+        assert_as_plain(any_engine, tiled, x)
+        names = [name.rpartition("_")[2] for name, _ in launches[1]]
+        assert names == ["linear" if form == "table" and rows == 1 else form]
+
+
+def test_tiles_of_more_than_32_bits_of_blocks(rng: np.random.Generator) -> None:
+    engine = host_cuda_engine(multiprocessors=10**9)
+    rows, width = (1 << 31) + 256, 64  # 2 of 4 columns: as much padding as scales
+    x = reserved(rows * width, DTYPES["bfloat16"]).reshape(rows, width)
+    data = reserved(rows * width, np.uint8).reshape(rows, width)
+    tail = 256  # rows of the last two tiles
+    x[-tail:] = floats(random_bits(rng, "bfloat16", 2 * tail), "bfloat16").reshape(tail, width)
+    expected = quantize_mxfp8(x[-tail:], scale_layout="128x4")
+    scale = reserved(rows * 4, np.uint8)
+    scale[-tail * 4 :] = 0xAA
+    ctas = rows * 2 // 256
+    with through(engine):
+        engine.launcher.only_ctas = (ctas - 4, ctas)
+        quantize_mxfp8(x, out=SwizzledMXFP8(data, scale), scale_layout="128x4")
+    assert engine.launcher.launches == [("quantize_bf16_e4m3_linear", ctas)]
+    np.testing.assert_array_equal(data[-tail:], expected.data)
+    np.testing.assert_array_equal(scale[-expected.scale.size :], expected.scale)
 
 
 # ------------------------------------------------------------------------------------------ what is reused

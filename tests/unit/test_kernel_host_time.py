@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from lowshard.kernels import MXFP8Tensor, dequantize_mxfp8, quantize_mxfp8
+from lowshard.kernels import MXFP8Tensor, SwizzledMXFP8, dequantize_mxfp8, quantize_mxfp8
 from lowshard.kernels.cuda import engine as cuda_engine
 
 LIMIT_US = 15.0
@@ -61,10 +61,12 @@ def test_quantising_costs_the_host_microseconds(monkeypatch: pytest.MonkeyPatch)
 
     x, back = (array((4096, 8192), ml_dtypes.bfloat16) for _ in range(2))
     q = MXFP8Tensor(array((4096, 8192), np.uint8), array((4096, 256), np.uint8))
+    tiled = SwizzledMXFP8(q.data, array((4096 * 256,), np.uint8))
     figures = {
         "quantize_mxfp8": host_us(lambda: quantize_mxfp8(x, out=q)),
+        "quantize_mxfp8 into tiles": host_us(lambda: quantize_mxfp8(x, out=tiled, scale_layout="128x4")),
         "dequantize_mxfp8": host_us(lambda: dequantize_mxfp8(q, out=back)),
     }
-    assert launcher.launches == 2 * (1 + CALLS * ROUNDS)
+    assert launcher.launches == len(figures) * (1 + CALLS * ROUNDS)
     print({name: round(us, 1) for name, us in figures.items()})
     assert max(figures.values()) <= 2 * LIMIT_US, figures

@@ -15,7 +15,7 @@ from support.fake_cupy import StreamedCupy
 
 from lowshard import kernels
 from lowshard.errors import KernelError, StreamError
-from lowshard.kernels import MXFP8Tensor
+from lowshard.kernels import MXFP8Tensor, SwizzledMXFP8
 from lowshard.kernels.cuda.module import CuPyLauncher
 from lowshard.kernels.stream import Stream, takes_stream
 
@@ -60,9 +60,12 @@ def test_the_call_runs_with_the_stream_current_on_the_gpu_of_its_arrays(cupy: St
     on_host, on_gpu = np.zeros(2), GPUArray(3)
     q = MXFP8Tensor.__new__(MXFP8Tensor)
     object.__setattr__(q, "data", on_gpu)
+    tiled = SwizzledMXFP8.__new__(SwizzledMXFP8)
+    object.__setattr__(tiled, "data", on_gpu)
     for args, options in [
         ((on_gpu,), {}),
         ((q,), {}),
+        ((tiled,), {}),
         ((on_host, [on_gpu]), {}),
         ((on_host,), {"out": on_gpu}),
     ]:
