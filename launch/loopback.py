@@ -1,11 +1,14 @@
 """Moves mpiexec's listening sockets to loopback where all ranks are on this machine.
 
 Open MPI's and MPICH's mpiexec listen on all addresses, for daemons on other hosts that there are none of, and have no
-setting for it. Whoever started a process may reach its sockets (`pidfd_getfd`): each one that listens on another
-address than loopback is shut down, bound to loopback with the same port, and made to listen again. The process is
-stopped for that moment, a fraction of a millisecond, so that it never sees the socket closed.
+setting for it. Whoever started a process may reach its sockets (`pidfd_getfd`). Each one that listens on another
+address than loopback is bound to the device of loopback, which shuts others out at once, then closed, bound to the
+loopback address with the same port, and made to listen again. The process is stopped for that moment, a fraction of a
+millisecond, so that it never sees the socket closed.
 
-Where the kernel does not allow it (before Linux 5.6, or forbidden in a container), the sockets stay as they are.
+Where a rank or a daemon of this host has connected already, closing would lose its connection, or its connection would
+keep the port: such a socket keeps its address, on the device of loopback. Where the kernel does not allow it (before
+Linux 5.6, or forbidden in a container), the sockets stay as they are.
 """
 
 from __future__ import annotations
@@ -16,19 +19,32 @@ import ipaddress
 import os
 import signal
 import socket
+import struct
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 __all__ = ["LOOPBACK_INTERFACE", "move_to_loopback"]
 
 LOOPBACK_INTERFACE = "lo"
 
 _PIDFD_GETFD = 438  # the system call's number, the same on every processor
-_LISTENING = "0A"  # a state in /proc/net/tcp
+_ESTABLISHED, _SYN_RECEIVED, _LISTENING = "01", "03", "0A"  # states in /proc/net/tcp
+_ATTACH_FILTER, _DETACH_FILTER = 26, 27  # socket options
+_DROP_ALL = struct.pack("HBBI", 0x06, 0, 0, 0)  # a packet filter of one instruction: return 0
 _STOP_LIMIT_S = 0.5
 _PAUSE_S = 0.0002
+
+
+class _Entry(NamedTuple):
+    """A line of /proc/net/tcp, as far as it matters: inode is 0 for what no process has accepted."""
+
+    address: ipaddress.IPv4Address | ipaddress.IPv6Address
+    port: int
+    state: str
+    inode: int
 
 
 def move_to_loopback(pid: int) -> bool:
@@ -40,70 +56,113 @@ def move_to_loopback(pid: int) -> bool:
     public = _public_fds(pid)
     if not public:
         return True
-    with contextlib.suppress(OSError):  # it has ended, or the kernel does not allow it
+    with (
+        contextlib.suppress(OSError),
+        contextlib.ExitStack() as stack,
+    ):  # it has ended, or the kernel forbids it
         process_fd = os.pidfd_open(pid)
-        try:
-            with _stopped(pid):
-                return all([_move(process_fd, fd) for fd in public])
-        finally:
-            os.close(process_fd)
+        stack.callback(os.close, process_fd)
+        taken = [_taken(process_fd, fd) for fd in public]
+        own = [stack.enter_context(one) for one in taken if one is not None]
+        is_closed = [_bind_to_device(one) for one in own]
+        if not all(_is_in_use(pid, one) for one in own):
+            with _stopped(pid) as stopped:
+                is_closed = [
+                    (stopped and _move(pid, one)) or closed
+                    for one, closed in zip(own, is_closed, strict=True)
+                ]
+        return len(own) == len(public) and all(is_closed)
     return False
 
 
 def _public_fds(pid: int) -> list[int]:
     """Returns the descriptors of a process that listen on another address than loopback."""
-    inodes: dict[str, int] = {}
-    found = []
+    fds: dict[int, int] = {}
     with contextlib.suppress(OSError):
         for link in Path(f"/proc/{pid}/fd").iterdir():
             with contextlib.suppress(OSError):
                 kind, _, inode = os.readlink(link).partition(":")
                 if kind == "socket":
-                    inodes[inode.strip("[]")] = int(link.name)
-        for table in ("tcp", "tcp6"):
-            for line in Path(f"/proc/{pid}/net/{table}").read_text(encoding="ascii").splitlines()[1:]:
-                _, local, _, state, _, _, _, _, _, inode, *_ = line.split()
-                if state == _LISTENING and inode in inodes and not _address(local).is_loopback:
-                    found.append(inodes[inode])
-    return found
+                    fds[int(inode.strip("[]"))] = int(link.name)
+        return [
+            fds[entry.inode]
+            for entry in _entries(pid)
+            if entry.state == _LISTENING and entry.inode in fds and not entry.address.is_loopback
+        ]
+    return []
 
 
-def _address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
-    """Returns the address of an entry of /proc/net/tcp: hexadecimal words in this machine's byte order, and a port."""
-    digits = text.partition(":")[0]
+def _entries(pid: int) -> Iterator[_Entry]:
+    """Yields the TCP sockets of a process's network."""
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{pid}/net/{table}").read_text(encoding="ascii").splitlines()[1:]:
+            _, local, _, state, _, _, _, _, _, inode, *_ = line.split()
+            address, _, port = local.partition(":")
+            yield _Entry(_address(address), int(port, 16), state, int(inode))
+
+
+def _address(digits: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+    """Returns the address of an entry: hexadecimal words in this machine's byte order."""
     words = [int(digits[at : at + 8], 16).to_bytes(4, sys.byteorder) for at in range(0, len(digits), 8)]
     address = ipaddress.ip_address(b"".join(words))
     return getattr(address, "ipv4_mapped", None) or address
 
 
 @contextlib.contextmanager
-def _stopped(pid: int) -> Iterator[None]:
-    """Stops a child process for the length of a block."""
+def _stopped(pid: int) -> Iterator[bool]:
+    """Stops a child process for the length of a block; yields whether it has stopped."""
     os.kill(pid, signal.SIGSTOP)
     try:
         end_s = time.monotonic() + _STOP_LIMIT_S
-        while time.monotonic() < end_s:
-            if os.waitid(os.P_PID, pid, os.WSTOPPED | os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
-                break
+        has_stopped = False
+        while not has_stopped and time.monotonic() < end_s:
             time.sleep(_PAUSE_S)
-        yield
+            has_stopped = os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
+        yield has_stopped
     finally:
         os.kill(pid, signal.SIGCONT)
 
 
-def _move(process_fd: int, fd: int) -> bool:
-    """Moves a listening socket of a process to loopback; returns whether that was done."""
+def _taken(process_fd: int, fd: int) -> socket.socket | None:
+    """Returns a process's socket for use by this one; None where the kernel does not allow it."""
     own_fd: int = ctypes.CDLL(None).syscall(_PIDFD_GETFD, process_fd, fd, 0)
-    if own_fd < 0:
-        return False
-    with socket.socket(fileno=own_fd) as public:
-        host, port, *rest = public.getsockname()
-        public.shutdown(socket.SHUT_RDWR)
+    return None if own_fd < 0 else socket.socket(fileno=own_fd)
+
+
+def _bind_to_device(listening: socket.socket) -> bool:
+    """Lets only this host in; returns whether that was done (before Linux 5.7 it is root's alone)."""
+    with contextlib.suppress(OSError):
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, LOOPBACK_INTERFACE.encode() + b"\0")
+        return True
+    return False
+
+
+def _is_in_use(pid: int, listening: socket.socket) -> bool:
+    """Returns whether a connection would be lost by closing a listening socket, or would keep its port."""
+    port = listening.getsockname()[1]
+    there = [entry for entry in _entries(pid) if entry.port == port and entry.state != _LISTENING]
+    if listening.getsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR):
+        there = [one for one in there if one.inode == 0 and one.state in (_ESTABLISHED, _SYN_RECEIVED)]
+    return bool(there)
+
+
+def _move(pid: int, listening: socket.socket) -> bool:
+    """Moves a listening socket of a stopped process to loopback; returns whether that was done."""
+    program = ctypes.create_string_buffer(_DROP_ALL)
+    # Who connects from here on is not answered, and the kernel tries again after the move.
+    listening.setsockopt(socket.SOL_SOCKET, _ATTACH_FILTER, struct.pack("HP", 1, ctypes.addressof(program)))
+    try:
+        if _is_in_use(pid, listening):
+            return False
+        host, port, *rest = listening.getsockname()
+        listening.shutdown(socket.SHUT_RDWR)
         # Without ::1, which a host may lack, a socket for both families takes the IPv4 address in IPv6's form.
-        hosts = ("::1", "::ffff:127.0.0.1") if public.family == socket.AF_INET6 else ("127.0.0.1",)
+        hosts = ("::1", "::ffff:127.0.0.1") if listening.family == socket.AF_INET6 else ("127.0.0.1",)
         for there in (*hosts, host):
             with contextlib.suppress(OSError):
-                public.bind((there, port, *rest))
-                public.listen(socket.SOMAXCONN)
+                listening.bind((there, port, *rest))
+                listening.listen(socket.SOMAXCONN)
                 return bool(there != host)
-    return False
+        return False
+    finally:
+        listening.setsockopt(socket.SOL_SOCKET, _DETACH_FILTER, 0)

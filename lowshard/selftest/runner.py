@@ -25,6 +25,7 @@ _TICK_S = 0.05
 _QUIET_S = 2.0  # a step that takes longer is announced
 _REMIND_S = 15.0
 _TERM_S = 8.0  # from SIGTERM to SIGKILL: the launcher of ranks ends them meanwhile
+_KILL_S = 5.0  # from the first SIGKILL until the processes are gone
 _MARK = "LOWSHARD_SELFTEST_STEP"
 """Environment variable that tells a step's processes from all others."""
 _LOG_TAIL_LINES = 3
@@ -205,9 +206,15 @@ def _end(process: subprocess.Popen[bytes], mark: str) -> None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_TERM_S)
     finally:
-        for pid in _marked(mark):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        end_s = time.monotonic() + _KILL_S
+        while (
+            pids := _marked(mark)
+        ) and time.monotonic() < end_s:  # again: one may have started another meanwhile
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            process.poll()
+            time.sleep(_TICK_S)
         process.wait()
 
 

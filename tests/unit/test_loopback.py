@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -70,6 +71,64 @@ def test_ipv6_is_moved_to_its_own_loopback() -> None:
         assert move_to_loopback(pid)
         assert said_at("::1", port) == "::1"
         assert loopback._public_fds(pid) == []
+
+
+# Listens as MPICH's mpiexec does, without SO_REUSEADDR, and answers on each connection as long as that lasts.
+_KEEPER = """
+import select, socket, sys
+door = socket.socket()
+door.bind(("0.0.0.0", 0))
+door.listen()
+print(door.getsockname()[1], flush=True)
+if sys.argv[1] == "late":
+    sys.stdin.readline()
+known = [door]
+while True:
+    for one in select.select(known, [], [])[0]:
+        if one is door:
+            known.append(door.accept()[0])
+        elif (words := one.recv(100)):
+            one.sendall(words)
+        else:
+            known.remove(one)
+"""
+
+
+@pytest.mark.parametrize("when", ["accepted", "late"])
+def test_a_connection_that_is_there_outlives_the_move(when: str) -> None:
+    words = [sys.executable, "-c", _KEEPER, when]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as started:
+        try:
+            assert started.stdin is not None
+            assert started.stdout is not None
+            port = int(started.stdout.readline())
+            with socket.create_connection(("127.0.0.1", port), timeout=10) as first:
+                first.sendall(b"one")
+                if when == "accepted":
+                    assert first.recv(10) == b"one"
+                assert move_to_loopback(started.pid)
+                assert move_to_loopback(started.pid)  # as the launcher does, until a rank was heard
+                if when == "late":
+                    started.stdin.write("\n")
+                    started.stdin.flush()
+                    assert first.recv(10) == b"one"
+                first.sendall(b"two")
+                assert first.recv(10) == b"two"
+                with socket.create_connection(("127.0.0.1", port), timeout=10) as second:
+                    second.sendall(b"three")
+                    assert second.recv(10) == b"three"
+            assert started.poll() is None
+        finally:
+            started.kill()
+
+
+def test_who_connects_during_the_move_gets_in() -> None:
+    for _ in range(20):
+        with listener("0.0.0.0") as (pid, [port]):
+            with ThreadPoolExecutor(8) as callers:
+                answers = [callers.submit(said_at, "127.0.0.1", port) for _ in range(8)]
+                assert move_to_loopback(pid)
+            assert all(answer.result() in ("0.0.0.0", "127.0.0.1") for answer in answers)
 
 
 def test_where_the_kernel_refuses_the_socket_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
