@@ -56,10 +56,8 @@ def move_to_loopback(pid: int) -> bool:
     public = _public_fds(pid)
     if not public:
         return True
-    with (
-        contextlib.suppress(OSError),
-        contextlib.ExitStack() as stack,
-    ):  # it has ended, or the kernel forbids it
+    # An OSError: it has ended, or the kernel forbids it.
+    with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
         process_fd = os.pidfd_open(pid)
         stack.callback(os.close, process_fd)
         taken = [_taken(process_fd, fd) for fd in public]

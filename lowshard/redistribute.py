@@ -221,6 +221,9 @@ def plan_redistribute(
     A mean of integers is the floor of the exact quotient of all terms. So the partial axes of integers of which one is
     an avg axis are folded together: where some of them stay partial, they hold terms of the value afterwards.
 
+    Meshes of the same sizes over the same ranks are one grid, whatever their axes are called: what is partial along an
+    axis of src and along the axis of dst in its place, by the same op, stays so.
+
     Args:
         src: what the ranks hold; any placements, any mesh.
         dst: what they shall hold; the same global shape and dtype, on any mesh.

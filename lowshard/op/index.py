@@ -145,9 +145,8 @@ def attention(part: Part, q: Array, k: Array, v: Array) -> Array:
     if part.args.get("causal"):
         rows = xp.arange(*part.box(0)[2])[:, None] + (part.shape(1)[2] - part.shape(0)[2])
         scores = xp.where(xp.arange(keys.shape[2])[None] <= rows, scores, -np.inf)
-    with np.errstate(all="ignore"):
-        scores = xp.exp(scores - scores.max(axis=-1, keepdims=True, initial=-np.inf))
-        scores = scores / scores.sum(axis=-1, keepdims=True)
+    scores = xp.exp(scores - scores.max(axis=-1, keepdims=True, initial=-np.inf))
+    scores = scores / scores.sum(axis=-1, keepdims=True)
     return (scores @ values).astype(q.dtype)
 
 

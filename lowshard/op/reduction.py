@@ -38,10 +38,7 @@ def mean(part: Part, x: Array) -> Array:
     dims = _dims(part, x)
     count = prod(part.shape()[d] if part.axes("scale", 0, d) else x.shape[d] for d in dims)
     total = _wide(x).sum(axis=dims, keepdims=True)
-    with np.errstate(all="ignore"):
-        return (
-            (total / count).astype(x.dtype) if x.dtype.kind not in "iu" else (total // count).astype(x.dtype)
-        )
+    return (total / count).astype(x.dtype) if x.dtype.kind not in "iu" else (total // count).astype(x.dtype)
 
 
 @kernel("max", "min", "prod")
@@ -49,9 +46,8 @@ def extreme(part: Part, x: Array) -> Array:
     """An empty shard gives what changes nothing; products run in the accumulator's type."""
     wide = _wide(x) if part.op == "prod" else x
     start = identity(part.op, wide.dtype)
-    with np.errstate(all="ignore"):
-        made = getattr(part.xp, part.op)(wide, axis=_dims(part, x), keepdims=True, initial=start)
-        return made.astype(x.dtype)
+    made = getattr(part.xp, part.op)(wide, axis=_dims(part, x), keepdims=True, initial=start)
+    return made.astype(x.dtype)
 
 
 @kernel("argmax", "argmin")
@@ -86,10 +82,9 @@ def softmax(part: Part, x: Array) -> Array:
     axes = part.axes("statistics", 0, dim)
     wide = _wide(x)
     top = part.reduce(xp.max(wide, axis=dim, keepdims=True, initial=-np.inf), "max", axes)
-    with np.errstate(all="ignore"):
-        shifted = wide - top
-        total = part.reduce(xp.exp(shifted).sum(axis=dim, keepdims=True), "sum", axes)
-        made = xp.exp(shifted) / total if part.op == "softmax" else shifted - xp.log(total)
+    shifted = wide - top
+    total = part.reduce(xp.exp(shifted).sum(axis=dim, keepdims=True), "sum", axes)
+    made = xp.exp(shifted) / total if part.op == "softmax" else shifted - xp.log(total)
     return made.astype(x.dtype)
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from lowshard.argument import brief
 from lowshard.errors import LayoutError, LowshardError
 from lowshard.op.part import Part
@@ -37,13 +39,14 @@ def find_kernel(op: str) -> Kernel:
 
 
 def run_kernel(part: Part, *arrays: Array) -> tuple[Array, ...]:
-    """Return the local results of an op.
+    """Return the local results of an op; NaN and infinities are results, about which NumPy does not warn here.
 
     Raises:
         LayoutError: the kernel does not take the arguments, or such operands.
     """
     try:
-        found = find_kernel(part.op)(part, *arrays)
+        with np.errstate(all="ignore"):
+            found = find_kernel(part.op)(part, *arrays)
     except LowshardError:
         raise
     except NOT_TAKEN as error:

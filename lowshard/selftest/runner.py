@@ -207,9 +207,8 @@ def _end(process: subprocess.Popen[bytes], mark: str) -> None:
                 process.wait(_TERM_S)
     finally:
         end_s = time.monotonic() + _KILL_S
-        while (
-            pids := _marked(mark)
-        ) and time.monotonic() < end_s:  # again: one may have started another meanwhile
+        # More than once: one may have started another meanwhile, and what is killed takes a moment to go.
+        while (pids := _marked(mark)) and time.monotonic() < end_s:
             for pid in pids:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)

@@ -3,22 +3,35 @@
 from __future__ import annotations
 
 import mmap
-import platform
 import re
 import shutil
 import subprocess
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from itertools import product
+from collections.abc import Callable
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import pytest
 from support import mode
 from support.cuda_host import HostCudaEngine, HostFault, host_cuda_engine, host_library
+from support.host_kernels import (
+    DTYPES,
+    ELEMS,
+    WAYS,
+    any_dtype,
+    any_elem,
+    any_mode,
+    assert_as_plain,
+    assert_same,
+    at_offset,
+    engine_that_runs,
+    floats,
+    parts,
+    random_bits,
+    strided,
+    through,
+)
 
 from lowshard.errors import KernelError
 from lowshard.kernels import (
@@ -40,34 +53,12 @@ from lowshard.kernels import engine as engine_module
 from lowshard.kernels.cuda import engine as cuda_engine
 from lowshard.kernels.cuda import table as cuda_table
 from lowshard.kernels.cuda.module import SOURCES, source
-from lowshard.kernels.engine import Engine
 from lowshard.kernels.plain import PlainEngine
 from lowshard.kernels.runs import RunTable
 
 pytestmark = pytest.mark.skipif(
     shutil.which("g++") is None, reason="g++, which builds the kernels, is not on PATH"
 )
-
-ELEMS = ("e4m3", "e5m2")
-MODES = ("rceil", "floor", "even", "ceil")
-DTYPES = {
-    "bfloat16": np.dtype(ml_dtypes.bfloat16),
-    "float16": np.dtype(np.float16),
-    "float32": np.dtype(np.float32),
-}
-FLUSHES = platform.machine() in ("x86_64", "AMD64")
-
-any_dtype = pytest.mark.parametrize("dtype", DTYPES)
-any_elem = pytest.mark.parametrize("elem", ELEMS)
-any_mode = pytest.mark.parametrize("scale_mode", MODES)
-
-
-@contextmanager
-def through(engine: Engine) -> Iterator[None]:
-    """Run the public calls on NumPy arrays through an engine."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine_module, "host_engine", lambda: engine)
-        yield
 
 
 @pytest.fixture(autouse=True)
@@ -82,72 +73,9 @@ def engine() -> HostCudaEngine:
     return host_cuda_engine()
 
 
-# One CTA, a grid as large as the work, and flushed subnormals, as in kernels that CuPy compiles.
-@pytest.fixture(scope="module", params=["usual", "one CTA", "large grid", "flushing"])
+@pytest.fixture(scope="module", params=WAYS)
 def any_engine(request: pytest.FixtureRequest) -> HostCudaEngine:
-    if request.param == "flushing" and not FLUSHES:
-        pytest.skip(f"{platform.machine()}: the host build flushes subnormals on x86 alone")
-    return {
-        "usual": lambda: host_cuda_engine(),
-        "one CTA": lambda: host_cuda_engine(most_ctas=1),
-        "large grid": lambda: host_cuda_engine(multiprocessors=10**6),
-        "flushing": lambda: host_cuda_engine(flush=True),
-    }[request.param]()
-
-
-def raw(array: Any) -> Any:
-    return np.ascontiguousarray(array).view(np.uint8)
-
-
-def assert_same(result: Any, expected: Any) -> None:
-    for a, b in zip(parts(result), parts(expected), strict=True):
-        assert a.dtype == b.dtype
-        assert a.shape == b.shape
-        np.testing.assert_array_equal(raw(a), raw(b))
-
-
-def parts(result: Any) -> tuple[Any, ...]:
-    if isinstance(result, (MXFP8Tensor, SwizzledMXFP8)):
-        return result.data, result.scale
-    return result if isinstance(result, tuple) else (result,)
-
-
-def assert_as_plain(engine: Engine, call: Callable[..., Any], *args: Any) -> Any:
-    """Make a call through both engines; it makes its own output arrays."""
-    with through(PlainEngine()):
-        expected = call(*args)
-    with through(engine):
-        result = call(*args)
-    assert_same(result, expected)
-    return result
-
-
-def floats(bits: Any, dtype: str) -> Any:
-    """Return bit patterns as an array of a float dtype."""
-    size = DTYPES[dtype].itemsize
-    return np.ascontiguousarray(bits, np.uint32 if size == 4 else np.uint16).view(DTYPES[dtype])
-
-
-def random_bits(rng: np.random.Generator, dtype: str, blocks: int) -> Any:
-    """Return blocks [blocks, 32] of every scale: all exponents, zeros, subnormals, at times NaN or Inf."""
-    bits, mantissa = {"bfloat16": (16, 7), "float16": (16, 10), "float32": (32, 23)}[dtype]
-    top = (1 << (bits - 1 - mantissa)) - 1
-    center = rng.integers(0, top, (blocks, 1))
-    field = np.clip(center + rng.integers(-12, 3, (blocks, 32)), 0, top - 1)
-    field[rng.random(blocks) < 0.05, rng.integers(32)] = top
-    field[rng.random(blocks) < 0.1] = 0
-    value = field << mantissa | rng.integers(0, 1 << mantissa, (blocks, 32))
-    value[rng.random(blocks) < 0.02] = 0
-    return value | rng.integers(0, 2, (blocks, 32)) << (bits - 1)
-
-
-def at_offset(array: Any, offset: int) -> Any:
-    """Return a copy of an array that begins `offset` bytes after a 64-byte boundary."""
-    space = np.zeros(array.nbytes + offset + 64, np.uint8)
-    skip = -space.ctypes.data % 64 + offset
-    copy = space[skip : skip + array.nbytes].view(array.dtype).reshape(array.shape)
-    copy[...] = array
-    return copy
+    return engine_that_runs(request.param)
 
 
 # ------------------------------------------------------------------------------------------------ the build
@@ -301,20 +229,6 @@ def disjoint_boxes(rng: np.random.Generator, shape: tuple[int, ...], block: int)
     chosen = [i for i in np.ndindex(*counts) if rng.random() < 0.7]
     rng.shuffle(chosen)
     return [tuple((int(e[i]), int(e[i + 1])) for e, i in zip(edges, index, strict=True)) for index in chosen]
-
-
-def strided(rng: np.random.Generator, array: Any) -> Any:
-    """Return an array of the same values whose outer dims lie in any order, with gaps, some reversed."""
-    order = [*rng.permutation(array.ndim - 1).tolist(), array.ndim - 1]
-    gap = [int(g) for g in rng.integers(0, 3, array.ndim)]
-    gap[-1] *= int(rng.choice([1, 8, 32]))
-    space = np.zeros([array.shape[i] + g for i, g in zip(order, gap, strict=True)], array.dtype)
-    view = space[tuple(slice(g, None) for g in gap)].transpose(np.argsort(order))
-    for dim in range(array.ndim - 1):
-        if rng.random() < 0.3:
-            view = np.flip(view, dim)
-    view[...] = array
-    return view
 
 
 @any_dtype
@@ -529,103 +443,6 @@ def test_a_length_that_is_no_multiple_of_the_unit_costs_nothing(length: int, eng
         half, wide = at_offset(array.astype(np.float16), 0), at_offset(np.zeros(length, np.float32), 0)
         assert cast(half, "float32", wide).tolist() == array.tolist()
         assert engine.launcher.launches[-1][0] == "cast_f16_f32_4"
-
-
-# ------------------------------------------------------------------------------------------ casts and sums
-@pytest.mark.parametrize("source_dtype", ["bfloat16", "float16"])
-@any_dtype
-def test_every_16_bit_pattern_is_cast(source_dtype: str, dtype: str, any_engine: HostCudaEngine) -> None:
-    x = floats(np.arange(1 << 16), source_dtype)
-    assert_as_plain(any_engine, cast, x, dtype)
-    assert_as_plain(any_engine, cast, x[1:], dtype)
-
-
-@any_dtype
-def test_fp32_of_every_exponent_and_all_ties_are_cast(
-    dtype: str, any_engine: HostCudaEngine, rng: np.random.Generator, full: bool
-) -> None:
-    # For every sign and exponent: ties of both 16-bit types and their neighbours, among random mantissas.
-    ties = np.concatenate([np.arange(8)[:, None] << 12, np.arange(8)[:, None] << 15, [[0]]])
-    mantissa = np.concatenate(
-        [(ties + np.arange(-2, 3)).reshape(-1) % (1 << 23), rng.integers(0, 1 << 23, 64)]
-    )
-    bits = (np.arange(512)[:, None] << 23 | mantissa).reshape(-1)
-    if full:
-        bits = np.concatenate([bits, rng.integers(0, 1 << 32, 1 << 22)])
-    assert_as_plain(any_engine, cast, floats(bits, "float32"), dtype)
-
-
-@any_dtype
-def test_strided_arrays_are_cast(dtype: str, any_engine: HostCudaEngine, rng: np.random.Generator) -> None:
-    for target in DTYPES:
-        x = strided(rng, floats(random_bits(rng, dtype, 60), dtype).reshape(4, 3, 5, 32))
-        assert_as_plain(any_engine, cast, x, target)
-        assert_as_plain(any_engine, cast, x[..., ::2], target)
-        assert_as_plain(any_engine, cast, x[..., :27], target)
-        assert_as_plain(any_engine, cast, x.T, target)
-
-
-@any_dtype
-@pytest.mark.parametrize("accumulate", [True, False])
-def test_sums_of_any_number_of_sources(
-    dtype: str, accumulate: bool, engine: HostCudaEngine, rng: np.random.Generator
-) -> None:
-    counts = (1, 2, 5, 7, 8, 9, 16, 20)
-    for count, mixed in [*product(counts, (False, True))]:
-        size = int(rng.integers(1, 4000))
-        kinds = rng.choice(list(DTYPES), count if mixed else 1).tolist() * (1 if mixed else count)
-        offsets = [0] * (count + 1) if rng.random() < 0.5 else rng.integers(0, 17, count + 1).tolist()
-        sources = [
-            at_offset(floats(random_bits(rng, kind, -(-size // 32)).reshape(-1)[:size], kind), offset)
-            for kind, offset in zip(kinds, offsets[1:], strict=True)
-        ]
-        out = floats(random_bits(rng, dtype, -(-size // 32)).reshape(-1)[:size], dtype)
-
-        with through(PlainEngine()):
-            expected = sum_into(at_offset(out, offsets[0]), sources, accumulate)
-        with through(engine):
-            result = sum_into(at_offset(out, offsets[0]), sources, accumulate)
-        nan = np.isnan(expected.astype(np.float32))
-        np.testing.assert_array_equal(np.isnan(result.astype(np.float32)), nan)
-        assert_same(result[~nan], expected[~nan])
-        unit = 8 if "float32" not in (dtype, *kinds) and len(set(kinds)) == 1 else 4
-        unit = 1 if any(offset % 16 for offset in offsets) else unit
-        assert engine.launcher.launches[-1][0].endswith(f"_{unit}")
-
-
-@any_dtype
-@pytest.mark.parametrize("kinds", [*DTYPES, "mixed"])
-@pytest.mark.parametrize("offset", [0, 2])
-def test_zeros_of_sign_minus_stay_and_absent_terms_add_nothing(
-    dtype: str, kinds: str, offset: int, engine: HostCudaEngine
-) -> None:
-    for count in (1, 2, 8, 9):
-        picked = (list(DTYPES) * 3)[:count] if kinds == "mixed" else [kinds] * count
-        sources = [at_offset(np.full(21, -0.0, DTYPES[kind]), offset) for kind in picked]
-        out = at_offset(np.full(21, -0.0, DTYPES[dtype]), offset)
-        for accumulate in (True, False):
-            with through(engine):
-                assert np.signbit(sum_into(out, sources, accumulate)).all()
-            assert not out.any()
-
-
-def test_the_first_sources_need_no_table_and_later_ones_keep_theirs() -> None:
-    engine = host_cuda_engine()
-    sources = [np.full(100, i, np.float32) for i in range(9)]
-    out = np.zeros(100, np.float32)
-    with through(engine):
-        sum_into(out, sources[:8])
-        assert engine.launcher.uploads == 0
-        for _ in range(3):
-            sum_into(out, sources)
-        assert engine.launcher.uploads == 1
-        engine.launcher.current_stream = "another"
-        sum_into(out, sources)
-        assert engine.launcher.uploads == 2
-        assert out.tolist() == [28.0 + 4 * 36.0] * 100
-        for last in np.zeros((cuda_engine._KEPT_SOURCE_TABLES + 10, 100), np.float32):
-            sum_into(out, [*sources[:8], last])
-    assert len(engine._sources) == cuda_engine._KEPT_SOURCE_TABLES
 
 
 # ----------------------------------------------------------------------------------------- scales' layouts

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -129,6 +132,37 @@ def test_who_connects_during_the_move_gets_in() -> None:
                 answers = [callers.submit(said_at, "127.0.0.1", port) for _ in range(8)]
                 assert move_to_loopback(pid)
             assert all(answer.result() in ("0.0.0.0", "127.0.0.1") for answer in answers)
+
+
+# Starts a process as the launcher starts mpiexec, stops it as it does, and dies at that moment.
+_DYING_LAUNCHER = """
+import os, signal, subprocess, sys
+from lowshard.launch.loopback import _stopped
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], process_group=0)
+with _stopped(child.pid) as stopped:
+    print(child.pid, stopped, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_launcher_that_dies_while_mpiexec_is_stopped_leaves_nothing_stopped_behind() -> None:
+    ran = subprocess.run(
+        [sys.executable, "-c", _DYING_LAUNCHER], stdout=subprocess.PIPE, text=True, timeout=30
+    )
+    assert ran.returncode == -signal.SIGKILL
+    pid, stopped = ran.stdout.split()
+    assert stopped == "True"
+    end_s = time.monotonic() + 10
+    while is_there(pid) and time.monotonic() < end_s:  # the kernel wakes it, and tells it to hang up
+        time.sleep(0.01)
+    assert not is_there(pid)
+
+
+def is_there(pid: str) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
 
 
 def test_where_the_kernel_refuses_the_socket_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

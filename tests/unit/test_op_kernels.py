@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from itertools import product
 from typing import Any
@@ -205,3 +206,22 @@ def test_every_kernel_gives_the_shapes_and_dtypes_of_its_rule(rng: Rng) -> None:
             ).results
             made = unsharded(op, *arrays, **args)
             assert [(x.shape, str(x.dtype)) for x in made] == [tuple(r) for r in results], op
+
+
+@pytest.mark.parametrize("op", ["rms_norm", "layer_norm", "softmax", "log", "div", "matmul", "sum"])
+def test_what_has_no_finite_value_is_nan_or_infinite_without_a_warning(op: str) -> None:
+    zero, large = np.zeros((2, 3), np.float32), np.full((3, 3), 3e38, np.float32)
+    given: dict[str, tuple[list[np.ndarray], dict[str, Any]]] = {
+        "rms_norm": ([zero, zero[0]], {"eps": 0.0}),
+        "layer_norm": ([zero, zero[0], zero[0]], {"eps": 0.0}),
+        "softmax": ([np.full((2, 3), np.inf, np.float32)], {"axis": -1}),
+        "log": ([-1 - zero], {}),
+        "div": ([zero, zero], {}),
+        "matmul": ([large, large], {}),
+        "sum": ([large], {"axis": 0}),
+    }
+    arrays, args = given[op]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        (made,) = unsharded(op, *arrays, **args)
+    assert not np.isfinite(made).any()

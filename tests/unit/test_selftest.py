@@ -5,6 +5,9 @@ CuPy is NumPy here, with streams that do nothing by themselves, and NCCL the sta
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 from dataclasses import replace
 from types import ModuleType, SimpleNamespace
@@ -16,10 +19,36 @@ from support.nccl_stand_in import Host, StandInCommunicator, World, run_staged, 
 
 from lowshard.comm import Communicator
 from lowshard.comm.nccl_bindings import Binding
-from lowshard.selftest import streams, threads
+from lowshard.selftest import runner, streams, threads
 from lowshard.selftest.every_collective import EveryCollective
 from lowshard.selftest.setting import Setting
 from lowshard.selftest.tally import Tally
+
+# Starts processes, one a millisecond for some seconds, and does not end when it is asked to.
+_BREEDER = """
+import os, signal, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print(flush=True)
+for _ in range(5000):
+    if os.fork() == 0:
+        time.sleep(30)
+        os._exit(0)
+    time.sleep(0.001)
+"""
+
+
+def test_of_a_step_that_starts_processes_while_it_is_ended_none_is_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(runner, "_TERM_S", 0.1)
+    mark = f"{os.getpid()} breeder"
+    env = {**os.environ, runner._MARK: mark}
+    step = subprocess.Popen([sys.executable, "-c", _BREEDER], env=env, stdout=subprocess.PIPE)
+    assert step.stdout is not None
+    with step.stdout:
+        step.stdout.readline()
+        runner._end(step, mark)
+    assert runner._marked(mark) == []
 
 
 class CuPy(ModuleType):

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 import warnings
 from collections.abc import Sequence
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -496,3 +499,23 @@ def test_new_row_counts_do_not_miss(monkeypatch: pytest.MonkeyPatch) -> None:
     assert big.moves_nothing
     with pytest.raises(BudgetError):
         pick("matmul", [lay((10**6, 512), R, mesh=mesh), lay((512, 64), R, mesh=mesh)])
+
+
+def test_picks_on_meshes_of_the_most_ranks_take_little_time_and_memory_or_are_refused() -> None:
+    ran = subprocess.run(
+        [sys.executable, "-m", "support.huge_meshes"], capture_output=True, text=True, timeout=300, check=False,
+        cwd=Path(__file__).resolve().parents[1],
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    offered, refused = (int(word) for word in re.findall(r"\d+", ran.stdout))
+    assert offered > 10 * refused > 0
+
+
+def test_a_dim_whose_shares_are_too_many_to_count_is_refused_by_name() -> None:
+    mesh = DeviceMesh((1 << 18,), ("dp",))
+    layout = Layout(mesh, (2, 16, 48), "float32", (Sharded(2),))
+    with pytest.raises(LayoutError, match=r"up to 131,072 shares .* sizes 262144 have 262,144 ranks$"):
+        action_set("reshape", [layout], rules="extended", shape=[2, 16, -1, 8])
+    layout = Layout(DeviceMesh((128,), ("dp",)), (3000,), "float32", (Sharded(0),))
+    with pytest.raises(LayoutError, match=r"have 128 ranks of 3,000 pieces each"):
+        action_set("chunk", [layout], rules="extended", chunks=3000, axis=0)

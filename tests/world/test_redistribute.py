@@ -287,6 +287,13 @@ def sources_of(src: Layout, dst: Layout, rank: int, node_size: int | None = None
     return {p.src_rank for p in step.incoming(rank)}
 
 
+def test_what_is_partial_stays_so_on_the_same_grid_by_other_names() -> None:
+    src = Layout(DeviceMesh((2, 2), ("dp", "tp")), (4, 6), "int32", (Partial("sum"), Sharded(1)))
+    dst = Layout(DeviceMesh((2, 2), ("x", "y")), (4, 6), "int32", (Partial("sum"), Sharded(1)))
+    assert plan_redistribute(src, dst).steps == ()
+    lc.run_loopback(4, lambda comm: check_move(comm, src, dst, 1), 30)
+
+
 def test_every_pair_of_ranks_shares_one_box_at_most() -> None:
     rng = random.Random(3)
     for _ in range(200):

@@ -9,7 +9,15 @@ from lowshard.argument import whole
 from lowshard.errors import LayoutError
 from lowshard.solver.action import AxisAssignment, Result
 from lowshard.solver.table.argument import MOST_ENTRIES
-from lowshard.solver.table.exchange import Inner, cutting_sizes, exchange, index_bytes, most_received, shares
+from lowshard.solver.table.exchange import (
+    Inner,
+    cutting_sizes,
+    exchange,
+    index_bytes,
+    most_received,
+    require_countable,
+    shares,
+)
 from lowshard.solver.table.grouping import groups, major
 from lowshard.solver.table.rule import FLOAT, Call, Offer, Refused, Rows, S, passing, row, rule
 
@@ -231,8 +239,10 @@ def split(call: Call) -> Offer:
     rows = [row(S(d), out=S(d)) for d in range(call.ndim()) if d != at]
     if call.extended and min(sizes, default=0) >= 1:
         cut, start, missing = cutting_sizes(call, at), 0, 0
+        require_countable(cut, len(sizes))
+        have = shares(extent, cut)
         for n in sizes:
-            missing += most_received([shares(extent, cut)], shares(n, cut), [(0, start, 0, n)])
+            missing += most_received([have], shares(n, cut), [(0, start, 0, n)])
             start += n
         moved = exchange(missing * index_bytes(call.layouts[0], (at,)), cut)
         rows.append(row(S(at), out=S(at), how="halo", inner=moved))
