@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,6 +20,7 @@ from lowshard.bench.setting import (
     size_list,
 )
 from lowshard.errors import DependencyError, LowshardError
+from lowshard.settings import CHECK
 
 if TYPE_CHECKING:
     from lowshard.bench.figure import CollectiveReport, Row
@@ -298,7 +298,7 @@ def require_possible(settings: Settings, ranks: int) -> None:
 
 
 def _check_mode() -> str:
-    return os.environ.get("LOWSHARD_CHECK", "hash")
+    return CHECK.text()
 
 
 def size_of(text: str) -> int:

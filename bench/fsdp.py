@@ -15,6 +15,7 @@ from typing import Any
 
 from lowshard.bench.progress import Progress
 from lowshard.errors import DependencyError, LowshardError, TimedOut
+from lowshard.settings import environment
 
 DESCRIPTION = """\
 Trains an MLP (eight layers of 2560 by default, 52 million parameters, AdamW, one thread a rank) in NumPy with each
@@ -149,7 +150,7 @@ def _rival(request: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _one_thread() -> dict[str, str]:
-    return {**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    return {**environment(), "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
 def _read(place: str, ranks: int) -> list[dict[str, Any]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import lowshard
+from lowshard.settings import environment
 
 _LIMIT_S = 900.0
 PEERS = {"dtensor": ("torch", "PyTorch's DTensor"), "jax": ("jax", "JAX")}
@@ -54,7 +54,9 @@ def peer_rows(request: Any, ranks: int, pythons: Sequence[str]) -> list[dict[str
 def _environment() -> dict[str, str]:
     """Return an environment in which another interpreter finds this package, and which is no rank's."""
     kept = {
-        k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMIX_", "PMI_", "PRTE_", "HYDRA_"))
+        k: v
+        for k, v in environment().items()
+        if not k.startswith(("OMPI_", "PMIX_", "PMI_", "PRTE_", "HYDRA_"))
     }
     kept["PYTHONPATH"] = str(Path(lowshard.__file__).resolve().parents[1])
     return kept

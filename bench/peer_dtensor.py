@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from lowshard.bench.transition import Transition, floor_of, transitions
+from lowshard.settings import change, environment
 
 
 def main() -> int:
@@ -41,7 +42,7 @@ def work(rank: int, request: Any, store: str) -> None:
     import torch
     import torch.distributed as dist
 
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    change("GLOO_SOCKET_IFNAME", environment().get("GLOO_SOCKET_IFNAME", "lo"))
     torch.set_num_threads(1)
     size = request["ranks"]
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import statistics
 import sys
 import time
@@ -19,14 +18,15 @@ from typing import Any
 import numpy as np
 
 from lowshard.bench.transition import Transition, floor_of, transitions
+from lowshard.settings import change
 
 
 def main() -> int:
     """Measure and print."""
     request = json.loads(sys.argv[1])
     ranks = request["ranks"]
-    os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={ranks}"
-    os.environ["JAX_PLATFORMS"] = "cpu"
+    change("XLA_FLAGS", f"--xla_force_host_platform_device_count={ranks}")
+    change("JAX_PLATFORMS", "cpu")
     with ThreadPoolExecutor(ranks) as threads:
         for size_bytes in request["sizes"]:
             for transition in transitions(request["names"], ranks, size_bytes):

@@ -18,6 +18,7 @@ from lowshard.bench.machine import cpu_model, versions
 from lowshard.bench.meeting import Meeting, ThreadMeeting, usable_cores
 from lowshard.bench.sweep import Place
 from lowshard.errors import LowshardError
+from lowshard.settings import CHECK, CPU_PATH, environment
 
 Facts = tuple[tuple[str, str], ...]
 
@@ -156,9 +157,9 @@ def collective_facts(place: Place) -> Facts:
     found["load"] = f"{os.getloadavg()[0]:.2f} processes running on average in the minute before"
     found["system"] = f"Linux {platform.release()}"
     found["versions"] = f"python {platform.python_version()}, {versions(_LIBRARIES)}"
-    found["check"] = os.environ.get("LOWSHARD_CHECK", "hash")
-    found["path"] = os.environ.get("LOWSHARD_CPU_PATH", "auto")
-    settings = {k: v for k, v in sorted(os.environ.items()) if k.startswith(_SETTINGS)}
+    found["check"] = CHECK.text()
+    found["path"] = CPU_PATH.text()
+    settings = {k: v for k, v in sorted(environment().items()) if k.startswith(_SETTINGS)}
     kept = [f"{k}={v}" for k, v in settings.items() if not any(part in k for part in _NO_SETTINGS)]
     if kept:
         found["settings"] = " ".join(kept)

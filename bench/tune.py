@@ -21,6 +21,7 @@ from lowshard.bench.operation import OPERATIONS
 from lowshard.bench.setting import Settings, redop_list, size_list
 from lowshard.comm import tuned
 from lowshard.errors import LowshardError
+from lowshard.settings import CPU_PATH, change
 
 if TYPE_CHECKING:
     from lowshard.bench.seat import Seat
@@ -31,7 +32,6 @@ Times each collective by the node engine and by MPI's own call, size by size, ta
 below which MPI's own is taken for this MPI library, number of ranks and number of cores. Communicators read the
 table when they are made. Ranks of one host.
 """
-PATH_VARIABLE = "LOWSHARD_CPU_PATH"
 OPS = tuple(op for op in OPERATIONS if op not in ("send_recv", "barrier"))
 _WAYS = ("window", "mpi")
 _TIE = 0.03  # closer than this the two are as good as each other, and the engine is taken
@@ -202,12 +202,9 @@ def _describe(
 @contextmanager
 def _forced(way: str) -> Iterator[None]:
     """Have communicators that are made inside take one way."""
-    before = os.environ.get(PATH_VARIABLE)
-    os.environ[PATH_VARIABLE] = way
+    before = CPU_PATH.text() if CPU_PATH.is_set() else None
+    change(CPU_PATH.name, way)
     try:
         yield
     finally:
-        if before is None:
-            del os.environ[PATH_VARIABLE]
-        else:
-            os.environ[PATH_VARIABLE] = before
+        change(CPU_PATH.name, before)

@@ -22,6 +22,7 @@ from typing import Any, Self
 from lowshard.bench.meeting import ThreadBoard, ThreadMeeting
 from lowshard.bench.seat import MpiSeat, Seat, ThreadSeat
 from lowshard.errors import CommError, LowshardError, TimedOut
+from lowshard.settings import environment
 
 Entry = Callable[[Seat, Any], Any]
 
@@ -51,7 +52,7 @@ def job_size() -> int | None:
     """Return the number of ranks of the MPI job that this process is part of; None outside of one."""
     from lowshard.launch.environment import find_rank
 
-    launched = find_rank(os.environ)
+    launched = find_rank(environment())
     return launched.size if launched is not None and launched.size > 1 else None
 
 
@@ -59,7 +60,7 @@ def leads() -> bool:
     """Return whether this process is no rank of a job, or its rank 0, by what its launcher says."""
     from lowshard.launch.environment import find_rank
 
-    launched = find_rank(os.environ)
+    launched = find_rank(environment())
     return launched is None or launched.rank == 0
 
 
@@ -155,7 +156,7 @@ def _in_the_job(entry: Entry, request: Any, timeout_s: float | None) -> Outcome:
     from lowshard.launch.environment import find_rank
 
     world = load_mpi().COMM_WORLD
-    launched = find_rank(os.environ)
+    launched = find_rank(environment())
     rank = int(world.Get_rank())
     if launched is not None and (launched.rank, launched.size) != (rank, int(world.Get_size())):
         raise CommError(

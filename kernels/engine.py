@@ -6,7 +6,6 @@ byte order and overlap before; an engine trusts what it is given.
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -18,8 +17,8 @@ from lowshard.errors import DependencyError, KernelError
 from lowshard.kernels.buffer import Array, is_gpu
 from lowshard.kernels.reference import Elem, Mode
 from lowshard.kernels.runs import RunTable
+from lowshard.settings import KERNELS
 
-CHOICE_VARIABLE = "LOWSHARD_KERNELS"
 """Environment variable that picks the engine of NumPy arrays: "numba" (default) or "plain"."""
 
 
@@ -138,11 +137,7 @@ def host_engine() -> HostEngine:
         KernelError: LOWSHARD_KERNELS has another value than "numba" or "plain".
         DependencyError: it asks for Numba, and Numba cannot be imported.
     """
-    choice = os.environ.get(CHOICE_VARIABLE, "")
-    if choice not in ("", "numba", "plain"):
-        raise KernelError(
-            f'{CHOICE_VARIABLE} is "numba" or "plain", got {choice!r}; unset it for the default'
-        )
+    choice = KERNELS.choice()
     if choice != "plain":
         try:
             from lowshard.kernels.cpu.engine import NumbaEngine
@@ -151,11 +146,11 @@ def host_engine() -> HostEngine:
         except ImportError as error:
             if choice == "numba":
                 raise DependencyError(
-                    f"{CHOICE_VARIABLE}=numba, but Numba cannot be imported ({error}); pip install numba"
+                    f"{KERNELS.name}=numba, but Numba cannot be imported ({error}); pip install numba"
                 ) from error
             warnings.warn(
                 f"Numba cannot be imported ({error}): kernels run as plain NumPy, far slower, with the same "
-                f"results; pip install numba, or set {CHOICE_VARIABLE}=plain to run so without this warning",
+                f"results; pip install numba, or set {KERNELS.name}=plain to run so without this warning",
                 RuntimeWarning,
                 stacklevel=2,
             )

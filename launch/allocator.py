@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from lowshard.errors import LaunchError
+from lowshard.settings import MALLOC
 
 __all__ = ["allocator_environment"]
 
@@ -35,10 +35,9 @@ def allocator_environment(
     Raises:
         LaunchError: LOWSHARD_MALLOC is something else.
     """
-    how = base.get("LOWSHARD_MALLOC", "system")
-    if how not in ("system", "keep"):
-        raise LaunchError(f"LOWSHARD_MALLOC must be 'system' or 'keep', but is {how!r}")
-    if how == "system" or any(name == "GLIBC_TUNABLES" or name.startswith("MALLOC_") for name in base):
+    if MALLOC.choice(base) == "system" or any(
+        name == "GLIBC_TUNABLES" or name.startswith("MALLOC_") for name in base
+    ):
         return {}
     if memory_bytes is None:
         memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -25,8 +25,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
 
+from lowshard import settings
 from lowshard.comm.abort import (
-    JOB_DIR_VARIABLE,
     FailureRecord,
     await_end,
     fail,
@@ -35,14 +35,13 @@ from lowshard.comm.abort import (
 )
 from lowshard.errors import LaunchError, LowshardError, PeerFailed
 from lowshard.launch.environment import find_rank
-from lowshard.launch.job_dir import OWN_TMPDIR_VARIABLE, STACK_SIGNAL
+from lowshard.launch.job_dir import STACK_SIGNAL
 from lowshard.launch.keeper import IS_OVER, SHOWS_STACKS, Keeper
 from lowshard.streams import open_closed_streams
 
 __all__ = ["main"]
 
 _PR_SET_PDEATHSIG = 1
-_FAKE_HOST_VARIABLE = "LOWSHARD_FAKE_HOST"  # set by the remote-shell stand-in of launch/fake_hosts.py
 _USAGE = "usage: python -m lowshard.launch.child [--module | --exec] target args..."
 
 
@@ -53,21 +52,17 @@ def main(argv: list[str]) -> int:
         mode, argv = argv[0][2:], argv[1:]
     if not argv:
         raise LaunchError(f"a rank needs something to run; {_USAGE}")
-    launched = find_rank(os.environ)
+    launched = find_rank(settings.environment())
     rank = 0 if launched is None else launched.rank
-    own_tmpdir = os.environ.pop(OWN_TMPDIR_VARIABLE, None)
-    if own_tmpdir is not None:
-        os.environ["TMPDIR"] = own_tmpdir
-        if not own_tmpdir:
-            del os.environ["TMPDIR"]
-    if _FAKE_HOST_VARIABLE in os.environ:
-        os.environ.setdefault(
-            "NCCL_HOSTID", socket.gethostname()
-        )  # NCCL looks at the machine, not at its name
+    if settings.USER_TMPDIR.is_set():
+        settings.change("TMPDIR", settings.USER_TMPDIR.text() or None)
+        settings.change(settings.USER_TMPDIR.name, None)
+    if settings.FAKE_HOST.is_set() and "NCCL_HOSTID" not in settings.environment():
+        settings.change("NCCL_HOSTID", socket.gethostname())  # NCCL looks at the machine, not at its name
 
     keeper_fd = -1
-    job_dir = os.environ.get(JOB_DIR_VARIABLE)
-    if job_dir is not None:
+    if settings.JOB_DIR.is_set():
+        job_dir = settings.JOB_DIR.text()
         keeper = Keeper(rank, 1 if launched is None else launched.size, Path(job_dir))
         keeper_pid = os.getpid()
         rank_fd, keeper_fd = os.pipe()

@@ -16,6 +16,7 @@ from lowshard.launch.check import Check
 from lowshard.launch.check_library import check_kernels, check_libraries, check_loaded, check_lowshard
 from lowshard.launch.check_machine import check_cuda, check_gpus, check_machine
 from lowshard.launch.check_mpi import check_autogroup, check_fake_hosts, check_mpi, check_sharing
+from lowshard.settings import SETTINGS
 
 __all__ = ["Check", "add_doctor_parser", "doctor", "examine"]
 
@@ -33,12 +34,16 @@ def add_doctor_parser(
         description="Looks at the installation and starts two ranks. Exit code 0 if the CPU path works, else 1.",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object in place of the table")
+    parser.add_argument("--settings", action="store_true", help="print the environment variables and their values")
     parser.set_defaults(func=doctor)
     return parser
 
 
 def doctor(args: argparse.Namespace) -> int:
     """Prints the findings; returns 0 if the CPU path works, else 1."""
+    if args.settings:
+        _print_settings(args.json)
+        return 0
     checks = examine()
     works = all(check.status == "ok" for check in checks if check.required)
     if args.json:
@@ -75,6 +80,21 @@ def examine() -> list[Check]:
         checks.append(Check("nccl", "missing", "looked for through CuPy", "for GPUs: install CuPy first"))
         checks.append(Check("gpus", "missing", "looked for through CuPy", "for GPUs: install CuPy first"))
     return checks
+
+
+def _print_settings(as_json: bool) -> None:
+    """Prints each setting with what it may be, what it is now and what it means."""
+    if as_json:
+        rows = [
+            {"name": s.name, "value": s.text(), "is_set": s.is_set(), "default": s.default, "values": s.values,
+             "meaning": s.meaning}
+            for s in SETTINGS
+        ]  # fmt: skip
+        print(json.dumps(rows, indent=2))
+        return
+    for setting in SETTINGS:
+        now = f"{setting.text()!r}, from the environment" if setting.is_set() else repr(setting.default)
+        print(f"{setting.name} = {now}\n    {setting.meaning} ({setting.values})")
 
 
 def _print_table(checks: list[Check], works: bool) -> None:

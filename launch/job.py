@@ -20,14 +20,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TextIO
 
+from lowshard import settings
 from lowshard.argument import brief, instance, items, mapping, real, truth, whole
 from lowshard.argument import number as finite
 from lowshard.argument import path as check_path
-from lowshard.comm.abort import JOB_DIR_VARIABLE, FailureRecord, read_failures
+from lowshard.comm.abort import FailureRecord, read_failures
 from lowshard.errors import LaunchError
 from lowshard.launch.environment import allocated_nodes, find_rank, passed_names, without_rank
 from lowshard.launch.host import Spread
-from lowshard.launch.job_dir import HOSTFILE_NAME, OWN_TMPDIR_VARIABLE, TMP_NAME, make_job_dir
+from lowshard.launch.job_dir import HOSTFILE_NAME, TMP_NAME, make_job_dir
 from lowshard.launch.leftover import processes_of, signal_group, signal_process, stray_files, sweep_files
 from lowshard.launch.link import Link
 from lowshard.launch.loopback import move_to_loopback
@@ -141,7 +142,7 @@ def run_ranks(
     if spread is not None:
         instance(spread, Spread, "spread is a Spread, or None", LaunchError)
     rule = "env is a mapping of names to texts, or None"
-    base = dict(os.environ if env is None else mapping(env, rule, LaunchError))
+    base = dict(settings.environment() if env is None else mapping(env, rule, LaunchError))
     for word in (*base, *base.values()):
         instance(word, str, rule, LaunchError)
     ours = find_rank(base)
@@ -163,8 +164,8 @@ def run_ranks(
         tempfile.TemporaryDirectory(prefix="lowshard-job-", ignore_cleanup_errors=True) as folder,
         contextlib.closing(Link(n, environment, None if everywhere else Path(folder), spread)) as link,
     ):
-        environment[JOB_DIR_VARIABLE] = folder
-        environment[OWN_TMPDIR_VARIABLE] = environment.get("TMPDIR", "")
+        environment[settings.JOB_DIR.name] = folder
+        environment[settings.USER_TMPDIR.name] = environment.get("TMPDIR", "")
         environment["TMPDIR"] = (
             f"{folder}/{TMP_NAME}"  # so that mpiexec's leftovers go with the job directory
         )

@@ -13,7 +13,6 @@ from lowshard.errors import LaunchError
 __all__ = [
     "ALIVE_NAME",
     "HOSTFILE_NAME",
-    "OWN_TMPDIR_VARIABLE",
     "STACK_SIGNAL",
     "STREAM_NAMES",
     "TMP_NAME",
@@ -25,7 +24,6 @@ ALIVE_NAME = "alive"  # a FIFO that the launcher holds open: its end is the laun
 HOSTFILE_NAME = "hosts"
 STREAM_NAMES = ("stdout", "stderr")  # stdout-RANK, stderr-RANK: a FIFO each
 TMP_NAME = "tmp"  # mpiexec's TMPDIR
-OWN_TMPDIR_VARIABLE = "LOWSHARD_USER_TMPDIR"  # the user's TMPDIR: mpiexec is given one in the job directory
 STACK_SIGNAL = signal.SIGUSR1  # makes a rank print the stacks of its threads
 
 

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import NoReturn
 
 from lowshard.comm.abort import (
-    JOB_DIR_VARIABLE,
     FailureRecord,
     has_failure,
     make_failure_dir,
@@ -29,20 +28,17 @@ from lowshard.comm.abort import (
     write_failure,
 )
 from lowshard.comm.interface import boot_id
-from lowshard.errors import PeerFailed
+from lowshard.errors import LaunchError, PeerFailed
 from lowshard.launch.janitor import dismiss_janitor, start_janitor
 from lowshard.launch.job_dir import ALIVE_NAME, STACK_SIGNAL, STREAM_NAMES, tie_output
 from lowshard.launch.leftover import stray_files, sweep_files
 from lowshard.launch.uplink import (
     BEAT_S,
-    HEARTBEAT_VARIABLE,
-    LINK_VARIABLE,
-    START_VARIABLE,
     LinkAddress,
     Uplink,
-    seconds_of,
     stopped_record,
 )
+from lowshard.settings import HEARTBEAT_S, JOB_DIR, LINK, START_S, change
 
 __all__ = ["IS_OVER", "SHOWS_STACKS", "Keeper"]
 
@@ -69,14 +65,14 @@ class Keeper:
         """
         self._rank = rank
         self._size = size
-        self._limit_s = seconds_of(HEARTBEAT_VARIABLE, os.environ)
+        self._limit_s = HEARTBEAT_S.seconds(error=LaunchError)
         self._uplink: Uplink | None = None
         self._alive = job_dir / ALIVE_NAME
         # Whether the launcher's files are here: a shared file system is not enough, FIFOs join no two machines.
         self._is_near = True
-        if LINK_VARIABLE in os.environ:
-            address = LinkAddress.parse(os.environ[LINK_VARIABLE])
-            start_s = seconds_of(START_VARIABLE, os.environ) / 2  # so that this end is the first to complain
+        if LINK.is_set():
+            address = LinkAddress.parse(LINK.text())
+            start_s = START_S.seconds() / 2  # so that this end is the first to complain
             self._uplink = Uplink(address, rank, self._limit_s, start_s)
             self._is_near = address.boot == boot_id() and self._alive.exists()
         self._janitor_fd = -1
@@ -87,7 +83,7 @@ class Keeper:
             return
         self._folder = Path(tempfile.mkdtemp(prefix="lowshard-rank-"))
         make_failure_dir(self._folder)
-        os.environ[JOB_DIR_VARIABLE] = str(self._folder)  # where the rank leaves its record
+        change(JOB_DIR.name, str(self._folder))  # where the rank leaves its record
         if self._uplink is not None:
             for target_fd, name in enumerate(STREAM_NAMES, start=1):
                 fd = self._uplink.stream(name, start_s)

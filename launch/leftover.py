@@ -13,7 +13,7 @@ import signal
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
-from lowshard.comm.abort import JOB_DIR_VARIABLE
+from lowshard.settings import JOB_DIR
 
 __all__ = ["processes_of", "signal_group", "signal_process", "stray_files", "sweep_files"]
 
@@ -109,7 +109,7 @@ def _runs(pid: int, name: str) -> bool:
 
 def _belongs(pid: int, job_dir: Path) -> bool:
     """Says whether a living process was started with the job directory in its environment."""
-    mark = os.fsencode(f"{JOB_DIR_VARIABLE}={job_dir}")
+    mark = os.fsencode(f"{JOB_DIR.name}={job_dir}")
     try:
         return mark in (_PROC / str(pid) / "environ").read_bytes().split(b"\0")
     except _NOT_OURS:

@@ -26,15 +26,12 @@ from lowshard.errors import InternalError, LaunchError, PeerFailed
 from lowshard.launch.host import Spread
 from lowshard.launch.uplink import (
     BEAT_S,
-    HEARTBEAT_VARIABLE,
-    LINK_VARIABLE,
     PURPOSES,
-    START_VARIABLE,
     LinkAddress,
-    seconds_of,
     stopped_record,
 )
 from lowshard.launch.verdict import Leaver
+from lowshard.settings import HEARTBEAT_S, LINK, START_S
 
 __all__ = ["Link"]
 
@@ -103,8 +100,8 @@ class Link:
             LaunchError: a limit is no number, or the door cannot be opened.
         """
         self._n = n
-        self._limit_s = seconds_of(HEARTBEAT_VARIABLE, env)
-        self._start_s = seconds_of(START_VARIABLE, env)
+        self._limit_s = HEARTBEAT_S.seconds(env, LaunchError)
+        self._start_s = START_S.seconds(env)
         self._state = _State()
         self._lock = threading.Lock()
         self._crash: BaseException | None = None
@@ -124,7 +121,7 @@ class Link:
         """Starts to listen; returns the variables that the ranks need."""
         self._started_s = time.monotonic()
         self._thread.start()
-        return {LINK_VARIABLE: str(self.address)}
+        return {LINK.name: str(self.address)}
 
     def check(self) -> None:
         """Raises where the link watches nobody any more.
@@ -312,7 +309,7 @@ class Link:
             if now_s - self._started_s > self._start_s:
                 for rank in set(range(self._n)) - set(self._state.peers):
                     text = (
-                        f"nothing was heard of it within {self._start_s:g} s of the start ({START_VARIABLE}); its "
+                        f"nothing was heard of it within {self._start_s:g} s of the start ({START_S.name}); its "
                         f"host cannot be reached, or does not get the program started"
                     )
                     record = FailureRecord(rank, time.time(), "lost", PeerFailed.exit_code, text)
@@ -332,7 +329,7 @@ class Link:
             who = f"host {peer.host} (rank{'s' if ranks[1:] else ''} {', '.join(map(str, ranks))})"
         text = (
             f"{who} has not been heard of for {now_s - peer.heard_s:.1f} s: the network or the machine failed, or "
-            f"it was suspended; if it only pauses so long, raise {HEARTBEAT_VARIABLE}"
+            f"it was suspended; if it only pauses so long, raise {HEARTBEAT_S.name}"
         )
         at_s = min(
             self._state.peers[rank].heard_at_s for rank in ranks

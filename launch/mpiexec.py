@@ -23,6 +23,7 @@ from lowshard.launch.allocator import allocator_environment
 from lowshard.launch.environment import allocated_nodes
 from lowshard.launch.host import Spread
 from lowshard.launch.loopback import LOOPBACK_INTERFACE
+from lowshard.settings import INTERFACE, environment
 
 __all__ = [
     "INSTALL_HINT",
@@ -201,7 +202,7 @@ def rank_environment(
     threads = max(1, cores // together)
     added = dict.fromkeys(_THREAD_VARIABLES, str(threads)) | allocator_environment(base, together)
     if spread is not None and spread.remote_iface:
-        added["LOWSHARD_INTERFACE"] = spread.remote_iface  # for the ranks' own side channel
+        added[INTERFACE.name] = spread.remote_iface  # for the ranks' own side channel
     alone = spread is None and nodes == 1
     if alone:  # shared memory is all that ranks of one host need: nobody else is to reach them
         added |= dict.fromkeys(_IFACE_VARIABLES, LOOPBACK_INTERFACE)
@@ -232,7 +233,7 @@ def rank_environment(
 def _relevant_environment() -> tuple[tuple[str, str], ...]:
     """Returns the variables that decide which library mpi4py loads, to key the cache."""
     names = ("LD_LIBRARY_PATH", "LD_PRELOAD", "PATH", "PYTHONPATH")
-    return tuple((k, v) for k, v in sorted(os.environ.items()) if k in names or k.startswith("MPI4PY_"))
+    return tuple((k, v) for k, v in sorted(environment().items()) if k in names or k.startswith("MPI4PY_"))
 
 
 @functools.lru_cache(maxsize=8)

@@ -21,10 +21,10 @@ from typing import Any, TextIO
 from lowshard.argument import truth
 from lowshard.comm import run_loopback
 from lowshard.comm.abort import FailureRecord, exit_code_of
-from lowshard.comm.transport import default_timeout_s
 from lowshard.errors import LaunchError, PeerFailed
 from lowshard.launch.job import as_words, checked_size
 from lowshard.launch.verdict import JobResult, failure_text, judge
+from lowshard.settings import TIMEOUT_S
 
 __all__ = ["run_threads"]
 
@@ -85,7 +85,7 @@ def _run(target: str, n: int, module: bool, timeout_s: float | None, prefix_outp
     if prefix_output:
         streams = [_Prefixed(sys.stdout, ranks), _Prefixed(sys.stderr, ranks)]
         sys.stdout, sys.stderr = streams
-    ended_by, timed_out = ranks.run(default_timeout_s(), None if timeout_s is None else start_s + timeout_s)
+    ended_by, timed_out = ranks.run(TIMEOUT_S.seconds(), None if timeout_s is None else start_s + timeout_s)
     for stream in streams:
         stream.end_lines()
     if timed_out:

@@ -8,7 +8,6 @@ is the launcher's end.
 from __future__ import annotations
 
 import json
-import math
 import os
 import socket
 import string
@@ -21,53 +20,28 @@ from lowshard.comm.abort import FailureRecord
 from lowshard.comm.door import TOKEN_BYTES, enter, tune
 from lowshard.comm.interface import boot_id
 from lowshard.errors import LaunchError, PeerFailed
+from lowshard.settings import HEARTBEAT_S, LINK
 
 __all__ = [
     "BEAT_S",
-    "HEARTBEAT_VARIABLE",
-    "LINK_VARIABLE",
     "PURPOSES",
-    "START_VARIABLE",
     "LinkAddress",
     "Uplink",
-    "seconds_of",
     "stopped_record",
 ]
 
-LINK_VARIABLE = "LOWSHARD_LINK"
-HEARTBEAT_VARIABLE = "LOWSHARD_HEARTBEAT_S"
-START_VARIABLE = "LOWSHARD_START_S"
 PURPOSES = ("keeper", "stdout", "stderr")  # what a connection is for, by its number
 BEAT_S = 0.2
 
-_DEFAULTS_S = {HEARTBEAT_VARIABLE: 10.0, START_VARIABLE: 120.0}
 _LINE_BYTES = 1 << 16
 _MOST_UNSENT_BYTES = 1 << 20
-
-
-def seconds_of(name: str, env: Mapping[str, str]) -> float:
-    """Returns a time limit of the link, from the environment or its default.
-
-    Raises:
-        LaunchError: the variable holds no positive number.
-    """
-    text = env.get(name)
-    if text is None:
-        return _DEFAULTS_S[name]
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if not 0 < seconds < math.inf:
-        raise LaunchError(f"{name} must hold a positive number of seconds (2, 0.5, ...); got {text!r}")
-    return seconds
 
 
 def stopped_record(rank: int, stopped_at_s: float, now_s: float) -> FailureRecord:
     """Returns the record of a rank that is stopped; times are wall-clock seconds."""
     text = (
         f"has been stopped (SIGSTOP) for {now_s - stopped_at_s:.1f} s; to debug a rank at leisure raise "
-        f"{HEARTBEAT_VARIABLE}"
+        f"{HEARTBEAT_S.name}"
     )
     return FailureRecord(rank, stopped_at_s, "stopped", PeerFailed.exit_code, text)
 
@@ -100,7 +74,7 @@ class LinkAddress:
         addresses = (rest,) if rest.startswith("unix:") else tuple(rest.split(","))  # a path may hold a comma
         is_token = len(token) == 2 * TOKEN_BYTES and set(token) <= set(string.hexdigits)
         if not is_token or not all(address.startswith(("unix:/", "tcp://")) for address in addresses):
-            raise LaunchError(f"{LINK_VARIABLE} is set by the launcher alone; unset it (it holds {text!r})")
+            raise LaunchError(f"{LINK.name} is set by the launcher alone; unset it (it holds {text!r})")
         return cls(token, boot, addresses)
 
 

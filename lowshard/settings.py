@@ -1,11 +1,177 @@
-"""What lowshard takes from its surroundings: where it may keep files between runs."""
+"""The environment: every variable that lowshard reads, with its values, its default and what it does.
+
+No other module reads or changes the environment. `lowshard doctor --settings` prints the table below with the values
+that hold now. A variable is read when it is needed, so a program may set it before it makes its first communicator.
+"""
 
 from __future__ import annotations
 
+import math
 import os
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["cache_root"]
+from lowshard.errors import CommError, KernelError, LaunchError, LowshardError
+
+MOST_S = 1e9
+"""Of a time limit, some 30 years: longer ones are cut to it, since some are counted in 64 bits of nanoseconds."""
+
+__all__ = ["SETTINGS", "Setting", "cache_root", "change", "environment", "numba_cache_dir"]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One environment variable.
+
+    Attributes:
+        name: of the variable.
+        default: what holds where it is not set.
+        values: what it may be: texts separated by "|", or in words what kind of value it takes.
+        meaning: a sentence for users.
+        error: class of the error where it is something else.
+    """
+
+    name: str
+    default: str
+    values: str
+    meaning: str
+    error: type[LowshardError] = CommError
+
+    def is_set(self, env: Mapping[str, str] | None = None) -> bool:
+        """Return whether an environment, by default this process's, has the variable."""
+        return self.name in (os.environ if env is None else env)
+
+    def text(self, env: Mapping[str, str] | None = None) -> str:
+        """Return the variable's text, else the default; it may be wrong."""
+        return (os.environ if env is None else env).get(self.name, self.default)
+
+    def choice(self, env: Mapping[str, str] | None = None) -> str:
+        """Return the variable's text, one of its values.
+
+        Raises:
+            LowshardError: of class `error`: it is none of them.
+        """
+        text, known = self.text(env), self.values.split("|")
+        if text not in known and text != self.default:
+            choices = f"{', '.join(known[:-1])} or {known[-1]}"
+            raise self.error(f"{self.name} is {choices}, got {text!r}: {self.meaning}")
+        return text
+
+    def seconds(
+        self, env: Mapping[str, str] | None = None, error: type[LowshardError] | None = None
+    ) -> float:
+        """Return the variable as seconds.
+
+        Raises:
+            LowshardError: of class `error`: it is no positive number.
+        """
+        text = self.text(env)
+        try:
+            seconds = float(text)
+        except ValueError:
+            seconds = math.nan
+        if not 0 < seconds < math.inf:
+            told = f"{self.name} is a positive number of seconds, got {text!r}: {self.meaning}"
+            raise (error or self.error)(told)
+        return min(seconds, MOST_S)
+
+
+# What ranks do with each other.
+CHECK = Setting("LOWSHARD_CHECK", "hash", "off|hash|full", "what ranks compare before a call moves bytes")
+TIMEOUT_S = Setting("LOWSHARD_TIMEOUT_S", "600", "seconds", "deadline of each wait for other ranks")
+WATCH = Setting("LOWSHARD_WATCH", "on", "on|off", "the side channel by which ranks hear that one has failed")
+HEARTBEAT_S = Setting("LOWSHARD_HEARTBEAT_S", "10", "seconds", "silence after which a rank counts as failed")
+ON_FAILURE = Setting(
+    "LOWSHARD_ON_FAILURE", "end", "end|raise", "what becomes of a process that hangs after a peer has failed"
+)
+INTERFACE = Setting(
+    "LOWSHARD_INTERFACE",
+    "",
+    "a network interface",
+    "where rank 0 listens for the side channel of several hosts",
+)
+# Which way bytes take.
+CPU_PATH = Setting(
+    "LOWSHARD_CPU_PATH",
+    "auto",
+    "auto|window|mpi",
+    "whether ranks of a host share memory: if they can, must, never",
+)
+CROSS_MEMORY = Setting(
+    "LOWSHARD_CROSS_MEMORY",
+    "auto",
+    "auto|off",
+    "whether processes of a host may read each other's private memory",
+)
+PIPES = Setting(
+    "LOWSHARD_PIPES", "auto", "auto|off", "whether private memory in small pages is handed on by pipes"
+)
+HUGE_PAGES = Setting(
+    "LOWSHARD_HUGE_PAGES", "auto", "auto|off", "whether a refit puts its arrays into huge pages"
+)
+NODE_SIZE = Setting(
+    "LOWSHARD_NODE_SIZE", "", "a number of ranks", "takes so many ranks for a node, for trials"
+)
+NCCL = Setting("LOWSHARD_NCCL", "cupy", "cupy|nccl4py", "the Python binding that NCCL is called by")
+NCCL_REDUCE16 = Setting(
+    "LOWSHARD_NCCL_REDUCE16", "exact", "exact|nccl", 'who reduces bf16 and fp16 where order="fast"'
+)
+KERNELS = Setting(
+    "LOWSHARD_KERNELS",
+    "",
+    "numba|plain",
+    "kernels for host arrays; Numba's by default, if it is there",
+    KernelError,
+)
+MALLOC = Setting(
+    "LOWSHARD_MALLOC",
+    "system",
+    "system|keep",
+    "whether ranks keep the memory of arrays that are gone",
+    LaunchError,
+)
+# Starting ranks.
+START_S = Setting(
+    "LOWSHARD_START_S",
+    "120",
+    "seconds",
+    "deadline of `lowshard run` for all ranks to have started",
+    LaunchError,
+)
+# For those who work on lowshard.
+UPDATE_GOLDENS = Setting("LOWSHARD_UPDATE_GOLDENS", "0", "0|1", "whether tests write golden files anew")
+
+SETTINGS = (
+    CHECK, TIMEOUT_S, WATCH, HEARTBEAT_S, ON_FAILURE, INTERFACE,
+    CPU_PATH, CROSS_MEMORY, PIPES, HUGE_PAGES, NODE_SIZE, NCCL, NCCL_REDUCE16, KERNELS, MALLOC,
+    START_S, UPDATE_GOLDENS,
+)  # fmt: skip
+"""What users may set, in the order of the table."""
+
+# Set by lowshard for the processes that it starts.
+JOB_DIR = Setting("LOWSHARD_JOB_DIR", "", "a folder", "where a job's ranks leave records of their failures")
+LINK = Setting("LOWSHARD_LINK", "", "an address", "where a rank's keeper reaches the launcher")
+USER_TMPDIR = Setting(
+    "LOWSHARD_USER_TMPDIR", "", "a folder", "the user's TMPDIR, since mpiexec has another one"
+)
+FAKE_HOST = Setting("LOWSHARD_FAKE_HOST", "", "a name", "the fake host that this process is on")
+SELFTEST_STEP = Setting(
+    "LOWSHARD_SELFTEST_STEP", "", "a mark", "the step of a selftest that this process belongs to"
+)
+
+
+def environment() -> dict[str, str]:
+    """Return a copy of this process's environment, for a child or to find out who started this process."""
+    return dict(os.environ)
+
+
+def change(name: str, text: str | None) -> None:
+    """Set a variable of this process's environment, or take it away."""
+    if text is None:
+        os.environ.pop(name, None)
+    else:
+        os.environ[name] = text
 
 
 def cache_root() -> Path:
@@ -21,3 +187,9 @@ def cache_root() -> Path:
     if os.path.isabs(home):
         return Path(home) / ".cache" / "lowshard"
     return Path(os.environ.get("TMPDIR") or "/tmp") / f"lowshard-cache-{os.geteuid()}"
+
+
+def numba_cache_dir() -> Path | None:
+    """Return the folder that Numba's own variable names for compiled code, or None."""
+    named = os.environ.get("NUMBA_CACHE_DIR", "")
+    return Path(named).absolute() if named else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any, Literal
 
 from lowshard.argument import choice, whole
@@ -12,6 +11,7 @@ from lowshard.comm.loopback import loopback, run_loopback
 from lowshard.comm.protocol import Communicator
 from lowshard.comm.transport import Traffic
 from lowshard.errors import CommError, LowshardError
+from lowshard.settings import NCCL_REDUCE16
 
 __all__ = [
     "Communicator",
@@ -100,7 +100,6 @@ def from_nccl(
     """
     from lowshard.comm.build import build_host
     from lowshard.comm.nccl import NCCLCommunicator
-    from lowshard.comm.nccl_wire import REDUCE16_VARIABLE
 
     fault = ""
     try:
@@ -126,7 +125,7 @@ def from_nccl(
         wrong = error
     if host is not None:
         try:
-            agree(host, os.environ.get(REDUCE16_VARIABLE, "exact").encode(), wrong, "from_nccl")
+            agree(host, NCCL_REDUCE16.text().encode(), wrong, "from_nccl")
         except LowshardError:
             host.close()
             raise

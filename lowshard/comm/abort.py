@@ -27,9 +27,9 @@ from types import ModuleType, TracebackType
 from typing import Any, Literal, NoReturn, Protocol, Self
 
 from lowshard.errors import CommError, MismatchError, PeerFailed, TimedOut
+from lowshard.settings import JOB_DIR
 
 __all__ = [
-    "JOB_DIR_VARIABLE",
     "FailureRecord",
     "add_watch",
     "await_end",
@@ -48,7 +48,6 @@ __all__ = [
     "write_failure",
 ]
 
-JOB_DIR_VARIABLE = "LOWSHARD_JOB_DIR"
 _FAILURE_DIR = "failures"
 _ABORT_LIMIT_S = 2.0
 _FIRST_CAUSE_S = 0.3
@@ -175,7 +174,7 @@ def world_rank(otherwise: int) -> int:
 
 def leave_forced_end(rank: int, exit_code: int, message: str) -> None:
     """Leaves the record, if a launcher wants one, of a process that is ended since another rank failed."""
-    job_dir = os.environ.get(JOB_DIR_VARIABLE)
+    job_dir = JOB_DIR.text()
     if job_dir:
         # The line on stderr says the same: a launcher that is gone, or on another host, loses nothing.
         with contextlib.suppress(OSError):
@@ -188,7 +187,7 @@ def forced_end_parts(rank: int) -> bytes:
     The name of a draft, the name it gets, and the text before the time, the exit code and the message and after
     it, each with a 0 at its end. Nothing where no launcher wants a record.
     """
-    job_dir = os.environ.get(JOB_DIR_VARIABLE)
+    job_dir = JOB_DIR.text()
     if not job_dir:
         return b""
     folder = os.path.join(os.path.abspath(job_dir), _FAILURE_DIR)
@@ -253,7 +252,7 @@ def _report(record: FailureRecord, kind: Told, text: str) -> None:
 
 def _left_record(record: FailureRecord) -> bool:
     """Leaves a record for the launcher; says whether there is one that wants it, and could."""
-    job_dir = os.environ.get(JOB_DIR_VARIABLE)
+    job_dir = JOB_DIR.text()
     if not job_dir:
         return False
     try:
@@ -316,7 +315,7 @@ def end_job(exit_code: int) -> NoReturn:
     backstop.start()
     mpi = _running_mpi()
     if mpi is not None:
-        if JOB_DIR_VARIABLE in os.environ:
+        if JOB_DIR.is_set():
             # The launcher says it better than MPICH's own line, which comes on this rank's stderr.
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         mpi.COMM_WORLD.Abort(exit_code)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
+from lowshard import settings
 from lowshard.argument import brief
 from lowshard.comm.activity import Activity
 from lowshard.comm.arrival import await_all
@@ -16,16 +17,10 @@ from lowshard.comm.mailbox import Mailbox
 from lowshard.comm.mpi import MPICommunicator, load_mpi, world_ranks
 from lowshard.comm.protocol import Communicator
 from lowshard.comm.seating import Seating
-from lowshard.comm.transport import default_timeout_s
 from lowshard.comm.tuned import Crossover, Machine, default_path, load
 from lowshard.comm.world import world_mismatch
 from lowshard.compiled import numba_fault
 from lowshard.errors import CommError, LaunchError
-
-PATH_VARIABLE = "LOWSHARD_CPU_PATH"
-WATCH_VARIABLE = "LOWSHARD_WATCH"
-NODE_VARIABLE = "LOWSHARD_NODE_SIZE"
-_PATHS = ("auto", "window", "mpi")
 
 # By the ranks of the world, in order: a process makes what it shares with a group once, and keeps it to its end.
 _memories: dict[tuple[int, ...], Any] = {}
@@ -53,18 +48,18 @@ def build_host(mpi_comm: Any, timeout_s: float | None = None, fault: str = "") -
         TimedOut: not all ranks came; it names those that did not.
     """
     mpi = load_mpi()
-    split_world = world_mismatch(os.environ, mpi.COMM_WORLD.Get_size())
+    split_world = world_mismatch(settings.environment(), mpi.COMM_WORLD.Get_size())
     if split_world is not None:
         raise LaunchError(split_world)
     if not isinstance(mpi_comm, mpi.Intracomm) or mpi_comm == mpi.COMM_NULL:
         raise CommError(
             f"mpi_comm is a communicator of mpi4py, such as MPI.COMM_WORLD, got {brief(mpi_comm)}"
         )
-    seconds = default_timeout_s() if timeout_s is None else timeout_s
+    seconds = settings.TIMEOUT_S.seconds() if timeout_s is None else timeout_s
     await_all(mpi_comm, seconds)
     own = mpi_comm.Dup()
     lookout = Lookout(_watch(mpi, own, seconds), activity())
-    wish, size = os.environ.get(PATH_VARIABLE, "auto"), os.environ.get(NODE_VARIABLE, "")
+    wish, size = settings.CPU_PATH.text(), settings.NODE_SIZE.text()
     rows = own.allgather((wish, size, why_no_window(), fault))
     wrong = _first_wrong(rows)
     if wrong:
@@ -83,7 +78,7 @@ def build_host(mpi_comm: Any, timeout_s: float | None = None, fault: str = "") -
             return _node_communicator(mpi, own, memory, at, lookout, seconds)
     if problems and wish == "window":
         own.Free()
-        raise CommError(f"{PATH_VARIABLE}=window, but the ranks cannot share memory: {problems[0]}")
+        raise CommError(f"{settings.CPU_PATH.name}=window, but the ranks cannot share memory: {problems[0]}")
     if problems and wish == "auto" and own.Get_rank() == 0:
         warnings.warn(
             f"collectives go through MPI, since the ranks cannot share memory: {problems[0]}", RuntimeWarning,
@@ -111,19 +106,19 @@ def _watch(mpi: Any, own: Any, timeout_s: float) -> Any:
     Collective: all ranks of `own` call this. All communicators over the same ranks have one, however many are made
     and closed, until a rank of it has failed or left, or its settings are changed.
     """
-    if os.environ.get(WATCH_VARIABLE, "on") == "off":
+    if settings.WATCH.choice() == "off":
         return None
-    from lowshard.comm.meeting import HEARTBEAT_VARIABLE, all_say
-    from lowshard.comm.watch import ON_FAILURE_VARIABLE, Watch
+    from lowshard.comm.meeting import all_say
+    from lowshard.comm.watch import Watch
 
     ranks = world_ranks(mpi, own)
-    settings = (os.environ.get(HEARTBEAT_VARIABLE), os.environ.get(ON_FAILURE_VARIABLE))
+    texts = (settings.HEARTBEAT_S.text(), settings.ON_FAILURE.text())
     known, those = _watches.pop(ranks, (None, ()))
-    if not all_say(own, known is not None and known.whole and those == settings, timeout_s):
+    if not all_say(own, known is not None and known.whole and those == texts, timeout_s):
         if known is not None:
             known.close()
         known = Watch.start(own, activity(), timeout_s=timeout_s, world_ranks=ranks)
-    _watches[ranks] = known, settings
+    _watches[ranks] = known, texts
     return known
 
 
@@ -133,9 +128,11 @@ def _first_wrong(rows: Sequence[tuple[str, str, str, str]]) -> str:
         if fault:
             return f"rank {rank}: {fault}"
     sizes = {"", *(size for _, size, *_ in rows if size.isdecimal() and int(size) > 0)}
+    path = settings.CPU_PATH
+    paths = path.values.split("|")
     for name, values, known, rule in (
-        (PATH_VARIABLE, {row[0] for row in rows}, set(_PATHS), f"one of {', '.join(_PATHS)}"),
-        (NODE_VARIABLE, {row[1] for row in rows}, sizes, "a positive number of ranks"),
+        (path.name, {row[0] for row in rows}, set(paths), f"one of {', '.join(paths)}"),
+        (settings.NODE_SIZE.name, {row[1] for row in rows}, sizes, "a positive number of ranks"),
     ):
         if not values <= known or len(values) > 1:
             said = ", ".join(map(repr, sorted(values)))
@@ -193,7 +190,7 @@ def _crossover(mpi: Any, own: Any) -> Crossover:
 
     Collective: all ranks of `own`, which are on one node, call this.
     """
-    if os.environ.get(PATH_VARIABLE, "auto") == "window":
+    if settings.CPU_PATH.text() == "window":
         return Crossover()
     affinities = own.gather(os.sched_getaffinity(0), 0)
     found = None

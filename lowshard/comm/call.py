@@ -13,11 +13,8 @@ from types import FrameType
 from typing import Any, Literal
 
 from lowshard.comm.activity import Name
-from lowshard.errors import CommError
 
 Check = Literal["off", "hash", "full"]
-_CHECKS: tuple[Check, ...] = ("off", "hash", "full")
-CHECK_VARIABLE = "LOWSHARD_CHECK"
 ENCODED_BYTES = 96
 
 _PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
@@ -71,19 +68,6 @@ def signature_of(text: str, group: str) -> int:
     """Return a hash of a call in a group: the same in every process, positive, never 0."""
     digest = hashlib.blake2b(f"{group}|{text}".encode(), digest_size=8).digest()
     return (int.from_bytes(digest, "little") >> 2) | 1
-
-
-def check_from_environment() -> Check:
-    """Return what LOWSHARD_CHECK says; "hash" if it is not set.
-
-    Raises:
-        CommError: it says something else.
-    """
-    text = os.environ.get(CHECK_VARIABLE, "hash")
-    for known in _CHECKS:
-        if text == known:
-            return known
-    raise CommError(f"{CHECK_VARIABLE} is off, hash or full, got {text!r}")
 
 
 def source_place() -> tuple[str, int]:

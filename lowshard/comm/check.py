@@ -14,6 +14,7 @@ import numpy as np
 from lowshard import dtypes
 from lowshard.argument import brief, number, real
 from lowshard.errors import BufferMismatchError, CommError, DTypeError
+from lowshard.settings import MOST_S
 
 Array = Any
 
@@ -23,13 +24,11 @@ NAMES = (str, str)
 """The types of an op and an order that are given by name."""
 RANKS = (int, int)
 """The types of two ranks."""
-MOST_TIMEOUT_S = 1e9
-"""Of a wait, some 30 years: longer times are cut to it, since some are counted in 64 bits of nanoseconds."""
 
 
 def deadline_s(timeout_s: object) -> float:
     """Return the deadline of every wait of a communicator in seconds, or raise CommError."""
-    return min(real(timeout_s, "timeout_s is a positive number of seconds", CommError), MOST_TIMEOUT_S)
+    return min(real(timeout_s, "timeout_s is a positive number of seconds", CommError), MOST_S)
 
 
 def wait_s(timeout_s: object) -> float | None:
@@ -37,7 +36,7 @@ def wait_s(timeout_s: object) -> float | None:
     if timeout_s is None:
         return None
     rule = "timeout_s is a number of seconds, 0 or more, or None"
-    return min(number(timeout_s, rule, CommError, 0), MOST_TIMEOUT_S)
+    return min(number(timeout_s, rule, CommError, 0), MOST_S)
 
 
 def flat(buf: Array, name: str, xp: ModuleType, transport: str, writes: bool) -> Array:

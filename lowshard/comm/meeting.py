@@ -9,7 +9,6 @@ import contextlib
 import dataclasses
 import json
 import math
-import os
 import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,16 +17,14 @@ from typing import Any
 import numpy as np
 
 from lowshard.comm.arrival import within
-from lowshard.comm.check import MOST_TIMEOUT_S
 from lowshard.comm.interface import interface_addresses, is_loopback, network_name
-from lowshard.comm.rendezvous import INTERFACE_VARIABLE, Offer, Rendezvous, connect, reaches
+from lowshard.comm.rendezvous import Offer, Rendezvous, connect, reaches
 from lowshard.errors import CommError, TimedOut
+from lowshard.settings import HEARTBEAT_S, INTERFACE, MOST_S
 
-__all__ = ["HEARTBEAT_VARIABLE", "all_say", "cut", "meet"]
+__all__ = ["all_say", "cut", "meet"]
 
-HEARTBEAT_VARIABLE = "LOWSHARD_HEARTBEAT_S"
 
-_LIMIT_S = 10.0
 _SHORTEST_LIMIT_S = 1.0
 _SHARE_S = 30.0  # beyond the time to connect, for a rank that is slow
 _MEETING_BYTES = 8192
@@ -146,7 +143,7 @@ def _call_meeting(
     except CommError as error:
         return {"problem": str(error)}, None
     stack.callback(rendezvous.close)
-    final = INTERFACE_VARIABLE in os.environ
+    final = INTERFACE.is_set()
     return {
         "problem": "",
         "limit_s": limit,
@@ -189,17 +186,13 @@ def _closed_on_error(links: dict[int, socket.socket]) -> Iterator[None]:
 
 
 def _heartbeat_limit_s(given_s: float | None) -> float:
-    text = os.environ.get(HEARTBEAT_VARIABLE, str(_LIMIT_S)) if given_s is None else str(given_s)
-    try:
-        limit_s = float(text)
-    except ValueError:
-        limit_s = math.nan
+    limit_s = HEARTBEAT_S.seconds() if given_s is None else given_s
     if not _SHORTEST_LIMIT_S <= limit_s < math.inf:
         raise CommError(
-            f"{HEARTBEAT_VARIABLE} (heartbeat_limit_s) is the silence in seconds after which a rank has failed, "
-            f"{_SHORTEST_LIMIT_S:g} or more; got {text!r}"
+            f"{HEARTBEAT_S.name} (heartbeat_limit_s) is {_SHORTEST_LIMIT_S:g} or more, got {limit_s:g}: "
+            f"{HEARTBEAT_S.meaning}"
         )
-    return min(limit_s, MOST_TIMEOUT_S)
+    return min(limit_s, MOST_S)
 
 
 def _broadcast(mpi_comm: Any, value: dict[str, Any], timeout_s: float) -> dict[str, Any]:

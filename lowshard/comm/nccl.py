@@ -31,7 +31,6 @@ Tested over a stand-in that moves host memory; not run on a GPU.
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 import warnings
@@ -52,6 +51,7 @@ from lowshard.comm.nccl_wire import SUM, UINT8, Exchange, exchange_of, exchange_
 from lowshard.comm.protocol import Communicator
 from lowshard.comm.stream_work import SideStream, StreamWork
 from lowshard.errors import CommError, LowshardError
+from lowshard.settings import environment
 
 Array = Any
 
@@ -116,7 +116,7 @@ class NCCLCommunicator(DeviceCommunicator):
             raise CommError(
                 f"this NCCL communicator is rank {has[0]} of {has[1]}, but it was given as rank {rank} of {size}"
             )
-        if os.environ.get("NCCL_COMM_BLOCKING") == "0":
+        if environment().get("NCCL_COMM_BLOCKING") == "0":
             warnings.warn(
                 "NCCL_COMM_BLOCKING=0 makes NCCL answer before it is done, which neither CuPy's binding nor lowshard "
                 "understands; unset it",

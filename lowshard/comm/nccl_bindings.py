@@ -8,7 +8,6 @@ null communicator by its own words); not run on a GPU.
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -22,11 +21,9 @@ import numpy as np
 from lowshard.comm.nccl_memory import NCCLMemory
 from lowshard.errors import CommError, DependencyError
 from lowshard.gpu_stream import on_stream
+from lowshard.settings import NCCL
 
 Array = Any
-
-VARIABLE = "LOWSHARD_NCCL"
-CHOICES = ("cupy", "nccl4py")
 
 _NO_COLOR = -1  # NCCL_SPLIT_NOCOLOR
 _DONE, _NOT_READY = 0, 600  # cudaSuccess, cudaErrorNotReady
@@ -101,9 +98,7 @@ class Binding:
             CommError: LOWSHARD_NCCL is neither "cupy" nor "nccl4py".
             DependencyError: CuPy, NCCL or (where it is asked for) nccl4py is missing.
         """
-        chosen = os.environ.get(VARIABLE) or "cupy"
-        if chosen not in CHOICES:
-            raise CommError(f"{VARIABLE} is {' or '.join(CHOICES)}, got {chosen!r}")
+        chosen = NCCL.choice()
         if type(handle).__module__.partition(".")[0] == "nccl":
             chosen = "nccl4py"
         cupy = _load_cupy()
@@ -238,7 +233,7 @@ class NCCL4Py:
             from nccl import core
             from nccl.bindings import nccl as low
         except ImportError as error:
-            raise DependencyError(f"{VARIABLE}=nccl4py needs nccl4py ({error}): {_NEEDS_NCCL4PY}") from error
+            raise DependencyError(f"{NCCL.name}=nccl4py needs nccl4py ({error}): {_NEEDS_NCCL4PY}") from error
         self.core, self.low = core, low
         self.NcclError = low.NCCLError
         try:

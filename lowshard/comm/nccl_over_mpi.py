@@ -5,7 +5,6 @@ Tested on ranks without a GPU, over a stand-in for CuPy; not run on a GPU.
 
 from __future__ import annotations
 
-import os
 import time
 import warnings
 from collections.abc import Mapping, Sequence
@@ -14,6 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from lowshard import settings
 from lowshard.comm.agreement import agree, share_text
 from lowshard.comm.lookout import Watching
 from lowshard.comm.mailbox import Mailbox
@@ -21,7 +21,6 @@ from lowshard.comm.mpi import MPICommunicator, load_mpi
 from lowshard.comm.nccl import NCCLCommunicator
 from lowshard.comm.nccl_bindings import Binding
 from lowshard.comm.nccl_wait import InThread, last_error, wait_for
-from lowshard.comm.nccl_wire import REDUCE16_VARIABLE
 from lowshard.comm.protocol import Communicator
 from lowshard.comm.staged import StagedCommunicator
 from lowshard.errors import CommError, DependencyError
@@ -105,7 +104,7 @@ def build_over_mpi(
     obstacle: CommError | DependencyError | None = None
     if found is not None and transport != "staged":
         missing = DependencyError(found.without) if found.without else None
-        obstacle = missing or crowding(gpus, found.version, os.environ)
+        obstacle = missing or crowding(gpus, found.version, settings.environment())
     agree(host, transport.encode(), error or (obstacle if transport == "nccl" else None), what)
     assert found is not None
     found.binding.select(found.device)
@@ -119,7 +118,8 @@ def build_over_mpi(
                 stacklevel=3,
             )
         return StagedCommunicator(host, found.binding, device=found.device, watch=watch)
-    agree(host, os.environ.get(REDUCE16_VARIABLE, "exact").encode(), None, f"{what} ({REDUCE16_VARIABLE})")
+    reduce16 = settings.NCCL_REDUCE16
+    agree(host, reduce16.text().encode(), None, f"{what} ({reduce16.name})")
     # Decimal digits, so that the message shows the version: 00023007 is 2.30.7.
     agree(host, bytes.fromhex(f"{found.version:08d}"), None, f"{what} (loaded version of NCCL)")
     return _connect(host, mpi_comm, found, watch)
@@ -143,7 +143,8 @@ def _connect(host: Communicator, mpi_comm: Any, found: _Found, watch: Watching |
 
     # Else NCCL connects each of its algorithms in the first call that takes it, which no deadline ends. NCCL reads it
     # once a process, and again in those that this one starts.
-    os.environ.setdefault(_CONNECT_LATE, "0")
+    if _CONNECT_LATE not in settings.environment():
+        settings.change(_CONNECT_LATE, "0")
     # A connection that waits for a rank cannot be given up, so all ranks meet before it.
     barrier_within(mpi_comm, host.timeout_s, watch, "the barrier before NCCL connects")
     thread = InThread(connect, "lowshard NCCL connect")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -11,16 +10,13 @@ from typing import Any
 from lowshard import dtypes
 from lowshard.comm.nccl_bindings import Binding
 from lowshard.comm.nccl_handle import NCCLHandle
-from lowshard.errors import CommError
+from lowshard.settings import NCCL_REDUCE16
 
 UINT8 = 1
 """ncclUint8."""
 SUM = 0
 """ncclSum."""
 _OPS = {"sum": SUM, "prod": 1, "max": 2, "min": 3, "avg": 4}  # ncclRedOp_t
-
-REDUCE16_VARIABLE = "LOWSHARD_NCCL_REDUCE16"
-"""Who reduces fp16 and bf16 in order="fast": "exact", the default, or "nccl"; the same on all ranks."""
 
 # NCCL reduces these as the contract asks. It takes fp16 and bf16 too, but promises no float32 accumulator for them, so
 # these go through the exchange of Communicator unless the environment says otherwise.
@@ -133,7 +129,4 @@ def reduces_16_bits() -> bool:
     Raises:
         CommError: the environment says neither.
     """
-    text = os.environ.get(REDUCE16_VARIABLE, "exact")
-    if text not in ("exact", "nccl"):
-        raise CommError(f"{REDUCE16_VARIABLE} is exact or nccl, got {text!r}")
-    return text == "nccl"
+    return NCCL_REDUCE16.choice() == "nccl"

@@ -20,14 +20,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from lowshard.comm.abort import JOB_DIR_VARIABLE
 from lowshard.comm.door import TOKEN_BYTES, Door, enter, is_private
 from lowshard.comm.interface import addresses_towards, interface_addresses, is_loopback, network_name
 from lowshard.errors import CommError
+from lowshard.settings import INTERFACE, JOB_DIR
 
-__all__ = ["INTERFACE_VARIABLE", "Offer", "Rendezvous", "connect", "reaches"]
+__all__ = ["Offer", "Rendezvous", "connect", "reaches"]
 
-INTERFACE_VARIABLE = "LOWSHARD_INTERFACE"
 
 _PURPOSE = 1
 _FOLDER_PREFIX = "lowshard-door-"
@@ -75,12 +74,12 @@ class Rendezvous:
             CommError: LOWSHARD_INTERFACE names no interface of this host, or nothing can be listened on.
         """
         _allow_files(ranks)
-        named = os.environ.get(INTERFACE_VARIABLE)
-        if named is not None:
+        if INTERFACE.is_set():
+            named = INTERFACE.text()
             known = interface_addresses()
             if named not in known:
                 raise CommError(
-                    f"{INTERFACE_VARIABLE} names a network interface of rank 0's host with an address, one of "
+                    f"{INTERFACE.name} names a network interface of rank 0's host with an address, one of "
                     f"{', '.join(sorted(known))}; got {named!r}"
                 )
             return cls._at(known[named][:1])  # of several, IPv4 comes first
@@ -171,7 +170,7 @@ def connect(offer: Offer, rank: int, limit_s: float) -> socket.socket:
     except ConnectionError as error:
         raise CommError(
             f"every rank needs a connection to rank 0, but rank {rank} on {socket.gethostname()} reaches none of the "
-            f"addresses of {offer.host} ({error}); let such connections through, or set {INTERFACE_VARIABLE} to the "
+            f"addresses of {offer.host} ({error}); let such connections through, or set {INTERFACE.name} to the "
             f"interface of {offer.host} that leads to all hosts"
         ) from None
 
@@ -186,7 +185,7 @@ def _parents() -> list[Path]:
     """Return the folders to make the door's own one in, the best first; removes what killed processes left there."""
     found = [Path(tempfile.gettempdir())]
     _sweep(found[0])
-    job_dir = os.environ.get(JOB_DIR_VARIABLE)
+    job_dir = JOB_DIR.text()
     return [*([Path(job_dir)] if job_dir else []), *found]
 
 

@@ -6,52 +6,35 @@ calls over them are in `lowshard.comm.protocol`.
 
 from __future__ import annotations
 
-import os
 import threading
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, NoReturn, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self, cast
 
 import numpy as np
 
 from lowshard.bounded import BoundedCache
 from lowshard.comm import check
 from lowshard.comm.activity import Activity
-from lowshard.comm.call import Call, Check, check_from_environment
+from lowshard.comm.call import Call, Check
 from lowshard.comm.reduction import fold
 from lowshard.errors import BufferMismatchError, CommError
+from lowshard.settings import CHECK, TIMEOUT_S
 
 if TYPE_CHECKING:
     from lowshard.comm.protocol import Communicator
 
 Array = Any  # a NumPy or CuPy array; CuPy ships no types
 
-TIMEOUT_VARIABLE = "LOWSHARD_TIMEOUT_S"
-_TIMEOUT_S = 600.0
 _USES_KEPT = 200
 CALLS_BYTES = 4 << 20
 """What a communicator keeps of calls that were made before, at most."""
 _PLANS_KEPT = 1024
 _CALL_BYTES = 2048
 """Of one call, beside some numbers for every rank."""
-
-
-def default_timeout_s() -> float:
-    """Return the deadline of a wait in seconds: LOWSHARD_TIMEOUT_S, else ten minutes.
-
-    Raises:
-        CommError: the variable is no positive number.
-    """
-    text = os.environ.get(TIMEOUT_VARIABLE)
-    if text is None:
-        return _TIMEOUT_S
-    try:
-        return check.deadline_s(float(text))
-    except (CommError, ValueError):
-        raise CommError(f"{TIMEOUT_VARIABLE} is a positive number of seconds, got {text!r}") from None
 
 
 class Traffic:
@@ -142,9 +125,9 @@ class Transport(ABC):
         """
         self.rank, self.size = rank, size
         self.traffic = Traffic()
-        self.timeout_s = default_timeout_s() if timeout_s is None else timeout_s
+        self.timeout_s = TIMEOUT_S.seconds() if timeout_s is None else timeout_s
         self._group_name = group
-        self._check: Check = check_from_environment()
+        self._check = cast("Check", CHECK.choice())
         self._activity = Activity() if activity is None else activity
         self._sequence = 0
         # A call holds some numbers for every rank, of which closures have a part that is not seen by weighing.

@@ -37,10 +37,10 @@ from lowshard.comm.progress import let_mpi_go_on
 from lowshard.comm.waits import Waits
 from lowshard.comm.wire import EPOLL_FD, FAILURE_AT, MESSAGE_BYTES, OUTBOX_AT
 from lowshard.errors import CommError, PeerFailed, TimedOut
+from lowshard.settings import ON_FAILURE
 
-__all__ = ["ON_FAILURE_VARIABLE", "Watch", "time_out_report"]
+__all__ = ["Watch", "time_out_report"]
 
-ON_FAILURE_VARIABLE = "LOWSHARD_ON_FAILURE"
 
 Told = Literal["failed", "exit", "timed out", "disagreed"]
 
@@ -411,13 +411,7 @@ def time_out_report(activity: Activity, watch: Watch) -> str:
 
 def _ends_process() -> bool:
     """Say whether a process that hangs after a failure is to be ended."""
-    text = os.environ.get(ON_FAILURE_VARIABLE, "end")
-    if text not in ("end", "raise"):
-        raise CommError(
-            f"{ON_FAILURE_VARIABLE} is 'end' (a process that hangs after a failure is ended) or 'raise' (it is left "
-            f"alone); got {text!r}"
-        )
-    return text == "end"
+    return ON_FAILURE.choice() == "end"
 
 
 def _write(text: str) -> None:

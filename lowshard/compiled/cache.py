@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
-import os
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from typing import Any
 from lowshard.compiled.elf import symbols_of
 from lowshard.compiled.native import Native, link, python_symbol
 from lowshard.compiled.store import ObjectStore
-from lowshard.settings import cache_root
+from lowshard.settings import cache_root, environment, numba_cache_dir
 
 _FORM = 2
 """Counts up when objects are made, kept or called in another way."""
@@ -140,8 +139,8 @@ def digest_of(paths: Iterable[Path]) -> str:
 
 def cache_folder() -> Path:
     """Return where compiled code is kept: `$NUMBA_CACHE_DIR/lowshard`, else compiled/ in lowshard's cache folder."""
-    named = os.environ.get("NUMBA_CACHE_DIR", "")
-    return Path(named).absolute() / "lowshard" if named else cache_root() / "compiled"
+    named = numba_cache_dir()
+    return named / "lowshard" if named else cache_root() / "compiled"
 
 
 @cache
@@ -163,6 +162,6 @@ def _store() -> ObjectStore:
         llvm.get_process_triple(),
         llvm.get_host_cpu_name(),
         llvm.get_host_cpu_features().flatten(),
-        [os.environ.get(name) for name in _NUMBA_SETTINGS],
+        [environment().get(name) for name in _NUMBA_SETTINGS],
     )
     return ObjectStore(cache_folder(), hashlib.sha256(repr(facts).encode()).hexdigest()[:16])

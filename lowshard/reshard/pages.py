@@ -7,16 +7,14 @@ ones, and NumPy asks for huge ones from 4 MiB an array on only. Addresses and co
 from __future__ import annotations
 
 import ctypes
-import os
 from collections import Counter
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
 from lowshard.kernels.buffer import Array, address
+from lowshard.settings import HUGE_PAGES
 
-VARIABLE = "LOWSHARD_HUGE_PAGES"
-"""Environment variable: "off" leaves all pages as they are."""
 _SETTINGS = Path("/sys/kernel/mm/transparent_hugepage")
 _MADV_COLLAPSE = 25
 _LEAST_SHARE = 0.9
@@ -30,7 +28,7 @@ def settle(arrays: Iterable[Array]) -> int:
     stay as they are.
     """
     page_bytes = _huge_page_bytes()
-    if not page_bytes or os.environ.get(VARIABLE) == "off":
+    if not page_bytes or HUGE_PAGES.text() == "off":
         return 0
     used: Counter[int] = Counter()
     for array in arrays:

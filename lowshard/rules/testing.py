@@ -31,8 +31,7 @@ from lowshard.rules.golden import (
 )
 from lowshard.rules.ruleset import RuleSet
 from lowshard.rules.topology import Sizes
-
-UPDATE = "LOWSHARD_UPDATE_GOLDENS"
+from lowshard.settings import UPDATE_GOLDENS
 
 
 def assert_matches_golden(
@@ -70,7 +69,7 @@ def assert_matches_golden(
         raise RulesError("assert_matches_golden takes devices (with slices, ici, dcn) or a mesh")
     if mesh is None:
         rules, mesh = rules.bind(devices or 0, ici, slices, dcn)
-    write = os.environ.get(UPDATE) == "1" if update is None else update
+    write = UPDATE_GOLDENS.choice() == "1" if update is None else update
     for path, made in made_goldens(rules, mesh, golden, tensors).items():
         _compare(path, made, write)
 
@@ -106,7 +105,7 @@ def _compare(golden: Path, made: str, write: bool) -> None:
         golden.parent.mkdir(parents=True, exist_ok=True)
         golden.write_text(made, encoding="utf-8")
         return
-    again = f"if the change is meant, run again with {UPDATE}=1"
+    again = f"if the change is meant, run again with {UPDATE_GOLDENS.name}=1"
     try:
         kept = golden.read_bytes()
     except OSError as error:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from lowshard._version import __version__
 from lowshard.errors import LaunchError
 from lowshard.selftest.step import NAMES, STEPS, SUITE
+from lowshard.settings import environment
 
 if TYPE_CHECKING:
     from lowshard.selftest.runner import Outcome
@@ -69,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
         steps.append(SUITE)
     if args.ranks < 1:
         raise LaunchError(f"-n is the number of MPI ranks, at least 1; got {args.ranks}")
-    launched = find_rank(os.environ)
+    launched = find_rank(environment())
     if launched is not None and launched.size > 1:
         raise LaunchError("`lowshard selftest` starts its own ranks: run it without mpiexec, with -n")
     device = find_device(args.device)

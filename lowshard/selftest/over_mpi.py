@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 
@@ -10,6 +9,7 @@ from lowshard.launch.job import python_command, run_ranks
 from lowshard.selftest.rank import result_of
 from lowshard.selftest.setting import Setting
 from lowshard.selftest.tally import Tally
+from lowshard.settings import TIMEOUT_S, environment
 
 _WAIT_S = 20.0
 """Seconds that a rank waits for another, where LOWSHARD_TIMEOUT_S says nothing else."""
@@ -36,7 +36,7 @@ def run_over_mpi(part: str, setting: Setting, tally: Tally, limit_s: float | Non
     limit_s = max(5.0, (setting.limit_s if limit_s is None else limit_s) - _LAST_S)
     transport = "" if setting.device == "cpu" else f" transport={setting.transport}"
     print(f"{part} on {setting.ranks} MPI ranks{transport}", flush=True)
-    env = {"LOWSHARD_TIMEOUT_S": f"{_WAIT_S:g}", **os.environ}
+    env = {TIMEOUT_S.name: f"{_WAIT_S:g}", **environment()}
     command = python_command("lowshard.selftest.rank", [part, setting.to_json(), str(path)], module=True)
     job = run_ranks(command, setting.ranks, timeout_s=limit_s, env=env, stderr=sys.stdout)
     named = f"{setting.transport}: " if setting.device == "cuda" else ""

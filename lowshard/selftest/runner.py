@@ -18,6 +18,7 @@ from lowshard.selftest.facts import END
 from lowshard.selftest.setting import Device, Setting
 from lowshard.selftest.step import Step
 from lowshard.selftest.tally import Tally
+from lowshard.settings import SELFTEST_STEP, environment
 
 Say = Callable[[str], None]
 
@@ -26,8 +27,7 @@ _QUIET_S = 2.0  # a step that takes longer is announced
 _REMIND_S = 15.0
 _TERM_S = 8.0  # from SIGTERM to SIGKILL: the launcher of ranks ends them meanwhile
 _KILL_S = 5.0  # from the first SIGKILL until the processes are gone
-_MARK = "LOWSHARD_SELFTEST_STEP"
-"""Environment variable that tells a step's processes from all others."""
+_MARK = SELFTEST_STEP.name
 _LOG_TAIL_LINES = 3
 
 # NCCL ranks that share a GPU: allowed at all; no multicast, which cannot be shared; few blocks, since those of all
@@ -124,7 +124,7 @@ class Runner:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **self._environment(step), "PYTHONUNBUFFERED": "1", _MARK: mark},
+                env={**environment(), **self._environment(step), "PYTHONUNBUFFERED": "1", _MARK: mark},
                 start_new_session=True,
             )
             try:
@@ -157,8 +157,9 @@ class Runner:
         if self._device == "cpu":
             return {}
         shares = step.name == "threads" or self._gpus < self._ranks
+        present = environment()
         wanted = {**_CUDA, **(_SHARED_GPU if shares else {})}
-        return {name: value for name, value in wanted.items() if name not in os.environ}
+        return {name: value for name, value in wanted.items() if name not in present}
 
 
 def _outcome(

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import sys
 import tempfile
@@ -17,6 +16,7 @@ from pathlib import Path
 
 from lowshard.checkpoint.commit import missing_folders, remove_leftovers
 from lowshard.errors import CheckpointError, LaunchError
+from lowshard.settings import environment
 from lowshard.weights.convert import ConvertPlan, ConvertReport, Settings, convert
 
 DESCRIPTION = """\
@@ -132,7 +132,7 @@ def run(args: argparse.Namespace) -> int:
         raise LaunchError(f"--ranks is at least 1, got {args.ranks}")
     if args.dry_run:
         return _show_plan(ConvertPlan.of(settings), args.json)
-    launched = find_rank(os.environ)
+    launched = find_rank(environment())
     if launched is not None and launched.size > 1:
         report = _as_a_rank(settings)
         return _show(report, settings, args.json) if launched.rank == 0 else 0

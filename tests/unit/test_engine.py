@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import lowshard
+from lowshard import settings
 from lowshard.errors import DependencyError, KernelError, LowshardError
 from lowshard.kernels import cast, dequantize_mxfp8, engine, pack, quantize_mxfp8, sum_into, unpack
 from lowshard.kernels.plain import PlainEngine
@@ -38,10 +39,10 @@ values = k.dequantize_mxfp8(q, "float32")
 
 def python(code, choice=None, **variables):
     """Run code in a fresh interpreter of the checkout."""
-    env = {k: v for k, v in os.environ.items() if k not in (engine.CHOICE_VARIABLE, "PYTHONWARNINGS")}
+    env = {k: v for k, v in os.environ.items() if k not in (settings.KERNELS.name, "PYTHONWARNINGS")}
     env.update(variables)
     if choice is not None:
-        env[engine.CHOICE_VARIABLE] = choice
+        env[settings.KERNELS.name] = choice
     run = subprocess.run(
         [sys.executable, "-c", code],
         cwd=ROOT,
@@ -58,9 +59,9 @@ def python(code, choice=None, **variables):
 def chosen(monkeypatch, value):
     """The engine that a fresh process with this variable would take; the cache of this one is passed by."""
     if value is None:
-        monkeypatch.delenv(engine.CHOICE_VARIABLE, raising=False)
+        monkeypatch.delenv(settings.KERNELS.name, raising=False)
     else:
-        monkeypatch.setenv(engine.CHOICE_VARIABLE, value)
+        monkeypatch.setenv(settings.KERNELS.name, value)
     return engine.host_engine.__wrapped__()
 
 
@@ -78,7 +79,7 @@ def test_plain_is_taken_where_it_is_asked_for(monkeypatch):
 @pytest.mark.parametrize("value", ["Plain", "cuda", " ", "numpy"])
 def test_any_other_value_is_refused_by_name(monkeypatch, value):
     with pytest.raises(
-        KernelError, match=f'LOWSHARD_KERNELS is "numba" or "plain", got {value!r}; unset it'
+        KernelError, match=f"LOWSHARD_KERNELS is numba or plain, got {value!r}: kernels for host arrays"
     ) as caught:
         chosen(monkeypatch, value)
     assert isinstance(caught.value, LowshardError)

@@ -19,9 +19,8 @@ from pathlib import Path
 
 import pytest
 
-from lowshard.comm.abort import JOB_DIR_VARIABLE
+from lowshard import settings
 from lowshard.launch.link import Link
-from lowshard.launch.uplink import HEARTBEAT_VARIABLE, LINK_VARIABLE, START_VARIABLE
 
 pytestmark = pytest.mark.time_limit(60)
 
@@ -35,7 +34,7 @@ processes: list[subprocess.Popen[str]] = []
 
 @pytest.fixture
 def link(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Link]:
-    made = Link(2, {HEARTBEAT_VARIABLE: "30"}, tmp_path_factory.mktemp("link"))
+    made = Link(2, {settings.HEARTBEAT_S.name: "30"}, tmp_path_factory.mktemp("link"))
     made.start()
     yield made
     made.close()  # ends the ranks that a failed test has left
@@ -60,9 +59,9 @@ def start(link: Link, folder: Path, *words: str, beat_s: float = 30.0, **env: st
         env={
             **os.environ,
             **TWO,
-            JOB_DIR_VARIABLE: "/no/such/folder",
-            LINK_VARIABLE: str(far),
-            HEARTBEAT_VARIABLE: str(beat_s),
+            settings.JOB_DIR.name: "/no/such/folder",
+            settings.LINK.name: str(far),
+            settings.HEARTBEAT_S.name: str(beat_s),
             "TMPDIR": str(folder),
             **env,
         },
@@ -272,7 +271,7 @@ def test_stacks_are_shown_on_request_by_a_rank_that_can(link: Link, tmp_path: Pa
 def test_a_launcher_out_of_reach_is_told_by_the_keeper(tmp_path: Path) -> None:
     link = Link(2, {}, tmp_path)
     link.close()  # nobody listens
-    started = start(link, tmp_path, "--exec", "true", **{START_VARIABLE: "0.4"})
+    started = start(link, tmp_path, "--exec", "true", **{settings.START_S.name: "0.4"})
     _, err = started.communicate(timeout=LIMIT_S)
     assert started.returncode == 2
     assert err.startswith("lowshard: rank 1 on ")

@@ -13,12 +13,13 @@ from pathlib import Path
 
 import pytest
 
+from lowshard import settings
 from lowshard.comm.abort import FailureRecord
 from lowshard.comm.interface import boot_id
 from lowshard.errors import InternalError, LaunchError
 from lowshard.launch.host import Host, Spread
 from lowshard.launch.link import Link
-from lowshard.launch.uplink import HEARTBEAT_VARIABLE, LINK_VARIABLE, LinkAddress, Uplink, seconds_of
+from lowshard.launch.uplink import LinkAddress, Uplink
 
 pytestmark = pytest.mark.time_limit(30)
 
@@ -42,7 +43,7 @@ def wait_for(done: Callable[[], object], limit_s: float = 10.0) -> None:
 @pytest.fixture
 def link(tmp_path: Path) -> Iterator[Link]:
     """A link that judges nobody within the time of a test, unless the test makes ranks older (`age`)."""
-    made = Link(3, {HEARTBEAT_VARIABLE: "60", "LOWSHARD_START_S": "60"}, tmp_path)
+    made = Link(3, {settings.HEARTBEAT_S.name: "60", "LOWSHARD_START_S": "60"}, tmp_path)
     made.start()
     yield made
     made.close()
@@ -51,7 +52,7 @@ def link(tmp_path: Path) -> Iterator[Link]:
 @pytest.fixture
 def quick_link(tmp_path: Path) -> Iterator[Link]:
     """A link that judges after LIMIT_S."""
-    made = Link(3, {HEARTBEAT_VARIABLE: str(LIMIT_S), "LOWSHARD_START_S": "60"}, tmp_path)
+    made = Link(3, {settings.HEARTBEAT_S.name: str(LIMIT_S), "LOWSHARD_START_S": "60"}, tmp_path)
     made.start()
     yield made
     made.close()
@@ -368,19 +369,19 @@ def test_the_address_survives_the_way_through_the_environment(addresses: tuple[s
     "text", ["", "a,b,c", "0f" * 32, "0f" * 32 + ",b,", "0f" * 32 + ",b,http://a", "x" * 64 + ",b,unix:/a"]
 )
 def test_an_address_that_no_launcher_wrote_is_refused(text: str) -> None:
-    with pytest.raises(LaunchError, match=LINK_VARIABLE):
+    with pytest.raises(LaunchError, match=settings.LINK.name):
         LinkAddress.parse(text)
 
 
 @pytest.mark.parametrize("text", ["", "x", "0", "-1", "nan", "inf"])
 def test_a_limit_must_be_a_positive_number(text: str) -> None:
-    with pytest.raises(LaunchError, match=f"{HEARTBEAT_VARIABLE} must hold a positive number"):
-        seconds_of(HEARTBEAT_VARIABLE, {HEARTBEAT_VARIABLE: text})
+    with pytest.raises(LaunchError, match=f"{settings.HEARTBEAT_S.name} is a positive number"):
+        Link(3, {settings.HEARTBEAT_S.name: text}, None)
 
 
 def test_limits_have_defaults() -> None:
-    assert seconds_of(HEARTBEAT_VARIABLE, {}) == 10.0
-    assert seconds_of(HEARTBEAT_VARIABLE, {HEARTBEAT_VARIABLE: "2.5"}) == 2.5
+    assert settings.HEARTBEAT_S.seconds({}) == 10.0
+    assert settings.HEARTBEAT_S.seconds({settings.HEARTBEAT_S.name: "2.5"}) == 2.5
 
 
 def test_on_one_host_the_door_is_in_the_private_folder(link: Link, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from lowshard import settings
 from lowshard.reshard import pages
 from lowshard.reshard.pages import settle
 
@@ -69,7 +70,7 @@ def test_pages_that_are_used_in_part_are_left_alone() -> None:
 
 @needs_collapse
 def test_it_can_be_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(pages.VARIABLE, "off")
+    monkeypatch.setenv(settings.HUGE_PAGES.name, "off")
     assert settle([small_pages(HUGE)]) == 0
 
 

@@ -9,26 +9,29 @@ import pytest
 from support.comm_kit import refused
 from support.wrong_values import WRONG, raised
 
+from lowshard import settings
 from lowshard.comm import loopback, run_loopback
-from lowshard.comm.check import MOST_TIMEOUT_S
-from lowshard.comm.meeting import HEARTBEAT_VARIABLE, _heartbeat_limit_s
-from lowshard.comm.transport import TIMEOUT_VARIABLE, default_timeout_s
+from lowshard.comm.meeting import _heartbeat_limit_s
 from lowshard.comm.work import wait_all
 from lowshard.errors import CommError
 
 
 @pytest.mark.parametrize("text", ["", "x", "0", "-1", "nan", "inf"])
 def test_a_variable_that_is_no_time_is_named(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(TIMEOUT_VARIABLE, text)
-    refused(default_timeout_s, CommError, f"{TIMEOUT_VARIABLE} is a positive number of seconds, got '{text}'")
+    monkeypatch.setenv(settings.TIMEOUT_S.name, text)
+    refused(
+        settings.TIMEOUT_S.seconds,
+        CommError,
+        f"LOWSHARD_TIMEOUT_S is a positive number of seconds, got '{text}': deadline of each wait for other ranks",
+    )
 
 
 def test_long_times_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(TIMEOUT_VARIABLE, "1e300")
-    monkeypatch.setenv(HEARTBEAT_VARIABLE, "1e300")
-    assert default_timeout_s() == _heartbeat_limit_s(None) == MOST_TIMEOUT_S
-    assert time.monotonic_ns() + int(MOST_TIMEOUT_S * 1e9) < 1 << 62
-    assert loopback(1, timeout_s=1 << 70)[0].timeout_s == MOST_TIMEOUT_S
+    monkeypatch.setenv(settings.TIMEOUT_S.name, "1e300")
+    monkeypatch.setenv(settings.HEARTBEAT_S.name, "1e300")
+    assert settings.TIMEOUT_S.seconds() == _heartbeat_limit_s(None) == settings.MOST_S
+    assert time.monotonic_ns() + int(settings.MOST_S * 1e9) < 1 << 62
+    assert loopback(1, timeout_s=1 << 70)[0].timeout_s == settings.MOST_S
 
 
 @pytest.mark.parametrize("what", WRONG)

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from lowshard import settings
 from lowshard.comm import abort, heartbeat, rendezvous, wire
 from lowshard.comm import meeting as meeting_module
 from lowshard.comm import watch as watch_module
@@ -163,7 +164,7 @@ def open_files() -> int:
 @pytest.fixture(autouse=True)
 def _nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No rank of these tests may end the process, and none may stay."""
-    monkeypatch.setenv(watch_module.ON_FAILURE_VARIABLE, "raise")
+    monkeypatch.setenv(settings.ON_FAILURE.name, "raise")
     before = open_files()
     yield
     for watch in list(watch_module._watches):
@@ -375,11 +376,11 @@ def test_a_forked_child_has_no_part_in_it() -> None:
 @pytest.mark.parametrize(
     ("variable", "value", "told"),
     [
-        (meeting_module.HEARTBEAT_VARIABLE, "soon", "the silence in seconds .* got 'soon'"),
-        (meeting_module.HEARTBEAT_VARIABLE, "0.5", "1 or more; got '0.5'"),
-        (watch_module.ON_FAILURE_VARIABLE, "never", "'end' .* or 'raise' .*; got 'never'"),
+        (settings.HEARTBEAT_S.name, "soon", "number of seconds, got 'soon': silence after which"),
+        (settings.HEARTBEAT_S.name, "0.5", "1 or more, got 0.5"),
+        (settings.ON_FAILURE.name, "never", "is end or raise, got 'never': what becomes of a process"),
         (
-            rendezvous.INTERFACE_VARIABLE,
+            settings.INTERFACE.name,
             "nosuch0",
             r"names a network interface .* one of .*lo.*; got 'nosuch0'",
         ),
@@ -389,13 +390,13 @@ def test_a_wrong_setting_is_the_same_error_on_all_ranks(
     monkeypatch: pytest.MonkeyPatch, variable: str, value: str, told: str
 ) -> None:
     monkeypatch.setenv(variable, value)
-    limit = {"heartbeat_limit_s": None} if variable == meeting_module.HEARTBEAT_VARIABLE else {}
+    limit = {"heartbeat_limit_s": None} if variable == settings.HEARTBEAT_S.name else {}
     with pytest.raises(CommError, match=told):
         start(3, **limit)
 
 
 def test_an_interface_that_is_named_is_the_only_one_offered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(rendezvous.INTERFACE_VARIABLE, "lo")
+    monkeypatch.setenv(settings.INTERFACE.name, "lo")
     made = rendezvous.Rendezvous.nearby(2)
     try:
         [address] = made.offer.addresses
@@ -448,7 +449,7 @@ def test_the_report_of_a_time_out_has_calls_others_and_stacks() -> None:
 def test_the_record_that_needs_no_interpreter_is_the_one_that_the_interpreter_writes(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv(abort.JOB_DIR_VARIABLE, str(tmp_path))
+    monkeypatch.setenv(settings.JOB_DIR.name, str(tmp_path))
     abort.make_failure_dir(tmp_path)
     own = np.zeros(128, np.uint8)
     words, memory = heartbeat.make_memory(3, 4, 0, 0, own.ctypes.data, abort.forced_end_parts(3))

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from lowshard.comm.abort import JOB_DIR_VARIABLE
+from lowshard import settings
 from lowshard.comm.interface import addresses_towards, interface_addresses, is_loopback, network_name
-from lowshard.comm.rendezvous import INTERFACE_VARIABLE, Rendezvous, connect, reaches
+from lowshard.comm.rendezvous import Rendezvous, connect, reaches
 from lowshard.errors import CommError
 
 pytestmark = pytest.mark.time_limit(30)
@@ -89,11 +89,11 @@ def test_in_a_job_the_folder_lies_in_the_jobs_own(
     folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     job_dir = tmp_path_factory.mktemp("job")
-    monkeypatch.setenv(JOB_DIR_VARIABLE, str(job_dir))
+    monkeypatch.setenv(settings.JOB_DIR.name, str(job_dir))
     made = Rendezvous.nearby(2)
     assert made.offer.addresses[0].startswith(f"unix:{job_dir}/")
     made.close()
-    monkeypatch.setenv(JOB_DIR_VARIABLE, "/no/such/folder")
+    monkeypatch.setenv(settings.JOB_DIR.name, "/no/such/folder")
     made = Rendezvous.nearby(2)
     assert made.offer.addresses[0].startswith(f"unix:{folder}/")
     made.close()
@@ -152,7 +152,7 @@ def test_the_error_names_every_address_that_was_tried(met: Rendezvous) -> None:
     assert f"rank 3 on {socket.gethostname()} reaches none of the addresses of head (" in text
     assert "tcp://127.0.0.1:1: connection refused" in text
     assert "; tcp://[::1]:1: " in text
-    assert INTERFACE_VARIABLE in text
+    assert settings.INTERFACE.name in text
 
 
 def test_from_another_host_loopback_and_files_are_not_tried(met: Rendezvous) -> None:

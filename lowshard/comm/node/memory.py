@@ -13,10 +13,10 @@ import numpy as np
 from lowshard.comm.node.arena import PAGE_BYTES, Arena, Block, PeerMemory
 from lowshard.comm.node.pipe_set import PipeSet
 from lowshard.errors import CommError
+from lowshard.settings import CROSS_MEMORY
 
 SEGMENTS = 64
 """Segments of a rank that others map."""
-CROSS_VARIABLE = "LOWSHARD_CROSS_MEMORY"
 _HEAD_BYTES = PAGE_BYTES
 
 
@@ -70,7 +70,7 @@ class NodeMemory:
             problem = f"the memory of process {pid} cannot be mapped: {error}"
         rows = exchange((problem, ctypes.addressof(word)))
         self._raise_first([row[0] for row in rows])
-        reads = os.environ.get(CROSS_VARIABLE, "auto") != "off" and all(
+        reads = CROSS_MEMORY.text() != "off" and all(
             _read_word(self.pids[peer], row[1]) == 4711 + peer
             for peer, row in enumerate(rows)
             if peer != rank

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 
 from lowshard.comm.node.pipe import PIPE_BYTES, PIPE_WORDS
+from lowshard.settings import PIPES
 
 MOST_RANKS = 8
 """A pipe to each other rank, of 256 pages: a user without privileges may have about 64 (`man 7 pipe`)."""
-PIPES_VARIABLE = "LOWSHARD_PIPES"
 
 
 class PipeSet:
@@ -48,7 +48,7 @@ class PipeSet:
             return
         table = np.full((size, PIPE_WORDS), -1, np.int64)
         table[:, 2] = 0
-        ends, well = [-1] * size, os.environ.get(PIPES_VARIABLE, "auto") != "off"
+        ends, well = [-1] * size, PIPES.text() != "off"
         try:
             for peer in range(size):
                 if well and peer != rank:
