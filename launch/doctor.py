@@ -34,7 +34,9 @@ def add_doctor_parser(
         description="Looks at the installation and starts two ranks. Exit code 0 if the CPU path works, else 1.",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object in place of the table")
-    parser.add_argument("--settings", action="store_true", help="print the environment variables and their values")
+    parser.add_argument(
+        "--settings", action="store_true", help="print the environment variables and their values"
+    )
     parser.set_defaults(func=doctor)
     return parser
 

@@ -16,8 +16,9 @@ from support.gpu import REASON, SHARED_GPU, busy, gpus, nccl_version, version_te
 from support.starting import start_ranks
 
 from lowshard import comm as lc
+from lowshard import settings
 from lowshard.comm.nccl import NCCLCommunicator
-from lowshard.comm.nccl_bindings import VARIABLE, Binding
+from lowshard.comm.nccl_bindings import Binding
 from lowshard.errors import BufferMismatchError, CommError, TimedOut
 
 pytestmark = [
@@ -72,7 +73,7 @@ def test_the_contract_holds_on_one_gpu_through_nccl4py(
 ) -> None:
     # The communicator that CuPy made, called by nccl4py.
     pytest.importorskip("nccl.core", reason="nccl4py is not installed", exc_type=ImportError)
-    monkeypatch.setenv(VARIABLE, "nccl4py")
+    monkeypatch.setenv(settings.NCCL.name, "nccl4py")
     with lc.from_nccl(handle, 0, 1) as comm:
         assert type(comm._handle).__name__ == "NCCL4PyHandle"  # type: ignore[attr-defined]
         try:

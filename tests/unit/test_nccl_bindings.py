@@ -18,9 +18,10 @@ from support.comm_kit import refused
 from support.fake_cupy import Cupy
 from support.nccl_stand_in import Host, StandInCommunicator, World, run_stand_in
 
+from lowshard import settings
 from lowshard.comm import Communicator
 from lowshard.comm.nccl import NCCLCommunicator
-from lowshard.comm.nccl_bindings import CHOICES, VARIABLE, Binding, NCCL4Py, NCCL4PyHandle, _lock
+from lowshard.comm.nccl_bindings import Binding, NCCL4Py, NCCL4PyHandle, _lock
 from lowshard.comm.nccl_wait import last_error
 from lowshard.errors import CommError, DependencyError
 
@@ -44,13 +45,13 @@ def without(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
 
 
 def test_an_unknown_choice_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(VARIABLE, "torch")
-    refused(Binding.load, CommError, VARIABLE, "cupy or nccl4py", "'torch'")
+    monkeypatch.setenv(settings.NCCL.name, "torch")
+    refused(Binding.load, CommError, settings.NCCL.name, "cupy or nccl4py", "'torch'")
 
 
-@pytest.mark.parametrize("choice", CHOICES)
+@pytest.mark.parametrize("choice", settings.NCCL.values.split("|"))
 def test_what_is_missing_is_named_with_what_installs_it(choice: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(VARIABLE, choice)
+    monkeypatch.setenv(settings.NCCL.name, choice)
     without(monkeypatch, "cupy", "nccl", "nccl.core", "nccl.bindings")
     refused(Binding.load, DependencyError, "CuPy", r"pip install 'lowshard\[cuda12\]'")
     refused(lambda: Binding.load(with_nccl=False), DependencyError, "CuPy")
@@ -63,7 +64,7 @@ def test_a_cupy_without_nccl_serves_staging_and_nothing_else(monkeypatch: pytest
     fake = Cupy(available=False)
     for name, module in (("cupy", fake), ("cupy.cuda", fake.cuda), ("cupy.cuda.nccl", fake.nccl)):
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.delenv(settings.NCCL.name, raising=False)
     refused(Binding.load, DependencyError, "no NCCL library", "lowshard\\[cuda12\\]")
     assert Binding.load(with_nccl=False).nccl is None
     fake.nccl.available = True
@@ -196,11 +197,11 @@ def test_a_handle_of_nccl4py_chooses_nccl4py(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("lowshard.comm.nccl_bindings._load_cupy", lambda: Cupy(True))
     monkeypatch.setattr("lowshard.comm.nccl_bindings.NCCL4Py", lambda: chosen.append("nccl4py"))
     monkeypatch.setattr("lowshard.comm.nccl_bindings._load_cupys_nccl", lambda: chosen.append("cupy"))
-    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.delenv(settings.NCCL.name, raising=False)
     theirs = type("Communicator", (), {"__module__": "nccl.core.communicator"})()
     Binding.load(theirs)
     Binding.load(SimpleNamespace())
-    monkeypatch.setenv(VARIABLE, "nccl4py")
+    monkeypatch.setenv(settings.NCCL.name, "nccl4py")
     Binding.load()
     assert chosen == ["nccl4py", "cupy", "nccl4py"]
 
