@@ -225,4 +225,4 @@ def test_hosts_that_cannot_be_are_wrong_usage(
 def test_a_limit_that_is_no_number_is_wrong_usage(launcher: Launcher) -> None:
     done = launcher.run("-n", "1", launcher.script("pass"), LOWSHARD_HEARTBEAT_S="soon")
     assert done.code == 2
-    assert "LOWSHARD_HEARTBEAT_S must hold a positive number of seconds (2, 0.5, ...); got 'soon'" in done.err
+    assert "LOWSHARD_HEARTBEAT_S is a positive number of seconds, got 'soon'" in done.err

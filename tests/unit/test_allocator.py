@@ -41,5 +41,5 @@ def test_what_the_user_has_set_stays(own: dict[str, str]) -> None:
 
 
 def test_another_word_is_refused() -> None:
-    with pytest.raises(LaunchError, match="'system' or 'keep'"):
+    with pytest.raises(LaunchError, match="system or keep, got 'kept'"):
         allocator_environment({"LOWSHARD_MALLOC": "kept"}, 2)
