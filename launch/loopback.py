@@ -4,7 +4,8 @@ Open MPI's and MPICH's mpiexec listen on all addresses, for daemons on other hos
 setting for it. Whoever started a process may reach its sockets (`pidfd_getfd`). Each one that listens on another
 address than loopback is bound to the device of loopback, which shuts others out at once, then closed, bound to the
 loopback address with the same port, and made to listen again. The process is stopped for that moment, a fraction of a
-millisecond, so that it never sees the socket closed.
+millisecond, so that it never sees the socket closed. A socket of this process keeps the port meanwhile: nobody else can
+take it, and who connects is not answered, so that the kernel tries again after the move.
 
 Where a rank or a daemon of this host has connected already, closing would lose its connection, or its connection would
 keep the port: such a socket keeps its address, on the device of loopback. Where the kernel does not allow it (before
@@ -32,7 +33,7 @@ LOOPBACK_INTERFACE = "lo"
 
 _PIDFD_GETFD = 438  # the system call's number, the same on every processor
 _ESTABLISHED, _SYN_RECEIVED, _LISTENING = "01", "03", "0A"  # states in /proc/net/tcp
-_ATTACH_FILTER, _DETACH_FILTER = 26, 27  # socket options
+_ATTACH_FILTER = 26  # a socket option
 _DROP_ALL = struct.pack("HBBI", 0x06, 0, 0, 0)  # a packet filter of one instruction: return 0
 _STOP_LIMIT_S = 0.5
 _PAUSE_S = 0.0002
@@ -90,10 +91,13 @@ def _public_fds(pid: int) -> list[int]:
     return []
 
 
-def _entries(pid: int) -> Iterator[_Entry]:
-    """Yields the TCP sockets of a process's network."""
+def _entries(pid: int, port: int | None = None) -> Iterator[_Entry]:
+    """Yields the TCP sockets of a process's network, those of a local port or all."""
+    wanted = ":" if port is None else f":{port:04X} "
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/{pid}/net/{table}").read_text(encoding="ascii").splitlines()[1:]:
+            if wanted not in line:  # there may be tens of thousands
+                continue
             _, local, _, state, _, _, _, _, _, inode, *_ = line.split()
             address, _, port = local.partition(":")
             yield _Entry(_address(address), int(port, 16), state, int(inode))
@@ -138,7 +142,7 @@ def _bind_to_device(listening: socket.socket) -> bool:
 def _is_in_use(pid: int, listening: socket.socket) -> bool:
     """Returns whether a connection would be lost by closing a listening socket, or would keep its port."""
     port = listening.getsockname()[1]
-    there = [entry for entry in _entries(pid) if entry.port == port and entry.state != _LISTENING]
+    there = [entry for entry in _entries(pid, port) if entry.port == port and entry.state != _LISTENING]
     if listening.getsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR):
         there = [one for one in there if one.inode == 0 and one.state in (_ESTABLISHED, _SYN_RECEIVED)]
     return bool(there)
@@ -146,21 +150,43 @@ def _is_in_use(pid: int, listening: socket.socket) -> bool:
 
 def _move(pid: int, listening: socket.socket) -> bool:
     """Moves a listening socket of a stopped process to loopback; returns whether that was done."""
-    program = ctypes.create_string_buffer(_DROP_ALL)
-    # Who connects from here on is not answered, and the kernel tries again after the move.
-    listening.setsockopt(socket.SOL_SOCKET, _ATTACH_FILTER, struct.pack("HP", 1, ctypes.addressof(program)))
-    try:
+    with contextlib.ExitStack() as stack:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # for the keeper to share the port
+        stack.callback(listening.setsockopt, socket.SOL_SOCKET, socket.SO_REUSEPORT, 0)
+        keeper = _keeper(listening)
+        if keeper is None:
+            return False
+        stack.enter_context(keeper)
         if _is_in_use(pid, listening):
             return False
-        host, port, *rest = listening.getsockname()
         listening.shutdown(socket.SHUT_RDWR)
-        # Without ::1, which a host may lack, a socket for both families takes the IPv4 address in IPv6's form.
-        hosts = ("::1", "::ffff:127.0.0.1") if listening.family == socket.AF_INET6 else ("127.0.0.1",)
-        for there in (*hosts, host):
-            with contextlib.suppress(OSError):
-                listening.bind((there, port, *rest))
-                listening.listen(socket.SOMAXCONN)
-                return bool(there != host)
-        return False
-    finally:
-        listening.setsockopt(socket.SOL_SOCKET, _DETACH_FILTER, 0)
+        listening.bind(keeper.getsockname())
+        listening.listen(socket.SOMAXCONN)
+        return True
+
+
+def _keeper(listening: socket.socket) -> socket.socket | None:
+    """Returns a socket at the loopback address that keeps a listening socket's port and answers nobody."""
+    _, port, *rest = listening.getsockname()
+    program = ctypes.create_string_buffer(_DROP_ALL)
+    # Without ::1, which a host may lack, a socket for both families takes the IPv4 address in IPv6's form.
+    hosts = ("::1", "::ffff:127.0.0.1") if listening.family == socket.AF_INET6 else ("127.0.0.1",)
+    for host in hosts:
+        keeper = socket.socket(listening.family)
+        try:
+            keeper.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            # As the other has it: else connections that are over, and wait for stray packets, keep this one out.
+            keeper.setsockopt(
+                socket.SOL_SOCKET,
+                socket.SO_REUSEADDR,
+                listening.getsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR),
+            )
+            keeper.setsockopt(
+                socket.SOL_SOCKET, _ATTACH_FILTER, struct.pack("HP", 1, ctypes.addressof(program))
+            )
+            keeper.bind((host, port, *rest))
+            keeper.listen(1)
+            return keeper
+        except OSError:
+            keeper.close()
+    return None

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -132,6 +133,34 @@ def test_who_connects_during_the_move_gets_in() -> None:
                 answers = [callers.submit(said_at, "127.0.0.1", port) for _ in range(8)]
                 assert move_to_loopback(pid)
             assert all(answer.result() in ("0.0.0.0", "127.0.0.1") for answer in answers)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::"])
+def test_while_a_socket_is_closed_nobody_takes_its_port_and_who_connects_waits(
+    host: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    callers: list[Future[str]] = []
+    rivals: list[int | None] = []
+
+    class Watched(socket.socket):
+        def shutdown(self, how: int) -> None:
+            super().shutdown(how)
+            with socket.socket(self.family) as rival:
+                try:
+                    rival.bind((host, port))
+                except OSError as error:
+                    rivals.append(error.errno)
+                else:
+                    rivals.append(None)
+            callers.append(pool.submit(said_at, "127.0.0.1" if host == "0.0.0.0" else "::1", port))
+            time.sleep(0.2)  # it asks now
+
+    taken = loopback._taken
+    monkeypatch.setattr(loopback, "_taken", lambda *at: Watched(fileno=taken(*at).detach()))
+    with ThreadPoolExecutor(1) as pool, listener(host) as (pid, [port]):
+        assert move_to_loopback(pid)
+        assert [one.result() for one in callers] == ["127.0.0.1" if host == "0.0.0.0" else "::1"]
+        assert rivals == [errno.EADDRINUSE]
 
 
 # Starts a process as the launcher starts mpiexec, stops it as it does, and dies at that moment.
