@@ -119,6 +119,10 @@ class Catalog:
             )
         return found
 
+    def boxes(self, name: str) -> tuple[Box, ...]:
+        """Return the boxes of a tensor that are stored, each by itself; errors as `tensor`."""
+        return tuple(part.box for part in self.tensor(name).parts)
+
     @classmethod
     def open(cls, files: Files) -> Catalog:
         """Return the catalog of a checkpoint: a path of a file or folder, or several files.

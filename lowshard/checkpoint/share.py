@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 from lowshard.box import Box, intersect, shape_of, split_interval, subtract, volume
 from lowshard.tiling import Tiling
-
-if TYPE_CHECKING:
-    from lowshard.checkpoint.catalog import Catalog
 
 SPLIT_BYTES = 1 << 20
 """From this size on a box that several ranks hold is cut between them; smaller ones go to one of them."""
@@ -86,20 +82,24 @@ def disjoint(tiling: Tiling, ranks: Collection[int] | None = None) -> list[tuple
     return pieces
 
 
-def with_whole_rows(found: Sequence[Share], catalog: Catalog) -> list[Share]:
+def with_whole_rows(found: Sequence[Share], stored: Callable[[str], Sequence[Box]]) -> list[Share]:
     """Return shares in which columns of the same stored rows are joined, so that a file is read in long runs.
 
     The ranks that were to read the columns read a part of the rows each, whole, and the holders of any column are
     holders of what is read: each takes its part. Columns that do not lie side by side stay as they are.
+
+    Args:
+        found: shares of stored tensors.
+        stored: gives for the name of a tensor the boxes that are stored of it.
     """
     kept: list[Share] = []
     groups: dict[tuple[str, int, int, Box], list[Share]] = {}
     for share in found:
-        parts = catalog.tensor(share.name).parts
+        boxes = stored(share.name)
         pieces = [
-            (i, common) for i, p in enumerate(parts) if (common := intersect(p.box, share.box)) is not None
+            (i, common) for i, box in enumerate(boxes) if (common := intersect(box, share.box)) is not None
         ]
-        dims = [_column_dim(piece, parts[i].box) for i, piece in pieces]
+        dims = [_column_dim(piece, boxes[i]) for i, piece in pieces]
         if not any(dims):
             kept.append(share)
             continue

@@ -1,8 +1,6 @@
 """Code that Numba compiles once for a machine: kept on disk as object files, loaded without Numba."""
 
 from lowshard.compiled.cache import (
-    INT,
-    Signature,
     cache_folder,
     digest_of,
     load_compiled,
@@ -10,6 +8,7 @@ from lowshard.compiled.cache import (
     numba_fault,
     origins,
 )
+from lowshard.compiled.signature import INT, Signature
 
 __all__ = [
     "INT",

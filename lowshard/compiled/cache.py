@@ -10,13 +10,13 @@ import hashlib
 import importlib.util
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from lowshard.compiled.elf import symbols_of
 from lowshard.compiled.native import Native, link, python_symbol
+from lowshard.compiled.signature import Signature
 from lowshard.compiled.store import ObjectStore
 from lowshard.settings import cache_root, environment, numba_cache_dir
 
@@ -33,21 +33,6 @@ _NUMBA_SETTINGS = (
 """Numba's settings that change the code of functions such as these. The others do not: above all NUMBA_NUM_THREADS,
 which differs between jobs of one machine."""
 
-
-@dataclass(frozen=True)
-class Signature:
-    """What a compiled function takes and returns.
-
-    Attributes:
-        args: of each argument its kind: "int64", "bool", or a C-contiguous array such as "float32[1]" of one dim.
-        result: "int64", "uint64" or "void".
-    """
-
-    args: tuple[str, ...]
-    result: str = "int64"
-
-
-INT = "int64"
 
 origins: dict[str, str] = {}
 """Of each function that this process has: "disk", "compiled" and kept, or "memory" where nothing could be kept."""

@@ -16,8 +16,8 @@ from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
 from lowshard.compiled import deferred
-from lowshard.compiled.cache import Signature
 from lowshard.compiled.native import python_symbol
+from lowshard.compiled.signature import Signature
 
 _lock = threading.Lock()
 """One thread compiles at a time: ranks may be threads."""

@@ -24,6 +24,7 @@ from lowshard.reshard.layout import TensorLayout
 from lowshard.reshard.move import Entry, Move, RankPlan
 from lowshard.reshard.schedule import ENTRIES, Schedule
 from lowshard.reshard.share import Kind
+from lowshard.reshard.simulate import simulate
 
 SCHEMA: Literal["lowshard-reshard-plan-1"] = "lowshard-reshard-plan-1"
 COMPONENTS = 4
@@ -130,8 +131,6 @@ class ReshardPlan:
 
     def predicted_s(self, profile: ClusterProfile) -> Estimate:
         """Return what the plan is predicted to take on a cluster, with its error bar; see `simulate`."""
-        from lowshard.reshard.simulate import simulate
-
         made = simulate(self, profile)
         return Estimate(made.seconds, made.low, made.high, False, made.is_default)
 

@@ -8,9 +8,9 @@ once, and each peer costs a message. The slowest rank decides.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -18,9 +18,28 @@ from lowshard.argument import instance, truth, whole
 from lowshard.cost import ClusterProfile, Level
 from lowshard.errors import PlanError, ProfileError
 from lowshard.mesh import MOST_RANKS
-from lowshard.reshard.plan import ReshardPlan
 
 _SMALL_BYTES, _LARGE_BYTES = 1 << 10, 1 << 25
+
+
+@runtime_checkable
+class Traffic(Protocol):
+    """What is asked of a plan, a `ReshardPlan`, to simulate it."""
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        """The ranks that hold something."""
+
+    @property
+    def world_size(self) -> int:
+        """The smallest communicator that holds every rank."""
+
+    @property
+    def node_size(self) -> int | None:
+        """Ranks a node, where the plan says it."""
+
+    def incoming_bytes(self, rank: int) -> Mapping[int, int]:
+        """Return the bytes that a rank gets from each rank, itself included."""
 
 
 @dataclass(frozen=True)
@@ -89,12 +108,12 @@ class Simulation:
 
 
 def simulate(
-    plan: ReshardPlan, profile: ClusterProfile, node_size: int | None = None, *, packed: bool = False
+    plan: Traffic, profile: ClusterProfile, node_size: int | None = None, *, packed: bool = False
 ) -> Simulation:
     """Return the predicted time of a plan and the load of links. Pure; nothing is moved and no rank is started.
 
     Args:
-        plan: for any number of ranks.
+        plan: a ReshardPlan, for any number of ranks.
         profile: from `lowshard bench profile`, or `ClusterProfile.default()`.
         node_size: ranks a node; by default the plan's, else all ranks are on one node.
         packed: whether ranks of a node pack for each other, as they do with checksums, and not read sources where
@@ -104,7 +123,7 @@ def simulate(
         PlanError: node_size below 1, or sources that do not cover.
         ProfileError: the profile says nothing about a level that the plan needs.
     """
-    instance(plan, ReshardPlan, "what is simulated is a ReshardPlan", PlanError)
+    instance(plan, Traffic, "what is simulated is a ReshardPlan", PlanError)  # type: ignore[type-abstract]
     instance(profile, ClusterProfile, "a plan is simulated with a ClusterProfile", ProfileError)
     is_packed = truth(packed, "packed is True or False", PlanError)
     size = plan.node_size

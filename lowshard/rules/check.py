@@ -12,10 +12,12 @@ from typing import Any
 from lowshard.errors import RulesError
 from lowshard.mesh import DeviceMesh
 from lowshard.rules.binding import cut_text, fitting, largest_divisor
+from lowshard.rules.file_check import check_file
 from lowshard.rules.finding import CheckReport, Finding, find
+from lowshard.rules.memory import plan_memory
 from lowshard.rules.resolution import Resolution
 from lowshard.rules.rule import Rule
-from lowshard.rules.ruleset import RuleSet
+from lowshard.rules.rule_table import RuleTable
 from lowshard.rules.tensor import LogicalTensor, as_tensors, group_name
 from lowshard.rules.topology import SizeRequest
 
@@ -33,7 +35,7 @@ _NAMED = 3
 
 
 def check_rules(
-    rules: RuleSet,
+    rules: RuleTable,
     tensors: object = None,
     *,
     activations: object = None,
@@ -46,7 +48,7 @@ def check_rules(
     Raises:
         RulesError: tensors of no form that `as_tensors` takes.
     """
-    findings: list[Finding] = list(rules.file_findings())
+    findings: list[Finding] = list(check_file(rules))
     if mesh is None and request is not None:
         rules, edits = rules.pipelined(request)
         topology, found = rules.topology(request)
@@ -68,7 +70,7 @@ def check_rules(
 class _Check:
     """Looks at tensors one by one and keeps, for each fact, the tensors it holds for."""
 
-    def __init__(self, rules: RuleSet, mesh: DeviceMesh | None) -> None:
+    def __init__(self, rules: RuleTable, mesh: DeviceMesh | None) -> None:
         self._rules = rules
         self._mesh = mesh
         self._axes = mesh.axis_names if mesh is not None else rules.mesh_axes
@@ -215,10 +217,8 @@ class _Check:
 
 
 def _budget(
-    rules: RuleSet, mesh: DeviceMesh, weights: tuple[LogicalTensor, ...], findings: list[Finding]
+    rules: RuleTable, mesh: DeviceMesh, weights: tuple[LogicalTensor, ...], findings: list[Finding]
 ) -> list[Finding]:
-    from lowshard.rules.memory import plan_memory
-
     if any(f.severity == "error" and f.tensors for f in findings):
         return []
     report = plan_memory(rules, mesh, weights)

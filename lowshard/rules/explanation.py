@@ -11,7 +11,7 @@ from lowshard.mesh import DeviceMesh
 from lowshard.rules.binding import fitting
 from lowshard.rules.resolution import Attempt, Block, LogicalNames, Spec
 from lowshard.rules.rule import Rule
-from lowshard.rules.ruleset import RuleSet
+from lowshard.rules.rule_table import RuleTable
 from lowshard.rules.tensor import checked_mesh, checked_shape
 
 
@@ -122,7 +122,7 @@ class Explanation:
 
 
 def explain_names(
-    rules: RuleSet,
+    rules: RuleTable,
     names: Sequence[str | None],
     shape: Sequence[int] | None = None,
     mesh: DeviceMesh | None = None,

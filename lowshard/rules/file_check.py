@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from lowshard.errors import RulesError
 from lowshard.rules.finding import Finding, Mode, find
 from lowshard.rules.rule import Rule
-from lowshard.rules.ruleset import RuleSet
+from lowshard.rules.rule_table import RuleTable
 
 _MOST_FALLBACKS = 64  # rules of one name that later ones are compared with
 
 
-def check_file(rules: RuleSet) -> tuple[Finding, ...]:
+def check_file(rules: RuleTable) -> tuple[Finding, ...]:
     """Return every finding about the file: what its keys hold, and how its rules stand to each other."""
     mode = rules.mode
     found = list(rules.findings)
@@ -33,7 +33,7 @@ def check_file(rules: RuleSet) -> tuple[Finding, ...]:
     return tuple(found)
 
 
-def _context(rules: RuleSet) -> list[Finding]:
+def _context(rules: RuleTable) -> list[Finding]:
     try:
         result = rules.context_sharding
     except RulesError as error:

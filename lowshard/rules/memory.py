@@ -11,7 +11,7 @@ from lowshard import dtypes
 from lowshard.errors import RulesError
 from lowshard.mesh import DeviceMesh
 from lowshard.rules.binding import spec_shards
-from lowshard.rules.ruleset import RuleSet
+from lowshard.rules.rule_table import RuleTable
 from lowshard.rules.tensor import LogicalTensor, as_tensors, checked_mesh, group_name
 
 
@@ -116,7 +116,7 @@ class MemoryReport:
 
 
 def plan_memory(
-    rules: RuleSet,
+    rules: RuleTable,
     mesh: DeviceMesh,
     tensors: object,
     *,
@@ -208,7 +208,9 @@ class _Row:
         return self.elems_per_device - -(-self.elems // devices) if self.shards < devices else 0
 
 
-def _parts(rules: RuleSet, mesh: DeviceMesh, sizes: dict[str, int], tensor: LogicalTensor) -> tuple[int, ...]:
+def _parts(
+    rules: RuleTable, mesh: DeviceMesh, sizes: dict[str, int], tensor: LogicalTensor
+) -> tuple[int, ...]:
     """Return into how many parts each dim of a tensor is cut."""
     found = rules.bound_spec(mesh, tensor.names, parameter=tensor.name)
     return spec_shards(found.spec[: len(tensor.shape)], sizes)

@@ -6,8 +6,7 @@ import sys
 from pathlib import Path
 
 from lowshard.launch.job import python_command, run_ranks
-from lowshard.selftest.rank import result_of
-from lowshard.selftest.setting import Setting
+from lowshard.selftest.setting import Setting, result_of
 from lowshard.selftest.tally import Tally
 from lowshard.settings import TIMEOUT_S, environment
 

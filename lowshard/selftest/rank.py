@@ -8,7 +8,7 @@ from pathlib import Path
 
 from lowshard import comm as lc
 from lowshard.comm import Communicator
-from lowshard.selftest.setting import Setting
+from lowshard.selftest.setting import Setting, result_of
 from lowshard.selftest.tally import Tally
 
 Part = Callable[[Communicator, Tally], None]
@@ -58,11 +58,6 @@ def main(part: str, setting: Setting, result: Path) -> None:
             PARTS[part](comm, tally)
     finally:
         result_of(result, world.Get_rank()).write_text(tally.to_json(), encoding="utf-8")
-
-
-def result_of(result: Path, rank: int) -> Path:
-    """Return the file of one rank's tally."""
-    return result.with_suffix(f".{rank}.json")
 
 
 if __name__ == "__main__":

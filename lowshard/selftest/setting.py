@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Literal
 
 Device = Literal["cpu", "cuda"]
@@ -38,3 +39,8 @@ class Setting:
     def from_json(cls, text: str) -> Setting:
         """Return the setting that `to_json` wrote."""
         return cls(**json.loads(text))
+
+
+def result_of(result: Path, rank: int) -> Path:
+    """Return the file of one rank's tally, beside the one named."""
+    return result.with_suffix(f".{rank}.json")

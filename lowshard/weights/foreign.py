@@ -19,15 +19,10 @@ from lowshard.errors import CommError
 from lowshard.kernels.buffer import address
 from lowshard.reshard.view import NodeView
 from lowshard.tiling import Tiling
+from lowshard.weights.strip import AT, BLOCK, MOST_PLACES, PID, RANK
 
 SCRATCH_BYTES = 512 << 10
 """What is read at a time; it is still in a cache near the core when it is written to others."""
-MOST_PLACES = 1024
-"""Stretches of memory that one call takes on either side (IOV_MAX)."""
-COLUMNS = 8
-RANK, BLOCK, LOW, HIGH, NEAR, FAR, STEP, RUN = range(COLUMNS)
-"""Of a row of `Sheet.strips`."""
-PID, AT = RANK, BLOCK
 
 
 class Room(NamedTuple):

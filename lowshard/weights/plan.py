@@ -251,7 +251,7 @@ def _reads(
     ranks_of = {node: [r for r, place in enumerate(nodes) if place == node] for node in dict.fromkeys(nodes)}
     if strategy == "own-slice":
         for ranks in ranks_of.values():
-            for share in with_whole_rows(shares(tilings, ranks), catalog):
+            for share in with_whole_rows(shares(tilings, ranks), catalog.boxes):
                 yield from _chunks(share, tilings)
         return
     groups = [list(range(len(nodes)))] if strategy == "root-scatter" else list(ranks_of.values())
@@ -259,7 +259,7 @@ def _reads(
         for name, tiling in tilings.items():
             boxes = [Share(name, ranks[0], box, holders) for box, holders in disjoint(tiling, ranks)]
             # A chunk for each in turn, so that all of them have something to take while the next one is read.
-            lanes = [_chunks(share, tilings) for share in with_whole_rows(boxes, catalog)]
+            lanes = [_chunks(share, tilings) for share in with_whole_rows(boxes, catalog.boxes)]
             for row in zip_longest(*lanes):
                 yield from (read for read in row if read is not None)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from lowshard.rules import golden, resolution, ruleset
+from lowshard.rules import golden, resolution, rule_table
 
 Edit = tuple[ModuleType, str, str]
 
@@ -68,22 +68,22 @@ EDITS: dict[str, list[Edit]] = {
     "a target is sorted": [(resolution, _ENTRIES, _SORTED)],
     "a name without a rule is its own axis": [(resolution, _ENTRIES, _NAMES)],
     "a name on two dims is let through": [(resolution, _TWICE, "if False:")],
-    "axes go from an activation before conflicts are judged": [(ruleset, _FLOWING, _FIRST)],
-    "axes of size 1 stay in activations": [(ruleset, _REAL, _REAL.replace("n > 1", "n > 0"))],
-    "an activation is not cut to its rank": [(ruleset, "spec if rank is None else spec[:rank]", "spec")],
+    "axes go from an activation before conflicts are judged": [(rule_table, _FLOWING, _FIRST)],
+    "axes of size 1 stay in activations": [(rule_table, _REAL, _REAL.replace("n > 1", "n > 0"))],
+    "an activation is not cut to its rank": [(rule_table, "spec if rank is None else spec[:rank]", "spec")],
     "axes of size 1 go from named files": [(golden, _NAMED, _SMALL)],
-    "an axis the mesh lacks is dropped from a weight": [(ruleset, _BOUND, "            continue\n")],
-    "dims need not be divided": [(ruleset, _DIVIDED, "False:")],
+    "an axis the mesh lacks is dropped from a weight": [(rule_table, _BOUND, "            continue\n")],
+    "dims need not be divided": [(rule_table, _DIVIDED, "False:")],
     "a dim need only be larger than its shards": [
-        (ruleset, _DIVIDED, "shape[dim] < mesh.axis_size(rule.axes):")
+        (rule_table, _DIVIDED, "shape[dim] < mesh.axis_size(rule.axes):")
     ],
     "an empty dim is refused": [
-        (ruleset, _DIVIDED, "(shape[dim] % mesh.axis_size(rule.axes) or not shape[dim]):")
+        (rule_table, _DIVIDED, "(shape[dim] % mesh.axis_size(rule.axes) or not shape[dim]):")
     ],
     "names beyond the rank are cut for weights": [
-        (ruleset, _RANK, "if False:"),
+        (rule_table, _RANK, "if False:"),
         (
-            ruleset,
+            rule_table,
             "for dim, rule in enumerate(found.winners):",
             "for dim, rule in enumerate(found.winners[: len(shape)]):",
         ),

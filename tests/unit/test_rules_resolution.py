@@ -15,7 +15,7 @@ from support.rule_cases import ON_A_MESH, SIZES, SPECS
 from support.rule_edits import EDITS
 
 from lowshard import Layout
-from lowshard.rules import RulesError, load_rules, make_rules, parse_rules, resolution, ruleset
+from lowshard.rules import RulesError, load_rules, make_rules, parse_rules, resolution, rule_table
 
 
 @pytest.mark.parametrize(("text", "names", "rules", "spec"), SPECS, ids=[c[0] for c in SPECS])
@@ -182,10 +182,10 @@ def edited(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
         copy.__dict__["Rule"] = resolution.Rule
         exec(compile(text, str(module.__file__), "exec"), copy.__dict__)
         if module is resolution:
-            monkeypatch.setattr(ruleset, "Resolver", copy.Resolver)
-        elif module is ruleset:
-            monkeypatch.setattr(ruleset.RuleSet, "resolve_activation", copy.RuleSet.resolve_activation)
-            monkeypatch.setattr(ruleset.RuleSet, "bound_spec", copy.RuleSet.bound_spec)
+            monkeypatch.setattr(rule_table, "Resolver", copy.Resolver)
+        elif module is rule_table:
+            monkeypatch.setattr(rule_table.RuleTable, "resolve_activation", copy.RuleTable.resolve_activation)
+            monkeypatch.setattr(rule_table.RuleTable, "bound_spec", copy.RuleTable.bound_spec)
         else:
             monkeypatch.setattr(rule_cases, "named_shardings", copy.named_shardings)
 

@@ -103,7 +103,7 @@ def test_whole_rows_cover_what_the_columns_covered(tmp_path: Path, saved: int, l
     before, after = attention_and_more(saved), attention_and_more(loaded)
     save_over(tmp_path / "c", values_of(before), before, saved)
     catalog = Catalog.open(tmp_path / "c")
-    joined = with_whole_rows(shares(after), catalog)
+    joined = with_whole_rows(shares(after), catalog.boxes)
     for name, tiling in after.items():
         counts = np.zeros(tiling.shape, np.int64)
         for share in joined:
