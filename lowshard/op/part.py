@@ -17,7 +17,8 @@ from lowshard.errors import MeshError, PlanError
 from lowshard.layout import Layout
 from lowshard.mesh import DeviceMesh
 from lowshard.placement import Sharded
-from lowshard.solver.action import Action, How
+from lowshard.solver.action import Action
+from lowshard.solver.assignment import How
 
 Array = Any
 

@@ -19,8 +19,7 @@ from lowshard.op.part import Part, subgroup
 from lowshard.op.registry import Array, find_kernel, run_kernel
 from lowshard.placement import Replicated
 from lowshard.redistribute import plan_redistribute
-from lowshard.solver.action import Action
-from lowshard.solver.pick import action_set
+from lowshard.solver.action import Action, action_set
 from lowshard.solver.table import dtype_error
 
 

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from lowshard.solver.action import Action, AxisAssignment, Reshard, Result
-from lowshard.solver.action_set import (
+from lowshard.solver.action import (
+    Action,
     ActionSet,
-    Candidate,
+    Reshard,
     Solver,
+    action_set,
     build_action_set,
     force_replicated_action_set,
 )
+from lowshard.solver.assignment import AxisAssignment, Result
 from lowshard.solver.context import isolated_solver, solver
 from lowshard.solver.graph import Graph, GraphPlan, GraphSolver, Rates, solve_graph
 from lowshard.solver.greedy import GreedyReshard, NoReshard, PartialsOnly, current_solver, force_replicated
-from lowshard.solver.pick import action_set, clear_picks, pick
+from lowshard.solver.pick import clear_picks, pick
+from lowshard.solver.pricing import Candidate
 from lowshard.solver.table import REFUSED
 
 __all__ = [

@@ -1,108 +1,41 @@
-"""Rows, moves and actions: what a solver chooses among and what it chooses. Frozen values, no arrays."""
+"""What an op offers a solver (ActionSet), and what one chooses: a row a mesh axis (Action). Frozen, no arrays."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from math import prod
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from itertools import product
+from math import inf
+from typing import Any, Protocol, get_args
 
-from lowshard.argument import instance, whole
-from lowshard.dtypes import Kind
-from lowshard.errors import LayoutError
+from lowshard import dtypes
+from lowshard.argument import as_shape, brief, choice, instance, items, mapping, truth, whole
+from lowshard.errors import LayoutError, PlanError, SolverError
 from lowshard.layout import Layout
 from lowshard.mesh import DeviceMesh
-from lowshard.placement import Partial, Placement, Sharded
+from lowshard.placement import Placement
+from lowshard.reading import reader
+from lowshard.solver.assignment import (
+    HOW,
+    AxisAssignment,
+    Result,
+    Style,
+    WrittenRow,
+    cut_by_others,
+    group_bytes,
+    one_row_an_axis,
+    replicated_row,
+)
+from lowshard.solver.pricing import Candidate, Priced, family_of, price_rows
+from lowshard.solver.table import RULES, Call, Rules, check_rules, offer
+from lowshard.solver.table.argument import freeze_args, plain_args
 from lowshard.solver.transition import Collective, Prices, collective_of, price_bytes
 
-if TYPE_CHECKING:
-    from lowshard.solver.action_set import ActionSet
-
-How = Literal["local", "mask", "scale", "statistics", "scan", "pairs", "halo"]
-HOW: dict[str, str] = {
-    "local": "every rank runs the op on its own shards",
-    "mask": "every rank looks up the rows it holds and leaves zeros for the others",
-    "scale": "every rank divides its own sum by the whole extent",
-    "statistics": "ranks all-reduce a maximum or sums along the cut dim, then finish on their own shards",
-    "scan": "ranks scan their own shards, then add the totals of the ranks before them",
-    "pairs": "ranks gather everyone's best candidates and pick among them",
-    "halo": "ranks exchange just the runs along the cut dim that the new split puts elsewhere",
-}
-
-EVERY_KIND: frozenset[Kind] = frozenset(("float", "int", "uint", "bool", "scale"))
-
-
-_MOST_RESULTS = 1 << 16
-
-
-@dataclass(frozen=True, slots=True)
-class AxisAssignment:
-    """One row of a rule: valid on any one mesh axis.
-
-    Operands placed like `needed_inputs` there give a result placed like `output`; with several results, `output`
-    may be a tuple of placements, one a result. The result equals that of the unsharded op: integers exactly (they wrap
-    around), floats but for the rounding of partial terms to their dtype, which must hold the terms.
-    """
-
-    needed_inputs: tuple[Placement, ...]
-    output: Placement | tuple[Placement, ...]
-    how: How = "local"
-    """How a rank computes its part, a key of `HOW`."""
-    inner: tuple[tuple[Collective, float], ...] = ()
-    """Collectives inside the op: the name, and the bytes that a rank puts in (of an exchange: that the busiest one
-    receives, times the ranks), were no other mesh axis to cut the operands."""
-    only: tuple[str, ...] = ()
-    """The mesh axes that the row is valid on; empty: any."""
-    kinds: frozenset[Kind] = EVERY_KIND
-    """The kinds of dtype that the row holds for: an average of integers is rounded, so it passes through no sum."""
-    finite_only: bool = False
-    """Whether what stands beside a partial operand must be finite: infinity times a term of 0, or times terms of both
-    signs, is NaN, where the unsharded op gives infinity."""
-
-    def outputs(self, count: int) -> tuple[Placement, ...]:
-        """Return one placement a result."""
-        if isinstance(self.output, tuple):
-            return self.output
-        count = whole(count, f"an op has 0 to {_MOST_RESULTS} results", LayoutError, 0, _MOST_RESULTS)
-        return (self.output,) * count
-
-    def holds_for(self, kind: Kind | None) -> bool:
-        """Return whether the row holds for operands of a kind of dtype.
-
-        None stands for operands without a common arithmetic (`lowshard.solver.table.common_kind`): then only rows
-        without partials hold.
-        """
-        if kind is not None:
-            return instance(kind, str, "a kind of dtype is text or None", LayoutError) in self.kinds
-        return not any(isinstance(p, Partial) for p in (*self.needed_inputs, *self.outputs(1)))
-
-    def inner_bytes(self, size: int, prices: Prices) -> float:
-        """Return what the collectives inside the op are priced at over `size` ranks."""
-        return sum(
-            price_bytes(name, size, own * size if name == "all_gather" else own, prices)
-            for name, own in self.inner
-        )
-
-    def __str__(self) -> str:
-        out = ",".join(map(str, self.output)) if isinstance(self.output, tuple) else str(self.output)
-        notes: list[str] = [] if self.how == "local" else [self.how]
-        if self.kinds != EVERY_KIND:
-            notes.append("/".join(sorted(self.kinds)))
-        if self.finite_only:
-            notes.append("finite")
-        return f"({', '.join(map(str, self.needed_inputs))}) -> {out}" + (
-            f" [{', '.join(notes)}]" if notes else ""
-        )
-
-
-class Result(NamedTuple):
-    """Global shape and dtype of one result of an op."""
-
-    shape: tuple[int, ...]
-    dtype: str
+OPERANDS = "layouts are a sequence of Layout, one a tensor operand"
+_ROWS = "rows are a sequence of AxisAssignment"
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,48 +62,6 @@ class Reshard:
 
     def __str__(self) -> str:
         return f"{self.mesh_axis}: {self.source} -> {self.target} by {self.collective}, {self.cost_bytes:,.0f} bytes"
-
-
-@dataclass(frozen=True, slots=True)
-class Style:
-    """What the layouts of one op share beside placements: how mesh axes nest on a dim, and the split rule of each."""
-
-    order: tuple[int, ...] | None
-    """The order in which mesh axes nest on one dim; None for mesh order."""
-    ceil: tuple[bool, ...]
-    """Mesh axes whose cuts follow the ceiling rule."""
-
-    @classmethod
-    def of(cls, layouts: Sequence[Layout]) -> Style:
-        """Return the style that operands give to all of an op's layouts.
-
-        The order is that of the first operand that has another than mesh order; an axis on which one operand is cut by
-        the ceiling rule cuts everything so.
-        """
-        order = next((order for order in map(nesting_of, layouts) if order is not None), None)
-        ndim = layouts[0].mesh.ndim
-        return cls(order, tuple(any(x.splits[a] == "ceil" for x in layouts) for a in range(ndim)))
-
-    def split(self, placements: Iterable[Placement]) -> tuple[Placement, ...]:
-        """Return placements, one a mesh axis, with the split rule of each axis."""
-        if not any(self.ceil):
-            return tuple(placements)
-        return tuple(
-            Sharded(p.dim, "ceil") if ceil and isinstance(p, Sharded) else p
-            for p, ceil in zip(placements, self.ceil, strict=True)
-        )
-
-    def layout(
-        self, mesh: DeviceMesh, shape: tuple[int, ...], dtype: str, placements: Iterable[Placement]
-    ) -> Layout:
-        """Return the layout of these placements."""
-        made = Layout(mesh, shape, dtype, self.split(placements))
-        if self.order is None or all(len(dim) < 2 for dim in made.cutters):
-            return made
-        names = mesh.axis_names
-        rank_of = {axis: place for place, axis in enumerate(self.order)}
-        spec = [[names[a] for a in sorted(dim, key=rank_of.__getitem__)] for dim in made.cutters]
-        return Layout._make(mesh, shape, made.dtype, spec, made.splits, made.partials)
 
 
 @dataclass(frozen=True)
@@ -258,9 +149,7 @@ class Action:
 
     def explain(self) -> str:
         """Return the action as text: operands, what moves, results, and every candidate row with its price."""
-        from lowshard.solver.explanation import explain
-
-        return explain(self)
+        return _explain(self)
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data that `from_json` reads back."""
@@ -268,7 +157,7 @@ class Action:
             "op": self.op,
             "args": [[name, value] for name, value in self.args],
             "sources": [layout.to_json() for layout in self.sources],
-            "rows": [_row_to_json(row) for row in self.rows],
+            "rows": [row.to_json() for row in self.rows],
             "results": [[list(r.shape), r.dtype] for r in self.results],
             "prices": self.prices,
         }
@@ -280,9 +169,7 @@ class Action:
         Raises:
             PlanError: a field is missing or does not fit, or the rule has no such row.
         """
-        from lowshard.solver.verification import read_action
-
-        return read_action(data)
+        return _read(data)
 
     @cached_property
     def _digest(self) -> str:
@@ -326,57 +213,381 @@ class Action:
         return found
 
 
-def group_bytes(source: Layout, prices: Prices) -> list[float]:
-    """Return B of `price_bytes` for each mesh axis: bytes of an operand that the ranks along it hold together.
+class Solver(Protocol):
+    """Anything that picks one action: `(ActionSet, layouts) -> Action`.
 
-    "published" takes the whole tensor; "volume" what the other mesh axes, as the operand comes, leave to one group.
+    It reads `action_set.candidates(axis)` or `action_set.actions()` and returns `action_set.action(rows)`.
     """
-    whole = float(source.size_bytes)
-    sizes = source.mesh.shape
-    if prices == "published":
-        return [whole] * len(sizes)
-    cut = [axis for dim in source.cutters for axis in dim]
-    if not cut:
-        return [whole] * len(sizes)
-    share = whole / prod([sizes[axis] for axis in cut])
-    return [share * size if axis in cut else share for axis, size in enumerate(sizes)]
+
+    def __call__(self, action_set: ActionSet, layouts: Sequence[Layout], /) -> Action:
+        """Return the action to take for operands that come in `layouts`."""
+        ...
 
 
-def cut_by_others(source: Layout, axis: int) -> int:
-    """Return over how many ranks the other mesh axes cut an operand as it comes."""
-    return prod(source.mesh.shape[other] for dim in source.cutters for other in dim if other != axis)
+class Finalize(Protocol):
+    """Called on the action that was picked; returns it or one in its place."""
+
+    def __call__(self, action: Action, /) -> Action:
+        """Return the action to take."""
+        ...
 
 
-def nesting_of(layout: Layout) -> tuple[int, ...] | None:
-    """Return the order of mesh axes that a layout nests by, or None where mesh order does."""
-    if all(len(dim) < 2 or tuple(sorted(dim)) == dim for dim in layout.cutters):
-        return None
-    order = list(range(layout.mesh.ndim))
-    for dim in layout.cutters:
-        for slot, axis in zip(sorted(dim), dim, strict=True):
-            order[slot] = axis
-    return tuple(order)
+@dataclass(frozen=True)
+class ActionSet:
+    """What an op offers a solver: rows in order of preference, and the layouts the operands come in."""
+
+    axis_assignments: tuple[AxisAssignment, ...]
+    layouts: tuple[Layout, ...]
+    results: tuple[Result, ...]
+    op: str = "op"
+    extras: tuple[tuple[str, Any], ...] = ()
+    """Arguments of the op that are no tensors, by name."""
+    prices: Prices = "published"
+    finalize: Finalize | None = field(default=None, compare=False)
+    refused: tuple[object, ...] = field(default=(), compare=False)
+    """Published rows that are left out because they do not preserve values, and why."""
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The mesh of the first operand; all operands lie on it."""
+        return self.layouts[0].mesh
+
+    @property
+    def result_shape(self) -> tuple[int, ...]:
+        """Global shape of the first result."""
+        return self.results[0].shape
+
+    def candidates(self, axis: int) -> tuple[Candidate, ...]:
+        """Return the rows that are feasible on a mesh axis, in order, with their prices."""
+        found = self._candidates
+        try:
+            return found[axis if type(axis) is int else whole(axis, "axis is an integer", LayoutError)]
+        except IndexError:
+            raise LayoutError(
+                f"axis is one of the {len(found)} mesh axes, counted from 0, got {brief(axis)}"
+            ) from None
+
+    @cached_property
+    def _candidates(self) -> tuple[tuple[Candidate, ...], ...]:
+        return tuple(
+            tuple(
+                Candidate(
+                    index,
+                    row,
+                    priced.costs[index],
+                    priced.reduces[index],
+                    tuple(m[index][0] for m in priced.moves),
+                )
+                for index, row in enumerate(self.axis_assignments)
+                if priced.costs[index] != inf
+            )
+            for priced in self.priced
+        )
+
+    @cached_property
+    def priced(self) -> tuple[Priced, ...]:
+        """For each mesh axis every row's price."""
+        return price_rows(self.axis_assignments, self.layouts, self.results, self.prices)
+
+    def actions(self) -> Iterator[Action]:
+        """Yield every feasible action: the first mesh axis is the outermost, rows come in order."""
+        for chosen in product(*self._candidates):
+            rows = [candidate.row for candidate in chosen]
+            if self.commute(rows):
+                yield self.action(rows)
+
+    @cached_property
+    def may_not_commute(self) -> bool:
+        """Whether rows of different mesh axes may exclude each other: an operand comes as a max, min or product."""
+        return any(op not in (None, "sum", "avg") for layout in self.layouts for op in layout.partials)
+
+    def commute(self, rows: Sequence[AxisAssignment]) -> bool:
+        """Return whether rows of mesh axes go together: no tensor may be a max along one and a sum along another."""
+        if not self.may_not_commute:
+            return True
+        families = [self.families(row) for row in rows]
+        return all(len({f for f in each if f is not None}) < 2 for each in zip(*families, strict=True))
+
+    def families(self, row: AxisAssignment) -> tuple[str | None, ...]:
+        """Return how each operand and result of a row is still to be reduced: "sum", "max", "min", "prod" or not."""
+        return tuple(family_of(p) for p in (*row.needed_inputs, *row.outputs(len(self.results))))
+
+    def action(self, rows: Sequence[AxisAssignment]) -> Action:
+        """Return the action of one row a mesh axis.
+
+        Raises:
+            LayoutError: not one row a mesh axis.
+        """
+        rows = items(rows, _ROWS, LayoutError)
+        one_row_an_axis(rows, self.mesh)
+        for row in rows:
+            instance(row, AxisAssignment, _ROWS, LayoutError)
+        made = Action(self.op, self.extras, self.layouts, tuple(rows), self.results, self.prices, self)
+        return made if self.finalize is None else self.finalize(made)
+
+    def need_candidates(self) -> None:
+        """Raise SolverError when a mesh axis has no feasible row."""
+        for name, here in zip(self.mesh.axis_names, self.priced, strict=True):
+            if min(here.costs) == inf:
+                rows = "; ".join(map(str, self.axis_assignments))
+                raise SolverError(
+                    f"{self.op}: no feasible action: on mesh axis {name!r} no row of the rule can be reached from "
+                    f"{', '.join(map(str, self.layouts))}. Rows: {rows}. Redistribute the operands first"
+                )
 
 
-def one_row_an_axis(rows: Sequence[AxisAssignment], mesh: DeviceMesh) -> None:
-    """Raise LayoutError unless there is one row for each mesh axis."""
-    if len(rows) != mesh.ndim:
-        raise LayoutError(f"an action has one row a mesh axis: mesh {mesh} has {mesh.ndim}, got {len(rows)}")
+def build_action_set(
+    rows: Sequence[AxisAssignment],
+    *,
+    layouts: Sequence[Layout],
+    extras: Mapping[str, Any] | None = None,
+    result_shape: Sequence[int] | None = None,
+    finalize: Finalize | None = None,
+    op: str = "op",
+    results: Sequence[Result] | None = None,
+    prices: Prices = "published",
+    refused: Sequence[object] = (),
+    fallback: bool = True,
+) -> ActionSet:
+    """Return the action set of some rows: those feasible on a mesh axis at least, then all-replicated.
+
+    Args:
+        rows: in order of preference. The all-replicated row is put at the end unless it is there already.
+        layouts: how the operands come, in order; all on one mesh.
+        extras: arguments of the op that are no tensors.
+        result_shape: global shape of the result; the first operand's by default.
+        finalize: called on the picked action.
+        op: the op's name, for messages.
+        results: shape and dtype of each result, in place of `result_shape`.
+        prices: the price list, "published" (MAX's) or "volume".
+        refused: published rows that were left out, for the explanation.
+        fallback: whether to put the all-replicated row at the end; False where the rows begin with it.
+
+    Raises:
+        LayoutError: no layouts, layouts on different meshes, or a row that does not name every operand.
+    """
+    if fallback is not False:
+        fallback = truth(fallback, "fallback is True or False", LayoutError)
+    if fallback:  # rows of the caller's own
+        choice(prices, get_args(Prices), f"prices is one of {', '.join(get_args(Prices))}", LayoutError)
+    layouts = operand_layouts(layouts)
+    if not layouts:
+        raise LayoutError("an action set is made for the layouts of the operands: got none")
+    mesh = layouts[0].mesh
+    for layout in layouts[1:]:
+        if layout.mesh is not mesh and layout.mesh != mesh:
+            raise LayoutError(
+                f"{op}: operands lie on one mesh: {mesh} of {layouts[0]} is not {layout.mesh} of {layout}; "
+                "redistribute one of them to a layout on the other mesh first"
+            )
+    if fallback:  # rows of the caller's own
+        rows = [instance(row, AxisAssignment, _ROWS, LayoutError) for row in items(rows, _ROWS, LayoutError)]
+    for row in rows:
+        if len(row.needed_inputs) != len(layouts):
+            raise LayoutError(f"{op}: a row names every operand: {row} for {len(layouts)} operands")
+    if results is None:
+        rule = "result_shape is the extents of the result, each 0 or more"
+        shape = layouts[0].shape if result_shape is None else as_shape(result_shape, rule, LayoutError)
+        results = (Result(shape, layouts[0].dtype),)
+    elif fallback:
+        results = _results(results)
+    kept = tuple(rows)
+    if fallback:  # rows of the caller's own, perhaps with lists
+        kept = tuple(map(_with_tuples, kept))
+        replicated = replicated_row(len(layouts))
+        kept = kept if kept and kept[-1] == replicated else (*kept, replicated)
+    given = () if extras is None else freeze_args(mapping(extras, _EXTRAS, LayoutError))
+    found = ActionSet(
+        kept, layouts, tuple(results), op, given, prices, finalize, items(refused, _REFUSED, LayoutError)
+    )
+    if not fallback:
+        return found
+    stay = [i for i in range(len(kept)) if i == len(kept) - 1 or any(p.costs[i] != inf for p in found.priced)]
+    if len(stay) == len(kept):
+        return found
+    rest = tuple(kept[i] for i in stay)
+    return ActionSet(rest, layouts, found.results, op, found.extras, prices, finalize, tuple(refused))
 
 
-def is_reduced_to_shards(source: Placement, target: Placement) -> bool:
-    """Return True for what `allow_partial_to_sharded` is about: a partial operand wanted sharded."""
-    return isinstance(source, Partial) and isinstance(target, Sharded)
+_EXTRAS = "extras is a mapping of an op's arguments by name, or None"
+_REFUSED = "refused is a sequence of rows that were left out"
+_RESULTS = "results is a sequence of Result(shape, dtype)"
 
 
-def _row_to_json(row: AxisAssignment) -> dict[str, Any]:
-    out = [str(p) for p in row.output] if isinstance(row.output, tuple) else str(row.output)
-    return {
-        "needs": [str(p) for p in row.needed_inputs],
-        "output": out,
-        "how": row.how,
-        "inner": [[name, own] for name, own in row.inner],
-        "only": list(row.only),
-        "kinds": sorted(row.kinds),
-        "finite_only": row.finite_only,
-    }
+def _results(given: object) -> tuple[Result, ...]:
+    found = []
+    for result in items(given, _RESULTS, LayoutError):
+        pair = items(result, _RESULTS, LayoutError)
+        if len(pair) != 2:
+            raise LayoutError(f"{_RESULTS}, got {brief(given)}")
+        found.append(Result(as_shape(pair[0], _RESULTS, LayoutError), dtypes.get(pair[1]).name))
+    return tuple(found)
+
+
+def operand_layouts(layouts: Sequence[Layout]) -> tuple[Layout, ...]:
+    """Return the layouts of an op's operands as a tuple, or raise LayoutError."""
+    return tuple(instance(x, Layout, OPERANDS, LayoutError) for x in items(layouts, OPERANDS, LayoutError))
+
+
+def force_replicated_action_set(*layouts: Layout, op: str = "op") -> ActionSet:
+    """Return the action set whose one row has every operand and the result replicated."""
+    return build_action_set([replicated_row(len(layouts))], layouts=layouts, op=op)
+
+
+def _with_tuples(row: AxisAssignment) -> AxisAssignment:
+    out = row.output if isinstance(row.output, Placement) else tuple(row.output)
+    return replace(row, needed_inputs=tuple(row.needed_inputs), output=out)
+
+
+def action_set(op: str, layouts: Sequence[Layout], rules: Rules = "extended", **op_args: Any) -> ActionSet:
+    """Return what an op offers a solver for operands in these layouts.
+
+    Args:
+        op: name of the op, such as "matmul".
+        layouts: one a tensor operand, in order, all on one mesh.
+        rules: "documented" (MAX's rows that preserve values, its byte prices) or "extended" (ours as well; volumes).
+        **op_args: arguments that are no tensors (axis, shape, dims, ...).
+
+    Raises:
+        LayoutError: no such op, or shapes and arguments that do not fit it.
+    """
+    check_rules(rules)
+    operands = operand_layouts(layouts)
+    extended = rules == "extended"
+    args = plain_args(op, op_args)
+    offered = offer(Call(op, operands, args, extended))
+    rows = (replicated_row(len(operands)), *offered.rows) if operands else ()
+    return build_action_set(
+        rows,
+        layouts=operands,
+        extras=args,
+        op=op,
+        results=offered.results,
+        prices="volume" if extended else "published",
+        refused=offered.refused,
+        fallback=False,
+    )
+
+
+# ---- reading
+
+
+@reader("action", PlanError)
+def _read(
+    op: str,
+    args: tuple[tuple[str, Any], ...],
+    sources: tuple[Layout, ...],
+    rows: tuple[WrittenRow, ...],
+    results: tuple[tuple[tuple[int, ...], str], ...],
+    prices: Prices,
+) -> Action:
+    """Return an action, checked: its rows are those of the op's rule, and its results what the rule gives."""
+    if not sources or any(source.mesh != sources[0].mesh for source in sources):
+        raise PlanError(f"{op}: an action has operands, all on one mesh")
+    made = tuple(Result(shape, dtype) for shape, dtype in results)
+    action = Action(op, args, sources, tuple(row.assignment() for row in rows), made, prices)
+    one_row_an_axis(action.rows, action.mesh)
+    if op in RULES:
+        _verify_rows(action)
+    _ = action.inputs, action.outputs  # every placement fits the array it is for
+    return action
+
+
+def _verify_rows(action: Action) -> None:
+    """Raise PlanError unless the op's rule offers each row, on its mesh axis, and gives these results."""
+    rules: Rules = "extended" if action.prices == "volume" else "documented"
+    offered = action_set(action.op, action.sources, rules, **dict(action.args))
+    for axis, row in zip(action.mesh.axis_names, action.rows, strict=True):
+        if row not in offered.axis_assignments or (row.only and axis not in row.only):
+            raise PlanError(
+                f"{action.op}: on mesh axis {axis!r} the rule has no row {row} for these operands"
+            )
+    if action.results != offered.results or not offered.commute(action.rows):
+        raise PlanError(
+            f"{action.op}: its rows go together and its results are {offered.results}, got {action.results}"
+        )
+
+
+# ---- as text
+
+_SHOWN = 24
+
+
+def _explain(action: Action) -> str:
+    """Return an action as text of several lines; the candidate table comes last."""
+    unit = "bytes of whole tensors" if action.prices == "published" else "bytes a rank sends"
+    lines = [f"{action.op}{_args(action)}: {action.cost_bytes:,.0f} bytes ({unit}) on mesh {action.mesh}"]
+    for k, (source, needed) in enumerate(zip(action.sources, action.inputs, strict=True)):
+        moves = action.reshards[k]
+        lines.append(f"  operand {k}: {source}" + ("" if moves else ", as it comes"))
+        lines.extend(f"    {move}" for move in moves)
+        if moves:
+            lines.append(f'    by hand: redistribute(local, src, Layout.parse(mesh, "{needed}"), comm)')
+    lines.extend(f"  result {k}: {layout}" for k, layout in enumerate(action.outputs))
+    for name, size, row in zip(action.mesh.axis_names, action.mesh.shape, action.rows, strict=True):
+        if row.how != "local" and size > 1:
+            inner = ", ".join(f"{c} over {over:,.0f} bytes" for c, over in row.inner)
+            lines.append(f"  {name}: {HOW[row.how]}" + (f" ({inner})" if inner else ""))
+    offered = _offered(action)
+    if offered is not None:
+        lines.append(candidate_table(offered, True, action.rows))
+    return "\n".join(lines)
+
+
+def _offered(action: Action) -> ActionSet | None:
+    """Return the action set that an action came from, made anew where it is not at hand; None for rows of no rule."""
+    if action.action_set is not None or action.op not in RULES:
+        return action.action_set
+    rules: Rules = "documented" if action.prices == "published" else "extended"
+    return action_set(action.op, action.sources, rules, **dict(action.args))
+
+
+def candidate_table(
+    action_set: ActionSet, allow_partial_to_sharded: bool, chosen: Sequence[AxisAssignment] | None = None
+) -> str:
+    """Return the candidate rows of each mesh axis as an aligned table, each with its price and its fate."""
+    held = [layout.placements for layout in action_set.layouts]
+    heads = ("axis", *(f"operand {k}" for k in range(len(held))), "result", "collectives", "bytes", "")
+    body: list[tuple[str, ...]] = []
+    for axis, name in enumerate(action_set.mesh.axis_names):
+        for candidate in action_set.candidates(axis)[:_SHOWN]:
+            row = candidate.row
+            moves = [
+                (placements[axis], need) for placements, need in zip(held, row.needed_inputs, strict=True)
+            ]
+            names = [collective_of(a, b, action_set.prices) for a, b in moves]
+            names += [inner for inner, _ in row.inner]
+            taken = chosen is not None and chosen[axis] == row
+            barred = candidate.reduces_to_shards and not allow_partial_to_sharded
+            fate = "chosen" if taken else "not allowed: P -> S" if barred else ""
+            if not fate and candidate.reduces_to_shards:
+                fate = "only with allow_partial_to_sharded"
+            outputs = row.outputs(len(action_set.results))
+            body.append(
+                (
+                    name,
+                    *(_arrow(a, b) for a, b in moves),
+                    ",".join(map(str, dict.fromkeys(outputs))),
+                    " + ".join(n for n in names if n not in ("noop",)) or "-",
+                    f"{candidate.cost_bytes:,.0f}",
+                    fate,
+                )
+            )
+        hidden = len(action_set.candidates(axis)) - _SHOWN
+        if hidden > 0:
+            body.append((name, f"... {hidden} more", *[""] * (len(heads) - 2)))
+    widths = [max(len(line[i]) for line in (heads, *body)) for i in range(len(heads))]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in (heads, *body)
+    ]
+    lines.extend(f"refused: {text}" for text in action_set.refused)
+    return "\n".join(lines)
+
+
+def _arrow(held: Placement, need: Placement) -> str:
+    return str(held) if held == need else f"{held}->{need}"
+
+
+def _args(action: Action) -> str:
+    return "(" + ", ".join(f"{n}={v}" for n, v in action.args) + ")" if action.args else ""

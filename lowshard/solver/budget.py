@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lowshard.placement import Sharded
-from lowshard.solver.action import AxisAssignment
-from lowshard.solver.action_set import ActionSet
+from lowshard.solver.action import ActionSet
+from lowshard.solver.assignment import AxisAssignment
 
 
 def smallest_budget(action_set: ActionSet) -> float | None:

@@ -16,8 +16,7 @@ from lowshard.errors import LayoutError, MeshError, ShardingError, SolverError
 from lowshard.mesh import DeviceMesh
 from lowshard.solver.graph.file import examples, load_graph
 from lowshard.solver.graph.graph import BoundGraph
-from lowshard.solver.graph.plan import GraphPlan
-from lowshard.solver.graph.report import folded, heads, moved_bytes, rows, summary
+from lowshard.solver.graph.plan import GraphPlan, folded, heads, moved_bytes, rows, summary
 from lowshard.solver.graph.solver import GraphSolver, solve_graph
 from lowshard.solver.graph.timing import Rates
 from lowshard.solver.greedy import GreedyReshard

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-from lowshard.solver.action_set import Solver
+from lowshard.solver.action import Solver
 
 _BOUND: ContextVar[tuple[Solver, ...]] = ContextVar("lowshard_solvers", default=())
 

@@ -19,10 +19,10 @@ from lowshard.errors import BudgetError, PolicyError, ShardingError, SolverError
 from lowshard.layout import Layout
 from lowshard.placement import Partial, Replicated, Sharded
 from lowshard.solver import context
-from lowshard.solver.action import Action, AxisAssignment
-from lowshard.solver.action_set import ActionSet, Candidate, Solver, replicated_row
+from lowshard.solver.action import Action, ActionSet, Solver, candidate_table
+from lowshard.solver.assignment import AxisAssignment, replicated_row
 from lowshard.solver.budget import budget_text, needed_bytes, smallest_budget
-from lowshard.solver.explanation import explain, table
+from lowshard.solver.pricing import Candidate
 
 OnReshard = Literal["silent", "warn", "raise"]
 _OFFER = "a solver is called with an ActionSet and the layouts of the operands"
@@ -120,7 +120,7 @@ class GreedyReshard(Bindable):
     def _report(self, action: Action) -> None:
         text = (
             f"{action.op}: operands must move (on_reshard={self.on_reshard!r}). Redistribute them before the op, or "
-            f"pass on_reshard='silent' to let the op do it.\n{explain(action)}"
+            f"pass on_reshard='silent' to let the op do it.\n{action.explain()}"
         )
         if self.on_reshard == "raise":
             raise SolverError(text)
@@ -132,7 +132,7 @@ class GreedyReshard(Bindable):
         least = min(product(*every), key=lambda c: needed_bytes(action_set, [x.row for x in c]))
         return BudgetError(
             f"{action_set.op}: {budget_text(action_set, [c.row for c in least], budget)}\n"
-            f"{table(action_set, self.allow_partial_to_sharded)}"
+            f"{candidate_table(action_set, self.allow_partial_to_sharded)}"
         )
 
     def _policy_error(
@@ -143,7 +143,7 @@ class GreedyReshard(Bindable):
         return PolicyError(
             f"{action_set.op}: every row{fits}{where} would reduce a partial operand to shards, which "
             "allow_partial_to_sharded=False forbids: pass GreedyReshard(allow_partial_to_sharded=True), or "
-            f"redistribute the operand first\n{table(action_set, self.allow_partial_to_sharded)}"
+            f"redistribute the operand first\n{candidate_table(action_set, self.allow_partial_to_sharded)}"
         )
 
 
@@ -206,7 +206,7 @@ def _first(action_set: ActionSet, name: str, partials: bool) -> Action:
     what = "is as the operands come, or only reduces partial ones" if partials else "is as the operands come"
     raise SolverError(
         f"{action_set.op}: {name} takes a row that {what}, and there is none: redistribute the operands "
-        f"first, or use GreedyReshard\n{table(action_set, True)}"
+        f"first, or use GreedyReshard\n{candidate_table(action_set, True)}"
     )
 
 

@@ -11,8 +11,9 @@ from math import ceil, floor, inf
 from typing import Any
 
 from lowshard.layout import Layout
-from lowshard.solver.action import Action, Result
-from lowshard.solver.action_set import ActionSet, Candidate, replicated_row
+from lowshard.solver.action import Action, ActionSet
+from lowshard.solver.assignment import Result, replicated_row
+from lowshard.solver.pricing import Candidate
 from lowshard.solver.table import Call, offer
 from lowshard.solver.table.elementwise import COMPARISONS, NONLINEAR, TESTS
 

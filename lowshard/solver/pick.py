@@ -9,50 +9,11 @@ from lowshard.argument import brief, items
 from lowshard.bounded import BoundedCache
 from lowshard.errors import LayoutError, SolverError
 from lowshard.layout import Layout
-from lowshard.solver.action import Action
-from lowshard.solver.action_set import (
-    OPERANDS,
-    ActionSet,
-    Solver,
-    build_action_set,
-    freeze_args,
-    operand_layouts,
-    replicated_row,
-)
+from lowshard.solver.action import OPERANDS, Action, Solver, action_set, operand_layouts
 from lowshard.solver.greedy import GreedyReshard, current_solver
 from lowshard.solver.memory import Pattern, counting_operands, has_row_count, shape_key
-from lowshard.solver.table import Call, Rules, check_rules, offer
-from lowshard.solver.table.argument import plain_args
-
-
-def action_set(op: str, layouts: Sequence[Layout], rules: Rules = "extended", **op_args: Any) -> ActionSet:
-    """Return what an op offers a solver for operands in these layouts.
-
-    Args:
-        op: name of the op, such as "matmul".
-        layouts: one a tensor operand, in order, all on one mesh.
-        rules: "documented" (MAX's rows that preserve values, its byte prices) or "extended" (ours as well; volumes).
-        **op_args: arguments that are no tensors (axis, shape, dims, ...).
-
-    Raises:
-        LayoutError: no such op, or shapes and arguments that do not fit it.
-    """
-    check_rules(rules)
-    operands = operand_layouts(layouts)
-    extended = rules == "extended"
-    args = plain_args(op, op_args)
-    offered = offer(Call(op, operands, args, extended))
-    rows = (replicated_row(len(operands)), *offered.rows) if operands else ()
-    return build_action_set(
-        rows,
-        layouts=operands,
-        extras=args,
-        op=op,
-        results=offered.results,
-        prices="volume" if extended else "published",
-        refused=offered.refused,
-        fallback=False,
-    )
+from lowshard.solver.table import Rules
+from lowshard.solver.table.argument import freeze_args
 
 
 def pick(

@@ -16,7 +16,7 @@ from lowshard.errors import LayoutError, MeshError, SolverError
 from lowshard.solver import GraphPlan, GraphSolver, GreedyReshard, solve_graph
 from lowshard.solver.cli import parse_bytes, parse_mesh
 from lowshard.solver.graph.file import examples, load_graph
-from lowshard.solver.graph.report import folded, rows
+from lowshard.solver.graph.plan import folded, rows
 
 MLP = """
 name: small

@@ -10,15 +10,15 @@ from typing import Any, Literal
 
 from lowshard import dtypes
 from lowshard.argument import MOST_ELEMS, brief, instance, items, whole, wholes
-from lowshard.errors import DTypeError, LayoutError, ShardingError
+from lowshard.errors import DTypeError, LayoutError, PlanError, ShardingError
 from lowshard.layout import Layout
 from lowshard.mesh import DeviceMesh
 from lowshard.placement import Replicated
-from lowshard.solver.action import Result
-from lowshard.solver.action_set import freeze_args
+from lowshard.reading import reader
+from lowshard.solver.assignment import Result
 from lowshard.solver.graph.place import Place, place_on, settled_place, written_place
 from lowshard.solver.table import RULES, Call, offer
-from lowshard.solver.table.argument import MOST_ENTRIES, few, plain_argument
+from lowshard.solver.table.argument import MOST_ENTRIES, few, freeze_args, plain_argument
 
 Extent = int | str
 """A number, or a symbol such as "tokens", or a product such as "batch*length"."""
@@ -433,3 +433,81 @@ def _result_count(op: str, operands: int, args: Mapping[str, Any]) -> int:
         rule = f"{op}: chunks is an integer from 1 to {MOST_ENTRIES:,}"
         return whole(args.get("chunks", 1), rule, LayoutError, 1, MOST_ENTRIES)
     return 1
+
+
+# ---- as data
+
+
+def graph_to_json(graph: BoundGraph) -> dict[str, Any]:
+    """Return plain data."""
+    return {
+        "name": graph.name,
+        "tensors": [
+            {"name": i.name, "kind": i.kind, "shape": list(s), "dtype": d, "place": i.place}
+            for i, s, d in zip(graph.tensors, graph.shapes, graph.dtypes, strict=True)
+        ],
+        "nodes": [
+            {"op": n.op, "operands": list(n.operands), "results": list(n.results), "args": dict(n.args)}
+            for n in graph.nodes
+        ],
+        "outputs": [[t, place] for t, place in graph.outputs],
+    }
+
+
+@dataclass(frozen=True)
+class _WrittenTensor:
+    name: str
+    kind: Kind
+    shape: tuple[int, ...]
+    dtype: str
+    place: str | None
+
+
+@dataclass(frozen=True)
+class _WrittenNode:
+    op: str
+    operands: tuple[int, ...]
+    results: tuple[int, ...]
+    args: Mapping[str, Any]
+
+
+@reader("graph", PlanError)
+def _read_graph(
+    name: str,
+    tensors: tuple[_WrittenTensor, ...],
+    nodes: tuple[_WrittenNode, ...],
+    outputs: tuple[tuple[int, str | None], ...],
+) -> BoundGraph:
+    graph = BoundGraph(
+        name,
+        tuple(Info(t.name, t.kind, t.shape, t.dtype, t.place) for t in tensors),
+        tuple(Node(n.op, n.operands, n.results, freeze_args(n.args)) for n in nodes),
+        outputs,
+        tuple(t.shape for t in tensors),
+        tuple(t.dtype for t in tensors),
+    )
+    if _rebuilt(graph) != graph:
+        raise PlanError(f"graph {name!r}: shapes, dtypes and results do not follow from its ops")
+    return graph
+
+
+def _rebuilt(graph: BoundGraph) -> BoundGraph:
+    """Return the graph that the same calls make."""
+    made, left = Graph(graph.name), list(graph.nodes)
+    known: list[Tensor] = []
+    for info in graph.tensors:
+        if info.kind != "result":
+            add = made.input if info.kind == "input" else made.weight
+            known.append(add(info.name, info.shape or (), info.dtype, info.place))
+        elif left and left[0].results and left[0].results[0] == len(known):
+            node = left.pop(0)
+            if not all(0 <= t < len(known) for t in node.operands):
+                raise PlanError(f"graph {graph.name!r}: {node.op} reads tensors that are not there by then")
+            base = info.name if len(node.results) == 1 else info.name.removesuffix(".0")
+            results = made.op(node.op, *(known[t] for t in node.operands), name=base, **dict(node.args))
+            known.extend(results if isinstance(results, tuple) else (results,))
+    for tensor, place in graph.outputs:
+        if not 0 <= tensor < len(known):
+            raise PlanError(f"graph {graph.name!r}: there is no tensor {tensor} to be an output")
+        made.output(known[tensor], place)
+    return made.bind()

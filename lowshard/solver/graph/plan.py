@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 from lowshard.argument import instance, whole
 from lowshard.cost import ClusterProfile
-from lowshard.errors import LayoutError
+from lowshard.errors import LayoutError, PlanError
 from lowshard.layout import Layout
 from lowshard.mesh import DeviceMesh
 from lowshard.path import classify, state_of
+from lowshard.reading import reader
+from lowshard.redistribute import plan_redistribute
 from lowshard.solver.action import Action
-from lowshard.solver.graph.graph import BoundGraph
+from lowshard.solver.assignment import HOW
+from lowshard.solver.graph.graph import BoundGraph, graph_to_json
+from lowshard.solver.graph.timing import largest_bytes
 
 PROVED = 1e-6
 """A plan is called the best where no other can be cheaper by more than this share."""
@@ -198,9 +203,7 @@ class GraphPlan:
 
     def explain(self) -> str:
         """Return the plan as text: every tensor, how it is made, what moves before, its price, and what decided."""
-        from lowshard.solver.graph.report import explain
-
-        return explain(self)
+        return _explain(self)
 
     def __str__(self) -> str:
         return (
@@ -239,9 +242,7 @@ class GraphPlan:
         Raises:
             PlanError: a field is missing or does not fit.
         """
-        from lowshard.solver.verification import read_graph_plan
-
-        return replace(read_graph_plan(data), profile=profile)
+        return replace(_read(data), profile=profile)
 
     @cached_property
     def _digest(self) -> str:
@@ -256,22 +257,6 @@ class GraphPlan:
     def digest(self) -> str:
         """Return 32 hex digits that two plans share exactly when they do the same."""
         return self._digest
-
-
-def graph_to_json(graph: BoundGraph) -> dict[str, Any]:
-    """Return plain data."""
-    return {
-        "name": graph.name,
-        "tensors": [
-            {"name": i.name, "kind": i.kind, "shape": list(s), "dtype": d, "place": i.place}
-            for i, s, d in zip(graph.tensors, graph.shapes, graph.dtypes, strict=True)
-        ],
-        "nodes": [
-            {"op": n.op, "operands": list(n.operands), "results": list(n.results), "args": dict(n.args)}
-            for n in graph.nodes
-        ],
-        "outputs": [[t, place] for t, place in graph.outputs],
-    }
 
 
 def show(value: float, unit: str) -> str:
@@ -290,3 +275,249 @@ def show_bytes(value: float) -> str:
         if value >= scale:
             return f"{value / scale:.4g} {name}"
     return f"{value:.0f} bytes"
+
+
+# ---- reading
+
+
+@dataclass(frozen=True)
+class _WrittenMove:
+    tensor: int
+    step: int
+    src: str
+    dst: str
+    price: float
+
+
+@reader("move of a graph plan", PlanError)
+def _read_move(tensor: int, step: int, from_: str, to: str, price: float) -> _WrittenMove:
+    return _WrittenMove(tensor, step, from_, to, price)
+
+
+@dataclass(frozen=True)
+class _WrittenHolding:
+    name: str
+    layout: str
+    bytes: int
+
+
+@reader("graph plan", PlanError)
+def _read(
+    graph: BoundGraph,
+    mesh: DeviceMesh,
+    layouts: tuple[str, ...],
+    actions: tuple[Action, ...],
+    moves: tuple[_WrittenMove, ...],
+    compute: float,
+    inner: float,
+    memory_bytes: tuple[int, ...],
+    fullest: tuple[_WrittenHolding, ...],
+    bound: float,
+    unit: Literal["s", "bytes"],
+    method: str,
+    budget_bytes: float | None,
+    node_size: int | None,
+) -> GraphPlan:
+    """Return a plan, checked: every step gets what it needs, from where the tensor is."""
+    plan = GraphPlan(
+        graph,
+        mesh,
+        tuple(Layout.parse(mesh, text) for text in layouts),
+        actions,
+        tuple(
+            GraphMove(m.tensor, m.step, Layout.parse(mesh, m.src), Layout.parse(mesh, m.dst), m.price)
+            for m in moves
+        ),
+        compute,
+        inner,
+        memory_bytes,
+        tuple(Holding(h.name, Layout.parse(mesh, h.layout), h.bytes) for h in fullest),
+        bound,
+        unit,
+        method,
+        budget_bytes,
+        None,
+        node_size,
+    )
+    _verify_plan(plan)
+    return plan
+
+
+def _verify_plan(plan: GraphPlan) -> None:
+    graph, steps = plan.graph, len(plan.graph.nodes)
+    if (len(plan.layouts), len(plan.actions), len(plan.memory_bytes)) != (
+        len(graph.tensors),
+        steps,
+        steps + 1,
+    ):
+        raise PlanError("a graph plan has a layout a tensor, an action an op, and the memory of each step")
+    prices = (plan.compute, plan.inner, plan.bound, *(m.price for m in plan.moves), *plan.memory_bytes)
+    if min(prices) < 0 or (plan.node_size is not None and plan.node_size < 1):
+        raise PlanError("prices, bytes and node_size of a graph plan are not negative")
+    for t, layout in enumerate(plan.layouts):
+        _is_of(plan, t, layout)
+    for step, (node, action) in enumerate(zip(graph.nodes, plan.actions, strict=True)):
+        if (action.op, action.args, len(action.sources)) != (node.op, node.args, len(node.operands)):
+            raise PlanError(f"step {step} is {node.label}, its action is of {action.op}")
+        for t, source in zip(node.operands, action.sources, strict=True):
+            _is_of(plan, t, source)
+        if not action.moves_nothing or action.outputs != tuple(plan.layouts[t] for t in node.results):
+            raise PlanError(
+                f"step {step}, {node.label}: its action takes its operands as they come and leaves its results in "
+                f"{[str(plan.layouts[t]) for t in node.results]}; got {action}"
+            )
+    held = [{layout} for layout in plan.layouts]
+    made = {t: step for step, node in enumerate(graph.nodes) for t in node.results}
+    for move in sorted(plan.moves, key=lambda m: m.step):
+        if not 0 <= move.tensor < len(held) or not made.get(move.tensor, -1) < move.step <= steps:
+            raise PlanError(f"a move is of a tensor that is there, before a step; got {move}")
+        _is_of(plan, move.tensor, move.dst)
+        if move.src not in held[move.tensor]:
+            raise PlanError(f"tensor {graph.tensors[move.tensor].name!r} does not lie in {move.src} by then")
+        held[move.tensor].add(move.dst)
+    _ = plan.output_layouts  # the places of outputs fit
+
+
+def _is_of(plan: GraphPlan, tensor: int, layout: Layout) -> None:
+    """Raise PlanError unless a layout is one of a tensor of the graph on the plan's mesh."""
+    wanted = (plan.mesh, plan.graph.shapes[tensor], plan.graph.dtypes[tensor])
+    if (layout.mesh, layout.shape, layout.dtype) != wanted:
+        raise PlanError(
+            f"tensor {plan.graph.tensors[tensor].name!r} is {wanted[2]}{list(wanted[1])} on mesh {plan.mesh}, got "
+            f"{layout} on mesh {layout.mesh}"
+        )
+
+
+# ---- as text
+
+_LAYER = re.compile(r"\b([A-Za-z_]+)\d+\.(?=[A-Za-z_])")
+_HEADS = ("tensor", "shape", "layout", "made by", "moved before", "price", "bytes a device")
+
+
+def rows(plan: GraphPlan) -> list[tuple[str, ...]]:
+    """Return one row a tensor, in order: the cells under `heads`."""
+    graph = plan.graph
+    found: list[tuple[str, ...]] = []
+    for t in graph.leaves():
+        info = graph.tensors[t]
+        origin = info.kind if info.place is not None else f"{info.kind} (free)"
+        found.append(
+            (info.name, _shape(plan, t), _axes(plan, t), origin, "", "", show_bytes(_bytes(plan, t)))
+        )
+    for step, (node, action) in enumerate(zip(graph.nodes, plan.actions, strict=True)):
+        moves = plan.needed_moves(step)
+        price = sum(m.price for m in moves)
+        names = ", ".join(graph.tensors[t].name for t in node.operands)
+        inner = sorted(
+            {row.how for row, n in zip(action.rows, plan.mesh.shape, strict=True) if n > 1} - {"local"}
+        )
+        made = f"{node.op}({names})" + (f" [{', '.join(inner)}]" if inner else "")
+        for place, t in enumerate(node.results):
+            said = "; ".join(_move_text(plan, m) for m in moves) if place == 0 else ""
+            cost = show(price, plan.unit) if moves and place == 0 else ""
+            found.append(
+                (
+                    graph.tensors[t].name,
+                    _shape(plan, t),
+                    _axes(plan, t),
+                    made,
+                    said,
+                    cost,
+                    show_bytes(_bytes(plan, t)),
+                )
+            )
+    for move in plan.needed_moves(len(graph.nodes)):
+        layout = " ".join(f"{a}={p}" for a, p in zip(plan.mesh.axis_names, move.dst.placements, strict=True))
+        found.append(
+            (graph.tensors[move.tensor].name, _shape(plan, move.tensor), layout, "output", _move_text(plan, move),
+             show(move.price, plan.unit), show_bytes(largest_bytes(move.dst)))
+        )  # fmt: skip
+    return found
+
+
+def folded(every: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """Return the rows, those that like layers share as one: layer0.q, layer1.q, ... become layer*.q (x32)."""
+    like: dict[tuple[str, ...], list[tuple[str, ...]]] = {}
+    for row in every:
+        like.setdefault(tuple(_LAYER.sub(r"\1*.", cell) for cell in row), []).append(row)
+    return [
+        rows_of[0] if len(rows_of) == 1 else (f"{shared[0]} (x{len(rows_of)})", *shared[1:])
+        for shared, rows_of in like.items()
+    ]
+
+
+def heads() -> tuple[str, ...]:
+    """Return the heads of `rows`."""
+    return _HEADS
+
+
+def summary(plan: GraphPlan) -> list[tuple[str, str]]:
+    """Return what a plan comes to: label and value."""
+    moved = [m for m in plan.moves if not m.is_local]
+    calls = ", ".join(f"{n} {name}" for name, n in sorted(plan.collectives.items())) or "none"
+    over = plan.budget_bytes is not None and plan.peak_bytes > plan.budget_bytes
+    return [
+        ("price", show(plan.price, plan.unit)),
+        ("compute", show(plan.compute, plan.unit)),
+        ("moves", f"{show(plan.moved, plan.unit)} in {len(moved)}"),
+        ("inside ops", show(plan.inner, plan.unit)),
+        ("collectives", calls),
+        ("bytes moved", show_bytes(moved_bytes(plan))),
+        ("peak a device", show_bytes(plan.peak_bytes) + (" (over budget)" if over else "")),
+        ("found by", plan.method),
+    ]
+
+
+def moved_bytes(plan: GraphPlan) -> float:
+    """Return the bytes that the moves bring to the rank that receives most of each, added up."""
+    known: dict[tuple[object, object], int] = {}
+    total = 0
+    for move in plan.moves:
+        key = (move.src, move.dst)
+        if key not in known:
+            route = plan_redistribute(move.src, move.dst, plan.profile, plan.node_size)
+            known[key] = max(route.received_bytes(rank) for rank in plan.mesh.ranks)
+        total += known[key]
+    return total
+
+
+def _explain(plan: GraphPlan) -> str:
+    """Return a plan as text of several lines."""
+    lines = [str(plan), *("  " + line for line in plan.why())]
+    table = [heads(), *rows(plan)]
+    widths = [max(len(line[i]) for line in table) for i in range(len(_HEADS))]
+    lines += ["  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in table]
+    ways = {row.how for a in plan.actions for row, n in zip(a.rows, plan.mesh.shape, strict=True) if n > 1}
+    lines += [f"[{how}]: {HOW[how]}" for how in sorted(ways - {"local"})]
+    lines.append(f"fullest: {_fullest(plan)}")
+    return "\n".join(lines)
+
+
+def _fullest(plan: GraphPlan) -> str:
+    step = max(range(len(plan.memory_bytes)), key=plan.memory_bytes.__getitem__)
+    nodes = plan.graph.nodes
+    where = plan.graph.tensors[nodes[step].results[0]].name if step < len(nodes) else "the end"
+    held = ", ".join(f"{h.name} {show_bytes(h.bytes)}" for h in plan.fullest[:4])
+    return f"{show_bytes(plan.peak_bytes)} a device at {where}: {held}"
+
+
+def _move_text(plan: GraphPlan, move: GraphMove) -> str:
+    axes: Sequence[str] = [
+        f"{a}:{p}->{q}"
+        for a, p, q in zip(plan.mesh.axis_names, move.src.placements, move.dst.placements, strict=True)
+        if p != q
+    ]
+    return f"{plan.graph.tensors[move.tensor].name} {move.collective} {' '.join(axes)}"
+
+
+def _shape(plan: GraphPlan, tensor: int) -> str:
+    return f"{plan.graph.dtypes[tensor]}[{','.join(map(str, plan.graph.shapes[tensor]))}]"
+
+
+def _axes(plan: GraphPlan, tensor: int) -> str:
+    placements = plan.layouts[tensor].placements
+    return " ".join(f"{a}={p}" for a, p in zip(plan.mesh.axis_names, placements, strict=True))
+
+
+def _bytes(plan: GraphPlan, tensor: int) -> int:
+    return largest_bytes(plan.layouts[tensor])

@@ -13,8 +13,7 @@ from lowshard.cost import ClusterProfile
 from lowshard.errors import BudgetError, InternalError, LayoutError, MeshError, SolverError
 from lowshard.layout import Layout
 from lowshard.mesh import DeviceMesh
-from lowshard.solver.action import Action
-from lowshard.solver.action_set import ActionSet, Solver
+from lowshard.solver.action import Action, ActionSet, Solver
 from lowshard.solver.graph.budget import fit, least_peak
 from lowshard.solver.graph.elimination import TooWideError
 from lowshard.solver.graph.graph import BoundGraph, Graph

@@ -20,7 +20,7 @@ from lowshard.mesh import DeviceMesh
 from lowshard.placement import Partial, Sharded
 from lowshard.price import prices_of
 from lowshard.redistribute import predict_redistribute
-from lowshard.solver.action import AxisAssignment, cut_by_others, group_bytes
+from lowshard.solver.assignment import AxisAssignment, cut_by_others, group_bytes
 from lowshard.solver.transition import Prices, collective_of, price_bytes
 
 Objective = Literal["seconds", "volume", "published"]

@@ -6,6 +6,8 @@ import numbers
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from lowshard import dtypes
 from lowshard.argument import MOST_ELEMS, brief, instance, items, whole
 from lowshard.errors import LayoutError
@@ -41,6 +43,19 @@ def few(values: tuple[Any, ...], what: str) -> tuple[Any, ...]:
     if len(values) > MOST_ENTRIES:
         raise LayoutError(f"{what} has at most {MOST_ENTRIES:,} entries, got {len(values):,}")
     return values
+
+
+def freeze_args(args: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
+    """Return arguments as a hashable value: sorted by name, lists as tuples, NumPy's scalars as Python's."""
+    if not args:
+        return ()
+    return tuple((name, _freeze(args[name])) for name in sorted(args))
+
+
+def _freeze(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return tuple(_freeze(v) for v in value)
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def _number(value: Any, what: str, is_real: bool, depth: int) -> Any:

@@ -8,7 +8,7 @@ from numbers import Integral, Real
 from lowshard import dtypes
 from lowshard.errors import LayoutError
 from lowshard.placement import Placement
-from lowshard.solver.action import EVERY_KIND, Result
+from lowshard.solver.assignment import EVERY_KIND, Result
 from lowshard.solver.table.rule import (
     AVG,
     FLOAT,

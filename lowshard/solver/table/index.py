@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lowshard.errors import LayoutError
-from lowshard.solver.action import Result
+from lowshard.solver.assignment import Result
 from lowshard.solver.table.exchange import cutting_sizes, exchange, index_bytes, most_received, shares
 from lowshard.solver.table.rule import FLOAT, Call, Offer, P, R, Refused, S, passing, product_row, row, rule
 

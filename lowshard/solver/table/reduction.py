@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lowshard.errors import LayoutError
 from lowshard.placement import Partial, Placement
-from lowshard.solver.action import AxisAssignment, Result
+from lowshard.solver.assignment import AxisAssignment, Result
 from lowshard.solver.table.rule import (
     AVG,
     FLOAT,

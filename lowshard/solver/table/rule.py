@@ -15,7 +15,7 @@ from lowshard.dtypes import Kind
 from lowshard.errors import DTypeError, LayoutError, LowshardError
 from lowshard.layout import Layout
 from lowshard.placement import Partial, Placement, ReduceOp, Replicated, Sharded
-from lowshard.solver.action import EVERY_KIND, AxisAssignment, How, Result
+from lowshard.solver.assignment import EVERY_KIND, AxisAssignment, How, Result
 from lowshard.solver.transition import Collective
 
 Rules = Literal["documented", "extended"]

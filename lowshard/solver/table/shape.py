@@ -7,7 +7,7 @@ from math import prod
 
 from lowshard.argument import whole
 from lowshard.errors import LayoutError
-from lowshard.solver.action import AxisAssignment, Result
+from lowshard.solver.assignment import AxisAssignment, Result
 from lowshard.solver.table.argument import MOST_ENTRIES
 from lowshard.solver.table.exchange import (
     Inner,
