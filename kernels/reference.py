@@ -28,13 +28,14 @@ from typing import Any, Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
+from lowshard.block_format import MXFP8
 from lowshard.errors import KernelError
 
 Elem = Literal["e4m3", "e5m2"]
 Mode = Literal["rceil", "floor", "even", "ceil"]
 MODES: tuple[str, ...] = get_args(Mode)
 
-BLOCK_ELEMS = 32
+BLOCK_ELEMS = MXFP8["e4m3"].block[-1]
 """Elements that share one scale byte."""
 SCALE_NAN = 0xFF
 CODE_NAN = 0x7F

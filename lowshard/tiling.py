@@ -16,6 +16,7 @@ from typing import Any
 
 from lowshard import dtypes
 from lowshard.argument import as_shape, brief, instance, items, whole
+from lowshard.block_format import BlockFormat
 from lowshard.box import Box, covers, full_box, intersect, shape_of, volume
 from lowshard.errors import LayoutError
 from lowshard.layout import Layout
@@ -202,6 +203,30 @@ class Tiling:
         return Tiling(
             self.shape, self.dtype, (*self.rank_tiles, *[()] * more), (*self.local_shapes, *[None] * more)
         )
+
+    def stored(self, name: str, form: BlockFormat) -> dict[str, Tiling]:
+        """Return the tilings of the arrays that a tensor of values is stored as, by name: codes, then scales.
+
+        Args:
+            name: of the tensor.
+            form: how its values are stored.
+
+        Raises:
+            ShardingError: a tile begins or ends within a block.
+        """
+        parts: dict[str, list[tuple[Tile, ...]]] = {part: [] for part in form.stored(name, self.shape)}
+        shapes: dict[str, list[tuple[int, ...] | None]] = {part: [] for part in parts}
+        for tiles, local_shape in zip(self.rank_tiles, self.local_shapes, strict=True):
+            there = [form.boxes(name, tile.box, self.shape) for tile in tiles]
+            here = [form.boxes(name, tile.local, local_shape or ()) for tile in tiles]
+            for part in parts:
+                parts[part].append(tuple(Tile(a[part], b[part]) for a, b in zip(there, here, strict=True)))
+                held = None if local_shape is None else form.stored(name, local_shape)[part].shape
+                shapes[part].append(held)
+        return {
+            part: Tiling(shape, dtype, tuple(parts[part]), tuple(shapes[part]))
+            for part, (dtype, shape) in form.stored(name, self.shape).items()
+        }
 
     # ---- what a rank holds
 

@@ -12,31 +12,33 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from lowshard import dtypes
-from lowshard.box import Box, full_box, shape_of, volume
+from lowshard.block_format import MXFP8, BlockFormat
+from lowshard.box import Box, shape_of, volume
 from lowshard.checkpoint.bytesource import ByteSource
 from lowshard.checkpoint.catalog import Catalog
 from lowshard.checkpoint.commit import Commit, together
 from lowshard.checkpoint.index import INDEX_NAME
-from lowshard.checkpoint.share import shares
+from lowshard.checkpoint.share import Share, shares
 from lowshard.comm import Communicator, agree
 from lowshard.errors import CheckpointError, ShardingError, VerificationError
 from lowshard.tiling import Tiling
 from lowshard.weights.grid import Grid, rank_tilings
 from lowshard.weights.pattern import NamePatterns, Sizes
 from lowshard.weights.quantization import Quantization
-from lowshard.weights.ruled import RuledGrid, check_blocks
+from lowshard.weights.ruled import RuledGrid
 from lowshard.weights.save import Item, ShardFile, commit_index, items_of
 
 MIN_MEMORY_BYTES = 256_000_000
-_SCALE = "_scale"
-_BLOCK_ELEMS = 32
+FORMAT = MXFP8["e4m3"]
+"""What `mxfp8` stores linear weights as."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,8 @@ class ConvertPlan:
     num_ranks: int
     tilings: Mapping[str, Tiling]
     strategies: Mapping[str, str]
-    quantised: frozenset[str]
+    quantised: Mapping[str, BlockFormat]
+    """Of the tensors that are quantised, how they are stored."""
 
     @classmethod
     def of(cls, settings: Settings) -> ConvertPlan:
@@ -112,13 +115,13 @@ class ConvertPlan:
         sizes = _sizes(settings)
         catalog = _source(settings, sizes)
         shapes = {name: (t.dtype, t.shape) for name, t in catalog.tensors.items()}
-        quantised: set[str] = set()
+        quantised: dict[str, BlockFormat] = {}
         if settings.mxfp8:
-            quantised = {n for n, (dtype, shape) in shapes.items() if _fits_mxfp8(n, dtype, shape)}
-        for name in sorted(quantised):
-            if name + _SCALE in shapes:
+            quantised = {n: FORMAT for n, (dtype, shape) in sorted(shapes.items()) if _fits(n, dtype, shape)}
+        for name, form in quantised.items():
+            if name + form.suffix in shapes:
                 raise ShardingError(
-                    f"{catalog.where}: the scales of {name!r} as MXFP8 are called {name + _SCALE!r}, and the "
+                    f"{catalog.where}: the scales of {name!r} as MXFP8 are called {name + form.suffix!r}, and the "
                     "checkpoint has another tensor of that name: rename that one, or reshard without --mxfp8"
                 )
         made: Mapping[str, tuple[Tiling, object]]
@@ -126,47 +129,70 @@ class ConvertPlan:
         if settings.to_rules is not None:
             target = RuledGrid.parse(settings.to_rules, settings.to)
             made = target.tilings(shapes)
-            for name in quantised:
-                check_blocks(name, made[name][0], _BLOCK_ELEMS)
+            for name, form in quantised.items():
+                made[name][0].stored(name, form)  # no cut goes through a block
         else:
             target = Grid.parse(settings.to)
             made = by_strategy = target.tilings(shapes, _patterns(settings), sizes)
-            for name in quantised:
+            for name, form in quantised.items():
                 strategy, shape = by_strategy[name][1], shapes[name][1]
                 for index in range(strategy.num_devices):
                     try:
-                        Quantization.mxfp8().pieces(strategy, shape, index)
+                        Quantization.of(form).pieces(strategy, shape, index)
                     except ShardingError as error:
                         raise ShardingError(f"{name} {list(shape)}: {error}") from error
         return cls(
             catalog, target.num_ranks, {n: t for n, (t, _) in made.items()},
-            {n: str(s) for n, (_, s) in made.items()}, frozenset(quantised),
+            {n: str(s) for n, (_, s) in made.items()}, quantised,
         )  # fmt: skip
 
     def items(self, rank: int) -> list[Item]:
-        """Return what goes into the output file of a rank; an MXFP8 tensor is followed by its scales."""
+        """Return what goes into the output file of a rank; a quantised tensor's codes are followed by its scales."""
         boxes: list[tuple[str, str, Box]] = []
-        for share in shares(self.tilings):
+        for share in self._shares:
             if share.rank != rank:
                 continue
-            if share.name not in self.quantised:
-                boxes.append((share.name, self.tilings[share.name].dtype, share.box))
+            form, tiling = self.quantised.get(share.name), self.tilings[share.name]
+            if form is None:
+                boxes.append((share.name, tiling.dtype, share.box))
                 continue
-            boxes.append((share.name, "float8_e4m3fn", share.box))
-            boxes.append((share.name + _SCALE, "float8_e8m0fnu", _scale_box(share.box)))
+            stored = form.stored(share.name, tiling.shape)
+            for part, box in form.boxes(share.name, share.box, tiling.shape).items():
+                boxes.append((part, stored[part].dtype, box))
         return items_of(boxes)
+
+    def values(self, item: Item) -> Box:
+        """Return the box of the input that an item is made of; of a quantised tensor, from its codes."""
+        form = self.quantised.get(item.name)
+        return item.box if form is None else form.code_values(item.box)
+
+    @cached_property
+    def _shares(self) -> list[Share]:
+        """Who writes what of each tensor; blocks of quantised ones are shared out whole, as their scales are."""
+        grids = {
+            name: tiling.stored(name, form)[name + form.suffix]
+            if (form := self.quantised.get(name))
+            else tiling
+            for name, tiling in self.tilings.items()
+        }
+        return [
+            replace(share, box=form.values(share.box, self.tilings[share.name].shape))
+            if (form := self.quantised.get(share.name))
+            else share
+            for share in shares(grids)
+        ]
 
     def tensors(self) -> dict[str, tuple[str, tuple[int, ...], str | None]]:
         """Return dtype, shape and strategy of every output tensor."""
         found: dict[str, tuple[str, tuple[int, ...], str | None]] = {}
         for name, tiling in self.tilings.items():
             said = self.strategies[name]
-            if name not in self.quantised:
+            form = self.quantised.get(name)
+            if form is None:
                 found[name] = (tiling.dtype, tiling.shape, said)
                 continue
-            found[name] = ("float8_e4m3fn", tiling.shape, said)
-            scales = shape_of(_scale_box(full_box(tiling.shape)))
-            found[name + _SCALE] = ("float8_e8m0fnu", scales, f"scales of {name}")
+            for part, (dtype, shape) in form.stored(name, tiling.shape).items():
+                found[part] = (dtype, shape, said if part == name else f"scales of {name}")
         return found
 
     @property
@@ -262,7 +288,10 @@ class _Worker:
         ranks = range(self.comm.rank, self.plan.num_ranks, self.comm.size)
         work = [(rank, items) for rank in ranks if (items := self.plan.items(rank))]
         self._total = self._passes * sum(
-            volume(i.box) * self._width(i.name) for _, items in work for i in items if self._is_base(i)
+            volume(self.plan.values(i)) * self._width(i.name)
+            for _, items in work
+            for i in items
+            if self._is_base(i)
         )
         rows = []
         for rank, items in work:
@@ -325,7 +354,7 @@ class _Worker:
                 else:
                     yield from cut(part, dim + 1)
 
-        return cut(item.box, 0)
+        return cut(self.plan.values(item), 0)
 
     def _converted(self, item: Item, box: Box) -> list[np.ndarray]:
         """Return a box of the input as it goes into the output: itself, or MXFP8 codes and scales."""
@@ -357,12 +386,7 @@ def _copy_companions(source: Path, target: Path, private: Path) -> None:
                 os.replace(private, target / name)
 
 
-def _scale_box(box: Box) -> Box:
-    start, stop = box[-1]
-    return (*box[:-1], (start // _BLOCK_ELEMS, -(-stop // _BLOCK_ELEMS)))
-
-
-def _fits_mxfp8(name: str, dtype: str, shape: tuple[int, ...]) -> bool:
+def _fits(name: str, dtype: str, shape: tuple[int, ...]) -> bool:
     """Return whether a tensor is a linear weight: a float matrix (or stacked ones), no embedding, head or router."""
     parts = name.split(".")
     whole = {"embed_tokens", "lm_head", "gate", "router", "shared_expert_gate", "embeddings", "pooler"}
@@ -371,7 +395,7 @@ def _fits_mxfp8(name: str, dtype: str, shape: tuple[int, ...]) -> bool:
         and dtype in ("float32", "bfloat16", "float16")
         and parts[-1] != "bias"
         and not whole & set(parts)
-        and shape[-1] % _BLOCK_ELEMS == 0
+        and shape[-1] % FORMAT.block[-1] == 0
     )
 
 

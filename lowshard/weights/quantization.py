@@ -12,6 +12,7 @@ from math import lcm
 from typing import Literal, get_args
 
 from lowshard.argument import MOST_DIMS, as_shape, brief, choice, instance, items, whole, wholes
+from lowshard.block_format import MXFP8, BlockFormat
 from lowshard.box import Box, Interval
 from lowshard.errors import ShardingError
 from lowshard.weights.head import GroupedQKV, HeadAwareColumnwise, Segment, Segmented, StackedQKV
@@ -91,9 +92,18 @@ class Quantization:
         return cls(f"{granularity}-scaled", 1, 1, granularity, block)
 
     @classmethod
+    def of(cls, form: BlockFormat) -> Quantization:
+        """Return how weights of a block format are cut."""
+        instance(form, BlockFormat, "a block format is a BlockFormat", ShardingError)
+        if len(form.block) > 2:
+            raise ShardingError(f"weights have blocks of one axis or two, {form.name} has {form.block}")
+        rows, columns = (1, *form.block)[-2:]
+        return cls(form.name, *form.unit, "block", (rows, columns))
+
+    @classmethod
     def mxfp8(cls) -> Quantization:
         """Return MXFP8: e8m0 scales of 32 values of the last axis."""
-        return cls("MXFP8", 1, 1, "block", (1, 32))
+        return cls.of(MXFP8["e4m3"])
 
     # ---- shapes
 

@@ -8,7 +8,7 @@ from math import prod
 from pathlib import Path
 
 from lowshard.checkpoint.header import read_header
-from lowshard.errors import CheckpointError, RulesError, ShardingError
+from lowshard.errors import CheckpointError, RulesError
 from lowshard.mesh import DeviceMesh
 from lowshard.rules import RuleSet, load_rules
 from lowshard.rules.parameter import checkpoint_layouts
@@ -91,21 +91,3 @@ class RuledGrid:
             for rank in self.mesh.ranks
             if not any(at for i, at in enumerate(self.mesh.coord(rank)) if i not in places)
         ]
-
-
-def check_blocks(name: str, tiling: Tiling, block_elems: int) -> None:
-    """Raise where a cut of the last dim goes through a block of elements that share a scale.
-
-    Raises:
-        ShardingError: names the tensor and the cut.
-    """
-    last = tiling.shape[-1]
-    for rank in range(tiling.num_ranks):
-        for tile in tiling.tiles(rank):
-            start, stop = tile.box[-1]
-            if start % block_elems or (stop % block_elems and stop != last):
-                raise ShardingError(
-                    f"{name} {list(tiling.shape)}: rank {rank} holds columns {start} to {stop}, a cut inside a block "
-                    f"of {block_elems}; for MXFP8, cut another dim or take sizes that divide {last // block_elems} "
-                    "blocks"
-                )

@@ -23,6 +23,7 @@ FLOORS: dict[str, str] = {
     "lowshard.argument": "0",
     "lowshard.document": "0",
     "lowshard.dtypes": "0",
+    "lowshard.block_format": "0",
     "lowshard.bounded": "0",
     "lowshard.box": "0",
     "lowshard.reading": "0",
