@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from lowshard.bench.machine import version
-from lowshard.bench.timing import Work
+from lowshard.bench.turn_timing import Work
 from lowshard.kernels import BoxTable
 from lowshard.kernels.reference import BLOCK_ELEMS
 

@@ -15,8 +15,8 @@ from functools import cached_property
 
 import numpy as np
 
-from lowshard.bench.meeting import Meeting
-from lowshard.bench.timing import no_collection
+from lowshard.bench.bench_meeting import Meeting
+from lowshard.bench.turn_timing import no_collection
 
 Work = Callable[[], object]
 

@@ -11,8 +11,8 @@ import numpy as np
 
 from lowshard import dtypes
 from lowshard.bench.operation import OPERATIONS, Operation, Sizes, Uneven, uneven
-from lowshard.bench.pattern import Pattern, Segment, spoil
-from lowshard.bench.setting import Placement, Settings
+from lowshard.bench.sweep_setting import Placement, Settings
+from lowshard.bench.value_pattern import Pattern, Segment, spoil
 
 Array = Any  # a NumPy or CuPy array
 Work = Callable[[], object]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from lowshard.bench.figure import CollectiveReport, Figure, Row
-from lowshard.bench.setting import Settings
+from lowshard.bench.sweep_setting import Settings
 from lowshard.errors import LowshardError
 
 # Facts of the machine that are worth a line where they differ: the figures may differ because of them.

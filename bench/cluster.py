@@ -18,13 +18,13 @@ from lowshard.bench.collective import (
 )
 from lowshard.bench.fit import Point, fit_profile
 from lowshard.bench.operation import OPERATIONS
-from lowshard.bench.setting import TRANSPORTS, Settings, redop_list, size_list
+from lowshard.bench.sweep_setting import TRANSPORTS, Settings, redop_list, size_list
 from lowshard.cost import ClusterProfile, Curve, Level
 from lowshard.errors import LowshardError
 
 if TYPE_CHECKING:
+    from lowshard.bench.bench_seat import Seat
     from lowshard.bench.figure import CollectiveReport
-    from lowshard.bench.seat import Seat
 
 DESCRIPTION = """\
 Measures the collectives over sizes and numbers of ranks and fits t = steps(n) alpha + factor(n) S beta + sums(n) S
@@ -74,7 +74,7 @@ def add_profile_parser(benches: argparse._SubParsersAction[argparse.ArgumentPars
 
 def run_profile(args: argparse.Namespace) -> int:
     """Run `lowshard bench profile` and return the exit code."""
-    from lowshard.bench.world import DEFAULT_RANKS, Outcome, job_size, run_entry
+    from lowshard.bench.bench_world import DEFAULT_RANKS, Outcome, job_size, run_entry
 
     sizes = size_list(args.minbytes, args.maxbytes, args.stepfactor, None)
     if len(sizes) < 2:
@@ -113,7 +113,7 @@ def measure_points(seat: Seat, request: Any) -> Any:
 
     Collective: all ranks of the seat call this.
     """
-    from lowshard.bench.seat import Say, collective_facts, hosts_of
+    from lowshard.bench.bench_seat import Say, collective_facts, hosts_of
     from lowshard.bench.sweep import sweep
 
     first = seat.meeting.rank == 0
@@ -164,7 +164,7 @@ def _levels(seat: Seat) -> list[tuple[Level, Seat | None]]:
     places = colours(seat.meeting.exchange(socket.gethostname()), seat.meeting.rank)
     if places is None:
         return [("node", seat)]
-    from lowshard.bench.seat import MpiSeat
+    from lowshard.bench.bench_seat import MpiSeat
 
     assert isinstance(seat, MpiSeat)
     return [(level, seat.group(colour)) for level, colour in places]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lowshard.bench.operation import ALL_REDOPS, OPERATIONS
-from lowshard.bench.setting import (
+from lowshard.bench.sweep_setting import (
     DTYPES,
     MORE_DTYPES,
     TRANSPORTS,
@@ -23,8 +23,8 @@ from lowshard.errors import DependencyError, LowshardError
 from lowshard.settings import CHECK
 
 if TYPE_CHECKING:
+    from lowshard.bench.bench_seat import Seat
     from lowshard.bench.figure import CollectiveReport, Row
-    from lowshard.bench.seat import Seat
 
 DESCRIPTION = """\
 Times the communicator's {op} over sizes, types and reductions, and checks every result: whole numbers that must
@@ -146,11 +146,11 @@ def _add_results(parser: argparse.ArgumentParser) -> None:
 
 def run_collective(args: argparse.Namespace) -> int:
     """Run `lowshard bench COLLECTIVE` and return the exit code."""
+    from lowshard.bench.bench_world import DEFAULT_RANKS, job_size, run_entry
     from lowshard.bench.change import require_comparable
     from lowshard.bench.figure import CollectiveReport, load_report
     from lowshard.bench.plot import require_plot
     from lowshard.bench.promise import why_no_limits
-    from lowshard.bench.world import DEFAULT_RANKS, job_size, run_entry
 
     settings = settings_of(args)
     ranks = job_size() or args.ranks or DEFAULT_RANKS
@@ -212,8 +212,8 @@ def measure_collective(seat: Seat, request: Any) -> Any:
 
     Collective: all ranks of the seat call this.
     """
+    from lowshard.bench.bench_seat import Say, collective_facts
     from lowshard.bench.listing import Listing, ratios_of
-    from lowshard.bench.seat import Say, collective_facts
     from lowshard.bench.sweep import sweep
 
     settings = Settings.from_json(request["settings"])
@@ -241,7 +241,7 @@ def _conclude(report: CollectiveReport, args: argparse.Namespace, old: Collectiv
     from lowshard.bench.listing import Listing, ratios_of
     from lowshard.bench.plot import draw
     from lowshard.bench.promise import verdicts
-    from lowshard.demo.report import write_whole
+    from lowshard.demo.demo_report import write_whole
 
     listing = Listing(report.settings, ratios_of(report.settings, "gpu" not in dict(report.facts)))
     # With JSON on stdout what people read goes to stderr.
@@ -279,9 +279,9 @@ def require_possible(settings: Settings, ranks: int) -> None:
         DependencyError: the transport needs a GPU, and there is none.
         LowshardError: the root is no rank.
     """
-    from lowshard.bench.device import HostDevice, why_no_gpu
+    from lowshard.bench.bench_device import HostDevice, why_no_gpu
+    from lowshard.bench.bench_world import job_size
     from lowshard.bench.sweep import need_bytes, require_fits
-    from lowshard.bench.world import job_size
 
     if settings.root >= ranks:
         raise LowshardError(f"-r is a rank, 0 to {ranks - 1}, got {settings.root}")

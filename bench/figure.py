@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from lowshard.bench.batch import CLEAN_SHARE, Timing
-from lowshard.bench.setting import Settings
+from lowshard.bench.sweep_setting import Settings
 from lowshard.cost import factor
 from lowshard.errors import LowshardError
 

@@ -5,7 +5,7 @@ Rows are named as the tables name them. No figure is promised for a GPU until on
 
 from __future__ import annotations
 
-from lowshard.bench.device import Kind
+from lowshard.bench.bench_device import Kind
 
 RATIO_LIMITS: dict[str, float] = {
     "quantize bf16 -> e4m3 rceil": 1.0,

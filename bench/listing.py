@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from lowshard.bench.batch import CLEAN_SHARE
 from lowshard.bench.figure import CollectiveReport, Figure, Row
-from lowshard.bench.setting import AVERAGES, Settings
+from lowshard.bench.sweep_setting import AVERAGES, Settings
 
 _EMPTY = "-"
 

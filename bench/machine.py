@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lowshard._version import __version__
-from lowshard.bench.device import Device
+from lowshard.bench.bench_device import Device
 from lowshard.kernels.engine import host_engine
 from lowshard.launch.mpiexec import available_cores
 
@@ -58,7 +58,7 @@ def vector_width(engine: str) -> str:
     """Return the vector width that the host kernels are compiled for, in words."""
     if engine != "numba":
         return "as NumPy chooses"
-    from lowshard.kernels.cpu.engine import vector_bits
+    from lowshard.kernels.cpu.cpu_engine import vector_bits
 
     return f"{vector_bits()} bits"
 
@@ -71,7 +71,7 @@ def _host_kernels() -> dict[str, str]:
 def _gpu() -> dict[str, str]:
     import cupy
 
-    from lowshard.kernels.cuda.engine import device_engine
+    from lowshard.kernels.cuda.cuda_engine import device_engine
 
     runtime = cupy.cuda.runtime
     index = int(runtime.getDevice())

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from lowshard.bench.transition import Transition, floor_of, transitions
+from lowshard.bench.bench_transition import Transition, floor_of, transitions
 from lowshard.settings import change
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from lowshard.bench.figure import CollectiveReport, Figure, Row
-from lowshard.bench.setting import Settings
+from lowshard.bench.sweep_setting import Settings
 
 RANKS = 2
 FROM_BYTES, TO_BYTES = 16_000_000, 64 << 20

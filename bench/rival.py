@@ -11,7 +11,7 @@ import numpy as np
 from lowshard import dtypes
 from lowshard.bench.case import Case, Request
 from lowshard.bench.operation import uneven
-from lowshard.bench.setting import Placement
+from lowshard.bench.sweep_setting import Placement
 
 Work = Callable[[], object]
 

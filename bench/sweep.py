@@ -12,14 +12,14 @@ from typing import Any
 import numpy as np
 
 from lowshard.bench.batch import Runner, Timing, measure
+from lowshard.bench.bench_device import HostDevice
+from lowshard.bench.bench_meeting import Meeting
 from lowshard.bench.case import Case, Request
-from lowshard.bench.device import HostDevice
 from lowshard.bench.figure import CollectiveReport, Figure, Row
-from lowshard.bench.meeting import Meeting
 from lowshard.bench.operation import OPERATIONS
-from lowshard.bench.pattern import Pattern, is_float
 from lowshard.bench.rival import rival, small_all_reduce
-from lowshard.bench.setting import Placement, Settings
+from lowshard.bench.sweep_setting import Placement, Settings
+from lowshard.bench.value_pattern import Pattern, is_float
 from lowshard.errors import BufferMismatchError, CommError, LowshardError
 
 _FIRST_SEED = 1

@@ -8,13 +8,13 @@ nothing.
 
 from __future__ import annotations
 
-from lowshard.kernels.convert import cast, sum_into
+from lowshard.kernels.float_cast import cast, sum_into
 from lowshard.kernels.fused import pack_quantize, unpack_dequantize
 from lowshard.kernels.mxfp8 import dequantize_mxfp8, quantize_mxfp8
+from lowshard.kernels.mxfp8_tensor import MXFP8Tensor, SwizzledMXFP8
+from lowshard.kernels.optimizer_step import adamw_step, sgd_step
 from lowshard.kernels.slices import BoxTable, pack, unpack
-from lowshard.kernels.step import adamw_step, sgd_step
 from lowshard.kernels.swizzle import swizzle_scales, unswizzle_scales
-from lowshard.kernels.tensor import MXFP8Tensor, SwizzledMXFP8
 
 __all__ = [
     "BoxTable",

@@ -109,7 +109,7 @@ def engine_for(*arrays: Array) -> Engine:
             f"all arrays of a kernel call lie in one place, got arrays on {places}; copy one over first, "
             "cupy.asarray(x) or cupy.asnumpy(x)"
         )
-    from lowshard.kernels.cuda.engine import device_engine
+    from lowshard.kernels.cuda.cuda_engine import device_engine
 
     return device_engine(devices.pop())
 
@@ -140,7 +140,7 @@ def host_engine() -> HostEngine:
     choice = KERNELS.choice()
     if choice != "plain":
         try:
-            from lowshard.kernels.cpu.engine import NumbaEngine
+            from lowshard.kernels.cpu.cpu_engine import NumbaEngine
 
             return NumbaEngine()
         except ImportError as error:

@@ -14,6 +14,7 @@ from lowshard.box import Box
 from lowshard.errors import DTypeError, KernelError
 from lowshard.kernels.buffer import Array, allocate, dtype_name, require_apart, require_array, require_out
 from lowshard.kernels.engine import engine_for
+from lowshard.kernels.kernel_stream import Stream, takes_stream
 from lowshard.kernels.mxfp8 import (
     FLOATS,
     checked_options,
@@ -23,10 +24,9 @@ from lowshard.kernels.mxfp8 import (
     require_float,
     scales_follow,
 )
+from lowshard.kernels.mxfp8_tensor import MXFP8Tensor
 from lowshard.kernels.reference import BLOCK_ELEMS, Elem, Mode
 from lowshard.kernels.slices import BoxTable, as_table, pack, require_disjoint, unpack
-from lowshard.kernels.stream import Stream, takes_stream
-from lowshard.kernels.tensor import MXFP8Tensor
 
 
 @takes_stream

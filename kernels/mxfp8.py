@@ -13,18 +13,18 @@ from lowshard.errors import BufferMismatchError, DTypeError, KernelError
 from lowshard.kernels import reference
 from lowshard.kernels.buffer import Array, allocate, dtype_name, require_apart, require_array, require_out
 from lowshard.kernels.engine import engine_for
-from lowshard.kernels.reference import BLOCK_ELEMS, Elem, Mode
-from lowshard.kernels.runs import whole_array_runs
-from lowshard.kernels.staging import assign, contiguous
-from lowshard.kernels.stream import Stream, takes_stream
-from lowshard.kernels.swizzle import unswizzle_scales
-from lowshard.kernels.tensor import (
+from lowshard.kernels.kernel_stream import Stream, takes_stream
+from lowshard.kernels.mxfp8_tensor import (
     MXFP8Tensor,
     ScaleLayout,
     SwizzledMXFP8,
     scale_shape,
     swizzled_scale_shape,
 )
+from lowshard.kernels.reference import BLOCK_ELEMS, Elem, Mode
+from lowshard.kernels.runs import whole_array_runs
+from lowshard.kernels.staging import assign, contiguous
+from lowshard.kernels.swizzle import unswizzle_scales
 
 FLOATS = ("bfloat16", "float16", "float32")
 

@@ -22,8 +22,8 @@ from lowshard.box import Box, Interval, shape_of, volume
 from lowshard.errors import BufferMismatchError, KernelError
 from lowshard.kernels.buffer import Array, allocate, require_apart, require_array, require_out
 from lowshard.kernels.engine import engine_for
+from lowshard.kernels.kernel_stream import Stream, takes_stream
 from lowshard.kernels.runs import RunTable, lower
-from lowshard.kernels.stream import Stream, takes_stream
 
 
 @dataclass(frozen=True)

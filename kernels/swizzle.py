@@ -14,8 +14,8 @@ import numpy as np
 from lowshard.errors import BufferMismatchError, DTypeError, KernelError
 from lowshard.kernels.buffer import Array, allocate, require_apart, require_array, require_out
 from lowshard.kernels.engine import engine_for
-from lowshard.kernels.stream import Stream, takes_stream
-from lowshard.kernels.tensor import TILE_BYTES, swizzled_bytes
+from lowshard.kernels.kernel_stream import Stream, takes_stream
+from lowshard.kernels.mxfp8_tensor import TILE_BYTES, swizzled_bytes
 
 
 @takes_stream

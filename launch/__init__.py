@@ -15,7 +15,7 @@ from lowshard.launch.fake_hosts import FakeHost, fake_hosts, fake_spread
 from lowshard.launch.host import Host, Spread, parse_hosts, read_hostfile, spread_over
 from lowshard.launch.job import JobResult, python_command, run_ranks
 from lowshard.launch.mpiexec import MpiInstall, find_mpi
-from lowshard.launch.threads import run_threads
+from lowshard.launch.thread_ranks import run_threads
 
 __all__ = [
     "FakeHost",

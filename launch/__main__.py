@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 
-from lowshard.launch.cli import add_run_parser
-from lowshard.launch.doctor import add_doctor_parser
+from lowshard.launch.doctor_command import add_doctor_parser
+from lowshard.launch.run_command import add_run_parser
 
 __all__ = ["main"]
 

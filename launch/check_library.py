@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 from lowshard._version import __version__
-from lowshard.launch.check import Check, run_python
+from lowshard.launch.doctor_finding import Check, run_python
 
 __all__ = ["check_kernels", "check_libraries", "check_loaded", "check_lowshard"]
 
@@ -87,7 +87,7 @@ q = quantize_mxfp8(np.ones((1, 32), np.float32))
 found = {"engine": host_engine().name, "right": bool((q.data == 0x78).all() and q.scale[0, 0] == 119), "bits": 0}
 if found["engine"] == "numba":
     from lowshard.compiled import cache_folder
-    from lowshard.kernels.cpu.engine import vector_bits
+    from lowshard.kernels.cpu.cpu_engine import vector_bits
     found["bits"], found["cache"] = vector_bits(), str(cache_folder())
 print(json.dumps(found))
 """

@@ -7,7 +7,7 @@ import os
 import shutil
 from pathlib import Path
 
-from lowshard.launch.check import Check, run_python
+from lowshard.launch.doctor_finding import Check, run_python
 from lowshard.launch.mpiexec import available_cores
 
 __all__ = ["check_cuda", "check_gpus", "check_machine", "nccl_advice"]

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from lowshard.errors import LowshardError
-from lowshard.launch.check import Check, run_python
+from lowshard.launch.doctor_finding import Check, run_python
 from lowshard.launch.fake_hosts import why_not
 from lowshard.launch.job import run_ranks
 from lowshard.launch.mpiexec import MpiInstall, available_cores, find_mpi

@@ -31,7 +31,7 @@ from lowshard.launch.host import Spread
 from lowshard.launch.job_dir import HOSTFILE_NAME, TMP_NAME, make_job_dir
 from lowshard.launch.leftover import processes_of, signal_group, signal_process, stray_files, sweep_files
 from lowshard.launch.link import Link
-from lowshard.launch.loopback import move_to_loopback
+from lowshard.launch.loopback_sockets import move_to_loopback
 from lowshard.launch.mpiexec import MpiInstall, find_mpi, rank_environment, stays_on_host
 from lowshard.launch.output import Output
 from lowshard.launch.verdict import JobResult, failure_text, first_cause, judge, one_each, place_in

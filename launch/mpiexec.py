@@ -22,7 +22,7 @@ from lowshard.errors import DependencyError, LaunchError
 from lowshard.launch.allocator import allocator_environment
 from lowshard.launch.environment import allocated_nodes
 from lowshard.launch.host import Spread
-from lowshard.launch.loopback import LOOPBACK_INTERFACE
+from lowshard.launch.loopback_sockets import LOOPBACK_INTERFACE
 from lowshard.settings import INTERFACE, environment
 
 __all__ = [

@@ -22,7 +22,7 @@ from lowshard.layout import Layout  # noqa: E402
 from lowshard.mesh import DeviceMesh  # noqa: E402
 from lowshard.placement import Partial, Replicated, Sharded  # noqa: E402
 from lowshard.pool import BufferPool  # noqa: E402
-from lowshard.redistribute import RedistributePlan, plan_redistribute, predict_redistribute  # noqa: E402
+from lowshard.redistribute_plan import RedistributePlan, plan_redistribute, predict_redistribute  # noqa: E402
 
 __all__ = [
     "BufferPool",

@@ -19,14 +19,14 @@ EPILOG = (
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of every subcommand."""
-    from lowshard.bench.cli import add_bench_parser
-    from lowshard.demo.cli import add_demo_parser
-    from lowshard.launch.cli import add_run_parser
-    from lowshard.launch.doctor import add_doctor_parser
-    from lowshard.rules.cli import add_rules_parser
-    from lowshard.selftest.cli import add_selftest_parser
-    from lowshard.solver.cli import add_solve_parser
-    from lowshard.weights.cli import add_reshard_parser
+    from lowshard.bench.bench_command import add_bench_parser
+    from lowshard.demo.demo_command import add_demo_parser
+    from lowshard.launch.doctor_command import add_doctor_parser
+    from lowshard.launch.run_command import add_run_parser
+    from lowshard.rules.rules_command import add_rules_parser
+    from lowshard.selftest.selftest_command import add_selftest_parser
+    from lowshard.solver.solve_command import add_solve_parser
+    from lowshard.weights.reshard_command import add_reshard_parser
 
     parser = argparse.ArgumentParser(prog="lowshard", description=DESCRIPTION, epilog=EPILOG)
     parser.add_argument("--version", action="version", version=f"lowshard {__version__}")

@@ -15,9 +15,9 @@ from typing import Any
 from lowshard.box import Box, Interval, full_box, intersect, split_interval, volume
 from lowshard.errors import PlanError
 from lowshard.layout import Layout
-from lowshard.path import folded_axes, fresh_axes, state_of
 from lowshard.placement import ReduceOp
 from lowshard.reading import reader
+from lowshard.step_search import folded_axes, fresh_axes, state_of
 
 
 @dataclass(frozen=True, slots=True)

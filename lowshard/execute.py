@@ -19,7 +19,7 @@ from lowshard.kernels.buffer import allocate, may_overlap
 from lowshard.layout import Layout
 from lowshard.pool import BufferPool
 from lowshard.program import Program, StepProgram, form_of, programs
-from lowshard.redistribute import RedistributePlan, plan_redistribute
+from lowshard.redistribute_plan import RedistributePlan, plan_redistribute
 
 Array = Any
 

@@ -16,7 +16,7 @@ from lowshard.bounded import BoundedCache
 from lowshard.box import Box, relative_slices, shape_of, single_run, split_interval, volume
 from lowshard.exchange import Exchange, Piece
 from lowshard.placement import ReduceOp
-from lowshard.redistribute import RedistributePlan, Step
+from lowshard.redistribute_plan import RedistributePlan, Step
 
 Index = tuple[slice, ...]
 

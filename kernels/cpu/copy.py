@@ -6,7 +6,7 @@ from typing import Any
 
 from lowshard.compiled.deferred import njit
 from lowshard.kernels.cpu.drive import Ahead, named, prefetch_line, prefetch_run, rows_of
-from lowshard.kernels.cpu.memory import (
+from lowshard.kernels.cpu.memory_steps import (
     copy_bytes,
     load_u8,
     load_u16,

@@ -9,7 +9,15 @@ from llvmlite import ir
 from lowshard.compiled.deferred import intrinsic, types
 from lowshard.kernels.cpu.copy import stream_copy
 from lowshard.kernels.cpu.drive import prefetch_line, rows_of
-from lowshard.kernels.cpu.memory import align_spills, load, load_u8, load_u16, load_u32, store, store_value
+from lowshard.kernels.cpu.memory_steps import (
+    align_spills,
+    load,
+    load_u8,
+    load_u16,
+    load_u32,
+    store,
+    store_value,
+)
 from lowshard.kernels.cpu.vector import Lanes, fp16_subnormals, only_if
 from lowshard.kernels.reference import BLOCK_ELEMS, ElementFormat, element_format
 

@@ -11,10 +11,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
 
-from lowshard import dtypes
+from lowshard import block_format, dtypes
 from lowshard.compiled import INT, Signature, digest_of, load_compiled
 from lowshard.compiled.deferred import njit, overload, types
-from lowshard.kernels.cpu.memory import fence, prefetch
+from lowshard.kernels.cpu.memory_steps import fence, prefetch
 from lowshard.kernels.runs import DST_OFFSET, FIRST_DIM, RUN, SRC_OFFSET
 
 # Long runs that are not quantised, and runs with small gaps, are left to the machine's own prefetching. The lines of
@@ -234,4 +234,5 @@ def source_digest() -> str:
     vector code of a kernel lies in others.
     """
     folder = Path(__file__).parent
-    return digest_of([*folder.glob("*.py"), folder.parent / "reference.py", folder.parent / "runs.py"])
+    outside = (folder.parent / "reference.py", folder.parent / "runs.py", Path(block_format.__file__))
+    return digest_of([*folder.glob("*.py"), *outside])

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from llvmlite import ir
 
 from lowshard.kernels.cpu.codes import Words, blocks_of, inverse, signed
-from lowshard.kernels.cpu.memory import CACHE_LINE_BYTES, load, offset, prefetch_at, store
+from lowshard.kernels.cpu.memory_steps import CACHE_LINE_BYTES, load, offset, prefetch_at, store
 from lowshard.kernels.cpu.sources import MAGNITUDE, SOURCES
 from lowshard.kernels.cpu.vector import Lanes, only_if
 from lowshard.kernels.reference import BLOCK_ELEMS, ElementFormat

@@ -23,7 +23,7 @@ from lowshard.kernels.cpu.drive import (
     rows_ahead,
     source_digest,
 )
-from lowshard.kernels.cpu.memory import copy_bytes, copy_line, fence, prefetch_to_write, stream_lines
+from lowshard.kernels.cpu.memory_steps import copy_bytes, copy_line, fence, prefetch_to_write, stream_lines
 from lowshard.kernels.runs import DST_OFFSET, RUN, SRC_OFFSET
 
 SHORT_RUN_BYTES = 8 << 10

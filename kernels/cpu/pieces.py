@@ -26,7 +26,7 @@ from lowshard.kernels.cpu.encode import (
     prefetch_block,
     scales_of,
 )
-from lowshard.kernels.cpu.memory import align_spills, load, offset, store
+from lowshard.kernels.cpu.memory_steps import align_spills, load, offset, store
 from lowshard.kernels.cpu.rare import encode_rare
 from lowshard.kernels.cpu.scalar import DTYPE_CODES
 from lowshard.kernels.cpu.sources import SOURCES

@@ -24,7 +24,7 @@ from lowshard.kernels.cpu.encode import (
     prefetch_block,
     scales_of,
 )
-from lowshard.kernels.cpu.memory import align_spills, copy_bytes, copy_line, load, offset, store
+from lowshard.kernels.cpu.memory_steps import align_spills, copy_bytes, copy_line, load, offset, store
 from lowshard.kernels.cpu.pieces import PIECE_BLOCKS, rows_in_pieces
 from lowshard.kernels.cpu.rare import encode_rare
 from lowshard.kernels.cpu.scalar import DTYPE_CODES

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lowshard.compiled.deferred import njit, types
-from lowshard.kernels.cpu.memory import store_value
+from lowshard.kernels.cpu.memory_steps import store_value
 from lowshard.kernels.cpu.scalar import fp32_bits
 from lowshard.kernels.reference import CODE_NAN, SCALE_NAN
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lowshard.compiled.deferred import njit, types
-from lowshard.kernels.cpu.memory import load_u16, load_u32, store_value
+from lowshard.kernels.cpu.memory_steps import load_u16, load_u32, store_value
 
 # dtype codes of `fp32_bits` and `store_rounded`, known when a kernel is compiled
 BFLOAT16, FLOAT16, FLOAT32 = 0, 1, 2

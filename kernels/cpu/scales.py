@@ -8,7 +8,7 @@ from functools import cache
 from lowshard.compiled import INT, Signature, load_compiled
 from lowshard.compiled.deferred import types
 from lowshard.kernels.cpu.drive import source_digest
-from lowshard.kernels.cpu.memory import load_u8, load_u32, store_value
+from lowshard.kernels.cpu.memory_steps import load_u8, load_u32, store_value
 
 
 @cache

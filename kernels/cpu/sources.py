@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from llvmlite import ir
 
-from lowshard.kernels.cpu.memory import load
+from lowshard.kernels.cpu.memory_steps import load
 from lowshard.kernels.cpu.vector import Lanes, only_if
 from lowshard.kernels.reference import BLOCK_ELEMS
 

@@ -14,9 +14,9 @@ import numpy as np
 from lowshard import dtypes
 from lowshard.box import Box, intersect, relative_slices, single_run, strides_of, volume
 from lowshard.checkpoint.catalog import Catalog, StoredPart
-from lowshard.checkpoint.checksum import Tally, crc32
+from lowshard.checkpoint.checkpoint_index import INDEX_NAME, read_index
+from lowshard.checkpoint.crc import Tally, crc32
 from lowshard.checkpoint.header import open_for_reading
-from lowshard.checkpoint.index import INDEX_NAME, read_index
 from lowshard.errors import CheckpointError
 
 _SCRATCH_BYTES = 512 << 10

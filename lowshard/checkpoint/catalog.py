@@ -17,10 +17,10 @@ from typing import Any
 from lowshard.argument import instance, items, mapping
 from lowshard.argument import path as check_path
 from lowshard.box import Box, full_box, shape_of, volume
-from lowshard.checkpoint.checksum import Key, crc32
+from lowshard.checkpoint.checkpoint_index import INDEX_NAME, Index, read_index
+from lowshard.checkpoint.crc import Key, crc32
 from lowshard.checkpoint.header import FilePath, Header, TensorEntry, read_header
-from lowshard.checkpoint.index import INDEX_NAME, Index, read_index
-from lowshard.checkpoint.share import disjoint
+from lowshard.checkpoint.read_shares import disjoint
 from lowshard.errors import CheckpointError
 from lowshard.reading import parse_json, read_text, reader
 from lowshard.tiling import Tiling

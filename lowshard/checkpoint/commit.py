@@ -40,8 +40,8 @@ from types import TracebackType
 from typing import TypeVar
 
 from lowshard.argument import path as check_path
+from lowshard.checkpoint.checkpoint_index import INDEX_NAME, read_index
 from lowshard.checkpoint.header import FilePath
-from lowshard.checkpoint.index import INDEX_NAME, read_index
 from lowshard.comm import Communicator, agree, share_text
 from lowshard.errors import CheckpointError, CommError, LowshardError, NotDurable
 

@@ -22,8 +22,8 @@ from lowshard.argument import path as check_path
 from lowshard.box import Box, contains, full_box, relative_slices
 from lowshard.checkpoint.commit import Commit, together
 from lowshard.checkpoint.header import FilePath, TensorEntry, encode_header
+from lowshard.checkpoint.read_shares import shares
 from lowshard.checkpoint.reader import plan_box
-from lowshard.checkpoint.share import shares
 from lowshard.comm import Communicator, agree
 from lowshard.comm.agreement import control_of
 from lowshard.errors import BufferMismatchError, CheckpointError, LayoutError, MeshError

@@ -16,7 +16,7 @@ import numpy as np
 from lowshard import dtypes
 from lowshard.errors import CommError
 from lowshard.kernels.buffer import address, is_gpu
-from lowshard.kernels.cuda.engine import MOST_FOLDED, CudaEngine
+from lowshard.kernels.cuda.cuda_engine import MOST_FOLDED, CudaEngine
 from lowshard.kernels.engine import engine_for
 
 Array = Any

@@ -18,7 +18,7 @@ from lowshard import comm as lc
 from lowshard.comm import Communicator
 from lowshard.demo import smollm2
 from lowshard.demo.llama import Decoder, LlamaConfig, expected_shapes, heads_of, tensor_parallel_strategies
-from lowshard.demo.progress import Progress
+from lowshard.demo.progress_bar import Progress
 from lowshard.demo.smollm2 import Model
 from lowshard.tiling import Tiling
 from lowshard.weights import load, nodes_of, plan_load

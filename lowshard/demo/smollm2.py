@@ -21,7 +21,7 @@ import numpy as np
 from lowshard.checkpoint import read_header
 from lowshard.demo import source
 from lowshard.demo.llama import LlamaConfig, expected_shapes
-from lowshard.demo.progress import Progress
+from lowshard.demo.progress_bar import Progress
 from lowshard.errors import CheckpointError, DependencyError
 from lowshard.settings import cache_root
 from lowshard.tiling import Tiling

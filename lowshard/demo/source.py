@@ -26,7 +26,7 @@ import numpy as np
 
 from lowshard.checkpoint import read_header
 from lowshard.demo.encoder import EncoderConfig, config_from_json, expected_shapes
-from lowshard.demo.progress import Progress
+from lowshard.demo.progress_bar import Progress
 from lowshard.errors import CheckpointError
 from lowshard.settings import cache_root, environment
 

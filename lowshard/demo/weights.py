@@ -12,8 +12,8 @@ import numpy as np
 from lowshard import DeviceMesh, Layout, RedistributePlan, dtypes, execute_all, plan_redistribute
 from lowshard.checkpoint import CheckpointReader, Header
 from lowshard.comm import Communicator
+from lowshard.demo.demo_report import MatrixView
 from lowshard.demo.encoder import EncoderConfig, flat_box, shard_view, tensor_parallel_specs
-from lowshard.demo.report import MatrixView
 from lowshard.kernels import MXFP8Tensor, dequantize_mxfp8, quantize_mxfp8
 
 Local = Mapping[str, np.ndarray]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from lowshard.fsdp.engine import FSDP
+from lowshard.fsdp.flat_plan import FlatPlan
+from lowshard.fsdp.fsdp_engine import FSDP
+from lowshard.fsdp.fsdp_strategy import Precision, ShardingStrategy
+from lowshard.fsdp.model_state import ShardState
 from lowshard.fsdp.param import Param
-from lowshard.fsdp.plan import FlatPlan
-from lowshard.fsdp.report import Event, Report
 from lowshard.fsdp.slot import SGD, AdamW, Slot
-from lowshard.fsdp.state import ShardState
-from lowshard.fsdp.strategy import Precision, ShardingStrategy
+from lowshard.fsdp.step_report import Event, Report
 
 __all__ = [
     "FSDP",

@@ -22,16 +22,16 @@ from lowshard.errors import (
     ShardingError,
     StepError,
 )
+from lowshard.fsdp.flat_plan import ALIGN_ELEMS, Piece, flat_boxes
+from lowshard.fsdp.fsdp_strategy import Precision, ShardingStrategy
 from lowshard.fsdp.gradient import Accumulate, Gradients
 from lowshard.fsdp.links import Links, known_elsewhere
-from lowshard.fsdp.model import ModelPlan, Segment, Shape, UnitPlan
 from lowshard.fsdp.opening import Opener
 from lowshard.fsdp.param import Units
-from lowshard.fsdp.plan import ALIGN_ELEMS, Piece, flat_boxes
-from lowshard.fsdp.pool import Pool, plan_pool
-from lowshard.fsdp.report import Log
 from lowshard.fsdp.slot import Slot
-from lowshard.fsdp.strategy import Precision, ShardingStrategy
+from lowshard.fsdp.step_buffer import Pool, plan_pool
+from lowshard.fsdp.step_report import Log
+from lowshard.fsdp.unit_layout import ModelPlan, Segment, Shape, UnitPlan
 
 Array = Any  # a NumPy or CuPy array; CuPy ships no types
 T = TypeVar("T")

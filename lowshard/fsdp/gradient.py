@@ -13,11 +13,11 @@ from lowshard import dtypes
 from lowshard.comm.work import Work
 from lowshard.errors import NotJoined, OpenLimit, StepError
 from lowshard.fsdp.links import Links
-from lowshard.fsdp.model import Shape, UnitPlan
 from lowshard.fsdp.opening import convert
-from lowshard.fsdp.pool import Pool, reduce_bytes
-from lowshard.fsdp.report import Log
-from lowshard.fsdp.tally import Tally
+from lowshard.fsdp.step_buffer import Pool, reduce_bytes
+from lowshard.fsdp.step_report import Log
+from lowshard.fsdp.tree_sum import Tally
+from lowshard.fsdp.unit_layout import Shape, UnitPlan
 
 Array = Any  # a NumPy or CuPy array; CuPy ships no types
 Accumulate = Literal["local", "reduce"]

@@ -16,7 +16,7 @@ from lowshard.comm.nccl_bindings import Binding
 from lowshard.comm.nccl_wait import is_done, wait_for
 from lowshard.comm.work import ThreadWork, Work, Worker, wait_all
 from lowshard.errors import CommError, Disagree, LowshardError
-from lowshard.fsdp.strategy import Grid
+from lowshard.fsdp.fsdp_strategy import Grid
 
 Array = Any  # a NumPy or CuPy array; CuPy ships no types
 

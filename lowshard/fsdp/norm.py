@@ -61,7 +61,7 @@ def _compiled_for(flat: Array) -> Callable[..., None] | None:
     """Return a compiled kernel that does what `block_sums` and `add_exactly` do with squares, where there is one."""
     if not isinstance(flat, np.ndarray) or flat.dtype != np.float32 or host_engine().name != "numba":
         return None
-    from lowshard.kernels.cpu.step import square_sums_kernel
+    from lowshard.kernels.cpu.cpu_optimizer import square_sums_kernel
 
     return square_sums_kernel()
 

@@ -11,11 +11,11 @@ from typing import Any, Literal
 from lowshard import dtypes
 from lowshard.comm.work import Work
 from lowshard.errors import NotOpen, OpenLimit, StaleParams
+from lowshard.fsdp.fsdp_strategy import MXFP8
 from lowshard.fsdp.links import Links
-from lowshard.fsdp.model import Segment, Shape, UnitPlan
-from lowshard.fsdp.pool import Pool
-from lowshard.fsdp.report import Log
-from lowshard.fsdp.strategy import MXFP8
+from lowshard.fsdp.step_buffer import Pool
+from lowshard.fsdp.step_report import Log
+from lowshard.fsdp.unit_layout import Segment, Shape, UnitPlan
 from lowshard.kernels import MXFP8Tensor, cast, dequantize_mxfp8, quantize_mxfp8
 
 Array = Any  # a NumPy or CuPy array; CuPy ships no types

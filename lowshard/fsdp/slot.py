@@ -10,7 +10,7 @@ import numpy as np
 
 from lowshard.argument import instance, items
 from lowshard.errors import BufferMismatchError, KernelError
-from lowshard.fsdp.plan import Piece
+from lowshard.fsdp.flat_plan import Piece
 from lowshard.kernels import adamw_step, sgd_step
 
 Array = Any  # a NumPy or CuPy array; CuPy ships no types

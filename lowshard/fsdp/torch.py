@@ -16,9 +16,9 @@ import numpy as np
 from lowshard.box import Box
 from lowshard.comm import Communicator
 from lowshard.errors import DependencyError, LayoutError
-from lowshard.fsdp.engine import FSDP
+from lowshard.fsdp.fsdp_engine import FSDP
+from lowshard.fsdp.fsdp_strategy import ShardingStrategy
 from lowshard.fsdp.param import Param
-from lowshard.fsdp.strategy import ShardingStrategy
 
 Array = Any
 Module = Any  # torch ships types, but may not be there

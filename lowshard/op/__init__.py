@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from lowshard.op import elementwise, index, product, reduction, shape
-from lowshard.op.graph import prove, run_graph, run_unsharded
-from lowshard.op.part import Part
-from lowshard.op.registry import KERNELS, run_kernel
-from lowshard.op.run import compute, move_operands, run_action, unsharded
+from lowshard.op import elementwise_ops, index_ops, product_ops, reduction_ops, shape_ops
+from lowshard.op.action_run import compute, move_operands, run_action, unsharded
+from lowshard.op.graph_run import prove, run_graph, run_unsharded
+from lowshard.op.op_part import Part
+from lowshard.op.op_registry import KERNELS, run_kernel
 
 __all__ = [
     "KERNELS", "Part", "compute", "move_operands", "prove", "run_action", "run_graph", "run_kernel", "run_unsharded",
     "unsharded",
 ]  # fmt: skip
 
-_MODULES = (elementwise, index, product, reduction, shape)  # each registers its kernels
+_MODULES = (elementwise_ops, index_ops, product_ops, reduction_ops, shape_ops)  # each registers its kernels

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from lowshard.kernels import SwizzledMXFP8
-from lowshard.reshard.build import build_reshard_plan
-from lowshard.reshard.contract import ReshardTransform
+from lowshard.reshard.cache_layouts import kv_cache_layout, ssm_state_layouts
 from lowshard.reshard.cut import Cut
 from lowshard.reshard.execute import Report, Reshard, execute_reshard_plan
-from lowshard.reshard.layout import TensorLayout
-from lowshard.reshard.parameter import ParameterMetadata, resolve_name
-from lowshard.reshard.plan import Move, ReshardPlan
-from lowshard.reshard.refit import Refit
-from lowshard.reshard.scale import scale_slice_from_data_slice
-from lowshard.reshard.seat import Grid, Roster
-from lowshard.reshard.simulate import Simulation, simulate
-from lowshard.reshard.state import kv_cache_layout, ssm_state_layouts
-from lowshard.reshard.transform import (
+from lowshard.reshard.mxfp8_transform import (
     MXFP8ReshardTransform,
     ensure_sendable,
 )
+from lowshard.reshard.parameter_record import ParameterMetadata, resolve_name
+from lowshard.reshard.plan_builder import build_reshard_plan
+from lowshard.reshard.rank_grid import Grid, Roster
+from lowshard.reshard.refit import Refit
+from lowshard.reshard.reshard_plan import Move, ReshardPlan
+from lowshard.reshard.scale_slice import scale_slice_from_data_slice
+from lowshard.reshard.simulation import Simulation, simulate
+from lowshard.reshard.tensor_layout import TensorLayout
+from lowshard.reshard.transform_contract import ReshardTransform
 
 __all__ = [
     "Cut",

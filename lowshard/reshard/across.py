@@ -22,7 +22,7 @@ from lowshard.compiled.deferred import njit
 from lowshard.kernels import runs
 from lowshard.kernels.cpu.copy import stream_copy
 from lowshard.kernels.cpu.drive import source_digest
-from lowshard.kernels.cpu.memory import fence
+from lowshard.kernels.cpu.memory_steps import fence
 from lowshard.kernels.runs import DST_OFFSET, FIRST_DIM, RUN, SRC_OFFSET
 from lowshard.reshard.wire import Span, run_table
 

@@ -23,10 +23,10 @@ from lowshard.comm.protocol import Communicator, Stream
 from lowshard.errors import LowshardError, MismatchError, PlanError
 from lowshard.reshard.channel import SLOTS, Channel, MessageChannel, SlotChannel, set_aside
 from lowshard.reshard.choice import WriteChoice
-from lowshard.reshard.contract import ReshardTransform
-from lowshard.reshard.plan import Move, ReshardPlan
+from lowshard.reshard.reshard_plan import Move, ReshardPlan
 from lowshard.reshard.sight import Sight
 from lowshard.reshard.stream import BucketStream
+from lowshard.reshard.transform_contract import ReshardTransform
 from lowshard.reshard.view import NodeView
 from lowshard.reshard.wire import STREAMED_BYTES, Copier, Part, buckets_of, inner_span, span_of
 

@@ -13,9 +13,9 @@ import numpy as np
 from lowshard.comm.agreement import agree, share
 from lowshard.comm.protocol import Communicator, Stream
 from lowshard.errors import CommError, LowshardError, MismatchError, PlanError
-from lowshard.reshard.contract import ReshardTransform
 from lowshard.reshard.execute import Report, Reshard, Settings, argument_error
-from lowshard.reshard.plan import ReshardPlan
+from lowshard.reshard.reshard_plan import ReshardPlan
+from lowshard.reshard.transform_contract import ReshardTransform
 from lowshard.reshard.vote import Vote
 
 Array = Any

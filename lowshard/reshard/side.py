@@ -16,9 +16,9 @@ from lowshard.comm.protocol import Communicator
 from lowshard.errors import BufferMismatchError, LowshardError, MeshError, MismatchError, VerificationError
 from lowshard.kernels import cast
 from lowshard.kernels.buffer import address
-from lowshard.reshard.contract import ReshardTransform
-from lowshard.reshard.plan import Entry, Move, RankPlan, ReshardPlan
-from lowshard.reshard.transform import ensure_sendable
+from lowshard.reshard.mxfp8_transform import ensure_sendable
+from lowshard.reshard.reshard_plan import Entry, Move, RankPlan, ReshardPlan
+from lowshard.reshard.transform_contract import ReshardTransform
 
 Array = Any
 Format = tuple[str, tuple[int, ...]]

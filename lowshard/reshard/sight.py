@@ -12,7 +12,7 @@ from lowshard.box import shape_of
 from lowshard.errors import CommError
 from lowshard.kernels.buffer import address
 from lowshard.reshard.pages import settle
-from lowshard.reshard.plan import Move
+from lowshard.reshard.reshard_plan import Move
 from lowshard.reshard.side import Side
 from lowshard.reshard.view import NodeView
 from lowshard.reshard.wire import Copier, Span, packed_span, span_of

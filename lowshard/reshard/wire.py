@@ -18,7 +18,7 @@ from lowshard.box import Box, shape_of
 from lowshard.kernels.buffer import address
 from lowshard.kernels.engine import Engine, HostEngine, engine_for
 from lowshard.kernels.runs import RunTable, lower
-from lowshard.reshard.plan import Move
+from lowshard.reshard.reshard_plan import Move
 
 Array = Any
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from lowshard.document import Where
 from lowshard.errors import RulesError
+from lowshard.rules.axis_rule import Rule
+from lowshard.rules.checkpoint_rules import checkpoint_layouts, name_tensors, tensor_layouts, unit_layouts
 from lowshard.rules.finding import CheckReport, Finding
 from lowshard.rules.golden import named_shardings
 from lowshard.rules.loading import READY_MADE, load_rules, make_rules, parse_rules
-from lowshard.rules.parameter import checkpoint_layouts, name_tensors, tensor_layouts, unit_layouts
-from lowshard.rules.rule import Rule
+from lowshard.rules.logical_tensor import LogicalTensor
 from lowshard.rules.ruleset import RuleSet
-from lowshard.rules.tensor import LogicalTensor
 
 __all__ = [
     "READY_MADE",

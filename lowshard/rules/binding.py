@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from lowshard.bounded import bounded_cache
 from lowshard.errors import RulesError
 from lowshard.mesh import DeviceMesh
+from lowshard.rules.axis_rule import Rule, rules_error
 from lowshard.rules.resolution import Resolution, Resolver, Spec, entry_axes
-from lowshard.rules.rule import Rule, rules_error
 
 
 def check_bound(rule: Rule, mesh: DeviceMesh, parameter: str | None = None) -> None:

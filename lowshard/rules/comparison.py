@@ -12,7 +12,7 @@ from lowshard import dtypes
 from lowshard.errors import RulesError
 from lowshard.rules.binding import spec_shards
 from lowshard.rules.golden import Dump, mesh_sizes
-from lowshard.rules.tensor import group_name, role_of
+from lowshard.rules.logical_tensor import group_name, role_of
 
 ChangeKind = Literal["removed", "added", "mesh", "spec", "names", "shape", "field", "order"]
 

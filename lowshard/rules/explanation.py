@@ -8,11 +8,11 @@ from math import prod
 from typing import Any
 
 from lowshard.mesh import DeviceMesh
+from lowshard.rules.axis_rule import Rule
 from lowshard.rules.binding import fitting
+from lowshard.rules.logical_tensor import checked_mesh, checked_shape
 from lowshard.rules.resolution import Attempt, Block, LogicalNames, Spec
-from lowshard.rules.rule import Rule
 from lowshard.rules.rule_table import RuleTable
-from lowshard.rules.tensor import checked_mesh, checked_shape
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,8 @@ from dataclasses import dataclass
 
 from lowshard.bounded import bounded_cache
 from lowshard.document import Node, Where
+from lowshard.rules.axis_rule import Rule, brief, read_map
 from lowshard.rules.finding import Finding, Mode, find
-from lowshard.rules.rule import Rule, brief, read_map
 
 ReadRules = Callable[[Node, Mode, list[Finding]], tuple[Rule, ...]]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lowshard.errors import RulesError
+from lowshard.rules.axis_rule import Rule
 from lowshard.rules.finding import Finding, Mode, find
-from lowshard.rules.rule import Rule
 from lowshard.rules.rule_table import RuleTable
 
 _MOST_FALLBACKS = 64  # rules of one name that later ones are compared with

@@ -13,7 +13,7 @@ from typing import Literal
 from lowshard.argument import instance, items
 from lowshard.document import Where
 from lowshard.errors import RulesError
-from lowshard.rules.rule import Rule, rules_error
+from lowshard.rules.axis_rule import Rule, rules_error
 
 Mode = Literal["maxtext", "strict"]
 Severity = Literal["error", "warning", "note"]

@@ -18,10 +18,10 @@ from typing import Any, Literal
 from lowshard.argument import instance
 from lowshard.errors import RulesError
 from lowshard.mesh import DeviceMesh
+from lowshard.rules.axis_rule import brief
+from lowshard.rules.logical_tensor import LogicalTensor, as_tensors, checked_mesh, checked_shape
 from lowshard.rules.resolution import LogicalNames, Spec, without_axes
-from lowshard.rules.rule import brief
 from lowshard.rules.ruleset import RuleSet
-from lowshard.rules.tensor import LogicalTensor, as_tensors, checked_mesh, checked_shape
 
 DumpKind = Literal["logical", "named", "activations"]
 FILE_NAMES: Mapping[DumpKind, str] = {

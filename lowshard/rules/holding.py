@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from lowshard.box import Interval
 from lowshard.errors import RulesError
 from lowshard.layout import Layout
+from lowshard.rules.axis_rule import brief
 from lowshard.rules.resolution import entry_axes
-from lowshard.rules.rule import brief
 
 if TYPE_CHECKING:
     from rich.table import Table

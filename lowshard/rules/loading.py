@@ -11,8 +11,8 @@ from lowshard.argument import choice, instance, items
 from lowshard.argument import path as check_path
 from lowshard.document import MAX_FILE_BYTES
 from lowshard.errors import RulesError
+from lowshard.rules.axis_rule import AXIS_NAME_FORM, MAX_AXES, Rule, as_rules, brief, is_axis_name
 from lowshard.rules.finding import MODES, CheckReport, Mode
-from lowshard.rules.rule import AXIS_NAME_FORM, MAX_AXES, Rule, as_rules, brief, is_axis_name
 from lowshard.rules.ruleset import RuleSet
 from lowshard.rules.schema import RuleFile, parse_rule_file
 

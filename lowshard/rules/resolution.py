@@ -14,7 +14,7 @@ from typing import Literal
 from lowshard.argument import items
 from lowshard.document import Where
 from lowshard.errors import RulesError
-from lowshard.rules.rule import Rule, brief, rules_error
+from lowshard.rules.axis_rule import Rule, brief, rules_error
 
 LogicalNames = tuple[str | None, ...]
 SpecEntry = None | str | tuple[str, ...]

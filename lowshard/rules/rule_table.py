@@ -12,12 +12,12 @@ from lowshard.document import Where
 from lowshard.errors import RulesError, ShardingError
 from lowshard.layout import Layout
 from lowshard.mesh import DeviceMesh
+from lowshard.rules.axis_rule import Rule, as_rules, brief, rules_error
 from lowshard.rules.binding import check_bound, check_told, indivisible
 from lowshard.rules.extension import Extension, matches
 from lowshard.rules.finding import CheckReport, Finding, Mode, find
+from lowshard.rules.logical_tensor import checked_mesh, checked_shape
 from lowshard.rules.resolution import Resolution, Resolver, Spec, without_axes
-from lowshard.rules.rule import Rule, as_rules, brief, rules_error
-from lowshard.rules.tensor import checked_mesh, checked_shape
 from lowshard.rules.topology import SizeRequest, Sizes, Topology, check_sizes
 
 BASE_CONTEXT = "context"

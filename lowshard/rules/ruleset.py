@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 from lowshard.errors import RulesError
 from lowshard.mesh import DeviceMesh
-from lowshard.rules.check import check_rules
 from lowshard.rules.explanation import Explanation, explain_names
 from lowshard.rules.file_check import check_file
 from lowshard.rules.finding import CheckReport, Finding
-from lowshard.rules.memory import MemoryReport, plan_memory
+from lowshard.rules.logical_tensor import checked_mesh
+from lowshard.rules.memory_report import MemoryReport, plan_memory
 from lowshard.rules.rule_table import RuleTable
-from lowshard.rules.tensor import checked_mesh
+from lowshard.rules.rules_check import check_rules
 from lowshard.rules.topology import SizeRequest, Sizes
 
 

@@ -12,9 +12,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from lowshard.document import Node, Where, parse_document
+from lowshard.rules.axis_rule import (
+    AXIS_NAME_FORM,
+    MAX_AXES,
+    Rule,
+    brief,
+    is_axis_name,
+    read_map,
+    rules_error,
+)
 from lowshard.rules.extension import Extension, read_extension
 from lowshard.rules.finding import Finding, Mode, find
-from lowshard.rules.rule import AXIS_NAME_FORM, MAX_AXES, Rule, brief, is_axis_name, read_map, rules_error
 
 Axes = tuple[str, ...]
 DataSharding = tuple[Axes, ...]

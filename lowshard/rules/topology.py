@@ -16,8 +16,8 @@ from math import prod
 
 from lowshard.document import Where
 from lowshard.mesh import DeviceMesh
+from lowshard.rules.axis_rule import MESH_AXES, brief, rules_error
 from lowshard.rules.finding import Finding, Mode, find
-from lowshard.rules.rule import MESH_AXES, brief, rules_error
 
 Sizes = Mapping[str, int]
 

@@ -8,9 +8,9 @@ import sys
 import traceback
 from pathlib import Path
 
-from lowshard.selftest.setting import Setting
-from lowshard.selftest.step import NAMES, SUITE
-from lowshard.selftest.tally import Tally
+from lowshard.selftest.comparisons import Tally
+from lowshard.selftest.step_list import NAMES, SUITE
+from lowshard.selftest.step_setting import Setting
 
 _STACKS_BEFORE_S = 3.0
 """Before the step's limit all threads' stacks go into the log."""
@@ -23,7 +23,7 @@ def main(name: str, setting: Setting, result: Path) -> None:
     faulthandler.dump_traceback_later(max(1.0, setting.limit_s - _STACKS_BEFORE_S))
     tally = Tally()
     try:
-        importlib.import_module(f"lowshard.selftest.{name}").run(setting, tally)
+        importlib.import_module(f"lowshard.selftest.step_{name}").run(setting, tally)
     except Exception as error:
         traceback.print_exc()
         notes = "; ".join(getattr(error, "__notes__", ()))

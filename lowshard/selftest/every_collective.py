@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from lowshard.comm import Communicator
-from lowshard.selftest.data import hard, ordinary, whole_numbers
-from lowshard.selftest.place import put, settle
+from lowshard.selftest.comparisons import Tally
+from lowshard.selftest.device_arrays import put, settle
 from lowshard.selftest.plain_fold import OPS, plain_fold
-from lowshard.selftest.tally import Tally
+from lowshard.selftest.random_arrays import hard, ordinary, whole_numbers
 
 DTYPES = ("float32", "bfloat16", "int32")
 _ELEMS = (1, 1003, 70_000)

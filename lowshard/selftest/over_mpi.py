@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 
 from lowshard.launch.job import python_command, run_ranks
-from lowshard.selftest.setting import Setting, result_of
-from lowshard.selftest.tally import Tally
+from lowshard.selftest.comparisons import Tally
+from lowshard.selftest.step_setting import Setting, result_of
 from lowshard.settings import TIMEOUT_S, environment
 
 _WAIT_S = 20.0
@@ -17,7 +17,7 @@ _LAST_S = 8.0
 
 
 def run_over_mpi(part: str, setting: Setting, tally: Tally, limit_s: float | None = None) -> str:
-    """Run `lowshard.selftest.rank` on the setting's ranks, and add what all of them found.
+    """Run `lowshard.selftest.step_rank` on the setting's ranks, and add what all of them found.
 
     Args:
         part: what the ranks do, a name of `rank.PARTS`.
@@ -36,7 +36,7 @@ def run_over_mpi(part: str, setting: Setting, tally: Tally, limit_s: float | Non
     transport = "" if setting.device == "cpu" else f" transport={setting.transport}"
     print(f"{part} on {setting.ranks} MPI ranks{transport}", flush=True)
     env = {TIMEOUT_S.name: f"{_WAIT_S:g}", **environment()}
-    command = python_command("lowshard.selftest.rank", [part, setting.to_json(), str(path)], module=True)
+    command = python_command("lowshard.selftest.step_rank", [part, setting.to_json(), str(path)], module=True)
     job = run_ranks(command, setting.ranks, timeout_s=limit_s, env=env, stderr=sys.stdout)
     named = f"{setting.transport}: " if setting.device == "cuda" else ""
     if job.exit_code:

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lowshard.compiled import cache_folder
-from lowshard.selftest.facts import END
-from lowshard.selftest.setting import Device, Setting
-from lowshard.selftest.step import Step
-from lowshard.selftest.tally import Tally
+from lowshard.selftest.comparisons import Tally
+from lowshard.selftest.step_facts import END
+from lowshard.selftest.step_list import Step
+from lowshard.selftest.step_setting import Device, Setting
 from lowshard.settings import SELFTEST_STEP, environment
 
 Say = Callable[[str], None]

@@ -31,7 +31,7 @@ from lowshard.solver.assignment import (
 )
 from lowshard.solver.pricing import Candidate, Priced, family_of, price_rows
 from lowshard.solver.table import RULES, Call, Rules, check_rules, offer
-from lowshard.solver.table.argument import freeze_args, plain_args
+from lowshard.solver.table.op_argument import freeze_args, plain_args
 from lowshard.solver.transition import Collective, Prices, collective_of, price_bytes
 
 OPERANDS = "layouts are a sequence of Layout, one a tensor operand"

@@ -21,7 +21,7 @@ from lowshard.placement import Partial, Replicated, Sharded
 from lowshard.solver import context
 from lowshard.solver.action import Action, ActionSet, Solver, candidate_table
 from lowshard.solver.assignment import AxisAssignment, replicated_row
-from lowshard.solver.budget import budget_text, needed_bytes, smallest_budget
+from lowshard.solver.device_budget import budget_text, needed_bytes, smallest_budget
 from lowshard.solver.pricing import Candidate
 
 OnReshard = Literal["silent", "warn", "raise"]

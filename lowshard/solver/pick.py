@@ -11,9 +11,9 @@ from lowshard.errors import LayoutError, SolverError
 from lowshard.layout import Layout
 from lowshard.solver.action import OPERANDS, Action, Solver, action_set, operand_layouts
 from lowshard.solver.greedy import GreedyReshard, current_solver
-from lowshard.solver.memory import Pattern, counting_operands, has_row_count, shape_key
+from lowshard.solver.kept_picks import Pattern, counting_operands, has_row_count, shape_key
 from lowshard.solver.table import Rules
-from lowshard.solver.table.argument import freeze_args
+from lowshard.solver.table.op_argument import freeze_args
 
 
 def pick(

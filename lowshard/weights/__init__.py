@@ -5,9 +5,9 @@ from __future__ import annotations
 from lowshard.checkpoint.commit import remove_leftovers
 from lowshard.weights.head import Segment
 from lowshard.weights.load import LoadReport, load, nodes_of
-from lowshard.weights.module import shard_module
-from lowshard.weights.pattern import Matching, NamePatterns, Sizes
-from lowshard.weights.plan import LoadPlan, plan_load
+from lowshard.weights.load_plan import LoadPlan, plan_load
+from lowshard.weights.module_weights import shard_module
+from lowshard.weights.name_pattern import Matching, NamePatterns, Sizes
 from lowshard.weights.quantization import (
     ExpertScales,
     Quantization,
@@ -15,7 +15,7 @@ from lowshard.weights.quantization import (
     scale_strategy,
 )
 from lowshard.weights.save import save
-from lowshard.weights.strategy import ShardingStrategy
+from lowshard.weights.sharding_strategy import ShardingStrategy
 from lowshard.weights.weight import Weight
 
 __all__ = [

@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 from lowshard.argument import choice, whole
 from lowshard.box import Interval, split_interval
 from lowshard.errors import ShardIndexError, ShardingError
-from lowshard.weights.rule import OneAxis
+from lowshard.weights.cut_rules import OneAxis
 
 FewKV = Literal["replicate", "empty", "refuse"]
 Section = Literal["qkv", "q", "kv"]

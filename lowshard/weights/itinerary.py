@@ -15,7 +15,7 @@ from lowshard.checkpoint.catalog import Catalog, StoredPart
 from lowshard.tiling import Tiling
 from lowshard.weights.delivery import Delivery
 from lowshard.weights.foreign import Room, Sheet, sheets_of
-from lowshard.weights.plan import LoadPlan, Read
+from lowshard.weights.load_plan import LoadPlan, Read
 
 _BLOCK_BYTES = 64 << 20
 _ALIGN_BYTES = 64

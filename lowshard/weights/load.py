@@ -16,14 +16,14 @@ from lowshard.argument import brief, instance
 from lowshard.box import shape_of
 from lowshard.checkpoint.bytesource import ByteSource
 from lowshard.checkpoint.catalog import Catalog, Files
-from lowshard.checkpoint.checksum import Tally
+from lowshard.checkpoint.crc import Tally
 from lowshard.comm import Communicator, agree, share_text
 from lowshard.comm.agreement import control_of
 from lowshard.errors import CheckpointError, CommError, LowshardError, PlanError
 from lowshard.kernels.buffer import address
 from lowshard.weights.foreign import SCRATCH_BYTES, ForeignMemory, Sheet
 from lowshard.weights.itinerary import Itinerary
-from lowshard.weights.plan import LoadPlan, Read
+from lowshard.weights.load_plan import LoadPlan, Read
 from lowshard.weights.verify import Verification
 
 Progress = Callable[[int, int], None]

@@ -15,9 +15,9 @@ from lowshard.argument import MOST_DIMS, as_shape, brief, choice, instance, item
 from lowshard.block_format import MXFP8, BlockFormat
 from lowshard.box import Box, Interval
 from lowshard.errors import ShardingError
+from lowshard.weights.cut_rules import Columnwise, GateUp, Rowwise
 from lowshard.weights.head import GroupedQKV, HeadAwareColumnwise, Segment, Segmented, StackedQKV
-from lowshard.weights.rule import Columnwise, GateUp, Rowwise
-from lowshard.weights.strategy import ShardingStrategy
+from lowshard.weights.sharding_strategy import ShardingStrategy
 
 Granularity = Literal["none", "tensor", "row", "block"]
 Shape = tuple[int, ...]

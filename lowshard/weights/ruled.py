@@ -11,7 +11,7 @@ from lowshard.checkpoint.header import read_header
 from lowshard.errors import CheckpointError, RulesError
 from lowshard.mesh import DeviceMesh
 from lowshard.rules import RuleSet, load_rules
-from lowshard.rules.parameter import checkpoint_layouts
+from lowshard.rules.checkpoint_rules import checkpoint_layouts
 from lowshard.tiling import Tiling
 
 

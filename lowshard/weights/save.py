@@ -20,11 +20,11 @@ import numpy as np
 from lowshard.argument import instance, mapping
 from lowshard.argument import path as check_path
 from lowshard.box import Box, shape_of
-from lowshard.checkpoint.checksum import crc32
+from lowshard.checkpoint.checkpoint_index import INDEX_NAME, Index, IndexedFile, IndexedTensor, Part
 from lowshard.checkpoint.commit import Commit, together
+from lowshard.checkpoint.crc import crc32
 from lowshard.checkpoint.header import FilePath, encode_header
-from lowshard.checkpoint.index import INDEX_NAME, Index, IndexedFile, IndexedTensor, Part
-from lowshard.checkpoint.share import shares
+from lowshard.checkpoint.read_shares import shares
 from lowshard.checkpoint.writer import box_of, check_state, reserve, write_at, write_checkpoint
 from lowshard.comm import Communicator, agree, loopback
 from lowshard.errors import CheckpointError

@@ -8,7 +8,7 @@ import numpy as np
 
 from lowshard.checkpoint.bytesource import ByteSource
 from lowshard.checkpoint.catalog import StoredPart
-from lowshard.checkpoint.checksum import Piece, Tally, chain, sum_of
+from lowshard.checkpoint.crc import Piece, Tally, chain, sum_of
 from lowshard.comm import Communicator
 from lowshard.comm.agreement import share
 

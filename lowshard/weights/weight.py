@@ -11,9 +11,9 @@ from lowshard.argument import brief, instance, items, whole
 from lowshard.box import Box, full_box
 from lowshard.errors import ShardIndexError, ShardingError
 from lowshard.tiling import Tiling
+from lowshard.weights.cut_rules import Rule, join
 from lowshard.weights.quantization import Quantization
-from lowshard.weights.rule import Rule, join
-from lowshard.weights.strategy import ShardingStrategy
+from lowshard.weights.sharding_strategy import ShardingStrategy
 
 Array = Any  # a NumPy or CuPy array
 

@@ -14,16 +14,16 @@ from unittest import mock
 
 from mpi4py import MPI
 
+from lowshard.bench.bench_seat import MpiSeat
+from lowshard.bench.bench_tune import measure_ways
 from lowshard.bench.case import Case, Request
 from lowshard.bench.cluster import measure_points
 from lowshard.bench.collective import measure_collective
 from lowshard.bench.operation import OPERATIONS
-from lowshard.bench.pattern import Pattern, spoil
 from lowshard.bench.rival import Rival
 from lowshard.bench.rival import rival as call_of
-from lowshard.bench.seat import MpiSeat
-from lowshard.bench.setting import Settings, redop_list
-from lowshard.bench.tune import measure_ways
+from lowshard.bench.sweep_setting import Settings, redop_list
+from lowshard.bench.value_pattern import Pattern, spoil
 
 SIZES = (96, 24576)
 FORMS: tuple[dict[str, Any], ...] = (

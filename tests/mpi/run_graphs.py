@@ -14,9 +14,9 @@ from mpi4py import MPI
 from lowshard import DeviceMesh, Replicated, redistribute
 from lowshard import comm as lc
 from lowshard.op import run_graph, run_unsharded
-from lowshard.op.graph import random_inputs, shard
+from lowshard.op.graph_run import random_inputs, shard
 from lowshard.solver import GraphSolver, GreedyReshard, Rates, solve_graph
-from lowshard.solver.graph.file import load_graph
+from lowshard.solver.graph.graph_file import load_graph
 
 SIZES = {"mlp": {"tokens": 24}, "attention": {"batch": 2, "length": 12}}
 with lc.from_mpi(MPI.COMM_WORLD, device="cpu") as comm:

@@ -30,7 +30,7 @@ from lowshard.compiled import origins
 from lowshard.errors import DTypeError
 from lowshard.reshard import Refit
 from lowshard.weights import load, nodes_of, plan_load, save
-from lowshard.weights.plan import STRATEGIES
+from lowshard.weights.load_plan import STRATEGIES
 
 WORLD = MPI.COMM_WORLD
 VERSIONS = 3

@@ -21,7 +21,7 @@ from lowshard import comm as lc
 from lowshard.checkpoint import Catalog
 from lowshard.tiling import Tiling
 from lowshard.weights import LoadPlan, LoadReport, NamePatterns, Sizes, load, nodes_of, plan_load, save
-from lowshard.weights.plan import STRATEGIES
+from lowshard.weights.load_plan import STRATEGIES
 
 HIDDEN, INNER, HEADS, KV, LAYERS = 1024, 2816, 16, 4, 8
 

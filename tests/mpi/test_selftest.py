@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from lowshard.selftest.step import NAMES, STEPS
+from lowshard.selftest.step_list import NAMES, STEPS
 
 pytestmark = [pytest.mark.mpi, pytest.mark.time_limit(400)]
 
@@ -133,7 +133,7 @@ def quantize(self, src, data, scale, runs, elem, mode, *rest, **named):
         data.reshape(-1)[33] ^= 1
 module.NumbaEngine.quantize = quantize
 """
-    shown, steps = planted(tmp_path, "kernels,streams", {"lowshard.kernels.cpu.engine": change})
+    shown, steps = planted(tmp_path, "kernels,streams", {"lowshard.kernels.cpu.cpu_engine": change})
     assert steps["streams"]["result"] == "ok", "the run goes on after a failure"
     found = steps["kernels"]["findings"]
     assert steps["kernels"]["result"] == "FAILED"
@@ -249,7 +249,7 @@ module.run = run
 from dataclasses import replace
 module.STEPS = tuple(replace(s, cpu_limit_s=4.0) if s.name == "streams" else s for s in module.STEPS)
 """
-    changes = {"lowshard.selftest.streams": sleeps, "lowshard.selftest.step": limit}
+    changes = {"lowshard.selftest.step_streams": sleeps, "lowshard.selftest.step_list": limit}
     _, steps = planted(tmp_path, "streams,fold", changes)
     assert "no end within its limit of 4 s; its processes were ended" in steps["streams"]["finding"]
     assert "in run" in Path(steps["streams"]["log"]).read_text(), "the log shows where it was"

@@ -22,8 +22,8 @@ import numpy as np
 import numpy.typing as npt
 
 from lowshard.kernels.buffer import address_range
-from lowshard.kernels.cuda.engine import CudaEngine
-from lowshard.kernels.cuda.module import FOLDER, SOURCES
+from lowshard.kernels.cuda.cuda_engine import CudaEngine
+from lowshard.kernels.cuda.cuda_module import FOLDER, SOURCES
 
 SHIM = Path(__file__).with_name("cuda_host")
 COMPILER = "g++"

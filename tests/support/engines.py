@@ -66,7 +66,7 @@ def fixture(labels: Sequence[str] = LABELS) -> Any:
             # engine_for looks the name up in its own module.
             patch.setattr(engine_module, "host_engine", lambda: tested.engine)
             if tested.label == STREAMING:  # what large outputs alone would do otherwise
-                patch.setattr("lowshard.kernels.cpu.engine.STREAMING_BYTES", 0)
+                patch.setattr("lowshard.kernels.cpu.cpu_engine.STREAMING_BYTES", 0)
             yield tested
 
     return engine
@@ -86,13 +86,13 @@ def _started(label: str) -> TestedEngine:
         return TestedEngine(label, PlainEngine())
     # Looked up before: whatever fails from here on is an error, not a reason to skip.
     if label in ("numba", STREAMING):
-        return TestedEngine(label, importlib.import_module("lowshard.kernels.cpu.engine").NumbaEngine())
+        return TestedEngine(label, importlib.import_module("lowshard.kernels.cpu.cpu_engine").NumbaEngine())
     return TestedEngine(label, importlib.import_module("support.cuda_host").host_cuda_engine())
 
 
 def _missing(label: str) -> str | None:
     if label in ("numba", STREAMING):
-        for module in ("numba", "lowshard.kernels.cpu.engine"):
+        for module in ("numba", "lowshard.kernels.cpu.cpu_engine"):
             if importlib.util.find_spec(module) is None:
                 return f"{module} is not there to be imported"
     if label == "cuda on host":

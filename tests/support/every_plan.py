@@ -9,7 +9,7 @@ import numpy as np
 
 from lowshard import DeviceMesh, Layout, Partial, Replicated, Sharded, ShardingError
 from lowshard.solver import Graph, action_set
-from lowshard.solver.graph.graph import BoundGraph
+from lowshard.solver.graph.bound_graph import BoundGraph
 from lowshard.solver.graph.space import Choice, Space
 
 Rng = np.random.Generator

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from lowshard.solver.table.elementwise import COMPARISONS, NONLINEAR, TESTS
+from lowshard.solver.table.elementwise_rules import COMPARISONS, NONLINEAR, TESTS
 
 Rng = np.random.Generator
 Sample = tuple[list[np.ndarray], dict[str, Any]]

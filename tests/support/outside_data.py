@@ -13,21 +13,21 @@ import numpy as np
 
 import lowshard
 from lowshard import DeviceMesh, Layout, Partial, Replicated, Sharded, plan_redistribute
-from lowshard.checkpoint.index import Index, IndexedFile, IndexedTensor, Part
+from lowshard.checkpoint.checkpoint_index import Index, IndexedFile, IndexedTensor, Part
 from lowshard.comm.tuned import SCHEMA as TUNED
 from lowshard.cost import ClusterProfile
+from lowshard.fsdp.flat_plan import FlatPlan
 from lowshard.fsdp.param import Param
-from lowshard.fsdp.plan import FlatPlan
 from lowshard.reading import READERS
 from lowshard.reshard import build_reshard_plan
 from lowshard.reshard.cut import Cut
-from lowshard.reshard.layout import TensorLayout
+from lowshard.reshard.tensor_layout import TensorLayout
 from lowshard.rules.golden import parse_dump
 from lowshard.solver import GraphSolver, pick
-from lowshard.solver.graph.file import EXAMPLES, load_graph
+from lowshard.solver.graph.graph_file import EXAMPLES, load_graph
 from lowshard.tiling import Tiling
-from lowshard.weights.pattern import NamePatterns
-from lowshard.weights.plan import LoadPlan, Read
+from lowshard.weights.load_plan import LoadPlan, Read
+from lowshard.weights.name_pattern import NamePatterns
 
 _MESH = DeviceMesh((2, 2), ("dp", "tp"), {0: 1e9, 3: 2e9}, ranks=(0, 1, 3, 2))
 

@@ -13,7 +13,7 @@ from lowshard import dtypes
 from lowshard.comm import run_loopback
 from lowshard.errors import LowshardError
 from lowshard.kernels import MXFP8Tensor
-from lowshard.kernels.tensor import swizzled_bytes
+from lowshard.kernels.mxfp8_tensor import swizzled_bytes
 from lowshard.reshard import Cut, ReshardPlan, SwizzledMXFP8, TensorLayout, build_reshard_plan
 
 DTYPES = ("float32", "uint8", "bfloat16", "float64", "int16")

@@ -20,13 +20,13 @@ from support.save_steps import Steps, counted
 
 from lowshard import DeviceMesh, Layout, Replicated, Sharded
 from lowshard.checkpoint import Catalog, write_checkpoint
-from lowshard.checkpoint.index import INDEX_NAME, read_index
+from lowshard.checkpoint.checkpoint_index import INDEX_NAME, read_index
 from lowshard.comm import Communicator
 from lowshard.errors import LowshardError, NotDurable
 from lowshard.fsdp import FSDP, Param
 from lowshard.tiling import Tiling
 from lowshard.weights import load, plan_load, save
-from lowshard.weights.convert import Settings, convert
+from lowshard.weights.checkpoint_convert import Settings, convert
 
 RANKS = 4
 _LEFT = "ab" * 6

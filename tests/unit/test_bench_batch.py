@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from lowshard.bench.batch import Runner, Timing, combined, measure
-from lowshard.bench.meeting import ThreadBoard, ThreadMeeting, fillable
+from lowshard.bench.bench_meeting import ThreadBoard, ThreadMeeting, fillable
 from lowshard.errors import PeerFailed
 
 

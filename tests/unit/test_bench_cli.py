@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 
 from lowshard import __version__, cli
-from lowshard.bench import limit, mxfp8, pack
-from lowshard.bench.cli import Size, parse_sizes, selected
-from lowshard.bench.device import why_no_gpu
+from lowshard.bench import bench_mxfp8, bench_pack, limit
+from lowshard.bench.bench_command import Size, parse_sizes, selected
+from lowshard.bench.bench_device import why_no_gpu
+from lowshard.bench.bench_progress import Progress
+from lowshard.bench.bench_report import BenchReport, Section, render_table
 from lowshard.bench.machine import vector_width
-from lowshard.bench.progress import Progress
-from lowshard.bench.report import BenchReport, Section, render_table
-from lowshard.bench.timing import Row, SpeedUp
+from lowshard.bench.turn_timing import Row, SpeedUp
 from lowshard.errors import LowshardError
 from lowshard.kernels.engine import host_engine
 
@@ -30,7 +30,7 @@ TINY = {
     "mxfp8": ["bench", "mxfp8", "--device", "cpu", "--size", "6400", "--rounds", "2"],
     "pack": ["bench", "pack", "--device", "cpu", "--size", "20kB", "--boxes", "5", "--rounds", "2"],
 }
-NAMES = {"mxfp8": mxfp8.NAMES, "pack": pack.NAMES}
+NAMES = {"mxfp8": bench_mxfp8.NAMES, "pack": bench_pack.NAMES}
 NO_GPU = why_no_gpu()
 
 
@@ -105,7 +105,9 @@ def test_json_goes_to_a_file_beside_the_table(tmp_path: Path, capsys: pytest.Cap
     path = tmp_path / "mxfp8.json"
     assert cli.main([*TINY["mxfp8"], "--only", "dequantize", "--json", str(path)]) == 0
     rows = json.loads(path.read_text())["sections"][0]["rows"]
-    assert [row["name"] for row in rows] == [name for name in mxfp8.NAMES if name.startswith("dequantize")]
+    assert [row["name"] for row in rows] == [
+        name for name in bench_mxfp8.NAMES if name.startswith("dequantize")
+    ]
     shown = capsys.readouterr().out
     assert "dequantize e4m3 -> bf16" in shown
     assert f"written: {path}" in shown
@@ -242,15 +244,15 @@ def test_sizes_are_elements_or_bytes_by_powers_of_ten_or_two() -> None:
 
 
 def test_only_takes_whole_words_that_names_begin_with() -> None:
-    assert selected(pack.NAMES, None) == pack.NAMES
-    assert selected(pack.NAMES, "pack_quantize") == (pack.FUSED, "pack_quantize boxes of 4 KB")
-    assert selected(pack.NAMES, "unpack slice,pack boxes of 4") == (
+    assert selected(bench_pack.NAMES, None) == bench_pack.NAMES
+    assert selected(bench_pack.NAMES, "pack_quantize") == (bench_pack.FUSED, "pack_quantize boxes of 4 KB")
+    assert selected(bench_pack.NAMES, "unpack slice,pack boxes of 4") == (
         "pack boxes of 4 KB",
         "unpack slice of 1 KB rows",
     )
-    assert all(name.startswith("quantize ") for name in selected(mxfp8.NAMES, "quantize"))
+    assert all(name.startswith("quantize ") for name in selected(bench_mxfp8.NAMES, "quantize"))
     with pytest.raises(LowshardError, match="got 'quant'"):
-        selected(mxfp8.NAMES, "quant")
+        selected(bench_mxfp8.NAMES, "quant")
 
 
 def a_report() -> BenchReport:

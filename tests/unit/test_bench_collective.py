@@ -21,17 +21,17 @@ from lowshard import cli
 from lowshard import comm as lc
 from lowshard.bench import promise
 from lowshard.bench.batch import Timing
+from lowshard.bench.bench_device import why_no_gpu
+from lowshard.bench.bench_seat import Say
 from lowshard.bench.case import Case, Request
 from lowshard.bench.change import changes, require_comparable
-from lowshard.bench.device import why_no_gpu
 from lowshard.bench.figure import CSV_HEAD, CollectiveReport, Figure, Row, dump_csv
 from lowshard.bench.listing import Listing
 from lowshard.bench.operation import OPERATIONS
-from lowshard.bench.pattern import Pattern
 from lowshard.bench.plot import draw, lines
-from lowshard.bench.seat import Say
-from lowshard.bench.setting import Settings, dtype_list, parse_bytes, redop_list, size_list
 from lowshard.bench.sweep import need_bytes, require_fits
+from lowshard.bench.sweep_setting import Settings, dtype_list, parse_bytes, redop_list, size_list
+from lowshard.bench.value_pattern import Pattern
 from lowshard.errors import BufferMismatchError, LowshardError
 
 ROOT = Path(__file__).resolve().parents[2]

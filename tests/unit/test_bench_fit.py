@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
+from lowshard.bench.bench_tune import crossover, crossovers
 from lowshard.bench.cluster import colours, describe
 from lowshard.bench.fit import Point, bounded_least_squares, fit_curve, fit_line, fit_profile
-from lowshard.bench.tune import crossover, crossovers
 from lowshard.cost import ClusterProfile, Curve, Piece
 from lowshard.errors import ProfileError
 

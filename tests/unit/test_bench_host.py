@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from lowshard.bench.host import LIMITS_US, measure
+from lowshard.bench.bench_host import LIMITS_US, measure
 from lowshard.cli import main
 
 # The limits are for a machine that does nothing else.

@@ -11,8 +11,8 @@ import pytest
 
 from lowshard import dtypes
 from lowshard.bench.operation import ALL_REDOPS, OPERATIONS, uneven
-from lowshard.bench.pattern import PERIOD, Pattern, Segment, spoil
-from lowshard.bench.setting import DTYPES, MORE_DTYPES
+from lowshard.bench.sweep_setting import DTYPES, MORE_DTYPES
+from lowshard.bench.value_pattern import PERIOD, Pattern, Segment, spoil
 from lowshard.comm.reduction import fold
 from lowshard.errors import LowshardError
 

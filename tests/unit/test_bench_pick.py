@@ -7,7 +7,7 @@ import json
 import pytest
 
 from lowshard import cli
-from lowshard.bench.pick import MESHES, OPS, PickRow
+from lowshard.bench.bench_pick import MESHES, OPS, PickRow
 
 
 def test_every_op_on_every_mesh_has_a_row(capsys: pytest.CaptureFixture[str]) -> None:
@@ -19,7 +19,7 @@ def test_every_op_on_every_mesh_has_a_row(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_the_table_and_the_check(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lowshard.bench.pick.FIRST_LIMIT_US", 0.0)
+    monkeypatch.setattr("lowshard.bench.bench_pick.FIRST_LIMIT_US", 0.0)
     assert cli.main(["bench", "pick", "--rounds", "2"]) == 0
     assert "first sight" in capsys.readouterr().out
     assert cli.main(["bench", "pick", "--rounds", "2", "--check"]) == 1

@@ -8,9 +8,9 @@ import math
 import numpy as np
 import pytest
 
+from lowshard.bench.bench_redistribute import above_limits
+from lowshard.bench.bench_transition import ONE_AXIS, TWO_AXES, Transition, floor_of, transitions
 from lowshard.bench.peer import peer_rows
-from lowshard.bench.redistribute import above_limits
-from lowshard.bench.transition import ONE_AXIS, TWO_AXES, Transition, floor_of, transitions
 from lowshard.cli import main
 from lowshard.errors import LowshardError
 

@@ -9,9 +9,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from lowshard.bench import baseline, limit, mxfp8, pack
-from lowshard.bench.device import HostDevice
-from lowshard.bench.timing import HostClock, measure
+from lowshard.bench import baseline, bench_mxfp8, bench_pack, limit
+from lowshard.bench.bench_device import HostDevice
+from lowshard.bench.turn_timing import HostClock, measure
 from lowshard.kernels import BoxTable, MXFP8Tensor, dequantize_mxfp8, quantize_mxfp8
 from lowshard.kernels import pack as pack_boxes
 from lowshard.kernels.engine import host_engine
@@ -29,14 +29,14 @@ def _plain_kernels(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_quantising_moves_the_floats_a_code_each_and_a_scale_for_32() -> None:
-    assert mxfp8.moved_bytes(32, 2) == 64 + 32 + 1
-    assert mxfp8.moved_bytes(64, 4) == 256 + 64 + 2
-    assert mxfp8.moved_bytes(64 * 2**20, 2) == 203_423_744  # 3.03125 bytes an element
+    assert bench_mxfp8.moved_bytes(32, 2) == 64 + 32 + 1
+    assert bench_mxfp8.moved_bytes(64, 4) == 256 + 64 + 2
+    assert bench_mxfp8.moved_bytes(64 * 2**20, 2) == 203_423_744  # 3.03125 bytes an element
 
 
 def test_mxfp8_rows_carry_their_bytes_and_a_copy_of_the_same_traffic() -> None:
-    load = mxfp8.build(HostDevice(), 6400, mxfp8.NAMES, False)
-    assert [case.name for case in load.cases] == list(mxfp8.NAMES)
+    load = bench_mxfp8.build(HostDevice(), 6400, bench_mxfp8.NAMES, False)
+    assert [case.name for case in load.cases] == list(bench_mxfp8.NAMES)
     bytes_of = {case.name: (case.moved_bytes, case.copy.moved_bytes) for case in load.cases}
     assert bytes_of["quantize bf16 -> e4m3 rceil"] == (19400, 19400)
     assert bytes_of["quantize fp16 -> e5m2 rceil"] == (19400, 19400)
@@ -61,29 +61,29 @@ def test_mxfp8_rows_do_what_they_are_called(monkeypatch: pytest.MonkeyPatch) -> 
         calls.append(f"dequantize {q.elem} -> {short}")
         return dequantize_mxfp8(q, dtype, out)
 
-    monkeypatch.setattr(mxfp8, "quantize_mxfp8", quantize)
-    monkeypatch.setattr(mxfp8, "dequantize_mxfp8", dequantize)
-    load = mxfp8.build(HostDevice(), 320, mxfp8.NAMES, False)
+    monkeypatch.setattr(bench_mxfp8, "quantize_mxfp8", quantize)
+    monkeypatch.setattr(bench_mxfp8, "dequantize_mxfp8", dequantize)
+    load = bench_mxfp8.build(HostDevice(), 320, bench_mxfp8.NAMES, False)
     for case in load.cases:
         case.run()
-    assert calls == list(mxfp8.NAMES)
+    assert calls == list(bench_mxfp8.NAMES)
 
 
 def test_the_values_are_weights_of_the_said_deviation_and_repeat_where_they_are_many(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    values = mxfp8.weights(1 << 16)
+    values = bench_mxfp8.weights(1 << 16)
     assert values.dtype == np.float32
     assert abs(float(values.std()) - 0.02) < 5e-4
     assert abs(float(values.mean())) < 5e-4
-    monkeypatch.setattr(mxfp8, "FRESH_ELEMS", 100)
-    many = mxfp8.weights(250)
+    monkeypatch.setattr(bench_mxfp8, "FRESH_ELEMS", 100)
+    many = bench_mxfp8.weights(250)
     assert many.shape == (250,)
     np.testing.assert_array_equal(many[100:], np.tile(many[:100], 2)[:150])
 
 
 def test_boxes_are_disjoint_at_random_places_of_an_array_four_times_as_large() -> None:
-    table = pack.box_table(500, 256)
+    table = bench_pack.box_table(500, 256)
     assert table.shape == (500 * 4 * 256,)
     assert table.total_elems == 500 * 256
     assert table.overlap is None
@@ -91,16 +91,16 @@ def test_boxes_are_disjoint_at_random_places_of_an_array_four_times_as_large() -
     assert (starts % 32 == 0).all()
     assert (np.diff(starts) < 0).mean() > 0.3  # no order
     assert len(np.unique(starts % 1024)) > 10  # nor at one place of their stretches
-    assert table == pack.box_table(500, 256)
-    assert table != pack.box_table(500, 256, seed=1)
+    assert table == bench_pack.box_table(500, 256)
+    assert table != bench_pack.box_table(500, 256, seed=1)
 
 
 def test_a_round_goes_through_enough_tables_to_move_what_was_asked() -> None:
-    assert pack.tables_a_round(2 * 10_000 * 512, 100_000_000) == 10  # 10.24 MB each
-    assert pack.tables_a_round(2 * 10_000 * 4096, 100_000_000) == 2  # 81.92 MB each
-    assert pack.tables_a_round(100, 100) == 1
-    assert pack.tables_a_round(101, 100) == 1
-    assert pack.slice_rows(100_000_000) == 64_433  # 512 elements a row: 1024 + 512 + 16 bytes
+    assert bench_pack.tables_a_round(2 * 10_000 * 512, 100_000_000) == 10  # 10.24 MB each
+    assert bench_pack.tables_a_round(2 * 10_000 * 4096, 100_000_000) == 2  # 81.92 MB each
+    assert bench_pack.tables_a_round(100, 100) == 1
+    assert bench_pack.tables_a_round(101, 100) == 1
+    assert bench_pack.slice_rows(100_000_000) == 64_433  # 512 elements a row: 1024 + 512 + 16 bytes
     assert 64_433 * 1552 >= 100_000_000 > 64_432 * 1552
 
 
@@ -116,14 +116,14 @@ def test_pack_rows_move_the_bytes_they_say(monkeypatch: pytest.MonkeyPatch) -> N
         return call
 
     for name in payload_bytes:
-        monkeypatch.setattr(pack, name, counted(name, getattr(pack, name), 1))
-    load = pack.build(HostDevice(), 8, 40_000, pack.NAMES, False)
-    assert [case.name for case in load.cases] == list(pack.NAMES)
+        monkeypatch.setattr(bench_pack, name, counted(name, getattr(bench_pack, name), 1))
+    load = bench_pack.build(HostDevice(), 8, 40_000, bench_pack.NAMES, False)
+    assert [case.name for case in load.cases] == list(bench_pack.NAMES)
     for case in load.cases:
         if case.prepare is not None:
             case.prepare()
-        if case.name == pack.UNFUSED:  # counted as the job, which is the fused row's
-            assert case.moved_bytes == next(c.moved_bytes for c in load.cases if c.name == pack.FUSED)
+        if case.name == bench_pack.UNFUSED:  # counted as the job, which is the fused row's
+            assert case.moved_bytes == next(c.moved_bytes for c in load.cases if c.name == bench_pack.FUSED)
             continue
         moved.clear()
         case.run()
@@ -149,8 +149,8 @@ def test_tables_of_small_boxes_take_turns_and_the_same_table_does_not(
         tables.add(table)
         return pack_boxes(src, table, out)
 
-    monkeypatch.setattr(pack, "pack", recorded)
-    load = pack.build(HostDevice(), 8, 40_000, pack.NAMES, False)
+    monkeypatch.setattr(bench_pack, "pack", recorded)
+    load = bench_pack.build(HostDevice(), 8, 40_000, bench_pack.NAMES, False)
     run = {case.name: case.run for case in load.cases}
     run["pack boxes of 512 B"]()
     assert len(used) == len(set(used)) == 5
@@ -163,7 +163,7 @@ def test_tables_of_small_boxes_take_turns_and_the_same_table_does_not(
 
 
 def test_no_row_changes_what_another_one_reads(monkeypatch: pytest.MonkeyPatch) -> None:
-    load = pack.build(HostDevice(), 8, 40_000, pack.NAMES, True)
+    load = bench_pack.build(HostDevice(), 8, 40_000, bench_pack.NAMES, True)
     packed: list[bytes] = []
 
     def recorded(src: Any, table: BoxTable, out: Any) -> Any:
@@ -171,8 +171,10 @@ def test_no_row_changes_what_another_one_reads(monkeypatch: pytest.MonkeyPatch) 
         packed.append(out.tobytes())
         return out
 
-    monkeypatch.setattr(pack, "pack", recorded)
-    packs = [case for case in load.cases if case.name in (f"pack {pack.BIG}", f"pack {pack.SLICE}")]
+    monkeypatch.setattr(bench_pack, "pack", recorded)
+    packs = [
+        case for case in load.cases if case.name in (f"pack {bench_pack.BIG}", f"pack {bench_pack.SLICE}")
+    ]
     assert len(packs) == 2
     for case in packs:
         case.run()
@@ -185,23 +187,23 @@ def test_no_row_changes_what_another_one_reads(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_part_of_the_rows_can_be_built_alone() -> None:
-    for names in (("unpack boxes of 512 B",), (f"unpack_dequantize {pack.SLICE}",)):
-        load = pack.build(HostDevice(), 4, 1000, names, True)
+    for names in (("unpack boxes of 512 B",), (f"unpack_dequantize {bench_pack.SLICE}",)):
+        load = bench_pack.build(HostDevice(), 4, 1000, names, True)
         rows = measure(load.cases, 1, HostClock())
         assert tuple(row.name for row in rows) == names
-    load = mxfp8.build(HostDevice(), 32, ("dequantize e5m2 -> bf16",), False)
+    load = bench_mxfp8.build(HostDevice(), 32, ("dequantize e5m2 -> bf16",), False)
     assert [row.name for row in measure(load.cases, 1, HostClock())] == ["dequantize e5m2 -> bf16"]
 
 
 def test_every_limit_belongs_to_a_row_and_holds_on_the_host_alone() -> None:
-    names = {*mxfp8.NAMES, *pack.NAMES}
+    names = {*bench_mxfp8.NAMES, *bench_pack.NAMES}
     assert set(limit.RATIO_LIMITS) <= names
     assert {name for pair in limit.SPEED_UP_LIMITS for name in pair} <= names
     assert limit.ratio_limit("quantize bf16 -> e4m3 rceil", "cpu") == 1.0
     assert limit.ratio_limit("pack boxes of 512 B", "cpu") == 1.3
     assert limit.ratio_limit("pack boxes of 512 B", "cuda") is None
-    assert limit.speed_up_limit(pack.FUSED, pack.UNFUSED, "cpu") == 1.8
-    assert limit.speed_up_limit(pack.FUSED, pack.UNFUSED, "cuda") is None
+    assert limit.speed_up_limit(bench_pack.FUSED, bench_pack.UNFUSED, "cpu") == 1.8
+    assert limit.speed_up_limit(bench_pack.FUSED, bench_pack.UNFUSED, "cuda") is None
 
 
 def finite_blocks(rng: np.random.Generator) -> np.ndarray[Any, np.dtype[Any]]:
@@ -210,7 +212,7 @@ def finite_blocks(rng: np.random.Generator) -> np.ndarray[Any, np.dtype[Any]]:
     finite = every[(every & 0x7F80) != 0x7F80]
     finite = np.concatenate([finite, finite[: -finite.size % 32]])
     zeros = np.tile(np.array([0x0000, 0x8000], np.uint16), 16)
-    weights = mxfp8.weights(1 << 14).astype(BF16).view(np.uint16)
+    weights = bench_mxfp8.weights(1 << 14).astype(BF16).view(np.uint16)
     return np.concatenate([finite, rng.permutation(finite), zeros, weights]).view(BF16)
 
 
@@ -245,7 +247,7 @@ def test_the_numpy_baseline_dequantises_to_the_same_values(rng: np.random.Genera
 
 
 def test_the_numpy_baseline_packs_the_same_bytes(rng: np.random.Generator) -> None:
-    table = pack.box_table(50, 64)
+    table = bench_pack.box_table(50, 64)
     array = rng.integers(0, 1 << 16, table.shape[0], dtype=np.uint16)
     packed = np.zeros(table.total_elems, np.uint16)
     baseline.numpy_pack(baseline.numpy_copies(array, table, packed))
@@ -256,9 +258,9 @@ def test_baselines_run_on_fewer_elements_and_are_compared_a_byte() -> None:
     assert baseline.fewer(64 * 2**20) == 4 * 2**20
     assert baseline.fewer(32) == 32
     assert baseline.fewer(32 * 100) == 32 * 6
-    load = mxfp8.build(HostDevice(), 6400, mxfp8.NAMES, True)
+    load = bench_mxfp8.build(HostDevice(), 6400, bench_mxfp8.NAMES, True)
     numpy_case = next(case for case in load.cases if case.name == "numpy: quantize bf16 -> e4m3 rceil")
-    assert numpy_case.moved_bytes == mxfp8.moved_bytes(384, 2) == 1164
+    assert numpy_case.moved_bytes == bench_mxfp8.moved_bytes(384, 2) == 1164
     assert numpy_case.copy.copied_bytes == 9700  # as large as ours: a small one might stay in cache
     assert "384 elements" in numpy_case.note
     rows = {row.name: row for row in measure(load.cases, 2, HostClock())}
@@ -268,10 +270,10 @@ def test_baselines_run_on_fewer_elements_and_are_compared_a_byte() -> None:
 
 def test_without_torchao_one_line_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(baseline, "version", lambda name: None)
-    found, notes = baseline.torchao_quantize(mxfp8.weights(32).astype(BF16), "rceil")
+    found, notes = baseline.torchao_quantize(bench_mxfp8.weights(32).astype(BF16), "rceil")
     assert found == []
     assert notes == ["torchao is not compared: torch and torchao not installed"]
     monkeypatch.setattr(baseline, "version", lambda name: "1.0" if name == "torch" else None)
-    assert baseline.torchao_quantize(mxfp8.weights(32).astype(BF16), "rceil")[1] == [
+    assert baseline.torchao_quantize(bench_mxfp8.weights(32).astype(BF16), "rceil")[1] == [
         "torchao is not compared: torchao not installed"
     ]

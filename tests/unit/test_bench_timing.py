@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lowshard.bench.device import CudaClock, HostDevice, Yardstick, require_memory
-from lowshard.bench.timing import Case, Copy, HostClock, Pair, Spread, measure, speed_ups
+from lowshard.bench.bench_device import CudaClock, HostDevice, Yardstick, require_memory
+from lowshard.bench.turn_timing import Case, Copy, HostClock, Pair, Spread, measure, speed_ups
 from lowshard.errors import BufferMismatchError
 
 

@@ -26,7 +26,7 @@ from lowshard.comm import Communicator
 from lowshard.comm.nccl import NCCLCommunicator
 from lowshard.comm.staged import StagedCommunicator
 from lowshard.errors import CaptureError
-from lowshard.op.run import run_action
+from lowshard.op.action_run import run_action
 from lowshard.reshard import Refit, Reshard, TensorLayout, build_reshard_plan, execute_reshard_plan
 from lowshard.solver import pick
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lowshard.box import Box, contains
-from lowshard.checkpoint.share import disjoint, shares
+from lowshard.checkpoint.read_shares import disjoint, shares
 from lowshard.tiling import Tiling
 from lowshard.weights import ShardingStrategy
 

@@ -21,7 +21,7 @@ import lowshard
 
 pytest.importorskip("numba", reason="numba is not there to be imported")
 
-from lowshard.kernels.cpu.engine import vector_bits
+from lowshard.kernels.cpu.cpu_engine import vector_bits
 
 LIMIT_S = 100.0
 PACKAGE = Path(lowshard.__file__).parent

@@ -36,7 +36,7 @@ from lowshard.kernels.plain import PlainEngine
 
 pytest.importorskip("numba", reason="numba is not there to be imported")
 
-from lowshard.kernels.cpu import engine as cpu_engine
+from lowshard.kernels.cpu import cpu_engine as cpu_engine
 from lowshard.kernels.cpu.gather import SHORT_RUN_BYTES, STAGED, THROUGH_CACHES, WHOLE_LINES
 from lowshard.kernels.runs import lower
 

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 from support import mode
 
-from lowshard.kernels.cuda.module import COMPILER_OPTIONS, SOURCES, source
+from lowshard.kernels.cuda.cuda_module import COMPILER_OPTIONS, SOURCES, source
 
 ARCHES = (80, 86, 89, 90, 100, 103, 120)
 MAIN_ARCH = 90

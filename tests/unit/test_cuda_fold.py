@@ -18,8 +18,8 @@ from lowshard import dtypes
 from lowshard.comm import reduction
 from lowshard.comm.reduction import fold
 from lowshard.errors import CommError
-from lowshard.kernels.cuda.engine import MOST_FOLDED
-from lowshard.kernels.cuda.module import program_of, source
+from lowshard.kernels.cuda.cuda_engine import MOST_FOLDED
+from lowshard.kernels.cuda.cuda_module import program_of, source
 
 pytestmark = pytest.mark.skipif(
     shutil.which("g++") is None, reason="g++, which builds the kernels, is not on PATH"

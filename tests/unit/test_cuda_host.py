@@ -50,9 +50,9 @@ from lowshard.kernels import (
     unswizzle_scales,
 )
 from lowshard.kernels import engine as engine_module
-from lowshard.kernels.cuda import engine as cuda_engine
-from lowshard.kernels.cuda import table as cuda_table
-from lowshard.kernels.cuda.module import SOURCES, source
+from lowshard.kernels.cuda import cuda_engine as cuda_engine
+from lowshard.kernels.cuda import cuda_table as cuda_table
+from lowshard.kernels.cuda.cuda_module import SOURCES, source
 from lowshard.kernels.plain import PlainEngine
 from lowshard.kernels.runs import RunTable
 
@@ -92,7 +92,7 @@ def test_a_source_handed_to_the_compiler_includes_no_file() -> None:
 def test_the_engine_can_be_imported_without_cupy_and_numba() -> None:
     code = (
         "import sys; sys.modules['cupy'] = sys.modules['numba'] = None\n"
-        "import lowshard.kernels, lowshard.kernels.cuda.engine, lowshard.kernels.cuda.module\n"
+        "import lowshard.kernels, lowshard.kernels.cuda.cuda_engine, lowshard.kernels.cuda.cuda_module\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 

@@ -24,7 +24,7 @@ from support.host_kernels import (
 
 from lowshard.kernels import cast, sum_into
 from lowshard.kernels import engine as engine_module
-from lowshard.kernels.cuda import engine as cuda_engine
+from lowshard.kernels.cuda import cuda_engine as cuda_engine
 from lowshard.kernels.plain import PlainEngine
 
 pytestmark = pytest.mark.skipif(

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from lowshard import DeviceMesh, Layout
-from lowshard.demo import encoder, picture, report
-from lowshard.demo.progress import Progress
-from lowshard.demo.report import Accuracy, DemoReport, MatrixView, PhaseRow
+from lowshard.demo import demo_picture, demo_report, encoder
+from lowshard.demo.demo_report import Accuracy, DemoReport, MatrixView, PhaseRow
+from lowshard.demo.progress_bar import Progress
 from lowshard.demo.source import SYNTHETIC_CONFIG
 from lowshard.errors import CheckpointError
 
@@ -64,7 +64,7 @@ def whole() -> DemoReport:
 
 def test_a_report_is_the_same_after_json(whole: DemoReport, tmp_path: Path) -> None:
     assert DemoReport.from_json(whole.to_json()) == whole
-    report.write_json(whole, tmp_path / "new" / "demo.json")
+    demo_report.write_json(whole, tmp_path / "new" / "demo.json")
     text = (tmp_path / "new" / "demo.json").read_text()
     assert json.loads(text) == whole.to_json()
     assert DemoReport.from_json(json.loads(text)) == whole
@@ -96,7 +96,7 @@ def render(demo: DemoReport, width: int = 110) -> str:
     from rich.console import Console
 
     out = io.StringIO()
-    report.render_table(demo, Console(file=out, width=width))
+    demo_report.render_table(demo, Console(file=out, width=width))
     return out.getvalue()
 
 
@@ -128,7 +128,7 @@ def png_size(path: Path) -> tuple[int, int]:
 
 
 def test_the_picture_is_a_png_of_a_sensible_size(whole: DemoReport, tmp_path: Path) -> None:
-    picture.draw(whole, tmp_path / "demo.png")
+    demo_picture.draw(whole, tmp_path / "demo.png")
     assert png_size(tmp_path / "demo.png") == (1950, 1260)
     assert 50_000 < (tmp_path / "demo.png").stat().st_size < 1_000_000
     assert [path.name for path in tmp_path.iterdir()] == ["demo.png"]
@@ -151,7 +151,7 @@ def test_the_picture_can_be_drawn_of_little_and_of_odd_reports(whole: DemoReport
         replace(whole, rows=(replace(whole.rows[0], gb_per_s=0.0, ok=False),), memcpy_gb_per_s=0.0),
     )
     for demo in odd:
-        picture.draw(demo, tmp_path / "demo.png")
+        demo_picture.draw(demo, tmp_path / "demo.png")
         assert png_size(tmp_path / "demo.png") == (1950, 1260)
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from lowshard.demo import source as module
-from lowshard.demo.progress import Progress
+from lowshard.demo.progress_bar import Progress
 from lowshard.demo.source import (
     OFFER,
     SYNTHETIC_CONFIG,

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from lowshard.launch.check import run_python
 from lowshard.launch.check_library import check_loaded, check_lowshard
 from lowshard.launch.check_machine import nccl_advice
 from lowshard.launch.check_mpi import check_autogroup, check_sharing, sharing_finding
+from lowshard.launch.doctor_finding import run_python
 from lowshard.launch.mpiexec import MpiInstall
 
 

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from lowshard.errors import BadGrid, DTypeError, LayoutError, LowshardError, ShardingError
 from lowshard.fsdp import FlatPlan, Param, Precision, ShardingStrategy
-from lowshard.fsdp.model import ModelPlan
+from lowshard.fsdp.flat_plan import flat_boxes
 from lowshard.fsdp.norm import add_exactly, block_sums, power_sum, value_of
-from lowshard.fsdp.plan import flat_boxes
-from lowshard.fsdp.tally import Tally
+from lowshard.fsdp.tree_sum import Tally
+from lowshard.fsdp.unit_layout import ModelPlan
 
 shapes = st.lists(st.integers(0, 9), max_size=3).map(tuple)
 

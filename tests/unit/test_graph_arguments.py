@@ -12,7 +12,7 @@ from lowshard import DeviceMesh, LowshardError, Partial, Replicated, Sharded
 from lowshard.errors import LayoutError
 from lowshard.op import prove
 from lowshard.solver import Graph, GraphSolver, GreedyReshard, Rates, solve_graph
-from lowshard.solver.graph import graph as limits
+from lowshard.solver.graph import bound_graph as limits
 
 TP = DeviceMesh((2,), ("tp",))
 NO_SHAPES: tuple[Any, ...] = (

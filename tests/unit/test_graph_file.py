@@ -14,9 +14,9 @@ from lowshard.cli import main
 from lowshard.cost import ClusterProfile
 from lowshard.errors import LayoutError, MeshError, SolverError
 from lowshard.solver import GraphPlan, GraphSolver, GreedyReshard, solve_graph
-from lowshard.solver.cli import parse_bytes, parse_mesh
-from lowshard.solver.graph.file import examples, load_graph
-from lowshard.solver.graph.plan import folded, rows
+from lowshard.solver.graph.graph_file import examples, load_graph
+from lowshard.solver.graph.graph_plan import folded, rows
+from lowshard.solver.solve_command import parse_bytes, parse_mesh
 
 MLP = """
 name: small
@@ -200,7 +200,7 @@ sys.modules["scipy"] = None
 from lowshard import DeviceMesh
 from lowshard.errors import DependencyError
 from lowshard.solver import Graph, GraphSolver
-from lowshard.solver.graph.file import load_graph
+from lowshard.solver.graph.graph_file import load_graph
 graph, sizes = load_graph("mlp")
 mesh = DeviceMesh((4,), ("tp",))
 free = GraphSolver().solve(graph, mesh, sizes)

@@ -274,7 +274,7 @@ def test_an_op_along_the_cut_dim_does_not_gather_it(op: str) -> None:
     plan = GraphSolver().solve(g, TP)
     assert codes(plan, "y")[0].startswith("S")
     whole = plan.layout("x").size_bytes
-    from lowshard.solver.graph.plan import moved_bytes
+    from lowshard.solver.graph.graph_plan import moved_bytes
 
     assert moved_bytes(plan) < 0.25 * whole  # a gather brings every rank 3/4 of it
     prove(plan)

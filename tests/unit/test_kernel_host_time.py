@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from lowshard.kernels import MXFP8Tensor, SwizzledMXFP8, dequantize_mxfp8, quantize_mxfp8
-from lowshard.kernels.cuda import engine as cuda_engine
+from lowshard.kernels.cuda import cuda_engine as cuda_engine
 
 LIMIT_US = 15.0
 """Of a quiet machine; a test run is none, so twice that is allowed here."""

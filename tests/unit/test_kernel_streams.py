@@ -16,8 +16,8 @@ from support.fake_cupy import StreamedCupy
 from lowshard import kernels
 from lowshard.errors import KernelError, StreamError
 from lowshard.kernels import MXFP8Tensor, SwizzledMXFP8
-from lowshard.kernels.cuda.module import CuPyLauncher
-from lowshard.kernels.stream import Stream, takes_stream
+from lowshard.kernels.cuda.cuda_module import CuPyLauncher
+from lowshard.kernels.kernel_stream import Stream, takes_stream
 
 CALLS = [name for name in kernels.__all__ if isinstance(getattr(kernels, name), FunctionType)]
 

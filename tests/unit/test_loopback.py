@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from lowshard.comm.interface import interface_addresses, is_loopback
-from lowshard.launch import loopback
-from lowshard.launch.loopback import move_to_loopback
+from lowshard.launch import loopback_sockets
+from lowshard.launch.loopback_sockets import move_to_loopback
 
 pytestmark = pytest.mark.time_limit(60)
 
@@ -64,7 +64,7 @@ def test_all_that_others_could_reach_is_moved_and_goes_on_working() -> None:
             for host in public:
                 with pytest.raises(ConnectionRefusedError):
                     said_at(host, port)
-        assert loopback._public_fds(pid) == []
+        assert loopback_sockets._public_fds(pid) == []
         assert move_to_loopback(pid)
 
 
@@ -74,7 +74,7 @@ def test_ipv6_is_moved_to_its_own_loopback() -> None:
         assert said_at("::1", port) == "::"
         assert move_to_loopback(pid)
         assert said_at("::1", port) == "::1"
-        assert loopback._public_fds(pid) == []
+        assert loopback_sockets._public_fds(pid) == []
 
 
 # Listens as MPICH's mpiexec does, without SO_REUSEADDR, and answers on each connection as long as that lasts.
@@ -166,7 +166,7 @@ def test_while_a_socket_is_closed_nobody_takes_its_port_and_who_connects_waits(
 # Starts a process as the launcher starts mpiexec, stops it as it does, and dies at that moment.
 _DYING_LAUNCHER = """
 import os, signal, subprocess, sys
-from lowshard.launch.loopback import _stopped
+from lowshard.launch.loopback_sockets import _stopped
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], process_group=0)
 with _stopped(child.pid) as stopped:
     print(child.pid, stopped, flush=True)
@@ -195,7 +195,7 @@ def is_there(pid: str) -> bool:
 
 
 def test_where_the_kernel_refuses_the_socket_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loopback, "_PIDFD_GETFD", 10_000)  # a system call that there is not
+    monkeypatch.setattr(loopback_sockets, "_PIDFD_GETFD", 10_000)  # a system call that there is not
     with listener("0.0.0.0") as (pid, [port]):
         assert not move_to_loopback(pid)
         assert said_at("127.0.0.1", port) == "0.0.0.0"

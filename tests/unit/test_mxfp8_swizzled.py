@@ -72,7 +72,7 @@ def test_every_mode_and_lowest_byte(combo, lowest):
 @pytest.mark.parametrize("streaming", [None, True, False])
 def test_a_matrix_of_many_tiles(streaming, engine, monkeypatch):
     # Of Numba's engine: bands of 256 rows, and a last one of 76.
-    monkeypatch.setattr("lowshard.kernels.cpu.engine.BAND_BYTES", 32 << 10)
+    monkeypatch.setattr("lowshard.kernels.cpu.cpu_engine.BAND_BYTES", 32 << 10)
     x = matrix(engine.pick((1100, 4096), (332, 1056)), "bfloat16")
     assert_two_steps(quantize_mxfp8(x, scale_layout="128x4", streaming=streaming), x)
 

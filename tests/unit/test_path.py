@@ -16,8 +16,8 @@ from lowshard.box import contains, intersect, volume
 from lowshard.cost import ClusterProfile, Curve, Piece
 from lowshard.errors import PlanError
 from lowshard.placement import parse_placement
-from lowshard.price import Prices, prices_of
-from lowshard.redistribute import RedistributePlan
+from lowshard.redistribute_plan import RedistributePlan
+from lowshard.step_cost import Prices, prices_of
 
 PROFILE = ClusterProfile.default()
 

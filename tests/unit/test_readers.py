@@ -15,8 +15,8 @@ from support import mode, outside_data
 from lowshard import DeviceMesh, LowshardError
 from lowshard.errors import CheckpointError, LayoutError, MeshError, PlanError
 from lowshard.reading import READERS, read_text
-from lowshard.reshard.seat import Grid
-from lowshard.solver.graph.file import load_graph
+from lowshard.reshard.rank_grid import Grid
+from lowshard.solver.graph.graph_file import load_graph
 
 ROOT = Path(__file__).resolve().parents[2]
 CASES = 10_000 if mode.full() else 120
@@ -28,8 +28,8 @@ ELSEWHERE = {
     "lowshard/document.py": "the parser of YAML",
     "lowshard/checkpoint/header.py": "safetensors headers: tests/unit/test_checkpoint_header.py",
     "lowshard/rules/golden.py": "dumps: tests/unit/test_rules_fuzz.py",
-    "lowshard/weights/cli.py": "a report that our own rank wrote",
-    "lowshard/weights/convert.py": "settings for our own ranks",
+    "lowshard/weights/reshard_command.py": "a report that our own rank wrote",
+    "lowshard/weights/checkpoint_convert.py": "settings for our own ranks",
     "lowshard/weights/save.py": "rows of our own ranks",
     "lowshard/comm/agreement.py": "between ranks",
     "lowshard/comm/late_comparison.py": "between ranks",

@@ -11,7 +11,7 @@ import pytest
 from lowshard.errors import KernelError
 from lowshard.kernels import dequantize_mxfp8, quantize_mxfp8, swizzle_scales
 from lowshard.reshard import SwizzledMXFP8, ensure_sendable, scale_slice_from_data_slice
-from lowshard.reshard.transform import swizzled_places
+from lowshard.reshard.mxfp8_transform import swizzled_places
 
 ORACLE = Path(__file__).resolve().parents[3] / "shared" / "oracles" / "megatron_reshard.json"
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lowshard.bench.plan import cases, measure_plan
+from lowshard.bench.bench_plan import cases, measure_plan
 from lowshard.cli import main
 from lowshard.cost import ClusterProfile
 from lowshard.errors import LayoutError, PlanError
@@ -19,7 +19,7 @@ from lowshard.reshard import (
     simulate,
     ssm_state_layouts,
 )
-from lowshard.reshard.model import dense
+from lowshard.reshard.model_tables import dense
 
 ORACLE = Path(__file__).resolve().parents[3] / "shared" / "oracles" / "megatron_reshard.json"
 needs_oracle = pytest.mark.skipif(not ORACLE.exists(), reason=f"{ORACLE} is not there")

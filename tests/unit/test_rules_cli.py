@@ -13,8 +13,8 @@ import pytest
 
 from lowshard import cli
 from lowshard.rules import load_rules
+from lowshard.rules.checkpoint_rules import tensor_layouts
 from lowshard.rules.golden import read_dump
-from lowshard.rules.parameter import tensor_layouts
 
 HERE = Path(__file__).resolve().parents[1] / "goldens"
 LOGICAL = str(HERE / "ep-as-cp-8" / "logical_shardings.json")

@@ -13,18 +13,18 @@ from lowshard import DeviceMesh, Layout
 from lowshard.errors import CheckpointError
 from lowshard.rules import CheckReport, LogicalTensor, RulesError, load_rules, make_rules, parse_rules
 from lowshard.rules.binding import largest_divisor
-from lowshard.rules.checkpoint import checkpoint_tensors
-from lowshard.rules.comparison import compare_dumps
-from lowshard.rules.golden import dump_text, named_shardings, parse_dump
-from lowshard.rules.holding import find_holding, ranks_text
-from lowshard.rules.parameter import (
+from lowshard.rules.checkpoint_names import checkpoint_tensors
+from lowshard.rules.checkpoint_rules import (
     checkpoint_layouts,
     name_tensors,
     split_unit,
     tensor_layouts,
     unit_layouts,
 )
-from lowshard.rules.tensor import as_tensors, group_name, short_name
+from lowshard.rules.comparison import compare_dumps
+from lowshard.rules.golden import dump_text, named_shardings, parse_dump
+from lowshard.rules.holding import find_holding, ranks_text
+from lowshard.rules.logical_tensor import as_tensors, group_name, short_name
 
 RULES = """
 mesh_axes: [data, fsdp, tensor]
@@ -430,7 +430,7 @@ def test_ranks_are_written_short(ranks: tuple[int, ...], text: str) -> None:
 
 def test_a_picture_is_a_png_or_an_svg(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="pictures need the plot extra")
-    from lowshard.rules.picture import draw_holding
+    from lowshard.rules.holding_picture import draw_holding
 
     layout = Layout.from_spec(DeviceMesh((2, 2), ("x", "y")), (4, 6, 5), "float32", ("x", "y"))
     draw_holding(find_holding(layout, "w"), tmp_path / "a.png")

@@ -19,10 +19,10 @@ from support.nccl_stand_in import Host, StandInCommunicator, World, run_staged, 
 
 from lowshard.comm import Communicator
 from lowshard.comm.nccl_bindings import Binding
-from lowshard.selftest import runner, streams, threads
+from lowshard.selftest import runner, step_streams, step_threads
+from lowshard.selftest.comparisons import Tally
 from lowshard.selftest.every_collective import EveryCollective
-from lowshard.selftest.setting import Setting
-from lowshard.selftest.tally import Tally
+from lowshard.selftest.step_setting import Setting
 
 # Starts processes, one a millisecond for some seconds, and does not end when it is asked to.
 _BREEDER = """
@@ -104,7 +104,7 @@ def setting() -> Setting:
 
 def test_nccl_ranks_as_threads_run_every_collective(nccl_version: list[int]) -> None:
     tally = Tally()
-    threads.run(setting(), tally)
+    step_threads.run(setting(), tally)
     assert tally.wrong == 0, tally.findings
     assert tally.checks > 900
     assert "2 and 4 ranks through NCCL" in tally.summary
@@ -113,14 +113,14 @@ def test_nccl_ranks_as_threads_run_every_collective(nccl_version: list[int]) -> 
 def test_an_older_nccl_runs_one_rank_and_says_why(nccl_version: list[int]) -> None:
     nccl_version[0] = 22809
     tally = Tally()
-    threads.run(setting(), tally)
+    step_threads.run(setting(), tally)
     assert tally.wrong == 0, tally.findings
     assert tally.summary.endswith("1 ranks through NCCL; several ranks on one GPU need NCCL 2.30.3 or newer")
 
 
 def test_started_calls_run_on_side_streams(nccl_version: list[int]) -> None:
     tally = Tally()
-    streams.run(setting(), tally)
+    step_streams.run(setting(), tally)
     assert tally.wrong == 0, tally.findings
     assert tally.checks == 61
 

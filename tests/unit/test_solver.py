@@ -36,7 +36,7 @@ from lowshard.solver import (
     pick,
     solver,
 )
-from lowshard.solver.budget import needed_bytes
+from lowshard.solver.device_budget import needed_bytes
 
 R, P = Replicated(), Partial("sum")
 Rng = np.random.Generator

@@ -11,7 +11,7 @@ from support import engines
 from lowshard.errors import BufferMismatchError, KernelError
 from lowshard.kernels import adamw_step, sgd_step
 from lowshard.kernels import engine as engine_module
-from lowshard.kernels import step as step_module
+from lowshard.kernels import optimizer_step as step_module
 from lowshard.kernels.plain import PlainEngine
 
 engine = engines.fixture()

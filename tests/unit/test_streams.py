@@ -21,7 +21,7 @@ from lowshard.comm.nccl import NCCLCommunicator
 from lowshard.comm.staged import StagedCommunicator
 from lowshard.errors import CommError, StreamError
 from lowshard.gpu_stream import on_stream
-from lowshard.op.run import run_action
+from lowshard.op.action_run import run_action
 from lowshard.pool import BufferPool
 from lowshard.reshard import Refit, TensorLayout, build_reshard_plan, execute_reshard_plan
 from lowshard.solver import pick

@@ -14,7 +14,7 @@ import pytest
 
 from lowshard import cli
 from lowshard.errors import LaunchError
-from lowshard.launch.threads import run_threads
+from lowshard.launch.thread_ranks import run_threads
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 30.0
@@ -126,7 +126,7 @@ def test_the_first_failure_gives_the_exit_code_and_is_told_last(
     assert "PeerFailed: rank 1 failed" in err
     if how == "raise":
         assert rest[-1] == "ValueError: boom"
-        assert not any("threads.py" in line for line in rest[rest.index("--- rank 1") :])
+        assert not any("thread_ranks.py" in line for line in rest[rest.index("--- rank 1") :])
 
 
 def test_ranks_that_are_busy_are_not_waited_for(tmp_path: Path) -> None:

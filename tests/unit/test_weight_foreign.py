@@ -15,7 +15,7 @@ from support.checkpoints import attention_and_more, local_of, same, save_over, v
 
 from lowshard.box import Box, full_box, relative_slices, shape_of
 from lowshard.checkpoint import Catalog
-from lowshard.checkpoint.share import shares, with_whole_rows
+from lowshard.checkpoint.read_shares import shares, with_whole_rows
 from lowshard.errors import CheckpointError, PeerFailed
 from lowshard.kernels.buffer import address
 from lowshard.tiling import Tiling

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from lowshard.kernels import MXFP8Tensor, dequantize_mxfp8, quantize_mxfp8
 from lowshard.weights import Quantization, Segment, ShardingStrategy, Weight, scale_strategy
-from lowshard.weights.rule import ExpertRange, Owned
+from lowshard.weights.cut_rules import ExpertRange, Owned
 
 S = ShardingStrategy
 Q = Quantization

@@ -16,9 +16,9 @@ from support.fsdp_kit import STRATEGIES, UNITS, filler, fits
 
 from lowshard import comm as lc
 from lowshard.fsdp import FSDP, SGD, AdamW, Param, Precision, ShardingStrategy, Slot
+from lowshard.fsdp.fsdp_strategy import Grid
 from lowshard.fsdp.links import Links
 from lowshard.fsdp.opening import Opener
-from lowshard.fsdp.strategy import Grid
 from lowshard.kernels import dequantize_mxfp8, quantize_mxfp8
 
 STEPS = 10

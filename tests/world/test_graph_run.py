@@ -19,8 +19,8 @@ from lowshard.errors import (
     VerificationError,
 )
 from lowshard.op import prove, run_graph, run_unsharded
-from lowshard.op.graph import needed_steps, random_inputs, shard, whole
-from lowshard.redistribute import plan_redistribute
+from lowshard.op.graph_run import needed_steps, random_inputs, shard, whole
+from lowshard.redistribute_plan import plan_redistribute
 from lowshard.solver import (
     Graph,
     GraphPlan,
@@ -30,7 +30,7 @@ from lowshard.solver import (
     force_replicated,
     solve_graph,
 )
-from lowshard.solver.graph.file import load_graph
+from lowshard.solver.graph.graph_file import load_graph
 
 SMALL = {"mlp": {"tokens": 12}, "attention": {"batch": 2, "length": 8}}
 

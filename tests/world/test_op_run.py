@@ -18,7 +18,7 @@ from lowshard.errors import (
     MismatchError,
 )
 from lowshard.op import run_action
-from lowshard.op.part import _GROUPS
+from lowshard.op.op_part import _GROUPS
 from lowshard.solver import GreedyReshard, pick
 
 MESH = DeviceMesh((2,), ("tp",))

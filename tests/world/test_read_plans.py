@@ -36,16 +36,16 @@ from lowshard.comm import Communicator, run_loopback
 from lowshard.errors import LowshardError, PlanError
 from lowshard.exchange import Exchange
 from lowshard.fsdp import Param
-from lowshard.fsdp.plan import FlatPlan
-from lowshard.op.graph import prove
+from lowshard.fsdp.flat_plan import FlatPlan
+from lowshard.op.graph_run import prove
 from lowshard.reading import READERS
-from lowshard.redistribute import Step
+from lowshard.redistribute_plan import Step
 from lowshard.reshard import execute_reshard_plan
-from lowshard.reshard.plan import ReshardPlan
+from lowshard.reshard.reshard_plan import ReshardPlan
 from lowshard.solver import Action, GraphPlan, GraphSolver
 from lowshard.solver.table import RULES
 from lowshard.weights import LoadPlan, load, plan_load
-from lowshard.weights.plan import STRATEGIES
+from lowshard.weights.load_plan import STRATEGIES
 
 CASES = 10_000 if mode.full() else 150
 PLANS = 40

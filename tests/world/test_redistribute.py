@@ -33,7 +33,7 @@ from lowshard.box import Split
 from lowshard.cost import ClusterProfile
 from lowshard.errors import BufferMismatchError, DTypeError, MeshError, MismatchError, PlanError
 from lowshard.placement import mean_weight, parse_placement
-from lowshard.redistribute import RedistributePlan
+from lowshard.redistribute_plan import RedistributePlan
 
 PROFILE = ClusterProfile.default()
 

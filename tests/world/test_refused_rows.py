@@ -12,32 +12,32 @@ from lowshard import DeviceMesh, Layout, Partial, Replicated, Sharded
 from lowshard import comm as lc
 from lowshard.op import run_action, unsharded
 from lowshard.solver import REFUSED, AxisAssignment, Result, action_set, build_action_set
-from lowshard.solver.table import elementwise, index, product, reduction, shape
+from lowshard.solver.table import elementwise_rules, index_rules, product_rules, reduction_rules, shape_rules
 
 R, P, AVG = Replicated(), Partial("sum"), Partial("avg")
 S0, S1, S2 = Sharded(0), Sharded(1), Sharded(2)
 
 CASES: list[tuple[Any, str, list[tuple[int, ...]], dict[str, Any], tuple[Any, ...], Any]] = [
-    (elementwise.ONE_SIDED, "add", [(4, 8), (4, 8)], {}, (S0, R), S0),
-    (elementwise.ONE_SIDED, "mul", [(4, 8), (4, 8)], {}, (R, S1), S1),
-    (elementwise.ONE_SIDED, "where", [(4, 8)] * 3, {}, (S0, R, R), S0),
-    (index.CROSS, "gather", [(8, 4), (8,)], {"axis": 0}, (S1, S0), S0),
+    (elementwise_rules.ONE_SIDED, "add", [(4, 8), (4, 8)], {}, (S0, R), S0),
+    (elementwise_rules.ONE_SIDED, "mul", [(4, 8), (4, 8)], {}, (R, S1), S1),
+    (elementwise_rules.ONE_SIDED, "where", [(4, 8)] * 3, {}, (S0, R, R), S0),
+    (index_rules.CROSS, "gather", [(8, 4), (8,)], {"axis": 0}, (S1, S0), S0),
     (
-        product.GROUPED_CHANNELS,
+        product_rules.GROUPED_CHANNELS,
         "conv2d",
         [(2, 4, 4, 4), (1, 1, 2, 4)],
         {"groups": 2},
         (R, Sharded(3)),
         Sharded(3),
     ),
-    (reduction.CUMSUM, "cumsum", [(4, 8)], {"axis": 0}, (S0,), P),
-    (reduction.UNEVEN_MEAN, "mean", [(5, 8)], {"axis": 0}, (S0,), AVG),
-    (shape.CONCAT, "concat", [(4, 2), (4, 2)], {"axis": 0}, (S0, S0), S0),
-    (shape.SPLIT, "split", [(8, 4)], {"sizes": [4, 4], "axis": 0}, (S0,), S0),
-    (shape.MINOR, "reshape", [(4, 8)], {"shape": [32]}, (S1,), S0),
-    (shape.MINOR, "reshape", [(6, 8, 16)], {"shape": [6, 128]}, (S2,), S1),
-    (shape.UNALIGNED, "reshape", [(6, 8)], {"shape": [48]}, (S0,), S0),
-    (shape.REPEATED, "tile", [(4, 8)], {"repeats": [2, 1]}, (S0,), S0),
+    (reduction_rules.CUMSUM, "cumsum", [(4, 8)], {"axis": 0}, (S0,), P),
+    (reduction_rules.UNEVEN_MEAN, "mean", [(5, 8)], {"axis": 0}, (S0,), AVG),
+    (shape_rules.CONCAT, "concat", [(4, 2), (4, 2)], {"axis": 0}, (S0, S0), S0),
+    (shape_rules.SPLIT, "split", [(8, 4)], {"sizes": [4, 4], "axis": 0}, (S0,), S0),
+    (shape_rules.MINOR, "reshape", [(4, 8)], {"shape": [32]}, (S1,), S0),
+    (shape_rules.MINOR, "reshape", [(6, 8, 16)], {"shape": [6, 128]}, (S2,), S1),
+    (shape_rules.UNALIGNED, "reshape", [(6, 8)], {"shape": [48]}, (S0,), S0),
+    (shape_rules.REPEATED, "tile", [(4, 8)], {"repeats": [2, 1]}, (S0,), S0),
 ]
 
 

@@ -29,7 +29,7 @@ from lowshard.errors import (
 )
 from lowshard.tiling import Tiling
 from lowshard.weights import LoadPlan, LoadReport, ShardingStrategy, load, plan_load, remove_leftovers, save
-from lowshard.weights.plan import STRATEGIES
+from lowshard.weights.load_plan import STRATEGIES
 
 S = ShardingStrategy
 INDEX = "lowshard.index.json"

@@ -26,9 +26,9 @@ from lowshard.kernels import quantize_mxfp8
 from lowshard.reshard import TensorLayout, build_reshard_plan
 from lowshard.tiling import Tiling
 from lowshard.weights import NamePatterns, Sizes, load, plan_load
-from lowshard.weights.cli import parse_size
-from lowshard.weights.convert import Settings, convert
-from lowshard.weights.grid import Grid
+from lowshard.weights.checkpoint_convert import Settings, convert
+from lowshard.weights.checkpoint_grid import Grid
+from lowshard.weights.reshard_command import parse_size
 from lowshard.weights.ruled import RuledGrid
 
 ROOT = Path(__file__).resolve().parents[2]

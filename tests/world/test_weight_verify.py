@@ -13,10 +13,10 @@ from support import mode
 from support.checkpoints import on_ranks, save_over, values_of
 
 from lowshard.checkpoint import Catalog
-from lowshard.checkpoint.checksum import chain, crc32, joined, sum_of
+from lowshard.checkpoint.crc import chain, crc32, joined, sum_of
 from lowshard.errors import CheckpointError
 from lowshard.weights import LoadReport, ShardingStrategy, load, plan_load
-from lowshard.weights.plan import STRATEGIES
+from lowshard.weights.load_plan import STRATEGIES
 
 S = ShardingStrategy
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from lowshard.solver.graph.graph import BoundGraph, Graph, Tensor
-from lowshard.solver.graph.plan import GraphMove, GraphPlan
-from lowshard.solver.graph.solver import GraphSolver, solve_graph
-from lowshard.solver.graph.timing import Rates
+from lowshard.solver.graph.bound_graph import BoundGraph, Graph, Tensor
+from lowshard.solver.graph.graph_plan import GraphMove, GraphPlan
+from lowshard.solver.graph.graph_rates import Rates
+from lowshard.solver.graph.graph_solver import GraphSolver, solve_graph
 
 __all__ = ["BoundGraph", "Graph", "GraphMove", "GraphPlan", "GraphSolver", "Rates", "Tensor", "solve_graph"]

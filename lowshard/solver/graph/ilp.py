@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lowshard.errors import DependencyError, SolverError
-from lowshard.solver.graph.schedule import Assignment
+from lowshard.solver.graph.graph_schedule import Assignment
 from lowshard.solver.graph.space import Space
 
 COLUMNS_MOST = 150_000

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from lowshard.solver.graph.elimination import BIG, CELLS_MOST, Factor, TooWideError, eliminate
-from lowshard.solver.graph.schedule import Assignment
+from lowshard.solver.graph.graph_schedule import Assignment
 from lowshard.solver.graph.space import Space
 
 _USES_CELLS = 1 << 21

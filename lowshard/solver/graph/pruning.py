@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from lowshard.solver.graph.elimination import BIG, Factor, eliminate, marginals
-from lowshard.solver.graph.schedule import Assignment
+from lowshard.solver.graph.graph_schedule import Assignment
 from lowshard.solver.graph.space import Space
 
 _CELLS_MOST = 1 << 25

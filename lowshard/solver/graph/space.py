@@ -18,8 +18,8 @@ from lowshard.mesh import DeviceMesh
 from lowshard.placement import Partial, Placement, ReduceOp, Replicated, Sharded
 from lowshard.solver.action import Action, action_set
 from lowshard.solver.assignment import AxisAssignment, Result, Style
-from lowshard.solver.graph.graph import BoundGraph, Node
-from lowshard.solver.graph.timing import Timing, largest_bytes, temporary_bytes
+from lowshard.solver.graph.bound_graph import BoundGraph, Node
+from lowshard.solver.graph.graph_rates import Timing, largest_bytes, temporary_bytes
 from lowshard.solver.table import Rules, check_rules
 from lowshard.solver.transition import Prices
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from lowshard.solver.table import elementwise, index, product, reduction, shape
-from lowshard.solver.table.rule import (
+from lowshard.solver.table import elementwise_rules, index_rules, product_rules, reduction_rules, shape_rules
+from lowshard.solver.table.op_rule import (
     RULES,
     Call,
     Offer,
@@ -20,15 +20,15 @@ __all__ = [
 ]  # fmt: skip
 
 REFUSED: tuple[Refused, ...] = (
-    elementwise.ONE_SIDED,
-    index.CROSS,
-    product.GROUPED_CHANNELS,
-    reduction.CUMSUM,
-    reduction.UNEVEN_MEAN,
-    shape.CONCAT,
-    shape.SPLIT,
-    shape.MINOR,
-    shape.UNALIGNED,
-    shape.REPEATED,
+    elementwise_rules.ONE_SIDED,
+    index_rules.CROSS,
+    product_rules.GROUPED_CHANNELS,
+    reduction_rules.CUMSUM,
+    reduction_rules.UNEVEN_MEAN,
+    shape_rules.CONCAT,
+    shape_rules.SPLIT,
+    shape_rules.MINOR,
+    shape_rules.UNALIGNED,
+    shape_rules.REPEATED,
 )
 """Published rows that are offered nowhere, because running them gives other values than the unsharded op."""

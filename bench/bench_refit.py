@@ -1,0 +1,240 @@
+"""`lowshard bench refit`: reshards of a model between layouts, beside a copy of as many bytes."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from lowshard.errors import LowshardError
+
+if TYPE_CHECKING:
+    from lowshard.bench.bench_seat import Seat
+
+DESCRIPTION = """\
+Moves a model of 268 MB (--size) between layouts of tensor parallelism, on ranks it starts itself or on those of the
+MPI job it runs in: TP2 to TP4 and back, by rows and by columns, in 16 tensors and in 1,024. Sources lie in memory
+that neighbours see ("shown", arrays of comm.empty) or not ("private"); "mxfp8" quantises before sending. Each
+round is followed by a copy, on every rank, of as many bytes as it gets; x memcpy is the median of the ratios.
+"""
+PREDICT = """\
+The last columns compare each row with the time that the plan is predicted to take by a cluster profile (lowshard
+bench profile) without running it.
+"""
+EPILOG = "Exit codes: 0 done, 1 a row misses its limit (with --check), 2 wrong usage, 70 a rank died, 130 interrupted."
+LIMIT = 1.6
+"""x memcpy that is promised at 4 ranks on one node."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One reshard, measured.
+
+    Attributes:
+        name: of the case.
+        memory: "shown" or "private".
+        moved_bytes: what all ranks get, whether from others or themselves.
+        sent_bytes: what goes between ranks, on the wire.
+        prepare_s: making it ready, once.
+        seconds: of each round: from the first rank's start to the last one's end.
+        memcpy_s: of the copies, likewise.
+        predicted_s: by the profile; None without one.
+        limit: x memcpy that is promised, or None.
+    """
+
+    name: str
+    memory: str
+    moved_bytes: int
+    sent_bytes: int
+    prepare_s: float
+    seconds: tuple[float, ...]
+    memcpy_s: tuple[float, ...]
+    predicted_s: float | None
+    limit: float | None
+
+    @property
+    def ratio(self) -> float:
+        """x memcpy: the median over rounds."""
+        return float(np.median([a / b for a, b in zip(self.seconds, self.memcpy_s, strict=True)]))
+
+    @property
+    def median_s(self) -> float:
+        """Median time of a round."""
+        return float(np.median(self.seconds))
+
+
+def add_refit_parser(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `refit`."""
+    parser = benches.add_parser(
+        "refit", help="reshard a model between layouts", description=DESCRIPTION + PREDICT, epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.add_argument("--ranks", type=int, metavar="N", help="ranks to start (default 4)")
+    parser.add_argument("--size", type=int, default=268, metavar="MB", help="of the model (default 268)")
+    parser.add_argument("--rounds", type=int, default=7, metavar="N", help="rounds a row (default 7)")
+    parser.add_argument("--only", default="", metavar="TEXT", help="rows whose names have this in them")
+    parser.add_argument("--profile", metavar="FILE", help="cluster profile to predict by")
+    parser.add_argument(
+        "--json", metavar="FILE", help="write JSON to FILE beside the table; -: print it alone"
+    )
+    parser.add_argument("--check", action="store_true", help=f"exit code 1 if a row is over {LIMIT} x memcpy")
+    parser.set_defaults(func=run_refit)
+
+
+def run_refit(args: argparse.Namespace) -> int:
+    """Run `lowshard bench refit` and return the exit code."""
+    from lowshard.bench.bench_world import job_size, run_entry
+
+    if args.rounds < 1 or args.size < 1:
+        raise LowshardError(f"--rounds and --size are 1 or more, got {args.rounds} and {args.size}")
+    ranks = args.ranks if args.ranks or job_size() is not None else 4
+    profile = None
+    if args.profile is not None:
+        from lowshard.cost import ClusterProfile
+
+        profile = ClusterProfile.load(args.profile).to_json()
+    request = {"bytes": args.size * 10**6, "rounds": args.rounds, "only": args.only, "profile": profile}
+    outcome = run_entry(measure_refits, request, ranks)
+    if outcome.data is None or not outcome.leads:
+        return outcome.finish(outcome.exit_code)
+    rows = [
+        Row(**{**row, "seconds": tuple(row["seconds"]), "memcpy_s": tuple(row["memcpy_s"])})
+        for row in outcome.data
+    ]
+    return outcome.finish(_show(rows, args))
+
+
+def _show(rows: Sequence[Row], args: argparse.Namespace) -> int:
+    text = json.dumps([{**asdict(r), "x_memcpy": r.ratio} for r in rows], indent=1) + "\n"
+    if args.json == "-":
+        sys.stdout.write(text)
+    else:
+        head = f"{'case':<26}{'memory':<9}{'MB':>6}{'sent MB':>9}{'ready ms':>9}{'ms':>8}{'x memcpy':>10}"
+        print(head + f"{'predicted':>11}{'error':>8}")
+        for r in rows:
+            guess = ""
+            if r.predicted_s is not None:
+                guess = f"{r.predicted_s * 1e3:>11.1f}{100 * (r.predicted_s / r.median_s - 1):>+7.0f}%"
+            print(
+                f"{r.name:<26}{r.memory:<9}{r.moved_bytes / 1e6:>6.0f}{r.sent_bytes / 1e6:>9.1f}"
+                f"{r.prepare_s * 1e3:>9.1f}{r.median_s * 1e3:>8.1f}{r.ratio:>10.2f}{guess}"
+            )
+        if args.json:
+            Path(args.json).write_text(text, encoding="utf-8")
+    missed = [r for r in rows if r.limit is not None and r.ratio > r.limit]
+    if args.check:
+        for r in missed:
+            print(
+                f"lowshard bench refit: {r.name}, {r.memory}: {r.ratio:.2f}, over {r.limit:g}",
+                file=sys.stderr,
+            )
+    return 1 if args.check and missed else 0
+
+
+def measure_refits(seat: Seat, request: Any) -> Any:
+    """Measure every case; rows on rank 0. Collective: all ranks of the seat call this."""
+    rows = []
+    with seat.open("auto") as place:
+        comm = place.comm
+        for name, src, dst, quantised in model_cases(request["bytes"], comm.size):
+            for memory in ("shown", "private"):
+                if request["only"] not in f"{name} {memory}":
+                    continue
+                limit = LIMIT if comm.size == 4 else None
+                row = _measure(comm, place.meeting, src, dst, quantised, memory == "shown", request)
+                rows.append({"name": name, "memory": memory, "limit": limit, **row})
+    return rows if seat.meeting.rank == 0 else None
+
+
+def model_cases(size_bytes: int, ranks: int) -> list[tuple[str, dict[str, Any], dict[str, Any], bool]]:
+    """Return the cases for a number of ranks: name, both tables, whether it goes as MXFP8."""
+    from lowshard.reshard import TensorLayout
+
+    half = max(1, ranks // 2)
+    found: list[tuple[str, dict[str, Any], dict[str, Any], bool]] = []
+
+    def table(count: int, tp: int, dim: int) -> dict[str, Any]:
+        cols = 2048 if count == 16 else 256
+        rows = max(ranks, size_bytes // (2 * cols * count) // ranks * ranks)
+        axes = {"dp": (ranks // tp, tp), "tp": (tp, 1)}
+        layout = TensorLayout.sharded((rows, cols), "bfloat16", axes, {dim: "tp"})
+        return {f"w{i}": layout for i in range(count)}
+
+    for count, a, b, dim in (
+        (16, half, ranks, 0),
+        (16, half, ranks, 1),
+        (16, ranks, half, 0),
+        (16, ranks, half, 1),
+        (1024, half, ranks, 0),
+    ):
+        name = f"TP{a} to TP{b} dim {dim}, {count}"
+        found.append((name, table(count, a, dim), table(count, b, dim), False))
+    found.append((f"TP{half} to TP{ranks} dim 0, mxfp8", table(16, half, 0), table(16, ranks, 0), True))
+    return found
+
+
+def _measure(
+    comm: Any, meeting: Any, src: Any, dst: Any, quantised: bool, shown: bool, request: Any
+) -> dict[str, Any]:
+    from lowshard import dtypes
+    from lowshard.kernels import MXFP8Tensor
+    from lowshard.reshard import MXFP8ReshardTransform, Reshard, build_reshard_plan
+
+    plan = build_reshard_plan(src, dst)
+    bf16 = dtypes.get("bfloat16").numpy
+
+    def make(shape: Any) -> Any:
+        array = comm.empty(shape, "bfloat16") if shown else comm.xp.empty(shape, bf16)
+        array.view(np.uint16)[...] = 0x3F80 + comm.rank
+        return array
+
+    sources = {name: make(layout.local_shape(comm.rank)) for name, layout in src.items()}
+    shapes = {name: layout.local_shape(comm.rank) for name, layout in dst.items()}
+    how, targets = None, {}
+    if quantised:
+        buffers = {
+            n: MXFP8Tensor(comm.xp.zeros(s, np.uint8), comm.xp.zeros((s[0], s[1] // 32), np.uint8))
+            for n, s in shapes.items()
+        }
+        how = MXFP8ReshardTransform(buffers, buffers, convert_on_send=True)
+    else:
+        targets = {name: make(shape) for name, shape in shapes.items()}
+    gets = sum(2 * s[0] * s[1] for s in shapes.values())
+    start = time.perf_counter()
+    mover = Reshard(plan, sources, targets, comm, how)
+    prepare_s = time.perf_counter() - start
+    one, two = np.ones(gets, np.uint8), np.ones(gets, np.uint8)
+    report = mover.run()
+    seconds, copies = [], []
+    for _ in range(request["rounds"]):
+        seconds.append(_timed(meeting, mover.run))
+        copies.append(_timed(meeting, lambda: np.copyto(two, one)))
+    mover.close()
+    sums = meeting.exchange((gets, report.sent_bytes, report.buckets))
+    predicted = None
+    if request["profile"] is not None and not quantised:
+        from lowshard.cost import ClusterProfile
+        from lowshard.reshard import simulate
+
+        packed = any(buckets for _, _, buckets in sums)
+        predicted = simulate(plan, ClusterProfile.from_json(request["profile"]), packed=packed).seconds
+    return {
+        "moved_bytes": sum(a for a, _, _ in sums), "sent_bytes": sum(b for _, b, _ in sums), "prepare_s": prepare_s,
+        "seconds": seconds, "memcpy_s": copies, "predicted_s": predicted,
+    }  # fmt: skip
+
+
+def _timed(meeting: Any, call: Callable[[], object]) -> float:
+    """Return the time from the first rank's start to the last one's end; ranks of one machine share a clock."""
+    meeting.barrier()
+    start = time.monotonic()
+    call()
+    spans = meeting.exchange((start, time.monotonic()))
+    return float(max(end for _, end in spans) - min(begin for begin, _ in spans))

@@ -1,0 +1,52 @@
+"""The `stream=` of every kernel call: made current on the GPU of the call's arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import wraps
+from itertools import chain
+from typing import Any, TypeVar, cast
+
+from lowshard.errors import KernelError
+from lowshard.gpu_stream import Stream, on_stream
+from lowshard.kernels.buffer import Array, is_gpu
+from lowshard.kernels.mxfp8_tensor import MXFP8Tensor, SwizzledMXFP8
+
+__all__ = ["Stream", "takes_stream"]
+
+Call = TypeVar("Call", bound=Callable[..., Any])
+
+
+def takes_stream(call: Call) -> Call:
+    """Let a call over arrays take `stream`: it runs with that stream current on the GPU that holds its arrays.
+
+    The call names `stream` among its arguments and never looks at it. None leaves the current stream of that GPU.
+
+    Raises (from the call):
+        StreamError: stream is none, or one of another GPU.
+        KernelError: a stream, and no argument lies on a GPU.
+    """
+
+    @wraps(call)
+    def with_stream(*args: Any, stream: Stream = None, **options: Any) -> Any:
+        if stream is None:
+            return call(*args, **options)
+        array = _gpu_array(chain(args, options.values()))
+        if array is None:
+            raise KernelError(
+                f"stream= of {call.__name__} is for GPU arrays, and none of these lies on a GPU; leave it out"
+            )
+        with on_stream(stream, array.device.id):
+            return call(*args, **options)
+
+    return cast("Call", with_stream)
+
+
+def _gpu_array(values: Iterable[object]) -> Array | None:
+    for value in values:
+        array = value.data if isinstance(value, (MXFP8Tensor, SwizzledMXFP8)) else value
+        if is_gpu(array):
+            return array
+        if isinstance(array, (list, tuple)) and any(map(is_gpu, array)):
+            return next(filter(is_gpu, array))
+    return None

@@ -1,0 +1,197 @@
+"""The command `lowshard run`."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lowshard.errors import LaunchError, LowshardError
+from lowshard.launch.fake_hosts import fake_hosts, fake_spread
+from lowshard.launch.host import Spread, parse_hosts, read_hostfile, spread_over
+from lowshard.launch.job import python_command, run_ranks
+from lowshard.launch.mpiexec import MPI_CHOICES, find_mpi
+from lowshard.launch.template import template_list, template_text
+from lowshard.launch.thread_ranks import run_threads
+
+__all__ = ["add_run_parser", "run"]
+
+_EPILOG = """\
+examples:
+  lowshard run -n 4 train.py --steps 10             4 ranks of this host
+  lowshard run -n 4 -m package.train                a module, as in python -m
+  lowshard run -n 8 --hosts a:4,b:4 train.py        ranks 0-3 on a, 4-7 on b, by ssh
+  lowshard run -n 4 --fake-hosts 2 train.py         the same on this machine alone (Linux, root)
+  lowshard run -n 4 --threads train.py              main(comm) of train.py in 4 threads; no MPI needed
+  lowshard run --template slurm_many_nodes.sh > job.sh
+
+output: each line has its rank in front. When a rank fails the others have a moment to say that they noticed; then
+the job is ended, and the text of the rank that failed first comes last. Nothing stays behind: no process, no file in
+/tmp or /dev/shm.
+
+exit codes: 0 all ranks ended well; else the code of the first failure: 1 an uncaught exception,
+n for sys.exit(n), 2 wrong usage, 70 a rank died, was stopped or its host was cut off, 71 timed out,
+72 ranks disagreed, 130 Ctrl-C
+
+hosts: must take ssh without a password (or --ssh), see the same Python environment and working directory at the same
+paths, and reach this host over TCP. They get this shell's variables (PATH too) but those that are about this host:
+HOME, TMPDIR and the like. A hostfile has a line for each host, in Open MPI's syntax (a slots=4) or Hydra's (a:4); hosts
+without a number share the ranks evenly. In a batch job (Slurm, PBS, LSF) without --hosts mpiexec takes the job's.
+
+environment (what is set already stays as it is):
+  LOWSHARD_HEARTBEAT_S  a rank that is stopped, or a host not heard of, for longer has failed (default 10)
+  LOWSHARD_START_S      time for all ranks to start (default 120)
+  OMP_NUM_THREADS       default: cores of a host / ranks on it; also for OpenBLAS, MKL and Numba
+  LOWSHARD_MALLOC       'keep': ranks keep the memory of freed arrays, up to 1 GiB each (an eighth of the machine's in
+                        all), so that new large arrays are as fast as old ones; sets GLIBC_TUNABLES
+  OMPI_MCA_*, PRTE_MCA_*, MPIR_CVAR_*, HYDRA_*
+                        settings of the MPI in use. Set by default under Open MPI: leave to run as root, more ranks
+                        than cores, ranks not bound to cores when there are too few
+
+inside another launcher (mpirun, srun --mpi=pmix, flux run) start the program itself:
+  srun --mpi=pmix python -m lowshard.launch.child train.py
+ends all ranks when one fails. See --template.
+"""
+
+
+class _ShowTemplate(argparse.Action):
+    """Prints a template and ends, as --help does."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> None:
+        """Prints what is asked for."""
+        name = str(values)
+        try:
+            sys.stdout.write(template_list() if name == "list" else template_text(name))
+        except LaunchError as error:
+            parser.error(str(error))
+        parser.exit()
+
+
+def add_run_parser(
+    subparsers: argparse._SubParsersAction[argparse.ArgumentParser],
+) -> argparse.ArgumentParser:
+    """Adds `run` to a command line; the parsed arguments carry the function to call as `func`."""
+    parser = subparsers.add_parser(
+        "run",
+        help="start ranks with the MPI that fits, watch them, name the one that failed",
+        description="Starts a Python script or module on N ranks, on this host or on several, and watches them.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("-n", "--ranks", type=int, required=True, metavar="N", help="number of ranks")
+    parser.add_argument("-m", "--module", action="store_true", help="the target is a module, as in python -m")
+    parser.add_argument(
+        "--mpi", choices=MPI_CHOICES, default="auto", help="insist on an MPI (default: %(default)s)"
+    )
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--hosts", metavar="A:2,B:2", help="hosts, and how many ranks each runs")
+    where.add_argument("--hostfile", metavar="FILE", help="the same from a file")
+    where.add_argument(
+        "--fake-hosts", type=int, metavar="K", help="make K hosts on this machine (network namespaces; root)"
+    )
+    where.add_argument(
+        "--threads", action="store_true", help="ranks are threads: main(comm) of the script in each"
+    )
+    parser.add_argument(
+        "--ssh", metavar="COMMAND", default="", help="remote shell in place of ssh: COMMAND HOST WORDS..."
+    )
+    parser.add_argument(
+        "--iface",
+        metavar="NAME",
+        default="",
+        help="network interface that the hosts are to use (its name on all)",
+    )
+    parser.add_argument(
+        "--timeout", type=float, metavar="S", help="end the job after S seconds, with all stacks"
+    )
+    parser.add_argument("--no-prefix", action="store_true", help="pass the ranks' output on as it is")
+    parser.add_argument(
+        "--template",
+        action=_ShowTemplate,
+        metavar="NAME",
+        help="print a job script or hostfile; 'list' names them",
+    )
+    parser.add_argument(
+        "target", nargs=argparse.REMAINDER, metavar="script.py ...", help="what to run, its arguments"
+    )
+    parser.set_defaults(func=run)
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the job that the arguments describe, and returns its exit code."""
+    try:
+        return _run(args)
+    except LowshardError as error:
+        print(f"lowshard run: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+def _run(args: argparse.Namespace) -> int:
+    """Runs the job; wrong usage raises."""
+    target: list[str] = args.target[1:] if args.target[:1] == ["--"] else args.target
+    if not target:
+        raise LaunchError("a job needs a script or -m MODULE; write: lowshard run -n 4 script.py")
+    if not args.module and not Path(target[0]).exists():
+        raise LaunchError(f"the script must exist, but there is no {target[0]!r} here ({os.getcwd()})")
+    if args.threads:
+        return _run_threads(args, target)
+    if args.ranks < 1:
+        raise LaunchError(f"a job has at least 1 rank; got n={args.ranks}")
+    mpi = find_mpi(args.mpi)
+    with _spread_of(args) as spread:
+        result = run_ranks(
+            python_command(target[0], target[1:], module=args.module),
+            args.ranks,
+            timeout_s=args.timeout,
+            prefix_output=not args.no_prefix,
+            mpi=mpi,
+            spread=spread,
+        )
+    if result.exit_code == 128 + signal.SIGPIPE:
+        os.dup2(
+            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
+        )  # else Python complains of it at its own end
+    return result.exit_code
+
+
+@contextlib.contextmanager
+def _spread_of(args: argparse.Namespace) -> Any:
+    """Yields the spread that the arguments ask for, with fake hosts that live as long as the block."""
+    spread: Spread | None = None
+    with contextlib.ExitStack() as stack:
+        if args.fake_hosts is not None:
+            spread = fake_spread(stack.enter_context(fake_hosts(args.fake_hosts)), args.ranks)
+        elif args.hosts is not None or args.hostfile is not None:
+            hosts = parse_hosts(args.hosts) if args.hosts is not None else read_hostfile(args.hostfile)
+            spread = spread_over(hosts, args.ranks, shell=args.ssh, iface=args.iface)
+        yield spread
+
+
+def _run_threads(args: argparse.Namespace, target: list[str]) -> int:
+    """Runs the ranks as threads of this process."""
+    result = run_threads(
+        target[0],
+        target[1:],
+        args.ranks,
+        module=args.module,
+        timeout_s=args.timeout,
+        prefix_output=not args.no_prefix,
+    )
+    if result.exit_code and threading.active_count() > 1:  # a rank may be anywhere, for ever
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(result.exit_code)
+    return result.exit_code

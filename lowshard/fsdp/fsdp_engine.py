@@ -1,0 +1,460 @@
+"""FSDP over raw buffers: the object that users call."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from lowshard import dtypes
+from lowshard.argument import brief
+from lowshard.box import Box
+from lowshard.comm import agree
+from lowshard.errors import BadGrad, LayoutError, MismatchError, NotJoined, NotOpen, StaleParams, StepError
+from lowshard.fsdp import model_state as saved
+from lowshard.fsdp.core import Core, host_of
+from lowshard.fsdp.links import known_elsewhere
+from lowshard.fsdp.norm import power_sum, value_of
+from lowshard.fsdp.opening import Phase
+from lowshard.fsdp.slot import Rule, Slot
+from lowshard.fsdp.step_report import Report
+
+Array = Any  # a NumPy or CuPy array; CuPy ships no types
+
+_EPS = 1e-6
+"""Added to the norm where gradients are clipped, as torch.nn.utils.clip_grad_norm_ does."""
+
+
+class FSDP(Core):
+    """A model whose parameters, gradients and optimizer state are sharded over ranks, without a framework.
+
+    Parameters are views of flat buffers: `open` gathers a unit and gives them, `grads` gives views to write gradients
+    into, `reduce` starts their sum over ranks, `update` runs an optimizer on this rank's part.
+
+    With order="tree" and accumulate="local" FullShard, ShardGradOp and NoShard give the same bits on any number of
+    ranks, in every precision; HybridShard gives them where its groups are parts of the tree, see `ShardingStrategy`,
+    and `report().full_shard_bits` says whether it does. Where gradients are reduced in 32 bits or more, the bits at
+    powers of two do not depend on the number of ranks either, nor on whether micro-batches lie on several ranks or
+    follow each other on one, rank by rank.
+
+    A unit's parameters go SHARDED -> open -> OPEN -> close -> SHARDED; where they rest whole, update makes them STALE
+    and broadcast_updated_params OPEN. Its gradient goes EMPTY -> grads -> LOCAL -> reduce -> REDUCING -> join -> READY
+    -> update -> EMPTY; in step(last=False) it stays LOCAL (or PARTIAL: accumulate="reduce").
+
+    Every rank makes the same calls in the same order. A call that a state does not allow raises there, and is raised by
+    the other ranks at their next call; after a failed step all ranks call `reset`.
+
+    Collective: all ranks of the communicator make it.
+
+    Args:
+        units: parameters by unit, in the order of the forward pass.
+        comm: the world. The model splits groups of its own from it.
+        strategy: what is sharded over whom.
+        order: of sums: "tree" (see above), "rank", or "fast", the library's own, which promises no bits.
+        precision: dtypes.
+        average: "mean" divides a gradient by the number of all micro-batches on all ranks, once, after all sums; "sum"
+            does not; a number divides by that.
+        open_limit: units that may be open at a time, where opening gathers.
+        prefetch: units that are gathered ahead.
+        grad_limit: units that may have gradients which are written or being reduced.
+        accumulate: what reduce does in step(last=False): "local" adds up whole gradients on the rank, "reduce" sums
+            over the shard group at once and adds up shards.
+        communicators: 2 lets reductions and gathers overlap each other.
+        align: elements that parameters and shards begin at multiples of.
+        check: "digest" compares models and calls between ranks; "poison" also fills what is closed with NaN; "off".
+
+    Raises:
+        LayoutError: names, ties, keep blocks that cannot be. DTypeError: dtypes that do not go together.
+        BadGrid: the world is no multiple of intra_node_size.
+        ShardingError: a setting that is none of those listed.
+        Disagree, MismatchError: the ranks give different models.
+
+    Attributes:
+        pool: the one buffer `[bytes]` uint8 that all parameters and gradients lie in; it never grows.
+        plan: units and cuts, as data.
+        updates: how often the model was updated.
+    """
+
+    # ---- values
+
+    def fill(self, function: Callable[[str, Box], Any]) -> None:
+        """Set every parameter from a function of its full name and a box `((start, stop), ...)` of it.
+
+        Collective: all ranks of the communicator call this. The function is called for disjoint boxes that cover what
+        this rank holds, and returns an array of the box's shape, or a number; it is cast to the master dtype.
+
+        Raises:
+            BufferMismatchError: an array of another shape.
+            MismatchError: ranks that hold the same elements were given different ones.
+            LowshardError: what the function raised on some rank.
+        """
+        error: Exception | None = None
+        try:
+            if not callable(function):
+                raise StepError(
+                    f"fill takes a function of a parameter's name and a box, got {brief(function)}"
+                )
+            for unit in self.plan.units:
+                self._fill_unit(unit, function)
+        except Exception as raised:
+            error = raised
+        agree(self._world, b"", error, "fill")
+        if self._check != "off":
+            self.check_equal_start()
+        self._changed()
+
+    def check_equal_start(self) -> None:
+        """Compare what replicas hold, bit for bit.
+
+        Collective: all ranks of the communicator call this.
+
+        Raises:
+            MismatchError: two ranks that should hold the same elements hold different ones.
+        """
+        if self._links.replica is None:
+            return
+        hashed = hashlib.blake2b(digest_size=16)
+        for unit in self.plan.units:
+            for segment in unit.segments:
+                hashed.update(host_of(self._opener.shard(unit.name, segment)).view(np.uint8).data)
+        channel, xp = self._links.replica, self._links.xp
+        record = xp.asarray(np.frombuffer(hashed.digest(), np.uint8).copy())
+        rows = xp.empty((channel.comm.size, record.size), np.uint8)
+        lane = self._links.reduce_lane
+        self._guarded(
+            lambda: lane.submit(lambda: channel.call("control", "all_gather", record, rows), "a check").wait()
+        )
+        same = len({row.tobytes() for row in host_of(rows)}) == 1
+        wrong = MismatchError(
+            "all replicas start from the same parameters, but what they were filled with differs"
+        )
+        agree(self._world, b"", None if same else wrong, "check_equal_start")
+
+    def full(self, name: str) -> Array:
+        """Return a whole parameter, a new array in the master dtype, on every rank.
+
+        Collective: all ranks of the communicator call this.
+
+        Raises:
+            LayoutError: no such parameter. Disagree: the ranks name different ones.
+        """
+        self._healthy()
+        try:
+            unit, segment, param = self._find(name)
+        except LayoutError as error:
+            self._wrong(error)
+        self._same(f"full {name}")
+        if segment is None:
+            return self._opener.ignored(unit, param).copy()
+        entry = segment.plan.by_name[param]
+        xp = self._links.xp
+        whole = xp.empty(entry.elems, dtypes.get(unit.formats.master).numpy)
+        saved.gather_param(
+            self._links, self._in_lane, segment.plan, entry, self._opener.shard(unit.name, segment), whole
+        )
+        return whole.reshape(entry.shape)
+
+    # ---- a step
+
+    @contextmanager
+    def step(self, last: bool = True) -> Iterator[FSDP]:
+        """A micro-batch: forward and backward. With last=False gradients are kept for the next one.
+
+        Where the block raises, the step has failed on all ranks: they raise at their next call, and `reset` makes the
+        model usable again.
+        """
+        self._healthy()
+        if not isinstance(last, (bool, np.bool_)):
+            self._wrong(StepError(f"step: last is True or False, got {last!r}"))
+        self._opener.begin_step()
+        self._grads.begin_step(bool(last))
+        try:
+            yield self
+            self._guarded(self._grads.end_step)
+        except BaseException as error:
+            if self._broken is None:
+                self._broken = error
+            if not known_elsewhere(error):
+                self._links.tell(error)
+            raise
+
+    def open(self, unit: str, phase: Phase = "forward") -> Mapping[str, Array]:
+        """Return a unit's parameters by name, whole, as views of the pool; starts to gather what comes next.
+
+        Collective: all ranks of the communicator call this. Views are good until the unit is closed.
+
+        Args:
+            unit: its name.
+            phase: "forward" or "backward": which units come next.
+
+        Raises:
+            StaleParams: parameters rest whole and were updated; call broadcast_updated_params first.
+            OpenLimit: open_limit units are open.
+        """
+        self._unit(unit)
+        if not isinstance(phase, str) or phase not in ("forward", "backward"):
+            self._wrong(StepError(f"phase is 'forward' or 'backward', got {phase!r}"))
+        self._calls.append(f"open {unit} {phase}")
+        return self._guarded(lambda: self._opener.open(unit, phase))
+
+    def close(self, unit: str, after: Any = None) -> None:
+        """Let go of a unit's parameters: their memory is used again.
+
+        Args:
+            unit: its name.
+            after: on a GPU, CuPy's event or stream whose work still reads them; else the current stream's. The
+                current stream waits for it, the host does not.
+
+        Raises:
+            NotOpen: the unit is not open.
+        """
+        self._unit(unit)
+        if after is not None:
+            self._links.follow(after)
+        self._calls.append(f"close {unit}")
+        self._guarded(lambda: self._opener.close(unit))
+
+    def grads(self, unit: str, zero: bool = True) -> Mapping[str, Array]:
+        """Return a unit's gradients of this micro-batch by name, as views to write or add into; zeros at first.
+
+        Args:
+            unit: its name; it is open.
+            zero: False: the caller writes every element, so nothing is cleared first.
+
+        Raises:
+            NotOpen: the unit is not open. OpenLimit: too many units have gradients that were not reduced.
+            NotJoined: the gradients of the step before were not used. StepError: reduced already in this step.
+        """
+        self._unit(unit)
+        if not self._opener.is_open(unit):
+            self._wrong(NotOpen(f"grads({unit!r}): open the unit first, and close it after reduce"))
+        if not isinstance(zero, (bool, np.bool_)):
+            self._wrong(StepError(f"grads: zero is True or False, got {brief(zero)}"))
+        self._stepping()
+        return self._guarded(lambda: self._grads.views(unit, bool(zero)))
+
+    def add_grad(self, unit: str, name: str, array: Array) -> None:
+        """Add an array to a parameter's gradient: for frameworks that return new arrays.
+
+        Raises:
+            BadGrad: another shape or dtype than the gradient's, or no such trainable parameter; else as `grads`.
+        """
+        views = self.grads(unit)
+        view = views.get(name) if isinstance(name, str) else None
+        shape, dtype = getattr(array, "shape", None), getattr(array, "dtype", None)
+        if view is None or shape != view.shape or dtype != view.dtype:
+            wanted = "no gradient" if view is None else f"{view.dtype}{list(view.shape)}"
+            self._wrong(BadGrad(f"the gradient of {unit}.{name} is {wanted}, got {dtype}{list(shape or ())}"))
+        view += array
+
+    def reduce(self, unit: str) -> None:
+        """Start the sum of a unit's gradients over ranks; the unit may be closed at once. No gradient counts as zeros.
+
+        Collective: all ranks of the communicator call this.
+
+        Raises:
+            NotOpen: the unit is not open. StepError: it was reduced in this step already.
+        """
+        self._unit(unit)
+        if not self._opener.is_open(unit):
+            self._wrong(NotOpen(f"reduce({unit!r}): reduce a unit before it is closed"))
+        self._stepping()
+        self._calls.append(f"reduce {unit}")
+        self._guarded(lambda: self._grads.reduce(unit))
+
+    def join(self) -> None:
+        """Wait for all reductions, and compare the calls of the step between ranks.
+
+        Collective: all ranks of the communicator call this.
+
+        Raises:
+            Disagree: ranks opened or reduced different units, or in another order.
+        """
+        self._healthy()
+        calls, self._calls = self._calls, []
+        self._same(*calls)
+        self._guarded(self._grads.join)
+
+    def _same(self, *calls: str) -> None:
+        """Raise Disagree on all ranks unless all have made these calls.
+
+        Collective: all ranks of the communicator call this.
+        """
+        if self._check != "off":
+            digest = hashlib.blake2b("\n".join(calls).encode(), digest_size=16).digest()
+            self._guarded(lambda: self._links.same_calls(list(calls), digest))
+
+    # ---- this rank's part
+
+    def slots(self) -> Iterator[Slot]:
+        """Iterate over this rank's parts of the units that have trainable parameters."""
+        return iter(list(self._slots.values()))
+
+    def norm(self, p: float = 2.0) -> float:
+        """Return the p-norm of all gradients, over all shards; the same bits however they are sharded.
+
+        NaN where any gradient is NaN, else Inf where one is Inf. Collective: all ranks of the communicator call this,
+        with one p, which the next `join` compares.
+
+        Raises:
+            NotJoined: a gradient is not reduced. StepError: p is no number above 0.
+        """
+        self._joined("norm")
+        self._number("p of a norm", "a number above 0, or inf", p, math.ulp(0.0))
+        self._calls.append(f"norm {float(p)}")
+        ready = [self._slots[name].grad for name in self._grads.ready()]
+        channel, xp = self._links.shard, self._links.xp
+        if p == math.inf:
+            with np.errstate(invalid="ignore"):  # a NaN is the result
+                peaks = [0.0, *(float(xp.abs(grad).max()) for grad in ready if grad.size)]
+            return float(self._over_shards(np.max(peaks, keepdims=True), "max")[0])
+        words = sum((power_sum(grad, p, xp) for grad in ready), power_sum(xp.zeros(0), p, xp))
+        total = value_of(self._over_shards(words, "sum") if channel is not None else words)
+        with np.errstate(over="ignore"):
+            return math.sqrt(total) if p == 2 else float(np.float64(total) ** (1 / p))
+
+    def clip(self, max_norm: float, p: float = 2.0) -> float:
+        """Scale all gradients by min(1, max_norm / (norm + 1e-6)) and return their norm before it.
+
+        Where the norm is Inf that leaves zeros, and NaN in place of Inf; where it is NaN all gradients become NaN.
+        Collective: all ranks of the communicator call this, with one max_norm and p, which the next `join` compares.
+
+        Raises:
+            NotJoined: a gradient is not reduced. StepError: max_norm is no number of 0 or more, or p none above 0.
+        """
+        self._joined("clip")
+        self._number("max_norm", "a number of 0 or more, or inf", max_norm, 0)
+        norm = self.norm(p)
+        self._calls.append(f"clip {float(max_norm)}")
+        factor = max_norm / (norm + _EPS)
+        if not factor >= 1:  # also for NaN, which the gradients then show
+            for name in self._grads.ready():
+                grad = self._slots[name].grad
+                with np.errstate(invalid="ignore"):  # Inf times 0 is NaN, as said
+                    self._links.xp.multiply(grad, grad.dtype.type(factor), out=grad)
+        return norm
+
+    def update(self, rule: Rule) -> None:
+        """Run an optimizer on every slot whose gradient is reduced.
+
+        Args:
+            rule: a function of a `Slot`, such as `AdamW(lr=1e-3)`. It runs on this rank's part alone.
+
+        Raises:
+            NotJoined: a gradient is not reduced, or there is none. StepError: rule is no function.
+            StaleParams: the gradients were used already, or the last update was not yet broadcast.
+        """
+        self._joined("update")
+        if not callable(rule):
+            self._wrong(StepError(f"update runs a function of a Slot, such as AdamW(lr=1e-3), got {rule!r}"))
+        stale = [name for name, state in self._opener.state.items() if state.stale]
+        ready = self._grads.ready()
+        if stale:
+            self._wrong(StaleParams(
+                f"update: {', '.join(stale)} were updated already; call broadcast_updated_params() after each update"
+            ))  # fmt: skip
+        if not ready and self.updates:
+            self._wrong(
+                StaleParams("update: no gradient was reduced since the last update; run a step first")
+            )
+        if not ready:
+            self._wrong(
+                NotJoined("update: no gradient was reduced yet; run a step with reduce() and join() first")
+            )
+
+        def run() -> None:
+            for name in ready:
+                slot = self._slots[name]
+                slot.step += 1
+                rule(slot)
+            self._grads.used()
+            self._opener.updated(ready)
+
+        self.updates += 1
+        self._guarded(run)
+
+    def broadcast_updated_params(self) -> None:
+        """Give every rank the parameters that the others updated: after update(), where parameters rest whole.
+
+        Collective: all ranks of the communicator call this. With every other strategy it does nothing.
+        """
+        self._healthy()
+        self._guarded(self._opener.resync)
+
+    # ---- files, state, ends
+
+    def state(self) -> saved.ShardState:
+        """Return what this rank holds, by parameter: views, not copies."""
+        return saved.shard_state(self)
+
+    def save(self, path: Any) -> None:
+        """Write parameters and optimizer state to one safetensors file, in their own shapes.
+
+        Collective: all ranks of the communicator call this. The file says nothing of ranks or strategy. It is complete
+        and synced when this returns; whatever fails, the old file or the new one is in place, whole.
+
+        Raises:
+            NotJoined: gradients that no update has used.
+            CheckpointError, NotDurable, PeerFailed, TimedOut: as `write_checkpoint`.
+        """
+        self._joined("save")
+        saved.save(self, path)
+
+    def load(self, path: Any) -> None:
+        """Read what `save` wrote, with any number of ranks and any strategy. The next step has the same bits.
+
+        Collective: all ranks of the communicator call this; each reads its own part.
+
+        Raises:
+            CheckpointError: no such file, or it lacks a parameter, or has it in another shape or dtype.
+        """
+        self._healthy()
+        saved.load(self, path)
+
+    def reset(self) -> None:
+        """Give up a step that failed: gradients are dropped, units closed, parameters stay as they are.
+
+        Collective: all ranks of the communicator call this. Not after PeerFailed or TimedOut, when ranks are gone.
+        """
+        self._links.even_out()
+        self._opener.reset()
+        self._grads.reset()
+        self._calls, self._broken = [], None
+
+    def report(self) -> Report:
+        """Return what this rank did so far."""
+        wire: Counter[str] = Counter()
+        for channel, _ in self._links.channels:
+            wire += channel.sent_bytes
+        state_bytes = sum(
+            getattr(value, "nbytes", 0) for slot in self._slots.values() for value in slot.state.values()
+        )
+        log = self._log
+        return Report(
+            dict(wire), dict(log.gathers), log.unused_gathers, dict(log.zero_reduces), dict(log.wait_s),
+            log.copied_bytes, self._pool.plan, self._grads.accumulator_bytes, state_bytes, self._full_shard_bits,
+            tuple(log.events),
+        )  # fmt: skip
+
+    def shut(self) -> None:
+        """Give the groups back. The `with` statement does so too.
+
+        Collective: all ranks of the communicator call this.
+        """
+        if self._broken is None:
+            self._links.close()
+
+    def __enter__(self) -> FSDP:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.shut()

@@ -1,0 +1,274 @@
+"""The state of a sharded model: what a rank holds, whole parameters, and files that know of no ranks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from lowshard import dtypes, reading
+from lowshard.argument import path as check_path
+from lowshard.box import split_interval
+from lowshard.checkpoint import CheckpointReader, write_checkpoint
+from lowshard.comm import agree
+from lowshard.errors import CheckpointError
+from lowshard.fsdp.flat_plan import Entry, FlatPlan
+from lowshard.fsdp.links import Links
+from lowshard.layout import Layout
+from lowshard.mesh import DeviceMesh
+from lowshard.placement import Replicated, Sharded
+
+if TYPE_CHECKING:
+    from lowshard.fsdp.core import Core
+
+Array = Any  # a NumPy or CuPy array; CuPy ships no types
+Run = Callable[[Callable[[], None], str], None]
+
+_KEY = "lowshard.fsdp"
+_VERSION = 1
+
+
+@dataclass(frozen=True)
+class HeldPiece:
+    """Flat elements lo to hi of a parameter, as this rank holds them.
+
+    Attributes:
+        lo: first element.
+        hi: the element after the last.
+        param: the values, 1-D.
+        state: the optimizer's arrays for them, by name.
+    """
+
+    lo: int
+    hi: int
+    param: Array
+    state: Mapping[str, Array]
+
+
+@dataclass(frozen=True)
+class ShardState:
+    """What one rank holds, by full parameter name; nothing for parameters it has no part of.
+
+    Attributes:
+        pieces: by name.
+        updates: how often the model was updated.
+    """
+
+    pieces: Mapping[str, HeldPiece]
+    updates: int
+
+
+def shard_state(engine: Core) -> ShardState:
+    """Return this rank's state as views."""
+    found = {}
+    for name, unit, segment, piece, view in engine._held():
+        state = {}
+        if segment.trainable:
+            slot = engine._slots[unit.name]
+            state = {
+                key: value[piece.shard_lo : piece.shard_hi]
+                for key, value in slot.state.items()
+                if getattr(value, "shape", None) == slot.param.shape
+            }
+        found[name] = HeldPiece(piece.param_lo, piece.param_hi, view, state)
+    return ShardState(found, engine.updates)
+
+
+def spans_of(plan: FlatPlan, name: str) -> list[tuple[int, int]]:
+    """Return which flat elements of a parameter each shard holds."""
+    found = [(0, 0)] * plan.shards
+    for rank in range(plan.shards):
+        for piece in plan.pieces(rank):
+            if piece.name == name:
+                found[rank] = piece.param_lo, piece.param_hi
+    return found
+
+
+def gather_param(links: Links, run: Run, plan: FlatPlan, entry: Entry, shard: Array, whole: Array) -> None:
+    """Gather one parameter from its shards into a flat array.
+
+    Collective: all ranks of the shard group call this.
+    """
+    spans = spans_of(plan, entry.name)
+    rank = links.grid.shard_rank
+    own = _own(plan, rank, entry.name, shard)
+    channel = links.shard
+    if channel is None:
+        whole[...] = own
+        return
+    counts, displs = [hi - lo for lo, hi in spans], [lo for lo, _ in spans]
+    run(lambda: channel.call("state", "all_gather_v", own, whole, counts, displs), f"full({entry.name!r})")
+
+
+def _own(plan: FlatPlan, rank: int, name: str, shard: Array) -> Array:
+    for piece in plan.pieces(rank):
+        if piece.name == name:
+            return shard[piece.shard_lo : piece.shard_hi]
+    return shard[:0]
+
+
+def save(engine: Core, path: Any) -> None:
+    """Write the file; see `FSDP.save`."""
+    mesh = DeviceMesh((engine.grid.shards,), ("shard",))  # the first shard group: replicas hold the same
+    tensors: dict[str, tuple[Layout, np.ndarray | None]] = {}
+    writes = engine.grid.replica_rank == 0
+    arrays: dict[str, list[str]] = {}
+    numbers: dict[str, dict[str, Any]] = {}
+    for unit in engine.plan.units:
+        slot = engine._slots.get(unit.name)
+        if slot is not None:
+            arrays[unit.name] = [
+                k for k, v in slot.state.items() if getattr(v, "shape", None) == slot.param.shape
+            ]
+            rest = {k: v for k, v in slot.state.items() if k not in arrays[unit.name]}
+            for key, value in rest.items():
+                if not isinstance(value, (int, float, str, bool)):
+                    raise CheckpointError(
+                        f"save: state {key!r} of unit {unit.name!r} is neither an array like the parameters nor a "
+                        "number"
+                    )
+            numbers[unit.name] = {"step": slot.step, "state": rest}
+        for segment in unit.segments:
+            shard = engine._opener.shard(unit.name, segment)
+            parts = {"": shard}
+            if segment.trainable:
+                assert slot is not None
+                parts |= {f"/{key}": slot.state[key] for key in arrays[unit.name]}
+            for entry in segment.plan.entries:
+                for suffix, flat in parts.items():
+                    name = f"{unit.name}.{entry.name}{suffix}"
+                    tensors[name] = _rows(engine, mesh, segment.plan, entry, flat, name, writes)
+        for param in unit.ignored:
+            layout = Layout(mesh, param.shape, unit.formats.compute, (Replicated(),))
+            value = engine._opener.ignored(unit, param.name)
+            tensors[f"{unit.name}.{param.name}"] = layout, _host(value) if writes else None
+    said = {"version": _VERSION, "updates": engine.updates, "arrays": arrays, "numbers": numbers}
+    write_checkpoint(path, tensors, engine._world.control, {_KEY: json.dumps(said, sort_keys=True)})
+
+
+def _rows(
+    engine: Core, mesh: DeviceMesh, plan: FlatPlan, entry: Entry, flat: Array, name: str, writes: bool
+) -> tuple[Layout, np.ndarray | None]:  # fmt: skip
+    """Return a parameter cut by rows over the shard group: what files are written from."""
+    dtype = dtypes.get(flat.dtype)
+    shards, rank = plan.shards, engine.grid.shard_rank
+    if not entry.shape:
+        whole = engine._links.xp.empty(1, dtype.numpy)
+        gather_param(engine._links, engine._in_lane, plan, entry, flat, whole)
+        return Layout(mesh, (), dtype.name, (Replicated(),)), _host(whole).reshape(()) if writes else None
+    layout = Layout(mesh, entry.shape, dtype.name, (Sharded(0),))
+    inner = entry.elems // entry.shape[0] if entry.shape[0] else 0
+    rows = [split_interval((0, entry.shape[0]), shards, r) for r in range(shards)]
+    wanted = [(lo * inner, hi * inner) for lo, hi in rows]
+    held = spans_of(plan, entry.name)
+    own = _own(plan, rank, entry.name, flat)
+    channel = engine._links.shard
+    if channel is None:
+        out = own.copy()
+    else:
+        out = engine._links.xp.empty(wanted[rank][1] - wanted[rank][0], dtype.numpy)
+        send = [_overlap(held[rank], wanted[r], held[rank][0]) for r in range(shards)]
+        recv = [_overlap(held[r], wanted[rank], wanted[rank][0]) for r in range(shards)]
+        args = (own, *map(list, zip(*send, strict=True)), out, *map(list, zip(*recv, strict=True)))
+        engine._in_lane(lambda: channel.call("state", "all_to_all_v", *args), f"save of {name!r}")
+    return layout, _host(out).reshape(layout.local_shape(rank)) if writes else None
+
+
+def _overlap(a: tuple[int, int], b: tuple[int, int], origin: int) -> tuple[int, int]:
+    """Return count and first element, from an origin, of what two intervals share."""
+    lo, hi = max(a[0], b[0]), min(a[1], b[1])
+    return (hi - lo, lo - origin) if lo < hi else (0, 0)
+
+
+@reading.reader("state of FSDP.save", CheckpointError)
+def _read_state(
+    version: int,
+    updates: int,
+    arrays: Mapping[str, tuple[str, ...]],
+    numbers: Mapping[str, Mapping[str, Any]],
+) -> dict[str, Any]:
+    if version != _VERSION:
+        raise CheckpointError(f"this lowshard reads version {_VERSION} of FSDP.save, got {version}")
+    slots = {name: _read_slot(slot) for name, slot in numbers.items()}
+    return {"updates": updates, "arrays": arrays, "numbers": slots}
+
+
+@reading.reader("state of an optimizer's slot", CheckpointError)
+def _read_slot(step: int, state: Mapping[str, float | str | bool]) -> dict[str, Any]:
+    return {"step": step, "state": dict(state)}
+
+
+def load(engine: Core, path: Any) -> None:
+    """Read the file; see `FSDP.load`."""
+    error: Exception | None = None
+    found: list[tuple[Array, np.ndarray]] = []
+    said: dict[str, Any] = {}
+    try:
+        file = check_path(path, "load takes the path of a file that save wrote", CheckpointError)
+        with CheckpointReader(file) as reader:
+            said = _read_state.text(reader.header.metadata.get(_KEY, "{}"), f"{path}: its metadata {_KEY!r}")
+            found = _read(engine, reader, said)
+    except Exception as raised:
+        error = raised
+    agree(engine._world, b"", error, "load")
+    engine._grads.reset()
+    for slot in engine._slots.values():
+        slot.state.clear()
+    for view, values in found:
+        view[...] = engine._links.xp.asarray(values)
+    for name, slot in engine._slots.items():
+        slot.step = said["numbers"][name]["step"]
+        slot.state.update(said["numbers"][name]["state"])
+        for key in said["arrays"][name]:
+            slot.state[key]  # zeros, also where this rank holds no element
+    for name, unit, segment, piece, _ in engine._held():
+        if segment.trainable:
+            for key in said["arrays"][unit.name]:
+                values = said["read"][name, key]
+                engine._slots[unit.name].state[key][piece.shard_lo : piece.shard_hi] = (
+                    engine._links.xp.asarray(values)
+                )
+    engine.updates = said["updates"]
+    engine._changed()
+
+
+def _read(engine: Core, reader: CheckpointReader, said: dict[str, Any]) -> list[tuple[Array, np.ndarray]]:
+    """Read this rank's pieces; nothing of the model is changed."""
+    missing = [name for name in engine._slots if name not in said["numbers"] or name not in said["arrays"]]
+    if missing:
+        raise CheckpointError(f"{reader.header.path}: has no state of unit {missing[0]!r}")
+    found: list[tuple[Array, np.ndarray]] = []
+    said["read"] = {}
+    for unit in engine.plan.units:  # all ranks find the same faults, whatever they hold
+        for segment in unit.segments:
+            for entry in segment.plan.entries:
+                _check_entry(reader, f"{unit.name}.{entry.name}", entry.shape, unit.formats.master)
+    for name, unit, segment, piece, view in engine._held():
+        elems = segment.plan.by_name[piece.name].elems
+        box = ((piece.param_lo, piece.param_hi),)
+        found.append((view, reader.read_box(name, box, shape=(elems,))))
+        if segment.trainable:
+            for key in said["arrays"][unit.name]:
+                said["read"][name, key] = reader.read_box(f"{name}/{key}", box, shape=(elems,))
+    for unit in engine.plan.units:
+        found += [
+            (engine._opener.ignored(unit, p.name), reader.read_box(f"{unit.name}.{p.name}"))
+            for p in unit.ignored
+        ]
+    return found
+
+
+def _check_entry(reader: CheckpointReader, name: str, shape: tuple[int, ...], dtype: str) -> None:
+    entry = reader.header.entry(name)
+    if entry.shape != shape or dtypes.get(entry.dtype).name != dtype:
+        raise CheckpointError(
+            f"{reader.header.path}: {name} is {entry.dtype}{list(entry.shape)}, the model has {dtype}{list(shape)}"
+        )
+
+
+def _host(array: Array) -> np.ndarray:
+    found: np.ndarray = array if isinstance(array, np.ndarray) else array.get()
+    return found

@@ -1,0 +1,179 @@
+"""Runs an action: moves each operand to where the action needs it, then computes each rank's part of the op."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from lowshard.argument import brief
+from lowshard.comm.agreement import agree, control_of
+from lowshard.comm.protocol import Communicator, Stream
+from lowshard.errors import BufferMismatchError, LowshardError, MeshError, PlanError
+from lowshard.execute import execute_all
+from lowshard.kernels.buffer import is_gpu
+from lowshard.layout import Layout
+from lowshard.mesh import DeviceMesh
+from lowshard.op.op_part import Part, subgroup
+from lowshard.op.op_registry import Array, find_kernel, run_kernel
+from lowshard.placement import Replicated
+from lowshard.redistribute_plan import plan_redistribute
+from lowshard.solver.action import Action, action_set
+from lowshard.solver.table import dtype_error
+
+
+def run_action(
+    action: Action, operands: Sequence[Array | None], comm: Communicator, *, stream: Stream = None
+) -> tuple[Array | None, ...]:
+    """Run an op as an action says and return this rank's part of each result, laid out as `action.outputs`.
+
+    Collective: all ranks of the communicator call this, with equal actions.
+
+    Args:
+        action: from `pick` or a solver.
+        operands: this rank's part of each operand, of shape `action.sources[k].local_shape(rank)` and that dtype;
+            None on a rank outside the mesh.
+        comm: a communicator whose ranks are those of the mesh; it may have more.
+        stream: as for `lowshard.execute`.
+
+    Raises:
+        BufferMismatchError: operands of another number, shape or dtype.
+        DTypeError: the op does not take the dtype, or a row of the action does not hold for it.
+        MeshError: the communicator has fewer ranks than the mesh names.
+        MismatchError: the ranks hold different actions.
+        (Each on every rank.)
+    """
+    control_of(comm)
+    with comm._meeting("run_action", stream) as wrong:
+        digest, error = b"", wrong or _argument_error(action, operands, comm)
+        if isinstance(action, Action):
+            digest = bytes.fromhex(action.digest())
+        agree(comm, digest, error, "run_action")
+        needed = move_operands(action, operands, comm)
+        return compute(action, needed, comm)
+
+
+def move_operands(action: Action, operands: Sequence[Array | None], comm: Communicator) -> list[Array | None]:
+    """Return the operands in the layouts the action needs them in.
+
+    Collective: all ranks of the communicator call this.
+    """
+    _need_form(action, operands, comm)
+    plans = {
+        str(k): plan_redistribute(source, needed)
+        for k, (source, needed) in enumerate(zip(action.sources, action.inputs, strict=True))
+        if source != needed
+    }
+    moved: dict[str, Array | None] = {}
+    if plans:
+        moved = execute_all(plans, {name: operands[int(name)] for name in plans}, comm)
+    return [moved.get(str(k), operand) for k, operand in enumerate(operands)]
+
+
+def compute(action: Action, operands: Sequence[Array | None], comm: Communicator) -> tuple[Array | None, ...]:
+    """Return this rank's part of each result, from operands that lie in `action.inputs`.
+
+    Collective where a row has collectives inside: all ranks of the communicator call this.
+    """
+    _need_form(action, operands, comm)
+    if any(row.how != "local" for row in action.rows):
+        _make_groups(action, comm)
+    if comm.rank not in action.mesh:
+        return (None,) * len(action.results)
+    return run_kernel(Part(action, comm.rank, comm, comm.xp), *operands)
+
+
+def unsharded(op: str, *arrays: Array, **op_args: Any) -> tuple[Array, ...]:
+    """Return the results of an op on whole arrays: what the sharded op must equal.
+
+    Raises:
+        DTypeError: the op does not take the dtype.
+    """
+    mesh = DeviceMesh((1,), ("one",))
+    for x in arrays:
+        if not isinstance(x, np.ndarray) and not is_gpu(x):
+            raise BufferMismatchError(f"{brief(op)} runs on NumPy or CuPy arrays, got {brief(x)}")
+    layouts = [Layout(mesh, x.shape, x.dtype, (Replicated(),)) for x in arrays]
+    found = action_set(op, layouts, **op_args)
+    action = found.action([found.axis_assignments[0]])
+    refused = dtype_error(op, layouts, action.rows)
+    if refused is not None:
+        raise refused
+    return run_kernel(Part(action, 0, None, _module_of(arrays)), *arrays)
+
+
+def _module_of(arrays: Sequence[Array]) -> Any:
+    if all(isinstance(x, np.ndarray) for x in arrays):
+        return np
+    import cupy
+
+    return cupy
+
+
+def _make_groups(action: Action, comm: Communicator) -> None:
+    """Make every group that a kernel may ask for. All ranks take part in the making, but perhaps not in the use: ranks
+    outside the mesh, and groups in which nothing moves.
+    """
+    part = Part(action, action.mesh.ranks[0], comm)
+    seen = set()
+    for how in sorted({row.how for row in action.rows} - {"local"}):
+        for k, layout in enumerate(action.sources):
+            seen |= {part.axes(how, k, d) for d in range(layout.ndim)}
+            seen.add(tuple(sorted({a for d in range(layout.ndim) for a in part.axes(how, k, d)})))
+    for axes in sorted(seen - {()}):
+        subgroup(comm, action.mesh, axes)
+
+
+def _form_error(action: object, operands: object) -> LowshardError | None:
+    """Return what is wrong with the kind of the arguments, or with the number of operands, or None."""
+    if not isinstance(action, Action):
+        return PlanError(f"an op runs as an Action says, from pick or a solver, got {brief(action)}")
+    count = len(action.sources)
+    if not isinstance(operands, Sequence) or isinstance(operands, (str, bytes)) or len(operands) != count:
+        got = len(operands) if isinstance(operands, (tuple, list)) else brief(operands)
+        return BufferMismatchError(
+            f"{action.op} takes {count} operands, a sequence of one for each of action.sources; got {got}"
+        )
+    return None
+
+
+def _need_form(action: Action, operands: Sequence[Array | None], comm: Communicator) -> None:
+    control_of(comm)
+    error = _form_error(action, operands)
+    if error is not None:
+        raise error
+
+
+def _argument_error(
+    action: Action, operands: Sequence[Array | None], comm: Communicator
+) -> LowshardError | None:
+    """Return what is wrong with this rank's arguments, or None: the caller compares over all ranks."""
+    error = _form_error(action, operands)
+    if error is not None:
+        return error
+    try:
+        find_kernel(action.op)
+    except LowshardError as error:
+        return error
+    if comm.size <= max(action.mesh.ranks):
+        return MeshError(
+            f"{action.op}: mesh {action.mesh} names ranks up to {max(action.mesh.ranks)}, the communicator has "
+            f"{comm.size}; start {max(action.mesh.ranks) + 1} ranks or make a smaller mesh"
+        )
+    refused = dtype_error(action.op, action.sources, action.rows)
+    if refused is not None or comm.rank not in action.mesh:
+        return refused
+    for k, (operand, layout) in enumerate(zip(operands, action.sources, strict=True)):
+        shape = layout.local_shape(comm.rank)
+        if not isinstance(operand, comm.xp.ndarray):
+            return BufferMismatchError(
+                f"{action.op}: operand {k} is a {comm.xp.__name__} array of {layout.dtype} and shape {shape}, got "
+                f"{type(operand).__name__}"
+            )
+        if tuple(operand.shape) != shape or operand.dtype != layout.numpy_dtype:
+            return BufferMismatchError(
+                f"{action.op}: operand {k} of rank {comm.rank} in {layout} has shape {shape} and dtype "
+                f"{layout.dtype}, got shape {tuple(operand.shape)} and dtype {operand.dtype}"
+            )
+    return None

@@ -1,0 +1,185 @@
+"""What each rank has to do, by arithmetic, from the layouts of its own tensors alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from math import prod
+
+from lowshard.box import volume
+from lowshard.errors import PlanError
+from lowshard.reshard.partition import Pairing, Partition
+from lowshard.reshard.rank_grid import Roster
+from lowshard.reshard.replica_shares import Kind, Shares
+from lowshard.reshard.reshard_move import Entry, Move, RankPlan
+from lowshard.reshard.tensor_layout import TensorLayout
+
+_ENTRY_BITS, _TILE_BITS = 24, 20
+ENTRIES = 1 << _ENTRY_BITS
+"""Tensors a plan has at most."""
+
+
+class Schedule:
+    """Who gives what to whom: kinds of tensors and shares of replicas, worked out as far as somebody asks.
+
+    Args:
+        entries: the tensors, in table order.
+        node_size: ranks a node, or None.
+        multicast: whether one replica of a destination fetches and hands on to the others.
+    """
+
+    def __init__(self, entries: Sequence[Entry], node_size: int | None, multicast: bool) -> None:
+        self.entries, self.node_size, self.multicast = entries, node_size, multicast
+
+    def rank_plan(self, rank: int) -> RankPlan:
+        """Return what one rank does.
+
+        Raises:
+            PlanError: the sources do not hold all of what the rank needs.
+        """
+        sends: dict[int, list[Move]] = {}
+        receives: dict[int, list[Move]] = {}
+        copies: list[Move] = []
+        for number, kind in enumerate(self.kinds):
+            src_seat, dst_seat = kind.src.seats.seat(rank), kind.dst.seats.seat(rank)
+            if dst_seat is not None:
+                self._receive(rank, number, *dst_seat, receives, copies)
+            if src_seat is not None:
+                self._send(rank, number, *src_seat, sends)
+            if dst_seat is not None and self._hands_on(kind):
+                self._hand_on(rank, number, *dst_seat, sends)
+        return RankPlan(rank, _ordered(sends), _ordered(receives), tuple(copies))
+
+    def check_sources(self, kind: Kind, cell: int, rank: int) -> None:
+        """Raise PlanError unless the sources hold all of a destination cell, which `rank` is to get."""
+        lacking = kind.pairing.missing(cell)
+        if lacking:
+            name = self.entries[kind.entries[0]].name
+            raise PlanError(
+                f"{name}: the sources hold {lacking} elements fewer than rank {rank} needs of "
+                f"{kind.dst.partition.local_shape(cell)}; every element needs a source"
+            )
+
+    def _receive(
+        self,
+        rank: int,
+        number: int,
+        cell: int,
+        replica: int,
+        receives: dict[int, list[Move]],
+        copies: list[Move],
+    ) -> None:
+        kind, shares = self.kinds[number], self.shares
+        self.check_sources(kind, cell, rank)
+        if replica and self._hands_on(kind):
+            parent = kind.dst.seats.rank(cell, replica - (1 << (replica.bit_length() - 1)))
+            whole = tuple((0, n) for n in kind.dst.partition.local_shape(cell))
+            if volume(whole):
+                for entry in kind.entries:
+                    move = Move(_id(rank, entry, 0), entry, parent, rank, whole, whole)
+                    receives.setdefault(parent, []).append(move)
+            return
+        for src_cell in kind.pairing.sources(cell):
+            pairs = kind.pairing.moves(src_cell, cell)
+            first = kind.pairing.first_tile(src_cell, cell)
+            for index, entry in enumerate(kind.entries):
+                peer = shares.source(number, src_cell, cell, replica, index)
+                to = copies if peer == rank else receives.setdefault(peer, [])
+                for i, (src_box, dst_box) in enumerate(pairs):
+                    to.append(Move(_id(rank, entry, first + i), entry, peer, rank, src_box, dst_box))
+
+    def _send(self, rank: int, number: int, cell: int, replica: int, sends: dict[int, list[Move]]) -> None:
+        kind = self.kinds[number]
+        for index, dst_cell, dst_replica in self.shares.served(number, cell, replica, rank):
+            peer = kind.dst.seats.rank(dst_cell, dst_replica)
+            entry = kind.entries[index]
+            first = kind.pairing.first_tile(cell, dst_cell)
+            to = sends.setdefault(peer, [])
+            for i, (src_box, dst_box) in enumerate(kind.pairing.moves(cell, dst_cell)):
+                to.append(Move(_id(peer, entry, first + i), entry, rank, peer, src_box, dst_box))
+
+    def _hand_on(self, rank: int, number: int, cell: int, replica: int, sends: dict[int, list[Move]]) -> None:
+        kind = self.kinds[number]
+        whole = tuple((0, n) for n in kind.dst.partition.local_shape(cell))
+        if not volume(whole):
+            return
+        step = 1 << replica.bit_length()
+        while replica + step < kind.dst.seats.count(cell):
+            peer = kind.dst.seats.rank(cell, replica + step)
+            for entry in kind.entries:
+                sends.setdefault(peer, []).append(Move(_id(peer, entry, 0), entry, rank, peer, whole, whole))
+            step *= 2
+
+    def _hands_on(self, kind: Kind) -> bool:
+        (low, high), (dst_low, dst_high) = kind.src.seats.span, kind.dst.seats.span
+        return self.multicast and kind.dst.seats.replicas > 1 and (high <= dst_low or dst_high <= low)
+
+    @cached_property
+    def kinds(self) -> tuple[Kind, ...]:
+        """The tensors by kind: those that go from one layout to one other are planned together."""
+        found: dict[tuple[TensorLayout, TensorLayout], list[int]] = {}
+        for number, entry in enumerate(self.entries):
+            found.setdefault((entry.src, entry.dst), []).append(number)
+        pairings: dict[tuple[Partition, Partition], Pairing] = {}
+        kinds = []
+        for (src, dst), numbers in found.items():
+            key = (src.partition, dst.partition)
+            kinds.append(Kind(src, dst, tuple(numbers), pairings.setdefault(key, Pairing(*key))))
+        return tuple(kinds)
+
+    @cached_property
+    def shares(self) -> Shares:
+        """Which replica serves which request."""
+        kinds = self.kinds
+        if self.multicast:  # only the first replica of a destination asks
+            kinds = tuple(replace(k, dst=_first_replicas(k.dst)) if self._hands_on(k) else k for k in kinds)
+        return Shares(kinds, self.node_size)
+
+    def incoming_bytes(self, rank: int) -> dict[int, int]:
+        """Return the bytes that a rank gets from each rank, itself included; quicker than the moves."""
+        found: dict[int, int] = {}
+        for number, kind in enumerate(self.kinds):
+            seat = kind.dst.seats.seat(rank)
+            if seat is None:
+                continue
+            cell, replica = seat
+            if replica and self._hands_on(kind):
+                parent = kind.dst.seats.rank(cell, replica - (1 << (replica.bit_length() - 1)))
+                whole = (
+                    prod(kind.dst.partition.local_shape(cell)) * kind.src.itemsize_bytes * len(kind.entries)
+                )
+                found[parent] = found.get(parent, 0) + whole
+                continue
+            for src_cell in kind.pairing.sources(cell):
+                size = kind.moved_bytes(src_cell, cell)
+                for index in range(len(kind.entries)):
+                    peer = self.shares.source(number, src_cell, cell, replica, index)
+                    found[peer] = found.get(peer, 0) + size
+        return found
+
+    def egress_bound_bytes(self, rank: int) -> float:
+        """Return what a rank sends at most: for each line it serves, the mean and one request (see `share`)."""
+        seen: set[tuple[object, int]] = set()
+        total = 0.0
+        for number, kind in enumerate(self.kinds):
+            seat = kind.src.seats.seat(rank)
+            if seat is not None and (kind.src.seats, seat[0]) not in seen:
+                seen.add((kind.src.seats, seat[0]))
+                total += self.shares.bound_bytes(number, seat[0])
+        return total
+
+
+def _id(dst_rank: int, entry: int, tile: int) -> int:
+    return (dst_rank << (_ENTRY_BITS + _TILE_BITS)) | (entry << _TILE_BITS) | tile
+
+
+def _ordered(found: Mapping[int, list[Move]]) -> dict[int, tuple[Move, ...]]:
+    return {peer: tuple(sorted(found[peer], key=lambda m: (m.entry, m.dst_box))) for peer in sorted(found)}
+
+
+def _first_replicas(layout: TensorLayout) -> TensorLayout:
+    seats = layout.seats
+    return TensorLayout(
+        layout.dtype, layout.partition, Roster(tuple((seats.rank(c, 0),) for c in range(seats.cells)))
+    )

@@ -1,0 +1,383 @@
+"""MXFP8 on either side of the wire: tensors that are quantised before they leave, or as they arrive."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Literal, get_args
+
+import numpy as np
+
+from lowshard import dtypes
+from lowshard.argument import brief, choice, instance, items, mapping, truth
+from lowshard.box import Box, shape_of
+from lowshard.errors import BufferMismatchError, KernelError, PlanError
+from lowshard.kernels import (
+    MXFP8Tensor,
+    SwizzledMXFP8,
+    cast,
+    dequantize_mxfp8,
+    quantize_mxfp8,
+    unswizzle_scales,
+)
+from lowshard.kernels.buffer import is_gpu, require_array
+from lowshard.kernels.mxfp8_tensor import TILE_BYTES, TILE_COLS, TILE_ROWS, swizzled_bytes
+from lowshard.kernels.reference import BLOCK_ELEMS, Elem, Mode
+from lowshard.kernels.staging import assign
+from lowshard.reshard.scale_slice import scale_slice_from_data_slice
+from lowshard.reshard.transform_contract import ReshardTransform, Slices
+
+Array = Any
+
+
+class MXFP8ReshardTransform(ReshardTransform):
+    """Tensors that arrive in bf16 (or are converted before they leave) are stored as MXFP8, in place.
+
+    Blocks of 32 lie along the last dim of the *destination's* local array, from its start. Their bytes are those of
+    quantising the bf16 array as a whole, in both modes. The persistent buffers are written in place: their addresses
+    never change.
+
+    Args:
+        convertible_params: names of the tensors to quantise, as the rank calls them.
+        persistent_buffers: for each name (after `buffer_key_prefix`) what receives it: an `MXFP8Tensor`, a
+            `SwizzledMXFP8`, or any object with `data` uint8 [rows, K] and `scale` uint8 [rows, K/32] or 1-D in the
+            128x4 layout; `elem` is "e4m3" where it has none. A rank that only sends gives none.
+        buffer_key_prefix: what stands before a name in persistent_buffers.
+        convert_on_send: quantise before sending; 33/64 of the bytes of bf16. By default bf16 travels and the receiver
+            quantises; the sender needs no transform then.
+        elem: element type for senders without buffers.
+        mode: how scales are chosen.
+        misaligned: a box that does not begin and end at multiples of 32 in the last dim travels as it is and is
+            quantised when its blocks are complete ("plain"), or is refused ("refuse").
+
+    Raises:
+        KernelError: a buffer that is not as described.
+    """
+
+    def __init__(
+        self,
+        convertible_params: Collection[str],
+        persistent_buffers: Mapping[str, Any] | None = None,
+        buffer_key_prefix: str = "",
+        convert_on_send: bool = False,
+        *,
+        elem: Elem | None = None,
+        mode: Mode = "rceil",
+        misaligned: Literal["plain", "refuse"] = "plain",
+    ) -> None:
+        choice(misaligned, ("plain", "refuse"), "misaligned is 'plain' or 'refuse'", KernelError)
+        rule = "convertible_params are the names of tensors, each text"
+        names = items(convertible_params, rule, KernelError)
+        self.convertible_params = frozenset(instance(name, str, rule, KernelError) for name in names)
+        rule = "persistent_buffers is a mapping of names to what receives them, or None"
+        given = {} if persistent_buffers is None else mapping(persistent_buffers, rule, KernelError)
+        self.persistent_buffers = dict(given)
+        self.buffer_key_prefix = instance(buffer_key_prefix, str, "buffer_key_prefix is text", KernelError)
+        self.convert_on_send = truth(convert_on_send, "convert_on_send is True or False", KernelError)
+        if elem is not None:
+            choice(elem, get_args(Elem), f"elem is one of {', '.join(get_args(Elem))}, or None", KernelError)
+        choice(mode, get_args(Mode), f"mode is one of {', '.join(get_args(Mode))}", KernelError)
+        self.mode, self.misaligned = mode, misaligned
+        self.quantized_elems = 0
+        """Elements quantised so far on this rank, for the curious and for tests."""
+        elems = {_checked(name, held) for name, held in self.persistent_buffers.items()}
+        if len(elems) > 1:
+            raise KernelError(
+                f"the persistent buffers of a transform share one elem, got {sorted(elems)}; make two"
+            )
+        if elem is not None and elems and elems != {elem}:
+            raise KernelError(f"elem is {elem!r}, but the buffers hold {next(iter(elems))!r}")
+        self.elem: Elem = elem if elem is not None else next(iter(elems), "e4m3")
+        self._edges: dict[tuple[str, int], tuple[Array, Array]] = {}
+
+    in_place = True
+
+    # ---- the four methods
+
+    def should_transform(self, param_name: str) -> bool:
+        """Say whether a tensor is one of the convertible ones."""
+        return instance(param_name, str, "a tensor's name is text", KernelError) in self.convertible_params
+
+    def prepare_send(self, param_name: str, src_slice: Slices, src_param: Array) -> list[Array]:
+        """Return the slice, contiguous; with convert_on_send its codes and its scales, row-major."""
+        _need_slices(src_slice)
+        source = require_array(src_param, "src_param")
+        if len(src_slice) > source.ndim:
+            raise KernelError(f"{param_name}: an array of {source.ndim} dims is not cut by {src_slice}")
+        part = source[src_slice]
+        if not self.convert_on_send:
+            return [_contiguous(part)]
+        rows = _bf16(part)
+        q = quantize_mxfp8(rows, self.elem, self.mode)
+        self.quantized_elems += rows.size
+        return [_contiguous(q.data), _contiguous(q.scale)]
+
+    def prepare_recv(self, param_name: str, dst_slice: Slices) -> list[Array]:
+        """Return room for the slice in bf16; with convert_on_send for its codes and its scales, row-major."""
+        held = self._held(param_name)
+        box = self._box(held, dst_slice)
+        if not self.convert_on_send or self.travels_plain(param_name, box):
+            return [_empty(held.data, shape_of(box), dtypes.get("bfloat16").numpy)]
+        scale_slice_from_data_slice(dst_slice, BLOCK_ELEMS)
+        rows, cols = shape_of(box)
+        return [
+            _empty(held.data, (rows, cols), np.dtype(np.uint8)),
+            _empty(held.data, (rows, cols // BLOCK_ELEMS), np.dtype(np.uint8)),
+        ]
+
+    def finalize_recv(self, param_name: str, dst_slice: Slices, recv_buffers: list[Array]) -> None:
+        """Quantise what came in bf16, or store the codes and scales that came."""
+        held = self._held(param_name)
+        box = self._box(held, dst_slice)
+        rule = "what was received is the one or two arrays of prepare_recv"
+        came = [
+            require_array(buffer, "a receive buffer") for buffer in items(recv_buffers, rule, KernelError)
+        ]
+        extents = shape_of(box)
+        forms = [[extents], [extents, (*extents[:-1], -(-extents[-1] // BLOCK_ELEMS))]]
+        if [buffer.shape for buffer in came] not in forms:
+            raise KernelError(
+                f"{rule}, of the shapes {forms[0]} or {forms[1]}, got {[b.shape for b in came]}"
+            )
+        if len(came) == 2:
+            self._store(held, box, *came)
+            return
+        self._quantize(param_name, held, box, _bf16(came[0]))
+
+    # ---- beyond
+
+    def send_rows(self, param_name: str, src_slice: Slices, src_param: Array, out: list[Array]) -> None:
+        """Write a slice, or with convert_on_send its codes and its scales, into contiguous arrays."""
+        part = src_param[src_slice]
+        if len(out) == 1:
+            assign(out[0], part)
+            return
+        there = MXFP8Tensor(out[0], out[1], self.elem)
+        quantize_mxfp8(_bf16(part), self.elem, self.mode, there, streaming=self.past_caches or None)
+        self.quantized_elems += part.size
+
+    def recv_rows(self, param_name: str, dst_slice: Slices, came: list[Array]) -> None:
+        """As `finalize_recv`."""
+        self.finalize_recv(param_name, dst_slice, came)
+
+    def begin(self) -> None:
+        """Forget blocks that an earlier reshard left incomplete."""
+        self._edges.clear()
+
+    def end(self) -> None:
+        """Raise PlanError if a block did not become complete."""
+        for (name, block), (_, filled) in self._edges.items():
+            if bool(filled.any()):
+                rows = int(filled.any(axis=1).sum())
+                raise PlanError(
+                    f"{name}: block {block} of {rows} rows got {int(filled.sum())} of {rows * BLOCK_ELEMS} elements: "
+                    "not all of it arrived"
+                )
+        self._edges.clear()
+
+    def twin(self) -> MXFP8ReshardTransform:
+        """Return a transform like this one with persistent buffers of its own."""
+        buffers = {
+            name: SwizzledMXFP8(held.data.copy(), held.scale.copy(), getattr(held, "elem", "e4m3"))
+            if held.scale.ndim == 1
+            else MXFP8Tensor(held.data.copy(), held.scale.copy(), getattr(held, "elem", "e4m3"))
+            for name, held in self.persistent_buffers.items()
+        }
+        return MXFP8ReshardTransform(
+            self.convertible_params, buffers, self.buffer_key_prefix, self.convert_on_send,
+            elem=self.elem, mode=self.mode, misaligned=self.misaligned,
+        )  # fmt: skip
+
+    def send_format(self, param_name: str, src_box: Box, dtype: str) -> list[tuple[str, tuple[int, ...]]]:
+        """Return dtype and shape of what `prepare_send` gives."""
+        return self._format(src_box, dtype)
+
+    def recv_format(self, param_name: str, dst_box: Box, dtype: str) -> list[tuple[str, tuple[int, ...]]]:
+        """Return dtype and shape of what arrives."""
+        return self._format(dst_box, dtype)
+
+    def travels_plain(self, param_name: str, dst_box: Box) -> bool:
+        """Say whether a box is cut within a block."""
+        return any(end % BLOCK_ELEMS for end in dst_box[-1])
+
+    def check_refuses(self, param_name: str, dst_box: Box) -> str | None:
+        """Return why a box cannot be taken, or None."""
+        if len(dst_box) != 2:
+            return f"{param_name}: MXFP8 takes matrices [rows, K], got {len(dst_box)} dims"
+        if self.misaligned == "refuse" and self.travels_plain(param_name, dst_box):
+            return (
+                f"{param_name}: columns {dst_box[-1]} are no multiples of {BLOCK_ELEMS}, the MX block; cut the tensor "
+                "at multiples, or allow misaligned='plain'"
+            )
+        return None
+
+    def _format(self, box: Box, dtype: str) -> list[tuple[str, tuple[int, ...]]]:
+        shape = shape_of(box)
+        if not self.convert_on_send or any(end % BLOCK_ELEMS for end in shape[-1:]):
+            return [(dtype, shape)]
+        return [("uint8", shape), ("uint8", (*shape[:-1], shape[-1] // BLOCK_ELEMS))]
+
+    def _held(self, param_name: str) -> Any:
+        instance(param_name, str, "a tensor's name is text", KernelError)
+        try:
+            return self.persistent_buffers[self.buffer_key_prefix + param_name]
+        except KeyError:
+            raise KernelError(
+                f"{param_name} is to be quantised, but persistent_buffers has no "
+                f"{self.buffer_key_prefix + param_name!r}; it has {sorted(self.persistent_buffers)[:4]}"
+            ) from None
+
+    @staticmethod
+    def _box(held: Any, dst_slice: Slices) -> Box:
+        shape = held.data.shape
+        _need_slices(dst_slice)
+        if len(dst_slice) != 2:
+            raise KernelError(f"a slice of a quantised matrix has two entries, got {dst_slice}")
+        return tuple(s.indices(n)[:2] for s, n in zip(dst_slice, shape, strict=True))
+
+    def _quantize(self, name: str, held: Any, box: Box, values: Array) -> None:
+        (r0, r1), (k0, k1) = box
+        first, last = -(-k0 // BLOCK_ELEMS) * BLOCK_ELEMS, k1 // BLOCK_ELEMS * BLOCK_ELEMS
+        if first < last:
+            part = values[:, first - k0 : last - k0]
+            self.quantized_elems += part.size
+            if held.scale.ndim == 2:
+                at = slice(r0, r1), slice(first, last)
+                there = MXFP8Tensor(held.data[at], held.scale[at[0], first // 32 : last // 32], self.elem)
+                quantize_mxfp8(part, self.elem, self.mode, there, streaming=True)
+            else:
+                q = quantize_mxfp8(part, self.elem, self.mode)
+                self._store(held, ((r0, r1), (first, last)), q.data, q.scale)
+        if first > last:  # within one block
+            self._fill_edge(name, held, k0 // BLOCK_ELEMS, (r0, r1), (k0, k1), values)
+            return
+        if k0 < first:
+            self._fill_edge(name, held, k0 // BLOCK_ELEMS, (r0, r1), (k0, first), values[:, : first - k0])
+        if last < k1:
+            self._fill_edge(name, held, last // BLOCK_ELEMS, (r0, r1), (last, k1), values[:, last - k0 :])
+
+    def _fill_edge(
+        self, name: str, held: Any, block: int, rows: tuple[int, int], span: tuple[int, int], values: Array
+    ) -> None:
+        """Put elements of a block that several boxes make up; quantise the rows that are complete."""
+        key = (name, block)
+        if key not in self._edges:
+            shape = (held.data.shape[0], BLOCK_ELEMS)
+            filled = _empty(held.data, shape, np.dtype(np.bool_))
+            filled[...] = False
+            self._edges[key] = (_empty(held.data, shape, dtypes.get("bfloat16").numpy), filled)
+        kept, filled = self._edges[key]
+        begin = block * BLOCK_ELEMS
+        at = (slice(*rows), slice(span[0] - begin, span[1] - begin))
+        if bool(filled[at].any()):
+            raise PlanError(f"{name}: rows {rows}, columns {span} arrived twice")
+        _raw(kept)[at] = _raw(values)
+        filled[at] = True
+        done = filled[slice(*rows)].all(axis=1)
+        done = done if isinstance(done, np.ndarray) else done.get()
+        edges = np.flatnonzero(np.diff(np.concatenate(([False], done, [False])).astype(np.int8)))
+        for start, stop in edges.reshape(-1, 2) + rows[0]:  # bands of rows that are complete now
+            band = _contiguous(kept[start:stop])
+            q = quantize_mxfp8(band, self.elem, self.mode)
+            self.quantized_elems += band.size
+            self._store(held, ((int(start), int(stop)), (begin, begin + BLOCK_ELEMS)), q.data, q.scale)
+            filled[start:stop] = False
+
+    @staticmethod
+    def _store(held: Any, box: Box, data: Array, scale: Array) -> None:
+        (r0, r1), (k0, k1) = box
+        held.data[r0:r1, k0:k1] = data
+        c0, c1 = k0 // BLOCK_ELEMS, k1 // BLOCK_ELEMS
+        if held.scale.ndim == 2:
+            held.scale[r0:r1, c0:c1] = scale
+            return
+        place = swizzled_places(range(r0, r1), range(c0, c1), held.data.shape[1] // BLOCK_ELEMS)
+        if is_gpu(held.scale):
+            import cupy
+
+            place = cupy.asarray(place)
+        held.scale[place] = scale
+
+
+def swizzled_places(rows: range, cols: range, width: int) -> np.ndarray:
+    """Return where scales lie in the 128x4 layout, int64 [rows, cols].
+
+    Source: cuBLAS documentation, "1D block scaling factors layout".
+
+    Args:
+        rows: rows of the matrix.
+        cols: columns of its scales.
+        width: scale columns of the whole matrix.
+    """
+    r = np.arange(rows.start, rows.stop, dtype=np.int64)[:, None]
+    c = np.arange(cols.start, cols.stop, dtype=np.int64)[None, :]
+    tile = (r // TILE_ROWS) * (-(-width // TILE_COLS)) + c // TILE_COLS
+    return tile * TILE_BYTES + (r % 32) * 16 + (r % TILE_ROWS) // 32 * 4 + c % TILE_COLS
+
+
+def ensure_sendable(tensor: Any, dtype: str = "bfloat16") -> Array:
+    """Return an array that can be sliced and sent: what is quantised as a new bf16 array, an array as it is.
+
+    Raises:
+        KernelError: neither a quantised tensor (data and scale) nor a NumPy or CuPy array.
+    """
+    if isinstance(tensor, np.ndarray) or is_gpu(tensor):
+        return tensor
+    if not (hasattr(tensor, "data") and hasattr(tensor, "scale")):
+        raise KernelError(
+            f"what is sent is a NumPy or CuPy array, or a quantised tensor with data and scale; got "
+            f"{type(tensor).__name__}"
+        )
+    elem: Elem = getattr(tensor, "elem", "e4m3")
+    scale = tensor.scale
+    if scale.ndim == 1 and tensor.data.ndim == 2:
+        scale = unswizzle_scales(scale, tensor.data.shape[0], tensor.data.shape[1] // BLOCK_ELEMS)
+    return dequantize_mxfp8(MXFP8Tensor(tensor.data, scale, elem), dtype)
+
+
+def _need_slices(given: object) -> None:
+    if not isinstance(given, tuple) or not all(isinstance(s, slice) for s in given):
+        raise KernelError(f"what is cut out of a tensor is a tuple of slices, one a dim, got {brief(given)}")
+
+
+def _checked(name: str, held: Any) -> Elem:
+    data, scale = getattr(held, "data", None), getattr(held, "scale", None)
+    if data is None or scale is None or not hasattr(data, "dtype"):
+        raise KernelError(f"{name}: a persistent buffer has data and scale, got {type(held).__name__}")
+    if data.ndim != 2 or data.dtype != np.uint8 or scale.dtype != np.uint8 or data.shape[1] % BLOCK_ELEMS:
+        raise KernelError(
+            f"{name}: the codes of a persistent buffer are uint8 [rows, K], K a multiple of {BLOCK_ELEMS}, and its "
+            f"scales uint8; got {data.dtype} {list(data.shape)} and {scale.dtype}"
+        )
+    rows, cols = data.shape[0], data.shape[1] // BLOCK_ELEMS
+    if scale.shape not in ((rows, cols), (swizzled_bytes(rows, cols),)):
+        raise KernelError(
+            f"{name}: the scales of {list(data.shape)} are [{rows}, {cols}], or [{swizzled_bytes(rows, cols)}] in "
+            f"the 128x4 layout; got {list(scale.shape)}"
+        )
+    found: Elem = getattr(held, "elem", "e4m3")
+    return found
+
+
+def _bf16(values: Array) -> Array:
+    row = dtypes.get(values.dtype)
+    if row.name == "bfloat16":
+        return values
+    if row.name not in ("float16", "float32"):
+        raise BufferMismatchError(f"MXFP8 is made of bf16, fp16 or fp32, got {row.name}")
+    return cast(_contiguous(values), "bfloat16")
+
+
+def _raw(values: Array) -> Array:
+    return values.view(np.uint16)
+
+
+def _contiguous(values: Array) -> Array:
+    return values if values.flags.c_contiguous else values.copy()
+
+
+def _empty(like: Array, shape: Sequence[int], dtype: np.dtype[Any]) -> Array:
+    if is_gpu(like):
+        import cupy
+
+        return cupy.empty(tuple(shape), dtype)
+    return np.empty(tuple(shape), dtype)

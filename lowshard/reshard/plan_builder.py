@@ -1,0 +1,136 @@
+"""From what users say of both sides to a plan: tables of layouts, or Megatron's records of all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from lowshard.argument import items
+from lowshard.errors import PlanError
+from lowshard.layout import Layout
+from lowshard.reshard.cut import Cut
+from lowshard.reshard.parameter_record import Held, ParameterMetadata, tensor_layouts, with_tied_output
+from lowshard.reshard.partition import Cuts
+from lowshard.reshard.reshard_move import Entry
+from lowshard.reshard.reshard_plan import ReshardPlan
+from lowshard.reshard.tensor_layout import TensorLayout, as_tensor_layout
+from lowshard.tiling import Tiling
+
+Table = Mapping[str, TensorLayout | Layout | Tiling]
+Side = Table | Iterable[ParameterMetadata] | Iterable[Iterable[ParameterMetadata]]
+
+
+def build_reshard_plan(
+    src: Side,
+    dst: Side | Sequence[Table],
+    *,
+    node_size: int | None = None,
+    multicast: bool = False,
+) -> ReshardPlan:
+    """Return the plan that moves tensors from one table of layouts to another.
+
+    Pure: every process gets the same plan from the same tables, and nothing is sent. Ranks are numbered jointly:
+    those of both sides are ranks of the communicator that will run the plan.
+
+    Args:
+        src: what the ranks hold: a layout for each name (TensorLayout, Layout or Tiling), or the records of all ranks
+            (ParameterMetadata, flat or a list a rank).
+        dst: what they shall hold, likewise; a list of tables is several destination pools, on ranks of their own.
+        node_size: ranks a node (rank r is on node r // node_size): replicas on the own node are preferred as sources.
+        multicast: one replica of each destination part fetches it and hands it on to the others along a binomial
+            tree, so that sources send it once; for tensors whose source and destination ranks are apart.
+
+    Raises:
+        PlanError: a destination tensor without a source, or with another shape or dtype than its source; records that
+            contradict each other or the parts that their cut gives; node_size below 1; a rank in two pools.
+        LayoutError: a layout that cannot be, or is partial.
+    """
+    have = _table(src, "src")
+    is_pools = isinstance(dst, Sequence) and bool(dst) and isinstance(dst[0], Mapping)
+    from_records = not (isinstance(src, Mapping) or isinstance(dst, Mapping) or is_pools)
+    pools = [_table(pool, "dst") for pool in dst] if is_pools else [_table(dst, "dst")]
+    entries = []
+    for wanted in pools:
+        fed = with_tied_output(have, wanted)
+        for name, to in wanted.items():
+            entries.append(_entry(name, fed[name], have[fed[name]], to, from_records))
+    if not entries:
+        raise PlanError("a reshard moves one tensor or more; the destination table is empty")
+    if len(pools) > 1:
+        _require_apart(pools)
+    return ReshardPlan(tuple(entries), node_size, multicast)
+
+
+def _table(side: Any, which: str) -> dict[str, Held]:
+    if isinstance(side, Mapping):
+        return {name: Held(as_tensor_layout(layout)) for name, layout in side.items()}
+    records: list[Any] = []
+    rule = f"{which} is a mapping of names to layouts, or ParameterMetadata of all ranks"
+    for item in items(side, rule, PlanError):
+        is_list = isinstance(item, Iterable) and not isinstance(item, (str, Mapping))
+        records.extend(items(item, rule, PlanError) if is_list else [item])
+    wrong = [record for record in records if not isinstance(record, ParameterMetadata)]
+    if wrong:
+        raise PlanError(f"{rule}; got {type(wrong[0]).__name__}")
+    return tensor_layouts(records)
+
+
+def _entry(name: str, src_name: str, src: Held, dst: Held, from_records: bool) -> Entry:
+    a, b = src.layout, dst.layout
+    if from_records:
+        a, b = _with_blocks(name, src, dst)
+    return Entry(name, src_name, a, b, dict(src.names), dict(dst.names))
+
+
+def _with_blocks(name: str, src: Held, dst: Held) -> tuple[TensorLayout, TensorLayout]:
+    """Give packed blocks that one side's records name to the other side, if that is cut plainly.
+
+    Raises:
+        PlanError: both sides name blocks, not the same; or the ranks of the other side hold parts of other shapes.
+    """
+    a, b = src.layout, dst.layout
+    if a.shape != b.shape or not (isinstance(a.partition, Cuts) and isinstance(b.partition, Cuts)):
+        return a, b
+    for dim, (s, d) in enumerate(zip(a.partition.cuts, b.partition.cuts, strict=True)):
+        if s.blocks is not None and d.blocks is not None and s.blocks != d.blocks:
+            raise PlanError(
+                f"{name}: both sides pack the same blocks on a dim, but by partition_sizes dim {dim} is "
+                f"{list(s.blocks)} at the source and {list(d.blocks)} at the destination, over all ranks"
+            )
+    return _blocks_of(name, b, a, "source"), _blocks_of(name, a, b, "destination")
+
+
+def _blocks_of(name: str, giver: TensorLayout, taker: TensorLayout, which: str) -> TensorLayout:
+    assert isinstance(giver.partition, Cuts)
+    assert isinstance(taker.partition, Cuts)
+    cuts = tuple(
+        Cut(t.length, t.parts, blocks=g.blocks, split=t.split)
+        if g.blocks is not None and t.parts > 1 and t.blocks is None
+        else t
+        for g, t in zip(giver.partition.cuts, taker.partition.cuts, strict=True)
+    )
+    if cuts == taker.partition.cuts:
+        return taker
+    found = TensorLayout(taker.dtype, Cuts(cuts), taker.seats)
+    for cell in range(taker.partition.cells):
+        said, planned = taker.partition.local_shape(cell), found.partition.local_shape(cell)
+        if said != planned:
+            raise PlanError(
+                f"{name}: the blocks {[list(c.blocks) for c in cuts if c.blocks is not None]} that one side packs on a "
+                f"dim are each cut by themselves, which gives rank {taker.seats.ranks(cell)[0]} of the {which} shape "
+                f"{list(planned)}, but its record says {list(said)}; hold parts of that shape and name "
+                "partition_sizes, or use a number of ranks that divides every block"
+            )
+    return found
+
+
+def _require_apart(pools: Sequence[Mapping[str, Held]]) -> None:
+    seen: dict[str, set[int]] = {}
+    for pool in pools:
+        for name, held in pool.items():
+            seats = held.layout.seats
+            mine = {r for cell in range(seats.cells) for r in seats.ranks(cell)}
+            both = mine & seen.setdefault(name, set())
+            if both:
+                raise PlanError(f"{name}: rank {min(both)} is in two destination pools; a rank is in one")
+            seen[name] |= mine

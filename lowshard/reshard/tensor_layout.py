@@ -1,0 +1,287 @@
+"""What each rank holds of one tensor, as a function: a partition of the array into cells, and a seat for each cell.
+
+A partition says what a cell is (any number of boxes), seats say which ranks hold it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from math import prod
+from typing import Any
+
+from lowshard import dtypes
+from lowshard.argument import as_shape, brief, instance, items, mapping, whole, wholes
+from lowshard.box import Box, split_interval
+from lowshard.errors import LayoutError
+from lowshard.layout import Layout
+from lowshard.reading import reader
+from lowshard.reshard.cut import Cut
+from lowshard.reshard.partition import Cuts, Partition, Tiles
+from lowshard.reshard.rank_grid import Grid, Roster
+from lowshard.tiling import Tile, Tiling
+
+_CUTTERS = "a dim is cut by a Cut, by the name of an axis, or by several names, outer first"
+
+
+@dataclass(frozen=True)
+class TensorLayout:
+    """Where each element of a tensor lies, for the ranks of one side of a reshard.
+
+    Args:
+        dtype: any name of the dtype table.
+        partition: how the array is dealt to cells.
+        seats: which ranks hold each cell.
+
+    Raises:
+        LayoutError: seats for another number of cells.
+        DTypeError: unknown dtype.
+    """
+
+    dtype: str
+    partition: Partition
+    seats: Grid | Roster
+    _hash: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dtype", dtypes.get(self.dtype).name)
+        if not isinstance(self.partition, (Cuts, Tiles)) or not isinstance(self.seats, (Grid, Roster)):
+            raise LayoutError(
+                "a tensor layout has a partition (Cuts, Tiles) and seats (Grid, Roster), got "
+                f"{brief(self.partition)} and {brief(self.seats)}"
+            )
+        cells, seats = self.partition.cells, self.seats
+        if isinstance(seats, Grid) and isinstance(self.partition, Cuts):
+            per_dim = [prod(n for n, _ in axes) for axes in seats.dims]
+            wanted = [c.parts for c in self.partition.cuts]
+            if per_dim != wanted:
+                raise LayoutError(
+                    f"a tensor's grid of ranks has as many places a dim as its cuts have parts {wanted}, got {per_dim}"
+                )
+        if seats.cells != cells:
+            raise LayoutError(f"a partition into {cells} cells has seats for each, got {seats.cells}")
+        object.__setattr__(self, "_hash", hash((self.dtype, self.partition, self.seats)))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    # ---- makers
+
+    @classmethod
+    def sharded(
+        cls,
+        shape: Sequence[int],
+        dtype: str,
+        axes: Mapping[str, tuple[int, int]],
+        dims: Mapping[int, Cut | str | tuple[str, ...]] | None = None,
+        *,
+        by: Mapping[int, str | tuple[str, ...]] | None = None,
+        offset: int = 0,
+    ) -> TensorLayout:
+        """Return the layout of an array over named axes of ranks.
+
+        Args:
+            shape: shape of the whole array.
+            dtype: any name of the dtype table.
+            axes: for each axis its size and the stride of its ranks; axes that cut no dim hold copies.
+            dims: for each dim that is cut its cut, or just the axis (or axes, outer first) that cut it evenly.
+            by: the axes that cut a dim, where `dims` gives a `Cut`.
+            offset: the rank at place 0 of every axis.
+
+        Raises:
+            LayoutError: an axis that is not named or used twice, or a cut that does not fit.
+            MeshError: strides that give one rank to two places.
+        """
+        shape = as_shape(shape, "the shape of a tensor is its extents, each 0 or more", LayoutError)
+        rule = "axes is a mapping of an axis's name to its size and stride, both integers >= 1"
+        given_axes = mapping(axes, rule, LayoutError)
+        pairs = {name: wholes(axis, rule, LayoutError, 0) for name, axis in given_axes.items()}
+        if any(len(pair) != 2 for pair in pairs.values()):
+            raise LayoutError(f"{rule}, got {brief(axes)}")
+        axes = {name: (pair[0], pair[1]) for name, pair in pairs.items()}
+        dims = _by_dim(dims, len(shape), "dims is a mapping of a dim to its cut, or to the axes that cut it")
+        by = _by_dim(by, len(shape), "by is a mapping of a dim to the axes that cut it")
+        cuts: list[Cut] = []
+        places: list[tuple[tuple[int, int], ...]] = []
+        used: set[str] = set()
+        for dim, length in enumerate(shape):
+            given = dims.get(dim)
+            named = by.get(dim, ()) if isinstance(given, Cut) else () if given is None else given
+            names = (named,) if isinstance(named, str) else items(named, _CUTTERS, LayoutError)
+            for name in names:
+                instance(name, str, _CUTTERS, LayoutError)
+            wrong = [n for n in names if n not in axes or n in used]
+            if wrong:
+                raise LayoutError(
+                    f"dim {dim} is cut by axes of {sorted(axes)}, each used once, got {list(names)}"
+                )
+            used.update(names)
+            parts = prod(axes[n][0] for n in names)
+            cut = given if isinstance(given, Cut) else Cut(length, parts)
+            if cut.length != length or cut.parts != parts:
+                raise LayoutError(
+                    f"dim {dim} of {tuple(shape)} cut by {list(names)} has a cut of length {length} into {parts} "
+                    f"parts, got {cut}"
+                )
+            cuts.append(cut)
+            places.append(tuple(axes[n] for n in names))
+        copies = tuple(axis for name, axis in axes.items() if name not in used and axis[0] > 1)
+        return cls(dtype, Cuts(tuple(cuts)), Grid(tuple(places), copies, offset))
+
+    @classmethod
+    def from_layout(cls, layout: Layout) -> TensorLayout:
+        """Return the same layout as a function for resharding.
+
+        Raises:
+            LayoutError: a partial layout: its ranks hold terms, not elements.
+        """
+        instance(layout, Layout, "from_layout takes a Layout", LayoutError)
+        if any(layout.partials):
+            raise LayoutError(f"the layout {layout} is partial: its ranks hold terms. Reduce it first")
+        mesh = layout.mesh
+        cuts = []
+        for dim, cutters in enumerate(layout.cutters):
+            sizes = [mesh.shape[a] for a in cutters]
+            cuts.append(_nested(layout.shape[dim], sizes, [layout.splits[a] for a in cutters]))
+        cutting = {a for axes in layout.cutters for a in axes}
+        seats: Grid | Roster
+        ranks = mesh.ranks
+        first = ranks[0]
+        if all(r == first + i for i, r in enumerate(ranks)):
+            strides = [prod(mesh.shape[i + 1 :]) for i in range(mesh.ndim)]
+            seats = Grid(
+                tuple(tuple((mesh.shape[a], strides[a]) for a in axes) for axes in layout.cutters),
+                tuple((mesh.shape[a], strides[a]) for a in range(mesh.ndim) if a not in cutting),
+                first,
+            )
+        else:
+            partition = Cuts(tuple(cuts))
+            held: dict[int, list[int]] = {}
+            for rank in ranks:
+                coord = mesh.coord(rank)
+                parts = []
+                for axes in layout.cutters:
+                    part = 0
+                    for a in axes:
+                        part = part * mesh.shape[a] + coord[a]
+                    parts.append(part)
+                held.setdefault(partition.cell(parts), []).append(rank)
+            seats = Roster(tuple(tuple(held[c]) for c in range(partition.cells)))
+        return cls(layout.dtype, Cuts(tuple(cuts)), seats)
+
+    @classmethod
+    def from_tiling(cls, tiling: Tiling) -> TensorLayout:
+        """Return the same tiling as a function for resharding: ranks with the same tiles share a cell."""
+        instance(tiling, Tiling, "from_tiling takes a Tiling", LayoutError)
+        cells: dict[tuple[tuple[Tile, ...], tuple[int, ...]], list[int]] = {}
+        for rank in tiling.ranks:
+            cells.setdefault((tiling.tiles(rank), tiling.local_shape(rank)), []).append(rank)
+        if not cells:
+            raise LayoutError("a tiling that no rank takes part in holds nothing to move")
+        partition = Tiles(tiling.shape, tuple(t for t, _ in cells), tuple(s for _, s in cells))
+        return cls(tiling.dtype, partition, Roster(tuple(map(tuple, cells.values()))))
+
+    # ---- what a rank holds
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the whole array."""
+        return self.partition.shape
+
+    @property
+    def itemsize_bytes(self) -> int:
+        """Bytes of one element."""
+        return dtypes.get(self.dtype).itemsize_bytes
+
+    def __contains__(self, rank: int) -> bool:
+        """Return True for a rank that holds a part."""
+        return self.seats.seat(rank) is not None
+
+    def local_shape(self, rank: int) -> tuple[int, ...] | None:
+        """Return the shape of a rank's local array, or None where it holds no part."""
+        seat = self.seats.seat(rank)
+        return None if seat is None else self.partition.local_shape(seat[0])
+
+    def tiles(self, rank: int) -> tuple[Tile, ...]:
+        """Return the boxes that a rank holds, globally and in its local array."""
+        seat = self.seats.seat(rank)
+        return () if seat is None else self.partition.tiles(seat[0])
+
+    # ---- JSON
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data that `from_json` reads back."""
+        return {"dtype": self.dtype, **self.partition.to_json(), "seats": self.seats.to_json()}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> TensorLayout:
+        """Return the layout that `to_json` wrote; what is wrong raises LayoutError with its place."""
+        return _read(data)
+
+    def __str__(self) -> str:
+        body = (
+            ",".join(map(str, self.partition.cuts))
+            if isinstance(self.partition, Cuts)
+            else f"{','.join(map(str, self.shape))} in {self.partition.cells} tiled cells"
+        )
+        low, high = self.seats.span
+        return f"{self.dtype}[{body}] on ranks {low}..{high - 1}, {self.seats.replicas} copies"
+
+
+def as_tensor_layout(given: object) -> TensorLayout:
+    """Return a TensorLayout, Layout or Tiling as a TensorLayout.
+
+    Raises:
+        LayoutError: it is none of these, or partial.
+    """
+    if isinstance(given, TensorLayout):
+        return given
+    if isinstance(given, Layout):
+        return TensorLayout.from_layout(given)
+    if isinstance(given, Tiling):
+        return TensorLayout.from_tiling(given)
+    raise LayoutError(
+        f"a side of a reshard is given as TensorLayout, Layout or Tiling, got {type(given).__name__}"
+    )
+
+
+def _by_dim(given: Mapping[int, Any] | None, ndim: int, rule: str) -> dict[int, Any]:
+    if given is None:
+        return {}
+    rule = f"{rule}, dims 0 to {ndim - 1}"
+    found = mapping(given, rule, LayoutError)
+    return {whole(dim, rule, LayoutError, 0, ndim - 1): value for dim, value in found.items()}
+
+
+def _nested(length: int, sizes: Sequence[int], splits: Sequence[Any]) -> Cut:
+    """Return the cut by several axes, each dealing the parts of the one before by its own rule."""
+    if not sizes:
+        return Cut.whole(length)
+    if len(sizes) == 1:
+        return Cut(length, sizes[0], split=splits[0])
+    points = []
+    for place in product(*(range(n) for n in sizes)):
+        interval = (0, length)
+        for n, index, split in zip(sizes, place, splits, strict=True):
+            interval = split_interval(interval, n, index, split)
+        points.append(interval[0])
+    return Cut(length, prod(sizes), points=(*points, length))
+
+
+@reader("tensor layout", LayoutError)
+def _read(
+    dtype: str,
+    seats: Grid | Roster,
+    cuts: tuple[Cut, ...] | None = None,
+    shape: tuple[int, ...] = (),
+    tiles: tuple[tuple[tuple[Box, Box], ...], ...] = (),
+    local_shapes: tuple[tuple[int, ...], ...] = (),
+) -> TensorLayout:
+    if cuts is not None:
+        if shape or tiles or local_shapes:
+            raise LayoutError("a tensor layout has cuts, or shape, tiles and local_shapes, not both")
+        return TensorLayout(dtype, Cuts(cuts), seats)
+    cells = tuple(tuple(Tile(*pair) for pair in cell) for cell in tiles)
+    listed = Tiling(shape, dtype, cells, local_shapes)  # checks that the tiles fill the cells
+    return TensorLayout(dtype, Tiles(listed.shape, listed.rank_tiles, local_shapes), seats)

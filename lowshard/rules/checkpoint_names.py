@@ -1,0 +1,36 @@
+"""Logical tensors of safetensors files, from their headers alone."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from lowshard.checkpoint.header import read_header
+from lowshard.errors import CheckpointError
+from lowshard.rules.checkpoint_rules import name_tensors
+from lowshard.rules.finding import Finding
+from lowshard.rules.logical_tensor import LogicalTensor
+from lowshard.rules.ruleset import RuleSet
+
+
+def checkpoint_tensors(
+    rules: RuleSet, path: str | os.PathLike[str]
+) -> tuple[tuple[LogicalTensor, ...], list[Finding]]:
+    """Return the tensors of a checkpoint with logical names by pattern, and what has none; see `name_tensors`.
+
+    path: a .safetensors file, or a folder whose .safetensors files together are the checkpoint.
+
+    Raises:
+        CheckpointError: no such file, a damaged one, or a tensor that stands in two files.
+    """
+    folder = Path(path)
+    paths = sorted(folder.glob("*.safetensors")) if folder.is_dir() else [folder]
+    if not paths:
+        raise CheckpointError(f"{folder}: the folder holds no .safetensors file")
+    shapes: dict[str, tuple[tuple[int, ...], object]] = {}
+    for file in paths:
+        for name, entry in read_header(file).tensors.items():
+            if name in shapes:
+                raise CheckpointError(f"{file}: tensor {name!r} stands in another file of the folder too")
+            shapes[name] = (entry.shape, entry.dtype)
+    return name_tensors(rules, dict(sorted(shapes.items())))

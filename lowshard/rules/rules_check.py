@@ -1,0 +1,239 @@
+"""The whole check of a configuration in one report: the file, the sizes asked for, every tensor.
+
+Nothing raises for what it finds, and nothing but names, shapes and sizes is looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import gcd
+from typing import Any
+
+from lowshard.errors import RulesError
+from lowshard.mesh import DeviceMesh
+from lowshard.rules.axis_rule import Rule
+from lowshard.rules.binding import cut_text, fitting, largest_divisor
+from lowshard.rules.file_check import check_file
+from lowshard.rules.finding import CheckReport, Finding, find
+from lowshard.rules.logical_tensor import LogicalTensor, as_tensors, group_name
+from lowshard.rules.memory_report import plan_memory
+from lowshard.rules.resolution import Resolution
+from lowshard.rules.rule_table import RuleTable
+from lowshard.rules.topology import SizeRequest
+
+# Logical names that only ever stand on what flows or is cached, never on a weight.
+_NO_WEIGHT = (
+    "activation",
+    "prefill_activation",
+    "decode_",
+    "cache_",
+    "paged_",
+    "num_pages",
+    "tokens_per_page",
+)
+_NAMED = 3
+
+
+def check_rules(
+    rules: RuleTable,
+    tensors: object = None,
+    *,
+    activations: object = None,
+    mesh: DeviceMesh | None = None,
+    request: SizeRequest | None = None,
+    dtype: object = "float32",
+) -> CheckReport:
+    """Return every finding; see `RuleSet.check`.
+
+    Raises:
+        RulesError: tensors of no form that `as_tensors` takes.
+    """
+    findings: list[Finding] = list(check_file(rules))
+    if mesh is None and request is not None:
+        rules, edits = rules.pipelined(request)
+        topology, found = rules.topology(request)
+        findings += edits + found
+        if topology is not None:
+            mesh = topology.mesh(rules.extension.memory_budget_bytes_per_device)
+    weights = as_tensors(tensors, dtype) if tensors is not None else ()
+    check = _Check(rules, mesh)
+    for tensor in weights:
+        check.look_at(tensor, weight=True)
+    for tensor in as_tensors(activations) if activations is not None else ():
+        check.look_at(tensor, weight=False)
+    findings += check.findings(with_tensors=tensors is not None)
+    if mesh is not None and weights and mesh.memory_budget_bytes_per_device is not None:
+        findings += _budget(rules, mesh, weights, findings)
+    return CheckReport.of(findings)
+
+
+class _Check:
+    """Looks at tensors one by one and keeps, for each fact, the tensors it holds for."""
+
+    def __init__(self, rules: RuleTable, mesh: DeviceMesh | None) -> None:
+        self._rules = rules
+        self._mesh = mesh
+        self._axes = mesh.axis_names if mesh is not None else rules.mesh_axes
+        self._known: dict[object, Resolution | None] = {}
+        self._facts: dict[tuple[str, tuple[Any, ...]], list[str]] = {}
+        self._blocked: dict[tuple[Rule, Rule, str, Rule | None, str | None], list[str]] = {}
+        self._extents: dict[tuple[Rule, int], list[str]] = {}
+        self._errors: dict[str, tuple[RulesError, str, list[str]]] = {}
+
+    def look_at(self, tensor: LogicalTensor, *, weight: bool) -> None:
+        resolver = self._rules.resolver(tensor.name if weight else None)
+        key = (id(resolver), tensor.names)
+        if key not in self._known:
+            try:
+                self._known[key] = resolver.trace(tensor.names)
+            except RulesError as error:
+                code = "name-twice" if "two dims" in str(error) else "target-form"
+                self._errors[str(error)] = (error, code, [])
+                self._known[key] = None
+        found = self._known[key]
+        if found is None:
+            try:
+                resolver.trace(tensor.names)
+            except RulesError as error:
+                self._errors[str(error)][2].append(tensor.name)
+            return
+        if len(found.names) > len(tensor.shape) and weight:
+            self._add(tensor, "names-beyond-rank", len(tensor.shape), found.names)
+        for dim, (name, rule) in enumerate(zip(found.names, found.winners, strict=True)):
+            if rule is None and name is not None and not resolver.rules_of(name):
+                self._add(tensor, "name-without-rule", name)
+            if rule is None or not rule.axes:
+                continue
+            absent = [a for a in rule.axes if a not in self._axes]
+            if absent:
+                self._add(tensor, "axis-absent-weight" if weight else "axis-absent-other", rule, absent[0])
+            elif rule.repeated_axis and weight:
+                self._add(tensor, "target-repeats-axis", rule)
+            elif weight and self._mesh is not None and dim < len(tensor.shape):
+                self._extents.setdefault((rule, tensor.shape[dim]), []).append(tensor.name)
+        for attempt in found.attempts:
+            if attempt.outcome == "blocked":
+                block = attempt.blocks[0]
+                why = (block.axis, found.winners[attempt.dim], found.names[block.dim])
+                self._blocked.setdefault((attempt.rule, block.rule, *why), []).append(tensor.name)
+
+    def _add(self, tensor: LogicalTensor, code: str, *about: object) -> None:
+        self._facts.setdefault((code, about), []).append(tensor.name)
+
+    def findings(self, *, with_tensors: bool) -> list[Finding]:
+        """Return what was found, one finding a fact."""
+        return [
+            *self._error_findings(),
+            *self._fact_findings(),
+            *self._absent_elsewhere(with_tensors),
+            *self._blocked_findings(),
+            *self._extent_findings(),
+        ]
+
+    def _error_findings(self) -> Iterable[Finding]:
+        for error, code, names in self._errors.values():
+            rule = next((r for r in self._rules.logical_axis_rules if str(r) == error.rule), None)
+            text = str(error).rpartition(f"rule {error.rule}: ")[2]
+            found = find(code, "strict", f"{text} ({_listed(names)})", rule=rule, tensors=names)
+            yield found
+
+    def _fact_findings(self) -> Iterable[Finding]:
+        mode = self._rules.mode
+        for (code, about), names in self._facts.items():
+            listed = _listed(names)
+            if code == "names-beyond-rank":
+                text = f"{about[0]} dims, but logical names {list(about[1])}: {listed}"
+                yield find(code, mode, text, tensors=names)
+            elif code == "name-without-rule":
+                text = f"no rule is for the logical name {about[0]!r}: it is replicated, without a word ({listed})"
+                yield find(code, mode, text, self._rules.place("logical_axis_rules"), tensors=names)
+            elif code == "target-repeats-axis":
+                rule: Rule = about[0]
+                text = f"the target names the axis {rule.repeated_axis!r} twice and settles a dim of {listed}"
+                yield find(code, "strict", text, rule=rule, axis=rule.repeated_axis, tensors=names)
+            else:
+                rule, axis = about
+                what = "an error for weights" if code == "axis-absent-weight" else "dropped without a word"
+                text = f"the mesh ({', '.join(self._axes)}) has no axis {axis!r}: {what} ({listed})"
+                yield find(code, mode, text, rule=rule, axis=str(axis), tensors=names)
+
+    def _absent_elsewhere(self, with_tensors: bool) -> Iterable[Finding]:
+        told = {about[0] for (code, about) in self._facts if code.startswith("axis-absent")}
+        layers = [r for layer in self._rules.extension.layers for r in layer.rules]
+        for rule in (*self._rules.logical_axis_rules, *layers):
+            absent = [a for a in rule.axes if a not in self._axes]
+            if not absent or rule in told:
+                continue
+            text = f"the mesh ({', '.join(self._axes)}) has no axis {', '.join(map(repr, absent))}: "
+            if with_tensors or rule.name.startswith(_NO_WEIGHT):
+                text += (
+                    "an activation drops it without a word, a weight would fail (no weight here comes to it)"
+                )
+                code = "axis-absent-other"
+            else:
+                text += "a weight that comes to this rule fails"
+                code = "axis-absent-perhaps-weight"
+            yield find(code, self._rules.mode, text, rule=rule, axis=absent[0])
+
+    def _blocked_findings(self) -> Iterable[Finding]:
+        for (rule, holder, axis, winner, name), names in self._blocked.items():
+            at = f" at {holder.where}" if holder.where else ""
+            if winner is None:
+                code, then = "name-all-blocked", "no other rule fits, the dim is replicated without a word"
+            else:
+                code, then = "name-fell-back", f"rule {winner} takes its place"
+            text = f"it is blocked: {axis} serves {name!r} by rule {holder}{at}; {then} ({_listed(names)})"
+            yield find(code, self._rules.mode, text, rule=rule, axis=axis, tensors=names)
+
+    def _extent_findings(self) -> Iterable[Finding]:
+        mesh = self._mesh
+        if mesh is None:
+            return
+        bad = [(r, n, t) for (r, n), t in self._extents.items() if n % mesh.axis_size(r.axes)]
+        for rule, extent, names in bad:
+            axis = max(rule.axes, key=mesh.axis_size)
+            overall = [
+                f"{a}={n}"
+                for a in rule.axes
+                if mesh.axis_size(a) > 1 and (n := self._largest(mesh, a)) is not None
+            ]
+            rest = f"; for all tensors together: {' or '.join(overall)}" if overall else ""
+            text = (
+                f"a dim {rule.name} of {extent} is not divided by {cut_text(rule, mesh)} "
+                f"({_listed(names)}); {fitting(rule, mesh, extent)}{rest}"
+            )
+            yield find("dim-indivisible", self._rules.mode, text, rule=rule, axis=axis, tensors=names)
+
+    def _largest(self, mesh: DeviceMesh, axis: str) -> int | None:
+        """Return the largest size of an axis, up to its own, that suits every tensor; None: no size does."""
+        common = 0
+        for rule, extent in self._extents:
+            rest = mesh.axis_size([a for a in rule.axes if a != axis])
+            if extent % rest:
+                return None
+            if axis in rule.axes:
+                common = gcd(common, extent // rest)
+        return largest_divisor(common, mesh.axis_size(axis)) if common else mesh.axis_size(axis)
+
+
+def _budget(
+    rules: RuleTable, mesh: DeviceMesh, weights: tuple[LogicalTensor, ...], findings: list[Finding]
+) -> list[Finding]:
+    if any(f.severity == "error" and f.tensors for f in findings):
+        return []
+    report = plan_memory(rules, mesh, weights)
+    if report.within_budget:
+        return []
+    text = (
+        f"a device needs {report.total_bytes / 1e9:.3f} GB (parameters, gradients, moments), its budget is "
+        f"{(report.budget_bytes or 0) / 1e9:.3f} GB; replication takes {report.replication_bytes / 1e9:.3f} GB of it"
+    )
+    return [find("memory-budget", rules.mode, text, rules.place("lowshard"))]
+
+
+def _listed(names: list[str]) -> str:
+    """Return how many tensors there are and some of their names, layers and moments counted as one."""
+    groups = list(dict.fromkeys(map(group_name, names)))
+    shown = ", ".join(groups[:_NAMED])
+    more = f" and {len(groups) - _NAMED} more names" if len(groups) > _NAMED else ""
+    return f"{len(names)} tensor{'s' * (len(names) != 1)}: {shown}{more}"

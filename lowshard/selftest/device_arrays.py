@@ -1,0 +1,44 @@
+"""Where a step's arrays lie: NumPy on the host, or CuPy on the current GPU."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from lowshard.errors import DependencyError
+from lowshard.selftest.step_setting import Device
+
+
+def array_module(device: Device) -> ModuleType:
+    """Return numpy or cupy.
+
+    Raises:
+        DependencyError: CuPy cannot be imported.
+    """
+    if device == "cpu":
+        return np
+    try:
+        import cupy
+    except ImportError as error:
+        raise DependencyError(
+            f"--device cuda needs CuPy, which cannot be imported ({error}); pip install 'lowshard[cuda12]' or "
+            "'lowshard[cuda13]'"
+        ) from error
+    module: ModuleType = cupy
+    return module
+
+
+def put(xp: ModuleType, array: np.ndarray) -> Any:
+    """Return a new array there with these values."""
+    return array.copy() if xp is np else xp.asarray(array)
+
+
+def settle(xp: ModuleType) -> None:
+    """Wait for the work on the current stream; an error of the device is raised here.
+
+    Never for the whole device: there another rank's kernel may wait for this rank.
+    """
+    if xp is not np:
+        xp.cuda.get_current_stream().synchronize()

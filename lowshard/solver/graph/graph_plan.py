@@ -1,0 +1,523 @@
+"""GraphPlan: where every tensor of a graph lies and what moves when. Frozen data, equal on every rank; explained."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, Literal
+
+from lowshard.argument import instance, whole
+from lowshard.cost import ClusterProfile
+from lowshard.errors import LayoutError, PlanError
+from lowshard.layout import Layout
+from lowshard.mesh import DeviceMesh
+from lowshard.reading import reader
+from lowshard.redistribute_plan import plan_redistribute
+from lowshard.solver.action import Action
+from lowshard.solver.assignment import HOW
+from lowshard.solver.graph.bound_graph import BoundGraph, graph_to_json
+from lowshard.solver.graph.graph_rates import largest_bytes
+from lowshard.step_search import classify, state_of
+
+PROVED = 1e-6
+"""A plan is called the best where no other can be cheaper by more than this share."""
+
+
+@dataclass(frozen=True, slots=True)
+class GraphMove:
+    """A tensor is brought into another layout before a step; the copy serves every later use of that layout."""
+
+    tensor: int
+    step: int
+    """The op that needs it first; the number of ops for an output that must end so."""
+    src: Layout
+    dst: Layout
+    price: float = field(compare=False, default=0.0)
+
+    @property
+    def collective(self) -> str:
+        """What moves it, where one collective can: all_gather, reduce_scatter, ...; else "exchange"."""
+        return classify(state_of(self.src), state_of(self.dst))[0]
+
+    @property
+    def is_local(self) -> bool:
+        """Whether nothing leaves a device: a slice, or one replica that is kept as the only term."""
+        return self.collective in ("slice", "keep_one")
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """A tensor, or a copy of it, on the fullest device at its fullest step."""
+
+    name: str
+    layout: Layout
+    bytes: int
+
+
+@dataclass(frozen=True)
+class GraphPlan:
+    """A solved graph. `lowshard.op.run_graph` runs it.
+
+    Attributes:
+        graph: the graph, shapes bound.
+        mesh: where it runs.
+        layouts: where each tensor of the graph lies as it comes.
+        actions: how each op runs; an action's sources are what it needs, so that it moves nothing itself.
+        moves: what moves between, in order.
+        compute: price of the ops: seconds, or 0 where bytes are minimised.
+        inner: price of the collectives inside ops.
+        memory_bytes: what the fullest device holds at each op, and after the last.
+        fullest: what that is at the fullest step, the largest first.
+        bound: no plan that fits has a smaller price; equal to the price where the plan is proved best, 0 where nothing
+            is known.
+        unit: "s", or "bytes".
+        method: how it was found.
+        budget_bytes: the limit that it was solved for.
+        profile: the cluster profile its prices come from; None for the built-in default.
+        node_size: ranks a node.
+    """
+
+    graph: BoundGraph
+    mesh: DeviceMesh
+    layouts: tuple[Layout, ...]
+    actions: tuple[Action, ...]
+    moves: tuple[GraphMove, ...]
+    compute: float = field(compare=False)
+    inner: float = field(compare=False)
+    memory_bytes: tuple[int, ...] = field(compare=False)
+    fullest: tuple[Holding, ...] = field(compare=False, repr=False)
+    bound: float = field(compare=False)
+    unit: str = field(compare=False)
+    method: str = field(compare=False)
+    budget_bytes: float | None = field(default=None, compare=False)
+    profile: ClusterProfile | None = field(default=None, compare=False, repr=False)
+    node_size: int | None = None
+
+    @property
+    def moved(self) -> float:
+        """Price of the moves between ops."""
+        return sum(m.price for m in self.moves)
+
+    @property
+    def price(self) -> float:
+        """Price of the whole graph."""
+        return self.compute + self.inner + self.moved
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that the fullest device holds."""
+        return max(self.memory_bytes)
+
+    @property
+    def gap(self) -> float:
+        """How much better a plan could be, as a share of the price: 0 where that is proved to be under a millionth."""
+        slack = self.price - self.bound
+        return slack / self.price if slack > PROVED * self.price else 0.0
+
+    def layout(self, name: str) -> Layout:
+        """Return where a tensor lies as it comes: an input or weight, or the result of an op."""
+        return self.layouts[self._number(name)]
+
+    def action(self, name: str) -> Action:
+        """Return how the op that makes a tensor runs."""
+        step = self._makers.get(self._number(name))
+        if step is None:
+            raise LayoutError(f"{name!r} is an input or weight of graph {self.graph.name!r}: no op makes it")
+        return self.actions[step]
+
+    def _number(self, name: str) -> int:
+        number = self._numbers.get(instance(name, str, "a tensor is known by its name", LayoutError))
+        if number is None:
+            raise LayoutError(
+                f"graph {self.graph.name!r} has no tensor {name!r}; it has {', '.join(self._numbers)}"
+            )
+        return number
+
+    @cached_property
+    def output_layouts(self) -> dict[str, Layout]:
+        """Where each output of the graph lies at the end."""
+        steps = len(self.graph.nodes)
+        found = {self.graph.tensors[t].name: self.layouts[t] for t, _ in self.graph.outputs}
+        for t, place in self.graph.outputs:
+            if place is not None:
+                found[self.graph.tensors[t].name] = self.graph.layout(self.mesh, t, place)
+        assert all(0 <= m.step <= steps for m in self.moves)
+        return found
+
+    @cached_property
+    def _numbers(self) -> dict[str, int]:
+        return {info.name: i for i, info in enumerate(self.graph.tensors)}
+
+    @cached_property
+    def _makers(self) -> dict[int, int]:
+        return {t: step for step, node in enumerate(self.graph.nodes) for t in node.results}
+
+    @property
+    def collectives(self) -> dict[str, int]:
+        """How many of each collective run between ops and, by the rows' own statement, inside them."""
+        found: dict[str, int] = {}
+        for move in self.moves:
+            if not move.is_local:
+                found[move.collective] = found.get(move.collective, 0) + 1
+        for action in self.actions:
+            for row, size in zip(action.rows, self.mesh.shape, strict=True):
+                for name, _ in row.inner if size > 1 else ():
+                    found[name] = found.get(name, 0) + 1
+        return found
+
+    def needed_moves(self, step: int) -> list[GraphMove]:
+        """Return the moves that are made before a step."""
+        number = step if type(step) is int else whole(step, "a step is an integer", LayoutError)
+        return self._moves_by_step.get(number, [])
+
+    @cached_property
+    def _moves_by_step(self) -> dict[int, list[GraphMove]]:
+        found: dict[int, list[GraphMove]] = {}
+        for move in self.moves:
+            found.setdefault(move.step, []).append(move)
+        return found
+
+    def why(self) -> list[str]:
+        """Return in a line or two what decided: what the time goes to, and whether memory set a limit."""
+        parts = {"compute": self.compute, "moves": self.moved, "collectives inside ops": self.inner}
+        whole = self.price or 1.0
+        shares = ", ".join(f"{n} {100 * v / whole:.0f}%" for n, v in parts.items() if v > 0)
+        lines = [f"{self.method}; {show(self.price, self.unit)}: {shares or 'nothing moves'}"]
+        if not self.bound and self.price:
+            lines.append("how much better a plan could be is not known")
+        elif self.gap:
+            lines.append(
+                f"at most {100 * self.gap:.2g}% above the best possible ({show(self.bound, self.unit)})"
+            )
+        else:
+            lines.append("proved: no plan in the solver's space is cheaper by a millionth")
+        if self.budget_bytes is not None:
+            lines.append(
+                f"the fullest device holds {show_bytes(self.peak_bytes)} of {show_bytes(self.budget_bytes)}"
+            )
+        return lines
+
+    def explain(self) -> str:
+        """Return the plan as text: every tensor, how it is made, what moves before, its price, and what decided."""
+        return _explain(self)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.graph.name} on {self.mesh}: {show(self.price, self.unit)}, "
+            f"{len(self.moves)} moves, {show_bytes(self.peak_bytes)} a device, {self.method}"
+        )
+
+    # ---- data
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data that `from_json` reads back (the profile is not part of it)."""
+        return {
+            "graph": graph_to_json(self.graph),
+            "mesh": self.mesh.to_json(),
+            "layouts": [str(x) for x in self.layouts],
+            "actions": [a.to_json() for a in self.actions],
+            "moves": [
+                {"tensor": m.tensor, "step": m.step, "from": str(m.src), "to": str(m.dst), "price": m.price}
+                for m in self.moves
+            ],
+            "compute": self.compute,
+            "inner": self.inner,
+            "memory_bytes": list(self.memory_bytes),
+            "fullest": [{"name": h.name, "layout": str(h.layout), "bytes": h.bytes} for h in self.fullest],
+            "bound": self.bound,
+            "unit": self.unit,
+            "method": self.method,
+            "budget_bytes": self.budget_bytes,
+            "node_size": self.node_size,
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any], profile: ClusterProfile | None = None) -> GraphPlan:
+        """Return the plan that `to_json` wrote, checked: every step gets what it needs.
+
+        Raises:
+            PlanError: a field is missing or does not fit.
+        """
+        return replace(_read(data), profile=profile)
+
+    @cached_property
+    def _digest(self) -> str:
+        moves = [(m.tensor, m.step, m.src.digest(), m.dst.digest()) for m in self.moves]
+        parts = [
+            graph_to_json(self.graph), [x.digest() for x in self.layouts], [a.digest() for a in self.actions], moves,
+            self.node_size,
+        ]  # fmt: skip
+        text = json.dumps(parts, sort_keys=True, separators=(",", ":"))
+        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+    def digest(self) -> str:
+        """Return 32 hex digits that two plans share exactly when they do the same."""
+        return self._digest
+
+
+def show(value: float, unit: str) -> str:
+    """Return a price as text."""
+    if unit == "bytes":
+        return f"{value:,.0f} bytes"
+    for scale, name in ((1.0, "s"), (1e-3, "ms")):
+        if value >= scale:
+            return f"{value / scale:.4g} {name}"
+    return f"{value / 1e-6:.4g} us"
+
+
+def show_bytes(value: float) -> str:
+    """Return bytes as text, in decimal units."""
+    for scale, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if value >= scale:
+            return f"{value / scale:.4g} {name}"
+    return f"{value:.0f} bytes"
+
+
+# ---- reading
+
+
+@dataclass(frozen=True)
+class _WrittenMove:
+    tensor: int
+    step: int
+    src: str
+    dst: str
+    price: float
+
+
+@reader("move of a graph plan", PlanError)
+def _read_move(tensor: int, step: int, from_: str, to: str, price: float) -> _WrittenMove:
+    return _WrittenMove(tensor, step, from_, to, price)
+
+
+@dataclass(frozen=True)
+class _WrittenHolding:
+    name: str
+    layout: str
+    bytes: int
+
+
+@reader("graph plan", PlanError)
+def _read(
+    graph: BoundGraph,
+    mesh: DeviceMesh,
+    layouts: tuple[str, ...],
+    actions: tuple[Action, ...],
+    moves: tuple[_WrittenMove, ...],
+    compute: float,
+    inner: float,
+    memory_bytes: tuple[int, ...],
+    fullest: tuple[_WrittenHolding, ...],
+    bound: float,
+    unit: Literal["s", "bytes"],
+    method: str,
+    budget_bytes: float | None,
+    node_size: int | None,
+) -> GraphPlan:
+    """Return a plan, checked: every step gets what it needs, from where the tensor is."""
+    plan = GraphPlan(
+        graph,
+        mesh,
+        tuple(Layout.parse(mesh, text) for text in layouts),
+        actions,
+        tuple(
+            GraphMove(m.tensor, m.step, Layout.parse(mesh, m.src), Layout.parse(mesh, m.dst), m.price)
+            for m in moves
+        ),
+        compute,
+        inner,
+        memory_bytes,
+        tuple(Holding(h.name, Layout.parse(mesh, h.layout), h.bytes) for h in fullest),
+        bound,
+        unit,
+        method,
+        budget_bytes,
+        None,
+        node_size,
+    )
+    _verify_plan(plan)
+    return plan
+
+
+def _verify_plan(plan: GraphPlan) -> None:
+    graph, steps = plan.graph, len(plan.graph.nodes)
+    if (len(plan.layouts), len(plan.actions), len(plan.memory_bytes)) != (
+        len(graph.tensors),
+        steps,
+        steps + 1,
+    ):
+        raise PlanError("a graph plan has a layout a tensor, an action an op, and the memory of each step")
+    prices = (plan.compute, plan.inner, plan.bound, *(m.price for m in plan.moves), *plan.memory_bytes)
+    if min(prices) < 0 or (plan.node_size is not None and plan.node_size < 1):
+        raise PlanError("prices, bytes and node_size of a graph plan are not negative")
+    for t, layout in enumerate(plan.layouts):
+        _is_of(plan, t, layout)
+    for step, (node, action) in enumerate(zip(graph.nodes, plan.actions, strict=True)):
+        if (action.op, action.args, len(action.sources)) != (node.op, node.args, len(node.operands)):
+            raise PlanError(f"step {step} is {node.label}, its action is of {action.op}")
+        for t, source in zip(node.operands, action.sources, strict=True):
+            _is_of(plan, t, source)
+        if not action.moves_nothing or action.outputs != tuple(plan.layouts[t] for t in node.results):
+            raise PlanError(
+                f"step {step}, {node.label}: its action takes its operands as they come and leaves its results in "
+                f"{[str(plan.layouts[t]) for t in node.results]}; got {action}"
+            )
+    held = [{layout} for layout in plan.layouts]
+    made = {t: step for step, node in enumerate(graph.nodes) for t in node.results}
+    for move in sorted(plan.moves, key=lambda m: m.step):
+        if not 0 <= move.tensor < len(held) or not made.get(move.tensor, -1) < move.step <= steps:
+            raise PlanError(f"a move is of a tensor that is there, before a step; got {move}")
+        _is_of(plan, move.tensor, move.dst)
+        if move.src not in held[move.tensor]:
+            raise PlanError(f"tensor {graph.tensors[move.tensor].name!r} does not lie in {move.src} by then")
+        held[move.tensor].add(move.dst)
+    _ = plan.output_layouts  # the places of outputs fit
+
+
+def _is_of(plan: GraphPlan, tensor: int, layout: Layout) -> None:
+    """Raise PlanError unless a layout is one of a tensor of the graph on the plan's mesh."""
+    wanted = (plan.mesh, plan.graph.shapes[tensor], plan.graph.dtypes[tensor])
+    if (layout.mesh, layout.shape, layout.dtype) != wanted:
+        raise PlanError(
+            f"tensor {plan.graph.tensors[tensor].name!r} is {wanted[2]}{list(wanted[1])} on mesh {plan.mesh}, got "
+            f"{layout} on mesh {layout.mesh}"
+        )
+
+
+# ---- as text
+
+_LAYER = re.compile(r"\b([A-Za-z_]+)\d+\.(?=[A-Za-z_])")
+_HEADS = ("tensor", "shape", "layout", "made by", "moved before", "price", "bytes a device")
+
+
+def rows(plan: GraphPlan) -> list[tuple[str, ...]]:
+    """Return one row a tensor, in order: the cells under `heads`."""
+    graph = plan.graph
+    found: list[tuple[str, ...]] = []
+    for t in graph.leaves():
+        info = graph.tensors[t]
+        origin = info.kind if info.place is not None else f"{info.kind} (free)"
+        found.append(
+            (info.name, _shape(plan, t), _axes(plan, t), origin, "", "", show_bytes(_bytes(plan, t)))
+        )
+    for step, (node, action) in enumerate(zip(graph.nodes, plan.actions, strict=True)):
+        moves = plan.needed_moves(step)
+        price = sum(m.price for m in moves)
+        names = ", ".join(graph.tensors[t].name for t in node.operands)
+        inner = sorted(
+            {row.how for row, n in zip(action.rows, plan.mesh.shape, strict=True) if n > 1} - {"local"}
+        )
+        made = f"{node.op}({names})" + (f" [{', '.join(inner)}]" if inner else "")
+        for place, t in enumerate(node.results):
+            said = "; ".join(_move_text(plan, m) for m in moves) if place == 0 else ""
+            cost = show(price, plan.unit) if moves and place == 0 else ""
+            found.append(
+                (
+                    graph.tensors[t].name,
+                    _shape(plan, t),
+                    _axes(plan, t),
+                    made,
+                    said,
+                    cost,
+                    show_bytes(_bytes(plan, t)),
+                )
+            )
+    for move in plan.needed_moves(len(graph.nodes)):
+        layout = " ".join(f"{a}={p}" for a, p in zip(plan.mesh.axis_names, move.dst.placements, strict=True))
+        found.append(
+            (graph.tensors[move.tensor].name, _shape(plan, move.tensor), layout, "output", _move_text(plan, move),
+             show(move.price, plan.unit), show_bytes(largest_bytes(move.dst)))
+        )  # fmt: skip
+    return found
+
+
+def folded(every: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """Return the rows, those that like layers share as one: layer0.q, layer1.q, ... become layer*.q (x32)."""
+    like: dict[tuple[str, ...], list[tuple[str, ...]]] = {}
+    for row in every:
+        like.setdefault(tuple(_LAYER.sub(r"\1*.", cell) for cell in row), []).append(row)
+    return [
+        rows_of[0] if len(rows_of) == 1 else (f"{shared[0]} (x{len(rows_of)})", *shared[1:])
+        for shared, rows_of in like.items()
+    ]
+
+
+def heads() -> tuple[str, ...]:
+    """Return the heads of `rows`."""
+    return _HEADS
+
+
+def summary(plan: GraphPlan) -> list[tuple[str, str]]:
+    """Return what a plan comes to: label and value."""
+    moved = [m for m in plan.moves if not m.is_local]
+    calls = ", ".join(f"{n} {name}" for name, n in sorted(plan.collectives.items())) or "none"
+    over = plan.budget_bytes is not None and plan.peak_bytes > plan.budget_bytes
+    return [
+        ("price", show(plan.price, plan.unit)),
+        ("compute", show(plan.compute, plan.unit)),
+        ("moves", f"{show(plan.moved, plan.unit)} in {len(moved)}"),
+        ("inside ops", show(plan.inner, plan.unit)),
+        ("collectives", calls),
+        ("bytes moved", show_bytes(moved_bytes(plan))),
+        ("peak a device", show_bytes(plan.peak_bytes) + (" (over budget)" if over else "")),
+        ("found by", plan.method),
+    ]
+
+
+def moved_bytes(plan: GraphPlan) -> float:
+    """Return the bytes that the moves bring to the rank that receives most of each, added up."""
+    known: dict[tuple[object, object], int] = {}
+    total = 0
+    for move in plan.moves:
+        key = (move.src, move.dst)
+        if key not in known:
+            route = plan_redistribute(move.src, move.dst, plan.profile, plan.node_size)
+            known[key] = max(route.received_bytes(rank) for rank in plan.mesh.ranks)
+        total += known[key]
+    return total
+
+
+def _explain(plan: GraphPlan) -> str:
+    """Return a plan as text of several lines."""
+    lines = [str(plan), *("  " + line for line in plan.why())]
+    table = [heads(), *rows(plan)]
+    widths = [max(len(line[i]) for line in table) for i in range(len(_HEADS))]
+    lines += ["  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in table]
+    ways = {row.how for a in plan.actions for row, n in zip(a.rows, plan.mesh.shape, strict=True) if n > 1}
+    lines += [f"[{how}]: {HOW[how]}" for how in sorted(ways - {"local"})]
+    lines.append(f"fullest: {_fullest(plan)}")
+    return "\n".join(lines)
+
+
+def _fullest(plan: GraphPlan) -> str:
+    step = max(range(len(plan.memory_bytes)), key=plan.memory_bytes.__getitem__)
+    nodes = plan.graph.nodes
+    where = plan.graph.tensors[nodes[step].results[0]].name if step < len(nodes) else "the end"
+    held = ", ".join(f"{h.name} {show_bytes(h.bytes)}" for h in plan.fullest[:4])
+    return f"{show_bytes(plan.peak_bytes)} a device at {where}: {held}"
+
+
+def _move_text(plan: GraphPlan, move: GraphMove) -> str:
+    axes: Sequence[str] = [
+        f"{a}:{p}->{q}"
+        for a, p, q in zip(plan.mesh.axis_names, move.src.placements, move.dst.placements, strict=True)
+        if p != q
+    ]
+    return f"{plan.graph.tensors[move.tensor].name} {move.collective} {' '.join(axes)}"
+
+
+def _shape(plan: GraphPlan, tensor: int) -> str:
+    return f"{plan.graph.dtypes[tensor]}[{','.join(map(str, plan.graph.shapes[tensor]))}]"
+
+
+def _axes(plan: GraphPlan, tensor: int) -> str:
+    placements = plan.layouts[tensor].placements
+    return " ".join(f"{a}={p}" for a, p in zip(plan.mesh.axis_names, placements, strict=True))
+
+
+def _bytes(plan: GraphPlan, tensor: int) -> int:
+    return largest_bytes(plan.layouts[tensor])

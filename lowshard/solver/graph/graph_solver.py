@@ -1,0 +1,435 @@
+"""GraphSolver: the layouts of a whole graph, and the walk that gives each op to a per-op solver."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import ceil, inf
+from typing import Literal, get_args
+
+from lowshard.argument import brief, choice, instance, real, whole
+from lowshard.cost import ClusterProfile
+from lowshard.errors import BudgetError, InternalError, LayoutError, MeshError, SolverError
+from lowshard.layout import Layout
+from lowshard.mesh import DeviceMesh
+from lowshard.solver.action import Action, ActionSet, Solver
+from lowshard.solver.graph.bound_graph import BoundGraph, Graph
+from lowshard.solver.graph.elimination import TooWideError
+from lowshard.solver.graph.graph_plan import PROVED, GraphMove, GraphPlan, Holding, show_bytes
+from lowshard.solver.graph.graph_rates import Objective, Rates, Timing
+from lowshard.solver.graph.graph_schedule import (
+    Assignment,
+    Schedule,
+    holders,
+    is_feasible,
+    schedule,
+    space_of,
+)
+from lowshard.solver.graph.ilp import COLUMNS_MOST, IntegerProgram, has_scipy
+from lowshard.solver.graph.memory_prices import fit, least_peak
+from lowshard.solver.graph.network import Network
+from lowshard.solver.graph.pruning import Relaxation
+from lowshard.solver.graph.space import Choice, Space
+from lowshard.solver.greedy import Bindable, GreedyReshard
+from lowshard.solver.pick import pick
+from lowshard.solver.table import Rules
+
+Method = Literal["auto", "dp", "ilp"]
+
+
+@dataclass(frozen=True, slots=True)
+class GraphSolver(Bindable):
+    """Picks the layouts of a whole graph at once: least compute + collectives + redistribution, within the memory.
+
+    `solve` takes a graph. As a per-op solver (`pick(..., solver=GraphSolver())`) it takes the action of least seconds.
+    Deterministic. Never worse than GreedyReshard at the same prices.
+
+    It chooses among all rows of each op on each mesh axis, also where they make shards without elements. Free inputs
+    and weights lie whole or as an op needs them, within a budget cut in any other way too, but never as terms. Replicas
+    may become terms, shards and other terms may not. A plan with `gap` 0 is the cheapest of these by a millionth.
+
+    Args:
+        profile: the cluster's cost profile; None for the built-in default (`lowshard bench profile` measures one).
+        rates: of one device; by default what the profile states, else a CPU core's order of magnitude.
+        objective: "seconds", or "volume" or "published": the byte prices of `pick`, without compute.
+        budget_bytes: what a device may hold at any step: weights, live tensors and copies, temporaries. By default the
+            mesh's own budget.
+        allow_partial_to_sharded: whether a partial tensor may be reduced to shards.
+        keep_activations: inputs and results stay to the end, as a backward pass needs them.
+        node_size: ranks a node; None for one node.
+        method: "dp" (elimination: exact, whatever is narrow), "ilp" (HiGHS), or "auto": dp, and ilp for what is too
+            wide and to close the gap that a binding budget leaves.
+        time_limit_s: for the search within budgets and for ilp. What is found by then is returned with its gap.
+    """
+
+    profile: ClusterProfile | None = None
+    rates: Rates | None = None
+    objective: Objective = "seconds"
+    budget_bytes: float | None = None
+    allow_partial_to_sharded: bool = True
+    keep_activations: bool = False
+    node_size: int | None = None
+    method: Method = "auto"
+    time_limit_s: float = 15.0
+
+    def __post_init__(self) -> None:
+        rule = "objective is 'seconds', 'volume' or 'published'"
+        choice(self.objective, get_args(Objective), rule, SolverError)
+        choice(self.method, get_args(Method), "method is 'auto', 'dp' or 'ilp'", SolverError)
+        if self.profile is not None:
+            instance(self.profile, ClusterProfile, "profile is a ClusterProfile or None", SolverError)
+        if self.rates is not None:
+            instance(self.rates, Rates, "rates is a Rates or None", SolverError)
+        if self.budget_bytes is not None:
+            rule = "budget_bytes is a number of bytes above 0 such as 4e9, or None"
+            real(self.budget_bytes, rule, SolverError)
+        if self.node_size is not None:
+            whole(self.node_size, "node_size is a number of ranks >= 1, or None", SolverError, 1)
+        real(self.time_limit_s, "time_limit_s is a number of seconds above 0", SolverError)
+        for name in ("allow_partial_to_sharded", "keep_activations"):
+            instance(getattr(self, name), bool, f"{name} is True or False", SolverError)
+
+    @property
+    def timing(self) -> Timing:
+        """The prices it minimises."""
+        rates = Rates.of(self.profile) if self.rates is None else self.rates
+        return Timing(self.objective, self.profile, rates, self.node_size, self.allow_partial_to_sharded)
+
+    def __call__(self, action_set: ActionSet, layouts: Sequence[Layout], /) -> Action:
+        """Return the action of least price for one op alone, the earliest of equals."""
+        instance(action_set, ActionSet, "a solver picks from an ActionSet", SolverError)
+        action_set.need_candidates()
+        timing = self.timing
+        best: tuple[float, Action] | None = None
+        for action in action_set.actions():
+            moves = sum(timing.move(a, b) for a, b in zip(action.sources, action.inputs, strict=True))
+            price = moves + timing.inner(action.rows, action.inputs[0])
+            price += timing.compute(action.op, dict(action.args), action.inputs, action.outputs)
+            if price != inf and (best is None or price < best[0]):
+                best = price, action
+        if best is None:
+            raise SolverError(f"{action_set.op}: allow_partial_to_sharded=False leaves no action")
+        return best[1]
+
+    def solve(
+        self,
+        graph: Graph | BoundGraph,
+        mesh: DeviceMesh,
+        sizes: Mapping[str, int] | None = None,
+        rules: Rules = "extended",
+    ) -> GraphPlan:
+        """Return the best plan for a graph on a mesh.
+
+        Args:
+            graph: the graph.
+            mesh: where it runs.
+            sizes: a number for each symbol of its shapes.
+            rules: "extended", or "documented" for MAX's own sound rows alone.
+
+        Raises:
+            LayoutError: a symbol without a number, or shapes that do not fit.
+            SolverError: an op has no row that can be used on this mesh, or nothing leads to a wanted layout.
+            BudgetError: nothing fits; it names the tightest tensor and the smallest budget that would do.
+            DependencyError: the graph is too wide for dynamic programming, and SciPy is not installed.
+        """
+        bound = _bound(graph, mesh, sizes)
+        budget = _budget_of(self.budget_bytes, mesh)
+        space = Space(bound, mesh, self.timing, rules, self.keep_activations, spreads=budget is not None)
+        end_s = time.monotonic() + self.time_limit_s
+        greedy = self._greedy(space)
+        if greedy is not None:
+            space = space.including(greedy.assignment.leaves, greedy.assignment.choices)
+        best, low, method = self._free(space, greedy, end_s)
+        if greedy is not None and not is_feasible(greedy, budget):
+            greedy = None
+        if budget is not None and not is_feasible(best, budget):
+            best, low, method = self._within(space, budget, best, low, greedy, end_s)
+        if greedy is not None and greedy.price < best.price * (1 - 1e-9):
+            best, method = greedy, "greedy"
+        if best.price == inf:
+            raise SolverError(
+                f"graph {bound.name!r}: no layouts lead to the wanted outputs by moves that can be made; an output "
+                "wanted partial must come so from its op, and allow_partial_to_sharded=False bars P -> S"
+            )
+        if low > best.price * (1 + PROVED):
+            raise InternalError(
+                f"graph {bound.name!r} on mesh {mesh}: {method} gave {low!r} as the least price of any plan, and a "
+                f"plan was found for {best.price!r}. This is a defect of lowshard: please report it with the graph"
+            )
+        # An op with too many ways to list may have better ones: then no bound is known.
+        low = min(max(low, 0.0), best.price) if space.is_whole else 0.0
+        return _plan(space, best, low, method, budget, self.timing)
+
+    # ---- without a budget
+
+    def _free(self, space: Space, greedy: Schedule | None, end_s: float) -> tuple[Schedule, float, str]:
+        """Return the best schedule whatever it holds, a bound, and how it was found."""
+        best, low = None, -inf
+        if self.method != "ilp":
+            try:
+                relaxation = Relaxation(space)
+                low, assignment = relaxation.solve()
+                best = schedule(space, assignment)
+                if greedy is not None and greedy.price < best.price:
+                    best = greedy
+                if best.price <= low * (1 + PROVED):
+                    return best, low, "dynamic programming"
+                space = relaxation.pruned(best.price)
+            except TooWideError:
+                pass
+            try:
+                low, assignment = Network(space).solve()
+                return schedule(space, assignment), low, "dynamic programming"
+            except TooWideError as error:
+                if self.method == "dp":
+                    raise SolverError(
+                        f"graph {space.graph.name!r} is too wide for dynamic programming ({error}); use method='auto'"
+                    ) from None
+        if self.method == "auto":
+            try:
+                low = max(low, Network(space, split="under").solve()[0])
+                found = schedule(space, Network(space, split="over").solve()[1])
+                best = found if best is None or found.price < best.price else best
+            except TooWideError:
+                pass
+            if best is not None and best.price <= low * (1 + PROVED):
+                return best, low, "dynamic programming"
+        program = IntegerProgram(space)
+        if best is not None and (program.columns > COLUMNS_MOST or not has_scipy()):
+            return best, low, "dynamic programming, wide tensors apart"
+        worth = min((found.price for found in (best, greedy) if found is not None), default=inf)
+        answer = program.solve(max(0.1, end_s - time.monotonic()), worth)
+        if answer.assignment is not None:
+            found = schedule(space, answer.assignment)
+            if best is None or found.price < best.price:
+                best = found
+        if best is None and greedy is not None:
+            return greedy, max(low, answer.bound), "greedy"
+        if best is None:
+            raise SolverError(
+                f"graph {space.graph.name!r}: no plan was found within {self.time_limit_s:g} s; raise time_limit_s"
+            )
+        return best, max(low, answer.bound), "integer program"
+
+    # ---- with one
+
+    def _within(
+        self, space: Space, budget: float, free: Schedule, low: float, greedy: Schedule | None, end_s: float
+    ) -> tuple[Schedule, float, str]:
+        """Return the best schedule that fits, a bound, and how it was found."""
+        best, method = greedy, "Lagrangian"
+        program, some, floor = None, False, 0.0
+        if self.method != "dp" and has_scipy():
+            program = IntegerProgram(space, budget)
+            if program.columns > COLUMNS_MOST:
+                program = None
+        if self.method != "ilp":
+            half_s = time.monotonic() + (end_s - time.monotonic()) / (2 if has_scipy() else 1)
+            try:
+                if best is None:
+                    leanest, floor = least_peak(space, free, budget, half_s)
+                    if leanest.peak_bytes <= budget:
+                        best = leanest
+                    elif program is None:
+                        raise self._budget_error(space, leanest, floor, budget)
+                    elif floor > budget:
+                        raise self._budget_error(space, *self._leaner(space, leanest, floor), budget)
+                fitted = fit(space, budget, free, best, half_s)
+                best, low = fitted.best, max(low, fitted.bound)
+                if program is None and self.method == "auto" and has_scipy():
+                    # Too large as a whole: the best mixture of what the search came by.
+                    program, some = IntegerProgram(space_of(space, fitted.seen), budget), True
+                    if program.columns > COLUMNS_MOST:
+                        program = None
+            except TooWideError:
+                if program is None:
+                    raise
+        if best is not None and best.price <= low * (1 + PROVED):
+            return best, low, "Lagrangian, proved"
+        if program is not None:
+            worth = inf if best is None else best.price
+            answer = program.solve(max(1.0, end_s - time.monotonic()), worth)
+            if answer.assignment is not None:
+                found = schedule(space, answer.assignment)
+                if is_feasible(found, budget) and (best is None or found.price < best.price):
+                    best, method = found, "Lagrangian, then integer program" if some else "integer program"
+            if answer.is_infeasible and not some:
+                floor = max(floor, budget + 1)
+            elif answer.bound > low and not some:
+                low, method = answer.bound, "integer program"
+        if best is None:  # there is none, or none was found in time
+            leanest, floor = self._leaner(space, free, floor)
+            if not is_feasible(leanest, budget):
+                raise self._budget_error(space, leanest, floor, budget)
+            best, method = leanest, "integer program"
+        return best, low, method
+
+    def _leaner(self, space: Space, best: Schedule, bound: float) -> tuple[Schedule, float]:
+        """Return the plan with the least peak that the integer program finds, if it is small enough, and a bound."""
+        program = IntegerProgram(space, minimises_peak=True)
+        if program.columns <= COLUMNS_MOST and has_scipy():
+            answer = program.solve(self.time_limit_s)
+            bound = max(bound, answer.bound)
+            if answer.assignment is not None:
+                found = schedule(space, answer.assignment)
+                if found.price != inf and (best.price == inf or found.peak_bytes < best.peak_bytes):
+                    best = found
+        return best, bound
+
+    def _budget_error(self, space: Space, least: Schedule, bound: float, budget: float) -> BudgetError:
+        step = max(range(len(least.memory_bytes)), key=least.memory_bytes.__getitem__)
+        held = holders(space, least.assignment, step)
+        bytes_, tensor, layout = held[0]
+        nodes = space.graph.nodes
+        where = nodes[step].label if step < len(nodes) else "the end"
+        others = ", ".join(f"{space.graph.tensors[t].name} {show_bytes(b)}" for b, t, _ in held[1:4])
+        need = ceil(least.peak_bytes)
+        proved = (
+            "" if need <= ceil(bound * (1 + 1e-4)) else (f" that was found (none below {ceil(bound):,} does)")
+        )
+        info = space.graph.tensors[tensor]
+        limit = f"{budget:,.0f} bytes a device on mesh {space.mesh}"
+        said = f"graph {space.graph.name!r} does not fit into {limit}: it needs"
+        if bound <= budget:  # the search was cut short
+            said = (
+                f"graph {space.graph.name!r}: no plan was found within {self.time_limit_s:g} s that fits into {limit}; "
+                "raise time_limit_s. The leanest that was found needs"
+            )
+        return BudgetError(
+            f"{said} {need:,} bytes at {where} (step {step}). The tightest tensor is {info.kind} {info.name!r}, "
+            f"{bytes_:,} bytes a device even as {space.family[tensor].layouts[layout]}"
+            f"{'; beside it ' + others if others else ''}. The smallest budget{proved} that would do is {need} bytes: "
+            f"give budget_bytes={need}, or a mesh of more ranks"
+        )
+
+    def _greedy(self, space: Space) -> Schedule | None:
+        try:
+            return walk(space, GreedyReshard(allow_partial_to_sharded=self.allow_partial_to_sharded))
+        except SolverError:
+            return None
+
+
+def solve_graph(
+    graph: Graph | BoundGraph,
+    mesh: DeviceMesh,
+    solver: Solver | GraphSolver | None = None,
+    sizes: Mapping[str, int] | None = None,
+    rules: Rules = "extended",
+    prices: GraphSolver | None = None,
+) -> GraphPlan:
+    """Return a solver's plan for a graph.
+
+    A GraphSolver solves it as a whole. Any other solver is given one op after the other, operands coming as its earlier
+    answers left them, leaves without a place replicated; what comes of it is priced as a GraphSolver would.
+
+    Args:
+        graph: the graph.
+        mesh: where it runs.
+        solver: a GraphSolver (the default), or any `(ActionSet, layouts) -> Action`.
+        sizes: a number for each symbol.
+        rules: as for `pick`.
+        prices: the GraphSolver whose prices another solver's plan is told in.
+    """
+    if solver is None or isinstance(solver, GraphSolver):
+        return (solver or GraphSolver()).solve(graph, mesh, sizes, rules)
+    bound = _bound(graph, mesh, sizes)
+    by = GraphSolver()
+    if prices is not None:
+        by = instance(prices, GraphSolver, "prices is a GraphSolver or None", SolverError)
+    if not callable(solver):
+        raise SolverError(
+            f"a solver is a GraphSolver or a callable (ActionSet, layouts) -> Action, got {brief(solver)}"
+        )
+    space = Space(bound, mesh, by.timing, rules, by.keep_activations, given_only=True)
+    found = walk(space, solver)
+    name = type(solver).__name__ if not hasattr(solver, "__name__") else str(solver.__name__)
+    return _plan(space, found, 0.0, name, _budget_of(by.budget_bytes, mesh), by.timing)
+
+
+def _bound(graph: Graph | BoundGraph, mesh: DeviceMesh, sizes: Mapping[str, int] | None) -> BoundGraph:
+    instance(mesh, DeviceMesh, "a graph is solved for a DeviceMesh", MeshError)
+    if isinstance(graph, BoundGraph):
+        return graph
+    return instance(graph, Graph, "what is solved is a Graph, or what its bind returns", LayoutError).bind(
+        sizes
+    )
+
+
+def walk(space: Space, solver: Solver) -> Schedule:
+    """Give one op after the other to a solver, and price what comes of it."""
+    graph, mesh = space.graph, space.mesh
+    at: dict[int, int] = dict(space.given)
+    for leaf in graph.leaves():
+        if leaf not in at:
+            at[leaf] = space.family[leaf].number(graph.layout(mesh, leaf, "R"))
+    leaves = dict(at)
+    choices = []
+    known: dict[object, Choice] = {}
+    for node in graph.nodes:
+        held = tuple(at[t] for t in node.operands)
+        key = (node.op, repr(node.args), held, tuple(id(space.family[t]) for t in node.operands))
+        choice = known.get(key)
+        if choice is None:
+            layouts = [space.family[t].layouts[x] for t, x in zip(node.operands, held, strict=True)]
+            action = pick(node.op, layouts, solver=solver, rules=space.rules, **dict(node.args))
+            instance(action, Action, f"{node.op}: a solver returns an Action", SolverError)
+            choice = space.choice(node, action.inputs, action.rows)
+            if choice is None:  # rows of the solver's own
+                choice = space.priced(node, action.inputs, action.rows)
+            if choice is None:
+                raise SolverError(f"{node.label}: no price is known for the action that was picked, {action}")
+            known[key] = choice
+        choices.append(choice)
+        at.update(zip(node.results, choice.outputs, strict=True))
+    return schedule(space, Assignment(leaves, tuple(choices)))
+
+
+def _budget_of(given: float | None, mesh: DeviceMesh) -> float | None:
+    if given is not None:
+        return float(given)
+    budget = mesh.memory_budget_bytes_per_device
+    if isinstance(budget, tuple):
+        return min((float(b) for _, b in budget), default=None)
+    return None if budget is None else float(budget)
+
+
+def _plan(
+    space: Space, found: Schedule, bound: float, method: str, budget: float | None, timing: Timing
+) -> GraphPlan:
+    graph, assignment, family = space.graph, found.assignment, space.family
+    actions = []
+    for node, chosen in zip(graph.nodes, assignment.choices, strict=True):
+        inputs = tuple(family[t].layouts[x] for t, x in zip(node.operands, chosen.inputs, strict=True))
+        actions.append(space.action(node, inputs, chosen.rows))
+    step = max(range(len(found.memory_bytes)), key=found.memory_bytes.__getitem__)
+    fullest = [
+        Holding(graph.tensors[t].name, family[t].layouts[x], b)
+        for b, t, x in holders(space, assignment, step)
+    ]
+    return GraphPlan(
+        graph,
+        space.mesh,
+        tuple(family[t].layouts[assignment.layout(space, t)] for t in range(len(graph.tensors))),
+        tuple(actions),
+        tuple(
+            GraphMove(
+                m.tensor,
+                m.step,
+                family[m.tensor].layouts[m.src],
+                family[m.tensor].layouts[m.dst],
+                m.price,
+            )
+            for m in found.moves
+        ),
+        found.compute,
+        found.inner,
+        found.memory_bytes,
+        tuple(fullest[:8]),
+        bound,
+        "s" if timing.objective == "seconds" else "bytes",
+        method,
+        budget,
+        timing.profile,
+        timing.node_size,
+    )

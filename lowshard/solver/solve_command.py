@@ -1,0 +1,252 @@
+"""`lowshard solve`: the layouts of a graph file, greedy beside graph."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+from lowshard import dtypes
+from lowshard.cost import ClusterProfile
+from lowshard.errors import LayoutError, MeshError, ShardingError, SolverError
+from lowshard.mesh import DeviceMesh
+from lowshard.solver.graph.bound_graph import BoundGraph
+from lowshard.solver.graph.graph_file import examples, load_graph
+from lowshard.solver.graph.graph_plan import GraphPlan, folded, heads, moved_bytes, rows, summary
+from lowshard.solver.graph.graph_rates import Rates
+from lowshard.solver.graph.graph_solver import GraphSolver, solve_graph
+from lowshard.solver.greedy import GreedyReshard
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+          "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}  # fmt: skip
+_SHOWN = 120
+_RUN_BYTES = 10**9
+DESCRIPTION = (
+    "Choose a layout for every tensor of a graph: least compute + collectives + redistribution by a cluster profile, "
+    "within a memory budget a device. Shows what an op-by-op solver (GreedyReshard, free tensors replicated) would do "
+    "beside it."
+)
+EPILOG = (
+    "Exit codes: 0 solved, 1 nothing fits the budget (the tightest tensor and the smallest budget are named), 2 wrong "
+    "usage. Example: lowshard solve mlp --mesh dp=2,tp=4 --budget 20MB --run"
+)
+
+
+def add_solve_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the `solve` command."""
+    parser = subparsers.add_parser(
+        "solve", help="layouts for a graph file, greedy beside graph", description=DESCRIPTION, epilog=EPILOG
+    )
+    parser.add_argument(
+        "graph", metavar="GRAPH.yaml", help=f"a graph file, or an example: {', '.join(examples())}"
+    )
+    parser.add_argument("--mesh", required=True, metavar="AXIS=N,...", help="the mesh, such as dp=2,tp=4")
+    parser.add_argument(
+        "--budget", metavar="BYTES", help="what a device may hold at any time, such as 40GB or 512MiB"
+    )
+    parser.add_argument(
+        "--profile",
+        metavar="cluster.json",
+        help="cost profile of `lowshard bench profile`; default: built-in guesses",
+    )
+    parser.add_argument(
+        "--size",
+        action="append",
+        default=[],
+        metavar="NAME=N",
+        help="a number for a symbol in shapes; may be repeated",
+    )
+    parser.add_argument(
+        "--flops", type=float, metavar="N", help="flops a device does in a second (profile's, or 5e10)"
+    )
+    parser.add_argument(
+        "--memory-bandwidth",
+        type=float,
+        metavar="BYTES",
+        help="bytes a device moves in a second (profile's, or 1e10)",
+    )
+    parser.add_argument("--node-size", type=int, metavar="N", help="ranks a node; default: all on one")
+    parser.add_argument(
+        "--keep-activations",
+        action="store_true",
+        help="count every tensor to the end, as a backward pass needs them",
+    )
+    parser.add_argument(
+        "--no-partial-to-sharded", action="store_true", help="never reduce a partial tensor to shards"
+    )
+    parser.add_argument(
+        "--rules", choices=("extended", "documented"), default="extended", help="rows that ops offer"
+    )
+    parser.add_argument(
+        "--time-limit", type=float, default=15.0, metavar="S", help="seconds for budgets and wide graphs (15)"
+    )
+    parser.add_argument(
+        "--run", action="store_true",
+        help="prove it: run the plan on random arrays, a thread a rank, and compare with the unsharded result",
+    )  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="print both plans as JSON")
+    parser.set_defaults(func=run_solve)
+
+
+def run_solve(args: argparse.Namespace) -> int:
+    """Solve, print, and run if asked."""
+    mesh = parse_mesh(args.mesh)
+    graph, sizes = load_graph(args.graph)
+    sizes.update(_sizes(args.size, graph.symbols))
+    bound = graph.bind(sizes)
+    try:
+        solver = _solver(args)
+    except SolverError as error:  # an option that cannot be is wrong usage
+        raise ShardingError(str(error)) from None
+    if args.run:
+        _check_size(bound)
+    plan = _solve(solver, bound, mesh, args.rules)
+    greedy: GraphPlan | None = None
+    try:
+        per_op = GreedyReshard(allow_partial_to_sharded=not args.no_partial_to_sharded)
+        greedy = solve_graph(bound, mesh, per_op, rules=args.rules, prices=solver)
+    except SolverError:
+        pass
+    errors: dict[str, float] = {}
+    if args.run:
+        from lowshard.op.graph_run import prove
+
+        errors["graph"] = prove(plan)
+        if greedy is not None:
+            errors["greedy"] = prove(greedy)
+    if args.json:
+        print(json.dumps(_json(plan, greedy, errors), indent=1))
+    else:
+        _show(plan, greedy, errors, solver.profile is None)
+    return 0
+
+
+def _solver(args: argparse.Namespace) -> GraphSolver:
+    profile = None if args.profile is None else ClusterProfile.load(args.profile)
+    given = Rates.of(profile)
+    flops = given.flops_per_s if args.flops is None else args.flops
+    bandwidth = given.memory_bytes_per_s if args.memory_bandwidth is None else args.memory_bandwidth
+    return GraphSolver(
+        profile=profile,
+        rates=Rates(flops, bandwidth),
+        budget_bytes=None if args.budget is None else parse_bytes(args.budget),
+        allow_partial_to_sharded=not args.no_partial_to_sharded,
+        keep_activations=args.keep_activations,
+        node_size=args.node_size,
+        time_limit_s=args.time_limit,
+    )
+
+
+def _solve(solver: GraphSolver, bound: BoundGraph, mesh: DeviceMesh, rules: Any) -> GraphPlan:
+    if not sys.stderr.isatty():
+        return solver.solve(bound, mesh, rules=rules)
+    from rich.console import Console
+
+    with Console(stderr=True).status(f"solving {len(bound.nodes)} ops on {mesh}"):
+        return solver.solve(bound, mesh, rules=rules)
+
+
+def parse_mesh(text: str) -> DeviceMesh:
+    """Return the mesh of text such as "dp=2,tp=4"."""
+    pairs = [part.partition("=") for part in text.replace(" ", "").split(",")]
+    if not all(name and size.isdecimal() for name, _, size in pairs):
+        raise MeshError(f"a mesh is written AXIS=N,AXIS=N such as dp=2,tp=4, got {text!r}")
+    return DeviceMesh([int(size) for _, _, size in pairs], [name for name, _, _ in pairs])
+
+
+def parse_bytes(text: str) -> float:
+    """Return the bytes of text such as "40GB" (10^9) or "512MiB" (2^20)."""
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]*)?(?:e[0-9]+)?)\s*([a-zA-Z]*)\s*", text)
+    if match is None or match[2].upper() not in _UNITS:
+        raise SolverError(f"a budget is a number of bytes such as 40GB, 512MiB or 1e9, got {text!r}")
+    return float(match[1]) * _UNITS[match[2].upper()]
+
+
+def _sizes(given: Sequence[str], symbols: Sequence[str]) -> dict[str, int]:
+    found = {}
+    for text in given:
+        name, _, number = text.partition("=")
+        if name not in symbols or not number.isdecimal():
+            raise LayoutError(
+                f"--size is NAME=N with a symbol of the graph ({', '.join(symbols) or 'none'}), got {text!r}"
+            )
+        found[name] = int(number)
+    return found
+
+
+def _check_size(graph: BoundGraph) -> None:
+    total = sum(
+        prod(s) * dtypes.get(d).itemsize_bytes for s, d in zip(graph.shapes, graph.dtypes, strict=True)
+    )
+    if total > _RUN_BYTES:
+        raise LayoutError(
+            f"--run holds all tensors of graph {graph.name!r} in this process: {total / 1e9:.3g} GB, allowed are "
+            f"{_RUN_BYTES / 1e9:g}; make it smaller with --size NAME=N"
+        )
+
+
+def _json(plan: GraphPlan, greedy: GraphPlan | None, errors: dict[str, float]) -> dict[str, Any]:
+    return {
+        "graph": _one(plan),
+        "greedy": None if greedy is None else _one(greedy),
+        "largest_error": errors,
+    }
+
+
+def _one(plan: GraphPlan) -> dict[str, Any]:
+    return {
+        "price": plan.price,
+        "unit": plan.unit,
+        "compute": plan.compute,
+        "moves": plan.moved,
+        "inside_ops": plan.inner,
+        "bound": plan.bound,
+        "gap": plan.gap,
+        "method": plan.method,
+        "collectives": plan.collectives,
+        "received_bytes": moved_bytes(plan),
+        "peak_bytes": plan.peak_bytes,
+        "why": plan.why(),
+        "tensors": {
+            i.name: " ".join(f"{a}={p}" for a, p in zip(plan.mesh.axis_names, x.placements, strict=True))
+            for i, x in zip(plan.graph.tensors, plan.layouts, strict=True)
+        },
+        "plan": plan.to_json(),
+    }
+
+
+def _show(plan: GraphPlan, greedy: GraphPlan | None, errors: dict[str, float], is_guess: bool) -> None:
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+
+    # In a pipe or file no terminal sets a width.
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    table = Table(box=SIMPLE_HEAD, title=f"{plan.graph.name} on mesh {plan.mesh}", title_justify="left")
+    for head in heads():
+        table.add_column(head, overflow="fold")
+    every = folded(rows(plan))
+    for row in every[:_SHOWN]:
+        table.add_row(*row)
+    console.print(table)
+    if len(every) > _SHOWN:
+        console.print(f"... {len(every) - _SHOWN} more tensors; --json has all of them")
+    beside = Table("", "graph", *(["greedy"] if greedy is not None else []), box=SIMPLE_HEAD)
+    other = [value for _, value in summary(greedy)] if greedy is not None else []
+    for i, (label, value) in enumerate(summary(plan)):
+        beside.add_row(label, value, *other[i : i + 1])
+    console.print(beside)
+    for line in plan.why():
+        console.print(line, highlight=False)
+    if is_guess:
+        console.print(
+            "times are of the built-in profile, not of this machine: lowshard bench profile measures one"
+        )
+    for name, error in errors.items():
+        console.print(
+            f"ran {name} on {plan.mesh.size} ranks: equal to the unsharded result within {error:.1e}"
+        )

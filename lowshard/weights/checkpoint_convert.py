@@ -1,0 +1,446 @@
+"""Resharding a checkpoint on disk: from one cut to another, larger than memory, by any number of processes.
+
+Each process makes some of the output files: it reads boxes of the input a few megabytes at a time and writes
+them where they belong. Nothing travels between processes; the input's files are its only source.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lowshard import dtypes
+from lowshard.block_format import MXFP8, BlockFormat
+from lowshard.box import Box, shape_of, volume
+from lowshard.checkpoint.bytesource import ByteSource
+from lowshard.checkpoint.catalog import Catalog
+from lowshard.checkpoint.checkpoint_index import INDEX_NAME
+from lowshard.checkpoint.commit import Commit, together
+from lowshard.checkpoint.read_shares import Share, shares
+from lowshard.comm import Communicator, agree
+from lowshard.errors import CheckpointError, ShardingError, VerificationError
+from lowshard.tiling import Tiling
+from lowshard.weights.checkpoint_grid import Grid, rank_tilings
+from lowshard.weights.name_pattern import NamePatterns, Sizes
+from lowshard.weights.quantization import Quantization
+from lowshard.weights.ruled import RuledGrid
+from lowshard.weights.save import Item, ShardFile, commit_index, items_of
+
+MIN_MEMORY_BYTES = 256_000_000
+FORMAT = MXFP8["e4m3"]
+"""What `mxfp8` stores linear weights as."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One conversion. Values that a rank started elsewhere can be told as JSON."""
+
+    source: str
+    target: str
+    strategies: str | None
+    to: str
+    was: str | None = None
+    mxfp8: bool = False
+    memory_bytes: int = 2_000_000_000
+    num_heads: int | None = None
+    num_kv_heads: int | None = None
+    verify: bool = True
+    to_rules: str | None = None
+    from_rules: str | None = None
+
+    def to_json(self) -> str:
+        """Return one line that `from_json` reads."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Settings:
+        """Return the settings that `to_json` wrote."""
+        return cls(**json.loads(text))
+
+
+@dataclass(frozen=True)
+class ConvertReport:
+    """What was done, equal on all ranks."""
+
+    tensors: int
+    quantised: int
+    files: int
+    input_bytes: int
+    """Of the input's tensors."""
+    checksummed_bytes: int
+    """Of the input's tensors that were compared with checksums of the input. A plain safetensors file has none."""
+    read_bytes: int
+    """Of the input, to write it and once more to compare."""
+    written_bytes: int
+    verified_bytes: int
+    """Of the output that was read again and compared with the input, read a second time."""
+
+
+@dataclass(frozen=True)
+class ConvertPlan:
+    """Which boxes go into which output file."""
+
+    catalog: Catalog
+    num_ranks: int
+    tilings: Mapping[str, Tiling]
+    strategies: Mapping[str, str]
+    quantised: Mapping[str, BlockFormat]
+    """Of the tensors that are quantised, how they are stored."""
+
+    @classmethod
+    def of(cls, settings: Settings) -> ConvertPlan:
+        """Return the plan of a conversion. No tensor data is read.
+
+        Raises:
+            CheckpointError: the source is missing or damaged, or is not cut as `was` says.
+            ShardingError: names without a strategy, grids or cuts that cannot be.
+        """
+        if Path(settings.source).resolve() == Path(settings.target).resolve():
+            raise CheckpointError(f"{settings.target}: the output is another folder than the input")
+        if settings.memory_bytes < MIN_MEMORY_BYTES:
+            raise CheckpointError(
+                f"--memory is at least {MIN_MEMORY_BYTES // 10**6}MB (Python and its libraries need half of it), got "
+                f"{settings.memory_bytes / 1e6:g}MB"
+            )
+        sizes = _sizes(settings)
+        catalog = _source(settings, sizes)
+        shapes = {name: (t.dtype, t.shape) for name, t in catalog.tensors.items()}
+        quantised: dict[str, BlockFormat] = {}
+        if settings.mxfp8:
+            quantised = {n: FORMAT for n, (dtype, shape) in sorted(shapes.items()) if _fits(n, dtype, shape)}
+        for name, form in quantised.items():
+            if name + form.suffix in shapes:
+                raise ShardingError(
+                    f"{catalog.where}: the scales of {name!r} as MXFP8 are called {name + form.suffix!r}, and the "
+                    "checkpoint has another tensor of that name: rename that one, or reshard without --mxfp8"
+                )
+        made: Mapping[str, tuple[Tiling, object]]
+        target: Grid | RuledGrid
+        if settings.to_rules is not None:
+            target = RuledGrid.parse(settings.to_rules, settings.to)
+            made = target.tilings(shapes)
+            for name, form in quantised.items():
+                made[name][0].stored(name, form)  # no cut goes through a block
+        else:
+            target = Grid.parse(settings.to)
+            made = by_strategy = target.tilings(shapes, _patterns(settings), sizes)
+            for name, form in quantised.items():
+                strategy, shape = by_strategy[name][1], shapes[name][1]
+                for index in range(strategy.num_devices):
+                    try:
+                        Quantization.of(form).pieces(strategy, shape, index)
+                    except ShardingError as error:
+                        raise ShardingError(f"{name} {list(shape)}: {error}") from error
+        return cls(
+            catalog, target.num_ranks, {n: t for n, (t, _) in made.items()},
+            {n: str(s) for n, (_, s) in made.items()}, quantised,
+        )  # fmt: skip
+
+    def items(self, rank: int) -> list[Item]:
+        """Return what goes into the output file of a rank; a quantised tensor's codes are followed by its scales."""
+        boxes: list[tuple[str, str, Box]] = []
+        for share in self._shares:
+            if share.rank != rank:
+                continue
+            form, tiling = self.quantised.get(share.name), self.tilings[share.name]
+            if form is None:
+                boxes.append((share.name, tiling.dtype, share.box))
+                continue
+            stored = form.stored(share.name, tiling.shape)
+            for part, box in form.boxes(share.name, share.box, tiling.shape).items():
+                boxes.append((part, stored[part].dtype, box))
+        return items_of(boxes)
+
+    def values(self, item: Item) -> Box:
+        """Return the box of the input that an item is made of; of a quantised tensor, from its codes."""
+        form = self.quantised.get(item.name)
+        return item.box if form is None else form.code_values(item.box)
+
+    @cached_property
+    def _shares(self) -> list[Share]:
+        """Who writes what of each tensor; blocks of quantised ones are shared out whole, as their scales are."""
+        grids = {
+            name: tiling.stored(name, form)[name + form.suffix]
+            if (form := self.quantised.get(name))
+            else tiling
+            for name, tiling in self.tilings.items()
+        }
+        return [
+            replace(share, box=form.values(share.box, self.tilings[share.name].shape))
+            if (form := self.quantised.get(share.name))
+            else share
+            for share in shares(grids)
+        ]
+
+    def tensors(self) -> dict[str, tuple[str, tuple[int, ...], str | None]]:
+        """Return dtype, shape and strategy of every output tensor."""
+        found: dict[str, tuple[str, tuple[int, ...], str | None]] = {}
+        for name, tiling in self.tilings.items():
+            said = self.strategies[name]
+            form = self.quantised.get(name)
+            if form is None:
+                found[name] = (tiling.dtype, tiling.shape, said)
+                continue
+            for part, (dtype, shape) in form.stored(name, tiling.shape).items():
+                found[part] = (dtype, shape, said if part == name else f"scales of {name}")
+        return found
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of the input."""
+        return self.catalog.size_bytes
+
+
+def convert(
+    settings: Settings, comm: Communicator, progress: Callable[[int, int], None] | None = None
+) -> ConvertReport:
+    """Reshard a checkpoint on disk and put the result in place as a whole.
+
+    Collective: all ranks of the communicator call this; each makes every `comm.size`-th output file. Input that
+    has checksums is compared with them; a plain safetensors file has none, and damage done to it before cannot be
+    seen. What was written is read again and compared, bit by bit, with the input, read a second time, before it takes
+    its place.
+
+    Args:
+        settings: what to do, equal on all ranks.
+        comm: the processes that share the work.
+        progress: called on rank 0 with bytes done and all bytes it will handle.
+
+    Raises:
+        CheckpointError, ShardingError: as `ConvertPlan.of`, or the target cannot be written.
+        VerificationError: what was written is not what was read.
+    """
+    target = Path(settings.target)
+    plan = together(comm, target, lambda: ConvertPlan.of(settings), "reshard")
+    agree(comm, hashlib.blake2b(settings.to_json().encode(), digest_size=16).digest(), None, "reshard")
+    worker = _Worker(plan, settings, comm, progress)
+    try:
+        together(comm, target, worker.verify_input, "reshard")
+        with Commit(target / INDEX_NAME, comm, "reshard") as commit:
+            rows = commit.step(lambda: worker.write(commit))
+            if settings.verify:
+                commit.step(worker.verify_output)
+            commit_index(
+                commit, rows, plan.tensors(), plan.num_ranks, plan.catalog.metadata,
+                lambda: _copy_companions(Path(settings.source), target, commit.claim),
+            )  # fmt: skip
+    finally:
+        worker.source.close()
+    mine = [
+        len(rows),
+        worker.checksummed_bytes,
+        worker.read_bytes,
+        worker.written_bytes,
+        worker.verified_bytes,
+    ]
+    sums = np.array(mine, np.int64)
+    comm.all_reduce(sums, sums)
+    files, *sizes = map(int, sums)
+    return ConvertReport(len(plan.tensors()), len(plan.quantised), files, plan.total_bytes, *sizes)
+
+
+class _Worker:
+    """One process's output files."""
+
+    def __init__(
+        self,
+        plan: ConvertPlan,
+        settings: Settings,
+        comm: Communicator,
+        progress: Callable[[int, int], None] | None,
+    ) -> None:
+        self.plan, self.comm = plan, comm
+        self.source = ByteSource(plan.catalog)
+        self.checksummed_bytes = self.read_bytes = self.written_bytes = self.verified_bytes = 0
+        # Values, their float32 form and codes of a chunk are alive at once.
+        spare = settings.memory_bytes - MIN_MEMORY_BYTES // 2
+        self._chunk_bytes = max(1 << 16, min(spare // 16, 32 << 20))
+        self._files: list[tuple[Path, list[Item], Mapping[str, Any]]] = []
+        self._progress = progress if comm.rank == 0 else None
+        self._done = 0
+        self._total = 0
+        self._passes = 2 if settings.verify else 1
+
+    def verify_input(self) -> None:
+        """Compare this process's part of the input's checksums."""
+        number, seen = 0, set()
+        for name, tensor in self.plan.catalog.tensors.items():
+            for part in tensor.parts:
+                if part.crc32 is None or (part.file, part.entry.start) in seen:
+                    continue
+                seen.add((part.file, part.entry.start))
+                if number % self.comm.size == self.comm.rank:
+                    self.checksummed_bytes += self.source.verify(name, part)
+                number += 1
+
+    def write(self, commit: Commit) -> list[dict[str, Any]]:
+        """Write this process's files and return their rows of the index."""
+        ranks = range(self.comm.rank, self.plan.num_ranks, self.comm.size)
+        work = [(rank, items) for rank in ranks if (items := self.plan.items(rank))]
+        self._total = self._passes * sum(
+            volume(self.plan.values(i)) * self._width(i.name)
+            for _, items in work
+            for i in items
+            if self._is_base(i)
+        )
+        rows = []
+        for rank, items in work:
+            with ShardFile(commit.data_file(rank, self.plan.num_ranks), items) as file:
+                for number, item in enumerate(items):
+                    if not self._is_base(item):
+                        continue
+                    for box in self._chunks(item):
+                        for place, array in enumerate(self._converted(item, box)):
+                            file.put(items[number + place].key, array)
+                            self.written_bytes += array.nbytes
+                rows.append(file.finish())
+            self._files.append((file.path, items, file.entries))
+        return rows
+
+    def verify_output(self) -> None:
+        """Read every file again and compare it with the input."""
+        for path, items, entries in self._files:
+            with path.open("rb") as file:
+                os.posix_fadvise(
+                    file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED
+                )  # from the disk, not from memory
+                at = {item.key: entries[item.key].start for item in items}
+                for number, item in enumerate(items):
+                    if not self._is_base(item):
+                        continue
+                    for box in self._chunks(item):
+                        for place, array in enumerate(self._converted(item, box)):
+                            key = items[number + place].key
+                            file.seek(at[key])
+                            raw = array.reshape(-1).view(np.uint8)
+                            if file.read(raw.size) != raw.tobytes():
+                                raise VerificationError(
+                                    f"{path}: tensor {key!r}: box {box} is not what {self.plan.catalog.where} holds"
+                                )
+                            at[key] += raw.size
+                            self.verified_bytes += raw.size
+
+    def _is_base(self, item: Item) -> bool:
+        return item.name in self.plan.tilings
+
+    def _width(self, name: str) -> int:
+        return self.plan.tilings[name].itemsize_bytes
+
+    def _chunks(self, item: Item) -> Iterator[Box]:
+        """Yield an item's box in parts, in row-major order, each small enough."""
+        limit = max(1, self._chunk_bytes // self._width(item.name))
+
+        def cut(box: Box, dim: int) -> Iterator[Box]:
+            if volume(box) <= limit or dim >= len(box) - (item.name in self.plan.quantised):
+                yield box
+                return
+            start, stop = box[dim]
+            inner = volume(box) // (stop - start)
+            step = max(1, limit // inner)
+            for at in range(start, stop, step):
+                part = (*box[:dim], (at, min(at + step, stop)), *box[dim + 1 :])
+                if volume(part) <= limit:
+                    yield part
+                else:
+                    yield from cut(part, dim + 1)
+
+        return cut(self.plan.values(item), 0)
+
+    def _converted(self, item: Item, box: Box) -> list[np.ndarray]:
+        """Return a box of the input as it goes into the output: itself, or MXFP8 codes and scales."""
+        tiling = self.plan.tilings[item.name]
+        values = np.empty(shape_of(box), dtypes.get(tiling.dtype).numpy)
+        self.source.read(item.name, box, values)
+        self.read_bytes += values.nbytes
+        if self._progress is not None:
+            self._done += values.nbytes
+            self._progress(min(self._done, self._total), self._total)
+        if item.name not in self.plan.quantised:
+            return [values]
+        from lowshard.kernels import quantize_mxfp8
+
+        made = quantize_mxfp8(values)
+        return [made.data, made.scale]
+
+
+def _copy_companions(source: Path, target: Path, private: Path) -> None:
+    """Copy the model's description along, which the next reshard asks for the number of heads.
+
+    Each file is whole at once: it is written under a private name, which the next save clears away if it is left.
+    """
+    folder = source if source.is_dir() else source.parent
+    for name in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"):
+        if (folder / name).is_file():
+            with suppress(OSError):  # the weights are what counts
+                shutil.copyfile(folder / name, private)
+                os.replace(private, target / name)
+
+
+def _fits(name: str, dtype: str, shape: tuple[int, ...]) -> bool:
+    """Return whether a tensor is a linear weight: a float matrix (or stacked ones), no embedding, head or router."""
+    parts = name.split(".")
+    whole = {"embed_tokens", "lm_head", "gate", "router", "shared_expert_gate", "embeddings", "pooler"}
+    return (
+        len(shape) >= 2
+        and dtype in ("float32", "bfloat16", "float16")
+        and parts[-1] != "bias"
+        and not whole & set(parts)
+        and shape[-1] % FORMAT.block[-1] == 0
+    )
+
+
+def _sizes(settings: Settings) -> Sizes:
+    if settings.num_heads is not None:
+        return Sizes(settings.num_heads, settings.num_kv_heads)
+    source = Path(settings.source)
+    folder = source if source.is_dir() else source.parent
+    return Sizes.from_config(folder) if (folder / "config.json").exists() else Sizes()
+
+
+def _patterns(settings: Settings) -> NamePatterns:
+    if settings.strategies is None:
+        raise ShardingError(
+            "cuts come from name patterns (--strategies llama.yaml) or from a mesh-and-rule file (--to-rules, and "
+            "--from-rules for files of ranks without an index); neither was given"
+        )
+    return NamePatterns.load(settings.strategies)
+
+
+def _source(settings: Settings, sizes: Sizes) -> Catalog:
+    """Return the input's catalog; files of ranks without an index are understood by `was`."""
+    path = Path(settings.source)
+    was: Grid | RuledGrid | None = None
+    if settings.from_rules is not None:
+        if settings.was is None:
+            raise ShardingError("--from-rules needs the sizes of its mesh axes: --from fsdp=4,expert=2")
+        was = RuledGrid.parse(settings.from_rules, settings.was)
+    elif settings.was is not None:
+        was = Grid.parse(settings.was)
+    files = (
+        sorted(p for p in path.glob("*.safetensors") if not p.name.startswith(".")) if path.is_dir() else []
+    )
+    indexed = path.is_dir() and any(path.glob("*.index.json"))
+    if was is None or was.num_ranks == 1 or indexed or not files:
+        catalog = Catalog.open(path)
+        if was is not None and catalog.num_ranks not in (None, was.num_ranks):
+            raise CheckpointError(
+                f"{path}: was saved by {catalog.num_ranks} ranks, --from {was} has {was.num_ranks}"
+            )
+        return catalog
+    if len(files) != was.num_ranks:
+        raise CheckpointError(
+            f"{path}: --from {was} means {was.num_ranks} files, one a rank, or an index; there are {len(files)}"
+        )
+    if isinstance(was, RuledGrid):
+        return Catalog.of_rank_files(files, was.rank_tilings(files))
+    return Catalog.of_rank_files(files, rank_tilings(files, was, _patterns(settings), sizes))

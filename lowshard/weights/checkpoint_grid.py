@@ -1,0 +1,130 @@
+"""Grids of ranks on the command line, and the shapes that files of ranks without an index add up to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+from lowshard.checkpoint.header import read_header
+from lowshard.errors import CheckpointError, ShardingError
+from lowshard.mesh import DeviceMesh
+from lowshard.tiling import Tiling
+from lowshard.weights.name_pattern import NamePatterns, NameRule, Sizes
+from lowshard.weights.sharding_strategy import ShardingStrategy
+
+AXES = ("tp", "ep", "dp")
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Ranks of a checkpoint: `tp` cuts weights, `ep` (if it is given) distributes experts, `dp` repeats."""
+
+    axes: tuple[tuple[str, int], ...]
+
+    @classmethod
+    def parse(cls, text: str) -> Grid:
+        """Return the grid of a text such as `tp=2,dp=2`, outermost axis first.
+
+        Raises:
+            ShardingError: another axis, an axis twice, or a size below 1.
+        """
+        axes: list[tuple[str, int]] = []
+        for token in text.split(","):
+            name, _, size = token.strip().partition("=")
+            if name not in AXES or not size.isdecimal() or int(size) < 1 or name in dict(axes):
+                raise ShardingError(
+                    f"a grid reads like 'tp=2,dp=2' (axes {', '.join(AXES)}, each once), got {text!r}"
+                )
+            axes.append((name, int(size)))
+        return cls(tuple(axes))
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks in all."""
+        return prod(size for _, size in self.axes)
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The ranks as a mesh."""
+        return DeviceMesh(tuple(size for _, size in self.axes), tuple(name for name, _ in self.axes))
+
+    def __str__(self) -> str:
+        return ",".join(f"{name}={size}" for name, size in self.axes)
+
+    def tilings(
+        self, shapes: Mapping[str, tuple[str, tuple[int, ...]]], patterns: NamePatterns, sizes: Sizes
+    ) -> dict[str, tuple[Tiling, ShardingStrategy]]:
+        """Return the tiling of each tensor (dtype and shape by name) over the grid's ranks, and its strategy."""
+        held = dict(self.axes)
+        mesh = self.mesh
+        plain = {name: shape for name, (_, shape) in shapes.items()}
+        made = patterns.strategies(plain, held.get("tp", 1), sizes)
+        experts: set[str] = set()
+        if "ep" in held:
+            rules = patterns.match(plain).rules
+            experts = {name for name in plain if rules[name].strategy == "expert_parallel"}
+            made |= {n: s for n, s in patterns.strategies(plain, held["ep"], sizes).items() if n in experts}
+        found = {}
+        for name, (dtype, shape) in shapes.items():
+            axis = "ep" if name in experts else "tp"
+            cut = made[name].layout(shape, dtype)
+            whole = Tiling.whole(shape, dtype, self.num_ranks)
+            found[name] = (cut.on_mesh(mesh, axis) if axis in held else whole, made[name])
+        return found
+
+
+def rank_tilings(files: Sequence[Path], was: Grid, patterns: NamePatterns, sizes: Sizes) -> dict[str, Tiling]:
+    """Return the tilings of one file a rank, from the shapes that the files hold.
+
+    Raises:
+        CheckpointError: a name's shapes do not add up to an array that is cut as the grid says.
+        ShardingError: names without a strategy.
+    """
+    headers = [read_header(f) for f in files]
+    first: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for header in headers:
+        for name, entry in header.tensors.items():
+            first.setdefault(name, (entry.dtype, entry.shape))
+    matching = patterns.match(first)
+    matching.check(patterns.where)
+    held_axes = dict(was.axes)
+    count = held_axes.get("tp", 1)
+    mesh = was.mesh
+    tp_ranks = [
+        next(r for r in mesh.ranks if "tp" not in held_axes or mesh.coord(r)[mesh.axis_index("tp")] == place)
+        for place in range(count)
+    ]
+    shapes = {}
+    for name, (dtype, shape) in first.items():
+        held = [headers[r].tensors[name].shape for r in tp_ranks if name in headers[r].tensors]
+        try:
+            shapes[name] = (dtype, _whole_shape(matching.rules[name], shape, held, count, sizes))
+        except ShardingError as error:
+            raise CheckpointError(f"{files[0]}: tensor {name!r}: {error}") from error
+    return {name: tiling for name, (tiling, _) in was.tilings(shapes, patterns, sizes).items()}
+
+
+def _whole_shape(
+    rule: NameRule, shape: tuple[int, ...], held: Sequence[tuple[int, ...]], count: int, sizes: Sizes
+) -> tuple[int, ...]:
+    arguments = dict(rule.arguments)
+    default = {"rowwise": 0, "columnwise": 1, "stacked_qkv": 0, "head_aware_columnwise": 1, "grouped_qkv": 0,
+               "heads": 0, "axiswise": 0, "gate_up": 2, "segmented": 0}  # fmt: skip
+    if rule.strategy not in default:
+        return shape
+    axis = arguments.get("axis", default[rule.strategy])
+    total = sum(s[axis] for s in held)
+    if rule.strategy in ("grouped_qkv", "heads"):
+        if sizes.num_heads is None:
+            raise ShardingError(
+                "cuts between heads need their number: pass --heads and --kv-heads, or a config.json"
+            )
+        heads, kv = sizes.num_heads, sizes.num_kv_heads or sizes.num_heads
+        section = arguments.get("section", "q" if rule.strategy == "heads" else "qkv")
+        all_heads = {"q": heads, "kv": kv, "qkv": heads + 2 * kv}[section]
+        # Key-value heads may be on several ranks: count them there.
+        cut = ShardingStrategy.grouped_qkv(count, heads, kv, 1, section=section).layout((all_heads,))
+        total = all_heads * (total // max(1, sum(cut.local_elems(r) for r in range(count))))
+    return (*shape[:axis], total, *shape[axis + 1 :])

@@ -1,0 +1,286 @@
+"""LoadPlan: which rank reads which bytes of a checkpoint, and who gets them. Frozen data; no file is open.
+
+own-slice: every rank reads what it holds; what several ranks of a node hold is read by one of them and sent to
+the others, and where they hold columns of the same rows, each reads a part of the rows for all. node-leader: the
+lowest rank of each node reads all that the node holds, and sends it. root-scatter: rank 0 reads everything and
+sends it, for files that only its node sees. In all three no two ranks of a node read the same byte of a tensor.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import zip_longest
+from typing import Any, Literal, get_args
+
+from lowshard.argument import choice, instance, mapping, whole, wholes
+from lowshard.box import Box, any_overlap, intersect, shape_of, volume
+from lowshard.checkpoint.catalog import Catalog, Files
+from lowshard.checkpoint.read_shares import Share, disjoint, shares, with_whole_rows
+from lowshard.errors import CheckpointError, PlanError
+from lowshard.layout import Layout
+from lowshard.mesh import MOST_RANKS
+from lowshard.reading import reader
+from lowshard.tiling import Tiling
+
+Strategy = Literal["own-slice", "node-leader", "root-scatter"]
+STRATEGIES: tuple[str, ...] = get_args(Strategy)
+CHUNK_BYTES = 4 << 20
+"""Most bytes that one read for others holds; what a rank sends at a time is of this order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """A box of a tensor that one rank reads, and the ranks that take what they hold of it (the reader may be one)."""
+
+    name: str
+    reader: int
+    box: Box
+    takers: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class LoadPlan:
+    """How ranks fill their tilings from a checkpoint. Equal on all ranks; its digest is compared first."""
+
+    strategy: str
+    source: str
+    """Digest of the catalog it was made for."""
+    nodes: tuple[int, ...]
+    """The node of each rank."""
+    tilings: tuple[tuple[str, Tiling], ...]
+    reads: tuple[Read, ...]
+    _digest: list[str] = field(default_factory=list, init=False, repr=False, compare=False)
+    _itineraries: dict[int, object] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """What each rank makes of it, kept for the next time."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks that take part."""
+        return len(self.nodes)
+
+    @cached_property
+    def by_name(self) -> dict[str, Tiling]:
+        """The tilings by name."""
+        return dict(self.tilings)
+
+    def _rank(self, rank: int) -> int:
+        most = self.num_ranks - 1
+        return whole(rank, f"a rank of this plan is 0 to {most}", PlanError, 0, most)
+
+    def _read_bytes(self, read: Read) -> int:
+        return volume(read.box) * self.by_name[read.name].itemsize_bytes
+
+    def read_bytes(self, rank: int) -> int:
+        """Return the bytes a rank reads from files."""
+        rank = self._rank(rank)
+        return sum(self._read_bytes(r) for r in self.reads if r.reader == rank)
+
+    def taken_bytes(self, read: Read, rank: int) -> int:
+        """Return the bytes that a rank takes of a read: those that it holds."""
+        tiling = self.by_name[read.name]
+        common = (intersect(tile.box, read.box) for tile in tiling.tiles(rank) if rank in read.takers)
+        return sum(volume(box) for box in common if box is not None) * tiling.itemsize_bytes
+
+    def sent_bytes(self, rank: int) -> int:
+        """Return the bytes a rank sends to others."""
+        rank = self._rank(rank)
+        return sum(
+            self.taken_bytes(r, t) for r in self.reads if r.reader == rank for t in r.takers if t != rank
+        )
+
+    def received_bytes(self, rank: int) -> int:
+        """Return the bytes a rank gets from others."""
+        rank = self._rank(rank)
+        return sum(self.taken_bytes(r, rank) for r in self.reads if r.reader != rank)
+
+    def held_bytes(self, rank: int) -> int:
+        """Return the bytes of a rank's arrays."""
+        rank = self._rank(rank)
+        return sum(t.local_bytes(rank) for _, t in self.tilings)
+
+    def explain(self) -> str:
+        """Return a table: bytes held, read, sent and received by each rank."""
+        lines = [f"{self.strategy}: {len(self.tilings)} tensors over {self.num_ranks} ranks",
+                 "rank  node      held MB      read MB      sent MB  received MB"]  # fmt: skip
+        for rank, node in enumerate(self.nodes):
+            figures = (self.held_bytes, self.read_bytes, self.sent_bytes, self.received_bytes)
+            lines.append(f"{rank:4}  {node:4}" + "".join(f"{f(rank) / 1e6:13.3f}" for f in figures))
+        return "\n".join(lines)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data that `from_json` reads back."""
+        return {
+            "strategy": self.strategy,
+            "source": self.source,
+            "nodes": list(self.nodes),
+            "tilings": [[name, tiling.to_json()] for name, tiling in self.tilings],
+            "reads": [[r.name, r.reader, [list(i) for i in r.box], list(r.takers)] for r in self.reads],
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> LoadPlan:
+        """Return the plan that `to_json` wrote, verified: every element that a rank holds is read for it once.
+
+        Raises:
+            PlanError: a field is missing or does not fit, or an element is not read once.
+        """
+        return _read(data)
+
+    def digest(self) -> str:
+        """Return 32 hex digits that two plans share exactly when they are equal."""
+        if not self._digest:
+            text = json.dumps(self.to_json(), sort_keys=True, separators=(",", ":"))
+            self._digest.append(hashlib.blake2b(text.encode(), digest_size=16).hexdigest())
+        return self._digest[0]
+
+
+@reader("load plan", PlanError)
+def _read(
+    strategy: Strategy,
+    source: str,
+    nodes: tuple[int, ...],
+    tilings: tuple[tuple[str, Tiling], ...],
+    reads: tuple[tuple[str, int, Box, tuple[int, ...]], ...],
+) -> LoadPlan:
+    plan = LoadPlan(strategy, source, nodes, tilings, tuple(Read(*row) for row in reads))
+    _verify(plan)
+    return plan
+
+
+def _verify(plan: LoadPlan) -> None:
+    """Raise PlanError unless each read is one that a planner makes, and each held element is read once."""
+    if not plan.nodes or len(plan.by_name) != len(plan.tilings):
+        raise PlanError("a load plan is for 1 rank or more, and names each tensor once")
+    for name, tiling in plan.tilings:
+        if tiling.num_ranks != plan.num_ranks:
+            raise PlanError(f"{name}: cut over {tiling.num_ranks} ranks, the plan is for {plan.num_ranks}")
+    taken: dict[tuple[str, int], list[Box]] = {}
+    for read in plan.reads:
+        cut = plan.by_name.get(read.name)
+        ranks = {read.reader, *read.takers}
+        if (
+            cut is None
+            or len(read.box) != len(cut.shape)
+            or not all(0 <= a < b <= n for (a, b), n in zip(read.box, cut.shape, strict=True))
+            or not read.takers
+            or len(set(read.takers)) != len(read.takers)
+            or not all(0 <= rank < plan.num_ranks for rank in ranks)
+            or not all(rank in cut for rank in read.takers)
+        ):
+            raise PlanError(
+                f"a read is of a box of a tensor, by a rank of the plan and for ranks that hold some of it; got {read}"
+            )
+        is_near = (
+            read.reader == 0
+            if plan.strategy == "root-scatter"
+            else len({plan.nodes[rank] for rank in ranks}) == 1
+        )
+        if not is_near:
+            raise PlanError(
+                f"{plan.strategy}: a rank reads for its own node, with root-scatter rank 0 for all; got {read}"
+            )
+        for rank in read.takers:
+            taken.setdefault((read.name, rank), []).append(read.box)
+    for name, tiling in plan.tilings:
+        for rank in range(plan.num_ranks):
+            boxes = taken.get((name, rank), [])
+            held = sum(volume(common) for box in boxes for common, _ in tiling.places(rank, box))
+            if held != tiling.local_elems(rank) or any_overlap(boxes):
+                raise PlanError(
+                    f"{name}: rank {rank} is not given each element that it holds once, by one read"
+                )
+
+
+def plan_load(
+    files: Files | Catalog,
+    tilings: Mapping[str, Tiling | Layout],
+    num_ranks: int | None = None,
+    *,
+    strategy: Strategy = "own-slice",
+    nodes: Sequence[int] | None = None,
+) -> LoadPlan:
+    """Return how ranks read a checkpoint.
+
+    Args:
+        files: the checkpoint, as for `Catalog.open`.
+        tilings: what each rank is to hold, by name; names that are not here are not read.
+        num_ranks: ranks that take part; by default as many as the tilings speak of.
+        strategy: "own-slice", "node-leader" or "root-scatter".
+        nodes: the node of each rank; by default all are on one (`comm.nodes` of a communicator, say).
+
+    Raises:
+        CheckpointError: the checkpoint is damaged, lacks a tensor, or has it in another shape or dtype.
+        PlanError: an unknown strategy, or numbers of ranks that do not fit.
+    """
+    catalog = files if isinstance(files, Catalog) else Catalog.open(files)
+    choice(strategy, STRATEGIES, f"a load strategy is one of {', '.join(STRATEGIES)}", PlanError)
+    rule = "tilings is a mapping of names to a Tiling or a Layout"
+    made = {
+        n: t if isinstance(t, Tiling) else Tiling.from_layout(instance(t, Layout, rule, PlanError))
+        for n, t in mapping(tilings, rule, PlanError).items()
+    }
+    size = max((t.num_ranks for t in made.values()), default=1)
+    if num_ranks is not None:
+        size = whole(num_ranks, "num_ranks is 1 or more, or None", PlanError, 1, MOST_RANKS)
+    rule = f"nodes names the node, 0 or more, of each of {size} ranks"
+    places = (0,) * size if nodes is None else wholes(nodes, rule, PlanError, 0)
+    if len(places) != size:
+        raise PlanError(f"nodes names the node of each of {size} ranks, got {len(places)}")
+    for name, tiling in made.items():
+        if tiling.num_ranks > size:
+            raise PlanError(f"tensor {name!r} is cut over {tiling.num_ranks} ranks, the job has {size}")
+        stored = catalog.tensor(name)
+        if (stored.dtype, stored.shape) != (tiling.dtype, tiling.shape):
+            file = stored.parts[0].file if stored.parts else catalog.where
+            raise CheckpointError(
+                f"{file}: tensor {name!r} is {stored.dtype}{list(stored.shape)}, it is to be loaded as "
+                f"{tiling.dtype}{list(tiling.shape)}: load it as it is, then convert"
+            )
+        made[name] = tiling.widened(size)
+    reads = tuple(_reads(made, catalog, places, strategy))
+    return LoadPlan(strategy, catalog.digest, places, tuple(made.items()), reads)
+
+
+def _reads(
+    tilings: Mapping[str, Tiling], catalog: Catalog, nodes: Sequence[int], strategy: str
+) -> Iterable[Read]:
+    ranks_of = {node: [r for r, place in enumerate(nodes) if place == node] for node in dict.fromkeys(nodes)}
+    if strategy == "own-slice":
+        for ranks in ranks_of.values():
+            for share in with_whole_rows(shares(tilings, ranks), catalog.boxes):
+                yield from _chunks(share, tilings)
+        return
+    groups = [list(range(len(nodes)))] if strategy == "root-scatter" else list(ranks_of.values())
+    for ranks in groups:
+        for name, tiling in tilings.items():
+            boxes = [Share(name, ranks[0], box, holders) for box, holders in disjoint(tiling, ranks)]
+            # A chunk for each in turn, so that all of them have something to take while the next one is read.
+            lanes = [_chunks(share, tilings) for share in with_whole_rows(boxes, catalog.boxes)]
+            for row in zip_longest(*lanes):
+                yield from (read for read in row if read is not None)
+
+
+def _chunks(share: Share, tilings: Mapping[str, Tiling]) -> Iterable[Read]:
+    """Cut what is read for others into chunks; what a rank reads for itself goes into its place at once."""
+    name, reader, takers = share.name, share.rank, share.holders
+    if takers == (reader,):
+        yield Read(name, reader, share.box, takers)
+        return
+    others = sum(t != reader for t in takers)
+    limit = max(CHUNK_BYTES // max(others, 1), 1 << 16)
+    stack = [share.box]
+    while stack:
+        part = stack.pop()
+        extents = shape_of(part)
+        if volume(part) * tilings[name].itemsize_bytes <= limit or volume(part) == 1:
+            yield Read(name, reader, part, takers)
+            continue
+        dim = next(d for d, n in enumerate(extents) if n > 1)
+        start, stop = part[dim]
+        middle = (start + stop) // 2
+        stack.append((*part[:dim], (middle, stop), *part[dim + 1 :]))
+        stack.append((*part[:dim], (start, middle), *part[dim + 1 :]))

@@ -1,0 +1,273 @@
+"""Name patterns: YAML files that say how the weights of a family of models are cut, by name.
+
+A file lists `rules`, each a `pattern` and a `strategy`. In a pattern `*` stands for one part of a name (no
+dot), `**` for anything, `{a,b}` for either. A strategy is a name (rowwise, columnwise, replicate,
+expert_parallel) or one with arguments, `{grouped_qkv: {section: q}}`; `heads` cuts an axis between query
+heads, whatever their size.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from lowshard.argument import as_shape, brief, instance, items, mapping, whole
+from lowshard.argument import path as check_path
+from lowshard.document import MAX_FILE_BYTES, Where, parse_document, plain_data
+from lowshard.errors import CheckpointError, ShardingError
+from lowshard.reading import parse_json, read_text, reader
+from lowshard.weights.head import Segment
+from lowshard.weights.module_weights import resolve_module
+from lowshard.weights.sharding_strategy import ShardingStrategy
+
+SHIPPED = ("llama", "qwen", "moe", "bert")
+MOST_STARS = 8
+"""Of a pattern: matching takes time that grows with their number."""
+_FOLDER = Path(__file__).parent / "names"
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What patterns must know of a model. `num_kv_heads` is `num_heads` where it is not given."""
+
+    num_heads: int | None = None
+    num_kv_heads: int | None = None
+
+    def __post_init__(self) -> None:
+        for heads in (self.num_heads, self.num_kv_heads):
+            if heads is not None:
+                whole(heads, "a model has 1 head or more", ShardingError, 1)
+
+    @classmethod
+    def from_config(cls, path: str | Path) -> Sizes:
+        """Return the sizes in a Hugging Face config.json, or in the one that lies in a folder.
+
+        Raises:
+            CheckpointError: it cannot be read, or is no JSON object.
+        """
+        file = check_path(path, "a model's config is a path of a file or folder", CheckpointError)
+        file = file / "config.json" if file.is_dir() else file
+        config = parse_json(read_text(file, "model's config", CheckpointError), str(file), CheckpointError)
+        if not isinstance(config, dict):
+            raise CheckpointError(f"{file}: a model's config is a JSON object, got {brief(config)}")
+        inner = config.get("text_config", config)
+        heads = {k: inner[k] for k in _HEADS if k in inner} if isinstance(inner, dict) else inner
+        return _read_sizes(heads, str(file))
+
+
+_HEADS = ("num_attention_heads", "num_key_value_heads")
+
+
+@reader("model's config", CheckpointError)
+def _read_sizes(num_attention_heads: int | None = None, num_key_value_heads: int | None = None) -> Sizes:
+    return Sizes(num_attention_heads, num_key_value_heads)
+
+
+@dataclass(frozen=True)
+class NameRule:
+    """One line of a file: names that match `pattern` are cut by `strategy`."""
+
+    pattern: str
+    strategy: str
+    arguments: tuple[tuple[str, Any], ...] = ()
+
+    @cached_property
+    def expression(self) -> re.Pattern[str]:
+        """The pattern as a regular expression."""
+        out, depth = "", 0
+        tokens = re.findall(r"\*\*|.", self.pattern, re.DOTALL)
+        if sum(token in ("*", "**") for token in tokens) > MOST_STARS:
+            raise ShardingError(f"a pattern has at most {MOST_STARS} stars, got {brief(self.pattern)}")
+        for token in tokens:
+            if token in ("*", "**"):
+                out += "[^.]+" if token == "*" else ".*"
+            elif token == "{":
+                out, depth = out + "(?:", depth + 1
+            elif token == "}" and depth:
+                out, depth = out + ")", depth - 1
+            elif token == "," and depth:
+                out += "|"
+            else:
+                out += re.escape(token)
+        if depth:
+            raise ShardingError(f"pattern {self.pattern!r}: a '{{' is not closed")
+        # `{model.,}`: an alternative may be empty
+        return re.compile(out)
+
+    def matches(self, name: str) -> bool:
+        """Return whether the pattern is the whole name."""
+        return self.expression.fullmatch(name) is not None
+
+
+@dataclass(frozen=True)
+class Matching:
+    """Which rule each name has; names that have none, and names that have several."""
+
+    rules: Mapping[str, NameRule]
+    unmatched: tuple[str, ...]
+    doubly: Mapping[str, tuple[str, ...]]
+    """The patterns of each name that several rules match."""
+
+    def check(self, where: str) -> None:
+        """Raise ShardingError unless every name has exactly one rule; the text lists those that have not."""
+        lines = [f"{name} matches no pattern" for name in self.unmatched]
+        lines += [f"{name} matches {' and '.join(patterns)}" for name, patterns in self.doubly.items()]
+        if lines:
+            more = f"; and {len(lines) - 8} more" if len(lines) > 8 else ""
+            raise ShardingError(
+                f"{where}: every name matches exactly one pattern, but {'; '.join(lines[:8])}{more}"
+            )
+
+
+@dataclass(frozen=True)
+class NamePatterns:
+    """The rules of one file."""
+
+    where: str
+    rules: tuple[NameRule, ...]
+    sizes: tuple[str, ...] = ()
+    """The sizes that its strategies need."""
+
+    @classmethod
+    def load(cls, source: str | Path) -> NamePatterns:
+        """Return a shipped file by its name (llama, qwen, moe, bert; also llama.yaml), or a file of your own.
+
+        Raises:
+            CheckpointError: there is no such file, or it is no YAML.
+            ShardingError: it is not of the form above.
+        """
+        path = check_path(source, "name patterns are a shipped name or the path of a file", CheckpointError)
+        if not path.exists() and path.name == str(source) and path.name.removesuffix(".yaml") in SHIPPED:
+            path = _FOLDER / f"{path.name.removesuffix('.yaml')}.yaml"
+        if not path.exists():
+            raise CheckpointError(f"{source}: there is no such file; shipped are {', '.join(SHIPPED)}")
+        text = read_text(path, "file of name patterns", CheckpointError, MAX_FILE_BYTES)
+        where = str(source)
+        return replace(_read(plain_data(parse_document(text, where, _fail), _fail), where), where=where)
+
+    def match(self, names: Iterable[str]) -> Matching:
+        """Return which rule each name has."""
+        rules, unmatched, doubly = {}, [], {}
+        rule = "names are a sequence of texts, or a mapping by name"
+        for name in list(names) if isinstance(names, Mapping) else items(names, rule, ShardingError):
+            instance(name, str, rule, ShardingError)
+            found = [rule for rule in self.rules if rule.matches(name)]
+            if not found:
+                unmatched.append(name)
+            elif len(found) > 1:
+                doubly[name] = tuple(rule.pattern for rule in found)
+            else:
+                rules[name] = found[0]
+        return Matching(rules, tuple(unmatched), doubly)
+
+    def strategies(
+        self, shapes: Mapping[str, tuple[int, ...]], num_devices: int, sizes: Sizes | None = None
+    ) -> dict[str, ShardingStrategy]:
+        """Return the strategy of each weight.
+
+        Args:
+            shapes: by name.
+            num_devices: devices each is cut over.
+            sizes: of the model, where the file needs them.
+
+        Raises:
+            ShardingError: names without a rule or with several (all are told), sizes that are missing, or a
+                shape that does not fit its rule.
+        """
+        rule = "shapes is a mapping of names to shapes"
+        shapes = {
+            name: as_shape(shape, f"the shape of {name} is its extents, each 0 or more", ShardingError)
+            for name, shape in mapping(shapes, rule, ShardingError).items()
+        }
+        matching = self.match(shapes)
+        matching.check(self.where)
+        sizes = (
+            Sizes() if sizes is None else instance(sizes, Sizes, "sizes is a Sizes or None", ShardingError)
+        )
+        made: dict[str, ShardingStrategy] = {}
+        for name, found in matching.rules.items():
+            try:
+                made[name] = _MAKERS[found.strategy](
+                    num_devices, shapes[name], sizes, **dict(found.arguments)
+                )
+            except (IndexError, TypeError, ShardingError) as error:
+                raise ShardingError(f"{self.where}: {name} {shapes[name]}: {error}") from error
+        return resolve_module({name: (shapes[name], None) for name in shapes}, made)
+
+
+def _fail(text: str, where: Where) -> CheckpointError:
+    return CheckpointError(f"{where}: {text}")
+
+
+@reader("rule of a file of name patterns", ShardingError)
+def _read_rule(pattern: str, strategy: str | Mapping[str, Mapping[str, Any] | None]) -> NameRule:
+    chosen = {strategy: None} if isinstance(strategy, str) else strategy
+    if len(chosen) != 1 or not set(chosen) <= set(_MAKERS):
+        raise ShardingError(
+            f"{brief(pattern)}: a strategy is one of {', '.join(_MAKERS)}, with arguments as {{name: {{argument: "
+            f"value}}}}, got {brief(strategy)}"
+        )
+    ((name, arguments),) = chosen.items()
+    rule = NameRule(pattern, name, tuple((arguments or {}).items()))
+    _ = rule.expression  # which says what is wrong with the pattern
+    return rule
+
+
+@reader("file of name patterns", ShardingError)
+def _read(rules: tuple[NameRule, ...], sizes: tuple[str, ...] = ()) -> NamePatterns:
+    return NamePatterns("", rules, sizes)
+
+
+def _heads(sizes: Sizes, extent: int, section: str) -> tuple[int, int, int]:
+    if sizes.num_heads is None:
+        raise ShardingError(
+            "cuts between heads need their number: put the model's config.json beside the checkpoint, or pass "
+            "Sizes(num_heads=..., num_kv_heads=...), on the command line --heads and --kv-heads"
+        )
+    kv = sizes.num_kv_heads or sizes.num_heads
+    count = kv if section == "kv" else sizes.num_heads + (2 * kv if section == "qkv" else 0)
+    if extent % count:
+        raise ShardingError(f"an axis of {extent} does not hold {count} heads of one size")
+    return sizes.num_heads, kv, extent // count
+
+
+def _grouped(
+    k: int,
+    shape: tuple[int, ...],
+    sizes: Sizes,
+    section: Any = "qkv",
+    axis: int = 0,
+    few_kv: Any = "replicate",
+) -> ShardingStrategy:
+    heads, kv, head_dim = _heads(sizes, shape[axis], section)
+    return ShardingStrategy.grouped_qkv(k, heads, kv, head_dim, few_kv=few_kv, section=section, axis=axis)
+
+
+def _segmented(
+    k: int, shape: tuple[int, ...], sizes: Sizes, axis: int, segments: Iterable[Mapping[str, Any]]
+) -> ShardingStrategy:
+    return ShardingStrategy.segmented(k, axis, [Segment.of(s) for s in segments])
+
+
+_MAKERS: dict[str, Any] = {
+    "rowwise": lambda k, shape, sizes: ShardingStrategy.rowwise(k),
+    "columnwise": lambda k, shape, sizes: ShardingStrategy.columnwise(k),
+    "axiswise": lambda k, shape, sizes, axis: ShardingStrategy.axiswise(axis, k),
+    "replicate": lambda k, shape, sizes: ShardingStrategy.replicate(k),
+    "gate_up": lambda k, shape, sizes, axis=2: ShardingStrategy.gate_up(k, axis),
+    "stacked_qkv": lambda k, shape, sizes: ShardingStrategy.stacked_qkv(
+        k, _heads(sizes, shape[0] // 3, "q")[0], _heads(sizes, shape[0] // 3, "q")[2]
+    ),
+    "head_aware_columnwise": lambda k, shape, sizes: ShardingStrategy.head_aware_columnwise(
+        k, _heads(sizes, shape[1], "q")[0], _heads(sizes, shape[1], "q")[2]
+    ),
+    "grouped_qkv": _grouped,
+    "heads": lambda k, shape, sizes, axis=0: _grouped(k, shape, sizes, "q", axis),
+    "segmented": _segmented,
+    "expert_parallel": lambda k, shape, sizes: ShardingStrategy.expert_parallel(k),
+    "tensor_parallel": lambda k, shape, sizes: ShardingStrategy.tensor_parallel(k),
+}

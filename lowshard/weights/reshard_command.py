@@ -1,0 +1,273 @@
+"""`lowshard reshard`: a checkpoint on disk from one cut to another, under a memory bound.
+
+Inside the user's own MPI (`mpiexec -n 4 python -m lowshard reshard ...`) each process is a worker.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+import tempfile
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+
+from lowshard.checkpoint.commit import missing_folders, remove_leftovers
+from lowshard.errors import CheckpointError, LaunchError
+from lowshard.settings import environment
+from lowshard.weights.checkpoint_convert import ConvertPlan, ConvertReport, Settings, convert
+
+DESCRIPTION = """\
+Cuts a safetensors checkpoint anew: reads IN (a file, a Hugging Face folder, a sharded checkpoint, or one file a
+rank), cuts every tensor as the strategies or rules say over the grid of --to, and writes the folder OUT: one
+safetensors file a rank and lowshard.index.json. No process holds more than --memory, however large the checkpoint.
+The input is compared with its checksums, if it has any (a plain safetensors file has none: damage done to it before
+cannot be seen); what was written is read again and compared with the input, read a second time, before it takes its
+place. A run that is killed leaves no half.
+With --simulate nothing is read or written: IN is a reshard plan, whose time and load are predicted.
+"""
+EPILOG = """\
+examples:
+  lowshard reshard llama/ out/ --to tp=4 --strategies llama.yaml
+  lowshard reshard out/ out2/ --from tp=4 --to tp=2,dp=2 --strategies llama.yaml -n 2 --memory 2GB
+  lowshard reshard mixtral/ out/ --to tp=2,ep=4 --strategies moe.yaml --mxfp8
+  lowshard reshard ranks/ out/ --from-rules ep-as-cp --from fsdp=4,expert=2 --to-rules pure-fsdp --to fsdp=8
+  lowshard reshard plan.json --simulate --profile cluster.json
+Strategies: llama, qwen, moe (Mixtral, DeepSeek), bert, or a YAML file of your own. Rules: a ready-made name or a
+path, as of `lowshard rules`.
+"""
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def add_reshard_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the subcommand."""
+    parser = subparsers.add_parser(
+        "reshard",
+        help="a safetensors checkpoint from one sharding to another, optionally to MXFP8",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("source", metavar="IN", help="checkpoint: a file or a folder")
+    parser.add_argument(
+        "target", metavar="OUT", nargs="?", help="folder of the new checkpoint; an old one in it is replaced"
+    )
+    parser.add_argument("--to", metavar="GRID", help="such as tp=2,dp=2 (axes tp, ep, dp; outer first)")
+    parser.add_argument(
+        "--from",
+        dest="was",
+        metavar="GRID",
+        help="how IN is cut; needed for files of ranks without an index only",
+    )
+    parser.add_argument("--strategies", metavar="FILE", help="cuts by name patterns: llama.yaml, or your own")
+    parser.add_argument(
+        "--to-rules",
+        metavar="RULES",
+        help="cuts by a mesh-and-rule file instead; --to has sizes of its mesh axes",
+    )
+    parser.add_argument(
+        "--from-rules", metavar="RULES", help="how IN is cut, likewise; --from has sizes of its mesh axes"
+    )
+    parser.add_argument(
+        "--mxfp8", action="store_true", help="quantise linear weights to MXFP8 (e4m3, blocks of 32)"
+    )
+    parser.add_argument(
+        "-n", "--ranks", type=int, default=1, metavar="N", help="processes that share the work (1)"
+    )
+    parser.add_argument(
+        "--memory", default="2GB", metavar="SIZE", help="most memory of a process (default 2GB)"
+    )
+    parser.add_argument("--heads", type=int, metavar="H", help="query heads (default: config.json beside IN)")
+    parser.add_argument(
+        "--kv-heads", type=int, metavar="H", help="key-value heads (default: as many as query heads)"
+    )
+    parser.add_argument("--no-verify", action="store_true", help="do not read the output again")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="show what would be written, and write nothing"
+    )
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    parser.add_argument(
+        "--simulate", action="store_true",
+        help="predict the plan IN (JSON, or the models dense and deepseek) instead; as `lowshard bench simulate`",
+    )  # fmt: skip
+    parser.add_argument("--profile", metavar="FILE", help="with --simulate: the cluster profile")
+    parser.add_argument(
+        "--node-size", type=int, default=8, metavar="N", help="with --simulate: ranks a node (8)"
+    )
+    parser.add_argument("--timeout", type=float, metavar="S", help="end the job after S seconds")
+    parser.set_defaults(func=run)
+
+
+def parse_size(text: str) -> int:
+    """Return the bytes of a text such as 2GB, 500MB or 1.5GiB.
+
+    Raises:
+        CheckpointError: it is no size.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]?I?B?)\s*", text.upper())
+    if match is None or match[2] not in _UNITS:
+        raise CheckpointError(f"a size reads like 2GB, 500MB or 1.5GiB, got {text!r}")
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the subcommand and return the exit code."""
+    from lowshard.launch.environment import find_rank
+
+    if args.simulate:
+        from lowshard.bench.bench_simulate import run_simulate
+
+        args.plan = args.source
+        return run_simulate(args)
+    if args.target is None or args.to is None:
+        raise LaunchError("lowshard reshard takes IN, OUT and --to (such as --to tp=4); one is missing")
+    settings = Settings(
+        source=args.source, target=args.target, strategies=args.strategies, to=args.to, was=args.was,
+        mxfp8=args.mxfp8, memory_bytes=parse_size(args.memory), num_heads=args.heads, num_kv_heads=args.kv_heads,
+        verify=not args.no_verify, to_rules=args.to_rules, from_rules=args.from_rules,
+    )  # fmt: skip
+    if args.ranks < 1:
+        raise LaunchError(f"--ranks is at least 1, got {args.ranks}")
+    if args.dry_run:
+        return _show_plan(ConvertPlan.of(settings), args.json)
+    launched = find_rank(environment())
+    if launched is not None and launched.size > 1:
+        report = _as_a_rank(settings)
+        return _show(report, settings, args.json) if launched.rank == 0 else 0
+    ConvertPlan.of(settings)  # what is wrong with the request is told before anything starts
+    if args.ranks == 1:
+        from lowshard.comm import loopback
+
+        try:
+            with loopback(1)[0] as comm:
+                report = _converted(settings, comm)
+        except CheckpointError as error:  # the request was right: damaged input, a full disk
+            print(f"lowshard: error: {error}", file=sys.stderr)
+            return 1
+        return _show(report, settings, args.json)
+    with tempfile.TemporaryDirectory(prefix="lowshard-reshard-") as scratch:
+        path, target = Path(scratch) / "report.json", Path(settings.target)
+        missing, code = missing_folders(target), -1
+        try:
+            code = _on_own_ranks(settings, args.ranks, path, args.timeout)
+        finally:
+            if code:  # ranks that were ended could not tidy up
+                _tidy(target, missing)
+        if code:
+            return code
+        return _show(ConvertReport(**json.loads(path.read_text())), settings, args.json)
+
+
+def _on_own_ranks(settings: Settings, ranks: int, path: Path, timeout_s: float | None) -> int:
+    from lowshard.launch.job import python_command, run_ranks
+
+    command = python_command("lowshard.weights.reshard_command", [settings.to_json(), str(path)], module=True)
+    return run_ranks(command, ranks, timeout_s=timeout_s, prefix_output=False).exit_code
+
+
+def _tidy(target: Path, made: list[Path]) -> None:
+    """Remove what dead ranks left in a folder, and the folders made for it if they are empty."""
+    with suppress(OSError, CheckpointError):
+        remove_leftovers(target)
+        for folder in made:
+            folder.rmdir()
+
+
+def _as_a_rank(settings: Settings) -> ConvertReport:
+    from mpi4py import MPI
+
+    from lowshard import comm as lc
+
+    with lc.from_mpi(MPI.COMM_WORLD, device="cpu") as comm:
+        return _converted(settings, comm)
+
+
+def _converted(settings: Settings, comm: object) -> ConvertReport:
+    from lowshard.comm import Communicator
+    from lowshard.demo.progress_bar import Progress
+
+    assert isinstance(comm, Communicator)
+    shown = Progress(comm.rank, command="reshard")
+    source = Path(settings.source)
+    with shown.transfer(f"{source.name or source} to {settings.to}", _bytes_to_handle(settings)) as update:
+        return convert(settings, comm, lambda done_bytes, _: update(done_bytes))
+
+
+def _bytes_to_handle(settings: Settings) -> int:
+    """Return the bytes that rank 0 will read, roughly: for the bar alone."""
+    source = Path(settings.source)
+    files = source.glob("*.safetensors") if source.is_dir() else [source]
+    size = sum(f.stat().st_size for f in files if f.exists())
+    return size * (2 if settings.verify else 1)
+
+
+def _show_plan(plan: ConvertPlan, as_json: bool) -> int:
+    tensors = plan.tensors()
+    rows = [
+        {"name": name, "dtype": dtype, "shape": list(shape), "strategy": said}
+        for name, (dtype, shape, said) in tensors.items()
+    ]
+    if as_json:
+        print(json.dumps({"ranks": plan.num_ranks, "bytes": plan.total_bytes, "tensors": rows}, indent=1))
+        return 0
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=f"{len(rows)} tensors, {plan.total_bytes / 1e9:.3f} GB, over {plan.num_ranks} ranks")
+    for column in ("tensor", "dtype", "shape", "strategy"):
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(str(row["name"]), str(row["dtype"]), str(row["shape"]), str(row["strategy"]))
+    Console().print(table)
+    return 0
+
+
+def _show(report: ConvertReport, settings: Settings, as_json: bool) -> int:
+    if as_json:
+        print(json.dumps(asdict(report) | {"source": settings.source, "target": settings.target}, indent=1))
+        return 0
+    print(
+        f"{settings.target}: {report.tensors} tensors ({report.quantised} as MXFP8) in {report.files} files, "
+        f"{report.written_bytes / 1e6:.1f} MB written"
+    )
+    for line in _compared(report, settings):
+        print(line)
+    return 0
+
+
+def _compared(report: ConvertReport, settings: Settings) -> list[str]:
+    """Return what was compared with what, for people."""
+    whole, summed = report.input_bytes / 1e6, report.checksummed_bytes / 1e6
+    if report.checksummed_bytes:
+        lines = [
+            f"  input: {summed:.1f} of {whole:.1f} MB compared with the checksums of {settings.source}, all equal"
+        ]
+    else:
+        lines = [
+            f"  input: {settings.source} has no checksums, so damage done to it before this run cannot be seen"
+        ]
+    if settings.verify:
+        lines.append(
+            f"  output: {report.verified_bytes / 1e6:.1f} MB read again and compared with the input, read a second "
+            "time: all equal"
+        )
+    else:
+        lines.append("  output: not compared (--no-verify)")
+    return lines
+
+
+def main(arguments: list[str]) -> int:
+    """Run a rank as `lowshard reshard` started it: settings in, report to a file."""
+    settings_json, path = arguments
+    report = _as_a_rank(Settings.from_json(settings_json))
+    from mpi4py import MPI
+
+    if MPI.COMM_WORLD.Get_rank() == 0:
+        Path(path).write_text(json.dumps(asdict(report)), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
