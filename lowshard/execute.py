@@ -12,7 +12,8 @@ import numpy as np
 from lowshard import dtypes, move
 from lowshard.argument import brief
 from lowshard.comm.agreement import agree, agree_on_plan, control_of, share
-from lowshard.comm.protocol import Communicator, Stream
+from lowshard.comm.protocol import Communicator
+from lowshard.comm.work import Stream
 from lowshard.cost import ClusterProfile
 from lowshard.errors import BufferMismatchError, DTypeError, LowshardError, MeshError, PlanError
 from lowshard.kernels.buffer import allocate, may_overlap

@@ -12,7 +12,8 @@ import numpy as np
 from lowshard import dtypes
 from lowshard.comm.call import Call
 from lowshard.comm.nccl_bindings import Binding
-from lowshard.comm.protocol import Communicator, Stream
+from lowshard.comm.protocol import Communicator
+from lowshard.comm.work import Stream
 from lowshard.errors import BufferMismatchError, CaptureError, CommError, LowshardError, StreamError
 
 Array = Any

@@ -9,19 +9,16 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 from lowshard import dtypes
 from lowshard.argument import whole
 from lowshard.comm import check
 from lowshard.comm.argument import Arguments, key_of, name_of, text_of
-from lowshard.comm.work import Starter, Work
+from lowshard.comm.work import Op, Order, Starter, Stream, Work
 from lowshard.errors import CommError, LowshardError
 
 Array = Any  # a NumPy or CuPy array; CuPy ships no types
-Stream = Any  # CuPy's, torch's, any with `__cuda_stream__`, or an address
-Op = Literal["sum", "avg", "min", "max", "prod"]
-Order = Literal["fast", "tree", "rank"]
 _MOST = (1 << 31) - 1
 """Of a colour and a key: MPI takes C ints."""
 _NOTHING_WRONG: AbstractContextManager[LowshardError | None] = nullcontext()

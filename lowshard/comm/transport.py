@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, NoReturn, Self, cast
+from typing import Any, NoReturn, Self, cast
 
 import numpy as np
 
@@ -23,9 +23,6 @@ from lowshard.comm.call import Call, Check
 from lowshard.comm.reduction import fold
 from lowshard.errors import BufferMismatchError, CommError
 from lowshard.settings import CHECK, TIMEOUT_S
-
-if TYPE_CHECKING:
-    from lowshard.comm.protocol import Communicator
 
 Array = Any  # a NumPy or CuPy array; CuPy ships no types
 
@@ -185,7 +182,9 @@ class Transport(ABC):
     def _barrier(self) -> None: ...
 
     @abstractmethod
-    def _split(self, color: int | None, key: int) -> Communicator | None: ...
+    def _split(
+        self, color: int | None, key: int
+    ) -> Any: ...  # the group's communicator; None without a colour
 
     @abstractmethod
     def _close(self) -> None: ...

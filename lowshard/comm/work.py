@@ -6,16 +6,15 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Literal, Protocol
 
 from lowshard.comm.check import wait_s
 from lowshard.errors import LowshardError, TimedOut
 
-if TYPE_CHECKING:
-    from lowshard.comm.protocol import Communicator, Op, Order
-
 Array = Any  # a NumPy or CuPy array; CuPy ships no types
-Stream = Any
+Stream = Any  # CuPy's, torch's, any with `__cuda_stream__`, or an address
+Op = Literal["sum", "avg", "min", "max", "prod"]
+Order = Literal["fast", "tree", "rank"]
 
 
 class Work(Protocol):
@@ -136,19 +135,32 @@ class Worker:
                         return
 
 
+class Startable(Protocol):
+    """What starts a communicator's calls."""
+
+    def _start(self, name: str, call: Callable[[], Any]) -> Work: ...
+
+    def _start_message(self, name: str, buf: Array, peer: int) -> Work: ...
+
+    def _start_on_stream(self, stream: Stream, name: str, start: Callable[[], Work]) -> Work: ...
+
+
 class Starter:
     """Every collective of a communicator, with the same arguments, started and not waited for.
 
     On GPUs a started call follows what `stream` (by default the current one) has been given.
     """
 
-    def __init__(self, comm: Communicator) -> None:
+    def __init__(self, comm: Startable) -> None:
         self._comm = comm
 
-    def _start(self, stream: Stream, name: str, call: Callable[[], Any]) -> Work:
-        if stream is None:
-            return self._comm._start(name, call)
-        return self._comm._start_on_stream(stream, name, lambda: self._comm._start(name, call))
+    def _call(self, stream: Stream, name: str, *args: Any, **options: Any) -> Work:
+        comm = self._comm
+
+        def start() -> Work:
+            return comm._start(name, lambda: getattr(comm, name)(*args, **options))
+
+        return start() if stream is None else comm._start_on_stream(stream, name, start)
 
     def _message(self, stream: Stream, name: str, buf: Array, peer: int) -> Work:
         if stream is None:
@@ -159,8 +171,7 @@ class Starter:
         self, send: Array, recv: Array | None = None, *, shared: bool = False, stream: Stream = None
     ) -> Work:
         """Start `all_gather`."""
-        comm = self._comm
-        return self._start(stream, "all_gather", lambda: comm.all_gather(send, recv, shared=shared))
+        return self._call(stream, "all_gather", send, recv, shared=shared)
 
     def all_gather_v(
         self,
@@ -172,15 +183,11 @@ class Starter:
         stream: Stream = None,
     ) -> Work:
         """Start `all_gather_v`."""
-        comm = self._comm
-        return self._start(
-            stream, "all_gather_v", lambda: comm.all_gather_v(send, recv, recv_counts, recv_displs)
-        )
+        return self._call(stream, "all_gather_v", send, recv, recv_counts, recv_displs)
 
     def all_to_all(self, send: Array, recv: Array, *, stream: Stream = None) -> Work:
         """Start `all_to_all`."""
-        comm = self._comm
-        return self._start(stream, "all_to_all", lambda: comm.all_to_all(send, recv))
+        return self._call(stream, "all_to_all", send, recv)
 
     def all_to_all_v(
         self, send: Array, send_counts: Sequence[int], send_displs: Sequence[int], recv: Array,
@@ -188,54 +195,46 @@ class Starter:
         *, stream: Stream = None,
     ) -> Work:  # fmt: skip
         """Start `all_to_all_v`."""
-        comm, args = self._comm, (send, send_counts, send_displs, recv, recv_counts, recv_displs)
-        return self._start(stream, "all_to_all_v", lambda: comm.all_to_all_v(*args))
+        args = (send, send_counts, send_displs, recv, recv_counts, recv_displs)
+        return self._call(stream, "all_to_all_v", *args)
 
     def broadcast(
         self, buf: Array | None, root: int = 0, *, shared: bool = False, stream: Stream = None
     ) -> Work:
         """Start `broadcast`."""
-        comm = self._comm
-        return self._start(stream, "broadcast", lambda: comm.broadcast(buf, root, shared=shared))
+        return self._call(stream, "broadcast", buf, root, shared=shared)
 
     def gather(self, send: Array, recv: Array | None, root: int = 0, *, stream: Stream = None) -> Work:
         """Start `gather`."""
-        comm = self._comm
-        return self._start(stream, "gather", lambda: comm.gather(send, recv, root))
+        return self._call(stream, "gather", send, recv, root)
 
     def scatter(self, send: Array | None, recv: Array, root: int = 0, *, stream: Stream = None) -> Work:
         """Start `scatter`."""
-        comm = self._comm
-        return self._start(stream, "scatter", lambda: comm.scatter(send, recv, root))
+        return self._call(stream, "scatter", send, recv, root)
 
     def all_reduce(
         self, send: Array, recv: Array | None = None, op: Op = "sum", order: Order = "fast",
         *, shared: bool = False, stream: Stream = None,
     ) -> Work:  # fmt: skip
         """Start `all_reduce`."""
-        comm = self._comm
-        return self._start(
-            stream, "all_reduce", lambda: comm.all_reduce(send, recv, op, order, shared=shared)
-        )
+        return self._call(stream, "all_reduce", send, recv, op, order, shared=shared)
 
     def reduce_scatter(
         self, send: Array, recv: Array, op: Op = "sum", order: Order = "fast", *, stream: Stream = None
     ) -> Work:
         """Start `reduce_scatter`."""
-        comm = self._comm
-        return self._start(stream, "reduce_scatter", lambda: comm.reduce_scatter(send, recv, op, order))
+        return self._call(stream, "reduce_scatter", send, recv, op, order)
 
     def reduce(
         self, send: Array, recv: Array | None, op: Op = "sum", root: int = 0, order: Order = "fast",
         *, stream: Stream = None,
     ) -> Work:  # fmt: skip
         """Start `reduce`."""
-        comm = self._comm
-        return self._start(stream, "reduce", lambda: comm.reduce(send, recv, op, root, order))
+        return self._call(stream, "reduce", send, recv, op, root, order)
 
     def barrier(self) -> Work:
         """Start `barrier`: done once every rank has started it."""
-        return self._comm._start("barrier", self._comm.barrier)
+        return self._call(None, "barrier")
 
     def send(self, buf: Array, dst: int, *, stream: Stream = None) -> Work:
         """Start `send`; it need not be in turn with collectives."""

@@ -19,7 +19,8 @@ import numpy as np
 from lowshard.argument import choice, whole
 from lowshard.box import shape_of
 from lowshard.comm.agreement import agree, control_of, share
-from lowshard.comm.protocol import Communicator, Stream
+from lowshard.comm.protocol import Communicator
+from lowshard.comm.work import Stream
 from lowshard.errors import LowshardError, MismatchError, PlanError
 from lowshard.reshard.channel import SLOTS, Channel, MessageChannel, SlotChannel, set_aside
 from lowshard.reshard.choice import WriteChoice

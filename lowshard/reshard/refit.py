@@ -11,7 +11,8 @@ from typing import Any, Literal, Self, Unpack, get_args
 import numpy as np
 
 from lowshard.comm.agreement import agree, share
-from lowshard.comm.protocol import Communicator, Stream
+from lowshard.comm.protocol import Communicator
+from lowshard.comm.work import Stream
 from lowshard.errors import CommError, LowshardError, MismatchError, PlanError
 from lowshard.reshard.execute import Report, Reshard, Settings, argument_error
 from lowshard.reshard.reshard_plan import ReshardPlan

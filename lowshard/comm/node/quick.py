@@ -25,7 +25,7 @@ from lowshard.comm.node.meet import FAULTY, MISSING, OK, UNEQUAL
 from lowshard.comm.node.messages import NodeMailbox
 from lowshard.comm.node.plan import NodePlans, Spans
 from lowshard.comm.node.ways import address_of
-from lowshard.comm.protocol import Op, Order, Stream
+from lowshard.comm.work import Op, Order, Stream
 
 Array = Any
 
