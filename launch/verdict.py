@@ -10,7 +10,7 @@ from types import MappingProxyType
 
 from lowshard.comm.abort import FailureRecord
 from lowshard.comm.activity import innermost_line
-from lowshard.comm.lookout import names_of
+from lowshard.comm.wait_guard import names_of
 from lowshard.errors import PeerFailed, TimedOut
 
 __all__ = ["JobResult", "Leaver", "failure_text", "first_cause", "judge", "one_each", "place_in"]

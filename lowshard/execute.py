@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from lowshard import dtypes, move
+from lowshard import dtypes, exchange_runner
 from lowshard.argument import brief
 from lowshard.comm.agreement import agree, agree_on_plan, control_of, share
 from lowshard.comm.protocol import Communicator
@@ -19,7 +19,7 @@ from lowshard.errors import BufferMismatchError, DTypeError, LowshardError, Mesh
 from lowshard.kernels.buffer import allocate, may_overlap
 from lowshard.layout import Layout
 from lowshard.pool import BufferPool
-from lowshard.program import Program, StepProgram, form_of, programs
+from lowshard.rank_schedule import Program, StepProgram, form_of, programs
 from lowshard.redistribute_plan import RedistributePlan, plan_redistribute
 
 Array = Any
@@ -175,10 +175,14 @@ def _steps(
         if times is not None:
             comm.control._barrier()
             begin_s = time.perf_counter()
-        if step.whole is not None and comm.shows and step.whole.largest_bytes >= move.READ_FROM_BYTES:
+        if (
+            step.whole is not None
+            and comm.shows
+            and step.whole.largest_bytes >= exchange_runner.READ_FROM_BYTES
+        ):
             part = step.parts[-1]
             result = out if part is last and out is not None else _result(part, comm, part is last, pool)
-            move.run(step.whole, local, result, comm)
+            exchange_runner.run(step.whole, local, result, comm)
             local = result
         elif step.native:
             part = step.parts[-1]
@@ -222,7 +226,7 @@ def _run(
         view = local[(*program.view, ...)]  # an array even when 0-d
         return _read_only(view) if is_last else view
     result = out if out is not None else _result(program, comm, is_last, pool)
-    move.run(program, local, result, comm)
+    exchange_runner.run(program, local, result, comm)
     return result
 
 

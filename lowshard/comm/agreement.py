@@ -10,7 +10,7 @@ import numpy as np
 
 from lowshard import errors
 from lowshard.argument import brief
-from lowshard.comm.algorithm import AGREED, NO_ARRAY
+from lowshard.comm.default_collectives import AGREED, NO_ARRAY
 from lowshard.comm.protocol import Communicator
 from lowshard.errors import CommError, LowshardError, MismatchError
 

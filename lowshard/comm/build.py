@@ -11,13 +11,13 @@ from typing import Any
 from lowshard import settings
 from lowshard.argument import brief
 from lowshard.comm.activity import Activity
-from lowshard.comm.arrival import await_all
-from lowshard.comm.lookout import Lookout
 from lowshard.comm.mailbox import Mailbox
 from lowshard.comm.mpi import MPICommunicator, load_mpi, world_ranks
+from lowshard.comm.node_map import Seating
 from lowshard.comm.protocol import Communicator
-from lowshard.comm.seating import Seating
+from lowshard.comm.start_barrier import await_all
 from lowshard.comm.tuned import Crossover, Machine, default_path, load
+from lowshard.comm.wait_guard import Lookout
 from lowshard.comm.world import world_mismatch
 from lowshard.compiled import numba_fault
 from lowshard.errors import CommError, LaunchError
@@ -108,8 +108,8 @@ def _watch(mpi: Any, own: Any, timeout_s: float) -> Any:
     """
     if settings.WATCH.choice() == "off":
         return None
-    from lowshard.comm.meeting import all_say
     from lowshard.comm.watch import Watch
+    from lowshard.comm.watch_setup import all_say
 
     ranks = world_ranks(mpi, own)
     texts = (settings.HEARTBEAT_S.text(), settings.ON_FAILURE.text())
@@ -146,7 +146,7 @@ def _meeting_place(mpi: Any, own: Any, node: Any) -> tuple[Any, int, list[str]]:
     Collective: all ranks of `own` call this; what is in the way is the same on all of them. `node` is freed.
     """
     from lowshard.comm.node.communicator import lend_group
-    from lowshard.comm.node.memory import NodeMemory
+    from lowshard.comm.node.node_memory import NodeMemory
 
     ranks, problem, at = world_ranks(mpi, node), "", 0
     memory = _memories.get(ranks)
@@ -168,8 +168,8 @@ def _meeting_place(mpi: Any, own: Any, node: Any) -> tuple[Any, int, list[str]]:
 def _node_communicator(
     mpi: Any, own: Any, memory: Any, at: int, lookout: Lookout, timeout_s: float
 ) -> Communicator:
+    from lowshard.comm.node.call_runner import Place
     from lowshard.comm.node.communicator import NodeCommunicator
-    from lowshard.comm.node.ways import Place
 
     members, rank = tuple(range(own.Get_size())), own.Get_rank()
     mailbox = Mailbox(mpi, own, members, rank, lookout, timeout_s)

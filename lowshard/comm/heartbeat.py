@@ -1,7 +1,7 @@
 """The side channel's loop: beats, judges silence, takes in what others tell and passes it on.
 
 One thread of each rank is in here. All it needs lies in two arrays, so that it can run as compiled code that never
-asks for the interpreter (see `lowshard.comm.wire`): a rank whose main thread computes for seconds with the
+asks for the interpreter (see `lowshard.comm.heartbeat_memory`): a rank whose main thread computes for seconds with the
 interpreter held still beats, still hears, and still ends in time after a failure.
 
 The hub (rank 0) has a connection to every other rank, the others one to the hub. What the hub hears first of a
@@ -19,9 +19,9 @@ from typing import Any
 
 import numpy as np
 
-from lowshard.comm import activity, wire
+from lowshard.comm import activity, heartbeat_memory
 from lowshard.comm.activity import CALL_BYTES, INSIDE_AT, SEQUENCE_AT, TEXT_BYTES
-from lowshard.comm.wire import (
+from lowshard.comm.heartbeat_memory import (
     BEAT,
     BYE,
     CLOCK,
@@ -81,7 +81,7 @@ _PEER_EXIT_CODE, _TIMED_OUT_EXIT_CODE = 70, 71
 _REALTIME, _POLLOUT, _POLL_MS = 0, 4, 100
 
 
-# ---- places in `words`, after those of `lowshard.comm.wire`
+# ---- places in `words`, after those of `lowshard.comm.heartbeat_memory`
 (
     RANK, WORLD_RANK, RANKS, LINKS,  # this rank here and in the job, the ranks, the connections
     OWN_ADDRESS, HAS_RECORD,  # of the TEXT_BYTES that say what this rank is in; whether a record is to be left
@@ -446,9 +446,9 @@ def compiled_loop() -> Callable[[Words, Memory], None]:
     from lowshard.compiled import Signature, digest_of, load_compiled
 
     def twin() -> FunctionType:
-        return FunctionType(loop.__code__, wire.compiled_twin(_COMPILED), "loop")
+        return FunctionType(loop.__code__, heartbeat_memory.compiled_twin(_COMPILED), "loop")
 
-    name = f"loop_{digest_of([Path(__file__), Path(wire.__file__), Path(activity.__file__)])}"
+    name = f"loop_{digest_of([Path(__file__), Path(heartbeat_memory.__file__), Path(activity.__file__)])}"
     try:
         return load_compiled(name, twin, Signature(("int64[1]", "uint8[1]"), "void"))
     except ImportError:

@@ -14,16 +14,16 @@ from typing import Any
 
 import numpy as np
 
-from lowshard.comm.algorithm import Run
 from lowshard.comm.call import Call
-from lowshard.comm.lookout import Lookout
+from lowshard.comm.default_collectives import Run
 from lowshard.comm.mpi import EXCHANGE_TAG, MPICommunicator, run_batch, start_message
+from lowshard.comm.node.call_runner import Place
 from lowshard.comm.node.communicator import NodeCommunicator, lend_group
-from lowshard.comm.node.memory import NodeMemory
-from lowshard.comm.node.ways import Place
+from lowshard.comm.node.node_memory import NodeMemory
+from lowshard.comm.node_collectives import Windows
+from lowshard.comm.node_map import Seating
 from lowshard.comm.protocol import Communicator
-from lowshard.comm.seating import Seating
-from lowshard.comm.windows import Windows
+from lowshard.comm.wait_guard import Lookout
 from lowshard.comm.work import Work
 from lowshard.errors import TimedOut
 

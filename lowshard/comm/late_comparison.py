@@ -38,8 +38,8 @@ from typing import NamedTuple, NoReturn
 
 import numpy as np
 
-from lowshard.comm.algorithm import ERROR_SIGNATURE, counts_error, verdict_of
 from lowshard.comm.call import Call, place_text, source_place
+from lowshard.comm.default_collectives import ERROR_SIGNATURE, counts_error, verdict_of
 from lowshard.comm.protocol import Communicator
 from lowshard.errors import CommError, LowshardError, again
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from lowshard.comm.check import wait_s
-from lowshard.comm.lookout import Lookout
+from lowshard.comm.wait_guard import Lookout
 from lowshard.errors import BufferMismatchError, CommError, LowshardError, TimedOut
 
 Array = Any

@@ -14,9 +14,9 @@ import numpy as np
 from lowshard import dtypes
 from lowshard.comm.activity import Activity
 from lowshard.comm.call import Call
-from lowshard.comm.lookout import Lookout
 from lowshard.comm.mailbox import Mailbox
 from lowshard.comm.protocol import Communicator
+from lowshard.comm.wait_guard import Lookout
 from lowshard.comm.work import Work, failed_work
 from lowshard.errors import DependencyError, LowshardError
 

@@ -39,17 +39,17 @@ from typing import Any, NoReturn, Self
 
 import numpy as np
 
-from lowshard.comm.algorithm import NO_ARRAY, Run, verdict_of
 from lowshard.comm.call import Call
+from lowshard.comm.default_collectives import NO_ARRAY, Run, verdict_of
 from lowshard.comm.device import DeviceCommunicator
 from lowshard.comm.late_comparison import LateComparison
-from lowshard.comm.lookout import Watching
 from lowshard.comm.nccl_bindings import Binding
 from lowshard.comm.nccl_handle import NCCLHandle
 from lowshard.comm.nccl_memory import NCCLMemory
 from lowshard.comm.nccl_wire import SUM, UINT8, Exchange, exchange_of, exchange_parts, native_code, wire_of
 from lowshard.comm.protocol import Communicator
 from lowshard.comm.stream_work import SideStream, StreamWork
+from lowshard.comm.wait_guard import Watching
 from lowshard.errors import CommError, LowshardError
 from lowshard.settings import environment
 

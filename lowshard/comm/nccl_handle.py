@@ -14,9 +14,9 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 
-from lowshard.comm.lookout import Watching
 from lowshard.comm.nccl_bindings import Binding
 from lowshard.comm.nccl_wait import InThread, is_done, last_error, wait_for
+from lowshard.comm.wait_guard import Watching
 from lowshard.errors import CommError, LowshardError, PeerFailed, TimedOut, again
 
 T = TypeVar("T")

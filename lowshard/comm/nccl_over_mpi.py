@@ -15,7 +15,6 @@ import numpy as np
 
 from lowshard import settings
 from lowshard.comm.agreement import agree, share_text
-from lowshard.comm.lookout import Watching
 from lowshard.comm.mailbox import Mailbox
 from lowshard.comm.mpi import MPICommunicator, load_mpi
 from lowshard.comm.nccl import NCCLCommunicator
@@ -23,6 +22,7 @@ from lowshard.comm.nccl_bindings import Binding
 from lowshard.comm.nccl_wait import InThread, last_error, wait_for
 from lowshard.comm.protocol import Communicator
 from lowshard.comm.staged import StagedCommunicator
+from lowshard.comm.wait_guard import Watching
 from lowshard.errors import CommError, DependencyError
 
 Transport = Literal["auto", "nccl", "staged"]

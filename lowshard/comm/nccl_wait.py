@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
-from lowshard.comm.lookout import Watching
+from lowshard.comm.wait_guard import Watching
 from lowshard.errors import CommError, TimedOut
 
 T = TypeVar("T")

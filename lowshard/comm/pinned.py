@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from lowshard.comm.lookout import Watching
 from lowshard.comm.nccl_bindings import Binding
 from lowshard.comm.nccl_wait import wait_for
+from lowshard.comm.wait_guard import Watching
 
 SLOT_BYTES = 8 << 20
 _PAGE_BYTES = 4096

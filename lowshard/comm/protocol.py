@@ -1,7 +1,7 @@
 """The communicator contract: collectives over raw buffers, the same on every transport.
 
 Everything users see lives here once: arguments are checked, calls counted, numbered and recorded. How a call
-runs is planned in `lowshard.comm.algorithm`; how bytes move is the transport's (`lowshard.comm.transport`).
+runs is planned in `lowshard.comm.default_collectives`; how bytes move is the transport's (`lowshard.comm.transport`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 from lowshard import dtypes
 from lowshard.argument import whole
 from lowshard.comm import check
-from lowshard.comm.argument import Arguments, key_of, name_of, text_of
+from lowshard.comm.call_cache import Arguments, key_of, name_of, text_of
 from lowshard.comm.work import Op, Order, Starter, Stream, Work
 from lowshard.errors import CommError, LowshardError
 

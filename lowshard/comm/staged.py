@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 
 from lowshard.comm.call import Call
-from lowshard.comm.lookout import Watching
 from lowshard.comm.nccl_bindings import Binding
 from lowshard.comm.nccl_wait import is_done
 from lowshard.comm.pinned import SLOT_BYTES, Round, Slots
 from lowshard.comm.protocol import Communicator
 from lowshard.comm.staged_moves import StagedMoves
 from lowshard.comm.stream_work import SideStream
+from lowshard.comm.wait_guard import Watching
 from lowshard.comm.work import ThreadWork, Work, Worker
 
 Array = Any

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping
 
 from lowshard.comm.activity import INSIDE_AT, PLACE_AT, WAITED_AT, read_text
-from lowshard.comm.lookout import names_of
+from lowshard.comm.wait_guard import names_of
 
 __all__ = ["Waits"]
 

@@ -32,10 +32,10 @@ from lowshard.comm import abort
 from lowshard.comm import heartbeat as hb
 from lowshard.comm.activity import TEXT_BYTES, Activity, read_text
 from lowshard.comm.door import tune
-from lowshard.comm.meeting import cut, meet
+from lowshard.comm.heartbeat_memory import EPOLL_FD, FAILURE_AT, MESSAGE_BYTES, OUTBOX_AT
 from lowshard.comm.progress import let_mpi_go_on
 from lowshard.comm.waits import Waits
-from lowshard.comm.wire import EPOLL_FD, FAILURE_AT, MESSAGE_BYTES, OUTBOX_AT
+from lowshard.comm.watch_setup import cut, meet
 from lowshard.errors import CommError, PeerFailed, TimedOut
 from lowshard.settings import ON_FAILURE
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from lowshard.kernels import SwizzledMXFP8
 from lowshard.reshard.cache_layouts import kv_cache_layout, ssm_state_layouts
 from lowshard.reshard.cut import Cut
-from lowshard.reshard.execute import Report, Reshard, execute_reshard_plan
 from lowshard.reshard.mxfp8_transform import (
     MXFP8ReshardTransform,
     ensure_sendable,
@@ -15,6 +14,7 @@ from lowshard.reshard.plan_builder import build_reshard_plan
 from lowshard.reshard.rank_grid import Grid, Roster
 from lowshard.reshard.refit import Refit
 from lowshard.reshard.reshard_plan import Move, ReshardPlan
+from lowshard.reshard.reshard_run import Report, Reshard, execute_reshard_plan
 from lowshard.reshard.scale_slice import scale_slice_from_data_slice
 from lowshard.reshard.simulation import Simulation, simulate
 from lowshard.reshard.tensor_layout import TensorLayout

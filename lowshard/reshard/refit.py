@@ -14,8 +14,8 @@ from lowshard.comm.agreement import agree, share
 from lowshard.comm.protocol import Communicator
 from lowshard.comm.work import Stream
 from lowshard.errors import CommError, LowshardError, MismatchError, PlanError
-from lowshard.reshard.execute import Report, Reshard, Settings, argument_error
 from lowshard.reshard.reshard_plan import ReshardPlan
+from lowshard.reshard.reshard_run import Report, Reshard, Settings, argument_error
 from lowshard.reshard.transform_contract import ReshardTransform
 from lowshard.reshard.vote import Vote
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from lowshard.comm.protocol import Communicator
-from lowshard.reshard.view import NodeView
+from lowshard.reshard.node_view import NodeView
 
 _COMMIT, _ABORT = 1, 2
 
@@ -34,7 +34,7 @@ class Vote:
         self._word = host._common(1, np.dtype(np.int64))
         self._word[...] = 0
         control._barrier()  # nobody decides before all have cleared it
-        from lowshard.reshard.word import compare_swap
+        from lowshard.reshard.atomic_word import compare_swap
 
         self._swap = compare_swap()
         self._at = int(self._word.ctypes.data)

@@ -21,9 +21,9 @@ from lowshard.comm import Communicator, agree, share_text
 from lowshard.comm.agreement import control_of
 from lowshard.errors import CheckpointError, CommError, LowshardError, PlanError
 from lowshard.kernels.buffer import address
-from lowshard.weights.foreign import SCRATCH_BYTES, ForeignMemory, Sheet
-from lowshard.weights.itinerary import Itinerary
 from lowshard.weights.load_plan import LoadPlan, Read
+from lowshard.weights.peer_write import SCRATCH_BYTES, ForeignMemory, Sheet
+from lowshard.weights.rank_load import Itinerary
 from lowshard.weights.verify import Verification
 
 Progress = Callable[[int, int], None]

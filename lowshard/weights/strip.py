@@ -2,7 +2,7 @@
 
 COLUMNS = 8
 RANK, BLOCK, LOW, HIGH, NEAR, FAR, STEP, RUN = range(COLUMNS)
-"""See `lowshard.weights.foreign.Sheet.strips`."""
+"""See `lowshard.weights.peer_write.Sheet.strips`."""
 PID, AT = RANK, BLOCK
 """In their place once it is known where the block lies: the process (0: this one) and the address there."""
 MOST_PLACES = 1024

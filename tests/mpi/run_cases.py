@@ -35,8 +35,8 @@ if cores := os.environ.get("LOWSHARD_TESTS_CORES"):
 
 def insist_on_pipes(whole: bool) -> None:
     """Let every communicator of one node find that pipes are the faster way."""
-    from lowshard.comm.node.choice import GATHER, KINDS, ROW_WORDS
     from lowshard.comm.node.communicator import NodeCommunicator
+    from lowshard.comm.node.copy_choice import GATHER, KINDS, ROW_WORDS
 
     lay_out = NodeCommunicator._lay_out
 
@@ -61,9 +61,9 @@ def make(device: str) -> lc.Communicator:
     if device in ("nccl", "staged"):
         return build_over_mpi(build_host(MPI.COMM_WORLD), transport=device)  # type: ignore[arg-type]
     if device == "windows":
-        from lowshard.comm import windows
+        from lowshard.comm import node_collectives
 
-        windows.WINDOW_BYTES, windows.PIECE_BYTES, device = 1, 50_000, "cpu"
+        node_collectives.WINDOW_BYTES, node_collectives.PIECE_BYTES, device = 1, 50_000, "cpu"
     return lc.from_mpi(MPI.COMM_WORLD, device)  # type: ignore[arg-type]
 
 

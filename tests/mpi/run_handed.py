@@ -16,7 +16,7 @@ import numpy as np
 from mpi4py import MPI
 
 from lowshard.comm import from_mpi
-from lowshard.comm.node.choice import GATHER, KINDS, ROW_WORDS
+from lowshard.comm.node.copy_choice import GATHER, KINDS, ROW_WORDS
 
 os.sched_getaffinity = lambda pid: set(range(64))  # ranks that share cores are handed nothing
 

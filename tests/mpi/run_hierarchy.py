@@ -22,11 +22,11 @@ from support.comm_kit import check_reduced, operands, outcome, random_bits, refu
 
 from lowshard import comm as lc
 from lowshard import dtypes
-from lowshard.comm import windows
+from lowshard.comm import node_collectives
 from lowshard.comm.hierarchy import HierarchicalCommunicator
 from lowshard.comm.mpi import MPICommunicator
 from lowshard.comm.node.communicator import NodeCommunicator
-from lowshard.comm.node.meet import STAMP
+from lowshard.comm.node.node_rendezvous import STAMP
 from lowshard.errors import CommError, MismatchError, TimedOut
 
 WORLD = MPI.COMM_WORLD
@@ -423,7 +423,7 @@ CHECKS: list[Callable[[], Any]] = [
 if __name__ == "__main__":
     warnings.simplefilter("error")
     os.environ["LOWSHARD_NODE_SIZE"] = "" if APART else str(NODE_SIZE)
-    windows.WINDOW_BYTES, windows.PIECE_BYTES = 1, 5000
+    node_collectives.WINDOW_BYTES, node_collectives.PIECE_BYTES = 1, 5000
     for check in CHECKS:
         check()
         WORLD.Barrier()

@@ -18,7 +18,7 @@ from run_refit_fault import die, note
 from lowshard import comm as lc
 from lowshard.errors import PeerFailed
 from lowshard.reshard import Refit, TensorLayout, build_reshard_plan
-from lowshard.reshard.channel import MessageChannel
+from lowshard.reshard.bucket_channel import MessageChannel
 
 KILLED_AT = 3
 VERSIONS = 5

@@ -51,11 +51,11 @@ FLOORS: dict[str, str] = {
     "lowshard.redistribute_plan": "3",
     "lowshard.solver": "3",
     "lowshard.solver.solve_command": "7",
-    "lowshard.program": "4",
-    "lowshard.move": "4",
+    "lowshard.rank_schedule": "4",
+    "lowshard.exchange_runner": "4",
     "lowshard.pool": "4",
     "lowshard.reshard": "5",
-    "lowshard.reshard.choice": "4",
+    "lowshard.reshard.write_choice": "4",
     "lowshard.reshard.cut": "3",
     "lowshard.reshard.rank_grid": "3",
     "lowshard.reshard.partition": "3",
@@ -70,20 +70,20 @@ FLOORS: dict[str, str] = {
     "lowshard.reshard.scale_slice": "3",
     "lowshard.reshard.simulation": "3",
     "lowshard.reshard.cache_layouts": "3",
-    "lowshard.reshard.across": "4",
-    "lowshard.reshard.channel": "4",
+    "lowshard.reshard.peer_read": "4",
+    "lowshard.reshard.bucket_channel": "4",
     "lowshard.reshard.piece_checksum": "4",
     "lowshard.reshard.transform_contract": "4",
-    "lowshard.reshard.side": "4",
-    "lowshard.reshard.pages": "4",
-    "lowshard.reshard.sight": "4",
-    "lowshard.reshard.stream": "4",
-    "lowshard.reshard.execute": "4",
+    "lowshard.reshard.rank_side": "4",
+    "lowshard.reshard.huge_pages": "4",
+    "lowshard.reshard.direct_read": "4",
+    "lowshard.reshard.bucket_stream": "4",
+    "lowshard.reshard.reshard_run": "4",
     "lowshard.reshard.mxfp8_transform": "4",
-    "lowshard.reshard.view": "4",
+    "lowshard.reshard.node_view": "4",
     "lowshard.reshard.vote": "4",
-    "lowshard.reshard.wire": "4",
-    "lowshard.reshard.word": "4",
+    "lowshard.reshard.buckets": "4",
+    "lowshard.reshard.atomic_word": "4",
     "lowshard.reshard.refit": "5",
     "lowshard.execute": "4",
     "lowshard.op": "4",
@@ -117,10 +117,10 @@ MADE_FOR = {
     "lowshard.kernels.cpu": {"llvmlite"},
     "lowshard.comm.node": {"llvmlite", "mpi4py"},
     "lowshard.comm.hierarchy": {"mpi4py"},  # by way of lowshard.comm.node
-    "lowshard.comm.windows": {"mpi4py"},  # the same
-    "lowshard.reshard.across": {"llvmlite", "mpi4py"},  # by way of lowshard.comm.node
-    "lowshard.weights.across": {"llvmlite", "mpi4py"},
-    "lowshard.reshard.word": {"llvmlite"},
+    "lowshard.comm.node_collectives": {"mpi4py"},  # the same
+    "lowshard.reshard.peer_read": {"llvmlite", "mpi4py"},  # by way of lowshard.comm.node
+    "lowshard.weights.peer_write_kernel": {"llvmlite", "mpi4py"},
+    "lowshard.reshard.atomic_word": {"llvmlite"},
 }
 HEAVY = (
     "cupy",
@@ -220,6 +220,15 @@ def test_no_modules_import_each_other() -> None:
 
     for name in graph:
         visit(name, ())
+
+
+def test_a_base_name_stands_once() -> None:
+    """So that a name in a traceback or an editor's tab says which module it is."""
+    homes: dict[str, list[str]] = {}
+    for name, path in MODULES.items():
+        if not path.stem.startswith("__"):
+            homes.setdefault(path.stem, []).append(name)
+    assert not {base: names for base, names in homes.items() if len(names) > 1}
 
 
 def made_for(name: str) -> set[str]:

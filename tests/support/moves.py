@@ -16,8 +16,8 @@ from lowshard import (
     RedistributePlan,
     Replicated,
     Sharded,
+    exchange_runner,
     execute,
-    move,
     plan_redistribute,
 )
 from lowshard import dtypes as dt
@@ -133,12 +133,14 @@ def take_way(name: str, put: Callable[[object, str, Any], None] = setattr) -> No
         put: sets an attribute.
     """
     put(
-        move, "READ_FROM_BYTES", 1 << 60 if name == "in rounds" else 64 << 10 if name == "as sizes ask" else 0
+        exchange_runner,
+        "READ_FROM_BYTES",
+        1 << 60 if name == "in rounds" else 64 << 10 if name == "as sizes ask" else 0,
     )
-    put(move, "SEND_FROM_BYTES", 40 if name == "in rounds" else 32 << 20)
-    put(move, "STAGE_BYTES", 48 if name == "laid out" else 8 << 20)
+    put(exchange_runner, "SEND_FROM_BYTES", 40 if name == "in rounds" else 32 << 20)
+    put(exchange_runner, "STAGE_BYTES", 48 if name == "laid out" else 8 << 20)
     put(LoopbackCommunicator, "_is_seen", (lambda comm, buf: False) if name == "laid out" else _seen)
-    put(move, "_KERNEL_FROM_BYTES", 0 if name in ("read in place", "laid out") else 16 << 10)
+    put(exchange_runner, "_KERNEL_FROM_BYTES", 0 if name in ("read in place", "laid out") else 16 << 10)
 
 
 def calls_of(plan: RedistributePlan) -> set[str]:

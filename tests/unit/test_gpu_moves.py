@@ -10,7 +10,7 @@ import pytest
 from support.cuda_host import HostCudaEngine, host_cuda_engine
 from support.nccl_stand_in import run_stand_in
 
-from lowshard import DeviceMesh, Layout, Sharded, execute, move, plan_redistribute
+from lowshard import DeviceMesh, Layout, Sharded, exchange_runner, execute, plan_redistribute
 from lowshard.comm import Communicator
 from lowshard.errors import BufferMismatchError
 from lowshard.execute import _argument_error
@@ -59,8 +59,8 @@ def test_boxes_are_packed_and_unpacked_by_one_launch_each(
         execute(plan, part(src, comm.rank), comm, out)
         return out, engines.copies.get(threading.get_ident(), 0)
 
-    monkeypatch.setattr(move, "is_gpu", lambda array: True)
-    monkeypatch.setattr(move, "engine_for", engines)
+    monkeypatch.setattr(exchange_runner, "is_gpu", lambda array: True)
+    monkeypatch.setattr(exchange_runner, "engine_for", engines)
     for rank, (out, copies) in enumerate(run_stand_in(4, work)):
         assert out.tobytes() == part(dst, rank).tobytes()
         steps = len(plan.steps)

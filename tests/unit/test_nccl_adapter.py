@@ -27,7 +27,7 @@ from support.nccl_stand_in import (
 
 from lowshard import DeviceMesh, Layout, Sharded, dtypes, execute, plan_redistribute
 from lowshard import comm as lc
-from lowshard.comm import Communicator, algorithm
+from lowshard.comm import Communicator, default_collectives
 from lowshard.comm.nccl import NCCLCommunicator
 from lowshard.comm.nccl_over_mpi import crowding, why_unusable
 from lowshard.comm.reduction import fold
@@ -162,7 +162,7 @@ def test_a_bf16_reduction_is_one_exchange_one_fold_and_one_gather(monkeypatch: p
         folds.append((threading.get_ident(), [term.ctypes.data for term in terms]))
         fold(terms, out, *rest)
 
-    monkeypatch.setattr(algorithm, "fold", counted)
+    monkeypatch.setattr(default_collectives, "fold", counted)
 
     def check(comm: Communicator) -> None:
         assert isinstance(comm, NCCLCommunicator)

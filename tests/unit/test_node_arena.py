@@ -22,7 +22,7 @@ from lowshard.errors import CommError
 
 pytest.importorskip("numba")
 from lowshard.comm.node.arena import ALIGN_BYTES, PAGE_BYTES, Arena, Block, PeerMemory
-from lowshard.comm.node.memory import SEGMENTS, NodeMemory, head_bytes, shared_array
+from lowshard.comm.node.node_memory import SEGMENTS, NodeMemory, head_bytes, shared_array
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="the system has no anonymous files")
 
@@ -319,7 +319,7 @@ def test_a_forked_child_lets_go_of_nothing_of_its_parent() -> None:
     script = """
 import os
 import numpy as np
-from lowshard.comm.node.memory import NodeMemory, head_bytes, shared_array
+from lowshard.comm.node.node_memory import NodeMemory, head_bytes, shared_array
 
 memory = NodeMemory(0, lambda mine: [mine])
 private = memory.arena.array(1000, np.dtype(np.int64))

@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("numba")
 
-from lowshard.comm.node.choice import (
+from lowshard.comm.node.copy_choice import (
     CLASSES,
     FOLD,
     MESSAGE,
@@ -20,7 +20,7 @@ from lowshard.comm.node.choice import (
     second_is_next,
     tell_choice,
 )
-from lowshard.comm.node.meet import CARD_BYTES, CARDS, CONTEXT_WORDS, ME, STAMP
+from lowshard.comm.node.node_rendezvous import CARD_BYTES, CARDS, CONTEXT_WORDS, ME, STAMP
 
 SIZE = 1 << 20
 

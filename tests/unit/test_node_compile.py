@@ -24,7 +24,7 @@ import ctypes, json, sys
 import numpy as np
 from lowshard.comm.node.calls import load_calls
 from lowshard.comm.node.combine import COMBINE, recipe_of
-from lowshard.comm.node.meet import CONTEXT_WORDS, SIZE
+from lowshard.comm.node.node_rendezvous import CONTEXT_WORDS, SIZE
 from lowshard.compiled import origins
 
 def run(dtype, op):

@@ -33,9 +33,9 @@ ELSEWHERE = {
     "lowshard/weights/save.py": "rows of our own ranks",
     "lowshard/comm/agreement.py": "between ranks",
     "lowshard/comm/late_comparison.py": "between ranks",
-    "lowshard/comm/windows.py": "between ranks",
-    "lowshard/comm/meeting.py": "between ranks",
-    "lowshard/comm/algorithm.py": "between ranks",
+    "lowshard/comm/node_collectives.py": "between ranks",
+    "lowshard/comm/watch_setup.py": "between ranks",
+    "lowshard/comm/default_collectives.py": "between ranks",
     "lowshard/comm/abort.py": "records of our own ranks",
 }
 OWN = ("lowshard/demo/", "lowshard/selftest/", "launch/", "bench/")

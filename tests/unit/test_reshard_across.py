@@ -8,8 +8,8 @@ import sys
 
 import numpy as np
 
-from lowshard.reshard.across import LONG_BYTES, Crossing, can_read, is_worth_it
-from lowshard.reshard.wire import packed_span, span_of
+from lowshard.reshard.buckets import packed_span, span_of
+from lowshard.reshard.peer_read import LONG_BYTES, Crossing, can_read, is_worth_it
 
 ME = os.getpid()
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from lowshard.reshard import choice
-from lowshard.reshard.choice import WriteChoice
+from lowshard.reshard import write_choice
+from lowshard.reshard.write_choice import WriteChoice
 
 
 class Clock:
@@ -19,7 +19,7 @@ class Clock:
 
 
 def ways(clock: Clock, made: WriteChoice, count: int, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    monkeypatch.setattr(choice.time, "thread_time_ns", clock.thread_time_ns)
+    monkeypatch.setattr(write_choice.time, "thread_time_ns", clock.thread_time_ns)
     found = []
     for _ in range(count):
         past = made.begin(True)
@@ -60,7 +60,7 @@ def test_it_changes_between_trials_where_the_way_that_is_taken_gets_slow(
 
 def test_the_first_time_a_bucket_is_written_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, made = Clock(9, 10), WriteChoice()
-    monkeypatch.setattr(choice.time, "thread_time_ns", clock.thread_time_ns)
+    monkeypatch.setattr(write_choice.time, "thread_time_ns", clock.thread_time_ns)
     for _ in range(20):
         assert not made.begin(False)
         clock.now += 10_000

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from lowshard import settings
-from lowshard.reshard import pages
-from lowshard.reshard.pages import settle
+from lowshard.reshard import huge_pages
+from lowshard.reshard.huge_pages import settle
 
-HUGE = pages._huge_page_bytes()
+HUGE = huge_pages._huge_page_bytes()
 
 
 def huge_bytes() -> int:
@@ -81,12 +81,12 @@ def test_where_the_system_gives_none_nothing_is_asked(
     if said is not None:
         (tmp_path / "enabled").write_text(said)
         (tmp_path / "hpage_pmd_size").write_text("2097152\n" if said else "none\n")
-    monkeypatch.setattr(pages, "_SETTINGS", tmp_path)
-    pages._huge_page_bytes.cache_clear()
+    monkeypatch.setattr(huge_pages, "_SETTINGS", tmp_path)
+    huge_pages._huge_page_bytes.cache_clear()
     try:
         assert settle([np.ones(8 << 20, np.uint8)]) == 0
     finally:
-        pages._huge_page_bytes.cache_clear()
+        huge_pages._huge_page_bytes.cache_clear()
 
 
 def test_empty_arrays_are_nothing() -> None:

@@ -12,8 +12,8 @@ import pytest
 from lowshard.box import volume
 from lowshard.comm import run_loopback
 from lowshard.reshard import Reshard, TensorLayout, build_reshard_plan
+from lowshard.reshard.buckets import ALIGN_BYTES, Part, bands_of, buckets_of
 from lowshard.reshard.reshard_plan import Move
-from lowshard.reshard.wire import ALIGN_BYTES, Part, bands_of, buckets_of
 
 ORACLE = Path(__file__).resolve().parents[3] / "shared" / "oracles" / "megatron_reshard.json"
 needs_oracle = pytest.mark.skipif(not ORACLE.exists(), reason=f"{ORACLE} is not there")

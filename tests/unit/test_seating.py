@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lowshard.comm.seating import Seating
+from lowshard.comm.node_map import Seating
 
 
 def seating(homes: list[int]) -> Seating:

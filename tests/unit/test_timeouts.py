@@ -11,7 +11,7 @@ from support.wrong_values import WRONG, raised
 
 from lowshard import settings
 from lowshard.comm import loopback, run_loopback
-from lowshard.comm.meeting import _heartbeat_limit_s
+from lowshard.comm.watch_setup import _heartbeat_limit_s
 from lowshard.comm.work import wait_all
 from lowshard.errors import CommError
 

@@ -20,9 +20,9 @@ import numpy as np
 import pytest
 
 from lowshard import settings
-from lowshard.comm import abort, heartbeat, rendezvous, wire
-from lowshard.comm import meeting as meeting_module
+from lowshard.comm import abort, heartbeat, heartbeat_memory, rendezvous
 from lowshard.comm import watch as watch_module
+from lowshard.comm import watch_setup as meeting_module
 from lowshard.comm.activity import Activity
 from lowshard.comm.watch import Watch, time_out_report
 from lowshard.errors import CommError, PeerFailed, TimedOut
@@ -455,8 +455,8 @@ def test_the_record_that_needs_no_interpreter_is_the_one_that_the_interpreter_wr
     words, memory = heartbeat.make_memory(3, 4, 0, 0, own.ctypes.data, abort.forced_end_parts(3))
     message = 'rank 1 failed: ValueError: "a\\b" – c'
     data = message.encode()
-    memory[wire.LINE_AT : wire.LINE_AT + len(data)] = np.frombuffer(data, np.uint8)
-    heartbeat.write_record(words, memory, 71, wire.LINE_AT, wire.LINE_AT + len(data))
+    memory[heartbeat_memory.LINE_AT : heartbeat_memory.LINE_AT + len(data)] = np.frombuffer(data, np.uint8)
+    heartbeat.write_record(words, memory, 71, heartbeat_memory.LINE_AT, heartbeat_memory.LINE_AT + len(data))
     [record] = abort.read_failures(tmp_path)
     assert abs(record.time_s - time.time()) < 60
     assert record == abort.FailureRecord(
@@ -467,5 +467,5 @@ def test_the_record_that_needs_no_interpreter_is_the_one_that_the_interpreter_wr
     [same] = abort.read_failures(tmp_path)
     assert same == dataclasses.replace(record, time_s=same.time_s, message=message)
     (tmp_path / "failures").joinpath(f".3-{os.getpid()}-forced").unlink()
-    heartbeat.write_record(words, memory, 70, wire.LINE_AT, wire.LINE_AT + len(data))
+    heartbeat.write_record(words, memory, 70, heartbeat_memory.LINE_AT, heartbeat_memory.LINE_AT + len(data))
     assert abort.read_failures(tmp_path) == (same,)  # the first one stands

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lowshard.comm import heartbeat, wire
+from lowshard.comm import heartbeat, heartbeat_memory
 from lowshard.comm.activity import (
     CALL_BYTES,
     RING_CALLS,
@@ -139,8 +139,8 @@ def natively(data: bytes) -> str:
     """Return what the side channel's loop makes of a rank's bytes."""
     _, memory = heartbeat.make_memory(0, 1, 1, 0, 0, b"")
     memory[heartbeat.text_at(0) : heartbeat.text_at(0) + TEXT_BYTES] = np.frombuffer(data, np.uint8)
-    end = heartbeat.put_call(memory, wire.LINE_AT, heartbeat.text_at(0))
-    return memory[wire.LINE_AT : end].tobytes().decode(errors="replace")
+    end = heartbeat.put_call(memory, heartbeat_memory.LINE_AT, heartbeat.text_at(0))
+    return memory[heartbeat_memory.LINE_AT : end].tobytes().decode(errors="replace")
 
 
 def texts() -> Iterator[tuple[str, int, str]]:
@@ -180,6 +180,6 @@ def test_no_call_yet_is_said_too(activity: Activity) -> None:
 )
 def test_numbers_are_written_in_decimal(value: int, digits: int, told: str) -> None:
     memory = np.zeros(16, np.uint8)
-    end = wire.put_number(memory, 2, value, digits)
+    end = heartbeat_memory.put_number(memory, 2, value, digits)
     assert memory[2:end].tobytes().decode() == told
     assert memory[end:].sum() == 0

@@ -20,10 +20,10 @@ from lowshard.errors import CheckpointError, PeerFailed
 from lowshard.kernels.buffer import address
 from lowshard.tiling import Tiling
 from lowshard.weights import ShardingStrategy, plan_load
-from lowshard.weights.across import write_across
-from lowshard.weights.foreign import SCRATCH_BYTES, Room, Sheet, sheets_of
-from lowshard.weights.itinerary import Itinerary
 from lowshard.weights.load import _KEPT, _Load
+from lowshard.weights.peer_write import SCRATCH_BYTES, Room, Sheet, sheets_of
+from lowshard.weights.peer_write_kernel import write_across
+from lowshard.weights.rank_load import Itinerary
 
 S = ShardingStrategy
 CASES: dict[str, tuple[tuple[int, ...], str, Any]] = {

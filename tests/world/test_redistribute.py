@@ -21,9 +21,9 @@ from lowshard import (
     Partial,
     Replicated,
     Sharded,
+    exchange_runner,
     execute,
     execute_all,
-    move,
     plan_redistribute,
     redistribute,
 )
@@ -416,7 +416,7 @@ def test_nothing_is_held_beside_source_and_result_but_a_slab(
     slab = 256 << 10
     take_way("laid out" if laid_out else "in rounds", monkeypatch.setattr)
     for name in ("SEND_FROM_BYTES", "STAGE_BYTES"):
-        monkeypatch.setattr(move, name, slab)
+        monkeypatch.setattr(exchange_runner, name, slab)
     plan = plan_redistribute(src, dst)
     locals_ = [np.ones(src.local_shape(r), np.float32) for r in range(2)]
     outs = [np.zeros(dst.local_shape(r), np.float32) for r in range(2)]

@@ -36,8 +36,8 @@ from lowshard.reshard import (
     build_reshard_plan,
     execute_reshard_plan,
 )
-from lowshard.reshard.channel import SlotChannel
-from lowshard.reshard.wire import Copier
+from lowshard.reshard.bucket_channel import SlotChannel
+from lowshard.reshard.buckets import Copier
 
 # ---- moving
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from lowshard.comm.node import channel, fold, group, move, perform, table
+from lowshard.comm.node import call_table, fold, fold_groups, message_rings, node_moves, perform
 from lowshard.comm.node.combine import source_digest
 from lowshard.compiled import INT, Signature, load_compiled
 
@@ -44,17 +44,17 @@ def load_calls() -> Calls:
     return Calls(
         perform=compiled(perform.perform, 4),
         may_lie_so=compiled(perform.may_lie_so, 4),
-        quick=compiled(table.quick, 5),
-        post=compiled(channel.post, 6),
-        is_taken=compiled(channel.is_taken, 3),
-        send=compiled(channel.send, 4),
-        withdraw=compiled(channel.withdraw, 3),
-        receive=compiled(channel.receive, 4),
-        receive_if_come=compiled(channel.receive_if_come, 4),
-        run_group=compiled(group.run_group, 3),
-        barrier=compiled(move.barrier, 2),
-        gather_slots=compiled(move.gather_slots, 10),
-        place=compiled(move.place, 3),
-        exchange=compiled(move.exchange, 8),
+        quick=compiled(call_table.quick, 5),
+        post=compiled(message_rings.post, 6),
+        is_taken=compiled(message_rings.is_taken, 3),
+        send=compiled(message_rings.send, 4),
+        withdraw=compiled(message_rings.withdraw, 3),
+        receive=compiled(message_rings.receive, 4),
+        receive_if_come=compiled(message_rings.receive_if_come, 4),
+        run_group=compiled(fold_groups.run_group, 3),
+        barrier=compiled(node_moves.barrier, 2),
+        gather_slots=compiled(node_moves.gather_slots, 10),
+        place=compiled(node_moves.place, 3),
+        exchange=compiled(node_moves.exchange, 8),
         fold_rows=compiled(fold.fold_rows, 10),
     )

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from lowshard.comm.node.atomic import elements_at
-from lowshard.comm.node.vector import LINE_BYTES, combine_element, combine_line, combine_line_past
+from lowshard.comm.node.line_vectors import LINE_BYTES, combine_element, combine_line, combine_line_past
 from lowshard.compiled import INT, Signature, digest_of, load_native
 from lowshard.compiled.deferred import carray, types
 

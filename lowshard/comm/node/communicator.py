@@ -22,12 +22,17 @@ from lowshard.comm.call import Call
 from lowshard.comm.mailbox import Mailbox
 from lowshard.comm.mpi import run_batch, start_message
 from lowshard.comm.node.atomic import FUTEX_CALLS
+from lowshard.comm.node.call_runner import FACT, STEP, Place, address_of
 from lowshard.comm.node.calls import load_calls
-from lowshard.comm.node.channel import ENTRY_HEAD_BYTES, HEAD_BYTES
-from lowshard.comm.node.choice import CLASSES, ROW_WORDS
 from lowshard.comm.node.combine import schedule
+from lowshard.comm.node.copy_choice import CLASSES, ROW_WORDS
 from lowshard.comm.node.fold_views import fold_views, may_fold
-from lowshard.comm.node.meet import (
+from lowshard.comm.node.line_vectors import LINE_BYTES
+from lowshard.comm.node.message_rings import ENTRY_HEAD_BYTES, HEAD_BYTES
+from lowshard.comm.node.messages import NodeMailbox
+from lowshard.comm.node.node_memory import NodeMemory, head_bytes, let_go_with
+from lowshard.comm.node.node_plan import ALWAYS_SMALL_BYTES
+from lowshard.comm.node.node_rendezvous import (
     CARD_BYTES,
     CARDS,
     CHOICES,
@@ -61,13 +66,8 @@ from lowshard.comm.node.meet import (
     WATCHED,
     YIELDS,
 )  # fmt: skip
-from lowshard.comm.node.memory import NodeMemory, head_bytes, let_go_with
-from lowshard.comm.node.messages import NodeMailbox
 from lowshard.comm.node.pipe import FLOW_WORDS
-from lowshard.comm.node.plan import ALWAYS_SMALL_BYTES
-from lowshard.comm.node.quick import QuickCalls
-from lowshard.comm.node.vector import LINE_BYTES
-from lowshard.comm.node.ways import FACT, STEP, Place, address_of
+from lowshard.comm.node.quick_calls import QuickCalls
 from lowshard.comm.progress import progress_address
 from lowshard.comm.protocol import Communicator
 from lowshard.comm.work import Work

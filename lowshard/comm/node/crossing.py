@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from lowshard.comm.algorithm import Run
 from lowshard.comm.call import Call
+from lowshard.comm.default_collectives import Run
 from lowshard.comm.mpi import MPICommunicator
 from lowshard.comm.node.communicator import NodeCommunicator
 from lowshard.comm.tuned import Crossover

@@ -9,7 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 from lowshard.comm.node.atomic import call_five, call_three, copy_bytes, fence, peek, poke
-from lowshard.comm.node.choice import (
+from lowshard.comm.node.combine import BLOCK_BYTES, COMBINE, DIVIDE, ITEM, NARROW, WIDE_ITEM, WIDEN
+from lowshard.comm.node.copy_choice import (
     FOLD,
     FOLD_TO_ROOT,
     hear_choice,
@@ -18,9 +19,8 @@ from lowshard.comm.node.choice import (
     second_is_next,
     tell_choice,
 )
-from lowshard.comm.node.combine import BLOCK_BYTES, COMBINE, DIVIDE, ITEM, NARROW, WIDE_ITEM, WIDEN
-from lowshard.comm.node.inner import inner
-from lowshard.comm.node.meet import (
+from lowshard.comm.node.inlined import inner
+from lowshard.comm.node.node_rendezvous import (
     CHOICES,
     ME,
     OK,
@@ -35,7 +35,7 @@ from lowshard.comm.node.meet import (
     slot,
     step,
 )
-from lowshard.comm.node.reach import (
+from lowshard.comm.node.peer_copy import (
     STREAM_BYTES,
     all_shared,
     copy_past,

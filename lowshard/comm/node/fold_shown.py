@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from lowshard.comm.node.atomic import peek, poke
-from lowshard.comm.node.choice import (
+from lowshard.comm.node.combine import BLOCK_BYTES, ITEM, WIDE_ITEM
+from lowshard.comm.node.copy_choice import (
     FOLD_AT_ROOT,
     hear_choice,
     learn,
@@ -14,11 +15,10 @@ from lowshard.comm.node.choice import (
     slots_row,
     tell_choice,
 )
-from lowshard.comm.node.combine import BLOCK_BYTES, ITEM, WIDE_ITEM
 from lowshard.comm.node.fold import fold_block
-from lowshard.comm.node.inner import inner
-from lowshard.comm.node.meet import CHOICES, ME, OK, PARTS, SIZE, clock_ns, meet, slot, step
-from lowshard.comm.node.reach import show
+from lowshard.comm.node.inlined import inner
+from lowshard.comm.node.node_rendezvous import CHOICES, ME, OK, PARTS, SIZE, clock_ns, meet, slot, step
+from lowshard.comm.node.peer_copy import show
 
 
 @inner

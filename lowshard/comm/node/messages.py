@@ -1,4 +1,4 @@
-"""The messages of a group of one node, through the rings of `lowshard.comm.node.channel`."""
+"""The messages of a group of one node, through the rings of `lowshard.comm.node.message_rings`."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from mpi4py import MPI
 
 from lowshard.comm.mailbox import Mailbox, MessageWork
 from lowshard.comm.node.calls import Calls
-from lowshard.comm.node.channel import ENTRY_HEAD_BYTES, FULL, PENDING
-from lowshard.comm.node.meet import (
+from lowshard.comm.node.message_rings import ENTRY_HEAD_BYTES, FULL, PENDING
+from lowshard.comm.node.node_memory import NodeMemory
+from lowshard.comm.node.node_rendezvous import (
     CAME,
     ENTRY_BYTES,
     FAILED,
@@ -28,7 +29,6 @@ from lowshard.comm.node.meet import (
     SIZE,
     UNEQUAL,
 )
-from lowshard.comm.node.memory import NodeMemory
 from lowshard.comm.node.pipe import FLOW_WORDS
 from lowshard.errors import BufferMismatchError, CommError, LowshardError
 

@@ -4,14 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from lowshard.comm.node import channel, group
+from lowshard.comm.node import fold_groups, message_rings
 from lowshard.comm.node.atomic import peek
-from lowshard.comm.node.fold import fold_buffers
-from lowshard.comm.node.fold_shown import fold_at_root, fold_slots
-from lowshard.comm.node.inner import inner
-from lowshard.comm.node.meet import ME
-from lowshard.comm.node.move import barrier, collect, deal, exchange, gather_buffers, gather_slots, spread
-from lowshard.comm.node.row import (
+from lowshard.comm.node.call_row import (
     ANY,
     BARRIER,
     COLLECT,
@@ -33,6 +28,19 @@ from lowshard.comm.node.row import (
     SIGNATURE,
     SPREAD,
 )
+from lowshard.comm.node.fold import fold_buffers
+from lowshard.comm.node.fold_shown import fold_at_root, fold_slots
+from lowshard.comm.node.inlined import inner
+from lowshard.comm.node.node_moves import (
+    barrier,
+    collect,
+    deal,
+    exchange,
+    gather_buffers,
+    gather_slots,
+    spread,
+)
+from lowshard.comm.node.node_rendezvous import ME
 
 
 @inner
@@ -48,12 +56,12 @@ def perform(ctx: int, row: int, send: int, recv: int) -> Any:
     if kind == BARRIER:
         return barrier(ctx, signature)
     if kind == SEND:
-        return channel.send(ctx, _number(row, 0), send, send_bytes)
+        return message_rings.send(ctx, _number(row, 0), send, send_bytes)
     if kind == RECEIVE:
-        return channel.receive(ctx, _number(row, 0), recv, recv_bytes)
+        return message_rings.receive(ctx, _number(row, 0), recv, recv_bytes)
     if kind == SEND_RECEIVE:
         dst, src = _number(row, 0), _number(row, 1)
-        return group.send_receive(ctx, dst, send, send_bytes, src, recv, recv_bytes)
+        return fold_groups.send_receive(ctx, dst, send, send_bytes, src, recv, recv_bytes)
     a, b, c, d = _number(row, 0), _number(row, 1), _number(row, 2), _number(row, 3)
     if kind == GATHER_SLOTS:
         return gather_slots(ctx, signature, send, send_bytes, recv, a, b, c, d, _number(row, 4))

@@ -3,7 +3,7 @@
 A rank that reads another's memory (process_vm_readv) must look up and pin each page from afar, which takes longer than
 to copy one of 4 KiB. Their owner finds them in a fraction of that time, and a pipe keeps them until they are read. Huge
 pages are pinned many at once, so that reading is faster there: which way calls take is found out
-(`lowshard.comm.node.choice`).
+(`lowshard.comm.node.copy_choice`).
 
 Each process has a pipe to each other one of its node. A call that uses one holds it, from before it says so until all
 of it has been read; where a call ends in disorder the pipe stays held for good, since something may lie in it still.
@@ -14,9 +14,9 @@ from __future__ import annotations
 from typing import Any
 
 from lowshard.comm.node.atomic import acquire, add_to, give_pages, last_error, peek, poke, read_file, release
-from lowshard.comm.node.choice import second_is_next, tell_choice
-from lowshard.comm.node.inner import inner
-from lowshard.comm.node.meet import (
+from lowshard.comm.node.copy_choice import second_is_next, tell_choice
+from lowshard.comm.node.inlined import inner
+from lowshard.comm.node.node_rendezvous import (
     FAULT,
     FLOWS,
     ME,
@@ -30,7 +30,7 @@ from lowshard.comm.node.meet import (
     line,
     pause,
 )
-from lowshard.comm.node.reach import transfer
+from lowshard.comm.node.peer_copy import transfer
 
 PIPE_BYTES = 1 << 20
 """What lies in a pipe at most, and is put there at a time."""

@@ -1,8 +1,8 @@
 """The public collectives where they were made before: one compiled step, no check nor record in Python.
 
 The first call of its kind takes the long way (`lowshard.comm.protocol`) and is entered in a table then
-(`lowshard.comm.node.table`). Whatever differs from then on, be it a dtype or a flag of an array, takes the long way
-too.
+(`lowshard.comm.node.call_table`). Whatever differs from then on, be it a dtype or a flag of an array, takes the long
+way too.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ import numpy as np
 
 from lowshard.comm import check
 from lowshard.comm.activity import CALL_BYTES, Activity
-from lowshard.comm.argument import key_of
 from lowshard.comm.call import Call
-from lowshard.comm.node import row as r
-from lowshard.comm.node import table as t
-from lowshard.comm.node.meet import FAULTY, MISSING, OK, UNEQUAL
+from lowshard.comm.call_cache import key_of
+from lowshard.comm.node import call_row as r
+from lowshard.comm.node import call_table as t
+from lowshard.comm.node.call_runner import address_of
 from lowshard.comm.node.messages import NodeMailbox
-from lowshard.comm.node.plan import NodePlans, Spans
-from lowshard.comm.node.ways import address_of
+from lowshard.comm.node.node_plan import NodePlans, Spans
+from lowshard.comm.node.node_rendezvous import FAULTY, MISSING, OK, UNEQUAL
 from lowshard.comm.work import Op, Order, Stream
 
 Array = Any
@@ -424,7 +424,7 @@ def _unknown(*args: int) -> int:
 
 @cache
 def arrays_are_as_expected() -> bool:
-    """Say whether array objects are laid out in memory as `lowshard.comm.node.table` reads them."""
+    """Say whether array objects are laid out in memory as `lowshard.comm.node.call_table` reads them."""
     if object.__basicsize__ != t.HEADER_BYTES or sys.byteorder != "little" or sys.maxsize < 2**62:
         return False
     frozen = np.arange(6.0)

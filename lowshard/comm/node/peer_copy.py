@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from lowshard.comm.node.atomic import copy_bytes, fence, peek, poke, read_process, write_process
-from lowshard.comm.node.inner import inner
-from lowshard.comm.node.meet import (
+from lowshard.comm.node.inlined import inner
+from lowshard.comm.node.line_vectors import LINE_BYTES, STREAM_STEP_BYTES, stream_lines
+from lowshard.comm.node.node_rendezvous import (
     DIFFERENT,
     FAULT,
     FAULTY,
@@ -26,7 +27,6 @@ from lowshard.comm.node.meet import (
     meet,
     step,
 )
-from lowshard.comm.node.vector import LINE_BYTES, STREAM_STEP_BYTES, stream_lines
 
 NO_SEGMENT = -1
 """In place of a segment's number: private memory, which peers read by a system call."""

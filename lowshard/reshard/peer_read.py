@@ -24,7 +24,7 @@ from lowshard.kernels.cpu.copy import stream_copy
 from lowshard.kernels.cpu.drive import source_digest
 from lowshard.kernels.cpu.memory_steps import fence
 from lowshard.kernels.runs import DST_OFFSET, FIRST_DIM, RUN, SRC_OFFSET
-from lowshard.reshard.wire import Span, run_table
+from lowshard.reshard.buckets import Span, run_table
 
 LONG_BYTES = 8 << 10
 """Runs from here on are read by themselves."""

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from lowshard.comm.lookout import names_of
 from lowshard.comm.mpi import load_mpi, world_ranks
+from lowshard.comm.wait_guard import names_of
 from lowshard.errors import TimedOut
 
 __all__ = ["await_all", "within"]

@@ -12,12 +12,12 @@ from lowshard import dtypes
 from lowshard.box import Box, shape_of
 from lowshard.errors import VerificationError
 from lowshard.kernels.staging import assign
-from lowshard.reshard.channel import Channel
-from lowshard.reshard.choice import TRIAL_BYTES, WriteChoice
+from lowshard.reshard.bucket_channel import Channel
+from lowshard.reshard.buckets import Bucket, Packer, Part, Piece, bands_of, buckets_of, inner_span, span_of
 from lowshard.reshard.piece_checksum import checksum
+from lowshard.reshard.rank_side import Format, Side, bytes_of, slices_of
 from lowshard.reshard.reshard_plan import Move
-from lowshard.reshard.side import Format, Side, bytes_of, slices_of
-from lowshard.reshard.wire import Bucket, Packer, Part, Piece, bands_of, buckets_of, inner_span, span_of
+from lowshard.reshard.write_choice import TRIAL_BYTES, WriteChoice
 
 Array = Any
 Stage = tuple[int, int]

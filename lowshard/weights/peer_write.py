@@ -17,7 +17,7 @@ from lowshard.comm import Communicator
 from lowshard.comm.agreement import share
 from lowshard.errors import CommError
 from lowshard.kernels.buffer import address
-from lowshard.reshard.view import NodeView
+from lowshard.reshard.node_view import NodeView
 from lowshard.tiling import Tiling
 from lowshard.weights.strip import AT, BLOCK, MOST_PLACES, PID, RANK
 
@@ -166,7 +166,7 @@ class ForeignMemory:
         Raises:
             CommError: the system refuses.
         """
-        from lowshard.weights.across import write_across
+        from lowshard.weights.peer_write_kernel import write_across
 
         failed = write_across()(strips, count, first, rows, row_bytes, scratch, self._vectors_at)
         if failed:

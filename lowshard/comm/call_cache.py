@@ -11,8 +11,8 @@ import numpy as np
 from lowshard import dtypes
 from lowshard.argument import truth
 from lowshard.comm import check
-from lowshard.comm.algorithm import NO_ARRAY, Algorithms
 from lowshard.comm.call import Call, signature_of, source_line
+from lowshard.comm.default_collectives import NO_ARRAY, Algorithms
 from lowshard.comm.work import ThreadWork, Work, Worker
 from lowshard.errors import BufferMismatchError, CommError, DTypeError, LowshardError
 

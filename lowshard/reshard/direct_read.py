@@ -11,14 +11,14 @@ import numpy as np
 from lowshard.box import shape_of
 from lowshard.errors import CommError
 from lowshard.kernels.buffer import address
-from lowshard.reshard.pages import settle
+from lowshard.reshard.buckets import Copier, Span, packed_span, span_of
+from lowshard.reshard.huge_pages import settle
+from lowshard.reshard.node_view import NodeView
+from lowshard.reshard.rank_side import Side
 from lowshard.reshard.reshard_plan import Move
-from lowshard.reshard.side import Side
-from lowshard.reshard.view import NodeView
-from lowshard.reshard.wire import Copier, Span, packed_span, span_of
 
 if TYPE_CHECKING:
-    from lowshard.reshard.across import Crossing
+    from lowshard.reshard.peer_read import Crossing
 
 Array = Any
 
@@ -66,7 +66,7 @@ class Sight(Side):
         self._direct = Copier([span for _, span in mapped], self._targets(mapped), self._anchor)
         self._crossings = {}
         if across:
-            from lowshard.reshard.across import Crossing
+            from lowshard.reshard.peer_read import Crossing
 
             for peer, pairs in across.items():
                 spans = [span for _, span in pairs]
@@ -141,13 +141,13 @@ class Sight(Side):
                 sizes[m.entry] = layout.itemsize_bytes * prod(layout.local_shape(peer) or ())
         if not sizes:
             return {}
-        from lowshard.reshard.across import can_read
+        from lowshard.reshard.peer_read import can_read
 
         stretches = [(private[n], size) for n, size in sizes.items()]
         return dict(zip(sizes, can_read(view.pid(peer), stretches), strict=True))
 
     def _is_worth_it(self, move: Move, at: int) -> bool:
-        from lowshard.reshard.across import is_worth_it
+        from lowshard.reshard.peer_read import is_worth_it
 
         return is_worth_it(self._source_span(move, at), span_of(self._dst[move.entry], move.dst_box))
 

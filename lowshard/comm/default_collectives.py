@@ -16,9 +16,9 @@ import numpy as np
 from lowshard import dtypes, errors
 from lowshard.box import split_interval
 from lowshard.comm.call import Call, source_line
-from lowshard.comm.lookout import names_of
 from lowshard.comm.reduction import divide, fold
 from lowshard.comm.transport import Transport
+from lowshard.comm.wait_guard import names_of
 from lowshard.errors import CommError, LowshardError, MismatchError
 
 Array = Any  # a NumPy or CuPy array; CuPy ships no types

@@ -13,9 +13,9 @@ from lowshard import dtypes
 from lowshard.box import Box, full_box, intersect, relative_slices, single_run, volume
 from lowshard.checkpoint.catalog import Catalog, StoredPart
 from lowshard.tiling import Tiling
-from lowshard.weights.delivery import Delivery
-from lowshard.weights.foreign import Room, Sheet, sheets_of
 from lowshard.weights.load_plan import LoadPlan, Read
+from lowshard.weights.peer_write import Room, Sheet, sheets_of
+from lowshard.weights.read_fanout import Delivery
 
 _BLOCK_BYTES = 64 << 20
 _ALIGN_BYTES = 64

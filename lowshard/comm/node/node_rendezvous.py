@@ -25,7 +25,7 @@ from lowshard.comm.node.atomic import (
     system_call,
     yield_core,
 )
-from lowshard.comm.node.inner import inner
+from lowshard.comm.node.inlined import inner
 
 # ---- places of a context, in int64
 
@@ -85,7 +85,7 @@ CAME = 34
 SMALL_BYTES = 35
 """What goes through a slot whole."""
 CHOICES = 36
-"""Address of the table of `lowshard.comm.node.choice`."""
+"""Address of the table of `lowshard.comm.node.copy_choice`."""
 PROGRESS = 37
 """Address of six int64: a C function that lets MPI go on, and its arguments; 0 for none."""
 PIPES = 38

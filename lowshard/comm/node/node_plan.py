@@ -8,17 +8,9 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 
 from lowshard import dtypes
-from lowshard.comm.algorithm import Run
 from lowshard.comm.call import Call
-from lowshard.comm.node.combine import BLOCK_BYTES, HALVES, NATIVE, OPS, recipe_of
-from lowshard.comm.node.fold import EVERYWHERE, OWN_PART, PART, TO_ROOT, scratch_blocks
-from lowshard.comm.node.meet import (
-    DIFFERENT,
-    SCRATCH,
-    UNEQUAL,
-)
-from lowshard.comm.node.memory import head_bytes, shared_array
-from lowshard.comm.node.row import (
+from lowshard.comm.default_collectives import Run
+from lowshard.comm.node.call_row import (
     APART,
     BARRIER,
     COLLECT,
@@ -32,7 +24,15 @@ from lowshard.comm.node.row import (
     SPREAD,
     row_of,
 )
-from lowshard.comm.node.ways import FACT, NodeWays, address_of
+from lowshard.comm.node.call_runner import FACT, NodeWays, address_of
+from lowshard.comm.node.combine import BLOCK_BYTES, HALVES, NATIVE, OPS, recipe_of
+from lowshard.comm.node.fold import EVERYWHERE, OWN_PART, PART, TO_ROOT, scratch_blocks
+from lowshard.comm.node.node_memory import head_bytes, shared_array
+from lowshard.comm.node.node_rendezvous import (
+    DIFFERENT,
+    SCRATCH,
+    UNEQUAL,
+)
 
 Array = Any
 

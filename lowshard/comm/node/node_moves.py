@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lowshard.comm.node.atomic import copy_bytes, fence, peek, poke
-from lowshard.comm.node.choice import (
+from lowshard.comm.node.copy_choice import (
     ALL_TO_ALL,
     EXCHANGE,
     GATHER,
@@ -17,8 +17,8 @@ from lowshard.comm.node.choice import (
     slots_row,
     tell_choice,
 )
-from lowshard.comm.node.inner import inner
-from lowshard.comm.node.meet import (
+from lowshard.comm.node.inlined import inner
+from lowshard.comm.node.node_rendezvous import (
     CHOICES,
     ME,
     OK,
@@ -34,6 +34,18 @@ from lowshard.comm.node.meet import (
     slot,
     step,
 )
+from lowshard.comm.node.peer_copy import (
+    OWN_STREAM_BYTES,
+    PAGE_BYTES,
+    copy,
+    copy_past,
+    fetch,
+    is_private,
+    leave,
+    put,
+    say,
+    show,
+)
 from lowshard.comm.node.pipe import (
     BROKEN,
     WAY,
@@ -47,18 +59,6 @@ from lowshard.comm.node.pipe import (
     let_go_of_all,
     offer,
     takes_pipes,
-)
-from lowshard.comm.node.reach import (
-    OWN_STREAM_BYTES,
-    PAGE_BYTES,
-    copy,
-    copy_past,
-    fetch,
-    is_private,
-    leave,
-    put,
-    say,
-    show,
 )
 
 OWN_TURN_BYTES, TURN_BYTES = 4 << 20, 1 << 20

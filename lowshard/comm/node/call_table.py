@@ -12,8 +12,8 @@ from typing import Any
 
 from lowshard.comm.activity import CALL_BYTES, INSIDE_AT, RING_CALLS, RING_WORDS, SEQUENCE_AT
 from lowshard.comm.node.atomic import copy_bytes, peek, poke
-from lowshard.comm.node.inner import inner
-from lowshard.comm.node.meet import OK, WANTED, clock_ns
+from lowshard.comm.node.inlined import inner
+from lowshard.comm.node.node_rendezvous import OK, WANTED, clock_ns
 from lowshard.comm.node.perform import may_lie_so, perform
 
 # ---- places of a table's head, in int64
@@ -103,8 +103,8 @@ def quick(head: int, act: int, sequence: int, send: int, recv: int) -> Any:
         recv: the same.
 
     Returns:
-        How it ended (OK or another of `lowshard.comm.node.meet`), NEW_SEGMENTS added where there are some; UNKNOWN
-        where nothing was done. Where it has failed the rank is in the call still: the error tells so.
+        How it ended (OK or another of `lowshard.comm.node.node_rendezvous`), NEW_SEGMENTS added where there are some;
+        UNKNOWN where nothing was done. Where it has failed the rank is in the call still: the error tells so.
     """
     array_type, dtype = peek(head + 8 * ARRAY_TYPE), 0
     send_elems = recv_elems = NONE

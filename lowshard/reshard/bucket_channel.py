@@ -10,7 +10,7 @@ import numpy as np
 from lowshard.comm.protocol import Communicator
 from lowshard.comm.work import Work
 from lowshard.errors import CommError
-from lowshard.reshard.view import NodeView
+from lowshard.reshard.node_view import NodeView
 
 Array = Any
 

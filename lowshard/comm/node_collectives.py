@@ -15,13 +15,13 @@ import numpy as np
 
 from lowshard import dtypes
 from lowshard.box import split_interval
-from lowshard.comm.algorithm import Run
 from lowshard.comm.call import Call
+from lowshard.comm.default_collectives import Run
 from lowshard.comm.mpi import MPICommunicator
 from lowshard.comm.node.communicator import NodeCommunicator
+from lowshard.comm.node_map import Seating
 from lowshard.comm.protocol import Communicator
 from lowshard.comm.reduction import fold
-from lowshard.comm.seating import Seating
 
 Array = Any
 Span = tuple[int, int]  # elements, and where they begin

@@ -15,8 +15,8 @@ from __future__ import annotations
 from typing import Any
 
 from lowshard.comm.node.atomic import peek, poke
-from lowshard.comm.node.inner import inner
-from lowshard.comm.node.meet import CHOICE, ME, aside
+from lowshard.comm.node.inlined import inner
+from lowshard.comm.node.node_rendezvous import CHOICE, ME, aside
 
 _COUNT, _AGREED, _FIRST, _FIRST_BEFORE, _SECOND, _SECOND_BEFORE = range(6)
 ROW_WORDS = 6

@@ -9,11 +9,18 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from lowshard.comm.algorithm import Run
 from lowshard.comm.call import Call
+from lowshard.comm.default_collectives import Run
 from lowshard.comm.mailbox import Mailbox
+from lowshard.comm.node.call_row import (
+    ANY,
+    APART,
+    OWN_PART_ONLY,
+    row_of,
+)
 from lowshard.comm.node.calls import Calls
-from lowshard.comm.node.meet import (
+from lowshard.comm.node.node_memory import NodeMemory
+from lowshard.comm.node.node_rendezvous import (
     CARD_BYTES,
     CARDS,
     DIFFERENT,
@@ -24,13 +31,6 @@ from lowshard.comm.node.meet import (
     MISSING,
     OK,
     STAMP,
-)
-from lowshard.comm.node.memory import NodeMemory
-from lowshard.comm.node.row import (
-    ANY,
-    APART,
-    OWN_PART_ONLY,
-    row_of,
 )
 from lowshard.comm.protocol import Communicator
 from lowshard.errors import CommError

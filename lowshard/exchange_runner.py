@@ -18,7 +18,7 @@ from lowshard.comm.reduction import identity
 from lowshard.kernels.buffer import is_gpu
 from lowshard.kernels.engine import engine_for, host_engine
 from lowshard.kernels.runs import RunTable, lower
-from lowshard.program import Chunk, Index, Laid, Program
+from lowshard.rank_schedule import Chunk, Index, Laid, Program
 
 Array = Any
 

@@ -22,14 +22,14 @@ from lowshard.comm.agreement import agree, control_of, share
 from lowshard.comm.protocol import Communicator
 from lowshard.comm.work import Stream
 from lowshard.errors import LowshardError, MismatchError, PlanError
-from lowshard.reshard.channel import SLOTS, Channel, MessageChannel, SlotChannel, set_aside
-from lowshard.reshard.choice import WriteChoice
+from lowshard.reshard.bucket_channel import SLOTS, Channel, MessageChannel, SlotChannel, set_aside
+from lowshard.reshard.bucket_stream import BucketStream
+from lowshard.reshard.buckets import STREAMED_BYTES, Copier, Part, buckets_of, inner_span, span_of
+from lowshard.reshard.direct_read import Sight
+from lowshard.reshard.node_view import NodeView
 from lowshard.reshard.reshard_plan import Move, ReshardPlan
-from lowshard.reshard.sight import Sight
-from lowshard.reshard.stream import BucketStream
 from lowshard.reshard.transform_contract import ReshardTransform
-from lowshard.reshard.view import NodeView
-from lowshard.reshard.wire import STREAMED_BYTES, Copier, Part, buckets_of, inner_span, span_of
+from lowshard.reshard.write_choice import WriteChoice
 
 Array = Any
 Way = Literal["auto", "direct", "slots", "messages"]

@@ -18,8 +18,8 @@ from lowshard import dtypes
 from lowshard.box import Box, relative_slices, shape_of, volume
 from lowshard.comm import Communicator
 from lowshard.tiling import Tiling
-from lowshard.weights.foreign import may_write
 from lowshard.weights.load_plan import CHUNK_BYTES, Read
+from lowshard.weights.peer_write import may_write
 
 WINDOW_BYTES = 2 << 20
 """What a reader puts into its window in a round, about; there are two such windows, taken in turn."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from lowshard.comm.node.atomic import acquire, peek, poke, release
-from lowshard.comm.node.channel import (
+from lowshard.comm.node.copy_choice import MESSAGE, follow_choice, learn, row_for, say_choice, second_is_next
+from lowshard.comm.node.inlined import inner
+from lowshard.comm.node.message_rings import (
     ACCEPTED,
     ALONE,
     BROKEN,
@@ -32,9 +34,7 @@ from lowshard.comm.node.channel import (
     take,
     withdraw,
 )
-from lowshard.comm.node.choice import MESSAGE, follow_choice, learn, row_for, say_choice, second_is_next
-from lowshard.comm.node.inner import inner
-from lowshard.comm.node.meet import (
+from lowshard.comm.node.node_rendezvous import (
     CAME,
     CHOICES,
     FAULT,
@@ -48,8 +48,8 @@ from lowshard.comm.node.meet import (
     clock_ns,
     pause,
 )
+from lowshard.comm.node.peer_copy import NO_SEGMENT, segment_of
 from lowshard.comm.node.pipe import begin_out, flow_of, hold, let_go, push, takes_pipes
-from lowshard.comm.node.reach import NO_SEGMENT, segment_of
 
 
 @inner

@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from lowshard.comm.arrival import within
 from lowshard.comm.interface import interface_addresses, is_loopback, network_name
 from lowshard.comm.rendezvous import Offer, Rendezvous, connect, reaches
+from lowshard.comm.start_barrier import within
 from lowshard.errors import CommError, TimedOut
 from lowshard.settings import HEARTBEAT_S, INTERFACE, MOST_S
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import Any
 
 from lowshard.comm.node.atomic import acquire, add_to, copy_bytes, fence, peek, poke, release
-from lowshard.comm.node.inner import inner
-from lowshard.comm.node.meet import (
+from lowshard.comm.node.inlined import inner
+from lowshard.comm.node.node_rendezvous import (
     CAME,
     ENTRIES,
     ENTRY_BYTES,
@@ -29,6 +29,7 @@ from lowshard.comm.node.meet import (
     pause,
     wake,
 )
+from lowshard.comm.node.peer_copy import NO_SEGMENT, copy, mapped_at, segment_of, transfer
 from lowshard.comm.node.pipe import (
     begin_into,
     flow_of,
@@ -36,7 +37,6 @@ from lowshard.comm.node.pipe import (
     pull,
     read_rest,
 )
-from lowshard.comm.node.reach import NO_SEGMENT, copy, mapped_at, segment_of, transfer
 
 HEAD_BYTES = 128
 """Of a pair: what its sender writes, what its receiver writes, a line each."""
