@@ -60,10 +60,10 @@ def test_ranks_on_all_nodes_learn_of_a_failure(tmp_path: Path) -> None:
         import numpy as np
         from mpi4py import MPI
         from lowshard import comm as lc
-        from lowshard.comm import hierarchy, windows
+        from lowshard.comm import hierarchy, node_collectives
         from lowshard.errors import PeerFailed
 
-        windows.WINDOW_BYTES = 1
+        node_collectives.WINDOW_BYTES = 1
         comm = lc.from_mpi(MPI.COMM_WORLD, "cpu")
         assert isinstance(comm, hierarchy.HierarchicalCommunicator)
         buf = np.ones(10000)

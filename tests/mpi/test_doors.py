@@ -33,7 +33,7 @@ import numpy as np
 from mpi4py import MPI
 
 import lowshard.comm as lc
-from lowshard.comm import meeting, watch
+from lowshard.comm import watch, watch_setup
 
 folder, is_late = Path(sys.argv[1]), sys.argv[2] == "late"
 world = MPI.COMM_WORLD
@@ -52,10 +52,10 @@ def connect_late(offer, *args):
     return connect(offer, *args)
 
 
-connect = meeting.connect
+connect = watch_setup.connect
 if is_late:
     watch.Watch.start.__func__.__kwdefaults__["connect_limit_s"] = 300.0
-    meeting.connect = connect_late
+    watch_setup.connect = connect_late
 if world.rank == 0 or not is_late:
     sign()
 comm = lc.from_mpi(world)

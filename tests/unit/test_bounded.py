@@ -18,16 +18,18 @@ FOLDERS = ("lowshard", "kernels", "launch", "bench")
 
 # Caches without a bound of bytes, and what bounds them instead. One that is new is given a bound, or a line here.
 CLOSED_ARGUMENTS = {
-    "checkpoint/checksum._power": "bits of a length",
+    "checkpoint/crc._power": "bits of a length",
     "comm/call._is_own": "256 files", "comm/nccl_wire.wire_of": "dtypes of the table",
     "comm/node/combine.recipe_of": "dtypes and ops", "comm/node/combine._combiner": "dtypes and ops",
     "comm/node/combine._divider": "dtypes", "comm/node/combine._converter": "dtypes",
     "dtypes._numpy_dtype": "rows of the dtype table", "kernels/buffer.dtype_name": "dtypes of the table",
     "kernels/buffer._is_of_cupy": "64 types",
     "kernels/cpu/drive.compiled": "kinds of kernels", "kernels/cpu/scales.swizzle_kernel": "two",
-    "kernels/cpu/step.sgd_kernel": "modes of a step", "kernels/cuda/engine.device_engine": "GPUs",
-    "kernels/cuda/engine._fold_tree": "numbers of sources, to 2,048", "kernels/cuda/engine._fold_rows": "the same",
-    "kernels/cuda/module.source": "files of the package", "kernels/reference.value_table": "element formats, dtypes",
+    "kernels/cpu/cpu_optimizer.sgd_kernel": "modes of a step", "kernels/cuda/cuda_engine.device_engine": "GPUs",
+    "kernels/cuda/cuda_engine._fold_tree": "numbers of sources, to 2,048",
+    "kernels/cuda/cuda_engine._fold_rows": "the same",
+    "kernels/cuda/cuda_module.source": "files of the package",
+    "kernels/reference.value_table": "element formats, dtypes",
     "launch/mpiexec._probe_library": "8", "launch/mpiexec._probe_mpiexec": "32",
 }  # fmt: skip
 CLOSED_TABLES = {
@@ -37,9 +39,9 @@ CLOSED_TABLES = {
     "comm/node/communicator._split_off": "live groups, weakly",
     "comm/pinned._kept": "slots that a failed GPU may write to", "comm/watch._watches": "live side channels",
     "compiled/cache.origins": "compiled functions", "compiled/native._methods": "compiled functions",
-    "dtypes._BY_NAME": "dtypes", "op/part._GROUPS": "64 groups a live communicator", "op/registry.KERNELS": "ops",
-    "price._PRICES": "16 profiles", "reading.READERS": "classes", "reading._BY_TYPE": "classes",
-    "reading._FIELDS": "classes", "solver/table/rule.RULES": "ops",
+    "dtypes._BY_NAME": "dtypes", "op/op_part._GROUPS": "64 groups a live communicator", "op/op_registry.KERNELS": "ops",
+    "step_cost._PRICES": "16 profiles", "reading.READERS": "classes", "reading._BY_TYPE": "classes",
+    "reading._FIELDS": "classes", "solver/table/op_rule.RULES": "ops",
     "weights/load._KEPT": "loads in which a rank failed", "kernels/cpu/drive._ROWS": "kinds of kernels",
 }  # fmt: skip
 CONTAINERS = {

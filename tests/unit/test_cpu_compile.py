@@ -33,7 +33,7 @@ WORK = """
 import json, sys
 import numpy as np, ml_dtypes
 from lowshard.kernels import BoxTable, MXFP8Tensor, cast, dequantize_mxfp8, engine, pack, quantize_mxfp8, unpack
-from lowshard.kernels.cpu import engine as cpu
+from lowshard.kernels.cpu import cpu_engine as cpu
 from lowshard.kernels.plain import PlainEngine
 from lowshard.compiled import origins
 

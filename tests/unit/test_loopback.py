@@ -155,8 +155,8 @@ def test_while_a_socket_is_closed_nobody_takes_its_port_and_who_connects_waits(
             callers.append(pool.submit(said_at, "127.0.0.1" if host == "0.0.0.0" else "::1", port))
             time.sleep(0.2)  # it asks now
 
-    taken = loopback._taken
-    monkeypatch.setattr(loopback, "_taken", lambda *at: Watched(fileno=taken(*at).detach()))
+    taken = loopback_sockets._taken
+    monkeypatch.setattr(loopback_sockets, "_taken", lambda *at: Watched(fileno=taken(*at).detach()))
     with ThreadPoolExecutor(1) as pool, listener(host) as (pid, [port]):
         assert move_to_loopback(pid)
         assert [one.result() for one in callers] == ["127.0.0.1" if host == "0.0.0.0" else "::1"]
