@@ -99,8 +99,8 @@ def _entries(pid: int, port: int | None = None) -> Iterator[_Entry]:
             if wanted not in line:  # there may be tens of thousands
                 continue
             _, local, _, state, _, _, _, _, _, inode, *_ = line.split()
-            address, _, port = local.partition(":")
-            yield _Entry(_address(address), int(port, 16), state, int(inode))
+            address, _, local_port = local.partition(":")
+            yield _Entry(_address(address), int(local_port, 16), state, int(inode))
 
 
 def _address(digits: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
