@@ -20,6 +20,13 @@ from lowshard.fsdp.fsdp_engine import FSDP
 from lowshard.fsdp.fsdp_strategy import ShardingStrategy
 from lowshard.fsdp.param import Param
 
+__all__ = ["ShardedModule"]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
 Array = Any
 Module = Any  # torch ships types, but may not be there
 Tensor = Any
