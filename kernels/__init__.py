@@ -8,7 +8,7 @@ nothing.
 
 from __future__ import annotations
 
-from lowshard.kernels.content_sum import content_sum
+from lowshard.kernels.bit_sums import content_sum
 from lowshard.kernels.float_cast import cast, sum_into
 from lowshard.kernels.fused import pack_quantize, unpack_dequantize
 from lowshard.kernels.mxfp8 import dequantize_mxfp8, quantize_mxfp8

@@ -27,8 +27,8 @@ from lowshard.box import Box, intersect, subtract, volume
 from lowshard.comm import Communicator, agree, loopback
 from lowshard.comm.agreement import control_of, share_text
 from lowshard.errors import BufferMismatchError, LayoutError, LowshardError, MeshError, VerificationError
+from lowshard.kernels.bit_sums import content_sum
 from lowshard.kernels.buffer import is_gpu, require_array
-from lowshard.kernels.content_sum import content_sum
 from lowshard.kernels.unit_weights import SUMS, factors
 from lowshard.layout import Layout
 from lowshard.reshard.partition import Cuts, Partition

@@ -8,9 +8,9 @@ from support import mode
 
 from lowshard.box import Box, full_box
 from lowshard.errors import BufferMismatchError, KernelError
-from lowshard.kernels import content_sum as front
+from lowshard.kernels import bit_sums as front
 from lowshard.kernels import unit_weights
-from lowshard.kernels.content_sum import content_sum
+from lowshard.kernels.bit_sums import content_sum
 from lowshard.kernels.engine import host_engine
 from lowshard.kernels.plain import PlainEngine
 
