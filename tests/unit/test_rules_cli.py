@@ -269,6 +269,7 @@ def test_a_checkpoint_s_header_is_enough(run: Any, tmp_path: Path) -> None:
 # ---- size
 
 
+@pytest.mark.full_only
 @pytest.mark.time_limit(60)
 def test_a_hundred_thousand_parameters_on_sixteen_thousand_devices_take_less_than_two_seconds() -> None:
     rules = load_rules("default")
