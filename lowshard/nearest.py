@@ -23,7 +23,9 @@ def nearest(name: object, known: Iterable[str], most: int = 3, alike: float = 0.
     import difflib
 
     asked = name[:_MOST_CHARACTERS]
-    names = dict.fromkeys(k for k in islice(known, _MOST_NAMES) if len(k) <= 2 * _MOST_CHARACTERS and k.isprintable())
+    names = dict.fromkeys(
+        k for k in islice(known, _MOST_NAMES) if len(k) <= 2 * _MOST_CHARACTERS and k.isprintable()
+    )
     found = difflib.get_close_matches(asked, names, most, alike)
     if not found:  # another case is no other name to people, and it is to difflib
         folded = {k.casefold(): k for k in names}

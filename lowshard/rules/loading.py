@@ -196,5 +196,7 @@ def ready_made_text(name: str) -> str:
         RulesError: there is none of that name.
     """
     if name not in READY_MADE:
-        raise RulesError(f"the ready-made rule files are {', '.join(READY_MADE)}, got {brief(name)}{nearest(name, READY_MADE)}")
+        raise RulesError(
+            f"the ready-made rule files are {', '.join(READY_MADE)}, got {brief(name)}{nearest(name, READY_MADE)}"
+        )
     return files("lowshard.rules").joinpath("ready", f"{name}.yml").read_text(encoding="utf-8")

@@ -152,8 +152,12 @@ class _Check:
                 yield find(code, mode, text, tensors=names)
             elif code == "name-without-rule":
                 name = str(about[0])
-                text = f"no rule is for the logical name {name!r}: it is replicated, without a word ({listed})"
-                text += _as_before(self._rules, name) or nearest(name, (r.name for r in self._rules.logical_axis_rules))
+                text = (
+                    f"no rule is for the logical name {name!r}: it is replicated, without a word ({listed})"
+                )
+                text += _as_before(self._rules, name) or nearest(
+                    name, (r.name for r in self._rules.logical_axis_rules)
+                )
                 yield find(code, mode, text, self._rules.place("logical_axis_rules"), tensors=names)
             elif code == "target-repeats-axis":
                 rule: Rule = about[0]

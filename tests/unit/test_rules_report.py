@@ -537,7 +537,9 @@ def test_a_file_without_a_rule_for_a_name_that_was_split_off_is_warned_of() -> N
     assert "[embed_attn, [fsdp]], [embed_attn, [tensor, data]], [embed_attn, [data]]" in finding.text
 
 
-@pytest.mark.parametrize("rules", ["- [embed_attn, []]\n  - [embed, [fsdp]]", "- [embed, []]", "- [mlp, [fsdp]]"])
+@pytest.mark.parametrize(
+    "rules", ["- [embed_attn, []]\n  - [embed, [fsdp]]", "- [embed, []]", "- [mlp, [fsdp]]"]
+)
 def test_no_warning_where_the_name_has_a_rule_or_nothing_would_be_lost(rules: str) -> None:
     found = parse_rules(f"mesh_axes: [fsdp]\nlogical_axis_rules:\n  {rules}", base=None).check()
     assert codes(found) == []
