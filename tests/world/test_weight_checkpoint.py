@@ -203,7 +203,7 @@ def test_wrong_arguments_raise_on_all_ranks_alike(tmp_path: Path) -> None:
     found = outcomes(2, lambda c: save(tmp_path / "d", {"w": (hole, np.zeros(2, np.float32))}, c))
     assert [type(e) for e in found] == [LayoutError] * 2
     check_load(tmp_path / "c", values, tilings, plan)
-    with pytest.raises(CheckpointError, match=r"close names: rows"):
+    with pytest.raises(CheckpointError, match=r"did you mean rows"):
         plan_load(tmp_path / "c", {"row": tilings["rows"]})
     with pytest.raises(CheckpointError, match=r"tensor 'rows' is float32\[13, 6\], it is to be"):
         plan_load(tmp_path / "c", {"rows": tilings["columns"]})
