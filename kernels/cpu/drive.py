@@ -234,5 +234,8 @@ def source_digest() -> str:
     vector code of a kernel lies in others.
     """
     folder = Path(__file__).parent
-    outside = (folder.parent / "reference.py", folder.parent / "runs.py", Path(block_format.__file__))
+    outside = (
+        *(folder.parent / f"{name}.py" for name in ("reference", "runs", "unit_weights")),
+        Path(block_format.__file__),
+    )
     return digest_of([*folder.glob("*.py"), *outside])

@@ -70,6 +70,7 @@ FLOORS: dict[str, str] = {
     "lowshard.reshard.scale_slice": "3",
     "lowshard.reshard.simulation": "3",
     "lowshard.reshard.cache_layouts": "3",
+    "lowshard.reshard.content_digest": "4",
     "lowshard.reshard.peer_read": "4",
     "lowshard.reshard.bucket_channel": "4",
     "lowshard.reshard.piece_checksum": "4",

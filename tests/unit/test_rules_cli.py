@@ -16,7 +16,7 @@ from lowshard.rules import load_rules
 from lowshard.rules.checkpoint_rules import tensor_layouts
 from lowshard.rules.golden import read_dump
 
-HERE = Path(__file__).resolve().parents[1] / "goldens"
+HERE = Path(__file__).resolve().parents[1] / "data" / "goldens"
 LOGICAL = str(HERE / "ep-as-cp-8" / "logical_shardings.json")
 RULES = ["--rules", "ep-as-cp", "--devices", "8", "--ici", "fsdp=-1,expert=2"]
 
