@@ -44,7 +44,7 @@ def test_random_collectives_are_right_and_leave_nothing_behind(path: str) -> Non
 SECONDS = float(os.environ.get("LOWSHARD_SOAK_S", 1800 if mode.full() else 7))
 WARM_PART = 6
 GROWS_KIB = 8 << 10
-"""In the half hour; a short run ends while the caches of README's table are being filled."""
+"""In the half hour; a short run ends while the caches of the table in docs/limits.md are being filled."""
 FILLED_AFTER_S = 300.0
 FILLING_KIB = 64 << 10
 
