@@ -107,6 +107,7 @@ print(cache_folder(), set(origins.values()))
 """
 
 
+@pytest.mark.full_only
 @as_root
 @pytest.mark.time_limit(120)
 def test_a_user_without_home_and_passwd_entry_has_a_folder_of_its_own(tmp_path: Path) -> None:
