@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from lowshard import dtypes, exchange_runner
+from lowshard import dtypes
 from lowshard.argument import brief
 from lowshard.comm.agreement import agree, agree_on_plan, control_of, share
 from lowshard.comm.protocol import Communicator
@@ -19,8 +19,9 @@ from lowshard.errors import BufferMismatchError, DTypeError, LowshardError, Mesh
 from lowshard.kernels.buffer import allocate, may_overlap
 from lowshard.layout import Layout
 from lowshard.pool import BufferPool
-from lowshard.rank_schedule import Program, StepProgram, form_of, programs
 from lowshard.redistribute_plan import RedistributePlan, plan_redistribute
+from lowshard.transfer import exchange_runner
+from lowshard.transfer.rank_schedule import Program, StepProgram, form_of, programs
 
 Array = Any
 
@@ -67,7 +68,7 @@ def execute(
     """
     control = control_of(comm)
     times: list[float] | None = [] if profile is True else None
-    with comm._meeting("execute", stream) as wrong:
+    with comm.meeting("execute", stream) as wrong:
         error = wrong or _argument_error(plan, local, comm, out, pool, profile)
         digest = b"" if error is not None else plan.digest_bytes
         if profile is True:  # the ranks then meet between the steps, so all of them do or none
@@ -100,7 +101,7 @@ def execute_all(
         Nothing has moved when it raises.
     """
     control_of(comm)
-    with comm._meeting("execute_all", stream) as wrong:
+    with comm.meeting("execute_all", stream) as wrong:
         return _execute_all(plans, local, comm, {} if out is None else out, pool, wrong)
 
 
@@ -139,7 +140,7 @@ def redistribute(
     are read first. Arguments, result and errors: as for `execute`, and those of `plan_redistribute`, on every rank.
     """
     control_of(comm)
-    with comm._meeting("redistribute", stream) as error:
+    with comm.meeting("redistribute", stream) as error:
         plan = None
         try:
             plan = plan_redistribute(src, dst, cost, comm.node_size)
@@ -158,28 +159,21 @@ def _walk(
     """Do the steps of a plan that all ranks have agreed on, in a turn of this thread."""
     if not plan.steps:
         return _same(local, out)
-    comm._enter("execute")
-    try:
+    with comm.turn("execute"):
         return _steps(plan, local, comm, out, pool, times)
-    finally:
-        comm._turn.release()
 
 
 def _steps(
     plan: RedistributePlan, local: Array | None, comm: Communicator, out: Array | None,
     pool: BufferPool | None, times: list[float] | None,
 ) -> Array | None:  # fmt: skip
-    steps = programs(plan, comm.rank, comm.size)
+    steps = programs(plan, comm.rank, comm.reach.homes)
     last = steps[-1].parts[-1]
     for step in steps:
         if times is not None:
-            comm.control._barrier()
+            agree(comm, b"", None, "execute")
             begin_s = time.perf_counter()
-        if (
-            step.whole is not None
-            and comm.shows
-            and step.whole.largest_bytes >= exchange_runner.READ_FROM_BYTES
-        ):
+        if step.whole is not None and comm.reach.whole and exchange_runner.reads_peers(step.whole):
             part = step.parts[-1]
             result = out if part is last and out is not None else _result(part, comm, part is last, pool)
             exchange_runner.run(step.whole, local, result, comm)

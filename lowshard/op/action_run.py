@@ -46,7 +46,7 @@ def run_action(
         (Each on every rank.)
     """
     control_of(comm)
-    with comm._meeting("run_action", stream) as wrong:
+    with comm.meeting("run_action", stream) as wrong:
         digest, error = b"", wrong or _argument_error(action, operands, comm)
         if isinstance(action, Action):
             digest = bytes.fromhex(action.digest())

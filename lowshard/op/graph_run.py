@@ -66,7 +66,7 @@ def run_graph(
         (Each on every rank.)
     """
     control_of(comm)
-    with comm._meeting("run_graph", stream) as wrong:
+    with comm.meeting("run_graph", stream) as wrong:
         return _run_graph(plan, inputs, comm, outputs, wrong)
 
 

@@ -18,7 +18,7 @@ from lowshard.reshard.reshard_run import Report, Reshard, execute_reshard_plan
 from lowshard.reshard.scale_slice import scale_slice_from_data_slice
 from lowshard.reshard.simulation import Simulation, simulate
 from lowshard.reshard.tensor_layout import TensorLayout
-from lowshard.reshard.transform_contract import ReshardTransform
+from lowshard.transfer.transform_contract import ReshardTransform
 
 __all__ = [
     "Cut",

@@ -24,7 +24,7 @@ from lowshard.kernels.mxfp8_tensor import TILE_BYTES, TILE_COLS, TILE_ROWS, swiz
 from lowshard.kernels.reference import BLOCK_ELEMS, Elem, Mode
 from lowshard.kernels.staging import assign
 from lowshard.reshard.scale_slice import scale_slice_from_data_slice
-from lowshard.reshard.transform_contract import ReshardTransform, Slices
+from lowshard.transfer.transform_contract import ReshardTransform, Slices
 
 Array = Any
 

@@ -16,8 +16,8 @@ from lowshard.comm.work import Stream
 from lowshard.errors import CommError, LowshardError, MismatchError, PlanError
 from lowshard.reshard.reshard_plan import ReshardPlan
 from lowshard.reshard.reshard_run import Report, Reshard, Settings, argument_error
-from lowshard.reshard.transform_contract import ReshardTransform
 from lowshard.reshard.vote import Vote
+from lowshard.transfer.transform_contract import ReshardTransform
 
 Array = Any
 Buffering = Literal["double", "in_place"]
@@ -144,12 +144,12 @@ class Refit:
             VerificationError: a checksum does not agree; the old version stays, on all ranks.
             PeerFailed: a rank died. `version` tells which one this rank serves, the same on all ranks of a host.
         """
-        with self.comm._meeting("Refit.push", stream) as wrong:
+        with self.comm.meeting("Refit.push", stream) as wrong:
             return self._refit(version, True, wrong)
 
     def pull(self, version: int | None = None, *, stream: Stream = None) -> Report:
         """Take the version that is pushed; with a number, that one and no other. Otherwise as `push`."""
-        with self.comm._meeting("Refit.pull", stream) as wrong:
+        with self.comm.meeting("Refit.pull", stream) as wrong:
             return self._refit(version, False, wrong)
 
     def _refit(self, version: int | None, pushes: bool, wrong: LowshardError | None) -> Report:
@@ -243,7 +243,7 @@ def _twin(comm: Communicator, array: Array) -> Array:
         raise PlanError(
             f"destinations are arrays, got {type(array).__name__}; a transform has what it quantises"
         )
-    with comm._current(None):
+    with comm.meeting("Refit"):
         try:
             made = comm.empty(tuple(array.shape), array.dtype)
         except (MemoryError, OSError) as error:
