@@ -236,8 +236,8 @@ class Doubling(ReshardTransform):
 
     def finalize_recv(self, param_name: str, dst_slice: Any, recv_buffers: list[Any]) -> None:
         self.calls["finalize"] += 1
-        self.stored = getattr(self, "stored", np.zeros((4, 2), np.float32))
-        self.stored[dst_slice] = sum(recv_buffers)
+        self.result = getattr(self, "result", np.zeros((4, 2), np.float32))
+        self.result[dst_slice] = sum(recv_buffers)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -250,7 +250,7 @@ def test_a_transform_of_ones_own_is_called_once_a_box(way: str) -> None:
         execute_reshard_plan(plan, src, {}, comm, how, way=way)
         assert how.calls == {"send": 2, "recv": 2, "finalize": 2}  # one box stays, one goes
         whole = np.arange(16, dtype=np.float32).reshape(4, 4)
-        assert np.array_equal(how.stored, whole[:, 2 * comm.rank : 2 * comm.rank + 2])
+        assert np.array_equal(how.result, whole[:, 2 * comm.rank : 2 * comm.rank + 2])
 
     run_loopback(2, work, LIMIT_S)
 
@@ -290,7 +290,7 @@ def test_an_error_of_a_transform_is_raised_on_all_ranks_and_the_next_run_works()
             made.run()
         how.fails = False
         made.run()
-        assert (how.stored == 1).all()
+        assert (how.result == 1).all()
 
     run_loopback(2, work, LIMIT_S)
 
