@@ -35,20 +35,22 @@ def read_boxes(pid: int, table: RunTable, src_base: int = 0, dst_base: int = 0) 
 
     Args:
         pid: the process.
-        table: of bytes: from places there to places here.
+        table: from places there to places here.
         src_base: address there that its source offsets count from.
         dst_base: address here that its target offsets count from.
     """
     scratch, vectors = np.empty(_SCRATCH_BYTES + 64, np.uint8), np.zeros(2 * (1 + MOST_PLACES), np.int64)
     at = -(-address(scratch) // 64) * 64
-    return not _compiled_read()(pid, table.columns, src_base, dst_base, address(vectors), at)
+    return not _compiled_read()(
+        pid, table.columns, table.src_itemsize, src_base, dst_base, address(vectors), at
+    )
 
 
 @cache
 def _compiled_read() -> Any:
     files = (__file__, atomic.__file__, runs.__file__, cross_constants.__file__)
     name = f"read_across_{digest_of([Path(str(file)) for file in files])}_{source_digest()}"
-    return load_compiled(name, lambda: read_across, Signature((INT, "int64[2]", INT, INT, INT, INT)))
+    return load_compiled(name, lambda: read_across, Signature((INT, "int64[2]", INT, INT, INT, INT, INT)))
 
 
 @njit(nogil=True)
@@ -95,12 +97,15 @@ def _read_apart(
     return True
 
 
-def read_across(pid: int, columns: Any, src_base: int, dst_base: int, vectors: int, scratch: int) -> int:
+def read_across(
+    pid: int, columns: Any, item: int, src_base: int, dst_base: int, vectors: int, scratch: int
+) -> int:
     """Copy every run of a table out of another process's memory; 0, or 1 where a read fails.
 
     Args:
         pid: the process.
-        columns: of a `RunTable` of bytes.
+        columns: of a `RunTable`.
+        item: bytes of its elements.
         src_base: what its source offsets count from, there.
         dst_base: what its target offsets count from, here.
         vectors: address of an iovec for the source and MOST_PLACES for the targets.
@@ -108,7 +113,7 @@ def read_across(pid: int, columns: Any, src_base: int, dst_base: int, vectors: i
     """
     outer = (columns.shape[0] - FIRST_DIM) // 3
     for box in range(columns.shape[1]):
-        run, count, src_step, dst_step, planes = columns[RUN, box], 1, 0, 0, 1
+        run, count, src_step, dst_step, planes = item * columns[RUN, box], 1, 0, 0, 1
         if outer:
             count = columns[FIRST_DIM, box]
             src_step, dst_step = columns[FIRST_DIM + 1, box], columns[FIRST_DIM + 2, box]

@@ -126,6 +126,8 @@ def _by_memory(program: Program, local: Array | None, out: Array | None, comm: C
 class _Run:
     """One rank's part of one run of an exchange."""
 
+    __slots__ = ("_comm", "_local", "_of", "_out", "_program", "_way", "error", "published", "received")
+
     def __init__(
         self, program: Program, local: Array | None, out: Array | None, comm: Communicator, of: int, way: str
     ) -> None:
@@ -161,6 +163,14 @@ class _Run:
             for chunk in chunks:
                 terms = [_part(*self._term(source, number), chunk) for source in chunk.sources]
                 self._comm.fold(terms, out[(*chunk.index, ...)], program.op, program.divisor)
+            return
+        if self._way == SENT and out.nbytes < _KERNEL_FROM_BYTES and not is_gpu(out):
+            for chunk in chunks:
+                source = chunk.sources[0]
+                if source.got < 0:
+                    out[chunk.index] = _part(self._local, source.index, chunk)
+                elif not received_is_placed:
+                    out[chunk.index] = _part(self.received, source.got, chunk)
             return
         groups: dict[int, list[Chunk]] = {}
         for chunk in chunks:
@@ -237,7 +247,7 @@ class _Run:
                 else:
                     sources.append(packed_span(max(source.got, source.start) * item, chunk.shape, item))
                 targets.append(box_span(chunk.index, out.shape, item))  # type: ignore[union-attr]
-            found = program.kept[key] = BoxCopy(sources, targets, result_bytes=out.nbytes)  # type: ignore[union-attr]
+            found = program.kept[key] = BoxCopy(sources, targets, result_bytes=out.nbytes, itemsize=item)  # type: ignore[union-attr]
         return found
 
 
@@ -253,7 +263,9 @@ def lay_out(program: Program, stage: Stage, key: tuple[int, int, str], local: Ar
         item = local.itemsize
         sources: list[Span] = [box_span(part.index, local.shape, item) for part in stage.laid]
         targets = [packed_span(part.start * item, part.shape, item) for part in stage.laid]
-        copies = program.kept["lay out", key] = BoxCopy(sources, targets, result_bytes=into.nbytes)
+        copies = program.kept["lay out", key] = BoxCopy(
+            sources, targets, result_bytes=into.nbytes, itemsize=item
+        )
     copies.run(local, into)
 
 

@@ -19,6 +19,7 @@ from lowshard.box import Box, relative_slices, shape_of, single_run, split_inter
 from lowshard.exchange import Exchange, Piece
 from lowshard.placement import ReduceOp
 from lowshard.redistribute_plan import RedistributePlan, Step
+from lowshard.transfer.cross_constants import LONG_BYTES
 from lowshard.transfer.spans import Span, box_span, is_worth_it
 
 Index = tuple[slice, ...]
@@ -172,11 +173,18 @@ class Program:
 
     @cached_property
     def is_worth_reading(self) -> bool:
-        """Whether all that peers take of this rank's array is best read out of its private memory by system calls."""
+        """Whether all that peers take of this rank's array is best read out of its private memory by system calls.
+
+        So it is where each box is one run there, and in long runs here: what lies apart costs a lookup of pages each.
+        """
         exchange, item = self.exchange, self.dtype.itemsize
         own = exchange.src.box(self.rank) if self.gives_near else ()
         return self.op is None and all(
-            is_worth_it(_span(p.box, own, item), _span(p.box, exchange.dst.box(p.dst_rank), item))
+            single_run(tuple((s.start, s.stop) for s in relative_slices(p.box, own)), shape_of(own))
+            is not None
+            and is_worth_it(
+                _span(p.box, own, item), _span(p.box, exchange.dst.box(p.dst_rank), item), LONG_BYTES
+            )
             for p in self._near_pieces
         )
 

@@ -59,10 +59,15 @@ def packed_span(offset: int, extents: tuple[int, ...], itemsize: int) -> Span:
     return Span(offset, _row_major(extents, itemsize), extents, itemsize)
 
 
-def is_worth_it(source: Span, target: Span) -> bool:
+def is_worth_it(source: Span, target: Span, together_bytes: int = _SHORT_BYTES) -> bool:
     """Say whether a box of another process's private memory is best read from here.
 
     Many short runs that lie apart there are not: packed by their owner they arrive sooner.
+
+    Args:
+        source: the box there.
+        target: where it goes.
+        together_bytes: runs of so many bytes are worth it where they lie side by side there.
     """
     run = source.itemsize
     for n, there, here in zip(
@@ -73,7 +78,7 @@ def is_worth_it(source: Span, target: Span) -> bool:
         if n == 1:
             continue
         if there != run or here != run:
-            return run >= (_SHORT_BYTES if there == run else LONG_BYTES)
+            return run >= (together_bytes if there == run else LONG_BYTES)
         run *= n
     return True
 
@@ -107,14 +112,15 @@ class BoxCopy:
         dst_base: the same for `targets`.
         result_bytes: of all that is written together, of which this may be a part: it goes past the caches where it
             would not stay in them. By default what the boxes have.
+        itemsize: of all boxes; 1 for boxes of several itemsizes.
     """
 
     def __init__(
         self, sources: Sequence[Span], targets: Sequence[Span], src_base: int = 0, dst_base: int = 0,
-        result_bytes: int | None = None,
+        result_bytes: int | None = None, itemsize: int = 1,
     ) -> None:  # fmt: skip
-        self.table = run_table(sources, targets, src_base, dst_base)
-        of = self.table.total_elems if result_bytes is None else result_bytes
+        self.table = run_table(sources, targets, src_base, dst_base, itemsize)
+        of = self.table.total_elems * itemsize if result_bytes is None else result_bytes
         self._streams = of >= STREAMED_BYTES
         self._calls: dict[tuple[int, int, bool], Callable[[], None]] = {}
 
@@ -163,24 +169,36 @@ def _copier(
 
 
 def run_table(
-    sources: Sequence[Span], targets: Sequence[Span], src_base: int = 0, dst_base: int = 0
+    sources: Sequence[Span], targets: Sequence[Span], src_base: int = 0, dst_base: int = 0, itemsize: int = 1
 ) -> RunTable:
-    """Return the runs of bytes of boxes, from each of `sources` to that of `targets`; offsets count from the bases."""
-    dims = 1 + max((len(s.extents) for s in sources), default=0)
+    """Return the runs of boxes, from each of `sources` to that of `targets`; offsets count from the bases.
+
+    Args:
+        sources: boxes that are read.
+        targets: boxes that are written.
+        src_base: what addresses of sources count from.
+        dst_base: what addresses of targets count from.
+        itemsize: of all boxes; 1 for boxes of several itemsizes: bytes.
+    """
+    by_byte = itemsize == 1
+    dims = by_byte + max((len(s.extents) for s in sources), default=0)
     rows = len(sources)
     extents = np.ones((rows, dims), np.int64)
     strides = np.zeros((2, rows, dims), np.int64)
     offsets = np.zeros((2, rows), np.int64)
+    last = dims - by_byte
     for i, pair in enumerate(zip(sources, targets, strict=True)):
+        first = last - len(pair[0].extents)
         for side, span in enumerate(pair):
-            first = dims - 1 - len(span.extents)
-            strides[side, i, first:-1] = span.strides
-            strides[side, i, -1] = 1  # the bytes of an element
+            strides[side, i, first:last] = span.strides
             offsets[side, i] = span.at
-        span = pair[0]
-        extents[i, dims - 1 - len(span.extents) : -1] = span.extents
-        extents[i, -1] = span.itemsize
-    return lower(extents, offsets[0] - src_base, offsets[1] - dst_base, strides[0], strides[1], 1, 1)
+        extents[i, first:last] = pair[0].extents
+        if by_byte:
+            strides[:, i, last] = 1
+            extents[i, last] = pair[0].itemsize
+    return lower(
+        extents, offsets[0] - src_base, offsets[1] - dst_base, strides[0], strides[1], itemsize, itemsize
+    )
 
 
 @bounded_cache(1 << 18)
