@@ -9,8 +9,8 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from itertools import chain
 from types import ModuleType
 from typing import Any, NoReturn, Self, cast
@@ -106,6 +106,19 @@ class Traffic:
             self._reached_bytes += times * call.reached_bytes
 
 
+class _EndOfTurn(AbstractContextManager[None]):
+    """Gives a turn back at the end of a block."""
+
+    def __init__(self, turn: Any) -> None:
+        self._turn = turn
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, *exc: object) -> None:
+        self._turn.release()
+
+
 class Transport(ABC):
     """What a transport gives, and what every communicator has: rank, size, counters, an end."""
 
@@ -141,6 +154,7 @@ class Transport(ABC):
         self._calls = BoundedCache[Any, Call](None, CALLS_BYTES, lambda key, call: _CALL_BYTES + 64 * size)
         # One thread at a time: threads that call at once would do so in another order on each rank.
         self._turn = threading.RLock()
+        self._end_of_turn = _EndOfTurn(self._turn)
         self._agreed_plans: set[str] = set()
         self._reach: Reach | None = None
         self._closed = False
@@ -290,18 +304,14 @@ class Transport(ABC):
 
     # ---- checks
 
-    @contextmanager
-    def turn(self, what: str) -> Iterator[None]:
-        """Hold the turn of this thread for a call of several steps: no other thread calls meanwhile.
+    def turn(self, what: str) -> AbstractContextManager[None]:
+        """Take the turn of this thread for a `with` block, a call of several steps: no other thread calls meanwhile.
 
         Raises:
             CommError: another thread is in a call of this communicator.
         """
         self._enter(what)
-        try:
-            yield
-        finally:
-            self._turn.release()
+        return self._end_of_turn
 
     def _enter(self, what: str) -> None:
         """Begin a call of this thread; `_turn.release` ends it.

@@ -8,7 +8,7 @@ rounds: what a reader reads lies in its half, in reach of its peers; what others
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -124,13 +124,19 @@ def load(
 def nodes_of(comm: Communicator) -> list[int]:
     """Return the node of each rank, numbered in the order of their lowest ranks.
 
+    Ranks are on one node if they reach each other's memory; where no two do, if their machine is the same.
+
     Collective: all ranks of the communicator call this.
     """
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    except OSError:
-        boot = ""
-    names = share_text(control_of(comm), f"{socket.gethostname()} {boot}")
+    control = control_of(comm)
+    homes = control.reach.homes
+    names: Sequence[object] = homes
+    if len(set(homes)) == len(homes):
+        try:
+            boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        except OSError:
+            boot = ""
+        names = share_text(control, f"{socket.gethostname()} {boot}")
     numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
     return [numbers[name] for name in names]
 
