@@ -229,7 +229,7 @@ def _result(program: Program, comm: Communicator, is_last: bool, pool: BufferPoo
     """Return a new array for a result; what is between two steps lies where the others read it."""
     if program.shape is None:
         return None
-    dtype = dtypes.get(program.dtype).in_memory(comm.xp)
+    dtype = program.dtype if comm.xp is np else dtypes.get(program.dtype).in_memory(comm.xp)
     if comm.xp is np and not is_last:
         return comm.empty(program.shape, dtype)
     if is_last and pool is not None:

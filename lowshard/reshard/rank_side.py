@@ -157,12 +157,14 @@ class Side:
 
     def refresh(self) -> bool:
         """Take quantised sources anew; return whether there are any: they lie elsewhere each time."""
+        if not self._quantised:
+            return False
         for entry in self._quantised:
             self._errors.guard(self._look_up_source, entry)
         for item in (*self.keeps, *(i for found in self.gives.values() for i in found)):
             if item.array in self._quantised and not item.hands_on:
                 item.source = self._src[item.array]
-        return bool(self._quantised)
+        return True
 
     def close(self) -> None:
         """Let go of arrays."""

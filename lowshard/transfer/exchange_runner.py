@@ -66,9 +66,8 @@ def run(program: Program, local: Array | None, out: Array | None, comm: Communic
     if not program.moves:
         _Run(program, local, out, comm, 1, SENT).take(0)
     elif reads_peers(program):
-        exchange = program.exchange
         comm.step(
-            program.name, f"{program.name} {exchange.src} -> {exchange.dst}", _by_memory, program, local, out, comm,
+            program.name, program.text, _by_memory, program, local, out, comm,
             sent_bytes=program.sent_bytes, received_bytes=program.received_bytes,
             reached_bytes=program.reached_bytes, key=("move", program.serial),
         )  # fmt: skip
@@ -191,7 +190,7 @@ class _Run:
             return self.received, source.got
         view, half = self._seen(source.rank)
         if half is None:
-            return view.reshape(program.exchange.src.local_shape(source.rank)), source.index
+            return view.reshape(program.near_shapes[source.rank]), source.index
         return view[(number & 1) * half :], source.start
 
     def _seen(self, rank: int) -> tuple[Array, int | None]:
@@ -224,7 +223,7 @@ class _Run:
     def _read_across(self, number: int, rank: int, chunks: Sequence[Chunk]) -> None:
         program = self._program
         assert self.published is not None
-        copies = self._copies(number, rank, chunks, program.exchange.src.local_shape(rank))
+        copies = self._copies(number, rank, chunks, program.near_shapes[rank])
         try:
             copies.read_across(rank, self._comm.reach.pid(rank), self.published.address(rank), self._out)
         except LowshardError as error:  # the others wait for this rank

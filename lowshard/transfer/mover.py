@@ -90,6 +90,7 @@ class Mover:
         self._into: list[Array] = []
         self._theirs: Published | None = None
         self._sizes, self._meets = (0, 0), False
+        self._slots: dict[tuple[int, int], Array] = {}
         self.version = 0
         given, taken = _items(gives), _items(takes)
         self.sent_bytes = sum(_wire_bytes(i.sent) for i in given)
@@ -323,8 +324,8 @@ class Mover:
         """
         reach, mail = self._comm.reach, self._mail
         self.version = version
-        if self._has_run:  # put what others read into huge pages: what is moved more than once gains by it
-            settle(self._unsettled)
+        if self._has_run and self._unsettled:
+            settle(self._unsettled)  # what others read more than once they read faster out of huge pages
             self._unsettled = []
         self._has_run = True
         if self._reads:
@@ -370,8 +371,11 @@ class Mover:
             self._comm.traffic.add("reshard", self._near_sent, self._near_received, self._near_received)
 
     def _slot_of(self, peer: int, number: int) -> Array:
-        assert self._theirs is not None
-        return self._theirs.view(peer, number & 1)
+        slot = self._slots.get((peer, number & 1))
+        if slot is None:
+            assert self._theirs is not None
+            slot = self._slots[peer, number & 1] = self._theirs.view(peer, number & 1)
+        return slot
 
     def _pack(self, number: int, bucket: Bucket, slot: Array) -> None:
         found = known = self._packers.get((number, True))

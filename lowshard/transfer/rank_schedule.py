@@ -160,6 +160,11 @@ class Program:
         return found
 
     @cached_property
+    def text(self) -> str:
+        """What errors and the record of calls say of it."""
+        return f"{self.name} {self.exchange.src} -> {self.exchange.dst}"
+
+    @cached_property
     def _near_pieces(self) -> tuple[Piece, ...]:
         rank = self.rank
         return tuple(
@@ -189,6 +194,12 @@ class Program:
         )
 
     @cached_property
+    def near_shapes(self) -> dict[int, tuple[int, ...]]:
+        """By peer that this rank takes from, the shape of its array."""
+        found = {piece.src_rank for piece in self.exchange.incoming(self.rank)}
+        return {rank: self.exchange.src.local_shape(rank) for rank in found & self.near}
+
+    @cached_property
     def reached_bytes(self) -> int:
         """Bytes that this rank takes of its peers."""
         rank, near = self.rank, self.near
@@ -202,12 +213,6 @@ class Program:
             return None
         chunks = self.round(0, 1, SENT).chunks
         return chunks[0].sources[0].index if len(chunks) == 1 else None
-
-    @cached_property
-    def near_sources(self) -> tuple[int, ...]:
-        """The peers that this rank takes from."""
-        found = {piece.src_rank for piece in self.exchange.incoming(self.rank)}
-        return tuple(sorted((found & self.near) - {self.rank}))
 
 
 @dataclass(frozen=True)

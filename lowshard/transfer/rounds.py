@@ -76,13 +76,14 @@ class Mail:
         """Before a round is filled: wait for what was sent out of its half, and expect what comes in the round."""
         half = number & 1
         _wait(self._sent[half])
-        start = self._comm.start
-        self._coming[half] += [start.recv(self._into[half][a:b], r) for r, a, b in self._receives[number]]
+        for r, a, b in self._receives[number]:
+            self._coming[half].append(self._comm.start.recv(self._into[half][a:b], r))
 
     def send(self, number: int) -> None:
         """Send what a round was filled with."""
-        half, start = number & 1, self._comm.start
-        self._sent[half] += [start.send(self._out[half][a:b], r) for r, a, b in self._sends[number]]
+        half = number & 1
+        for r, a, b in self._sends[number]:
+            self._sent[half].append(self._comm.start.send(self._out[half][a:b], r))
 
     def take(self, number: int) -> dict[int, Array]:
         """Wait for what comes in a round, and return it by rank."""

@@ -121,12 +121,12 @@ class BoxCopy:
     ) -> None:  # fmt: skip
         self.table = run_table(sources, targets, src_base, dst_base, itemsize)
         of = self.table.total_elems * itemsize if result_bytes is None else result_bytes
-        self._streams = of >= STREAMED_BYTES
+        self._streams, self._is_empty = of >= STREAMED_BYTES, not self.table.boxes
         self._calls: dict[tuple[int, int, bool], Callable[[], None]] = {}
 
     def run(self, src: Array, dst: Array) -> None:
         """Copy; `src` and `dst` begin where the bases say."""
-        if self.table.boxes:
+        if not self._is_empty:
             _copier(engine_for(dst), src, dst, self.table, self._streams)()
 
     def read_across(self, rank: int, pid: int, at: int, dst: Array) -> None:
@@ -137,7 +137,7 @@ class BoxCopy:
         """
         from lowshard.transfer.cross_memory import read_boxes
 
-        if self.table.boxes and not read_boxes(pid, self.table, at, address(dst)):
+        if not self._is_empty and not read_boxes(pid, self.table, at, address(dst)):
             raise CommError(
                 f"the memory of rank {rank} could not be read; set LOWSHARD_CROSS_MEMORY=off to go without if it lives "
                 "and may not be read"
@@ -152,7 +152,7 @@ class BoxCopy:
             past_caches: how to write.
             fetching: the sources are in no cache.
         """
-        if not self.table.boxes:
+        if self._is_empty:
             return
         call = self._calls.get(key := (address(src), address(dst), past_caches))
         if call is None:
