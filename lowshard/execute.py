@@ -38,7 +38,8 @@ def execute(
     ranks, so the bits are the same on every transport.
 
     Beside local and result nothing is held but what one step leaves for the next, no larger than the two, and one
-    slab of bounded size. Arrays of `comm.empty` are read where they lie; others take one more pass.
+    slab of bounded size. Among ranks of a node arrays of `comm.empty` are read where they lie, and so are others where
+    their boxes are long runs and the system allows it; else they take one more pass.
 
     Every rank raises the same error, whichever rank is at fault.
 

@@ -311,8 +311,8 @@ def _program(name: str, exchange: Exchange, rank: int, homes: tuple[int, ...]) -
     dst_box = exchange.dst.box(rank) if rank in exchange.dst.mesh else None
     # The first shard is the largest; the same number on all ranks.
     largest = max(
-        volume(exchange.src._box_at([0] * exchange.src.mesh.ndim)),
-        volume(exchange.dst._box_at([0] * exchange.dst.mesh.ndim)) * exchange.terms,
+        exchange.src.local_elems(exchange.src.mesh.ranks[0]),
+        exchange.dst.local_elems(exchange.dst.mesh.ranks[0]) * exchange.terms,
     )
     near = frozenset(r for r, home in enumerate(homes) if home == homes[rank])
     return Program(
