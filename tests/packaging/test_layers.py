@@ -72,6 +72,7 @@ FLOORS: dict[str, str] = {
     "lowshard.reshard.cache_layouts": "3",
     "lowshard.reshard.content_digest": "4",
     "lowshard.reshard.peer_read": "4",
+    "lowshard.reshard.published_tensors": "4",
     "lowshard.reshard.bucket_channel": "4",
     "lowshard.reshard.piece_checksum": "4",
     "lowshard.reshard.transform_contract": "4",
