@@ -46,7 +46,8 @@ class Place:
 
     def part(self, memory: np.ndarray, box: Box) -> np.ndarray:
         """Return a box of the tensor in a snapshot's bytes."""
-        return box_of(self.view(memory), box)
+        found: np.ndarray = box_of(self.view(memory), box)
+        return found
 
     def view(self, memory: np.ndarray) -> np.ndarray:
         """Return the tensor in a snapshot's bytes."""
