@@ -128,7 +128,7 @@ class Subscriber:
         self._version: int | None = None
         self._attempt, self._closed = 0, False
         self._control: Line | None = None
-        self._table_text = ""
+        self._table_text, self._offers, self._proven = "", "", b""
         self._source: _Source | None = None
         self._vote = Vote(self._comm)
 
@@ -193,7 +193,7 @@ class Subscriber:
                 said = self._asked(end_s)
             said = json.loads(share_text(self._comm, json.dumps(said))[0])
             if "table" in said:
-                self._take_table(said["table"])
+                self._take_table(*said["table"])
             if "error" in said:
                 kind, text = said["error"]
                 raise {"PeerFailed": PeerFailed, "TimedOut": TimedOut}.get(kind, CommError)(text)
@@ -210,12 +210,11 @@ class Subscriber:
         try:
             if self._control is None:
                 self._connect(end_s)
-                said["table"] = self._table_text
+                said["table"] = [self._table_text, self._proven.hex()]
             assert self._control is not None
-            mark = json.loads(self._table_text)["mark"]
-            newer = self._version if mark == self._mark else None
+            newer = self._version if self._offers == self._mark else None
             wait_s = min(WANT_S, max(0.0, end_s - time.monotonic()))
-            self._control.say(Request("want", mark, newer, wait_s))
+            self._control.say(Request("want", self._offers, newer, wait_s))
             answer = self._control.hear(read_answer, time.monotonic() + WANT_S + _TURN_S + STALLED_S / 3)
             if answer.state == "here":
                 said["offer"] = vars(answer)
@@ -245,25 +244,22 @@ class Subscriber:
         self._control = line
         line.say(self._greeting)
         table: Table = line.hear(read_table, time.monotonic() + STALLED_S)
-        self._table_text = json.dumps(
-            {**vars(table), "stations": [vars(one) for one in table.stations], "token": token.hex()}
-        )
+        self._offers = table.mark
+        self._table_text = json.dumps({**vars(table), "stations": [vars(one) for one in table.stations]})
+        self._proven = token
 
-    def _take_table(self, text: str) -> None:
+    def _take_table(self, text: str, token: str) -> None:
         """Plan for what a publisher has. All ranks do so from the same text and come to the same."""
-        data = json.loads(text)
-        token = bytes.fromhex(data.pop("token"))
-        stations = tuple(Station(tuple(s["addresses"]), s["network"], s["pid"]) for s in data.pop("stations"))
-        have = {name: TensorLayout.from_json(layout) for name, layout in data["layouts"].items()}
         if self._source is not None:
             self._source.close()
             self._source = None
         error: LowshardError | None = None
         try:
-            ranks = len(stations)
-            wanted = {name: shifted(layout, ranks) for name, layout in self._layouts.items()}
-            plan = build_reshard_plan(have, wanted)
-            self._source = _Source(data["mark"], token, stations, have, plan, ranks + self._comm.rank)
+            table = read_table.text(text)
+            ranks = len(table.stations)
+            have = {name: TensorLayout.from_json(layout) for name, layout in table.layouts.items()}
+            plan = build_reshard_plan(have, {n: shifted(x, ranks) for n, x in self._layouts.items()})
+            self._source = _Source(table, bytes.fromhex(token), have, plan, ranks + self._comm.rank)
         except LowshardError as found:
             error = found
             self._disconnect()
@@ -337,19 +333,12 @@ class _Source:
     """The ranks of one publisher, and what this rank gets from each."""
 
     def __init__(
-        self,
-        mark: str,
-        token: bytes,
-        stations: tuple[Station, ...],
-        have: Mapping[str, TensorLayout],
-        plan: ReshardPlan,
-        rank: int,
+        self, table: Table, token: bytes, have: Mapping[str, TensorLayout], plan: ReshardPlan, rank: int
     ) -> None:
-        self.mark, self._token, self._plan = mark, token, plan
-        self._places = {peer: places_of(have, peer)[0] for peer in plan.for_rank(rank).receives}
-        self._peers = [
-            _Peer(peer, stations[peer], moves) for peer, moves in plan.for_rank(rank).receives.items()
-        ]
+        self.mark, self._token, self._plan = table.mark, token, plan
+        received = plan.for_rank(rank).receives
+        self._places = {peer: places_of(have, peer)[0] for peer in received}
+        self._peers = [_Peer(peer, table.stations[peer], moves) for peer, moves in received.items()]
 
     def fetch(self, number: int, target: Mapping[str, Array]) -> None:
         """Write a snapshot's boxes into this rank's arrays.
