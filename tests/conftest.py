@@ -51,10 +51,11 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     """Let two processes share the files of a default run over everything, where pytest-xdist is installed."""
     option = config.option
     is_everything = config.args_source is not pytest.Config.ArgsSource.ARGS
-    plain = not any(
-        (option.full, option.markexpr, option.keyword, option.usepdb, option.capture == "no", option.lf)
+    other = (option.full, option.markexpr, option.keyword, option.usepdb, getattr(option, "lf", False))
+    is_plain = (
+        is_everything and not any(other) and option.capture != "no" and not hasattr(config, "workerinput")
     )
-    if is_everything and plain and getattr(option, "numprocesses", 0) is None and option.dist == "no":
+    if is_plain and getattr(option, "numprocesses", 0) is None and option.dist == "no":
         option.numprocesses, option.dist = PROCESSES, "loadfile"
 
 
@@ -98,10 +99,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     def stays(item: pytest.Item) -> bool:
         if not mode.full() and item.get_closest_marker("full_only"):
             return False
-        # The cases of a function stay together: one job serves many of them.
-        function = item.nodeid.partition("[")[0]
         return parts == 1 or (
-            zlib.crc32(function.encode()) % parts == index and not item.get_closest_marker("alone")
+            mode.part_of(item.nodeid, parts) == index and not item.get_closest_marker("alone")
         )
 
     if (
