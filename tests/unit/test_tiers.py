@@ -5,10 +5,9 @@ from __future__ import annotations
 from support import durations, mode, skips
 
 
-def test_the_recorded_files_are_here_and_fit_the_time_of_a_default_run() -> None:
+def test_the_recorded_files_fit_the_time_of_a_default_run() -> None:
     unit_s, files = durations.recorded()
     assert unit_s > 0
-    assert [path for path in files if not (durations.TESTS.parent / path).is_file()] == []
     assert sum(files.values()) <= durations.TOTAL_S
 
 
