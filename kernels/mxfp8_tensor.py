@@ -185,7 +185,10 @@ def scale_shape(shape: tuple[int, ...], name: str) -> tuple[int, ...]:
 def _require_bytes(q: MXFP8Tensor | SwizzledMXFP8, kind: str) -> None:
     reference.element_format(q.elem)
     for name, array in (("data", q.data), ("scale", q.scale)):
-        dtype = require_array(array, name).dtype
+        seen = require_array(array, name)
+        if not hasattr(array, "shape"):  # a bare buffer, which is an array from here on
+            object.__setattr__(q, name, seen)
+        dtype = seen.dtype
         if dtype != np.uint8:
             raise DTypeError(
                 f"{name} of {kind} holds raw bytes: expected uint8, got {dtype.name}; "

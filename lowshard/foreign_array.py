@@ -25,7 +25,8 @@ Array = Any  # a NumPy or CuPy array; CuPy ships no types
 Seen = Callable[[Any, str], Array]
 
 READ_ONLY = (
-    "is written to, but the array is read-only: such arrays (JAX's always are) are taken as sources only"
+    "is written to, but the array is read-only: such arrays (JAX's always are) are sources only; pass one that can be "
+    "written"
 )
 """What errors say of a result that cannot be written."""
 
@@ -82,7 +83,7 @@ def view_or_same(value: object) -> Any:
         return value
 
 
-def like(result: Any, given: object = None) -> Any:
+def like(result: Any, given: object = None, *, apart: bool = False) -> Any:
     """Return a new NumPy or CuPy array as one of the library that an input is of, over the same memory.
 
     JAX takes memory that begins on a cache line as it is, and copies the rest. What is no new array of ours stays.
@@ -90,12 +91,14 @@ def like(result: Any, given: object = None) -> Any:
     Args:
         result: the array, or None.
         given: the input.
+        apart: where the result is read-only since its memory is another array's too, give torch, which has no read-only
+            tensors, a copy.
     """
     kind = type(given)
     if kind is np.ndarray or result is None or not _is_foreign(given) or _is_foreign(result):
         return result
     if _is_torch(kind):
-        return _to_torch(result)
+        return _to_torch(result.copy() if apart and _is_read_only(result) else result)
     if _is_jax(kind):
         return _to_jax(result, given)
     namespace = getattr(kind, "__array_namespace__", None)  # of the array API standard
@@ -236,18 +239,19 @@ def _torch_error(tensor: Any, name: str, cause: Exception | None) -> LowshardErr
     )
 
 
+def _is_read_only(array: Array) -> bool:
+    return isinstance(array, np.ndarray) and not array.flags.writeable
+
+
 def _to_torch(result: Array) -> Any:
     torch = sys.modules["torch"]
-    on_host = isinstance(result, np.ndarray)
     row = dtypes.get(result.dtype)
-    whole = result
-    if not row.in_numpy:
-        whole = result.view(np.int16 if row.bits == 16 else np.uint8)
-    if not on_host:
+    whole = result if row.in_numpy else result.view(np.int16 if row.bits == 16 else np.uint8)
+    if not isinstance(result, np.ndarray):
         made = torch.from_dlpack(whole)
     else:
         # torch has no read-only tensors, and warns of an array that is.
-        made = torch.from_numpy(whole if whole.flags.writeable else np.asarray(_Writeable(whole)))
+        made = torch.from_numpy(np.asarray(_Writeable(whole)) if _is_read_only(whole) else whole)
     return made if row.in_numpy else made.view(getattr(torch, row.name))
 
 
