@@ -13,6 +13,7 @@ from lowshard.comm.agreement import agree, share
 from lowshard.comm.protocol import Communicator
 from lowshard.comm.work import Stream
 from lowshard.errors import CommError, LowshardError, MismatchError, PlanError
+from lowshard.foreign_array import like, view_of
 from lowshard.reshard.published_tensors import version_number
 from lowshard.reshard.reshard_plan import ReshardPlan
 from lowshard.reshard.reshard_run import Report, Reshard, Settings, argument_error
@@ -91,12 +92,15 @@ class Refit:
                 raise PlanError(f"buffering is 'double' or 'in_place', got {buffering!r}")
             if version is not None:
                 self._version = version_number(version)
-            sets.append(dict(dst or {}))
+            given = dict(dst or {})
+            sets.append({n: view_of(a, str(n)) for n, a in given.items()})
+            served.append(given)
             if buffering == "double":
                 sets.append({n: _twin(comm, a) for n, a in sets[0].items()})
+                served.append({n: like(a, given[n]) for n, a in sets[1].items()})
                 transforms.append(None if transform is None else transform.twin())
             served = [
-                a if how is None else {**a, **how.stored()} for a, how in zip(sets, transforms, strict=True)
+                a if how is None else {**a, **how.stored()} for a, how in zip(served, transforms, strict=True)
             ]
             digest = hashlib.blake2b(f"{plan.digest()} {buffering}".encode(), digest_size=16).digest()
         except Exception as caught:
@@ -128,7 +132,8 @@ class Refit:
     def weights(self) -> Mapping[str, Any]:
         """What holds the version that is served, by name. Ask again after each refit.
 
-        Destination arrays; for tensors that a transform stores, what it stores them in: an `MXFP8Tensor`, say.
+        Destination arrays, those that were given or others of their library; for tensors that a transform stores, what
+        it stores them in: an `MXFP8Tensor`, say.
         """
         return MappingProxyType(self._served[self._live])
 

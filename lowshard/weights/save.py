@@ -28,6 +28,7 @@ from lowshard.checkpoint.read_shares import shares
 from lowshard.checkpoint.writer import box_of, check_state, reserve, write_at, write_checkpoint
 from lowshard.comm import Communicator, agree, loopback
 from lowshard.errors import CheckpointError
+from lowshard.foreign_array import view_of
 from lowshard.layout import Layout
 from lowshard.tiling import Tiling
 
@@ -228,7 +229,7 @@ def _save_sharded(
                 return []
             with ShardFile(commit.data_file(comm.rank, comm.size), items) as file:
                 for item in items:
-                    array = state[item.name][1]
+                    array = view_of(state[item.name][1], item.name)
                     assert array is not None  # checked
                     for piece in _pieces(box_of(array, tilings[item.name], comm.rank, item.box)):
                         file.put(item.key, piece)

@@ -31,6 +31,7 @@ FLOORS: dict[str, str] = {
     "lowshard.settings": "0",
     "lowshard.streams": "0",
     "lowshard.gpu_stream": "0",
+    "lowshard.foreign_array": "0",
     "lowshard.nearest": "0",
     "lowshard.owned": "0",
     "lowshard.compiled": "0",
