@@ -35,6 +35,7 @@ from lowshard.weights.name_pattern import NamePatterns, Sizes
 from lowshard.weights.quantization import Quantization
 from lowshard.weights.ruled import RuledGrid
 from lowshard.weights.save import Item, ShardFile, commit_index, items_of
+from lowshard.weights.scale_cut import weights_of_scales
 
 MIN_MEMORY_BYTES = 256_000_000
 FORMAT = MXFP8["e4m3"]
@@ -117,7 +118,9 @@ class ConvertPlan:
         shapes = {name: (t.dtype, t.shape) for name, t in catalog.tensors.items()}
         quantised: dict[str, BlockFormat] = {}
         if settings.mxfp8:
-            quantised = {n: FORMAT for n, (dtype, shape) in sorted(shapes.items()) if _fits(n, dtype, shape)}
+            scales = weights_of_scales({name: shape for name, (_, shape) in shapes.items()})
+            linear = (n for n, (dtype, shape) in sorted(shapes.items()) if _fits(n, dtype, shape))
+            quantised = {n: FORMAT for n in linear if n not in scales}
         for name, form in quantised.items():
             if name + form.suffix in shapes:
                 raise ShardingError(
