@@ -18,7 +18,7 @@ from lowshard.rules.checkpoint_rules import tensor_layouts
 from lowshard.rules.golden import read_dump
 from lowshard.rules.rules_command import EXAMPLES
 
-HERE = Path(__file__).resolve().parents[1] / "goldens"
+HERE = Path(__file__).resolve().parents[1] / "data" / "goldens"
 LOGICAL = str(HERE / "ep-as-cp-8" / "logical_shardings.json")
 RULES = ["--rules", "ep-as-cp", "--devices", "8", "--ici", "fsdp=-1,expert=2"]
 
@@ -271,6 +271,7 @@ def test_a_checkpoint_s_header_is_enough(run: Any, tmp_path: Path) -> None:
 # ---- size
 
 
+@pytest.mark.full_only
 @pytest.mark.time_limit(60)
 def test_a_hundred_thousand_parameters_on_sixteen_thousand_devices_take_less_than_two_seconds() -> None:
     rules = load_rules("default")

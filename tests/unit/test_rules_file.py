@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import yaml
+from support.recorded import MAXTEXT
 
 from lowshard.rules import READY_MADE, RulesError, load_rules, make_rules, parse_rules
 from lowshard.rules.loading import read_rules_file, ready_made_text
 
-GOLDENS = Path(__file__).resolve().parents[2].parent / "shared" / "maxtext-goldens"
 HEAD = "mesh_axes: [x, y]\ndata_sharding: [[x]]\n"
 
 
@@ -316,9 +316,7 @@ def test_a_batch_is_laid_out_by_data_sharding() -> None:
 
 @pytest.mark.parametrize("name", READY_MADE)
 def test_a_ready_made_file_means_what_maxtext_s_file_means(name: str) -> None:
-    original = GOLDENS / "rules" / f"{name}.yml"
-    if not original.exists():
-        pytest.skip(f"MaxText's own files are not beside this checkout ({original})")
+    original = MAXTEXT / "rules" / f"{name}.yml"
     ours, theirs = load_rules(name, mode="strict"), load_rules(original, mode="strict")
     assert [(r.name, r.axes) for r in ours.logical_axis_rules] == [
         (r.name, r.axes) for r in theirs.logical_axis_rules
