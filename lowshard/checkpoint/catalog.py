@@ -17,10 +17,10 @@ from typing import Any
 from lowshard.argument import brief, instance, items, mapping
 from lowshard.argument import path as check_path
 from lowshard.box import Box, full_box, shape_of, volume
-from lowshard.checkpoint.checkpoint_index import INDEX_NAME, Index, read_index
+from lowshard.checkpoint.checkpoint_index import INDEX_NAME, Index, IndexedTensor, Part, read_index
 from lowshard.checkpoint.crc import Key, crc32
 from lowshard.checkpoint.header import FilePath, Header, TensorEntry, read_header
-from lowshard.checkpoint.hf_index import HF_INDEX
+from lowshard.checkpoint.hf_index import DATA_NAME, HF_INDEX
 from lowshard.checkpoint.read_shares import disjoint
 from lowshard.errors import CheckpointError
 from lowshard.nearest import nearest
@@ -150,6 +150,11 @@ class Catalog:
         found = sorted(p for p in path.glob("*.safetensors") if not p.name.startswith("."))
         if len(found) == 1:
             return _of_plain(found, str(path))
+        if any(DATA_NAME.fullmatch(p.name) for p in found):
+            raise CheckpointError(
+                f"{path}: its {len(found)} files are parts of a sharded checkpoint, and {INDEX_NAME}, which says "
+                "of what, is missing: put it back"
+            )
         raise CheckpointError(
             f"{path}: a checkpoint's folder has {INDEX_NAME}, {HF_INDEX}, model.safetensors or one .safetensors "
             f"file; it has {len(found)} of those files and no index"
@@ -278,19 +283,26 @@ def _of_index(folder: Path) -> Catalog:
         raise CheckpointError(f"{folder}: new checkpoints are put in place faster than one can be opened")
     tensors = {}
     for name, indexed in index.tensors.items():
-        parts = []
-        for p in indexed.parts:
-            entry = headers[p.file].entry(p.key)
-            if entry.dtype != indexed.dtype or entry.shape != shape_of(p.box):
-                raise CheckpointError(
-                    f"{folder / p.file}: tensor {name!r}: the index has {indexed.dtype}{list(shape_of(p.box))} there, "
-                    f"the file {entry.dtype}{list(entry.shape)}"
-                )
-            parts.append(StoredPart(headers[p.file].path, entry, p.box, tuple(a for a, _ in p.box), p.crc32))
+        parts = tuple(stored_part(name, indexed, p, headers[p.file]) for p in indexed.parts)
         tensors[name] = StoredTensor(
-            name, indexed.dtype, indexed.shape, tuple(parts), indexed.strategy, indexed.tiling
+            name, indexed.dtype, indexed.shape, parts, indexed.strategy, indexed.tiling
         )
     return Catalog(str(folder), tensors, index.metadata, index.num_ranks, _digest(tensors))
+
+
+def stored_part(name: str, tensor: IndexedTensor, part: Part, header: Header) -> StoredPart:
+    """Return where a part of a tensor lies in its file.
+
+    Raises:
+        CheckpointError: the file has another array there, or none.
+    """
+    entry = header.entry(part.key)
+    if entry.dtype != tensor.dtype or entry.shape != shape_of(part.box):
+        raise CheckpointError(
+            f"{header.path}: tensor {name!r}: the index has {tensor.dtype}{list(shape_of(part.box))} there, "
+            f"the file {entry.dtype}{list(entry.shape)}"
+        )
+    return StoredPart(header.path, entry, part.box, tuple(a for a, _ in part.box), part.crc32)
 
 
 def _missing(path: Path, index: str, tensors: Sequence[str]) -> str:
