@@ -94,6 +94,7 @@ FLOORS: dict[str, str] = {
     "lowshard.op": "4",
     "lowshard": "4",
     "lowshard.checkpoint": "5",
+    "lowshard.checkpoint.inspect_command": "7",
     "lowshard.weights": "5",
     "lowshard.weights.reshard_command": "7",
     "lowshard.fsdp": "5",
