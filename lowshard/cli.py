@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 
 from lowshard._version import __version__
+from lowshard.command_parser import CommandParser
 from lowshard.errors import LowshardError
 from lowshard.streams import open_closed_streams
 
@@ -17,7 +17,7 @@ EPILOG = (
 )
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> CommandParser:
     """Return the parser of every subcommand."""
     from lowshard.bench.bench_command import add_bench_parser
     from lowshard.demo.demo_command import add_demo_parser
@@ -28,7 +28,7 @@ def build_parser() -> argparse.ArgumentParser:
     from lowshard.solver.solve_command import add_solve_parser
     from lowshard.weights.reshard_command import add_reshard_parser
 
-    parser = argparse.ArgumentParser(prog="lowshard", description=DESCRIPTION, epilog=EPILOG)
+    parser = CommandParser(prog="lowshard", description=DESCRIPTION, epilog=EPILOG)
     parser.add_argument("--version", action="version", version=f"lowshard {__version__}")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     add_demo_parser(subparsers)
