@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Sequence
 
@@ -17,7 +18,7 @@ EPILOG = (
 )
 
 
-def build_parser() -> CommandParser:
+def build_parser() -> argparse.ArgumentParser:
     """Return the parser of every subcommand."""
     from lowshard.bench.bench_command import add_bench_parser
     from lowshard.demo.demo_command import add_demo_parser
@@ -28,7 +29,7 @@ def build_parser() -> CommandParser:
     from lowshard.solver.solve_command import add_solve_parser
     from lowshard.weights.reshard_command import add_reshard_parser
 
-    parser = CommandParser(prog="lowshard", description=DESCRIPTION, epilog=EPILOG)
+    parser: argparse.ArgumentParser = CommandParser(prog="lowshard", description=DESCRIPTION, epilog=EPILOG)
     parser.add_argument("--version", action="version", version=f"lowshard {__version__}")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     add_demo_parser(subparsers)
