@@ -8,6 +8,7 @@ nothing.
 
 from __future__ import annotations
 
+from lowshard.kernels.bit_sums import content_sum
 from lowshard.kernels.float_cast import cast, sum_into
 from lowshard.kernels.fused import pack_quantize, unpack_dequantize
 from lowshard.kernels.mxfp8 import dequantize_mxfp8, quantize_mxfp8
@@ -22,6 +23,7 @@ __all__ = [
     "SwizzledMXFP8",
     "adamw_step",
     "cast",
+    "content_sum",
     "dequantize_mxfp8",
     "pack",
     "pack_quantize",
@@ -33,3 +35,7 @@ __all__ = [
     "unpack_dequantize",
     "unswizzle_scales",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

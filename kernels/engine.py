@@ -12,6 +12,7 @@ from functools import cache
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from lowshard.errors import DependencyError, KernelError
 from lowshard.kernels.buffer import Array, is_gpu
@@ -127,6 +128,9 @@ class HostEngine(Engine, Protocol):
 
         fetching: the source is in no cache; without it rows that are in one are copied faster.
         """
+
+    def weigh(self, src: Array, runs: RunTable) -> npt.NDArray[np.uint32]:
+        """Return the weighted sums of a source's bits; the table's target side counts elements of the whole array."""
 
 
 @cache

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lowshard.kernels import reference
+from lowshard.kernels import reference, unit_weights
 from lowshard.kernels.buffer import Array, address
 from lowshard.kernels.reference import BLOCK_ELEMS, Elem, Mode
 from lowshard.kernels.runs import DST_OFFSET, FIRST_DIM, RUN, SRC_OFFSET, RunTable, whole_array_runs
@@ -146,6 +146,21 @@ class PlainEngine:
                     b[...] = d
                 p[...] = p - d * lr
 
+    def weigh(self, src: Array, runs: RunTable) -> npt.NDArray[np.uint32]:
+        """Return the weighted sums of a source's bits."""
+        width = unit_weights.unit_bytes(runs.src_itemsize)
+        units = runs.src_itemsize // width
+        total = np.zeros(unit_weights.SUMS, np.uint32)
+        raw = np.dtype((np.void, runs.src_itemsize))
+        for tile, elems in zip(_boxes(src, raw, runs, SRC_OFFSET), _places(runs), strict=True):
+            places = elems.reshape(-1, 1) * units + np.arange(units)
+            values = np.ascontiguousarray(tile).reshape(-1).view(np.uint8 if width == 1 else np.int16)
+            weights = unit_weights.table()[:, places.reshape(-1) % unit_weights.BLOCK_UNITS].astype(np.uint32)
+            factors = unit_weights.factors(places.reshape(-1) // unit_weights.BLOCK_UNITS)
+            weighed = values.astype(np.int32).astype(np.uint32) * weights * factors.T
+            total += weighed.sum(axis=1, dtype=np.uint32)
+        return total
+
     def swizzle(self, scale: Array, out: Array) -> None:
         """Write uint8 [rows, cols] in the 128x4 layout."""
         rows, cols = scale.shape
@@ -207,6 +222,18 @@ def _boxes(array: Array, dtype: np.dtype[Any], runs: RunTable, side: int, per: i
             shape = (*extents[:-1], extents[-1] // per)
             steps = (*(stride // per for stride in strides[:-1]), itemsize)
             yield np.asarray(_Window(array, start_address + offset // per, dtype.str, shape, steps))
+
+
+def _places(runs: RunTable) -> Iterator[npt.NDArray[np.int64]]:
+    """Yield where the elements of every box lie on the side written, in elements, cut as `_boxes` cuts."""
+    for column in runs.columns.T.tolist():
+        dims = [column[i : i + 3] for i in range(FIRST_DIM, len(column), 3)][::-1]
+        counts, steps = [*(dim[0] for dim in dims), column[RUN]], [*(dim[2] for dim in dims), 1]
+        for begin, extents in _cuts(counts):
+            places = np.array(column[DST_OFFSET], np.int64)
+            for first, extent, step in zip(begin, extents, steps, strict=True):
+                places = places[..., None] + np.arange(first, first + extent) * step
+            yield places
 
 
 def _cuts(counts: list[int]) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:

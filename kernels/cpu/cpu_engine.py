@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 from functools import cache, partial
 
 import numpy as np
+import numpy.typing as npt
 
 from lowshard.compiled import numba_fault
-from lowshard.kernels import reference
+from lowshard.kernels import reference, unit_weights
 from lowshard.kernels.buffer import Array, address, dtype_name
 from lowshard.kernels.cpu import copy, cpu_cast, dequantize, quantize  # noqa: F401  their overloads
 from lowshard.kernels.cpu.cpu_optimizer import adamw_kernel, sgd_kernel
@@ -25,9 +26,11 @@ from lowshard.kernels.cpu.gather import (
 from lowshard.kernels.cpu.scalar import DTYPE_CODES
 from lowshard.kernels.cpu.scales import swizzle_kernel
 from lowshard.kernels.cpu.total import sum_kernel
+from lowshard.kernels.cpu.weigh import LANES, SCRATCH_ELEMS, weigh_kernel
 from lowshard.kernels.mxfp8_tensor import TILE_ROWS, swizzled_bytes
 from lowshard.kernels.reference import BLOCK_ELEMS, Elem, Mode
 from lowshard.kernels.runs import RunTable, whole_array_runs
+from lowshard.kernels.unit_weights import SUMS
 
 # Outputs from this size on are written past the caches: nobody reads all of them again before they would be
 # evicted anyway, and a line that is overwritten whole need not be read first.
@@ -198,6 +201,15 @@ class NumbaEngine:
     def sgd(self, param: Array, grad: Array, buffer: Array, mode: int, scalars: Sequence[float]) -> None:
         """Run one step of SGD in one pass."""
         sgd_kernel(mode)(param, grad, buffer, np.array(scalars, np.float32))
+
+    def weigh(self, src: Array, runs: RunTable) -> npt.NDArray[np.uint32]:
+        """Return the weighted sums of a source's bits."""
+        width, table = unit_weights.unit_bytes(runs.src_itemsize), unit_weights.table()
+        scratch = np.zeros(SCRATCH_ELEMS, np.uint32)
+        units = runs.src_itemsize // width
+        weigh_kernel(width)(runs.columns, address(src), units, address(table), address(scratch))
+        sums: npt.NDArray[np.uint32] = scratch[: SUMS * LANES].reshape(SUMS, LANES).sum(1, dtype=np.uint32)
+        return sums
 
     def swizzle(self, scale: Array, out: Array) -> None:
         """Write uint8 [rows, cols] in the 128x4 layout."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from lowshard.kernels import SwizzledMXFP8
 from lowshard.reshard.cache_layouts import kv_cache_layout, ssm_state_layouts
+from lowshard.reshard.content_digest import digest
 from lowshard.reshard.cut import Cut
 from lowshard.reshard.mxfp8_transform import (
     MXFP8ReshardTransform,
@@ -36,6 +37,7 @@ __all__ = [
     "SwizzledMXFP8",
     "TensorLayout",
     "build_reshard_plan",
+    "digest",
     "ensure_sendable",
     "execute_reshard_plan",
     "kv_cache_layout",
@@ -44,3 +46,7 @@ __all__ = [
     "simulate",
     "ssm_state_layouts",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -58,8 +58,9 @@ class Refit:
             travels is checked, and sources are not read where they lie, for which that would take longer.
 
     Raises:
-        As `Reshard`; PlanError for "double" with a transform that has no twin, or another buffering or version than
-            said; CommError where a rank has no memory for the second set.
+        PlanError: "double" with a transform that has no twin, or another buffering or version than said.
+        CommError: a rank has no memory for the second set.
+        LowshardError: as `Reshard`.
     """
 
     def __init__(

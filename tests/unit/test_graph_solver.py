@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import re
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import pytest
+from support.recorded import oracle
 
 from lowshard import DeviceMesh
 from lowshard.errors import BudgetError, InternalError, LayoutError, SolverError
@@ -21,7 +21,6 @@ from lowshard.solver.graph.pruning import Relaxation
 from lowshard.solver.graph.space import Space
 from lowshard.solver.table import Rules
 
-ORACLES = Path(__file__).resolve().parents[2] / "../shared/oracles"
 TP = DeviceMesh((4,), ("tp",))
 # Slow processors beside a quick network: the work is spread wherever it can be.
 SLOW = Rates(1e9, 1e9)
@@ -158,11 +157,9 @@ def test_the_sequence_is_cut_when_memory_demands_it() -> None:
     prove(plan)
 
 
-DATA = json.loads((ORACLES / "max_greedy.json").read_text()) if (ORACLES / "max_greedy.json").exists() else {}
-CHAINS = {c["id"]: c for c in DATA.get("chains", [])}
+CHAINS = {c["id"]: c for c in oracle("max_greedy")["chains"]}
 
 
-@pytest.mark.skipif(not DATA, reason=f"{ORACLES}/max_greedy.json is not there")
 @pytest.mark.parametrize("name", [n for n in CHAINS if n.startswith("optimum")])
 @pytest.mark.parametrize("method", ["dp", "ilp"])
 def test_a_published_whole_graph_optimum(name: str, method: Any) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from itertools import pairwise, product
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from support import mode
+from support.recorded import oracle
 from support.reshard_cases import random_case, random_cut
 
 from lowshard import DeviceMesh, Layout, Partial, Replicated, Sharded
@@ -27,9 +27,6 @@ from lowshard.reshard import (
 )
 from lowshard.reshard.cut import overlaps_into
 from lowshard.tiling import Tiling
-
-ORACLE = Path(__file__).resolve().parents[3] / "shared" / "oracles" / "megatron_reshard.json"
-needs_oracle = pytest.mark.skipif(not ORACLE.exists(), reason=f"{ORACLE} is not there")
 
 
 def record(rank: int = 0, **fields: object) -> ParameterMetadata:
@@ -545,9 +542,8 @@ def expanded(slices: list, shape: list) -> tuple:
     return tuple((0, n) if s is None else tuple(s) for s, n in zip(slices, shape, strict=True))
 
 
-@needs_oracle
 def test_oracle_tensor_parallel_cases() -> None:
-    for case in json.loads(ORACLE.read_text())["tp_cases"]:
+    for case in oracle("megatron_reshard")["tp_cases"]:
         src, dst = case["src"], case["dst"]
         plan = None
         try:
@@ -567,9 +563,8 @@ def test_oracle_tensor_parallel_cases() -> None:
             assert received(plan, int(rank)) == expected, case["name"]
 
 
-@needs_oracle
 def test_oracle_whole_plans() -> None:
-    for case in json.loads(ORACLE.read_text())["roster_plans"]:
+    for case in oracle("megatron_reshard")["roster_plans"]:
         plan = build_reshard_plan(
             [[from_oracle(m) for m in r["src"]] for r in case["ranks"]],
             [[from_oracle(m) for m in r["dst"]] for r in case["ranks"]],
@@ -583,9 +578,8 @@ def test_oracle_whole_plans() -> None:
             assert got == sorted((name, peer) for _, peer, name, _, _ in ops["recv"]), case["name"]
 
 
-@needs_oracle
 def test_oracle_names() -> None:
-    for case in json.loads(ORACLE.read_text())["name_resolution"]:
+    for case in oracle("megatron_reshard")["name_resolution"]:
         found = resolve_name(
             case["name"], expert_ranks=case["ep_group"], rank=case["owner"], num_experts=case["num_experts"],
             layer_prefixes=case["layer_prefix_map"],

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import numpy as np
 import pytest
+from support.recorded import oracle
 
 from lowshard.errors import KernelError
 from lowshard.kernels import dequantize_mxfp8, quantize_mxfp8, swizzle_scales
 from lowshard.reshard import SwizzledMXFP8, ensure_sendable, scale_slice_from_data_slice
 from lowshard.reshard.mxfp8_transform import swizzled_places
-
-ORACLE = Path(__file__).resolve().parents[3] / "shared" / "oracles" / "megatron_reshard.json"
 
 
 @pytest.mark.parametrize(
@@ -56,12 +52,11 @@ def test_what_has_no_scales_of_its_own_is_refused(data: tuple, text: str) -> Non
         scale_slice_from_data_slice(data)
 
 
-@pytest.mark.skipif(not ORACLE.exists(), reason=f"{ORACLE} is not there")
 def test_oracle() -> None:
     def made(entry: dict) -> object:
         return slice(*entry["slice"]) if "slice" in entry else entry["int"]
 
-    for case in json.loads(ORACLE.read_text())["scale_slices"]:
+    for case in oracle("megatron_reshard")["scale_slices"]:
         data = tuple(map(made, case["data"]))
         stepped = any(isinstance(e, slice) and e.step not in (None, 1) for e in data)
         if stepped or "error" in case:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.recorded import oracle
 
 from lowshard.bench.bench_plan import cases, measure_plan
 from lowshard.cli import main
@@ -20,9 +21,6 @@ from lowshard.reshard import (
     ssm_state_layouts,
 )
 from lowshard.reshard.model_tables import dense
-
-ORACLE = Path(__file__).resolve().parents[3] / "shared" / "oracles" / "megatron_reshard.json"
-needs_oracle = pytest.mark.skipif(not ORACLE.exists(), reason=f"{ORACLE} is not there")
 
 
 def transfers(plan: object, names: tuple[str, ...] = ("kv",)) -> list[tuple]:
@@ -68,9 +66,8 @@ def test_states_are_dealt_band_by_band() -> None:
     assert bands == [((8, 16), (0, 8)), ((18, 20), (8, 10)), ((22, 24), (10, 12))]
 
 
-@needs_oracle
 def test_oracle_caches() -> None:
-    for case in json.loads(ORACLE.read_text())["kv_reshard"]:
+    for case in oracle("megatron_reshard")["kv_reshard"]:
         sides = [
             kv_cache_layout(
                 case["layers"],
@@ -99,9 +96,8 @@ def test_oracle_caches() -> None:
         assert sorted(got) == sorted(expected), case["name"]
 
 
-@needs_oracle
 def test_oracle_states() -> None:
-    for case in json.loads(ORACLE.read_text())["ssm_reshard"]:
+    for case in oracle("megatron_reshard")["ssm_reshard"]:
         d = case["dims"]
         count = len(case["layers"])
         args = (count, d["nheads"], d["headdim"], d["ngroups"], d["d_state"], d["d_conv"])

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
+from support.recorded import oracle
 
 from lowshard.box import volume
 from lowshard.comm import run_loopback
@@ -15,8 +13,6 @@ from lowshard.reshard import Reshard, TensorLayout, build_reshard_plan
 from lowshard.reshard.buckets import ALIGN_BYTES, Part, bands_of, buckets_of
 from lowshard.reshard.reshard_plan import Move
 
-ORACLE = Path(__file__).resolve().parents[3] / "shared" / "oracles" / "megatron_reshard.json"
-needs_oracle = pytest.mark.skipif(not ORACLE.exists(), reason=f"{ORACLE} is not there")
 BATCH_BYTES = 256 << 20  # of Megatron-LM's NVSHMEM service
 
 
@@ -100,9 +96,8 @@ def test_arrays_without_common_rows_are_cut_each_by_itself() -> None:
 # ---- beside Megatron-LM's segmenter, packer and scheduler
 
 
-@needs_oracle
 def test_oracle_segments() -> None:
-    for case in json.loads(ORACLE.read_text())["segmenter"]:
+    for case in oracle("megatron_reshard")["segmenter"]:
         size, number = case["size"], case["task_id"]
         found = buckets_of([[Part(move(number), -1, (size,), 1)]], BATCH_BYTES)
         segments = [(p.box[0][0], p.size_bytes) for bucket in found for p in bucket.pieces]
@@ -114,9 +109,8 @@ def test_oracle_segments() -> None:
             assert segments == [(at, n) for _, at, n in case["segments"] if n]
 
 
-@needs_oracle
 def test_oracle_batches() -> None:
-    for case in json.loads(ORACLE.read_text())["packer"]:
+    for case in oracle("megatron_reshard")["packer"]:
         for peer, batches in case["batches"].items():
             asked = {r["task"]: r["size"] for r in case["requests"] if r["dst"] == int(peer)}
             found = buckets_of([[Part(move(n), -1, (size,), 1)] for n, size in asked.items()], BATCH_BYTES)
@@ -128,9 +122,8 @@ def test_oracle_batches() -> None:
             )
 
 
-@needs_oracle
 def test_oracle_rounds() -> None:
-    for case in json.loads(ORACLE.read_text())["scheduler"]:
+    for case in oracle("megatron_reshard")["scheduler"]:
         edges = case["edges"]
         size = max((max(edge) for edge in edges), default=0) + 1
         src = {f"w{a}_{b}": TensorLayout.sharded((4,), "float32", {}, offset=a) for a, b in edges}
@@ -171,9 +164,8 @@ def test_oracle_rounds() -> None:
         assert len({k for k, _, _ in pairs}) == case["full_duplex_optimum"] <= case["iterations"]
 
 
-@needs_oracle
 def test_no_source_sends_more_than_where_megatron_chooses_the_replica() -> None:
-    cases = json.loads(ORACLE.read_text())["source_selection"]
+    cases = oracle("megatron_reshard")["source_selection"]
     assert cases
     for case in cases:
         strides = {}

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import yaml
+from support.recorded import MAXTEXT
 
 from lowshard.rules import READY_MADE, RulesError, load_rules, make_rules, parse_rules
 from lowshard.rules.loading import read_rules_file, ready_made_text
 
-GOLDENS = Path(__file__).resolve().parents[2].parent / "shared" / "maxtext-goldens"
 HEAD = "mesh_axes: [x, y]\ndata_sharding: [[x]]\n"
 
 
@@ -292,7 +292,7 @@ def test_context_sharding_follows_from_the_rules_and_not_from_its_key(text: str,
 def test_context_sharding_of_the_ready_made_files() -> None:
     assert {n: load_rules(n).context_sharding for n in READY_MADE} == {
         "default": "context", "pure-fsdp": "context", "ep-as-cp": "expert", "cp-as-ep": "context",
-        "pipeline-large-moe": "context",
+        "ep-as-dp": "context", "shard-exp-on-fsdp": "context", "pipeline-large-moe": "context",
     }  # fmt: skip
 
 
@@ -316,9 +316,7 @@ def test_a_batch_is_laid_out_by_data_sharding() -> None:
 
 @pytest.mark.parametrize("name", READY_MADE)
 def test_a_ready_made_file_means_what_maxtext_s_file_means(name: str) -> None:
-    original = GOLDENS / "rules" / f"{name}.yml"
-    if not original.exists():
-        pytest.skip(f"MaxText's own files are not beside this checkout ({original})")
+    original = MAXTEXT / "rules" / f"{name}.yml"
     ours, theirs = load_rules(name, mode="strict"), load_rules(original, mode="strict")
     assert [(r.name, r.axes) for r in ours.logical_axis_rules] == [
         (r.name, r.axes) for r in theirs.logical_axis_rules
@@ -338,7 +336,8 @@ def test_our_reading_is_pyyaml_s(name: str) -> None:
     assert [list(r.axes) for r in rules.logical_axis_rules] == [t for _, t in plain["logical_axis_rules"]]
     assert list(rules.mesh_axes) == plain["mesh_axes"]
     assert [list(d) for d in rules.data_sharding] == plain["data_sharding"]
-    assert rules.check().findings == ()
+    assert {f.code for f in rules.check().findings} <= {"name-split-off", "axis-absent-other"}
+    assert rules.file_findings() == ()
 
 
 def test_ready_made_files_by_hand() -> None:

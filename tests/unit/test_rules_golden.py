@@ -1,4 +1,4 @@
-"""Golden files, byte for byte: MaxText's own where they lie beside the checkout, and those in tests/goldens."""
+"""Golden files, byte for byte: MaxText's own in tests/data/maxtext, and ours in tests/data/goldens."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.recorded import DATA, MAXTEXT
 
 from lowshard import cli
 from lowshard.errors import VerificationError
@@ -15,20 +16,13 @@ from lowshard.rules import RulesError, load_rules, make_rules
 from lowshard.rules.golden import activation_shardings, dump_text, named_shardings, parse_dump, read_dump
 from lowshard.rules.testing import assert_matches_golden
 
-HERE = Path(__file__).resolve().parents[1] / "goldens"
-THEIRS = Path(__file__).resolve().parents[2].parent / "shared" / "maxtext-goldens"
+HERE = DATA / "goldens"
+THEIRS: list[dict[str, Any]] = json.loads((MAXTEXT / "index.json").read_text())["cases"]
 OURS: list[dict[str, Any]] = json.loads((HERE / "index.json").read_text())
 
 
 def their_cases() -> list[Any]:
-    """Return MaxText's cases, or one that is skipped with the reason."""
-    index = THEIRS / "index.json"
-    if not index.exists():
-        reason = f"MaxText's golden files are not beside this checkout ({THEIRS})"
-        return [pytest.param({}, marks=pytest.mark.skip(reason=reason), id="absent")]
-    return [
-        pytest.param(c, id=c["dir"].removeprefix("goldens/")) for c in json.loads(index.read_text())["cases"]
-    ]
+    return [pytest.param(c, id=c["dir"].removeprefix("goldens/")) for c in THEIRS]
 
 
 def arguments(case: dict[str, Any]) -> dict[str, Any]:
@@ -49,8 +43,8 @@ def sizes_text(sizes: dict[str, int]) -> str:
 @pytest.mark.parametrize("source", ["their file", "ours"])
 def test_maxtext_s_goldens_byte_for_byte(case: dict[str, Any], source: str) -> None:
     name = Path(case["rules"]).stem
-    rules = load_rules(THEIRS / case["rules"] if source == "their file" else name)
-    assert_matches_golden(rules, THEIRS / case["dir"], **arguments(case), update=False)
+    rules = load_rules(MAXTEXT / case["rules"] if source == "their file" else name)
+    assert_matches_golden(rules, MAXTEXT / case["dir"], **arguments(case), update=False)
 
 
 @pytest.mark.parametrize("case", their_cases())
@@ -58,12 +52,12 @@ def test_maxtext_s_goldens_byte_for_byte(case: dict[str, Any], source: str) -> N
 def test_the_command_writes_maxtext_s_goldens(
     case: dict[str, Any], mode: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder, sizes = THEIRS / case["dir"], arguments(case)
+    folder, sizes = MAXTEXT / case["dir"], arguments(case)
     common = [
         "rules",
         "dump",
         "--rules",
-        str(THEIRS / case["rules"]),
+        str(MAXTEXT / case["rules"]),
         "--devices",
         str(sizes["devices"]),
         "--mode",
@@ -83,8 +77,8 @@ def test_the_command_writes_maxtext_s_goldens(
 
 @pytest.mark.parametrize("case", their_cases())
 def test_every_named_activation_and_every_unknown_one(case: dict[str, Any]) -> None:
-    rules, mesh = load_rules(THEIRS / case["rules"]).bind(**arguments(case))
-    activations = read_dump(THEIRS / case["dir"] / "input_shardings.json").activations()
+    rules, mesh = load_rules(MAXTEXT / case["rules"]).bind(**arguments(case))
+    activations = read_dump(MAXTEXT / case["dir"] / "input_shardings.json").activations()
     assert len(activations) == case["input_entries"]
     assert sum(a.names is None for a in activations) == case["input_entries_without_logical_axes"]
     for activation in activations:
@@ -105,8 +99,8 @@ ELEMENTS = {"deepseek2-16b": 15_706_484_224, "qwen3-0.6b": 596_049_920}
 @pytest.mark.parametrize("case", their_cases())
 def test_memory_and_blocked_rules_of_maxtext_s_models(case: dict[str, Any]) -> None:
     name = Path(case["rules"]).stem
-    rules, mesh = load_rules(THEIRS / case["rules"]).bind(**arguments(case))
-    tensors = read_dump(THEIRS / case["dir"] / "logical_shardings.json").tensors()
+    rules, mesh = load_rules(MAXTEXT / case["rules"]).bind(**arguments(case))
+    tensors = read_dump(MAXTEXT / case["dir"] / "logical_shardings.json").tensors()
     parameters, state, share, blocked = FIGURES[case["model"], name]
     report = rules.memory(mesh, tensors)
     assert (report.parameter_bytes, report.state_bytes) == (parameters, state)

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
+from support.recorded import oracle_lines
 
 from lowshard import DeviceMesh, Layout, Partial, Replicated, Sharded
 from lowshard.placement import Placement
 from lowshard.solver import Action, GreedyReshard, NoReshard, pick
 from lowshard.solver.transition import collective_of, price_bytes
 
-FILE = Path(__file__).resolve().parents[2].parent / "shared" / "oracles" / "dtensor_picks.jsonl"
-LINES: list[dict[str, Any]] = (
-    [json.loads(line) for line in FILE.read_text().splitlines()] if FILE.exists() else []
-)
-needs_file = pytest.mark.skipif(not LINES, reason=f"DTensor's picks are not at {FILE}")
+LINES = oracle_lines("dtensor_picks")
 
 OPS: dict[str, tuple[str, dict[str, Any]]] = {
     "mm": ("matmul", {}), "add": ("add", {}), "mul": ("mul", {}), "relu": ("relu", {}), "gelu": ("gelu", {}),
@@ -71,7 +66,6 @@ def theirs(line: dict[str, Any]) -> float:
 PICKS = [x for x in LINES if x["section"] == "pick"]
 
 
-@needs_file
 @pytest.mark.parametrize("line", PICKS, ids=lambda x: f"{x['op']}-{'.'.join(x['inputs'])}")
 def test_a_pick(line: dict[str, Any]) -> None:
     op, layouts, args = wide(line)

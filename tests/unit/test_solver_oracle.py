@@ -3,19 +3,16 @@ a pick that preserves values instead."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
+from support.recorded import oracle
 
 from lowshard import DeviceMesh, Layout, Partial, Replicated, Sharded, ShardingError
 from lowshard.errors import BudgetError, PolicyError
 from lowshard.solver import AxisAssignment, GreedyReshard, NoReshard, PartialsOnly, build_action_set, pick
 
-FILE = Path(__file__).resolve().parents[2].parent / "shared" / "oracles" / "max_greedy.json"
-DATA: dict[str, Any] = json.loads(FILE.read_text()) if FILE.exists() else {}
-needs_file = pytest.mark.skipif(not DATA, reason=f"the published solver's table is not at {FILE}")
+DATA: dict[str, Any] = oracle("max_greedy")
 ITEM = {1: "int8", 2: "float16", 4: "float32", 8: "float64"}
 OUR_NAME = {"allgather": "all_gather", "allreduce": "all_reduce"}
 
@@ -53,8 +50,7 @@ def mesh_of(case: dict[str, Any]) -> DeviceMesh:
     return DeviceMesh(case["mesh"]["shape"], case["mesh"]["axes"], case.get("memory_budget_bytes_per_device"))
 
 
-@needs_file
-@pytest.mark.parametrize("case", DATA.get("cases", []), ids=lambda c: c["id"])
+@pytest.mark.parametrize("case", DATA["cases"], ids=lambda c: c["id"])
 def test_a_published_case(case: dict[str, Any]) -> None:
     mesh = mesh_of(case)
     layouts = [layout(mesh, given) for given in case["inputs"]]
@@ -88,8 +84,7 @@ SOLVERS = {
 }
 
 
-@needs_file
-@pytest.mark.parametrize("number", range(len(DATA.get("cost_free_solvers", []))))
+@pytest.mark.parametrize("number", range(len(DATA["cost_free_solvers"])))
 def test_a_published_case_of_the_other_solvers(number: int) -> None:
     case = DATA["cost_free_solvers"][number]
     mesh = DeviceMesh(case["mesh"], ("tp",))
@@ -104,8 +99,7 @@ def test_a_published_case_of_the_other_solvers(number: int) -> None:
         assert codes(SOLVERS[case["solver"]](found, [given]).inputs[0]) == expected
 
 
-@needs_file
-@pytest.mark.parametrize("case", [c for c in DATA.get("chains", []) if "steps" in c], ids=lambda c: c["id"])
+@pytest.mark.parametrize("case", [c for c in DATA["chains"] if "steps" in c], ids=lambda c: c["id"])
 def test_a_published_chain(case: dict[str, Any]) -> None:
     mesh = mesh_of(case)
     known = {name: layout(mesh, given) for name, given in case["tensors"].items()}

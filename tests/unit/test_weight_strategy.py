@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from support.recorded import oracle
 
 from lowshard import LowshardError
 from lowshard.box import full_box, relative_slices
@@ -18,14 +17,7 @@ from lowshard.tiling import Tiling
 from lowshard.weights import Segment, ShardingStrategy, Weight, scale_strategy
 from lowshard.weights.quantization import expert_scales
 
-ROOT = Path(__file__).resolve().parents[2]
-ORACLE = ROOT.parent / "shared" / "oracles" / "max_strategies.json"
 S = ShardingStrategy
-need_oracle = pytest.mark.skipif(not ORACLE.exists(), reason=f"{ORACLE} is not there")
-
-
-def oracle(key: str) -> list[dict[str, Any]]:
-    return list(json.loads(ORACLE.read_text())[key])
 
 
 def spans(strategy: ShardingStrategy, shape: tuple[int, ...], axis: int) -> list[list[tuple[int, int]]]:
@@ -35,9 +27,8 @@ def spans(strategy: ShardingStrategy, shape: tuple[int, ...], axis: int) -> list
 # ---- MAX's slices
 
 
-@need_oracle
 def test_every_public_case_of_max() -> None:
-    cases = oracle("cases")
+    cases = oracle("max_strategies")["cases"]
     assert len(cases) > 50
     for case in cases:
         strategy = getattr(S, case["strategy"])(**case["args"])
@@ -66,7 +57,6 @@ def test_every_public_case_of_max() -> None:
         assert np.array_equal(out, np.concatenate(parts, case["concat_axis"]))
 
 
-@need_oracle
 def test_every_public_scale_rule_of_max() -> None:
     weights = {
         "any": lambda k: S.columnwise(k), "rowwise": S.rowwise, "columnwise": S.columnwise,
@@ -74,7 +64,7 @@ def test_every_public_scale_rule_of_max() -> None:
         "head_aware_columnwise heads=32 head_dim=128": lambda k: S.head_aware_columnwise(k, 32, 128),
         "head_aware_columnwise heads=32 head_dim=64": lambda k: S.head_aware_columnwise(k, 32, 64),
     }  # fmt: skip
-    for case in oracle("scale_cases"):
+    for case in oracle("max_strategies")["scale_cases"]:
         strategy = weights[case["weight_strategy"]](case["num_devices"])
         args = (strategy, case["granularity"], tuple(case["weight_shape"]), case["block"])
         if "error" in case["expected"]:
@@ -90,9 +80,8 @@ def test_every_public_scale_rule_of_max() -> None:
             assert got == getattr(S, said.split(" ")[0])(case["num_devices"])
 
 
-@need_oracle
 def test_every_public_expert_scale_map_of_max() -> None:
-    for case in oracle("moe_scale_cases"):
+    for case in oracle("max_strategies")["moe_scale_cases"]:
         for row in case["expected"]:
             got = expert_scales(case["moe_dim"], case["block"], case["num_devices"], row["index"])
             assert [list(v) for v in (got.weight_half, got.gate, got.up, got.down)] == [

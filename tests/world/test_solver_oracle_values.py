@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from support.op_gate import check
+from support.recorded import oracle
 
 from lowshard import DeviceMesh, Layout, Partial, Replicated, Sharded
 from lowshard.solver import GreedyReshard, pick
 
-FILE = Path(__file__).resolve().parents[2].parent / "shared" / "oracles" / "max_greedy.json"
-CASES: list[Any] = json.loads(FILE.read_text())["cases"] if FILE.exists() else []
-needs_file = pytest.mark.skipif(not CASES, reason=f"the published solver's table is not at {FILE}")
+CASES: list[Any] = oracle("max_greedy")["cases"]
 
 
 def placement(code: str) -> Any:
@@ -24,7 +21,6 @@ def placement(code: str) -> Any:
     return {"P": Partial("sum"), "A": Partial("avg")}.get(code) or Sharded(int(code[1:]))
 
 
-@needs_file
 @pytest.mark.parametrize("rules", ["documented", "extended"])
 @pytest.mark.parametrize("case", [c for c in CASES if "error" not in c["expected"]], ids=lambda c: c["id"])
 def test_a_pick_of_a_published_case_preserves_values(case: Any, rules: Any, rng: np.random.Generator) -> None:

@@ -1,0 +1,50 @@
+"""`content_sum`: sums over the bits of a part of an array that add up to those of the whole, however it is cut."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from lowshard.box import Box, shape_of, strides_of
+from lowshard.errors import BufferMismatchError
+from lowshard.kernels.buffer import Array, is_gpu, require_array
+from lowshard.kernels.engine import host_engine
+from lowshard.kernels.runs import lower
+
+
+def content_sum(x: Array, box: Box, shape: Sequence[int]) -> npt.NDArray[np.uint32]:
+    """Return the weighted sums of an array's bits, uint32 [2] (`kernels.unit_weights` has the formula).
+
+    The sums of disjoint boxes that cover an array add up, modulo 2^32, to the sums of the array. Reads `x` once; the
+    GIL is released meanwhile. A CuPy array is copied to the host first.
+
+    Args:
+        x: any dtype of whole bytes, any strides; the elements of `box`.
+        box: which part of the whole array they are, in its coordinates.
+        shape: of the whole array.
+
+    Raises:
+        KernelError: no NumPy or CuPy array.
+        BufferMismatchError: the box has another shape than the array, or does not lie within `shape`.
+    """
+    array = require_array(x, "x")
+    shape = tuple(shape)
+    fits = len(box) == len(shape) and all(0 <= a <= b <= n for (a, b), n in zip(box, shape, strict=True))
+    if not fits or shape_of(box) != array.shape:
+        raise BufferMismatchError(
+            f"x holds the elements of a box of the whole array, got {list(array.shape)} for the box {box} of "
+            f"{list(shape)}"
+        )
+    if not array.size:
+        return np.zeros(2, np.uint32)
+    if is_gpu(array):
+        array = array.get()
+    places = strides_of(shape)
+    place = np.array([places], np.int64).reshape(1, -1)
+    extents = np.array([array.shape], np.int64).reshape(1, -1)
+    starts = np.array([sum(a * step for (a, _), step in zip(box, places, strict=True))], np.int64)
+    strides = np.array([array.strides], np.int64).reshape(1, -1)
+    runs = lower(extents, np.zeros(1, np.int64), starts, strides, place, array.dtype.itemsize, 1)
+    return host_engine().weigh(array, runs)

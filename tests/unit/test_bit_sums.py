@@ -1,0 +1,117 @@
+"""Weighted sums of bits: both engines agree, parts add up, and what changes shows."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from support import mode
+
+from lowshard.box import Box, full_box
+from lowshard.errors import BufferMismatchError, KernelError
+from lowshard.kernels import bit_sums as front
+from lowshard.kernels import unit_weights
+from lowshard.kernels.bit_sums import content_sum
+from lowshard.kernels.engine import host_engine
+from lowshard.kernels.plain import PlainEngine
+
+DTYPES = ("uint8", "int16", "float32", "float64", "complex128")
+
+
+def _random(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> np.ndarray:
+    size = int(np.prod(shape, dtype=int)) * np.dtype(dtype).itemsize
+    return rng.integers(0, 256, size, dtype=np.uint8).view(dtype).reshape(shape)
+
+
+def _shape(rng: np.random.Generator) -> tuple[int, ...]:
+    if rng.random() < 0.3:
+        return int(rng.integers(1, 90)), int(rng.integers(1, 700))
+    return tuple(rng.integers(0 if rng.random() < 0.1 else 1, 8, rng.integers(0, 6)).tolist())
+
+
+def _part(x: np.ndarray, box: Box) -> np.ndarray:
+    return x[(*(slice(a, b) for a, b in box), ...)]
+
+
+def _tree(rng: np.random.Generator, box: Box, depth: int) -> list[Box]:
+    """Cut a box into disjoint boxes that cover it."""
+    if depth == 0 or not box:
+        return [box]
+    dim = int(rng.integers(len(box)))
+    at = int(rng.integers(box[dim][0], box[dim][1] + 1))
+    halves = [(*box[:dim], side, *box[dim + 1 :]) for side in ((box[dim][0], at), (at, box[dim][1]))]
+    return [one for half in halves for one in _tree(rng, half, depth - 1)]
+
+
+def test_parts_add_up_in_both_engines(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    engines = (host_engine(), PlainEngine())
+    for _ in range(3000 if mode.full() else 120):
+        shape = _shape(rng)
+        x = _random(rng, shape, str(rng.choice(DTYPES)))
+        whole = content_sum(x, full_box(shape), shape)
+        total = np.zeros(2, np.uint32)
+        for box in _tree(rng, full_box(shape), int(rng.integers(0, 4))):
+            engine = engines[int(rng.integers(2))]
+            monkeypatch.setattr(front, "host_engine", lambda engine=engine: engine)
+            part = _part(x, box)
+            total += content_sum(np.array(part, order="F") if rng.random() < 0.5 else part, box, shape)
+        assert (total == whole).all(), (shape, x.dtype)
+
+
+def test_long_arrays_go_over_many_blocks(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = _random(rng, (3, 70_001), "uint16")
+    whole = content_sum(x, full_box(x.shape), x.shape)
+    monkeypatch.setattr(front, "host_engine", PlainEngine)
+    assert (content_sum(x, full_box(x.shape), x.shape) == whole).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_flipped_bit_and_a_swap_show_wherever_they_are(rng: np.random.Generator, dtype: str) -> None:
+    shape = (40, 310)
+    x = _random(rng, shape, dtype)
+    before = content_sum(x, full_box(shape), shape)
+    flat = x.reshape(-1)
+    raw = flat.view(np.uint8)
+    for _ in range(2000 if mode.full() else 200):
+        at, bit = int(rng.integers(raw.size)), int(rng.integers(8))
+        raw[at] ^= 1 << bit
+        assert (content_sum(x, full_box(shape), shape) != before).all()
+        raw[at] ^= 1 << bit
+        i, j = rng.integers(flat.size, size=2).tolist()
+        if flat[i].tobytes() != flat[j].tobytes():
+            flat[[i, j]] = flat[[j, i]]
+            assert (content_sum(x, full_box(shape), shape) != before).any()
+            flat[[i, j]] = flat[[j, i]]
+
+
+def test_equal_neighbours_of_small_values_that_change_places_in_pairs_show(rng: np.random.Generator) -> None:
+    """The worst case of a weighted sum: differences of one, whose weights may cancel."""
+    x = rng.integers(0, 2, 4096).astype(np.uint8)
+    seen = {tuple(content_sum(x, full_box(x.shape), x.shape).tolist())}
+    kept = {x.tobytes()}
+    for _ in range(20_000 if mode.full() else 2_000):
+        ones, zeros = np.flatnonzero(x == 1), np.flatnonzero(x == 0)
+        x[rng.choice(ones, 2, replace=False)] = 0
+        x[rng.choice(zeros, 2, replace=False)] = 1
+        kept.add(x.tobytes())
+        seen.add(tuple(content_sum(x, full_box(x.shape), x.shape).tolist()))
+    assert len(seen) == len(kept)
+
+
+def test_weights_are_odd_and_differ() -> None:
+    for row in unit_weights.table().view(np.uint16):
+        assert (row % 2 == 1).all()
+        assert len(set(row.tolist())) == unit_weights.BLOCK_UNITS
+    factors = unit_weights.factors(np.arange(100_000))
+    assert (factors % 2 == 1).all()
+    assert len(np.unique(factors.view(np.uint64))) == 100_000
+
+
+def test_wrong_arguments_are_named() -> None:
+    with pytest.raises(BufferMismatchError, match=r"got \[3\] for the box"):
+        content_sum(np.zeros(3), ((0, 2),), (4,))
+    with pytest.raises(BufferMismatchError, match="of the whole array"):
+        content_sum(np.zeros(3), ((2, 5),), (4,))
+    with pytest.raises(BufferMismatchError, match="of the whole array"):
+        content_sum(np.zeros(3), ((0, 3),), (4, 4))
+    with pytest.raises(KernelError, match="NumPy"):
+        content_sum([1, 2, 3], ((0, 3),), (3,))
