@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from lowshard._version import __version__
+from lowshard.command_parser import CommandParser
 from lowshard.errors import LowshardError
 from lowshard.streams import open_closed_streams
 
@@ -29,7 +30,7 @@ def build_parser() -> argparse.ArgumentParser:
     from lowshard.solver.solve_command import add_solve_parser
     from lowshard.weights.reshard_command import add_reshard_parser
 
-    parser = argparse.ArgumentParser(prog="lowshard", description=DESCRIPTION, epilog=EPILOG)
+    parser: argparse.ArgumentParser = CommandParser(prog="lowshard", description=DESCRIPTION, epilog=EPILOG)
     parser.add_argument("--version", action="version", version=f"lowshard {__version__}")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     add_demo_parser(subparsers)
