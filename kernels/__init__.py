@@ -35,3 +35,7 @@ __all__ = [
     "unpack_dequantize",
     "unswizzle_scales",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -35,3 +35,7 @@ __all__ = [
     "run_threads",
     "spread_over",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -41,3 +41,10 @@ __all__ = [
     "predict_redistribute",
     "redistribute",
 ]
+
+_PACKAGES = ("checkpoint", "comm", "fsdp", "kernels", "launch", "op", "reshard", "rules", "solver", "weights")
+
+
+def __dir__() -> list[str]:
+    loaded = [name for name in _PACKAGES if name in globals()]
+    return sorted([*__all__, *loaded])

@@ -16,7 +16,7 @@ P = ParamSpec("P")
 S = TypeVar("S")
 
 MOST_BYTES: dict[str, int] = {}
-"""The bound of every cache there is in this process, in bytes, by name; README has the table."""
+"""The bound of every cache there is in this process, in bytes, by name; docs/limits.md has the table."""
 
 _ENTRY_BYTES = 160
 """What a dict and a tuple of arguments take for an entry."""

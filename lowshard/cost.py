@@ -25,6 +25,11 @@ from lowshard.reading import reader
 
 __all__ = ["OPS", "SCHEMA", "ClusterProfile", "Curve", "Estimate", "Piece", "factor", "steps", "sums"]
 
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
 Level = Literal["node", "network"]
 
 SCHEMA = "lowshard-profile-1"

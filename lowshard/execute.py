@@ -39,6 +39,8 @@ def execute(
     Beside local and result nothing is held but what one step leaves for the next, no larger than the two, and one
     slab of bounded size. Arrays of `comm.empty` are read where they lie; others take one more pass.
 
+    Every rank raises the same error, whichever rank is at fault.
+
     Args:
         plan: from `plan_redistribute`, equal on every rank (its digest is compared first).
         local: this rank's part of `plan.src`, of shape `plan.src.local_shape(rank)`; None on a rank
@@ -63,7 +65,6 @@ def execute(
         CommError: comm is no communicator, or one over host memory and a stream is named.
         StreamError: stream is none, or one of another device.
         DTypeError: the plan folds what has no mean (bools), or float8 on a GPU.
-        (Each on every rank, whichever rank is at fault.)
     """
     control = control_of(comm)
     times: list[float] | None = [] if profile is True else None
@@ -93,11 +94,11 @@ def execute_all(
     """Move many arrays, each by its plan, after one agreement over all of them.
 
     Collective: all ranks of the communicator call this, with the same names in the same order. As
-    `execute` for each name; an array without an entry in `out` gets a new one.
+    `execute` for each name; an array without an entry in `out` gets a new one. Nothing has moved when it raises.
 
     Raises:
-        As `execute`; and BufferMismatchError when `local` or `out` does not fit the names of `plans`.
-        Nothing has moved when it raises.
+        BufferMismatchError: `local` or `out` does not fit the names of `plans`.
+        LowshardError: as `execute`.
     """
     control_of(comm)
     with comm._meeting("execute_all", stream) as wrong:

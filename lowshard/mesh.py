@@ -15,6 +15,7 @@ import numpy as np
 
 from lowshard.argument import brief, items, whole, wholes
 from lowshard.errors import MeshError
+from lowshard.nearest import nearest
 from lowshard.reading import reader
 
 MOST_RANKS = (1 << 31) - 1
@@ -107,6 +108,7 @@ class DeviceMesh:
         except ValueError:
             raise MeshError(
                 f"mesh {self} has no axis {brief(name)}; its axes are {', '.join(self.axis_names)}"
+                f"{nearest(name, self.axis_names, 1)}"
             ) from None
 
     def axis_size(self, name: str | Sequence[str]) -> int:

@@ -23,6 +23,13 @@ from lowshard.layout import Layout
 from lowshard.mesh import DeviceMesh
 from lowshard.reading import reader
 
+__all__ = ["Tile", "Tiling"]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
 _SHAPE = "a shape is a sequence of extents >= 0"
 _LAYOUT = "a tiling is made of a Layout"
 _BOX = "a tile has two boxes of integers, ((start, stop), ...)"

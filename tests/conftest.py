@@ -1,4 +1,4 @@
-"""Settings of every test: --full, the run's seed, hypothesis profiles, a time limit for each test.
+"""Settings of every test: --full, the seed, hypothesis profiles, time limits; --part of a run, budgets of files.
 
 Modules that tests share lie in tests/support and are imported as `support.NAME`.
 """
@@ -11,6 +11,8 @@ import signal
 import sys
 import tempfile
 import threading
+import time
+import zlib
 from collections.abc import Generator
 from pathlib import Path
 from types import FrameType
@@ -21,7 +23,9 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from support import mode
+from support import durations, mode, skips
+
+from lowshard.compiled.cache import cache_folder
 
 TIME_LIMIT_S = 120.0
 DEFAULT_SEED = 1  # a default run makes the same choices everywhere; --full makes new ones each time
@@ -30,6 +34,15 @@ DEFAULT_SEED = 1  # a default run makes the same choices everywhere; --full make
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="every case of the big matrices, many more examples")
     parser.addoption("--seed", type=int, default=None, help="random choices other than the usual ones")
+    parser.addoption(
+        "--part", metavar="I/N", help="one of N parts of what is selected; the N parts together are all of it"
+    )
+    parser.addoption(
+        "--within", type=float, metavar="S", help="start no test later than S seconds after the first"
+    )
+    parser.addoption(
+        "--record-durations", action="store_true", help="write tests/durations.json, the files' budgets"
+    )
 
 
 @pytest.hookimpl(tryfirst=True)  # before hypothesis reads its own seed option
@@ -48,12 +61,69 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("hypothesis_profile", None) is None:
         hypothesis.settings.load_profile("full" if full else "default")
     config.addinivalue_line("markers", f"time_limit(seconds): another limit than {TIME_LIMIT_S:g} s")
+    config.addinivalue_line("markers", "full_only: takes long, finds the unusual: `pytest --full` has it")
+    config.addinivalue_line("markers", "alone: takes so long that it belongs to no --part")
+    record = bool(config.getoption("--record-durations"))
+    if record and (full or seed != DEFAULT_SEED):
+        raise pytest.UsageError("--record-durations is about the default tier: leave --full and --seed out")
+    if not full:
+        config.pluginmanager.register(durations.Durations(record, cache_folder()), "lowshard durations")
+    if config.getoption("--within") is not None:
+        config.pluginmanager.register(_Within(config.getoption("--within")), "lowshard within")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what belongs to another tier, or to another part of this one."""
+    part = config.getoption("--part")
+    index, parts = (int(n) for n in part.split("/")) if part else (0, 1)
+    if not 0 <= index < parts:
+        raise pytest.UsageError(f"--part I/N takes 0 <= I < N, got {part}")
+
+    def stays(item: pytest.Item) -> bool:
+        if not mode.full() and item.get_closest_marker("full_only"):
+            return False
+        # The cases of a function stay together: one job serves many of them.
+        function = item.nodeid.partition("[")[0]
+        return parts == 1 or (
+            zlib.crc32(function.encode()) % parts == index and not item.get_closest_marker("alone")
+        )
+
+    left = [item for item in items if not stays(item)]
+    if left:
+        config.hook.pytest_deselected(items=left)
+        items[:] = [item for item in items if stays(item)]
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     # Not in the header, which `pytest -q` leaves out.
     name = "full" if mode.full() else "default"
     terminalreporter.write_line(f"{name} mode; repeat its random choices with --seed {mode.seed()}")
+    reasons = [report.longrepr[2] for report in terminalreporter.stats.get("skipped", ())]
+    for line in skips.summary(reasons):
+        terminalreporter.write_line(line)
+
+
+class _Within:
+    """Leaves out the tests that would start too late; which ones were reached is another matter on each machine."""
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s, self._start_s, self._left = limit_s, 0.0, 0
+
+    def pytest_runtestloop(self) -> None:
+        self._start_s = time.monotonic()
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> bool | None:
+        if time.monotonic() - self._start_s < self._limit_s:
+            return None
+        self._left += 1
+        item.config.hook.pytest_deselected(items=[item])
+        return True
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        if self._left:
+            terminalreporter.write_line(f"{self._left} tests not reached within {self._limit_s:g} s")
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from lowshard.kernels.runs import DST_OFFSET, FIRST_DIM, RUN, SRC_OFFSET
 
 # Long runs that are not quantised, and runs with small gaps, are left to the machine's own prefetching. The lines of
 # others are asked for three times, since some requests are not served, into the second cache: what is asked for as
-# read once takes up to three times as long. bench/results/README.md has what other numbers, distances and caches take.
+# read once takes up to three times as long. What other numbers, distances and caches take: docs/developer/figures.md.
 Ahead = tuple[int, int, int]
 AHEAD_BYTES: Ahead = (12 << 10, 8 << 10, 4 << 10)
 OWN_ROWS_BYTES = 32 << 10

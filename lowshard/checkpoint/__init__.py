@@ -18,3 +18,7 @@ __all__ = [
     "read_header",
     "write_checkpoint",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

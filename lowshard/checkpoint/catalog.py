@@ -22,6 +22,7 @@ from lowshard.checkpoint.crc import Key, crc32
 from lowshard.checkpoint.header import FilePath, Header, TensorEntry, read_header
 from lowshard.checkpoint.read_shares import disjoint
 from lowshard.errors import CheckpointError
+from lowshard.nearest import nearest
 from lowshard.reading import parse_json, read_text, reader
 from lowshard.tiling import Tiling
 
@@ -110,12 +111,9 @@ class Catalog:
         instance(name, str, "a tensor's name is text", CheckpointError)
         found = self.tensors.get(name)
         if found is None:
-            import difflib
-
-            near = difflib.get_close_matches(name, list(self.tensors)[:2000], n=3)
-            hint = f"; close names: {', '.join(near)}" if near else ""
             raise CheckpointError(
-                f"{self.where}: tensor {name!r} is not in the checkpoint of {len(self.tensors)} tensors{hint}"
+                f"{self.where}: tensor {name!r} is not in the checkpoint of {len(self.tensors)} tensors"
+                f"{nearest(name, self.tensors)}"
             )
         return found
 

@@ -12,7 +12,6 @@ are ignored, as the library does.
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 import stat
@@ -26,6 +25,7 @@ from typing import Any
 from lowshard import dtypes
 from lowshard.argument import instance
 from lowshard.errors import CheckpointError, DTypeError
+from lowshard.nearest import nearest
 
 FilePath = str | os.PathLike[str]
 
@@ -93,11 +93,9 @@ class Header:
         """
         found = self.tensors.get(instance(name, str, "a tensor's name is text", CheckpointError))
         if found is None:
-            near = difflib.get_close_matches(str(name)[:200], list(self.tensors)[:2000], n=3)
-            hint = f"; close names: {', '.join(map(_brief, near))}" if near else ""
             raise CheckpointError(
                 f"{self.path}: tensor {_brief(name)} is not in the file, which holds {len(self.tensors)} "
-                f"tensors{hint}"
+                f"tensors{nearest(name, self.tensors)}"
             )
         return found
 

@@ -73,6 +73,9 @@ def write_checkpoint(
         comm: the communicator.
         metadata: text by text, for the file's `__metadata__`.
 
+    Every rank raises what one had. But for NotDurable, what was at the path is untouched then and what was written is
+    removed.
+
     Raises:
         CheckpointError: a name or the metadata is not allowed, the folder is missing, there is no
             room, or the system refused to write.
@@ -81,8 +84,6 @@ def write_checkpoint(
         BufferMismatchError: a local array is not the one that its layout says.
         MismatchError: the ranks ask for different files.
         NotDurable: the new file is in place, but its folder could not be synced.
-        (Each on every rank, whichever rank had it. But for NotDurable, what was at the path is untouched and what was
-        written is removed.)
         PeerFailed, TimedOut: a rank did not come. A note says whether the new file is in place, where this rank knows.
     """
     control_of(comm)

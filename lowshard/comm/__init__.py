@@ -10,12 +10,14 @@ from lowshard.comm.check import deadline_s
 from lowshard.comm.loopback import loopback, run_loopback
 from lowshard.comm.protocol import Communicator
 from lowshard.comm.transport import Traffic
+from lowshard.comm.work import Work
 from lowshard.errors import CommError, LowshardError
 from lowshard.settings import NCCL_REDUCE16
 
 __all__ = [
     "Communicator",
     "Traffic",
+    "Work",
     "agree",
     "from_mpi",
     "from_nccl",
@@ -24,6 +26,10 @@ __all__ = [
     "run_loopback",
     "share_text",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
 
 
 def from_mpi(

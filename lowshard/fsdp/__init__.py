@@ -23,3 +23,7 @@ __all__ = [
     "ShardingStrategy",
     "Slot",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

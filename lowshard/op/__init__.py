@@ -13,4 +13,9 @@ __all__ = [
     "unsharded",
 ]  # fmt: skip
 
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
 _MODULES = (elementwise_ops, index_ops, product_ops, reduction_ops, shape_ops)  # each registers its kernels

@@ -38,12 +38,13 @@ def run_action(
         comm: a communicator whose ranks are those of the mesh; it may have more.
         stream: as for `lowshard.execute`.
 
+    Every rank raises the same error.
+
     Raises:
         BufferMismatchError: operands of another number, shape or dtype.
         DTypeError: the op does not take the dtype, or a row of the action does not hold for it.
         MeshError: the communicator has fewer ranks than the mesh names.
         MismatchError: the ranks hold different actions.
-        (Each on every rank.)
     """
     control_of(comm)
     with comm._meeting("run_action", stream) as wrong:

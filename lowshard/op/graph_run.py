@@ -56,6 +56,8 @@ def run_graph(
         outputs: names of tensors; by default the graph's outputs. Others come as `plan.layout(name)`.
         stream: as for `lowshard.execute`.
 
+    Every rank raises the same error.
+
     Raises:
         BufferMismatchError: an input that is missing, or of another shape or dtype.
         DTypeError: an op does not take the dtype of an operand.
@@ -63,7 +65,6 @@ def run_graph(
         MeshError: the communicator has fewer ranks than the mesh names.
         MismatchError: the ranks hold different plans.
         PlanError: what was passed is no plan.
-        (Each on every rank.)
     """
     control_of(comm)
     with comm._meeting("run_graph", stream) as wrong:

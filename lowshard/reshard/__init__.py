@@ -46,3 +46,7 @@ __all__ = [
     "simulate",
     "ssm_state_layouts",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

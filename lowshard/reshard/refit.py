@@ -47,16 +47,20 @@ class Refit:
         plan: from `build_reshard_plan`, equal on every rank.
         comm: a communicator with every rank of the plan.
         src: this rank's source arrays by name; the same arrays serve every version.
-        dst: its destination arrays, which hold version `version`. With "double" a second set is made beside them.
+        dst: its destination arrays, which hold version `version`.
         transform: what this rank's tensors go through.
-        buffering: "double" or "in_place".
+        buffering: what becomes of the arrays of `dst`, and of what the transform stores into (the persistent buffers of
+            `MXFP8ReshardTransform`). "double": a second set is made beside them, and versions take turns: the first
+            goes to the second set, the next to the arrays that were given, and so on. So read `weights`, again after
+            each refit, and not the arrays that were given. "in_place": every version is written into those.
         version: of what dst holds now, or None for nothing yet.
         settings: staging_bytes, checksums and way; see `Settings`. Here checksums are on by default: every piece that
             travels is checked, and sources are not read where they lie, for which that would take longer.
 
     Raises:
-        As `Reshard`; PlanError for "double" with a transform that has no twin, or another buffering or version than
-            said; CommError where a rank has no memory for the second set.
+        PlanError: "double" with a transform that has no twin, or another buffering or version than said.
+        CommError: a rank has no memory for the second set.
+        LowshardError: as `Reshard`.
     """
 
     def __init__(
@@ -77,6 +81,7 @@ class Refit:
         settings.setdefault("checksums", True)
         error: Exception | None = argument_error(plan, src, dst, transform, settings)
         sets: list[dict[str, Array]] = []
+        served: list[dict[str, Any]] = []
         transforms = [transform]
         digest = b""
         try:
@@ -90,12 +95,15 @@ class Refit:
             if buffering == "double":
                 sets.append({n: _twin(comm, a) for n, a in sets[0].items()})
                 transforms.append(None if transform is None else transform.twin())
+            served = [
+                a if how is None else {**a, **how.stored()} for a, how in zip(sets, transforms, strict=True)
+            ]
             digest = hashlib.blake2b(f"{plan.digest()} {buffering}".encode(), digest_size=16).digest()
         except Exception as caught:
             error = caught
         agree(comm, digest, error, "Refit")
         self._serves_sources = any(comm.rank in entry.src for entry in plan.entries)
-        self._sets, self._transforms = sets, transforms
+        self._served, self._transforms = served, transforms
         self._live = 0
         self._movers: list[Reshard] = []
         for arrays, how in zip(sets, transforms, strict=True):
@@ -117,9 +125,12 @@ class Refit:
         return self._torn
 
     @property
-    def weights(self) -> Mapping[str, Array]:
-        """The destination arrays of the version that is served. Ask again after each refit."""
-        return MappingProxyType(self._sets[self._live])
+    def weights(self) -> Mapping[str, Any]:
+        """What holds the version that is served, by name. Ask again after each refit.
+
+        Destination arrays; for tensors that a transform stores, what it stores them in: an `MXFP8Tensor`, say.
+        """
+        return MappingProxyType(self._served[self._live])
 
     @property
     def transform(self) -> ReshardTransform | None:

@@ -123,13 +123,14 @@ class Reshard(BucketStream, Sight):
             run at once.
         settings: staging_bytes, checksums and way; see `Settings`.
 
+    Every rank raises the same error, whichever is at fault, before anything is written.
+
     Raises:
         BufferMismatchError: an array is missing, or has another shape, dtype or memory order than the plan says.
         MeshError: the communicator lacks ranks of the plan.
         MismatchError: ranks hold different plans or settings, or two sides of a move prepare unequal arrays.
         PlanError: sources do not cover what is needed, or an argument that is none of those listed.
         CommError: a rank has no memory for its buckets.
-        (Each on every rank, whichever is at fault, before anything is written.)
     """
 
     def __init__(

@@ -6,6 +6,7 @@ default: tensors may be cut anywhere, replicas are quantised once, and a reshard
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from lowshard.box import Box
@@ -83,6 +84,10 @@ class ReshardTransform:
         The arrays are not the transform's: they are read here, of any strides, and not kept.
         """
         raise NotImplementedError(f"{type(self).__name__} has no recv_rows")
+
+    def stored(self) -> Mapping[str, Any]:
+        """Return, by the names of tensors, what this rank's are stored in: `Refit.weights` has it."""
+        return {}
 
     def twin(self) -> ReshardTransform:
         """Return a transform like this one that stores into buffers of its own, for a second version.

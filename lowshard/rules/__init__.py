@@ -35,3 +35,7 @@ __all__ = [
     "tensor_layouts",
     "unit_layouts",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

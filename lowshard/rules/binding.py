@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from lowshard.bounded import bounded_cache
 from lowshard.errors import RulesError
 from lowshard.mesh import DeviceMesh
+from lowshard.nearest import nearest
 from lowshard.rules.axis_rule import Rule, rules_error
 from lowshard.rules.resolution import Resolution, Resolver, Spec, entry_axes
 
@@ -17,7 +18,8 @@ def check_bound(rule: Rule, mesh: DeviceMesh, parameter: str | None = None) -> N
     for axis in rule.axes:
         if axis not in mesh.axis_names:
             raise rules_error(
-                f"the mesh has no axis {axis!r}{of}; its axes are {', '.join(mesh.axis_names)}",
+                f"the mesh has no axis {axis!r}{of}; its axes are {', '.join(mesh.axis_names)}"
+                f"{nearest(axis, mesh.axis_names, 1)}",
                 rule=rule,
                 axis=axis,
             )

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lowshard.errors import RulesError
+from lowshard.nearest import nearest
 
 if TYPE_CHECKING:
     from lowshard.mesh import DeviceMesh
@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from lowshard.rules.ruleset import RuleSet
 
 FILES = """\
-Rule files: the name of a ready-made one (default, pure-fsdp, ep-as-cp, cp-as-ep, pipeline-large-moe) or a path.
+Rule files: the name of a ready-made one (default, pure-fsdp, ep-as-cp, cp-as-ep, ep-as-dp, shard-exp-on-fsdp,
+pipeline-large-moe) or a path.
 Tensors: --logical, a logical_shardings.json as MaxText dumps it, or --checkpoint, safetensors whose names are given
 logical axes by patterns (`lowshard: parameters:` in the rule file, else ready-made ones for Hugging Face names).
 Sizes: --ici within a slice, --dcn across slices, each axis=size with commas; -1, once, takes what is left. Without
@@ -161,8 +162,7 @@ def chosen_tensors(rules: RuleSet, args: argparse.Namespace) -> list[LogicalTens
     for pattern in (wanted, f"*{wanted}*"):
         found = found or [t for t, both in names.items() if any(matches(pattern, n) for n in both)]
     if not found:
-        near = difflib.get_close_matches(wanted, [s for _, s in names.values()], n=3, cutoff=0.4)
-        hint = f"; close: {', '.join(near)}" if near else ""
+        hint = nearest(wanted, (short for _, short in names.values()), alike=0.4)
         raise RulesError(f"none of the {len(tensors)} tensors is called {wanted!r}{hint}")
     return found
 

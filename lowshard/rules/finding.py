@@ -54,6 +54,7 @@ _SEVERITIES: dict[str, tuple[Severity, Severity]] = {
     "axis-absent-other": ("warning", "warning"),
     "name-twice": ("error", "error"),
     "name-without-rule": ("warning", "warning"),
+    "name-split-off": ("warning", "warning"),
     "name-all-blocked": ("warning", "warning"),
     "name-fell-back": ("note", "note"),
     "tensor-unmatched": ("warning", "warning"),

@@ -11,12 +11,15 @@ from lowshard.argument import choice, instance, items
 from lowshard.argument import path as check_path
 from lowshard.document import MAX_FILE_BYTES
 from lowshard.errors import RulesError
+from lowshard.nearest import nearest
 from lowshard.rules.axis_rule import AXIS_NAME_FORM, MAX_AXES, Rule, as_rules, brief, is_axis_name
 from lowshard.rules.finding import MODES, CheckReport, Mode
 from lowshard.rules.ruleset import RuleSet
 from lowshard.rules.schema import RuleFile, parse_rule_file
 
-READY_MADE: tuple[str, ...] = ("default", "pure-fsdp", "ep-as-cp", "cp-as-ep", "pipeline-large-moe")
+READY_MADE: tuple[str, ...] = (
+    "default", "pure-fsdp", "ep-as-cp", "cp-as-ep", "pipeline-large-moe", "ep-as-dp", "shard-exp-on-fsdp",
+)  # fmt: skip
 """Rule files that come with lowshard; `load_rules` takes their names."""
 
 Merge = Literal["file", "names"]
@@ -141,7 +144,9 @@ def _read(path: str) -> str:
         with open(path, "rb") as file:
             data = file.read(4 * MAX_FILE_BYTES + 1)
     except FileNotFoundError as error:
-        raise RulesError(f"{path}: there is no such rule file; {known}", path=path) from error
+        raise RulesError(
+            f"{path}: there is no such rule file; {known}{nearest(path, READY_MADE)}", path=path
+        ) from error
     except (OSError, ValueError) as error:
         raise RulesError(f"{path}: cannot be read: {error}; {known}", path=path) from error
     try:
@@ -191,5 +196,7 @@ def ready_made_text(name: str) -> str:
         RulesError: there is none of that name.
     """
     if name not in READY_MADE:
-        raise RulesError(f"the ready-made rule files are {', '.join(READY_MADE)}, got {brief(name)}")
+        raise RulesError(
+            f"the ready-made rule files are {', '.join(READY_MADE)}, got {brief(name)}{nearest(name, READY_MADE)}"
+        )
     return files("lowshard.rules").joinpath("ready", f"{name}.yml").read_text(encoding="utf-8")

@@ -11,6 +11,7 @@ from typing import Any
 
 from lowshard.errors import RulesError
 from lowshard.mesh import DeviceMesh
+from lowshard.nearest import nearest
 from lowshard.rules.axis_rule import Rule
 from lowshard.rules.binding import cut_text, fitting, largest_divisor
 from lowshard.rules.file_check import check_file
@@ -32,6 +33,9 @@ _NO_WEIGHT = (
     "tokens_per_page",
 )
 _NAMED = 3
+_SPLIT_OFF = {"embed_attn": "embed"}
+"""Logical names that MaxText has gained since the commit that the ready-made files are of (e591f30), and the name that
+their dims had before. Source: MaxText's pull request 5007."""
 
 
 def check_rules(
@@ -49,6 +53,8 @@ def check_rules(
         RulesError: tensors of no form that `as_tensors` takes.
     """
     findings: list[Finding] = list(check_file(rules))
+    if tensors is None:  # else the names that are in use are known
+        findings += _split_off(rules)
     if mesh is None and request is not None:
         rules, edits = rules.pipelined(request)
         topology, found = rules.topology(request)
@@ -145,7 +151,13 @@ class _Check:
                 text = f"{about[0]} dims, but logical names {list(about[1])}: {listed}"
                 yield find(code, mode, text, tensors=names)
             elif code == "name-without-rule":
-                text = f"no rule is for the logical name {about[0]!r}: it is replicated, without a word ({listed})"
+                name = str(about[0])
+                text = (
+                    f"no rule is for the logical name {name!r}: it is replicated, without a word ({listed})"
+                )
+                text += _as_before(self._rules, name) or nearest(
+                    name, (r.name for r in self._rules.logical_axis_rules)
+                )
                 yield find(code, mode, text, self._rules.place("logical_axis_rules"), tensors=names)
             elif code == "target-repeats-axis":
                 rule: Rule = about[0]
@@ -214,6 +226,29 @@ class _Check:
             if axis in rule.axes:
                 common = gcd(common, extent // rest)
         return largest_divisor(common, mesh.axis_size(axis)) if common else mesh.axis_size(axis)
+
+
+def _split_off(rules: RuleTable) -> list[Finding]:
+    """Find names of newer MaxText versions that no rule is for, though one is for the name they were split from."""
+    known = {rule.name for rule in rules.logical_axis_rules}
+    found = []
+    for name, before in _SPLIT_OFF.items():
+        if name not in known and (then := _as_before(rules, name)):
+            text = (
+                f"no rule is for {name!r}, which newer versions of MaxText ask for where {before!r} stood: their "
+                f"weights would be replicated there, without a word{then}"
+            )
+            found.append(find("name-split-off", rules.mode, text, rules.place("logical_axis_rules")))
+    return found
+
+
+def _as_before(rules: RuleTable, name: str) -> str:
+    """Return which rules give a name that was split from another what that one has; nothing where it cuts nothing."""
+    before = [r for r in rules.logical_axis_rules if r.name == _SPLIT_OFF.get(name)]
+    if not any(rule.axes for rule in before):
+        return ""
+    lines = ", ".join(f"[{name}, [{', '.join(rule.axes)}]]" for rule in before)
+    return f"; to cut it as {_SPLIT_OFF[name]!r} is cut, add {lines}"
 
 
 def _budget(

@@ -1,4 +1,4 @@
-"""`lowshard rules`: dump, compare, explain, check, memory, show."""
+"""`lowshard rules`: dump, compare, explain, check, memory, show, example."""
 
 from __future__ import annotations
 
@@ -35,6 +35,16 @@ DESCRIPTION = """\
 Mesh-and-rule files: which mesh axes cut which dims of which tensors. The files are MaxText's (mesh_axes,
 data_sharding, logical_axis_rules) and are resolved as MaxText resolves them; no device is touched, no array made.
 """
+EXAMPLES = """\
+examples:
+  lowshard rules example                  # writes the files that the other lines name
+  lowshard rules check   --rules my.yml --devices 16 --ici fsdp=-1,expert=4 --logical logical_shardings.json
+  lowshard rules explain moe/wi_0 --rules default --logical logical_shardings.json
+  lowshard rules memory  --rules ep-as-cp --devices 8 --ici expert=2 --checkpoint model.safetensors
+  lowshard rules show    q_proj --rules ep-as-cp --devices 8 --ici expert=2 --checkpoint model.safetensors
+  lowshard rules dump    --rules ep-as-cp --devices 8 --ici expert=2 --logical logical_shardings.json -o -
+  lowshard rules compare golden/ --rules ep-as-cp --devices 8 --ici expert=2
+"""
 _DUMP = """\
 Writes the named shardings (mesh, partition spec and shape of every tensor) in the form of MaxText's golden files,
 byte for byte; with --activations, the activation file. Fails where MaxText fails: an axis the mesh lacks, a dim that
@@ -62,6 +72,11 @@ Adds up bytes a device by group: parameters, gradients, moments; says what is re
 _SHOW = """\
 Shows which rank holds which part of a tensor: any two dims, as coloured text and as a picture; axes of size 1 hidden.
 """
+_EXAMPLE = """\
+Writes small files to try the other commands on, into DIR (default: here): my.yml, a rule file; logical_shardings.json,
+a mixture of experts as MaxText dumps it; model.safetensors, one of Hugging Face's names (zeros); golden/, what the
+ready-made rules ep-as-cp give for 8 devices. Nothing is overwritten.
+"""
 _EXITS = "Exit codes: 0 done, 1 failed, 2 wrong usage or a file that cannot be used."
 
 
@@ -69,9 +84,9 @@ def add_rules_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentPar
     """Add the subcommand and the commands below it."""
     parser = subparsers.add_parser(
         "rules",
-        help="mesh-and-rule files: dump, compare, explain, check, memory, show",
+        help="mesh-and-rule files: dump, compare, explain, check, memory, show, example",
         description=DESCRIPTION,
-        epilog=f"{FILES}{_EXITS}",
+        epilog=f"{EXAMPLES}{FILES}{_EXITS}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
@@ -162,6 +177,9 @@ def add_rules_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentPar
         help="bytes a device may use, such as 80e9; beyond it the exit code is 1",
     )
     add_json_argument(memory)
+
+    example = add("example", "write small files to try these commands on", _EXAMPLE, run_example)
+    example.add_argument("folder", metavar="DIR", nargs="?", default=".", help="where to (default: here)")
 
     show = add(
         "show",
@@ -295,6 +313,16 @@ def run_check(args: argparse.Namespace) -> int:
     else:
         print_check(report, make_console())
     return 1 if report.errors or (args.werror and report.warnings) else 0
+
+
+def run_example(args: argparse.Namespace) -> int:
+    """Write the example files and return the exit code."""
+    from lowshard.rules.example_files import write_examples
+
+    for path in write_examples(Path(args.folder)):
+        print(path)
+    print("Try: lowshard rules check --rules my.yml --devices 16 --logical logical_shardings.json")
+    return 0
 
 
 def run_memory(args: argparse.Namespace) -> int:

@@ -7,11 +7,11 @@ extensions stand below one key more, `lowshard`, which MaxText ignores as it ign
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from lowshard.document import Node, Where, parse_document
+from lowshard.nearest import nearest
 from lowshard.rules.axis_rule import (
     AXIS_NAME_FORM,
     MAX_AXES,
@@ -164,9 +164,9 @@ class _Reader:
         self._findings.append(find(code, self._mode, text, where, rule=rule, axis=axis))
 
     def _unknown_key(self, key: str, node: Node) -> None:
-        near = difflib.get_close_matches(key[:80], (*KEYS, _OURS), n=1, cutoff=0.75)
+        near = nearest(key, (*KEYS, _OURS), 1, alike=0.75)
         if near:
-            text = f"MaxText ignores the key {brief(key)}; did you mean {near[0]}?"
+            text = f"MaxText ignores the key {brief(key)}{near}"
             self._add("key-misspelt", text, node.where)
         else:
             text = f"the key {brief(key)} has no effect; the keys are {', '.join(KEYS)}, and {_OURS}"

@@ -33,6 +33,12 @@ from lowshard.rules.ruleset import RuleSet
 from lowshard.rules.topology import Sizes
 from lowshard.settings import UPDATE_GOLDENS
 
+__all__ = ["assert_matches_golden", "made_goldens"]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
 
 def assert_matches_golden(
     rules: RuleSet,

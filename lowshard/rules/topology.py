@@ -8,7 +8,6 @@ mesh_axes`, base.yml) and the device order that of JAX's `create_hybrid_device_m
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -16,6 +15,7 @@ from math import prod
 
 from lowshard.document import Where
 from lowshard.mesh import DeviceMesh
+from lowshard.nearest import nearest
 from lowshard.rules.axis_rule import MESH_AXES, brief, rules_error
 from lowshard.rules.finding import Finding, Mode, find
 
@@ -128,8 +128,7 @@ def check_sizes(
                 )
                 add("size-for-absent-axis", text, axis)
             else:
-                near = difflib.get_close_matches(axis, (*axes, *MESH_AXES), n=1)
-                hint = f"; did you mean {near[0]}?" if near else ""
+                hint = nearest(axis, (*axes, *MESH_AXES), 1)
                 text = f"{kind} asks for {axis}={size}, but neither the mesh ({', '.join(axes)}) nor MaxText has it"
                 add("mesh-size", text + hint, axis)
     for axis in axes:
@@ -139,11 +138,9 @@ def check_sizes(
                     "mesh-axis-unknown", f"MaxText itself has no mesh axis {axis!r}: it would fail here", axis
                 )
             else:
-                near = difflib.get_close_matches(axis, MESH_AXES, n=1)
-                hint = f"did you mean {near[0]}? " if near else ""
                 text = (
-                    f"the mesh axis {axis!r} is none of MaxText's ({', '.join(MESH_AXES)}) and has no size: "
-                    f"{hint}To use an axis of your own, give its size: ici={{{axis!r}: 4}}"
+                    f"the mesh axis {axis!r} is none of MaxText's ({', '.join(MESH_AXES)}) and has no size: to use "
+                    f"an axis of your own, give its size: ici={{{axis!r}: 4}}{nearest(axis, MESH_AXES, 1)}"
                 )
                 add("mesh-size", text, axis)
     per_slice = request.devices // request.slices

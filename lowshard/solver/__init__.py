@@ -46,3 +46,7 @@ __all__ = [
     "solve_graph",
     "solver",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

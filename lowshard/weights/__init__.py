@@ -38,3 +38,7 @@ __all__ = [
     "scale_strategy",
     "shard_module",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -19,6 +19,7 @@ from lowshard.argument import as_shape, brief, instance, items, mapping, whole
 from lowshard.argument import path as check_path
 from lowshard.document import MAX_FILE_BYTES, Where, parse_document, plain_data
 from lowshard.errors import CheckpointError, ShardingError
+from lowshard.nearest import nearest
 from lowshard.reading import parse_json, read_text, reader
 from lowshard.weights.head import Segment
 from lowshard.weights.module_weights import resolve_module
@@ -144,7 +145,9 @@ class NamePatterns:
         if not path.exists() and path.name == str(source) and path.name.removesuffix(".yaml") in SHIPPED:
             path = _FOLDER / f"{path.name.removesuffix('.yaml')}.yaml"
         if not path.exists():
-            raise CheckpointError(f"{source}: there is no such file; shipped are {', '.join(SHIPPED)}")
+            raise CheckpointError(
+                f"{source}: there is no such file; shipped are {', '.join(SHIPPED)}{nearest(path.name, SHIPPED)}"
+            )
         text = read_text(path, "file of name patterns", CheckpointError, MAX_FILE_BYTES)
         where = str(source)
         return replace(_read(plain_data(parse_document(text, where, _fail), _fail), where), where=where)
@@ -209,7 +212,7 @@ def _read_rule(pattern: str, strategy: str | Mapping[str, Mapping[str, Any] | No
     if len(chosen) != 1 or not set(chosen) <= set(_MAKERS):
         raise ShardingError(
             f"{brief(pattern)}: a strategy is one of {', '.join(_MAKERS)}, with arguments as {{name: {{argument: "
-            f"value}}}}, got {brief(strategy)}"
+            f"value}}}}, got {brief(strategy)}{nearest(next(iter(chosen), None), _MAKERS)}"
         )
     ((name, arguments),) = chosen.items()
     rule = NameRule(pattern, name, tuple((arguments or {}).items()))

@@ -153,7 +153,7 @@ class Quantization:
 
         Raises:
             ShardingError: a cut goes through a unit or a block; the text names what to do instead.
-            As `ShardingStrategy.pieces`.
+            LowshardError: as `ShardingStrategy.pieces`.
         """
         instance(strategy, ShardingStrategy, _STRATEGY, ShardingError)
         stored_shape = _stored(stored_shape)

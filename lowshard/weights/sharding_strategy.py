@@ -262,8 +262,8 @@ class ShardingStrategy:
         """Return which boxes every device holds and where they lie in its array: what a plan moves.
 
         Raises:
-            As `pieces`; and LayoutError where the rule does not fit the shape, so that elements are on no
-            device.
+            LayoutError: the rule does not fit the shape, so that elements are on no device.
+            LowshardError: as `pieces`.
         """
         shape = as_shape(shape, _SHAPE, ShardingError)
         pieces = [self.pieces(shape, index) for index in range(self.num_devices)]

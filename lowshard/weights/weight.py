@@ -155,7 +155,7 @@ class Weight:
         """Return which stored boxes each device holds; checked as `shard` does.
 
         Raises:
-            As `shard`.
+            LowshardError: as `shard`.
         """
         if self._strategy is None:
             raise ShardingError(f"{self.name} has no sharding strategy, so no layout")
@@ -166,7 +166,7 @@ class Weight:
 
         Raises:
             ShardingError: the strategy would cut a block or a packed element.
-            As `ShardingStrategy.pieces`.
+            LowshardError: as `ShardingStrategy.pieces`.
         """
         instance(strategy, ShardingStrategy, "a weight is cut by a ShardingStrategy", ShardingError)
         most = strategy.num_devices - 1

@@ -173,6 +173,7 @@ def test_inside_a_job_all_ranks_end_with_the_code_of_the_run(argv: list[str], co
     assert said in ended.text
 
 
+@pytest.mark.full_only
 def test_profile_and_tune_write_their_files(tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
     ended = run(

@@ -50,7 +50,7 @@ TOLD = {
 CASES = [(fault, phase) for fault in FAULTS for phase in PHASES]
 if not mode.full():
     turned = mode.rng("causes").permutation(PHASES).tolist()
-    CASES = list(zip([*FAULTS, *FAULTS], turned, strict=True))
+    CASES = list(zip(FAULTS, turned, strict=False))
 Case = tuple[str, str]
 
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
+from support import mode
 
 ROOT = Path(__file__).resolve().parents[2]
 CLOSED = {"stdout": ">&-", "stderr": "2>&-", "stdin": "<&-", "all": "<&- >&- 2>&-"}
+WORDS = ["--help", "run --help", "run --template list", "rules show --help"]
 # Each rank makes a file: what it did is seen where it can print nothing, and files must not get the streams' numbers.
 RANKS = """
 import sys
@@ -38,7 +41,7 @@ def ran(words: str, closed: str, *flags: str, cwd: Path) -> subprocess.Completed
 
 @pytest.mark.mpi
 @pytest.mark.time_limit(120)
-@pytest.mark.parametrize("closed", CLOSED)
+@pytest.mark.parametrize("closed", CLOSED if mode.full() else ["all"])
 def test_a_job_runs_whatever_is_closed(closed: str, tmp_path: Path) -> None:
     (tmp_path / "ranks.py").write_text(RANKS)
     done = ran("run -n 2 ranks.py .", closed, cwd=tmp_path)
@@ -52,7 +55,7 @@ def test_a_job_runs_whatever_is_closed(closed: str, tmp_path: Path) -> None:
 
 @pytest.mark.mpi
 @pytest.mark.time_limit(120)
-@pytest.mark.parametrize("closed", CLOSED)
+@pytest.mark.parametrize("closed", mode.sample(list(CLOSED), 2, "fails"))
 def test_a_job_that_fails_says_so_where_it_can(closed: str, tmp_path: Path) -> None:
     (tmp_path / "fails.py").write_text("raise ValueError('boom')\n")
     done = ran("run -n 2 fails.py", closed, cwd=tmp_path)
@@ -61,8 +64,7 @@ def test_a_job_that_fails_says_so_where_it_can(closed: str, tmp_path: Path) -> N
 
 
 @pytest.mark.time_limit(120)
-@pytest.mark.parametrize("closed", CLOSED)
-@pytest.mark.parametrize("words", ["--help", "run --help", "run --template list", "rules show --help"])
+@pytest.mark.parametrize(("words", "closed"), mode.sample(list(product(WORDS, CLOSED)), 3, "words"))
 def test_commands_work(closed: str, words: str, tmp_path: Path) -> None:
     assert ran(words, closed, cwd=tmp_path).returncode == 0
     assert ran("no-such-command", closed, cwd=tmp_path).returncode == 2

@@ -19,7 +19,7 @@ HERE = Path(__file__).parent
 
 
 @pytest.mark.time_limit(LIMIT_S + 30)  # the first case of a size waits for all of them
-@pytest.mark.parametrize("size", mode.sample([2, 3, 4, 8], 2, "MPI ranks"))
+@pytest.mark.parametrize("size", [2, 3, 4, 8] if mode.full() else [3])
 @pytest.mark.parametrize("name", CASES)
 def test_the_contract_holds_on_mpi_ranks(name: str, size: int) -> None:
     check_case(name, size, "cpu")
@@ -84,7 +84,7 @@ def test_ranks_on_all_nodes_learn_of_a_failure(tmp_path: Path) -> None:
         assert re.search(told, ended.stdout, re.M), ended.text
 
 
-@pytest.mark.parametrize("node_size", ["", "2"])
+@pytest.mark.parametrize("node_size", mode.sample(["", "2"], 1, "made and closed"))
 def test_communicators_that_are_made_and_closed_leave_no_threads_and_descriptors(
     tmp_path: Path, node_size: str
 ) -> None:
@@ -120,7 +120,7 @@ def test_communicators_that_are_made_and_closed_leave_no_threads_and_descriptors
     assert sorted(ended.ok().stdout.splitlines()) == [f"[{rank}] done" for rank in range(4)], ended.text
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", mode.sample([2, 4], 1, "MPI only"))
 def test_what_only_the_mpi_communicator_does(size: int) -> None:
     ended = start_ranks(HERE / "run_mpi_only.py", size, timeout_s=60).ok()
     assert len(ended.stdout.split()) == 6, ended.text

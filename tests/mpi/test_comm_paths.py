@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 from support import barred, mode
@@ -15,6 +16,7 @@ from support.starting import start_ranks
 pytestmark = [pytest.mark.mpi, pytest.mark.time_limit(LIMIT_S + 30)]
 
 HERE = Path(__file__).parent
+F = TypeVar("F")
 ABSENT_LIMIT_S = 60.0
 
 NEW = ("memory", "shared", "start", "message", "check", "bit", "repeat")
@@ -27,12 +29,12 @@ def of(*modules: str) -> tuple[str, ...]:
 
 
 WAYS = ["mpi", "full", "off", "barred", "own core", "handed on", "broken pipes"]
-TURNS = mode.sample(WAYS, 4, "ways through memory")
+TURNS = WAYS if mode.full() else ["mpi", *mode.sample(WAYS[1:], 1, "ways through memory")]
 
 
-def in_turn(way: str) -> pytest.MarkDecorator:
-    """Leave a way out whose turn it is not; which ones have it rotates with the seed."""
-    return pytest.mark.skipif(way not in TURNS, reason="not its turn with this --seed; pytest --full has all")
+def in_turn(way: str) -> Callable[[F], F]:
+    """Leave a way to --full whose turn it is not; which ones have it rotates with the seed."""
+    return (lambda function: function) if way in TURNS else pytest.mark.full_only
 
 
 @in_turn("mpi")
@@ -73,7 +75,7 @@ def test_the_contract_holds_where_no_rank_may_read_anothers_memory(name: str) ->
     check_case(name, 3, "cpu", WITHOUT_ACROSS, **env)
 
 
-@pytest.mark.skipif(not mode.full(), reason="as without the right to, and it has it: for --full")
+@pytest.mark.full_only  # as without the right to, and it has it
 @pytest.mark.parametrize("name", CASES)
 def test_the_contract_holds_where_memory_across_is_switched_off(name: str) -> None:
     check_case(name, 4, "cpu", LOWSHARD_CROSS_MEMORY="off")
@@ -108,7 +110,10 @@ def test_the_contract_holds_where_pipes_take_nothing(name: str) -> None:
     check_case(name, 3, "cpu", THROUGH_BROKEN_PIPES, LOWSHARD_TESTS_CORES="64", LOWSHARD_TESTS_PIPES="broken")
 
 
-@pytest.mark.parametrize("call", ["all_gather", "all_to_all_v", "send_recv"])
+HANDED_IN = ["all_gather", "all_to_all_v", "send_recv"]
+
+
+@pytest.mark.parametrize("call", mode.sample(HANDED_IN, 1, "gone in"))
 @pytest.mark.parametrize("sent", mode.sample(["SIGKILL", "SIGSTOP"], 1, "gone while it hands on"))
 def test_a_rank_that_is_gone_while_memory_is_handed_on_is_missed(call: str, sent: str) -> None:
     ended = start_ranks(HERE / "run_handed.py", 2, [call, sent], ABSENT_LIMIT_S)
@@ -119,7 +124,7 @@ def test_a_rank_that_is_gone_while_memory_is_handed_on_is_missed(call: str, sent
     assert "not reached" not in ended.text
 
 
-@pytest.mark.parametrize("call", ["all_gather", "all_to_all_v", "send_recv"])
+@pytest.mark.parametrize("call", mode.sample(HANDED_IN, 1, "lost in"))
 def test_memory_that_does_not_come_whole_ends_the_wait_by_its_deadline(call: str) -> None:
     ended = start_ranks(
         HERE / "run_handed.py", 2, [call, "LOST"], ABSENT_LIMIT_S, env={"LOWSHARD_TIMEOUT_S": "2"}
@@ -133,6 +138,7 @@ def test_memory_that_does_not_come_whole_ends_the_wait_by_its_deadline(call: str
 # ---- a rank that does not call
 
 
+@pytest.mark.full_only
 @pytest.mark.parametrize("path", mode.sample(["window", "mpi"], 1, "absent"))
 def test_a_rank_that_stays_away_is_missed_in_time_on_every_call(path: str) -> None:
     env = {"LOWSHARD_CPU_PATH": path, "LOWSHARD_WATCH": "off"}  # which ends a job after the first time-out
@@ -168,7 +174,7 @@ MISSED = [("1", "60", "2"), ("0", "60", "2"), ("1,2", "60", "3"), ("0,3", "60", 
 COME = [("2", "2.5", "20"), ("0", "2.5", "20"), ("1,3", "1.5", "2")]
 
 
-@pytest.mark.parametrize(("late", "late_s", "timeout_s"), mode.sample(MISSED, 2, "missed"))
+@pytest.mark.parametrize(("late", "late_s", "timeout_s"), mode.sample(MISSED, 1, "missed"))
 def test_ranks_that_do_not_come_to_make_a_communicator_are_missed_by_name(
     late: str, late_s: str, timeout_s: str
 ) -> None:

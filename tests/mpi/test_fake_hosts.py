@@ -346,7 +346,7 @@ comm.barrier()
 """
 
 
-@pytest.mark.skipif(not mode.full(), reason="compiles for half a minute; pytest --full does it")
+@pytest.mark.full_only  # compiles for half a minute
 def test_survivors_of_a_frozen_rank_say_where_they_were_and_are_not_the_cause(launcher: Launcher) -> None:
     done = launcher.run(
         "-n", "4", "--fake-hosts", "2", launcher.script(COMMUNICATING), LOWSHARD_HEARTBEAT_S=str(BEAT_S)

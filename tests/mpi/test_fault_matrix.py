@@ -39,7 +39,7 @@ PLACES = [*COLLECTIVES, "idle", "start-up"]
 ONLY_FULL = ["all_reduce loop", "before MPI"]
 CODES = {"raise": 1, "exit": 3}
 CODE_OF_OTHERS = 70
-MORE_CELLS = 2
+MORE_CELLS = 0
 
 # What the launcher says of the rank that failed, and what the others' error says of it.
 TOLD = {

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from support import mode
 from support.comm_cases import CASES
 from support.starting import start_ranks
 
@@ -27,7 +26,8 @@ PATHS = {
 }
 
 
-@pytest.mark.parametrize("path", PATHS if mode.full() else ["memory"])
+@pytest.mark.full_only
+@pytest.mark.parametrize("path", PATHS)
 def test_the_contract_holds_on_staged_ranks(path: str) -> None:
     size, env = PATHS[path]
     ended = start_ranks(RUNNER, size, ["cases"], timeout_s=80, env=env).ok()

@@ -14,7 +14,7 @@ RUNNER = Path(__file__).with_name("run_op_rows.py")
 @pytest.mark.mpi
 @pytest.mark.one_mpi
 @pytest.mark.time_limit(300)
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", mode.sample([2, 4], 1, "op rows"))
 def test_sharded_ops_equal_whole_ones_over_mpi(ranks: int) -> None:
     count = 600 if mode.full() else 60
     ran = start_ranks(RUNNER, ranks, [str(count), str(mode.seed() % 2**31)], timeout_s=240)

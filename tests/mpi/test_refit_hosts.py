@@ -58,6 +58,7 @@ def check(notes: dict[str, Any], about: str) -> int:
     return compared
 
 
+@pytest.mark.full_only
 def test_a_rank_killed_at_any_step_leaves_each_host_on_one_whole_version(tmp_path: Path) -> None:
     tried = compared = 0
     for victim in mode.sample([0, 4], 1, "refit hosts victim"):

@@ -16,7 +16,7 @@ RUNNER = Path(__file__).with_name("run_weights.py")
 pytestmark = [pytest.mark.mpi, pytest.mark.time_limit(200)]
 
 
-@pytest.mark.parametrize("ranks", mode.sample([1, 2, 3, 4, 8], 2, "weights on ranks"))
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8] if mode.full() else [3])
 def test_saved_and_loaded_by_every_strategy(ranks: int, tmp_path: Path) -> None:
     ran = start_ranks(RUNNER, ranks, ["values", str(tmp_path)], timeout_s=150)
     assert ran.returncode == 0, ran.stdout + ran.stderr
@@ -40,6 +40,7 @@ def rows_of(task: str, model: Path) -> list[dict[str, Any]]:
     return rows
 
 
+@pytest.mark.full_only
 def test_loading_takes_little_more_than_a_plain_read(model: Path) -> None:
     for _ in range(5):  # other programs may have been busy: then once more
         misses = [row for row in rows_of("measure", model) if not keeps_limits(row)]

@@ -1,4 +1,4 @@
-"""What is kept for as long as the process lives: bounded in bytes, all of it, and said so in README."""
+"""What is kept for as long as the process lives: bounded in bytes, all of it, and said so in docs/limits.md."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_readme_has_every_bound() -> None:
     bounds = dict(line.split("|") for line in ran.stdout.splitlines())
     assert len(bounds) > 15
     table = (
-        (ROOT / "README.md")
+        (ROOT / "docs" / "limits.md")
         .read_text(encoding="utf-8")
         .partition("## Memory that is kept")[2]
         .partition("\n## ")[0]
@@ -129,7 +129,7 @@ def test_readme_has_every_bound() -> None:
         )
         short = name.removeprefix("lowshard.")
         assert any(short in row and f"| {amount} |" in row for row in rows), (
-            f"README's table lacks {short}, {amount}"
+            f"the table of docs/limits.md lacks {short}, {amount}"
         )
 
 

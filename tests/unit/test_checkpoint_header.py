@@ -232,7 +232,7 @@ def test_a_repeated_key_among_many_is_found_quickly(tmp_path: Path) -> None:
 
 def test_an_unknown_name_is_answered_with_close_ones(tmp_path: Path) -> None:
     save_file({"layer.0.weight": np.zeros(2), "bias": np.zeros(2)}, tmp_path / "f")
-    text = r"tensor 'layer.0.weihgt' is not in .* 2 tensors; close names: 'layer.0.weight'"
+    text = r"tensor 'layer.0.weihgt' is not in .* 2 tensors; did you mean layer.0.weight"
     with pytest.raises(CheckpointError, match=text):
         read_header(tmp_path / "f").entry("layer.0.weihgt")
 

@@ -115,7 +115,7 @@ def machine_folder(cache: Path) -> Path:
 
 
 @pytest.mark.time_limit(200)
-@pytest.mark.parametrize("name", mode.sample(allowed(FOLDERS), 2, "planted folders"))
+@pytest.mark.parametrize("name", mode.sample(allowed(FOLDERS), 1, "planted folders"))
 def test_where_a_folder_is_not_this_users_alone_code_is_compiled_in_memory_and_that_is_said_once(
     name: str, code: bytes, tmp_path: Path
 ) -> None:
@@ -138,7 +138,7 @@ PLANTED = {
 
 
 @pytest.mark.time_limit(200)
-@pytest.mark.parametrize("name", mode.sample(list(PLANTED), 2, "planted code"))
+@pytest.mark.parametrize("name", mode.sample(list(PLANTED), 1, "planted code"))
 def test_a_right_checksum_over_what_is_no_such_function_is_compiled_anew(
     name: str, code: bytes, tmp_path: Path
 ) -> None:
@@ -171,6 +171,7 @@ def test_a_spoiled_table_is_a_plain_error(code: bytes) -> None:
             symbols_of(bytes(spoiled))
 
 
+@pytest.mark.full_only
 @as_root
 @pytest.mark.time_limit(200)
 def test_in_a_folder_for_everybody_another_users_code_is_not_run(tmp_path: Path) -> None:

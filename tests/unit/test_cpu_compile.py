@@ -135,6 +135,7 @@ def test_the_second_process_reads_what_the_first_has_compiled_and_imports_no_num
     assert uses_zmm(tmp_path, "quantize_bfloat16_e4m3") == (vector_bits() == 512)
 
 
+@pytest.mark.full_only
 @pytest.mark.skipif(
     vector_bits() != 512, reason="without registers of 512 bits none of them is kept on the stack"
 )
@@ -190,6 +191,7 @@ def test_of_four_processes_at_once_one_compiles(tmp_path):
 NO_ROOM = "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (512, 512))"
 
 
+@pytest.mark.full_only
 def test_a_cache_folder_that_cannot_be_made_is_no_error(tmp_path):
     (tmp_path / "file").write_text("no folder")
     result = done(tmp_path / "file" / "cache", ["dequantize bfloat16 e4m3"])
@@ -204,6 +206,7 @@ def test_a_disk_without_room_is_no_error(tmp_path):
     assert facts(again, "right", "origin") == [{"right": True, "origin": "compiled"}]
 
 
+@pytest.mark.full_only
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="the CPUs named here are x86-64")
 @pytest.mark.parametrize(
     ("cpu", "bits"), mode.sample([("x86-64", 128), ("haswell", 256), ("skylake-avx512", 512)], 1, "CPUs")
@@ -243,6 +246,7 @@ print(json.dumps(found))
 """
 
 
+@pytest.mark.full_only
 def test_a_change_in_any_source_that_code_is_made_from_gives_kernels_a_new_name(tmp_path):
     for folder in {PACKAGE, KERNELS}:
         ignored = shutil.ignore_patterns("__pycache__")

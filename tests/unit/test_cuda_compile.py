@@ -171,7 +171,7 @@ def cases() -> list[object]:
         found += [
             pytest.param(compiler, arch, name, marks=mark, id=f"{compiler}-sm_{arch}-{name}")
             for arch in (MAIN_ARCH, *others)
-            for name in SOURCES
+            for name in mode.sample(list(SOURCES), 2 if usable else 1, f"sources {compiler} {arch}")
         ]
     return found
 

@@ -15,6 +15,10 @@ import lowshard
 
 pytest.importorskip("numba")
 
+pytestmark = (
+    pytest.mark.full_only
+)  # code is compiled for a minute; test_cpu_compile.py has the like of kernels
+
 LIMIT_S = 100.0
 
 # Combines with the functions of a few recipes, all of them in one process, and says what came of it and whence the

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import time
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from lowshard import cli
 from lowshard.rules import load_rules
 from lowshard.rules.checkpoint_rules import tensor_layouts
 from lowshard.rules.golden import read_dump
+from lowshard.rules.rules_command import EXAMPLES
 
 HERE = Path(__file__).resolve().parents[1] / "data" / "goldens"
 LOGICAL = str(HERE / "ep-as-cp-8" / "logical_shardings.json")
@@ -167,13 +169,13 @@ def test_explain_by_name_pattern_or_logical_names(run: Any) -> None:
     assert "dim 1 -: has no logical name" in run("explain", "--rules", "default", "--names", "embed,-,mlp")
     data = json.loads(run("explain", "--rules", "default", "--names", "embed,mlp", "--json"))
     assert data[0]["dims"][0]["blocked"][0]["blocked_by"][0]["axis"] == "fsdp_transpose"
-    assert "close: " in run("explain", "decoder/layer/moe", *RULES, "--logical", LOGICAL, code=2)
+    assert "did you mean " in run("explain", "decoder/layer/moe", *RULES, "--logical", LOGICAL, code=2)
     run("explain", *RULES, code=2)
     run("explain", "x", "--names", "a", *RULES, code=2)
 
 
 def test_check_reports_everything_and_by_exit_code(run: Any, tmp_path: Path) -> None:
-    assert "0 errors, 0 warnings, 0 notes" in run("check", "--rules", "default")
+    assert "0 errors, 1 warning, 0 notes" in run("check", "--rules", "default")  # name-split-off
     assert "2 warnings" in run("check", *RULES, "--logical", LOGICAL)
     run("check", *RULES, "--logical", LOGICAL, "--werror", code=1)
     path = tmp_path / "bad.yml"
@@ -269,6 +271,7 @@ def test_a_checkpoint_s_header_is_enough(run: Any, tmp_path: Path) -> None:
 # ---- size
 
 
+@pytest.mark.full_only
 @pytest.mark.time_limit(60)
 def test_a_hundred_thousand_parameters_on_sixteen_thousand_devices_take_less_than_two_seconds() -> None:
     rules = load_rules("default")
@@ -310,3 +313,29 @@ def test_resolving_makes_no_array(monkeypatch: pytest.MonkeyPatch) -> None:
     assert tensor_layouts(rules, mesh, tensors)["w"].local_shape(16_383) == ((1 << 40) // 512, (1 << 40) // 8)
     assert rules.check(tensors, mesh=mesh).ok
     assert rules.memory(mesh, tensors).parameter_elems == 1 << 80
+
+
+# ---- the examples
+
+
+def test_every_example_of_the_help_and_every_line_of_the_readme_runs_as_written(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    readme = (Path(__file__).resolve().parents[2] / "README.md").read_text(encoding="utf-8")
+    lines = re.findall(r"^ *lowshard rules (.+)$", f"{EXAMPLES}\n{readme}", re.MULTILINE)
+    assert len(lines) > len(COMMANDS)
+    monkeypatch.chdir(tmp_path)
+    for line in lines:
+        run(*shlex.split(line.partition("#")[0]))
+
+
+def test_example_files_overwrite_nothing(run: Any, tmp_path: Path) -> None:
+    run("example", str(tmp_path / "new" / "folder"))
+    assert {p.name for p in (tmp_path / "new" / "folder").iterdir()} == {
+        "my.yml", "logical_shardings.json", "model.safetensors", "golden",
+    }  # fmt: skip
+    (tmp_path / "my.yml").write_text("mine")
+    assert "overwrite nothing" in run("example", str(tmp_path), code=2)
+    assert [p.name for p in tmp_path.iterdir() if p.is_file()] == ["my.yml"]
+    assert (tmp_path / "my.yml").read_text() == "mine"
+    assert "cannot be written" in run("example", str(tmp_path / "my.yml" / "below"), code=2)

@@ -521,3 +521,33 @@ def test_a_checkpoint_is_known_by_its_headers(tmp_path: Path) -> None:
         checkpoint_tensors(load_rules("default"), tmp_path)
     with pytest.raises(CheckpointError):
         checkpoint_tensors(load_rules("default"), tmp_path / "none.safetensors")
+
+
+# ---- names that newer versions of MaxText ask for, and near ones
+
+
+def test_a_file_without_a_rule_for_a_name_that_was_split_off_is_warned_of() -> None:
+    found = load_rules("ep-as-cp").check()
+    (finding,) = [f for f in found.findings if f.code == "name-split-off"]
+    assert finding.severity == "warning"
+    assert "'embed_attn'" in finding.text
+    assert "add [embed_attn, [fsdp, expert]]" in finding.text
+    both = parse_rules(RULES).check()
+    (finding,) = [f for f in both.findings if f.code == "name-split-off"]
+    assert "[embed_attn, [fsdp]], [embed_attn, [tensor, data]], [embed_attn, [data]]" in finding.text
+
+
+@pytest.mark.parametrize(
+    "rules", ["- [embed_attn, []]\n  - [embed, [fsdp]]", "- [embed, []]", "- [mlp, [fsdp]]"]
+)
+def test_no_warning_where_the_name_has_a_rule_or_nothing_would_be_lost(rules: str) -> None:
+    found = parse_rules(f"mesh_axes: [fsdp]\nlogical_axis_rules:\n  {rules}", base=None).check()
+    assert codes(found) == []
+
+
+def test_weights_that_use_the_name_are_told_with_the_rules_to_add() -> None:
+    found = report(RULES, {"w": (("embed_attn", "mpl"), (8, 8))})
+    texts = [f.text for f in found.findings if f.code == "name-without-rule"]
+    assert "name-split-off" not in codes(found)
+    assert any("'embed_attn'" in t and "add [embed_attn, [fsdp]]" in t for t in texts)
+    assert any("'mpl'" in t and "did you mean mlp?" in t for t in texts)

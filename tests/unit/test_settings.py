@@ -43,8 +43,9 @@ def test_no_other_module_reads_or_changes_the_environment() -> None:
     assert {place.partition(":")[0] for place in found} == {"lowshard/settings.py"}
 
 
-def test_every_variable_that_code_or_readme_name_is_a_setting() -> None:
-    texts = {path: path.read_text(encoding="utf-8") for path in (*SOURCES, ROOT / "README.md")}
+def test_every_variable_that_code_or_docs_name_is_a_setting() -> None:
+    pages = (ROOT / "README.md", *(ROOT / "docs").rglob("*.md"))
+    texts = {path: path.read_text(encoding="utf-8") for path in (*SOURCES, *pages)}
     named = {name for text in texts.values() for name in re.findall(r"LOWSHARD_[A-Z0-9_]*[A-Z0-9]", text)}
     # The last one keeps another from being lost by mpiexec, and is read by nobody.
     assert named - KNOWN == {"LOWSHARD_LAST"}
@@ -106,6 +107,7 @@ print(cache_folder(), set(origins.values()))
 """
 
 
+@pytest.mark.full_only
 @as_root
 @pytest.mark.time_limit(120)
 def test_a_user_without_home_and_passwd_entry_has_a_folder_of_its_own(tmp_path: Path) -> None:

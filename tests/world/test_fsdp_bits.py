@@ -85,7 +85,7 @@ def test_strategies_have_the_bits_of_full_shard_just_where_they_say(precision: s
         (world, size) for world in range(2, 13) for size in range(world) if size == 0 or world % size == 0
     ]
     kept: dict[int, dict[str, Any]] = {}
-    for world, size in mode.sample(cases, 6, f"bits in {precision}"):
+    for world, size in mode.sample(cases, 3, f"bits in {precision}"):
         if world not in kept:
             kept[world], said = reduced(world, ShardingStrategy.FullShard, PRECISIONS[precision])
             assert said
@@ -110,7 +110,7 @@ def test_strategies_have_the_bits_of_full_shard_just_where_they_say(precision: s
 
 def test_several_micro_batches_and_other_orders_keep_to_it_too() -> None:
     rng = random.Random(f"{mode.seed()} bits")
-    for _ in range(40 if mode.full() else 8):
+    for _ in range(40 if mode.full() else 3):
         world = rng.choice([2, 3, 4, 6, 8, 9, 12])
         size = rng.choice([n for n in range(1, world + 1) if world % n == 0])
         options: dict[str, Any] = {
@@ -151,7 +151,7 @@ def test_a_norm_shows_what_is_not_finite_wherever_it_is(strategy: ShardingStrate
     cases: list[dict[tuple[str, int], float]] = [{}, {place: -0.0 for place in PLACES}]
     cases += [{place: bad} for place in PLACES for bad in (math.nan, math.inf, -math.inf)]
     cases += [{PLACES[0]: math.inf, PLACES[4]: math.nan}, {PLACES[0]: math.nan, PLACES[4]: -math.inf}]
-    chosen = mode.sample(cases, 7, f"norm {p} {strategy}")
+    chosen = mode.sample(cases, 3, f"norm {p} {strategy}")
 
     def run(comm: lc.Communicator) -> list[tuple[float, float, list[np.ndarray]]]:
         found = []

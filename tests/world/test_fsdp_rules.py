@@ -482,7 +482,7 @@ WRONG: list[tuple[Callable[..., None], str, type[Exception]]] = [
 
 @pytest.mark.parametrize(
     ("wrong", "name", "error", "who", "communicators"),
-    mode.sample([(*w, who, n) for w in WRONG for who in ("all", "one") for n in (1, 2)], 40, "fsdp wrong"),
+    mode.sample([(*w, who, n) for w in WRONG for who in ("all", "one") for n in (1, 2)], 16, "fsdp wrong"),
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_a_wrong_call_raises_on_every_rank_and_reset_mends_it(

@@ -12,9 +12,20 @@ from support.reshard_cases import (
     arrays_of,
 )
 
+from lowshard import dtypes
 from lowshard.comm import run_loopback, share_text
 from lowshard.errors import LowshardError, MismatchError, PlanError, VerificationError
-from lowshard.reshard import Refit, Reshard, ReshardTransform, TensorLayout, build_reshard_plan
+from lowshard.kernels import MXFP8Tensor, quantize_mxfp8
+from lowshard.reshard import (
+    MXFP8ReshardTransform,
+    Refit,
+    Reshard,
+    ReshardTransform,
+    TensorLayout,
+    build_reshard_plan,
+)
+
+BF16 = dtypes.get("bfloat16").numpy
 
 
 @pytest.mark.parametrize("way", ["slots", "messages"])
@@ -71,6 +82,47 @@ def test_versions_follow_each_other(buffering: Any, way: Any) -> None:
                 assert all((a == version).all() for a in refit.weights.values())
                 seen |= {a.ctypes.data for a in refit.weights.values()}
             assert len(seen) == (2 if buffering == "double" else 1) * len(out)
+
+    run_loopback(4, work, LIMIT_S)
+
+
+@pytest.mark.parametrize("buffering", ["double", "in_place"])
+@pytest.mark.parametrize("convert_on_send", [False, True])
+def test_weights_are_the_buffers_of_the_version_that_is_served(
+    buffering: Any, convert_on_send: bool, rng: np.random.Generator
+) -> None:
+    src = {n: TensorLayout.sharded((64, 64), "bfloat16", {"tp": (2, 1)}, {0: "tp"}) for n in ("fc", "norm")}
+    dst = {n: TensorLayout.sharded((64, 64), "bfloat16", {"tp": (2, 1)}, {1: "tp"}, offset=2) for n in src}
+    plan = build_reshard_plan(src, dst)
+    versions = [rng.standard_normal((64, 64)).astype(BF16) for _ in range(4)]
+
+    def work(comm: Any) -> None:
+        mine = {n: np.zeros((32, 64), BF16) for n in src} if comm.rank < 2 else {}
+        out = {} if mine else {"norm": np.zeros((64, 32), BF16)}
+        held = (
+            {}
+            if mine
+            else {"model.fc": MXFP8Tensor(np.full((64, 32), 9, np.uint8), np.zeros((64, 1), np.uint8))}
+        )
+        transform = MXFP8ReshardTransform(["fc"], held, "model.", convert_on_send)
+        rows = slice(32 * comm.rank, 32 * comm.rank + 32)
+        cols = slice(32 * comm.rank - 64, 32 * comm.rank - 32)
+        with Refit(plan, comm, mine, out, transform, buffering=buffering) as refit:
+            places = []
+            for number, whole in enumerate(versions, 1):
+                for array in mine.values():
+                    array[...] = whole[rows]
+                refit.push(number) if mine else refit.pull()
+                if mine:
+                    assert not refit.weights
+                    continue
+                assert set(refit.weights) == {"fc", "norm"}
+                wanted, came = quantize_mxfp8(np.ascontiguousarray(whole[:, cols])), refit.weights["fc"]
+                assert np.array_equal(came.data, wanted.data)
+                assert np.array_equal(came.scale, wanted.scale)
+                assert np.array_equal(refit.weights["norm"].view(np.uint16), whole[:, cols].view(np.uint16))
+                places.append(came is held["model.fc"])
+            assert mine or places == ([False, True] * 2 if buffering == "double" else [True] * 4)
 
     run_loopback(4, work, LIMIT_S)
 

@@ -1,0 +1,33 @@
+"""The nearest of the names that there are, for errors about one that is not there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import islice
+
+_MOST_NAMES, _MOST_CHARACTERS = 2000, 200
+"""Of those compared: comparing takes time that grows with both."""
+
+
+def nearest(name: object, known: Iterable[str], most: int = 3, alike: float = 0.6) -> str:
+    """Return "; did you mean a, b?" with the nearest of some names, or nothing where none is near.
+
+    Args:
+        name: what came, whatever it is.
+        known: the names that there are.
+        most: how many are told.
+        alike: from 0 to 1, how much two names have in common that are near.
+    """
+    if not isinstance(name, str):
+        return ""
+    import difflib
+
+    asked = name[:_MOST_CHARACTERS]
+    names = dict.fromkeys(
+        k for k in islice(known, _MOST_NAMES) if len(k) <= 2 * _MOST_CHARACTERS and k.isprintable()
+    )
+    found = difflib.get_close_matches(asked, names, most, alike)
+    if not found:  # another case is no other name to people, and it is to difflib
+        folded = {k.casefold(): k for k in names}
+        found = [folded[k] for k in difflib.get_close_matches(asked.casefold(), folded, most, alike)]
+    return f"; did you mean {', '.join(found)}?" if found else ""

@@ -1,0 +1,49 @@
+"""`dir()` of a public module shows what it promises: the names of the reference, and nothing that it imports."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+
+REFERENCE = Path(__file__).resolve().parents[2] / "docs" / "reference"
+
+
+def modules() -> list[str]:
+    """Return the modules that the reference shows, and those of the single names that it shows."""
+    found = set()
+    for page in REFERENCE.glob("*.md"):
+        for name in re.findall(r"^::: (\S+)$", page.read_text(encoding="utf-8"), re.MULTILINE):
+            found.add(name if name.islower() and "assert_" not in name else name.rpartition(".")[0])
+    return sorted(found)
+
+
+def test_the_reference_has_every_package() -> None:
+    assert {"lowshard", "lowshard.comm", "lowshard.kernels", "lowshard.errors"} < set(modules())
+    assert len(modules()) >= 16
+
+
+@pytest.mark.parametrize("name", modules())
+def test_dir_shows_what_is_public(name: str) -> None:
+    module = importlib.import_module(name)
+    shown = dir(module)
+    assert "Any" not in shown
+    assert set(module.__all__) <= set(shown)
+    if name != "lowshard":  # which shows its public packages too, once they are loaded
+        assert sorted(module.__all__) == shown
+    for each in module.__all__:
+        assert each == "__version__" or not each.startswith("_"), each
+        thing = getattr(module, each)
+        assert not callable(thing) or getattr(thing, "__doc__", None), f"{name}.{each} has no docstring"
+
+
+def test_the_package_shows_no_internals() -> None:
+    import lowshard
+    import lowshard.fsdp
+
+    assert "fsdp" in dir(lowshard)
+    assert not {"annotations", "Path", "argument", "exchange_runner", "redistribute_plan"} & set(
+        dir(lowshard)
+    )
