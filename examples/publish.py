@@ -42,7 +42,7 @@ def train(address: str) -> None:
             publisher.publish(version)  # returns when `weights` may change; waits for no server
             while [member.version for member in publisher.members()] != [version]:
                 time.sleep(0.01)  # only so that this example prints the same each time
-        print(f"trainer: {({m.name: m.version for m in publisher.members()})} when it ends", flush=True)
+        print(f"trainer: { ({m.name: m.version for m in publisher.members()}) } when it ends", flush=True)
     server.wait()
 
 
