@@ -15,6 +15,7 @@ from lowshard import dtypes
 from lowshard.argument import brief, number, real
 from lowshard.errors import BufferMismatchError, CommError, DTypeError
 from lowshard.foreign_array import READ_ONLY, view_of
+from lowshard.nearest import nearest
 from lowshard.settings import MOST_S
 
 Array = Any
@@ -170,9 +171,9 @@ def reducible(buf: Array, op: str, order: str) -> None:
         DTypeError: the average of bools, or anything of scales.
     """
     if op not in OPS:
-        raise CommError(f"op is one of {', '.join(OPS)}, got {op!r}")
+        raise CommError(f"op is one of {', '.join(OPS)}, got {op!r}{nearest(op, OPS)}")
     if order not in ORDERS:
-        raise CommError(f"order is one of {', '.join(ORDERS)}, got {order!r}")
+        raise CommError(f"order is one of {', '.join(ORDERS)}, got {order!r}{nearest(order, ORDERS)}")
     row = dtypes.get(buf.dtype)
     if (row.kind == "bool" and op == "avg") or row.kind == "scale":
         raise DTypeError(f"{op} is not defined for dtype {row.name}")

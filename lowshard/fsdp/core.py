@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numbers
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from typing import Any, Literal, NoReturn, TypeVar
 
 import numpy as np
@@ -112,9 +112,11 @@ class Core:
                         shard[piece.shard_lo : piece.shard_hi],
                     )
 
-    def _fill_unit(self, unit: UnitPlan, function: Callable[[str, Box], Any]) -> None:
+    def _fill_unit(
+        self, unit: UnitPlan, function: Callable[[str, Box], Any], names: Container[str] | None
+    ) -> None:
         for name, held, segment, piece, view in self._held():
-            if held is not unit:
+            if held is not unit or (names is not None and name not in names):
                 continue
             shape = segment.plan.by_name[piece.name].shape
             for box, lo, hi in flat_boxes(shape, piece.param_lo, piece.param_hi):
@@ -122,6 +124,8 @@ class Core:
         for param in unit.ignored:
             box = tuple((0, extent) for extent in param.shape)
             name = f"{unit.name}.{param.name}"
+            if names is not None and name not in names:
+                continue
             _put(self._opener.ignored(unit, param.name).reshape(-1), function(name, box), box, name)
 
     def _changed(self) -> None:
