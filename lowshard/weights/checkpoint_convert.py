@@ -427,7 +427,7 @@ class _Worker:
 def _check_target(settings: Settings) -> None:
     source, target = Path(settings.source), Path(settings.target)
     if source.resolve() == target.resolve():
-        raise CheckpointError(f"{target}: the output is another file or folder than the input")
+        raise CheckpointError(f"{target}: the output is another folder or file than the input")
     if settings.into_one_file:
         if target.is_dir():
             raise CheckpointError(

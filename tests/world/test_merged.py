@@ -162,7 +162,7 @@ def test_wrong_requests(cut: Path, tmp_path: Path, capsys: pytest.CaptureFixture
         ((cut, tmp_path / "o", "--merged", "--to-rules", "default"), "give one of them"),
         ((cut, "--merged"), "one is missing"),
         ((cut, tmp_path / "o"), "or --merged; one is missing"),
-        ((plain, plain, "--merged"), "another file or folder"),
+        ((plain, plain, "--merged"), "another folder or file"),
         ((cut, tmp_path / "no" / "o.safetensors", "--merged"), "make it first"),
         ((cut, tmp_path / "d.safetensors", "--merged"), "is a folder"),
         ((cut, next(cut.glob("shard-*")), "--merged"), "is a file of the input"),
