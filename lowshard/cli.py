@@ -21,6 +21,7 @@ EPILOG = (
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of every subcommand."""
     from lowshard.bench.bench_command import add_bench_parser
+    from lowshard.checkpoint.inspect_command import add_inspect_parser
     from lowshard.demo.demo_command import add_demo_parser
     from lowshard.launch.doctor_command import add_doctor_parser
     from lowshard.launch.run_command import add_run_parser
@@ -38,6 +39,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_selftest_parser(subparsers)
     add_rules_parser(subparsers)
     add_reshard_parser(subparsers)
+    add_inspect_parser(subparsers)
     add_solve_parser(subparsers)
     add_bench_parser(subparsers)
     return parser
