@@ -17,6 +17,7 @@ from lowshard.report.page import (
     Bars,
     Card,
     Cell,
+    Kind,
     Page,
     Picture,
     Pictures,
