@@ -1,4 +1,4 @@
-"""Opens a page in a headless Chromium, at a width, and tells what does not fit and what its console said."""
+"""Opens pages in a headless Chromium, at several widths, and tells what does not fit and what its console said."""
 
 from __future__ import annotations
 
@@ -8,31 +8,32 @@ import re
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 WHY_NOT = "no Chromium here: apt-get install -y chromium"
-LIMIT_S = 60.0
+LIMIT_S = 90.0
 _FLAGS = (
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--hide-scrollbars",
     "--disable-background-networking", "--disable-dev-shm-usage",
 )  # fmt: skip
 
-# The page in a frame of the width that is asked for: the window itself cannot be that narrow.
-_FRAME = """<!DOCTYPE html><meta charset="utf-8"><link rel="icon" href="data:,">
-<style>body { margin: 0 }</style>
-<iframe id="page" style="border:0;width:%(width)dpx;height:%(height)dpx" srcdoc="%(page)s"></iframe>
-<pre id="found"></pre>
+# Each page in a frame of its width: a window cannot be that narrow.
+_FRAME = '<iframe style="border:0;width:%dpx;height:2000px" srcdoc="%s"></iframe>'
+_OUTER = """<!DOCTYPE html><meta charset="utf-8"><link rel="icon" href="data:,">
+%s<pre id="seen"></pre>
 <script>
-addEventListener("load", () => {
-  const page = document.getElementById("page").contentDocument, wide = %(width)d, found = [];
-  const name = (e) =>
-    e.tagName + "." + (e.getAttribute("class") || "") + " " + (e.textContent || "").trim().slice(0, 60);
+const name = (e) =>
+  e.tagName + "." + (e.getAttribute("class") || "") + " " + (e.textContent || "").trim().slice(0, 60);
+function misfits(frame) {
+  const page = frame.contentDocument, view = frame.contentWindow, wide = frame.clientWidth, found = [];
   for (const e of page.querySelectorAll("body *")) {
     const box = e.getBoundingClientRect();
     if (box.width && (box.left < -0.5 || box.right > wide + 0.5)) found.push("outside: " + name(e));
-    if (e.scrollWidth > e.clientWidth + 1 && e.clientWidth && !(e instanceof page.defaultView.SVGElement)
-        && page.defaultView.getComputedStyle(e).display !== "inline") found.push("overflows: " + name(e));
+    if (e.clientWidth && e.scrollWidth > e.clientWidth + 1 && !(e instanceof view.SVGElement)
+        && view.getComputedStyle(e).display !== "inline") found.push("overflows: " + name(e));
     if (e.tagName === "text") {
       const svg = e.ownerSVGElement.getBoundingClientRect();
       if (box.left < svg.left - 1 || box.right > svg.right + 1 || box.top < svg.top - 1 || box.bottom > svg.bottom + 1)
@@ -40,34 +41,48 @@ addEventListener("load", () => {
     }
   }
   if (page.documentElement.scrollWidth > wide) found.push("the page scrolls sideways");
-  const scheme = page.defaultView.getComputedStyle(page.body).backgroundColor;
-  document.getElementById("found").textContent =
-    JSON.stringify({found, scheme, elements: page.querySelectorAll("body *").length});
+  return {misfits: found, back: view.getComputedStyle(page.body).backgroundColor,
+          elements: page.querySelectorAll("body *").length};
+}
+addEventListener("load", () => {
+  const seen = Array.from(document.querySelectorAll("iframe"), misfits);
+  document.getElementById("seen").textContent = JSON.stringify(seen);
 });
 </script>"""
 
 
-def look(page: str, width: int, *, dark: bool = False) -> dict[str, object]:
-    """Return what does not fit at a width, how many elements there are, and the lines that the console got.
+@dataclass(frozen=True)
+class Look:
+    """One page at one width.
+
+    Attributes:
+        misfits: what is cut off or reaches over an edge.
+        back: the colour behind the page.
+        elements: how many elements the page has.
+    """
+
+    misfits: list[str]
+    back: str
+    elements: int
+
+
+def look(pages: Sequence[tuple[str, int]], *, dark: bool = False) -> tuple[list[Look], list[str]]:
+    """Return what each page looks like, and the lines that the console got.
 
     Args:
-        page: HTML.
-        width: of the page, in pixels.
+        pages: HTML and the width in pixels that it is shown at, for each.
         dark: ask for the dark colours.
     """
     assert CHROMIUM is not None
     with tempfile.TemporaryDirectory() as folder:
         outer = Path(folder) / "outer.html"
-        outer.write_text(
-            _FRAME % {"width": width, "height": 3000, "page": html.escape(page)}, encoding="utf-8"
-        )
-        scheme = (f"--blink-settings=preferredColorScheme={0 if dark else 1}",)
-        command = [CHROMIUM, *_FLAGS, *scheme, f"--user-data-dir={folder}/profile", "--enable-logging=stderr",
-                   f"--window-size={max(width, 800)},3200", "--virtual-time-budget=5000", "--dump-dom",
-                   outer.as_uri()]  # fmt: skip
+        frames = "".join(_FRAME % (width, html.escape(page)) for page, width in pages)
+        outer.write_text(_OUTER % frames, encoding="utf-8")
+        command = [CHROMIUM, *_FLAGS, f"--blink-settings=preferredColorScheme={0 if dark else 1}",
+                   f"--user-data-dir={folder}/profile", "--enable-logging=stderr", "--window-size=1600,2200",
+                   "--virtual-time-budget=5000", "--dump-dom", outer.as_uri()]  # fmt: skip
         ran = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=True)
-    shown = re.search(r'<pre id="found">(.*?)</pre>', ran.stdout, re.DOTALL)
+    shown = re.search(r'<pre id="seen">(.+?)</pre>', ran.stdout, re.DOTALL)
     assert shown, ran.stdout[-2000:] + ran.stderr[-2000:]
-    found = dict(json.loads(html.unescape(shown[1])))
-    found["console"] = [line for line in ran.stderr.splitlines() if ":CONSOLE" in line]
-    return found
+    looks = [Look(**each) for each in json.loads(html.unescape(shown[1]))]
+    return looks, [line for line in ran.stderr.splitlines() if ":CONSOLE" in line]

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -155,3 +158,27 @@ def test_every_help_has_lines_to_try_and_they_are_right(prog: str) -> None:
 
 def test_there_are_examples_of_no_command_that_there_is_not() -> None:
     assert set(EXAMPLES) <= {p.prog for p in every_parser(cli.build_parser())}
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize(
+    "argv", [["doctor", "--settings"], ["run", "--template", "list"], ["rules", "--help"]]
+)
+def test_who_stops_reading_or_has_no_room_gets_no_traceback(argv: list[str], unbuffered: str) -> None:
+    env = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    command = [sys.executable, "-m", "lowshard", *argv]
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    try:
+        ran = subprocess.run(
+            command, env=env, stdout=write_end, stderr=subprocess.PIPE, text=True, timeout=60
+        )
+    finally:
+        os.close(write_end)
+    assert ran.stderr == ""
+    assert ran.returncode in ((0, 141) if "--help" in argv else (141,))
+    with open("/dev/full", "w") as full:
+        ran = subprocess.run(command, env=env, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert "Traceback" not in ran.stderr
+    if "--help" not in argv:
+        assert (ran.returncode, ran.stderr.count("cannot be written: No space left")) == (1, 1)

@@ -7,14 +7,17 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from support import browser
 
 from lowshard import cli
+from lowshard.bench.bench_refit import Row as RefitRow
 from lowshard.demo.demo_report import DemoReport, MatrixView, PlanView
 from lowshard.kernels.engine import host_engine
+from lowshard.report.bench_page import redistribute_page, refit_page
 from lowshard.report.demo_page import demo_page
 from lowshard.report.page import render
 from lowshard.report.svg import CurveLine, draw_curves, draw_matrix
@@ -44,16 +47,40 @@ def a_demo() -> DemoReport:
     return replace(report, plan=plan, matrices=(*report.matrices, wide), checkpoint=f"<b>&{'n' * 80}")
 
 
+def a_redistribution() -> dict[str, Any]:
+    """What `lowshard bench redistribute --json` writes: one figure above its limit, one transition without one."""
+    way = {"seconds": 0.012, "ratio": 1.7, "ratios": [1.7], "clean_rounds": 3}
+    ways = {"shared": way, "private": {**way, "ratio": 2.1}}
+    row = {
+        "transition": "S0,S1->S1,S0", "mesh": [2, 2], "bytes": 64 << 20, "wrong": 0, "floor_s": 0.007, "ways": ways,
+        "steps": ["all_to_all along a: float32[4096,4096] S0,S1 -> S1,S0"] * 3, "sent_bytes": [1 << 24, 1 << 25],
+        "limit": 1.5, "private_limit": 2.5, "is_view": False,
+    }  # fmt: skip
+    other = {**row, "transition": "R->S0", "steps": [], "limit": None, "private_limit": None}
+    return {"facts": {"cpu": "a processor"}, "ranks": 4, "rounds": 7, "rows": [row, other], "peers": []}
+
+
+A_REFIT = (
+    RefitRow(
+        "TP2 to TP4 dim 0, 16", "shown", 268_000_000, 134_000_000, 0.01, (0.1, 0.2), (0.1, 0.1), 0.12, 1.6
+    ),
+    RefitRow("TP2 to TP4 dim 0, mxfp8", "private", 268_000_000, 134_000_000, 0.01, (0.3,), (0.1,), None, 1.6),
+)
+
 _THREADS = ("--transport", "loopback")
 
 
 def pages(tmp_path: Path) -> dict[str, str]:
     """Return the pages of a demo and of benchmarks that are run here, tiny."""
-    found = {"demo": render(demo_page(a_demo()))}
+    found = {
+        "demo": render(demo_page(a_demo())),
+        "redistribute": render(redistribute_page(a_redistribution())),
+        "refit": render(refit_page(A_REFIT, 1.6)),
+    }
     argvs = {
         "mxfp8": ["mxfp8", "--device", "cpu", "--size", "6400", "--rounds", "2"],
         "pack": ["pack", "--device", "cpu", "--size", "20kB", "--boxes", "5", "--rounds", "2"],
-        "all_reduce": ["all_reduce", "-b", "8", "-e", "32K", "-n", "2", "-m", "1", "-d", "all", *_THREADS],
+        "all_reduce": ["all_reduce", "-b", "8", "-e", "4K", "-n", "2", "-m", "1", "-d", "all", *_THREADS],
         "barrier": ["barrier", "-n", "2", "-m", "1", *_THREADS],
     }  # fmt: skip
     for name, argv in argvs.items():
@@ -72,21 +99,24 @@ def test_pages_stand_alone_and_fit_at_400_and_1400_pixels(tmp_path: Path) -> Non
     assert "<b>&" not in made["demo"]
     if browser.CHROMIUM is None:
         pytest.skip(browser.WHY_NOT)
-    for name, page in made.items():
-        for width in (400, 1400):
-            seen = browser.look(page, width)
-            assert seen["found"] == [], (name, width)
-            assert seen["console"] == [], (name, width)
-    light, dark = (browser.look(made["demo"], 400, dark=is_dark)["scheme"] for is_dark in (False, True))
-    assert light != dark
+    shown = [(name, width) for name in made for width in (400, 1400)]
+    looks, console = browser.look([(made[name], width) for name, width in shown])
+    assert {where: seen.misfits for where, seen in zip(shown, looks, strict=True) if seen.misfits} == {}
+    assert console == []
+    assert all(seen.elements > 20 for seen in looks)
+    (dark,), _ = browser.look([(made["demo"], 400)], dark=True)
+    assert dark.back != looks[0].back
 
 
 @pytest.mark.skipif(browser.CHROMIUM is None, reason=browser.WHY_NOT)
-def test_the_browser_test_sees_what_is_cut_off_and_what_the_console_says() -> None:
+def test_the_browser_sees_what_is_cut_off_and_what_the_console_says() -> None:
     wide = '<body><div style="width:600px">x</div><script>console.error("told")</script>'
-    seen = browser.look(wide, 400)
-    assert any("outside" in text for text in seen["found"])  # type: ignore[union-attr]
-    assert any("told" in line for line in seen["console"])  # type: ignore[union-attr]
+    hidden = '<body><div style="width:100px;overflow:hidden"><p style="width:200px">x</p></div>'
+    text = '<body><svg viewBox="0 0 100 20"><text x="90" y="10">much too long</text></svg>'
+    looks, console = browser.look([(wide, 400), (hidden, 400), (text, 400)])
+    for seen, told in zip(looks, ("outside", "overflows", "cut off"), strict=True):
+        assert any(told in misfit for misfit in seen.misfits), seen
+    assert any("told" in line for line in console)
 
 
 def test_the_demo_page_has_every_figure_of_the_report() -> None:
@@ -104,6 +134,17 @@ def test_the_demo_page_has_every_figure_of_the_report() -> None:
     page = render(demo_page(failed))
     assert "a check failed" in page
     assert "FAILED: all is lost" in page
+
+
+def test_pages_of_benchmarks_show_plan_prediction_and_what_is_over_its_limit() -> None:
+    page = render(redistribute_page(a_redistribution()))
+    assert "all_to_all along a" in page
+    assert page.count('<i class="bad"') == 1  # 1.7 over 1.5; 2.1 is under 2.5
+    assert "no step" in page
+    page = render(refit_page(A_REFIT, 1.6))
+    assert "1 rows over the limit" in page
+    assert "120.0" in page  # predicted, beside
+    assert "150.0" in page  # measured
 
 
 def test_a_matrix_is_covered_by_its_holders_and_nothing_else(rng: np.random.Generator) -> None:
