@@ -25,7 +25,7 @@ Array = Any
 
 def is_gpu(array: object) -> bool:
     """Return True for a CuPy array. Asked of the type: that runs no code of a foreign array."""
-    return is_cupy(type(array))
+    return is_cupy(type(array))  # type: ignore[arg-type]  # types can be hashed
 
 
 def require_array(array: object, name: str) -> Array:

@@ -61,7 +61,7 @@ def view_of(value: object, name: str) -> Array:
         DTypeError: an element type outside the table.
         DependencyError: it lies on a GPU, and CuPy is missing.
     """
-    see = _way_to_see(type(value))
+    see = _way_to_see(type(value))  # type: ignore[arg-type]  # types can be hashed
     if see is _as_it_is or (see is _buffer_view and not _has_buffer(value)):
         return value
     try:
@@ -110,7 +110,7 @@ def like(result: Any, given: object = None, *, apart: bool = False) -> Any:
 def gpu_of(value: object) -> int | None:
     """Return the number of the GPU that an array of any library lies on; None for the host, and for no array."""
     kind = type(value)
-    if is_cupy(kind):
+    if is_cupy(kind):  # type: ignore[arg-type]  # types can be hashed
         return int(value.device.id)  # type: ignore[attr-defined]
     if kind is np.ndarray or not hasattr(kind, "__dlpack_device__"):
         return None
@@ -125,14 +125,14 @@ def gpu_of(value: object) -> int | None:
 
 
 def _is_foreign(value: object) -> bool:
-    see = _way_to_see(type(value))
+    see = _way_to_see(type(value))  # type: ignore[arg-type]  # types can be hashed
     return see is not _as_it_is and (see is not _buffer_view or _has_buffer(value))
 
 
 @lru_cache(256)
 def _way_to_see(kind: type) -> Seen:
     """Return how to see an array of a type. What nothing says otherwise of may have a buffer: only objects tell."""
-    if issubclass(kind, (np.ndarray, *_NEVER)) or is_cupy(kind):
+    if issubclass(kind, (np.ndarray, *_NEVER)) or is_cupy(kind):  # type: ignore[arg-type]  # types can be hashed
         return _as_it_is
     if _is_torch(kind):
         return _torch_view

@@ -34,7 +34,6 @@ FLOORS: dict[str, str] = {
     "lowshard.streams": "0",
     "lowshard.gpu_stream": "0",
     "lowshard.foreign_array": "0",
-    "lowshard.nearest": "0",
     "lowshard.owned": "0",
     "lowshard.compiled": "0",
     "lowshard.mesh": "1",
