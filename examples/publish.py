@@ -33,6 +33,7 @@ layouts = {"fc1": ls.Layout(alone, (1024, 512), "float32", (ls.Replicated(),))}
 
 
 def train(address: str) -> None:
+    """Publish three versions, to a server that is started here."""
     weights = {"fc1": np.zeros((1024, 512), np.float32)}
     server = subprocess.Popen([sys.executable, __file__, address])
     with Publisher(layouts, weights, address=address) as publisher:
@@ -42,11 +43,12 @@ def train(address: str) -> None:
             publisher.publish(version)  # returns when `weights` may change; waits for no server
             while [member.version for member in publisher.members()] != [version]:
                 time.sleep(0.01)  # only so that this example prints the same each time
-        print(f"trainer: {({m.name: m.version for m in publisher.members()})} when it ends", flush=True)
+        print(f"trainer: { ({m.name: m.version for m in publisher.members()}) } when it ends", flush=True)
     server.wait()
 
 
 def serve(address: str) -> None:
+    """Take versions as they come, up to the third."""
     out = {"fc1": np.zeros((1024, 512), np.float32)}
     with Subscriber(layouts, out, address=address, name="server") as subscriber:
         while subscriber.version != 3:
