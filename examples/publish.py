@@ -33,6 +33,7 @@ layouts = {"fc1": ls.Layout(alone, (1024, 512), "float32", (ls.Replicated(),))}
 
 
 def train(address: str) -> None:
+    """Publish three versions, to a server that is started here."""
     weights = {"fc1": np.zeros((1024, 512), np.float32)}
     server = subprocess.Popen([sys.executable, __file__, address])
     with Publisher(layouts, weights, address=address) as publisher:
@@ -47,6 +48,7 @@ def train(address: str) -> None:
 
 
 def serve(address: str) -> None:
+    """Take versions as they come, up to the third."""
     out = {"fc1": np.zeros((1024, 512), np.float32)}
     with Subscriber(layouts, out, address=address, name="server") as subscriber:
         while subscriber.version != 3:
