@@ -6,6 +6,8 @@ Modules that tests share lie in tests/support and are imported as `support.NAME`
 from __future__ import annotations
 
 import faulthandler
+import itertools
+import re
 import secrets
 import signal
 import sys
@@ -29,6 +31,7 @@ from lowshard.compiled.cache import cache_folder
 
 TIME_LIMIT_S = 120.0
 PROCESSES = 2  # one of them is mostly among tests that start ranks, or wait
+_OBJECTS = itertools.count()
 DEFAULT_SEED = 1  # a default run makes the same choices everywhere; --full makes new ones each time
 
 
@@ -86,6 +89,11 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(durations.Durations(record, cache_folder()), "lowshard durations")
     if config.getoption("--within") is not None:
         config.pluginmanager.register(_Within(config.getoption("--within")), "lowshard within")
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Number the objects in a test's name: their addresses differ in each process that shares a run."""
+    item._nodeid = re.sub(r" at 0x[0-9a-f]+", lambda _: f" {next(_OBJECTS)}", item.nodeid)
 
 
 @pytest.hookimpl(trylast=True)
