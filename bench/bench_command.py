@@ -21,6 +21,7 @@ from lowshard.bench.bench_tune import add_tune_parser
 from lowshard.bench.cluster import add_profile_parser
 from lowshard.bench.collective import add_collective_parsers
 from lowshard.errors import LowshardError
+from lowshard.nearest import nearest
 
 if TYPE_CHECKING:
     from lowshard.bench.bench_device import Device
@@ -190,6 +191,7 @@ def selected(names: Sequence[str], only: str | None) -> tuple[str, ...]:
             raise LowshardError(
                 f"--only takes words that names of rows begin with, got {' '.join(words)!r}; the rows are: "
                 + "; ".join(names)
+                + nearest(" ".join(words), names)
             )
     return tuple(name for name in names if any(_begins(name, words) for words in wanted))
 

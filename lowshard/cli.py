@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from lowshard._version import __version__
+from lowshard.command_parser import CommandParser
 from lowshard.errors import LowshardError
 from lowshard.streams import open_closed_streams
 
@@ -20,6 +21,7 @@ EPILOG = (
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of every subcommand."""
     from lowshard.bench.bench_command import add_bench_parser
+    from lowshard.checkpoint.inspect_command import add_inspect_parser
     from lowshard.demo.demo_command import add_demo_parser
     from lowshard.launch.doctor_command import add_doctor_parser
     from lowshard.launch.run_command import add_run_parser
@@ -28,7 +30,7 @@ def build_parser() -> argparse.ArgumentParser:
     from lowshard.solver.solve_command import add_solve_parser
     from lowshard.weights.reshard_command import add_reshard_parser
 
-    parser = argparse.ArgumentParser(prog="lowshard", description=DESCRIPTION, epilog=EPILOG)
+    parser: argparse.ArgumentParser = CommandParser(prog="lowshard", description=DESCRIPTION, epilog=EPILOG)
     parser.add_argument("--version", action="version", version=f"lowshard {__version__}")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     add_demo_parser(subparsers)
@@ -37,6 +39,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_selftest_parser(subparsers)
     add_rules_parser(subparsers)
     add_reshard_parser(subparsers)
+    add_inspect_parser(subparsers)
     add_solve_parser(subparsers)
     add_bench_parser(subparsers)
     return parser

@@ -14,6 +14,7 @@ from lowshard.box import Box, full_box, shape_of
 from lowshard.comm.agreement import agree
 from lowshard.comm.protocol import Communicator
 from lowshard.errors import BufferMismatchError, LowshardError, MeshError, MismatchError, VerificationError
+from lowshard.foreign_array import READ_ONLY, view_of
 from lowshard.kernels import cast
 from lowshard.kernels.buffer import address
 from lowshard.reshard.mxfp8_transform import ensure_sendable
@@ -44,10 +45,13 @@ class Side:
         self.plan, self.comm, self.transform = plan, comm, transform
         self._src: dict[int, Array] = {}
         self._dst: dict[int, Array] = {}
-        self._given = (src or {}, dst or {})
         self._mine = RankPlan(comm.rank, {}, {}, ())
         self._quantised: list[int] = []
         self._error: LowshardError | None = None
+        self._given = tuple(
+            {name: self._guard(view_of, a, str(name)) for name, a in (arrays or {}).items()}
+            for arrays in (src, dst)
+        )
         self._kept: dict[Key, list[Array]] = {}
         self._pending: dict[Key, int] = {}
         self._rooms: dict[int, list[Array]] = {}
@@ -149,7 +153,7 @@ class Side:
                 f"plan, got {got}{list(array.shape)}"
             )
         if side and xp is np and not array.flags.writeable:
-            raise BufferMismatchError(f"{name}: the destination is written to, but the array is read-only")
+            raise BufferMismatchError(f"{name}: the destination {READ_ONLY}")
         return array
 
     def _transforms(self, name: str) -> bool:
@@ -197,7 +201,7 @@ class Side:
             return plain
         known = self.transform.recv_format(name, move.dst_box, entry.src.dtype)
         if known is None:
-            self._rooms[move.id] = self.transform.prepare_recv(name, slices_of(move.dst_box))
+            self._rooms[move.id] = self._made_room(name, move)
             known = [(dtypes.get(a.dtype).name, tuple(a.shape)) for a in self._rooms[move.id]]
         return known
 
@@ -273,6 +277,7 @@ class Side:
                 found = [part if part.flags.c_contiguous else part.copy()]
             else:
                 found = self.transform.prepare_send(name, slices_of(move.src_box), source)
+                found = [view_of(a, name) for a in found]
                 found = [a if a.flags.c_contiguous else a.copy() for a in found]
             self._kept[key] = found
             self._pending[key] = self._uses.get(key, 1)
@@ -290,9 +295,12 @@ class Side:
         found = self._rooms.pop(move.id, None)
         if found is not None:
             return found
-        assert self.transform is not None
         name = self.plan.entries[move.entry].dst_local_name(move.dst_rank)
-        return self.transform.prepare_recv(name, slices_of(move.dst_box))
+        return self._made_room(name, move)
+
+    def _made_room(self, name: str, move: Move) -> list[Array]:
+        assert self.transform is not None
+        return [view_of(a, name) for a in self.transform.prepare_recv(name, slices_of(move.dst_box))]
 
     def _finalize(self, move: Move, wanted: list[Array], came: list[Array]) -> None:
         """Give the transform what came; where it wants another dtype than was sent, converted."""

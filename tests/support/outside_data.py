@@ -180,6 +180,16 @@ def samples() -> Mapping[str, Any]:
         "tuned table": {"schema": TUNED, "entries": {"Open MPI 5.0.11, 2 ranks, 2 cores": {"all_reduce": 16384}}},
         "state of FSDP.save": {"version": 1, "updates": 2, "arrays": {"l0": ["m"]}, "numbers": {"l0": slot}},
         "state of an optimizer's slot": slot,
+        "greeting of a subscriber": {"name": "a", "host": "h", "pid": 3, "ranks": 2},
+        "table of a publisher": {
+            "mark": "00ff", "layouts": {"w": moves["layouts"][1]},
+            "stations": [{"addresses": ["unix:/a/door"], "network": "n", "pid": 4}],
+        },
+        "request of a subscriber": {
+            "ask": "read", "mark": "00", "newer_than": 3, "wait_s": 0.5, "number": 2, "version": None,
+            "boxes": [["w", [[0, 2], [1, 3]]]],
+        },
+        "answer of a publisher": {"state": "here", "version": 1, "number": 2, "pid": 3, "fd": 4, "size_bytes": 5},
     }  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 
 import pytest
 
@@ -69,3 +70,56 @@ def test_every_command_has_a_description() -> None:
     for name, sub in commands.choices.items():
         assert sub.description, name
         assert sub.format_help().count("\n") > 5
+
+
+@pytest.mark.parametrize(
+    ("argv", "command", "told"),
+    [
+        (
+            "bench all_reduce -b 8 -e 1M -f 2 -g 2",
+            "bench all_reduce",
+            "-g: ranks are processes here, .* --ranks N",
+        ),
+        ("bench all_gather -t4", "bench all_gather", "-t4: ranks are processes here"),
+        ("bench all_reduce --nthreads=4", "bench all_reduce", "--nthreads: ranks are processes here"),
+        ("bench all_reduce -R 1", "bench all_reduce", "-R: write --window"),
+        ("bench all_reduce -c 0", "bench all_reduce", "results are always checked"),
+        ("bench profile --json", "bench profile", "--json: the profile is JSON already: write -o FILE"),
+        ("bench allreduce", "bench", r"invalid choice: 'allreduce' .*; did you mean all_reduce"),
+        ("bench all_reduce -d flaot32", "bench all_reduce", "did you mean float32"),
+        ("reshrad a b", "", "did you mean reshard"),
+        ("doctor --jsn", "doctor", r"--jsn; did you mean --json\?"),
+        ("rules chek --rules default", "rules", r"did you mean check"),
+        ("rules check --rules default --devces 4", "rules check", r"--devces; did you mean --devices"),
+        (
+            "run --nproc_per_node 4 train.py",
+            "run",
+            "--nproc_per_node: ranks are counted over all hosts: write -n N",
+        ),
+        ("run -H a,b -n 4 train.py", "run", "-H: write --hosts"),
+    ],
+)
+def test_wrong_usage_is_told_with_the_subcommands_usage_and_what_to_write(
+    argv: str, command: str, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main(argv.split())
+    assert end.value.code == 2
+    shown = capsys.readouterr().err
+    prog = f"lowshard {command}".strip()
+    assert re.match(rf"usage: {prog} (\[|COMMAND|NAME)", shown), shown
+    assert f"\n{prog}: error: " in shown
+    assert re.search(told, shown), shown
+
+
+def test_an_option_of_the_script_is_the_scripts_own(capsys: pytest.CaptureFixture[str]) -> None:
+    args = cli.build_parser().parse_args(["run", "-np", "4", "train.py", "-H", "a", "--host", "--nnodes=2"])
+    assert (args.ranks, args.target) == (4, ["train.py", "-H", "a", "--host", "--nnodes=2"])
+
+
+@pytest.mark.parametrize(
+    ("given", "dtype"), [("half", "float16"), ("float", "float32"), ("double", "float64")]
+)
+def test_nccl_tests_names_of_types_are_taken(given: str, dtype: str) -> None:
+    args = cli.build_parser().parse_args(["bench", "all_reduce", "-d", given])
+    assert args.datatype == dtype

@@ -33,6 +33,8 @@ ELSEWHERE = {
     "lowshard/weights/save.py": "rows of our own ranks",
     "lowshard/comm/agreement.py": "between ranks",
     "lowshard/reshard/content_digest.py": "between ranks",
+    "lowshard/reshard/publisher.py": "between ranks",
+    "lowshard/reshard/subscriber.py": "between ranks",
     "lowshard/comm/late_comparison.py": "between ranks",
     "lowshard/comm/node_collectives.py": "between ranks",
     "lowshard/comm/watch_setup.py": "between ranks",
