@@ -64,7 +64,7 @@ class MXFP8Tensor:
     @property
     def wire_bytes(self) -> int:
         """Bytes to send for it: codes and scales, 33/32 byte an element."""
-        return int(math.prod(self.data.shape) + math.prod(self.scale.shape))
+        return math.prod(self.shape) + math.prod(map(int, self.scale.shape))
 
     @classmethod
     def over(cls, buffer: Array, shape: tuple[int, ...], elem: Elem = "e4m3") -> MXFP8Tensor:

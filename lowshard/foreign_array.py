@@ -109,8 +109,8 @@ def like(result: Any, given: object = None, *, apart: bool = False) -> Any:
 
 def gpu_of(value: object) -> int | None:
     """Return the number of the GPU that an array of any library lies on; None for the host, and for no array."""
-    kind = type(value)
-    if is_cupy(kind):  # type: ignore[arg-type]  # types can be hashed
+    kind: Any = type(value)
+    if is_cupy(kind):
         return int(value.device.id)  # type: ignore[attr-defined]
     if kind is np.ndarray or not hasattr(kind, "__dlpack_device__"):
         return None
@@ -130,9 +130,9 @@ def _is_foreign(value: object) -> bool:
 
 
 @lru_cache(256)
-def _way_to_see(kind: type) -> Seen:
+def _way_to_see(kind: Any) -> Seen:
     """Return how to see an array of a type. What nothing says otherwise of may have a buffer: only objects tell."""
-    if issubclass(kind, (np.ndarray, *_NEVER)) or is_cupy(kind):  # type: ignore[arg-type]  # types can be hashed
+    if issubclass(kind, (np.ndarray, *_NEVER)) or is_cupy(kind):
         return _as_it_is
     if _is_torch(kind):
         return _torch_view

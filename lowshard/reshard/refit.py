@@ -111,8 +111,8 @@ class Refit:
         self._live = 0
         self._movers: list[Reshard] = []
         for arrays, how in zip(sets, transforms, strict=True):
-            like = self._movers[0] if self._movers else None
-            mover = Reshard(plan, src, arrays, comm, how, like=like, **settings)
+            first = self._movers[0] if self._movers else None
+            mover = Reshard(plan, src, arrays, comm, how, like=first, **settings)
             self._movers.append(mover)
         self._vote = Vote(comm)
 

@@ -34,6 +34,7 @@ from lowshard.comm.agreement import control_of
 from lowshard.comm.door import enter
 from lowshard.comm.interface import network_name
 from lowshard.errors import CommError, LowshardError, PeerFailed, TimedOut
+from lowshard.foreign_array import like
 from lowshard.layout import Layout
 from lowshard.reshard.plan_builder import build_reshard_plan
 from lowshard.reshard.publication_address import Address, checked_token, read_token
@@ -113,6 +114,8 @@ class Subscriber:
             self._layouts = tensor_layouts(layouts, self._comm.size)
             arrays = local_arrays(self._layouts, out, self._comm.rank, writes=True)
             self._sets = (arrays, {n: np.empty_like(a) for n, a in arrays.items()})
+            second = {n: like(a, out[n]) for n, a in self._sets[1].items()}
+            self._served = ({n: out[n] for n in arrays}, second)
             self._address = Address.parse(address)
             if token is not None and token_file is not None:
                 raise CommError("a subscriber is given token or token_file, not both")
@@ -141,8 +144,10 @@ class Subscriber:
 
     @property
     def weights(self) -> Mapping[str, Array]:
-        """The arrays of the version that is served. Ask again after each pull: two sets take turns."""
-        return MappingProxyType(self._sets[self._live])
+        """The arrays of the version that is served, of the library of `out`. Ask again after each pull: two sets take
+        turns.
+        """
+        return MappingProxyType(self._served[self._live])
 
     # ---- a version
 
