@@ -16,6 +16,7 @@ from lowshard.comm.protocol import Communicator
 from lowshard.comm.work import Stream
 from lowshard.cost import ClusterProfile
 from lowshard.errors import BufferMismatchError, DTypeError, LowshardError, MeshError, PlanError
+from lowshard.foreign_array import READ_ONLY, like, view_of
 from lowshard.kernels.buffer import allocate, may_overlap
 from lowshard.layout import Layout
 from lowshard.pool import BufferPool
@@ -50,8 +51,8 @@ def execute(
         comm: a communicator whose ranks are those of the meshes; it may have more ranks, which pass
             None.
         out: where to put the result: C-contiguous, of shape `plan.dst.local_shape(rank)`, not
-            overlapping local. By default a new array; where no rank needs a byte from another, a
-            read-only view of local may be returned instead.
+            overlapping local. By default a new array of the library that local is of; where no rank needs a byte from
+            another, a read-only view of local may be returned instead (torch and CuPy, which have none, get a copy).
         pool: where a new result comes from.
         profile: take the time of each step, on the slowest rank, for `plan.explain()`; ranks meet between the steps.
         stream: on GPUs, where the work is put, as for the calls of a `Communicator`; by default the current one.
@@ -71,12 +72,13 @@ def execute(
     control = control_of(comm)
     times: list[float] | None = [] if profile is True else None
     with comm.meeting("execute", stream) as wrong:
-        error = wrong or _argument_error(plan, local, comm, out, pool, profile)
+        mine, into, error = _seen(local, out)
+        error = wrong or error or _argument_error(plan, mine, comm, into, pool, profile)
         digest = b"" if error is not None else plan.digest_bytes
         if profile is True:  # the ranks then meet between the steps, so all of them do or none
             digest = digest[::-1]
         agree_on_plan(comm, digest, error, "execute")
-        result = _walk(plan, local, comm, out, pool, times)
+        result = _given_back(_walk(plan, mine, comm, into, pool, times), local, out)
     if times is None:
         return result
     rows = share(control, np.array(times, np.float64)) if times else []
@@ -117,8 +119,11 @@ def _execute_all(
             error = BufferMismatchError(f"{what} is a mapping by name, got {brief(table)}")
             agree(comm, b"", error, "execute_all")  # raises it on all ranks
     digest = hashlib.blake2b(digest_size=16)
+    seen: dict[str, tuple[Array | None, Array | None]] = {}
     for name, plan in plans.items():
-        wrong = _argument_error(plan, local.get(name), comm, given.get(name), pool) if error is None else None
+        mine, into, wrong = _seen(local.get(name), given.get(name))
+        seen[name] = mine, into
+        wrong = (wrong or _argument_error(plan, mine, comm, into, pool)) if error is None else None
         if wrong is not None:
             error = type(wrong)(f"{name!r}: {wrong}")
         if error is None:
@@ -129,7 +134,12 @@ def _execute_all(
             f"arrays were given for {sorted(map(str, strange))}, for which there is no plan"
         )
     agree_on_plan(comm, digest.digest(), error, "execute_all")
-    return {name: _walk(plan, local.get(name), comm, given.get(name), pool) for name, plan in plans.items()}
+    return {
+        name: _given_back(
+            _walk(plan, seen[name][0], comm, seen[name][1], pool), local.get(name), given.get(name)
+        )
+        for name, plan in plans.items()
+    }
 
 
 def redistribute(
@@ -144,14 +154,30 @@ def redistribute(
     control_of(comm)
     with comm.meeting("redistribute", stream) as error:
         plan = None
+        mine, into, wrong = _seen(local, out)
         try:
             plan = plan_redistribute(src, dst, cost, comm.node_size)
-            error = error or _argument_error(plan, local, comm, out, pool)
+            error = error or wrong or _argument_error(plan, mine, comm, into, pool)
         except LowshardError as caught:  # perhaps on this rank alone: the others wait to hear of it
             error = caught
         agree_on_plan(comm, b"" if plan is None else plan.digest_bytes, error, "redistribute")
         assert plan is not None  # else agree has raised
-        return _walk(plan, local, comm, out, pool)
+        return _given_back(_walk(plan, mine, comm, into, pool), local, out)
+
+
+def _seen(local: object, out: object) -> tuple[Array | None, Array | None, LowshardError | None]:
+    """Return arrays of any library as NumPy's or CuPy's, and what is wrong with one that cannot be seen so."""
+    try:
+        return view_of(local, "local"), view_of(out, "out"), None
+    except LowshardError as error:
+        return None, None, error
+
+
+def _given_back(result: Array | None, local: object, out: Any) -> Any:
+    """Return the result as the array that it was written into, or as one of the library that the input is of."""
+    if result is None:
+        return None
+    return like(result, local, apart=True) if out is None else out
 
 
 def _walk(
@@ -311,7 +337,7 @@ def _argument_error(
     if local is None or out is None:
         return None
     if comm.xp is np and not out.flags.writeable:
-        return BufferMismatchError("out is written to, but the array is read-only")
+        return BufferMismatchError(f"out {READ_ONLY}")
     if may_overlap(local, out):
         return BufferMismatchError("out overlaps local; give it memory of its own, or pass out=None")
     return None

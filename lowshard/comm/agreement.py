@@ -13,7 +13,7 @@ from lowshard import errors
 from lowshard.argument import brief
 from lowshard.comm.default_collectives import AGREED, NO_ARRAY
 from lowshard.comm.protocol import Communicator
-from lowshard.errors import CommError, LowshardError, MismatchError
+from lowshard.errors import CommError, LowshardError, MismatchError, cause_of
 
 _DIGEST_BYTES = 16
 
@@ -112,8 +112,8 @@ def _raise_if_apart(rows: Sequence[Sequence[str]], error: Exception | None, what
             name, said = row[2:]
             known = getattr(errors, name, None)
             if isinstance(known, type) and issubclass(known, LowshardError):
-                raise known(f"{what}: rank {rank}: {said}") from error
-            raise LowshardError(f"{what}: rank {rank}: {name}: {said}") from error
+                raise known(f"{what}: rank {rank}: {said}") from cause_of(error)
+            raise LowshardError(f"{what}: rank {rank}: {name}: {said}") from cause_of(error)
     seen: dict[str, list[int]] = {}
     for rank, row in enumerate(rows):
         seen.setdefault(row[0], []).append(rank)

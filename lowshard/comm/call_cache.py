@@ -15,6 +15,7 @@ from lowshard.comm.call import Call, signature_of, source_line
 from lowshard.comm.default_collectives import NO_ARRAY, Algorithms
 from lowshard.comm.work import ThreadWork, Work, Worker
 from lowshard.errors import BufferMismatchError, CommError, DTypeError, LowshardError
+from lowshard.foreign_array import is_foreign, like, view_of
 
 Array = Any  # a NumPy or CuPy array; CuPy ships no types
 
@@ -358,6 +359,12 @@ class Arguments(Algorithms):
         order: str = "fast",
     ) -> Array:  # fmt: skip
         """Run a collective whose result the ranks of a node share, and return it read-only."""
+        if is_foreign(send):
+            try:
+                seen = view_of(send, "buf" if name == "broadcast" else "send")
+            except LowshardError as error:
+                self._refuse(error, name + NO_ARRAY)
+            return like(self._shared(name, seen, recv, root=root, op=op, order=order), send)
         text = (
             f"{name} shared root={root}"
             if name == "broadcast"

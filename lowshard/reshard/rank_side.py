@@ -13,6 +13,7 @@ from lowshard.box import full_box, shape_of
 from lowshard.comm.agreement import agree, trade
 from lowshard.comm.protocol import Communicator
 from lowshard.errors import BufferMismatchError, MeshError, MismatchError
+from lowshard.foreign_array import READ_ONLY, view_of
 from lowshard.kernels.buffer import address
 from lowshard.reshard.mxfp8_transform import ensure_sendable
 from lowshard.reshard.reshard_plan import Entry, Move, RankPlan, ReshardPlan
@@ -53,7 +54,10 @@ class Side:
         self._transform = transform
         self._src: dict[int, Array] = {}
         self._dst: dict[int, Array] = {}
-        self._given = (src or {}, dst or {})
+        self._given: tuple[Mapping[str, Any], ...] = tuple(
+            {name: errors.guard(view_of, a, str(name)) for name, a in (arrays or {}).items()}
+            for arrays in (src, dst)
+        )
         self.mine = RankPlan(comm.rank, {}, {}, ())
         self._quantised: list[int] = []
 
@@ -138,7 +142,7 @@ class Side:
                 f"plan, got {got}{list(array.shape)}"
             )
         if side and xp is np and not array.flags.writeable:
-            raise BufferMismatchError(f"{name}: the destination is written to, but the array is read-only")
+            raise BufferMismatchError(f"{name}: the destination {READ_ONLY}")
         return array
 
     def published(self) -> list[Array | None]:

@@ -10,6 +10,7 @@ import numpy as np
 from lowshard import dtypes
 from lowshard.box import Box, shape_of
 from lowshard.errors import MismatchError
+from lowshard.foreign_array import view_of
 from lowshard.kernels import cast
 from lowshard.kernels.staging import assign
 from lowshard.transfer.buckets import Piece
@@ -63,8 +64,7 @@ class Conversion:
         """Return what is to come for an item that this rank stores."""
         known = self.transform.recv_format(item.dst_name, item.dst_box, item.dtype)
         if known is None:
-            rooms = self.transform.prepare_recv(item.dst_name, slices_of(item.dst_box))
-            self._rooms[item.number] = rooms
+            rooms = self._rooms[item.number] = self._made_room(item)
             known = [(dtypes.get(a.dtype).name, tuple(a.shape)) for a in rooms]
         return known
 
@@ -105,6 +105,7 @@ class Conversion:
                 made = [item.source[slices_of(item.src_box)]]
             else:
                 made = self.transform.prepare_send(item.src_name, slices_of(item.src_box), item.source)
+            made = [view_of(a, item.src_name) for a in made]
             found = self._kept[key] = [a if a.flags.c_contiguous else a.copy() for a in made]
             self._pending[key] = self._uses.get(key, 1)
         return found
@@ -160,11 +161,11 @@ class Conversion:
 
     def _take_room(self, item: Item) -> list[Array]:
         found = self._rooms.pop(item.number, None)
-        return (
-            found
-            if found is not None
-            else self.transform.prepare_recv(item.dst_name, slices_of(item.dst_box))
-        )
+        return self._made_room(item) if found is None else found
+
+    def _made_room(self, item: Item) -> list[Array]:
+        made = self.transform.prepare_recv(item.dst_name, slices_of(item.dst_box))
+        return [view_of(a, item.dst_name) for a in made]
 
     def _finalize(self, item: Item, wanted: list[Array], came: list[Array]) -> None:
         """Give the transform what came; where it wants another dtype than was sent, converted."""

@@ -25,6 +25,7 @@ CLOSED_ARGUMENTS = {
     "dtypes._numpy_dtype": "rows of the dtype table", "kernels/buffer.dtype_name": "dtypes of the table",
     "kernels/buffer._is_of_cupy": "64 types",
     "kernels/cpu/drive.compiled": "kinds of kernels", "kernels/cpu/scales.swizzle_kernel": "two",
+    "kernels/cpu/weigh.weigh_kernel": "bytes of a unit",
     "kernels/cpu/cpu_optimizer.sgd_kernel": "modes of a step", "kernels/cuda/cuda_engine.device_engine": "GPUs",
     "kernels/cuda/cuda_engine._fold_tree": "numbers of sources, to 2,048",
     "kernels/cuda/cuda_engine._fold_rows": "the same",

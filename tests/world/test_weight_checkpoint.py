@@ -302,8 +302,8 @@ def test_damaged_headers_of_a_plain_file_are_refused_or_harmless(
     end = 8 + int.from_bytes(raw[:8], "little")
     whole = {n: Tiling.whole(v.shape, "float32") for n, v in values.items()}
     plan = plan_load(file, whole)
-    refused = 0
-    for number in range(3000 if mode.full() else 150):
+    count, refused = 3000 if mode.full() else 150, 0
+    for number in range(count):
         bad = damage(raw, ("header", "cut", "tail")[number % 3], rng, end)
         file.write_bytes(bad)
         said, found = "", {}
@@ -316,7 +316,7 @@ def test_damaged_headers_of_a_plain_file_are_refused_or_harmless(
         else:
             refused += 1
             assert str(file) in said
-    assert refused > 300
+    assert refused > count // 10
 
 
 def test_damage_seen_by_one_rank_is_raised_by_all(tmp_path: Path) -> None:
