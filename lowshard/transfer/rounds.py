@@ -24,6 +24,8 @@ def run_rounds(
     meet: Callable[[int], object],
     take: Callable[[int], object],
     own: Callable[[int], object] = nothing,
+    *,
+    ahead: bool = True,
 ) -> None:
     """Go through rounds; the same on all ranks that meet. What is given in one may not rest on what another brings.
 
@@ -34,15 +36,19 @@ def run_rounds(
         meet: returns once all peers have filled for a round, and have taken what they take in the round before.
         take: takes what this rank gets in a round, and waits for it where it comes by messages.
         own: does a share of what this rank does by itself.
+        ahead: fill for the next round before this one is taken, for messages to be on their way; otherwise after it,
+            so that what peers take is still in a cache.
     """
     if numbers:
         fill(numbers[0])
     for number in numbers:
         meet(number)
-        if number + 1 in numbers:
+        if ahead and number + 1 in numbers:
             fill(number + 1)
         own(number)
         take(number)
+        if not ahead and number + 1 in numbers:
+            fill(number + 1)
 
 
 class Letter(NamedTuple):

@@ -122,12 +122,21 @@ class BoxCopy:
         self.table = run_table(sources, targets, src_base, dst_base, itemsize)
         of = self.table.total_elems * itemsize if result_bytes is None else result_bytes
         self._streams, self._is_empty = of >= STREAMED_BYTES, not self.table.boxes
+        self._engine: Engine | None = None  # that of the first arrays: all are of one kind
+        self._by_rows = self.table.run_limits_bytes[0] >= _ROW_BYTES
         self._calls: dict[tuple[int, int, bool], Callable[[], None]] = {}
 
     def run(self, src: Array, dst: Array) -> None:
         """Copy; `src` and `dst` begin where the bases say."""
-        if not self._is_empty:
-            _copier(engine_for(dst), src, dst, self.table, self._streams)()
+        if self._is_empty:
+            return
+        engine = self._engine
+        if engine is None:
+            engine = self._engine = engine_for(dst)
+        if self._by_rows and isinstance(src, np.ndarray):
+            cast("HostEngine", engine).copy_rows(src, dst, self.table, self._streams)
+        else:
+            engine.copy(src, dst, self.table, self._streams)
 
     def read_across(self, rank: int, pid: int, at: int, dst: Array) -> None:
         """Copy out of the private memory of a peer's process, where `at` is what `src` is to `run`.
