@@ -178,7 +178,7 @@ class MXFP8ReshardTransform(ReshardTransform):
                 )
         self._edges.clear()
 
-    def stored(self) -> dict[str, Any]:
+    def refit_weights(self) -> dict[str, Any]:
         """Return the persistent buffers of the tensors that are quantised, by the tensors' names."""
         prefix = self.buffer_key_prefix
         held = self.persistent_buffers

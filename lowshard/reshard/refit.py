@@ -100,7 +100,8 @@ class Refit:
                 served.append({n: like(a, given[n]) for n, a in sets[1].items()})
                 transforms.append(None if transform is None else transform.twin())
             served = [
-                a if how is None else {**a, **how.stored()} for a, how in zip(served, transforms, strict=True)
+                a if how is None else {**a, **how.refit_weights()}
+                for a, how in zip(served, transforms, strict=True)
             ]
             digest = hashlib.blake2b(f"{plan.digest()} {buffering}".encode(), digest_size=16).digest()
         except Exception as caught:

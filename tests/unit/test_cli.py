@@ -139,10 +139,12 @@ def every_parser(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentP
                 yield from every_parser(below)
 
 
-@pytest.mark.parametrize("prog", [p.prog for p in every_parser(cli.build_parser())])
+PARSERS = {parser.prog: parser for parser in every_parser(cli.build_parser())}
+
+
+@pytest.mark.parametrize("prog", PARSERS)
 def test_every_help_has_lines_to_try_and_they_are_right(prog: str) -> None:
-    parser = next(p for p in every_parser(cli.build_parser()) if p.prog == prog)
-    shown = parser.format_help()
+    shown = PARSERS[prog].format_help()
     _, found, examples = shown.partition("examples:\n")
     assert found, shown
     words_end = "  #" if prog == "lowshard rules" else "  "  # there columns are in line
@@ -153,16 +155,16 @@ def test_every_help_has_lines_to_try_and_they_are_right(prog: str) -> None:
     for line in lines:
         words = line.partition(" >")[0].split()[1:]
         if "--template" not in words:  # which prints, and ends
-            cli.build_parser().parse_args(words)
+            PARSERS["lowshard"].parse_args(words)
 
 
 def test_there_are_examples_of_no_command_that_there_is_not() -> None:
-    assert set(EXAMPLES) <= {p.prog for p in every_parser(cli.build_parser())}
+    assert set(EXAMPLES) <= set(PARSERS)
 
 
-@pytest.mark.parametrize("unbuffered", ["", "1"])
 @pytest.mark.parametrize(
-    "argv", [["doctor", "--settings"], ["run", "--template", "list"], ["rules", "--help"]]
+    ("argv", "unbuffered"),
+    [(["doctor", "--settings"], ""), (["run", "--template", "list"], "1"), (["rules", "--help"], "")],
 )
 def test_who_stops_reading_or_has_no_room_gets_no_traceback(argv: list[str], unbuffered: str) -> None:
     env = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
