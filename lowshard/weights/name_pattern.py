@@ -187,7 +187,9 @@ class NamePatterns:
         """
         rule = "shapes is a mapping of names to shapes"
         shapes = {
-            name: as_shape(shape, f"the shape of {name} is its extents, each 0 or more", ShardingError)
+            instance(name, str, "a tensor's name is text", ShardingError): as_shape(
+                shape, f"the shape of {name} is its extents, each 0 or more", ShardingError
+            )
             for name, shape in mapping(shapes, rule, ShardingError).items()
         }
         scales = weights_of_scales(shapes)
