@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numbers
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from typing import Any, Literal, NoReturn, TypeVar
 
 import numpy as np
@@ -22,6 +22,7 @@ from lowshard.errors import (
     ShardingError,
     StepError,
 )
+from lowshard.foreign_array import view_of
 from lowshard.fsdp.flat_plan import ALIGN_ELEMS, Piece, flat_boxes
 from lowshard.fsdp.fsdp_strategy import Precision, ShardingStrategy
 from lowshard.fsdp.gradient import Accumulate, Gradients
@@ -111,9 +112,11 @@ class Core:
                         shard[piece.shard_lo : piece.shard_hi],
                     )
 
-    def _fill_unit(self, unit: UnitPlan, function: Callable[[str, Box], Any]) -> None:
+    def _fill_unit(
+        self, unit: UnitPlan, function: Callable[[str, Box], Any], names: Container[str] | None
+    ) -> None:
         for name, held, segment, piece, view in self._held():
-            if held is not unit:
+            if held is not unit or (names is not None and name not in names):
                 continue
             shape = segment.plan.by_name[piece.name].shape
             for box, lo, hi in flat_boxes(shape, piece.param_lo, piece.param_hi):
@@ -121,6 +124,8 @@ class Core:
         for param in unit.ignored:
             box = tuple((0, extent) for extent in param.shape)
             name = f"{unit.name}.{param.name}"
+            if names is not None and name not in names:
+                continue
             _put(self._opener.ignored(unit, param.name).reshape(-1), function(name, box), box, name)
 
     def _changed(self) -> None:
@@ -236,6 +241,7 @@ def _check_settings(
 def _put(view: Array, value: Any, box: Box, name: str) -> None:
     shape = tuple(stop - start for start, stop in box)
     rule = f"fill: {name} {box} is an array {list(shape)} or a number"
+    value = view_of(value, f"fill: {name}")
     given = getattr(value, "shape", ())
     if isinstance(value, np.ndarray | np.generic):
         dtypes.get(value.dtype)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
@@ -19,6 +19,7 @@ from lowshard.comm import agree
 from lowshard.errors import BadGrad, LayoutError, MismatchError, NotJoined, NotOpen, StaleParams, StepError
 from lowshard.fsdp import model_state as saved
 from lowshard.fsdp.core import Core, host_of
+from lowshard.fsdp.gradient import State
 from lowshard.fsdp.links import known_elsewhere
 from lowshard.fsdp.norm import power_sum, value_of
 from lowshard.fsdp.opening import Phase
@@ -83,11 +84,15 @@ class FSDP(Core):
 
     # ---- values
 
-    def fill(self, function: Callable[[str, Box], Any]) -> None:
-        """Set every parameter from a function of its full name and a box `((start, stop), ...)` of it.
+    def fill(self, function: Callable[[str, Box], Any], names: Container[str] | None = None) -> None:
+        """Set parameters from a function of a full name and a box `((start, stop), ...)` of that parameter.
 
         Collective: all ranks of the communicator call this. The function is called for disjoint boxes that cover what
         this rank holds, and returns an array of the box's shape, or a number; it is cast to the master dtype.
+
+        Args:
+            function: see above.
+            names: full names; the other parameters stay as they are. None: all.
 
         Raises:
             BufferMismatchError: an array of another shape.
@@ -101,7 +106,7 @@ class FSDP(Core):
                     f"fill takes a function of a parameter's name and a box, got {brief(function)}"
                 )
             for unit in self.plan.units:
-                self._fill_unit(unit, function)
+                self._fill_unit(unit, function, names)
         except Exception as raised:
             error = raised
         agree(self._world, b"", error, "fill")
@@ -252,6 +257,11 @@ class FSDP(Core):
             wanted = "no gradient" if view is None else f"{view.dtype}{list(view.shape)}"
             self._wrong(BadGrad(f"the gradient of {unit}.{name} is {wanted}, got {dtype}{list(shape or ())}"))
         view += array
+
+    def has_grad(self, unit: str) -> bool:
+        """Return whether a unit has gradients that no update has used, reduced or not."""
+        self._unit(unit)
+        return self._grads.state[unit].state is not State.EMPTY
 
     def reduce(self, unit: str) -> None:
         """Start the sum of a unit's gradients over ranks; the unit may be closed at once. No gradient counts as zeros.

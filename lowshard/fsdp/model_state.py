@@ -11,7 +11,7 @@ import numpy as np
 
 from lowshard import dtypes, reading
 from lowshard.argument import path as check_path
-from lowshard.box import split_interval
+from lowshard.box import Split, split_interval
 from lowshard.checkpoint import CheckpointReader, write_checkpoint
 from lowshard.comm import agree
 from lowshard.errors import CheckpointError
@@ -140,7 +140,8 @@ def save(engine: Core, path: Any) -> None:
             for entry in segment.plan.entries:
                 for suffix, flat in parts.items():
                     name = f"{unit.name}.{entry.name}{suffix}"
-                    tensors[name] = _rows(engine, mesh, segment.plan, entry, flat, name, writes)
+                    layout, rows = _rows(engine, mesh, segment.plan, entry, flat, name)
+                    tensors[name] = layout, _host(rows) if writes else None
         for param in unit.ignored:
             layout = Layout(mesh, param.shape, unit.formats.compute, (Replicated(),))
             value = engine._opener.ignored(unit, param.name)
@@ -149,19 +150,36 @@ def save(engine: Core, path: Any) -> None:
     write_checkpoint(path, tensors, engine._world.control, {_KEY: json.dumps(said, sort_keys=True)})
 
 
+def param_rows(engine: Core, name: str, split: Split) -> tuple[Layout, Array]:
+    """Return a parameter cut by rows over the shard group, with a copy of this rank's rows; one of no dims is whole.
+
+    Collective: all ranks of the communicator call this.
+
+    Args:
+        engine: has it.
+        name: full name; not of an ignored one.
+        split: the rule of the cut.
+    """
+    unit, segment, param = engine._find(name)
+    assert segment is not None
+    mesh = DeviceMesh((engine.grid.shards,), ("shard",))
+    shard = engine._opener.shard(unit.name, segment)
+    return _rows(engine, mesh, segment.plan, segment.plan.by_name[param], shard, name, split)
+
+
 def _rows(
-    engine: Core, mesh: DeviceMesh, plan: FlatPlan, entry: Entry, flat: Array, name: str, writes: bool
-) -> tuple[Layout, np.ndarray | None]:  # fmt: skip
+    engine: Core, mesh: DeviceMesh, plan: FlatPlan, entry: Entry, flat: Array, name: str, split: Split = "balanced"
+) -> tuple[Layout, Array]:  # fmt: skip
     """Return a parameter cut by rows over the shard group: what files are written from."""
     dtype = dtypes.get(flat.dtype)
     shards, rank = plan.shards, engine.grid.shard_rank
     if not entry.shape:
         whole = engine._links.xp.empty(1, dtype.numpy)
         gather_param(engine._links, engine._in_lane, plan, entry, flat, whole)
-        return Layout(mesh, (), dtype.name, (Replicated(),)), _host(whole).reshape(()) if writes else None
-    layout = Layout(mesh, entry.shape, dtype.name, (Sharded(0),))
+        return Layout(mesh, (), dtype.name, (Replicated(),)), whole.reshape(())
+    layout = Layout(mesh, entry.shape, dtype.name, (Sharded(0, split),))
     inner = entry.elems // entry.shape[0] if entry.shape[0] else 0
-    rows = [split_interval((0, entry.shape[0]), shards, r) for r in range(shards)]
+    rows = [split_interval((0, entry.shape[0]), shards, r, split) for r in range(shards)]
     wanted = [(lo * inner, hi * inner) for lo, hi in rows]
     held = spans_of(plan, entry.name)
     own = _own(plan, rank, entry.name, flat)
@@ -173,8 +191,8 @@ def _rows(
         send = [_overlap(held[rank], wanted[r], held[rank][0]) for r in range(shards)]
         recv = [_overlap(held[r], wanted[rank], wanted[rank][0]) for r in range(shards)]
         args = (own, *map(list, zip(*send, strict=True)), out, *map(list, zip(*recv, strict=True)))
-        engine._in_lane(lambda: channel.call("state", "all_to_all_v", *args), f"save of {name!r}")
-    return layout, _host(out).reshape(layout.local_shape(rank)) if writes else None
+        engine._in_lane(lambda: channel.call("state", "all_to_all_v", *args), f"rows of {name!r}")
+    return layout, out.reshape(layout.local_shape(rank))
 
 
 def _overlap(a: tuple[int, int], b: tuple[int, int], origin: int) -> tuple[int, int]:

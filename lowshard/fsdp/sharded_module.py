@@ -9,15 +9,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from lowshard.box import Box
 from lowshard.comm import Communicator
-from lowshard.errors import DependencyError, LayoutError
+from lowshard.errors import DependencyError, LayoutError, StepError
+from lowshard.fsdp.closed_parameter import NOT_PICKLED, closed_parameter
 from lowshard.fsdp.fsdp_engine import FSDP
 from lowshard.fsdp.fsdp_strategy import ShardingStrategy
+from lowshard.fsdp.module_state import ModuleState, array_of, tensor_of
 from lowshard.fsdp.param import Param
 
 Array = Any
@@ -48,7 +50,11 @@ class ShardedModule:
     """A module whose parameters a `FSDP` engine holds.
 
     `with sharded.step(): loss = ...; loss.backward()`, then `sharded.engine.join()`, `clip`, `update` and
-    `broadcast_updated_params` as with any engine. The module is called as before.
+    `broadcast_updated_params` as with any engine. The module is called as before, or as `sharded(...)`.
+
+    Between uses torch's parameters hold nothing. `module.state_dict()` and `module.load_state_dict()` give and take
+    whole tensors all the same, and are collective. What else would see the nothing raises StepError: pickling and
+    copying the module or a parameter, reading `grad` while the engine has it, the step of an optimizer of torch's.
 
     Collective: all ranks of the communicator make it.
 
@@ -93,19 +99,23 @@ class ShardedModule:
         model = {name: self._describe(name) for name in self._params}
         self.engine = FSDP(model, comm, strategy, **{"open_limit": 3, **options})
         values = {f"{u}.{n}": p.detach() for u, ps in self._params.items() for n, p in ps.items()}
-
-        def value(name: str, box: Box) -> Array:
-            part = values[name][tuple(slice(lo, hi) for lo, hi in box)]
-            return part.float().numpy() if part.dtype == torch.bfloat16 else part.numpy()
-
-        self.engine.fill(value)
+        self.engine.fill(lambda name, box: array_of(values[name][tuple(slice(lo, hi) for lo, hi in box)]))
         values.clear()
-        for params in self._params.values():
+        kind = closed_parameter(torch)
+        for unit, params in self._params.items():
             for param in params.values():
                 param.data = torch.empty(0, dtype=param.dtype)
+                param.__class__ = kind
+                param._lowshard_has_grad = partial(self.engine.has_grad, unit)
+        homes = {key: f"{unit}.{name}" for key, (unit, name) in self._home.items()}
+        self._state = ModuleState(module, self.engine, comm, homes)
         self._hook()
 
     # ---- use
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module."""
+        return self.module(*args, **kwargs)
 
     @contextmanager
     def step(self, last: bool = True) -> Iterator[ShardedModule]:
@@ -115,14 +125,17 @@ class ShardedModule:
             for unit, params in self._params.items()
         }
         hooks = self._torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
-        with self.engine.step(last):
-            with hooks:
-                yield self
-            for unit, missing in self._missing.items():
-                while self._open.get(unit):
-                    self._close(unit)
-                if missing:
-                    self._finish(unit)
+        try:
+            with self.engine.step(last):
+                with hooks:
+                    yield self
+                for unit, missing in self._missing.items():
+                    while self._open.get(unit):
+                        self._close(unit)
+                    if missing:
+                        self._finish(unit)
+        finally:
+            self._missing = {}
 
     def full_state(self) -> Mapping[str, np.ndarray]:
         """Return every parameter whole, by the module's own names, in the master dtype.
@@ -135,6 +148,51 @@ class ShardedModule:
             for unit, params in self._params.items()
             for short, param in params.items()
         }
+
+    def state_dict(self, options: Any = None, *, device_mesh: Any = None) -> dict[str, Any]:
+        """Return parameters and buffers by the module's names, new tensors in the dtypes of the module.
+
+        Collective: all ranks of the communicator call this; then one of them may save it.
+
+        Args:
+            options: `torch.distributed.checkpoint.state_dict.StateDictOptions`, with torch's meaning. None, or
+                full_state_dict=True: whole tensors on every rank; with cpu_offload=True too, on rank 0 alone and
+                nothing on the others. full_state_dict=False, torch's default: DTensors cut by rows over the shard
+                group (`Shard(0)`), which need a torch process group of the same ranks. ignore_frozen_params leaves
+                frozen ones out.
+            device_mesh: of the DTensors, `(shards,)` or `(replicas, shards)`; by default without names, as FSDP2's,
+                or named replicate and shard.
+
+        Raises:
+            StepError: DTensors without such a process group. MeshError: another mesh.
+        """
+        return self._state.state_dict(options, device_mesh)
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False, *, options: Any = None
+    ) -> Any:
+        """Load whole tensors or DTensors by the module's names, and return torch's missing and unexpected keys.
+
+        The state of the optimizer stays as it is.
+
+        Collective: all ranks of the communicator call this, with equal values.
+
+        Args:
+            state_dict: what `state_dict` gave, here or with other ranks or strategies, or that of a plain module.
+            strict: whether missing and unexpected names raise.
+            assign: is not for sharded parameters.
+            options: StateDictOptions: `strict`; with full_state_dict and broadcast_from_rank0 rank 0's tensors are
+                sent to the others, whatever they pass.
+
+        Raises:
+            RuntimeError: torch's, of names and shapes that do not fit; of shapes: no parameter has changed then.
+            StepError: assign=True, or options that contradict each other.
+            MismatchError: ranks load different names.
+        """
+        return self._state.load_state_dict(state_dict, strict, assign, options)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise StepError(NOT_PICKLED)
 
     # ---- what is where
 
@@ -184,8 +242,9 @@ class ShardedModule:
 
     def _hook(self) -> None:
         for unit, child in self._modules.items():
-            child.register_forward_pre_hook(lambda module, args, unit=unit: self._enter(unit, "forward"))
-            child.register_forward_hook(lambda module, args, out, unit=unit: self._close(unit))
+            # No lambdas: who pickles or copies the module comes to this object, which says what to write.
+            child.register_forward_pre_hook(partial(self._before, unit))
+            child.register_forward_hook(partial(self._after, unit))
             for name, param in self._params[unit].items():
                 if param.requires_grad:
                     # Autograd lays a gradient out as the parameter is, so that must be whole by then.
@@ -193,6 +252,12 @@ class ShardedModule:
                     param.register_post_accumulate_grad_hook(
                         lambda param, unit=unit, name=name: self._arrived(unit, name, param)
                     )
+
+    def _before(self, unit: str, module: Module, args: Any) -> None:
+        self._enter(unit, "forward")
+
+    def _after(self, unit: str, module: Module, args: Any, out: Any) -> None:
+        self._close(unit)
 
     def _enter(self, unit: str, phase: Any) -> None:
         self._open[unit] = self._open.get(unit, 0) + 1
@@ -202,7 +267,7 @@ class ShardedModule:
         params = self._params[unit] | {name: param for name, _, param in self._ties[unit]}
         self._ranges[unit] = []
         for name, param in params.items():
-            param.data = self._tensor(views[name])
+            param.data = tensor_of(views[name])
             first = param.data.data_ptr()
             self._ranges[unit].append((first, first + param.data.nbytes, name))
 
@@ -217,11 +282,6 @@ class ShardedModule:
                     param.data = self._torch.empty(0, dtype=param.dtype)
         del self._ranges[unit]
         self.engine.close(unit)
-
-    def _tensor(self, view: Array) -> Tensor:
-        if view.dtype.name == "bfloat16":
-            return self._torch.from_numpy(view.view(np.int16)).view(self._torch.bfloat16)
-        return self._torch.from_numpy(view)
 
     def _pack(self, tensor: Tensor) -> Any:
         if tensor.device.type != "cpu" or not tensor.numel():
@@ -239,17 +299,22 @@ class ShardedModule:
             return saved
         if not self._open.get(saved.unit):
             self._enter(saved.unit, "backward")
-        view = self._tensor(self.engine._opener.views(saved.unit)[saved.name])
+        view = tensor_of(self.engine._opener.views(saved.unit)[saved.name])
         return view.as_strided(saved.size, saved.stride, view.storage_offset() + saved.offset)
 
     def _expect(self, unit: str) -> None:
         """A gradient is about to come."""
+        if unit not in self._missing:
+            raise StepError(
+                "backward of a sharded module outside of a step: write `with sharded.step(): loss = ...; "
+                "loss.backward()`, with the forward pass inside too"
+            )
         if not self._open.get(unit):
             self._enter(unit, "backward")
 
     def _arrived(self, unit: str, name: str, param: Tensor) -> None:
         """A gradient is there: it goes into the engine, and with the unit's last one the reduction starts."""
-        target = self._tensor(self.engine.grads(unit)[name])
+        target = tensor_of(self.engine.grads(unit)[name])
         target.add_(param.grad)
         param.grad = None
         missing = self._missing[unit]

@@ -1,4 +1,4 @@
-"""DTensors that gloo ranks scatter, beside the boxes of their layouts: started by test_dtensors_on_ranks.py."""
+"""DTensors that ranks of gloo scatter, beside the boxes of their layouts: run by test_dtensors_on_ranks.py."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.placement_types import _StridedShard
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from mpi4py import MPI
 from support import gloo
 
 from lowshard import DeviceMesh, Layout
@@ -32,7 +33,8 @@ CASES: list[tuple[tuple[int, ...], list[Any]]] = [
 
 
 def main() -> None:
-    rank, ranks, _ = gloo.join()
+    rank, ranks = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+    gloo.join(sys.argv[1], rank, ranks)
     mesh = init_device_mesh("cpu", (ranks // 2, 2), mesh_dim_names=("dp", "tp"))
     for shape, placed in CASES:
         if ranks == 2 and any(isinstance(p, _StridedShard) for p in placed):

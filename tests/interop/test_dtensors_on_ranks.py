@@ -5,11 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from support import gloo
+from support import mode
+from support.starting import start_ranks
 
 pytest.importorskip("torch", reason="torch is not installed: pip install torch")
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_boxes_are_what_ranks_were_sent(ranks: int) -> None:
-    gloo.start(Path(__file__).with_name("run_dtensors.py"), ranks)
+@pytest.mark.mpi
+@pytest.mark.one_mpi
+@pytest.mark.parametrize("ranks", mode.sample([2, 4], 1, "dtensors on ranks"))
+def test_boxes_are_what_ranks_were_sent(ranks: int, tmp_path: Path) -> None:
+    start_ranks(Path(__file__).with_name("run_dtensors.py"), ranks, [str(tmp_path)], timeout_s=100).ok()
