@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lowshard.bench.collective import (
+    NCCL_TESTS,
     count_of,
     natural_of,
     require_possible,
@@ -19,8 +20,10 @@ from lowshard.bench.collective import (
 from lowshard.bench.fit import Point, fit_profile
 from lowshard.bench.operation import OPERATIONS
 from lowshard.bench.sweep_setting import TRANSPORTS, Settings, redop_list, size_list
+from lowshard.command_parser import expect_habits
 from lowshard.cost import ClusterProfile, Curve, Level
 from lowshard.errors import LowshardError
+from lowshard.nearest import nearest
 
 if TYPE_CHECKING:
     from lowshard.bench.bench_seat import Seat
@@ -69,6 +72,13 @@ def add_profile_parser(benches: argparse._SubParsersAction[argparse.ArgumentPars
     parser.add_argument("--transport", choices=TRANSPORTS, default="auto", help="as of the collectives")
     parser.add_argument("-T", "--timeout", type=seconds_of, metavar="S",
                         help="end the run of each number of ranks after S seconds")  # fmt: skip
+    expect_habits(
+        parser,
+        {
+            "--json": "the profile is JSON already: write -o FILE, or -o - to print it and no table",
+            **NCCL_TESTS,
+        },
+    )
     parser.set_defaults(func=run_profile)
 
 
@@ -246,5 +256,8 @@ def _ops(text: str) -> tuple[str, ...]:
     names = tuple(dict.fromkeys(part.strip() for part in text.split(",")))
     unknown = [name for name in names if name not in OPERATIONS]
     if unknown:
-        raise argparse.ArgumentTypeError(f"the collectives are {', '.join(OPERATIONS)}; got {unknown[0]!r}")
+        near = nearest(unknown[0], OPERATIONS)
+        raise argparse.ArgumentTypeError(
+            f"the collectives are {', '.join(OPERATIONS)}; got {unknown[0]!r}{near}"
+        )
     return names

@@ -19,6 +19,7 @@ from lowshard.bench.sweep_setting import (
     redop_list,
     size_list,
 )
+from lowshard.command_parser import expect_habits
 from lowshard.errors import DependencyError, LowshardError
 from lowshard.settings import CHECK
 
@@ -38,6 +39,26 @@ Sizes are written 1024, 1K, 64M, 1G (powers of 1024). Bandwidths are in 10^9 byt
 Exit codes: 0 done, 1 a wrong value, too little bandwidth (--min-busbw) or a missed limit (--check-limits), 2 wrong
 usage, 70 a rank died, 71 timed out, 130 interrupted.
 """
+NCCL_TESTS = {
+    **dict.fromkeys(
+        ("-g", "--ngpus", "-t", "--nthreads"),
+        "ranks are processes here, one for each GPU: write --ranks N, or start the bench under mpirun -n N",
+    ),
+    **dict.fromkeys(("-p", "--parallel_init"), "leave it out: ranks are made ready at the same time anyhow"),
+    **dict.fromkeys(
+        ("-z", "--blocking"), "leave it out: a round is timed to the end of its calls, and -I times each call"
+    ),
+    **dict.fromkeys(
+        ("-C", "--report_cputime"), "leave it out: --json has the part of the CPU that ranks got"
+    ),
+    **dict.fromkeys(("-R", "--local_register"), "write --window: buffers that other ranks read directly"),
+    **dict.fromkeys(("-J", "--output_file"), "write --json FILE, or --csv FILE"),
+    **dict.fromkeys(
+        ("-G", "--cudagraph"), "there is none: capture the calls in a CUDA graph of your own program"
+    ),
+}
+"""Options of nccl-tests that there are not, and what to write instead."""
+_NCCL_DTYPES = {"half": "float16", "float": "float32", "double": "float64"}
 SUMMARIES = {
     "all_reduce": "reduce on all ranks",
     "all_gather": "gather on all ranks",
@@ -66,6 +87,7 @@ def add_collective_parsers(benches: argparse._SubParsersAction[argparse.Argument
         _add_what(parser, op)
         _add_how(parser, op)
         _add_results(parser)
+        expect_habits(parser, NCCL_TESTS)
         parser.set_defaults(func=run_collective, op=op)
 
 
@@ -81,7 +103,8 @@ def _add_what(parser: argparse.ArgumentParser, op: str) -> None:
         )
         group.add_argument("-f", "--stepfactor", type=float, default=2.0, metavar="F",
                            help="multiply by this from size to size (default 2)")  # fmt: skip
-        group.add_argument("-d", "--datatype", choices=(*DTYPES, *MORE_DTYPES, "all"), default="float32",
+        group.add_argument("-d", "--datatype", type=_dtype_of,
+                           choices=(*DTYPES, *MORE_DTYPES, "all"), default="float32",
                            metavar="TYPE", help="element type, or all (bfloat16 too; default float32)")  # fmt: skip
     if OPERATIONS[op].reduces:
         group.add_argument("-o", "--op", dest="redop", choices=(*ALL_REDOPS, "all"), default="sum",
@@ -113,7 +136,7 @@ def _add_how(parser: argparse.ArgumentParser, op: str) -> None:
     )
     group.add_argument("-m", "--agg_iters", type=count_of, default=0, metavar="N",
                        help="calls in a round, timed as one (default: as many as last 2 ms)")  # fmt: skip
-    group.add_argument("-c", "--check", type=count_of, default=1, metavar="N",
+    group.add_argument("-c", "--check", type=_checks_of, default=1, metavar="N",
                        help="check results N times, each with other data (default 1)")  # fmt: skip
     group.add_argument("-a", "--average", type=int, choices=(0, 1, 2, 3), default=3,
                        help="whose time: 0 rank 0's, 1 average, 2 fastest, 3 slowest rank's (default 3)")  # fmt: skip
@@ -136,12 +159,31 @@ def _add_results(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--plot", type=target_of, metavar="FILE", help="draw time and bus bandwidth over size (.png, .svg)"
     )
+    add_report_argument(group)
     group.add_argument("--compare", type=Path, metavar="OLD.json",
                        help="show the change since a run of the same settings, written by --json")  # fmt: skip
     group.add_argument("--min-busbw", type=float, metavar="GBPS",
                        help="exit code 1 if the average bus bandwidth is below this")  # fmt: skip
     group.add_argument("--check-limits", action="store_true",
                        help="exit code 1 if a promised figure is missed (2 ranks on one host)")  # fmt: skip
+
+
+def add_report_argument(parser: argparse._ActionsContainer) -> None:
+    """Add `--report`."""
+    parser.add_argument("--report", type=Path, metavar="DIR",
+                        help="write a page for a browser, DIR/index.html, which needs no network")  # fmt: skip
+
+
+def require_page(args: argparse.Namespace) -> None:
+    """Raise where the page that `--report` asks for cannot be written; before anything is measured.
+
+    Raises:
+        LowshardError: no folder can be made there, or jinja2 is missing.
+    """
+    if args.report is not None:
+        from lowshard.report.page import require_report
+
+        require_report(args.report)
 
 
 def run_collective(args: argparse.Namespace) -> int:
@@ -165,6 +207,7 @@ def run_collective(args: argparse.Namespace) -> int:
         reason = why_no_limits(settings, ranks, _check_mode())
         if reason is not None:
             raise LowshardError(f"--check-limits has nothing to judge here: {reason}")
+    require_page(args)
     require_possible(settings, ranks)
     request = {"settings": settings.to_json(), "table": args.json != "-"}
     outcome = run_entry(measure_collective, request, args.ranks, settings.transport, args.timeout)
@@ -266,6 +309,11 @@ def _conclude(report: CollectiveReport, args: argparse.Namespace, old: Collectiv
     if args.plot is not None:
         draw(report, Path(args.plot))
     written = [str(path) for path in (args.json, args.csv, args.plot) if path not in (None, "-")]
+    if args.report is not None:
+        from lowshard.report.bench_page import collective_page
+        from lowshard.report.page import write_page
+
+        written.append(str(write_page(collective_page(report), args.report)))
     if written:
         print(f"# written: {', '.join(written)}", file=out)
     return 1 if failed else 0
@@ -314,6 +362,16 @@ def count_of(text: str) -> int:
     if not text.isdecimal() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"expected an integer of 1 or more, got {text!r}")
     return int(text)
+
+
+def _dtype_of(text: str) -> str:
+    return _NCCL_DTYPES.get(text, text)
+
+
+def _checks_of(text: str) -> int:
+    if text == "0":
+        raise argparse.ArgumentTypeError("results are always checked, once at least; leave -c 0 out")
+    return count_of(text)
 
 
 def natural_of(text: str) -> int:

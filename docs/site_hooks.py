@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mkdocs.plugins import event_priority
+from mkdocs.structure.files import File
 
 ROOT = Path(__file__).resolve().parents[1]
 BESIDE = ("kernels", "launch", "bench")  # these folders of the checkout install as lowshard.kernels and so on
@@ -31,6 +32,16 @@ def on_config(config: Any) -> Any:
             (package / name).symlink_to(ROOT / name)
     config.plugins["mkdocstrings"].config.handlers["python"]["paths"] = [_tree.name]
     return config
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Add examples/: its list as a page, and the programs as files that the list links to."""
+    for path in sorted((ROOT / "examples").glob("*")):
+        if path.name == "README.md":
+            files.append(File.generated(config, "examples/index.md", abs_src_path=str(path)))
+        elif path.suffix == ".py":
+            files.append(File.generated(config, f"examples/{path.name}", abs_src_path=str(path)))
+    return files
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:

@@ -1,4 +1,5 @@
-"""What every kernel asks of the arrays it gets: NumPy or CuPy, apart from each other, of the right form.
+"""What every kernel asks of the arrays it gets: NumPy's, CuPy's or seen as such, apart from each other, of the right
+form.
 
 The checks look at shapes, dtypes, strides and addresses only; no element is read and no GPU is waited for.
 """
@@ -6,12 +7,13 @@ The checks look at shapes, dtypes, strides and addresses only; no element is rea
 from __future__ import annotations
 
 import math
-from functools import cache, lru_cache
+from functools import cache
 from typing import Any
 
 import numpy as np
 
 from lowshard.errors import BufferMismatchError, KernelError
+from lowshard.foreign_array import READ_ONLY, is_cupy, view_of
 
 # Large results begin on a cache line, which lets kernels write whole lines past the caches.
 _LINE_BYTES = 64
@@ -23,31 +25,27 @@ Array = Any
 
 def is_gpu(array: object) -> bool:
     """Return True for a CuPy array. Asked of the type: that runs no code of a foreign array."""
-    return _is_of_cupy(type(array))  # type: ignore[arg-type]  # types can be hashed
-
-
-@lru_cache(64)
-def _is_of_cupy(kind: type) -> bool:
-    return kind.__module__.split(".")[0] == "cupy" and hasattr(kind, "__cuda_array_interface__")
+    return is_cupy(type(array))  # type: ignore[arg-type]  # types can be hashed
 
 
 def require_array(array: object, name: str) -> Array:
-    """Return a NumPy array as a plain ndarray and a CuPy array as it is, never a copy.
+    """Return a NumPy array as a plain ndarray, a CuPy array as it is, another library's as one of these; never a copy.
 
     Raises:
-        KernelError: anything else.
+        KernelError: no array.
+        BufferMismatchError: an array of another library that cannot be seen as one; `view_of` has more.
     """
     if isinstance(array, np.ndarray):
         return array.view(np.ndarray)
     if is_gpu(array):
         return array
-    kind = f"{type(array).__module__}.{type(array).__qualname__}"
-    if hasattr(type(array), "__cuda_array_interface__"):
-        raise KernelError(
-            f"{name} must be a NumPy or a CuPy array, got another library's GPU array ({kind}); "
-            f"write cupy.from_dlpack({name}), which copies nothing"
-        )
-    raise KernelError(f"{name} must be a NumPy or CuPy array, got {kind}; write numpy.asarray({name}, dtype)")
+    seen = view_of(array, name)
+    if seen is not array:
+        return seen
+    raise KernelError(
+        f"{name} must be a NumPy or CuPy array, or another library's with DLPack, got {type(array).__module__}."
+        f"{type(array).__qualname__}; write numpy.asarray({name}, dtype)"
+    )
 
 
 def require_out(
@@ -56,7 +54,7 @@ def require_out(
     """Return a caller's buffer after checking shape, dtype and, if it is `writeable`, that it can be written.
 
     Raises:
-        KernelError: no NumPy or CuPy array.
+        KernelError: no array.
         BufferMismatchError: another shape or dtype, or read-only.
     """
     array = require_array(out, name)
@@ -65,7 +63,7 @@ def require_out(
             f"{name} must be {dtype.name} {list(shape)}, got {array.dtype.name} {list(array.shape)}"
         )
     if writeable and isinstance(array, np.ndarray) and not array.flags.writeable:
-        raise BufferMismatchError(f"{name} must be writeable, got a read-only array; pass a copy")
+        raise BufferMismatchError(f"{name} {READ_ONLY}")
     return array
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from lowshard import dtypes
 from lowshard.argument import truth
 from lowshard.errors import BufferMismatchError, DTypeError, KernelError
+from lowshard.foreign_array import like
 from lowshard.kernels.buffer import Array, allocate, require_apart, require_out
 from lowshard.kernels.engine import engine_for
 from lowshard.kernels.kernel_stream import Stream, takes_stream
@@ -24,15 +25,15 @@ def cast(x: Array, dtype: object, out: Array | None = None, *, stream: Stream = 
 
     Args:
         x: bf16, fp16 or fp32 array of any shape and strides.
-        dtype: "bfloat16", "float16" or "float32" (or an alias or NumPy dtype of these).
+        dtype: "bfloat16", "float16" or "float32" (or an alias of these, or a dtype of NumPy, torch or JAX).
         out: array of x's shape and of `dtype` to write into; it must not share memory with x.
         stream: as for `quantize_mxfp8`.
 
     Returns:
-        `out` if given, else a new C-contiguous array.
+        `out` if given, else a new C-contiguous array of the library that x is of.
 
     Raises:
-        KernelError: x or out is no NumPy or CuPy array.
+        KernelError: x or out is no array.
         DTypeError: x or dtype is none of the three.
         BufferMismatchError: out has another shape or dtype, is read-only, or shares memory with x.
     """
@@ -41,23 +42,27 @@ def cast(x: Array, dtype: object, out: Array | None = None, *, stream: Stream = 
     if row.name not in FLOATS:
         raise DTypeError(f"cast gives {', '.join(FLOATS)}, got dtype {row.name}")
     if out is None:
-        out = allocate(source.shape, row.numpy, source)
-        target = out
+        target = allocate(source.shape, row.numpy, source)
     else:
         target = require_out(out, "out", source.shape, row.numpy)
         require_apart(target, "out", source, "x")
-    if not source.size:
-        return out
+    if source.size:
+        _cast(source, target)
+    return like(target, x) if out is None else out
+
+
+def _cast(source: Array, target: Array) -> None:
     engine = engine_for(source, target)
     source = _native(source)
-    native = target if target.dtype.isnative else allocate(target.shape, row.numpy, target)
+    native = target
+    if not target.dtype.isnative:
+        native = allocate(target.shape, target.dtype.newbyteorder("="), target)
     runs = whole_array_runs(
         source.shape, source.strides, native.strides, source.dtype.itemsize, native.dtype.itemsize
     )
     engine.cast(source, native, runs)
     if native is not target:
         assign(target, native)
-    return out
 
 
 @takes_stream
@@ -80,7 +85,7 @@ def sum_into(
         `out`.
 
     Raises:
-        KernelError: an argument is no NumPy or CuPy array, or there is no source.
+        KernelError: an argument is no array, or there is no source.
         DTypeError: a dtype is none of the three.
         BufferMismatchError: a source has another shape than out or shares memory with it; out is read-only.
     """

@@ -24,7 +24,7 @@ from lowshard.kernels.mxfp8 import (
     require_float,
     scales_follow,
 )
-from lowshard.kernels.mxfp8_tensor import MXFP8Tensor
+from lowshard.kernels.mxfp8_tensor import MXFP8Tensor, tensor_like
 from lowshard.kernels.reference import BLOCK_ELEMS, Elem, Mode
 from lowshard.kernels.slices import BoxTable, as_table, pack, require_disjoint, unpack
 
@@ -56,10 +56,11 @@ def pack_quantize(
         stream: as for `quantize_mxfp8`.
 
     Returns:
-        `out` if given, else a new tensor [total_elems] in one buffer, codes then scales (`MXFP8Tensor.over`).
+        `out` if given, else a new tensor [total_elems] in one buffer, codes then scales (`MXFP8Tensor.over`), of the
+        library that src is of.
 
     Raises:
-        KernelError: src is no NumPy or CuPy array, a box does not fit or is no multiple of 32 wide, or an option
+        KernelError: src is no array, a box does not fit or is no multiple of 32 wide, or an option
             is unknown.
         DTypeError: src is not bf16, fp16 or fp32.
         BufferMismatchError: src has another shape than the table, or out is not the tensor described above.
@@ -71,21 +72,23 @@ def pack_quantize(
     shape = (boxes.total_elems,)
     if out is None:
         wire = allocate((MXFP8Tensor.buffer_bytes(shape),), np.dtype(np.uint8), source)
-        out = MXFP8Tensor.over(wire, shape, elem)
-        data, scale = out.data, out.scale
+        made = MXFP8Tensor.over(wire, shape, elem)
     else:
-        data, scale = checked_out(out, elem, source, "src", shape)
-    if not boxes.total_elems:
-        return out
+        made = MXFP8Tensor(*checked_out(out, elem, source, "src", shape), elem)
+    if boxes.total_elems:
+        _pack_quantize(source, boxes, made, mode, floor_byte)
+    return tensor_like(made, src) if out is None else out
 
+
+def _pack_quantize(source: Array, boxes: BoxTable, there: MXFP8Tensor, mode: Mode, floor_byte: int) -> None:
+    data, scale, elem = there.data, there.scale, there.elem
     engine = engine_for(source, data, scale)
     if source.dtype.isnative and scales_follow(data, scale):
         runs = boxes.runs(source.strides, source.dtype.itemsize, data.strides[0], 1, False)
         if runs.run_divisor_elems % BLOCK_ELEMS == 0:
             engine.quantize(source, data, scale, runs, elem, mode, floor_byte)
-            return out
-    quantize_mxfp8(pack(source, boxes), elem, mode, out, floor_byte)
-    return out
+            return
+    quantize_mxfp8(pack(source, boxes), elem, mode, there, floor_byte)
 
 
 @takes_stream
@@ -104,7 +107,7 @@ def unpack_dequantize(
         `out`.
 
     Raises:
-        KernelError: q is no MXFP8Tensor, out no NumPy or CuPy array; a box does not fit or is no multiple of 32
+        KernelError: q is no MXFP8Tensor, out no array; a box does not fit or is no multiple of 32
             wide; two boxes overlap.
         DTypeError: out is not bf16, fp16 or fp32.
         BufferMismatchError: out or q has another shape, out is read-only, or they share memory.

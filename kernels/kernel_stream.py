@@ -8,8 +8,8 @@ from itertools import chain
 from typing import Any, TypeVar, cast
 
 from lowshard.errors import KernelError
+from lowshard.foreign_array import gpu_of
 from lowshard.gpu_stream import Stream, on_stream
-from lowshard.kernels.buffer import Array, is_gpu
 from lowshard.kernels.mxfp8_tensor import MXFP8Tensor, SwizzledMXFP8
 
 __all__ = ["Stream", "takes_stream"]
@@ -31,22 +31,22 @@ def takes_stream(call: Call) -> Call:
     def with_stream(*args: Any, stream: Stream = None, **options: Any) -> Any:
         if stream is None:
             return call(*args, **options)
-        array = _gpu_array(chain(args, options.values()))
-        if array is None:
+        device = _device_of(chain(args, options.values()))
+        if device is None:
             raise KernelError(
                 f"stream= of {call.__name__} is for GPU arrays, and none of these lies on a GPU; leave it out"
             )
-        with on_stream(stream, array.device.id):
+        with on_stream(stream, device):
             return call(*args, **options)
 
     return cast("Call", with_stream)
 
 
-def _gpu_array(values: Iterable[object]) -> Array | None:
+def _device_of(values: Iterable[object]) -> int | None:
     for value in values:
         array = value.data if isinstance(value, (MXFP8Tensor, SwizzledMXFP8)) else value
-        if is_gpu(array):
-            return array
-        if isinstance(array, (list, tuple)) and any(map(is_gpu, array)):
-            return next(filter(is_gpu, array))
+        for each in array if isinstance(array, (list, tuple)) else [array]:
+            device = gpu_of(each)
+            if device is not None:
+                return device
     return None

@@ -10,6 +10,7 @@ import numpy as np
 from lowshard import dtypes
 from lowshard.argument import choice, truth, whole
 from lowshard.errors import BufferMismatchError, DTypeError, KernelError
+from lowshard.foreign_array import like
 from lowshard.kernels import reference
 from lowshard.kernels.buffer import Array, allocate, dtype_name, require_apart, require_array, require_out
 from lowshard.kernels.engine import engine_for
@@ -20,6 +21,7 @@ from lowshard.kernels.mxfp8_tensor import (
     SwizzledMXFP8,
     scale_shape,
     swizzled_scale_shape,
+    tensor_like,
 )
 from lowshard.kernels.reference import BLOCK_ELEMS, Elem, Mode
 from lowshard.kernels.runs import whole_array_runs
@@ -81,8 +83,8 @@ def quantize_mxfp8(
     code 0x7F throughout.
 
     Args:
-        x: bf16, fp16 or fp32 array [..., K] of any strides, K a multiple of 32. Where the last dim is not
-            contiguous it is copied first, some million elements at a time.
+        x: bf16, fp16 or fp32 array [..., K] of any strides and any library, K a multiple of 32. Where the last dim is
+            not contiguous it is copied first, some million elements at a time.
         elem: element type, "e4m3" (maximum 448) or "e5m2" (57344).
         mode: how the power-of-two scale is chosen. "rceil": the smallest under which nothing is clamped;
             "floor": the one of the OCP text, which clamps maxima above 1.75 * 2^n; "even": as floor after
@@ -99,10 +101,11 @@ def quantize_mxfp8(
             address; by default the current one of the GPU that holds the arrays.
 
     Returns:
-        `out` if given, else a new `MXFP8Tensor`, or for "128x4" a new `SwizzledMXFP8`, with C-contiguous buffers.
+        `out` if given, else a new `MXFP8Tensor`, or for "128x4" a new `SwizzledMXFP8`, with C-contiguous buffers of
+        the library that x is of.
 
     Raises:
-        KernelError: x is no NumPy or CuPy array, has no dim or a last dim that is no multiple of 32, or for "128x4" is
+        KernelError: x is no array, has no dim or a last dim that is no multiple of 32, or for "128x4" is
             not 2-D; unknown elem, mode or scale_layout; out is of the other layout; min_scale_byte out of range.
         DTypeError: x is not bf16, fp16 or fp32.
         BufferMismatchError: out has another shape or elem, is read-only, or shares memory; for "128x4" its scale is
@@ -116,7 +119,20 @@ def quantize_mxfp8(
         streaming = truth(streaming, "streaming is True, False or None", KernelError)
     source = require_float(x, "x", "quantize_mxfp8")
     if scale_layout == "128x4":
-        return _quantize_swizzled(source, elem, mode, out, floor_byte, streaming)
+        swizzled = _quantize_swizzled(source, elem, mode, out, floor_byte, streaming)
+        return tensor_like(swizzled, x) if out is None else swizzled
+    rowwise = _quantize_rows(source, elem, mode, out, floor_byte, streaming)
+    return tensor_like(rowwise, x) if out is None else rowwise
+
+
+def _quantize_rows(
+    source: Array,
+    elem: Elem,
+    mode: Mode,
+    out: MXFP8Tensor | SwizzledMXFP8 | None,
+    floor_byte: int,
+    streaming: bool | None,
+) -> MXFP8Tensor:
     blocks = scale_shape(source.shape, "x")
     if out is None:
         out = MXFP8Tensor(allocate(source.shape, _UINT8, source), allocate(blocks, _UINT8, source), elem)
@@ -196,15 +212,15 @@ def dequantize_mxfp8(
 
     Args:
         q: the quantised tensor. The scales of a `SwizzledMXFP8` are copied to rows first, 1/32 byte an element.
-        dtype: "bfloat16", "float16" or "float32" (or an alias or NumPy dtype of these).
+        dtype: "bfloat16", "float16" or "float32" (or an alias of these, or a dtype of NumPy, torch or JAX).
         out: array of q's shape and of `dtype` to write into; it must not share memory with q.
         stream: as for `quantize_mxfp8`.
 
     Returns:
-        `out` if given, else a new C-contiguous array of q's shape.
+        `out` if given, else a new C-contiguous array of q's shape, of the library that q.data is of.
 
     Raises:
-        KernelError: q is neither MXFP8Tensor nor SwizzledMXFP8, or out no NumPy or CuPy array.
+        KernelError: q is neither MXFP8Tensor nor SwizzledMXFP8, or out no array.
         DTypeError: dtype is none of the three.
         BufferMismatchError: out has another shape or dtype, is read-only, or shares memory with q.
     """
@@ -218,14 +234,18 @@ def dequantize_mxfp8(
         raise DTypeError(f"dequantize_mxfp8 gives {', '.join(FLOATS)}, got dtype {row.name}")
     data, scale = require_array(q.data, "q.data"), require_array(q.scale, "q.scale")
     if out is None:
-        out = allocate(data.shape, row.numpy, data)
-        target = out
+        target = allocate(data.shape, row.numpy, data)
     else:
         target = require_out(out, "out", data.shape, row.numpy)
         require_apart(target, "out", data, "q.data")
         require_apart(target, "out", scale, "q.scale")
+    _dequantize(q, data, scale, target)
+    return like(target, q.data) if out is None else out
+
+
+def _dequantize(q: MXFP8Tensor | SwizzledMXFP8, data: Array, scale: Array, target: Array) -> None:
     if not target.size:
-        return out
+        return
     if isinstance(q, SwizzledMXFP8):
         scale = unswizzle_scales(scale, *scale_shape(data.shape, "q.data"))
 
@@ -234,11 +254,10 @@ def dequantize_mxfp8(
         runs = whole_array_runs(data.shape, data.strides, target.strides, 1, target.dtype.itemsize)
         if runs.run_divisor_elems % BLOCK_ELEMS == 0:
             engine.dequantize(data, scale, q.elem, target, runs)
-            return out
+            return
     for part, blocks_part in _parts(data.shape):
         piece = MXFP8Tensor(contiguous(data[part]), contiguous(scale[blocks_part]), q.elem)
-        assign(target[part], dequantize_mxfp8(piece, row.name))
-    return out
+        assign(target[part], dequantize_mxfp8(piece, dtype_name(target.dtype)))
 
 
 def checked_options(elem: Elem, mode: Mode, min_scale_byte: int) -> int:

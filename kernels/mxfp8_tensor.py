@@ -6,11 +6,12 @@ import math
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
 import numpy as np
 
 from lowshard.errors import BufferMismatchError, DTypeError, KernelError
+from lowshard.foreign_array import is_foreign, like
 from lowshard.kernels import reference
 from lowshard.kernels.buffer import Array, require_array
 from lowshard.kernels.reference import BLOCK_ELEMS, Elem
@@ -37,7 +38,7 @@ class MXFP8Tensor:
         elem: element type, "e4m3" or "e5m2".
 
     Raises:
-        KernelError: unknown elem, neither NumPy nor CuPy arrays, no dim, or a last dim that is no multiple of 32.
+        KernelError: unknown elem, no arrays, no dim, or a last dim that is no multiple of 32.
         DTypeError: data or scale is not uint8.
         BufferMismatchError: the shape of scale does not fit the shape of data.
     """
@@ -63,7 +64,7 @@ class MXFP8Tensor:
     @property
     def wire_bytes(self) -> int:
         """Bytes to send for it: codes and scales, 33/32 byte an element."""
-        return int(self.data.size + self.scale.size)
+        return math.prod(self.shape) + math.prod(map(int, self.scale.shape))
 
     @classmethod
     def over(cls, buffer: Array, shape: tuple[int, ...], elem: Elem = "e4m3") -> MXFP8Tensor:
@@ -77,7 +78,7 @@ class MXFP8Tensor:
             elem: element type.
 
         Raises:
-            KernelError: buffer is no NumPy or CuPy array, or shape has no dim, a last dim that is no multiple of 32,
+            KernelError: buffer is no array, or shape has no dim, a last dim that is no multiple of 32,
                 or is no tuple of integers.
             DTypeError: buffer is not uint8.
             BufferMismatchError: buffer is not 1-D and contiguous, or too small.
@@ -94,7 +95,8 @@ class MXFP8Tensor:
             )
         blocks = scale_shape(shape, "shape")
         data_bytes, first = math.prod(shape), need_bytes - math.prod(blocks)
-        return cls(flat[:data_bytes].reshape(shape), flat[first:need_bytes].reshape(blocks), elem)
+        codes, scales = flat[:data_bytes].reshape(shape), flat[first:need_bytes].reshape(blocks)
+        return cls(like(codes, buffer), like(scales, buffer), elem)
 
     @staticmethod
     def buffer_bytes(shape: tuple[int, ...]) -> int:
@@ -121,7 +123,7 @@ class SwizzledMXFP8:
         elem: element type, "e4m3" or "e5m2".
 
     Raises:
-        KernelError: unknown elem, neither NumPy nor CuPy arrays, data that is not 2-D, or K that is no multiple of 32.
+        KernelError: unknown elem, no arrays, data that is not 2-D, or K that is no multiple of 32.
         DTypeError: data or scale is not uint8.
         BufferMismatchError: the shape of scale does not fit the shape of data.
     """
@@ -143,6 +145,14 @@ class SwizzledMXFP8:
     def shape(self) -> tuple[int, ...]:
         """Shape of the matrix it stands for, which is the shape of `data`."""
         return tuple(self.data.shape)
+
+
+Q = TypeVar("Q", MXFP8Tensor, SwizzledMXFP8)
+
+
+def tensor_like(q: Q, given: object) -> Q:
+    """Return a new tensor over NumPy's or CuPy's arrays as one over arrays of the library that an input is of."""
+    return type(q)(like(q.data, given), like(q.scale, given), q.elem) if is_foreign(given) else q
 
 
 def swizzled_bytes(rows: int, cols: int) -> int:
@@ -175,11 +185,14 @@ def scale_shape(shape: tuple[int, ...], name: str) -> tuple[int, ...]:
 def _require_bytes(q: MXFP8Tensor | SwizzledMXFP8, kind: str) -> None:
     reference.element_format(q.elem)
     for name, array in (("data", q.data), ("scale", q.scale)):
-        dtype = require_array(array, name).dtype
+        seen = require_array(array, name)
+        if not hasattr(array, "shape"):  # a bare buffer, which is an array from here on
+            object.__setattr__(q, name, seen)
+        dtype = seen.dtype
         if dtype != np.uint8:
             raise DTypeError(
                 f"{name} of {kind} holds raw bytes: expected uint8, got {dtype.name}; "
-                f"for an 8-bit dtype write {name}.view(numpy.uint8)"
+                f"for an 8-bit dtype write {name}.view(numpy.uint8), or what its library has for that"
             )
 
 

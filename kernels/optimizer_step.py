@@ -39,7 +39,7 @@ def adamw_step(
         stream: as for `quantize_mxfp8`.
 
     Raises:
-        KernelError: arrays that are no NumPy or CuPy arrays, numbers that are none or out of their range, or step
+        KernelError: what is no array, numbers that are none or out of their range, or step
             below 1.
         BufferMismatchError: arrays of other shapes or dtypes, not contiguous, read-only, or sharing memory.
     """
@@ -77,7 +77,7 @@ def sgd_step(
         stream: as for `quantize_mxfp8`.
 
     Raises:
-        KernelError: arrays that are no NumPy or CuPy arrays, or numbers that are none.
+        KernelError: what is no array, or numbers that are none.
         BufferMismatchError: as for `adamw_step`.
     """
     scalars = (_finite(lr, "lr"), _finite(momentum, "momentum"), _finite(weight_decay, "weight_decay"))

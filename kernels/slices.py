@@ -20,6 +20,7 @@ import numpy.typing as npt
 from lowshard.argument import items
 from lowshard.box import Box, Interval, shape_of, volume
 from lowshard.errors import BufferMismatchError, KernelError
+from lowshard.foreign_array import like
 from lowshard.kernels.buffer import Array, allocate, require_apart, require_array, require_out
 from lowshard.kernels.engine import engine_for
 from lowshard.kernels.kernel_stream import Stream, takes_stream
@@ -162,30 +163,28 @@ def pack(
         stream: as for `quantize_mxfp8`.
 
     Returns:
-        `out` if given, else a new array [total_elems].
+        `out` if given, else a new array [total_elems] of the library that src is of.
 
     Raises:
-        KernelError: src or out is no NumPy or CuPy array, or a box does not fit.
+        KernelError: src or out is no array, or a box does not fit.
         BufferMismatchError: src has another shape than the table, or out is not the buffer described above.
     """
     source = require_array(src, "src")
     boxes = as_table(table, source, "src")
     if out is None:
-        out = allocate((boxes.total_elems,), source.dtype, source)
-        packed = out
+        packed = allocate((boxes.total_elems,), source.dtype, source)
     else:
         packed = require_out(out, "out", (boxes.total_elems,), source.dtype)
         _require_same_dtype(packed, source, "out", "src")
         require_apart(packed, "out", source, "src")
+    itemsize = source.dtype.itemsize
     if source.dtype.hasobject:  # references are counted, which only NumPy can do
         for index, span, shape in boxes.object_moves():
             packed[span].reshape(shape, copy=False)[...] = source[index]
-        return out
-    engine = engine_for(source, packed)
-    itemsize = source.dtype.itemsize
-    if itemsize and boxes.total_elems:
-        engine.copy(source, packed, boxes.runs(source.strides, itemsize, packed.strides[0], itemsize, False))
-    return out
+    elif itemsize and boxes.total_elems:
+        runs = boxes.runs(source.strides, itemsize, packed.strides[0], itemsize, False)
+        engine_for(source, packed).copy(source, packed, runs)
+    return like(packed, src) if out is None else out
 
 
 @takes_stream
@@ -202,7 +201,7 @@ def unpack(packed: Array, table: BoxTable | Sequence[Box], out: Array, *, stream
         `out`.
 
     Raises:
-        KernelError: packed or out is no NumPy or CuPy array, a box does not fit, or two boxes overlap.
+        KernelError: packed or out is no array, a box does not fit, or two boxes overlap.
         BufferMismatchError: out or packed has another shape or dtype, out is read-only, or they share memory.
     """
     target = require_array(out, "out")

@@ -12,6 +12,7 @@ import operator
 import numpy as np
 
 from lowshard.errors import BufferMismatchError, DTypeError, KernelError
+from lowshard.foreign_array import like
 from lowshard.kernels.buffer import Array, allocate, require_apart, require_array, require_out
 from lowshard.kernels.engine import engine_for
 from lowshard.kernels.kernel_stream import Stream, takes_stream
@@ -32,7 +33,7 @@ def swizzle_scales(scale: Array, out: Array | None = None, *, stream: Stream = N
         `out` if given, else a new array of that form; zero where no scale falls.
 
     Raises:
-        KernelError: scale or out is no NumPy or CuPy array, or scale is not 2-D.
+        KernelError: scale or out is no array, or scale is not 2-D.
         DTypeError: scale is not uint8.
         BufferMismatchError: out is not the buffer described above, is read-only, or shares memory.
     """
@@ -47,7 +48,7 @@ def swizzle_scales(scale: Array, out: Array | None = None, *, stream: Stream = N
         raise BufferMismatchError("out of swizzle_scales must be contiguous; pass a buffer that is no slice")
     if target.size:
         engine_for(source, target).swizzle(source, target)
-    return target if out is None else out
+    return like(target, scale) if out is None else out
 
 
 @takes_stream
@@ -67,7 +68,7 @@ def unswizzle_scales(
         `out` if given, else a new C-contiguous array [rows, cols].
 
     Raises:
-        KernelError: swizzled or out is no NumPy or CuPy array; rows or cols is no integer or negative.
+        KernelError: swizzled or out is no array; rows or cols is no integer or negative.
         DTypeError: swizzled is not uint8.
         BufferMismatchError: swizzled has another number of bytes than rows and cols need; out has another
             shape or dtype, is read-only, or shares memory.
@@ -85,7 +86,7 @@ def unswizzle_scales(
         flat = source.reshape(-1)
         # A strided 1-D array comes out of reshape as it was; an engine reads contiguous bytes.
         engine_for(source, target).unswizzle(flat if flat.flags.c_contiguous else flat.copy(), target)
-    return target if out is None else out
+    return like(target, swizzled) if out is None else out
 
 
 def _target(out: Array | None, shape: tuple[int, ...], source: Array, name: str) -> Array:

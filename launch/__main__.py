@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
+from lowshard.command_parser import CommandParser
 from lowshard.launch.doctor_command import add_doctor_parser
 from lowshard.launch.run_command import add_run_parser
 
@@ -13,7 +14,7 @@ __all__ = ["main"]
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the command line; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m lowshard.launch", description=__doc__)
+    parser: argparse.ArgumentParser = CommandParser(prog="python -m lowshard.launch", description=__doc__)
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
     add_run_parser(subparsers)
     add_doctor_parser(subparsers)

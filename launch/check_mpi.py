@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from lowshard.errors import LowshardError
@@ -12,8 +14,16 @@ from lowshard.launch.doctor_finding import Check, run_python
 from lowshard.launch.fake_hosts import why_not
 from lowshard.launch.job import run_ranks
 from lowshard.launch.mpiexec import MpiInstall, available_cores, find_mpi
+from lowshard.settings import environment
 
-__all__ = ["check_autogroup", "check_fake_hosts", "check_mpi", "check_sharing", "sharing_finding"]
+__all__ = [
+    "check_autogroup",
+    "check_fake_hosts",
+    "check_mpi",
+    "check_sharing",
+    "plain_start_finding",
+    "sharing_finding",
+]
 
 _START_LIMIT_S = 60.0
 _AUTOGROUP = Path("/proc/sys/kernel/sched_autogroup_enabled")
@@ -92,9 +102,35 @@ def check_mpi() -> tuple[list[Check], MpiInstall | None]:
     checks = [
         Check("mpi", "ok", f"{mpi.vendor} {mpi.version}, {mpi.library}", required=True),
         Check("mpiexec", "ok", f"{mpi.mpiexec}, of the same family ({mpi.family})", required=True),
+        plain_start_finding(mpi, os.geteuid() == 0, environment(), available_cores()),
         _check_start(mpi),
     ]
     return checks, mpi
+
+
+def plain_start_finding(mpi: MpiInstall, is_root: bool, env: Mapping[str, str], cores: int) -> Check:
+    """Returns what to write where `mpiexec -n 4 python program.py` is used in place of `lowshard run`.
+
+    Args:
+        mpi: the MPI that is there.
+        is_root: whether root would start it, as in most containers.
+        env: the environment it would be started in.
+        cores: how many cores there are for ranks.
+    """
+    name = "plain mpiexec"
+    if mpi.family != "openmpi":
+        return Check(name, "ok", "starts any number of ranks")
+    allowed = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
+    refused = is_root and any(env.get(variable) != "1" for variable in allowed)
+    more = f"mpiexec --oversubscribe -n N for more than {cores} ranks"
+    if not refused:
+        return Check(name, "ok", f"starts up to {cores} ranks, a core each", more)
+    return Check(
+        name,
+        "warning",
+        f"Open MPI's mpiexec refuses to be run by root, and starts no more than {cores} ranks, a core each",
+        f"write lowshard run -n N, which does both; or export {'=1 '.join(allowed)}=1, and {more}",
+    )
 
 
 def _check_start(mpi: MpiInstall) -> Check:

@@ -20,7 +20,7 @@ from lowshard.settings import SETTINGS
 
 __all__ = ["Check", "add_doctor_parser", "doctor", "examine"]
 
-_PIPED_WIDTH = 300
+_PIPED_WIDTH = 80
 _STYLES = {"ok": "green", "warning": "yellow", "missing": "yellow", "broken": "red"}
 
 
@@ -32,6 +32,11 @@ def add_doctor_parser(
         "doctor",
         help="what is installed, what works, what to do about the rest",
         description="Looks at the installation and starts two ranks. Exit code 0 if the CPU path works, else 1.",
+        epilog="examples:\n"
+        "  lowshard doctor             a line for each thing looked at, and below it what to do\n"
+        "  lowshard doctor --json      the same for programs\n"
+        "  lowshard doctor --settings  every environment variable that lowshard reads",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object in place of the table")
     parser.add_argument(
@@ -51,7 +56,7 @@ def doctor(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps({"cpu_path_works": works, "checks": [asdict(check) for check in checks]}, indent=2))
     else:
-        _print_table(checks, works)
+        print_table(checks, works)
     return 0 if works else 1
 
 
@@ -99,8 +104,8 @@ def _print_settings(as_json: bool) -> None:
         print(f"{setting.name} = {now}\n    {setting.meaning} ({setting.values})")
 
 
-def _print_table(checks: list[Check], works: bool) -> None:
-    """Prints one line for each check: as a table with rich, plainly without."""
+def print_table(checks: list[Check], works: bool) -> None:
+    """Prints what was found and, below it, what to do: as a table with rich, a line each without."""
     verdict = "The CPU path works." if works else "The CPU path does NOT work: see the lines marked * above."
     if any(check.name == "rich" and check.status != "ok" for check in checks):
         for check in checks:
@@ -113,13 +118,16 @@ def _print_table(checks: list[Check], works: bool) -> None:
     from rich.text import Text
 
     table = Table(box=None, pad_edge=False)
-    for title in ("", "what", "found", "do"):
+    for title in ("", "what", "found"):
         table.add_column(title, overflow="fold")
     for check in checks:
         mark = " *" if check.required and check.status != "ok" else ""
         status = Text(check.status + mark, style=_STYLES[check.status])
-        table.add_row(status, Text(check.name), Text(check.detail), Text(check.advice))
-    terminal = Console()
-    console = terminal if terminal.is_terminal else Console(width=_PIPED_WIDTH)  # one line each for grep
+        found = Text(check.detail)
+        if check.advice:
+            found.append(f"\n-> {check.advice}", style="bold")
+        table.add_row(status, Text(check.name), found)
+    terminal = Console(highlight=False)
+    console = terminal if terminal.is_terminal else Console(highlight=False, width=_PIPED_WIDTH)
     console.print(table)
     console.print(verdict)

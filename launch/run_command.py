@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from lowshard.command_parser import expect_habits
 from lowshard.errors import LaunchError, LowshardError
 from lowshard.launch.fake_hosts import fake_hosts, fake_spread
 from lowshard.launch.host import Spread, parse_hosts, read_hostfile, spread_over
@@ -19,6 +20,8 @@ from lowshard.launch.job import python_command, run_ranks
 from lowshard.launch.mpiexec import MPI_CHOICES, find_mpi
 from lowshard.launch.template import template_list, template_text
 from lowshard.launch.thread_ranks import run_threads
+from lowshard.nearest import nearest
+from lowshard.streams import drop_stdout
 
 __all__ = ["add_run_parser", "run"]
 
@@ -89,8 +92,9 @@ def add_run_parser(
         description="Starts a Python script or module on N ranks, on this host or on several, and watches them.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,  # the script's own --host is no beginning of --hosts
     )
-    parser.add_argument("-n", "--ranks", type=int, required=True, metavar="N", help="number of ranks")
+    parser.add_argument("-n", "-np", "--ranks", type=int, required=True, metavar="N", help="number of ranks")
     parser.add_argument("-m", "--module", action="store_true", help="the target is a module, as in python -m")
     parser.add_argument(
         "--mpi", choices=MPI_CHOICES, default="auto", help="insist on an MPI (default: %(default)s)"
@@ -126,6 +130,14 @@ def add_run_parser(
     parser.add_argument(
         "target", nargs=argparse.REMAINDER, metavar="script.py ...", help="what to run, its arguments"
     )
+    hosts = "write --hosts a:4,b:4"
+    each = "ranks are counted over all hosts: write -n N"
+    expect_habits(parser, {
+        "--nproc-per-node": each, "--nproc_per_node": each, "--nnodes": hosts, "-H": hosts, "--host": hosts,
+        "--oversubscribe": "leave it out: more ranks than cores are allowed",
+        "--allow-run-as-root": "leave it out: root may run it",
+        "-x": "leave it out: ranks get this shell's environment",
+    })  # fmt: skip
     parser.set_defaults(func=run)
     return parser
 
@@ -145,7 +157,11 @@ def _run(args: argparse.Namespace) -> int:
     if not target:
         raise LaunchError("a job needs a script or -m MODULE; write: lowshard run -n 4 script.py")
     if not args.module and not Path(target[0]).exists():
-        raise LaunchError(f"the script must exist, but there is no {target[0]!r} here ({os.getcwd()})")
+        folder, name = Path(target[0]).parent, Path(target[0]).name
+        there = [path.name for path in folder.glob("*.py")] if folder.is_dir() else []
+        raise LaunchError(
+            f"the script must exist, but there is no {target[0]!r} here ({os.getcwd()}){nearest(name, there)}"
+        )
     if args.threads:
         return _run_threads(args, target)
     if args.ranks < 1:
@@ -161,9 +177,7 @@ def _run(args: argparse.Namespace) -> int:
             spread=spread,
         )
     if result.exit_code == 128 + signal.SIGPIPE:
-        os.dup2(
-            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
-        )  # else Python complains of it at its own end
+        drop_stdout()
     return result.exit_code
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib import resources
 
 from lowshard.errors import LaunchError
+from lowshard.nearest import nearest
 
 __all__ = ["template_list", "template_names", "template_text"]
 
@@ -25,7 +26,9 @@ def template_text(name: str) -> str:
         LaunchError: there is none of this name.
     """
     if name not in template_names():
-        raise LaunchError(f"the templates are {', '.join(template_names())}; got {name!r}")
+        raise LaunchError(
+            f"the templates are {', '.join(template_names())}; got {name!r}{nearest(name, template_names())}"
+        )
     return (resources.files(_PACKAGE) / _FOLDER / name).read_text(encoding="utf-8")
 
 

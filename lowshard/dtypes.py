@@ -104,7 +104,7 @@ def all_dtypes() -> tuple[DType, ...]:
 
 
 def get(dtype: object) -> DType:
-    """Return the table row of a dtype given as a name, an alias, a NumPy dtype or a row.
+    """Return the table row of a dtype given as a name, an alias, a row, or a dtype of NumPy, torch, JAX or the like.
 
     Raises:
         DTypeError: the dtype is not in the table.
@@ -138,7 +138,8 @@ def _name_of(dtype: object) -> str:
     try:
         return np.dtype(dtype).name  # type: ignore[call-overload,no-any-return]
     except Exception:  # NumPy raises what it likes of what is no dtype
-        return brief(dtype)
+        # Dtypes of other libraries read as torch.bfloat16 does.
+        return brief(dtype).rpartition(".")[2]
 
 
 @cache

@@ -75,6 +75,22 @@ def again(error: LowshardError, text: str | None = None) -> LowshardError:
     return made
 
 
+def cause_of(error: BaseException | None) -> BaseException | None:
+    """Return what an error that tells another one's words to all ranks is raised from.
+
+    The other one, where it came through code of the user's, whose lines are then shown; where lowshard itself raised
+    it, nobody reads the same words twice, and it is what that one was raised from.
+    """
+    if not isinstance(error, LowshardError):
+        return error
+    trace = error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_globals.get("__name__", "").partition(".")[0] != __package__:
+            return error
+        trace = trace.tb_next
+    return error.__cause__
+
+
 class ShardingError(LowshardError, ValueError):
     """A placement, mesh, layout or plan that cannot be."""
 

@@ -9,18 +9,20 @@ from typing import Any
 
 import numpy as np
 
-from lowshard import dtypes, exchange_runner
+from lowshard import dtypes
 from lowshard.argument import brief
 from lowshard.comm.agreement import agree, agree_on_plan, control_of, share
 from lowshard.comm.protocol import Communicator
 from lowshard.comm.work import Stream
 from lowshard.cost import ClusterProfile
 from lowshard.errors import BufferMismatchError, DTypeError, LowshardError, MeshError, PlanError
+from lowshard.foreign_array import READ_ONLY, like, view_of
 from lowshard.kernels.buffer import allocate, may_overlap
 from lowshard.layout import Layout
 from lowshard.pool import BufferPool
-from lowshard.rank_schedule import Program, StepProgram, form_of, programs
 from lowshard.redistribute_plan import RedistributePlan, plan_redistribute
+from lowshard.transfer import exchange_runner
+from lowshard.transfer.rank_schedule import Program, StepProgram, form_of, programs
 
 Array = Any
 
@@ -37,7 +39,8 @@ def execute(
     ranks, so the bits are the same on every transport.
 
     Beside local and result nothing is held but what one step leaves for the next, no larger than the two, and one
-    slab of bounded size. Arrays of `comm.empty` are read where they lie; others take one more pass.
+    slab of bounded size. Among ranks of a node arrays of `comm.empty` are read where they lie, and so are others where
+    their boxes are long runs and the system allows it; else they take one more pass.
 
     Every rank raises the same error, whichever rank is at fault.
 
@@ -48,8 +51,8 @@ def execute(
         comm: a communicator whose ranks are those of the meshes; it may have more ranks, which pass
             None.
         out: where to put the result: C-contiguous, of shape `plan.dst.local_shape(rank)`, not
-            overlapping local. By default a new array; where no rank needs a byte from another, a
-            read-only view of local may be returned instead.
+            overlapping local. By default a new array of the library that local is of; where no rank needs a byte from
+            another, a read-only view of local may be returned instead (torch and CuPy, which have none, get a copy).
         pool: where a new result comes from.
         profile: take the time of each step, on the slowest rank, for `plan.explain()`; ranks meet between the steps.
         stream: on GPUs, where the work is put, as for the calls of a `Communicator`; by default the current one.
@@ -68,13 +71,14 @@ def execute(
     """
     control = control_of(comm)
     times: list[float] | None = [] if profile is True else None
-    with comm._meeting("execute", stream) as wrong:
-        error = wrong or _argument_error(plan, local, comm, out, pool, profile)
+    with comm.meeting("execute", stream) as wrong:
+        mine, into, error = _seen(local, out)
+        error = wrong or error or _argument_error(plan, mine, comm, into, pool, profile)
         digest = b"" if error is not None else plan.digest_bytes
         if profile is True:  # the ranks then meet between the steps, so all of them do or none
             digest = digest[::-1]
         agree_on_plan(comm, digest, error, "execute")
-        result = _walk(plan, local, comm, out, pool, times)
+        result = _given_back(_walk(plan, mine, comm, into, pool, times), local, out)
     if times is None:
         return result
     rows = share(control, np.array(times, np.float64)) if times else []
@@ -101,7 +105,7 @@ def execute_all(
         LowshardError: as `execute`.
     """
     control_of(comm)
-    with comm._meeting("execute_all", stream) as wrong:
+    with comm.meeting("execute_all", stream) as wrong:
         return _execute_all(plans, local, comm, {} if out is None else out, pool, wrong)
 
 
@@ -115,8 +119,11 @@ def _execute_all(
             error = BufferMismatchError(f"{what} is a mapping by name, got {brief(table)}")
             agree(comm, b"", error, "execute_all")  # raises it on all ranks
     digest = hashlib.blake2b(digest_size=16)
+    seen: dict[str, tuple[Array | None, Array | None]] = {}
     for name, plan in plans.items():
-        wrong = _argument_error(plan, local.get(name), comm, given.get(name), pool) if error is None else None
+        mine, into, wrong = _seen(local.get(name), given.get(name))
+        seen[name] = mine, into
+        wrong = (wrong or _argument_error(plan, mine, comm, into, pool)) if error is None else None
         if wrong is not None:
             error = type(wrong)(f"{name!r}: {wrong}")
         if error is None:
@@ -127,7 +134,12 @@ def _execute_all(
             f"arrays were given for {sorted(map(str, strange))}, for which there is no plan"
         )
     agree_on_plan(comm, digest.digest(), error, "execute_all")
-    return {name: _walk(plan, local.get(name), comm, given.get(name), pool) for name, plan in plans.items()}
+    return {
+        name: _given_back(
+            _walk(plan, seen[name][0], comm, seen[name][1], pool), local.get(name), given.get(name)
+        )
+        for name, plan in plans.items()
+    }
 
 
 def redistribute(
@@ -140,16 +152,32 @@ def redistribute(
     are read first. Arguments, result and errors: as for `execute`, and those of `plan_redistribute`, on every rank.
     """
     control_of(comm)
-    with comm._meeting("redistribute", stream) as error:
+    with comm.meeting("redistribute", stream) as error:
         plan = None
+        mine, into, wrong = _seen(local, out)
         try:
             plan = plan_redistribute(src, dst, cost, comm.node_size)
-            error = error or _argument_error(plan, local, comm, out, pool)
+            error = error or wrong or _argument_error(plan, mine, comm, into, pool)
         except LowshardError as caught:  # perhaps on this rank alone: the others wait to hear of it
             error = caught
         agree_on_plan(comm, b"" if plan is None else plan.digest_bytes, error, "redistribute")
         assert plan is not None  # else agree has raised
-        return _walk(plan, local, comm, out, pool)
+        return _given_back(_walk(plan, mine, comm, into, pool), local, out)
+
+
+def _seen(local: object, out: object) -> tuple[Array | None, Array | None, LowshardError | None]:
+    """Return arrays of any library as NumPy's or CuPy's, and what is wrong with one that cannot be seen so."""
+    try:
+        return view_of(local, "local"), view_of(out, "out"), None
+    except LowshardError as error:
+        return None, None, error
+
+
+def _given_back(result: Array | None, local: object, out: Any) -> Any:
+    """Return the result as the array that it was written into, or as one of the library that the input is of."""
+    if result is None:
+        return None
+    return like(result, local, apart=True) if out is None else out
 
 
 def _walk(
@@ -159,28 +187,21 @@ def _walk(
     """Do the steps of a plan that all ranks have agreed on, in a turn of this thread."""
     if not plan.steps:
         return _same(local, out)
-    comm._enter("execute")
-    try:
+    with comm.turn("execute"):
         return _steps(plan, local, comm, out, pool, times)
-    finally:
-        comm._turn.release()
 
 
 def _steps(
     plan: RedistributePlan, local: Array | None, comm: Communicator, out: Array | None,
     pool: BufferPool | None, times: list[float] | None,
 ) -> Array | None:  # fmt: skip
-    steps = programs(plan, comm.rank, comm.size)
+    steps = programs(plan, comm.rank, comm.reach.homes)
     last = steps[-1].parts[-1]
     for step in steps:
         if times is not None:
-            comm.control._barrier()
+            agree(comm, b"", None, "execute")
             begin_s = time.perf_counter()
-        if (
-            step.whole is not None
-            and comm.shows
-            and step.whole.largest_bytes >= exchange_runner.READ_FROM_BYTES
-        ):
+        if step.whole is not None and comm.reach.whole and exchange_runner.reads_peers(step.whole):
             part = step.parts[-1]
             result = out if part is last and out is not None else _result(part, comm, part is last, pool)
             exchange_runner.run(step.whole, local, result, comm)
@@ -235,7 +256,7 @@ def _result(program: Program, comm: Communicator, is_last: bool, pool: BufferPoo
     """Return a new array for a result; what is between two steps lies where the others read it."""
     if program.shape is None:
         return None
-    dtype = dtypes.get(program.dtype).in_memory(comm.xp)
+    dtype = program.dtype if comm.xp is np else dtypes.get(program.dtype).in_memory(comm.xp)
     if comm.xp is np and not is_last:
         return comm.empty(program.shape, dtype)
     if is_last and pool is not None:
@@ -316,7 +337,7 @@ def _argument_error(
     if local is None or out is None:
         return None
     if comm.xp is np and not out.flags.writeable:
-        return BufferMismatchError("out is written to, but the array is read-only")
+        return BufferMismatchError(f"out {READ_ONLY}")
     if may_overlap(local, out):
         return BufferMismatchError("out overlaps local; give it memory of its own, or pass out=None")
     return None

@@ -28,6 +28,7 @@ from support import durations, mode, skips
 from lowshard.compiled.cache import cache_folder
 
 TIME_LIMIT_S = 120.0
+PROCESSES = 2  # one of them is mostly among tests that start ranks, or wait
 DEFAULT_SEED = 1  # a default run makes the same choices everywhere; --full makes new ones each time
 
 
@@ -45,9 +46,24 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads its options
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """Let two processes share the files of a default run over everything, where pytest-xdist is installed."""
+    option = config.option
+    is_everything = config.args_source is not pytest.Config.ArgsSource.ARGS
+    other = (option.full, option.markexpr, option.keyword, option.usepdb, getattr(option, "lf", False))
+    is_plain = (
+        is_everything and not any(other) and option.capture != "no" and not hasattr(config, "workerinput")
+    )
+    if is_plain and getattr(option, "numprocesses", 0) is None and option.dist == "no":
+        option.numprocesses, option.dist = PROCESSES, "loadfile"
+
+
 @pytest.hookimpl(tryfirst=True)  # before hypothesis reads its own seed option
 def pytest_configure(config: pytest.Config) -> None:
     given = config.getoption("--seed")
+    if given is None and hasattr(config, "workerinput"):
+        given = mode.seed()  # of the process that started this one
     # A shell that starts us in the background has SIGINT ignored, in all that we start too: tests of Ctrl-C need it.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -72,6 +88,12 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(_Within(config.getoption("--within")), "lowshard within")
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Refuse a test whose name is another one in each of the processes that share a run."""
+    if " at 0x" in item.nodeid:
+        raise pytest.UsageError(f"a test's name holds no address, got {item.nodeid}; give ids, such as names")
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what belongs to another tier, or to another part of this one."""
@@ -83,12 +105,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     def stays(item: pytest.Item) -> bool:
         if not mode.full() and item.get_closest_marker("full_only"):
             return False
-        # The cases of a function stay together: one job serves many of them.
-        function = item.nodeid.partition("[")[0]
         return parts == 1 or (
-            zlib.crc32(function.encode()) % parts == index and not item.get_closest_marker("alone")
+            mode.part_of(item.nodeid, parts) == index and not item.get_closest_marker("alone")
         )
 
+    if (
+        config.getoption("dist", "no") != "no"
+    ):  # files that start ranks, which are many processes, between the others
+        items.sort(key=lambda item: zlib.crc32(item.nodeid.partition("::")[0].encode()))
     left = [item for item in items if not stays(item)]
     if left:
         config.hook.pytest_deselected(items=left)

@@ -14,19 +14,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lowshard.argument import instance, items, mapping
+from lowshard.argument import brief, instance, items, mapping
 from lowshard.argument import path as check_path
 from lowshard.box import Box, full_box, shape_of, volume
-from lowshard.checkpoint.checkpoint_index import INDEX_NAME, Index, read_index
+from lowshard.checkpoint.checkpoint_index import INDEX_NAME, Index, IndexedTensor, Part, read_index
 from lowshard.checkpoint.crc import Key, crc32
 from lowshard.checkpoint.header import FilePath, Header, TensorEntry, read_header
+from lowshard.checkpoint.hf_index import DATA_NAME, HF_INDEX
 from lowshard.checkpoint.read_shares import disjoint
 from lowshard.errors import CheckpointError
 from lowshard.nearest import nearest
 from lowshard.reading import parse_json, read_text, reader
 from lowshard.tiling import Tiling
 
-HF_INDEX = "model.safetensors.index.json"
 _ATTEMPTS = 10
 Files = FilePath | Sequence[FilePath]
 _FILES = "a checkpoint is the path of a file or a folder, or a list of files"
@@ -78,6 +78,8 @@ class StoredTensor:
     parts: tuple[StoredPart, ...]
     """They cover the tensor once."""
     strategy: str | None = None
+    tiling: Tiling | None = None
+    """Which rank held what when a sharded checkpoint was saved; None where no index says it."""
 
 
 @dataclass(frozen=True)
@@ -148,6 +150,11 @@ class Catalog:
         found = sorted(p for p in path.glob("*.safetensors") if not p.name.startswith("."))
         if len(found) == 1:
             return _of_plain(found, str(path))
+        if any(DATA_NAME.fullmatch(p.name) for p in found):
+            raise CheckpointError(
+                f"{path}: its {len(found)} files are parts of a sharded checkpoint, and {INDEX_NAME}, which says "
+                "of what, is missing: put it back"
+            )
         raise CheckpointError(
             f"{path}: a checkpoint's folder has {INDEX_NAME}, {HF_INDEX}, model.safetensors or one .safetensors "
             f"file; it has {len(found)} of those files and no index"
@@ -231,7 +238,13 @@ def _of_hugging_face(path: Path) -> Catalog:
     for name, file in files.items():
         if Path(file).name != file or not file:
             raise CheckpointError(f"{path}: tensor {name!r}: its file lies beside the index, got {file!r}")
-    headers = {file: read_header(path.parent / file) for file in dict.fromkeys(files.values())}
+    headers = {}
+    for file in dict.fromkeys(files.values()):
+        if not (path.parent / file).exists():
+            named = [name for name, of in files.items() if of == file]
+            raise CheckpointError(_missing(path.parent / file, path.name, named))
+        headers[file] = read_header(path.parent / file)
+        metadata = dict(headers[file].metadata) | metadata
     tensors = {}
     for name, file in files.items():
         tensors[name] = _plain_tensor(headers[file], headers[file].entry(name))
@@ -259,7 +272,7 @@ def _of_index(folder: Path) -> Catalog:
     index = read_index(folder / INDEX_NAME)
     for _ in range(_ATTEMPTS):
         try:
-            headers = {name: _checked_header(folder, name, index) for name in index.files}
+            headers = {name: checked_header(folder, name, index) for name in index.files}
             break
         except CheckpointError:
             before, index = index, read_index(folder / INDEX_NAME)
@@ -270,20 +283,43 @@ def _of_index(folder: Path) -> Catalog:
         raise CheckpointError(f"{folder}: new checkpoints are put in place faster than one can be opened")
     tensors = {}
     for name, indexed in index.tensors.items():
-        parts = []
-        for p in indexed.parts:
-            entry = headers[p.file].entry(p.key)
-            if entry.dtype != indexed.dtype or entry.shape != shape_of(p.box):
-                raise CheckpointError(
-                    f"{folder / p.file}: tensor {name!r}: the index has {indexed.dtype}{list(shape_of(p.box))} there, "
-                    f"the file {entry.dtype}{list(entry.shape)}"
-                )
-            parts.append(StoredPart(headers[p.file].path, entry, p.box, tuple(a for a, _ in p.box), p.crc32))
-        tensors[name] = StoredTensor(name, indexed.dtype, indexed.shape, tuple(parts), indexed.strategy)
+        parts = tuple(stored_part(name, indexed, p, headers[p.file]) for p in indexed.parts)
+        tensors[name] = StoredTensor(
+            name, indexed.dtype, indexed.shape, parts, indexed.strategy, indexed.tiling
+        )
     return Catalog(str(folder), tensors, index.metadata, index.num_ranks, _digest(tensors))
 
 
-def _checked_header(folder: Path, name: str, index: Index) -> Header:
+def stored_part(name: str, tensor: IndexedTensor, part: Part, header: Header) -> StoredPart:
+    """Return where a part of a tensor lies in its file.
+
+    Raises:
+        CheckpointError: the file has another array there, or none.
+    """
+    entry = header.entry(part.key)
+    if entry.dtype != tensor.dtype or entry.shape != shape_of(part.box):
+        raise CheckpointError(
+            f"{header.path}: tensor {name!r}: the index has {tensor.dtype}{list(shape_of(part.box))} there, "
+            f"the file {entry.dtype}{list(entry.shape)}"
+        )
+    return StoredPart(header.path, entry, part.box, tuple(a for a, _ in part.box), part.crc32)
+
+
+def _missing(path: Path, index: str, tensors: Sequence[str]) -> str:
+    others = f" and {len(tensors) - 1} more tensors" if len(tensors) > 1 else ""
+    held = f": it holds {brief(tensors[0])}{others}, or parts of them" if tensors else ""
+    return f"{path}: the file is missing, {index} names it{held}. Put it back, or save the checkpoint anew"
+
+
+def checked_header(folder: Path, name: str, index: Index) -> Header:
+    """Return the header of a data file of a sharded checkpoint, compared with what the index says of the file.
+
+    Raises:
+        CheckpointError: it is missing, damaged, or another file; the text says which.
+    """
+    if not (folder / name).exists():
+        held = [n for n, tensor in index.tensors.items() if any(p.file == name for p in tensor.parts)]
+        raise CheckpointError(_missing(folder / name, INDEX_NAME, held))
     header = read_header(folder / name)
     said = index.files[name]
     if header.file_bytes != said.size_bytes:

@@ -1,8 +1,10 @@
 """The index of a sharded checkpoint: which box of which tensor lies in which file, under which checksum.
 
 `lowshard.index.json` is one JSON object: `format`, `version`, `ranks`, `token`, `metadata`, `files` (name,
-bytes, crc32 of all bytes before the data), `tensors` (dtype, shape, strategy, parts) and `digest`, which
-is blake2b over the rest. Files are plain safetensors files; a part is a tensor of one, row-major.
+bytes, crc32 of all bytes before the data), `tensors` (dtype, shape, strategy, parts, tiling), `tilings` (which rank
+held what; each stands once, tensors have its number) and `digest`, which is blake2b over the rest. Files are plain
+safetensors files; a part is a tensor of one, row-major. Its name there is the tensor's where it is all of it, else the
+tensor's with the slice, `w[0:512, 0:64]`: no slice stands under the name of the whole. Version 1 had no tilings.
 """
 
 from __future__ import annotations
@@ -19,11 +21,12 @@ from lowshard.argument import brief
 from lowshard.box import Box, covers, full_box, volume
 from lowshard.errors import CheckpointError, DTypeError
 from lowshard.reading import parse_json, read_text, reader
+from lowshard.tiling import Tiling
 
 INDEX_NAME = "lowshard.index.json"
 _MOST_BYTES, _MOST_VALUES = 2_000_000_000, 100_000_000
 """Of an index: one of ten thousand tensors over a thousand ranks has a tenth of it."""
-_FORMAT, _VERSION = "lowshard sharded checkpoint", 1
+_FORMAT, _VERSION, _OLD_VERSIONS = "lowshard sharded checkpoint", 2, (1,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +51,8 @@ class IndexedTensor:
     strategy: str | None
     """How it was cut when it was saved; for people."""
     parts: tuple[Part, ...]
+    tiling: Tiling | None = None
+    """Which rank held what, where it is known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +76,10 @@ class Index:
     def encode(self) -> bytes:
         """Return the index file's bytes."""
         numbers = {name: i for i, name in enumerate(self.files)}
+        tilings: dict[str, tuple[int, Tiling]] = {}
+        for tensor in self.tensors.values():
+            if tensor.tiling is not None:
+                tilings.setdefault(tensor.tiling.digest(), (len(tilings), tensor.tiling))
         body: dict[str, Any] = {
             "format": _FORMAT,
             "version": _VERSION,
@@ -83,6 +92,7 @@ class Index:
                     "dtype": t.dtype,
                     "shape": list(t.shape),
                     "strategy": t.strategy,
+                    "tiling": None if t.tiling is None else tilings[t.tiling.digest()][0],
                     "parts": [
                         {
                             "file": numbers[p.file],
@@ -95,6 +105,7 @@ class Index:
                 }
                 for name, t in self.tensors.items()
             },
+            "tilings": [tiling.to_json() for _, tiling in tilings.values()],
         }
         body["digest"] = _digest(body)
         return json.dumps(body, ensure_ascii=False, indent=1).encode() + b"\n"
@@ -116,9 +127,9 @@ def read_index(path: Path) -> Index:
         raise CheckpointError(
             f"{path}: the index is damaged: its digest is {right}, it says {brief(digest)}; restore it from a copy"
         )
-    if body.get("format") != _FORMAT or body.get("version") != _VERSION:
+    if body.get("format") != _FORMAT or body.get("version") not in (_VERSION, *_OLD_VERSIONS):
         raise CheckpointError(
-            f"{path}: this lowshard reads version {_VERSION} of a {_FORMAT!r}, the index is "
+            f"{path}: this lowshard reads versions up to {_VERSION} of a {_FORMAT!r}, the index is "
             f"{brief(body.get('format'))} version {brief(body.get('version'))}"
         )
     return _read(body, str(path))
@@ -140,6 +151,7 @@ class _TensorData:
     shape: tuple[int, ...]
     strategy: str | None
     parts: tuple[_PartData, ...]
+    tiling: int | None = None
 
 
 @reader("index of a sharded checkpoint", CheckpointError)
@@ -151,6 +163,7 @@ def _read(
     metadata: Mapping[str, str],
     files: tuple[tuple[str, int, int], ...],
     tensors: Mapping[str, _TensorData],
+    tilings: tuple[Tiling, ...] = (),
 ) -> Index:
     listed = {name: IndexedFile(size, crc) for name, size, crc in files}
     names = list(listed)
@@ -182,7 +195,18 @@ def _read(
         ):
             raise CheckpointError(f"{where}: its parts do not cover shape {list(t.shape)} once")
         parts = tuple(Part(names[p.file], p.key, p.box, p.crc32) for p in t.parts)
-        made[name] = IndexedTensor(dtype, t.shape, t.strategy, parts)
+        tiling = None
+        if t.tiling is not None:
+            if not 0 <= t.tiling < len(tilings):
+                raise CheckpointError(
+                    f"{where}: the index has tilings 0 to {len(tilings) - 1}, got {t.tiling}"
+                )
+            tiling = tilings[t.tiling]
+            if (tiling.dtype, tiling.shape) != (dtype, t.shape) or tiling.num_ranks > ranks:
+                raise CheckpointError(
+                    f"{where}: its tiling is {tiling}, it is {dtype}{list(t.shape)} of {ranks} ranks"
+                )
+        made[name] = IndexedTensor(dtype, t.shape, t.strategy, parts, tiling)
     return Index(ranks, token, listed, made, metadata)
 
 

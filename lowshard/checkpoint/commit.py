@@ -42,13 +42,11 @@ from typing import TypeVar
 from lowshard.argument import path as check_path
 from lowshard.checkpoint.checkpoint_index import INDEX_NAME, read_index
 from lowshard.checkpoint.header import FilePath
+from lowshard.checkpoint.hf_index import DATA_NAME, TOKEN, forget
 from lowshard.comm import Communicator, agree, share_text
 from lowshard.errors import CheckpointError, CommError, LowshardError, NotDurable
 
 T = TypeVar("T")
-
-_TOKEN = "[0-9a-f]{12}"
-_DATA = re.compile(rf"shard-({_TOKEN})-\d{{5}}-of-\d{{5}}\.safetensors")
 
 
 def together(comm: Communicator, path: FilePath, action: Callable[[], T], what: str) -> T:
@@ -291,10 +289,10 @@ def _sweep(target: Path) -> list[str]:
     # The last rename may be on no disk yet: until it is, the checkpoint before it may come back.
     sync_folder(target.parent)
     names = sorted(os.listdir(target.parent))
-    claimed = re.compile(rf"\.{re.escape(target.name)}\.({_TOKEN})\.tmp")
+    claimed = re.compile(rf"\.{re.escape(target.name)}\.({TOKEN})\.tmp")
     data: dict[str, str] = {}
     if target.name == INDEX_NAME:
-        data = {name: found[1] for name in names if (found := _DATA.fullmatch(name))}
+        data = {name: found[1] for name in names if (found := DATA_NAME.fullmatch(name))}
     tokens = {found[1] for name in names if (found := claimed.fullmatch(name))} | set(data.values())
     removed: list[str] = []
     ended = {token for token in sorted(tokens) if _remove_dead(_claim(target, token), removed)}
@@ -302,9 +300,10 @@ def _sweep(target: Path) -> list[str]:
         kept = set(read_index(target).files) if data and target.exists() else set()
     except CheckpointError:
         return removed  # a damaged index does not say which files are its own
-    for name, token in data.items():
-        if token in ended and name not in kept:
-            _remove_dead(target.with_name(name), removed)
+    old = [name for name, token in data.items() if token in ended and name not in kept]
+    forget(target.parent, old)
+    for name in old:
+        _remove_dead(target.with_name(name), removed)
     return removed
 
 

@@ -20,6 +20,7 @@ from lowshard.argument import as_shape, brief, instance, items, wholes
 from lowshard.box import Box, contiguous_runs, full_box, shape_of
 from lowshard.checkpoint.header import FilePath, Header, TensorEntry, header_from_fd, open_for_reading
 from lowshard.errors import BufferMismatchError, CheckpointError, LayoutError
+from lowshard.foreign_array import view_of
 from lowshard.layout import Layout
 
 
@@ -211,13 +212,13 @@ class CheckpointReader:
         if self._file.closed:
             raise CheckpointError(f"{self.header.path}: this reader is closed; open a new CheckpointReader")
         if out is None:
-            out = np.empty(shape, dtype)
+            out = into = np.empty(shape, dtype)
         else:
-            _check_out(out, shape, dtype, plan.name)
-        if not plan.total_bytes:
-            return out
-        # ml_dtypes arrays give no buffer of their own, their bytes do
-        self._read_runs(plan, out.reshape(-1).view(np.uint8).data)
+            into = view_of(out, f"tensor {plan.name!r}: out")
+            _check_out(into, shape, dtype, plan.name)
+        if plan.total_bytes:
+            # ml_dtypes arrays give no buffer of their own, their bytes do
+            self._read_runs(plan, into.reshape(-1).view(np.uint8).data)
         return out
 
     def _read_runs(self, plan: ReadPlan, into: memoryview) -> None:

@@ -27,6 +27,7 @@ from lowshard.checkpoint.reader import plan_box
 from lowshard.comm import Communicator, agree
 from lowshard.comm.agreement import control_of
 from lowshard.errors import BufferMismatchError, CheckpointError, LayoutError, MeshError
+from lowshard.foreign_array import view_of
 from lowshard.layout import Layout
 from lowshard.tiling import Tiling
 
@@ -166,6 +167,7 @@ def _check_array(
             )
         return
     shape, dtype = tiling.local_shape(rank), dtypes.get(tiling.dtype).numpy
+    array = view_of(array, where)
     if not isinstance(array, np.ndarray):
         raise BufferMismatchError(f"{where}: the local array is a NumPy array, got {type(array).__name__}")
     if array.shape != shape or array.dtype != dtype:
@@ -211,7 +213,7 @@ def _write_own(file: _File, fd: int, tensors: State, rank: int) -> None:
     own = [share for share in shares(file.tilings) if share.rank == rank]
     entries = {entry.name: entry for entry in file.entries}
     for share in own:
-        array = tensors[share.name][1]
+        array = view_of(tensors[share.name][1], share.name)
         assert array is not None  # checked by _prepare
         plan = plan_box(entries[share.name], share.box)
         piece = np.ascontiguousarray(box_of(array, file.tilings[share.name], rank, share.box))

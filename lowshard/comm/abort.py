@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import sys
 import threading
 import time
@@ -26,6 +27,7 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any, Literal, NoReturn, Protocol, Self
 
+from lowshard.comm.activity import innermost_line
 from lowshard.errors import CommError, MismatchError, PeerFailed, TimedOut
 from lowshard.settings import JOB_DIR
 
@@ -70,6 +72,8 @@ class _Watch(Protocol):
 
     @property
     def failed_rank(self) -> int | None: ...
+
+    def said_before(self, text: str) -> int | None: ...
 
     def tell(self, kind: Told, text: str) -> None: ...
 
@@ -242,12 +246,21 @@ def _begin_end() -> None:
 def _report(record: FailureRecord, kind: Told, text: str) -> None:
     """Hands a record to the launcher; where there is none, prints it to stderr with the rank in each line.
 
-    Only then are the other ranks told: what they do about it may end this process.
+    With a launcher the others are told only then: what they do about it may end this process. Without one they are told
+    first, and leave it a second to speak: of ranks that fail alike, the one whose telling came first prints its text,
+    and the others a line.
     """
-    if not _left_record(record):
-        shown = record.traceback.rstrip("\n") or record.message
-        _say("".join(f"rank {record.rank} | {line}\n" for line in shown.splitlines()))
+    if _left_record(record):
+        _tell(kind, text)
+        return
     _tell(kind, text)
+    first = next((rank for w in _watches if (rank := w.said_before(text)) is not None), None)
+    shown = record.traceback.rstrip("\n") or record.message
+    if first is not None:
+        place = re.findall(r'File "(.+)", line (\d+)', record.traceback)
+        line = innermost_line((file, int(number)) for file, number in reversed(place))
+        shown = f"the same error as on rank {first}{f', at {line}' if line else ''}"
+    _say("".join(f"rank {record.rank} | {line}\n" for line in shown.splitlines()))
 
 
 def _left_record(record: FailureRecord) -> bool:

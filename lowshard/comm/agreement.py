@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
+from itertools import accumulate
 
 import numpy as np
 
@@ -12,7 +13,7 @@ from lowshard import errors
 from lowshard.argument import brief
 from lowshard.comm.default_collectives import AGREED, NO_ARRAY
 from lowshard.comm.protocol import Communicator
-from lowshard.errors import CommError, LowshardError, MismatchError
+from lowshard.errors import CommError, LowshardError, MismatchError, cause_of
 
 _DIGEST_BYTES = 16
 
@@ -111,8 +112,8 @@ def _raise_if_apart(rows: Sequence[Sequence[str]], error: Exception | None, what
             name, said = row[2:]
             known = getattr(errors, name, None)
             if isinstance(known, type) and issubclass(known, LowshardError):
-                raise known(f"{what}: rank {rank}: {said}") from error
-            raise LowshardError(f"{what}: rank {rank}: {name}: {said}") from error
+                raise known(f"{what}: rank {rank}: {said}") from cause_of(error)
+            raise LowshardError(f"{what}: rank {rank}: {name}: {said}") from cause_of(error)
     seen: dict[str, list[int]] = {}
     for rank, row in enumerate(rows):
         seen.setdefault(row[0], []).append(rank)
@@ -147,6 +148,28 @@ def share(control: Communicator, record: np.ndarray) -> list[np.ndarray]:
     finally:
         control._turn.release()
     return list(control._to_host(recv))
+
+
+def trade(
+    comm: Communicator, record: np.ndarray, counts: Sequence[int], counts_in: Sequence[int]
+) -> np.ndarray:
+    """Return what each rank has for this one, in rank order, from what this one has for each.
+
+    Collective: all ranks of the communicator call this. As `share`, it is no traffic of the user's.
+
+    Args:
+        comm: the communicator; its host side carries it.
+        record: one behind the other, in rank order.
+        counts: elements for each rank.
+        counts_in: elements of each rank for this one.
+    """
+    control = control_of(comm)
+    xp = control.xp
+    send, recv = xp.asarray(record.reshape(-1)), xp.empty(sum(counts_in), record.dtype)
+    ends, ends_in = [0, *accumulate(counts)], [0, *accumulate(counts_in)]
+    with control.turn("an exchange of records"):
+        control.carry(send, counts, ends[:-1], recv, counts_in, ends_in[:-1])
+    return control._to_host(recv)
 
 
 def share_text(control: Communicator, text: str) -> list[str]:

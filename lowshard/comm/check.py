@@ -14,6 +14,8 @@ import numpy as np
 from lowshard import dtypes
 from lowshard.argument import brief, number, real
 from lowshard.errors import BufferMismatchError, CommError, DTypeError
+from lowshard.foreign_array import READ_ONLY, view_of
+from lowshard.nearest import nearest
 from lowshard.settings import MOST_S
 
 Array = Any
@@ -43,13 +45,18 @@ def flat(buf: Array, name: str, xp: ModuleType, transport: str, writes: bool) ->
     """Return a buffer as a flat view, or raise what is wrong with it.
 
     Raises:
-        BufferMismatchError: no array of `xp`, not C-contiguous, not in the machine's byte order, or read-only
-            where it is written.
+        BufferMismatchError: no array that can be seen as one of `xp`, not C-contiguous, not in the machine's byte
+            order, or read-only where it is written.
         DTypeError: a dtype outside the table.
     """
     if not isinstance(buf, xp.ndarray):
+        buf = view_of(buf, name)
+    if not isinstance(buf, xp.ndarray):
+        place = "in host memory" if xp is np else "on a GPU"
+        kind = type(buf)
         raise BufferMismatchError(
-            f"{name} of a {transport} communicator is a {xp.__name__} array, got {type(buf).__name__}"
+            f"{name} of a {transport} communicator is a {xp.__name__} array, or one of another library {place}, got "
+            f"{kind.__module__ + '.' if kind.__name__ == 'ndarray' else ''}{kind.__name__}"
         )
     dtypes.get(buf.dtype)
     if not buf.dtype.isnative:  # same name in the table, but other bytes than the peers'
@@ -63,7 +70,7 @@ def flat(buf: Array, name: str, xp: ModuleType, transport: str, writes: bool) ->
             f"{xp.__name__}.ascontiguousarray({name}) (and copy a result back)"
         )
     if writes and xp is np and not buf.flags.writeable:
-        raise BufferMismatchError(f"{name} is written to, but the array is read-only; pass a copy")
+        raise BufferMismatchError(f"{name} {READ_ONLY}")
     return buf.reshape(-1)
 
 
@@ -164,9 +171,9 @@ def reducible(buf: Array, op: str, order: str) -> None:
         DTypeError: the average of bools, or anything of scales.
     """
     if op not in OPS:
-        raise CommError(f"op is one of {', '.join(OPS)}, got {op!r}")
+        raise CommError(f"op is one of {', '.join(OPS)}, got {op!r}{nearest(op, OPS)}")
     if order not in ORDERS:
-        raise CommError(f"order is one of {', '.join(ORDERS)}, got {order!r}")
+        raise CommError(f"order is one of {', '.join(ORDERS)}, got {order!r}{nearest(order, ORDERS)}")
     row = dtypes.get(buf.dtype)
     if (row.kind == "bool" and op == "avg") or row.kind == "scale":
         raise DTypeError(f"{op} is not defined for dtype {row.name}")

@@ -19,7 +19,7 @@ from lowshard.comm.call import Call, source_line
 from lowshard.comm.reduction import divide, fold
 from lowshard.comm.transport import Transport
 from lowshard.comm.wait_guard import names_of
-from lowshard.errors import CommError, LowshardError, MismatchError
+from lowshard.errors import CommError, LowshardError, MismatchError, cause_of
 
 Array = Any  # a NumPy or CuPy array; CuPy ships no types
 Run = Callable[..., Any]
@@ -93,7 +93,7 @@ class Algorithms(Transport):
             *([] if error is None else [type(error).__name__, str(error)]),
         ]
         rows = [json.loads(row) for row in self._share_texts(json.dumps(mine))]
-        raise verdict_of(rows, self._sequence) from error
+        raise verdict_of(rows, self._sequence) from cause_of(error)
 
     def _differ_in_counts(
         self, text: str, send_counts: Sequence[int], recv_counts: Sequence[int]
@@ -130,7 +130,7 @@ class Algorithms(Transport):
     def _only_agreements(self, rows: list[list[str]], error: Exception | None) -> list[list[str]]:
         """Return what ranks came with to agree on, or raise MismatchError where some of them called something else."""
         if not all(AGREED in row[0] for row in rows):
-            raise _mismatch(rows, self._sequence + 1) from error
+            raise _mismatch(rows, self._sequence + 1) from cause_of(error)
         return rows
 
     def _share_texts(self, text: str) -> list[str]:

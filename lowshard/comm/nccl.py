@@ -50,7 +50,7 @@ from lowshard.comm.nccl_wire import SUM, UINT8, Exchange, exchange_of, exchange_
 from lowshard.comm.protocol import Communicator
 from lowshard.comm.stream_work import SideStream, StreamWork
 from lowshard.comm.wait_guard import Watching
-from lowshard.errors import CommError, LowshardError
+from lowshard.errors import CommError, LowshardError, cause_of
 from lowshard.settings import environment
 
 Array = Any
@@ -176,7 +176,7 @@ class NCCLCommunicator(DeviceCommunicator):
         try:
             self._sequence += 1  # on the others this is a call like any
             rows = self._late.agree(self._sequence, text, 0, error, self._started_at)
-            raise verdict_of(rows, self._sequence) from error
+            raise verdict_of(rows, self._sequence) from cause_of(error)
         finally:
             self._turn.release()
 

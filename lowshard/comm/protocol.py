@@ -15,8 +15,10 @@ from lowshard import dtypes
 from lowshard.argument import whole
 from lowshard.comm import check
 from lowshard.comm.call_cache import Arguments, key_of, name_of, text_of
+from lowshard.comm.default_collectives import NO_ARRAY
 from lowshard.comm.work import Op, Order, Starter, Stream, Work
 from lowshard.errors import CommError, LowshardError
+from lowshard.foreign_array import is_foreign, view_of
 
 Array = Any  # a NumPy or CuPy array; CuPy ships no types
 _MOST = (1 << 31) - 1
@@ -27,9 +29,11 @@ _NOTHING_WRONG: AbstractContextManager[LowshardError | None] = nullcontext()
 class Communicator(Arguments):
     """Collectives over the buffers of a group of ranks.
 
-    Buffers are C-contiguous arrays of `xp` with a dtype of the table; counts are in elements. Every
-    method but the attributes and `empty` is collective: all ranks of the communicator call it, in one order
-    (`send` and `recv`: the two ranks concerned). Results are written into the buffers given.
+    Buffers are C-contiguous arrays with a dtype of the table, of `xp` or of any library whose arrays have DLPack,
+    `__cuda_array_interface__` or a buffer (torch, JAX): their own memory is read and written, never a copy. Read-only
+    ones (JAX's) are sources only. Counts are in elements. Every method but the attributes and `empty` is collective:
+    all ranks of the communicator call it, in one order (`send` and `recv`: the two ranks concerned). Results are
+    written into the buffers given; shared ones, which are new, are of the library of the input.
 
     One thread at a time calls a communicator, since the calls of several have no order that is the same on all ranks:
     CommError where one calls while another is in a call. Split it, a communicator for each thread.
@@ -74,8 +78,11 @@ class Communicator(Arguments):
         )
         return nullcontext(CommError(f"{text}; leave it out"))
 
-    def _meeting(self, what: str, stream: Stream = None) -> AbstractContextManager[LowshardError | None]:
-        """As `_current`, for a call of several steps in which the hosts of all ranks meet: no CUDA graph records it."""
+    def meeting(self, what: str, stream: Stream = None) -> AbstractContextManager[LowshardError | None]:
+        """Make device and stream current for a block: a call of several steps, in which the hosts of all ranks meet.
+
+        The block gets what is wrong with the stream, for the caller to let all ranks raise. No CUDA graph records it.
+        """
         return self._current(stream)
 
     def _on_stream(self, stream: Stream, name: str, *args: Any, **options: Any) -> Any:
@@ -83,7 +90,7 @@ class Communicator(Arguments):
         with self._current(stream) as wrong:
             if wrong is None:
                 return getattr(self, name)(*args, **options)
-        return self._refuse_stream(wrong, name)
+        return self._refuse_argument(wrong, name, f"{name} on a stream")
 
     def _start_on_stream(self, stream: Stream, name: str, start: Callable[[], Work]) -> Work:
         """Start a call with a stream current."""
@@ -91,12 +98,20 @@ class Communicator(Arguments):
             if wrong is None:
                 return start()
         error = wrong
-        return self._start(name, lambda: self._refuse_stream(error, name))
+        return self._start(name, lambda: self._refuse_argument(error, name, f"{name} on a stream"))
 
-    def _refuse_stream(self, error: LowshardError, name: str) -> NoReturn:
+    def _on_views(self, name: str, **given: Any) -> Any:
+        """Make a call by its name with the arrays of other libraries seen as NumPy's or CuPy's."""
+        try:
+            seen = {argument: view_of(value, argument) for argument, value in given.items()}
+        except LowshardError as error:
+            self._refuse_argument(error, name, name + NO_ARRAY)
+        return getattr(self, name)(**seen)
+
+    def _refuse_argument(self, error: LowshardError, name: str, text: str) -> NoReturn:
         if name in ("send", "recv", "send_recv"):  # calls of two ranks, which no other would refuse
             raise error
-        self._refuse(error, f"{name} on a stream")
+        self._refuse(error, text)
 
     def empty(self, shape: int | Sequence[int], dtype: Any = "float32") -> Array:
         """Return an array, not filled, in memory that the other ranks of the node can read where it lies.
@@ -137,6 +152,8 @@ class Communicator(Arguments):
             return self._shared("all_gather", send, recv)
         call = self._known(("all_gather", key_of(send)), send, recv)
         if call is None:
+            if is_foreign(send, recv):
+                return self._on_views("all_gather", send=send, recv=recv)
             try:
                 call = self._check_all_gather(send, recv)
             except LowshardError as error:
@@ -165,6 +182,11 @@ class Communicator(Arguments):
         """
         if stream is not None:
             self._on_stream(stream, "all_gather_v", send, recv, recv_counts, recv_displs)
+            return
+        if is_foreign(send, recv):
+            self._on_views(
+                "all_gather_v", send=send, recv=recv, recv_counts=recv_counts, recv_displs=recv_displs
+            )
             return
         try:
             s, r = self._flat(send, "send"), self._flat(recv, "recv", writes=True)
@@ -196,6 +218,9 @@ class Communicator(Arguments):
             return
         call = self._known(("all_to_all", key_of(send)), send, recv)
         if call is None:
+            if is_foreign(send, recv):
+                self._on_views("all_to_all", send=send, recv=recv)
+                return
             try:
                 call = self._check_all_to_all(send, recv)
             except LowshardError as error:
@@ -226,6 +251,17 @@ class Communicator(Arguments):
         call = None if key is None else self._known(key, send, recv)
         if call is not None:
             self._do(call, call, send, *call.spans[:2], recv, *call.spans[2:])
+            return
+        if is_foreign(send, recv):
+            self._on_views(
+                "all_to_all_v",
+                send=send,
+                send_counts=send_counts,
+                send_displs=send_displs,
+                recv=recv,
+                recv_counts=recv_counts,
+                recv_displs=recv_displs,
+            )
             return
         try:
             s, r = self._flat(send, "send"), self._flat(recv, "recv", writes=True)
@@ -270,6 +306,8 @@ class Communicator(Arguments):
         mine = self.rank == root
         call = self._known(("broadcast", key_of(buf), root), buf if mine else None, None if mine else buf)
         if call is None:
+            if is_foreign(buf):
+                return self._on_views("broadcast", buf=buf, root=root)
             try:
                 call = self._check_broadcast(buf, root)
             except LowshardError as error:
@@ -294,6 +332,9 @@ class Communicator(Arguments):
             root = check.rank(root)
         call = self._known(("gather", key_of(send), root), send, recv if self.rank == root else None)
         if call is None:
+            if is_foreign(send, recv):
+                self._on_views("gather", send=send, recv=recv, root=root)
+                return
             try:
                 call = self._check_gather(send, recv, root)
             except LowshardError as error:
@@ -317,6 +358,9 @@ class Communicator(Arguments):
             root = check.rank(root)
         call = self._known(("scatter", key_of(recv), root), send if self.rank == root else None, recv)
         if call is None:
+            if is_foreign(send, recv):
+                self._on_views("scatter", send=send, recv=recv, root=root)
+                return
             try:
                 call = self._check_scatter(send, recv, root)
             except LowshardError as error:
@@ -340,6 +384,9 @@ class Communicator(Arguments):
             dst = check.rank(dst)
         call = self._known(("send", key_of(buf), dst), buf, None)
         if call is None:
+            if is_foreign(buf):
+                self._on_views("send", buf=buf, dst=dst)
+                return
             b = self._flat(buf, "buf")
             self._peer(dst, "dst")
             call = self._make("send", f"send {text_of(b)} to rank {dst}", 0, b.nbytes, 0)
@@ -361,6 +408,9 @@ class Communicator(Arguments):
             src = check.rank(src)
         call = self._known(("recv", key_of(buf), src), None, buf)
         if call is None:
+            if is_foreign(buf):
+                self._on_views("recv", buf=buf, src=src)
+                return
             b = self._flat(buf, "buf", writes=True)
             self._peer(src, "src")
             call = self._make("recv", f"recv {text_of(b)} from rank {src}", b.size, 0, b.nbytes)
@@ -389,6 +439,9 @@ class Communicator(Arguments):
         key = ("send_recv", key_of(send), dst, key_of(recv), src)
         call = self._calls.get(key)
         if call is None or self._closed or not (self._ready(send) and self._ready(recv, True)):
+            if is_foreign(send, recv):
+                self._on_views("send_recv", send=send, dst=dst, recv=recv, src=src)
+                return
             s, r = self._flat(send, "send"), self._flat(recv, "recv", writes=True)
             self._peer(dst, "dst")
             self._peer(src, "src")
@@ -469,6 +522,8 @@ class Communicator(Arguments):
             return self._shared("all_reduce", send, recv, op=op, order=order)
         call = self._known(("all_reduce", key_of(send), op, order), send, recv)
         if call is None:
+            if is_foreign(send, recv):
+                return self._on_views("all_reduce", send=send, recv=recv, op=op, order=order)
             try:
                 call = self._check_all_reduce(send, recv, op, order)
             except LowshardError as error:
@@ -497,6 +552,9 @@ class Communicator(Arguments):
             op, order = check.names(op, order)  # type: ignore[assignment]  # checked where a call is made
         call = self._known(("reduce_scatter", key_of(send), op, order), send, recv)
         if call is None:
+            if is_foreign(send, recv):
+                self._on_views("reduce_scatter", send=send, recv=recv, op=op, order=order)
+                return
             try:
                 call = self._check_reduce_scatter(send, recv, op, order)
             except LowshardError as error:
@@ -527,6 +585,9 @@ class Communicator(Arguments):
             op, order = check.names(op, order)  # type: ignore[assignment]  # checked where a call is made
         call = self._known(("reduce", key_of(send), op, root, order), send, out)
         if call is None:
+            if is_foreign(send, recv):
+                self._on_views("reduce", send=send, recv=recv, op=op, root=root, order=order)
+                return
             try:
                 call = self._check_reduce(send, recv, op, root, order)
             except LowshardError as error:

@@ -148,6 +148,15 @@ class Watch:
         size = int(self._words[hb.FAILURE_BYTES])
         return self._memory[FAILURE_AT : FAILURE_AT + size].tobytes().decode(errors="replace")
 
+    def said_before(self, text: str) -> int | None:
+        """Return the rank of the job that told of its failure first, if it did so in this text; else None."""
+        first = self.failed_rank
+        if first is None or first == self.rank:
+            return None
+        said = self.cause.partition(": ")[2]
+        same = bool(said) and cut(text, len(said.encode())).decode() == said
+        return self.world_ranks[first] if same else None
+
     def error(self, where: str) -> CommError:
         """Return the error to raise on this rank after a failure.
 

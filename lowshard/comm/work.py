@@ -10,6 +10,7 @@ from typing import Any, Literal, Protocol
 
 from lowshard.comm.check import wait_s
 from lowshard.errors import LowshardError, TimedOut
+from lowshard.foreign_array import like, view_or_same
 
 Array = Any  # a NumPy or CuPy array; CuPy ships no types
 Stream = Any  # CuPy's, torch's, any with `__cuda_stream__`, or an address
@@ -154,18 +155,25 @@ class Starter:
     def __init__(self, comm: Startable) -> None:
         self._comm = comm
 
+    # Arrays of other libraries are seen as NumPy's or CuPy's here: their current stream is that of the caller's thread.
+    # What cannot be seen is refused by the call itself, in its turn.
+
     def _call(self, stream: Stream, name: str, *args: Any, **options: Any) -> Work:
         comm = self._comm
 
         def start() -> Work:
-            return comm._start(name, lambda: getattr(comm, name)(*args, **options))
+            seen = [view_or_same(arg) for arg in args]
+            return comm._start(name, lambda: like(getattr(comm, name)(*seen, **options), *args[:1]))
 
         return start() if stream is None else comm._start_on_stream(stream, name, start)
 
     def _message(self, stream: Stream, name: str, buf: Array, peer: int) -> Work:
-        if stream is None:
-            return self._comm._start_message(name, buf, peer)
-        return self._comm._start_on_stream(stream, name, lambda: self._comm._start_message(name, buf, peer))
+        comm = self._comm
+
+        def start() -> Work:
+            return comm._start_message(name, view_or_same(buf), peer)
+
+        return start() if stream is None else comm._start_on_stream(stream, name, start)
 
     def all_gather(
         self, send: Array, recv: Array | None = None, *, shared: bool = False, stream: Stream = None

@@ -15,6 +15,7 @@ import numpy as np
 from lowshard.argument import MOST_ELEMS, as_shape, brief, instance, items, whole
 from lowshard.box import Box
 from lowshard.errors import BufferMismatchError, LayoutError
+from lowshard.foreign_array import like, view_of
 from lowshard.fsdp.param import Param
 from lowshard.kernels.buffer import is_gpu
 from lowshard.reading import reader
@@ -171,12 +172,13 @@ class FlatPlan:
         """Return every parameter as a shaped view of a buffer of `size` elements.
 
         Raises:
-            BufferMismatchError: no NumPy or CuPy array of so many elements and one dim.
+            BufferMismatchError: no array of so many elements and one dim.
         """
-        if not (isinstance(flat, np.ndarray) or is_gpu(flat)) or flat.shape != (self.size,):
+        seen = view_of(flat, "a plan's buffer")
+        if not (isinstance(seen, np.ndarray) or is_gpu(seen)) or seen.shape != (self.size,):
             raise BufferMismatchError(f"a plan's buffer is an array [{self.size}], got {brief(flat)}")
         return {
-            entry.name: flat[entry.offset : entry.offset + entry.elems].reshape(entry.shape)
+            entry.name: like(seen[entry.offset : entry.offset + entry.elems].reshape(entry.shape), flat)
             for entry in self.entries
         }
 

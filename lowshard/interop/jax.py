@@ -19,6 +19,10 @@ from lowshard.placement import ReduceOp
 __all__ = ["layout", "sharding", "spec"]
 
 
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
 def layout(sharding: Any, shape: Sequence[int], dtype: object, *, mesh: Any = None) -> Layout:
     """Return the layout of an array of a NamedSharding: its boxes are what `sharding.devices_indices_map(shape)` says.
 

@@ -24,6 +24,11 @@ from lowshard.placement import ReduceOp
 
 __all__ = ["MeshDims", "dtensor", "layout", "placements"]
 
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
 Tensor = Any  # torch may not be there
 Placed = Any  # a torch placement
 

@@ -13,6 +13,7 @@ from lowshard.comm.protocol import Communicator
 from lowshard.comm.work import Stream
 from lowshard.errors import BufferMismatchError, LowshardError, MeshError, PlanError
 from lowshard.execute import execute_all
+from lowshard.foreign_array import is_foreign, like, view_of
 from lowshard.kernels.buffer import is_gpu
 from lowshard.layout import Layout
 from lowshard.mesh import DeviceMesh
@@ -34,7 +35,8 @@ def run_action(
     Args:
         action: from `pick` or a solver.
         operands: this rank's part of each operand, of shape `action.sources[k].local_shape(rank)` and that dtype;
-            None on a rank outside the mesh.
+            None on a rank outside the mesh. Results are of the library that the first one is of that is not NumPy's or
+            CuPy's.
         comm: a communicator whose ranks are those of the mesh; it may have more.
         stream: as for `lowshard.execute`.
 
@@ -47,13 +49,26 @@ def run_action(
         MismatchError: the ranks hold different actions.
     """
     control_of(comm)
-    with comm._meeting("run_action", stream) as wrong:
-        digest, error = b"", wrong or _argument_error(action, operands, comm)
+    with comm.meeting("run_action", stream) as wrong:
+        seen, error = _seen(operands)
+        digest, error = b"", wrong or error or _argument_error(action, seen, comm)
         if isinstance(action, Action):
             digest = bytes.fromhex(action.digest())
         agree(comm, digest, error, "run_action")
-        needed = move_operands(action, operands, comm)
-        return compute(action, needed, comm)
+        needed = move_operands(action, seen, comm)
+        results = compute(action, needed, comm)
+    sample = next(filter(is_foreign, operands), None)
+    return tuple(like(result, sample, apart=True) for result in results)
+
+
+def _seen(operands: Any) -> tuple[Any, LowshardError | None]:
+    """Return a sequence's arrays of any library as NumPy's or CuPy's, and what is wrong with one that cannot be."""
+    if not isinstance(operands, (list, tuple)):
+        return operands, None
+    try:
+        return [view_of(x, f"operand {k}") for k, x in enumerate(operands)], None
+    except LowshardError as error:
+        return operands, error
 
 
 def move_operands(action: Action, operands: Sequence[Array | None], comm: Communicator) -> list[Array | None]:
@@ -93,6 +108,8 @@ def unsharded(op: str, *arrays: Array, **op_args: Any) -> tuple[Array, ...]:
         DTypeError: the op does not take the dtype.
     """
     mesh = DeviceMesh((1,), ("one",))
+    sample = next(filter(is_foreign, arrays), None)
+    arrays = tuple(view_of(x, f"operand {k}") for k, x in enumerate(arrays))
     for x in arrays:
         if not isinstance(x, np.ndarray) and not is_gpu(x):
             raise BufferMismatchError(f"{brief(op)} runs on NumPy or CuPy arrays, got {brief(x)}")
@@ -102,7 +119,8 @@ def unsharded(op: str, *arrays: Array, **op_args: Any) -> tuple[Array, ...]:
     refused = dtype_error(op, layouts, action.rows)
     if refused is not None:
         raise refused
-    return run_kernel(Part(action, 0, None, _module_of(arrays)), *arrays)
+    results = run_kernel(Part(action, 0, None, _module_of(arrays)), *arrays)
+    return tuple(like(result, sample, apart=True) for result in results)
 
 
 def _module_of(arrays: Sequence[Array]) -> Any:

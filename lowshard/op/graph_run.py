@@ -23,6 +23,7 @@ from lowshard.errors import (
     VerificationError,
 )
 from lowshard.execute import execute
+from lowshard.foreign_array import is_foreign, like, view_of
 from lowshard.layout import Layout
 from lowshard.op.action_run import compute, unsharded
 from lowshard.op.op_registry import find_kernel
@@ -67,7 +68,7 @@ def run_graph(
         PlanError: what was passed is no plan.
     """
     control_of(comm)
-    with comm._meeting("run_graph", stream) as wrong:
+    with comm.meeting("run_graph", stream) as wrong:
         return _run_graph(plan, inputs, comm, outputs, wrong)
 
 
@@ -77,12 +78,16 @@ def _run_graph(
 ) -> dict[str, Array | None]:  # fmt: skip
     names: list[str] = []
     steps: list[int] = []
+    sample: object = None
     digest = bytes(16)
     try:
         instance(plan, GraphPlan, "run_graph takes a GraphPlan", PlanError)
         digest = bytes.fromhex(plan.digest())
         names = _wanted(plan.graph, outputs)
         steps = needed_steps(plan.graph, names)
+        if isinstance(inputs, Mapping):
+            sample = next(filter(is_foreign, inputs.values()), None)
+            inputs = {name: view_of(part, str(name)) for name, part in inputs.items()}
         error = error or _input_error(plan, inputs, steps, names, comm)
     except LowshardError as found:
         error = found
@@ -120,7 +125,8 @@ def _run_graph(
             if last[t] <= step:
                 held.pop(t, None)
     ends = plan.output_layouts
-    return {n: bring(number[n], end, ends.get(n, plan.layouts[number[n]])) for n in names}
+    made_of = {n: bring(number[n], end, ends.get(n, plan.layouts[number[n]])) for n in names}
+    return {n: like(result, sample, apart=True) for n, result in made_of.items()}
 
 
 def _wanted(graph: BoundGraph, outputs: Sequence[str] | None) -> list[str]:

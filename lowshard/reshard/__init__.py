@@ -12,21 +12,26 @@ from lowshard.reshard.mxfp8_transform import (
 )
 from lowshard.reshard.parameter_record import ParameterMetadata, resolve_name
 from lowshard.reshard.plan_builder import build_reshard_plan
+from lowshard.reshard.publisher import Publisher
 from lowshard.reshard.rank_grid import Grid, Roster
 from lowshard.reshard.refit import Refit
 from lowshard.reshard.reshard_plan import Move, ReshardPlan
 from lowshard.reshard.reshard_run import Report, Reshard, execute_reshard_plan
 from lowshard.reshard.scale_slice import scale_slice_from_data_slice
 from lowshard.reshard.simulation import Simulation, simulate
+from lowshard.reshard.subscriber import Subscriber
 from lowshard.reshard.tensor_layout import TensorLayout
-from lowshard.reshard.transform_contract import ReshardTransform
+from lowshard.reshard.version_server import Member
+from lowshard.transfer.transform_contract import ReshardTransform
 
 __all__ = [
     "Cut",
     "Grid",
     "MXFP8ReshardTransform",
+    "Member",
     "Move",
     "ParameterMetadata",
+    "Publisher",
     "Refit",
     "Report",
     "Reshard",
@@ -34,6 +39,7 @@ __all__ = [
     "ReshardTransform",
     "Roster",
     "Simulation",
+    "Subscriber",
     "SwizzledMXFP8",
     "TensorLayout",
     "build_reshard_plan",

@@ -11,6 +11,7 @@ from lowshard import dtypes
 from lowshard.argument import brief, choice, instance, items, mapping, truth
 from lowshard.box import Box, shape_of
 from lowshard.errors import BufferMismatchError, KernelError, PlanError
+from lowshard.foreign_array import READ_ONLY, is_foreign, like, view_of
 from lowshard.kernels import (
     MXFP8Tensor,
     SwizzledMXFP8,
@@ -24,7 +25,7 @@ from lowshard.kernels.mxfp8_tensor import TILE_BYTES, TILE_COLS, TILE_ROWS, swiz
 from lowshard.kernels.reference import BLOCK_ELEMS, Elem, Mode
 from lowshard.kernels.staging import assign
 from lowshard.reshard.scale_slice import scale_slice_from_data_slice
-from lowshard.reshard.transform_contract import ReshardTransform, Slices
+from lowshard.transfer.transform_contract import ReshardTransform, Slices
 
 Array = Any
 
@@ -53,6 +54,7 @@ class MXFP8ReshardTransform(ReshardTransform):
 
     Raises:
         KernelError: a buffer that is not as described.
+        BufferMismatchError: a buffer that cannot be written.
     """
 
     def __init__(
@@ -107,11 +109,11 @@ class MXFP8ReshardTransform(ReshardTransform):
             raise KernelError(f"{param_name}: an array of {source.ndim} dims is not cut by {src_slice}")
         part = source[src_slice]
         if not self.convert_on_send:
-            return [_contiguous(part)]
+            return [like(_contiguous(part), src_param)]
         rows = _bf16(part)
         q = quantize_mxfp8(rows, self.elem, self.mode)
         self.quantized_elems += rows.size
-        return [_contiguous(q.data), _contiguous(q.scale)]
+        return [like(_contiguous(array), src_param) for array in (q.data, q.scale)]
 
     def prepare_recv(self, param_name: str, dst_slice: Slices) -> list[Array]:
         """Return room for the slice in bf16; with convert_on_send for its codes and its scales, row-major."""
@@ -176,7 +178,7 @@ class MXFP8ReshardTransform(ReshardTransform):
                 )
         self._edges.clear()
 
-    def stored(self) -> dict[str, Any]:
+    def refit_weights(self) -> dict[str, Any]:
         """Return the persistent buffers of the tensors that are quantised, by the tensors' names."""
         prefix = self.buffer_key_prefix
         held = self.persistent_buffers
@@ -184,12 +186,7 @@ class MXFP8ReshardTransform(ReshardTransform):
 
     def twin(self) -> MXFP8ReshardTransform:
         """Return a transform like this one with persistent buffers of its own."""
-        buffers = {
-            name: SwizzledMXFP8(held.data.copy(), held.scale.copy(), getattr(held, "elem", "e4m3"))
-            if held.scale.ndim == 1
-            else MXFP8Tensor(held.data.copy(), held.scale.copy(), getattr(held, "elem", "e4m3"))
-            for name, held in self.persistent_buffers.items()
-        }
+        buffers = {name: _copy_of(held) for name, held in self.persistent_buffers.items()}
         return MXFP8ReshardTransform(
             self.convertible_params, buffers, self.buffer_key_prefix, self.convert_on_send,
             elem=self.elem, mode=self.mode, misaligned=self.misaligned,
@@ -227,7 +224,8 @@ class MXFP8ReshardTransform(ReshardTransform):
     def _held(self, param_name: str) -> Any:
         instance(param_name, str, "a tensor's name is text", KernelError)
         try:
-            return self.persistent_buffers[self.buffer_key_prefix + param_name]
+            held = self.persistent_buffers[self.buffer_key_prefix + param_name]
+            return _Seen(held) if is_foreign(held.data, held.scale) else held
         except KeyError:
             raise KernelError(
                 f"{param_name} is to be quantised, but persistent_buffers has no "
@@ -326,20 +324,34 @@ def ensure_sendable(tensor: Any, dtype: str = "bfloat16") -> Array:
     """Return an array that can be sliced and sent: what is quantised as a new bf16 array, an array as it is.
 
     Raises:
-        KernelError: neither a quantised tensor (data and scale) nor a NumPy or CuPy array.
+        KernelError: neither a quantised tensor (data and scale) nor an array.
     """
+    tensor = view_of(tensor, "what is sent")
     if isinstance(tensor, np.ndarray) or is_gpu(tensor):
         return tensor
     if not (hasattr(tensor, "data") and hasattr(tensor, "scale")):
         raise KernelError(
-            f"what is sent is a NumPy or CuPy array, or a quantised tensor with data and scale; got "
-            f"{type(tensor).__name__}"
+            "what is sent is a NumPy or CuPy array, another library's with DLPack, or a quantised tensor with data and "
+            f"scale; got {type(tensor).__name__}"
         )
     elem: Elem = getattr(tensor, "elem", "e4m3")
-    scale = tensor.scale
-    if scale.ndim == 1 and tensor.data.ndim == 2:
-        scale = unswizzle_scales(scale, tensor.data.shape[0], tensor.data.shape[1] // BLOCK_ELEMS)
-    return dequantize_mxfp8(MXFP8Tensor(tensor.data, scale, elem), dtype)
+    data, scale = view_of(tensor.data, "its data"), view_of(tensor.scale, "its scale")
+    if scale.ndim == 1 and data.ndim == 2:
+        scale = unswizzle_scales(scale, data.shape[0], data.shape[1] // BLOCK_ELEMS)
+    return dequantize_mxfp8(MXFP8Tensor(data, scale, elem), dtype)
+
+
+class _Seen:
+    """A persistent buffer over arrays of another library, as NumPy's or CuPy's."""
+
+    def __init__(self, held: Any) -> None:
+        self.data, self.scale = view_of(held.data, "data"), view_of(held.scale, "scale")
+
+
+def _copy_of(held: Any) -> MXFP8Tensor | SwizzledMXFP8:
+    data, scale = view_of(held.data, "data").copy(), view_of(held.scale, "scale").copy()
+    kind = SwizzledMXFP8 if scale.ndim == 1 else MXFP8Tensor
+    return kind(like(data, held.data), like(scale, held.scale), getattr(held, "elem", "e4m3"))
 
 
 def _need_slices(given: object) -> None:
@@ -348,7 +360,7 @@ def _need_slices(given: object) -> None:
 
 
 def _checked(name: str, held: Any) -> Elem:
-    data, scale = getattr(held, "data", None), getattr(held, "scale", None)
+    data, scale = view_of(getattr(held, "data", None), "data"), view_of(getattr(held, "scale", None), "scale")
     if data is None or scale is None or not hasattr(data, "dtype"):
         raise KernelError(f"{name}: a persistent buffer has data and scale, got {type(held).__name__}")
     if data.ndim != 2 or data.dtype != np.uint8 or scale.dtype != np.uint8 or data.shape[1] % BLOCK_ELEMS:
@@ -356,6 +368,9 @@ def _checked(name: str, held: Any) -> Elem:
             f"{name}: the codes of a persistent buffer are uint8 [rows, K], K a multiple of {BLOCK_ELEMS}, and its "
             f"scales uint8; got {data.dtype} {list(data.shape)} and {scale.dtype}"
         )
+    for array in (data, scale):
+        if isinstance(array, np.ndarray) and not array.flags.writeable:
+            raise BufferMismatchError(f"{name}: a persistent buffer {READ_ONLY}")
     rows, cols = data.shape[0], data.shape[1] // BLOCK_ELEMS
     if scale.shape not in ((rows, cols), (swizzled_bytes(rows, cols),)):
         raise KernelError(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from operator import index
 from types import MappingProxyType
 from typing import Any, Literal, Self, Unpack, get_args
 
@@ -14,10 +13,12 @@ from lowshard.comm.agreement import agree, share
 from lowshard.comm.protocol import Communicator
 from lowshard.comm.work import Stream
 from lowshard.errors import CommError, LowshardError, MismatchError, PlanError
+from lowshard.foreign_array import like, view_of
+from lowshard.reshard.published_tensors import version_number
 from lowshard.reshard.reshard_plan import ReshardPlan
 from lowshard.reshard.reshard_run import Report, Reshard, Settings, argument_error
-from lowshard.reshard.transform_contract import ReshardTransform
 from lowshard.reshard.vote import Vote
+from lowshard.transfer.transform_contract import ReshardTransform
 
 Array = Any
 Buffering = Literal["double", "in_place"]
@@ -90,13 +91,17 @@ class Refit:
             if not isinstance(buffering, str) or buffering not in get_args(Buffering):
                 raise PlanError(f"buffering is 'double' or 'in_place', got {buffering!r}")
             if version is not None:
-                self._version = _number_of(version)
-            sets.append(dict(dst or {}))
+                self._version = version_number(version)
+            given = dict(dst or {})
+            sets.append({n: view_of(a, str(n)) for n, a in given.items()})
+            served.append(given)
             if buffering == "double":
                 sets.append({n: _twin(comm, a) for n, a in sets[0].items()})
+                served.append({n: like(a, given[n]) for n, a in sets[1].items()})
                 transforms.append(None if transform is None else transform.twin())
             served = [
-                a if how is None else {**a, **how.stored()} for a, how in zip(sets, transforms, strict=True)
+                a if how is None else {**a, **how.refit_weights()}
+                for a, how in zip(served, transforms, strict=True)
             ]
             digest = hashlib.blake2b(f"{plan.digest()} {buffering}".encode(), digest_size=16).digest()
         except Exception as caught:
@@ -107,8 +112,8 @@ class Refit:
         self._live = 0
         self._movers: list[Reshard] = []
         for arrays, how in zip(sets, transforms, strict=True):
-            like = self._movers[0] if self._movers else None
-            mover = Reshard(plan, src, arrays, comm, how, like=like, **settings)
+            first = self._movers[0] if self._movers else None
+            mover = Reshard(plan, src, arrays, comm, how, like=first, **settings)
             self._movers.append(mover)
         self._vote = Vote(comm)
 
@@ -128,7 +133,8 @@ class Refit:
     def weights(self) -> Mapping[str, Any]:
         """What holds the version that is served, by name. Ask again after each refit.
 
-        Destination arrays; for tensors that a transform stores, what it stores them in: an `MXFP8Tensor`, say.
+        Destination arrays, those that were given or others of their library; for tensors that a transform stores, what
+        it stores them in: an `MXFP8Tensor`, say.
         """
         return MappingProxyType(self._served[self._live])
 
@@ -155,12 +161,12 @@ class Refit:
             VerificationError: a checksum does not agree; the old version stays, on all ranks.
             PeerFailed: a rank died. `version` tells which one this rank serves, the same on all ranks of a host.
         """
-        with self.comm._meeting("Refit.push", stream) as wrong:
+        with self.comm.meeting("Refit.push", stream) as wrong:
             return self._refit(version, True, wrong)
 
     def pull(self, version: int | None = None, *, stream: Stream = None) -> Report:
         """Take the version that is pushed; with a number, that one and no other. Otherwise as `push`."""
-        with self.comm._meeting("Refit.pull", stream) as wrong:
+        with self.comm.meeting("Refit.pull", stream) as wrong:
             return self._refit(version, False, wrong)
 
     def _refit(self, version: int | None, pushes: bool, wrong: LowshardError | None) -> Report:
@@ -187,7 +193,7 @@ class Refit:
         number = _NONE
         try:
             if version is not None or pushes:
-                number = _number_of(version)
+                number = version_number(version)
         except PlanError as caught:
             error = caught
         said = np.array([number, pushes, pushes and self._serves_sources, error is not None], np.int64)
@@ -233,28 +239,13 @@ class Refit:
         self.close()
 
 
-def _number_of(version: object) -> int:
-    """Return a version as a Python integer.
-
-    Raises:
-        PlanError: it is none, negative, or does not fit 63 bits.
-    """
-    try:
-        number = -1 if isinstance(version, (bool, np.bool_)) else index(version)  # type: ignore[arg-type]
-    except TypeError:
-        number = -1
-    if not 0 <= number < 1 << 63:
-        raise PlanError(f"a version is an integer from 0 to 2^63 - 1, got {version!r}")
-    return number
-
-
 def _twin(comm: Communicator, array: Array) -> Array:
     """Return an array of the same form, where others can write it."""
     if not hasattr(array, "shape") or not hasattr(array, "dtype"):
         raise PlanError(
             f"destinations are arrays, got {type(array).__name__}; a transform has what it quantises"
         )
-    with comm._current(None):
+    with comm.meeting("Refit"):
         try:
             made = comm.empty(tuple(array.shape), array.dtype)
         except (MemoryError, OSError) as error:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from lowshard._version import __version__
 from lowshard.errors import LaunchError
+from lowshard.nearest import nearest
 from lowshard.selftest.step_list import NAMES, STEPS, SUITE
 from lowshard.settings import environment
 
@@ -103,6 +104,7 @@ def _chosen(only: str | None) -> Sequence[str]:
     if unknown:
         raise LaunchError(
             f"--only takes steps out of {', '.join(NAMES)}; got {', '.join(map(repr, unknown))}"
+            f"{nearest(unknown[0], NAMES)}"
         )
     return chosen
 

@@ -15,6 +15,7 @@ from lowshard.weights.quantization import (
     scale_strategy,
 )
 from lowshard.weights.save import save
+from lowshard.weights.sharded_load import ShardedWeights, load_sharded, saved_tilings
 from lowshard.weights.sharding_strategy import ShardingStrategy
 from lowshard.weights.weight import Weight
 
@@ -26,15 +27,18 @@ __all__ = [
     "NamePatterns",
     "Quantization",
     "Segment",
+    "ShardedWeights",
     "ShardingStrategy",
     "Sizes",
     "Weight",
     "expert_scales",
     "load",
+    "load_sharded",
     "nodes_of",
     "plan_load",
     "remove_leftovers",
     "save",
+    "saved_tilings",
     "scale_strategy",
     "shard_module",
 ]

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -21,22 +22,29 @@ import numpy as np
 
 from lowshard import dtypes
 from lowshard.block_format import MXFP8, BlockFormat
-from lowshard.box import Box, shape_of, volume
+from lowshard.box import Box, full_box, shape_of, volume
 from lowshard.checkpoint.bytesource import ByteSource
 from lowshard.checkpoint.catalog import Catalog
 from lowshard.checkpoint.checkpoint_index import INDEX_NAME
 from lowshard.checkpoint.commit import Commit, together
+from lowshard.checkpoint.header import read_header
+from lowshard.checkpoint.hf_index import HF_INDEX, SIZES, is_foreign
 from lowshard.checkpoint.read_shares import Share, shares
 from lowshard.comm import Communicator, agree
 from lowshard.errors import CheckpointError, ShardingError, VerificationError
-from lowshard.tiling import Tiling
+from lowshard.tiling import Tile, Tiling
 from lowshard.weights.checkpoint_grid import Grid, rank_tilings
 from lowshard.weights.name_pattern import NamePatterns, Sizes
 from lowshard.weights.quantization import Quantization
 from lowshard.weights.ruled import RuledGrid
 from lowshard.weights.save import Item, ShardFile, commit_index, items_of
+from lowshard.weights.scale_cut import weights_of_scales
 
 MIN_MEMORY_BYTES = 256_000_000
+_COMPANIONS = (
+    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
+    "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model",
+)  # fmt: skip
 FORMAT = MXFP8["e4m3"]
 """What `mxfp8` stores linear weights as."""
 
@@ -57,6 +65,15 @@ class Settings:
     verify: bool = True
     to_rules: str | None = None
     from_rules: str | None = None
+    merged: bool = False
+    """Whole tensors: one plain file where the target ends in .safetensors, else files of at most file_bytes and
+    an index of Hugging Face's."""
+    file_bytes: int = 5_000_000_000
+
+    @property
+    def into_one_file(self) -> bool:
+        """Whether the target is one plain file."""
+        return self.merged and self.target.endswith(".safetensors")
 
     def to_json(self) -> str:
         """Return one line that `from_json` reads."""
@@ -96,6 +113,8 @@ class ConvertPlan:
     strategies: Mapping[str, str]
     quantised: Mapping[str, BlockFormat]
     """Of the tensors that are quantised, how they are stored."""
+    merged: bool = False
+    """Whole tensors in each file, those without elements too."""
 
     @classmethod
     def of(cls, settings: Settings) -> ConvertPlan:
@@ -105,8 +124,7 @@ class ConvertPlan:
             CheckpointError: the source is missing or damaged, or is not cut as `was` says.
             ShardingError: names without a strategy, grids or cuts that cannot be.
         """
-        if Path(settings.source).resolve() == Path(settings.target).resolve():
-            raise CheckpointError(f"{settings.target}: the output is another folder than the input")
+        _check_target(settings)
         if settings.memory_bytes < MIN_MEMORY_BYTES:
             raise CheckpointError(
                 f"--memory is at least {MIN_MEMORY_BYTES // 10**6}MB (Python and its libraries need half of it), got "
@@ -114,10 +132,14 @@ class ConvertPlan:
             )
         sizes = _sizes(settings)
         catalog = _source(settings, sizes)
+        if Path(settings.target).resolve() in (Path(file).resolve() for file in catalog.files):
+            raise CheckpointError(f"{settings.target}: is a file of the input; the output is another one")
         shapes = {name: (t.dtype, t.shape) for name, t in catalog.tensors.items()}
         quantised: dict[str, BlockFormat] = {}
         if settings.mxfp8:
-            quantised = {n: FORMAT for n, (dtype, shape) in sorted(shapes.items()) if _fits(n, dtype, shape)}
+            scales = weights_of_scales({name: shape for name, (_, shape) in shapes.items()})
+            linear = (n for n, (dtype, shape) in sorted(shapes.items()) if _fits(n, dtype, shape))
+            quantised = {n: FORMAT for n in linear if n not in scales}
         for name, form in quantised.items():
             if name + form.suffix in shapes:
                 raise ShardingError(
@@ -126,6 +148,12 @@ class ConvertPlan:
                 )
         made: Mapping[str, tuple[Tiling, object]]
         target: Grid | RuledGrid
+        if settings.merged:
+            made = _whole_files(shapes, quantised, settings)
+            count = 1 + max((min(t.ranks) for t, _ in made.values()), default=0)
+            tilings = {name: tiling.widened(count) for name, (tiling, _) in made.items()}
+            said = {name: str(note) for name, (_, note) in made.items()}
+            return cls(catalog, count, tilings, said, quantised, merged=True)
         if settings.to_rules is not None:
             target = RuledGrid.parse(settings.to_rules, settings.to)
             made = target.tilings(shapes)
@@ -159,7 +187,13 @@ class ConvertPlan:
             stored = form.stored(share.name, tiling.shape)
             for part, box in form.boxes(share.name, share.box, tiling.shape).items():
                 boxes.append((part, stored[part].dtype, box))
-        return items_of(boxes)
+        if self.merged:
+            boxes += [
+                (name, tiling.dtype, full_box(tiling.shape))
+                for name, (tiling, _) in self.saved.items()
+                if rank in tiling and not tiling.size_elems
+            ]
+        return items_of(boxes, {name: tiling.shape for name, (tiling, _) in self.saved.items()})
 
     def values(self, item: Item) -> Box:
         """Return the box of the input that an item is made of; of a quantised tensor, from its codes."""
@@ -182,18 +216,28 @@ class ConvertPlan:
             for share in shares(grids)
         ]
 
-    def tensors(self) -> dict[str, tuple[str, tuple[int, ...], str | None]]:
-        """Return dtype, shape and strategy of every output tensor."""
-        found: dict[str, tuple[str, tuple[int, ...], str | None]] = {}
+    @cached_property
+    def saved(self) -> dict[str, tuple[Tiling, str]]:
+        """Which rank holds what of every output tensor, and its strategy, by name."""
+        found: dict[str, tuple[Tiling, str]] = {}
         for name, tiling in self.tilings.items():
             said = self.strategies[name]
             form = self.quantised.get(name)
             if form is None:
-                found[name] = (tiling.dtype, tiling.shape, said)
+                found[name] = (tiling, said)
                 continue
-            for part, (dtype, shape) in form.stored(name, tiling.shape).items():
-                found[part] = (dtype, shape, said if part == name else f"scales of {name}")
+            for part, stored in tiling.stored(name, form).items():
+                found[part] = (stored, said if part == name else f"scales of {name}")
         return found
+
+    def held(self, tiling: Tiling) -> Tiling:
+        """Return which ranks hold a tensor; files of whole tensors are no ranks."""
+        return Tiling.whole(tiling.shape, tiling.dtype) if self.merged else tiling
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        """Text by text, as the input has it."""
+        return {key: value for key, value in self.catalog.metadata.items() if key not in SIZES}
 
     @property
     def total_bytes(self) -> int:
@@ -226,14 +270,18 @@ def convert(
     worker = _Worker(plan, settings, comm, progress)
     try:
         together(comm, target, worker.verify_input, "reshard")
-        with Commit(target / INDEX_NAME, comm, "reshard") as commit:
+        with Commit(target if settings.into_one_file else target / INDEX_NAME, comm, "reshard") as commit:
             rows = commit.step(lambda: worker.write(commit))
             if settings.verify:
                 commit.step(worker.verify_output)
-            commit_index(
-                commit, rows, plan.tensors(), plan.num_ranks, plan.catalog.metadata,
-                lambda: _copy_companions(Path(settings.source), target, commit.claim),
-            )  # fmt: skip
+            if settings.into_one_file:
+                commit.commit()
+            else:
+                saved = {n: (plan.held(tiling), said) for n, (tiling, said) in plan.saved.items()}
+                commit_index(
+                    commit, rows, saved, 1 if plan.merged else plan.num_ranks, plan.metadata,
+                    lambda: _copy_companions(Path(settings.source), target, commit.claim),
+                )  # fmt: skip
     finally:
         worker.source.close()
     mine = [
@@ -246,7 +294,7 @@ def convert(
     sums = np.array(mine, np.int64)
     comm.all_reduce(sums, sums)
     files, *sizes = map(int, sums)
-    return ConvertReport(len(plan.tensors()), len(plan.quantised), files, plan.total_bytes, *sizes)
+    return ConvertReport(len(plan.saved), len(plan.quantised), files, plan.total_bytes, *sizes)
 
 
 class _Worker:
@@ -294,8 +342,12 @@ class _Worker:
             if self._is_base(i)
         )
         rows = []
+        single = commit.claim if commit.path == commit.target else None
+        if single is not None and self.comm.rank == 0:
+            work = work or [(0, [])]  # a checkpoint without tensors is a file too
         for rank, items in work:
-            with ShardFile(commit.data_file(rank, self.plan.num_ranks), items) as file:
+            path = single or commit.data_file(rank, self.plan.num_ranks)
+            with ShardFile(path, items, self.plan.metadata, commit.fd if single else None) as file:
                 for number, item in enumerate(items):
                     if not self._is_base(item):
                         continue
@@ -373,13 +425,55 @@ class _Worker:
         return [made.data, made.scale]
 
 
+def _check_target(settings: Settings) -> None:
+    source, target = Path(settings.source), Path(settings.target)
+    if source.resolve() == target.resolve():
+        raise CheckpointError(f"{target}: the output is another folder or file than the input")
+    if settings.into_one_file:
+        if target.is_dir():
+            raise CheckpointError(
+                f"{target}: is a folder; a name that ends in .safetensors is that of one merged file"
+            )
+        if not target.parent.is_dir():
+            raise CheckpointError(f"{target}: there is no folder {target.parent}; make it first")
+    elif settings.merged:
+        if settings.file_bytes < 1:
+            raise CheckpointError(f"a file holds 1 byte or more, got {settings.file_bytes}")
+        if (target / "model.safetensors").exists() or is_foreign(target):
+            raise CheckpointError(
+                f"{target}: holds another checkpoint (model.safetensors or {HF_INDEX}), which other readers would take "
+                "for this one: give another folder"
+            )
+
+
+def _whole_files(
+    shapes: Mapping[str, tuple[str, tuple[int, ...]]],
+    quantised: Mapping[str, BlockFormat],
+    settings: Settings,
+) -> dict[str, tuple[Tiling, object]]:
+    """Return tilings over as many "ranks" as there are files, each tensor whole on one, in the order of the input."""
+    found: dict[str, tuple[Tiling, object]] = {}
+    number, filled_bytes = 0, 0
+    for name, (dtype, shape) in shapes.items():
+        form = quantised.get(name)
+        stored = {name: (dtype, shape)} if form is None else form.stored(name, shape)
+        size_bytes = sum(prod(s) * dtypes.get(d).itemsize_bytes for d, s in stored.values())
+        if filled_bytes and filled_bytes + size_bytes > settings.file_bytes and not settings.into_one_file:
+            number, filled_bytes = number + 1, 0
+        filled_bytes += size_bytes
+        tile = Tile(full_box(shape), full_box(shape))
+        tiles = (*[()] * number, (tile,))
+        found[name] = (Tiling(shape, dtype, tiles, (*[None] * number, shape)), "whole in one file")
+    return found
+
+
 def _copy_companions(source: Path, target: Path, private: Path) -> None:
     """Copy the model's description along, which the next reshard asks for the number of heads.
 
     Each file is whole at once: it is written under a private name, which the next save clears away if it is left.
     """
     folder = source if source.is_dir() else source.parent
-    for name in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"):
+    for name in _COMPANIONS:
         if (folder / name).is_file():
             with suppress(OSError):  # the weights are what counts
                 shutil.copyfile(folder / name, private)
@@ -440,6 +534,11 @@ def _source(settings: Settings, sizes: Sizes) -> Catalog:
     if len(files) != was.num_ranks:
         raise CheckpointError(
             f"{path}: --from {was} means {was.num_ranks} files, one a rank, or an index; there are {len(files)}"
+        )
+    if any("lowshard" in read_header(file).metadata for file in files):
+        raise CheckpointError(
+            f"{path}: the files hold slices of a sharded checkpoint, and {INDEX_NAME}, which says of what, is missing: "
+            "put it back"
         )
     if isinstance(was, RuledGrid):
         return Catalog.of_rank_files(files, was.rank_tilings(files))

@@ -12,6 +12,7 @@ from lowshard.errors import CheckpointError, ShardingError
 from lowshard.mesh import DeviceMesh
 from lowshard.tiling import Tiling
 from lowshard.weights.name_pattern import NamePatterns, NameRule, Sizes
+from lowshard.weights.scale_cut import weights_of_scales, whole_scales, why_none
 from lowshard.weights.sharding_strategy import ShardingStrategy
 
 AXES = ("tp", "ep", "dp")
@@ -63,13 +64,17 @@ class Grid:
         made = patterns.strategies(plain, held.get("tp", 1), sizes)
         experts: set[str] = set()
         if "ep" in held:
+            scales = weights_of_scales(plain)
             rules = patterns.match(plain).rules
-            experts = {name for name in plain if rules[name].strategy == "expert_parallel"}
+            experts = {name for name in plain if rules[scales.get(name, name)].strategy == "expert_parallel"}
             made |= {n: s for n, s in patterns.strategies(plain, held["ep"], sizes).items() if n in experts}
         found = {}
         for name, (dtype, shape) in shapes.items():
             axis = "ep" if name in experts else "tp"
-            cut = made[name].layout(shape, dtype)
+            try:
+                cut = made[name].layout(shape, dtype)
+            except ShardingError as error:
+                raise type(error)(f"{patterns.where}: {name} {list(shape)}: {error}") from error
             whole = Tiling.whole(shape, dtype, self.num_ranks)
             found[name] = (cut.on_mesh(mesh, axis) if axis in held else whole, made[name])
         return found
@@ -87,8 +92,10 @@ def rank_tilings(files: Sequence[Path], was: Grid, patterns: NamePatterns, sizes
     for header in headers:
         for name, entry in header.tensors.items():
             first.setdefault(name, (entry.dtype, entry.shape))
-    matching = patterns.match(first)
-    matching.check(patterns.where)
+    held_shapes = {name: shape for name, (_, shape) in first.items()}
+    scales = weights_of_scales(held_shapes)
+    matching = patterns.match([name for name in first if name not in scales])
+    matching.check(patterns.where, {name: why_none(name, held_shapes) for name in matching.unmatched})
     held_axes = dict(was.axes)
     count = held_axes.get("tp", 1)
     mesh = was.mesh
@@ -96,8 +103,14 @@ def rank_tilings(files: Sequence[Path], was: Grid, patterns: NamePatterns, sizes
         next(r for r in mesh.ranks if "tp" not in held_axes or mesh.coord(r)[mesh.axis_index("tp")] == place)
         for place in range(count)
     ]
-    shapes = {}
-    for name, (dtype, shape) in first.items():
+    shapes: dict[str, tuple[str, tuple[int, ...]]] = {}
+    behind = sorted(first.items(), key=lambda item: item[0] in scales)  # scales behind their weights
+    for name, (dtype, shape) in behind:
+        if name in scales:
+            weight = scales[name]
+            entry = next(h.tensors[name] for h in headers if name in h.tensors)
+            shapes[name] = (dtype, whole_scales(name, files, shapes[weight][1], held_shapes[weight], entry))
+            continue
         held = [headers[r].tensors[name].shape for r in tp_ranks if name in headers[r].tensors]
         try:
             shapes[name] = (dtype, _whole_shape(matching.rules[name], shape, held, count, sizes))

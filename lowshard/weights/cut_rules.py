@@ -14,6 +14,7 @@ import numpy as np
 from lowshard.argument import whole
 from lowshard.box import Box, Interval, full_box, split_interval
 from lowshard.errors import MarkerError, ShardIndexError, ShardingError
+from lowshard.foreign_array import like, view_of
 
 Shape = tuple[int, ...]
 
@@ -42,15 +43,16 @@ class Rule:
 
 
 def join(array: Any, boxes: Sequence[Box], axis: int) -> Any:
-    """Return boxes of a NumPy or CuPy array, joined along an axis; a view where there is one box."""
-    parts = [array[tuple(slice(*interval) for interval in box)] for box in boxes]
+    """Return boxes of an array of any library, joined along an axis; a view where there is one box."""
+    seen = view_of(array, "a weight")
+    parts = [seen[tuple(slice(*interval) for interval in box)] for box in boxes]
     if len(parts) == 1:
-        return parts[0]
-    if isinstance(parts[0], np.ndarray):
-        return np.concatenate(parts, axis=axis)
+        return like(parts[0], array)
+    if isinstance(seen, np.ndarray):
+        return like(np.concatenate(parts, axis=axis), array)
     import cupy  # a weight on a GPU
 
-    return cupy.concatenate(parts, axis=axis)
+    return like(cupy.concatenate(parts, axis=axis), array)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """Name patterns: YAML files that say how the weights of a family of models are cut, by name.
 
 A file lists `rules`, each a `pattern` and a `strategy`. In a pattern `*` stands for one part of a name (no
-dot), `**` for anything, `{a,b}` for either. A strategy is a name (rowwise, columnwise, replicate,
+dot), `**` for anything, `{a,b}` for either. Scales of quantised weights stand in no file: they are cut as their weight
+(`lowshard.weights.scale_cut`). A strategy is a name (rowwise, columnwise, replicate,
 expert_parallel) or one with arguments, `{grouped_qkv: {section: q}}`; `heads` cuts an axis between query
 heads, whatever their size.
 """
@@ -23,6 +24,7 @@ from lowshard.nearest import nearest
 from lowshard.reading import parse_json, read_text, reader
 from lowshard.weights.head import Segment
 from lowshard.weights.module_weights import resolve_module
+from lowshard.weights.scale_cut import scales_strategy, weights_of_scales, why_none
 from lowshard.weights.sharding_strategy import ShardingStrategy
 
 SHIPPED = ("llama", "qwen", "moe", "bert")
@@ -113,9 +115,12 @@ class Matching:
     doubly: Mapping[str, tuple[str, ...]]
     """The patterns of each name that several rules match."""
 
-    def check(self, where: str) -> None:
-        """Raise ShardingError unless every name has exactly one rule; the text lists those that have not."""
-        lines = [f"{name} matches no pattern" for name in self.unmatched]
+    def check(self, where: str, notes: Mapping[str, str] | None = None) -> None:
+        """Raise ShardingError unless every name has exactly one rule; the text lists those that have not.
+
+        notes: what is known of names that no rule is for.
+        """
+        lines = [f"{name} matches no pattern{(notes or {}).get(name, '')}" for name in self.unmatched]
         lines += [f"{name} matches {' and '.join(patterns)}" for name, patterns in self.doubly.items()]
         if lines:
             more = f"; and {len(lines) - 8} more" if len(lines) > 8 else ""
@@ -145,9 +150,8 @@ class NamePatterns:
         if not path.exists() and path.name == str(source) and path.name.removesuffix(".yaml") in SHIPPED:
             path = _FOLDER / f"{path.name.removesuffix('.yaml')}.yaml"
         if not path.exists():
-            raise CheckpointError(
-                f"{source}: there is no such file; shipped are {', '.join(SHIPPED)}{nearest(path.name, SHIPPED)}"
-            )
+            hint = nearest(path.name.removesuffix(".yaml"), SHIPPED)
+            raise CheckpointError(f"{source}: there is no such file; shipped are {', '.join(SHIPPED)}{hint}")
         text = read_text(path, "file of name patterns", CheckpointError, MAX_FILE_BYTES)
         where = str(source)
         return replace(_read(plain_data(parse_document(text, where, _fail), _fail), where), where=where)
@@ -170,7 +174,7 @@ class NamePatterns:
     def strategies(
         self, shapes: Mapping[str, tuple[int, ...]], num_devices: int, sizes: Sizes | None = None
     ) -> dict[str, ShardingStrategy]:
-        """Return the strategy of each weight.
+        """Return the strategy of each weight; scales of a weight, by name and shape, are cut as it is.
 
         Args:
             shapes: by name.
@@ -183,11 +187,14 @@ class NamePatterns:
         """
         rule = "shapes is a mapping of names to shapes"
         shapes = {
-            name: as_shape(shape, f"the shape of {name} is its extents, each 0 or more", ShardingError)
+            instance(name, str, "a tensor's name is text", ShardingError): as_shape(
+                shape, f"the shape of {name} is its extents, each 0 or more", ShardingError
+            )
             for name, shape in mapping(shapes, rule, ShardingError).items()
         }
-        matching = self.match(shapes)
-        matching.check(self.where)
+        scales = weights_of_scales(shapes)
+        matching = self.match([name for name in shapes if name not in scales])
+        matching.check(self.where, {name: why_none(name, shapes) for name in matching.unmatched})
         sizes = (
             Sizes() if sizes is None else instance(sizes, Sizes, "sizes is a Sizes or None", ShardingError)
         )
@@ -199,7 +206,10 @@ class NamePatterns:
                 )
             except (IndexError, TypeError, ShardingError) as error:
                 raise ShardingError(f"{self.where}: {name} {shapes[name]}: {error}") from error
-        return resolve_module({name: (shapes[name], None) for name in shapes}, made)
+        made = resolve_module({name: (shapes[name], None) for name in made}, made)
+        for name, weight in scales.items():
+            made[name] = scales_strategy(made[weight], shapes[weight], shapes[name])
+        return {name: made[name] for name in shapes}
 
 
 def _fail(text: str, where: Where) -> CheckpointError:

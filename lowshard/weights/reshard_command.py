@@ -25,7 +25,7 @@ rank), cuts every tensor as the strategies or rules say over the grid of --to, a
 safetensors file a rank and lowshard.index.json. No process holds more than --memory, however large the checkpoint.
 The input is compared with its checksums, if it has any (a plain safetensors file has none: damage done to it before
 cannot be seen); what was written is read again and compared with the input, read a second time, before it takes its
-place. A run that is killed leaves no half.
+place. A run that is killed leaves no half. With --merged it writes whole tensors, for other readers, too.
 With --simulate nothing is read or written: IN is a reshard plan, whose time and load are predicted.
 """
 EPILOG = """\
@@ -34,6 +34,8 @@ examples:
   lowshard reshard out/ out2/ --from tp=4 --to tp=2,dp=2 --strategies llama.yaml -n 2 --memory 2GB
   lowshard reshard mixtral/ out/ --to tp=2,ep=4 --strategies moe.yaml --mxfp8
   lowshard reshard ranks/ out/ --from-rules ep-as-cp --from fsdp=4,expert=2 --to-rules pure-fsdp --to fsdp=8
+  lowshard reshard out/ model.safetensors --merged           # back to one plain file
+  lowshard reshard out/ hf/ --merged --file-size 2GB         # back to a folder that other libraries read
   lowshard reshard plan.json --simulate --profile cluster.json
 Strategies: llama, qwen, moe (Mixtral, DeepSeek), bert, or a YAML file of your own. Rules: a ready-made name or a
 path, as of `lowshard rules`.
@@ -69,6 +71,15 @@ def add_reshard_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentP
     )
     parser.add_argument(
         "--from-rules", metavar="RULES", help="how IN is cut, likewise; --from has sizes of its mesh axes"
+    )
+    parser.add_argument(
+        "--merged",
+        action="store_true",
+        help="whole tensors again, without --to: one plain file (OUT ends in .safetensors), or a folder of files "
+        "with an index of Hugging Face's",
+    )
+    parser.add_argument(
+        "--file-size", default="5GB", metavar="SIZE", help="with --merged: most bytes of a file (default 5GB)"
     )
     parser.add_argument(
         "--mxfp8", action="store_true", help="quantise linear weights to MXFP8 (e4m3, blocks of 32)"
@@ -121,12 +132,17 @@ def run(args: argparse.Namespace) -> int:
 
         args.plan = args.source
         return run_simulate(args)
-    if args.target is None or args.to is None:
-        raise LaunchError("lowshard reshard takes IN, OUT and --to (such as --to tp=4); one is missing")
+    if args.target is None or (args.to is None and not args.merged):
+        raise LaunchError(
+            "lowshard reshard takes IN, OUT and --to (such as --to tp=4) or --merged; one is missing"
+        )
+    if args.merged and (args.to is not None or args.to_rules is not None):
+        raise LaunchError("--merged writes whole tensors, --to and --to-rules cut them: give one of them")
     settings = Settings(
-        source=args.source, target=args.target, strategies=args.strategies, to=args.to, was=args.was,
+        source=args.source, target=args.target, strategies=args.strategies, to=args.to or "", was=args.was,
         mxfp8=args.mxfp8, memory_bytes=parse_size(args.memory), num_heads=args.heads, num_kv_heads=args.kv_heads,
         verify=not args.no_verify, to_rules=args.to_rules, from_rules=args.from_rules,
+        merged=args.merged, file_bytes=parse_size(args.file_size),
     )  # fmt: skip
     if args.ranks < 1:
         raise LaunchError(f"--ranks is at least 1, got {args.ranks}")
@@ -191,7 +207,9 @@ def _converted(settings: Settings, comm: object) -> ConvertReport:
     assert isinstance(comm, Communicator)
     shown = Progress(comm.rank, command="reshard")
     source = Path(settings.source)
-    with shown.transfer(f"{source.name or source} to {settings.to}", _bytes_to_handle(settings)) as update:
+    with shown.transfer(
+        f"{source.name or source} to {settings.to or 'whole tensors'}", _bytes_to_handle(settings)
+    ) as update:
         return convert(settings, comm, lambda done_bytes, _: update(done_bytes))
 
 
@@ -204,10 +222,9 @@ def _bytes_to_handle(settings: Settings) -> int:
 
 
 def _show_plan(plan: ConvertPlan, as_json: bool) -> int:
-    tensors = plan.tensors()
     rows = [
-        {"name": name, "dtype": dtype, "shape": list(shape), "strategy": said}
-        for name, (dtype, shape, said) in tensors.items()
+        {"name": name, "dtype": tiling.dtype, "shape": list(tiling.shape), "strategy": said}
+        for name, (tiling, said) in plan.saved.items()
     ]
     if as_json:
         print(json.dumps({"ranks": plan.num_ranks, "bytes": plan.total_bytes, "tensors": rows}, indent=1))

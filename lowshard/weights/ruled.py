@@ -8,11 +8,12 @@ from math import prod
 from pathlib import Path
 
 from lowshard.checkpoint.header import read_header
-from lowshard.errors import CheckpointError, RulesError
+from lowshard.errors import CheckpointError, RulesError, ShardingError
 from lowshard.mesh import DeviceMesh
 from lowshard.rules import RuleSet, load_rules
 from lowshard.rules.checkpoint_rules import checkpoint_layouts
 from lowshard.tiling import Tiling
+from lowshard.weights.scale_cut import scales_tiling, weights_of_scales, whole_scales
 
 
 @dataclass(frozen=True)
@@ -54,8 +55,17 @@ class RuledGrid:
 
     def tilings(self, shapes: Mapping[str, tuple[str, tuple[int, ...]]]) -> dict[str, tuple[Tiling, str]]:
         """Return the tiling of each tensor (dtype and shape by name), and the spec it comes from."""
-        layouts = checkpoint_layouts(self.rules, self.mesh, {n: (s, d) for n, (d, s) in shapes.items()})
-        return {name: (Tiling.from_layout(layout), str(layout)) for name, layout in layouts.items()}
+        scales = weights_of_scales({name: shape for name, (_, shape) in shapes.items()})
+        weights = {n: (shape, dtype) for n, (dtype, shape) in shapes.items() if n not in scales}
+        layouts = checkpoint_layouts(self.rules, self.mesh, weights)
+        made = {name: (Tiling.from_layout(layout), str(layout)) for name, layout in layouts.items()}
+        for name, weight in scales.items():
+            dtype, shape = shapes[name]
+            try:
+                made[name] = scales_tiling(layouts[weight], shape, dtype), f"scales of {weight}"
+            except ShardingError as error:
+                raise ShardingError(f"{self}: {name} {list(shape)}: {error}") from error
+        return {name: made[name] for name in shapes}
 
     def rank_tilings(self, files: Sequence[Path]) -> dict[str, Tiling]:
         """Return the tilings of one file a rank, from the shapes that the files hold.
@@ -65,12 +75,18 @@ class RuledGrid:
         """
         headers = [read_header(f).tensors for f in files]
         names = {name: entry for header in reversed(headers) for name, entry in header.items()}
+        scales = weights_of_scales({name: entry.shape for name, entry in names.items()})
         ones = {name: (tuple(1 for _ in e.shape), e.dtype) for name, e in names.items()}
         cuts = checkpoint_layouts(
             self.rules, self.mesh, ones
         )  # the axes of a dim do not depend on its extent
         shapes: dict[str, tuple[str, tuple[int, ...]]] = {}
-        for name, entry in names.items():
+        for name, entry in sorted(names.items(), key=lambda item: item[0] in scales):  # behind their weights
+            if name in scales:
+                weight = scales[name]
+                whole = whole_scales(name, files, shapes[weight][1], names[weight].shape, entry)
+                shapes[name] = (entry.dtype, whole)
+                continue
             extents = []
             for dim, axes in enumerate(cuts[name].spec):
                 ranks = self._along(() if axes is None else (axes,) if isinstance(axes, str) else tuple(axes))

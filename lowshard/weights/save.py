@@ -19,21 +19,29 @@ import numpy as np
 
 from lowshard.argument import instance, mapping
 from lowshard.argument import path as check_path
-from lowshard.box import Box, shape_of
+from lowshard.box import Box, full_box, shape_of, volume
+from lowshard.checkpoint import hf_index
 from lowshard.checkpoint.checkpoint_index import INDEX_NAME, Index, IndexedFile, IndexedTensor, Part
 from lowshard.checkpoint.commit import Commit, together
 from lowshard.checkpoint.crc import crc32
 from lowshard.checkpoint.header import FilePath, encode_header
+from lowshard.checkpoint.hf_index import plain_metadata
 from lowshard.checkpoint.read_shares import shares
 from lowshard.checkpoint.writer import box_of, check_state, reserve, write_at, write_checkpoint
 from lowshard.comm import Communicator, agree, loopback
 from lowshard.errors import CheckpointError
+from lowshard.foreign_array import view_of
 from lowshard.layout import Layout
 from lowshard.tiling import Tiling
 
 State = Mapping[str, tuple[Layout | Tiling, np.ndarray | None]]
 
 _PIECE_BYTES = 8 << 20
+_SLICES = (
+    "This file holds slices of tensors: name[start:stop, ...] is that slice of the tensor called name. "
+    f"{INDEX_NAME} beside it has all of them; `lowshard reshard --merged` makes plain files of it."
+)
+"""What the metadata of a file with slices says to other readers."""
 
 
 def save(
@@ -99,24 +107,42 @@ class Item:
     box: Box
 
 
-def items_of(boxes: Iterable[tuple[str, str, Box]]) -> list[Item]:
-    """Return items for (name, dtype, box), with keys of their own: the tensor's name, then name@1, name@2, ..."""
+def items_of(boxes: Iterable[tuple[str, str, Box]], shapes: Mapping[str, tuple[int, ...]]) -> list[Item]:
+    """Return items for (name, dtype, box): whole tensors have their name in the file, slices say which they are.
+
+    So no reader takes a slice for the tensor. Keys are distinct, whatever tensors are called.
+    """
     made: dict[str, Item] = {}
     for name, dtype, box in boxes:
-        key, number = name, 1
-        while key in made:
-            key, number = f"{name}@{number}", number + 1
+        slices = ", ".join(f"{start}:{stop}" for start, stop in box)
+        key = marked = name if box == full_box(shapes[name]) else f"{name}[{slices}]"
+        number = 1
+        while key in made or (key != name and key in shapes):
+            key, number = f"{marked}@{number}", number + 1
         made[key] = Item(key, name, dtype, box)
     return list(made.values())
 
 
 class ShardFile:
-    """A data file in the making, of full size from the start. Use it in a `with` block."""
+    """A data file in the making, of full size from the start. Use it in a `with` block.
 
-    def __init__(self, path: Path, items: Iterable[Item]) -> None:
-        self.path = path
+    Args:
+        path: a new file.
+        items: what goes into it.
+        metadata: of the checkpoint; a file that holds a slice says so in its place.
+        fd: the file, where it is open already.
+    """
+
+    def __init__(
+        self, path: Path, items: Iterable[Item], metadata: Mapping[str, str], fd: int | None = None
+    ) -> None:
+        self.path, self._given = path, fd
         self._items = {item.key: item for item in items}
-        self._head, entries = encode_header({k: (i.dtype, shape_of(i.box)) for k, i in self._items.items()})
+        is_whole = all(item.key == item.name for item in self._items.values())
+        self._head, entries = encode_header(
+            {k: (i.dtype, shape_of(i.box)) for k, i in self._items.items()},
+            plain_metadata(metadata) if is_whole else {"lowshard": _SLICES},
+        )
         self.entries = {e.name: e for e in entries}
         self.size_bytes = entries[-1].stop if entries else len(self._head)
         self._at = {e.name: e.start for e in entries}
@@ -124,7 +150,11 @@ class ShardFile:
         self._fd = -1
 
     def __enter__(self) -> ShardFile:
-        self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+        self._fd = (
+            os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+            if self._given is None
+            else os.dup(self._given)
+        )
         try:
             reserve(self._fd, self.size_bytes, self.path)
             write_at(self._fd, memoryview(self._head), 0)
@@ -169,7 +199,7 @@ class ShardFile:
 def commit_index(
     commit: Commit,
     rows: Iterable[dict[str, Any]],
-    tensors: Mapping[str, tuple[str, tuple[int, ...], str | None]],
+    tensors: Mapping[str, tuple[Tiling, str | None]],
     num_ranks: int,
     metadata: Mapping[str, str],
     after: Callable[[], object] = lambda: None,
@@ -181,7 +211,7 @@ def commit_index(
     Args:
         commit: under way, all data files written and synced.
         rows: what `ShardFile.finish` returned, for this rank's files.
-        tensors: dtype, shape and strategy by name.
+        tensors: which rank holds what, and the strategy, by name.
         num_ranks: ranks that the checkpoint is cut over.
         metadata: text by text.
         after: as for `Commit.commit`.
@@ -190,18 +220,33 @@ def commit_index(
         CheckpointError, NotDurable: as `Commit.commit`.
     """
 
+    whole: dict[str, str] = {}
+
     def write_index(texts: Sequence[str]) -> None:
         files: dict[str, IndexedFile] = {}
         parts: dict[str, list[Part]] = {name: [] for name in tensors}
         for row in sorted((r for text in texts for r in json.loads(text)), key=lambda r: str(r["file"])):
             files[row["file"]] = IndexedFile(row["bytes"], row["header"])
             for name, key, box, crc in row["parts"]:
-                parts[name].append(Part(row["file"], key, tuple((a, b) for a, b in box), crc))
-        cut = {n: IndexedTensor(d, s, said, tuple(parts[n])) for n, (d, s, said) in tensors.items()}
+                if key == name:
+                    whole[name] = row["file"]
+                part = Part(row["file"], key, tuple((a, b) for a, b in box), crc)
+                if volume(part.box):
+                    parts[name].append(part)
+        cut = {
+            n: IndexedTensor(t.dtype, t.shape, said, tuple(parts[n]), t) for n, (t, said) in tensors.items()
+        }
         index = Index(num_ranks, commit.token, files, cut, metadata)
         write_at(commit.fd, memoryview(index.encode()), 0)
 
-    commit.commit(json.dumps(list(rows)), write_index, after)
+    def finish() -> None:
+        size_bytes = sum(tiling.size_bytes for tiling, _ in tensors.values())
+        hf_index.write_index(
+            commit.path, commit.claim, whole if len(whole) == len(tensors) else None, size_bytes
+        )
+        after()
+
+    commit.commit(json.dumps(list(rows)), write_index, finish)
 
 
 def _save_sharded(
@@ -223,12 +268,15 @@ def _save_sharded(
 
         def write_own() -> list[dict[str, Any]]:
             own = [s for s in shares(tilings) if s.rank == comm.rank]
-            items = items_of((s.name, tilings[s.name].dtype, s.box) for s in own)
+            items = items_of(
+                ((s.name, tilings[s.name].dtype, s.box) for s in own),
+                {n: t.shape for n, t in tilings.items()},
+            )
             if not items:
                 return []
-            with ShardFile(commit.data_file(comm.rank, comm.size), items) as file:
+            with ShardFile(commit.data_file(comm.rank, comm.size), items, metadata) as file:
                 for item in items:
-                    array = state[item.name][1]
+                    array = view_of(state[item.name][1], item.name)
                     assert array is not None  # checked
                     for piece in _pieces(box_of(array, tilings[item.name], comm.rank, item.box)):
                         file.put(item.key, piece)
@@ -236,8 +284,7 @@ def _save_sharded(
 
         rows = commit.step(write_own)
         tensors = {
-            name: (tiling.dtype, tiling.shape, str(noted[name]) if name in noted else None)
-            for name, tiling in tilings.items()
+            name: (tiling, str(noted[name]) if name in noted else None) for name, tiling in tilings.items()
         }
         commit_index(commit, rows, tensors, comm.size, metadata)
 

@@ -23,7 +23,7 @@ if os.environ.get("LOWSHARD_TESTS_BARRED"):
     bar()  # before MPI looks what it may do
 
 from mpi4py import MPI
-from support.comm_cases import CASES, CannotRun, run_case
+from support.comm_cases import CASES, run_case
 
 from lowshard import comm as lc
 from lowshard.comm.build import build_host
@@ -76,17 +76,15 @@ def main(device: str, names: list[str]) -> None:
     comm: lc.Communicator | None = None
     for name in names or CASES:
         start = time.perf_counter()
-        skip = error = ""
+        error = ""
         comm = make(device) if comm is None else comm
         try:
             run_case(name, comm)
-        except CannotRun as reason:
-            skip = str(reason)
         except Exception:
             error = traceback.format_exc()
             # At once, for the other ranks may hang in the case and never come to the gather.
             print(f"rank {world.rank} of {world.size}, case {name}:\n{error}", file=sys.stderr, flush=True)
-        ends = world.gather((skip, error), 0)
+        ends = world.gather(error, 0)
         spoilt = world.allreduce(bool(error) or comm._closed or comm._failed, MPI.LOR)
         if spoilt or not serves_many:
             comm.close()
@@ -94,8 +92,7 @@ def main(device: str, names: list[str]) -> None:
         if ends is not None:
             line = {
                 "case": name,
-                "skip": ends[0][0],
-                "errors": {rank: e for rank, (_, e) in enumerate(ends) if e},
+                "errors": {rank: e for rank, e in enumerate(ends) if e},
                 "seconds": round(time.perf_counter() - start, 3),
             }
             print(json.dumps(line), flush=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from support import mode
-from support.case_table import CASES, LIMIT_S, check_case
+from support.case_table import LIMIT_S, cases_of_jobs, check_case
 from support.starting import Finished, RanksTimedOut, start_ranks
 
 pytestmark = pytest.mark.mpi
@@ -19,22 +19,27 @@ HERE = Path(__file__).parent
 
 
 @pytest.mark.time_limit(LIMIT_S + 30)  # the first case of a size waits for all of them
-@pytest.mark.parametrize("size", [2, 3, 4, 8] if mode.full() else [3])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "size"), cases_of_jobs([2, 3, 4, 8] if mode.full() else [3]))
 def test_the_contract_holds_on_mpi_ranks(name: str, size: int) -> None:
     check_case(name, size, "cpu")
 
 
 # (ranks, ranks of a node, whether small payloads too go by way of windows)
 NODES = [
-    *mode.sample([(4, 2, "windows"), (3, 2, "windows")], 1, "nodes"),
-    *([(4, 2, "cpu"), (8, 2, "windows"), (8, 4, "cpu")] if mode.full() else []),
+    (3, 2, "windows"),
+    *([(4, 2, "windows"), (4, 2, "cpu"), (8, 2, "windows"), (8, 4, "cpu")] if mode.full() else []),
 ]
 
 
 @pytest.mark.time_limit(LIMIT_S + 30)
-@pytest.mark.parametrize(("size", "node_size", "device"), NODES)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "size", "node_size", "device"),
+    [
+        (name, size, node_size, device)
+        for size, node_size, device in NODES
+        for name, _ in cases_of_jobs([size], device, LOWSHARD_NODE_SIZE=str(node_size))
+    ],
+)
 def test_the_contract_holds_on_several_nodes(name: str, size: int, node_size: int, device: str) -> None:
     check_case(name, size, device, LOWSHARD_NODE_SIZE=str(node_size))
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import pytest
 from support import barred, mode
-from support.case_table import CASES, LIMIT_S, check_case
+from support.case_table import CASES, LIMIT_S, cases_of_jobs, check_case
 from support.starting import start_ranks
 
 pytestmark = [pytest.mark.mpi, pytest.mark.time_limit(LIMIT_S + 30)]
@@ -38,29 +38,27 @@ def in_turn(way: str) -> Callable[[F], F]:
 
 
 @in_turn("mpi")
-@pytest.mark.parametrize("name", CASES)
-def test_the_contract_holds_where_mpi_moves_everything(name: str) -> None:
-    check_case(name, 3, "cpu", LOWSHARD_CPU_PATH="mpi")
+@pytest.mark.parametrize(("name", "size"), cases_of_jobs([3], LOWSHARD_CPU_PATH="mpi"))
+def test_the_contract_holds_where_mpi_moves_everything(name: str, size: int) -> None:
+    check_case(name, size, "cpu", LOWSHARD_CPU_PATH="mpi")
 
 
 FULLY_COMPARED = of("check", "group")
 
 
 @in_turn("full")
-@pytest.mark.parametrize("name", FULLY_COMPARED)
-def test_the_contract_holds_where_ranks_compare_whole_texts(name: str) -> None:
-    check_case(name, 4, "cpu", FULLY_COMPARED, LOWSHARD_CHECK="full")
+@pytest.mark.parametrize(("name", "size"), cases_of_jobs([4], names=FULLY_COMPARED))
+def test_the_contract_holds_where_ranks_compare_whole_texts(name: str, size: int) -> None:
+    check_case(name, size, "cpu", FULLY_COMPARED, LOWSHARD_CHECK="full")
 
 
 UNCOMPARED = of("memory", "shared", "repeat")
 
 
 @in_turn("off")
-@pytest.mark.parametrize("name", UNCOMPARED)
-def test_the_contract_holds_where_ranks_compare_nothing(name: str) -> None:
-    if name == "wrong_calls_are_refused_before_anything_moves":
-        pytest.skip("each rank knows of its own arguments alone")
-    check_case(name, 2, "cpu", UNCOMPARED, LOWSHARD_CHECK="off")
+@pytest.mark.parametrize(("name", "size"), cases_of_jobs([2], names=UNCOMPARED, LOWSHARD_CHECK="off"))
+def test_the_contract_holds_where_ranks_compare_nothing(name: str, size: int) -> None:
+    check_case(name, size, "cpu", UNCOMPARED, LOWSHARD_CHECK="off")
 
 
 WITHOUT_ACROSS = of("memory", "shared", "start", "check", "repeat")
@@ -68,25 +66,26 @@ WITHOUT_ACROSS = of("memory", "shared", "start", "check", "repeat")
 
 @in_turn("barred")
 @pytest.mark.skipif(bool(barred.why_not()), reason=barred.why_not())
-@pytest.mark.parametrize("name", WITHOUT_ACROSS)
-def test_the_contract_holds_where_no_rank_may_read_anothers_memory(name: str) -> None:
+@pytest.mark.parametrize(("name", "size"), cases_of_jobs([3], names=WITHOUT_ACROSS))
+def test_the_contract_holds_where_no_rank_may_read_anothers_memory(name: str, size: int) -> None:
     # Neither MPI looks whether it may.
     env = {"OMPI_MCA_smsc": "^cma", "MPIR_CVAR_CH4_CMA_ENABLE": "0", "LOWSHARD_TESTS_BARRED": "1"}
-    check_case(name, 3, "cpu", WITHOUT_ACROSS, **env)
+    check_case(name, size, "cpu", WITHOUT_ACROSS, **env)
 
 
 @pytest.mark.full_only  # as without the right to, and it has it
-@pytest.mark.parametrize("name", CASES)
-def test_the_contract_holds_where_memory_across_is_switched_off(name: str) -> None:
-    check_case(name, 4, "cpu", LOWSHARD_CROSS_MEMORY="off")
+@pytest.mark.parametrize(("name", "size"), cases_of_jobs([4]))
+def test_the_contract_holds_where_memory_across_is_switched_off(name: str, size: int) -> None:
+    check_case(name, size, "cpu", LOWSHARD_CROSS_MEMORY="off")
 
 
 OF_ITS_OWN_CORE = of("memory", "bit", "repeat", "reduction")
 
 
 @in_turn("own core")
-@pytest.mark.parametrize("name", OF_ITS_OWN_CORE)
-@pytest.mark.parametrize("size", mode.sample([3, 4], 1, "ranks with a core"))
+@pytest.mark.parametrize(
+    ("name", "size"), cases_of_jobs(mode.sample([3, 4], 1, "ranks with a core"), names=OF_ITS_OWN_CORE)
+)
 def test_the_contract_holds_where_each_rank_has_a_core(name: str, size: int) -> None:
     check_case(name, size, "cpu", OF_ITS_OWN_CORE, LOWSHARD_TESTS_CORES="64")
 
@@ -95,8 +94,9 @@ HANDED_ON = of("memory", "repeat", "message", "move")
 
 
 @in_turn("handed on")
-@pytest.mark.parametrize("name", HANDED_ON)
-@pytest.mark.parametrize("size", mode.sample([2, 3, 4], 1, "ranks with pipes"))
+@pytest.mark.parametrize(
+    ("name", "size"), cases_of_jobs(mode.sample([2, 3, 4], 1, "ranks with pipes"), names=HANDED_ON)
+)
 def test_the_contract_holds_where_private_memory_is_handed_on(name: str, size: int) -> None:
     check_case(name, size, "cpu", HANDED_ON, LOWSHARD_TESTS_CORES="64", LOWSHARD_TESTS_PIPES="whole")
 
@@ -105,9 +105,11 @@ THROUGH_BROKEN_PIPES = of("repeat", "message")
 
 
 @in_turn("broken pipes")
-@pytest.mark.parametrize("name", THROUGH_BROKEN_PIPES)
-def test_the_contract_holds_where_pipes_take_nothing(name: str) -> None:
-    check_case(name, 3, "cpu", THROUGH_BROKEN_PIPES, LOWSHARD_TESTS_CORES="64", LOWSHARD_TESTS_PIPES="broken")
+@pytest.mark.parametrize(("name", "size"), cases_of_jobs([3], names=THROUGH_BROKEN_PIPES))
+def test_the_contract_holds_where_pipes_take_nothing(name: str, size: int) -> None:
+    check_case(
+        name, size, "cpu", THROUGH_BROKEN_PIPES, LOWSHARD_TESTS_CORES="64", LOWSHARD_TESTS_PIPES="broken"
+    )
 
 
 HANDED_IN = ["all_gather", "all_to_all_v", "send_recv"]

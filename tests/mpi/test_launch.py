@@ -348,32 +348,97 @@ def test_a_job_inside_a_rank_is_refused(launcher: Launcher) -> None:
     assert "already rank 1 of 2" in done.err
 
 
-def test_a_program_under_plain_mpiexec_ends_its_job_too(launcher: Launcher) -> None:
-    script = launcher.script(
-        "from mpi4py import MPI\n"
-        "from lowshard.comm.abort import install_abort_hook\n"
-        "install_abort_hook()\n"
-        "if MPI.COMM_WORLD.rank == 1:\n"
-        "    raise ValueError('boom')\n"
-        "MPI.COMM_WORLD.Barrier()\n"
-    )
+def under_plain_mpiexec(launcher: Launcher, program: str, ranks: int = 3) -> subprocess.CompletedProcess[str]:
+    """Run a program without our launcher."""
     mpi = find_mpi()
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(launcher.tmp), MARK: launcher.mark}
     done = subprocess.run(
-        mpi.command(3, [sys.executable, script]),
-        env=rank_environment(
-            mpi, 3, {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(launcher.tmp), MARK: launcher.mark}
-        ),
+        mpi.command(ranks, [sys.executable, launcher.script(program)]),
+        env=rank_environment(mpi, ranks, env),
         capture_output=True,
         text=True,
         timeout=LIMIT_S,
         check=False,
         stdin=subprocess.DEVNULL,
     )
+    assert wait_until(lambda: not launcher.living(), ENDS_WITHIN_S)
+    sweep_files(launcher.before)  # a plain mpiexec does not
+    return done
+
+
+def test_a_program_under_plain_mpiexec_ends_its_job_too(launcher: Launcher) -> None:
+    done = under_plain_mpiexec(
+        launcher,
+        "from mpi4py import MPI\n"
+        "from lowshard.comm.abort import install_abort_hook\n"
+        "install_abort_hook()\n"
+        "if MPI.COMM_WORLD.rank == 1:\n"
+        "    raise ValueError('boom')\n"
+        "MPI.COMM_WORLD.Barrier()\n",
+    )
     assert done.returncode == 1, done.stderr
     assert "rank 1 | Traceback" in done.stderr
     assert "rank 1 | ValueError: boom" in done.stderr
-    assert wait_until(lambda: not launcher.living(), ENDS_WITHIN_S)
-    sweep_files(launcher.before)  # a plain mpiexec does not
+
+
+WORLD = """\
+import numpy as np
+from mpi4py import MPI
+from lowshard import comm as lc
+comm = lc.from_mpi(MPI.COMM_WORLD, device="cpu")
+x = np.ones(4, np.float32)
+"""
+
+
+@pytest.mark.parametrize(
+    ("mistake", "told", "line"),
+    [
+        (
+            "y = comm.all_reduce(x)\n",
+            "BufferMismatchError: rank 0: recv is an array for the result, got None",
+            6,
+        ),
+        ("comm.barrier()\n{}['name']\n", "KeyError: 'name'", 7),
+    ],
+)
+def test_one_mistake_on_all_ranks_is_one_text_under_plain_mpiexec(
+    launcher: Launcher, mistake: str, told: str, line: int
+) -> None:
+    done = under_plain_mpiexec(launcher, WORLD + mistake)
+    assert done.returncode == 1, done.stderr
+    ours = [text for text in done.stderr.splitlines() if re.match(r"rank \d \| ", text)]
+    assert sum("Traceback" in text for text in ours) == 1, done.stderr
+    assert sum(told in text for text in ours) == 1, done.stderr
+    assert "direct cause" not in done.stderr
+    first = next(text[5] for text in ours if told in text)
+    others = [text for text in ours if not text.startswith(f"rank {first} ")]
+    assert sorted(others) == [
+        f"rank {rank} | the same error as on rank {first}, at prog.py:{line}"
+        for rank in "012"
+        if rank != first
+    ]
+
+
+def test_different_mistakes_are_all_told_under_plain_mpiexec(launcher: Launcher) -> None:
+    done = under_plain_mpiexec(launcher, WORLD + "comm.barrier()\n{}[f'rank{comm.rank}']\n")
+    for rank in range(3):
+        assert f"rank {rank} | KeyError: 'rank{rank}'" in done.stderr
+
+
+def test_an_error_that_the_first_rank_handles_is_told_by_the_others(launcher: Launcher) -> None:
+    program = (
+        "try:\n"
+        "    comm.all_reduce(x)\n"
+        "except ValueError:\n"
+        "    if comm.rank:\n"
+        "        raise\n"
+        "    comm.barrier()\n"
+    )
+    done = under_plain_mpiexec(launcher, WORLD + program)
+    assert re.search(
+        r"rank [12] \| lowshard.errors.BufferMismatchError: rank 0: recv is an array", done.stderr
+    )
+    assert re.search(r"rank 0 \| lowshard.errors.PeerFailed: rank [12] failed", done.stderr), done.stderr
 
 
 def test_doctor_finds_a_working_cpu_path(launcher: Launcher) -> None:

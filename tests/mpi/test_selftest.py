@@ -125,6 +125,7 @@ def test_on_a_gpu_the_limits_of_all_steps_are_nine_minutes_at_most() -> None:
     assert sum(step.limit_s("cuda") for step in STEPS) < 9 * 60
 
 
+@pytest.mark.full_only
 def test_a_kernel_bit_is_found_and_its_element_named(tmp_path: Path) -> None:
     change = """
 real = module.NumbaEngine.quantize
@@ -163,6 +164,7 @@ module.fold = fold
     assert not any("order=rank" in line for line in found)
 
 
+@pytest.mark.full_only
 def test_a_lost_message_is_found_and_who_waits_for_whom(tmp_path: Path) -> None:
     change = """
 real = module.Communicator.send

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support import mode
 from support.starting import start_ranks
 from support.thread_cases import check_threads, in_thread
 
@@ -20,7 +21,11 @@ SCRIPT = Path(__file__).parent / "run_threads.py"
 
 @pytest.mark.mpi
 @pytest.mark.time_limit(100)
-@pytest.mark.parametrize("env", [{}, {"LOWSHARD_CPU_PATH": "mpi"}, {"LOWSHARD_NODE_SIZE": "2"}], ids=str)
+@pytest.mark.parametrize(
+    "env",
+    mode.sample([{}, {"LOWSHARD_CPU_PATH": "mpi"}, {"LOWSHARD_NODE_SIZE": "2"}], 1, "threads of ranks"),
+    ids=str,
+)
 def test_two_threads_at_once_are_an_error_on_mpi_ranks(env: dict[str, str]) -> None:
     assert start_ranks(SCRIPT, 4, [], 90, env=env).ok().stdout == "right\n"
 

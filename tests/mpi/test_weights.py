@@ -62,6 +62,7 @@ def keeps_limits(row: dict[str, Any]) -> bool:
     return bool(plain <= 0.8 * slack and quick <= 1.5 * slack and checked <= most * slack)
 
 
+@pytest.mark.full_only
 def test_a_rank_that_loads_holds_little_more_than_its_shards(model: Path) -> None:
     rows_of("memory", model)  # compiles what has to be compiled, with Numba in memory
     for row in rows_of("memory", model):

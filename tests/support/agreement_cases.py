@@ -21,7 +21,7 @@ def equal_everywhere(comm: Communicator, text: str) -> bool:
     return len({row.tobytes() for row in get(recv)}) == 1
 
 
-@case
+@case()
 def agreement_passes_where_all_agree(comm: Communicator, rng: np.random.Generator) -> None:
     for digest in (b"", b"short", bytes(range(16)), bytes(range(16)) + b"what follows does not count"):
         agree(comm, digest, None, "this call")
@@ -29,7 +29,7 @@ def agreement_passes_where_all_agree(comm: Communicator, rng: np.random.Generato
     agree(comm, tail, None, "this call")
 
 
-@case
+@case()
 def an_error_of_any_rank_is_raised_on_all(comm: Communicator, rng: np.random.Generator) -> None:
     classes = [c for c in vars(errors).values() if isinstance(c, type) and issubclass(c, LowshardError)]
     for i, cls in enumerate(classes):
@@ -45,7 +45,7 @@ def an_error_of_any_rank_is_raised_on_all(comm: Communicator, rng: np.random.Gen
     agree(comm, b"same", None, "the next call")
 
 
-@case
+@case()
 def of_several_errors_the_lowest_ranks_is_raised_on_all(comm: Communicator, rng: np.random.Generator) -> None:
     bad = sorted(int(r) for r in rng.permutation(comm.size)[: max(1, comm.size - 1)])
     kinds = [errors.PlanError, errors.BufferMismatchError, errors.MeshError]
@@ -57,7 +57,7 @@ def of_several_errors_the_lowest_ranks_is_raised_on_all(comm: Communicator, rng:
     assert equal_everywhere(comm, name + text)
 
 
-@case
+@case()
 def an_error_of_no_class_of_ours_becomes_a_lowshard_error(
     comm: Communicator, rng: np.random.Generator
 ) -> None:
@@ -74,7 +74,7 @@ def an_error_of_no_class_of_ours_becomes_a_lowshard_error(
             assert equal_everywhere(comm, name + text)
 
 
-@case
+@case()
 def different_digests_are_a_mismatch_on_all(comm: Communicator, rng: np.random.Generator) -> None:
     if comm.size == 1:
         return
@@ -92,7 +92,7 @@ def different_digests_are_a_mismatch_on_all(comm: Communicator, rng: np.random.G
     assert name == MismatchError.__name__
 
 
-@case
+@case()
 def records_and_texts_are_shared_in_rank_order(comm: Communicator, rng: np.random.Generator) -> None:
     control = comm.control
     rows = share(control, np.array([comm.rank, -comm.rank]))
@@ -103,7 +103,7 @@ def records_and_texts_are_shared_in_rank_order(comm: Communicator, rng: np.rando
     assert share_text(control, "") == [""] * comm.size
 
 
-@case
+@case()
 def control_is_over_host_memory_and_the_same_ranks(comm: Communicator, rng: np.random.Generator) -> None:
     control = comm.control
     assert (control.rank, control.size) == (comm.rank, comm.size)

@@ -153,7 +153,7 @@ def check_all(
             same_bits(buf, period, first % PERIOD, nan)
 
 
-@case
+@case()
 def all_reduce_has_the_bits_of_the_fold(comm: Communicator, rng: np.random.Generator) -> None:
     turn = 0
 
@@ -168,7 +168,7 @@ def all_reduce_has_the_bits_of_the_fold(comm: Communicator, rng: np.random.Gener
     check_all(comm, rng, 0, all_reduce)
 
 
-@case
+@case()
 def reduce_scatter_has_the_bits_of_the_fold(comm: Communicator, rng: np.random.Generator) -> None:
     turn = 0
 
@@ -185,7 +185,7 @@ def reduce_scatter_has_the_bits_of_the_fold(comm: Communicator, rng: np.random.G
     check_all(comm, rng, 1, reduce_scatter)
 
 
-@case
+@case()
 def reduce_has_the_bits_of_the_fold(comm: Communicator, rng: np.random.Generator) -> None:
     turn = 0
 
@@ -203,7 +203,7 @@ def reduce_has_the_bits_of_the_fold(comm: Communicator, rng: np.random.Generator
     check_all(comm, rng, 2, reduce)
 
 
-@case
+@case()
 def shared_reductions_have_the_bits_of_the_fold(comm: Communicator, rng: np.random.Generator) -> None:
     turn = 0
 
@@ -216,7 +216,7 @@ def shared_reductions_have_the_bits_of_the_fold(comm: Communicator, rng: np.rand
     check_all(comm, rng, 3, shared)
 
 
-@case
+@case()
 def the_place_of_an_element_does_not_show_in_its_bits(comm: Communicator, rng: np.random.Generator) -> None:
     """One pair of values at every place: in vectors, behind the last one, in blocks, parts and messages."""
     for name in ("float32", "bfloat16"):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support import mode
-from support.comm_cases import CASES
+from support.comm_cases import CASES, Way, cases_for
 from support.starting import start_ranks
 
 _RUNNER = Path(__file__).resolve().parents[1] / "mpi" / "run_cases.py"
@@ -19,7 +20,7 @@ LIMIT_S = 250.0  # ranks of MPICH that wait take cores from those that work
 GPU_LIMIT_S = max(LIMIT_S, 5.0 * len(CASES))
 """On GPUs: ranks that share one take turns on it, for each case."""
 
-__all__ = ["CASES", "GPU_LIMIT_S", "LIMIT_S", "check_case"]
+__all__ = ["CASES", "GPU_LIMIT_S", "LIMIT_S", "cases_of_jobs", "check_case"]
 
 
 @cache  # one start of mpiexec for all cases
@@ -35,23 +36,40 @@ def _table(
     return {result["case"]: result for result in results}, f"{ended.job.message}\n{ended.stderr}"
 
 
-def check_case(name: str, size: int, device: str, names: tuple[str, ...] = (), **env: str) -> None:
-    """Report one case of the table: pass, skip with the case's reason, or fail with every rank's error.
+def _way(size: int, device: str, env: Mapping[str, str]) -> Way:
+    """Return what the communicator of such a job is."""
+    compares = env.get("LOWSHARD_CHECK") != "off"
+    if device in ("nccl", "staged"):
+        return Way(size, device, on_gpu=True, compares=compares)  # type: ignore[arg-type]
+    apart = env.get("LOWSHARD_CPU_PATH") == "mpi" or "LOWSHARD_NODE_SIZE" in env
+    return Way(size, "mpi" if apart else "node", compares=compares)
+
+
+def cases_of_jobs(
+    sizes: Iterable[int], device: str = "cpu", names: Iterable[str] | None = None, **env: str
+) -> list[tuple[str, int]]:
+    """Return name and size of the cases that mean something in jobs of such sizes; arguments as of `check_case`."""
+    every = [*CASES] if names is None else [*names]
+    return [(name, size) for size in sizes for name in cases_for(_way(size, device, env), every)]
+
+
+def check_case(name: str, size: int, device: str, names: tuple[str, ...] | None = None, **env: str) -> None:
+    """Report one case of the table: pass, or fail with every rank's error.
 
     Args:
         name: of the case.
         size: number of ranks.
         device: "cpu", "windows", "cuda", "nccl" or "staged"; see tests/mpi/run_cases.py.
-        names: of all cases to run in one job with this one; by default, of all there are.
+        names: of all cases to run in one job with this one, as far as they mean something there; by default, of all
+            there are.
         env: variables to set for the ranks.
     """
+    together = tuple(cases_for(_way(size, device, env), names))
     env = {"LOWSHARD_TIMEOUT_S": str(_DEADLINE_S), **env}
-    results, said = _table(size, device, names, tuple(sorted(env.items())))
+    results, said = _table(size, device, together, tuple(sorted(env.items())))
     if name not in results:
         last = list(results)[-1] if results else "none"
         pytest.fail(f"the job ended before this case did (the last that did: {last})\n{said}", pytrace=False)
-    if results[name]["skip"]:
-        pytest.skip(results[name]["skip"])
     errors = results[name]["errors"]
     if errors:
         text = "\n".join(f"--- rank {rank} of {size}\n{error}" for rank, error in errors.items())

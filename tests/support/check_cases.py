@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 from support.agreement_cases import equal_everywhere
-from support.comm_kit import CannotRun, case, outcome, put, same, told
+from support.comm_kit import case, compared, compared_before, outcome, put, same, told
 from support.every_call import long
 from support.mismatch import Board, Mismatch, line_of, mismatches, wrong_arguments
 
@@ -19,14 +19,6 @@ from lowshard.comm.work import Work
 from lowshard.errors import BufferMismatchError, MismatchError
 
 HERE = Path(__file__).name
-
-
-def compared(comm: Communicator) -> None:
-    """Say where ranks do not compare what they ask for."""
-    if comm.size == 1:
-        raise CannotRun("one rank agrees with itself")
-    if comm._check == "off":
-        raise CannotRun("ranks do not compare what they ask for here")
 
 
 def go_on(comm: Communicator) -> None:
@@ -68,9 +60,8 @@ def check_mismatch(comm: Communicator, entry: Mismatch, odd: int, ends: tuple[st
 # ---- cases
 
 
-@case
+@case(compared, compared_before)
 def ranks_that_ask_for_different_things_are_all_told(comm: Communicator, rng: np.random.Generator) -> None:
-    compared(comm)
     odds = [0, comm.size - 1]
     for i, entry in enumerate(mismatches(Board(comm))):
         odd = odds[i % 2]
@@ -83,9 +74,8 @@ def ranks_that_ask_for_different_things_are_all_told(comm: Communicator, rng: np
             check_mismatch(comm, entry, odd, ends)
 
 
-@case
+@case(compared, compared_before)
 def an_agreement_that_meets_a_call_is_a_mismatch(comm: Communicator, rng: np.random.Generator) -> None:
-    compared(comm)
     for odd in {0, comm.size - 1}:
         for wrong in (None, BufferMismatchError("its own trouble")):
             buf = put(comm, np.ones(7, np.float32))
@@ -106,11 +96,8 @@ def an_agreement_that_meets_a_call_is_a_mismatch(comm: Communicator, rng: np.ran
     go_on(comm)
 
 
-@case
+@case(lambda way: way.size >= 4, compared, compared_before)
 def a_mismatch_in_a_group_concerns_nobody_else(comm: Communicator, rng: np.random.Generator) -> None:
-    compared(comm)
-    if comm.size < 4:
-        raise CannotRun("there are no two groups of two ranks")
     group = comm.split(comm.rank % 2)
     assert group is not None
     for i, entry in enumerate(mismatches(Board(group))):
@@ -126,9 +113,8 @@ def a_mismatch_in_a_group_concerns_nobody_else(comm: Communicator, rng: np.rando
     group.close()
 
 
-@case
+@case(compared, compared_before)
 def many_mismatches_in_a_row_cost_nothing_for_good(comm: Communicator, rng: np.random.Generator) -> None:
-    compared(comm)
     large = 16 << 20  # of which no page is touched
     send = put(comm, np.zeros(large, np.int8))
 
@@ -149,9 +135,8 @@ def many_mismatches_in_a_row_cost_nothing_for_good(comm: Communicator, rng: np.r
     assert mapped() <= before + 1, f"{mapped() - before} more segments of shared memory than before"
 
 
-@case
+@case(compared, compared_before)
 def what_is_wrong_on_one_rank_is_raised_on_all(comm: Communicator, rng: np.random.Generator) -> None:
-    compared(comm)
     for i in range(len(wrong_arguments(Board(comm)))):
         odd = i % comm.size
         with untouched(comm) as board:
@@ -171,9 +156,8 @@ def what_is_wrong_on_one_rank_is_raised_on_all(comm: Communicator, rng: np.rando
             check_mismatch(comm, entry, 0, outcome(entry.other if comm.rank == 0 else entry.one))
 
 
-@case
+@case(compared, compared_before)
 def of_two_ranks_that_are_wrong_the_lowest_is_told(comm: Communicator, rng: np.random.Generator) -> None:
-    compared(comm)
     with untouched(comm) as board:
         send, recv = board.send(4), board.recv(4)
         if comm.rank == comm.size - 1:
@@ -187,9 +171,8 @@ def of_two_ranks_that_are_wrong_the_lowest_is_told(comm: Communicator, rng: np.r
         assert equal_everywhere(comm, "".join(ends))
 
 
-@case
+@case(compared, compared_before)
 def mismatches_of_started_calls_are_told_by_each_wait(comm: Communicator, rng: np.random.Generator) -> None:
-    compared(comm)
     with untouched(comm) as board:
         odd = comm.rank == comm.size - 1
         works: list[Work] = []

@@ -8,9 +8,10 @@ uses nothing of lowshard.comm.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import numpy as np
 
@@ -31,15 +32,78 @@ EPS = {
 }  # fmt: skip
 
 
-class CannotRun(Exception):
-    """Raised by a case, on all ranks, with the reason why it cannot run on this transport."""
+@dataclass(frozen=True)
+class Way:
+    """What cases ask of a communicator before they are run on it.
+
+    Attributes:
+        size: its ranks.
+        transport: "node" is the memory of one node beside MPI, "mpi" any other communicator over MPI.
+        on_gpu: whether its arrays are CuPy's.
+        compares: whether its ranks compare what they ask for.
+        late: whether they do so after the call.
+    """
+
+    size: int
+    transport: Literal["loopback", "node", "mpi", "nccl", "staged"]
+    on_gpu: bool = False
+    compares: bool = True
+    late: bool = False
 
 
-def case(function: Case) -> Case:
-    """Enter a function into the table under its own name."""
-    assert function.__name__ not in CASES
-    CASES[function.__name__] = function
-    return function
+Need = Callable[[Way], bool]
+_NEEDS: dict[str, tuple[Need, ...]] = {}
+
+
+def case(*needs: Need) -> Callable[[Case], Case]:
+    """Enter a function into the table under its own name, for the ways that give all it needs."""
+
+    def enter(function: Case) -> Case:
+        assert function.__name__ not in CASES
+        CASES[function.__name__], _NEEDS[function.__name__] = function, needs
+        return function
+
+    return enter
+
+
+def cases_for(way: Way, names: Iterable[str] | None = None) -> list[str]:
+    """Return those of the cases, by default of all, that mean something on a way."""
+    return [name for name in (CASES if names is None else names) if all(need(way) for need in _NEEDS[name])]
+
+
+def others(way: Way) -> bool:
+    """One rank has no other."""
+    return way.size > 1
+
+
+def compared(way: Way) -> bool:
+    """Ranks tell each other what they ask for."""
+    return way.size > 1 and way.compares
+
+
+def compared_before(way: Way) -> bool:
+    """Nothing moves where ranks differ, and they go on afterwards. Late comparison gives the communicator up."""
+    return not way.late
+
+
+def by_the_host(way: Way) -> bool:
+    """NCCL's kernels run in the order of the device's streams, and do not tell of lengths that differ."""
+    return way.transport != "nccl"
+
+
+def numpy_arrays(way: Way) -> bool:
+    """CuPy has no read-only arrays, and the host cannot look at them."""
+    return not way.on_gpu
+
+
+def memory_of_a_node(way: Way) -> bool:
+    """Groups share memory, and the memory of dropped results is used again."""
+    return way.transport == "node"
+
+
+def one_memory(way: Way) -> bool:
+    """Ranks see one memory: threads, and processes of a node beside MPI."""
+    return way.transport in ("loopback", "node")
 
 
 @contextmanager
@@ -47,8 +111,6 @@ def told(**facts: object) -> Iterator[None]:
     """Add to an error which of the many variants of a case it belongs to."""
     try:
         yield
-    except CannotRun:
-        raise
     except Exception as error:
         error.add_note(", ".join(f"{k}={v}" for k, v in facts.items()))
         raise

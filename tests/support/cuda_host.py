@@ -5,8 +5,9 @@ The folder beside it has what CUDA's words mean to a C++ compiler. The .cu files
 
 from __future__ import annotations
 
-import atexit
+import contextlib
 import ctypes
+import hashlib
 import shutil
 import subprocess
 import tempfile
@@ -24,6 +25,7 @@ import numpy.typing as npt
 from lowshard.kernels.buffer import address_range
 from lowshard.kernels.cuda.cuda_engine import CudaEngine
 from lowshard.kernels.cuda.cuda_module import FOLDER, SOURCES
+from lowshard.settings import cache_root
 
 SHIM = Path(__file__).with_name("cuda_host")
 COMPILER = "g++"
@@ -36,23 +38,34 @@ class HostFault(RuntimeError):
 
 @cache
 def host_library() -> tuple[ctypes.CDLL, str]:
-    """Return all kernels as one library, compiled once a process, and what the compiler said."""
-    folder = tempfile.mkdtemp(prefix="lowshard-cuda-host-")
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    target = Path(folder) / "kernels.so"
+    """Return all kernels as one library, compiled once for its sources and kept, and what the compiler said."""
     command = [
         COMPILER, "-O2", "-std=c++17", "-fPIC", "-shared", "-Wall", "-Wextra", "-Wno-unknown-pragmas",
         "-U_FORTIFY_SOURCE",  # it takes a jump between fibers for a damaged stack
         "-include", str(SHIM / "cuda_host.hpp"), "-I", str(FOLDER), "-x", "c++",
-        *(str(FOLDER / f"{name}.cu") for name in SOURCES), str(SHIM / "cuda_host.cpp"), "-o", str(target),
+        *(str(FOLDER / f"{name}.cu") for name in SOURCES), str(SHIM / "cuda_host.cpp"), "-o",
     ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_LIMIT_S)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command)}\n{done.stdout}{done.stderr}")
-    library = ctypes.CDLL(str(target))
+    made_from = hashlib.sha256("\0".join(command).encode())
+    made_from.update(subprocess.run([COMPILER, "--version"], capture_output=True, check=True).stdout)
+    for path in sorted((*FOLDER.glob("*.cu*"), *SHIM.iterdir())):
+        made_from.update(path.read_bytes())
+    kept = cache_root() / "tests" / f"cuda_host-{made_from.hexdigest()[:24]}"
+    if not (kept / "said.txt").exists():
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix="making-", dir=kept.parent))
+        done = subprocess.run(
+            [*command, str(folder / "kernels.so")], capture_output=True, text=True, timeout=COMPILE_LIMIT_S
+        )
+        if done.returncode:
+            raise RuntimeError(f"{' '.join(command)}\n{done.stdout}{done.stderr}")
+        (folder / "said.txt").write_text(done.stderr)
+        with contextlib.suppress(OSError):  # another process was first
+            folder.rename(kept)
+        shutil.rmtree(folder, ignore_errors=True)
+    library = ctypes.CDLL(str(kept / "kernels.so"))
     library.lowshard_run.restype = ctypes.c_char_p
     library.lowshard_trace.restype = ctypes.c_size_t
-    return library, done.stderr
+    return library, (kept / "said.txt").read_text()
 
 
 class Access(NamedTuple):

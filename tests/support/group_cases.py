@@ -10,10 +10,11 @@ from typing import Any
 
 import numpy as np
 from support.comm_kit import (
-    CannotRun,
     Canvas,
     case,
+    compared_before,
     get,
+    memory_of_a_node,
     operands,
     put,
     reducible,
@@ -55,7 +56,7 @@ def check_group(comm: Communicator, group: Communicator, members: list[int]) -> 
 # ---- groups
 
 
-@case
+@case()
 def split_groups_ranks_by_color(comm: Communicator, rng: np.random.Generator) -> None:
     for colors in (2, 3, comm.size):
         with told(colors=colors):
@@ -66,7 +67,7 @@ def split_groups_ranks_by_color(comm: Communicator, rng: np.random.Generator) ->
     check_group(comm, comm, list(range(comm.size)))
 
 
-@case
+@case()
 def split_orders_by_key_then_by_rank(comm: Communicator, rng: np.random.Generator) -> None:
     n = comm.size
     backwards = comm.split(0, key=n - comm.rank)
@@ -88,7 +89,7 @@ def split_orders_by_key_then_by_rank(comm: Communicator, rng: np.random.Generato
         group.close()
 
 
-@case
+@case()
 def split_leaves_out_ranks_without_color(comm: Communicator, rng: np.random.Generator) -> None:
     group = comm.split(None if comm.rank == 0 else 5)
     assert (group is None) == (comm.rank == 0)
@@ -99,7 +100,7 @@ def split_leaves_out_ranks_without_color(comm: Communicator, rng: np.random.Gene
     comm.barrier()
 
 
-@case
+@case()
 def groups_of_groups_work_beside_their_parents(comm: Communicator, rng: np.random.Generator) -> None:
     half = comm.split(comm.rank // 2)
     assert half is not None
@@ -121,11 +122,9 @@ def groups_of_groups_work_beside_their_parents(comm: Communicator, rng: np.rando
     comm.barrier()
 
 
-@case
+@case(memory_of_a_node)
 def groups_that_nobody_holds_are_let_go(comm: Communicator, rng: np.random.Generator) -> None:
-    place: Any = getattr(comm, "_place", None)
-    if place is None:
-        raise CannotRun("only groups over shared memory hold some of it")
+    place: Any = comm._place  # type: ignore[attr-defined]
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -149,7 +148,7 @@ def groups_that_nobody_holds_are_let_go(comm: Communicator, rng: np.random.Gener
     comm.barrier()
 
 
-@case
+@case()
 def messages_of_a_group_do_not_reach_its_parent(comm: Communicator, rng: np.random.Generator) -> None:
     group = comm.split(0)
     assert group is not None
@@ -170,7 +169,7 @@ def messages_of_a_group_do_not_reach_its_parent(comm: Communicator, rng: np.rand
 # ---- traffic
 
 
-@case
+@case()
 def traffic_counts_calls_and_bytes_exactly(comm: Communicator, rng: np.random.Generator) -> None:
     n, rank = comm.size, comm.rank
     others = n - 1
@@ -263,7 +262,7 @@ def traffic_counts_calls_and_bytes_exactly(comm: Communicator, rng: np.random.Ge
     group.close()
 
 
-@case
+@case()
 def traffic_does_not_depend_on_order_or_place(comm: Communicator, rng: np.random.Generator) -> None:
     seen = set()
     for elems in (64, 4000):
@@ -281,7 +280,7 @@ def traffic_does_not_depend_on_order_or_place(comm: Communicator, rng: np.random
 # ---- barrier
 
 
-@case
+@case()
 def nobody_leaves_a_barrier_before_all_have_come(comm: Communicator, rng: np.random.Generator) -> None:
     for late in range(comm.size):
         if comm.rank == late:
@@ -297,7 +296,7 @@ def nobody_leaves_a_barrier_before_all_have_come(comm: Communicator, rng: np.ran
 # ---- refusals
 
 
-@case
+@case(lambda way: way.compares, compared_before)
 def wrong_calls_are_refused_before_anything_moves(comm: Communicator, rng: np.random.Generator) -> None:
     n, rank = comm.size, comm.rank
     good, wide = put(comm, np.zeros(4)), put(comm, np.zeros(4 * n))
@@ -386,7 +385,7 @@ def wrong_calls_are_refused_before_anything_moves(comm: Communicator, rng: np.ra
     same(buf, np.array([float(n)]))
 
 
-@case
+@case()
 def a_closed_communicator_refuses_and_closes_again(comm: Communicator, rng: np.random.Generator) -> None:
     with comm.split(0) as group:  # type: ignore[union-attr]
         assert "closed" not in repr(group)
@@ -407,7 +406,7 @@ def a_closed_communicator_refuses_and_closes_again(comm: Communicator, rng: np.r
     comm.barrier()
 
 
-@case
+@case()
 def unused_parts_of_buffers_stay_as_they_were(comm: Communicator, rng: np.random.Generator) -> None:
     for row in reducible(comm, "max"):
         with told(dtype=row):

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 from support import mode
 from support.comm_kit import (
-    CannotRun,
     Canvas,
     carried,
     case,
     get,
     lend,
+    numpy_arrays,
     operands,
     put,
     random_bits,
@@ -50,7 +50,7 @@ def overlap(a: Array, b: Array) -> bool:
     return first < second + b.nbytes and second < first + a.nbytes
 
 
-@case
+@case()
 def empty_gives_arrays_of_any_shape_and_dtype(comm: Communicator, rng: np.random.Generator) -> None:
     alive = []
     for row in carried(comm):
@@ -73,7 +73,7 @@ def empty_gives_arrays_of_any_shape_and_dtype(comm: Communicator, rng: np.random
     comm.barrier()
 
 
-@case
+@case()
 def empty_refuses_what_cannot_be_and_goes_on(comm: Communicator, rng: np.random.Generator) -> None:
     for shape in (-1, (3, -2)):
         with told(shape=shape):
@@ -92,7 +92,7 @@ def empty_refuses_what_cannot_be_and_goes_on(comm: Communicator, rng: np.random.
     same(recv, data)
 
 
-@case
+@case()
 def memory_of_arrays_that_are_gone_is_given_out_again(comm: Communicator, rng: np.random.Generator) -> None:
     kept = comm.empty(1000, np.int64)
     part = kept[10:20]
@@ -116,7 +116,7 @@ def memory_of_arrays_that_are_gone_is_given_out_again(comm: Communicator, rng: n
     same(part, np.arange(10))
 
 
-@case
+@case()
 def collectives_work_from_and_into_empty_memory(comm: Communicator, rng: np.random.Generator) -> None:
     for name, lent in mixtures(comm).items():
         for elems, in_place in ((SHORT, False), (SHORT, True), (long(comm), name == "all")):
@@ -127,7 +127,7 @@ def collectives_work_from_and_into_empty_memory(comm: Communicator, rng: np.rand
                     call.check()
 
 
-@case
+@case()
 def each_rank_says_for_itself_whether_it_works_in_place(comm: Communicator, rng: np.random.Generator) -> None:
     for who in {0, comm.size - 1}:
         # Open MPI takes another algorithm for the longest, unless it is told of in-place buffers.
@@ -139,7 +139,7 @@ def each_rank_says_for_itself_whether_it_works_in_place(comm: Communicator, rng:
                     call.check()
 
 
-@case
+@case()
 def arrays_of_empty_outlive_their_communicator(comm: Communicator, rng: np.random.Generator) -> None:
     data = rng.standard_normal((comm.size, 9000))
     group = comm.split(0)
@@ -155,7 +155,7 @@ def arrays_of_empty_outlive_their_communicator(comm: Communicator, rng: np.rando
         same(other, np.full(9000, -1.0))
 
 
-@case
+@case()
 def buffers_may_lie_behind_the_first_segment(comm: Communicator, rng: np.random.Generator) -> None:
     """Segments are of 64 MiB at first and of 256 MiB after; of what is asked for here few pages are touched."""
     for size_bytes in (70 << 20, 300 << 20):
@@ -180,10 +180,8 @@ def buffers_may_lie_behind_the_first_segment(comm: Communicator, rng: np.random.
         assert bool((whole == comm.size * (comm.size + 1) // 2).all())
 
 
-@case
+@case(numpy_arrays)
 def buffers_may_lie_at_any_address(comm: Communicator, rng: np.random.Generator) -> None:
-    if comm.xp is not np:
-        raise CannotRun("arrays on a GPU are aligned")
 
     def at(data: np.ndarray, shift: int) -> np.ndarray:
         room = np.zeros(data.nbytes + 64, np.uint8)
@@ -211,7 +209,7 @@ def buffers_may_lie_at_any_address(comm: Communicator, rng: np.random.Generator)
                 same(whole, terms.reshape(-1))
 
 
-@case
+@case()
 def what_comes_later_does_not_reach_results_of_before(comm: Communicator, rng: np.random.Generator) -> None:
     """Ranks write their operands anew as soon as a call is over, and go on with other buffers in the same memory."""
     elems = long(comm)
@@ -231,10 +229,8 @@ def what_comes_later_does_not_reach_results_of_before(comm: Communicator, rng: n
         assert get(recv).tobytes() == expected.tobytes()
 
 
-@case
+@case(lambda way: way.transport not in ("nccl", "staged"))
 def calls_that_are_over_hold_no_buffers(comm: Communicator, rng: np.random.Generator) -> None:
-    if comm.xp is not np or comm.transport in ("nccl", "staged"):
-        raise CannotRun("what a device still works on is held until it is done")
     held: list[tuple[str, weakref.ref[Any]]] = []
 
     def watch(name: str, *buffers: Any) -> None:

@@ -44,7 +44,7 @@ def spread(rng: np.random.Generator, counts: Sequence[int], layout: str) -> tupl
     return displs, end + (3 if layout == "shuffled with gaps" else 0)
 
 
-@case
+@case()
 def all_gather_gives_every_rank_all_parts_in_rank_order(comm: Communicator, rng: np.random.Generator) -> None:
     for row in carried(comm):
         for n in lengths(comm):
@@ -61,7 +61,7 @@ def all_gather_gives_every_rank_all_parts_in_rank_order(comm: Communicator, rng:
                     recv.check(parts.reshape(-1))
 
 
-@case
+@case()
 def all_gather_v_puts_parts_of_any_length_where_each_rank_wants_them(
     comm: Communicator, rng: np.random.Generator
 ) -> None:
@@ -98,7 +98,7 @@ def all_gather_v_puts_parts_of_any_length_where_each_rank_wants_them(
                         recv.check(expected)
 
 
-@case
+@case()
 def all_to_all_transposes_parts(comm: Communicator, rng: np.random.Generator) -> None:
     for row in carried(comm):
         for n in lengths(comm):
@@ -116,7 +116,7 @@ def all_to_all_transposes_parts(comm: Communicator, rng: np.random.Generator) ->
                         same(send, sent[comm.rank].reshape(-1))
 
 
-@case
+@case()
 def all_to_all_v_moves_any_counts_between_any_places(comm: Communicator, rng: np.random.Generator) -> None:
     size, rank = comm.size, comm.rank
     patterns = {
@@ -150,7 +150,7 @@ def all_to_all_v_moves_any_counts_between_any_places(comm: Communicator, rng: np
                     same(send, content)
 
 
-@case
+@case()
 def all_to_all_v_in_place_sends_what_was_there_before(comm: Communicator, rng: np.random.Generator) -> None:
     size, rank = comm.size, comm.rank
     for row in carried(comm):
@@ -174,7 +174,7 @@ def all_to_all_v_in_place_sends_what_was_there_before(comm: Communicator, rng: n
                 recv.check(expected)
 
 
-@case
+@case()
 def all_to_all_v_may_send_one_part_to_everyone(comm: Communicator, rng: np.random.Generator) -> None:
     size = comm.size
     data = random_bits(rng, (size, 10), carried(comm)[1])
@@ -186,7 +186,7 @@ def all_to_all_v_may_send_one_part_to_everyone(comm: Communicator, rng: np.rando
     recv.check(data[:, 3:7].reshape(-1))
 
 
-@case
+@case()
 def broadcast_copies_the_roots_buffer(comm: Communicator, rng: np.random.Generator) -> None:
     for i, row in enumerate(carried(comm)):
         for n in lengths(comm):
@@ -199,7 +199,7 @@ def broadcast_copies_the_roots_buffer(comm: Communicator, rng: np.random.Generat
                     buf.check(data[root])
 
 
-@case
+@case()
 def gather_collects_in_rank_order_at_the_root(comm: Communicator, rng: np.random.Generator) -> None:
     for i, row in enumerate(carried(comm)):
         for n in lengths(comm):
@@ -221,7 +221,7 @@ def gather_collects_in_rank_order_at_the_root(comm: Communicator, rng: np.random
                         recv.check(parts.reshape(-1))
 
 
-@case
+@case()
 def scatter_hands_out_in_rank_order_from_the_root(comm: Communicator, rng: np.random.Generator) -> None:
     for i, row in enumerate(carried(comm)):
         for n in lengths(comm):
@@ -243,7 +243,7 @@ def scatter_hands_out_in_rank_order_from_the_root(comm: Communicator, rng: np.ra
                         same(whole, parts.reshape(-1))
 
 
-@case
+@case()
 def send_and_recv_pass_a_buffer_around_the_ring(comm: Communicator, rng: np.random.Generator) -> None:
     if comm.size == 1:
         return
@@ -262,7 +262,7 @@ def send_and_recv_pass_a_buffer_around_the_ring(comm: Communicator, rng: np.rand
                 recv.check(data[before])
 
 
-@case
+@case()
 def messages_of_one_pair_stay_in_order(comm: Communicator, rng: np.random.Generator) -> None:
     data = random_bits(rng, (comm.size, 12, 5), carried(comm)[0])
     last = comm.size - 1
@@ -284,7 +284,7 @@ def messages_of_one_pair_stay_in_order(comm: Communicator, rng: np.random.Genera
         recv.check(data[0, 0])
 
 
-@case
+@case()
 def shapes_do_not_matter_and_0d_counts_as_one_element(comm: Communicator, rng: np.random.Generator) -> None:
     row = carried(comm)[0]
     parts = random_bits(rng, (comm.size, 2, 3), row)
@@ -309,7 +309,7 @@ def shapes_do_not_matter_and_0d_counts_as_one_element(comm: Communicator, rng: n
     comm.broadcast(empty)
 
 
-@case
+@case()
 def large_buffers_arrive_whole(comm: Communicator, rng: np.random.Generator) -> None:
     elems = 300_000 if mode.full() else 60_000
     parts = rng.standard_normal((comm.size, elems)).astype(np.float32)
@@ -326,7 +326,7 @@ def large_buffers_arrive_whole(comm: Communicator, rng: np.random.Generator) -> 
     same(buf, parts[-1])
 
 
-@case
+@case()
 def calls_in_a_row_do_not_mix(comm: Communicator, rng: np.random.Generator) -> None:
     """Many small calls of all kinds on buffers that are reused, with ranks that come early or late."""
     late = np.random.default_rng(comm.rank)
@@ -360,7 +360,7 @@ def calls_in_a_row_do_not_mix(comm: Communicator, rng: np.random.Generator) -> N
                     same(board, values[:, :4].reshape(-1))
 
 
-@case
+@case()
 def what_is_sent_may_be_read_only(comm: Communicator, rng: np.random.Generator) -> None:
     data = rng.standard_normal((comm.size, comm.size))
     send = put(comm, data[comm.rank])

@@ -118,7 +118,10 @@ def index() -> Index:
         Part("b.safetensors", "w", ((2, 4), (0, 3)), None),
     )
     files = {"a.safetensors": IndexedFile(100, 1), "b.safetensors": IndexedFile(200, 2)}
-    return Index(2, "t0", files, {"w": IndexedTensor("float32", (4, 3), "rowwise(2)", parts)}, {"step": "3"})
+    tiling = Tiling.from_pieces((4, 3), "float32", [[((0, 2), (0, 3))], [((2, 4), (0, 3))]])
+    return Index(
+        2, "t0", files, {"w": IndexedTensor("float32", (4, 3), "rowwise(2)", parts, tiling)}, {"step": "3"}
+    )
 
 
 def plain(data: Any) -> Any:
@@ -180,6 +183,16 @@ def samples() -> Mapping[str, Any]:
         "tuned table": {"schema": TUNED, "entries": {"Open MPI 5.0.11, 2 ranks, 2 cores": {"all_reduce": 16384}}},
         "state of FSDP.save": {"version": 1, "updates": 2, "arrays": {"l0": ["m"]}, "numbers": {"l0": slot}},
         "state of an optimizer's slot": slot,
+        "greeting of a subscriber": {"name": "a", "host": "h", "pid": 3, "ranks": 2},
+        "table of a publisher": {
+            "mark": "00ff", "layouts": {"w": moves["layouts"][1]},
+            "stations": [{"addresses": ["unix:/a/door"], "network": "n", "pid": 4}],
+        },
+        "request of a subscriber": {
+            "ask": "read", "mark": "00", "newer_than": 3, "wait_s": 0.5, "number": 2, "version": None,
+            "boxes": [["w", [[0, 2], [1, 3]]]],
+        },
+        "answer of a publisher": {"state": "here", "version": 1, "number": 2, "pid": 3, "fd": 4, "size_bytes": 5},
     }  # fmt: skip
 
 

@@ -4,7 +4,8 @@ What a page may hold (CONTRIBUTING.md says the same to its writers):
 
 - `python`: a whole program. Its first line is a comment with its command: `# lowshard run -n 4 move.py` or
   `# python move.py`; what follows two spaces is for readers. It is written to that file and run. `# move.py` alone
-  writes the file, for a command below. A block that includes a file of examples/ is left to the examples' own test.
+  writes the file, for a command below.
+- `{.python}`: includes a file of examples/, which has a test of its own.
 - `text`, right after a program: what the program prints.
 - `console`: lines that begin with `$ ` are commands, the lines below each are what it prints.
 - `yaml` or `json` with `title="NAME"`: a file, written before what follows runs.
@@ -120,9 +121,10 @@ def steps(text: str) -> Iterator[Step]:
         if remark.startswith("not run: "):
             continue
         match block.language:
+            case "{.python}":
+                assert block.included.startswith("examples/"), f"{where}: {{.python}} includes an example"
+                assert (ROOT / block.included).is_file(), f"{where}: there is no {block.included}"
             case "python":
-                if block.included.startswith("examples/"):
-                    continue
                 first = block.text.partition("\n")[0]
                 told = _COMMAND.fullmatch(first) or _FILE.fullmatch(first)
                 assert told, f"{where}: the first line of a program is a comment with its command"

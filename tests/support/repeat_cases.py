@@ -9,8 +9,21 @@ from typing import Any
 
 import numpy as np
 from support.agreement_cases import equal_everywhere
-from support.check_cases import check_mismatch, compared, go_on, untouched
-from support.comm_kit import CannotRun, Canvas, case, lend, outcome, put, refused, same, told
+from support.check_cases import check_mismatch, go_on, untouched
+from support.comm_kit import (
+    Canvas,
+    case,
+    compared,
+    compared_before,
+    lend,
+    numpy_arrays,
+    others,
+    outcome,
+    put,
+    refused,
+    same,
+    told,
+)
 from support.every_call import SHORT, Preparer, long
 from support.message_cases import neighbours
 from support.mismatch import mismatches
@@ -28,13 +41,7 @@ def huge_bytes(comm: Communicator) -> int:
     return 1_200_000 if hasattr(comm, "_small_bytes") else 60_000
 
 
-def on_the_host(comm: Communicator) -> None:
-    """Say where arrays are not NumPy's."""
-    if comm.xp is not np:
-        raise CannotRun("what NumPy alone allows to change")
-
-
-@case
+@case()
 def calls_that_are_repeated_are_as_right_as_the_first(comm: Communicator, rng: np.random.Generator) -> None:
     for elems in (SHORT, long(comm), huge_bytes(comm) // 4 // comm.size):
         for lent, in_place in (
@@ -50,7 +57,7 @@ def calls_that_are_repeated_are_as_right_as_the_first(comm: Communicator, rng: n
                         call.check()
 
 
-@case
+@case()
 def calls_are_right_at_the_sizes_where_ways_change(comm: Communicator, rng: np.random.Generator) -> None:
     for size_bytes in (16 << 10, 32 << 10, 64 << 10):
         for elems in {size_bytes // 4 + more for more in (-1, 0, 1)} | {size_bytes // 4 // comm.size}:
@@ -60,7 +67,7 @@ def calls_are_right_at_the_sizes_where_ways_change(comm: Communicator, rng: np.r
                     call.check()
 
 
-@case
+@case()
 def repeated_sums_have_the_bits_of_the_first(comm: Communicator, rng: np.random.Generator) -> None:
     """Large enough to go in turns, in dtypes that are summed in a wider one, divided and not."""
     for dtype, op in (
@@ -88,14 +95,11 @@ def repeated_sums_have_the_bits_of_the_first(comm: Communicator, rng: np.random.
                     assert equal_everywhere(comm, expected.tobytes().hex()[:4000])
 
 
-@case
+@case(lambda way: way.size <= 4, numpy_arrays)
 def sums_of_many_bytes_from_and_into_empty_memory_have_the_bits_of_others(
     comm: Communicator, rng: np.random.Generator
 ) -> None:
     """Large enough for ranks to write each other's results; in place and divided too."""
-    on_the_host(comm)
-    if comm.size > 4:
-        raise CannotRun("100 MB a rank are too much for so many")
     shift = 0 if hasattr(comm, "_small_bytes") else 8
     for elems, op, in_place in ((13 << 18 >> shift) + 3, "sum", False), ((8 << 20 >> shift) + 5, "avg", True):
         data = (100 * rng.standard_normal(elems)).astype(np.float32) + comm.rank
@@ -110,12 +114,9 @@ def sums_of_many_bytes_from_and_into_empty_memory_have_the_bits_of_others(
                 assert np.array_equal(recv, expected)
 
 
-@case
+@case(lambda way: way.size <= 4, numpy_arrays)
 def parts_of_many_bytes_are_gathered_whole(comm: Communicator, rng: np.random.Generator) -> None:
     """Large enough for ranks to copy their own part by turns with the others', and past the caches."""
-    on_the_host(comm)
-    if comm.size > 4:
-        raise CannotRun("100 MB a rank are too much for so many")
     shift = 0 if hasattr(comm, "_small_bytes") else 8
     for elems in ((1 << 20 >> shift) + 3, (2 << 20 >> shift) + 300_001):
         parts = [np.arange(rank, rank + elems, dtype=np.float32) for rank in range(comm.size)]
@@ -135,9 +136,8 @@ def parts_of_many_bytes_are_gathered_whole(comm: Communicator, rng: np.random.Ge
                 assert recv[0] == recv[-1] == 0
 
 
-@case
+@case(numpy_arrays)
 def what_has_changed_since_a_call_was_made_counts(comm: Communicator, rng: np.random.Generator) -> None:
-    on_the_host(comm)
     for elems in (6 * comm.size, long(comm) * comm.size):
         n = elems // comm.size
         send, recv = put(comm, np.arange(elems, dtype=np.float32)), put(comm, np.zeros(elems, np.float32))
@@ -200,9 +200,8 @@ def comm_closed_is_closed(comm: Communicator) -> None:
     refused(group.barrier, CommError, "closed")
 
 
-@case
+@case(compared, compared_before)
 def calls_known_on_all_ranks_are_compared_all_the_same(comm: Communicator, rng: np.random.Generator) -> None:
-    compared(comm)
     with untouched(comm) as board:
         count = len(list(mismatches(board)))
     for i in range(count):
@@ -236,7 +235,7 @@ def calls_known_on_all_ranks_are_compared_all_the_same(comm: Communicator, rng: 
         go_on(comm)
 
 
-@case
+@case()
 def calls_of_many_sizes_are_all_counted_and_numbered(comm: Communicator, rng: np.random.Generator) -> None:
     group = comm.split(0)
     assert group is not None
@@ -259,7 +258,7 @@ def calls_of_many_sizes_are_all_counted_and_numbered(comm: Communicator, rng: np
     group.close()
 
 
-@case
+@case()
 def groups_with_known_calls_are_let_go(comm: Communicator, rng: np.random.Generator) -> None:
     gone = []
     for _ in range(3):
@@ -277,7 +276,7 @@ def groups_with_known_calls_are_let_go(comm: Communicator, rng: np.random.Genera
     assert [ref() for ref in gone] == [None] * 3
 
 
-@case
+@case(others)
 def steps_of_a_ring_send_and_receive_at_once(comm: Communicator, rng: np.random.Generator) -> None:
     after, before = neighbours(comm)
     calls = 0
@@ -312,7 +311,7 @@ def steps_of_a_ring_send_and_receive_at_once(comm: Communicator, rng: np.random.
     same(more, np.full(9, before))
 
 
-@case
+@case(others)
 def a_step_of_a_ring_refuses_what_does_not_fit(comm: Communicator, rng: np.random.Generator) -> None:
     after, before = neighbours(comm)
     five, recv = put(comm, np.arange(5.0)), Canvas(comm, 5, np.dtype(float))
@@ -339,7 +338,7 @@ def a_step_of_a_ring_refuses_what_does_not_fit(comm: Communicator, rng: np.rando
         recv.check(np.arange(5.0))
 
 
-@case
+@case(others)
 def repeated_messages_of_any_length_arrive_in_order(comm: Communicator, rng: np.random.Generator) -> None:
     after, before = neighbours(comm)
     lengths = [0, 1, 2048, 2049, 5000, 65_535, 65_536, 65_537, 300_000, huge_bytes(comm)]

@@ -19,14 +19,16 @@ from support.checkpoints import attention_and_more, on_ranks, state_of, values_o
 from support.save_steps import Steps, counted
 
 from lowshard import DeviceMesh, Layout, Replicated, Sharded
-from lowshard.checkpoint import Catalog, write_checkpoint
+from lowshard.checkpoint import Catalog, read_header, write_checkpoint
 from lowshard.checkpoint.checkpoint_index import INDEX_NAME, read_index
+from lowshard.checkpoint.hf_index import HF_INDEX
 from lowshard.comm import Communicator
 from lowshard.errors import LowshardError, NotDurable
 from lowshard.fsdp import FSDP, Param
 from lowshard.tiling import Tiling
-from lowshard.weights import load, plan_load, save
+from lowshard.weights import ShardingStrategy, load, plan_load, save
 from lowshard.weights.checkpoint_convert import Settings, convert
+from lowshard.weights.cut_rules import Owned
 
 RANKS = 4
 _LEFT = "ab" * 6
@@ -66,6 +68,10 @@ class Saver(ABC):
     @abstractmethod
     def own_files(self) -> set[str]:
         """Return the names of the files that the checkpoint in place consists of."""
+
+    def check(self) -> None:
+        """Look at what other readers see, whatever the save came to."""
+        assert self.folder.exists()
 
     def leftovers(self) -> list[str]:
         """Return names of files that a killed save may have left."""
@@ -144,6 +150,43 @@ class Resharded(Sharded4):
         return {"config.json", *super().own_files()}
 
 
+class WithHuggingFace(Sharded4):
+    """Checkpoints of whole tensors, beside which an index of Hugging Face's stands."""
+
+    def own_files(self) -> set[str]:
+        return {HF_INDEX, *super().own_files()}
+
+    def check(self) -> None:
+        """An index of Hugging Face's names whole tensors in files that are there."""
+        if (self.place / HF_INDEX).exists():
+            named = json.loads((self.place / HF_INDEX).read_text())["weight_map"]
+            for name, file in named.items():
+                assert name in read_header(self.place / file).tensors
+            assert len({file.split("-")[1] for file in named.values()}) == 1  # of one save
+
+
+class WholeTensors(WithHuggingFace):
+    """`save` where each tensor is on one rank, or whole on all."""
+
+    def save(self, version: int, comm: Communicator) -> None:
+        shapes = {f"w{i}": (3 + i, 2) for i in range(5)}
+        tilings = {
+            name: ShardingStrategy(RANKS, Owned(i % RANKS)).layout(shape)
+            if i
+            else Tiling.whole(shape, "float32", RANKS)
+            for i, (name, shape) in enumerate(shapes.items())
+        }
+        save(self.place, state_of(values_of(tilings, version), tilings, comm.rank), comm)
+
+
+class MergedFolder(WithHuggingFace, Resharded):
+    """`lowshard reshard --merged` into a folder."""
+
+    def save(self, version: int, comm: Communicator) -> None:
+        source = str(self.folder / f"in{version}")
+        convert(Settings(source, str(self.place), None, "", merged=True, file_bytes=500), comm)
+
+
 class Merged(Saver):
     """`save(merged=True)`."""
 
@@ -168,6 +211,20 @@ class Merged(Saver):
 
     def own_files(self) -> set[str]:
         return {self.target.name}
+
+
+class MergedFile(Merged):
+    """`lowshard reshard --merged` into one file."""
+
+    def prepare(self) -> Saver:
+        for version in (1, 2):
+            values = {f"w{i}": np.full((8, 6 + i), version * 10 + i, np.float32) for i in range(3)}
+            save_file(values, self.folder / f"in{version}.safetensors")
+        return super().prepare()
+
+    def save(self, version: int, comm: Communicator) -> None:
+        source = str(self.folder / f"in{version}.safetensors")
+        convert(Settings(source, str(self.target), None, "", merged=True), comm)
 
 
 class Written(Merged):
@@ -197,6 +254,7 @@ class Trained(Merged):
 
 SAVERS: Mapping[str, type[Saver]] = {
     "sharded": Sharded4, "merged": Merged, "write_checkpoint": Written, "FSDP": Trained, "reshard": Resharded,
+    "whole": WholeTensors, "merged folder": MergedFolder, "merged file": MergedFile,
 }  # fmt: skip
 
 
@@ -241,6 +299,7 @@ def judge(saver: Saver, before: int, files: set[str], ended: Sequence[Ended | No
         told: True where all ranks were told of the error, so that nothing of a version that is not in place stays.
     """
     committed = saver.inode() != before
+    saver.check()
     if committed or before:
         assert saver.holds(2 if committed else 1)
     assert committed or not all(e is not None and not e.kind for e in ended), (
@@ -255,6 +314,7 @@ def judge(saver: Saver, before: int, files: set[str], ended: Sequence[Ended | No
         assert saver.files() <= files
         assert saver.place.exists() == saver.has_place
     saver.save_on_threads(1)
+    saver.check()
     assert saver.holds(1)
     assert saver.files() == saver.own_files()
     return committed

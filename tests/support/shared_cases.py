@@ -7,12 +7,15 @@ from typing import Any
 
 import numpy as np
 from support.comm_kit import (
-    CannotRun,
     carried,
     case,
     check_reduced,
+    compared_before,
     get,
     lend,
+    memory_of_a_node,
+    numpy_arrays,
+    one_memory,
     operands,
     put,
     random_bits,
@@ -47,7 +50,7 @@ def whole(comm: Communicator, rng: np.random.Generator, elems: int) -> tuple[Arr
 # ---- values
 
 
-@case
+@case()
 def a_shared_all_gather_joins_parts_along_the_first_dim(comm: Communicator, rng: np.random.Generator) -> None:
     for row in carried(comm):
         for shape in ((37,), (2, 3), (0,), (3, 0, 2), (), (1,)):
@@ -62,7 +65,7 @@ def a_shared_all_gather_joins_parts_along_the_first_dim(comm: Communicator, rng:
         same(comm.all_gather(make(comm, parts[comm.rank]), shared=True), parts.reshape(-1))
 
 
-@case
+@case()
 def a_shared_all_reduce_takes_every_dtype_op_and_order(comm: Communicator, rng: np.random.Generator) -> None:
     for i, op in enumerate(OPS):
         for j, row in enumerate(reducible(comm, op)):
@@ -76,7 +79,7 @@ def a_shared_all_reduce_takes_every_dtype_op_and_order(comm: Communicator, rng: 
                     same(send, terms[comm.rank])
 
 
-@case
+@case()
 def a_shared_all_reduce_is_as_good_when_it_is_long(comm: Communicator, rng: np.random.Generator) -> None:
     n = long(comm) + 1
     for name, op in (("float32", "sum"), ("bfloat16", "avg"), ("int64", "avg"), ("float8_e5m2", "max")):
@@ -92,7 +95,7 @@ def a_shared_all_reduce_is_as_good_when_it_is_long(comm: Communicator, rng: np.r
     same(comm.all_reduce(put(comm, grid[comm.rank, 0, 0, 0]), shared=True), grid.sum(0)[0, 0, 0].reshape(()))
 
 
-@case
+@case()
 def a_shared_broadcast_needs_an_array_at_the_root_alone(comm: Communicator, rng: np.random.Generator) -> None:
     for i, row in enumerate(carried(comm)):
         for shape in ((37,), (2, 3), (0, 4), ()):
@@ -109,10 +112,8 @@ def a_shared_broadcast_needs_an_array_at_the_root_alone(comm: Communicator, rng:
 # ---- what they are
 
 
-@case
+@case(numpy_arrays)
 def shared_results_are_read_only(comm: Communicator, rng: np.random.Generator) -> None:
-    if comm.xp is not np:
-        raise CannotRun("CuPy has no read-only arrays")
     data = rng.standard_normal((comm.size, 6))
     send = put(comm, data[comm.rank])
     for got in (
@@ -130,10 +131,8 @@ def shared_results_are_read_only(comm: Communicator, rng: np.random.Generator) -
     same(got, data[0])
 
 
-@case
+@case(one_memory)
 def shared_results_are_one_memory_on_a_node(comm: Communicator, rng: np.random.Generator) -> None:
-    if not shares_memory(comm):
-        raise CannotRun("each rank has a result of its own here")
     for elems in (5, long(comm)):
         send = put(comm, np.zeros(elems, np.int64))
         for call in (
@@ -153,7 +152,7 @@ def shared_results_are_one_memory_on_a_node(comm: Communicator, rng: np.random.G
                 comm.barrier()
 
 
-@case
+@case()
 def shared_results_stay_while_later_calls_run(comm: Communicator, rng: np.random.Generator) -> None:
     """Each rank drops and keeps results as it likes; what one has dropped another may still look at."""
     own = np.random.default_rng(comm.rank)
@@ -179,7 +178,7 @@ def shared_results_stay_while_later_calls_run(comm: Communicator, rng: np.random
         assert get(got).tobytes() == expected.astype(got.dtype).tobytes()
 
 
-@case
+@case()
 def parts_of_a_shared_result_keep_it(comm: Communicator, rng: np.random.Generator) -> None:
     got, expected = whole(comm, rng, 400)
     part = got[3:50].reshape(47, 1)
@@ -189,10 +188,8 @@ def parts_of_a_shared_result_keep_it(comm: Communicator, rng: np.random.Generato
     same(part, expected[3:50].reshape(47, 1))
 
 
-@case
+@case(memory_of_a_node)
 def the_memory_of_dropped_results_is_used_again(comm: Communicator, rng: np.random.Generator) -> None:
-    if type(comm).__name__ != "NodeCommunicator":
-        raise CannotRun("the system's allocator has it")
     seen: dict[str, set[int]] = {}
     for turn in range(12):
         send = put(comm, np.full(5000, turn, np.int32))
@@ -209,7 +206,7 @@ def the_memory_of_dropped_results_is_used_again(comm: Communicator, rng: np.rand
         assert len(places) <= 2, f"{name} has taken {len(places)} places for one result after the other"
 
 
-@case
+@case()
 def shared_results_outlive_their_communicator(comm: Communicator, rng: np.random.Generator) -> None:
     group = comm.split(0)
     assert group is not None
@@ -225,7 +222,7 @@ def shared_results_outlive_their_communicator(comm: Communicator, rng: np.random
         same(got, expected)
 
 
-@case
+@case()
 def shared_results_may_be_sent(comm: Communicator, rng: np.random.Generator) -> None:
     """They lie in the memory of one of the ranks, where its peers see it at another address."""
     for elems in (5, long(comm)):
@@ -244,7 +241,7 @@ def shared_results_may_be_sent(comm: Communicator, rng: np.random.Generator) -> 
             same(buf, expected)
 
 
-@case
+@case()
 def groups_share_among_their_own_ranks(comm: Communicator, rng: np.random.Generator) -> None:
     group = comm.split(comm.rank % 2, key=-comm.rank)
     assert group is not None
@@ -264,7 +261,7 @@ def groups_share_among_their_own_ranks(comm: Communicator, rng: np.random.Genera
 # ---- what is refused
 
 
-@case
+@case(compared_before)
 def shared_calls_refuse_what_makes_no_sense(comm: Communicator, rng: np.random.Generator) -> None:
     buf, recv = put(comm, np.zeros(4)), put(comm, np.zeros(4 * comm.size))
     for text, cls, call in (

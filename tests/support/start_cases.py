@@ -7,7 +7,20 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from support.comm_kit import CannotRun, case, get, lend, operands, put, reference, refused, same, told
+from support.comm_kit import (
+    by_the_host,
+    case,
+    get,
+    lend,
+    numpy_arrays,
+    operands,
+    others,
+    put,
+    reference,
+    refused,
+    same,
+    told,
+)
 from support.every_call import SHORT, Preparer, long
 
 from lowshard import dtypes
@@ -18,12 +31,6 @@ from lowshard.errors import BufferMismatchError, CommError, TimedOut
 Array = Any
 
 LIMIT_S = 20.0
-
-
-def on_the_host(comm: Communicator) -> None:
-    """Say that a case is about calls that a thread of the host drives."""
-    if comm.transport == "nccl":
-        raise CannotRun("NCCL's kernels run in the order of the device's streams")
 
 
 def beside(comm: Communicator) -> Communicator:
@@ -45,7 +52,7 @@ def compute(until: Callable[[], bool]) -> None:
 # ---- every call
 
 
-@case
+@case()
 def every_collective_may_be_started(comm: Communicator, rng: np.random.Generator) -> None:
     for elems in (SHORT, long(comm)):
         for lent, in_place in ((False, True), (True, False)):
@@ -61,7 +68,7 @@ def every_collective_may_be_started(comm: Communicator, rng: np.random.Generator
     assert work.done()
 
 
-@case
+@case()
 def started_shared_calls_return_their_result_by_wait(comm: Communicator, rng: np.random.Generator) -> None:
     parts = rng.integers(-9, 9, (comm.size, 300))
     send, last = put(comm, parts[comm.rank]), comm.size - 1
@@ -74,7 +81,7 @@ def started_shared_calls_return_their_result_by_wait(comm: Communicator, rng: np
     same(gathered.wait(), parts.reshape(-1))
 
 
-@case
+@case()
 def many_calls_may_be_in_flight_and_run_in_order(comm: Communicator, rng: np.random.Generator) -> None:
     calls = []
     for elems in (SHORT, long(comm), 1, 500):
@@ -95,7 +102,7 @@ def many_calls_may_be_in_flight_and_run_in_order(comm: Communicator, rng: np.ran
     same(a, np.full(1000, float(comm.size) ** 4))
 
 
-@case
+@case()
 def a_call_that_waits_comes_after_those_that_were_started(
     comm: Communicator, rng: np.random.Generator
 ) -> None:
@@ -117,7 +124,7 @@ def a_call_that_waits_comes_after_those_that_were_started(
         made.close()
 
 
-@case
+@case()
 def a_work_holds_its_buffers(comm: Communicator, rng: np.random.Generator) -> None:
     data = rng.integers(-9, 9, (comm.size, long(comm)))
     works, results = [], []
@@ -137,11 +144,8 @@ def a_work_holds_its_buffers(comm: Communicator, rng: np.random.Generator) -> No
 # ---- pending and done
 
 
-@case
+@case(others, by_the_host)
 def done_is_false_until_all_ranks_have_come(comm: Communicator, rng: np.random.Generator) -> None:
-    on_the_host(comm)
-    if comm.size == 1:
-        raise CannotRun("one rank waits for nobody")
     other = beside(comm)
     for late in {0, comm.size - 1}:
         send, recv = put(comm, np.full(9, float(comm.rank))), put(comm, np.zeros(9))
@@ -158,11 +162,8 @@ def done_is_false_until_all_ranks_have_come(comm: Communicator, rng: np.random.G
     other.close()
 
 
-@case
+@case(others, by_the_host)
 def what_was_started_goes_on_while_the_caller_computes(comm: Communicator, rng: np.random.Generator) -> None:
-    on_the_host(comm)
-    if comm.size == 1:
-        raise CannotRun("one rank waits for nobody")
     other = beside(comm)
     elems = long(comm)
     for make in (put, lend):
@@ -185,13 +186,10 @@ def what_was_started_goes_on_while_the_caller_computes(comm: Communicator, rng: 
     other.close()
 
 
-@case
+@case(numpy_arrays, by_the_host)
 def a_message_that_was_started_arrives_while_the_caller_computes(
     comm: Communicator, rng: np.random.Generator
 ) -> None:
-    on_the_host(comm)
-    if comm.xp is not np:
-        raise CannotRun("the host cannot look at the buffer")
     other = beside(comm)
     elems = 100_000  # more than goes without the receiver
     buf = put(comm, np.zeros(elems))
@@ -212,11 +210,8 @@ def a_message_that_was_started_arrives_while_the_caller_computes(
 # ---- the time of a wait, errors
 
 
-@case
+@case(others, by_the_host)
 def a_wait_that_is_too_short_may_be_made_again(comm: Communicator, rng: np.random.Generator) -> None:
-    on_the_host(comm)
-    if comm.size == 1:
-        raise CannotRun("one rank waits for nobody")
     other = beside(comm)
     recv, buf = put(comm, np.zeros(5)), put(comm, np.zeros(5))
     late = comm.size - 1
@@ -244,7 +239,7 @@ def a_wait_that_is_too_short_may_be_made_again(comm: Communicator, rng: np.rando
     other.close()
 
 
-@case
+@case()
 def errors_are_raised_by_wait(comm: Communicator, rng: np.random.Generator) -> None:
     good, short = put(comm, np.zeros(4)), put(comm, np.zeros(3))
     peer = (comm.rank + 1) % comm.size
@@ -276,12 +271,10 @@ def errors_are_raised_by_wait(comm: Communicator, rng: np.random.Generator) -> N
 # ---- messages
 
 
-@case
+@case(others)
 def large_messages_both_ways_are_waited_for_in_any_order(
     comm: Communicator, rng: np.random.Generator
 ) -> None:
-    if comm.size == 1:
-        raise CannotRun("one rank has no other")
     own = np.random.default_rng(comm.rank)
     elems = 20_000
     data = rng.integers(-99, 99, (comm.size, comm.size, elems)).astype(np.int32)
@@ -302,11 +295,8 @@ def large_messages_both_ways_are_waited_for_in_any_order(
             same(buf, data[src, comm.rank])
 
 
-@case
+@case(others, by_the_host)
 def a_recv_may_be_started_long_before_its_send(comm: Communicator, rng: np.random.Generator) -> None:
-    if comm.size == 1:
-        raise CannotRun("one rank has no other")
-    on_the_host(comm)
     for elems in (3, 50_000):
         data = rng.standard_normal((comm.size, elems))
         src, dst = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
@@ -322,7 +312,7 @@ def a_recv_may_be_started_long_before_its_send(comm: Communicator, rng: np.rando
         same(buf, data[src])
 
 
-@case
+@case()
 def started_messages_of_one_pair_stay_in_order(comm: Communicator, rng: np.random.Generator) -> None:
     if comm.size == 1 or comm.rank > 1:
         return
@@ -348,11 +338,10 @@ def started_messages_of_one_pair_stay_in_order(comm: Communicator, rng: np.rando
 # ---- several communicators, the end
 
 
-@case
+@case(by_the_host)
 def calls_of_several_communicators_are_in_flight_at_once(
     comm: Communicator, rng: np.random.Generator
 ) -> None:
-    on_the_host(comm)
     groups = [beside(comm) for _ in range(3)]
     terms = operands(rng, comm.size, 3000, dtypes.get("float32"), "sum")
     expected = reference(terms, "sum", "tree")
@@ -368,7 +357,7 @@ def calls_of_several_communicators_are_in_flight_at_once(
         group.close()
 
 
-@case
+@case()
 def close_waits_for_what_was_started(comm: Communicator, rng: np.random.Generator) -> None:
     for _ in range(3):
         group = beside(comm)

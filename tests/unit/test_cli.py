@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
 
 import pytest
 
 from lowshard import __version__, cli, errors
+from lowshard.command_examples import EXAMPLES
 from lowshard.errors import LowshardError
 
 
@@ -69,3 +75,112 @@ def test_every_command_has_a_description() -> None:
     for name, sub in commands.choices.items():
         assert sub.description, name
         assert sub.format_help().count("\n") > 5
+
+
+@pytest.mark.parametrize(
+    ("argv", "command", "told"),
+    [
+        (
+            "bench all_reduce -b 8 -e 1M -f 2 -g 2",
+            "bench all_reduce",
+            "-g: ranks are processes here, .* --ranks N",
+        ),
+        ("bench all_gather -t4", "bench all_gather", "-t4: ranks are processes here"),
+        ("bench all_reduce --nthreads=4", "bench all_reduce", "--nthreads: ranks are processes here"),
+        ("bench all_reduce -R 1", "bench all_reduce", "-R: write --window"),
+        ("bench all_reduce -c 0", "bench all_reduce", "results are always checked"),
+        ("bench profile --json", "bench profile", "--json: the profile is JSON already: write -o FILE"),
+        ("bench allreduce", "bench", r"invalid choice: 'allreduce' .*; did you mean all_reduce"),
+        ("bench all_reduce -d flaot32", "bench all_reduce", "did you mean float32"),
+        ("reshrad a b", "", "did you mean reshard"),
+        ("doctor --jsn", "doctor", r"--jsn; did you mean --json\?"),
+        ("rules chek --rules default", "rules", r"did you mean check"),
+        ("rules check --rules default --devces 4", "rules check", r"--devces; did you mean --devices"),
+        (
+            "run --nproc_per_node 4 train.py",
+            "run",
+            "--nproc_per_node: ranks are counted over all hosts: write -n N",
+        ),
+        ("run -H a,b -n 4 train.py", "run", "-H: write --hosts"),
+    ],
+)
+def test_wrong_usage_is_told_with_the_subcommands_usage_and_what_to_write(
+    argv: str, command: str, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main(argv.split())
+    assert end.value.code == 2
+    shown = capsys.readouterr().err
+    prog = f"lowshard {command}".strip()
+    assert re.match(rf"usage: {prog} (\[|COMMAND|NAME)", shown), shown
+    assert f"\n{prog}: error: " in shown
+    assert re.search(told, shown), shown
+
+
+def test_an_option_of_the_script_is_the_scripts_own(capsys: pytest.CaptureFixture[str]) -> None:
+    args = cli.build_parser().parse_args(["run", "-np", "4", "train.py", "-H", "a", "--host", "--nnodes=2"])
+    assert (args.ranks, args.target) == (4, ["train.py", "-H", "a", "--host", "--nnodes=2"])
+
+
+@pytest.mark.parametrize(
+    ("given", "dtype"), [("half", "float16"), ("float", "float32"), ("double", "float64")]
+)
+def test_nccl_tests_names_of_types_are_taken(given: str, dtype: str) -> None:
+    args = cli.build_parser().parse_args(["bench", "all_reduce", "-d", given])
+    assert args.datatype == dtype
+
+
+def every_parser(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+    """Yield a parser and those below it."""
+    yield parser
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for below in action.choices.values():
+                yield from every_parser(below)
+
+
+PARSERS = {parser.prog: parser for parser in every_parser(cli.build_parser())}
+
+
+@pytest.mark.parametrize("prog", PARSERS)
+def test_every_help_has_lines_to_try_and_they_are_right(prog: str) -> None:
+    shown = PARSERS[prog].format_help()
+    _, found, examples = shown.partition("examples:\n")
+    assert found, shown
+    words_end = "  #" if prog == "lowshard rules" else "  "  # there columns are in line
+    lines = [
+        line.partition(words_end)[0] for line in re.findall(r"^  (lowshard .*)$", examples, re.MULTILINE)
+    ]
+    assert any(line.startswith(prog) for line in lines), examples
+    for line in lines:
+        words = line.partition(" >")[0].split()[1:]
+        if "--template" not in words:  # which prints, and ends
+            PARSERS["lowshard"].parse_args(words)
+
+
+def test_there_are_examples_of_no_command_that_there_is_not() -> None:
+    assert set(EXAMPLES) <= set(PARSERS)
+
+
+@pytest.mark.parametrize(
+    ("argv", "unbuffered"),
+    [(["doctor", "--settings"], ""), (["run", "--template", "list"], "1"), (["rules", "--help"], "")],
+)
+def test_who_stops_reading_or_has_no_room_gets_no_traceback(argv: list[str], unbuffered: str) -> None:
+    env = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    command = [sys.executable, "-m", "lowshard", *argv]
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    try:
+        ran = subprocess.run(
+            command, env=env, stdout=write_end, stderr=subprocess.PIPE, text=True, timeout=60
+        )
+    finally:
+        os.close(write_end)
+    assert ran.stderr == ""
+    assert ran.returncode in ((0, 141) if "--help" in argv else (141,))
+    with open("/dev/full", "w") as full:
+        ran = subprocess.run(command, env=env, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert "Traceback" not in ran.stderr
+    if "--help" not in argv:
+        assert (ran.returncode, ran.stderr.count("cannot be written: No space left")) == (1, 1)

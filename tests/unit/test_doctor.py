@@ -9,8 +9,9 @@ import pytest
 
 from lowshard.launch.check_library import check_loaded, check_lowshard
 from lowshard.launch.check_machine import nccl_advice
-from lowshard.launch.check_mpi import check_autogroup, check_sharing, sharing_finding
-from lowshard.launch.doctor_finding import run_python
+from lowshard.launch.check_mpi import check_autogroup, check_sharing, plain_start_finding, sharing_finding
+from lowshard.launch.doctor_command import print_table
+from lowshard.launch.doctor_finding import Check, run_python
 from lowshard.launch.mpiexec import MpiInstall
 
 
@@ -62,6 +63,40 @@ def test_memory_that_may_not_be_shared_is_told_with_what_it_costs(
     assert check.status == status
     assert told in check.detail
     assert ("ptrace" in check.advice.lower()) == (status != "ok")
+
+
+@pytest.mark.parametrize(
+    ("family", "is_root", "env", "status"),
+    [
+        ("openmpi", True, {}, "warning"),
+        ("openmpi", True, {"OMPI_ALLOW_RUN_AS_ROOT": "1"}, "warning"),
+        ("openmpi", True, {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}, "ok"),
+        ("openmpi", False, {}, "ok"),
+        ("mpich", True, {}, "ok"),
+    ],
+)
+def test_root_under_open_mpi_is_told_what_to_write(
+    family: str, is_root: bool, env: dict[str, str], status: str
+) -> None:
+    check = plain_start_finding(install(family), is_root, env, 2)
+    assert check.status == status
+    assert ("write lowshard run -n N" in check.advice) == (status == "warning")
+    assert ("--oversubscribe" in check.advice) == (family == "openmpi")
+
+
+def test_the_table_fits_80_columns_into_a_pipe_and_cuts_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    long = f"/a/{'b' * 200}/c"
+    checks = [
+        Check("ok one", "ok", "short"),
+        Check("long one", "warning", long, "advice " * 30),
+        Check("bad one", "broken", "x", "pip install it", required=True),
+    ]
+    print_table(checks, False)
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert long in "".join(line.strip() for line in lines[:6]).replace("warning  long one", "")
+    assert sum(line.count("advice") for line in lines) == 30
+    assert any(line.startswith("broken *") for line in lines)
 
 
 def test_a_trial_that_crashes_is_a_finding() -> None:

@@ -10,7 +10,7 @@ from support import engines
 from support.float_twin import DTYPES, bits_of, decode, encode, infinity, patterns, sign_bit, swapped
 from support.places import places
 
-from lowshard.errors import BufferMismatchError, DTypeError, KernelError, LowshardError
+from lowshard.errors import BufferMismatchError, DependencyError, DTypeError, KernelError, LowshardError
 from lowshard.kernels import sum_into
 
 engine = engines.fixture()
@@ -158,10 +158,10 @@ class OnGpu:
         (lambda: sum_into(OUT, OUT.astype(np.float64)), DTypeError, r"sum_into takes .*, got float64.*sources\[0\]"),
         (lambda: sum_into(OUT.astype(np.int32), OUT), DTypeError, "got int32"),
         (lambda: sum_into(OUT, [OUT.copy(), OUT[::-1]]), BufferMismatchError, r"share memory with sources\[1\]"),
-        (lambda: sum_into(read_only(OUT.copy()), OUT), BufferMismatchError, "out must be writeable"),
+        (lambda: sum_into(read_only(OUT.copy()), OUT), BufferMismatchError, "out is written to, but"),
         (lambda: sum_into(OUT.tolist(), OUT), KernelError, "out must be a NumPy or CuPy array"),
-        (lambda: sum_into(OUT, [1.0]), KernelError, r"sources\[0\] must be a NumPy or CuPy array, got builtins.float"),
-        (lambda: sum_into(OUT, [OnGpu()]), KernelError, r"cupy.from_dlpack\(sources\[0\]\)"),
+        (lambda: sum_into(OUT, [1.0]), KernelError, r"sources\[0\] must be a NumPy or CuPy array.*builtins.float"),
+        (lambda: sum_into(OUT, [OnGpu()]), DependencyError, "seen through CuPy, which is not"),
     ],
 )  # fmt: skip
 def test_wrong_calls_raise_the_named_error_with_the_rule_in_its_text(call, error, text):

@@ -138,8 +138,9 @@ def until(true: Callable[[], Any], limit_s: float = SOON_S) -> bool:
 
 def die(watch: Watch) -> None:
     """End a rank's threads without a farewell, as a killed process would."""
-    watch._words[heartbeat.OVER] = 1
-    os.eventfd_write(watch._wake, 1)
+    if not watch._words[heartbeat.OVER]:  # else its threads may have closed the descriptor
+        watch._words[heartbeat.OVER] = 1
+        os.eventfd_write(watch._wake, 1)
 
 
 def mute(watch: Watch) -> None:

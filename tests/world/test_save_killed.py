@@ -129,4 +129,4 @@ def test_ranks_killed_at_random_moments_around_the_commit(
         typical_s = seen_s if until_commit else typical_s
     with capsys.disabled():
         print(f"\n{name}: {kills} kills from outside, {committed} after the commit")
-    assert kills // 2 <= committed <= kills
+    assert (kills // 2 if mode.full() else 1) <= committed <= kills

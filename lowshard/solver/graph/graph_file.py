@@ -10,6 +10,7 @@ from typing import Any
 from lowshard.argument import brief
 from lowshard.document import MAX_FILE_BYTES, Where, parse_document, plain_data
 from lowshard.errors import LayoutError
+from lowshard.nearest import nearest
 from lowshard.reading import read_text, reader
 from lowshard.solver.graph.bound_graph import Graph, Tensor
 
@@ -71,6 +72,7 @@ def _data(source: str | Path) -> tuple[Any, str]:
     if not path.exists():
         raise LayoutError(
             f"no graph file {brief(str(source))}; give a path, or an example: {', '.join(examples())}"
+            f"{nearest(str(source), examples())}"
         )
     text = read_text(path, "graph file", LayoutError, MAX_FILE_BYTES)
     return plain_data(parse_document(text, str(path), _fail), _fail), str(path)

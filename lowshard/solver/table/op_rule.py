@@ -14,6 +14,7 @@ from lowshard.bounded import bounded_cache
 from lowshard.dtypes import Kind
 from lowshard.errors import DTypeError, LayoutError, LowshardError
 from lowshard.layout import Layout
+from lowshard.nearest import nearest
 from lowshard.placement import Partial, Placement, ReduceOp, Replicated, Sharded
 from lowshard.solver.assignment import EVERY_KIND, AxisAssignment, How, Result
 from lowshard.solver.transition import Collective
@@ -205,7 +206,8 @@ def offer(call: Call) -> Offer:
     """
     found = RULES.get(call.op) if isinstance(call.op, str) else None
     if found is None:
-        raise LayoutError(f"no rule for op {brief(call.op)}; there are rules for {', '.join(sorted(RULES))}")
+        known = f"there are rules for {', '.join(sorted(RULES))}"
+        raise LayoutError(f"no rule for op {brief(call.op)}; {known}{nearest(call.op, RULES)}")
     least, most = found.operands
     count = len(call.layouts)
     if count < least or (most is not None and count > most):

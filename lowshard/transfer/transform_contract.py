@@ -20,7 +20,8 @@ class ReshardTransform:
     """What becomes of a tensor between its source array and its destination; by default nothing.
 
     A subclass says for which tensors it stands, and what travels for them: as many arrays, of the same bytes, as the
-    other side makes room for. Both sides are compared before a byte moves.
+    other side makes room for. Both sides are compared before a byte moves. The arrays that it returns may be of any
+    library; those that it is given are NumPy's or CuPy's, over the memory of what users and `prepare_recv` gave.
     """
 
     def should_transform(self, param_name: str) -> bool:
@@ -85,7 +86,7 @@ class ReshardTransform:
         """
         raise NotImplementedError(f"{type(self).__name__} has no recv_rows")
 
-    def stored(self) -> Mapping[str, Any]:
+    def refit_weights(self) -> Mapping[str, Any]:
         """Return, by the names of tensors, what this rank's are stored in: `Refit.weights` has it."""
         return {}
 

@@ -1,0 +1,190 @@
+"""`lowshard inspect`: what is in a checkpoint, who holds it, and whether it is whole."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lowshard.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from lowshard.box import Box
+    from lowshard.checkpoint.overview import Overview, TensorView
+
+DESCRIPTION = """\
+Shows what is in a checkpoint: its tensors, how each is cut, which file and which rank holds what, its checksums.
+PATH is a sharded checkpoint of lowshard, a safetensors file, or a Hugging Face folder. Headers and indexes are read;
+with --verify all data is, too, and compared with the checksums of the index (plain files have none).
+"""
+EPILOG = """\
+examples:
+  lowshard inspect out/
+  lowshard inspect out/ model.layers.0.mlp.up_proj.weight     # one tensor: files, boxes, ranks
+  lowshard inspect out/ --verify --json
+In the table "dim 0 by 4" is cut along dim 0 into 4 parts, "x2" is held twice.
+Exit codes: 0 whole, 1 a file is missing or damaged, 2 wrong usage, or no checkpoint there.
+"""
+_WIDTH = 80
+_MOST_FILES = 12
+
+
+def add_inspect_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the subcommand."""
+    parser = subparsers.add_parser(
+        "inspect",
+        help="what is in a checkpoint, who holds what, whether it is whole",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("path", metavar="PATH", help="a checkpoint: a file or a folder")
+    parser.add_argument("tensor", metavar="TENSOR", nargs="?", help="show this tensor alone")
+    parser.add_argument("--verify", action="store_true", help="read the data and compare the checksums")
+    parser.add_argument("--all", action="store_true", help="a line for each tensor, not one for all layers")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(func=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the subcommand and return the exit code."""
+    from lowshard.checkpoint.overview import look_at, tensor_json, verified
+    from lowshard.demo.progress_bar import Progress
+
+    if not Path(args.path).exists():
+        raise CheckpointError(f"{args.path}: there is no such file or folder")
+    try:
+        overview = look_at(args.path)
+    except CheckpointError as error:
+        print(f"lowshard: error: {error}", file=sys.stderr)
+        return 1
+    chosen = overview.tensors if args.tensor is None else (overview.tensor(args.tensor),)
+    if args.verify and overview.checksummed_bytes:
+        total = sum(p.size_bytes for t in chosen for p in t.parts if p.crc32 is not None)
+        with Progress(command="inspect").transfer("comparing checksums", total) as update:
+            overview = verified(overview, {t.name for t in chosen}, update)
+        chosen = overview.tensors if args.tensor is None else (overview.tensor(args.tensor),)
+    if args.json:
+        whole = args.tensor is None
+        print(json.dumps(overview.to_json() if whole else tensor_json(chosen[0]), indent=1))
+    else:
+        shown = _table(overview, args.all) if args.tensor is None else _one(overview, chosen[0])
+        for line in (*shown, *_checksums(overview, chosen, args.verify), *_problems(overview)):
+            print(line)
+    return 1 if overview.problems else 0
+
+
+def _table(overview: Overview, each: bool) -> Iterator[str]:
+    from lowshard.checkpoint.overview import rank_of
+
+    ranks = (
+        ""
+        if overview.num_ranks is None
+        else f" of {overview.num_ranks} rank{'s' * (overview.num_ranks != 1)}"
+    )
+    files, tensors = len(overview.files), len(overview.tensors)
+    form = f": {overview.form}{ranks}"
+    yield _short(overview.where, _WIDTH - len(form)) + form
+    yield f"{tensors} tensor{'s' * (tensors != 1)}, {_mb(overview.size_bytes)} MB in {files} file{'s' * (files != 1)}"
+    for key, value in overview.metadata.items():
+        yield _short(f"metadata {key}: {value}", _WIDTH)
+    yield ""
+    yield f"{'rank':>5} {'MB':>12}  file"
+    for number, file in enumerate(overview.files):
+        if _MOST_FILES // 2 <= number < files - _MOST_FILES // 2 and files > _MOST_FILES and not file.problem:
+            if number == _MOST_FILES // 2:
+                yield f"{'...':>5}"
+            continue
+        rank = None if overview.num_ranks == 1 else rank_of(file.name)
+        mark = "  BROKEN" if file.problem else ""
+        yield f"{'-' if rank is None else rank:>5} {_mb(file.size_bytes):>12}  {_short(file.name, 51)}{mark}"
+    yield ""
+    rows = [("tensor", "dtype", "shape", "cut"), *_rows(overview, each)]
+    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+    name_width = max(16, min(widths[0], _WIDTH - sum(widths[1:]) - 3))
+    for name, *rest in rows:
+        cells = [f"{cell:<{width}}" for cell, width in zip(rest, widths[1:], strict=True)]
+        yield " ".join([f"{_short(name, name_width):<{name_width}}", *cells]).rstrip()
+    yield ""
+
+
+def _rows(overview: Overview, each: bool) -> Iterator[tuple[str, str, str, str]]:
+    from lowshard import dtypes
+    from lowshard.rules.logical_tensor import group_name
+
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for tensor in overview.tensors:
+        shape = _short(f"[{', '.join(map(str, tensor.shape))}]", 20)
+        key = tensor.name if each else group_name(tensor.name)
+        row = key, dtypes.get(tensor.dtype).safetensors, shape, _short(tensor.cut, 20)
+        groups.setdefault(row, []).append(tensor.name)
+    for (key, *rest), names in groups.items():
+        name = names[0] if len(names) == 1 else f"{key} ({len(names)})"
+        yield name, rest[0], rest[1], rest[2]
+
+
+def _one(overview: Overview, tensor: TensorView) -> Iterator[str]:
+    from lowshard.checkpoint.overview import rank_of
+
+    yield tensor.name
+    yield f"{tensor.dtype} [{', '.join(map(str, tensor.shape))}], {_mb(tensor.size_bytes)} MB, {tensor.cut}"
+    if tensor.strategy is not None:
+        yield _short(f"strategy: {tensor.strategy}", _WIDTH)
+    broken = {file.name for file in overview.files if file.problem}
+    for file in dict.fromkeys(part.file for part in tensor.parts):
+        rank = rank_of(file)
+        by = "" if rank is None or overview.num_ranks == 1 else f" (written by rank {rank})"
+        yield f"{_short(file, 55)}{by}{'  BROKEN' * (file in broken)}"
+        for part in tensor.parts:
+            if part.file == file:
+                crc = "no checksum" if part.crc32 is None else f"crc32 {part.crc32:08x}"
+                state = "  DAMAGED" if part.problem else ""
+                yield f"  {_short(_box(part.box), 52)}  {crc}{state}"
+    same: dict[tuple[Box, ...], list[int]] = {}
+    for number, boxes in tensor.held:
+        same.setdefault(boxes, []).append(number)
+    if same:
+        yield "held when it was saved by"
+    for boxes, holders in same.items():
+        ranks = f"  rank{'s' * (len(holders) > 1)} {', '.join(map(str, holders))}"
+        yield _short(ranks, _WIDTH)
+        for box in boxes:
+            yield _short(f"    {_box(box)}", _WIDTH)
+    yield ""
+
+
+def _checksums(overview: Overview, chosen: Iterable[TensorView], asked: bool) -> Iterator[str]:
+    parts = [part for tensor in chosen for part in tensor.parts]
+    summed_bytes = sum(part.size_bytes for part in parts if part.crc32 is not None)
+    if not overview.checksummed_bytes:
+        yield "checksums: none in plain files, so damaged data cannot be seen"
+    elif not asked:
+        yield f"checksums: of {_mb(summed_bytes)} MB, not compared (--verify)"
+    else:
+        bad = sum(bool(part.problem) for part in parts)
+        yield f"checksums: {_mb(overview.verified_bytes or 0)} MB compared, " + (
+            f"{bad} parts differ" if bad else "all equal"
+        )
+
+
+def _problems(overview: Overview) -> Iterable[str]:
+    return [f"BROKEN: {problem}" for problem in overview.problems]
+
+
+def _box(box: Box) -> str:
+    return f"[{', '.join(f'{start}:{stop}' for start, stop in box)}]"
+
+
+def _mb(size_bytes: int) -> str:
+    return f"{size_bytes / 1e6:,.3f}"
+
+
+def _short(text: str, width: int) -> str:
+    """Return a text of at most that many characters: its middle gives way."""
+    if len(text) <= width:
+        return text
+    head = (width - 3) // 3
+    return f"{text[:head]}...{text[len(text) - (width - 3 - head) :]}"

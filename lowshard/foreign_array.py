@@ -1,0 +1,335 @@
+"""Arrays of other libraries, seen as NumPy's or CuPy's over the same memory, and results given back as theirs.
+
+This is the one place that knows torch, JAX and the protocols (DLPack, `__cuda_array_interface__`, buffers). It imports
+no library: where an array of one came, somebody has imported it. CuPy alone is imported, for arrays on a GPU.
+
+NumPy's DLPack knows neither bf16 nor fp8. A torch tensor of these is seen through its view as integers of as many bits;
+JAX gives them to NumPy itself. On a GPU all arrays come through DLPack, which makes CuPy's current stream wait for
+what the producer's stream was given before.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import cache, lru_cache
+from typing import Any
+
+import numpy as np
+
+from lowshard import dtypes
+from lowshard.argument import brief
+from lowshard.errors import BufferMismatchError, DependencyError, LowshardError
+
+Array = Any  # a NumPy or CuPy array; CuPy ships no types
+Seen = Callable[[Any, str], Array]
+
+READ_ONLY = (
+    "is written to, but the array is read-only: such arrays (JAX's always are) are sources only; pass one that can be "
+    "written"
+)
+"""What errors say of a result that cannot be written."""
+
+_HOST_TYPES = (1, 3, 11)  # DLDeviceType: kDLCPU, kDLCUDAHost, kDLROCMHost
+_GPU_TYPES = (2, 10, 13)  # kDLCUDA, kDLROCM, kDLCUDAManaged
+_NEVER = (type(None), str, bool, int, float, complex, list, tuple, dict, set, frozenset, np.generic)
+
+
+@lru_cache(256)
+def is_cupy(kind: type) -> bool:
+    """Say whether a type is that of CuPy's arrays. Asked of the type: that runs no code of a foreign array."""
+    return _root_of(kind) == "cupy" and hasattr(kind, "__cuda_array_interface__")
+
+
+def is_foreign(*values: object) -> bool:
+    """Say whether one of some values is an array of another library than NumPy and CuPy."""
+    for value in values:  # noqa: SIM110  # a generator takes longer than the rest
+        if _is_foreign(value):
+            return True
+    return False
+
+
+def view_of(value: object, name: str) -> Array:
+    """Return an array of another library as NumPy's or CuPy's over the same memory, and anything else as it is.
+
+    Args:
+        value: what came.
+        name: of the argument, for messages.
+
+    Raises:
+        BufferMismatchError: an array whose memory cannot be used as it is; the text says what to pass.
+        DTypeError: an element type outside the table.
+        DependencyError: it lies on a GPU, and CuPy is missing.
+    """
+    see = _way_to_see(type(value))  # type: ignore[arg-type]  # types can be hashed
+    if see is _as_it_is or (see is _buffer_view and not _has_buffer(value)):
+        return value
+    try:
+        return see(value, name)
+    except LowshardError:
+        raise
+    except Exception as error:  # foreign code raises what it likes
+        raise BufferMismatchError(
+            f"{name} cannot be seen as an array ({_kind(value)}): {type(error).__name__}: {brief(str(error))}; pass a "
+            "NumPy array, or one of a library whose arrays have DLPack"
+        ) from error
+
+
+def view_or_same(value: object) -> Any:
+    """As `view_of`, and where that raises the value itself, for the call that is to take it."""
+    try:
+        return view_of(value, "array")
+    except LowshardError:
+        return value
+
+
+def like(result: Any, given: object = None, *, apart: bool = False) -> Any:
+    """Return a new NumPy or CuPy array as one of the library that an input is of, over the same memory.
+
+    JAX takes memory that begins on a cache line as it is, and copies the rest. What is no new array of ours stays.
+
+    Args:
+        result: the array, or None.
+        given: the input.
+        apart: where the result is read-only since its memory is another array's too, give torch, which has no read-only
+            tensors, a copy.
+    """
+    kind = type(given)
+    if kind is np.ndarray or result is None or not _is_foreign(given) or _is_foreign(result):
+        return result
+    if _is_torch(kind):
+        return _to_torch(result.copy() if apart and _is_read_only(result) else result)
+    if _is_jax(kind):
+        return _to_jax(result, given)
+    namespace = getattr(kind, "__array_namespace__", None)  # of the array API standard
+    if namespace is not None:
+        return namespace(given).from_dlpack(result)
+    return result
+
+
+def gpu_of(value: object) -> int | None:
+    """Return the number of the GPU that an array of any library lies on; None for the host, and for no array."""
+    kind: Any = type(value)
+    if is_cupy(kind):
+        return int(value.device.id)  # type: ignore[attr-defined]
+    if kind is np.ndarray or not hasattr(kind, "__dlpack_device__"):
+        return None
+    try:
+        place, number = value.__dlpack_device__()  # type: ignore[attr-defined]
+    except Exception:  # what is wrong with it is told where it is taken
+        return None
+    return int(number) if place in _GPU_TYPES else None
+
+
+# ---- which library
+
+
+def _is_foreign(value: object) -> bool:
+    see = _way_to_see(type(value))  # type: ignore[arg-type]  # types can be hashed
+    return see is not _as_it_is and (see is not _buffer_view or _has_buffer(value))
+
+
+@lru_cache(256)
+def _way_to_see(kind: Any) -> Seen:
+    """Return how to see an array of a type. What nothing says otherwise of may have a buffer: only objects tell."""
+    if issubclass(kind, (np.ndarray, *_NEVER)) or is_cupy(kind):
+        return _as_it_is
+    if _is_torch(kind):
+        return _torch_view
+    if _is_jax(kind):
+        return _jax_view
+    if hasattr(kind, "__dlpack__") and hasattr(kind, "__dlpack_device__"):
+        return _dlpack_view
+    if hasattr(kind, "__cuda_array_interface__"):
+        return _cuda_view
+    return _buffer_view
+
+
+def _as_it_is(value: Any, name: str) -> Array:
+    return value
+
+
+def _root_of(kind: type) -> str:
+    return str(getattr(kind, "__module__", "")).partition(".")[0]
+
+
+def _is_torch(kind: type) -> bool:
+    return any(base.__name__ == "Tensor" and base.__module__ == "torch" for base in kind.__mro__)
+
+
+def _is_jax(kind: type) -> bool:
+    return _root_of(kind) in ("jax", "jaxlib") and hasattr(kind, "__dlpack__")
+
+
+def _kind(value: object) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+# ---- torch
+
+
+@cache
+def _torch_bits() -> dict[Any, tuple[Any, np.dtype[Any]]]:
+    """Return, for torch's dtypes that NumPy lacks, torch's integers of as many bits and the dtype of the view."""
+    torch = sys.modules["torch"]
+    found = {}
+    for row in dtypes.all_dtypes():
+        if not row.in_numpy and hasattr(torch, row.name):
+            found[getattr(torch, row.name)] = (torch.int16 if row.bits == 16 else torch.uint8, row.numpy)
+    return found
+
+
+def _torch_view(tensor: Any, name: str) -> Array:
+    bits = _torch_bits().get(tensor.dtype)
+    cause: Exception | None = None
+    try:
+        if tensor.is_cpu:
+            if bits is None:
+                return tensor.numpy()
+            if not tensor.requires_grad:  # its view as integers would not say so
+                return tensor.view(bits[0]).numpy().view(bits[1])
+        elif tensor.is_cuda and not (tensor.requires_grad or tensor.is_neg() or hasattr(tensor, "to_local")):
+            seen = _cupy().from_dlpack(tensor if bits is None else tensor.view(bits[0]))
+            return seen if bits is None or bits[1].itemsize == 1 else seen.view(bits[1])
+    except DependencyError:
+        raise
+    except Exception as error:  # torch says what it cannot do in many classes
+        cause = error
+    raise _torch_error(tensor, name, cause) from cause
+
+
+def _torch_error(tensor: Any, name: str, cause: Exception | None) -> LowshardError:
+    """Return what is wrong with a tensor, and what to pass."""
+    said = f"{name} is a torch tensor"
+    if hasattr(tensor, "to_local"):
+        return BufferMismatchError(
+            f"{said} over several ranks, a DTensor, and lowshard takes this rank's part; pass {name}.to_local()"
+        )
+    if str(tensor.layout) != "torch.strided":
+        return BufferMismatchError(
+            f"{said} in the layout {tensor.layout}, and lowshard takes dense ones; pass {name}.to_dense()"
+        )
+    if tensor.is_meta:
+        return BufferMismatchError(
+            f"{said} on the device 'meta', which has no memory; pass torch.empty_like({name}, device='cpu')"
+        )
+    if not (tensor.is_cpu or tensor.is_cuda):
+        return BufferMismatchError(
+            f"{said} on the device '{tensor.device}', and lowshard takes those on the CPU and on CUDA's GPUs; pass "
+            f"{name}.cpu()"
+        )
+    if tensor.requires_grad:
+        return BufferMismatchError(
+            f"{said} that requires grad, and lowshard records no gradients; pass {name}.detach(), which shares its "
+            "memory"
+        )
+    if tensor.is_conj() or tensor.is_neg():
+        write = "resolve_conj" if tensor.is_conj() else "resolve_neg"
+        return BufferMismatchError(
+            f"{said} whose memory holds other values than it has ({write.removeprefix('resolve_')} bit); pass "
+            f"{name}.{write}()"
+        )
+    try:
+        dtypes.get(tensor.dtype)
+    except LowshardError as error:
+        return error
+    return BufferMismatchError(
+        f"{said} ({_kind(tensor)}) whose memory torch does not give: {brief(str(cause))}; pass a plain torch.Tensor "
+        "with memory of its own"
+    )
+
+
+def _is_read_only(array: Array) -> bool:
+    return isinstance(array, np.ndarray) and not array.flags.writeable
+
+
+def _to_torch(result: Array) -> Any:
+    torch = sys.modules["torch"]
+    row = dtypes.get(result.dtype)
+    whole = result if row.in_numpy else result.view(np.int16 if row.bits == 16 else np.uint8)
+    if not isinstance(result, np.ndarray):
+        made = torch.from_dlpack(whole)
+    else:
+        # torch has no read-only tensors, and warns of an array that is.
+        made = torch.from_numpy(np.asarray(_Writeable(whole)) if _is_read_only(whole) else whole)
+    return made if row.in_numpy else made.view(getattr(torch, row.name))
+
+
+class _Writeable:
+    """Memory of a read-only array for a library that has no read-only ones; keeps the array."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        self._array = array
+        interface = dict(array.__array_interface__)
+        self.__array_interface__ = {**interface, "data": (interface["data"][0], False)}
+
+
+# ---- JAX
+
+
+def _jax_view(array: Any, name: str) -> Array:
+    try:
+        devices = array.sharding.device_set
+    except AttributeError:
+        raise BufferMismatchError(
+            f"{name} is JAX's ({_kind(array)}) and has no memory, as within jit; call lowshard outside of it"
+        ) from None
+    if len(devices) != 1:
+        raise BufferMismatchError(
+            f"{name} is a JAX array over {len(devices)} devices, and lowshard takes what lies on one; pass "
+            f"{name}.addressable_shards[i].data"
+        )
+    if next(iter(devices)).platform != "cpu":
+        return _dlpack_view(array, name)
+    seen: Array = np.asarray(array)  # read-only, and JAX's own memory
+    return seen
+
+
+def _to_jax(result: Array, given: Any) -> Any:
+    jax = sys.modules["jax"]
+    if not isinstance(result, np.ndarray):
+        return jax.dlpack.from_dlpack(result)
+    return jax.device_put(result, next(iter(given.sharding.device_set)), may_alias=True)
+
+
+# ---- protocols
+
+
+def _dlpack_view(array: Any, name: str) -> Array:
+    place = array.__dlpack_device__()[0]
+    if place in _GPU_TYPES:
+        return _cupy().from_dlpack(array)
+    if place not in _HOST_TYPES:
+        raise BufferMismatchError(
+            f"{name} lies on a device of DLPack's type {int(place)}, and lowshard takes arrays on the CPU and on "
+            "CUDA's GPUs; copy it to the host"
+        )
+    return np.from_dlpack(array)
+
+
+def _cuda_view(array: Any, name: str) -> Array:
+    return _cupy().asarray(array)
+
+
+def _buffer_view(value: Any, name: str) -> Array:
+    return np.asarray(memoryview(value))
+
+
+def _has_buffer(value: Any) -> bool:
+    try:
+        memoryview(value)
+    except TypeError:
+        return False
+    except Exception:  # it has one, and something is wrong with it
+        return True
+    return True
+
+
+def _cupy() -> Any:
+    try:
+        import cupy
+    except ImportError as error:
+        raise DependencyError(
+            "an array on a GPU is seen through CuPy, which is not installed; pip install 'lowshard[cuda13]' (or cuda12)"
+        ) from error
+    return cupy

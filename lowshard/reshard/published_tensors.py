@@ -1,0 +1,94 @@
+"""What a job says of tensors that it publishes or subscribes to: layouts, arrays, numbers of versions, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from operator import index
+from typing import Any
+
+import numpy as np
+
+from lowshard import dtypes
+from lowshard.argument import mapping
+from lowshard.errors import BufferMismatchError, PlanError
+from lowshard.kernels.buffer import is_gpu, require_array
+from lowshard.reshard.tensor_layout import TensorLayout, as_tensor_layout
+
+Array = Any
+
+
+def tensor_layouts(given: object, size: int) -> dict[str, TensorLayout]:
+    """Return layouts by name, each over ranks that the job has.
+
+    Raises:
+        PlanError, LayoutError: they are none.
+    """
+    found = {}
+    rule = "layouts are a mapping of names to layouts"
+    for name, layout in mapping(given, rule, PlanError).items():
+        if not isinstance(name, str):
+            raise PlanError(f"{rule}; a name is text, got {name!r}")
+        found[name] = as_tensor_layout(layout)
+        if found[name].seats.span[1] > size:
+            raise PlanError(
+                f"{name}: {found[name]} names ranks that this communicator of {size} does not have"
+            )
+    if not found:
+        raise PlanError("layouts name one tensor or more, got none")
+    return found
+
+
+def local_arrays(
+    layouts: Mapping[str, TensorLayout], given: object, rank: int, writes: bool = False
+) -> dict[str, Array]:
+    """Return this rank's arrays by name, each the one that its layout says.
+
+    Args:
+        writes: whether they are written to, which is done on the host.
+
+    Raises:
+        PlanError: an array is missing or has no layout.
+        BufferMismatchError: one has another shape or dtype, or cannot be written to.
+    """
+    arrays = dict(mapping(given, "arrays are a mapping of names to this rank's arrays", PlanError))
+    found = {}
+    for name, layout in layouts.items():
+        shape, dtype = layout.local_shape(rank), dtypes.get(layout.dtype)
+        if shape is None:
+            if arrays.pop(name, None) is not None:
+                raise BufferMismatchError(
+                    f"{name}: rank {rank} holds no part of {layout}; leave its array out"
+                )
+            continue
+        if name not in arrays:
+            raise PlanError(f"{name}: rank {rank} holds a part of {layout}, but has no array of that name")
+        array = require_array(arrays.pop(name), name)
+        is_other = (
+            array.dtype.itemsize != dtype.itemsize_bytes if is_gpu(array) else array.dtype != dtype.numpy
+        )
+        if array.shape != shape or is_other:
+            raise BufferMismatchError(
+                f"{name}: rank {rank} of {layout} holds {dtype.name}{list(shape)}, got "
+                f"{array.dtype.name}{list(array.shape)}"
+            )
+        if writes and (is_gpu(array) or not array.flags.writeable):
+            raise BufferMismatchError(f"{name}: versions are written into host arrays that are writeable")
+        found[name] = array
+    if arrays:
+        raise PlanError(f"arrays without a layout: {', '.join(sorted(map(str, arrays)))}")
+    return found
+
+
+def version_number(version: object) -> int:
+    """Return a version as a Python integer.
+
+    Raises:
+        PlanError: it is none, negative, or does not fit 63 bits.
+    """
+    try:
+        number = -1 if isinstance(version, (bool, np.bool_)) else index(version)  # type: ignore[arg-type]
+    except TypeError:
+        number = -1
+    if not 0 <= number < 1 << 63:
+        raise PlanError(f"a version is an integer from 0 to 2^63 - 1, got {version!r}")
+    return number

@@ -1,0 +1,451 @@
+"""`Subscriber`: a job, or one process without MPI, that takes the versions that a `Publisher` offers.
+
+One `pull`, on every rank:
+
+```
+rank 0 wants a newer version until one is offered, or the time is over; all ranks hear of it
+each rank fetches its boxes into the arrays that are not served:  mapped memory | TCP, a connection a pair of ranks
+all agree that they have them -> vote -> switch -> rank 0 says done
+```
+
+What fails before the vote leaves the arrays that are served, and the version, as they were.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Self
+
+import numpy as np
+
+from lowshard.argument import number
+from lowshard.box import volume
+from lowshard.checkpoint.crc import crc32
+from lowshard.comm import Communicator, agree, loopback, share_text
+from lowshard.comm.agreement import control_of
+from lowshard.comm.door import enter
+from lowshard.comm.interface import network_name
+from lowshard.errors import CommError, LowshardError, PeerFailed, TimedOut
+from lowshard.foreign_array import like
+from lowshard.layout import Layout
+from lowshard.reshard.plan_builder import build_reshard_plan
+from lowshard.reshard.publication_address import Address, checked_token, read_token
+from lowshard.reshard.published_tensors import local_arrays, tensor_layouts
+from lowshard.reshard.rank_grid import Grid, Roster
+from lowshard.reshard.reshard_move import Move
+from lowshard.reshard.reshard_plan import ReshardPlan
+from lowshard.reshard.tensor_layout import TensorLayout
+from lowshard.reshard.version_server import pieces_of
+from lowshard.reshard.version_store import Memory, Place, box_of, copy_bits, places_of
+from lowshard.reshard.version_wire import (
+    CONTROL,
+    DATA,
+    STALLED_S,
+    WANT_S,
+    Answer,
+    Greeting,
+    Line,
+    Lost,
+    Request,
+    Station,
+    Table,
+    read_answer,
+    read_table,
+)
+from lowshard.reshard.vote import Vote
+from lowshard.settings import CROSS_MEMORY
+from lowshard.tiling import Tiling
+
+Array = Any
+_ENTER_S = 5.0
+_TURN_S = 1.0
+
+
+class Subscriber:
+    """Takes versions from a publisher that was started apart, each whole or not at all.
+
+    It may be made before its publisher, and outlive it: `pull` connects when it is called, and again after a publisher
+    was restarted. A second set of arrays is made beside `out`; a version is written to the set that is not served, and
+    switched to when all ranks have it. Where a rank of the subscriber dies, survivors of one host are on one version.
+
+    Collective: all ranks of the communicator make it, pull, and close it. It can be used in a `with` block.
+
+    Args:
+        layouts: by name, what this job's ranks hold: a Layout, a Tiling or a TensorLayout, with this job's own rank
+            numbers; some or all of the publisher's tensors.
+        out: by name, this rank's local arrays.
+        comm: the communicator; None for one process.
+        address: of the publisher.
+        token: the publisher's.
+        token_file: a file with it; by default where the publisher keeps it, if it is on this host or the cache folder
+            is shared.
+        name: what the publisher's `members()` shows.
+
+    Raises:
+        CommError: the address is none; a token that is too short, or both ways given.
+        LayoutError, BufferMismatchError: as for `Publisher`.
+        MismatchError: ranks ask for different tensors or addresses.
+        (Each on every rank.)
+    """
+
+    def __init__(
+        self,
+        layouts: Mapping[str, Layout | Tiling | TensorLayout],
+        out: Mapping[str, Array],
+        comm: Communicator | None = None,
+        *,
+        address: str,
+        token: bytes | None = None,
+        token_file: str | Path | None = None,
+        name: str = "",
+    ) -> None:
+        self._alone = loopback(1)[0] if comm is None else None
+        self._comm: Communicator = self._alone if comm is None else control_of(comm)  # type: ignore[assignment]
+        asked, error = b"", None
+        try:
+            self._layouts = tensor_layouts(layouts, self._comm.size)
+            arrays = local_arrays(self._layouts, out, self._comm.rank, writes=True)
+            self._sets = (arrays, {n: np.empty_like(a) for n, a in arrays.items()})
+            second = {n: like(a, out[n]) for n, a in self._sets[1].items()}
+            self._served = ({n: out[n] for n in arrays}, second)
+            self._address = Address.parse(address)
+            if token is not None and token_file is not None:
+                raise CommError("a subscriber is given token or token_file, not both")
+            self._token = None if token is None else checked_token(token)
+            self._token_file = self._address.token_file if token_file is None else token_file
+            said = [address, name, {n: x.to_json() for n, x in self._layouts.items()}]
+            asked = hashlib.blake2b(json.dumps(said, default=list).encode()).digest()
+        except LowshardError as found:
+            error = found
+        agree(self._comm, asked, error, "Subscriber")
+        self._greeting = Greeting(str(name), socket.gethostname(), os.getpid(), self._comm.size)
+        self._live, self._mark = 0, ""
+        self._version: int | None = None
+        self._attempt, self._closed = 0, False
+        self._control: Line | None = None
+        self._table_text, self._offers, self._proven = "", "", b""
+        self._source: _Source | None = None
+        self._vote = Vote(self._comm)
+
+    # ---- what is served
+
+    @property
+    def version(self) -> int | None:
+        """The version of `weights`, or None before the first."""
+        return self._version
+
+    @property
+    def weights(self) -> Mapping[str, Array]:
+        """The arrays of the version that is served, of the library of `out`. Ask again after each pull: two sets take
+        turns.
+        """
+        return MappingProxyType(self._served[self._live])
+
+    # ---- a version
+
+    def pull(self, timeout_s: float | None = None) -> int:
+        """Wait for a version newer than this one, take it, and return its number.
+
+        Collective: all ranks of the communicator call this. A publisher that was restarted begins anew: of another
+        publisher at the address the newest version is taken, whatever its number.
+
+        Args:
+            timeout_s: how long to wait for a version, in seconds, by default the communicator's; what has begun to
+                arrive is given the time it needs.
+
+        Raises:
+            TimedOut: no newer version was offered, or no publisher answered; `weights` stay.
+            PeerFailed: the publisher has gone, or a rank of either job; `weights` stay, the next pull tries again.
+            PlanError, CommError: the publisher has not the tensors that are wanted, or not in their shape and dtype.
+            (Each on every rank that lives.)
+        """
+        error: LowshardError | None = None
+        limit_s = 0.0
+        try:
+            if self._closed:
+                raise CommError("this Subscriber is closed; make a new one")
+            rule = "timeout_s is a number of seconds, 0 or more"
+            limit_s = self._comm.timeout_s if timeout_s is None else number(timeout_s, rule, CommError, 0)
+        except LowshardError as found:
+            error = found
+        agree(self._comm, b"", error, "pull")
+        offer = self._offered(time.monotonic() + limit_s, limit_s)
+        self._fetch(offer)
+        self._attempt += 1
+        if not self._vote.decide(self._attempt, True):
+            raise PeerFailed(
+                f"another rank heard of a failure while version {offer.version} was voted on: version "
+                f"{self._version} stays"
+            )
+        assert self._source is not None
+        self._live, self._version, self._mark = 1 - self._live, offer.version, self._source.mark
+        self._say_done(offer)
+        return offer.version
+
+    def _offered(self, end_s: float, limit_s: float) -> Answer:
+        """Return what is offered, the same on all ranks, with `_source` made ready for it; or raise on all."""
+        while True:
+            said: dict[str, Any] = {}
+            if self._comm.rank == 0:
+                said = self._asked(end_s)
+            said = json.loads(share_text(self._comm, json.dumps(said))[0])
+            if "table" in said:
+                self._take_table(*said["table"])
+            if "error" in said:
+                kind, text = said["error"]
+                raise {"PeerFailed": PeerFailed, "TimedOut": TimedOut}.get(kind, CommError)(text)
+            if "offer" in said:
+                return Answer(**said["offer"])
+            if said["over"]:
+                raise TimedOut(
+                    f"no version newer than {self._version} was offered at {self._address} within {limit_s:g} s"
+                )
+
+    def _asked(self, end_s: float) -> dict[str, Any]:
+        """Ask the publisher once; return what the other ranks are told. On rank 0."""
+        said: dict[str, Any] = {}
+        try:
+            if self._control is None:
+                self._connect(end_s)
+                said["table"] = [self._table_text, self._proven.hex()]
+            assert self._control is not None
+            newer = self._version if self._offers == self._mark else None
+            wait_s = min(WANT_S, max(0.0, end_s - time.monotonic()))
+            self._control.say(Request("want", self._offers, newer, wait_s))
+            answer = self._control.hear(read_answer, time.monotonic() + WANT_S + _TURN_S + STALLED_S / 3)
+            if answer.state == "here":
+                said["offer"] = vars(answer)
+            elif answer.state == "closed":
+                raise PeerFailed(f"the publisher at {self._address} has closed")
+        except Lost as lost:
+            self._disconnect()
+            said["error"] = ["PeerFailed", f"the publisher at {self._address} has gone: {lost}"]
+        except LowshardError as found:
+            self._disconnect()
+            said["error"] = [type(found).__name__, str(found)]
+        said["over"] = time.monotonic() >= end_s
+        return said
+
+    def _connect(self, end_s: float) -> None:
+        """Reach the publisher and learn what it has."""
+        while True:
+            left_s = max(0.05, end_s - time.monotonic())
+            try:
+                token = read_token(self._token_file) if self._token is None else self._token
+                line = Line(enter([self._address.door], token, CONTROL, 0, min(_ENTER_S, left_s)))
+                break
+            except (ConnectionError, CommError) as error:
+                if time.monotonic() >= end_s:
+                    raise TimedOut(f"no publisher answers at {self._address}: {error}") from error
+                time.sleep(min(0.05, left_s))
+        self._control = line
+        line.say(self._greeting)
+        table: Table = line.hear(read_table, time.monotonic() + STALLED_S)
+        self._offers = table.mark
+        self._table_text = json.dumps({**vars(table), "stations": [vars(one) for one in table.stations]})
+        self._proven = token
+
+    def _take_table(self, text: str, token: str) -> None:
+        """Plan for what a publisher has. All ranks do so from the same text and come to the same."""
+        if self._source is not None:
+            self._source.close()
+            self._source = None
+        error: LowshardError | None = None
+        try:
+            table = read_table.text(text)
+            ranks = len(table.stations)
+            have = {name: TensorLayout.from_json(layout) for name, layout in table.layouts.items()}
+            plan = build_reshard_plan(have, {n: shifted(x, ranks) for n, x in self._layouts.items()})
+            self._source = _Source(table, bytes.fromhex(token), have, plan, ranks + self._comm.rank)
+        except LowshardError as found:
+            error = found
+            self._disconnect()
+        agree(self._comm, b"", error, "pull")
+
+    def _fetch(self, offer: Answer) -> None:
+        """Fill the arrays that are not served, or raise on all ranks."""
+        assert self._source is not None
+        error: LowshardError | None = None
+        try:
+            self._source.fetch(offer.number, self._sets[1 - self._live])
+        except Lost as lost:
+            self._source.close()
+            error = PeerFailed(
+                f"version {offer.version} did not arrive: {lost}; version {self._version} stays"
+            )
+        try:
+            agree(self._comm, b"", error, "pull")
+        except LowshardError:
+            if not self._vote.decide(self._attempt + 1, False):
+                self._attempt += 1
+                self._disconnect()
+                raise
+            # The others had it and switched before one of them died: so does this rank.
+            return
+
+    def _say_done(self, offer: Answer) -> None:
+        if self._control is not None:
+            try:
+                self._control.say(Request("done", number=offer.number, version=offer.version))
+            except Lost:
+                self._disconnect()
+
+    def _disconnect(self) -> None:
+        if self._control is not None:
+            self._control.close()
+            self._control = None
+
+    # ---- life
+
+    def close(self) -> None:
+        """Leave; `weights` stay readable. Closing twice is safe."""
+        if self._closed:
+            return
+        self._closed = True
+        self._disconnect()
+        if self._source is not None:
+            self._source.close()
+        if self._alone is not None:
+            self._alone.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+@dataclass
+class _Peer:
+    """A rank of the publisher that this rank gets boxes from."""
+
+    rank: int
+    station: Station
+    moves: tuple[Move, ...]
+    line: Line | None = None
+    mapped: dict[tuple[int, int], Memory] | None = None
+
+
+class _Source:
+    """The ranks of one publisher, and what this rank gets from each."""
+
+    def __init__(
+        self, table: Table, token: bytes, have: Mapping[str, TensorLayout], plan: ReshardPlan, rank: int
+    ) -> None:
+        self.mark, self._token, self._plan = table.mark, token, plan
+        received = plan.for_rank(rank).receives
+        self._places = {peer: places_of(have, peer)[0] for peer in received}
+        self._peers = [_Peer(peer, table.stations[peer], moves) for peer, moves in received.items()]
+
+    def fetch(self, number: int, target: Mapping[str, Array]) -> None:
+        """Write a snapshot's boxes into this rank's arrays.
+
+        Raises:
+            Lost: a rank of the publisher has gone, or its snapshot has.
+        """
+        for peer in self._peers:
+            try:
+                self._fetch_from(peer, number, target)
+            except Lost as lost:
+                raise Lost(f"rank {peer.rank} of the publisher: {lost}") from lost
+
+    def _fetch_from(self, peer: _Peer, number: int, target: Mapping[str, Array]) -> None:
+        line = self._line(peer)
+        if peer.mapped is not None:
+            line.say(Request("map", self.mark, number=number))
+            answer = _here(line)
+            memory = self._memory(peer, answer)
+            if memory is not None:
+                for move, place in self._moves(peer):
+                    copy_bits(place.part(memory.bytes, move.src_box), self._target(target, move))
+                if memory.number != number:
+                    raise Lost("it took its snapshot back while it was read")
+                return
+            peer.mapped = None
+            self._ask_for_boxes(peer, line)
+        line.say(Request("read", self.mark, number=number))
+        _here(line)
+        crc = 0
+        for move, _ in self._moves(peer):
+            for piece in pieces_of(self._target(target, move)):
+                data = np.empty(piece.shape, piece.dtype) if not piece.flags.c_contiguous else piece
+                raw = data.reshape(-1).view(np.uint8).data
+                line.receive(raw)
+                crc = crc32(raw, crc)
+                if data is not piece:
+                    copy_bits(data, piece)
+        said = bytearray(4)
+        line.receive(memoryview(said))
+        _here(line)
+        if int.from_bytes(said, "little") != crc:
+            raise Lost("what came has another checksum than what was sent")
+
+    def _line(self, peer: _Peer) -> Line:
+        if peer.line is None:
+            try:
+                connection = enter(peer.station.addresses, self._token, DATA, 0, _ENTER_S)
+            except ConnectionError as error:
+                raise Lost(str(error)) from error
+            peer.line = Line(connection)
+            is_here = peer.station.network == network_name() and CROSS_MEMORY.choice() != "off"
+            peer.mapped = {} if is_here else None
+            if peer.mapped is None:
+                self._ask_for_boxes(peer, peer.line)
+        return peer.line
+
+    def _ask_for_boxes(self, peer: _Peer, line: Line) -> None:
+        line.say(Request("boxes", boxes=tuple((self._name(m), m.src_box) for m, _ in self._moves(peer))))
+
+    def _moves(self, peer: _Peer) -> list[tuple[Move, Place]]:
+        return [(m, self._places[peer.rank][self._name(m)]) for m in peer.moves if volume(m.src_box)]
+
+    def _name(self, move: Move) -> str:
+        return self._plan.entries[move.entry].src_name
+
+    def _target(self, target: Mapping[str, Array], move: Move) -> Array:
+        return box_of(target[self._plan.entries[move.entry].name], move.dst_box)
+
+    def _memory(self, peer: _Peer, answer: Answer) -> Memory | None:
+        """Return a snapshot mapped here, or None where it cannot be."""
+        assert peer.mapped is not None
+        key = answer.pid, answer.fd
+        found = peer.mapped.get(key)
+        if found is not None and found.size_bytes == answer.size_bytes:
+            return found
+        try:
+            made = Memory.of_process(answer.pid, answer.fd, answer.size_bytes, bytes.fromhex(self.mark))
+        except (OSError, ValueError):
+            return None
+        peer.mapped[key] = made
+        return made
+
+    def close(self) -> None:
+        """Let go of connections and memory."""
+        for peer in self._peers:
+            if peer.line is not None:
+                peer.line.close()
+            peer.line, peer.mapped = None, None
+
+
+def _here(line: Line) -> Answer:
+    answer: Answer = line.hear(read_answer, time.monotonic() + STALLED_S)
+    if answer.state != "here":
+        raise Lost("the snapshot is there no more")
+    return answer
+
+
+def shifted(layout: TensorLayout, ranks: int) -> TensorLayout:
+    """Return a layout whose ranks are numbered from `ranks` on."""
+    seats = layout.seats
+    if isinstance(seats, Grid):
+        return replace(layout, seats=replace(seats, offset=seats.offset + ranks))
+    moved = tuple(tuple(rank + ranks for rank in cell) for cell in seats.holders)
+    return replace(layout, seats=Roster(moved))

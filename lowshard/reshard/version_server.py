@@ -1,0 +1,276 @@
+"""The side of a publisher that answers: a thread at the doors, and one for each connection that was let in.
+
+Nothing here waits for a subscriber but the thread that answers it; `publish` never does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from lowshard.box import Box
+from lowshard.checkpoint.crc import crc32
+from lowshard.comm.door import Door, Guest
+from lowshard.reshard.version_store import Memory, VersionStore
+from lowshard.reshard.version_wire import (
+    CONTROL,
+    DATA,
+    WANT_S,
+    Answer,
+    Greeting,
+    Line,
+    Lost,
+    Request,
+    Table,
+    read_greeting,
+    read_request,
+)
+
+_GREETING_S = 10.0
+_TURN_S = 0.5
+PIECE_BYTES = 4 << 20
+"""Boxes that are no single run are put together in pieces of this size."""
+
+
+@dataclass(frozen=True)
+class Member:
+    """A subscriber that is in touch.
+
+    Attributes:
+        name: what it calls itself.
+        host: its host.
+        pid: process of its rank 0.
+        ranks: how many ranks it has.
+        version: what it serves, or None before the first.
+    """
+
+    name: str
+    host: str
+    pid: int
+    ranks: int
+    version: int | None = None
+
+
+@dataclass
+class _Lease:
+    """A member, and the snapshot that is kept for it."""
+
+    member: Member
+    number: int = 0
+
+
+@dataclass
+class Newest:
+    """What is offered, and to whom; on rank 0. All of it is read and written under `changed`."""
+
+    changed: threading.Condition = field(default_factory=threading.Condition)
+    version: int | None = None
+    number: int = 0
+    closing: bool = False
+    leases: dict[int, _Lease] = field(default_factory=dict)
+
+    def held(self) -> set[int]:
+        """Return the snapshots that may not be written over."""
+        with self.changed:
+            return {self.number, *(lease.number for lease in self.leases.values())} - {0}
+
+    def announce(self, version: int, number: int) -> None:
+        """Offer a version from now on."""
+        with self.changed:
+            self.version, self.number = version, number
+            self.changed.notify_all()
+
+    def members(self) -> tuple[Member, ...]:
+        """Return who is in touch."""
+        with self.changed:
+            return tuple(lease.member for lease in self.leases.values())
+
+    def wait_until_all_have_it(self, timeout_s: float) -> None:
+        """Wait until every member has the newest version, or the time is over."""
+        with self.changed:
+            self.changed.wait_for(
+                lambda: all(lease.member.version == self.version for lease in self.leases.values()), timeout_s
+            )
+
+
+class VersionServer:
+    """Answers the subscribers of one rank of a publisher, until it is closed."""
+
+    def __init__(
+        self,
+        doors: Sequence[Door],
+        store: VersionStore,
+        mark: str,
+        newest: Newest | None,
+        table: Callable[[], Table],
+    ) -> None:
+        """Begin to answer.
+
+        Args:
+            doors: of this rank; closed with this.
+            store: this rank's snapshots.
+            mark: of the publisher.
+            newest: on rank 0, what is offered.
+            table: on rank 0, returns what subscribers are told.
+        """
+        self._doors, self._store, self._mark = tuple(doors), store, mark
+        self._newest, self._table = newest, table
+        self._closing = threading.Event()
+        self._lock = threading.Lock()
+        self._lines: set[Line] = set()
+        self._wake, wakes = os.pipe()
+        self._wakes = wakes
+        self._thread = threading.Thread(target=self._attend, name="lowshard-publisher", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Let nobody in any more and end all connections."""
+        self._closing.set()
+        os.write(self._wakes, b"x")
+        self._thread.join()
+        with self._lock:
+            lines = list(self._lines)
+        for line in lines:
+            line.close()
+        os.close(self._wake)
+        os.close(self._wakes)
+
+    def _attend(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._wake, selectors.EVENT_READ)
+            for door in self._doors:
+                selector.register(door, selectors.EVENT_READ)
+            while not self._closing.is_set():
+                selector.select(_TURN_S)
+                for door in self._doors:
+                    for guest in door.admit():
+                        self._let_in(guest)
+        for door in self._doors:
+            door.close()
+
+    def _let_in(self, guest: Guest) -> None:
+        serves: dict[int, Callable[[Line], None]] = {DATA: self._serve_data}
+        if self._newest is not None:
+            serves[CONTROL] = self._serve_control
+        serve = serves.get(guest.purpose)
+        if serve is None:
+            guest.connection.close()
+            return
+        line = Line(guest.connection)
+        with self._lock:
+            self._lines.add(line)
+        threading.Thread(
+            target=self._serve, args=(line, serve), name="lowshard-subscriber", daemon=True
+        ).start()
+
+    def _serve(self, line: Line, serve: Callable[[Line], None]) -> None:
+        try:
+            with contextlib.suppress(Lost):
+                serve(line)
+        finally:
+            with self._lock:
+                self._lines.discard(line)
+            line.close()
+
+    # ---- control
+
+    def _serve_control(self, line: Line) -> None:
+        newest = self._newest
+        assert newest is not None
+        greeting: Greeting = line.hear(read_greeting, time.monotonic() + _GREETING_S)
+        line.say(self._table())
+        lease = _Lease(Member(greeting.name, greeting.host, greeting.pid, greeting.ranks))
+        with newest.changed:
+            newest.leases[id(lease)] = lease
+        try:
+            while True:
+                request: Request = line.hear(read_request)
+                if request.ask == "want":
+                    line.say(self._offer(line, lease, request))
+                elif request.ask == "done":
+                    with newest.changed:
+                        lease.number = 0
+                        lease.member = replace(lease.member, version=request.version)
+                        newest.changed.notify_all()
+                else:
+                    raise Lost(f"asked for {request.ask!r} over a control connection")
+        finally:
+            with newest.changed:
+                del newest.leases[id(lease)]
+                newest.changed.notify_all()
+
+    def _offer(self, line: Line, lease: _Lease, request: Request) -> Answer:
+        """Return an offer of the newest version, kept from now on; or that there is none, after a while."""
+        newest, end_s = self._newest, time.monotonic() + min(WANT_S, request.wait_s)
+        assert newest is not None
+        with newest.changed:
+            lease.number = 0
+            while True:
+                if newest.version is not None and (
+                    request.newer_than is None or newest.version > request.newer_than
+                ):
+                    lease.number = newest.number
+                    return Answer("here", version=newest.version, number=newest.number)
+                if newest.closing:
+                    return Answer("closed")
+                left_s = end_s - time.monotonic()
+                if left_s <= 0 or not line.is_quiet():
+                    return Answer("none")
+                newest.changed.wait(left_s)
+
+    # ---- data
+
+    def _serve_data(self, line: Line) -> None:
+        boxes: tuple[tuple[str, Box], ...] = ()
+        while True:
+            request: Request = line.hear(read_request)
+            if request.ask == "boxes":
+                boxes = request.boxes
+                continue
+            found = self._store.find(request.number) if request.mark == self._mark else None
+            if found is None:
+                line.say(Answer("gone"))
+            elif request.ask == "map":
+                line.say(Answer("here", pid=os.getpid(), fd=found.fd, size_bytes=found.size_bytes))
+            elif request.ask == "read":
+                line.say(Answer("here"))
+                line.send(memoryview(self._stream(line, found, boxes).to_bytes(4, "little")))
+                line.say(Answer("here" if found.number == request.number else "gone"))
+            else:
+                raise Lost(f"asked for {request.ask!r} over a data connection")
+
+    def _stream(self, line: Line, found: Memory, boxes: Sequence[tuple[str, Box]]) -> int:
+        """Send boxes one behind the other, each row-major; return the CRC-32 of all bytes."""
+        crc = 0
+        for name, box in boxes:
+            place = self._store.places.get(name)
+            if place is None or not is_within(box, place.shape):
+                raise Lost(f"asked for {name!r}, which this rank does not have so")
+            for piece in pieces_of(place.part(found.bytes, box)):
+                data = np.ascontiguousarray(piece).reshape(-1).view(np.uint8).data
+                crc = crc32(data, crc)
+                line.send(data)
+        return crc
+
+
+def is_within(box: Box, shape: Sequence[int]) -> bool:
+    """Say whether a box lies within an array of a shape."""
+    return len(box) == len(shape) and all(0 <= a <= b <= n for (a, b), n in zip(box, shape, strict=True))
+
+
+def pieces_of(array: np.ndarray) -> list[np.ndarray]:
+    """Return an array in parts along its first dims, each of PIECE_BYTES at most where that can be; row-major order."""
+    if array.nbytes <= PIECE_BYTES or array.ndim == 0:
+        return [array] if array.size else []
+    rows = max(1, PIECE_BYTES * len(array) // array.nbytes)
+    parts = [array[at : at + rows] for at in range(0, len(array), rows)]
+    if rows == 1 and array.ndim > 1:
+        return [piece for part in parts for piece in pieces_of(part[0])]
+    return parts

@@ -1,0 +1,203 @@
+"""Versions of a rank's tensors, kept in memory that processes of other jobs may map and copy out of.
+
+A snapshot is an anonymous file (memfd): a page of its own, then the tensors, each C-contiguous.
+
+```
+page 0: mark of the publisher (16 bytes), number of the snapshot (8 bytes; 0 while it is being written)
+tensor 0 | padding to a page | tensor 1 | ...
+```
+
+Two snapshots are enough for readers that keep up: the newest, and the one being written. One that somebody still reads
+is not written to; then there is a third. A reader looks at the number before and after it copies: so it finds out even
+where the publisher took it for dead meanwhile.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from lowshard import dtypes
+from lowshard.box import Box
+from lowshard.errors import CommError
+from lowshard.kernels.buffer import is_gpu
+from lowshard.reshard.tensor_layout import TensorLayout
+
+Array = Any
+PAGE_BYTES = 4096
+MARK_BYTES = 16
+_NUMBER_AT = MARK_BYTES
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a tensor lies in a snapshot."""
+
+    offset: int
+    shape: tuple[int, ...]
+    dtype: str
+
+    def part(self, memory: np.ndarray, box: Box) -> np.ndarray:
+        """Return a box of the tensor in a snapshot's bytes."""
+        found: np.ndarray = box_of(self.view(memory), box)
+        return found
+
+    def view(self, memory: np.ndarray) -> np.ndarray:
+        """Return the tensor in a snapshot's bytes."""
+        row = dtypes.get(self.dtype)
+        size_bytes = prod(self.shape) * row.itemsize_bytes
+        return memory[self.offset : self.offset + size_bytes].view(row.numpy).reshape(self.shape)
+
+
+def places_of(layouts: Mapping[str, TensorLayout], rank: int) -> tuple[dict[str, Place], int]:
+    """Return where a rank's tensors lie in its snapshots, and the bytes of a snapshot; the same in every process."""
+    places, at = {}, PAGE_BYTES
+    for name, layout in layouts.items():
+        shape = layout.local_shape(rank)
+        if shape is not None:
+            places[name] = Place(at, shape, layout.dtype)
+            at += -(-prod(shape) * layout.itemsize_bytes // PAGE_BYTES) * PAGE_BYTES
+    return places, at
+
+
+class Memory:
+    """An anonymous file, mapped whole. Unmapped and closed with the last reference."""
+
+    def __init__(self, fd: int, size_bytes: int, writes: bool) -> None:
+        """Map an open file, which is closed with this."""
+        self.fd, self.size_bytes = fd, size_bytes
+        kind = mmap.PROT_READ | mmap.PROT_WRITE if writes else mmap.PROT_READ
+        self._mapped = mmap.mmap(fd, size_bytes, mmap.MAP_SHARED, kind)
+        self.bytes = np.frombuffer(self._mapped, np.uint8)
+        self._number = self.bytes[_NUMBER_AT : _NUMBER_AT + 8].view(np.int64)
+
+    @property
+    def number(self) -> int:
+        """The number of the snapshot that is whole here, or 0."""
+        return int(self._number[0])
+
+    @property
+    def mark(self) -> bytes:
+        """The mark of the publisher."""
+        return self.bytes[:MARK_BYTES].tobytes()
+
+    def set_number(self, number: int) -> None:
+        """Say which snapshot is whole here."""
+        self._number[0] = number
+
+    def __del__(self) -> None:
+        fd, self.fd = getattr(self, "fd", -1), -1
+        if fd >= 0:
+            os.close(fd)
+
+    @classmethod
+    def of_process(cls, pid: int, fd: int, size_bytes: int, mark: bytes) -> Memory:
+        """Map another process's snapshot to read from it.
+
+        Raises:
+            OSError: it is not there, may not be opened, or is something else.
+        """
+        opened = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            if os.fstat(opened).st_size != size_bytes:
+                raise OSError("it has another size")
+            made = cls(opened, size_bytes, False)
+        except BaseException:
+            os.close(opened)
+            raise
+        if made.mark != mark:
+            raise OSError("it belongs to another publisher")
+        return made
+
+
+class VersionStore:
+    """The snapshots of one rank of a publisher. `fill` is called by one thread; `find` by any."""
+
+    def __init__(self, layouts: Mapping[str, TensorLayout], rank: int, mark: bytes) -> None:
+        """Make an empty store.
+
+        Args:
+            layouts: of all tensors.
+            rank: this rank.
+            mark: 16 bytes that tell this publisher from all others.
+        """
+        self.places, self.size_bytes = places_of(layouts, rank)
+        self._mark = mark
+        self._lock = threading.Lock()
+        self._snapshots: list[Memory] = []
+
+    def fill(self, sources: Mapping[str, Array], number: int, held: Collection[int]) -> None:
+        """Copy the sources into a snapshot that nobody reads.
+
+        Args:
+            sources: this rank's arrays by name.
+            number: of the new snapshot, above those before.
+            held: numbers that are read, or may be asked for.
+
+        Raises:
+            CommError: there is no memory for a snapshot.
+        """
+        memory = self._free(held)
+        try:
+            for name, place in self.places.items():
+                target, source = place.view(memory.bytes), sources[name]
+                if is_gpu(source):
+                    source.get(out=target)
+                else:
+                    copy_bits(source, target)
+        except MemoryError as error:
+            raise CommError(f"there is no memory for a snapshot of {self.size_bytes} bytes") from error
+        memory.set_number(number)
+
+    def find(self, number: int) -> Memory | None:
+        """Return a snapshot by number, where it is still there."""
+        with self._lock:
+            return next((one for one in self._snapshots if one.number == number), None)
+
+    @property
+    def kept(self) -> int:
+        """How many snapshots there are."""
+        return len(self._snapshots)
+
+    def _free(self, held: Collection[int]) -> Memory:
+        with self._lock:
+            unused = [one for one in self._snapshots if one.number not in held]
+            for spare in unused[1:]:  # somebody was slow once
+                spare.set_number(0)
+                self._snapshots.remove(spare)
+            found = unused[0] if unused else self._made()
+            found.set_number(0)
+            return found
+
+    def _made(self) -> Memory:
+        try:
+            fd = os.memfd_create("lowshard-version", os.MFD_CLOEXEC)
+            try:
+                os.ftruncate(fd, self.size_bytes)
+                made = Memory(fd, self.size_bytes, True)
+            except BaseException:
+                os.close(fd)
+                raise
+        except (OSError, ValueError) as error:
+            raise CommError(f"no snapshot of {self.size_bytes} bytes can be made: {error}") from error
+        made.bytes[:MARK_BYTES] = np.frombuffer(self._mark, np.uint8)
+        self._snapshots.append(made)
+        return made
+
+
+def box_of(array: Array, box: Box) -> Array:
+    """Return a view of a box of an array, also of one without dims."""
+    return array[(*(slice(a, b) for a, b in box), ...)]
+
+
+def copy_bits(source: np.ndarray, target: np.ndarray) -> None:
+    """Copy an array to one of its shape and width, as integers: NumPy copies types it does not know one by one."""
+    kind = f"u{source.dtype.itemsize}" if source.dtype.itemsize in (1, 2, 4, 8) else source.dtype
+    np.copyto(target.view(kind), source.view(kind))

@@ -1,0 +1,211 @@
+"""What a publisher and its subscribers say to each other: a length and JSON, over a connection let in by a door.
+
+Control, to rank 0 of the publisher: greeting -> table; then, again and again, want -> offer, done.
+Data, to each rank that has something: map -> where a snapshot lies; or boxes, then read -> bytes and their CRC-32.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import struct
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lowshard.comm.door import tune
+from lowshard.errors import CommError
+from lowshard.reading import Reader, reader
+
+CONTROL, DATA = 41, 42
+"""Purposes of connections."""
+STALLED_S = 30.0
+"""A connection over which nothing moves for so long, amid a message, is given up."""
+WANT_S = 1.0
+"""How long a publisher keeps a subscriber that wants a newer version waiting for its answer, at most."""
+_LENGTH = struct.Struct("!Q")
+_MOST_FRAME_BYTES = 64 << 20
+_UNCONFIRMED_S = 10.0
+
+
+@dataclass(frozen=True)
+class Greeting:
+    """Who subscribes."""
+
+    name: str
+    host: str
+    pid: int
+    ranks: int
+
+
+@dataclass(frozen=True)
+class Station:
+    """Where a rank of the publisher is reached."""
+
+    addresses: tuple[str, ...]
+    network: str
+    pid: int
+
+
+@dataclass(frozen=True)
+class Table:
+    """What a publisher has: tensors by name, and its ranks."""
+
+    mark: str
+    layouts: Mapping[str, Any]
+    stations: tuple[Station, ...]
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a subscriber asks; of the fields those that belong to `ask` count.
+
+    Attributes:
+        ask: "want", "done", "map", "boxes" or "read".
+        mark: of the publisher that is meant; its ranks refuse another's.
+        newer_than: want: the version that the subscriber has of this publisher.
+        wait_s: want: how long to wait for one; WANT_S at most.
+        number: done, map, read: of the snapshot.
+        version: done: what the subscriber serves now.
+        boxes: boxes: (name, box of the rank's local array), in the order of the stream.
+    """
+
+    ask: str
+    mark: str = ""
+    newer_than: int | None = None
+    wait_s: float = WANT_S
+    number: int = 0
+    version: int | None = None
+    boxes: tuple[tuple[str, tuple[tuple[int, int], ...]], ...] = ()
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a publisher answers.
+
+    Attributes:
+        state: "here", "none" (no newer version yet), "gone" (this snapshot is no more, or was never here) or "closed".
+        version: here, to want.
+        number: here, to want: of its snapshot, which stays until done.
+        pid: here, to map: process, descriptor and bytes of the snapshot.
+        fd: the same.
+        size_bytes: the same.
+    """
+
+    state: str
+    version: int = 0
+    number: int = 0
+    pid: int = 0
+    fd: int = 0
+    size_bytes: int = 0
+
+
+read_greeting: Reader[Greeting] = reader("greeting of a subscriber", CommError)(Greeting)
+read_table: Reader[Table] = reader("table of a publisher", CommError)(Table)
+read_request: Reader[Request] = reader("request of a subscriber", CommError)(Request)
+read_answer: Reader[Answer] = reader("answer of a publisher", CommError)(Answer)
+
+
+class Lost(Exception):
+    """The other end has gone, or says nothing any more."""
+
+
+@dataclass(eq=False)
+class Line:
+    """A connection whose ends know each other."""
+
+    connection: socket.socket
+
+    def __post_init__(self) -> None:
+        self.connection.setblocking(True)
+        tune(self.connection, _UNCONFIRMED_S)
+
+    def say(self, message: Any) -> None:
+        """Send a message.
+
+        Raises:
+            Lost: it did not go out.
+        """
+        text = json.dumps(message, default=_plain).encode()
+        self.send(memoryview(_LENGTH.pack(len(text)) + text))
+
+    def hear(self, read: Reader[Any], until_s: float | None = None) -> Any:
+        """Return the next message, by its reader.
+
+        Args:
+            until_s: of time.monotonic(): when its first byte must have come; None waits as long as the other end lives.
+
+        Raises:
+            Lost: the other end has gone or stalls, or said what is no message.
+        """
+        head = bytearray(_LENGTH.size)
+        self.receive(memoryview(head), until_s, waits=until_s is None)
+        (size,) = _LENGTH.unpack(head)
+        if size > _MOST_FRAME_BYTES:
+            raise Lost(f"a message has at most {_MOST_FRAME_BYTES} bytes, {size} were announced")
+        text = bytearray(size)
+        self.receive(memoryview(text))
+        try:
+            return read.text(text.decode(), "what came")
+        except (CommError, UnicodeDecodeError) as error:
+            raise Lost(str(error)) from error
+
+    def send(self, data: memoryview) -> None:
+        """Send bytes."""
+        try:
+            self.connection.settimeout(STALLED_S)
+            while data:  # sendall would count the limit over all of it
+                data = data[self.connection.send(data) :]
+        except OSError as error:
+            raise Lost(_words(error)) from error
+
+    def receive(self, data: memoryview, until_s: float | None = None, waits: bool = False) -> None:
+        """Fill memory with what comes next. `until_s` and `waits` as `hear` uses them."""
+        got = 0
+        while got < len(data):
+            limit_s: float | None = STALLED_S
+            if got == 0 and waits:
+                limit_s = None
+            elif got == 0 and until_s is not None:
+                limit_s = max(0.001, until_s - time.monotonic())
+            try:
+                self.connection.settimeout(limit_s)
+                count = self.connection.recv_into(data[got:])
+            except OSError as error:
+                raise Lost(_words(error)) from error
+            if not count:
+                raise Lost("it has closed the connection")
+            got += count
+
+    def is_quiet(self) -> bool:
+        """Say whether the other end is there and has said nothing."""
+        try:
+            self.connection.setblocking(False)
+            self.connection.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        return False
+
+    def close(self) -> None:
+        """End the connection; whoever waits on either end hears of it."""
+        with contextlib.suppress(OSError):
+            self.connection.shutdown(socket.SHUT_RDWR)
+        self.connection.close()
+
+
+def _words(error: OSError) -> str:
+    return (
+        "nothing moved in time" if isinstance(error, TimeoutError) else (error.strerror or str(error)).lower()
+    )
+
+
+def _plain(value: Any) -> Any:
+    if hasattr(value, "__dataclass_fields__"):
+        return {name: getattr(value, name) for name in value.__dataclass_fields__}
+    if isinstance(value, Mapping):
+        return dict(value)
+    raise TypeError(f"{type(value).__name__} is not sent")

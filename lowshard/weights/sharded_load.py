@@ -1,0 +1,157 @@
+"""`load_sharded`: a checkpoint loaded by what its index says of ranks, without patterns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import lcm
+from pathlib import Path
+
+import numpy as np
+
+from lowshard.box import Box, full_box, split_interval, volume
+from lowshard.checkpoint.catalog import Catalog, Files, StoredTensor
+from lowshard.checkpoint.commit import together
+from lowshard.comm import Communicator
+from lowshard.comm.agreement import control_of
+from lowshard.tiling import Tile, Tiling
+from lowshard.weights.load import Progress, load, nodes_of
+from lowshard.weights.load_plan import LoadPlan, plan_load
+from lowshard.weights.scale_cut import Blocks, blocks_of, scales_box, weights_of_scales
+
+
+class ShardedWeights(dict[str, np.ndarray]):
+    """A rank's arrays by name, and which rank holds what of each tensor."""
+
+    tilings: Mapping[str, Tiling]
+    """By name, of every tensor, those that this rank holds nothing of too."""
+
+    def __init__(self, arrays: Mapping[str, np.ndarray], tilings: Mapping[str, Tiling]) -> None:
+        super().__init__(arrays)
+        self.tilings = tilings
+
+    @property
+    def state(self) -> dict[str, tuple[Tiling, np.ndarray | None]]:
+        """What `save` takes: for each tensor its tiling and this rank's array."""
+        return {name: (tiling, self.get(name)) for name, tiling in self.tilings.items()}
+
+
+def load_sharded(
+    path: Files | Catalog,
+    comm: Communicator | None = None,
+    *,
+    verify: bool = True,
+    progress: Progress | None = None,
+) -> ShardedWeights:
+    """Return this rank's arrays of a checkpoint, cut as the checkpoint's index says; no patterns are needed.
+
+    Collective: all ranks of the communicator call this. `saved_tilings` has the rule: as many ranks as saved the
+    checkpoint get what each of them held; other numbers get balanced parts along the dim that was cut.
+
+    Args:
+        path: a sharded checkpoint, a plain file or a Hugging Face folder, as for `Catalog.open`.
+        comm: a communicator of host arrays; None for one rank.
+        verify: False skips the checksums.
+        progress: as for `load`.
+
+    Returns:
+        A dict of arrays by name, with `tilings` (who holds what) and `state` (what `save` takes). A rank that holds
+        nothing of a tensor has no array of that name.
+
+    Raises:
+        CheckpointError: a file is missing or damaged; the text names it.
+        MismatchError: the ranks loaded different checkpoints.
+        (Each on every rank, whichever rank is at fault.)
+    """
+    size = 1 if comm is None else comm.size
+
+    def prepare(nodes: Sequence[int]) -> tuple[Catalog, LoadPlan]:
+        catalog = path if isinstance(path, Catalog) else Catalog.open(path)
+        return catalog, plan_load(catalog, saved_tilings(catalog, size), size, nodes=nodes)
+
+    if comm is None:
+        catalog, plan = prepare([0])
+    else:
+        control_of(comm)
+        nodes = nodes_of(comm)
+        where = Path("checkpoint") if isinstance(path, Catalog) or not isinstance(path, str | Path) else path
+        catalog, plan = together(comm, where, lambda: prepare(nodes), "load_sharded")
+    arrays = load(catalog, plan, comm, verify=verify, progress=progress)
+    return ShardedWeights(arrays, plan.by_name)
+
+
+def saved_tilings(catalog: Catalog, num_ranks: int) -> dict[str, Tiling]:
+    """Return which rank is to hold what of a checkpoint, from its index alone.
+
+    - As many ranks as saved it: each holds what it held then, replicas too.
+    - Another number: a tensor that was cut is cut along that dim (the first, of several) into balanced parts; one that
+      was whole on all ranks is so again; one that was whole on some of n ranks (an expert) goes to the ranks
+      r * num_ranks // n.
+    - A plain file, a Hugging Face folder, what one rank saved, or an index that does not say who held what, on more
+      than one rank: every tensor is cut along its first dim into balanced parts; one without dims is whole everywhere.
+
+    Parts of a weight that has scales are of whole blocks, and its scales go with it.
+    """
+    scales = weights_of_scales({name: tensor.shape for name, tensor in catalog.tensors.items()})
+    blocks: dict[str, list[tuple[str, Blocks]]] = {}
+    for name, weight in scales.items():
+        given = catalog.tensors[name]
+        found = blocks_of(catalog.tensors[weight].shape, given.shape, given.dtype)
+        assert found is not None  # that is what made it the scales
+        blocks.setdefault(weight, []).append((name, found))
+    tilings = {}
+    for name, tensor in catalog.tensors.items():
+        if tensor.tiling is not None and catalog.num_ranks == num_ranks:
+            tilings[name] = tensor.tiling
+        elif name not in scales:
+            mine = blocks.get(name, [])
+            boxes = _boxes(tensor, catalog.num_ranks or 1, num_ranks, [found for _, found in mine])
+            tilings[name] = _tiling(tensor, boxes)
+            for part, found in mine:
+                cut = [None if box is None else scales_box(box, tensor.shape, found) for box in boxes]
+                tilings[part] = _tiling(catalog.tensors[part], cut)
+    return {name: tilings[name] for name in catalog.tensors}
+
+
+def _boxes(tensor: StoredTensor, saved: int, num_ranks: int, blocks: Sequence[Blocks]) -> list[Box | None]:
+    """Return the box of each rank, or None where it takes no part."""
+    whole = full_box(tensor.shape)
+    known = tensor.tiling if saved > 1 else None
+    if not whole or num_ranks == 1:
+        return [whole] * num_ranks
+    if known is None:
+        return _cut(whole, 0, num_ranks, blocks)
+    holders = [rank for rank in known.ranks if known.local_elems(rank)]
+    dims = [
+        dim
+        for dim, interval in enumerate(whole)
+        if any(tile.box[dim] != interval for rank in holders for tile in known.tiles(rank))
+    ]
+    if dims:
+        return _cut(whole, dims[0], num_ranks, blocks)
+    if not holders:  # a tensor without elements
+        return [whole] * num_ranks
+    places = {rank * num_ranks // saved for rank in holders}
+    if len(holders) == saved:
+        places = set(range(num_ranks))
+    return [whole if rank in places else None for rank in range(num_ranks)]
+
+
+def _cut(whole: Box, dim: int, num_ranks: int, blocks: Sequence[Blocks]) -> list[Box | None]:
+    """Return balanced parts along a dim, in whole blocks of all scales."""
+    extent = whole[dim][1]
+    unit = lcm(*(b[dim] or 1 for b in blocks if dim < len(b)))
+    made: list[Box | None] = []
+    for rank in range(num_ranks):
+        start, stop = split_interval((0, -(-extent // unit)), num_ranks, rank)
+        part = min(start * unit, extent), min(stop * unit, extent)
+        made.append((*whole[:dim], part, *whole[dim + 1 :]))
+    return made
+
+
+def _tiling(tensor: StoredTensor, boxes: Sequence[Box | None]) -> Tiling:
+    shapes = [None if box is None else tuple(stop - start for start, stop in box) for box in boxes]
+    tiles = [
+        () if box is None or not volume(box) else (Tile(box, full_box(shape or ())),)
+        for box, shape in zip(boxes, shapes, strict=True)
+    ]
+    return Tiling(tensor.shape, tensor.dtype, tuple(tiles), tuple(shapes))

@@ -1,0 +1,53 @@
+"""What run_publisher.py and run_subscriber.py have in common: a tensor, its layouts and its content by version."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+
+import lowshard as ls
+from lowshard import comm as lc
+
+ROWS, COLUMNS = 192, 640
+
+
+def content(version: int) -> np.ndarray:
+    """Return the whole tensor of a version: int32, every element says which version it is of."""
+    place = np.arange(ROWS * COLUMNS, dtype=np.int32).reshape(ROWS, COLUMNS)
+    return version * 1000 + place % 997
+
+
+def train_layout(ranks: int) -> ls.Layout:
+    """Return the publisher's layout: columns."""
+    return ls.Layout(ls.DeviceMesh((ranks,), ("tp",)), (ROWS, COLUMNS), "int32", (ls.Sharded(1),))
+
+
+def serve_layout(ranks: int) -> ls.Layout:
+    """Return a subscriber's layout: rows."""
+    return ls.Layout(ls.DeviceMesh((ranks,), ("tp",)), (ROWS, COLUMNS), "int32", (ls.Sharded(0),))
+
+
+def token_of(address: str) -> bytes | None:
+    """Return the token of a TCP address; None where it lies in the publisher's folder."""
+    return b"of this test, and of nothing else" if address.startswith("tcp") else None
+
+
+def own_rows(version: int, rank: int, ranks: int) -> np.ndarray:
+    """Return what a subscriber's rank holds of a version."""
+    return np.array_split(content(version), ranks)[rank]
+
+
+def own_columns(version: int, rank: int, ranks: int) -> np.ndarray:
+    """Return what a publisher's rank holds of a version."""
+    return np.array_split(content(version), ranks, axis=1)[rank]
+
+
+def communicator() -> Any:
+    """Return a communicator over the job's ranks; of a plain process one of its own."""
+    if "OMPI_COMM_WORLD_SIZE" in os.environ or "PMI_SIZE" in os.environ:
+        from mpi4py import MPI
+
+        return lc.from_mpi(MPI.COMM_WORLD, device="cpu", timeout_s=20)
+    return lc.loopback(1)[0]

@@ -1,0 +1,37 @@
+"""Publishes versions until a file says to stop: FOLDER ADDRESS FIRST PAUSE_S."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+from publish_world import communicator, own_columns, token_of, train_layout
+
+from lowshard.reshard import Publisher
+
+
+def main(folder: Path, address: str, first: int, pause_s: float) -> None:
+    with communicator() as comm:
+        layout = train_layout(comm.size)
+        array = np.zeros(layout.local_shape(comm.rank), np.int32)
+        with Publisher(
+            {"w": layout}, {"w": array}, comm, address=address, token=token_of(address)
+        ) as publisher:
+            version = first
+            while True:
+                array[...] = own_columns(version, comm.rank, comm.size)
+                publisher.publish(version)
+                if comm.rank == 0:
+                    (folder / "published").write_text(str(version))
+                stop = np.array([(folder / "stop").exists()], np.int32)
+                comm.broadcast(stop)
+                if stop[0]:
+                    break
+                version += 1
+                time.sleep(pause_s)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), float(sys.argv[4]))

@@ -1,0 +1,178 @@
+"""A publisher, a subscriber job and plain processes, started apart; they are killed, stopped, restarted at random."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support import mode
+from support.launching import wait_until
+
+HERE = Path(__file__).parent
+pytestmark = [pytest.mark.mpi, pytest.mark.time_limit(120)]
+LIMIT_S = 60.0
+
+
+class World:
+    """The processes of one test."""
+
+    def __init__(self, folder: Path, address: str) -> None:
+        self.folder, self.address = folder, address
+        self.running: dict[str, subprocess.Popen[bytes]] = {}
+        self.first = 0
+
+    def _start(self, name: str, command: list[str]) -> None:
+        path = os.pathsep.join(map(str, (HERE, HERE.parent, HERE.parents[1])))
+        env = {**os.environ, "PYTHONPATH": path}
+        with open(self.folder / f"{name}.log", "ab") as log:
+            self.running[name] = subprocess.Popen(
+                command, env=env, stdout=log, stderr=log, start_new_session=True
+            )
+
+    def publisher(self, ranks: int) -> None:
+        """Start the publisher, or start it again: its versions go on from ten thousand more."""
+        self.first += 10_000
+        script = [str(HERE / "run_publisher.py"), str(self.folder), self.address, str(self.first), "0.02"]
+        self._start("publisher", self._command(ranks) + script)
+
+    def subscriber(self, name: str, ranks: int) -> None:
+        """Start a subscriber."""
+        script = [str(HERE / "run_subscriber.py"), str(self.folder), self.address, name]
+        self._start(name, self._command(ranks) + script)
+
+    def _command(self, ranks: int) -> list[str]:
+        if ranks == 1:
+            return [sys.executable]
+        return [sys.executable, "-m", "lowshard.launch", "run", "-n", str(ranks)]
+
+    def lines(self, name: str, rank: int = 0) -> list[str]:
+        """Return what a subscriber's rank has noted."""
+        path = self.folder / f"{name}.{rank}"
+        return path.read_text().splitlines() if path.exists() else []
+
+    def newest(self, name: str) -> int:
+        """Return the version that a subscriber noted last, or -1."""
+        found = [int(line.split()[1]) for line in self.lines(name) if line.startswith("version")]
+        return found[-1] if found else -1
+
+    def published(self) -> int:
+        """Return the version that was published last."""
+        path = self.folder / "published"
+        text = path.read_text() if path.exists() else ""
+        return int(text) if text else -1
+
+    def kill(self, name: str) -> None:
+        """End a process and what it started, by SIGKILL."""
+        process = self.running.pop(name)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait(LIMIT_S)
+
+    def wait(self, done: Callable[[], bool], what: str) -> None:
+        """Wait until something is so; where a member ends meanwhile, or it never is, tell what all have said."""
+        ended: dict[str, int] = {}
+
+        def over() -> bool:
+            ended.update({n: p.poll() for n, p in self.running.items() if p.poll() is not None})  # type: ignore[misc]
+            return bool(ended) or done()
+
+        assert wait_until(over, LIMIT_S), f"{what}\n{self.said()}"
+        assert not ended, f"{ended}\n{self.said()}"
+
+    def wait_for(self, names: list[str], version: int) -> None:
+        """Wait until subscribers have newer versions than one."""
+        self.wait(lambda: all(self.newest(name) > version for name in names), f"{names} get past {version}")
+
+    def said(self) -> str:
+        """Return the last words of all."""
+        texts = (
+            f"--- {path.name}\n{path.read_text()[-1500:]}"
+            for path in sorted(self.folder.glob("*.*"))
+            if path.is_file()
+        )
+        return "\n".join(texts)
+
+    def end(self, names: list[str]) -> None:
+        """Have processes end by themselves, and look at how."""
+        (self.folder / "stop-subscribers").touch()
+        codes = {name: self.running.pop(name).wait(LIMIT_S) for name in names}
+        assert set(codes.values()) == {0}, f"{codes}\n{self.said()}"
+        (self.folder / "stop").touch()
+        code = self.running.pop("publisher").wait(LIMIT_S)
+        assert code == 0, self.said()
+
+
+@contextlib.contextmanager
+def world(folder: Path, address: str) -> Iterator[World]:
+    """Give a world, and leave no process of it."""
+    made = World(folder, address)
+    try:
+        yield made
+    finally:
+        for name in list(made.running):
+            made.kill(name)
+
+
+@pytest.mark.parametrize("kind", ["unix", "tcp"])
+def test_members_come_and_go_and_each_holds_one_whole_version(
+    tmp_path: Path, rng: np.random.Generator, kind: str
+) -> None:
+    address = f"unix:{tmp_path}/p" if kind == "unix" else f"tcp://127.0.0.1:{20000 + os.getpid() % 20000}"
+    names = ["job", "alone", "other"]
+    ranks = {"job": 2, "alone": 1, "other": 1}
+    with world(tmp_path, address) as all_:
+        all_.publisher(2)
+        for name in names:
+            all_.subscriber(name, ranks[name])
+        all_.wait_for(names, 0)
+        for _ in range(20 if mode.full() else 3):
+            name, act = str(rng.choice(names)), str(rng.choice(["kill", "stop", "publisher"]))
+            time.sleep(float(rng.random()) * 0.2)
+            least = all_.published()
+            if act == "kill":
+                all_.kill(name)
+                all_.wait_for([other for other in names if other != name], least)
+                all_.subscriber(name, ranks[name])
+            elif act == "stop":
+                process = all_.running[name]
+                os.killpg(process.pid, signal.SIGSTOP)
+                try:
+                    all_.wait_for([other for other in names if other != name], least)
+                finally:
+                    os.killpg(process.pid, signal.SIGCONT)
+            else:
+                all_.kill("publisher")
+                all_.publisher(2)
+                least = all_.first - 1
+            all_.wait_for(names, least)
+        all_.end(names)
+    assert not [
+        line for name in names for rank in (0, 1) for line in all_.lines(name, rank) if "WRONG" in line
+    ]
+    assert not (tmp_path / "p").exists()
+
+
+def test_a_member_that_is_killed_holds_nobody_up(tmp_path: Path) -> None:
+    """Others get their next version within 2 s of a death."""
+    names = ["one", "two"]
+    with world(tmp_path, f"unix:{tmp_path}/p") as all_:
+        all_.publisher(1)
+        for name in names:
+            all_.subscriber(name, 1)
+        all_.wait_for(names, 0)
+        for _ in range(10 if mode.full() else 3):
+            all_.kill("two")
+            begin_s, before = time.monotonic(), all_.published()
+            all_.wait_for(["one"], before)
+            assert time.monotonic() - begin_s < 2.0
+            all_.subscriber("two", 1)
+            all_.wait_for(["two"], before)
+        all_.end(names)

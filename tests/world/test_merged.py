@@ -1,0 +1,301 @@
+"""Whole tensors for other readers: `reshard --merged`, the index of Hugging Face's, and the marks on slices."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors import safe_open
+from safetensors.numpy import load_file, save_file
+from support.checkpoints import Values, attention_and_more, on_ranks, same, save_over, values_of
+
+from lowshard.checkpoint import Catalog
+from lowshard.checkpoint.checkpoint_index import INDEX_NAME, read_index
+from lowshard.checkpoint.hf_index import HF_INDEX
+from lowshard.cli import main
+from lowshard.kernels import quantize_mxfp8
+from lowshard.tiling import Tiling
+from lowshard.weights import ShardingStrategy, load, load_sharded, plan_load, remove_leftovers, save
+from lowshard.weights.checkpoint_convert import Settings, convert
+from lowshard.weights.cut_rules import Owned
+from lowshard.weights.save import Item, items_of
+
+S = ShardingStrategy
+VALUES: Values = {
+    "a.weight": np.random.default_rng(0).random((64, 96), np.float32),
+    "b.weight": np.random.default_rng(1).random((32, 64), np.float32), "norm": np.arange(33.0),
+    "step": np.array(7), "nothing": np.zeros((0, 3), np.int8),
+}  # fmt: skip
+
+
+@pytest.fixture
+def cut(tmp_path: Path) -> Path:
+    """Return a checkpoint that is cut over four ranks; the plain file that it is of lies beside it."""
+    save_file(VALUES, tmp_path / "in.safetensors", {"format": "pt"})
+    (tmp_path / "s.yaml").write_text(
+        "rules: [{pattern: '*.weight', strategy: columnwise}, {pattern: '{norm,nothing}', strategy: rowwise}, "
+        "{pattern: step, strategy: replicate}]"
+    )
+    assert (
+        run(
+            tmp_path / "in.safetensors", tmp_path / "cut", "--to", "tp=4", "--strategies", tmp_path / "s.yaml"
+        )
+        == 0
+    )
+    return tmp_path / "cut"
+
+
+def run(*arguments: object) -> int:
+    return main(["reshard", *map(str, arguments)])
+
+
+# ---- one plain file
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_one_plain_file_is_the_file_there_was_to_the_byte(cut: Path, tmp_path: Path, ranks: int) -> None:
+    out = tmp_path / "out.safetensors"
+    reports = on_ranks(ranks, lambda c: convert(Settings(str(cut), str(out), None, "", merged=True), c))
+    assert out.read_bytes() == (tmp_path / "in.safetensors").read_bytes()
+    assert len(set(reports)) == 1
+    assert (reports[0].files, reports[0].tensors) == (1, len(VALUES))
+    assert reports[0].verified_bytes == reports[0].written_bytes == sum(v.nbytes for v in VALUES.values())
+    assert reports[0].checksummed_bytes > 0
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_one_plain_file_in_mxfp8(cut: Path, tmp_path: Path) -> None:
+    assert run(cut, tmp_path / "q.safetensors", "--merged", "--mxfp8") == 0
+    catalog = Catalog.open(tmp_path / "q.safetensors")
+    found = load(
+        catalog, plan_load(catalog, {n: Tiling.whole(t.shape, t.dtype) for n, t in catalog.tensors.items()})
+    )
+    for name in ("a.weight", "b.weight"):
+        right = quantize_mxfp8(VALUES[name])
+        assert found[name].view(np.uint8).tobytes() == right.data.tobytes()
+        assert found[f"{name}_scale"].view(np.uint8).tobytes() == right.scale.tobytes()
+    assert same(found["norm"], VALUES["norm"])
+
+
+def test_the_report_says_what_was_compared(
+    cut: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(cut, tmp_path / "out.safetensors", "--merged") == 0
+    said = capsys.readouterr().out
+    assert f"compared with the checksums of {cut}, all equal" in said
+    assert "read again and compared with the input, read a second time: all equal" in said
+    shard = next(cut.glob("shard-*-00001-*"))
+    raw = bytearray(shard.read_bytes())
+    raw[-1] ^= 1
+    shard.write_bytes(raw)
+    before = (tmp_path / "out.safetensors").read_bytes()
+    assert run(cut, tmp_path / "out.safetensors", "--merged") == 1
+    assert "is damaged" in capsys.readouterr().err
+    assert (tmp_path / "out.safetensors").read_bytes() == before
+
+
+def test_an_empty_checkpoint_is_a_file_too(tmp_path: Path) -> None:
+    save_file({}, tmp_path / "in.safetensors")
+    assert run(tmp_path / "in.safetensors", tmp_path / "out.safetensors", "--merged") == 0
+    assert load_file(tmp_path / "out.safetensors") == {}
+
+
+# ---- a folder for other readers
+
+
+def read_as_others_do(folder: Path) -> Values:
+    index = json.loads((folder / HF_INDEX).read_text())
+    found = {}
+    for file in set(index["weight_map"].values()):
+        with safe_open(folder / file, "np") as opened:
+            assert (opened.metadata() or {"format": "pt"})[
+                "format"
+            ] == "pt"  # else transformers refuses the file
+            names = set(opened.keys())
+            assert names == {n for n, f in index["weight_map"].items() if f == file}
+            found |= {name: opened.get_tensor(name) for name in names}
+    assert index["metadata"]["total_size"] == sum(v.nbytes for v in found.values())
+    return found
+
+
+@pytest.mark.parametrize(("size", "files"), [("1KB", 4), ("30KB", 2), ("1GB", 1)])
+def test_a_folder_with_an_index_of_hugging_face_s(cut: Path, tmp_path: Path, size: str, files: int) -> None:
+    (cut / "config.json").write_text("{}")
+    (cut / "tokenizer.model").write_text("t")
+    assert run(cut, tmp_path / "hf", "--merged", "--file-size", size, "-n", "1") == 0
+    found = read_as_others_do(tmp_path / "hf")
+    assert set(found) == set(VALUES)
+    assert all(same(found[n], v) for n, v in VALUES.items())
+    assert len(list((tmp_path / "hf").glob("*.safetensors"))) == files
+    assert (tmp_path / "hf" / "tokenizer.model").read_text() == "t"
+    # Our own readers, and the library's own reader of such folders, take it again.
+    again = Catalog.open(tmp_path / "hf" / HF_INDEX)
+    assert set(again.tensors) == set(VALUES)
+    alone = load_sharded(tmp_path / "hf")
+    assert all(same(alone[n], v) for n, v in VALUES.items())
+    out = tmp_path / "again.safetensors"
+    assert run(tmp_path / "hf" / HF_INDEX, out, "--merged") == 0
+    assert out.read_bytes() == (tmp_path / "in.safetensors").read_bytes()
+
+
+def test_a_folder_with_another_checkpoint_is_left_alone(
+    cut: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, text in (("model.safetensors", ""), (HF_INDEX, '{"weight_map": {"a": "model-1.safetensors"}}')):
+        folder = tmp_path / name.replace(".", "-")
+        folder.mkdir()
+        (folder / name).write_text(text)
+        assert run(cut, folder, "--merged") == 2
+        assert "holds another checkpoint" in capsys.readouterr().err
+        assert [p.name for p in folder.iterdir()] == [name]
+
+
+def test_wrong_requests(cut: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plain = tmp_path / "in.safetensors"
+    (tmp_path / "d.safetensors").mkdir()
+    bare = tmp_path / "bare"  # its index is gone
+    bare.mkdir()
+    for file in cut.glob("shard-*"):
+        (bare / file.name).write_bytes(file.read_bytes())
+    for arguments, said in (
+        ((cut, tmp_path / "o", "--merged", "--to", "tp=2"), "give one of them"),
+        ((cut, tmp_path / "o", "--merged", "--to-rules", "default"), "give one of them"),
+        ((cut, "--merged"), "one is missing"),
+        ((cut, tmp_path / "o"), "or --merged; one is missing"),
+        ((plain, plain, "--merged"), "another folder or file"),
+        ((cut, tmp_path / "no" / "o.safetensors", "--merged"), "make it first"),
+        ((cut, tmp_path / "d.safetensors", "--merged"), "is a folder"),
+        ((cut, next(cut.glob("shard-*")), "--merged"), "is a file of the input"),
+        ((cut, tmp_path / "o", "--merged", "--file-size", "0"), "1 byte or more"),
+        ((tmp_path / "gone", tmp_path / "o", "--merged"), "gone"),
+        (
+            (bare, tmp_path / "o", "--merged", "--from", "tp=4", "--strategies", tmp_path / "s.yaml"),
+            "is missing",
+        ),
+        ((bare, tmp_path / "o", "--merged"), "parts of a sharded checkpoint, and lowshard.index.json"),
+    ):
+        assert run(*arguments) == 2, arguments
+        assert said in capsys.readouterr().err
+    assert not (tmp_path / "o").exists()
+    assert run(cut, tmp_path / "o", "--merged", "--dry-run", "--json") == 0
+    assert {t["strategy"] for t in json.loads(capsys.readouterr().out)["tensors"]} == {"whole in one file"}
+
+
+# ---- the index of Hugging Face's beside our own
+
+
+def owned(ranks: int, **shapes: tuple[int, ...]) -> dict[str, Tiling]:
+    return {name: S(ranks, Owned(i % ranks)).layout(shape) for i, (name, shape) in enumerate(shapes.items())}
+
+
+def test_it_stands_beside_ours_where_files_hold_whole_tensors_and_goes_where_they_do_not(
+    tmp_path: Path,
+) -> None:
+    place = tmp_path / "c"
+    whole = owned(3, a=(4, 2), b=(3, 3), c=(2,), d=(5, 5))
+    save_over(place, values_of(whole), whole, 3)
+    assert all(same(a, values_of(whole)[n]) for n, a in read_as_others_do(place).items())
+    save_over(place, values_of(whole, 1), whole, 3)  # of the new save, not of the one before
+    assert all(same(a, values_of(whole, 1)[n]) for n, a in read_as_others_do(place).items())
+    rows = {name: S.rowwise(3).layout(tiling.shape) for name, tiling in whole.items()}
+    save_over(place, values_of(rows), rows, 3)
+    assert not (place / HF_INDEX).exists()
+    empty = owned(3, a=(4, 2), b=(0, 3))  # a tensor that is in no file
+    save_over(place, values_of(empty), empty, 3)
+    assert not (place / HF_INDEX).exists()
+
+
+@pytest.mark.parametrize(
+    "text", ['{"weight_map": {"a": "mine.safetensors"}}', "not JSON", "[]", '{"weight_map": {}}']
+)
+def test_one_that_is_not_of_a_save_stays(tmp_path: Path, text: str) -> None:
+    place = tmp_path / "c"
+    place.mkdir()
+    (place / HF_INDEX).write_text(text)
+    whole = owned(2, a=(4, 2), b=(3, 3))
+    for tilings in (whole, {n: S.rowwise(2).layout(t.shape) for n, t in whole.items()}, whole):
+        save_over(place, values_of(tilings), tilings, 2)
+        assert (place / HF_INDEX).read_text() == text
+
+
+def test_one_of_a_save_that_was_killed_is_taken_away_with_its_files(tmp_path: Path) -> None:
+    place = tmp_path / "c"
+    whole = owned(2, a=(4, 2), b=(3, 3))
+    save_over(place, values_of(whole), whole, 2)
+    old = (place / HF_INDEX).read_text()
+    kept = {p.name: p.read_bytes() for p in place.glob("shard-*")}
+    rows = {n: S.rowwise(2).layout(t.shape) for n, t in whole.items()}
+    save_over(place, values_of(rows), rows, 2)
+    # As a save leaves it that was killed right after its commit:
+    (place / HF_INDEX).write_text(old)
+    for name, raw in kept.items():
+        (place / name).write_bytes(raw)
+    assert set(remove_leftovers(place)) == set(kept)
+    assert not (place / HF_INDEX).exists()
+    assert not set(kept) & {p.name for p in place.iterdir()}
+
+
+# ---- marks on slices
+
+
+def test_no_slice_stands_under_the_name_of_its_tensor(tmp_path: Path) -> None:
+    tilings = attention_and_more(4)
+    values = values_of(tilings)
+    save_over(tmp_path / "c", values, tilings, 4)
+    index = read_index(tmp_path / "c" / INDEX_NAME)
+    slices = 0
+    for file in index.files:
+        with safe_open(tmp_path / "c" / file, "np") as opened:
+            names = list(opened.keys())
+            for name in names:
+                if name in tilings:
+                    assert opened.get_slice(name).get_shape() == list(tilings[name].shape)
+                    continue
+                tensor, _, box = name.partition("[")
+                cut = tuple(slice(*map(int, part.split(":"))) for part in box.removesuffix("]").split(", "))
+                assert opened.get_slice(name).get_shape() == list(values[tensor][cut].shape)
+                if values[tensor].dtype.kind in "fiu" and values[tensor].dtype.itemsize >= 2:
+                    raw = opened.get_tensor(name)
+                    assert raw.tobytes() == values[tensor][cut].tobytes()
+                slices += 1
+            if any("[" in name for name in names):
+                assert "slices of tensors" in opened.metadata()["lowshard"]
+                assert "format" not in opened.metadata()  # transformers refuses such a file
+    assert slices > 20
+
+
+def test_keys_are_distinct_whatever_tensors_are_called() -> None:
+    shapes = {"w": (4,), "w[0:2]": (2,), "w[0:2]@1": (1,)}
+    boxes = [("w", "int8", ((0, 2),)), ("w[0:2]", "int8", ((0, 2),)), ("w", "int8", ((2, 4),)),
+             ("w[0:2]@1", "int8", ((0, 1),))]  # fmt: skip
+    keys = [item.key for item in items_of(boxes, shapes)]
+    assert keys == ["w[0:2]@2", "w[0:2]", "w[2:4]", "w[0:2]@1"]
+
+
+def test_files_with_the_names_that_slices_had_before_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Earlier versions kept slices under the tensor's name, then name@1: the index says which is which."""
+
+    def as_before(boxes: Any, shapes: Any) -> list[Item]:
+        made: dict[str, Item] = {}
+        for name, dtype, box in boxes:
+            key, number = name, 1
+            while key in made:
+                key, number = f"{name}@{number}", number + 1
+            made[key] = Item(key, name, dtype, box)
+        return list(made.values())
+
+    tilings = attention_and_more(3)
+    values = values_of(tilings)
+    monkeypatch.setattr(sys.modules["lowshard.weights.save"], "items_of", as_before)
+    save_over(tmp_path / "c", values, tilings, 3)
+    monkeypatch.undo()
+    found = load_sharded(tmp_path / "c")
+    assert all(same(found[n], v) for n, v in values.items())
+    save(tmp_path / "d", found.state)
+    assert all(same(a, values[n]) for n, a in load_sharded(tmp_path / "d").items())

@@ -1,0 +1,497 @@
+"""Publisher and Subscriber over threads: any layouts, through memory and over connections; restarts, wrong calls."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support import mode
+from support.reshard_cases import local_part, random_layout
+
+import lowshard as ls
+from lowshard import comm as lc
+from lowshard import dtypes
+from lowshard.comm.door import enter
+from lowshard.errors import (
+    BufferMismatchError,
+    CommError,
+    LayoutError,
+    LowshardError,
+    MismatchError,
+    PeerFailed,
+    PlanError,
+    TimedOut,
+)
+from lowshard.reshard import Publisher, Subscriber
+from lowshard.reshard.version_store import Memory, VersionStore
+from lowshard.reshard.version_wire import CONTROL, DATA, Greeting, Line, Lost, read_answer, read_table
+
+DTYPES = ("float32", "bfloat16", "float8_e4m3fn", "int64", "float16")
+
+
+def _one(shape: tuple[int, ...], dtype: str = "float32") -> ls.Layout:
+    return ls.Layout(ls.DeviceMesh((1,), ("x",)), shape, dtype, (ls.Replicated(),))
+
+
+def _in_threads(*jobs: Callable[[], Any]) -> None:
+    """Run jobs at the same time; raise what one of them raises."""
+    errors: list[BaseException] = []
+
+    def run(job: Callable[[], Any]) -> None:
+        try:
+            job()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(job,)) for job in jobs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    if errors:
+        raise errors[0]
+
+
+@pytest.mark.parametrize("way", ["memory", "connection"])
+def test_any_layout_gets_to_any_other(
+    rng: np.random.Generator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    monkeypatch.setenv("LOWSHARD_CROSS_MEMORY", "auto" if way == "memory" else "off")
+    for case in range(100 if mode.full() else 6):
+        _check_case(rng, f"unix:{tmp_path}/p{case}")
+
+
+def _check_case(rng: np.random.Generator, address: str) -> None:
+    """Publish three versions of random tensors from one number of ranks to another."""
+    have, want = int(rng.integers(1, 4)), int(rng.integers(1, 4))
+    src, dst, whole = {}, {}, {}
+    for i in range(int(rng.integers(1, 4))):
+        shape = tuple(rng.integers(0, 14, int(rng.integers(0, 4))).tolist())
+        dtype = str(rng.choice(DTYPES))
+        src[f"w{i}"] = random_layout(rng, shape, dtype, 0, have)
+        dst[f"w{i}"] = random_layout(rng, shape, dtype, 0, want)
+        whole[f"w{i}"] = [
+            np.asarray(rng.integers(0, 120, shape)).reshape(shape).astype(dtypes.get(dtype).numpy)
+            for _ in range(3)
+        ]
+    ready, done = threading.Event(), threading.Barrier(have + want, timeout=30)
+
+    def publish(comm: Any) -> None:
+        arrays = {n: local_part(x, comm.rank, whole[n][0]) for n, x in src.items() if comm.rank in x}
+        with Publisher(src, arrays, comm, address=address) as publisher:
+            for version in range(3):
+                for name, array in arrays.items():
+                    array[...] = local_part(src[name], comm.rank, whole[name][version])
+                publisher.publish(version)
+                for array in arrays.values():  # a snapshot was taken
+                    array[...] = np.zeros((), array.dtype)
+                ready.set()
+                done.wait()
+
+    def subscribe(comm: Any) -> None:
+        out = {
+            n: np.zeros(x.local_shape(comm.rank), dtypes.get(x.dtype).numpy)
+            for n, x in dst.items()
+            if comm.rank in x
+        }
+        with Subscriber(dst, out, comm, address=address) as subscriber:
+            for version in range(3):
+                assert subscriber.pull(20) == version == subscriber.version
+                for name, array in subscriber.weights.items():
+                    expected = local_part(dst[name], comm.rank, whole[name][version])
+                    assert array.tobytes() == expected.tobytes(), (name, version)
+                done.wait()
+
+    _in_threads(
+        lambda: lc.run_loopback(have, publish),
+        lambda: ready.wait(30) and lc.run_loopback(want, subscribe),
+    )
+
+
+def test_pieces_larger_than_a_buffer_come_over_a_connection(
+    rng: np.random.Generator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOWSHARD_CROSS_MEMORY", "off")
+    whole = rng.integers(0, 1 << 30, (1500, 3000)).astype(np.int32)
+    mesh = ls.DeviceMesh((2,), ("tp",))
+    src = ls.Layout(mesh, whole.shape, "int32", (ls.Sharded(1),))
+    arrays = [np.ascontiguousarray(whole[:, :1500]), np.ascontiguousarray(whole[:, 1500:])]
+    seen = threading.Event()
+
+    def publish(comm: Any) -> None:
+        with Publisher({"w": src}, {"w": arrays[comm.rank]}, comm, address=f"unix:{tmp_path}/p") as publisher:
+            publisher.publish(7)
+            assert seen.wait(30)
+
+    def subscribe() -> None:
+        out = {"w": np.zeros(whole.shape, np.int32)}
+        with Subscriber({"w": _one(whole.shape, "int32")}, out, address=f"unix:{tmp_path}/p") as subscriber:
+            assert subscriber.pull(30) == 7
+            assert (subscriber.weights["w"] == whole).all()
+        seen.set()
+
+    _in_threads(lambda: lc.run_loopback(2, publish), subscribe)
+
+
+def _publisher(address: str, array: np.ndarray, **more: Any) -> Publisher:
+    return Publisher({"w": _one(array.shape, array.dtype.name)}, {"w": array}, address=address, **more)
+
+
+def _subscriber(address: str, array: np.ndarray, **more: Any) -> Subscriber:
+    return Subscriber(
+        {"w": _one(array.shape, array.dtype.name)}, {"w": array.copy()}, address=address, **more
+    )
+
+
+def test_who_comes_late_gets_the_newest_and_members_are_shown(tmp_path: Path) -> None:
+    address, array = f"unix:{tmp_path}/p", np.zeros(1000, np.float32)
+    with _publisher(address, array) as publisher:
+        for version in range(5):
+            array[...] = version
+            publisher.publish(version)
+        with _subscriber(address, array, name="late") as late:
+            assert late.pull(10) == 4
+            assert (late.weights["w"] == 4).all()
+            with pytest.raises(TimedOut, match="no version newer than 4"):
+                late.pull(0.2)
+            assert late.version == 4
+            (member,) = publisher.members()
+            assert (member.name, member.version, member.pid) == ("late", 4, os.getpid())
+        end_s = time.monotonic() + 5
+        while publisher.members() and time.monotonic() < end_s:
+            time.sleep(0.01)
+        assert publisher.members() == ()
+    assert not (tmp_path / "p").exists()
+
+
+def test_a_restarted_publisher_begins_anew_and_nothing_is_mixed(tmp_path: Path) -> None:
+    address, array = f"unix:{tmp_path}/p", np.zeros(1000, np.float32)
+    with _subscriber(address, array) as subscriber:
+        with pytest.raises(TimedOut, match="no publisher answers"):
+            subscriber.pull(0.1)
+        with _publisher(address, array) as first:
+            array[...] = 9
+            first.publish(9)
+            assert subscriber.pull(10) == 9
+        with pytest.raises((PeerFailed, TimedOut)):
+            subscriber.pull(0.1)
+        assert (subscriber.weights["w"] == 9).all()
+        with _publisher(address, array) as second:
+            array[...] = 2
+            second.publish(2)  # its own numbers
+            assert subscriber.pull(10) == 2
+            assert (subscriber.weights["w"] == 2).all()
+
+
+def test_close_lets_members_in_touch_have_the_last_version(tmp_path: Path) -> None:
+    address, array = f"unix:{tmp_path}/p", np.zeros(1000, np.float32)
+    publisher, subscriber = _publisher(address, array), _subscriber(address, array)
+    publisher.publish(1)
+    assert subscriber.pull(10) == 1
+    publisher.publish(2)
+    pulled: list[int] = []
+    _in_threads(lambda: publisher.close(20), lambda: (time.sleep(0.3), pulled.append(subscriber.pull(10))))
+    assert pulled == [2]
+    publisher.close()
+    subscriber.close()
+
+
+def test_close_waits_no_longer_than_it_is_told(tmp_path: Path) -> None:
+    address, array = f"unix:{tmp_path}/p", np.zeros(10, np.float32)
+    publisher, subscriber = _publisher(address, array), _subscriber(address, array)
+    publisher.publish(1)
+    subscriber.pull(10)
+    publisher.publish(2)
+    begin_s = time.monotonic()
+    publisher.close(0.2)
+    assert time.monotonic() - begin_s < 5
+    subscriber.close()
+
+
+def test_publish_without_waiting(tmp_path: Path) -> None:
+    address, array = f"unix:{tmp_path}/p", np.zeros(1 << 20, np.float32)
+    with _publisher(address, array) as publisher, _subscriber(address, array) as subscriber:
+        array[...] = 1
+        work = publisher.publish(1, wait=False)
+        assert work is not None
+        work.wait(30)
+        array[...] = 5
+        assert subscriber.pull(10) == 1
+        assert (subscriber.weights["w"] == 1).all()
+        wrong = publisher.publish(1, wait=False)
+        assert wrong is not None
+        with pytest.raises(PlanError, match="versions rise"):
+            wrong.wait(30)
+        with pytest.raises(PlanError, match="versions rise"):
+            publisher.publish(2)  # tells of the one before; nothing else was done
+        publisher.publish(2)
+        assert subscriber.pull(10) == 2
+
+
+def test_snapshots_are_bounded_and_one_that_is_read_is_not_written_to(tmp_path: Path) -> None:
+    address, array = f"unix:{tmp_path}/p", np.zeros(1000, np.float32)
+    with _publisher(address, array) as publisher:
+        publisher.publish(1)
+        token = bytes.fromhex((tmp_path / "p" / "token").read_text())
+        line = Line(enter([f"{address}/door"], token, CONTROL, 0, 5))
+        line.say(Greeting("slow", "here", 1, 1))
+        mark = line.hear(read_table, time.monotonic() + 5).mark
+        line.say({"ask": "want", "mark": mark})
+        offer = line.hear(read_answer, time.monotonic() + 5)
+        for version in range(2, 40):
+            array[...] = version
+            publisher.publish(version)
+        store = publisher._store
+        assert store.kept == 3
+        held = store.find(offer.number)
+        assert held is not None
+        assert (store.places["w"].view(held.bytes) == 0).all()
+        line.close()
+        end_s = time.monotonic() + 5
+        while publisher.members() and time.monotonic() < end_s:
+            time.sleep(0.01)
+        for version in range(40, 44):
+            publisher.publish(version)
+        assert store.kept == 2
+
+
+def test_a_snapshot_that_was_taken_back_while_it_was_read_is_not_switched_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worst moment of a reader that the publisher takes for dead: its snapshot is written over under its hands."""
+    from lowshard.reshard import subscriber as module
+
+    address, array = f"unix:{tmp_path}/p", np.ones(1000, np.float32)
+    with _publisher(address, array) as publisher, _subscriber(address, array) as subscriber:
+        publisher.publish(1)
+        assert subscriber.pull(10) == 1
+        publisher.publish(2)
+        real, store = module.copy_bits, publisher._store
+
+        def copy_and_lose(source: Any, target: Any) -> None:
+            real(source, target)
+            store.fill({"w": array * 50}, 99, {publisher._number - 1})
+
+        monkeypatch.setattr(module, "copy_bits", copy_and_lose)
+        with pytest.raises(PeerFailed, match="took its snapshot back"):
+            subscriber.pull(10)
+        assert (subscriber.version, float(subscriber.weights["w"][0])) == (1, 1.0)
+        monkeypatch.setattr(module, "copy_bits", real)
+        publisher.publish(3)
+        assert subscriber.pull(10) == 3
+
+
+def test_who_lies_or_goes_amid_a_frame_harms_nobody(tmp_path: Path, rng: np.random.Generator) -> None:
+    address, array = f"unix:{tmp_path}/p", np.arange(1000, dtype=np.float32)
+    with _publisher(address, array) as publisher, _subscriber(address, array) as good:
+        publisher.publish(1)
+        token = bytes.fromhex((tmp_path / "p" / "token").read_text())
+        for turn in range(300 if mode.full() else 40):
+            line = Line(enter([f"{address}/door"], token, int(rng.choice([CONTROL, DATA, 7])), 3, 5))
+            with contextlib.suppress(Lost):  # it may have hung up
+                _lie(line, turn % 5, rng)
+            line.close()
+        line = Line(enter([f"{address}/door"], token, CONTROL, 0, 5))
+        line.say(Greeting("liar", "here", 1, 1))
+        mark = line.hear(read_table, time.monotonic() + 5).mark
+        line.close()
+        for box in ([[0, 5000]], [[-1, 3]], [[5, 2]], [], [[0, 2], [0, 2]]):
+            line = Line(enter([f"{address}/door"], token, DATA, 0, 5))
+            line.say({"ask": "boxes", "boxes": [["w", box]]})
+            line.say({"ask": "read", "mark": mark, "number": 1})
+            assert line.hear(read_answer, time.monotonic() + 5).state == "here"
+            with pytest.raises(Lost):
+                line.receive(memoryview(bytearray(1)), time.monotonic() + 5)
+            line.close()
+        assert good.pull(10) == 1
+        assert (good.weights["w"] == array).all()
+        publisher.publish(2)
+        assert good.pull(10) == 2
+
+
+def _lie(line: Line, kind: int, rng: np.random.Generator) -> None:
+    if kind == 0:
+        line.send(memoryview(rng.integers(0, 256, int(rng.integers(1, 200)), dtype=np.uint8).tobytes()))
+    elif kind == 1:
+        line.send(memoryview((1 << 62).to_bytes(8, "big")))
+    elif kind == 2:
+        line.say({"ask": "boxes", "boxes": [["w", [[0, 5000]]], ["nobody", []]]})
+        line.say({"ask": "read", "mark": "00", "number": 1})
+    elif kind == 3:
+        line.say([[[[[]]]]] * 100)
+
+
+def test_a_stranger_without_the_token_gets_nowhere(tmp_path: Path) -> None:
+    address, array = f"unix:{tmp_path}/p", np.zeros(10, np.float32)
+    with _publisher(address, array) as publisher:
+        publisher.publish(1)
+        with (
+            _subscriber(address, array, token=b"another token!!!") as stranger,
+            pytest.raises(TimedOut, match="no publisher answers"),
+        ):
+            stranger.pull(0.5)
+        assert publisher.members() == ()
+
+
+def test_tcp_keeps_its_token_apart_and_takes_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    array = np.full(10, 3, np.float32)
+    with _publisher("tcp://127.0.0.1:0", array) as publisher:
+        assert publisher.token_file is not None
+        assert publisher.token_file.stat().st_mode & 0o777 == 0o600
+        publisher.publish(1)
+        with _subscriber(publisher.address, array) as subscriber:  # finds the file below the cache folder
+            assert subscriber.pull(10) == 1
+    assert not publisher.token_file.exists()
+    secret = b"a secret of sixteen bytes or more"
+    with _publisher("tcp://127.0.0.1:0", array, token=secret) as publisher:
+        assert publisher.token_file is None
+        publisher.publish(4)
+        with _subscriber(publisher.address, array, token=secret) as subscriber:
+            assert subscriber.pull(10) == 4
+
+
+def test_a_folder_is_taken_over_from_a_dead_publisher_but_not_from_a_living_one(tmp_path: Path) -> None:
+    address, array = f"unix:{tmp_path}/p", np.zeros(10, np.float32)
+    with _publisher(address, array), pytest.raises(CommError, match="another publisher is there"):
+        _publisher(address, array)
+    folder = tmp_path / "p"
+    folder.mkdir(mode=0o700)
+    (folder / "token").write_text("left by somebody")
+    dead = socket.socket(socket.AF_UNIX)
+    dead.bind(str(folder / "door"))
+    dead.close()
+    (folder / "rank-1").mkdir()
+    with _publisher(address, array) as publisher, _subscriber(address, array) as subscriber:
+        publisher.publish(1)
+        assert subscriber.pull(10) == 1
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize("kind", ["open", "link", "file"])
+def test_a_folder_that_others_may_enter_is_refused(tmp_path: Path, kind: str) -> None:
+    folder, array = tmp_path / "p", np.zeros(10, np.float32)
+    if kind == "open":
+        folder.mkdir(mode=0o755)
+        folder.chmod(0o755)
+    elif kind == "link":
+        (tmp_path / "other").mkdir(mode=0o700)
+        folder.symlink_to(tmp_path / "other")
+    else:
+        folder.write_text("")
+    with pytest.raises(CommError, match="no publisher can be at"):
+        _publisher(f"unix:{folder}", array)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda a: {"address": "unix:relative"},
+        lambda a: {"address": "http://x"},
+        lambda a: {"address": "tcp://host:99999"},
+        lambda a: {"address": None},
+        lambda a: {"token": b"short"},
+        lambda a: {"token": "text"},
+        lambda a: {"arrays": {}},
+        lambda a: {"arrays": {"w": a, "v": a}},
+        lambda a: {"arrays": {"w": a[:5]}},
+        lambda a: {"arrays": {"w": a.astype(np.int32)}},
+        lambda a: {"arrays": None},
+        lambda a: {"layouts": {}},
+        lambda a: {"layouts": {"w": "text"}},
+        lambda a: {
+            "layouts": {"w": ls.Layout(ls.DeviceMesh((2,), ("x",)), (10,), "float32", (ls.Partial("sum"),))}
+        },
+        lambda a: {"layouts": {3: _one((10,))}},
+    ],
+)
+def test_wrong_arguments_are_errors_of_lowshard_on_both_sides(tmp_path: Path, change: Any) -> None:
+    array = np.zeros(10, np.float32)
+    given: dict[str, Any] = {
+        "layouts": {"w": _one((10,))}, "arrays": {"w": array}, "address": f"unix:{tmp_path}/p", **change(array),
+    }  # fmt: skip
+    layouts, arrays = given.pop("layouts"), given.pop("arrays")
+    for kind in (Publisher, Subscriber):
+        with pytest.raises(LowshardError):
+            kind(layouts, arrays, **given)
+    assert not (tmp_path / "p").exists()
+
+
+def test_wrong_versions_and_times(tmp_path: Path) -> None:
+    address, array = f"unix:{tmp_path}/p", np.zeros(10, np.float32)
+    with _publisher(address, array) as publisher, _subscriber(address, array) as subscriber:
+        for version in ("x", -1, 2.5, True, 1 << 63, None, [1]):
+            with pytest.raises(PlanError, match="a version is"):
+                publisher.publish(version)  # type: ignore[arg-type]
+        with pytest.raises(CommError, match="wait is"):
+            publisher.publish(1, wait=np.zeros(2))  # type: ignore[arg-type]
+        for timeout_s in ("x", -1, float("nan")):
+            with pytest.raises(CommError, match="timeout_s"):
+                subscriber.pull(timeout_s)  # type: ignore[arg-type]
+        publisher.publish(1)
+        with pytest.raises(PlanError, match="versions rise: version 1 is out"):
+            publisher.publish(1)
+        assert subscriber.pull(10) == 1
+    with pytest.raises(CommError, match="closed"):
+        publisher.publish(2)
+    with pytest.raises(CommError, match="closed"):
+        subscriber.pull(1)
+
+
+def test_a_subscriber_that_wants_what_there_is_not(tmp_path: Path) -> None:
+    address, array = f"unix:{tmp_path}/p", np.zeros(10, np.float32)
+    with _publisher(address, array) as publisher:
+        publisher.publish(1)
+        for layouts, out in (
+            ({"v": _one((10,))}, {"v": array.copy()}),
+            ({"w": _one((11,))}, {"w": np.zeros(11, np.float32)}),
+            ({"w": _one((10,), "int32")}, {"w": np.zeros(10, np.int32)}),
+        ):
+            with Subscriber(layouts, out, address=address) as subscriber, pytest.raises(PlanError):
+                subscriber.pull(5)
+
+
+def test_ranks_that_disagree_hear_of_it(tmp_path: Path) -> None:
+    layout = ls.Layout(ls.DeviceMesh((2,), ("x",)), (10,), "float32", (ls.Replicated(),))
+
+    def apart(comm: Any) -> None:
+        array = np.zeros(10, np.float32)
+        with pytest.raises(MismatchError):
+            Publisher({"w": layout}, {"w": array}, comm, address=f"unix:{tmp_path}/p{comm.rank}")
+        with pytest.raises(BufferMismatchError):
+            Publisher({"w": layout}, {"w": array[comm.rank :]}, comm, address=f"unix:{tmp_path}/p")
+        with Publisher({"w": layout}, {"w": array}, comm, address=f"unix:{tmp_path}/q") as publisher:
+            with pytest.raises(MismatchError):
+                publisher.publish(comm.rank)
+            publisher.publish(3)
+
+    lc.run_loopback(2, apart)
+
+
+def test_read_only_destinations_are_refused(tmp_path: Path) -> None:
+    array = np.zeros(10, np.float32)
+    array.flags.writeable = False
+    with pytest.raises(BufferMismatchError, match="writeable"):
+        Subscriber({"w": _one((10,))}, {"w": array}, address=f"unix:{tmp_path}/p")
+    with pytest.raises(LayoutError):
+        Subscriber({"w": 3}, {"w": array}, address=f"unix:{tmp_path}/p")  # type: ignore[dict-item]
+
+
+def test_a_snapshot_is_known_by_its_mark(tmp_path: Path) -> None:
+    store = VersionStore({}, 0, b"a" * 16)
+    store.fill({}, 1, ())
+    found = store.find(1)
+    assert found is not None
+    assert Memory.of_process(os.getpid(), found.fd, found.size_bytes, b"a" * 16).number == 1
+    for size_bytes, mark in ((found.size_bytes, b"b" * 16), (found.size_bytes + 1, b"a" * 16)):
+        with pytest.raises(OSError, match=r"belongs to another|another size"):
+            Memory.of_process(os.getpid(), found.fd, size_bytes, mark)

@@ -1,0 +1,297 @@
+"""Scales of quantised weights are cut as their weights are, by rule: what `lowshard reshard` writes is read again."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+from support.checkpoints import local_of, on_ranks, same
+
+from lowshard.box import volume
+from lowshard.checkpoint import Catalog, TensorEntry
+from lowshard.cli import main
+from lowshard.errors import CheckpointError, ShardingError
+from lowshard.kernels import quantize_mxfp8
+from lowshard.tiling import Tiling
+from lowshard.weights import NamePatterns, ShardingStrategy, Sizes, load, plan_load
+from lowshard.weights.checkpoint_grid import Grid
+from lowshard.weights.name_pattern import NameRule
+from lowshard.weights.ruled import RuledGrid
+from lowshard.weights.scale_cut import blocks_of, scales_box, scales_strategy, weights_of_scales, whole_scales
+
+HEADS, KV, DIM = 4, 2, 32
+HIDDEN, INNER = HEADS * DIM, 256
+Values = dict[str, np.ndarray]
+
+
+def llama(experts: int = 0) -> Values:
+    """Return a small model of Llama's names, or with that many experts of Mixtral's."""
+    rng = np.random.default_rng(0)
+    at = "model.layers.0."
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (48, HIDDEN), "model.norm.weight": (HIDDEN,), "lm_head.weight": (48, HIDDEN),
+        f"{at}self_attn.q_proj.weight": (HIDDEN, HIDDEN), f"{at}self_attn.k_proj.weight": (KV * DIM, HIDDEN),
+        f"{at}self_attn.v_proj.weight": (KV * DIM, HIDDEN), f"{at}self_attn.o_proj.weight": (HIDDEN, HIDDEN),
+        f"{at}input_layernorm.weight": (HIDDEN,), f"{at}post_attention_layernorm.weight": (HIDDEN,),
+    }  # fmt: skip
+    if experts:
+        shapes[f"{at}block_sparse_moe.gate.weight"] = (experts, HIDDEN)
+        for e in range(experts):
+            for w, shape in (("w1", (INNER, HIDDEN)), ("w2", (HIDDEN, INNER)), ("w3", (INNER, HIDDEN))):
+                shapes[f"{at}block_sparse_moe.experts.{e}.{w}.weight"] = shape
+    else:
+        shapes |= {f"{at}mlp.{n}_proj.weight": (INNER, HIDDEN) for n in ("gate", "up")}
+        shapes[f"{at}mlp.down_proj.weight"] = (HIDDEN, INNER)
+    return {n: rng.standard_normal(s).astype(np.float32) for n, s in shapes.items()}
+
+
+def bert() -> Values:
+    rng = np.random.default_rng(0)
+    at = "encoder.layer.0."
+    shapes: dict[str, tuple[int, ...]] = {
+        "embeddings.word_embeddings.weight": (48, HIDDEN),
+        f"{at}intermediate.dense.weight": (INNER, HIDDEN), f"{at}output.dense.weight": (HIDDEN, INNER),
+        f"{at}attention.output.dense.weight": (HIDDEN, HIDDEN),
+    }  # fmt: skip
+    shapes |= {f"{at}attention.self.{n}.weight": (HIDDEN, HIDDEN) for n in ("query", "key", "value")}
+    return {n: rng.standard_normal(s).astype(np.float32) for n, s in shapes.items()}
+
+
+def written(folder: Path, values: Values) -> Path:
+    folder.mkdir(parents=True)
+    save_file(values, folder / "model.safetensors")
+    config = {"num_attention_heads": HEADS, "num_key_value_heads": KV}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def whole(path: Path) -> Values:
+    catalog = Catalog.open(path)
+    tilings = {n: Tiling.whole(t.shape, t.dtype) for n, t in catalog.tensors.items()}
+    return load(catalog, plan_load(catalog, tilings))
+
+
+def in_mxfp8(values: Values) -> Values:
+    """Return what `--mxfp8` makes of values."""
+    made = {}
+    for name, value in values.items():
+        if value.ndim == 2 and any(p in name for p in ("proj", "dense", ".w1.", ".w2.", ".w3.", "self.")):
+            q = quantize_mxfp8(value)
+            made[name] = q.data.view(ml_dtypes.float8_e4m3fn)
+            made[f"{name}_scale"] = q.scale.view(ml_dtypes.float8_e8m0fnu)
+        else:
+            made[name] = value
+    return made
+
+
+@pytest.mark.parametrize(
+    ("patterns", "values", "grids"),
+    [
+        ("llama", llama(), ("tp=2,dp=2", "tp=1", "tp=4", "dp=3")), ("qwen", llama(), ("tp=2", "tp=1")),
+        ("moe", llama(3), ("tp=2,ep=3", "ep=2", "tp=1")), ("bert", bert(), ("tp=2,dp=2", "tp=4", "tp=1")),
+    ],
+)  # fmt: skip
+def test_what_reshard_writes_in_mxfp8_is_resharded_and_loaded_again(
+    tmp_path: Path, patterns: str, values: Values, grids: tuple[str, ...]
+) -> None:
+    right, source, quantise = in_mxfp8(values), written(tmp_path / "in", values), ["--mxfp8"]
+    for grid in grids:
+        out = tmp_path / grid
+        command = ["reshard", str(source), str(out), "--to", grid, "--strategies", patterns, *quantise]
+        assert main(command) == 0
+        found = whole(out)
+        assert set(found) == set(right)
+        assert all(same(found[n], a) for n, a in right.items())
+        source, quantise = out, []
+    # By patterns in a program, as any other checkpoint: every rank has the scales of its codes.
+    catalog = Catalog.open(tmp_path / grids[0])
+    shapes = {name: t.shape for name, t in catalog.tensors.items()}
+    cut = NamePatterns.load(patterns).strategies(shapes, 2, Sizes(HEADS, KV))
+    assert list(cut) == list(shapes)
+    tilings = {name: cut[name].layout(shapes[name], t.dtype) for name, t in catalog.tensors.items()}
+    held = on_ranks(2, lambda c: load(catalog, plan_load(catalog, tilings), c))
+    for rank, local in enumerate(held):
+        for name, value in right.items():
+            assert same(local[name], local_of(value, tilings[name], rank))
+        for name, weight in weights_of_scales(shapes).items():
+            for tile in tilings[weight].tiles(rank):
+                ((r0, r1), (c0, c1)) = tile.box
+                assert any(
+                    t.box[0][0] <= r0
+                    and r1 <= t.box[0][1]
+                    and t.box[1][0] * 32 <= c0
+                    and c1 <= t.box[1][1] * 32
+                    for t in tilings[name].tiles(rank)
+                )
+    assert len(weights_of_scales(shapes)) == sum(n.endswith("_scale") for n in right) > 3
+
+
+@pytest.mark.parametrize("rules", ["pure-fsdp", "ep-as-dp", "default"])
+def test_rule_files_cut_scales_as_their_weights(tmp_path: Path, rules: str) -> None:
+    source = written(tmp_path / "in", in_mxfp8(llama()))
+    assert main(["reshard", str(source), str(tmp_path / "out"), "--to-rules", rules, "--to", "fsdp=2"]) == 0
+    found = whole(tmp_path / "out")
+    assert all(same(found[n], a) for n, a in in_mxfp8(llama()).items())
+    parts = Catalog.open(tmp_path / "out").tensors
+    name = "model.layers.0.self_attn.q_proj.weight"
+    assert len(parts[name].parts) == len(parts[f"{name}_scale"].parts) == 2
+    with pytest.raises(ShardingError, match=r"q_proj.weight_scale .* inside a block of 32"):
+        RuledGrid.parse(rules, "fsdp=8").tilings(
+            {n: (str(a.dtype), a.shape) for n, a in in_mxfp8(llama()).items()}
+        )
+
+
+@pytest.mark.parametrize("was", ["tp=2", "tp=4", "dp=2,tp=2"])
+def test_files_of_ranks_without_an_index_hold_scales(tmp_path: Path, was: str) -> None:
+    values, grid = in_mxfp8(llama()), Grid.parse(was)
+    given = {n: (str(a.dtype), a.shape) for n, a in values.items()}
+    tilings = grid.tilings(given, NamePatterns.load("llama"), Sizes(HEADS, KV))
+    ranks = tmp_path / "ranks"
+    ranks.mkdir()
+    for rank in range(grid.num_ranks):
+        mine = {n: local_of(values[n], t, rank) for n, (t, _) in tilings.items()}
+        save_file({n: a for n, a in mine.items() if a is not None}, ranks / f"rank-{rank}.safetensors")
+    (ranks / "config.json").write_text(json.dumps({"num_attention_heads": HEADS, "num_key_value_heads": KV}))
+    command = [
+        "reshard",
+        str(ranks),
+        str(tmp_path / "out"),
+        "--from",
+        was,
+        "--to",
+        "tp=1",
+        "--strategies",
+        "llama",
+    ]
+    assert main(command) == 0
+    assert all(same(a, values[n]) for n, a in whole(tmp_path / "out").items())
+
+
+def test_scales_of_which_files_of_ranks_do_not_tell_the_blocks_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "s.yaml").write_text("rules: [{pattern: '*', strategy: rowwise}]")
+    ranks = tmp_path / "ranks"
+    ranks.mkdir()
+    for rank in range(2):  # one scale a rank: of 128 x 128 blocks, or of all of the weight?
+        codes = np.full((128, 128), rank, np.int8)
+        save_file(
+            {"w": codes, "w_scale_inv": np.full((1, 1), 1.0 + rank, np.float32)},
+            ranks / f"{rank}.safetensors",
+        )
+    command = ["reshard", str(ranks), str(tmp_path / "out"), "--from", "tp=2", "--to", "tp=1", "--strategies",
+               str(tmp_path / "s.yaml")]  # fmt: skip
+    assert main(command) == 2
+    assert "the blocks that share a scale cannot be told" in capsys.readouterr().err
+    save_file({"w": codes, "w_scale_inv": np.full((1, 1), 1.0, np.float32)}, ranks / "1.safetensors")
+    assert main(command) == 0
+    assert Catalog.open(tmp_path / "out").tensors["w_scale_inv"].shape == (1, 1)
+
+
+S = ShardingStrategy
+
+
+@pytest.mark.parametrize(
+    ("weight", "scales", "dtype", "blocks"),
+    [
+        ((64, 96), (64, 3), None, (1, 32)), ((64, 96), (64, 1), None, (1, None)), ((64, 96), (64,), None, (1,)),
+        ((64, 96), (), None, ()), ((64, 96), (1, 1), None, (None, None)), ((64, 96), (1,), None, (None,)),
+        ((300, 576), (3, 5), None, (128, 128)), ((8, 64, 96), (8, 64, 3), None, (1, 1, 32)),
+        ((64, 32), (64, 1), "float8_e8m0fnu", (1, 32)), ((1, 32), (1, 1), "float8_e8m0fnu", (1, 32)),
+        ((64, 60), (64, 3), None, (1, 20)), ((64, 300), (64, 7), None, None), ((64, 96), (64, 97), None, None),
+        ((64, 96), (96,), None, None), ((64, 96), (64, 3, 1), None, None), ((64, 96), (64, 96), None, (1, 1)),
+        ((0, 96), (0, 3), None, (1, 32)), ((64, 50), (64, 2), None, (1, 32)), ((7,), (7,), None, (1,)),
+    ],
+)  # fmt: skip
+def test_blocks_follow_from_shapes(
+    weight: tuple[int, ...], scales: tuple[int, ...], dtype: str | None, blocks: tuple[int | None, ...] | None
+) -> None:
+    assert blocks_of(weight, scales, dtype) == blocks
+
+
+@pytest.mark.parametrize(
+    ("strategy", "weight", "scales"),
+    [
+        (S.rowwise(4), (128, 64), (128, 2)), (S.columnwise(2), (128, 64), (128, 2)), (S.rowwise(3), (96, 64), (96, 1)),
+        (S.columnwise(4), (96, 64), (96, 1)), (S.columnwise(4), (96, 64), (96,)), (S.rowwise(4), (96, 64), ()),
+        (S.stacked_qkv(2, 4, 32), (384, 64), (384, 2)), (S.stacked_qkv(2, 4, 32), (384, 64), (12, 2)),
+        (S.stacked_qkv(2, 4, 32), (384, 64), (1,)), (S.gate_up(2, 1), (8, 256, 64), (8, 8, 2)),
+        (S.grouped_qkv(4, 4, 2, 32), (256, 64), (256, 2)), (S.axiswise(-1, 2), (8, 64), (8, 2)),
+        (S.replicate(3), (96, 64), (96, 2)), (S.rowwise(5), (3, 64), (3, 2)), (S.rowwise(2), (512, 384), (4, 3)),
+    ],
+)  # fmt: skip
+def test_a_device_has_the_scales_of_its_blocks_and_no_others(
+    strategy: ShardingStrategy, weight: tuple[int, ...], scales: tuple[int, ...]
+) -> None:
+    """Codes multiplied by the scales that a device has are the device's part of the whole product."""
+    made = scales_strategy(strategy, weight, scales)
+    blocks = blocks_of(weight, scales)
+    assert blocks is not None
+    numbers = np.arange(1, int(np.prod(scales)) + 1, dtype=np.float64).reshape(scales)
+    spread = numbers.reshape(*scales, *[1] * (len(weight) - len(scales)))
+    for dim, block in enumerate(blocks):
+        spread = spread.repeat(weight[dim] if block is None else block, axis=dim)
+        spread = spread.take(range(weight[dim]), axis=dim)
+    spread = np.broadcast_to(spread, weight)
+    for index in range(strategy.num_devices):
+        mine = made(numbers, index)
+        part = strategy(spread, index)
+        assert set(np.unique(part)) == (set(np.unique(mine)) if part.size else set())
+        assert made.layout(scales, "float32").local_shape(index) == mine.shape
+    assert str(made).startswith("scales, as their weight: ")
+
+
+def test_a_cut_inside_a_block_is_refused_with_the_name() -> None:
+    with pytest.raises(ShardingError, match="inside a block of 32 values that share a scale"):
+        scales_box(((0, 8), (0, 16)), (8, 64), (1, 32))
+    assert scales_box(((0, 8), (32, 50)), (8, 50), (1, 32)) == ((0, 8), (1, 2))
+    assert volume(scales_box(((0, 0), (0, 50)), (8, 50), (1, 32))) == 0
+    shapes = {"w": ("float8_e4m3fn", (8, 64)), "w_scale": ("float8_e8m0fnu", (8, 2))}
+    patterns = NamePatterns("p.yaml", (NameRule("*", "columnwise"),))
+    with pytest.raises(ShardingError, match=r"p.yaml: w_scale \[8, 2\]: .* inside a block of 32"):
+        Grid.parse("tp=4").tilings(shapes, patterns, Sizes())
+
+
+def test_scales_without_their_weight_and_weights_without_their_scales(tmp_path: Path) -> None:
+    patterns = NamePatterns.load("llama")
+    q = "model.layers.0.self_attn.q_proj.weight"
+    sizes = Sizes(HEADS, KV)
+    with pytest.raises(
+        ShardingError, match=r"q_proj.weight_scale matches no pattern \(it reads as the scales of"
+    ):
+        patterns.strategies({f"{q}_scale": (HIDDEN, 4)}, 2, sizes)
+    with pytest.raises(ShardingError, match=r"\(its shape \[128, 77\] has no entry for each block of model"):
+        patterns.strategies({q: (HIDDEN, HIDDEN), f"{q}_scale": (HIDDEN, 77)}, 2, sizes)
+    assert set(patterns.strategies({q: (HIDDEN, HIDDEN)}, 2, sizes)) == {q}  # codes alone are a weight
+    stem = q.removesuffix("weight")
+    made = patterns.strategies(
+        {q: (HIDDEN, HIDDEN), f"{stem}input_scale": (), f"{q}_scale_2": (1,)}, 2, sizes
+    )
+    assert made[f"{stem}input_scale"].layout(()).local_shape(1) == ()
+    assert made[f"{q}_scale_2"].layout((1,)).local_shape(1) == (1,)
+    # A tensor of that name which is no scales of it has its own pattern.
+    (tmp_path / "s.yaml").write_text(
+        "rules: [{pattern: a, strategy: rowwise}, {pattern: a_scale, strategy: replicate}]"
+    )
+    made = NamePatterns.load(tmp_path / "s.yaml").strategies({"a": (8, 64), "a_scale": (5, 5)}, 2)
+    assert made["a_scale"].is_replicate
+
+
+def test_scales_are_not_quantised(tmp_path: Path) -> None:
+    """A matrix of FP8 block scales looks like a linear weight."""
+    values = {"a.weight": np.zeros((4096, 4096), np.int8), "a.weight_scale_inv": np.ones((32, 32), np.float32),
+              "b.weight": np.ones((32, 32), np.float32)}  # fmt: skip
+    source = written(tmp_path / "in", values)
+    (tmp_path / "s.yaml").write_text("rules: [{pattern: '**', strategy: rowwise}]")
+    command = ["reshard", str(source), str(tmp_path / "out"), "--to", "tp=2", "--mxfp8", "--strategies"]
+    assert main([*command, str(tmp_path / "s.yaml")]) == 0
+    assert set(Catalog.open(tmp_path / "out").tensors) == {*values, "b.weight_scale"}
+
+
+def test_a_rank_file_whose_scales_do_not_fit_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"tensor 'w_scale': scales have an entry for each block"):
+        whole_scales("w_scale", ["f"], (64, 64), (32, 64), TensorEntry("w_scale", "float32", (9, 9), 0, 324))
