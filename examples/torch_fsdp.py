@@ -2,9 +2,9 @@
 
     lowshard run -n 2 examples/torch_fsdp.py
 
-`ShardedModule` opens, closes and reduces units around autograd. Gradients and the optimizer's state are in its engine: the
-engine clips and updates, in place of `clip_grad_norm_` and `optimizer.step()`. The state dict is the module's: all ranks
-ask for it, one saves it, and a module without shards loads it.
+`ShardedModule` opens, closes and reduces units around autograd. Gradients and the optimizer's state are in its engine:
+the engine clips and updates, in place of `clip_grad_norm_` and `optimizer.step()`. The state dict is the module's: all
+ranks ask for it, one saves it, and a module without shards loads it.
 
 Output of rank 0:
 

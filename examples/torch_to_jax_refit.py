@@ -38,7 +38,7 @@ Y = np.sin(X @ np.random.default_rng(1).standard_normal((IN, OUT)).astype(np.flo
 
 
 def trainer(folder: str) -> tuple[dict[str, Layout], dict[str, np.ndarray], Callable[[], Any]]:
-    """Return the layouts of a torch model, this rank's parts of it, and what trains it on and gives loss and outputs."""
+    """Return the layouts of a torch model, this rank's parts, and what trains it on and gives loss and outputs."""
     import torch
     import torch.distributed as dist
     from torch.distributed.fsdp import fully_shard
