@@ -21,7 +21,6 @@ import tempfile
 from collections.abc import Callable
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 from mpi4py import MPI
 
@@ -37,7 +36,7 @@ X = np.random.default_rng(0).standard_normal((128, IN)).astype(np.float32)
 Y = np.sin(X @ np.random.default_rng(1).standard_normal((IN, OUT)).astype(np.float32) / 4)
 
 
-def trainer(folder: str) -> tuple[dict[str, Layout], dict[str, np.ndarray], Callable[[], Any]]:
+def trainer(folder: str) -> tuple[dict[str, Layout], dict[str, Any], Callable[[], Any]]:
     """Return the layouts of a torch model, this rank's parts, and what trains it on and gives loss and outputs."""
     import torch
     import torch.distributed as dist
@@ -67,9 +66,7 @@ def trainer(folder: str) -> tuple[dict[str, Layout], dict[str, np.ndarray], Call
         return float(torch.nn.functional.mse_loss(found, y.float())), found.numpy()
 
     parts = dict(model.named_parameters())
-    mine = {
-        n: p.to_local().detach().view(torch.int16).numpy().view(ml_dtypes.bfloat16) for n, p in parts.items()
-    }
+    mine = {name: param.to_local().detach() for name, param in parts.items()}
     return {name: lt.layout(param) for name, param in parts.items()}, mine, train
 
 
@@ -96,7 +93,7 @@ def server(comm: lc.Communicator) -> tuple[dict[str, Layout], dict[str, Any], Ca
             codes = np.empty(shape, np.uint8), np.empty((shape[0], shape[1] // 32), np.uint8)
             buffers[name] = MXFP8Tensor(*codes)
         else:
-            buffers[name] = np.empty(shape, ml_dtypes.bfloat16)
+            buffers[name] = comm.empty(shape, "bfloat16")
 
     @jax.jit
     def linear(x: Any, codes: Any, scale: Any) -> Any:
