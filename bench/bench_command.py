@@ -19,7 +19,7 @@ from lowshard.bench.bench_refit import add_refit_parser
 from lowshard.bench.bench_simulate import add_simulate_parser
 from lowshard.bench.bench_tune import add_tune_parser
 from lowshard.bench.cluster import add_profile_parser
-from lowshard.bench.collective import add_collective_parsers
+from lowshard.bench.collective import add_collective_parsers, add_report_argument, require_page
 from lowshard.errors import LowshardError
 from lowshard.nearest import nearest
 
@@ -138,6 +138,7 @@ def _add(
         metavar="FILE",
         help="write JSON to FILE beside the table; -: print it, and no table",
     )
+    add_report_argument(parser)
     parser.add_argument(
         "--check",
         action="store_true",
@@ -212,6 +213,7 @@ def _run(
     from lowshard.kernels.engine import host_engine
 
     names = selected(all_names, args.only)
+    require_page(args)
     device = open_device(args.device)
     if args.baseline and device.kind != "cpu":
         raise LowshardError("--baseline runs on the host alone: pass --device cpu with it")
@@ -228,6 +230,12 @@ def _run(
         sections = [_section(device, size, names, args.rounds, build, progress) for size in sizes]
     report = BenchReport(bench, ran, args.rounds, tuple(sections))
     _show(report, args.json)
+    if args.report is not None:
+        from lowshard.report.bench_page import kernel_page
+        from lowshard.report.page import write_page
+
+        path = write_page(kernel_page(report), args.report)
+        print(f"written: {path}", file=sys.stderr if args.json == "-" else sys.stdout)
     if args.check and report.misses:
         for miss in report.misses:
             print(f"lowshard bench {bench}: {miss}", file=sys.stderr)

@@ -14,7 +14,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lowshard.bench.bench_transition import ONE_AXIS, TWO_AXES, Transition, floor_of, mpi_way, transitions
-from lowshard.bench.collective import count_of, seconds_of, size_of, target_of
+from lowshard.bench.collective import (
+    add_report_argument,
+    count_of,
+    require_page,
+    seconds_of,
+    size_of,
+    target_of,
+)
 from lowshard.errors import BufferMismatchError, LowshardError
 
 if TYPE_CHECKING:
@@ -69,6 +76,7 @@ def add_redistribute_parser(benches: argparse._SubParsersAction[argparse.Argumen
     parser.add_argument("--peer-python", action="append", metavar="FILE", default=[],
                         help="a Python that has PyTorch or JAX installed (default: this one)")  # fmt: skip
     parser.add_argument("--json", type=target_of, metavar="FILE", help="write JSON too; -: JSON and no table")
+    add_report_argument(parser)
     parser.add_argument("--check-limits", action="store_true",
                         help="exit code 1 if a figure is above its limit")  # fmt: skip
     parser.add_argument("-T", "--timeout", type=seconds_of, metavar="S", help="end the run after S seconds")
@@ -80,6 +88,7 @@ def run_redistribute(args: argparse.Namespace) -> int:
     from lowshard.bench.bench_device import HostDevice
     from lowshard.bench.bench_world import DEFAULT_RANKS, job_size, run_entry
 
+    require_page(args)
     ranks = job_size() or args.ranks or DEFAULT_RANKS
     names = args.only or [*ONE_AXIS, *TWO_AXES]
     every = [t for size in args.size for t in transitions(names, ranks, size)]
@@ -212,6 +221,12 @@ def _conclude(report: dict[str, Any], args: argparse.Namespace) -> int:
         if args.json is not None:
             write_whole(Path(args.json), text.encode())
             print(f"written: {args.json}")
+    if args.report is not None:
+        from lowshard.report.bench_page import redistribute_page
+        from lowshard.report.page import write_page
+
+        path = write_page(redistribute_page(report), args.report)
+        print(f"written: {path}", file=sys.stderr if args.json == "-" else sys.stdout)
     wrong = sum(row["wrong"] for row in report["rows"])
     if wrong:
         print(f"lowshard bench redistribute: {wrong} elements are wrong", file=sys.stderr)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from lowshard.bench.collective import add_report_argument, require_page
 from lowshard.errors import LowshardError
 
 if TYPE_CHECKING:
@@ -84,6 +85,7 @@ def add_refit_parser(benches: argparse._SubParsersAction[argparse.ArgumentParser
     parser.add_argument(
         "--json", metavar="FILE", help="write JSON to FILE beside the table; -: print it alone"
     )
+    add_report_argument(parser)
     parser.add_argument("--check", action="store_true", help=f"exit code 1 if a row is over {LIMIT} x memcpy")
     parser.set_defaults(func=run_refit)
 
@@ -94,6 +96,7 @@ def run_refit(args: argparse.Namespace) -> int:
 
     if args.rounds < 1 or args.size < 1:
         raise LowshardError(f"--rounds and --size are 1 or more, got {args.rounds} and {args.size}")
+    require_page(args)
     ranks = args.ranks if args.ranks or job_size() is not None else 4
     profile = None
     if args.profile is not None:
@@ -128,6 +131,12 @@ def _show(rows: Sequence[Row], args: argparse.Namespace) -> int:
             )
         if args.json:
             Path(args.json).write_text(text, encoding="utf-8")
+    if args.report is not None:
+        from lowshard.report.bench_page import refit_page
+        from lowshard.report.page import write_page
+
+        path = write_page(refit_page(rows, LIMIT), args.report)
+        print(f"written: {path}", file=sys.stderr if args.json == "-" else sys.stdout)
     missed = [r for r in rows if r.limit is not None and r.ratio > r.limit]
     if args.check:
         for r in missed:

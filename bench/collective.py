@@ -159,12 +159,31 @@ def _add_results(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--plot", type=target_of, metavar="FILE", help="draw time and bus bandwidth over size (.png, .svg)"
     )
+    add_report_argument(group)
     group.add_argument("--compare", type=Path, metavar="OLD.json",
                        help="show the change since a run of the same settings, written by --json")  # fmt: skip
     group.add_argument("--min-busbw", type=float, metavar="GBPS",
                        help="exit code 1 if the average bus bandwidth is below this")  # fmt: skip
     group.add_argument("--check-limits", action="store_true",
                        help="exit code 1 if a promised figure is missed (2 ranks on one host)")  # fmt: skip
+
+
+def add_report_argument(parser: argparse._ActionsContainer) -> None:
+    """Add `--report`."""
+    parser.add_argument("--report", type=Path, metavar="DIR",
+                        help="write a page for a browser, DIR/index.html, which needs no network")  # fmt: skip
+
+
+def require_page(args: argparse.Namespace) -> None:
+    """Raise where the page that `--report` asks for cannot be written; before anything is measured.
+
+    Raises:
+        LowshardError: no folder can be made there, or jinja2 is missing.
+    """
+    if args.report is not None:
+        from lowshard.report.page import require_report
+
+        require_report(args.report)
 
 
 def run_collective(args: argparse.Namespace) -> int:
@@ -188,6 +207,7 @@ def run_collective(args: argparse.Namespace) -> int:
         reason = why_no_limits(settings, ranks, _check_mode())
         if reason is not None:
             raise LowshardError(f"--check-limits has nothing to judge here: {reason}")
+    require_page(args)
     require_possible(settings, ranks)
     request = {"settings": settings.to_json(), "table": args.json != "-"}
     outcome = run_entry(measure_collective, request, args.ranks, settings.transport, args.timeout)
@@ -289,6 +309,11 @@ def _conclude(report: CollectiveReport, args: argparse.Namespace, old: Collectiv
     if args.plot is not None:
         draw(report, Path(args.plot))
     written = [str(path) for path in (args.json, args.csv, args.plot) if path not in (None, "-")]
+    if args.report is not None:
+        from lowshard.report.bench_page import collective_page
+        from lowshard.report.page import write_page
+
+        written.append(str(write_page(collective_page(report), args.report)))
     if written:
         print(f"# written: {', '.join(written)}", file=out)
     return 1 if failed else 0

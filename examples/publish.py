@@ -9,13 +9,10 @@ can be one. A job of several ranks passes its communicator, and says in layouts 
 
 Output of both:
 
-    trainer: version 1 is out
     server: version 1, 0.1 to 0.1
-    trainer: version 2 is out
     server: version 2, 0.2 to 0.2
-    trainer: version 3 is out
     server: version 3, 0.3 to 0.3
-    trainer: {'server': 3} when it ends
+    trainer: members had {'server': 3}
 """
 
 import subprocess
@@ -33,20 +30,22 @@ layouts = {"fc1": ls.Layout(alone, (1024, 512), "float32", (ls.Replicated(),))}
 
 
 def train(address: str) -> None:
+    """Publish three versions, to a server that is started here."""
     weights = {"fc1": np.zeros((1024, 512), np.float32)}
     server = subprocess.Popen([sys.executable, __file__, address])
     with Publisher(layouts, weights, address=address) as publisher:
         for version in (1, 2, 3):
             weights["fc1"] += np.float32(0.1)  # a training step
-            print(f"trainer: version {version} is out", flush=True)
             publisher.publish(version)  # returns when `weights` may change; waits for no server
             while [member.version for member in publisher.members()] != [version]:
-                time.sleep(0.01)  # only so that this example prints the same each time
-        print(f"trainer: { ({m.name: m.version for m in publisher.members()}) } when it ends", flush=True)
+                time.sleep(0.01)  # only so that the server sees each version
+        had = {member.name: member.version for member in publisher.members()}
     server.wait()
+    print(f"trainer: members had {had}")
 
 
 def serve(address: str) -> None:
+    """Take versions as they come, up to the third."""
     out = {"fc1": np.zeros((1024, 512), np.float32)}
     with Subscriber(layouts, out, address=address, name="server") as subscriber:
         while subscriber.version != 3:

@@ -11,10 +11,12 @@ from lowshard.box import Box, shape_of, strides_of
 from lowshard.errors import BufferMismatchError
 from lowshard.kernels.buffer import Array, is_gpu, require_array
 from lowshard.kernels.engine import host_engine
+from lowshard.kernels.kernel_stream import Stream, takes_stream
 from lowshard.kernels.runs import lower
 
 
-def content_sum(x: Array, box: Box, shape: Sequence[int]) -> npt.NDArray[np.uint32]:
+@takes_stream
+def content_sum(x: Array, box: Box, shape: Sequence[int], *, stream: Stream = None) -> npt.NDArray[np.uint32]:
     """Return the weighted sums of an array's bits, uint32 [2] (`kernels.unit_weights` has the formula).
 
     The sums of disjoint boxes that cover an array add up, modulo 2^32, to the sums of the array. Reads `x` once; the
@@ -24,6 +26,7 @@ def content_sum(x: Array, box: Box, shape: Sequence[int]) -> npt.NDArray[np.uint
         x: any dtype of whole bytes, any strides; the elements of `box`.
         box: which part of the whole array they are, in its coordinates.
         shape: of the whole array.
+        stream: as for `quantize_mxfp8`; the host waits for it.
 
     Raises:
         KernelError: no NumPy or CuPy array.

@@ -21,6 +21,7 @@ from lowshard.launch.mpiexec import MPI_CHOICES, find_mpi
 from lowshard.launch.template import template_list, template_text
 from lowshard.launch.thread_ranks import run_threads
 from lowshard.nearest import nearest
+from lowshard.streams import drop_stdout
 
 __all__ = ["add_run_parser", "run"]
 
@@ -176,9 +177,7 @@ def _run(args: argparse.Namespace) -> int:
             spread=spread,
         )
     if result.exit_code == 128 + signal.SIGPIPE:
-        os.dup2(
-            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
-        )  # else Python complains of it at its own end
+        drop_stdout()
     return result.exit_code
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import errno
+import signal
 import sys
 from collections.abc import Sequence
 
 from lowshard._version import __version__
 from lowshard.command_parser import CommandParser
 from lowshard.errors import LowshardError
-from lowshard.streams import open_closed_streams
+from lowshard.streams import drop_stdout, open_closed_streams
 
 DESCRIPTION = "Place, move and quantise raw array buffers over many processes."
 EPILOG = (
@@ -48,9 +50,21 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
     open_closed_streams()
-    args = build_parser().parse_args(sys.argv[1:] if argv is None else list(argv))
     try:
-        return int(args.func(args))
+        try:
+            args = build_parser().parse_args(sys.argv[1:] if argv is None else list(argv))
+            return int(args.func(args))
+        finally:
+            sys.stdout.flush()  # what fails here is told here, not by Python at its end
+    except BrokenPipeError:  # whoever reads this has read enough: lowshard ... | head
+        drop_stdout()
+        return 128 + signal.SIGPIPE
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        drop_stdout()
+        print(f"lowshard: error: what this prints cannot be written: {error.strerror}", file=sys.stderr)
+        return 1
     except LowshardError as error:
         print(f"lowshard: error: {error}", file=sys.stderr)
         return error.exit_code

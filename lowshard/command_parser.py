@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import takewhile
 from typing import Any, NoReturn
 
+from lowshard.command_examples import examples_text
 from lowshard.nearest import nearest
 
 __all__ = ["CommandParser", "expect_habits"]
@@ -35,6 +36,10 @@ class CommandParser(argparse.ArgumentParser):
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}{self._advice(unknown)}")
         return found, []
+
+    def format_help(self) -> str:
+        """Return the help, with lines to try at its end."""
+        return super().format_help() + examples_text(self.prog)
 
     def error(self, message: str) -> NoReturn:
         """Print this command's usage, what is wrong and what to write instead, and exit with code 2."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from lowshard import dtypes, exchange_runner
+from lowshard import dtypes
 from lowshard.argument import brief
 from lowshard.comm.agreement import agree, agree_on_plan, control_of, share
 from lowshard.comm.protocol import Communicator
@@ -20,8 +20,9 @@ from lowshard.foreign_array import READ_ONLY, like, view_of
 from lowshard.kernels.buffer import allocate, may_overlap
 from lowshard.layout import Layout
 from lowshard.pool import BufferPool
-from lowshard.rank_schedule import Program, StepProgram, form_of, programs
 from lowshard.redistribute_plan import RedistributePlan, plan_redistribute
+from lowshard.transfer import exchange_runner
+from lowshard.transfer.rank_schedule import Program, StepProgram, form_of, programs
 
 Array = Any
 
@@ -38,7 +39,8 @@ def execute(
     ranks, so the bits are the same on every transport.
 
     Beside local and result nothing is held but what one step leaves for the next, no larger than the two, and one
-    slab of bounded size. Arrays of `comm.empty` are read where they lie; others take one more pass.
+    slab of bounded size. Among ranks of a node arrays of `comm.empty` are read where they lie, and so are others where
+    their boxes are long runs and the system allows it; else they take one more pass.
 
     Every rank raises the same error, whichever rank is at fault.
 
@@ -69,7 +71,7 @@ def execute(
     """
     control = control_of(comm)
     times: list[float] | None = [] if profile is True else None
-    with comm._meeting("execute", stream) as wrong:
+    with comm.meeting("execute", stream) as wrong:
         mine, into, error = _seen(local, out)
         error = wrong or error or _argument_error(plan, mine, comm, into, pool, profile)
         digest = b"" if error is not None else plan.digest_bytes
@@ -103,7 +105,7 @@ def execute_all(
         LowshardError: as `execute`.
     """
     control_of(comm)
-    with comm._meeting("execute_all", stream) as wrong:
+    with comm.meeting("execute_all", stream) as wrong:
         return _execute_all(plans, local, comm, {} if out is None else out, pool, wrong)
 
 
@@ -150,7 +152,7 @@ def redistribute(
     are read first. Arguments, result and errors: as for `execute`, and those of `plan_redistribute`, on every rank.
     """
     control_of(comm)
-    with comm._meeting("redistribute", stream) as error:
+    with comm.meeting("redistribute", stream) as error:
         plan = None
         mine, into, wrong = _seen(local, out)
         try:
@@ -185,28 +187,21 @@ def _walk(
     """Do the steps of a plan that all ranks have agreed on, in a turn of this thread."""
     if not plan.steps:
         return _same(local, out)
-    comm._enter("execute")
-    try:
+    with comm.turn("execute"):
         return _steps(plan, local, comm, out, pool, times)
-    finally:
-        comm._turn.release()
 
 
 def _steps(
     plan: RedistributePlan, local: Array | None, comm: Communicator, out: Array | None,
     pool: BufferPool | None, times: list[float] | None,
 ) -> Array | None:  # fmt: skip
-    steps = programs(plan, comm.rank, comm.size)
+    steps = programs(plan, comm.rank, comm.reach.homes)
     last = steps[-1].parts[-1]
     for step in steps:
         if times is not None:
-            comm.control._barrier()
+            agree(comm, b"", None, "execute")
             begin_s = time.perf_counter()
-        if (
-            step.whole is not None
-            and comm.shows
-            and step.whole.largest_bytes >= exchange_runner.READ_FROM_BYTES
-        ):
+        if step.whole is not None and comm.reach.whole and exchange_runner.reads_peers(step.whole):
             part = step.parts[-1]
             result = out if part is last and out is not None else _result(part, comm, part is last, pool)
             exchange_runner.run(step.whole, local, result, comm)
@@ -261,7 +256,7 @@ def _result(program: Program, comm: Communicator, is_last: bool, pool: BufferPoo
     """Return a new array for a result; what is between two steps lies where the others read it."""
     if program.shape is None:
         return None
-    dtype = dtypes.get(program.dtype).in_memory(comm.xp)
+    dtype = program.dtype if comm.xp is np else dtypes.get(program.dtype).in_memory(comm.xp)
     if comm.xp is np and not is_last:
         return comm.empty(program.shape, dtype)
     if is_last and pool is not None:

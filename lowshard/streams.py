@@ -1,11 +1,18 @@
-"""Standard streams that whoever started this process has closed (`>&-`)."""
+"""Standard streams that whoever started this process has closed (`>&-`), or has stopped to read (`| head`)."""
 
 from __future__ import annotations
 
 import os
 import sys
 
-__all__ = ["open_closed_streams"]
+__all__ = ["drop_stdout", "open_closed_streams"]
+
+
+def drop_stdout() -> None:
+    """Let all that is printed from now on, and what is not written yet, go to the null device."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 1)  # else Python complains at its end of what it could not write
+    os.close(null)
 
 
 def open_closed_streams() -> None:

@@ -88,6 +88,12 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(_Within(config.getoption("--within")), "lowshard within")
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Refuse a test whose name is another one in each of the processes that share a run."""
+    if " at 0x" in item.nodeid:
+        raise pytest.UsageError(f"a test's name holds no address, got {item.nodeid}; give ids, such as names")
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what belongs to another tier, or to another part of this one."""

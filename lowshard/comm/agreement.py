@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
+from itertools import accumulate
 
 import numpy as np
 
@@ -147,6 +148,28 @@ def share(control: Communicator, record: np.ndarray) -> list[np.ndarray]:
     finally:
         control._turn.release()
     return list(control._to_host(recv))
+
+
+def trade(
+    comm: Communicator, record: np.ndarray, counts: Sequence[int], counts_in: Sequence[int]
+) -> np.ndarray:
+    """Return what each rank has for this one, in rank order, from what this one has for each.
+
+    Collective: all ranks of the communicator call this. As `share`, it is no traffic of the user's.
+
+    Args:
+        comm: the communicator; its host side carries it.
+        record: one behind the other, in rank order.
+        counts: elements for each rank.
+        counts_in: elements of each rank for this one.
+    """
+    control = control_of(comm)
+    xp = control.xp
+    send, recv = xp.asarray(record.reshape(-1)), xp.empty(sum(counts_in), record.dtype)
+    ends, ends_in = [0, *accumulate(counts)], [0, *accumulate(counts_in)]
+    with control.turn("an exchange of records"):
+        control.carry(send, counts, ends[:-1], recv, counts_in, ends_in[:-1])
+    return control._to_host(recv)
 
 
 def share_text(control: Communicator, text: str) -> list[str]:

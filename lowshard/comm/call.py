@@ -41,6 +41,7 @@ class Call:
         recv_elems: elements of the buffer written.
         sent_bytes: of this rank, for the counters.
         received_bytes: the same.
+        reached_bytes: of them, those that came by memory; see `Traffic.reached_bytes`.
         run: does it, from the buffers that the public method was given.
         uses: calls that the counters have not added up yet.
         spans: of an exchange: counts and displacements sent, then received.
@@ -54,6 +55,7 @@ class Call:
     recv_elems: int = 0
     sent_bytes: int = 0
     received_bytes: int = 0
+    reached_bytes: int = 0
     run: Callable[..., Any] = field(default=lambda *buffers: None, repr=False)
     uses: int = 0
     spans: tuple[Sequence[int], ...] = ()

@@ -54,6 +54,42 @@ class Arguments(Algorithms):
             self._turn.release()
         self.traffic.count(call)
 
+    def step(
+        self, name: str, text: str, run: Callable[..., None], *args: Any, sent_bytes: int = 0, received_bytes: int = 0,
+        reached_bytes: int = 0, key: object = None,
+    ) -> None:  # fmt: skip
+        """Run what a client makes of this communicator's capabilities as one call of it: in turn, recorded, counted.
+
+        Collective: all ranks of the communicator call this.
+
+        Args:
+            name: counted under.
+            text: what errors and the record of calls say of it; equal on all ranks.
+            run: does it, from `args`.
+            args: of `run`.
+            sent_bytes: of this rank's elements that others get.
+            received_bytes: of others' that this rank gets.
+            reached_bytes: of these, what comes by memory.
+            key: under which the call is kept for the next time; None keeps nothing.
+        """
+        call = None if key is None else self._calls.get(key)
+        if call is None:
+            call = self._make(name, text, 0, sent_bytes, received_bytes)
+            call.reached_bytes, call.run = reached_bytes, _apply
+            if key is not None:
+                self._keep(key, call)
+        self._do(call, run, *args)
+
+    def carry(
+        self, send: Array, send_counts: Sequence[int], send_displs: Sequence[int], recv: Array,
+        recv_counts: Sequence[int], recv_displs: Sequence[int],
+    ) -> None:  # fmt: skip
+        """Move what all_to_all_v moves, as a part of a `step`: nothing is checked, compared or counted.
+
+        Collective: all ranks of the communicator call this.
+        """
+        self._all_to_all_v(send, send_counts, send_displs, recv, recv_counts, recv_displs)
+
     def _no_batch(self, name: str) -> None:
         """Raise if a grouped() block is open."""
         if self._batch is not None:
@@ -413,3 +449,7 @@ def text_of(buf: Any) -> str:
 
 def _nothing() -> None:
     """What a call that is over runs."""
+
+
+def _apply(run: Callable[..., None], *args: Any) -> None:
+    run(*args)

@@ -77,7 +77,8 @@ class DeviceCommunicator(Communicator):
             yield wrong
 
     @contextmanager
-    def _meeting(self, what: str, stream: Stream = None) -> Iterator[LowshardError | None]:
+    def meeting(self, what: str, stream: Stream = None) -> Iterator[LowshardError | None]:
+        """Make the device and a stream current for a call of several steps; see `Communicator.meeting`."""
         with self._current(stream) as wrong:
             self._refuse_capture(what)
             yield wrong

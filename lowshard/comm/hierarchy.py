@@ -20,6 +20,7 @@ from lowshard.comm.mpi import EXCHANGE_TAG, MPICommunicator, run_batch, start_me
 from lowshard.comm.node.call_runner import Place
 from lowshard.comm.node.communicator import NodeCommunicator, lend_group
 from lowshard.comm.node.node_memory import NodeMemory
+from lowshard.comm.node.node_reach import HostReach
 from lowshard.comm.node_collectives import Windows
 from lowshard.comm.node_map import Seating
 from lowshard.comm.protocol import Communicator
@@ -87,6 +88,14 @@ class HierarchicalCommunicator(Windows):
     def empty(self, shape: int | Sequence[int], dtype: Any = "float32") -> Array:
         """Return an array, not filled, in memory that the other ranks of the node read where it lies."""
         return self.node.empty(shape, dtype)
+
+    def _new_reach(self) -> HostReach:
+        homes = [self.seating.home(rank) for rank in range(self.size)]
+        return HostReach(self.node.reach, homes, self._home)
+
+    def fold(self, terms: Sequence[Array], out: Array, op: str, divisor: int = 1) -> None:
+        """Write the reduction of arrays of any strides into `out`, in tree order; a step of this rank alone."""
+        self.node.fold(terms, out, op, divisor)
 
     # ---- primitives
 

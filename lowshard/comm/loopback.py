@@ -18,6 +18,7 @@ import numpy as np
 from lowshard.argument import brief, whole
 from lowshard.comm import check
 from lowshard.comm.protocol import Communicator
+from lowshard.comm.reach import Published, Reach
 from lowshard.errors import BufferMismatchError, CommError, PeerFailed, TimedOut
 
 Array = Any
@@ -116,29 +117,8 @@ class LoopbackCommunicator(Communicator):
         self._leave()
         return same
 
-    @property
-    def shows(self) -> bool:
-        """True: threads see all of the process's memory."""
-        return True
-
-    def _is_seen(self, buf: Array) -> bool:
-        return True
-
-    def _show(
-        self, signature: int, text: str, buf: Array | None, note: int
-    ) -> tuple[list[int], Callable[[int, Any, int], Array]]:
-        posted = self._meet((signature, buf, note))
-        if len({row[0] for row in posted}) > 1:
-            self._leave()
-            self._differ(text)
-
-        def see(rank: int, dtype: Any, elems: int) -> Array:
-            return posted[rank][1].reshape(-1).view(dtype)[:elems]
-
-        return [row[2] for row in posted], see
-
-    def _hide(self) -> None:
-        self._leave()
+    def _new_reach(self) -> Reach:
+        return _ThreadReach(self)
 
     def _common(self, elems: int, dtype: Any) -> Array:
         """Return one array for all threads."""
@@ -230,6 +210,39 @@ class LoopbackCommunicator(Communicator):
 
     def _close(self) -> None:
         pass
+
+
+class _ThreadReach(Reach):
+    """Threads see all of the process's memory."""
+
+    def __init__(self, comm: LoopbackCommunicator) -> None:
+        super().__init__(comm.rank, comm.size)
+        self.peers, self.homes = tuple(range(comm.size)), (0,) * comm.size
+        self._comm = comm
+
+    def maps(self, array: Array) -> bool:
+        return True
+
+    def publish(self, arrays: Sequence[Array | None], note: int = 0) -> Published:
+        flat = [None if a is None or not a.nbytes else a.reshape(-1).view(np.uint8) for a in arrays]
+        posted = self._comm._meet((flat, note))
+        self._comm._leave()
+        return _Posted(posted)
+
+    def barrier(self) -> None:
+        self._comm._barrier()
+
+    def common(self, elems: int, dtype: Any) -> Array:
+        return self._comm._common(elems, dtype)
+
+
+class _Posted(Published):
+    def __init__(self, posted: Sequence[tuple[Sequence[np.ndarray | None], int]]) -> None:
+        self._posted = posted
+        self.notes = {rank: note for rank, (_, note) in enumerate(posted)}
+
+    def view(self, rank: int, index: int = 0) -> np.ndarray | None:
+        return self._posted[rank][0][index]
 
 
 def loopback(size: int, timeout_s: float = 60.0) -> list[Communicator]:

@@ -78,8 +78,11 @@ class Communicator(Arguments):
         )
         return nullcontext(CommError(f"{text}; leave it out"))
 
-    def _meeting(self, what: str, stream: Stream = None) -> AbstractContextManager[LowshardError | None]:
-        """As `_current`, for a call of several steps in which the hosts of all ranks meet: no CUDA graph records it."""
+    def meeting(self, what: str, stream: Stream = None) -> AbstractContextManager[LowshardError | None]:
+        """Make device and stream current for a block: a call of several steps, in which the hosts of all ranks meet.
+
+        The block gets what is wrong with the stream, for the caller to let all ranks raise. No CUDA graph records it.
+        """
         return self._current(stream)
 
     def _on_stream(self, stream: Stream, name: str, *args: Any, **options: Any) -> Any:

@@ -10,6 +10,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from itertools import chain
 from types import ModuleType
 from typing import Any, NoReturn, Self, cast
@@ -20,6 +21,7 @@ from lowshard.bounded import BoundedCache
 from lowshard.comm import check
 from lowshard.comm.activity import Activity
 from lowshard.comm.call import Call, Check
+from lowshard.comm.reach import Reach
 from lowshard.comm.reduction import fold
 from lowshard.errors import BufferMismatchError, CommError
 from lowshard.settings import CHECK, TIMEOUT_S
@@ -43,7 +45,7 @@ class Traffic:
 
     def __init__(self) -> None:
         self._calls: Counter[str] = Counter()
-        self._sent_bytes = self._received_bytes = 0
+        self._sent_bytes = self._received_bytes = self._reached_bytes = 0
         self._uses: list[Call] = []
         self.sources: list[Callable[[], Iterable[tuple[Call, int]]]] = []
         """Each returns calls that were not counted here, and how often each was made since it was asked."""
@@ -56,9 +58,10 @@ class Traffic:
             self._uses.append(call)
         call.uses += 1
 
-    def add(self, name: str, sent_bytes: int, received_bytes: int) -> None:
+    def add(self, name: str, sent_bytes: int, received_bytes: int, reached_bytes: int = 0) -> None:
         """Count one call by its numbers."""
         self._calls[name] += 1
+        self._reached_bytes += reached_bytes
         self._sent_bytes += sent_bytes
         self._received_bytes += received_bytes
 
@@ -80,11 +83,17 @@ class Traffic:
         self._add_up()
         return self._received_bytes
 
+    @property
+    def reached_bytes(self) -> int:
+        """Of `received_bytes`, those of boxes (`execute`, reshards, loads) that came by memory, not by messages."""
+        self._add_up()
+        return self._reached_bytes
+
     def clear(self) -> None:
         """Start from zero."""
         self._add_up()
         self._calls.clear()
-        self._sent_bytes = self._received_bytes = 0
+        self._sent_bytes = self._received_bytes = self._reached_bytes = 0
 
     def _add_up(self) -> None:
         used, self._uses = [(call, call.uses) for call in self._uses], []
@@ -94,6 +103,20 @@ class Traffic:
             self._calls[call.name] += times
             self._sent_bytes += times * call.sent_bytes
             self._received_bytes += times * call.received_bytes
+            self._reached_bytes += times * call.reached_bytes
+
+
+class _EndOfTurn(AbstractContextManager[None]):
+    """Gives a turn back at the end of a block."""
+
+    def __init__(self, turn: Any) -> None:
+        self._turn = turn
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, *exc: object) -> None:
+        self._turn.release()
 
 
 class Transport(ABC):
@@ -131,7 +154,9 @@ class Transport(ABC):
         self._calls = BoundedCache[Any, Call](None, CALLS_BYTES, lambda key, call: _CALL_BYTES + 64 * size)
         # One thread at a time: threads that call at once would do so in another order on each rank.
         self._turn = threading.RLock()
+        self._end_of_turn = _EndOfTurn(self._turn)
         self._agreed_plans: set[str] = set()
+        self._reach: Reach | None = None
         self._closed = False
         self._failed = False  # a peer may be gone: wait for no one any more
 
@@ -221,7 +246,7 @@ class Transport(ABC):
                 self._agreed_plans.clear()
             self._agreed_plans.add(text)
 
-    # ---- buffers that the others read where they lie
+    # ---- memory of other ranks
 
     @property
     def node_size(self) -> int | None:
@@ -229,43 +254,17 @@ class Transport(ABC):
         return None
 
     @property
-    def shows(self) -> bool:
-        """Whether ranks can read each other's buffers in place, as `_show` offers; the same on all ranks."""
-        return False
+    def reach(self) -> Reach:
+        """What this rank reaches of other ranks' memory."""
+        if self._reach is None:
+            self._reach = self._new_reach()
+        return self._reach
 
-    def _is_seen(self, buf: Array) -> bool:
-        """Say whether the others could read a buffer of this rank where it lies."""
-        return False
+    def _new_reach(self) -> Reach:
+        return Reach(self.rank, self.size)
 
-    def _show(
-        self, signature: int, text: str, buf: Array | None, note: int
-    ) -> tuple[list[int], Callable[[int, Any, int], Array]]:
-        """Show a buffer to all ranks, and return what they show.
-
-        Collective: all ranks of the communicator call this, and `_hide` when they have read: nobody writes to what
-        it shows before that. Between the two, `_barrier` may be called any number of times.
-
-        Args:
-            signature: of the call; where the ranks' differ all raise.
-            text: names the call, for that.
-            buf: contiguous, and one that `_is_seen`; or None.
-            note: a number that goes with it.
-
-        Returns:
-            Every rank's note; and a function that gives, for a rank, a dtype and a number of elements, a flat array
-            over the beginning of what that rank shows.
-        """
-        raise NotImplementedError(f"{self.transport} shows no buffers")
-
-    def _hide(self) -> None:
-        """Return once all ranks have read what `_show` showed.
-
-        Collective: all ranks of the communicator call this.
-        """
-        self._barrier()
-
-    def _fold(self, terms: Sequence[Array], out: Array, op: str, divisor: int) -> None:
-        """Write the reduction of arrays of any strides into `out`, in tree order; a local step."""
+    def fold(self, terms: Sequence[Array], out: Array, op: str, divisor: int = 1) -> None:
+        """Write the reduction of arrays of any strides into `out`, in tree order; a step of this rank alone."""
         fold(terms, out, op, "tree", divisor)
 
     # ---- life
@@ -304,6 +303,15 @@ class Transport(ABC):
         return f"<{self.transport} communicator: rank {self.rank} of {self.size}{state}>"
 
     # ---- checks
+
+    def turn(self, what: str) -> AbstractContextManager[None]:
+        """Take the turn of this thread for a `with` block, a call of several steps: no other thread calls meanwhile.
+
+        Raises:
+            CommError: another thread is in a call of this communicator.
+        """
+        self._enter(what)
+        return self._end_of_turn
 
     def _enter(self, what: str) -> None:
         """Begin a call of this thread; `_turn.release` ends it.

@@ -82,6 +82,23 @@ class MatrixView:
 
 
 @dataclass(frozen=True)
+class PlanView:
+    """What was planned for the move to the serving layout, and what came of it."""
+
+    planned_bytes: tuple[int, ...]
+    """What each rank is to receive."""
+    moved_bytes: tuple[int, ...]
+    """What each rank received."""
+    predicted_s: float
+    """By the built-in cost profile, tensor after tensor."""
+    measured_s: float
+    example: str
+    """The tensor whose plan is shown."""
+    explanation: str
+    """That plan in words."""
+
+
+@dataclass(frozen=True)
 class DemoReport:
     """Everything one run of the demo reports. Compares by value; JSON both ways."""
 
@@ -101,6 +118,7 @@ class DemoReport:
     matrices: tuple[MatrixView, ...] = ()
     environment: tuple[tuple[str, str], ...] = ()
     """Names and values: versions, machine, MPI."""
+    plan: PlanView | None = None
 
     @property
     def ok(self) -> bool:
@@ -127,7 +145,10 @@ class DemoReport:
         """
         if data.get("format") != FORMAT:
             raise CheckpointError(f"a demo report has format {FORMAT!r}, got {data.get('format')!r}")
-        values = {f.name: data[f.name] for f in fields(cls)}
+        values = {f.name: data[f.name] for f in fields(cls) if f.name in data}
+        if (plan := data.get("plan")) is not None:
+            both = {name: tuple(plan[name]) for name in ("planned_bytes", "moved_bytes")}
+            values["plan"] = PlanView(**{**plan, **both})
         values["rows"] = tuple(PhaseRow(**row) for row in data["rows"])
         values["accuracy"] = tuple(
             Accuracy(f["label"], f["kind"], math.nan if f["measured"] is None else f["measured"], f["bound"])

@@ -49,7 +49,7 @@ def run_action(
         MismatchError: the ranks hold different actions.
     """
     control_of(comm)
-    with comm._meeting("run_action", stream) as wrong:
+    with comm.meeting("run_action", stream) as wrong:
         seen, error = _seen(operands)
         digest, error = b"", wrong or error or _argument_error(action, seen, comm)
         if isinstance(action, Action):

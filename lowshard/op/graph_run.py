@@ -68,7 +68,7 @@ def run_graph(
         PlanError: what was passed is no plan.
     """
     control_of(comm)
-    with comm._meeting("run_graph", stream) as wrong:
+    with comm.meeting("run_graph", stream) as wrong:
         return _run_graph(plan, inputs, comm, outputs, wrong)
 
 

@@ -21,8 +21,8 @@ from lowshard.reshard.scale_slice import scale_slice_from_data_slice
 from lowshard.reshard.simulation import Simulation, simulate
 from lowshard.reshard.subscriber import Subscriber
 from lowshard.reshard.tensor_layout import TensorLayout
-from lowshard.reshard.transform_contract import ReshardTransform
 from lowshard.reshard.version_server import Member
+from lowshard.transfer.transform_contract import ReshardTransform
 
 __all__ = [
     "Cut",

@@ -25,7 +25,7 @@ from lowshard.kernels.mxfp8_tensor import TILE_BYTES, TILE_COLS, TILE_ROWS, swiz
 from lowshard.kernels.reference import BLOCK_ELEMS, Elem, Mode
 from lowshard.kernels.staging import assign
 from lowshard.reshard.scale_slice import scale_slice_from_data_slice
-from lowshard.reshard.transform_contract import ReshardTransform, Slices
+from lowshard.transfer.transform_contract import ReshardTransform, Slices
 
 Array = Any
 
@@ -178,7 +178,7 @@ class MXFP8ReshardTransform(ReshardTransform):
                 )
         self._edges.clear()
 
-    def stored(self) -> dict[str, Any]:
+    def refit_weights(self) -> dict[str, Any]:
         """Return the persistent buffers of the tensors that are quantised, by the tensors' names."""
         prefix = self.buffer_key_prefix
         held = self.persistent_buffers

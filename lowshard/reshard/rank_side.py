@@ -1,38 +1,44 @@
-"""One rank's side of a reshard: its arrays, checked, and what travels for each box, agreed on with the other side."""
+"""One rank's side of a reshard: its arrays, checked, as the items that the mover takes, agreed on with the others."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
-from math import prod
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from lowshard import dtypes
-from lowshard.box import Box, full_box, shape_of
-from lowshard.comm.agreement import agree
+from lowshard.box import full_box, shape_of
+from lowshard.comm.agreement import agree, trade
 from lowshard.comm.protocol import Communicator
-from lowshard.errors import BufferMismatchError, LowshardError, MeshError, MismatchError, VerificationError
+from lowshard.errors import BufferMismatchError, MeshError, MismatchError
 from lowshard.foreign_array import READ_ONLY, view_of
-from lowshard.kernels import cast
 from lowshard.kernels.buffer import address
 from lowshard.reshard.mxfp8_transform import ensure_sendable
 from lowshard.reshard.reshard_plan import Entry, Move, RankPlan, ReshardPlan
-from lowshard.reshard.transform_contract import ReshardTransform
+from lowshard.transfer.conversion import Conversion
+from lowshard.transfer.item import FirstError, Format, Item, bytes_of, slices_of
+from lowshard.transfer.spans import box_span
+from lowshard.transfer.transform_contract import ReshardTransform
 
 Array = Any
-Format = tuple[str, tuple[int, ...]]
-"""Dtype and shape of an array that travels."""
-Key = tuple[int, Box, bool]
 
 
 class Side:
-    """What a rank holds of a reshard, before anything is laid out. Errors are kept until all ranks can raise them."""
+    """What a rank holds of a reshard.
 
-    plan: ReshardPlan
-    comm: Communicator
-    transform: ReshardTransform | None
+    Attributes:
+        mine: its moves.
+        gives: its items for others, by rank, in the order of the wire.
+        takes: those of others for it.
+        keeps: what stays.
+        conversion: its transform at work, or None.
+    """
+
+    gives: dict[int, list[Item]]
+    takes: dict[int, list[Item]]
+    keeps: list[Item]
 
     def __init__(
         self,
@@ -41,56 +47,39 @@ class Side:
         dst: Mapping[str, Any] | None,
         comm: Communicator,
         transform: ReshardTransform | None,
+        errors: FirstError,
     ) -> None:
-        self.plan, self.comm, self.transform = plan, comm, transform
+        self.plan, self.comm, self._errors = plan, comm, errors
+        self.conversion = None if transform is None else Conversion(transform, comm.xp)
+        self._transform = transform
         self._src: dict[int, Array] = {}
         self._dst: dict[int, Array] = {}
-        self._mine = RankPlan(comm.rank, {}, {}, ())
-        self._quantised: list[int] = []
-        self._error: LowshardError | None = None
-        self._given = tuple(
-            {name: self._guard(view_of, a, str(name)) for name, a in (arrays or {}).items()}
+        self._given: tuple[Mapping[str, Any], ...] = tuple(
+            {name: errors.guard(view_of, a, str(name)) for name, a in (arrays or {}).items()}
             for arrays in (src, dst)
         )
-        self._kept: dict[Key, list[Array]] = {}
-        self._pending: dict[Key, int] = {}
-        self._rooms: dict[int, list[Array]] = {}
-        self._uses: dict[Key, int] = {}
-        self._formats: dict[tuple[int, bool], list[Format]] = {}
-
-    def _guard(self, call: Callable[..., Any], *args: Any) -> Any:
-        """Run what may raise on this rank alone; the others must not wait for it in vain."""
-        try:
-            return call(*args)
-        except Exception as error:
-            if self._error is None:
-                self._error = (
-                    error
-                    if isinstance(error, LowshardError)
-                    else VerificationError(f"{type(error).__name__}: {error}")
-                )
-                self._error.__cause__ = None if error is self._error else error
-            return None
-
-    def _take_error(self) -> LowshardError | None:
-        error, self._error = self._error, None
-        return error
+        self.mine = RankPlan(comm.rank, {}, {}, ())
+        self._quantised: list[int] = []
 
     # ---- arrays
 
-    def _prepare(self) -> None:
+    def prepare(self) -> None:
+        """Look up and check this rank's arrays.
+
+        Raises:
+            BufferMismatchError, MeshError, MismatchError: as `Reshard`; on this rank alone.
+        """
         comm, plan = self.comm, self.plan
         if comm.size < plan.world_size:
             raise MeshError(
                 f"the plan has ranks up to {plan.world_size - 1}, the communicator {comm.size} ranks; start "
                 f"{plan.world_size}"
             )
-        self._mine = plan.for_rank(comm.rank)
-        sending = {m.entry for m in self._mine.copies}
-        sending |= {m.entry for found in self._mine.sends.values() for m in found if not self._handed(m)}
-        for number in sorted(sending):
-            self._refresh(number)
-        handed = {m.entry for found in self._mine.sends.values() for m in found if self._handed(m)}
+        self.mine = plan.for_rank(comm.rank)
+        sends = [m for found in self.mine.sends.values() for m in found]
+        handed = {m.entry for m in sends if self._handed(m)}
+        for number in sorted({m.entry for m in (*self.mine.copies, *sends) if not self._handed(m)}):
+            self._look_up_source(number)
         for number, entry in enumerate(plan.entries):
             if comm.rank not in entry.dst:
                 continue
@@ -107,7 +96,7 @@ class Side:
     def _require_apart(self) -> None:
         """Refuse destinations that lie over sources: others read these while those are written."""
         whole = {
-            m.entry for m in self._mine.copies if m.src_box == m.dst_box == full_box(self._src[m.entry].shape)
+            m.entry for m in self.mine.copies if m.src_box == m.dst_box == full_box(self._src[m.entry].shape)
         }
         numbers = [n for n in self._src if n not in self._quantised]
         spans = np.array([_bounds(self._src[n]) for n in numbers], np.int64).reshape(-1, 2)
@@ -124,7 +113,7 @@ class Side:
                     "give arrays of their own"
                 )
 
-    def _refresh(self, entry: int) -> None:
+    def _look_up_source(self, entry: int) -> None:
         """Look up a source array; one that is quantised is taken anew."""
         e = self.plan.entries[entry]
         name = e.src_local_name(self.comm.rank)
@@ -156,8 +145,38 @@ class Side:
             raise BufferMismatchError(f"{name}: the destination {READ_ONLY}")
         return array
 
+    def published(self) -> list[Array | None]:
+        """Return this rank's source arrays by tensor; None for those that are not read where they lie."""
+        rank, found = self.comm.rank, []
+        for n, entry in enumerate(self.plan.entries):
+            array = self._src.get(n) if rank in entry.src else None
+            shown = (
+                array is not None
+                and n not in self._quantised
+                and array.flags.c_contiguous
+                and not self._transforms(entry.src_local_name(rank))
+            )
+            found.append(array if shown else None)
+        return found
+
+    def refresh(self) -> bool:
+        """Take quantised sources anew; return whether there are any: they lie elsewhere each time."""
+        if not self._quantised:
+            return False
+        for entry in self._quantised:
+            self._errors.guard(self._look_up_source, entry)
+        for item in (*self.keeps, *(i for found in self.gives.values() for i in found)):
+            if item.array in self._quantised and not item.hands_on:
+                item.source = self._src[item.array]
+        return True
+
+    def close(self) -> None:
+        """Let go of arrays."""
+        self._src, self._dst, self._given = {}, {}, ({}, {})
+        self.gives, self.takes, self.keeps = {}, {}, []
+
     def _transforms(self, name: str) -> bool:
-        return self.transform is not None and self.transform.should_transform(name)
+        return self._transform is not None and self._transform.should_transform(name)
 
     def _handed(self, move: Move) -> bool:
         """Say whether a move's source is a destination array: multicast hands on."""
@@ -166,188 +185,108 @@ class Side:
         entry = self.plan.entries[move.entry]
         return move.src_rank not in entry.src and move.src_rank in entry.dst
 
-    def _source(self, move: Move) -> Array:
-        return (self._dst if self._handed(move) else self._src)[move.entry]
+    # ---- items: what travels for a move
 
-    # ---- formats: what travels for a move
+    def shake_hands(self) -> None:
+        """Make the items, and compare what each pair of ranks will move: how many arrays, of what dtypes and shapes.
 
-    def _send_format(self, move: Move) -> list[Format]:
-        entry = self.plan.entries[move.entry]
-        name = entry.src_local_name(move.src_rank)
-        if self._handed(move) or not self._transforms(name):
-            return [(entry.src.dtype, shape_of(move.src_box))]
-        assert self.transform is not None
-        refused = self.transform.check_refuses(name, move.dst_box)
-        if refused:
-            raise MismatchError(refused)
-        if self.transform.travels_plain(name, move.dst_box):
-            return [(entry.src.dtype, shape_of(move.src_box))]
-        known = self.transform.send_format(name, move.src_box, entry.src.dtype)
-        if known is None:
-            known = [(dtypes.get(a.dtype).name, tuple(a.shape)) for a in self._prepared(move)]
-        return known
+        Collective: all ranks of the communicator call this.
 
-    def _recv_format(self, move: Move) -> list[Format]:
-        entry = self.plan.entries[move.entry]
-        name = entry.dst_local_name(move.dst_rank)
-        plain = [(entry.src.dtype, shape_of(move.dst_box))]
-        if not self._transforms(name):
-            return plain
-        assert self.transform is not None
-        refused = self.transform.check_refuses(name, move.dst_box)
-        if refused:
-            raise MismatchError(refused)
-        if self.transform.travels_plain(name, move.dst_box):
-            return plain
-        known = self.transform.recv_format(name, move.dst_box, entry.src.dtype)
-        if known is None:
-            self._rooms[move.id] = self._made_room(name, move)
-            known = [(dtypes.get(a.dtype).name, tuple(a.shape)) for a in self._rooms[move.id]]
-        return known
-
-    def _shake_hands(self) -> None:
-        """Compare what each pair of ranks will move: how many arrays, of what dtypes and shapes."""
-        comm = self.comm
-        for found in (*self._mine.sends.values(), self._mine.copies):
-            for m in found:
-                key = reuse_key(m)
-                self._uses[key] = self._uses.get(key, 0) + 1
-        mine, theirs = np.zeros((2, comm.size, 3), np.int64)
-        sides = ((mine, self._mine.sends, True), (theirs, self._mine.receives, False))
-        for table, side, is_send in sides:
-            for peer, peers_moves in side.items():
-                table[peer] = self._guard(self._summary, peers_moves, is_send) or 0
-        counts, displs = [3] * comm.size, [3 * i for i in range(comm.size)]
-        said = np.zeros_like(mine)
-        control = comm.control
-        send, recv = control.xp.asarray(mine.reshape(-1)), control.xp.asarray(said.reshape(-1))
-        control._all_to_all_v(send, counts, displs, recv, counts, displs)
-        said = (recv if isinstance(recv, np.ndarray) else recv.get()).reshape(comm.size, 3)
-        for peer in range(comm.size):
-            if self._error is None and (said[peer] != theirs[peer]).any():
-                self._error = MismatchError(
+        Raises:
+            MismatchError: two sides prepare unequal arrays; on all ranks.
+        """
+        comm, errors = self.comm, self._errors
+        size = comm.size
+        self.gives = {p: [self._item(m) for m in found] for p, found in self.mine.sends.items()}
+        self.takes = {p: [self._item(m) for m in found] for p, found in self.mine.receives.items()}
+        self.keeps = [self._item(m) for m in self.mine.copies]
+        if self.conversion is not None:
+            for item in (*(i for found in self.gives.values() for i in found), *self.keeps):
+                self.conversion.expect(item)
+        mine, theirs = np.zeros((2, size, 3), np.int64)
+        for table, side, gives in ((mine, self.gives, True), (theirs, self.takes, False)):
+            for peer, items in side.items():
+                table[peer] = errors.guard(self._summary, items, gives) or 0
+        said = trade(comm, mine, [3] * size, [3] * size).reshape(size, 3)
+        for peer in range(size):
+            if errors.error is None and (said[peer] != theirs[peer]).any():
+                errors.keep(MismatchError(
                     f"rank {peer} sends {said[peer][0]} arrays for {said[peer][1]} boxes to rank {comm.rank}, which "
                     f"makes room for {theirs[peer][0]} arrays for {theirs[peer][1]} boxes: prepare_send and "
                     "prepare_recv give the same number of arrays of the same dtypes and shapes; use one kind of "
                     "transform on both sides, or none on the sender for a receiver that takes what is sent as it is"
-                )
-        for move in self._mine.copies:
-            if self._error is None:
-                self._guard(self._check_copy, move)
-        agree(comm, b"", self._take_error(), "execute_reshard_plan")
+                ))  # fmt: skip
+        for item in self.keeps:
+            if errors.error is None:
+                errors.guard(self._check_kept, item)
+        agree(comm, b"", errors.take(), "execute_reshard_plan")
 
-    def _check_copy(self, move: Move) -> None:
-        send, recv = self._send_format(move), self._recv_format(move)
-        self._formats[move.id, True] = send
-        if [bytes_of(f) for f in send] != [bytes_of(f) for f in recv]:
+    def _item(self, move: Move) -> Item:
+        entry, rank = self.plan.entries[move.entry], self.comm.rank
+        src_name, dst_name = entry.src_local_name(move.src_rank), entry.dst_local_name(move.dst_rank)
+        item = Item(
+            move.id, entry.name, move.src_box, move.dst_box, entry.src.dtype, src_name=src_name, dst_name=dst_name,
+            array=move.entry, hands_on=self._handed(move),
+        )  # fmt: skip
+        if item.hands_on:
+            seat = entry.dst.seats.seat(move.dst_rank)
+            item.turn = 0 if seat is None else seat[1].bit_length()
+        if move.src_rank == rank:
+            item.source = (self._dst if item.hands_on else self._src).get(move.entry)
+            item.makes = self._transforms(src_name) and not item.hands_on
+        elif not item.hands_on:
+            shape = entry.src.local_shape(move.src_rank)
+            assert shape is not None
+            item.there = box_span(slices_of(move.src_box), shape, entry.src.itemsize_bytes)
+        if move.dst_rank == rank:
+            item.target = self._dst.get(move.entry)
+            item.stores = self._transforms(dst_name)
+        return item
+
+    def _send_format(self, item: Item) -> list[Format]:
+        plain = [(item.dtype, shape_of(item.src_box))]
+        if not item.makes:
+            return plain
+        assert self.conversion is not None
+        self._refuse(item.src_name, item)
+        item.is_plain = self.conversion.transform.travels_plain(item.src_name, item.dst_box)
+        return plain if item.is_plain else self.conversion.sent_forms(item)
+
+    def _recv_format(self, item: Item) -> list[Format]:
+        plain = [(item.dtype, shape_of(item.dst_box))]
+        if not item.stores:
+            return plain
+        assert self.conversion is not None
+        self._refuse(item.dst_name, item)
+        if self.conversion.transform.travels_plain(item.dst_name, item.dst_box):
+            return plain
+        return self.conversion.got_forms(item)
+
+    def _refuse(self, name: str, item: Item) -> None:
+        assert self._transform is not None
+        refused = self._transform.check_refuses(name, item.dst_box)
+        if refused:
+            raise MismatchError(refused)
+
+    def _check_kept(self, item: Item) -> None:
+        item.sent, item.got = tuple(self._send_format(item)), tuple(self._recv_format(item))
+        if [bytes_of(f) for f in item.sent] != [bytes_of(f) for f in item.got]:
             raise MismatchError(
-                f"{self.plan.entries[move.entry].name}: rank {move.src_rank} prepares {send} to send itself and "
-                f"{recv} to receive; prepare_send and prepare_recv give the same"
+                f"{item.name}: rank {self.comm.rank} prepares {list(item.sent)} to send itself and "
+                f"{list(item.got)} to receive; prepare_send and prepare_recv give the same"
             )
 
-    def _summary(self, found: Sequence[Move], is_send: bool) -> tuple[int, int, int]:
+    def _summary(self, items: Sequence[Item], gives: bool) -> tuple[int, int, int]:
         digest, arrays = hashlib.blake2b(digest_size=7), 0
-        for move in found:
-            formats = self._send_format(move) if is_send else self._recv_format(move)
-            self._formats[move.id, is_send] = formats
-            arrays += len(formats)
-            digest.update(f"{move.id} {formats}".encode())
-        return arrays, len(found), int.from_bytes(digest.digest(), "little")
-
-    def _is_prepared(self, move: Move) -> bool:
-        """Say whether a move goes through a transform on this rank, so that it has arrays of its own."""
-        entry = self.plan.entries[move.entry]
-        rank = self.comm.rank
-        sends = move.src_rank == rank and self._transforms(entry.src_local_name(rank))
-        takes = move.dst_rank == rank and self._transforms(entry.dst_local_name(rank))
-        return (sends and not self._handed(move)) or takes
-
-    # ---- what transforms make and take
-
-    def _prepared(self, move: Move) -> list[Array]:
-        """Return what this rank sends for a move; made once for all who get the same."""
-        key = reuse_key(move)
-        found = self._kept.get(key)
-        if found is None:
-            entry = self.plan.entries[move.entry]
-            name, source = entry.src_local_name(move.src_rank), self._source(move)
-            assert self.transform is not None
-            if not self._transforms(name) or self.transform.travels_plain(name, move.dst_box):
-                part = source[slices_of(move.src_box)]
-                found = [part if part.flags.c_contiguous else part.copy()]
+        for item in items:
+            forms = self._send_format(item) if gives else self._recv_format(item)
+            if gives:
+                item.sent = tuple(forms)
             else:
-                found = self.transform.prepare_send(name, slices_of(move.src_box), source)
-                found = [view_of(a, name) for a in found]
-                found = [a if a.flags.c_contiguous else a.copy() for a in found]
-            self._kept[key] = found
-            self._pending[key] = self._uses.get(key, 1)
-        return found
-
-    def _sent(self, move: Move) -> None:
-        key = reuse_key(move)
-        self._pending[key] = self._pending.get(key, 1) - 1
-        if self._pending[key] <= 0:
-            self._kept.pop(key, None)
-            self._pending.pop(key, None)
-
-    def _take_room(self, move: Move) -> list[Array]:
-        """Return the arrays that the transform wants filled for a move."""
-        found = self._rooms.pop(move.id, None)
-        if found is not None:
-            return found
-        name = self.plan.entries[move.entry].dst_local_name(move.dst_rank)
-        return self._made_room(name, move)
-
-    def _made_room(self, name: str, move: Move) -> list[Array]:
-        assert self.transform is not None
-        return [view_of(a, name) for a in self.transform.prepare_recv(name, slices_of(move.dst_box))]
-
-    def _finalize(self, move: Move, wanted: list[Array], came: list[Array]) -> None:
-        """Give the transform what came; where it wants another dtype than was sent, converted."""
-        name = self.plan.entries[move.entry].dst_local_name(move.dst_rank)
-        assert self.transform is not None
-        if len(wanted) != len(came):
-            raise MismatchError(
-                f"{name}: prepare_recv makes room for {len(wanted)} arrays, {len(came)} are sent for {move.dst_box}"
-            )
-        for want, have in zip(wanted, came, strict=True):
-            if want is have:
-                continue
-            if want.dtype != have.dtype:
-                cast(have.reshape(want.shape), want.dtype, want)
-            else:
-                want[...] = have.reshape(want.shape)
-        self.transform.finalize_recv(name, slices_of(move.dst_box), wanted)
-
-    @property
-    def _in_place(self) -> bool:
-        """Whether the transform reads and writes where things lie."""
-        return self.transform is not None and self.transform.in_place and self.comm.xp is np
-
-    def _makes_once(self, move: Move) -> bool:
-        """Say whether what a transform makes for a move serves nobody else."""
-        return self._uses.get(reuse_key(move), 1) == 1
-
-    def _copy_transformed(self, move: Move) -> None:
-        """Do a move within this rank that a transform takes part in."""
-        entry = self.plan.entries[move.entry]
-        name = entry.dst_local_name(move.dst_rank)
-        if self._in_place and self._transforms(name) and self._makes_once(move):
-            assert self.transform is not None
-            values = self._source(move)[slices_of(move.src_box)]
-            self.transform.recv_rows(name, slices_of(move.dst_box), [values])
-            return
-        if self._transforms(entry.src_local_name(move.src_rank)):
-            came = self._prepared(move)
-            self._sent(move)
-        else:
-            came = [self._source(move)[slices_of(move.src_box)]]
-        if self._transforms(name):
-            plain = len(came) == 1 and came[0].flags.c_contiguous
-            wanted = self._take_room(move)
-            self._finalize(move, wanted, came if plain or len(came) > 1 else [came[0].copy()])
-            return
-        self._dst[move.entry][slices_of(move.dst_box)] = came[0].reshape(shape_of(move.dst_box))
+                item.got = tuple(forms)
+            arrays += len(forms)
+            digest.update(f"{item.number} {forms}".encode())
+        return arrays, len(items), int.from_bytes(digest.digest(), "little")
 
 
 def _bounds(array: Array) -> tuple[int, int]:
@@ -358,18 +297,3 @@ def _bounds(array: Array) -> tuple[int, int]:
     for n, stride in zip(array.shape, array.strides, strict=True):
         begin, end = begin + min(0, (n - 1) * stride), end + max(0, (n - 1) * stride)
     return begin, end + array.itemsize
-
-
-def slices_of(box: Box) -> tuple[slice, ...]:
-    """Return a box as slices."""
-    return tuple(slice(start, stop) for start, stop in box)
-
-
-def bytes_of(form: Format) -> int:
-    """Return the bytes of an array that travels."""
-    return prod(form[1]) * dtypes.get(form[0]).itemsize_bytes
-
-
-def reuse_key(move: Move) -> Key:
-    """Return what is equal for moves that carry the same: replicas of a destination get one preparation."""
-    return move.entry, move.src_box, bool(move.dst_box) and any(end % 32 for end in move.dst_box[-1])

@@ -17,8 +17,8 @@ from lowshard.foreign_array import like, view_of
 from lowshard.reshard.published_tensors import version_number
 from lowshard.reshard.reshard_plan import ReshardPlan
 from lowshard.reshard.reshard_run import Report, Reshard, Settings, argument_error
-from lowshard.reshard.transform_contract import ReshardTransform
 from lowshard.reshard.vote import Vote
+from lowshard.transfer.transform_contract import ReshardTransform
 
 Array = Any
 Buffering = Literal["double", "in_place"]
@@ -100,7 +100,8 @@ class Refit:
                 served.append({n: like(a, given[n]) for n, a in sets[1].items()})
                 transforms.append(None if transform is None else transform.twin())
             served = [
-                a if how is None else {**a, **how.stored()} for a, how in zip(served, transforms, strict=True)
+                a if how is None else {**a, **how.refit_weights()}
+                for a, how in zip(served, transforms, strict=True)
             ]
             digest = hashlib.blake2b(f"{plan.digest()} {buffering}".encode(), digest_size=16).digest()
         except Exception as caught:
@@ -160,12 +161,12 @@ class Refit:
             VerificationError: a checksum does not agree; the old version stays, on all ranks.
             PeerFailed: a rank died. `version` tells which one this rank serves, the same on all ranks of a host.
         """
-        with self.comm._meeting("Refit.push", stream) as wrong:
+        with self.comm.meeting("Refit.push", stream) as wrong:
             return self._refit(version, True, wrong)
 
     def pull(self, version: int | None = None, *, stream: Stream = None) -> Report:
         """Take the version that is pushed; with a number, that one and no other. Otherwise as `push`."""
-        with self.comm._meeting("Refit.pull", stream) as wrong:
+        with self.comm.meeting("Refit.pull", stream) as wrong:
             return self._refit(version, False, wrong)
 
     def _refit(self, version: int | None, pushes: bool, wrong: LowshardError | None) -> Report:
@@ -244,7 +245,7 @@ def _twin(comm: Communicator, array: Array) -> Array:
         raise PlanError(
             f"destinations are arrays, got {type(array).__name__}; a transform has what it quantises"
         )
-    with comm._current(None):
+    with comm.meeting("Refit"):
         try:
             made = comm.empty(tuple(array.shape), array.dtype)
         except (MemoryError, OSError) as error:

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from lowshard.comm.protocol import Communicator
-from lowshard.reshard.node_view import NodeView
 
 _COMMIT, _ABORT = 1, 2
 
@@ -27,13 +26,13 @@ class Vote:
     def __init__(self, comm: Communicator) -> None:
         control = comm.control
         self._word: Any = None
-        host = getattr(control, "node", control)  # over several hosts: the ranks of this one
-        if NodeView.of(host) is None:
+        if len(control.reach.peers) == 1:
             return
         # Each rank lets go of it with its own Vote: a rank that is late to decide still finds the word.
-        self._word = host._common(1, np.dtype(np.int64))
-        self._word[...] = 0
-        control._barrier()  # nobody decides before all have cleared it
+        with control.turn("Refit"):
+            self._word = control.reach.common(1, np.dtype(np.int64))
+            self._word[...] = 0
+            control.reach.barrier()  # nobody decides before all have cleared it
         from lowshard.reshard.atomic_word import compare_swap
 
         self._swap = compare_swap()

@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from lowshard.checkpoint.catalog import Catalog
+from lowshard.checkpoint.checkpoint_index import INDEX_NAME
 from lowshard.checkpoint.header import read_header
+from lowshard.checkpoint.hf_index import HF_INDEX
 from lowshard.errors import CheckpointError
 from lowshard.rules.checkpoint_rules import name_tensors
 from lowshard.rules.finding import Finding
@@ -18,12 +21,16 @@ def checkpoint_tensors(
 ) -> tuple[tuple[LogicalTensor, ...], list[Finding]]:
     """Return the tensors of a checkpoint with logical names by pattern, and what has none; see `name_tensors`.
 
-    path: a .safetensors file, or a folder whose .safetensors files together are the checkpoint.
+    path: a .safetensors file, or a folder: a checkpoint with an index (a sharded one too), or one whose .safetensors
+    files together are the checkpoint.
 
     Raises:
         CheckpointError: no such file, a damaged one, or a tensor that stands in two files.
     """
     folder = Path(path)
+    if any((folder / name).exists() for name in (INDEX_NAME, HF_INDEX)):
+        catalog = Catalog.open(folder)
+        return name_tensors(rules, {name: (t.shape, t.dtype) for name, t in sorted(catalog.tensors.items())})
     paths = sorted(folder.glob("*.safetensors")) if folder.is_dir() else [folder]
     if not paths:
         raise CheckpointError(f"{folder}: the folder holds no .safetensors file")

@@ -32,7 +32,7 @@ DESCRIPTION = (
 )
 EPILOG = (
     "Exit codes: 0 solved, 1 nothing fits the budget (the tightest tensor and the smallest budget are named), 2 wrong "
-    "usage. Example: lowshard solve mlp --mesh dp=2,tp=4 --budget 20MB --run"
+    "usage."
 )
 
 

@@ -27,6 +27,7 @@ from lowshard.checkpoint.bytesource import ByteSource
 from lowshard.checkpoint.catalog import Catalog
 from lowshard.checkpoint.checkpoint_index import INDEX_NAME
 from lowshard.checkpoint.commit import Commit, together
+from lowshard.checkpoint.header import read_header
 from lowshard.checkpoint.hf_index import HF_INDEX, SIZES, is_foreign
 from lowshard.checkpoint.read_shares import Share, shares
 from lowshard.comm import Communicator, agree
@@ -427,7 +428,7 @@ class _Worker:
 def _check_target(settings: Settings) -> None:
     source, target = Path(settings.source), Path(settings.target)
     if source.resolve() == target.resolve():
-        raise CheckpointError(f"{target}: the output is another file or folder than the input")
+        raise CheckpointError(f"{target}: the output is another folder or file than the input")
     if settings.into_one_file:
         if target.is_dir():
             raise CheckpointError(
@@ -533,6 +534,11 @@ def _source(settings: Settings, sizes: Sizes) -> Catalog:
     if len(files) != was.num_ranks:
         raise CheckpointError(
             f"{path}: --from {was} means {was.num_ranks} files, one a rank, or an index; there are {len(files)}"
+        )
+    if any("lowshard" in read_header(file).metadata for file in files):
+        raise CheckpointError(
+            f"{path}: the files hold slices of a sharded checkpoint, and {INDEX_NAME}, which says of what, is missing: "
+            "put it back"
         )
     if isinstance(was, RuledGrid):
         return Catalog.of_rank_files(files, was.rank_tilings(files))

@@ -1,4 +1,9 @@
-"""`load`: walks a load plan. Reads go straight into their place; what others need is handed out by a delivery."""
+"""`load`: walks a load plan. Reads go straight into their place; what others need is handed out.
+
+Where the ranks in reach of each other all read for others, and the system lets them, each writes what it reads to its
+place in the others' arrays, out of a scratch in its cache; nobody waits for anybody on the way. Elsewhere it goes in
+rounds: what a reader reads lies in its half, in reach of its peers; what others need is sent.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +26,11 @@ from lowshard.comm import Communicator, agree, share_text
 from lowshard.comm.agreement import control_of
 from lowshard.errors import CheckpointError, CommError, LowshardError, PlanError
 from lowshard.kernels.buffer import address
-from lowshard.weights.load_plan import LoadPlan, Read
-from lowshard.weights.peer_write import SCRATCH_BYTES, ForeignMemory, Sheet
+from lowshard.transfer.rounds import Mail, run_rounds
+from lowshard.weights.load_plan import LoadPlan
+from lowshard.weights.peer_write import SCRATCH_BYTES, PeerMemory, Sheet
 from lowshard.weights.rank_load import Itinerary
+from lowshard.weights.read_fanout import Block, Handout
 from lowshard.weights.verify import Verification
 
 Progress = Callable[[int, int], None]
@@ -117,13 +124,19 @@ def load(
 def nodes_of(comm: Communicator) -> list[int]:
     """Return the node of each rank, numbered in the order of their lowest ranks.
 
+    Ranks are on one node if they reach each other's memory; where no two do, if their machine is the same.
+
     Collective: all ranks of the communicator call this.
     """
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    except OSError:
-        boot = ""
-    names = share_text(control_of(comm), f"{socket.gethostname()} {boot}")
+    control = control_of(comm)
+    homes = control.reach.homes
+    names: Sequence[object] = homes
+    if len(set(homes)) == len(homes):
+        try:
+            boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        except OSError:
+            boot = ""
+        names = share_text(control, f"{socket.gethostname()} {boot}")
     numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
     return [numbers[name] for name in names]
 
@@ -183,15 +196,27 @@ class _Load:
         if comm is None:
             self.read_own(1.0)
             return
-        nodes, delivery = self.plan.nodes, self._way.delivery
-        apart = any(nodes[t] != nodes[r.reader] for r in delivery.reads for t in r.takers)
-        if comm.shows or apart or len(set(nodes)) == 1:
-            delivery.run(self, comm)
-            return
-        group = comm.split(nodes[self.rank])  # the ranks of a node see each other's memory
-        assert group is not None  # every rank is on a node
-        with group:
-            delivery.within(nodes, self.rank).run(self, group)
+        self._hand_out(comm)
+
+    def _hand_out(self, comm: Communicator) -> None:
+        """Read, and hand out what this rank reads for others: within reach by memory, to others by messages.
+
+        Collective: all ranks of the communicator call this.
+        """
+        reach, reads = comm.reach, self._way.shared
+        homes, writes = reach.homes, False
+        if all(homes[t] == homes[r.reader] for r in reads for t in r.takers):  # the same on all ranks
+            reads = tuple(r for r in reads if r.reader in reach.peers)
+            writes = reach.crosses and len({r.reader for r in reads}) == len(reach.peers)
+        if reads:
+            handout = self._way.handout(reads, homes)
+            comm.step(  # which counts it, and names it where a rank fails
+                "load", f"load: {len(self._way.shared)} reads handed out",
+                self._write_out if writes else self._go_in_rounds, comm, handout,
+                sent_bytes=handout.near_sent_bytes, received_bytes=handout.near_received_bytes,
+                reached_bytes=handout.near_received_bytes,
+            )  # fmt: skip
+        self.read_own(1.0)
 
     @contextmanager
     def kept_for_others(self) -> Iterator[None]:
@@ -216,42 +241,74 @@ class _Load:
         for name, block, at, shape, dtype in self._way.rooms:
             self.arrays[name] = np.ndarray(shape, dtype, self._blocks[block].data, at)
 
-    def fetch(self, read: Read, into: np.ndarray) -> None:
-        """Fill an array with what this rank reads for others."""
-        if self.error is not None:
-            return
-        try:
-            self._source.read(read.name, read.box, into, self._tally)
-            self._count(into.nbytes)
-        except Exception as error:
-            self.error = error
-
-    def place(self, name: str, where: Any, values: np.ndarray) -> None:
-        """Put values where they belong: an index of this rank's array."""
+    def _guard(self, call: Callable[..., object], *args: Any) -> None:
+        """Do a part of the work, unless something went wrong: the others wait for this rank in any case."""
         if self.error is None:
-            self.arrays[name][where] = values
+            try:
+                call(*args)
+            except Exception as error:
+                self.error = error
 
-    def write_out(self, comm: Communicator, members: Sequence[int]) -> None:
+    def _go_in_rounds(self, comm: Communicator, handout: Handout) -> None:
+        """Hand out what this rank reads for others, and take what they read for it; see `run_rounds`.
+
+        Collective: all ranks that hand out call this.
+        """
+        reach, rounds = comm.reach, handout.rounds
+        out = [comm.empty(handout.half_bytes, "uint8") for _ in range(2)]
+        into = [np.empty(handout.into_bytes, np.uint8) for _ in range(2)]
+        mail = Mail(comm, out, into, [r.sends for r in rounds], [r.receives for r in rounds])
+        theirs = reach.publish(out)
+
+        def fill(number: int) -> None:
+            mail.make_room(number)
+            for block in rounds[number].reads:
+                self._guard(self._fetch, block, _in(block, out[number & 1]))
+            for pack in rounds[number].packs:
+                _in(pack.target, out[number & 1])[...] = _in(pack.block, out[number & 1])[pack.inner]
+            mail.send(number)
+
+        def take(number: int) -> None:
+            came = mail.take(number)
+            for reader, block, inner, where in rounds[number].unpacks:
+                self._guard(self._place, block, _in(block, came[reader])[inner], where)
+            for reader, block, inner, where in rounds[number].takes:
+                half = out[number & 1] if reader == self.rank else theirs.view(reader, number & 1)
+                assert half is not None
+                self._guard(self._place, block, _in(block, half)[inner], where)
+
+        run_rounds(
+            range(len(rounds)), fill, lambda number: reach.barrier(), take,
+            lambda number: self.read_own((number + 1) / len(rounds)),
+        )  # fmt: skip
+        mail.finish()
+        reach.barrier()  # the halves are given back when all have taken
+        self.sent_bytes += handout.sent_bytes
+
+    def _fetch(self, block: Block, into: np.ndarray) -> None:
+        self._source.read(block.read.name, block.read.box, into, self._tally)
+        self._count(into.nbytes)
+
+    def _place(self, block: Block, values: np.ndarray, where: Any) -> None:
+        self.arrays[block.read.name][where] = values
+
+    def _write_out(self, comm: Communicator, handout: Handout) -> None:
         """Read what this rank reads for others, and write it into their arrays.
 
-        Collective: all ranks of the group call this.
+        Collective: all peers call this.
         """
-        memory = ForeignMemory(comm, members, self._blocks, self._way.most_blocks)
-        if self.error is not None:
-            return
-        try:
-            scratch, done = np.empty(SCRATCH_BYTES, np.uint8), 0
-            strips = memory.found(self._way.strips)
-            for sheet in self._way.sheets:
-                self._write_sheet(sheet, memory, strips[done:], scratch)
-                done += len(sheet.strips)
-            self.sent_bytes += self._way.sheet_bytes
-        except Exception as error:
-            self.error = error
+        memory = PeerMemory(comm.reach, self.rank, self._blocks)
+        self._guard(self._write_sheets, memory)
+        self.sent_bytes += handout.sent_bytes
 
-    def _write_sheet(
-        self, sheet: Sheet, memory: ForeignMemory, strips: np.ndarray, scratch: np.ndarray
-    ) -> None:
+    def _write_sheets(self, memory: PeerMemory) -> None:
+        scratch, done = np.empty(SCRATCH_BYTES, np.uint8), 0
+        strips = memory.found(self._way.strips)
+        for sheet in self._way.sheets:
+            self._write_sheet(sheet, memory, strips[done:], scratch)
+            done += len(sheet.strips)
+
+    def _write_sheet(self, sheet: Sheet, memory: PeerMemory, strips: np.ndarray, scratch: np.ndarray) -> None:
         name, box, dim, row_bytes, run, own = sheet
         start, stop = box[dim] if box else (0, 1)
         together, at, table = SCRATCH_BYTES // row_bytes, address(scratch), address(strips)
@@ -268,37 +325,31 @@ class _Load:
             memory.write(table, len(own), first, rows, row_bytes, at)
             self._count(raw.size)
 
-    def count_sent(self, size_bytes: int) -> None:
-        """Note what another rank takes of what this one has read."""
-        self.sent_bytes += size_bytes
-
     def read_own(self, share: float) -> None:
         """Read what this rank alone takes into its place, until that share of it is done."""
-        if self.error is not None:
-            return
+        self._guard(self._read_own, share)
+
+    def _read_own(self, share: float) -> None:
         own, until, source, tally = self._way.own, share * self._way.own_bytes, self._source, self._tally
         raw = [block.data for block in self._blocks]
-        try:
-            while self._own_at < len(own) and self._own_done <= until:
-                name, part, box, run, where, size_bytes = own[self._own_at]
-                array = self.arrays[name]
-                if (
-                    self._mapped
-                    and run is not None
-                    and size_bytes == array.nbytes
-                    and run[0] % array.itemsize == 0
-                ):
-                    self.arrays[name] = source.mapped(name, part, run[0], array.shape, array.dtype)
-                elif run is not None:
-                    offset, block, at = run
-                    source.read_run(name, part, offset, raw[block][at : at + size_bytes], tally)
-                else:
-                    source.read_part(name, part, box, array[where], tally)
-                self._own_done += size_bytes
-                self._own_at += 1
-                self._count(size_bytes)
-        except Exception as error:
-            self.error = error
+        while self._own_at < len(own) and self._own_done <= until:
+            name, part, box, run, where, size_bytes = own[self._own_at]
+            array = self.arrays[name]
+            if (
+                self._mapped
+                and run is not None
+                and size_bytes == array.nbytes
+                and run[0] % array.itemsize == 0
+            ):
+                self.arrays[name] = source.mapped(name, part, run[0], array.shape, array.dtype)
+            elif run is not None:
+                offset, block, at = run
+                source.read_run(name, part, offset, raw[block][at : at + size_bytes], tally)
+            else:
+                source.read_part(name, part, box, array[where], tally)
+            self._own_done += size_bytes
+            self._own_at += 1
+            self._count(size_bytes)
 
     def _count(self, size_bytes: int) -> None:
         self.read_bytes += size_bytes
@@ -320,3 +371,7 @@ def _same_catalog(files: Files | Catalog, plan: LoadPlan) -> Catalog:
             f"{catalog.where}: its tensors lie otherwise than when the plan was made: make it anew with plan_load"
         )
     return catalog
+
+
+def _in(block: Block, half: np.ndarray) -> np.ndarray:
+    return np.ndarray(block.shape, block.dtype, half.data, block.at)

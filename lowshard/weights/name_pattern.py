@@ -150,9 +150,8 @@ class NamePatterns:
         if not path.exists() and path.name == str(source) and path.name.removesuffix(".yaml") in SHIPPED:
             path = _FOLDER / f"{path.name.removesuffix('.yaml')}.yaml"
         if not path.exists():
-            raise CheckpointError(
-                f"{source}: there is no such file; shipped are {', '.join(SHIPPED)}{nearest(path.name, SHIPPED)}"
-            )
+            hint = nearest(path.name.removesuffix(".yaml"), SHIPPED)
+            raise CheckpointError(f"{source}: there is no such file; shipped are {', '.join(SHIPPED)}{hint}")
         text = read_text(path, "file of name patterns", CheckpointError, MAX_FILE_BYTES)
         where = str(source)
         return replace(_read(plain_data(parse_document(text, where, _fail), _fail), where), where=where)
@@ -188,7 +187,9 @@ class NamePatterns:
         """
         rule = "shapes is a mapping of names to shapes"
         shapes = {
-            name: as_shape(shape, f"the shape of {name} is its extents, each 0 or more", ShardingError)
+            instance(name, str, "a tensor's name is text", ShardingError): as_shape(
+                shape, f"the shape of {name} is its extents, each 0 or more", ShardingError
+            )
             for name, shape in mapping(shapes, rule, ShardingError).items()
         }
         scales = weights_of_scales(shapes)

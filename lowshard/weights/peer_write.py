@@ -13,13 +13,11 @@ import numpy as np
 
 from lowshard.box import Box, shape_of, single_run, strides_of, volume
 from lowshard.checkpoint.catalog import Catalog, StoredPart
-from lowshard.comm import Communicator
-from lowshard.comm.agreement import share
+from lowshard.comm.reach import Reach
 from lowshard.errors import CommError
 from lowshard.kernels.buffer import address
-from lowshard.reshard.node_view import NodeView
 from lowshard.tiling import Tiling
-from lowshard.weights.strip import AT, BLOCK, MOST_PLACES, PID, RANK
+from lowshard.transfer.cross_constants import AT, BLOCK, MOST_PLACES, PID, RANK
 
 SCRATCH_BYTES = 512 << 10
 """What is read at a time; it is still in a cache near the core when it is written to others."""
@@ -108,39 +106,29 @@ def _strips(
         yield rank, room.block, low, high, near, far, far_steps[dim] if box else itemsize, run
 
 
-def may_write(comm: Communicator) -> bool:
-    """Return whether ranks may write to each other's private memory; the same on all ranks."""
-    view = NodeView.of(comm)
-    return view is not None and view.reads_across  # the system asks for one right for both
-
-
-class ForeignMemory:
-    """Blocks of memory of all ranks of a node, to be written to.
+class PeerMemory:
+    """Blocks of memory of the ranks in reach, to be written to.
 
     Who is written to keeps its blocks until all ranks have met again, whatever goes wrong: else what is written
     could end up in memory that serves another purpose by then.
 
     Args:
-        comm: of ranks that `may_write`.
-        members: the ranks as a plan numbers them, in the order of the communicator.
+        reach: of ranks that `crosses`.
+        rank: this one.
         blocks: this rank's; none where it has no memory for them, and says so later.
-        count: of blocks, the most that a rank has; equal on all ranks.
     """
 
-    def __init__(
-        self, comm: Communicator, members: Sequence[int], blocks: Sequence[np.ndarray], count: int
-    ) -> None:
+    def __init__(self, reach: Reach, rank: int, blocks: Sequence[np.ndarray]) -> None:
         """Exchange addresses.
 
-        Collective: all ranks of the communicator call this.
+        Collective: all peers call this.
         """
-        mine = np.zeros(count + 1, np.int64)
-        mine[1 : 1 + len(blocks)] = [address(block) if block.size else 0 for block in blocks]
-        view, own = NodeView(comm), comm.rank
-        self._blocks = np.zeros((max(members) + 1, count + 1), np.int64)
-        for place, theirs in enumerate(share(comm, mine)):
-            self._blocks[members[place]] = theirs
-            self._blocks[members[place], 0] = 0 if place == own else view.pid(place)
+        count = max(reach.publish([], len(blocks)).notes.values())
+        theirs = reach.publish([*blocks, *(None for _ in range(count - len(blocks)))])
+        self._blocks = np.zeros((max(reach.peers) + 1, count + 1), np.int64)
+        for peer in reach.peers:
+            self._blocks[peer, 0] = 0 if peer == rank else reach.pid(peer)
+            self._blocks[peer, 1:] = [theirs.address(peer, i) for i in range(count)]
         self._vectors = np.zeros(4 * MOST_PLACES, np.int64)
         self._vectors_at = address(self._vectors)
 
@@ -166,7 +154,7 @@ class ForeignMemory:
         Raises:
             CommError: the system refuses.
         """
-        from lowshard.weights.peer_write_kernel import write_across
+        from lowshard.transfer.peer_write_kernel import write_across
 
         failed = write_across()(strips, count, first, rows, row_bytes, scratch, self._vectors_at)
         if failed:

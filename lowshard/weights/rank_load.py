@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ from lowshard.checkpoint.catalog import Catalog, StoredPart
 from lowshard.tiling import Tiling
 from lowshard.weights.load_plan import LoadPlan, Read
 from lowshard.weights.peer_write import Room, Sheet, sheets_of
-from lowshard.weights.read_fanout import Delivery
+from lowshard.weights.read_fanout import Handout, handout_of, shared_reads
 
 _BLOCK_BYTES = 64 << 20
 _ALIGN_BYTES = 64
@@ -42,6 +42,7 @@ class Itinerary:
     plan: LoadPlan
     catalog: Catalog
     rank: int
+    _handouts: dict[Any, Handout] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @classmethod
     def of(cls, plan: LoadPlan, catalog: Catalog, rank: int) -> Itinerary:
@@ -55,11 +56,6 @@ class Itinerary:
     def blocks(self) -> tuple[int, ...]:
         """Bytes of the few large blocks that the arrays lie in: huge pages take a tenth of the faults."""
         return self._near[self.rank][0]
-
-    @cached_property
-    def most_blocks(self) -> int:
-        """Blocks of that rank of the node that has most."""
-        return max(len(blocks) for blocks, _ in self._near.values())
 
     @property
     def rooms(self) -> Iterable[Room]:
@@ -88,16 +84,23 @@ class Itinerary:
         return self.plan.read_bytes(self.rank)
 
     @cached_property
-    def delivery(self) -> Delivery:
+    def shared(self) -> tuple[Read, ...]:
         """What ranks hand out among themselves; equal on all ranks."""
-        shared = tuple(r for r in self.plan.reads if r.takers != (r.reader,))
-        return Delivery(shared, self.plan.by_name, tuple(range(self.plan.num_ranks)))
+        return shared_reads(self.plan.reads)
+
+    def handout(self, reads: Sequence[Read], homes: tuple[int, ...]) -> Handout:
+        """Return this rank's part of handing out reads, kept for the next time; see `handout_of`."""
+        key = (len(reads), homes)  # all that are shared, or those of this rank's home
+        found = self._handouts.get(key)
+        if found is None:
+            found = self._handouts[key] = handout_of(reads, self.plan.by_name, self.rank, homes)
+        return found
 
     @cached_property
     def sheets(self) -> tuple[Sheet, ...]:
         """What this rank reads for others, as it is written into their arrays."""
         found: list[Sheet] = []
-        for read in self.delivery.reads:
+        for read in self.shared:
             if read.reader == self.rank:
                 rooms = {taker: self._near[taker][1][read.name] for taker in read.takers}
                 found += sheets_of(read.name, read.box, self.plan.by_name[read.name], rooms, self.catalog)
@@ -107,12 +110,6 @@ class Itinerary:
     def strips(self) -> np.ndarray:
         """The strips of all sheets, one behind the other."""
         return np.concatenate([np.zeros((0, 8), np.int64), *(sheet.strips for sheet in self.sheets)])
-
-    @cached_property
-    def sheet_bytes(self) -> int:
-        """Bytes of the sheets that others take."""
-        theirs = self.strips[self.strips[:, 0] != self.rank]
-        return int(((theirs[:, 3] - theirs[:, 2]) * theirs[:, 7]).sum())
 
     @cached_property
     def checked(self) -> tuple[tuple[str, StoredPart], ...]:

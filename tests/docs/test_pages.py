@@ -8,13 +8,28 @@ from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import pytest
+from support import mode
 from support.pages import ROOT, blocks, fits, pages, run, steps
+
+
+def chosen() -> list[Path]:
+    """Return what a newcomer reads first, and some of the other pages; with --full all of them."""
+    first = {Path("README.md"), Path("docs/index.md"), Path("docs/start.md")}
+    with_steps = [page for page in pages() if list(steps((ROOT / page).read_text(encoding="utf-8")))]
+    some = mode.sample([page for page in with_steps if page not in first], 8, "pages")
+    return [page for page in with_steps if page in first or page in some]
+
+
+def test_every_block_of_every_page_is_of_a_known_kind() -> None:
+    counts = {page: len(list(steps((ROOT / page).read_text(encoding="utf-8")))) for page in pages()}
+    assert sum(counts.values()) > 40
+    assert counts[Path("README.md")] == 1
 
 
 @pytest.mark.mpi
 @pytest.mark.one_mpi
 @pytest.mark.time_limit(400)
-@pytest.mark.parametrize("page", pages(), ids=str)
+@pytest.mark.parametrize("page", chosen(), ids=str)
 def test_what_the_page_shows_is_what_runs(page: Path, tmp_path: Path, full: bool) -> None:
     missing: set[str] = set()
     for step in steps((ROOT / page).read_text(encoding="utf-8")):

@@ -18,7 +18,7 @@ from run_refit_fault import die, note
 from lowshard import comm as lc
 from lowshard.errors import PeerFailed
 from lowshard.reshard import Refit, TensorLayout, build_reshard_plan
-from lowshard.reshard.bucket_channel import MessageChannel
+from lowshard.transfer.rounds import Mail
 
 KILLED_AT = 3
 VERSIONS = 5
@@ -70,7 +70,7 @@ def main(folder: Path, victim: int, fatal: int) -> None:
     if comm.rank == victim:
         for owner, names in (
             (comm, ("_agree", "_all_gather_v", "_compare", "_barrier")), (refit._vote, ("decide",)),
-            (refit, ("_switch",)), (MessageChannel, ("post", "take", "acquire", "finish")),
+            (refit, ("_switch",)), (Mail, ("make_room", "send", "take", "finish")),
         ):  # fmt: skip
             for name in names:
                 steps.watch(owner, name)

@@ -65,7 +65,7 @@ def refits(comm: Communicator, count: int, shown: bool, checksums: bool) -> dict
             if version == count // 5:
                 before = holds()
         after = holds()
-        crosses = MPI.COMM_WORLD.allreduce(any(mover._crossings for mover in refit._movers), MPI.LOR)
+        crosses = MPI.COMM_WORLD.allreduce(any(made._mover.reads_across for made in refit._movers), MPI.LOR)
     assert set(seen) == set(seen[:2]), "addresses have changed"
     place = getattr(comm, "_place", None)
     may_cross = place is not None and place.memory.reads_across and comm.size > 1

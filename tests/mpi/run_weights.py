@@ -20,7 +20,17 @@ from support.checkpoints import attention_and_more, local_of, same, state_of, va
 from lowshard import comm as lc
 from lowshard.checkpoint import Catalog
 from lowshard.tiling import Tiling
-from lowshard.weights import LoadPlan, LoadReport, NamePatterns, Sizes, load, nodes_of, plan_load, save
+from lowshard.weights import (
+    LoadPlan,
+    LoadReport,
+    NamePatterns,
+    Sizes,
+    load,
+    load_sharded,
+    nodes_of,
+    plan_load,
+    save,
+)
 from lowshard.weights.load_plan import STRATEGIES
 
 HIDDEN, INNER, HEADS, KV, LAYERS = 1024, 2816, 16, 4, 8
@@ -71,6 +81,12 @@ def check_values(folder: Path, comm: lc.Communicator) -> None:
                 right = local_of(values[name], tiling, comm.rank)
                 assert right is not None
                 assert same(found[name], right), (name, strategy)
+        own = load_sharded(path, comm)  # without a plan
+        assert merged or dict(own.tilings) == tilings
+        for name, array in own.items():
+            right = local_of(values[name], own.tilings[name], comm.rank)
+            assert right is not None
+            assert same(array, right), name
 
 
 def model() -> dict[str, tuple[int, ...]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import doctest
 import importlib.util
+import json
 import os
 import re
 import shlex
@@ -15,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from support import mode
+from support.starting import start_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted((ROOT / "examples").glob("*.py"))
@@ -70,12 +73,53 @@ def test_an_example_says_in_its_first_lines_what_it_shows_and_its_command(file: 
         assert words == ["python", path]
 
 
+def check_output(example: Example, shown: str) -> None:
+    check = doctest.OutputChecker()
+    assert check.check_output(example.output, shown, _FLAGS), check.output_difference(
+        doctest.Example("", example.output), shown, doctest.REPORT_NDIFF
+    )
+
+
+def libraries_of(file: Path) -> set[str]:
+    """Return the libraries an example imports that lowshard itself does not need."""
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    names |= {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module}
+    return {name.split(".")[0] for name in names} & {"torch", "jax", "flax", "optax", "cupy"}
+
+
+def left_in(folder: Path) -> list[str]:
+    return [path.name for path in folder.iterdir() if path.name.startswith("lowshard-example")]
+
+
+TOGETHER = {file: int(Example.of(file).command.split()[3]) for file in FILES
+            if Example.of(file).command.startswith("lowshard run") and not libraries_of(file)}  # fmt: skip
+"""Examples on ranks, and how many: a default run starts one job for those of a number."""
+BY_COMMAND = [file for file in FILES if mode.full() or file not in TOGETHER or file.stem == "all_reduce"]
+"""Examples that are started as their docstrings say: of those that run together, one in a default run."""
+
+
 @pytest.mark.mpi
 @pytest.mark.one_mpi
-@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+@pytest.mark.parametrize("ranks", sorted(set(TOGETHER.values())))
+def test_examples_on_ranks_print_what_they_say(ranks: int, tmp_path: Path) -> None:
+    files = [str(file) for file, number in TOGETHER.items() if number == ranks]
+    target = Path(__file__).with_name("run_examples.py")
+    out = tmp_path / "printed.json"
+    start_ranks(target, ranks, [str(out), *files], LIMIT_S, env={"TMPDIR": str(tmp_path)}).ok()
+    printed = json.loads(out.read_text(encoding="utf-8"))
+    assert list(printed) == files
+    for file, shown in printed.items():
+        check_output(Example.of(Path(file)), shown)
+    assert left_in(tmp_path) == []
+
+
+@pytest.mark.mpi
+@pytest.mark.one_mpi
+@pytest.mark.parametrize("file", BY_COMMAND, ids=lambda file: file.stem)
 def test_an_example_runs_by_its_command_and_prints_what_it_says(file: Path, tmp_path: Path) -> None:
     example = Example.of(file)
-    for name in _libraries_of(file):
+    for name in libraries_of(file):
         if importlib.util.find_spec(name) is None:
             pytest.skip(f"{file.name} needs {name}: pip install {name}")
     words = shlex.split(example.command)
@@ -85,18 +129,5 @@ def test_an_example_runs_by_its_command_and_prints_what_it_says(file: Path, tmp_
         words, cwd=ROOT, env=env, capture_output=True, text=True, timeout=LIMIT_S, check=False
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    shown = "".join(line.removeprefix("[0] ") for line in ran.stdout.splitlines(keepends=True))
-    check = doctest.OutputChecker()
-    assert check.check_output(example.output, shown, _FLAGS), check.output_difference(
-        doctest.Example("", example.output), shown, doctest.REPORT_NDIFF
-    )
-    assert [left.name for left in tmp_path.iterdir() if left.name.startswith("lowshard-example")] == []
-
-
-def _libraries_of(file: Path) -> set[str]:
-    """Return the libraries an example imports that lowshard itself does not need."""
-    tree = ast.parse(file.read_text(encoding="utf-8"))
-    names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
-    names |= {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module}
-    optional = {"torch", "jax", "flax", "optax", "cupy"}
-    return {name.split(".")[0] for name in names} & optional
+    check_output(example, "".join(line.removeprefix("[0] ") for line in ran.stdout.splitlines(keepends=True)))
+    assert left_in(tmp_path) == []

@@ -29,6 +29,7 @@ FLOORS: dict[str, str] = {
     "lowshard.reading": "0",
     "lowshard.special": "0",
     "lowshard.nearest": "0",
+    "lowshard.command_examples": "0",
     "lowshard.command_parser": "0",
     "lowshard.settings": "0",
     "lowshard.streams": "0",
@@ -55,11 +56,10 @@ FLOORS: dict[str, str] = {
     "lowshard.redistribute_plan": "3",
     "lowshard.solver": "3",
     "lowshard.solver.solve_command": "7",
-    "lowshard.rank_schedule": "4",
-    "lowshard.exchange_runner": "4",
     "lowshard.pool": "4",
+    "lowshard.transfer": "4",
+    "lowshard.report": "7",
     "lowshard.reshard": "5",
-    "lowshard.reshard.write_choice": "4",
     "lowshard.reshard.cut": "3",
     "lowshard.reshard.rank_grid": "3",
     "lowshard.reshard.partition": "3",
@@ -75,20 +75,11 @@ FLOORS: dict[str, str] = {
     "lowshard.reshard.simulation": "3",
     "lowshard.reshard.cache_layouts": "3",
     "lowshard.reshard.content_digest": "4",
-    "lowshard.reshard.peer_read": "4",
     "lowshard.reshard.published_tensors": "4",
-    "lowshard.reshard.bucket_channel": "4",
-    "lowshard.reshard.piece_checksum": "4",
-    "lowshard.reshard.transform_contract": "4",
     "lowshard.reshard.rank_side": "4",
-    "lowshard.reshard.huge_pages": "4",
-    "lowshard.reshard.direct_read": "4",
-    "lowshard.reshard.bucket_stream": "4",
     "lowshard.reshard.reshard_run": "4",
     "lowshard.reshard.mxfp8_transform": "4",
-    "lowshard.reshard.node_view": "4",
     "lowshard.reshard.vote": "4",
-    "lowshard.reshard.buckets": "4",
     "lowshard.reshard.atomic_word": "4",
     "lowshard.reshard.refit": "5",
     "lowshard.execute": "4",
@@ -126,8 +117,8 @@ MADE_FOR = {
     "lowshard.comm.node": {"llvmlite", "mpi4py"},
     "lowshard.comm.hierarchy": {"mpi4py"},  # by way of lowshard.comm.node
     "lowshard.comm.node_collectives": {"mpi4py"},  # the same
-    "lowshard.reshard.peer_read": {"llvmlite", "mpi4py"},  # by way of lowshard.comm.node
-    "lowshard.weights.peer_write_kernel": {"llvmlite", "mpi4py"},
+    "lowshard.transfer.cross_memory": {"llvmlite", "mpi4py"},  # by way of lowshard.comm.node
+    "lowshard.transfer.peer_write_kernel": {"llvmlite", "mpi4py"},
     "lowshard.reshard.atomic_word": {"llvmlite"},
 }
 HEAVY = (

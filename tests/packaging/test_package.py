@@ -88,6 +88,7 @@ def test_extras_carry_one_mpi_wheel_at_most() -> None:
         "demo",
         "test",
         "dev",
+        "docs",
     } == set(extras)
     for name in ("demo", "test", "dev"):
         assert "mpich" not in " ".join(extras[name])

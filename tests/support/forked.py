@@ -17,6 +17,7 @@ from typing import Any
 
 from lowshard.comm import Communicator
 from lowshard.comm.loopback import LoopbackCommunicator
+from lowshard.comm.reach import Reach
 from lowshard.errors import PeerFailed, TimedOut
 
 _LIMIT_S = 30.0
@@ -66,12 +67,8 @@ class ForkedCommunicator(LoopbackCommunicator):
 
     _board: Any
 
-    @property
-    def shows(self) -> bool:
-        return False
-
-    def _is_seen(self, buf: Any) -> bool:
-        return False
+    def _new_reach(self) -> Reach:
+        return Reach(self.rank, self.size)
 
     def _meet(self, mine: Any) -> list[Any]:
         return self._board.meet(mine)

@@ -16,20 +16,20 @@ from lowshard import (
     RedistributePlan,
     Replicated,
     Sharded,
-    exchange_runner,
     execute,
     plan_redistribute,
 )
 from lowshard import dtypes as dt
 from lowshard.box import intersect, volume
 from lowshard.comm import Communicator
-from lowshard.comm.loopback import LoopbackCommunicator
+from lowshard.comm.loopback import _ThreadReach
 from lowshard.cost import ClusterProfile
+from lowshard.transfer import exchange_runner
 
 WAYS = ("as sizes ask", "read in place", "laid out", "in rounds")
 """Ways that bytes can take; see `take_way`."""
 
-_seen = LoopbackCommunicator._is_seen
+_seen = _ThreadReach.maps
 Coord = tuple[int, ...]
 
 
@@ -139,7 +139,7 @@ def take_way(name: str, put: Callable[[object, str, Any], None] = setattr) -> No
     )
     put(exchange_runner, "SEND_FROM_BYTES", 40 if name == "in rounds" else 32 << 20)
     put(exchange_runner, "STAGE_BYTES", 48 if name == "laid out" else 8 << 20)
-    put(LoopbackCommunicator, "_is_seen", (lambda comm, buf: False) if name == "laid out" else _seen)
+    put(_ThreadReach, "maps", (lambda reach, array: False) if name == "laid out" else _seen)
     put(exchange_runner, "_KERNEL_FROM_BYTES", 0 if name in ("read in place", "laid out") else 16 << 10)
 
 

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
+import subprocess
+import sys
+from collections.abc import Iterator
 
 import pytest
 
 from lowshard import __version__, cli, errors
+from lowshard.command_examples import EXAMPLES
 from lowshard.errors import LowshardError
 
 
@@ -123,3 +128,59 @@ def test_an_option_of_the_script_is_the_scripts_own(capsys: pytest.CaptureFixtur
 def test_nccl_tests_names_of_types_are_taken(given: str, dtype: str) -> None:
     args = cli.build_parser().parse_args(["bench", "all_reduce", "-d", given])
     assert args.datatype == dtype
+
+
+def every_parser(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+    """Yield a parser and those below it."""
+    yield parser
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for below in action.choices.values():
+                yield from every_parser(below)
+
+
+PARSERS = {parser.prog: parser for parser in every_parser(cli.build_parser())}
+
+
+@pytest.mark.parametrize("prog", PARSERS)
+def test_every_help_has_lines_to_try_and_they_are_right(prog: str) -> None:
+    shown = PARSERS[prog].format_help()
+    _, found, examples = shown.partition("examples:\n")
+    assert found, shown
+    words_end = "  #" if prog == "lowshard rules" else "  "  # there columns are in line
+    lines = [
+        line.partition(words_end)[0] for line in re.findall(r"^  (lowshard .*)$", examples, re.MULTILINE)
+    ]
+    assert any(line.startswith(prog) for line in lines), examples
+    for line in lines:
+        words = line.partition(" >")[0].split()[1:]
+        if "--template" not in words:  # which prints, and ends
+            PARSERS["lowshard"].parse_args(words)
+
+
+def test_there_are_examples_of_no_command_that_there_is_not() -> None:
+    assert set(EXAMPLES) <= set(PARSERS)
+
+
+@pytest.mark.parametrize(
+    ("argv", "unbuffered"),
+    [(["doctor", "--settings"], ""), (["run", "--template", "list"], "1"), (["rules", "--help"], "")],
+)
+def test_who_stops_reading_or_has_no_room_gets_no_traceback(argv: list[str], unbuffered: str) -> None:
+    env = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    command = [sys.executable, "-m", "lowshard", *argv]
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    try:
+        ran = subprocess.run(
+            command, env=env, stdout=write_end, stderr=subprocess.PIPE, text=True, timeout=60
+        )
+    finally:
+        os.close(write_end)
+    assert ran.stderr == ""
+    assert ran.returncode in ((0, 141) if "--help" in argv else (141,))
+    with open("/dev/full", "w") as full:
+        ran = subprocess.run(command, env=env, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert "Traceback" not in ran.stderr
+    if "--help" not in argv:
+        assert (ran.returncode, ran.stderr.count("cannot be written: No space left")) == (1, 1)

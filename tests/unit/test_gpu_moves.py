@@ -10,10 +10,11 @@ import pytest
 from support.cuda_host import HostCudaEngine, host_cuda_engine
 from support.nccl_stand_in import run_stand_in
 
-from lowshard import DeviceMesh, Layout, Sharded, exchange_runner, execute, plan_redistribute
+from lowshard import DeviceMesh, Layout, Sharded, execute, plan_redistribute
 from lowshard.comm import Communicator
 from lowshard.errors import BufferMismatchError
 from lowshard.execute import _argument_error
+from lowshard.transfer import exchange_runner, spans
 
 # One dim cut by both axes, in either order, and two dims: what is sent and what comes are many runs each.
 SPECS = [
@@ -60,7 +61,7 @@ def test_boxes_are_packed_and_unpacked_by_one_launch_each(
         return out, engines.copies.get(threading.get_ident(), 0)
 
     monkeypatch.setattr(exchange_runner, "is_gpu", lambda array: True)
-    monkeypatch.setattr(exchange_runner, "engine_for", engines)
+    monkeypatch.setattr(spans, "engine_for", engines)
     for rank, (out, copies) in enumerate(run_stand_in(4, work)):
         assert out.tobytes() == part(dst, rank).tobytes()
         steps = len(plan.steps)

@@ -135,7 +135,7 @@ def test_calls(name: str) -> None:
         all_of(lambda: CALLS[name](g, x), g.bind)
 
 
-@pytest.mark.parametrize("mesh", [None, "tp=2", 2, (2,), Graph()], ids=repr)
+@pytest.mark.parametrize("mesh", [None, "tp=2", 2, (2,), Graph()])
 def test_meshes(mesh: Any) -> None:
     g, x = two()
     g.output(g.pointwise("relu", x))

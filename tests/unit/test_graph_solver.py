@@ -413,7 +413,6 @@ def cut_first(op: str, **args: Any) -> Graph:
         (joined("b=S0 a=S0", "a=S0"), "extended"), (joined("b=S0:ceil a=S0", "b=S1"), "extended"),
         (cut_first("rebind"), "extended"), (cut_first("reshape", shape=(30, 8)), "documented"),
     ],
-    ids=str,
 )  # fmt: skip
 def test_the_space_holds_what_greedy_picks(graph: Graph, rules: Rules) -> None:
     """Cuts of a dim shorter than the axis, by the ceiling rule, of axes in another order; rows for operands so cut."""

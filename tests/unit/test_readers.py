@@ -33,6 +33,7 @@ ELSEWHERE = {
     "lowshard/weights/save.py": "rows of our own ranks",
     "lowshard/comm/agreement.py": "between ranks",
     "lowshard/reshard/content_digest.py": "between ranks",
+    "lowshard/fsdp/module_state.py": "between ranks",
     "lowshard/reshard/publisher.py": "between ranks",
     "lowshard/reshard/subscriber.py": "between ranks",
     "lowshard/comm/late_comparison.py": "between ranks",

@@ -8,8 +8,9 @@ import sys
 
 import numpy as np
 
-from lowshard.reshard.buckets import packed_span, span_of
-from lowshard.reshard.peer_read import LONG_BYTES, Crossing, can_read, is_worth_it
+from lowshard.kernels.buffer import address
+from lowshard.transfer.cross_memory import read_boxes
+from lowshard.transfer.spans import LONG_BYTES, Span, can_read, is_worth_it, packed_span, run_table, span_of
 
 ME = os.getpid()
 
@@ -35,7 +36,7 @@ def test_boxes_arrive_whole_and_nothing_beside_them(rng: np.random.Generator) ->
             targets.append(span_of(dst, dst_box))
             expected.append(wanted)
             arrays.append((src, dst))
-        assert Crossing(ME, sources, targets).run()
+        assert read_boxes(ME, run_table(sources, targets))
         assert all(np.array_equal(dst, wanted) for (_, dst), wanted in zip(arrays, expected, strict=True))
 
 
@@ -43,7 +44,8 @@ def test_more_rows_than_a_call_takes_arrive() -> None:
     src = np.arange(3 << 21, dtype=np.uint32).reshape(-1, 512)
     dst = np.zeros((len(src), 1024), np.uint32)
     whole = ((0, len(src)), (0, 512))
-    assert Crossing(ME, [span_of(src, whole)], [span_of(dst, whole)]).run()
+    from_begin = [[Span(0, *span_of(array, whole)[1:])] for array in (src, dst)]
+    assert read_boxes(ME, run_table(*from_begin), address(src), address(dst))
     assert np.array_equal(dst[:, :512], src)
     assert not dst[:, 512:].any()
 
@@ -58,7 +60,7 @@ def test_memory_that_cannot_be_read_is_said_to_be() -> None:
     ended.wait()
     assert can_read(pid, [mine, mine]) == [False, False]
     spans = [packed_span(here.ctypes.data, (16,), 1)]
-    assert not Crossing(pid, spans, spans).run()
+    assert not read_boxes(pid, run_table(spans, spans))
 
 
 def test_many_short_rows_are_left_to_their_owner() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from lowshard.reshard.piece_checksum import _plain, _sums, checksum
+from lowshard.transfer.piece_checksum import _plain, _sums, checksum
 
 
 @pytest.mark.parametrize("size", [1, 8, 41, 264])

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from lowshard.reshard import write_choice
-from lowshard.reshard.write_choice import WriteChoice
+from lowshard.transfer import write_choice
+from lowshard.transfer.write_choice import WriteChoice
 
 
 class Clock:

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from lowshard import settings
-from lowshard.reshard import huge_pages
-from lowshard.reshard.huge_pages import settle
+from lowshard.transfer import huge_pages
+from lowshard.transfer.huge_pages import settle
 
 HUGE = huge_pages._huge_page_bytes()
 

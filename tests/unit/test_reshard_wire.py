@@ -10,8 +10,8 @@ from support.recorded import oracle
 from lowshard.box import volume
 from lowshard.comm import run_loopback
 from lowshard.reshard import Reshard, TensorLayout, build_reshard_plan
-from lowshard.reshard.buckets import ALIGN_BYTES, Part, bands_of, buckets_of
 from lowshard.reshard.reshard_plan import Move
+from lowshard.transfer.buckets import ALIGN_BYTES, Part, bands_of, buckets_of
 
 BATCH_BYTES = 256 << 20  # of Megatron-LM's NVSHMEM service
 
@@ -41,7 +41,7 @@ def test_every_byte_is_in_one_piece_and_no_bucket_is_too_large(rng: np.random.Ge
                 assert piece.offset_bytes % ALIGN_BYTES == 0
                 assert piece.offset_bytes >= end
                 end = piece.offset_bytes + piece.size_bytes
-                key = piece.move.id, piece.component
+                key = piece.item.id, piece.component
                 if piece.component < 0:
                     assert piece.size_bytes == 4 * volume(piece.box)
                     cells = np.arange(sizes[key] // 4).reshape(parts_shape(parts, key[0]))
@@ -56,7 +56,7 @@ def test_every_byte_is_in_one_piece_and_no_bucket_is_too_large(rng: np.random.Ge
 
 
 def parts_shape(parts: Any, number: int) -> tuple[int, ...]:
-    return next(part.extents for together in parts for part in together if part.move.id == number)
+    return next(part.extents for together in parts for part in together if part.item.id == number)
 
 
 def test_rows_of_several_arrays_lie_in_one_bucket(rng: np.random.Generator) -> None:
@@ -71,7 +71,7 @@ def test_rows_of_several_arrays_lie_in_one_bucket(rng: np.random.Generator) -> N
         ]
         row = 0
         for bucket in buckets_of(parts, limit):
-            pieces = [p for p in bucket.pieces if p.move.id == 1]
+            pieces = [p for p in bucket.pieces if p.item.id == 1]
             for first in range(0, len(pieces), 3):
                 spans = {
                     (p.box[0][0] / shape[1], p.box[0][1] / shape[1])
@@ -117,7 +117,7 @@ def test_oracle_batches() -> None:
             assert len(found) <= len(batches)
             assert all(bucket.size_bytes <= BATCH_BYTES for bucket in found)
             # The order of the wire is the plan's, not by size: both sides know it without a word.
-            assert [(p.move.id, p.size_bytes) for bucket in found for p in bucket.pieces] == list(
+            assert [(p.item.id, p.size_bytes) for bucket in found for p in bucket.pieces] == list(
                 asked.items()
             )
 
@@ -136,21 +136,9 @@ def test_oracle_rounds() -> None:
             mine = {n: np.full(4, comm.rank, np.float32) for n, x in src.items() if comm.rank in x}
             out = {n: np.zeros(4, np.float32) for n, x in dst.items() if comm.rank in x}
             made = Reshard(plan, mine, out, comm, way="slots")
-            channel = made._channel
-            assert channel is not None
-            posted: list[tuple[int, int]] = []
-            post = channel.post
-
-            def note(
-                to: int, size_bytes: int, made: Any = made, posted: Any = posted, post: Any = post
-            ) -> None:
-                posted.append((made._round(comm.rank, to), to))
-                post(to, size_bytes)
-
-            channel.post = note  # type: ignore[method-assign]
             made.run()
             assert all((a == int(n[1:].split("_")[0])).all() for n, a in out.items())
-            return posted
+            return [(k, step[0][0]) for k, step in enumerate(made._mover._steps) if step[0] is not None]
 
         pairs = [
             (k, rank, peer) for rank, found in enumerate(run_loopback(size, work, 20)) for k, peer in found

@@ -19,10 +19,10 @@ from lowshard.checkpoint.read_shares import shares, with_whole_rows
 from lowshard.errors import CheckpointError, PeerFailed
 from lowshard.kernels.buffer import address
 from lowshard.tiling import Tiling
+from lowshard.transfer.peer_write_kernel import write_across
 from lowshard.weights import ShardingStrategy, plan_load
 from lowshard.weights.load import _KEPT, _Load
 from lowshard.weights.peer_write import SCRATCH_BYTES, Room, Sheet, sheets_of
-from lowshard.weights.peer_write_kernel import write_across
 from lowshard.weights.rank_load import Itinerary
 
 S = ShardingStrategy

@@ -157,17 +157,26 @@ def test_a_folder_with_another_checkpoint_is_left_alone(
 def test_wrong_requests(cut: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plain = tmp_path / "in.safetensors"
     (tmp_path / "d.safetensors").mkdir()
+    bare = tmp_path / "bare"  # its index is gone
+    bare.mkdir()
+    for file in cut.glob("shard-*"):
+        (bare / file.name).write_bytes(file.read_bytes())
     for arguments, said in (
         ((cut, tmp_path / "o", "--merged", "--to", "tp=2"), "give one of them"),
         ((cut, tmp_path / "o", "--merged", "--to-rules", "default"), "give one of them"),
         ((cut, "--merged"), "one is missing"),
         ((cut, tmp_path / "o"), "or --merged; one is missing"),
-        ((plain, plain, "--merged"), "another file or folder"),
+        ((plain, plain, "--merged"), "another folder or file"),
         ((cut, tmp_path / "no" / "o.safetensors", "--merged"), "make it first"),
         ((cut, tmp_path / "d.safetensors", "--merged"), "is a folder"),
         ((cut, next(cut.glob("shard-*")), "--merged"), "is a file of the input"),
         ((cut, tmp_path / "o", "--merged", "--file-size", "0"), "1 byte or more"),
         ((tmp_path / "gone", tmp_path / "o", "--merged"), "gone"),
+        (
+            (bare, tmp_path / "o", "--merged", "--from", "tp=4", "--strategies", tmp_path / "s.yaml"),
+            "is missing",
+        ),
+        ((bare, tmp_path / "o", "--merged"), "parts of a sharded checkpoint, and lowshard.index.json"),
     ):
         assert run(*arguments) == 2, arguments
         assert said in capsys.readouterr().err

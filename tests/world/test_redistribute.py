@@ -21,7 +21,6 @@ from lowshard import (
     Partial,
     Replicated,
     Sharded,
-    exchange_runner,
     execute,
     execute_all,
     plan_redistribute,
@@ -34,6 +33,7 @@ from lowshard.cost import ClusterProfile
 from lowshard.errors import BufferMismatchError, DTypeError, MeshError, MismatchError, PlanError
 from lowshard.placement import mean_weight, parse_placement
 from lowshard.redistribute_plan import RedistributePlan
+from lowshard.transfer import exchange_runner
 
 PROFILE = ClusterProfile.default()
 

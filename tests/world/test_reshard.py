@@ -36,8 +36,6 @@ from lowshard.reshard import (
     build_reshard_plan,
     execute_reshard_plan,
 )
-from lowshard.reshard.bucket_channel import SlotChannel
-from lowshard.reshard.buckets import Copier
 
 # ---- moving
 
@@ -78,45 +76,38 @@ def test_staging_is_bounded_and_pools_and_idle_ranks_take_part(rng: np.random.Ge
     assert sum(r.sent_bytes for r in reports) == 2 * 40 * 64 * 4
 
 
-@pytest.mark.parametrize("waits", [True, False])
-def test_a_rank_copies_its_own_where_it_would_wait_and_the_rest_at_the_end(
-    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, waits: bool
-) -> None:
-    rows = TensorLayout.sharded((40, 64), "float32", {"tp": (2, 1)}, {0: "tp"})
-    columns = TensorLayout.sharded((40, 64), "float32", {"tp": (2, 1)}, {1: "tp"})
-    plan, whole = build_reshard_plan({"w": rows}, {"w": columns}), rng.standard_normal((40, 64))
+def test_what_stays_is_copied_between_the_rounds(rng: np.random.Generator) -> None:
+    rows = TensorLayout.sharded((512, 512), "float32", {"tp": (2, 1)}, {0: "tp"})
+    columns = TensorLayout.sharded((512, 512), "float32", {"tp": (2, 1)}, {1: "tp"})
+    src = {
+        "w": rows,
+        **{f"kept.{i}": TensorLayout.sharded((9,), "float32", {"dp": (2, 1)}) for i in range(8)},
+    }
+    plan, whole = build_reshard_plan(src, {**src, "w": columns}), rng.standard_normal((512, 512))
     seen: dict[int, list[str]] = {0: [], 1: []}
-    take, finish, copy = SlotChannel.take, SlotChannel.finish, Copier.run
-    monkeypatch.setattr(SlotChannel, "would_wait", lambda self: False)
-    monkeypatch.setattr(SlotChannel, "would_wait_for", lambda self, peer: waits)
 
     def work(comm: Any) -> None:
-        src, dst = (arrays_of({"w": x}, comm.rank, {"w": whole.astype(np.float32)}) for x in (rows, columns))
-        wanted = dst["w"].copy()
-        dst["w"][...] = 0
-        mover = Reshard(plan, src, dst, comm, way="slots")
-        own = {id(copier) for copier in mover._local}
-        names[id(mover._channel)] = comm.rank
-        names.update(dict.fromkeys(own, comm.rank))
-        mover.run()
-        assert np.array_equal(dst["w"], wanted)
-        mover.close()
+        mine = {n: np.ones(x.local_shape(comm.rank), np.float32) for n, x in src.items()}
+        mine["w"][...] = local_part(rows, comm.rank, whole.astype(np.float32))
+        out = {n: np.zeros_like(a) for n, a in mine.items()} | {"w": np.zeros((512, 256), np.float32)}
+        made = Reshard(plan, mine, out, comm, way="slots", staging_bytes=1 << 16)
+        mover = made._mover
+        assert mover is not None
+        mover._own += [lambda i=i: seen[comm.rank].append(f"own {i}") for i in range(8)]
+        for name in ("_pack", "_unpack"):
+            setattr(mover, name, noted(name, getattr(mover, name), seen[comm.rank]))
+        made.run()
+        assert np.array_equal(out["w"], local_part(columns, comm.rank, whole.astype(np.float32)))
 
-    names: dict[int, int] = {}
+    def noted(what: str, call: Any, into: list[str]) -> Any:
+        return lambda *args: (into.append(what), call(*args))[1]
 
-    def noted(what: str, call: Any) -> Any:
-        def noting(self: Any, *args: Any) -> Any:
-            if id(self) in names:
-                seen[names[id(self)]].append(what)
-            return call(self, *args)
-
-        return noting
-
-    monkeypatch.setattr(SlotChannel, "take", noted("take", take))
-    monkeypatch.setattr(SlotChannel, "finish", noted("finish", finish))
-    monkeypatch.setattr(Copier, "run", noted("copy", copy))
     run_loopback(2, work, LIMIT_S)
-    assert seen == dict.fromkeys((0, 1), ["copy", "take", "finish"] if waits else ["take", "finish", "copy"])
+    for said in seen.values():
+        assert [w for w in said if w.startswith("own")] == [f"own {i}" for i in range(8)]
+        unpacks = [i for i, what in enumerate(said) if what == "_unpack"]
+        assert len(unpacks) == 8
+        assert unpacks[0] < said.index("own 3") < unpacks[-1], "all of it at one end"
 
 
 def test_replicated_meshes_of_layouts_reshard(rng: np.random.Generator) -> None:
@@ -245,8 +236,8 @@ class Doubling(ReshardTransform):
 
     def finalize_recv(self, param_name: str, dst_slice: Any, recv_buffers: list[Any]) -> None:
         self.calls["finalize"] += 1
-        self.stored = getattr(self, "stored", np.zeros((4, 2), np.float32))
-        self.stored[dst_slice] = sum(recv_buffers)
+        self.result = getattr(self, "result", np.zeros((4, 2), np.float32))
+        self.result[dst_slice] = sum(recv_buffers)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -259,7 +250,7 @@ def test_a_transform_of_ones_own_is_called_once_a_box(way: str) -> None:
         execute_reshard_plan(plan, src, {}, comm, how, way=way)
         assert how.calls == {"send": 2, "recv": 2, "finalize": 2}  # one box stays, one goes
         whole = np.arange(16, dtype=np.float32).reshape(4, 4)
-        assert np.array_equal(how.stored, whole[:, 2 * comm.rank : 2 * comm.rank + 2])
+        assert np.array_equal(how.result, whole[:, 2 * comm.rank : 2 * comm.rank + 2])
 
     run_loopback(2, work, LIMIT_S)
 
@@ -299,7 +290,7 @@ def test_an_error_of_a_transform_is_raised_on_all_ranks_and_the_next_run_works()
             made.run()
         how.fails = False
         made.run()
-        assert (how.stored == 1).all()
+        assert (how.result == 1).all()
 
     run_loopback(2, work, LIMIT_S)
 

@@ -11,7 +11,7 @@ import ctypes
 import gc
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -32,6 +32,7 @@ from lowshard.comm.node.message_rings import ENTRY_HEAD_BYTES, HEAD_BYTES
 from lowshard.comm.node.messages import NodeMailbox
 from lowshard.comm.node.node_memory import NodeMemory, head_bytes, let_go_with
 from lowshard.comm.node.node_plan import ALWAYS_SMALL_BYTES
+from lowshard.comm.node.node_reach import NodeReach
 from lowshard.comm.node.node_rendezvous import (
     CARD_BYTES,
     CARDS,
@@ -154,41 +155,13 @@ class NodeCommunicator(QuickCalls):
         kind = dtypes.get(dtype).numpy
         return self._place.memory.arena.array(check.extents(shape, kind.itemsize), kind)
 
-    # ---- buffers that the others read where they lie
+    def _new_reach(self) -> NodeReach:
+        return NodeReach(self)
 
-    @property
-    def shows(self) -> bool:
-        """True: the processes of a node map what each has of `empty`."""
-        return True
-
-    def _is_seen(self, buf: Array) -> bool:
-        return self._place.memory.arena.where(address_of(buf), buf.nbytes)[0] >= 0
-
-    def _show(
-        self, signature: int, text: str, buf: Array | None, note: int
-    ) -> tuple[list[int], Callable[[int, Any, int], Array]]:
-        memory, members = self._place.memory, self._place.members
-        row, rows = np.zeros(3, np.int64), np.empty((self.size, 3), np.int64)
-        if buf is not None:
-            row[:2] = memory.arena.where(address_of(buf), buf.nbytes)
-        row[2] = note
-        code = self._compiled.gather_slots(
-            self._ctx, signature, address_of(row), 24, address_of(rows), 0, self.size, 0, 24, 0
-        )
-        if code:
-            self._end(code, text)
-        found = rows.tolist()
-
-        def see(rank: int, dtype: Any, elems: int) -> Array:
-            segment, offset, _ = found[rank]
-            data = memory.bytes_of(members[rank], segment)
-            return data[offset : offset + elems * dtype.itemsize].view(dtype)
-
-        return [int(line[2]) for line in found], see
-
-    def _fold(self, terms: Sequence[Array], out: Array, op: str, divisor: int) -> None:
+    def fold(self, terms: Sequence[Array], out: Array, op: str, divisor: int = 1) -> None:
+        """Write the reduction of arrays of any strides into `out`, in tree order; a step of this rank alone."""
         if len(terms) < 2 or not may_fold(out, op, divisor):
-            super()._fold(terms, out, op, divisor)
+            super().fold(terms, out, op, divisor)
         else:
             fold_views(terms, out, op, divisor)
 

@@ -137,18 +137,6 @@ class NodeMailbox(Mailbox):
         if code != OK:
             self.end(self._context, code, "recv", buf.nbytes, src)
 
-    def recv_if_come(self, buf: Array, src: int) -> bool:
-        """Receive a message that has come; return False where none has, or where one started before is to have it."""
-        if ("recv", src) in self.waiting:
-            return False
-        code = self._compiled.receive_if_come(self._ctx, src, address_of(buf), buf.nbytes)
-        if code == PENDING:
-            return False
-        self._map_new()
-        if code != OK:
-            self.end(self._context, code, "recv", buf.nbytes, src)
-        return True
-
     def run_all(self, messages: Sequence[tuple[bool, Array, int]]) -> None:
         """Start messages, (sends, buffer, peer) each, and wait for all of them."""
         if self.waiting:

@@ -1,4 +1,4 @@
-"""Strips copied to their places in other processes of the node, or in this one: what is compiled of `foreign`."""
+"""Strips copied to their places in other processes of the node, or in this one."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ from typing import Any
 from lowshard.comm.node import atomic
 from lowshard.comm.node.atomic import copy_bytes, peek, poke, write_process_from
 from lowshard.compiled import INT, Signature, digest_of, load_compiled
-from lowshard.weights import strip
-from lowshard.weights.strip import AT, COLUMNS, FAR, HIGH, LOW, MOST_PLACES, NEAR, PID, RUN, STEP
+from lowshard.transfer import cross_constants
+from lowshard.transfer.cross_constants import AT, COLUMNS, FAR, HIGH, LOW, MOST_PLACES, NEAR, PID, RUN, STEP
 
 
 @cache
 def write_across() -> Any:
     """Return the compiled function."""
-    name = f"write_strips_{digest_of([Path(__file__), Path(strip.__file__), Path(atomic.__file__)])}"
+    name = (
+        f"write_strips_{digest_of([Path(__file__), Path(cross_constants.__file__), Path(atomic.__file__)])}"
+    )
     return load_compiled(name, lambda: write_strips, Signature((INT,) * 7))
 
 

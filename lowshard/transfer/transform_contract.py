@@ -86,7 +86,7 @@ class ReshardTransform:
         """
         raise NotImplementedError(f"{type(self).__name__} has no recv_rows")
 
-    def stored(self) -> Mapping[str, Any]:
+    def refit_weights(self) -> Mapping[str, Any]:
         """Return, by the names of tensors, what this rank's are stored in: `Refit.weights` has it."""
         return {}
 

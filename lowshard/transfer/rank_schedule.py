@@ -1,11 +1,13 @@
-"""One rank's side of an exchange, worked out once: which boxes it fills from whom, and what it lays out for others.
+"""One rank's side of an exchange, worked out once: which boxes it fills from whom, and what it packs for others.
 
-Boxes can be taken in rounds, each a slab of every box, so that what is packed on the way stays small.
+Boxes can be taken in rounds, each a slab of every box, so that what is packed on the way stays small. Peers, whose
+memory is in reach, and the ranks of other nodes are told apart here.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import count
 from math import prod
 from typing import Any, NamedTuple
@@ -17,6 +19,8 @@ from lowshard.box import Box, relative_slices, shape_of, single_run, split_inter
 from lowshard.exchange import Exchange, Piece
 from lowshard.placement import ReduceOp
 from lowshard.redistribute_plan import RedistributePlan, Step
+from lowshard.transfer.cross_constants import LONG_BYTES
+from lowshard.transfer.spans import Span, box_span, is_worth_it
 
 Index = tuple[slice, ...]
 
@@ -28,8 +32,8 @@ class Source:
     Attributes:
         rank: who holds it.
         index: slices that take it out of that rank's array.
-        start: its first element in what that rank lays out for others in this round; -1 for this rank itself.
-        got: its first element in what this rank receives in this round, if it is received; -1 for this rank itself.
+        start: its first element in what that rank stages for its peers in this round; -1 where it is no peer.
+        got: its first element in what this rank receives in this round; -1 where it is not received.
     """
 
     rank: int
@@ -67,7 +71,7 @@ class Laid:
 
 
 class Stage(NamedTuple):
-    """All that one rank lays out for others in a round; a box that several want lies there once."""
+    """All that one rank packs in a round, what its peers take first; a box that several want lies there once."""
 
     laid: tuple[Laid, ...]
     elems: int
@@ -88,7 +92,13 @@ class Round(NamedTuple):
     chunks: tuple[Chunk, ...]
     stage: Stage
     gives: Wire
+    """What goes in messages, out of the stage."""
     takes: Wire
+
+
+SENT, STAGED, IN_PLACE = "sent", "staged", "in place"
+"""How a rank gives: all of it in messages; its peers take it out of its stage; or out of its array. What ranks out of
+reach take is packed and sent in any case."""
 
 
 @dataclass(frozen=True)
@@ -109,6 +119,9 @@ class Program:
         sent_bytes: of this rank to others.
         received_bytes: of others to this rank.
         largest_bytes: of the largest array or, where terms are folded, of all that is folded on a rank.
+        near: the ranks whose memory this one reaches, itself among them.
+        shares_nodes: whether any rank reaches another's memory; the same on all ranks.
+        leaves_nodes: whether any rank needs a byte of another that it does not reach; the same on all ranks.
     """
 
     name: str
@@ -124,31 +137,82 @@ class Program:
     sent_bytes: int
     received_bytes: int
     largest_bytes: int
+    near: frozenset[int]
+    shares_nodes: bool
+    leaves_nodes: bool
     serial: int = field(default_factory=count().__next__)
     """A number of its own."""
-    _rounds: dict[tuple[int, int], Round] = field(default_factory=dict, repr=False)
+    _rounds: dict[tuple[int, int, str], Round] = field(default_factory=dict, repr=False)
     kept: dict[Any, Any] = field(default_factory=dict, repr=False)
     """What those who run it have made of it and use again, by their own keys."""
 
-    def round(self, number: int, of: int) -> Round:
-        """Return one of several rounds."""
-        found = self._rounds.get((number, of))
+    def round(self, number: int, of: int, way: str) -> Round:
+        """Return one of several rounds.
+
+        Args:
+            number: which.
+            of: how many there are.
+            way: how this rank gives: SENT, STAGED or IN_PLACE.
+        """
+        found = self._rounds.get((number, of, way))
         if found is None:
-            found = self._rounds[number, of] = _round(self, number, of)
+            found = self._rounds[number, of, way] = _round(self, number, of, way)
         return found
+
+    @cached_property
+    def text(self) -> str:
+        """What errors and the record of calls say of it."""
+        return f"{self.name} {self.exchange.src} -> {self.exchange.dst}"
+
+    @cached_property
+    def _near_pieces(self) -> tuple[Piece, ...]:
+        rank = self.rank
+        return tuple(
+            p for p in self.exchange.outgoing(rank) if p.dst_rank != rank and p.dst_rank in self.near
+        )
+
+    @property
+    def gives_near(self) -> bool:
+        """Whether a peer takes anything of this rank."""
+        return bool(self._near_pieces)
+
+    @cached_property
+    def is_worth_reading(self) -> bool:
+        """Whether all that peers take of this rank's array is best read out of its private memory by system calls.
+
+        So it is where each box is one run there, and in long runs here: what lies apart costs a lookup of pages each.
+        """
+        exchange, item = self.exchange, self.dtype.itemsize
+        own = exchange.src.box(self.rank) if self.gives_near else ()
+        return self.op is None and all(
+            single_run(tuple((s.start, s.stop) for s in relative_slices(p.box, own)), shape_of(own))
+            is not None
+            and is_worth_it(
+                _span(p.box, own, item), _span(p.box, exchange.dst.box(p.dst_rank), item), LONG_BYTES
+            )
+            for p in self._near_pieces
+        )
+
+    @cached_property
+    def near_shapes(self) -> dict[int, tuple[int, ...]]:
+        """By peer that this rank takes from, the shape of its array."""
+        found = {piece.src_rank for piece in self.exchange.incoming(self.rank)}
+        return {rank: self.exchange.src.local_shape(rank) for rank in found & self.near}
+
+    @cached_property
+    def reached_bytes(self) -> int:
+        """Bytes that this rank takes of its peers."""
+        rank, near = self.rank, self.near
+        taken = (p.elems for p in self.exchange.incoming(rank) if p.src_rank != rank and p.src_rank in near)
+        return sum(taken) * self.dtype.itemsize
 
     @property
     def view(self) -> Index | None:
         """The slices of this rank's array that are its result, if nobody moves a byte and nothing is computed."""
         if self.moves or self.op is not None or self.fill_op is not None or self.shape is None:
             return None
-        chunks = self.round(0, 1).chunks
+        chunks = self.round(0, 1, SENT).chunks
         return chunks[0].sources[0].index if len(chunks) == 1 else None
-
-    @property
-    def sources(self) -> frozenset[int]:
-        """The ranks that this one reads from, perhaps itself among them."""
-        return frozenset(piece.src_rank for piece in self.exchange.incoming(self.rank))
 
 
 @dataclass(frozen=True)
@@ -207,45 +271,52 @@ def form_of(plan: RedistributePlan, rank: int) -> Form:
     return found
 
 
-_PROGRAMS = BoundedCache[tuple[str, int, int], tuple[StepProgram, ...]](
+_PROGRAMS = BoundedCache[tuple[str, int, tuple[int, ...]], tuple[StepProgram, ...]](
     "programs of redistributions", 16 << 20, lambda key, found: sum(step.kept_bytes for step in found)
 )
 
 
-def programs(plan: RedistributePlan, rank: int, size: int) -> tuple[StepProgram, ...]:
-    """Return a rank's programs for the steps of a plan, in a communicator of `size` ranks; they are kept."""
-    key = (plan.digest(), rank, size)
+def programs(plan: RedistributePlan, rank: int, homes: tuple[int, ...]) -> tuple[StepProgram, ...]:
+    """Return a rank's programs for the steps of a plan; they are kept.
+
+    Args:
+        plan: the plan.
+        rank: this rank of the communicator.
+        homes: `Reach.homes` of the communicator.
+    """
+    key = (plan.digest(), rank, homes)
     found = _PROGRAMS.get(key)
     if found is None:
-        found = tuple(_step_program(step, rank, size) for step in plan.steps)
+        found = tuple(_step_program(step, rank, homes) for step in plan.steps)
         _PROGRAMS.put(key, found)
     return found
 
 
-def _step_program(step: Step, rank: int, size: int) -> StepProgram:
+def _step_program(step: Step, rank: int, homes: tuple[int, ...]) -> StepProgram:
     kinds = [step.kind] if len(step.exchanges) == 1 else ["reduce_scatter", "all_gather"]
     parts = tuple(
-        _program("all_to_all_v" if kind == "exchange" else kind, part, rank, size)
+        _program("all_to_all_v" if kind == "exchange" else kind, part, rank, homes)
         for kind, part in zip(kinds, step.exchanges, strict=True)
     )
     whole = None
     if len(step.exchanges) == 2 and step.exchanges[0].terms == 2:
         first, last = step.exchanges
         direct = Exchange(first.src, last.dst, first.folded, last.fresh, first.node_size)
-        whole = _program("all_reduce", direct, rank, size)
-    return StepProgram(step, parts, *_native(step, size), whole)
+        whole = _program("all_reduce", direct, rank, homes)
+    return StepProgram(step, parts, *_native(step, len(homes)), whole)
 
 
-def _program(name: str, exchange: Exchange, rank: int, size: int) -> Program:
+def _program(name: str, exchange: Exchange, rank: int, homes: tuple[int, ...]) -> Program:
     item = exchange.src.itemsize_bytes
     dst_box = exchange.dst.box(rank) if rank in exchange.dst.mesh else None
     # The first shard is the largest; the same number on all ranks.
     largest = max(
-        volume(exchange.src._box_at([0] * exchange.src.mesh.ndim)),
-        volume(exchange.dst._box_at([0] * exchange.dst.mesh.ndim)) * exchange.terms,
+        exchange.src.local_elems(exchange.src.mesh.ranks[0]),
+        exchange.dst.local_elems(exchange.dst.mesh.ranks[0]) * exchange.terms,
     )
+    near = frozenset(r for r, home in enumerate(homes) if home == homes[rank])
     return Program(
-        name, exchange, rank, size,
+        name, exchange, rank, len(homes),
         shape=None if dst_box is None else shape_of(dst_box),
         dtype=exchange.dst.numpy_dtype,
         op=exchange.op,
@@ -255,7 +326,15 @@ def _program(name: str, exchange: Exchange, rank: int, size: int) -> Program:
         sent_bytes=exchange.sent_bytes(rank),
         received_bytes=exchange.received_bytes(rank),
         largest_bytes=largest * item,
+        near=near,
+        shares_nodes=len(set(homes)) < len(homes),
+        leaves_nodes=len(near) < len(homes) and _leaves_nodes(exchange, homes),
     )  # fmt: skip
+
+
+def _leaves_nodes(exchange: Exchange, homes: tuple[int, ...]) -> bool:
+    ranks = exchange.dst.mesh.ranks
+    return any(homes[p.src_rank] != homes[rank] for rank in ranks for p in exchange.incoming(rank))
 
 
 def _native(step: Step, size: int) -> tuple[str, tuple[list[int], list[int]]]:
@@ -306,17 +385,15 @@ def slab(box: Box, number: int, of: int) -> Box:
     return (*box[:dim], split_interval(box[dim], of, number), *box[dim + 1 :])
 
 
-def _round(program: Program, number: int, of: int) -> Round:
+def _round(program: Program, number: int, of: int, way: str) -> Round:
     exchange, rank, size = program.exchange, program.rank, program.size
+    near = frozenset((rank,)) if way == SENT else program.near
     incoming, stages = exchange.incoming(rank), {}
-    for piece in incoming:
-        if piece.src_rank != rank and piece.src_rank not in stages:
-            stages[piece.src_rank] = stage_of(exchange, piece.src_rank, number, of)
     taken = [0] * size, [0] * size
     got: dict[tuple[int, int], int] = {}
     at = 0
     # Received boxes lie by source rank, as all_to_all_v brings them.
-    for piece in sorted((p for p in incoming if p.src_rank != rank), key=lambda p: p.src_rank):
+    for piece in sorted((p for p in incoming if p.src_rank not in near), key=lambda p: p.src_rank):
         elems = volume(slab(piece.box, number, of))
         taken[0][piece.src_rank], taken[1][piece.src_rank] = elems, at
         got[piece.src_rank, piece.term] = at
@@ -324,6 +401,9 @@ def _round(program: Program, number: int, of: int) -> Round:
     by_box: dict[Box, list[Piece]] = {}
     for piece in incoming:
         by_box.setdefault(piece.box, []).append(piece)
+        source = piece.src_rank
+        if source != rank and source in near and source not in stages:
+            stages[source] = stage_of(exchange, source, number, of, near)
     chunks = []
     for box, pieces in by_box.items():
         part = slab(box, number, of)
@@ -332,34 +412,39 @@ def _round(program: Program, number: int, of: int) -> Round:
         sources = []
         for piece in sorted(pieces, key=lambda p: p.term):
             index = relative_slices(part, exchange.src.box(piece.src_rank))
-            own = piece.src_rank == rank
-            start = -1 if own else stages[piece.src_rank].starts[part]
-            sources.append(
-                Source(piece.src_rank, index, start, -1 if own else got[piece.src_rank, piece.term])
-            )
+            start = stages[piece.src_rank].starts[part] if piece.src_rank in stages else -1
+            sources.append(Source(piece.src_rank, index, start, got.get((piece.src_rank, piece.term), -1)))
         chunks.append(Chunk(relative_slices(part, exchange.dst.box(rank)), shape_of(part), tuple(sources)))
-    stage = stage_of(exchange, rank, number, of)
+    stage = stage_of(exchange, rank, number, of, near, way != IN_PLACE)
     given = [0] * size, [0] * size
     for piece in exchange.outgoing(rank):
         part = slab(piece.box, number, of)
-        if piece.dst_rank != rank and volume(part):
+        if piece.dst_rank not in near and volume(part):
             given[0][piece.dst_rank], given[1][piece.dst_rank] = volume(part), stage.starts[part]
     return Round(tuple(chunks), stage, Wire(*given, stage.elems), Wire(*taken, at))
 
 
-def stage_of(exchange: Exchange, rank: int, number: int, of: int) -> Stage:
-    """Return what a rank lays out for others in a round."""
+def stage_of(
+    exchange: Exchange, rank: int, number: int, of: int, near: frozenset[int], lays_near: bool = True
+) -> Stage:
+    """Return what a rank packs in a round: what its peers take, unless they read its array, then what others take."""
     if rank not in exchange.src.mesh:
         return Stage((), 0, {})
     own = exchange.src.box(rank)
     laid: list[Laid] = []
     starts: dict[Box, int] = {}
     at = 0
-    for piece in exchange.outgoing(rank):
+    for piece in sorted(exchange.outgoing(rank), key=lambda p: p.dst_rank not in near):
         part = slab(piece.box, number, of)
         if piece.dst_rank == rank or part in starts or volume(part) == 0:
+            continue
+        if not lays_near and piece.dst_rank in near:
             continue
         starts[part] = at
         laid.append(Laid(relative_slices(part, own), shape_of(part), at))
         at += volume(part)
     return Stage(tuple(laid), at, starts)
+
+
+def _span(box: Box, within: Box, item: int) -> Span:
+    return box_span(relative_slices(box, within), shape_of(within), item)

@@ -1,0 +1,136 @@
+"""How items travel: cut into pieces and put into buckets of bounded size.
+
+Both ends cut alike, from the items alone. A piece begins at a multiple of 16 bytes of its bucket.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, NamedTuple
+
+from lowshard.bounded import bounded_cache
+from lowshard.box import Box
+
+Item = Any
+"""What travels, whatever its owner knows it by; it is handed through."""
+
+ALIGN_BYTES = 16
+
+
+class Piece(NamedTuple):
+    """A part of an item that lies in one bucket."""
+
+    item: Item
+    component: int
+    """Which array of a transformed item, or -1: the box itself, as it is."""
+    box: Box
+    """Within the item's box, or the range of bytes of the component."""
+    offset_bytes: int
+    """In the bucket."""
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """What travels as one message."""
+
+    pieces: tuple[Piece, ...]
+    size_bytes: int
+
+
+class Part(NamedTuple):
+    """What is cut into pieces: the box of an item, or some bytes of one of the arrays that travel for it."""
+
+    item: Item
+    component: int
+    extents: tuple[int, ...]
+    """Of the box, or the number of bytes."""
+    itemsize: int
+    begin_bytes: int = 0
+    """Of a component: the first byte."""
+
+
+def buckets_of(parts: Iterable[Sequence[Part]], limit_bytes: int) -> tuple[Bucket, ...]:
+    """Return the buckets of one stream.
+
+    Args:
+        parts: in the order of the wire; several in one sequence stay together in one bucket, which they fit into.
+        limit_bytes: size of a bucket; a piece is never larger, unless one element is.
+    """
+    found: list[Bucket] = []
+    pieces: list[Piece] = []
+    at = 0
+    for together in parts:
+        needed = sum(_aligned(prod(part.extents) * part.itemsize) for part in together)
+        for item, component, extents, itemsize, begin in together:
+            for box in split_box(extents, max(1, limit_bytes // itemsize)):
+                size = prod(stop - start for start, stop in box) * itemsize
+                if pieces and at + (size if len(together) == 1 else needed) > limit_bytes:
+                    found.append(Bucket(tuple(pieces), pieces[-1].offset_bytes + pieces[-1].size_bytes))
+                    pieces, at = [], 0
+                if component >= 0:
+                    box = ((begin + box[0][0], begin + box[0][1]),)
+                pieces.append(Piece(item, component, box, at, size))
+                at += _aligned(size)
+                needed -= _aligned(size)
+    if pieces:
+        found.append(Bucket(tuple(pieces), pieces[-1].offset_bytes + pieces[-1].size_bytes))
+    return tuple(found)
+
+
+def bands_of(
+    item: Item, shapes: Sequence[tuple[int, ...]], sizes: Sequence[int], limit_bytes: int
+) -> list[list[Part]]:
+    """Return the parts of arrays that travel together: bands of the same rows of each, where they have as many.
+
+    Args:
+        item: that they travel for.
+        shapes: of the arrays.
+        sizes: their bytes.
+        limit_bytes: size of a bucket.
+    """
+    rows = {shape[0] if shape else 0 for shape in shapes}
+    count = rows.pop()
+    if len(shapes) > 1 and not rows and count and all(sizes):
+        row_bytes = [size // count for size in sizes]
+        most = (limit_bytes - ALIGN_BYTES * len(sizes)) // sum(row_bytes)
+        if most > 0:
+            most = -(-count // -(-count // most))  # as many rows each, and no small rest
+            return [
+                [Part(item, c, ((min(most, count - r)) * n,), 1, r * n) for c, n in enumerate(row_bytes)]
+                for r in range(0, count, most)
+            ]
+    return [[Part(item, c, (size,), 1)] for c, size in enumerate(sizes)]
+
+
+def _aligned(size_bytes: int) -> int:
+    return -(-size_bytes // ALIGN_BYTES) * ALIGN_BYTES
+
+
+@bounded_cache(1 << 20)
+def split_box(extents: tuple[int, ...], limit_elems: int) -> tuple[Box, ...]:
+    """Return boxes that make up `[0, extent)` in each dim, in row-major order, none of more than so many elements."""
+    if prod(extents) == 0:
+        return ()
+    if prod(extents) <= limit_elems:
+        return (tuple((0, n) for n in extents),)
+    dim, inner = 0, prod(extents)
+    while inner // extents[dim] > limit_elems:  # a single index of this dim is too large still
+        inner //= extents[dim]
+        dim += 1
+    step = max(1, limit_elems // max(1, inner // extents[dim]))
+    found: list[Box] = []
+
+    def outer(level: int, fixed: Box) -> Iterator[Box]:
+        if level == dim:
+            yield fixed
+            return
+        for i in range(extents[level]):
+            yield from outer(level + 1, (*fixed, (i, i + 1)))
+
+    rest = tuple((0, n) for n in extents[dim + 1 :])
+    for fixed in outer(0, ()):
+        found.extend((*fixed, (i, min(i + step, extents[dim])), *rest) for i in range(0, extents[dim], step))
+    return tuple(found)

@@ -1,0 +1,335 @@
+"""Runs one exchange of boxes on a rank.
+
+Where ranks reach each other's memory a box goes from its source to its place in one pass. A source that peers cannot
+read is staged for them slab by slab, and what ranks out of reach take is packed and sent. So nothing is ever held
+beside source and result but a few slabs of bounded size. Terms are folded as they are taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from lowshard.box import single_run
+from lowshard.comm.protocol import Communicator
+from lowshard.comm.reach import Published
+from lowshard.comm.reduction import identity
+from lowshard.errors import LowshardError
+from lowshard.kernels.buffer import is_gpu
+from lowshard.transfer.rank_schedule import (
+    IN_PLACE,
+    SENT,
+    STAGED,
+    Chunk,
+    Index,
+    Program,
+    Round,
+    Source,
+    Stage,
+)
+from lowshard.transfer.rounds import run_rounds
+from lowshard.transfer.spans import BoxCopy, Span, box_span, packed_span
+
+Array = Any
+
+SEND_FROM_BYTES = 32 << 20
+"""Arrays above this are packed and sent in several rounds, each of about so many bytes."""
+STAGE_BYTES = 8 << 20
+"""The same for what is staged for peers: two slabs of this, taken in turn."""
+READ_FROM_BYTES = 64 << 10
+"""Smaller arrays are packed and sent: one meeting of the ranks where reading takes two."""
+
+_KERNEL_FROM_BYTES = 16 << 10  # below, NumPy's own copy is over before a kernel is called
+_MAPPED, _OPEN, _LAID_OUT = 1, 2, 3
+"""How peers get at a rank's array: by loads; by a system call; in its stage. With it goes the length of a half."""
+_NOTES = 4
+
+
+def reads_peers(program: Program) -> bool:
+    """Say whether an exchange goes by memory where it can; the same on all ranks."""
+    return program.shares_nodes and program.largest_bytes >= READ_FROM_BYTES
+
+
+def run(program: Program, local: Array | None, out: Array | None, comm: Communicator) -> None:
+    """Fill a rank's result from all ranks' arrays.
+
+    Collective: all ranks of the communicator call this, if the exchange moves a byte.
+
+    Args:
+        program: this rank's side.
+        local: its array; None outside the source mesh.
+        out: its result, C-contiguous, apart from local; None outside the destination mesh.
+        comm: what moves the bytes.
+    """
+    if not program.moves:
+        _Run(program, local, out, comm, 1, SENT).take(0)
+    elif reads_peers(program):
+        comm.step(
+            program.name, program.text, _by_memory, program, local, out, comm,
+            sent_bytes=program.sent_bytes, received_bytes=program.received_bytes,
+            reached_bytes=program.reached_bytes, key=("move", program.serial),
+        )  # fmt: skip
+    else:
+        _by_messages(program, local, out, comm)
+    if out is not None and program.fill_op is not None:
+        out[...] = identity(program.fill_op, program.dtype)
+
+
+# ---- by memory, and messages beside it
+
+
+def _by_memory(program: Program, local: Array | None, out: Array | None, comm: Communicator) -> None:
+    of, reach = -(-program.largest_bytes // STAGE_BYTES), comm.reach
+    note = 0
+    if local is not None and program.gives_near:
+        note = _LAID_OUT
+        if local.flags.c_contiguous and reach.maps(local):
+            note = _MAPPED
+        elif local.flags.c_contiguous and reach.crosses and program.is_worth_reading:
+            note = _OPEN
+    way = STAGED if note == _LAID_OUT else IN_PLACE
+    half = 0
+    if local is not None and (note == _LAID_OUT or program.leaves_nodes):
+        half = max(program.round(number, of, way).stage.elems for number in range(of))
+    stage = comm.empty(2 * half, program.dtype) if half else None
+    if stage is not None and local is not None:
+        lay_out(program, program.round(0, of, way).stage, (0, of, way), local, stage)
+    published = reach.publish([stage if note == _LAID_OUT else local if note else None], note + _NOTES * half)
+    if not program.leaves_nodes and not any(said % _NOTES == _LAID_OUT for said in published.notes.values()):
+        of = 1
+    job = _Run(program, local, out, comm, of, way)
+    job.published = published
+
+    def fill(number: int) -> None:
+        if number and stage is not None and local is not None:
+            key = (number, of, way)
+            lay_out(program, program.round(*key).stage, key, local, stage[(number & 1) * half :])
+
+    def meet(number: int) -> None:
+        if number:
+            reach.barrier()
+
+    def take(number: int) -> None:
+        if program.leaves_nodes:
+            job.carry(number, None if stage is None else stage[(number & 1) * half :])
+        job.take(number)
+
+    run_rounds(range(of), fill, meet, take, ahead=False)
+    reach.barrier()  # nobody writes to what was published before all have read it
+    if job.error is not None:
+        raise job.error
+
+
+class _Run:
+    """One rank's part of one run of an exchange."""
+
+    __slots__ = ("_comm", "_local", "_of", "_out", "_program", "_way", "error", "published", "received")
+
+    def __init__(
+        self, program: Program, local: Array | None, out: Array | None, comm: Communicator, of: int, way: str
+    ) -> None:
+        self._program, self._local, self._out, self._comm = program, local, out, comm
+        self._of, self._way = of, way
+        self.published: Published | None = None
+        self.received: Array | None = None
+        self.error: LowshardError | None = None
+
+    def round(self, number: int) -> Round:
+        return self._program.round(number, self._of, self._way)
+
+    def carry(self, number: int, stage: Array | None) -> None:
+        """Move what ranks out of reach take in a round, packed in a stage."""
+        takes, gives, dtype = self.round(number).takes, self.round(number).gives, self._program.dtype
+        if self.received is None or self.received.size < takes.elems:
+            self.received = np.empty(takes.elems, dtype)
+        send = np.empty(0, dtype) if stage is None else stage
+        self._comm.carry(send, gives.counts, gives.displs, self.received, takes.counts, takes.displs)
+
+    def take(self, number: int, received_is_placed: bool = False) -> None:
+        """Put the boxes of a round in their places.
+
+        Args:
+            number: of the round.
+            received_is_placed: what came in messages is in its place already.
+        """
+        program, out = self._program, self._out
+        if out is None or program.fill_op is not None:
+            return
+        chunks = self.round(number).chunks
+        if program.op is not None:
+            for chunk in chunks:
+                terms = [_part(*self._term(source, number), chunk) for source in chunk.sources]
+                self._comm.fold(terms, out[(*chunk.index, ...)], program.op, program.divisor)
+            return
+        if self._way == SENT and out.nbytes < _KERNEL_FROM_BYTES and not is_gpu(out):
+            for chunk in chunks:
+                source = chunk.sources[0]
+                if source.got < 0:
+                    out[chunk.index] = _part(self._local, source.index, chunk)
+                elif not received_is_placed:
+                    out[chunk.index] = _part(self.received, source.got, chunk)
+            return
+        groups: dict[int, list[Chunk]] = {}
+        for chunk in chunks:
+            source = chunk.sources[0]
+            if source.got < 0 or not received_is_placed:
+                groups.setdefault(-1 if source.got >= 0 else source.rank, []).append(chunk)
+        me, size = program.rank, program.size
+        # Each begins with another, so that no memory is asked by all at once.
+        for rank in sorted(groups, key=lambda rank: (rank - me) % size):
+            self._place(number, rank, groups[rank])
+
+    def _term(self, source: Source, number: int) -> tuple[Array, Index | int]:
+        """Return an array of this process that has a source, and its slices of it, or its first element."""
+        program = self._program
+        if source.rank == program.rank:
+            return self._local, source.index
+        if source.got >= 0:
+            return self.received, source.got
+        view, half = self._seen(source.rank)
+        if half is None:
+            return view.reshape(program.near_shapes[source.rank]), source.index
+        return view[(number & 1) * half :], source.start
+
+    def _seen(self, rank: int) -> tuple[Array, int | None]:
+        """Return what a peer has published as this process sees it, and the length of a half where it is a stage."""
+        assert self.published is not None
+        half, note = divmod(self.published.notes[rank], _NOTES)
+        view = self.published.view(rank)
+        assert view is not None
+        return view.view(self._program.dtype), half if note == _LAID_OUT else None
+
+    def _place(self, number: int, rank: int, chunks: Sequence[Chunk]) -> None:
+        """Put the boxes of one source in their places: a rank's, or -1 for what was received."""
+        program, out = self._program, self._out
+        assert out is not None
+        if rank >= 0 and rank != program.rank:
+            assert self.published is not None
+            if self.published.notes[rank] % _NOTES == _OPEN:
+                self._read_across(number, rank, chunks)
+                return
+        array, at = self._term(chunks[0].sources[0], number)
+        elems = sum(chunk.elems for chunk in chunks)
+        if not array.flags.c_contiguous or (elems * out.itemsize < _KERNEL_FROM_BYTES and not is_gpu(out)):
+            for chunk in chunks:
+                source = chunk.sources[0]
+                where = source.index if not isinstance(at, int) else max(source.got, source.start)
+                out[chunk.index] = _part(array, where, chunk)
+            return
+        self._copies(number, rank, chunks, None if isinstance(at, int) else array.shape).run(array, out)
+
+    def _read_across(self, number: int, rank: int, chunks: Sequence[Chunk]) -> None:
+        program = self._program
+        assert self.published is not None
+        copies = self._copies(number, rank, chunks, program.near_shapes[rank])
+        try:
+            copies.read_across(rank, self._comm.reach.pid(rank), self.published.address(rank), self._out)
+        except LowshardError as error:  # the others wait for this rank
+            self.error = self.error or error
+
+    def _copies(
+        self, number: int, rank: int, chunks: Sequence[Chunk], shape: tuple[int, ...] | None
+    ) -> BoxCopy:
+        """Return what copies boxes of one source, kept; `shape` is that of its array, None where they are packed."""
+        program, out = self._program, self._out
+        key = (number, self._of, self._way, rank, shape is None)
+        found: BoxCopy | None = program.kept.get(key)
+        if found is None:
+            item = program.dtype.itemsize
+            sources, targets = [], []
+            for chunk in chunks:
+                source = chunk.sources[0]
+                if shape is not None:
+                    sources.append(box_span(source.index, shape, item))
+                else:
+                    sources.append(packed_span(max(source.got, source.start) * item, chunk.shape, item))
+                targets.append(box_span(chunk.index, out.shape, item))  # type: ignore[union-attr]
+            found = program.kept[key] = BoxCopy(sources, targets, result_bytes=out.nbytes, itemsize=item)  # type: ignore[union-attr]
+        return found
+
+
+def lay_out(program: Program, stage: Stage, key: tuple[int, int, str], local: Array, into: Array) -> None:
+    """Pack what this rank gives in a round."""
+    small = not is_gpu(local) and stage.elems * local.itemsize < _KERNEL_FROM_BYTES
+    if small or not local.flags.c_contiguous:
+        for part in stage.laid:
+            into[part.start : part.stop].reshape(part.shape)[...] = local[part.index]
+        return
+    copies = program.kept.get(("lay out", key))
+    if copies is None:
+        item = local.itemsize
+        sources: list[Span] = [box_span(part.index, local.shape, item) for part in stage.laid]
+        targets = [packed_span(part.start * item, part.shape, item) for part in stage.laid]
+        copies = program.kept["lay out", key] = BoxCopy(
+            sources, targets, result_bytes=into.nbytes, itemsize=item
+        )
+    copies.run(local, into)
+
+
+# ---- by messages alone
+
+
+def _by_messages(program: Program, local: Array | None, out: Array | None, comm: Communicator) -> None:
+    of = max(1, -(-program.largest_bytes // SEND_FROM_BYTES))
+    job = _Run(program, local, out, comm, of, SENT)
+    nothing = comm.xp.empty(0, _dtype_of(program, local, out))
+    for number in range(of):
+        _, stage, gives, takes = job.round(number)
+        send, displs = nothing, gives.displs
+        direct, into = _direct(program, of)
+        if local is not None and stage.elems:
+            if direct is not None and local.flags.c_contiguous:
+                send, displs = local.reshape(-1), direct
+            else:
+                send = comm.xp.empty(stage.elems, local.dtype)
+                lay_out(program, stage, (number, of, SENT), local, send)
+        if into is not None and out is not None:
+            comm.all_to_all_v(send, gives.counts, displs, out.reshape(-1), takes.counts, into)
+            job.take(number, received_is_placed=True)
+            continue
+        job.received = nothing if out is None or not takes.elems else comm.xp.empty(takes.elems, out.dtype)
+        comm.all_to_all_v(send, gives.counts, displs, job.received, takes.counts, takes.displs)
+        job.take(number)
+
+
+def _direct(program: Program, of: int) -> tuple[list[int] | None, list[int] | None]:
+    """Return where in its flat array a rank's messages begin, and where in its flat result those to it; kept.
+
+    None where not every message is a single run in memory, so that something must be packed or unpacked.
+    """
+    if of > 1:
+        return None, None
+    found: tuple[list[int] | None, list[int] | None] | None = program.kept.get("direct")
+    if found is None:
+        only = program.round(0, 1, SENT)
+        gives = takes = None
+        if program.rank in program.exchange.src.mesh:
+            shape = program.exchange.src.local_shape(program.rank)
+            runs = {part.start: _run_of(part.index, shape) for part in only.stage.laid}
+            if None not in runs.values():
+                gives = [runs.get(at) or 0 for at in only.gives.displs]
+        if program.shape is not None and program.op is None:
+            into = {c.sources[0].rank: _run_of(c.index, program.shape) for c in only.chunks}
+            if None not in into.values():
+                takes = [into.get(rank) or 0 for rank in range(program.size)]
+        found = program.kept["direct"] = gives, takes
+    return found
+
+
+def _run_of(index: Index, shape: tuple[int, ...]) -> int | None:
+    return single_run(tuple((s.start, s.stop) for s in index), shape)
+
+
+def _dtype_of(program: Program, local: Array | None, out: Array | None) -> Any:
+    """Return the dtype that buffers have in memory, also where this rank has none."""
+    if local is not None:
+        return local.dtype
+    return program.dtype if out is None else out.dtype
+
+
+def _part(array: Array, at: Index | int, chunk: Chunk) -> Array:
+    if isinstance(at, int):
+        return array[at : at + chunk.elems].reshape(chunk.shape)
+    return array[(*at, ...)]

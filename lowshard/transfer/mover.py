@@ -1,0 +1,498 @@
+"""Moves items of many arrays, as often as asked: what is in reach is read where it lies, the rest goes in rounds.
+
+In rounds each rank gives one bucket and takes one at a time. Ranks that give stand in one line, those that take in
+another, and in step k each gives to the place k after its own. So every rank is in one pair each way at a time, in as
+many steps as the longer line has places. A step takes as many rounds as its longest stream has buckets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+
+from lowshard import dtypes
+from lowshard.box import shape_of
+from lowshard.comm.agreement import agree, share, trade
+from lowshard.comm.protocol import Communicator
+from lowshard.comm.reach import Published
+from lowshard.errors import CommError, VerificationError
+from lowshard.kernels.buffer import address
+from lowshard.transfer.buckets import Bucket, Part, Piece, bands_of, buckets_of
+from lowshard.transfer.conversion import Conversion, together
+from lowshard.transfer.huge_pages import settle
+from lowshard.transfer.item import FirstError, Item, bytes_of
+from lowshard.transfer.piece_checksum import checksum
+from lowshard.transfer.rounds import Letter, Mail, run_rounds
+from lowshard.transfer.spans import (
+    STREAMED_BYTES,
+    BoxCopy,
+    Span,
+    can_read,
+    inner_span,
+    is_worth_it,
+    packed_span,
+)
+from lowshard.transfer.write_choice import TRIAL_BYTES, WriteChoice
+
+Array = Any
+Streams = Mapping[int, Sequence[Item]]
+"""Items by the other rank, in the order of the wire."""
+
+CACHED_BYTES = 2 << 20
+"""Buckets that are taken where they were packed are no larger: they are still in the caches then, as those of the other
+ranks are, and what goes through memory is read once and written once, as by a copy. Smaller ones cost more meetings."""
+
+
+class Mover:
+    """Items made ready to be moved again and again: addresses looked up, buckets laid out, memory set aside.
+
+    Collective: all ranks of the communicator make it and run it together.
+
+    Args:
+        comm: the communicator.
+        gives: what this rank gives others.
+        takes: what it takes of them.
+        keeps: what it has for itself.
+        published: its arrays, as `Item.array` counts them; None for what is not to be read in place.
+        conversion: its transform, or None.
+        errors: keeps what goes wrong on this rank; who makes the mover raises it on all ranks.
+        by_memory: whether peers in reach go by memory; otherwise all goes in messages.
+        in_place: whether what can be read where it lies is.
+        checksums: a checksum goes with every piece.
+        staging_bytes: bound on the memory for buckets.
+        like: another one over the same communicator, whose memory for buckets is used if it fits: they never run at
+            once.
+
+    Raises:
+        CommError: a rank has no memory for its buckets; on all ranks.
+    """
+
+    def __init__(
+        self, comm: Communicator, gives: Streams, takes: Streams, keeps: Sequence[Item],
+        published: Sequence[Array | None], conversion: Conversion | None, errors: FirstError, *, by_memory: bool,
+        in_place: bool, checksums: bool, staging_bytes: int, like: Mover | None = None,
+    ) -> None:  # fmt: skip
+        self._comm, self._conversion, self._errors = comm, conversion, errors
+        self._checksums, self._keeps = checksums, keeps
+        self._near = frozenset(comm.reach.peers) if by_memory else frozenset((comm.rank,))
+        self._near_bucket_bytes, self._far_bucket_bytes = bucket_sizes(comm, by_memory, staging_bytes)
+        self._anchor = comm.xp.zeros(64, np.uint8)
+        self._has_run = self._reads = False
+        self._unsettled: list[Array] = []
+        self._mapped: BoxCopy | None = None
+        self._across: dict[int, BoxCopy] = {}
+        self._seen: Published | None = None
+        self._out: list[Array] = []
+        self._into: list[Array] = []
+        self._theirs: Published | None = None
+        self._sizes, self._meets = (0, 0), False
+        self._slots: dict[tuple[int, int], Array] = {}
+        self.version = 0
+        given, taken = _items(gives), _items(takes)
+        self.sent_bytes = sum(_wire_bytes(i.sent) for i in given)
+        self.received_bytes = sum(_wire_bytes(i.got) for i in taken)
+        self.copied_bytes = sum(i.size_bytes for i in keeps)
+        self._near_sent = sum(_wire_bytes(i.sent) for r in gives if r in self._near for i in gives[r])
+        self._near_received = sum(_wire_bytes(i.got) for r in takes if r in self._near for i in takes[r])
+        shares = by_memory and len(set(comm.reach.homes)) < comm.size  # the same on all ranks
+        if in_place and shares:
+            gives, takes = self._look(gives, takes, published)
+        self._lay_out(gives, takes, shares, like)
+        self.find_own()
+
+    @property
+    def buckets(self) -> int:
+        """Buckets that this rank gives in a run."""
+        return sum(out is not None for out, _ in self._steps)
+
+    @property
+    def staging_bytes(self) -> int:
+        """Memory that is set aside for buckets."""
+        return sum(room.nbytes for room in (*self._out, *self._into))
+
+    @property
+    def reads_across(self) -> bool:
+        """Whether this rank reads private memory of others."""
+        return bool(self._across)
+
+    # ---- what is read where it lies
+
+    def _look(
+        self, gives: Streams, takes: Streams, published: Sequence[Array | None]
+    ) -> tuple[Streams, Streams]:
+        """Find what is read where it lies; return the rest.
+
+        Collective: all ranks of the communicator call this.
+        """
+        comm, reach = self._comm, self._comm.reach
+        self._reads = True
+        with comm.turn("a reshard"):
+            seen = self._seen = reach.publish(published)
+        mapped: list[tuple[Item, Span]] = []
+        across: dict[int, list[tuple[Item, Span]]] = {}
+        left: dict[int, list[Item]] = {}
+        for peer, items in takes.items():
+            readable = self._readable(peer, items, seen) if peer in self._near and reach.crosses else {}
+            for item in items:
+                there = item.there if peer in self._near and not item.is_converted else None
+                view = None if there is None else seen.view(peer, item.array)
+                if there is not None and view is not None:
+                    mapped.append((item, there._replace(at=there.at + address(view))))
+                elif (
+                    there is not None and readable.get(item.array) and is_worth_it(there, item.target_span())
+                ):
+                    at = there.at + seen.address(peer, item.array)
+                    across.setdefault(peer, []).append((item, there._replace(at=at)))
+                else:
+                    left.setdefault(peer, []).append(item)
+        self._unsettled = [a for a in published if a is not None and a.nbytes and not reach.maps(a)]
+        if not reach.crosses:
+            self._unsettled = []
+        base = address(self._anchor)
+        self._mapped = _copy_between(mapped, base, base)
+        self._across = {peer: _copy_between(pairs, 0, base) for peer, pairs in across.items()}
+        return self._ask_which(gives, takes, left), left
+
+    def _readable(self, peer: int, items: Sequence[Item], seen: Published) -> dict[int, bool]:
+        """Return, by array, whether this process may read a peer's private arrays."""
+        sizes: dict[int, int] = {}
+        for item in items:
+            if (
+                item.there is not None
+                and seen.view(peer, item.array) is None
+                and seen.address(peer, item.array)
+            ):
+                steps = zip(item.there.extents, item.there.strides, strict=True)
+                end = item.there.at + item.there.itemsize + sum((n - 1) * step for n, step in steps)
+                sizes[item.array] = max(sizes.get(item.array, 1), end)
+        if not sizes:
+            return {}
+        stretches = [(seen.address(peer, array), size) for array, size in sizes.items()]
+        return dict(zip(sizes, can_read(self._comm.reach.pid(peer), stretches), strict=True))
+
+    def _ask_which(self, gives: Streams, takes: Streams, left: Streams) -> dict[int, list[Item]]:
+        """Learn which of this rank's items the takers do not read for themselves."""
+        comm = self._comm
+        ranks = range(comm.size)
+        wanted = [np.zeros(len(takes.get(r, ())), np.uint8) for r in ranks]
+        for peer, items in takes.items():
+            numbers = {item.number for item in left.get(peer, ())}
+            wanted[peer][:] = [item.number in numbers for item in items]
+        counts = [len(gives.get(r, ())) for r in ranks]
+        asked = trade(comm, np.concatenate(wanted), [w.size for w in wanted], counts)
+        found: dict[int, list[Item]] = {}
+        for peer, end in enumerate(accumulate(counts)):
+            if counts[peer]:
+                mine = [i for i, a in zip(gives[peer], asked[end - counts[peer] : end], strict=True) if a]
+                if mine:
+                    found[peer] = mine
+        return found
+
+    def _read(self) -> None:
+        """Read everything that was found."""
+        if self._mapped is not None:
+            self._mapped.run(self._anchor, self._anchor)
+        me, size = self._comm.rank, self._comm.size
+        for peer in sorted(self._across, key=lambda peer: (peer - me) % size):
+            pid = self._comm.reach.pid(peer)
+            self._errors.guard(self._across[peer].read_across, peer, pid, 0, self._anchor)
+
+    # ---- what goes in rounds
+
+    def _lay_out(self, gives: Streams, takes: Streams, shares: bool, like: Mover | None) -> None:
+        """Decide which bucket goes in which round, and set memory aside.
+
+        Collective: all ranks of the communicator call this.
+        """
+        comm = self._comm
+        out, come = self._buckets(gives, True), self._buckets(takes, False)
+        turns = 1 + max((turn for turn, _ in (*out, *come)), default=0)
+        said = np.array([bool(out), bool(come), turns], np.int64)
+        rows = share(comm.control, said)
+        givers, takers = ([r for r, row in enumerate(rows) if row[i]] for i in (0, 1))
+        steps = max(len(givers), len(takers))
+        turns = max(int(row[2]) for row in rows)
+        lengths = np.zeros(turns * steps, np.int64)
+        to_by, source_by = {}, {}
+        for (turn, peer), buckets in out.items():
+            place = turn * steps + (takers.index(peer) - givers.index(comm.rank)) % steps
+            to_by[place], lengths[place] = peer, len(buckets)
+        for (turn, peer), buckets in come.items():
+            place = turn * steps + (takers.index(comm.rank) - givers.index(peer)) % steps
+            source_by[place], lengths[place] = peer, max(len(buckets), lengths[place])
+        if shares:  # peers that meet go through as many rounds
+            every = share(comm.control, lengths)
+            lengths = np.max([every[peer] for peer in self._near], axis=0)
+        self._steps: list[tuple[tuple[int, Bucket] | None, tuple[int, Bucket] | None]] = []
+        self._turns: list[range] = []
+        for turn in range(turns):
+            first = len(self._steps)
+            for place in range(turn * steps, (turn + 1) * steps):
+                to, source = to_by.get(place, -1), source_by.get(place, -1)
+                here, there = out.get((turn, to), ()), come.get((turn, source), ())
+                self._steps += [
+                    ((to, here[i]) if i < len(here) else None, (source, there[i]) if i < len(there) else None)
+                    for i in range(int(lengths[place]))
+                ]
+            self._turns.append(range(first, len(self._steps)))
+        self._set_aside(like)
+        self._packers: dict[tuple[int, bool], tuple[BoxCopy | None, list[list[Piece]]]] = {}
+        by_memory = self._meets and not self._checksums  # those read what they sum up
+        self._choice = WriteChoice() if by_memory else None
+
+    def _set_aside(self, like: Mover | None) -> None:
+        """Make, or take over, the halves that buckets go out of and those that messages come into."""
+        comm = self._comm
+        out_bytes = max((self._size(out[1]) for out, _ in self._steps if out is not None), default=0)
+        into_bytes = max(
+            (self._size(c[1]) for _, c in self._steps if c is not None and c[0] not in self._near), default=0
+        )
+        self._meets = len(self._near) > 1 and bool(self._steps)
+        fits = like is not None and (like._sizes, like._meets) == ((out_bytes, into_bytes), self._meets)
+        self._sizes = out_bytes, into_bytes
+        if like is not None and all(row[0] for row in share(comm.control, np.array([fits], np.int64))):
+            self._out, self._into, self._theirs = like._out, like._into, like._theirs
+        else:
+            rooms = self._errors.guard(_rooms, comm, out_bytes, into_bytes)
+            agree(comm, b"", self._errors.take(), "execute_reshard_plan")
+            self._out, self._into = rooms
+            if self._meets:
+                with comm.turn("a reshard"):
+                    self._theirs = comm.reach.publish(self._out or (None, None))
+        self._mail = Mail(
+            comm, self._out, self._into,
+            [self._letters(out) for out, _ in self._steps], [self._letters(come) for _, come in self._steps],
+        )  # fmt: skip
+
+    def _letters(self, step: tuple[int, Bucket] | None) -> list[Letter]:
+        if step is None or step[0] in self._near:
+            return []
+        return [Letter(step[0], 0, self._size(step[1]))]
+
+    def _buckets(self, streams: Streams, gives: bool) -> dict[tuple[int, int], tuple[Bucket, ...]]:
+        """Return the buckets by turn and peer."""
+        found: dict[tuple[int, int], list[Item]] = {}
+        for peer, items in streams.items():
+            for item in items:
+                found.setdefault((item.turn, peer), []).append(item)
+        made = {}
+        for (turn, peer), items in found.items():
+            limit = self._near_bucket_bytes if peer in self._near else self._far_bucket_bytes
+            made[turn, peer] = buckets_of(_parts(items, gives, limit), limit)
+        return {key: buckets for key, buckets in made.items() if buckets}
+
+    def _size(self, bucket: Bucket) -> int:
+        if not self._checksums:
+            return bucket.size_bytes
+        return -(-bucket.size_bytes // 8) * 8 + 8 * (1 + len(bucket.pieces))
+
+    # ---- moving
+
+    def find_own(self) -> None:
+        """Look up what stays on this rank, in parts that are small beside a meeting."""
+        plain = [i for i in self._keeps if not i.is_converted]
+        total = sum(i.size_bytes for i in plain)
+        parts = (Part(i, -1, shape_of(i.src_box), dtypes.get(i.dtype).itemsize_bytes) for i in plain)
+        base = address(self._anchor)
+        self._own: list[Callable[[], object]] = []
+        for bucket in buckets_of(([part] for part in parts), CACHED_BYTES):
+            sources = [inner_span(p.item.source_span(), p.box) for p in bucket.pieces]
+            targets = [inner_span(p.item.target_span(), p.box) for p in bucket.pieces]
+            copies = BoxCopy(sources, targets, base, base, result_bytes=total)
+            self._own.append(partial(copies.run, self._anchor, self._anchor))
+        guard, conversion = self._errors.guard, self._conversion
+        self._own += [
+            partial(guard, conversion.copy, i) for i in self._keeps if i.is_converted and conversion
+        ]
+
+    def forget_sources(self) -> None:
+        """Look up anew what this rank gives: its arrays lie elsewhere."""
+        self._packers = {key: found for key, found in self._packers.items() if not key[1]}
+        self.find_own()
+
+    def run(self, version: int) -> None:
+        """Move what the arrays hold now. In a turn of this thread; what goes wrong on this rank is kept.
+
+        Collective: all ranks of the communicator call this.
+
+        Args:
+            version: travels with the checksums; a bucket of another version is an error.
+        """
+        reach, mail = self._comm.reach, self._mail
+        self.version = version
+        if self._has_run and self._unsettled:
+            settle(self._unsettled)  # what others read more than once they read faster out of huge pages
+            self._unsettled = []
+        self._has_run = True
+        if self._reads:
+            reach.barrier()  # the sources of all peers are as they shall be
+            self._read()
+        done = 0
+
+        def fill(number: int) -> None:
+            mail.make_room(number)
+            out, _ = self._steps[number]
+            if out is not None:
+                self._errors.guard(self._pack, number, out[1], self._out[number & 1])
+            mail.send(number)
+
+        def meet(number: int) -> None:
+            if self._meets:
+                reach.barrier()
+
+        def take(number: int) -> None:
+            came = mail.take(number)
+            _, coming = self._steps[number]
+            if coming is not None:
+                peer, bucket = coming
+                slot = came[peer] if peer in came else self._slot_of(peer, number)
+                self._errors.guard(self._unpack, number, peer, bucket, slot)
+
+        def own(number: int) -> None:
+            nonlocal done
+            until = len(self._own) * (number + 1) // len(self._steps)
+            for call in self._own[done:until]:
+                call()
+            done = until
+
+        for turn in self._turns:  # what is handed on has come before
+            run_rounds(turn, fill, meet, take, own)
+        for call in self._own[done:]:
+            call()
+        mail.finish()
+
+    def count(self) -> None:
+        """Count what has moved by memory: messages are counted as they are sent."""
+        if len(self._near) > 1 or self._comm.size == 1:
+            self._comm.traffic.add("reshard", self._near_sent, self._near_received, self._near_received)
+
+    def _slot_of(self, peer: int, number: int) -> Array:
+        slot = self._slots.get((peer, number & 1))
+        if slot is None:
+            assert self._theirs is not None
+            slot = self._slots[peer, number & 1] = self._theirs.view(peer, number & 1)
+        return slot
+
+    def _pack(self, number: int, bucket: Bucket, slot: Array) -> None:
+        found = known = self._packers.get((number, True))
+        if found is None:
+            plain, rest = _sorted(bucket)
+            spans = [inner_span(p.item.source_span(), p.box) for p in plain]
+            copies = BoxCopy(spans, _packed(spans, plain), address(self._anchor), 0) if plain else None
+            found = self._packers[number, True] = copies, rest
+        copies, rest = found
+        past = self._choice is not None and self._choice.begin(
+            known is not None and bucket.size_bytes >= TRIAL_BYTES
+        )
+        if copies is not None:
+            streams = past or len(slot) >= STREAMED_BYTES
+            copies.run_again(self._anchor, slot, streams, fetching=True)
+        for pieces in rest:
+            self._conversion.put(pieces, slot, past)  # type: ignore[union-attr]
+        if self._choice is not None:
+            self._choice.end(bucket.size_bytes)
+        if self._checksums:
+            self._seal(bucket, slot)
+
+    def _unpack(self, number: int, peer: int, bucket: Bucket, slot: Array) -> None:
+        if self._checksums:
+            self._check_seal(peer, bucket, slot)
+        found = self._packers.get((number, False))
+        if found is None:
+            plain, rest = _sorted(bucket)
+            spans = [inner_span(p.item.target_span(), p.box) for p in plain]
+            copies = BoxCopy(_packed(spans, plain), spans, 0, address(self._anchor)) if plain else None
+            found = self._packers[number, False] = copies, rest
+        copies, rest = found
+        if copies is not None:  # past the caches: all buckets together do not stay in them, though one would
+            copies.run_again(slot, self._anchor, True)
+        for pieces in rest:
+            self._conversion.get(pieces, slot)  # type: ignore[union-attr]
+
+    # ---- checksums
+
+    def _seal(self, bucket: Bucket, slot: Array) -> None:
+        at = -(-bucket.size_bytes // 8) * 8
+        words = [self.version]
+        words += [checksum(slot[p.offset_bytes : p.offset_bytes + p.size_bytes]) for p in bucket.pieces]
+        sealed = np.array(words, np.uint64).view(np.uint8)
+        slot[at : at + sealed.size] = self._comm.xp.asarray(sealed)
+
+    def _check_seal(self, peer: int, bucket: Bucket, slot: Array) -> None:
+        at, me = -(-bucket.size_bytes // 8) * 8, self._comm.rank
+        raw = slot[at : at + 8 * (1 + len(bucket.pieces))]
+        raw = raw if isinstance(raw, np.ndarray) else raw.get()
+        words = raw.copy().view(np.uint64).tolist()
+        if words[0] != self.version:
+            raise VerificationError(
+                f"rank {peer} sent version {words[0]} to rank {me}, which expects {self.version}"
+            )
+        for piece, word in zip(bucket.pieces, words[1:], strict=True):
+            if checksum(slot[piece.offset_bytes : piece.offset_bytes + piece.size_bytes]) != word:
+                raise VerificationError(
+                    f"{piece.item.name}: the checksum of a piece of {piece.size_bytes} bytes from rank {peer} to rank "
+                    f"{me}, at {piece.item.dst_box}, does not agree: bits changed on the way"
+                )
+
+
+def bucket_sizes(comm: Communicator, by_memory: bool, staging_bytes: int) -> tuple[int, int]:
+    """Return the most bytes of a bucket for peers in reach, and of one for others; equal on all ranks."""
+    alone = by_memory and comm.reach.whole
+    far = max(256, staging_bytes // (2 if alone else 4) // 64 * 64)
+    return min(max(256, CACHED_BYTES), far), far
+
+
+def _rooms(comm: Communicator, out_bytes: int, into_bytes: int) -> tuple[list[Array], list[Array]]:
+    """Return two halves to give out of, in memory that peers see, and two to receive into.
+
+    Raises:
+        CommError: there is no memory for them.
+    """
+    try:
+        out = [comm.empty(out_bytes, "uint8") for _ in range(2)] if out_bytes else []
+        into = [comm.xp.empty(into_bytes, np.uint8) for _ in range(2)] if into_bytes else []
+    except (MemoryError, OSError) as error:
+        raise CommError(
+            f"there is no memory for buckets of {max(out_bytes, into_bytes)} bytes, two out and two in ({error}); give "
+            "a smaller staging_bytes"
+        ) from error
+    return out, into
+
+
+def _items(streams: Streams) -> list[Item]:
+    return [item for items in streams.values() for item in items]
+
+
+def _wire_bytes(forms: Iterable[tuple[str, tuple[int, ...]]]) -> int:
+    return sum(map(bytes_of, forms))
+
+
+def _copy_between(pairs: Sequence[tuple[Item, Span]], src_base: int, dst_base: int) -> BoxCopy:
+    targets = [item.target_span() for item, _ in pairs]
+    return BoxCopy([span for _, span in pairs], targets, src_base, dst_base)
+
+
+def _parts(items: Sequence[Item], gives: bool, limit_bytes: int) -> Iterator[Sequence[Part]]:
+    """Yield what travels for items; both sides must come to the same pieces, so all of it rests on formats."""
+    for item in items:
+        forms = item.sent if gives else item.got
+        if len(forms) == 1 and bytes_of(forms[0]) == item.size_bytes:
+            yield [Part(item, -1, shape_of(item.src_box), dtypes.get(forms[0][0]).itemsize_bytes)]
+        else:
+            yield from bands_of(
+                item, [shape for _, shape in forms], [bytes_of(f) for f in forms], limit_bytes
+            )
+
+
+def _sorted(bucket: Bucket) -> tuple[list[Piece], list[list[Piece]]]:
+    """Return the pieces that are copied as they are, and those that a transform makes or takes."""
+    plain = [p for p in bucket.pieces if not p.item.is_converted]
+    return plain, together([p for p in bucket.pieces if p.item.is_converted])
+
+
+def _packed(spans: Sequence[Span], pieces: Sequence[Piece]) -> list[Span]:
+    return [packed_span(p.offset_bytes, s.extents, s.itemsize) for s, p in zip(spans, pieces, strict=True)]

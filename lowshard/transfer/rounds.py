@@ -1,0 +1,108 @@
+"""Rounds: what cannot be read where it lies is packed in one half of a rank's stage while peers take the other half.
+
+See "The mover of boxes" in ARCHITECTURE.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from lowshard.comm.protocol import Communicator
+from lowshard.comm.work import Work
+
+Array = Any
+
+
+def nothing(*_: object) -> None:
+    """Do nothing."""
+
+
+def run_rounds(
+    numbers: range,
+    fill: Callable[[int], object],
+    meet: Callable[[int], object],
+    take: Callable[[int], object],
+    own: Callable[[int], object] = nothing,
+    *,
+    ahead: bool = True,
+) -> None:
+    """Go through rounds; the same on all ranks that meet. What is given in one may not rest on what another brings.
+
+    Args:
+        numbers: of the rounds, ascending by one.
+        fill: packs what this rank gives in a round into the half of the round's number (even, odd), and sends it where
+            it goes by messages.
+        meet: returns once all peers have filled for a round, and have taken what they take in the round before.
+        take: takes what this rank gets in a round, and waits for it where it comes by messages.
+        own: does a share of what this rank does by itself.
+        ahead: fill for the next round before this one is taken, for messages to be on their way; otherwise after it,
+            so that what peers take is still in a cache.
+    """
+    if numbers:
+        fill(numbers[0])
+    for number in numbers:
+        meet(number)
+        if ahead and number + 1 in numbers:
+            fill(number + 1)
+        own(number)
+        take(number)
+        if not ahead and number + 1 in numbers:
+            fill(number + 1)
+
+
+class Letter(NamedTuple):
+    """What one rank sends another in a round: where it begins and ends in the half that it is sent out of, or into."""
+
+    peer: int
+    start: int
+    stop: int
+
+
+class Mail:
+    """Messages of rounds, started and not waited for: packing, sending and taking overlap.
+
+    Args:
+        comm: the communicator.
+        out: the two halves that messages go out of, uint8.
+        into: the two halves that they come into.
+        sends: by round, what this rank sends.
+        receives: by round, what it gets.
+    """
+
+    def __init__(
+        self, comm: Communicator, out: Sequence[Array], into: Sequence[Array], sends: Sequence[Sequence[Letter]],
+        receives: Sequence[Sequence[Letter]],
+    ) -> None:  # fmt: skip
+        self._comm, self._out, self._into, self._sends, self._receives = comm, out, into, sends, receives
+        self._sent: list[list[Work]] = [[], []]
+        self._coming: list[list[Work]] = [[], []]
+
+    def make_room(self, number: int) -> None:
+        """Before a round is filled: wait for what was sent out of its half, and expect what comes in the round."""
+        half = number & 1
+        _wait(self._sent[half])
+        for r, a, b in self._receives[number]:
+            self._coming[half].append(self._comm.start.recv(self._into[half][a:b], r))
+
+    def send(self, number: int) -> None:
+        """Send what a round was filled with."""
+        half = number & 1
+        for r, a, b in self._sends[number]:
+            self._sent[half].append(self._comm.start.send(self._out[half][a:b], r))
+
+    def take(self, number: int) -> dict[int, Array]:
+        """Wait for what comes in a round, and return it by rank."""
+        half = number & 1
+        _wait(self._coming[half])
+        return {r: self._into[half][a:b] for r, a, b in self._receives[number]}
+
+    def finish(self) -> None:
+        """Wait until everything that was sent has gone."""
+        for works in self._sent:
+            _wait(works)
+
+
+def _wait(works: list[Work]) -> None:
+    while works:
+        works.pop(0).wait()

@@ -1,0 +1,219 @@
+"""Strided boxes in memory, and the one kernel call that copies many of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+
+from lowshard.bounded import bounded_cache
+from lowshard.box import Box, shape_of
+from lowshard.errors import CommError
+from lowshard.kernels.buffer import address
+from lowshard.kernels.engine import Engine, HostEngine, engine_for
+from lowshard.kernels.runs import RunTable, lower
+from lowshard.transfer.cross_constants import LONG_BYTES
+
+Array = Any
+
+_ROW_BYTES = 1 << 10
+"""Runs from here on are best copied each by itself."""
+_SHORT_BYTES = 512
+"""Runs from here on are worth reading out of another process's private memory where they lie side by side there."""
+STREAMED_BYTES = 4 << 20
+"""What is written in one call goes past the caches from here on: it would not stay in them."""
+
+
+class Span(NamedTuple):
+    """A strided box in memory, by its address."""
+
+    at: int
+    strides: tuple[int, ...]
+    extents: tuple[int, ...]
+    itemsize: int
+
+
+def span_of(array: Array, box: Box) -> Span:
+    """Return where a box of an array lies."""
+    at = address(array) + sum(s * b[0] for s, b in zip(array.strides, box, strict=True))
+    return Span(at, tuple(array.strides), shape_of(box), array.dtype.itemsize)
+
+
+def box_span(index: tuple[slice, ...], shape: tuple[int, ...], itemsize: int) -> Span:
+    """Return where slices of an array lie that is row-major and begins at 0."""
+    strides = _row_major(shape, itemsize)
+    at = sum(s.start * n for s, n in zip(index, strides, strict=True))
+    return Span(at, strides, tuple(s.stop - s.start for s in index), itemsize)
+
+
+def inner_span(span: Span, box: Box) -> Span:
+    """Return where a box within a strided box lies."""
+    at = span.at + sum(s * b[0] for s, b in zip(span.strides, box, strict=True))
+    return Span(at, span.strides, shape_of(box), span.itemsize)
+
+
+def packed_span(offset: int, extents: tuple[int, ...], itemsize: int) -> Span:
+    """Return a box that lies row-major, without gaps, from an address on."""
+    return Span(offset, _row_major(extents, itemsize), extents, itemsize)
+
+
+def is_worth_it(source: Span, target: Span, together_bytes: int = _SHORT_BYTES) -> bool:
+    """Say whether a box of another process's private memory is best read from here.
+
+    Many short runs that lie apart there are not: packed by their owner they arrive sooner.
+
+    Args:
+        source: the box there.
+        target: where it goes.
+        together_bytes: runs of so many bytes are worth it where they lie side by side there.
+    """
+    run = source.itemsize
+    for n, there, here in zip(
+        reversed(source.extents), reversed(source.strides), reversed(target.strides), strict=True
+    ):
+        if n == 0:
+            return True
+        if n == 1:
+            continue
+        if there != run or here != run:
+            return run >= (together_bytes if there == run else LONG_BYTES)
+        run *= n
+    return True
+
+
+def can_read(pid: int, stretches: Sequence[tuple[int, int]]) -> list[bool]:
+    """Return, for stretches of another process's memory, whether the first and the last byte of each can be read.
+
+    Args:
+        pid: the process.
+        stretches: address and bytes of each.
+    """
+    from lowshard.transfer.cross_memory import read_boxes
+
+    ends = np.zeros(2 * len(stretches), np.uint8)
+    sources = [Span(at + i, (), (), 1) for at, size in stretches for i in (0, size - 1)]
+    targets = [Span(address(ends) + i, (), (), 1) for i in range(len(ends))]
+    if read_boxes(pid, run_table(sources, targets)):
+        return [True] * len(stretches)
+    if len(stretches) == 1:
+        return [False]
+    return [can_read(pid, [one])[0] for one in stretches]
+
+
+class BoxCopy:
+    """Copies boxes from the places of one base to those of another, all of them in one call of a kernel.
+
+    Args:
+        sources: boxes that are read; by address, or by bytes from the begin of what `run` is given.
+        targets: boxes that are written, likewise; one of the same extents for each of `sources`.
+        src_base: what the addresses of `sources` count from; 0 where they are bytes from a begin.
+        dst_base: the same for `targets`.
+        result_bytes: of all that is written together, of which this may be a part: it goes past the caches where it
+            would not stay in them. By default what the boxes have.
+        itemsize: of all boxes; 1 for boxes of several itemsizes.
+    """
+
+    def __init__(
+        self, sources: Sequence[Span], targets: Sequence[Span], src_base: int = 0, dst_base: int = 0,
+        result_bytes: int | None = None, itemsize: int = 1,
+    ) -> None:  # fmt: skip
+        self.table = run_table(sources, targets, src_base, dst_base, itemsize)
+        of = self.table.total_elems * itemsize if result_bytes is None else result_bytes
+        self._streams, self._is_empty = of >= STREAMED_BYTES, not self.table.boxes
+        self._engine: Engine | None = None  # that of the first arrays: all are of one kind
+        self._by_rows = self.table.run_limits_bytes[0] >= _ROW_BYTES
+        self._calls: dict[tuple[int, int, bool], Callable[[], None]] = {}
+
+    def run(self, src: Array, dst: Array) -> None:
+        """Copy; `src` and `dst` begin where the bases say."""
+        if self._is_empty:
+            return
+        engine = self._engine
+        if engine is None:
+            engine = self._engine = engine_for(dst)
+        if self._by_rows and isinstance(src, np.ndarray):
+            cast("HostEngine", engine).copy_rows(src, dst, self.table, self._streams)
+        else:
+            engine.copy(src, dst, self.table, self._streams)
+
+    def read_across(self, rank: int, pid: int, at: int, dst: Array) -> None:
+        """Copy out of the private memory of a peer's process, where `at` is what `src` is to `run`.
+
+        Raises:
+            CommError: the memory could not be read.
+        """
+        from lowshard.transfer.cross_memory import read_boxes
+
+        if not self._is_empty and not read_boxes(pid, self.table, at, address(dst)):
+            raise CommError(
+                f"the memory of rank {rank} could not be read; set LOWSHARD_CROSS_MEMORY=off to go without if it lives "
+                "and may not be read"
+            )
+
+    def run_again(self, src: Array, dst: Array, past_caches: bool, fetching: bool = False) -> None:
+        """As `run`, between a few arrays that stay where they are and are used again and again.
+
+        Args:
+            src: where the sources begin.
+            dst: where the targets begin.
+            past_caches: how to write.
+            fetching: the sources are in no cache.
+        """
+        if self._is_empty:
+            return
+        call = self._calls.get(key := (address(src), address(dst), past_caches))
+        if call is None:
+            call = self._calls[key] = _copier(engine_for(dst), src, dst, self.table, past_caches, fetching)
+        call()
+
+
+def _copier(
+    engine: Engine, src: Array, dst: Array, runs: RunTable, streaming: bool, fetching: bool = False
+) -> Callable[[], None]:
+    if isinstance(src, np.ndarray) and runs.run_limits_bytes[0] >= _ROW_BYTES:
+        return cast("HostEngine", engine).rows_copier(src, dst, runs, streaming, fetching)
+    return partial(engine.copy, src, dst, runs, streaming)
+
+
+def run_table(
+    sources: Sequence[Span], targets: Sequence[Span], src_base: int = 0, dst_base: int = 0, itemsize: int = 1
+) -> RunTable:
+    """Return the runs of boxes, from each of `sources` to that of `targets`; offsets count from the bases.
+
+    Args:
+        sources: boxes that are read.
+        targets: boxes that are written.
+        src_base: what addresses of sources count from.
+        dst_base: what addresses of targets count from.
+        itemsize: of all boxes; 1 for boxes of several itemsizes: bytes.
+    """
+    by_byte = itemsize == 1
+    dims = by_byte + max((len(s.extents) for s in sources), default=0)
+    rows = len(sources)
+    extents = np.ones((rows, dims), np.int64)
+    strides = np.zeros((2, rows, dims), np.int64)
+    offsets = np.zeros((2, rows), np.int64)
+    last = dims - by_byte
+    for i, pair in enumerate(zip(sources, targets, strict=True)):
+        first = last - len(pair[0].extents)
+        for side, span in enumerate(pair):
+            strides[side, i, first:last] = span.strides
+            offsets[side, i] = span.at
+        extents[i, first:last] = pair[0].extents
+        if by_byte:
+            strides[:, i, last] = 1
+            extents[i, last] = pair[0].itemsize
+    return lower(
+        extents, offsets[0] - src_base, offsets[1] - dst_base, strides[0], strides[1], itemsize, itemsize
+    )
+
+
+@bounded_cache(1 << 18)
+def _row_major(extents: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
+    strides, step = [], itemsize
+    for n in reversed(extents):
+        strides.append(step)
+        step *= n
+    return tuple(reversed(strides))
