@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import sys
 from itertools import product
 
 import numpy as np
 import torch
 from mpi4py import MPI
-from run_arrays import DTYPES, WRITEABLE, address, bits, collectives, given, numpy_dtype, random_values
+from run_arrays import (
+    DTYPES,
+    WRITEABLE,
+    address,
+    bits,
+    collectives,
+    given,
+    numpy_dtype,
+    random_values,
+    some_of,
+)
 
 from lowshard import comm as lc
 
 
 def main() -> None:
     with lc.from_mpi(MPI.COMM_WORLD, device="cpu") as comm:
-        for dtype in DTYPES:
+        for dtype in some_of(DTYPES, *map(int, sys.argv[1:])):
             wanted = collectives(comm, "numpy", "numpy", dtype, False, 1)
             for sender, receiver in product(("numpy", "torch", "jax"), WRITEABLE):
                 assert collectives(comm, sender, receiver, dtype, receiver == "torch", 1) == wanted, dtype

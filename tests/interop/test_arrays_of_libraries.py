@@ -24,6 +24,7 @@ CASES = (
     "optimizer_steps",
     "refits_and_their_buffers",
     "refits_to_mxfp8",
+    "publishers_and_subscribers",
     "quantised_sources_are_taken_for_their_values",
     "checkpoints_and_digests",
     "fsdp_is_filled_from_any_library",
@@ -37,13 +38,17 @@ CASES = (
 )
 
 
+def arguments() -> list[str]:
+    """Return how many layouts to draw, which also says whether all dtypes are gone through; and the seed."""
+    return ["200" if mode.full() else "20", str(mode.seed())]
+
+
 @cache
 def outcomes() -> dict[str, str]:
     """Run all cases once: to start torch and JAX takes longer than most of them."""
-    count = "200" if mode.full() else "30"
     flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
     ran = subprocess.run(
-        [sys.executable, str(HERE / "run_arrays.py"), count, str(mode.seed())],
+        [sys.executable, str(HERE / "run_arrays.py"), *arguments()],
         env=os.environ | flags, capture_output=True, text=True, timeout=600,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr
@@ -74,7 +79,7 @@ def test_every_case_is_looked_at() -> None:
 @pytest.mark.parametrize("env", [{}, {"LOWSHARD_CPU_PATH": "mpi"}], ids=["memory", "mpi"])
 @pytest.mark.usefixtures("both_libraries")
 def test_collectives_on_mpi_ranks(env: dict[str, str]) -> None:
-    assert start_ranks(HERE / "run_arrays_on_ranks.py", 2, [], 140, env=env).ok().stdout == "right\n"
+    assert start_ranks(HERE / "run_arrays_on_ranks.py", 2, arguments(), 140, env=env).ok().stdout == "right\n"
 
 
 def test_no_library_is_loaded_where_no_array_of_it_came() -> None:
