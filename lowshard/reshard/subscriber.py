@@ -281,6 +281,9 @@ class Subscriber:
             error = PeerFailed(
                 f"version {offer.version} did not arrive: {lost}; version {self._version} stays"
             )
+        except Exception as found:  # the others hear of it, instead of waiting
+            self._source.close()
+            error = CommError(f"version {offer.version} was not taken: {type(found).__name__}: {found}")
         try:
             agree(self._comm, b"", error, "pull")
         except LowshardError:

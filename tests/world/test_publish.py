@@ -290,6 +290,38 @@ def test_a_snapshot_that_was_taken_back_while_it_was_read_is_not_switched_to(
         assert subscriber.pull(10) == 3
 
 
+def test_an_error_of_one_rank_is_told_to_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worst moment of a fetch: one rank has no memory for what the others have taken already."""
+    from lowshard.reshard import subscriber as module
+
+    address, array = f"unix:{tmp_path}/p", np.ones(10, np.float32)
+    layout = ls.Layout(ls.DeviceMesh((2,), ("x",)), (10,), "float32", (ls.Sharded(0),))
+    real = module.copy_bits
+
+    def fail_once(source: Any, target: Any) -> None:
+        monkeypatch.setattr(module, "copy_bits", real)
+        raise MemoryError("none left")
+
+    with _publisher(address, array) as publisher:
+        publisher.publish(1)
+
+        def pull(comm: Any) -> None:
+            out = np.zeros(5, np.float32)
+            with Subscriber({"w": layout}, {"w": out}, comm, address=address) as subscriber:
+                assert subscriber.pull(10) == 1
+                comm.barrier()
+                if comm.rank == 0:
+                    publisher.publish(2)
+                    monkeypatch.setattr(module, "copy_bits", fail_once)
+                comm.barrier()
+                with pytest.raises(CommError, match="was not taken: MemoryError"):
+                    subscriber.pull(10)
+                assert (subscriber.version, float(subscriber.weights["w"][0])) == (1, 1.0)
+                assert subscriber.pull(10) == 2
+
+        lc.run_loopback(2, pull)
+
+
 def test_who_lies_or_goes_amid_a_frame_harms_nobody(tmp_path: Path, rng: np.random.Generator) -> None:
     address, array = f"unix:{tmp_path}/p", np.arange(1000, dtype=np.float32)
     with _publisher(address, array) as publisher, _subscriber(address, array) as good:
