@@ -67,7 +67,7 @@ def examples() -> list[str]:
 
 def _data(source: str | Path) -> tuple[Any, str]:
     path = Path(source)
-    if not path.exists() and str(source) in examples():
+    if not path.is_file() and str(source) in examples():
         path = EXAMPLES / f"{source}.yaml"
     if not path.exists():
         raise LayoutError(
