@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import sys
 import tempfile
@@ -216,8 +217,8 @@ def _converted(settings: Settings, comm: object) -> ConvertReport:
 def _bytes_to_handle(settings: Settings) -> int:
     """Return the bytes that rank 0 will read, roughly: for the bar alone."""
     source = Path(settings.source)
-    files = source.glob("*.safetensors") if source.is_dir() else [source]
-    size = sum(f.stat().st_size for f in files if f.exists())
+    files = source.glob("*.safetensors") if os.path.isdir(source) else [source]
+    size = sum(f.stat().st_size for f in files if os.path.exists(f))
     return size * (2 if settings.verify else 1)
 
 
