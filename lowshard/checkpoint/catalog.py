@@ -80,6 +80,8 @@ class StoredTensor:
     strategy: str | None = None
     tiling: Tiling | None = None
     """Which rank held what when a sharded checkpoint was saved; None where no index says it."""
+    digest: str | None = None
+    """Of its content, as `lowshard.reshard.digest` has it; None where no index says it."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +105,12 @@ class Catalog:
     def size_bytes(self) -> int:
         """Bytes of all tensors."""
         return sum(p.entry.size_bytes for t in self.tensors.values() for p in t.parts)
+
+    @property
+    def digests(self) -> dict[str, str] | None:
+        """Digests of the content by tensor, as `lowshard.reshard.digest` has them; None where none were recorded."""
+        found = {name: tensor.digest for name, tensor in self.tensors.items() if tensor.digest is not None}
+        return found if len(found) == len(self.tensors) else None
 
     def tensor(self, name: str) -> StoredTensor:
         """Return a tensor.
@@ -285,7 +293,7 @@ def _of_index(folder: Path) -> Catalog:
     for name, indexed in index.tensors.items():
         parts = tuple(stored_part(name, indexed, p, headers[p.file]) for p in indexed.parts)
         tensors[name] = StoredTensor(
-            name, indexed.dtype, indexed.shape, parts, indexed.strategy, indexed.tiling
+            name, indexed.dtype, indexed.shape, parts, indexed.strategy, indexed.tiling, indexed.digest
         )
     return Catalog(str(folder), tensors, index.metadata, index.num_ranks, _digest(tensors))
 

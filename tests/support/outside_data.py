@@ -120,7 +120,11 @@ def index() -> Index:
     files = {"a.safetensors": IndexedFile(100, 1), "b.safetensors": IndexedFile(200, 2)}
     tiling = Tiling.from_pieces((4, 3), "float32", [[((0, 2), (0, 3))], [((2, 4), (0, 3))]])
     return Index(
-        2, "t0", files, {"w": IndexedTensor("float32", (4, 3), "rowwise(2)", parts, tiling)}, {"step": "3"}
+        2,
+        "t0",
+        files,
+        {"w": IndexedTensor("float32", (4, 3), "rowwise(2)", parts, tiling, "00ff")},
+        {"step": "3"},
     )
 
 
