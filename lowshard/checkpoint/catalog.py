@@ -20,7 +20,7 @@ from lowshard.box import Box, full_box, shape_of, volume
 from lowshard.checkpoint.checkpoint_index import INDEX_NAME, Index, IndexedTensor, Part, read_index
 from lowshard.checkpoint.crc import Key, crc32
 from lowshard.checkpoint.header import FilePath, Header, TensorEntry, read_header
-from lowshard.checkpoint.hf_index import DATA_NAME, HF_INDEX
+from lowshard.checkpoint.hf_index import DATA_NAME, HF_INDEX, is_sparse_delta
 from lowshard.checkpoint.read_shares import disjoint
 from lowshard.errors import CheckpointError
 from lowshard.nearest import nearest
@@ -224,6 +224,8 @@ def _of_plain(paths: Sequence[Path], where: str) -> Catalog:
         raise CheckpointError("a checkpoint has at least one file, got none")
     for path in paths:
         header = read_header(path)
+        if is_sparse_delta(header.metadata):
+            raise CheckpointError(_DELTA.format(path))
         metadata |= header.metadata
         for entry in header.tensors.values():
             if entry.name in tensors:
@@ -243,6 +245,8 @@ def _of_hugging_face(path: Path) -> Catalog:
     data = parse_json(text, f"{path} is no index with a weight_map", CheckpointError)
     said = {k: v for k, v in data.items() if k in _HF_KEYS} if isinstance(data, dict) else data
     files, metadata = _read_hugging_face(said, str(path))
+    if "delta_encoding" in metadata:
+        raise CheckpointError(_DELTA.format(path.parent))
     for name, file in files.items():
         if Path(file).name != file or not file:
             raise CheckpointError(f"{path}: tensor {name!r}: its file lies beside the index, got {file!r}")
@@ -265,6 +269,10 @@ def _of_hugging_face(path: Path) -> Catalog:
     return Catalog(str(path.parent), tensors, metadata, None, _digest(tensors))
 
 
+_DELTA = (
+    "{0}: is a delta, which says what one version changes of another, and no checkpoint: "
+    "`lowshard reshard BASE --apply {0} -o OUT` makes one"
+)
 _HF_KEYS = ("weight_map", "metadata")
 """What is read of an index of Hugging Face's; what else there is, is theirs."""
 

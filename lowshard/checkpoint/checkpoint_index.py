@@ -3,9 +3,9 @@
 `lowshard.index.json` is one JSON object: `format`, `version`, `ranks`, `token`, `metadata`, `files` (name,
 bytes, crc32 of all bytes before the data), `tensors` (dtype, shape, strategy, parts, tiling, digest of the content),
 `tilings` (which rank held what; each stands once, tensors have its number) and `digest`, which is blake2b over the
-rest. Files are plain safetensors files; a part is a tensor of one, row-major. Its name there is the tensor's where it is
-all of it, else the tensor's with the slice, `w[0:512, 0:64]`: no slice stands under the name of the whole. Version 1 had
-no tilings, version 2 no digests of tensors.
+rest. Files are plain safetensors files; a part is a tensor of one, row-major. Its name there is the tensor's where it
+is all of it, else the tensor's with the slice, `w[0:512, 0:64]`: no slice stands under the name of the whole. Version 1
+had no tilings, version 2 no digests of tensors.
 """
 
 from __future__ import annotations

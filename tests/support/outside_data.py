@@ -160,6 +160,14 @@ def samples() -> Mapping[str, Any]:
     indexed = json.loads(index().encode())
     indexed.pop("digest")
     slot = {"step": 3, "state": {"lr": 0.1}}
+    changed = {"w": {"dtype": "bfloat16", "shape": [4, 3], "base": "00", "digest": "01"}}
+    delta = {"base": "0a", "digest": "0b", "base_version": 4, "tensors": changed}
+    said = {
+        "version": "000005",
+        "base_version": "000004",
+        "delta_encoding": "xor",
+        "compression_format": "zlib",
+    }
     return {
         "mesh": plain(_MESH.to_json()),
         "layout": plain(layout().to_json()),
@@ -184,6 +192,8 @@ def samples() -> Mapping[str, Any]:
         "file of name patterns": {"sizes": ["num_heads"], "rules": [rule, {"pattern": "*.b", "strategy": "replicate"}]},
         "index of a sharded checkpoint": indexed,
         "index with a weight_map": {"weight_map": {"w": "a.safetensors"}, "metadata": {"total_size": 7}},
+        "head of a delta": delta,
+        "index of a delta folder": {"metadata": said, "weight_map": {"w": "d.safetensors"}, "lowshard": delta},
         "tuned table": {"schema": TUNED, "entries": {"Open MPI 5.0.11, 2 ranks, 2 cores": {"all_reduce": 16384}}},
         "state of FSDP.save": {"version": 1, "updates": 2, "arrays": {"l0": ["m"]}, "numbers": {"l0": slot}},
         "state of an optimizer's slot": slot,
