@@ -21,7 +21,7 @@ from lowshard.box import Box, full_box, shape_of, volume
 from lowshard.checkpoint.checkpoint_index import INDEX_NAME, Index, IndexedTensor, Part, read_index
 from lowshard.checkpoint.crc import Key, crc32
 from lowshard.checkpoint.header import FilePath, Header, TensorEntry, read_header
-from lowshard.checkpoint.hf_index import DATA_NAME, HF_INDEX
+from lowshard.checkpoint.hf_index import DATA_NAME, HF_INDEX, is_sparse_delta
 from lowshard.checkpoint.read_shares import disjoint
 from lowshard.errors import CheckpointError
 from lowshard.nearest import nearest
@@ -81,6 +81,8 @@ class StoredTensor:
     strategy: str | None = None
     tiling: Tiling | None = None
     """Which rank held what when a sharded checkpoint was saved; None where no index says it."""
+    digest: str | None = None
+    """Of its content, as `lowshard.reshard.digest` has it; None where no index says it."""
 
 
 @dataclass(frozen=True)
@@ -104,6 +106,12 @@ class Catalog:
     def size_bytes(self) -> int:
         """Bytes of all tensors."""
         return sum(p.entry.size_bytes for t in self.tensors.values() for p in t.parts)
+
+    @property
+    def digests(self) -> dict[str, str] | None:
+        """Digests of the content by tensor, as `lowshard.reshard.digest` has them; None where none were recorded."""
+        found = {name: tensor.digest for name, tensor in self.tensors.items() if tensor.digest is not None}
+        return found if len(found) == len(self.tensors) else None
 
     def tensor(self, name: str) -> StoredTensor:
         """Return a tensor.
@@ -217,6 +225,8 @@ def _of_plain(paths: Sequence[Path], where: str) -> Catalog:
         raise CheckpointError("a checkpoint has at least one file, got none")
     for path in paths:
         header = read_header(path)
+        if is_sparse_delta(header.metadata):
+            raise CheckpointError(_DELTA.format(path))
         metadata |= header.metadata
         for entry in header.tensors.values():
             if entry.name in tensors:
@@ -236,6 +246,8 @@ def _of_hugging_face(path: Path) -> Catalog:
     data = parse_json(text, f"{path} is no index with a weight_map", CheckpointError)
     said = {k: v for k, v in data.items() if k in _HF_KEYS} if isinstance(data, dict) else data
     files, metadata = _read_hugging_face(said, str(path))
+    if "delta_encoding" in metadata:
+        raise CheckpointError(_DELTA.format(path.parent))
     for name, file in files.items():
         if Path(file).name != file or not file:
             raise CheckpointError(f"{path}: tensor {name!r}: its file lies beside the index, got {file!r}")
@@ -258,6 +270,10 @@ def _of_hugging_face(path: Path) -> Catalog:
     return Catalog(str(path.parent), tensors, metadata, None, _digest(tensors))
 
 
+_DELTA = (
+    "{0}: is a delta, which says what one version changes of another, and no checkpoint: "
+    "`lowshard reshard BASE --apply {0} -o OUT` makes one"
+)
 _HF_KEYS = ("weight_map", "metadata")
 """What is read of an index of Hugging Face's; what else there is, is theirs."""
 
@@ -286,7 +302,7 @@ def _of_index(folder: Path) -> Catalog:
     for name, indexed in index.tensors.items():
         parts = tuple(stored_part(name, indexed, p, headers[p.file]) for p in indexed.parts)
         tensors[name] = StoredTensor(
-            name, indexed.dtype, indexed.shape, parts, indexed.strategy, indexed.tiling
+            name, indexed.dtype, indexed.shape, parts, indexed.strategy, indexed.tiling, indexed.digest
         )
     return Catalog(str(folder), tensors, index.metadata, index.num_ranks, _digest(tensors))
 

@@ -136,7 +136,11 @@ def index() -> Index:
     files = {"a.safetensors": IndexedFile(100, 1), "b.safetensors": IndexedFile(200, 2)}
     tiling = Tiling.from_pieces((4, 3), "float32", [[((0, 2), (0, 3))], [((2, 4), (0, 3))]])
     return Index(
-        2, "t0", files, {"w": IndexedTensor("float32", (4, 3), "rowwise(2)", parts, tiling)}, {"step": "3"}
+        2,
+        "t0",
+        files,
+        {"w": IndexedTensor("float32", (4, 3), "rowwise(2)", parts, tiling, "00ff")},
+        {"step": "3"},
     )
 
 
@@ -176,6 +180,14 @@ def samples() -> Mapping[str, Any]:
     figure = Figure(Timing(**{n: tuple(v) if isinstance(v, list) else v for n, v in timing.items()}), 0, 1.5)
     row = Row("all_reduce", 2, 64, 16, "float32", "sum", None, figure, None)
     report = CollectiveReport((("cpu", "x"),), SweepSettings("all_reduce", (64,)), 2, "mpi", (row,)).to_json()
+    changed = {"w": {"dtype": "bfloat16", "shape": [4, 3], "base": "00", "digest": "01"}}
+    delta = {"base": "0a", "digest": "0b", "base_version": 4, "tensors": changed}
+    said = {
+        "version": "000005",
+        "base_version": "000004",
+        "delta_encoding": "xor",
+        "compression_format": "zlib",
+    }
     return {
         "mesh": plain(_MESH.to_json()),
         "layout": plain(layout().to_json()),
@@ -200,6 +212,8 @@ def samples() -> Mapping[str, Any]:
         "file of name patterns": {"sizes": ["num_heads"], "rules": [rule, {"pattern": "*.b", "strategy": "replicate"}]},
         "index of a sharded checkpoint": indexed,
         "index with a weight_map": {"weight_map": {"w": "a.safetensors"}, "metadata": {"total_size": 7}},
+        "head of a delta": delta,
+        "index of a delta folder": {"metadata": said, "weight_map": {"w": "d.safetensors"}, "lowshard": delta},
         "tuned table": {"schema": TUNED, "entries": {"Open MPI 5.0.11, 2 ranks, 2 cores": {"all_reduce": 16384}}},
         "state of FSDP.save": {"version": 1, "updates": 2, "arrays": {"l0": ["m"]}, "numbers": {"l0": slot}},
         "state of an optimizer's slot": slot,

@@ -44,6 +44,7 @@ ELSEWHERE = {
     "lowshard/weights/reshard_command.py": "a report that our own rank wrote",
     "lowshard/weights/checkpoint_convert.py": "settings for our own ranks",
     "lowshard/weights/save.py": "rows of our own ranks",
+    "lowshard/weights/patched_source.py": "between ranks",
     "lowshard/comm/agreement.py": "between ranks",
     "lowshard/reshard/content_digest.py": "between ranks",
     "lowshard/fsdp/module_state.py": "between ranks",
