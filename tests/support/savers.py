@@ -255,7 +255,8 @@ class Trained(Merged):
         engine.fill(lambda name, box: np.full([b - a for a, b in box], version + len(name), np.float32))
         work = engine.save(self.target, wait=self.waits)  # type: ignore[call-overload]
         if work is not None:
-            engine.fill(lambda name, box: 99.0)
+            for piece in engine.state().pieces.values():
+                piece.param[...] = 99
         finish(work, {})
 
 
