@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -147,13 +148,13 @@ class Catalog:
             path = path.parent
         if path.name == HF_INDEX:
             return _of_hugging_face(path)
-        if not path.is_dir():
+        if not os.path.isdir(path):
             return _of_plain([path], str(path))
-        if (path / INDEX_NAME).exists():
+        if os.path.exists(path / INDEX_NAME):
             return _of_index(path)
-        if (path / HF_INDEX).exists():
+        if os.path.exists(path / HF_INDEX):
             return _of_hugging_face(path / HF_INDEX)
-        if (path / "model.safetensors").exists():
+        if os.path.exists(path / "model.safetensors"):
             return _of_plain([path / "model.safetensors"], str(path))
         found = sorted(p for p in path.glob("*.safetensors") if not p.name.startswith("."))
         if len(found) == 1:
@@ -252,7 +253,7 @@ def _of_hugging_face(path: Path) -> Catalog:
             raise CheckpointError(f"{path}: tensor {name!r}: its file lies beside the index, got {file!r}")
     headers = {}
     for file in dict.fromkeys(files.values()):
-        if not (path.parent / file).exists():
+        if not os.path.exists(path.parent / file):
             named = [name for name, of in files.items() if of == file]
             raise CheckpointError(_missing(path.parent / file, path.name, named))
         headers[file] = read_header(path.parent / file)
@@ -333,7 +334,7 @@ def checked_header(folder: Path, name: str, index: Index) -> Header:
     Raises:
         CheckpointError: it is missing, damaged, or another file; the text says which.
     """
-    if not (folder / name).exists():
+    if not os.path.exists(folder / name):
         held = [n for n, tensor in index.tensors.items() if any(p.file == name for p in tensor.parts)]
         raise CheckpointError(_missing(folder / name, INDEX_NAME, held))
     header = read_header(folder / name)

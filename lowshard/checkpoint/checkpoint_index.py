@@ -126,7 +126,13 @@ def read_index(path: Path) -> Index:
     if not isinstance(body, dict) or "digest" not in body:
         raise CheckpointError(f"{path}: is no index of a sharded checkpoint: it has no digest")
     digest = body.pop("digest")
-    right = _digest(body)
+    try:
+        right = _digest(body)
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # half a surrogate pair, or levels that are read and not written
+        raise CheckpointError(f"{path}: is no index of a sharded checkpoint: {error}") from error
     if digest != right:
         raise CheckpointError(
             f"{path}: the index is damaged: its digest is {right}, it says {brief(digest)}; restore it from a copy"

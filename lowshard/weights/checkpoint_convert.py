@@ -507,16 +507,16 @@ def _check_target(settings: Settings) -> None:
     if source.resolve() == target.resolve() and not settings.deltas:
         raise CheckpointError(f"{target}: the output is another folder or file than the input")
     if settings.into_one_file:
-        if target.is_dir():
+        if os.path.isdir(target):
             raise CheckpointError(
                 f"{target}: is a folder; a name that ends in .safetensors is that of one merged file"
             )
-        if not target.parent.is_dir():
+        if not os.path.isdir(target.parent):
             raise CheckpointError(f"{target}: there is no folder {target.parent}; make it first")
     elif settings.merged:
         if settings.file_bytes < 1:
             raise CheckpointError(f"a file holds 1 byte or more, got {settings.file_bytes}")
-        if (target / "model.safetensors").exists() or is_foreign(target):
+        if os.path.exists(target / "model.safetensors") or is_foreign(target):
             raise CheckpointError(
                 f"{target}: holds another checkpoint (model.safetensors or {HF_INDEX}), which other readers would take "
                 "for this one: give another folder"
@@ -549,9 +549,9 @@ def _copy_companions(source: Path, target: Path, private: Path) -> None:
 
     Each file is whole at once: it is written under a private name, which the next save clears away if it is left.
     """
-    folder = source if source.is_dir() else source.parent
+    folder = source if os.path.isdir(source) else source.parent
     for name in _COMPANIONS:
-        if (folder / name).is_file():
+        if os.path.isfile(folder / name):
             with suppress(OSError):  # the weights are what counts
                 shutil.copyfile(folder / name, private)
                 os.replace(private, target / name)
@@ -574,8 +574,8 @@ def _sizes(settings: Settings) -> Sizes:
     if settings.num_heads is not None:
         return Sizes(settings.num_heads, settings.num_kv_heads)
     source = Path(settings.source)
-    folder = source if source.is_dir() else source.parent
-    return Sizes.from_config(folder) if (folder / "config.json").exists() else Sizes()
+    folder = source if os.path.isdir(source) else source.parent
+    return Sizes.from_config(folder) if os.path.exists(folder / "config.json") else Sizes()
 
 
 def _patterns(settings: Settings) -> NamePatterns:
@@ -598,9 +598,11 @@ def _source(settings: Settings, sizes: Sizes) -> Catalog:
     elif settings.was is not None:
         was = Grid.parse(settings.was)
     files = (
-        sorted(p for p in path.glob("*.safetensors") if not p.name.startswith(".")) if path.is_dir() else []
+        sorted(p for p in path.glob("*.safetensors") if not p.name.startswith("."))
+        if os.path.isdir(path)
+        else []
     )
-    indexed = path.is_dir() and any(path.glob("*.index.json"))
+    indexed = os.path.isdir(path) and any(path.glob("*.index.json"))
     if was is None or was.num_ranks == 1 or indexed or not files:
         catalog = Catalog.open(path)
         if was is not None and catalog.num_ranks not in (None, was.num_ranks):

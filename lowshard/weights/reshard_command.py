@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import sys
 import tempfile
@@ -285,8 +286,8 @@ def _aim(settings: Settings) -> str:
 def _bytes_to_handle(settings: Settings) -> int:
     """Return the bytes that rank 0 will read, roughly: for the bar alone."""
     source = Path(settings.source)
-    files = source.glob("*.safetensors") if source.is_dir() else [source]
-    size = sum(f.stat().st_size for f in files if f.exists())
+    files = source.glob("*.safetensors") if os.path.isdir(source) else [source]
+    size = sum(f.stat().st_size for f in files if os.path.exists(f))
     return size * (2 if settings.verify else 1)
 
 
