@@ -400,7 +400,7 @@ SRC, DST = PagedLayout(8, 4, 4, 8, ranks=(0, 1)), PagedLayout(8, 2, 4, 8, ranks=
         ({"a": ([0], [0, 1], 5)}, "source: 5 tokens fill 2 pages of 4, got 1 pages"),
         ({"a": ([0], [0, 1, 2], 4)}, "destination: 4 tokens fill 2 pages of 2, got 3 pages"),
         ({"a": ([0], [0], 2), "b": ([1], [0], 1)}, "sequence 'b': destination page 0 is of sequence 'a' too"),
-        ({"a": ([3, 1], [0, 1, 2], 5), "b": ([1], [4], 1)}, "'b': source page 1 is of sequence 'a' too, which does not"),
+        ({"a": ([3, 1], [0, 1, 2], 5), "b": ([1], [4], 1)}, "'b': source page 1 is of sequence 'a' too"),
         ({"a": ([0], [0], -1)}, "its tokens are a number of 0 or more"),
         ({"a": ([0], 1)}, r"\(pages there, pages here, tokens\): 'a' has"),
         ({"a": None}, r"\(pages there, pages here, tokens\)"),
