@@ -207,6 +207,10 @@ class Reshard:
         mover.count()
         return self.report
 
+    def sources(self) -> dict[str, Array]:
+        """Return this rank's source arrays that `run` reads, by name; no quantised ones, of which it takes copies."""
+        return self._side.sources()
+
     def close(self) -> None:
         """Let go of arrays and staging. Closing twice is safe."""
         self._mover = None
