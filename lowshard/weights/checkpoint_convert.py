@@ -22,7 +22,7 @@ import numpy as np
 
 from lowshard import dtypes
 from lowshard.block_format import MXFP8, BlockFormat
-from lowshard.box import Box, full_box, shape_of, volume
+from lowshard.box import Box, full_box, row_major_parts, shape_of, volume
 from lowshard.checkpoint.bytesource import ByteSource
 from lowshard.checkpoint.catalog import Catalog, StoredTensor
 from lowshard.checkpoint.checkpoint_index import INDEX_NAME
@@ -31,7 +31,6 @@ from lowshard.checkpoint.delta_file import Delta, open_deltas
 from lowshard.checkpoint.header import read_header
 from lowshard.checkpoint.hf_index import HF_INDEX, SIZES, is_foreign
 from lowshard.checkpoint.read_shares import Share, shares
-from lowshard.checkpoint.tensor_patch import row_major_parts
 from lowshard.comm import Communicator, agree
 from lowshard.content_hash import model_digest, tensor_digest
 from lowshard.errors import CheckpointError, ShardingError, VerificationError
