@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Literal, Self, Unpack, get_args
 
 import numpy as np
 
+from lowshard.box import volume
 from lowshard.comm.agreement import agree, share
 from lowshard.comm.protocol import Communicator
 from lowshard.comm.work import Stream
 from lowshard.errors import CommError, LowshardError, MismatchError, PlanError
 from lowshard.foreign_array import like, view_of
 from lowshard.reshard.published_tensors import version_number
+from lowshard.reshard.refit_cost import RefitCost
 from lowshard.reshard.reshard_plan import ReshardPlan
 from lowshard.reshard.reshard_run import Report, Reshard, Settings, argument_error
 from lowshard.reshard.vote import Vote
@@ -116,6 +119,9 @@ class Refit:
             mover = Reshard(plan, src, arrays, comm, how, like=first, **settings)
             self._movers.append(mover)
         self._vote = Vote(comm)
+        sends = plan.for_rank(comm.rank).sends.values()
+        self._given_elems = sum(volume(move.src_box) for moves in sends for move in moves)
+        self._cost = RefitCost()
 
     # ---- what is served
 
@@ -142,6 +148,20 @@ class Refit:
     def transform(self) -> ReshardTransform | None:
         """The transform whose buffers hold the version that is served."""
         return self._transforms[self._live]
+
+    def report(self) -> dict[str, Any]:
+        """Return what the last version that was switched to has cost this rank. Not collective.
+
+        - `dense_bytes`: payload that this rank gives to others where all of it is sent.
+        - `sent_bytes`: payload that it did give.
+        - `changed_elems`: elements that it gave as changed; all that it gives where all of it was sent.
+        - `pause_s`: seconds in which `weights` were no whole version: the switch alone with "double" buffering, from
+          the first byte to the switch "in_place".
+        - `phases`: seconds by phase, in order.
+
+        Zeros and no phases before the first version.
+        """
+        return self._cost.as_dict()
 
     # ---- a version
 
@@ -172,21 +192,32 @@ class Refit:
     def _refit(self, version: int | None, pushes: bool, wrong: LowshardError | None) -> Report:
         if self._closed:
             raise CommError("this Refit is closed; make a new one")
-        number = self._agreed(version, pushes, wrong)
+        cost = RefitCost()
+        with cost.phase("agree"):
+            number = self._agreed(version, pushes, wrong)
         self._attempt += 1
         target = 0 if self.buffering == "in_place" else 1 - self._live
-        self._torn = self.buffering == "in_place"
+        start_s, self._torn = time.perf_counter(), self.buffering == "in_place"
         try:
-            report = self._movers[target].run(number)  # ends in an agreement: all are ready, or all raise
+            with cost.phase("move"):
+                report = self._movers[target].run(number)  # ends in an agreement: all are ready, or all raise
         except CommError:
             # A rank died or did not come, perhaps after some have heard that all are ready.
             if self._vote.decide(self._attempt, False):
                 self._switch(target, number)
             raise
-        if self._vote.decide(self._attempt, True):
-            self._switch(target, number)
-            return report
-        raise self._lost()
+        with cost.phase("vote"):
+            committed = self._vote.decide(self._attempt, True)
+        if not committed:
+            raise self._lost()
+        cost.dense_bytes = cost.sent_bytes = report.sent_bytes
+        cost.changed_elems = self._given_elems
+        if not self._torn:
+            start_s = time.perf_counter()
+        self._switch(target, number)
+        cost.pause_s = time.perf_counter() - start_s
+        self._cost = cost
+        return report
 
     def _agreed(self, version: int | None, pushes: bool, error: LowshardError | None) -> int:
         """Return the one version that is pushed, the same on all ranks, or raise on all of them."""
