@@ -28,7 +28,7 @@ from lowshard.kernels.engine import host_engine
 from lowshard.kernels.runs import RunTable, lower
 
 CACHE_LINE_BYTES = 64
-ELEMENT_BYTES = (1, 2, 4, 8, 16)
+ELEMENT_BYTES = (1, 2, 4, 8)
 
 Bytes = npt.NDArray[np.uint8]
 Numbers = npt.NDArray[np.int64]
@@ -107,12 +107,12 @@ class ChangeBoxes:
         if changes.text is None or not changes.units:
             return
         if is_gpu(array) or not self._is_compiled():
-            places = self.places(changes)
+            places = self.places(changes, self.unit_bytes)
             self._write_plain(array, places, values_of(changes, self.unit_bytes))
             return
         from lowshard.kernels.cpu.cpu_changes import WIDTHS, WRITE_SCRATCH_BYTES, write_kernel
 
-        self._check(changes)
+        self._check(changes, self.unit_bytes)
         kernel = write_kernel(self.unit_bytes if self.unit_bytes in WIDTHS else 0)
         begin = address(changes.text)
         gaps = begin + changes.units * self.unit_bytes
@@ -126,16 +126,20 @@ class ChangeBoxes:
         ):  # fmt: skip
             raise VerificationError(self._wrong("its runs lead out of the boxes, or end early"))
 
-    def places(self, changes: Changes) -> Numbers:
+    def places(self, changes: Changes, unit_bytes: int) -> Numbers:
         """Return the units that differ, ascending, int64.
+
+        Args:
+            changes: of these boxes.
+            unit_bytes: bytes of a unit in the text; another number than here where the values were converted.
 
         Raises:
             VerificationError: the text is none of these boxes.
         """
-        self._check(changes)
+        self._check(changes, unit_bytes)
         text = changes.text
         raw = text if isinstance(text, np.ndarray) else text.get()  # type: ignore[union-attr]
-        at = changes.units * self.unit_bytes
+        at = changes.units * unit_bytes
         firsts = _numbers(raw[at : at + changes.gaps_bytes])
         more = _numbers(raw[at + changes.gaps_bytes :])
         is_long = (firsts & 1).astype(bool)
@@ -148,8 +152,8 @@ class ChangeBoxes:
             raise VerificationError(self._wrong("its runs lead out of the boxes, or end early"))
         return np.arange(changes.units) + np.repeat(begins - np.cumsum(lengths) + lengths, lengths)
 
-    def _check(self, changes: Changes) -> None:
-        text_bytes = changes.units * self.unit_bytes + changes.gaps_bytes + changes.lengths_bytes
+    def _check(self, changes: Changes, unit_bytes: int) -> None:
+        text_bytes = changes.units * unit_bytes + changes.gaps_bytes + changes.lengths_bytes
         if changes.text is None or changes.text.size != text_bytes or not 0 <= changes.units <= self.units:
             raise VerificationError(self._wrong(f"it is {text_bytes} bytes for {changes.units} units"))
 
@@ -177,7 +181,9 @@ class ChangeBoxes:
         )  # fmt: skip
         changed = int(state[cpu.CHANGED])
         if state[cpu.STOPPED]:
-            if 9 * state[cpu.HIT] * self.unit_bytes < 8 * self.size_bytes:  # dense at its begin, and not later
+            if (
+                9 * state[cpu.HIT] * self.unit_bytes < 8 * self.size_bytes
+            ):  # dense at its begin, and not later
                 return self._find(new, old, room, False)
             return Changes(int(state[cpu.HIT]), 0, 0, None, changed)
         sizes = [int(state[i]) for i in (cpu.VALUES, cpu.GAPS, cpu.LENGTHS)]
@@ -201,7 +207,9 @@ class ChangeBoxes:
                 extents[:, -1] //= self.block_elems
                 for side in sides:
                     side[:, -1] = self.unit_bytes
-            found = lower(extents, offsets[0], offsets[1], sides[0], sides[1], self.unit_bytes, self.unit_bytes)
+            found = lower(
+                extents, offsets[0], offsets[1], sides[0], sides[1], self.unit_bytes, self.unit_bytes
+            )
             self._tables[key] = found
         return found
 
@@ -306,8 +314,6 @@ def _numbers(raw: Bytes) -> Numbers:
         return np.array([-1], np.int64)
     summed: Numbers = np.add.reduceat((raw & 127).astype(np.int64) << (7 * within), begins)
     return summed
-
-
 
 
 def _slices(box: Box) -> tuple[slice, ...]:

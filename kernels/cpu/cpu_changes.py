@@ -29,7 +29,7 @@ TOTAL, MAY_STOP, GAPS, LENGTHS, VALUES, CHANGED, HIT, STOPPED = range(8)
 """What the state of a search has, int64: units in all and whether it may stop writing, which the caller sets; then the
 bytes written to each of the three streams, elements that differ, units that have one, and whether it has stopped."""
 STATE_ELEMS = 8
-WIDTHS = (1, 2, 4, 8, 16)
+WIDTHS = (1, 2, 4, 8)
 """Bytes of the elements that are compared."""
 
 _LINES = 32
@@ -204,7 +204,9 @@ def find_kernel(width: int, in_blocks: bool) -> Callable[..., None]:
                                 mask &= mask - types.uint64(1)
                                 if place + lane != end:
                                     if end > begin:
-                                        gaps_at = _put_number(gaps_at, 2 * (begin - before) + (end - begin > 1))
+                                        gaps_at = _put_number(
+                                            gaps_at, 2 * (begin - before) + (end - begin > 1)
+                                        )
                                         if end - begin > 1:
                                             lengths_at = _put_number(lengths_at, end - begin - 2)
                                         before = end
@@ -218,8 +220,6 @@ def find_kernel(width: int, in_blocks: bool) -> Callable[..., None]:
                                     store_value(values_at, load_u32(source + 4 * lane))
                                 else:
                                     store_value(values_at, load_u64(source + width * lane))
-                                    if width == 16:
-                                        store_value(values_at + 8, load_u64(source + width * lane + 8))
                                 values_at += width
                     a, b = a + seen, b + seen
                     position += seen // unit_bytes
@@ -258,7 +258,12 @@ def write_kernel(width: int) -> Callable[..., int]:
         unit_bytes: int, scratch: int,
     ) -> int:  # fmt: skip
         dims = (columns.shape[0] - 3) // 3
-        box, first, last, run = -1, 0, 0, 1  # the box, its first unit and one past its last, units of its rows
+        box, first, last, run = (
+            -1,
+            0,
+            0,
+            1,
+        )  # the box, its first unit and one past its last, units of its rows
         row_first, row_last, row_at = 0, 0, 0
         n1, n2, n3, d1, d2, d3, d4 = 1, 1, 1, 0, 0, 0, 0
         place, left, held = 0, 0, 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Literal, Self, Unpack, get_args
 
@@ -20,11 +21,13 @@ from lowshard.reshard.published_tensors import version_number
 from lowshard.reshard.refit_cost import RefitCost
 from lowshard.reshard.reshard_plan import ReshardPlan
 from lowshard.reshard.reshard_run import Report, Reshard, Settings, argument_error
+from lowshard.reshard.version_changes import VersionChanges
 from lowshard.reshard.vote import Vote
 from lowshard.transfer.transform_contract import ReshardTransform
 
 Array = Any
 Buffering = Literal["double", "in_place"]
+Delta = Literal["off", "auto", "always"]
 _NONE = -1
 
 
@@ -44,6 +47,9 @@ class Refit:
     it. So before ranks of several hosts serve together again they compare `version`, over a communicator of the
     survivors; where it differs the version is pushed again.
 
+    Versions form a chain (`delta`): a copy of what was sent moves on when a version has been switched to, on all ranks,
+    and stays when it has not. What was not pushed in between is in the next push.
+
     Collective: all ranks of the communicator make it and close it; each version is one call on every rank: `push` where
     there are sources, `pull` elsewhere. Addresses, memory and open files stay as they are from the first call on.
 
@@ -57,6 +63,13 @@ class Refit:
             `MXFP8ReshardTransform`). "double": a second set is made beside them, and versions take turns: the first
             goes to the second set, the next to the arrays that were given, and so on. So read `weights`, again after
             each refit, and not the arrays that were given. "in_place": every version is written into those.
+        delta: "auto": of each tensor and destination what differs from the version before is sent, or all of it where
+            that is less; "always": what differs, also where that is more; "off": all of it. Bits are compared. Each
+            rank with sources then keeps a copy of what it sent last, as large as they are, and a plan with `multicast`
+            runs without it. The first version, and one after a failure "in_place", goes whole; so do boxes of a
+            transform that takes no blocks (`ReshardTransform.change_block_elems`), as MXFP8 boxes that begin or end
+            within a block. Between versions the destinations are the Refit's: what is changed in them stays changed
+            until those elements change in a source.
         version: of what dst holds now, or None for nothing yet.
         settings: staging_bytes, checksums and way; see `Settings`. Here checksums are on by default: every piece that
             travels is checked, and sources are not read where they lie, for which that would take longer.
@@ -76,11 +89,12 @@ class Refit:
         transform: ReshardTransform | None = None,
         *,
         buffering: Buffering = "double",
+        delta: Delta = "off",
         version: int | None = None,
         **settings: Unpack[Settings],
     ) -> None:
         self.plan, self.comm, self.buffering = plan, comm, buffering
-        self._version, self._torn, self._attempt = version, False, 0
+        self._version, self._torn, self._torn_s, self._attempt = version, False, 0.0, 0
         self._closed = False
         settings.setdefault("checksums", True)
         error: Exception | None = argument_error(plan, src, dst, transform, settings)
@@ -93,6 +107,10 @@ class Refit:
                 raise error
             if not isinstance(buffering, str) or buffering not in get_args(Buffering):
                 raise PlanError(f"buffering is 'double' or 'in_place', got {buffering!r}")
+            if not isinstance(delta, str) or delta not in get_args(Delta):
+                raise PlanError(f"delta is 'off', 'auto' or 'always', got {delta!r}")
+            if delta != "off" and plan.multicast:
+                plan = replace(plan, multicast=False)
             if version is not None:
                 self._version = version_number(version)
             given = dict(dst or {})
@@ -106,7 +124,7 @@ class Refit:
                 a if how is None else {**a, **how.refit_weights()}
                 for a, how in zip(served, transforms, strict=True)
             ]
-            digest = hashlib.blake2b(f"{plan.digest()} {buffering}".encode(), digest_size=16).digest()
+            digest = hashlib.blake2b(f"{plan.digest()} {buffering} {delta}".encode(), digest_size=16).digest()
         except Exception as caught:
             error = caught
         agree(comm, digest, error, "Refit")
@@ -119,6 +137,7 @@ class Refit:
             mover = Reshard(plan, src, arrays, comm, how, like=first, **settings)
             self._movers.append(mover)
         self._vote = Vote(comm)
+        self._changes = None if delta == "off" else VersionChanges(comm, self._movers, delta == "always")
         sends = plan.for_rank(comm.rank).sends.values()
         self._given_elems = sum(volume(move.src_box) for moves in sends for move in moves)
         self._cost = RefitCost()
@@ -194,13 +213,13 @@ class Refit:
             raise CommError("this Refit is closed; make a new one")
         cost = RefitCost()
         with cost.phase("agree"):
-            number = self._agreed(version, pushes, wrong)
+            number, follows = self._agreed(version, pushes, wrong)
         self._attempt += 1
         target = 0 if self.buffering == "in_place" else 1 - self._live
-        start_s, self._torn = time.perf_counter(), self.buffering == "in_place"
         try:
-            with cost.phase("move"):
-                report = self._movers[target].run(number)  # ends in an agreement: all are ready, or all raise
+            report = self._moved(
+                target, number, follows, cost
+            )  # in an agreement: all are ready, or all raise
         except CommError:
             # A rank died or did not come, perhaps after some have heard that all are ready.
             if self._vote.decide(self._attempt, False):
@@ -210,40 +229,64 @@ class Refit:
             committed = self._vote.decide(self._attempt, True)
         if not committed:
             raise self._lost()
-        cost.dense_bytes = cost.sent_bytes = report.sent_bytes
-        cost.changed_elems = self._given_elems
-        if not self._torn:
-            start_s = time.perf_counter()
+        start_s = self._torn_s if self._torn else time.perf_counter()
         self._switch(target, number)
         cost.pause_s = time.perf_counter() - start_s
+        if self._changes is not None:
+            with cost.phase("keep"):
+                self._changes.commit(target, self._attempt, not follows)
         self._cost = cost
         return report
 
-    def _agreed(self, version: int | None, pushes: bool, error: LowshardError | None) -> int:
-        """Return the one version that is pushed, the same on all ranks, or raise on all of them."""
+    def _moved(self, target: int, number: int, follows: bool, cost: RefitCost) -> Report:
+        """Bring a version to all ranks; in an agreement."""
+        if self._changes is not None and follows:
+            return self._changes.run(target, number, cost, self._tear)
+        if self._changes is not None:
+            self._changes.lose(target)
+        self._tear()
+        with cost.phase("move"):
+            report = self._movers[target].run(number)
+        cost.dense_bytes = cost.sent_bytes = report.sent_bytes
+        cost.changed_elems = self._given_elems
+        return report
+
+    def _tear(self) -> None:
+        """Note that from now on bytes are written into what is served, where that is so."""
+        if self.buffering == "in_place" and not self._torn:
+            self._torn, self._torn_s = True, time.perf_counter()
+
+    def _agreed(self, version: int | None, pushes: bool, error: LowshardError | None) -> tuple[int, bool]:
+        """Return the one version that is pushed, and whether all ranks hold the one before; the same on all ranks.
+
+        Raises:
+            LowshardError: on all ranks.
+        """
         number = _NONE
         try:
             if version is not None or pushes:
                 number = version_number(version)
         except PlanError as caught:
             error = caught
-        said = np.array([number, pushes, pushes and self._serves_sources, error is not None], np.int64)
+        follows = 0 if self._changes is None else self._changes.follows
+        gives = pushes and self._serves_sources
+        said = np.array([number, pushes, gives, error is not None, follows], np.int64)
         rows: list[list[int]] = [row.tolist() for row in share(self.comm.control, said)]
-        pushed = {number for number, pushes, _, _ in rows if pushes}
-        wanted = {number for number, _, _, _ in rows if number != _NONE}
-        if not any(is_wrong for _, _, _, is_wrong in rows):
+        pushed = {number for number, pushes, _, _, _ in rows if pushes}
+        wanted = {number for number, *_ in rows if number != _NONE}
+        if not any(is_wrong for _, _, _, is_wrong, _ in rows):
             if len(pushed) != 1 or wanted != pushed:
                 error = MismatchError(
                     f"one version is pushed and every rank takes it: pushed {sorted(pushed)}, asked for "
                     f"{sorted(wanted)}"
                 )
-            elif not any(gives for _, _, gives, _ in rows):
+            elif not any(row[2] for row in rows):
                 error = PlanError(
                     f"a version is pushed by ranks that have sources, but version {min(pushed)} is pushed by ranks "
                     f"{[rank for rank, row in enumerate(rows) if row[1]]}, which have none: they pull"
                 )
         agree(self.comm, b"", error, "Refit")
-        return pushed.pop()
+        return pushed.pop(), follows > 0 and all(row[4] == follows for row in rows)
 
     def _switch(self, target: int, number: int) -> None:
         self._live, self._version, self._torn = target, number, False
@@ -260,6 +303,8 @@ class Refit:
     def close(self) -> None:
         """Let go of arrays and staging; `weights` stay readable. Closing twice is safe."""
         self._closed = True
+        if self._changes is not None:
+            self._changes.close()
         for mover in self._movers:
             mover.close()
 
