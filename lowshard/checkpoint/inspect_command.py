@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -54,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     from lowshard.checkpoint.overview import look_at, tensor_json, verified
     from lowshard.demo.progress_bar import Progress
 
-    if not Path(args.path).exists():
+    if not os.path.exists(Path(args.path)):
         raise CheckpointError(f"{args.path}: there is no such file or folder")
     try:
         overview = look_at(args.path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
@@ -193,7 +194,7 @@ def look_at(path: FilePath) -> Overview:
     """
     given = check_path(path, "a checkpoint is the path of a file or a folder", CheckpointError)
     folder = given.parent if given.name == INDEX_NAME else given
-    if (folder / INDEX_NAME).exists():
+    if os.path.exists(folder / INDEX_NAME):
         return _of_index(folder, read_index(folder / INDEX_NAME))
     catalog = Catalog.open(given)
     files = tuple(FileView(Path(name).name, Path(name).stat().st_size) for name in catalog.files)

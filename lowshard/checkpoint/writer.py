@@ -102,9 +102,9 @@ def _prepare(
     target = check_path(path, "path is that of the file to make", CheckpointError)
     if not target.name:
         raise CheckpointError(f"{target}: give the path of the file to make")
-    if target.is_dir():
+    if os.path.isdir(target):
         raise CheckpointError(f"{target}: is a directory; give the path of the file to make")
-    if not target.parent.is_dir():
+    if not os.path.isdir(target.parent):
         raise CheckpointError(f"{target}: there is no folder {target.parent}; make it first")
     tilings = check_state(target, tensors, rank, size)
     head, entries = encode_header({n: (t.dtype, t.shape) for n, t in tilings.items()}, metadata)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from lowshard.content_hash import model_digest
 from lowshard.kernels import SwizzledMXFP8
 from lowshard.reshard.cache_layouts import kv_cache_layout, ssm_state_layouts
 from lowshard.reshard.content_digest import digest
@@ -47,6 +48,7 @@ __all__ = [
     "ensure_sendable",
     "execute_reshard_plan",
     "kv_cache_layout",
+    "model_digest",
     "resolve_name",
     "scale_slice_from_data_slice",
     "simulate",

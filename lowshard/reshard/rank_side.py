@@ -145,6 +145,10 @@ class Side:
             raise BufferMismatchError(f"{name}: the destination {READ_ONLY}")
         return array
 
+    def sources(self) -> dict[str, Array]:
+        """Return the source arrays that are read while a version is moved, by name."""
+        return {self.plan.entries[n].name: a for n, a in self._src.items() if n not in self._quantised}
+
     def published(self) -> list[Array | None]:
         """Return this rank's source arrays by tensor; None for those that are not read where they lie."""
         rank, found = self.comm.rank, []

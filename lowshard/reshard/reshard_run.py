@@ -251,6 +251,10 @@ class Reshard:
             mover.sent_bytes, mover.received_bytes, mover.copied_bytes, mover.buckets, mover.staging_bytes
         )
 
+    def sources(self) -> dict[str, Array]:
+        """Return this rank's source arrays that `run` reads, by name; no quantised ones, of which it takes copies."""
+        return self.side.sources()
+
     def close(self) -> None:
         """Let go of arrays and staging. Closing twice is safe."""
         self._mover = self._parts_mover = None

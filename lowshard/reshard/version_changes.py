@@ -9,6 +9,7 @@ a version behind, and is brought up with them first.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
@@ -17,7 +18,7 @@ import numpy.typing as npt
 
 from lowshard import dtypes
 from lowshard.box import shape_of
-from lowshard.comm.agreement import agree, share, trade
+from lowshard.comm.agreement import agree, trade
 from lowshard.comm.protocol import Communicator
 from lowshard.errors import CommError
 from lowshard.kernels.buffer import address
@@ -100,8 +101,10 @@ class VersionChanges:
         agree(comm, b"", self._errors.take(), "Refit")
         self.follows = 0
         """The attempt that brought what this rank holds and has kept; 0 where the next version must come whole."""
+        self._served = self._before = 0
         self._holds = [0] * len(movers)
-        self._before = 0
+        self._ahead: set[int] = set()
+        """Tensors whose copy is of a version that has not been switched to."""
         self._copies: dict[tuple[int, int, int], BoxCopy] = {}
 
     # ---- what texts are made of
@@ -109,14 +112,16 @@ class VersionChanges:
     def _agree_on_units(self) -> None:
         """Ask takers what they can take by parts, and tell them what they get."""
         comm, size = self._comm, self._comm.size
-        needs = {peer: np.array([self._need(g) for g in groups]) for peer, groups in self._in.items()}
+        needs = {
+            peer: np.array([self._asked(self._need, g) for g in groups]) for peer, groups in self._in.items()
+        }
         counts_in = [2 * len(self._in.get(r, ())) for r in range(size)]
         counts_out = [2 * len(self._out.get(r, ())) for r in range(size)]
         asked = _split(trade(comm, _joined(needs, size), counts_in, counts_out), counts_out, 2)
         told: Decided = {}
         for peer, groups in self._out.items():
             told[peer] = np.array(
-                [self._offer(g, *n) for g, n in zip(groups, asked[peer].tolist(), strict=True)]
+                [self._asked(self._offer, g, *n) for g, n in zip(groups, asked[peer].tolist(), strict=True)]
             )
         said = _split(trade(comm, _joined(told, size), counts_out, counts_in), counts_in, 2)
         for groups_by, rows_by in ((self._out, told), (self._in, said)):
@@ -124,7 +129,11 @@ class VersionChanges:
                 for group, row in zip(groups, rows_by[peer].tolist(), strict=True):
                     group.lay_out(*row)
         for group in self._own:
-            group.lay_out(*self._offer(group, *self._need(group)))
+            group.lay_out(*self._asked(self._offer, group, *self._asked(self._need, group)))
+
+    def _asked(self, what: Callable[..., tuple[int, int]], *args: object) -> tuple[int, int]:
+        found: tuple[int, int] | None = self._errors.guard(what, *args)
+        return found or (0, 0)
 
     def _need(self, group: _Group) -> tuple[int, int]:
         """Return elements of a block that this rank takes by itself, and the bytes that travel for one."""
@@ -182,70 +191,77 @@ class VersionChanges:
 
     # ---- a version
 
-    def run(self, target: int, version: int, cost: RefitCost, tear: Callable[[], object]) -> Report:
-        """Move a version to ranks that all hold what `follows` says; ends in an agreement that all have it.
+    def run(
+        self, target: int, version: int, follows: bool, cost: RefitCost, tear: Callable[[], object]
+    ) -> Report:
+        """Move a version; ends in an agreement that all have it.
 
         Args:
             target: the set of arrays that it goes to.
             version: its number.
+            follows: all ranks hold what `follows` says; otherwise all of it goes.
             cost: filled.
             tear: called before the first byte of the set is written.
         """
         comm, errors, mover = self._comm, self._errors, self._movers[target]
+        behind = self._holds[target]
+
+        def begin_to_write() -> None:
+            self._holds[target] = 0
+            if len(self._movers) == 1:
+                self.follows = 0
+            tear()
+
+        def finish() -> None:
+            begin_to_write()
+            with cost.phase("apply"):
+                self._bring_up(target, behind)
+                self._apply(target)
+
         with cost.phase("find"):
             mover.side.refresh()
-            errors.guard(self._find, target)
+            errors.guard(self._find, target, follows)
             agree(comm, b"", errors.take(), "Refit")
-        with cost.phase("agree"):
+        with cost.phase("tell"):
             decided = self._tell()
-            some = [bool(group.sent.text is not None) for group in self._given()]
-            has_text = any(row[0] for row in share(comm.control, np.array([any(some)], np.int64)))
-        heads = sum(map(len, self._out.values())) * ROW_BYTES
-        cost.dense_bytes = mover.report.sent_bytes
-        cost.changed_elems = sum(int(rows[:, 3].sum()) for rows in decided.values())
-        behind = self._holds[target]
-        if not has_text:
-            self.lose(target)
-            tear()
-            with cost.phase("move"):
-                report = mover.run(version)  # ends in an agreement
-            cost.sent_bytes = report.sent_bytes + heads
-            return report
-        with cost.phase("move"):
-            streams = self._streams(target)
+            streams = errors.guard(self._streams, target)
             agree(comm, b"", errors.take(), "Refit")
-            if any(g.came.text is None for g in self._taken()):
-                self.lose(target)
-                tear()
-
-            def finish() -> None:
-                self.lose(target)
-                tear()
-                with cost.phase("apply"):
-                    self._bring_up(target, behind)
-                    self._apply(target)
-
+        if any(group.came.text is None for group in self._taken()):
+            begin_to_write()
+        with cost.phase("move"):
             report = mover.run_parts(version, *streams, finish)
-        cost.sent_bytes = report.sent_bytes + heads
+        cost.dense_bytes = mover.report.sent_bytes
+        cost.sent_bytes = report.sent_bytes
+        if follows:
+            cost.changed_elems = sum(int(rows[:, 3].sum()) for rows in decided.values())
+            cost.sent_bytes += sum(map(len, self._out.values())) * ROW_BYTES
         return report
 
-    def _find(self, target: int) -> None:
-        """Find what differs from what was sent last; what several ranks get is looked for once."""
+    def _find(self, target: int, follows: bool) -> None:
+        """Find what differs from what was sent last; what several ranks get is looked for once.
+
+        What goes whole is copied, and goes out of the copy: so it is what the takers have, whatever becomes of the
+        sources meanwhile.
+        """
         found: dict[object, tuple[Changes, Changes]] = {}
         self._room = Room()
         for group in self._given():
             items, boxes = group.items[target], group.given
-            if boxes is None:
-                group.sent = group.raw = Changes(
-                    0, 0, 0, None, group.items[0][0].size_bytes // group.itemsize
-                )
+            if not follows or boxes is None or group.entry in self._ahead:
+                group.sent = group.raw = _whole(items)
                 continue
             key = group.entry, boxes.boxes, group.block_elems, items[0].makes
             if key not in found:
-                source, base = items[0].source, self._base[group.entry]
-                raw = boxes.find(source, base, self._room, not self._always)
+                raw = boxes.find(items[0].source, self._base[group.entry], self._room, not self._always)
                 found[key] = raw, self._made(group, items[0], raw)
             group.raw, group.sent = found[key]
+        for group in self._given():
+            if group.sent.text is None and group.given is not None:
+                self._ahead.add(group.entry)
+                base = self._base[group.entry]
+                for item in group.items[target]:
+                    where = (*slices_of(item.src_box), ...)
+                    base[where] = item.source[where]
 
     def _made(self, group: _Group, item: Item, raw: Changes) -> Changes:
         """Return changes as they travel."""
@@ -285,20 +301,30 @@ class VersionChanges:
             for group in groups:
                 text = group.sent.text
                 gives.setdefault(peer, []).extend(
-                    group.items[target] if text is None else _text_item(group, text, None)
+                    self._whole_items(group, target) if text is None else _text_item(group, text, None)
                 )
         for peer, groups in self._in.items():
             for group in groups:
                 if group.came.text is None:
-                    takes.setdefault(peer, []).extend(group.items[target])
+                    takes.setdefault(peer, []).extend(self._whole_items(group, target))
                     continue
                 units, gaps, lengths, _, changed = group.came
                 size = units * group.unit_bytes + gaps + lengths
-                text = self._errors.guard(self._comm.xp.empty, size, np.uint8)
+                text = self._comm.xp.empty(size, np.uint8)
                 group.came = Changes(units, gaps, lengths, text, changed)
                 takes.setdefault(peer, []).extend(_text_item(group, None, text))
-        keeps = [item for group in self._own if group.sent.text is None for item in group.items[target]]
-        return gives, takes, keeps
+        own = [group for group in self._own if group.sent.text is None]
+        return gives, takes, [item for group in own for item in self._whole_items(group, target)]
+
+    def _whole_items(self, group: _Group, target: int) -> list[Item]:
+        """Return the items of a group that goes whole: out of the copy, where there is one."""
+        if group.given is None:
+            return list(group.items[target])
+        base = self._base.get(group.entry)
+        return [
+            replace(item, source=None if item.source is None else base, there=None)
+            for item in group.items[target]
+        ]
 
     # ---- taking it in
 
@@ -360,42 +386,25 @@ class VersionChanges:
 
     # ---- when it is switched to
 
-    def commit(self, target: int, attempt: int, whole: bool) -> None:
+    def commit(self, target: int, attempt: int) -> None:
         """Move on what was kept: the version is switched to.
 
         Args:
             target: the set it went to.
             attempt: its number, the same on all ranks.
-            whole: all of it went, and nothing was compared.
         """
-        self._before, self._holds[target] = self.follows, attempt
+        self._before, self._holds[target] = self._served, attempt
         self.follows = 0
         nothing = Changes(0, 0, 0, None, 0)
         for group in self._taken():
-            group.kept = nothing if whole or len(self._movers) == 1 else group.came
-            group.came = nothing
+            group.kept, group.came = group.came if len(self._movers) > 1 else nothing, nothing
         for group in self._given():
-            if group.given is None:
-                continue
-            source, base = group.items[target][0].source, self._base[group.entry]
-            if whole or group.raw.text is None:
-                self._copy_to_base(group, target, source, base)
-            else:
-                group.given.write(base, group.raw)
+            if group.given is not None and group.raw.text is not None:
+                group.given.write(self._base[group.entry], group.raw)
             group.sent = group.raw = nothing
+        self._ahead.clear()
         self._room = Room()
-        self.follows = attempt
-
-    def _copy_to_base(self, group: _Group, target: int, source: Array, base: Array) -> None:
-        for item in group.items[target]:
-            where = (*slices_of(item.src_box), ...)
-            base[where] = source[where]
-
-    def lose(self, target: int) -> None:
-        """Note that a set was written to without a switch; with one set, that no version is left in it."""
-        self._holds[target] = 0
-        if len(self._movers) == 1:
-            self.follows = 0
+        self.follows = self._served = attempt
 
     def close(self) -> None:
         """Let go of what is kept."""
@@ -424,6 +433,11 @@ def _text_item(group: _Group, source: Array | None, target: Array | None) -> lis
     box, form = ((0, int(text.size)),), (("uint8", (int(text.size),)),)
     number = group.items[0][0].number
     return [Item(number, group.name, box, box, "uint8", source, target, sent=form, got=form)]
+
+
+def _whole(items: Sequence[Item]) -> Changes:
+    elems = sum(int(np.prod(shape_of(item.src_box))) for item in items)
+    return Changes(0, 0, 0, None, elems)
 
 
 def _row(changes: Changes) -> list[int]:

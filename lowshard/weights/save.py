@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from lowshard.argument import instance, mapping
 from lowshard.argument import path as check_path
@@ -29,8 +30,11 @@ from lowshard.checkpoint.hf_index import plain_metadata
 from lowshard.checkpoint.read_shares import shares
 from lowshard.checkpoint.writer import box_of, check_state, reserve, write_at, write_checkpoint
 from lowshard.comm import Communicator, agree, loopback
+from lowshard.content_hash import tensor_digest
 from lowshard.errors import CheckpointError
 from lowshard.foreign_array import view_of
+from lowshard.kernels.bit_sums import content_sum
+from lowshard.kernels.unit_weights import SUMS
 from lowshard.layout import Layout
 from lowshard.tiling import Tiling
 
@@ -105,6 +109,8 @@ class Item:
     """The tensor."""
     dtype: str
     box: Box
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
 
 
 def items_of(boxes: Iterable[tuple[str, str, Box]], shapes: Mapping[str, tuple[int, ...]]) -> list[Item]:
@@ -119,7 +125,7 @@ def items_of(boxes: Iterable[tuple[str, str, Box]], shapes: Mapping[str, tuple[i
         number = 1
         while key in made or (key != name and key in shapes):
             key, number = f"{marked}@{number}", number + 1
-        made[key] = Item(key, name, dtype, box)
+        made[key] = Item(key, name, dtype, box, shapes[name])
     return list(made.values())
 
 
@@ -147,6 +153,7 @@ class ShardFile:
         self.size_bytes = entries[-1].stop if entries else len(self._head)
         self._at = {e.name: e.start for e in entries}
         self._crc = dict.fromkeys(self._at, 0)
+        self._sums = {key: np.zeros(SUMS, np.uint32) for key in self._at}
         self._fd = -1
 
     def __enter__(self) -> ShardFile:
@@ -169,11 +176,21 @@ class ShardFile:
         os.close(self._fd)
 
     def put(self, key: str, array: np.ndarray) -> None:
-        """Append elements to an item; they come in row-major order."""
-        data = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+        """Append a box of elements to an item; boxes come in row-major order."""
+        array = np.ascontiguousarray(array).reshape(array.shape)  # which a 0-d array loses
+        data = array.reshape(-1).view(np.uint8).data
         write_at(self._fd, data, self._at[key])
         self._crc[key] = crc32(data, self._crc[key])
+        item, done_bytes = self._items[key], self._at[key] - self.entries[key].start
+        if array.size:
+            self._sums[key] += content_sum(
+                array, _next_box(item.box, done_bytes // array.itemsize, array.shape), item.shape
+            )
         self._at[key] += len(data)
+
+    def sums(self, key: str) -> npt.NDArray[np.uint32]:
+        """Return the sums of an item's bits (`kernels.content_sum`), so far."""
+        return self._sums[key]
 
     def finish(self) -> dict[str, Any]:
         """Sync the file and return what the index says of it.
@@ -187,13 +204,21 @@ class ShardFile:
                     f"{self.path}: tensor {key!r} got {self._at[key] - entry.start} bytes of {entry.size_bytes}"
                 )
         os.fsync(self._fd)
-        parts = [[i.name, i.key, i.box, self._crc[i.key]] for i in self._items.values()]
+        parts = [
+            [i.name, i.key, i.box, self._crc[i.key], self._sums[i.key].tolist()] for i in self._items.values()
+        ]
         return {
             "file": self.path.name,
             "bytes": self.size_bytes,
             "header": crc32(self._head),
             "parts": parts,
         }
+
+
+def _next_box(box: Box, done_elems: int, shape: Sequence[int]) -> Box:
+    """Return where a part of a box lies, of which so many elements come before it, row-major."""
+    start = np.unravel_index(done_elems, shape_of(box)) if box else ()
+    return tuple((a + int(s), a + int(s) + n) for (a, _), s, n in zip(box, start, shape, strict=True))
 
 
 def commit_index(
@@ -225,16 +250,21 @@ def commit_index(
     def write_index(texts: Sequence[str]) -> None:
         files: dict[str, IndexedFile] = {}
         parts: dict[str, list[Part]] = {name: [] for name in tensors}
+        sums = {name: np.zeros(SUMS, np.uint32) for name in tensors}
         for row in sorted((r for text in texts for r in json.loads(text)), key=lambda r: str(r["file"])):
             files[row["file"]] = IndexedFile(row["bytes"], row["header"])
-            for name, key, box, crc in row["parts"]:
+            for name, key, box, crc, part_sums in row["parts"]:
                 if key == name:
                     whole[name] = row["file"]
                 part = Part(row["file"], key, tuple((a, b) for a, b in box), crc)
                 if volume(part.box):
                     parts[name].append(part)
+                    sums[name] += np.array(part_sums, np.uint32)
         cut = {
-            n: IndexedTensor(t.dtype, t.shape, said, tuple(parts[n]), t) for n, (t, said) in tensors.items()
+            n: IndexedTensor(
+                t.dtype, t.shape, said, tuple(parts[n]), t, tensor_digest(t.dtype, t.shape, sums[n])
+            )
+            for n, (t, said) in tensors.items()
         }
         index = Index(num_ranks, commit.token, files, cut, metadata)
         write_at(commit.fd, memoryview(index.encode()), 0)

@@ -1,7 +1,8 @@
 """What each rank does of a refit in which one rank is killed: refit after refit, until the others hear of it.
 
 Arguments: the folder for notes; the victim's rank; where it kills itself ("outside": the test does it); size in MiB;
-how bytes move: "slots", "messages", "shown" (receivers read memory that they map) or "private" (they read by a call).
+how bytes move: "slots", "messages", "shown" (receivers read memory that they map) or "private" (they read by a call);
+"beside" where a thread pushes.
 Ranks 0 and 1 train, 2 and 3 serve, 4 takes part with nothing.
 """
 
@@ -32,7 +33,7 @@ def die(*_: object) -> Any:
     time.sleep(60)
 
 
-def main(folder: Path, victim: int, where: str, size_mib: int, how: str) -> None:
+def main(folder: Path, victim: int, where: str, size_mib: int, how: str, waits: bool) -> None:
     comm = lc.from_mpi(MPI.COMM_WORLD, device="cpu")
     rows = size_mib * 256
     src = {
@@ -66,7 +67,9 @@ def main(folder: Path, victim: int, where: str, size_mib: int, how: str) -> None
                     if where == "between vote and switch":
                         refit._switch = die  # type: ignore[method-assign]
             start_s = time.monotonic()
-            refit.push(version) if mine else refit.pull()
+            begun: Any = refit.push(version, wait=waits) if mine else refit.pull(wait=waits)
+            if not waits:
+                begun.wait()
             span_s, done = time.monotonic() - start_s, version
     except PeerFailed as error:
         found = {float(v) for a in refit.weights.values() for v in (a.min(), a.max())}
@@ -88,4 +91,11 @@ def note(folder: Path, name: str, fields: dict[str, object]) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4]), sys.argv[5])
+    main(
+        Path(sys.argv[1]),
+        int(sys.argv[2]),
+        sys.argv[3],
+        int(sys.argv[4]),
+        sys.argv[5],
+        sys.argv[6] != "beside",
+    )

@@ -69,7 +69,10 @@ HOWS = ("slots", "messages", "shown", "private")
 
 @dataclass(frozen=True)
 class Kill:
-    """One job: how bytes move, who dies, and when: at a share of the span of a refit, or at a place in it."""
+    """One job: how bytes move, who dies, and when: at a share of the span of a refit, or at a place in it.
+
+    Every second one pushes in the background.
+    """
 
     number: int
     how: str
@@ -79,7 +82,11 @@ class Kill:
 
     def __str__(self) -> str:
         when = f"at {self.share:.2f} of a refit" if self.where == "outside" else self.where
-        return f"{self.number}: {self.how}, rank {self.victim} {when}"
+        return f"{self.number}: {self.how}, {self.waits}, rank {self.victim} {when}"
+
+    @property
+    def waits(self) -> str:
+        return "beside" if self.number % 2 else "waiting"
 
 
 def kills() -> list[Kill]:
@@ -108,7 +115,7 @@ def run(kill: Kill, folder: Path) -> tuple[dict[int, dict[str, Any]], int, str]:
     launcher = Launcher(folder, uuid.uuid4().hex, stray_files())
     started = launcher.start(
         "run", "-n", "5", "--timeout", "90", str(HERE / "run_refit_fault.py"), str(notes), str(kill.victim), kill.where,
-        "4", kill.how,
+        "4", kill.how, kill.waits,
     )  # fmt: skip
     ready = [notes / f"ready-{rank}" for rank in range(5)]
     wait_until(lambda: all(p.exists() for p in ready) or started.poll() is not None, 80.0)

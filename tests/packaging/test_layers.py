@@ -28,6 +28,7 @@ FLOORS: dict[str, str] = {
     "lowshard.box": "0",
     "lowshard.reading": "0",
     "lowshard.special": "0",
+    "lowshard.content_hash": "0",
     "lowshard.nearest": "0",
     "lowshard.command_examples": "0",
     "lowshard.command_parser": "0",

@@ -15,11 +15,11 @@ from pathlib import Path
 
 import numpy as np
 from safetensors.numpy import save_file
-from support.checkpoints import attention_and_more, on_ranks, state_of, values_of
+from support.checkpoints import attention_and_more, on_ranks, save_over, state_of, values_of
 from support.save_steps import Steps, counted
 
 from lowshard import DeviceMesh, Layout, Replicated, Sharded
-from lowshard.checkpoint import Catalog, read_header, write_checkpoint
+from lowshard.checkpoint import Catalog, read_header, write_checkpoint, write_delta
 from lowshard.checkpoint.checkpoint_index import INDEX_NAME, read_index
 from lowshard.checkpoint.hf_index import HF_INDEX
 from lowshard.comm import Communicator
@@ -187,6 +187,26 @@ class MergedFolder(WithHuggingFace, Resharded):
         convert(Settings(source, str(self.place), None, "", merged=True, file_bytes=500), comm)
 
 
+class Applied(Sharded4):
+    """`lowshard reshard --apply` onto the checkpoint that the delta was made from, in its own place."""
+
+    def prepare(self) -> Saver:
+        for version in (0, 1, 2):
+            save_over(self.folder / f"v{version}", values_of(_TILINGS, version), _TILINGS, RANKS)
+        for base, version in ((0, 1), (0, 2), (1, 2)):
+            made = self.folder / f"from{base}" / f"weight_v{version:06d}"
+            made.parent.mkdir(exist_ok=True)
+            write_delta(self.folder / f"v{base}", self.folder / f"v{version}", made, base_version=base)
+        return super().prepare()
+
+    def save(self, version: int, comm: Communicator) -> None:
+        base, source = 0, self.folder / "v0"
+        if version == 2 and self.target.exists():
+            base, source = 1, self.place
+        delta = self.folder / f"from{base}" / f"weight_v{version:06d}"
+        convert(Settings(str(source), str(self.place), None, "", deltas=(str(delta),)), comm)
+
+
 class Merged(Saver):
     """`save(merged=True)`."""
 
@@ -254,7 +274,7 @@ class Trained(Merged):
 
 SAVERS: Mapping[str, type[Saver]] = {
     "sharded": Sharded4, "merged": Merged, "write_checkpoint": Written, "FSDP": Trained, "reshard": Resharded,
-    "whole": WholeTensors, "merged folder": MergedFolder, "merged file": MergedFile,
+    "applied": Applied, "whole": WholeTensors, "merged folder": MergedFolder, "merged file": MergedFile,
 }  # fmt: skip
 
 

@@ -310,8 +310,8 @@ def test_a_push_that_fails_leaves_the_old_version_and_the_next_one_is_right(
             if where == "flip":
                 text_of = changes._find
 
-                def flip(target: int) -> None:
-                    text_of(target)
+                def flip(target: int, follows: bool) -> None:
+                    text_of(target, follows)
                     for group in changes._given():
                         if group.sent.text is not None and group.sent.units:
                             group.sent.text[-1] ^= 0x80
