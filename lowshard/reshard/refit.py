@@ -341,7 +341,8 @@ class Refit:
         self._switch(target, number)
         cost.pause_s = time.perf_counter() - start_s
         if self._changes is not None:
-            with cost.phase("keep"):
+            # What cannot be kept makes the next version go whole; this one is there.
+            with cost.phase("keep"), contextlib.suppress(Exception):
                 self._changes.commit(target, self._attempt)
         self._cost = cost
         return report
