@@ -37,6 +37,7 @@ FLOORS: dict[str, str] = {
     "lowshard.gpu_stream": "0",
     "lowshard.foreign_array": "0",
     "lowshard.owned": "0",
+    "lowshard.warm_memory": "0",
     "lowshard.compiled": "0",
     "lowshard.mesh": "1",
     "lowshard.placement": "1",
@@ -102,6 +103,7 @@ FLOORS: dict[str, str] = {
     "lowshard.bench": "7",
     "lowshard.demo": "7",
     "lowshard.selftest": "7",
+    "lowshard.warmup": "7",
     "lowshard.cli": "7",
     "lowshard.__main__": "7",
 }
