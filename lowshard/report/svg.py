@@ -54,8 +54,9 @@ def draw_matrix(shape: tuple[int, int], boxes: Sequence[Box], name: str) -> str:
             middle_x, middle_y = x + w / 2, y + h / 2
             half = 5.5 * len(label) + 7
             pieces.append(
-                f'<rect class="plate" x="{middle_x - half:.1f}" y="{middle_y - 13:.1f}" width="{2 * half:g}" height="26" '
-                f'rx="4"/><text class="owner" x="{middle_x:.1f}" y="{middle_y + 6:.1f}" text-anchor="middle">{label}</text>'
+                f'<rect class="plate" x="{middle_x - half:.1f}" y="{middle_y - 13:.1f}" width="{2 * half:g}" '
+                f'height="26" rx="4"/><text class="owner" x="{middle_x:.1f}" y="{middle_y + 6:.1f}" '
+                f'text-anchor="middle">{label}</text>'
             )
     return "".join([*pieces, "</svg>"])
 
