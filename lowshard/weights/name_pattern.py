@@ -9,6 +9,7 @@ heads, whatever their size.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -53,7 +54,7 @@ class Sizes:
             CheckpointError: it cannot be read, or is no JSON object.
         """
         file = check_path(path, "a model's config is a path of a file or folder", CheckpointError)
-        file = file / "config.json" if file.is_dir() else file
+        file = file / "config.json" if os.path.isdir(file) else file
         config = parse_json(read_text(file, "model's config", CheckpointError), str(file), CheckpointError)
         if not isinstance(config, dict):
             raise CheckpointError(f"{file}: a model's config is a JSON object, got {brief(config)}")
@@ -152,9 +153,10 @@ class NamePatterns:
             ShardingError: it is not of the form above.
         """
         path = check_path(source, "name patterns are a shipped name or the path of a file", CheckpointError)
-        if not path.is_file() and path.name == str(source) and path.name.removesuffix(".yaml") in SHIPPED:
+        is_name = path.name == str(source) and path.name.removesuffix(".yaml") in SHIPPED
+        if is_name and not os.path.isfile(path):
             path = _FOLDER / f"{path.name.removesuffix('.yaml')}.yaml"
-        if not path.exists():
+        if not os.path.exists(path):
             hint = nearest(path.name.removesuffix(".yaml"), SHIPPED)
             raise CheckpointError(f"{source}: there is no such file; shipped are {', '.join(SHIPPED)}{hint}")
         text = read_text(path, "file of name patterns", CheckpointError, MAX_FILE_BYTES)

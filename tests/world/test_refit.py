@@ -247,7 +247,7 @@ def test_a_report_says_what_the_last_version_has_cost(buffering: Any) -> None:
             span_s, said = time.perf_counter() - start_s, refit.report()
             assert said["sent_bytes"] == said["dense_bytes"] == plan.sent_bytes(comm.rank)
             assert said["changed_elems"] * 4 == said["sent_bytes"]
-            assert list(said["phases"]) == ["agree", "move", "vote"]
+            assert list(said["phases"]) == ["readers", "agree", "move", "vote"]
             assert 0 < sum(said["phases"].values()) <= span_s
             assert 0 < said["pause_s"] < span_s
             assert (said["pause_s"] >= said["phases"]["move"]) == (buffering == "in_place")
