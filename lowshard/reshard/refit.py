@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, Self, Unpack, get_args, overload
 
@@ -33,11 +34,13 @@ from lowshard.reshard.refit_cost import RefitCost
 from lowshard.reshard.reshard_plan import ReshardPlan
 from lowshard.reshard.reshard_run import Report, Reshard, Settings, argument_error
 from lowshard.reshard.source_sample import sample
+from lowshard.reshard.version_changes import VersionChanges
 from lowshard.reshard.vote import Vote, version_number
 from lowshard.transfer.transform_contract import ReshardTransform
 
 Array = Any
 Buffering = Literal["double", "in_place"]
+Delta = Literal["off", "auto", "always"]
 _NONE = -1
 
 
@@ -65,6 +68,9 @@ class Refit:
     it. So before ranks of several hosts serve together again they compare `version`, over a communicator of the
     survivors; where it differs the version is pushed again.
 
+    Versions form a chain (`delta`): a copy of what was sent moves on when a version has been switched to, on all ranks,
+    and stays when it has not. What was not pushed in between is in the next push.
+
     Collective: all ranks of the communicator make it and close it; each version is one call on every rank: `push` where
     there are sources, `pull` elsewhere. Addresses, memory and open files stay as they are from the first call on.
 
@@ -78,6 +84,13 @@ class Refit:
             `MXFP8ReshardTransform`). "double": a second set is made beside them, and versions take turns: the first
             goes to the second set, the next to the arrays that were given, and so on. So read `weights`, again after
             each refit, and not the arrays that were given. "in_place": every version is written into those.
+        delta: "auto": of each tensor and destination what differs from the version before is sent, or all of it where
+            that is less; "always": what differs, also where that is more; "off": all of it. Bits are compared. Each
+            rank with sources then keeps a copy of what it sent last, as large as they are, and a plan with `multicast`
+            runs without it. The first version, and one after a failure "in_place", goes whole; so do boxes of a
+            transform that takes no blocks (`ReshardTransform.change_block_elems`), as MXFP8 boxes that begin or end
+            within a block. Between versions the destinations are the Refit's: what is changed in them stays changed
+            until those elements change in a source.
         version: of what dst holds now, or None for nothing yet.
         settings: staging_bytes, checksums and way; see `Settings`. Here checksums are on by default: every piece that
             travels is checked, and sources are not read where they lie, for which that would take longer.
@@ -97,12 +110,14 @@ class Refit:
         transform: ReshardTransform | None = None,
         *,
         buffering: Buffering = "double",
+        delta: Delta = "off",
         version: int | None = None,
         **settings: Unpack[Settings],
     ) -> None:
         self.plan, self.buffering = plan, buffering
         self._now, self._attempt = _Served(0, version), 0
         self._closed = False
+        self._torn_s: float | None = None
         settings.setdefault("checksums", True)
         error: Exception | None = argument_error(plan, src, dst, transform, settings)
         sets: list[dict[str, Array]] = []
@@ -114,6 +129,10 @@ class Refit:
                 raise error
             if not isinstance(buffering, str) or buffering not in get_args(Buffering):
                 raise PlanError(f"buffering is 'double' or 'in_place', got {buffering!r}")
+            if not isinstance(delta, str) or delta not in get_args(Delta):
+                raise PlanError(f"delta is 'off', 'auto' or 'always', got {delta!r}")
+            if delta != "off" and plan.multicast:
+                plan = replace(plan, multicast=False)
             if version is not None:
                 self._now = _Served(0, version_number(version))
             given = dict(dst or {})
@@ -127,7 +146,7 @@ class Refit:
                 a if how is None else {**a, **how.refit_weights()}
                 for a, how in zip(served, transforms, strict=True)
             ]
-            digest = hashlib.blake2b(f"{plan.digest()} {buffering}".encode(), digest_size=16).digest()
+            digest = hashlib.blake2b(f"{plan.digest()} {buffering} {delta}".encode(), digest_size=16).digest()
         except Exception as caught:
             error = caught
         agree(comm, digest, error, "Refit")
@@ -142,6 +161,7 @@ class Refit:
             first = self._movers[0] if self._movers else None
             mover = Reshard(plan, src, arrays, comm, how, like=first, **settings)
             self._movers.append(mover)
+        self._changes = None if delta == "off" else VersionChanges(comm, self._movers, delta == "always")
         self._vote = Vote(comm)
         self._readers, self._reading = [0] * len(served), threading.Condition()
         sends = plan.for_rank(comm.rank).sends.values()
@@ -298,13 +318,12 @@ class Refit:
         with cost.phase("readers"):
             wrong = wrong or self._await_readers(target)
         with cost.phase("agree"):
-            number, in_background = self._agreed(version, pushes, wrong, before is not None)
+            number, in_background, follows = self._agreed(version, pushes, wrong, before is not None)
         self._attempt += 1
-        start_s = time.perf_counter()
-        self._now = self._now._replace(torn=self.buffering == "in_place")
         try:
-            with cost.phase("move"):
-                report = self._movers[target].run(number)  # ends in an agreement: all are ready, or all raise
+            report = self._move(
+                target, number, follows, cost
+            )  # ends in an agreement: all are ready, or all raise
             if in_background:
                 with cost.phase("sources"):
                     agree(self.comm, b"", self._changed(before), "Refit")
@@ -317,14 +336,32 @@ class Refit:
             committed = self._vote.decide(self._attempt, True)
         if not committed:
             raise self._lost()
-        cost.dense_bytes = cost.sent_bytes = report.sent_bytes
-        cost.changed_elems = self._given_elems
-        if self.buffering == "double":
-            start_s = time.perf_counter()
+        start_s = time.perf_counter() if self._torn_s is None else self._torn_s
         self._switch(target, number)
         cost.pause_s = time.perf_counter() - start_s
+        if self._changes is not None:
+            # What cannot be kept makes the next version go whole; this one is there.
+            with cost.phase("keep"), contextlib.suppress(Exception):
+                self._changes.commit(target, self._attempt)
         self._cost = cost
         return report
+
+    def _move(self, target: int, number: int, follows: bool, cost: RefitCost) -> Report:
+        """Bring a version to all ranks, all of it or what differs from the one before."""
+        self._torn_s = None
+        cost.changed_elems = self._given_elems
+        if self._changes is not None:
+            return self._changes.run(target, number, follows, cost, self._tear)
+        self._tear()
+        with cost.phase("move"):
+            report = self._movers[target].run(number)
+        cost.dense_bytes = cost.sent_bytes = report.sent_bytes
+        return report
+
+    def _tear(self) -> None:
+        """Note that from now on bytes are written into what is served, if so they are."""
+        if self.buffering == "in_place" and self._torn_s is None:
+            self._now, self._torn_s = self._now._replace(torn=True), time.perf_counter()
 
     def _await_readers(self, target: int) -> TimedOut | None:
         """Wait until nobody reads a set of arrays any more; return what is wrong where somebody still does."""
@@ -353,17 +390,21 @@ class Refit:
 
     def _agreed(
         self, version: int | None, pushes: bool, error: Exception | None, in_background: bool
-    ) -> tuple[int, bool]:
-        """Return the version that is pushed and whether a rank is in the background, or raise; on all ranks alike."""
+    ) -> tuple[int, bool, bool]:
+        """Return the version that is pushed, whether a rank is in the background, and whether all hold the one before.
+
+        Raises:
+            LowshardError: on all ranks alike.
+        """
         number = _NONE
         try:
             if version is not None or pushes:
                 number = version_number(version)
         except PlanError as caught:
             error = caught
-        said = np.array(
-            [number, pushes, pushes and self._serves_sources, error is not None, in_background], np.int64
-        )
+        gives = pushes and self._serves_sources
+        held = 0 if self._changes is None else self._changes.follows
+        said = np.array([number, pushes, gives, error is not None, in_background, held], np.int64)
         rows: list[list[int]] = [row.tolist() for row in share(self.comm.control, said)]
         pushed = {number for number, pushes, *_ in rows if pushes}
         wanted = {number for number, *_ in rows if number != _NONE}
@@ -379,7 +420,8 @@ class Refit:
                     f"{[rank for rank, row in enumerate(rows) if row[1]]}, which have none: they pull"
                 )
         agree(self.comm, b"", error, "Refit")
-        return pushed.pop(), any(row[4] for row in rows)
+        follows = held > 0 and all(row[5] == held for row in rows)
+        return pushed.pop(), any(row[4] for row in rows), follows
 
     def _switch(self, target: int, number: int) -> None:
         with self._reading:
@@ -404,6 +446,8 @@ class Refit:
             return
         error = self._background.settle()
         self._closed = True
+        if self._changes is not None:
+            self._changes.close()
         for mover in self._movers:
             mover.close()
         with contextlib.suppress(

@@ -26,7 +26,7 @@ from lowshard.comm.background import Background
 from lowshard.errors import PeerFailed
 from lowshard.fsdp.core import Core
 
-_OPERATIONS = (
+OPERATIONS = (
     *((os, name) for name in (
         "open", "write", "pwrite", "fsync", "replace", "rename", "unlink", "mkdir", "rmdir", "ftruncate",
         "posix_fallocate", "listdir",
@@ -98,7 +98,7 @@ def counted(steps: Steps) -> Iterator[None]:
 @contextmanager
 def watched(folder: Path, kind: type[Communicator]) -> Iterator[None]:
     """Look at all operations below a folder, and at all meetings of a kind of communicators, in the block."""
-    places: list[tuple[Any, str]] = [*_OPERATIONS, *((kind, name) for name in _MEETINGS), (Core, "_in_lane")]
+    places: list[tuple[Any, str]] = [*OPERATIONS, *((kind, name) for name in _MEETINGS), (Core, "_in_lane")]
     start = Background.start
 
     def start_counted(self: Background, call: Callable[[], Any], text: str) -> Any:
