@@ -93,7 +93,7 @@ class Delta:
         given = check_path(path, "a delta is the path of a folder or of a file", CheckpointError)
         if given.name == HF_INDEX:
             given = given.parent
-        return _of_folder(given) if given.is_dir() else _of_sparse_file(given)
+        return _of_folder(given) if os.path.isdir(given) else _of_sparse_file(given)
 
     def check_tensor(self, name: str, dtype: str, shape: tuple[int, ...]) -> None:
         """Compare what the delta says of a tensor with what it is to change.
@@ -162,11 +162,13 @@ def open_deltas(paths: Iterable[FilePath]) -> tuple[Delta, ...]:
     found: list[Delta] = []
     for path in paths:
         given = check_path(path, "a delta is the path of a folder or of a file", CheckpointError)
-        if not given.is_dir() or (given / HF_INDEX).exists():
+        if not os.path.isdir(given) or os.path.exists(given / HF_INDEX):
             found.append(Delta.open(given))
             continue
         inner = [
-            p for p in sorted(given.iterdir()) if FOLDER_NAME.fullmatch(p.name) and (p / HF_INDEX).exists()
+            p
+            for p in sorted(given.iterdir())
+            if FOLDER_NAME.fullmatch(p.name) and os.path.exists(p / HF_INDEX)
         ]
         files = [p for p in sorted(given.glob("*.safetensors")) if is_sparse_delta(read_header(p).metadata)]
         if not inner and not files:
@@ -288,7 +290,7 @@ def read_folder_head(
 
 def _of_folder(folder: Path) -> Delta:
     path = folder / HF_INDEX
-    if not path.exists():
+    if not os.path.exists(path):
         raise CheckpointError(f"{folder}: a delta's folder has {HF_INDEX}, this has none")
     data = parse_json(read_text(path, "index of a delta folder", CheckpointError), str(path), CheckpointError)
     if isinstance(data, dict):  # keys of other writers are theirs
@@ -305,7 +307,7 @@ def _of_folder(folder: Path) -> Delta:
         _one_of(said["checksum_format"], CHECKSUMS, f"{path}: checksum_format")
     headers = {}
     for file in dict.fromkeys(head.weight_map.values()):
-        if not (folder / file).exists():
+        if not os.path.exists(folder / file):
             raise CheckpointError(f"{folder / file}: the file is missing, {HF_INDEX} names it")
         headers[file] = read_header(folder / file)
     for file, header in headers.items():

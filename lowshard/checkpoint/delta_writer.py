@@ -17,7 +17,7 @@ import numpy.typing as npt
 from lowshard import dtypes
 from lowshard.argument import brief, choice, whole
 from lowshard.argument import path as check_path
-from lowshard.box import full_box, shape_of
+from lowshard.box import full_box, row_major_parts, shape_of
 from lowshard.checkpoint.bytesource import ByteSource
 from lowshard.checkpoint.catalog import Catalog, Files, StoredTensor
 from lowshard.checkpoint.checkpoint_index import INDEX_NAME
@@ -26,7 +26,7 @@ from lowshard.checkpoint.delta_codec import COMPRESSIONS, Checksum, compressor
 from lowshard.checkpoint.delta_file import ENCODINGS, FOLDER_NAME, INDICES, VALUES
 from lowshard.checkpoint.header import FilePath, encode_header
 from lowshard.checkpoint.hf_index import HF_INDEX
-from lowshard.checkpoint.tensor_patch import bits_of, row_major_parts
+from lowshard.checkpoint.tensor_patch import bits_of
 from lowshard.checkpoint.writer import reserve, write_at
 from lowshard.comm import loopback
 from lowshard.content_hash import model_digest, tensor_digest

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -112,29 +112,3 @@ class FlippedBits:
         none = [(np.zeros(0, np.int64), np.zeros(0, f"u{self._unit}"))]
         positions, bits = zip(*(self._found or none), strict=True)
         return Patch(self._shape, np.concatenate(bits), np.concatenate(positions), is_xor=True)
-
-
-def row_major_parts(box: Box, most_elems: int, whole_dims: int = 0) -> Iterator[Box]:
-    """Yield a box in parts, in row-major order, each of at most so many elements.
-
-    Args:
-        box: in global coordinates.
-        most_elems: of a part.
-        whole_dims: trailing dims that are not cut; a part of them may have more elements.
-    """
-
-    def cut(box: Box, dim: int) -> Iterator[Box]:
-        if volume(box) <= most_elems or dim >= len(box) - whole_dims:
-            yield box
-            return
-        start, stop = box[dim]
-        inner = volume(box) // (stop - start)
-        step = max(1, most_elems // inner)
-        for at in range(start, stop, step):
-            part = (*box[:dim], (at, min(at + step, stop)), *box[dim + 1 :])
-            if volume(part) <= most_elems:
-                yield part
-            else:
-                yield from cut(part, dim + 1)
-
-    return cut(box, 0)

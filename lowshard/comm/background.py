@@ -4,23 +4,45 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
+from weakref import WeakSet
 
 from lowshard.comm.work import ThreadWork, Work
 
 
-class Background:
-    """Runs one call at a time in a thread of its own, over a communicator that nothing else uses meanwhile.
+class Splits(Protocol):
+    """The communicator that something runs beside."""
 
-    The process ends no earlier than the call. Each of its waits for other ranks has the communicator's deadline.
+    rank: int
+    _backgrounds: WeakSet[Background]
+
+    def split(self, color: int | None, key: int = 0) -> Any:
+        """Return a communicator of a group of its ranks."""
+
+
+class Background:
+    """Runs one call at a time in a thread of its own, over a communicator that nothing else uses.
+
+    Each of the call's waits for other ranks has the communicator's deadline. The process does not end before the call
+    has, and neither does `close` of the communicator that this one is made from.
+
+    Collective: all ranks of the communicator make it and close it.
 
     Args:
-        name: of the threads.
+        comm: what is split.
+        name: of the threads, with the rank behind it.
+
+    Attributes:
+        comm: a `Communicator` of the same ranks, for the calls.
+        memory: what a call has set aside for the next one, or None.
     """
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self, comm: Splits, name: str) -> None:
+        self.comm: Any = comm.split(0, comm.rank)
+        self.memory: Any = None
+        self._name = f"{name} rank {comm.rank}"
         self._work: ThreadWork | None = None
+        comm._backgrounds.add(self)
 
     @property
     def idle(self) -> bool:
@@ -50,3 +72,15 @@ class Background:
         self._work = work = ThreadWork(call, text)
         threading.Thread(target=work.run, name=self._name).start()
         return work
+
+    def close(self) -> None:
+        """Wait for the last call, and give the communicator back. Closing twice is safe.
+
+        Raises:
+            Exception: what went wrong in the last call, unless its work has told so already.
+        """
+        error = self.settle()
+        self.memory = None
+        self.comm.close()
+        if error is not None:
+            raise error

@@ -5,12 +5,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 
 from lowshard import dtypes
 from lowshard.argument import truth
 from lowshard.comm import check
+from lowshard.comm.background import Background
 from lowshard.comm.call import Call, signature_of, source_line
 from lowshard.comm.default_collectives import NO_ARRAY, Algorithms
 from lowshard.comm.work import ThreadWork, Work, Worker
@@ -28,6 +30,8 @@ class Arguments(Algorithms):
     def __init__(self, rank: int, size: int, **settings: Any) -> None:
         super().__init__(rank, size, **settings)
         self._lines: dict[tuple[str, int], Worker] = {}
+        self._backgrounds: WeakSet[Background] = WeakSet()
+        self._beside: Background | None = None
 
     _batch: list[tuple[Call, Array, int]] | None = None
     _batch_thread: int | None = None  # whose block it is
@@ -145,12 +149,22 @@ class Arguments(Algorithms):
 
         Collective: all ranks of the communicator call this. Where a `with` block ends by an exception the
         ranks may not all get here, so what would wait for them is left to the end of the process.
+
+        Raises:
+            Exception: what went wrong in the background, in a save or a refit that was started, and was told to nobody.
         """
         if not self._closed and not self._failed:
             for worker in (self._worker, *self._lines.values()):
                 if worker is not None:
                     worker.settle()
-        super().close()
+            untold = [error for b in list(self._backgrounds) if (error := b.settle()) is not None]
+            super().close()
+            if untold:
+                raise untold[0]
+        elif all(b.idle for b in list(self._backgrounds)):
+            super().close()
+        else:
+            self._closed = True  # what goes on reads what would be given back
 
     def _start(self, name: str, call: Callable[[], Any]) -> Work:
         """Give a call to the communicator's thread."""

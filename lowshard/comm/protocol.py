@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 from lowshard import dtypes
 from lowshard.argument import whole
 from lowshard.comm import check
+from lowshard.comm.background import Background
 from lowshard.comm.call_cache import Arguments, key_of, name_of, text_of
 from lowshard.comm.default_collectives import NO_ARRAY
 from lowshard.comm.work import Op, Order, Starter, Stream, Work
@@ -65,6 +66,23 @@ class Communicator(Arguments):
         The buffers belong to the call until the work is done. Calls run in the order they are started in.
         """
         return Starter(self)
+
+    @property
+    def beside(self) -> Background:
+        """Runs saves beside this communicator's calls, one at a time.
+
+        Collective: all ranks of the communicator ask for it the first time, when it is made.
+        """
+        if self._beside is None:
+            self._beside = Background(self, "lowshard save")
+        return self._beside
+
+    def settle_beside(self) -> Exception | None:
+        """Wait for what was started on `beside`; return what went wrong in it and was told to nobody.
+
+        Not collective.
+        """
+        return None if self._beside is None else self._beside.settle()
 
     def _current(self, stream: Stream) -> AbstractContextManager[LowshardError | None]:
         """Make the device of the buffers and, unless it is None, a stream current for a block.

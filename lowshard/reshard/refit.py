@@ -151,9 +151,9 @@ class Refit:
             error = caught
         agree(comm, digest, error, "Refit")
         # A communicator of its own: a version is moved beside what the caller does, over any other one.
-        made = comm.split(0, comm.rank)
-        assert made is not None
-        self.comm = comm = made
+        self._background = Background(comm, "lowshard refit")
+        self.comm: Communicator = self._background.comm
+        comm = self.comm
         self._serves_sources = any(comm.rank in entry.src for entry in plan.entries)
         self._served, self._transforms = served, transforms
         self._movers: list[Reshard] = []
@@ -163,7 +163,6 @@ class Refit:
             self._movers.append(mover)
         self._changes = None if delta == "off" else VersionChanges(comm, self._movers, delta == "always")
         self._vote = Vote(comm)
-        self._background = Background(f"lowshard refit rank {comm.rank}")
         self._readers, self._reading = [0] * len(served), threading.Condition()
         sends = plan.for_rank(comm.rank).sends.values()
         self._given_elems = sum(volume(move.src_box) for moves in sends for move in moves)
@@ -239,7 +238,7 @@ class Refit:
     def push(self, version: int, *, wait: Literal[True] = True, stream: Stream = None) -> Report: ...
 
     @overload
-    def push(self, version: int, *, wait: bool, stream: Stream = None) -> Report | Work: ...
+    def push(self, version: int, *, wait: Literal[False], stream: Stream = None) -> Work: ...
 
     def push(self, version: int, *, wait: bool = True, stream: Stream = None) -> Report | Work:
         """Give the sources' present content as a version; on a rank that also serves, take it as well.
@@ -280,7 +279,7 @@ class Refit:
     ) -> Report: ...
 
     @overload
-    def pull(self, version: int | None = None, *, wait: bool, stream: Stream = None) -> Report | Work: ...
+    def pull(self, version: int | None = None, *, wait: Literal[False], stream: Stream = None) -> Work: ...
 
     def pull(self, version: int | None = None, *, wait: bool = True, stream: Stream = None) -> Report | Work:
         """Take the version that is pushed; with a number, that one and no other. Otherwise as `push`."""
@@ -439,10 +438,13 @@ class Refit:
         """Wait for a version that is under way, and let go of arrays and staging; `weights` stay readable.
 
         Collective: all ranks of the communicator call this. Closing twice is safe.
+
+        Raises:
+            LowshardError: what went wrong in the background, and was told to nobody.
         """
         if self._closed:
             return
-        self._background.settle()
+        error = self._background.settle()
         self._closed = True
         if self._changes is not None:
             self._changes.close()
@@ -451,7 +453,9 @@ class Refit:
         with contextlib.suppress(
             CommError
         ):  # a rank has died; its part is given back at the end of the process
-            self.comm.close()
+            self._background.close()
+        if error is not None:
+            raise error
 
     def __enter__(self) -> Self:
         return self

@@ -224,12 +224,12 @@ class VersionChanges:
             agree(comm, b"", errors.take(), "Refit")
         with cost.phase("tell"):
             decided = self._tell()
-            streams = errors.guard(self._streams, target)
+            gives, takes, keeps = errors.guard(self._streams, target) or ({}, {}, [])
             agree(comm, b"", errors.take(), "Refit")
         if any(group.came.text is None for group in self._taken()):
             begin_to_write()
         with cost.phase("move"):
-            report = mover.run_parts(version, *streams, finish)
+            report = mover.run_parts(version, gives, takes, keeps, finish)
         cost.dense_bytes = mover.report.sent_bytes
         cost.sent_bytes = report.sent_bytes
         if follows:

@@ -22,7 +22,7 @@ import numpy as np
 
 from lowshard import dtypes
 from lowshard.block_format import MXFP8, BlockFormat
-from lowshard.box import Box, full_box, shape_of, volume
+from lowshard.box import Box, full_box, row_major_parts, shape_of, volume
 from lowshard.checkpoint.bytesource import ByteSource
 from lowshard.checkpoint.catalog import Catalog, StoredTensor
 from lowshard.checkpoint.checkpoint_index import INDEX_NAME
@@ -31,7 +31,6 @@ from lowshard.checkpoint.delta_file import Delta, open_deltas
 from lowshard.checkpoint.header import read_header
 from lowshard.checkpoint.hf_index import HF_INDEX, SIZES, is_foreign
 from lowshard.checkpoint.read_shares import Share, shares
-from lowshard.checkpoint.tensor_patch import row_major_parts
 from lowshard.comm import Communicator, agree
 from lowshard.content_hash import model_digest, tensor_digest
 from lowshard.errors import CheckpointError, ShardingError, VerificationError
@@ -147,8 +146,8 @@ class ConvertPlan:
             CheckpointError: the source is missing or damaged, or is not cut as `was` says.
             ShardingError: names without a strategy, grids or cuts that cannot be.
         """
-        if settings.keeps_cut and Catalog.open(settings.source).num_ranks is None:
-            settings = replace(settings, merged=True)  # whole tensors, as they are there
+        if settings.keeps_cut and _is_of_whole_tensors(Catalog.open(settings.source)):
+            settings = replace(settings, merged=True)
         _check_target(settings)
         if settings.memory_bytes < MIN_MEMORY_BYTES:
             raise CheckpointError(
@@ -472,6 +471,13 @@ class _Worker:
 
         made = quantize_mxfp8(values)
         return [made.data, made.scale]
+
+
+def _is_of_whole_tensors(catalog: Catalog) -> bool:
+    """Return whether each tensor lies whole in a file, of ranks that are none: files, then, of a size that is given."""
+    return catalog.num_ranks is None or (
+        catalog.num_ranks == 1 and all(len(tensor.parts) < 2 for tensor in catalog.tensors.values())
+    )
 
 
 def _kept_tiling(tensor: StoredTensor, catalog: Catalog) -> Tiling:

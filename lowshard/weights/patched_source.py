@@ -10,12 +10,12 @@ from math import prod
 import numpy as np
 
 from lowshard import dtypes
-from lowshard.box import Box, full_box, shape_of
+from lowshard.box import Box, full_box, row_major_parts, shape_of
 from lowshard.checkpoint.bytesource import ByteSource
 from lowshard.checkpoint.catalog import Catalog, StoredTensor
 from lowshard.checkpoint.delta_codec import Checksum
 from lowshard.checkpoint.delta_file import Delta, chain_of
-from lowshard.checkpoint.tensor_patch import Patch, row_major_parts
+from lowshard.checkpoint.tensor_patch import Patch
 from lowshard.comm import Communicator, share_text
 from lowshard.content_hash import model_digest, tensor_digest
 from lowshard.errors import CheckpointError

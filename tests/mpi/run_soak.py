@@ -42,7 +42,9 @@ def holdings(comm: lc.Communicator) -> dict[str, int]:
         comm.barrier()
     gc.collect()
     end_s = time.monotonic() + 10.0
-    while any(thread.name.startswith("lowshard ") for thread in threading.enumerate()):
+    while any(
+        thread.name.startswith(("lowshard ", "lowshard-subscriber")) for thread in threading.enumerate()
+    ):
         assert time.monotonic() < end_s, f"threads that have nothing to do: {threading.enumerate()}"
         time.sleep(0.01)
     comm.barrier()

@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -28,7 +29,8 @@ RANKS = 3
 AT_A_TIME = 2
 PATIENCE_S = 3.0  # the ranks' own deadline of a wait
 LIMIT_S = 100.0  # the first of them may compile
-BLIND_LIMIT_S = 8.0  # the launcher's, where nobody but it can end the job
+BLIND_LIMITS_S = (8.0, 40.0)  # the launcher's, where nobody but it can end the job; more where it began late
+INSIDE_S = 2.0  # for the fault to happen, once all ranks are there
 RUNS = 10 if mode.full() else 1
 
 PHASES = ["from_mpi", "barrier", "split", "all_reduce", "save", "refit", "refit beside", "FSDP", "MPI"]
@@ -57,17 +59,22 @@ Case = tuple[str, str]
 def run(case: Case, again: int, folder: Path) -> tuple[int, Finished]:
     """Runs the job of a case, with another victim each time; returns the victim, and how the job ended."""
     fault, phase = case
-    folder.mkdir()
     victim, hows = (2, 0)[again % 2], FAULTS[fault]
-    done = start_ranks(
-        PROGRAM,
-        RANKS,
-        [hows[again // 2 % len(hows)], phase, str(victim), str(folder)],
-        BLIND_LIMIT_S if is_blind(case) else LIMIT_S,
-        env={"LOWSHARD_TIMEOUT_S": str(PATIENCE_S)},
-        prefix_output=True,
-        may_time_out=True,
-    )
+    for limit_s in BLIND_LIMITS_S if is_blind(case) else (LIMIT_S,):
+        notes = folder / f"{limit_s:g}"
+        notes.mkdir(parents=True)
+        done = start_ranks(
+            PROGRAM,
+            RANKS,
+            [hows[again // 2 % len(hows)], phase, str(victim), str(notes)],
+            limit_s,
+            env={"LOWSHARD_TIMEOUT_S": str(PATIENCE_S)},
+            prefix_output=True,
+            may_time_out=True,
+        )
+        came_s = sorted(note.stat().st_mtime for note in notes.glob("came-*"))
+        if len(came_s) == RANKS and came_s[-1] + INSIDE_S < time.time():
+            break
     return victim, done
 
 

@@ -55,7 +55,7 @@ def test_redistributions_refits_saves_and_loads_leave_nothing_behind() -> None:
     script, every_s = Path(__file__).parent / "run_soak_jobs.py", max(3.0, SECONDS / 60)
     ended = start_ranks(script, 4, [str(SECONDS), str(every_s)], SECONDS + 280).ok()
     found = json.loads(ended.stdout)
-    assert {"redistribute", "refit", "save", "split"} <= found["counts"].keys()
+    assert {"redistribute", "refit", "publish", "save", "split"} <= found["counts"].keys()
     allowed_kib = GROWS_KIB if SECONDS / WARM_PART >= FILLED_AFTER_S else FILLING_KIB
     for rank, samples in enumerate(found["ranks"]):
         warm, *later = [s for s in samples if s["at_s"] >= SECONDS / WARM_PART]

@@ -19,6 +19,7 @@ from lowshard import DeviceMesh, LowshardError
 from lowshard.bench.figure import load_report
 from lowshard.checkpoint import Catalog, read_header
 from lowshard.checkpoint.checkpoint_index import INDEX_NAME
+from lowshard.checkpoint.delta_file import Delta, open_deltas
 from lowshard.checkpoint.hf_index import HF_INDEX
 from lowshard.checkpoint.overview import look_at
 from lowshard.cost import ClusterProfile
@@ -170,6 +171,7 @@ OF_FILES: dict[str, Callable[[str], object]] = {
     "checkpoint": Catalog.open, "header": read_header, "overview": look_at, "graph": load_graph,
     "name patterns": NamePatterns.load, "model's config": Sizes.from_config, "profile": ClusterProfile.load,
     "rules": load_rules, "dump": read_dump, "report": load_report, "demo's checkpoint": user_checkpoint,
+    "delta": Delta.open, "deltas": lambda path: open_deltas([path]),
 }  # fmt: skip
 
 
@@ -193,7 +195,7 @@ def test_a_path_that_the_system_refuses_or_that_leads_to_no_file_is_an_error(
 @pytest.mark.parametrize("index", [INDEX_NAME, HF_INDEX, "config.json"])
 def test_a_pipe_in_a_folder_of_a_checkpoint_is_an_error(tmp_path: Path, index: str) -> None:
     os.mkfifo(tmp_path / index)
-    for read in (Catalog.open, look_at, Sizes.from_config):
+    for read in (Catalog.open, look_at, Sizes.from_config, Delta.open):
         with pytest.raises(LowshardError):
             read(tmp_path)
 

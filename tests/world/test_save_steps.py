@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from support import mode
-from support.save_steps import Steps, watched
+from support.save_steps import OPERATIONS, Steps, watched
 from support.savers import RANKS, SAVERS, Ended, Saver, attempt, judge
 
+import lowshard
 from lowshard import comm as lc
 from lowshard.comm.loopback import LoopbackCommunicator
 
@@ -37,6 +39,26 @@ def count(saver: Saver, victim: int, *, fresh: bool) -> Steps:
     with watched(saver.folder / "c", LoopbackCommunicator):
         assert run(saver, victim, steps, breaks=False) == [Ended()] * RANKS
     return steps
+
+
+def test_every_operation_that_changes_something_is_a_step() -> None:
+    """What else of `os` and `fcntl` stands where checkpoints are written only looks, or lets go."""
+    looks = {
+        "close", "dup", "fdopen", "fspath", "fstat", "stat", "statvfs", "path", "pread", "preadv", "posix_fadvise",
+        "PathLike",
+    }  # fmt: skip
+    used = {
+        node.attr
+        for folder in ("checkpoint", "weights", "fsdp")
+        for file in (Path(lowshard.__file__).parent / folder).rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Name)
+        and node.value.id in ("os", "fcntl")
+        and not node.attr.isupper()
+    }
+    assert {"open", "pwrite", "fsync", "replace", "flock"} <= used
+    assert used - looks <= {name for _, name in OPERATIONS}
 
 
 @pytest.mark.time_limit(300)
