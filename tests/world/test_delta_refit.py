@@ -125,6 +125,7 @@ def test_blocks_that_changed_are_quantised_as_the_whole_is(
     )
     dst = TensorLayout.sharded(shape, dtype, {"dp": (2, 2), "tp": (2, 1)}, {1: "tp"}, offset=1)
     first = weights(rng, *shape).astype(np.float32 if dtype == "float32" else BF16)
+    quantize_mxfp8(first.astype(BF16))  # compiled here, beside no deadline
     versions = versions_of(rng, {"w": first, "norm": weights(rng, 30, 4)}, 4)
     for number, share in enumerate((0.001, 0.0, 0.01, 0.2), 1):
         versions[number]["w"] = changed(rng, versions[number - 1]["w"], share)
