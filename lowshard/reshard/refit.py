@@ -10,7 +10,7 @@ from typing import Any, Literal, Self, Unpack, get_args
 import numpy as np
 
 from lowshard.comm.agreement import agree, share
-from lowshard.comm.protocol import Communicator
+from lowshard.comm.communicator import Communicator
 from lowshard.comm.work import Stream
 from lowshard.errors import CommError, LowshardError, MismatchError, PlanError
 from lowshard.foreign_array import like, view_of

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from lowshard.comm.protocol import Communicator
+from lowshard.comm.communicator import Communicator
 
 _COMMIT, _ABORT = 1, 2
 

@@ -37,9 +37,9 @@ ELSEWHERE = {
     "lowshard/reshard/publisher.py": "between ranks",
     "lowshard/reshard/subscriber.py": "between ranks",
     "lowshard/comm/late_comparison.py": "between ranks",
-    "lowshard/comm/node_collectives.py": "between ranks",
+    "lowshard/comm/collectives.py": "between ranks",
     "lowshard/comm/watch_setup.py": "between ranks",
-    "lowshard/comm/default_collectives.py": "between ranks",
+    "lowshard/comm/call_comparison.py": "between ranks",
     "lowshard/comm/abort.py": "records of our own ranks",
 }
 OWN = ("lowshard/demo/", "lowshard/selftest/", "launch/", "bench/")
