@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import wraps
+from inspect import signature
 from types import ModuleType
 from typing import Any, Concatenate, ParamSpec, Self
 
@@ -566,7 +567,8 @@ def _started(
         return self._start(name, message, *args, **options)
 
     start.__doc__ = f"Start `{name}`" + ("; it need not be in turn with collectives." if message else ".")
-    start.__annotations__["return"] = "Work"
+    start.__annotations__ = {**method.__annotations__, "return": "Work"}
+    start.__signature__ = signature(method).replace(return_annotation="Work")  # type: ignore[attr-defined]
     return start
 
 

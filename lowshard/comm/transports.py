@@ -41,11 +41,11 @@ TRANSPORTS = (
 )
 
 
-def capabilities() -> list[tuple[str, str, str]]:
+def capabilities() -> list[tuple[str, str, list[str]]]:
     """Return of each transport its class, which ranks it joins, and the collectives it has plans of its own for."""
     rows = []
     for entry in TRANSPORTS:
         kind = entry.load()
         own = [name for name in COLLECTIVES if name in kind.plans or name in kind.shared_plans]
-        rows.append((entry.kind, entry.ranks, ", ".join(own)))
+        rows.append((entry.kind, entry.ranks, own))
     return rows
