@@ -559,16 +559,18 @@ def _started(
     method: Callable[Concatenate[Communicator, P], object],
 ) -> Callable[Concatenate[Starter, P], Work]:
     """Return what starts a call of the communicator, with the same arguments."""
-    name = method.__name__
+    name, takes = method.__name__, signature(method)
     message = name in ("send", "recv")
 
     @wraps(method)
     def start(self: Starter, /, *args: P.args, **options: P.kwargs) -> Work:
-        return self._start(name, message, *args, **options)
+        given = takes.bind(self, *args, **options)  # what is no such call raises TypeError here
+        begin = self._start_message if message else self._start
+        return begin(name, *given.args[1:], **given.kwargs)
 
     start.__doc__ = f"Start `{name}`" + ("; it need not be in turn with collectives." if message else ".")
     start.__annotations__ = {**method.__annotations__, "return": "Work"}
-    start.__signature__ = signature(method).replace(return_annotation="Work")  # type: ignore[attr-defined]
+    start.__signature__ = takes.replace(return_annotation="Work")  # type: ignore[attr-defined]
     return start
 
 
@@ -581,22 +583,29 @@ class Starter:
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
 
-    def _start(self, name: str, message: bool, *args: Any, stream: Stream = None, **options: Any) -> Work:
+    # Arrays of other libraries are seen as NumPy's or CuPy's here: their current stream is that of the caller's thread.
+    # What cannot be seen is refused by the call itself, in its turn.
+
+    def _start(self, name: str, *args: Any, stream: Stream = None, **options: Any) -> Work:
         comm = self._comm
-        t, caller = comm._transport, comm._caller
 
         def begin() -> Work:
-            # Arrays of other libraries are seen as NumPy's or CuPy's here: their current stream is that of the caller's
-            # thread. What cannot be seen is refused by the call itself, in its turn.
             seen = [view_or_same(arg) for arg in args]
-            named = {key: view_or_same(option) for key, option in options.items()}
-            if message:
-                return t.start_message(caller, name, *_message_of(*seen, **named))
-            first = [*args, *options.values()][:1]
-            return t.start(caller, name, lambda: like(getattr(comm, name)(*seen, **named), *first))
+            make = getattr(comm, name)
+            return comm._transport.start(comm._caller, name, lambda: like(make(*seen, **options), *args[:1]))
 
-        if stream is None:
-            return begin()
+        return begin() if stream is None else self._on_stream(stream, name, begin)
+
+    def _start_message(self, name: str, buf: Array, peer: int, *, stream: Stream = None) -> Work:
+        comm = self._comm
+
+        def begin() -> Work:
+            return comm._transport.start_message(comm._caller, name, view_or_same(buf), check.rank(peer))
+
+        return begin() if stream is None else self._on_stream(stream, name, begin)
+
+    def _on_stream(self, stream: Stream, name: str, begin: Callable[[], Work]) -> Work:
+        t, caller = self._comm._transport, self._comm._caller
         with t.buffers.current(stream, caller.in_group()) as wrong:
             if wrong is None:
                 return begin()
@@ -617,11 +626,6 @@ class Starter:
     barrier = _started(Communicator.barrier)
     send = _started(Communicator.send)
     recv = _started(Communicator.recv)
-
-
-def _message_of(buf: Array, dst: Any = None, src: Any = None) -> tuple[Array, Any]:
-    """Return a message's buffer and peer, by whichever name it was given."""
-    return buf, src if dst is None else dst
 
 
 def _counts_key(name: str, *spans: Any) -> tuple[Any, ...]:
