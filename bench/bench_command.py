@@ -19,7 +19,8 @@ from lowshard.bench.bench_refit import add_refit_parser
 from lowshard.bench.bench_simulate import add_simulate_parser
 from lowshard.bench.bench_tune import add_tune_parser
 from lowshard.bench.cluster import add_profile_parser
-from lowshard.bench.collective import add_collective_parsers, add_report_argument, require_page
+from lowshard.bench.collective import add_collective_parsers
+from lowshard.bench.page_argument import add_report_argument, require_page, write_report
 from lowshard.errors import LowshardError
 from lowshard.nearest import nearest
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from lowshard.bench.bench_progress import Progress
     from lowshard.bench.bench_report import BenchReport, Section
     from lowshard.bench.turn_timing import Workload
+    from lowshard.report.page import Page
 
     Build = Callable[[Device, "Size", tuple[str, ...], Callable[[str], object]], Workload]
 
@@ -230,17 +232,18 @@ def _run(
         sections = [_section(device, size, names, args.rounds, build, progress) for size in sizes]
     report = BenchReport(bench, ran, args.rounds, tuple(sections))
     _show(report, args.json)
-    if args.report is not None:
-        from lowshard.report.bench_page import kernel_page
-        from lowshard.report.page import write_page
-
-        path = write_page(kernel_page(report), args.report)
-        print(f"written: {path}", file=sys.stderr if args.json == "-" else sys.stdout)
+    write_report(args, lambda: _page(report))
     if args.check and report.misses:
         for miss in report.misses:
             print(f"lowshard bench {bench}: {miss}", file=sys.stderr)
         return 1
     return 0
+
+
+def _page(report: BenchReport) -> Page:
+    from lowshard.report.bench_page import kernel_page
+
+    return kernel_page(report)
 
 
 def _section(

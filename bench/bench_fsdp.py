@@ -11,11 +11,15 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lowshard.bench.bench_progress import Progress
+from lowshard.bench.page_argument import add_report_argument, require_page, write_report
 from lowshard.errors import DependencyError, LowshardError, TimedOut
 from lowshard.settings import environment
+
+if TYPE_CHECKING:
+    from lowshard.report.page import Page
 
 DESCRIPTION = """\
 Trains an MLP (eight layers of 2560 by default, 52 million parameters, AdamW, one thread a rank) in NumPy with each
@@ -70,6 +74,7 @@ def add_fsdp_parser(benches: argparse._SubParsersAction[argparse.ArgumentParser]
     parser.add_argument(
         "--json", metavar="FILE", help="write JSON to FILE beside the table; -: print it alone"
     )
+    add_report_argument(parser)
     parser.set_defaults(func=run_fsdp)
 
 
@@ -77,6 +82,7 @@ def run_fsdp(args: argparse.Namespace) -> int:
     """Run `lowshard bench fsdp` and return the exit code."""
     if args.compare_torch and importlib.util.find_spec("torch") is None:
         raise DependencyError("--compare-torch needs torch, which is not installed: pip install torch")
+    require_page(args)
     rows = []
     with Progress("fsdp") as progress:
         cases = [(ranks, mode) for ranks in args.ranks for mode in args.mode if _fits(args, ranks, mode)]
@@ -100,6 +106,7 @@ def run_fsdp(args: argparse.Namespace) -> int:
         print(text)
     elif args.json is not None:
         Path(args.json).write_text(text + "\n")
+    write_report(args, lambda: page_of(rows))
     wrong = [row for row in rows if row["sent_bytes"] != row["expected_bytes"]]
     for row in wrong:
         print(f"lowshard bench fsdp: {row['mode']} on {row['ranks']} ranks sent {row['sent_bytes']} bytes a step, the "
@@ -214,6 +221,43 @@ def _print(rows: list[dict[str, Any]], compared: bool) -> None:
         for row in rows
     ]  # fmt: skip
     show("torch, and ours as a multiple of it", ("wall s", "cpu s", "peak", "x wall", "x cpu"), theirs)
+
+
+def page_of(rows: list[dict[str, Any]]) -> Page:
+    """Return the page of some rows, as the JSON has them."""
+    from lowshard.report.figure_page import Figure, FigureGroup, figure_page
+    from lowshard.report.page import Cell, Table, number
+
+    named = [(f"{row['mode']}, {row['ranks']} ranks", row) for row in rows]
+    head = ("strategy", "wall ms", "cpu ms", "sent", "by the formula", "pool MiB", "state MiB", "peak MiB")
+    cells = tuple(
+        (
+            Cell(name),
+            number(f"{row['wall_s'] * 1e3:.1f}"),
+            number(f"{row['cpu_s'] * 1e3:.1f}"),
+            number(f"{row['sent_bytes'] / (4 * row['params']):.4f}",
+                   "plain" if row["sent_bytes"] == row["expected_bytes"] else "bad"),
+            number(f"{row['expected_bytes'] / (4 * row['params']):.4f}"),
+            number(f"{row['pool_bytes'] / 2**20:.0f}"),
+            number(f"{row['state_bytes'] / 2**20:.0f}"),
+            number(f"{row['peak_mib']:.0f}"),
+        )
+        for name, row in named
+    )  # fmt: skip
+    table = Table(head, cells, "Sent: bytes of all ranks in a step, in parameters of four bytes.")
+    steps = tuple(Figure(name, row["wall_s"], f"{row['wall_s'] * 1e3:.1f} ms") for name, row in named)
+    beside = tuple(
+        Figure(f"{name}, {what}", row[key], f"{row[key]:.2f} of torch's", _LIMIT)
+        for name, row in named
+        for what, key in (("wall time", "wall_ratio"), ("processor time", "cpu_ratio"))
+        if key in row
+    )
+    groups = [FigureGroup("A step of training", steps, table)]
+    if beside:
+        groups.append(FigureGroup("Beside torch FSDP2 over gloo", beside))
+    wrong = sum(row["sent_bytes"] != row["expected_bytes"] for row in rows)
+    told = f"{wrong} rows sent other bytes than the formula's" if wrong else ""
+    return figure_page("fsdp", "An MLP trained with AdamW in NumPy, one thread a rank.", groups, told)
 
 
 def _modes(text: str) -> list[str]:

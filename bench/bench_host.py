@@ -14,19 +14,23 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from lowshard.bench.page_argument import add_report_argument, require_page, write_report
 from lowshard.comm import Communicator
 from lowshard.comm.loopback import Board, LoopbackTransport
 from lowshard.comm.nccl import nccl_communicator
 from lowshard.comm.nccl_bindings import Binding
+
+if TYPE_CHECKING:
+    from lowshard.report.page import Page
 
 Array = Any
 
@@ -201,12 +205,14 @@ def add_host_parser(benches: argparse._SubParsersAction[argparse.ArgumentParser]
     parser.add_argument(
         "--json", metavar="FILE", help="write JSON to FILE beside the table; -: print it, and no table"
     )
+    add_report_argument(parser)
     parser.add_argument("--check", action="store_true", help="exit code 1 if a figure misses its limit")
     parser.set_defaults(func=run_host)
 
 
 def run_host(args: argparse.Namespace) -> int:
     """Run `lowshard bench host` and return the exit code."""
+    require_page(args)
     rows = measure(args.ranks, args.rounds)
     about = {"ranks": args.ranks, "arrays": _arrays()[0].__name__, "processor": platform.processor()}
     text = json.dumps({**about, "rows": [asdict(row) for row in rows]}, indent=1) + "\n"
@@ -216,12 +222,39 @@ def run_host(args: argparse.Namespace) -> int:
         _show(rows, about)
         if args.json:
             Path(args.json).write_text(text, encoding="utf-8")
+    write_report(args, lambda: page_of(rows, about))
     misses = [row.miss for row in rows if row.miss]
     if args.check and misses:
         for miss in misses:
             print(f"lowshard bench host: {miss}", file=sys.stderr)
         return 1
     return 0
+
+
+def page_of(rows: Sequence[HostRow], about: Mapping[str, Any]) -> Page:
+    """Return the page of some rows.
+
+    Args:
+        rows: the figures.
+        about: "ranks" and "arrays", what they are figures of.
+    """
+    from lowshard.report.figure_page import Figure, FigureGroup, figure_page
+    from lowshard.report.page import Cell, Table, number
+
+    head = ("collective", "NCCL's calls", "whole us", "bare calls us", "above us")
+    cells = tuple(
+        (
+            Cell(row.name),
+            number(str(row.calls)),
+            number(f"{row.whole_us:.1f}"),
+            number(f"{row.bare_us:.1f}"),
+            number(f"{row.above_us:.1f}"),
+        )
+        for row in rows
+    )
+    figures = tuple(Figure(r.name, r.above_us, f"{r.above_us:.1f} us", LIMITS_US.get(r.name)) for r in rows)
+    lead = f"{about['ranks']} ranks, {about['arrays']} arrays. NCCL is a stand-in whose calls do nothing."
+    return figure_page("host", lead, [FigureGroup("Above the bare calls", figures, Table(head, cells))])
 
 
 def _show(rows: list[HostRow], about: dict[str, Any]) -> None:

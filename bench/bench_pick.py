@@ -10,12 +10,16 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from lowshard.bench.page_argument import add_report_argument, require_page, write_report
 from lowshard.layout import Layout
 from lowshard.mesh import DeviceMesh
 from lowshard.placement import Partial, Placement, Replicated, Sharded
 from lowshard.solver import clear_picks, pick
+
+if TYPE_CHECKING:
+    from lowshard.report.page import Page
 
 DESCRIPTION = """\
 Times pick() alone: one process, no arrays. Each row is one op on one mesh; the operands' placements on the last mesh
@@ -77,12 +81,14 @@ def add_pick_parser(benches: argparse._SubParsersAction[argparse.ArgumentParser]
     parser.add_argument(
         "--json", metavar="FILE", help="write JSON to FILE beside the table; -: print it, and no table"
     )
+    add_report_argument(parser)
     parser.add_argument("--check", action="store_true", help="exit code 1 if a figure misses its limit")
     parser.set_defaults(func=run_pick)
 
 
 def run_pick(args: argparse.Namespace) -> int:
     """Run `lowshard bench pick` and return the exit code."""
+    require_page(args)
     rows = measure(args.rounds)
     text = json.dumps([asdict(row) for row in rows], indent=1) + "\n"
     if args.json == "-":
@@ -91,12 +97,36 @@ def run_pick(args: argparse.Namespace) -> int:
         _show(rows)
         if args.json:
             Path(args.json).write_text(text, encoding="utf-8")
+    write_report(args, lambda: page_of(rows))
     misses = [miss for row in rows for miss in row.misses]
     if args.check and misses:
         for miss in misses:
             print(f"lowshard bench pick: {miss}", file=sys.stderr)
         return 1
     return 0
+
+
+def page_of(rows: Sequence[PickRow]) -> Page:
+    """Return the page of some rows."""
+    from lowshard.report.figure_page import Figure, FigureGroup, figure_page
+
+    names = [f"{row.op} {' '.join(row.placements)}, mesh {'x'.join(map(str, row.mesh))}" for row in rows]
+    columns = (
+        ("First sight", [row.first_us for row in rows], FIRST_LIMIT_US),
+        ("The same layouts again", [row.again_us for row in rows], KEPT_LIMIT_US),
+        ("A new number of rows", [row.new_rows_us for row in rows], KEPT_LIMIT_US),
+    )
+    groups = [
+        FigureGroup(
+            title,
+            tuple(
+                Figure(name, us, f"{us:.1f} us", limit if row.op == "matmul" else None)
+                for name, row, us in zip(names, rows, column, strict=True)
+            ),
+        )
+        for title, column, limit in columns
+    ]
+    return figure_page("pick", "Deciding how one op shall run: median time of pick() alone.", groups)
 
 
 def measure(rounds: int) -> list[PickRow]:

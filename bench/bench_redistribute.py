@@ -15,18 +15,18 @@ import numpy as np
 
 from lowshard.bench.bench_transition import ONE_AXIS, TWO_AXES, Transition, floor_of, mpi_way, transitions
 from lowshard.bench.collective import (
-    add_report_argument,
     count_of,
-    require_page,
     seconds_of,
     size_of,
     target_of,
 )
+from lowshard.bench.page_argument import add_report_argument, require_page, write_report
 from lowshard.errors import BufferMismatchError, LowshardError
 
 if TYPE_CHECKING:
     from lowshard.bench.bench_seat import Seat
     from lowshard.bench.sweep import Place
+    from lowshard.report.page import Page
 
 DESCRIPTION = """\
 Moves a square fp32 matrix from one layout to another, transition by transition, and prints each way's time as a
@@ -221,12 +221,7 @@ def _conclude(report: dict[str, Any], args: argparse.Namespace) -> int:
         if args.json is not None:
             write_whole(Path(args.json), text.encode())
             print(f"written: {args.json}")
-    if args.report is not None:
-        from lowshard.report.bench_page import redistribute_page
-        from lowshard.report.page import write_page
-
-        path = write_page(redistribute_page(report), args.report)
-        print(f"written: {path}", file=sys.stderr if args.json == "-" else sys.stdout)
+    write_report(args, lambda: _page(report))
     wrong = sum(row["wrong"] for row in report["rows"])
     if wrong:
         print(f"lowshard bench redistribute: {wrong} elements are wrong", file=sys.stderr)
@@ -234,6 +229,12 @@ def _conclude(report: dict[str, Any], args: argparse.Namespace) -> int:
     for miss in misses:
         print(f"lowshard bench redistribute: {miss}", file=sys.stderr)
     return 1 if wrong or misses else 0
+
+
+def _page(report: dict[str, Any]) -> Page:
+    from lowshard.report.bench_page import redistribute_page
+
+    return redistribute_page(report)
 
 
 def above_limits(report: dict[str, Any]) -> Sequence[str]:

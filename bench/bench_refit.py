@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lowshard.bench.collective import add_report_argument, require_page
+from lowshard.bench.page_argument import add_report_argument, require_page, write_report
 from lowshard.errors import LowshardError
 
 if TYPE_CHECKING:
     from lowshard.bench.bench_seat import Seat
+    from lowshard.report.page import Page
 
 DESCRIPTION = """\
 Moves a model of 268 MB (--size) between layouts of tensor parallelism, on ranks it starts itself or on those of the
@@ -131,12 +132,7 @@ def _show(rows: Sequence[Row], args: argparse.Namespace) -> int:
             )
         if args.json:
             Path(args.json).write_text(text, encoding="utf-8")
-    if args.report is not None:
-        from lowshard.report.bench_page import refit_page
-        from lowshard.report.page import write_page
-
-        path = write_page(refit_page(rows, LIMIT), args.report)
-        print(f"written: {path}", file=sys.stderr if args.json == "-" else sys.stdout)
+    write_report(args, lambda: _page(rows))
     missed = [r for r in rows if r.limit is not None and r.ratio > r.limit]
     if args.check:
         for r in missed:
@@ -145,6 +141,12 @@ def _show(rows: Sequence[Row], args: argparse.Namespace) -> int:
                 file=sys.stderr,
             )
     return 1 if args.check and missed else 0
+
+
+def _page(rows: Sequence[Row]) -> Page:
+    from lowshard.report.bench_page import refit_page
+
+    return refit_page(rows, LIMIT)
 
 
 def measure_refits(seat: Seat, request: Any) -> Any:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
 
-from lowshard.errors import LowshardError
+from lowshard.errors import PlanError
+from lowshard.reading import parse_json, read_text
 
 DESCRIPTION = """\
 Predicts the time of a reshard, and what ranks and nodes give and take, from the plan and a cluster profile (lowshard
@@ -44,12 +44,8 @@ def run_simulate(args: argparse.Namespace) -> int:
     elif args.plan == "deepseek":
         plan = build_reshard_plan(mixture(2048, 1, 16, 64), mixture(320, 4, 1, 320, offset=2048))
     else:
-        try:
-            plan = ReshardPlan.from_json(json.loads(Path(args.plan).read_text(encoding="utf-8")))
-        except (OSError, ValueError) as error:
-            if isinstance(error, LowshardError):
-                raise
-            raise LowshardError(f"{args.plan} is no reshard plan in JSON: {error}") from error
+        text = read_text(args.plan, "reshard plan", PlanError)
+        plan = ReshardPlan.from_json(parse_json(text, f"{args.plan} is no reshard plan", PlanError))
     with Progress("simulate") as progress:
         progress.expect(1)
         progress.step(f"{len(plan.entries)} tensors")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lowshard.bench.operation import ALL_REDOPS, OPERATIONS
+from lowshard.bench.page_argument import add_report_argument, require_page
 from lowshard.bench.sweep_setting import (
     DTYPES,
     MORE_DTYPES,
@@ -166,24 +167,6 @@ def _add_results(parser: argparse.ArgumentParser) -> None:
                        help="exit code 1 if the average bus bandwidth is below this")  # fmt: skip
     group.add_argument("--check-limits", action="store_true",
                        help="exit code 1 if a promised figure is missed (2 ranks on one host)")  # fmt: skip
-
-
-def add_report_argument(parser: argparse._ActionsContainer) -> None:
-    """Add `--report`."""
-    parser.add_argument("--report", type=Path, metavar="DIR",
-                        help="write a page for a browser, DIR/index.html, which needs no network")  # fmt: skip
-
-
-def require_page(args: argparse.Namespace) -> None:
-    """Raise where the page that `--report` asks for cannot be written; before anything is measured.
-
-    Raises:
-        LowshardError: no folder can be made there, or jinja2 is missing.
-    """
-    if args.report is not None:
-        from lowshard.report.page import require_report
-
-        require_report(args.report)
 
 
 def run_collective(args: argparse.Namespace) -> int:

@@ -6,14 +6,17 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
+from lowshard.argument import brief
 from lowshard.bench.batch import CLEAN_SHARE, Timing
+from lowshard.bench.operation import OPERATIONS
 from lowshard.bench.sweep_setting import Settings
 from lowshard.cost import factor
 from lowshard.errors import LowshardError
+from lowshard.reading import reader
 
 FORMAT = "lowshard-bench-collective-1"
 
@@ -159,24 +162,9 @@ class CollectiveReport:
         """Return the report that `to_json` wrote.
 
         Raises:
-            LowshardError: another format, or damaged data.
+            LowshardError: another format, or damaged data; the text has the place.
         """
-        came = data.get("format") if isinstance(data, Mapping) else None
-        if came != FORMAT:
-            raise LowshardError(
-                f"a collective's report has format {FORMAT!r}, got {came!r}; write one with --json"
-            )
-        try:
-            return cls(
-                tuple((str(k), str(v)) for k, v in data["machine"].items()),
-                Settings.from_json(data["settings"]),
-                data["ranks"],
-                data["transport"],
-                tuple(_row_from(row) for row in data["rows"]),
-                data["small_all_reduce_s"],
-            )
-        except (AttributeError, KeyError, TypeError) as error:
-            raise LowshardError(f"this report is damaged ({type(error).__name__}: {error})") from error
+        return _read_report(data)
 
     def dump(self) -> str:
         """Return the report as JSON text that ends with a newline."""
@@ -189,11 +177,7 @@ def load_report(path: str | Path) -> CollectiveReport:
     Raises:
         LowshardError: the file cannot be read, or holds no report.
     """
-    try:
-        data = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise LowshardError(f"{path} is no report of lowshard bench: {error}") from error
-    return CollectiveReport.from_json(data)
+    return _read_report.file(path)
 
 
 CSV_HEAD = (
@@ -243,16 +227,74 @@ def _row_json(row: Row) -> dict[str, Any]:
     return found
 
 
-def _row_from(data: Mapping[str, Any]) -> Row:
-    def timing(one: Mapping[str, Any] | None) -> Timing | None:
-        return None if one is None else Timing(tuple(one["seconds"]), tuple(one["shares"]), one["calls"])
+# What follows from the times is not read: it is worked out again.
 
-    def figure(one: Mapping[str, Any] | None) -> Figure | None:
-        if one is None:
-            return None
-        own = timing(one["timing"])
-        assert own is not None
-        return Figure(own, one["wrong"], one["x_memcpy"], one["x_mpi"], timing(one["mpi"]))
 
-    plain = {k: data[k] for k in ("op", "ranks", "size_bytes", "count", "dtype", "redop", "root", "cycle")}
-    return Row(**plain, out=figure(data["out"]), inside=figure(data["inside"]))
+@reader("timing of lowshard bench", LowshardError)
+def _read_timing(seconds: tuple[float, ...], shares: tuple[float, ...], calls: int) -> Timing:
+    if min(seconds, default=0.0) <= 0.0 or len(shares) not in (0, len(seconds)) or calls < 1:
+        raise LowshardError(
+            "a timing has one round or more, of more than 0 s each, a share for every round or for none, and 1 call or "
+            f"more in a batch; got {len(seconds)} rounds, {len(shares)} shares, {calls} calls"
+        )
+    return Timing(seconds, shares, calls)
+
+
+@reader("figure of lowshard bench", LowshardError)
+def _read_figure(
+    timing: Timing,
+    wrong: int | None,
+    x_memcpy: float | None,
+    x_mpi: float | None,
+    mpi: Timing | None,
+    time_s: Any,
+    algbw_gb_per_s: Any,
+    busbw_gb_per_s: Any,
+    min_s: Any,
+    max_s: Any,
+    p99_s: Any,
+    cv: Any,
+    upper_bound: Any,
+) -> Figure:
+    return Figure(timing, wrong, x_memcpy, x_mpi, mpi)
+
+
+@reader("row of lowshard bench", LowshardError)
+def _read_row(
+    op: str,
+    ranks: int,
+    size_bytes: int,
+    count: int,
+    dtype: str,
+    redop: str | None,
+    root: int | None,
+    out: Figure | None,
+    inside: Figure | None,
+    cycle: int,
+) -> Row:
+    row = Row(op, ranks, size_bytes, count, dtype, redop, root, out, inside, cycle)
+    if op not in OPERATIONS or ranks < 1 or size_bytes < 0 or not row.figures:
+        raise LowshardError(
+            f"a row is of one of {', '.join(OPERATIONS)}, of 1 rank or more and 0 bytes or more, out of place or in "
+            f"place; got {brief(op)}, {ranks} ranks, {size_bytes} bytes, {len(row.figures)} placements"
+        )
+    return row
+
+
+@reader("report of lowshard bench", LowshardError)
+def _read_report(
+    format: Literal["lowshard-bench-collective-1"],
+    bench: Any,
+    ok: Any,
+    machine: Mapping[str, str],
+    settings: Settings,
+    ranks: int,
+    transport: str,
+    wrong: Any,
+    average_busbw_gb_per_s: Any,
+    cpu_share: Any,
+    small_all_reduce_s: float | None,
+    rows: tuple[Row, ...],
+) -> CollectiveReport:
+    facts = tuple(machine.items())
+    return CollectiveReport(facts, settings, ranks, transport, rows, small_all_reduce_s)

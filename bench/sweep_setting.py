@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from lowshard.argument import brief
 from lowshard.bench.operation import ALL_REDOPS, OPERATIONS
 from lowshard.errors import LowshardError
+from lowshard.reading import reader
 
 Placement = Literal["out", "in"]
 
@@ -76,7 +78,9 @@ class Settings:
     placements: tuple[Placement, ...] = ("out", "in")
 
     def __post_init__(self) -> None:
-        operation = OPERATIONS[self.op]
+        operation = OPERATIONS.get(self.op)
+        if operation is None:
+            raise LowshardError(f"a sweep is over one of {', '.join(OPERATIONS)}, got {brief(self.op)}")
         if self.shared and not operation.shared:
             can = ", ".join(name for name, one in OPERATIONS.items() if one.shared)
             raise LowshardError(
@@ -93,20 +97,17 @@ class Settings:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Settings:
-        """Return the settings that `to_json` wrote; raises TypeError for anything else."""
-        known = {field.name for field in fields(cls)}
-        if not known <= set(data):
-            raise TypeError(f"settings without {sorted(known - set(data))}")
-        given: dict[str, Any] = {}
-        for name in known:  # JSON has lists where there are tuples here
-            given[name] = tuple(data[name]) if isinstance(data[name], list) else data[name]
-        return cls(**given)
+        """Return the settings that `to_json` wrote; raises LowshardError for anything else."""
+        return _read(data)
 
     def differences(self, other: Settings) -> tuple[str, ...]:
         """Return what keeps the figures of two runs from being compared, a line each."""
         mine, theirs = asdict(self), asdict(other)
         return tuple(f"{name}: {mine[name]!r} here, {theirs[name]!r} there" for name in _COMPARED
                      if mine[name] != theirs[name])  # fmt: skip
+
+
+_read = reader("settings of lowshard bench", LowshardError)(Settings)
 
 
 def parse_bytes(text: str) -> int:

@@ -272,7 +272,7 @@ def require_float(x: object, name: str, call: str) -> Array:
     if dtype_name(source.dtype) not in FLOATS:
         raise DTypeError(
             f"{call} takes {', '.join(FLOATS)}, got {source.dtype.name}; convert it first, "
-            f"{name}.astype(numpy.float32)"
+            f"{name}.astype(numpy.float32), or {name}.float() of torch"
         )
     return source
 

@@ -33,6 +33,7 @@ from lowshard.errors import KernelError
 
 Elem = Literal["e4m3", "e5m2"]
 Mode = Literal["rceil", "floor", "even", "ceil"]
+ELEMS: tuple[str, ...] = get_args(Elem)
 MODES: tuple[str, ...] = get_args(Mode)
 
 BLOCK_ELEMS = MXFP8["e4m3"].block[-1]

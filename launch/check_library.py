@@ -86,9 +86,12 @@ from lowshard.kernels.engine import host_engine
 q = quantize_mxfp8(np.ones((1, 32), np.float32))
 found = {"engine": host_engine().name, "right": bool((q.data == 0x78).all() and q.scale[0, 0] == 119), "bits": 0}
 if found["engine"] == "numba":
-    from lowshard.compiled import cache_folder
+    from lowshard.compiled import cache_folder, origins
+    from lowshard.compiled.shipped import level_in_use
     from lowshard.kernels.cpu.cpu_engine import vector_bits
-    found["bits"], found["cache"] = vector_bits(), str(cache_folder())
+    found["bits"], found["cache"], level = vector_bits(), str(cache_folder()), level_in_use()
+    if level is not None:
+        found["level"], found["shipped"] = level.name, "shipped" in origins.values()
 print(json.dumps(found))
 """
 
@@ -166,9 +169,12 @@ def check_kernels() -> Check:
     if found["engine"] != "numba":
         advice = "far slower than compiled code: pip install numba, unset LOWSHARD_KERNELS"
         return Check("kernels", "ok", "plain NumPy", advice, required=True)
-    return Check(
-        "kernels", "ok", f"Numba, {found['bits']}-bit vectors, kept in {found['cache']}", required=True
-    )
+    level = found.get("level")
+    if level and found["shipped"]:
+        detail = f"Numba's, as they came with lowshard for {level}; for this very processor: lowshard warmup"
+        return Check("kernels", "ok", detail, required=True)
+    detail = f"Numba, {found['bits']}-bit vectors, kept in {found['cache']}"
+    return Check("kernels", "ok", detail, required=True)
 
 
 def _origin() -> str:

@@ -6,7 +6,7 @@ which holds one element. Everything is plain integers: no arrays, no ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from math import prod
 from typing import Literal
 
@@ -100,6 +100,32 @@ def any_overlap(boxes: Iterable[Box]) -> bool:
             if intersect(box, other) is not None:
                 return True
     return False
+
+
+def row_major_parts(box: Box, most_elems: int, whole_dims: int = 0) -> Iterator[Box]:
+    """Yield a box in parts, in row-major order, each of at most so many elements.
+
+    Args:
+        box: in global coordinates.
+        most_elems: of a part.
+        whole_dims: trailing dims that are not cut; a part of them may have more elements.
+    """
+
+    def cut(box: Box, dim: int) -> Iterator[Box]:
+        if volume(box) <= most_elems or dim >= len(box) - whole_dims:
+            yield box
+            return
+        start, stop = box[dim]
+        inner = volume(box) // (stop - start)
+        step = max(1, most_elems // inner)
+        for at in range(start, stop, step):
+            part = (*box[:dim], (at, min(at + step, stop)), *box[dim + 1 :])
+            if volume(part) <= most_elems:
+                yield part
+            else:
+                yield from cut(part, dim + 1)
+
+    return cut(box, 0)
 
 
 def relative_slices(box: Box, origin: Box) -> tuple[slice, ...]:

@@ -30,6 +30,7 @@ def build_parser() -> argparse.ArgumentParser:
     from lowshard.rules.rules_command import add_rules_parser
     from lowshard.selftest.selftest_command import add_selftest_parser
     from lowshard.solver.solve_command import add_solve_parser
+    from lowshard.warmup.warmup_command import add_warmup_parser
     from lowshard.weights.reshard_command import add_reshard_parser
 
     parser: argparse.ArgumentParser = CommandParser(prog="lowshard", description=DESCRIPTION, epilog=EPILOG)
@@ -44,6 +45,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_inspect_parser(subparsers)
     add_solve_parser(subparsers)
     add_bench_parser(subparsers)
+    add_warmup_parser(subparsers)
     return parser
 
 

@@ -13,6 +13,11 @@ from lowshard.nearest import nearest
 
 __all__ = ["CommandParser", "expect_habits"]
 
+_REPORT = (
+    "there is no page of this: lowshard demo --report DIR makes one, and so does lowshard bench NAME --report DIR for "
+    "each NAME but profile, tune and simulate"
+)
+
 
 class CommandParser(argparse.ArgumentParser):
     """An `ArgumentParser` that knows what people are used to write elsewhere; subparsers are of its class too.
@@ -23,7 +28,7 @@ class CommandParser(argparse.ArgumentParser):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.habits: dict[str, str] = {}
+        self.habits: dict[str, str] = {"--report": _REPORT}
         self._options: list[str] = []
 
     def parse_known_args(  # type: ignore[override]  # as argparse's; its overloads are about the namespace's class
@@ -44,7 +49,7 @@ class CommandParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Print this command's usage, what is wrong and what to write instead, and exit with code 2."""
         if "arguments are required" in message:  # said before the unknown ones are
-            message += self._advice(word for word in self._options if word in self.habits)
+            message += self._advice(word for word in self._options if word.partition("=")[0] in self.habits)
         super().error(message)
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:

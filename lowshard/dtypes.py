@@ -115,7 +115,8 @@ def get(dtype: object) -> DType:
     row = _BY_NAME.get(name)
     if row is None:
         raise DTypeError(
-            f"dtype {brief(dtype)} is not one that lowshard carries; it knows {', '.join(r.name for r in _ROWS)}"
+            f"dtype {brief(dtype)} is not one that lowshard carries; it knows {', '.join(r.name for r in _ROWS)}; "
+            "what is moved and not computed with goes as its bytes, a view of uint8"
         )
     return row
 

@@ -203,31 +203,33 @@ def _torch_error(tensor: Any, name: str, cause: Exception | None) -> LowshardErr
     said = f"{name} is a torch tensor"
     if hasattr(tensor, "to_local"):
         return BufferMismatchError(
-            f"{said} over several ranks, a DTensor, and lowshard takes this rank's part; pass {name}.to_local()"
+            f"{said} over several ranks, a DTensor, and lowshard takes this rank's part; pass "
+            f"{_call(name, 'to_local()')}"
         )
     if str(tensor.layout) != "torch.strided":
         return BufferMismatchError(
-            f"{said} in the layout {tensor.layout}, and lowshard takes dense ones; pass {name}.to_dense()"
+            f"{said} in the layout {tensor.layout}, and lowshard takes dense ones; pass "
+            f"{_call(name, 'to_dense()')}"
         )
     if tensor.is_meta:
         return BufferMismatchError(
-            f"{said} on the device 'meta', which has no memory; pass torch.empty_like({name}, device='cpu')"
+            f"{said} on the device 'meta', which has no memory; pass one with memory, as of torch.empty(shape)"
         )
     if not (tensor.is_cpu or tensor.is_cuda):
         return BufferMismatchError(
             f"{said} on the device '{tensor.device}', and lowshard takes those on the CPU and on CUDA's GPUs; pass "
-            f"{name}.cpu()"
+            f"{_call(name, 'cpu()')}"
         )
     if tensor.requires_grad:
         return BufferMismatchError(
-            f"{said} that requires grad, and lowshard records no gradients; pass {name}.detach(), which shares its "
-            "memory"
+            f"{said} that requires grad, and lowshard records no gradients; pass {_call(name, 'detach()')}, "
+            "which shares its memory"
         )
     if tensor.is_conj() or tensor.is_neg():
         write = "resolve_conj" if tensor.is_conj() else "resolve_neg"
         return BufferMismatchError(
             f"{said} whose memory holds other values than it has ({write.removeprefix('resolve_')} bit); pass "
-            f"{name}.{write}()"
+            f"{_call(name, write + '()')}"
         )
     try:
         dtypes.get(tensor.dtype)
@@ -237,6 +239,11 @@ def _torch_error(tensor: Any, name: str, cause: Exception | None) -> LowshardErr
         f"{said} ({_kind(tensor)}) whose memory torch does not give: {brief(str(cause))}; pass a plain torch.Tensor "
         "with memory of its own"
     )
+
+
+def _call(name: str, method: str) -> str:
+    """Return what to write: the method of what a message calls `name`, or of x where that is no name in a program."""
+    return f"{name if all(map(str.isidentifier, name.split('.'))) else 'x'}.{method}"
 
 
 def _is_read_only(array: Array) -> bool:
@@ -277,7 +284,7 @@ def _jax_view(array: Any, name: str) -> Array:
     if len(devices) != 1:
         raise BufferMismatchError(
             f"{name} is a JAX array over {len(devices)} devices, and lowshard takes what lies on one; pass "
-            f"{name}.addressable_shards[i].data"
+            f"{_call(name, 'addressable_shards[i].data')}"
         )
     if next(iter(devices)).platform != "cpu":
         return _dlpack_view(array, name)

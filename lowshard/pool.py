@@ -8,7 +8,6 @@ read them, so that the next move of them takes one pass.
 from __future__ import annotations
 
 import math
-import weakref
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -21,6 +20,7 @@ from lowshard.comm import check
 from lowshard.comm.agreement import control_of
 from lowshard.comm.communicator import Communicator
 from lowshard.errors import BufferMismatchError
+from lowshard.warm_memory import lent
 
 Array = Any
 
@@ -67,10 +67,7 @@ class BufferPool:
         if size_bytes < _SMALL_BYTES:
             return np.empty(extents, kind)
         block = self._block(-(-size_bytes // _STEP_BYTES) * _STEP_BYTES)
-        # Views refer to the one array under them: `handle`, whose end is the end of them all.
-        handle = _Handle(block)
-        weakref.finalize(handle, self._returned.append, block).atexit = False
-        whole: np.ndarray = np.asarray(handle)
+        whole = lent(block, self._returned.append)
         return whole[:size_bytes].view(kind).reshape(extents)
 
     def _block(self, size_bytes: int) -> Array:
@@ -87,10 +84,3 @@ class BufferPool:
             if self._limit is None or self._idle_bytes + block.nbytes <= self._limit:
                 self._free.setdefault(block.nbytes, []).append(block)
                 self._idle_bytes += block.nbytes
-
-
-class _Handle:
-    """A block under another identity: arrays made of it keep this alive, and it does not keep the block."""
-
-    def __init__(self, block: np.ndarray) -> None:
-        self.__array_interface__ = block.__array_interface__

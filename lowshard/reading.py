@@ -24,7 +24,7 @@ from lowshard.argument import brief, instance
 from lowshard.argument import path as check_path
 from lowshard.errors import LowshardError
 
-__all__ = ["READERS", "Reader", "parse_json", "read_text", "reader"]
+__all__ = ["READERS", "Reader", "open_at_once", "parse_json", "read_text", "reader"]
 
 T = TypeVar("T")
 
@@ -32,6 +32,7 @@ MOST_BYTES = 64_000_000
 """Of a file or a JSON text, where a reader says nothing else."""
 MOST_VALUES = 2_000_000
 """Values in a JSON text, where a reader says nothing else."""
+_BLOCK_BYTES = 1 << 20
 MOST_DEPTH = 32
 """Levels of lists and objects where the annotation is `Any`; elsewhere the annotations are the bound."""
 _INT64 = 1 << 63
@@ -144,6 +145,13 @@ def reader(
 # ---- from bytes to plain data
 
 
+def open_at_once(path: str | os.PathLike[str], flags: int) -> int:
+    """Open a file, for `open(..., opener=...)`, without waiting: a FIFO that nobody writes to is empty."""
+    fd = os.open(path, flags | os.O_NONBLOCK)
+    os.set_blocking(fd, True)
+    return fd
+
+
 def read_text(path: str | Path, what: str, error: type[LowshardError], most_bytes: int = MOST_BYTES) -> str:
     """Return the text of a UTF-8 file.
 
@@ -155,8 +163,10 @@ def read_text(path: str | Path, what: str, error: type[LowshardError], most_byte
     """
     file_path = check_path(path, f"a {what} is read from the path of a file", error)
     try:
-        with open(file_path, "rb") as file:
-            raw = file.read(most_bytes + 1)
+        with open(file_path, "rb", opener=open_at_once) as file:
+            raw = bytearray()  # not read(most_bytes), which takes so much memory at once
+            while len(raw) <= most_bytes and (came := file.read(_BLOCK_BYTES)):
+                raw += came
     except (OSError, ValueError) as failed:  # ValueError: a NUL in the path
         reason = getattr(failed, "strerror", None) or failed
         raise error(f"{path} is no {what}: it cannot be read: {reason}") from failed

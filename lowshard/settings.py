@@ -17,7 +17,7 @@ from lowshard.errors import CommError, KernelError, LaunchError, LowshardError
 MOST_S = 1e9
 """Of a time limit, some 30 years: longer ones are cut to it, since some are counted in 64 bits of nanoseconds."""
 
-__all__ = ["SETTINGS", "Setting", "cache_root", "change", "environment", "numba_cache_dir"]
+__all__ = ["SETTINGS", "Setting", "cache_root", "change", "environment", "is_later_rank", "numba_cache_dir"]
 
 
 @dataclass(frozen=True)
@@ -124,6 +124,13 @@ KERNELS = Setting(
     "kernels for host arrays; Numba's by default, if it is there",
     KernelError,
 )
+SHIPPED_CODE = Setting(
+    "LOWSHARD_SHIPPED_CODE",
+    "on",
+    "on|off",
+    "whether compiled code that came with the package is used",
+    KernelError,
+)
 MALLOC = Setting(
     "LOWSHARD_MALLOC",
     "system",
@@ -139,15 +146,35 @@ START_S = Setting(
     "deadline of `lowshard run` for all ranks to have started",
     LaunchError,
 )
-# For those who work on lowshard.
+# For those who build or work on lowshard.
+BUILD_CODE = Setting(
+    "LOWSHARD_BUILD_CODE",
+    "host",
+    "host|all|off",
+    "for which processors an installation or a wheel is compiled: those like this one, all of this kind, none",
+    KernelError,
+)
 UPDATE_GOLDENS = Setting("LOWSHARD_UPDATE_GOLDENS", "0", "0|1", "whether tests write golden files anew")
 
 SETTINGS = (
     CHECK, TIMEOUT_S, WATCH, HEARTBEAT_S, ON_FAILURE, INTERFACE,
-    CPU_PATH, CROSS_MEMORY, PIPES, HUGE_PAGES, NODE_SIZE, NCCL, NCCL_REDUCE16, KERNELS, MALLOC,
-    START_S, UPDATE_GOLDENS,
+    CPU_PATH, CROSS_MEMORY, PIPES, HUGE_PAGES, NODE_SIZE, NCCL, NCCL_REDUCE16, KERNELS,
+    SHIPPED_CODE, MALLOC,
+    START_S, BUILD_CODE, UPDATE_GOLDENS,
 )  # fmt: skip
 """What users may set, in the order of the table."""
+
+NUMBA_CODE_SETTINGS = (
+    "NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES", "NUMBA_ENABLE_AVX",  # the processor that is compiled for
+    "NUMBA_OPT", "NUMBA_LOOP_VECTORIZE", "NUMBA_SLP_VECTORIZE",  # what LLVM makes of it
+    "NUMBA_LLVM_REFPRUNE_PASS", "NUMBA_LLVM_REFPRUNE_FLAGS",
+    "NUMBA_DISABLE_INTEL_SVML",  # which functions are called
+    "NUMBA_BOUNDSCHECK", "NUMBA_DEBUGINFO", "NUMBA_EXTEND_VARIABLE_LIFETIMES",  # what else the code does
+    "NUMBA_DEBUG_JIT", "NUMBA_DEBUG_NRT",
+)  # fmt: skip
+"""Numba's settings that change compiled code. The others do not: above all NUMBA_NUM_THREADS,
+which differs between jobs of one machine."""
+
 
 # Set by lowshard for the processes that it starts.
 JOB_DIR = Setting("LOWSHARD_JOB_DIR", "", "a folder", "where a job's ranks leave records of their failures")
@@ -172,6 +199,12 @@ def change(name: str, text: str | None) -> None:
         os.environ.pop(name, None)
     else:
         os.environ[name] = text
+
+
+def is_later_rank() -> bool:
+    """Return whether a launcher has said that this process is not rank 0, which says what is said once."""
+    ranks = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
+    return any(os.environ.get(name, "0") != "0" for name in ranks)
 
 
 def cache_root() -> Path:

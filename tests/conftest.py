@@ -64,9 +64,12 @@ def pytest_configure(config: pytest.Config) -> None:
     given = config.getoption("--seed")
     if given is None and hasattr(config, "workerinput"):
         given = mode.seed()  # of the process that started this one
-    # A shell that starts us in the background has SIGINT ignored, in all that we start too: tests of Ctrl-C need it.
+    # A shell that starts us in the background has SIGINT ignored, nohup has SIGHUP, in all that we start too: tests of
+    # Ctrl-C, and of processes whose terminal or parent has gone, need them.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
     full = bool(config.getoption("--full"))
     seed = given if given is not None else secrets.randbits(32) if full else DEFAULT_SEED
     mode.set_mode(full, seed)

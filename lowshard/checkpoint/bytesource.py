@@ -10,14 +10,27 @@ from types import TracebackType
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from lowshard import dtypes
-from lowshard.box import Box, intersect, relative_slices, single_run, strides_of, volume
+from lowshard.box import (
+    Box,
+    full_box,
+    intersect,
+    relative_slices,
+    row_major_parts,
+    shape_of,
+    single_run,
+    strides_of,
+    volume,
+)
 from lowshard.checkpoint.catalog import Catalog, StoredPart
 from lowshard.checkpoint.checkpoint_index import INDEX_NAME, read_index
 from lowshard.checkpoint.crc import Tally, crc32
 from lowshard.checkpoint.header import open_for_reading
 from lowshard.errors import CheckpointError
+from lowshard.kernels.bit_sums import content_sum
+from lowshard.kernels.unit_weights import SUMS
 
 _SCRATCH_BYTES = 512 << 10
 """Of a piece that is read and then looked at again: it is still in the core's own cache."""
@@ -137,6 +150,25 @@ class ByteSource:
             value = crc32(piece, value)
         part.check(name, value)
         return entry.size_bytes
+
+    def verify_content(self, name: str, part: StoredPart, shape: Sequence[int]) -> npt.NDArray[np.uint32]:
+        """Do as `verify`, and return the sums of the part's bits (`kernels.content_sum`) in a tensor of that shape.
+
+        Raises:
+            CheckpointError: as `verify`, or the file is shorter than it was.
+        """
+        entry, row = part.entry, dtypes.get(part.entry.dtype)
+        value, at, fd = 0, entry.start, self._fd(part.file, name)
+        sums = np.zeros(SUMS, np.uint32)
+        for box in row_major_parts(full_box(entry.shape), _SCRATCH_BYTES // row.itemsize_bytes):
+            raw = self._scratch_bytes(volume(box) * row.itemsize_bytes)
+            self._pread(fd, raw.data, at, part.file, name)
+            value, at = crc32(raw.data, value), at + raw.nbytes
+            place = tuple((a + o, b + o) for (a, b), o in zip(box, part.origin, strict=True))
+            sums += content_sum(raw.view(row.numpy).reshape(shape_of(box)), place, shape)
+        if part.crc32 is not None:
+            part.check(name, value)
+        return sums
 
     def _read_into(self, name: str, part: StoredPart, at: int, out: np.ndarray, tally: Tally | None) -> None:
         """Fill `out`, strided or not, with one run of a file."""

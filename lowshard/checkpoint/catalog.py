@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,7 @@ from lowshard.box import Box, full_box, shape_of, volume
 from lowshard.checkpoint.checkpoint_index import INDEX_NAME, Index, IndexedTensor, Part, read_index
 from lowshard.checkpoint.crc import Key, crc32
 from lowshard.checkpoint.header import FilePath, Header, TensorEntry, read_header
-from lowshard.checkpoint.hf_index import DATA_NAME, HF_INDEX
+from lowshard.checkpoint.hf_index import DATA_NAME, HF_INDEX, is_sparse_delta
 from lowshard.checkpoint.read_shares import disjoint
 from lowshard.errors import CheckpointError
 from lowshard.nearest import nearest
@@ -80,6 +81,8 @@ class StoredTensor:
     strategy: str | None = None
     tiling: Tiling | None = None
     """Which rank held what when a sharded checkpoint was saved; None where no index says it."""
+    digest: str | None = None
+    """Of its content, as `lowshard.reshard.digest` has it; None where no index says it."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +106,12 @@ class Catalog:
     def size_bytes(self) -> int:
         """Bytes of all tensors."""
         return sum(p.entry.size_bytes for t in self.tensors.values() for p in t.parts)
+
+    @property
+    def digests(self) -> dict[str, str] | None:
+        """Digests of the content by tensor, as `lowshard.reshard.digest` has them; None where none were recorded."""
+        found = {name: tensor.digest for name, tensor in self.tensors.items() if tensor.digest is not None}
+        return found if len(found) == len(self.tensors) else None
 
     def tensor(self, name: str) -> StoredTensor:
         """Return a tensor.
@@ -139,13 +148,13 @@ class Catalog:
             path = path.parent
         if path.name == HF_INDEX:
             return _of_hugging_face(path)
-        if not path.is_dir():
+        if not os.path.isdir(path):
             return _of_plain([path], str(path))
-        if (path / INDEX_NAME).exists():
+        if os.path.exists(path / INDEX_NAME):
             return _of_index(path)
-        if (path / HF_INDEX).exists():
+        if os.path.exists(path / HF_INDEX):
             return _of_hugging_face(path / HF_INDEX)
-        if (path / "model.safetensors").exists():
+        if os.path.exists(path / "model.safetensors"):
             return _of_plain([path / "model.safetensors"], str(path))
         found = sorted(p for p in path.glob("*.safetensors") if not p.name.startswith("."))
         if len(found) == 1:
@@ -216,6 +225,8 @@ def _of_plain(paths: Sequence[Path], where: str) -> Catalog:
         raise CheckpointError("a checkpoint has at least one file, got none")
     for path in paths:
         header = read_header(path)
+        if is_sparse_delta(header.metadata):
+            raise CheckpointError(_DELTA.format(path))
         metadata |= header.metadata
         for entry in header.tensors.values():
             if entry.name in tensors:
@@ -235,12 +246,14 @@ def _of_hugging_face(path: Path) -> Catalog:
     data = parse_json(text, f"{path} is no index with a weight_map", CheckpointError)
     said = {k: v for k, v in data.items() if k in _HF_KEYS} if isinstance(data, dict) else data
     files, metadata = _read_hugging_face(said, str(path))
+    if "delta_encoding" in metadata:
+        raise CheckpointError(_DELTA.format(path.parent))
     for name, file in files.items():
         if Path(file).name != file or not file:
             raise CheckpointError(f"{path}: tensor {name!r}: its file lies beside the index, got {file!r}")
     headers = {}
     for file in dict.fromkeys(files.values()):
-        if not (path.parent / file).exists():
+        if not os.path.exists(path.parent / file):
             named = [name for name, of in files.items() if of == file]
             raise CheckpointError(_missing(path.parent / file, path.name, named))
         headers[file] = read_header(path.parent / file)
@@ -257,6 +270,10 @@ def _of_hugging_face(path: Path) -> Catalog:
     return Catalog(str(path.parent), tensors, metadata, None, _digest(tensors))
 
 
+_DELTA = (
+    "{0}: is a delta, which says what one version changes of another, and no checkpoint: "
+    "`lowshard reshard BASE --apply {0} -o OUT` makes one"
+)
 _HF_KEYS = ("weight_map", "metadata")
 """What is read of an index of Hugging Face's; what else there is, is theirs."""
 
@@ -285,7 +302,7 @@ def _of_index(folder: Path) -> Catalog:
     for name, indexed in index.tensors.items():
         parts = tuple(stored_part(name, indexed, p, headers[p.file]) for p in indexed.parts)
         tensors[name] = StoredTensor(
-            name, indexed.dtype, indexed.shape, parts, indexed.strategy, indexed.tiling
+            name, indexed.dtype, indexed.shape, parts, indexed.strategy, indexed.tiling, indexed.digest
         )
     return Catalog(str(folder), tensors, index.metadata, index.num_ranks, _digest(tensors))
 
@@ -317,7 +334,7 @@ def checked_header(folder: Path, name: str, index: Index) -> Header:
     Raises:
         CheckpointError: it is missing, damaged, or another file; the text says which.
     """
-    if not (folder / name).exists():
+    if not os.path.exists(folder / name):
         held = [n for n, tensor in index.tensors.items() if any(p.file == name for p in tensor.parts)]
         raise CheckpointError(_missing(folder / name, INDEX_NAME, held))
     header = read_header(folder / name)

@@ -1,10 +1,11 @@
 """The index of a sharded checkpoint: which box of which tensor lies in which file, under which checksum.
 
 `lowshard.index.json` is one JSON object: `format`, `version`, `ranks`, `token`, `metadata`, `files` (name,
-bytes, crc32 of all bytes before the data), `tensors` (dtype, shape, strategy, parts, tiling), `tilings` (which rank
-held what; each stands once, tensors have its number) and `digest`, which is blake2b over the rest. Files are plain
-safetensors files; a part is a tensor of one, row-major. Its name there is the tensor's where it is all of it, else the
-tensor's with the slice, `w[0:512, 0:64]`: no slice stands under the name of the whole. Version 1 had no tilings.
+bytes, crc32 of all bytes before the data), `tensors` (dtype, shape, strategy, parts, tiling, digest of the content),
+`tilings` (which rank held what; each stands once, tensors have its number) and `digest`, which is blake2b over the
+rest. Files are plain safetensors files; a part is a tensor of one, row-major. Its name there is the tensor's where it
+is all of it, else the tensor's with the slice, `w[0:512, 0:64]`: no slice stands under the name of the whole. Version 1
+had no tilings, version 2 no digests of tensors.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from lowshard.tiling import Tiling
 INDEX_NAME = "lowshard.index.json"
 _MOST_BYTES, _MOST_VALUES = 2_000_000_000, 100_000_000
 """Of an index: one of ten thousand tensors over a thousand ranks has a tenth of it."""
-_FORMAT, _VERSION, _OLD_VERSIONS = "lowshard sharded checkpoint", 2, (1,)
+_FORMAT, _VERSION, _OLD_VERSIONS = "lowshard sharded checkpoint", 3, (1, 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,8 @@ class IndexedTensor:
     parts: tuple[Part, ...]
     tiling: Tiling | None = None
     """Which rank held what, where it is known."""
+    digest: str | None = None
+    """Of its content, as `lowshard.reshard.digest` has it, where it is known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +96,7 @@ class Index:
                     "shape": list(t.shape),
                     "strategy": t.strategy,
                     "tiling": None if t.tiling is None else tilings[t.tiling.digest()][0],
+                    "digest": t.digest,
                     "parts": [
                         {
                             "file": numbers[p.file],
@@ -122,7 +126,13 @@ def read_index(path: Path) -> Index:
     if not isinstance(body, dict) or "digest" not in body:
         raise CheckpointError(f"{path}: is no index of a sharded checkpoint: it has no digest")
     digest = body.pop("digest")
-    right = _digest(body)
+    try:
+        right = _digest(body)
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # half a surrogate pair, or levels that are read and not written
+        raise CheckpointError(f"{path}: is no index of a sharded checkpoint: {error}") from error
     if digest != right:
         raise CheckpointError(
             f"{path}: the index is damaged: its digest is {right}, it says {brief(digest)}; restore it from a copy"
@@ -152,6 +162,7 @@ class _TensorData:
     strategy: str | None
     parts: tuple[_PartData, ...]
     tiling: int | None = None
+    digest: str | None = None
 
 
 @reader("index of a sharded checkpoint", CheckpointError)
@@ -206,7 +217,7 @@ def _read(
                 raise CheckpointError(
                     f"{where}: its tiling is {tiling}, it is {dtype}{list(t.shape)} of {ranks} ranks"
                 )
-        made[name] = IndexedTensor(dtype, t.shape, t.strategy, parts, tiling)
+        made[name] = IndexedTensor(dtype, t.shape, t.strategy, parts, tiling, t.digest)
     return Index(ranks, token, listed, made, metadata)
 
 

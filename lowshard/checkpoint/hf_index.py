@@ -19,8 +19,15 @@ HF_INDEX = "model.safetensors.index.json"
 TOKEN = "[0-9a-f]{12}"
 DATA_NAME = re.compile(rf"shard-({TOKEN})-\d{{5}}-of-\d{{5}}\.safetensors")
 """Names of data files: only they are written, and removed, by saves."""
+DELTA_NAME = re.compile(rf"delta-({TOKEN})\.safetensors")
+"""The same of deltas, whose index is this one."""
 SIZES = ("total_size", "total_parameters")
 """What Hugging Face's index says of the tensors beside the user's own metadata; not carried along."""
+
+
+def is_sparse_delta(metadata: Mapping[str, str]) -> bool:
+    """Return whether a file's metadata says that it holds what changes, and no tensors."""
+    return metadata.get("sparse", "").lower() == "true" and "model_version" in metadata
 
 
 def plain_metadata(metadata: Mapping[str, str]) -> dict[str, str] | None:
@@ -69,15 +76,24 @@ def is_foreign(folder: Path) -> bool:
     return (folder / HF_INDEX).exists() and _named(folder / HF_INDEX) is None
 
 
+def named_files(path: Path) -> set[str]:
+    """Return the files that an index names.
+
+    Raises:
+        CheckpointError: it is no index with a weight_map.
+    """
+    text = read_text(path, "index with a weight_map", CheckpointError)
+    data = parse_json(text, str(path), CheckpointError)
+    files = data.get("weight_map") if isinstance(data, dict) else None
+    if not isinstance(files, dict):
+        raise CheckpointError(f"{path}: is no index with a weight_map")
+    return set(map(str, files.values()))
+
+
 def _named(path: Path) -> set[str] | None:
     """Return the files that an index of a save names; None where it is another one."""
     try:
-        text = read_text(path, "index with a weight_map", CheckpointError)
-        data = parse_json(text, str(path), CheckpointError)
+        named = named_files(path)
     except CheckpointError:
         return None
-    files = data.get("weight_map") if isinstance(data, dict) else None
-    if not isinstance(files, dict) or not files:
-        return None
-    named = set(map(str, files.values()))
-    return named if all(DATA_NAME.fullmatch(name) for name in named) else None
+    return named if named and all(DATA_NAME.fullmatch(name) for name in named) else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -18,7 +19,8 @@ if TYPE_CHECKING:
 DESCRIPTION = """\
 Shows what is in a checkpoint: its tensors, how each is cut, which file and which rank holds what, its checksums.
 PATH is a sharded checkpoint of lowshard, a safetensors file, or a Hugging Face folder. Headers and indexes are read;
-with --verify all data is, too, and compared with the checksums of the index (plain files have none).
+with --verify all data is, too, and compared with the checksums and digests of the index (plain files have none: their
+digest is worked out). Two checkpoints with one digest hold the same tensors, however each is cut.
 """
 EPILOG = """\
 examples:
@@ -43,7 +45,7 @@ def add_inspect_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentP
     )
     parser.add_argument("path", metavar="PATH", help="a checkpoint: a file or a folder")
     parser.add_argument("tensor", metavar="TENSOR", nargs="?", help="show this tensor alone")
-    parser.add_argument("--verify", action="store_true", help="read the data and compare the checksums")
+    parser.add_argument("--verify", action="store_true", help="read the data; compare checksums and digests")
     parser.add_argument("--all", action="store_true", help="a line for each tensor, not one for all layers")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(func=run)
@@ -54,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     from lowshard.checkpoint.overview import look_at, tensor_json, verified
     from lowshard.demo.progress_bar import Progress
 
-    if not Path(args.path).exists():
+    if not os.path.exists(Path(args.path)):
         raise CheckpointError(f"{args.path}: there is no such file or folder")
     try:
         overview = look_at(args.path)
@@ -62,8 +64,8 @@ def run(args: argparse.Namespace) -> int:
         print(f"lowshard: error: {error}", file=sys.stderr)
         return 1
     chosen = overview.tensors if args.tensor is None else (overview.tensor(args.tensor),)
-    if args.verify and overview.checksummed_bytes:
-        total = sum(p.size_bytes for t in chosen for p in t.parts if p.crc32 is not None)
+    if args.verify:
+        total = sum(p.size_bytes for t in chosen for p in t.parts)
         with Progress(command="inspect").transfer("comparing checksums", total) as update:
             overview = verified(overview, {t.name for t in chosen}, update)
         chosen = overview.tensors if args.tensor is None else (overview.tensor(args.tensor),)
@@ -72,7 +74,12 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(overview.to_json() if whole else tensor_json(chosen[0]), indent=1))
     else:
         shown = _table(overview, args.all) if args.tensor is None else _one(overview, chosen[0])
-        for line in (*shown, *_checksums(overview, chosen, args.verify), *_problems(overview)):
+        for line in (
+            *shown,
+            *_checksums(overview, chosen, args.verify),
+            *_digest(overview, args),
+            *_problems(overview),
+        ):
             print(line)
     return 1 if overview.problems else 0
 
@@ -168,6 +175,14 @@ def _checksums(overview: Overview, chosen: Iterable[TensorView], asked: bool) ->
         yield f"checksums: {_mb(overview.verified_bytes or 0)} MB compared, " + (
             f"{bad} parts differ" if bad else "all equal"
         )
+
+
+def _digest(overview: Overview, args: argparse.Namespace) -> Iterator[str]:
+    found = overview.digest if args.tensor is None else overview.tensor(args.tensor).digest
+    if found is None:
+        yield "digest: not recorded; --verify works it out"
+    else:
+        yield f"digest: {found}{'' if args.tensor is None else ' (of this tensor)'}"
 
 
 def _problems(overview: Overview) -> Iterable[str]:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from lowshard import dtypes
 from lowshard.argument import path as check_path
@@ -16,7 +20,9 @@ from lowshard.checkpoint.bytesource import ByteSource
 from lowshard.checkpoint.catalog import Catalog, StoredPart, checked_header, stored_part
 from lowshard.checkpoint.checkpoint_index import INDEX_NAME, Index, IndexedTensor, Part, read_index
 from lowshard.checkpoint.header import FilePath, Header
+from lowshard.content_hash import model_digest, tensor_digest
 from lowshard.errors import CheckpointError
+from lowshard.kernels.unit_weights import SUMS
 from lowshard.nearest import nearest
 from lowshard.tiling import Tiling
 
@@ -60,6 +66,10 @@ class TensorView:
     strategy: str | None
     parts: tuple[PartView, ...]
     tiling: Tiling | None = None
+    digest: str | None = None
+    """Of its content, as `lowshard.reshard.digest` has it: as the index says, or as it was found."""
+    problem: str = ""
+    """What is wrong with its content as a whole."""
 
     @property
     def size_bytes(self) -> int:
@@ -114,6 +124,7 @@ class Overview:
         return (
             *(file.problem for file in self.files if file.problem),
             *(part.problem for tensor in self.tensors for part in tensor.parts if part.problem),
+            *(tensor.problem for tensor in self.tensors if tensor.problem),
         )
 
     @property
@@ -125,6 +136,12 @@ class Overview:
     def checksummed_bytes(self) -> int:
         """Bytes of tensors that have checksums."""
         return sum(p.size_bytes for t in self.tensors for p in t.parts if p.crc32 is not None)
+
+    @property
+    def digest(self) -> str | None:
+        """One value for all tensors, `lowshard.reshard.model_digest`; None where the digest of one is not known."""
+        found = {t.name: t.digest for t in self.tensors if t.digest is not None}
+        return model_digest(found) if len(found) == len(self.tensors) else None
 
     def tensor(self, name: str) -> TensorView:
         """Return one tensor.
@@ -149,6 +166,7 @@ class Overview:
             "bytes": self.size_bytes,
             "checksummed_bytes": self.checksummed_bytes,
             "verified_bytes": self.verified_bytes,
+            "digest": self.digest,
             "problems": list(self.problems),
             "metadata": dict(self.metadata),
             "files": [
@@ -167,6 +185,7 @@ def tensor_json(tensor: TensorView) -> dict[str, Any]:
         "bytes": tensor.size_bytes,
         "strategy": tensor.strategy,
         "cut": tensor.cut,
+        "digest": tensor.digest,
         "parts": [
             {
                 "file": p.file, "key": p.key, "box": [list(i) for i in p.box], "bytes": p.size_bytes,
@@ -193,7 +212,7 @@ def look_at(path: FilePath) -> Overview:
     """
     given = check_path(path, "a checkpoint is the path of a file or a folder", CheckpointError)
     folder = given.parent if given.name == INDEX_NAME else given
-    if (folder / INDEX_NAME).exists():
+    if os.path.exists(folder / INDEX_NAME):
         return _of_index(folder, read_index(folder / INDEX_NAME))
     catalog = Catalog.open(given)
     files = tuple(FileView(Path(name).name, Path(name).stat().st_size) for name in catalog.files)
@@ -220,7 +239,9 @@ def _of_index(folder: Path, index: Index) -> Overview:
     tensors = []
     for name, tensor in index.tensors.items():
         parts = tuple(_part(name, tensor, part, headers.get(part.file)) for part in tensor.parts)
-        tensors.append(TensorView(name, tensor.dtype, tensor.shape, tensor.strategy, parts, tensor.tiling))
+        tensors.append(
+            TensorView(name, tensor.dtype, tensor.shape, tensor.strategy, parts, tensor.tiling, tensor.digest)
+        )
     return Overview(str(folder), SHARDED, index.num_ranks, index.metadata, tuple(files), tuple(tensors))
 
 
@@ -236,26 +257,44 @@ def _part(name: str, tensor: IndexedTensor, part: Part, header: Header | None) -
 
 
 def verified(overview: Overview, names: Collection[str], progress: Callable[[int], object]) -> Overview:
-    """Return an overview for which the data of tensors was read and compared with its checksums.
+    """Return an overview for which the data of tensors was read and compared with its checksums and digests.
 
     Args:
         overview: from `look_at`.
         names: the tensors.
         progress: called with the bytes read so far.
     """
-    done, made = 0, []
+    done, summed, made = 0, 0, []
     with ByteSource(Catalog(overview.where, {}, {}, None, "")) as source:
         for view in overview.tensors:
-            parts = []
+            if view.name not in names:
+                made.append(view)
+                continue
+            sums, parts = np.zeros(SUMS, np.uint32), []
             for part in view.parts:
                 found = part
-                if view.name in names and part.crc32 is not None and part.stored is not None:
+                if part.stored is not None:
                     try:
-                        source.verify(view.name, part.stored)
+                        sums += source.verify_content(view.name, part.stored, view.shape)
                     except CheckpointError as error:
                         found = replace(part, problem=str(error))
                     done += part.size_bytes
+                    summed += part.size_bytes if part.crc32 is not None else 0
                     progress(done)
                 parts.append(found)
-            made.append(replace(view, parts=tuple(parts)))
-    return replace(overview, tensors=tuple(made), verified_bytes=done)
+            whole = all(part.stored is not None and not part.problem for part in parts)
+            made.append(_with_digest(replace(view, parts=tuple(parts)), sums if whole else None))
+    return replace(overview, tensors=tuple(made), verified_bytes=summed)
+
+
+def _with_digest(view: TensorView, sums: npt.NDArray[np.uint32] | None) -> TensorView:
+    """Return a view with the digest of what was read of it, compared with the one that it is to have."""
+    if sums is None:
+        return view
+    found = tensor_digest(view.dtype, view.shape, sums)
+    if view.digest in (None, found):
+        return replace(view, digest=found)
+    return replace(
+        view,
+        problem=f"tensor {view.name!r}: its content has the digest {found}, the index says {view.digest}",
+    )

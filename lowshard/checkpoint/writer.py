@@ -13,25 +13,24 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal, overload
 
 import numpy as np
 
 from lowshard import dtypes
 from lowshard.argument import brief, instance, mapping
 from lowshard.argument import path as check_path
-from lowshard.box import Box, contains, full_box, relative_slices
 from lowshard.checkpoint.commit import Commit, together
 from lowshard.checkpoint.header import FilePath, TensorEntry, encode_header
-from lowshard.checkpoint.read_shares import shares
+from lowshard.checkpoint.own_parts import Parts, State, check_turn, write_parts
 from lowshard.checkpoint.reader import plan_box
 from lowshard.comm import Communicator, agree
 from lowshard.comm.agreement import control_of
+from lowshard.comm.work import Work
 from lowshard.errors import BufferMismatchError, CheckpointError, LayoutError, MeshError
 from lowshard.foreign_array import view_of
 from lowshard.layout import Layout
 from lowshard.tiling import Tiling
-
-State = Mapping[str, tuple[Layout | Tiling, np.ndarray | None]]
 
 _WHAT = "write_checkpoint"
 _NO_FALLOCATE = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
@@ -52,9 +51,24 @@ class _File:
         return self.entries[-1].stop if self.entries else len(self.head)
 
 
+@overload
 def write_checkpoint(
-    path: FilePath, tensors: State, comm: Communicator, metadata: Mapping[str, str] | None = None
-) -> None:
+    path: FilePath, tensors: State, comm: Communicator, metadata: Mapping[str, str] | None = None, *,
+    wait: Literal[True] = True,
+) -> None: ...  # fmt: skip
+
+
+@overload
+def write_checkpoint(
+    path: FilePath, tensors: State, comm: Communicator, metadata: Mapping[str, str] | None = None, *,
+    wait: Literal[False],
+) -> Work: ...  # fmt: skip
+
+
+def write_checkpoint(
+    path: FilePath, tensors: State, comm: Communicator, metadata: Mapping[str, str] | None = None, *,
+    wait: bool = True,
+) -> Work | None:  # fmt: skip
     """Write one plain safetensors file from the local arrays of all ranks.
 
     Collective: all ranks of the communicator call this, with the same names, layouts, path and
@@ -73,6 +87,7 @@ def write_checkpoint(
             the mesh passes None.
         comm: the communicator.
         metadata: text by text, for the file's `__metadata__`.
+        wait: False writes in the background, as for `lowshard.weights.save`.
 
     Every rank raises what one had. But for NotDurable, what was at the path is untouched then and what was written is
     removed.
@@ -87,29 +102,45 @@ def write_checkpoint(
         NotDurable: the new file is in place, but its folder could not be synced.
         PeerFailed, TimedOut: a rank did not come. A note says whether the new file is in place, where this rank knows.
     """
+    return write_state(path, tensors, comm, metadata, wait=wait)
+
+
+def write_state(
+    path: FilePath, tensors: State, comm: Communicator, metadata: Mapping[str, str] | None = None, *, wait: bool,
+    is_copy: bool = False,
+) -> Work | None:  # fmt: skip
+    """As `write_checkpoint`; with `is_copy` nobody changes the arrays, so that none is copied for the background."""
     control_of(comm)
-    rank = comm.rank
-    file = together(comm, path, lambda: _prepare(path, tensors, rank, comm.size, metadata), _WHAT)
+
+    def prepare() -> _File:
+        check_turn(comm, wait)
+        return _prepare(path, tensors, comm.rank, comm.size, metadata, wait)
+
+    file = together(comm, path, prepare, _WHAT)
     agree(comm, file.digest, None, _WHAT)
-    with Commit(file.path, comm, _WHAT, lambda fd: _lay_out(file, fd)) as commit:
-        commit.step(lambda: _write_own(file, commit.fd, tensors, rank))
-        commit.commit()
+
+    def write(over: Communicator, parts: Parts) -> None:
+        with Commit(file.path, over, _WHAT, lambda fd: _lay_out(file, fd)) as commit:
+            commit.step(lambda: _write_own(file, commit.fd, parts))
+            commit.commit()
+
+    return write_parts(comm, path, _WHAT, file.tilings, tensors, wait=wait, is_copy=is_copy, write=write)
 
 
 def _prepare(
-    path: FilePath, tensors: State, rank: int, size: int, metadata: Mapping[str, str] | None
+    path: FilePath, tensors: State, rank: int, size: int, metadata: Mapping[str, str] | None, wait: bool
 ) -> _File:
     target = check_path(path, "path is that of the file to make", CheckpointError)
     if not target.name:
         raise CheckpointError(f"{target}: give the path of the file to make")
-    if target.is_dir():
+    if os.path.isdir(target):
         raise CheckpointError(f"{target}: is a directory; give the path of the file to make")
-    if not target.parent.is_dir():
+    if not os.path.isdir(target.parent):
         raise CheckpointError(f"{target}: there is no folder {target.parent}; make it first")
     tilings = check_state(target, tensors, rank, size)
     head, entries = encode_header({n: (t.dtype, t.shape) for n, t in tilings.items()}, metadata)
     layouts = [[e.name, tensors[e.name][0].digest()] for e in entries]
-    asked = json.dumps([str(target), layouts, None if metadata is None else sorted(metadata.items())])
+    asked = json.dumps([str(target), layouts, None if metadata is None else sorted(metadata.items()), wait])
     digest = hashlib.blake2b(asked.encode(), digest_size=16).digest()
     return _File(target, head, tuple(entries), tilings, digest)
 
@@ -208,30 +239,17 @@ def reserve(fd: int, size_bytes: int, path: Path) -> None:
         os.ftruncate(fd, size_bytes)
 
 
-def _write_own(file: _File, fd: int, tensors: State, rank: int) -> None:
+def _write_own(file: _File, fd: int, parts: Parts) -> None:
     """Write the byte ranges that this rank owns, and sync them."""
-    own = [share for share in shares(file.tilings) if share.rank == rank]
     entries = {entry.name: entry for entry in file.entries}
-    for share in own:
-        array = view_of(tensors[share.name][1], share.name)
-        assert array is not None  # checked by _prepare
+    for share, array in parts:
         plan = plan_box(entries[share.name], share.box)
-        piece = np.ascontiguousarray(box_of(array, file.tilings[share.name], rank, share.box))
-        data, done = piece.reshape(-1).view(np.uint8).data, 0
+        data, done = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data, 0
         for start, run_bytes in plan.runs:
             write_at(fd, data[done : done + run_bytes], start)
             done += run_bytes
-    if own:
+    if parts:
         os.fsync(fd)
-
-
-def box_of(array: np.ndarray, tiling: Tiling, rank: int, box: Box) -> np.ndarray:
-    """Return a view of the part of a rank's local array that holds a box, which lies in one of its tiles."""
-    if not array.ndim:
-        return array
-    tile = next(t for t in tiling.tiles(rank) if contains(t.box, box))
-    local: np.ndarray = array[relative_slices(tile.local, full_box(array.shape))]
-    return local[relative_slices(box, tile.box)]
 
 
 def write_at(fd: int, data: memoryview, offset: int) -> None:

@@ -149,13 +149,10 @@ class Caller:
             self.traffic.sources.append(quick.take_uses)
 
     def close(self) -> None:
-        """Wait for what was started, and close the transport; see `Communicator.close`."""
+        """Close the transport, once what was started has ended; see `Communicator.close`."""
         t = self.transport
         if t.closed:
             return
-        t.buffers.refuse_capture("close")
-        if not t.failed:
-            self.settle_all()
         self._acts = {}
         if not self.lock.acquire(blocking=False):
             if not t.failed:

@@ -67,7 +67,7 @@ def flat(buf: Array, name: str, xp: ModuleType, transport: str, writes: bool) ->
     if not buf.flags.c_contiguous:
         raise BufferMismatchError(
             f"{name} is C-contiguous, got strides {buf.strides} for shape {buf.shape}; pass "
-            f"{xp.__name__}.ascontiguousarray({name}) (and copy a result back)"
+            f"{xp.__name__}.ascontiguousarray({name}), or {name}.contiguous() of torch, and copy a result back"
         )
     if writes and xp is np and not buf.flags.writeable:
         raise BufferMismatchError(f"{name} {READ_ONLY}")

@@ -12,10 +12,12 @@ from functools import wraps
 from inspect import signature
 from types import ModuleType
 from typing import Any, Concatenate, ParamSpec, Self
+from weakref import WeakSet
 
 from lowshard.argument import whole
 from lowshard.comm import check
 from lowshard.comm import collectives as table
+from lowshard.comm.background import Background
 from lowshard.comm.caller import Caller
 from lowshard.comm.collectives import Collective
 from lowshard.comm.reach import Reach
@@ -66,6 +68,8 @@ class Communicator:
         """This rank within the communicator, and the number of ranks."""
         self._caller = Caller(transport)
         self.traffic = self._caller.traffic
+        self._backgrounds: WeakSet[Background] = WeakSet()
+        self._beside: Background | None = None
 
     @property
     def transport(self) -> str:
@@ -117,6 +121,23 @@ class Communicator:
         The buffers belong to the call until the work is done. Calls run in the order they are started in.
         """
         return Starter(self)
+
+    @property
+    def beside(self) -> Background:
+        """Runs saves beside this communicator's calls, one at a time.
+
+        Collective: all ranks of the communicator ask for it the first time, when it is made.
+        """
+        if self._beside is None:
+            self._beside = Background(self, "lowshard save")
+        return self._beside
+
+    def settle_beside(self) -> Exception | None:
+        """Wait for what was started on `beside`; return what went wrong in it and was told to nobody.
+
+        Not collective.
+        """
+        return None if self._beside is None else self._beside.settle()
 
     def fold(self, terms: Sequence[Array], out: Array, op: str, divisor: int = 1) -> None:
         """Write the reduction of arrays of any strides into `out`, in tree order; a step of this rank alone."""
@@ -466,10 +487,24 @@ class Communicator:
 
         Raises:
             CommError: another thread is in a call of this communicator.
+            Exception: what went wrong in the background, in a save or a refit that was started, and was told to nobody.
         """
-        if self._control is not None and not (self._transport.closed or self._transport.failed):
-            self._control._caller.settle_all()  # it is closed with this one
+        t, fronts = self._transport, [c for c in (self._control, self) if c is not None]
+        if t.closed:
+            return
+        t.buffers.refuse_capture("close")
+        behind = [b for front in fronts for b in list(front._backgrounds)]
+        untold: list[Exception] = []
+        if not t.failed:
+            for front in fronts:  # the control is closed with this one
+                front._caller.settle_all()
+            untold = [error for b in behind if (error := b.settle()) is not None]
+        elif not all(b.idle for b in behind):
+            t.closed = True  # what goes on reads what would be given back
+            return
         self._caller.close()
+        if untold:
+            raise untold[0]
 
     def __enter__(self) -> Self:
         return self

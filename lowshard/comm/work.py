@@ -39,10 +39,15 @@ class Work(Protocol):
 
 
 class ThreadWork:
-    """A call that a thread runs."""
+    """A call that a thread runs.
+
+    Attributes:
+        told: whether somebody who waited was told of its error.
+    """
 
     def __init__(self, call: Callable[[], Any], text: str) -> None:
         self._call, self._text = call, text
+        self.told = False
         self._ended = threading.Event()
         self._result: Any = None
         self._error: BaseException | None = None
@@ -69,6 +74,7 @@ class ThreadWork:
                 f"{self._text} has not ended within {timeout_s:g} s; it goes on, wait for it again"
             )
         if self._error is not None:
+            self.told = True
             raise self._error
         return self._result
 

@@ -9,33 +9,30 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import sys
-from collections.abc import Callable, Iterable
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from lowshard.compiled.elf import symbols_of
 from lowshard.compiled.native import Native, link, python_symbol
+from lowshard.compiled.shipped import Level, level_in_use, read_shipped
 from lowshard.compiled.signature import Signature
 from lowshard.compiled.store import ObjectStore
-from lowshard.settings import cache_root, environment, numba_cache_dir
+from lowshard.settings import NUMBA_CODE_SETTINGS, cache_root, environment, is_later_rank, numba_cache_dir
 
 _FORM = 2
 """Counts up when objects are made, kept or called in another way."""
-_NUMBA_SETTINGS = (
-    "NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES", "NUMBA_ENABLE_AVX",  # the processor that is compiled for
-    "NUMBA_OPT", "NUMBA_LOOP_VECTORIZE", "NUMBA_SLP_VECTORIZE",  # what LLVM makes of it
-    "NUMBA_LLVM_REFPRUNE_PASS", "NUMBA_LLVM_REFPRUNE_FLAGS",
-    "NUMBA_DISABLE_INTEL_SVML",  # which functions are called
-    "NUMBA_BOUNDSCHECK", "NUMBA_DEBUGINFO", "NUMBA_EXTEND_VARIABLE_LIFETIMES",  # what else the code does
-    "NUMBA_DEBUG_JIT", "NUMBA_DEBUG_NRT",
-)  # fmt: skip
-"""Numba's settings that change the code of functions such as these. The others do not: above all NUMBA_NUM_THREADS,
-which differs between jobs of one machine."""
 
 
 origins: dict[str, str] = {}
-"""Of each function that this process has: "disk", "compiled" and kept, or "memory" where nothing could be kept."""
+"""Of each function that this process has: "disk", "shipped" with the package, "compiled" and kept, or "memory" where
+nothing could be kept."""
+_made_for: list[Level] = []
+"""The level that this process compiles for, in place of this processor."""
 
 
 def load_compiled(
@@ -80,9 +77,11 @@ def load_native(
     """
     store = _store()
     code, origin = _whole(store.read(name), name), "disk"
+    if code is None and not _made_for:
+        code, origin = _whole(read_shipped(name), name), "shipped"
     if code is None:
-        with store.locked():
-            code = _whole(store.read(name), name)
+        with _said_when_long(name), store.locked(name):
+            code, origin = _whole(store.read(name), name), "disk"
             if code is None:
                 from lowshard.compiled.compiler import compile_object
 
@@ -90,6 +89,40 @@ def load_native(
                 origin = "compiled" if store.write(name, code) else "memory"
     origins[name] = origin
     return link(code, name)
+
+
+@contextmanager
+def _said_when_long(name: str) -> Iterator[None]:
+    """Say on stderr, once a process and on rank 0 alone, what takes so long where 2 s go by with compiling in all."""
+    if _said or is_later_rank():
+        yield
+        return
+    begin_s = time.monotonic()
+
+    def say() -> None:
+        _said.append(name)
+        what, took_s = name.rpartition("_")[0], sum(_spent_s) + time.monotonic() - begin_s
+        text = (
+            f"lowshard: compiling for this processor, once ({what}; {took_s:.0f} s so far, up to a minute of a free "
+            f"core in all; kept in {cache_folder()}). `lowshard warmup` does it beforehand\n"
+        )
+        with suppress(OSError, ValueError, AttributeError):  # stderr is closed, or full
+            sys.stderr.write(text)
+
+    timer = threading.Timer(max(0.0, SILENT_S - sum(_spent_s)), say)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        _spent_s.append(time.monotonic() - begin_s)
+
+
+SILENT_S = 2.0
+"""Compiling that takes longer, in all of a process, is told of."""
+_spent_s: list[float] = []
+_said: list[str] = []
 
 
 def _whole(code: bytes | None, name: str) -> bytes | None:
@@ -105,7 +138,7 @@ def numba_fault() -> str | None:
     """Return why functions cannot be compiled here, None if they can or if this machine's are on disk."""
     if importlib.util.find_spec("llvmlite") is None or importlib.util.find_spec("numba") is None:
         return "Numba is not installed"
-    if _store().has_any():
+    if _store().has_any() or level_in_use() is not None:
         return None
     try:
         import numba  # noqa: F401
@@ -115,11 +148,23 @@ def numba_fault() -> str | None:
 
 
 def digest_of(paths: Iterable[Path]) -> str:
-    """Return a digest of source files that compiled code is made from, to be part of the function's name."""
-    found = hashlib.sha256()
-    for path in sorted(paths):
-        found.update(path.read_bytes())
-    return found.hexdigest()[:16]
+    """Return a digest of source files that compiled code is made from, to be part of the function's name.
+
+    It is the same wherever the files lie: in a checkout, in a wheel, installed.
+    """
+    parts = sorted(hashlib.sha256(path.read_bytes()).digest() for path in paths)
+    return hashlib.sha256(b"".join(parts)).hexdigest()[:16]
+
+
+def compile_for(level: Level) -> Path:
+    """Have this process compile all that it loads for a level, and return the folder that keeps it.
+
+    Numba must have been told the level's processor and features before it was imported.
+    """
+    _made_for[:] = [level]
+    _store.cache_clear()
+    store = _store()
+    return store.folder / store.key
 
 
 def cache_folder() -> Path:
@@ -131,6 +176,8 @@ def cache_folder() -> Path:
 @cache
 def _store() -> ObjectStore:
     """Return the store of code for this machine's CPU, made by these versions with these settings."""
+    if _made_for:
+        return ObjectStore(cache_folder(), _made_for[0].key)
     import llvmlite
     import llvmlite.binding as llvm
     import numpy as np
@@ -147,6 +194,6 @@ def _store() -> ObjectStore:
         llvm.get_process_triple(),
         llvm.get_host_cpu_name(),
         llvm.get_host_cpu_features().flatten(),
-        [environment().get(name) for name in _NUMBA_SETTINGS],
+        [environment().get(name) for name in NUMBA_CODE_SETTINGS],
     )
     return ObjectStore(cache_folder(), hashlib.sha256(repr(facts).encode()).hexdigest()[:16])

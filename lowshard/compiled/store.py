@@ -11,6 +11,7 @@ import hashlib
 import os
 import sys
 import time
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -19,6 +20,17 @@ from lowshard import owned
 
 _LOCK_WAIT_S = 120.0
 _DIGEST_BYTES = 32
+_LOCKS = 16
+
+
+def unsealed(key: str, name: str, content: bytes) -> bytes | None:
+    """Return the code of a file's content, None where it is not whole or for another function or key."""
+    code = content[_DIGEST_BYTES:]
+    return code if _digest(key, name, code) == content[:_DIGEST_BYTES] else None
+
+
+def _digest(key: str, name: str, code: bytes) -> bytes:
+    return hashlib.sha256(f"{key} {name} {len(code)}\n".encode() + code).digest()
 
 
 class ObjectStore:
@@ -42,14 +54,13 @@ class ObjectStore:
                 content = owned.read_file(f"{name}.o", inside)
         except OSError:
             return None
-        code = content[_DIGEST_BYTES:]
-        return code if self._digest(name, code) == content[:_DIGEST_BYTES] else None
+        return unsealed(self.key, name, content)
 
     def write(self, name: str, code: bytes) -> bool:
         """Keep a function's code, and say whether that was possible; why it was not is said once, on stderr."""
         try:
             with self._opened(make=True) as inside:
-                owned.write_file(f"{name}.o", inside, self._digest(name, code) + code)
+                owned.write_file(f"{name}.o", inside, _digest(self.key, name, code) + code)
         except OSError as error:
             self._say(error)
             return False
@@ -64,12 +75,15 @@ class ObjectStore:
             return False
 
     @contextmanager
-    def locked(self) -> Iterator[None]:
-        """Let one process at a time compile; after a time, or where there are no locks, go on without."""
+    def locked(self, name: str) -> Iterator[None]:
+        """Let one process compile a function; after a time, or where there are no locks, go on without.
+
+        Functions share a few locks, so that other processes may compile other functions meanwhile.
+        """
         try:
             with self._opened(make=True) as inside:
                 flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-                lock = os.open("lock", flags, 0o600, dir_fd=inside)
+                lock = os.open(f"lock{zlib.crc32(name.encode()) % _LOCKS}", flags, 0o600, dir_fd=inside)
         except OSError:
             yield
             return
@@ -101,9 +115,6 @@ class ObjectStore:
             yield inner
         finally:
             os.close(inner)
-
-    def _digest(self, name: str, code: bytes) -> bytes:
-        return hashlib.sha256(f"{self.key} {name} {len(code)}\n".encode() + code).digest()
 
     def _say(self, error: OSError) -> None:
         if ObjectStore._has_said:

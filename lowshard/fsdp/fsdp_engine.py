@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal, overload
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from lowshard import dtypes
 from lowshard.argument import brief
 from lowshard.box import Box
 from lowshard.comm import agree
+from lowshard.comm.work import Work
 from lowshard.errors import BadGrad, LayoutError, MismatchError, NotJoined, NotOpen, StaleParams, StepError
 from lowshard.fsdp import model_state as saved
 from lowshard.fsdp.core import Core, host_of
@@ -403,18 +404,29 @@ class FSDP(Core):
         """Return what this rank holds, by parameter: views, not copies."""
         return saved.shard_state(self)
 
-    def save(self, path: Any) -> None:
+    @overload
+    def save(self, path: Any, *, wait: Literal[True] = True) -> None: ...
+
+    @overload
+    def save(self, path: Any, *, wait: Literal[False]) -> Work: ...
+
+    def save(self, path: Any, *, wait: bool = True) -> Work | None:
         """Write parameters and optimizer state to one safetensors file, in their own shapes.
 
         Collective: all ranks of the communicator call this. The file says nothing of ranks or strategy. It is complete
         and synced when this returns; whatever fails, the old file or the new one is in place, whole.
+
+        Args:
+            path: the file.
+            wait: False returns a `Work` when parameters and state have been copied, and writes in the background: the
+                next step may begin. What holds for `lowshard.weights.save` holds here.
 
         Raises:
             NotJoined: gradients that no update has used.
             CheckpointError, NotDurable, PeerFailed, TimedOut: as `write_checkpoint`.
         """
         self._joined("save")
-        saved.save(self, path)
+        return saved.save(self, path, wait)
 
     def load(self, path: Any) -> None:
         """Read what `save` wrote, with any number of ranks and any strategy. The next step has the same bits.

@@ -12,8 +12,11 @@ import numpy as np
 from lowshard import dtypes, reading
 from lowshard.argument import path as check_path
 from lowshard.box import Split, split_interval
-from lowshard.checkpoint import CheckpointReader, write_checkpoint
+from lowshard.checkpoint import CheckpointReader
+from lowshard.checkpoint.own_parts import check_turn
+from lowshard.checkpoint.writer import write_state
 from lowshard.comm import agree
+from lowshard.comm.work import Work
 from lowshard.errors import CheckpointError
 from lowshard.fsdp.flat_plan import Entry, FlatPlan
 from lowshard.fsdp.links import Links
@@ -110,8 +113,14 @@ def _own(plan: FlatPlan, rank: int, name: str, shard: Array) -> Array:
     return shard[:0]
 
 
-def save(engine: Core, path: Any) -> None:
+def save(engine: Core, path: Any, wait: bool) -> Work | None:
     """Write the file; see `FSDP.save`."""
+    error: Exception | None = None
+    try:
+        check_turn(engine._world, wait)  # before what follows takes its time
+    except Exception as found:
+        error = found
+    agree(engine._world, b"", error, "save")
     mesh = DeviceMesh((engine.grid.shards,), ("shard",))  # the first shard group: replicas hold the same
     tensors: dict[str, tuple[Layout, np.ndarray | None]] = {}
     writes = engine.grid.replica_rank == 0
@@ -145,9 +154,11 @@ def save(engine: Core, path: Any) -> None:
         for param in unit.ignored:
             layout = Layout(mesh, param.shape, unit.formats.compute, (Replicated(),))
             value = engine._opener.ignored(unit, param.name)
+            value = value if wait else value.copy()  # the others are copies
             tensors[f"{unit.name}.{param.name}"] = layout, _host(value) if writes else None
     said = {"version": _VERSION, "updates": engine.updates, "arrays": arrays, "numbers": numbers}
-    write_checkpoint(path, tensors, engine._world.control, {_KEY: json.dumps(said, sort_keys=True)})
+    about = {_KEY: json.dumps(said, sort_keys=True)}
+    return write_state(path, tensors, engine._world.control, about, wait=wait, is_copy=True)
 
 
 def param_rows(engine: Core, name: str, split: Split) -> tuple[Layout, Array]:

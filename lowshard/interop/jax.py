@@ -103,7 +103,7 @@ def sharding(layout: Layout, jax_mesh: Any, *, memory_kind: str | None = None) -
         DependencyError: jax is not installed.
     """
     jax = _jax()
-    entries = spec(layout)
+    entries = spec(instance(layout, Layout, "sharding takes a Layout", ShardingError))
     mesh = _mesh_of(jax_mesh)
     same_ranks = isinstance(jax_mesh, jax.AbstractMesh) or tuple(mesh.ranks) == tuple(layout.mesh.ranks)
     if (mesh.axis_names, mesh.shape) != (layout.mesh.axis_names, layout.mesh.shape) or not same_ranks:

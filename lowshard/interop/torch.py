@@ -67,6 +67,11 @@ def layout(dtensor: Tensor) -> Layout:
     ops = {theirs: ours for ours, theirs in _OPS.items()}
     for axis, placement in enumerate(placed):
         if _is_strided(placement) or type(placement) is tensor.Shard:
+            if placement.dim not in range(len(shape)):
+                raise ShardingError(
+                    f"{placement!r} on mesh dim {mesh.axis_names[axis]!r} cuts dim {placement.dim} of a DTensor of "
+                    f"shape {list(shape)}; its dims are 0 to {len(shape) - 1}"
+                )
             factors[axis] = int(getattr(placement, "split_factor", 1))
             cutters[placement.dim].append(axis)
         elif type(placement) is tensor.Partial and placement.reduce_op in ops:

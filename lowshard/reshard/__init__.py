@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from lowshard.content_hash import model_digest
 from lowshard.kernels import SwizzledMXFP8
 from lowshard.reshard.cache_layouts import kv_cache_layout, ssm_state_layouts
 from lowshard.reshard.content_digest import digest
@@ -10,6 +11,10 @@ from lowshard.reshard.mxfp8_transform import (
     MXFP8ReshardTransform,
     ensure_sendable,
 )
+from lowshard.reshard.page_digest import digest_pages
+from lowshard.reshard.page_move import PageReport, move_pages
+from lowshard.reshard.page_plan import PagedSequence, PagePair, PagePlan, plan_pages
+from lowshard.reshard.paged_layout import PagedLayout
 from lowshard.reshard.parameter_record import ParameterMetadata, resolve_name
 from lowshard.reshard.plan_builder import build_reshard_plan
 from lowshard.reshard.publisher import Publisher
@@ -30,6 +35,11 @@ __all__ = [
     "MXFP8ReshardTransform",
     "Member",
     "Move",
+    "PagePair",
+    "PagePlan",
+    "PageReport",
+    "PagedLayout",
+    "PagedSequence",
     "ParameterMetadata",
     "Publisher",
     "Refit",
@@ -44,9 +54,13 @@ __all__ = [
     "TensorLayout",
     "build_reshard_plan",
     "digest",
+    "digest_pages",
     "ensure_sendable",
     "execute_reshard_plan",
     "kv_cache_layout",
+    "model_digest",
+    "move_pages",
+    "plan_pages",
     "resolve_name",
     "scale_slice_from_data_slice",
     "simulate",

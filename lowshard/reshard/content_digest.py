@@ -26,6 +26,7 @@ from lowshard.argument import brief, instance, mapping
 from lowshard.box import Box, intersect, subtract, volume
 from lowshard.comm import Communicator, agree, loopback
 from lowshard.comm.agreement import control_of, share_text
+from lowshard.content_hash import tensor_digest
 from lowshard.errors import BufferMismatchError, LayoutError, LowshardError, MeshError, VerificationError
 from lowshard.kernels.bit_sums import content_sum
 from lowshard.kernels.buffer import is_gpu, require_array
@@ -37,7 +38,6 @@ from lowshard.tiling import Tiling
 
 Array = Any
 Given = Layout | Tiling | TensorLayout
-_DIGEST_BYTES = 16
 _MOST_NAMED = 4
 
 
@@ -91,7 +91,7 @@ def digest(
         names = list(held)
         _name_ranks(control, {names[i]: (held[names[i]], own[i]) for i in apart[:_MOST_NAMED]}, len(apart))
     return {
-        name: _hashed(one.layout, total)
+        name: tensor_digest(one.layout.dtype, one.layout.shape, total)
         for (name, one), total in zip(held.items(), totals[:, 0], strict=True)
     }
 
@@ -229,11 +229,6 @@ def _checked(name: object, given: object, comm: Communicator) -> _Held:
 
 def _fingerprint(layout: TensorLayout) -> str:
     return hashlib.blake2b(json.dumps(layout.to_json(), default=list).encode(), digest_size=16).hexdigest()
-
-
-def _hashed(layout: TensorLayout, total: npt.NDArray[np.uint32]) -> str:
-    facts = json.dumps([layout.dtype, list(layout.shape), total.tolist()])
-    return hashlib.blake2b(facts.encode(), digest_size=_DIGEST_BYTES).hexdigest()
 
 
 def _name_ranks(

@@ -163,6 +163,60 @@ class MXFP8ReshardTransform(ReshardTransform):
         """As `finalize_recv`."""
         self.finalize_recv(param_name, dst_slice, came)
 
+    # ---- by blocks
+
+    def change_block_elems(self, param_name: str, dst_box: Box) -> int:
+        """Return the elements of an MX block, or 0 for a box that is cut within one."""
+        return 0 if len(dst_box) != 2 or self.travels_plain(param_name, dst_box) else BLOCK_ELEMS
+
+    def change_block_bytes(self, param_name: str, dtype: str) -> int:
+        """Return the bytes that travel for a block: of its elements, or with convert_on_send of codes and a scale."""
+        return BLOCK_ELEMS + 1 if self.convert_on_send else BLOCK_ELEMS * dtypes.get(dtype).itemsize_bytes
+
+    def make_blocks(self, param_name: str, blocks: Array) -> Array:
+        """Return blocks as they are, or with convert_on_send the codes of each and its scale."""
+        if not self.convert_on_send:
+            return blocks.view(np.uint8)
+        q = quantize_mxfp8(_bf16(blocks), self.elem, self.mode)
+        self.quantized_elems += blocks.size
+        made = _empty(blocks, (len(blocks), BLOCK_ELEMS + 1), np.dtype(np.uint8))
+        made[:, :BLOCK_ELEMS], made[:, BLOCK_ELEMS:] = q.data, q.scale
+        return made
+
+    def store_blocks(self, param_name: str, dtype: str, index: tuple[Array, ...], came: Array) -> None:
+        """Quantise blocks that came as they are, or store the codes and scales that came."""
+        held = self._held(param_name)
+        if self.convert_on_send:
+            data, scale = came[:, :BLOCK_ELEMS], came[:, BLOCK_ELEMS]
+        else:
+            values = came.view(dtypes.get(dtype).numpy)
+            q = quantize_mxfp8(_bf16(values), self.elem, self.mode)
+            self.quantized_elems += values.size
+            data, scale = q.data, q.scale[:, 0]
+        rows, cols = index
+        width = held.data.shape[1] // BLOCK_ELEMS
+        at = _beside(held.data, rows), _beside(held.data, cols)
+        held.data.reshape(len(held.data), width, BLOCK_ELEMS)[at] = data  # a view: a dim is cut in two
+        if held.scale.ndim == 2:
+            held.scale[at] = scale
+        else:
+            held.scale[_beside(held.scale, _swizzled(rows, cols, width))] = scale
+
+    def take_over(self, param_name: str, dst_slice: Slices, other: MXFP8ReshardTransform) -> None:
+        """Copy the codes and scales of a slice from another one's buffers."""
+        held, theirs = self._held(param_name), other._held(param_name)
+        box = self._box(held, dst_slice)
+        (r0, r1), (k0, k1) = box
+        c0, c1 = k0 // BLOCK_ELEMS, k1 // BLOCK_ELEMS
+        if held.scale.ndim == 2:
+            scale = theirs.scale[r0:r1, c0:c1]
+        else:
+            place = swizzled_places(range(r0, r1), range(c0, c1), held.data.shape[1] // BLOCK_ELEMS)
+            scale = theirs.scale[_beside(theirs.scale, place)]
+        self._store(held, box, theirs.data[r0:r1, k0:k1], scale)
+
+    # ---- a run
+
     def begin(self) -> None:
         """Forget blocks that an earlier reshard left incomplete."""
         self._edges.clear()
@@ -297,11 +351,7 @@ class MXFP8ReshardTransform(ReshardTransform):
             held.scale[r0:r1, c0:c1] = scale
             return
         place = swizzled_places(range(r0, r1), range(c0, c1), held.data.shape[1] // BLOCK_ELEMS)
-        if is_gpu(held.scale):
-            import cupy
-
-            place = cupy.asarray(place)
-        held.scale[place] = scale
+        held.scale[_beside(held.scale, place)] = scale
 
 
 def swizzled_places(rows: range, cols: range, width: int) -> np.ndarray:
@@ -316,6 +366,12 @@ def swizzled_places(rows: range, cols: range, width: int) -> np.ndarray:
     """
     r = np.arange(rows.start, rows.stop, dtype=np.int64)[:, None]
     c = np.arange(cols.start, cols.stop, dtype=np.int64)[None, :]
+    places: np.ndarray = _swizzled(r, c, width)
+    return places
+
+
+def _swizzled(r: Array, c: Array, width: int) -> Array:
+    """Return where the scales of rows and columns lie."""
     tile = (r // TILE_ROWS) * (-(-width // TILE_COLS)) + c // TILE_COLS
     return tile * TILE_BYTES + (r % 32) * 16 + (r % TILE_ROWS) // 32 * 4 + c % TILE_COLS
 
@@ -388,6 +444,15 @@ def _bf16(values: Array) -> Array:
     if row.name not in ("float16", "float32"):
         raise BufferMismatchError(f"MXFP8 is made of bf16, fp16 or fp32, got {row.name}")
     return cast(_contiguous(values), "bfloat16")
+
+
+def _beside(array: Array, index: Array) -> Array:
+    """Return an index where the array is."""
+    if is_gpu(array):
+        import cupy
+
+        return cupy.asarray(index)
+    return index
 
 
 def _raw(values: Array) -> Array:

@@ -1,12 +1,9 @@
-"""What a job says of tensors that it publishes or subscribes to: layouts, arrays, numbers of versions, checked."""
+"""What a job says of tensors that it publishes or subscribes to: layouts and arrays, checked."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from operator import index
 from typing import Any
-
-import numpy as np
 
 from lowshard import dtypes
 from lowshard.argument import mapping
@@ -77,18 +74,3 @@ def local_arrays(
     if arrays:
         raise PlanError(f"arrays without a layout: {', '.join(sorted(map(str, arrays)))}")
     return found
-
-
-def version_number(version: object) -> int:
-    """Return a version as a Python integer.
-
-    Raises:
-        PlanError: it is none, negative, or does not fit 63 bits.
-    """
-    try:
-        number = -1 if isinstance(version, (bool, np.bool_)) else index(version)  # type: ignore[arg-type]
-    except TypeError:
-        number = -1
-    if not 0 <= number < 1 << 63:
-        raise PlanError(f"a version is an integer from 0 to 2^63 - 1, got {version!r}")
-    return number

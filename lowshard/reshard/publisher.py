@@ -40,11 +40,12 @@ from lowshard.reshard.publication_address import (
     tcp_door,
     write_token,
 )
-from lowshard.reshard.published_tensors import local_arrays, tensor_layouts, version_number
+from lowshard.reshard.published_tensors import local_arrays, tensor_layouts
 from lowshard.reshard.tensor_layout import TensorLayout
 from lowshard.reshard.version_server import Member, Newest, VersionServer
 from lowshard.reshard.version_store import MARK_BYTES, VersionStore
 from lowshard.reshard.version_wire import Station, Table
+from lowshard.reshard.vote import version_number
 from lowshard.tiling import Tiling
 
 Array = Any

@@ -99,9 +99,9 @@ class Side:
             m.entry for m in self.mine.copies if m.src_box == m.dst_box == full_box(self._src[m.entry].shape)
         }
         numbers = [n for n in self._src if n not in self._quantised]
-        spans = np.array([_bounds(self._src[n]) for n in numbers], np.int64).reshape(-1, 2)
+        spans = np.array([bounds(self._src[n]) for n in numbers], np.int64).reshape(-1, 2)
         for number, array in self._dst.items():
-            begin, end = _bounds(array)
+            begin, end = bounds(array)
             for at in np.flatnonzero((spans[:, 0] < end) & (spans[:, 1] > begin)).tolist():
                 if begin == end or (
                     numbers[at] == number and number in whole and (begin, end) == (*spans[at],)
@@ -144,6 +144,10 @@ class Side:
         if side and xp is np and not array.flags.writeable:
             raise BufferMismatchError(f"{name}: the destination {READ_ONLY}")
         return array
+
+    def sources(self) -> dict[str, Array]:
+        """Return the source arrays that are read while a version is moved, by name."""
+        return {self.plan.entries[n].name: a for n, a in self._src.items() if n not in self._quantised}
 
     def published(self) -> list[Array | None]:
         """Return this rank's source arrays by tensor; None for those that are not read where they lie."""
@@ -289,7 +293,7 @@ class Side:
         return arrays, len(items), int.from_bytes(digest.digest(), "little")
 
 
-def _bounds(array: Array) -> tuple[int, int]:
+def bounds(array: Array) -> tuple[int, int]:
     """Return the address of an array's first byte, and one more than that of its last; the same where it has none."""
     begin = end = address(array)
     if not array.size:

@@ -2,27 +2,54 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-from collections.abc import Mapping
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
 from types import MappingProxyType
-from typing import Any, Literal, Self, Unpack, get_args
+from typing import Any, Literal, NamedTuple, Self, Unpack, get_args, overload
 
 import numpy as np
 
+from lowshard.argument import instance
+from lowshard.box import volume
 from lowshard.comm.agreement import agree, share
+from lowshard.comm.background import Background
 from lowshard.comm.communicator import Communicator
-from lowshard.comm.work import Stream
-from lowshard.errors import CommError, LowshardError, MismatchError, PlanError
+from lowshard.comm.work import Stream, Work
+from lowshard.errors import (
+    CommError,
+    LowshardError,
+    MismatchError,
+    PeerFailed,
+    PlanError,
+    TimedOut,
+    VerificationError,
+)
 from lowshard.foreign_array import like, view_of
-from lowshard.reshard.published_tensors import version_number
+from lowshard.reshard.refit_cost import RefitCost
 from lowshard.reshard.reshard_plan import ReshardPlan
 from lowshard.reshard.reshard_run import Report, Reshard, Settings, argument_error
-from lowshard.reshard.vote import Vote
+from lowshard.reshard.source_sample import sample
+from lowshard.reshard.version_changes import VersionChanges
+from lowshard.reshard.vote import Vote, version_number
 from lowshard.transfer.transform_contract import ReshardTransform
 
 Array = Any
 Buffering = Literal["double", "in_place"]
+Delta = Literal["off", "auto", "always"]
 _NONE = -1
+
+
+class _Served(NamedTuple):
+    """What is served: which of the sets, the version in it, whether it is a mix. Swapped as one."""
+
+    at: int
+    version: int | None
+    torn: bool = False
 
 
 class Refit:
@@ -41,6 +68,9 @@ class Refit:
     it. So before ranks of several hosts serve together again they compare `version`, over a communicator of the
     survivors; where it differs the version is pushed again.
 
+    Versions form a chain (`delta`): a copy of what was sent moves on when a version has been switched to, on all ranks,
+    and stays when it has not. What was not pushed in between is in the next push.
+
     Collective: all ranks of the communicator make it and close it; each version is one call on every rank: `push` where
     there are sources, `pull` elsewhere. Addresses, memory and open files stay as they are from the first call on.
 
@@ -54,6 +84,13 @@ class Refit:
             `MXFP8ReshardTransform`). "double": a second set is made beside them, and versions take turns: the first
             goes to the second set, the next to the arrays that were given, and so on. So read `weights`, again after
             each refit, and not the arrays that were given. "in_place": every version is written into those.
+        delta: "auto": of each tensor and destination what differs from the version before is sent, or all of it where
+            that is less; "always": what differs, also where that is more; "off": all of it. Bits are compared. Each
+            rank with sources then keeps a copy of what it sent last, as large as they are, and a plan with `multicast`
+            runs without it. The first version, and one after a failure "in_place", goes whole; so do boxes of a
+            transform that takes no blocks (`ReshardTransform.change_block_elems`), as MXFP8 boxes that begin or end
+            within a block. Between versions the destinations are the Refit's: what is changed in them stays changed
+            until those elements change in a source.
         version: of what dst holds now, or None for nothing yet.
         settings: staging_bytes, checksums and way; see `Settings`. Here checksums are on by default: every piece that
             travels is checked, and sources are not read where they lie, for which that would take longer.
@@ -73,12 +110,14 @@ class Refit:
         transform: ReshardTransform | None = None,
         *,
         buffering: Buffering = "double",
+        delta: Delta = "off",
         version: int | None = None,
         **settings: Unpack[Settings],
     ) -> None:
-        self.plan, self.comm, self.buffering = plan, comm, buffering
-        self._version, self._torn, self._attempt = version, False, 0
+        self.plan, self.buffering = plan, buffering
+        self._now, self._attempt = _Served(0, version), 0
         self._closed = False
+        self._torn_s: float | None = None
         settings.setdefault("checksums", True)
         error: Exception | None = argument_error(plan, src, dst, transform, settings)
         sets: list[dict[str, Array]] = []
@@ -90,8 +129,12 @@ class Refit:
                 raise error
             if not isinstance(buffering, str) or buffering not in get_args(Buffering):
                 raise PlanError(f"buffering is 'double' or 'in_place', got {buffering!r}")
+            if not isinstance(delta, str) or delta not in get_args(Delta):
+                raise PlanError(f"delta is 'off', 'auto' or 'always', got {delta!r}")
+            if delta != "off" and plan.multicast:
+                plan = replace(plan, multicast=False)
             if version is not None:
-                self._version = version_number(version)
+                self._now = _Served(0, version_number(version))
             given = dict(dst or {})
             sets.append({n: view_of(a, str(n)) for n, a in given.items()})
             served.append(given)
@@ -103,140 +146,328 @@ class Refit:
                 a if how is None else {**a, **how.refit_weights()}
                 for a, how in zip(served, transforms, strict=True)
             ]
-            digest = hashlib.blake2b(f"{plan.digest()} {buffering}".encode(), digest_size=16).digest()
+            digest = hashlib.blake2b(f"{plan.digest()} {buffering} {delta}".encode(), digest_size=16).digest()
         except Exception as caught:
             error = caught
         agree(comm, digest, error, "Refit")
+        # A communicator of its own: a version is moved beside what the caller does, over any other one.
+        self._background = Background(comm, "lowshard refit")
+        self.comm: Communicator = self._background.comm
+        comm = self.comm
         self._serves_sources = any(comm.rank in entry.src for entry in plan.entries)
         self._served, self._transforms = served, transforms
-        self._live = 0
         self._movers: list[Reshard] = []
         for arrays, how in zip(sets, transforms, strict=True):
             first = self._movers[0] if self._movers else None
             mover = Reshard(plan, src, arrays, comm, how, like=first, **settings)
             self._movers.append(mover)
+        self._changes = None if delta == "off" else VersionChanges(comm, self._movers, delta == "always")
         self._vote = Vote(comm)
+        self._readers, self._reading = [0] * len(served), threading.Condition()
+        sends = plan.for_rank(comm.rank).sends.values()
+        self._given_elems = sum(volume(move.src_box) for moves in sends for move in moves)
+        self._cost = RefitCost()
 
     # ---- what is served
 
     @property
     def version(self) -> int | None:
         """The version of `weights`, or None before the first."""
-        return self._version
+        return self._now.version
 
     @property
     def torn(self) -> bool:
         """Whether `weights` are a mix of versions: only "in_place", during a refit and after one that failed."""
-        return self._torn
+        return self._now.torn
 
     @property
     def weights(self) -> Mapping[str, Any]:
         """What holds the version that is served, by name. Ask again after each refit.
 
         Destination arrays, those that were given or others of their library; for tensors that a transform stores, what
-        it stores them in: an `MXFP8Tensor`, say.
+        it stores them in: an `MXFP8Tensor`, say. With "double" buffering they stay whole until the refit after the next
+        one begins; `reading` keeps them whole for as long as it takes.
         """
-        return MappingProxyType(self._served[self._live])
+        return MappingProxyType(self._served[self._now.at])
+
+    @contextmanager
+    def reading(self) -> Iterator[tuple[int | None, Mapping[str, Any]]]:
+        """Hold the version that is served for a `with` block: gives its number and its weights, whole until the end.
+
+        For threads that read while versions come in the background. The refit that would write over what is held waits
+        until all have left, half the communicator's deadline at most, and fails then, on every rank. So a thread does
+        not call push or pull, nor wait for one, in its own block. Any number of threads read at once; not collective.
+
+        Raises:
+            PlanError: the weights are written where they are served, with "in_place".
+        """
+        if self.buffering == "in_place":
+            raise PlanError("weights that are written in place cannot be held; refit with buffering='double'")
+        with self._reading:
+            now = self._now
+            self._readers[now.at] += 1
+        try:
+            yield now.version, MappingProxyType(self._served[now.at])
+        finally:
+            with self._reading:
+                self._readers[now.at] -= 1
+                self._reading.notify_all()
 
     @property
     def transform(self) -> ReshardTransform | None:
         """The transform whose buffers hold the version that is served."""
-        return self._transforms[self._live]
+        return self._transforms[self._now.at]
+
+    def report(self) -> dict[str, Any]:
+        """Return what the last version that was switched to has cost this rank. Not collective.
+
+        - `dense_bytes`: payload that this rank gives to others where all of it is sent.
+        - `sent_bytes`: payload that it did give.
+        - `changed_elems`: elements that it gave as changed; all that it gives where all of it was sent.
+        - `pause_s`: seconds in which `weights` were no whole version: the switch alone with "double" buffering, from
+          the first byte to the switch "in_place".
+        - `phases`: seconds by phase, in order.
+
+        Zeros and no phases before the first version.
+        """
+        return self._cost.as_dict()
 
     # ---- a version
 
-    def push(self, version: int, *, stream: Stream = None) -> Report:
+    @overload
+    def push(self, version: int, *, wait: Literal[True] = True, stream: Stream = None) -> Report: ...
+
+    @overload
+    def push(self, version: int, *, wait: Literal[False], stream: Stream = None) -> Work: ...
+
+    def push(self, version: int, *, wait: bool = True, stream: Stream = None) -> Report | Work:
         """Give the sources' present content as a version; on a rank that also serves, take it as well.
 
         Collective: every rank calls push or pull. Those that push name one version, and one of them has sources.
 
+        With `wait=False` a thread does all of it, and a `Work` is returned at once: its `wait()` returns the report, or
+        raises what went wrong, on every rank alike. Each rank chooses for itself. Other calls go on meanwhile, also
+        over the communicator that was given: a refit has one of its own. One version at a time: the next push or
+        pull, and `close`, wait for the one that is under way. What went wrong in it and was told to nobody is raised
+        by the next push or pull, on every rank. The process does not end before it has.
+
+        The sources belong to the version until its work is done. Some bytes of every 64 KiB of those in host memory are
+        compared at the end with what they were when push was called: where a source was changed meanwhile, as by a
+        step of training, the version is refused on every rank, and the old one stays. A few changed elements go
+        unnoticed, and are served as they were when they were read.
+
         Args:
             version: an integer from 0 to 2^63 - 1.
-            stream: on GPUs, where the work is put, as for the calls of a `Communicator`; by default the current one.
+            wait: False does it in the background.
+            stream: on GPUs, where the work is put, as for the calls of a `Communicator`; by default the current one of
+                the caller, also in the background.
 
         Raises:
             PlanError: a version that is no integer from 0 to 2^63 - 1, or only ranks without sources push it; on all
                 ranks, and nothing has changed.
             MismatchError: ranks push different versions, or one waits for another than is pushed; likewise.
-            VerificationError: a checksum does not agree; the old version stays, on all ranks.
+            VerificationError: a checksum does not agree, or sources were changed while they were pushed in the
+                background; the old version stays, on all ranks.
+            TimedOut: the arrays to be written were read for too long (`reading`), on some rank; likewise.
             PeerFailed: a rank died. `version` tells which one this rank serves, the same on all ranks of a host.
         """
-        with self.comm.meeting("Refit.push", stream) as wrong:
-            return self._refit(version, True, wrong)
+        return self._call("push", version, True, wait, stream)
 
-    def pull(self, version: int | None = None, *, stream: Stream = None) -> Report:
+    @overload
+    def pull(
+        self, version: int | None = None, *, wait: Literal[True] = True, stream: Stream = None
+    ) -> Report: ...
+
+    @overload
+    def pull(self, version: int | None = None, *, wait: Literal[False], stream: Stream = None) -> Work: ...
+
+    def pull(self, version: int | None = None, *, wait: bool = True, stream: Stream = None) -> Report | Work:
         """Take the version that is pushed; with a number, that one and no other. Otherwise as `push`."""
-        with self.comm.meeting("Refit.pull", stream) as wrong:
-            return self._refit(version, False, wrong)
+        return self._call("pull", version, False, wait, stream)
 
-    def _refit(self, version: int | None, pushes: bool, wrong: LowshardError | None) -> Report:
+    def _call(
+        self, name: str, version: int | None, pushes: bool, wait: bool, stream: Stream
+    ) -> Report | Work:
+        what = f"Refit.{name}"
+        error = self._background.settle()
         if self._closed:
             raise CommError("this Refit is closed; make a new one")
-        number = self._agreed(version, pushes, wrong)
-        self._attempt += 1
-        target = 0 if self.buffering == "in_place" else 1 - self._live
-        self._torn = self.buffering == "in_place"
         try:
-            report = self._movers[target].run(number)  # ends in an agreement: all are ready, or all raise
+            wait = instance(wait, bool, f"wait of {name} is True or False", PlanError)
+        except PlanError as found:
+            wait, error = True, found
+        if wait:
+            with self.comm.meeting(what, stream) as wrong:
+                return self._refit(version, pushes, error or wrong, None)
+        before = sample(self._movers[0].sources()) if pushes else {}
+        if stream is None and self.comm.xp is not np:
+            stream = self.comm.xp.cuda.get_current_stream()
+
+        def run() -> Report:
+            with self.comm.meeting(what, stream) as wrong:
+                return self._refit(version, pushes, error or wrong, before)
+
+        return self._background.start(run, f"{what} of rank {self.comm.rank}")
+
+    def _refit(
+        self, version: int | None, pushes: bool, wrong: Exception | None, before: Mapping[str, bytes] | None
+    ) -> Report:
+        """Move a version; `before` is what the sources were in the caller's thread, where this is another one."""
+        cost = RefitCost()
+        target = 0 if self.buffering == "in_place" else 1 - self._now.at
+        with cost.phase("readers"):
+            wrong = wrong or self._await_readers(target)
+        with cost.phase("agree"):
+            number, in_background, follows = self._agreed(version, pushes, wrong, before is not None)
+        self._attempt += 1
+        try:
+            report = self._move(
+                target, number, follows, cost
+            )  # ends in an agreement: all are ready, or all raise
+            if in_background:
+                with cost.phase("sources"):
+                    agree(self.comm, b"", self._changed(before), "Refit")
         except CommError:
             # A rank died or did not come, perhaps after some have heard that all are ready.
             if self._vote.decide(self._attempt, False):
                 self._switch(target, number)
             raise
-        if self._vote.decide(self._attempt, True):
-            self._switch(target, number)
-            return report
-        raise self._lost()
+        with cost.phase("vote"):
+            committed = self._vote.decide(self._attempt, True)
+        if not committed:
+            raise self._lost()
+        start_s = time.perf_counter() if self._torn_s is None else self._torn_s
+        self._switch(target, number)
+        cost.pause_s = time.perf_counter() - start_s
+        if self._changes is not None:
+            # What cannot be kept makes the next version go whole; this one is there.
+            with cost.phase("keep"), contextlib.suppress(Exception):
+                self._changes.commit(target, self._attempt)
+        self._cost = cost
+        return report
 
-    def _agreed(self, version: int | None, pushes: bool, error: LowshardError | None) -> int:
-        """Return the one version that is pushed, the same on all ranks, or raise on all of them."""
+    def _move(self, target: int, number: int, follows: bool, cost: RefitCost) -> Report:
+        """Bring a version to all ranks, all of it or what differs from the one before."""
+        self._torn_s = None
+        cost.changed_elems = self._given_elems
+        if self._changes is not None:
+            return self._changes.run(target, number, follows, cost, self._tear)
+        self._tear()
+        with cost.phase("move"):
+            report = self._movers[target].run(number)
+        cost.dense_bytes = cost.sent_bytes = report.sent_bytes
+        return report
+
+    def _tear(self) -> None:
+        """Note that from now on bytes are written into what is served, if so they are."""
+        if self.buffering == "in_place" and self._torn_s is None:
+            self._now, self._torn_s = self._now._replace(torn=True), time.perf_counter()
+
+    def _await_readers(self, target: int) -> TimedOut | None:
+        """Wait until nobody reads a set of arrays any more; return what is wrong where somebody still does."""
+        limit_s = self.comm.timeout_s / 2
+        with self._reading:
+            if self._reading.wait_for(lambda: not self._readers[target], limit_s):
+                return None
+        return TimedOut(
+            f"rank {self.comm.rank} still reads arrays that the next version is written to, {limit_s:g} s after it was "
+            "to come: threads leave their `with refit.reading()` before the refit after the next, and none calls push "
+            "or pull in it"
+        )
+
+    def _changed(self, before: Mapping[str, bytes] | None) -> VerificationError | None:
+        """Return what is wrong where a source is not what it was."""
+        if not before:
+            return None
+        after = sample(self._movers[0].sources())
+        changed = [name for name, lines in before.items() if after.get(name) != lines]
+        if not changed:
+            return None
+        return VerificationError(
+            f"{len(changed)} sources of rank {self.comm.rank} were changed while they were pushed in the background, "
+            f"{changed[0]} among them: they belong to the push until its work is done; version {self.version} stays"
+        )
+
+    def _agreed(
+        self, version: int | None, pushes: bool, error: Exception | None, in_background: bool
+    ) -> tuple[int, bool, bool]:
+        """Return the version that is pushed, whether a rank is in the background, and whether all hold the one before.
+
+        Raises:
+            LowshardError: on all ranks alike.
+        """
         number = _NONE
         try:
             if version is not None or pushes:
                 number = version_number(version)
         except PlanError as caught:
             error = caught
-        said = np.array([number, pushes, pushes and self._serves_sources, error is not None], np.int64)
+        gives = pushes and self._serves_sources
+        held = 0 if self._changes is None else self._changes.follows
+        said = np.array([number, pushes, gives, error is not None, in_background, held], np.int64)
         rows: list[list[int]] = [row.tolist() for row in share(self.comm.control, said)]
-        pushed = {number for number, pushes, _, _ in rows if pushes}
-        wanted = {number for number, _, _, _ in rows if number != _NONE}
-        if not any(is_wrong for _, _, _, is_wrong in rows):
+        pushed = {number for number, pushes, *_ in rows if pushes}
+        wanted = {number for number, *_ in rows if number != _NONE}
+        if not any(row[3] for row in rows):
             if len(pushed) != 1 or wanted != pushed:
                 error = MismatchError(
                     f"one version is pushed and every rank takes it: pushed {sorted(pushed)}, asked for "
                     f"{sorted(wanted)}"
                 )
-            elif not any(gives for _, _, gives, _ in rows):
+            elif not any(row[2] for row in rows):
                 error = PlanError(
                     f"a version is pushed by ranks that have sources, but version {min(pushed)} is pushed by ranks "
                     f"{[rank for rank, row in enumerate(rows) if row[1]]}, which have none: they pull"
                 )
         agree(self.comm, b"", error, "Refit")
-        return pushed.pop()
+        follows = held > 0 and all(row[5] == held for row in rows)
+        return pushed.pop(), any(row[4] for row in rows), follows
 
     def _switch(self, target: int, number: int) -> None:
-        self._live, self._version, self._torn = target, number, False
+        with self._reading:
+            self._now = _Served(target, number)
 
     def _lost(self) -> LowshardError:
-        from lowshard.errors import PeerFailed
-
         return PeerFailed(
-            f"another rank heard of a failure while version was voted on: version {self._version} stays"
+            f"another rank heard of a failure while version was voted on: version {self.version} stays"
         )
 
     # ---- life
 
     def close(self) -> None:
-        """Let go of arrays and staging; `weights` stay readable. Closing twice is safe."""
+        """Wait for a version that is under way, and let go of arrays and staging; `weights` stay readable.
+
+        Collective: all ranks of the communicator call this. Closing twice is safe.
+
+        Raises:
+            LowshardError: what went wrong in the background, and was told to nobody.
+        """
+        if self._closed:
+            return
+        error = self._background.settle()
         self._closed = True
+        if self._changes is not None:
+            self._changes.close()
         for mover in self._movers:
             mover.close()
+        with contextlib.suppress(
+            CommError
+        ):  # a rank has died; its part is given back at the end of the process
+            self._background.close()
+        if error is not None:
+            raise error
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *exc: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is None:
+            self.close()
+            return
+        self._closed = (
+            True  # the other ranks may not come here, and what is under way has a deadline of its own
+        )
+        self.comm.__exit__(type(error), error, None)
 
 
 def _twin(comm: Communicator, array: Array) -> Array:

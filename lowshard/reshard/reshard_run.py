@@ -6,7 +6,7 @@ Memory beside the arrays is bounded: two buckets out and, where they come as mes
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypedDict, Unpack, get_args
 
@@ -19,8 +19,8 @@ from lowshard.comm.work import Stream
 from lowshard.errors import CommError, LowshardError, MismatchError, PlanError
 from lowshard.reshard.rank_side import Side
 from lowshard.reshard.reshard_plan import ReshardPlan
-from lowshard.transfer.item import FirstError
-from lowshard.transfer.mover import Mover, bucket_sizes
+from lowshard.transfer.item import FirstError, Item
+from lowshard.transfer.mover import Mover, Streams, bucket_sizes
 from lowshard.transfer.transform_contract import ReshardTransform
 
 Array = Any
@@ -139,17 +139,18 @@ class Reshard:
         if error is not None:  # the others come to the same agreement
             agree(comm, b"", error, "execute_reshard_plan")
         self.comm, self._errors = comm, FirstError()
-        self._side = Side(plan, src, dst, comm, transform, self._errors)
-        self._just_made = False
+        self.side = Side(plan, src, dst, comm, transform, self._errors)
+        self._just_made, self._settings = False, settings
         with comm.meeting("Reshard"):
             self._mover: Mover | None = self._made_ready(like, settings)
+        self._parts_mover: Mover | None = None
         mover = self._mover
         self.report = Report(
             mover.sent_bytes, mover.received_bytes, mover.copied_bytes, mover.buckets, mover.staging_bytes
         )
 
     def _made_ready(self, like: Reshard | None, settings: Settings) -> Mover:
-        comm, side, errors = self.comm, self._side, self._errors
+        comm, side, errors = self.comm, self.side, self._errors
         way, checksums = settings.get("way", "auto"), settings.get("checksums", False)
         staging_bytes = settings.get("staging_bytes", STAGING_BYTES)
         by_memory = way != _MESSAGES and comm.xp is np
@@ -166,10 +167,15 @@ class Reshard:
             )
         if way in (_DIRECT, _SLOTS):
             agree(comm, b"", errors.take(), "execute_reshard_plan")
+        return self._mover_of(side.gives, side.takes, side.keeps, None if like is None else like._mover)
+
+    def _mover_of(self, gives: Streams, takes: Streams, keeps: Sequence[Item], like: Mover | None) -> Mover:
+        way, checksums = self._settings.get("way", "auto"), self._settings.get("checksums", False)
         return Mover(
-            comm, side.gives, side.takes, side.keeps, side.published(), side.conversion, errors, by_memory=by_memory,
-            in_place=way in ("auto", _DIRECT) and not checksums, checksums=checksums, staging_bytes=staging_bytes,
-            like=None if like is None else like._mover,
+            self.comm, gives, takes, keeps, self.side.published(), self.side.conversion, self._errors,
+            by_memory=way != _MESSAGES and self.comm.xp is np,
+            in_place=way in ("auto", _DIRECT) and not checksums, checksums=checksums,
+            staging_bytes=self._settings.get("staging_bytes", STAGING_BYTES), like=like,
         )  # fmt: skip
 
     # ---- running
@@ -190,7 +196,7 @@ class Reshard:
             return self._run(version, wrong)
 
     def _run(self, version: int, error: LowshardError | None) -> Report:
-        mover, errors, conversion = self._mover, self._errors, self._side.conversion
+        mover, errors, conversion = self._mover, self._errors, self.side.conversion
         if mover is None:
             raise CommError("this Reshard is closed; make a new one")
         errors.error = error
@@ -198,7 +204,7 @@ class Reshard:
             conversion.begin(self._just_made)
             errors.guard(conversion.transform.begin)
         self._just_made = False
-        if self._side.refresh():
+        if self.side.refresh():
             mover.forget_sources()
         mover.run(version)
         if conversion is not None and errors.error is None:
@@ -207,10 +213,52 @@ class Reshard:
         mover.count()
         return self.report
 
+    def run_parts(
+        self,
+        version: int,
+        gives: Streams,
+        takes: Streams,
+        keeps: Sequence[Item],
+        finish: Callable[[], object],
+    ) -> Report:
+        """Move some of the plan's items, and others that take the place of the rest; ends in an agreement. Collective.
+
+        Args:
+            version: as for `run`.
+            gives: what this rank gives, by peer.
+            takes: what it takes.
+            keeps: what stays.
+            finish: called when all of it has come, on all ranks; what it raises is raised on all ranks.
+
+        Raises:
+            As `run`.
+        """
+        errors, conversion = self._errors, self.side.conversion
+        with self.comm.turn("reshard"):
+            if conversion is not None:
+                conversion.begin(False)
+                errors.guard(conversion.transform.begin)
+            mover = self._mover_of(gives, takes, keeps, self._parts_mover or self._mover)
+            self._parts_mover = mover
+            mover.run(version)
+            agree(self.comm, b"", errors.take(), "reshard")
+            errors.guard(finish)
+            if conversion is not None and errors.error is None:
+                errors.guard(conversion.transform.end)
+            agree(self.comm, b"", errors.take(), "reshard")
+            mover.count()
+        return Report(
+            mover.sent_bytes, mover.received_bytes, mover.copied_bytes, mover.buckets, mover.staging_bytes
+        )
+
+    def sources(self) -> dict[str, Array]:
+        """Return this rank's source arrays that `run` reads, by name; no quantised ones, of which it takes copies."""
+        return self.side.sources()
+
     def close(self) -> None:
         """Let go of arrays and staging. Closing twice is safe."""
-        self._mover = None
-        self._side.close()
+        self._mover = self._parts_mover = None
+        self.side.close()
 
 
 def execute_reshard_plan(

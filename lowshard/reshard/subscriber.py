@@ -420,8 +420,9 @@ class _Source:
         """Return a snapshot mapped here, or None where it cannot be."""
         assert peer.mapped is not None
         key = answer.pid, answer.fd
+        peer.mapped = {at: memory for at, memory in peer.mapped.items() if memory.is_at(*at)}
         found = peer.mapped.get(key)
-        if found is not None and found.size_bytes == answer.size_bytes:
+        if found is not None:
             return found
         try:
             made = Memory.of_process(answer.pid, answer.fd, answer.size_bytes, bytes.fromhex(self.mark))

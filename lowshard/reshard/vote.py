@@ -1,4 +1,6 @@
-"""Commit or abort, once for each attempt: by a word that all ranks of a host map, so that a death cannot split them.
+"""Versions and attempts: what a version's number is, and commit or abort, once for each attempt.
+
+A word that all ranks of a host map says which, so that a death cannot split them.
 
 All ranks have agreed that they are ready before anybody asks for a commit. A rank that hears of a failure instead asks
 for an abort. Whoever asks first decides; the others find the decision. The word outlives the process that made it.
@@ -6,11 +8,13 @@ for an abort. Whoever asks first decides; the others find the decision. The word
 
 from __future__ import annotations
 
+from operator import index
 from typing import Any
 
 import numpy as np
 
 from lowshard.comm.communicator import Communicator
+from lowshard.errors import PlanError
 
 _COMMIT, _ABORT = 1, 2
 
@@ -53,3 +57,18 @@ class Vote:
             if held // 4 >= attempt:
                 return held % 4 == _COMMIT
             self._swap(self._at, held, attempt * 4 + mine)
+
+
+def version_number(version: object) -> int:
+    """Return a version as a Python integer.
+
+    Raises:
+        PlanError: it is none, negative, or does not fit 63 bits.
+    """
+    try:
+        number = -1 if isinstance(version, (bool, np.bool_)) else index(version)  # type: ignore[arg-type]
+    except TypeError:
+        number = -1
+    if not 0 <= number < 1 << 63:
+        raise PlanError(f"a version is an integer from 0 to 2^63 - 1, got {version!r}")
+    return number

@@ -28,10 +28,10 @@ def checkpoint_tensors(
         CheckpointError: no such file, a damaged one, or a tensor that stands in two files.
     """
     folder = Path(path)
-    if any((folder / name).exists() for name in (INDEX_NAME, HF_INDEX)):
+    if any(os.path.exists(folder / name) for name in (INDEX_NAME, HF_INDEX)):
         catalog = Catalog.open(folder)
         return name_tensors(rules, {name: (t.shape, t.dtype) for name, t in sorted(catalog.tensors.items())})
-    paths = sorted(folder.glob("*.safetensors")) if folder.is_dir() else [folder]
+    paths = sorted(folder.glob("*.safetensors")) if os.path.isdir(folder) else [folder]
     if not paths:
         raise CheckpointError(f"{folder}: the folder holds no .safetensors file")
     shapes: dict[str, tuple[tuple[int, ...], object]] = {}

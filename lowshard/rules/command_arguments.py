@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -177,15 +178,15 @@ def dump_pairs(a: Path, b: Path, lacking: list[str]) -> list[tuple[Path, Path]]:
     from lowshard.rules.golden import FILE_NAMES
 
     for path in (a, b):
-        if not path.exists():
+        if not os.path.exists(path):
             raise RulesError(f"{path}: there is no such file or folder", path=str(path))
-    if not a.is_dir() and not b.is_dir():
+    if not os.path.isdir(a) and not os.path.isdir(b):
         return [(a, b)]
-    if a.is_dir() != b.is_dir():
+    if os.path.isdir(a) != os.path.isdir(b):
         raise RulesError(f"two files or two folders are compared, got {a} and {b}")
     pairs = []
     for name in FILE_NAMES.values():
-        here, there = (a / name).exists(), (b / name).exists()
+        here, there = os.path.exists(a / name), os.path.exists(b / name)
         if here and there:
             pairs.append((a / name, b / name))
         elif here or there:

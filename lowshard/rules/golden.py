@@ -18,6 +18,7 @@ from typing import Any, Literal
 from lowshard.argument import instance
 from lowshard.errors import RulesError
 from lowshard.mesh import DeviceMesh
+from lowshard.reading import open_at_once
 from lowshard.rules.axis_rule import brief
 from lowshard.rules.logical_tensor import LogicalTensor, as_tensors, checked_mesh, checked_shape
 from lowshard.rules.resolution import LogicalNames, Spec, without_axes
@@ -174,7 +175,7 @@ def read_dump(path: str | os.PathLike[str]) -> Dump:
     """
     where = os.fspath(path)
     try:
-        with open(where, encoding="utf-8") as file:
+        with open(where, encoding="utf-8", opener=open_at_once) as file:
             text = file.read()
     except FileNotFoundError as error:
         raise RulesError(f"{where}: there is no such file", path=where) from error

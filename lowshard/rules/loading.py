@@ -12,6 +12,7 @@ from lowshard.argument import path as check_path
 from lowshard.document import MAX_FILE_BYTES
 from lowshard.errors import RulesError
 from lowshard.nearest import nearest
+from lowshard.reading import open_at_once
 from lowshard.rules.axis_rule import AXIS_NAME_FORM, MAX_AXES, Rule, as_rules, brief, is_axis_name
 from lowshard.rules.finding import MODES, CheckReport, Mode
 from lowshard.rules.ruleset import RuleSet
@@ -141,7 +142,7 @@ def _check_options(mode: object, base: object, merge: object) -> None:
 def _read(path: str) -> str:
     known = f"give the path of a YAML file, or one of {', '.join(READY_MADE)}"
     try:
-        with open(path, "rb") as file:
+        with open(path, "rb", opener=open_at_once) as file:
             data = file.read(4 * MAX_FILE_BYTES + 1)
     except FileNotFoundError as error:
         raise RulesError(

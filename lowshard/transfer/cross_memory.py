@@ -41,13 +41,14 @@ def read_boxes(pid: int, table: RunTable, src_base: int = 0, dst_base: int = 0) 
     """
     scratch, vectors = np.empty(_SCRATCH_BYTES + 64, np.uint8), np.zeros(2 * (1 + MOST_PLACES), np.int64)
     at = -(-address(scratch) // 64) * 64
-    return not _compiled_read()(
+    return not compiled_read()(
         pid, table.columns, table.src_itemsize, src_base, dst_base, address(vectors), at
     )
 
 
 @cache
-def _compiled_read() -> Any:
+def compiled_read() -> Any:
+    """Return the compiled function."""
     files = (__file__, atomic.__file__, runs.__file__, cross_constants.__file__)
     name = f"read_across_{digest_of([Path(str(file)) for file in files])}_{source_digest()}"
     return load_compiled(name, lambda: read_across, Signature((INT, "int64[2]", INT, INT, INT, INT, INT)))

@@ -89,7 +89,7 @@ class Mover:
         self._out: list[Array] = []
         self._into: list[Array] = []
         self._theirs: Published | None = None
-        self._sizes, self._meets = (0, 0), False
+        self._meets = False
         self._slots: dict[tuple[int, int], Array] = {}
         self.version = 0
         given, taken = _items(gives), _items(takes)
@@ -252,8 +252,7 @@ class Mover:
             (self._size(c[1]) for _, c in self._steps if c is not None and c[0] not in self._near), default=0
         )
         self._meets = len(self._near) > 1 and bool(self._steps)
-        fits = like is not None and (like._sizes, like._meets) == ((out_bytes, into_bytes), self._meets)
-        self._sizes = out_bytes, into_bytes
+        fits = like is not None and like._has_room(out_bytes, into_bytes, self._meets)
         if like is not None and all(row[0] for row in share(comm.control, np.array([fits], np.int64))):
             self._out, self._into, self._theirs = like._out, like._into, like._theirs
         else:
@@ -267,6 +266,11 @@ class Mover:
             comm, self._out, self._into,
             [self._letters(out) for out, _ in self._steps], [self._letters(come) for _, come in self._steps],
         )  # fmt: skip
+
+    def _has_room(self, out_bytes: int, into_bytes: int, meets: bool) -> bool:
+        """Say whether its memory is enough for buckets of such sizes, and peers see it if they are to."""
+        out, into = (rooms[0].nbytes if rooms else 0 for rooms in (self._out, self._into))
+        return out >= out_bytes and into >= into_bytes and (self._theirs is not None or not meets)
 
     def _letters(self, step: tuple[int, Bucket] | None) -> list[Letter]:
         if step is None or step[0] in self._near:

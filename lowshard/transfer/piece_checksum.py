@@ -32,7 +32,7 @@ def checksum(buffer: Array) -> int:
     words = raw[: raw.size // 8 * 8].view(np.uint64)
     tail = int.from_bytes(raw[words.size * 8 :].tobytes(), "little")
     ends = _mixed(tail, words.size) + _mixed(raw.size, words.size + 1)
-    return (int(_sums()(words)) + ends) & _MASK
+    return (int(sums()(words)) + ends) & _MASK
 
 
 def _mixed(word: int, place: int) -> int:
@@ -42,7 +42,8 @@ def _mixed(word: int, place: int) -> int:
 
 
 @cache
-def _sums() -> Any:
+def sums() -> Any:
+    """Return the compiled function, or the plain one where Numba is missing."""
     try:
         from lowshard.compiled import Signature, digest_of, load_compiled
 

@@ -86,6 +86,32 @@ class ReshardTransform:
         """
         raise NotImplementedError(f"{type(self).__name__} has no recv_rows")
 
+    def change_block_elems(self, param_name: str, dst_box: Box) -> int:
+        """Return how many elements along the last dim can be made, or stored, by themselves; 0: only whole boxes.
+
+        Where it is not 0 the four methods below are there, and a refit with `delta` sends the blocks that changed.
+        """
+        return 0
+
+    def change_block_bytes(self, param_name: str, dtype: str) -> int:
+        """Return the bytes that travel for a block of a tensor of a dtype."""
+        raise NotImplementedError(f"{type(self).__name__} takes no blocks")
+
+    def make_blocks(self, param_name: str, blocks: Array) -> Array:
+        """Return what travels for blocks [blocks, elements], uint8 [blocks, bytes], contiguous."""
+        raise NotImplementedError(f"{type(self).__name__} makes no blocks")
+
+    def store_blocks(self, param_name: str, dtype: str, index: tuple[Array, ...], came: Array) -> None:
+        """Store what travelled for blocks of a tensor of a dtype, uint8 [blocks, bytes].
+
+        `index` says where they lie in the destination tensor, int64 [blocks] a dim; that of the last dim counts blocks.
+        """
+        raise NotImplementedError(f"{type(self).__name__} stores no blocks")
+
+    def take_over(self, param_name: str, dst_slice: Slices, other: Any) -> None:
+        """Store what `other`, a twin of this transform, holds for a slice of a destination tensor."""
+        raise NotImplementedError(f"{type(self).__name__} takes nothing over")
+
     def refit_weights(self) -> Mapping[str, Any]:
         """Return, by the names of tensors, what this rank's are stored in: `Refit.weights` has it."""
         return {}

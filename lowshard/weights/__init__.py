@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from lowshard.checkpoint.commit import remove_leftovers
+from lowshard.weights.checkpoint_convert import ConvertReport
+from lowshard.weights.delta_apply import apply_deltas
 from lowshard.weights.head import Segment
 from lowshard.weights.load import LoadReport, load, nodes_of
 from lowshard.weights.load_plan import LoadPlan, plan_load
@@ -20,6 +22,7 @@ from lowshard.weights.sharding_strategy import ShardingStrategy
 from lowshard.weights.weight import Weight
 
 __all__ = [
+    "ConvertReport",
     "ExpertScales",
     "LoadPlan",
     "LoadReport",
@@ -31,6 +34,7 @@ __all__ = [
     "ShardingStrategy",
     "Sizes",
     "Weight",
+    "apply_deltas",
     "expert_scales",
     "load",
     "load_sharded",

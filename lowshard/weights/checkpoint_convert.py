@@ -22,19 +22,23 @@ import numpy as np
 
 from lowshard import dtypes
 from lowshard.block_format import MXFP8, BlockFormat
-from lowshard.box import Box, full_box, shape_of, volume
+from lowshard.box import Box, full_box, row_major_parts, shape_of, volume
 from lowshard.checkpoint.bytesource import ByteSource
-from lowshard.checkpoint.catalog import Catalog
+from lowshard.checkpoint.catalog import Catalog, StoredTensor
 from lowshard.checkpoint.checkpoint_index import INDEX_NAME
 from lowshard.checkpoint.commit import Commit, together
+from lowshard.checkpoint.delta_file import Delta, open_deltas
 from lowshard.checkpoint.header import read_header
 from lowshard.checkpoint.hf_index import HF_INDEX, SIZES, is_foreign
 from lowshard.checkpoint.read_shares import Share, shares
 from lowshard.comm import Communicator, agree
+from lowshard.content_hash import model_digest, tensor_digest
 from lowshard.errors import CheckpointError, ShardingError, VerificationError
+from lowshard.kernels.unit_weights import SUMS
 from lowshard.tiling import Tile, Tiling
 from lowshard.weights.checkpoint_grid import Grid, rank_tilings
 from lowshard.weights.name_pattern import NamePatterns, Sizes
+from lowshard.weights.patched_source import PatchedSource, check_deltas
 from lowshard.weights.quantization import Quantization
 from lowshard.weights.ruled import RuledGrid
 from lowshard.weights.save import Item, ShardFile, commit_index, items_of
@@ -69,11 +73,19 @@ class Settings:
     """Whole tensors: one plain file where the target ends in .safetensors, else files of at most file_bytes and
     an index of Hugging Face's."""
     file_bytes: int = 5_000_000_000
+    deltas: tuple[str, ...] = ()
+    """Deltas that are applied on the way. Without `to` and `merged` the target then lies as the source does, whose
+    place it may take."""
 
     @property
     def into_one_file(self) -> bool:
         """Whether the target is one plain file."""
         return self.merged and self.target.endswith(".safetensors")
+
+    @property
+    def keeps_cut(self) -> bool:
+        """Whether the target lies as the source does."""
+        return bool(self.deltas) and not self.to and not self.merged
 
     def to_json(self) -> str:
         """Return one line that `from_json` reads."""
@@ -82,7 +94,8 @@ class Settings:
     @classmethod
     def from_json(cls, text: str) -> Settings:
         """Return the settings that `to_json` wrote."""
-        return cls(**json.loads(text))
+        given = json.loads(text)
+        return cls(**given | {"deltas": tuple(given["deltas"])})
 
 
 @dataclass(frozen=True)
@@ -101,6 +114,14 @@ class ConvertReport:
     written_bytes: int
     verified_bytes: int
     """Of the output that was read again and compared with the input, read a second time."""
+    digest: str
+    """Of the output's tensors, `model_digest`."""
+    equal_digests: int
+    """Tensors whose digest was compared with what the input, or the last delta, says of it."""
+    applied: int = 0
+    """Deltas."""
+    version: int | None = None
+    """Of the last of them."""
 
 
 @dataclass(frozen=True)
@@ -115,6 +136,7 @@ class ConvertPlan:
     """Of the tensors that are quantised, how they are stored."""
     merged: bool = False
     """Whole tensors in each file, those without elements too."""
+    deltas: tuple[Delta, ...] = ()
 
     @classmethod
     def of(cls, settings: Settings) -> ConvertPlan:
@@ -124,6 +146,8 @@ class ConvertPlan:
             CheckpointError: the source is missing or damaged, or is not cut as `was` says.
             ShardingError: names without a strategy, grids or cuts that cannot be.
         """
+        if settings.keeps_cut and Catalog.open(settings.source).num_ranks is None:
+            settings = replace(settings, merged=True)  # whole tensors, as they are there
         _check_target(settings)
         if settings.memory_bytes < MIN_MEMORY_BYTES:
             raise CheckpointError(
@@ -132,7 +156,11 @@ class ConvertPlan:
             )
         sizes = _sizes(settings)
         catalog = _source(settings, sizes)
-        if Path(settings.target).resolve() in (Path(file).resolve() for file in catalog.files):
+        deltas = open_deltas(settings.deltas) if settings.deltas else ()
+        check_deltas(deltas, catalog, settings.memory_bytes)
+        if not settings.deltas and Path(settings.target).resolve() in (
+            Path(file).resolve() for file in catalog.files
+        ):
             raise CheckpointError(f"{settings.target}: is a file of the input; the output is another one")
         shapes = {name: (t.dtype, t.shape) for name, t in catalog.tensors.items()}
         quantised: dict[str, BlockFormat] = {}
@@ -153,7 +181,14 @@ class ConvertPlan:
             count = 1 + max((min(t.ranks) for t, _ in made.values()), default=0)
             tilings = {name: tiling.widened(count) for name, (tiling, _) in made.items()}
             said = {name: str(note) for name, (_, note) in made.items()}
-            return cls(catalog, count, tilings, said, quantised, merged=True)
+            return cls(catalog, count, tilings, said, quantised, merged=True, deltas=deltas)
+        if settings.keeps_cut:
+            assert catalog.num_ranks is not None  # else it is merged
+            kept = {name: _kept_tiling(tensor, catalog) for name, tensor in catalog.tensors.items()}
+            said = {name: tensor.strategy or "as before" for name, tensor in catalog.tensors.items()}
+            for name, form in quantised.items():
+                kept[name].stored(name, form)  # no cut goes through a block
+            return cls(catalog, catalog.num_ranks, kept, said, quantised, deltas=deltas)
         if settings.to_rules is not None:
             target = RuledGrid.parse(settings.to_rules, settings.to)
             made = target.tilings(shapes)
@@ -171,7 +206,7 @@ class ConvertPlan:
                         raise ShardingError(f"{name} {list(shape)}: {error}") from error
         return cls(
             catalog, target.num_ranks, {n: t for n, (t, _) in made.items()},
-            {n: str(s) for n, (_, s) in made.items()}, quantised,
+            {n: str(s) for n, (_, s) in made.items()}, quantised, deltas=deltas,
         )  # fmt: skip
 
     def items(self, rank: int) -> list[Item]:
@@ -270,11 +305,16 @@ def convert(
     worker = _Worker(plan, settings, comm, progress)
     try:
         together(comm, target, worker.verify_input, "reshard")
-        with Commit(target if settings.into_one_file else target / INDEX_NAME, comm, "reshard") as commit:
+        if plan.deltas:
+            worker.patched.check(comm, lambda step: together(comm, target, step, "reshard"))
+        single = plan.merged and settings.target.endswith(".safetensors")
+        with Commit(target if single else target / INDEX_NAME, comm, "reshard") as commit:
             rows = commit.step(lambda: worker.write(commit))
+            digests = worker.shared_digests()
+            compared = commit.step(lambda: _compare_digests(plan, worker.patched, digests))
             if settings.verify:
                 commit.step(worker.verify_output)
-            if settings.into_one_file:
+            if commit.path == commit.target:
                 commit.commit()
             else:
                 saved = {n: (plan.held(tiling), said) for n, (tiling, said) in plan.saved.items()}
@@ -293,8 +333,12 @@ def convert(
     ]
     sums = np.array(mine, np.int64)
     comm.all_reduce(sums, sums)
-    files, *sizes = map(int, sums)
-    return ConvertReport(len(plan.saved), len(plan.quantised), files, plan.total_bytes, *sizes)
+    files, checksummed, read, written, verified = map(int, sums)
+    chain = worker.patched.chain
+    return ConvertReport(
+        len(plan.saved), len(plan.quantised), files, plan.total_bytes, checksummed, read, written, verified,
+        model_digest(digests), compared, len(chain), chain[-1].version if chain else None,
+    )  # fmt: skip
 
 
 class _Worker:
@@ -313,6 +357,8 @@ class _Worker:
         # Values, their float32 form and codes of a chunk are alive at once.
         spare = settings.memory_bytes - MIN_MEMORY_BYTES // 2
         self._chunk_bytes = max(1 << 16, min(spare // 16, 32 << 20))
+        self.patched = PatchedSource(self.source, plan.deltas, spare // 4)
+        self._sums: dict[str, np.ndarray] = {name: np.zeros(SUMS, np.uint32) for name in plan.saved}
         self._files: list[tuple[Path, list[Item], Mapping[str, Any]]] = []
         self._progress = progress if comm.rank == 0 else None
         self._done = 0
@@ -356,8 +402,24 @@ class _Worker:
                             file.put(items[number + place].key, array)
                             self.written_bytes += array.nbytes
                 rows.append(file.finish())
+                for item in items:
+                    self._sums[item.name] += file.sums(item.key)
             self._files.append((file.path, items, file.entries))
         return rows
+
+    def shared_digests(self) -> dict[str, str]:
+        """Return the digests of all that was written.
+
+        Collective: all ranks of the communicator call this.
+        """
+        sums = np.array(list(self._sums.values()), np.uint32).reshape(-1)
+        if sums.size:
+            self.comm.all_reduce(sums, sums)
+        rows = sums.reshape(-1, SUMS)
+        return {
+            name: tensor_digest(tiling.dtype, tiling.shape, row)
+            for (name, (tiling, _)), row in zip(self.plan.saved.items(), rows, strict=True)
+        }
 
     def verify_output(self) -> None:
         """Read every file again and compare it with the input."""
@@ -391,28 +453,14 @@ class _Worker:
     def _chunks(self, item: Item) -> Iterator[Box]:
         """Yield an item's box in parts, in row-major order, each small enough."""
         limit = max(1, self._chunk_bytes // self._width(item.name))
-
-        def cut(box: Box, dim: int) -> Iterator[Box]:
-            if volume(box) <= limit or dim >= len(box) - (item.name in self.plan.quantised):
-                yield box
-                return
-            start, stop = box[dim]
-            inner = volume(box) // (stop - start)
-            step = max(1, limit // inner)
-            for at in range(start, stop, step):
-                part = (*box[:dim], (at, min(at + step, stop)), *box[dim + 1 :])
-                if volume(part) <= limit:
-                    yield part
-                else:
-                    yield from cut(part, dim + 1)
-
-        return cut(self.plan.values(item), 0)
+        return row_major_parts(self.plan.values(item), limit, int(item.name in self.plan.quantised))
 
     def _converted(self, item: Item, box: Box) -> list[np.ndarray]:
         """Return a box of the input as it goes into the output: itself, or MXFP8 codes and scales."""
         tiling = self.plan.tilings[item.name]
         values = np.empty(shape_of(box), dtypes.get(tiling.dtype).numpy)
         self.source.read(item.name, box, values)
+        self.patched.apply(item.name, box, values)
         self.read_bytes += values.nbytes
         if self._progress is not None:
             self._done += values.nbytes
@@ -425,21 +473,49 @@ class _Worker:
         return [made.data, made.scale]
 
 
+def _kept_tiling(tensor: StoredTensor, catalog: Catalog) -> Tiling:
+    """Return how a tensor of a sharded checkpoint lies; where the index does not say, as its files do."""
+    if tensor.tiling is not None:
+        return tensor.tiling
+    files = [[part.box for part in tensor.parts if part.file == file] for file in catalog.files]
+    return Tiling.from_pieces(tensor.shape, tensor.dtype, files)
+
+
+def _compare_digests(plan: ConvertPlan, patched: PatchedSource, digests: Mapping[str, str]) -> int:
+    """Compare what was written with what the input, or its deltas, say of it; return of how many tensors.
+
+    Raises:
+        VerificationError: one is another.
+    """
+    compared = 0
+    for name, tensor in plan.catalog.tensors.items():
+        said = patched.digests.get(name, tensor.digest)
+        if said is None or name in plan.quantised:
+            continue
+        if digests[name] != said:
+            raise VerificationError(
+                f"{plan.catalog.where}: tensor {name!r}: was written with the digest {digests[name]}, the input's is "
+                f"{said}: its data is damaged, or changed meanwhile"
+            )
+        compared += 1
+    return compared
+
+
 def _check_target(settings: Settings) -> None:
     source, target = Path(settings.source), Path(settings.target)
-    if source.resolve() == target.resolve():
+    if source.resolve() == target.resolve() and not settings.deltas:
         raise CheckpointError(f"{target}: the output is another folder or file than the input")
     if settings.into_one_file:
-        if target.is_dir():
+        if os.path.isdir(target):
             raise CheckpointError(
                 f"{target}: is a folder; a name that ends in .safetensors is that of one merged file"
             )
-        if not target.parent.is_dir():
+        if not os.path.isdir(target.parent):
             raise CheckpointError(f"{target}: there is no folder {target.parent}; make it first")
     elif settings.merged:
         if settings.file_bytes < 1:
             raise CheckpointError(f"a file holds 1 byte or more, got {settings.file_bytes}")
-        if (target / "model.safetensors").exists() or is_foreign(target):
+        if os.path.exists(target / "model.safetensors") or is_foreign(target):
             raise CheckpointError(
                 f"{target}: holds another checkpoint (model.safetensors or {HF_INDEX}), which other readers would take "
                 "for this one: give another folder"
@@ -472,9 +548,9 @@ def _copy_companions(source: Path, target: Path, private: Path) -> None:
 
     Each file is whole at once: it is written under a private name, which the next save clears away if it is left.
     """
-    folder = source if source.is_dir() else source.parent
+    folder = source if os.path.isdir(source) else source.parent
     for name in _COMPANIONS:
-        if (folder / name).is_file():
+        if os.path.isfile(folder / name):
             with suppress(OSError):  # the weights are what counts
                 shutil.copyfile(folder / name, private)
                 os.replace(private, target / name)
@@ -497,8 +573,8 @@ def _sizes(settings: Settings) -> Sizes:
     if settings.num_heads is not None:
         return Sizes(settings.num_heads, settings.num_kv_heads)
     source = Path(settings.source)
-    folder = source if source.is_dir() else source.parent
-    return Sizes.from_config(folder) if (folder / "config.json").exists() else Sizes()
+    folder = source if os.path.isdir(source) else source.parent
+    return Sizes.from_config(folder) if os.path.exists(folder / "config.json") else Sizes()
 
 
 def _patterns(settings: Settings) -> NamePatterns:
@@ -521,9 +597,11 @@ def _source(settings: Settings, sizes: Sizes) -> Catalog:
     elif settings.was is not None:
         was = Grid.parse(settings.was)
     files = (
-        sorted(p for p in path.glob("*.safetensors") if not p.name.startswith(".")) if path.is_dir() else []
+        sorted(p for p in path.glob("*.safetensors") if not p.name.startswith("."))
+        if os.path.isdir(path)
+        else []
     )
-    indexed = path.is_dir() and any(path.glob("*.index.json"))
+    indexed = os.path.isdir(path) and any(path.glob("*.index.json"))
     if was is None or was.num_ranks == 1 or indexed or not files:
         catalog = Catalog.open(path)
         if was is not None and catalog.num_ranks not in (None, was.num_ranks):

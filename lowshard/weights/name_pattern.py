@@ -9,6 +9,7 @@ heads, whatever their size.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -53,7 +54,7 @@ class Sizes:
             CheckpointError: it cannot be read, or is no JSON object.
         """
         file = check_path(path, "a model's config is a path of a file or folder", CheckpointError)
-        file = file / "config.json" if file.is_dir() else file
+        file = file / "config.json" if os.path.isdir(file) else file
         config = parse_json(read_text(file, "model's config", CheckpointError), str(file), CheckpointError)
         if not isinstance(config, dict):
             raise CheckpointError(f"{file}: a model's config is a JSON object, got {brief(config)}")
@@ -115,17 +116,22 @@ class Matching:
     doubly: Mapping[str, tuple[str, ...]]
     """The patterns of each name that several rules match."""
 
-    def check(self, where: str, notes: Mapping[str, str] | None = None) -> None:
+    @property
+    def is_complete(self) -> bool:
+        """Whether every name has exactly one rule."""
+        return not (self.unmatched or self.doubly)
+
+    def check(self, where: str, notes: Mapping[str, str] | None = None, hint: str = "") -> None:
         """Raise ShardingError unless every name has exactly one rule; the text lists those that have not.
 
-        notes: what is known of names that no rule is for.
+        notes: what is known of names that no rule is for. hint: what stands at the end.
         """
         lines = [f"{name} matches no pattern{(notes or {}).get(name, '')}" for name in self.unmatched]
         lines += [f"{name} matches {' and '.join(patterns)}" for name, patterns in self.doubly.items()]
         if lines:
             more = f"; and {len(lines) - 8} more" if len(lines) > 8 else ""
             raise ShardingError(
-                f"{where}: every name matches exactly one pattern, but {'; '.join(lines[:8])}{more}"
+                f"{where}: every name matches exactly one pattern, but {'; '.join(lines[:8])}{more}{hint}"
             )
 
 
@@ -147,9 +153,10 @@ class NamePatterns:
             ShardingError: it is not of the form above.
         """
         path = check_path(source, "name patterns are a shipped name or the path of a file", CheckpointError)
-        if not path.exists() and path.name == str(source) and path.name.removesuffix(".yaml") in SHIPPED:
+        is_name = path.name == str(source) and path.name.removesuffix(".yaml") in SHIPPED
+        if is_name and not os.path.isfile(path):
             path = _FOLDER / f"{path.name.removesuffix('.yaml')}.yaml"
-        if not path.exists():
+        if not os.path.exists(path):
             hint = nearest(path.name.removesuffix(".yaml"), SHIPPED)
             raise CheckpointError(f"{source}: there is no such file; shipped are {', '.join(SHIPPED)}{hint}")
         text = read_text(path, "file of name patterns", CheckpointError, MAX_FILE_BYTES)
@@ -193,8 +200,12 @@ class NamePatterns:
             for name, shape in mapping(shapes, rule, ShardingError).items()
         }
         scales = weights_of_scales(shapes)
-        matching = self.match([name for name in shapes if name not in scales])
-        matching.check(self.where, {name: why_none(name, shapes) for name in matching.unmatched})
+        names = [name for name in shapes if name not in scales]
+        matching = self.match(names)
+        if not matching.is_complete:
+            fits = [other for other in SHIPPED if NamePatterns.load(other).match(names).is_complete]
+            hint = f"; all match in the shipped {' and '.join(fits)}" if fits else ""
+            matching.check(self.where, {name: why_none(name, shapes) for name in matching.unmatched}, hint)
         sizes = (
             Sizes() if sizes is None else instance(sizes, Sizes, "sizes is a Sizes or None", ShardingError)
         )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import sys
 import tempfile
@@ -26,6 +27,9 @@ safetensors file a rank and lowshard.index.json. No process holds more than --me
 The input is compared with its checksums, if it has any (a plain safetensors file has none: damage done to it before
 cannot be seen); what was written is read again and compared with the input, read a second time, before it takes its
 place. A run that is killed leaves no half. With --merged it writes whole tensors, for other readers, too.
+With --delta BASE NEXT it writes what NEXT changes of BASE: a folder weight_v... as other projects write them, or with
+an OUT that ends in .safetensors a sparse file. With --apply DELTA... it applies such deltas to IN, each to the version
+that it was made from, and all of them or none: OUT lies as IN does, and may be IN; --to or --merged cut it anew.
 With --simulate nothing is read or written: IN is a reshard plan, whose time and load are predicted.
 """
 EPILOG = """\
@@ -36,6 +40,8 @@ examples:
   lowshard reshard ranks/ out/ --from-rules ep-as-cp --from fsdp=4,expert=2 --to-rules pure-fsdp --to fsdp=8
   lowshard reshard out/ model.safetensors --merged           # back to one plain file
   lowshard reshard out/ hf/ --merged --file-size 2GB         # back to a folder that other libraries read
+  lowshard reshard --delta v6/ v7/ -o deltas/weight_v000007
+  lowshard reshard serving/ --apply deltas/ -o serving/      # all that it lacks, in one switch
   lowshard reshard plan.json --simulate --profile cluster.json
 Strategies: llama, qwen, moe (Mixtral, DeepSeek), bert, or a YAML file of your own. Rules: a ready-made name or a
 path, as of `lowshard rules`.
@@ -90,6 +96,28 @@ def add_reshard_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentP
     parser.add_argument(
         "--memory", default="2GB", metavar="SIZE", help="most memory of a process (default 2GB)"
     )
+    parser.add_argument("-o", "--out", metavar="OUT", help="OUT, where it does not stand behind IN")
+    parser.add_argument(
+        "--delta",
+        action="store_true",
+        help="write what the second checkpoint changes of the first: BASE NEXT -o OUT",
+    )
+    parser.add_argument(
+        "--apply", metavar="DELTA", nargs="+", default=[],
+        help="deltas to apply, or a folder of them (what IN has already is left out)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--version", type=int, metavar="N", help="with --delta: its number (default: that in OUT, or 1)"
+    )
+    parser.add_argument(
+        "--encoding",
+        choices=["xor", "overwrite"],
+        default="xor",
+        help="with --delta: how a folder says what changes",
+    )
+    parser.add_argument(
+        "--compression", choices=["zlib", "zstd", "none"], default="zlib", help="with --delta: of a folder"
+    )
     parser.add_argument("--heads", type=int, metavar="H", help="query heads (default: config.json beside IN)")
     parser.add_argument(
         "--kv-heads", type=int, metavar="H", help="key-value heads (default: as many as query heads)"
@@ -132,9 +160,15 @@ def run(args: argparse.Namespace) -> int:
 
         args.plan = args.source
         return run_simulate(args)
-    if args.target is None or (args.to is None and not args.merged):
+    if args.delta:
+        return _write_delta(args)
+    if args.out is not None:
+        if args.target is not None:
+            raise LaunchError(f"OUT is given once, got {args.target} and -o {args.out}")
+        args.target = args.out
+    if args.target is None or (args.to is None and not args.merged and not args.apply):
         raise LaunchError(
-            "lowshard reshard takes IN, OUT and --to (such as --to tp=4) or --merged; one is missing"
+            "lowshard reshard takes IN, OUT and --to (such as --to tp=4), --apply or --merged; one is missing"
         )
     if args.merged and (args.to is not None or args.to_rules is not None):
         raise LaunchError("--merged writes whole tensors, --to and --to-rules cut them: give one of them")
@@ -142,7 +176,7 @@ def run(args: argparse.Namespace) -> int:
         source=args.source, target=args.target, strategies=args.strategies, to=args.to or "", was=args.was,
         mxfp8=args.mxfp8, memory_bytes=parse_size(args.memory), num_heads=args.heads, num_kv_heads=args.kv_heads,
         verify=not args.no_verify, to_rules=args.to_rules, from_rules=args.from_rules,
-        merged=args.merged, file_bytes=parse_size(args.file_size),
+        merged=args.merged, file_bytes=parse_size(args.file_size), deltas=tuple(args.apply),
     )  # fmt: skip
     if args.ranks < 1:
         raise LaunchError(f"--ranks is at least 1, got {args.ranks}")
@@ -176,6 +210,40 @@ def run(args: argparse.Namespace) -> int:
         return _show(ConvertReport(**json.loads(path.read_text())), settings, args.json)
 
 
+def _write_delta(args: argparse.Namespace) -> int:
+    from lowshard.checkpoint.delta_writer import write_delta
+
+    if args.target is None or args.out is None:
+        raise LaunchError("--delta takes two checkpoints and OUT: lowshard reshard --delta BASE NEXT -o OUT")
+    if args.apply or args.to is not None or args.merged or args.mxfp8:
+        raise LaunchError("--delta writes a delta, and goes with none of --apply, --to, --merged and --mxfp8")
+    try:
+        report = write_delta(
+            args.source, args.target, args.out, version=args.version, encoding=args.encoding,
+            compression=args.compression,
+        )  # fmt: skip
+    except CheckpointError as error:
+        print(f"lowshard: error: {error}", file=sys.stderr)
+        return 1
+    if args.json:
+        print(
+            json.dumps(
+                asdict(report) | {"base": args.source, "next": args.target, "delta": args.out}, indent=1
+            )
+        )
+        return 0
+    print(
+        f"{args.out}: version {report.version} changes {report.changed_elems} elements of {report.changed_tensors} of "
+        f"{report.tensors} tensors"
+    )
+    share = report.written_bytes / max(report.dense_bytes, 1)
+    print(
+        f"  {report.written_bytes / 1e6:.3f} MB, {share:.2%} of the {report.dense_bytes / 1e6:.3f} MB of all"
+    )
+    print(f"  from {report.base_digest}\n  to   {report.digest}")
+    return 0
+
+
 def _on_own_ranks(settings: Settings, ranks: int, path: Path, timeout_s: float | None) -> int:
     from lowshard.launch.job import python_command, run_ranks
 
@@ -207,17 +275,19 @@ def _converted(settings: Settings, comm: object) -> ConvertReport:
     assert isinstance(comm, Communicator)
     shown = Progress(comm.rank, command="reshard")
     source = Path(settings.source)
-    with shown.transfer(
-        f"{source.name or source} to {settings.to or 'whole tensors'}", _bytes_to_handle(settings)
-    ) as update:
+    with shown.transfer(f"{source.name or source} to {_aim(settings)}", _bytes_to_handle(settings)) as update:
         return convert(settings, comm, lambda done_bytes, _: update(done_bytes))
+
+
+def _aim(settings: Settings) -> str:
+    return settings.to or ("a new version" if settings.keeps_cut else "whole tensors")
 
 
 def _bytes_to_handle(settings: Settings) -> int:
     """Return the bytes that rank 0 will read, roughly: for the bar alone."""
     source = Path(settings.source)
-    files = source.glob("*.safetensors") if source.is_dir() else [source]
-    size = sum(f.stat().st_size for f in files if f.exists())
+    files = source.glob("*.safetensors") if os.path.isdir(source) else [source]
+    size = sum(f.stat().st_size for f in files if os.path.exists(f))
     return size * (2 if settings.verify else 1)
 
 
@@ -249,6 +319,8 @@ def _show(report: ConvertReport, settings: Settings, as_json: bool) -> int:
         f"{settings.target}: {report.tensors} tensors ({report.quantised} as MXFP8) in {report.files} files, "
         f"{report.written_bytes / 1e6:.1f} MB written"
     )
+    if report.applied:
+        print(f"  deltas: {report.applied} applied, up to version {report.version}")
     for line in _compared(report, settings):
         print(line)
     return 0
@@ -272,7 +344,9 @@ def _compared(report: ConvertReport, settings: Settings) -> list[str]:
         )
     else:
         lines.append("  output: not compared (--no-verify)")
-    return lines
+    of = "the deltas say" if report.applied else f"{settings.source} says"
+    equal = f", of {report.equal_digests} tensors compared with what {of}" if report.equal_digests else ""
+    return [*lines, f"  digest: {report.digest}{equal}"]
 
 
 def main(arguments: list[str]) -> int:

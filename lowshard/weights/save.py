@@ -9,13 +9,15 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal, overload
 
 import numpy as np
+import numpy.typing as npt
 
 from lowshard.argument import instance, mapping
 from lowshard.argument import path as check_path
@@ -26,15 +28,15 @@ from lowshard.checkpoint.commit import Commit, together
 from lowshard.checkpoint.crc import crc32
 from lowshard.checkpoint.header import FilePath, encode_header
 from lowshard.checkpoint.hf_index import plain_metadata
-from lowshard.checkpoint.read_shares import shares
-from lowshard.checkpoint.writer import box_of, check_state, reserve, write_at, write_checkpoint
+from lowshard.checkpoint.own_parts import Parts, State, check_turn, write_parts
+from lowshard.checkpoint.writer import check_state, reserve, write_at, write_state
 from lowshard.comm import Communicator, agree, loopback
+from lowshard.comm.work import Work
+from lowshard.content_hash import tensor_digest
 from lowshard.errors import CheckpointError
-from lowshard.foreign_array import view_of
-from lowshard.layout import Layout
+from lowshard.kernels.bit_sums import content_sum
+from lowshard.kernels.unit_weights import SUMS
 from lowshard.tiling import Tiling
-
-State = Mapping[str, tuple[Layout | Tiling, np.ndarray | None]]
 
 _PIECE_BYTES = 8 << 20
 _SLICES = (
@@ -44,20 +46,41 @@ _SLICES = (
 """What the metadata of a file with slices says to other readers."""
 
 
+@overload
 def save(
-    path: FilePath,
-    state: State,
-    comm: Communicator | None = None,
-    *,
-    merged: bool = False,
-    strategies: Mapping[str, object] | None = None,
-    metadata: Mapping[str, str] | None = None,
-) -> None:
+    path: FilePath, state: State, comm: Communicator | None = None, *, merged: bool = False,
+    strategies: Mapping[str, object] | None = None, metadata: Mapping[str, str] | None = None,
+    wait: Literal[True] = True,
+) -> None: ...  # fmt: skip
+
+
+@overload
+def save(
+    path: FilePath, state: State, comm: Communicator | None = None, *, merged: bool = False,
+    strategies: Mapping[str, object] | None = None, metadata: Mapping[str, str] | None = None,
+    wait: Literal[False],
+) -> Work: ...  # fmt: skip
+
+
+def save(
+    path: FilePath, state: State, comm: Communicator | None = None, *, merged: bool = False,
+    strategies: Mapping[str, object] | None = None, metadata: Mapping[str, str] | None = None,
+    wait: bool = True,
+) -> Work | None:  # fmt: skip
     """Write a checkpoint from the local arrays of all ranks.
 
-    Collective: all ranks of the communicator call this, with the same path, names, tilings and metadata. When it
-    returns, the checkpoint is whole and synced, and what was there before is gone. What several ranks hold is
+    Collective: all ranks of the communicator call this, with the same path, names, tilings, metadata and `wait`. When
+    it returns, the checkpoint is whole and synced, and what was there before is gone. What several ranks hold is
     written once, spread over them. No array travels between ranks.
+
+    With `wait=False` it returns a `Work` when what this rank writes has been copied: the arrays may change from then
+    on, and the communicator is free. What is wrong with the arguments is raised at once. A thread writes; the work's
+    `wait()` returns when the checkpoint is whole and synced, or raises what went wrong, on every rank alike. One save
+    at a time over a communicator (of a thread, where there is none): the next one, with `wait=True` too, and `close` of
+    the communicator wait for it. What went wrong in it and was told to nobody is raised by the next save, on every
+    rank, which saves nothing then, or by `close`. A process whose program ends meanwhile finishes the save first. One
+    that fails or is killed leaves the old checkpoint or the new one in place, whole, and what is left over is removed
+    by the next save. The memory of the copy is kept for the next such save, until the communicator is closed.
 
     Args:
         path: the folder of a sharded checkpoint, made where it is missing; or the file of a merged one.
@@ -66,6 +89,7 @@ def save(
         merged: write one plain safetensors file.
         strategies: how each tensor is cut, noted in the index (`str()` of it).
         metadata: text by text.
+        wait: False writes in the background.
 
     Raises:
         CheckpointError: the folder cannot be made or written, there is no room, a tensor is on no rank.
@@ -78,21 +102,30 @@ def save(
         which, where this rank knows.
     """
     if comm is None:
-        with loopback(1)[0] as alone:
-            save(path, state, alone, merged=merged, strategies=strategies, metadata=metadata)
-        return
+        comm = _alone()
     if merged is True:
-        write_checkpoint(path, state, comm, metadata)
-        return
+        return write_state(path, state, comm, metadata, wait=wait)
 
     def check() -> None:
+        check_turn(comm, wait)
         check_path(path, "path is that of the checkpoint's folder", CheckpointError)
         instance(merged, bool, "merged is True or False", CheckpointError)
         for what, given in (("strategies", strategies), ("metadata", metadata)):
             if given is not None:
                 mapping(given, f"{what} is a mapping by name, or None", CheckpointError)
 
-    _save_sharded(path, state, comm, strategies, metadata, check)
+    return _save_sharded(path, state, comm, strategies, metadata, check, wait)
+
+
+_here = threading.local()
+
+
+def _alone() -> Communicator:
+    """Return a communicator of one rank, this thread's own."""
+    found: Communicator | None = getattr(_here, "comm", None)
+    if found is None:
+        found = _here.comm = loopback(1)[0]
+    return found
 
 
 @dataclass(frozen=True)
@@ -105,6 +138,8 @@ class Item:
     """The tensor."""
     dtype: str
     box: Box
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
 
 
 def items_of(boxes: Iterable[tuple[str, str, Box]], shapes: Mapping[str, tuple[int, ...]]) -> list[Item]:
@@ -119,7 +154,7 @@ def items_of(boxes: Iterable[tuple[str, str, Box]], shapes: Mapping[str, tuple[i
         number = 1
         while key in made or (key != name and key in shapes):
             key, number = f"{marked}@{number}", number + 1
-        made[key] = Item(key, name, dtype, box)
+        made[key] = Item(key, name, dtype, box, shapes[name])
     return list(made.values())
 
 
@@ -147,6 +182,7 @@ class ShardFile:
         self.size_bytes = entries[-1].stop if entries else len(self._head)
         self._at = {e.name: e.start for e in entries}
         self._crc = dict.fromkeys(self._at, 0)
+        self._sums = {key: np.zeros(SUMS, np.uint32) for key in self._at}
         self._fd = -1
 
     def __enter__(self) -> ShardFile:
@@ -169,11 +205,21 @@ class ShardFile:
         os.close(self._fd)
 
     def put(self, key: str, array: np.ndarray) -> None:
-        """Append elements to an item; they come in row-major order."""
-        data = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+        """Append a box of elements to an item; boxes come in row-major order."""
+        array = np.ascontiguousarray(array).reshape(array.shape)  # which a 0-d array loses
+        data = array.reshape(-1).view(np.uint8).data
         write_at(self._fd, data, self._at[key])
         self._crc[key] = crc32(data, self._crc[key])
+        item, done_bytes = self._items[key], self._at[key] - self.entries[key].start
+        if array.size:
+            self._sums[key] += content_sum(
+                array, _next_box(item.box, done_bytes // array.itemsize, array.shape), item.shape
+            )
         self._at[key] += len(data)
+
+    def sums(self, key: str) -> npt.NDArray[np.uint32]:
+        """Return the sums of an item's bits (`kernels.content_sum`), so far."""
+        return self._sums[key]
 
     def finish(self) -> dict[str, Any]:
         """Sync the file and return what the index says of it.
@@ -187,13 +233,21 @@ class ShardFile:
                     f"{self.path}: tensor {key!r} got {self._at[key] - entry.start} bytes of {entry.size_bytes}"
                 )
         os.fsync(self._fd)
-        parts = [[i.name, i.key, i.box, self._crc[i.key]] for i in self._items.values()]
+        parts = [
+            [i.name, i.key, i.box, self._crc[i.key], self._sums[i.key].tolist()] for i in self._items.values()
+        ]
         return {
             "file": self.path.name,
             "bytes": self.size_bytes,
             "header": crc32(self._head),
             "parts": parts,
         }
+
+
+def _next_box(box: Box, done_elems: int, shape: Sequence[int]) -> Box:
+    """Return where a part of a box lies, of which so many elements come before it, row-major."""
+    start = np.unravel_index(done_elems, shape_of(box)) if box else ()
+    return tuple((a + int(s), a + int(s) + n) for (a, _), s, n in zip(box, start, shape, strict=True))
 
 
 def commit_index(
@@ -225,16 +279,21 @@ def commit_index(
     def write_index(texts: Sequence[str]) -> None:
         files: dict[str, IndexedFile] = {}
         parts: dict[str, list[Part]] = {name: [] for name in tensors}
+        sums = {name: np.zeros(SUMS, np.uint32) for name in tensors}
         for row in sorted((r for text in texts for r in json.loads(text)), key=lambda r: str(r["file"])):
             files[row["file"]] = IndexedFile(row["bytes"], row["header"])
-            for name, key, box, crc in row["parts"]:
+            for name, key, box, crc, part_sums in row["parts"]:
                 if key == name:
                     whole[name] = row["file"]
                 part = Part(row["file"], key, tuple((a, b) for a, b in box), crc)
                 if volume(part.box):
                     parts[name].append(part)
+                    sums[name] += np.array(part_sums, np.uint32)
         cut = {
-            n: IndexedTensor(t.dtype, t.shape, said, tuple(parts[n]), t) for n, (t, said) in tensors.items()
+            n: IndexedTensor(
+                t.dtype, t.shape, said, tuple(parts[n]), t, tensor_digest(t.dtype, t.shape, sums[n])
+            )
+            for n, (t, said) in tensors.items()
         }
         index = Index(num_ranks, commit.token, files, cut, metadata)
         write_at(commit.fd, memoryview(index.encode()), 0)
@@ -251,8 +310,8 @@ def commit_index(
 
 def _save_sharded(
     path: FilePath, state: State, comm: Communicator, strategies: Mapping[str, object] | None,
-    given: Mapping[str, str] | None, check: Callable[[], None],
-) -> None:  # fmt: skip
+    given: Mapping[str, str] | None, check: Callable[[], None], wait: bool,
+) -> Work | None:  # fmt: skip
     def prepare() -> tuple[Path, Mapping[str, object], dict[str, str], dict[str, Tiling]]:
         check()
         folder, metadata = Path(path), dict(given or {})
@@ -262,31 +321,30 @@ def _save_sharded(
         return folder, strategies or {}, metadata, check_state(folder, state, comm.rank, comm.size)
 
     folder, noted, metadata, tilings = together(comm, path, prepare, "save")
-    asked = [str(folder), sorted(metadata.items()), sorted((n, t.digest()) for n, t in tilings.items())]
+    asked = [str(folder), sorted(metadata.items()), sorted((n, t.digest()) for n, t in tilings.items()), wait]
     agree(comm, hashlib.blake2b(json.dumps(asked).encode(), digest_size=16).digest(), None, "save")
-    with Commit(folder / INDEX_NAME, comm, "save") as commit:
+    tensors = {
+        name: (tiling, str(noted[name]) if name in noted else None) for name, tiling in tilings.items()
+    }
 
-        def write_own() -> list[dict[str, Any]]:
-            own = [s for s in shares(tilings) if s.rank == comm.rank]
-            items = items_of(
-                ((s.name, tilings[s.name].dtype, s.box) for s in own),
-                {n: t.shape for n, t in tilings.items()},
-            )
-            if not items:
-                return []
-            with ShardFile(commit.data_file(comm.rank, comm.size), items, metadata) as file:
-                for item in items:
-                    array = view_of(state[item.name][1], item.name)
-                    assert array is not None  # checked
-                    for piece in _pieces(box_of(array, tilings[item.name], comm.rank, item.box)):
-                        file.put(item.key, piece)
-                return [file.finish()]
+    def write(over: Communicator, parts: Parts) -> None:
+        with Commit(folder / INDEX_NAME, over, "save") as commit:
 
-        rows = commit.step(write_own)
-        tensors = {
-            name: (tiling, str(noted[name]) if name in noted else None) for name, tiling in tilings.items()
-        }
-        commit_index(commit, rows, tensors, comm.size, metadata)
+            def write_own() -> list[dict[str, Any]]:
+                boxes = ((share.name, tilings[share.name].dtype, share.box) for share, _ in parts)
+                items = items_of(boxes, {n: t.shape for n, t in tilings.items()})
+                if not items:
+                    return []
+                with ShardFile(commit.data_file(over.rank, over.size), items, metadata) as file:
+                    for item, (_, array) in zip(items, parts, strict=True):
+                        for piece in _pieces(array):
+                            file.put(item.key, piece)
+                    return [file.finish()]
+
+            rows = commit.step(write_own)
+            commit_index(commit, rows, tensors, over.size, metadata)
+
+    return write_parts(comm, path, "save", tilings, state, wait=wait, is_copy=False, write=write)
 
 
 def _pieces(view: np.ndarray) -> Iterator[np.ndarray]:

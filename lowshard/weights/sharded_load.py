@@ -25,9 +25,18 @@ class ShardedWeights(dict[str, np.ndarray]):
     tilings: Mapping[str, Tiling]
     """By name, of every tensor, those that this rank holds nothing of too."""
 
-    def __init__(self, arrays: Mapping[str, np.ndarray], tilings: Mapping[str, Tiling]) -> None:
+    digests: Mapping[str, str] | None
+    """By name, what `lowshard.reshard.digest` said of each tensor when it was saved: `digest(state, comm)` is equal as
+    long as nothing has changed. None where the checkpoint has none (a plain file, or one of an earlier version)."""
+
+    def __init__(
+        self,
+        arrays: Mapping[str, np.ndarray],
+        tilings: Mapping[str, Tiling],
+        digests: Mapping[str, str] | None = None,
+    ) -> None:
         super().__init__(arrays)
-        self.tilings = tilings
+        self.tilings, self.digests = tilings, digests
 
     @property
     def state(self) -> dict[str, tuple[Tiling, np.ndarray | None]]:
@@ -54,8 +63,8 @@ def load_sharded(
         progress: as for `load`.
 
     Returns:
-        A dict of arrays by name, with `tilings` (who holds what) and `state` (what `save` takes). A rank that holds
-        nothing of a tensor has no array of that name.
+        A dict of arrays by name, with `tilings` (who holds what), `state` (what `save` takes) and `digests`. A rank
+        that holds nothing of a tensor has no array of that name.
 
     Raises:
         CheckpointError: a file is missing or damaged; the text names it.
@@ -76,7 +85,7 @@ def load_sharded(
         where = Path("checkpoint") if isinstance(path, Catalog) or not isinstance(path, str | Path) else path
         catalog, plan = together(comm, where, lambda: prepare(nodes), "load_sharded")
     arrays = load(catalog, plan, comm, verify=verify, progress=progress)
-    return ShardedWeights(arrays, plan.by_name)
+    return ShardedWeights(arrays, plan.by_name, catalog.digests)
 
 
 def saved_tilings(catalog: Catalog, num_ranks: int) -> dict[str, Tiling]:

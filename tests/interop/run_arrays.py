@@ -657,7 +657,7 @@ def wrong_arrays() -> dict[str, tuple[Any, str]]:
         "negative bit": (torch.zeros(4, dtype=torch.complex64).conj().imag, ".resolve_neg()"),
         "complex": (torch.zeros(4, dtype=torch.complex64), "complex64"),
         "conjugate": (torch.zeros(4, dtype=torch.complex64).conj(), ".resolve_conj()"),
-        "strided": (torch.zeros(8)[::2], "C-contiguous"),
+        "strided": (torch.zeros(8)[::2], ".contiguous() of torch"),
         "other fp8": (torch.zeros(4).to(torch.float8_e4m3fnuz), "float8_e4m3fnuz"),
         "quantised": (torch.quantize_per_tensor(torch.zeros(4), 1.0, 0, torch.qint8), "qint8"),
         "deleted": (deleted, "deleted"),
@@ -720,6 +720,7 @@ def wrong_arrays_are_refused_on_every_rank(count: int, seed: int) -> None:
             assert first == second, (what, first, second)
             for line in first:
                 assert "nothing was raised" not in line, (what, line)
+                assert "'w'." not in line, line  # advice is a call that can be written
                 general = line.startswith(("out", "reshard", "save")) or what in (
                     "None",
                     "list",

@@ -301,8 +301,12 @@ def test_what_cannot_be_said_is_named() -> None:
 
     local, rows = torch.zeros(3, 4), f32((6, 4), Sharded(0), Replicated())
     strided = made((8,), mesh, [dt.Replicate(), _StridedShard(0, split_factor=2)])
+    beyond = dt.DTensor(
+        local, DTensorSpec(mesh, (dt.Shard(1), dt.Replicate()), meta_of(8)), requires_grad=False
+    )
     cases: list[tuple[Callable[[], Any], type[LowshardError], str]] = [
         (lambda: lt.layout(local), ShardingError, "takes a DTensor"),
+        (lambda: lt.layout(beyond), ShardingError, "its dims are 0 to 0"),
         (lambda: lt.layout(strided), ShardingError, "several boxes"),
         (lambda: lt.layout(made((8, 4), mesh, [dt.Partial("bxor"), dt.Shard(0)])), ShardingError, "bxor"),
         (lambda: lt.layout(made((8,), mesh, [dt.Replicate()] * 2, torch.complex64)), DTypeError, "complex64"),
@@ -320,11 +324,13 @@ def test_what_cannot_be_said_is_named() -> None:
             call()
 
 
+def meta_of(extent: int) -> Any:
+    return TensorMeta(torch.Size((extent,)), (1,), torch.float32)
+
+
 def test_a_mask_is_no_partial() -> None:
     from torch.distributed.tensor.placement_types import _MaskPartial
 
-    spec = DTensorSpec(
-        torch_mesh((8,)), (_MaskPartial("sum"),), TensorMeta(torch.Size((4,)), (1,), torch.float32)
-    )
+    spec = DTensorSpec(torch_mesh((8,)), (_MaskPartial("sum"),), meta_of(4))
     with pytest.raises(ShardingError, match="MaskPartial"):
         lt.layout(dt.DTensor(torch.zeros(4), spec, requires_grad=False))

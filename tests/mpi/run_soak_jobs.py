@@ -134,7 +134,7 @@ def main(seconds: float, every_s: float) -> None:
             at_s = WORLD.bcast(time.monotonic() - start_s, 0)
             if at_s >= every_s * (len(samples) + 1):
                 soak.give_back()
-                compiled = sum(origin != "disk" for origin in origins.values())
+                compiled = sum(origin in ("compiled", "memory") for origin in origins.values())
                 samples.append(
                     {"at_s": round(at_s, 1), "steps": number, "compiled": compiled, **holdings(comm)}
                 )

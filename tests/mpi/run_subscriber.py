@@ -26,8 +26,8 @@ def main(folder: Path, address: str, name: str) -> None:
                     said = f"version {subscriber.pull(2)}"
                 except TimedOut:
                     said = "late"
-                except PeerFailed:
-                    said = "gone"
+                except PeerFailed as error:
+                    said = f"gone {error}"
                 if subscriber.version is not None:
                     mine = own_rows(subscriber.version, comm.rank, comm.size)
                     if not (subscriber.weights["w"] == mine).all():

@@ -134,7 +134,7 @@ def reshards_go_by_memory_within_a_node(comm: Any, counting: Counting) -> None:
         )
         with Refit(plan, comm, mine, out) as refit:  # with checksums, so staged within a node
             for version in range(3):
-                with expecting(comm, counting, near, far, sums_bytes=8 << 10):
+                with expecting(refit.comm, counting, near, far, sums_bytes=8 << 10):
                     refit.push(version)
             assert all((a > 0).all() for a in refit.weights.values())
 

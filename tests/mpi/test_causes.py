@@ -31,7 +31,7 @@ LIMIT_S = 100.0  # the first of them may compile
 BLIND_LIMIT_S = 8.0  # the launcher's, where nobody but it can end the job
 RUNS = 10 if mode.full() else 1
 
-PHASES = ["from_mpi", "barrier", "split", "all_reduce", "save", "refit", "FSDP", "MPI"]
+PHASES = ["from_mpi", "barrier", "split", "all_reduce", "save", "refit", "refit beside", "FSDP", "MPI"]
 FAULTS = {
     "thread": ["thread"],
     "exits": ["os._exit(0)"],

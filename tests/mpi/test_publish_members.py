@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -13,12 +15,22 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support import mode
+from support import hostile, mode
 from support.launching import wait_until
+
+from lowshard.launch import loopback_sockets
 
 HERE = Path(__file__).parent
 pytestmark = [pytest.mark.mpi, pytest.mark.time_limit(120)]
 LIMIT_S = 60.0
+DOORS = [("unix", 0), ("unix", 1), ("tcp", 0), ("tcp", 1)]
+STRANGERS = 10_000 if mode.full() else 200
+SLOWEST_S, ENDS_WITHIN_S = 5.0, 10.0  # on a machine that is busy with it
+
+
+def address_of(kind: str, folder: Path) -> str:
+    """Return an address for a publisher of a test."""
+    return f"unix:{folder}/p" if kind == "unix" else f"tcp://127.0.0.1:{20000 + os.getpid() % 20000}"
 
 
 class World:
@@ -69,6 +81,40 @@ class World:
         text = path.read_text() if path.exists() else ""
         return int(text) if text else -1
 
+    def versions(self, name: str) -> list[float]:
+        """Return when a subscriber's rank 0 got each of its versions; from the first on it has noted nothing else."""
+        said = [line.split() for line in self.lines(name)]
+        came = said[next(at for at, words in enumerate(said) if words[0] == "version") :]
+        assert {words[0] for words in came} == {"version"}, self.said()
+        return [float(words[2]) for words in came]
+
+    def publishing(self) -> list[int]:
+        """Return the processes of the publisher's job: the launcher, mpiexec, keepers and ranks."""
+        wanted = (b"run_publisher.py", bytes(self.folder))
+        found = [
+            path
+            for path in Path("/proc").glob("[0-9]*/cmdline")
+            if all(word in read(path) for word in wanted)
+        ]
+        return [int(path.parent.name) for path in found]
+
+    def doors(self) -> list[str]:
+        """Return the addresses of the publisher's doors, rank 0's first."""
+        if self.address.startswith("unix"):
+            return [f"{self.address}/door", f"{self.address}/rank-1/door"]
+        ports = {
+            entry.port
+            for pid in self.publishing()
+            if b"python"
+            in read(Path(f"/proc/{pid}/cmdline")).partition(b"\0")[0]  # mpiexec has doors of its own
+            for entry in loopback_sockets._entries(pid)
+            if entry.state == loopback_sockets._LISTENING and entry.inode in sockets_of(pid)
+        }
+        return [
+            self.address,
+            *(a for port in sorted(ports) if (a := f"tcp://127.0.0.1:{port}") != self.address),
+        ]
+
     def kill(self, name: str) -> None:
         """End a process and what it started, by SIGKILL."""
         process = self.running.pop(name)
@@ -110,6 +156,24 @@ class World:
         assert code == 0, self.said()
 
 
+def read(path: Path) -> bytes:
+    """Return what a file of /proc says; nothing where the process has ended."""
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""
+
+
+def sockets_of(pid: int) -> set[int]:
+    """Return the inodes of a process's sockets."""
+    found = set()
+    for link in Path(f"/proc/{pid}/fd").glob("*"):
+        with contextlib.suppress(OSError):
+            kind, _, inode = os.readlink(link).partition(":")
+            found |= {int(inode.strip("[]"))} if kind == "socket" else set()
+    return found
+
+
 @contextlib.contextmanager
 def world(folder: Path, address: str) -> Iterator[World]:
     """Give a world, and leave no process of it."""
@@ -125,7 +189,7 @@ def world(folder: Path, address: str) -> Iterator[World]:
 def test_members_come_and_go_and_each_holds_one_whole_version(
     tmp_path: Path, rng: np.random.Generator, kind: str
 ) -> None:
-    address = f"unix:{tmp_path}/p" if kind == "unix" else f"tcp://127.0.0.1:{20000 + os.getpid() % 20000}"
+    address = address_of(kind, tmp_path)
     names = ["job", "alone", "other"]
     ranks = {"job": 2, "alone": 1, "other": 1}
     with world(tmp_path, address) as all_:
@@ -176,3 +240,38 @@ def test_a_member_that_is_killed_holds_nobody_up(tmp_path: Path) -> None:
             all_.subscriber("two", 1)
             all_.wait_for(["two"], before)
         all_.end(names)
+
+
+@pytest.mark.parametrize(("kind", "door"), mode.sample(DOORS, 1, "doors of publishers"))
+def test_strangers_at_a_publisher_s_doors_change_nothing(tmp_path: Path, kind: str, door: int) -> None:
+    """10,000 greetings with --full, from a process that does not know the token; few descriptors for the publisher."""
+    names = ["job", "alone"]
+    with world(tmp_path, address_of(kind, tmp_path)) as all_:
+        all_.publisher(2)
+        for name, ranks in zip(names, (2, 1), strict=True):
+            all_.subscriber(name, ranks)
+        all_.wait_for(names, 0)
+        doors = all_.doors()
+        assert len(doors) == 2
+        for pid in all_.publishing():
+            assert loopback_sockets._public_fds(pid) == []
+            open_files = len(
+                os.listdir(f"/proc/{pid}/fd")
+            )  # 16 for strangers; its own go on: snapshots, a newcomer
+            resource.prlimit(pid, resource.RLIMIT_NOFILE, (open_files + 40,) * 2)
+        with hostile.attack(doors[door], "mixed", STRANGERS, mode.seed()) as attacker:
+            comes_late = "late"
+            all_.subscriber(comes_late, 1)
+            all_.wait_for([*names, comes_late], all_.published())
+            assert hostile.tried(attacker) == STRANGERS
+        begin_s = time.monotonic()
+        all_.wait_for([*names, comes_late], all_.published())
+        all_.end([*names, comes_late])
+        assert time.monotonic() - begin_s < ENDS_WITHIN_S
+        for name in [*names, comes_late]:
+            came_s = all_.versions(name)
+            slowest_s = max(b - a for a, b in itertools.pairwise(came_s))
+            print(
+                f"{kind}, door {door}: {name}: {len(came_s)} versions, {slowest_s:.2f} s between two at most"
+            )
+            assert slowest_s < SLOWEST_S

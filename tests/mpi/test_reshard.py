@@ -63,13 +63,17 @@ def test_a_rank_that_is_late_to_decide_finds_the_decision_and_writes_to_nothing_
 # ---- ranks that are killed
 
 
+PLACES = ("before the vote", "between vote and switch")
 HOWS = ("slots", "messages", "shown", "private")
 """How bytes move in a job; see run_refit_fault.py."""
 
 
 @dataclass(frozen=True)
 class Kill:
-    """One job: how bytes move, who dies, and when: at a share of the span of a refit, or at a place in it."""
+    """One job: how bytes move, who dies, and when: at a share of the span of a refit, or at a place in it.
+
+    Every second one pushes in the background.
+    """
 
     number: int
     how: str
@@ -79,15 +83,17 @@ class Kill:
 
     def __str__(self) -> str:
         when = f"at {self.share:.2f} of a refit" if self.where == "outside" else self.where
-        return f"{self.number}: {self.how}, rank {self.victim} {when}"
+        return f"{self.number}: {self.how}, {self.waits}, rank {self.victim} {when}"
+
+    @property
+    def waits(self) -> str:
+        return "beside" if self.number % 2 and not self.where.startswith("call") else "waiting"
 
 
 def kills() -> list[Kill]:
     places = [
         Kill(200 + i, how, victim, where, 0.0)
-        for i, (how, victim, where) in enumerate(
-            (h, v, w) for h in HOWS for w in ("before the vote", "between vote and switch") for v in (0, 3)
-        )
+        for i, (how, victim, where) in enumerate((h, v, w) for h in HOWS for w in PLACES for v in (0, 3))
     ]
     rng = mode.rng("refit kills")
     outside = [
@@ -95,7 +101,16 @@ def kills() -> list[Kill]:
         for n, how in enumerate(HOWS)
         for i, share in enumerate(rng.random(30).tolist())
     ]
-    return [*mode.sample(places, 1, "kill places"), *mode.sample(outside, 3, "kill times")]
+    deltas = [
+        *(Kill(300 + i, "delta", victim, f"call {share:.4f}", share)
+          for i, share in enumerate(rng.random(60).tolist()) for victim in ((0, 2, 1, 3, 4)[i % 5],)),
+        *(Kill(360 + 2 * i, "delta", victim, where, 0.0)
+          for i, (victim, where) in enumerate((v, w) for v in (0, 3) for w in PLACES)),
+    ]  # fmt: skip
+    return [
+        *mode.sample(places, 1, "kill places"), *mode.sample(outside, 2, "kill times"),
+        *mode.sample(deltas, 2, "kill deltas"),
+    ]  # fmt: skip
 
 
 KILLS = kills()
@@ -108,7 +123,7 @@ def run(kill: Kill, folder: Path) -> tuple[dict[int, dict[str, Any]], int, str]:
     launcher = Launcher(folder, uuid.uuid4().hex, stray_files())
     started = launcher.start(
         "run", "-n", "5", "--timeout", "90", str(HERE / "run_refit_fault.py"), str(notes), str(kill.victim), kill.where,
-        "4", kill.how,
+        "4", kill.how, kill.waits,
     )  # fmt: skip
     ready = [notes / f"ready-{rank}" for rank in range(5)]
     wait_until(lambda: all(p.exists() for p in ready) or started.poll() is not None, 80.0)

@@ -60,6 +60,12 @@ FAULTS = [
         "zip(src.partials, dst.partials, strict=True)) if p is not None and q is None",
         ("unit/test_path.py", "world/test_redistribute.py"),
     ),
+    Fault(  # what is folded along one axis and cut along another passes for a reduce-scatter
+        "names of steps",
+        'return ("reduce_scatter", folded) if set(taken) == set(folded) else ("exchange", ())',
+        'return ("reduce_scatter", folded)',
+        ("unit/test_path.py",),
+    ),
     Fault(  # a slab is laid over the one that others read
         "transfer",
         "_lay_out(program, number, of, local, stage[(number & 1) * half :])",

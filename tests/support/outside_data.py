@@ -4,28 +4,44 @@ from __future__ import annotations
 
 import importlib
 import json
+import tempfile
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors.numpy import save, save_file
+from support.checkpoints import save_over
 
 import lowshard
 from lowshard import DeviceMesh, Layout, Partial, Replicated, Sharded, plan_redistribute
-from lowshard.checkpoint.checkpoint_index import Index, IndexedFile, IndexedTensor, Part
+from lowshard.bench.batch import Timing
+from lowshard.bench.change import changes
+from lowshard.bench.figure import CollectiveReport, Figure, Row, dump_csv
+from lowshard.bench.sweep_setting import Settings as SweepSettings
+from lowshard.checkpoint import Catalog
+from lowshard.checkpoint.checkpoint_index import INDEX_NAME, Index, IndexedFile, IndexedTensor, Part
+from lowshard.checkpoint.checkpoint_index import _digest as index_digest
+from lowshard.checkpoint.hf_index import HF_INDEX
+from lowshard.checkpoint.overview import look_at, verified
+from lowshard.comm import run_loopback
 from lowshard.comm.tuned import SCHEMA as TUNED
 from lowshard.cost import ClusterProfile
+from lowshard.demo.source import SYNTHETIC_CONFIG, user_checkpoint
 from lowshard.fsdp.flat_plan import FlatPlan
 from lowshard.fsdp.param import Param
 from lowshard.reading import READERS
-from lowshard.reshard import build_reshard_plan
+from lowshard.reshard import PagedLayout, build_reshard_plan, plan_pages
 from lowshard.reshard.cut import Cut
 from lowshard.reshard.tensor_layout import TensorLayout
 from lowshard.rules.golden import parse_dump
 from lowshard.solver import GraphSolver, pick
 from lowshard.solver.graph.graph_file import EXAMPLES, load_graph
 from lowshard.tiling import Tiling
+from lowshard.weights import ShardingStrategy, load_sharded, saved_tilings
+from lowshard.weights.checkpoint_convert import Settings, convert
 from lowshard.weights.load_plan import LoadPlan, Read
 from lowshard.weights.name_pattern import NamePatterns
 
@@ -74,6 +90,13 @@ def reshard() -> Any:
     return build_reshard_plan(src, dst)
 
 
+def pages() -> Any:
+    """Return a plan that moves two sequences of a paged cache."""
+    src = PagedLayout(6, 4, 4, 2, "bfloat16", dims="lkpthd", layers=2, ranks=(0, 1))
+    dst = PagedLayout(9, 3, 4, 2, "bfloat16", dims="lpkhtd", layers=2, ranks=(2,))
+    return plan_pages(src, dst, {"a": ([5, 1], [0, 1, 2], 7), "b": ([5], [7], 2)})
+
+
 def load_plan(source: str = "0" * 32) -> LoadPlan:
     """Return a plan by which two ranks read halves for both."""
     cut, whole = (
@@ -120,7 +143,11 @@ def index() -> Index:
     files = {"a.safetensors": IndexedFile(100, 1), "b.safetensors": IndexedFile(200, 2)}
     tiling = Tiling.from_pieces((4, 3), "float32", [[((0, 2), (0, 3))], [((2, 4), (0, 3))]])
     return Index(
-        2, "t0", files, {"w": IndexedTensor("float32", (4, 3), "rowwise(2)", parts, tiling)}, {"step": "3"}
+        2,
+        "t0",
+        files,
+        {"w": IndexedTensor("float32", (4, 3), "rowwise(2)", parts, tiling, "00ff")},
+        {"step": "3"},
     )
 
 
@@ -156,6 +183,18 @@ def samples() -> Mapping[str, Any]:
     indexed = json.loads(index().encode())
     indexed.pop("digest")
     slot = {"step": 3, "state": {"lr": 0.1}}
+    timing = {"seconds": [0.5, 0.25], "shares": [1.0, 0.5], "calls": 3}
+    figure = Figure(Timing(**{n: tuple(v) if isinstance(v, list) else v for n, v in timing.items()}), 0, 1.5)
+    row = Row("all_reduce", 2, 64, 16, "float32", "sum", None, figure, None)
+    report = CollectiveReport((("cpu", "x"),), SweepSettings("all_reduce", (64,)), 2, "mpi", (row,)).to_json()
+    changed = {"w": {"dtype": "bfloat16", "shape": [4, 3], "base": "00", "digest": "01"}}
+    delta = {"base": "0a", "digest": "0b", "base_version": 4, "tensors": changed}
+    said = {
+        "version": "000005",
+        "base_version": "000004",
+        "delta_encoding": "xor",
+        "compression_format": "zlib",
+    }
     return {
         "mesh": plain(_MESH.to_json()),
         "layout": plain(layout().to_json()),
@@ -180,6 +219,10 @@ def samples() -> Mapping[str, Any]:
         "file of name patterns": {"sizes": ["num_heads"], "rules": [rule, {"pattern": "*.b", "strategy": "replicate"}]},
         "index of a sharded checkpoint": indexed,
         "index with a weight_map": {"weight_map": {"w": "a.safetensors"}, "metadata": {"total_size": 7}},
+        "head of a delta": delta,
+        "paged layout": plain(pages().src.to_json()),
+        "plan of pages": plain(pages().to_json()),
+        "index of a delta folder": {"metadata": said, "weight_map": {"w": "d.safetensors"}, "lowshard": delta},
         "tuned table": {"schema": TUNED, "entries": {"Open MPI 5.0.11, 2 ranks, 2 cores": {"all_reduce": 16384}}},
         "state of FSDP.save": {"version": 1, "updates": 2, "arrays": {"l0": ["m"]}, "numbers": {"l0": slot}},
         "state of an optimizer's slot": slot,
@@ -192,6 +235,11 @@ def samples() -> Mapping[str, Any]:
             "ask": "read", "mark": "00", "newer_than": 3, "wait_s": 0.5, "number": 2, "version": None,
             "boxes": [["w", [[0, 2], [1, 3]]]],
         },
+        "timing of lowshard bench": timing,
+        "figure of lowshard bench": plain(report["rows"][0]["out"]),
+        "row of lowshard bench": plain(report["rows"][0]),
+        "settings of lowshard bench": plain(report["settings"]),
+        "report of lowshard bench": plain(report),
         "answer of a publisher": {"state": "here", "version": 1, "number": 2, "pid": 3, "fd": 4, "size_bytes": 5},
     }  # fmt: skip
 
@@ -215,6 +263,9 @@ def use(name: str, value: Any) -> None:
     if isinstance(value, ClusterProfile):
         for curve in value.curves:
             value.seconds(curve.op, 3, 1000, curve.level, curve.transport)
+    if isinstance(value, CollectiveReport):
+        assert list(changes(value, value))
+        assert dump_csv(value)
     if isinstance(value, FlatPlan):
         value.views(np.zeros(min(value.size, 1 << 20))) if value.size <= 1 << 20 else None
 
@@ -227,27 +278,106 @@ def _bound(path: Path) -> Any:
     return graph.bind(sizes)
 
 
-def texts() -> Mapping[str, tuple[bytes, Callable[[Path], Any]]]:
-    """Return, by format, a sound file and what reads it."""
+def _user_model(path: Path) -> Any:
+    """Read a config.json that lies beside a checkpoint of a BERT's."""
+    model = path.with_name("model.safetensors")
+    if not model.exists():
+        save_file({"embeddings.word_embeddings.weight": np.zeros((4, 6), np.float32)}, model)
+    return user_checkpoint(model)
+
+
+_VALUES = {
+    "a": np.arange(12, dtype=np.float32).reshape(4, 3),
+    "b": np.arange(5),
+    "c": np.zeros((0, 2), np.int8),
+}
+
+
+@cache
+def _sharded() -> tempfile.TemporaryDirectory[str]:
+    """Return a folder with a sharded checkpoint of two ranks, for as long as this process lives."""
+    folder = tempfile.TemporaryDirectory()
+    tilings = {n: ShardingStrategy.rowwise(2).layout(a.shape, a.dtype.name) for n, a in _VALUES.items()}
+    save_over(Path(folder.name) / "c", _VALUES, tilings, 2)
+    return folder
+
+
+def _index_text() -> bytes:
+    return (Path(_sharded().name) / "c" / INDEX_NAME).read_bytes()
+
+
+def _indexed(path: Path) -> None:
+    """Put an index among the files of a checkpoint, with the digest that it should have, and use the checkpoint."""
+    folder = Path(_sharded().name) / "c"
+    text = path.read_bytes()
+    with suppress(
+        ValueError, TypeError, RecursionError, AttributeError
+    ):  # where there is none, the text goes as it is
+        body = json.loads(text)
+        body.pop("digest", None)
+        text = json.dumps({**body, "digest": index_digest(body)}).encode()
+    (folder / INDEX_NAME).write_bytes(text)
+    use_checkpoint(folder)
+
+
+def _hugging_face(path: Path) -> None:
+    """Use a folder of two files and an index of Hugging Face's."""
+    save_file({"a": _VALUES["a"], "c": _VALUES["c"]}, path.with_name("1.safetensors"))
+    save_file({"b": _VALUES["b"]}, path.with_name("2.safetensors"))
+    path.rename(path.with_name(HF_INDEX))
+    use_checkpoint(path.parent)
+
+
+def use_checkpoint(path: Path) -> None:
+    """Do with a checkpoint all that needs nothing but its files: show it, compare checksums, load it, merge it."""
+    overview = look_at(path)
+    overview = verified(overview, {tensor.name for tensor in overview.tensors}, lambda size_bytes: None)
+    json.dumps(overview.to_json())
+    catalog = Catalog.open(path)
+    arrays = load_sharded(path)
+    assert set(arrays) == set(catalog.tensors)
+    for name, tiling in saved_tilings(catalog, 3).items():
+        assert tiling.shape == catalog.tensors[name].shape
+    target = Path(_sharded().name) / "merged.safetensors"
+    settings = Settings(str(path), str(target), None, "", merged=True)
+    run_loopback(1, lambda comm: convert(settings, comm))
+    merged = load_sharded(target)
+    assert {n: a.tobytes() for n, a in merged.items()} == {n: a.tobytes() for n, a in arrays.items()}
+
+
+def texts() -> Mapping[str, tuple[Callable[[], bytes], Callable[[Path], Any]]]:
+    """Return, by format, what makes a sound file, and what reads one."""
     dump = {"params.w": {"partition_spec": ["embed", None], "shape": [4, 5]}}
     return {
         "graph.yaml": (
-            (EXAMPLES / "mlp.yaml").read_bytes(),
+            (EXAMPLES / "mlp.yaml").read_bytes,
             _bound,
         ),
         "names.yaml": (
-            (Path(lowshard.__file__).parent / "weights/names/llama.yaml").read_bytes(),
+            (Path(lowshard.__file__).parent / "weights/names/llama.yaml").read_bytes,
             lambda path: NamePatterns.load(path).match(["model.layers.0.self_attn.q_proj.weight"]),
         ),
         "layout.txt": (
-            str(layout()).encode(),
+            lambda: str(layout()).encode(),
             lambda path: Layout.parse(_MESH, path.read_bytes().decode("latin-1")),
         ),
         "dump.json": (
-            json.dumps(dump).encode(),
+            lambda: json.dumps(dump).encode(),
             lambda path: parse_dump(path.read_bytes().decode("latin-1")),
         ),
-        "profile.json": (json.dumps(ClusterProfile.default().to_json()).encode(), ClusterProfile.load),
+        "profile.json": (
+            lambda: json.dumps(ClusterProfile.default().to_json()).encode(),
+            ClusterProfile.load,
+        ),
+        "config.json": (lambda: json.dumps(SYNTHETIC_CONFIG.to_json()).encode(), _user_model),
+        "index.json": (_index_text, _indexed),
+        "hugging_face.json": (
+            lambda: json.dumps(
+                {"weight_map": {n: "2.safetensors" if n == "b" else "1.safetensors" for n in _VALUES}}
+            ).encode(),
+            _hugging_face,
+        ),
+        "plain.safetensors": (lambda: save(_VALUES, {"format": "np"}), use_checkpoint),
     }
 
 

@@ -1,7 +1,8 @@
 """Numbers every file operation and every meeting of one rank's save, and makes any one of them fail.
 
 A step is an operation of the system on a name or a descriptor below one folder, or a meeting with the other ranks. The
-steps of the thread that is `counted` are numbered from 1; all others run as ever.
+steps of the thread that is `counted`, and of what it starts in the background, are numbered from 1; all others run as
+ever.
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from lowshard.comm import Communicator
+from lowshard.comm.background import Background
 from lowshard.errors import PeerFailed
 from lowshard.fsdp.core import Core
 
@@ -96,6 +99,13 @@ def counted(steps: Steps) -> Iterator[None]:
 def watched(folder: Path, kind: type[Communicator]) -> Iterator[None]:
     """Look at all operations below a folder, and at all meetings of a kind of communicators, in the block."""
     places: list[tuple[Any, str]] = [*_OPERATIONS, *((kind, name) for name in _MEETINGS), (Core, "_in_lane")]
+    start = Background.start
+
+    def start_counted(self: Background, call: Callable[[], Any], text: str) -> Any:
+        steps = _here.steps
+        return start(self, call if steps is None else partial(_in_block, steps, call), text)
+
+    Background.start = start_counted  # type: ignore[method-assign]
     real = [(place, name, getattr(place, name)) for place, name in places]
     top = str(folder)
     for place, name, function in real:
@@ -108,8 +118,14 @@ def watched(folder: Path, kind: type[Communicator]) -> Iterator[None]:
     try:
         yield
     finally:
+        Background.start = start  # type: ignore[method-assign]
         for place, name, function in real:
             setattr(place, name, function)
+
+
+def _in_block(steps: Steps, call: Callable[[], Any]) -> Any:
+    with counted(steps):
+        return call()
 
 
 def _looking(name: str, real: Callable[..., Any], below: str | None) -> Callable[..., Any]:

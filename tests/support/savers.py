@@ -15,14 +15,15 @@ from pathlib import Path
 
 import numpy as np
 from safetensors.numpy import save_file
-from support.checkpoints import attention_and_more, on_ranks, state_of, values_of
+from support.checkpoints import attention_and_more, on_ranks, save_over, state_of, values_of
 from support.save_steps import Steps, counted
 
 from lowshard import DeviceMesh, Layout, Replicated, Sharded
-from lowshard.checkpoint import Catalog, read_header, write_checkpoint
+from lowshard.checkpoint import Catalog, read_header, write_checkpoint, write_delta
 from lowshard.checkpoint.checkpoint_index import INDEX_NAME, read_index
 from lowshard.checkpoint.hf_index import HF_INDEX
 from lowshard.comm import Communicator
+from lowshard.comm.work import Work
 from lowshard.errors import LowshardError, NotDurable
 from lowshard.fsdp import FSDP, Param
 from lowshard.tiling import Tiling
@@ -36,7 +37,13 @@ _TILINGS = {n: t for n, t in attention_and_more(RANKS).items() if n in ("rows", 
 
 
 class Saver(ABC):
-    """One way to save; all of it lies in the folder `c` below its own."""
+    """One way to save; all of it lies in the folder `c` below its own.
+
+    Attributes:
+        waits: False where it saves in the background.
+    """
+
+    waits = True
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.place = folder, folder / "c"
@@ -115,7 +122,8 @@ class Sharded4(Saver):
         return self.place / INDEX_NAME
 
     def save(self, version: int, comm: Communicator) -> None:
-        save(self.place, state_of(values_of(_TILINGS, version), _TILINGS, comm.rank), comm)
+        state = state_of(values_of(_TILINGS, version), _TILINGS, comm.rank)
+        finish(save(self.place, state, comm, wait=self.waits), state)  # type: ignore[call-overload]
 
     def content(self) -> dict[str, bytes]:
         catalog = Catalog.open(self.place)
@@ -187,6 +195,26 @@ class MergedFolder(WithHuggingFace, Resharded):
         convert(Settings(source, str(self.place), None, "", merged=True, file_bytes=500), comm)
 
 
+class Applied(Sharded4):
+    """`lowshard reshard --apply` onto the checkpoint that the delta was made from, in its own place."""
+
+    def prepare(self) -> Saver:
+        for version in (0, 1, 2):
+            save_over(self.folder / f"v{version}", values_of(_TILINGS, version), _TILINGS, RANKS)
+        for base, version in ((0, 1), (0, 2), (1, 2)):
+            made = self.folder / f"from{base}" / f"weight_v{version:06d}"
+            made.parent.mkdir(exist_ok=True)
+            write_delta(self.folder / f"v{base}", self.folder / f"v{version}", made, base_version=base)
+        return super().prepare()
+
+    def save(self, version: int, comm: Communicator) -> None:
+        base, source = 0, self.folder / "v0"
+        if version == 2 and self.target.exists():
+            base, source = 1, self.place
+        delta = self.folder / f"from{base}" / f"weight_v{version:06d}"
+        convert(Settings(str(source), str(self.place), None, "", deltas=(str(delta),)), comm)
+
+
 class Merged(Saver):
     """`save(merged=True)`."""
 
@@ -199,12 +227,8 @@ class Merged(Saver):
         return self.place / "m.safetensors"
 
     def save(self, version: int, comm: Communicator) -> None:
-        save(
-            self.target,
-            state_of(values_of(_TILINGS, version), _TILINGS, comm.rank),
-            comm,
-            merged=True,
-        )
+        state = state_of(values_of(_TILINGS, version), _TILINGS, comm.rank)
+        finish(save(self.target, state, comm, merged=True, wait=self.waits), state)  # type: ignore[call-overload]
 
     def content(self) -> dict[str, bytes]:
         return {"": self.target.read_bytes()}
@@ -239,7 +263,7 @@ class Written(Merged):
         start, stop = rows.box(comm.rank)[0]
         whole = np.arange(60, dtype=np.float32).reshape(10, 6) * version
         state = {"rows": (rows, whole[start:stop]), "all": (all_, np.full(5, version))}
-        write_checkpoint(self.target, state, comm)
+        finish(write_checkpoint(self.target, state, comm, wait=self.waits), state)  # type: ignore[call-overload]
 
 
 class Trained(Merged):
@@ -249,12 +273,51 @@ class Trained(Merged):
         units = {"l0": [Param("w", (37, 3)), Param("b", (5,))], "l1": [Param("w", (2, 9))]}
         engine = FSDP(units, comm)
         engine.fill(lambda name, box: np.full([b - a for a, b in box], version + len(name), np.float32))
-        engine.save(self.target)
+        work = engine.save(self.target, wait=self.waits)  # type: ignore[call-overload]
+        if work is not None:
+            for piece in engine.state().pieces.values():
+                piece.param[...] = 99
+        finish(work, {})
+
+
+class Sharded4Beside(Sharded4):
+    """`save(wait=False)`."""
+
+    waits = False
+
+
+class MergedBeside(Merged):
+    """`save(merged=True, wait=False)`."""
+
+    waits = False
+
+
+class WrittenBeside(Written):
+    """`write_checkpoint(wait=False)`."""
+
+    waits = False
+
+
+class TrainedBeside(Trained):
+    """`FSDP.save(wait=False)`."""
+
+    waits = False
+
+
+def finish(work: Work | None, state: Mapping[str, tuple[Tiling | Layout, np.ndarray | None]]) -> None:
+    """Change the arrays of a save that was started, and wait for it."""
+    if work is not None:
+        for _, array in state.values():
+            if array is not None:
+                array[...] = 99
+        work.wait(30)
 
 
 SAVERS: Mapping[str, type[Saver]] = {
     "sharded": Sharded4, "merged": Merged, "write_checkpoint": Written, "FSDP": Trained, "reshard": Resharded,
-    "whole": WholeTensors, "merged folder": MergedFolder, "merged file": MergedFile,
+    "applied": Applied, "whole": WholeTensors, "merged folder": MergedFolder, "merged file": MergedFile,
+    "sharded beside": Sharded4Beside, "merged beside": MergedBeside, "write_checkpoint beside": WrittenBeside,
+    "FSDP beside": TrainedBeside,
 }  # fmt: skip
 
 
@@ -277,6 +340,8 @@ class Ended:
 
 def attempt(saver: Saver, comm: Communicator, victim: int, steps: Steps) -> BaseException | None:
     """Save version 2; on one rank the steps count. Return the error."""
+    if not saver.waits:
+        assert comm.control.beside.idle  # made before the steps are counted
     try:
         if comm.rank == victim:
             with counted(steps):

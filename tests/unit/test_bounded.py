@@ -41,6 +41,8 @@ CLOSED_TABLES = {
     "comm/node/node_transport._split_off": "live groups, weakly",
     "comm/pinned._kept": "slots that a failed GPU may write to", "comm/watch._watches": "live side channels",
     "compiled/cache.origins": "compiled functions", "compiled/native._methods": "compiled functions",
+    "compiled/cache._spent_s": "compiled functions", "compiled/cache._said": "one line",
+    "compiled/cache._made_for": "one level",
     "dtypes._BY_NAME": "dtypes", "op/op_part._GROUPS": "64 groups a live communicator", "op/op_registry.KERNELS": "ops",
     "step_cost._PRICES": "16 profiles", "reading.READERS": "classes", "reading._BY_TYPE": "classes",
     "reading._FIELDS": "classes", "solver/table/op_rule.RULES": "ops",

@@ -39,7 +39,10 @@ def ran(cache: Path, user: int | None = None, **variables: str) -> tuple[str, st
         capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
     assert done.returncode == 0, (done.returncode, done.stderr)
-    return done.stdout.strip(), done.stderr
+    lines = done.stderr.splitlines(keepends=True)
+    return done.stdout.strip(), "".join(
+        line for line in lines if "lowshard: compiling" not in line
+    )  # on a busy machine
 
 
 @pytest.fixture(scope="module")

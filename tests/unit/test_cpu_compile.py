@@ -88,6 +88,7 @@ def started(cache, jobs, before="", **variables):
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("NUMBA_", "LOWSHARD_KERNELS"))}
     environment |= {
         "NUMBA_CACHE_DIR": str(cache),
+        "LOWSHARD_SHIPPED_CODE": "off",
         "XDG_CACHE_HOME": str(cache),
         "PYTHONPATH": os.pathsep.join(places),
     }

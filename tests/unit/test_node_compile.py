@@ -60,7 +60,8 @@ VALUES: dict[str, Any] = {
 
 def start(cache: Path, pairs: list[tuple[str, str]] = PAIRS, **more: str) -> subprocess.Popen[str]:
     folder = str(Path(lowshard.__file__).resolve().parents[1])
-    env = {**os.environ, "PYTHONPATH": folder, "NUMBA_CACHE_DIR": str(cache), **more}
+    env = {**os.environ, "PYTHONPATH": folder, "NUMBA_CACHE_DIR": str(cache)}
+    env |= {"LOWSHARD_SHIPPED_CODE": "off", **more}
     command = [sys.executable, "-W", "error", "-c", WORK, json.dumps(pairs)]
     return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from itertools import product
 
@@ -59,6 +60,26 @@ def test_the_steps_of_a_transition_have_the_names_of_the_field(
     text: str, grid: tuple[int, ...], kinds: list[str], cost: ClusterProfile | None
 ) -> None:
     assert [step.kind for step in plan_of(text, grid, cost).steps] == kinds
+
+
+@pytest.mark.parametrize("cost", [None, PROFILE], ids=["by bytes", "by seconds"])
+def test_a_step_with_the_name_of_a_collective_moves_what_that_collective_moves(
+    cost: ClusterProfile | None,
+) -> None:
+    """Over n ranks: a part of (n - 1) / n of the whole operand, twice for an all_reduce."""
+    grid = (2, 3)  # axes of the same length would hide a step along the wrong one
+    named = set()
+    for before, after in product(product(("R", "S0", "S1", "P"), repeat=2), repeat=2):
+        for step in plan_of(f"{','.join(before)}->{','.join(after)}", grid, cost, shape=(36, 36)).steps:
+            if step.kind in ("slice", "keep_one", "exchange"):
+                continue
+            named.add(step.kind)
+            n = math.prod(step.src.mesh.axis_size(axis) for axis in step.axes)
+            for rank in range(6):
+                whole_bytes = max(step.src.local_bytes(rank), step.dst.local_bytes(rank))
+                times = 2 if step.kind == "all_reduce" else 1
+                assert step.received_bytes(rank) == times * whole_bytes * (n - 1) // n, str(step)
+    assert named == {"all_gather", "reduce_scatter", "all_reduce", "all_to_all"}
 
 
 def test_across_nodes_a_reduction_crosses_once_a_node() -> None:

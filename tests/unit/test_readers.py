@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import subprocess
 import sys
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +16,21 @@ import pytest
 from support import mode, outside_data
 
 from lowshard import DeviceMesh, LowshardError
+from lowshard.bench.figure import load_report
+from lowshard.checkpoint import Catalog, read_header
+from lowshard.checkpoint.checkpoint_index import INDEX_NAME
+from lowshard.checkpoint.delta_file import Delta, open_deltas
+from lowshard.checkpoint.hf_index import HF_INDEX
+from lowshard.checkpoint.overview import look_at
+from lowshard.cost import ClusterProfile
+from lowshard.demo.source import user_checkpoint
 from lowshard.errors import CheckpointError, LayoutError, MeshError, PlanError
 from lowshard.reading import READERS, read_text
 from lowshard.reshard.rank_grid import Grid
+from lowshard.rules.golden import read_dump
+from lowshard.rules.loading import load_rules
 from lowshard.solver.graph.graph_file import load_graph
+from lowshard.weights.name_pattern import NamePatterns, Sizes
 
 ROOT = Path(__file__).resolve().parents[2]
 CASES = 10_000 if mode.full() else 120
@@ -31,6 +45,7 @@ ELSEWHERE = {
     "lowshard/weights/reshard_command.py": "a report that our own rank wrote",
     "lowshard/weights/checkpoint_convert.py": "settings for our own ranks",
     "lowshard/weights/save.py": "rows of our own ranks",
+    "lowshard/weights/patched_source.py": "between ranks",
     "lowshard/comm/agreement.py": "between ranks",
     "lowshard/reshard/content_digest.py": "between ranks",
     "lowshard/fsdp/module_state.py": "between ranks",
@@ -41,9 +56,29 @@ ELSEWHERE = {
     "lowshard/comm/watch_setup.py": "between ranks",
     "lowshard/comm/call_comparison.py": "between ranks",
     "lowshard/comm/abort.py": "records of our own ranks",
+    "lowshard/demo/demo_command.py": "a report that our own rank wrote",
+    "lowshard/demo/demo_job.py": "settings for our own ranks",
+    "lowshard/demo/demo_report.py": "what it has just written",
+    "lowshard/demo/generate.py": "settings for our own ranks",
+    "lowshard/demo/smollm2.py": "our own cache, which is made anew where it cannot be read",
+    "lowshard/demo/source.py": "the same",
+    "lowshard/selftest/comparisons.py": "what our own ranks found",
+    "lowshard/selftest/step_setting.py": "settings for our own ranks",
+    "launch/check_library.py": "output of our own children",
+    "launch/check_machine.py": "output of our own children",
+    "launch/check_mpi.py": "output of our own children",
+    "launch/fake_hosts.py": "output of the system's `ip`",
+    "launch/link.py": "keepers that know the token",
+    "launch/mpiexec.py": "output of our own child",
+    "launch/uplink.py": "the launcher, which knows the token",
+    "bench/bench_fsdp.py": "what our own ranks found",
+    "bench/bench_world.py": "settings for our own ranks, and what they found",
+    "bench/fsdp_rival.py": "settings for our own ranks",
+    "bench/fsdp_step.py": "settings for our own ranks",
+    "bench/peer.py": "output of our own children",
+    "bench/peer_dtensor.py": "settings for our own ranks",
+    "bench/peer_jax.py": "settings for our own ranks",
 }
-OWN = ("lowshard/demo/", "lowshard/selftest/", "launch/", "bench/")
-"""Children's output, reports and caches of our own programs."""
 
 
 ALL = [
@@ -64,7 +99,7 @@ def test_json_and_yaml_are_decoded_by_the_readers_alone() -> None:
                 name = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
                 if name in ("json.loads", "json.load") or name.startswith("yaml."):
                     found.add(str(path.relative_to(ROOT)))
-    assert {f for f in found if not f.startswith(OWN)} <= set(ELSEWHERE)
+    assert found <= set(ELSEWHERE)
 
 
 @pytest.mark.parametrize("name", sorted(outside_data.samples()))
@@ -81,12 +116,6 @@ def test_damaged_data_is_refused_or_right(kind: str, name: str) -> None:
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr[-4000:]
     print(name, ran.stdout.strip())
-
-
-ALL = [
-    *(("reader", n) for n in sorted(outside_data.samples())),
-    *(("text", n) for n in sorted(outside_data.texts())),
-]
 
 
 @pytest.mark.parametrize(
@@ -136,6 +165,39 @@ def test_an_error_says_place_what_was_expected_and_what_came(
 def test_what_json_can_spell_and_a_value_cannot_be(text: str, said: str) -> None:
     with pytest.raises(MeshError, match=said):
         READERS["mesh"].text(text)
+
+
+OF_FILES: dict[str, Callable[[str], object]] = {
+    "checkpoint": Catalog.open, "header": read_header, "overview": look_at, "graph": load_graph,
+    "name patterns": NamePatterns.load, "model's config": Sizes.from_config, "profile": ClusterProfile.load,
+    "rules": load_rules, "dump": read_dump, "report": load_report, "demo's checkpoint": user_checkpoint,
+    "delta": Delta.open, "deltas": lambda path: open_deltas([path]),
+}  # fmt: skip
+
+
+@pytest.mark.time_limit(20)
+@pytest.mark.parametrize("name", OF_FILES)
+def test_a_path_that_the_system_refuses_or_that_leads_to_no_file_is_an_error(
+    tmp_path: Path, name: str
+) -> None:
+    os.mkfifo(tmp_path / "pipe")  # whoever opens it waits for somebody to write
+    closed = tmp_path / "closed"
+    closed.mkdir(mode=0)
+    for path in ("x" * 5000, tmp_path, tmp_path / "pipe" / "x", closed / "x"):
+        with pytest.raises(LowshardError):
+            OF_FILES[name](str(path))
+    for empty in (tmp_path / "pipe", Path("/dev/null")):
+        with nullcontext() if name == "rules" else pytest.raises(LowshardError):  # no rules are rules
+            OF_FILES[name](str(empty))
+
+
+@pytest.mark.time_limit(20)
+@pytest.mark.parametrize("index", [INDEX_NAME, HF_INDEX, "config.json"])
+def test_a_pipe_in_a_folder_of_a_checkpoint_is_an_error(tmp_path: Path, index: str) -> None:
+    os.mkfifo(tmp_path / index)
+    for read in (Catalog.open, look_at, Sizes.from_config, Delta.open):
+        with pytest.raises(LowshardError):
+            read(tmp_path)
 
 
 def test_a_text_that_is_not_utf8_is_named_with_its_place(tmp_path: Path) -> None:

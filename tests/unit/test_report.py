@@ -14,6 +14,7 @@ import pytest
 from support import browser
 
 from lowshard import cli
+from lowshard.bench import bench_fsdp, bench_plan
 from lowshard.bench.bench_refit import Row as RefitRow
 from lowshard.demo.demo_report import DemoReport, MatrixView, PlanView
 from lowshard.kernels.engine import host_engine
@@ -67,6 +68,24 @@ A_REFIT = (
     RefitRow("TP2 to TP4 dim 0, mxfp8", "private", 268_000_000, 134_000_000, 0.01, (0.3,), (0.1,), None, 1.6),
 )
 
+A_PLAN = [
+    bench_plan.Row("dense, 512 to 512", 256, 1024, 0.002, 0.002, 1.5, 0.003),
+    bench_plan.Row(f"DeepSeek-V3 shape, {'2048 ' * 30}", 45_041, 2368, 0.4, 0.02, 42.0, 2.0),
+    bench_plan.Row("dense, 8 to 8", 256, 16, 0.001, 0.002, 0.0, None),
+]
+
+
+def an_fsdp() -> list[dict[str, Any]]:
+    """Rows of `lowshard bench fsdp --json`: one alone, one beside torch that is over its limit."""
+    row = {
+        "mode": "full", "ranks": 2, "params": 1_000_000, "wall_s": 0.1, "cpu_s": 0.2, "sent_bytes": 6_000_000,
+        "expected_bytes": 6_000_000, "pool_bytes": 1 << 24, "state_bytes": 1 << 22, "peak_mib": 99.0, "base_mib": 50.0,
+        "wait_s": 0.0,
+    }  # fmt: skip
+    beside = {"torch": "2.11", "torch_wall_s": 0.16, "torch_cpu_s": 1.0, "torch_peak_mib": 300.0}
+    return [row, {**row, "mode": "none", **beside, "wall_ratio": 0.625, "cpu_ratio": 0.2}]
+
+
 _THREADS = ("--transport", "loopback")
 
 
@@ -76,12 +95,16 @@ def pages(tmp_path: Path) -> dict[str, str]:
         "demo": render(demo_page(a_demo())),
         "redistribute": render(redistribute_page(a_redistribution())),
         "refit": render(refit_page(A_REFIT, 1.6)),
+        "plan": render(bench_plan.page_of(A_PLAN)),
+        "fsdp": render(bench_fsdp.page_of(an_fsdp())),
     }
     argvs = {
         "mxfp8": ["mxfp8", "--device", "cpu", "--size", "6400", "--rounds", "2"],
         "pack": ["pack", "--device", "cpu", "--size", "20kB", "--boxes", "5", "--rounds", "2"],
         "all_reduce": ["all_reduce", "-b", "8", "-e", "4K", "-n", "2", "-m", "1", "-d", "all", *_THREADS],
         "barrier": ["barrier", "-n", "2", "-m", "1", *_THREADS],
+        "pick": ["pick", "--rounds", "2"],
+        "host": ["host", "-n", "2", "--rounds", "1"],
     }  # fmt: skip
     for name, argv in argvs.items():
         assert cli.main(["bench", *argv, "--report", str(tmp_path / name)]) == 0
@@ -147,6 +170,29 @@ def test_pages_of_benchmarks_show_plan_prediction_and_what_is_over_its_limit() -
     assert "150.0" in page  # measured
 
 
+def test_pages_of_figures_say_what_is_over_its_limit_and_what_is_wrong() -> None:
+    page = render(bench_plan.page_of(A_PLAN))
+    assert "1 figures over their limit" in page
+    assert page.count('<i class="bad"') == 1  # 4 ms over 3
+    assert "1 of 2" in page
+    assert "4.0 ms" in page
+    page = render(bench_fsdp.page_of(an_fsdp()))
+    assert "1 figures over their limit" in page  # 0.62 of torch's wall time
+    assert "Beside torch FSDP2" in page
+    alone = an_fsdp()[:1]
+    assert "Beside torch" not in render(bench_fsdp.page_of(alone))
+    page = render(bench_fsdp.page_of([{**alone[0], "sent_bytes": 4_000_000}]))
+    assert "1 rows sent other bytes" in page
+    assert "verdict failed" in page
+
+
+def test_a_command_without_a_page_says_which_have_one(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in (["bench", "tune"], ["bench", "profile"], ["solve", "mlp", "--mesh", "tp=2"], ["doctor"]):
+        with pytest.raises(SystemExit):
+            cli.main([*command, "--report", "page"])
+        assert "lowshard bench NAME --report DIR" in capsys.readouterr().err
+
+
 def test_a_matrix_is_covered_by_its_holders_and_nothing_else(rng: np.random.Generator) -> None:
     for _ in range(50):
         rows, cols = (int(n) for n in rng.integers(1, 400, 2))
@@ -176,6 +222,7 @@ def test_a_report_that_cannot_be_written_is_refused_before_anything_runs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").write_text("")
-    for command in (["demo", "--synthetic"], ["bench", "mxfp8", "--size", "64"], ["bench", "all_reduce"]):
+    runs = ["mxfp8 --size 64", "all_reduce", "redistribute", "refit", "fsdp", "plan", "pick", "host", "pack"]
+    for command in (["demo", "--synthetic"], *(["bench", *run.split()] for run in runs)):
         assert cli.main([*command, "--report", str(tmp_path / "file")]) == 2
         assert "--report takes a folder" in capsys.readouterr().err

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lowshard.solver.graph.graph_file import load_graph
 from lowshard.weights import NamePatterns, ShardingStrategy, Sizes, Weight, shard_module
 
 S = ShardingStrategy
@@ -252,6 +253,25 @@ def test_names_without_a_rule_or_with_several_are_reported(tmp_path: Path) -> No
     with pytest.raises(ValueError, match=r"b matches no pattern; .*a\.0\.w matches a\.\*\.w and"):
         patterns.strategies({"a.0.w": (2, 2), "b": (2,), "a.2.x.w": (2,)}, 2)
     assert patterns.strategies({"tail.q": (2, 6)}, 3)["tail.q"] == S.axiswise(-1, 3)
+
+
+def test_names_of_another_family_are_told_with_the_shipped_file_that_has_them() -> None:
+    with pytest.raises(ValueError, match=r"q_norm.*; all match in the shipped qwen$"):
+        NamePatterns.load("moe").strategies(qwen3_moe(), 2, Sizes(9, 3))
+    with pytest.raises(ValueError, match=r"matches no pattern$"):
+        NamePatterns.load("moe").strategies({"nowhere.w": (2, 2)}, 2, Sizes(9, 3))
+
+
+def test_a_shipped_name_is_taken_where_a_folder_has_it_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "llama").mkdir()  # the model that is to be cut
+    (tmp_path / "mlp").mkdir()  # as the example of a graph
+    assert NamePatterns.load("llama").rules
+    assert load_graph("mlp")[0].nodes
+    (tmp_path / "llama.yaml").write_text("rules: [{pattern: '**', strategy: replicate}]")
+    assert len(NamePatterns.load("llama.yaml").rules) == 1
 
 
 @pytest.mark.parametrize(

@@ -287,7 +287,7 @@ def test_files_with_the_names_that_slices_had_before_are_read(
             key, number = name, 1
             while key in made:
                 key, number = f"{name}@{number}", number + 1
-            made[key] = Item(key, name, dtype, box)
+            made[key] = Item(key, name, dtype, box, shapes[name])
         return list(made.values())
 
     tilings = attention_and_more(3)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import itertools
 import os
 import socket
 import threading
@@ -235,6 +237,53 @@ def test_publish_without_waiting(tmp_path: Path) -> None:
             publisher.publish(2)  # tells of the one before; nothing else was done
         publisher.publish(2)
         assert subscriber.pull(10) == 2
+
+
+def test_a_snapshot_under_the_descriptor_of_another_is_not_taken_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A snapshot that a slow member needed is given back, and the next slow one needs one: under the same number."""
+    make = os.memfd_create
+
+    def high(*args: Any) -> int:
+        fd = make(*args)
+        try:
+            return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 500)
+        finally:
+            os.close(fd)
+
+    monkeypatch.setattr(os, "memfd_create", high)
+    address, array = f"unix:{tmp_path}/p", np.zeros(1000, np.float32)
+    with (
+        _publisher(address, array) as publisher,
+        _subscriber(address, np.zeros(1000, np.float32)) as subscriber,
+    ):
+        token = bytes.fromhex((tmp_path / "p" / "token").read_text())
+        versions, used = iter(range(1, 100)), []
+
+        def take(count: int) -> None:
+            for version in itertools.islice(versions, count):
+                array[...] = version
+                publisher.publish(version)
+                assert subscriber.pull(10) == version
+                assert (subscriber.weights["w"] == version).all()
+
+        take(3)
+        for _ in range(2):
+            with contextlib.closing(Line(enter([f"{address}/door"], token, CONTROL, 0, 5))) as slow:
+                slow.say(Greeting("slow", "here", 1, 1))
+                mark = slow.hear(read_table, time.monotonic() + 5).mark
+                slow.say({"ask": "want", "mark": mark})
+                slow.hear(read_answer, time.monotonic() + 5)
+                take(4)
+                used.append(sorted(one.fd for one in publisher._store._snapshots))
+            while len(publisher.members()) > 1:
+                time.sleep(0.01)
+            take(4)
+            assert publisher._store.kept == 2
+        assert used[0] == used[1] == [500, 501, 502]
+        [peer] = subscriber._source._peers  # type: ignore[union-attr]
+        assert len(peer.mapped or {}) <= 3
 
 
 def test_snapshots_are_bounded_and_one_that_is_read_is_not_written_to(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import numpy as np
@@ -227,3 +228,31 @@ def test_a_wrong_argument_on_one_rank_is_an_error_on_all(made: Any) -> None:
         last.close()
 
     run_loopback(2, work, LIMIT_S)
+
+
+@pytest.mark.parametrize("buffering", ["double", "in_place"])
+def test_a_report_says_what_the_last_version_has_cost(buffering: Any) -> None:
+    src = {"w": TensorLayout.sharded((12, 8), "float32", {"tp": (2, 1)}, {0: "tp"})}
+    dst = {"w": TensorLayout.sharded((12, 8), "float32", {"dp": (2, 1)}, offset=2)}
+    plan = build_reshard_plan(src, dst)
+
+    def work(comm: Any) -> None:
+        mine = {"w": np.ones((6, 8), np.float32)} if comm.rank < 2 else {}
+        out = {} if mine else {"w": np.zeros((12, 8), np.float32)}
+        with Refit(plan, comm, mine, out, buffering=buffering) as refit:
+            nothing = {"dense_bytes": 0, "sent_bytes": 0, "changed_elems": 0, "pause_s": 0.0, "phases": {}}
+            assert refit.report() == nothing
+            start_s = time.perf_counter()
+            refit.push(1) if mine else refit.pull()
+            span_s, said = time.perf_counter() - start_s, refit.report()
+            assert said["sent_bytes"] == said["dense_bytes"] == plan.sent_bytes(comm.rank)
+            assert said["changed_elems"] * 4 == said["sent_bytes"]
+            assert list(said["phases"]) == ["readers", "agree", "move", "vote"]
+            assert 0 < sum(said["phases"].values()) <= span_s
+            assert 0 < said["pause_s"] < span_s
+            assert (said["pause_s"] >= said["phases"]["move"]) == (buffering == "in_place")
+            with pytest.raises(PlanError):
+                refit.push(-1) if comm.rank == 0 else refit.pull()
+            assert refit.report() == said
+
+    run_loopback(4, work, LIMIT_S)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,9 +68,9 @@ def examples() -> list[str]:
 
 def _data(source: str | Path) -> tuple[Any, str]:
     path = Path(source)
-    if not path.exists() and str(source) in examples():
+    if not os.path.isfile(path) and str(source) in examples():
         path = EXAMPLES / f"{source}.yaml"
-    if not path.exists():
+    if not os.path.exists(path):
         raise LayoutError(
             f"no graph file {brief(str(source))}; give a path, or an example: {', '.join(examples())}"
             f"{nearest(str(source), examples())}"

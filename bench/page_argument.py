@@ -1,0 +1,39 @@
+"""The option `--report DIR` of benchmarks: asked for before anything is measured, written after the table."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lowshard.report.page import Page
+
+
+def add_report_argument(parser: argparse._ActionsContainer) -> None:
+    """Add `--report`."""
+    parser.add_argument("--report", type=Path, metavar="DIR",
+                        help="write a page for a browser, DIR/index.html, which needs no network")  # fmt: skip
+
+
+def require_page(args: argparse.Namespace) -> None:
+    """Raise where the page that `--report` asks for cannot be written; before anything is measured.
+
+    Raises:
+        LowshardError: no folder can be made there, or jinja2 is missing.
+    """
+    if args.report is not None:
+        from lowshard.report.page import require_report
+
+        require_report(args.report)
+
+
+def write_report(args: argparse.Namespace, make: Callable[[], Page]) -> None:
+    """Write the page that `--report` asks for, and say where; to stderr where JSON has stdout."""
+    if args.report is not None:
+        from lowshard.report.page import write_page
+
+        path = write_page(make(), args.report)
+        print(f"written: {path}", file=sys.stderr if args.json == "-" else sys.stdout)

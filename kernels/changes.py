@@ -1,0 +1,328 @@
+"""What differs between two arrays, as a short text of it: found, and written into a third array.
+
+A text is of units: elements, or blocks of several elements of the last dim that go whole. The units of all boxes are
+counted one behind the other, each box row-major. Runs of units that differ are told by two streams of numbers, and
+their bits by a third:
+
+- gaps: for each run, twice the units since the end of the run before it; plus one where the run is longer than a unit;
+- lengths: for each run longer than a unit, its units less two;
+- values: the bits of all units, one behind the other.
+
+Numbers are written seven bits a byte, low ones first; the high bit says that more follow. Bits are compared, not
+numbers: NaNs differ by their payload, and -0.0 from 0.0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from lowshard.box import Box, shape_of
+from lowshard.errors import KernelError, VerificationError
+from lowshard.kernels.buffer import Array, address, is_gpu
+from lowshard.kernels.engine import host_engine
+from lowshard.kernels.runs import RunTable, lower
+
+CACHE_LINE_BYTES = 64
+ELEMENT_BYTES = (1, 2, 4, 8)
+
+Bytes = npt.NDArray[np.uint8]
+Numbers = npt.NDArray[np.int64]
+
+
+class Changes(NamedTuple):
+    """What differs.
+
+    Attributes:
+        units: that differ.
+        gaps_bytes: of the first stream.
+        lengths_bytes: of the second.
+        text: uint8, the values, then gaps, then lengths; None where it is too long to be worth it.
+        changed_elems: elements that differ.
+    """
+
+    units: int
+    gaps_bytes: int
+    lengths_bytes: int
+    text: Array | None
+    changed_elems: int
+
+
+class ChangeBoxes:
+    """Boxes of an array whose changes are told together.
+
+    Args:
+        boxes: of the array, in the order in which their units are counted.
+        itemsize: bytes of an element.
+        block_elems: elements of a unit, along the last dim; it divides the last extent of each box.
+
+    Raises:
+        KernelError: it does not.
+    """
+
+    def __init__(self, boxes: Sequence[Box], itemsize: int, block_elems: int = 1) -> None:
+        self.boxes, self.itemsize, self.block_elems = tuple(boxes), itemsize, block_elems
+        for box in self.boxes:
+            if block_elems > 1 and (not box or (box[-1][1] - box[-1][0]) % block_elems):
+                raise KernelError(f"the last extent of a box is a multiple of {block_elems}, got {box}")
+        self.unit_bytes = itemsize * block_elems
+        self.elems = sum(prod(shape_of(box)) for box in self.boxes)
+        self.units = self.elems // block_elems
+        self.size_bytes = self.elems * itemsize
+        self._tables: dict[tuple[tuple[int, ...], tuple[int, ...]], RunTable] = {}
+
+    def takes(self, array: Array) -> bool:
+        """Say whether blocks of an array lie in one piece."""
+        return self.block_elems == 1 or array.strides[-1] == self.itemsize
+
+    def find(self, new: Array, old: Array, room: Room, may_stop: bool) -> Changes:
+        """Return what is in `new` other than in `old`.
+
+        Args:
+            new: an array that has the boxes.
+            old: another one of the same shape and dtype, of any strides.
+            room: memory that is used.
+            may_stop: no text is made where it takes more than 7/8 of what the boxes have.
+        """
+        if not self.units:
+            return Changes(0, 0, 0, np.empty(0, np.uint8), 0)
+        if is_gpu(new) or not self._is_compiled():
+            found = self._find_plain(new, old)
+        else:
+            found = self._find(new, old, room, may_stop)
+        if may_stop and found.text is not None and 8 * found.text.size > 7 * self.size_bytes:
+            return found._replace(text=None)
+        return found
+
+    def write(self, array: Array, changes: Changes) -> None:
+        """Write what differs into an array that has the boxes.
+
+        Raises:
+            VerificationError: the text is none of these boxes; a part of it is written.
+        """
+        if changes.text is None or not changes.units:
+            return
+        if is_gpu(array) or not self._is_compiled():
+            places = self.places(changes, self.unit_bytes)
+            self._write_plain(array, places, values_of(changes, self.unit_bytes))
+            return
+        from lowshard.kernels.cpu.cpu_changes import WIDTHS, WRITE_SCRATCH_BYTES, write_kernel
+
+        self._check(changes, self.unit_bytes)
+        kernel = write_kernel(self.unit_bytes if self.unit_bytes in WIDTHS else 0)
+        begin = address(changes.text)
+        gaps = begin + changes.units * self.unit_bytes
+        lengths = gaps + changes.gaps_bytes
+        end = lengths + changes.lengths_bytes
+        table = self._table(array, array)
+        scratch = np.empty(WRITE_SCRATCH_BYTES, np.uint8)
+        if kernel(
+            table.columns, address(array), gaps, lengths, lengths, end, begin, changes.units, self.unit_bytes,
+            address(scratch),
+        ):  # fmt: skip
+            raise VerificationError(self._wrong("its runs lead out of the boxes, or end early"))
+
+    def places(self, changes: Changes, unit_bytes: int) -> Numbers:
+        """Return the units that differ, ascending, int64.
+
+        Args:
+            changes: of these boxes.
+            unit_bytes: bytes of a unit in the text; another number than here where the values were converted.
+
+        Raises:
+            VerificationError: the text is none of these boxes.
+        """
+        self._check(changes, unit_bytes)
+        text = changes.text
+        raw = text if isinstance(text, np.ndarray) else text.get()  # type: ignore[union-attr]
+        at = changes.units * unit_bytes
+        firsts = _numbers(raw[at : at + changes.gaps_bytes])
+        more = _numbers(raw[at + changes.gaps_bytes :])
+        is_long = (firsts & 1).astype(bool)
+        lengths = np.ones(len(firsts), np.int64)
+        if firsts.min(initial=0) < 0 or more.min(initial=0) < 0 or int(is_long.sum()) != len(more):
+            raise VerificationError(self._wrong("its numbers are broken off"))
+        lengths[is_long] += more + 1
+        begins = np.cumsum((firsts >> 1) + lengths) - lengths
+        if int(lengths.sum()) != changes.units or int(begins[-1] + lengths[-1]) > self.units:
+            raise VerificationError(self._wrong("its runs lead out of the boxes, or end early"))
+        return np.arange(changes.units) + np.repeat(begins - np.cumsum(lengths) + lengths, lengths)
+
+    def _check(self, changes: Changes, unit_bytes: int) -> None:
+        text_bytes = changes.units * unit_bytes + changes.gaps_bytes + changes.lengths_bytes
+        if changes.text is None or changes.text.size != text_bytes or not 0 <= changes.units <= self.units:
+            raise VerificationError(self._wrong(f"it is {text_bytes} bytes for {changes.units} units"))
+
+    def _wrong(self, fault: str) -> str:
+        return f"a text of changes fits {self.units} units of {self.unit_bytes} bytes, but {fault}"
+
+    # ---- compiled
+
+    def _is_compiled(self) -> bool:
+        """Say whether there are kernels: for elements of a register's sizes, and for blocks of cache lines."""
+        by_line = self.block_elems == 1 or self.unit_bytes % CACHE_LINE_BYTES == 0
+        return by_line and self.itemsize in ELEMENT_BYTES and host_engine().name != "plain"
+
+    def _find(self, new: Array, old: Array, room: Room, may_stop: bool) -> Changes:
+        from lowshard.kernels.cpu import cpu_changes as cpu
+
+        kernel = cpu.find_kernel(self.itemsize, self.block_elems > 1)
+        gaps, lengths, values = room.streams(self.units, self.unit_bytes)
+        state = np.zeros(cpu.STATE_ELEMS, np.int64)
+        state[cpu.TOTAL], state[cpu.MAY_STOP] = self.units, may_stop
+        table = self._table(new, old)
+        kernel(
+            table.columns, address(new), address(old), self.unit_bytes, address(gaps), address(lengths),
+            address(values), state, address(room.scratch(cpu.FIND_SCRATCH_BYTES)),
+        )  # fmt: skip
+        changed = int(state[cpu.CHANGED])
+        if state[cpu.STOPPED]:
+            if (
+                9 * state[cpu.HIT] * self.unit_bytes < 8 * self.size_bytes
+            ):  # dense at its begin, and not later
+                return self._find(new, old, room, False)
+            return Changes(int(state[cpu.HIT]), 0, 0, None, changed)
+        sizes = [int(state[i]) for i in (cpu.VALUES, cpu.GAPS, cpu.LENGTHS)]
+        text = np.empty(sum(sizes), np.uint8)
+        at = 0
+        for stream, size in zip((values, gaps, lengths), sizes, strict=True):
+            text[at : at + size] = stream[:size]
+            at += size
+        return Changes(sizes[0] // self.unit_bytes, sizes[1], sizes[2], text, changed)
+
+    def _table(self, first: Array, second: Array) -> RunTable:
+        """Return the runs of the boxes in two arrays, in units; kept."""
+        key = tuple(first.strides), tuple(second.strides)
+        found = self._tables.get(key)
+        if found is None:
+            boxes = np.array(self.boxes, np.int64).reshape(len(self.boxes), len(self.boxes[0]), 2)
+            extents = boxes[..., 1] - boxes[..., 0]
+            sides = [np.broadcast_to(np.array(s, np.int64), extents.shape).copy() for s in key]
+            offsets = [(boxes[..., 0] * side).sum(axis=1) for side in sides]
+            if self.block_elems > 1:
+                extents[:, -1] //= self.block_elems
+                for side in sides:
+                    side[:, -1] = self.unit_bytes
+            found = lower(
+                extents, offsets[0], offsets[1], sides[0], sides[1], self.unit_bytes, self.unit_bytes
+            )
+            self._tables[key] = found
+        return found
+
+    # ---- plain
+
+    def _units(self, array: Array) -> Array:
+        """Return the units of the boxes as bytes, uint8 [units, bytes of a unit]."""
+        xp = _module_of(array)
+        parts = [xp.ascontiguousarray(array[(*_slices(box), ...)]).reshape(-1) for box in self.boxes]
+        return xp.concatenate([part.view(np.uint8) for part in parts]).reshape(self.units, self.unit_bytes)
+
+    def _find_plain(self, new: Array, old: Array) -> Changes:
+        xp = _module_of(new)
+        units = self._units(new)
+        differs = (units != self._units(old)).reshape(self.units, self.block_elems, self.itemsize).any(axis=2)
+        changed = int(differs.sum())
+        found = xp.flatnonzero(differs.any(axis=1))
+        places: Numbers = found if isinstance(found, np.ndarray) else found.get()
+        gaps, lengths = run_streams(places)
+        values = units[found].reshape(-1)
+        text = xp.concatenate([values, xp.asarray(gaps), xp.asarray(lengths)])
+        return Changes(len(places), gaps.size, lengths.size, text, changed)
+
+    def _write_plain(self, array: Array, places: Numbers, values: Array) -> None:
+        xp, first = _module_of(array), 0
+        for box in self.boxes:
+            view = array[(*_slices(box), ...)]
+            units = view.size // self.block_elems
+            begin, end = np.searchsorted(places, (first, first + units))
+            if begin < end:
+                whole = xp.ascontiguousarray(view).reshape(-1).view(np.uint8).reshape(units, self.unit_bytes)
+                whole = whole.copy() if whole.base is not None else whole
+                whole[xp.asarray(places[begin:end] - first)] = values[begin:end]
+                view[...] = whole.reshape(-1).view(view.dtype).reshape(view.shape)
+            first += units
+
+
+class Room:
+    """Memory that searches use one after the other; pages of it are taken as they are written."""
+
+    def __init__(self) -> None:
+        self._held: Bytes = np.empty(0, np.uint8)
+        self._scratch: Bytes = np.empty(0, np.uint8)
+
+    def scratch(self, size_bytes: int) -> Bytes:
+        """Return so many bytes, on a cache line."""
+        if self._scratch.size < size_bytes + 64:
+            self._scratch = np.empty(size_bytes + 64, np.uint8)
+        return self._scratch[-address(self._scratch) % 64 :]
+
+    def streams(self, units: int, unit_bytes: int) -> tuple[Bytes, Bytes, Bytes]:
+        """Return room for the gaps, lengths and values of so many units."""
+        sizes = [units + 64, units // 2 + 64, units * unit_bytes + 64]
+        if self._held.size < sum(sizes):
+            self._held = np.empty(0, np.uint8)
+            self._held = np.empty(sum(sizes), np.uint8)
+        first, second = sizes[0], sizes[0] + sizes[1]
+        return self._held[:first], self._held[first:second], self._held[second:]
+
+
+def values_of(changes: Changes, unit_bytes: int) -> Array:
+    """Return the bits of the units that differ, uint8 [units, bytes of a unit]."""
+    assert changes.text is not None
+    return changes.text[: changes.units * unit_bytes].reshape(changes.units, unit_bytes)
+
+
+def run_streams(places: Numbers) -> tuple[Bytes, Bytes]:
+    """Return the streams of gaps and lengths for units that differ, ascending."""
+    if not len(places):
+        return np.empty(0, np.uint8), np.empty(0, np.uint8)
+    edges = np.flatnonzero(np.diff(places) != 1) + 1
+    begins, ends = np.append(0, edges), np.append(edges, len(places))
+    lengths = ends - begins
+    starts = places[begins]
+    before = np.append(0, (starts + lengths)[:-1])
+    return _bytes_of(2 * (starts - before) + (lengths > 1)), _bytes_of(lengths[lengths > 1] - 2)
+
+
+def _bytes_of(numbers: Numbers) -> Bytes:
+    sizes = np.ones(len(numbers), np.int64)
+    for step in range(1, 9):
+        sizes += numbers >> (7 * step) > 0
+    out = np.empty(int(sizes.sum()), np.uint8)
+    at = np.cumsum(sizes) - sizes
+    for step in range(int(sizes.max(initial=0))):
+        there = sizes > step
+        more = np.where(sizes[there] > step + 1, 128, 0)
+        out[at[there] + step] = (numbers[there] >> (7 * step) & 127) | more
+    return out
+
+
+def _numbers(raw: Bytes) -> Numbers:
+    """Return the numbers of a stream; -1 stands for one that is broken off or too long."""
+    if not raw.size:
+        return np.empty(0, np.int64)
+    ends = np.flatnonzero(raw < 128)
+    if not len(ends) or ends[-1] != raw.size - 1:
+        return np.array([-1], np.int64)
+    begins = np.append(0, ends[:-1] + 1)
+    within = np.arange(raw.size) - np.repeat(begins, ends - begins + 1)
+    if int(within.max()) > 8:
+        return np.array([-1], np.int64)
+    summed: Numbers = np.add.reduceat((raw & 127).astype(np.int64) << (7 * within), begins)
+    return summed
+
+
+def _slices(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(start, stop) for start, stop in box)
+
+
+def _module_of(array: Array) -> Any:
+    if is_gpu(array):
+        import cupy
+
+        return cupy
+    return np

@@ -1,0 +1,110 @@
+"""What a rank writes of a checkpoint: out of the arrays themselves, or out of a copy while the caller goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
+
+import numpy as np
+
+from lowshard.argument import instance
+from lowshard.box import Box, contains, full_box, relative_slices
+from lowshard.checkpoint.commit import together
+from lowshard.checkpoint.header import FilePath
+from lowshard.checkpoint.read_shares import Share, shares
+from lowshard.comm import Communicator
+from lowshard.comm.work import Work
+from lowshard.errors import CheckpointError
+from lowshard.foreign_array import view_of
+from lowshard.layout import Layout
+from lowshard.tiling import Tiling
+
+State = Mapping[str, tuple[Layout | Tiling, np.ndarray | None]]
+Parts = Sequence[tuple[Share, np.ndarray]]
+"""Boxes that a rank writes, with their content."""
+_LINE_BYTES = 64
+
+
+def write_parts(
+    comm: Communicator, path: FilePath, what: str, tilings: Mapping[str, Tiling], state: State, *, wait: bool,
+    is_copy: bool, write: Callable[[Communicator, Parts], None],
+) -> Work | None:  # fmt: skip
+    """Write what falls to this rank, at once, or in the background out of a copy; then return the work.
+
+    Collective: all ranks of the communicator call this, alike. Nothing is under way on `comm.control.beside`.
+
+    Args:
+        comm: the communicator.
+        path: what is written.
+        what: the name of the call.
+        tilings: of the tensors.
+        state: this rank's arrays, checked.
+        wait: False writes in the background.
+        is_copy: nobody changes the arrays, so that no copy is needed.
+        write: collective; writes and commits, over the communicator that it is given.
+
+    Raises:
+        LowshardError: there is no memory for the copy, on some rank.
+    """
+    parts = own_parts(tilings, state, comm.rank)
+    if wait:
+        write(comm, parts)
+        return None
+    beside = comm.control.beside
+    if not is_copy:
+
+        def copy() -> Parts:
+            ends = list(accumulate((_room_bytes(a) for _, a in parts), initial=0))
+            if beside.memory is None or beside.memory.size < ends[-1]:
+                beside.memory = None  # before there is more
+                beside.memory = np.empty(ends[-1], np.uint8)
+            return [
+                (share, _put(array, beside.memory[at:]))
+                for (share, array), at in zip(parts, ends, strict=False)
+            ]
+
+        parts = together(comm, path, copy, what)
+    return beside.start(lambda: write(beside.comm, parts), f"{what} of rank {comm.rank} to {path}")
+
+
+def check_turn(comm: Communicator, wait: object) -> bool:
+    """Wait for a save that is under way, and return `wait` if it is one.
+
+    Raises:
+        CheckpointError: `wait` is neither True nor False.
+        Exception: what went wrong in the save before, in the background, and was told to nobody.
+    """
+    if (error := comm.control.settle_beside()) is not None:
+        raise error
+    return instance(wait, bool, "wait is True or False", CheckpointError)
+
+
+def own_parts(tilings: Mapping[str, Tiling], state: State, rank: int) -> Parts:
+    """Return the boxes that fall to a rank, as views of its arrays."""
+    found = []
+    for share in shares(tilings):
+        if share.rank == rank:
+            array = view_of(state[share.name][1], share.name)
+            assert array is not None  # checked before
+            found.append((share, box_of(array, tilings[share.name], rank, share.box)))
+    return found
+
+
+def box_of(array: np.ndarray, tiling: Tiling, rank: int, box: Box) -> np.ndarray:
+    """Return a view of the part of a rank's local array that holds a box, which lies in one of its tiles."""
+    if not array.ndim:
+        return array
+    tile = next(t for t in tiling.tiles(rank) if contains(t.box, box))
+    local: np.ndarray = array[relative_slices(tile.local, full_box(array.shape))]
+    return local[relative_slices(box, tile.box)]
+
+
+def _room_bytes(array: np.ndarray) -> int:
+    return -(-array.nbytes // _LINE_BYTES) * _LINE_BYTES
+
+
+def _put(array: np.ndarray, memory: np.ndarray) -> np.ndarray:
+    """Copy an array to the begin of some memory; return the copy."""
+    copy: np.ndarray = memory[: array.nbytes].view(array.dtype).reshape(array.shape)
+    copy[...] = array
+    return copy

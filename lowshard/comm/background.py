@@ -1,0 +1,86 @@
+"""Calls beside their caller, one at a time: refits and saves that are not waited for."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, Protocol
+from weakref import WeakSet
+
+from lowshard.comm.work import ThreadWork, Work
+
+
+class Splits(Protocol):
+    """The communicator that something runs beside."""
+
+    rank: int
+    _backgrounds: WeakSet[Background]
+
+    def split(self, color: int | None, key: int = 0) -> Any:
+        """Return a communicator of a group of its ranks."""
+
+
+class Background:
+    """Runs one call at a time in a thread of its own, over a communicator that nothing else uses.
+
+    Each of the call's waits for other ranks has the communicator's deadline. The process does not end before the call
+    has, and neither does `close` of the communicator that this one is made from.
+
+    Collective: all ranks of the communicator make it and close it.
+
+    Args:
+        comm: what is split.
+        name: of the threads, with the rank behind it.
+
+    Attributes:
+        comm: a `Communicator` of the same ranks, for the calls.
+        memory: what a call has set aside for the next one, or None.
+    """
+
+    def __init__(self, comm: Splits, name: str) -> None:
+        self.comm: Any = comm.split(0, comm.rank)
+        self.memory: Any = None
+        self._name = f"{name} rank {comm.rank}"
+        self._work: ThreadWork | None = None
+        comm._backgrounds.add(self)
+
+    @property
+    def idle(self) -> bool:
+        """Whether the last call has ended."""
+        return self._work is None or self._work.done()
+
+    def settle(self) -> Exception | None:
+        """Wait for the last call; return what went wrong in it, unless its work has told so already."""
+        work = self._work
+        if work is None:
+            return None
+        told, error = work.told, None
+        try:
+            work.wait()
+        except Exception as found:
+            error = None if told else found
+        self._work = None
+        return error
+
+    def start(self, call: Callable[[], Any], text: str) -> Work:
+        """Start a call once the last one was settled.
+
+        Args:
+            call: what the thread runs.
+            text: its name, for messages.
+        """
+        self._work = work = ThreadWork(call, text)
+        threading.Thread(target=work.run, name=self._name).start()
+        return work
+
+    def close(self) -> None:
+        """Wait for the last call, and give the communicator back. Closing twice is safe.
+
+        Raises:
+            Exception: what went wrong in the last call, unless its work has told so already.
+        """
+        error = self.settle()
+        self.memory = None
+        self.comm.close()
+        if error is not None:
+            raise error

@@ -1,0 +1,46 @@
+"""Digests of content, from the sums of its bits: of a tensor, whatever its layout, and of a whole model."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from lowshard.argument import instance, mapping
+from lowshard.errors import LayoutError
+
+_BYTES = 16
+
+
+def tensor_digest(dtype: str, shape: Sequence[int], sums: npt.NDArray[np.uint32]) -> str:
+    """Return the digest of a tensor as 32 hexadecimal digits.
+
+    Args:
+        dtype: its canonical name.
+        shape: of the whole tensor.
+        sums: those of all its elements, `kernels.content_sum`, added up over disjoint parts.
+    """
+    facts = json.dumps([dtype, list(shape), sums.tolist()])
+    return hashlib.blake2b(facts.encode(), digest_size=_BYTES).hexdigest()
+
+
+def model_digest(digests: Mapping[str, str]) -> str:
+    """Return one value for a whole model, as 32 hexadecimal digits: of the names and digests of its tensors.
+
+    What it says is what `digest` says of each tensor: two jobs that compare it have compared all of them.
+
+    Args:
+        digests: by name, as `digest` returns them; their order does not matter.
+
+    Raises:
+        LayoutError: no mapping of text to text.
+    """
+    rule = "digests are a mapping of names to digests, as digest returns them"
+    rows = sorted(mapping(digests, rule, LayoutError).items(), key=str)
+    for name, value in rows:
+        instance(name, str, rule, LayoutError)
+        instance(value, str, rule, LayoutError)
+    return hashlib.blake2b(json.dumps(rows).encode(), digest_size=_BYTES).hexdigest()

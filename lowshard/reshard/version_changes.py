@@ -1,0 +1,465 @@
+"""What a refit sends of a version where its receivers hold the one before: the elements that differ.
+
+A group is what one rank gives another of one tensor. Its changes go as a text (`kernels.changes`), or all of it goes as
+ever, whichever is less. Who gives keeps a copy of what it last gave, and moves it on only when the version has been
+switched to. Who takes into two sets of arrays keeps the texts of the last version: the set that the next one goes to is
+a version behind, and is brought up with them first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from lowshard import dtypes
+from lowshard.box import shape_of
+from lowshard.comm.agreement import agree, trade
+from lowshard.comm.communicator import Communicator
+from lowshard.errors import CommError
+from lowshard.kernels.buffer import address
+from lowshard.kernels.changes import ChangeBoxes, Changes, Room, values_of
+from lowshard.reshard.rank_side import bounds
+from lowshard.reshard.refit_cost import RefitCost
+from lowshard.reshard.reshard_run import Report, Reshard
+from lowshard.transfer.conversion import Conversion
+from lowshard.transfer.item import FirstError, Item, slices_of
+from lowshard.transfer.spans import BoxCopy
+
+Array = Any
+
+_ROW = 4
+"""Numbers that go ahead of a group: units of its text or _WHOLE, bytes of its streams, elements that differ."""
+_WHOLE = -1
+ROW_BYTES = 8 * _ROW
+Decided = dict[int, npt.NDArray[np.int64]]
+"""By peer, a row for each group."""
+
+
+class _Group:
+    """One tensor's items between this rank and a peer, in the order of the wire.
+
+    Attributes:
+        items: for each set of arrays the version may go to.
+        block_elems: elements of a unit of its texts; 0 where it always goes whole.
+        unit_bytes: of a unit, as it travels.
+        given: the boxes in the giver's array.
+        taken: those in the taker's.
+        sent: what the giver sends of this version.
+        raw: the same before a transform made something of it.
+        came: what came of this version.
+        kept: what came of the one before, None where it came whole.
+    """
+
+    def __init__(self, items: Sequence[Sequence[Item]]) -> None:
+        self.items = items
+        first = items[0][0]
+        self.entry, self.name = first.array, first.name
+        self.itemsize = dtypes.get(first.dtype).itemsize_bytes
+        self.block_elems, self.unit_bytes = 0, 0
+        self.given: ChangeBoxes | None = None
+        self.taken: ChangeBoxes | None = None
+        self.sent = self.raw = self.came = self.kept = Changes(0, 0, 0, None, 0)
+
+    def lay_out(self, block_elems: int, unit_bytes: int) -> None:
+        """Say what its texts are made of."""
+        self.block_elems, self.unit_bytes = block_elems, unit_bytes
+        if block_elems:
+            items = self.items[0]
+            self.given = ChangeBoxes([i.src_box for i in items], self.itemsize, block_elems)
+            self.taken = ChangeBoxes([i.dst_box for i in items], self.itemsize, block_elems)
+
+
+class VersionChanges:
+    """One rank's texts of changes, version after version.
+
+    Collective: all ranks of the communicator make it, and run it together.
+
+    Args:
+        comm: the communicator.
+        movers: that move whole versions; one for each set of arrays that versions go to.
+        always: send texts also where they take more than all.
+
+    Raises:
+        CommError: a rank has no memory for a copy of what it gives; on all ranks.
+    """
+
+    def __init__(self, comm: Communicator, movers: Sequence[Reshard], always: bool) -> None:
+        self._comm, self._movers, self._always = comm, movers, always
+        self._errors, self._room = FirstError(), Room()
+        sides = [mover.side for mover in movers]
+        self._out = _groups([side.gives for side in sides])
+        self._in = _groups([side.takes for side in sides])
+        self._own = list(_groups([{comm.rank: side.keeps} for side in sides]).get(comm.rank, ()))
+        self._agree_on_units()
+        self._base: dict[int, Array] = {}
+        self._errors.guard(self._make_base)
+        agree(comm, b"", self._errors.take(), "Refit")
+        self.follows = 0
+        """The attempt that brought what this rank holds and has kept; 0 where the next version must come whole."""
+        self._served = self._before = 0
+        self._holds = [0] * len(movers)
+        self._ahead: set[int] = set()
+        """Tensors whose copy is of a version that has not been switched to."""
+        self._copies: dict[tuple[int, int, int], BoxCopy] = {}
+
+    # ---- what texts are made of
+
+    def _agree_on_units(self) -> None:
+        """Ask takers what they can take by parts, and tell them what they get."""
+        comm, size = self._comm, self._comm.size
+        needs = {
+            peer: np.array([self._asked(self._need, g) for g in groups]) for peer, groups in self._in.items()
+        }
+        counts_in = [2 * len(self._in.get(r, ())) for r in range(size)]
+        counts_out = [2 * len(self._out.get(r, ())) for r in range(size)]
+        asked = _split(trade(comm, _joined(needs, size), counts_in, counts_out), counts_out, 2)
+        told: Decided = {}
+        for peer, groups in self._out.items():
+            told[peer] = np.array(
+                [self._asked(self._offer, g, *n) for g, n in zip(groups, asked[peer].tolist(), strict=True)]
+            )
+        said = _split(trade(comm, _joined(told, size), counts_out, counts_in), counts_in, 2)
+        for groups_by, rows_by in ((self._out, told), (self._in, said)):
+            for peer, groups in groups_by.items():
+                for group, row in zip(groups, rows_by[peer].tolist(), strict=True):
+                    group.lay_out(*row)
+        for group in self._own:
+            group.lay_out(*self._asked(self._offer, group, *self._asked(self._need, group)))
+
+    def _asked(self, what: Callable[..., tuple[int, int]], *args: object) -> tuple[int, int]:
+        found: tuple[int, int] | None = self._errors.guard(what, *args)
+        return found or (0, 0)
+
+    def _need(self, group: _Group) -> tuple[int, int]:
+        """Return elements of a block that this rank takes by itself, and the bytes that travel for one."""
+        first = group.items[0][0]
+        if any(item.hands_on or item.turn for item in group.items[0]):
+            return 0, 0
+        if not first.stores:
+            return 1, group.itemsize
+        conversion = self._conversion(0)
+        blocks = {conversion.transform.change_block_elems(i.dst_name, i.dst_box) for i in group.items[0]}
+        block = blocks.pop() if len(blocks) == 1 else 0
+        return block, conversion.transform.change_block_bytes(first.dst_name, first.dtype) if block else 0
+
+    def _offer(self, group: _Group, block_elems: int, unit_bytes: int) -> tuple[int, int]:
+        """Return what this rank gives where the taker takes such blocks."""
+        first, size = group.items[0][0], block_elems * group.itemsize
+        if not block_elems or any(item.hands_on or item.turn for item in group.items[0]):
+            return 0, 0
+        if block_elems > 1 and first.source.strides[-1:] != (group.itemsize,):
+            return 0, 0
+        if first.target is not None:  # it stays on this rank; what is its own source is left alone
+            for items in group.items:
+                begins, ends = zip(bounds(items[0].source), bounds(items[0].target), strict=True)
+                if max(begins) < min(ends):
+                    return 0, 0
+        if first.makes:
+            transform = self._conversion(0).transform
+            blocks = {transform.change_block_elems(i.src_name, i.dst_box) for i in group.items[0]}
+            size = transform.change_block_bytes(first.src_name, first.dtype)
+            if blocks != {block_elems}:
+                return 0, 0
+        return (block_elems, unit_bytes) if size == unit_bytes else (0, 0)
+
+    def _conversion(self, target: int) -> Conversion:
+        found = self._movers[target].side.conversion
+        assert found is not None
+        return found
+
+    def _given(self) -> list[_Group]:
+        return [*(g for groups in self._out.values() for g in groups), *self._own]
+
+    def _taken(self) -> list[_Group]:
+        return [*(g for groups in self._in.values() for g in groups), *self._own]
+
+    def _make_base(self) -> None:
+        try:
+            for group in self._given():
+                if group.block_elems and group.entry not in self._base:
+                    source = group.items[0][0].source
+                    self._base[group.entry] = self._comm.xp.empty(source.shape, source.dtype)
+        except MemoryError as error:
+            raise CommError(
+                f"there is no memory for a copy of what was sent last ({error}); refit with delta='off'"
+            ) from error
+
+    # ---- a version
+
+    def run(
+        self, target: int, version: int, follows: bool, cost: RefitCost, tear: Callable[[], object]
+    ) -> Report:
+        """Move a version; ends in an agreement that all have it.
+
+        Args:
+            target: the set of arrays that it goes to.
+            version: its number.
+            follows: all ranks hold what `follows` says; otherwise all of it goes.
+            cost: filled.
+            tear: called before the first byte of the set is written.
+        """
+        comm, errors, mover = self._comm, self._errors, self._movers[target]
+        behind = self._holds[target]
+
+        def begin_to_write() -> None:
+            self._holds[target] = 0
+            if len(self._movers) == 1:
+                self.follows = 0
+            tear()
+
+        def finish() -> None:
+            begin_to_write()
+            with cost.phase("apply"):
+                self._bring_up(target, behind)
+                self._apply(target)
+
+        with cost.phase("find"):
+            mover.side.refresh()
+            errors.guard(self._find, target, follows)
+            agree(comm, b"", errors.take(), "Refit")
+        with cost.phase("tell"):
+            decided = self._tell()
+            gives, takes, keeps = errors.guard(self._streams, target) or ({}, {}, [])
+            agree(comm, b"", errors.take(), "Refit")
+        if any(group.came.text is None for group in self._taken()):
+            begin_to_write()
+        with cost.phase("move"):
+            report = mover.run_parts(version, gives, takes, keeps, finish)
+        cost.dense_bytes = mover.report.sent_bytes
+        cost.sent_bytes = report.sent_bytes
+        if follows:
+            cost.changed_elems = sum(int(rows[:, 3].sum()) for rows in decided.values())
+            cost.sent_bytes += sum(map(len, self._out.values())) * ROW_BYTES
+        return report
+
+    def _find(self, target: int, follows: bool) -> None:
+        """Find what differs from what was sent last; what several ranks get is looked for once.
+
+        What goes whole is copied, and goes out of the copy: so it is what the takers have, whatever becomes of the
+        sources meanwhile.
+        """
+        found: dict[object, tuple[Changes, Changes]] = {}
+        self._room = Room()
+        for group in self._given():
+            items, boxes = group.items[target], group.given
+            if not follows or boxes is None or group.entry in self._ahead:
+                group.sent = group.raw = _whole(items)
+                continue
+            key = group.entry, boxes.boxes, group.block_elems, items[0].makes
+            if key not in found:
+                raw = boxes.find(items[0].source, self._base[group.entry], self._room, not self._always)
+                found[key] = raw, self._made(group, items[0], raw)
+            group.raw, group.sent = found[key]
+        for group in self._given():
+            if group.sent.text is None and group.given is not None:
+                self._ahead.add(group.entry)
+                base = self._base[group.entry]
+                for item in group.items[target]:
+                    where = (*slices_of(item.src_box), ...)
+                    base[where] = item.source[where]
+
+    def _made(self, group: _Group, item: Item, raw: Changes) -> Changes:
+        """Return changes as they travel."""
+        if not item.makes or not raw.units or raw.text is None:
+            return raw
+        assert group.given is not None
+        values = values_of(raw, group.given.unit_bytes)
+        blocks = values.view(dtypes.get(item.dtype).numpy).reshape(raw.units, group.block_elems)
+        made = self._conversion(0).transform.make_blocks(item.src_name, blocks)
+        xp = self._comm.xp
+        return raw._replace(text=xp.concatenate([made.reshape(-1), raw.text[values.size :]]))
+
+    def _tell(self) -> Decided:
+        """Tell takers what is to come; return what this rank gives."""
+        size = self._comm.size
+        mine = {
+            peer: np.array([_row(g.sent) for g in groups], np.int64) for peer, groups in self._out.items()
+        }
+        counts = [_ROW * len(self._out.get(r, ())) for r in range(size)]
+        counts_in = [_ROW * len(self._in.get(r, ())) for r in range(size)]
+        came = _split(trade(self._comm, _joined(mine, size), counts, counts_in), counts_in, _ROW)
+        for peer, groups in self._in.items():
+            for group, row in zip(groups, came[peer].tolist(), strict=True):
+                units, gaps, lengths, changed = row
+                group.came = Changes(max(0, units), gaps, lengths, None, changed)
+                if units != _WHOLE:  # its room is made when all have agreed
+                    group.came = group.came._replace(text=np.empty(0, np.uint8))
+        for group in self._own:
+            group.came = group.sent
+        return mine
+
+    def _streams(self, target: int) -> tuple[dict[int, list[Item]], dict[int, list[Item]], list[Item]]:
+        """Return what travels: the items of groups that go whole, and the texts of the others."""
+        gives: dict[int, list[Item]] = {}
+        takes: dict[int, list[Item]] = {}
+        for peer, groups in self._out.items():
+            for group in groups:
+                text = group.sent.text
+                gives.setdefault(peer, []).extend(
+                    self._whole_items(group, target) if text is None else _text_item(group, text, None)
+                )
+        for peer, groups in self._in.items():
+            for group in groups:
+                if group.came.text is None:
+                    takes.setdefault(peer, []).extend(self._whole_items(group, target))
+                    continue
+                units, gaps, lengths, _, changed = group.came
+                size = units * group.unit_bytes + gaps + lengths
+                text = self._comm.xp.empty(size, np.uint8)
+                group.came = Changes(units, gaps, lengths, text, changed)
+                takes.setdefault(peer, []).extend(_text_item(group, None, text))
+        own = [group for group in self._own if group.sent.text is None]
+        return gives, takes, [item for group in own for item in self._whole_items(group, target)]
+
+    def _whole_items(self, group: _Group, target: int) -> list[Item]:
+        """Return the items of a group that goes whole: out of the copy, where there is one."""
+        if group.given is None:
+            return list(group.items[target])
+        base = self._base.get(group.entry)
+        return [
+            replace(item, source=None if item.source is None else base, there=None)
+            for item in group.items[target]
+        ]
+
+    # ---- taking it in
+
+    def _bring_up(self, target: int, behind: int) -> None:
+        """Make what a text is written over the version before: with the texts of that, or a copy of what is served."""
+        if len(self._movers) == 1:
+            return
+        for group in self._taken():
+            if group.came.text is None:
+                continue
+            if behind and behind == self._before and group.kept.text is not None:
+                self._write(group, target, group.kept)
+            else:
+                self._copy_over(group, target)
+
+    def _copy_over(self, group: _Group, target: int) -> None:
+        other = 1 - target
+        items, theirs = group.items[target], group.items[other]
+        if items[0].stores:
+            transform, served = self._conversion(target).transform, self._conversion(other).transform
+            for item in items:
+                transform.take_over(item.dst_name, slices_of(item.dst_box), served)
+            return
+        key = id(group), target, 0
+        copies = self._copies.get(key)
+        source, to = theirs[0].target, items[0].target
+        if copies is None:
+            copies = self._copies[key] = BoxCopy(
+                [item.target_span() for item in theirs], [item.target_span() for item in items],
+                address(source), address(to),
+            )  # fmt: skip
+        copies.run(source, to)
+
+    def _apply(self, target: int) -> None:
+        for group in self._taken():
+            if group.came.text is not None:
+                self._write(group, target, group.came)
+
+    def _write(self, group: _Group, target: int, changes: Changes) -> None:
+        items, boxes = group.items[target], group.taken
+        assert boxes is not None
+        if not changes.units:
+            return
+        if not items[0].stores:
+            boxes.write(items[0].target, changes)
+            return
+        places = boxes.places(changes, group.unit_bytes)
+        came = values_of(changes, group.unit_bytes)
+        first = 0
+        for item in items:
+            units = int(np.prod(shape_of(item.dst_box))) // group.block_elems
+            begin, end = np.searchsorted(places, (first, first + units))
+            if begin < end:
+                index = _index(item, group.block_elems, places[begin:end] - first)
+                self._conversion(target).transform.store_blocks(
+                    item.dst_name, item.dtype, index, came[begin:end]
+                )
+            first += units
+
+    # ---- when it is switched to
+
+    def commit(self, target: int, attempt: int) -> None:
+        """Move on what was kept: the version is switched to.
+
+        Args:
+            target: the set it went to.
+            attempt: its number, the same on all ranks.
+        """
+        self._before, self._holds[target] = self._served, attempt
+        self.follows = 0
+        nothing = Changes(0, 0, 0, None, 0)
+        for group in self._taken():
+            group.kept, group.came = group.came if len(self._movers) > 1 else nothing, nothing
+        for group in self._given():
+            if group.given is not None and group.raw.text is not None:
+                group.given.write(self._base[group.entry], group.raw)
+            group.sent = group.raw = nothing
+        self._ahead.clear()
+        self._room = Room()
+        self.follows = self._served = attempt
+
+    def close(self) -> None:
+        """Let go of what is kept."""
+        self._base, self._out, self._in, self._own, self.follows = {}, {}, {}, [], 0
+
+
+def _groups(streams: Sequence[Mapping[int, Sequence[Item]]]) -> dict[int, list[_Group]]:
+    """Return the groups by peer, from the streams of each set of arrays."""
+    found: dict[int, list[_Group]] = {}
+    for peer in streams[0]:
+        by_entry: dict[int, list[list[Item]]] = {}
+        for number, stream in enumerate(streams):
+            for item in stream[peer]:
+                sets = by_entry.setdefault(item.array, [[] for _ in streams])
+                sets[number].append(item)
+        if by_entry:
+            found[peer] = [_Group(sets) for sets in by_entry.values()]
+    return found
+
+
+def _text_item(group: _Group, source: Array | None, target: Array | None) -> list[Item]:
+    """Return what travels for a text; nothing where it is empty."""
+    text = source if target is None else target
+    if text is None or not text.size:
+        return []
+    box, form = ((0, int(text.size)),), (("uint8", (int(text.size),)),)
+    number = group.items[0][0].number
+    return [Item(number, group.name, box, box, "uint8", source, target, sent=form, got=form)]
+
+
+def _whole(items: Sequence[Item]) -> Changes:
+    elems = sum(int(np.prod(shape_of(item.src_box))) for item in items)
+    return Changes(0, 0, 0, None, elems)
+
+
+def _row(changes: Changes) -> list[int]:
+    if changes.text is None:
+        return [_WHOLE, 0, 0, changes.changed_elems]
+    return [changes.units, changes.gaps_bytes, changes.lengths_bytes, changes.changed_elems]
+
+
+def _joined(by_peer: Decided, size: int) -> npt.NDArray[np.int64]:
+    nothing = np.empty(0, np.int64)
+    return np.concatenate([by_peer[r].reshape(-1) if r in by_peer else nothing for r in range(size)])
+
+
+def _split(joined: npt.NDArray[np.int64], counts: Sequence[int], width: int) -> Decided:
+    ends = [0, *accumulate(counts)]
+    return {r: joined[ends[r] : ends[r + 1]].reshape(-1, width) for r, n in enumerate(counts) if n}
+
+
+def _index(item: Item, block_elems: int, places: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], ...]:
+    """Return where blocks lie in the taker's array, a row of indices for each dim; the last counts blocks."""
+    extents = shape_of(item.dst_box)
+    index = np.unravel_index(places, (*extents[:-1], extents[-1] // block_elems))
+    begins = [start for start, _ in item.dst_box]
+    begins[-1] //= block_elems
+    return tuple(i + begin for i, begin in zip(index, begins, strict=True))

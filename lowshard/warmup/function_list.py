@@ -1,0 +1,66 @@
+"""Every function that lowshard compiles, in groups whose members share much of their code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+Loader = Callable[[], Any]
+
+
+def function_groups() -> dict[str, list[Loader]]:
+    """Return what loads each function, by group: what takes longest to compile first.
+
+    A group is compiled by one process, since its functions call the same ones.
+    """
+    from lowshard.comm.heartbeat import compiled_loop
+    from lowshard.comm.node.calls import load_calls
+    from lowshard.comm.node.combine import HALVES, NATIVE, OPS, recipe_of
+    from lowshard.kernels.cpu import (
+        cpu_engine,  # noqa: F401  it has the rows of all kernels
+        cpu_optimizer,
+        drive,
+        gather,
+        scales,
+        total,
+        weigh,
+    )
+    from lowshard.kernels.cpu.scalar import DTYPE_CODES
+    from lowshard.kernels.reference import ELEMS
+    from lowshard.reshard.atomic_word import compare_swap
+    from lowshard.transfer import cross_memory, peer_write_kernel, piece_checksum
+
+    floats = tuple(DTYPE_CODES)
+
+    def kernels(*kinds: str) -> list[Loader]:
+        return [partial(drive.compiled, kind) for kind in kinds]
+
+    return {
+        "collectives": [load_calls],
+        **{
+            f"quantize {dtype}": kernels(*(f"quantize {dtype} {elem}" for elem in ELEMS))
+            for dtype in reversed(floats)
+        },
+        "reductions": [partial(recipe_of, dtype, op) for op in OPS for dtype in (*NATIVE, *HALVES)],
+        "dequantize": kernels(*(f"dequantize {dtype} {elem}" for dtype in floats for elem in ELEMS)),
+        "cast": kernels(*(f"cast {source} {to}" for source in floats for to in floats if source != to)),
+        "watch": [compiled_loop],
+        "copy": [
+            *kernels("copy", "fetch"),
+            gather.gather_kernel,
+            gather.scatter_kernel,
+            total.sum_kernel,
+            *(partial(scales.swizzle_kernel, reverse) for reverse in (False, True)),
+            *(partial(weigh.weigh_kernel, unit_bytes) for unit_bytes in (1, 2)),
+            cross_memory.compiled_read,
+            peer_write_kernel.write_across,
+            piece_checksum.sums,
+            compare_swap,
+        ],
+        "optimizer": [
+            cpu_optimizer.adamw_kernel,
+            cpu_optimizer.square_sums_kernel,
+            *(partial(cpu_optimizer.sgd_kernel, mode) for mode in range(3)),
+        ],
+    }

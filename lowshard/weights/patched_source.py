@@ -1,0 +1,212 @@
+"""A checkpoint as a chain of deltas makes it: read box by box, and compared with all that the deltas say before."""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import prod
+
+import numpy as np
+
+from lowshard import dtypes
+from lowshard.box import Box, full_box, row_major_parts, shape_of
+from lowshard.checkpoint.bytesource import ByteSource
+from lowshard.checkpoint.catalog import Catalog, StoredTensor
+from lowshard.checkpoint.delta_codec import Checksum
+from lowshard.checkpoint.delta_file import Delta, chain_of
+from lowshard.checkpoint.tensor_patch import Patch
+from lowshard.comm import Communicator, share_text
+from lowshard.content_hash import model_digest, tensor_digest
+from lowshard.errors import CheckpointError
+from lowshard.kernels.bit_sums import content_sum
+from lowshard.kernels.unit_weights import SUMS
+from lowshard.nearest import nearest
+
+_PART_BYTES = 4 << 20
+
+
+class PatchedSource:
+    """What the deltas of a chain make of a checkpoint.
+
+    Args:
+        source: the checkpoint that the first stands on.
+        deltas: in the order of their versions; those that the checkpoint has already are left out.
+        most_bytes: memory for what is kept of the deltas; one tensor's is always held.
+
+    Attributes:
+        chain: the deltas that are applied, one standing on the other; known once it was checked.
+        digests: of the tensors that result, where they are known.
+        checked_bytes: of the base that this rank has read to compare.
+    """
+
+    def __init__(self, source: ByteSource, deltas: Sequence[Delta], most_bytes: int) -> None:
+        self._source, self._deltas, self._most_bytes = source, tuple(deltas), most_bytes
+        self._kept: OrderedDict[str, tuple[Patch, ...]] = OrderedDict()
+        self._kept_bytes = 0
+        self.chain: tuple[Delta, ...] = ()
+        self.digests: dict[str, str] = {}
+        self.checked_bytes = 0
+
+    def check(self, comm: Communicator, together: Callable[[Callable[[], None]], None]) -> None:
+        """Compare the base, every link and every tensor of the result with what the deltas say.
+
+        Collective: all ranks of the communicator call this; each looks at some of the tensors.
+
+        Args:
+            comm: the communicator.
+            together: runs a local step, and raises on all ranks what one of them raised.
+
+        Raises:
+            CheckpointError: the base is another one, a link is missing, or a delta is damaged; on every rank.
+        """
+        catalog = self._source.catalog
+        base = catalog.digests
+        mine: dict[str, str] = {}
+        own = [n for i, n in enumerate(catalog.tensors) if i % comm.size == comm.rank]
+        says_digests = any(delta.base_digest is not None for delta in self._deltas)
+
+        def look_at_base() -> None:
+            for name in own:
+                mine[name] = self._digest_of(name)
+
+        if base is None and says_digests:
+            together(look_at_base)
+            base = self._shared(comm, mine)
+
+        def find_chain() -> None:
+            self.chain = chain_of(self._deltas, None if base is None else model_digest(base), catalog.where)
+
+        together(find_chain)
+        made: dict[str, str] = {}
+
+        def look_at_changes() -> None:
+            for name in own:
+                if any(name in delta.tensors for delta in self.chain):
+                    made[name] = self._check_tensor(name, catalog.tensors[name])
+
+        together(look_at_changes)
+        self.digests = (base or {}) | self._shared(comm, made)
+
+        def compare_whole() -> None:
+            last = self.chain[-1]
+            found = model_digest(self.digests) if len(self.digests) == len(catalog.tensors) else None
+            if last.digest is not None and found not in (None, last.digest):
+                raise CheckpointError(
+                    f"{last.where}: makes a model of the digest {last.digest}, and what comes out has {found}: a delta "
+                    "of the chain is not what it was made as"
+                )
+
+        together(compare_whole)
+
+    def apply(self, name: str, box: Box, values: np.ndarray) -> None:
+        """Turn a box of the base, in a contiguous array, into the same of the result."""
+        for patch in self._patches(name):
+            patch.apply(values, box)
+
+    def _patches(self, name: str) -> tuple[Patch, ...]:
+        if name in self._kept:
+            self._kept.move_to_end(name)
+            return self._kept[name]
+        tensor = self._source.catalog.tensors[name]
+        found = tuple(
+            delta.patch(name, tensor.dtype, tensor.shape) for delta in self.chain if name in delta.tensors
+        )
+        self._kept[name] = found
+        self._kept_bytes += _bytes_of(found)
+        while self._kept_bytes > self._most_bytes and len(self._kept) > 1:
+            self._kept_bytes -= _bytes_of(self._kept.popitem(last=False)[1])
+        return found
+
+    def _digest_of(self, name: str) -> str:
+        tensor = self._source.catalog.tensors[name]
+        sums = np.zeros(SUMS, np.uint32)
+        for box, values in self._parts(name, tensor):
+            sums += content_sum(values, box, tensor.shape)
+        return tensor_digest(tensor.dtype, tensor.shape, sums)
+
+    def _parts(self, name: str, tensor: StoredTensor) -> Iterator[tuple[Box, np.ndarray]]:
+        """Yield a tensor of the base in parts, row-major."""
+        row = dtypes.get(tensor.dtype)
+        boxes = row_major_parts(full_box(tensor.shape), max(1, _PART_BYTES // row.itemsize_bytes))
+        for box in boxes if prod(tensor.shape) else ():
+            values = np.empty(shape_of(box), row.numpy)
+            self._source.read(name, box, values)
+            self.checked_bytes += values.nbytes
+            yield box, values
+
+    def _check_tensor(self, name: str, tensor: StoredTensor) -> str:
+        """Compare a tensor's base and what each link makes of it; return the digest of the last."""
+        links = [delta for delta in self.chain if name in delta.tensors]
+        patches = self._patches(name)
+        sums = np.zeros((len(links) + 1, SUMS), np.uint32)
+        checksums = [None if d.checksum is None else Checksum(d.checksum) for d in links]
+        for box, values in self._parts(name, tensor):
+            sums[0] += content_sum(values, box, tensor.shape)
+            for patch, checksum, total in zip(patches, checksums, sums[1:], strict=True):
+                patch.apply(values, box)
+                total += content_sum(values, box, tensor.shape)
+                if checksum is not None:
+                    checksum.update(values.tobytes())
+        digests = [tensor_digest(tensor.dtype, tensor.shape, row) for row in sums]
+        if tensor.digest not in (None, digests[0]):
+            raise CheckpointError(
+                f"{self._source.catalog.where}: tensor {name!r}: its data is damaged: its digest is {digests[0]}, the "
+                f"index says {tensor.digest}"
+            )
+        for delta, checksum, before, after in zip(links, checksums, digests, digests[1:], strict=False):
+            _compare(delta, name, before, after, checksum)
+        return digests[-1]
+
+    @staticmethod
+    def _shared(comm: Communicator, mine: Mapping[str, str]) -> dict[str, str]:
+        found: dict[str, str] = {}
+        for text in share_text(comm.control, json.dumps(dict(mine))):
+            found |= json.loads(text)
+        return found
+
+
+def check_deltas(deltas: Sequence[Delta], catalog: Catalog, memory_bytes: int) -> None:
+    """Compare what deltas change with the tensors there are.
+
+    Raises:
+        CheckpointError: they are of another model, or a tensor needs more memory than there is.
+    """
+    for delta in deltas:
+        for name in delta.tensors:
+            tensor = catalog.tensors.get(name)
+            if tensor is None:
+                raise CheckpointError(
+                    f"{delta.where}: tensor {name!r}: the delta changes it, and {catalog.where} has none of that name"
+                    f"{nearest(name, catalog.tensors)}"
+                )
+            delta.check_tensor(name, tensor.dtype, tensor.shape)
+            need_bytes = 3 * prod(tensor.shape) * dtypes.get(tensor.dtype).itemsize_bytes
+            if need_bytes > memory_bytes:
+                raise CheckpointError(
+                    f"{delta.where}: tensor {name!r}: changing it takes up to {need_bytes / 1e6:.0f} MB, --memory is "
+                    f"{memory_bytes / 1e6:.0f} MB"
+                )
+
+
+def _compare(delta: Delta, name: str, before: str, after: str, checksum: Checksum | None) -> None:
+    changed, where = delta.tensors[name], f"{delta.where}: tensor {name!r}"
+    if changed.base not in (None, before):
+        raise CheckpointError(
+            f"{where}: the delta stands on a content of the digest {changed.base}, what it was to be applied to has "
+            f"{before}: another base"
+        )
+    if changed.digest not in (None, after):
+        raise CheckpointError(
+            f"{where}: the delta makes a content of the digest {changed.digest}, and what comes out has {after}: the "
+            "delta is damaged"
+        )
+    if checksum is not None and changed.checksum not in (None, checksum.hexdigest()):
+        raise CheckpointError(
+            f"{where}: the {delta.checksum} of the new tensor is {checksum.hexdigest()}, the delta says "
+            f"{changed.checksum}: the delta is damaged, or was made from another base"
+        )
+
+
+def _bytes_of(patches: Sequence[Patch]) -> int:
+    return sum(patch.size_bytes for patch in patches)

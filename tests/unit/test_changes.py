@@ -1,0 +1,189 @@
+"""What differs between two arrays: as a byte oracle says, in both twins, and written elsewhere bit for bit."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+from support import mode
+
+from lowshard import dtypes
+from lowshard.box import Box, full_box
+from lowshard.errors import KernelError, VerificationError
+from lowshard.kernels.changes import ChangeBoxes, Changes, Room
+
+DTYPES = (
+    "bfloat16", "float16", "float32", "float64", "int8", "int64", "uint16", "bool", "float8_e4m3fn",
+)  # fmt: skip
+SHARES = (0, 0.001, 0.01, 0.1, 0.4, 0.9, 1)
+
+
+def _random(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> np.ndarray:
+    kind = dtypes.get(dtype).numpy
+    size = int(np.prod(shape, dtype=int)) * kind.itemsize
+    raw = rng.integers(0, 2 if dtype == "bool" else 256, size, dtype=np.uint8)
+    return raw.view(kind).reshape(shape)
+
+
+def _changed(rng: np.random.Generator, old: np.ndarray) -> np.ndarray:
+    """Return a copy of which some elements have other bits: single ones, or rows, or the sign of a zero."""
+    new = np.array(old, order="C")
+    raw = new.reshape(-1).view(np.uint8).reshape(new.size, new.itemsize)
+    picked = rng.random(new.size) < rng.choice(SHARES)
+    if rng.random() < 0.3 and new.size:
+        first = int(rng.integers(new.size))
+        picked[first : first + int(rng.integers(1, 200))] = True
+    if old.dtype == bool:
+        raw[picked] ^= 1
+    else:
+        where = rng.integers(new.itemsize, size=int(picked.sum()))
+        raw[np.flatnonzero(picked), where] ^= (1 << rng.integers(8, size=where.size)).astype(np.uint8)
+    return new
+
+
+def _boxes(rng: np.random.Generator, shape: tuple[int, ...], block: int) -> list[Box]:
+    """Return disjoint boxes of an array, in any order, that cover it or leave some out."""
+    if not shape or rng.random() < 0.3:
+        return [full_box(shape)]
+    dim = int(rng.integers(len(shape)))
+    step = block if dim == len(shape) - 1 else 1
+    points = sorted({0, shape[dim], *(step * rng.integers(0, shape[dim] // step + 1, 3)).tolist()})
+    cuts = [(*full_box(shape)[:dim], side, *full_box(shape)[dim + 1 :]) for side in pairwise(points)]
+    picked = [cuts[i] for i in rng.permutation(len(cuts)).tolist() if rng.random() < 0.8]
+    return picked or [full_box(shape)]
+
+
+def _units(array: np.ndarray, boxes: list[Box], unit_bytes: int) -> np.ndarray:
+    parts = [array[(*(slice(*side) for side in box), ...)].tobytes() for box in boxes]
+    return np.frombuffer(b"".join(parts), np.uint8).reshape(-1, unit_bytes)
+
+
+def _plain(boxes: ChangeBoxes) -> ChangeBoxes:
+    boxes._is_compiled = lambda: False  # type: ignore[method-assign]
+    return boxes
+
+
+def test_changes_are_those_of_a_byte_oracle_in_both_twins(rng: np.random.Generator) -> None:
+    room = Room()
+    for _ in range(10_000 if mode.full() else 1_000):
+        shape = tuple(rng.integers(0 if rng.random() < 0.05 else 1, 40, int(rng.integers(0, 4))).tolist())
+        dtype, block = str(rng.choice(DTYPES)), 1
+        if shape and rng.random() < 0.3:
+            block = int(rng.choice([2, 4, 32]))
+            shape = (*shape[:-1], max(1, shape[-1] // block) * block)
+        old = _random(rng, shape, dtype)
+        new = _changed(rng, old)
+        boxes = _boxes(rng, shape, block)
+        base = np.array(old, order="F") if block == 1 and rng.random() < 0.3 else old
+        made, twin = (ChangeBoxes(boxes, old.itemsize, block) for _ in range(2))
+        found = made.find(new, base, room, False)
+        unit_bytes = old.itemsize * block
+        there, here = _units(new, boxes, unit_bytes), _units(old, boxes, unit_bytes)
+        wanted = np.flatnonzero((there != here).any(axis=1))
+        elems = (there != here).reshape(-1, old.itemsize).any(axis=1)
+        assert (found.units, found.changed_elems) == (len(wanted), int(elems.sum()))
+        assert found.text is not None
+        assert found.text[: found.units * unit_bytes].tobytes() == there[wanted].tobytes()
+        if found.units:
+            assert made.places(found, unit_bytes).tolist() == wanted.tolist()
+        told = found.gaps_bytes + found.lengths_bytes
+        assert told <= min(4 * found.units, made.units + 4)
+        plain = _plain(twin).find(new, base, room, False)
+        assert plain[:3] == found[:3]
+        assert plain.text is not None
+        assert plain.text.tobytes() == found.text.tobytes()
+        expected = old.copy()
+        for box in boxes:
+            at = (*(slice(*side) for side in box), ...)
+            expected[at] = new[at]
+        for writer in (made, twin):
+            out = np.array(old, order="F" if block == 1 and rng.random() < 0.3 else "C")
+            writer.write(out, found)
+            assert out.tobytes() == expected.tobytes()
+
+
+def test_what_takes_about_as_much_as_all_is_not_written(rng: np.random.Generator) -> None:
+    for dtype, block in (("bfloat16", 1), ("uint8", 1), ("float64", 1), ("bfloat16", 32)):
+        old = _random(rng, (500, 640), dtype)
+        for share in (0.0, 0.01, 0.2, 0.5, 0.8, 0.95, 1.0):
+            new = old.copy()
+            picked = rng.random(old.shape) < share
+            new.view(np.uint8).reshape(*old.shape, -1)[..., 0][picked] ^= 1
+            boxes = ChangeBoxes([full_box(old.shape)], old.itemsize, block)
+            whole, found = (boxes.find(new, old, Room(), may_stop) for may_stop in (False, True))
+            assert whole.text is not None
+            assert found.changed_elems == whole.changed_elems == int(picked.sum())
+            if found.text is None:
+                assert (
+                    9 * whole.units * boxes.unit_bytes >= 7 * old.nbytes
+                    or 8 * whole.text.size > 7 * old.nbytes
+                )
+            else:
+                assert found.text.tobytes() == whole.text.tobytes()
+                assert 8 * whole.text.size <= 7 * old.nbytes
+        # All of what comes first differs, and nothing after it: the search must not be misled by its begin.
+        new = old.copy()
+        new[:120].view(np.uint8)[...] ^= 1
+        boxes = ChangeBoxes([full_box(old.shape)], old.itemsize, block)
+        begins = boxes.find(new, old, Room(), True)
+        assert begins.text is not None
+        assert begins.text.size < 1.01 * new[:120].nbytes
+
+
+def test_bits_are_compared_and_not_numbers() -> None:
+    old = np.array([0.0, np.nan, 1.0, np.nan, 0.0], np.float32)
+    new = old.copy()
+    new[0] = -0.0
+    new.view(np.uint32)[1] ^= 1  # another NaN
+    boxes = ChangeBoxes([((0, 5),)], 4)
+    for made in (boxes, _plain(ChangeBoxes([((0, 5),)], 4))):
+        found = made.find(new, old, Room(), False)
+        assert made.places(found, 4).tolist() == [0, 1]
+        out = old.copy()
+        made.write(out, found)
+        assert out.tobytes() == new.tobytes()
+
+
+def test_a_broken_text_is_refused_and_nothing_beside_the_boxes_is_written(rng: np.random.Generator) -> None:
+    """Every text that was changed in a byte is right, refused, or at least keeps within the boxes."""
+    refused = 0
+    for _ in range(4000 if mode.full() else 400):
+        old = _random(rng, (60, 40), "uint16")
+        new = _changed(rng, old)
+        boxes = [((10, 30), (5, 20)), ((30, 50), (0, 17))]
+        made, twin = ChangeBoxes(boxes, 2), _plain(ChangeBoxes(boxes, 2))
+        found = made.find(new, old, Room(), False)
+        assert found.text is not None
+        numbers = found.gaps_bytes + found.lengths_bytes
+        if not numbers:
+            continue
+        text = found.text.copy()
+        text[text.size - 1 - int(rng.integers(numbers))] = int(rng.integers(256))
+        sizes: list[Any] = [found.units, found.gaps_bytes, found.lengths_bytes]
+        if rng.random() < 0.3:
+            sizes[int(rng.integers(3))] += int(rng.integers(-2, 3))
+        lies = Changes(*sizes, text, 0)
+        inside = np.zeros(old.shape, bool)
+        for box in boxes:
+            inside[tuple(slice(*side) for side in box)] = True
+        errors = []
+        for writer in (made, twin):
+            out = old.copy()
+            try:
+                writer.write(out, lies)
+                errors.append(False)
+            except VerificationError:
+                errors.append(True)
+            assert (out == old)[~inside].all()
+        assert errors[0] == errors[1]
+        refused += errors[0]
+    assert refused
+
+
+def test_blocks_divide_the_last_extent() -> None:
+    with pytest.raises(KernelError, match="a multiple of 32"):
+        ChangeBoxes([((0, 3), (0, 33))], 2, 32)
+    with pytest.raises(KernelError, match="a multiple of 32"):
+        ChangeBoxes([()], 2, 32)

@@ -1,0 +1,171 @@
+"""Digests in checkpoints: the same however a checkpoint is cut, another for other content, compared by who reads."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import mode
+from support.checkpoints import Values, attention_and_more, on_ranks, same, save_over, state_of, values_of
+
+from lowshard.checkpoint import Catalog, checkpoint_index
+from lowshard.checkpoint.checkpoint_index import INDEX_NAME, read_index
+from lowshard.checkpoint.crc import crc32
+from lowshard.checkpoint.overview import look_at
+from lowshard.cli import main
+from lowshard.errors import LayoutError
+from lowshard.reshard import digest, model_digest
+from lowshard.tiling import Tiling
+from lowshard.weights import load_sharded, save
+
+VALUES = values_of(attention_and_more(3))
+
+
+def run(*words: object) -> int:
+    return main(list(map(str, words)))
+
+
+def by_hand(values: Values) -> dict[str, str]:
+    """Return what `digest` says of whole tensors."""
+    tilings = attention_and_more(3)
+    return digest({n: (Tiling.whole(v.shape, tilings[n].dtype), v) for n, v in values.items()})
+
+
+def rewritten(path: Path, change: Any) -> None:
+    """Change an index, and its own digest with it."""
+    body = json.loads((path / INDEX_NAME).read_text())
+    body.pop("digest")
+    change(body)
+    body["digest"] = checkpoint_index._digest(body)
+    (path / INDEX_NAME).write_text(json.dumps(body))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+def test_they_are_what_digest_says_however_it_is_cut(tmp_path: Path, ranks: int) -> None:
+    save_over(tmp_path / "c", VALUES, attention_and_more(ranks), ranks)
+    assert Catalog.open(tmp_path / "c").digests == by_hand(VALUES)
+
+
+def test_large_arrays_are_summed_up_piece_by_piece(tmp_path: Path) -> None:
+    """Of more than a piece of the writer's, with rows that are none of its multiples."""
+    rng = mode.rng("pieces")
+    tilings = {"w": Tiling.whole((3, 1025, 1023), "float32", 2)}
+    values = {"w": rng.standard_normal((3, 1025, 1023)).astype("float32")}
+    save_over(tmp_path / "c", values, tilings, 2)
+    assert Catalog.open(tmp_path / "c").digests == digest(
+        {"w": (Tiling.whole((3, 1025, 1023), "float32"), values["w"])}
+    )
+
+
+def test_a_checkpoint_that_is_cut_anew_has_the_same(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "s.yaml").write_text("rules: [{pattern: '**', strategy: replicate}]")
+    cut = "--to", "tp=2,dp=2", "--strategies", tmp_path / "s.yaml"
+    save_over(tmp_path / "a", VALUES, attention_and_more(3), 3)
+    assert run("reshard", tmp_path / "a", tmp_path / "b", *cut) == 0
+    right = model_digest(by_hand(VALUES))
+    assert (
+        f"digest: {right}, of {len(VALUES)} tensors compared with what {tmp_path / 'a'} says"
+        in capsys.readouterr().out
+    )
+    assert run("reshard", tmp_path / "b", tmp_path / "m.safetensors", "--merged") == 0
+    assert run("reshard", tmp_path / "m.safetensors", tmp_path / "c", *cut) == 0
+    assert f"digest: {right}\n" in capsys.readouterr().out  # a plain file says nothing to compare with
+    for name in "bc":
+        assert Catalog.open(tmp_path / name).digests == by_hand(VALUES)
+    for name in ("a", "b", "m.safetensors"):  # two jobs compare a model by one line
+        assert run("inspect", tmp_path / name, "--verify") == 0
+        assert f"\ndigest: {right}\n" in capsys.readouterr().out
+
+
+def test_inspect_shows_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_over(tmp_path / "a", VALUES, attention_and_more(3), 3)
+    assert run("inspect", tmp_path / "a") == 0
+    assert f"\ndigest: {model_digest(by_hand(VALUES))}\n" in capsys.readouterr().out
+    assert run("inspect", tmp_path / "a", "gqa") == 0
+    assert f"\ndigest: {by_hand(VALUES)['gqa']} (of this tensor)\n" in capsys.readouterr().out
+    assert run("inspect", tmp_path / "a", "--json") == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["digest"] == model_digest(by_hand(VALUES))
+    assert {t["name"]: t["digest"] for t in data["tensors"]} == by_hand(VALUES)
+
+
+def test_checkpoints_of_earlier_versions_open(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_over(tmp_path / "a", VALUES, attention_and_more(3), 3)
+
+    def earlier(body: dict[str, Any]) -> None:
+        body["version"] = 2
+        for tensor in body["tensors"].values():
+            del tensor["digest"]
+
+    rewritten(tmp_path / "a", earlier)
+    assert Catalog.open(tmp_path / "a").digests is None
+    assert look_at(tmp_path / "a").digest is None
+    found = load_sharded(tmp_path / "a")
+    assert found.digests is None
+    assert all(same(found[n], v) for n, v in VALUES.items())
+    assert run("inspect", tmp_path / "a") == 0
+    assert "digest: not recorded; --verify works it out" in capsys.readouterr().out
+    assert run("inspect", tmp_path / "a", "--verify") == 0
+    assert f"digest: {model_digest(by_hand(VALUES))}" in capsys.readouterr().out
+
+
+def test_what_was_loaded_is_compared_in_one_line(tmp_path: Path) -> None:
+    tilings = attention_and_more(3)
+    save_over(tmp_path / "a", VALUES, tilings, 3)
+
+    def job(comm: Any) -> bool:
+        found = load_sharded(tmp_path / "a", comm)
+        equal = digest(found.state, comm) == found.digests == by_hand(VALUES)
+        found["norm"].view("uint8")[0] ^= 1
+        return equal and digest(found.state, comm) != found.digests
+
+    for ranks in (2, 3):
+        assert all(on_ranks(ranks, job))
+
+
+def test_content_that_is_not_what_the_index_says_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A bit has flipped, and its checksum was made right again: the digest is another."""
+    save_over(tmp_path / "a", VALUES, attention_and_more(3), 3)
+    part = Catalog.open(tmp_path / "a").tensors["gate_up"].parts[1]
+    raw = bytearray(Path(part.file).read_bytes())
+    raw[part.entry.start + 5] ^= 16
+    Path(part.file).write_bytes(raw)
+
+    def forged(body: dict[str, Any]) -> None:
+        for row in body["tensors"]["gate_up"]["parts"]:
+            if tuple(map(tuple, row["box"])) == part.box:
+                row["crc32"] = crc32(bytes(raw[part.entry.start : part.entry.stop]))
+
+    rewritten(tmp_path / "a", forged)
+    assert run("inspect", tmp_path / "a", "--verify") == 1
+    assert "BROKEN: tensor 'gate_up': its content has the digest" in capsys.readouterr().out
+    right = look_at(tmp_path / "a").digest
+    assert right == model_digest(by_hand(VALUES))
+    assert run("reshard", tmp_path / "a", tmp_path / "b.safetensors", "--merged") != 0
+    assert "tensor 'gate_up': was written with the digest" in capsys.readouterr().err
+    assert not (tmp_path / "b.safetensors").exists()
+
+
+def test_a_changed_tensor_changes_the_models_digest_alone(tmp_path: Path) -> None:
+    right = by_hand(VALUES)
+    assert model_digest(right) == model_digest(dict(reversed(right.items())))
+    for name in right:
+        assert model_digest(right | {name: "0" * 32}) != model_digest(right)
+        assert model_digest({n: d for n, d in right.items() if n != name}) != model_digest(right)
+    for wrong in (None, 3, {"w": 3}, {3: "w"}):
+        with pytest.raises(LayoutError, match="digests are a mapping"):
+            model_digest(wrong)  # type: ignore[arg-type]
+
+
+def test_an_index_says_each_digest_once(tmp_path: Path) -> None:
+    tilings = attention_and_more(2)
+    on_ranks(2, lambda comm: save(tmp_path / "a", state_of(VALUES, tilings, comm.rank), comm))
+    assert {n: t.digest for n, t in read_index(tmp_path / "a" / INDEX_NAME).tensors.items()} == by_hand(
+        VALUES
+    )
