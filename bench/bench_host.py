@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lowshard.bench.page_argument import add_report_argument, require_page, write_report
-from lowshard.comm import Communicator, loopback
-from lowshard.comm.loopback import LoopbackCommunicator
-from lowshard.comm.nccl import NCCLCommunicator
+from lowshard.comm import Communicator
+from lowshard.comm.loopback import Board, LoopbackTransport
+from lowshard.comm.nccl import nccl_communicator
 from lowshard.comm.nccl_bindings import Binding
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ class StillNCCL:
     groupStart = groupEnd = allReduce = reduceScatter = allGather = broadcast = send = recv = _call
 
 
-def still_communicator(size: int) -> tuple[NCCLCommunicator, StillNCCL, Callable[[int], Array]]:
+def still_communicator(size: int) -> tuple[Communicator, StillNCCL, Callable[[int], Array]]:
     """Return rank 0 of a communicator of which nothing moves, its stand-in, and what makes float32 arrays for it."""
     nccl = StillNCCL(size)
     stream = SimpleNamespace(ptr=7)
@@ -117,22 +117,17 @@ def still_communicator(size: int) -> tuple[NCCLCommunicator, StillNCCL, Callable
         pointer=pointer, device=device, current=lambda: 0, select=nothing, synchronize=nothing,
         lock=lambda array: nothing, fetch=nothing, store=nothing, copy=nothing,
     )  # fmt: skip
-    beside = _Agreeing(size)
-    comm = NCCLCommunicator(nccl, 0, size, beside, binding=binding, owned=False).compare_late()
+    beside = _agreeing(size)
+    comm = nccl_communicator(nccl, 0, size, beside, late=True, binding=binding, owned=False)
     return comm, nccl, array
 
 
-class _Agreeing(LoopbackCommunicator):
-    """A communicator of the host whose other ranks are not there, and agree to everything."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__(loopback(size)[0]._board, 0)  # type: ignore[attr-defined]
-
-    def _compare(self, signature: int) -> bool:
-        return True
-
-    def _split(self, color: int | None, key: int) -> Communicator:
-        return self
+def _agreeing(size: int) -> Communicator:
+    """Return a communicator of the host whose other ranks are not there, and agree to everything."""
+    over = LoopbackTransport(Board(size, 1.0, range(size)), 0)
+    over.compare = lambda signature: True  # type: ignore[method-assign]
+    over.split = lambda color, key: over  # type: ignore[method-assign]
+    return Communicator(over)
 
 
 def _arrays() -> tuple[Any, Callable[[int], Array], Callable[[Array], int], Callable[[Array], int]]:

@@ -12,7 +12,7 @@ import numpy as np
 from lowshard import dtypes
 from lowshard.argument import brief
 from lowshard.comm.agreement import agree, agree_on_plan, control_of, share
-from lowshard.comm.protocol import Communicator
+from lowshard.comm.communicator import Communicator
 from lowshard.comm.work import Stream
 from lowshard.cost import ClusterProfile
 from lowshard.errors import BufferMismatchError, DTypeError, LowshardError, MeshError, PlanError

@@ -18,7 +18,7 @@ from lowshard import dtypes
 from lowshard.argument import whole
 from lowshard.comm import check
 from lowshard.comm.agreement import control_of
-from lowshard.comm.protocol import Communicator
+from lowshard.comm.communicator import Communicator
 from lowshard.errors import BufferMismatchError
 from lowshard.warm_memory import lent
 

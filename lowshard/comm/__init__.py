@@ -6,10 +6,10 @@ from typing import Any, Literal
 
 from lowshard.argument import choice, whole
 from lowshard.comm.agreement import agree, refuse, share_text
+from lowshard.comm.caller import Traffic
 from lowshard.comm.check import deadline_s
+from lowshard.comm.communicator import Communicator
 from lowshard.comm.loopback import loopback, run_loopback
-from lowshard.comm.protocol import Communicator
-from lowshard.comm.transport import Traffic
 from lowshard.comm.work import Work
 from lowshard.errors import CommError, LowshardError
 from lowshard.settings import NCCL_REDUCE16
@@ -105,7 +105,7 @@ def from_nccl(
         DependencyError: CuPy is missing.
     """
     from lowshard.comm.build import build_host
-    from lowshard.comm.nccl import NCCLCommunicator
+    from lowshard.comm.nccl import NCCLTransport
 
     fault = ""
     try:
@@ -124,7 +124,8 @@ def from_nccl(
                 f"control has rank {host.rank} of {host.size}, the NCCL communicator rank {rank} of {size}; "
                 "both list the same ranks in the same order"
             )
-        made = NCCLCommunicator(nccl_communicator, rank, size, host, owned=False)
+        beside = None if host is None else host._transport
+        made = NCCLTransport(nccl_communicator, rank, size, beside, owned=False)
     except LowshardError as error:
         if host is None:
             raise
@@ -135,4 +136,4 @@ def from_nccl(
         except LowshardError:
             host.close()
             raise
-    return made.compare_late()
+    return Communicator(made.compare_late(), host)

@@ -11,8 +11,8 @@ import numpy as np
 
 from lowshard import errors
 from lowshard.argument import brief
-from lowshard.comm.default_collectives import AGREED, NO_ARRAY
-from lowshard.comm.protocol import Communicator
+from lowshard.comm.call_comparison import AGREED, NO_ARRAY
+from lowshard.comm.communicator import Communicator
 from lowshard.errors import CommError, LowshardError, MismatchError, cause_of
 
 _DIGEST_BYTES = 16
@@ -51,13 +51,12 @@ def agree(comm: Communicator, digest: bytes, error: Exception | None = None, wha
     fault = _fault_of(digest, error, what)
     if fault is not None:
         digest, error, what = b"", fault, "agree"
-    if control._compares:
-        agreeing = comm._agreeing
-        agreeing._enter(what)
-        try:
-            rows = agreeing._agree(_signature(digest), f"{what}{AGREED}{digest[:_DIGEST_BYTES].hex()}", error)
-        finally:
-            agreeing._turn.release()
+    if control._transport.compares:
+        # In one order with the calls of the communicator that is asked.
+        agreeing = comm if comm._transport.agrees else control
+        text = f"{what}{AGREED}{digest[:_DIGEST_BYTES].hex()}"
+        with agreeing.turn(what):
+            rows = agreeing._transport.agree(_signature(digest), text, error)
         _raise_if_apart(rows, error, what)
         return
     record = np.zeros(_DIGEST_BYTES + 1, np.uint8)
@@ -88,10 +87,12 @@ def agree_on_plan(comm: Communicator, digest: bytes, error: Exception | None, wh
         As `agree`.
     """
     control_of(comm)
-    if error is None and comm._agrees_without_waiting(_signature(digest), f"{what}{AGREED}{digest.hex()}"):
+    if error is None and comm._caller.agrees_without_waiting(
+        _signature(digest), f"{what}{AGREED}{digest.hex()}"
+    ):
         return
     agree(comm, digest, error, what)
-    comm._has_agreed(f"{what}{AGREED}{digest.hex()}")
+    comm._caller.has_agreed(f"{what}{AGREED}{digest.hex()}")
 
 
 def _fault_of(digest: object, error: object, what: object) -> CommError | None:
@@ -140,14 +141,10 @@ def share(control: Communicator, record: np.ndarray) -> list[np.ndarray]:
     recv = xp.empty((control.size, record.size), record.dtype)
     n = record.size
     # The primitive, not the public call: checks are no traffic of the user's.
-    control._enter("an exchange of records")
-    try:
-        control._all_gather_v(
-            send, recv.reshape(-1), [n] * control.size, [n * i for i in range(control.size)]
-        )
-    finally:
-        control._turn.release()
-    return list(control._to_host(recv))
+    with control.turn("an exchange of records"):
+        counts, displs = [n] * control.size, [n * i for i in range(control.size)]
+        control._transport.all_gather_v(send, recv.reshape(-1), counts, displs)
+    return list(control._transport.to_host(recv))
 
 
 def trade(
@@ -169,7 +166,7 @@ def trade(
     ends, ends_in = [0, *accumulate(counts)], [0, *accumulate(counts_in)]
     with control.turn("an exchange of records"):
         control.carry(send, counts, ends[:-1], recv, counts_in, ends_in[:-1])
-    return control._to_host(recv)
+    return control._transport.to_host(recv)
 
 
 def share_text(control: Communicator, text: str) -> list[str]:
@@ -197,4 +194,4 @@ def refuse(comm: Communicator, error: LowshardError, what: str) -> None:
     Raises:
         LowshardError: the error; of the lowest rank where several refuse.
     """
-    comm._refuse(error, what + NO_ARRAY)
+    comm._caller.refuse(error, what + NO_ARRAY)

@@ -11,11 +11,12 @@ from typing import Any
 from lowshard import settings
 from lowshard.argument import brief
 from lowshard.comm.activity import Activity
+from lowshard.comm.communicator import Communicator
 from lowshard.comm.mailbox import Mailbox
-from lowshard.comm.mpi import MPICommunicator, load_mpi, world_ranks
+from lowshard.comm.mpi import MPITransport, load_mpi, world_ranks
 from lowshard.comm.node_map import Seating
-from lowshard.comm.protocol import Communicator
 from lowshard.comm.start_barrier import await_all
+from lowshard.comm.transport import Transport
 from lowshard.comm.tuned import Crossover, Machine, default_path, load
 from lowshard.comm.wait_guard import Lookout
 from lowshard.comm.world import world_mismatch
@@ -75,7 +76,7 @@ def build_host(mpi_comm: Any, timeout_s: float | None = None, fault: str = "") -
     if not problems and wish != "mpi" and (alone or seating.shares):
         memory, at, problems = _meeting_place(mpi, own, node)
         if alone and not problems:
-            return _node_communicator(mpi, own, memory, at, lookout, seconds)
+            return Communicator(_node_transport(mpi, own, memory, at, lookout, seconds))
     if problems and wish == "window":
         own.Free()
         raise CommError(f"{settings.CPU_PATH.name}=window, but the ranks cannot share memory: {problems[0]}")
@@ -84,12 +85,12 @@ def build_host(mpi_comm: Any, timeout_s: float | None = None, fault: str = "") -
             f"collectives go through MPI, since the ranks cannot share memory: {problems[0]}", RuntimeWarning,
             stacklevel=3,
         )  # fmt: skip
-    flat = MPICommunicator(own, owned=True, lookout=lookout, timeout_s=seconds, activity=lookout.activity)
+    flat = MPITransport(own, owned=True, lookout=lookout, timeout_s=seconds, activity=lookout.activity)
     if problems or wish == "mpi" or not seating.shares:
-        return flat
-    from lowshard.comm.hierarchy import HierarchicalCommunicator
+        return Communicator(flat)
+    from lowshard.comm.hierarchy import HierarchicalTransport
 
-    return HierarchicalCommunicator(flat, seating, memory, at)
+    return Communicator(HierarchicalTransport(flat, seating, memory, at))
 
 
 def why_no_window() -> str:
@@ -145,7 +146,7 @@ def _meeting_place(mpi: Any, own: Any, node: Any) -> tuple[Any, int, list[str]]:
 
     Collective: all ranks of `own` call this; what is in the way is the same on all of them. `node` is freed.
     """
-    from lowshard.comm.node.communicator import lend_group
+    from lowshard.comm.node.group_block import lend_group
     from lowshard.comm.node.node_memory import NodeMemory
 
     ranks, problem, at = world_ranks(mpi, node), "", 0
@@ -165,23 +166,22 @@ def _meeting_place(mpi: Any, own: Any, node: Any) -> tuple[Any, int, list[str]]:
     return memory, at, [said for said in own.allgather(problem) if said]
 
 
-def _node_communicator(
+def _node_transport(
     mpi: Any, own: Any, memory: Any, at: int, lookout: Lookout, timeout_s: float
-) -> Communicator:
-    from lowshard.comm.node.call_runner import Place
-    from lowshard.comm.node.communicator import NodeCommunicator
+) -> Transport:
+    from lowshard.comm.node.group_block import Place
+    from lowshard.comm.node.node_transport import NodeTransport
 
     members, rank = tuple(range(own.Get_size())), own.Get_rank()
     mailbox = Mailbox(mpi, own, members, rank, lookout, timeout_s)
     place, record = Place(memory, members, at), lookout.activity
+    made = NodeTransport(place, rank, mailbox, group="0", timeout_s=timeout_s, activity=record)
     crossover = _crossover(mpi, own)
-    if not crossover.sizes:
-        return NodeCommunicator(place, rank, mailbox, group="0", timeout_s=timeout_s, activity=record)
-    from lowshard.comm.node.crossing import CrossingCommunicator
+    if crossover.sizes:
+        from lowshard.comm.node.crossing import cross
 
-    made = CrossingCommunicator(place, rank, mailbox, group="0", timeout_s=timeout_s, activity=record)
-    flat = MPICommunicator(own.Dup(), owned=True, lookout=lookout, timeout_s=timeout_s, activity=record)
-    made.cross(flat, crossover)
+        flat = MPITransport(own.Dup(), owned=True, lookout=lookout, timeout_s=timeout_s, activity=record)
+        cross(made, flat, crossover)
     return made
 
 

@@ -1,51 +1,60 @@
-"""What the communicators over GPU arrays have in common: the device, and a communicator of the host beside it."""
+"""Buffers of one GPU, as transports over GPU arrays hold them: the device, its streams, what CUDA graphs record."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from types import ModuleType
 from typing import Any
 
-import numpy as np
-
 from lowshard import dtypes
 from lowshard.comm.call import Call
 from lowshard.comm.nccl_bindings import Binding
-from lowshard.comm.protocol import Communicator
+from lowshard.comm.transport import HostBuffers
 from lowshard.comm.work import Stream
 from lowshard.errors import BufferMismatchError, CaptureError, CommError, LowshardError, StreamError
 
 Array = Any
 
 
-class DeviceCommunicator(Communicator):
-    """Collectives over arrays of one GPU; checks between ranks go over the host, without touching the GPU."""
+class GpuBuffers(HostBuffers):
+    """CuPy arrays of one device. Checks between ranks go over the host, without touching it.
 
-    _binding: Binding
-    _host: Communicator | None
-    _device: int
-    _latest = "a call"
-    """The text of the latest call: what the GPU tells late is about it, or about one before it."""
-    _captured: list[Any]
-    """Memory of temporaries that captured calls use whenever their graph runs."""
+    Attributes:
+        binding: how CuPy is reached.
+        device: the number of the GPU.
+        latest: the text of the latest call: what the GPU tells late is about it, or about one before it.
+        captured: memory of temporaries that captured calls use whenever their graph runs.
+    """
+
+    def __init__(
+        self, transport: str, binding: Binding, device: int, captures: Callable[[Call], bool] | None = None,
+        before: Callable[[], None] | None = None,
+    ) -> None:  # fmt: skip
+        """Take a device.
+
+        Args:
+            transport: its name, for errors.
+            binding: how CuPy is reached; of this device.
+            device: the number of the GPU.
+            captures: says whether a CUDA graph records a call, or raises CaptureError; by default none may be.
+            before: what is done before each call, with the device current.
+        """
+        super().__init__(transport)
+        self.binding, self.device = binding, device
+        self.latest = "a call"
+        self.captured: list[Any] = []
+        self._captures, self._before = captures, before
 
     @property
     def xp(self) -> ModuleType:
         """The array module of the buffers: cupy."""
-        return self._binding.xp
+        return self.binding.xp
 
-    def empty(self, shape: int | Sequence[int], dtype: Any = "float32") -> Array:
-        """Return an array, not filled, on the device; of uint8 for fp8 and e8m0 where CuPy does not have them.
-
-        Not collective.
-
-        Raises:
-            DTypeError: a dtype outside the table.
-            BufferMismatchError: a shape that is none.
-        """
+    def empty(self, shape: int | Sequence[int], dtype: Any) -> Array:
+        """Return an array, not filled, on the device; of uint8 for fp8 and e8m0 where CuPy does not have them."""
         row = dtypes.get(dtype)
-        with self._binding.on_device(self._device):
+        with self.binding.on_device(self.device):
             try:
                 return super().empty(shape, row)
             except (TypeError, ValueError) as error:
@@ -53,132 +62,95 @@ class DeviceCommunicator(Communicator):
                     raise
                 return super().empty(shape, "uint8")
 
-    @property
-    def control(self) -> Communicator:
-        """The communicator of the host; this one itself when there is none."""
-        return self if self._host is None else self._host
+    def flat(self, buf: Array, name: str, writes: bool = False) -> Array:
+        """Return a buffer with one dim, or raise what is wrong with it; one of another device is."""
+        flat = super().flat(buf, name, writes)
+        device = self.binding.device(flat)
+        if device != self.device:
+            raise BufferMismatchError(
+                f"{name} lies on the communicator's device {self.device}, got an array on device {device}; "
+                "copy it there first"
+            )
+        return flat
+
+    def ready(self, buf: Array, writes: bool = False) -> bool:
+        """Say whether a buffer passes as it is."""
+        if type(buf) is not self.xp.ndarray or self.binding.device(buf) != self.device:
+            return False
+        flags = buf.flags
+        return bool(flags.c_contiguous and (not writes or getattr(flags, "writeable", True)))
 
     # ---- the stream that a caller names
 
     @contextmanager
-    def _current(self, stream: Stream) -> Iterator[LowshardError | None]:
+    def current(self, stream: Stream, grouped: bool) -> Iterator[LowshardError | None]:
+        """Make the device and, unless it is None, a stream current; see `HostBuffers.current`."""
         wrong: LowshardError | None = None
-        with self._binding.on_device(self._device), ExitStack() as stack:
-            if stream is not None and self._in_group():
+        with self.binding.on_device(self.device), ExitStack() as stack:
+            if stream is not None and grouped:
                 wrong = CommError(
                     "messages of a grouped() block go together, on the stream that is current at its end; "
                     "leave stream= out"
                 )
             elif stream is not None:
                 try:
-                    stack.enter_context(self._binding.on_stream(stream, self._device))
+                    stack.enter_context(self.binding.on_stream(stream, self.device))
                 except StreamError as error:
                     wrong = error
             yield wrong
 
     @contextmanager
-    def meeting(self, what: str, stream: Stream = None) -> Iterator[LowshardError | None]:
-        """Make the device and a stream current for a call of several steps; see `Communicator.meeting`."""
-        with self._current(stream) as wrong:
-            self._refuse_capture(what)
+    def meeting(self, what: str, stream: Stream, grouped: bool) -> Iterator[LowshardError | None]:
+        """As `current`, for a call in which hosts meet, so that no CUDA graph records it."""
+        with self.current(stream, grouped) as wrong:
+            self.refuse_capture(what)
             yield wrong
 
     # ---- the device of the buffers is current while something is launched, whichever the caller's thread has
 
-    def _before(self) -> None:
-        """What is done before each call, with the device current."""
-
-    def _refuse_capture(self, what: str) -> None:
+    def refuse_capture(self, what: str) -> None:
         """Raise CaptureError where a CUDA graph records the current stream."""
-        if self._binding.capturing(self._binding.stream()):
+        if self.binding.capturing(self.binding.stream()):
             raise CaptureError(
                 f"a CUDA graph cannot record {what} over {self.transport}, and the current stream is being captured; "
                 "call it before or after the capture (what can be captured: lowshard.comm.nccl)"
             )
 
-    def _captures(self, call: Call) -> bool:
-        """Say whether a CUDA graph records this call.
+    def launch(self, call: Call, step: Callable[..., None], *args: Any, begins: bool = True) -> None:
+        """Run a step of a call with the device current; see `Transport.launch`.
 
-        Raises:
-            CaptureError: it does, and this call cannot be recorded.
+        Args:
+            call: the call.
+            step: does it.
+            args: of `step`.
+            begins: whether the step launches something, and not only keeps it for the end of a group.
         """
-        self._refuse_capture(call.name)
-        return False
-
-    def _do(self, call: Call, *buffers: Any) -> None:
-        with self._binding.on_device(self._device):
+        binding = self.binding
+        with binding.on_device(self.device):
             try:
-                if self._captures(call):
-                    with self._binding.keep_memory(self._captured):
-                        super()._do(call, *buffers)
+                if self._captures is None:
+                    self.refuse_capture(call.name)
+                elif self._captures(call):
+                    with binding.keep_memory(self.captured):
+                        step(*args)
                     return
-                self._before()
-                super()._do(call, *buffers)
-            except self._binding.cuda_error as error:
-                raise self._failed_in(call, error) from error
-            self._latest = call.text
-
-    def _message(self, call: Call, buf: Array, peer: int) -> None:
-        with self._binding.on_device(self._device):
-            try:
-                if not self._captures(call) and self._batch is None:
+                if begins and self._before is not None:
                     self._before()
-                super()._message(call, buf, peer)
-            except self._binding.cuda_error as error:
-                raise self._failed_in(call, error) from error
-            self._latest = call.text
+                step(*args)
+            except binding.cuda_error as error:
+                raise CommError(
+                    f"CUDA refuses {call.text}: {error}; the error may come from work that was queued before"
+                ) from error
+            self.latest = call.text
 
-    def _failed_in(self, call: Call, error: Exception) -> CommError:
-        return CommError(
-            f"CUDA refuses {call.text}: {error}; the error may come from work that was queued before"
-        )
+    # ---- arrays
 
-    def _flat(self, buf: Array, name: str, writes: bool = False) -> Array:
-        flat = super()._flat(buf, name, writes)
-        device = self._binding.device(flat)
-        if device != self._device:
-            raise BufferMismatchError(
-                f"{name} lies on the communicator's device {self._device}, got an array on device {device}; "
-                "copy it there first"
-            )
-        return flat
-
-    def _ready(self, buf: Array, writes: bool = False) -> bool:
-        if type(buf) is not self.xp.ndarray or self._binding.device(buf) != self._device:
-            return False
-        flags = buf.flags
-        return bool(flags.c_contiguous and (not writes or getattr(flags, "writeable", True)))
-
-    @property
-    def _compares(self) -> bool:
-        return self._host is not None
-
-    def _compare(self, signature: int) -> bool:
-        return True if self._host is None else self._host._compare(signature)
-
-    def _gather_facts(self, record: np.ndarray) -> np.ndarray:
-        return super()._gather_facts(record) if self._host is None else self._host._gather_facts(record)
-
-    def split(self, color: int | None, key: int = 0) -> Communicator | None:
-        """As `Communicator.split`."""
-        self._refuse_capture("split")
-        return super().split(color, key)
-
-    def close(self) -> None:
-        """As `Communicator.close`."""
-        if not self._closed:
-            self._refuse_capture("close")
-        super().close()
-
-    def _copy(self, target: Array, source: Array) -> None:
-        if target.size and self._binding.pointer(target) != self._binding.pointer(source):
+    def copy(self, target: Array, source: Array) -> None:
+        """Copy an array, unless it lies there already."""
+        if target.size and self.binding.pointer(target) != self.binding.pointer(source):
             self.xp.copyto(target, source)
 
-    def _overlap(self, a: Array, b: Array) -> bool:
-        at_a, at_b = self._binding.pointer(a), self._binding.pointer(b)
+    def overlap(self, a: Array, b: Array) -> bool:
+        """Say whether two arrays share memory."""
+        at_a, at_b = self.binding.pointer(a), self.binding.pointer(b)
         return bool(a.nbytes and b.nbytes) and at_a < at_b + b.nbytes and at_b < at_a + a.nbytes
-
-    def _lend_name(self) -> None:
-        """Let the host's errors number the call, and name its line, as this communicator does; its groups, too."""
-        if self._host is not None:
-            self._host._sequence, self._host._started_at = self._sequence, self._started_at

@@ -39,8 +39,8 @@ from typing import NamedTuple, NoReturn
 import numpy as np
 
 from lowshard.comm.call import Call, place_text, source_place
-from lowshard.comm.default_collectives import ERROR_SIGNATURE, counts_error, verdict_of
-from lowshard.comm.protocol import Communicator
+from lowshard.comm.call_comparison import ERROR_SIGNATURE, counts_error, share_texts, verdict_of
+from lowshard.comm.transport import Transport
 from lowshard.errors import CommError, LowshardError, again
 
 MOST_AHEAD = 4096
@@ -76,7 +76,7 @@ class _Noted(NamedTuple):
 class LateComparison:
     """The calls of one rank on one communicator, compared with the others' by a thread."""
 
-    def __init__(self, host: Communicator, give_up: Callable[[LowshardError], LowshardError]) -> None:
+    def __init__(self, host: Transport, give_up: Callable[[LowshardError], LowshardError]) -> None:
         """Begin with no call noted.
 
         Args:
@@ -253,7 +253,7 @@ class LateComparison:
         self._compare_counts([noted for noted in mine[:agreed] if noted.counts is not None])
         if differs:
             noted = mine[agreed]
-            said = [json.loads(text) for text in self._host._share_texts(noted.row())]
+            said = [json.loads(text) for text in share_texts(self._host, noted.row())]
             rows = [row[1:] for row in said]
             if not all(row[0] for row in said):
                 self._judged = True
@@ -270,11 +270,11 @@ class LateComparison:
         refuses = any(
             noted.error is not None for noted in mine
         )  # on all ranks, where signatures are the same
-        if self._host._compare(_digest(signatures)) and not refuses:
+        if self._host.compare(_digest(signatures)) and not refuses:
             return len(mine), False
         record = np.zeros(1 + _AT_ONCE, np.int64)
         record[0], record[1 : 1 + len(mine)] = len(mine), signatures
-        records = self._host._gather_facts(record)
+        records = self._host.gather_facts(record)
         made = records[:, 1 : 1 + int(records[:, 0].min())]  # by all ranks
         wrong = (made != made[0]).any(axis=0) | (made[0] == ERROR_SIGNATURE)
         return (int(wrong.argmax()), True) if wrong.any() else (made.shape[1], False)
@@ -285,10 +285,10 @@ class LateComparison:
             return
         size = self._host.size
         flat = [n for noted in exchanges for counts in noted.counts or () for n in counts]
-        table = self._host._gather_facts(np.array(flat, np.int64)).reshape(size, len(exchanges), 2, size)
+        table = self._host.gather_facts(np.array(flat, np.int64)).reshape(size, len(exchanges), 2, size)
         for i, noted in enumerate(exchanges):
             if not np.array_equal(table[:, i, 0], table[:, i, 1].T):
-                lines = self._host._share_texts(noted.line)
+                lines = share_texts(self._host, noted.line)
                 self._judged = True
                 raise counts_error(noted.call.text, lines, table[:, i].tolist(), noted.number)
 

@@ -17,8 +17,9 @@ import numpy as np
 
 from lowshard.argument import brief, whole
 from lowshard.comm import check
-from lowshard.comm.protocol import Communicator
+from lowshard.comm.communicator import Communicator
 from lowshard.comm.reach import Published, Reach
+from lowshard.comm.transport import Transport
 from lowshard.errors import BufferMismatchError, CommError, PeerFailed, TimedOut
 
 Array = Any
@@ -30,14 +31,14 @@ _JOIN_S = 0.05
 _AFTER_FAILURE_S = 5.0
 
 
-class _Board:
+class Board:
     """What the ranks of one group share."""
 
     def __init__(self, size: int, timeout_s: float, names: Sequence[int]) -> None:
         self.size, self.timeout_s, self.names = size, timeout_s, list(names)
         self.slots: list[Any] = [None] * size
         self.mail: dict[tuple[int, int], queue.Queue[np.ndarray]] = {}
-        self.children: weakref.WeakSet[_Board] = weakref.WeakSet()
+        self.children: weakref.WeakSet[Board] = weakref.WeakSet()
         self.failure: str | None = None
         self._arrived: set[int] = set()
         self._generation = 0
@@ -83,56 +84,53 @@ class _Board:
         with self._condition:
             return self.mail.setdefault((src, dst), queue.Queue())
 
-    def child(self, members: Sequence[int]) -> _Board:
-        board = _Board(len(members), self.timeout_s, [self.names[m] for m in members])
+    def child(self, members: Sequence[int]) -> Board:
+        board = Board(len(members), self.timeout_s, [self.names[m] for m in members])
         with self._condition:
             self.children.add(board)
         return board
 
 
-class LoopbackCommunicator(Communicator):
+class LoopbackTransport(Transport):
     """One thread's end of a loopback group."""
 
-    def __init__(self, board: _Board, rank: int) -> None:
+    name = "loopback"
+
+    def __init__(self, board: Board, rank: int) -> None:
         super().__init__(rank, board.size, timeout_s=board.timeout_s)
         self._board = board
 
-    @property
-    def transport(self) -> str:
-        """The transport's name."""
-        return "loopback"
-
-    def _meet(self, mine: Any) -> list[Any]:
+    def meet(self, mine: Any) -> list[Any]:
         """Post a value and return everybody's; `_leave` must follow once they have been read."""
         self._board.slots[self.rank] = mine
         self._board.wait(self.rank)
         return list(self._board.slots)
 
-    def _leave(self) -> None:
+    def leave(self) -> None:
         self._board.wait(self.rank)
         self._board.slots[self.rank] = None
 
-    def _compare(self, signature: int) -> bool:
-        same = len(set(self._meet(signature))) == 1
-        self._leave()
+    def compare(self, signature: int) -> bool:
+        same = len(set(self.meet(signature))) == 1
+        self.leave()
         return same
 
-    def _new_reach(self) -> Reach:
+    def new_reach(self) -> Reach:
         return _ThreadReach(self)
 
-    def _common(self, elems: int, dtype: Any) -> Array:
+    def common(self, elems: int, dtype: Any) -> Array:
         """Return one array for all threads."""
-        posted = self._meet(np.empty(elems, dtype) if self.rank == 0 else None)
+        posted = self.meet(np.empty(elems, dtype) if self.rank == 0 else None)
         result = posted[0][:]  # a view: each rank makes its own read-only
-        self._leave()
+        self.leave()
         return result
 
-    def _all_gather_v(self, send: Array, recv: Array, counts: Sequence[int], displs: Sequence[int]) -> None:
-        for peer, data in enumerate(self._meet(send)):
+    def all_gather_v(self, send: Array, recv: Array, counts: Sequence[int], displs: Sequence[int]) -> None:
+        for peer, data in enumerate(self.meet(send)):
             _copy(data, recv[displs[peer] : displs[peer] + counts[peer]], peer)
-        self._leave()
+        self.leave()
 
-    def _all_to_all_v(
+    def all_to_all_v(
         self,
         send: Array,
         send_counts: Sequence[int],
@@ -141,7 +139,7 @@ class LoopbackCommunicator(Communicator):
         recv_counts: Sequence[int],
         recv_displs: Sequence[int],
     ) -> None:
-        posted = self._meet((send, send_counts, send_displs))
+        posted = self.meet((send, send_counts, send_displs))
         parts = []
         for peer, (data, counts, displs) in enumerate(posted):
             part = data[displs[self.rank] : displs[self.rank] + counts[self.rank]]
@@ -156,31 +154,31 @@ class LoopbackCommunicator(Communicator):
             _copy(part, target, peer)
         if not aliased:
             self._board.wait(self.rank)
-        self._leave()
+        self.leave()
 
-    def _broadcast(self, buf: Array, root: int) -> None:
-        posted = self._meet(buf)
+    def broadcast(self, buf: Array, root: int) -> None:
+        posted = self.meet(buf)
         if self.rank != root:
             _copy(posted[root], buf, root)
-        self._leave()
+        self.leave()
 
-    def _gather(self, send: Array, recv: Array | None, root: int) -> None:
-        posted = self._meet(send)
+    def gather(self, send: Array, recv: Array | None, root: int) -> None:
+        posted = self.meet(send)
         if recv is not None:
             n = send.size
             for peer, data in enumerate(posted):
                 _copy(data, recv[n * peer : n * (peer + 1)], peer)
-        self._leave()
+        self.leave()
 
-    def _scatter(self, send: Array | None, recv: Array, root: int) -> None:
-        whole = self._meet(send)[root]
+    def scatter(self, send: Array | None, recv: Array, root: int) -> None:
+        whole = self.meet(send)[root]
         _copy(whole[recv.size * self.rank : recv.size * (self.rank + 1)], recv, root)
-        self._leave()
+        self.leave()
 
-    def _send(self, buf: Array, dst: int) -> None:
+    def send(self, buf: Array, dst: int) -> None:
         self._board.box(self.rank, dst).put(buf.copy())
 
-    def _recv(self, buf: Array, src: int) -> None:
+    def recv(self, buf: Array, src: int) -> None:
         deadline = time.monotonic() + self._board.timeout_s
         while True:
             try:
@@ -194,46 +192,43 @@ class LoopbackCommunicator(Communicator):
                     ) from None
         _copy(data, buf, src)
 
-    def _barrier(self) -> None:
+    def barrier(self) -> None:
         self._board.wait(self.rank)
 
-    def _split(self, color: int | None, key: int) -> Communicator | None:
-        asked = self._meet((color, key))
+    def split(self, color: int | None, key: int) -> LoopbackTransport | None:
+        asked = self.meet((color, key))
         members = sorted((k, r) for r, (c, k) in enumerate(asked) if c is not None and c == color)
         ranks = [r for _, r in members]
         self._board.wait(self.rank)
         leader = ranks[0] if ranks else self.rank
-        boards = self._meet(self._board.child(ranks) if ranks and leader == self.rank else None)
+        boards = self.meet(self._board.child(ranks) if ranks and leader == self.rank else None)
         board = boards[leader]
-        self._leave()
-        return None if color is None else LoopbackCommunicator(board, ranks.index(self.rank))
-
-    def _close(self) -> None:
-        pass
+        self.leave()
+        return None if color is None else LoopbackTransport(board, ranks.index(self.rank))
 
 
 class _ThreadReach(Reach):
     """Threads see all of the process's memory."""
 
-    def __init__(self, comm: LoopbackCommunicator) -> None:
-        super().__init__(comm.rank, comm.size)
-        self.peers, self.homes = tuple(range(comm.size)), (0,) * comm.size
-        self._comm = comm
+    def __init__(self, over: LoopbackTransport) -> None:
+        super().__init__(over.rank, over.size)
+        self.peers, self.homes = tuple(range(over.size)), (0,) * over.size
+        self._over = over
 
     def maps(self, array: Array) -> bool:
         return True
 
     def publish(self, arrays: Sequence[Array | None], note: int = 0) -> Published:
         flat = [None if a is None or not a.nbytes else a.reshape(-1).view(np.uint8) for a in arrays]
-        posted = self._comm._meet((flat, note))
-        self._comm._leave()
+        posted = self._over.meet((flat, note))
+        self._over.leave()
         return _Posted(posted)
 
     def barrier(self) -> None:
-        self._comm._barrier()
+        self._over.barrier()
 
     def common(self, elems: int, dtype: Any) -> Array:
-        return self._comm._common(elems, dtype)
+        return self._over.common(elems, dtype)
 
 
 class _Posted(Published):
@@ -256,8 +251,8 @@ def loopback(size: int, timeout_s: float = 60.0) -> list[Communicator]:
         size, f"a loopback group has at least one rank and at most {_MOST_RANKS}", CommError, 1, _MOST_RANKS
     )
     timeout_s = check.deadline_s(timeout_s)
-    board = _Board(size, timeout_s, range(size))
-    return [LoopbackCommunicator(board, rank) for rank in range(size)]
+    board = Board(size, timeout_s, range(size))
+    return [Communicator(LoopbackTransport(board, rank)) for rank in range(size)]
 
 
 def run_loopback(size: int, function: Callable[[Communicator], T], timeout_s: float = 60.0) -> list[T]:
@@ -270,6 +265,7 @@ def run_loopback(size: int, function: Callable[[Communicator], T], timeout_s: fl
             f"function is what each rank runs, called with its communicator; got {brief(function)}"
         )
     comms = loopback(size, timeout_s)
+    board = comms[0]._transport._board  # type: ignore[attr-defined]
     results: list[Any] = [None] * size
     failures: list[tuple[int, BaseException]] = []
 
@@ -278,8 +274,7 @@ def run_loopback(size: int, function: Callable[[Communicator], T], timeout_s: fl
             results[comm.rank] = function(comm)
         except BaseException as error:
             failures.append((comm.rank, error))
-            assert isinstance(comm, LoopbackCommunicator)
-            comm._board.fail(f"rank {comm.rank} failed: {type(error).__name__}: {error}")
+            board.fail(f"rank {comm.rank} failed: {type(error).__name__}: {error}")
 
     threads = [threading.Thread(target=work, args=(c,), daemon=True, name=f"rank {c.rank}") for c in comms]
     for thread in threads:

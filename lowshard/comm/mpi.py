@@ -15,14 +15,14 @@ from lowshard import dtypes
 from lowshard.comm.activity import Activity
 from lowshard.comm.call import Call
 from lowshard.comm.mailbox import Mailbox
-from lowshard.comm.protocol import Communicator
+from lowshard.comm.transport import Front, Transport
 from lowshard.comm.wait_guard import Lookout
 from lowshard.comm.work import Work, failed_work
 from lowshard.errors import DependencyError, LowshardError
 
 Array = Any
 
-# MPI's own reductions take these; the rest goes through the exchange of Communicator, in float32.
+# MPI's own reductions take these; the rest goes through the table's exchange, in float32.
 _NATIVE = frozenset(
     ("float32", "float64", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 )
@@ -31,8 +31,10 @@ EXCHANGE_TAG = 1
 """Of messages within a collective; 0 is that of send and recv."""
 
 
-class MPICommunicator(Communicator):
+class MPITransport(Transport):
     """A duplicate of an mpi4py communicator, so that our messages meet no one else's."""
+
+    name = "mpi"
 
     def __init__(
         self, mpi_comm: Any, *, owned: bool = False, lookout: Lookout | None = None, group: str = "0",
@@ -44,11 +46,11 @@ class MPICommunicator(Communicator):
         super().__init__(
             self._comm.Get_rank(), self._comm.Get_size(), group=group, timeout_s=timeout_s, activity=activity
         )
-        self._lookout = Lookout(None, self._activity) if lookout is None else lookout
-        self._mailbox = mailbox or Mailbox(
+        self._lookout = Lookout(None, self.activity) if lookout is None else lookout
+        self.mailbox = mailbox or Mailbox(
             self._mpi, self._comm, range(self.size), self.rank, self._lookout, self.timeout_s, watched=watched
         )
-        self._watched = self._mailbox.watched
+        self._watched = self.mailbox.watched
         # Moving needs only the width of an element. bf16 and fp8 have no MPI type of their own
         # (BFLOAT16_T is null in both wheels, and passing it aborts an MPICH job).
         self._move = {
@@ -58,11 +60,6 @@ class MPICommunicator(Communicator):
             8: (np.dtype(np.uint64), self._mpi.UINT64_T),
         }
         self._ops = {"sum": self._mpi.SUM, "prod": self._mpi.PROD, "min": self._mpi.MIN, "max": self._mpi.MAX}
-
-    @property
-    def transport(self) -> str:
-        """The transport's name."""
-        return "mpi"
 
     @property
     def mpi_comm(self) -> Any:
@@ -89,12 +86,12 @@ class MPICommunicator(Communicator):
         """
         self._lookout.wait(request.Test, what, None, self.timeout_s, self._watched)
 
-    def _compare(self, signature: int) -> bool:
+    def compare(self, signature: int) -> bool:
         words = np.array([signature, -signature], np.int64)
         self._meet(self._comm.Iallreduce(self._mpi.IN_PLACE, words, self._mpi.MAX), "the check of a call")
         return bool(words[0] == -words[1])
 
-    def _all_gather_v(self, send: Array, recv: Array, counts: Sequence[int], displs: Sequence[int]) -> None:
+    def all_gather_v(self, send: Array, recv: Array, counts: Sequence[int], displs: Sequence[int]) -> None:
         # Displacements are each rank's own affair, so the choice of the MPI call must rest on counts alone.
         even = len(set(counts)) == 1
         if even and any(d != i * counts[0] for i, d in enumerate(displs)):
@@ -114,7 +111,7 @@ class MPICommunicator(Communicator):
             request = self._comm.Iallgatherv(self._mpi.IN_PLACE, self._wire_v(recv, counts, displs))
         self._finish(request, "all_gather")
 
-    def _all_to_all_v(
+    def all_to_all_v(
         self,
         send: Array,
         send_counts: Sequence[int],
@@ -153,10 +150,10 @@ class MPICommunicator(Communicator):
                 lambda: testall(requests), "all_to_all", missing, self.timeout_s, self._watched
             )
 
-    def _broadcast(self, buf: Array, root: int) -> None:
+    def broadcast(self, buf: Array, root: int) -> None:
         self._finish(self._comm.Ibcast(self._wire(buf), root), "broadcast")
 
-    def _gather(self, send: Array, recv: Array | None, root: int) -> None:
+    def gather(self, send: Array, recv: Array | None, root: int) -> None:
         if recv is None:
             self._finish(self._comm.Igather(self._wire(send), None, root), "gather")
             return
@@ -165,7 +162,7 @@ class MPICommunicator(Communicator):
         source = self._mpi.IN_PLACE if in_place else self._wire(send)
         self._finish(self._comm.Igather(source, self._wire(recv), root), "gather")
 
-    def _scatter(self, send: Array | None, recv: Array, root: int) -> None:
+    def scatter(self, send: Array | None, recv: Array, root: int) -> None:
         if send is None:
             self._finish(self._comm.Iscatter(None, self._wire(recv), root), "scatter")
             return
@@ -174,22 +171,22 @@ class MPICommunicator(Communicator):
         target = self._mpi.IN_PLACE if in_place else self._wire(recv)
         self._finish(self._comm.Iscatter(self._wire(send), target, root), "scatter")
 
-    def _send(self, buf: Array, dst: int) -> None:
-        self._mailbox.send(buf, dst)
+    def send(self, buf: Array, dst: int) -> None:
+        self.mailbox.send(buf, dst)
 
-    def _recv(self, buf: Array, src: int) -> None:
-        self._mailbox.recv(buf, src)
+    def recv(self, buf: Array, src: int) -> None:
+        self.mailbox.recv(buf, src)
 
-    def _start_message(self, name: str, buf: Array, peer: int) -> Work:
-        return start_message(self, self._mailbox, name, buf, peer)
+    def start_message(self, front: Front, name: str, buf: Array, peer: int) -> Work:
+        return start_message(front, self.mailbox, name, buf, peer)
 
-    def _run_batch(self, batch: Sequence[tuple[Call, Array, int]]) -> None:
-        run_batch(self._mailbox, batch)
+    def run_batch(self, front: Front, batch: Sequence[tuple[Call, Array, int]]) -> None:
+        run_batch(self.mailbox, batch)
 
-    def _barrier(self) -> None:
+    def barrier(self) -> None:
         self._meet(self._comm.Ibarrier(), "barrier")
 
-    def _native_all_reduce(self, send: Array, recv: Array, op: str) -> bool:
+    def native_all_reduce(self, send: Array, recv: Array, op: str) -> bool:
         if dtypes.get(send.dtype).name not in _NATIVE:
             return False
         # Never MPI's in place: all ranks would have to say so, and which callers do is each rank's own affair.
@@ -199,7 +196,7 @@ class MPICommunicator(Communicator):
         self._finish(request, "all_reduce")
         return True
 
-    def _native_reduce_scatter(self, send: Array, recv: Array, op: str) -> bool:
+    def native_reduce_scatter(self, send: Array, recv: Array, op: str) -> bool:
         if dtypes.get(send.dtype).name not in _NATIVE:
             return False
         if np.may_share_memory(send, recv):
@@ -208,32 +205,29 @@ class MPICommunicator(Communicator):
         self._finish(request, "reduce_scatter")
         return True
 
-    def _split(self, color: int | None, key: int) -> Communicator | None:
+    def split(self, color: int | None, key: int) -> Transport | None:
         # MPI has no split that can be given up. All ranks are here, since they were compared a moment ago.
         group = self._comm.Split(self._mpi.UNDEFINED if color is None else color, key)
         if color is None:
             return None
         members = self._mpi.Group.Translate_ranks(group.Get_group(), None, self._comm.Get_group())
-        return MPICommunicator(
-            group, owned=True, lookout=self._lookout, group=f"{self._group_name}/{self._sequence}.{color}",
-            timeout_s=self.timeout_s, activity=self._activity, watched=[self._watched[r] for r in members],
+        return MPITransport(
+            group, owned=True, lookout=self._lookout, group=f"{self.group}/{self.sequence}.{color}",
+            timeout_s=self.timeout_s, activity=self.activity, watched=[self._watched[r] for r in members],
         )  # fmt: skip
 
-    def _close(self) -> None:
+    def end(self) -> None:
         # Free is collective: it may wait for a rank that never comes.
-        if not self._failed and not self._lookout.failed() and not self._mpi.Is_finalized():
+        if not self.failed and not self._lookout.failed() and not self._mpi.Is_finalized():
             self._comm.Free()
 
 
-def start_message(comm: Communicator, mailbox: Mailbox, name: str, buf: Array, peer: int) -> Work:
+def start_message(front: Front, mailbox: Mailbox, name: str, buf: Array, peer: int) -> Work:
     """Start a send or a recv of a communicator's user."""
     try:
-        flat = comm._flat(buf, "buf", writes=name == "recv")
-        comm._peer(peer, "dst" if name == "send" else "src")
+        _, flat = front.checked_message(name, buf, peer)
     except LowshardError as error:
         return failed_work(name, error)
-    sent, received = (flat.nbytes, 0) if name == "send" else (0, flat.nbytes)
-    comm.traffic.add(name, sent, received)
     work = mailbox.start_send(flat, peer) if name == "send" else mailbox.start_recv(flat, peer)
     return mailbox.keep_going(work)
 

@@ -34,24 +34,26 @@ from __future__ import annotations
 import threading
 import time
 import warnings
-from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, Self
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, NoReturn, Self
 
 import numpy as np
 
 from lowshard.comm.call import Call
-from lowshard.comm.default_collectives import NO_ARRAY, Run, verdict_of
-from lowshard.comm.device import DeviceCommunicator
+from lowshard.comm.call_comparison import only_agreements, verdict_of, verify_counts
+from lowshard.comm.collectives import ALL_REDUCE, REDUCE_SCATTER
+from lowshard.comm.communicator import Communicator
+from lowshard.comm.device import GpuBuffers
 from lowshard.comm.late_comparison import LateComparison
 from lowshard.comm.nccl_bindings import Binding
 from lowshard.comm.nccl_handle import NCCLHandle
 from lowshard.comm.nccl_memory import NCCLMemory
 from lowshard.comm.nccl_wire import SUM, UINT8, Exchange, exchange_of, exchange_parts, native_code, wire_of
-from lowshard.comm.protocol import Communicator
 from lowshard.comm.stream_work import SideStream, StreamWork
+from lowshard.comm.transport import Front, Planner, Run, Transport
 from lowshard.comm.wait_guard import Watching
 from lowshard.errors import CommError, LowshardError, cause_of
-from lowshard.settings import environment
+from lowshard.settings import TIMEOUT_S, environment
 
 Array = Any
 
@@ -65,15 +67,17 @@ _CAPTURED = frozenset((
 _NO_COLOR = -1  # NCCL_SPLIT_NOCOLOR
 
 
-class NCCLCommunicator(DeviceCommunicator):
-    """A `cupy.cuda.nccl.NcclCommunicator` and, if there is one, a communicator of the host beside it."""
+class NCCLTransport(Transport):
+    """A `cupy.cuda.nccl.NcclCommunicator` and, if there is one, a transport of the host beside it."""
+
+    name = "nccl"
 
     def __init__(
         self,
         handle: Any,
         rank: int,
         size: int,
-        host: Communicator | None = None,
+        host: Transport | None = None,
         *,
         owned: bool = True,
         binding: Binding | None = None,
@@ -86,8 +90,8 @@ class NCCLCommunicator(DeviceCommunicator):
             handle: the NCCL communicator: CuPy's, or nccl4py's.
             rank: this rank in it.
             size: its number of ranks.
-            host: a communicator over the same ranks for checks on the host; `close` closes it.
-            owned: whether `close` ends the NCCL communicator too.
+            host: over the same ranks, for checks on the host; `end` closes it.
+            owned: whether `end` ends the NCCL communicator too.
             binding: by default the installed libraries'.
             timeout_s: deadline of every wait of the host; by default that of `host`, or the environment's.
             watch: the side channel that tells of failed ranks, if there is one.
@@ -96,19 +100,22 @@ class NCCLCommunicator(DeviceCommunicator):
             CommError: rank and size are not those of the NCCL communicator.
             DependencyError: CuPy or NCCL is missing.
         """
-        if host is None:
-            super().__init__(rank, size, timeout_s=timeout_s)
-            self._check = "off"  # there is nothing to compare over but the GPU
-        else:
-            timeout_s = host.timeout_s if timeout_s is None else timeout_s
-            super().__init__(rank, size, group=host._group_name, timeout_s=timeout_s, activity=host._activity)
         binding = Binding.load(handle) if binding is None else binding
+        given = {} if host is None else {"group": host.group, "activity": host.activity}
+        if timeout_s is None:
+            timeout_s = TIMEOUT_S.seconds() if host is None else host.timeout_s
         self._late: LateComparison | None = None
-        self._nccl = NCCLHandle(handle, binding, owned=owned, timeout_s=self.timeout_s, watch=watch)
+        self._nccl = NCCLHandle(handle, binding, owned=owned, timeout_s=timeout_s, watch=watch)
         self._handle, self._call, self._device = self._nccl.raw, self._nccl.call, self._nccl.device
         self._binding = binding.of_device(self._device)
-        self._host, self._side = host, SideStream(self._binding, self._nccl.has_ended)
-        self._captured = []
+        self.buffers: GpuBuffers = GpuBuffers(
+            "nccl", self._binding, self._device, self._captures, self._before
+        )
+        super().__init__(rank, size, timeout_s=timeout_s, buffers=self.buffers, **given)  # type: ignore[arg-type]
+        self.launch, self.compares = self.buffers.launch, host is not None
+        if host is None:
+            self.check = "off"  # there is nothing to compare over but the GPU
+        self.host, self._side = host, SideStream(self._binding, self._nccl.has_ended)
         self._memory: NCCLMemory | None = None
         self._next_look_s = time.monotonic() + _LOOK_S
         has = (self._nccl.rank, self._nccl.size)
@@ -124,10 +131,9 @@ class NCCLCommunicator(DeviceCommunicator):
                 stacklevel=2,
             )
 
-    @property
-    def transport(self) -> str:
-        """The transport's name."""
-        return "nccl"
+    def connect(self) -> None:
+        """Connect all ranks to each other; see `NCCLHandle.connect`."""
+        self._nccl.connect()
 
     def compare_late(self) -> Self:
         """Compare what ranks ask for a little after they have asked, and no longer before; returns itself.
@@ -135,8 +141,8 @@ class NCCLCommunicator(DeviceCommunicator):
         Collective: all ranks of the communicator call this, before any other call. Without a communicator of the host,
         and with LOWSHARD_CHECK=off or full, nothing changes.
         """
-        if self._host is not None and self._check == "hash" and self.size > 1:
-            beside = self._host._split(0, self.rank)
+        if self.host is not None and self.check == "hash" and self.size > 1:
+            beside = self.host.split(0, self.rank)
             assert beside is not None
             nccl, select, device = self._nccl, self._binding.select, self._device
 
@@ -144,11 +150,11 @@ class NCCLCommunicator(DeviceCommunicator):
                 select(device)  # a new thread begins on device 0
                 return nccl.give_up_because(error)
 
-            self._late = LateComparison(beside, give_up)
+            self._late, self.agrees = LateComparison(beside, give_up), True
         return self
 
-    def empty(self, shape: int | Sequence[int], dtype: Any = "float32") -> Array:
-        """As `DeviceCommunicator.empty`; with nccl4py, arrays of 2 MiB and more lie in memory that NCCL moves directly.
+    def empty(self, shape: int | Sequence[int], dtype: Any) -> Array:
+        """As `GpuBuffers.empty`; with nccl4py, arrays of 2 MiB and more lie in memory that NCCL moves directly.
 
         Such memory is registered with this communicator until it is closed (see `lowshard.comm.nccl_memory`).
         """
@@ -156,52 +162,40 @@ class NCCLCommunicator(DeviceCommunicator):
             if not hasattr(self._handle, "memory") or self._binding.capturing(self._binding.stream()):
                 return super().empty(shape, dtype)
             if self._memory is None:
-                self._memory = self._handle.memory(self.xp)
+                self._memory = self._handle.memory(self.buffers.xp)
             with self._memory.allocating():
                 return super().empty(shape, dtype)
 
     # ---- checks between ranks
 
-    def _verify(self, call: Call) -> None:
+    def verify(self, call: Call) -> None:
         if self._late is None:
-            super()._verify(call)
+            super().verify(call)
         else:
-            self._late.note(self._sequence, call, line=self._started_at)
+            self._late.note(self.sequence, call, line=self.started_at)
 
-    def _refuse(self, error: LowshardError, text: str) -> NoReturn:
-        if self._late is None or self._closed:
-            super()._refuse(error, text)
-        asked_for = text.removesuffix(NO_ARRAY)
-        self._enter(asked_for)
-        try:
-            self._sequence += 1  # on the others this is a call like any
-            rows = self._late.agree(self._sequence, text, 0, error, self._started_at)
-            raise verdict_of(rows, self._sequence) from cause_of(error)
-        finally:
-            self._turn.release()
-
-    @property
-    def _agreeing(self) -> Communicator:
-        return self.control if self._late is None else self
-
-    def _agree(self, signature: int, text: str, error: Exception | None) -> list[list[str]]:
-        assert self._late is not None, "else agreements are the host's"
-        rows = self._late.agree(self._sequence + 1, text, signature, error, self._started_at)
-        return self._only_agreements(rows, error)
-
-    def _agrees_without_waiting(self, signature: int, text: str) -> bool:
+    def refuse(self, text: str, error: LowshardError) -> NoReturn:
         if self._late is None:
-            return super()._agrees_without_waiting(signature, text)
-        self._enter(text)
-        try:
-            self._late.note(self._sequence + 1, Call("agree", text, signature), line=self._started_at)
-        finally:
-            self._turn.release()
-        return True
+            super().refuse(text, error)
+        rows = self._late.agree(self.sequence, text, 0, error, self.started_at)
+        raise verdict_of(rows, self.sequence) from cause_of(error)
 
-    def _to_host(self, array: Array) -> np.ndarray:
+    def compare(self, signature: int) -> bool:
+        return True if self.host is None else self.host.compare(signature)
+
+    def agree(self, signature: int, text: str, error: Exception | None) -> list[list[str]]:
+        if self._late is None:
+            return super().agree(signature, text, error)
+        rows = self._late.agree(self.sequence + 1, text, signature, error, self.started_at)
+        return only_agreements(rows, error, self.sequence)
+
+    def agree_late(self, signature: int, text: str) -> None:
+        assert self._late is not None
+        self._late.note(self.sequence + 1, Call("agree", text, signature), line=self.started_at)
+
+    def to_host(self, array: Array) -> np.ndarray:
         self._wait_for_stream("what ranks agree on")
-        return super()._to_host(array)
+        return super().to_host(array)
 
     def _wait_for_stream(self, what: str) -> None:
         """Wait, with the deadline, for what the current stream has been given."""
@@ -209,9 +203,9 @@ class NCCLCommunicator(DeviceCommunicator):
         event.record(self._binding.stream())
         self._nccl.wait_on_host(event, self._nccl.timeout_s, what)
 
-    def _gather_facts(self, record: np.ndarray) -> np.ndarray:
+    def gather_facts(self, record: np.ndarray) -> np.ndarray:
         self._compare_all()
-        return super()._gather_facts(record)
+        return super().gather_facts(record) if self.host is None else self.host.gather_facts(record)
 
     def _compare_all(self) -> None:
         """Return once all calls so far are compared, as they must be before ranks wait for each other on the host."""
@@ -224,18 +218,18 @@ class NCCLCommunicator(DeviceCommunicator):
         if not self._binding.capturing(self._binding.stream()):
             return False
         if call.name not in _CAPTURED or "shared" in call.text:
-            self._refuse_capture(call.text)
+            self.buffers.refuse_capture(call.text)
         return True
 
     def _before(self) -> None:
         now_s = time.monotonic()
         if now_s >= self._next_look_s:
             self._next_look_s = now_s + _LOOK_S
-            self._nccl.look(self._binding.stream(), self._latest)
+            self._nccl.look(self._binding.stream(), self.buffers.latest)
         self._begin_messages()
         self._side.drop()
 
-    def _run_batch(self, batch: Sequence[tuple[Call, Array, int]]) -> None:
+    def run_batch(self, front: Front, batch: Sequence[tuple[Call, Array, int]]) -> None:
         with self._binding.on_device(self._device):
             if not self._binding.capturing(self._binding.stream()):
                 self._before()
@@ -248,13 +242,13 @@ class NCCLCommunicator(DeviceCommunicator):
 
     # ---- calls that are not waited for
 
-    def _start(self, name: str, call: Callable[[], Any]) -> StreamWork:
+    def start(self, front: Front, name: str, call: Callable[[], Any]) -> StreamWork:
         """Run what `call` puts on the current stream on a stream of this communicator's own instead.
 
         NCCL orders the kernels of one communicator among themselves, on whichever streams they are. Started
         work of two communicators runs at once: all ranks start it in one order.
         """
-        self._refuse_capture(f"start.{name}")
+        self.buffers.refuse_capture(f"start.{name}")
         self._begin_messages()
         work = StreamWork(self._nccl, self._binding, f"{name} on rank {self.rank}")
         try:
@@ -265,28 +259,24 @@ class NCCLCommunicator(DeviceCommunicator):
             return work.failed(error)
         return work.begun(event, result)
 
-    def _start_message(self, name: str, buf: Array, peer: int) -> StreamWork:
+    def start_message(self, front: Front, name: str, buf: Array, peer: int) -> StreamWork:
         """Keep a message for the next group.
 
         NCCL runs messages one after the other: two ranks that start a send to each other and then a recv would
         wait for ever. So messages begin together, when one of them is waited for or asked about, or with the next
         call of this thread on any NCCL communicator; and they are in turn with collectives.
         """
-        self._refuse_capture(f"start.{name}")
+        self.buffers.refuse_capture(f"start.{name}")
         waiting = _waiting()
         text, begin = f"{name} of rank {self.rank}", lambda: _begin_all(waiting)
         work = StreamWork(self._nccl, self._binding, text, begin)  # perhaps waited for in another thread
-        outer, self._batch = self._batch, []
         try:
-            (self.send if name == "send" else self.recv)(buf, peer)
-            made = self._batch
+            call, flat = front.checked_message(name, buf, peer)
         except Exception as error:
             return work.failed(error)
-        finally:
-            self._batch = outer
         with self._binding.on_device(self._device):
             self._side.fork()
-        waiting.setdefault(self, []).extend((work, *item) for item in made)
+        waiting.setdefault(self, []).append((work, call, flat, peer))
         return work
 
     def _begin_messages(self) -> None:
@@ -314,7 +304,7 @@ class NCCLCommunicator(DeviceCommunicator):
         count = elems * wire.per_elem
 
         def run(send: Array, recv: Array) -> None:
-            self._verify(call)
+            self.verify(call)
             if count:
                 source, target = address(send), address(recv)
                 self._call(self._handle.allGather, source, target, count, wire.code, self._stream())
@@ -327,26 +317,26 @@ class NCCLCommunicator(DeviceCommunicator):
         exchange = exchange_of(wire_of(dtype), self.rank, counts, displs, counts, displs)
 
         def run(send: Array, recv: Array) -> None:
-            self._verify(call)
+            self.verify(call)
             self._exchange(exchange, send, recv)
 
         return run
 
-    def _run_all_to_all_v(
-        self, call: Call, send: Array, send_counts: Sequence[int], send_displs: Sequence[int], recv: Array,
-        recv_counts: Sequence[int], recv_displs: Sequence[int],
-    ) -> None:  # fmt: skip
-        if self._late is None:
-            self._verify(call)
-            self._verify_counts(call, send_counts, recv_counts)
-        else:
-            self._late.note(self._sequence, call, (send_counts, recv_counts), self._started_at)
-        if call.prepared is None:
-            spans = send_counts, send_displs, recv_counts, recv_displs
-            call.prepared = exchange_of(wire_of(send.dtype), self.rank, *spans)
-        self._exchange(call.prepared, send, recv)
+    def _plan_all_to_all_v(self, call: Call, dtype: Any, elems: int, *spans: Sequence[int]) -> Run:
+        sent, _, received, _ = spans
+        exchange = exchange_of(wire_of(dtype), self.rank, *spans)
 
-    def _all_gather_v(self, send: Array, recv: Array, counts: Sequence[int], displs: Sequence[int]) -> None:
+        def run(send: Array, recv: Array) -> None:
+            if self._late is None:
+                self.verify(call)
+                verify_counts(self, call, sent, received)
+            else:
+                self._late.note(self.sequence, call, (sent, received), self.started_at)
+            self._exchange(exchange, send, recv)
+
+        return run
+
+    def all_gather_v(self, send: Array, recv: Array, counts: Sequence[int], displs: Sequence[int]) -> None:
         wire, stream = wire_of(recv.dtype), self._stream()
         source, target = self._binding.pointer(send), self._binding.pointer(recv)
         if len(set(counts)) == 1:
@@ -365,7 +355,7 @@ class NCCLCommunicator(DeviceCommunicator):
         wire, stream = wire_of(recv.dtype), self._stream()
         # Displacements are each rank's own affair. What goes over the wire must not depend on them.
         dense = all(displ == i * elems for i, displ in enumerate(displs))
-        whole = recv if dense else self.xp.empty(elems * self.size, recv.dtype)
+        whole = recv if dense else self.buffers.xp.empty(elems * self.size, recv.dtype)
         begin, target = self._binding.pointer(whole), self._binding.pointer(recv)
         self._call(self._handle.allGather, source, begin, elems * wire.per_elem, wire.code, stream)
         if not dense:
@@ -375,7 +365,7 @@ class NCCLCommunicator(DeviceCommunicator):
                     target + displ * wire.item_bytes, begin + i * part_bytes, part_bytes, stream
                 )
 
-    def _all_to_all_v(
+    def all_to_all_v(
         self,
         send: Array,
         send_counts: Sequence[int],
@@ -390,40 +380,35 @@ class NCCLCommunicator(DeviceCommunicator):
     def _exchange(self, exchange: Exchange, send: Array, recv: Array) -> None:
         """Send and receive parts in one group; the own part is a copy on the device."""
         source, target = self._binding.pointer(send), self._binding.pointer(recv)
-        if self._overlap(send, recv) and not exchange.is_in_place(source, target):
+        if self.buffers.overlap(send, recv) and not exchange.is_in_place(source, target):
             send = send.copy()
             source = self._binding.pointer(send)
         exchange_parts(self._nccl, self._binding, exchange, source, target, self._stream())
 
-    def _broadcast(self, buf: Array, root: int) -> None:
+    def broadcast(self, buf: Array, root: int) -> None:
         wire = wire_of(buf.dtype)
         if buf.size:
             at, count = self._binding.pointer(buf), buf.size * wire.per_elem
             self._call(self._handle.broadcast, at, at, count, wire.code, root, self._stream())
 
-    def _gather(self, send: Array, recv: Array | None, root: int) -> None:
+    def gather(self, send: Array, recv: Array | None, root: int) -> None:
         if recv is None:
-            self._send(send, root)
+            self.send(send, root)
             return
         counts, displs, zero = self._rows(send.size, root)
-        self._all_to_all_v(send, counts, zero, recv, [send.size] * self.size, displs)
+        self.all_to_all_v(send, counts, zero, recv, [send.size] * self.size, displs)
 
-    def _scatter(self, send: Array | None, recv: Array, root: int) -> None:
+    def scatter(self, send: Array | None, recv: Array, root: int) -> None:
         if send is None:
-            self._recv(recv, root)
+            self.recv(recv, root)
             return
         counts, displs, zero = self._rows(recv.size, root)
-        self._all_to_all_v(send, [recv.size] * self.size, displs, recv, counts, zero)
+        self.all_to_all_v(send, [recv.size] * self.size, displs, recv, counts, zero)
 
-    def _rows(self, elems: int, root: int) -> tuple[list[int], list[int], list[int]]:
-        """Return root's counts to or from itself alone, where each rank's part begins in its array, and zeros."""
-        ranks = range(self.size)
-        return [elems if i == root else 0 for i in ranks], [elems * i for i in ranks], [0] * self.size
-
-    def _send(self, buf: Array, dst: int) -> None:
+    def send(self, buf: Array, dst: int) -> None:
         self._message_of(self._handle.send, buf, dst)
 
-    def _recv(self, buf: Array, src: int) -> None:
+    def recv(self, buf: Array, src: int) -> None:
         self._message_of(self._handle.recv, buf, src)
 
     def _message_of(self, function: Any, buf: Array, peer: int) -> None:
@@ -435,13 +420,13 @@ class NCCLCommunicator(DeviceCommunicator):
 
     def _plan_all_reduce(self, call: Call, dtype: Any, elems: int, op: str, order: str) -> Run:
         size_bytes, code = elems * dtype.itemsize, native_code(dtype, op, order)
-        exchanged = super()._plan_all_reduce(call, dtype, elems, op, order)
+        exchanged = ALL_REDUCE.plan(self, call, dtype, elems, op, order)
         native = "allReduce", wire_of(dtype).code, code
         return self._reducing(call, native, elems, (size_bytes, size_bytes, 0), exchanged)
 
     def _plan_reduce_scatter(self, call: Call, dtype: Any, elems: int, op: str, order: str) -> Run:
         part_bytes, code = elems * dtype.itemsize, native_code(dtype, op, order)
-        exchanged = super()._plan_reduce_scatter(call, dtype, elems, op, order)
+        exchanged = REDUCE_SCATTER.plan(self, call, dtype, elems, op, order)
         native = "reduceScatter", wire_of(dtype).code, code
         spans_bytes = part_bytes * self.size, part_bytes, part_bytes * self.rank
         return self._reducing(call, native, elems, spans_bytes, exchanged)
@@ -471,67 +456,75 @@ class NCCLCommunicator(DeviceCommunicator):
             if code is None:
                 exchanged(send, recv)
                 return
-            self._verify(call)
+            self.verify(call)
             if elems:
                 function, stream = getattr(self._handle, name), self._stream()
                 self._call(function, source, target, elems, dtype_code, code, stream)
 
         return run
 
-    def _terms(self, send: Array, counts: Sequence[int], displs: Sequence[int]) -> list[Array]:
+    def terms(self, send: Array, counts: Sequence[int], displs: Sequence[int]) -> list[Array]:
         """As everywhere, but for the own operand, which is folded where it lies."""
         n, here, wire = counts[self.rank], displs[self.rank], wire_of(send.dtype)
         others = [0 if i == self.rank else n for i in range(self.size)]
         places = [n * (i - (i > self.rank)) for i in range(self.size)]
         given = [0 if i == self.rank else count for i, count in enumerate(counts)]
-        taken = self.xp.empty((self.size - 1, n), send.dtype)
+        taken = self.buffers.xp.empty((self.size - 1, n), send.dtype)
         self._exchange(exchange_of(wire, self.rank, given, displs, others, places), send, taken)
-        terms = list(taken)
-        return [*terms[: self.rank], send[here : here + n], *terms[self.rank :]]
+        found = list(taken)
+        return [*found[: self.rank], send[here : here + n], *found[self.rank :]]
+
+    plans: ClassVar[Mapping[str, Planner]] = {
+        "all_gather": _plan_all_gather,
+        "all_to_all": _plan_all_to_all,
+        "all_to_all_v": _plan_all_to_all_v,
+        "all_reduce": _plan_all_reduce,
+        "reduce_scatter": _plan_reduce_scatter,
+    }
 
     # ---- groups and life
 
-    def _barrier(self) -> None:
+    def barrier(self) -> None:
         self._compare_all()
-        if self._host is not None:
-            self._host._barrier()
+        if self.host is not None:
+            self.host.barrier()
             return
-        one = self.xp.zeros(1, np.uint8)
+        one = self.buffers.xp.zeros(1, np.uint8)
         at = self._binding.pointer(one)
         self._call(self._handle.allReduce, at, at, 1, UINT8, SUM, self._stream())
         self._wait_for_stream("barrier")
 
-    def _split(self, color: int | None, key: int) -> Communicator | None:
+    def split(self, color: int | None, key: int) -> Transport | None:
         nccl = self._nccl
-        self._lend_name()
+        self.lend_name()
         self._compare_all()
         # A split may deadlock with work of the same communicator that is still under way.
         nccl.blocking(self._binding.synchronize, "split: the work queued before it")
-        if self._host is not None:
-            self._host._barrier()  # a rank that does not come is found here, and named
+        if self.host is not None:
+            self.host.barrier()  # a rank that does not come is found here, and named
         asked = _NO_COLOR if color is None else color
         handle = nccl.blocking(lambda: self._call(self._handle.commSplit, asked, key), "split")
-        host = None if self._host is None else self._host._split(color, key)
+        host = None if self.host is None else self.host.split(color, key)
         if handle is None:
             return None
         rank, size = int(handle.rank_id()), int(handle.size())
-        made = NCCLCommunicator(
+        made = NCCLTransport(
             handle, rank, size, host, binding=self._binding, timeout_s=nccl.timeout_s, watch=nccl.watch
         )
         try:
-            made._nccl.connect()
+            made.connect()
         except LowshardError:
-            made.close()  # it has failed: an abort where one is possible, and the end of its host communicator
+            made.close()  # it has failed: an abort where one is possible, and the end of its host transport
             raise
         return made if self._late is None else made.compare_late()
 
-    def _close(self) -> None:
-        if not self._failed:
+    def end(self) -> None:
+        if not self.failed:
             self._begin_messages()
-        self._nccl.failed = self._nccl.failed or self._failed
+        self._nccl.failed = self._nccl.failed or self.failed
         try:
             if self._late is not None:
-                self._late.close(self._sequence + 1, self._nccl.failed)
+                self._late.close(self.sequence + 1, self._nccl.failed)
         finally:
             self._end()
 
@@ -542,13 +535,29 @@ class NCCLCommunicator(DeviceCommunicator):
                 self._memory = None
             self._nccl.end()
         finally:
-            if self._host is not None:
-                self._host._failed = self._host._failed or self._nccl.failed
-                self._host.close()
+            if self.host is not None:
+                self.host.failed = self.host.failed or self._nccl.failed
+                self.host.close()
+
+
+def nccl_communicator(
+    handle: Any, rank: int, size: int, host: Communicator | None = None, *, late: bool = False, **options: Any
+) -> Communicator:
+    """Return a communicator over an NCCL communicator.
+
+    Args:
+        handle: as for `NCCLTransport`, and so are rank, size and the options.
+        rank: this rank.
+        size: number of ranks.
+        host: a communicator of the host over the same ranks, its control; closed with it.
+        late: whether calls are compared late, as `NCCLTransport.compare_late` says. Collective then.
+    """
+    made = NCCLTransport(handle, rank, size, None if host is None else host._transport, **options)
+    return Communicator(made.compare_late() if late else made, host)
 
 
 _thread = threading.local()
-_Messages = dict[NCCLCommunicator, list[tuple[StreamWork, Call, Array, int]]]
+_Messages = dict[NCCLTransport, list[tuple[StreamWork, Call, Array, int]]]
 
 
 def _waiting() -> _Messages:

@@ -15,13 +15,13 @@ import numpy as np
 
 from lowshard import settings
 from lowshard.comm.agreement import agree, share_text
+from lowshard.comm.communicator import Communicator
 from lowshard.comm.mailbox import Mailbox
-from lowshard.comm.mpi import MPICommunicator, load_mpi
-from lowshard.comm.nccl import NCCLCommunicator
+from lowshard.comm.mpi import MPITransport, load_mpi
+from lowshard.comm.nccl import NCCLTransport
 from lowshard.comm.nccl_bindings import Binding
 from lowshard.comm.nccl_wait import InThread, last_error, wait_for
-from lowshard.comm.protocol import Communicator
-from lowshard.comm.staged import StagedCommunicator
+from lowshard.comm.staged import staged_communicator
 from lowshard.comm.wait_guard import Watching
 from lowshard.errors import CommError, DependencyError
 
@@ -48,7 +48,7 @@ def usable_on_all(host: Communicator) -> bool:
 
     Collective: all ranks of the communicator call this.
     """
-    return bool(host._gather_facts(np.array([why_unusable() is None], np.uint8)).all())
+    return bool(host._transport.gather_facts(np.array([why_unusable() is None], np.uint8)).all())
 
 
 @dataclass(frozen=True)
@@ -89,13 +89,13 @@ def build_over_mpi(
     what = "a communicator over GPU arrays"
     if transport not in TRANSPORTS:
         raise CommError(f"transport is {', '.join(map(repr, TRANSPORTS))}, got {transport!r}")
-    mailbox: Mailbox = host._mailbox  # type: ignore[attr-defined]
+    mailbox: Mailbox = host._transport.mailbox  # type: ignore[attr-defined]
     mpi_comm = mailbox._comm if mpi_comm is None else mpi_comm
     watch = mailbox.lookout.watch if watch is None else watch
     found: _Found | None = None
     error: Exception | None = None
     node_comm = mpi_comm.Split_type(load_mpi().COMM_TYPE_SHARED)
-    with MPICommunicator(node_comm, owned=True, timeout_s=host.timeout_s) as node:
+    with Communicator(MPITransport(node_comm, owned=True, timeout_s=host.timeout_s)) as node:
         try:
             found = _find_device(node.rank, with_nccl=transport != "staged")
         except (ImportError, RuntimeError) as caught:
@@ -117,7 +117,7 @@ def build_over_mpi(
                 RuntimeWarning,
                 stacklevel=3,
             )
-        return StagedCommunicator(host, found.binding, device=found.device, watch=watch)
+        return staged_communicator(host, found.binding, device=found.device, watch=watch)
     reduce16 = settings.NCCL_REDUCE16
     agree(host, reduce16.text().encode(), None, f"{what} ({reduce16.name})")
     # Decimal digits, so that the message shows the version: 00023007 is 2.30.7.
@@ -125,7 +125,7 @@ def build_over_mpi(
     return _connect(host, mpi_comm, found, watch)
 
 
-def _connect(host: Communicator, mpi_comm: Any, found: _Found, watch: Watching | None) -> NCCLCommunicator:
+def _connect(host: Communicator, mpi_comm: Any, found: _Found, watch: Watching | None) -> Communicator:
     nccl = found.binding.nccl
     unique = np.zeros(128, np.uint8)
     error: Exception | None = None
@@ -135,7 +135,7 @@ def _connect(host: Communicator, mpi_comm: Any, found: _Found, watch: Watching |
         except (nccl.NcclError, KeyError) as caught:
             error = CommError(f"NCCL makes no unique id ({caught}); NCCL_DEBUG=WARN prints why")
     agree(host, b"", error, "NCCL's unique id")
-    host._broadcast(unique, 0)
+    host._transport.broadcast(unique, 0)
 
     def connect() -> Any:
         found.binding.select(found.device)  # a new thread begins on device 0
@@ -158,9 +158,9 @@ def _connect(host: Communicator, mpi_comm: Any, found: _Found, watch: Watching |
             f"NCCL could not connect rank {host.rank} of {host.size} on GPU {found.device} ({failure}"
             f"{f'; {said}' if said else ''}); NCCL_DEBUG=WARN prints why"
         ) from failure
-    made = NCCLCommunicator(handle, host.rank, host.size, host, binding=found.binding, watch=watch)
-    made._nccl.connect()
-    return made.compare_late()
+    made = NCCLTransport(handle, host.rank, host.size, host._transport, binding=found.binding, watch=watch)
+    made.connect()
+    return Communicator(made.compare_late(), host)
 
 
 class _Request:

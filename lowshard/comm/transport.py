@@ -1,252 +1,314 @@
-"""The floor of every communicator: the primitives that a transport (loopback, mpi, nccl) gives.
+"""What a transport is: primitives that move flat arrays between ranks, and what it declares that it can do beside.
 
-Primitives are underscored, take flat, contiguous, already checked arrays, and count nothing; the public
-calls over them are in `lowshard.comm.protocol`.
+A transport is one class that derives from `Transport` alone, in a module of its own. A `Communicator` holds it: that
+checks arguments, counts and records; it asks the transport and never the other way round. Primitives take flat,
+contiguous, already checked arrays, and count nothing. What a transport declares:
+
+- `buffers`: where arrays lie, in host memory or on a GPU;
+- `plans`, `shared_plans`: collectives of the table that it has a plan of its own for; of the others the table has one;
+- `quick`: a table of calls that compiled code runs, where it keeps one;
+- `reach`: the memory of other ranks;
+- `launch`: what is around every call, on a GPU.
 """
 
 from __future__ import annotations
 
-import threading
 from abc import ABC, abstractmethod
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
-from itertools import chain
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
-from typing import Any, NoReturn, Self, cast
+from typing import Any, ClassVar, NoReturn, Protocol, cast
 
 import numpy as np
 
-from lowshard.bounded import BoundedCache
-from lowshard.comm import check
+from lowshard import dtypes
+from lowshard.comm import call_comparison, check
 from lowshard.comm.activity import Activity
 from lowshard.comm.call import Call, Check
 from lowshard.comm.reach import Reach
 from lowshard.comm.reduction import fold
-from lowshard.errors import BufferMismatchError, CommError
+from lowshard.comm.work import Stream, Work
+from lowshard.errors import CommError, LowshardError
 from lowshard.settings import CHECK, TIMEOUT_S
 
 Array = Any  # a NumPy or CuPy array; CuPy ships no types
+Run = Callable[..., Any]
+"""Does a planned call, from its `send` and `recv`."""
+Planner = Callable[..., Run | None]
+"""Returns the run of a call, from the transport, the call, dtype and elements and what the call asks for beside; None
+where the table's own plan serves."""
 
-_USES_KEPT = 200
-CALLS_BYTES = 4 << 20
-"""What a communicator keeps of calls that were made before, at most."""
-_PLANS_KEPT = 1024
-_CALL_BYTES = 2048
-"""Of one call, beside some numbers for every rank."""
-
-
-class Traffic:
-    """What this rank has called and moved since the communicator was made or `clear` was called.
-
-    Moves count the elements that others were given. Reductions count what a reduce-scatter and an
-    all-gather need; the transport's own algorithm may send more or less.
-    """
-
-    def __init__(self) -> None:
-        self._calls: Counter[str] = Counter()
-        self._sent_bytes = self._received_bytes = self._reached_bytes = 0
-        self._uses: list[Call] = []
-        self.sources: list[Callable[[], Iterable[tuple[Call, int]]]] = []
-        """Each returns calls that were not counted here, and how often each was made since it was asked."""
-
-    def count(self, call: Call) -> None:
-        """Count one call; it is added up when somebody asks."""
-        if call.uses == 0:
-            if len(self._uses) >= _USES_KEPT:  # of calls that are made once, such as splits
-                self._add_up()
-            self._uses.append(call)
-        call.uses += 1
-
-    def add(self, name: str, sent_bytes: int, received_bytes: int, reached_bytes: int = 0) -> None:
-        """Count one call by its numbers."""
-        self._calls[name] += 1
-        self._reached_bytes += reached_bytes
-        self._sent_bytes += sent_bytes
-        self._received_bytes += received_bytes
-
-    @property
-    def calls(self) -> Counter[str]:
-        """Calls by collective name."""
-        self._add_up()
-        return self._calls
-
-    @property
-    def sent_bytes(self) -> int:
-        """Bytes of this rank's elements that other ranks were given (once for each of them)."""
-        self._add_up()
-        return self._sent_bytes
-
-    @property
-    def received_bytes(self) -> int:
-        """Bytes of other ranks' elements that this rank was given."""
-        self._add_up()
-        return self._received_bytes
-
-    @property
-    def reached_bytes(self) -> int:
-        """Of `received_bytes`, those of boxes (`execute`, reshards, loads) that came by memory, not by messages."""
-        self._add_up()
-        return self._reached_bytes
-
-    def clear(self) -> None:
-        """Start from zero."""
-        self._add_up()
-        self._calls.clear()
-        self._sent_bytes = self._received_bytes = self._reached_bytes = 0
-
-    def _add_up(self) -> None:
-        used, self._uses = [(call, call.uses) for call in self._uses], []
-        for call, _ in used:
-            call.uses = 0
-        for call, times in chain(used, *(source() for source in self.sources)):
-            self._calls[call.name] += times
-            self._sent_bytes += times * call.sent_bytes
-            self._received_bytes += times * call.received_bytes
-            self._reached_bytes += times * call.reached_bytes
+_NOTHING_WRONG: AbstractContextManager[LowshardError | None] = nullcontext()
 
 
-class _EndOfTurn(AbstractContextManager[None]):
-    """Gives a turn back at the end of a block."""
+class HostBuffers:
+    """Buffers in host memory: NumPy arrays, and no streams."""
 
-    def __init__(self, turn: Any) -> None:
-        self._turn = turn
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, *exc: object) -> None:
-        self._turn.release()
-
-
-class Transport(ABC):
-    """What a transport gives, and what every communicator has: rank, size, counters, an end."""
-
-    rank: int
-    """This rank within the communicator."""
-    size: int
-    """Number of ranks."""
-    traffic: Traffic
-    timeout_s: float
-    """Seconds after which a wait for other ranks raises TimedOut."""
-
-    def __init__(
-        self, rank: int, size: int, *, group: str = "0", timeout_s: float | None = None,
-        activity: Activity | None = None,
-    ) -> None:  # fmt: skip
-        """Make the part that all transports share.
-
-        Args:
-            rank: this rank.
-            size: number of ranks.
-            group: names the group among all that its ranks are in; equal on all of them.
-            timeout_s: deadline of each wait; by default the environment's.
-            activity: what this process is in; a communicator split from another shares its.
-        """
-        self.rank, self.size = rank, size
-        self.traffic = Traffic()
-        self.timeout_s = TIMEOUT_S.seconds() if timeout_s is None else timeout_s
-        self._group_name = group
-        self._check = cast("Check", CHECK.choice())
-        self._activity = Activity() if activity is None else activity
-        self._sequence = 0
-        # A call holds some numbers for every rank, of which closures have a part that is not seen by weighing.
-        self._calls = BoundedCache[Any, Call](None, CALLS_BYTES, lambda key, call: _CALL_BYTES + 64 * size)
-        # One thread at a time: threads that call at once would do so in another order on each rank.
-        self._turn = threading.RLock()
-        self._end_of_turn = _EndOfTurn(self._turn)
-        self._agreed_plans: set[str] = set()
-        self._reach: Reach | None = None
-        self._closed = False
-        self._failed = False  # a peer may be gone: wait for no one any more
-
-    # ---- what a transport gives
-
-    @property
-    @abstractmethod
-    def transport(self) -> str:
-        """The transport's name: loopback, mpi or nccl."""
+    def __init__(self, transport: str) -> None:
+        """Name the transport, for errors."""
+        self.transport = transport
 
     @property
     def xp(self) -> ModuleType:
         """The array module of the buffers: numpy or cupy."""
         return np
 
-    @abstractmethod
-    def _all_gather_v(
-        self, send: Array, recv: Array, counts: Sequence[int], displs: Sequence[int]
-    ) -> None: ...
+    def empty(self, shape: int | Sequence[int], dtype: Any) -> Array:
+        """Return an array, not filled; see `Communicator.empty`."""
+        kind = dtypes.get(dtype).in_memory(self.xp)
+        return self.xp.empty(check.extents(shape, kind.itemsize), kind)
 
-    @abstractmethod
-    def _all_to_all_v(
-        self,
-        send: Array,
-        send_counts: Sequence[int],
-        send_displs: Sequence[int],
-        recv: Array,
-        recv_counts: Sequence[int],
-        recv_displs: Sequence[int],
-    ) -> None: ...
+    def flat(self, buf: Array, name: str, writes: bool = False) -> Array:
+        """Return a buffer with one dim, or raise what is wrong with it."""
+        return check.flat(buf, name, self.xp, self.transport, writes)
 
-    @abstractmethod
-    def _broadcast(self, buf: Array, root: int) -> None: ...
+    def ready(self, buf: Array, writes: bool = False) -> bool:
+        """Say whether a buffer passes as it is; where it does not, `flat` says what is wrong, if anything is."""
+        if type(buf) is not np.ndarray:
+            return False
+        flags = buf.flags
+        return flags.c_contiguous and (flags.writeable or not writes)
 
-    @abstractmethod
-    def _gather(self, send: Array, recv: Array | None, root: int) -> None: ...
-
-    @abstractmethod
-    def _scatter(self, send: Array | None, recv: Array, root: int) -> None: ...
-
-    @abstractmethod
-    def _send(self, buf: Array, dst: int) -> None: ...
-
-    @abstractmethod
-    def _recv(self, buf: Array, src: int) -> None: ...
-
-    @abstractmethod
-    def _barrier(self) -> None: ...
-
-    @abstractmethod
-    def _split(
-        self, color: int | None, key: int
-    ) -> Any: ...  # the group's communicator; None without a colour
-
-    @abstractmethod
-    def _close(self) -> None: ...
-
-    def _native_all_reduce(self, send: Array, recv: Array, op: str) -> bool:
-        """Reduce with the transport's own call if it takes dtype and op; return whether it did."""
-        return False
-
-    def _native_reduce_scatter(self, send: Array, recv: Array, op: str) -> bool:
-        """As `_native_all_reduce`, for reduce_scatter."""
-        return False
-
-    @property
-    def _compares(self) -> bool:
-        """Whether ranks can compare numbers at once; else `_compare` says yes to everything."""
-        return True
-
-    @abstractmethod
-    def _compare(self, signature: int) -> bool:
-        """Return, on all ranks alike, whether all ranks gave the same signature."""
-
-    def _to_host(self, array: Array) -> np.ndarray:
+    def to_host(self, array: Array) -> np.ndarray:
         """Return an array that ranks have exchanged facts in, where this process can read it."""
         return array if isinstance(array, np.ndarray) else array.get()
 
-    def _agrees_without_waiting(self, signature: int, text: str) -> bool:
-        """Say whether ranks need not meet to agree on a plan; see `lowshard.comm.agreement.agree_on_plan`."""
-        return text in self._agreed_plans
+    def current(self, stream: Stream, grouped: bool) -> AbstractContextManager[LowshardError | None]:
+        """Make the device of the buffers and, unless it is None, a stream current for a block.
 
-    def _has_agreed(self, text: str) -> None:
-        """Remember, where there is nothing but the GPU to compare over, that all ranks have agreed on a plan."""
-        if not self._compares:
-            if len(self._agreed_plans) >= _PLANS_KEPT:
-                self._agreed_plans.clear()
-            self._agreed_plans.add(text)
+        The block gets what is wrong with the stream, for the caller to let all ranks raise; here there are none.
 
-    # ---- memory of other ranks
+        Args:
+            stream: as users name it.
+            grouped: whether a grouped() block is open.
+        """
+        if stream is None:
+            return _NOTHING_WRONG
+        text = (
+            f"stream= is for communicators over GPU arrays, but this one ({self.transport}) moves host memory"
+        )
+        return nullcontext(CommError(f"{text}; leave it out"))
+
+    def meeting(
+        self, what: str, stream: Stream, grouped: bool
+    ) -> AbstractContextManager[LowshardError | None]:
+        """As `current`, for a call in which hosts meet, so that no CUDA graph records it."""
+        return self.current(stream, grouped)
+
+    def refuse_capture(self, what: str) -> None:
+        """Raise CaptureError where a CUDA graph records the current stream."""
+
+
+class Quick(Protocol):
+    """A table of calls that were made before, which compiled code finds and runs by itself.
+
+    Attributes:
+        acts: by key of a call (name, then what it asks for beside its buffers), the number it is known by.
+        waiting: messages that wait for others, by name and peer: none goes past those.
+        head: address of the table, the first argument of `run`.
+        run: runs a call from head, act, number, and `id` of send and recv (0 for none); returns a code.
+    """
+
+    acts: dict[object, int]
+    waiting: dict[tuple[str, int], Any]
+    head: int
+    run: Callable[..., int]
+    unknown: int
+
+    def learn(self, key: tuple[Any, ...], call: Call, send: Array | None, recv: Array | None) -> None:
+        """Enter a call that has just been made the long way, if the table can have it."""
+
+    def ended(self, code: int) -> None:
+        """Do what is left after a collective that ended with this code, or raise."""
+
+    def message_ended(self, code: int, sends: bool) -> None:
+        """The same for messages."""
+
+    def take_uses(self) -> list[tuple[Call, int]]:
+        """Return calls and how often each was run since this was asked."""
+
+
+class Front(Protocol):
+    """What a transport asks of the communicator that holds it, when calls are started."""
+
+    def in_thread(self, name: str, call: Callable[[], Any]) -> Work:
+        """Give a call to the communicator's thread, after those that were given before."""
+
+    def in_line(self, name: str, peer: int, call: Callable[[], Any]) -> Work:
+        """Give a message to the thread of the messages to or from one peer."""
+
+    def message(self, name: str, buf: Array, peer: int) -> None:
+        """Make a call of `send` or `recv`."""
+
+    def checked_message(self, name: str, buf: Array, peer: int) -> tuple[Call, Array]:
+        """Check a message, count it, and return the call with its flat buffer."""
+
+    def settle(self, name: str, peer: int) -> None:
+        """Wait for what was started before a message, where threads run it."""
+
+
+class Transport(ABC):
+    """What moves bytes between the ranks of a communicator.
+
+    Attributes:
+        rank: this rank.
+        size: number of ranks.
+        group: names the group among all that its ranks are in; equal on all of them.
+        timeout_s: seconds after which a wait for other ranks raises TimedOut.
+        activity: what this process is in.
+        check: how ranks compare what they ask for.
+        sequence: number of the latest call.
+        started_at: source line of the call that the communicator's thread runs.
+        closed: whether its resources were given back.
+        failed: a peer may be gone: wait for no one any more.
+    """
+
+    name: ClassVar[str]
+    """What `Communicator.transport` says."""
+    plans: ClassVar[Mapping[str, Planner]] = {}
+    """By collective, its own plan."""
+    shared_plans: ClassVar[Mapping[str, Planner]] = {}
+    """By collective, its own way to a result that the ranks of a node share; from transport, call, operand and what is
+    asked for beside. None where the table's serves."""
+    launch: Callable[..., None] | None = None
+    """Runs a step of a call, from the call, the step and its arguments, on a device; None where there is none."""
+    quick: Quick | None = None
+    compares: bool = True
+    """Whether ranks can compare numbers at once; else `compare` says yes to everything."""
+    host: Transport | None = None
+    """What moves host memory between the same ranks, beside a transport of GPU arrays."""
+
+    def __init__(
+        self, rank: int, size: int, *, group: str = "0", timeout_s: float | None = None,
+        activity: Activity | None = None, buffers: HostBuffers | None = None,
+    ) -> None:  # fmt: skip
+        """Make the part that all transports share.
+
+        Args:
+            rank: this rank.
+            size: number of ranks.
+            group: names the group.
+            timeout_s: deadline of each wait; by default the environment's.
+            activity: what this process is in; a group split from another shares its.
+            buffers: where arrays lie; by default in host memory.
+        """
+        self.rank, self.size, self.group = rank, size, group
+        self.timeout_s = TIMEOUT_S.seconds() if timeout_s is None else timeout_s
+        self.check = cast("Check", CHECK.choice())
+        self.activity = Activity() if activity is None else activity
+        self.buffers = HostBuffers(self.name) if buffers is None else buffers
+        self.sequence = 0
+        self.started_at: str | None = None
+        self.closed = self.failed = False
+        self._reach: Reach | None = None
+
+    # ---- primitives
+
+    @abstractmethod
+    def all_gather_v(self, send: Array, recv: Array, counts: Sequence[int], displs: Sequence[int]) -> None:
+        """Put every rank's part into `recv`."""
+
+    @abstractmethod
+    def all_to_all_v(
+        self, send: Array, send_counts: Sequence[int], send_displs: Sequence[int], recv: Array,
+        recv_counts: Sequence[int], recv_displs: Sequence[int],
+    ) -> None:  # fmt: skip
+        """Send a part to each rank and receive one from each; parts of one rank to itself too."""
+
+    @abstractmethod
+    def send(self, buf: Array, dst: int) -> None:
+        """Send a message."""
+
+    @abstractmethod
+    def recv(self, buf: Array, src: int) -> None:
+        """Receive a message of this length."""
+
+    @abstractmethod
+    def compare(self, signature: int) -> bool:
+        """Return, on all ranks alike, whether all ranks gave the same signature."""
+
+    @abstractmethod
+    def split(self, color: int | None, key: int) -> Transport | None:
+        """Return the transport of the ranks of one colour, by key, then rank; None without a colour."""
+
+    def barrier(self) -> None:
+        """Return once all ranks have come; by default, by comparing."""
+        self.compare(call_comparison.STEP_SIGNATURE)
+
+    def broadcast(self, buf: Array, root: int) -> None:
+        """Copy root's buffer to all ranks; by default, as an exchange."""
+        zero = [0] * self.size
+        if self.rank == root:  # its buffer may be read-only
+            others = [0 if i == root else buf.size for i in range(self.size)]
+            self.all_to_all_v(buf, others, zero, self._none_of(buf), zero, zero)
+        else:
+            mine = [buf.size if i == root else 0 for i in range(self.size)]
+            self.all_to_all_v(self._none_of(buf), zero, zero, buf, mine, zero)
+
+    def gather(self, send: Array, recv: Array | None, root: int) -> None:
+        """Put every rank's part into root's `recv`; by default, as an exchange."""
+        counts, displs, zero = self._rows(send.size, root)
+        if recv is None:
+            self.all_to_all_v(send, counts, zero, self._none_of(send), zero, zero)
+        else:
+            self.all_to_all_v(send, counts, zero, recv, [send.size] * self.size, displs)
+
+    def scatter(self, send: Array | None, recv: Array, root: int) -> None:
+        """Give every rank its part of root's `send`; by default, as an exchange."""
+        counts, displs, zero = self._rows(recv.size, root)
+        if send is None:
+            self.all_to_all_v(self._none_of(recv), zero, zero, recv, counts, zero)
+        else:
+            self.all_to_all_v(send, [recv.size] * self.size, displs, recv, counts, zero)
+
+    def _none_of(self, buf: Array) -> Array:
+        return self.buffers.xp.empty(0, buf.dtype)
+
+    def _rows(self, elems: int, root: int) -> tuple[list[int], list[int], list[int]]:
+        """Return counts to or from root alone, where each rank's part begins in root's array, and zeros."""
+        ranks = range(self.size)
+        return [elems if i == root else 0 for i in ranks], [elems * i for i in ranks], [0] * self.size
+
+    def close(self) -> None:
+        """Give the resources back, once."""
+        if not self.closed:
+            self.closed = True
+            self.end()
+
+    def end(self) -> None:  # noqa: B027  # many have none
+        """Give the resources back."""
+
+    # ---- what it may declare beside
+
+    def native_all_reduce(self, send: Array, recv: Array, op: str) -> bool:
+        """Reduce with the transport's own call if it takes dtype and op; return whether it did."""
+        return False
+
+    def native_reduce_scatter(self, send: Array, recv: Array, op: str) -> bool:
+        """As `native_all_reduce`, for reduce_scatter."""
+        return False
+
+    def terms(self, send: Array, counts: Sequence[int], displs: Sequence[int]) -> list[Array]:
+        """Return every rank's operand for this rank's part, in rank order: an exact exchange."""
+        n, size = counts[self.rank], self.size
+        found = self.buffers.xp.empty((size, n), send.dtype)
+        self.all_to_all_v(send, counts, displs, found.reshape(-1), [n] * size, [n * i for i in range(size)])
+        return list(found)
+
+    def common(self, elems: int, dtype: Any) -> Array | None:
+        """Return an array that all ranks see, the same memory on each, or None where there is no such thing.
+
+        Collective: all ranks call this.
+        """
+        return None
+
+    def empty(self, shape: int | Sequence[int], dtype: Any) -> Array:
+        """Return an array, not filled, where others read it most easily."""
+        return self.buffers.empty(shape, dtype)
+
+    def fold(self, terms: Sequence[Array], out: Array, op: str, divisor: int = 1) -> None:
+        """Write the reduction of arrays of any strides into `out`, in tree order; a step of this rank alone."""
+        fold(terms, out, op, "tree", divisor)
 
     @property
     def node_size(self) -> int | None:
@@ -257,102 +319,93 @@ class Transport(ABC):
     def reach(self) -> Reach:
         """What this rank reaches of other ranks' memory."""
         if self._reach is None:
-            self._reach = self._new_reach()
+            self._reach = self.new_reach()
         return self._reach
 
-    def _new_reach(self) -> Reach:
+    def new_reach(self) -> Reach:
+        """Return what this rank reaches; by default its own memory."""
         return Reach(self.rank, self.size)
 
-    def fold(self, terms: Sequence[Array], out: Array, op: str, divisor: int = 1) -> None:
-        """Write the reduction of arrays of any strides into `out`, in tree order; a step of this rank alone."""
-        fold(terms, out, op, "tree", divisor)
+    # ---- checks between ranks; `lowshard.comm.call_comparison` has what is done by default
 
-    # ---- life
-
-    def close(self) -> None:
-        """Give the transport's resources back. Closing twice is safe.
-
-        Collective: all ranks of the communicator call this. Where a `with` block ends by an exception the
-        ranks may not all get here, so what would wait for them is left to the end of the process.
-
-        Raises:
-            CommError: another thread is in a call of this communicator.
-        """
-        if self._closed:
+    def verify(self, call: Call) -> None:
+        """Return if all ranks make this call; else raise one error on all of them."""
+        if self.check == "off" or self.size == 1:
             return
-        if not self._turn.acquire(blocking=False):
-            if not self._failed:
-                self._not_its_turn("close")
-            self._closed = True  # the call that is going on reads what would be given back
-            return
-        try:
-            self._closed = True
-            self._close()
-        finally:
-            self._turn.release()
+        if self.check == "full":
+            call_comparison.compare_texts(self, call.text)
+        elif not self.compare(call.signature):
+            call_comparison.differ(self, call.text)
 
-    def __enter__(self) -> Self:
-        return self
+    def refuse(self, text: str, error: LowshardError) -> NoReturn:
+        """Raise what is wrong with this rank's arguments, on all ranks; `text` is what it asked for."""
+        call_comparison.refuse(self, text, error)
 
-    def __exit__(self, *exc: object) -> None:
-        self._failed = self._failed or exc[0] is not None
-        self.close()
+    agrees: bool = False
+    """Whether agreements beside a control are made here, in one order with the calls, and not there."""
 
-    def __repr__(self) -> str:
-        state = ", closed" if self._closed else ""
-        return f"<{self.transport} communicator: rank {self.rank} of {self.size}{state}>"
+    def agree(self, signature: int, text: str, error: Exception | None) -> list[list[str]]:
+        """Return nothing where all ranks come with this signature and no error; else what each of them came with."""
+        if self.check != "full" and error is None and self.compare(signature):
+            return []
+        return call_comparison.agree(self, signature, text, error, self.check != "full" and error is None)
 
-    # ---- checks
+    def agree_late(self, signature: int, text: str) -> None:
+        """Note an agreement, to be compared later; where `agrees`."""
+        raise NotImplementedError(f"{self.name} agrees at once")
 
-    def turn(self, what: str) -> AbstractContextManager[None]:
-        """Take the turn of this thread for a `with` block, a call of several steps: no other thread calls meanwhile.
+    def gather_facts(self, record: np.ndarray) -> np.ndarray:
+        """Return every rank's record of one length `[size, n]`, moved by the primitives: no traffic of the user's."""
+        xp, n, size = self.buffers.xp, record.size, self.size
+        recv = xp.empty((size, n), record.dtype)
+        self.all_gather_v(xp.asarray(record), recv.reshape(-1), [n] * size, [n * i for i in range(size)])
+        return self.to_host(recv)
+
+    def to_host(self, array: Array) -> np.ndarray:
+        """Return an array that ranks have exchanged facts in, where this process can read it."""
+        return self.buffers.to_host(array)
+
+    def lend_name(self) -> None:
+        """Let errors of `host` number a call, and name its line, as this transport does; its groups, too."""
+        if self.host is not None:
+            self.host.sequence, self.host.started_at = self.sequence, self.started_at
+
+    # ---- calls that are not waited for, and messages that go together
+
+    def start(self, front: Front, name: str, call: Callable[[], Any]) -> Work:
+        """Start a call; by default the communicator's thread makes it."""
+        return front.in_thread(name, call)
+
+    def start_message(self, front: Front, name: str, buf: Array, peer: int) -> Work:
+        """Start a send or a recv; by default a thread makes it: it waits for one rank only."""
+        return front.in_line(name, peer, lambda: front.message(name, buf, peer))
+
+    def run_batch(self, front: Front, batch: Sequence[tuple[Call, Array, int]]) -> None:
+        """Run sends and recvs together; by default sends never wait, so they go first."""
+        for call, _, peer in batch:
+            front.settle(call.name, peer)
+        failed: LowshardError | None = None
+        for call, buf, peer in sorted(batch, key=lambda item: item[0].name != "send"):
+            try:
+                (self.send if call.name == "send" else self.recv)(buf, peer)
+            except LowshardError as error:  # the others are on their way and must arrive
+                failed = failed or error
+        if failed is not None:
+            raise failed
+
+    # ---- arguments
+
+    def checked(self, buf: Array, name: str, writes: bool = False) -> Array:
+        """Return a buffer with one dim, or raise what is wrong with it.
 
         Raises:
-            CommError: another thread is in a call of this communicator.
+            CommError: the communicator is closed.
+            BufferMismatchError: the buffer is not as required.
         """
-        self._enter(what)
-        return self._end_of_turn
+        self.open()
+        return self.buffers.flat(buf, name, writes)
 
-    def _enter(self, what: str) -> None:
-        """Begin a call of this thread; `_turn.release` ends it.
-
-        Raises:
-            CommError: another thread is in a call of this communicator.
-        """
-        if not self._turn.acquire(blocking=False):
-            self._not_its_turn(what)
-
-    def _not_its_turn(self, what: str) -> NoReturn:
-        raise CommError(
-            f"one thread at a time calls a communicator, but thread {threading.current_thread().name!r} of rank "
-            f"{self.rank} called {what} while another was in a call; split() the communicator, once for each thread"
-        )
-
-    def _open(self) -> None:
-        if self._closed:
-            raise CommError(f"this {self.transport} communicator is closed; make a new one")
-
-    def _flat(self, buf: Array, name: str, writes: bool = False) -> Array:
-        self._open()
-        return check.flat(buf, name, self.xp, self.transport, writes)
-
-    def _root(self, root: int) -> None:
-        if type(root) is not int or not 0 <= root < self.size:
-            raise CommError(f"root is a rank of the communicator, 0 to {self.size - 1}, got {root}")
-
-    def _peer(self, peer: int, name: str) -> None:
-        if type(peer) is not int or not 0 <= peer < self.size or peer == self.rank:
-            raise CommError(
-                f"{name} is another rank of the communicator, 0 to {self.size - 1} but not {self.rank}, "
-                f"got {peer}"
-            )
-
-    def _root_buffer(self, buf: Array | None, name: str, root: int, like: Array, elems: int) -> Array | None:
-        if self.rank != root:
-            return None
-        if buf is None:
-            raise BufferMismatchError(f"root (rank {root}) passes {name}, got None")
-        flat = self._flat(buf, name, writes=name == "recv")
-        check.same_dtype(like, flat)
-        check.need(flat.size == elems, name, f"root's {name} holds {elems} elements", elems, flat.size)
-        return flat
+    def open(self) -> None:
+        """Raise CommError where the communicator is closed."""
+        if self.closed:
+            raise CommError(f"this {self.name} communicator is closed; make a new one")

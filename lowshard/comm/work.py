@@ -10,7 +10,6 @@ from typing import Any, Literal, Protocol
 
 from lowshard.comm.check import wait_s
 from lowshard.errors import LowshardError, TimedOut
-from lowshard.foreign_array import like, view_or_same
 
 Array = Any  # a NumPy or CuPy array; CuPy ships no types
 Stream = Any  # CuPy's, torch's, any with `__cuda_stream__`, or an address
@@ -140,123 +139,6 @@ class Worker:
                     if self._queue.empty():
                         self._thread = None
                         return
-
-
-class Startable(Protocol):
-    """What starts a communicator's calls."""
-
-    def _start(self, name: str, call: Callable[[], Any]) -> Work: ...
-
-    def _start_message(self, name: str, buf: Array, peer: int) -> Work: ...
-
-    def _start_on_stream(self, stream: Stream, name: str, start: Callable[[], Work]) -> Work: ...
-
-
-class Starter:
-    """Every collective of a communicator, with the same arguments, started and not waited for.
-
-    On GPUs a started call follows what `stream` (by default the current one) has been given.
-    """
-
-    def __init__(self, comm: Startable) -> None:
-        self._comm = comm
-
-    # Arrays of other libraries are seen as NumPy's or CuPy's here: their current stream is that of the caller's thread.
-    # What cannot be seen is refused by the call itself, in its turn.
-
-    def _call(self, stream: Stream, name: str, *args: Any, **options: Any) -> Work:
-        comm = self._comm
-
-        def start() -> Work:
-            seen = [view_or_same(arg) for arg in args]
-            return comm._start(name, lambda: like(getattr(comm, name)(*seen, **options), *args[:1]))
-
-        return start() if stream is None else comm._start_on_stream(stream, name, start)
-
-    def _message(self, stream: Stream, name: str, buf: Array, peer: int) -> Work:
-        comm = self._comm
-
-        def start() -> Work:
-            return comm._start_message(name, view_or_same(buf), peer)
-
-        return start() if stream is None else comm._start_on_stream(stream, name, start)
-
-    def all_gather(
-        self, send: Array, recv: Array | None = None, *, shared: bool = False, stream: Stream = None
-    ) -> Work:
-        """Start `all_gather`."""
-        return self._call(stream, "all_gather", send, recv, shared=shared)
-
-    def all_gather_v(
-        self,
-        send: Array,
-        recv: Array,
-        recv_counts: Sequence[int],
-        recv_displs: Sequence[int],
-        *,
-        stream: Stream = None,
-    ) -> Work:
-        """Start `all_gather_v`."""
-        return self._call(stream, "all_gather_v", send, recv, recv_counts, recv_displs)
-
-    def all_to_all(self, send: Array, recv: Array, *, stream: Stream = None) -> Work:
-        """Start `all_to_all`."""
-        return self._call(stream, "all_to_all", send, recv)
-
-    def all_to_all_v(
-        self, send: Array, send_counts: Sequence[int], send_displs: Sequence[int], recv: Array,
-        recv_counts: Sequence[int], recv_displs: Sequence[int],
-        *, stream: Stream = None,
-    ) -> Work:  # fmt: skip
-        """Start `all_to_all_v`."""
-        args = (send, send_counts, send_displs, recv, recv_counts, recv_displs)
-        return self._call(stream, "all_to_all_v", *args)
-
-    def broadcast(
-        self, buf: Array | None, root: int = 0, *, shared: bool = False, stream: Stream = None
-    ) -> Work:
-        """Start `broadcast`."""
-        return self._call(stream, "broadcast", buf, root, shared=shared)
-
-    def gather(self, send: Array, recv: Array | None, root: int = 0, *, stream: Stream = None) -> Work:
-        """Start `gather`."""
-        return self._call(stream, "gather", send, recv, root)
-
-    def scatter(self, send: Array | None, recv: Array, root: int = 0, *, stream: Stream = None) -> Work:
-        """Start `scatter`."""
-        return self._call(stream, "scatter", send, recv, root)
-
-    def all_reduce(
-        self, send: Array, recv: Array | None = None, op: Op = "sum", order: Order = "fast",
-        *, shared: bool = False, stream: Stream = None,
-    ) -> Work:  # fmt: skip
-        """Start `all_reduce`."""
-        return self._call(stream, "all_reduce", send, recv, op, order, shared=shared)
-
-    def reduce_scatter(
-        self, send: Array, recv: Array, op: Op = "sum", order: Order = "fast", *, stream: Stream = None
-    ) -> Work:
-        """Start `reduce_scatter`."""
-        return self._call(stream, "reduce_scatter", send, recv, op, order)
-
-    def reduce(
-        self, send: Array, recv: Array | None, op: Op = "sum", root: int = 0, order: Order = "fast",
-        *, stream: Stream = None,
-    ) -> Work:  # fmt: skip
-        """Start `reduce`."""
-        return self._call(stream, "reduce", send, recv, op, root, order)
-
-    def barrier(self) -> Work:
-        """Start `barrier`: done once every rank has started it."""
-        return self._call(None, "barrier")
-
-    def send(self, buf: Array, dst: int, *, stream: Stream = None) -> Work:
-        """Start `send`; it need not be in turn with collectives."""
-        return self._message(stream, "send", buf, dst)
-
-    def recv(self, buf: Array, src: int, *, stream: Stream = None) -> Work:
-        """Start `recv`; it need not be in turn with collectives."""
-        return self._message(stream, "recv", buf, src)
 
 
 def wait_all(works: Sequence[Work], timeout_s: float | None = None) -> None:

@@ -175,11 +175,12 @@ def _on_own_ranks(args: argparse.Namespace, settings: Settings, path: Path) -> D
 def _as_a_rank(args: argparse.Namespace, rank: int) -> int:
     """Run this process as one rank of the user's own MPI job."""
     from lowshard import comm as lc
+    from lowshard.comm import Communicator
     from lowshard.comm.abort import install_abort_hook
-    from lowshard.comm.mpi import MPICommunicator, load_mpi
+    from lowshard.comm.mpi import MPITransport, load_mpi
     from lowshard.demo.demo_job import Settings, run_rank
 
-    world = MPICommunicator(load_mpi().COMM_WORLD)
+    world = Communicator(MPITransport(load_mpi().COMM_WORLD))
     if world.rank != rank:
         raise CommError(
             f"the launcher calls this process rank {rank}, MPI calls it rank {world.rank} of {world.size}: "

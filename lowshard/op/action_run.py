@@ -9,7 +9,7 @@ import numpy as np
 
 from lowshard.argument import brief
 from lowshard.comm.agreement import agree, control_of
-from lowshard.comm.protocol import Communicator
+from lowshard.comm.communicator import Communicator
 from lowshard.comm.work import Stream
 from lowshard.errors import BufferMismatchError, LowshardError, MeshError, PlanError
 from lowshard.execute import execute_all

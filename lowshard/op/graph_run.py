@@ -11,8 +11,8 @@ from lowshard import dtypes
 from lowshard.argument import instance, items, mapping, number
 from lowshard.argument import whole as whole_number
 from lowshard.comm.agreement import agree, control_of
+from lowshard.comm.communicator import Communicator
 from lowshard.comm.loopback import run_loopback
-from lowshard.comm.protocol import Communicator
 from lowshard.comm.work import Stream
 from lowshard.errors import (
     BufferMismatchError,

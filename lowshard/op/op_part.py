@@ -12,7 +12,7 @@ import numpy as np
 from lowshard import dtypes
 from lowshard.argument import instance, whole
 from lowshard.box import Box, Interval, shape_of
-from lowshard.comm.protocol import Communicator
+from lowshard.comm.communicator import Communicator
 from lowshard.errors import MeshError, PlanError
 from lowshard.layout import Layout
 from lowshard.mesh import DeviceMesh

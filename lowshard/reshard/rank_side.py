@@ -11,7 +11,7 @@ import numpy as np
 from lowshard import dtypes
 from lowshard.box import full_box, shape_of
 from lowshard.comm.agreement import agree, trade
-from lowshard.comm.protocol import Communicator
+from lowshard.comm.communicator import Communicator
 from lowshard.errors import BufferMismatchError, MeshError, MismatchError
 from lowshard.foreign_array import READ_ONLY, view_of
 from lowshard.kernels.buffer import address

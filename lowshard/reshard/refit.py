@@ -18,7 +18,7 @@ from lowshard.argument import instance
 from lowshard.box import volume
 from lowshard.comm.agreement import agree, share
 from lowshard.comm.background import Background
-from lowshard.comm.protocol import Communicator
+from lowshard.comm.communicator import Communicator
 from lowshard.comm.work import Stream, Work
 from lowshard.errors import (
     CommError,

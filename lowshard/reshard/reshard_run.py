@@ -14,7 +14,7 @@ import numpy as np
 
 from lowshard.argument import choice, whole
 from lowshard.comm.agreement import agree, control_of
-from lowshard.comm.protocol import Communicator
+from lowshard.comm.communicator import Communicator
 from lowshard.comm.work import Stream
 from lowshard.errors import CommError, LowshardError, MismatchError, PlanError
 from lowshard.reshard.rank_side import Side

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from lowshard import dtypes
 from lowshard.box import shape_of
 from lowshard.comm.agreement import agree, trade
-from lowshard.comm.protocol import Communicator
+from lowshard.comm.communicator import Communicator
 from lowshard.errors import CommError
 from lowshard.kernels.buffer import address
 from lowshard.kernels.changes import ChangeBoxes, Changes, Room, values_of

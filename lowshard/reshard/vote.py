@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from lowshard.comm.protocol import Communicator
+from lowshard.comm.communicator import Communicator
 from lowshard.errors import PlanError
 
 _COMMIT, _ABORT = 1, 2

@@ -62,13 +62,13 @@ def _started(comm: Communicator) -> Tally:
 
 def _on_a_side_stream(tally: Tally) -> None:
     """Queue work, a call, and work that uses its result, on a stream of the caller's; start calls beside it."""
-    from lowshard.comm.nccl import NCCLCommunicator
+    from lowshard.comm.nccl import nccl_communicator
     from lowshard.comm.nccl_bindings import Binding
 
     binding = Binding.load()
     xp: Any = binding.xp
     handle = binding.nccl.NcclCommunicator(1, binding.nccl.get_unique_id(), 0)
-    with NCCLCommunicator(handle, 0, 1, binding=binding) as comm:
+    with nccl_communicator(handle, 0, 1, binding=binding) as comm:
         for kind in ("non-blocking", "blocking"):
             with xp.cuda.Stream(non_blocking=kind == "non-blocking") as stream:
                 for turn in range(_TURNS):

@@ -45,7 +45,7 @@ def _program(setting: Setting) -> Callable[[Communicator], Tally]:
     unique: list[Any] = []
 
     def on_gpu(host: Communicator) -> Tally:
-        from lowshard.comm.nccl import NCCLCommunicator
+        from lowshard.comm.nccl import nccl_communicator
         from lowshard.comm.nccl_bindings import Binding
 
         tally, binding = Tally(), Binding.load()
@@ -57,7 +57,7 @@ def _program(setting: Setting) -> Callable[[Communicator], Tally]:
         # A stream each, apart from the default one: on one stream a kernel would wait for those of other ranks.
         with xp.cuda.Stream(non_blocking=True) as stream:
             handle = binding.nccl.NcclCommunicator(host.size, unique[0], host.rank)
-            with NCCLCommunicator(handle, host.rank, host.size, host, binding=binding) as comm:
+            with nccl_communicator(handle, host.rank, host.size, host, binding=binding) as comm:
                 EveryCollective(comm, tally).run()
                 stream.synchronize()
                 comm.barrier()
@@ -78,12 +78,12 @@ def _warm() -> None:
     CUDA loads a kernel on first use, which waits for the device; a rank that waits so while another one's NCCL
     kernel waits for it waits for ever.
     """
-    from lowshard.comm.nccl import NCCLCommunicator
+    from lowshard.comm.nccl import nccl_communicator
     from lowshard.comm.nccl_bindings import Binding
 
     binding = Binding.load()
     handle = binding.nccl.NcclCommunicator(1, binding.nccl.get_unique_id(), 0)
-    with NCCLCommunicator(handle, 0, 1, binding=binding) as comm:
+    with nccl_communicator(handle, 0, 1, binding=binding) as comm:
         EveryCollective(comm, Tally()).run()
     xp = array_module("cuda")
     for dtype in DTYPES:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from lowshard.box import single_run
-from lowshard.comm.protocol import Communicator
+from lowshard.comm.communicator import Communicator
 from lowshard.comm.reach import Published
 from lowshard.comm.reduction import identity
 from lowshard.errors import LowshardError

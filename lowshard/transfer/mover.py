@@ -17,7 +17,7 @@ import numpy as np
 from lowshard import dtypes
 from lowshard.box import shape_of
 from lowshard.comm.agreement import agree, share, trade
-from lowshard.comm.protocol import Communicator
+from lowshard.comm.communicator import Communicator
 from lowshard.comm.reach import Published
 from lowshard.errors import CommError, VerificationError
 from lowshard.kernels.buffer import address

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from lowshard.comm.protocol import Communicator
+from lowshard.comm.communicator import Communicator
 from lowshard.comm.work import Work
 
 Array = Any

@@ -19,10 +19,23 @@ from lowshard.foreign_array import like, view_of
 Shape = tuple[int, ...]
 
 
+@dataclass(frozen=True)
 class Rule:
-    """Base of the rules: a function of (weight, index, num_devices) that also says which boxes it takes."""
+    """Base of the rules: a function of (weight, index, num_devices) that also says which boxes it takes.
+
+    Most take intervals of one axis, and every other axis whole.
+
+    Raises:
+        ShardingError: an axis or a count that is no integer. No rule looks at a shape here.
+    """
 
     name = "rule"
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            if field.type == "int":
+                rule = f"{type(self).__name__}: {field.name} is an integer"
+                object.__setattr__(self, field.name, whole(getattr(self, field.name), rule, ShardingError))
 
     @property
     def axis(self) -> int | None:
@@ -30,8 +43,23 @@ class Rule:
         return None
 
     def pieces(self, shape: Shape, index: int, num_devices: int) -> list[Box]:
-        """Return the boxes of device `index`, in the order in which they are joined."""
-        raise NotImplementedError
+        """Return the boxes of device `index`, in the order in which they are joined: one for each of its intervals."""
+        axis = self.axis
+        assert axis is not None, "a rule that cuts no axis has pieces of its own"
+        if not -len(shape) <= axis < len(shape):
+            raise ShardIndexError(
+                f"{self} cuts axis {axis}, a weight of shape {shape} has {len(shape)}: use replicate for it"
+            )
+        axis %= len(shape)
+        whole = full_box(shape)
+        return [
+            (*whole[:axis], part, *whole[axis + 1 :])
+            for part in self.intervals(shape[axis], index, num_devices)
+        ]
+
+    def intervals(self, extent: int, index: int, num_devices: int) -> list[Interval]:
+        """Return what device `index` takes of the cut axis."""
+        return [split_interval((0, extent), num_devices, index)]
 
     def __call__(self, weight: Any, index: int, num_devices: int) -> Any:
         """Return the device's part of a weight: a view where it is one box, else the boxes joined."""
@@ -56,41 +84,7 @@ def join(array: Any, boxes: Sequence[Box], axis: int) -> Any:
 
 
 @dataclass(frozen=True)
-class OneAxis(Rule):
-    """Base of rules that take intervals of one axis, and every other axis whole.
-
-    Raises:
-        ShardingError: an axis or a count that is no integer. No rule looks at a shape here.
-    """
-
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            if field.type == "int":
-                rule = f"{type(self).__name__}: {field.name} is an integer"
-                object.__setattr__(self, field.name, whole(getattr(self, field.name), rule, ShardingError))
-
-    def pieces(self, shape: Shape, index: int, num_devices: int) -> list[Box]:
-        """Return a box for each of the device's intervals."""
-        axis = self.axis
-        assert axis is not None
-        if not -len(shape) <= axis < len(shape):
-            raise ShardIndexError(
-                f"{self} cuts axis {axis}, a weight of shape {shape} has {len(shape)}: use replicate for it"
-            )
-        axis %= len(shape)
-        whole = full_box(shape)
-        return [
-            (*whole[:axis], part, *whole[axis + 1 :])
-            for part in self.intervals(shape[axis], index, num_devices)
-        ]
-
-    def intervals(self, extent: int, index: int, num_devices: int) -> list[Interval]:
-        """Return what device `index` takes of the cut axis."""
-        return [split_interval((0, extent), num_devices, index)]
-
-
-@dataclass(frozen=True)
-class Rowwise(OneAxis):
+class Rowwise(Rule):
     """Axis 0, cut evenly."""
 
     name = "rowwise"
@@ -102,7 +96,7 @@ class Rowwise(OneAxis):
 
 
 @dataclass(frozen=True)
-class Columnwise(OneAxis):
+class Columnwise(Rule):
     """Axis 1, cut evenly."""
 
     name = "columnwise"
@@ -114,7 +108,7 @@ class Columnwise(OneAxis):
 
 
 @dataclass(frozen=True)
-class Axiswise(OneAxis):
+class Axiswise(Rule):
     """Any axis, cut evenly."""
 
     at: int
@@ -129,7 +123,7 @@ class Axiswise(OneAxis):
 
 
 @dataclass(frozen=True)
-class GateUp(OneAxis):
+class GateUp(Rule):
     """Each half of an axis, cut evenly."""
 
     at: int
@@ -180,7 +174,7 @@ class Owned(Rule):
 
 
 @dataclass(frozen=True)
-class ExpertRange(OneAxis):
+class ExpertRange(Rule):
     """Whole experts, stacked along axis 0: expert e of E goes to device e * num_devices // E."""
 
     @property
@@ -197,33 +191,29 @@ class ExpertRange(OneAxis):
 
 
 @dataclass(frozen=True)
-class _Marker(Rule):
-    def pieces(self, shape: Shape, index: int, num_devices: int) -> list[Box]:
-        """Raise: a marker says nothing of one weight."""
-        self.refuse()
-        return []
-
-    def __call__(self, weight: Any, index: int, num_devices: int) -> Any:
-        """Raise: a marker says nothing of one weight."""
-        self.refuse()
-
-    def refuse(self) -> None:
-        """Raise MarkerError."""
-        raise MarkerError(
-            f"{self.name} marks a module, it cuts no single weight: call shard_module(weights, {{'MODULE': "
-            f"ShardingStrategy.{self.name}(n)}}), or give this weight a strategy such as rowwise"
-        )
-
-
-@dataclass(frozen=True)
-class TensorParallel(_Marker):
+class TensorParallel(Rule):
     """Marks a module each of whose weights is cut as its name says."""
 
     name = "tensor_parallel"
 
+    def pieces(self, shape: Shape, index: int, num_devices: int) -> list[Box]:
+        """Raise: a marker says nothing of one weight."""
+        raise _no_rule(self)
+
 
 @dataclass(frozen=True)
-class ExpertParallel(_Marker):
+class ExpertParallel(Rule):
     """Marks a module whose experts are distributed whole."""
 
     name = "expert_parallel"
+
+    def pieces(self, shape: Shape, index: int, num_devices: int) -> list[Box]:
+        """Raise: a marker says nothing of one weight."""
+        raise _no_rule(self)
+
+
+def _no_rule(marker: Rule) -> MarkerError:
+    return MarkerError(
+        f"{marker.name} marks a module, it cuts no single weight: call shard_module(weights, {{'MODULE': "
+        f"ShardingStrategy.{marker.name}(n)}}), or give this weight a strategy such as rowwise"
+    )

@@ -13,14 +13,14 @@ from typing import Any, Literal, get_args
 from lowshard.argument import choice, whole
 from lowshard.box import Interval, split_interval
 from lowshard.errors import ShardIndexError, ShardingError
-from lowshard.weights.cut_rules import OneAxis
+from lowshard.weights.cut_rules import Rule
 
 FewKV = Literal["replicate", "empty", "refuse"]
 Section = Literal["qkv", "q", "kv"]
 
 
 @dataclass(frozen=True)
-class HeadAwareColumnwise(OneAxis):
+class HeadAwareColumnwise(Rule):
     """Axis 1, cut between heads; 4- and 6-bit packed widths are recognised by their extent."""
 
     num_heads: int
@@ -47,7 +47,7 @@ class HeadAwareColumnwise(OneAxis):
 
 
 @dataclass(frozen=True)
-class StackedQKV(OneAxis):
+class StackedQKV(Rule):
     """Three equal sections of axis 0, each cut between the same heads."""
 
     num_heads: int
@@ -137,7 +137,7 @@ class Segment:
 
 
 @dataclass(frozen=True)
-class Segmented(OneAxis):
+class Segmented(Rule):
     """Several sections of an axis, each cut on its own; the axis may hold two 4-bit values an element."""
 
     at: int
@@ -169,7 +169,7 @@ class Segmented(OneAxis):
 
 
 @dataclass(frozen=True)
-class GroupedQKV(OneAxis):
+class GroupedQKV(Rule):
     """Query heads with their key-value head, never apart."""
 
     num_heads: int

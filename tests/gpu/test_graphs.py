@@ -11,7 +11,7 @@ from support.gpu import REASON
 
 from lowshard import comm as lc
 from lowshard.comm import Communicator
-from lowshard.comm.nccl import NCCLCommunicator
+from lowshard.comm.nccl import nccl_communicator
 from lowshard.comm.nccl_bindings import Binding
 from lowshard.errors import CaptureError
 
@@ -25,7 +25,9 @@ pytestmark = [
 def comm() -> Iterator[Communicator]:
     """A communicator of one rank."""
     nccl = Binding.load().nccl
-    with NCCLCommunicator(nccl.NcclCommunicator(1, nccl.get_unique_id(), 0), 0, 1, lc.loopback(1)[0]) as made:
+    with nccl_communicator(
+        nccl.NcclCommunicator(1, nccl.get_unique_id(), 0), 0, 1, lc.loopback(1)[0]
+    ) as made:
         yield made
 
 

@@ -17,7 +17,8 @@ from support.starting import start_ranks
 
 from lowshard import comm as lc
 from lowshard import settings
-from lowshard.comm.nccl import NCCLCommunicator
+from lowshard.comm import Communicator
+from lowshard.comm.nccl import nccl_communicator
 from lowshard.comm.nccl_bindings import Binding
 from lowshard.errors import BufferMismatchError, CommError, TimedOut
 
@@ -48,11 +49,11 @@ def handle() -> Iterator[Any]:
     made.destroy()
 
 
-def new(**options: Any) -> NCCLCommunicator:
+def new(**options: Any) -> Communicator:
     """Return a communicator of one rank that owns its NCCL communicator."""
     binding = Binding.load()
     made = binding.nccl.NcclCommunicator(1, binding.nccl.get_unique_id(), 0)
-    return NCCLCommunicator(made, 0, 1, binding=binding, **options)
+    return nccl_communicator(made, 0, 1, binding=binding, **options)
 
 
 # ---- the case table
@@ -74,7 +75,7 @@ def test_the_contract_holds_on_one_gpu_through_nccl4py(
     pytest.importorskip("nccl.core", reason="nccl4py is not installed", exc_type=ImportError)
     monkeypatch.setenv(settings.NCCL.name, "nccl4py")
     with lc.from_nccl(handle, 0, 1) as comm:
-        assert type(comm._handle).__name__ == "NCCL4PyHandle"  # type: ignore[attr-defined]
+        assert type(comm._transport._handle).__name__ == "NCCL4PyHandle"  # type: ignore[attr-defined]
         run_case(name, comm)
 
 
@@ -256,7 +257,7 @@ def test_a_rank_that_makes_no_call_is_given_up_and_the_device_is_free_again(tmp_
         "import time\nfrom mpi4py import MPI\nfrom lowshard.comm.build import build_host\n"
         "from lowshard.comm.nccl_over_mpi import build_over_mpi\nfrom lowshard.errors import TimedOut\n"
         "world = MPI.COMM_WORLD\ncomm = build_over_mpi(build_host(world), transport='nccl')\n"
-        "comm._nccl.timeout_s = 1.0\nbuf = comm.xp.ones(1000)\ncomm.all_reduce(buf, buf)\n"
+        "comm._transport._nccl.timeout_s = 1.0\nbuf = comm.xp.ones(1000)\ncomm.all_reduce(buf, buf)\n"
         "comm.xp.cuda.Device().synchronize()\nif comm.rank == 0:\n"
         "    work = comm.start.all_reduce(buf, buf)\n"
         "    begun = time.monotonic()\n"

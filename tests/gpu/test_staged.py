@@ -10,8 +10,9 @@ from support.comm_kit import same
 from support.gpu import busy, warm_up, why_no_gpu
 
 from lowshard import comm as lc
+from lowshard.comm import Communicator
 from lowshard.comm.nccl_bindings import Binding
-from lowshard.comm.staged import StagedCommunicator
+from lowshard.comm.staged import staged_communicator
 
 NO_GPU = why_no_gpu()
 pytestmark = [
@@ -26,10 +27,10 @@ def warm() -> None:
     warm_up(Binding.load(with_nccl=False).xp)
 
 
-def alone(slot_bytes: int = 1 << 20) -> StagedCommunicator:
+def alone(slot_bytes: int = 1 << 20) -> Communicator:
     """Return a communicator of one rank."""
     (beside,) = lc.loopback(1)
-    return StagedCommunicator(beside, Binding.load(with_nccl=False), slot_bytes=slot_bytes)
+    return staged_communicator(beside, Binding.load(with_nccl=False), slot_bytes=slot_bytes)
 
 
 @pytest.mark.parametrize("name", cases_for(Way(1, "staged", on_gpu=True)))
@@ -51,7 +52,7 @@ def test_page_locked_memory_is_page_locked() -> None:
     with alone() as comm:
         buf = cupy.ones(1000)
         comm.all_reduce(buf, buf)
-        address = comm._own_slots._slots[0].address
+        address = comm._transport._own_slots._slots[0].address
         assert cupy.cuda.runtime.pointerGetAttributes(address).type == cupy.cuda.runtime.memoryTypeHost
 
 

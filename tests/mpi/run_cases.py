@@ -16,6 +16,7 @@ import sys
 import time
 import traceback
 import warnings
+from typing import Any
 
 from support.barred import bar
 
@@ -35,20 +36,20 @@ if cores := os.environ.get("LOWSHARD_TESTS_CORES"):
 
 def insist_on_pipes(whole: bool) -> None:
     """Let every communicator of one node find that pipes are the faster way."""
-    from lowshard.comm.node.communicator import NodeCommunicator
     from lowshard.comm.node.copy_choice import GATHER, KINDS, ROW_WORDS
+    from lowshard.comm.node.group_block import GroupContext, Place
 
-    lay_out = NodeCommunicator._lay_out
+    lay_out = GroupContext.__init__
 
-    def laid_out(self: NodeCommunicator) -> None:
-        lay_out(self)
-        self._choices.reshape(-1, KINDS, ROW_WORDS)[:, GATHER:] = 262, 1, 1 << 40, 0, 1, 0
-        table = self._place.memory.pipes.table
+    def laid_out(self: GroupContext, place: Place, *args: Any) -> None:
+        lay_out(self, place, *args)
+        self.choices.reshape(-1, KINDS, ROW_WORDS)[:, GATHER:] = 262, 1, 1 << 40, 0, 1, 0
+        table = place.memory.pipes.table
         assert table is not None
         if not whole:
             table[:, 0], table[:, 2] = NOTHING, 0
 
-    NodeCommunicator._lay_out = laid_out  # type: ignore[method-assign]
+    GroupContext.__init__ = laid_out  # type: ignore[method-assign]
 
 
 NOTHING = os.open(os.devnull, os.O_RDONLY)
@@ -61,9 +62,9 @@ def make(device: str) -> lc.Communicator:
     if device in ("nccl", "staged"):
         return build_over_mpi(build_host(MPI.COMM_WORLD), transport=device)  # type: ignore[arg-type]
     if device == "windows":
-        from lowshard.comm import node_collectives
+        from lowshard.comm import hierarchy
 
-        node_collectives.WINDOW_BYTES, node_collectives.PIECE_BYTES, device = 1, 50_000, "cpu"
+        hierarchy.WINDOW_BYTES, hierarchy.PIECE_BYTES, device = 1, 50_000, "cpu"
     return lc.from_mpi(MPI.COMM_WORLD, device)  # type: ignore[arg-type]
 
 
@@ -85,7 +86,7 @@ def main(device: str, names: list[str]) -> None:
             # At once, for the other ranks may hang in the case and never come to the gather.
             print(f"rank {world.rank} of {world.size}, case {name}:\n{error}", file=sys.stderr, flush=True)
         ends = world.gather(error, 0)
-        spoilt = world.allreduce(bool(error) or comm._closed or comm._failed, MPI.LOR)
+        spoilt = world.allreduce(bool(error) or comm._transport.closed or comm._transport.failed, MPI.LOR)
         if spoilt or not serves_many:
             comm.close()
             comm = None

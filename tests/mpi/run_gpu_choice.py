@@ -25,7 +25,7 @@ from lowshard.comm import Communicator, nccl_over_mpi
 from lowshard.comm.build import build_host
 from lowshard.comm.nccl_bindings import Binding
 from lowshard.comm.nccl_over_mpi import barrier_within, build_over_mpi
-from lowshard.comm.staged import StagedCommunicator
+from lowshard.comm.staged import staged_communicator
 from lowshard.errors import DependencyError
 
 WORLD = MPI.COMM_WORLD
@@ -250,7 +250,7 @@ CHECKS: list[Callable[[], None]] = [
 def run_cases() -> None:
     for name in cases_for(Way(N, "staged")):
         host = Host()
-        comm = StagedCommunicator(beside(), host.binding(with_nccl=False), slot_bytes=50_000)
+        comm = staged_communicator(beside(), host.binding(with_nccl=False), slot_bytes=50_000)
         run_case(name, comm)
         host.synchronize()
         comm.close()

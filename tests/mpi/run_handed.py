@@ -36,7 +36,7 @@ def take_a_byte(pipe: int) -> None:
 
 def main(name: str, sent: str) -> None:
     comm = from_mpi(MPI.COMM_WORLD, "cpu")
-    choices = comm._choices.reshape(-1, KINDS, ROW_WORDS)  # type: ignore[attr-defined]
+    choices = comm._transport.context.choices.reshape(-1, KINDS, ROW_WORDS)  # type: ignore[attr-defined]
     send, recv, half = np.ones(ELEMS, np.float32), np.empty(2 * ELEMS, np.float32), [ELEMS // 2] * 2
     calls: dict[str, Callable[[], object]] = {
         "all_gather": lambda: comm.all_gather(send, recv),
@@ -47,7 +47,9 @@ def main(name: str, sent: str) -> None:
     }
     if comm.rank == 1:
         if sent == "LOST":
-            gone = threading.Timer(AFTER_S, take_a_byte, (int(comm._place.memory.pipes.table[0, 1]),))  # type: ignore[attr-defined]
+            gone = threading.Timer(
+                AFTER_S, take_a_byte, (int(comm._transport.place.memory.pipes.table[0, 1]),)
+            )  # type: ignore[attr-defined]
         else:
             gone = threading.Timer(AFTER_S, os.kill, (os.getpid(), getattr(signal, sent)))
         gone.daemon = True

@@ -22,11 +22,11 @@ from support.comm_kit import check_reduced, operands, outcome, random_bits, refu
 
 from lowshard import comm as lc
 from lowshard import dtypes
-from lowshard.comm import node_collectives
-from lowshard.comm.hierarchy import HierarchicalCommunicator
-from lowshard.comm.mpi import MPICommunicator
-from lowshard.comm.node.communicator import NodeCommunicator
+from lowshard.comm import hierarchy
+from lowshard.comm.hierarchy import HierarchicalTransport
+from lowshard.comm.mpi import MPITransport
 from lowshard.comm.node.node_rendezvous import STAMP
+from lowshard.comm.node.node_transport import NodeTransport
 from lowshard.errors import CommError, MismatchError, TimedOut
 
 WORLD = MPI.COMM_WORLD
@@ -40,7 +40,7 @@ SHARED_DTYPES = ("float32", "bfloat16", "float8_e4m3fn", "int8", "uint64", "bool
 
 
 @contextmanager
-def made(**env: str) -> Iterator[HierarchicalCommunicator]:
+def made(**env: str) -> Iterator[lc.Communicator]:
     """Make a communicator over all ranks, in an environment with these variables."""
     before = {name: os.environ.get(name) for name in env}
     os.environ.update(env)
@@ -52,19 +52,19 @@ def made(**env: str) -> Iterator[HierarchicalCommunicator]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
-    assert isinstance(comm, HierarchicalCommunicator)
+    assert isinstance(comm._transport, HierarchicalTransport)
     with comm:
         yield comm
 
 
 def ranks_of_a_node_are_told_from_the_others() -> None:
     with made() as comm:
-        assert comm.seating.nodes == tuple(
+        assert comm._transport.seating.nodes == tuple(
             tuple(range(start, min(N, start + NODE_SIZE))) for start in range(0, N, NODE_SIZE)
         )
-        assert (comm.node.size, comm.node.rank) == (len(LOCAL), PLACE)
-        assert (comm.flat.size, comm.flat.rank) == (N, RANK)
-        assert comm._memory.arena.where(comm.empty(10).ctypes.data, 40)[0] >= 0
+        assert (comm._transport.node.size, comm._transport.node.rank) == (len(LOCAL), PLACE)
+        assert (comm._transport.flat.size, comm._transport.flat.rank) == (N, RANK)
+        assert comm._transport._memory.arena.where(comm.empty(10).ctypes.data, 40)[0] >= 0
 
 
 def all_collectives_work_however_ranks_are_numbered() -> None:
@@ -72,13 +72,13 @@ def all_collectives_work_however_ranks_are_numbered() -> None:
     with made() as comm:
         for keys in (list(range(N, 0, -1)), [r % NODE_SIZE for r in range(N)], list(rng.permutation(N))):
             group = comm.split(0, int(keys[RANK]))
-            assert isinstance(group, HierarchicalCommunicator)
+            assert isinstance(group._transport, HierarchicalTransport)
             for elems in (1, 333):
                 check_collectives(group, rng, elems)
             group.close()
 
 
-def check_collectives(comm: HierarchicalCommunicator, rng: np.random.Generator, elems: int) -> None:
+def check_collectives(comm: lc.Communicator, rng: np.random.Generator, elems: int) -> None:
     rank, n = comm.rank, comm.size
     row = dtypes.get("int32")
     parts = random_bits(rng, (n, elems), row)
@@ -170,7 +170,7 @@ def shared_results_are_one_array_a_node() -> None:
         for result, _ in held[:: len(held) // 7]:
             assert not result.flags.writeable
             comm.barrier()
-            if comm.node.rank == 0:
+            if comm._transport.node.rank == 0:
                 ctypes.c_uint8.from_address(result.ctypes.data).value = 1 - HOME  # valid in every dtype
             comm.barrier()
             assert result.reshape(-1)[:1].view(np.uint8)[0] == 1 - HOME
@@ -180,18 +180,18 @@ def shared_results_are_one_array_a_node() -> None:
 def groups_take_the_way_that_their_ranks_allow() -> None:
     with made() as comm:
         inside = comm.split(HOME, -RANK)
-        assert isinstance(inside, NodeCommunicator)
+        assert isinstance(inside._transport, NodeTransport)
         across = comm.split(PLACE)
         # With a smaller last node some have nobody there.
-        assert type(across) is (MPICommunicator if PLACE < N - NODE_SIZE else NodeCommunicator)
+        assert type(across._transport) is (MPITransport if PLACE < N - NODE_SIZE else NodeTransport)
         assert across is not None
         # All but one rank, so that nodes differ in size; that rank makes a group of its own.
         most = comm.split(int(RANK == 0))
         assert most is not None
-        wanted = NodeCommunicator if RANK == 0 else MPICommunicator if N == 3 else HierarchicalCommunicator
-        assert type(most) is wanted
+        wanted = NodeTransport if RANK == 0 else MPITransport if N == 3 else HierarchicalTransport
+        assert type(most._transport) is wanted
         again = most.split(0, -RANK)
-        assert type(again) is wanted
+        assert type(again._transport) is wanted
         assert again is not None
         for group, members in (
             (inside, LOCAL[::-1]),
@@ -237,16 +237,16 @@ def a_group_on_one_node_outlives_its_parent() -> None:
 def what_a_communicator_has_of_mpi_it_gives_back() -> None:
     with made() as comm:
         pass
-    assert comm.flat.mpi_comm == MPI.COMM_NULL
+    assert comm._transport.flat.mpi_comm == MPI.COMM_NULL
     refused(comm.barrier, CommError, "closed")
-    refused(comm.node.barrier, CommError, "closed")
+    assert comm._transport.node.closed
     with made() as comm:
         group = comm.split(0)
-        assert isinstance(group, HierarchicalCommunicator)
+        assert isinstance(group._transport, HierarchicalTransport)
         part = group.split(HOME)
         with group:
             pass
-        assert group.flat.mpi_comm == MPI.COMM_NULL
+        assert group._transport.flat.mpi_comm == MPI.COMM_NULL
         assert part is not None
         check_group(part, LOCAL)  # whose messages do not need it
         check_group(comm, list(range(N)))
@@ -273,18 +273,18 @@ def messages_of_groups_are_told_from_those_within_collectives() -> None:
 
 def side_channel_ranks(comm: lc.Communicator) -> list[int]:
     """Return the ranks that a group's waits would look for in the side channel."""
-    return comm._mailbox.watched  # type: ignore[attr-defined, no-any-return]
+    return comm._transport.mailbox.watched  # type: ignore[attr-defined, no-any-return]
 
 
 def waits_of_groups_know_their_ranks_in_the_side_channel() -> None:
     with made() as comm:
         backwards = comm.split(0, -RANK)
-        assert isinstance(backwards, HierarchicalCommunicator)
+        assert isinstance(backwards._transport, HierarchicalTransport)
         again = backwards.split(0 if RANK else None)
         across = backwards.split(PLACE)
         everyone = list(range(N))
         assert side_channel_ranks(comm) == side_channel_ranks(backwards)[::-1] == everyone
-        assert backwards.flat._watched == everyone[::-1]
+        assert backwards._transport.flat._watched == everyone[::-1]
         assert sorted(side_channel_ranks(backwards.node)) == LOCAL
         assert again is None or side_channel_ranks(again) == everyone[:0:-1]
         assert across is not None
@@ -307,7 +307,7 @@ def calls_that_are_started_run_in_turn_beside_messages() -> None:
 
 def parts_count_and_record_nothing() -> None:
     with made() as comm:
-        before = len(comm._activity.ring())
+        before = len(comm._transport.activity.ring())
         buf, whole = np.ones(900), np.ones(900 * N)
         comm.all_reduce(buf, buf)
         comm.all_gather(buf, whole)
@@ -315,11 +315,11 @@ def parts_count_and_record_nothing() -> None:
         comm.broadcast(buf, N - 1)
         comm.barrier()
         assert comm.traffic.calls.total() == 5
-        assert comm.node._check == "off"
-        for part in (comm.flat, comm.node):
+        assert comm._transport.node.check == "off"
+        for part in (comm._transport.flat, comm._transport.node):
             assert not part.traffic.calls
             assert part.traffic.sent_bytes == 0
-        assert len(comm._activity.ring()) == min(64, before + 5)
+        assert len(comm._transport.activity.ring()) == min(64, before + 5)
 
 
 def different_calls_are_a_mismatch_before_any_part_begins() -> None:
@@ -330,7 +330,7 @@ def different_calls_are_a_mismatch_before_any_part_begins() -> None:
                 op: Any = "max" if odd == RANK else "sum"
                 text = f"{odd} asked for all_reduce float64.5000. max"
                 refused(lambda comm=comm, op=op: comm.all_reduce(buf, buf, op), MismatchError, text)
-            assert comm.node._context[STAMP] == 0, "ranks of a node have met"
+            assert comm._transport.node.context.words[STAMP] == 0, "ranks of a node have met"
             buf[...] = 1
             comm.all_reduce(buf, buf)
             assert set(buf) == {float(N)}
@@ -363,7 +363,7 @@ def a_wait_in_shared_memory_lets_mpi_go_on() -> None:
             WORLD.Send(word, 1)
         if RANK == 1:
             WORLD.Recv(word, there)
-        comm.node.barrier()
+        comm._transport.node.barrier()
         if RANK == 0:
             request.Wait()
 
@@ -376,10 +376,10 @@ def a_node_size_that_makes_no_sense_is_refused_by_all_ranks() -> None:
         )
     os.environ["LOWSHARD_NODE_SIZE"] = "1"
     with lc.from_mpi(WORLD, "cpu") as comm:
-        assert type(comm) is MPICommunicator  # nobody to share memory with
+        assert type(comm._transport) is MPITransport  # nobody to share memory with
     os.environ["LOWSHARD_NODE_SIZE"] = str(N)
     with lc.from_mpi(WORLD, "cpu") as comm:
-        assert type(comm) is (HierarchicalCommunicator if APART else NodeCommunicator)
+        assert type(comm._transport) is (HierarchicalTransport if APART else NodeTransport)
     os.environ["LOWSHARD_NODE_SIZE"] = "" if APART else str(NODE_SIZE)
 
 
@@ -387,7 +387,7 @@ def a_rank_that_does_not_come_is_named_as_all_know_it() -> None:
     late = N - 1
     os.environ["LOWSHARD_WATCH"] = "off"  # which would end the job
     comm = lc.from_mpi(WORLD, "cpu", timeout_s=2.0)
-    comm._check = "off"
+    comm._transport.check = "off"
     if late != RANK:
         buf = np.ones(500)
         name, text = outcome(lambda: comm.all_reduce(buf, buf))
@@ -397,7 +397,7 @@ def a_rank_that_does_not_come_is_named_as_all_know_it() -> None:
         theirs = [late] if late // NODE_SIZE == HOME else range(NODE_SIZE, N)
         assert any(f"rank {rank} did not come" in text for rank in theirs), text
     WORLD.Barrier()
-    comm._failed = True  # nothing waits for the ranks that gave up
+    comm._transport.failed = True  # nothing waits for the ranks that gave up
     comm.close()
 
 
@@ -423,7 +423,7 @@ CHECKS: list[Callable[[], Any]] = [
 if __name__ == "__main__":
     warnings.simplefilter("error")
     os.environ["LOWSHARD_NODE_SIZE"] = "" if APART else str(NODE_SIZE)
-    node_collectives.WINDOW_BYTES, node_collectives.PIECE_BYTES = 1, 5000
+    hierarchy.WINDOW_BYTES, hierarchy.PIECE_BYTES = 1, 5000
     for check in CHECKS:
         check()
         WORLD.Barrier()

@@ -15,8 +15,8 @@ from mpi4py import MPI
 from support.comm_kit import outcome, refused
 from support.nccl_stand_in import World, stuck_communicator
 
+from lowshard.comm import Communicator
 from lowshard.comm.build import build_host
-from lowshard.comm.nccl import NCCLCommunicator
 from lowshard.errors import MismatchError
 
 WORLD = MPI.COMM_WORLD
@@ -24,8 +24,8 @@ N, RANK = WORLD.size, WORLD.rank
 SOON_S = 10.0
 
 
-def made() -> NCCLCommunicator:
-    return stuck_communicator(World(N), build_host(WORLD)).compare_late()
+def made() -> Communicator:
+    return stuck_communicator(World(N), build_host(WORLD), late=True)
 
 
 def a_slow_rank_holds_up_nobody() -> None:
@@ -54,7 +54,7 @@ def calls_that_differ_are_named_on_all_ranks() -> None:
     assert work_says[0] == "MismatchError", work_says
     assert len(set(WORLD.allgather(work_says[1]))) == 1
     refused(comm.barrier, MismatchError, *says)
-    assert comm._handle.ended == "abort"
+    assert comm._transport._handle.ended == "abort"
     comm.close()
 
 

@@ -178,10 +178,10 @@ if __name__ == "__main__":
     with lc.from_mpi(MPI.COMM_WORLD, device="cpu") as comm:
         whole: Any = comm
         assert whole.reach.homes == (0, 0, 1, 1)
-        counting = Counting(whole.flat._comm)
-        whole.flat._comm = whole.flat._mailbox._comm = counting
+        counting = Counting(whole._transport.flat._comm)
+        whole._transport.flat._comm = whole._transport.flat.mailbox._comm = counting
         for check in CHECKS:
             check(whole, counting)
             if comm.rank == 0:
                 print(check.__name__)
-        whole.flat._comm = whole.flat._mailbox._comm = counting._inner
+        whole._transport.flat._comm = whole._transport.flat.mailbox._comm = counting._inner

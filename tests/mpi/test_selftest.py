@@ -175,7 +175,9 @@ def send(self, buf, dst):
     real(self, buf, dst)
 module.Communicator.send = send
 """
-    _, steps = planted(tmp_path, "collectives", {"lowshard.comm.protocol": change}, LOWSHARD_TIMEOUT_S="4")
+    _, steps = planted(
+        tmp_path, "collectives", {"lowshard.comm.communicator": change}, LOWSHARD_TIMEOUT_S="4"
+    )
     text = " ".join(steps["collectives"]["findings"])
     assert steps["collectives"]["seconds"] < steps["collectives"]["limit_s"] / 2
     # Both waits are as long, so either rank may be the first to say so.
@@ -193,7 +195,7 @@ def all_gather(self, *args, **named):
     return real(self, *args, **named)
 module.Communicator.all_gather = all_gather
 """
-    _, steps = planted(tmp_path, "collectives,redistribute", {"lowshard.comm.protocol": change})
+    _, steps = planted(tmp_path, "collectives,redistribute", {"lowshard.comm.communicator": change})
     found = steps["collectives"]["findings"]
     assert "rank 1" in found[0], found
     assert "SIGKILL" in found[0], found

@@ -1,6 +1,6 @@
 """Walks: how many files of lowshard a call enters from the public function on. Fewer are easier to follow.
 
-Of the whole walk and of what lies outside `comm/`: the communicator's chain of base classes is a part of every walk.
+Of the whole walk and of what lies outside `comm/`, whose own part of a walk is the same for all that move something.
 """
 
 from __future__ import annotations
@@ -40,7 +40,10 @@ def test_a_walk_outside_the_communicator_is_short(walks: dict[str, list[str]], w
             way,
             marks=[]
             if way == "quantize"
-            else pytest.mark.xfail(strict=True, reason="comm/ is a chain of base classes, each in its file"),
+            else pytest.mark.xfail(
+                strict=True,
+                reason="the plan, its checks and compiled code are looked up in files of their own",
+            ),
         )
         for way in WANTED
     ],

@@ -16,7 +16,7 @@ from contextlib import suppress
 from typing import Any
 
 from lowshard.comm import Communicator
-from lowshard.comm.loopback import LoopbackCommunicator
+from lowshard.comm.loopback import LoopbackTransport
 from lowshard.comm.reach import Reach
 from lowshard.errors import PeerFailed, TimedOut
 
@@ -62,7 +62,7 @@ class _Group:
         return found
 
 
-class ForkedCommunicator(LoopbackCommunicator):
+class ForkedCommunicator(LoopbackTransport):
     """One process's end of a group."""
 
     _board: Any

@@ -124,7 +124,7 @@ def groups_of_groups_work_beside_their_parents(comm: Communicator, rng: np.rando
 
 @case(memory_of_a_node)
 def groups_that_nobody_holds_are_let_go(comm: Communicator, rng: np.random.Generator) -> None:
-    place: Any = comm._place  # type: ignore[attr-defined]
+    place: Any = comm._transport.place  # type: ignore[attr-defined]
     was_on = gc.isenabled()
     gc.disable()
     try:

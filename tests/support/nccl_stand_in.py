@@ -20,9 +20,9 @@ from support.device_stand_in import DEVICE, DeviceStandIn, StandInStream, need
 
 from lowshard import comm as lc
 from lowshard.comm import Communicator
-from lowshard.comm.nccl import NCCLCommunicator
+from lowshard.comm.nccl import nccl_communicator
 from lowshard.comm.nccl_bindings import Binding
-from lowshard.comm.staged import StagedCommunicator
+from lowshard.comm.staged import staged_communicator
 
 T = TypeVar("T")
 
@@ -382,16 +382,21 @@ class StuckHost(Host):
 
 
 def stuck_communicator(
-    world: World, beside: Communicator, timeout_s: float | None = None, owned: bool = True
-) -> NCCLCommunicator:
+    world: World,
+    beside: Communicator,
+    timeout_s: float | None = None,
+    owned: bool = True,
+    late: bool = False,
+) -> Communicator:
     """Return a communicator of which no work is ever done, with one of the host beside it."""
     host = StuckHost()
     host.handle = Stuck(world, beside.rank, host)
-    return NCCLCommunicator(
+    return nccl_communicator(
         host.handle,
         beside.rank,
         beside.size,
         beside,
+        late=late,
         owned=owned,
         binding=host.binding(),
         timeout_s=timeout_s,
@@ -418,8 +423,8 @@ def run_stand_in(
         handle = StandInCommunicator(world, loopback.rank, host)
         try:
             beside = loopback if control else None
-            comm = NCCLCommunicator(handle, loopback.rank, size, beside, binding=host.binding())
-            return function(comm.compare_late() if late else comm)
+            comm = nccl_communicator(handle, loopback.rank, size, beside, binding=host.binding(), late=late)
+            return function(comm)
         except BaseException:
             world.fail()
             raise
@@ -435,13 +440,13 @@ def run_staged(
     Args:
         size: number of ranks.
         function: what each rank does.
-        slot_bytes: as for StagedCommunicator.
+        slot_bytes: as for Communicator.
         timeout_s: as for run_loopback.
     """
 
     def work(loopback: Communicator) -> T:
         host = Host()
-        comm = StagedCommunicator(loopback, host.binding(with_nccl=False), slot_bytes=slot_bytes)
+        comm = staged_communicator(loopback, host.binding(with_nccl=False), slot_bytes=slot_bytes)
         result = function(comm)
         assert host.synchronized == 0, "the whole device was waited for"
         for stream in host.streams:

@@ -251,7 +251,7 @@ def calls_of_many_sizes_are_all_counted_and_numbered(comm: Communicator, rng: np
         calls = group.traffic.calls["all_reduce"]
         assert calls % 340 == 0, calls
     assert group.traffic.calls == {"all_reduce": 680, "barrier": 1}
-    ring = group._activity.ring()
+    ring = group._transport.activity.ring()
     if comm.transport != "nccl":
         assert len(ring) == 64
         assert ring[-1].startswith("all_reduce#681 float64["), ring[-1]

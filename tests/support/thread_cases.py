@@ -76,7 +76,7 @@ def check_threads(comm: Communicator, meet: Callable[[], object]) -> None:
             else:
                 thread = threading.Thread(target=call, args=(out,))
                 thread.start()
-                while "unlocked" in repr(comm._turn):  # until the thread is in its call
+                while "unlocked" in repr(comm._caller.lock):  # until the thread is in its call
                     time.sleep(0.001)
                 for other in others:
                     with pytest.raises(CommError, match="one thread at a time"):

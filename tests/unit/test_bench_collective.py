@@ -270,7 +270,7 @@ def corrupt(monkeypatch: pytest.MonkeyPatch, only_rank: int, after: int) -> None
     """Have loopback communicators whose all-reduce is one too high in its last element, on one rank, after a while."""
     module = sys.modules["lowshard.comm.loopback"]
 
-    class Corrupting(module.LoopbackCommunicator):  # type: ignore[misc, name-defined]
+    class Corrupting(lc.Communicator):  # type: ignore[misc, name-defined]
         calls = 0
 
         def all_reduce(self, send: Any, recv: Any, *args: Any, **options: Any) -> None:
@@ -279,7 +279,7 @@ def corrupt(monkeypatch: pytest.MonkeyPatch, only_rank: int, after: int) -> None
             if self.rank == only_rank and self.calls > after:
                 recv[-1] += 1
 
-    monkeypatch.setattr(module, "LoopbackCommunicator", Corrupting)
+    monkeypatch.setattr(module, "Communicator", Corrupting)
 
 
 def test_a_wrong_value_is_counted_and_is_exit_code_1(
@@ -297,7 +297,7 @@ def test_a_wrong_value_is_counted_and_is_exit_code_1(
 def test_a_call_that_does_nothing_is_all_wrong(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     module = sys.modules["lowshard.comm.loopback"]
 
-    class Idle(module.LoopbackCommunicator):  # type: ignore[misc, name-defined]
+    class Idle(lc.Communicator):  # type: ignore[misc, name-defined]
         calls = 0
 
         def broadcast(self, buf: Any, root: int = 0) -> None:
@@ -305,7 +305,7 @@ def test_a_call_that_does_nothing_is_all_wrong(monkeypatch: pytest.MonkeyPatch, 
             if self.calls % 2:  # each other call leaves what was there before
                 super().broadcast(buf, root)
 
-    monkeypatch.setattr(module, "LoopbackCommunicator", Idle)
+    monkeypatch.setattr(module, "Communicator", Idle)
     path = tmp_path / "report.json"
     assert bench("broadcast", "-e", "64", "--json", str(path)) == 1
     (row,) = json.loads(path.read_text())["rows"]

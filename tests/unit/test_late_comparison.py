@@ -17,7 +17,6 @@ from support.nccl_stand_in import World, run_stand_in, stuck_communicator
 
 from lowshard import comm as lc
 from lowshard.comm import Communicator, late_comparison
-from lowshard.comm.nccl import NCCLCommunicator
 from lowshard.errors import BufferMismatchError, CommError, LowshardError, MismatchError, TimedOut
 
 T = TypeVar("T")
@@ -27,20 +26,20 @@ SOON_S = 5.0
 
 
 def run_stuck(
-    size: int, function: Callable[[NCCLCommunicator], T], timeout_s: float = 60.0, loopback_s: float = 60.0
+    size: int, function: Callable[[Communicator], T], timeout_s: float = 60.0, loopback_s: float = 60.0
 ) -> list[T]:
     """Run `function(comm)` in threads, on communicators of which no work is ever done."""
     world = World(size)
 
     def work(loopback: Communicator) -> T:
-        return function(stuck_communicator(world, loopback, timeout_s).compare_late())
+        return function(stuck_communicator(world, loopback, timeout_s, late=True))
 
     return lc.run_loopback(size, work, loopback_s)
 
 
 def ended(comm: Communicator) -> str:
-    assert isinstance(comm, NCCLCommunicator)
-    return str(comm._handle.ended)
+    assert comm.transport == "nccl"
+    return str(comm._transport._handle.ended)
 
 
 def told(
@@ -81,7 +80,7 @@ def test_the_contract_holds_where_calls_are_compared_late(name: str, size: int) 
 def test_a_rank_goes_on_while_the_others_have_not_called() -> None:
     went_on = threading.Event()
 
-    def check(comm: NCCLCommunicator) -> None:
+    def check(comm: Communicator) -> None:
         buf = np.zeros(4)
         if comm.rank == 1:
             assert went_on.wait(SOON_S), "rank 0 waits for rank 1"
@@ -95,7 +94,7 @@ def test_a_rank_goes_on_while_the_others_have_not_called() -> None:
 
 
 def test_calls_that_differ_end_in_one_named_error_on_all_ranks_and_nccl_is_aborted() -> None:
-    def check(comm: NCCLCommunicator) -> None:
+    def check(comm: Communicator) -> None:
         buf = np.zeros(4)
         comm.all_reduce(buf, buf)
         says = (
@@ -119,7 +118,7 @@ def test_calls_that_differ_end_in_one_named_error_on_all_ranks_and_nccl_is_abort
 
 
 def test_a_wait_of_the_host_finds_the_mismatch_long_before_its_deadline() -> None:
-    def check(comm: NCCLCommunicator) -> None:
+    def check(comm: Communicator) -> None:
         begun = time.monotonic()
         refused(
             lambda: comm.start.broadcast(np.zeros(4 + comm.rank)).wait(timeout_s=60.0),
@@ -136,7 +135,7 @@ def test_a_wait_of_the_host_finds_the_mismatch_long_before_its_deadline() -> Non
 
 @pytest.mark.parametrize("end", ["barrier", "split", "close", "shared"])
 def test_what_waits_for_the_other_ranks_compares_first(end: str) -> None:
-    def check(comm: NCCLCommunicator) -> None:
+    def check(comm: Communicator) -> None:
         calls = {
             "barrier": comm.barrier, "split": lambda: comm.split(0), "close": comm.close,
             "shared": lambda: comm.broadcast(np.zeros(2) if comm.rank == 0 else None, shared=True),
@@ -162,7 +161,7 @@ def test_what_waits_for_the_other_ranks_compares_first(end: str) -> None:
 def test_a_rank_that_stops_calling_is_named_when_the_time_is_over() -> None:
     stop = threading.Event()
 
-    def check(comm: NCCLCommunicator) -> None:
+    def check(comm: Communicator) -> None:
         buf = np.zeros(4)
         comm.all_reduce(buf, buf)
         if comm.rank == 1:
@@ -171,7 +170,7 @@ def test_a_rank_that_stops_calling_is_named_when_the_time_is_over() -> None:
         comm.broadcast(buf)
         time.sleep(0.3)
         told(
-            lambda: comm._nccl.ask(),
+            lambda: comm._transport._nccl.ask(),
             TimedOut,
             "ranks [1] did not come",
             "this rank called broadcast float64[4]",
@@ -184,7 +183,7 @@ def test_a_rank_that_stops_calling_is_named_when_the_time_is_over() -> None:
 
 
 def test_counts_that_do_not_fit_are_named() -> None:
-    def check(comm: NCCLCommunicator) -> None:
+    def check(comm: Communicator) -> None:
         buf = np.zeros(8)
         comm.all_to_all_v(buf, [2, 2], [0, 4], np.zeros(8), [2, 2], [0, 4])
         counts = [3, 3 if comm.rank else 1]
@@ -201,7 +200,7 @@ def test_counts_that_do_not_fit_are_named() -> None:
 
 
 def test_what_is_wrong_with_the_arguments_of_one_rank_is_raised_on_all() -> None:
-    def check(comm: NCCLCommunicator) -> None:
+    def check(comm: Communicator) -> None:
         wrong = np.zeros(8)[::2]
         if comm.rank == 1:
             refused(lambda: comm.broadcast(wrong), BufferMismatchError, "rank 1", "contiguous")
@@ -230,11 +229,11 @@ def test_what_all_ranks_do_wrong_leaves_the_communicator_as_it_is() -> None:
 def test_other_levels_of_checks_stay_as_they_are(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOWSHARD_CHECK", level)
 
-    def check(comm: NCCLCommunicator) -> None:
-        assert comm._late is None
+    def check(comm: Communicator) -> None:
+        assert comm._transport._late is None
         if level == "full":
             refused(lambda: comm.broadcast(np.zeros(2 + comm.rank)), MismatchError, "call #1")
-            assert not [call for call in comm._handle.calls if call[0] == "broadcast"]
+            assert not [call for call in comm._transport._handle.calls if call[0] == "broadcast"]
         else:
             comm.broadcast(np.zeros(2 + comm.rank))
 
@@ -245,7 +244,7 @@ def test_where_nccls_communicator_is_its_makers_the_error_says_that_it_is_not_ab
     world = World(2)
 
     def check(beside: Communicator) -> None:
-        comm = stuck_communicator(world, beside, owned=False).compare_late()
+        comm = stuck_communicator(world, beside, owned=False, late=True)
         told(
             comm.barrier,
             MismatchError,
@@ -262,7 +261,7 @@ def test_a_rank_that_is_thousands_of_calls_ahead_waits(monkeypatch: pytest.Monke
     monkeypatch.setattr(late_comparison, "MOST_AHEAD", 10)
     calls = [0, 0]
 
-    def check(comm: NCCLCommunicator) -> None:
+    def check(comm: Communicator) -> None:
         buf = np.zeros(4)
         if comm.rank == 1:
             time.sleep(0.3)
@@ -278,9 +277,9 @@ def test_a_rank_that_is_thousands_of_calls_ahead_waits(monkeypatch: pytest.Monke
 def test_groups_are_compared_late_too() -> None:
     def check(comm: Communicator) -> None:
         group = comm.split(comm.rank % 2)
-        assert isinstance(group, NCCLCommunicator)
-        assert group._late is not None
-        assert group._late is not comm._late  # type: ignore[attr-defined]
+        assert group.transport == "nccl"
+        assert group._transport._late is not None
+        assert group._transport._late is not comm._transport._late  # type: ignore[attr-defined]
         buf = np.full(3, float(comm.rank))
         group.all_reduce(buf, buf)
         group.barrier()
@@ -292,13 +291,13 @@ def test_groups_are_compared_late_too() -> None:
 
 
 def test_a_host_that_fails_ends_in_an_error_not_in_silence() -> None:
-    def check(comm: NCCLCommunicator) -> None:
-        assert comm._late is not None
+    def check(comm: Communicator) -> None:
+        assert comm._transport._late is not None
 
         def broken(signature: int) -> bool:
             raise ZeroDivisionError("broken")
 
-        comm._late._host._compare = broken  # type: ignore[method-assign]
+        comm._transport._late._host.compare = broken  # type: ignore[method-assign]
         told(lambda: comm.broadcast(np.zeros(2)), CommError, "could not be compared", "ZeroDivisionError")
 
     run_stuck(2, check)

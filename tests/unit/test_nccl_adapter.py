@@ -27,8 +27,8 @@ from support.nccl_stand_in import (
 
 from lowshard import DeviceMesh, Layout, Sharded, dtypes, execute, plan_redistribute
 from lowshard import comm as lc
-from lowshard.comm import Communicator, default_collectives
-from lowshard.comm.nccl import NCCLCommunicator
+from lowshard.comm import Communicator, collectives
+from lowshard.comm.nccl import nccl_communicator
 from lowshard.comm.nccl_over_mpi import crowding, why_unusable
 from lowshard.comm.reduction import fold
 from lowshard.errors import BufferMismatchError, CommError, MismatchError, PeerFailed, TimedOut
@@ -47,19 +47,19 @@ def test_the_contract_holds_over_the_stand_in(name: str, size: int) -> None:
     run_stand_in(size, lambda comm: run_case(name, comm), control=size % 2 == 0)
 
 
-def alone(**options: Any) -> tuple[NCCLCommunicator, StandInCommunicator, Host]:
+def alone(**options: Any) -> tuple[Communicator, StandInCommunicator, Host]:
     """Return a communicator of one rank, with what stands behind it."""
     host = Host()
     handle = StandInCommunicator(World(1), 0, host)
-    return NCCLCommunicator(handle, 0, 1, binding=host.binding(), **options), handle, host
+    return nccl_communicator(handle, 0, 1, binding=host.binding(), **options), handle, host
 
 
 def calls_of(comm: Communicator, call: Any) -> list[tuple[Any, ...]]:
     """Return the NCCL calls that `call` makes."""
-    assert isinstance(comm, NCCLCommunicator)
-    start = len(comm._handle.calls)
+    assert comm.transport == "nccl"
+    start = len(comm._transport._handle.calls)
     call()
-    return list(comm._handle.calls[start:])
+    return list(comm._transport._handle.calls[start:])
 
 
 # ---- what is called
@@ -162,17 +162,17 @@ def test_a_bf16_reduction_is_one_exchange_one_fold_and_one_gather(monkeypatch: p
         folds.append((threading.get_ident(), [term.ctypes.data for term in terms]))
         fold(terms, out, *rest)
 
-    monkeypatch.setattr(default_collectives, "fold", counted)
+    monkeypatch.setattr(collectives, "fold", counted)
 
     def check(comm: Communicator) -> None:
-        assert isinstance(comm, NCCLCommunicator)
+        assert comm.transport == "nccl"
         rng = np.random.default_rng(comm.rank)
         send = rng.normal(size=4000).astype(dtypes.get("bfloat16").numpy)
         operands = np.zeros((4, 4000), send.dtype)
         comm.all_gather(send, operands)
         expected, recv, part = np.zeros_like(send), np.zeros_like(send), np.zeros(1000, send.dtype)
         fold(list(operands), expected, "sum")
-        log = comm._binding.copy.__self__.log  # type: ignore[attr-defined]
+        log = comm._transport._binding.copy.__self__.log  # type: ignore[attr-defined]
         own = slice(1000 * comm.rank, 1000 * comm.rank + 1000)
         for call, last in (
             (lambda: comm.all_reduce(send, recv), ["allGather"]),
@@ -232,11 +232,11 @@ def test_buffers_that_overlap_without_being_in_place_are_copied_first() -> None:
 
 def test_root_moves_its_own_part_on_the_device_and_in_place_not_at_all() -> None:
     def check(comm: Communicator) -> None:
-        assert isinstance(comm, NCCLCommunicator)
+        assert comm.transport == "nccl"
         own, whole = np.full(3, comm.rank + 1.0), np.arange(9.0)
         root = comm.rank == 1
         for part, copies in ((own, [24]), (whole[3:6], [])):
-            log = comm._binding.copy.__self__.log  # type: ignore[attr-defined]
+            log = comm._transport._binding.copy.__self__.log  # type: ignore[attr-defined]
             log.clear()
             comm.gather(part, whole if root else None, 1)
             comm.scatter(whole if root else None, part, 1)
@@ -287,9 +287,9 @@ def test_only_split_and_a_barrier_without_control_wait_for_the_device() -> None:
 
 def test_a_group_that_fails_is_ended_and_the_first_error_is_the_one_raised() -> None:
     def check(comm: Communicator) -> None:
-        assert isinstance(comm, NCCLCommunicator)
-        nccl = comm._binding.nccl
-        comm._handle.next_error = nccl.NcclError(5)
+        assert comm.transport == "nccl"
+        nccl = comm._transport._binding.nccl
+        comm._transport._handle.next_error = nccl.NcclError(5)
         with pytest.raises(CommError, match=r"in send: NCCL_ERROR_5"), comm.grouped():
             comm.send(np.zeros(3), 1 - comm.rank)
         assert nccl.queue is None
@@ -299,19 +299,19 @@ def test_a_group_that_fails_is_ended_and_the_first_error_is_the_one_raised() -> 
 
 def test_grouped_messages_are_one_group_on_the_current_stream() -> None:
     def check(comm: Communicator) -> None:
-        assert isinstance(comm, NCCLCommunicator)
+        assert comm.transport == "nccl"
         ahead, behind = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
         # More than NCCL takes before the other side comes: only a group does not stand still here.
         send, recv = np.full(5000, float(comm.rank)), np.zeros(5000)
-        groups = comm._binding.nccl.groups
+        groups = comm._transport._binding.nccl.groups
         with comm.grouped():
             comm.send(send, ahead)
             comm.recv(recv, behind)
-            assert not comm._handle.calls
+            assert not comm._transport._handle.calls
         same(recv, np.full(5000, float(behind)))
-        assert comm._binding.nccl.groups == groups + 1
-        assert [c[0] for c in comm._handle.calls] == ["send", "recv"]
-        assert {c[-1] for c in comm._handle.calls} == {DEFAULT_STREAM}
+        assert comm._transport._binding.nccl.groups == groups + 1
+        assert [c[0] for c in comm._transport._handle.calls] == ["send", "recv"]
+        assert {c[-1] for c in comm._transport._handle.calls} == {DEFAULT_STREAM}
         assert comm.traffic.calls == {"send": 1, "recv": 1}
 
     run_stand_in(3, check)
@@ -349,7 +349,7 @@ def test_rank_and_size_must_be_those_of_the_nccl_communicator() -> None:
     handle = StandInCommunicator(World(4), 2, host)
     for rank, size in ((1, 4), (2, 3)):
         with pytest.raises(CommError, match=rf"rank 2 of 4.*rank {rank} of {size}"):
-            NCCLCommunicator(handle, rank, size, binding=host.binding())
+            nccl_communicator(handle, rank, size, binding=host.binding())
 
 
 def test_a_buffer_on_another_device_is_refused() -> None:
@@ -387,7 +387,7 @@ def test_a_binding_that_names_results_7_and_8_is_understood_too() -> None:
 
 def test_without_control_ranks_do_not_compare_what_they_ask_for() -> None:
     def check(comm: Communicator) -> None:
-        assert isinstance(comm, NCCLCommunicator)
+        assert comm.transport == "nccl"
         made = calls_of(comm, lambda: comm.broadcast(np.zeros(2)))
         assert [c[0] for c in made] == ["broadcast"]
 
@@ -396,14 +396,14 @@ def test_without_control_ranks_do_not_compare_what_they_ask_for() -> None:
 
 def test_with_control_ranks_that_ask_for_different_things_are_told_before_nccl_is_called() -> None:
     def check(comm: Communicator) -> None:
-        assert isinstance(comm, NCCLCommunicator)
+        assert comm.transport == "nccl"
         n = 4 + comm.rank
         refused(
             lambda: comm.all_reduce(np.zeros(n), np.zeros(n)), MismatchError, r"float64\[4\]", r"float64\[5\]"
         )
         wrong = np.zeros(4)[::2] if comm.rank else np.zeros(2)
         refused(lambda: comm.broadcast(wrong), BufferMismatchError, "rank 1", "contiguous")
-        assert not [c for c in comm._handle.calls if c[0] not in ("rank_id", "size", "device_id")]
+        assert not [c for c in comm._transport._handle.calls if c[0] not in ("rank_id", "size", "device_id")]
 
     run_stand_in(2, check)
 
@@ -499,7 +499,7 @@ def test_a_rank_that_compares_a_plan_alone_waits_until_the_deadline_and_gives_up
     host = StuckHost()
     host.handle = Stuck(World(2), 0, host)
     host.default.asked = lambda up_to: False  # type: ignore[method-assign]
-    comm = NCCLCommunicator(host.handle, 0, 2, binding=host.binding(), timeout_s=0.2)
+    comm = nccl_communicator(host.handle, 0, 2, binding=host.binding(), timeout_s=0.2)
     with pytest.raises(TimedOut, match="what ranks agree on was not done"):
         execute(_turned(comm), np.zeros((3, 4), np.float32), comm)
     assert host.handle.ended == "abort"
@@ -531,8 +531,8 @@ def test_plans_are_compared_late_where_calls_are() -> None:
         refused(call, BufferMismatchError, "rank 1", r"local .* has shape \(3, 4\)")
 
     world = World(2)
-    lc.run_loopback(2, lambda beside: wrong_on_one(stuck_communicator(world, beside).compare_late()))
-    lc.run_loopback(2, lambda beside: check(stuck_communicator(world, beside).compare_late()))
+    lc.run_loopback(2, lambda beside: wrong_on_one(stuck_communicator(world, beside, late=True)))
+    lc.run_loopback(2, lambda beside: check(stuck_communicator(world, beside, late=True)))
 
 
 # ---- the import, and the real binding
@@ -547,7 +547,9 @@ def test_memory_for_types_that_cupy_does_not_have_is_of_bytes(monkeypatch: pytes
         return np.empty(shape, dtype)
 
     xp = SimpleNamespace(ndarray=np.ndarray, empty=empty)
-    monkeypatch.setattr(comm, "_binding", dataclasses.replace(comm._binding, xp=xp))
+    monkeypatch.setattr(
+        comm._transport.buffers, "binding", dataclasses.replace(comm._transport._binding, xp=xp)
+    )
     for row in dtypes.all_dtypes():
         made = comm.empty((2, 3), row.name)
         assert made.shape == (2, 3)

@@ -20,7 +20,7 @@ from support.nccl_stand_in import Host, StandInCommunicator, World, run_stand_in
 
 from lowshard import settings
 from lowshard.comm import Communicator
-from lowshard.comm.nccl import NCCLCommunicator
+from lowshard.comm.nccl import nccl_communicator
 from lowshard.comm.nccl_bindings import Binding, NCCL4Py, NCCL4PyHandle, _lock
 from lowshard.comm.nccl_wait import last_error
 from lowshard.errors import CommError, DependencyError
@@ -165,18 +165,18 @@ class Lower:
 
 def test_every_transfer_goes_through_nccl4pys_lower_layer_with_the_same_arguments() -> None:
     def check(comm: Communicator) -> None:
-        assert isinstance(comm, NCCLCommunicator)
-        binding, raw, me, n = comm._binding, comm._handle, comm.rank, comm.size
+        assert comm.transport == "nccl"
+        binding, raw, me, n = comm._transport._binding, comm._transport._handle, comm.rank, comm.size
         lower = Lower(raw, binding.nccl)
         nccl = NCCL4Py.__new__(NCCL4Py)
         nccl.core, nccl.low, nccl.NcclError = lower.core, lower, lower.NCCLError
         # CuPy's object gives nccl4py the address of what it made.
         cupys = SimpleNamespace(comm=id(raw))
-        over = NCCLCommunicator(
+        over = nccl_communicator(
             cupys, me, n, comm.control, binding=Binding(**{**vars(binding), "nccl": nccl})
         )
-        assert isinstance(over._handle, NCCL4PyHandle)
-        assert over._handle.comm == id(raw)
+        assert isinstance(over._transport._handle, NCCL4PyHandle)
+        assert over._transport._handle.comm == id(raw)
         one, all_of_it = np.full(4, me + 1.0), np.zeros(4 * n)
         over.all_gather(one, all_of_it)
         assert all_of_it.reshape(n, 4)[:, 0].tolist() == [1.0, 2.0, 3.0]
@@ -347,8 +347,8 @@ def test_an_error_carries_nccls_own_words(cupys_nccl: Any) -> None:
     host = Host()
     binding = Binding(**{**vars(host.binding()), "nccl": cupys_nccl})
     stand_in = StandInCommunicator(World(1), 0, host)
-    comm = NCCLCommunicator(stand_in, 0, 1, binding=binding)
-    comm._handle = null
+    comm = nccl_communicator(stand_in, 0, 1, binding=binding)
+    comm._transport._handle = null
     refused(
         lambda: comm.broadcast(np.zeros(3)),
         CommError,

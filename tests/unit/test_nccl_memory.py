@@ -11,7 +11,7 @@ import pytest
 from support.comm_kit import refused
 from support.nccl_stand_in import Host, StandInCommunicator, World
 
-from lowshard.comm.nccl import NCCLCommunicator
+from lowshard.comm.nccl import nccl_communicator
 from lowshard.comm.nccl_memory import FROM_BYTES, NCCLMemory
 
 COMM = object()
@@ -180,9 +180,9 @@ def test_a_communicator_gives_its_memory_back_before_it_is_destroyed_and_after_i
             told.append((aborted, handle.ended, host.current))
 
     handle.memory = lambda xp: Memory()  # type: ignore[attr-defined]
-    comm = NCCLCommunicator(handle, 0, 1, binding=host.binding())
+    comm = nccl_communicator(handle, 0, 1, binding=host.binding())
     assert comm.empty(3).shape == comm.empty(3).shape == (3,)
-    comm._nccl.failed = end == "abort"
+    comm._transport._nccl.failed = end == "abort"
     comm.close()
     assert told == [
         "allocating",
@@ -194,9 +194,9 @@ def test_a_communicator_gives_its_memory_back_before_it_is_destroyed_and_after_i
 
 def test_an_array_of_a_communicator_lies_on_its_device_whichever_is_current() -> None:
     host = Host(device=2)
-    comm = NCCLCommunicator(StandInCommunicator(World(1), 0, host), 0, 1, binding=host.binding())
+    comm = nccl_communicator(StandInCommunicator(World(1), 0, host), 0, 1, binding=host.binding())
     seen = []
-    binding = comm._binding
+    binding = comm._transport._binding
 
     class Xp:
         def empty(self, shape: Any, dtype: Any) -> np.ndarray:

@@ -16,7 +16,7 @@ from support.fake_cupy import Cupy
 from support.nccl_stand_in import CudaError, Host, StandInCommunicator, World, run_stand_in
 
 from lowshard.comm import Communicator
-from lowshard.comm.nccl import NCCLCommunicator
+from lowshard.comm.nccl import nccl_communicator
 from lowshard.comm.nccl_bindings import Binding
 from lowshard.comm.nccl_wait import InThread, wait_for
 from lowshard.comm.pinned import Slots
@@ -178,10 +178,10 @@ def test_a_lane_of_a_sharded_model_settles_by_its_deadline() -> None:
 # ---- what an NCCL communicator does with it
 
 
-def alone(**options: Any) -> tuple[NCCLCommunicator, StandInCommunicator, Host]:
+def alone(**options: Any) -> tuple[Communicator, StandInCommunicator, Host]:
     host = Host()
     handle = StandInCommunicator(World(1), 0, host)
-    return NCCLCommunicator(handle, 0, 1, binding=host.binding(), **options), handle, host
+    return nccl_communicator(handle, 0, 1, binding=host.binding(), **options), handle, host
 
 
 def hang(host: Host) -> threading.Event:
@@ -227,12 +227,12 @@ def test_no_abort_beside_another_threads_call(monkeypatch: pytest.MonkeyPatch) -
         inside.set()
         leave.wait(10.0)
 
-    thread = threading.Thread(target=lambda: comm._nccl.call(stuck))
+    thread = threading.Thread(target=lambda: comm._transport._nccl.call(stuck))
     thread.start()
     try:
         assert inside.wait(5.0)
-        comm._nccl.ask()  # does not wait for the other thread either
-        assert "another thread is inside an NCCL call" in comm._nccl.give_up()
+        comm._transport._nccl.ask()  # does not wait for the other thread either
+        assert "another thread is inside an NCCL call" in comm._transport._nccl.give_up()
         assert not handle.ended
     finally:
         leave.set()
@@ -246,7 +246,7 @@ def test_an_abort_by_another_thread_is_no_success() -> None:
     release = hang(host)
 
     def abort() -> None:
-        comm._nccl.give_up()
+        comm._transport._nccl.give_up()
         release.set()  # the kernel has left the device
 
     timer = threading.Timer(0.05, abort)
@@ -258,10 +258,10 @@ def test_a_rank_that_does_not_come_to_a_split_is_found_on_the_host(monkeypatch: 
     monkeypatch.setenv("LOWSHARD_CHECK", "off")  # else the check of the call finds it
 
     def check(comm: Communicator) -> None:
-        assert isinstance(comm, NCCLCommunicator)
+        assert comm.transport == "nccl"
         if comm.rank == 0:
             refused(lambda: comm.split(0), TimedOut, r"\[1\]")
-            assert not [call for call in comm._handle.calls if call[0] == "commSplit"]
+            assert not [call for call in comm._transport._handle.calls if call[0] == "commSplit"]
 
     run_stand_in(2, check, timeout_s=0.2)
 
@@ -275,7 +275,7 @@ def test_calls_that_block_have_the_deadline_and_the_device_of_the_communicator(w
         leave.wait(10.0)
 
     if what == "synchronize":
-        object.__setattr__(comm._binding, "synchronize", block)
+        object.__setattr__(comm._transport._binding, "synchronize", block)
     else:
         setattr(handle, what, block)
     call: Callable[[], object] = comm.close if what == "destroy" else lambda: comm.split(0)
@@ -303,7 +303,7 @@ def test_the_side_channel_is_looked_at_by_started_work() -> None:
     watch.flag[0] = 1
     refused(work.wait, PeerFailed, "boom")
     comm.close()
-    assert comm._handle.ended == "abort"
+    assert comm._transport._handle.ended == "abort"
 
 
 # ---- connections
@@ -312,10 +312,10 @@ def test_the_side_channel_is_looked_at_by_started_work() -> None:
 def test_a_group_is_connected_when_it_is_made() -> None:
     def check(comm: Communicator) -> None:
         part = comm.split(0)
-        assert isinstance(part, NCCLCommunicator)
-        names = [name for name, *_ in part._handle.calls]
+        assert part.transport == "nccl"
+        names = [name for name, *_ in part._transport._handle.calls]
         for name in ("send", "recv"):
-            peers = [call[4] for call in part._handle.calls if call[0] == name]
+            peers = [call[4] for call in part._transport._handle.calls if call[0] == name]
             assert peers == [rank for rank in range(comm.size) if rank != comm.rank]
         assert names.count("allReduce") == names.count("allGather") == 1
         assert part.traffic.calls == {}
@@ -328,9 +328,9 @@ def test_a_rank_that_never_comes_to_the_first_call_ends_the_split_by_its_deadlin
     end = threading.Event()
 
     def check(comm: Communicator) -> None:
-        assert isinstance(comm, NCCLCommunicator)
+        assert comm.transport == "nccl"
         if comm.rank == 1:
-            split = comm._handle.commSplit
+            split = comm._transport._handle.commSplit
 
             def gone(color: int, key: int) -> StandInCommunicator:
                 part = split(color, key)
@@ -338,15 +338,15 @@ def test_a_rank_that_never_comes_to_the_first_call_ends_the_split_by_its_deadlin
                 part.run = lambda batch: end.wait(20.0)  # type: ignore[assignment, method-assign, return-value]
                 return part
 
-            comm._handle.commSplit = gone  # type: ignore[method-assign]
-        assert comm._host is not None
-        made, split_host = [], comm._host._split
-        comm._host._split = lambda *args: made.append(split_host(*args)) or made[0]  # type: ignore[func-returns-value, method-assign]
+            comm._transport._handle.commSplit = gone  # type: ignore[method-assign]
+        assert comm._transport.host is not None
+        made, split_host = [], comm._transport.host.split
+        comm._transport.host.split = lambda *args: made.append(split_host(*args)) or made[0]  # type: ignore[func-returns-value, method-assign]
         begun = time.monotonic()
         refused(lambda: comm.split(0), TimedOut, f"NCCL connecting rank {comm.rank} to 1 others was not done")
         assert time.monotonic() - begun < 5.0
-        assert [host._closed for host in made] == [True], "the group's communicator of the host stays open"
-        comm._nccl.failed = True  # no destroy: the group's first call is still under way
+        assert [host.closed for host in made] == [True], "the group's communicator of the host stays open"
+        comm._transport._nccl.failed = True  # no destroy: the group's first call is still under way
         if comm.rank == 0:
             end.set()
 
@@ -385,18 +385,20 @@ def test_an_error_of_one_ranks_gpu_is_raised_by_its_next_call_and_reaches_all_ra
     lines: list[Line] = []
 
     def check(plain: Communicator) -> None:
-        assert isinstance(plain, NCCLCommunicator)
-        host = plain._binding.select.__self__  # type: ignore[attr-defined]
+        assert plain.transport == "nccl"
+        host = plain._transport._binding.select.__self__  # type: ignore[attr-defined]
         line = Line(lines, plain.rank)
-        handle = plain._handle
-        comm = NCCLCommunicator(handle, plain.rank, 2, plain.control, binding=plain._binding, watch=line)  # type: ignore[arg-type]
+        handle = plain._transport._handle
+        comm = nccl_communicator(
+            handle, plain.rank, 2, plain.control, binding=plain._transport._binding, watch=line
+        )  # type: ignore[arg-type]
         buf = np.ones(5)
         comm.all_reduce(buf, buf)
         work = comm.start.all_reduce(buf, buf)
         plain.control.barrier()
         if comm.rank == 0:
             hang(host)
-            comm._side._stream.asked = host.default.asked
+            comm._transport._side._stream.asked = host.default.asked
             begun = time.monotonic()
             refused(lambda: work.wait(timeout_s=20.0), PeerFailed, "rank 1 failed: all_reduce")
             assert time.monotonic() - begun < 2.0
@@ -411,7 +413,7 @@ def test_an_error_of_one_ranks_gpu_is_raised_by_its_next_call_and_reaches_all_ra
             }  # fmt: skip
             if how != "call":
                 hang(host)
-                comm._side._stream.asked = host.default.asked
+                comm._transport._side._stream.asked = host.default.asked
             if (kind, how) == ("nccl", "done"):  # asks CUDA alone
                 assert not work.done()
                 how_it_is_found = call["wait"]

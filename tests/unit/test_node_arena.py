@@ -234,8 +234,8 @@ def memories(size: int) -> Iterator[list[NodeMemory]]:
 
 def exchange_over(comm: lc.Communicator) -> Callable[[Any], list[Any]]:
     def exchange(mine: Any) -> list[Any]:
-        found = comm._meet(mine)  # type: ignore[attr-defined]
-        comm._leave()  # type: ignore[attr-defined]
+        found = comm._transport.meet(mine)  # type: ignore[attr-defined]
+        comm._transport.leave()  # type: ignore[attr-defined]
         return list(found)
 
     return exchange

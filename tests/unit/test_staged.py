@@ -19,7 +19,7 @@ from lowshard import dtypes
 from lowshard.comm import Communicator
 from lowshard.comm.nccl_wait import InThread
 from lowshard.comm.pinned import Round, Slots
-from lowshard.comm.staged import StagedCommunicator
+from lowshard.comm.staged import staged_communicator
 from lowshard.errors import BufferMismatchError, CommError, MismatchError, TimedOut
 
 
@@ -37,10 +37,10 @@ def test_the_contract_holds_over_staged_loopback(name: str, size: int) -> None:
     run_staged(size, lambda comm: run_case(name, comm), slot_bytes)
 
 
-def staged(comm: Communicator) -> tuple[StagedCommunicator, Host]:
+def staged(comm: Communicator) -> tuple[Communicator, Host]:
     """Return a communicator of a test with the device behind it."""
-    assert isinstance(comm, StagedCommunicator)
-    host = comm._binding.select.__self__  # type: ignore[attr-defined]
+    assert comm.transport == "staged"
+    host = comm._transport._binding.select.__self__  # type: ignore[attr-defined]
     assert isinstance(host, Host)
     return comm, host
 
@@ -272,7 +272,7 @@ def test_a_round_that_fails_leaves_slots_that_can_be_used_again() -> None:
 def test_a_stream_that_does_not_get_there_in_time_is_an_error() -> None:
     (beside,) = lc.loopback(1, timeout_s=0.05)
     host = Host()
-    comm = StagedCommunicator(beside, host.binding(with_nccl=False))
+    comm = staged_communicator(beside, host.binding(with_nccl=False))
     host.default.asked = lambda up_to: False  # type: ignore[method-assign]
     refused(lambda: comm.all_reduce(np.zeros(3), np.zeros(3)), TimedOut, "all_reduce: the copy of buffers")
 
@@ -300,11 +300,11 @@ def test_it_has_a_name_a_control_and_no_need_of_nccl() -> None:
 
 def test_leaving_a_with_block_by_an_error_leaves_the_hosts_so_too() -> None:
     (beside,) = lc.loopback(1)
-    comm = StagedCommunicator(beside, Host().binding(with_nccl=False))
+    comm = staged_communicator(beside, Host().binding(with_nccl=False))
     with pytest.raises(ZeroDivisionError), comm:
         raise ZeroDivisionError
-    assert beside._failed
-    assert beside._closed
+    assert beside._transport.failed
+    assert beside._transport.closed
 
 
 def test_ranks_that_ask_for_different_things_are_told_alike() -> None:
@@ -434,7 +434,7 @@ def test_started_messages_wait_for_one_rank_only() -> None:
 def test_a_thread_whose_current_device_is_another_one_stages_on_the_communicators() -> None:
     host = Host(device=1)
     host.select(1)
-    comm = StagedCommunicator(lc.loopback(1)[0], host.binding(with_nccl=False), device=1)
+    comm = staged_communicator(lc.loopback(1)[0], host.binding(with_nccl=False), device=1)
     buf, started = np.arange(3.0), np.arange(3.0)
 
     def work() -> int:

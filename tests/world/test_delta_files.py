@@ -25,7 +25,7 @@ from lowshard.checkpoint import Catalog, Delta, open_deltas, read_header, write_
 from lowshard.checkpoint.delta_codec import Checksum
 from lowshard.checkpoint.hf_index import HF_INDEX
 from lowshard.cli import main
-from lowshard.comm.loopback import LoopbackCommunicator
+from lowshard.comm.loopback import LoopbackTransport
 from lowshard.errors import CheckpointError, LowshardError, NotDurable
 from lowshard.reshard import digest, model_digest
 from lowshard.tiling import Tiling
@@ -591,7 +591,7 @@ def test_a_delta_that_fails_at_any_step_is_whole_or_not_there(tmp_path: Path, fo
 
     def attempt(steps: Steps) -> BaseException | None:
         try:
-            with watched(top, LoopbackCommunicator), counted(steps):
+            with watched(top, LoopbackTransport), counted(steps):
                 write_delta(tmp_path / "a", tmp_path / "b", place(top, form, 1))
         except (LowshardError, OSError, KeyboardInterrupt) as error:
             return error

@@ -347,7 +347,7 @@ def test_another_thread_cannot_call_while_a_reshard_runs() -> None:
             thread = threading.Thread(target=reshard.run)
             thread.start()
             end_s = time.monotonic() + 5
-            while "unlocked" in repr(comm._turn) and time.monotonic() < end_s:
+            while "unlocked" in repr(comm._caller.lock) and time.monotonic() < end_s:
                 time.sleep(0.001)
             with pytest.raises(CommError, match="one thread at a time"):
                 comm.barrier()

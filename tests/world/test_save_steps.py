@@ -13,7 +13,7 @@ from support.savers import RANKS, SAVERS, Ended, Saver, attempt, judge
 
 import lowshard
 from lowshard import comm as lc
-from lowshard.comm.loopback import LoopbackCommunicator
+from lowshard.comm.loopback import LoopbackTransport
 
 VICTIMS = (0, 2)
 
@@ -36,7 +36,7 @@ def run(saver: Saver, victim: int, steps: Steps, *, breaks: bool) -> list[Ended 
 def count(saver: Saver, victim: int, *, fresh: bool) -> Steps:
     steps = Steps()
     saver.start(fresh=fresh)
-    with watched(saver.folder / "c", LoopbackCommunicator):
+    with watched(saver.folder / "c", LoopbackTransport):
         assert run(saver, victim, steps, breaks=False) == [Ended()] * RANKS
     return steps
 
@@ -79,7 +79,7 @@ def test_a_save_that_fails_at_any_step_leaves_a_whole_checkpoint(
         before, files, steps = saver.inode(), saver.files(), Steps(at, fault)
         breaks = not fault.startswith("E")
         try:
-            with watched(saver.folder / "c", LoopbackCommunicator):
+            with watched(saver.folder / "c", LoopbackTransport):
                 ended = run(saver, victim, steps, breaks=breaks)
             assert len(steps.names) >= at
             if not breaks:  # the same error on all ranks, or none

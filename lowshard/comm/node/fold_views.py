@@ -13,10 +13,10 @@ import numpy as np
 
 from lowshard import dtypes
 from lowshard.bounded import bounded_cache
-from lowshard.comm.node.call_runner import address_of
 from lowshard.comm.node.calls import load_calls
 from lowshard.comm.node.combine import BLOCK_BYTES, HALVES, NATIVE, OPS, recipe_of, schedule
 from lowshard.comm.node.fold import scratch_blocks
+from lowshard.comm.node.group_block import address_of
 from lowshard.comm.node.node_rendezvous import CONTEXT_WORDS, PARTS, SCRATCH, SIZE
 
 Array = Any

@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from lowshard.comm.node.call_runner import FACT, NodeWays, Place, address_of
-from lowshard.comm.node.node_plan import ALWAYS_SMALL_BYTES
+from lowshard.comm.call_comparison import STEP_SIGNATURE
+from lowshard.comm.node.call_runner import CallRunner
+from lowshard.comm.node.group_block import ALWAYS_SMALL_BYTES, Place, address_of
 from lowshard.comm.reach import Published, Reach
 
 Array = Any
@@ -17,10 +18,11 @@ Array = Any
 class NodeReach(Reach):
     """All ranks of a communicator over one machine."""
 
-    def __init__(self, comm: NodeWays) -> None:
-        super().__init__(comm.rank, comm.size)
-        self.peers, self.homes = tuple(range(comm.size)), (0,) * comm.size
-        self._comm, self._place = comm, comm._place
+    def __init__(self, runner: CallRunner) -> None:
+        over = runner.over
+        super().__init__(over.rank, over.size)
+        self.peers, self.homes = tuple(range(over.size)), (0,) * over.size
+        self._runner, self._over, self._place = runner, over, runner.place
 
     @property
     def crosses(self) -> bool:
@@ -33,7 +35,7 @@ class NodeReach(Reach):
 
     def publish(self, arrays: Sequence[Array | None], note: int = 0) -> Published:
         """Tell where arrays lie, in one meeting; see `Reach.publish`."""
-        comm, arena, row = self._comm, self._place.memory.arena, [note]
+        runner, size, arena, row = self._runner, self._over.size, self._place.memory.arena, [note]
         for array in arrays:
             if array is None or not array.nbytes:
                 row += (-1, 0, 0, 0)
@@ -43,21 +45,23 @@ class NodeReach(Reach):
         mine = np.array(row, np.int64)
         n = mine.nbytes
         if n > ALWAYS_SMALL_BYTES:
-            return _Rows(self._place, comm._gather_facts(mine).tolist())
-        rows = np.empty((comm.size, mine.size), np.int64)
-        code = comm._compiled.gather_slots(
-            comm._ctx, FACT, address_of(mine), n, address_of(rows), 0, comm.size, 0, n, 0
+            return _Rows(self._place, self._over.gather_facts(mine).tolist())
+        rows = np.empty((size, mine.size), np.int64)
+        code = runner.compiled.gather_slots(
+            runner.ctx, STEP_SIGNATURE, address_of(mine), n, address_of(rows), 0, size, 0, n, 0
         )
-        comm._end(code, "publish")
+        if code:
+            runner.end(code, "publish")
         return _Rows(self._place, rows.tolist())
 
     def barrier(self) -> None:
         """Return once all ranks have come."""
-        self._comm._barrier()
+        self._over.barrier()
 
     def common(self, elems: int, dtype: Any) -> Array:
         """Return one array for all ranks; the first rank's arena has it."""
-        return self._comm._common(elems, dtype)
+        found: Array = self._over.common(elems, dtype)
+        return found
 
     def pid(self, rank: int) -> int:
         """Return the process of a rank."""

@@ -1,0 +1,218 @@
+"""What ranks ask for, compared: how they find out that they differ, and the one error that all of them raise.
+
+The functions work over any transport's primitives. Most transports compare in their own meetings instead, and come
+here where something differs.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import NoReturn, Protocol
+
+import numpy as np
+
+from lowshard import errors
+from lowshard.comm.call import Call, Check, source_line
+from lowshard.comm.wait_guard import names_of
+from lowshard.errors import CommError, LowshardError, MismatchError, cause_of
+
+NO_ARRAY = "[?]"
+"""In the text of a call: this argument is no array, or none of a dtype of the table."""
+
+ERROR_SIGNATURE = 2
+"""In place of a call's signature: this rank's own arguments are wrong."""
+STEP_SIGNATURE = 3
+"""Of what transports ask of each other beside the users' calls."""
+
+AGREED = ", digest "
+"""In the texts of ranks that agree on something, which is no call that counts."""
+
+_PAIRS_TOLD = 4
+
+
+class Comparing(Protocol):
+    """What a transport gives for this; see `lowshard.comm.transport.Transport`."""
+
+    rank: int
+    size: int
+    check: Check
+    sequence: int
+    started_at: str | None
+
+    def compare(self, signature: int) -> bool:
+        """Return, on all ranks alike, whether all ranks gave the same signature."""
+
+    def gather_facts(self, record: np.ndarray) -> np.ndarray:
+        """Return every rank's record of one length."""
+
+
+def compare_texts(t: Comparing, text: str) -> None:
+    """Return if all ranks ask for this; else raise one error on all of them."""
+    if any(other != text for other in share_texts(t, text)):
+        differ(t, text)
+
+
+def verify_counts(t: Comparing, call: Call, send_counts: Sequence[int], recv_counts: Sequence[int]) -> None:
+    """Return if what each rank sends is what each expects; else raise one error on all ranks."""
+    if t.check == "off" or t.size == 1:
+        return
+    rows = t.gather_facts(np.array([*send_counts, *recv_counts], np.int64))
+    if not np.array_equal(rows[:, : t.size], rows[:, t.size :].T):
+        differ_in_counts(t, call.text, send_counts, recv_counts)
+
+
+def refuse(t: Comparing, text: str, error: LowshardError) -> NoReturn:
+    """Raise what is wrong with this rank's arguments, on all ranks; `text` is what it asked for."""
+    if t.check == "full":
+        share_texts(t, "")
+    else:
+        t.compare(ERROR_SIGNATURE)
+    differ(t, text, error)
+
+
+def differ(t: Comparing, text: str, error: LowshardError | None = None) -> NoReturn:
+    """Tell each other what was asked for and raise the same error on all ranks.
+
+    Raises:
+        MismatchError: ranks asked for different things.
+        LowshardError: all asked for the same, but the arguments of some are wrong: the lowest such rank's error.
+    """
+    rows = [json.loads(row) for row in share_texts(t, json.dumps(_mine(t, text, error)))]
+    raise verdict_of(rows, t.sequence) from cause_of(error)
+
+
+def differ_in_counts(
+    t: Comparing, text: str, send_counts: Sequence[int], recv_counts: Sequence[int]
+) -> NoReturn:
+    """Tell each other the counts of an exchange and raise, on all ranks, which pairs of them do not agree.
+
+    Raises:
+        MismatchError: always.
+    """
+    mine = [t.started_at or source_line(), list(map(int, send_counts)), list(map(int, recv_counts))]
+    rows = [json.loads(row) for row in share_texts(t, json.dumps(mine))]
+    raise counts_error(text, [row[0] for row in rows], [row[1:] for row in rows], t.sequence)
+
+
+def agree(
+    t: Comparing, signature: int, text: str, error: Exception | None, compared: bool = False
+) -> list[list[str]]:
+    """Return nothing where all ranks come with this signature and no error; else what each of them came with.
+
+    That is a text, a source line and, where it has an error, its class and words.
+
+    Args:
+        t: the transport.
+        signature: what all must have.
+        text: it as text.
+        error: what is wrong on this rank.
+        compared: whether signatures were compared before, and differ.
+
+    Raises:
+        MismatchError: some rank makes another call meanwhile; the same on all ranks.
+    """
+    if compared:
+        pass
+    elif t.check != "full":
+        if t.compare(signature if error is None else ERROR_SIGNATURE) and error is None:
+            return []
+    elif error is not None:
+        share_texts(t, "")
+    elif set(share_texts(t, text)) == {text}:
+        return []
+    rows = [json.loads(row) for row in share_texts(t, json.dumps(_mine(t, text, error)))]
+    return only_agreements(rows, error, t.sequence)
+
+
+def only_agreements(rows: list[list[str]], error: Exception | None, sequence: int) -> list[list[str]]:
+    """Return what ranks came with to agree on, or raise MismatchError where some of them called something else."""
+    if not all(AGREED in row[0] for row in rows):
+        raise _mismatch(rows, sequence + 1) from cause_of(error)
+    return rows
+
+
+def share_texts(t: Comparing, text: str) -> list[str]:
+    """Return every rank's text, in rank order, by way of two moves."""
+    data = np.frombuffer(text.encode(), np.uint8)
+    counts = [int(row[0]) for row in t.gather_facts(np.array([data.size], np.int64))]
+    padded = np.zeros(max(*counts, 1), np.uint8)
+    padded[: data.size] = data
+    rows = t.gather_facts(padded)
+    return [rows[rank][: counts[rank]].tobytes().decode() for rank in range(t.size)]
+
+
+def _mine(t: Comparing, text: str, error: Exception | None) -> list[str]:
+    said = [] if error is None else [type(error).__name__, str(error)]
+    return [text, t.started_at or source_line(), *said]
+
+
+def verdict_of(rows: Sequence[Sequence[str]], number: int) -> LowshardError:
+    """Return the one error of all ranks for a call of that number that they did not make alike.
+
+    Args:
+        rows: of each rank what it asked for, its source line and, where its arguments are wrong, the error's class and
+            words.
+        number: of the call on the communicator.
+
+    Returns:
+        A MismatchError where they asked for different things; where all asked for the same, but the arguments of some
+        are wrong, the lowest such rank's error.
+    """
+    wrong = [rank for rank, row in enumerate(rows) if len(row) > 2]
+    # What is no array at all, or names an op or a root that there is not, says nothing of what was asked for; neither
+    # does the digest of an agreement where a rank has none, for an error.
+    asked_for = {
+        row[0].partition(AGREED)[0] if wrong else row[0]
+        for row in rows
+        if NO_ARRAY not in row[0] and row[2:3] != [CommError.__name__]
+    }
+    if wrong and len(asked_for) <= 1:
+        name, said = rows[wrong[0]][2:]
+        cls = getattr(errors, name, None)
+        if isinstance(cls, type) and issubclass(cls, LowshardError):
+            return cls(f"rank {wrong[0]}: {said}")
+        return LowshardError(f"rank {wrong[0]}: {name}: {said}")
+    return _mismatch(rows, number)
+
+
+def _mismatch(rows: Sequence[Sequence[str]], number: int) -> MismatchError:
+    """Return the error of ranks that asked for different things, in their call of that number."""
+    by_row: dict[tuple[str, str], list[int]] = {}
+    for rank, row in enumerate(rows):
+        also = f" (wrong in itself: {row[3]})" if len(row) > 2 else ""
+        by_row.setdefault((row[0], row[1] + also), []).append(rank)
+    asked = "; ".join(
+        f"{names_of(ranks)} asked for {what} at {line}" for (what, line), ranks in by_row.items()
+    )
+    return MismatchError(
+        f"all ranks of a communicator make the same call with the same dtype, counts, reduction and root, but in "
+        f"call #{number} {asked}"
+    )
+
+
+def counts_error(
+    text: str, lines: Sequence[str], counts: Sequence[Sequence[Sequence[int]]], number: int
+) -> MismatchError:
+    """Return the error of an exchange in which a rank expects another count than is sent to it.
+
+    Args:
+        text: of the call.
+        lines: of each rank, where it made the call.
+        counts: of each rank, its send_counts and its recv_counts.
+        number: of the call on the communicator.
+    """
+    sent, expected = zip(*counts, strict=True)
+    size = len(lines)
+    pairs = [
+        f"rank {i} sends {sent[i][j]} elements to rank {j} (send_counts={sent[i]} at {lines[i]}), which expects "
+        f"{expected[j][i]} (recv_counts={expected[j]} at {lines[j]})"
+        for i in range(size)
+        for j in range(size)
+        if sent[i][j] != expected[j][i]
+    ]
+    more = f"; and {len(pairs) - _PAIRS_TOLD} more pairs" if len(pairs) > _PAIRS_TOLD else ""
+    return MismatchError(
+        f"{text}: send_counts[j] on rank i is recv_counts[i] on rank j, but in call #{number} "
+        f"{'; '.join(pairs[:_PAIRS_TOLD])}{more}"
+    )

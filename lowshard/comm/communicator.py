@@ -1,0 +1,675 @@
+"""The communicator: collectives over raw buffers, the same on every transport.
+
+Everything users see lives here once: arguments are checked, calls counted, numbered and recorded. What a collective is
+stands in `lowshard.comm.collectives`; how bytes move is the transport's (`lowshard.comm.transport`), which this holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import wraps
+from inspect import signature
+from types import ModuleType
+from typing import Any, Concatenate, ParamSpec, Self
+from weakref import WeakSet
+
+from lowshard.argument import whole
+from lowshard.comm import check
+from lowshard.comm import collectives as table
+from lowshard.comm.background import Background
+from lowshard.comm.caller import Caller
+from lowshard.comm.collectives import Collective
+from lowshard.comm.reach import Reach
+from lowshard.comm.transport import Transport
+from lowshard.comm.work import Op, Order, Stream, Work
+from lowshard.errors import CommError, LowshardError
+from lowshard.foreign_array import like, view_or_same
+
+Array = Any  # a NumPy or CuPy array; CuPy ships no types
+P = ParamSpec("P")
+
+_MOST = (1 << 31) - 1
+"""Of a colour and a key: MPI takes C ints."""
+_ALL_GATHER, _ALL_TO_ALL, _BARRIER = ("all_gather",), ("all_to_all",), ("barrier",)
+
+
+class Communicator:
+    """Collectives over the buffers of a group of ranks.
+
+    Buffers are C-contiguous arrays with a dtype of the table, of `xp` or of any library whose arrays have DLPack,
+    `__cuda_array_interface__` or a buffer (torch, JAX): their own memory is read and written, never a copy. Read-only
+    ones (JAX's) are sources only. Counts are in elements. Every method but the attributes and `empty` is collective:
+    all ranks of the communicator call it, in one order (`send` and `recv`: the two ranks concerned). Results are
+    written into the buffers given; shared ones, which are new, are of the library of the input.
+
+    One thread at a time calls a communicator, since the calls of several have no order that is the same on all ranks:
+    CommError where one calls while another is in a call. Split it, a communicator for each thread.
+
+    Ranks compare what they ask for before anything moves (`LOWSHARD_CHECK`: hash, the default, full or off), so that
+    each of these errors is raised by all ranks alike: MismatchError where they ask for different things, and what is
+    wrong with the arguments of one. A wait that ends without the others raises PeerFailed or TimedOut. On NCCL `hash`
+    compares a little later, so that no call waits for another host: `lowshard.comm.nccl` says what that means.
+
+    On GPUs `stream` says where a call is put: a stream of CuPy or torch, an object with `__cuda_stream__`, or the
+    address of a cudaStream_t; by default CuPy's current stream of the buffers' device. A stream of another device is a
+    StreamError. On CPUs any stream is a CommError.
+    """
+
+    def __init__(self, transport: Transport, control: Communicator | None = None) -> None:
+        """Hold a transport, which `close` closes.
+
+        Args:
+            transport: moves bytes between the ranks.
+            control: the communicator over `transport.host`, where there is one already.
+        """
+        self._transport, self._control = transport, control
+        self.rank, self.size = transport.rank, transport.size
+        """This rank within the communicator, and the number of ranks."""
+        self._caller = Caller(transport)
+        self.traffic = self._caller.traffic
+        self._backgrounds: WeakSet[Background] = WeakSet()
+        self._beside: Background | None = None
+
+    @property
+    def transport(self) -> str:
+        """The transport's name: loopback, mpi, nccl or staged."""
+        return self._transport.name
+
+    @property
+    def timeout_s(self) -> float:
+        """Seconds after which a wait for other ranks raises TimedOut."""
+        return self._transport.timeout_s
+
+    @property
+    def xp(self) -> ModuleType:
+        """The array module of the buffers: numpy or cupy."""
+        return self._transport.buffers.xp
+
+    @property
+    def control(self) -> Communicator:
+        """A communicator over host memory for checks and small facts; itself on a CPU."""
+        if self._transport.host is None:
+            return self
+        if self._control is None:
+            self._control = Communicator(self._transport.host)
+        return self._control
+
+    @property
+    def mpi_comm(self) -> Any:
+        """The mpi4py communicator underneath; a group's on one node is that of the ranks it was split from.
+
+        Raises:
+            AttributeError: there is none.
+        """
+        return self._transport.mpi_comm  # type: ignore[attr-defined]
+
+    @property
+    def node_size(self) -> int | None:
+        """Ranks a node, where rank r is on node r // node_size; None where there is one node, or no such number."""
+        return self._transport.node_size
+
+    @property
+    def reach(self) -> Reach:
+        """What this rank reaches of other ranks' memory."""
+        return self._transport.reach
+
+    @property
+    def start(self) -> Starter:
+        """The same calls, not waited for: each method returns a `Work`.
+
+        The buffers belong to the call until the work is done. Calls run in the order they are started in.
+        """
+        return Starter(self)
+
+    @property
+    def beside(self) -> Background:
+        """Runs saves beside this communicator's calls, one at a time.
+
+        Collective: all ranks of the communicator ask for it the first time, when it is made.
+        """
+        if self._beside is None:
+            self._beside = Background(self, "lowshard save")
+        return self._beside
+
+    def settle_beside(self) -> Exception | None:
+        """Wait for what was started on `beside`; return what went wrong in it and was told to nobody.
+
+        Not collective.
+        """
+        return None if self._beside is None else self._beside.settle()
+
+    def fold(self, terms: Sequence[Array], out: Array, op: str, divisor: int = 1) -> None:
+        """Write the reduction of arrays of any strides into `out`, in tree order; a step of this rank alone."""
+        self._transport.fold(terms, out, op, divisor)
+
+    def meeting(self, what: str, stream: Stream = None) -> AbstractContextManager[LowshardError | None]:
+        """Make device and stream current for a block: a call of several steps, in which the hosts of all ranks meet.
+
+        The block gets what is wrong with the stream, for the caller to let all ranks raise. No CUDA graph records it.
+        """
+        return self._transport.buffers.meeting(what, stream, self._caller.in_group())
+
+    def empty(self, shape: int | Sequence[int], dtype: Any = "float32") -> Array:
+        """Return an array, not filled, in memory that the other ranks of the node can read where it lies.
+
+        Nothing is staged for such arrays; any other array works too. On a GPU fp8 and e8m0 are uint8. Not collective.
+
+        Raises:
+            DTypeError: a dtype outside the table.
+            BufferMismatchError: a shape that is none.
+        """
+        return self._transport.empty(shape, dtype)
+
+    # ---- moves
+
+    def all_gather(
+        self, send: Array, recv: Array | None = None, *, shared: bool = False, stream: Stream = None
+    ) -> Array | None:
+        """Put every rank's `send` into `recv` on all ranks, in rank order.
+
+        Collective: all ranks of the communicator call this. recv holds size x send elements. In
+        place: pass this rank's own part of recv as send.
+
+        Args:
+            send: this rank's part.
+            recv: where the whole goes.
+            shared: return the whole instead, joined along the first dim: one read-only array for all ranks of the
+                node. recv is None.
+
+        Raises:
+            BufferMismatchError: shape, dtype, device or memory order do not fit.
+            MismatchError: ranks ask for different things.
+            CommError: the communicator is closed.
+        """
+        if shared is not False and self._caller.is_shared(shared, "all_gather"):
+            return self._caller.shared(table.ALL_GATHER, send, recv, stream)
+        if stream is not None or not self._caller.again(_ALL_GATHER, id(send), id(recv)):
+            self._caller.call(table.ALL_GATHER, _ALL_GATHER, send, recv, stream)
+        return None
+
+    def all_gather_v(
+        self, send: Array, recv: Array, recv_counts: Sequence[int], recv_displs: Sequence[int],
+        *, stream: Stream = None,
+    ) -> None:  # fmt: skip
+        """Put every rank's `send`, of its own length, into `recv` on all ranks.
+
+        Collective: all ranks of the communicator call this. `recv_counts[i]` elements of rank i land
+        at `recv_displs[i]`. In place: pass this rank's own part of recv as send.
+
+        Raises:
+            BufferMismatchError: counts do not fit the buffers, or the buffers are not as required.
+            MismatchError: ranks ask for different things.
+            CommError: the communicator is closed.
+        """
+        self._caller.call(
+            table.ALL_GATHER_V, _counts_key("all_gather_v", recv_counts, recv_displs), send, recv, stream
+        )
+
+    def all_to_all(self, send: Array, recv: Array, *, stream: Stream = None) -> None:
+        """Send part j of `send` to rank j, and put what rank i sent into part i of `recv`.
+
+        Collective: all ranks of the communicator call this. Both hold the same number of elements, a
+        multiple of size.
+
+        Raises:
+            BufferMismatchError: as for all_gather, or the elements do not divide by size.
+            MismatchError: ranks ask for different things.
+            CommError: the communicator is closed.
+        """
+        if stream is not None or not self._caller.again(_ALL_TO_ALL, id(send), id(recv)):
+            self._caller.call(table.ALL_TO_ALL, _ALL_TO_ALL, send, recv, stream)
+
+    def all_to_all_v(
+        self, send: Array, send_counts: Sequence[int], send_displs: Sequence[int], recv: Array,
+        recv_counts: Sequence[int], recv_displs: Sequence[int],
+        *, stream: Stream = None,
+    ) -> None:  # fmt: skip
+        """Send `send_counts[j]` elements at `send_displs[j]` to rank j, and receive likewise.
+
+        Collective: all ranks of the communicator call this. Counts may be 0 and differ; send parts
+        may overlap, receive parts must not.
+
+        Raises:
+            BufferMismatchError: a count or displacement leaves its buffer, or as for all_gather.
+            MismatchError: ranks ask for different things, or one expects another count than is sent to it.
+            CommError: the communicator is closed.
+        """
+        key = _counts_key("all_to_all_v", send_counts, send_displs, recv_counts, recv_displs)
+        if stream is not None or not self._caller.again(key, id(send), id(recv)):
+            self._caller.call(table.ALL_TO_ALL_V, key, send, recv, stream)
+
+    def broadcast(
+        self, buf: Array | None, root: int = 0, *, shared: bool = False, stream: Stream = None
+    ) -> Array | None:
+        """Copy root's `buf` into every rank's `buf`.
+
+        Collective: all ranks of the communicator call this.
+
+        Args:
+            buf: the array; with shared, root's alone, and the others pass None.
+            root: whose array.
+            shared: return a copy of root's array instead: one read-only array for all ranks of the node.
+
+        Raises:
+            BufferMismatchError: as for all_gather.
+            MismatchError: ranks ask for different things.
+            CommError: the communicator is closed, or there is no such root.
+        """
+        if type(root) is not int:
+            root = check.rank(root)
+        if shared is not False and self._caller.is_shared(shared, "broadcast"):
+            return self._caller.shared(table.BROADCAST, buf, None, stream, root)
+        key = ("broadcast", root)
+        if self.rank == root:
+            if stream is not None or not self._caller.again(key, id(buf), 0):
+                self._caller.call(table.BROADCAST, key, buf, None, stream)
+        elif stream is not None or not self._caller.again(key, 0, id(buf)):
+            self._caller.call(table.BROADCAST, key, None, buf, stream)
+        return None
+
+    def gather(self, send: Array, recv: Array | None, root: int = 0, *, stream: Stream = None) -> None:
+        """Put every rank's `send` into root's `recv`, in rank order; others pass recv=None.
+
+        Collective: all ranks of the communicator call this.
+
+        Raises:
+            BufferMismatchError: as for all_gather, or root passed no recv.
+            MismatchError: ranks ask for different things.
+            CommError: the communicator is closed, or there is no such root.
+        """
+        if type(root) is not int:
+            root = check.rank(root)
+        key, mine = ("gather", root), self.rank == root
+        if stream is not None or not self._caller.again(key, id(send), id(recv) if mine else 0):
+            self._caller.call(table.GATHER, key, send, recv if mine else None, stream)
+
+    def scatter(self, send: Array | None, recv: Array, root: int = 0, *, stream: Stream = None) -> None:
+        """Put part i of root's `send` into rank i's `recv`; others pass send=None.
+
+        Collective: all ranks of the communicator call this.
+
+        Raises:
+            BufferMismatchError: as for all_gather, or root passed no send.
+            MismatchError: ranks ask for different things.
+            CommError: the communicator is closed, or there is no such root.
+        """
+        if type(root) is not int:
+            root = check.rank(root)
+        key, mine = ("scatter", root), self.rank == root
+        if stream is not None or not self._caller.again(key, id(send) if mine else 0, id(recv)):
+            self._caller.call(table.SCATTER, key, send if mine else None, recv, stream)
+
+    def barrier(self) -> None:
+        """Return once every rank has called it.
+
+        Collective: all ranks of the communicator call this.
+
+        Raises:
+            MismatchError: another rank calls something else.
+            CommError: the communicator is closed.
+        """
+        if not self._caller.again(_BARRIER, 0, 0):
+            self._caller.call(table.BARRIER, _BARRIER, None, None)
+
+    # ---- reductions
+
+    def all_reduce(
+        self, send: Array, recv: Array | None = None, op: Op = "sum", order: Order = "fast",
+        *, shared: bool = False, stream: Stream = None,
+    ) -> Array | None:  # fmt: skip
+        """Reduce every rank's `send` elementwise and put the result into every rank's `recv`.
+
+        Collective: all ranks of the communicator call this. In place: pass one array as both.
+        bf16, fp16 and fp8 accumulate in float32 and are rounded once.
+
+        Args:
+            send: this rank's operand.
+            recv: the result, as many elements as send.
+            op: sum, avg (integers: floor), min, max or prod; also mpi4py's SUM, MIN, MAX and PROD.
+            order: "tree" (balanced binary tree over ranks) and "rank" (one after the other) give the
+                same bits on every transport; "fast" is the transport's own, and NCCL and MPI promise no bits: NCCL's
+                avg scales each operand before it adds them, and with LOWSHARD_NCCL_REDUCE16=nccl it reduces bf16 and
+                fp16 too, in a precision of its choice.
+            shared: return the result instead: one read-only array for all ranks of the node. recv is None.
+
+        Raises:
+            BufferMismatchError: as for all_gather.
+            MismatchError: ranks ask for different things.
+            CommError: the communicator is closed; unknown op or order.
+            DTypeError: the op makes no sense for the dtype (avg of bool).
+        """
+        if (type(op), type(order)) != check.NAMES:
+            op, order = check.names(op, order)  # type: ignore[assignment]  # checked where a call is made
+        if shared is not False and self._caller.is_shared(shared, "all_reduce"):
+            return self._caller.shared(table.ALL_REDUCE, send, recv, stream, op, order)
+        key = ("all_reduce", op, order)
+        if stream is not None or not self._caller.again(key, id(send), id(recv)):
+            self._caller.call(table.ALL_REDUCE, key, send, recv, stream)
+        return None
+
+    def reduce_scatter(
+        self, send: Array, recv: Array, op: Op = "sum", order: Order = "fast", *, stream: Stream = None
+    ) -> None:
+        """Reduce every rank's `send` elementwise and put part i of the result into rank i's `recv`.
+
+        Collective: all ranks of the communicator call this. send holds size x recv elements. op and
+        order: as for all_reduce.
+
+        Raises:
+            BufferMismatchError: as for all_gather.
+            MismatchError: ranks ask for different things.
+            CommError: the communicator is closed; unknown op or order.
+            DTypeError: the op makes no sense for the dtype.
+        """
+        if (type(op), type(order)) != check.NAMES:
+            op, order = check.names(op, order)  # type: ignore[assignment]  # checked where a call is made
+        key = ("reduce_scatter", op, order)
+        if stream is not None or not self._caller.again(key, id(send), id(recv)):
+            self._caller.call(table.REDUCE_SCATTER, key, send, recv, stream)
+
+    def reduce(
+        self, send: Array, recv: Array | None, op: Op = "sum", root: int = 0, order: Order = "fast",
+        *, stream: Stream = None,
+    ) -> None:  # fmt: skip
+        """Reduce every rank's `send` elementwise into root's `recv`; others pass recv=None.
+
+        Collective: all ranks of the communicator call this. op and order: as for all_reduce.
+
+        Raises:
+            BufferMismatchError: as for all_gather, or root passed no recv.
+            MismatchError: ranks ask for different things.
+            CommError: the communicator is closed; no such root; unknown op or order.
+            DTypeError: the op makes no sense for the dtype.
+        """
+        if type(root) is not int:
+            root = check.rank(root)
+        if (type(op), type(order)) != check.NAMES:
+            op, order = check.names(op, order)  # type: ignore[assignment]  # checked where a call is made
+        key, mine = ("reduce", op, root, order), self.rank == root
+        if stream is not None or not self._caller.again(key, id(send), id(recv) if mine else 0):
+            self._caller.call(table.REDUCE, key, send, recv if mine else None, stream)
+
+    # ---- messages
+
+    def send(self, buf: Array, dst: int, *, stream: Stream = None) -> None:
+        """Send `buf` to rank `dst`, which calls `recv`.
+
+        A message of less than some 100 bytes is taken at once, longer ones may wait for the receiver, and so may any
+        when many are on their way. So two ranks that both send before they receive use `send_recv` or `grouped`.
+
+        Raises:
+            BufferMismatchError: as for all_gather.
+            CommError: the communicator is closed, or dst is no other rank of it.
+        """
+        if type(dst) is not int:
+            dst = check.rank(dst)
+        key = ("send", dst)
+        if stream is not None or not self._caller.sent_again(key, id(buf), 0, key):
+            self._caller.message_call(key, buf, stream)
+
+    def recv(self, buf: Array, src: int, *, stream: Stream = None) -> None:
+        """Receive into `buf` what rank `src` sends; sizes and dtypes agree.
+
+        Raises:
+            BufferMismatchError: as for all_gather, or another number of bytes came.
+            CommError: the communicator is closed, or src is no other rank of it.
+        """
+        if type(src) is not int:
+            src = check.rank(src)
+        key = ("recv", src)
+        if stream is not None or not self._caller.sent_again(key, 0, id(buf), key):
+            self._caller.message_call(key, buf, stream)
+
+    def send_recv(self, send: Array, dst: int, recv: Array, src: int, *, stream: Stream = None) -> None:
+        """Send to rank `dst` and receive from rank `src` at once: a step of a ring, or an exchange of two ranks.
+
+        The buffers must not overlap. Two or more messages each way: `grouped`.
+
+        Raises:
+            BufferMismatchError: as for `recv`.
+            CommError: the communicator is closed, or dst or src is no other rank of it.
+        """
+        if (type(dst), type(src)) != check.RANKS:
+            dst, src = check.rank(dst), check.rank(src)
+        key = ("send_recv", dst, src)
+        if stream is not None or not self._caller.sent_again(key, id(send), id(recv), None):
+            self._caller.swap(key, send, recv, stream)
+
+    def grouped(self) -> AbstractContextManager[None]:
+        """Start every send and recv called inside at once, when the block ends, and wait for all.
+
+        So ranks that send to each other in a ring cannot block each other. Nothing has moved before the end of the
+        block; only send and recv are allowed in it.
+
+        Raises:
+            CommError: a group within a group.
+        """
+        return self._caller.grouped()
+
+    # ---- groups and life
+
+    def split(self, color: int | None, key: int = 0) -> Communicator | None:
+        """Return the communicator of the ranks with the same colour, ordered by key, then rank.
+
+        Collective: all ranks of the communicator call this. A rank with color=None gets None.
+
+        Raises:
+            MismatchError: another rank calls something else.
+            CommError: the communicator is closed, or color is negative.
+        """
+        t, c = self._transport, self._caller
+        t.buffers.refuse_capture("split")
+        try:
+            t.open()
+            rule = f"split takes a color of 0 to {_MOST}, or None for a rank that takes no part"
+            color = None if color is None else whole(color, rule, CommError, 0, _MOST)
+            key = whole(key, f"split orders by a key of {-_MOST} to {_MOST}", CommError, -_MOST, _MOST)
+        except LowshardError as error:
+            c.refuse(error, "split")
+        call = c.make("split", "split", 0, 0, 0)
+        made: list[Transport | None] = []
+
+        def run() -> None:
+            t.verify(call)
+            made.append(t.split(color, key))
+
+        call.run = run
+        c.do(call)
+        group = made.pop()  # the record of calls keeps this one for a while, but not the group
+        return None if group is None else Communicator(group)
+
+    def close(self) -> None:
+        """Wait for what was started, and give the transport's resources back. Closing twice is safe.
+
+        Collective: all ranks of the communicator call this. Where a `with` block ends by an exception the
+        ranks may not all get here, so what would wait for them is left to the end of the process.
+
+        Raises:
+            CommError: another thread is in a call of this communicator.
+            Exception: what went wrong in the background, in a save or a refit that was started, and was told to nobody.
+        """
+        t, fronts = self._transport, [c for c in (self._control, self) if c is not None]
+        if t.closed:
+            return
+        t.buffers.refuse_capture("close")
+        behind = [b for front in fronts for b in list(front._backgrounds)]
+        untold: list[Exception] = []
+        if not t.failed:
+            for front in fronts:  # the control is closed with this one
+                front._caller.settle_all()
+            untold = [error for b in behind if (error := b.settle()) is not None]
+        elif not all(b.idle for b in behind):
+            t.closed = True  # what goes on reads what would be given back
+            return
+        self._caller.close()
+        if untold:
+            raise untold[0]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._transport.failed = self._transport.failed or exc[0] is not None
+        self.close()
+
+    def __repr__(self) -> str:
+        state = ", closed" if self._transport.closed else ""
+        return f"<{self.transport} communicator: rank {self.rank} of {self.size}{state}>"
+
+    # ---- any collective of the table, and steps of clients
+
+    def call(
+        self, what: Collective, send: Array | None = None, recv: Array | None = None, *detail: Any,
+        stream: Stream = None,
+    ) -> None:  # fmt: skip
+        """Make a call of a collective by its record; the methods above are this, with names for the detail.
+
+        Collective: all ranks of the communicator call this.
+
+        Args:
+            what: the record.
+            send: what this rank gives; None where it gives nothing.
+            recv: where its part of the result goes; None where it gets nothing.
+            detail: what is asked for beside, hashable, as the record takes it.
+            stream: as for the others.
+
+        Raises:
+            BufferMismatchError: as for all_gather.
+            MismatchError: ranks ask for different things.
+            CommError: the communicator is closed.
+        """
+        key = (what.name, *detail)
+        sent, received = 0 if send is None else id(send), 0 if recv is None else id(recv)
+        if stream is not None or not self._caller.again(key, sent, received):
+            self._caller.call(what, key, send, recv, stream)
+
+    def step(
+        self, name: str, text: str, run: Callable[..., None], *args: Any, sent_bytes: int = 0, received_bytes: int = 0,
+        reached_bytes: int = 0, key: object = None,
+    ) -> None:  # fmt: skip
+        """Run what a client makes of this communicator's capabilities as one call of it: in turn, recorded, counted.
+
+        Collective: all ranks of the communicator call this.
+
+        Args:
+            name: counted under.
+            text: what errors and the record of calls say of it; equal on all ranks.
+            run: does it, from `args`.
+            args: of `run`.
+            sent_bytes: of this rank's elements that others get.
+            received_bytes: of others' that this rank gets.
+            reached_bytes: of these, what comes by memory.
+            key: under which the call is kept for the next time; None keeps nothing.
+        """
+        c = self._caller
+        call = None if key is None else c.calls.get(key)
+        if call is None:
+            call = c.make(name, text, 0, sent_bytes, received_bytes)
+            call.reached_bytes, call.run = reached_bytes, _apply
+            if key is not None:
+                c.keep(key, call)
+        c.do(call, run, *args)
+
+    def carry(
+        self, send: Array, send_counts: Sequence[int], send_displs: Sequence[int], recv: Array,
+        recv_counts: Sequence[int], recv_displs: Sequence[int],
+    ) -> None:  # fmt: skip
+        """Move what all_to_all_v moves, as a part of a `step`: nothing is checked, compared or counted.
+
+        Collective: all ranks of the communicator call this.
+        """
+        self._transport.all_to_all_v(send, send_counts, send_displs, recv, recv_counts, recv_displs)
+
+    def turn(self, what: str) -> AbstractContextManager[None]:
+        """Take the turn of this thread for a `with` block, a call of several steps: no other thread calls meanwhile.
+
+        Raises:
+            CommError: another thread is in a call of this communicator.
+        """
+        return self._caller.turn(what)
+
+
+def _started(
+    method: Callable[Concatenate[Communicator, P], object],
+) -> Callable[Concatenate[Starter, P], Work]:
+    """Return what starts a call of the communicator, with the same arguments."""
+    name, takes = method.__name__, signature(method)
+    message = name in ("send", "recv")
+
+    @wraps(method)
+    def start(self: Starter, /, *args: P.args, **options: P.kwargs) -> Work:
+        given = takes.bind(self, *args, **options)  # what is no such call raises TypeError here
+        begin = self._start_message if message else self._start
+        return begin(name, *given.args[1:], **given.kwargs)
+
+    start.__doc__ = f"Start `{name}`" + ("; it need not be in turn with collectives." if message else ".")
+    start.__annotations__ = {**method.__annotations__, "return": "Work"}
+    start.__signature__ = takes.replace(return_annotation="Work")  # type: ignore[attr-defined]
+    return start
+
+
+class Starter:
+    """Every collective of a communicator, with the same arguments, started and not waited for.
+
+    On GPUs a started call follows what `stream` (by default the current one) has been given.
+    """
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+
+    # Arrays of other libraries are seen as NumPy's or CuPy's here: their current stream is that of the caller's thread.
+    # What cannot be seen is refused by the call itself, in its turn.
+
+    def _start(self, name: str, *args: Any, stream: Stream = None, **options: Any) -> Work:
+        comm = self._comm
+
+        def begin() -> Work:
+            seen = [view_or_same(arg) for arg in args]
+            make = getattr(comm, name)
+            return comm._transport.start(comm._caller, name, lambda: like(make(*seen, **options), *args[:1]))
+
+        return begin() if stream is None else self._on_stream(stream, name, begin)
+
+    def _start_message(self, name: str, buf: Array, peer: int, *, stream: Stream = None) -> Work:
+        comm = self._comm
+
+        def begin() -> Work:
+            return comm._transport.start_message(comm._caller, name, view_or_same(buf), check.rank(peer))
+
+        return begin() if stream is None else self._on_stream(stream, name, begin)
+
+    def _on_stream(self, stream: Stream, name: str, begin: Callable[[], Work]) -> Work:
+        t, caller = self._comm._transport, self._comm._caller
+        with t.buffers.current(stream, caller.in_group()) as wrong:
+            if wrong is None:
+                return begin()
+        error = wrong
+        return t.start(caller, name, lambda: caller.refuse_stream(error, name))
+
+    call = _started(Communicator.call)
+    all_gather = _started(Communicator.all_gather)
+    all_gather_v = _started(Communicator.all_gather_v)
+    all_to_all = _started(Communicator.all_to_all)
+    all_to_all_v = _started(Communicator.all_to_all_v)
+    broadcast = _started(Communicator.broadcast)
+    gather = _started(Communicator.gather)
+    scatter = _started(Communicator.scatter)
+    all_reduce = _started(Communicator.all_reduce)
+    reduce_scatter = _started(Communicator.reduce_scatter)
+    reduce = _started(Communicator.reduce)
+    barrier = _started(Communicator.barrier)
+    send = _started(Communicator.send)
+    recv = _started(Communicator.recv)
+
+
+def _counts_key(name: str, *spans: Any) -> tuple[Any, ...]:
+    """Return what an exchange of these counts is known by; where they are no counts, as they came."""
+    try:
+        return name, *map(tuple, spans)
+    except TypeError:
+        return name, *spans
+
+
+def _apply(run: Callable[..., None], *args: Any) -> None:
+    run(*args)
