@@ -249,7 +249,8 @@ def check(action: Action, rng: Rng, arrays: Sequence[np.ndarray], args: dict[str
     """Compare an op run as an action says with the op on whole arrays: equal, floats but for what is rounded.
 
     Every float term of a sum was rounded once, by half of the dtype's epsilon at most. So were the result, and the
-    operand that terms fold to, which the unsharded op amplifies to no more than its result of absolute values.
+    operand that terms fold to, which the unsharded op amplifies to no more than its result of absolute values (for a
+    difference: their sum).
     """
     wholes, came = run(action, rng, arrays)
     expected = unsharded(action.op, *wholes, **args)
@@ -276,7 +277,7 @@ def check(action: Action, rng: Rng, arrays: Sequence[np.ndarray], args: dict[str
             values = [
                 x if k in indices or x.dtype == bool else np.asarray(np.abs(x)) for k, x in enumerate(wholes)
             ]
-            amplified = unsharded(action.op, *values, **args)
+            amplified = unsharded("add" if action.op == "sub" else action.op, *values, **args)
             rounded = rounded + np.nanmax(np.abs(amplified[0].astype(np.float64)), initial=0.0)
         scale = np.nanmax(np.where(np.isfinite(wide), np.abs(wide), 0), initial=1.0)
         allowed = half * 1.001 * rounded + compute * scale + least
