@@ -134,6 +134,9 @@ def add_run_parser(
     each = "ranks are counted over all hosts: write -n N"
     expect_habits(parser, {
         "--nproc-per-node": each, "--nproc_per_node": each, "--nnodes": hosts, "-H": hosts, "--host": hosts,
+        "--n": "write -n N", "--np": "write -n N",
+        "--standalone": "leave it out: ranks are of this host unless --hosts names others",
+        "--rdzv-backend": "leave it out: ranks find each other through MPI",
         "--oversubscribe": "leave it out: more ranks than cores are allowed",
         "--allow-run-as-root": "leave it out: root may run it",
         "-x": "leave it out: ranks get this shell's environment",

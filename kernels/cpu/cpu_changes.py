@@ -20,6 +20,7 @@ from lowshard.kernels.cpu.memory_steps import (
     load_u16,
     load_u32,
     load_u64,
+    prefetch,
     prefetch_to_write,
     store_value,
 )
@@ -32,6 +33,8 @@ STATE_ELEMS = 8
 WIDTHS = (1, 2, 4, 8)
 """Bytes of the elements that are compared."""
 
+_ROW_BYTES, _AHEAD_BYTES = 64 << 10, 4 << 10
+"""Of rows up to so long, lines are asked for so far ahead: the machine itself asks for what follows in a row alone."""
 _LINES = 32
 """Cache lines that are compared before what was found is written: no branch depends on what they hold."""
 _TAIL = 2 * CACHE_LINE_BYTES
@@ -116,6 +119,7 @@ def find_kernel(width: int, in_blocks: bool) -> Callable[..., None]:
     """
     lanes = CACHE_LINE_BYTES // width
     line, most, tail = CACHE_LINE_BYTES, _LINES, _TAIL
+    row_bytes, ahead_bytes = _ROW_BYTES, _AHEAD_BYTES
     full = (1 << lanes) - 1
 
     def find(
@@ -140,6 +144,7 @@ def find_kernel(width: int, in_blocks: bool) -> Callable[..., None]:
             if dims > 3:
                 n4, s4, d4 = columns[12, box], columns[13, box], columns[14, box]
             size = columns[RUN, box] * unit_bytes
+            asks, rows_on = n1 > 1 and size <= row_bytes, 1 + ahead_bytes // max(1, size)
             for row in range(n1 * n2 * n3 * n4):
                 i1, rest = row % n1, row // n1
                 i2, rest = rest % n2, rest // n2
@@ -150,7 +155,11 @@ def find_kernel(width: int, in_blocks: bool) -> Callable[..., None]:
                 while a < row_end:
                     lines, found = min(most, (row_end - a) // line), 0
                     for number in range(lines):
-                        mask = _differing(a + number * line, b + number * line, width)
+                        x, y = a + number * line, b + number * line
+                        if asks:
+                            prefetch(x + s1 * rows_on)
+                            prefetch(y + d1 * rows_on)
+                        mask = _differing(x, y, width)
                         store_value(masks + 8 * found, mask)
                         store_value(numbers + 8 * found, types.uint64(number))
                         found += mask != types.uint64(0)

@@ -18,12 +18,14 @@ from lowshard.errors import DependencyError
 _INK, _GREY, _PALE, _RED = "#22303c", "#66727e", "#e6eaee", "#c8453b"
 _RANK_COLOURS = ("#4c78a8", "#f2a541", "#59a36a", "#c56b86", "#7c6bb0", "#4fb0ae", "#d9c148", "#9c7459")
 _MOST_STRIPES = 4
-_INCHES = (13.0, 8.4)
+_INCHES = (6.8, 9.6)
+"""Upright and narrow: 9.5 points can be read where the picture is shown 400 pixels wide."""
+_LINE_CHARACTERS = 96
 
 # Left, bottom, width, height in parts of the figure.
-_SPEED = (0.175, 0.405, 0.265, 0.385)
-_MATRICES = (0.52, 0.405, 0.455, 0.365)
-_ACCURACY = (0.175, 0.085, 0.525, 0.165)
+_SPEED = (0.305, 0.625, 0.665, 0.18)
+_MATRICES = (0.06, 0.285, 0.915, 0.245)
+_ACCURACY = (0.21, 0.09, 0.38, 0.1)
 
 
 def require_matplotlib() -> None:
@@ -41,7 +43,7 @@ def require_matplotlib() -> None:
 
 
 def draw(report: DemoReport, path_png: str | os.PathLike[str]) -> None:
-    """Draw the report into a PNG of 1950 x 1260 pixels; the file appears whole or not at all.
+    """Draw the report into a PNG of 1360 x 1920 pixels; the file appears whole or not at all.
 
     Raises:
         DependencyError: matplotlib is missing.
@@ -50,46 +52,48 @@ def draw(report: DemoReport, path_png: str | os.PathLike[str]) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=_INCHES, dpi=150, facecolor="white")
+    figure = Figure(figsize=_INCHES, dpi=200, facecolor="white")
     FigureCanvasAgg(figure)
     _draw_title(figure, report)
-    _heading(figure, 0.025, 0.84, "Speed", "GB/s a rank; in brackets the time as a multiple of a memcpy's")
+    _heading(figure, 0.84, "Speed", "GB/s a rank; in brackets the time as a multiple of a memcpy's")
     _draw_speed(_axes(figure, _SPEED), report)
     if report.matrices:
-        _heading(figure, 0.495, 0.84, "Who holds what", "training layout, and the serving layout it moves to")
+        _heading(figure, 0.58, "Who holds what", "training layout, and the serving layout it moves to")
         _draw_matrices(figure, report.matrices[:2], report.world_size)
     what = "distance from the unsharded fp32 model in one process (log scale); red: beyond the bound"
-    _heading(figure, 0.025, 0.30, "Accuracy", what)
+    _heading(figure, 0.235, "Accuracy", what)
     _draw_accuracy(_axes(figure, _ACCURACY), report)
     facts = textwrap.shorten(
         "; ".join(f"{name} {value}" for name, value in report.environment), 190, placeholder=" ..."
     )
-    figure.text(0.025, 0.012, facts, fontsize=9, color=_GREY)
+    figure.text(0.025, 0.01, textwrap.fill(facts, _LINE_CHARACTERS), fontsize=8.5, color=_GREY)
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png")
     write_whole(Path(path_png), buffer.getvalue())
 
 
 def _draw_title(figure: Any, report: DemoReport) -> None:
-    name = report.checkpoint if len(report.checkpoint) <= 46 else f"{report.checkpoint[:43]}..."
-    figure.text(0.025, 0.945, f"lowshard demo: {name}", fontsize=18, weight="bold", color=_INK)
+    figure.text(0.025, 0.958, "lowshard demo", fontsize=18, weight="bold", color=_INK)
     size = (
         f"{report.checkpoint_bytes / 1e6:.1f} MB on {report.world_size} rank{'s' * (report.world_size != 1)}"
     )
-    line = textwrap.shorten(
-        f"{size}   |   training: {report.before}   |   serving: {report.after}", 150, placeholder=" ..."
-    )
-    figure.text(0.025, 0.908, line, fontsize=11, color=_GREY)
+    lines = (f"{report.checkpoint}, {size}", f"training: {report.before}", f"serving: {report.after}")
+    shown = "\n".join(_shortened(line, _LINE_CHARACTERS) for line in lines)
+    figure.text(0.025, 0.946, shown, fontsize=9.5, color=_GREY, va="top", linespacing=1.35)
     verdict, colour = ("every check holds", "#3f8f55") if report.ok else ("a check FAILED", _RED)
     figure.text(
-        0.975, 0.948, verdict, fontsize=12, weight="bold", color="white", ha="right",
+        0.965, 0.961, verdict, fontsize=12, weight="bold", color="white", ha="right",
         bbox={"boxstyle": "round,pad=0.45", "facecolor": colour, "edgecolor": "none"},
     )  # fmt: skip
 
 
-def _heading(figure: Any, x: float, y: float, title: str, subtitle: str) -> None:
-    figure.text(x, y, title, fontsize=13, weight="bold", color=_INK)
-    figure.text(x, y - 0.025, subtitle, fontsize=9.5, color=_GREY)
+def _shortened(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
+def _heading(figure: Any, y: float, title: str, subtitle: str) -> None:
+    figure.text(0.025, y, title, fontsize=13, weight="bold", color=_INK)
+    figure.text(0.025, y - 0.02, subtitle, fontsize=9.5, color=_GREY)
 
 
 def _axes(figure: Any, place: tuple[float, float, float, float]) -> Any:
@@ -134,7 +138,7 @@ def _draw_speed(axes: Any, report: DemoReport) -> None:
 
 def _draw_matrices(figure: Any, views: Sequence[MatrixView], world_size: int) -> None:
     left, bottom, width, height = _MATRICES
-    gap_x, gap_y = 0.055, 0.085
+    gap_x, gap_y = 0.08, 0.06
     cell_w, cell_h = (width - gap_x) / 2, (height - gap_y) / 2
     for i, view in enumerate(views):
         y = bottom + height - cell_h - i * (cell_h + gap_y)
@@ -145,10 +149,10 @@ def _draw_matrices(figure: Any, views: Sequence[MatrixView], world_size: int) ->
                 axes.set_ylabel(f"{view.shape[0]} out", fontsize=9, color=_GREY, labelpad=3)
             axes.set_xlabel(f"{view.shape[1]} in  ({when})", fontsize=9, color=_GREY, labelpad=3)
         name = view.name if len(view.name) <= 48 else f"...{view.name[-45:]}"
-        figure.text(left, y + cell_h + 0.009, name, fontsize=9.5, color=_INK, family="monospace")
+        figure.text(left, y + cell_h + 0.006, name, fontsize=9.5, color=_INK, family="monospace")
         if view.head_dim is not None:
             heads = f"{view.num_heads} heads (thin lines)"
-            figure.text(left + width, y + cell_h + 0.009, heads, fontsize=9, color=_GREY, ha="right")
+            figure.text(left + width, y + cell_h + 0.006, heads, fontsize=9, color=_GREY, ha="right")
         figure.text(
             left + cell_w + gap_x / 2, y + cell_h / 2, "→", fontsize=20, color=_GREY, ha="center", va="center"
         )
@@ -226,7 +230,7 @@ def _owner_label(owners: Sequence[int], world_size: int, share_wide: float) -> s
 
 
 def _draw_accuracy(axes: Any, report: DemoReport) -> None:
-    note = textwrap.shorten(report.accuracy_note or "", 170, placeholder=" ...")
+    note = textwrap.shorten(report.accuracy_note or "", _LINE_CHARACTERS, placeholder=" ...")
     if not report.accuracy:
         axes.set_axis_off()
         axes.text(
@@ -250,7 +254,7 @@ def _draw_accuracy(axes: Any, report: DemoReport) -> None:
             _figure_text(figure),
             transform=axes.get_yaxis_transform(),
             va="center",
-            fontsize=9.5,
+            fontsize=9,
             color=_INK,
         )
     axes.set_xscale("log")
@@ -261,7 +265,7 @@ def _draw_accuracy(axes: Any, report: DemoReport) -> None:
     axes.minorticks_off()
     axes.grid(axis="x", color=_PALE, zorder=0)
     axes.set_axisbelow(True)
-    axes.figure.text(0.025, 0.032, note, fontsize=9, color=_GREY)
+    axes.figure.text(0.025, 0.042, note, fontsize=9, color=_GREY)
 
 
 def _on_log(error: float) -> float:

@@ -50,12 +50,13 @@ def draw_matrix(shape: tuple[int, int], boxes: Sequence[Box], name: str) -> str:
         x, y, w, h = c0 * across, r0 * down, (c1 - c0) * across, (r1 - r0) * down
         pieces.append(_cell(x, y, w, h, owners, f"{number}"))
         label = _owners_text(owners, len(boxes))
-        if h >= 20 and w >= 8 * len(label) + 10:
+        if h >= 28 and w >= 11 * len(label) + 14:
             middle_x, middle_y = x + w / 2, y + h / 2
-            half = 4 * len(label) + 5
+            half = 5.5 * len(label) + 7
             pieces.append(
-                f'<rect class="plate" x="{middle_x - half:.1f}" y="{middle_y - 9:.1f}" width="{2 * half}" height="18" '
-                f'rx="4"/><text x="{middle_x:.1f}" y="{middle_y + 4:.1f}" text-anchor="middle">{label}</text>'
+                f'<rect class="plate" x="{middle_x - half:.1f}" y="{middle_y - 13:.1f}" width="{2 * half:g}" '
+                f'height="26" rx="4"/><text class="owner" x="{middle_x:.1f}" y="{middle_y + 6:.1f}" '
+                f'text-anchor="middle">{label}</text>'
             )
     return "".join([*pieces, "</svg>"])
 

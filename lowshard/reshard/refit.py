@@ -450,9 +450,7 @@ class Refit:
             self._changes.close()
         for mover in self._movers:
             mover.close()
-        with contextlib.suppress(
-            CommError
-        ):  # a rank has died; its part is given back at the end of the process
+        with contextlib.suppress(CommError):  # where a rank has died the end of the process does it
             self._background.close()
         if error is not None:
             raise error
@@ -464,9 +462,8 @@ class Refit:
         if error is None:
             self.close()
             return
-        self._closed = (
-            True  # the other ranks may not come here, and what is under way has a deadline of its own
-        )
+        # The other ranks may not come here, and what is under way has a deadline of its own.
+        self._closed = True
         self.comm.__exit__(type(error), error, None)
 
 

@@ -41,7 +41,7 @@ class PagedArray:
     """An array of pages, by the letters of its dims (`PagedLayout.dims`)."""
 
     def __init__(self, array: Array, dims: str) -> None:
-        self.array, self._itemsize = array, int(array.dtype.itemsize)
+        self.array, self._dims, self._itemsize = array, dims, int(array.dtype.itemsize)
         self._strides: Mapping[str, int] = dict(zip(dims, array.strides, strict=True))
         self._extents: Mapping[str, int] = dict(zip(dims, array.shape, strict=True))
 
@@ -69,14 +69,16 @@ class PagedArray:
             all_heads: of the model.
             place: of the sequence's first element in what is weighed as a whole.
         """
-        array = self.array if isinstance(self.array, np.ndarray) else self.array.get()
+        if not isinstance(self.array, np.ndarray):
+            fetched = PagedArray(self.array.get(), self._dims)
+            return fetched.weigh(found, tokens, first_head, all_heads, place)
         extents, offsets, strides = self._boxes(found, (0, self._extents["h"]))
         steps = np.array(strides_of(self._shape(tokens, all_heads)), np.int64)
         places = place + found[:, 2] * steps[2] + first_head * steps[3]
         table = lower(
             extents, offsets, places, strides, np.broadcast_to(steps, strides.shape), self._itemsize, 1
         )
-        return host_engine().weigh(array, table)
+        return host_engine().weigh(self.array, table)
 
     def _shape(self, tokens: int, heads: int) -> tuple[int, ...]:
         own = {letter: self._extents.get(letter, 1) for letter in _BOX}

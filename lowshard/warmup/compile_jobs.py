@@ -15,7 +15,7 @@ import lowshard
 from lowshard.compiled.shipped import Level
 from lowshard.settings import NUMBA_CODE_SETTINGS, SHIPPED_CODE, environment
 
-FUNCTIONS = 100
+FUNCTIONS = 110
 """About as many functions there are; for bars."""
 
 
@@ -53,19 +53,19 @@ def compile_groups(
         )  # fmt: skip
         running.add(process)
         said: list[str] = []
-        reader = threading.Thread(target=lambda: said.extend(process.stderr or ()), daemon=True)
-        reader.start()
-        assert process.stdout is not None
-        for line in process.stdout:
-            with lock:
-                origin, name = line.split()
-                outcomes[level].origins[name] = origin
-                on_function()
-        status = process.wait()
-        reader.join()
+        with process:  # which closes its pipes
+            reader = threading.Thread(target=lambda: said.extend(process.stderr or ()), daemon=True)
+            reader.start()
+            assert process.stdout is not None
+            for line in process.stdout:
+                with lock:
+                    origin, name = line.split()
+                    outcomes[level].origins[name] = origin
+                    on_function()
+            reader.join()
         running.discard(process)
-        if status:
-            last = said[-1].strip() if said else f"it ended with status {status}"
+        if process.returncode:
+            last = said[-1].strip() if said else f"it ended with status {process.returncode}"
             with lock:
                 outcomes[level].faults.append(f"{group}: {last}")
 

@@ -18,6 +18,7 @@ def function_groups() -> dict[str, list[Loader]]:
     from lowshard.comm.node.calls import load_calls
     from lowshard.comm.node.combine import HALVES, NATIVE, OPS, recipe_of
     from lowshard.kernels.cpu import (
+        cpu_changes,
         cpu_engine,  # noqa: F401  it has the rows of all kernels
         cpu_optimizer,
         drive,
@@ -46,6 +47,14 @@ def function_groups() -> dict[str, list[Loader]]:
         "dequantize": kernels(*(f"dequantize {dtype} {elem}" for dtype in floats for elem in ELEMS)),
         "cast": kernels(*(f"cast {source} {to}" for source in floats for to in floats if source != to)),
         "watch": [compiled_loop],
+        "changes": [
+            *(
+                partial(cpu_changes.find_kernel, width, in_blocks)
+                for width in cpu_changes.WIDTHS
+                for in_blocks in (False, True)
+            ),
+            *(partial(cpu_changes.write_kernel, width) for width in (0, *cpu_changes.WIDTHS)),
+        ],
         "copy": [
             *kernels("copy", "fetch"),
             gather.gather_kernel,

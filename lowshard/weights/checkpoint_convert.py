@@ -146,8 +146,8 @@ class ConvertPlan:
             CheckpointError: the source is missing or damaged, or is not cut as `was` says.
             ShardingError: names without a strategy, grids or cuts that cannot be.
         """
-        if settings.keeps_cut and Catalog.open(settings.source).num_ranks is None:
-            settings = replace(settings, merged=True)  # whole tensors, as they are there
+        if settings.keeps_cut and _is_of_whole_tensors(Catalog.open(settings.source)):
+            settings = replace(settings, merged=True)
         _check_target(settings)
         if settings.memory_bytes < MIN_MEMORY_BYTES:
             raise CheckpointError(
@@ -471,6 +471,13 @@ class _Worker:
 
         made = quantize_mxfp8(values)
         return [made.data, made.scale]
+
+
+def _is_of_whole_tensors(catalog: Catalog) -> bool:
+    """Return whether each tensor lies whole in a file, of ranks that are none: files, then, of a size that is given."""
+    return catalog.num_ranks is None or (
+        catalog.num_ranks == 1 and all(len(tensor.parts) < 2 for tensor in catalog.tensors.values())
+    )
 
 
 def _kept_tiling(tensor: StoredTensor, catalog: Catalog) -> Tiling:

@@ -102,6 +102,9 @@ def test_every_command_has_a_description() -> None:
             "--nproc_per_node: ranks are counted over all hosts: write -n N",
         ),
         ("run -H a,b -n 4 train.py", "run", "-H: write --hosts"),
+        ("run --standalone --nproc-per-node=2 train.py", "run", "--nproc-per-node: ranks are counted"),
+        ("run --standalone --nproc-per-node=2 train.py", "run", "--standalone: leave it out"),
+        ("run --np=2 train.py", "run", "--np: write -n N"),
     ],
 )
 def test_wrong_usage_is_told_with_the_subcommands_usage_and_what_to_write(

@@ -129,7 +129,7 @@ def png_size(path: Path) -> tuple[int, int]:
 
 def test_the_picture_is_a_png_of_a_sensible_size(whole: DemoReport, tmp_path: Path) -> None:
     demo_picture.draw(whole, tmp_path / "demo.png")
-    assert png_size(tmp_path / "demo.png") == (1950, 1260)
+    assert png_size(tmp_path / "demo.png") == (1360, 1920)
     assert 50_000 < (tmp_path / "demo.png").stat().st_size < 1_000_000
     assert [path.name for path in tmp_path.iterdir()] == ["demo.png"]
 
@@ -152,7 +152,7 @@ def test_the_picture_can_be_drawn_of_little_and_of_odd_reports(whole: DemoReport
     )
     for demo in odd:
         demo_picture.draw(demo, tmp_path / "demo.png")
-        assert png_size(tmp_path / "demo.png") == (1950, 1260)
+        assert png_size(tmp_path / "demo.png") == (1360, 1920)
 
 
 def test_only_rank_0_prints_progress() -> None:

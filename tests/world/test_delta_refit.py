@@ -12,6 +12,7 @@ from support.reshard_cases import BF16, LIMIT_S, arrays_of, held, local_part, ra
 from lowshard.comm import run_loopback
 from lowshard.errors import LowshardError, PlanError, VerificationError
 from lowshard.kernels import quantize_mxfp8, unswizzle_scales
+from lowshard.kernels.changes import ChangeBoxes, Room
 from lowshard.reshard import (
     Cut,
     MXFP8ReshardTransform,
@@ -21,6 +22,17 @@ from lowshard.reshard import (
     TensorLayout,
     build_reshard_plan,
 )
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _compiled() -> None:
+    """Have kernels compiled beside no deadline."""
+    for itemsize in (1, 2, 4, 8):
+        for block in (1, 32) if itemsize in (2, 4) else (1,):
+            array = np.zeros((2, 64 * itemsize), np.uint8).view(f"u{itemsize}")
+            boxes = ChangeBoxes([((0, 2), (0, 64))], itemsize, block)
+            boxes.write(array, boxes.find(array + array.dtype.type(1), array, Room(), False))
+
 
 Versions = list[dict[str, np.ndarray]]
 SHARES = (0, 0.001, 0.01, 0.05, 0.3, 0.6, 1)
@@ -125,6 +137,7 @@ def test_blocks_that_changed_are_quantised_as_the_whole_is(
     )
     dst = TensorLayout.sharded(shape, dtype, {"dp": (2, 2), "tp": (2, 1)}, {1: "tp"}, offset=1)
     first = weights(rng, *shape).astype(np.float32 if dtype == "float32" else BF16)
+    quantize_mxfp8(first.astype(BF16))  # compiled here, beside no deadline
     versions = versions_of(rng, {"w": first, "norm": weights(rng, 30, 4)}, 4)
     for number, share in enumerate((0.001, 0.0, 0.01, 0.2), 1):
         versions[number]["w"] = changed(rng, versions[number - 1]["w"], share)
