@@ -69,7 +69,7 @@ def main(folder: Path, victim: int, fatal: int) -> None:
     steps = Steps(fatal)
     if comm.rank == victim:
         for owner, names in (
-            (refit.comm, ("_agree", "_all_gather_v", "_compare", "_barrier")), (refit._vote, ("decide",)),
+            (refit.comm._transport, ("agree", "all_gather_v", "compare", "barrier")), (refit._vote, ("decide",)),
             (refit, ("_switch",)), (Mail, ("make_room", "send", "take", "finish")),
         ):  # fmt: skip
             for name in names:

@@ -61,7 +61,7 @@ def many(comm: Communicator) -> None:
         write(folder / "many.json", [len(cases), committed])
 
 
-with lc.from_mpi(MPI.COMM_WORLD, device="cpu") as world, watched(saver.place, type(world.control)):
+with lc.from_mpi(MPI.COMM_WORLD, device="cpu") as world, watched(saver.place, type(world.control._transport)):
     if task == "many":
         many(world)
     else:

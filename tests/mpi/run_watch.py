@@ -1,7 +1,7 @@
 """What each rank of the side channel's tests runs: the ranks take roles, one of them fails in the way named.
 
 Arguments: how the victim fails; its rank; the roles of all ranks, comma-separated; a folder for the ranks' notes.
-With LOWSHARD_TEST_WITHOUT_NUMBA the side channel finds no Numba.
+With LOWSHARD_TEST_WITHOUT_NUMBA the side channel finds no Numba (and is to find no code that came compiled).
 """
 
 from __future__ import annotations

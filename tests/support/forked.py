@@ -62,29 +62,28 @@ class _Group:
         return found
 
 
-class ForkedCommunicator(LoopbackTransport):
+class ForkedTransport(LoopbackTransport):
     """One process's end of a group."""
 
     _board: Any
 
-    def _new_reach(self) -> Reach:
+    def new_reach(self) -> Reach:
         return Reach(self.rank, self.size)
 
-    def _meet(self, mine: Any) -> list[Any]:
+    def meet(self, mine: Any) -> list[Any]:
         return self._board.meet(mine)
 
-    def _leave(self) -> None:
+    def leave(self) -> None:
         pass  # everybody has copies
 
-    def _split(self, color: int | None, key: int) -> Communicator | None:
-        asked = self._meet((color, key))
+    def split(self, color: int | None, key: int) -> ForkedTransport | None:
+        asked = self.meet((color, key))
         ranks = [r for _, r in sorted((k, r) for r, (c, k) in enumerate(asked) if c == color)]
         if color is None:
             return None
         group, own = self._board, ranks.index(self.rank)
-        return ForkedCommunicator(
-            _Group(own, [group.names[r] for r in ranks], [group.links[r] for r in ranks]), own
-        )
+        names, links = [group.names[r] for r in ranks], [group.links[r] for r in ranks]
+        return ForkedTransport(_Group(own, names, links), own)  # type: ignore[arg-type]
 
 
 def run_forked(
@@ -134,7 +133,8 @@ def _fork(
         for link in links[rank]:
             if link is not None:
                 link.settimeout(_LIMIT_S)
-        function(ForkedCommunicator(_Group(rank, range(len(links)), links[rank]), rank))  # type: ignore[arg-type]
+        group = _Group(rank, range(len(links)), links[rank])
+        function(Communicator(ForkedTransport(group, rank)))  # type: ignore[arg-type]
         code = 0
     except BaseException:
         traceback.print_exc()

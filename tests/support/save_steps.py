@@ -21,8 +21,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lowshard.comm import Communicator
 from lowshard.comm.background import Background
+from lowshard.comm.transport import Transport
 from lowshard.errors import PeerFailed
 from lowshard.fsdp.core import Core
 
@@ -33,7 +33,7 @@ OPERATIONS = (
     )),
     (fcntl, "flock"), (io, "open"), (builtins, "open"),
 )  # fmt: skip
-_MEETINGS = ("_compare", "_all_gather_v", "_barrier")
+_MEETINGS = ("compare", "all_gather_v", "barrier")
 
 FILE_FAULTS = ("ENOSPC", "EIO", "EIO after", "interrupt", "interrupt after")
 MEETING_FAULTS = ("PeerFailed", "PeerFailed after", "interrupt", "interrupt after")
@@ -96,8 +96,8 @@ def counted(steps: Steps) -> Iterator[None]:
 
 
 @contextmanager
-def watched(folder: Path, kind: type[Communicator]) -> Iterator[None]:
-    """Look at all operations below a folder, and at all meetings of a kind of communicators, in the block."""
+def watched(folder: Path, kind: type[Transport]) -> Iterator[None]:
+    """Look at all operations below a folder, and at all meetings over a kind of transport, in the block."""
     places: list[tuple[Any, str]] = [*OPERATIONS, *((kind, name) for name in _MEETINGS), (Core, "_in_lane")]
     start = Background.start
 

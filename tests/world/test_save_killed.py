@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from support import mode
-from support.forked import ForkedCommunicator, run_forked
+from support.forked import ForkedTransport, run_forked
 from support.save_steps import KILL, Steps, watched
 from support.savers import RANKS, SAVERS, Ended, Saver, attempt, judge
 
@@ -37,7 +37,7 @@ def run(saver: Saver, victim: int, steps: Steps) -> tuple[list[int], list[Ended 
 
     for note in notes:
         note.unlink(missing_ok=True)
-    with watched(saver.place, ForkedCommunicator):
+    with watched(saver.place, ForkedTransport):
         codes = run_forked(RANKS, job)
     return codes, [Ended(**json.loads(n.read_text())) if n.exists() else None for n in notes]
 

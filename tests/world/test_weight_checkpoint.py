@@ -514,7 +514,7 @@ def test_what_is_read_for_others_travels_by_messages_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nodes: list[int] | None
 ) -> None:
     # As between machines, whose memory the others do not see: messages, and a group for each node.
-    monkeypatch.setattr(LoopbackTransport, "_new_reach", lambda comm: Reach(comm.rank, comm.size))
+    monkeypatch.setattr(LoopbackTransport, "new_reach", lambda comm: Reach(comm.rank, comm.size))
     monkeypatch.setattr("lowshard.weights.read_fanout.WINDOW_BYTES", 5000)
     tilings = attention_and_more(5)
     values = values_of(tilings)
