@@ -67,7 +67,7 @@ def refits(comm: Communicator, count: int, shown: bool, checksums: bool) -> dict
         after = holds()
         crosses = MPI.COMM_WORLD.allreduce(any(made._mover.reads_across for made in refit._movers), MPI.LOR)
     assert set(seen) == set(seen[:2]), "addresses have changed"
-    place = getattr(comm, "_place", None)
+    place = getattr(comm._transport, "place", None)
     may_cross = place is not None and place.memory.reads_across and comm.size > 1
     assert crosses == (may_cross and not shown and not checksums)
     return {name: after[name] - before[name] for name in before}
@@ -80,7 +80,7 @@ if __name__ == "__main__":
         for number in range(count):
             case = random_case(rng, comm.size)
             node_only = (
-                comm.size > 1 and getattr(comm, "_place", None) is None and case.way in ("direct", "slots")
+                comm.size > 1 and getattr(comm._transport, "place", None) is None and case.way in ("direct", "slots")
             )
             if node_only:
                 continue
@@ -89,7 +89,7 @@ if __name__ == "__main__":
             assert moved == case.plan.sent_bytes(comm.rank)
             counted = comm.traffic.sent_bytes - sent  # messages have checksums and padding too
             assert counted >= moved
-            assert counted == moved or case.way == "messages" or getattr(comm, "_place", None) is None
+            assert counted == moved or case.way == "messages" or getattr(comm._transport, "place", None) is None
         ways = ((False, True), (True, False), (False, False)) if times else ()
         grown = {f"shown {shown}, checksums {sums}": refits(comm, times, shown, sums) for shown, sums in ways}
         rows = MPI.COMM_WORLD.gather(grown)

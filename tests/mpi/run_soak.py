@@ -57,7 +57,7 @@ def holdings(comm: lc.Communicator) -> dict[str, int]:
         "mappings": Path("/proc/self/maps").read_text().count("\n"),
         "threads": len(os.listdir("/proc/self/task")),
     }
-    place: Any = getattr(comm, "_place", None)
+    place: Any = getattr(comm._transport, "place", None)
     if place is not None:
         place.memory._take_back()
         place.memory.arena._take_back()

@@ -19,7 +19,7 @@ SHORT = 37
 
 def long(comm: Communicator) -> int:
     """Return an element count that goes straight from buffer to buffer; ranks of a node have slots for short ones."""
-    return int(getattr(comm, "_small_bytes", 16 << 10)) // 4 + 1000
+    return int(getattr(comm._transport, "_small_bytes", 16 << 10)) // 4 + 1000
 
 
 @dataclass(frozen=True)

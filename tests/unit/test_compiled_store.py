@@ -199,11 +199,13 @@ def test_the_number_of_threads_makes_no_code_of_its_own(tmp_path: Path) -> None:
 
 def test_the_lock_is_no_link_and_no_fifo(tmp_path: Path) -> None:
     store, path = kept(tmp_path, b"some code")
-    lock = path.with_name("lock")
+    with store.locked("plus_one"):
+        (lock,) = path.parent.glob("lock*")
+    lock.unlink()
     lock.symlink_to(tmp_path / "made")
-    with store.locked():
+    with store.locked("plus_one"):
         assert not (tmp_path / "made").exists()
     lock.unlink()
     os.mkfifo(lock)
-    with store.locked():
+    with store.locked("plus_one"):
         assert store.read("plus_one") == b"some code"

@@ -202,7 +202,8 @@ def test_a_cache_folder_that_cannot_be_made_is_no_error(tmp_path):
 def test_a_disk_without_room_is_no_error(tmp_path):
     result = done(tmp_path, ["scatter"], NO_ROOM)
     assert facts(result, "right", "origin") == [{"right": True, "origin": "memory"}]
-    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["lock"]
+    (lock,) = [path.name for path in tmp_path.rglob("*") if path.is_file()]
+    assert lock.startswith("lock")
     again = done(tmp_path, ["scatter"])
     assert facts(again, "right", "origin") == [{"right": True, "origin": "compiled"}]
 

@@ -224,6 +224,7 @@ def test_who_reads_a_version_keeps_it_whole_and_the_refit_that_would_write_it_wa
         time.sleep(0.2)
         assert not begun.done()
         check(refit, 2)
+        comm.barrier()  # all have looked
         go_on.set()
         begun.wait(LIMIT_S)
         check(refit, 3)
