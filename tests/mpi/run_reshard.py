@@ -80,7 +80,9 @@ if __name__ == "__main__":
         for number in range(count):
             case = random_case(rng, comm.size)
             node_only = (
-                comm.size > 1 and getattr(comm._transport, "place", None) is None and case.way in ("direct", "slots")
+                comm.size > 1
+                and getattr(comm._transport, "place", None) is None
+                and case.way in ("direct", "slots")
             )
             if node_only:
                 continue
@@ -89,7 +91,9 @@ if __name__ == "__main__":
             assert moved == case.plan.sent_bytes(comm.rank)
             counted = comm.traffic.sent_bytes - sent  # messages have checksums and padding too
             assert counted >= moved
-            assert counted == moved or case.way == "messages" or getattr(comm._transport, "place", None) is None
+            assert (
+                counted == moved or case.way == "messages" or getattr(comm._transport, "place", None) is None
+            )
         ways = ((False, True), (True, False), (False, False)) if times else ()
         grown = {f"shown {shown}, checksums {sums}": refits(comm, times, shown, sums) for shown, sums in ways}
         rows = MPI.COMM_WORLD.gather(grown)
