@@ -70,7 +70,10 @@ class MXFP8ReshardTransform(ReshardTransform):
     ) -> None:
         choice(misaligned, ("plain", "refuse"), "misaligned is 'plain' or 'refuse'", KernelError)
         rule = "convertible_params are the names of tensors, each text"
-        names = items(convertible_params, rule, KernelError)
+        given_names = (
+            convertible_params.keys() if isinstance(convertible_params, Mapping) else convertible_params
+        )
+        names = items(given_names, rule, KernelError)
         self.convertible_params = frozenset(instance(name, str, rule, KernelError) for name in names)
         rule = "persistent_buffers is a mapping of names to what receives them, or None"
         given = {} if persistent_buffers is None else mapping(persistent_buffers, rule, KernelError)

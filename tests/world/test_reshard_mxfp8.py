@@ -148,6 +148,11 @@ def test_buffers_that_do_not_fit_are_refused(data: Any, scale: Any, text: str) -
         MXFP8ReshardTransform({"w"}, {"w": SimpleNamespace(data=data, scale=scale)})
 
 
+def test_the_buffers_by_name_also_say_which_tensors_are_quantised() -> None:
+    buffers = {"w": held(4, 64, False, "e4m3")}
+    assert MXFP8ReshardTransform(buffers, buffers).convertible_params == {"w"}
+
+
 def test_parts_that_come_twice_or_not_at_all_are_errors() -> None:
     how = MXFP8ReshardTransform({"w"}, {"w": held(4, 64, False, "e4m3")})
     half = np.ones((4, 16), BF16)
