@@ -89,7 +89,9 @@ class Door:
         self._listening = tuple(listening)
         self._path = path
         self._waiting: dict[socket.socket, _Waiting] = {}  # in order of arrival
-        self._nonces: dict[bytes, None] = {}  # of those that knew the token, so that a copy makes nobody known
+        self._nonces: dict[
+            bytes, None
+        ] = {}  # of those that knew the token, so that a copy makes nobody known
         self._selector = selectors.EpollSelector()
         for made in self._listening:
             made.setblocking(False)
