@@ -6,7 +6,11 @@ their bits by a third:
 
 - gaps: for each run, twice the units since the end of the run before it; plus one where the run is longer than a unit;
 - lengths: for each run longer than a unit, its units less two;
-- values: the bits of all units, one behind the other.
+- values: the bits of all units, one behind the other; or, of elements of two or four bytes, steps where these are
+  shorter: for each element twice what its bits, read as an integer, have grown by, or less one than twice what they
+  have shrunk by. A small update of a weight moves its bits by little: a byte.
+
+Values do not ask what was there before. Steps do, and are taken once.
 
 Numbers are written seven bits a byte, low ones first; the high bit says that more follow. Bits are compared, not
 numbers: NaNs differ by their payload, and -0.0 from 0.0.
@@ -29,6 +33,8 @@ from lowshard.kernels.runs import RunTable, lower
 
 CACHE_LINE_BYTES = 64
 ELEMENT_BYTES = (1, 2, 4, 8)
+STEP_BYTES = {2: 3, 4: 5}
+"""Bytes of elements that are told by steps as well, and the most that a step takes."""
 
 Bytes = npt.NDArray[np.uint8]
 Numbers = npt.NDArray[np.int64]
@@ -41,8 +47,10 @@ class Changes(NamedTuple):
         units: that differ.
         gaps_bytes: of the first stream.
         lengths_bytes: of the second.
-        text: uint8, the values, then gaps, then lengths; None where it is too long to be worth it.
+        text: uint8, the values or steps, then gaps, then lengths; None where it is too long to be worth it.
         changed_elems: elements that differ.
+        steps_bytes: of the steps in the text; 0 where there are values.
+        steps: beside a text of values, steps that could stand in their place.
     """
 
     units: int
@@ -50,6 +58,24 @@ class Changes(NamedTuple):
     lengths_bytes: int
     text: Array | None
     changed_elems: int
+    steps_bytes: int = 0
+    steps: Array | None = None
+
+    def shorter(self, unit_bytes: int) -> Changes:
+        """Return the same with a text of steps, where there are any and they are shorter than the values."""
+        if self.text is None or self.steps is None or not 0 < self.steps.size < self.units * unit_bytes:
+            return self._replace(steps=None)
+        rest = self.text[self.units * unit_bytes :]
+        text = _module_of(self.text).concatenate([self.steps, rest])
+        return self._replace(text=text, steps_bytes=self.steps.size, steps=None)
+
+    def text_bytes(self, unit_bytes: int) -> int:
+        """Return the bytes of the text, for units of so many bytes."""
+        return self.values_bytes(unit_bytes) + self.gaps_bytes + self.lengths_bytes
+
+    def values_bytes(self, unit_bytes: int) -> int:
+        """Return the bytes of the values or steps, for units of so many bytes."""
+        return self.steps_bytes or self.units * unit_bytes
 
 
 class ChangeBoxes:
@@ -75,27 +101,33 @@ class ChangeBoxes:
         self.size_bytes = self.elems * itemsize
         self._tables: dict[tuple[tuple[int, ...], tuple[int, ...]], RunTable] = {}
 
+    @property
+    def has_steps(self) -> bool:
+        """Whether its texts may be of steps."""
+        return self.block_elems == 1 and self.itemsize in STEP_BYTES
+
     def takes(self, array: Array) -> bool:
         """Say whether blocks of an array lie in one piece."""
         return self.block_elems == 1 or array.strides[-1] == self.itemsize
 
-    def find(self, new: Array, old: Array, room: Room, may_stop: bool) -> Changes:
+    def find(self, new: Array, old: Array, room: Room, may_stop: bool, may_step: bool = False) -> Changes:
         """Return what is in `new` other than in `old`.
 
         Args:
             new: an array that has the boxes.
             old: another one of the same shape and dtype, of any strides.
             room: memory that is used.
-            may_stop: no text is made where it takes more than 7/8 of what the boxes have.
+            may_stop: no text is made where one of values takes more than 7/8 of what the boxes have.
+            may_step: look for steps as well; not on a GPU.
         """
         if not self.units:
             return Changes(0, 0, 0, np.empty(0, np.uint8), 0)
         if is_gpu(new) or not self._is_compiled():
-            found = self._find_plain(new, old)
+            found = self._find_plain(new, old, may_step)
         else:
-            found = self._find(new, old, room, may_stop)
+            found = self._find(new, old, room, may_stop, may_step)
         if may_stop and found.text is not None and 8 * found.text.size > 7 * self.size_bytes:
-            return found._replace(text=None)
+            return found._replace(text=None, steps=None)
         return found
 
     def write(self, array: Array, changes: Changes) -> None:
@@ -108,14 +140,17 @@ class ChangeBoxes:
             return
         if is_gpu(array) or not self._is_compiled():
             places = self.places(changes, self.unit_bytes)
-            self._write_plain(array, places, values_of(changes, self.unit_bytes))
+            if changes.steps_bytes:
+                self._write_plain(array, places, self._steps_of(changes), True)
+            else:
+                self._write_plain(array, places, values_of(changes, self.unit_bytes), False)
             return
         from lowshard.kernels.cpu.cpu_changes import WIDTHS, WRITE_SCRATCH_BYTES, write_kernel
 
         self._check(changes, self.unit_bytes)
-        kernel = write_kernel(self.unit_bytes if self.unit_bytes in WIDTHS else 0)
+        kernel = write_kernel(self.unit_bytes if self.unit_bytes in WIDTHS else 0, changes.steps_bytes > 0)
         begin = address(changes.text)
-        gaps = begin + changes.units * self.unit_bytes
+        gaps = begin + changes.values_bytes(self.unit_bytes)
         lengths = gaps + changes.gaps_bytes
         end = lengths + changes.lengths_bytes
         table = self._table(array, array)
@@ -139,7 +174,7 @@ class ChangeBoxes:
         self._check(changes, unit_bytes)
         text = changes.text
         raw = text if isinstance(text, np.ndarray) else text.get()  # type: ignore[union-attr]
-        at = changes.units * unit_bytes
+        at = changes.values_bytes(unit_bytes)
         firsts = _numbers(raw[at : at + changes.gaps_bytes])
         more = _numbers(raw[at + changes.gaps_bytes :])
         is_long = (firsts & 1).astype(bool)
@@ -153,7 +188,11 @@ class ChangeBoxes:
         return np.arange(changes.units) + np.repeat(begins - np.cumsum(lengths) + lengths, lengths)
 
     def _check(self, changes: Changes, unit_bytes: int) -> None:
-        text_bytes = changes.units * unit_bytes + changes.gaps_bytes + changes.lengths_bytes
+        text_bytes = changes.text_bytes(unit_bytes)
+        if changes.steps_bytes and not (
+            changes.steps_bytes > 0 and unit_bytes == self.itemsize and self.has_steps
+        ):
+            raise VerificationError(self._wrong("it is of steps, which are of elements of 2 or 4 bytes"))
         if changes.text is None or changes.text.size != text_bytes or not 0 <= changes.units <= self.units:
             raise VerificationError(self._wrong(f"it is {text_bytes} bytes for {changes.units} units"))
 
@@ -167,32 +206,31 @@ class ChangeBoxes:
         by_line = self.block_elems == 1 or self.unit_bytes % CACHE_LINE_BYTES == 0
         return by_line and self.itemsize in ELEMENT_BYTES and host_engine().name != "plain"
 
-    def _find(self, new: Array, old: Array, room: Room, may_stop: bool) -> Changes:
+    def _find(self, new: Array, old: Array, room: Room, may_stop: bool, may_step: bool) -> Changes:
         from lowshard.kernels.cpu import cpu_changes as cpu
 
         kernel = cpu.find_kernel(self.itemsize, self.block_elems > 1)
-        gaps, lengths, values = room.streams(self.units, self.unit_bytes)
+        may_step = may_step and self.has_steps
+        gaps, lengths, values, steps = room.streams(
+            self.units, self.unit_bytes, STEP_BYTES[self.itemsize] if may_step else 0
+        )
         state = np.zeros(cpu.STATE_ELEMS, np.int64)
-        state[cpu.TOTAL], state[cpu.MAY_STOP] = self.units, may_stop
+        state[cpu.TOTAL], state[cpu.MAY_STOP], state[cpu.MAY_STEP] = self.units, may_stop, may_step
         table = self._table(new, old)
         kernel(
             table.columns, address(new), address(old), self.unit_bytes, address(gaps), address(lengths),
-            address(values), state, address(room.scratch(cpu.FIND_SCRATCH_BYTES)),
+            address(values), address(steps), state, address(room.scratch(cpu.FIND_SCRATCH_BYTES)),
         )  # fmt: skip
         changed = int(state[cpu.CHANGED])
         if state[cpu.STOPPED]:
-            if (
-                9 * state[cpu.HIT] * self.unit_bytes < 8 * self.size_bytes
-            ):  # dense at its begin, and not later
-                return self._find(new, old, room, False)
+            # Dense at its begin, and not later?
+            if 9 * state[cpu.HIT] * self.unit_bytes < 8 * self.size_bytes:
+                return self._find(new, old, room, False, may_step)
             return Changes(int(state[cpu.HIT]), 0, 0, None, changed)
-        sizes = [int(state[i]) for i in (cpu.VALUES, cpu.GAPS, cpu.LENGTHS)]
-        text = np.empty(sum(sizes), np.uint8)
-        at = 0
-        for stream, size in zip((values, gaps, lengths), sizes, strict=True):
-            text[at : at + size] = stream[:size]
-            at += size
-        return Changes(sizes[0] // self.unit_bytes, sizes[1], sizes[2], text, changed)
+        sizes = [int(state[i]) for i in (cpu.VALUES, cpu.GAPS, cpu.LENGTHS, cpu.STEPS)]
+        text = np.concatenate([values[: sizes[0]], gaps[: sizes[1]], lengths[: sizes[2]]])
+        found = steps[: sizes[3]].copy() if may_step else None
+        return Changes(sizes[0] // self.unit_bytes, *sizes[1:3], text, changed, 0, found)
 
     def _table(self, first: Array, second: Array) -> RunTable:
         """Return the runs of the boxes in two arrays, in units; kept."""
@@ -221,19 +259,38 @@ class ChangeBoxes:
         parts = [xp.ascontiguousarray(array[(*_slices(box), ...)]).reshape(-1) for box in self.boxes]
         return xp.concatenate([part.view(np.uint8) for part in parts]).reshape(self.units, self.unit_bytes)
 
-    def _find_plain(self, new: Array, old: Array) -> Changes:
+    def _find_plain(self, new: Array, old: Array, may_step: bool) -> Changes:
         xp = _module_of(new)
-        units = self._units(new)
-        differs = (units != self._units(old)).reshape(self.units, self.block_elems, self.itemsize).any(axis=2)
+        units, before = self._units(new), self._units(old)
+        differs = (units != before).reshape(self.units, self.block_elems, self.itemsize).any(axis=2)
         changed = int(differs.sum())
         found = xp.flatnonzero(differs.any(axis=1))
         places: Numbers = found if isinstance(found, np.ndarray) else found.get()
         gaps, lengths = run_streams(places)
         values = units[found].reshape(-1)
+        steps = None
+        if may_step and self.has_steps and xp is np:
+            kind = np.dtype(f"i{self.itemsize}")
+            grown = (units[found].view(kind) - before[found].view(kind)).reshape(-1).astype(np.int64)
+            steps = _bytes_of(grown << 1 ^ grown >> 63)
         text = xp.concatenate([values, xp.asarray(gaps), xp.asarray(lengths)])
-        return Changes(len(places), gaps.size, lengths.size, text, changed)
+        return Changes(len(places), gaps.size, lengths.size, text, changed, 0, steps)
 
-    def _write_plain(self, array: Array, places: Numbers, values: Array) -> None:
+    def _steps_of(self, changes: Changes) -> Array:
+        """Return what the elements that differ have grown by, as bytes, uint8 [elements, bytes of one].
+
+        Raises:
+            VerificationError: there are not so many.
+        """
+        assert changes.text is not None
+        text = changes.text[: changes.steps_bytes]
+        numbers = _numbers(text if isinstance(text, np.ndarray) else text.get())
+        if len(numbers) != changes.units or numbers.min() < 0:
+            raise VerificationError(self._wrong("its numbers are broken off"))
+        grown = (numbers >> 1 ^ -(numbers & 1)).astype(f"i{self.itemsize}")
+        return _module_of(text).asarray(grown.view(np.uint8).reshape(changes.units, self.itemsize))
+
+    def _write_plain(self, array: Array, places: Numbers, values: Array, by_steps: bool) -> None:
         xp, first = _module_of(array), 0
         for box in self.boxes:
             view = array[(*_slices(box), ...)]
@@ -242,7 +299,11 @@ class ChangeBoxes:
             if begin < end:
                 whole = xp.ascontiguousarray(view).reshape(-1).view(np.uint8).reshape(units, self.unit_bytes)
                 whole = whole.copy() if whole.base is not None else whole
-                whole[xp.asarray(places[begin:end] - first)] = values[begin:end]
+                at, now = xp.asarray(places[begin:end] - first), values[begin:end]
+                if by_steps:
+                    kind = np.dtype(f"u{self.itemsize}")
+                    now = (xp.ascontiguousarray(whole[at]).view(kind) + now.view(kind)).view(np.uint8)
+                whole[at] = now
                 view[...] = whole.reshape(-1).view(view.dtype).reshape(view.shape)
             first += units
 
@@ -260,19 +321,20 @@ class Room:
             self._scratch = np.empty(size_bytes + 64, np.uint8)
         return self._scratch[-address(self._scratch) % 64 :]
 
-    def streams(self, units: int, unit_bytes: int) -> tuple[Bytes, Bytes, Bytes]:
-        """Return room for the gaps, lengths and values of so many units."""
-        sizes = [units + 64, units // 2 + 64, units * unit_bytes + 64]
+    def streams(self, units: int, unit_bytes: int, step_bytes: int) -> tuple[Bytes, Bytes, Bytes, Bytes]:
+        """Return room for the gaps, lengths, values and steps of so many units."""
+        sizes = [units + 64, units // 2 + 64, units * unit_bytes + 64, units * step_bytes + 64]
         if self._held.size < sum(sizes):
             self._held = np.empty(0, np.uint8)
             self._held = np.empty(sum(sizes), np.uint8)
-        first, second = sizes[0], sizes[0] + sizes[1]
-        return self._held[:first], self._held[first:second], self._held[second:]
+        gaps, lengths, values, steps = np.split(self._held[: sum(sizes)], np.cumsum(sizes[:3]))
+        return gaps, lengths, values, steps
 
 
 def values_of(changes: Changes, unit_bytes: int) -> Array:
     """Return the bits of the units that differ, uint8 [units, bytes of a unit]."""
     assert changes.text is not None
+    assert not changes.steps_bytes
     return changes.text[: changes.units * unit_bytes].reshape(changes.units, unit_bytes)
 
 

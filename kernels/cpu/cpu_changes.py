@@ -10,7 +10,7 @@ from llvmlite import ir
 
 from lowshard.compiled import INT, Signature, load_compiled
 from lowshard.compiled.deferred import intrinsic, njit, types
-from lowshard.kernels.cpu.drive import COLUMNS, source_digest
+from lowshard.kernels.cpu.drive import COLUMNS, outer_dims, source_digest
 from lowshard.kernels.cpu.memory_steps import (
     CACHE_LINE_BYTES,
     copy_bytes,
@@ -26,12 +26,15 @@ from lowshard.kernels.cpu.memory_steps import (
 )
 from lowshard.kernels.runs import DST_OFFSET, RUN, SRC_OFFSET
 
-TOTAL, MAY_STOP, GAPS, LENGTHS, VALUES, CHANGED, HIT, STOPPED = range(8)
-"""What the state of a search has, int64: units in all and whether it may stop writing, which the caller sets; then the
-bytes written to each of the three streams, elements that differ, units that have one, and whether it has stopped."""
-STATE_ELEMS = 8
+TOTAL, MAY_STOP, MAY_STEP, GAPS, LENGTHS, VALUES, STEPS, CHANGED, HIT, STOPPED = range(10)
+"""What the state of a search has, int64: units in all, whether it may stop writing and whether it writes steps, which
+the caller sets; then the bytes written to each of the four streams, elements that differ, units that have one, and
+whether it has stopped."""
+STATE_ELEMS = 10
 WIDTHS = (1, 2, 4, 8)
 """Bytes of the elements that are compared."""
+STEP_WIDTHS = (2, 4)
+"""Those of elements that are told by steps as well."""
 
 _ROW_BYTES, _AHEAD_BYTES = 64 << 10, 4 << 10
 """Of rows up to so long, lines are asked for so far ahead: the machine itself asks for what follows in a row alone."""
@@ -110,9 +113,29 @@ def _take_number(at: int, end: int) -> tuple[int, int]:
     return -1, at
 
 
+@njit(nogil=True)
+def _put_step(at: int, new: int, old: int, width: int) -> int:
+    """Write how far it is from one element to another, both addresses; return where the next step goes."""
+    if width == 2:
+        step = types.int64(types.int16(load_u16(new) - load_u16(old)))
+    else:
+        step = types.int64(types.int32(load_u32(new) - load_u32(old)))
+    return _put_number(at, (step << 1) ^ (step >> 63))
+
+
+@njit(nogil=True)
+def _take_step(target: int, number: int, width: int) -> None:
+    """Move an element on by a step."""
+    step = (number >> 1) ^ -(number & 1)
+    if width == 2:
+        store_value(target, types.uint16(types.int64(load_u16(target)) + step))
+    else:
+        store_value(target, types.uint32(types.int64(load_u32(target)) + step))
+
+
 @cache
 def find_kernel(width: int, in_blocks: bool) -> Callable[..., None]:
-    """Return `kernel(columns, new, old, unit_bytes, gaps, lengths, values, state, scratch)`.
+    """Return `kernel(columns, new, old, unit_bytes, gaps, lengths, values, steps, state, scratch)`.
 
     `columns` are a run table's in units; all but it and `state` are addresses or numbers. `width` is the bytes of an
     element; a unit is one, or `in_blocks` several, whole cache lines that go whole where one of the elements differs.
@@ -121,28 +144,20 @@ def find_kernel(width: int, in_blocks: bool) -> Callable[..., None]:
     line, most, tail = CACHE_LINE_BYTES, _LINES, _TAIL
     row_bytes, ahead_bytes = _ROW_BYTES, _AHEAD_BYTES
     full = (1 << lanes) - 1
+    in_steps = not in_blocks and width in STEP_WIDTHS
 
     def find(
-        columns: Any, new: int, old: int, unit_bytes: int, gaps: int, lengths: int, values: int, state: Any,
-        scratch: int,
+        columns: Any, new: int, old: int, unit_bytes: int, gaps: int, lengths: int, values: int, steps: int,
+        state: Any, scratch: int,
     ) -> None:  # fmt: skip
         masks, numbers = scratch + tail, scratch + tail + 8 * (most + 1)
-        gaps_at, lengths_at, values_at = gaps, lengths, values
+        gaps_at, lengths_at, values_at, steps_at = gaps, lengths, values, steps
         begin, end, before = 0, 0, 0  # the run that is open, and where the one before it ended
         position, changed, hit = 0, 0, 0
         total, may_stop, stopped = state[TOTAL], state[MAY_STOP] != 0, False
-        dims = (columns.shape[0] - 3) // 3
+        stepping = in_steps and state[MAY_STEP] != 0
         for box in range(columns.shape[1]):
-            n1, n2, n3, n4 = 1, 1, 1, 1
-            s1, s2, s3, s4, d1, d2, d3, d4 = 0, 0, 0, 0, 0, 0, 0, 0
-            if dims > 0:
-                n1, s1, d1 = columns[3, box], columns[4, box], columns[5, box]
-            if dims > 1:
-                n2, s2, d2 = columns[6, box], columns[7, box], columns[8, box]
-            if dims > 2:
-                n3, s3, d3 = columns[9, box], columns[10, box], columns[11, box]
-            if dims > 3:
-                n4, s4, d4 = columns[12, box], columns[13, box], columns[14, box]
+            n1, n2, n3, n4, s1, s2, s3, s4, d1, d2, d3, d4 = outer_dims(columns, box)
             size = columns[RUN, box] * unit_bytes
             asks, rows_on = n1 > 1 and size <= row_bytes, 1 + ahead_bytes // max(1, size)
             for row in range(n1 * n2 * n3 * n4):
@@ -202,9 +217,15 @@ def find_kernel(width: int, in_blocks: bool) -> Callable[..., None]:
                         for k in range(found):
                             mask = load_u64(masks + 8 * k)
                             source = a + types.int64(load_u64(numbers + 8 * k)) * line
+                            base = b + (source - a)
                             place = position + (source - a) // width
                             if mask == types.uint64(full) and place == end:
                                 copy_line(values_at, source)
+                                if stepping:
+                                    for lane in range(lanes):
+                                        steps_at = _put_step(
+                                            steps_at, values_at + width * lane, base + width * lane, width
+                                        )
                                 values_at += line
                                 end += lanes
                                 mask = types.uint64(0)
@@ -229,6 +250,8 @@ def find_kernel(width: int, in_blocks: bool) -> Callable[..., None]:
                                     store_value(values_at, load_u32(source + 4 * lane))
                                 else:
                                     store_value(values_at, load_u64(source + width * lane))
+                                if stepping:
+                                    steps_at = _put_step(steps_at, values_at, base + width * lane, width)
                                 values_at += width
                     a, b = a + seen, b + seen
                     position += seen // unit_bytes
@@ -247,18 +270,20 @@ def find_kernel(width: int, in_blocks: bool) -> Callable[..., None]:
                 changed = (values_at - values) // width
             hit = changed
         state[GAPS], state[LENGTHS], state[VALUES] = gaps_at - gaps, lengths_at - lengths, values_at - values
+        state[STEPS] = steps_at - steps
         state[CHANGED], state[HIT], state[STOPPED] = changed, hit, 1 if stopped else 0
 
     name = f"find_changes_{width}_{'blocks' if in_blocks else 'elems'}_{source_digest()}"
-    return load_compiled(name, lambda: find, Signature((COLUMNS, *(INT,) * 6, "int64[1]", INT), "void"))
+    return load_compiled(name, lambda: find, Signature((COLUMNS, *(INT,) * 7, "int64[1]", INT), "void"))
 
 
 @cache
-def write_kernel(width: int) -> Callable[..., int]:
+def write_kernel(width: int, by_steps: bool) -> Callable[..., int]:
     """Return `kernel(columns, to, gaps, gaps_end, lengths, lengths_end, values, units, unit_bytes, scratch)`.
 
     It returns 0, or 1 where the streams are not such ones of so many units, or lead out of the boxes: what was right
-    before that may be written. `width` is the bytes of a unit, or 0 for any other.
+    before that may be written. `width` is the bytes of a unit, or 0 for any other. `by_steps` takes steps from what
+    the units hold, which end where the gaps begin, in the place of values.
     """
     most = _RUNS
 
@@ -266,7 +291,6 @@ def write_kernel(width: int) -> Callable[..., int]:
         columns: Any, to: int, gaps: int, gaps_end: int, lengths: int, lengths_end: int, values: int, units: int,
         unit_bytes: int, scratch: int,
     ) -> int:  # fmt: skip
-        dims = (columns.shape[0] - 3) // 3
         box, first, last, run = (
             -1,
             0,
@@ -276,6 +300,7 @@ def write_kernel(width: int) -> Callable[..., int]:
         row_first, row_last, row_at = 0, 0, 0
         n1, n2, n3, d1, d2, d3, d4 = 1, 1, 1, 0, 0, 0, 0
         place, left, held = 0, 0, 0
+        values_end = gaps
         while True:
             if left == 0 and gaps < gaps_end:
                 number, gaps = _take_number(gaps, gaps_end)
@@ -298,16 +323,7 @@ def write_kernel(width: int) -> Callable[..., int]:
                         if box >= columns.shape[1]:
                             return 1
                         first, run = last, columns[RUN, box]
-                        n1, n2, n3, n4 = 1, 1, 1, 1
-                        d1, d2, d3, d4 = 0, 0, 0, 0
-                        if dims > 0:
-                            n1, d1 = columns[3, box], columns[5, box]
-                        if dims > 1:
-                            n2, d2 = columns[6, box], columns[8, box]
-                        if dims > 2:
-                            n3, d3 = columns[9, box], columns[11, box]
-                        if dims > 3:
-                            n4, d4 = columns[12, box], columns[14, box]
+                        n1, n2, n3, n4, _, _, _, _, d1, d2, d3, d4 = outer_dims(columns, box)
                         last = first + run * n1 * n2 * n3 * n4
                     row = (place - first) // run
                     row_first = first + row * run
@@ -329,6 +345,13 @@ def write_kernel(width: int) -> Callable[..., int]:
                 for k in range(held):
                     target = types.int64(load_u64(scratch + 16 * k))
                     size = types.int64(load_u64(scratch + 16 * k + 8))
+                    if by_steps:
+                        for at in range(target, target + size, width):
+                            number, values = _take_number(values, values_end)
+                            if number < 0:
+                                return 1
+                            _take_step(at, number, width)
+                        continue
                     if width == 1 and size == 1:
                         store_value(target, load_u8(values))
                     elif width == 2 and size == 2:
@@ -342,7 +365,10 @@ def write_kernel(width: int) -> Callable[..., int]:
                     values += size
                 held = 0
             if is_last:
-                return 0 if units == 0 and lengths == lengths_end else 1
+                is_whole = units == 0 and lengths == lengths_end and (not by_steps or values == values_end)
+                return 0 if is_whole else 1
 
     signature = Signature((COLUMNS, *(INT,) * 9), "int64")
-    return load_compiled(f"write_changes_{width}_{source_digest()}", lambda: write, signature)
+    return load_compiled(
+        f"write_changes_{width}{'_steps' * by_steps}_{source_digest()}", lambda: write, signature
+    )

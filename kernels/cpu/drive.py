@@ -30,6 +30,7 @@ SMALL_GAP_BYTES = 512
 SCRATCH_BYTES = 32 << 10
 """Scratch memory of a kernel. Given by the caller: LLVM takes ten times as long over as much on the stack."""
 
+OuterDims = tuple[int, int, int, int, int, int, int, int, int, int, int, int]
 COLUMNS = "int64[2]"
 _DRIVE = Signature((COLUMNS, *(INT,) * 6, "bool"), "void")
 
@@ -116,23 +117,14 @@ def compiled(kind: str) -> Callable[..., None]:
     ) -> None:  # fmt: skip
         last_bytes = 0
         far, mid, near = 1, 1, 1
-        boxes, dims = columns.shape[1], (columns.shape[0] - FIRST_DIM) // 3
+        boxes = columns.shape[1]
         for box in range(boxes):
             src_offset, dst_offset, run = (
                 columns[SRC_OFFSET, box],
                 columns[DST_OFFSET, box],
                 columns[RUN, box],
             )
-            n1, n2, n3, n4 = 1, 1, 1, 1
-            s1, s2, s3, s4, d1, d2, d3, d4 = 0, 0, 0, 0, 0, 0, 0, 0
-            if dims > 0:
-                n1, s1, d1 = columns[3, box], columns[4, box], columns[5, box]
-            if dims > 1:
-                n2, s2, d2 = columns[6, box], columns[7, box], columns[8, box]
-            if dims > 2:
-                n3, s3, d3 = columns[9, box], columns[10, box], columns[11, box]
-            if dims > 3:
-                n4, s4, d4 = columns[12, box], columns[13, box], columns[14, box]
+            n1, n2, n3, n4, s1, s2, s3, s4, d1, d2, d3, d4 = outer_dims(columns, box)
             size_bytes = run * (first if job == "copy" else itemsize)
             ahead = (0, 0, 0)
             if size_bytes < _LONG_RUN_BYTES:
@@ -180,6 +172,26 @@ def compiled(kind: str) -> Callable[..., None]:
             fence()
 
     return load_compiled(f"{kind.replace(' ', '_')}_{source_digest()}", lambda: drive, _DRIVE)
+
+
+@njit(nogil=True)
+def outer_dims(columns: Any, box: int) -> OuterDims:
+    """Return the outer dims of a box of a run table, innermost first: counts, source strides, target strides.
+
+    Dims that the table does not have count 1.
+    """
+    dims = (columns.shape[0] - FIRST_DIM) // 3
+    n1, n2, n3, n4 = 1, 1, 1, 1
+    s1, s2, s3, s4, d1, d2, d3, d4 = 0, 0, 0, 0, 0, 0, 0, 0
+    if dims > 0:
+        n1, s1, d1 = columns[3, box], columns[4, box], columns[5, box]
+    if dims > 1:
+        n2, s2, d2 = columns[6, box], columns[7, box], columns[8, box]
+    if dims > 2:
+        n3, s3, d3 = columns[9, box], columns[10, box], columns[11, box]
+    if dims > 3:
+        n4, s4, d4 = columns[12, box], columns[13, box], columns[14, box]
+    return n1, n2, n3, n4, s1, s2, s3, s4, d1, d2, d3, d4
 
 
 @njit(nogil=True)

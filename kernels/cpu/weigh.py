@@ -11,7 +11,7 @@ from llvmlite import ir
 from lowshard.compiled import INT, Signature, load_compiled
 from lowshard.compiled.deferred import cgutils, intrinsic, types
 from lowshard.kernels import unit_weights
-from lowshard.kernels.cpu.drive import COLUMNS, source_digest
+from lowshard.kernels.cpu.drive import COLUMNS, outer_dims, source_digest
 from lowshard.kernels.cpu.memory_steps import (
     load,
     load_u8,
@@ -23,7 +23,7 @@ from lowshard.kernels.cpu.memory_steps import (
     store_value,
 )
 from lowshard.kernels.cpu.vector import Lanes
-from lowshard.kernels.runs import DST_OFFSET, FIRST_DIM, RUN, SRC_OFFSET
+from lowshard.kernels.runs import DST_OFFSET, RUN, SRC_OFFSET
 from lowshard.kernels.unit_weights import BLOCK_UNITS, SUMS
 
 STEP_UNITS = 32
@@ -90,7 +90,7 @@ def weigh_kernel(unit_bytes: int) -> Callable[..., None]:
     `columns` are a run table's whose target side counts elements of the whole array; `src`, `weights`
     (`unit_weights.table`) and `scratch` (SCRATCH_ELEMS) are addresses; `units` is how many an element has.
     """
-    first_dim, blocks, step_units, sums = FIRST_DIM, BLOCK_UNITS, STEP_UNITS, SUMS
+    blocks, step_units, sums = BLOCK_UNITS, STEP_UNITS, SUMS
     row_bytes, sum_bytes = _ROW_BYTES, _SUM_BYTES
     step, first_factor, second_factor = (
         unit_weights.STEP,
@@ -101,18 +101,8 @@ def weigh_kernel(unit_bytes: int) -> Callable[..., None]:
 
     def weigh(columns: Any, src: int, units: int, weights: int, scratch: int) -> None:
         factors, known_block = scratch + sums * sum_bytes, -1
-        dims = (columns.shape[0] - first_dim) // 3
         for box in range(columns.shape[1]):
-            n1, n2, n3, n4 = 1, 1, 1, 1
-            s1, s2, s3, s4, d1, d2, d3, d4 = 0, 0, 0, 0, 0, 0, 0, 0
-            if dims > 0:
-                n1, s1, d1 = columns[3, box], columns[4, box], columns[5, box]
-            if dims > 1:
-                n2, s2, d2 = columns[6, box], columns[7, box], columns[8, box]
-            if dims > 2:
-                n3, s3, d3 = columns[9, box], columns[10, box], columns[11, box]
-            if dims > 3:
-                n4, s4, d4 = columns[12, box], columns[13, box], columns[14, box]
+            n1, n2, n3, n4, s1, s2, s3, s4, d1, d2, d3, d4 = outer_dims(columns, box)
             for row in range(n1 * n2 * n3 * n4):
                 i1, rest = row % n1, row // n1
                 i2, rest = rest % n2, rest // n2

@@ -149,6 +149,10 @@ class Side:
         """Return the source arrays that are read while a version is moved, by name."""
         return {self.plan.entries[n].name: a for n, a in self._src.items() if n not in self._quantised}
 
+    def targets(self) -> Mapping[int, Array]:
+        """Return the destination arrays that are written, by tensor."""
+        return self._dst
+
     def published(self) -> list[Array | None]:
         """Return this rank's source arrays by tensor; None for those that are not read where they lie."""
         rank, found = self.comm.rank, []

@@ -89,8 +89,8 @@ class Refit:
             rank with sources then keeps a copy of what it sent last, as large as they are, and a plan with `multicast`
             runs without it. The first version, and one after a failure "in_place", goes whole; so do boxes of a
             transform that takes no blocks (`ReshardTransform.change_block_elems`), as MXFP8 boxes that begin or end
-            within a block. Between versions the destinations are the Refit's: what is changed in them stays changed
-            until those elements change in a source.
+            within a block. Between versions the destinations are the Refit's: do not write to them, since elements
+            may come as the steps that they have moved by.
         version: of what dst holds now, or None for nothing yet.
         settings: staging_bytes, checksums and way; see `Settings`. Here checksums are on by default: every piece that
             travels is checked, and sources are not read where they lie, for which that would take longer.

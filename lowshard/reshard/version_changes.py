@@ -3,7 +3,7 @@
 A group is what one rank gives another of one tensor. Its changes go as a text (`kernels.changes`), or all of it goes as
 ever, whichever is less. Who gives keeps a copy of what it last gave, and moves it on only when the version has been
 switched to. Who takes into two sets of arrays keeps the texts of the last version: the set that the next one goes to is
-a version behind, and is brought up with them first.
+a version behind, and is brought up with them while givers search.
 """
 
 from __future__ import annotations
@@ -32,10 +32,15 @@ from lowshard.transfer.spans import BoxCopy
 
 Array = Any
 
-_ROW = 4
-"""Numbers that go ahead of a group: units of its text or _WHOLE, bytes of its streams, elements that differ."""
+_ROW = 5
+"""Numbers that go ahead of a group: units of its text or _WHOLE, bytes of its gaps and lengths, elements that differ,
+bytes of its steps."""
 _WHOLE = -1
 ROW_BYTES = 8 * _ROW
+Units = tuple[int, int, int]
+"""What texts are made of: elements of a block, bytes that travel for one, and whether they may be of steps."""
+_UNITS = 3
+_NO_UNITS: Units = 0, 0, 0
 Decided = dict[int, npt.NDArray[np.int64]]
 """By peer, a row for each group."""
 
@@ -47,12 +52,14 @@ class _Group:
         items: for each set of arrays the version may go to.
         block_elems: elements of a unit of its texts; 0 where it always goes whole.
         unit_bytes: of a unit, as it travels.
+        by_steps: its texts may be of steps.
         given: the boxes in the giver's array.
         taken: those in the taker's.
         sent: what the giver sends of this version.
         raw: the same before a transform made something of it.
         came: what came of this version.
         kept: what came of the one before, None where it came whole.
+        is_up: what it is written into has been brought up to the version before.
     """
 
     def __init__(self, items: Sequence[Sequence[Item]]) -> None:
@@ -61,13 +68,14 @@ class _Group:
         self.entry, self.name = first.array, first.name
         self.itemsize = dtypes.get(first.dtype).itemsize_bytes
         self.block_elems, self.unit_bytes = 0, 0
+        self.by_steps = self.is_up = False
         self.given: ChangeBoxes | None = None
         self.taken: ChangeBoxes | None = None
         self.sent = self.raw = self.came = self.kept = Changes(0, 0, 0, None, 0)
 
-    def lay_out(self, block_elems: int, unit_bytes: int) -> None:
+    def lay_out(self, block_elems: int, unit_bytes: int, by_steps: int) -> None:
         """Say what its texts are made of."""
-        self.block_elems, self.unit_bytes = block_elems, unit_bytes
+        self.block_elems, self.unit_bytes, self.by_steps = block_elems, unit_bytes, bool(by_steps)
         if block_elems:
             items = self.items[0]
             self.given = ChangeBoxes([i.src_box for i in items], self.itemsize, block_elems)
@@ -112,18 +120,19 @@ class VersionChanges:
     def _agree_on_units(self) -> None:
         """Ask takers what they can take by parts, and tell them what they get."""
         comm, size = self._comm, self._comm.size
+        self._shared = _shared([mover.side.targets() for mover in self._movers])
         needs = {
             peer: np.array([self._asked(self._need, g) for g in groups]) for peer, groups in self._in.items()
         }
-        counts_in = [2 * len(self._in.get(r, ())) for r in range(size)]
-        counts_out = [2 * len(self._out.get(r, ())) for r in range(size)]
-        asked = _split(trade(comm, _joined(needs, size), counts_in, counts_out), counts_out, 2)
+        counts_in = [_UNITS * len(self._in.get(r, ())) for r in range(size)]
+        counts_out = [_UNITS * len(self._out.get(r, ())) for r in range(size)]
+        asked = _split(trade(comm, _joined(needs, size), counts_in, counts_out), counts_out, _UNITS)
         told: Decided = {}
         for peer, groups in self._out.items():
             told[peer] = np.array(
                 [self._asked(self._offer, g, *n) for g, n in zip(groups, asked[peer].tolist(), strict=True)]
             )
-        said = _split(trade(comm, _joined(told, size), counts_out, counts_in), counts_in, 2)
+        said = _split(trade(comm, _joined(told, size), counts_out, counts_in), counts_in, _UNITS)
         for groups_by, rows_by in ((self._out, told), (self._in, said)):
             for peer, groups in groups_by.items():
                 for group, row in zip(groups, rows_by[peer].tolist(), strict=True):
@@ -131,41 +140,43 @@ class VersionChanges:
         for group in self._own:
             group.lay_out(*self._asked(self._offer, group, *self._asked(self._need, group)))
 
-    def _asked(self, what: Callable[..., tuple[int, int]], *args: object) -> tuple[int, int]:
-        found: tuple[int, int] | None = self._errors.guard(what, *args)
-        return found or (0, 0)
+    def _asked(self, what: Callable[..., Units], *args: object) -> Units:
+        found: Units | None = self._errors.guard(what, *args)
+        return found or _NO_UNITS
 
-    def _need(self, group: _Group) -> tuple[int, int]:
-        """Return elements of a block that this rank takes by itself, and the bytes that travel for one."""
+    def _need(self, group: _Group) -> Units:
+        """Return what this rank takes by itself."""
         first = group.items[0][0]
         if any(item.hands_on or item.turn for item in group.items[0]):
-            return 0, 0
+            return _NO_UNITS
         if not first.stores:
-            return 1, group.itemsize
+            return 1, group.itemsize, group.entry not in self._shared
         conversion = self._conversion(0)
         blocks = {conversion.transform.change_block_elems(i.dst_name, i.dst_box) for i in group.items[0]}
         block = blocks.pop() if len(blocks) == 1 else 0
-        return block, conversion.transform.change_block_bytes(first.dst_name, first.dtype) if block else 0
+        if not block:
+            return _NO_UNITS
+        return block, conversion.transform.change_block_bytes(first.dst_name, first.dtype), 0
 
-    def _offer(self, group: _Group, block_elems: int, unit_bytes: int) -> tuple[int, int]:
+    def _offer(self, group: _Group, block_elems: int, unit_bytes: int, by_steps: int) -> Units:
         """Return what this rank gives where the taker takes such blocks."""
         first, size = group.items[0][0], block_elems * group.itemsize
         if not block_elems or any(item.hands_on or item.turn for item in group.items[0]):
-            return 0, 0
+            return _NO_UNITS
         if block_elems > 1 and first.source.strides[-1:] != (group.itemsize,):
-            return 0, 0
+            return _NO_UNITS
         if first.target is not None:  # it stays on this rank; what is its own source is left alone
             for items in group.items:
                 begins, ends = zip(bounds(items[0].source), bounds(items[0].target), strict=True)
                 if max(begins) < min(ends):
-                    return 0, 0
+                    return _NO_UNITS
         if first.makes:
             transform = self._conversion(0).transform
             blocks = {transform.change_block_elems(i.src_name, i.dst_box) for i in group.items[0]}
             size = transform.change_block_bytes(first.src_name, first.dtype)
             if blocks != {block_elems}:
-                return 0, 0
-        return (block_elems, unit_bytes) if size == unit_bytes else (0, 0)
+                return _NO_UNITS
+        return (block_elems, unit_bytes, by_steps) if size == unit_bytes else _NO_UNITS
 
     def _conversion(self, target: int) -> Conversion:
         found = self._movers[target].side.conversion
@@ -204,7 +215,6 @@ class VersionChanges:
             tear: called before the first byte of the set is written.
         """
         comm, errors, mover = self._comm, self._errors, self._movers[target]
-        behind = self._holds[target]
 
         def begin_to_write() -> None:
             self._holds[target] = 0
@@ -215,11 +225,12 @@ class VersionChanges:
         def finish() -> None:
             begin_to_write()
             with cost.phase("apply"):
-                self._bring_up(target, behind)
+                self._copy_up(target)
                 self._apply(target)
 
         with cost.phase("find"):
             mover.side.refresh()
+            errors.guard(self._bring_up, target, follows)
             errors.guard(self._find, target, follows)
             agree(comm, b"", errors.take(), "Refit")
         with cost.phase("tell"):
@@ -250,9 +261,11 @@ class VersionChanges:
             if not follows or boxes is None or group.entry in self._ahead:
                 group.sent = group.raw = _whole(items)
                 continue
-            key = group.entry, boxes.boxes, group.block_elems, items[0].makes
+            key = group.entry, boxes.boxes, group.block_elems, items[0].makes, group.by_steps
             if key not in found:
-                raw = boxes.find(items[0].source, self._base[group.entry], self._room, not self._always)
+                raw = boxes.find(
+                    items[0].source, self._base[group.entry], self._room, not self._always, group.by_steps
+                )
                 found[key] = raw, self._made(group, items[0], raw)
             group.raw, group.sent = found[key]
         for group in self._given():
@@ -264,10 +277,10 @@ class VersionChanges:
                     base[where] = item.source[where]
 
     def _made(self, group: _Group, item: Item, raw: Changes) -> Changes:
-        """Return changes as they travel."""
-        if not item.makes or not raw.units or raw.text is None:
-            return raw
+        """Return changes as they travel: a copy is written over and over, so it is not moved by steps."""
         assert group.given is not None
+        if not item.makes or not raw.units or raw.text is None:
+            return raw.shorter(group.given.unit_bytes)
         values = values_of(raw, group.given.unit_bytes)
         blocks = values.view(dtypes.get(item.dtype).numpy).reshape(raw.units, group.block_elems)
         made = self._conversion(0).transform.make_blocks(item.src_name, blocks)
@@ -285,8 +298,8 @@ class VersionChanges:
         came = _split(trade(self._comm, _joined(mine, size), counts, counts_in), counts_in, _ROW)
         for peer, groups in self._in.items():
             for group, row in zip(groups, came[peer].tolist(), strict=True):
-                units, gaps, lengths, changed = row
-                group.came = Changes(max(0, units), gaps, lengths, None, changed)
+                units, gaps, lengths, changed, steps = row
+                group.came = Changes(max(0, units), gaps, lengths, None, changed, steps)
                 if units != _WHOLE:  # its room is made when all have agreed
                     group.came = group.came._replace(text=np.empty(0, np.uint8))
         for group in self._own:
@@ -308,10 +321,8 @@ class VersionChanges:
                 if group.came.text is None:
                     takes.setdefault(peer, []).extend(self._whole_items(group, target))
                     continue
-                units, gaps, lengths, _, changed = group.came
-                size = units * group.unit_bytes + gaps + lengths
-                text = self._comm.xp.empty(size, np.uint8)
-                group.came = Changes(units, gaps, lengths, text, changed)
+                text = self._comm.xp.empty(group.came.text_bytes(group.unit_bytes), np.uint8)
+                group.came = group.came._replace(text=text)
                 takes.setdefault(peer, []).extend(_text_item(group, None, text))
         own = [group for group in self._own if group.sent.text is None]
         return gives, takes, [item for group in own for item in self._whole_items(group, target)]
@@ -328,16 +339,25 @@ class VersionChanges:
 
     # ---- taking it in
 
-    def _bring_up(self, target: int, behind: int) -> None:
-        """Make what a text is written over the version before: with the texts of that, or a copy of what is served."""
+    def _bring_up(self, target: int, follows: bool) -> None:
+        """Write the texts of the version before into the set that is a version behind, while others still search.
+
+        From then on the set holds no version, whatever becomes of this one: steps are taken once.
+        """
+        if len(self._movers) == 1:
+            return
+        behind, self._holds[target] = self._holds[target], 0
+        for group in self._taken():
+            group.is_up = follows and behind > 0 and behind == self._before and group.kept.text is not None
+            if group.is_up:
+                self._write(group, target, group.kept)
+
+    def _copy_up(self, target: int) -> None:
+        """Copy out of the set that is served what else a text is written over."""
         if len(self._movers) == 1:
             return
         for group in self._taken():
-            if group.came.text is None:
-                continue
-            if behind and behind == self._before and group.kept.text is not None:
-                self._write(group, target, group.kept)
-            else:
+            if group.came.text is not None and not group.is_up:
                 self._copy_over(group, target)
 
     def _copy_over(self, group: _Group, target: int) -> None:
@@ -425,6 +445,19 @@ def _groups(streams: Sequence[Mapping[int, Sequence[Item]]]) -> dict[int, list[_
     return found
 
 
+def _shared(sets: Sequence[Mapping[int, Array]]) -> set[int]:
+    """Return the tensors of a set that lie over another one's memory: what comes for them is written twice."""
+    found: set[int] = set()
+    for arrays in sets:
+        last, most = -1, 0
+        for begin, end, number in sorted((*bounds(a), n) for n, a in arrays.items()):
+            if begin < min(end, most):
+                found.update((last, number))
+            if end > most:
+                last, most = number, end
+    return found
+
+
 def _text_item(group: _Group, source: Array | None, target: Array | None) -> list[Item]:
     """Return what travels for a text; nothing where it is empty."""
     text = source if target is None else target
@@ -442,8 +475,9 @@ def _whole(items: Sequence[Item]) -> Changes:
 
 def _row(changes: Changes) -> list[int]:
     if changes.text is None:
-        return [_WHOLE, 0, 0, changes.changed_elems]
-    return [changes.units, changes.gaps_bytes, changes.lengths_bytes, changes.changed_elems]
+        return [_WHOLE, 0, 0, changes.changed_elems, 0]
+    numbers = changes.units, changes.gaps_bytes, changes.lengths_bytes, changes.changed_elems
+    return [*numbers, changes.steps_bytes]
 
 
 def _joined(by_peer: Decided, size: int) -> npt.NDArray[np.int64]:

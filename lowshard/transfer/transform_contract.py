@@ -105,6 +105,7 @@ class ReshardTransform:
         """Store what travelled for blocks of a tensor of a dtype, uint8 [blocks, bytes].
 
         `index` says where they lie in the destination tensor, int64 [blocks] a dim; that of the last dim counts blocks.
+        Those of the version before may come ahead of `begin`.
         """
         raise NotImplementedError(f"{type(self).__name__} stores no blocks")
 

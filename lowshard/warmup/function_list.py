@@ -53,7 +53,8 @@ def function_groups() -> dict[str, list[Loader]]:
                 for width in cpu_changes.WIDTHS
                 for in_blocks in (False, True)
             ),
-            *(partial(cpu_changes.write_kernel, width) for width in (0, *cpu_changes.WIDTHS)),
+            *(partial(cpu_changes.write_kernel, width, False) for width in (0, *cpu_changes.WIDTHS)),
+            *(partial(cpu_changes.write_kernel, width, True) for width in cpu_changes.STEP_WIDTHS),
         ],
         "copy": [
             *kernels("copy", "fetch"),

@@ -1,7 +1,8 @@
 """What each rank of two hosts does of a refit in which one rank is killed at a numbered step of its own.
 
 Arguments: the folder for notes; the victim's rank; the step at which it kills itself, or -1 for none: then it notes how
-many steps there are. Ranks 0 and 3 train, the others serve; three ranks a host.
+many steps there are; "off" or "auto", whether what changed is sent. Ranks 0 and 3 train, others serve; three a
+host.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 
 import numpy as np
 from mpi4py import MPI
-from run_refit_fault import die, note
+from run_refit_fault import STEP, die, note
 
 from lowshard import comm as lc
 from lowshard.errors import PeerFailed
@@ -51,7 +52,7 @@ class Steps:
             self.count += 1
 
 
-def main(folder: Path, victim: int, fatal: int) -> None:
+def main(folder: Path, victim: int, fatal: int, delta: Any) -> None:
     comm = lc.from_mpi(MPI.COMM_WORLD, device="cpu")
     votes_agree(comm, folder)
     src = {
@@ -63,9 +64,9 @@ def main(folder: Path, victim: int, fatal: int) -> None:
         "a": TensorLayout.sharded((ROWS, 64), "float32", axes, {1: "tp"}, offset=1),
         "b": TensorLayout.sharded((64, ROWS), "float32", axes, {1: "tp"}, offset=1),
     }
-    mine = {k: np.empty(x.local_shape(comm.rank), np.float32) for k, x in src.items() if comm.rank in x}
+    mine = {k: np.zeros(x.local_shape(comm.rank), np.float32) for k, x in src.items() if comm.rank in x}
     out = {k: np.zeros(x.local_shape(comm.rank) or (), np.float32) for k, x in dst.items() if comm.rank in x}
-    refit = Refit(build_reshard_plan(src, dst), comm, mine, out, version=0)
+    refit = Refit(build_reshard_plan(src, dst), comm, mine, out, version=0, delta=delta)
     steps = Steps(fatal)
     if comm.rank == victim:
         for owner, names in (
@@ -74,17 +75,24 @@ def main(folder: Path, victim: int, fatal: int) -> None:
         ):  # fmt: skip
             for name in names:
                 steps.watch(owner, name)
+        if refit._changes is not None:
+            for name in ("_bring_up", "_find", "_tell", "_streams", "_copy_up", "_apply", "_write", "commit"):
+                steps.watch(refit._changes, name)
+    step = STEP if delta == "auto" else 1
     done = version = 0
     try:
         for version in range(1, VERSIONS + 1):
             for array in mine.values():
-                array[...] = version
+                array[:, ::step] = version
             comm.barrier()
             steps.counting = version == KILLED_AT
             refit.push(version) if mine else refit.pull()
             steps.counting, done = False, version
+            if step > 1 and mine and version > 1:
+                assert refit.report()["sent_bytes"] < refit.report()["dense_bytes"] / 8
     except PeerFailed as error:
-        found = sorted({float(v) for a in refit.weights.values() for v in (a.min(), a.max())})
+        found = sorted({float(v) for a in refit.weights.values() for v in np.unique(a[:, ::step])})
+        assert all(np.count_nonzero(a) in (0, a[:, ::step].size) for a in refit.weights.values())
         note(folder, f"left-{comm.rank}", {
             "error": str(error), "values": found, "version": refit.version, "torn": refit.torn, "done": done,
             "trying": version,
@@ -107,4 +115,4 @@ def votes_agree(comm: lc.Communicator, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])

@@ -27,12 +27,12 @@ RANKS = 6
 HOSTS = ((0, 1, 2), (3, 4, 5))
 
 
-def start(folder: Path, victim: int, step: int) -> tuple[dict[str, Any], int, str]:
+def start(folder: Path, victim: int, step: int, delta: str) -> tuple[dict[str, Any], int, str]:
     """Run one job; return what its ranks noted, its exit code and what it said."""
     folder.mkdir()
     out, err = io.StringIO(), io.StringIO()
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (HERE, HERE.parent, HERE.parents[1])))}
-    command = python_command(str(HERE / "run_refit_hosts.py"), [str(folder), str(victim), str(step)])
+    command = python_command(str(HERE / "run_refit_hosts.py"), [str(folder), str(victim), str(step), delta])
     with fake_hosts(2) as hosts:
         spread = fake_spread(hosts, RANKS)
         result = run_ranks(command, RANKS, timeout_s=JOB_S, env=env, stdout=out, stderr=err, spread=spread)
@@ -59,15 +59,16 @@ def check(notes: dict[str, Any], about: str) -> int:
 
 
 @pytest.mark.full_only
-def test_a_rank_killed_at_any_step_leaves_each_host_on_one_whole_version(tmp_path: Path) -> None:
+@pytest.mark.parametrize("delta", ["off", "auto"])
+def test_a_rank_killed_at_any_step_leaves_each_host_on_one_whole_version(tmp_path: Path, delta: str) -> None:
     tried = compared = 0
     for victim in mode.sample([0, 4], 1, "refit hosts victim"):
-        notes, code, said = start(tmp_path / f"{victim}", victim, -1)
+        notes, code, said = start(tmp_path / f"{victim}", victim, -1, delta)
         assert code == 0, said
         for host in HOSTS:  # however they ask, without a death too
             assert len({tuple(notes[f"told-{rank}"]["told"]) for rank in host}) == 1
         for step in mode.sample(range(notes["steps"]["count"]), 10, "refit hosts steps"):
-            notes, code, said = start(tmp_path / f"{victim} {step}", victim, step)
+            notes, code, said = start(tmp_path / f"{victim} {step}", victim, step, delta)
             assert code != 0, said
             compared += check(notes, f"rank {victim} killed at step {step}\n{said}")
             tried += 1

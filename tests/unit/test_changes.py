@@ -66,7 +66,7 @@ def _plain(boxes: ChangeBoxes) -> ChangeBoxes:
 
 
 def test_changes_are_those_of_a_byte_oracle_in_both_twins(rng: np.random.Generator) -> None:
-    room = Room()
+    room, by_steps = Room(), 0
     for _ in range(10_000 if mode.full() else 1_000):
         shape = tuple(rng.integers(0 if rng.random() < 0.05 else 1, 40, int(rng.integers(0, 4))).tolist())
         dtype, block = str(rng.choice(DTYPES)), 1
@@ -94,14 +94,41 @@ def test_changes_are_those_of_a_byte_oracle_in_both_twins(rng: np.random.Generat
         assert plain[:3] == found[:3]
         assert plain.text is not None
         assert plain.text.tobytes() == found.text.tobytes()
+        stepped = made.find(new, base, room, False, True).shorter(unit_bytes)
+        plain = twin.find(new, base, room, False, True).shorter(unit_bytes)
+        assert plain._replace(text=None) == stepped._replace(text=None)
+        assert stepped.text is not None
+        assert plain.text is not None
+        assert plain.text.tobytes() == stepped.text.tobytes()
+        assert stepped.text.size <= found.text.size
+        by_steps += stepped.steps_bytes > 0
         expected = old.copy()
         for box in boxes:
             at = (*(slice(*side) for side in box), ...)
             expected[at] = new[at]
         for writer in (made, twin):
-            out = np.array(old, order="F" if block == 1 and rng.random() < 0.3 else "C")
+            for text in (found, stepped):
+                out = np.array(old, order="F" if block == 1 and rng.random() < 0.3 else "C")
+                writer.write(out, text)
+                assert out.tobytes() == expected.tobytes()
+    assert by_steps > 50
+
+
+@pytest.mark.parametrize("itemsize", [2, 4])
+def test_a_small_update_takes_a_byte_and_any_step_arrives(rng: np.random.Generator, itemsize: int) -> None:
+    kind = np.dtype(f"u{itemsize}")
+    old = rng.integers(0, 1 << 8 * kind.itemsize, (64, 500), dtype=kind)
+    boxes = ChangeBoxes([full_box(old.shape)], kind.itemsize)
+    for most in (64, 1 << 8 * kind.itemsize - 1):  # the larger ones go around
+        steps = rng.integers(-most, most, old.shape).astype(kind)
+        new = np.where(rng.random(old.shape) < 0.1, old + steps, old)
+        found = boxes.find(new, old, Room(), True, True).shorter(itemsize)
+        if most == 64:
+            assert found.steps_bytes == found.units
+        for writer in (boxes, _plain(ChangeBoxes([full_box(old.shape)], kind.itemsize))):
+            out = old.copy()
             writer.write(out, found)
-            assert out.tobytes() == expected.tobytes()
+            assert (out == new).all()
 
 
 def test_what_takes_about_as_much_as_all_is_not_written(rng: np.random.Generator) -> None:
@@ -154,17 +181,17 @@ def test_a_broken_text_is_refused_and_nothing_beside_the_boxes_is_written(rng: n
         new = _changed(rng, old)
         boxes = [((10, 30), (5, 20)), ((30, 50), (0, 17))]
         made, twin = ChangeBoxes(boxes, 2), _plain(ChangeBoxes(boxes, 2))
-        found = made.find(new, old, Room(), False)
+        found = made.find(new, old, Room(), False, bool(rng.random() < 0.5)).shorter(2)
         assert found.text is not None
-        numbers = found.gaps_bytes + found.lengths_bytes
+        numbers = found.gaps_bytes + found.lengths_bytes + found.steps_bytes
         if not numbers:
             continue
         text = found.text.copy()
         text[text.size - 1 - int(rng.integers(numbers))] = int(rng.integers(256))
-        sizes: list[Any] = [found.units, found.gaps_bytes, found.lengths_bytes]
+        sizes: list[Any] = [found.units, found.gaps_bytes, found.lengths_bytes, found.steps_bytes]
         if rng.random() < 0.3:
-            sizes[int(rng.integers(3))] += int(rng.integers(-2, 3))
-        lies = Changes(*sizes, text, 0)
+            sizes[int(rng.integers(4))] += int(rng.integers(-2, 3))
+        lies = Changes(*sizes[:3], text, 0, sizes[3])
         inside = np.zeros(old.shape, bool)
         for box in boxes:
             inside[tuple(slice(*side) for side in box)] = True

@@ -201,7 +201,7 @@ def test_always_sends_texts_that_are_longer_than_all_and_says_so(rng: np.random.
                     assert said["changed_elems"] == (new != old).sum()
                     assert (said["sent_bytes"] > said["dense_bytes"] + 64) == (delta == "always")
                 if number == 2:
-                    assert (said["changed_elems"], said["sent_bytes"]) == (0, 32 * len(mine))
+                    assert (said["changed_elems"], said["sent_bytes"]) == (0, 40 * len(mine))
 
     run_loopback(2, work, LIMIT_S)
 
@@ -255,11 +255,12 @@ def test_what_a_transform_takes_whole_goes_whole_beside_texts(rng: np.random.Gen
     run_loopback(3, work, LIMIT_S)
 
 
+@pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("buffering", ["double", "in_place"])
 def test_sources_that_are_served_too_and_lie_over_each_other(
-    rng: np.random.Generator, buffering: Any
+    rng: np.random.Generator, buffering: Any, tied: bool
 ) -> None:
-    """A rank that serves its own source arrays, and one array behind two names: both stay as they are."""
+    """A rank that serves its own source arrays, and one array behind two names, on either side or both."""
     src = {n: TensorLayout.sharded((8, 6), "float32", {"tp": (2, 1)}, {0: "tp"}) for n in ("a", "b", "c")}
     dst = {"a": src["a"], **{n: TensorLayout.sharded((8, 6), "float32", {"dp": (2, 1)}) for n in ("b", "c")}}
     plan = build_reshard_plan(src, dst)
@@ -269,6 +270,8 @@ def test_sources_that_are_served_too_and_lie_over_each_other(
         mine = arrays_of({n: src[n] for n in ("a", "b")}, comm.rank, versions[0])
         mine["c"] = mine["b"]  # tied
         out = {"a": mine["a"], "b": np.zeros((8, 6), np.float32), "c": np.zeros((8, 6), np.float32)}
+        if tied:
+            out["c"] = out["b"]
         with Refit(plan, comm, mine, out, buffering=buffering, delta="auto") as refit:
             for number, whole in enumerate(versions):
                 for name in ("a", "b"):
@@ -282,7 +285,7 @@ def test_sources_that_are_served_too_and_lie_over_each_other(
 
 
 @pytest.mark.parametrize("buffering", ["double", "in_place"])
-@pytest.mark.parametrize("where", ["find", "flip", "apply", "bring_up", "lie"])
+@pytest.mark.parametrize("where", ["find", "flip", "apply", "bring_up", "copy_up", "lie"])
 def test_a_push_that_fails_leaves_the_old_version_and_the_next_one_is_right(
     rng: np.random.Generator, buffering: Any, where: str
 ) -> None:
@@ -317,7 +320,7 @@ def test_a_push_that_fails_leaves_the_old_version_and_the_next_one_is_right(
         for number in (0, 1, 2):
             push(number)
             serves(number)
-        broken = {"find": 0, "flip": 1, "lie": 1, "apply": 3, "bring_up": 2}[where]
+        broken = {"find": 0, "flip": 1, "lie": 1, "apply": 3, "bring_up": 2, "copy_up": 2}[where]
         held = dict(vars(changes))
         if comm.rank == broken:
             if where == "flip":
@@ -351,7 +354,7 @@ def test_a_push_that_fails_leaves_the_old_version_and_the_next_one_is_right(
         if not torn:
             serves(2)
         if comm.rank == broken:
-            for name in ("_find", "_tell", "_apply", "_bring_up"):
+            for name in ("_find", "_tell", "_apply", "_bring_up", "_copy_up"):
                 vars(changes).pop(name, None)
         assert vars(changes).keys() == held.keys()
         for number in (4, 5, 6, 7):
