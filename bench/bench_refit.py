@@ -25,6 +25,11 @@ Moves a model of 268 MB (--size) between layouts of tensor parallelism, on ranks
 MPI job it runs in: TP2 to TP4 and back, by rows and by columns, in 16 tensors and in 1,024. Sources lie in memory
 that neighbours see ("shown", arrays of comm.empty) or not ("private"); "mxfp8" quantises before sending. Each
 round is followed by a copy, on every rank, of as many bytes as it gets; x memcpy is the median of the ratios.
+
+With --model it takes one model from ranks that train (--from) to ranks that serve (--to) in several ways in turn: a
+dense refit, refits of what changed (--changed), and what most stacks do: gathering each tensor on one rank that
+broadcasts it, and sending tensor by tensor. Sent beside the least that has to be, the time, and how long a reader of
+the weights finds no whole version. What each way has brought is compared with the sources.
 """
 PREDICT = """\
 The last columns compare each row with the time that the plan is predicted to take by a cluster profile (lowshard
@@ -82,6 +87,26 @@ def add_refit_parser(benches: argparse._SubParsersAction[argparse.ArgumentParser
     parser.add_argument("--size", type=int, default=268, metavar="MB", help="of the model (default 268)")
     parser.add_argument("--rounds", type=int, default=7, metavar="N", help="rounds a row (default 7)")
     parser.add_argument("--only", default="", metavar="TEXT", help="rows whose names have this in them")
+    model = parser.add_argument_group("one model (--model)")
+    model.add_argument(
+        "--model", metavar="MODEL",
+        help="a checkpoint, of which only names and shapes are read; a JSON file "
+             '{"tensors": {NAME: {"dtype": "bfloat16", "shape": [..]}}}; or "sample": one like Llama, of --size MB',
+    )  # fmt: skip
+    model.add_argument("--from", dest="trains", default="tp=2", metavar="GRID",
+                       help="of the ranks that train, such as tp=2,dp=2 (default tp=2)")  # fmt: skip
+    model.add_argument("--to", dest="serves", default="tp=2", metavar="GRID",
+                       help="of the ranks that serve (default tp=2)")  # fmt: skip
+    model.add_argument("--together", action="store_true", help="the ranks that train serve, too")
+    model.add_argument("--strategies", default="llama", metavar="FILE",
+                       help="cuts by name patterns: llama, qwen, moe, bert, or your own (default llama)")  # fmt: skip
+    model.add_argument("--heads", type=int, metavar="H", help="query heads (default: the model's config)")
+    model.add_argument("--kv-heads", type=int, metavar="H", help="key-value heads (default: likewise)")
+    model.add_argument("--changed", default="0.1,1,3,100", metavar="LIST",
+                       help="per cent of elements that a version changes (default 0.1,1,3,100)")  # fmt: skip
+    model.add_argument(
+        "--seed", type=int, default=1, metavar="N", help="of which elements change (default 1)"
+    )
     parser.add_argument("--profile", metavar="FILE", help="cluster profile to predict by")
     parser.add_argument(
         "--json", metavar="FILE", help="write JSON to FILE beside the table; -: print it alone"
@@ -104,6 +129,8 @@ def run_refit(args: argparse.Namespace) -> int:
         from lowshard.cost import ClusterProfile
 
         profile = ClusterProfile.load(args.profile).to_json()
+    if args.model is not None:
+        return _run_model(args, profile)
     request = {"bytes": args.size * 10**6, "rounds": args.rounds, "only": args.only, "profile": profile}
     outcome = run_entry(measure_refits, request, ranks)
     if outcome.data is None or not outcome.leads:
@@ -113,6 +140,54 @@ def run_refit(args: argparse.Namespace) -> int:
         for row in outcome.data
     ]
     return outcome.finish(_show(rows, args))
+
+
+def _run_model(args: argparse.Namespace, profile: Any) -> int:
+    from lowshard.bench.bench_world import run_entry
+    from lowshard.bench.model_refit import ModelSpec, WayRow, measure_model, misses, show_ways
+
+    spec = ModelSpec.of(args)
+    ranks = spec.tables()[2]
+    if args.ranks not in (None, ranks):
+        raise LowshardError(
+            f"the grids of --from and --to have {ranks} ranks; --ranks {args.ranks} does not fit"
+        )
+    request = {
+        "model": spec.to_json(), "rounds": args.rounds, "changed": _percents(args.changed), "seed": args.seed,
+        "profile": profile,
+    }  # fmt: skip
+    outcome = run_entry(measure_model, request, ranks)
+    if outcome.data is None or not outcome.leads:
+        return outcome.finish(outcome.exit_code)
+    rows = [
+        WayRow(**{**row, "seconds": tuple(row["seconds"]), "memcpy_s": tuple(row["memcpy_s"])})
+        for row in outcome.data
+    ]
+    text = json.dumps([{**asdict(r), "x_memcpy": r.ratio} for r in rows], indent=1) + "\n"
+    if args.json == "-":
+        sys.stdout.write(text)
+    else:
+        print(show_ways(rows))
+        if args.json:
+            Path(args.json).write_text(text, encoding="utf-8")
+    write_report(args, lambda: _model_page(rows))
+    missed = misses(rows) if args.check else []
+    for text in missed:
+        print(f"lowshard bench refit: {text}", file=sys.stderr)
+    return outcome.finish(1 if missed else 0)
+
+
+def _percents(text: str) -> list[float]:
+    """Return the numbers of `--changed`."""
+    try:
+        found = [float(part) for part in text.split(",")]
+    except ValueError:
+        found = []
+    if not found or not all(0 <= percent <= 100 for percent in found):
+        raise LowshardError(
+            f"--changed is a list of per cent from 0 to 100, such as 0.1,1,3,100; got {text!r}"
+        )
+    return list(dict.fromkeys(found))
 
 
 def _show(rows: Sequence[Row], args: argparse.Namespace) -> int:
@@ -147,6 +222,12 @@ def _page(rows: Sequence[Row]) -> Page:
     from lowshard.report.bench_page import refit_page
 
     return refit_page(rows, LIMIT)
+
+
+def _model_page(rows: Sequence[Any]) -> Page:
+    from lowshard.report.bench_page import model_page
+
+    return model_page(rows)
 
 
 def measure_refits(seat: Seat, request: Any) -> Any:

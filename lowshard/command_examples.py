@@ -90,6 +90,7 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
     "lowshard bench refit": (
         ("lowshard bench refit --size 64 --rounds 3", "a small model, quickly"),
         ("lowshard bench refit --profile cluster.json --report page", "predicted beside measured"),
+        ("lowshard bench refit --model sample --to tp=1,dp=2", "dense, by what changed, and as others do it"),
     ),
     "lowshard bench plan": (("lowshard bench plan --rounds 1", ""),),
     "lowshard bench simulate": (("lowshard bench simulate deepseek --profile cluster.json", ""),),

@@ -37,6 +37,8 @@ MOST_STRANGERS = 16
 """Connections at a time that have not shown that they know the token."""
 WAIT_S = 5.0
 """How long a connection may take to be let in."""
+MOST_NONCES = 16_384
+"""How many guests' first frames are remembered, the newest: 2 MB at most."""
 
 _SOCKET_NAME = "door"
 _MAGIC = b"lowshard-door-01"
@@ -87,7 +89,9 @@ class Door:
         self._listening = tuple(listening)
         self._path = path
         self._waiting: dict[socket.socket, _Waiting] = {}  # in order of arrival
-        self._nonces: set[bytes] = set()  # of those that knew the token: a copy of their frames opens nothing
+        self._nonces: dict[
+            bytes, None
+        ] = {}  # of those that knew the token, so that a copy makes nobody known
         self._selector = selectors.EpollSelector()
         for made in self._listening:
             made.setblocking(False)
@@ -184,11 +188,18 @@ class Door:
             self._make_room(MOST_STRANGERS, guests)
 
     def _make_room(self, most: int, guests: list[Guest]) -> bool:
-        """Turn the oldest stranger away where there are more than so many; return whether one has gone."""
-        strangers = [waiting for waiting in self._waiting.values() if not waiting.known]
+        """Turn the oldest stranger away where there are more than so many; return whether one has gone.
+
+        With room for none, whoever has not been let in is a stranger: the first frame may be a copy.
+        """
+
+        def is_stranger(waiting: _Waiting) -> bool:
+            return waiting.connection in self._waiting and (most == 0 or not waiting.known)
+
+        strangers = sorted(filter(is_stranger, self._waiting.values()), key=lambda waiting: waiting.known)
         for oldest in strangers[: max(0, len(strangers) - most)]:
             self._hear(oldest, guests)  # what it says may have come meanwhile
-            if oldest.connection in self._waiting and not oldest.known:
+            if is_stranger(oldest):
                 self._turn_away(oldest)
                 return True
         return False
@@ -224,7 +235,9 @@ class Door:
         known = hmac.compare_digest(proof, _proof(self.token, b"hello", head))
         if magic != _MAGIC or not known or nonce in self._nonces:
             return False
-        self._nonces.add(nonce)
+        self._nonces[nonce] = None
+        if len(self._nonces) > MOST_NONCES:  # who copies an older one is known for WAIT_S and never let in
+            del self._nonces[next(iter(self._nonces))]
         waiting.known, waiting.head, waiting.purpose, waiting.rank = True, head, purpose, rank
         return _sent(waiting.connection, waiting.nonce + _proof(self.token, b"door", head))
 

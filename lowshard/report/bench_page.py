@@ -283,3 +283,41 @@ def refit_page(rows: Sequence[Any], limit: float) -> Page:
         (Section("Times", "Shorter is faster. The line is the limit.", (Bars(bars), table)),),
         (),
     )
+
+
+def model_page(rows: Sequence[Any]) -> Page:
+    """Return the page of `lowshard bench refit --model`: its rows, the dense refit first."""
+    scaled = shares([row.ratio for row in rows])
+    bars = tuple(
+        Bar(row.way, share, f"{row.ratio:.2f} x memcpy, {row.median_s * 1e3:.1f} ms", "plain", None)
+        for row, share in zip(rows, scaled, strict=True)
+    )
+    table = Table(
+        ("way", "changed %", "sent MB", "x least", "ms", "pause ms", "predicted ms"),
+        tuple(
+            (
+                Cell(row.way),
+                number(f"{100 * row.changed:g}"),
+                number(f"{row.sent_bytes / 1e6:,.2f}"),
+                number(f"{row.sent_bytes / max(1, row.least_bytes):.2f}"),
+                number(f"{row.median_s * 1e3:,.1f}"),
+                number(f"{row.pause_s * 1e3:,.3f}"),
+                number("" if row.predicted_s is None else f"{row.predicted_s * 1e3:,.1f}"),
+            )
+            for row in rows
+        ),
+        "Least: elements that a rank needs and does not hold. Pause: how long a reader finds no whole version.",
+    )
+    dense = rows[0]
+    return Page(
+        "lowshard bench refit --model",
+        "One model from ranks that train to ranks that serve, in several ways in turn.",
+        "every way brought the sources' content",
+        True,
+        (
+            Card(f"{dense.median_s * 1e3:.1f} ms", "a dense refit"),
+            Card(f"{dense.pause_s * 1e3:.3f} ms", "readers pause"),
+        ),
+        (Section("Times", "Shorter is faster.", (Bars(bars), table)),),
+        (),
+    )

@@ -272,3 +272,35 @@ def test_every_refit_of_the_bench_runs(tmp_path: Path) -> None:
     assert {row["memory"] for row in rows} == {"shown", "private"}
     assert any("mxfp8" in row["name"] for row in rows)
     assert all(row["sent_bytes"] > 0 for row in rows)
+
+
+@pytest.mark.time_limit(100)
+def test_a_model_goes_in_every_way(tmp_path: Path) -> None:
+    """What arrives is compared within: a way that brings anything else ends the bench."""
+    tensors = {
+        f"model.layers.0.{name}.weight": {"dtype": dtype, "shape": shape}
+        for name, dtype, shape in (
+            ("mlp.up_proj", "bfloat16", [258, 64]),
+            ("mlp.down_proj", "float32", [64, 258]),
+            ("input_layernorm", "float16", [64]),
+        )
+    }
+    (tmp_path / "model.json").write_text(json.dumps({"tensors": tensors}))
+    report = tmp_path / "ways.json"
+    grids = ["--from", "tp=2", "--to", "dp=2,tp=2", "--together", "--changed", "1,100"]
+    options = ["--rounds", "2", "--json", str(report), "--report", str(tmp_path / "page")]
+    ended = run("refit", "--model", str(tmp_path / "model.json"), *grids, *options)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    rows = {row["way"]: row for row in json.loads(report.read_text())}
+    assert list(rows) == ["dense", "delta, 1 %", "delta, 100 %", "gather, broadcast", "tensor by tensor"]
+    up, down, norm = 258 * 64 * 2, 258 * 64 * 4, 64 * 2
+    # Serving ranks 0 to 3 hold what training ranks 0 and 1 hold, twice over: ranks 2 and 3 need it.
+    needed = up + down + 2 * norm
+    assert rows["dense"]["sent_bytes"] == rows["dense"]["least_bytes"] == needed
+    assert rows["tensor by tensor"]["sent_bytes"] == needed
+    assert rows["gather, broadcast"]["sent_bytes"] == (up + down) // 2 + 3 * (up + down + norm)
+    assert 0.003 * needed < rows["delta, 1 %"]["least_bytes"] < 0.011 * needed
+    assert rows["delta, 1 %"]["least_bytes"] < rows["delta, 1 %"]["sent_bytes"] < 0.1 * needed
+    assert rows["delta, 100 %"]["sent_bytes"] <= needed * 1.02
+    assert all(len(row["seconds"]) == 2 for row in rows.values())
+    assert (tmp_path / "page/index.html").stat().st_size > 1000

@@ -182,6 +182,7 @@ def samples() -> Mapping[str, Any]:
     )
     indexed = json.loads(index().encode())
     indexed.pop("digest")
+    tensor = {"dtype": "bfloat16", "shape": [4, 3]}
     slot = {"step": 3, "state": {"lr": 0.1}}
     timing = {"seconds": [0.5, 0.25], "shares": [1.0, 0.5], "calls": 3}
     figure = Figure(Timing(**{n: tuple(v) if isinstance(v, list) else v for n, v in timing.items()}), 0, 1.5)
@@ -235,6 +236,8 @@ def samples() -> Mapping[str, Any]:
             "ask": "read", "mark": "00", "newer_than": 3, "wait_s": 0.5, "number": 2, "version": None,
             "boxes": [["w", [[0, 2], [1, 3]]]],
         },
+        "tensor of a model to benchmark": tensor,
+        "model to benchmark": {"tensors": {"w": tensor}, "num_attention_heads": 8, "num_key_value_heads": 2},
         "timing of lowshard bench": timing,
         "figure of lowshard bench": plain(report["rows"][0]["out"]),
         "row of lowshard bench": plain(report["rows"][0]),

@@ -104,6 +104,45 @@ def test_a_copy_of_what_a_guest_said_opens_nothing(served: Served) -> None:
     assert not served.guests
 
 
+def test_copies_of_old_frames_take_no_room_from_guests(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is remembered of guests has a bound; who sends a frame from before it is turned away for a guest."""
+    monkeypatch.setattr(door_module, "MOST_NONCES", 4)
+    hellos = []
+    for turn in range(40):
+        head = _HEAD.pack(b"lowshard-door-01", 0, 1, struct.pack("16s", b"%d" % turn))
+        hellos.append(head + door_module._proof(served.door.token, b"hello", head))
+        with knock(served.door) as first:
+            first.sendall(hellos[-1])
+            assert len(first.recv(48, socket.MSG_WAITALL)) == 48
+    assert len(served.door._nonces) == 4
+    program = (
+        "import sys; from lowshard.comm.door import enter; input(); "
+        f"enter(sys.argv[1:2], bytes.fromhex(sys.argv[2]), 0, 2, {door_module.WAIT_S / 2}); print('inside')"
+    )
+    words = [sys.executable, "-c", program, served.door.addresses[0], served.door.token.hex()]
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.ExitStack() as stack:
+        guest = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        stack.enter_context(guest)
+        assert guest.stdin
+        assert guest.stdout
+        for hello in hellos[:-4]:
+            copy = stack.enter_context(knock(served.door))
+            copy.sendall(hello)
+            assert len(copy.recv(48, socket.MSG_WAITALL)) == 48
+        resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")), before[1]))
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, before)
+        with contextlib.suppress(OSError):
+            while True:  # whatever number is still free
+                stack.callback(os.close, os.dup(0))
+        guest.stdin.write("\n")  # whose closing would give a number free
+        guest.stdin.flush()
+        assert guest.stdout.readline() == "inside\n"
+    assert served.ranks(1) == [2]
+
+
 @pytest.mark.parametrize("door_of_others", ["no proof", "right length, no proof"])
 def test_a_guest_does_not_enter_the_door_of_others(door_of_others: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as impostor:

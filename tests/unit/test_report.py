@@ -16,9 +16,10 @@ from support import browser
 from lowshard import cli
 from lowshard.bench import bench_fsdp, bench_plan
 from lowshard.bench.bench_refit import Row as RefitRow
+from lowshard.bench.model_refit import WayRow
 from lowshard.demo.demo_report import DemoReport, MatrixView, PlanView
 from lowshard.kernels.engine import host_engine
-from lowshard.report.bench_page import redistribute_page, refit_page
+from lowshard.report.bench_page import model_page, redistribute_page, refit_page
 from lowshard.report.demo_page import demo_page
 from lowshard.report.page import render
 from lowshard.report.svg import CurveLine, draw_curves, draw_matrix
@@ -68,6 +69,11 @@ A_REFIT = (
     RefitRow("TP2 to TP4 dim 0, mxfp8", "private", 268_000_000, 134_000_000, 0.01, (0.3,), (0.1,), None, 1.6),
 )
 
+A_MODEL = (
+    WayRow("dense", 1.0, 67_000_000, 67_000_000, (0.03, 0.04), (0.02, 0.02), 1e-5, 0.035, {"move": 0.03}),
+    WayRow("gather, broadcast", 1.0, 240_000_000, 67_000_000, (0.09, 0.1), (0.02, 0.02), 0.09, None, {}),
+)
+
 A_PLAN = [
     bench_plan.Row("dense, 512 to 512", 256, 1024, 0.002, 0.002, 1.5, 0.003),
     bench_plan.Row(f"DeepSeek-V3 shape, {'2048 ' * 30}", 45_041, 2368, 0.4, 0.02, 42.0, 2.0),
@@ -95,6 +101,7 @@ def pages(tmp_path: Path) -> dict[str, str]:
         "demo": render(demo_page(a_demo())),
         "redistribute": render(redistribute_page(a_redistribution())),
         "refit": render(refit_page(A_REFIT, 1.6)),
+        "model": render(model_page(A_MODEL)),
         "plan": render(bench_plan.page_of(A_PLAN)),
         "fsdp": render(bench_fsdp.page_of(an_fsdp())),
     }
