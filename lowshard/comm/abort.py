@@ -225,7 +225,7 @@ def fail(rank: int, error: BaseException) -> NoReturn:
 
 
 def fail_with(record: FailureRecord) -> NoReturn:
-    """Does as `fail` for a failure that is no exception."""
+    """Does as `fail` for a failure that is not an exception."""
     _begin_end()
     _report(record, "exit", record.message)
     end_job(record.exit_code)

@@ -22,7 +22,7 @@ def control_of(comm: Communicator) -> Communicator:
     """Return the host side of a communicator.
 
     Raises:
-        CommError: it is no communicator of lowshard.
+        CommError: it is not a communicator of lowshard.
     """
     try:
         return comm.control

@@ -78,7 +78,7 @@ def extents(shape: object, itemsize: int) -> tuple[int, ...]:
     """Return a shape, or one extent, as a tuple, or raise BufferMismatchError."""
     try:
         try:
-            found = tuple(map(index, shape))  # type: ignore[call-overload]  # what is no sequence raises
+            found = tuple(map(index, shape))  # type: ignore[call-overload]  # what is not a sequence raises
         except TypeError:
             found = (index(shape),)  # type: ignore[arg-type]  # likewise
     except TypeError:
@@ -133,15 +133,15 @@ def spans(
 def counts_text(counts: object) -> str:
     """Return counts as the text of a call has them; what are no counts as it reads."""
     try:
-        return str(list(map(index, counts)))  # type: ignore[call-overload]  # what is no sequence raises
+        return str(list(map(index, counts)))  # type: ignore[call-overload]  # what is not a sequence raises
     except TypeError:
         return brief(counts)
 
 
 def rank(given: object) -> int:
-    """Return a rank that is no int as one: NumPy's integers; what is none as text, which the check of ranks refuses."""
+    """Return a rank as an int; what is not an integer as text, which the check of ranks refuses."""
     try:
-        return index(given)  # type: ignore[arg-type]  # what is no integer raises
+        return index(given)  # type: ignore[arg-type]  # what is not an integer raises
     except TypeError:
         return brief(given)  # type: ignore[return-value]  # refused where a call is made
 

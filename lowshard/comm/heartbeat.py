@@ -97,7 +97,9 @@ _FIRST_LINK = 32
 FD, PEER, HEARD_NS, _FILL, ENDED, _MUTE = range(6)
 """Of each connection: descriptor, rank, when it was heard, bytes in its inbox, whether it is over, or clogged."""
 _LINK_WORDS = 6
-_LINK_BYTES = TEXT_BYTES + INBOX_BYTES  # what the other rank is in; what has come and is no whole frame yet
+_LINK_BYTES = (
+    TEXT_BYTES + INBOX_BYTES
+)  # what the other rank is in; what has come and is not a whole frame yet
 
 _PHRASES = (
     b"rank ",

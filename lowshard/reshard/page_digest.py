@@ -42,16 +42,17 @@ def digest_pages(
     Args:
         layout: of the cache.
         sequences: by name: its pages and its tokens.
-        arrays: this rank's arrays by name; None on a rank without.
+        arrays: this rank's arrays by name; None on a rank without any.
         comm: the communicator; None for one rank.
 
     Returns:
         By sequence, 32 hexadecimal digits.
 
+    Every rank raises the same error.
+
     Raises:
         VerificationError: ranks with the same heads hold different bits; it names a sequence and the ranks.
         PlanError, BufferMismatchError, MeshError, MismatchError: as `plan_pages` and `move_pages`.
-        (Each on every rank.)
     """
     if comm is None:
         with loopback(1)[0] as alone:

@@ -70,18 +70,20 @@ class Publisher:
         arrays: by name, this rank's local arrays; the same ones serve every version.
         comm: the communicator; None for one rank.
         address: `unix:/folder` for subscribers of this host and user, or `tcp://host:port` (port 0: a free one).
-        token: what subscribers prove to know, 16 bytes or more; by default made, and kept in `token_file`.
+        token: the secret that subscribers must know, 16 bytes or more; by default a new one, in `token_file`.
 
     Attributes:
         address: what subscribers pass.
         token_file: where the token is kept, a file of mode 0600; None where the caller gave it.
 
+    Every rank raises the same error.
+
     Raises:
-        CommError: the address is none, is in use, or leads to one host while ranks are on several; a token too short.
+        CommError: the address is not valid, is in use, or leads to one host while ranks are on several; a token too
+            short.
         LayoutError: a partial layout.
         BufferMismatchError: an array is not the one its layout says.
         MismatchError: ranks ask for different tensors or addresses.
-        (Each on every rank.)
     """
 
     def __init__(
@@ -200,12 +202,13 @@ class Publisher:
                 time: the next call of this publisher waits for it. What went wrong in it, and was told to nobody on
                 some rank, that call raises, on every rank alike.
 
+        Every rank raises the same error.
+
         Raises:
-            PlanError: a version that is none, or not above the last one; nothing has changed.
-            MismatchError: ranks publish different versions; likewise.
+            PlanError: a version that is not such an integer; nothing has changed.
+            MismatchError: ranks publish different versions; nothing has changed.
             CommError: there is no memory for a snapshot; the last version stays on offer.
             PeerFailed, TimedOut: a rank did not come. The last version stays on offer where rank 0 lives.
-            (Each on every rank.)
         """
         wait = truth(wait, "wait is True or False", CommError)
         error = self._background.settle()

@@ -97,11 +97,12 @@ class Subscriber:
             changed in them stays changed until those elements change at the publisher.
         name: what the publisher's `members()` shows.
 
+    Every rank raises the same error.
+
     Raises:
-        CommError: the address is none; a token that is too short, or both ways given.
+        CommError: the address is not valid; a token that is too short, or both token and token_file.
         LayoutError, BufferMismatchError: as for `Publisher`.
         MismatchError: ranks ask for different tensors or addresses.
-        (Each on every rank.)
     """
 
     def __init__(
@@ -179,14 +180,15 @@ class Subscriber:
         publisher at the address the newest version is taken, whatever its number.
 
         Args:
-            timeout_s: how long to wait for a version, in seconds, by default the communicator's; what has begun to
-                arrive is given the time it needs.
+            timeout_s: how long to wait for a version to begin, in seconds; by default the communicator's. A version
+                that has begun to arrive is given the time it needs.
+
+        Every rank that lives raises the same error.
 
         Raises:
             TimedOut: no newer version was offered, or no publisher answered; `weights` stay.
             PeerFailed: the publisher has gone, or a rank of either job; `weights` stay, the next pull tries again.
-            PlanError, CommError: the publisher has not the tensors that are wanted, or not in their shape and dtype.
-            (Each on every rank that lives.)
+            PlanError, CommError: the publisher lacks a tensor that is wanted, or has it in another shape or dtype.
         """
         error: LowshardError | None = None
         limit_s = 0.0

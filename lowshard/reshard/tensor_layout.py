@@ -233,7 +233,7 @@ def as_tensor_layout(given: object) -> TensorLayout:
     """Return a TensorLayout, Layout or Tiling as a TensorLayout.
 
     Raises:
-        LayoutError: it is none of these, or partial.
+        LayoutError: it is not one of these, or partial.
     """
     if isinstance(given, TensorLayout):
         return given

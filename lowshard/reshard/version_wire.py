@@ -149,7 +149,7 @@ class Line:
             until_s: of time.monotonic(): when its first byte must have come; None waits as long as the other end lives.
 
         Raises:
-            Lost: the other end has gone or stalls, or said what is no message.
+            Lost: the other end has gone or stalls, or said what is not a message.
         """
         head = bytearray(_LENGTH.size)
         self.receive(memoryview(head), until_s, waits=until_s is None)

@@ -38,7 +38,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What one rank did, to hold against its plan."""
+    """What one rank did, to compare with its plan."""
 
     read_bytes: int
     sent_bytes: int
@@ -74,12 +74,13 @@ def load(
     Returns:
         Arrays of `tiling.local_shape(rank)`; a rank that takes no part in a tiling has no array of that name.
 
+    Every rank raises the same error.
+
     Raises:
         CheckpointError: a file is missing, damaged, or other than when the plan was made; the text names file and
             tensor.
         PlanError: another number of ranks.
         MismatchError: ranks hold different plans.
-        (Each on every rank, whichever rank is at fault.)
     """
     if comm is not None:
         control_of(comm)
