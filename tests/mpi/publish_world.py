@@ -14,7 +14,7 @@ ROWS, COLUMNS = 192, 640
 
 
 def content(version: int) -> np.ndarray:
-    """Return the whole tensor of a version, int32: of 50 elements one changes with each, the others every fifth."""
+    """Return the whole tensor of a version, int32: one element of 50 changes with each, the others with every fifth."""
     place = np.arange(ROWS * COLUMNS, dtype=np.int32).reshape(ROWS, COLUMNS)
     return np.where(place % 50 == 7, version, version // 5 * 5) * 1000 + place % 997
 

@@ -356,7 +356,7 @@ def test_deltas_of_other_writers_are_read(tmp_path: Path, versions: list[Values]
 
 
 def test_zstd_is_written_and_read_where_its_package_is(tmp_path: Path, versions: list[Values]) -> None:
-    zstandard = pytest.importorskip("zstandard", reason="needs zstandard: pip install zstandard")
+    zstandard = pytest.importorskip("zstandard", reason="needs zstandard: pip install 'lowshard[deltas]'")
     path = place(tmp_path / "d", "xor", 1)
     write_delta(tmp_path / "v0", tmp_path / "v1", path, compression="zstd")
     file = next(path.glob("*.safetensors"))
@@ -375,6 +375,17 @@ def test_checksums_are_those_of_the_library(name: str) -> None:
     for piece in (b"ab", b"", b"cdef"):
         made.update(piece)
     assert made.hexdigest() == f"{getattr(zlib, name)(b'abcdef'):08x}"
+
+
+@pytest.mark.parametrize(
+    ("package", "name", "routine"), [("xxhash", "xxh3-128", "xxh3_128"), ("blake3", "blake3", "blake3")]
+)
+def test_checksums_of_other_packages_are_theirs(package: str, name: str, routine: str) -> None:
+    library = pytest.importorskip(package, reason=f"needs {package}: pip install 'lowshard[deltas]'")
+    made = Checksum(name)
+    for piece in (b"ab", b"", b"cdef"):
+        made.update(piece)
+    assert made.hexdigest() == getattr(library, routine)(b"abcdef").hexdigest()
 
 
 # ---- what is refused

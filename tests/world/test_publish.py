@@ -239,10 +239,39 @@ def test_publish_without_waiting(tmp_path: Path) -> None:
         assert wrong is not None
         with pytest.raises(PlanError, match="versions rise"):
             wrong.wait(30)
-        with pytest.raises(PlanError, match="versions rise"):
-            publisher.publish(2)  # tells of the one before; nothing else was done
-        publisher.publish(2)
+        publisher.publish(2)  # what was told is not told again
         assert subscriber.pull(10) == 2
+
+
+@pytest.mark.time_limit(30)
+def test_what_went_wrong_in_the_background_is_raised_on_all_ranks_though_one_has_heard_of_it(
+    tmp_path: Path,
+) -> None:
+    layout = ls.Layout(ls.DeviceMesh((2,), ("x",)), (10,), "float32", (ls.Sharded(0),))
+
+    def publish(comm: Any) -> None:
+        with Publisher(
+            {"w": layout}, {"w": np.zeros(5, np.float32)}, comm, address=f"unix:{tmp_path}/p"
+        ) as made:
+            made.publish(3)
+            wrong = made.publish(2, wait=False)
+            assert wrong is not None
+            if comm.rank == 0:
+                with pytest.raises(PlanError, match="versions rise"):
+                    wrong.wait(10)
+            with pytest.raises(PlanError, match="versions rise: version 3 is out, got 2"):
+                made.publish(4)
+            assert made.version == 3
+            made.publish(4)
+            wrong = made.publish(4, wait=False)
+            made_last.append(made)
+        # Closing tells of it where nobody has waited.
+
+    made_last: list[Publisher] = []
+    with pytest.raises(PlanError, match="versions rise: version 4 is out, got 4"):
+        lc.run_loopback(2, publish, timeout_s=20)
+    assert [one.version for one in made_last] == [4, 4]
+    assert not (tmp_path / "p" / "token").exists()
 
 
 def test_a_snapshot_under_the_descriptor_of_another_is_not_taken_for_it(
