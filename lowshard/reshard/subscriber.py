@@ -21,7 +21,7 @@ import os
 import socket
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, Self, overload
@@ -44,7 +44,6 @@ from lowshard.layout import Layout
 from lowshard.reshard.plan_builder import build_reshard_plan
 from lowshard.reshard.publication_address import Address, checked_token, read_token
 from lowshard.reshard.published_tensors import local_arrays, tensor_layouts
-from lowshard.reshard.rank_grid import Grid, Roster
 from lowshard.reshard.reshard_move import Move
 from lowshard.reshard.reshard_plan import ReshardPlan
 from lowshard.reshard.tensor_layout import TensorLayout
@@ -322,7 +321,7 @@ class Subscriber:
             table = read_table.text(text)
             ranks = len(table.stations)
             have = {name: TensorLayout.from_json(layout) for name, layout in table.layouts.items()}
-            plan = build_reshard_plan(have, {n: shifted(x, ranks) for n, x in self._layouts.items()})
+            plan = build_reshard_plan(have, {n: x.shifted(ranks) for n, x in self._layouts.items()})
             self._source = _Source(table, bytes.fromhex(token), have, plan, ranks + self._comm.rank)
         except LowshardError as found:
             error = found
@@ -643,12 +642,3 @@ def _here(line: Line) -> Answer:
     if answer.state != "here":
         raise Lost("the snapshot is there no more")
     return answer
-
-
-def shifted(layout: TensorLayout, ranks: int) -> TensorLayout:
-    """Return a layout whose ranks are numbered from `ranks` on."""
-    seats = layout.seats
-    if isinstance(seats, Grid):
-        return replace(layout, seats=replace(seats, offset=seats.offset + ranks))
-    moved = tuple(tuple(rank + ranks for rank in cell) for cell in seats.holders)
-    return replace(layout, seats=Roster(moved))
