@@ -14,26 +14,29 @@ What fails before the vote leaves the arrays that are served, and the version, a
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import socket
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, Self
+from typing import Any, Literal, NamedTuple, Self, overload
 
 import numpy as np
 
-from lowshard.argument import brief, number
+from lowshard.argument import brief, instance, number
 from lowshard.box import volume
 from lowshard.checkpoint.crc import crc32
 from lowshard.comm import Communicator, agree, loopback, share_text
 from lowshard.comm.agreement import control_of
+from lowshard.comm.background import Background
 from lowshard.comm.door import enter
 from lowshard.comm.interface import network_name
+from lowshard.comm.work import Work
 from lowshard.errors import CommError, LowshardError, PeerFailed, TimedOut
 from lowshard.foreign_array import like
 from lowshard.kernels.changes import ChangeBoxes, Changes
@@ -41,7 +44,6 @@ from lowshard.layout import Layout
 from lowshard.reshard.plan_builder import build_reshard_plan
 from lowshard.reshard.publication_address import Address, checked_token, read_token
 from lowshard.reshard.published_tensors import local_arrays, tensor_layouts
-from lowshard.reshard.rank_grid import Grid, Roster
 from lowshard.reshard.reshard_move import Move
 from lowshard.reshard.reshard_plan import ReshardPlan
 from lowshard.reshard.tensor_layout import TensorLayout
@@ -71,6 +73,15 @@ from lowshard.tiling import Tiling
 Array = Any
 _ENTER_S = 5.0
 _TURN_S = 1.0
+
+
+class _Served(NamedTuple):
+    """What is served: which of the sets, the version in it, and of which publisher which snapshot. Swapped as one."""
+
+    at: int = 0
+    version: int | None = None
+    mark: str = ""
+    number: int = 0
 
 
 class Subscriber:
@@ -118,11 +129,12 @@ class Subscriber:
         name: str = "",
     ) -> None:
         self._alone = loopback(1)[0] if comm is None else None
-        self._comm: Communicator = self._alone if comm is None else control_of(comm)  # type: ignore[assignment]
+        whole = self._alone if comm is None else control_of(comm)
+        assert whole is not None
         asked, error = b"", None
         try:
-            self._layouts = tensor_layouts(layouts, self._comm.size)
-            arrays = local_arrays(self._layouts, out, self._comm.rank, writes=True)
+            self._layouts = tensor_layouts(layouts, whole.size)
+            arrays = local_arrays(self._layouts, out, whole.rank, writes=True)
             self._sets = (arrays, {n: np.empty_like(a) for n, a in arrays.items()})
             second = {n: like(a, out[n]) for n, a in self._sets[1].items()}
             self._served = ({n: out[n] for n in arrays}, second)
@@ -131,17 +143,19 @@ class Subscriber:
                 raise CommError("a subscriber is given token or token_file, not both")
             self._token = None if token is None else checked_token(token)
             self._token_file = self._address.token_file if token_file is None else token_file
-            if delta not in ("auto", "off"):
+            if not isinstance(delta, str) or delta not in ("auto", "off"):
                 raise CommError(f"delta of a Subscriber is 'auto' or 'off', got {brief(delta)}")
             said = [address, name, delta, {n: x.to_json() for n, x in self._layouts.items()}]
             asked = hashlib.blake2b(json.dumps(said, default=list).encode()).digest()
         except LowshardError as found:
             error = found
-        agree(self._comm, asked, error, "Subscriber")
+        agree(whole, asked, error, "Subscriber")
+        # A communicator of its own: a version is taken beside what the caller does, over any other one.
+        self._background = Background(whole, "lowshard pull")
+        self._comm: Communicator = self._background.comm
         self._greeting = Greeting(str(name), socket.gethostname(), os.getpid(), self._comm.size)
-        self._live, self._mark, self._number = 0, "", 0
+        self._now = _Served()
         self._delta, self._fetched = delta, Fetched()
-        self._version: int | None = None
         self._attempt, self._closed = 0, False
         self._control: Line | None = None
         self._table_text, self._offers, self._proven = "", "", b""
@@ -153,14 +167,14 @@ class Subscriber:
     @property
     def version(self) -> int | None:
         """The version of `weights`, or None before the first."""
-        return self._version
+        return self._now.version
 
     @property
     def weights(self) -> Mapping[str, Array]:
         """The arrays of the version that is served, of the library of `out`. Ask again after each pull: two sets take
         turns.
         """
-        return MappingProxyType(self._served[self._live])
+        return MappingProxyType(self._served[self._now.at])
 
     def report(self) -> dict[str, int]:
         """Return what the last version that was switched to has brought this rank. Not collective.
@@ -173,15 +187,28 @@ class Subscriber:
 
     # ---- a version
 
-    def pull(self, timeout_s: float | None = None) -> int:
+    @overload
+    def pull(self, timeout_s: float | None = None, *, wait: Literal[True] = True) -> int: ...
+
+    @overload
+    def pull(self, timeout_s: float | None = None, *, wait: Literal[False]) -> Work: ...
+
+    def pull(self, timeout_s: float | None = None, *, wait: bool = True) -> int | Work:
         """Wait for a version newer than this one, take it, and return its number.
 
         Collective: all ranks of the communicator call this. A publisher that was restarted begins anew: of another
         publisher at the address the newest version is taken, whatever its number.
 
+        With `wait=False` a thread does all of it, and a `Work` is returned at once: its `wait()` returns the number, or
+        raises what went wrong. Threads read `weights` meanwhile: the switch is a swap of references, and what they hold
+        is whole until the pull after the next one begins. Each rank chooses for itself. One version at a time: the next
+        pull, and `close`, wait for the one that is under way. What went wrong in it, and was told to nobody on some
+        rank, they raise, on every rank alike. The process does not end before it has.
+
         Args:
             timeout_s: how long to wait for a version to begin, in seconds; by default the communicator's. A version
                 that has begun to arrive is given the time it needs.
+            wait: False does it in the background.
 
         Every rank that lives raises the same error.
 
@@ -190,15 +217,22 @@ class Subscriber:
             PeerFailed: the publisher has gone, or a rank of either job; `weights` stay, the next pull tries again.
             PlanError, CommError: the publisher lacks a tensor that is wanted, or has it in another shape or dtype.
         """
-        error: LowshardError | None = None
+        error = self._background.settle()
         limit_s = 0.0
         try:
             if self._closed:
                 raise CommError("this Subscriber is closed; make a new one")
+            wait = instance(wait, bool, "wait of pull is True or False", CommError)
             rule = "timeout_s is a number of seconds, 0 or more"
             limit_s = self._comm.timeout_s if timeout_s is None else number(timeout_s, rule, CommError, 0)
         except LowshardError as found:
-            error = found
+            wait, error = True, error or found
+        if wait:
+            return self._pull(limit_s, error)
+        return self._background.start(lambda: self._pull(limit_s, error), "pull")
+
+    def _pull(self, limit_s: float, error: Exception | None) -> int:
+        """Take a version, unless a rank is to tell what went wrong."""
         agree(self._comm, b"", error, "pull")
         offer = self._offered(time.monotonic() + limit_s, limit_s)
         fetched = self._fetch(offer)
@@ -206,11 +240,11 @@ class Subscriber:
         if not self._vote.decide(self._attempt, True):
             raise PeerFailed(
                 f"another rank heard of a failure while version {offer.version} was voted on: version "
-                f"{self._version} stays"
+                f"{self.version} stays"
             )
         assert self._source is not None
-        self._live, self._version, self._mark = 1 - self._live, offer.version, self._source.mark
-        self._number, self._fetched = offer.number, fetched
+        self._now = _Served(1 - self._now.at, offer.version, self._source.mark, offer.number)
+        self._fetched = fetched
         self._say_done(offer)
         return offer.version
 
@@ -230,7 +264,7 @@ class Subscriber:
                 return Answer(**said["offer"])
             if said["over"]:
                 raise TimedOut(
-                    f"no version newer than {self._version} was offered at {self._address} within {limit_s:g} s"
+                    f"no version newer than {self.version} was offered at {self._address} within {limit_s:g} s"
                 )
 
     def _asked(self, end_s: float) -> dict[str, Any]:
@@ -241,7 +275,7 @@ class Subscriber:
                 self._connect(end_s)
                 said["table"] = [self._table_text, self._proven.hex()]
             assert self._control is not None
-            newer = self._version if self._offers == self._mark else None
+            newer = self.version if self._offers == self._now.mark else None
             wait_s = min(WANT_S, max(0.0, end_s - time.monotonic()))
             self._control.say(Request("want", self._offers, newer, wait_s))
             answer = self._control.hear(read_answer, time.monotonic() + WANT_S + _TURN_S + STALLED_S / 3)
@@ -287,7 +321,7 @@ class Subscriber:
             table = read_table.text(text)
             ranks = len(table.stations)
             have = {name: TensorLayout.from_json(layout) for name, layout in table.layouts.items()}
-            plan = build_reshard_plan(have, {n: shifted(x, ranks) for n, x in self._layouts.items()})
+            plan = build_reshard_plan(have, {n: x.shifted(ranks) for n, x in self._layouts.items()})
             self._source = _Source(table, bytes.fromhex(token), have, plan, ranks + self._comm.rank)
         except LowshardError as found:
             error = found
@@ -299,14 +333,14 @@ class Subscriber:
         assert self._source is not None
         error: LowshardError | None = None
         fetched = Fetched()
-        since = self._number if self._delta == "auto" and self._source.mark == self._mark else 0
+        since = self._now.number if self._delta == "auto" and self._source.mark == self._now.mark else 0
         try:
-            served, target = self._sets[self._live], self._sets[1 - self._live]
+            served, target = self._sets[self._now.at], self._sets[1 - self._now.at]
             self._source.fetch(offer.number, target, since, served, fetched)
         except Lost as lost:
             self._source.close()
             error = PeerFailed(
-                f"version {offer.version} did not arrive: {lost}; version {self._version} stays"
+                f"version {offer.version} did not arrive: {lost}; version {self.version} stays"
             )
         except Exception as found:  # the others hear of it, instead of waiting
             self._source.close()
@@ -336,21 +370,40 @@ class Subscriber:
     # ---- life
 
     def close(self) -> None:
-        """Leave; `weights` stay readable. Closing twice is safe."""
+        """Wait for a version that is under way, and leave; `weights` stay readable. Closing twice is safe.
+
+        Collective: all ranks of the communicator call this.
+
+        Raises:
+            LowshardError: what went wrong in the background, and was told to nobody.
+        """
         if self._closed:
             return
+        error = self._background.settle()
+        self._leave()
+        with contextlib.suppress(CommError):  # where a rank has died the end of the process does it
+            self._background.close()
+        if self._alone is not None:
+            self._alone.close()
+        if error is not None:
+            raise error
+
+    def _leave(self) -> None:
         self._closed = True
         self._disconnect()
         if self._source is not None:
             self._source.close()
-        if self._alone is not None:
-            self._alone.close()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *exc: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is None:
+            self.close()
+            return
+        # The other ranks may not come here, and what is under way has a deadline of its own.
+        self._leave()
+        self._comm.__exit__(type(error), error, None)
 
 
 @dataclass
@@ -589,12 +642,3 @@ def _here(line: Line) -> Answer:
     if answer.state != "here":
         raise Lost("the snapshot is there no more")
     return answer
-
-
-def shifted(layout: TensorLayout, ranks: int) -> TensorLayout:
-    """Return a layout whose ranks are numbered from `ranks` on."""
-    seats = layout.seats
-    if isinstance(seats, Grid):
-        return replace(layout, seats=replace(seats, offset=seats.offset + ranks))
-    moved = tuple(tuple(rank + ranks for rank in cell) for cell in seats.holders)
-    return replace(layout, seats=Roster(moved))

@@ -6,7 +6,7 @@ A partition says what a cell is (any number of boxes), seats say which ranks hol
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 from math import prod
 from typing import Any
@@ -181,6 +181,14 @@ class TensorLayout:
             raise LayoutError("a tiling that no rank takes part in holds nothing to move")
         partition = Tiles(tiling.shape, tuple(t for t, _ in cells), tuple(s for _, s in cells))
         return cls(tiling.dtype, partition, Roster(tuple(map(tuple, cells.values()))))
+
+    def shifted(self, ranks: int) -> TensorLayout:
+        """Return the layout with every rank's number larger by `ranks`."""
+        seats = self.seats
+        if isinstance(seats, Grid):
+            return replace(self, seats=replace(seats, offset=seats.offset + ranks))
+        moved = tuple(tuple(rank + ranks for rank in cell) for cell in seats.holders)
+        return replace(self, seats=Roster(moved))
 
     # ---- what a rank holds
 

@@ -274,6 +274,69 @@ def test_what_went_wrong_in_the_background_is_raised_on_all_ranks_though_one_has
     assert not (tmp_path / "p" / "token").exists()
 
 
+def test_pull_without_waiting(tmp_path: Path) -> None:
+    """The thread that waits for a version is another one; what is served stays until it switches."""
+    address, array = f"unix:{tmp_path}/p", np.zeros(1 << 20, np.float32)
+    with _publisher(address, array) as publisher, _subscriber(address, array) as subscriber:
+        work = subscriber.pull(10, wait=False)
+        assert not work.done()
+        assert subscriber.version is None
+        for version in range(1, 6):
+            array[...] = version
+            publisher.publish(version)
+            assert work.wait(10) == version == subscriber.version
+            work = subscriber.pull(10, wait=False)
+            held = subscriber.weights["w"]
+            assert (held == version).all()
+        array[...] = 7
+        publisher.publish(7)
+        assert work.wait(10) == 7
+        late = subscriber.pull(0.05, wait=False)
+        with pytest.raises(TimedOut, match="no version newer than 7"):
+            late.wait(10)
+        late = subscriber.pull(0.05, wait=False)
+        with pytest.raises(TimedOut, match="no version newer than 7"):
+            subscriber.pull(5)  # tells of the one before, which nobody has heard of
+        publisher.publish(8)
+        assert subscriber.pull(5) == 8
+        with pytest.raises(CommError, match="wait of pull is True or False"):
+            subscriber.pull(5, wait="no")  # type: ignore[call-overload]
+
+
+@pytest.mark.time_limit(60)
+def test_ranks_that_pull_in_the_background_and_not_take_the_same(tmp_path: Path) -> None:
+    address, layout = (
+        f"unix:{tmp_path}/p",
+        ls.Layout(ls.DeviceMesh((2,), ("x",)), (10,), "float32", (ls.Sharded(0),)),
+    )
+    source = np.arange(10, dtype=np.float32)
+
+    def subscribe(comm: Any) -> None:
+        with Subscriber({"w": layout}, {"w": np.zeros(5, np.float32)}, comm, address=address) as subscriber:
+            if comm.rank == 0:
+                work = subscriber.pull(10, wait=False)
+                sums = np.zeros(1)
+                comm.all_reduce(np.ones(1), sums)  # the caller's communicator is free meanwhile
+                assert sums[0] == 2
+                assert work.wait(10) == 1
+            else:
+                comm.all_reduce(np.ones(1), np.zeros(1))
+                assert subscriber.pull(10) == 1
+            assert (subscriber.weights["w"] == source[5 * comm.rank : 5 * comm.rank + 5]).all()
+            work = subscriber.pull(0.1, wait=False)
+            if comm.rank == 1:
+                with pytest.raises(TimedOut):
+                    work.wait(10)
+            with pytest.raises(TimedOut):
+                subscriber.pull(0.1)
+            subscriber.pull(0.1, wait=False)  # and nobody asks: closing tells of it
+
+    with Publisher({"w": _one((10,))}, {"w": source}, address=address) as publisher:
+        publisher.publish(1)
+        with pytest.raises(TimedOut, match="no version newer than 1"):
+            lc.run_loopback(2, subscribe, timeout_s=20)
+
+
 def test_a_snapshot_under_the_descriptor_of_another_is_not_taken_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
