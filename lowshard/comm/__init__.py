@@ -56,7 +56,7 @@ def from_mpi(
             used, else staged with a warning (ranks outnumber GPUs, say).
 
     Raises:
-        CommError: device, transport or timeout_s is none of these, on every rank; with "nccl", ranks outnumber the
+        CommError: device, transport or timeout_s is not one of these, on every rank; with "nccl", ranks outnumber the
             GPUs of a node.
         DependencyError: CuPy or a GPU is missing where "cuda" was asked for; with "nccl", NCCL.
         MismatchError: ranks ask for different transports or loaded different versions of NCCL.
