@@ -27,7 +27,7 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any, Literal, NoReturn, Protocol, Self
 
-from lowshard.comm.activity import innermost_line
+from lowshard.comm.call import innermost_line
 from lowshard.errors import CommError, MismatchError, PeerFailed, TimedOut
 from lowshard.settings import JOB_DIR
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from lowshard import settings
 from lowshard.argument import brief
-from lowshard.comm.activity import Activity
+from lowshard.comm.call import Activity
 from lowshard.comm.communicator import Communicator
 from lowshard.comm.mailbox import Mailbox
 from lowshard.comm.mpi import MPITransport, load_mpi, world_ranks

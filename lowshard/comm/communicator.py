@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from functools import wraps
+from functools import cached_property, wraps
 from inspect import signature
 from types import ModuleType
 from typing import Any, Concatenate, ParamSpec, Self
@@ -19,6 +19,7 @@ from lowshard.comm import check
 from lowshard.comm import collectives as table
 from lowshard.comm.background import Background
 from lowshard.comm.caller import Caller
+from lowshard.comm.check import NOTHING_WRONG
 from lowshard.comm.collectives import Collective
 from lowshard.comm.reach import Reach
 from lowshard.comm.transport import Transport
@@ -66,6 +67,8 @@ class Communicator:
         self._transport, self._control = transport, control
         self.rank, self.size = transport.rank, transport.size
         """This rank within the communicator, and the number of ranks."""
+        self.xp: ModuleType = transport.buffers.xp
+        """The array module of the buffers: numpy or cupy."""
         self._caller = Caller(transport)
         self.traffic = self._caller.traffic
         self._backgrounds: WeakSet[Background] = WeakSet()
@@ -80,11 +83,6 @@ class Communicator:
     def timeout_s(self) -> float:
         """Seconds after which a wait for other ranks raises TimedOut."""
         return self._transport.timeout_s
-
-    @property
-    def xp(self) -> ModuleType:
-        """The array module of the buffers: numpy or cupy."""
-        return self._transport.buffers.xp
 
     @property
     def control(self) -> Communicator:
@@ -109,7 +107,7 @@ class Communicator:
         """Ranks a node, where rank r is on node r // node_size; None where there is one node, or no such number."""
         return self._transport.node_size
 
-    @property
+    @cached_property
     def reach(self) -> Reach:
         """Which ranks' memory this rank reads and writes directly."""
         return self._transport.reach
@@ -148,6 +146,8 @@ class Communicator:
 
         The block gets what is wrong with the stream, for the caller to let all ranks raise. No CUDA graph records it.
         """
+        if stream is None and self._transport.launch is None:  # there is no device
+            return NOTHING_WRONG
         return self._transport.buffers.meeting(what, stream, self._caller.in_group())
 
     def empty(self, shape: int | Sequence[int], dtype: Any = "float32") -> Array:
@@ -461,7 +461,7 @@ class Communicator:
         t, c = self._transport, self._caller
         t.buffers.refuse_capture("split")
         try:
-            t.open()
+            c.open()
             rule = f"split takes a color of 0 to {_MOST}, or None for a rank that takes no part"
             color = None if color is None else whole(color, rule, CommError, 0, _MOST)
             key = whole(key, f"split orders by a key of {-_MOST} to {_MOST}", CommError, -_MOST, _MOST)

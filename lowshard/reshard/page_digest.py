@@ -20,8 +20,8 @@ from lowshard.foreign_array import READ_ONLY, view_of
 from lowshard.kernels.unit_weights import SUMS
 from lowshard.reshard.page_plan import plan_pages
 from lowshard.reshard.paged_layout import PagedLayout
-from lowshard.transfer.item import FirstError
 from lowshard.transfer.page_copy import PagedArray, fragments
+from lowshard.transfer.rounds import FirstError
 
 Array = Any
 Arrays = Mapping[str, Any]

@@ -20,9 +20,8 @@ from lowshard.kernels.unit_weights import SUMS
 from lowshard.reshard.page_digest import checked_arrays, digests_of
 from lowshard.reshard.page_plan import PagePair, PagePlan
 from lowshard.reshard.paged_layout import PagedLayout
-from lowshard.transfer.item import FirstError
 from lowshard.transfer.page_copy import PagedArray, fragments
-from lowshard.transfer.rounds import Letter, Mail
+from lowshard.transfer.rounds import FirstError, Letter, Mail
 
 Array = Any
 Arrays = Mapping[str, Any]

@@ -19,8 +19,9 @@ from lowshard.comm.work import Stream
 from lowshard.errors import CommError, LowshardError, MismatchError, PlanError
 from lowshard.reshard.rank_side import Side
 from lowshard.reshard.reshard_plan import ReshardPlan
-from lowshard.transfer.item import FirstError, Item
+from lowshard.transfer.item import Item
 from lowshard.transfer.mover import Mover, Streams, bucket_sizes
+from lowshard.transfer.rounds import FirstError
 from lowshard.transfer.transform_contract import ReshardTransform
 
 Array = Any
