@@ -313,5 +313,5 @@ def _count(text: str) -> int:
 def _json_target(text: str) -> str:
     # Asked before the measurement: a minute later it would be lost.
     if text != "-" and (Path(text).is_dir() or not Path(text).absolute().parent.is_dir()):
-        raise argparse.ArgumentTypeError(f"{text!r} is no file in a folder that exists; - prints the JSON")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a file in a folder that exists; - prints the JSON")
     return text

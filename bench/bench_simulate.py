@@ -45,7 +45,7 @@ def run_simulate(args: argparse.Namespace) -> int:
         plan = build_reshard_plan(mixture(2048, 1, 16, 64), mixture(320, 4, 1, 320, offset=2048))
     else:
         text = read_text(args.plan, "reshard plan", PlanError)
-        plan = ReshardPlan.from_json(parse_json(text, f"{args.plan} is no reshard plan", PlanError))
+        plan = ReshardPlan.from_json(parse_json(text, f"{args.plan} is not a reshard plan", PlanError))
     with Progress("simulate") as progress:
         progress.expect(1)
         progress.step(f"{len(plan.entries)} tensors")

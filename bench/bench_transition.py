@@ -103,7 +103,7 @@ def transitions(names: Sequence[str], ranks: int, size_bytes: int) -> tuple[Tran
     """Return those of some names that so many ranks can do; one with two mesh axes takes an even number of them.
 
     Raises:
-        LowshardError: a name is no transition.
+        LowshardError: a name is not a transition.
     """
     side = math.isqrt(size_bytes // 4)
     found = []
@@ -148,7 +148,7 @@ def floor_of(transition: Transition, out_elems: int) -> Floor:
 
 
 def mpi_way(mpi_comm: Any, transition: Transition, local: np.ndarray, out: np.ndarray) -> Any:
-    """Return what one writes with mpi4py alone for a transition over all ranks, or None where that is no single call.
+    """Return what one writes with mpi4py alone for a transition over all ranks, or None where one call is not enough.
 
     Uneven matrices are left out: MPI's calls take equal parts.
     """

@@ -57,7 +57,7 @@ def job_size() -> int | None:
 
 
 def leads() -> bool:
-    """Return whether this process is no rank of a job, or its rank 0, by what its launcher says."""
+    """Return whether this process is not a rank of a job, or its rank 0, by what its launcher says."""
     from lowshard.launch.environment import find_rank
 
     launched = find_rank(environment())

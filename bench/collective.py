@@ -308,7 +308,7 @@ def require_possible(settings: Settings, ranks: int) -> None:
     Raises:
         BufferMismatchError: the buffers do not fit in memory.
         DependencyError: the transport needs a GPU, and there is none.
-        LowshardError: the root is no rank.
+        LowshardError: the root is not a rank.
     """
     from lowshard.bench.bench_device import HostDevice, why_no_gpu
     from lowshard.bench.bench_world import job_size
@@ -379,5 +379,5 @@ def target_of(text: str) -> str:
     """Return a file's name whose folder exists, or -, for a flag."""
     # Asked before the measurement: a minute later it would be lost.
     if text != "-" and (Path(text).is_dir() or not Path(text).absolute().parent.is_dir()):
-        raise argparse.ArgumentTypeError(f"{text!r} is no file in a folder that exists")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a file in a folder that exists")
     return text

@@ -53,7 +53,7 @@ def fit_profile(points: Sequence[Point], machine: tuple[tuple[str, str], ...] = 
     """Return the profile that fits measured points: a curve for each collective, transport, level, rank count.
 
     Raises:
-        ProfileError: there are too few points, or times that are none.
+        ProfileError: there are too few points, or invalid times.
     """
     groups: dict[tuple[str, str, Level, int], list[Point]] = {}
     for point in points:

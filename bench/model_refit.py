@@ -8,7 +8,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -195,15 +195,8 @@ def _of_checkpoint(path: Path) -> tuple[Shapes, tuple[int | None, int | None]]:
 
 def _layouts(tilings: Mapping[str, tuple[Any, Any]], offset: int) -> dict[str, Any]:
     from lowshard.reshard import TensorLayout
-    from lowshard.reshard.rank_grid import Roster
 
-    found = {}
-    for name, (tiling, _) in tilings.items():
-        layout = TensorLayout.from_tiling(tiling)
-        cells = range(layout.seats.cells)
-        seats = Roster(tuple(tuple(r + offset for r in layout.seats.ranks(c)) for c in cells))
-        found[name] = replace(layout, seats=seats)
-    return found
+    return {n: TensorLayout.from_tiling(tiling).shifted(offset) for n, (tiling, _) in tilings.items()}
 
 
 def measure_model(seat: Seat, request: Any) -> Any:

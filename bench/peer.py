@@ -52,7 +52,7 @@ def peer_rows(request: Any, ranks: int, pythons: Sequence[str]) -> list[dict[str
 
 
 def _environment() -> dict[str, str]:
-    """Return an environment in which another interpreter finds this package, and which is no rank's."""
+    """Return an environment in which another interpreter finds this package, and which is not a rank's."""
     kept = {
         k: v
         for k, v in environment().items()

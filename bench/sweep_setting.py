@@ -114,7 +114,7 @@ def parse_bytes(text: str) -> int:
     """Return a size written as nccl-tests takes it: 1024, 1K, 64M, 1.5G; K, M and G are powers of 1024.
 
     Raises:
-        LowshardError: it is written otherwise, or is no whole number of bytes above 0.
+        LowshardError: it is written otherwise, or is not a whole number of bytes above 0.
     """
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]?)(?:I?B)?", text.strip().upper())
     if found is not None:

@@ -73,7 +73,7 @@ def collectives_table() -> str:
     from lowshard.comm.transports import capabilities
 
     own = capabilities()
-    rows = ["| collective | what it does | plans of their own |", "|---|---|---|"]
+    rows = ["| collective | what it does | transports with a plan of their own |", "|---|---|---|"]
     for name in COLLECTIVES:
         said = (getattr(Communicator, name).__doc__ or "").partition("\n")[0]
         ways = ", ".join(f"`{kind}`" for kind, _, names in own if name in names)

@@ -33,7 +33,7 @@ def cast(x: Array, dtype: object, out: Array | None = None, *, stream: Stream = 
         `out` if given, else a new C-contiguous array of the library that x is of.
 
     Raises:
-        KernelError: x or out is no array.
+        KernelError: x or out is not an array.
         DTypeError: x or dtype is none of the three.
         BufferMismatchError: out has another shape or dtype, is read-only, or shares memory with x.
     """
@@ -85,7 +85,7 @@ def sum_into(
         `out`.
 
     Raises:
-        KernelError: an argument is no array, or there is no source.
+        KernelError: an argument is not an array, or there is no source.
         DTypeError: a dtype is none of the three.
         BufferMismatchError: a source has another shape than out or shares memory with it; out is read-only.
     """

@@ -60,7 +60,7 @@ def pack_quantize(
         library that src is of.
 
     Raises:
-        KernelError: src is no array, a box does not fit or is no multiple of 32 wide, or an option
+        KernelError: src is not an array, a box does not fit or is not a multiple of 32 wide, or an option
             is unknown.
         DTypeError: src is not bf16, fp16 or fp32.
         BufferMismatchError: src has another shape than the table, or out is not the tensor described above.
@@ -107,7 +107,7 @@ def unpack_dequantize(
         `out`.
 
     Raises:
-        KernelError: q is no MXFP8Tensor, out no array; a box does not fit or is no multiple of 32
+        KernelError: q is not an MXFP8Tensor, out is not an array; a box does not fit or is not a multiple of 32
             wide; two boxes overlap.
         DTypeError: out is not bf16, fp16 or fp32.
         BufferMismatchError: out or q has another shape, out is read-only, or they share memory.

@@ -23,7 +23,7 @@ def takes_stream(call: Call) -> Call:
     The call names `stream` among its arguments and never looks at it. None leaves the current stream of that GPU.
 
     Raises (from the call):
-        StreamError: stream is none, or one of another GPU.
+        StreamError: stream is not a stream, or belongs to another GPU.
         KernelError: a stream, and no argument lies on a GPU.
     """
 

@@ -105,13 +105,13 @@ def quantize_mxfp8(
         the library that x is of.
 
     Raises:
-        KernelError: x is no array, has no dim or a last dim that is no multiple of 32, or for "128x4" is
+        KernelError: x is not an array, has no dim or a last dim that is not a multiple of 32, or for "128x4" is
             not 2-D; unknown elem, mode or scale_layout; out is of the other layout; min_scale_byte out of range.
         DTypeError: x is not bf16, fp16 or fp32.
         BufferMismatchError: out has another shape or elem, is read-only, or shares memory; for "128x4" its scale is
             not contiguous.
         KernelError: x and out lie in different places (host, GPU), or a stream is named and they lie on the host.
-        StreamError: stream is none, or one of another GPU.
+        StreamError: stream is not a stream, or belongs to another GPU.
     """
     floor_byte = checked_options(elem, mode, min_scale_byte)
     choice(scale_layout, get_args(ScaleLayout), 'scale_layout is "rows" or "128x4"', KernelError)
@@ -175,7 +175,7 @@ def _quantize_swizzled(
         data, scale = _checked_buffers(out, elem, source, "x", source.shape)
         if not scale.flags.c_contiguous:
             raise BufferMismatchError(
-                "out.scale in the 128x4 layout must be contiguous; pass a buffer that is no slice"
+                "out.scale in the 128x4 layout must be contiguous; pass a buffer that is not a slice"
             )
     else:
         raise KernelError(

@@ -38,7 +38,7 @@ class MXFP8Tensor:
         elem: element type, "e4m3" or "e5m2".
 
     Raises:
-        KernelError: unknown elem, no arrays, no dim, or a last dim that is no multiple of 32.
+        KernelError: unknown elem, no arrays, no dim, or a last dim that is not a multiple of 32.
         DTypeError: data or scale is not uint8.
         BufferMismatchError: the shape of scale does not fit the shape of data.
     """
@@ -78,8 +78,8 @@ class MXFP8Tensor:
             elem: element type.
 
         Raises:
-            KernelError: buffer is no array, or shape has no dim, a last dim that is no multiple of 32,
-                or is no tuple of integers.
+            KernelError: buffer is not an array, or shape has no dim, a last dim that is not a multiple of 32,
+                or is not a tuple of integers.
             DTypeError: buffer is not uint8.
             BufferMismatchError: buffer is not 1-D and contiguous, or too small.
         """
@@ -103,7 +103,7 @@ class MXFP8Tensor:
         """Return the bytes that `over` needs for a tensor of this shape.
 
         Raises:
-            KernelError: shape has no dim, a last dim that is no multiple of 32, or is no tuple of integers.
+            KernelError: shape has no dim, a last dim that is not a multiple of 32, or is not a tuple of integers.
         """
         shape = _checked_shape(shape)
         blocks = math.prod(scale_shape(shape, "shape"))
@@ -123,7 +123,7 @@ class SwizzledMXFP8:
         elem: element type, "e4m3" or "e5m2".
 
     Raises:
-        KernelError: unknown elem, no arrays, data that is not 2-D, or K that is no multiple of 32.
+        KernelError: unknown elem, no arrays, data that is not 2-D, or K that is not a multiple of 32.
         DTypeError: data or scale is not uint8.
         BufferMismatchError: the shape of scale does not fit the shape of data.
     """

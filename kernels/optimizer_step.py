@@ -39,8 +39,7 @@ def adamw_step(
         stream: as for `quantize_mxfp8`.
 
     Raises:
-        KernelError: what is no array, numbers that are none or out of their range, or step
-            below 1.
+        KernelError: a value that is not an array, or not a number, or out of its range.
         BufferMismatchError: arrays of other shapes or dtypes, not contiguous, read-only, or sharing memory.
     """
     step = whole(step, "the first step of AdamW is step 1", KernelError, 1, _MOST_STEPS)
@@ -77,7 +76,7 @@ def sgd_step(
         stream: as for `quantize_mxfp8`.
 
     Raises:
-        KernelError: what is no array, or numbers that are none.
+        KernelError: a value that is not an array, or not a number.
         BufferMismatchError: as for `adamw_step`.
     """
     scalars = (_finite(lr, "lr"), _finite(momentum, "momentum"), _finite(weight_decay, "weight_decay"))

@@ -39,7 +39,7 @@ class BoxTable:
         total_elems: elements of the packed buffer.
 
     Raises:
-        KernelError: a box has another number of dims than the shape, leaves it, or is no tuple of intervals.
+        KernelError: a box has another number of dims than the shape, leaves it, or is not a tuple of intervals.
     """
 
     shape: tuple[int, ...]
@@ -166,7 +166,7 @@ def pack(
         `out` if given, else a new array [total_elems] of the library that src is of.
 
     Raises:
-        KernelError: src or out is no array, or a box does not fit.
+        KernelError: src or out is not an array, or a box does not fit.
         BufferMismatchError: src has another shape than the table, or out is not the buffer described above.
     """
     source = require_array(src, "src")
@@ -201,7 +201,7 @@ def unpack(packed: Array, table: BoxTable | Sequence[Box], out: Array, *, stream
         `out`.
 
     Raises:
-        KernelError: packed or out is no array, a box does not fit, or two boxes overlap.
+        KernelError: packed or out is not an array, a box does not fit, or two boxes overlap.
         BufferMismatchError: out or packed has another shape or dtype, out is read-only, or they share memory.
     """
     target = require_array(out, "out")

@@ -33,7 +33,7 @@ def swizzle_scales(scale: Array, out: Array | None = None, *, stream: Stream = N
         `out` if given, else a new array of that form; zero where no scale falls.
 
     Raises:
-        KernelError: scale or out is no array, or scale is not 2-D.
+        KernelError: scale or out is not an array, or scale is not 2-D.
         DTypeError: scale is not uint8.
         BufferMismatchError: out is not the buffer described above, is read-only, or shares memory.
     """
@@ -45,7 +45,9 @@ def swizzle_scales(scale: Array, out: Array | None = None, *, stream: Stream = N
         )
     target = _target(out, (swizzled_bytes(*source.shape),), source, "scale")
     if not target.flags.c_contiguous:
-        raise BufferMismatchError("out of swizzle_scales must be contiguous; pass a buffer that is no slice")
+        raise BufferMismatchError(
+            "out of swizzle_scales must be contiguous; pass a buffer that is not a slice"
+        )
     if target.size:
         engine_for(source, target).swizzle(source, target)
     return like(target, scale) if out is None else out
@@ -68,7 +70,7 @@ def unswizzle_scales(
         `out` if given, else a new C-contiguous array [rows, cols].
 
     Raises:
-        KernelError: swizzled or out is no array; rows or cols is no integer or negative.
+        KernelError: swizzled or out is not an array; rows or cols is not an integer, or is negative.
         DTypeError: swizzled is not uint8.
         BufferMismatchError: swizzled has another number of bytes than rows and cols need; out has another
             shape or dtype, is read-only, or shares memory.

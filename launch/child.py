@@ -80,7 +80,7 @@ def main(argv: list[str]) -> int:
     _tell_keeper(keeper_fd, SHOWS_STACKS)
     rank_pid = os.getpid()
     _run(mode, argv, rank)
-    # Threads that go on may still call what others wait for; and a child that the program forked is no rank.
+    # Threads that go on may still call what others wait for; and a child that the program forked is not a rank.
     if os.getpid() == rank_pid and all(
         thread.daemon or thread is threading.current_thread() for thread in threading.enumerate()
     ):
@@ -113,7 +113,7 @@ def _run(mode: str, argv: list[str], rank: int) -> None:
         if code:
             fail_with(FailureRecord(rank, time.time(), "exit", code, f"sys.exit({end.code!r})"))
     except BaseException as error:
-        # A child that the program forked may get here too; it is no rank, and must not end the job.
+        # A child that the program forked may get here too; it is not a rank, and must not end the job.
         if os.getpid() != rank_pid:
             raise
         await_end()  # another thread may have failed, and this error be what came of it

@@ -79,7 +79,7 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
     """Reads a list as on a command line: `a:2,b:2`, or `a,b`.
 
     Raises:
-        LaunchError: an entry is no host.
+        LaunchError: an entry is not a host.
     """
     instance(text, str, "hosts are listed as text, such as a:2,b:2", LaunchError)
     entries = [entry.strip() for entry in text.split(",")]
@@ -206,6 +206,6 @@ def _merged(hosts: Sequence[Host]) -> tuple[Host, ...]:
 
 def _bad_entry(entry: str, where: str) -> LaunchError:
     return LaunchError(
-        f"{where}: {entry!r} is no host; write a name or address, and how many ranks it may run: host:4 "
+        f"{where}: {entry!r} is not a host; write a name or address, and how many ranks it may run: host:4 "
         f"(in a hostfile also: host slots=4)"
     )

@@ -61,7 +61,7 @@ def python_command(target: str, args: Sequence[str] = (), *, module: bool = Fals
     """Returns the command that runs a Python script or module as a rank, with exceptions ending the job.
 
     Raises:
-        LaunchError: what is no text, or a text where a sequence of them is expected.
+        LaunchError: what is not text, or a text where a sequence of them is expected.
     """
     is_module = truth(module, "module is True or False", LaunchError)
     words = as_words([target], "target is the path of a script, or the name of a module")

@@ -97,7 +97,7 @@ class Link:
             spread: those hosts, if they are known.
 
         Raises:
-            LaunchError: a limit is no number, or the door cannot be opened.
+            LaunchError: a limit is not a number, or the door cannot be opened.
         """
         self._n = n
         self._limit_s = HEARTBEAT_S.seconds(env, LaunchError)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from lowshard.comm.abort import FailureRecord
-from lowshard.comm.activity import innermost_line
+from lowshard.comm.call import innermost_line
 from lowshard.comm.wait_guard import names_of
 from lowshard.errors import PeerFailed, TimedOut
 

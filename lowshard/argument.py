@@ -93,7 +93,7 @@ def number(
 
 
 def items(values: object, rule: str, error: type[LowshardError]) -> tuple[Any, ...]:
-    """Return what an iterable holds as a tuple, or raise; a text is no iterable, and neither is a mapping."""
+    """Return what an iterable holds as a tuple, or raise; a text is not an iterable, and neither is a mapping."""
     if isinstance(values, (str, bytes, Mapping)) or not isinstance(values, Iterable):
         raise error(f"{rule}, got {brief(values)}")
     try:

@@ -45,7 +45,7 @@ class BlockFormat:
     Raises:
         ShardingError: bits or a block that cannot be, elements that are not packed and take no byte, or are packed in
             another array than bytes.
-        DTypeError: element or scale is no dtype of the table.
+        DTypeError: element or scale is not a dtype of the table.
     """
 
     name: str

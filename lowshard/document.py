@@ -113,7 +113,7 @@ def plain_data(node: Node | None, fail: Fail) -> Any:
     """Return a tree as lists, dicts with text for keys, and scalars; a file without a document is None.
 
     Raises:
-        LowshardError: of `fail`: a key that is no text or stands twice, a scalar of a kind that JSON lacks.
+        LowshardError: of `fail`: a key that is not text or stands twice, a scalar of a kind that JSON lacks.
     """
     if node is None or node.kind == "null":
         return None
@@ -239,9 +239,9 @@ def _events(text: str, path: str) -> Iterator[tuple[str, Event]]:
         mark = getattr(error, "problem_mark", None)
         what = getattr(error, "problem", None) or getattr(error, "reason", None) or "damaged"
         where = Where(path, mark.line + 1, mark.column + 1) if mark is not None else Where(path, 1, 1)
-        raise _Fault(f"this is no YAML: {what}", where) from error
+        raise _Fault(f"this is not YAML: {what}", where) from error
     except (ValueError, RecursionError) as error:  # surrogates, which have no UTF-8 form
-        raise _Fault(f"this is no YAML: {brief(str(error))}", Where(path, 1, 1)) from error
+        raise _Fault(f"this is not YAML: {brief(str(error))}", Where(path, 1, 1)) from error
 
 
 def _where(event: Event, path: str) -> Where:

@@ -138,7 +138,7 @@ def _name_of(dtype: object) -> str:
         return "None"
     try:
         return np.dtype(dtype).name  # type: ignore[call-overload,no-any-return]
-    except Exception:  # NumPy raises what it likes of what is no dtype
+    except Exception:  # NumPy raises what it likes of what is not a dtype
         # Dtypes of other libraries read as torch.bfloat16 does.
         return brief(dtype).rpartition(".")[2]
 

@@ -56,7 +56,7 @@ _MOST_CHARACTERS = 16_000
 
 
 class LowshardError(Exception):
-    """Base of every error that lowshard raises on purpose. Of a text that is too long to be read its ends are told."""
+    """Base of every error that lowshard raises on purpose. A text too long to read is cut to its two ends."""
 
     exit_code = 2
 
@@ -92,7 +92,7 @@ def cause_of(error: BaseException | None) -> BaseException | None:
 
 
 class ShardingError(LowshardError, ValueError):
-    """A placement, mesh, layout or plan that cannot be."""
+    """An invalid placement, mesh, layout or plan."""
 
 
 class ShardIndexError(ShardingError, IndexError):
@@ -104,11 +104,11 @@ class MarkerError(LowshardError, NotImplementedError):
 
 
 class MeshError(ShardingError):
-    """A device mesh that cannot be, or that does not fit the world."""
+    """An invalid device mesh, or one that does not fit the world."""
 
 
 class LayoutError(ShardingError):
-    """A layout that cannot be, or that belongs to another array."""
+    """An invalid layout, or the layout of another array."""
 
 
 class PlanError(ShardingError):
@@ -116,7 +116,7 @@ class PlanError(ShardingError):
 
 
 class RulesError(ShardingError):
-    """A mesh-and-rule file, or a use of one, that cannot be.
+    """An invalid mesh-and-rule file, or an invalid use of one.
 
     The text starts with the place in the file; the same facts stand in `path`, `line` and `column`
     (both counted from 1), `rule` (as the file has it) and `axis`, each None where it does not apply.
@@ -149,7 +149,7 @@ class BufferMismatchError(LowshardError, ValueError):
 
 
 class KernelError(LowshardError, ValueError):
-    """Arguments that a kernel does not take (a last dim that is no multiple of 32, say)."""
+    """Arguments that a kernel does not take (a last dim that is not a multiple of 32, say)."""
 
 
 class CommError(LowshardError, RuntimeError):
@@ -255,7 +255,7 @@ class StepError(LowshardError, RuntimeError):
 
 
 class StaleParams(StepError):
-    """Full parameters that an update has left behind, or a second update of the same gradients."""
+    """Whole parameters that are older than the last update, or a second update with the same gradients."""
 
 
 class NotOpen(StepError):

@@ -61,12 +61,12 @@ def execute(
         This rank's part of `plan.dst`, or None on a rank outside the destination mesh.
 
     Raises:
-        PlanError: plan is none, or profile neither True nor False.
+        PlanError: plan is not a RedistributePlan, or profile is neither True nor False.
         MeshError: the communicator has fewer ranks than the meshes name.
         BufferMismatchError: local or out has another shape, dtype or memory order than required.
         MismatchError: the ranks hold different plans, or not all profile.
-        CommError: comm is no communicator, or one over host memory and a stream is named.
-        StreamError: stream is none, or one of another device.
+        CommError: comm is not a communicator, or a stream is given and comm moves host memory.
+        StreamError: stream is not a stream, or belongs to another device.
         DTypeError: the plan folds what has no mean (bools), or float8 on a GPU.
     """
     control = control_of(comm)
@@ -167,6 +167,8 @@ def redistribute(
 
 def _seen(local: object, out: object) -> tuple[Array | None, Array | None, LowshardError | None]:
     """Return arrays of any library as NumPy's or CuPy's, and what is wrong with one that cannot be seen so."""
+    if all(array is None or type(array) is np.ndarray for array in (local, out)):
+        return local, out, None
     try:
         return view_of(local, "local"), view_of(out, "out"), None
     except LowshardError as error:

@@ -32,7 +32,7 @@ def on_stream(stream: Stream, device: int | None = None) -> Iterator[None]:
         device: the device of the buffers; by default the thread's current one.
 
     Raises:
-        StreamError: it is none of these, or a stream of another device.
+        StreamError: it is not one of these, or a stream of another device.
         DependencyError: CuPy is missing.
     """
     if stream is None:

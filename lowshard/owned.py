@@ -47,7 +47,7 @@ def read_file(name: str | Path, inside: int | None = None) -> bytes:
     """Return the content of a regular file; arguments as for `open_folder`.
 
     Raises:
-        PermissionError: it is another user's, others may write to it, or it is no regular file of at most 64 MiB.
+        PermissionError: it is another user's, others may write to it, or it is not a regular file of at most 64 MiB.
         OSError: it is missing, a link, or cannot be read.
     """
     descriptor = os.open(name, os.O_RDONLY | _OPEN, dir_fd=inside)
@@ -55,7 +55,7 @@ def read_file(name: str | Path, inside: int | None = None) -> bytes:
         found = os.fstat(descriptor)
         _require_own(name, found)
         if not stat.S_ISREG(found.st_mode) or found.st_size > _MOST_BYTES:
-            raise PermissionError(f"{name} is no regular file of at most {_MOST_BYTES >> 20} MiB")
+            raise PermissionError(f"{name} is not a regular file of at most {_MOST_BYTES >> 20} MiB")
         with os.fdopen(descriptor, "rb", closefd=False) as file:
             return file.read(_MOST_BYTES)
     finally:

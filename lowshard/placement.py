@@ -38,7 +38,7 @@ class Sharded(Placement):
     A negative dim counts from the end once a layout gives the number of dims.
 
     Raises:
-        ShardingError: dim is no integer or split is unknown.
+        ShardingError: dim is not an integer or split is unknown.
     """
 
     dim: int

@@ -57,7 +57,7 @@ class BufferPool:
 
         Raises:
             DTypeError: a dtype outside the table.
-            BufferMismatchError: a shape that is none.
+            BufferMismatchError: an invalid shape.
         """
         kind = dtypes.get(dtype).numpy
         extents = check.extents(shape, kind.itemsize)

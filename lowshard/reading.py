@@ -3,7 +3,7 @@
     bytes --read_text--> text --parse_json, document.parse_document--> plain data --Reader--> a value
 
 A `Reader` is made of a function (or a dataclass) whose parameters are the keys of an object and whose annotations are
-what must stand there. Nothing is coerced: true is no integer, 1.0 is none either, "1" is text. Integers fit int64,
+what must stand there. Nothing is coerced: true is not an integer, 1.0 is none either, "1" is text. Integers fit int64,
 numbers are finite, texts have a UTF-8 form, no key stands twice, no key is unknown.
 """
 
@@ -72,18 +72,20 @@ class Reader(Generic[T]):
         try:
             return self._read(data, "$")
         except _Unfit as error:
-            raise self.error(f"{where} is no {self.name}: {error}") from None
+            raise self.error(f"{where} is not a valid {self.name}: {error}") from None
         except LowshardError as error:
             if where == _HERE:
                 raise
             raise type(error)(f"{where}: {error}") from error
         except _TRIPS as error:
             # A value whose constructor trips over what it was given; the type is all that is known.
-            raise self.error(f"{where} is no {self.name}: {type(error).__name__}: {error}") from error
+            raise self.error(
+                f"{where} is not a valid {self.name}: {type(error).__name__}: {error}"
+            ) from error
 
     def text(self, text: str, where: str = "this JSON") -> T:
         """Return the value that a JSON text says; raises as a call does."""
-        what = f"{where} is no {self.name}"
+        what = f"{where} is not a valid {self.name}"
         instance(text, str, f"{what}: JSON is text", self.error)
         if len(text) > self._most_bytes:
             raise self.error(f"{what}: it has at most {self._most_bytes} characters, got {len(text)}")
@@ -169,15 +171,15 @@ def read_text(path: str | Path, what: str, error: type[LowshardError], most_byte
                 raw += came
     except (OSError, ValueError) as failed:  # ValueError: a NUL in the path
         reason = getattr(failed, "strerror", None) or failed
-        raise error(f"{path} is no {what}: it cannot be read: {reason}") from failed
+        raise error(f"{path} is not a valid {what}: it cannot be read: {reason}") from failed
     if len(raw) > most_bytes:
-        raise error(f"{path} is no {what}: one has at most {most_bytes} bytes, this file is larger")
+        raise error(f"{path} is not a valid {what}: one has at most {most_bytes} bytes, this file is larger")
     try:
         return raw.decode()
     except UnicodeDecodeError as failed:
         raise error(
-            f"{path} is no {what}: it is UTF-8 text, got the byte 0x{raw[failed.start]:02x} at offset {failed.start}; "
-            "save it as UTF-8"
+            f"{path} is not a valid {what}: it is UTF-8 text, got the byte 0x{raw[failed.start]:02x} at "
+            f"offset {failed.start}; save it as UTF-8"
         ) from failed
 
 

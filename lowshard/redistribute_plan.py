@@ -216,7 +216,7 @@ def plan_redistribute(
 ) -> RedistributePlan:
     """Return the plan that moves an array from layout `src` to layout `dst`.
 
-    Pure: every process gets the same plan from the same arguments. Plans are kept and given again.
+    Pure: every process gets the same plan from the same arguments. Plans are cached.
 
     A mean of integers is the floor of the exact quotient of all terms. So the partial axes of integers of which one is
     an avg axis are folded together: where some of them stay partial, they hold terms of the value afterwards.
@@ -233,7 +233,7 @@ def plan_redistribute(
             preferred as sources, and steps across nodes are priced as such.
 
     Raises:
-        PlanError: global shapes or dtypes differ, node_size is below 1, cost is no profile, or src or dst no Layout.
+        PlanError: global shapes or dtypes differ, node_size is below 1, or src, dst or cost is of another type.
     """
     for name, layout in (("src", src), ("dst", dst)):
         if not isinstance(layout, Layout):

@@ -243,7 +243,7 @@ def _plain_tensor(header: Header, entry: TensorEntry) -> StoredTensor:
 
 def _of_hugging_face(path: Path) -> Catalog:
     text = read_text(path, "index with a weight_map", CheckpointError)
-    data = parse_json(text, f"{path} is no index with a weight_map", CheckpointError)
+    data = parse_json(text, f"{path} is not an index with a weight_map", CheckpointError)
     said = {k: v for k, v in data.items() if k in _HF_KEYS} if isinstance(data, dict) else data
     files, metadata = _read_hugging_face(said, str(path))
     if "delta_encoding" in metadata:

@@ -122,9 +122,9 @@ def read_index(path: Path) -> Index:
         CheckpointError: it is missing, damaged, or its parts do not cover a tensor once.
     """
     text = read_text(path, "index of a sharded checkpoint", CheckpointError, _MOST_BYTES)
-    body = parse_json(text, f"{path}: is no index of a sharded checkpoint", CheckpointError, _MOST_VALUES)
+    body = parse_json(text, f"{path}: is not an index of a sharded checkpoint", CheckpointError, _MOST_VALUES)
     if not isinstance(body, dict) or "digest" not in body:
-        raise CheckpointError(f"{path}: is no index of a sharded checkpoint: it has no digest")
+        raise CheckpointError(f"{path}: is not an index of a sharded checkpoint: it has no digest")
     digest = body.pop("digest")
     try:
         right = _digest(body)
@@ -132,7 +132,7 @@ def read_index(path: Path) -> Index:
         ValueError,
         RecursionError,
     ) as error:  # half a surrogate pair, or levels that are read and not written
-        raise CheckpointError(f"{path}: is no index of a sharded checkpoint: {error}") from error
+        raise CheckpointError(f"{path}: is not an index of a sharded checkpoint: {error}") from error
     if digest != right:
         raise CheckpointError(
             f"{path}: the index is damaged: its digest is {right}, it says {brief(digest)}; restore it from a copy"

@@ -147,7 +147,7 @@ def _package(name: str, what: str) -> Any:
         return importlib.import_module(name)
     except ImportError as error:
         raise DependencyError(
-            f"{what} needs the {name} package, which is not installed: pip install {name}"
+            f"{what} needs the {name} package, which is not installed: pip install 'lowshard[deltas]'"
         ) from error
 
 

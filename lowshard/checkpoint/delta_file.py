@@ -88,7 +88,7 @@ class Delta:
         """Return a delta, given by its folder or its file. Tensors are not read.
 
         Raises:
-            CheckpointError: there is none, or it is damaged; the text names file and tensor.
+            CheckpointError: there is no delta, or it is damaged; the text names file and tensor.
         """
         given = check_path(path, "a delta is the path of a folder or of a file", CheckpointError)
         if given.name == HF_INDEX:
@@ -262,7 +262,7 @@ def read_facts(base: str, digest: str, base_version: int, tensors: Mapping[str, 
             known = False
         if not known or min(tensor.shape, default=0) < 0:
             raise CheckpointError(
-                f"tensor {brief(name)}: it is {brief(tensor.dtype)}{brief(tensor.shape)}, which no tensor is"
+                f"tensor {brief(name)}: no tensor has dtype {brief(tensor.dtype)} and shape {brief(tensor.shape)}"
             )
     return Facts(base, digest, base_version, dict(tensors))
 
@@ -340,7 +340,7 @@ def _of_sparse_file(path: Path) -> Delta:
     said = header.metadata
     if not is_sparse_delta(said):
         raise CheckpointError(
-            f"{path}: is no sparse delta: its metadata has sparse and model_version, got {brief(dict(said))}"
+            f"{path}: is not a sparse delta: its metadata has sparse and model_version, got {brief(dict(said))}"
         )
     facts = None
     if "lowshard" in said:
@@ -383,7 +383,9 @@ def _changed(
         return ChangedTensor(name, parts, checksum)
     known = facts.tensors.get(name)
     if known is None:
-        raise CheckpointError(f"{path}: tensor {name!r}: the delta changes it, and says nothing of it")
+        raise CheckpointError(
+            f"{path}: tensor {name!r}: the file has changes of it, its metadata has no entry for it"
+        )
     return ChangedTensor(name, parts, checksum, known.dtype, known.shape, known.base, known.digest)
 
 
@@ -395,11 +397,11 @@ def _checked_facts(
     gone = sorted(facts.tensors.keys() - tensors.keys())
     if gone:
         raise CheckpointError(
-            f"{path}: tensor {gone[0]!r}: the delta says that it changes it, and has nothing of it"
+            f"{path}: tensor {gone[0]!r}: the metadata has an entry for it, the file has no changes of it"
         )
     if facts.base_version != base_version:
         raise CheckpointError(
-            f"{path}: it stands on version {base_version}, and on {facts.base_version}: which?"
+            f"{path}: a delta stands on one version, got {base_version} and {facts.base_version}"
         )
     return facts.base, facts.digest
 

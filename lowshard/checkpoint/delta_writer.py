@@ -120,7 +120,7 @@ def _version_of(target: Path, version: int | None) -> int:
     number = whole(version, "version is a number of 0 or more", CheckpointError, 0, _MOST_VERSION)
     if named and int(named[1]) != number:
         raise CheckpointError(
-            f"{target}: is called version {int(named[1])}, and version {number} was asked for"
+            f"{target}: its name says version {int(named[1])}, and version {number} was asked for"
         )
     return number
 

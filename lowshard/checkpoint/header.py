@@ -104,7 +104,7 @@ def read_header(path: FilePath) -> Header:
     """Return the checked header of a safetensors file; no tensor data is read.
 
     Raises:
-        CheckpointError: the file is missing or is no whole, well-formed safetensors file. The text
+        CheckpointError: the file is missing or is not a whole, well-formed safetensors file. The text
             names the file, the tensor where there is one, and what is wrong.
     """
     fd = open_for_reading(path)
@@ -118,7 +118,7 @@ def open_for_reading(path: FilePath) -> int:
     """Return a descriptor of a regular file.
 
     Raises:
-        CheckpointError: there is no such file, or it cannot be read, or it is no regular file.
+        CheckpointError: there is no such file, or it cannot be read, or it is not a regular file.
     """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a FIFO must not block us
@@ -131,7 +131,7 @@ def open_for_reading(path: FilePath) -> int:
     mode = os.fstat(fd).st_mode
     if not stat.S_ISREG(mode):
         os.close(fd)
-        kind = "a directory" if stat.S_ISDIR(mode) else "no regular file"
+        kind = "a directory" if stat.S_ISDIR(mode) else "not a regular file"
         raise CheckpointError(f"{path}: is {kind}; give the path of one .safetensors file")
     return fd
 
@@ -153,7 +153,7 @@ def header_from_fd(fd: int, path: FilePath) -> Header:
     if length > MAX_HEADER_BYTES:
         raise CheckpointError(
             f"{where}: the header's length is {length} bytes, the format allows {MAX_HEADER_BYTES}: "
-            "this is no safetensors file, or it is damaged"
+            "this is not a safetensors file, or it is damaged"
         )
     if length > file_bytes - _PREFIX_BYTES:
         raise CheckpointError(

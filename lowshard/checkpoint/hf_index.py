@@ -46,7 +46,7 @@ def write_index(folder: Path, private: Path, files: Mapping[str, str] | None, si
     Args:
         folder: of the checkpoint.
         private: a name in it that is free, and that the next save clears away.
-        files: by tensor the name of its file; None where a tensor is no whole tensor of one file.
+        files: by tensor the name of its file; None where a tensor is not a whole tensor of one file.
         size_bytes: of all tensors.
     """
     path = folder / HF_INDEX
@@ -80,13 +80,13 @@ def named_files(path: Path) -> set[str]:
     """Return the files that an index names.
 
     Raises:
-        CheckpointError: it is no index with a weight_map.
+        CheckpointError: it is not an index with a weight_map.
     """
     text = read_text(path, "index with a weight_map", CheckpointError)
     data = parse_json(text, str(path), CheckpointError)
     files = data.get("weight_map") if isinstance(data, dict) else None
     if not isinstance(files, dict):
-        raise CheckpointError(f"{path}: is no index with a weight_map")
+        raise CheckpointError(f"{path}: is not an index with a weight_map")
     return set(map(str, files.values()))
 
 

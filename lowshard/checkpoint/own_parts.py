@@ -72,7 +72,7 @@ def check_turn(comm: Communicator, wait: object) -> bool:
 
     Raises:
         CheckpointError: `wait` is neither True nor False.
-        Exception: what went wrong in the save before, in the background, and was told to nobody.
+        Exception: an error of the save before, in the background, that no call has raised yet.
     """
     if (error := comm.control.settle_beside()) is not None:
         raise error

@@ -46,7 +46,7 @@ def from_mpi(
     hands out the unique id. "auto" is "cuda" when every rank sees a GPU through CuPy, else "cpu".
 
     An uncaught exception on a rank then ends the whole job, with the rank's number and traceback. The side channel that
-    failures are heard by is kept to the end of the process, for later communicators over the same ranks too.
+    reports failures stays open to the end of the process; later communicators over the same ranks use it too.
 
     Args:
         mpi_comm: the mpi4py communicator.
@@ -56,7 +56,7 @@ def from_mpi(
             used, else staged with a warning (ranks outnumber GPUs, say).
 
     Raises:
-        CommError: device, transport or timeout_s is none of these, on every rank; with "nccl", ranks outnumber the
+        CommError: device, transport or timeout_s is not one of these, on every rank; with "nccl", ranks outnumber the
             GPUs of a node.
         DependencyError: CuPy or a GPU is missing where "cuda" was asked for; with "nccl", NCCL.
         MismatchError: ranks ask for different transports or loaded different versions of NCCL.
@@ -101,7 +101,8 @@ def from_nccl(
         timeout_s: deadline of the host's waits, as for `from_mpi`.
 
     Raises:
-        CommError: rank, size and communicator do not agree, or timeout_s is none; with control, on every rank.
+        CommError: rank, size and communicator do not agree, or timeout_s is not a number above 0; with control, on
+            every rank.
         DependencyError: CuPy is missing.
     """
     from lowshard.comm.build import build_host

@@ -27,7 +27,7 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any, Literal, NoReturn, Protocol, Self
 
-from lowshard.comm.activity import innermost_line
+from lowshard.comm.call import innermost_line
 from lowshard.errors import CommError, MismatchError, PeerFailed, TimedOut
 from lowshard.settings import JOB_DIR
 
@@ -225,7 +225,7 @@ def fail(rank: int, error: BaseException) -> NoReturn:
 
 
 def fail_with(record: FailureRecord) -> NoReturn:
-    """Does as `fail` for a failure that is no exception."""
+    """Does as `fail` for a failure that is not an exception."""
     _begin_end()
     _report(record, "exit", record.message)
     end_job(record.exit_code)

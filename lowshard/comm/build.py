@@ -10,7 +10,7 @@ from typing import Any
 
 from lowshard import settings
 from lowshard.argument import brief
-from lowshard.comm.activity import Activity
+from lowshard.comm.call import Activity
 from lowshard.comm.communicator import Communicator
 from lowshard.comm.mailbox import Mailbox
 from lowshard.comm.mpi import MPITransport, load_mpi, world_ranks
@@ -43,7 +43,7 @@ def build_host(mpi_comm: Any, timeout_s: float | None = None, fault: str = "") -
 
     Raises:
         LaunchError: a launcher of another MPI started the ranks, so that each is a world of its own.
-        CommError: mpi_comm is no communicator of mpi4py; a rank has a fault, what is wrong with its other arguments;
+        CommError: mpi_comm is not a communicator of mpi4py; a rank has a fault, what is wrong with its other arguments;
             LOWSHARD_CPU_PATH or LOWSHARD_NODE_SIZE says something else, or shared memory is insisted on and
             cannot be had.
         TimedOut: not all ranks came; it names those that did not.

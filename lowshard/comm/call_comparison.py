@@ -18,7 +18,7 @@ from lowshard.comm.wait_guard import names_of
 from lowshard.errors import CommError, LowshardError, MismatchError, cause_of
 
 NO_ARRAY = "[?]"
-"""In the text of a call: this argument is no array, or none of a dtype of the table."""
+"""In the text of a call: this argument is not an array, or none of a dtype of the table."""
 
 ERROR_SIGNATURE = 2
 """In place of a call's signature: this rank's own arguments are wrong."""
@@ -26,7 +26,7 @@ STEP_SIGNATURE = 3
 """Of what transports ask of each other beside the users' calls."""
 
 AGREED = ", digest "
-"""In the texts of ranks that agree on something, which is no call that counts."""
+"""In the texts of ranks that agree on something, which is not a call that counts."""
 
 _PAIRS_TOLD = 4
 
@@ -160,8 +160,8 @@ def verdict_of(rows: Sequence[Sequence[str]], number: int) -> LowshardError:
         are wrong, the lowest such rank's error.
     """
     wrong = [rank for rank, row in enumerate(rows) if len(row) > 2]
-    # What is no array at all, or names an op or a root that there is not, says nothing of what was asked for; neither
-    # does the digest of an agreement where a rank has none, for an error.
+    # What is not an array at all, or names an op or a root that there is not, says nothing of what was asked for;
+    # neither does the digest of an agreement where a rank has none, for an error.
     asked_for = {
         row[0].partition(AGREED)[0] if wrong else row[0]
         for row in rows

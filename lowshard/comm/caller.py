@@ -164,6 +164,11 @@ class Caller:
         finally:
             self.lock.release()
 
+    def open(self) -> None:
+        """Raise CommError where the communicator is closed."""
+        if self.transport.closed:
+            raise CommError(f"this {self.transport.name} communicator is closed; make a new one")
+
     def settle_all(self) -> None:
         """Wait for all that threads of this communicator run."""
         for worker in (self._worker, *self._lines.values()):
@@ -236,7 +241,8 @@ class Caller:
         known_as = (key, key_of(by))
         call = self._known(known_as, send, recv)
         if call is None:
-            if is_foreign(send, recv):
+            self.open()
+            if not self.transport.buffers.holds(send, recv) and is_foreign(send, recv):
                 try:
                     send, recv = view_of(send, what.arrays[0]), view_of(recv, what.arrays[1])
                 except LowshardError as error:
@@ -379,7 +385,8 @@ class Caller:
         known_as = (key, key_of(buf))
         call = self._known(known_as, buf, None) if sends else self._known(known_as, None, buf)
         if call is None:
-            buf = t.checked(view_of(buf, "buf"), "buf", writes=not sends)
+            self.open()
+            buf = t.buffers.flat(view_of(buf, "buf"), "buf", writes=not sends)
             self._is_peer(peer, "dst" if sends else "src")
             text = f"{name} {text_of(buf)} {'to' if sends else 'from'} rank {peer}"
             moved = (0, buf.nbytes, 0) if sends else (buf.size, 0, buf.nbytes)
@@ -421,8 +428,9 @@ class Caller:
         call = self.calls.get(known_as)
         s, r = send, recv
         if call is None or t.closed or not (t.buffers.ready(s) and t.buffers.ready(r, True)):
+            self.open()
             s, r = view_of(send, "send"), view_of(recv, "recv")
-            s, r = t.checked(s, "send"), t.checked(r, "recv", writes=True)
+            s, r = t.buffers.flat(s, "send"), t.buffers.flat(r, "recv", writes=True)
             self._is_peer(dst, "dst")
             self._is_peer(src, "src")
             text = f"{name} {text_of(s)} to rank {dst}, {text_of(r)} from rank {src}"
@@ -542,14 +550,14 @@ class Caller:
         op, order = detail if what is table.ALL_REDUCE else ("sum", "fast")
         text = f"{name} shared root={detail[0]}" if rooted else f"{name} shared {text_of(send)} {op} {order}"
         try:
-            t.open()
+            self.open()
             if recv is not None:
                 raise BufferMismatchError("shared=True returns the result: pass no recv beside it")
             if rooted:
                 table.is_rank(t, detail[0])
             flat = None
             if not rooted or self.transport.rank == detail[0]:
-                flat = t.checked(send, what.arrays[0])
+                flat = t.buffers.flat(send, what.arrays[0])
             if what is table.ALL_REDUCE:
                 check.reducible(flat, op, order)
         except LowshardError as error:

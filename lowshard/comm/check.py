@@ -1,9 +1,10 @@
-"""What a communicator demands of buffers, counts, ops: one place, so that every transport refuses alike."""
+"""What a communicator demands of buffers, counts, ops, and where its buffers lie: every transport refuses alike."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from math import prod
 from operator import index
 from types import ModuleType
@@ -13,8 +14,9 @@ import numpy as np
 
 from lowshard import dtypes
 from lowshard.argument import brief, number, real
-from lowshard.errors import BufferMismatchError, CommError, DTypeError
+from lowshard.errors import BufferMismatchError, CommError, DTypeError, LowshardError
 from lowshard.foreign_array import READ_ONLY, view_of
+from lowshard.gpu_stream import Stream
 from lowshard.nearest import nearest
 from lowshard.settings import MOST_S
 
@@ -78,7 +80,7 @@ def extents(shape: object, itemsize: int) -> tuple[int, ...]:
     """Return a shape, or one extent, as a tuple, or raise BufferMismatchError."""
     try:
         try:
-            found = tuple(map(index, shape))  # type: ignore[call-overload]  # what is no sequence raises
+            found = tuple(map(index, shape))  # type: ignore[call-overload]  # what is not a sequence raises
         except TypeError:
             found = (index(shape),)  # type: ignore[arg-type]  # likewise
     except TypeError:
@@ -133,15 +135,15 @@ def spans(
 def counts_text(counts: object) -> str:
     """Return counts as the text of a call has them; what are no counts as it reads."""
     try:
-        return str(list(map(index, counts)))  # type: ignore[call-overload]  # what is no sequence raises
+        return str(list(map(index, counts)))  # type: ignore[call-overload]  # what is not a sequence raises
     except TypeError:
         return brief(counts)
 
 
 def rank(given: object) -> int:
-    """Return a rank that is no int as one: NumPy's integers; what is none as text, which the check of ranks refuses."""
+    """Return a rank as an int; what is not an integer as text, which the check of ranks refuses."""
     try:
-        return index(given)  # type: ignore[arg-type]  # what is no integer raises
+        return index(given)  # type: ignore[arg-type]  # what is not an integer raises
     except TypeError:
         return brief(given)  # type: ignore[return-value]  # refused where a call is made
 
@@ -177,3 +179,69 @@ def reducible(buf: Array, op: str, order: str) -> None:
     row = dtypes.get(buf.dtype)
     if (row.kind == "bool" and op == "avg") or row.kind == "scale":
         raise DTypeError(f"{op} is not defined for dtype {row.name}")
+
+
+NOTHING_WRONG: AbstractContextManager[LowshardError | None] = nullcontext()
+"""What a block gets whose stream is right, or where there are none."""
+
+
+class HostBuffers:
+    """Buffers in host memory: NumPy arrays, and no streams."""
+
+    def __init__(self, transport: str) -> None:
+        """Name the transport, for errors."""
+        self.transport = transport
+
+    @property
+    def xp(self) -> ModuleType:
+        """The array module of the buffers: numpy or cupy."""
+        return np
+
+    def holds(self, *buffers: Array | None) -> bool:
+        """Say whether all of some buffers are arrays of `xp` itself, or None."""
+        return all(buf is None or type(buf) is np.ndarray for buf in buffers)
+
+    def empty(self, shape: int | Sequence[int], dtype: Any) -> Array:
+        """Return an array, not filled; see `Communicator.empty`."""
+        kind = dtypes.get(dtype).in_memory(self.xp)
+        return self.xp.empty(extents(shape, kind.itemsize), kind)
+
+    def flat(self, buf: Array, name: str, writes: bool = False) -> Array:
+        """Return a buffer with one dim, or raise what is wrong with it."""
+        return flat(buf, name, self.xp, self.transport, writes)
+
+    def ready(self, buf: Array, writes: bool = False) -> bool:
+        """Say whether a buffer passes as it is; where it does not, `flat` says what is wrong, if anything is."""
+        if type(buf) is not np.ndarray:
+            return False
+        flags = buf.flags
+        return flags.c_contiguous and (flags.writeable or not writes)
+
+    def to_host(self, array: Array) -> np.ndarray:
+        """Return an array that ranks have exchanged facts in, where this process can read it."""
+        return array if isinstance(array, np.ndarray) else array.get()
+
+    def current(self, stream: Stream, grouped: bool) -> AbstractContextManager[LowshardError | None]:
+        """Make the device of the buffers and, unless it is None, a stream current for a block.
+
+        The block gets what is wrong with the stream, for the caller to let all ranks raise; here there are none.
+
+        Args:
+            stream: as users name it.
+            grouped: whether a grouped() block is open.
+        """
+        if stream is None:
+            return NOTHING_WRONG
+        text = (
+            f"stream= is for communicators over GPU arrays, but this one ({self.transport}) moves host memory"
+        )
+        return nullcontext(CommError(f"{text}; leave it out"))
+
+    def meeting(
+        self, what: str, stream: Stream, grouped: bool
+    ) -> AbstractContextManager[LowshardError | None]:
+        """As `current`, for a call in which hosts meet, so that no CUDA graph records it."""
+        return self.current(stream, grouped)
+
+    def refuse_capture(self, what: str) -> None:
+        """Raise CaptureError where a CUDA graph records the current stream."""

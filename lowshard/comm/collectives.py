@@ -11,10 +11,10 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Literal, NamedTuple
 
 from lowshard import dtypes
-from lowshard.box import split_interval
 from lowshard.comm import check
 from lowshard.comm.call import Call
 from lowshard.comm.call_comparison import NO_ARRAY, share_texts, verify_counts
@@ -115,8 +115,9 @@ def text_of(buf: Any) -> str:
 
 def cut(t: Transport, elems: int) -> tuple[list[int], list[int]]:
     """Return the balanced split of elements over ranks as counts and displacements."""
-    parts = [split_interval((0, elems), t.size, i) for i in range(t.size)]
-    return [stop - start for start, stop in parts], [start for start, _ in parts]
+    base, rem = divmod(elems, t.size)
+    counts = [base + (rank < rem) for rank in range(t.size)]
+    return counts, [0, *accumulate(counts[:-1])]
 
 
 def is_rank(t: Transport, root: int) -> None:
@@ -128,7 +129,7 @@ def is_rank(t: Transport, root: int) -> None:
 def _pair(t: Transport, send: Array, recv: Array | None) -> tuple[Array, Array]:
     if recv is None:
         raise BufferMismatchError("recv is an array for the result, got None; pass one, or shared=True")
-    s, r = t.checked(send, "send"), t.checked(recv, "recv", writes=True)
+    s, r = t.buffers.flat(send, "send"), t.buffers.flat(recv, "recv", writes=True)
     check.same_dtype(s, r)
     return s, r
 
@@ -139,7 +140,7 @@ def _at_root(t: Transport, buf: Array | None, name: str, root: int, like: Array,
         return None
     if buf is None:
         raise BufferMismatchError(f"root (rank {root}) passes {name}, got None")
-    flat = t.checked(buf, name, writes=name == "recv")
+    flat = t.buffers.flat(buf, name, writes=name == "recv")
     check.same_dtype(like, flat)
     check.need(flat.size == elems, name, f"root's {name} holds {elems} elements", elems, flat.size)
     return flat
@@ -156,7 +157,7 @@ def _check_all_gather(t: Transport, send: Array, recv: Array | None) -> Asked:
 def _check_all_gather_v(
     t: Transport, send: Array, recv: Array, recv_counts: Sequence[int], recv_displs: Sequence[int]
 ) -> Asked:
-    s, r = t.checked(send, "send"), t.checked(recv, "recv", writes=True)
+    s, r = t.buffers.flat(send, "send"), t.buffers.flat(recv, "recv", writes=True)
     check.same_dtype(s, r)
     counts, displs = check.spans("recv", t.size, r, recv_counts, recv_displs)
     own, rule = counts[t.rank], "send holds its own recv_counts entry"
@@ -180,7 +181,7 @@ def _check_all_to_all_v(
     t: Transport, send: Array, recv: Array, send_counts: Sequence[int], send_displs: Sequence[int],
     recv_counts: Sequence[int], recv_displs: Sequence[int],
 ) -> Asked:  # fmt: skip
-    s, r = t.checked(send, "send"), t.checked(recv, "recv", writes=True)
+    s, r = t.buffers.flat(send, "send"), t.buffers.flat(recv, "recv", writes=True)
     check.same_dtype(s, r)
     sc, sd = check.spans("send", t.size, s, send_counts, send_displs)
     rc, rd = check.spans("recv", t.size, r, recv_counts, recv_displs)
@@ -194,13 +195,13 @@ def _check_all_to_all_v(
 def _check_broadcast(t: Transport, send: Array | None, recv: Array | None, root: int) -> Asked:
     is_rank(t, root)
     mine = t.rank == root
-    b = t.checked(send if mine else recv, "buf", writes=not mine)
+    b = t.buffers.flat(send if mine else recv, "buf", writes=not mine)
     sent, received = (b.nbytes * (t.size - 1), 0) if mine else (0, b.nbytes)
     return Asked(b.dtype, b.size, 0 if mine else b.size, sent, received)
 
 
 def _check_gather(t: Transport, send: Array, recv: Array | None, root: int) -> Asked:
-    s = t.checked(send, "send")
+    s = t.buffers.flat(send, "send")
     is_rank(t, root)
     r = _at_root(t, recv, "recv", root, s, s.size * t.size)
     moved = (s.nbytes, 0) if r is None else (0, s.nbytes * (t.size - 1))
@@ -208,7 +209,7 @@ def _check_gather(t: Transport, send: Array, recv: Array | None, root: int) -> A
 
 
 def _check_scatter(t: Transport, send: Array | None, recv: Array, root: int) -> Asked:
-    r = t.checked(recv, "recv", writes=True)
+    r = t.buffers.flat(recv, "recv", writes=True)
     is_rank(t, root)
     s = _at_root(t, send, "send", root, r, r.size * t.size)
     moved = (0, r.nbytes) if s is None else (r.nbytes * (t.size - 1), 0)
@@ -233,7 +234,7 @@ def _check_reduce_scatter(t: Transport, send: Array, recv: Array, op: str, order
 
 
 def _check_reduce(t: Transport, send: Array, recv: Array | None, op: str, root: int, order: str) -> Asked:
-    s = t.checked(send, "send")
+    s = t.buffers.flat(send, "send")
     is_rank(t, root)
     check.reducible(s, op, order)
     r = _at_root(t, recv, "recv", root, s, s.size)
@@ -245,7 +246,6 @@ def _check_reduce(t: Transport, send: Array, recv: Array | None, op: str, root: 
 
 
 def _check_barrier(t: Transport, send: None, recv: None) -> Asked:
-    t.open()
     return Asked(None, 0, 0, 0, 0)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from functools import wraps
+from functools import cached_property, wraps
 from inspect import signature
 from types import ModuleType
 from typing import Any, Concatenate, ParamSpec, Self
@@ -19,6 +19,7 @@ from lowshard.comm import check
 from lowshard.comm import collectives as table
 from lowshard.comm.background import Background
 from lowshard.comm.caller import Caller
+from lowshard.comm.check import NOTHING_WRONG
 from lowshard.comm.collectives import Collective
 from lowshard.comm.reach import Reach
 from lowshard.comm.transport import Transport
@@ -38,13 +39,13 @@ class Communicator:
     """Collectives over the buffers of a group of ranks.
 
     Buffers are C-contiguous arrays with a dtype of the table, of `xp` or of any library whose arrays have DLPack,
-    `__cuda_array_interface__` or a buffer (torch, JAX): their own memory is read and written, never a copy. Read-only
-    ones (JAX's) are sources only. Counts are in elements. Every method but the attributes and `empty` is collective:
-    all ranks of the communicator call it, in one order (`send` and `recv`: the two ranks concerned). Results are
-    written into the buffers given; shared ones, which are new, are of the library of the input.
+    `__cuda_array_interface__` or the buffer protocol (torch, JAX). Their own memory is read and written, never a copy.
+    Read-only ones (JAX's) are sources only. Counts are in elements. Every method but the attributes and `empty` is
+    collective: all ranks of the communicator call it, in one order (`send` and `recv`: the two ranks concerned).
+    Results are written into the buffers given; shared ones, which are new, are of the library of the input.
 
-    One thread at a time calls a communicator, since the calls of several have no order that is the same on all ranks:
-    CommError where one calls while another is in a call. Split it, a communicator for each thread.
+    One thread at a time calls a communicator, since the calls of several threads have no order that all ranks share. A
+    call made while another thread is in one raises CommError. `split` makes a communicator for each thread.
 
     Ranks compare what they ask for before anything moves (`LOWSHARD_CHECK`: hash, the default, full or off), so that
     each of these errors is raised by all ranks alike: MismatchError where they ask for different things, and what is
@@ -66,6 +67,8 @@ class Communicator:
         self._transport, self._control = transport, control
         self.rank, self.size = transport.rank, transport.size
         """This rank within the communicator, and the number of ranks."""
+        self.xp: ModuleType = transport.buffers.xp
+        """The array module of the buffers: numpy or cupy."""
         self._caller = Caller(transport)
         self.traffic = self._caller.traffic
         self._backgrounds: WeakSet[Background] = WeakSet()
@@ -82,11 +85,6 @@ class Communicator:
         return self._transport.timeout_s
 
     @property
-    def xp(self) -> ModuleType:
-        """The array module of the buffers: numpy or cupy."""
-        return self._transport.buffers.xp
-
-    @property
     def control(self) -> Communicator:
         """A communicator over host memory for checks and small facts; itself on a CPU."""
         if self._transport.host is None:
@@ -97,7 +95,7 @@ class Communicator:
 
     @property
     def mpi_comm(self) -> Any:
-        """The mpi4py communicator underneath; a group's on one node is that of the ranks it was split from.
+        """The mpi4py communicator underneath. A group within one node has that of the ranks it was split from.
 
         Raises:
             AttributeError: there is none.
@@ -109,9 +107,9 @@ class Communicator:
         """Ranks a node, where rank r is on node r // node_size; None where there is one node, or no such number."""
         return self._transport.node_size
 
-    @property
+    @cached_property
     def reach(self) -> Reach:
-        """What this rank reaches of other ranks' memory."""
+        """Which ranks' memory this rank reads and writes directly."""
         return self._transport.reach
 
     @property
@@ -124,16 +122,16 @@ class Communicator:
 
     @property
     def beside(self) -> Background:
-        """Runs saves beside this communicator's calls, one at a time.
+        """What runs saves in the background, one at a time.
 
-        Collective: all ranks of the communicator ask for it the first time, when it is made.
+        Collective: all ranks of the communicator read it the first time, when it is made.
         """
         if self._beside is None:
             self._beside = Background(self, "lowshard save")
         return self._beside
 
     def settle_beside(self) -> Exception | None:
-        """Wait for what was started on `beside`; return what went wrong in it and was told to nobody.
+        """Wait for what was started on `beside`; return its error if no call has raised it yet.
 
         Not collective.
         """
@@ -148,6 +146,8 @@ class Communicator:
 
         The block gets what is wrong with the stream, for the caller to let all ranks raise. No CUDA graph records it.
         """
+        if stream is None and self._transport.launch is None:  # there is no device
+            return NOTHING_WRONG
         return self._transport.buffers.meeting(what, stream, self._caller.in_group())
 
     def empty(self, shape: int | Sequence[int], dtype: Any = "float32") -> Array:
@@ -157,7 +157,7 @@ class Communicator:
 
         Raises:
             DTypeError: a dtype outside the table.
-            BufferMismatchError: a shape that is none.
+            BufferMismatchError: an invalid shape.
         """
         return self._transport.empty(shape, dtype)
 
@@ -395,12 +395,12 @@ class Communicator:
     def send(self, buf: Array, dst: int, *, stream: Stream = None) -> None:
         """Send `buf` to rank `dst`, which calls `recv`.
 
-        A message of less than some 100 bytes is taken at once, longer ones may wait for the receiver, and so may any
-        when many are on their way. So two ranks that both send before they receive use `send_recv` or `grouped`.
+        A message of less than about 100 bytes returns at once. A longer one may wait for the receiver, and so may any
+        while many are in flight. So two ranks that both send before they receive use `send_recv` or `grouped`.
 
         Raises:
             BufferMismatchError: as for all_gather.
-            CommError: the communicator is closed, or dst is no other rank of it.
+            CommError: the communicator is closed, or dst is not another rank of it.
         """
         if type(dst) is not int:
             dst = check.rank(dst)
@@ -413,7 +413,7 @@ class Communicator:
 
         Raises:
             BufferMismatchError: as for all_gather, or another number of bytes came.
-            CommError: the communicator is closed, or src is no other rank of it.
+            CommError: the communicator is closed, or src is not another rank of it.
         """
         if type(src) is not int:
             src = check.rank(src)
@@ -428,7 +428,7 @@ class Communicator:
 
         Raises:
             BufferMismatchError: as for `recv`.
-            CommError: the communicator is closed, or dst or src is no other rank of it.
+            CommError: the communicator is closed, or dst or src is not another rank of it.
         """
         if (type(dst), type(src)) != check.RANKS:
             dst, src = check.rank(dst), check.rank(src)
@@ -461,7 +461,7 @@ class Communicator:
         t, c = self._transport, self._caller
         t.buffers.refuse_capture("split")
         try:
-            t.open()
+            c.open()
             rule = f"split takes a color of 0 to {_MOST}, or None for a rank that takes no part"
             color = None if color is None else whole(color, rule, CommError, 0, _MOST)
             key = whole(key, f"split orders by a key of {-_MOST} to {_MOST}", CommError, -_MOST, _MOST)
@@ -487,7 +487,7 @@ class Communicator:
 
         Raises:
             CommError: another thread is in a call of this communicator.
-            Exception: what went wrong in the background, in a save or a refit that was started, and was told to nobody.
+            Exception: an error of a save or refit in the background that no call has raised yet.
         """
         t, fronts = self._transport, [c for c in (self._control, self) if c is not None]
         if t.closed:
@@ -531,8 +531,8 @@ class Communicator:
             what: the record.
             send: what this rank gives; None where it gives nothing.
             recv: where its part of the result goes; None where it gets nothing.
-            detail: what is asked for beside, hashable, as the record takes it.
-            stream: as for the others.
+            detail: the record's further arguments, hashable: op and order of an all_reduce, say.
+            stream: as for the other methods.
 
         Raises:
             BufferMismatchError: as for all_gather.
@@ -548,19 +548,19 @@ class Communicator:
         self, name: str, text: str, run: Callable[..., None], *args: Any, sent_bytes: int = 0, received_bytes: int = 0,
         reached_bytes: int = 0, key: object = None,
     ) -> None:  # fmt: skip
-        """Run what a client makes of this communicator's capabilities as one call of it: in turn, recorded, counted.
+        """Run an operation of a client's own as one call of this communicator: in turn, recorded and counted.
 
         Collective: all ranks of the communicator call this.
 
         Args:
-            name: counted under.
+            name: the name under which `traffic` counts it.
             text: what errors and the record of calls say of it; equal on all ranks.
-            run: does it, from `args`.
-            args: of `run`.
-            sent_bytes: of this rank's elements that others get.
-            received_bytes: of others' that this rank gets.
-            reached_bytes: of these, what comes by memory.
-            key: under which the call is kept for the next time; None keeps nothing.
+            run: the function that does it.
+            args: its arguments.
+            sent_bytes: bytes of this rank's elements that other ranks get.
+            received_bytes: bytes of other ranks' elements that this rank gets.
+            reached_bytes: those of received_bytes that come by memory, not by messages.
+            key: the call is kept under it for the next time; None keeps nothing.
         """
         c = self._caller
         call = None if key is None else c.calls.get(key)
@@ -582,7 +582,7 @@ class Communicator:
         self._transport.all_to_all_v(send, send_counts, send_displs, recv, recv_counts, recv_displs)
 
     def turn(self, what: str) -> AbstractContextManager[None]:
-        """Take the turn of this thread for a `with` block, a call of several steps: no other thread calls meanwhile.
+        """Keep other threads from calling for a `with` block, which makes one call of several steps.
 
         Raises:
             CommError: another thread is in a call of this communicator.
@@ -599,7 +599,7 @@ def _started(
 
     @wraps(method)
     def start(self: Starter, /, *args: P.args, **options: P.kwargs) -> Work:
-        given = takes.bind(self, *args, **options)  # what is no such call raises TypeError here
+        given = takes.bind(self, *args, **options)  # what is not such a call raises TypeError here
         begin = self._start_message if message else self._start
         return begin(name, *given.args[1:], **given.kwargs)
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from lowshard import dtypes
 from lowshard.comm.call import Call
+from lowshard.comm.check import HostBuffers
 from lowshard.comm.nccl_bindings import Binding
-from lowshard.comm.transport import HostBuffers
 from lowshard.comm.work import Stream
 from lowshard.errors import BufferMismatchError, CaptureError, CommError, LowshardError, StreamError
 

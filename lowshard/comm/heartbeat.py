@@ -19,8 +19,9 @@ from typing import Any
 
 import numpy as np
 
-from lowshard.comm import activity, heartbeat_memory
-from lowshard.comm.activity import CALL_BYTES, INSIDE_AT, SEQUENCE_AT, TEXT_BYTES
+from lowshard.comm import call as calls
+from lowshard.comm import heartbeat_memory
+from lowshard.comm.call import CALL_BYTES, INSIDE_AT, SEQUENCE_AT, TEXT_BYTES
 from lowshard.comm.heartbeat_memory import (
     BEAT,
     BYE,
@@ -97,7 +98,9 @@ _FIRST_LINK = 32
 FD, PEER, HEARD_NS, _FILL, ENDED, _MUTE = range(6)
 """Of each connection: descriptor, rank, when it was heard, bytes in its inbox, whether it is over, or clogged."""
 _LINK_WORDS = 6
-_LINK_BYTES = TEXT_BYTES + INBOX_BYTES  # what the other rank is in; what has come and is no whole frame yet
+_LINK_BYTES = (
+    TEXT_BYTES + INBOX_BYTES
+)  # what the other rank is in; what has come and is not a whole frame yet
 
 _PHRASES = (
     b"rank ",
@@ -448,7 +451,7 @@ def compiled_loop() -> Callable[[Words, Memory], None]:
     def twin() -> FunctionType:
         return FunctionType(loop.__code__, heartbeat_memory.compiled_twin(_COMPILED), "loop")
 
-    name = f"loop_{digest_of([Path(__file__), Path(heartbeat_memory.__file__), Path(activity.__file__)])}"
+    name = f"loop_{digest_of([Path(__file__), Path(heartbeat_memory.__file__), Path(calls.__file__)])}"
     try:
         return load_compiled(name, twin, Signature(("int64[1]", "uint8[1]"), "void"))
     except ImportError:

@@ -294,7 +294,7 @@ class LateComparison:
 
 
 _CLOSE_SIGNATURE = 3
-"""Of the end of a communicator, which is no call of the table."""
+"""Of the end of a communicator, which is not a call of the table."""
 
 
 _open: weakref.WeakSet[LateComparison] = weakref.WeakSet()

@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 
 from lowshard import dtypes
-from lowshard.comm.activity import Activity
-from lowshard.comm.call import Call
+from lowshard.comm.call import Activity, Call
 from lowshard.comm.mailbox import Mailbox
 from lowshard.comm.transport import Front, Transport
 from lowshard.comm.wait_guard import Lookout

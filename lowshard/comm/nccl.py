@@ -183,9 +183,11 @@ class NCCLTransport(Transport):
     def compare(self, signature: int) -> bool:
         return True if self.host is None else self.host.compare(signature)
 
-    def agree(self, signature: int, text: str, error: Exception | None) -> list[list[str]]:
+    def agree(
+        self, signature: int, text: str, error: Exception | None, compared: bool = False
+    ) -> list[list[str]]:
         if self._late is None:
-            return super().agree(signature, text, error)
+            return super().agree(signature, text, error, compared)
         rows = self._late.agree(self.sequence + 1, text, signature, error, self.started_at)
         return only_agreements(rows, error, self.sequence)
 

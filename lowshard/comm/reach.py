@@ -49,16 +49,13 @@ class Reach:
         """The ranks whose memory this one reaches, itself among them, ascending; equal on all of them."""
         self.homes: tuple[int, ...] = tuple(range(size))
         """By rank of the communicator, a number of the group of peers it belongs to; equal on all ranks."""
+        self.crosses = False
+        """Whether peers may read and write each other's private memory by a system call; the same on all peers."""
 
     @property
     def whole(self) -> bool:
         """Whether all ranks of the communicator reach each other."""
         return len(self.peers) == len(self.homes)
-
-    @property
-    def crosses(self) -> bool:
-        """Whether peers may read and write each other's private memory by a system call; the same on all peers."""
-        return False
 
     def maps(self, array: Array) -> bool:
         """Say whether peers can read an array of this rank by loads: `empty` gave it, or they are threads."""

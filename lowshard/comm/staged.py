@@ -145,7 +145,7 @@ class StagedTransport(Transport):
         recv_counts: Sequence[int],
         recv_displs: Sequence[int],
     ) -> None:
-        # How many rounds it takes is no rank's own affair.
+        # How many rounds it takes is not a rank's own affair.
         mine = np.array([max(*send_counts, *recv_counts)], np.int64)
         longest = int(self.host.gather_facts(mine).max())
         self._exchange(longest, send, send_counts, send_displs, recv, recv_counts, recv_displs)

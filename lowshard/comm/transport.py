@@ -15,20 +15,17 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from types import ModuleType
 from typing import Any, ClassVar, NoReturn, Protocol, cast
 
 import numpy as np
 
-from lowshard import dtypes
-from lowshard.comm import call_comparison, check
-from lowshard.comm.activity import Activity
-from lowshard.comm.call import Call, Check
+from lowshard.comm import call_comparison
+from lowshard.comm.call import Activity, Call, Check
+from lowshard.comm.check import HostBuffers
 from lowshard.comm.reach import Reach
 from lowshard.comm.reduction import fold
-from lowshard.comm.work import Stream, Work
-from lowshard.errors import CommError, LowshardError
+from lowshard.comm.work import Work
+from lowshard.errors import LowshardError
 from lowshard.settings import CHECK, TIMEOUT_S
 
 Array = Any  # a NumPy or CuPy array; CuPy ships no types
@@ -37,66 +34,6 @@ Run = Callable[..., Any]
 Planner = Callable[..., Run | None]
 """Returns the run of a call, from the transport, the call, dtype and elements and what the call asks for beside; None
 where the table's own plan serves."""
-
-_NOTHING_WRONG: AbstractContextManager[LowshardError | None] = nullcontext()
-
-
-class HostBuffers:
-    """Buffers in host memory: NumPy arrays, and no streams."""
-
-    def __init__(self, transport: str) -> None:
-        """Name the transport, for errors."""
-        self.transport = transport
-
-    @property
-    def xp(self) -> ModuleType:
-        """The array module of the buffers: numpy or cupy."""
-        return np
-
-    def empty(self, shape: int | Sequence[int], dtype: Any) -> Array:
-        """Return an array, not filled; see `Communicator.empty`."""
-        kind = dtypes.get(dtype).in_memory(self.xp)
-        return self.xp.empty(check.extents(shape, kind.itemsize), kind)
-
-    def flat(self, buf: Array, name: str, writes: bool = False) -> Array:
-        """Return a buffer with one dim, or raise what is wrong with it."""
-        return check.flat(buf, name, self.xp, self.transport, writes)
-
-    def ready(self, buf: Array, writes: bool = False) -> bool:
-        """Say whether a buffer passes as it is; where it does not, `flat` says what is wrong, if anything is."""
-        if type(buf) is not np.ndarray:
-            return False
-        flags = buf.flags
-        return flags.c_contiguous and (flags.writeable or not writes)
-
-    def to_host(self, array: Array) -> np.ndarray:
-        """Return an array that ranks have exchanged facts in, where this process can read it."""
-        return array if isinstance(array, np.ndarray) else array.get()
-
-    def current(self, stream: Stream, grouped: bool) -> AbstractContextManager[LowshardError | None]:
-        """Make the device of the buffers and, unless it is None, a stream current for a block.
-
-        The block gets what is wrong with the stream, for the caller to let all ranks raise; here there are none.
-
-        Args:
-            stream: as users name it.
-            grouped: whether a grouped() block is open.
-        """
-        if stream is None:
-            return _NOTHING_WRONG
-        text = (
-            f"stream= is for communicators over GPU arrays, but this one ({self.transport}) moves host memory"
-        )
-        return nullcontext(CommError(f"{text}; leave it out"))
-
-    def meeting(
-        self, what: str, stream: Stream, grouped: bool
-    ) -> AbstractContextManager[LowshardError | None]:
-        """As `current`, for a call in which hosts meet, so that no CUDA graph records it."""
-        return self.current(stream, grouped)
-
-    def refuse_capture(self, what: str) -> None:
-        """Raise CaptureError where a CUDA graph records the current stream."""
 
 
 class Quick(Protocol):
@@ -344,11 +281,18 @@ class Transport(ABC):
     agrees: bool = False
     """Whether agreements beside a control are made here, in one order with the calls, and not there."""
 
-    def agree(self, signature: int, text: str, error: Exception | None) -> list[list[str]]:
-        """Return nothing where all ranks come with this signature and no error; else what each of them came with."""
-        if self.check != "full" and error is None and self.compare(signature):
-            return []
-        return call_comparison.agree(self, signature, text, error, self.check != "full" and error is None)
+    def agree(
+        self, signature: int, text: str, error: Exception | None, compared: bool = False
+    ) -> list[list[str]]:
+        """Return nothing where all ranks come with this signature and no error; else what each of them came with.
+
+        Args:
+            signature: what all must have.
+            text: it as text.
+            error: what is wrong on this rank.
+            compared: whether signatures were compared before, and differ.
+        """
+        return call_comparison.agree(self, signature, text, error, compared)
 
     def agree_late(self, signature: int, text: str) -> None:
         """Note an agreement, to be compared later; where `agrees`."""
@@ -392,20 +336,3 @@ class Transport(ABC):
                 failed = failed or error
         if failed is not None:
             raise failed
-
-    # ---- arguments
-
-    def checked(self, buf: Array, name: str, writes: bool = False) -> Array:
-        """Return a buffer with one dim, or raise what is wrong with it.
-
-        Raises:
-            CommError: the communicator is closed.
-            BufferMismatchError: the buffer is not as required.
-        """
-        self.open()
-        return self.buffers.flat(buf, name, writes)
-
-    def open(self) -> None:
-        """Raise CommError where the communicator is closed."""
-        if self.closed:
-            raise CommError(f"this {self.name} communicator is closed; make a new one")

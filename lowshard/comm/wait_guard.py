@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from lowshard.comm.activity import Activity
+from lowshard.comm.call import Activity
 from lowshard.errors import CommError, PeerFailed, TimedOut
 
 _SPIN_TESTS = 200

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 
-from lowshard.comm.activity import INSIDE_AT, PLACE_AT, WAITED_AT, read_text
+from lowshard.comm.call import INSIDE_AT, PLACE_AT, WAITED_AT, read_text
 from lowshard.comm.wait_guard import names_of
 
 __all__ = ["Waits"]

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from lowshard.comm import abort
 from lowshard.comm import heartbeat as hb
-from lowshard.comm.activity import TEXT_BYTES, Activity, read_text
+from lowshard.comm.call import TEXT_BYTES, Activity, read_text
 from lowshard.comm.door import tune
 from lowshard.comm.heartbeat_memory import EPOLL_FD, FAILURE_AT, MESSAGE_BYTES, OUTBOX_AT
 from lowshard.comm.progress import let_mpi_go_on

@@ -33,7 +33,7 @@ class Work(Protocol):
 
         Raises:
             TimedOut: it has not ended in time; it goes on, and may be waited for again.
-            CommError: timeout_s is no number of seconds.
+            CommError: timeout_s is not a number of seconds.
             LowshardError: what the call raised.
         """
 

@@ -115,4 +115,4 @@ def _bytes(code: bytes, section: np.void) -> bytes:
 
 def _require(holds: bool, rule: str) -> None:
     if not holds:
-        raise ValueError(f"this is no object file that can be used: {rule} where it is one")
+        raise ValueError(f"this is not an object file that can be used: {rule} where it is one")

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lowshard.box import Box, contains, volume
-from lowshard.demo.demo_report import Accuracy, DemoReport, MatrixView, PhaseRow, write_whole
+from lowshard.demo.demo_report import Accuracy, DemoReport, MatrixView, PhaseRow, speed_text, write_whole
 from lowshard.errors import DependencyError
 
 _INK, _GREY, _PALE, _RED = "#22303c", "#66727e", "#e6eaee", "#c8453b"
@@ -118,7 +118,7 @@ def _draw_speed(axes: Any, report: DemoReport) -> None:
         ratio = "" if row.memcpy_ratio is None else f"  ({row.memcpy_ratio:.1f}x)"
         # White behind the number, so that it can be read where it crosses the memcpy line.
         axes.text(
-            speed + top * 0.02, y, f"{speed:.2f}{ratio}", va="center", fontsize=9.5, color=_INK, zorder=4,
+            speed + top * 0.02, y, f"{speed_text(speed)}{ratio}", va="center", fontsize=9.5, color=_INK, zorder=4,
             bbox={"boxstyle": "square,pad=0.15", "facecolor": "white", "edgecolor": "none"},
         )  # fmt: skip
     if memcpy is not None:

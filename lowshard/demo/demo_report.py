@@ -253,7 +253,7 @@ def _phase_table(report: DemoReport, checks: bool) -> Table:
             Text(row.phase),
             "" if row.moved_bytes_per_rank is None else _megabytes(row.moved_bytes_per_rank),
             f"{row.seconds:.3f}",
-            "" if row.gb_per_s is None else f"{row.gb_per_s:.2f}",
+            "" if row.gb_per_s is None else speed_text(row.gb_per_s),
             "" if row.memcpy_ratio is None else f"{row.memcpy_ratio:.1f}",
             *([_mark(row.ok, row.check)] if checks else []),
         )
@@ -264,6 +264,11 @@ def _mark(ok: bool, text: str) -> Any:
     from rich.text import Text
 
     return Text.assemble(("ok", "green") if ok else ("FAILED", "bold red"), f"  {text}" if text else "")
+
+
+def speed_text(gb_per_s: float) -> str:
+    """Return GB/s as people read them: two decimals, and below 0.1 two digits that count."""
+    return f"{gb_per_s:.2f}" if gb_per_s >= 0.1 else f"{gb_per_s:.2g}"
 
 
 def _megabytes(n_bytes: int) -> str:

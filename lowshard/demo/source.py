@@ -174,7 +174,7 @@ def user_checkpoint(path: str | os.PathLike[str]) -> Source:
     Files of other architectures than BERT are taken too; `skip_reason` then says why there is no forward.
 
     Raises:
-        CheckpointError: the file is missing or no safetensors file, or config.json beside it is no JSON.
+        CheckpointError: the file is missing or no safetensors file, or config.json beside it is not JSON.
     """
     checkpoint = Path(path)
     if not os.path.isfile(checkpoint):
@@ -398,7 +398,7 @@ def _find_config(path: Path, shapes: dict[str, tuple[int, ...]]) -> tuple[Encode
             None,
             f"there is no {path.name} beside the file, and shapes alone do not tell the number of heads",
         )
-    what = f"{path} beside the checkpoint is no model's config"
+    what = f"{path} beside the checkpoint is not a model's config"
     values = parse_json(read_text(path, "model's config", CheckpointError), what, CheckpointError)
     if not isinstance(values, dict):
         raise CheckpointError(f"{what}: expected an object, got {brief(values)}")

@@ -72,9 +72,9 @@ class FSDP(Core):
         check: "digest" compares models and calls between ranks; "poison" also fills what is closed with NaN; "off".
 
     Raises:
-        LayoutError: names, ties, keep blocks that cannot be. DTypeError: dtypes that do not go together.
-        BadGrid: the world is no multiple of intra_node_size.
-        ShardingError: a setting that is none of those listed.
+        LayoutError: invalid names, ties or keep blocks. DTypeError: dtypes that do not go together.
+        BadGrid: the world is not a multiple of intra_node_size.
+        ShardingError: a setting that is not one of the values listed.
         Disagree, MismatchError: the ranks give different models.
 
     Attributes:
@@ -314,7 +314,7 @@ class FSDP(Core):
         with one p, which the next `join` compares.
 
         Raises:
-            NotJoined: a gradient is not reduced. StepError: p is no number above 0.
+            NotJoined: a gradient is not reduced. StepError: p is not a number above 0.
         """
         self._joined("norm")
         self._number("p of a norm", "a number above 0, or inf", p, math.ulp(0.0))
@@ -337,7 +337,7 @@ class FSDP(Core):
         Collective: all ranks of the communicator call this, with one max_norm and p, which the next `join` compares.
 
         Raises:
-            NotJoined: a gradient is not reduced. StepError: max_norm is no number of 0 or more, or p none above 0.
+            NotJoined: a gradient is not reduced. StepError: max_norm is below 0 or p not above 0, or not a number.
         """
         self._joined("clip")
         self._number("max_norm", "a number of 0 or more, or inf", max_norm, 0)
@@ -358,7 +358,7 @@ class FSDP(Core):
             rule: a function of a `Slot`, such as `AdamW(lr=1e-3)`. It runs on this rank's part alone.
 
         Raises:
-            NotJoined: a gradient is not reduced, or there is none. StepError: rule is no function.
+            NotJoined: a gradient is not reduced, or there is none. StepError: rule is not a function.
             StaleParams: the gradients were used already, or the last update was not yet broadcast.
         """
         self._joined("update")

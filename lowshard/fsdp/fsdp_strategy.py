@@ -82,7 +82,7 @@ class ShardingStrategy:
         """Return this rank's place in shard and replica groups.
 
         Raises:
-            BadGrid: the world is no multiple of intra_node_size.
+            BadGrid: the world is not a multiple of intra_node_size.
         """
         world = whole(world, "a world has 1 rank or more", BadGrid, 1)
         rank = whole(rank, f"a rank is 0 to {world - 1}", BadGrid, 0, world - 1)

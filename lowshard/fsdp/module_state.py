@@ -173,7 +173,7 @@ class ModuleState:
         """Send rank 0's tensors to all, one after the other; of parameters each rank keeps its own part."""
         first = self._comm.rank == 0
         known = dict(self._module.named_parameters(remove_duplicate=False))
-        # What is no tensor (extra state) stays where it is, as with torch.
+        # What is not a tensor (extra state) stays where it is, as with torch.
         tensors = {k: v for k, v in state.items() if isinstance(v, self._torch.Tensor)} if first else {}
         spread = [name for name, value in tensors.items() if hasattr(value, "full_tensor")]
         error = StepError(

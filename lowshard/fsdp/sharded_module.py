@@ -68,7 +68,7 @@ class ShardedModule:
 
     Raises:
         DependencyError: torch is not installed.
-        LayoutError: parameters of a dtype that is no float.
+        LayoutError: parameters of a dtype that is not a float.
 
     Attributes:
         module: the module.

@@ -96,7 +96,7 @@ class AdamW:
         decay: says by a parameter's full name whether decay falls on it; None: on all.
 
     Raises:
-        KernelError: a number that is none, or out of its range.
+        KernelError: a setting that is not a number, or out of its range.
     """
 
     def __init__(

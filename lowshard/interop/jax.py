@@ -73,7 +73,7 @@ def spec(layout: Layout) -> Any:
     """Return the PartitionSpec of a layout: an entry for each dim; partial axes are `unreduced`.
 
     Raises:
-        ShardingError: what JAX does not say: an uneven cut, a Partial that is no sum.
+        ShardingError: what JAX does not say: an uneven cut, a Partial that is not a sum.
         DependencyError: jax is not installed.
     """
     jax = _jax()
@@ -97,8 +97,8 @@ def sharding(layout: Layout, jax_mesh: Any, *, memory_kind: str | None = None) -
         memory_kind: as NamedSharding takes it; a layout does not say which memory of a device it means.
 
     Raises:
-        ShardingError: what JAX does not say: an uneven cut, a Partial that is no sum, or one on a mesh axis whose type
-            is not Explicit.
+        ShardingError: what JAX does not say: an uneven cut, a Partial that is not a sum, or one on a mesh axis whose
+            type is not Explicit.
         MeshError: the two meshes differ.
         DependencyError: jax is not installed.
     """

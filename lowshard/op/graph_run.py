@@ -65,7 +65,7 @@ def run_graph(
         LayoutError: no such tensor.
         MeshError: the communicator has fewer ranks than the mesh names.
         MismatchError: the ranks hold different plans.
-        PlanError: what was passed is no plan.
+        PlanError: what was passed is not a plan.
     """
     control_of(comm)
     with comm.meeting("run_graph", stream) as wrong:

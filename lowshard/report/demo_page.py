@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from lowshard.demo.demo_report import Accuracy, DemoReport, PhaseRow, PlanView
+from lowshard.demo.demo_report import Accuracy, DemoReport, PhaseRow, PlanView, speed_text
 from lowshard.report.page import (
     Bar,
     Bars,
@@ -93,7 +93,7 @@ def _speed(report: DemoReport) -> Bars:
         Bar(
             row.phase,
             share,
-            f"{speed:.2f} GB/s"
+            f"{speed_text(speed)} GB/s"
             + ("" if row.memcpy_ratio is None else f", {row.memcpy_ratio:.1f} x memcpy's time"),
             "plain" if row.ok else "bad",
             mark,

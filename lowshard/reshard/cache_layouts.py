@@ -65,7 +65,7 @@ def ssm_state_layouts(
     Source: T. Dao, A. Gu, arXiv 2405.21060, section 7 (the block's projections and its convolution).
 
     Raises:
-        LayoutError: a size that is no number of 1 or more, or parts that do not divide.
+        LayoutError: a size that is not a number of 1 or more, or parts that do not divide.
     """
     layers, heads, head_dim, groups, state_dim, conv_width, batch, tp, pp = _counts(
         layers=layers, heads=heads, head_dim=head_dim, groups=groups, state_dim=state_dim, conv_width=conv_width,

@@ -47,9 +47,9 @@ def digest(
     """Return one value for what each tensor holds: the same for every layout of the same bits, shape and dtype.
 
     Collective: all ranks of the communicator call this, with the same names and layouts. Each rank reads its arrays
-    once; some 24 bytes a tensor travel. Two jobs compare a model by comparing what they get. It tells accidents
-    apart, not forgeries: about one wrong content in 2^32, or fewer, has the digest of the right one; a single changed
-    element, or two that changed places nearby, never has.
+    once; some 24 bytes a tensor travel. Two jobs compare a model by comparing what they get. It finds
+    accidents, not forgeries: at most about one wrong content in 2^32 has the digest of the right one; one with a single
+    changed element, or with two that changed places nearby, never has.
 
     Args:
         tensors: by name, the layout (a Layout, a Tiling or a TensorLayout) and this rank's local array; None on a rank
@@ -59,13 +59,14 @@ def digest(
     Returns:
         By name, 32 hexadecimal digits.
 
+    Every rank raises the same error.
+
     Raises:
         VerificationError: replicas differ; it names the tensor, the part and the ranks.
         LayoutError: a partial layout, or elements that no rank holds.
         BufferMismatchError: a local array is not the one its layout says.
         MeshError: a layout names ranks that the communicator does not have.
         MismatchError: ranks ask for different tensors.
-        (Each on every rank.)
     """
     if comm is None:
         with loopback(1)[0] as alone:

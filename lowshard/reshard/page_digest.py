@@ -20,8 +20,8 @@ from lowshard.foreign_array import READ_ONLY, view_of
 from lowshard.kernels.unit_weights import SUMS
 from lowshard.reshard.page_plan import plan_pages
 from lowshard.reshard.paged_layout import PagedLayout
-from lowshard.transfer.item import FirstError
 from lowshard.transfer.page_copy import PagedArray, fragments
+from lowshard.transfer.rounds import FirstError
 
 Array = Any
 Arrays = Mapping[str, Any]
@@ -42,16 +42,17 @@ def digest_pages(
     Args:
         layout: of the cache.
         sequences: by name: its pages and its tokens.
-        arrays: this rank's arrays by name; None on a rank without.
+        arrays: this rank's arrays by name; None on a rank without any.
         comm: the communicator; None for one rank.
 
     Returns:
         By sequence, 32 hexadecimal digits.
 
+    Every rank raises the same error.
+
     Raises:
         VerificationError: ranks with the same heads hold different bits; it names a sequence and the ranks.
         PlanError, BufferMismatchError, MeshError, MismatchError: as `plan_pages` and `move_pages`.
-        (Each on every rank.)
     """
     if comm is None:
         with loopback(1)[0] as alone:

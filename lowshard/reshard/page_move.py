@@ -20,9 +20,8 @@ from lowshard.kernels.unit_weights import SUMS
 from lowshard.reshard.page_digest import checked_arrays, digests_of
 from lowshard.reshard.page_plan import PagePair, PagePlan
 from lowshard.reshard.paged_layout import PagedLayout
-from lowshard.transfer.item import FirstError
 from lowshard.transfer.page_copy import PagedArray, fragments
-from lowshard.transfer.rounds import Letter, Mail
+from lowshard.transfer.rounds import FirstError, Letter, Mail
 
 Array = Any
 Arrays = Mapping[str, Any]
@@ -59,11 +58,14 @@ def move_pages(
     Args:
         plan: from `plan_pages`; equal on all ranks.
         src: this rank's source arrays by name ("k" and "v", say, or one for each layer), each of
-            `plan.src.local_shape(rank)`; None on a rank without.
-        dst: its destination arrays under the same names, of `plan.dst.local_shape(rank)`; None on a rank without.
+            `plan.src.local_shape(rank)`; None on a rank without any.
+        dst: its destination arrays under the same names, of `plan.dst.local_shape(rank)`; None on a rank without
+            any.
         comm: a communicator that has every rank of the plan.
         digests: by sequence what it is to hold, from `digest_pages`, equal on all ranks; then also a rank that gives
             what is not its own is found before a page is written. None compares no contents.
+
+    Every rank raises the same error, before a page is written.
 
     Raises:
         MismatchError: ranks pass different plans, or other names.
@@ -71,7 +73,6 @@ def move_pages(
         MeshError: the communicator lacks ranks of the plan.
         VerificationError: a message is of another sender, receiver or plan than it should be, or its bits are damaged,
             or a sequence would hold another content than `digests` says.
-        (Each on every rank; no page was written then.)
         PeerFailed, TimedOut: a rank did not come.
     """
     control_of(comm)

@@ -30,7 +30,7 @@ class PagedSequence:
 
 @dataclass(frozen=True, slots=True)
 class PagePair:
-    """What one rank gives another, or itself."""
+    """Which heads one rank gives another, or keeps."""
 
     src_rank: int
     dst_rank: int
@@ -117,7 +117,7 @@ class PagePlan:
         """Return the plan that `to_json` wrote, checked as `plan_pages` checks what it is given.
 
         Raises:
-            PlanError, LayoutError, DTypeError: it is none.
+            PlanError, LayoutError, DTypeError: it is not a valid plan.
         """
         return _read(data)
 
@@ -176,8 +176,8 @@ def _planned(src: PagedLayout, dst: PagedLayout, rows: Sequence[Sequence[Any]]) 
             other, before = read.setdefault(page, (name, there[:place]))
             if before != there[:place]:
                 raise PlanError(
-                    f"{where}: source page {page} is of sequence {brief(other)} too, which does not begin alike: "
-                    "sequences share the pages that they begin with, or none"
+                    f"{where}: source page {page} is of sequence {brief(other)} too, but the pages before it differ: "
+                    "sequences may share the pages that they begin with, and no others"
                 )
         for page in here:
             other = written.setdefault(page, name)

@@ -38,7 +38,7 @@ class PagedLayout:
         ranks: of the communicator that pages are moved over, in tensor-parallel order.
 
     Raises:
-        LayoutError: a size that is none, dims that are not those letters, a rank twice, or ranks that are neither a
+        LayoutError: a size below 1, dims that are not those letters, a rank twice, or ranks that are neither a
             multiple of the heads nor at most as many.
         DTypeError: unknown dtype.
     """
@@ -150,7 +150,7 @@ class PagedLayout:
         """Return the value that `to_json` wrote.
 
         Raises:
-            LayoutError, DTypeError: it is none.
+            LayoutError, DTypeError: it is not a valid layout.
         """
         return _read(data)
 

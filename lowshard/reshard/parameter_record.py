@@ -155,7 +155,7 @@ def resolve_name(
     num_experts: int | None = None,
     layer_prefixes: Mapping[str, str] | None = None,
 ) -> tuple[str, int | None]:
-    """Return a parameter's name over all ranks, and its expert over all ranks (None for what is no expert).
+    """Return a parameter's name over all ranks, and its expert over all ranks (None where it is of no expert).
 
     A local expert K (`weightK`, `biasK`, or `local_experts.K`) becomes its number over all ranks: experts are dealt
     to the expert-parallel ranks by the balanced rule, so a count that does not divide loses none. A prefix of

@@ -47,7 +47,7 @@ class Address:
         """Return what an address says.
 
         Raises:
-            CommError: it is none.
+            CommError: it is not an address.
         """
         text = instance(text, str, _RULE, CommError)
         scheme, _, rest = text.partition(":")
@@ -198,7 +198,7 @@ def read_token(path: object) -> bytes:
     """Return the token that a publisher wrote.
 
     Raises:
-        CommError: it is not there, others may read it, or it is none.
+        CommError: it is not there, others may read it, or it is not a token.
     """
     path = check_path(path, "token_file is the path of a publisher's token", CommError)
     try:

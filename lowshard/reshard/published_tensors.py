@@ -18,7 +18,7 @@ def tensor_layouts(given: object, size: int) -> dict[str, TensorLayout]:
     """Return layouts by name, each over ranks that the job has.
 
     Raises:
-        PlanError, LayoutError: they are none.
+        PlanError, LayoutError: they are not a mapping of names to layouts.
     """
     found = {}
     rule = "layouts are a mapping of names to layouts"

@@ -16,7 +16,6 @@ import hashlib
 import json
 import os
 import secrets
-import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
@@ -26,9 +25,10 @@ import numpy as np
 from lowshard.argument import number, truth
 from lowshard.comm import Communicator, agree, loopback, share_text
 from lowshard.comm.agreement import control_of, share
+from lowshard.comm.background import Background
 from lowshard.comm.door import Door
 from lowshard.comm.interface import addresses_towards, interface_addresses, is_loopback, network_name
-from lowshard.comm.work import ThreadWork, Work
+from lowshard.comm.work import Work
 from lowshard.errors import CommError, LowshardError, PlanError
 from lowshard.layout import Layout
 from lowshard.reshard.publication_address import (
@@ -70,18 +70,20 @@ class Publisher:
         arrays: by name, this rank's local arrays; the same ones serve every version.
         comm: the communicator; None for one rank.
         address: `unix:/folder` for subscribers of this host and user, or `tcp://host:port` (port 0: a free one).
-        token: what subscribers prove to know, 16 bytes or more; by default made, and kept in `token_file`.
+        token: the secret that subscribers must know, 16 bytes or more; by default a new one, in `token_file`.
 
     Attributes:
         address: what subscribers pass.
         token_file: where the token is kept, a file of mode 0600; None where the caller gave it.
 
+    Every rank raises the same error.
+
     Raises:
-        CommError: the address is none, is in use, or leads to one host while ranks are on several; a token too short.
+        CommError: the address is not valid, is in use, or leads to one host while ranks are on several; a token too
+            short.
         LayoutError: a partial layout.
         BufferMismatchError: an array is not the one its layout says.
         MismatchError: ranks ask for different tensors or addresses.
-        (Each on every rank.)
     """
 
     def __init__(
@@ -98,7 +100,6 @@ class Publisher:
         assert whole is not None
         self._closed, self._number = False, 0
         self._version: int | None = None
-        self._work: ThreadWork | None = None
         self._server: VersionServer | None = None
         self.token_file: Path | None = None
         self._lock: FolderLock | None = None
@@ -115,10 +116,9 @@ class Publisher:
             error = found
         agree(whole, asked, error, "Publisher")
         # A communicator of its own: a version may be published by another thread than the caller's.
-        made = whole.split(0, whole.rank)
-        assert made is not None
-        self._comm = made
-        self._newest = Newest() if made.rank == 0 else None
+        self._background = Background(whole, "lowshard publish")
+        self._comm: Communicator = self._background.comm
+        self._newest = Newest() if self._comm.rank == 0 else None
         try:
             self._open(where, given)
         except BaseException:
@@ -199,33 +199,27 @@ class Publisher:
         Args:
             version: an integer from 0 to 2^63 - 1, above the last one.
             wait: False returns a `Work` at once, and the arrays may change when its `wait()` has returned. One at a
-                time: the next call of this publisher waits for it.
+                time: the next call of this publisher waits for it. What went wrong in it, and was told to nobody on
+                some rank, that call raises, on every rank alike.
+
+        Every rank raises the same error.
 
         Raises:
-            PlanError: a version that is none, or not above the last one; nothing has changed.
-            MismatchError: ranks publish different versions; likewise.
+            PlanError: a version that is not such an integer; nothing has changed.
+            MismatchError: ranks publish different versions; nothing has changed.
             CommError: there is no memory for a snapshot; the last version stays on offer.
             PeerFailed, TimedOut: a rank did not come. The last version stays on offer where rank 0 lives.
-            (Each on every rank.)
         """
-        work = ThreadWork(lambda: self._publish(version), f"publish({version})")
-        self._settle()
-        if truth(wait, "wait is True or False", CommError):
-            work.run()
-            work.wait()
+        wait = truth(wait, "wait is True or False", CommError)
+        error = self._background.settle()
+        if wait:
+            self._publish(version, error)
             return None
-        self._work = work
-        threading.Thread(target=work.run, name="lowshard-publish", daemon=True).start()
-        return work
+        return self._background.start(lambda: self._publish(version, error), f"publish({version})")
 
-    def _settle(self) -> None:
-        """Wait for a version that is being published."""
-        work, self._work = self._work, None
-        if work is not None:
-            work.wait()
-
-    def _publish(self, version: int) -> None:
-        comm, error = self._comm, None
+    def _publish(self, version: int, error: Exception | None) -> None:
+        """Publish a version, unless a rank is to tell what went wrong with the last one."""
+        comm = self._comm
         try:
             if self._closed:
                 raise CommError("this Publisher is closed; make a new one")
@@ -233,7 +227,7 @@ class Publisher:
             if self._version is not None and version <= self._version:
                 raise PlanError(f"versions rise: version {self._version} is out, got {version}")
         except LowshardError as found:
-            error, version = found, -1
+            error, version = error or found, -1
         agree(comm, str(version).encode(), error, "publish")
         held = sorted(self._newest.held()) if self._newest is not None else []
         held = json.loads(share_text(comm, json.dumps(held))[0])
@@ -255,19 +249,22 @@ class Publisher:
 
         Args:
             timeout_s: how long to wait for members, in seconds.
+
+        Raises:
+            LowshardError: what went wrong in the background, and was told to nobody.
         """
         wait_s = number(timeout_s, "timeout_s is a number of seconds, 0 or more", CommError, 0)
         if self._closed:
             return
-        try:
-            self._settle()
-        finally:
-            self._closed = True
-            if self._newest is not None and self._version is not None:
-                self._newest.wait_until_all_have_it(wait_s)
-            with contextlib.suppress(CommError):  # where a rank has failed nobody is waited for
-                share(self._comm, np.zeros(1, np.int64))  # the others' snapshots are read until here
-            self._let_go()
+        error = self._background.settle()
+        self._closed = True
+        if self._newest is not None and self._version is not None:
+            self._newest.wait_until_all_have_it(wait_s)
+        with contextlib.suppress(CommError):  # where a rank has failed nobody is waited for
+            share(self._comm, np.zeros(1, np.int64))  # the others' snapshots are read until here
+        self._let_go()
+        if error is not None:
+            raise error
 
     def _let_go(self) -> None:
         if self._newest is not None:
@@ -283,13 +280,17 @@ class Publisher:
             self.token_file.unlink(missing_ok=True)
         if self._lock is not None:
             self._lock.release()
-        self._comm.close()
+        self._background.close()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        self.close(30.0 if error is None else 0.0)
+        if error is None:
+            self.close()
+            return
+        with contextlib.suppress(LowshardError):  # what ended the block is told
+            self.close(0.0)
 
 
 def _door_of(where: Address, rank: int, token: bytes) -> Door:

@@ -18,7 +18,8 @@ from lowshard.kernels.buffer import address
 from lowshard.reshard.mxfp8_transform import ensure_sendable
 from lowshard.reshard.reshard_plan import Entry, Move, RankPlan, ReshardPlan
 from lowshard.transfer.conversion import Conversion
-from lowshard.transfer.item import FirstError, Format, Item, bytes_of, slices_of
+from lowshard.transfer.item import Format, Item, bytes_of, slices_of
+from lowshard.transfer.rounds import FirstError
 from lowshard.transfer.spans import box_span
 from lowshard.transfer.transform_contract import ReshardTransform
 

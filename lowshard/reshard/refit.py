@@ -194,9 +194,10 @@ class Refit:
     def reading(self) -> Iterator[tuple[int | None, Mapping[str, Any]]]:
         """Hold the version that is served for a `with` block: gives its number and its weights, whole until the end.
 
-        For threads that read while versions come in the background. The refit that would write over what is held waits
-        until all have left, half the communicator's deadline at most, and fails then, on every rank. So a thread does
-        not call push or pull, nor wait for one, in its own block. Any number of threads read at once; not collective.
+        For threads that read while versions come in the background. A refit that would write over what is held waits
+        until all readers have left their blocks, at most half of the communicator's deadline, and then fails on every
+        rank. So a thread must not call push or pull, nor wait for one, inside its own block. Any number of threads read
+        at once. Not collective.
 
         Raises:
             PlanError: the weights are written where they are served, with "in_place".
@@ -263,12 +264,14 @@ class Refit:
                 the caller, also in the background.
 
         Raises:
-            PlanError: a version that is no integer from 0 to 2^63 - 1, or only ranks without sources push it; on all
-                ranks, and nothing has changed.
-            MismatchError: ranks push different versions, or one waits for another than is pushed; likewise.
+            PlanError: a version that is not an integer from 0 to 2^63 - 1, or only ranks without sources push it; on
+                all ranks, and nothing has changed.
+            MismatchError: ranks push different versions, or one waits for another than is pushed; on all ranks, and
+                nothing has changed.
             VerificationError: a checksum does not agree, or sources were changed while they were pushed in the
                 background; the old version stays, on all ranks.
-            TimedOut: the arrays to be written were read for too long (`reading`), on some rank; likewise.
+            TimedOut: the arrays to be written were read for too long (`reading`), on some rank; the
+                old version stays, on all ranks.
             PeerFailed: a rank died. `version` tells which one this rank serves, the same on all ranks of a host.
         """
         return self._call("push", version, True, wait, stream)
@@ -440,7 +443,7 @@ class Refit:
         Collective: all ranks of the communicator call this. Closing twice is safe.
 
         Raises:
-            LowshardError: what went wrong in the background, and was told to nobody.
+            LowshardError: an error of a version in the background that no call has raised yet.
         """
         if self._closed:
             return

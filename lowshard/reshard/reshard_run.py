@@ -19,8 +19,9 @@ from lowshard.comm.work import Stream
 from lowshard.errors import CommError, LowshardError, MismatchError, PlanError
 from lowshard.reshard.rank_side import Side
 from lowshard.reshard.reshard_plan import ReshardPlan
-from lowshard.transfer.item import FirstError, Item
+from lowshard.transfer.item import Item
 from lowshard.transfer.mover import Mover, Streams, bucket_sizes
+from lowshard.transfer.rounds import FirstError
 from lowshard.transfer.transform_contract import ReshardTransform
 
 Array = Any
@@ -105,7 +106,7 @@ class Reshard:
         plan: equal on every rank (its digest is compared).
         src: this rank's source arrays by their names on this rank; what the plan does not take is left alone. A
             quantised tensor (data and scale) is taken for what it stands for. None on a rank without any.
-        dst: its destination arrays, likewise; what a transform stores needs none.
+        dst: its destination arrays by name; what a transform stores needs none.
         comm: a communicator that has every rank of the plan; others take part with nothing.
         transform: what this rank's tensors go through; the other ranks may have another one, or none.
         like: another one over the same communicator and with the same settings, whose staging is used: the two never
@@ -118,7 +119,7 @@ class Reshard:
         BufferMismatchError: an array is missing, or has another shape, dtype or memory order than the plan says.
         MeshError: the communicator lacks ranks of the plan.
         MismatchError: ranks hold different plans or settings, or two sides of a move prepare unequal arrays.
-        PlanError: sources do not cover what is needed, or an argument that is none of those listed.
+        PlanError: sources do not cover what is needed, or an argument is not one of the values listed.
         CommError: a rank has no memory for its buckets.
     """
 
@@ -188,8 +189,8 @@ class Reshard:
             stream: on GPUs, where the work is put, as for the calls of a `Communicator`; by default the current one.
 
         Raises:
-            VerificationError: a checksum does not agree; the text names tensor and sender. The others as the
-                transform raises them. (Each on every rank; destination arrays are undefined then.)
+            VerificationError: a checksum does not agree; the text names tensor and sender. Every rank raises it; the
+                destination arrays are undefined then. The same holds for what a transform raises.
             PeerFailed: a rank failed or died.
         """
         with self.comm.turn("reshard"), self.comm.meeting("Reshard.run", stream) as wrong:

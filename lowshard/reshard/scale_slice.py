@@ -28,7 +28,7 @@ def scale_slice_from_data_slice(
         block_size: elements a block.
 
     Raises:
-        ScaleSliceError: no entry; an end that is no multiple of block_size; a step other than 1; an entry that is
+        ScaleSliceError: no entry; an end that is not a multiple of block_size; a step other than 1; an entry that is
             no slice and no integer (an Ellipsis or a new axis does not say where the last dim is cut).
     """
     if data_slice is None:

@@ -4,7 +4,8 @@ One `pull`, on every rank:
 
 ```
 rank 0 wants a newer version until one is offered, or the time is over; all ranks hear of it
-each rank fetches its boxes into the arrays that are not served:  mapped memory | TCP, a connection a pair of ranks
+each rank fetches its boxes into the arrays that are not served:  mapped memory | TCP, a connection a pair of ranks,
+                                  what differs from the version that is served where that is less than all of it
 all agree that they have them -> vote -> switch -> rank 0 says done
 ```
 
@@ -13,43 +14,48 @@ What fails before the vote leaves the arrays that are served, and the version, a
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import socket
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Self
+from typing import Any, Literal, NamedTuple, Self, overload
 
 import numpy as np
 
-from lowshard.argument import number
+from lowshard.argument import brief, instance, number
 from lowshard.box import volume
 from lowshard.checkpoint.crc import crc32
 from lowshard.comm import Communicator, agree, loopback, share_text
 from lowshard.comm.agreement import control_of
+from lowshard.comm.background import Background
 from lowshard.comm.door import enter
 from lowshard.comm.interface import network_name
+from lowshard.comm.work import Work
 from lowshard.errors import CommError, LowshardError, PeerFailed, TimedOut
 from lowshard.foreign_array import like
+from lowshard.kernels.changes import ChangeBoxes, Changes
 from lowshard.layout import Layout
 from lowshard.reshard.plan_builder import build_reshard_plan
 from lowshard.reshard.publication_address import Address, checked_token, read_token
 from lowshard.reshard.published_tensors import local_arrays, tensor_layouts
-from lowshard.reshard.rank_grid import Grid, Roster
 from lowshard.reshard.reshard_move import Move
 from lowshard.reshard.reshard_plan import ReshardPlan
 from lowshard.reshard.tensor_layout import TensorLayout
 from lowshard.reshard.version_server import pieces_of
 from lowshard.reshard.version_store import Memory, Place, box_of, copy_bits, places_of
 from lowshard.reshard.version_wire import (
+    CHANGES_HEAD,
     CONTROL,
     DATA,
     STALLED_S,
     WANT_S,
+    WHOLE,
     Answer,
     Greeting,
     Line,
@@ -67,6 +73,15 @@ from lowshard.tiling import Tiling
 Array = Any
 _ENTER_S = 5.0
 _TURN_S = 1.0
+
+
+class _Served(NamedTuple):
+    """What is served: which of the sets, the version in it, and of which publisher which snapshot. Swapped as one."""
+
+    at: int = 0
+    version: int | None = None
+    mark: str = ""
+    number: int = 0
 
 
 class Subscriber:
@@ -87,13 +102,18 @@ class Subscriber:
         token: the publisher's.
         token_file: a file with it; by default where the publisher keeps it, if it is on this host or the cache folder
             is shared.
+        delta: "auto": over a connection comes what differs from the version that is served, or all of a tensor where
+            that is less; where the publisher has that version no more, all of it. Bits are compared. "off": all of it
+            always. From mapped memory everything is copied. Between versions the arrays are the subscriber's: what is
+            changed in them stays changed until those elements change at the publisher.
         name: what the publisher's `members()` shows.
 
+    Every rank raises the same error.
+
     Raises:
-        CommError: the address is none; a token that is too short, or both ways given.
+        CommError: the address is not valid; a token that is too short, or both token and token_file.
         LayoutError, BufferMismatchError: as for `Publisher`.
         MismatchError: ranks ask for different tensors or addresses.
-        (Each on every rank.)
     """
 
     def __init__(
@@ -105,14 +125,16 @@ class Subscriber:
         address: str,
         token: bytes | None = None,
         token_file: str | Path | None = None,
+        delta: Literal["auto", "off"] = "auto",
         name: str = "",
     ) -> None:
         self._alone = loopback(1)[0] if comm is None else None
-        self._comm: Communicator = self._alone if comm is None else control_of(comm)  # type: ignore[assignment]
+        whole = self._alone if comm is None else control_of(comm)
+        assert whole is not None
         asked, error = b"", None
         try:
-            self._layouts = tensor_layouts(layouts, self._comm.size)
-            arrays = local_arrays(self._layouts, out, self._comm.rank, writes=True)
+            self._layouts = tensor_layouts(layouts, whole.size)
+            arrays = local_arrays(self._layouts, out, whole.rank, writes=True)
             self._sets = (arrays, {n: np.empty_like(a) for n, a in arrays.items()})
             second = {n: like(a, out[n]) for n, a in self._sets[1].items()}
             self._served = ({n: out[n] for n in arrays}, second)
@@ -121,14 +143,19 @@ class Subscriber:
                 raise CommError("a subscriber is given token or token_file, not both")
             self._token = None if token is None else checked_token(token)
             self._token_file = self._address.token_file if token_file is None else token_file
-            said = [address, name, {n: x.to_json() for n, x in self._layouts.items()}]
+            if not isinstance(delta, str) or delta not in ("auto", "off"):
+                raise CommError(f"delta of a Subscriber is 'auto' or 'off', got {brief(delta)}")
+            said = [address, name, delta, {n: x.to_json() for n, x in self._layouts.items()}]
             asked = hashlib.blake2b(json.dumps(said, default=list).encode()).digest()
         except LowshardError as found:
             error = found
-        agree(self._comm, asked, error, "Subscriber")
+        agree(whole, asked, error, "Subscriber")
+        # A communicator of its own: a version is taken beside what the caller does, over any other one.
+        self._background = Background(whole, "lowshard pull")
+        self._comm: Communicator = self._background.comm
         self._greeting = Greeting(str(name), socket.gethostname(), os.getpid(), self._comm.size)
-        self._live, self._mark = 0, ""
-        self._version: int | None = None
+        self._now = _Served()
+        self._delta, self._fetched = delta, Fetched()
         self._attempt, self._closed = 0, False
         self._control: Line | None = None
         self._table_text, self._offers, self._proven = "", "", b""
@@ -140,53 +167,84 @@ class Subscriber:
     @property
     def version(self) -> int | None:
         """The version of `weights`, or None before the first."""
-        return self._version
+        return self._now.version
 
     @property
     def weights(self) -> Mapping[str, Array]:
         """The arrays of the version that is served, of the library of `out`. Ask again after each pull: two sets take
         turns.
         """
-        return MappingProxyType(self._served[self._live])
+        return MappingProxyType(self._served[self._now.at])
+
+    def report(self) -> dict[str, int]:
+        """Return what the last version that was switched to has brought this rank. Not collective.
+
+        - `dense_bytes`: what all of its boxes have.
+        - `received_bytes`: what came over connections.
+        - `changed_elems`: elements of what came that differ from the version before; all of what came whole.
+        """
+        return asdict(self._fetched)
 
     # ---- a version
 
-    def pull(self, timeout_s: float | None = None) -> int:
+    @overload
+    def pull(self, timeout_s: float | None = None, *, wait: Literal[True] = True) -> int: ...
+
+    @overload
+    def pull(self, timeout_s: float | None = None, *, wait: Literal[False]) -> Work: ...
+
+    def pull(self, timeout_s: float | None = None, *, wait: bool = True) -> int | Work:
         """Wait for a version newer than this one, take it, and return its number.
 
         Collective: all ranks of the communicator call this. A publisher that was restarted begins anew: of another
         publisher at the address the newest version is taken, whatever its number.
 
+        With `wait=False` a thread does all of it, and a `Work` is returned at once: its `wait()` returns the number, or
+        raises what went wrong. Threads read `weights` meanwhile: the switch is a swap of references, and what they hold
+        is whole until the pull after the next one begins. Each rank chooses for itself. One version at a time: the next
+        pull, and `close`, wait for the one that is under way. What went wrong in it, and was told to nobody on some
+        rank, they raise, on every rank alike. The process does not end before it has.
+
         Args:
-            timeout_s: how long to wait for a version, in seconds, by default the communicator's; what has begun to
-                arrive is given the time it needs.
+            timeout_s: how long to wait for a version to begin, in seconds; by default the communicator's. A version
+                that has begun to arrive is given the time it needs.
+            wait: False does it in the background.
+
+        Every rank that lives raises the same error.
 
         Raises:
             TimedOut: no newer version was offered, or no publisher answered; `weights` stay.
             PeerFailed: the publisher has gone, or a rank of either job; `weights` stay, the next pull tries again.
-            PlanError, CommError: the publisher has not the tensors that are wanted, or not in their shape and dtype.
-            (Each on every rank that lives.)
+            PlanError, CommError: the publisher lacks a tensor that is wanted, or has it in another shape or dtype.
         """
-        error: LowshardError | None = None
+        error = self._background.settle()
         limit_s = 0.0
         try:
             if self._closed:
                 raise CommError("this Subscriber is closed; make a new one")
+            wait = instance(wait, bool, "wait of pull is True or False", CommError)
             rule = "timeout_s is a number of seconds, 0 or more"
             limit_s = self._comm.timeout_s if timeout_s is None else number(timeout_s, rule, CommError, 0)
         except LowshardError as found:
-            error = found
+            wait, error = True, error or found
+        if wait:
+            return self._pull(limit_s, error)
+        return self._background.start(lambda: self._pull(limit_s, error), "pull")
+
+    def _pull(self, limit_s: float, error: Exception | None) -> int:
+        """Take a version, unless a rank is to tell what went wrong."""
         agree(self._comm, b"", error, "pull")
         offer = self._offered(time.monotonic() + limit_s, limit_s)
-        self._fetch(offer)
+        fetched = self._fetch(offer)
         self._attempt += 1
         if not self._vote.decide(self._attempt, True):
             raise PeerFailed(
                 f"another rank heard of a failure while version {offer.version} was voted on: version "
-                f"{self._version} stays"
+                f"{self.version} stays"
             )
         assert self._source is not None
-        self._live, self._version, self._mark = 1 - self._live, offer.version, self._source.mark
+        self._now = _Served(1 - self._now.at, offer.version, self._source.mark, offer.number)
+        self._fetched = fetched
         self._say_done(offer)
         return offer.version
 
@@ -206,7 +264,7 @@ class Subscriber:
                 return Answer(**said["offer"])
             if said["over"]:
                 raise TimedOut(
-                    f"no version newer than {self._version} was offered at {self._address} within {limit_s:g} s"
+                    f"no version newer than {self.version} was offered at {self._address} within {limit_s:g} s"
                 )
 
     def _asked(self, end_s: float) -> dict[str, Any]:
@@ -217,7 +275,7 @@ class Subscriber:
                 self._connect(end_s)
                 said["table"] = [self._table_text, self._proven.hex()]
             assert self._control is not None
-            newer = self._version if self._offers == self._mark else None
+            newer = self.version if self._offers == self._now.mark else None
             wait_s = min(WANT_S, max(0.0, end_s - time.monotonic()))
             self._control.say(Request("want", self._offers, newer, wait_s))
             answer = self._control.hear(read_answer, time.monotonic() + WANT_S + _TURN_S + STALLED_S / 3)
@@ -263,23 +321,26 @@ class Subscriber:
             table = read_table.text(text)
             ranks = len(table.stations)
             have = {name: TensorLayout.from_json(layout) for name, layout in table.layouts.items()}
-            plan = build_reshard_plan(have, {n: shifted(x, ranks) for n, x in self._layouts.items()})
+            plan = build_reshard_plan(have, {n: x.shifted(ranks) for n, x in self._layouts.items()})
             self._source = _Source(table, bytes.fromhex(token), have, plan, ranks + self._comm.rank)
         except LowshardError as found:
             error = found
             self._disconnect()
         agree(self._comm, b"", error, "pull")
 
-    def _fetch(self, offer: Answer) -> None:
+    def _fetch(self, offer: Answer) -> Fetched:
         """Fill the arrays that are not served, or raise on all ranks."""
         assert self._source is not None
         error: LowshardError | None = None
+        fetched = Fetched()
+        since = self._now.number if self._delta == "auto" and self._source.mark == self._now.mark else 0
         try:
-            self._source.fetch(offer.number, self._sets[1 - self._live])
+            served, target = self._sets[self._now.at], self._sets[1 - self._now.at]
+            self._source.fetch(offer.number, target, since, served, fetched)
         except Lost as lost:
             self._source.close()
             error = PeerFailed(
-                f"version {offer.version} did not arrive: {lost}; version {self._version} stays"
+                f"version {offer.version} did not arrive: {lost}; version {self.version} stays"
             )
         except Exception as found:  # the others hear of it, instead of waiting
             self._source.close()
@@ -292,7 +353,7 @@ class Subscriber:
                 self._disconnect()
                 raise
             # The others had it and switched before one of them died: so does this rank.
-            return
+        return fetched
 
     def _say_done(self, offer: Answer) -> None:
         if self._control is not None:
@@ -309,21 +370,49 @@ class Subscriber:
     # ---- life
 
     def close(self) -> None:
-        """Leave; `weights` stay readable. Closing twice is safe."""
+        """Wait for a version that is under way, and leave; `weights` stay readable. Closing twice is safe.
+
+        Collective: all ranks of the communicator call this.
+
+        Raises:
+            LowshardError: what went wrong in the background, and was told to nobody.
+        """
         if self._closed:
             return
+        error = self._background.settle()
+        self._leave()
+        with contextlib.suppress(CommError):  # where a rank has died the end of the process does it
+            self._background.close()
+        if self._alone is not None:
+            self._alone.close()
+        if error is not None:
+            raise error
+
+    def _leave(self) -> None:
         self._closed = True
         self._disconnect()
         if self._source is not None:
             self._source.close()
-        if self._alone is not None:
-            self._alone.close()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *exc: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is None:
+            self.close()
+            return
+        # The other ranks may not come here, and what is under way has a deadline of its own.
+        self._leave()
+        self._comm.__exit__(type(error), error, None)
+
+
+@dataclass
+class Fetched:
+    """What a version has brought: see `Subscriber.report`."""
+
+    dense_bytes: int = 0
+    received_bytes: int = 0
+    changed_elems: int = 0
 
 
 @dataclass
@@ -335,6 +424,8 @@ class _Peer:
     moves: tuple[Move, ...]
     line: Line | None = None
     mapped: dict[tuple[int, int], Memory] | None = None
+    changes: tuple[tuple[str, ChangeBoxes], ...] = ()
+    """By tensor, the boxes in this rank's array; made when changes come."""
 
 
 class _Source:
@@ -348,48 +439,107 @@ class _Source:
         self._places = {peer: places_of(have, peer)[0] for peer in received}
         self._peers = [_Peer(peer, table.stations[peer], moves) for peer, moves in received.items()]
 
-    def fetch(self, number: int, target: Mapping[str, Array]) -> None:
+    def fetch(
+        self,
+        number: int,
+        target: Mapping[str, Array],
+        since: int,
+        served: Mapping[str, Array],
+        fetched: Fetched,
+    ) -> None:
         """Write a snapshot's boxes into this rank's arrays.
+
+        Args:
+            number: of the snapshot.
+            target: the arrays.
+            since: the snapshot that `served` holds; 0 to take all of it.
+            served: arrays of the version before.
+            fetched: filled.
 
         Raises:
             Lost: a rank of the publisher has gone, or its snapshot has.
+            VerificationError: what came is no text of changes.
         """
         for peer in self._peers:
             try:
-                self._fetch_from(peer, number, target)
+                line = self._line(peer)
+                moves = self._moves(peer)
+                fetched.dense_bytes += sum(self._target(target, move).nbytes for move, _ in moves)
+                if not self._copied(peer, line, number, target):
+                    changes = since and self._fetch_changes(
+                        peer, line, number, since, target, served, fetched
+                    )
+                    if not changes:
+                        self._fetch_whole(peer, line, number, target, fetched)
             except Lost as lost:
                 raise Lost(f"rank {peer.rank} of the publisher: {lost}") from lost
 
-    def _fetch_from(self, peer: _Peer, number: int, target: Mapping[str, Array]) -> None:
-        line = self._line(peer)
-        if peer.mapped is not None:
-            line.say(Request("map", self.mark, number=number))
-            answer = _here(line)
-            memory = self._memory(peer, answer)
-            if memory is not None:
-                for move, place in self._moves(peer):
-                    copy_bits(place.part(memory.bytes, move.src_box), self._target(target, move))
-                if memory.number != number:
-                    raise Lost("it took its snapshot back while it was read")
-                return
+    def _copied(self, peer: _Peer, line: Line, number: int, target: Mapping[str, Array]) -> bool:
+        """Copy the boxes out of mapped memory; return whether that could be done."""
+        if peer.mapped is None:
+            return False
+        line.say(Request("map", self.mark, number=number))
+        memory = self._memory(peer, _here(line))
+        if memory is None:
             peer.mapped = None
             self._ask_for_boxes(peer, line)
+            return False
+        for move, place in self._moves(peer):
+            copy_bits(place.part(memory.bytes, move.src_box), self._target(target, move))
+        if memory.number != number:
+            raise Lost("it took its snapshot back while it was read")
+        return True
+
+    def _fetch_whole(
+        self, peer: _Peer, line: Line, number: int, target: Mapping[str, Array], fetched: Fetched
+    ) -> None:
+        """Receive all boxes."""
         line.say(Request("read", self.mark, number=number))
         _here(line)
-        crc = 0
-        for move, _ in self._moves(peer):
-            for piece in pieces_of(self._target(target, move)):
-                data = np.empty(piece.shape, piece.dtype) if not piece.flags.c_contiguous else piece
-                raw = data.reshape(-1).view(np.uint8).data
-                line.receive(raw)
-                crc = crc32(raw, crc)
-                if data is not piece:
-                    copy_bits(data, piece)
-        said = bytearray(4)
-        line.receive(memoryview(said))
-        _here(line)
-        if int.from_bytes(said, "little") != crc:
-            raise Lost("what came has another checksum than what was sent")
+        stream = _Stream(line)
+        for _, moves in self._by_tensor(peer):
+            for move in moves:
+                stream.fill(self._target(target, move), fetched)
+        stream.end()
+
+    def _fetch_changes(
+        self,
+        peer: _Peer,
+        line: Line,
+        number: int,
+        since: int,
+        target: Mapping[str, Array],
+        served: Mapping[str, Array],
+        fetched: Fetched,
+    ) -> bool:
+        """Receive what differs, and write it over a copy of what is served; return whether the publisher can tell."""
+        line.say(Request("changes", self.mark, number=number, since=since))
+        if line.hear(read_answer, time.monotonic() + STALLED_S).state != "here":
+            return False
+        if not peer.changes:
+            peer.changes = tuple(
+                (name, ChangeBoxes(tuple(m.dst_box for m in moves), target[name].itemsize))
+                for name, moves in self._by_tensor(peer)
+            )
+        stream = _Stream(line)
+        for name, boxes in peer.changes:
+            units, gaps, lengths, changed = CHANGES_HEAD.unpack(stream.take(CHANGES_HEAD.size))
+            into = target[name]
+            if units == WHOLE:
+                for box in boxes.boxes:
+                    stream.fill(box_of(into, box), fetched)
+                continue
+            sizes = units * boxes.itemsize, gaps, lengths
+            if min(sizes) < 0 or sum(sizes) > boxes.size_bytes:
+                raise Lost(f"it sent {sum(sizes)} bytes as changes of {boxes.size_bytes}")
+            text = np.frombuffer(stream.take(sum(sizes)), np.uint8)
+            for box in boxes.boxes:
+                copy_bits(box_of(served[name], box), box_of(into, box))
+            boxes.write(into, Changes(units, gaps, lengths, text, changed))
+            fetched.received_bytes += text.size
+            fetched.changed_elems += changed
+        stream.end()
+        return True
 
     def _line(self, peer: _Peer) -> Line:
         if peer.line is None:
@@ -405,10 +555,20 @@ class _Source:
         return peer.line
 
     def _ask_for_boxes(self, peer: _Peer, line: Line) -> None:
-        line.say(Request("boxes", boxes=tuple((self._name(m), m.src_box) for m, _ in self._moves(peer))))
+        wanted = (
+            (self._name(moves[0]), tuple(m.src_box for m in moves)) for _, moves in self._by_tensor(peer)
+        )
+        line.say(Request("boxes", boxes=tuple(wanted)))
 
     def _moves(self, peer: _Peer) -> list[tuple[Move, Place]]:
         return [(m, self._places[peer.rank][self._name(m)]) for m in peer.moves if volume(m.src_box)]
+
+    def _by_tensor(self, peer: _Peer) -> list[tuple[str, list[Move]]]:
+        """Return the moves by this rank's tensor, in the order of the stream."""
+        found: dict[int, list[Move]] = {}
+        for move, _ in self._moves(peer):
+            found.setdefault(move.entry, []).append(move)
+        return [(self._plan.entries[entry].name, moves) for entry, moves in found.items()]
 
     def _name(self, move: Move) -> str:
         return self._plan.entries[move.entry].src_name
@@ -439,17 +599,46 @@ class _Source:
             peer.line, peer.mapped = None, None
 
 
+class _Stream:
+    """Bytes that come over a line, with their checksum."""
+
+    def __init__(self, line: Line) -> None:
+        self._line, self._crc = line, 0
+
+    def take(self, size_bytes: int) -> bytearray:
+        """Return the next bytes."""
+        raw = bytearray(size_bytes)
+        self._line.receive(memoryview(raw))
+        self._crc = crc32(memoryview(raw), self._crc)
+        return raw
+
+    def fill(self, array: np.ndarray, fetched: Fetched) -> None:
+        """Fill an array with the next bytes, row-major."""
+        for piece in pieces_of(array):
+            data = piece if piece.flags.c_contiguous else np.empty(piece.shape, piece.dtype)
+            raw = data.reshape(-1).view(np.uint8).data
+            self._line.receive(raw)
+            self._crc = crc32(raw, self._crc)
+            if data is not piece:
+                copy_bits(data, piece)
+        fetched.received_bytes += array.nbytes
+        fetched.changed_elems += array.size
+
+    def end(self) -> None:
+        """Compare the checksum.
+
+        Raises:
+            Lost: it is another than the sender's, or the snapshot has gone meanwhile.
+        """
+        said = bytearray(4)
+        self._line.receive(memoryview(said))
+        _here(self._line)
+        if int.from_bytes(said, "little") != self._crc:
+            raise Lost("what came has another checksum than what was sent")
+
+
 def _here(line: Line) -> Answer:
     answer: Answer = line.hear(read_answer, time.monotonic() + STALLED_S)
     if answer.state != "here":
         raise Lost("the snapshot is there no more")
     return answer
-
-
-def shifted(layout: TensorLayout, ranks: int) -> TensorLayout:
-    """Return a layout whose ranks are numbered from `ranks` on."""
-    seats = layout.seats
-    if isinstance(seats, Grid):
-        return replace(layout, seats=replace(seats, offset=seats.offset + ranks))
-    moved = tuple(tuple(rank + ranks for rank in cell) for cell in seats.holders)
-    return replace(layout, seats=Roster(moved))

@@ -6,7 +6,7 @@ A partition says what a cell is (any number of boxes), seats say which ranks hol
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 from math import prod
 from typing import Any
@@ -182,6 +182,14 @@ class TensorLayout:
         partition = Tiles(tiling.shape, tuple(t for t, _ in cells), tuple(s for _, s in cells))
         return cls(tiling.dtype, partition, Roster(tuple(map(tuple, cells.values()))))
 
+    def shifted(self, ranks: int) -> TensorLayout:
+        """Return the layout with every rank's number larger by `ranks`."""
+        seats = self.seats
+        if isinstance(seats, Grid):
+            return replace(self, seats=replace(seats, offset=seats.offset + ranks))
+        moved = tuple(tuple(rank + ranks for rank in cell) for cell in seats.holders)
+        return replace(self, seats=Roster(moved))
+
     # ---- what a rank holds
 
     @property
@@ -233,7 +241,7 @@ def as_tensor_layout(given: object) -> TensorLayout:
     """Return a TensorLayout, Layout or Tiling as a TensorLayout.
 
     Raises:
-        LayoutError: it is none of these, or partial.
+        LayoutError: it is not one of these, or partial.
     """
     if isinstance(given, TensorLayout):
         return given

@@ -27,7 +27,8 @@ from lowshard.reshard.rank_side import bounds
 from lowshard.reshard.refit_cost import RefitCost
 from lowshard.reshard.reshard_run import Report, Reshard
 from lowshard.transfer.conversion import Conversion
-from lowshard.transfer.item import FirstError, Item, slices_of
+from lowshard.transfer.item import Item, slices_of
+from lowshard.transfer.rounds import FirstError
 from lowshard.transfer.spans import BoxCopy
 
 Array = Any

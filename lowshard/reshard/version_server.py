@@ -15,14 +15,18 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from lowshard import dtypes
 from lowshard.box import Box
 from lowshard.checkpoint.crc import crc32
 from lowshard.comm.door import Door, Guest
-from lowshard.reshard.version_store import Memory, VersionStore
+from lowshard.kernels.changes import ChangeBoxes, Room
+from lowshard.reshard.version_store import Memory, Place, VersionStore
 from lowshard.reshard.version_wire import (
+    CHANGES_HEAD,
     CONTROL,
     DATA,
     WANT_S,
+    WHOLE,
     Answer,
     Greeting,
     Line,
@@ -64,6 +68,14 @@ class _Lease:
 
     member: Member
     number: int = 0
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """What a subscriber wants of a tensor."""
+
+    place: Place
+    changes: ChangeBoxes
 
 
 @dataclass
@@ -228,35 +240,74 @@ class VersionServer:
     # ---- data
 
     def _serve_data(self, line: Line) -> None:
-        boxes: tuple[tuple[str, Box], ...] = ()
+        boxes: tuple[_Wanted, ...] = ()
         while True:
             request: Request = line.hear(read_request)
             if request.ask == "boxes":
-                boxes = request.boxes
+                boxes = self._wanted(request)
                 continue
             found = self._store.find(request.number) if request.mark == self._mark else None
             if found is None:
                 line.say(Answer("gone"))
             elif request.ask == "map":
                 line.say(Answer("here", pid=os.getpid(), fd=found.fd, size_bytes=found.size_bytes))
-            elif request.ask == "read":
+            elif request.ask in ("read", "changes"):
+                base = self._store.find(request.since) if request.ask == "changes" else None
+                if request.ask == "changes" and base is None:
+                    line.say(Answer("none"))
+                    continue
                 line.say(Answer("here"))
-                line.send(memoryview(self._stream(line, found, boxes).to_bytes(4, "little")))
+                if base is None:
+                    crc = 0
+                    for wanted in boxes:
+                        crc = self._send_whole(line, found, wanted, crc)
+                else:
+                    crc = self._send_changes(line, found, base, request.since, boxes)
+                line.send(memoryview(crc.to_bytes(4, "little")))
                 line.say(Answer("here" if found.number == request.number else "gone"))
             else:
                 raise Lost(f"asked for {request.ask!r} over a data connection")
 
-    def _stream(self, line: Line, found: Memory, boxes: Sequence[tuple[str, Box]]) -> int:
-        """Send boxes one behind the other, each row-major; return the CRC-32 of all bytes."""
-        crc = 0
-        for name, box in boxes:
+    def _wanted(self, request: Request) -> tuple[_Wanted, ...]:
+        """Return the boxes of a request, checked."""
+        found = []
+        for name, boxes in request.boxes:
             place = self._store.places.get(name)
-            if place is None or not is_within(box, place.shape):
+            if place is None or not boxes or not all(is_within(box, place.shape) for box in boxes):
                 raise Lost(f"asked for {name!r}, which this rank does not have so")
-            for piece in pieces_of(place.part(found.bytes, box)):
+            found.append(_Wanted(place, ChangeBoxes(boxes, dtypes.get(place.dtype).itemsize_bytes)))
+        return tuple(found)
+
+    def _send_whole(self, line: Line, found: Memory, wanted: _Wanted, crc: int) -> int:
+        """Send a tensor's boxes one behind the other, each row-major; return the CRC-32 of all bytes so far."""
+        for box in wanted.changes.boxes:
+            for piece in pieces_of(wanted.place.part(found.bytes, box)):
                 data = np.ascontiguousarray(piece).reshape(-1).view(np.uint8).data
                 crc = crc32(data, crc)
                 line.send(data)
+        return crc
+
+    def _send_changes(
+        self, line: Line, found: Memory, base: Memory, since: int, boxes: Sequence[_Wanted]
+    ) -> int:
+        """Send what differs from another snapshot, tensor by tensor; return the CRC-32 of all bytes.
+
+        That snapshot may be written over meanwhile. Its number tells, and then the tensors come whole.
+        """
+        crc, room = 0, Room()
+        for wanted in boxes:
+            new, old = wanted.place.view(found.bytes), wanted.place.view(base.bytes)
+            told = wanted.changes.find(new, old, room, may_stop=True)
+            text = told.text if base.number == since else None
+            units = WHOLE if text is None else told.units
+            head = CHANGES_HEAD.pack(units, told.gaps_bytes, told.lengths_bytes, told.changed_elems)
+            crc = crc32(head, crc)
+            line.send(memoryview(head))
+            if text is None:
+                crc = self._send_whole(line, found, wanted, crc)
+            else:
+                crc = crc32(text.data, crc)
+                line.send(text.data)
         return crc
 
 

@@ -1,7 +1,9 @@
 """What a publisher and its subscribers say to each other: a length and JSON, over a connection let in by a door.
 
 Control, to rank 0 of the publisher: greeting -> table; then, again and again, want -> offer, done.
-Data, to each rank that has something: map -> where a snapshot lies; or boxes, then read -> bytes and their CRC-32.
+Data, to each rank that has something: map -> where a snapshot lies; or boxes, then read, or changes since another
+snapshot -> bytes and their CRC-32. What differs comes tensor by tensor: a head, then a text of changes
+(`kernels.changes`), or all of the tensor's boxes where that is less.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from lowshard.box import Box
 from lowshard.comm.door import tune
 from lowshard.errors import CommError
 from lowshard.reading import Reader, reader
@@ -63,13 +66,14 @@ class Request:
     """What a subscriber asks; of the fields those that belong to `ask` count.
 
     Attributes:
-        ask: "want", "done", "map", "boxes" or "read".
+        ask: "want", "done", "map", "boxes", "read" or "changes".
         mark: of the publisher that is meant; its ranks refuse another's.
         newer_than: want: the version that the subscriber has of this publisher.
         wait_s: want: how long to wait for one; WANT_S at most.
-        number: done, map, read: of the snapshot.
+        number: done, map, read, changes: of the snapshot.
+        since: changes: of the snapshot that the subscriber has.
         version: done: what the subscriber serves now.
-        boxes: boxes: (name, box of the rank's local array), in the order of the stream.
+        boxes: boxes: for each tensor its name and boxes of the rank's local array, in the order of the stream.
     """
 
     ask: str
@@ -77,8 +81,9 @@ class Request:
     newer_than: int | None = None
     wait_s: float = WANT_S
     number: int = 0
+    since: int = 0
     version: int | None = None
-    boxes: tuple[tuple[str, tuple[tuple[int, int], ...]], ...] = ()
+    boxes: tuple[tuple[str, tuple[Box, ...]], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -106,6 +111,12 @@ read_greeting: Reader[Greeting] = reader("greeting of a subscriber", CommError)(
 read_table: Reader[Table] = reader("table of a publisher", CommError)(Table)
 read_request: Reader[Request] = reader("request of a subscriber", CommError)(Request)
 read_answer: Reader[Answer] = reader("answer of a publisher", CommError)(Answer)
+
+
+CHANGES_HEAD = struct.Struct("!4q")
+"""Ahead of what differs in a tensor: units of the text, or WHOLE where its boxes come; bytes of the text's two streams
+of places; elements that differ."""
+WHOLE = -1
 
 
 class Lost(Exception):
@@ -138,7 +149,7 @@ class Line:
             until_s: of time.monotonic(): when its first byte must have come; None waits as long as the other end lives.
 
         Raises:
-            Lost: the other end has gone or stalls, or said what is no message.
+            Lost: the other end has gone or stalls, or said what is not a message.
         """
         head = bytearray(_LENGTH.size)
         self.receive(memoryview(head), until_s, waits=until_s is None)

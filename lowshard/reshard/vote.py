@@ -63,7 +63,7 @@ def version_number(version: object) -> int:
     """Return a version as a Python integer.
 
     Raises:
-        PlanError: it is none, negative, or does not fit 63 bits.
+        PlanError: it is not an integer, negative, or does not fit 63 bits.
     """
     try:
         number = -1 if isinstance(version, (bool, np.bool_)) else index(version)  # type: ignore[arg-type]

@@ -76,7 +76,7 @@ def read_map(node: Node) -> dict[str, tuple[Node, Node]]:
     """Return a map's entries by key: (key node, value node).
 
     Raises:
-        RulesError: a key that is no text, or that stands there twice.
+        RulesError: a key that is not text, or that stands there twice.
     """
     entries: dict[str, tuple[Node, Node]] = {}
     for key, value in node.pairs:

@@ -37,7 +37,7 @@ def name_tensors(
         shapes: (shape, dtype) by parameter name.
 
     Raises:
-        RulesError: a shape that is none.
+        RulesError: an invalid shape.
         DTypeError: an unknown dtype.
     """
     _need_rules(rules)

@@ -189,7 +189,7 @@ def parse_dump(text: str, path: str = "<text>") -> Dump:
     try:
         data = json.loads(text, object_pairs_hook=_object)
     except (ValueError, RecursionError) as error:
-        raise RulesError(f"{path}: this is no JSON dump: {brief(str(error))[1:-1]}", path=path) from error
+        raise RulesError(f"{path}: this is not a JSON dump: {brief(str(error))[1:-1]}", path=path) from error
     if not isinstance(data, dict):
         raise RulesError(f"{path}: a dump is a JSON object, got {brief(data)}", path=path)
     if list(data) == [ACTIVATIONS_KEY]:

@@ -87,7 +87,7 @@ def read_rules(node: Node, mode: Mode, findings: list[Finding]) -> tuple[Rule, .
             if name.kind in ("list", "map"):
                 continue
         axes, fault = _target(target)
-        # A name that is no text (null, 7) matches no logical name; keep the rule out of reach.
+        # A name that is not text (null, 7) matches no logical name; keep the rule out of reach.
         rule = Rule(name.text, axes, item.where, fault)
         if name.kind == "text":
             rules.append(rule)

@@ -185,7 +185,7 @@ def _filled(
     if fills:
         if target % rest or target < rest:
             text = (
-                f"{kind} {shown} leaves {target}/{rest} for {fills[0]}, which is no whole number >= 1: "
+                f"{kind} {shown} leaves {target}/{rest} for {fills[0]}, which is not a whole number >= 1: "
                 f"the sizes must multiply to the {target} {of}"
             )
             add("mesh-size", text, fills[0])

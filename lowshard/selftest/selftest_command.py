@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 DESCRIPTION = """\
 Says whether this installation works, and how fast: run it first on a new machine. Each step runs in a process of its
 own under a time limit, and the run goes on after a failure. All results are compared with plain NumPy, bit for bit.
-At the end come a table, what failed and why, and the log of each failure. The first run compiles the CPU's kernels,
-which takes a minute or two more.
+At the end come a table, what failed and why, and the log of each failure. Where the package came without
+compiled code, the first run compiles the CPU's kernels, which takes a minute or two more.
 """
 _MOST_SHOWN = 5
 _FINDING_CHARACTERS = 100

@@ -19,7 +19,7 @@ def run(setting: Setting, tally: Tally) -> None:
     """Run pytest on tests/gpu; a test that fails is a finding."""
     root = Path(lowshard.__file__).resolve().parents[1]
     if not (root / "tests" / "gpu").is_dir():
-        tally.data["skipped"] = f"there is no tests/gpu beside {root / 'lowshard'}: this is no checkout"
+        tally.data["skipped"] = f"there is no tests/gpu beside {root / 'lowshard'}: this is not a checkout"
         return
     if importlib.util.find_spec("pytest") is None:
         tally.data["skipped"] = "pytest is not installed: pip install 'lowshard[test]'"

@@ -3,7 +3,7 @@
 What is moved is a list for each peer: a span of its memory, a span of ours, perhaps a transform. `Communicator.reach`
 says whose memory is in reach, and the way is chosen for each peer.
 
-- `spans`: strided boxes in memory, and the kernel call that copies many; `cross_memory`: the same out of the private
+- `spans`: strided boxes in memory, and the one call that copies many: here, or (`cross_memory`) out of the private
   memory of another process; `peer_write_kernel`: into it.
 - `rounds`: what is staged or sent, in rounds of bounded size; two halves, filled and taken in turn.
 - `rank_schedule`, `exchange_runner`: the exchanges of one array, for `execute`.

@@ -12,46 +12,30 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from lowshard.comm.node import atomic
 from lowshard.comm.node.atomic import poke, read_process, read_process_into
-from lowshard.compiled import INT, Signature, digest_of, load_compiled
+from lowshard.compiled import INT, Signature, digest_of, load_native
 from lowshard.compiled.deferred import njit
 from lowshard.kernels import runs
-from lowshard.kernels.buffer import address
 from lowshard.kernels.cpu.copy import stream_copy
 from lowshard.kernels.cpu.drive import source_digest
 from lowshard.kernels.cpu.memory_steps import fence
-from lowshard.kernels.runs import DST_OFFSET, FIRST_DIM, RUN, SRC_OFFSET, RunTable
+from lowshard.kernels.runs import DST_OFFSET, FIRST_DIM, RUN, SRC_OFFSET
 from lowshard.transfer import cross_constants
 from lowshard.transfer.cross_constants import LONG_BYTES, MOST_PLACES
 
-_SCRATCH_BYTES = 256 << 10
-
-
-def read_boxes(pid: int, table: RunTable, src_base: int = 0, dst_base: int = 0) -> bool:
-    """Copy boxes out of another process's memory; return False if it could not be read, in whole or in part.
-
-    Args:
-        pid: the process.
-        table: from places there to places here.
-        src_base: address there that its source offsets count from.
-        dst_base: address here that its target offsets count from.
-    """
-    scratch, vectors = np.empty(_SCRATCH_BYTES + 64, np.uint8), np.zeros(2 * (1 + MOST_PLACES), np.int64)
-    at = -(-address(scratch) // 64) * 64
-    return not compiled_read()(
-        pid, table.columns, table.src_itemsize, src_base, dst_base, address(vectors), at
-    )
+SCRATCH_BYTES = 256 << 10
+VECTORS_WORDS = 2 * (1 + MOST_PLACES)
+"""Of an iovec for the source and MOST_PLACES for the targets, in int64."""
 
 
 @cache
 def compiled_read() -> Any:
-    """Return the compiled function."""
+    """Return the compiled function, `read_across` with the address and the extents of its columns."""
     files = (__file__, atomic.__file__, runs.__file__, cross_constants.__file__)
     name = f"read_across_{digest_of([Path(str(file)) for file in files])}_{source_digest()}"
-    return load_compiled(name, lambda: read_across, Signature((INT, "int64[2]", INT, INT, INT, INT, INT)))
+    signature = Signature((INT, "int64[2]", INT, INT, INT, INT, INT))
+    return load_native(name, lambda: read_across, signature).call
 
 
 @njit(nogil=True)
@@ -109,8 +93,8 @@ def read_across(
         item: bytes of its elements.
         src_base: what its source offsets count from, there.
         dst_base: what its target offsets count from, here.
-        vectors: address of an iovec for the source and MOST_PLACES for the targets.
-        scratch: address of _SCRATCH_BYTES, on a cache line.
+        vectors: address of VECTORS_WORDS int64.
+        scratch: address of SCRATCH_BYTES, on a cache line.
     """
     outer = (columns.shape[0] - FIRST_DIM) // 3
     for box in range(columns.shape[1]):
@@ -121,7 +105,7 @@ def read_across(
         together = MOST_PLACES if src_step == run else 1
         short = src_step == run and run < LONG_BYTES and dst_step != run
         if short:
-            together = _SCRATCH_BYTES // run
+            together = SCRATCH_BYTES // run
         for dim in range(1, outer):
             planes *= columns[FIRST_DIM + 3 * dim, box]
         for plane in range(planes):

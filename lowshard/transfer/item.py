@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 from lowshard import dtypes
 from lowshard.box import Box, shape_of
-from lowshard.errors import LowshardError, VerificationError
 from lowshard.transfer.spans import Span, span_of
 
 Array = Any
@@ -88,31 +86,3 @@ def bytes_of(form: Format) -> int:
 def slices_of(box: Box) -> tuple[slice, ...]:
     """Return a box as slices."""
     return tuple(slice(start, stop) for start, stop in box)
-
-
-class FirstError:
-    """What goes wrong first on one rank, kept until all ranks can raise it: the others must not wait in vain."""
-
-    def __init__(self) -> None:
-        self.error: LowshardError | None = None
-
-    def guard(self, call: Callable[..., Any], *args: Any) -> Any:
-        """Run what may raise on this rank alone; None where it does."""
-        try:
-            return call(*args)
-        except Exception as error:
-            self.keep(error)
-            return None
-
-    def keep(self, error: Exception) -> None:
-        """Keep an error, unless there is one."""
-        if self.error is None:
-            known = isinstance(error, LowshardError)
-            self.error = error if known else VerificationError(f"{type(error).__name__}: {error}")  # type: ignore[assignment]
-            if not known:
-                self.error.__cause__ = error  # type: ignore[union-attr]
-
-    def take(self) -> LowshardError | None:
-        """Return it, and forget it."""
-        error, self.error = self.error, None
-        return error

@@ -24,9 +24,9 @@ from lowshard.kernels.buffer import address
 from lowshard.transfer.buckets import Bucket, Part, Piece, bands_of, buckets_of
 from lowshard.transfer.conversion import Conversion, together
 from lowshard.transfer.huge_pages import settle
-from lowshard.transfer.item import FirstError, Item, bytes_of
+from lowshard.transfer.item import Item, bytes_of
 from lowshard.transfer.piece_checksum import checksum
-from lowshard.transfer.rounds import Letter, Mail, run_rounds
+from lowshard.transfer.rounds import FirstError, Letter, Mail, run_rounds
 from lowshard.transfer.spans import (
     STREAMED_BYTES,
     BoxCopy,
@@ -394,7 +394,7 @@ class Mover:
         )
         if copies is not None:
             streams = past or len(slot) >= STREAMED_BYTES
-            copies.run_again(self._anchor, slot, streams, fetching=True)
+            copies.run(self._anchor, slot, streams, fetching=True)
         for pieces in rest:
             self._conversion.put(pieces, slot, past)  # type: ignore[union-attr]
         if self._choice is not None:
@@ -413,7 +413,7 @@ class Mover:
             found = self._packers[number, False] = copies, rest
         copies, rest = found
         if copies is not None:  # past the caches: all buckets together do not stay in them, though one would
-            copies.run_again(slot, self._anchor, True)
+            copies.run(slot, self._anchor, True)
         for pieces in rest:
             self._conversion.get(pieces, slot)  # type: ignore[union-attr]
 

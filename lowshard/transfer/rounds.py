@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from lowshard.comm.communicator import Communicator
 from lowshard.comm.work import Work
+from lowshard.errors import LowshardError, VerificationError
 
 Array = Any
 
@@ -106,3 +107,31 @@ class Mail:
 def _wait(works: list[Work]) -> None:
     while works:
         works.pop(0).wait()
+
+
+class FirstError:
+    """What goes wrong first on one rank, kept until all ranks can raise it: the others must not wait in vain."""
+
+    def __init__(self) -> None:
+        self.error: LowshardError | None = None
+
+    def guard(self, call: Callable[..., Any], *args: Any) -> Any:
+        """Run what may raise on this rank alone; None where it does."""
+        try:
+            return call(*args)
+        except Exception as error:
+            self.keep(error)
+            return None
+
+    def keep(self, error: Exception) -> None:
+        """Keep an error, unless there is one."""
+        if self.error is None:
+            known = isinstance(error, LowshardError)
+            self.error = error if known else VerificationError(f"{type(error).__name__}: {error}")  # type: ignore[assignment]
+            if not known:
+                self.error.__cause__ = error  # type: ignore[union-attr]
+
+    def take(self) -> LowshardError | None:
+        """Return it, and forget it."""
+        error, self.error = self.error, None
+        return error

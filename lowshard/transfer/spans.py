@@ -1,9 +1,8 @@
-"""Strided boxes in memory, and the one kernel call that copies many of them."""
+"""Strided boxes in memory, and the one call of compiled code that copies many: here, or out of another process."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -20,6 +19,8 @@ Array = Any
 
 _ROW_BYTES = 1 << 10
 """Runs from here on are best copied each by itself."""
+_CALLS_KEPT = 8
+"""By a copy of boxes that is run between other arrays each time."""
 _SHORT_BYTES = 512
 """Runs from here on are worth reading out of another process's private memory where they lie side by side there."""
 STREAMED_BYTES = 4 << 20
@@ -90,8 +91,6 @@ def can_read(pid: int, stretches: Sequence[tuple[int, int]]) -> list[bool]:
         pid: the process.
         stretches: address and bytes of each.
     """
-    from lowshard.transfer.cross_memory import read_boxes
-
     ends = np.zeros(2 * len(stretches), np.uint8)
     sources = [Span(at + i, (), (), 1) for at, size in stretches for i in (0, size - 1)]
     targets = [Span(address(ends) + i, (), (), 1) for i in range(len(ends))]
@@ -126,17 +125,33 @@ class BoxCopy:
         self._by_rows = self.table.run_limits_bytes[0] >= _ROW_BYTES
         self._calls: dict[tuple[int, int, bool], Callable[[], None]] = {}
 
-    def run(self, src: Array, dst: Array) -> None:
-        """Copy; `src` and `dst` begin where the bases say."""
+    def run(self, src: Array, dst: Array, past_caches: bool | None = None, fetching: bool = False) -> None:
+        """Copy; `src` and `dst` begin where the bases say.
+
+        Args:
+            src: where the sources begin.
+            dst: where the targets begin.
+            past_caches: how to write; by default, past them where it would not stay in them.
+            fetching: the sources are in no cache.
+        """
         if self._is_empty:
             return
+        if past_caches is None:
+            past_caches = self._streams
         engine = self._engine
         if engine is None:
             engine = self._engine = engine_for(dst)
-        if self._by_rows and isinstance(src, np.ndarray):
-            cast("HostEngine", engine).copy_rows(src, dst, self.table, self._streams)
-        else:
-            engine.copy(src, dst, self.table, self._streams)
+        if not (self._by_rows and isinstance(src, np.ndarray)):
+            engine.copy(src, dst, self.table, past_caches)
+            return
+        # Most arrays stay where they are, and are used again and again.
+        call = self._calls.get(key := (address(src), address(dst), past_caches))
+        if call is None:
+            if len(self._calls) >= _CALLS_KEPT:
+                self._calls.clear()
+            copier = cast("HostEngine", engine).rows_copier
+            call = self._calls[key] = copier(src, dst, self.table, past_caches, fetching)
+        call()
 
     def read_across(self, rank: int, pid: int, at: int, dst: Array) -> None:
         """Copy out of the private memory of a peer's process, where `at` is what `src` is to `run`.
@@ -144,37 +159,29 @@ class BoxCopy:
         Raises:
             CommError: the memory could not be read.
         """
-        from lowshard.transfer.cross_memory import read_boxes
-
         if not self._is_empty and not read_boxes(pid, self.table, at, address(dst)):
             raise CommError(
                 f"the memory of rank {rank} could not be read; set LOWSHARD_CROSS_MEMORY=off to go without if it lives "
                 "and may not be read"
             )
 
-    def run_again(self, src: Array, dst: Array, past_caches: bool, fetching: bool = False) -> None:
-        """As `run`, between a few arrays that stay where they are and are used again and again.
 
-        Args:
-            src: where the sources begin.
-            dst: where the targets begin.
-            past_caches: how to write.
-            fetching: the sources are in no cache.
-        """
-        if self._is_empty:
-            return
-        call = self._calls.get(key := (address(src), address(dst), past_caches))
-        if call is None:
-            call = self._calls[key] = _copier(engine_for(dst), src, dst, self.table, past_caches, fetching)
-        call()
+def read_boxes(pid: int, table: RunTable, src_base: int = 0, dst_base: int = 0) -> bool:
+    """Copy boxes out of another process's memory; return False if it could not be read, in whole or in part.
 
+    Args:
+        pid: the process.
+        table: from places there to places here.
+        src_base: address there that its source offsets count from.
+        dst_base: address here that its target offsets count from.
+    """
+    from lowshard.transfer.cross_memory import SCRATCH_BYTES, VECTORS_WORDS, compiled_read
 
-def _copier(
-    engine: Engine, src: Array, dst: Array, runs: RunTable, streaming: bool, fetching: bool = False
-) -> Callable[[], None]:
-    if isinstance(src, np.ndarray) and runs.run_limits_bytes[0] >= _ROW_BYTES:
-        return cast("HostEngine", engine).rows_copier(src, dst, runs, streaming, fetching)
-    return partial(engine.copy, src, dst, runs, streaming)
+    scratch, vectors = np.empty(SCRATCH_BYTES + 64, np.uint8), np.zeros(VECTORS_WORDS, np.int64)
+    columns, at = table.columns, -(-address(scratch) // 64) * 64
+    return not compiled_read()(
+        pid, address(columns), *columns.shape, table.src_itemsize, src_base, dst_base, address(vectors), at
+    )
 
 
 def run_table(

@@ -17,15 +17,15 @@ Slices = tuple[slice, ...]
 
 
 class ReshardTransform:
-    """What becomes of a tensor between its source array and its destination; by default nothing.
+    """Converts tensors between their source and destination arrays; by default it converts none.
 
-    A subclass says for which tensors it stands, and what travels for them: as many arrays, of the same bytes, as the
+    A subclass says which tensors it converts, and which arrays travel for them: as many, of as many bytes each, as the
     other side makes room for. Both sides are compared before a byte moves. The arrays that it returns may be of any
     library; those that it is given are NumPy's or CuPy's, over the memory of what users and `prepare_recv` gave.
     """
 
     def should_transform(self, param_name: str) -> bool:
-        """Say whether a tensor goes this way; the other three methods are called for such tensors only."""
+        """Say whether a tensor is converted; the methods below are called for such tensors only."""
         return False
 
     def prepare_send(self, param_name: str, src_slice: Slices, src_param: Array) -> list[Array]:

@@ -26,7 +26,7 @@ class Rule:
     Most take intervals of one axis, and every other axis whole.
 
     Raises:
-        ShardingError: an axis or a count that is no integer. No rule looks at a shape here.
+        ShardingError: an axis or a count that is not an integer. No rule looks at a shape here.
     """
 
     name = "rule"

@@ -51,7 +51,7 @@ class Sizes:
         """Return the sizes in a Hugging Face config.json, or in the one that lies in a folder.
 
         Raises:
-            CheckpointError: it cannot be read, or is no JSON object.
+            CheckpointError: it cannot be read, or is not a JSON object.
         """
         file = check_path(path, "a model's config is a path of a file or folder", CheckpointError)
         file = file / "config.json" if os.path.isdir(file) else file
@@ -149,7 +149,7 @@ class NamePatterns:
         """Return a shipped file by its name (llama, qwen, moe, bert; also llama.yaml), or a file of your own.
 
         Raises:
-            CheckpointError: there is no such file, or it is no YAML.
+            CheckpointError: there is no such file, or it is not YAML.
             ShardingError: it is not of the form above.
         """
         path = check_path(source, "name patterns are a shipped name or the path of a file", CheckpointError)

@@ -36,13 +36,13 @@ class Quantization:
 
     Args:
         name: for messages.
-        values: values of the last axis that lie in one unit of storage,
-        stored: and the stored elements of that unit; a unit is never cut.
+        values: values of the last axis that one unit of storage holds; a unit is never cut.
+        stored: stored elements of that unit.
         granularity: what a scale belongs to: "none" (no scale beside the weight), "tensor", "row", "block".
         block: values of a block along the last two axes, for "block".
 
     Raises:
-        ShardingError: sizes below 1, or a block where there is none (or the reverse).
+        ShardingError: sizes below 1, a block without granularity "block", or that without a block.
     """
 
     name: str
@@ -329,7 +329,7 @@ def scale_strategy(
         return ShardingStrategy.columnwise(k)
     if isinstance(rule, StackedQKV):
         if rule.head_dim % block[0]:
-            raise ShardingError(f"heads of {rule.head_dim} rows are no multiple of blocks of {block[0]}")
+            raise ShardingError(f"heads of {rule.head_dim} rows are not a multiple of blocks of {block[0]}")
         return ShardingStrategy.stacked_qkv(k, rule.num_heads, rule.head_dim // block[0])
     return strategy
 
@@ -367,7 +367,7 @@ def _segmented_scales(strategy: ShardingStrategy, rule: Segmented, size: int) ->
         head_dim = segment.size // segment.num_heads if segment.num_heads else segment.size
         if segment.size % size or head_dim % size:
             raise ShardingError(
-                f"segment {segment} is no multiple of blocks of {size} (its heads neither, if it has any)"
+                f"segment {segment} is not a multiple of blocks of {size} (its heads neither, if it has any)"
             )
         found.append(Segment(segment.size // size, segment.num_heads))
     return ShardingStrategy.segmented(strategy.num_devices, rule.axis, found)
@@ -393,7 +393,7 @@ def expert_scales(moe_dim: int, block: int, num_devices: int, index: int) -> Exp
     inside one: a kernel must then know `phase`.
 
     Raises:
-        ShardingError: a size that is no number of 1 or more, or no such device.
+        ShardingError: a size that is not a number of 1 or more, or no such device.
     """
     block = whole(block, "a block has 1 row or more", ShardingError, 1)
     moe_dim = whole(moe_dim, "moe_dim is a number of rows, 0 or more", ShardingError, 0)

@@ -26,7 +26,8 @@ rank), cuts every tensor as the strategies or rules say over the grid of --to, a
 safetensors file a rank and lowshard.index.json. No process holds more than --memory, however large the checkpoint.
 The input is compared with its checksums, if it has any (a plain safetensors file has none: damage done to it before
 cannot be seen); what was written is read again and compared with the input, read a second time, before it takes its
-place. A run that is killed leaves no half. With --merged it writes whole tensors, for other readers, too.
+place. A run that is killed leaves what was there before, or the new checkpoint, whole. With --merged it writes whole
+tensors, for other readers, too.
 With --delta BASE NEXT it writes what NEXT changes of BASE: a folder weight_v... as other projects write them, or with
 an OUT that ends in .safetensors a sparse file. With --apply DELTA... it applies such deltas to IN, each to the version
 that it was made from, and all of them or none: OUT lies as IN does, and may be IN; --to or --merged cut it anew.
@@ -76,7 +77,7 @@ def add_reshard_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentP
         help="cuts by a mesh-and-rule file instead; --to has sizes of its mesh axes",
     )
     parser.add_argument(
-        "--from-rules", metavar="RULES", help="how IN is cut, likewise; --from has sizes of its mesh axes"
+        "--from-rules", metavar="RULES", help="how IN is cut, as rules; --from has sizes of its mesh axes"
     )
     parser.add_argument(
         "--merged",
@@ -96,7 +97,7 @@ def add_reshard_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentP
     parser.add_argument(
         "--memory", default="2GB", metavar="SIZE", help="most memory of a process (default 2GB)"
     )
-    parser.add_argument("-o", "--out", metavar="OUT", help="OUT, where it does not stand behind IN")
+    parser.add_argument("-o", "--out", metavar="OUT", help="the same as OUT")
     parser.add_argument(
         "--delta",
         action="store_true",
@@ -143,7 +144,7 @@ def parse_size(text: str) -> int:
     """Return the bytes of a text such as 2GB, 500MB or 1.5GiB.
 
     Raises:
-        CheckpointError: it is no size.
+        CheckpointError: it is not a size.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]?I?B?)\s*", text.upper())
     if match is None or match[2] not in _UNITS:

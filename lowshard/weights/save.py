@@ -76,9 +76,9 @@ def save(
     With `wait=False` it returns a `Work` when what this rank writes has been copied: the arrays may change from then
     on, and the communicator is free. What is wrong with the arguments is raised at once. A thread writes; the work's
     `wait()` returns when the checkpoint is whole and synced, or raises what went wrong, on every rank alike. One save
-    at a time over a communicator (of a thread, where there is none): the next one, with `wait=True` too, and `close` of
-    the communicator wait for it. What went wrong in it and was told to nobody is raised by the next save, on every
-    rank, which saves nothing then, or by `close`. A process whose program ends meanwhile finishes the save first. One
+    at a time over a communicator (of a thread, where comm is None): the next one, with `wait=True` too, and `close` of
+    the communicator wait for it. An error that no call has raised yet is raised on every rank by the next save, which
+    then saves nothing, or by `close`. A process whose program ends meanwhile finishes the save first. One
     that fails or is killed leaves the old checkpoint or the new one in place, whole, and what is left over is removed
     by the next save. The memory of the copy is kept for the next such save, until the communicator is closed.
 
@@ -91,13 +91,15 @@ def save(
         metadata: text by text.
         wait: False writes in the background.
 
+    Every rank raises the same error. The old checkpoint is untouched then and what was written is removed, but for
+    NotDurable.
+
     Raises:
         CheckpointError: the folder cannot be made or written, there is no room, a tensor is on no rank.
         BufferMismatchError: a local array is not the one its tiling says.
         LayoutError: a partial layout.
         MismatchError: ranks ask for different checkpoints.
         NotDurable: the new checkpoint is in place, but its folder could not be synced; the old one's files are kept.
-        (Each on every rank. But for NotDurable, the old checkpoint is untouched and what was written is removed.)
         PeerFailed, TimedOut: a rank did not come. The old checkpoint or the new one is in place, whole; a note says
         which, where this rank knows.
     """

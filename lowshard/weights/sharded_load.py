@@ -66,10 +66,11 @@ def load_sharded(
         A dict of arrays by name, with `tilings` (who holds what), `state` (what `save` takes) and `digests`. A rank
         that holds nothing of a tensor has no array of that name.
 
+    Every rank raises the same error.
+
     Raises:
         CheckpointError: a file is missing or damaged; the text names it.
         MismatchError: the ranks loaded different checkpoints.
-        (Each on every rank, whichever rank is at fault.)
     """
     size = 1 if comm is None else comm.size
 

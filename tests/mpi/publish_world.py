@@ -14,9 +14,9 @@ ROWS, COLUMNS = 192, 640
 
 
 def content(version: int) -> np.ndarray:
-    """Return the whole tensor of a version: int32, every element says which version it is of."""
+    """Return the whole tensor of a version, int32: one element of 50 changes with each, the others with every fifth."""
     place = np.arange(ROWS * COLUMNS, dtype=np.int32).reshape(ROWS, COLUMNS)
-    return version * 1000 + place % 997
+    return np.where(place % 50 == 7, version, version // 5 * 5) * 1000 + place % 997
 
 
 def train_layout(ranks: int) -> ls.Layout:

@@ -1,6 +1,6 @@
-"""Run by two ranks of one node: which files of lowshard each way enters, from the public call to its return.
+"""Run by two ranks of one node: which functions of lowshard each way enters, from the public call to its return.
 
-Argument: a folder that both ranks see. Rank 0 prints, as JSON, the files of each way in the order they were entered.
+Argument: a folder that both ranks see. Rank 0 prints, as JSON, the files and functions of each way as they are entered.
 The first all_reduce is the first of the process; of the others, a call after two like it.
 """
 
@@ -29,30 +29,35 @@ ROOT = Path(lowshard.__file__).resolve().parents[1]
 HOMES = tuple(str(ROOT / name) + "/" for name in ("lowshard", "kernels", "launch", "bench"))
 
 
-def walk(call: Callable[..., Any], *args: Any) -> list[str]:
-    """Return the files of lowshard whose functions a call enters, in order."""
-    entered: dict[str, None] = {}
+Walk = list[tuple[str, str]]
+"""File, as of the package, and function."""
+
+
+def walk(call: Callable[..., Any], *args: Any) -> Walk:
+    """Return the functions of lowshard that a call enters, in order."""
+    entered: Walk = []
 
     def look(frame: FrameType, event: str, arg: object) -> None:
-        file = frame.f_code.co_filename
-        if event == "call" and file.startswith(HOMES):
-            entered.setdefault(file.removeprefix(f"{ROOT}/"))
+        code = frame.f_code
+        if event == "call" and code.co_filename.startswith(HOMES):
+            file = code.co_filename.removeprefix(f"{ROOT}/").removeprefix("lowshard/")
+            entered.append((file, code.co_qualname))
 
     sys.setprofile(look)
     try:
         call(*args)
     finally:
         sys.setprofile(None)
-    return list(entered)
+    return entered
 
 
-def third(call: Callable[..., Any], *args: Any) -> list[str]:
+def third(call: Callable[..., Any], *args: Any) -> Walk:
     """Return the walk of the third of like calls: nothing is looked up for the first time any more."""
     return [walk(call, *args) for _ in range(3)][-1]
 
 
 def main(folder: Path) -> None:
-    walks: dict[str, list[str]] = {}
+    walks: dict[str, Walk] = {}
     with lc.from_mpi(MPI.COMM_WORLD, device="cpu") as comm:
         values, out = np.ones(1 << 20, np.float32), np.empty(1 << 20, np.float32)
         walks["all_reduce"] = walk(comm.all_reduce, values, out)

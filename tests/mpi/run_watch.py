@@ -20,7 +20,7 @@ from mpi4py import MPI
 
 from lowshard.comm import heartbeat
 from lowshard.comm.abort import install_abort_hook
-from lowshard.comm.activity import Activity
+from lowshard.comm.call import Activity
 from lowshard.comm.watch import Watch
 from lowshard.errors import TimedOut
 

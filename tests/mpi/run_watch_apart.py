@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from lowshard.comm import heartbeat
-from lowshard.comm.activity import Activity
+from lowshard.comm.call import Activity
 from lowshard.comm.watch import Watch
 from lowshard.errors import CommError
 

@@ -88,6 +88,7 @@ def test_extras_carry_one_mpi_wheel_at_most() -> None:
         "mpich",
         "plot",
         "solve",
+        "deltas",
         "demo",
         "test",
         "dev",

@@ -234,7 +234,7 @@ def samples() -> Mapping[str, Any]:
         },
         "request of a subscriber": {
             "ask": "read", "mark": "00", "newer_than": 3, "wait_s": 0.5, "number": 2, "version": None,
-            "boxes": [["w", [[0, 2], [1, 3]]]],
+            "boxes": [["w", [[[0, 2], [1, 3]]]]],
         },
         "tensor of a model to benchmark": tensor,
         "model to benchmark": {"tensors": {"w": tensor}, "num_attention_heads": 8, "num_key_value_heads": 2},

@@ -204,7 +204,8 @@ class Applied(Sharded4):
         for base, version in ((0, 1), (0, 2), (1, 2)):
             made = self.folder / f"from{base}" / f"weight_v{version:06d}"
             made.parent.mkdir(exist_ok=True)
-            write_delta(self.folder / f"v{base}", self.folder / f"v{version}", made, base_version=base)
+            if not made.exists():  # a delta is never replaced
+                write_delta(self.folder / f"v{base}", self.folder / f"v{version}", made, base_version=base)
         return super().prepare()
 
     def save(self, version: int, comm: Communicator) -> None:

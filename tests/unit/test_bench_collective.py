@@ -137,7 +137,7 @@ def test_a_transport_that_needs_a_gpu_says_so(transport: str, capsys: pytest.Cap
         (["all_reduce", "--compare-mpi", "--transport", "loopback"], "--compare-mpi"),
         (["all_reduce", "--transport", "loopback", "-b", "1024G", "-e", "1024G"], "pass a smaller -e"),
         (["all_reduce", "--plot", "x.gif"], "ends in .png, .svg, .pdf"),
-        (["all_reduce", "--compare", "/no/such.json"], "is no report"),
+        (["all_reduce", "--compare", "/no/such.json"], "is not a valid report"),
         (
             ["all_reduce", "--check-limits", "--transport", "loopback"],
             "nothing to judge here: limits are promised",
@@ -403,7 +403,7 @@ def test_csv_says_the_same_as_json_and_files_are_named(
 
 @pytest.mark.parametrize("data", [{}, [], {"format": "other"}, {"format": "lowshard-bench-collective-1"}])
 def test_what_is_no_report_is_refused(data: Any) -> None:
-    with pytest.raises(LowshardError, match=r"is no report of lowshard bench: at \$"):
+    with pytest.raises(LowshardError, match=r"is not a valid report of lowshard bench: at \$"):
         CollectiveReport.from_json(data)
 
 

@@ -200,10 +200,10 @@ def test_damaged_profiles_are_refused(data: Any, said: str) -> None:
 
 def test_a_file_that_is_no_profile_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
-    with pytest.raises(ProfileError, match="is no cluster profile"):
+    with pytest.raises(ProfileError, match="is not a valid cluster profile"):
         ClusterProfile.load(path)
     path.write_text("{")
-    with pytest.raises(ProfileError, match="is no cluster profile"):
+    with pytest.raises(ProfileError, match="is not a valid cluster profile"):
         ClusterProfile.load(path)
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from lowshard import DeviceMesh, Layout
 from lowshard.demo import demo_picture, demo_report, encoder
-from lowshard.demo.demo_report import Accuracy, DemoReport, MatrixView, PhaseRow
+from lowshard.demo.demo_report import Accuracy, DemoReport, MatrixView, PhaseRow, speed_text
 from lowshard.demo.progress_bar import Progress
 from lowshard.demo.source import SYNTHETIC_CONFIG
 from lowshard.errors import CheckpointError
@@ -189,3 +189,12 @@ def test_a_terminal_gets_bars() -> None:
     assert "fetch" in out.getvalue()
     assert "\x1b[" in out.getvalue()
     assert "✓" in out.getvalue()
+
+
+def test_a_slow_phase_has_a_speed_above_zero() -> None:
+    assert [speed_text(speed) for speed in (12.345, 0.1, 0.0456, 0.0012)] == [
+        "12.35",
+        "0.10",
+        "0.046",
+        "0.0012",
+    ]

@@ -257,7 +257,9 @@ def test_bad_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="the file is truncated"):
         user_checkpoint(torn)
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(CheckpointError, match=r"config\.json beside the checkpoint is no model's config: "):
+    with pytest.raises(
+        CheckpointError, match=r"config\.json beside the checkpoint is not a model's config: "
+    ):
         user_checkpoint(tmp_path / "model.safetensors")
 
 

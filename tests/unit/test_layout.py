@@ -174,7 +174,7 @@ MESH = DeviceMesh((2, 4), ("dp", "tp"))
         (lambda: Layout.parse(MESH, "float32[4"), LayoutError, "reads like"),
         (lambda: Layout.parse(MESH, "float32[4] dp=Q"), ShardingError, "cannot be read"),
         (lambda: Layout.parse(MESH, "float32[4] dp=S0 dp=S0"), LayoutError, "used twice"),
-        (lambda: Layout.from_json({"mesh": MESH.to_json()}), LayoutError, "no layout"),
+        (lambda: Layout.from_json({"mesh": MESH.to_json()}), LayoutError, "not a valid layout"),
         (lambda: Sharded("0"), ShardingError, "integer"),  # type: ignore[arg-type]
         (lambda: Partial("mean"), ShardingError, "sum, avg, min, max, prod"),  # type: ignore[arg-type]
     ],

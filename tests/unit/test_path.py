@@ -206,7 +206,7 @@ def test_a_cost_that_is_no_profile_is_refused() -> None:
             lambda data: data["steps"][0].update(kind="teleport"),
             "kind: expected 'all_gather' or .* got 'teleport'",
         ),
-        (lambda data: data["steps"][0]["exchanges"][0].pop("src"), "no redistribution plan"),
+        (lambda data: data["steps"][0]["exchanges"][0].pop("src"), "not a valid redistribution plan"),
         (lambda data: data.update(dst=data["src"]), "do not lead from its src to its dst"),
         (lambda data: data.update(steps=[]), "do not lead from its src to its dst"),
         (lambda data: data["steps"][0].update(kind="slice"), "step 1 of this plan is not what leads"),

@@ -203,7 +203,7 @@ def test_a_pipe_in_a_folder_of_a_checkpoint_is_an_error(tmp_path: Path, index: s
 def test_a_text_that_is_not_utf8_is_named_with_its_place(tmp_path: Path) -> None:
     path = tmp_path / "graph.yaml"
     path.write_bytes(b"name: caf\xe9\n")
-    with pytest.raises(LayoutError, match=r"graph\.yaml is no graph file: .* byte 0xe9 at offset 9"):
+    with pytest.raises(LayoutError, match=r"graph\.yaml is not a valid graph file: .* byte 0xe9 at offset 9"):
         load_graph(path)
     with pytest.raises(LayoutError, match="at most 4 bytes"):
         read_text(path, "graph file", LayoutError, 4)

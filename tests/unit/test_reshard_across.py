@@ -9,8 +9,16 @@ import sys
 import numpy as np
 
 from lowshard.kernels.buffer import address
-from lowshard.transfer.cross_memory import read_boxes
-from lowshard.transfer.spans import LONG_BYTES, Span, can_read, is_worth_it, packed_span, run_table, span_of
+from lowshard.transfer.spans import (
+    LONG_BYTES,
+    Span,
+    can_read,
+    is_worth_it,
+    packed_span,
+    read_boxes,
+    run_table,
+    span_of,
+)
 
 ME = os.getpid()
 

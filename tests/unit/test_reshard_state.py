@@ -173,7 +173,7 @@ def test_the_command_line_predicts_and_refuses(tmp_path: Path, capsys: pytest.Ca
     assert "schema" in capsys.readouterr().err
     path.write_text("[" * 20_000)
     assert main(["bench", "simulate", str(path)]) == 2
-    assert "plan.json is no reshard plan: it nests too deep" in capsys.readouterr().err
+    assert "plan.json is not a reshard plan: it nests too deep" in capsys.readouterr().err
     assert main(["bench", "plan", "--rounds", "0"]) == 2
 
 

@@ -113,7 +113,7 @@ WRONG: list[tuple[str, str, str, int, str | None]] = [
     ("always", AXES + "mesh_axes: [y]", "the key 'mesh_axes' stands twice, before at .*:1:1", 2, None),
     ("always", "- a", "a rule file is a map", 1, None),
     ("always", "7", "a rule file is a map", 1, None),
-    ("always", "a: [", "this is no YAML", 1, None),
+    ("always", "a: [", "this is not YAML", 1, None),
     ("always", "a: *b", "has no anchor|undefined alias|no YAML", 1, None),
     ("always", "a: &a [*a]", "inside its own anchor|no YAML", 1, None),
     ("always", "---\na: 1\n---\nb: 2", "one YAML document", 3, None),
@@ -134,7 +134,7 @@ def test_a_wrong_file_is_an_error_with_its_place(
     error = found.value
     assert error.path == "some/file.yml"
     assert error.line is not None
-    assert abs(error.line - line) <= (1 if "no YAML" in str(error) else 0)
+    assert abs(error.line - line) <= (1 if "not YAML" in str(error) else 0)
     assert str(error).startswith(f"some/file.yml:{error.line}:{error.column}: ")
     if axis is not None:
         assert error.axis == axis

@@ -202,7 +202,7 @@ def test_a_changed_missing_or_damaged_golden_fails(golden: Path, file: str) -> N
     ):
         path.write_text(changed)
         if message == "damaged" and file.startswith("input"):
-            with pytest.raises(RulesError, match="no JSON dump"):
+            with pytest.raises(RulesError, match="not a JSON dump"):
                 assert_matches_golden(rules, golden, devices=8, ici={"expert": 2}, update=False)
             continue
         with pytest.raises(VerificationError, match=f"{message}|damaged") as found:

@@ -78,7 +78,7 @@ def test_a_malformed_table_is_one_warning_and_the_default_and_is_replaced_by_the
 
 
 def test_a_table_that_cannot_be_read_is_a_warning_too(tmp_path: Path) -> None:
-    with pytest.warns(RuntimeWarning, match="no regular file"):
+    with pytest.warns(RuntimeWarning, match="not a regular file"):
         assert tuned.load(tmp_path, HERE) == Crossover()
 
 
@@ -90,7 +90,7 @@ def test_a_table_that_others_may_write_to_or_that_waits_for_a_writer_is_a_warnin
         assert tuned.load(path, HERE) == Crossover()
     path.unlink()
     os.mkfifo(path)
-    with pytest.warns(RuntimeWarning, match="no regular file"):
+    with pytest.warns(RuntimeWarning, match="not a regular file"):
         assert tuned.load(path, HERE) == Crossover()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from lowshard.comm.activity import Activity, Name
+from lowshard.comm.call import Activity, Name
 from lowshard.comm.waits import Waits
 
 BARRIER = Name("barrier", b"barrier")

@@ -23,7 +23,7 @@ from lowshard import settings
 from lowshard.comm import abort, heartbeat, heartbeat_memory, rendezvous
 from lowshard.comm import watch as watch_module
 from lowshard.comm import watch_setup as meeting_module
-from lowshard.comm.activity import Activity
+from lowshard.comm.call import Activity
 from lowshard.comm.watch import Watch, time_out_report
 from lowshard.errors import CommError, PeerFailed, TimedOut
 

@@ -15,17 +15,17 @@ import numpy as np
 import pytest
 
 from lowshard.comm import heartbeat, heartbeat_memory
-from lowshard.comm.activity import (
+from lowshard.comm.call import (
     CALL_BYTES,
     RING_CALLS,
     RING_WORDS,
     TEXT_BYTES,
     Activity,
+    Call,
     Name,
     read_text,
     user_line,
 )
-from lowshard.comm.call import Call
 
 
 def call(text: str) -> Name:
@@ -62,7 +62,7 @@ def test_the_line_is_the_main_threads_in_the_program_not_in_the_library(tmp_path
     script = tmp_path / "train.py"
     script.write_text(
         "import threading, time\n"
-        "from lowshard.comm.activity import user_line\n"
+        "from lowshard.comm.call import user_line\n"
         "found = []\n"
         "def step():\n"
         "    thread = threading.Thread(target=lambda: (time.sleep(0.2), found.append(user_line())))\n"

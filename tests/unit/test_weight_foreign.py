@@ -21,9 +21,8 @@ from lowshard.kernels.buffer import address
 from lowshard.tiling import Tiling
 from lowshard.transfer.peer_write_kernel import write_across
 from lowshard.weights import ShardingStrategy, plan_load
-from lowshard.weights.load import _KEPT, _Load
+from lowshard.weights.load import _KEPT, Itinerary, _Load
 from lowshard.weights.peer_write import SCRATCH_BYTES, Room, Sheet, sheets_of
-from lowshard.weights.rank_load import Itinerary
 
 S = ShardingStrategy
 CASES: dict[str, tuple[tuple[int, ...], str, Any]] = {

@@ -277,7 +277,7 @@ def test_a_shipped_name_is_taken_where_a_folder_has_it_too(
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("[]", r"at \$: expected a file of name patterns"), ("rules: [", "is no YAML"),
+        ("[]", r"at \$: expected a file of name patterns"), ("rules: [", "is not YAML"),
         ("rules: [{pattern: a}]", r"at \$\.rules\[0\]\.strategy: expected text or an object, got nothing"),
         ("rules: [{pattern: a, strategy: sideways}]", "one of rowwise"),
     ],

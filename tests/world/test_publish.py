@@ -32,6 +32,7 @@ from lowshard.errors import (
     PlanError,
     TimedOut,
 )
+from lowshard.kernels.changes import ChangeBoxes, Changes
 from lowshard.reshard import Publisher, Subscriber
 from lowshard.reshard.version_store import Memory, VersionStore
 from lowshard.reshard.version_wire import CONTROL, DATA, Greeting, Line, Lost, read_answer, read_table
@@ -85,6 +86,11 @@ def _check_case(rng: np.random.Generator, address: str) -> None:
             np.asarray(rng.integers(0, 120, shape)).reshape(shape).astype(dtypes.get(dtype).numpy)
             for _ in range(3)
         ]
+        if i % 2:  # versions that differ in a few elements, or in none
+            for version in (1, 2):
+                whole[f"w{i}"][version] = changed = whole[f"w{i}"][version - 1].copy()
+                some = rng.random(shape) < rng.choice([0.0, 0.02, 0.3])
+                changed[some] = rng.integers(0, 120, int(np.sum(some))).astype(changed.dtype)
     ready, done = threading.Event(), threading.Barrier(have + want, timeout=30)
 
     def publish(comm: Any) -> None:
@@ -233,10 +239,102 @@ def test_publish_without_waiting(tmp_path: Path) -> None:
         assert wrong is not None
         with pytest.raises(PlanError, match="versions rise"):
             wrong.wait(30)
-        with pytest.raises(PlanError, match="versions rise"):
-            publisher.publish(2)  # tells of the one before; nothing else was done
-        publisher.publish(2)
+        publisher.publish(2)  # what was told is not told again
         assert subscriber.pull(10) == 2
+
+
+@pytest.mark.time_limit(30)
+def test_what_went_wrong_in_the_background_is_raised_on_all_ranks_though_one_has_heard_of_it(
+    tmp_path: Path,
+) -> None:
+    layout = ls.Layout(ls.DeviceMesh((2,), ("x",)), (10,), "float32", (ls.Sharded(0),))
+
+    def publish(comm: Any) -> None:
+        with Publisher(
+            {"w": layout}, {"w": np.zeros(5, np.float32)}, comm, address=f"unix:{tmp_path}/p"
+        ) as made:
+            made.publish(3)
+            wrong = made.publish(2, wait=False)
+            assert wrong is not None
+            if comm.rank == 0:
+                with pytest.raises(PlanError, match="versions rise"):
+                    wrong.wait(10)
+            with pytest.raises(PlanError, match="versions rise: version 3 is out, got 2"):
+                made.publish(4)
+            assert made.version == 3
+            made.publish(4)
+            wrong = made.publish(4, wait=False)
+            made_last.append(made)
+        # Closing tells of it where nobody has waited.
+
+    made_last: list[Publisher] = []
+    with pytest.raises(PlanError, match="versions rise: version 4 is out, got 4"):
+        lc.run_loopback(2, publish, timeout_s=20)
+    assert [one.version for one in made_last] == [4, 4]
+    assert not (tmp_path / "p" / "token").exists()
+
+
+def test_pull_without_waiting(tmp_path: Path) -> None:
+    """The thread that waits for a version is another one; what is served stays until it switches."""
+    address, array = f"unix:{tmp_path}/p", np.zeros(1 << 20, np.float32)
+    with _publisher(address, array) as publisher, _subscriber(address, array) as subscriber:
+        work = subscriber.pull(10, wait=False)
+        assert not work.done()
+        assert subscriber.version is None
+        for version in range(1, 6):
+            array[...] = version
+            publisher.publish(version)
+            assert work.wait(10) == version == subscriber.version
+            work = subscriber.pull(10, wait=False)
+            held = subscriber.weights["w"]
+            assert (held == version).all()
+        array[...] = 7
+        publisher.publish(7)
+        assert work.wait(10) == 7
+        late = subscriber.pull(0.05, wait=False)
+        with pytest.raises(TimedOut, match="no version newer than 7"):
+            late.wait(10)
+        late = subscriber.pull(0.05, wait=False)
+        with pytest.raises(TimedOut, match="no version newer than 7"):
+            subscriber.pull(5)  # tells of the one before, which nobody has heard of
+        publisher.publish(8)
+        assert subscriber.pull(5) == 8
+        with pytest.raises(CommError, match="wait of pull is True or False"):
+            subscriber.pull(5, wait="no")  # type: ignore[call-overload]
+
+
+@pytest.mark.time_limit(60)
+def test_ranks_that_pull_in_the_background_and_not_take_the_same(tmp_path: Path) -> None:
+    address, layout = (
+        f"unix:{tmp_path}/p",
+        ls.Layout(ls.DeviceMesh((2,), ("x",)), (10,), "float32", (ls.Sharded(0),)),
+    )
+    source = np.arange(10, dtype=np.float32)
+
+    def subscribe(comm: Any) -> None:
+        with Subscriber({"w": layout}, {"w": np.zeros(5, np.float32)}, comm, address=address) as subscriber:
+            if comm.rank == 0:
+                work = subscriber.pull(10, wait=False)
+                sums = np.zeros(1)
+                comm.all_reduce(np.ones(1), sums)  # the caller's communicator is free meanwhile
+                assert sums[0] == 2
+                assert work.wait(10) == 1
+            else:
+                comm.all_reduce(np.ones(1), np.zeros(1))
+                assert subscriber.pull(10) == 1
+            assert (subscriber.weights["w"] == source[5 * comm.rank : 5 * comm.rank + 5]).all()
+            work = subscriber.pull(0.1, wait=False)
+            if comm.rank == 1:
+                with pytest.raises(TimedOut):
+                    work.wait(10)
+            with pytest.raises(TimedOut):
+                subscriber.pull(0.1)
+            subscriber.pull(0.1, wait=False)  # and nobody asks: closing tells of it
+
+    with Publisher({"w": _one((10,))}, {"w": source}, address=address) as publisher:
+        publisher.publish(1)
+        with pytest.raises(TimedOut, match="no version newer than 1"):
+            lc.run_loopback(2, subscribe, timeout_s=20)
 
 
 def test_a_snapshot_under_the_descriptor_of_another_is_not_taken_for_it(
@@ -383,15 +481,13 @@ def test_who_lies_or_goes_amid_a_frame_harms_nobody(tmp_path: Path, rng: np.rand
             line.close()
         line = Line(enter([f"{address}/door"], token, CONTROL, 0, 5))
         line.say(Greeting("liar", "here", 1, 1))
-        mark = line.hear(read_table, time.monotonic() + 5).mark
+        line.hear(read_table, time.monotonic() + 5)
         line.close()
-        for box in ([[0, 5000]], [[-1, 3]], [[5, 2]], [], [[0, 2], [0, 2]]):
+        for boxes in ([[[0, 5000]]], [[[-1, 3]]], [[[5, 2]]], [[]], [], [[[0, 2]], [[0, 2], [0, 2]]]):
             line = Line(enter([f"{address}/door"], token, DATA, 0, 5))
-            line.say({"ask": "boxes", "boxes": [["w", box]]})
-            line.say({"ask": "read", "mark": mark, "number": 1})
-            assert line.hear(read_answer, time.monotonic() + 5).state == "here"
+            line.say({"ask": "boxes", "boxes": [["w", boxes]]})
             with pytest.raises(Lost):
-                line.receive(memoryview(bytearray(1)), time.monotonic() + 5)
+                line.hear(read_answer, time.monotonic() + 5)
             line.close()
         assert good.pull(10) == 1
         assert (good.weights["w"] == array).all()
@@ -405,7 +501,7 @@ def _lie(line: Line, kind: int, rng: np.random.Generator) -> None:
     elif kind == 1:
         line.send(memoryview((1 << 62).to_bytes(8, "big")))
     elif kind == 2:
-        line.say({"ask": "boxes", "boxes": [["w", [[0, 5000]]], ["nobody", []]]})
+        line.say({"ask": "boxes", "boxes": [["w", [[[0, 5000]]]], ["nobody", [[]]]]})
         line.say({"ask": "read", "mark": "00", "number": 1})
     elif kind == 3:
         line.say([[[[[]]]]] * 100)
@@ -576,3 +672,145 @@ def test_a_snapshot_is_known_by_its_mark(tmp_path: Path) -> None:
     for size_bytes, mark in ((found.size_bytes, b"b" * 16), (found.size_bytes + 1, b"a" * 16)):
         with pytest.raises(OSError, match=r"belongs to another|another size"):
             Memory.of_process(os.getpid(), found.fd, size_bytes, mark)
+
+
+# ---- what differs
+
+
+def _bits(values: np.ndarray) -> np.ndarray:
+    return values.view(f"u{values.dtype.itemsize}")
+
+
+@pytest.fixture
+def over_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOWSHARD_CROSS_MEMORY", "off")
+
+
+@pytest.mark.usefixtures("over_connections")
+def test_what_differs_comes_and_nothing_else(tmp_path: Path, rng: np.random.Generator) -> None:
+    """Elements that differ in bits, also NaNs and zeros; all of them where that is less, or the base is gone."""
+    address, size = f"unix:{tmp_path}/p", 200_000
+    array = rng.standard_normal(size).astype(dtypes.get("bfloat16").numpy)
+    out = np.zeros_like(array)
+    layout = {"w": _one((size,), "bfloat16")}
+    with Publisher(layout, {"w": array}, address=address) as publisher:
+        publisher.publish(1)
+        with Subscriber(layout, {"w": out}, address=address) as subscriber:
+
+            def pulled() -> dict[str, int]:
+                subscriber.pull(10)
+                assert subscriber.weights["w"].tobytes() == array.tobytes()
+                return subscriber.report()
+
+            assert pulled() == {"dense_bytes": 2 * size, "received_bytes": 2 * size, "changed_elems": size}
+            for version in range(2, 6):
+                at = rng.choice(size, size // 100, replace=False)
+                _bits(array)[at] ^= rng.choice([1, 0x8000, 0x7FC1]).astype(np.uint16)
+                publisher.publish(version)
+                said = pulled()
+                assert said["changed_elems"] == size // 100
+                assert size // 100 * 3 <= said["received_bytes"] <= size // 100 * 4
+            publisher.publish(6)
+            assert pulled() == {"dense_bytes": 2 * size, "received_bytes": 0, "changed_elems": 0}
+            _bits(array)[np.arange(size) % 4 > 0] ^= 1
+            publisher.publish(7)
+            assert pulled()["received_bytes"] == 2 * size
+            end_s = time.monotonic() + 10
+            while publisher.members()[0].version != 7 and time.monotonic() < end_s:
+                time.sleep(0.001)  # until then the snapshot is kept
+            publisher.publish(8)
+            _bits(array)[5] ^= 1
+            publisher.publish(9)  # over the snapshot that the subscriber has
+            assert pulled()["received_bytes"] == 2 * size
+            _bits(array)[7] ^= 1
+            publisher.publish(10)
+            assert 3 <= pulled()["received_bytes"] <= 6
+
+
+@pytest.mark.usefixtures("over_connections")
+def test_without_delta_all_of_it_comes(tmp_path: Path) -> None:
+    array = np.zeros(1000, np.float32)
+    address, layout = f"unix:{tmp_path}/p", {"w": _one((1000,))}
+    with Publisher(layout, {"w": array}, address=address) as publisher:
+        publisher.publish(1)
+        with Subscriber(layout, {"w": array.copy()}, address=address, delta="off") as subscriber:
+            for version in (2, 3):
+                subscriber.pull(10)
+                array[version] = version
+                publisher.publish(version)
+            assert subscriber.pull(10) == 3
+            assert (subscriber.weights["w"] == array).all()
+            assert subscriber.report()["received_bytes"] == 4000
+
+
+@pytest.mark.usefixtures("over_connections")
+def test_another_publisher_shares_no_version_with_the_last(tmp_path: Path) -> None:
+    """Snapshots of both have the same numbers: what differs is told of the publisher's own ones."""
+    address, layout = f"unix:{tmp_path}/p", {"w": _one((5000,))}
+    out = np.zeros(5000, np.float32)
+    with Subscriber(layout, {"w": out}, address=address) as subscriber:
+        for life in range(3):
+            array = np.full(5000, life, np.float32)
+            with Publisher(layout, {"w": array}, address=address) as publisher:
+                for version in (1, 2):
+                    publisher.publish(version)
+                    with contextlib.suppress(PeerFailed):
+                        subscriber.pull(10)
+                    if subscriber.version != version or subscriber.weights["w"][0] != array[0]:
+                        subscriber.pull(10)
+                    assert (subscriber.weights["w"] == array).all()
+                    array[version] += 7
+
+
+@pytest.mark.usefixtures("over_connections")
+@pytest.mark.parametrize(
+    "worst", ["the base goes", "the base goes later", "a gap is wrong", "too long", "broken off"]
+)
+def test_changes_that_go_wrong_leave_the_old_version_or_come_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, worst: str
+) -> None:
+    address, layout = f"unix:{tmp_path}/p", {"v": _one((5000,)), "w": _one((5000,))}
+    arrays = {name: np.arange(5000, dtype=np.float32) for name in layout}
+    out = {name: np.zeros_like(array) for name, array in arrays.items()}
+    with Publisher(layout, arrays, address=address) as publisher:
+        publisher.publish(1)
+        with Subscriber(layout, out, address=address) as subscriber:
+            subscriber.pull(10)
+            before = {name: array.copy() for name, array in arrays.items()}
+            for array in arrays.values():
+                array[100:120] = -1.0
+                array[4000] = -2.0
+            publisher.publish(2)
+            find = ChangeBoxes.find
+            calls = itertools.count(1)
+
+            def found(boxes: ChangeBoxes, *args: Any, **settings: Any) -> Changes:
+                told = find(boxes, *args, **settings)
+                turn = next(calls)
+                if worst.startswith("the base goes"):
+                    if turn == (2 if worst.endswith("later") else 1):
+                        for memory in publisher._store._snapshots:
+                            if memory.number == 1:
+                                memory.set_number(0)
+                                memory.bytes[4096:] = 77
+                elif worst == "a gap is wrong":
+                    assert told.text is not None
+                    told.text[told.units * 4 : told.units * 4 + told.gaps_bytes] = 127
+                elif worst == "too long":
+                    return told._replace(units=1 << 40)
+                else:
+                    raise RuntimeError("this thread ends amid a stream")
+                return told
+
+            monkeypatch.setattr(ChangeBoxes, "find", found)
+            monkeypatch.setattr(threading, "excepthook", lambda args: None)
+            if worst.startswith("the base goes"):
+                assert subscriber.pull(10) == 2
+            else:
+                with pytest.raises(CommError, match=r"version 2 (was not taken|did not arrive)"):
+                    subscriber.pull(10)
+                assert subscriber.version == 1
+                assert all((subscriber.weights[n] == before[n]).all() for n in layout)
+                monkeypatch.setattr(ChangeBoxes, "find", find)
+                assert subscriber.pull(10) == 2
+            assert all((subscriber.weights[n] == arrays[n]).all() for n in layout)

@@ -24,7 +24,7 @@ from lowshard.errors import BufferMismatchError, CommError, MismatchError
 
 
 def _check(t: Transport, send: Any, recv: Any, by: int) -> Asked:
-    s, r = t.checked(send, "send"), t.checked(recv, "recv", writes=True)
+    s, r = t.buffers.flat(send, "send"), t.buffers.flat(recv, "recv", writes=True)
     check.same_dtype(s, r)
     check.need(r.size == s.size, "shift", "recv holds as many elements as send", s.size, r.size)
     if type(by) is not int:

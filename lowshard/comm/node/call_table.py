@@ -1,20 +1,116 @@
-"""Calls made before, by what was asked and what the buffers are: found, recorded and run in one compiled step.
+"""A planned call as compiled code has it: its row, what performs a row, and the table of calls made before.
 
-A call from Python costs more in checks and records than a small message takes to move. All of it is done here for a
-call that is known: a buffer's type, dtype, size and flags are read out of the array object itself (NumPy's ABI,
-`PyArrayObject_fields` in ndarraytypes.h), and where anything is not as it was the answer is UNKNOWN and nothing has
-happened.
+A row is int64 that say everything but where the buffers lie. `perform` is the one way from Python into the compiled
+collectives. `quick` is the same for a call that is known: a call from Python costs more in checks and records than a
+small message takes to move, so all of it is done here. A buffer's type, dtype, size and flags are read out of the array
+object itself (NumPy's ABI, `PyArrayObject_fields` in ndarraytypes.h), and where anything is not as it was the answer is
+UNKNOWN and nothing has happened.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from lowshard.comm.activity import CALL_BYTES, INSIDE_AT, RING_CALLS, RING_WORDS, SEQUENCE_AT
+import numpy as np
+
+from lowshard.comm.call import CALL_BYTES, INSIDE_AT, RING_CALLS, RING_WORDS, SEQUENCE_AT
+from lowshard.comm.node import fold_groups, message_rings
 from lowshard.comm.node.atomic import copy_bytes, peek, poke
+from lowshard.comm.node.fold import fold_buffers
+from lowshard.comm.node.fold_shown import fold_at_root, fold_slots
 from lowshard.comm.node.inlined import inner
-from lowshard.comm.node.node_rendezvous import OK, WANTED, clock_ns
-from lowshard.comm.node.perform import may_lie_so, perform
+from lowshard.comm.node.node_moves import (
+    barrier,
+    collect,
+    deal,
+    exchange,
+    gather_buffers,
+    gather_slots,
+    spread,
+)
+from lowshard.comm.node.node_rendezvous import ME, OK, WANTED, clock_ns
+
+# ---- a row
+
+KIND, SIGNATURE, SEND_BYTES, RECV_BYTES, OVERLAP, FIRST = range(6)
+"""Places of a row; from FIRST on lie the numbers that a kind takes beside these."""
+ROW_WORDS = 16
+
+(
+    BARRIER, GATHER_SLOTS, GATHER_BUFFERS, COLLECT, SPREAD, EXCHANGE, FOLD_SLOTS, FOLD_BUFFERS, SEND, RECEIVE,
+    SEND_RECEIVE, DEAL, FOLD_AT_ROOT,
+) = range(13)  # fmt: skip
+"""Kinds; each is the function of that name in `node_moves`, `fold`, `fold_shown` or `message_rings`."""
+
+APART, OWN_PART_ONLY, ANY = range(3)
+"""How send and recv may lie over each other: not at all; as one, or one as this rank's part of the other; anyhow."""
+
+
+def row_of(
+    kind: int, signature: int, send_bytes: int, recv_bytes: int, overlap: int, *numbers: int
+) -> np.ndarray:
+    """Return the row of a call; it must live as long as its address is used."""
+    row = np.zeros(ROW_WORDS, np.int64)
+    head = (kind, signature, send_bytes, recv_bytes, overlap, *numbers)
+    row[: len(head)] = head
+    return row
+
+
+@inner
+def _number(row: int, i: int) -> Any:
+    return peek(row + 8 * (FIRST + i))
+
+
+@inner
+def perform(ctx: int, row: int, send: int, recv: int) -> Any:
+    """Run a row over buffers at two addresses, 0 for none; return how its meetings ended."""
+    kind, signature = peek(row + 8 * KIND), peek(row + 8 * SIGNATURE)
+    send_bytes, recv_bytes = peek(row + 8 * SEND_BYTES), peek(row + 8 * RECV_BYTES)
+    if kind == BARRIER:
+        return barrier(ctx, signature)
+    if kind == SEND:
+        return message_rings.send(ctx, _number(row, 0), send, send_bytes)
+    if kind == RECEIVE:
+        return message_rings.receive(ctx, _number(row, 0), recv, recv_bytes)
+    if kind == SEND_RECEIVE:
+        dst, src = _number(row, 0), _number(row, 1)
+        return fold_groups.send_receive(ctx, dst, send, send_bytes, src, recv, recv_bytes)
+    a, b, c, d = _number(row, 0), _number(row, 1), _number(row, 2), _number(row, 3)
+    if kind == GATHER_SLOTS:
+        return gather_slots(ctx, signature, send, send_bytes, recv, a, b, c, d, _number(row, 4))
+    if kind == GATHER_BUFFERS:
+        return gather_buffers(ctx, signature, send, send_bytes, recv, a, b, c, d)
+    if kind == COLLECT:
+        return collect(ctx, signature, send, recv, recv_bytes, a, b)
+    if kind == DEAL:
+        return deal(ctx, signature, send, send_bytes, recv, a, b)
+    if kind == SPREAD:
+        if send != 0:  # at the root
+            return spread(ctx, signature, send, send_bytes, a)
+        return spread(ctx, signature, recv, recv_bytes, a)
+    if kind == EXCHANGE:
+        return exchange(ctx, signature, a, b, send, send_bytes, recv, c != 0)
+    e, f = _number(row, 4), _number(row, 5)
+    if kind == FOLD_SLOTS:
+        return fold_slots(ctx, signature, send, send_bytes, recv, a, b, c, d, e)
+    if kind == FOLD_AT_ROOT:
+        return fold_at_root(ctx, signature, send, recv, a, b, c, d, e, f)
+    g = _number(row, 6)
+    return fold_buffers(ctx, signature, send, send_bytes, recv, recv_bytes, a, b, c, d, e, f, g)
+
+
+@inner
+def may_lie_so(ctx: int, row: int, send: int, recv: int) -> bool:
+    """Say whether two buffers lie as the row allows; where not, what is sent must be copied first."""
+    overlap = peek(row + 8 * OVERLAP)
+    send_bytes, recv_bytes = peek(row + 8 * SEND_BYTES), peek(row + 8 * RECV_BYTES)
+    if overlap == ANY or send == 0 or recv == 0 or send >= recv + recv_bytes or recv >= send + send_bytes:
+        return True
+    if overlap != OWN_PART_ONLY:
+        return False
+    apart, me = recv - send, peek(ctx + 8 * ME)
+    return apart == 0 or apart == me * recv_bytes or -apart == me * send_bytes
+
 
 # ---- places of a table's head, in int64
 

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from lowshard.comm.node import call_table, fold, fold_groups, message_rings, node_moves, perform
-from lowshard.comm.node.combine import source_digest
+from lowshard.comm.node import call_table, fold, fold_groups, message_rings, node_moves
+from lowshard.comm.node.combine import recipe_of, source_digest
 from lowshard.compiled import INT, Signature, load_compiled
 
 
 @dataclass(frozen=True)
 class Calls:
-    """Each is described where it is defined: `perform`, `table`, `channel`, `move`, `fold`."""
+    """Each is described where it is defined: `call_table`, `message_rings`, `fold_groups`, `node_moves`, `fold`."""
 
     perform: Callable[..., int]
     may_lie_so: Callable[..., int]
@@ -41,9 +41,12 @@ def load_calls() -> Calls:
         name = f"{function.__name__}_{source_digest()}"
         return load_compiled(name, lambda: function, Signature((INT,) * args))
 
+    recipe_of(
+        "float32", "sum"
+    )  # what programs most often reduce; the others are loaded by the first call that needs one
     return Calls(
-        perform=compiled(perform.perform, 4),
-        may_lie_so=compiled(perform.may_lie_so, 4),
+        perform=compiled(call_table.perform, 4),
+        may_lie_so=compiled(call_table.may_lie_so, 4),
         quick=compiled(call_table.quick, 5),
         post=compiled(message_rings.post, 6),
         is_taken=compiled(message_rings.is_taken, 3),

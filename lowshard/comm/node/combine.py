@@ -158,7 +158,7 @@ def _callback(function: Callable[..., None], what: str, args: int) -> Any:
 def source_digest() -> str:
     """Return a digest of all source files that the compiled code of this package is made from."""
     here = Path(__file__).parent
-    return digest_of([*here.glob("*.py"), here.parent / "activity.py"])
+    return digest_of([*here.glob("*.py"), here.parent / "call.py"])
 
 
 def _widen_bfloat16(into: int, source: int, n: int) -> None:

@@ -12,8 +12,9 @@ from mpi4py import MPI
 
 from lowshard.comm.mailbox import Mailbox
 from lowshard.comm.node.atomic import FUTEX_CALLS
-from lowshard.comm.node.combine import schedule
+from lowshard.comm.node.combine import BLOCK_BYTES, schedule
 from lowshard.comm.node.copy_choice import CLASSES, ROW_WORDS
+from lowshard.comm.node.fold import scratch_blocks
 from lowshard.comm.node.line_vectors import LINE_BYTES
 from lowshard.comm.node.message_rings import ENTRY_HEAD_BYTES, HEAD_BYTES
 from lowshard.comm.node.node_memory import NodeMemory, head_bytes
@@ -38,6 +39,7 @@ from lowshard.comm.node.node_rendezvous import (
     PIPES,
     PROGRESS,
     RING_ENTRIES,
+    SCRATCH,
     SIZE,
     SLOT_BYTES,
     SLOTS,
@@ -89,7 +91,7 @@ class GroupContext:
         address: of the words.
         steps_at: by order, the address of the steps of a fold.
         choices: what was found about copies, by class of size.
-        scratch: memory of folds, once there was one.
+        scratch: memory of folds; its pages come with the first.
     """
 
     def __init__(self, place: Place, rank: int, mailbox: Mailbox, timeout_s: float, small_bytes: int) -> None:
@@ -98,7 +100,7 @@ class GroupContext:
         self.words = np.zeros(CONTEXT_WORDS, np.int64)
         self._pids = np.array([memory.pids[m] for m in place.members], np.int64)
         self._parts = np.zeros(2 * size, np.int64)
-        self.scratch: np.ndarray | None = None
+        self.scratch = np.empty(scratch_blocks.py_func(size) * BLOCK_BYTES + 64, np.uint8)
         self._steps = {order: schedule(size, order) for order in ("tree", "rank")}
         self._steps["fast"] = self._steps["tree"]
         self.steps_at = {order: address_of(table) for order, table in self._steps.items()}
@@ -124,6 +126,7 @@ class GroupContext:
         words[SPINS] = _SPINS_CROWDED if crowded else _SPINS_ALONE
         words[YIELDS] = _YIELDS_CROWDED if crowded else _YIELDS_ALONE
         words[FUTEX_CALL] = FUTEX_CALLS.get(os.uname().machine, 0)
+        words[SCRATCH] = -(-address_of(self.scratch) // 64) * 64
         words[PIDS], words[PARTS] = address_of(self._pids), address_of(self._parts)
         self._members = np.array(place.members, np.int64)
         words[MEMBERS], words[MAPS] = address_of(self._members), address_of(memory.maps)

@@ -23,11 +23,8 @@ class NodeReach(Reach):
         super().__init__(over.rank, over.size)
         self.peers, self.homes = tuple(range(over.size)), (0,) * over.size
         self._runner, self._over, self._place = runner, over, runner.place
-
-    @property
-    def crosses(self) -> bool:
-        """Whether the system lets the processes of this machine at each other's memory."""
-        return bool(self._place.memory.reads_across)
+        self._barrier, self._ctx = runner.compiled.barrier, runner.ctx
+        self.crosses = bool(runner.place.memory.reads_across)
 
     def maps(self, array: Array) -> bool:
         """Say whether an array lies in memory that the peers map."""
@@ -56,7 +53,9 @@ class NodeReach(Reach):
 
     def barrier(self) -> None:
         """Return once all ranks have come."""
-        self._over.barrier()
+        code = self._barrier(self._ctx, STEP_SIGNATURE)
+        if code:
+            self._runner.end(code, "barrier")
 
     def common(self, elems: int, dtype: Any) -> Array:
         """Return one array for all ranks; the first rank's arena has it."""
@@ -99,11 +98,7 @@ class HostReach(Reach):
         self.homes = tuple(homes)
         self.peers = tuple(rank for rank, other in enumerate(homes) if other == home)
         self._inner, self._place = inner, {rank: i for i, rank in enumerate(self.peers)}
-
-    @property
-    def crosses(self) -> bool:
-        """Whether the system lets the processes of this host at each other's memory."""
-        return self._inner.crosses
+        self.crosses = inner.crosses
 
     def maps(self, array: Array) -> bool:
         """Say whether an array lies in memory that the ranks of this host map."""

@@ -20,7 +20,8 @@ from lowshard.comm.call import Call
 from lowshard.comm.call_comparison import STEP_SIGNATURE, differ_in_counts
 from lowshard.comm.mailbox import Mailbox
 from lowshard.comm.mpi import run_batch, start_message
-from lowshard.comm.node.call_row import (
+from lowshard.comm.node.call_runner import STEP, CallRunner, QuickCalls, arrays_are_as_expected
+from lowshard.comm.node.call_table import (
     APART,
     BARRIER,
     COLLECT,
@@ -34,10 +35,9 @@ from lowshard.comm.node.call_row import (
     SPREAD,
     row_of,
 )
-from lowshard.comm.node.call_runner import STEP, CallRunner
 from lowshard.comm.node.calls import load_calls
-from lowshard.comm.node.combine import BLOCK_BYTES, HALVES, NATIVE, OPS, recipe_of
-from lowshard.comm.node.fold import EVERYWHERE, OWN_PART, PART, TO_ROOT, scratch_blocks
+from lowshard.comm.node.combine import HALVES, NATIVE, OPS, recipe_of
+from lowshard.comm.node.fold import EVERYWHERE, OWN_PART, PART, TO_ROOT
 from lowshard.comm.node.fold_views import fold_views, may_fold
 from lowshard.comm.node.group_block import (
     ALWAYS_SMALL_BYTES,
@@ -50,8 +50,7 @@ from lowshard.comm.node.group_block import (
 from lowshard.comm.node.messages import NodeMailbox
 from lowshard.comm.node.node_memory import head_bytes, let_go_with, shared_array
 from lowshard.comm.node.node_reach import NodeReach
-from lowshard.comm.node.node_rendezvous import DIFFERENT, OK, SCRATCH, UNEQUAL
-from lowshard.comm.node.quick_calls import QuickCalls, arrays_are_as_expected
+from lowshard.comm.node.node_rendezvous import DIFFERENT, OK, UNEQUAL
 from lowshard.comm.transport import Front, Planner, Run, Transport
 from lowshard.comm.work import Work
 
@@ -314,13 +313,10 @@ class NodeTransport(Transport):
 
     def _recipe(self, dtype: Any, op: str) -> int:
         """Return the address of the recipe of a dtype and an op, or 0 where there is none."""
-        name = dtypes.get(dtype).name
+        name = dtype.name
         divides = op == "avg" and dtype.kind not in "iub"
         if name not in (*NATIVE, *HALVES) or not (op in OPS or divides) or self.size == 1:
             return 0
-        if self.context.scratch is None:
-            self.context.scratch = np.empty(scratch_blocks.py_func(self.size) * BLOCK_BYTES + 64, np.uint8)
-            self.context.words[SCRATCH] = -(-address_of(self.context.scratch) // 64) * 64
         return address_of(recipe_of(name, "sum" if op == "avg" else op).words)
 
     def _plan_all_reduce(self, call: Call, dtype: Any, elems: int, op: str, order: str) -> Run | None:

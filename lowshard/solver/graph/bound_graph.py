@@ -88,7 +88,7 @@ class BoundGraph:
         Axes that the mesh lacks are passed over: a graph is written once for many meshes.
 
         Raises:
-            LayoutError: text that is no placement, or a dim that the tensor lacks.
+            LayoutError: text that is not a placement, or a dim that the tensor lacks.
         """
         head = f"{self.dtypes[tensor]}[{','.join(map(str, self.shapes[tensor]))}] "
         try:

@@ -91,8 +91,8 @@ def scalar(call: Call) -> int | float:
     """Return the argument `value`, 1 by default.
 
     Raises:
-        LayoutError: it is no real number; or the operand has integers, and it is one that their dtype does not hold, or
-            an exponent that is not a whole number from 0.
+        LayoutError: it is not a real number; or the operand has integers, and it is one that their dtype does not
+            hold, or an exponent that is not a whole number from 0.
     """
     value, dtype = call.args.get("value", 1), dtypes.get(call.dtype)
     if not isinstance(value, Real):
