@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -39,6 +40,8 @@ class Calls:
 
     def __call__(self, frame: Any, event: str, arg: object) -> None:
         code = frame.f_code
+        if code.co_flags & inspect.CO_GENERATOR:  # nobody hears of what is raised while one is closed
+            return
         if event == "call" and any(part in code.co_filename for part in _WATCHED):
             self.names.append(code.co_qualname)
             if len(self.names) == self.at:
@@ -127,6 +130,7 @@ def test_an_error_at_any_call_leaves_a_whole_version(
     made = versions(rng)
     tried: list[tuple[int, int]] = []
     for victim in (GIVER, TAKER):
+        run(made, victim, buffering, Calls())  # what is looked up for the first time has more calls
         calls = Calls()
         errors, served = run(made, victim, buffering, calls)
         assert errors == [None] * RANKS
