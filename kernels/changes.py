@@ -230,7 +230,7 @@ class ChangeBoxes:
         sizes = [int(state[i]) for i in (cpu.VALUES, cpu.GAPS, cpu.LENGTHS, cpu.STEPS)]
         text = np.concatenate([values[: sizes[0]], gaps[: sizes[1]], lengths[: sizes[2]]])
         found = steps[: sizes[3]].copy() if may_step else None
-        return Changes(sizes[0] // self.unit_bytes, *sizes[1:3], text, changed, 0, found)
+        return Changes(sizes[0] // self.unit_bytes, sizes[1], sizes[2], text, changed, 0, found)
 
     def _table(self, first: Array, second: Array) -> RunTable:
         """Return the runs of the boxes in two arrays, in units; kept."""

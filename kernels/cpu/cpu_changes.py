@@ -120,7 +120,8 @@ def _put_step(at: int, new: int, old: int, width: int) -> int:
         step = types.int64(types.int16(load_u16(new) - load_u16(old)))
     else:
         step = types.int64(types.int32(load_u32(new) - load_u32(old)))
-    return _put_number(at, (step << 1) ^ (step >> 63))
+    end: int = _put_number(at, (step << 1) ^ (step >> 63))
+    return end
 
 
 @njit(nogil=True)
