@@ -12,11 +12,16 @@ REFERENCE = Path(__file__).resolve().parents[2] / "docs" / "reference"
 
 
 def modules() -> list[str]:
-    """Return the modules that the reference shows, and those of the single names that it shows."""
+    """Return the modules that the reference shows, and those of single names that say what they show."""
     found = set()
     for page in REFERENCE.glob("*.md"):
         for name in re.findall(r"^::: (\S+)$", page.read_text(encoding="utf-8"), re.MULTILINE):
-            found.add(name if name.islower() and "assert_" not in name else name.rpartition(".")[0])
+            try:
+                importlib.import_module(name)
+                found.add(name)
+            except ModuleNotFoundError:  # a class or a function
+                home = name.rpartition(".")[0]
+                found |= {home} if "__dir__" in vars(importlib.import_module(home)) else set()
     return sorted(found)
 
 
