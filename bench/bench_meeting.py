@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 import socket
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from lowshard.errors import PeerFailed
@@ -28,6 +29,17 @@ class Meeting(Protocol):
 
     def exchange(self, value: Any) -> list[Any]:
         """Return every rank's value, in rank order. Collective: all ranks call this."""
+
+
+def timed(meeting: Meeting, call: Callable[[], object]) -> float:
+    """Return the seconds of the rank that takes longest, all having begun together. Collective: all ranks call this.
+
+    Each rank reads its own clock: ranks may be on several hosts.
+    """
+    meeting.barrier()
+    start_s = time.perf_counter()
+    call()
+    return float(max(meeting.exchange(time.perf_counter() - start_s)))
 
 
 class MpiMeeting:

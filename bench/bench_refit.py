@@ -6,13 +6,15 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from lowshard.bench.bench_meeting import timed
+from lowshard.bench.memcpy import BesideMemcpy
 from lowshard.bench.page_argument import add_report_argument, require_page, write_report
 from lowshard.errors import LowshardError
 
@@ -41,7 +43,7 @@ LIMIT = 1.6
 
 
 @dataclass(frozen=True)
-class Row:
+class Row(BesideMemcpy):
     """One reshard, measured.
 
     Attributes:
@@ -65,16 +67,6 @@ class Row:
     memcpy_s: tuple[float, ...]
     predicted_s: float | None
     limit: float | None
-
-    @property
-    def ratio(self) -> float:
-        """x memcpy: the median over rounds."""
-        return float(np.median([a / b for a, b in zip(self.seconds, self.memcpy_s, strict=True)]))
-
-    @property
-    def median_s(self) -> float:
-        """Median time of a round."""
-        return float(np.median(self.seconds))
 
 
 def add_refit_parser(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -163,13 +155,7 @@ def _run_model(args: argparse.Namespace, profile: Any) -> int:
         WayRow(**{**row, "seconds": tuple(row["seconds"]), "memcpy_s": tuple(row["memcpy_s"])})
         for row in outcome.data
     ]
-    text = json.dumps([{**asdict(r), "x_memcpy": r.ratio} for r in rows], indent=1) + "\n"
-    if args.json == "-":
-        sys.stdout.write(text)
-    else:
-        print(show_ways(rows))
-        if args.json:
-            Path(args.json).write_text(text, encoding="utf-8")
+    _write(args, rows, show_ways(rows))
     write_report(args, lambda: _model_page(rows))
     missed = misses(rows) if args.check else []
     for text in missed:
@@ -190,23 +176,29 @@ def _percents(text: str) -> list[float]:
     return list(dict.fromkeys(found))
 
 
-def _show(rows: Sequence[Row], args: argparse.Namespace) -> int:
+def _write(args: argparse.Namespace, rows: Sequence[Any], table: str) -> None:
+    """Print the table, and write JSON where it is asked for; to stdout in the table's place."""
     text = json.dumps([{**asdict(r), "x_memcpy": r.ratio} for r in rows], indent=1) + "\n"
     if args.json == "-":
         sys.stdout.write(text)
-    else:
-        head = f"{'case':<26}{'memory':<9}{'MB':>6}{'sent MB':>9}{'ready ms':>9}{'ms':>8}{'x memcpy':>10}"
-        print(head + f"{'predicted':>11}{'error':>8}")
-        for r in rows:
-            guess = ""
-            if r.predicted_s is not None:
-                guess = f"{r.predicted_s * 1e3:>11.1f}{100 * (r.predicted_s / r.median_s - 1):>+7.0f}%"
-            print(
-                f"{r.name:<26}{r.memory:<9}{r.moved_bytes / 1e6:>6.0f}{r.sent_bytes / 1e6:>9.1f}"
-                f"{r.prepare_s * 1e3:>9.1f}{r.median_s * 1e3:>8.1f}{r.ratio:>10.2f}{guess}"
-            )
-        if args.json:
-            Path(args.json).write_text(text, encoding="utf-8")
+        return
+    print(table)
+    if args.json:
+        Path(args.json).write_text(text, encoding="utf-8")
+
+
+def _show(rows: Sequence[Row], args: argparse.Namespace) -> int:
+    head = f"{'case':<26}{'memory':<9}{'MB':>6}{'sent MB':>9}{'ready ms':>9}{'ms':>8}{'x memcpy':>10}"
+    lines = [head + f"{'predicted':>11}{'error':>8}"]
+    for r in rows:
+        guess = ""
+        if r.predicted_s is not None:
+            guess = f"{r.predicted_s * 1e3:>11.1f}{100 * (r.predicted_s / r.median_s - 1):>+7.0f}%"
+        lines.append(
+            f"{r.name:<26}{r.memory:<9}{r.moved_bytes / 1e6:>6.0f}{r.sent_bytes / 1e6:>9.1f}"
+            f"{r.prepare_s * 1e3:>9.1f}{r.median_s * 1e3:>8.1f}{r.ratio:>10.2f}{guess}"
+        )
+    _write(args, rows, "\n".join(lines))
     write_report(args, lambda: _page(rows))
     missed = [r for r in rows if r.limit is not None and r.ratio > r.limit]
     if args.check:
@@ -306,8 +298,8 @@ def _measure(
     report = mover.run()
     seconds, copies = [], []
     for _ in range(request["rounds"]):
-        seconds.append(_timed(meeting, mover.run))
-        copies.append(_timed(meeting, lambda: np.copyto(two, one)))
+        seconds.append(timed(meeting, mover.run))
+        copies.append(timed(meeting, lambda: np.copyto(two, one)))
     mover.close()
     sums = meeting.exchange((gets, report.sent_bytes, report.buckets))
     predicted = None
@@ -321,12 +313,3 @@ def _measure(
         "moved_bytes": sum(a for a, _, _ in sums), "sent_bytes": sum(b for _, b, _ in sums), "prepare_s": prepare_s,
         "seconds": seconds, "memcpy_s": copies, "predicted_s": predicted,
     }  # fmt: skip
-
-
-def _timed(meeting: Any, call: Callable[[], object]) -> float:
-    """Return the time from the first rank's start to the last one's end; ranks of one machine share a clock."""
-    meeting.barrier()
-    start = time.monotonic()
-    call()
-    spans = meeting.exchange((start, time.monotonic()))
-    return float(max(end for _, end in spans) - min(begin for begin, _ in spans))

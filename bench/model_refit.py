@@ -6,7 +6,6 @@ import argparse
 import math
 import os
 import socket
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,9 @@ import numpy as np
 
 from lowshard import dtypes
 from lowshard.bench.bench_device import HostDevice
+from lowshard.bench.bench_meeting import timed
 from lowshard.bench.bench_seat import Say, Seat
+from lowshard.bench.memcpy import BesideMemcpy
 from lowshard.bench.refit_rival import GatherAndBroadcast, TensorByTensor
 from lowshard.errors import LowshardError, VerificationError
 from lowshard.reading import reader
@@ -34,7 +35,7 @@ Shapes = dict[str, tuple[str, tuple[int, ...]]]
 
 
 @dataclass(frozen=True)
-class WayRow:
+class WayRow(BesideMemcpy):
     """One way to bring a version, measured.
 
     Attributes:
@@ -58,16 +59,6 @@ class WayRow:
     pause_s: float
     predicted_s: float | None
     phases: Mapping[str, float]
-
-    @property
-    def ratio(self) -> float:
-        """X memcpy: the median over rounds."""
-        return float(np.median([a / b for a, b in zip(self.seconds, self.memcpy_s, strict=True)]))
-
-    @property
-    def median_s(self) -> float:
-        """Median time of a round."""
-        return float(np.median(self.seconds))
 
 
 @dataclass(frozen=True)
@@ -219,9 +210,9 @@ class _Measured:
         self._src, self._dst, size = ModelSpec.from_json(request["model"]).tables()
         if size != self._comm.size:
             raise LowshardError(f"these grids have {size} ranks, the job has {self._comm.size}")
-        self._plan = build_reshard_plan(self._src, self._dst)
         self._gets = self._local_bytes(self._dst)
         self._require_memory()
+        self._plan = build_reshard_plan(self._src, self._dst)
         self._given = self._arrays(self._src, 1)
         self._rng = np.random.default_rng(request["seed"])
         self._copied = np.ones(self._gets, np.uint8), np.ones(self._gets, np.uint8)
@@ -353,14 +344,6 @@ class _Measured:
             raise VerificationError(
                 f"{way}: {len(wrong)} tensors are not what the sources hold, {wrong[0]} among them"
             )
-
-
-def timed(meeting: Any, call: Callable[[], object]) -> float:
-    """Return how long the slowest rank takes, all having begun together; ranks may be on hosts of different clocks."""
-    meeting.barrier()
-    start_s = time.perf_counter()
-    call()
-    return float(max(meeting.exchange(time.perf_counter() - start_s)))
 
 
 def _bits(array: Any) -> Any:

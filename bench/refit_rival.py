@@ -22,11 +22,7 @@ Arrays = Mapping[str, Array]
 class GatherAndBroadcast:
     """Each tensor is gathered whole on one rank, which gives it to everybody; who serves cuts out its part.
 
-    Args:
-        plan: equal on every rank.
-        src: this rank's sources, by name.
-        dst: its destinations.
-        mpi_comm: an mpi4py communicator of the plan's ranks.
+    Made of a plan, this rank's sources and destinations by name, and an mpi4py communicator of the plan's ranks.
     """
 
     name = "gather, broadcast"
@@ -83,11 +79,7 @@ class GatherAndBroadcast:
 class TensorByTensor:
     """Each rank gives each other what that needs of a tensor, one tensor after the other, a message a box.
 
-    Args:
-        plan: equal on every rank.
-        src: this rank's sources, by name.
-        dst: its destinations.
-        mpi_comm: an mpi4py communicator of the plan's ranks.
+    Made of the same as `GatherAndBroadcast`.
     """
 
     name = "tensor by tensor"
