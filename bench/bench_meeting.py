@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from lowshard.comm.interface import boot_id
 from lowshard.errors import PeerFailed
 
 _THREADS_WAIT_S = 600.0
@@ -32,14 +33,17 @@ class Meeting(Protocol):
 
 
 def timed(meeting: Meeting, call: Callable[[], object]) -> float:
-    """Return the seconds of the rank that takes longest, all having begun together. Collective: all ranks call this.
+    """Return the seconds from the first rank's start to the last one's end, on the host where that takes longest.
 
-    Each rank reads its own clock: ranks may be on several hosts.
+    Collective: all ranks call this. Only the ranks of one host share a clock.
     """
     meeting.barrier()
-    start_s = time.perf_counter()
+    begin_s = time.monotonic()
     call()
-    return float(max(meeting.exchange(time.perf_counter() - start_s)))
+    spans: dict[str, list[tuple[float, float]]] = {}
+    for host, *span in meeting.exchange((boot_id(), begin_s, time.monotonic())):
+        spans.setdefault(host, []).append((span[0], span[1]))
+    return max(max(end for _, end in s) - min(begin for begin, _ in s) for s in spans.values())
 
 
 class MpiMeeting:
