@@ -12,7 +12,7 @@ from lowshard.errors import BufferMismatchError
 from lowshard.kernels.buffer import Array, is_gpu, require_array
 from lowshard.kernels.engine import host_engine
 from lowshard.kernels.kernel_stream import Stream, takes_stream
-from lowshard.kernels.runs import lower
+from lowshard.kernels.runs import whole_array_runs
 
 
 @takes_stream
@@ -45,9 +45,5 @@ def content_sum(x: Array, box: Box, shape: Sequence[int], *, stream: Stream = No
     if is_gpu(array):
         array = array.get()
     places = strides_of(shape)
-    place = np.array([places], np.int64).reshape(1, -1)
-    extents = np.array([array.shape], np.int64).reshape(1, -1)
-    starts = np.array([sum(a * step for (a, _), step in zip(box, places, strict=True))], np.int64)
-    strides = np.array([array.strides], np.int64).reshape(1, -1)
-    runs = lower(extents, np.zeros(1, np.int64), starts, strides, place, array.dtype.itemsize, 1)
-    return host_engine().weigh(array, runs)
+    runs = whole_array_runs(array.shape, array.strides, tuple(places), array.dtype.itemsize, 1)
+    return host_engine().weigh(array, runs, sum(a * step for (a, _), step in zip(box, places, strict=True)))

@@ -129,8 +129,10 @@ class HostEngine(Engine, Protocol):
         fetching: the source is in no cache; without it rows that are in one are copied faster.
         """
 
-    def weigh(self, src: Array, runs: RunTable) -> npt.NDArray[np.uint32]:
-        """Return the weighted sums of a source's bits; the table's target side counts elements of the whole array."""
+    def weigh(self, src: Array, runs: RunTable, first: int = 0) -> npt.NDArray[np.uint32]:
+        """Return the weighted sums of a source's bits; the table's target side counts elements of the whole array, from
+        `first` on.
+        """
 
 
 @cache

@@ -146,14 +146,14 @@ class PlainEngine:
                     b[...] = d
                 p[...] = p - d * lr
 
-    def weigh(self, src: Array, runs: RunTable) -> npt.NDArray[np.uint32]:
+    def weigh(self, src: Array, runs: RunTable, first: int = 0) -> npt.NDArray[np.uint32]:
         """Return the weighted sums of a source's bits."""
         width = unit_weights.unit_bytes(runs.src_itemsize)
         units = runs.src_itemsize // width
         total = np.zeros(unit_weights.SUMS, np.uint32)
         raw = np.dtype((np.void, runs.src_itemsize))
         for tile, elems in zip(_boxes(src, raw, runs, SRC_OFFSET), _places(runs), strict=True):
-            places = elems.reshape(-1, 1) * units + np.arange(units)
+            places = (first + elems.reshape(-1, 1)) * units + np.arange(units)
             values = np.ascontiguousarray(tile).reshape(-1).view(np.uint8 if width == 1 else np.int16)
             weights = unit_weights.table()[:, places.reshape(-1) % unit_weights.BLOCK_UNITS].astype(np.uint32)
             factors = unit_weights.factors(places.reshape(-1) // unit_weights.BLOCK_UNITS)

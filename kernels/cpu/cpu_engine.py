@@ -26,10 +26,17 @@ from lowshard.kernels.cpu.gather import (
 from lowshard.kernels.cpu.scalar import DTYPE_CODES
 from lowshard.kernels.cpu.scales import swizzle_kernel
 from lowshard.kernels.cpu.total import sum_kernel
-from lowshard.kernels.cpu.weigh import LANES, SCRATCH_ELEMS, weigh_kernel
+from lowshard.kernels.cpu.weigh import (
+    LANES,
+    SCRATCH_ELEMS,
+    edge_masks,
+    padded_weights,
+    weigh_kernel,
+)
 from lowshard.kernels.mxfp8_tensor import TILE_ROWS, swizzled_bytes
+from lowshard.kernels.plain import PlainEngine
 from lowshard.kernels.reference import BLOCK_ELEMS, Elem, Mode
-from lowshard.kernels.runs import RunTable, whole_array_runs
+from lowshard.kernels.runs import DST_OFFSET, SRC_OFFSET, RunTable, whole_array_runs
 from lowshard.kernels.unit_weights import SUMS
 
 # Outputs from this size on are written past the caches: nobody reads all of them again before they would be
@@ -202,12 +209,17 @@ class NumbaEngine:
         """Run one step of SGD in one pass."""
         sgd_kernel(mode)(param, grad, buffer, np.array(scalars, np.float32))
 
-    def weigh(self, src: Array, runs: RunTable) -> npt.NDArray[np.uint32]:
+    def weigh(self, src: Array, runs: RunTable, first: int = 0) -> npt.NDArray[np.uint32]:
         """Return the weighted sums of a source's bits."""
-        width, table = unit_weights.unit_bytes(runs.src_itemsize), unit_weights.table()
-        scratch = np.zeros(SCRATCH_ELEMS, np.uint32)
+        width, begin = unit_weights.unit_bytes(runs.src_itemsize), address(src)
+        if not runs.boxes or begin % width or runs.src_divisor_bytes % width:
+            return PlainEngine().weigh(src, runs, first)
         units = runs.src_itemsize // width
-        weigh_kernel(width)(runs.columns, address(src), units, address(table), address(scratch))
+        lead = units * (first + int(runs.columns[DST_OFFSET, 0]))
+        lead -= (begin + int(runs.columns[SRC_OFFSET, 0])) // width
+        weights, masks = padded_weights(width, lead % 64), edge_masks()
+        scratch = np.zeros(SCRATCH_ELEMS, np.uint32)
+        weigh_kernel(width)(runs.columns, begin, first, units, weights[1], address(masks), address(scratch))
         sums: npt.NDArray[np.uint32] = scratch[: SUMS * LANES].reshape(SUMS, LANES).sum(1, dtype=np.uint32)
         return sums
 

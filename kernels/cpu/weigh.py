@@ -6,17 +6,18 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 from llvmlite import ir
 
 from lowshard.compiled import INT, Signature, load_compiled
 from lowshard.compiled.deferred import cgutils, intrinsic, types
 from lowshard.kernels import unit_weights
+from lowshard.kernels.buffer import address
 from lowshard.kernels.cpu.drive import COLUMNS, outer_dims, source_digest
 from lowshard.kernels.cpu.memory_steps import (
+    CACHE_LINE_BYTES,
     load,
-    load_u8,
-    load_u16,
-    load_u32,
     offset,
     prefetch_at,
     store,
@@ -26,72 +27,129 @@ from lowshard.kernels.cpu.vector import Lanes
 from lowshard.kernels.runs import DST_OFFSET, RUN, SRC_OFFSET
 from lowshard.kernels.unit_weights import BLOCK_UNITS, SUMS
 
-STEP_UNITS = 32
-"""Units of one step: a cache line of 16-bit units."""
 LANES = 16
-_AHEAD_BYTES = 4 << 10
-_ROW_BYTES = 2 * BLOCK_UNITS
+_PIECES = 32
+"""16-bit pieces of a cache line."""
+_AHEAD_BYTES = {1: 8 << 10, 2: 0}
+"""By the bytes of a unit, how far ahead lines are asked for: 16-bit units take few steps and need it not."""
+_PAD = 64
+"""Weights on either side of a block's, for lines of which a part is masked."""
 _SUM_BYTES = 4 * LANES
 SCRATCH_ELEMS = SUMS * LANES + SUMS
 """Scratch of a call, uint32: for each sum LANES part sums, which begin at zero; then a factor for each sum."""
 _I32, _I64 = ir.IntType(32), ir.IntType(64)
 
 
-@intrinsic(prefer_literal=True)
-def _weigh_steps(
-    typingctx: Any, src: Any, weights: Any, steps: Any, factors: Any, sums: Any, unit_bytes: Any
-) -> Any:
-    """Add `steps` whole steps within one block to the part sums. All but the last two of the arguments are addresses.
+def _row_bytes(unit_bytes: int) -> int:
+    """Return the bytes of a row of weights: one for each sum, or two where units are bytes."""
+    return 2 * (_PAD + BLOCK_UNITS * unit_bytes // 2 + _PAD)
 
-    unit_bytes is a literal.
+
+@cache
+def padded_weights(unit_bytes: int, lead: int) -> tuple[npt.NDArray[np.int16], int]:
+    """Return rows of a block's weights, and the address of the first weight. Of bytes even ones lie in one row, odd
+    ones in the next.
+
+    The weight of unit `lead` lies on a cache line, so that lines of a source and of its weights begin together: a load
+    that lies over two lines takes twice as long.
+    """
+    step, row_bytes = 3 - unit_bytes, _row_bytes(unit_bytes)
+    room = np.zeros(step * SUMS * row_bytes + CACHE_LINE_BYTES, np.uint8)
+    begin = -(address(room) + 2 * (_PAD + lead // step)) % CACHE_LINE_BYTES
+    rows = room[begin : room.size - CACHE_LINE_BYTES + begin].view(np.int16).reshape(SUMS, step, -1)
+    for parity in range(step):
+        rows[:, parity, _PAD : row_bytes // 2 - _PAD] = unit_weights.table()[:, parity::step]
+    return rows, address(rows) + 2 * _PAD
+
+
+@cache
+def edge_masks() -> npt.NDArray[np.uint8]:
+    """Return a line of zeros, one of ones and one of zeros: a line that begins between them masks an end."""
+    return np.repeat(np.array([0, 255, 0], np.uint8), CACHE_LINE_BYTES)
+
+
+@intrinsic(prefer_literal=True)
+def _weigh_lines(
+    typingctx: Any, src: Any, weights: Any, odd_weights: Any, lines: Any, factors: Any, sums: Any, first_mask: Any,
+    only_mask: Any, last_mask: Any, unit_bytes: Any,
+) -> Any:  # fmt: skip
+    """Add cache lines of one block to the part sums. All but `lines` and the last are addresses.
+
+    `odd_weights` are of each second byte. Of the first line counts what two masks leave, of the last one what one does;
+    unit_bytes is a literal. Two lines in turn have part sums of their own, and so have bytes of either kind: a sum
+    waits for the one before it.
     """
     width = unit_bytes.literal_value
+    kinds, ahead_bytes = 3 - width, _AHEAD_BYTES[width]
+    sum_bytes = _row_bytes(width) * kinds
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
-        first, table, count, multipliers, totals, _ = args
+        begin, table, odd_table, count, multipliers, totals, first, only, last, _ = args
         zeros = ir.Constant(ir.VectorType(_I32, LANES), [0] * LANES)
-        parts = [cgutils.alloca_once(builder, zeros.type) for _ in range(SUMS)]
-        for part in parts:
-            builder.store(zeros, part)
-        with cgutils.for_range(builder, count) as loop:
-            unit = builder.mul(loop.index, _I64(STEP_UNITS))
-            at = builder.add(first, builder.mul(unit, _I64(width)))
-            prefetch_at(builder, offset(builder, at, _AHEAD_BYTES))
-            values = _signed(builder, load(builder, at, 8 * width, STEP_UNITS))
-            row = builder.add(table, builder.mul(unit, _I64(2)))
-            for index, part in enumerate(parts):
-                weighed = builder.mul(
-                    values, _signed(builder, load(builder, row, 16, STEP_UNITS, _ROW_BYTES * index))
-                )
-                even, odd = (
-                    Lanes(builder, weighed).picked(range(start, STEP_UNITS, 2)).value for start in (0, 1)
-                )
-                builder.store(builder.add(builder.load(part), builder.add(even, odd)), part)
-        for index, part in enumerate(parts):
+        parts = [[cgutils.alloca_once(builder, zeros.type) for _ in range(2 * kinds)] for _ in range(SUMS)]
+        for places in parts:
+            for place in places:
+                builder.store(zeros, place)
+
+        def add(values: Lanes, row: ir.Value, place: int) -> None:
+            for index, places in enumerate(parts):
+                held = load(builder, row, 16, _PIECES, sum_bytes * index)
+                weighed = builder.mul(_signed(builder, values), _signed(builder, held))
+                even, odd = (Lanes(builder, weighed).picked(range(i, _PIECES, 2)).value for i in (0, 1))
+                total = builder.add(builder.load(places[place]), builder.add(even, odd))
+                builder.store(total, places[place])
+
+        def add_line(number: ir.Value, turn: int, *masks: ir.Value) -> None:
+            start = builder.mul(number, _I64(CACHE_LINE_BYTES))
+            at = builder.add(begin, start)
+            if ahead_bytes:
+                prefetch_at(builder, offset(builder, at, ahead_bytes))
+            line = load(builder, at, 16, _PIECES)
+            for mask in masks:
+                line = line & load(builder, mask, 16, _PIECES)
+            add(line if width > 1 else line & 0xFF, builder.add(table, start), kinds * turn)
+            if width == 1:
+                add(line >> 8, builder.add(odd_table, start), kinds * turn + 1)
+
+        final = builder.sub(count, _I64(1))
+        between = builder.sub(final, _I64(1))
+        add_line(_I64(0), 0, first, only)
+        with cgutils.for_range(builder, builder.ashr(between, _I64(1))) as loop:
+            number = builder.mul(loop.index, _I64(2))
+            for turn in (0, 1):
+                add_line(builder.add(number, _I64(1 + turn)), turn)
+        is_odd = builder.icmp_signed("==", builder.and_(between, _I64(1)), _I64(1))
+        with builder.if_then(builder.and_(is_odd, builder.icmp_signed(">", between, _I64(0)))):
+            add_line(between, 0)
+        add_line(final, 1, last)
+        for index, places in enumerate(parts):
+            summed = builder.load(places[0])
+            for place in places[1:]:
+                summed = builder.add(summed, builder.load(place))
             factor = load(builder, multipliers, 32, 0, 4 * index).splat(LANES)
             total = load(builder, totals, 32, LANES, _SUM_BYTES * index)
-            added = builder.add(total.value, builder.mul(builder.load(part), factor.value))
+            added = builder.add(total.value, builder.mul(summed, factor.value))
             store(builder, totals, Lanes(builder, added), False, _SUM_BYTES * index)
         return context.get_dummy_value()
 
-    return types.void(*(types.int64,) * 5, unit_bytes), codegen
+    return types.void(*(types.int64,) * 9, unit_bytes), codegen
 
 
 def _signed(builder: ir.IRBuilder, lanes: Lanes) -> ir.Value:
-    """Widen units to 32 bits, 16-bit ones with sign: processors multiply and add such pairs in one instruction."""
-    wide = ir.VectorType(_I32, lanes.count)
-    return (builder.sext if lanes.bits == 16 else builder.zext)(lanes.value, wide)
+    """Widen pieces to 32 bits, with sign: processors multiply and add such pairs in one instruction."""
+    return builder.sext(lanes.value, ir.VectorType(_I32, lanes.count))
 
 
 @cache
 def weigh_kernel(unit_bytes: int) -> Callable[..., None]:
-    """Return `kernel(columns, src, units, weights, scratch)` for units of one or two bytes.
+    """Return `kernel(columns, src, first_elem, units, weights, masks, scratch)` for units of one or two bytes.
 
-    `columns` are a run table's whose target side counts elements of the whole array; `src`, `weights`
-    (`unit_weights.table`) and `scratch` (SCRATCH_ELEMS) are addresses; `units` is how many an element has.
+    `columns` are a run table's whose target side counts elements of the whole array from `first_elem` on; `src`,
+    `weights` (`padded_weights`), `masks` (`edge_masks`) and `scratch` (SCRATCH_ELEMS) are addresses; an element has
+    `units` units. Each run begins at a multiple of a unit's bytes.
     """
-    blocks, step_units, sums = BLOCK_UNITS, STEP_UNITS, SUMS
-    row_bytes, sum_bytes = _ROW_BYTES, _SUM_BYTES
+    blocks, sums, line = BLOCK_UNITS, SUMS, CACHE_LINE_BYTES
+    sum_bytes, row_bytes = _SUM_BYTES, _row_bytes(unit_bytes)
     step, first_factor, second_factor = (
         unit_weights.STEP,
         unit_weights.FIRST_FACTOR,
@@ -99,7 +157,9 @@ def weigh_kernel(unit_bytes: int) -> Callable[..., None]:
     )
     shifts = (unit_weights.FIRST_SHIFT, unit_weights.SECOND_SHIFT, unit_weights.LAST_SHIFT)
 
-    def weigh(columns: Any, src: int, units: int, weights: int, scratch: int) -> None:
+    def weigh(
+        columns: Any, src: int, first_elem: int, units: int, weights: int, masks: int, scratch: int
+    ) -> None:
         factors, known_block = scratch + sums * sum_bytes, -1
         for box in range(columns.shape[1]):
             n1, n2, n3, n4, s1, s2, s3, s4, d1, d2, d3, d4 = outer_dims(columns, box)
@@ -108,7 +168,9 @@ def weigh_kernel(unit_bytes: int) -> Callable[..., None]:
                 i2, rest = rest % n2, rest // n2
                 i3, i4 = rest % n3, rest // n3
                 at = src + columns[SRC_OFFSET, box] + i1 * s1 + i2 * s2 + i3 * s3 + i4 * s4
-                place = units * (columns[DST_OFFSET, box] + i1 * d1 + i2 * d2 + i3 * d3 + i4 * d4)
+                place = units * (
+                    first_elem + columns[DST_OFFSET, box] + i1 * d1 + i2 * d2 + i3 * d3 + i4 * d4
+                )
                 left = units * columns[RUN, box]
                 while left > 0:
                     block, first = place // blocks, place % blocks
@@ -121,21 +183,26 @@ def weigh_kernel(unit_bytes: int) -> Callable[..., None]:
                         store_value(factors, types.uint32(z | types.uint64(1)))
                         store_value(factors + 4, types.uint32((z >> types.uint64(32)) | types.uint64(1)))
                     now = min(left, blocks - first)
-                    whole = now - now % step_units
-                    _weigh_steps(at, weights + 2 * first, whole // step_units, factors, scratch, unit_bytes)
-                    for unit in range(whole, now):
-                        if unit_bytes == 1:
-                            value = types.int64(load_u8(at + unit))
-                        else:
-                            value = types.int64(types.int16(load_u16(at + 2 * unit)))
-                        for k in range(sums):
-                            weight = types.int16(load_u16(weights + k * row_bytes + 2 * (first + unit)))
-                            factor = types.int64(load_u32(factors + 4 * k))
-                            total = types.int64(load_u32(scratch + k * sum_bytes)) + value * weight * factor
-                            store_value(scratch + k * sum_bytes, types.uint32(total))
-                    at += now * unit_bytes
+                    end = at + now * unit_bytes
+                    before = at % line
+                    lines = (before + now * unit_bytes + line - 1) // line
+                    last_mask = masks + line + (-end % line)
+                    only_mask = masks + line
+                    if lines == 1:
+                        only_mask, last_mask = last_mask, masks
+                    even = odd = weights + 2 * (first - before // unit_bytes)
+                    if unit_bytes == 1:
+                        unit = first - before
+                        even, odd = weights + unit // 2 * 2, weights + row_bytes + unit // 2 * 2
+                        if unit % 2:
+                            even, odd = odd, even + 2
+                    _weigh_lines(
+                        at - before, even, odd, lines, factors, scratch, masks + line - before, only_mask, last_mask,
+                        unit_bytes,
+                    )  # fmt: skip
+                    at = end
                     place += now
                     left -= now
 
-    signature = Signature((COLUMNS, INT, INT, INT, INT), "void")
+    signature = Signature((COLUMNS, INT, INT, INT, INT, INT, INT), "void")
     return load_compiled(f"weigh_{unit_bytes}_{source_digest()}", lambda: weigh, signature)

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from math import prod
 from typing import Any
 
@@ -24,7 +25,7 @@ import numpy.typing as npt
 from lowshard import dtypes
 from lowshard.argument import brief, instance, mapping
 from lowshard.box import Box, intersect, subtract, volume
-from lowshard.comm import Communicator, agree, loopback
+from lowshard.comm import Communicator, agree
 from lowshard.comm.agreement import control_of, share_text
 from lowshard.content_hash import tensor_digest
 from lowshard.errors import BufferMismatchError, LayoutError, LowshardError, MeshError, VerificationError
@@ -68,31 +69,35 @@ def digest(
         MeshError: a layout names ranks that the communicator does not have.
         MismatchError: ranks ask for different tensors.
     """
-    if comm is None:
-        with loopback(1)[0] as alone:
-            return digest(tensors, alone)
-    control = control_of(comm)
+    rank, size = (0, 1) if comm is None else (comm.rank, comm.size)
     held: dict[str, _Held] = {}
     error: LowshardError | None = None
     try:
+        known: dict[Given, _Plan] = {}
         held = {
-            name: _checked(name, given, comm) for name, given in mapping(tensors, _RULE, LayoutError).items()
+            name: _checked(name, given, rank, size, known)
+            for name, given in mapping(tensors, _RULE, LayoutError).items()
         }
     except LowshardError as found:
         error = found
-    asked = [[name, str(one.layout), _fingerprint(one.layout)] for name, one in held.items()]
-    agree(comm, hashlib.blake2b(json.dumps(asked).encode()).digest(), error, "digest")
+    if comm is not None:
+        asked = [[name, str(one.plan.layout), one.plan.fingerprint] for name, one in held.items()]
+        agree(comm, hashlib.blake2b(json.dumps(asked).encode()).digest(), error, "digest")
+    elif error is not None:
+        raise error
     rows = np.zeros((len(held), 3, SUMS), np.uint32)
-    own = [one.sums(comm.rank, row) for one, row in zip(held.values(), rows, strict=True)]
-    totals = np.zeros_like(rows)
-    if rows.size:
-        control.all_reduce(rows.reshape(-1), totals.reshape(-1))
+    own = [one.sums(rank, row) for one, row in zip(held.values(), rows, strict=True)]
+    totals = rows
+    if comm is not None and rows.size:
+        totals = np.zeros_like(rows)
+        control_of(comm).all_reduce(rows.reshape(-1), totals.reshape(-1))
     apart = np.flatnonzero((totals[:, 1] != totals[:, 2]).any(axis=1))
     if len(apart):
         names = list(held)
-        _name_ranks(control, {names[i]: (held[names[i]], own[i]) for i in apart[:_MOST_NAMED]}, len(apart))
+        first = {names[i]: (held[names[i]], own[i]) for i in apart[:_MOST_NAMED]}
+        _name_ranks(None if comm is None else control_of(comm), first, len(apart))
     return {
-        name: tensor_digest(one.layout.dtype, one.layout.shape, total)
+        name: tensor_digest(one.plan.layout.dtype, one.plan.layout.shape, total)
         for (name, one), total in zip(held.items(), totals[:, 0], strict=True)
     }
 
@@ -113,38 +118,76 @@ class _Piece:
 
 
 @dataclass(frozen=True)
+class _Plan:
+    """A layout, and what this rank holds of every tensor that has it.
+
+    Attributes:
+        layout: the layout.
+        shape: of this rank's array; None where it holds no part.
+        cell: its cell.
+        pieces: that it holds, each with its box in the array.
+    """
+
+    layout: TensorLayout
+    shape: tuple[int, ...] | None
+    cell: int
+    pieces: Mapping[_Key, _Piece]
+
+    @classmethod
+    def of(cls, layout: TensorLayout, rank: int) -> _Plan:
+        """Return a rank's.
+
+        Raises:
+            LayoutError: elements that no cell has.
+        """
+        seat = layout.seats.seat(rank)
+        if seat is None:
+            return cls(layout, None, -1, {})
+        return cls(layout, layout.local_shape(rank), seat[0], _pieces_of(layout.partition, seat[0]))
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """All that the layout says, short."""
+        text = json.dumps(self.layout.to_json(), default=list)
+        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+    def holders(self, piece: _Piece) -> tuple[int, ...]:
+        """Return the ranks that hold a piece."""
+        found = [self.layout.seats.rank_array(cell) for cell, _ in piece.places]
+        return tuple(np.concatenate(found).tolist())
+
+
+@dataclass(frozen=True)
 class _Held:
     """A tensor, and what this rank holds of it."""
 
-    layout: TensorLayout
+    plan: _Plan
     array: Array | None
-    pieces: Mapping[_Key, _Piece]
 
     def sums(self, rank: int, row: npt.NDArray[np.uint32]) -> dict[_Key, list[int]]:
         """Add this rank's sums to a row: of the parts it speaks for, of all it holds, of what all should hold.
 
         Returns the sums of each part that this rank holds.
         """
-        seats, own = self.layout.seats, {}
-        seat = seats.seat(rank)
-        if seat is None:
-            return {}
-        mine = _factors(np.array([rank]))[0]
-        for key, piece in self.pieces.items():
-            local = dict(piece.places)[seat[0]]
+        own = {}
+        for key, piece in self.plan.pieces.items():
+            local = dict(piece.places)[self.plan.cell]
             part = self.array[(*(slice(a, b) for a, b in local), ...)]  # type: ignore[index]  # checked
-            found = content_sum(part, piece.box, self.layout.shape)
+            found = content_sum(part, piece.box, self.plan.layout.shape)
             own[key] = found.tolist()
-            row[1] += found * mine
-            holders = np.concatenate([seats.rank_array(cell) for cell, _ in piece.places])
-            if rank == holders.min():
+            row[1] += found * _factors((rank,))
+            holders = self.plan.holders(piece)
+            if rank == min(holders):
                 row[0] += found
-                row[2] += found * _factors(holders).sum(axis=0, dtype=np.uint32)
+                row[2] += found * _factors(holders)
         return own
 
 
-def _factors(ranks: npt.NDArray[Any]) -> npt.NDArray[np.uint32]:
-    return factors(ranks + (1 << 40))  # none of a block
+@lru_cache(1 << 10)
+def _factors(ranks: tuple[int, ...]) -> npt.NDArray[np.uint32]:
+    """Return the sum of the numbers by which ranks multiply."""
+    numbers = factors(np.array(ranks) + (1 << 40))  # none of a block
+    return numbers.sum(axis=0, dtype=np.uint32)
 
 
 def _pieces_of(partition: Partition, cell: int) -> dict[_Key, _Piece]:
@@ -199,45 +242,42 @@ def _moved(box: Box, origin: Box, target: Box) -> Box:
     return tuple((a - lo + at, b - lo + at) for (a, b), (lo, _), (at, _) in moves)
 
 
-def _checked(name: object, given: object, comm: Communicator) -> _Held:
-    """Return a tensor whose layout and local array are sound."""
+def _checked(name: object, given: object, rank: int, size: int, known: dict[Given, _Plan]) -> _Held:
+    """Return a tensor whose layout and local array are sound; `known` keeps what was made of layouts."""
     name = instance(name, str, "a tensor's name is text", LayoutError)
     if not isinstance(given, (tuple, list)) or len(given) != 2:
         raise LayoutError(f"{_RULE}; {name} has {brief(given)}")
-    layout, array = as_tensor_layout(given[0]), given[1]
-    if layout.seats.span[1] > comm.size:
-        raise MeshError(
-            f"{name}: {layout} names rank {layout.seats.span[1] - 1}, the communicator has {comm.size} ranks"
-        )
-    seat = layout.seats.seat(comm.rank)
-    pieces = {} if seat is None else _pieces_of(layout.partition, seat[0])
-    shape = layout.local_shape(comm.rank)
-    if shape is None:
-        if array is not None:
-            raise BufferMismatchError(
-                f"{name}: rank {comm.rank} holds no part of {layout}, so it passes None"
+    asked, array = given
+    plan = known.get(asked) if isinstance(asked, Hashable) else None
+    if plan is None:
+        layout = as_tensor_layout(asked)
+        if layout.seats.span[1] > size:
+            raise MeshError(
+                f"{name}: {layout} names rank {layout.seats.span[1] - 1}, the communicator has {size} ranks"
             )
-        return _Held(layout, None, pieces)
+        plan = known[asked] = _Plan.of(layout, rank)
+    layout = plan.layout
+    if plan.shape is None:
+        if array is not None:
+            raise BufferMismatchError(f"{name}: rank {rank} holds no part of {layout}, so it passes None")
+        return _Held(plan, None)
     array, dtype = require_array(array, name), dtypes.get(layout.dtype)
     is_other = array.dtype.itemsize != dtype.itemsize_bytes if is_gpu(array) else array.dtype != dtype.numpy
-    if array.shape != shape or is_other:
+    if array.shape != plan.shape or is_other:
         raise BufferMismatchError(
-            f"{name}: rank {comm.rank} of {layout} holds {dtype.name}{list(shape)}, got "
+            f"{name}: rank {rank} of {layout} holds {dtype.name}{list(plan.shape)}, got "
             f"{array.dtype.name}{list(array.shape)}"
         )
-    return _Held(layout, array, pieces)
-
-
-def _fingerprint(layout: TensorLayout) -> str:
-    return hashlib.blake2b(json.dumps(layout.to_json(), default=list).encode(), digest_size=16).hexdigest()
+    return _Held(plan, array)
 
 
 def _name_ranks(
-    control: Communicator, apart: Mapping[str, tuple[_Held, dict[_Key, list[int]]]], count: int
+    control: Communicator | None, apart: Mapping[str, tuple[_Held, dict[_Key, list[int]]]], count: int
 ) -> None:
     """Raise VerificationError with the ranks whose replicas differ. Collective."""
     mine = [[[*key, *sums] for key, sums in own.items()] for _, own in apart.values()]
-    rows = [json.loads(text) for text in share_text(control, json.dumps(mine))]
+    texts = [json.dumps(mine)] if control is None else share_text(control, json.dumps(mine))
+    rows = [json.loads(text) for text in texts]
     lines = []
     for at, (name, (held, _)) in enumerate(apart.items()):
         found: dict[_Key, dict[tuple[int, ...], list[int]]] = {}
@@ -245,7 +285,7 @@ def _name_ranks(
             for cell, number, *sums in row[at]:
                 found.setdefault((cell, number), {}).setdefault(tuple(sums), []).append(rank)
         key, groups = next((key, groups) for key, groups in found.items() if len(groups) > 1)
-        partition = held.layout.partition
+        partition = held.plan.layout.partition
         box = (_pieces_of(partition, key[0])[key] if key[0] >= 0 else _disjoint(partition)[key[1]]).box
         ranks = " than ".join(", ".join(map(str, group)) for group in groups.values())
         lines.append(f"{name}{_text(box)} differs on ranks {ranks}")

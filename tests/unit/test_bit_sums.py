@@ -57,6 +57,22 @@ def test_parts_add_up_in_both_engines(rng: np.random.Generator, monkeypatch: pyt
         assert (total == whole).all(), (shape, x.dtype)
 
 
+def test_where_an_array_begins_does_not_matter(rng: np.random.Generator) -> None:
+    """Lines of memory are read whole, and what of them is beside the array does not count."""
+    for dtype in ("uint8", "uint16", "float32"):
+        kind, shape = np.dtype(dtype), (3, 1501)
+        x = _random(rng, shape, dtype)
+        whole = content_sum(x, full_box(shape), shape)
+        for begin in range(66):
+            room = rng.integers(0, 256, x.nbytes + 200, dtype=np.uint8)
+            moved = np.ndarray(shape, kind, room, begin)
+            moved[...] = x
+            assert (content_sum(moved, full_box(shape), shape) == whole).all(), (dtype, begin)
+            n = int(rng.integers(1, 80))
+            few = content_sum(moved[1:2, :n], ((1, 2), (0, n)), shape)
+            assert (few == content_sum(x[1:2, :n].copy(), ((1, 2), (0, n)), shape)).all(), (dtype, begin, n)
+
+
 def test_long_arrays_go_over_many_blocks(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     x = _random(rng, (3, 70_001), "uint16")
     whole = content_sum(x, full_box(x.shape), x.shape)
