@@ -170,6 +170,9 @@ def find_kernel(width: int, in_blocks: bool) -> Callable[..., None]:
                 row_end = a + size
                 while a < row_end:
                     lines, found = min(most, (row_end - a) // line), 0
+                    rest, ahead = row_end - a - lines * line, -a % line
+                    if not in_blocks and ahead > 0 and size > row_bytes and ahead % width == 0:
+                        lines, rest = 0, ahead  # from there on a load lies within one line
                     for number in range(lines):
                         x, y = a + number * line, b + number * line
                         if asks:
@@ -180,7 +183,6 @@ def find_kernel(width: int, in_blocks: bool) -> Callable[..., None]:
                         store_value(numbers + 8 * found, types.uint64(number))
                         found += mask != types.uint64(0)
                     seen = lines * line
-                    rest = row_end - a - seen
                     if rest < line and rest > 0:
                         copy_bytes(scratch, a + seen, rest)
                         copy_bytes(scratch + line, b + seen, rest)
