@@ -235,7 +235,9 @@ class TensorLayout:
         )
         low, high = self.seats.span
         copies = self.seats.replicas
-        return f"{self.dtype}[{body}] on ranks {low}..{high - 1}, {copies} {'copy' if copies == 1 else 'copies'}"
+        return (
+            f"{self.dtype}[{body}] on ranks {low}..{high - 1}, {copies} {'copy' if copies == 1 else 'copies'}"
+        )
 
 
 def as_tensor_layout(given: object) -> TensorLayout:
