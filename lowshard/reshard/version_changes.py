@@ -22,7 +22,7 @@ from lowshard.comm.agreement import agree, trade
 from lowshard.comm.communicator import Communicator
 from lowshard.errors import CommError
 from lowshard.kernels.buffer import address
-from lowshard.kernels.changes import ChangeBoxes, Changes, Room, values_of
+from lowshard.kernels.changes import CACHE_LINE_BYTES, ChangeBoxes, Changes, Room, values_of
 from lowshard.reshard.rank_side import bounds
 from lowshard.reshard.reshard_run import RefitCost, Report, Reshard
 from lowshard.transfer.conversion import Conversion
@@ -37,6 +37,8 @@ _ROW = 5
 bytes of its steps."""
 _WHOLE = -1
 ROW_BYTES = 8 * _ROW
+_RUN_COPY_BYTES = 256
+"""Bytes that are copied in about the time of writing a run somewhere in memory."""
 Units = tuple[int, int, int]
 """What texts are made of: elements of a block, bytes that travel for one, and whether they may be of steps."""
 _UNITS = 3
@@ -50,6 +52,7 @@ class _Group:
 
     Attributes:
         items: for each set of arrays the version may go to.
+        size_bytes: of all of them.
         block_elems: elements of a unit of its texts; 0 where it always goes whole.
         unit_bytes: of a unit, as it travels.
         by_steps: its texts may be of steps.
@@ -69,6 +72,7 @@ class _Group:
         self.itemsize = dtypes.get(first.dtype).itemsize_bytes
         self.block_elems, self.unit_bytes = 0, 0
         self.by_steps = self.is_up = False
+        self.size_bytes = self.itemsize * sum(int(np.prod(shape_of(item.dst_box))) for item in items[0])
         self.given: ChangeBoxes | None = None
         self.taken: ChangeBoxes | None = None
         self.sent = self.raw = self.came = self.kept = Changes(0, 0, 0, None, 0)
@@ -194,7 +198,7 @@ class VersionChanges:
             for group in self._given():
                 if group.block_elems and group.entry not in self._base:
                     source = group.items[0][0].source
-                    self._base[group.entry] = self._comm.xp.empty(source.shape, source.dtype)
+                    self._base[group.entry] = _empty_like(self._comm.xp, source)
         except MemoryError as error:
             raise CommError(
                 f"there is no memory for a copy of what was sent last ({error}); refit with delta='off'"
@@ -342,6 +346,8 @@ class VersionChanges:
     def _bring_up(self, target: int, follows: bool) -> None:
         """Write the texts of the version before into the set that is a version behind, while others still search.
 
+        Or copy what is served, where a text has so many runs that this is less work.
+
         From then on the set holds no version, whatever becomes of this one: steps are taken once.
         """
         if len(self._movers) == 1:
@@ -349,8 +355,10 @@ class VersionChanges:
         behind, self._holds[target] = self._holds[target], 0
         for group in self._taken():
             group.is_up = follows and behind > 0 and behind == self._before and group.kept.text is not None
-            if group.is_up:
+            if group.is_up and group.kept.gaps_bytes * _RUN_COPY_BYTES < group.size_bytes:
                 self._write(group, target, group.kept)
+            elif group.is_up:
+                self._copy_over(group, target)
 
     def _copy_up(self, target: int) -> None:
         """Copy out of the set that is served what else a text is written over."""
@@ -429,6 +437,15 @@ class VersionChanges:
     def close(self) -> None:
         """Let go of what is kept."""
         self._base, self._out, self._in, self._own, self.follows = {}, {}, {}, [], 0
+
+
+def _empty_like(xp: Any, source: Array) -> Array:
+    """Return an array of the same form; it begins where the source does in a cache line, so that lines are compared."""
+    if xp is not np:
+        return xp.empty(source.shape, source.dtype)
+    room = np.empty(source.nbytes + CACHE_LINE_BYTES, np.uint8)
+    begin = (address(source) - address(room)) % CACHE_LINE_BYTES
+    return room[begin : begin + source.nbytes].view(source.dtype).reshape(source.shape)
 
 
 def _groups(streams: Sequence[Mapping[int, Sequence[Item]]]) -> dict[int, list[_Group]]:

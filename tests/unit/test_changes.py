@@ -14,9 +14,7 @@ from lowshard.box import Box, full_box
 from lowshard.errors import KernelError, VerificationError
 from lowshard.kernels.changes import ChangeBoxes, Changes, Room
 
-DTYPES = (
-    "bfloat16", "float16", "float32", "float64", "int8", "int64", "uint16", "bool", "float8_e4m3fn",
-)  # fmt: skip
+DTYPES = [dtype.name for dtype in dtypes.all_dtypes()]
 SHARES = (0, 0.001, 0.01, 0.1, 0.4, 0.9, 1)
 
 
