@@ -118,13 +118,12 @@ def engine_for(*arrays: Array) -> Engine:
 class HostEngine(Engine, Protocol):
     """The kernels over NumPy arrays."""
 
-    def copy_rows(self, src: Array, dst: Array, runs: RunTable, streaming: bool) -> None:
-        """Copy every run by itself, past the caches if asked: for rows of a KB and more at regular distances."""
-
     def rows_copier(
         self, src: Array, dst: Array, runs: RunTable, streaming: bool, fetching: bool = False
     ) -> Callable[[], None]:
-        """Return `copy_rows` with these arguments, for many calls; whoever calls it keeps the arrays.
+        """Return what copies every run by itself, past the caches if asked: for rows of a KB and more.
+
+        It is for many calls, and looks at the arrays once: whoever calls it keeps them, where they are.
 
         fetching: the source is in no cache; without it rows that are in one are copied faster.
         """

@@ -33,14 +33,10 @@ class PlainEngine:
         for source, target in _views(src, dst, runs):
             target[...] = source
 
-    def copy_rows(self, src: Array, dst: Array, runs: RunTable, streaming: bool) -> None:
-        """Copy every run of `src` to its place in `dst`; NumPy knows one way to write."""
-        self.copy(src, dst, runs)
-
     def rows_copier(
         self, src: Array, dst: Array, runs: RunTable, streaming: bool, fetching: bool = False
     ) -> Callable[[], None]:
-        """Return `copy_rows` with these arguments."""
+        """Return what copies every run of `src` to its place in `dst`; NumPy knows one way to write."""
         return partial(self.copy, src, dst, runs)
 
     def quantize(

@@ -113,6 +113,8 @@ class Link:
             raise LaunchError(f"the launcher needs a socket for its ranks to report to: {error}") from error
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._door, selectors.EVENT_READ)
+        self._wakes, self._waker = socket.socketpair()
+        self._selector.register(self._wakes, selectors.EVENT_READ)
         self.address = LinkAddress(self._door.token.hex(), boot_id(), self._door.addresses)
         self._thread = threading.Thread(target=self._run, name="lowshard link", daemon=True)
         self._started_s = time.monotonic()
@@ -207,6 +209,7 @@ class Link:
                     break
             time.sleep(0.01)
         self._closed.set()
+        self._waker.close()  # the thread sees that, and looks
         if self._thread.ident is not None:
             self._thread.join(_JOIN_S)
         for key in list(self._selector.get_map().values()):

@@ -16,12 +16,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import ipaddress
 import os
 import signal
 import socket
 import struct
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,8 +31,9 @@ __all__ = ["LOOPBACK_INTERFACE", "move_to_loopback"]
 
 LOOPBACK_INTERFACE = "lo"
 
+_LIBC = ctypes.CDLL(None, use_errno=True)
 _PIDFD_GETFD = 438  # the system call's number, the same on every processor
-_ESTABLISHED, _SYN_RECEIVED, _LISTENING = "01", "03", "0A"  # states in /proc/net/tcp
+_ESTABLISHED, _SYN_RECEIVED, _LISTENING = "01", "03", "0A"  # states in the kernel's tables
 _ATTACH_FILTER = 26  # a socket option
 _DROP_ALL = struct.pack("HBBI", 0x06, 0, 0, 0)  # a packet filter of one instruction: return 0
 _STOP_LIMIT_S = 0.5
@@ -40,10 +41,8 @@ _PAUSE_S = 0.0002
 
 
 class _Entry(NamedTuple):
-    """A line of /proc/net/tcp, as far as it matters: inode is 0 for what no process has accepted."""
+    """A line of the kernel's tables, as far as it matters: inode is 0 for what no process has accepted."""
 
-    address: ipaddress.IPv4Address | ipaddress.IPv6Address
-    port: int
     state: str
     inode: int
 
@@ -54,60 +53,66 @@ def move_to_loopback(pid: int) -> bool:
     Returns:
         Whether there is nothing left that other hosts could reach.
     """
-    public = _public_fds(pid)
-    if not public:
-        return True
-    # An OSError: it has ended, or the kernel forbids it.
-    with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
-        process_fd = os.pidfd_open(pid)
-        stack.callback(os.close, process_fd)
-        taken = [_taken(process_fd, fd) for fd in public]
-        own = [stack.enter_context(one) for one in taken if one is not None]
-        is_closed = [_bind_to_device(one) for one in own]
-        if not all(_is_in_use(pid, one) for one in own):
+    with contextlib.suppress(OSError), contextlib.ExitStack() as stack:  # an OSError: the kernel forbids it
+        public = list(_public_sockets(pid, stack).values())
+        is_closed = [_bind_to_device(one) for one in public]
+        if not all(_is_in_use(pid, one) for one in public):
             with _stopped(pid) as stopped:
                 is_closed = [
                     (stopped and _move(pid, one)) or closed
-                    for one, closed in zip(own, is_closed, strict=True)
+                    for one, closed in zip(public, is_closed, strict=True)
                 ]
-        return len(own) == len(public) and all(is_closed)
+        return all(is_closed)
     return False
 
 
-def _public_fds(pid: int) -> list[int]:
-    """Returns the descriptors of a process that listen on another address than loopback."""
-    fds: dict[int, int] = {}
-    with contextlib.suppress(OSError):
+def _public_sockets(pid: int, stack: contextlib.ExitStack) -> dict[int, socket.socket]:
+    """Returns the sockets by which a process listens on another address than loopback, by their descriptors there.
+
+    The sockets themselves are asked: the kernel takes milliseconds to write its tables of them. The stack closes what
+    is returned.
+
+    Raises:
+        OSError: the kernel forbids it.
+    """
+    found = dict[int, socket.socket]()
+    try:
+        process_fd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return found
+    stack.callback(os.close, process_fd)
+    with contextlib.suppress(FileNotFoundError):  # it has ended
         for link in Path(f"/proc/{pid}/fd").iterdir():
-            with contextlib.suppress(OSError):
-                kind, _, inode = os.readlink(link).partition(":")
-                if kind == "socket":
-                    fds[int(inode.strip("[]"))] = int(link.name)
-        return [
-            fds[entry.inode]
-            for entry in _entries(pid)
-            if entry.state == _LISTENING and entry.inode in fds and not entry.address.is_loopback
-        ]
-    return []
+            with contextlib.suppress(FileNotFoundError):  # it has closed this one
+                if not os.readlink(link).startswith("socket:"):
+                    continue
+                one = _taken(process_fd, int(link.name))
+                if one is not None and _is_public(one):
+                    found[int(link.name)] = stack.enter_context(one)
+                elif one is not None:
+                    one.close()
+    return found
 
 
-def _entries(pid: int, port: int | None = None) -> Iterator[_Entry]:
-    """Yields the TCP sockets of a process's network, those of a local port or all."""
-    wanted = ":" if port is None else f":{port:04X} "
+def _is_public(one: socket.socket) -> bool:
+    """Returns whether a socket listens on another address than loopback."""
+    if one.family not in (socket.AF_INET, socket.AF_INET6):
+        return False
+    if not one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+        return False
+    address = ipaddress.ip_address(one.getsockname()[0])
+    return not (getattr(address, "ipv4_mapped", None) or address).is_loopback
+
+
+def _entries(pid: int, port: int) -> Iterator[_Entry]:
+    """Yields the TCP sockets of a process's network that have a local port."""
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/{pid}/net/{table}").read_text(encoding="ascii").splitlines()[1:]:
-            if wanted not in line:  # there may be tens of thousands
+            if f":{port:04X} " not in line:  # there may be tens of thousands
                 continue
             _, local, _, state, _, _, _, _, _, inode, *_ = line.split()
-            address, _, local_port = local.partition(":")
-            yield _Entry(_address(address), int(local_port, 16), state, int(inode))
-
-
-def _address(digits: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
-    """Returns the address of an entry: hexadecimal words in this machine's byte order."""
-    words = [int(digits[at : at + 8], 16).to_bytes(4, sys.byteorder) for at in range(0, len(digits), 8)]
-    address = ipaddress.ip_address(b"".join(words))
-    return getattr(address, "ipv4_mapped", None) or address
+            if local.endswith(f":{port:04X}"):
+                yield _Entry(state, int(inode))
 
 
 @contextlib.contextmanager
@@ -126,9 +131,18 @@ def _stopped(pid: int) -> Iterator[bool]:
 
 
 def _taken(process_fd: int, fd: int) -> socket.socket | None:
-    """Returns a process's socket for use by this one; None where the kernel does not allow it."""
-    own_fd: int = ctypes.CDLL(None).syscall(_PIDFD_GETFD, process_fd, fd, 0)
-    return None if own_fd < 0 else socket.socket(fileno=own_fd)
+    """Returns a process's socket for use by this one; None where it is closed there.
+
+    Raises:
+        OSError: the kernel does not allow it.
+    """
+    own_fd: int = _LIBC.syscall(_PIDFD_GETFD, process_fd, fd, 0)
+    if own_fd >= 0:
+        return socket.socket(fileno=own_fd)
+    number = ctypes.get_errno()
+    if number in (errno.EBADF, errno.ESRCH):
+        return None
+    raise OSError(number, os.strerror(number))
 
 
 def _bind_to_device(listening: socket.socket) -> bool:
@@ -142,7 +156,7 @@ def _bind_to_device(listening: socket.socket) -> bool:
 def _is_in_use(pid: int, listening: socket.socket) -> bool:
     """Returns whether a connection would be lost by closing a listening socket, or would keep its port."""
     port = listening.getsockname()[1]
-    there = [entry for entry in _entries(pid, port) if entry.port == port and entry.state != _LISTENING]
+    there = [entry for entry in _entries(pid, port) if entry.state != _LISTENING]
     if listening.getsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR):
         there = [one for one in there if one.inode == 0 and one.state in (_ESTABLISHED, _SYN_RECEIVED)]
     return bool(there)

@@ -6,7 +6,8 @@ import argparse
 import errno
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from importlib import import_module
 
 from lowshard._version import __version__
 from lowshard.command_parser import CommandParser
@@ -20,33 +21,35 @@ EPILOG = (
 )
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """Return the parser of every subcommand."""
-    from lowshard.bench.bench_command import add_bench_parser
-    from lowshard.checkpoint.inspect_command import add_inspect_parser
-    from lowshard.demo.demo_command import add_demo_parser
-    from lowshard.launch.doctor_command import add_doctor_parser
-    from lowshard.launch.run_command import add_run_parser
-    from lowshard.rules.rules_command import add_rules_parser
-    from lowshard.selftest.selftest_command import add_selftest_parser
-    from lowshard.solver.solve_command import add_solve_parser
-    from lowshard.warmup.warmup_command import add_warmup_parser
-    from lowshard.weights.reshard_command import add_reshard_parser
+COMMANDS = {
+    "demo": "lowshard.demo.demo_command",
+    "run": "lowshard.launch.run_command",
+    "doctor": "lowshard.launch.doctor_command",
+    "selftest": "lowshard.selftest.selftest_command",
+    "rules": "lowshard.rules.rules_command",
+    "reshard": "lowshard.weights.reshard_command",
+    "inspect": "lowshard.checkpoint.inspect_command",
+    "solve": "lowshard.solver.solve_command",
+    "bench": "lowshard.bench.bench_command",
+    "warmup": "lowshard.warmup.warmup_command",
+}
+"""Each command's module, which has a function `add_NAME_parser`, in the order of the help."""
 
+
+def build_parser(names: Iterable[str] = COMMANDS) -> argparse.ArgumentParser:
+    """Return the parser of these commands; only their modules are imported."""
     parser: argparse.ArgumentParser = CommandParser(prog="lowshard", description=DESCRIPTION, epilog=EPILOG)
     parser.add_argument("--version", action="version", version=f"lowshard {__version__}")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    add_demo_parser(subparsers)
-    add_run_parser(subparsers)
-    add_doctor_parser(subparsers)
-    add_selftest_parser(subparsers)
-    add_rules_parser(subparsers)
-    add_reshard_parser(subparsers)
-    add_inspect_parser(subparsers)
-    add_solve_parser(subparsers)
-    add_bench_parser(subparsers)
-    add_warmup_parser(subparsers)
+    for name in names:
+        getattr(import_module(COMMANDS[name]), f"add_{name}_parser")(subparsers)
     return parser
+
+
+def _named(argv: Sequence[str]) -> Iterable[str]:
+    """Return the commands that a command line can be about: all of them where its first word is none."""
+    first = argv[0] if argv else ""
+    return () if first == "--version" else (first,) if first in COMMANDS else COMMANDS
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -54,7 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     open_closed_streams()
     try:
         try:
-            args = build_parser().parse_args(sys.argv[1:] if argv is None else list(argv))
+            words = sys.argv[1:] if argv is None else list(argv)
+            args = build_parser(_named(words)).parse_args(words)
             return int(args.func(args))
         finally:
             sys.stdout.flush()  # what fails here is told here, not by Python at its end

@@ -105,7 +105,6 @@ class RedistributePlan:
     steps: tuple[Step, ...]
     is_default: bool = field(default=False, compare=False)
     """The predicted seconds are those of the built-in profile: nothing was measured."""
-    _digest: str = field(default="", repr=False, compare=False)
     _measured: list[float] = field(default_factory=list, repr=False, compare=False)
 
     @property
@@ -189,17 +188,16 @@ class RedistributePlan:
 
     def digest(self) -> str:
         """Return 32 hex digits that two plans share exactly when they are equal."""
-        if not self._digest:
-            steps = [{**step.to_json(), "predicted_s": None} for step in self.steps]
-            data = [self.src.to_json(), self.dst.to_json(), steps]
-            text = json.dumps(data, sort_keys=True, separators=(",", ":"))
-            object.__setattr__(self, "_digest", hashlib.blake2b(text.encode(), digest_size=16).hexdigest())
-        return self._digest
+        return self.digest_bytes.hex()
 
     @cached_property
     def digest_bytes(self) -> bytes:
         """The digest as 16 bytes."""
-        return bytes.fromhex(self.digest())
+        steps = [{**step.to_json(), "predicted_s": None} for step in self.steps]
+        text = json.dumps(
+            [self.src.to_json(), self.dst.to_json(), steps], sort_keys=True, separators=(",", ":")
+        )
+        return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
     def __str__(self) -> str:
         return self.explain()

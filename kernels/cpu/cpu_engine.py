@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import cache
 
 import numpy as np
 import numpy.typing as npt
 
 from lowshard.calibration import calibration
-from lowshard.compiled import numba_fault
+from lowshard.compiled import numba_fault, prepared
 from lowshard.kernels import reference, unit_weights
 from lowshard.kernels.buffer import Array, address, dtype_name
 from lowshard.kernels.cpu import copy, cpu_cast, dequantize, quantize  # noqa: F401  their overloads
@@ -95,22 +95,18 @@ class NumbaEngine:
             streaming,
         )
 
-    def copy_rows(self, src: Array, dst: Array, runs: RunTable, streaming: bool) -> None:
-        """Copy every run by itself, past the caches if asked: for rows of a KB and more at regular distances."""
-        self.rows_copier(src, dst, runs, streaming)()
-
     def rows_copier(
         self, src: Array, dst: Array, runs: RunTable, streaming: bool, fetching: bool = False
     ) -> Callable[[], None]:
-        """Return `copy_rows` with these arguments; no scratch memory is needed, so any thread may call it."""
+        """Return what copies every run by itself; no scratch memory is needed, so any thread may call it."""
         first, second = runs.src_itemsize, _STREAMED_ROW_BYTES
         fetching = fetching and not streaming
         if fetching and _is_short(runs) and runs.dst_is_gapless:
-            return partial(
+            return prepared(
                 gather_kernel(), runs.columns, address(src), address(dst), 0, first, THROUGH_CACHES
             )
         kernel = compiled("fetch" if fetching else "copy")
-        return partial(kernel, runs.columns, address(src), address(dst), 0, 0, first, second, streaming)
+        return prepared(kernel, runs.columns, address(src), address(dst), 0, 0, first, second, streaming)
 
     def quantize(
         self,

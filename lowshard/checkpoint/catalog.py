@@ -119,9 +119,9 @@ class Catalog:
         Raises:
             CheckpointError: the checkpoint has none of that name.
         """
-        instance(name, str, "a tensor's name is text", CheckpointError)
-        found = self.tensors.get(name)
+        found = self.tensors.get(name) if isinstance(name, str) else None
         if found is None:
+            instance(name, str, "a tensor's name is text", CheckpointError)
             raise CheckpointError(
                 f"{self.where}: tensor {name!r} is not in the checkpoint of {len(self.tensors)} tensors"
                 f"{nearest(name, self.tensors)}"

@@ -7,6 +7,7 @@ from lowshard.compiled.cache import (
     load_native,
     numba_fault,
     origins,
+    prepared,
 )
 from lowshard.compiled.signature import INT, Signature
 
@@ -19,4 +20,5 @@ __all__ = [
     "load_native",
     "numba_fault",
     "origins",
+    "prepared",
 ]

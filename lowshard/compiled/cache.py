@@ -11,9 +11,9 @@ import importlib.util
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -51,20 +51,36 @@ def load_compiled(
         ImportError: it is not on disk, and Numba is missing.
     """
     call = load_native(name, make, signature, error_model).call
-    if not any("[" in kind for kind in signature.args):
-        return call
+    return _WithArrays(call, signature) if any("[" in kind for kind in signature.args) else call
 
-    def with_arrays(*args: Any) -> Any:
+
+class _WithArrays:
+    """A compiled function that takes arrays: what is called takes their addresses and extents."""
+
+    def __init__(self, call: Callable[..., Any], signature: Signature) -> None:
+        self.native = call
+        self._is_array = ["[" in kind for kind in signature.args]
+
+    def __call__(self, *args: Any) -> Any:
+        return self.native(*self.flat(args))
+
+    def flat(self, args: Sequence[Any]) -> list[Any]:
+        """Return the arguments as the function is called with them."""
         flat: list[Any] = []
-        for value, kind in zip(args, signature.args, strict=True):
-            if "[" in kind:
+        for value, is_array in zip(args, self._is_array, strict=True):
+            if is_array:
                 flat.append(value.__array_interface__["data"][0])  # a third of the time of value.ctypes.data
                 flat.extend(value.shape)
             else:
                 flat.append(value)
-        return call(*flat)
+        return flat
 
-    return with_arrays
+
+def prepared(function: Callable[..., Any], *args: Any) -> Callable[[], Any]:
+    """Return a call of a compiled function whose arrays are looked at now, once; whoever calls it keeps them."""
+    if isinstance(function, _WithArrays):
+        return partial(function.native, *function.flat(args))
+    return partial(function, *args)
 
 
 def load_native(

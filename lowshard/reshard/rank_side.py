@@ -60,7 +60,7 @@ class Side:
             for arrays in (src, dst)
         )
         self.mine = RankPlan(comm.rank, {}, {}, ())
-        self._quantised: list[int] = []
+        self.quantised: list[int] = []  # numbers of sources that are quantised
 
     # ---- arrays
 
@@ -99,7 +99,7 @@ class Side:
         whole = {
             m.entry for m in self.mine.copies if m.src_box == m.dst_box == full_box(self._src[m.entry].shape)
         }
-        numbers = [n for n in self._src if n not in self._quantised]
+        numbers = [n for n in self._src if n not in self.quantised]
         spans = np.array([bounds(self._src[n]) for n in numbers], np.int64).reshape(-1, 2)
         for number, array in self._dst.items():
             begin, end = bounds(array)
@@ -119,8 +119,8 @@ class Side:
         e = self.plan.entries[entry]
         name = e.src_local_name(self.comm.rank)
         self._src[entry] = self._array(0, name, e, e.src.local_shape(self.comm.rank))
-        if self._src[entry] is not self._given[0].get(name) and entry not in self._quantised:
-            self._quantised.append(entry)
+        if self._src[entry] is not self._given[0].get(name) and entry not in self.quantised:
+            self.quantised.append(entry)
 
     def _array(self, side: int, name: str, entry: Entry, shape: tuple[int, ...] | None) -> Array:
         which = "destination" if side else "source"
@@ -148,7 +148,7 @@ class Side:
 
     def sources(self) -> dict[str, Array]:
         """Return the source arrays that are read while a version is moved, by name."""
-        return {self.plan.entries[n].name: a for n, a in self._src.items() if n not in self._quantised}
+        return {self.plan.entries[n].name: a for n, a in self._src.items() if n not in self.quantised}
 
     def targets(self) -> Mapping[int, Array]:
         """Return the destination arrays that are written, by tensor."""
@@ -161,23 +161,20 @@ class Side:
             array = self._src.get(n) if rank in entry.src else None
             shown = (
                 array is not None
-                and n not in self._quantised
+                and n not in self.quantised
                 and array.flags.c_contiguous
                 and not self._transforms(entry.src_local_name(rank))
             )
             found.append(array if shown else None)
         return found
 
-    def refresh(self) -> bool:
-        """Take quantised sources anew; return whether there are any: they lie elsewhere each time."""
-        if not self._quantised:
-            return False
-        for entry in self._quantised:
+    def refresh(self) -> None:
+        """Take quantised sources anew: what they stand for lies elsewhere each time."""
+        for entry in self.quantised:
             self._errors.guard(self._look_up_source, entry)
         for item in (*self.keeps, *(i for found in self.gives.values() for i in found)):
-            if item.array in self._quantised and not item.hands_on:
+            if item.array in self.quantised and not item.hands_on:
                 item.source = self._src[item.array]
-        return True
 
     def close(self) -> None:
         """Let go of arrays."""

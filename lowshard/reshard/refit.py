@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple, Self, Unpack, get_args, overload
 
 import numpy as np
 
-from lowshard.argument import instance
+from lowshard.argument import brief
 from lowshard.box import volume
 from lowshard.comm.agreement import agree, share
 from lowshard.comm.background import Background
@@ -30,9 +30,8 @@ from lowshard.errors import (
     VerificationError,
 )
 from lowshard.foreign_array import like, view_of
-from lowshard.reshard.refit_cost import RefitCost
 from lowshard.reshard.reshard_plan import ReshardPlan
-from lowshard.reshard.reshard_run import Report, Reshard, Settings, argument_error
+from lowshard.reshard.reshard_run import RefitCost, Report, Reshard, Settings, argument_error
 from lowshard.reshard.source_sample import sample
 from lowshard.reshard.version_changes import VersionChanges
 from lowshard.reshard.vote import Vote, version_number
@@ -289,16 +288,14 @@ class Refit:
         return self._call("pull", version, False, wait, stream)
 
     def _call(
-        self, name: str, version: int | None, pushes: bool, wait: bool, stream: Stream
+        self, name: str, version: int | None, pushes: bool, wait: object, stream: Stream
     ) -> Report | Work:
         what = f"Refit.{name}"
         error = self._background.settle()
         if self._closed:
             raise CommError("this Refit is closed; make a new one")
-        try:
-            wait = instance(wait, bool, f"wait of {name} is True or False", PlanError)
-        except PlanError as found:
-            wait, error = True, found
+        if not isinstance(wait, bool):
+            wait, error = True, PlanError(f"wait of {name} is True or False, got {brief(wait)}")
         if wait:
             with self.comm.meeting(what, stream) as wrong:
                 return self._refit(version, pushes, error or wrong, None)

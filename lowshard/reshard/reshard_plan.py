@@ -212,7 +212,10 @@ class ReshardPlan:
     # ---- text, JSON, digest
 
     def explain(self, rank: int | None = None) -> str:
-        """Return the plan as text: what moves over all, or what one rank does."""
+        """Return the plan as text: what moves over all, or what one rank does.
+
+        The bound of a rank is the most that it may send, as `egress_bound_bytes` says.
+        """
         if rank is not None:
             return self._explain_rank(_rank(rank))
         ranks = self.ranks
@@ -227,9 +230,9 @@ class ReshardPlan:
         shown = ranks[:16]
         for r in shown:
             lines.append(
-                f"  rank {r}: sends {self.sent_bytes(r):,} to {len(self.for_rank(r).sends)} ranks (at most "
+                f"  rank {r}: sends {self.sent_bytes(r):,} bytes to {len(self.for_rank(r).sends)} ranks (bound "
                 f"{self.egress_bound_bytes(r):,.0f}), receives {self.received_bytes(r):,} from "
-                f"{len(self.for_rank(r).receives)}, keeps {self.copied_bytes(r):,}"
+                f"{len(self.for_rank(r).receives)} ranks, keeps {self.copied_bytes(r):,}"
             )
         if len(shown) < len(ranks):
             lines.append(f"  ... {len(ranks) - len(shown)} more ranks")

@@ -6,8 +6,10 @@ Memory beside the arrays is bounded: two buckets out and, where they come as mes
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, TypedDict, Unpack, get_args
 
 import numpy as np
@@ -94,6 +96,30 @@ class Report:
     """Messages sent."""
     staging_bytes: int
     """Memory that was set aside for buckets."""
+
+
+@dataclass(slots=True)
+class RefitCost:
+    """What a version of a refit costs a rank, filled while it is moved; `Refit.report` says what the fields mean."""
+
+    dense_bytes: int = 0
+    sent_bytes: int = 0
+    changed_elems: int = 0
+    pause_s: float = 0.0
+    phases: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Count the seconds of a block to a phase; one that comes again adds up."""
+        start_s = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.phases[name] = self.phases.get(name, 0.0) + time.perf_counter() - start_s
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the fields by name, as a copy."""
+        return asdict(self)
 
 
 class Reshard:
@@ -205,7 +231,8 @@ class Reshard:
             conversion.begin(self._just_made)
             errors.guard(conversion.transform.begin)
         self._just_made = False
-        if self.side.refresh():
+        if self.side.quantised:
+            self.side.refresh()
             mover.forget_sources()
         mover.run(version)
         if conversion is not None and errors.error is None:

@@ -234,7 +234,10 @@ class TensorLayout:
             else f"{','.join(map(str, self.shape))} in {self.partition.cells} tiled cells"
         )
         low, high = self.seats.span
-        return f"{self.dtype}[{body}] on ranks {low}..{high - 1}, {self.seats.replicas} copies"
+        copies = self.seats.replicas
+        return (
+            f"{self.dtype}[{body}] on ranks {low}..{high - 1}, {copies} {'copy' if copies == 1 else 'copies'}"
+        )
 
 
 def as_tensor_layout(given: object) -> TensorLayout:

@@ -24,8 +24,7 @@ from lowshard.errors import CommError
 from lowshard.kernels.buffer import address
 from lowshard.kernels.changes import ChangeBoxes, Changes, Room, values_of
 from lowshard.reshard.rank_side import bounds
-from lowshard.reshard.refit_cost import RefitCost
-from lowshard.reshard.reshard_run import Report, Reshard
+from lowshard.reshard.reshard_run import RefitCost, Report, Reshard
 from lowshard.transfer.conversion import Conversion
 from lowshard.transfer.item import Item, slices_of
 from lowshard.transfer.rounds import FirstError

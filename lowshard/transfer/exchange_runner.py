@@ -116,7 +116,10 @@ def _by_memory(program: Program, local: Array | None, out: Array | None, comm: C
             job.carry(number, None if stage is None else stage[(number & 1) * half :])
         job.take(number)
 
-    run_rounds(range(of), fill, meet, take, ahead=False)
+    if of == 1:  # it is filled, and all have met
+        take(0)
+    else:
+        run_rounds(range(of), fill, meet, take, ahead=False)
     reach.barrier()  # nobody writes to what was published before all have read it
     if job.error is not None:
         raise job.error

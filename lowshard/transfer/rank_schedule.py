@@ -251,14 +251,14 @@ class Form(NamedTuple):
 
 
 _OWN_BYTES, _FORM_BYTES = 1 << 10, 512
-_FORMS = BoundedCache[tuple[str, int], Form](
+_FORMS = BoundedCache[tuple[bytes, int], Form](
     "forms of arrays in redistributions", 1 << 20, lambda key, form: _FORM_BYTES
 )
 
 
 def form_of(plan: RedistributePlan, rank: int) -> Form:
     """Return what a rank's arrays of a plan look like; kept."""
-    key = (plan.digest(), rank)
+    key = (plan.digest_bytes, rank)
     found = _FORMS.get(key)
     if found is None:
         src, dst = plan.src, plan.dst
@@ -271,7 +271,7 @@ def form_of(plan: RedistributePlan, rank: int) -> Form:
     return found
 
 
-_PROGRAMS = BoundedCache[tuple[str, int, tuple[int, ...]], tuple[StepProgram, ...]](
+_PROGRAMS = BoundedCache[tuple[bytes, int, tuple[int, ...]], tuple[StepProgram, ...]](
     "programs of redistributions", 16 << 20, lambda key, found: sum(step.kept_bytes for step in found)
 )
 
@@ -284,7 +284,7 @@ def programs(plan: RedistributePlan, rank: int, homes: tuple[int, ...]) -> tuple
         rank: this rank of the communicator.
         homes: `Reach.homes` of the communicator.
     """
-    key = (plan.digest(), rank, homes)
+    key = (plan.digest_bytes, rank, homes)
     found = _PROGRAMS.get(key)
     if found is None:
         found = tuple(_step_program(step, rank, homes) for step in plan.steps)

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lowshard import dtypes
-from lowshard.argument import brief, instance
+from lowshard.argument import brief
 from lowshard.box import Box, full_box, intersect, relative_slices, shape_of, single_run, volume
 from lowshard.checkpoint.bytesource import ByteSource
 from lowshard.checkpoint.catalog import Catalog, Files, StoredPart
@@ -89,21 +89,13 @@ def load(
     if comm is not None:
         control_of(comm)
     rank, size = (0, 1) if comm is None else (comm.rank, comm.size)
-    digest = bytes.fromhex(plan.digest()) if isinstance(plan, LoadPlan) else b""
+    error = _argument_error(plan, size, verify, mapped, progress, reports)
+    digest = b"" if error is not None else plan.digest_bytes
     source: ByteSource | None = None
     try:
         with _Together(comm, digest):
-            instance(plan, LoadPlan, "plan is a LoadPlan, from plan_load", PlanError)
-            for what, flag in (("verify", verify), ("mapped", mapped)):
-                instance(flag, bool, f"{what} is True or False", PlanError)
-            if progress is not None and not callable(progress):
-                raise PlanError(
-                    f"progress is a function of two numbers of bytes, or None, got {brief(progress)}"
-                )
-            if reports is not None:
-                instance(reports, list, "reports is a list to append to, or None", PlanError)
-            if plan.num_ranks != size:
-                raise PlanError(f"the plan is for {plan.num_ranks} ranks, the communicator has {size}")
+            if error is not None:
+                raise error
             way = Itinerary.of(plan, _same_catalog(files, plan), rank)
             source = ByteSource(way.catalog)
             check = Verification(way.checked if verify else (), source, rank, size)
@@ -360,6 +352,24 @@ class _Load:
         self.read_bytes += size_bytes
         if self._progress is not None:
             self._progress(self.read_bytes, self._way.read_bytes)
+
+
+def _argument_error(
+    plan: object, size: int, verify: object, mapped: object, progress: object, reports: object
+) -> PlanError | None:
+    """Return what is wrong with this rank's arguments, or None."""
+    if not isinstance(plan, LoadPlan):
+        return PlanError(f"plan is a LoadPlan, from plan_load, got {brief(plan)}")
+    for what, flag in (("verify", verify), ("mapped", mapped)):
+        if not isinstance(flag, bool):
+            return PlanError(f"{what} is True or False, got {brief(flag)}")
+    if progress is not None and not callable(progress):
+        return PlanError(f"progress is a function of two numbers of bytes, or None, got {brief(progress)}")
+    if reports is not None and not isinstance(reports, list):
+        return PlanError(f"reports is a list to append to, or None, got {brief(reports)}")
+    if plan.num_ranks != size:
+        return PlanError(f"the plan is for {plan.num_ranks} ranks, the communicator has {size}")
+    return None
 
 
 def _same_catalog(files: Files | Catalog, plan: LoadPlan) -> Catalog:

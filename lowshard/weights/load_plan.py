@@ -53,11 +53,10 @@ class LoadPlan:
     """The node of each rank."""
     tilings: tuple[tuple[str, Tiling], ...]
     reads: tuple[Read, ...]
-    _digest: list[str] = field(default_factory=list, init=False, repr=False, compare=False)
     _itineraries: dict[int, object] = field(default_factory=dict, init=False, repr=False, compare=False)
     """What each rank makes of it, kept for the next time."""
 
-    @property
+    @cached_property
     def num_ranks(self) -> int:
         """Ranks that take part."""
         return len(self.nodes)
@@ -132,10 +131,13 @@ class LoadPlan:
 
     def digest(self) -> str:
         """Return 32 hex digits that two plans share exactly when they are equal."""
-        if not self._digest:
-            text = json.dumps(self.to_json(), sort_keys=True, separators=(",", ":"))
-            self._digest.append(hashlib.blake2b(text.encode(), digest_size=16).hexdigest())
-        return self._digest[0]
+        return self.digest_bytes.hex()
+
+    @cached_property
+    def digest_bytes(self) -> bytes:
+        """The digest as 16 bytes."""
+        text = json.dumps(self.to_json(), sort_keys=True, separators=(",", ":"))
+        return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
 
 @reader("load plan", PlanError)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
 import time
@@ -10,34 +9,21 @@ from pathlib import Path
 
 import numpy as np
 from publish_world import communicator, own_columns, token_of, train_layout
+from support.listening import doors_of
 
-from lowshard.launch import loopback_sockets
 from lowshard.reshard import Publisher
-
-
-def listening() -> set[int]:
-    """Return the TCP ports that this process listens on."""
-    inodes = set()
-    for link in Path("/proc/self/fd").glob("*"):
-        with contextlib.suppress(OSError):
-            kind, _, inode = os.readlink(link).partition(":")
-            inodes |= {int(inode.strip("[]"))} if kind == "socket" else set()
-    return {
-        entry.port
-        for entry in loopback_sockets._entries(os.getpid())
-        if entry.state == loopback_sockets._LISTENING and entry.inode in inodes
-    }
 
 
 def main(folder: Path, address: str, first: int, pause_s: float) -> None:
     with communicator() as comm:
         layout = train_layout(comm.size)
         array = np.zeros(layout.local_shape(comm.rank), np.int32)
-        before = listening()  # MPI's own
+        before = {door.port for door in doors_of(os.getpid())}  # MPI's own
         with Publisher(
             {"w": layout}, {"w": array}, comm, address=address, token=token_of(address)
         ) as publisher:
-            (folder / f"doors-{comm.rank}").write_text(" ".join(map(str, listening() - before)))
+            ports = {door.port for door in doors_of(os.getpid())} - before
+            (folder / f"doors-{comm.rank}").write_text(" ".join(map(str, ports)))
             version = first
             while True:
                 array[...] = own_columns(version, comm.rank, comm.size)

@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 from support import hostile, mode
 from support.launching import ENDS_WITHIN_S, MARK, Launcher, wait_until
+from support.listening import public_doors
 
 from lowshard.errors import InternalError
-from lowshard.launch import loopback_sockets, python_command, run_ranks
+from lowshard.launch import python_command, run_ranks
 from lowshard.launch.fake_hosts import why_not
 from lowshard.launch.link import Link
 
@@ -172,7 +173,7 @@ def test_nothing_of_a_job_on_one_host_is_to_be_reached_from_others(launcher: Lau
     job = [int(path.parent.name) for path in Path("/proc").glob("[0-9]*/environ") if mark in read(path)]
     assert started.pid in job
     assert len(job) >= 6  # the launcher, mpiexec, two keepers and two ranks
-    assert {pid: loopback_sockets._public_fds(pid) for pid in job} == {pid: [] for pid in job}
+    assert {pid: public_doors(pid) for pid in job} == {pid: [] for pid in job}
     (folder / "over").touch()
     assert launcher.finish(started).code == 0
 

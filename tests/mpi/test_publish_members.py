@@ -17,8 +17,7 @@ import numpy as np
 import pytest
 from support import hostile, mode
 from support.launching import wait_until
-
-from lowshard.launch import loopback_sockets
+from support.listening import public_doors
 
 HERE = Path(__file__).parent
 pytestmark = [pytest.mark.mpi, pytest.mark.time_limit(120)]
@@ -234,7 +233,7 @@ def test_strangers_at_a_publisher_s_doors_change_nothing(tmp_path: Path, kind: s
         doors = all_.doors()
         assert len(doors) == 2
         for pid in all_.publishing():
-            assert loopback_sockets._public_fds(pid) == []
+            assert public_doors(pid) == []
             open_files = len(
                 os.listdir(f"/proc/{pid}/fd")
             )  # 16 for strangers; its own go on: snapshots, a newcomer

@@ -86,7 +86,6 @@ FLOORS: dict[str, str] = {
     "lowshard.reshard.rank_side": "4",
     "lowshard.reshard.reshard_run": "4",
     "lowshard.reshard.mxfp8_transform": "4",
-    "lowshard.reshard.refit_cost": "4",
     "lowshard.reshard.version_changes": "4",
     "lowshard.reshard.vote": "4",
     "lowshard.reshard.atomic_word": "4",

@@ -14,6 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from support.listening import public_doors
 
 from lowshard.comm.interface import interface_addresses, is_loopback
 from lowshard.launch import loopback_sockets
@@ -64,7 +65,7 @@ def test_all_that_others_could_reach_is_moved_and_goes_on_working() -> None:
             for host in public:
                 with pytest.raises(ConnectionRefusedError):
                     said_at(host, port)
-        assert loopback_sockets._public_fds(pid) == []
+        assert public_doors(pid) == []
         assert move_to_loopback(pid)
 
 
@@ -74,7 +75,7 @@ def test_ipv6_is_moved_to_its_own_loopback() -> None:
         assert said_at("::1", port) == "::"
         assert move_to_loopback(pid)
         assert said_at("::1", port) == "::1"
-        assert loopback_sockets._public_fds(pid) == []
+        assert public_doors(pid) == []
 
 
 # Listens as MPICH's mpiexec does, without SO_REUSEADDR, and answers on each connection as long as that lasts.
