@@ -9,6 +9,7 @@ from functools import cache
 import numpy as np
 import numpy.typing as npt
 
+from lowshard.calibration import calibration
 from lowshard.compiled import numba_fault, prepared
 from lowshard.kernels import reference, unit_weights
 from lowshard.kernels.buffer import Array, address, dtype_name
@@ -39,10 +40,6 @@ from lowshard.kernels.reference import BLOCK_ELEMS, Elem, Mode
 from lowshard.kernels.runs import DST_OFFSET, SRC_OFFSET, RunTable, whole_array_runs
 from lowshard.kernels.unit_weights import SUMS
 
-# Outputs from this size on are written past the caches: nobody reads all of them again before they would be
-# evicted anyway, and a line that is overwritten whole need not be read first.
-STREAMING_BYTES = 4 << 20
-
 # Scale bytes that go to their 128x4 tiles at a time: few enough to stay in a second cache, and enough that the start of
 # a compiled call is little beside their 32 times as many elements.
 BAND_BYTES = 512 << 10
@@ -57,15 +54,19 @@ class NumbaEngine:
     name = "numba"
 
     def __init__(self) -> None:
-        """Look whether kernels can be compiled.
+        """Look whether kernels can be compiled, and what was measured here.
 
         Raises:
             ImportError: they cannot.
+            ProfileError: LOWSHARD_CALIBRATION is wrong.
         """
         fault = numba_fault()
         if fault:
             raise ImportError(fault)
         self._threads = threading.local()
+        # Larger results are written past the caches: nobody reads all of them again before they would be evicted
+        # anyway, and a line that is overwritten whole need not be read first.
+        self.stream_from_bytes = calibration().stream_from_bytes
 
     def _scratch(self) -> int:
         """Return the address of this thread's scratch memory, on a cache line."""
@@ -78,7 +79,7 @@ class NumbaEngine:
     def copy(self, src: Array, dst: Array, runs: RunTable, streaming: bool | None = None) -> None:
         """Copy every run of `src` to its place in `dst`."""
         if streaming is None:
-            streaming = runs.total_elems * runs.dst_itemsize >= STREAMING_BYTES
+            streaming = runs.total_elems * runs.dst_itemsize >= self.stream_from_bytes
         if _is_short(runs):
             target = address(dst)
             if runs.dst_is_gapless:
@@ -129,7 +130,7 @@ class NumbaEngine:
         kernel = compiled(f"quantize {dtype_name(src.dtype)} {elem}")
         round_up = reference.scale_round_up(reference.element_format(elem), mode)
         if streaming is None:
-            streaming = runs.total_elems >= STREAMING_BYTES
+            streaming = runs.total_elems >= self.stream_from_bytes
         kernel(
             runs.columns,
             address(src),
@@ -154,7 +155,7 @@ class NumbaEngine:
         """Quantise a matrix band by band; the scales of a band go to their tiles while they are in the cache."""
         rows, columns = src.shape[0], src.shape[1] // BLOCK_ELEMS
         if streaming is None:
-            streaming = src.size >= STREAMING_BYTES
+            streaming = src.size >= self.stream_from_bytes
         band_rows = max(1, BAND_BYTES // (TILE_ROWS * columns)) * TILE_ROWS
         rowwise = np.empty((min(rows, band_rows), columns), np.uint8)
         for row in range(0, rows, band_rows):
@@ -168,7 +169,7 @@ class NumbaEngine:
         """Dequantise every run, whole blocks."""
         kernel = compiled(f"dequantize {dtype_name(dst.dtype)} {elem}")
         table = reference.value_table(elem, dtype_name(dst.dtype))
-        streaming = runs.total_elems * runs.dst_itemsize >= STREAMING_BYTES
+        streaming = runs.total_elems * runs.dst_itemsize >= self.stream_from_bytes
         kernel(
             runs.columns,
             address(data),
@@ -183,7 +184,7 @@ class NumbaEngine:
     def cast(self, src: Array, dst: Array, runs: RunTable) -> None:
         """Convert every run from src's dtype to dst's."""
         kernel = compiled(f"cast {dtype_name(src.dtype)} {dtype_name(dst.dtype)}")
-        streaming = runs.total_elems * runs.dst_itemsize >= STREAMING_BYTES
+        streaming = runs.total_elems * runs.dst_itemsize >= self.stream_from_bytes
         kernel(runs.columns, address(src), address(dst), 0, self._scratch(), 0, 0, streaming)
 
     def sum_into(self, out: Array, sources: Sequence[Array], accumulate: bool) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from lowshard import settings
 from lowshard.argument import brief
+from lowshard.calibration import setting_fault
 from lowshard.comm.call import Activity
 from lowshard.comm.communicator import Communicator
 from lowshard.comm.mailbox import Mailbox
@@ -44,8 +45,8 @@ def build_host(mpi_comm: Any, timeout_s: float | None = None, fault: str = "") -
     Raises:
         LaunchError: a launcher of another MPI started the ranks, so that each is a world of its own.
         CommError: mpi_comm is not a communicator of mpi4py; a rank has a fault, what is wrong with its other arguments;
-            LOWSHARD_CPU_PATH or LOWSHARD_NODE_SIZE says something else, or shared memory is insisted on and
-            cannot be had.
+            LOWSHARD_CPU_PATH, LOWSHARD_NODE_SIZE or LOWSHARD_CALIBRATION says something else, or shared memory is
+            insisted on and cannot be had.
         TimedOut: not all ranks came; it names those that did not.
     """
     mpi = load_mpi()
@@ -61,7 +62,7 @@ def build_host(mpi_comm: Any, timeout_s: float | None = None, fault: str = "") -
     own = mpi_comm.Dup()
     lookout = Lookout(_watch(mpi, own, seconds), activity())
     wish, size = settings.CPU_PATH.text(), settings.NODE_SIZE.text()
-    rows = own.allgather((wish, size, why_no_window(), fault))
+    rows = own.allgather((wish, size, why_no_window(), fault or setting_fault()))
     wrong = _first_wrong(rows)
     if wrong:
         own.Free()

@@ -16,6 +16,7 @@ import numpy as np
 
 from lowshard import dtypes
 from lowshard.box import shape_of
+from lowshard.calibration import NEVER, calibration
 from lowshard.comm.agreement import agree, share, trade
 from lowshard.comm.communicator import Communicator
 from lowshard.comm.reach import Published
@@ -28,7 +29,6 @@ from lowshard.transfer.item import Item, bytes_of
 from lowshard.transfer.piece_checksum import checksum
 from lowshard.transfer.rounds import FirstError, Letter, Mail, run_rounds
 from lowshard.transfer.spans import (
-    STREAMED_BYTES,
     BoxCopy,
     Span,
     can_read,
@@ -36,7 +36,6 @@ from lowshard.transfer.spans import (
     is_worth_it,
     packed_span,
 )
-from lowshard.transfer.write_choice import TRIAL_BYTES, WriteChoice
 
 Array = Any
 Streams = Mapping[int, Sequence[Item]]
@@ -241,8 +240,10 @@ class Mover:
             self._turns.append(range(first, len(self._steps)))
         self._set_aside(like)
         self._packers: dict[tuple[int, bool], tuple[BoxCopy | None, list[list[Piece]]]] = {}
+        found = calibration()
         by_memory = self._meets and not self._checksums  # those read what they sum up
-        self._choice = WriteChoice() if by_memory else None
+        self._past_from_bytes = found.share_past_from_bytes if by_memory else NEVER
+        self._stream_from_bytes = found.stream_from_bytes
 
     def _set_aside(self, like: Mover | None) -> None:
         """Make, or take over, the halves that buckets go out of and those that messages come into."""
@@ -382,23 +383,19 @@ class Mover:
         return slot
 
     def _pack(self, number: int, bucket: Bucket, slot: Array) -> None:
-        found = known = self._packers.get((number, True))
+        found = self._packers.get((number, True))
         if found is None:
             plain, rest = _sorted(bucket)
             spans = [inner_span(p.item.source_span(), p.box) for p in plain]
             copies = BoxCopy(spans, _packed(spans, plain), address(self._anchor), 0) if plain else None
             found = self._packers[number, True] = copies, rest
         copies, rest = found
-        past = self._choice is not None and self._choice.begin(
-            known is not None and bucket.size_bytes >= TRIAL_BYTES
-        )
+        past = bucket.size_bytes >= self._past_from_bytes
         if copies is not None:
-            streams = past or len(slot) >= STREAMED_BYTES
+            streams = past or len(slot) >= self._stream_from_bytes
             copies.run(self._anchor, slot, streams, fetching=True)
         for pieces in rest:
             self._conversion.put(pieces, slot, past)  # type: ignore[union-attr]
-        if self._choice is not None:
-            self._choice.end(bucket.size_bytes)
         if self._checksums:
             self._seal(bucket, slot)
 

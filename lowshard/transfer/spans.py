@@ -9,6 +9,7 @@ import numpy as np
 
 from lowshard.bounded import bounded_cache
 from lowshard.box import Box, shape_of
+from lowshard.calibration import calibration
 from lowshard.errors import CommError
 from lowshard.kernels.buffer import address
 from lowshard.kernels.engine import Engine, HostEngine, engine_for
@@ -23,8 +24,6 @@ _CALLS_KEPT = 8
 """By a copy of boxes that is run between other arrays each time."""
 _SHORT_BYTES = 512
 """Runs from here on are worth reading out of another process's private memory where they lie side by side there."""
-STREAMED_BYTES = 4 << 20
-"""What is written in one call goes past the caches from here on: it would not stay in them."""
 
 
 class Span(NamedTuple):
@@ -120,7 +119,7 @@ class BoxCopy:
     ) -> None:  # fmt: skip
         self.table = run_table(sources, targets, src_base, dst_base, itemsize)
         of = self.table.total_elems * itemsize if result_bytes is None else result_bytes
-        self._streams, self._is_empty = of >= STREAMED_BYTES, not self.table.boxes
+        self._streams, self._is_empty = of >= calibration().stream_from_bytes, not self.table.boxes
         self._engine: Engine | None = None  # that of the first arrays: all are of one kind
         self._by_rows = self.table.run_limits_bytes[0] >= _ROW_BYTES
         self._calls: dict[tuple[int, int, bool], Callable[[], None]] = {}

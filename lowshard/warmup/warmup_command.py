@@ -1,4 +1,4 @@
-"""`lowshard warmup`: everything that lowshard compiles, compiled now for this very processor."""
+"""`lowshard warmup`: everything that lowshard compiles, compiled for this very processor, which is then measured."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from contextlib import contextmanager
 DESCRIPTION = """\
 Compiles every function for this very processor and keeps it in the cache folder, so that no job has to. What is there
 already is not compiled again. Without it a job uses the code that came with the package, which is for a level of
-processors, and compiles what it lacks, once for all of its ranks.
+processors, and compiles what it lacks, once for all of its ranks. Then it measures from which sizes on some ways to
+write and read memory are the faster ones here, which takes a few seconds; `lowshard doctor` shows what it found.
 """
 _EVERY_S = 5.0
 
@@ -29,14 +30,14 @@ def run(args: argparse.Namespace) -> int:
     """Run the subcommand and return the exit code."""
     from lowshard import compiled
     from lowshard.errors import DependencyError
-    from lowshard.warmup.compile_jobs import compile_groups
+    from lowshard.warmup.compile_jobs import FUNCTIONS, compile_groups
     from lowshard.warmup.function_list import function_groups
 
     fault = compiled.numba_fault()
     if fault:
         raise DependencyError(f"nothing can be compiled here: {fault}; pip install numba")
     begin_s = time.monotonic()
-    with _shown() as tell:
+    with _shown("compiling", "functions", FUNCTIONS) as tell:
         outcome = compile_groups(function_groups(), [None], tell)[None]
     for fault in outcome.faults:
         print(f"not compiled: {fault}", file=sys.stderr)
@@ -46,22 +47,38 @@ def run(args: argparse.Namespace) -> int:
         f"{len(outcome.origins) - unkept} functions in {compiled.cache_folder()}, {now} of them compiled now in "
         f"{time.monotonic() - begin_s:.0f} s"
     )
-    return 1 if outcome.faults or unkept else 0
+    return 1 if outcome.faults or unkept or not _calibrated() else 0
+
+
+def _calibrated() -> bool:
+    """Measure this machine and keep what was found; say so, or why it could not be kept."""
+    from lowshard.calibration import save
+    from lowshard.warmup.machine_measure import STEPS, measure
+
+    begin_s = time.monotonic()
+    with _shown("measuring", "steps", STEPS) as tell:
+        values = measure(tell)
+    took_s = time.monotonic() - begin_s
+    try:
+        path = save(values, time.strftime("%Y-%m-%d %H:%M"))
+    except OSError as error:
+        print(f"not kept: what was measured of this machine: {error}", file=sys.stderr)
+        return False
+    print(f"{path}: measured in {took_s:.1f} s; lowshard doctor shows it")
+    return True
 
 
 @contextmanager
-def _shown() -> Iterator[Callable[[], None]]:
-    """Yield what is called for each function: it moves a bar where a person watches, else says a line now and then."""
+def _shown(doing: str, things: str, total: int) -> Iterator[Callable[[], None]]:
+    """Yield what is called for each thing: it moves a bar where a person watches, else says a line now and then."""
     from rich.console import Console
     from rich.progress import Progress
 
-    from lowshard.warmup.compile_jobs import FUNCTIONS
-
     if sys.stderr.isatty():
         with Progress(console=Console(stderr=True)) as progress:
-            task = progress.add_task("compiling", total=FUNCTIONS)
+            task = progress.add_task(doing, total=total)
             yield lambda: progress.advance(task)
-            progress.update(task, completed=FUNCTIONS)
+            progress.update(task, completed=total)
         return
     done, said_s = 0, time.monotonic()
 
@@ -70,6 +87,6 @@ def _shown() -> Iterator[Callable[[], None]]:
         done += 1
         if time.monotonic() > said_s + _EVERY_S:
             said_s = time.monotonic()
-            print(f"lowshard warmup: {done} of {FUNCTIONS} functions", file=sys.stderr, flush=True)
+            print(f"lowshard warmup: {doing}, {done} of {total} {things}", file=sys.stderr, flush=True)
 
     yield tell

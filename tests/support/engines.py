@@ -66,7 +66,7 @@ def fixture(labels: Sequence[str] = LABELS) -> Any:
             # engine_for looks the name up in its own module.
             patch.setattr(engine_module, "host_engine", lambda: tested.engine)
             if tested.label == STREAMING:  # what large outputs alone would do otherwise
-                patch.setattr("lowshard.kernels.cpu.cpu_engine.STREAMING_BYTES", 0)
+                patch.setattr(tested.engine, "stream_from_bytes", 0)
             yield tested
 
     return engine

@@ -37,7 +37,6 @@ from lowshard.kernels.cpu import cpu_engine as cpu
 from lowshard.kernels.plain import PlainEngine
 from lowshard.compiled import origins
 
-cpu.STREAMING_BYTES = 0
 rng = np.random.default_rng(1)
 codes, scale = rng.integers(0, 256, (9, 160), dtype=np.uint8), rng.integers(0, 256, (9, 5), dtype=np.uint8)
 table = BoxTable((9, 160), [((r, r + 1), (r, r + 70 + 5 * r)) for r in range(9)])
@@ -65,7 +64,9 @@ x = {dtype: values(dtype) for dtype in ("bfloat16", "float16", "float32")}
 made = {}
 # AFTER_IMPORT
 for job in sys.argv[1:]:
-    engine.host_engine = cpu.NumbaEngine
+    numba_engine = cpu.NumbaEngine()
+    numba_engine.stream_from_bytes = 0
+    engine.host_engine = lambda: numba_engine
     before = set(origins)
     got = run(job)
     engine.host_engine = PlainEngine

@@ -56,7 +56,7 @@ engine = engines.fixture(["numba"])
 @pytest.fixture(params=[True, False], ids=["past the caches", "through the caches"])
 def streaming(request, monkeypatch):
     """Whether outputs of every size are written past the caches, or none."""
-    monkeypatch.setattr(cpu_engine, "STREAMING_BYTES", 0 if request.param else NEVER)
+    monkeypatch.setattr(engine_module.host_engine(), "stream_from_bytes", 0 if request.param else NEVER)
     return request.param
 
 
@@ -262,7 +262,7 @@ def test_tables_of_runs_of_many_lengths_are_packed_and_unpacked(index, streaming
 
 
 def test_a_stage_is_each_threads_own(calls, monkeypatch):
-    monkeypatch.setattr(cpu_engine, "STREAMING_BYTES", 0)
+    monkeypatch.setattr(engine_module.host_engine(), "stream_from_bytes", 0)
     src = BYTES[: 300 * 400].reshape(300, 400)
     table = BoxTable((300, 400), [((i, i + 1), (3, 104)) for i in range(300)])
     both = threading.Barrier(2)
@@ -285,7 +285,7 @@ def test_a_stage_is_each_threads_own(calls, monkeypatch):
 
 
 def test_two_threads_at_once_get_the_bytes_of_one(monkeypatch):
-    monkeypatch.setattr(cpu_engine, "STREAMING_BYTES", 0)
+    monkeypatch.setattr(engine_module.host_engine(), "stream_from_bytes", 0)
     table = BoxTable((300, 400), [((i, i + 1), (3, 104)) for i in range(300)])
     jobs, wrong, done = [], [], []
     for seed in range(2):

@@ -77,7 +77,7 @@ def perform(ctx: int, row: int, send: int, recv: int) -> Any:
         return fold_groups.send_receive(ctx, dst, send, send_bytes, src, recv, recv_bytes)
     a, b, c, d = _number(row, 0), _number(row, 1), _number(row, 2), _number(row, 3)
     if kind == GATHER_SLOTS:
-        return gather_slots(ctx, signature, send, send_bytes, recv, a, b, c, d, _number(row, 4))
+        return gather_slots(ctx, signature, send, send_bytes, recv, a, b, c, d)
     if kind == GATHER_BUFFERS:
         return gather_buffers(ctx, signature, send, send_bytes, recv, a, b, c, d)
     if kind == COLLECT:

@@ -10,18 +10,9 @@ from typing import Any
 
 from lowshard.comm.node.atomic import call_five, call_three, copy_bytes, fence, peek, poke
 from lowshard.comm.node.combine import BLOCK_BYTES, COMBINE, DIVIDE, ITEM, NARROW, WIDE_ITEM, WIDEN
-from lowshard.comm.node.copy_choice import (
-    FOLD,
-    FOLD_TO_ROOT,
-    hear_choice,
-    learn,
-    row_for,
-    second_is_next,
-    tell_choice,
-)
 from lowshard.comm.node.inlined import inner
 from lowshard.comm.node.node_rendezvous import (
-    CHOICES,
+    LAST_CACHE,
     ME,
     OK,
     PARTS,
@@ -29,7 +20,6 @@ from lowshard.comm.node.node_rendezvous import (
     SCRATCH,
     SEND,
     SIZE,
-    clock_ns,
     line,
     meet,
     slot,
@@ -40,6 +30,7 @@ from lowshard.comm.node.peer_copy import (
     all_shared,
     copy_past,
     fetch,
+    goes_past,
     is_private,
     leave,
     note_mapped,
@@ -49,16 +40,6 @@ from lowshard.comm.node.peer_copy import (
     show,
     transfer,
 )
-
-PAST_ALL_BYTES = 16 << 20
-"""From here on what is made out of slots goes past the caches; less stays in the last of them."""
-
-TO_ALL_BYTES = 12 << 20
-"""From here on a rank writes its part to all results where peers map these too: memory is read and written least so. In
-place it is from SHARED_IN_TURN_BYTES on, below which caches hold much of what the other way reads again."""
-
-SHARED_IN_TURN_BYTES = 32 << 20
-"""From here on operands that peers map go in turn too where results are private."""
 
 PART, EVERYWHERE, TO_ROOT, OWN_PART = range(4)
 """Where a fold's result goes: this rank's part to itself (reduce_scatter); everything to all ranks, each folding a part
@@ -221,11 +202,23 @@ def fold_to_all(ctx: int, elems: int, divisor: int, steps: int, recipe: int) -> 
 
 
 @inner
-def _goes_to_all(ctx: int, size_bytes: int) -> bool:
-    """Say whether ranks write their parts to all results; from the cards: the same on all ranks."""
-    if size_bytes < TO_ALL_BYTES or not (all_shared(ctx, SEND) and all_shared(ctx, RECV)):
+def _overflows(ctx: int, size_bytes: int) -> Any:
+    """Say whether operands of so many bytes that peers map go in turn too, where results are private."""
+    return size_bytes >= 2 * peek(ctx + 8 * LAST_CACHE)
+
+
+@inner
+def _goes_to_all(ctx: int, size_bytes: int) -> Any:
+    """Say whether ranks write their parts to all results; from the cards: the same on all ranks.
+
+    They do where peers map these too, and it is much beside the last cache: memory is read and written least so. In
+    place it is for more, since caches hold much of what the other way reads again.
+    """
+    if 4 * size_bytes < 3 * peek(ctx + 8 * LAST_CACHE) or not (
+        all_shared(ctx, SEND) and all_shared(ctx, RECV)
+    ):
         return False
-    return size_bytes >= SHARED_IN_TURN_BYTES or both_apart(ctx, size_bytes)
+    return _overflows(ctx, size_bytes) or both_apart(ctx, size_bytes)
 
 
 @inner
@@ -300,7 +293,7 @@ def _fold_in_turn(
     me, size, item = peek(ctx + 8 * ME), peek(ctx + 8 * SIZE), peek(recipe + 8 * ITEM)
     private, mapped = is_private(ctx), note_mapped(ctx)
     behind = chunk_elems * item
-    streaming = elems * item >= PAST_ALL_BYTES
+    streaming = elems * item >= peek(ctx + 8 * LAST_CACHE)  # less stays there
     begin = 0
     while True:
         count = min(chunk_elems, elems - begin)
@@ -344,31 +337,21 @@ def fold_buffers(
     since the system call that reads them pins each of their pages, which takes longer than to copy it.
     """
     item = peek(recipe + 8 * ITEM)
-    row, past = 0, False
+    past = goes_past(ctx, min(chunk_elems, elems) * item)
     step(ctx)
     say(ctx, SEND, send, send_bytes)
     say(ctx, RECV, recv, recv_bytes)
-    if chunk_elems != 0:
-        row = row_for(peek(ctx + 8 * CHOICES), FOLD_TO_ROOT if mode == TO_ROOT else FOLD, elems * item)
-        tell_choice(ctx, row)
-        past = second_is_next(row)
-        if is_private(ctx):
-            _show(ctx, send, 0, min(chunk_elems, elems), item, past)
+    if chunk_elems != 0 and is_private(ctx):
+        _show(ctx, send, 0, min(chunk_elems, elems), item, past)
     code = meet(ctx, signature)
     if code != OK:
         return code
-    hear_choice(ctx, row)
     if mode == EVERYWHERE and _goes_to_all(ctx, elems * item):
         fold_to_all(ctx, elems, divisor, steps, recipe)
         return leave(ctx)
-    if chunk_elems != 0 and (
-        mode == TO_ROOT or elems * item >= SHARED_IN_TURN_BYTES or not all_shared(ctx, SEND)
-    ):
+    if chunk_elems != 0 and (mode == TO_ROOT or _overflows(ctx, elems * item) or not all_shared(ctx, SEND)):
         whom = root if mode == TO_ROOT else -1
-        begin_ns = clock_ns(ctx)
-        code = _fold_in_turn(ctx, send, recv, elems, chunk_elems, whom, divisor, steps, recipe, past)
-        learn(row, past, elems * item, clock_ns(ctx) - begin_ns)
-        return code
+        return _fold_in_turn(ctx, send, recv, elems, chunk_elems, whom, divisor, steps, recipe, past)
     me, size = peek(ctx + 8 * ME), peek(ctx + 8 * SIZE)
     if mode == PART:
         fold_part(ctx, recv, me * elems, elems, -1, divisor, steps, recipe)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from lowshard.comm.node.atomic import acquire, peek, poke, release
-from lowshard.comm.node.copy_choice import MESSAGE, follow_choice, learn, row_for, say_choice, second_is_next
 from lowshard.comm.node.inlined import inner
 from lowshard.comm.node.message_rings import (
     ACCEPTED,
@@ -15,11 +14,9 @@ from lowshard.comm.node.message_rings import (
     GROUP_WORDS,
     KIND,
     LENGTH,
-    NEXT_WAY,
     OFFERED,
     PENDING,
     POSTED,
-    POSTED_SLEEPERS,
     TAKEN,
     TAKEN_SLEEPERS,
     THERE_OFFERED,
@@ -36,7 +33,6 @@ from lowshard.comm.node.message_rings import (
 )
 from lowshard.comm.node.node_rendezvous import (
     CAME,
-    CHOICES,
     FAULT,
     FAULTY,
     ME,
@@ -56,28 +52,16 @@ from lowshard.comm.node.pipe import begin_out, flow_of, hold, let_go, push, take
 def send_receive(
     ctx: int, dst: int, send_at: int, send_bytes: int, src: int, recv_at: int, recv_bytes: int
 ) -> Any:  # fmt: skip
-    """Send a message and receive another, neither before the other.
-
-    A message tells what the next should be sent by, and who receives from a rank before it does likewise: what one
-    hands on while the other reads takes longer than either way.
-    """
-    me, choice, word = peek(ctx + 8 * ME), 0, 0
-    if takes_pipes(ctx, send_bytes) and dst != me and segment_of(ctx, send_at, send_bytes) == NO_SEGMENT:
-        choice = row_for(peek(ctx + 8 * CHOICES), MESSAGE, send_bytes)
-        second, word = second_is_next(choice), say_choice(choice)
-        if second and hold(ctx, dst):
-            number = post(ctx, dst, send_at, send_bytes, OFFERED, word)
-            if number != FULL:
-                begin_out(flow_of(ctx, dst), send_at, send_bytes)
-                return _hand_on_and_receive(ctx, dst, number, src, recv_at, recv_bytes, choice)
-            let_go(ctx, dst)
-    number = post(ctx, dst, send_at, send_bytes, ALONE, word)
-    begin_ns = 0
-    if choice != 0:
-        head = head_of(ctx, src, me)
-        await_word(ctx, head + POSTED, head + POSTED_SLEEPERS, peek(head + TAKEN) + 1, src)
-        begin_ns = clock_ns(ctx)
-        _hear(ctx, choice, src)
+    """Send a message and receive another, neither before the other."""
+    me = peek(ctx + 8 * ME)
+    private = dst != me and segment_of(ctx, send_at, send_bytes) == NO_SEGMENT
+    if private and takes_pipes(ctx, send_bytes) and hold(ctx, dst):
+        number = post(ctx, dst, send_at, send_bytes, OFFERED)
+        if number != FULL:
+            begin_out(flow_of(ctx, dst), send_at, send_bytes)
+            return _hand_on_and_receive(ctx, dst, number, src, recv_at, recv_bytes)
+        let_go(ctx, dst)
+    number = post(ctx, dst, send_at, send_bytes, ALONE)
     code = receive(ctx, src, recv_at, recv_bytes)
     if code != OK and code != UNEQUAL:
         if number != FULL:
@@ -90,35 +74,19 @@ def send_receive(
     else:
         head = head_of(ctx, me, dst)
         ended = await_word(ctx, head + TAKEN, head + TAKEN_SLEEPERS, number + 1, dst)
-    if choice != 0 and ended == OK:
-        learn(choice, False, send_bytes, clock_ns(ctx) - begin_ns)
     return ended if ended != OK else code
 
 
 @inner
-def _hear(ctx: int, choice: int, src: int) -> None:
-    """Follow the word of a message that may have come, if it is like those sent here and comes from a rank before."""
-    me = peek(ctx + 8 * ME)
-    head = head_of(ctx, src, me)
-    number = peek(head + TAKEN)
-    if src >= me or acquire(head + POSTED) <= number:
-        return
-    entry = entry_of(ctx, src, me, number)
-    came = peek(entry + 8 * LENGTH)
-    if not fits_an_entry(ctx, came) and row_for(peek(ctx + 8 * CHOICES), MESSAGE, came) == choice:
-        follow_choice(choice, peek(entry + 8 * NEXT_WAY))
-
-
-@inner
 def _hand_on_and_receive(
-    ctx: int, dst: int, number: int, src: int, recv_at: int, recv_bytes: int, choice: int
+    ctx: int, dst: int, number: int, src: int, recv_at: int, recv_bytes: int
 ) -> Any:  # fmt: skip
     """Hand on a message that was offered, once its receiver asks for it, and receive another meanwhile."""
     me = peek(ctx + 8 * ME)
     entry, out, into = entry_of(ctx, me, dst, number), head_of(ctx, me, dst), head_of(ctx, src, me)
     expected = peek(into + TAKEN)
     coming = entry_of(ctx, src, me, expected)
-    deadline_ns, begin_ns, tries = clock_ns(ctx) + peek(ctx + 8 * TIMEOUT_NS), 0, 0
+    deadline_ns, tries = clock_ns(ctx) + peek(ctx + 8 * TIMEOUT_NS), 0
     asked = received = False
     ended = OK
     while True:
@@ -141,8 +109,7 @@ def _hand_on_and_receive(
                     ended = FAULTY
                 take(ctx, into, expected)
         elif acquire(into + POSTED) > expected:
-            begin_ns, moved = clock_ns(ctx), True
-            _hear(ctx, choice, src)
+            moved = True
             if peek(coming + 8 * KIND) == THERE_OFFERED and peek(coming + 8 * LENGTH) == recv_bytes:
                 ask_for(ctx, coming, src, recv_at, recv_bytes)
                 asked = True
@@ -162,8 +129,6 @@ def _hand_on_and_receive(
                 return code
     if acquire(entry + 8 * BROKEN) == 0:
         let_go(ctx, dst)
-        if ended == OK:
-            learn(choice, True, peek(entry + 8 * LENGTH), clock_ns(ctx) - begin_ns)
     return ended
 
 
@@ -188,7 +153,7 @@ def run_group(ctx: int, rows: int, count: int) -> Any:
     for i in range(count):
         row = rows + 8 * GROUP_WORDS * i
         if peek(row + 24) != 0:
-            poke(row + 32, post(ctx, peek(row), peek(row + 8), peek(row + 16), ALONE, 0))
+            poke(row + 32, post(ctx, peek(row), peek(row + 8), peek(row + 16), ALONE))
             if peek(row + 32) == FULL:
                 return FULL
     for i in range(count):

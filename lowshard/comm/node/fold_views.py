@@ -13,6 +13,7 @@ import numpy as np
 
 from lowshard import dtypes
 from lowshard.bounded import bounded_cache
+from lowshard.calibration import calibration
 from lowshard.comm.node.calls import load_calls
 from lowshard.comm.node.combine import BLOCK_BYTES, HALVES, NATIVE, OPS, recipe_of, schedule
 from lowshard.comm.node.fold import scratch_blocks
@@ -24,8 +25,6 @@ Strides = tuple[int, ...]
 
 FOLD_FROM_BYTES = 32 << 10
 """Smaller results NumPy folds as quickly."""
-STREAM_BYTES = 4 << 20
-"""Results from here on are written past the caches."""
 
 
 class Folder:
@@ -81,7 +80,7 @@ def fold_views(terms: Sequence[Array], out: Array, op: str, divisor: int) -> Non
     folder = known.get(len(terms))
     if folder is None:
         folder = known[len(terms)] = Folder(len(terms))
-    folder.fold(terms, out, op, divisor, out.nbytes >= STREAM_BYTES)
+    folder.fold(terms, out, op, divisor, out.nbytes >= calibration().stream_from_bytes)
 
 
 @bounded_cache(1 << 20)

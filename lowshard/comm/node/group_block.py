@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
+from lowshard.calibration import NEVER
 from lowshard.comm.mailbox import Mailbox
 from lowshard.comm.node.atomic import FUTEX_CALLS
 from lowshard.comm.node.combine import BLOCK_BYTES, schedule
-from lowshard.comm.node.copy_choice import CLASSES, ROW_WORDS
 from lowshard.comm.node.fold import scratch_blocks
 from lowshard.comm.node.line_vectors import LINE_BYTES
 from lowshard.comm.node.message_rings import ENTRY_HEAD_BYTES, HEAD_BYTES
@@ -21,7 +21,6 @@ from lowshard.comm.node.node_memory import NodeMemory, head_bytes
 from lowshard.comm.node.node_rendezvous import (
     CARD_BYTES,
     CARDS,
-    CHOICES,
     CONTEXT_WORDS,
     ENTRIES,
     ENTRY_BYTES,
@@ -30,6 +29,7 @@ from lowshard.comm.node.node_rendezvous import (
     FUTEX_CALL,
     GONE,
     HEADS,
+    LAST_CACHE,
     MAPS,
     ME,
     MEMBERS,
@@ -37,9 +37,11 @@ from lowshard.comm.node.node_rendezvous import (
     PARTS,
     PIDS,
     PIPES,
+    PIPES_FROM,
     PROGRESS,
     RING_ENTRIES,
     SCRATCH,
+    SHARE_PAST,
     SIZE,
     SLOT_BYTES,
     SLOTS,
@@ -90,7 +92,6 @@ class GroupContext:
         words: int64; `lowshard.comm.node.node_rendezvous` says which is what.
         address: of the words.
         steps_at: by order, the address of the steps of a fold.
-        choices: what was found about copies, by class of size.
         scratch: memory of folds; its pages come with the first.
     """
 
@@ -115,8 +116,10 @@ class GroupContext:
         words[RING_ENTRIES], words[ENTRY_BYTES] = ring_of(size)
         words[HEADS] = words[SLOTS] + TURNS * size * slot_bytes(size)
         words[ENTRIES] = words[HEADS] + size * size * HEAD_BYTES
-        self.choices = np.zeros(CLASSES * ROW_WORDS, np.int64)
-        words[CHOICES] = address_of(self.choices)
+        found = memory.calibration
+        # Ranks that share a core share its caches too.
+        words[SHARE_PAST] = NEVER if crowded else found.share_past_from_bytes
+        words[LAST_CACHE], words[PIPES_FROM] = found.last_cache_bytes, found.pipes_from_bytes
         if memory.pipes.table is not None:
             words[PIPES] = address_of(memory.pipes.table)
         self._flows = np.zeros((size, FLOW_WORDS), np.int64)

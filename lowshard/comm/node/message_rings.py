@@ -47,11 +47,9 @@ KIND, LENGTH, _ADDRESS, _SEGMENT, _OFFSET = range(5)
 """Words of an entry; its content, if it is short, begins at ENTRY_HEAD_BYTES."""
 (
     ACCEPTED, _CLAIMED, _COPIED, _TO_ADDRESS, _TO_SEGMENT, _TO_OFFSET, _ACCEPTED_SLEEPERS, _COPIED_SLEEPERS, BROKEN,
-    NEXT_WAY,
-) = range(5, 15)  # fmt: skip
+) = range(5, 14)  # fmt: skip
 """Of one that both copy: whether the receiver says where to; pieces that somebody copies, and bytes that have been
-copied; where to; who sleeps; whether a copy has failed. Of one sent while another is received: its sender's word on
-the way that the next should take."""
+copied; where to; who sleeps; whether a copy has failed."""
 _BOTH_BYTES = 64 << 10
 """Messages from here on both sides copy."""
 _PIECE_BYTES, _PIECES = 32 << 10, 16
@@ -86,7 +84,7 @@ def entry_of(ctx: int, src: int, dst: int, number: int) -> Any:
 
 
 @inner
-def post(ctx: int, dst: int, address: int, size_bytes: int, share: int, next_way: int) -> Any:
+def post(ctx: int, dst: int, address: int, size_bytes: int, share: int) -> Any:
     """Post a message and return its number, or FULL.
 
     Args:
@@ -95,7 +93,6 @@ def post(ctx: int, dst: int, address: int, size_bytes: int, share: int, next_way
         address: of what is sent.
         size_bytes: of it.
         share: what its sender will do if it is long, ALONE for nothing.
-        next_way: its sender's word for its entry, 0 for none.
     """
     me = peek(ctx + 8 * ME)
     head = head_of(ctx, me, dst)
@@ -116,7 +113,6 @@ def post(ctx: int, dst: int, address: int, size_bytes: int, share: int, next_way
             poke(entry + 8 * _OFFSET, address - mapped_at(ctx, me, segment))
         for word in range(ACCEPTED, BROKEN + 1):
             poke(entry + 8 * word, 0)
-        poke(entry + 8 * NEXT_WAY, next_way)
     release(head + POSTED, number + 1)
     fence()  # as in meet.arrive
     if peek(head + POSTED_SLEEPERS) != 0:
@@ -142,13 +138,13 @@ def send(ctx: int, dst: int, address: int, size_bytes: int) -> Any:
     me = peek(ctx + 8 * ME)
     head = head_of(ctx, me, dst)
     share = BOTH if size_bytes >= _BOTH_BYTES else ALONE
-    number = post(ctx, dst, address, size_bytes, share, 0)
+    number = post(ctx, dst, address, size_bytes, share)
     if number == FULL:
         oldest = peek(head + POSTED) - peek(ctx + 8 * RING_ENTRIES)
         code = await_word(ctx, head + TAKEN, head + TAKEN_SLEEPERS, oldest + 1, dst)
         if code != OK:
             return code
-        number = post(ctx, dst, address, size_bytes, share, 0)
+        number = post(ctx, dst, address, size_bytes, share)
     if fits_an_entry(ctx, size_bytes):
         return OK
     code = OK

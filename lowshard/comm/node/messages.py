@@ -80,7 +80,7 @@ class NodeMailbox(Mailbox):
             if number == FULL:
                 if self.waiting[line][0] is not me:
                     return False
-                number = compiled.post(ctx, dst, at, size, 0, 0)
+                number = compiled.post(ctx, dst, at, size, 0)
                 if number == FULL:
                     return False
                 self._next(line)

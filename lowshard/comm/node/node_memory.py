@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from lowshard.calibration import Calibration, calibration
 from lowshard.comm.node.arena import PAGE_BYTES, Arena, Block, PeerMemory
 from lowshard.comm.node.pipe_set import PipeSet
 from lowshard.errors import CommError
@@ -27,6 +28,7 @@ class NodeMemory:
         rank: this process among those of the node.
         pids: process ids by rank.
         cores: cores that the ranks may run on, together.
+        calibration: rank 0's, for all: what ranks decide together rests on it.
         arena: what this process shares.
         reads_across: whether all ranks may read each other's private memory (process_vm_readv).
         maps: `[ranks, SEGMENTS]` int64: where this process sees the others' segments, 0 where it does not yet.
@@ -54,12 +56,14 @@ class NodeMemory:
         except (OSError, MemoryError) as error:
             problem = f"no anonymous file can be made: {error}"
         cores = sorted(os.sched_getaffinity(0))
-        rows = exchange((os.getpid(), -1 if arena is None else arena.descriptor, problem, cores))
+        found = calibration() if rank == 0 else None
+        rows = exchange((os.getpid(), -1 if arena is None else arena.descriptor, problem, cores, found))
         self._raise_first([row[2] for row in rows])
         assert arena is not None
         self.arena = arena
         self.pids = [int(row[0]) for row in rows]
         self.cores = len({core for row in rows for core in row[3]})
+        self.calibration: Calibration = rows[0][4]
         self._peers: list[PeerMemory | None] = [None] * len(rows)
         word = ctypes.c_int64(4711 + rank)
         try:

@@ -5,21 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from lowshard.comm.node.atomic import copy_bytes, fence, peek, poke
-from lowshard.comm.node.copy_choice import (
-    ALL_TO_ALL,
-    EXCHANGE,
-    GATHER,
-    OWN_PART,
-    hear_choice,
-    learn,
-    row_for,
-    second_is_next,
-    slots_row,
-    tell_choice,
-)
 from lowshard.comm.node.inlined import inner
 from lowshard.comm.node.node_rendezvous import (
-    CHOICES,
     ME,
     OK,
     RECV,
@@ -28,23 +15,23 @@ from lowshard.comm.node.node_rendezvous import (
     SLOT_BYTES,
     SMALL_BYTES,
     UNEQUAL,
-    clock_ns,
     line,
     meet,
     slot,
     step,
 )
 from lowshard.comm.node.peer_copy import (
-    OWN_STREAM_BYTES,
     PAGE_BYTES,
     copy,
     copy_past,
     fetch,
+    goes_past,
     is_private,
     leave,
     put,
     say,
     show,
+    stays_in_caches,
 )
 from lowshard.comm.node.pipe import (
     BROKEN,
@@ -63,34 +50,26 @@ from lowshard.comm.node.pipe import (
 
 OWN_TURN_BYTES, TURN_BYTES = 4 << 20, 1 << 20
 """From the one on a rank copies its own part by turns with those of others, so many bytes each: what it reads of its
-own lies in a cache, which ranks may share, when others read it. From OWN_STREAM_BYTES on it goes past the caches where
-that is found to be faster."""
+own lies in a cache, which ranks may share, when others read it. What it writes goes past the caches where these would
+not keep it."""
 
 
 @inner
 def gather_slots(
     ctx: int, signature: int, send: int, send_bytes: int, recv: int, first: int, ranks: int, offset: int,
-    each_bytes: int, most_bytes: int,
+    each_bytes: int,
 ) -> Any:  # fmt: skip
     """Show `send_bytes` of this rank, and copy a part of what others show: one meeting.
 
-    From each of `ranks` ranks from `first` on, `each_bytes` at `offset` go to recv, one behind the other. No rank shows
-    more than `most_bytes`, the same number on all of them.
+    From each of `ranks` ranks from `first` on, `each_bytes` at `offset` go to recv, one behind the other.
     """
-    me, row, past, begin_ns = peek(ctx + 8 * ME), slots_row(peek(ctx + 8 * CHOICES), most_bytes), False, 0
     step(ctx)
-    if row != 0:
-        tell_choice(ctx, row)
-        past, begin_ns = second_is_next(row), clock_ns(ctx)
-    show(slot(ctx, me, 0), send, send_bytes, past)
+    show(slot(ctx, peek(ctx + 8 * ME), 0), send, send_bytes, goes_past(ctx, send_bytes))
     code = meet(ctx, signature)
     if code != OK:
         return code
     if each_bytes != 0:
         _take_from_slots(ctx, send, recv, first, ranks, offset, each_bytes)
-    if row != 0:
-        hear_choice(ctx, row)
-        learn(row, past, most_bytes, clock_ns(ctx) - begin_ns)
     return code
 
 
@@ -117,27 +96,18 @@ def gather_buffers(
 
     Each takes its part of what is shown, or all of it: what another rank takes begins at its number times a part.
     """
-    me, size, choice = peek(ctx + 8 * ME), peek(ctx + 8 * SIZE), 0
+    me, size = peek(ctx + 8 * ME), peek(ctx + 8 * SIZE)
     apart = each_bytes if send_bytes > each_bytes else 0
     step(ctx)
     say(ctx, SEND, send, send_bytes)
-    if takes_pipes(ctx, each_bytes) and is_private(ctx):
-        kind = GATHER if apart == 0 else ALL_TO_ALL
-        choice = row_for(peek(ctx + 8 * CHOICES), kind, each_bytes)
-    handed = offer(ctx, choice)
+    handed = offer(ctx, takes_pipes(ctx, each_bytes) and is_private(ctx))
     turns = apart == 0 and each_bytes >= OWN_TURN_BYTES and send != recv + me * each_bytes
-    large = turns and choice == 0 and each_bytes >= OWN_STREAM_BYTES
-    own = row_for(peek(ctx + 8 * CHOICES), OWN_PART, each_bytes) if large else 0
-    past = own != 0 and second_is_next(own)
-    if own != 0:
-        tell_choice(ctx, own)
+    past = turns and not stays_in_caches(ctx, each_bytes)
     code = meet(ctx, signature)
     if code != OK:
         if handed:
             let_go_of_all(ctx)
         return code
-    hear_choice(ctx, choice + own)  # one of them is 0
-    begin_ns = clock_ns(ctx) if choice + own != 0 else 0
     begin_flows(ctx)
     for i in range(1, size):
         rank = (me + i) % size
@@ -159,15 +129,12 @@ def gather_buffers(
                 fetch(ctx, rank, SEND, offset + begin, into, n)
     if past:
         fence()  # what went past the caches is there before anybody is told
-    code = _finish(ctx, handed, choice, begin_ns, each_bytes)
-    if code == OK and own != 0:
-        learn(own, past, each_bytes, clock_ns(ctx) - begin_ns)
-    return code
+    return _finish(ctx, handed)
 
 
 @inner
-def _finish(ctx: int, handed: bool, choice: int, begin_ns: int, size_bytes: int) -> Any:
-    """End a call that may take pipes, and note how long it took."""
+def _finish(ctx: int, handed: bool) -> Any:
+    """End a call that may take pipes."""
     code = finish_flows(ctx)
     if code != OK:
         return code
@@ -175,8 +142,6 @@ def _finish(ctx: int, handed: bool, choice: int, begin_ns: int, size_bytes: int)
     code = leave(ctx)
     if code == OK and handed and whole:
         let_go_of_all(ctx)
-    if code == OK and choice != 0:
-        learn(choice, handed, size_bytes, clock_ns(ctx) - begin_ns)
     return code
 
 
@@ -287,18 +252,10 @@ def exchange(
     copy_bytes(mine, table, head)
     small = send_bytes <= peek(ctx + 8 * SMALL_BYTES) and head + send_bytes <= last
     poke(mine + last, 1 if small else 0)
-    slots = slots_row(peek(ctx + 8 * CHOICES), send_bytes) if small else 0
-    past = slots != 0 and second_is_next(slots)
-    begin_ns = clock_ns(ctx) if slots != 0 else 0
     if small:
-        show(mine + head, send, send_bytes, past)
+        show(mine + head, send, send_bytes, goes_past(ctx, send_bytes))
     say(ctx, SEND, send, send_bytes)
-    choice = 0
-    if not small and takes_pipes(ctx, send_bytes // size) and is_private(ctx):
-        choice = row_for(peek(ctx + 8 * CHOICES), EXCHANGE, send_bytes)
-    handed = offer(ctx, choice)
-    if slots != 0:
-        tell_choice(ctx, slots)
+    handed = offer(ctx, not small and takes_pipes(ctx, send_bytes // size) and is_private(ctx))
     code = meet(ctx, signature)
     if code == OK and check and not _tables_agree(ctx):
         code = UNEQUAL
@@ -306,8 +263,6 @@ def exchange(
         if handed:
             let_go_of_all(ctx)
         return code
-    hear_choice(ctx, choice + slots)  # one of them is 0
-    begin_ns = clock_ns(ctx) if choice != 0 else begin_ns
     begin_flows(ctx)
     all_in_slots = True
     for i in range(size):
@@ -335,9 +290,7 @@ def exchange(
         elif rank == me or not is_handed(ctx, rank, part):
             fetch(ctx, rank, SEND, at, target, part)
     if not all_in_slots:
-        return _finish(ctx, handed, choice, begin_ns, send_bytes)
-    if slots != 0:
-        learn(slots, past, send_bytes, clock_ns(ctx) - begin_ns)
+        return _finish(ctx, handed)
     return OK
 
 

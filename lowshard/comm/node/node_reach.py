@@ -45,7 +45,7 @@ class NodeReach(Reach):
             return _Rows(self._place, self._over.gather_facts(mine).tolist())
         rows = np.empty((size, mine.size), np.int64)
         code = runner.compiled.gather_slots(
-            runner.ctx, STEP_SIGNATURE, address_of(mine), n, address_of(rows), 0, size, 0, n, 0
+            runner.ctx, STEP_SIGNATURE, address_of(mine), n, address_of(rows), 0, size, 0, n
         )
         if code:
             runner.end(code, "publish")

@@ -84,18 +84,22 @@ CAME = 34
 """Out: bytes of a message that was not as long as it should be."""
 SMALL_BYTES = 35
 """What goes through a slot whole."""
-CHOICES = 36
-"""Address of the table of `lowshard.comm.node.copy_choice`."""
+SHARE_PAST = 36
+"""What is written at a time for other ranks to read goes past the caches from so many bytes on."""
 PROGRESS = 37
 """Address of six int64: a C function that lets MPI go on, and its arguments; 0 for none."""
 PIPES = 38
 """Address of the table of `lowshard.comm.node.pipe`, or 0."""
 FLOWS = 39
 """Address of what it notes of each rank, of this context alone."""
+LAST_CACHE = 40
+"""Bytes that a core's caches keep for it."""
+PIPES_FROM = 41
+"""Private memory is handed on by pipes from so many bytes on."""
 TURNS = 8
 """Slots a rank. Two would do, since all have read what was shown two meetings ago. But what another core has read is
 cheap to write again only when the caches have forgotten it."""
-CONTEXT_WORDS = 40
+CONTEXT_WORDS = 42
 
 SEGMENTS = 64
 """Segments of a rank that peers map; buffers in others are read as private memory is."""
@@ -108,10 +112,6 @@ _SLEEPERS = 8
 _WORDS = 64
 """Where what is said beside the stamp begins: two lines of eight int64."""
 _LINE_BYTES = 64
-_ASIDE = 192
-"""Where lies what has no place in a line: two int64 for each, taken in turn as the lines are."""
-CHOICE = 0
-"""What a rank would have all choose next."""
 
 SIGNATURE, SEND, SEND_SEGMENT, SEND_OFFSET, RECV, RECV_SEGMENT, RECV_OFFSET = range(7)
 
@@ -131,12 +131,6 @@ _GONE_NS = 1_000_000_000
 def line(ctx: int, rank: int) -> Any:
     """Return the address of what a rank says beside the stamp that is being met."""
     return peek(ctx + 8 * CARDS) + rank * CARD_BYTES + _WORDS + (peek(ctx + 8 * STAMP) & 1) * _LINE_BYTES
-
-
-@inner
-def aside(ctx: int, rank: int, word: int) -> Any:
-    """Return the address of CHOICE of a rank, said beside the stamp that is being met."""
-    return peek(ctx + 8 * CARDS) + rank * CARD_BYTES + _ASIDE + 16 * word + (peek(ctx + 8 * STAMP) & 1) * 8
 
 
 @inner

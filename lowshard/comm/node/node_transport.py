@@ -148,7 +148,7 @@ class NodeTransport(Transport):
         n, signature = send.nbytes, 0 if self.check == "off" else STEP_SIGNATURE
         if dense and len(set(counts)) == 1 and n <= self._small_bytes:
             code = self.runner.compiled.gather_slots(
-                self.runner.ctx, signature, address_of(send), n, address_of(recv), 0, self.size, 0, n, n
+                self.runner.ctx, signature, address_of(send), n, address_of(recv), 0, self.size, 0, n
             )
             if code:
                 self.runner.end(code, "a step of the transport")
@@ -211,7 +211,7 @@ class NodeTransport(Transport):
         """
         sizes = send_bytes, ranks * each
         if most <= self._small_bytes:
-            return self.runner.small(call, GATHER_SLOTS, sizes, first, ranks, offset, each, most)
+            return self.runner.small(call, GATHER_SLOTS, sizes, first, ranks, offset, each)
         return self.runner.large(call, GATHER_BUFFERS, sizes, first, ranks, offset, each, in_place=in_place)
 
     def _plan_all_gather(self, call: Call, dtype: Any, elems: int) -> Run:
@@ -391,7 +391,7 @@ class NodeTransport(Transport):
             facts[:] = block.segment, block.offset
         rows = np.empty((self.size, 2), np.int64)
         code = self.runner.compiled.gather_slots(
-            self.runner.ctx, signature, address_of(facts), 16, address_of(rows), 0, self.size, 0, 16, 0
+            self.runner.ctx, signature, address_of(facts), 16, address_of(rows), 0, self.size, 0, 16
         )
         if code:
             if block is not None and code == DIFFERENT:

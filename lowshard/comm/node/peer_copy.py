@@ -11,6 +11,7 @@ from lowshard.comm.node.node_rendezvous import (
     DIFFERENT,
     FAULT,
     FAULTY,
+    LAST_CACHE,
     MAPS,
     ME,
     MEMBERS,
@@ -20,6 +21,7 @@ from lowshard.comm.node.node_rendezvous import (
     RECV,
     SEGMENTS,
     SEND,
+    SHARE_PAST,
     SIZE,
     VECTORS,
     WANTED,
@@ -32,8 +34,6 @@ NO_SEGMENT = -1
 """In place of a segment's number: private memory, which peers read by a system call."""
 STREAM_BYTES = 1 << 20
 """From here on what is written at a time goes past the caches."""
-OWN_STREAM_BYTES = 8 << 20
-"""The same for what a rank copies within its own memory: nobody fetches that from its caches."""
 PAGE_BYTES = 4096
 
 
@@ -93,6 +93,18 @@ def copy(into: int, source: int, size_bytes: int) -> None:
 
 
 @inner
+def goes_past(ctx: int, size_bytes: int) -> Any:
+    """Say whether so many bytes, written for other ranks to read, go past the caches."""
+    return peek(ctx + 8 * SHARE_PAST) <= size_bytes
+
+
+@inner
+def stays_in_caches(ctx: int, size_bytes: int) -> Any:
+    """Say whether caches keep what so many bytes are copied from and to: a rank's own, which nobody fetches there."""
+    return 2 * size_bytes < peek(ctx + 8 * LAST_CACHE)
+
+
+@inner
 def show(into: int, source: int, size_bytes: int, past: bool) -> None:
     """Copy bytes to where others read them soon, past the caches or not."""
     if past:
@@ -135,7 +147,7 @@ def transfer(ctx: int, rank: int, local: int, remote: int, size_bytes: int, writ
 
 @inner
 def _copy_seen(ctx: int, rank: int, into: int, source: int, size_bytes: int) -> None:
-    if rank == peek(ctx + 8 * ME) and size_bytes < OWN_STREAM_BYTES:
+    if rank == peek(ctx + 8 * ME) and stays_in_caches(ctx, size_bytes):
         copy_bytes(into, source, size_bytes)
     else:
         copy(into, source, size_bytes)

@@ -2,8 +2,7 @@
 
 A rank that reads another's memory (process_vm_readv) must look up and pin each page from afar, which takes longer than
 to copy one of 4 KiB. Their owner finds them in a fraction of that time, and a pipe keeps them until they are read. Huge
-pages are pinned many at once, so that reading is faster there: which way calls take is found out
-(`lowshard.comm.node.copy_choice`).
+pages are pinned many at once, so that reading is faster there.
 
 Each process has a pipe to each other one of its node. A call that uses one holds it, from before it says so until all
 of it has been read; where a call ends in disorder the pipe stays held for good, since something may lie in it still.
@@ -14,7 +13,6 @@ from __future__ import annotations
 from typing import Any
 
 from lowshard.comm.node.atomic import acquire, add_to, give_pages, last_error, peek, poke, read_file, release
-from lowshard.comm.node.copy_choice import second_is_next, tell_choice
 from lowshard.comm.node.inlined import inner
 from lowshard.comm.node.node_rendezvous import (
     FAULT,
@@ -23,6 +21,7 @@ from lowshard.comm.node.node_rendezvous import (
     MEMBERS,
     OK,
     PIPES,
+    PIPES_FROM,
     SIZE,
     TIMEOUT_NS,
     VECTORS,
@@ -38,8 +37,8 @@ PIPE_WORDS = 3
 _TO, _FROM, _HELD = range(PIPE_WORDS)
 """Of a process of the node: the descriptors of the pipes to it and from it; whether a call holds that to it."""
 
-_FROM_BYTES, _TO_BYTES = 16 << 10, 3 << 20
-"""Parts of less are copied sooner than handed on; larger ones lie in huge pages, which NumPy asks for from 4 MiB on."""
+_TO_BYTES = 3 << 20
+"""Larger parts lie in huge pages, which NumPy asks for from 4 MiB on. Those of less than PIPES_FROM are read sooner."""
 
 FLOW_WORDS = 8
 _OUT, _OUT_LEFT, _INTO, _INTO_LEFT, _THERE = range(5)
@@ -57,7 +56,7 @@ _AGAIN, _INTERRUPTED = 11, 4
 @inner
 def takes_pipes(ctx: int, size_bytes: int) -> Any:
     """Say whether parts of so many bytes may go through pipes."""
-    return peek(ctx + 8 * PIPES) != 0 and size_bytes >= _FROM_BYTES and size_bytes <= _TO_BYTES
+    return peek(ctx + 8 * PIPES) != 0 and peek(ctx + 8 * PIPES_FROM) <= size_bytes <= _TO_BYTES
 
 
 @inner
@@ -172,15 +171,14 @@ def pull(ctx: int, rank: int) -> Any:
 
 
 @inner
-def offer(ctx: int, choice: int) -> Any:
+def offer(ctx: int, wants: bool) -> Any:
     """Write on this rank's card, for all, how what it shows is to be had; say whether it is handed on.
 
     Args:
         ctx: the context.
-        choice: row of the choice, 0 where pipes are not taken.
+        wants: it is to be handed on, where the pipes are free.
     """
-    tell_choice(ctx, choice)
-    handed = choice != 0 and second_is_next(choice) and hold_all(ctx)
+    handed = wants and hold_all(ctx)
     say_way(ctx, handed)
     return handed
 
