@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import prod
@@ -187,7 +187,8 @@ class _Held:
 def _factors(ranks: tuple[int, ...]) -> npt.NDArray[np.uint32]:
     """Return the sum of the numbers by which ranks multiply."""
     numbers = factors(np.array(ranks) + (1 << 40))  # none of a block
-    return numbers.sum(axis=0, dtype=np.uint32)
+    total: npt.NDArray[np.uint32] = numbers.sum(axis=0, dtype=np.uint32)
+    return total
 
 
 def _pieces_of(partition: Partition, cell: int) -> dict[_Key, _Piece]:
@@ -248,7 +249,7 @@ def _checked(name: object, given: object, rank: int, size: int, known: dict[Give
     if not isinstance(given, (tuple, list)) or len(given) != 2:
         raise LayoutError(f"{_RULE}; {name} has {brief(given)}")
     asked, array = given
-    plan = known.get(asked) if isinstance(asked, Hashable) else None
+    plan = known.get(asked) if isinstance(asked, Given) else None
     if plan is None:
         layout = as_tensor_layout(asked)
         if layout.seats.span[1] > size:
