@@ -15,7 +15,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from math import prod
 from typing import Any
 
@@ -24,6 +24,7 @@ import numpy.typing as npt
 
 from lowshard import dtypes
 from lowshard.argument import brief, instance, mapping
+from lowshard.bounded import bounded_cache
 from lowshard.box import Box, intersect, subtract, volume
 from lowshard.comm import Communicator, agree
 from lowshard.comm.agreement import control_of, share_text
@@ -183,7 +184,7 @@ class _Held:
         return own
 
 
-@lru_cache(1 << 10)
+@bounded_cache(1 << 20)
 def _factors(ranks: tuple[int, ...]) -> npt.NDArray[np.uint32]:
     """Return the sum of the numbers by which ranks multiply."""
     numbers = factors(np.array(ranks) + (1 << 40))  # none of a block
