@@ -6,6 +6,7 @@ Modules that tests share lie in tests/support and are imported as `support.NAME`
 from __future__ import annotations
 
 import faulthandler
+import gc
 import os
 import secrets
 import signal
@@ -77,7 +78,7 @@ def pytest_configure(config: pytest.Config) -> None:
     mode.set_mode(full, seed)
     if config.getoption("hypothesis_seed", None) is None:
         config.option.hypothesis_seed = str(seed)
-    hypothesis.settings.register_profile("default", max_examples=25, deadline=None, print_blob=True)
+    hypothesis.settings.register_profile("default", max_examples=15, deadline=None, print_blob=True)
     hypothesis.settings.register_profile("full", max_examples=500, deadline=None, print_blob=True)
     if config.getoption("hypothesis_profile", None) is None:
         hypothesis.settings.load_profile("full" if full else "default")
@@ -136,6 +137,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left:
         config.hook.pytest_deselected(items=left)
     items[:] = kept
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish() -> None:
+    """Spare the collections of garbage to come what stays to the end: the tests, and what they have imported."""
+    gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -11,6 +11,7 @@ from support.starting import start_ranks
 pytestmark = pytest.mark.mpi
 
 
+@pytest.mark.full_only  # refits by deltas: tests/world/test_delta_refit.py, and the page of refits
 @pytest.mark.time_limit(150)
 def test_little_changes_in_a_step_and_little_is_sent() -> None:
     """Compared bit for bit by the ranks; 20 steps at 3e-6 on a model that has learned for 100."""

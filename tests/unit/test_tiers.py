@@ -21,7 +21,12 @@ def test_a_file_over_its_budget_is_named_and_a_slow_machine_has_more() -> None:
 
 
 def test_long_files_come_first_and_those_that_start_ranks_between_the_others() -> None:
-    recorded_s = {"tests/mpi/a.py": 1.0, "tests/mpi/b.py": 9.0, "tests/unit/c.py": 2.0, "tests/unit/d.py": 3.0}
+    recorded_s = {
+        "tests/mpi/a.py": 1.0,
+        "tests/mpi/b.py": 9.0,
+        "tests/unit/c.py": 2.0,
+        "tests/unit/d.py": 3.0,
+    }
     order = durations.in_order([*recorded_s, "tests/unit/new.py"], recorded_s)
     assert order[:3] == ["tests/mpi/b.py", "tests/unit/d.py", "tests/unit/new.py"]
     assert order[3:] == ["tests/unit/c.py", "tests/mpi/a.py"]
