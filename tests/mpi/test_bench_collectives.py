@@ -263,6 +263,7 @@ def marked(text: str) -> list[int]:
     return found
 
 
+@pytest.mark.full_only
 @pytest.mark.time_limit(100)
 def test_every_refit_of_the_bench_runs(tmp_path: Path) -> None:
     report = tmp_path / "refit.json"

@@ -55,7 +55,7 @@ def test_a_job_runs_whatever_is_closed(closed: str, tmp_path: Path) -> None:
 
 @pytest.mark.mpi
 @pytest.mark.time_limit(120)
-@pytest.mark.parametrize("closed", mode.sample(list(CLOSED), 2, "fails"))
+@pytest.mark.parametrize("closed", mode.sample(list(CLOSED), 1, "fails"))
 def test_a_job_that_fails_says_so_where_it_can(closed: str, tmp_path: Path) -> None:
     (tmp_path / "fails.py").write_text("raise ValueError('boom')\n")
     done = ran("run -n 2 fails.py", closed, cwd=tmp_path)
@@ -64,7 +64,7 @@ def test_a_job_that_fails_says_so_where_it_can(closed: str, tmp_path: Path) -> N
 
 
 @pytest.mark.time_limit(120)
-@pytest.mark.parametrize(("words", "closed"), mode.sample(list(product(WORDS, CLOSED)), 3, "words"))
+@pytest.mark.parametrize(("words", "closed"), mode.sample(list(product(WORDS, CLOSED)), 2, "words"))
 def test_commands_work(closed: str, words: str, tmp_path: Path) -> None:
     assert ran(words, closed, cwd=tmp_path).returncode == 0
     assert ran("no-such-command", closed, cwd=tmp_path).returncode == 2

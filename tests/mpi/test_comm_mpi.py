@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from support import mode
-from support.case_table import LIMIT_S, cases_of_jobs, check_case
+from support.case_table import LIMIT_S, cases_of_jobs, check_case, some_cases
 from support.starting import Finished, RanksTimedOut, start_ranks
 
 pytestmark = pytest.mark.mpi
@@ -31,17 +31,20 @@ NODES = [
 ]
 
 
+ON_NODES = some_cases(50, "several nodes")
+
+
 @pytest.mark.time_limit(LIMIT_S + 30)
 @pytest.mark.parametrize(
     ("name", "size", "node_size", "device"),
     [
         (name, size, node_size, device)
         for size, node_size, device in NODES
-        for name, _ in cases_of_jobs([size], device, LOWSHARD_NODE_SIZE=str(node_size))
+        for name, _ in cases_of_jobs([size], device, ON_NODES, LOWSHARD_NODE_SIZE=str(node_size))
     ],
 )
 def test_the_contract_holds_on_several_nodes(name: str, size: int, node_size: int, device: str) -> None:
-    check_case(name, size, device, LOWSHARD_NODE_SIZE=str(node_size))
+    check_case(name, size, device, ON_NODES, LOWSHARD_NODE_SIZE=str(node_size))
 
 
 # (ranks, ranks of a node, whether processes may read each other's memory)

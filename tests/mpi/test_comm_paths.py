@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import pytest
 from support import barred, mode
-from support.case_table import CASES, LIMIT_S, cases_of_jobs, check_case
+from support.case_table import CASES, LIMIT_S, cases_of_jobs, check_case, some_cases
 from support.starting import start_ranks
 
 pytestmark = [pytest.mark.mpi, pytest.mark.time_limit(LIMIT_S + 30)]
@@ -37,10 +37,13 @@ def in_turn(way: str) -> Callable[[F], F]:
     return (lambda function: function) if way in TURNS else pytest.mark.full_only
 
 
+BY_MPI = some_cases(50, "mpi moves")
+
+
 @in_turn("mpi")
-@pytest.mark.parametrize(("name", "size"), cases_of_jobs([3], LOWSHARD_CPU_PATH="mpi"))
+@pytest.mark.parametrize(("name", "size"), cases_of_jobs([3], names=BY_MPI, LOWSHARD_CPU_PATH="mpi"))
 def test_the_contract_holds_where_mpi_moves_everything(name: str, size: int) -> None:
-    check_case(name, size, "cpu", LOWSHARD_CPU_PATH="mpi")
+    check_case(name, size, "cpu", BY_MPI, LOWSHARD_CPU_PATH="mpi")
 
 
 FULLY_COMPARED = of("check", "group")

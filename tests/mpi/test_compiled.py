@@ -23,10 +23,10 @@ ROOT = SCRIPT.parents[2]
 @pytest.mark.time_limit(180)
 def test_jobs_of_every_size_and_plain_mpiexec_share_one_folder(tmp_path: Path) -> None:
     said = [
-        start_ranks(SCRIPT, n, [], 50, env={"NUMBA_CACHE_DIR": str(tmp_path)}).ok().stdout for n in (1, 2, 4)
+        start_ranks(SCRIPT, n, [], 50, env={"NUMBA_CACHE_DIR": str(tmp_path)}).ok().stdout for n in (1, 4)
     ]
     assert said[0].startswith("['compiled']")
-    assert [text.partition("]")[0].count("disk") for text in said] == [0, 2, 4]
+    assert [text.partition("]")[0].count("disk") for text in said] == [0, 4]
     assert len({text.partition("]")[2] for text in said}) > 1, (
         "all had as many threads: this test shows nothing"
     )

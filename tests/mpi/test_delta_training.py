@@ -11,6 +11,7 @@ from support.starting import start_ranks
 pytestmark = pytest.mark.mpi
 
 
+@pytest.mark.full_only  # refits by deltas: tests/world/test_delta_refit.py, and the page of refits
 @pytest.mark.time_limit(150)
 @pytest.mark.parametrize(("before", "changed"), [(100, 0.02), (0, 0.05)])
 def test_little_changes_in_a_step_and_little_is_sent(before: int, changed: float) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -63,9 +64,11 @@ def test_the_demo_runs_on_ranks_it_starts_and_checks_itself(tmp_path: Path, rank
     assert (tmp_path / "out" / "demo.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
-def test_the_demo_runs_inside_the_users_own_mpi(tmp_path: Path) -> None:
+def test_the_demo_runs_inside_the_users_own_mpi_and_json_goes_to_stdout_alone(tmp_path: Path) -> None:
     mpi = find_mpi()
-    program = [sys.executable, "-m", "lowshard", "demo", "--synthetic", "-o", str(tmp_path / "out")]
+    out = tmp_path / "out"
+    options = ["--synthetic", "--json", "--no-picture", "-o", str(out)]
+    program = [sys.executable, "-m", "lowshard", "demo", *options]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     ran = subprocess.run(
         mpi.command(4, program),
@@ -75,10 +78,12 @@ def test_the_demo_runs_inside_the_users_own_mpi(tmp_path: Path) -> None:
         text=True,
         timeout=200,
     )
-    assert checked(ran, tmp_path / "out")["world_size"] == 4
-    assert ran.stdout.count("memcpy in this run") == 1  # rank 0 alone reports
+    assert checked(ran, out)["world_size"] == 4
+    assert json.loads(ran.stdout) == json.loads((out / "demo.json").read_text())  # rank 0 alone reports
+    assert not (out / "demo.png").exists()
 
 
+@pytest.mark.full_only
 @pytest.mark.one_mpi
 @pytest.mark.weights
 def test_the_demo_holds_its_bounds_on_the_real_checkpoint(tmp_path: Path) -> None:
@@ -91,13 +96,6 @@ def test_the_demo_holds_its_bounds_on_the_real_checkpoint(tmp_path: Path) -> Non
 
 
 @pytest.mark.one_mpi
-def test_json_goes_to_stdout_alone(tmp_path: Path) -> None:
-    ran = demo("--synthetic", "--json", "--no-picture", "-n", 2, "-o", tmp_path / "out", cwd=tmp_path)
-    assert json.loads(ran.stdout) == json.loads((tmp_path / "out" / "demo.json").read_text())
-    assert not (tmp_path / "out" / "demo.png").exists()
-
-
-@pytest.mark.one_mpi
 def test_a_failed_check_is_exit_code_1_and_named(tmp_path: Path) -> None:
     from safetensors.numpy import load_file, save_file
 
@@ -106,7 +104,7 @@ def test_a_failed_check_is_exit_code_1_and_named(tmp_path: Path) -> None:
     name = next(n for n in weights if n.endswith("layer.0.output.dense.weight"))
     weights[name] = np.full_like(weights[name], np.nan)
     save_file(weights, made.checkpoint)
-    ran = demo("--checkpoint", made.checkpoint, "--no-picture", "-o", tmp_path / "out", cwd=tmp_path)
+    ran = demo("--checkpoint", made.checkpoint, "-n", 2, "--no-picture", "-o", tmp_path / "out", cwd=tmp_path)
     assert ran.returncode == 1, ran.stdout + ran.stderr
     assert "FAILED" in ran.stdout
     report = json.loads((tmp_path / "out" / "demo.json").read_text())
@@ -135,23 +133,24 @@ def with_offsets(change: Callable[[list[int], list[int]], list[int]]) -> Callabl
     return damage
 
 
-@pytest.mark.one_mpi
-@pytest.mark.parametrize(
-    ("damage", "text"),
-    [
-        (None, "is not there"),
-        (lambda data: data[: len(data) // 2], "truncated|ends|short|bytes"),
-        (corrupt_header, "header"),
-        (lambda data: data.replace(b'"F32"', b'"F33"', 1), "F33"),
-        (lambda data: data + b"tail", "after|trailing|bytes"),
-        (with_offsets(lambda first, second: [second[0], second[1] + 4]), "bytes"),
-        (with_offsets(lambda first, second: [first[0], first[0] + second[1] - second[0]]), "overlap"),
-        (with_offsets(lambda first, second: [10**15, 10**15 + second[1] - second[0]]), "bytes|end"),
-    ],
-)
-def test_a_bad_checkpoint_is_a_clear_error_and_exit_code_2(tmp_path: Path, damage: Any, text: str) -> None:
-    import re
+BAD: dict[str, tuple[Any, str]] = {
+    "none": (None, "is not there"),
+    "half": (lambda data: data[: len(data) // 2], "truncated|ends|short|bytes"),
+    "header": (corrupt_header, "header"),
+    "dtype": (lambda data: data.replace(b'"F32"', b'"F33"', 1), "F33"),
+    "tail": (lambda data: data + b"tail", "after|trailing|bytes"),
+    "size": (with_offsets(lambda first, second: [second[0], second[1] + 4]), "bytes"),
+    "overlap": (
+        with_offsets(lambda first, second: [first[0], first[0] + second[1] - second[0]]), "overlap",
+    ),
+    "far": (with_offsets(lambda first, second: [10**15, 10**15 + second[1] - second[0]]), "bytes|end"),
+}  # fmt: skip
 
+
+@pytest.mark.one_mpi
+@pytest.mark.parametrize("name", mode.sample(list(BAD), 3, "bad checkpoints of the demo"))
+def test_a_bad_checkpoint_is_a_clear_error_and_exit_code_2(tmp_path: Path, name: str) -> None:
+    damage, text = BAD[name]
     file = tmp_path / "bad.safetensors"
     if damage is not None:
         file.write_bytes(bytes(damage(bytearray(synthetic(tmp_path, seed=1).checkpoint.read_bytes()))))

@@ -98,7 +98,7 @@ def read(path: Path) -> bytes:
         return b""
 
 
-@pytest.mark.parametrize("door", mode.sample(DOORS, 2, "doors"))
+@pytest.mark.parametrize("door", mode.sample(DOORS, 1, "doors"))
 def test_a_job_under_attack_ends_as_if_nothing_had_been(launcher: Launcher, folder: Path, door: str) -> None:
     """10,000 greetings with --full, from a process that does not know the token; few descriptors for the launcher."""
     if door == "launcher between hosts" and (reason := why_not()):

@@ -57,7 +57,7 @@ def test_a_killed_rank_is_told_of_and_the_last_save_goes_on(phase: str, name: st
 @pytest.mark.one_mpi
 def test_the_bench_sends_what_the_formula_says(tmp_path: Path) -> None:
     """Small; exit code 1 would mean other bytes."""
-    modes = mode.sample(["full", "sgo", "none", "hybrid"], 2, "fsdp bench")
+    modes = mode.sample(["full", "sgo", "none", "hybrid"], 1, "fsdp bench")
     out = tmp_path / "bench.json"
     command = [sys.executable, "-m", "lowshard", "bench", "fsdp", "--ranks", "1,2", "--mode", ",".join(modes)]
     small = ["--width", "128", "--layers", "3", "--steps", "2", "--warmup", "1", "--json", str(out)]

@@ -15,6 +15,7 @@ import uuid
 from pathlib import Path
 
 import pytest
+from support import mode
 from support.launching import ENDS_WITHIN_S, LIMIT_S, MARK, ROOT, Launcher, wait_until
 
 from lowshard.errors import LaunchError
@@ -158,6 +159,7 @@ def test_a_module_runs_as_main(launcher: Launcher) -> None:
     assert sorted(done.out.splitlines()) == ["[0] __main__ ['-x']", "[1] __main__ ['-x']"]
 
 
+@pytest.mark.full_only
 def test_eight_ranks_run_on_few_cores(launcher: Launcher) -> None:
     script = launcher.script(
         "import os\n"
@@ -170,7 +172,13 @@ def test_eight_ranks_run_on_few_cores(launcher: Launcher) -> None:
     assert sorted(done.out.splitlines()) == [f"[{rank}] 28 8 5" for rank in range(8)]
 
 
-@pytest.mark.parametrize("when", ["before init", "in a barrier", "after init", "after finalize"])
+@pytest.mark.parametrize(
+    "when",
+    [
+        "in a barrier",
+        *mode.sample(["before init", "after init", "after finalize"], 1, "moments of an exception"),
+    ],
+)
 def test_an_exception_in_one_rank_ends_the_job_and_is_told_last(launcher: Launcher, when: str) -> None:
     stamp = launcher.folder / "stamp"
     done = launcher.run("-n", "3", launcher.script(FAILING), "raise", when, str(stamp))
@@ -185,17 +193,20 @@ def test_an_exception_in_one_rank_ends_the_job_and_is_told_last(launcher: Launch
     assert "not reached" not in done.out
 
 
+WAYS_TO_FAIL = [
+    ("raise in a thread", 1, "ValueError: invalid literal for int() with base 10: 'no number'"),
+    ("mismatch", 72, "lowshard.errors.MismatchError: ranks differ"),
+    ("exit", 3, "sys.exit(3)"),
+    ("_exit", 4, "ended with exit code 4"),
+    ("SIGKILL", 70, "killed by signal 9 (SIGKILL)"),
+    ("SIGSEGV", 70, "killed by signal 11 (SIGSEGV)"),
+    ("SIGTERM", 70, "killed by signal 15 (SIGTERM)"),
+]
+
+
 @pytest.mark.parametrize(
     ("how", "code", "told"),
-    [
-        ("raise in a thread", 1, "ValueError: invalid literal for int() with base 10: 'no number'"),
-        ("mismatch", 72, "lowshard.errors.MismatchError: ranks differ"),
-        ("exit", 3, "sys.exit(3)"),
-        ("_exit", 4, "ended with exit code 4"),
-        ("SIGKILL", 70, "killed by signal 9 (SIGKILL)"),
-        ("SIGSEGV", 70, "killed by signal 11 (SIGSEGV)"),
-        ("SIGTERM", 70, "killed by signal 15 (SIGTERM)"),
-    ],
+    [*mode.sample(WAYS_TO_FAIL[:4], 2, "exits"), *mode.sample(WAYS_TO_FAIL[4:], 1, "signals")],
 )
 def test_each_way_to_fail_has_its_exit_code_and_names_the_rank(
     launcher: Launcher, how: str, code: int, told: str
@@ -208,7 +219,7 @@ def test_each_way_to_fail_has_its_exit_code_and_names_the_rank(
     assert ("[1] Fatal Python error: Segmentation fault" in done.err) == (how == "SIGSEGV")
 
 
-@pytest.mark.parametrize("how", ["SIGKILL", "_exit"])
+@pytest.mark.parametrize("how", mode.sample(["SIGKILL", "_exit"], 1, "dies before init"))
 def test_a_rank_that_dies_before_init_ends_the_job(launcher: Launcher, how: str) -> None:
     stamp = launcher.folder / "stamp"
     done = launcher.run("-n", "3", launcher.script(FAILING), how, "before init", str(stamp))

@@ -164,7 +164,7 @@ def world(folder: Path, address: str) -> Iterator[World]:
             made.kill(name)
 
 
-@pytest.mark.parametrize("kind", ["unix", "tcp"])
+@pytest.mark.parametrize("kind", mode.sample(["unix", "tcp"], 1, "members come and go"))
 def test_members_come_and_go_and_each_holds_one_whole_version(
     tmp_path: Path, rng: np.random.Generator, kind: str
 ) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support import mode
 
 from lowshard.selftest.step_list import NAMES, STEPS
 
@@ -204,7 +205,12 @@ module.Communicator.all_gather = all_gather
 
 
 @pytest.mark.parametrize(
-    ("library", "command"), [("mpi4py", "pip install 'lowshard[openmpi]'"), ("numba", "pip install numba")]
+    ("library", "command"),
+    mode.sample(
+        [("mpi4py", "pip install 'lowshard[openmpi]'"), ("numba", "pip install numba")],
+        1,
+        "missing libraries",
+    ),
 )
 def test_a_missing_library_is_named_with_the_command_that_installs_it(
     tmp_path: Path, library: str, command: str

@@ -41,7 +41,7 @@ def test_random_collectives_are_right_and_leave_nothing_behind(path: str) -> Non
 
 
 # LOWSHARD_SOAK_S=1800 is the half hour; every run counts from a sixth of its time on, when the caches are nearly full.
-SECONDS = float(os.environ.get("LOWSHARD_SOAK_S", 1800 if mode.full() else 7))
+SECONDS = float(os.environ.get("LOWSHARD_SOAK_S", 1800 if mode.full() else 4))
 WARM_PART = 6
 GROWS_KIB = 8 << 10
 """In the half hour; a short run ends while the caches of the table in docs/limits.md are being filled."""
@@ -54,7 +54,7 @@ FILLING_KIB = 64 << 10
 @pytest.mark.alone
 @pytest.mark.time_limit(SECONDS + 300)
 def test_redistributions_refits_saves_and_loads_leave_nothing_behind() -> None:
-    script, every_s = Path(__file__).parent / "run_soak_jobs.py", max(3.0, SECONDS / 60)
+    script, every_s = Path(__file__).parent / "run_soak_jobs.py", max(1.0, SECONDS / 60)
     ended = start_ranks(script, 4, [str(SECONDS), str(every_s)], SECONDS + 280).ok()
     found = json.loads(ended.stdout)
     assert {"redistribute", "refit", "publish", "save", "split"} <= found["counts"].keys()

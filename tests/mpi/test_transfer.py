@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
+from support import mode
 from support.starting import start_ranks
 
 from lowshard.launch import python_command, run_ranks
@@ -25,7 +26,7 @@ CHECKS = [
 ]
 
 
-@pytest.mark.parametrize("cross", ["auto", "off"])
+@pytest.mark.parametrize("cross", mode.sample(["auto", "off"], 1, "exchange through memory"))
 def test_ranks_of_a_node_exchange_through_memory(tmp_path: Path, cross: str) -> None:
     env = {"LOWSHARD_NODE_SIZE": "2", "LOWSHARD_CROSS_MEMORY": cross}
     assert start_ranks(SCRIPT, 4, [str(tmp_path)], 100, env=env).ok().stdout.split() == CHECKS

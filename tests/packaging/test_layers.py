@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -170,32 +171,31 @@ def floor_of(name: str) -> str:
     return FLOORS[name]
 
 
-def imports_of(path: Path, top_level_only: bool = False) -> set[str]:
-    """Return the modules of ours (or, at the top level, any) that a file imports."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    found: set[str] = set()
-    guarded = {
-        id(inner)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
-        for inner in ast.walk(node)
-    }
-    nested = {
-        id(inner)
-        for node in ast.walk(tree)
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
-        for inner in ast.walk(node)
-    }
-    for node in ast.walk(tree):
-        if top_level_only and (id(node) in guarded or id(node) in nested):
-            continue
+@cache
+def imports_of(path: Path) -> tuple[frozenset[str], frozenset[str]]:
+    """Return the modules that a file imports: anywhere, and at its top, where the import runs when it is loaded."""
+    anywhere: set[str] = set()
+    at_top: set[str] = set()
+
+    def visit(node: ast.AST, later: bool) -> None:
         if isinstance(node, ast.Import):
-            found.update(a.name for a in node.names)
+            names = {a.name for a in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
-            for alias in node.names:
-                whole = f"{node.module}.{alias.name}"
-                found.add(whole if whole in MODULES else node.module)
-    return found
+            whole = {f"{node.module}.{alias.name}" for alias in node.names}
+            names = {name if name in MODULES else node.module for name in whole}
+        else:
+            later = later or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+            later = later or (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test))
+            if not isinstance(node, ast.expr):
+                for inner in ast.iter_child_nodes(node):
+                    visit(inner, later)
+            return
+        anywhere.update(names)
+        if not later:
+            at_top.update(names)
+
+    visit(ast.parse(path.read_text(encoding="utf-8")), False)
+    return frozenset(anywhere), frozenset(at_top)
 
 
 def test_the_table_names_every_module_by_itself_or_by_its_package() -> None:
@@ -209,7 +209,7 @@ def test_the_table_names_every_module_by_itself_or_by_its_package() -> None:
 @pytest.mark.parametrize("name", sorted(MODULES))
 def test_a_module_imports_only_from_lower_floors(name: str) -> None:
     mine = floor_of(name)
-    for used in imports_of(MODULES[name]):
+    for used in imports_of(MODULES[name])[0]:
         if not used.startswith("lowshard"):
             continue
         # `from lowshard import Layout` asks the package, which offers names of floors 0 to 4.
@@ -218,7 +218,7 @@ def test_a_module_imports_only_from_lower_floors(name: str) -> None:
 
 def test_no_modules_import_each_other() -> None:
     """Neither at start-up nor later, in a function or for type checkers."""
-    graph = {name: {u for u in imports_of(path) if u in MODULES} for name, path in MODULES.items()}
+    graph = {name: {u for u in imports_of(path)[0] if u in MODULES} for name, path in MODULES.items()}
     done: set[str] = set()
 
     def visit(name: str, path: tuple[str, ...]) -> None:
@@ -249,7 +249,7 @@ def made_for(name: str) -> set[str]:
 
 @pytest.mark.parametrize("name", sorted(MODULES))
 def test_heavy_libraries_are_imported_on_first_use(name: str) -> None:
-    used = imports_of(MODULES[name], top_level_only=True)
+    used = imports_of(MODULES[name])[1]
     assert not {u.split(".")[0] for u in used} & set(HEAVY) - made_for(name)
     assert not {u for u in used if made_for(u)} or made_for(name), f"{name} imports at its top what is heavy"
 

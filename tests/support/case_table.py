@@ -20,7 +20,7 @@ LIMIT_S = 250.0  # ranks of MPICH that wait take cores from those that work
 GPU_LIMIT_S = max(LIMIT_S, 5.0 * len(CASES))
 """On GPUs: ranks that share one take turns on it, for each case."""
 
-__all__ = ["CASES", "GPU_LIMIT_S", "LIMIT_S", "cases_of_jobs", "check_case"]
+__all__ = ["CASES", "GPU_LIMIT_S", "LIMIT_S", "cases_of_jobs", "check_case", "some_cases"]
 
 
 @cache  # one start of mpiexec for all cases
@@ -51,6 +51,11 @@ def cases_of_jobs(
     """Return name and size of the cases that mean something in jobs of such sizes; arguments as of `check_case`."""
     every = [*CASES] if names is None else [*names]
     return [(name, size) for size in sizes for name in cases_for(_way(size, device, env), every)]
+
+
+def some_cases(few: int, way: str) -> tuple[str, ...]:
+    """Return the names of a few cases that are drawn for a way of moving bytes; of all cases in a full run."""
+    return tuple(mode.sample([*CASES], few, f"cases {way}"))
 
 
 def check_case(name: str, size: int, device: str, names: tuple[str, ...] | None = None, **env: str) -> None:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Iterable, Mapping
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,23 @@ def recorded() -> tuple[float, dict[str, float]]:
     """Return the unit and the CPU seconds of each file when they were recorded."""
     data = json.loads(FILE.read_text(encoding="utf-8"))
     return data["unit_s"], data["files"]
+
+
+def in_order(paths: Iterable[str], recorded_s: Mapping[str, float]) -> list[str]:
+    """Return files as processes that share a run take them: long ones first, so that none ends alone.
+
+    Files that start ranks, which are many processes, lie between the others. What has no record comes first.
+    """
+    kinds: dict[bool, list[tuple[float, str]]] = {True: [], False: []}
+    for path in paths:
+        kinds["/mpi/" in path].append((recorded_s.get(path, inf), path))
+    order = []
+    for files in kinds.values():
+        total_s, so_far_s = sum(s for s, _ in files if s < inf) or 1.0, 0.0
+        for seconds, path in sorted(files, key=lambda file: (-file[0], file[1])):
+            order.append((so_far_s / total_s, path))
+            so_far_s += seconds if seconds < inf else 0.0
+    return [path for _, path in sorted(order)]
 
 
 def budget_s(recorded_s: float, slower: float) -> float:

@@ -10,6 +10,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from support import mode
 from support.cuda_host import HostCudaEngine, host_cuda_engine
 
 from lowshard.kernels import MXFP8Tensor, SwizzledMXFP8
@@ -28,9 +29,9 @@ FLUSHES = platform.machine() in ("x86_64", "AMD64")
 
 any_dtype = pytest.mark.parametrize("dtype", DTYPES)
 any_elem = pytest.mark.parametrize("elem", ELEMS)
-any_mode = pytest.mark.parametrize("scale_mode", MODES)
+any_mode = pytest.mark.parametrize("scale_mode", mode.sample(MODES, 2, "modes of the host"))
 
-WAYS = ("usual", "one CTA", "large grid", "flushing")
+WAYS = ("usual", *mode.sample(("one CTA", "large grid", "flushing"), 1, "ways of the host"))
 """To run a kernel: a grid as large as the work, one CTA; subnormals flushed, as in kernels that CuPy compiles."""
 
 

@@ -12,12 +12,24 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import numpy.typing as npt
+from support import mode
 
 from lowshard.kernels import MXFP8Tensor, quantize_mxfp8
 
 ELEMS = ("e4m3", "e5m2")
 MODES = ("rceil", "floor", "even", "ceil")
-COMBOS = [(elem, mode) for elem in ELEMS for mode in MODES]
+COMBOS = [(elem, scale_mode) for elem in ELEMS for scale_mode in MODES]
+
+
+def some_combos(name: str) -> list[tuple[Any, Any]]:
+    """Return each mode with one of the two element types, drawn for `name`; in a full run with both."""
+    if mode.full():
+        return COMBOS
+    return [
+        (elem, scale_mode) for scale_mode in MODES for elem in mode.sample(ELEMS, 1, f"{name} {scale_mode}")
+    ]
+
+
 DTYPES: dict[str, Any] = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.float32}
 BITS: dict[str, Any] = {"bfloat16": np.uint16, "float16": np.uint16, "float32": np.uint32}
 

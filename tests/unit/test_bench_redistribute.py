@@ -7,6 +7,7 @@ import math
 
 import numpy as np
 import pytest
+from support import mode
 
 from lowshard.bench.bench_redistribute import above_limits
 from lowshard.bench.bench_transition import ONE_AXIS, TWO_AXES, Transition, floor_of, transitions
@@ -75,7 +76,7 @@ def test_peers_that_are_not_installed_are_named() -> None:
 @pytest.mark.mpi
 @pytest.mark.one_mpi
 @pytest.mark.time_limit(200)
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, 4] if mode.full() else [4])
 def test_the_command_measures_and_checks_every_transition(
     ranks: int, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -189,6 +189,7 @@ def test_in_a_folder_for_everybody_another_users_code_is_not_run(tmp_path: Path)
     assert ran(tmp_path, OTHER) == ("42 disk", "")
 
 
+@pytest.mark.full_only
 @pytest.mark.time_limit(200)
 def test_the_number_of_threads_makes_no_code_of_its_own(tmp_path: Path) -> None:
     assert ran(tmp_path)[0] == "42 compiled"

@@ -123,18 +123,20 @@ def files(cache):
 
 
 def test_the_second_process_reads_what_the_first_has_compiled_and_imports_no_numba(tmp_path):
-    jobs = ["gather", "quantize bfloat16 e4m3"]
+    # Quantising compiles for as long as all else in this file.
+    jobs = ["gather", *(["quantize bfloat16 e4m3"] if mode.full() else [])]
     first = done(tmp_path, jobs)
     kept = {path: path.stat().st_mtime_ns for path in files(tmp_path)}
-    assert facts(first, "right", "origin") == [{"right": True, "origin": "compiled"}] * 2
-    assert len(kept) == 2
+    assert facts(first, "right", "origin") == [{"right": True, "origin": "compiled"}] * len(jobs)
+    assert len(kept) == len(jobs)
     second = done(tmp_path, jobs)
-    assert facts(second, "right", "origin") == [{"right": True, "origin": "disk"}] * 2
+    assert facts(second, "right", "origin") == [{"right": True, "origin": "disk"}] * len(jobs)
     assert (first["numba"], second["numba"]) == (True, False)
     assert {path: path.stat().st_mtime_ns for path in files(tmp_path)} == kept
     # The registers of the machine are used: the widest there are, in the quantisation of bf16 above all.
     assert first["bits"] == second["bits"] == vector_bits()
-    assert uses_zmm(tmp_path, "quantize_bfloat16_e4m3") == (vector_bits() == 512)
+    if mode.full():
+        assert uses_zmm(tmp_path, "quantize_bfloat16_e4m3") == (vector_bits() == 512)
 
 
 @pytest.mark.full_only

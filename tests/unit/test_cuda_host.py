@@ -478,9 +478,12 @@ def test_scales_are_swizzled_and_back(
         assert_as_plain(any_engine, into_view, tiles)
 
 
+MATRICES = [(1, 32), (128, 128), (127, 96), (129, 160), (300, 1056), (7, 8256)]
+
+
 @any_dtype
 @any_elem
-@pytest.mark.parametrize("shape", [(1, 32), (128, 128), (127, 96), (129, 160), (300, 1056), (7, 8256)])
+@pytest.mark.parametrize("shape", mode.sample(MATRICES, 3, "matrices in tiles"))
 def test_a_matrix_and_its_tiles_take_one_launch(
     shape: tuple[int, int], dtype: str, elem: Any, any_engine: HostCudaEngine, rng: np.random.Generator
 ) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support import mode
 
 from lowshard import DeviceMesh, Layout
 from lowshard import comm as lc
@@ -263,7 +264,7 @@ def test_minilm_embeds_as_the_original_does(minilm: Source) -> None:
 
 
 @pytest.mark.weights
-@pytest.mark.parametrize("size", [2, 5])
+@pytest.mark.parametrize("size", mode.sample([2, 5], 1, "MiniLM ranks"))
 def test_minilm_in_tensor_parallel_gives_the_unsharded_embeddings(minilm: Source, size: int) -> None:
     weights = load(minilm)
     assert minilm.config is not None

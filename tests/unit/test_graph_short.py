@@ -103,6 +103,7 @@ def assert_refused(
     prove(GraphSolver(tight.profile, tight.rates, budget_bytes=enough).solve(graph, mesh))
 
 
+@pytest.mark.full_only
 def test_a_plan_that_was_not_found_in_time_is_not_said_not_to_exist() -> None:
     rng = np.random.default_rng(18)
     mesh = any_mesh(rng)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support import mode
+from support.case_table import some_cases
 from support.comm_cases import Way, cases_for, run_case
 from support.comm_kit import operands, put, refused, same
 from support.device_stand_in import DEFAULT_STREAM
@@ -28,7 +29,7 @@ from lowshard.errors import BufferMismatchError, CommError, MismatchError, Timed
     [
         (name, size)
         for size in ([1, 2, 3, 4] if mode.full() else mode.sample([2, 3], 1, "staged"))
-        for name in cases_for(Way(size, "staged"))
+        for name in cases_for(Way(size, "staged"), some_cases(60, "staged"))
     ],
 )
 def test_the_contract_holds_over_staged_loopback(name: str, size: int) -> None:

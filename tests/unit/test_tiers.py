@@ -20,6 +20,18 @@ def test_a_file_over_its_budget_is_named_and_a_slow_machine_has_more() -> None:
     assert durations.over_budget(over, before_s, 2.0) == []
 
 
+def test_long_files_come_first_and_those_that_start_ranks_between_the_others() -> None:
+    recorded_s = {
+        "tests/mpi/a.py": 1.0,
+        "tests/mpi/b.py": 9.0,
+        "tests/unit/c.py": 2.0,
+        "tests/unit/d.py": 3.0,
+    }
+    order = durations.in_order([*recorded_s, "tests/unit/new.py"], recorded_s)
+    assert order[:3] == ["tests/mpi/b.py", "tests/unit/d.py", "tests/unit/new.py"]
+    assert order[3:] == ["tests/unit/c.py", "tests/mpi/a.py"]
+
+
 def test_each_test_is_in_one_part_and_a_functions_cases_in_the_same() -> None:
     ids = [f"tests/x.py::test_{number}[{case}]" for number in range(200) for case in range(3)]
     assert {mode.part_of(i, 10) for i in ids} == set(range(10))

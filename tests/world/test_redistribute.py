@@ -333,7 +333,7 @@ def test_a_rank_reads_its_own_copy_before_any_of_its_node() -> None:
 
 
 @pytest.mark.usefixtures("way")
-@pytest.mark.parametrize("size", [2, 3, 4, 5, 6, 7, 8])
+@pytest.mark.parametrize("size", [2, 3, 4, 5, 6, 7, 8] if mode.full() else [3, 5, 8])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_sums_of_any_number_of_terms_have_the_bits_of_the_documented_tree(size: int, dtype: str) -> None:
     src = Layout(DeviceMesh((size,), ("x",)), (size, 61), dtype, (Partial(),))
