@@ -30,7 +30,7 @@ Costs = tuple[float, float]
 
 KIB, MIB = 1 << 10, 1 << 20
 _RESULTS = (1 * MIB, 2 * MIB, 4 * MIB, 8 * MIB, 16 * MIB, 32 * MIB)
-_SHARED = (32 * KIB, 64 * KIB, 256 * KIB, 1 * MIB)
+_SHARED = (256 * KIB, 1 * MIB)  # below, the threads wake each other for longer than they copy
 _HANDED = (16 * KIB, 32 * KIB, 64 * KIB, 128 * KIB, 256 * KIB, 512 * KIB, 1 * MIB)
 _OUTSIDE_BYTES = 64 * MIB
 """What is gone through before it is used again, so that no cache has it still."""
