@@ -13,15 +13,14 @@ from support.pages import ROOT, blocks, fits, pages, run, steps
 
 
 def chosen() -> list[Path]:
-    """Return what a newcomer reads first, and some of the other pages, one of them long; with --full all of them."""
+    """Return what a newcomer reads first, and one of the other pages; with --full all of them, as .ci/run has it."""
     first = {Path("README.md"), Path("docs/index.md"), Path("docs/start.md")}
     found = {page: list(steps((ROOT / page).read_text(encoding="utf-8"))) for page in pages()}
     if mode.full():
         return [page for page in found if found[page]]
     counts = {page: sum(not step.missing for step in of_page) for page, of_page in found.items()}
-    short = [page for page, count in counts.items() if page not in first and 0 < count <= 3]
-    long = [page for page, count in counts.items() if page not in first and count > 3]
-    chosen = {*first, *mode.sample(short, 2, "short pages"), *mode.sample(long, 1, "long pages")}
+    others = [page for page, count in counts.items() if page not in first and 0 < count <= 3]
+    chosen = {*first, *mode.sample(others, 1, "other pages")}
     return [page for page in counts if page in chosen]
 
 

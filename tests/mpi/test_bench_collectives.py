@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support import mode
 from support.starting import start_ranks
 
 from lowshard.bench.cluster import describe
@@ -158,15 +159,15 @@ def test_inside_a_job_every_rank_of_it_takes_part_and_rank_0_speaks() -> None:
     assert ended.stdout.count("# lowshard bench reduce: 3 ranks") == 1
 
 
-@pytest.mark.parametrize(
-    ("argv", "code", "said"),
-    [
-        (["--ranks", "3"], 2, "--ranks is the size of the MPI job inside one: 2; got 3"),
-        (["--transport", "loopback"], 2, "loopback runs on threads of one process"),
-        (["--min-busbw", "1e9"], 1, "below 1e+09 GB/s"),
-        (["-N", "1000000", "-T", "1"], 71, "was still running after 1 s"),
-    ],
-)
+ENDS = [
+    (["--ranks", "3"], 2, "--ranks is the size of the MPI job inside one: 2; got 3"),
+    (["--transport", "loopback"], 2, "loopback runs on threads of one process"),
+    (["--min-busbw", "1e9"], 1, "below 1e+09 GB/s"),
+    (["-N", "1000000", "-T", "1"], 71, "was still running after 1 s"),
+]
+
+
+@pytest.mark.parametrize(("argv", "code", "said"), mode.sample(ENDS, 2, "ends of a bench"))
 def test_inside_a_job_all_ranks_end_with_the_code_of_the_run(argv: list[str], code: int, said: str) -> None:
     ended = start_ranks("lowshard", 2, ["bench", "all_reduce", *TINY, *argv], timeout_s=100)
     assert ended.returncode == code, ended.text

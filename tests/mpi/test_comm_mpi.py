@@ -18,10 +18,15 @@ pytestmark = pytest.mark.mpi
 HERE = Path(__file__).parent
 
 
+ON_RANKS = some_cases(60, "on ranks")  # tests/world/test_comm_loopback.py has all of them, on threads
+
+
 @pytest.mark.time_limit(LIMIT_S + 30)  # the first case of a size waits for all of them
-@pytest.mark.parametrize(("name", "size"), cases_of_jobs([2, 3, 4, 8] if mode.full() else [3]))
+@pytest.mark.parametrize(
+    ("name", "size"), cases_of_jobs([2, 3, 4, 8] if mode.full() else [3], names=ON_RANKS)
+)
 def test_the_contract_holds_on_mpi_ranks(name: str, size: int) -> None:
-    check_case(name, size, "cpu")
+    check_case(name, size, "cpu", ON_RANKS)
 
 
 # (ranks, ranks of a node, whether small payloads too go by way of windows)
@@ -31,7 +36,7 @@ NODES = [
 ]
 
 
-ON_NODES = some_cases(50, "several nodes")
+ON_NODES = some_cases(25, "several nodes")
 
 
 @pytest.mark.time_limit(LIMIT_S + 30)

@@ -152,6 +152,7 @@ def work(launcher: Launcher, folder: Path, door: str, greetings: int) -> Outcome
     return Outcome(ended.code, ended.err, said, slowest_s, ended.ended_s - over_s)
 
 
+@pytest.mark.full_only  # a door in a flood: tests/unit/test_door.py
 def test_the_launcher_outlives_a_flood_beyond_its_descriptors_from_the_start(
     launcher: Launcher, folder: Path
 ) -> None:

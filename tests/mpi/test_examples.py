@@ -95,8 +95,13 @@ def left_in(folder: Path) -> list[str]:
 TOGETHER = {file: int(Example.of(file).command.split()[3]) for file in FILES
             if Example.of(file).command.startswith("lowshard run") and not libraries_of(file)}  # fmt: skip
 """Examples on ranks, and how many: a default run starts one job for those of a number."""
-BY_COMMAND = [file for file in FILES if mode.full() or file not in TOGETHER or file.stem == "all_reduce"]
-"""Examples that are started as their docstrings say: of those that run together, one in a default run."""
+APART = [file for file in FILES if file not in TOGETHER]
+RUNNING = [file for file in APART if not any(importlib.util.find_spec(n) is None for n in libraries_of(file))]
+BY_COMMAND = [
+    *mode.sample([*TOGETHER], 1, "examples by command"),
+    *(APART if mode.full() else mode.sample(RUNNING, 2, "examples apart")),
+]
+"""Examples that are started as their docstrings say; .ci/run has all of them."""
 
 
 @pytest.mark.mpi

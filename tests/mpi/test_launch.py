@@ -206,7 +206,7 @@ WAYS_TO_FAIL = [
 
 @pytest.mark.parametrize(
     ("how", "code", "told"),
-    [*mode.sample(WAYS_TO_FAIL[:4], 2, "exits"), *mode.sample(WAYS_TO_FAIL[4:], 1, "signals")],
+    [*mode.sample(WAYS_TO_FAIL[:4], 1, "exits"), *mode.sample(WAYS_TO_FAIL[4:], 1, "signals")],
 )
 def test_each_way_to_fail_has_its_exit_code_and_names_the_rank(
     launcher: Launcher, how: str, code: int, told: str
@@ -256,7 +256,9 @@ def test_the_time_limit_ends_the_job_and_shows_every_stack(launcher: Launcher) -
     assert "3 ranks were still running after the limit of 2.5 s" in done.err.splitlines()[-1]
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"), mode.sample([(signal.SIGINT, 130), (signal.SIGTERM, 143)], 1, "interrupts")
+)
 def test_an_interrupted_launcher_leaves_no_process(launcher: Launcher, number: int, code: int) -> None:
     started = launcher.start("run", "-n", "3", launcher.script(SLEEPING), str(launcher.folder))
     assert wait_until(lambda: all((launcher.folder / str(rank)).exists() for rank in range(3)), LIMIT_S)
@@ -312,17 +314,23 @@ def test_any_program_can_be_started(launcher: Launcher, tmp_path: Path) -> None:
     assert f"[{result.failed_rank}] shell" in text
 
 
+# Of the launcher before it starts ranks, and of ranks.
+WRONG_BEFORE = [
+    (["-n", "2"], "needs a script or -m MODULE"),
+    (["-n", "0", "setup.cfg"], "at least 1 rank"),
+    (["-n", "x", "setup.cfg"], "invalid int value"),
+    (["-n", "1", "--timeout", "-1", "setup.cfg"], "timeout_s must be positive"),
+    (["-n", "1", "--mpi", "lam", "setup.cfg"], "invalid choice"),
+]
+WRONG_THERE = [
+    (["-n", "2", "no_such_script.py"], "no_such_script.py"),
+    (["-n", "2", "-m", "no_such_module"], "no module named 'no_such_module'"),
+]
+
+
 @pytest.mark.parametrize(
     ("args", "told"),
-    [
-        (["-n", "2"], "needs a script or -m MODULE"),
-        (["-n", "2", "no_such_script.py"], "no_such_script.py"),
-        (["-n", "2", "-m", "no_such_module"], "no module named 'no_such_module'"),
-        (["-n", "0", "setup.cfg"], "at least 1 rank"),
-        (["-n", "x", "setup.cfg"], "invalid int value"),
-        (["-n", "1", "--timeout", "-1", "setup.cfg"], "timeout_s must be positive"),
-        (["-n", "1", "--mpi", "lam", "setup.cfg"], "invalid choice"),
-    ],
+    [*mode.sample(WRONG_BEFORE, 2, "wrong before"), *mode.sample(WRONG_THERE, 1, "wrong there")],
 )
 def test_wrong_usage_has_exit_code_2_and_says_what_to_write(
     launcher: Launcher, args: list[str], told: str
@@ -401,17 +409,13 @@ x = np.ones(4, np.float32)
 """
 
 
-@pytest.mark.parametrize(
-    ("mistake", "told", "line"),
-    [
-        (
-            "y = comm.all_reduce(x)\n",
-            "BufferMismatchError: rank 0: recv is an array for the result, got None",
-            6,
-        ),
-        ("comm.barrier()\n{}['name']\n", "KeyError: 'name'", 7),
-    ],
-)
+MISTAKES = [
+    ("y = comm.all_reduce(x)\n", "BufferMismatchError: rank 0: recv is an array for the result, got None", 6),
+    ("comm.barrier()\n{}['name']\n", "KeyError: 'name'", 7),
+]
+
+
+@pytest.mark.parametrize(("mistake", "told", "line"), mode.sample(MISTAKES, 1, "mistakes"))
 def test_one_mistake_on_all_ranks_is_one_text_under_plain_mpiexec(
     launcher: Launcher, mistake: str, told: str, line: int
 ) -> None:

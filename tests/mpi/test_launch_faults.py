@@ -149,13 +149,13 @@ raise PeerFailed(f"rank 1 is gone; this rank was in all_reduce#{MPI.COMM_WORLD.r
 """
 
 
-@pytest.mark.parametrize(
-    ("how", "told"),
-    [
-        ("SIGKILL", "killed by signal 9 (SIGKILL)"),
-        ("SIGSTOP", "has been stopped (SIGSTOP) for "),  # the survivors are faster than the launcher's limit
-    ],
-)
+SURVIVED = [
+    ("SIGKILL", "killed by signal 9 (SIGKILL)"),
+    ("SIGSTOP", "has been stopped (SIGSTOP) for "),  # the survivors are faster than the launcher's limit
+]
+
+
+@pytest.mark.parametrize(("how", "told"), mode.sample(SURVIVED, 1, "survived"))
 def test_the_others_have_a_moment_to_speak_and_are_never_taken_for_the_cause(
     launcher: Launcher, how: str, told: str
 ) -> None:

@@ -176,7 +176,7 @@ def test_members_come_and_go_and_each_holds_one_whole_version(
         for name in names:
             all_.subscriber(name, ranks[name])
         all_.wait_for(names, 0)
-        for _ in range(20 if mode.full() else 3):
+        for _ in range(20 if mode.full() else 2):
             name, act = str(rng.choice(names)), str(rng.choice(["kill", "stop", "publisher"]))
             time.sleep(float(rng.random()) * 0.2)
             least = all_.published()
@@ -211,7 +211,7 @@ def test_a_member_that_is_killed_holds_nobody_up(tmp_path: Path) -> None:
         for name in names:
             all_.subscriber(name, 1)
         all_.wait_for(names, 0)
-        for _ in range(10 if mode.full() else 3):
+        for _ in range(10 if mode.full() else 1):
             all_.kill("two")
             begin_s, before = time.monotonic(), all_.published()
             all_.wait_for(["one"], before)
@@ -221,6 +221,7 @@ def test_a_member_that_is_killed_holds_nobody_up(tmp_path: Path) -> None:
         all_.end(names)
 
 
+@pytest.mark.full_only  # such doors: tests/unit/test_door.py; those of a job: test_doors.py
 @pytest.mark.parametrize(("kind", "door"), mode.sample(DOORS, 1, "doors of publishers"))
 def test_strangers_at_a_publisher_s_doors_change_nothing(tmp_path: Path, kind: str, door: int) -> None:
     """10,000 greetings with --full, from a process that does not know the token; few descriptors for the publisher."""

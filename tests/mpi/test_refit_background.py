@@ -44,7 +44,7 @@ def test_who_reads_all_the_time_sees_whole_versions_and_waits_for_none(
         assert said["pause_s"] <= PAUSE_S
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", mode.sample([0, 1], 1, "interrupted"))
 def test_a_wait_for_a_version_can_be_interrupted_and_the_job_ends(tmp_path: Path, victim: int) -> None:
     launcher = Launcher(tmp_path, uuid.uuid4().hex, stray_files())
     started = launcher.start(

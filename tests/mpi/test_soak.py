@@ -27,7 +27,7 @@ ALLOWED = {
 @pytest.mark.time_limit(LIMIT_S + 20)
 @pytest.mark.parametrize("path", PATHS)
 def test_random_collectives_are_right_and_leave_nothing_behind(path: str) -> None:
-    count = 10_000 if mode.full() else 1000
+    count = 10_000 if mode.full() else 600
     limit_s = LIMIT_S * (8 if mode.full() else 1)
     script = Path(__file__).parent / "run_soak.py"
     ended = start_ranks(script, 4, [str(count)], limit_s, env={"LOWSHARD_CPU_PATH": path}).ok()
@@ -51,6 +51,7 @@ FILLED_AFTER_STEPS = 12_000
 FILLING_KIB = 64 << 10
 
 
+@pytest.mark.full_only  # .ci/run has some seconds of it
 @pytest.mark.alone
 @pytest.mark.time_limit(SECONDS + 300)
 def test_redistributions_refits_saves_and_loads_leave_nothing_behind() -> None:

@@ -32,6 +32,7 @@ def test_ranks_of_a_node_exchange_through_memory(tmp_path: Path, cross: str) -> 
     assert start_ranks(SCRIPT, 4, [str(tmp_path)], 100, env=env).ok().stdout.split() == CHECKS
 
 
+@pytest.mark.full_only  # hosts that are only pretended are in the default tier
 @pytest.mark.skipif(REASON is not None, reason=str(REASON))
 def test_and_so_do_those_of_two_hosts(tmp_path: Path) -> None:
     out, err = io.StringIO(), io.StringIO()
