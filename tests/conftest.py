@@ -30,6 +30,7 @@ from lowshard.compiled.cache import cache_folder
 
 TIME_LIMIT_S = 120.0
 PROCESSES = 2  # one of them is mostly among tests that start ranks, or wait
+FEW_CASES = 8  # of a matrix in a default run; more where a parameter has more values
 DEFAULT_SEED = 1  # a default run makes the same choices everywhere; --full makes new ones each time
 
 
@@ -78,18 +79,21 @@ def pytest_configure(config: pytest.Config) -> None:
     mode.set_mode(full, seed)
     if config.getoption("hypothesis_seed", None) is None:
         config.option.hypothesis_seed = str(seed)
-    hypothesis.settings.register_profile("default", max_examples=15, deadline=None, print_blob=True)
+    hypothesis.settings.register_profile("default", max_examples=10, deadline=None, print_blob=True)
     hypothesis.settings.register_profile("full", max_examples=500, deadline=None, print_blob=True)
     if config.getoption("hypothesis_profile", None) is None:
         hypothesis.settings.load_profile("full" if full else "default")
     config.addinivalue_line("markers", f"time_limit(seconds): another limit than {TIME_LIMIT_S:g} s")
     config.addinivalue_line("markers", "full_only: takes long, finds the unusual: `pytest --full` has it")
+    config.addinivalue_line("markers", "whole: none of its cases is left out of the default tier")
     config.addinivalue_line("markers", "alone: takes so long that it belongs to no --part")
     record = bool(config.getoption("--record-durations"))
     if record and (full or seed != DEFAULT_SEED):
         raise pytest.UsageError("--record-durations is about the default tier: leave --full and --seed out")
     if not full:
         config.pluginmanager.register(durations.Durations(record, cache_folder()), "lowshard durations")
+        if not config.option.markexpr and not config.option.keyword:
+            config.pluginmanager.register(skips.WithoutGpu(), "lowshard without a GPU")
     if config.getoption("--within") is not None:
         config.pluginmanager.register(_Within(config.getoption("--within")), "lowshard within")
 
@@ -127,8 +131,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         )
 
     kept, left = [], []
+    dropped = _dropped(items)
     for item in items:
-        (kept if stays(item) else left).append(item)
+        (kept if item not in dropped and stays(item) else left).append(item)
     if config.getoption("dist", "no") != "no":
         files = {item: item.nodeid.partition("::")[0] for item in kept}
         order = durations.in_order(set(files.values()), durations.recorded()[1])
@@ -137,6 +142,24 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left:
         config.hook.pytest_deselected(items=left)
     items[:] = kept
+
+
+def _dropped(items: list[pytest.Item]) -> set[pytest.Item]:
+    """Return the cases of large matrices that a default run does without.
+
+    Cases of tests that start ranks are drawn where the jobs are put together.
+    """
+    matrices: dict[str, dict[pytest.Item, dict[str, int]]] = {}
+    for item in items:
+        call = getattr(item, "callspec", None)
+        if call is not None and not item.get_closest_marker("mpi") and not item.get_closest_marker("whole"):
+            values = {name: id(value) for name, value in call.params.items()}
+            matrices.setdefault(item.nodeid.partition("[")[0], {})[item] = values
+    return {
+        item
+        for name, cases in matrices.items()
+        for item in cases.keys() - mode.thinned(cases, FEW_CASES, name)
+    }
 
 
 @pytest.hookimpl(trylast=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import random
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -45,6 +45,28 @@ def sample(items: Sequence[T], few: int, name: str) -> list[T]:
         return list(items)
     chosen = random.Random(f"{seed()} {name}").sample(range(len(items)), few)
     return [items[i] for i in sorted(chosen)]
+
+
+def thinned(cases: Mapping[T, Mapping[str, int]], few: int, name: str) -> set[T]:
+    """Return which cases of a matrix are tried: all in a full run, else those that are drawn until each value of each
+    parameter is among them once, and others up to `few`. A value is given by any number of its own.
+    """
+    if full() or len(cases) <= few:
+        return set(cases)
+    drawn = list(cases)
+    random.Random(f"{seed()} {name}").shuffle(drawn)
+    chosen: set[T] = set()
+    seen: set[tuple[str, int]] = set()
+    for case in drawn:
+        values = set(cases[case].items())
+        if not values <= seen:
+            chosen.add(case)
+            seen |= values
+    for case in drawn:
+        if len(chosen) >= few:
+            break
+        chosen.add(case)
+    return chosen
 
 
 def selected(request: pytest.FixtureRequest, param: str) -> list[Any]:

@@ -173,9 +173,9 @@ def disassembly(cache, name):
     return text
 
 
-def test_of_four_processes_at_once_one_compiles(tmp_path):
+def test_of_several_processes_at_once_one_compiles(tmp_path):
     before = "print('ready', flush=True)\nsys.stdin.readline()"
-    processes = [started(tmp_path, ["gather"], before) for _ in range(4)]
+    processes = [started(tmp_path, ["gather"], before) for _ in range(4 if mode.full() else 2)]
     try:
         for process in processes:
             assert process.stdout.readline() == "ready\n"
@@ -187,7 +187,7 @@ def test_of_four_processes_at_once_one_compiles(tmp_path):
         for process in processes:
             process.kill()
     found = sorted(facts(result, "origin")[0]["origin"] for result in results)
-    assert found == ["compiled", "disk", "disk", "disk"]
+    assert found == ["compiled", *["disk"] * (len(processes) - 1)]
     assert all(result["jobs"]["gather"]["right"] for result in results)
     assert len(files(tmp_path)) == 1
 

@@ -63,7 +63,7 @@ def forward_in_parallel(
     )
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 13])
+@pytest.mark.parametrize("size", [1, *mode.sample([2, 3, 4, 5, 13], 2, "ranks of an encoder")])
 def test_tensor_parallel_gives_the_unsharded_embeddings_on_every_rank(
     twelve: tuple[dict[str, Array], Source], size: int
 ) -> None:
@@ -102,10 +102,13 @@ def test_two_all_reduces_a_layer_are_all_the_traffic(twelve: tuple[dict[str, Arr
     assert lc.run_loopback(2, run) == [4, 4]
 
 
-@pytest.mark.parametrize(
-    "name", ["attention.self.query.weight", "attention.self.value.bias", "attention.output.dense.weight",
-             "intermediate.dense.weight", "intermediate.dense.bias", "output.dense.weight", "output.dense.bias"],
-)  # fmt: skip
+PARTS = [
+    "attention.self.query.weight", "attention.self.value.bias", "attention.output.dense.weight",
+    "intermediate.dense.weight", "intermediate.dense.bias", "output.dense.weight", "output.dense.bias",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", mode.sample(PARTS, 3, "parts in wrong places"))
 def test_a_part_in_the_wrong_place_changes_the_embeddings(
     twelve: tuple[dict[str, Array], Source], name: str
 ) -> None:

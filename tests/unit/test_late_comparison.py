@@ -11,6 +11,7 @@ from typing import TypeVar
 import numpy as np
 import pytest
 from support import mode
+from support.case_table import some_cases
 from support.comm_cases import Way, cases_for, run_case
 from support.comm_kit import refused
 from support.nccl_stand_in import World, run_stand_in, stuck_communicator
@@ -70,7 +71,7 @@ def told(
     [
         (name, size)
         for size in mode.sample([2, 3, 4], 1, "NCCL ranks compared late")
-        for name in cases_for(Way(size, "nccl", late=True))
+        for name in cases_for(Way(size, "nccl", late=True), some_cases(40, "NCCL compared late"))
     ],
 )
 def test_the_contract_holds_where_calls_are_compared_late(name: str, size: int) -> None:

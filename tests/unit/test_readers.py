@@ -108,7 +108,7 @@ def test_a_sample_is_read(name: str) -> None:
     outside_data.use(name, READERS[name].text(json.dumps(outside_data.samples()[name])))
 
 
-@pytest.mark.parametrize(("kind", "name"), mode.sample(ALL, 5, "readers"))
+@pytest.mark.parametrize(("kind", "name"), mode.sample(ALL, 3, "readers"))
 def test_damaged_data_is_refused_or_right(kind: str, name: str) -> None:
     ran = subprocess.run(
         [sys.executable, "-m", "support.reader_cases", kind, name, str(CASES), str(mode.seed())],

@@ -86,11 +86,19 @@ def test_it_is_used_without_numba_and_nothing_is_kept(made: Path, tmp_path: Path
     assert not list(tmp_path.rglob("*.o"))
 
 
-def test_another_name_another_setting_or_off_is_compiled(made: Path, tmp_path: Path) -> None:
+OTHERS: list[dict[str, str]] = [{"name": "plus_1"}, {"NUMBA_OPT": "1"}]
+
+
+@pytest.mark.parametrize("other", mode.sample(OTHERS, 1, "what is compiled"), ids=str)
+def test_another_name_or_another_setting_is_compiled(
+    made: Path, tmp_path: Path, other: dict[str, str]
+) -> None:
     """A name has a digest of the source in it: code of other source has another."""
-    assert ran(tmp_path, made, name="plus_1") == "42 compiled True"
+    assert ran(tmp_path, made, **other) == "42 compiled True"
+
+
+def test_what_was_compiled_while_it_was_off_comes_first(made: Path, tmp_path: Path) -> None:
     assert ran(tmp_path, made, LOWSHARD_SHIPPED_CODE="off") == "42 compiled True"
-    assert ran(tmp_path, made, NUMBA_OPT="1") == "42 compiled True"
     assert ran(tmp_path, made) == "42 disk False", "what is compiled for this very processor comes first"
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support import mode
 from support.wrong_values import LAYOUT, MESH, MOVED, A, B, Prepare, coerced, floats, key, swept
 
 from lowshard import (
@@ -505,13 +506,13 @@ CHECKPOINTS: dict[str, Prepare] = {
 CALLS = GEOMETRY | KERNELS | SOLVER | WEIGHTS | RULES | FSDP | RESHARD | CHECKPOINTS
 
 
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", mode.sample([*CALLS], 50, "wrong arguments"))
 def test_wrong_arguments(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert not swept(CALLS[name])
 
 
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", mode.sample([*CALLS], 50, "no numbers"))
 def test_nothing_is_taken_for_a_number(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert not coerced(CALLS[name])

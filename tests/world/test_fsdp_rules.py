@@ -48,7 +48,7 @@ def segments(shards: int) -> dict[str, tuple[int, int]]:
     ("world", "name", "accumulate"),
     mode.sample(
         [(w, n, a) for w in (1, 2, 3, 4, 8) for n in STRATEGIES if fits(n, w) for a in ("local", "reduce")],
-        16, "fsdp bytes",
+        10, "fsdp bytes",
     ),
 )  # fmt: skip
 def test_wire_bytes_are_the_formula(world: int, name: str, accumulate: Any) -> None:
@@ -482,7 +482,7 @@ WRONG: list[tuple[Callable[..., None], str, type[Exception]]] = [
 
 @pytest.mark.parametrize(
     ("wrong", "name", "error", "who", "communicators"),
-    mode.sample([(*w, who, n) for w in WRONG for who in ("all", "one") for n in (1, 2)], 16, "fsdp wrong"),
+    mode.sample([(*w, who, n) for w in WRONG for who in ("all", "one") for n in (1, 2)], 6, "fsdp wrong"),
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_a_wrong_call_raises_on_every_rank_and_reset_mends_it(

@@ -6,6 +6,7 @@ from itertools import product
 
 import numpy as np
 import pytest
+from support import mode
 from support.op_gate import action_of, check, elicited, random_action
 from support.op_samples import SAMPLES
 
@@ -14,14 +15,16 @@ from lowshard.op import KERNELS
 from lowshard.solver import NoReshard, action_set, pick
 from lowshard.solver.table import RULES
 
+# Each op by itself under either set of rules; random draws of some of them.
+OPS_AND_RULES = list(product(sorted(SAMPLES), ("documented", "extended")))
+
 
 def test_every_op_with_a_kernel_has_samples() -> None:
     assert set(SAMPLES) == set(KERNELS)
     assert set(KERNELS) <= set(RULES)
 
 
-@pytest.mark.parametrize("rules", ["documented", "extended"])
-@pytest.mark.parametrize("op", sorted(SAMPLES))
+@pytest.mark.parametrize(("op", "rules"), mode.sample(OPS_AND_RULES, 50, "rows"))
 def test_rows_preserve_values(op: str, rules: str, rng: np.random.Generator, full: bool) -> None:
     wanted = 150 if full else 5
     done = 0
@@ -53,8 +56,7 @@ def test_each_row_by_itself(op: str, rules: str, rng: np.random.Generator, full:
     assert ran
 
 
-@pytest.mark.parametrize("rules", ["documented", "extended"])
-@pytest.mark.parametrize("op", sorted(SAMPLES))
+@pytest.mark.parametrize(("op", "rules"), mode.sample(OPS_AND_RULES, 50, "pairs of rows"))
 def test_pairs_of_rows_on_two_axes(op: str, rules: str, rng: np.random.Generator, full: bool) -> None:
     """Rows are valid on any one axis, but on two at once they may cut one dim, or leave two reductions to do."""
     mesh = DeviceMesh((2, int(rng.integers(2, 4))), ("dp", "tp"))

@@ -22,7 +22,7 @@ from support.savers import RANKS, SAVERS, Ended, Saver, attempt, judge
 
 from lowshard.comm import Communicator
 
-CASES = [(name, victim) for name in SAVERS for victim in mode.sample((0, 2), 1, f"killed in {name}")]
+CASES = mode.sample([(name, victim) for name in SAVERS for victim in (0, 2)], 4, "savers killed")
 
 
 def run(saver: Saver, victim: int, steps: Steps) -> tuple[list[int], list[Ended | None]]:
@@ -109,7 +109,7 @@ def kill_from_outside(saver: Saver, victim: int, pause_s: float, *, until_commit
 
 
 @pytest.mark.time_limit(300)
-@pytest.mark.parametrize("name", ["sharded", "merged"])
+@pytest.mark.parametrize("name", mode.sample(["sharded", "merged"], 1, "killed at random"))
 def test_ranks_killed_at_random_moments_around_the_commit(
     tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

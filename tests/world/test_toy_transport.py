@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support import mode
+from support.case_table import some_cases
 from support.comm_cases import Way, cases_for, run_case
 
 from lowshard import comm as lc
@@ -93,7 +94,7 @@ class ToyTransport(Transport):
     [
         (name, size)
         for size in ([1, 2, 3, 4, 8] if mode.full() else [2])
-        for name in cases_for(Way(size, "mpi"))
+        for name in cases_for(Way(size, "mpi"), some_cases(50, "toy transport"))
     ],
 )
 def test_the_contract_holds_on_a_transport_of_primitives_alone(name: str, size: int) -> None:
