@@ -134,7 +134,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     dropped = _dropped(items)
     for item in items:
         (kept if item not in dropped and stays(item) else left).append(item)
-    if config.getoption("dist", "no") != "no":
+    if hasattr(config, "workerinput"):  # a process of pytest-xdist, which shares the files with another
         files = {item: item.nodeid.partition("::")[0] for item in kept}
         order = durations.in_order(set(files.values()), durations.recorded()[1])
         place = {path: number for number, path in enumerate(order)}

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from support import mode
 from support.pages import ROOT, blocks, fits, pages, run, steps
+from support.sources import tree_of
 
 
 def chosen() -> list[Path]:
@@ -92,7 +93,7 @@ def test_headings_of_troubleshooting_are_words_of_messages() -> None:
     texts = []
     for folder in ("lowshard", "kernels", "launch", "bench"):
         for path in (ROOT / folder).rglob("*.py"):
-            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            for node in ast.walk(tree_of(path)):
                 if isinstance(node, ast.Constant) and isinstance(node.value, str | bytes):
                     value = node.value
                     texts.append(value if isinstance(value, str) else value.decode("latin-1"))

@@ -121,12 +121,14 @@ def test_the_rank_that_left_is_named_with_the_exit_code_of_what_it_did(
 
 
 def test_who_waits_is_told_once_with_call_and_line(tmp_path: Path) -> None:
-    patience = {"LOWSHARD_HEARTBEAT_S": "2", "LOWSHARD_TIMEOUT_S": "9"}
+    patience = {"LOWSHARD_HEARTBEAT_S": "1.5", "LOWSHARD_TIMEOUT_S": "6"}
     args = ["never", "barrier", "2", str(tmp_path)]
     done = start_ranks(PROGRAM, RANKS, args, LIMIT_S, env=patience, prefix_output=True)
     told = [line for line in done.stderr.splitlines() if "no progress" in line]
     assert len(told) == 1, done.text
-    waiting = r"\[0\] rank 0 \| no progress for 2 s: ranks 0, 1 waiting in barrier#2 \(run_cause\.py:\d+\); "
+    waiting = (
+        r"\[0\] rank 0 \| no progress for 1\.5 s: ranks 0, 1 waiting in barrier#2 \(run_cause\.py:\d+\); "
+    )
     absent = r"rank 2 in no collective \(run_cause\.py:\d+\), the last was barrier#1"
     assert re.fullmatch(waiting + absent, told[0]), done.text
 

@@ -71,14 +71,14 @@ def test_the_demo_runs_inside_the_users_own_mpi_and_json_goes_to_stdout_alone(tm
     program = [sys.executable, "-m", "lowshard", "demo", *options]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     ran = subprocess.run(
-        mpi.command(4, program),
+        mpi.command(2, program),
         cwd=tmp_path,
-        env=rank_environment(mpi, 4, env),
+        env=rank_environment(mpi, 2, env),
         capture_output=True,
         text=True,
         timeout=200,
     )
-    assert checked(ran, out)["world_size"] == 4
+    assert checked(ran, out)["world_size"] == 2
     assert json.loads(ran.stdout) == json.loads((out / "demo.json").read_text())  # rank 0 alone reports
     assert not (out / "demo.png").exists()
 

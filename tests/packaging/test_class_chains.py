@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
+from support.sources import tree_of
+
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("lowshard", "kernels", "launch", "bench")
 MOST = 2
@@ -17,7 +19,7 @@ def bases() -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for folder in FOLDERS:
         for path in (ROOT / folder).rglob("*.py"):
-            for node in ast.walk(ast.parse(path.read_text())):
+            for node in ast.walk(tree_of(path)):
                 if isinstance(node, ast.ClassDef):
                     names = [_name(base) for base in node.bases]
                     found.setdefault(node.name, []).extend(name for name in names if name != node.name)

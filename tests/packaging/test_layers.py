@@ -8,6 +8,8 @@ import sys
 from functools import cache
 from pathlib import Path
 
+from support.sources import tree_of
+
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = {
     "lowshard": ROOT / "lowshard",
@@ -192,7 +194,7 @@ def imports_of(path: Path) -> tuple[frozenset[str], frozenset[str]]:
         if not later:
             at_top.update(names)
 
-    visit(ast.parse(path.read_text(encoding="utf-8")), False)
+    visit(tree_of(path), False)
     return frozenset(anywhere), frozenset(at_top)
 
 

@@ -11,6 +11,8 @@ import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
+from support.sources import tree_of
+
 from lowshard.bounded import MOST_BYTES, BoundedCache, bounded_cache, kept_in_self, size_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -64,7 +66,7 @@ def modules() -> Iterator[tuple[str, ast.Module]]:
                 .with_suffix("")
                 .as_posix()
             )
-            yield name, ast.parse(path.read_text(encoding="utf-8"))
+            yield name, tree_of(path)
 
 
 def last_name(node: ast.expr) -> str:

@@ -202,6 +202,7 @@ def test_a_cache_folder_that_cannot_be_made_is_no_error(tmp_path):
     assert facts(result, "right", "origin") == [{"right": True, "origin": "memory"}]
 
 
+@pytest.mark.full_only
 def test_a_disk_without_room_is_no_error(tmp_path):
     result = done(tmp_path, ["scatter"], NO_ROOM)
     assert facts(result, "right", "origin") == [{"right": True, "origin": "memory"}]

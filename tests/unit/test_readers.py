@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from support import mode, outside_data
+from support.sources import tree_of
 
 from lowshard import DeviceMesh, LowshardError
 from lowshard.bench.figure import load_report
@@ -95,7 +96,7 @@ def test_json_and_yaml_are_decoded_by_the_readers_alone() -> None:
     found = set()
     for folder in ("lowshard", "launch", "bench", "kernels"):
         for path in (ROOT / folder).rglob("*.py"):
-            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            for node in ast.walk(tree_of(path)):
                 name = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
                 if name in ("json.loads", "json.load") or name.startswith("yaml."):
                     found.add(str(path.relative_to(ROOT)))

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from support.other_user import as_root, as_user
+from support.sources import tree_of
 
 from lowshard import settings
 from lowshard.cli import main
@@ -28,7 +29,7 @@ KNOWN = {value.name for value in vars(settings).values() if isinstance(value, Se
 def test_no_other_module_reads_or_changes_the_environment() -> None:
     found = []
     for path in SOURCES:
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(tree_of(path)):
             name = (
                 node.attr
                 if isinstance(node, ast.Attribute)

@@ -28,6 +28,7 @@ def test_the_list_names_every_module_that_has_compiled_code() -> None:
                 assert re.search(rf"\b{path.stem}\b", told), path
 
 
+@pytest.mark.full_only
 def test_a_group_is_compiled_by_a_process_and_a_fault_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

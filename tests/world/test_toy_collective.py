@@ -100,11 +100,11 @@ def test_one_record_is_a_collective_of_a_transport(run: Runner, size: int) -> No
 @pytest.mark.time_limit(LIMIT_S)
 @pytest.mark.parametrize(
     ("path", "node_size"),
-    [("auto", ""), *mode.sample([("mpi", ""), ("auto", "2"), ("mpi", "2")], 1, "toy ways")],
+    mode.sample([("auto", ""), ("mpi", ""), ("auto", "2"), ("mpi", "2")], 1, "toy ways"),
 )
 def test_one_record_is_a_collective_of_processes(path: str, node_size: str) -> None:
     env = {"LOWSHARD_CPU_PATH": path, "LOWSHARD_NODE_SIZE": node_size}
-    start_ranks(__file__, 4, timeout_s=60, env=env).ok()
+    start_ranks(__file__, 4 if node_size else 3, timeout_s=60, env=env).ok()
 
 
 def test_a_transport_may_have_a_plan_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -264,7 +264,7 @@ def test_damaged_files_are_never_loaded(tmp_path: Path, rng: np.random.Generator
     whole = {n: Tiling.whole(t.shape, t.dtype) for n, t in tilings.items()}
     plan = plan_load(folder, whole)
     kinds = ("header", "data", "cut", "tail", "burst")
-    for number in range(5000 if mode.full() else 300):
+    for number in range(5000 if mode.full() else 100):
         file = files[number % len(files)]
         where = kinds[number // len(files) % len(kinds)]
         raw = good[file]
