@@ -18,6 +18,10 @@ from collections.abc import Generator
 from pathlib import Path
 from types import FrameType
 
+# Before NumPy is loaded, here and in each process that a test starts: threads that OpenBLAS starts with it spin for a
+# while, which is a third of what `import lowshard` takes, and other processes have the cores.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 import hypothesis
 import numpy as np
 import pytest
