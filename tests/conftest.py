@@ -34,7 +34,7 @@ from lowshard.compiled.cache import cache_folder
 
 TIME_LIMIT_S = 120.0
 PROCESSES = 2  # one of them is mostly among tests that start ranks, or wait
-FEW_CASES = 8  # of a matrix in a default run; more where a parameter has more values
+FEW_CASES = 6  # of a matrix in a default run; more where a parameter has more values
 DEFAULT_SEED = 1  # a default run makes the same choices everywhere; --full makes new ones each time
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -46,14 +47,27 @@ def ran(cache: Path, user: int | None = None, **variables: str) -> tuple[str, st
 
 
 @pytest.fixture(scope="module")
-def code(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    """The object file of the program's function, as it is on disk."""
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache folder that has the program's function."""
     cache = tmp_path_factory.mktemp("made")
     assert ran(cache) == ("42 compiled", "")
     assert ran(cache) == ("42 disk", "")
     (path,) = cache.rglob("*.o")
     assert [stat.S_IMODE(p.stat().st_mode) for p in (path.parent, path)] == [0o700, 0o600]
+    return cache
+
+
+@pytest.fixture(scope="module")
+def code(made: Path) -> bytes:
+    """The object file of the program's function, as it is on disk."""
+    (path,) = made.rglob("*.o")
     return path.read_bytes()
+
+
+@pytest.fixture
+def cache(made: Path, tmp_path: Path) -> Path:
+    """A copy of that folder, to be spoilt."""
+    return Path(shutil.copytree(made, tmp_path / "cache"))
 
 
 def kept(cache: Path, code: bytes) -> tuple[ObjectStore, Path]:
@@ -120,11 +134,10 @@ def machine_folder(cache: Path) -> Path:
 @pytest.mark.time_limit(200)
 @pytest.mark.parametrize("name", mode.sample(allowed(FOLDERS), 1, "planted folders"))
 def test_where_a_folder_is_not_this_users_alone_code_is_compiled_in_memory_and_that_is_said_once(
-    name: str, code: bytes, tmp_path: Path
+    name: str, cache: Path
 ) -> None:
-    assert ran(tmp_path)[0] == "42 compiled"
-    FOLDERS[name](machine_folder(tmp_path) / "plus_one.o")
-    printed, said = ran(tmp_path)
+    FOLDERS[name](machine_folder(cache) / "plus_one.o")
+    printed, said = ran(cache)
     assert printed == "42 memory"
     assert said.count("\n") == 1
     assert "compiled code is neither kept in" in said
@@ -142,17 +155,14 @@ PLANTED = {
 
 @pytest.mark.time_limit(200)
 @pytest.mark.parametrize("name", mode.sample(list(PLANTED), 1, "planted code"))
-def test_a_right_checksum_over_what_is_no_such_function_is_compiled_anew(
-    name: str, code: bytes, tmp_path: Path
-) -> None:
-    assert ran(tmp_path)[0] == "42 compiled"
-    folder = machine_folder(tmp_path)
+def test_a_right_checksum_over_what_is_no_such_function_is_compiled_anew(name: str, cache: Path) -> None:
+    folder = machine_folder(cache)
     store = ObjectStore(folder.parent, folder.name)
     whole = store.read("plus_one")
     assert whole is not None
     assert store.write("plus_one", PLANTED[name](whole))
-    assert ran(tmp_path) == ("42 compiled", "")
-    assert ran(tmp_path) == ("42 disk", "")
+    assert ran(cache) == ("42 compiled", "")
+    assert ran(cache) == ("42 disk", "")
 
 
 def test_no_part_of_an_object_file_passes_for_a_whole_one(code: bytes) -> None:

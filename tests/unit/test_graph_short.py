@@ -43,7 +43,7 @@ OPS_MOST = 3
 """Of graphs that are searched through."""
 
 
-@pytest.mark.parametrize("number", mode.sample(range(GRAPHS), 8, "short graphs"))
+@pytest.mark.parametrize("number", mode.sample(range(GRAPHS), 4, "short graphs"))
 def test_a_short_graph(number: int, rng: np.random.Generator) -> None:
     mesh, ops = any_mesh(rng), 2 + number % 7
     graph = short_graph(rng, ops, mesh)

@@ -501,6 +501,7 @@ def test_new_row_counts_do_not_miss(monkeypatch: pytest.MonkeyPatch) -> None:
         pick("matmul", [lay((10**6, 512), R, mesh=mesh), lay((512, 64), R, mesh=mesh)])
 
 
+@pytest.mark.full_only
 def test_picks_on_meshes_of_the_most_ranks_take_little_time_and_memory_or_are_refused() -> None:
     ran = subprocess.run(
         [sys.executable, "-m", "support.huge_meshes"], capture_output=True, text=True, timeout=300, check=False,
