@@ -33,7 +33,7 @@ from support import durations, mode, skips
 from lowshard.compiled.cache import cache_folder
 
 TIME_LIMIT_S = 120.0
-PROCESSES = 2  # one of them is mostly among tests that start ranks, or wait
+PROCESSES = 3  # on two cores: one of them mostly waits, for ranks or for time to pass
 FEW_CASES = 6  # of a matrix in a default run; more where a parameter has more values
 DEFAULT_SEED = 1  # a default run makes the same choices everywhere; --full makes new ones each time
 
@@ -54,7 +54,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads its options
 def pytest_cmdline_main(config: pytest.Config) -> None:
-    """Let two processes share the files of a default run over everything, where pytest-xdist is installed."""
+    """Let some processes share the files of a default run over everything, where pytest-xdist is installed."""
     option = config.option
     is_everything = config.args_source is not pytest.Config.ArgsSource.ARGS
     other = (option.full, option.markexpr, option.keyword, option.usepdb, getattr(option, "lf", False))
@@ -83,7 +83,7 @@ def pytest_configure(config: pytest.Config) -> None:
     mode.set_mode(full, seed)
     if config.getoption("hypothesis_seed", None) is None:
         config.option.hypothesis_seed = str(seed)
-    hypothesis.settings.register_profile("default", max_examples=10, deadline=None, print_blob=True)
+    hypothesis.settings.register_profile("default", max_examples=8, deadline=None, print_blob=True)
     hypothesis.settings.register_profile("full", max_examples=500, deadline=None, print_blob=True)
     if config.getoption("hypothesis_profile", None) is None:
         hypothesis.settings.load_profile("full" if full else "default")

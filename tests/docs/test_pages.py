@@ -15,7 +15,7 @@ from support.sources import tree_of
 
 def chosen() -> list[Path]:
     """Return what a newcomer reads first, and one of the other pages; with --full all of them, as .ci/run has it."""
-    first = {Path("README.md"), Path("docs/index.md"), Path("docs/start.md")}
+    first = {Path("README.md"), Path("docs/start.md")}
     found = {page: list(steps((ROOT / page).read_text(encoding="utf-8"))) for page in pages()}
     if mode.full():
         return [page for page in found if found[page]]

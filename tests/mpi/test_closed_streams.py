@@ -70,6 +70,7 @@ def test_commands_work(closed: str, words: str, tmp_path: Path) -> None:
     assert ran("no-such-command", closed, cwd=tmp_path).returncode == 2
 
 
+@pytest.mark.full_only
 @pytest.mark.mpi
 @pytest.mark.time_limit(120)
 def test_a_job_runs_optimised_and_unbuffered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

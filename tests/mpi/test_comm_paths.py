@@ -37,7 +37,7 @@ def in_turn(way: str) -> Callable[[F], F]:
     return (lambda function: function) if way in TURNS else pytest.mark.full_only
 
 
-BY_MPI = some_cases(25, "mpi moves")
+BY_MPI = some_cases(15, "mpi moves")
 
 
 @in_turn("mpi")
@@ -129,7 +129,8 @@ def test_a_rank_that_is_gone_while_memory_is_handed_on_is_missed(call: str, sent
     assert "not reached" not in ended.text
 
 
-@pytest.mark.parametrize("call", mode.sample(HANDED_IN, 1, "lost in"))
+@pytest.mark.full_only
+@pytest.mark.parametrize("call", HANDED_IN)
 def test_memory_that_does_not_come_whole_ends_the_wait_by_its_deadline(call: str) -> None:
     ended = start_ranks(
         HERE / "run_handed.py", 2, [call, "LOST"], ABSENT_LIMIT_S, env={"LOWSHARD_TIMEOUT_S": "2"}
@@ -179,7 +180,7 @@ MISSED = [("1", "60", "2"), ("0", "60", "2"), ("1,2", "60", "3"), ("0,3", "60", 
 COME = [("2", "2.5", "20"), ("0", "2.5", "20"), ("1,3", "1.5", "2")]
 
 
-@pytest.mark.parametrize(("late", "late_s", "timeout_s"), mode.sample(MISSED, 1, "missed"))
+@pytest.mark.parametrize(("late", "late_s", "timeout_s"), MISSED if mode.full() else MISSED[:1])
 def test_ranks_that_do_not_come_to_make_a_communicator_are_missed_by_name(
     late: str, late_s: str, timeout_s: str
 ) -> None:
@@ -194,7 +195,8 @@ def test_ranks_that_do_not_come_to_make_a_communicator_are_missed_by_name(
         assert took_s < float(timeout_s) + 6.0
 
 
-@pytest.mark.parametrize(("late", "late_s", "timeout_s"), mode.sample(COME, 1, "come"))
+@pytest.mark.full_only
+@pytest.mark.parametrize(("late", "late_s", "timeout_s"), COME)
 def test_ranks_that_come_late_to_make_a_communicator_are_waited_for(
     late: str, late_s: str, timeout_s: str
 ) -> None:

@@ -261,6 +261,7 @@ def hidden_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
+@pytest.mark.full_only
 def test_hosts_that_see_no_file_of_the_launcher_tell_everything_over_the_link(
     nothing_left: None, tmp_path: Path, hidden_folder: Path
 ) -> None:
@@ -289,6 +290,7 @@ def test_hosts_that_see_no_file_of_the_launcher_tell_everything_over_the_link(
         assert list(hidden_folder.iterdir()) == []
 
 
+@pytest.mark.full_only
 def test_a_keeper_that_is_cut_off_ends_its_rank_itself(nothing_left: None, tmp_path: Path) -> None:
     with (
         fake_hosts(1) as (host,),
@@ -311,6 +313,7 @@ def test_a_keeper_that_is_cut_off_ends_its_rank_itself(nothing_left: None, tmp_p
             connection.close()
 
 
+@pytest.mark.full_only
 def test_what_a_killed_launcher_leaves_goes_at_the_next_start(launcher: Launcher) -> None:
     folder = launcher.folder / "job"
     folder.mkdir()

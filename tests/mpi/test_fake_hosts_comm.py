@@ -53,6 +53,7 @@ def test_what_only_the_communicator_over_several_nodes_does() -> None:
     assert len([line for line in lines if line.isidentifier()]) == 16
 
 
+@pytest.mark.full_only
 def test_a_rank_that_ends_lets_its_last_message_go() -> None:
     assert start("run_end.py") == "this rank ends"
 

@@ -174,10 +174,9 @@ def test_eight_ranks_run_on_few_cores(launcher: Launcher) -> None:
 
 @pytest.mark.parametrize(
     "when",
-    [
-        "in a barrier",
-        *mode.sample(["before init", "after init", "after finalize"], 1, "moments of an exception"),
-    ],
+    mode.sample(
+        ["in a barrier", "before init", "after init", "after finalize"], 1, "moments of an exception"
+    ),
 )
 def test_an_exception_in_one_rank_ends_the_job_and_is_told_last(launcher: Launcher, when: str) -> None:
     stamp = launcher.folder / "stamp"

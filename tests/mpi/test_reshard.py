@@ -106,8 +106,7 @@ def kills() -> list[Kill]:
           for i, (victim, where) in enumerate((v, w) for v in (0, 3) for w in PLACES)),
     ]  # fmt: skip
     return [
-        *mode.sample(places, 1, "kill places"), *mode.sample(outside, 1, "kill times"),
-        *mode.sample(deltas, 1, "kill deltas"),
+        *mode.sample([*places, *outside], 1, "kill times"), *mode.sample(deltas, 1, "kill deltas"),
     ]  # fmt: skip
 
 

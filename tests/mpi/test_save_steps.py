@@ -44,7 +44,8 @@ def forget(saver: Saver) -> None:
         file.unlink(missing_ok=True)
 
 
-@pytest.mark.parametrize(("name", "victim"), mode.sample(CASES, 1, "savers killed"))
+@pytest.mark.full_only  # tests/world/test_save_killed.py kills forked processes at these steps
+@pytest.mark.parametrize(("name", "victim"), CASES)
 def test_a_rank_that_dies_at_any_step_leaves_a_whole_checkpoint(
     tmp_path: Path, name: str, victim: int, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -186,6 +186,7 @@ module.Communicator.send = send
     assert "rank 0" in text, text
 
 
+@pytest.mark.full_only
 def test_a_killed_rank_is_found_and_named(tmp_path: Path) -> None:
     change = """
 real, calls = module.Communicator.all_gather, []

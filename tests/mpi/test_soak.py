@@ -27,7 +27,7 @@ ALLOWED = {
 @pytest.mark.time_limit(LIMIT_S + 20)
 @pytest.mark.parametrize("path", PATHS)
 def test_random_collectives_are_right_and_leave_nothing_behind(path: str) -> None:
-    count = 10_000 if mode.full() else 600
+    count = 10_000 if mode.full() else 400
     limit_s = LIMIT_S * (8 if mode.full() else 1)
     script = Path(__file__).parent / "run_soak.py"
     ended = start_ranks(script, 4, [str(count)], limit_s, env={"LOWSHARD_CPU_PATH": path}).ok()

@@ -47,9 +47,14 @@ JOBS: dict[str, tuple[str, int, str, bool]] = {
     "SIGSTOP in 0": ("SIGSTOP", 0, "victim,stay,barrier", False),
     "SIGSTOP in 1": ("SIGSTOP", 1, "hold,victim,stay", True),
 }
-# By default rank 0 or another one exits, is killed; a full run has both.
-CHOSEN = {name for how in ("exit", "SIGKILL") for name in mode.sample([f"{how} in 0", f"{how} in 1"], 1, how)}
-JOBS = {name: job for name, job in JOBS.items() if job[0] not in ("exit", "SIGKILL") or name in CHOSEN}
+# By default rank 0 or another one exits, is killed, and another one raises, is stopped; a full run has both.
+CHOSEN = {
+    *JOBS.keys() - {f"{how} in {rank}" for how in ("exit", "SIGKILL", "raise", "SIGSTOP") for rank in (0, 1)},
+    *(name for how in ("exit", "SIGKILL") for name in mode.sample([f"{how} in 0", f"{how} in 1"], 1, how)),
+    *(["raise in 0", "SIGSTOP in 0"] if mode.full() else []),
+    *("raise in 1", "SIGSTOP in 1"),
+}
+JOBS = {name: job for name, job in JOBS.items() if name in CHOSEN}
 FAILED_IN = [name for name in JOBS if name != "quiet"]
 CUT_SHORT = [name for name in FAILED_IN if {"sleep", "barrier", "hold"} & set(JOBS[name][2].split(","))]
 CAUSES = {
@@ -290,6 +295,7 @@ def hosts(tmp_path: Path) -> Iterator[Hosts]:
         made.remove()
 
 
+@pytest.mark.full_only
 def test_hosts_that_are_apart_and_a_host_that_is_cut_off(hosts: Hosts) -> None:
     apart = hosts.start([0, 0, 1], "apart")
     refused = hosts.notes(apart, "refused")
