@@ -40,7 +40,8 @@ for function, right in ((from_mpi, FROM_MPI), (from_nccl, FROM_NCCL)):
     for argument in right:
         if argument in ("nccl_communicator", "control"):  # None is right; the other needs a GPU
             continue
-        for what, wrong in {**WRONG, "another's": 1 - RANK}.items():
+        drawn = mode.sample([*WRONG.items()], 10, f"{function.__name__} {argument}")
+        for what, wrong in [*drawn, ("another's", 1 - RANK)]:
             # A rank that has no communicator can tell the others nothing.
             for ranks in [(0, 1)] if argument == "mpi_comm" else [(0, 1), (1,)]:
                 given = {**right, argument: wrong} if RANK in ranks else right

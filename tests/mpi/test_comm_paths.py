@@ -50,7 +50,7 @@ FULLY_COMPARED = of("check", "group")
 
 
 @in_turn("full")
-@pytest.mark.parametrize(("name", "size"), cases_of_jobs([4], names=FULLY_COMPARED))
+@pytest.mark.parametrize(("name", "size"), cases_of_jobs([4] if mode.full() else [3], names=FULLY_COMPARED))
 def test_the_contract_holds_where_ranks_compare_whole_texts(name: str, size: int) -> None:
     check_case(name, size, "cpu", FULLY_COMPARED, LOWSHARD_CHECK="full")
 

@@ -19,7 +19,7 @@ from lowshard.launch.leftover import stray_files
 pytestmark = [pytest.mark.mpi, pytest.mark.time_limit(120)]
 
 RUNNER = Path(__file__).with_name("run_refit_background.py")
-MB, VERSIONS = (268, 10) if mode.full() else (96, 10)
+MB, VERSIONS = (268, 10) if mode.full() else (48, 10)
 PAUSE_S = 2e-3
 
 

@@ -40,8 +40,7 @@ def test_rows_preserve_values(op: str, rules: str, rng: np.random.Generator, ful
     raise AssertionError(f"only {done} of {wanted} draws gave an action")
 
 
-@pytest.mark.parametrize("rules", ["documented", "extended"])
-@pytest.mark.parametrize("op", sorted(SAMPLES))
+@pytest.mark.parametrize(("op", "rules"), mode.sample(OPS_AND_RULES, 80, "each row"))
 def test_each_row_by_itself(op: str, rules: str, rng: np.random.Generator, full: bool) -> None:
     """Every row that some operands elicit, on one mesh axis, for operands as it needs them."""
     ran = 0
