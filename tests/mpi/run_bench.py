@@ -13,6 +13,7 @@ from typing import Any
 from unittest import mock
 
 from mpi4py import MPI
+from support import mode
 
 from lowshard.bench.bench_seat import MpiSeat
 from lowshard.bench.bench_tune import measure_ways
@@ -25,7 +26,7 @@ from lowshard.bench.rival import rival as call_of
 from lowshard.bench.sweep_setting import Settings, redop_list
 from lowshard.bench.value_pattern import Pattern, spoil
 
-SIZES = (96, 24576)
+SIZES = (96, 24576) if mode.full() else (96,)
 FORMS: tuple[dict[str, Any], ...] = (
     *({"op": op, "compare_mpi": True, "root": OPERATIONS[op].rooted * 1} for op in OPERATIONS),
     {"op": "all_reduce", "dtypes": ("bfloat16", "int8"), "redops": ("sum", "avg"), "compare_mpi": True},

@@ -276,6 +276,7 @@ def test_every_refit_of_the_bench_runs(tmp_path: Path) -> None:
     assert all(row["sent_bytes"] > 0 for row in rows)
 
 
+@pytest.mark.full_only
 @pytest.mark.time_limit(100)
 def test_a_model_goes_in_every_way(tmp_path: Path) -> None:
     """What arrives is compared within: a way that brings anything else ends the bench."""

@@ -20,6 +20,7 @@ SCRIPT = Path(__file__).parent / "run_compiled.py"
 ROOT = SCRIPT.parents[2]
 
 
+@pytest.mark.full_only
 @pytest.mark.time_limit(180)
 def test_jobs_of_every_size_and_plain_mpiexec_share_one_folder(tmp_path: Path) -> None:
     said = [

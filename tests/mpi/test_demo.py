@@ -218,8 +218,9 @@ def test_with_no_index_in_reach_the_demo_says_so_and_offers_synthetic(tmp_path: 
     assert not list((tmp_path / "cache").rglob("*.safetensors"))
 
 
+@pytest.mark.full_only  # on threads: tests/unit/test_demo_llama.py
 @pytest.mark.one_mpi
-@pytest.mark.parametrize("ranks", [2, 4] if mode.full() else [2])
+@pytest.mark.parametrize("ranks", [2, 4])
 def test_a_decoder_generates_the_tokens_of_one_process(tmp_path: Path, ranks: int) -> None:
     ran = demo("--model", "smollm2", "--synthetic", "-n", ranks, "--json", cwd=tmp_path)
     assert ran.returncode == 0, ran.stdout + ran.stderr

@@ -99,14 +99,14 @@ APART = [file for file in FILES if file not in TOGETHER]
 RUNNING = [file for file in APART if not any(importlib.util.find_spec(n) is None for n in libraries_of(file))]
 BY_COMMAND = [
     *mode.sample([*TOGETHER], 1, "examples by command"),
-    *(APART if mode.full() else mode.sample(RUNNING, 2, "examples apart")),
+    *(APART if mode.full() else mode.sample(RUNNING, 1, "examples apart")),
 ]
 """Examples that are started as their docstrings say; .ci/run has all of them."""
 
 
 @pytest.mark.mpi
 @pytest.mark.one_mpi
-@pytest.mark.parametrize("ranks", mode.sample(sorted(set(TOGETHER.values())), 2, "ranks of examples"))
+@pytest.mark.parametrize("ranks", mode.sample(sorted(set(TOGETHER.values())), 1, "ranks of examples"))
 def test_examples_on_ranks_print_what_they_say(ranks: int, tmp_path: Path) -> None:
     files = [str(file) for file, number in TOGETHER.items() if number == ranks]
     target = Path(__file__).with_name("run_examples.py")

@@ -53,6 +53,7 @@ def test_a_killed_rank_is_told_of_and_the_last_save_goes_on(phase: str, name: st
     kit.check_file(end, plain)
 
 
+@pytest.mark.full_only  # the bytes: tests/world/test_fsdp_rules.py
 @pytest.mark.mpi
 @pytest.mark.one_mpi
 def test_the_bench_sends_what_the_formula_says(tmp_path: Path) -> None:

@@ -433,12 +433,14 @@ def test_one_mistake_on_all_ranks_is_one_text_under_plain_mpiexec(
     ]
 
 
+@pytest.mark.full_only
 def test_different_mistakes_are_all_told_under_plain_mpiexec(launcher: Launcher) -> None:
     done = under_plain_mpiexec(launcher, WORLD + "comm.barrier()\n{}[f'rank{comm.rank}']\n")
     for rank in range(3):
         assert f"rank {rank} | KeyError: 'rank{rank}'" in done.stderr
 
 
+@pytest.mark.full_only
 def test_an_error_that_the_first_rank_handles_is_told_by_the_others(launcher: Launcher) -> None:
     program = (
         "try:\n"
@@ -484,6 +486,7 @@ def test_doctor_finds_a_working_cpu_path(launcher: Launcher) -> None:
     assert all(check["advice"] for check in answer["checks"] if check["status"] != "ok")
 
 
+@pytest.mark.full_only
 def test_doctor_says_what_to_do_without_an_mpi(launcher: Launcher) -> None:
     done = launcher.finish(launcher.start("doctor", MPI4PY_LIBMPI=str(launcher.folder / "none.so")))
     assert done.code == 1

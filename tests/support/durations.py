@@ -20,7 +20,7 @@ import pytest
 TESTS = Path(__file__).resolve().parents[1]
 FILE = TESTS / "durations.json"
 TOTAL_S = 550.0
-"""Of all files together: five minutes of two cores are 600, and pytest itself and processes that are killed take some."""
+"""Of all files together: five minutes of two cores are 600, of which pytest itself and killed processes take some."""
 
 FACTOR, SLACK_S = 3.0, 10.0
 """A budget is FACTOR times what was recorded, and SLACK_S more: busy cores share caches and execution units."""

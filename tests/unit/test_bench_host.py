@@ -13,6 +13,7 @@ from lowshard.cli import main
 _BESIDE_OTHER_WORK = 2.0
 
 
+@pytest.mark.full_only
 def test_the_host_time_of_collectives_on_gpu_arrays_is_within_its_limits() -> None:
     for _ in range(6):  # one free moment is enough
         rows = {row.name: row for row in measure(8, 15)}

@@ -176,6 +176,7 @@ def test_a_copied_cache_with_other_times_is_still_good(tmp_path: Path) -> None:
     assert cached_minilm(tmp_path / "cache") == source
 
 
+@pytest.mark.full_only
 @pytest.mark.usefixtures("small_release")
 def test_two_fetches_at_once_both_succeed(tmp_path: Path) -> None:
     cache = tmp_path / "cache"

@@ -71,7 +71,7 @@ def told(
     [
         (name, size)
         for size in mode.sample([2, 3, 4], 1, "NCCL ranks compared late")
-        for name in cases_for(Way(size, "nccl", late=True), some_cases(40, "NCCL compared late"))
+        for name in cases_for(Way(size, "nccl", late=True), some_cases(25, "NCCL compared late"))
     ],
 )
 def test_the_contract_holds_where_calls_are_compared_late(name: str, size: int) -> None:

@@ -40,7 +40,7 @@ from lowshard.errors import BufferMismatchError, CommError, MismatchError, PeerF
     [
         (name, size)
         for size in mode.sample([2, 3, 4], 1, "NCCL ranks")
-        for name in cases_for(Way(size, "nccl", compares=size % 2 == 0), some_cases(40, "NCCL"))
+        for name in cases_for(Way(size, "nccl", compares=size % 2 == 0), some_cases(25, "NCCL"))
     ],
 )
 def test_the_contract_holds_over_the_stand_in(name: str, size: int) -> None:

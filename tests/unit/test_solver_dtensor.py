@@ -64,7 +64,7 @@ def theirs(line: dict[str, Any]) -> float:
     return total
 
 
-PICKS = mode.sample([x for x in LINES if x["section"] == "pick"], 60, "picks of DTensor")
+PICKS = mode.sample([x for x in LINES if x["section"] == "pick"], 40, "picks of DTensor")
 
 
 @pytest.mark.parametrize("line", PICKS, ids=lambda x: f"{x['op']}-{'.'.join(x['inputs'])}")

@@ -29,7 +29,7 @@ from lowshard.errors import BufferMismatchError, CommError, MismatchError, Timed
     [
         (name, size)
         for size in ([1, 2, 3, 4] if mode.full() else mode.sample([2, 3], 1, "staged"))
-        for name in cases_for(Way(size, "staged"), some_cases(30, "staged"))
+        for name in cases_for(Way(size, "staged"), some_cases(20, "staged"))
     ],
 )
 def test_the_contract_holds_over_staged_loopback(name: str, size: int) -> None:

@@ -506,13 +506,13 @@ CHECKPOINTS: dict[str, Prepare] = {
 CALLS = GEOMETRY | KERNELS | SOLVER | WEIGHTS | RULES | FSDP | RESHARD | CHECKPOINTS
 
 
-@pytest.mark.parametrize("name", mode.sample([*CALLS], 50, "wrong arguments"))
+@pytest.mark.parametrize("name", mode.sample([*CALLS], 30, "wrong arguments"))
 def test_wrong_arguments(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert not swept(CALLS[name])
 
 
-@pytest.mark.parametrize("name", mode.sample([*CALLS], 50, "no numbers"))
+@pytest.mark.parametrize("name", mode.sample([*CALLS], 30, "no numbers"))
 def test_nothing_is_taken_for_a_number(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert not coerced(CALLS[name])

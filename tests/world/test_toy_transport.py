@@ -94,7 +94,7 @@ class ToyTransport(Transport):
     [
         (name, size)
         for size in ([1, 2, 3, 4, 8] if mode.full() else [2])
-        for name in cases_for(Way(size, "mpi"), some_cases(50, "toy transport"))
+        for name in cases_for(Way(size, "mpi"), some_cases(25, "toy transport"))
     ],
 )
 def test_the_contract_holds_on_a_transport_of_primitives_alone(name: str, size: int) -> None:

@@ -264,6 +264,7 @@ def test_experts_over_an_axis_of_their_own(tmp_path: Path) -> None:
     assert owners == [{4 * 4 // 5}] * 3
 
 
+@pytest.mark.full_only
 def test_the_memory_of_a_process_is_bounded(tmp_path: Path) -> None:
     """A checkpoint of 420 MB through a process that may hold 300 MB."""
     folder = tmp_path / "in"
