@@ -68,8 +68,8 @@ FAULTS = [
     ),
     Fault(  # a slab is laid over the one that others read
         "transfer",
-        "_lay_out(program, number, of, local, stage[(number & 1) * half :])",
-        "_lay_out(program, number, of, local, stage)",
+        "key, local, stage[(number & 1) * half :])",
+        "key, local, stage)",
         ("world/test_redistribute.py",),
     ),
     Fault(  # another tree of sums
