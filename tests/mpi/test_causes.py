@@ -19,6 +19,7 @@ import pytest
 from support import mode
 from support.starting import Finished, start_ranks
 
+from lowshard.launch.leftover import stray_files, sweep_files
 from lowshard.launch.mpiexec import find_mpi, rank_environment
 
 pytestmark = [pytest.mark.mpi, pytest.mark.time_limit(110)]
@@ -137,7 +138,11 @@ def test_plain_mpiexec_ends_the_job_and_the_others_name_the_rank_that_left(tmp_p
     mpi = find_mpi()
     command = mpi.command(RANKS, [sys.executable, PROGRAM, "return", "barrier", "1", str(tmp_path)])
     env = rank_environment(mpi, RANKS, {**os.environ, "PYTHONPATH": str(ROOT)})
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    before = stray_files()
+    try:
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    finally:
+        sweep_files(before)  # a plain mpiexec does not
     assert done.returncode != 0
     assert re.search(r"rank [02] \| .*PeerFailed: rank 1 has ended its program", done.stdout + done.stderr), (
         done
