@@ -201,10 +201,14 @@ class Line:
             return False
         return False
 
-    def close(self) -> None:
-        """End the connection; whoever waits on either end hears of it."""
+    def stop(self) -> None:
+        """End the connection; whoever waits on either end hears of it. Any thread may call this."""
         with contextlib.suppress(OSError):
             self.connection.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """End the connection, and give its descriptor back."""
+        self.stop()
         self.connection.close()
 
 
