@@ -19,6 +19,7 @@ from lowshard import dtypes
 from lowshard.box import Box
 from lowshard.checkpoint.crc import crc32
 from lowshard.comm.door import Door, Guest
+from lowshard.kernels.buffer import address
 from lowshard.kernels.changes import ChangeBoxes, Room
 from lowshard.reshard.version_store import Memory, Place, VersionStore
 from lowshard.reshard.version_wire import (
@@ -39,8 +40,8 @@ from lowshard.reshard.version_wire import (
 
 _GREETING_S = 10.0
 _TURN_S = 0.5
-PIECE_BYTES = 4 << 20
-"""Boxes that are no single run are put together in pieces of this size."""
+PIECE_BYTES = 1 << 20
+"""What is sent or received at a time; its checksum is taken while it is in a cache."""
 
 
 @dataclass(frozen=True)
@@ -150,7 +151,7 @@ class VersionServer:
         with self._lock:
             lines = list(self._lines)
         for line in lines:
-            line.close()
+            line.stop()  # its thread closes it
         os.close(self._wake)
         os.close(self._wakes)
 
@@ -279,12 +280,18 @@ class VersionServer:
         return tuple(found)
 
     def _send_whole(self, line: Line, found: Memory, wanted: _Wanted, crc: int) -> int:
-        """Send a tensor's boxes one behind the other, each row-major; return the CRC-32 of all bytes so far."""
+        """Send a tensor's boxes one behind the other, each row-major; return the CRC-32 of all bytes so far.
+
+        What is one run goes out of the snapshot itself; where that is written over meanwhile, the checksum tells.
+        """
         for box in wanted.changes.boxes:
             for piece in pieces_of(wanted.place.part(found.bytes, box)):
                 data = np.ascontiguousarray(piece).reshape(-1).view(np.uint8).data
                 crc = crc32(data, crc)
-                line.send(data)
+                if piece.flags.c_contiguous:
+                    line.send_file(found.fd, address(piece) - address(found.bytes), piece.nbytes)
+                else:
+                    line.send(data)
         return crc
 
     def _send_changes(
