@@ -22,7 +22,7 @@ from lowshard.mesh import DeviceMesh
 from lowshard.placement import Replicated
 from lowshard.reshard import Publisher, Subscriber
 from lowshard.reshard.stream_shares import share_count
-from lowshard.settings import STREAMS
+from lowshard.reshard.version_fetch import most_streams
 
 TENSORS, COLUMNS = 16, 2048
 WHOLE, CHANGES = "whole", "changes"
@@ -104,7 +104,7 @@ class Taker:
             for name, delta in ((WHOLE, "off"), (CHANGES, "auto"))
         }
         size_bytes = sum(array.nbytes for array in _arrays(layouts).values())
-        streams = share_count(size_bytes, STREAMS.count())
+        streams = share_count(size_bytes, most_streams())
         self._sockets = raw_stream.connected(host, port, streams)
         self._memory = np.ones(size_bytes, np.uint8)
         return {"streams": streams}

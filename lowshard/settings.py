@@ -117,9 +117,9 @@ CROSS_MEMORY = Setting(
 )
 STREAMS = Setting(
     "LOWSHARD_STREAMS",
-    "4",
-    "a number of connections",
-    "from how many streams at most a rank of a subscriber gets what one rank of its publisher has",
+    "auto",
+    "auto, or a number of connections",
+    "how many streams at most bring a rank of a subscriber what one rank of its publisher has: four, or one a core",
 )
 PIPES = Setting(
     "LOWSHARD_PIPES", "auto", "auto|off", "whether private memory in small pages is handed on by pipes"

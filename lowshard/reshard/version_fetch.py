@@ -11,6 +11,7 @@ the fetch. Where one fails, all connections are ended, so that no other goes on,
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -45,8 +46,18 @@ from lowshard.reshard.version_wire import (
 from lowshard.settings import CROSS_MEMORY, STREAMS
 
 Array = Any
+_MOST_STREAMS = 4
 ENTER_S = 5.0
 """How long a door of a publisher may take to let this rank in."""
+
+
+def most_streams() -> int:
+    """Return how many streams there are from one rank at most; each has a thread, so none more than cores by default.
+
+    Raises:
+        CommError: LOWSHARD_STREAMS is none of its values.
+    """
+    return min(_MOST_STREAMS, len(os.sched_getaffinity(0))) if STREAMS.text() == "auto" else STREAMS.count()
 
 
 @dataclass
@@ -104,7 +115,7 @@ class Source:
             rank: this one, in the plan.
         """
         self.mark = table.mark
-        most = STREAMS.count()
+        most = most_streams()
         self._peers = [
             _Peer(
                 peer,
@@ -295,8 +306,7 @@ class _Stream:
             if min(sizes) < 0 or sum(sizes) > kept.size_bytes:
                 raise Lost(f"it sent {sum(sizes)} bytes as changes of {kept.size_bytes}")
             text = np.frombuffer(incoming.take(sum(sizes)), np.uint8)
-            for box in boxes.dst_boxes:
-                copy_bits(box_of(wanted.served[boxes.name], box), box_of(into, box))
+            kept.copy(wanted.served[boxes.name], into)
             kept.write(into, Changes(units, gaps, lengths, text, changed))
             fetched.received_bytes += text.size
             fetched.changed_elems += changed

@@ -69,6 +69,7 @@ def test_any_layout_gets_to_any_other(
 ) -> None:
     monkeypatch.setenv("LOWSHARD_CROSS_MEMORY", "auto" if way == "memory" else "off")
     if way == "streams":
+        monkeypatch.setenv("LOWSHARD_STREAMS", "4")
         monkeypatch.setattr(stream_shares, "LEAST_SHARE_BYTES", 50)
     for case in range(100 if mode.full() else 6):
         _check_case(rng, f"unix:{tmp_path}/p{case}")

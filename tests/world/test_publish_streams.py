@@ -34,6 +34,7 @@ ENDS_WITHIN_S = 10.0
 @pytest.fixture(autouse=True)
 def four_small_streams(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Take four streams for arrays of a few KB, and leave no thread of a fetch behind."""
+    monkeypatch.setenv("LOWSHARD_STREAMS", "4")
     monkeypatch.setenv("LOWSHARD_CROSS_MEMORY", "off")
     monkeypatch.setattr(stream_shares, "LEAST_SHARE_BYTES", 1000)
     monkeypatch.setattr(threading, "excepthook", lambda args: None)
@@ -140,7 +141,9 @@ def test_a_setting_that_is_no_number_is_told_on_pull(
     publisher, subscriber = _pair(tmp_path, np.zeros(1000, np.float32))
     with publisher, subscriber:
         publisher.publish(1)
-        with pytest.raises(CommError, match="LOWSHARD_STREAMS is a number of connections from 1 to 999"):
+        with pytest.raises(
+            CommError, match="LOWSHARD_STREAMS is auto, or a number of connections from 1 to 999"
+        ):
             subscriber.pull(10)
         monkeypatch.delenv("LOWSHARD_STREAMS")
         assert subscriber.pull(10) == 1
