@@ -42,6 +42,8 @@ LEAST_OF_RAW = 0.9
 MOST_OF_WHOLE = 0.5
 """Time of a version of which 1 % has changed, as a share of that of a whole one: promised."""
 CHANGED = 0.01
+_WARMING = 2
+"""Rounds that do not count: in the first one everything comes whole, in the second the first changes."""
 _PASSED = ("LOWSHARD_", "NUMBA_", "PYTHON", "LD_LIBRARY_PATH", "XDG_CACHE_HOME")
 """Names of variables that both processes get, or how they begin; a fake host has an empty environment."""
 _TIMES_THE_SIZE = 9
@@ -115,7 +117,7 @@ def run_publish(args: argparse.Namespace) -> int:
             f"the versions and their copies take {need:,} bytes, {free:,} are free; pass a smaller --size"
         )
     with Progress("publish") as progress:
-        progress.expect(args.rounds + 2)
+        progress.expect(1 + _WARMING + args.rounds)
         progress.step("making two hosts")
         with fake_hosts(2) as hosts, _Side("giver", hosts[0]) as giver, _Side("taker", hosts[1]) as taker:
             report = _measure(giver, taker, hosts[0].address, args.size, args.rounds, progress.step)
@@ -186,7 +188,7 @@ class _Side:
 def _measure(
     giver: _Side, taker: _Side, host: str, size_bytes: int, rounds: int, step: Callable[[str], object]
 ) -> dict[str, Any]:
-    """Return the report: a round that warms, then so many that count."""
+    """Return the report."""
     from lowshard.bench.bench_device import HostDevice
     from lowshard.bench.machine import facts
     from lowshard.bench.publish_side import CHANGES, WHOLE
@@ -205,8 +207,8 @@ def _measure(
     whole: list[tuple[float, float, int]] = []
     changes: list[tuple[float, float, int]] = []
     hot: list[float] = []
-    for turn in range(rounds + 1):
-        step(f"round {turn} of {rounds}" if turn else "warming up")
+    for turn in range(-_WARMING, rounds):
+        step("warming up" if turn < 0 else f"round {turn + 1} of {rounds}")
         version = giver.ask("publish", changed=CHANGED)
         for which, found in ((WHOLE, whole), (CHANGES, changes)):
             got = taker.ask("pull", which=which)
@@ -215,17 +217,18 @@ def _measure(
             size = max(1, int(got["received_bytes"]))
             found.append((float(got["seconds"]), bare(size), size))
         hot.append(bare(total, hot=True))
+    whole, changes, hot = whole[_WARMING:], changes[_WARMING:], hot[_WARMING:]
     sums = giver.ask("sums")
     for which in (WHOLE, CHANGES):
         if taker.ask("sums", which=which) != sums:
             raise VerificationError(f"{which}: what came is not what was published")
     for side in (taker, giver):
         side.ask("close")
-    of_whole = statistics.median([few[0] / all_[0] for few, all_ in zip(changes[1:], whole[1:], strict=True)])
+    of_whole = statistics.median([few[0] / all_[0] for few, all_ in zip(changes, whole, strict=True)])
     rows = [
-        _row("whole version", whole[1:], None),
-        _row(f"{100 * CHANGED:g} % changed", changes[1:], of_whole),
-        Row("one small buffer, as iperf", total, tuple(hot[1:])),
+        _row("whole version", whole, None),
+        _row(f"{100 * CHANGED:g} % changed", changes, of_whole),
+        Row("one small buffer, as iperf", total, tuple(hot)),
     ]
     return {
         "schema": SCHEMA, "facts": dict(facts(HostDevice())), "bytes": total, "streams": streams, "rounds": rounds,

@@ -10,7 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -97,11 +97,12 @@ class Taker:
     def open(self, size_bytes: int, address: str, token: str, host: str, port: int) -> dict[str, Any]:
         """Make two subscribers, one of which takes versions whole, and bare connections; return how many."""
         layouts = layouts_of(size_bytes)
+        deltas: dict[str, Literal["auto", "off"]] = {WHOLE: "off", CHANGES: "auto"}
         self._taking = {
             name: Subscriber(
                 layouts, _arrays(layouts), address=address, token=bytes.fromhex(token), delta=delta, name=name
             )
-            for name, delta in ((WHOLE, "off"), (CHANGES, "auto"))
+            for name, delta in deltas.items()
         }
         size_bytes = sum(array.nbytes for array in _arrays(layouts).values())
         streams = share_count(size_bytes, most_streams())

@@ -19,7 +19,6 @@ from lowshard import dtypes
 from lowshard.box import Box
 from lowshard.checkpoint.crc import crc32
 from lowshard.comm.door import Door, Guest
-from lowshard.kernels.buffer import address
 from lowshard.kernels.changes import ChangeBoxes, Room
 from lowshard.reshard.version_store import Memory, Place, VersionStore
 from lowshard.reshard.version_wire import (
@@ -280,18 +279,12 @@ class VersionServer:
         return tuple(found)
 
     def _send_whole(self, line: Line, found: Memory, wanted: _Wanted, crc: int) -> int:
-        """Send a tensor's boxes one behind the other, each row-major; return the CRC-32 of all bytes so far.
-
-        What is one run goes out of the snapshot itself; where that is written over meanwhile, the checksum tells.
-        """
+        """Send a tensor's boxes one behind the other, each row-major; return the CRC-32 of all bytes so far."""
         for box in wanted.changes.boxes:
             for piece in pieces_of(wanted.place.part(found.bytes, box)):
                 data = np.ascontiguousarray(piece).reshape(-1).view(np.uint8).data
                 crc = crc32(data, crc)
-                if piece.flags.c_contiguous:
-                    line.send_file(found.fd, address(piece) - address(found.bytes), piece.nbytes)
-                else:
-                    line.send(data)
+                line.send(data)
         return crc
 
     def _send_changes(

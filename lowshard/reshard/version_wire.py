@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import socket
 import struct
 import time
@@ -176,14 +175,6 @@ class Line:
         with _lost():
             while data:  # sendall would count the limit over all of it
                 data = data[self.connection.send(data) :]
-
-    def send_file(self, fd: int, offset: int, size_bytes: int) -> None:
-        """Send bytes of a file without a copy of them: what is written there before they have come may come."""
-        self._limit(socket.SO_SNDTIMEO, STALLED_S)
-        end = offset + size_bytes
-        with _lost():
-            while offset < end:
-                offset += os.sendfile(self.connection.fileno(), fd, offset, end - offset)
 
     def receive(self, data: memoryview) -> None:
         """Fill memory with what comes next."""
