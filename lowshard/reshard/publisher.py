@@ -157,7 +157,7 @@ class Publisher:
             {name: layout.to_json() for name, layout in self._layouts.items()},
             tuple(Station(**json.loads(row)) for row in rows),
         )
-        self._store = VersionStore(self._layouts, comm.rank, bytes.fromhex(mark))
+        self._store = VersionStore(self._layouts, comm.rank, bytes.fromhex(mark), sums=where.folder is None)
         self._server = VersionServer(self._doors, self._store, mark, self._newest, lambda: table)
 
     def _open_first(self, where: Address, given: bytes | None) -> list[str]:

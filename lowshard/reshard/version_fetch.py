@@ -28,8 +28,7 @@ from lowshard.kernels.changes import ChangeBoxes, Changes
 from lowshard.reshard.reshard_plan import ReshardPlan
 from lowshard.reshard.stream_shares import TensorBoxes, shares_of
 from lowshard.reshard.tensor_layout import TensorLayout
-from lowshard.reshard.version_server import pieces_of
-from lowshard.reshard.version_store import Memory, Place, box_of, copy_bits, places_of
+from lowshard.reshard.version_store import Memory, Place, box_of, copy_bits, pieces_of, places_of
 from lowshard.reshard.version_wire import (
     CHANGES_HEAD,
     DATA,

@@ -21,7 +21,7 @@ import pytest
 import lowshard as ls
 from lowshard import comm as lc
 from lowshard.errors import CommError, LowshardError, PeerFailed
-from lowshard.reshard import Publisher, Subscriber, stream_shares, version_server, version_wire
+from lowshard.reshard import Publisher, Subscriber, stream_shares, version_server, version_store, version_wire
 from lowshard.reshard.version_server import VersionServer
 
 pytestmark = pytest.mark.time_limit(60)
@@ -81,10 +81,11 @@ class Sent:
         return len(self._lines)
 
 
-def _pair(folder: Path, array: np.ndarray, **more: Any) -> tuple[Publisher, Subscriber]:
-    layout = {"w": _one(array.shape, array.dtype.name)}
-    publisher = Publisher(layout, {"w": array}, address=f"unix:{folder}/p")
-    return publisher, Subscriber(layout, {"w": np.zeros_like(array)}, address=f"unix:{folder}/p", **more)
+def _pair(array: np.ndarray, **more: Any) -> tuple[Publisher, Subscriber]:
+    layout, token = {"w": _one(array.shape, array.dtype.name)}, b"of this test, and of nothing else"
+    publisher = Publisher(layout, {"w": array}, address="tcp://127.0.0.1:0", token=token)
+    out = {"w": np.zeros_like(array)}
+    return publisher, Subscriber(layout, out, address=publisher.address, token=token, **more)
 
 
 def test_all_streams_of_all_peers_are_under_way_at_once(
@@ -119,13 +120,11 @@ def test_all_streams_of_all_peers_are_under_way_at_once(
 
 
 @pytest.mark.parametrize(("streams", "taken"), [("1", 1), ("3", 3), ("200", 48)])
-def test_a_setting_says_how_many(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, streams: str, taken: int
-) -> None:
+def test_a_setting_says_how_many(monkeypatch: pytest.MonkeyPatch, streams: str, taken: int) -> None:
     monkeypatch.setenv("LOWSHARD_STREAMS", streams)
     sent = Sent(monkeypatch, lambda place: None)
     array = np.arange(ROWS * COLUMNS, dtype=np.float32).reshape(ROWS, COLUMNS)
-    publisher, subscriber = _pair(tmp_path, array)
+    publisher, subscriber = _pair(array)
     with publisher, subscriber:
         publisher.publish(1)
         subscriber.pull(10)
@@ -134,11 +133,9 @@ def test_a_setting_says_how_many(
 
 
 @pytest.mark.parametrize("streams", ["0", "-1", "many", "1000", "", "2.5"])
-def test_a_setting_that_is_no_number_is_told_on_pull(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, streams: str
-) -> None:
+def test_a_setting_that_is_no_number_is_told_on_pull(monkeypatch: pytest.MonkeyPatch, streams: str) -> None:
     monkeypatch.setenv("LOWSHARD_STREAMS", streams)
-    publisher, subscriber = _pair(tmp_path, np.zeros(1000, np.float32))
+    publisher, subscriber = _pair(np.zeros(1000, np.float32))
     with publisher, subscriber:
         publisher.publish(1)
         with pytest.raises(
@@ -206,9 +203,7 @@ def test_what_differs_comes_over_streams_as_the_whole_would(tmp_path: Path) -> N
     assert differ[2] <= many["changed_elems"] <= whole.size
 
 
-def test_where_one_stream_breaks_off_the_others_end_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_one_stream_breaks_off_the_others_end_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The worst moment: the others wait for bytes, and would for half a minute."""
     array, over = np.ones((ROWS, COLUMNS), np.float32), threading.Event()
 
@@ -220,7 +215,7 @@ def test_where_one_stream_breaks_off_the_others_end_at_once(
             raise RuntimeError("this thread ends amid a stream")
         over.wait(50)
 
-    publisher, subscriber = _pair(tmp_path, array)
+    publisher, subscriber = _pair(array)
     with publisher, subscriber:
         publisher.publish(1)
         subscriber.pull(10)
@@ -241,10 +236,10 @@ def test_where_one_stream_breaks_off_the_others_end_at_once(
         assert (subscriber.weights["w"] == 2).all()
 
 
-def test_a_stream_that_stalls_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stream_that_stalls_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     array, over = np.ones((ROWS, COLUMNS), np.float32), threading.Event()
     monkeypatch.setattr(version_wire, "STALLED_S", 0.5)
-    publisher, subscriber = _pair(tmp_path, array)
+    publisher, subscriber = _pair(array)
     with publisher, subscriber:
         publisher.publish(1)
         with monkeypatch.context() as patched:
@@ -261,19 +256,23 @@ def test_a_stream_that_stalls_is_given_up(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("delta", ["auto", "off"])
-def test_a_wrong_checksum_of_one_stream_is_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, delta: str
-) -> None:
+def test_a_wrong_checksum_of_one_stream_is_found(monkeypatch: pytest.MonkeyPatch, delta: str) -> None:
     array = np.ones((ROWS, COLUMNS), np.float32)
-    publisher, subscriber = _pair(tmp_path, array, delta=delta)
+    publisher, subscriber = _pair(array, delta=delta)
     with publisher, subscriber:
         publisher.publish(1)
         subscriber.pull(10)
         array[::7, 3] = 2
         publisher.publish(2)
-        real, once = version_server.crc32, iter([1])
+        once = iter([1])
         with monkeypatch.context() as patched:
-            patched.setattr(version_server, "crc32", lambda *args: real(*args) ^ next(once, 0))
+            for module, name in (
+                (version_server, "crc32"),
+                (version_store, "crc32"),
+                (version_store, "joined"),
+            ):
+                real = getattr(module, name)
+                patched.setattr(module, name, lambda *args, real=real: real(*args) ^ next(once, 0))
             with pytest.raises(PeerFailed, match="another checksum"):
                 subscriber.pull(10)
         assert (subscriber.version, float(subscriber.weights["w"].max())) == (1, 1.0)
@@ -310,11 +309,9 @@ def test_a_stream_of_one_rank_that_fails_is_the_error_of_all_ranks(
     assert "version 1 did not arrive" in told[0]
 
 
-def test_where_no_thread_can_be_started_the_version_is_not_taken(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_no_thread_can_be_started_the_version_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     array = np.ones((ROWS, COLUMNS), np.float32)
-    publisher, subscriber = _pair(tmp_path, array)
+    publisher, subscriber = _pair(array)
     start, count = threading.Thread.start, iter(range(10))
 
     def refused(thread: threading.Thread) -> None:
@@ -329,6 +326,23 @@ def test_where_no_thread_can_be_started_the_version_is_not_taken(
             subscriber.pull(10)
         assert fetching() == []
         assert subscriber.pull(10) == 1
+
+
+def test_a_snapshot_that_is_damaged_in_memory_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sums are those of what was published, not of what lies there when somebody asks."""
+    monkeypatch.setattr(version_store, "PART_BYTES", 4096)
+    array = np.ones((ROWS, COLUMNS), np.float32)
+    publisher, subscriber = _pair(array)
+    with publisher, subscriber:
+        publisher.publish(1)
+        (snapshot,) = publisher._store._snapshots
+        snapshot.bytes[-20_000] ^= 1
+        with pytest.raises(PeerFailed, match="another checksum"):
+            subscriber.pull(10)
+        assert subscriber.version is None
+        publisher.publish(2)
+        assert subscriber.pull(10) == 2
+        assert (subscriber.weights["w"] == 1).all()
 
 
 DIES = """
