@@ -37,7 +37,7 @@ from lowshard.reshard.tensor_layout import TensorLayout
 Array = Any
 PAGE_BYTES = 4096
 MARK_BYTES = 16
-PIECE_BYTES = 1 << 20
+PIECE_BYTES = 2 << 20
 """What is sent or received at a time; its checksum is taken while it is in a cache."""
 PART_BYTES = 2 << 20
 """Of a tensor in a snapshot: what a checksum is kept of."""
