@@ -8,11 +8,11 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
+from support.launching import wait_until
 
 from lowshard.bench import raw_stream
 from lowshard.bench.bench_publish import LEAST_OF_RAW, MOST_OF_WHOLE, Row, misses, page_of
@@ -100,29 +100,18 @@ def test_ctrl_c_leaves_no_host_and_no_process() -> None:
         try:
             while "round" not in process.stderr.readline():
                 assert process.poll() is None
+            mark = f"lowshard-{process.pid}-"
+            names = [name for name in os.listdir("/run/netns") if name.startswith(mark)]
+            asked = [["ip", "netns", "pids", name] for name in names]
+            found = [subprocess.run(one, capture_output=True, text=True, check=True).stdout for one in asked]
+            pids = " ".join(found).split()
+            assert len(pids) >= 2
             os.killpg(process.pid, signal.SIGINT)
             assert process.wait(20) == 130
         finally:
             process.kill()
-    mark = f"lowshard-{process.pid}-"
     assert not [name for name in os.listdir("/run/netns") if name.startswith(mark)]
-    end_s = time.monotonic() + 5
-    while _running(mark) and time.monotonic() < end_s:
-        time.sleep(0.05)
-    assert _running(mark) == []
-
-
-def _running(mark: str) -> list[bytes]:
-    """Return the command lines of processes that were started on a host of a maker."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            words = path.read_bytes()
-        except OSError:
-            continue
-        if mark.encode() in words:
-            found.append(words)
-    return found
+    assert wait_until(lambda: not [pid for pid in pids if Path("/proc", pid).exists()], 5.0)
 
 
 def test_it_is_refused_inside_of_a_job(
