@@ -1,4 +1,4 @@
-"""`lowshard bench publish`: it runs, says what is promised, and leaves nothing of its hosts behind."""
+"""`lowshard bench publish`: it runs, says which goals are missed, and leaves nothing of its hosts behind."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def _rows(of_raw: float, of_whole: float) -> list[Row]:
     ]
 
 
-def test_what_is_promised_is_checked_by_the_median_of_ratios() -> None:
+def test_goals_are_checked_by_the_median_of_ratios() -> None:
     assert list(misses(_rows(LEAST_OF_RAW, MOST_OF_WHOLE))) == []
     (slow,) = misses(_rows(LEAST_OF_RAW - 0.05, MOST_OF_WHOLE))
-    assert slow == "a whole version comes at 0.85 of the rate of bare sockets, 0.9 is promised"
+    assert slow == "a whole version comes at 0.85 of the rate of bare sockets, the goal is 0.9"
     (long,) = misses(_rows(LEAST_OF_RAW, MOST_OF_WHOLE + 0.1))
-    assert long == "what has changed takes 0.60 of the time of a whole version, 0.5 is promised"
+    assert long == "what has changed takes 0.60 of the time of a whole version, the goal is 0.5"
 
 
 def test_the_page_shows_what_is_over_its_limit() -> None:
