@@ -38,7 +38,7 @@ machine's cores. Exit codes: 0 done, 1 a figure misses its limit (with --check),
 """
 SCHEMA = "lowshard-bench-publish-1"
 LEAST_OF_RAW = 0.9
-"""Rate of a whole version as a share of that of bare sockets: the goal. docs/developer/figures.md says how near it is."""
+"""Rate of a whole version as a share of that of bare sockets: the goal; how near it is: docs/developer/figures.md."""
 MOST_OF_WHOLE = 0.5
 """Time of a version of which 1 % has changed, as a share of that of a whole one: the goal."""
 CHANGED = 0.01
