@@ -18,7 +18,6 @@ from lowshard.bench.bench_publish import add_publish_parser
 from lowshard.bench.bench_redistribute import add_redistribute_parser
 from lowshard.bench.bench_refit import add_refit_parser
 from lowshard.bench.bench_simulate import add_simulate_parser
-from lowshard.bench.bench_tune import add_tune_parser
 from lowshard.bench.cluster import add_profile_parser
 from lowshard.bench.collective import add_collective_parsers
 from lowshard.bench.page_argument import add_report_argument, require_page, write_report
@@ -77,7 +76,6 @@ def add_bench_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentPar
     benches = parser.add_subparsers(title="benchmarks", metavar="NAME", required=True)
     add_collective_parsers(benches)
     add_profile_parser(benches)
-    add_tune_parser(benches)
     add_redistribute_parser(benches)
     add_fsdp_parser(benches)
     add_refit_parser(benches)

@@ -69,8 +69,8 @@ def move_to_loopback(pid: int) -> bool:
 def _public_sockets(pid: int, stack: contextlib.ExitStack) -> dict[int, socket.socket]:
     """Returns the sockets by which a process listens on another address than loopback, by their descriptors there.
 
-    The sockets themselves are asked: the kernel takes milliseconds to write its tables of them. The stack closes what
-    is returned.
+    The sockets themselves are asked: the kernel takes milliseconds to write its tables of them. The stack closes all
+    of them.
 
     Raises:
         OSError: the kernel forbids it.
@@ -87,10 +87,8 @@ def _public_sockets(pid: int, stack: contextlib.ExitStack) -> dict[int, socket.s
                 if not os.readlink(link).startswith("socket:"):
                     continue
                 one = _taken(process_fd, int(link.name))
-                if one is not None and _is_public(one):
-                    found[int(link.name)] = stack.enter_context(one)
-                elif one is not None:
-                    one.close()
+                if one is not None and _is_public(stack.enter_context(one)):
+                    found[int(link.name)] = one
     return found
 
 

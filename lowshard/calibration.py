@@ -41,7 +41,7 @@ __all__ = [
 NEVER = 1 << 40
 """In place of a number of bytes: the way is not taken."""
 _LEAST = 4096
-SCHEMA = "lowshard-calibration-1"
+SCHEMA: Literal["lowshard-calibration-1"] = "lowshard-calibration-1"
 """Changes with what the values mean and with how they are measured."""
 
 
@@ -152,7 +152,7 @@ def save(values: Calibration, measured_at: str) -> Path:
     Raises:
         OSError: it cannot be written, or the folder is open to others.
     """
-    record = Record(SCHEMA, machine(), measured_at, values)  # type: ignore[arg-type]
+    record = Record(SCHEMA, machine(), measured_at, values)
     folder().parent.mkdir(parents=True, exist_ok=True)
     inside = owned.open_folder(folder(), make=True)
     try:

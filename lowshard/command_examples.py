@@ -81,7 +81,6 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
         ("lowshard bench profile --ranks 2,4 -o cluster.json", "measure"),
         ("lowshard solve mlp --mesh tp=4 --profile cluster.json", "and use it"),
     ),
-    "lowshard bench tune": (("lowshard bench tune --ranks 2", "once a machine"),),
     "lowshard bench redistribute": (
         ("lowshard bench redistribute --ranks 4 --size 64M", "every transition"),
         ("lowshard bench redistribute --only S0->S1 --report page", "one of them, with a page"),

@@ -15,7 +15,7 @@ __all__ = ["CommandParser", "expect_habits"]
 
 _REPORT = (
     "there is no page of this: lowshard demo --report DIR makes one, and so does lowshard bench NAME --report DIR for "
-    "each NAME but profile, tune and simulate"
+    "each NAME but profile and simulate"
 )
 
 

@@ -167,7 +167,7 @@ def redistribute(
 
 def _seen(local: object, out: object) -> tuple[Array | None, Array | None, LowshardError | None]:
     """Return arrays of any library as NumPy's or CuPy's, and what is wrong with one that cannot be seen so."""
-    if all(array is None or type(array) is np.ndarray for array in (local, out)):
+    if (local is None or type(local) is np.ndarray) and (out is None or type(out) is np.ndarray):
         return local, out, None
     try:
         return view_of(local, "local"), view_of(out, "out"), None

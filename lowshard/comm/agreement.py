@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
+import struct
 from collections.abc import Sequence
 from itertools import accumulate
 
@@ -16,6 +16,9 @@ from lowshard.comm.communicator import Communicator
 from lowshard.errors import CommError, LowshardError, MismatchError, cause_of
 
 _DIGEST_BYTES = 16
+_HALVES = struct.Struct("<2Q")
+_ODD = 0x9E37_79B9_7F4A_7C15, 0xD6E8_FEB8_6659_FD93
+"""Multipliers of a digest's halves; odd, so that no change of a half is lost."""
 
 
 def control_of(comm: Communicator) -> Communicator:
@@ -54,12 +57,12 @@ def agree(comm: Communicator, digest: bytes, error: Exception | None = None, wha
     if control._transport.compares:
         # In one order with the calls of the communicator that is asked.
         agreeing = comm if comm._transport.agrees else control
-        text = f"{what}{AGREED}{digest[:_DIGEST_BYTES].hex()}"
         t, signature = agreeing._transport, _signature(digest)
         with agreeing.turn(what):
             compared = error is None and t.check != "full" and not t.agrees
             if compared and t.compare(signature):
                 return
+            text = f"{what}{AGREED}{digest[:_DIGEST_BYTES].hex()}"
             rows = t.agree(signature, text, error, compared)
         _raise_if_apart(rows, error, what)
         return
@@ -91,12 +94,15 @@ def agree_on_plan(comm: Communicator, digest: bytes, error: Exception | None, wh
         As `agree`.
     """
     control_of(comm)
-    if error is None and comm._caller.agrees_without_waiting(
-        _signature(digest), f"{what}{AGREED}{digest.hex()}"
-    ):
+    transport = comm._transport
+    if transport.compares and not transport.agrees:
+        agree(comm, digest, error, what)
+        return
+    text = f"{what}{AGREED}{digest.hex()}"
+    if error is None and comm._caller.agrees_without_waiting(_signature(digest), text):
         return
     agree(comm, digest, error, what)
-    comm._caller.has_agreed(f"{what}{AGREED}{digest.hex()}")
+    comm._caller.has_agreed(text)
 
 
 def _fault_of(digest: object, error: object, what: object) -> CommError | None:
@@ -131,8 +137,10 @@ def _raise_if_apart(rows: Sequence[Sequence[str]], error: Exception | None, what
 
 def _signature(digest: bytes) -> int:
     """Return a digest as a signature: positive, below 2^62, and none of the small ones that have a meaning."""
-    mixed = hashlib.blake2b(digest[:_DIGEST_BYTES].ljust(_DIGEST_BYTES, b"\0"), digest_size=8).digest()
-    return (int.from_bytes(mixed, "little") >> 2) | 16
+    low, high = _HALVES.unpack(digest[:_DIGEST_BYTES].ljust(_DIGEST_BYTES, b"\0"))
+    # Any change of one half changes the product's upper bits; every call with a plan comes here.
+    mixed = (low * _ODD[0] + high * _ODD[1]) & 0xFFFF_FFFF_FFFF_FFFF
+    return int(mixed >> 2) | 16
 
 
 def share(control: Communicator, record: np.ndarray) -> list[np.ndarray]:

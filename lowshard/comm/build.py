@@ -18,7 +18,6 @@ from lowshard.comm.mpi import MPITransport, load_mpi, world_ranks
 from lowshard.comm.node_map import Seating
 from lowshard.comm.start_barrier import await_all
 from lowshard.comm.transport import Transport
-from lowshard.comm.tuned import Crossover, Machine, default_path, load
 from lowshard.comm.wait_guard import Lookout
 from lowshard.comm.world import world_mismatch
 from lowshard.compiled import numba_fault
@@ -175,26 +174,5 @@ def _node_transport(
 
     members, rank = tuple(range(own.Get_size())), own.Get_rank()
     mailbox = Mailbox(mpi, own, members, rank, lookout, timeout_s)
-    place, record = Place(memory, members, at), lookout.activity
-    made = NodeTransport(place, rank, mailbox, group="0", timeout_s=timeout_s, activity=record)
-    crossover = _crossover(mpi, own)
-    if crossover.sizes:
-        from lowshard.comm.node.crossing import cross
-
-        flat = MPITransport(own.Dup(), owned=True, lookout=lookout, timeout_s=timeout_s, activity=record)
-        cross(made, flat, crossover)
-    return made
-
-
-def _crossover(mpi: Any, own: Any) -> Crossover:
-    """Return the sizes below which MPI's own calls are taken: what rank 0 finds in the table of this machine.
-
-    Collective: all ranks of `own`, which are on one node, call this.
-    """
-    if settings.CPU_PATH.text() == "window":
-        return Crossover()
-    affinities = own.gather(os.sched_getaffinity(0), 0)
-    found = None
-    if affinities is not None:
-        found = load(default_path(), Machine.of(mpi.get_vendor(), affinities))
-    return own.bcast(found, 0)  # type: ignore[no-any-return]
+    place = Place(memory, members, at)
+    return NodeTransport(place, rank, mailbox, group="0", timeout_s=timeout_s, activity=lookout.activity)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lowshard.comm.node import atomic
-from lowshard.comm.node.atomic import copy_bytes, peek, poke, write_process_from
+from lowshard.comm.node.atomic import copy_bytes, field, poke, write_process_from
 from lowshard.compiled import INT, Signature, digest_of, load_compiled
 from lowshard.transfer import cross_constants
 from lowshard.transfer.cross_constants import AT, COLUMNS, FAR, HIGH, LOW, MOST_PLACES, NEAR, PID, RUN, STEP
@@ -29,11 +29,11 @@ def write_strips(
     there = vectors + 16 * MOST_PLACES
     for s in range(number):
         strip = strips + 8 * COLUMNS * s
-        pid, run, step = peek(strip + 8 * PID), peek(strip + 8 * RUN), peek(strip + 8 * STEP)
-        begin, at = peek(strip + 8 * LOW), peek(strip + 8 * AT)
-        low, high = max(first, begin), min(first + rows, peek(strip + 8 * HIGH))
-        near = scratch + peek(strip + 8 * NEAR) + (low - first) * row_bytes
-        far = at + peek(strip + 8 * FAR) + (low - begin) * step
+        pid, run, step = field(strip, PID), field(strip, RUN), field(strip, STEP)
+        begin, at = field(strip, LOW), field(strip, AT)
+        low, high = max(first, begin), min(first + rows, field(strip, HIGH))
+        near = scratch + field(strip, NEAR) + (low - first) * row_bytes
+        far = at + field(strip, FAR) + (low - begin) * step
         done = 0 if at else high
         while done < high - low:
             count = min(MOST_PLACES, high - low - done)

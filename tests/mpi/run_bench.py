@@ -15,7 +15,6 @@ from unittest import mock
 from mpi4py import MPI
 
 from lowshard.bench.bench_seat import MpiSeat
-from lowshard.bench.bench_tune import measure_ways
 from lowshard.bench.case import Case, Request
 from lowshard.bench.cluster import measure_points
 from lowshard.bench.collective import measure_collective
@@ -101,7 +100,6 @@ def main() -> None:
         say("sweep", measure_collective(seat, {"settings": settings.to_json(), "table": False}))
     asked = {"sizes": [64, 4096, 65536], "rounds": 2, "warmups": 1, "calls": 1, "transport": "mpi"}
     say("profile", measure_points(seat, {**asked, "ops": ["all_reduce", "all_gather", "barrier"]}))
-    say("tune", measure_ways(seat, {**asked, "sizes": [64, 65536]}))
     say("levels", pretend_hosts(seat, asked))
     check_rivals(seat)
     say("rivals", "right")

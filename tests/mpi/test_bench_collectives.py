@@ -1,4 +1,4 @@
-"""The benchmarks of collectives on real MPI ranks: every collective, MPI beside it, the profile, the tuned table."""
+"""The benchmarks of collectives on real MPI ranks: every collective, MPI beside it, the profile."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from lowshard.bench.cluster import describe
 from lowshard.bench.figure import CollectiveReport
 from lowshard.bench.fit import Point, fit_profile
 from lowshard.bench.operation import OPERATIONS
-from lowshard.comm import tuned
 from lowshard.cost import ClusterProfile
 
 pytestmark = [pytest.mark.mpi, pytest.mark.one_mpi]
@@ -117,21 +116,6 @@ def test_one_rank_a_host_is_the_network_level_and_the_ranks_of_one_the_node(
         assert data["wrong"] == 0
 
 
-def test_both_ways_are_timed_for_the_tuned_table(found: dict[str, list[Any]]) -> None:
-    (data,) = found["tune"]
-    assert data["ranks"] == 2
-    assert data["cores"] == len(os.sched_getaffinity(0))
-    assert data["mpi"].split()[-1][0].isdigit()
-    timed = [op for op in OPERATIONS if op not in ("send_recv", "barrier")]
-    assert [(row["op"], row["size_bytes"]) for row in data["rows"]] == [
-        (op, s) for op in timed for s in (64, 65536)
-    ]
-    for row in data["rows"]:
-        assert row["wrong"] == 0
-        assert row["window_s"] > 0
-        assert row["mpi_s"] > 0
-
-
 # ---- the command line
 
 
@@ -199,12 +183,6 @@ def test_profile_and_tune_write_their_files(tmp_path: Path) -> None:
     assert [(curve.op, curve.ranks, curve.most_bytes) for curve in profile.curves] == [
         ("broadcast", 2, 16384)
     ]
-    ended = run("tune", *TINY, XDG_CACHE_HOME=str(tmp_path))
-    assert ended.returncode == 0, ended.stderr
-    table = json.loads((tmp_path / "lowshard" / "tuned.json").read_text())
-    assert table["schema"] == tuned.SCHEMA
-    (entry,) = table["entries"].values()
-    assert set(entry) == {op for op in OPERATIONS if op not in ("send_recv", "barrier")}
 
 
 def test_a_run_that_takes_too_long_is_ended() -> None:

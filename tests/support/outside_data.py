@@ -28,7 +28,6 @@ from lowshard.checkpoint.checkpoint_index import _digest as index_digest
 from lowshard.checkpoint.hf_index import HF_INDEX
 from lowshard.checkpoint.overview import look_at, verified
 from lowshard.comm import run_loopback
-from lowshard.comm.tuned import SCHEMA as TUNED
 from lowshard.cost import ClusterProfile
 from lowshard.demo.source import SYNTHETIC_CONFIG, user_checkpoint
 from lowshard.fsdp.flat_plan import FlatPlan
@@ -226,7 +225,6 @@ def samples() -> Mapping[str, Any]:
         "plan of pages": plain(pages().to_json()),
         "index of a delta folder": {"metadata": said, "weight_map": {"w": "d.safetensors"}, "lowshard": delta},
         "calibration": {"schema": CALIBRATED, "machine": "m", "measured_at": "", "values": {"pipes_from_bytes": 8192}},
-        "tuned table": {"schema": TUNED, "entries": {"Open MPI 5.0.11, 2 ranks, 2 cores": {"all_reduce": 16384}}},
         "state of FSDP.save": {"version": 1, "updates": 2, "arrays": {"l0": ["m"]}, "numbers": {"l0": slot}},
         "state of an optimizer's slot": slot,
         "greeting of a subscriber": {"name": "a", "host": "h", "pid": 3, "ranks": 2},

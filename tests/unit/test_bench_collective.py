@@ -146,7 +146,6 @@ def test_a_transport_that_needs_a_gpu_says_so(transport: str, capsys: pytest.Cap
         (["profile", "-b", "1K", "-e", "1K"], "a fit needs two sizes"),
         (["profile", "-e", "1024G", "--transport", "mpi"], "pass a smaller -e"),
         (["profile", "--ranks", "1"], "over one rank nothing moves"),
-        (["tune", "--ranks", "1"], "nothing to tune"),
     ],
 )
 def test_what_cannot_be_done_is_said_before_anything_is_measured(

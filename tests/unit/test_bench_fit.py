@@ -1,4 +1,4 @@
-"""The fit: planted parameters and knees come back, noise adds no pieces, bounds hold; crossovers of the tuned table."""
+"""The fit: planted parameters and knees come back, noise adds no pieces, bounds hold."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from lowshard.bench.bench_tune import crossover, crossovers
 from lowshard.bench.cluster import colours, describe
 from lowshard.bench.fit import Point, bounded_least_squares, fit_curve, fit_line, fit_profile
 from lowshard.cost import ClusterProfile, Curve, Piece
@@ -180,7 +179,7 @@ def test_predicted_stands_beside_measured_with_the_error() -> None:
         assert shown in text, text
 
 
-# ---- levels, crossovers
+# ---- levels
 
 
 def test_on_several_hosts_the_first_ones_ranks_and_one_rank_a_host_are_measured() -> None:
@@ -193,28 +192,3 @@ def test_on_several_hosts_the_first_ones_ranks_and_one_rank_a_host_are_measured(
         [("node", None), ("network", None)],
     ]
     assert colours(["a", "b", "b"], 1) == [("network", 0)]
-
-
-@pytest.mark.parametrize(
-    ("ratios", "found"),
-    [
-        ([0.9, 0.8, 0.7], 0),
-        ([3.0, 2.0, 0.7], 400),
-        ([3.0, 0.7, 0.6], 200),
-        ([3.0, 2.0, 1.5], 800),
-        ([3.0, 0.9, 1.3, 0.5], 400 * 2),  # one lucky size does not bring the crossover down
-        ([1.02, 1.01, 0.99], 0),  # as good as each other: the engine
-        ([0.8, 1.01, 0.7], 0),
-    ],
-)
-def test_the_crossover_loses_least_over_all_sizes(ratios: list[float], found: int) -> None:
-    assert crossover([100, 200, 400, 800][: len(ratios)], ratios) == found
-
-
-def test_every_collective_has_its_crossover() -> None:
-    rows = [
-        {"op": op, "size_bytes": size, "ratio": ratio}
-        for op, ratios in (("all_reduce", (2.0, 0.5)), ("broadcast", (0.5, 0.5)))
-        for size, ratio in zip((64, 128), ratios, strict=True)
-    ]
-    assert crossovers(rows).sizes == (("all_reduce", 128), ("broadcast", 0))

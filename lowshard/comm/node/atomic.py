@@ -29,6 +29,10 @@ def _pointer(builder: ir.IRBuilder, address: ir.Value, pointee: ir.Type) -> ir.V
     return builder.inttoptr(address, pointee.as_pointer())
 
 
+def _place(builder: ir.IRBuilder, address: ir.Value, place: ir.Value) -> ir.Value:
+    return _pointer(builder, builder.add(address, builder.mul(place, _I64(8))), _I64)
+
+
 def _external(
     builder: ir.IRBuilder, name: str, result: ir.Type, args: Sequence[ir.Value], variadic: int | None = None
 ) -> ir.Value:
@@ -50,6 +54,26 @@ def poke(typingctx: Any, address: Any, value: Any) -> Any:
         types.void,
         (types.int64, types.int64),
         lambda b, at, v: b.store(v, _pointer(b, at, _I64), align=8) and None,
+    )
+
+
+@intrinsic
+def field(typingctx: Any, address: Any, place: Any) -> Any:
+    """Return a field of a struct of int64 at an address; fields are named by their places, 0 and up."""
+    return _step(
+        types.int64,
+        (types.int64, types.int64),
+        lambda b, at, n: b.load(_place(b, at, n), align=8),
+    )
+
+
+@intrinsic
+def set_field(typingctx: Any, address: Any, place: Any, value: Any) -> Any:
+    """Write a field of a struct of int64."""
+    return _step(
+        types.void,
+        (types.int64, types.int64, types.int64),
+        lambda b, at, n, v: b.store(v, _place(b, at, n), align=8) and None,
     )
 
 

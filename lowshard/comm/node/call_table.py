@@ -15,7 +15,7 @@ import numpy as np
 
 from lowshard.comm.call import CALL_BYTES, INSIDE_AT, RING_CALLS, RING_WORDS, SEQUENCE_AT
 from lowshard.comm.node import fold_groups, message_rings
-from lowshard.comm.node.atomic import copy_bytes, peek, poke
+from lowshard.comm.node.atomic import copy_bytes, field, peek, poke, set_field
 from lowshard.comm.node.fold import fold_buffers
 from lowshard.comm.node.fold_shown import fold_at_root, fold_slots
 from lowshard.comm.node.inlined import inner
@@ -58,14 +58,14 @@ def row_of(
 
 @inner
 def _number(row: int, i: int) -> Any:
-    return peek(row + 8 * (FIRST + i))
+    return field(row, FIRST + i)
 
 
 @inner
 def perform(ctx: int, row: int, send: int, recv: int) -> Any:
     """Run a row over buffers at two addresses, 0 for none; return how its meetings ended."""
-    kind, signature = peek(row + 8 * KIND), peek(row + 8 * SIGNATURE)
-    send_bytes, recv_bytes = peek(row + 8 * SEND_BYTES), peek(row + 8 * RECV_BYTES)
+    kind, signature = field(row, KIND), field(row, SIGNATURE)
+    send_bytes, recv_bytes = field(row, SEND_BYTES), field(row, RECV_BYTES)
     if kind == BARRIER:
         return barrier(ctx, signature)
     if kind == SEND:
@@ -102,13 +102,13 @@ def perform(ctx: int, row: int, send: int, recv: int) -> Any:
 @inner
 def may_lie_so(ctx: int, row: int, send: int, recv: int) -> bool:
     """Say whether two buffers lie as the row allows; where not, what is sent must be copied first."""
-    overlap = peek(row + 8 * OVERLAP)
-    send_bytes, recv_bytes = peek(row + 8 * SEND_BYTES), peek(row + 8 * RECV_BYTES)
+    overlap = field(row, OVERLAP)
+    send_bytes, recv_bytes = field(row, SEND_BYTES), field(row, RECV_BYTES)
     if overlap == ANY or send == 0 or recv == 0 or send >= recv + recv_bytes or recv >= send + send_bytes:
         return True
     if overlap != OWN_PART_ONLY:
         return False
-    apart, me = recv - send, peek(ctx + 8 * ME)
+    apart, me = recv - send, field(ctx, ME)
     return apart == 0 or apart == me * recv_bytes or -apart == me * send_bytes
 
 
@@ -153,7 +153,7 @@ def elems_of(array: int) -> Any:
     """Return the elements of an array object."""
     elems, dims = 1, peek(array + _DIMS)
     for i in range(_low(array + _DIMS_COUNT)):
-        elems *= peek(dims + 8 * i)
+        elems *= field(dims, i)
     return elems
 
 
@@ -171,17 +171,17 @@ def place_of(act: int, dtype: int, send_elems: int, recv_elems: int, mask: int) 
 
 @inner
 def _find(head: int, act: int, dtype: int, send_elems: int, recv_elems: int) -> Any:
-    mask, entries = peek(head + 8 * MASK), peek(head + 8 * ENTRIES)
+    mask, entries = field(head, MASK), field(head, ENTRIES)
     place = place_of(act, dtype, send_elems, recv_elems, mask)
     for i in range(PROBES):
         entry = entries + 8 * ENTRY_WORDS * ((place + i) & mask)
-        if peek(entry + 8 * ROW) == 0:
+        if field(entry, ROW) == 0:
             return 0
         if (
-            peek(entry + 8 * ACT) == act
-            and peek(entry + 8 * DTYPE) == dtype
-            and peek(entry + 8 * SEND_ELEMS) == send_elems
-            and peek(entry + 8 * RECV_ELEMS) == recv_elems
+            field(entry, ACT) == act
+            and field(entry, DTYPE) == dtype
+            and field(entry, SEND_ELEMS) == send_elems
+            and field(entry, RECV_ELEMS) == recv_elems
         ):
             return entry
     return 0
@@ -202,7 +202,7 @@ def quick(head: int, act: int, sequence: int, send: int, recv: int) -> Any:
         How it ended (OK or another of `lowshard.comm.node.node_rendezvous`), NEW_SEGMENTS added where there are some;
         UNKNOWN where nothing was done. Where it has failed the rank is in the call still: the error tells so.
     """
-    array_type, dtype = peek(head + 8 * ARRAY_TYPE), 0
+    array_type, dtype = field(head, ARRAY_TYPE), 0
     send_elems = recv_elems = NONE
     send_at = recv_at = 0
     if send != 0:
@@ -218,22 +218,22 @@ def quick(head: int, act: int, sequence: int, send: int, recv: int) -> Any:
     entry = _find(head, act, dtype, send_elems, recv_elems)
     if entry == 0:
         return UNKNOWN
-    ctx, row = peek(head + 8 * CONTEXT), peek(entry + 8 * ROW)
+    ctx, row = field(head, CONTEXT), field(entry, ROW)
     if not may_lie_so(ctx, row, send_at, recv_at):
         return UNKNOWN
 
-    text, count = peek(head + 8 * TEXT), peek(peek(head + 8 * RING_COUNT))
-    kept = peek(head + 8 * RING) + 8 * RING_WORDS * (count % RING_CALLS)
-    poke(kept, peek(entry + 8 * NAME))
-    poke(kept + 8, sequence)
-    poke(kept + 16, clock_ns(ctx))
-    poke(peek(head + 8 * RING_COUNT), count + 1)
-    copy_bytes(text, peek(entry + 8 * ENCODED), CALL_BYTES)
+    text, count = field(head, TEXT), peek(field(head, RING_COUNT))
+    kept = field(head, RING) + 8 * RING_WORDS * (count % RING_CALLS)
+    set_field(kept, 0, field(entry, NAME))
+    set_field(kept, 1, sequence)
+    set_field(kept, 2, clock_ns(ctx))
+    poke(field(head, RING_COUNT), count + 1)
+    copy_bytes(text, field(entry, ENCODED), CALL_BYTES)
     poke(text + SEQUENCE_AT, sequence)
     poke(text + INSIDE_AT, 1)
     code = perform(ctx, row, send_at, recv_at)
-    poke(head + 8 * LAST, peek(entry + 8 * NAME))
+    set_field(head, LAST, field(entry, NAME))
     if code == OK:
         poke(text + INSIDE_AT, 0)
-        poke(entry + 8 * USES, peek(entry + 8 * USES) + 1)
-    return code + (NEW_SEGMENTS if peek(peek(ctx + 8 * WANTED)) != 0 else 0)
+        set_field(entry, USES, field(entry, USES) + 1)
+    return code + (NEW_SEGMENTS if peek(field(ctx, WANTED)) != 0 else 0)

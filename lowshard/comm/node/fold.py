@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lowshard.comm.node.atomic import call_five, call_three, copy_bytes, fence, peek, poke
+from lowshard.comm.node.atomic import call_five, call_three, copy_bytes, fence, field, peek, set_field
 from lowshard.comm.node.combine import BLOCK_BYTES, COMBINE, DIVIDE, ITEM, NARROW, WIDE_ITEM, WIDEN
 from lowshard.comm.node.inlined import inner
 from lowshard.comm.node.node_rendezvous import (
@@ -62,9 +62,9 @@ def part_of(elems: int, ranks: int, rank: int) -> Any:
 @inner
 def both_apart(ctx: int, size_bytes: int) -> bool:
     """Say whether no rank's result lies over the operand that others read; from the cards: the same on all ranks."""
-    for rank in range(peek(ctx + 8 * SIZE)):
+    for rank in range(field(ctx, SIZE)):
         at = line(ctx, rank)
-        if abs(peek(at + 8 * SEND) - peek(at + 8 * RECV)) < size_bytes:
+        if abs(field(at, SEND) - field(at, RECV)) < size_bytes:
             return False
     return True
 
@@ -72,29 +72,29 @@ def both_apart(ctx: int, size_bytes: int) -> bool:
 @inner
 def fold_block(ctx: int, out: int, n: int, divisor: int, steps: int, recipe: int, streaming: bool) -> None:
     """Combine the blocks that PARTS names into out; their addresses are used up."""
-    size, parts = peek(ctx + 8 * SIZE), peek(ctx + 8 * PARTS)
-    free = peek(ctx + 8 * SCRATCH) + size * BLOCK_BYTES  # below: blocks fetched
-    combine, widen = peek(recipe + 8 * COMBINE), peek(recipe + 8 * WIDEN)
+    size, parts = field(ctx, SIZE), field(ctx, PARTS)
+    free = field(ctx, SCRATCH) + size * BLOCK_BYTES  # below: blocks fetched
+    combine, widen = field(recipe, COMBINE), field(recipe, WIDEN)
     result = out
     if widen != 0:
         for rank in range(size):
-            call_three(widen, free, peek(parts + 8 * rank), n)
-            poke(parts + 8 * rank, free)
+            call_three(widen, free, field(parts, rank), n)
+            set_field(parts, rank, free)
             free += BLOCK_BYTES
         result = free
         free += BLOCK_BYTES
     for i in range(size - 1):
-        into, left, right = peek(steps + 24 * i), peek(steps + 24 * i + 8), peek(steps + 24 * i + 16)
-        a = peek(parts + 8 * left) if left < size else free + (left - size) * BLOCK_BYTES
-        b = peek(parts + 8 * right) if right < size else free + (right - size) * BLOCK_BYTES
+        into, left, right = field(steps, 3 * i), field(steps, 3 * i + 1), field(steps, 3 * i + 2)
+        a = field(parts, left) if left < size else free + (left - size) * BLOCK_BYTES
+        b = field(parts, right) if right < size else free + (right - size) * BLOCK_BYTES
         last = into < 0
         # Past the caches only what is finished: a result that is still to be divided or narrowed is wanted again.
         past = 1 if streaming and last and divisor == 1 and widen == 0 else 0
         call_five(combine, result if last else free + (into - size) * BLOCK_BYTES, a, b, n, past)
     if divisor != 1:
-        call_three(peek(recipe + 8 * DIVIDE), result, n, divisor)
+        call_three(field(recipe, DIVIDE), result, n, divisor)
     if widen != 0:
-        call_three(peek(recipe + 8 * NARROW), out, result, n)
+        call_three(field(recipe, NARROW), out, result, n)
 
 
 @inner
@@ -116,25 +116,25 @@ def fold_rows(
         recipe: the same.
         streaming: 1 to write past the caches.
     """
-    size, parts, item = peek(ctx + 8 * SIZE), peek(ctx + 8 * PARTS), peek(recipe + 8 * ITEM)
-    block_elems, width, here = BLOCK_BYTES // peek(recipe + 8 * WIDE_ITEM), 8 * (2 + size), sources + 8 * size
+    size, parts, item = field(ctx, SIZE), field(ctx, PARTS), field(recipe, ITEM)
+    block_elems, width, here = BLOCK_BYTES // field(recipe, WIDE_ITEM), 8 * (2 + size), sources + 8 * size
     rows = 1
     for level in range(levels):
         rows *= peek(table + level * width)
     for row in range(rows):
         rest, to = row, out
         for term in range(size):
-            poke(here + 8 * term, peek(sources + 8 * term))
+            set_field(here, term, field(sources, term))
         for level in range(levels):
             at = table + level * width
             i = rest % peek(at)
             rest //= peek(at)
-            to += i * peek(at + 8)
+            to += i * field(at, 1)
             for term in range(size):
-                poke(here + 8 * term, peek(here + 8 * term) + i * peek(at + 16 + 8 * term))
+                set_field(here, term, field(here, term) + i * field(at + 16, term))
         for start in range(0, n, block_elems):
             for term in range(size):
-                poke(parts + 8 * term, peek(here + 8 * term) + start * item)
+                set_field(parts, term, field(here, term) + start * item)
             fold_block(
                 ctx, to + start * item, min(block_elems, n - start), divisor, steps, recipe, streaming != 0
             )
@@ -148,9 +148,9 @@ def fold_part(
     ctx: int, out: int, first: int, elems: int, root: int, divisor: int, steps: int, recipe: int
 ) -> None:
     """Fold elements out of all operands to an address, or (out 0) to their place in the root's result."""
-    size, parts, scratch = peek(ctx + 8 * SIZE), peek(ctx + 8 * PARTS), peek(ctx + 8 * SCRATCH)
-    item = peek(recipe + 8 * ITEM)
-    block_elems = BLOCK_BYTES // peek(recipe + 8 * WIDE_ITEM)
+    size, parts, scratch = field(ctx, SIZE), field(ctx, PARTS), field(ctx, SCRATCH)
+    item = field(recipe, ITEM)
+    block_elems = BLOCK_BYTES // field(recipe, WIDE_ITEM)
     own = scratch + (scratch_blocks(size) - 1) * BLOCK_BYTES
     streaming = elems * item >= STREAM_BYTES
     for start in range(0, elems, block_elems):
@@ -158,11 +158,11 @@ def fold_part(
         for rank in range(size):
             base = seen_at(ctx, rank, SEND)
             if base != 0:
-                poke(parts + 8 * rank, base + (first + start) * item)
+                set_field(parts, rank, base + (first + start) * item)
             else:
                 into = scratch + rank * BLOCK_BYTES
                 fetch(ctx, rank, SEND, (first + start) * item, into, n * item)
-                poke(parts + 8 * rank, into)
+                set_field(parts, rank, into)
         if out != 0:
             fold_block(ctx, out + start * item, n, divisor, steps, recipe, streaming)
         else:
@@ -175,9 +175,9 @@ def fold_part(
 @inner
 def fold_to_all(ctx: int, elems: int, divisor: int, steps: int, recipe: int) -> None:
     """Fold this rank's part block by block, and write each block to every rank's result, past the caches."""
-    me, size, parts = peek(ctx + 8 * ME), peek(ctx + 8 * SIZE), peek(ctx + 8 * PARTS)
-    item, scratch = peek(recipe + 8 * ITEM), peek(ctx + 8 * SCRATCH)
-    block_elems = BLOCK_BYTES // peek(recipe + 8 * WIDE_ITEM)
+    me, size, parts = field(ctx, ME), field(ctx, SIZE), field(ctx, PARTS)
+    item, scratch = field(recipe, ITEM), field(ctx, SCRATCH)
+    block_elems = BLOCK_BYTES // field(recipe, WIDE_ITEM)
     own = scratch + (scratch_blocks(size) - 1) * BLOCK_BYTES
     first, count = part_of(elems, size, me)
     for start in range(first, first + count, block_elems):
@@ -185,11 +185,11 @@ def fold_to_all(ctx: int, elems: int, divisor: int, steps: int, recipe: int) -> 
         for rank in range(size):
             at = seen_at(ctx, rank, SEND)
             if at != 0:
-                poke(parts + 8 * rank, at + start * item)
+                set_field(parts, rank, at + start * item)
             else:  # not mapped here yet
                 into = scratch + rank * BLOCK_BYTES
                 fetch(ctx, rank, SEND, start * item, into, n * item)
-                poke(parts + 8 * rank, into)
+                set_field(parts, rank, into)
         fold_block(ctx, own, n, divisor, steps, recipe, False)
         for i in range(size):
             rank = (me + i) % size
@@ -204,7 +204,7 @@ def fold_to_all(ctx: int, elems: int, divisor: int, steps: int, recipe: int) -> 
 @inner
 def _overflows(ctx: int, size_bytes: int) -> Any:
     """Say whether operands of so many bytes that peers map go in turn too, where results are private."""
-    return size_bytes >= 2 * peek(ctx + 8 * LAST_CACHE)
+    return size_bytes >= 2 * field(ctx, LAST_CACHE)
 
 
 @inner
@@ -214,9 +214,7 @@ def _goes_to_all(ctx: int, size_bytes: int) -> Any:
     They do where peers map these too, and it is much beside the last cache: memory is read and written least so. In
     place it is for more, since caches hold much of what the other way reads again.
     """
-    if 4 * size_bytes < 3 * peek(ctx + 8 * LAST_CACHE) or not (
-        all_shared(ctx, SEND) and all_shared(ctx, RECV)
-    ):
+    if 4 * size_bytes < 3 * field(ctx, LAST_CACHE) or not (all_shared(ctx, SEND) and all_shared(ctx, RECV)):
         return False
     return _overflows(ctx, size_bytes) or both_apart(ctx, size_bytes)
 
@@ -224,7 +222,7 @@ def _goes_to_all(ctx: int, size_bytes: int) -> Any:
 @inner
 def _show(ctx: int, send: int, begin: int, count: int, item: int, past: bool) -> None:
     """Put the elements of a chunk that other ranks fold into this rank's slot, each at its place in the chunk."""
-    me, size = peek(ctx + 8 * ME), peek(ctx + 8 * SIZE)
+    me, size = field(ctx, ME), field(ctx, SIZE)
     first, own = part_of(count, size, me)
     to, source = slot(ctx, me, 0), send + begin * item
     done = first + own
@@ -241,14 +239,14 @@ def _fold_chunk(
 
     Operands lie in the slots, where `mapped` has 0 for a rank; else there, or (negative) there in its own memory.
     """
-    me, size = peek(ctx + 8 * ME), peek(ctx + 8 * SIZE)
-    parts, item = peek(ctx + 8 * PARTS), peek(recipe + 8 * ITEM)
-    block_elems = BLOCK_BYTES // peek(recipe + 8 * WIDE_ITEM)
+    me, size = field(ctx, ME), field(ctx, SIZE)
+    parts, item = field(ctx, PARTS), field(recipe, ITEM)
+    block_elems = BLOCK_BYTES // field(recipe, WIDE_ITEM)
     first, own = part_of(count, size, me)
     for start in range(first, first + own, block_elems):
         n = min(block_elems, first + own - start)
         for rank in range(size):
-            base, offset = peek(mapped + 8 * rank), (begin + start) * item
+            base, offset = field(mapped, rank), (begin + start) * item
             if rank == me:
                 at = send + offset
             elif base == 0:
@@ -256,12 +254,12 @@ def _fold_chunk(
             elif base > 0:
                 at = base + offset
             else:
-                at = peek(ctx + 8 * SCRATCH) + rank * BLOCK_BYTES
+                at = field(ctx, SCRATCH) + rank * BLOCK_BYTES
                 transfer(ctx, rank, at, offset - base, n * item, False)
-            poke(parts + 8 * rank, at)
+            set_field(parts, rank, at)
         into = result + (start - first) * item
-        if streaming and (divisor != 1 or peek(recipe + 8 * WIDEN) != 0):
-            finished = peek(ctx + 8 * SCRATCH) + (scratch_blocks(size) - 1) * BLOCK_BYTES
+        if streaming and (divisor != 1 or field(recipe, WIDEN) != 0):
+            finished = field(ctx, SCRATCH) + (scratch_blocks(size) - 1) * BLOCK_BYTES
             fold_block(ctx, finished, n, divisor, steps, recipe, False)
             copy_past(into, finished, n * item)
         else:
@@ -290,10 +288,10 @@ def _fold_in_turn(
         recipe: the same.
         past: write slots past the caches.
     """
-    me, size, item = peek(ctx + 8 * ME), peek(ctx + 8 * SIZE), peek(recipe + 8 * ITEM)
+    me, size, item = field(ctx, ME), field(ctx, SIZE), field(recipe, ITEM)
     private, mapped = is_private(ctx), note_mapped(ctx)
     behind = chunk_elems * item
-    streaming = elems * item >= peek(ctx + 8 * LAST_CACHE)  # less stays there
+    streaming = elems * item >= field(ctx, LAST_CACHE)  # less stays there
     begin = 0
     while True:
         count = min(chunk_elems, elems - begin)
@@ -336,7 +334,7 @@ def fold_buffers(
     If `chunk_elems` is not 0 the result goes through the slots instead, so many at a time; and so do private operands,
     since the system call that reads them pins each of their pages, which takes longer than to copy it.
     """
-    item = peek(recipe + 8 * ITEM)
+    item = field(recipe, ITEM)
     past = goes_past(ctx, min(chunk_elems, elems) * item)
     step(ctx)
     say(ctx, SEND, send, send_bytes)
@@ -352,7 +350,7 @@ def fold_buffers(
     if chunk_elems != 0 and (mode == TO_ROOT or _overflows(ctx, elems * item) or not all_shared(ctx, SEND)):
         whom = root if mode == TO_ROOT else -1
         return _fold_in_turn(ctx, send, recv, elems, chunk_elems, whom, divisor, steps, recipe, past)
-    me, size = peek(ctx + 8 * ME), peek(ctx + 8 * SIZE)
+    me, size = field(ctx, ME), field(ctx, SIZE)
     if mode == PART:
         fold_part(ctx, recv, me * elems, elems, -1, divisor, steps, recipe)
         return leave(ctx)

@@ -4,19 +4,26 @@ from __future__ import annotations
 
 from typing import Any
 
-from lowshard.comm.node.atomic import acquire, peek, poke, release
+from lowshard.comm.node.atomic import acquire, field, peek, release, set_field
 from lowshard.comm.node.inlined import inner
 from lowshard.comm.node.message_rings import (
     ACCEPTED,
+    ADDRESS,
     ALONE,
     BROKEN,
+    CAME_BYTES,
+    CODE,
     FULL,
     GROUP_WORDS,
     KIND,
     LENGTH,
+    NUMBER,
     OFFERED,
+    PEER,
     PENDING,
     POSTED,
+    SENDS,
+    SIZE_BYTES,
     TAKEN,
     TAKEN_SLEEPERS,
     THERE_OFFERED,
@@ -53,7 +60,7 @@ def send_receive(
     ctx: int, dst: int, send_at: int, send_bytes: int, src: int, recv_at: int, recv_bytes: int
 ) -> Any:  # fmt: skip
     """Send a message and receive another, neither before the other."""
-    me = peek(ctx + 8 * ME)
+    me = field(ctx, ME)
     private = dst != me and segment_of(ctx, send_at, send_bytes) == NO_SEGMENT
     if private and takes_pipes(ctx, send_bytes) and hold(ctx, dst):
         number = post(ctx, dst, send_at, send_bytes, OFFERED)
@@ -82,11 +89,11 @@ def _hand_on_and_receive(
     ctx: int, dst: int, number: int, src: int, recv_at: int, recv_bytes: int
 ) -> Any:  # fmt: skip
     """Hand on a message that was offered, once its receiver asks for it, and receive another meanwhile."""
-    me = peek(ctx + 8 * ME)
+    me = field(ctx, ME)
     entry, out, into = entry_of(ctx, me, dst, number), head_of(ctx, me, dst), head_of(ctx, src, me)
     expected = peek(into + TAKEN)
     coming = entry_of(ctx, src, me, expected)
-    deadline_ns, tries = clock_ns(ctx) + peek(ctx + 8 * TIMEOUT_NS), 0
+    deadline_ns, tries = clock_ns(ctx) + field(ctx, TIMEOUT_NS), 0
     asked = received = False
     ended = OK
     while True:
@@ -104,13 +111,13 @@ def _hand_on_and_receive(
             moved = moved or ended != PENDING
             if ended in (OK, FAULTY):
                 received = True
-                if peek(ctx + 8 * FAULT) != 0:
-                    poke(ctx + 8 * FAULT, 0)
+                if field(ctx, FAULT) != 0:
+                    set_field(ctx, FAULT, 0)
                     ended = FAULTY
                 take(ctx, into, expected)
         elif acquire(into + POSTED) > expected:
             moved = True
-            if peek(coming + 8 * KIND) == THERE_OFFERED and peek(coming + 8 * LENGTH) == recv_bytes:
+            if field(coming, KIND) == THERE_OFFERED and field(coming, LENGTH) == recv_bytes:
                 ask_for(ctx, coming, src, recv_at, recv_bytes)
                 asked = True
             else:
@@ -124,7 +131,7 @@ def _hand_on_and_receive(
             code = pause(ctx, tries, deadline_ns, dst if received else src)
             if code != OK:
                 if asked and not received:
-                    poke(coming + 8 * BROKEN, 1)
+                    set_field(coming, BROKEN, 1)
                 withdraw(ctx, dst, number)
                 return code
     if acquire(entry + 8 * BROKEN) == 0:
@@ -138,8 +145,7 @@ def run_group(ctx: int, rows: int, count: int) -> Any:
 
     Args:
         ctx: the context.
-        rows: address of rows of GROUP_WORDS int64: peer, address, bytes, whether it sends; out: number of the message,
-            how it ended, bytes that came instead.
+        rows: address of rows of GROUP_WORDS int64; see there.
         count: rows.
 
     Returns:
@@ -148,33 +154,35 @@ def run_group(ctx: int, rows: int, count: int) -> Any:
     """
     for i in range(count):
         row = rows + 8 * GROUP_WORDS * i
-        poke(row + 32, FULL)
-        poke(row + 40, OK)
+        set_field(row, NUMBER, FULL)
+        set_field(row, CODE, OK)
     for i in range(count):
         row = rows + 8 * GROUP_WORDS * i
-        if peek(row + 24) != 0:
-            poke(row + 32, post(ctx, peek(row), peek(row + 8), peek(row + 16), ALONE))
-            if peek(row + 32) == FULL:
+        if field(row, SENDS) != 0:
+            set_field(
+                row, NUMBER, post(ctx, field(row, PEER), field(row, ADDRESS), field(row, SIZE_BYTES), ALONE)
+            )
+            if field(row, NUMBER) == FULL:
                 return FULL
     for i in range(count):
         row = rows + 8 * GROUP_WORDS * i
-        if peek(row + 24) == 0:
-            code = receive(ctx, peek(row), peek(row + 8), peek(row + 16))
-            poke(row + 40, code)
-            poke(row + 48, peek(ctx + 8 * CAME))
+        if field(row, SENDS) == 0:
+            code = receive(ctx, field(row, PEER), field(row, ADDRESS), field(row, SIZE_BYTES))
+            set_field(row, CODE, code)
+            set_field(row, CAME_BYTES, field(ctx, CAME))
             if code != OK and code != UNEQUAL and code != FAULTY:
-                poke(ctx + 8 * MISSING, peek(row))
+                set_field(ctx, MISSING, field(row, PEER))
                 for j in range(count):
                     other = rows + 8 * GROUP_WORDS * j
-                    if peek(other + 24) != 0:
-                        withdraw(ctx, peek(other), peek(other + 32))
+                    if field(other, SENDS) != 0:
+                        withdraw(ctx, field(other, PEER), field(other, NUMBER))
                 return code
     for i in range(count):
         row = rows + 8 * GROUP_WORDS * i
-        if peek(row + 24) != 0 and not fits_an_entry(ctx, peek(row + 16)):
-            head = head_of(ctx, peek(ctx + 8 * ME), peek(row))
+        if field(row, SENDS) != 0 and not fits_an_entry(ctx, field(row, SIZE_BYTES)):
+            head = head_of(ctx, field(ctx, ME), field(row, PEER))
             code = await_word(
-                ctx, head + TAKEN, head + TAKEN_SLEEPERS, peek(row + 32) + 1, peek(row)
+                ctx, head + TAKEN, head + TAKEN_SLEEPERS, field(row, NUMBER) + 1, field(row, PEER)
             )  # fmt: skip
             if code != OK:
                 return code

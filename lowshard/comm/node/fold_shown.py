@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lowshard.comm.node.atomic import peek, poke
+from lowshard.comm.node.atomic import field, set_field
 from lowshard.comm.node.combine import BLOCK_BYTES, ITEM, WIDE_ITEM
 from lowshard.comm.node.fold import fold_block
 from lowshard.comm.node.inlined import inner
@@ -19,15 +19,15 @@ def fold_slots(
 ) -> Any:  # fmt: skip
     """Show this rank's operand in its slot, and fold `elems` elements from `first` on out of all slots."""
     step(ctx)
-    size, parts, item = peek(ctx + 8 * SIZE), peek(ctx + 8 * PARTS), peek(recipe + 8 * ITEM)
-    block_elems = BLOCK_BYTES // peek(recipe + 8 * WIDE_ITEM)
-    show(slot(ctx, peek(ctx + 8 * ME), 0), send, send_bytes, goes_past(ctx, send_bytes))
+    size, parts, item = field(ctx, SIZE), field(ctx, PARTS), field(recipe, ITEM)
+    block_elems = BLOCK_BYTES // field(recipe, WIDE_ITEM)
+    show(slot(ctx, field(ctx, ME), 0), send, send_bytes, goes_past(ctx, send_bytes))
     code = meet(ctx, signature)
     if code != OK:
         return code
     for start in range(0, elems, block_elems):
         for rank in range(size):
-            poke(parts + 8 * rank, slot(ctx, rank, 0) + (first + start) * item)
+            set_field(parts, rank, slot(ctx, rank, 0) + (first + start) * item)
         n = min(block_elems, elems - start)
         fold_block(ctx, recv + start * item, n, divisor, steps, recipe, False)
     return code
@@ -42,9 +42,9 @@ def fold_at_root(
 
     Who is not the root is a chunk ahead of it, and in the next call when the root is still in this one.
     """
-    me, size, parts = peek(ctx + 8 * ME), peek(ctx + 8 * SIZE), peek(ctx + 8 * PARTS)
-    item = peek(recipe + 8 * ITEM)
-    block_elems = BLOCK_BYTES // peek(recipe + 8 * WIDE_ITEM)
+    me, size, parts = field(ctx, ME), field(ctx, SIZE), field(ctx, PARTS)
+    item = field(recipe, ITEM)
+    block_elems = BLOCK_BYTES // field(recipe, WIDE_ITEM)
     past = goes_past(ctx, min(chunk_elems, elems) * item)
     for begin in range(0, elems, chunk_elems):
         count = min(chunk_elems, elems - begin)
@@ -58,7 +58,7 @@ def fold_at_root(
             for start in range(0, count, block_elems):
                 for rank in range(size):
                     shown = send + begin * item if rank == me else slot(ctx, rank, 0)
-                    poke(parts + 8 * rank, shown + start * item)
+                    set_field(parts, rank, shown + start * item)
                 n = min(block_elems, count - start)
                 fold_block(ctx, recv + (begin + start) * item, n, divisor, steps, recipe, False)
     return OK

@@ -9,7 +9,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from lowshard.comm.node.atomic import acquire, add_to, copy_bytes, fence, peek, poke, release
+from lowshard.comm.node.atomic import (
+    acquire,
+    add_to,
+    copy_bytes,
+    fence,
+    field,
+    peek,
+    release,
+    set_field,
+)
 from lowshard.comm.node.inlined import inner
 from lowshard.comm.node.node_rendezvous import (
     CAME,
@@ -60,8 +69,10 @@ _HERE, _THERE, _THERE_BOTH, THERE_OFFERED, _WITHDRAWN = range(5)
 ALONE, BOTH, OFFERED = range(3)
 """What a sender does for a long message."""
 
+PEER, ADDRESS, SIZE_BYTES, SENDS, NUMBER, CODE, CAME_BYTES = range(7)
 GROUP_WORDS = 8
-"""Of a message in a group; see `run_group`."""
+"""A row of `run_group`, a message: peer, where it lies, bytes, whether it is sent; out: its number, how it ended, bytes
+that came in place of those expected."""
 
 FULL = -1
 """In place of a message's number: the ring has no entry free."""
@@ -72,15 +83,15 @@ PENDING = 33
 @inner
 def head_of(ctx: int, src: int, dst: int) -> Any:
     """Return the address of a pair's counters."""
-    return peek(ctx + 8 * HEADS) + (src * peek(ctx + 8 * SIZE) + dst) * HEAD_BYTES
+    return field(ctx, HEADS) + (src * field(ctx, SIZE) + dst) * HEAD_BYTES
 
 
 @inner
 def entry_of(ctx: int, src: int, dst: int, number: int) -> Any:
     """Return the address of a message's entry."""
-    ring = peek(ctx + 8 * RING_ENTRIES)
-    place = (src * peek(ctx + 8 * SIZE) + dst) * ring + number % ring
-    return peek(ctx + 8 * ENTRIES) + place * peek(ctx + 8 * ENTRY_BYTES)
+    ring = field(ctx, RING_ENTRIES)
+    place = (src * field(ctx, SIZE) + dst) * ring + number % ring
+    return field(ctx, ENTRIES) + place * field(ctx, ENTRY_BYTES)
 
 
 @inner
@@ -94,25 +105,25 @@ def post(ctx: int, dst: int, address: int, size_bytes: int, share: int) -> Any:
         size_bytes: of it.
         share: what its sender will do if it is long, ALONE for nothing.
     """
-    me = peek(ctx + 8 * ME)
+    me = field(ctx, ME)
     head = head_of(ctx, me, dst)
     number = peek(head + POSTED)
-    if number - acquire(head + TAKEN) >= peek(ctx + 8 * RING_ENTRIES):
+    if number - acquire(head + TAKEN) >= field(ctx, RING_ENTRIES):
         return FULL
     entry = entry_of(ctx, me, dst, number)
-    poke(entry + 8 * LENGTH, size_bytes)
+    set_field(entry, LENGTH, size_bytes)
     if fits_an_entry(ctx, size_bytes):
-        poke(entry + 8 * KIND, _HERE)
+        set_field(entry, KIND, _HERE)
         copy_bytes(entry + ENTRY_HEAD_BYTES, address, size_bytes)
     else:
-        poke(entry + 8 * KIND, _THERE + share)
-        poke(entry + 8 * _ADDRESS, address)
+        set_field(entry, KIND, _THERE + share)
+        set_field(entry, _ADDRESS, address)
         segment = segment_of(ctx, address, size_bytes)
-        poke(entry + 8 * _SEGMENT, segment)
+        set_field(entry, _SEGMENT, segment)
         if segment != NO_SEGMENT:
-            poke(entry + 8 * _OFFSET, address - mapped_at(ctx, me, segment))
+            set_field(entry, _OFFSET, address - mapped_at(ctx, me, segment))
         for word in range(ACCEPTED, BROKEN + 1):
-            poke(entry + 8 * word, 0)
+            set_field(entry, word, 0)
     release(head + POSTED, number + 1)
     fence()  # as in meet.arrive
     if peek(head + POSTED_SLEEPERS) != 0:
@@ -123,24 +134,24 @@ def post(ctx: int, dst: int, address: int, size_bytes: int, share: int) -> Any:
 @inner
 def fits_an_entry(ctx: int, size_bytes: int) -> Any:
     """Say whether a message is short: its sender does not wait."""
-    return size_bytes <= peek(ctx + 8 * ENTRY_BYTES) - ENTRY_HEAD_BYTES
+    return size_bytes <= field(ctx, ENTRY_BYTES) - ENTRY_HEAD_BYTES
 
 
 @inner
 def is_taken(ctx: int, dst: int, number: int) -> Any:
     """Say whether the receiver has taken a message of this rank."""
-    return acquire(head_of(ctx, peek(ctx + 8 * ME), dst) + TAKEN) > number
+    return acquire(head_of(ctx, field(ctx, ME), dst) + TAKEN) > number
 
 
 @inner
 def send(ctx: int, dst: int, address: int, size_bytes: int) -> Any:
     """Send a message, and wait while the ring is full, and if it is long until it is taken."""
-    me = peek(ctx + 8 * ME)
+    me = field(ctx, ME)
     head = head_of(ctx, me, dst)
     share = BOTH if size_bytes >= _BOTH_BYTES else ALONE
     number = post(ctx, dst, address, size_bytes, share)
     if number == FULL:
-        oldest = peek(head + POSTED) - peek(ctx + 8 * RING_ENTRIES)
+        oldest = peek(head + POSTED) - field(ctx, RING_ENTRIES)
         code = await_word(ctx, head + TAKEN, head + TAKEN_SLEEPERS, oldest + 1, dst)
         if code != OK:
             return code
@@ -152,9 +163,9 @@ def send(ctx: int, dst: int, address: int, size_bytes: int) -> Any:
         entry = entry_of(ctx, me, dst, number)
         code = await_word(ctx, entry + 8 * ACCEPTED, entry + 8 * _ACCEPTED_SLEEPERS, 1, dst)
         if code == OK:
-            segment = peek(entry + 8 * _TO_SEGMENT)
+            segment = field(entry, _TO_SEGMENT)
             base = 0 if segment == NO_SEGMENT else mapped_at(ctx, dst, segment)
-            there = peek(entry + 8 * _TO_ADDRESS) if base == 0 else base + peek(entry + 8 * _TO_OFFSET)
+            there = field(entry, _TO_ADDRESS) if base == 0 else base + field(entry, _TO_OFFSET)
             _copy_pieces(ctx, entry, dst, address, there, base != 0, size_bytes, True)
     if code == OK:
         code = await_word(ctx, head + TAKEN, head + TAKEN_SLEEPERS, number + 1, dst)
@@ -180,32 +191,32 @@ def _copy_pieces(
             copy(there + begin, here + begin, n)
         else:
             copy(here + begin, there + begin, n)
-        if peek(ctx + 8 * FAULT) != 0:
-            poke(ctx + 8 * FAULT, 0)
-            poke(entry + 8 * BROKEN, 1)
+        if field(ctx, FAULT) != 0:
+            set_field(ctx, FAULT, 0)
+            set_field(entry, BROKEN, 1)
         add_to(entry + 8 * _COPIED, n)
-        if peek(entry + 8 * _COPIED_SLEEPERS) != 0:
+        if field(entry, _COPIED_SLEEPERS) != 0:
             wake(ctx, entry + 8 * _COPIED)
 
 
 @inner
 def _copy_message(ctx: int, entry: int, src: int, address: int, size_bytes: int) -> Any:
     """Copy a long message, together with its sender if that waits for it."""
-    segment = peek(entry + 8 * _SEGMENT)
+    segment = field(entry, _SEGMENT)
     base = 0 if segment == NO_SEGMENT else mapped_at(ctx, src, segment)
-    there = peek(entry + 8 * _ADDRESS) if base == 0 else base + peek(entry + 8 * _OFFSET)
-    code, both = OK, peek(entry + 8 * KIND) == _THERE_BOTH
-    if peek(entry + 8 * KIND) == THERE_OFFERED:
+    there = field(entry, _ADDRESS) if base == 0 else base + field(entry, _OFFSET)
+    code, both = OK, field(entry, KIND) == _THERE_BOTH
+    if field(entry, KIND) == THERE_OFFERED:
         code = _pull_message(ctx, entry, src, address, size_bytes)
     elif both:
         own = segment_of(ctx, address, size_bytes)
-        poke(entry + 8 * _TO_ADDRESS, address)
-        poke(entry + 8 * _TO_SEGMENT, own)
+        set_field(entry, _TO_ADDRESS, address)
+        set_field(entry, _TO_SEGMENT, own)
         if own != NO_SEGMENT:
-            poke(entry + 8 * _TO_OFFSET, address - mapped_at(ctx, peek(ctx + 8 * ME), own))
+            set_field(entry, _TO_OFFSET, address - mapped_at(ctx, field(ctx, ME), own))
         release(entry + 8 * ACCEPTED, 1)
         fence()
-        if peek(entry + 8 * _ACCEPTED_SLEEPERS) != 0:
+        if field(entry, _ACCEPTED_SLEEPERS) != 0:
             wake(ctx, entry + 8 * ACCEPTED)
         _copy_pieces(ctx, entry, src, address, there, base != 0, size_bytes, False)
         code = await_word(ctx, entry + 8 * _COPIED, entry + 8 * _COPIED_SLEEPERS, size_bytes, src)
@@ -213,8 +224,8 @@ def _copy_message(ctx: int, entry: int, src: int, address: int, size_bytes: int)
         copy(address, there, size_bytes)
     else:
         transfer(ctx, src, address, there, size_bytes, False)
-    if peek(ctx + 8 * FAULT) != 0 or (both and peek(entry + 8 * BROKEN) != 0):
-        poke(ctx + 8 * FAULT, 0)
+    if field(ctx, FAULT) != 0 or (both and field(entry, BROKEN) != 0):
+        set_field(ctx, FAULT, 0)
         return FAULTY
     return code
 
@@ -222,7 +233,7 @@ def _copy_message(ctx: int, entry: int, src: int, address: int, size_bytes: int)
 @inner
 def ask_for(ctx: int, entry: int, src: int, address: int, size_bytes: int) -> None:
     """Ask the sender of a message to hand it on."""
-    begin_into(flow_of(ctx, src), address, peek(entry + 8 * _ADDRESS), size_bytes)
+    begin_into(flow_of(ctx, src), address, field(entry, _ADDRESS), size_bytes)
     release(entry + 8 * ACCEPTED, 1)
 
 
@@ -244,7 +255,7 @@ def pull_some(ctx: int, entry: int, src: int) -> Any:
 def _pull_message(ctx: int, entry: int, src: int, address: int, size_bytes: int) -> Any:
     """Have a message handed on; a wait that ends early leaves the pipe to nobody."""
     ask_for(ctx, entry, src, address, size_bytes)
-    deadline_ns, tries = clock_ns(ctx) + peek(ctx + 8 * TIMEOUT_NS), 0
+    deadline_ns, tries = clock_ns(ctx) + field(ctx, TIMEOUT_NS), 0
     while True:
         code = pull_some(ctx, entry, src)
         if code in (OK, FAULTY):
@@ -253,39 +264,39 @@ def _pull_message(ctx: int, entry: int, src: int, address: int, size_bytes: int)
         if tries != 0:
             code = pause(ctx, tries, deadline_ns, src)
             if code != OK:
-                poke(entry + 8 * BROKEN, 1)
+                set_field(entry, BROKEN, 1)
                 return code
 
 
 @inner
 def withdraw(ctx: int, dst: int, number: int) -> Any:
     """Take back a long message that was not taken: its buffer may be gone when the receiver comes."""
-    poke(entry_of(ctx, peek(ctx + 8 * ME), dst, number) + 8 * KIND, _WITHDRAWN)
+    set_field(entry_of(ctx, field(ctx, ME), dst, number), KIND, _WITHDRAWN)
     return OK
 
 
 @inner
 def has_come(ctx: int, src: int) -> Any:
     """Say whether a message of a rank waits to be taken."""
-    head = head_of(ctx, src, peek(ctx + 8 * ME))
+    head = head_of(ctx, src, field(ctx, ME))
     return acquire(head + POSTED) > peek(head + TAKEN)
 
 
 @inner
 def receive(ctx: int, src: int, address: int, size_bytes: int) -> Any:
     """Wait for a message and take it; one of another length is let go (UNEQUAL, its length in CAME)."""
-    me = peek(ctx + 8 * ME)
+    me = field(ctx, ME)
     head = head_of(ctx, src, me)
     number = peek(head + TAKEN)
     code = await_word(ctx, head + POSTED, head + POSTED_SLEEPERS, number + 1, src)
     if code != OK:
         return code
     entry = entry_of(ctx, src, me, number)
-    kind, came = peek(entry + 8 * KIND), peek(entry + 8 * LENGTH)
+    kind, came = field(entry, KIND), field(entry, LENGTH)
     if kind == _WITHDRAWN:
         code = FAULTY
     elif came != size_bytes:
-        poke(ctx + 8 * CAME, came)
+        set_field(ctx, CAME, came)
         code = UNEQUAL
     elif kind == _HERE:
         copy_bytes(address, entry + ENTRY_HEAD_BYTES, size_bytes)

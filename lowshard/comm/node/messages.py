@@ -14,7 +14,7 @@ from mpi4py import MPI
 
 from lowshard.comm.mailbox import Mailbox, MessageWork
 from lowshard.comm.node.calls import Calls
-from lowshard.comm.node.message_rings import ENTRY_HEAD_BYTES, FULL, PENDING
+from lowshard.comm.node.message_rings import CAME_BYTES, CODE, ENTRY_HEAD_BYTES, FULL, NUMBER, PENDING
 from lowshard.comm.node.node_memory import NodeMemory
 from lowshard.comm.node.node_rendezvous import (
     CAME,
@@ -35,7 +35,6 @@ from lowshard.errors import BufferMismatchError, CommError, LowshardError
 Array = Any
 
 _TOLD_WITHIN_S = 0.5
-_NUMBER, _CODE, _CAME = 4, 5, 6  # of a row of run_group
 
 address_of = MPI.Get_address
 
@@ -151,7 +150,7 @@ class NodeMailbox(Mailbox):
         if code == FULL:
             # Those that were posted go on as they are; the rest waits its turn.
             works = [
-                self._start_posted(buf, peer, int(row[_NUMBER])) if sends and row[_NUMBER] != FULL
+                self._start_posted(buf, peer, int(row[NUMBER])) if sends and row[NUMBER] != FULL
                 else self.start_send(buf, peer) if sends else self.start_recv(buf, peer)
                 for (sends, buf, peer), row in zip(messages, rows, strict=True)
             ]  # fmt: skip
@@ -163,10 +162,10 @@ class NodeMailbox(Mailbox):
             self.end(self._context, code, name, 0, peer)
         failed: LowshardError | None = None
         for (_, buf, peer), row in zip(messages, rows, strict=True):
-            if row[_CODE] != OK:
-                self._context[CAME] = row[_CAME]
+            if row[CODE] != OK:
+                self._context[CAME] = row[CAME_BYTES]
                 try:
-                    self.end(self._context, int(row[_CODE]), "recv", buf.nbytes, peer)
+                    self.end(self._context, int(row[CODE]), "recv", buf.nbytes, peer)
                 except LowshardError as error:
                     failed = failed or error
         if failed is not None:

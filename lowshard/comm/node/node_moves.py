@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lowshard.comm.node.atomic import copy_bytes, fence, peek, poke
+from lowshard.comm.node.atomic import copy_bytes, fence, field, peek, poke
 from lowshard.comm.node.inlined import inner
 from lowshard.comm.node.node_rendezvous import (
     ME,
@@ -64,7 +64,7 @@ def gather_slots(
     From each of `ranks` ranks from `first` on, `each_bytes` at `offset` go to recv, one behind the other.
     """
     step(ctx)
-    show(slot(ctx, peek(ctx + 8 * ME), 0), send, send_bytes, goes_past(ctx, send_bytes))
+    show(slot(ctx, field(ctx, ME), 0), send, send_bytes, goes_past(ctx, send_bytes))
     code = meet(ctx, signature)
     if code != OK:
         return code
@@ -78,7 +78,7 @@ def _take_from_slots(
     ctx: int, send: int, recv: int, first: int, ranks: int, offset: int, each_bytes: int
 ) -> None:
     """Copy a part of what each of some ranks shows."""
-    me = peek(ctx + 8 * ME)
+    me = field(ctx, ME)
     for i in range(ranks):
         rank, into = first + i, recv + i * each_bytes
         if rank != me:
@@ -96,7 +96,7 @@ def gather_buffers(
 
     Each takes its part of what is shown, or all of it: what another rank takes begins at its number times a part.
     """
-    me, size = peek(ctx + 8 * ME), peek(ctx + 8 * SIZE)
+    me, size = field(ctx, ME), field(ctx, SIZE)
     apart = each_bytes if send_bytes > each_bytes else 0
     step(ctx)
     say(ctx, SEND, send, send_bytes)
@@ -115,7 +115,7 @@ def gather_buffers(
             begin_out(flow_of(ctx, rank), send + rank * apart, each_bytes)
             flow(ctx, rank)
         if is_handed(ctx, rank, each_bytes):
-            there = peek(line(ctx, rank) + 8 * SEND) + offset
+            there = field(line(ctx, rank), SEND) + offset
             begin_into(flow_of(ctx, rank), recv + rank * each_bytes, there, each_bytes)
     turn = TURN_BYTES if turns else max(1, each_bytes)
     for begin in range(0, each_bytes, turn):
@@ -138,7 +138,7 @@ def _finish(ctx: int, handed: bool) -> Any:
     code = finish_flows(ctx)
     if code != OK:
         return code
-    whole = peek(line(ctx, peek(ctx + 8 * ME)) + 8 * WAY) != BROKEN
+    whole = field(line(ctx, field(ctx, ME)), WAY) != BROKEN
     code = leave(ctx)
     if code == OK and handed and whole:
         let_go_of_all(ctx)
@@ -162,7 +162,7 @@ def collect(
     code = meet(ctx, signature)
     if code != OK:
         return code
-    me, size = peek(ctx + 8 * ME), peek(ctx + 8 * SIZE)
+    me, size = field(ctx, ME), field(ctx, SIZE)
     cut = _own_share(each_bytes, size)
     if me != root:
         put(ctx, root, me * each_bytes, send, cut)
@@ -183,7 +183,7 @@ def deal(ctx: int, signature: int, send: int, send_bytes: int, recv: int, root: 
     code = meet(ctx, signature)
     if code != OK:
         return code
-    me, size = peek(ctx + 8 * ME), peek(ctx + 8 * SIZE)
+    me, size = field(ctx, ME), field(ctx, SIZE)
     cut = _own_share(each_bytes, size)
     if me != root:
         fetch(ctx, root, SEND, me * each_bytes, recv, cut)
@@ -204,7 +204,7 @@ def spread(ctx: int, signature: int, buf: int, size_bytes: int, root: int) -> An
     code = meet(ctx, signature)
     if code != OK:
         return code
-    me, size = peek(ctx + 8 * ME), peek(ctx + 8 * SIZE)
+    me, size = field(ctx, ME), field(ctx, SIZE)
     cut = _own_share(size_bytes, size)
     if me != root:
         fetch(ctx, root, SEND, 0, buf, cut)
@@ -221,7 +221,7 @@ def _tables_agree(ctx: int) -> bool:
     Each slot begins with three int64 a rank: bytes sent, where from, bytes expected. Every rank looks at all pairs,
     so that all come to the same answer.
     """
-    size = peek(ctx + 8 * SIZE)
+    size = field(ctx, SIZE)
     for src in range(size):
         for dst in range(size):
             if peek(slot(ctx, src, 0) + 24 * dst) != peek(slot(ctx, dst, 0) + 24 * src + 16):
@@ -246,11 +246,11 @@ def exchange(
         check: compare the tables of all ranks before anything moves.
     """
     step(ctx)
-    me, size = peek(ctx + 8 * ME), peek(ctx + 8 * SIZE)
+    me, size = field(ctx, ME), field(ctx, SIZE)
     head, mine = 24 * size, slot(ctx, me, 0)
-    last = peek(ctx + 8 * SLOT_BYTES) - 8
+    last = field(ctx, SLOT_BYTES) - 8
     copy_bytes(mine, table, head)
-    small = send_bytes <= peek(ctx + 8 * SMALL_BYTES) and head + send_bytes <= last
+    small = send_bytes <= field(ctx, SMALL_BYTES) and head + send_bytes <= last
     poke(mine + last, 1 if small else 0)
     if small:
         show(mine + head, send, send_bytes, goes_past(ctx, send_bytes))
@@ -267,23 +267,23 @@ def exchange(
     all_in_slots = True
     for i in range(size):
         rank = (me + i) % size
-        part = peek(table + 24 * rank)
+        part = field(table, 3 * rank)
         if handed and rank != me and takes_pipes(ctx, part):
-            begin_out(flow_of(ctx, rank), send + peek(table + 24 * rank + 8), part)
+            begin_out(flow_of(ctx, rank), send + field(table, 3 * rank + 1), part)
             flow(ctx, rank)
         theirs = slot(ctx, rank, 0)
         if peek(theirs + last) != 0:
             continue
         all_in_slots = False
-        part, at = peek(theirs + 24 * me), peek(theirs + 24 * me + 8)
+        part, at = field(theirs, 3 * me), field(theirs, 3 * me + 1)
         if rank != me and is_handed(ctx, rank, part):
-            there = peek(line(ctx, rank) + 8 * SEND) + at
-            begin_into(flow_of(ctx, rank), recv + peek(places + 8 * rank), there, part)
+            there = field(line(ctx, rank), SEND) + at
+            begin_into(flow_of(ctx, rank), recv + field(places, rank), there, part)
     for i in range(size):
         rank = (me + i) % size
         theirs = slot(ctx, rank, 0)
-        part, at = peek(theirs + 24 * me), peek(theirs + 24 * me + 8)
-        target = recv + peek(places + 8 * rank)
+        part, at = field(theirs, 3 * me), field(theirs, 3 * me + 1)
+        target = recv + field(places, rank)
         if peek(theirs + last) != 0:
             if part:
                 copy_bytes(target, theirs + head + at, part)

@@ -17,11 +17,12 @@ from lowshard.comm.node.atomic import (
     add_to,
     call_five,
     fence,
+    field,
     peek,
-    poke,
     read_clock,
     relax,
     release,
+    set_field,
     system_call,
     yield_core,
 )
@@ -59,8 +60,10 @@ SCRATCH = 14
 """Address of this rank's own scratch memory for reductions."""
 FAULT = 15
 """Out: a system call that copies from a peer has failed."""
-CLOCK = 16  # and 17: seconds, nanoseconds
-NAP = 18  # and 19
+CLOCK, CLOCK_NS = 16, 17
+"""Room for a time: seconds, nanoseconds."""
+NAP, NAP_NS = 18, 19
+"""The same for how long to sleep."""
 VECTORS = 20  # to 23: an iovec here, an iovec there
 PARTS = 24
 """Address of an int64 a rank: where a block of its operand lies. Then one a rank: where its operand is mapped, or 0."""
@@ -122,7 +125,7 @@ OK, DIFFERENT, FAILED, LATE, FAULTY, LEFT, UNEQUAL = range(7)
 _FUTEX_WAIT, _FUTEX_WAKE = 0, 1
 _MONOTONIC = 1
 _PAUSE_YIELDS = 1 << 14
-_NAP_NS, _LONGEST_NAP_NS = 100_000, 20_000_000
+_SHORTEST_NAP_NS, _LONGEST_NAP_NS = 100_000, 20_000_000
 _ALL = 1 << 30
 _GONE_NS = 1_000_000_000
 
@@ -130,29 +133,29 @@ _GONE_NS = 1_000_000_000
 @inner
 def line(ctx: int, rank: int) -> Any:
     """Return the address of what a rank says beside the stamp that is being met."""
-    return peek(ctx + 8 * CARDS) + rank * CARD_BYTES + _WORDS + (peek(ctx + 8 * STAMP) & 1) * _LINE_BYTES
+    return field(ctx, CARDS) + rank * CARD_BYTES + _WORDS + (field(ctx, STAMP) & 1) * _LINE_BYTES
 
 
 @inner
 def slot(ctx: int, rank: int, ahead: int) -> Any:
     """Return the address of a rank's slot for the stamp that is being met, or (ahead 1) for the next."""
-    turn = (peek(ctx + 8 * STAMP) + ahead) & (TURNS - 1)
-    return peek(ctx + 8 * SLOTS) + (TURNS * rank + turn) * peek(ctx + 8 * SLOT_BYTES)
+    turn = (field(ctx, STAMP) + ahead) & (TURNS - 1)
+    return field(ctx, SLOTS) + (TURNS * rank + turn) * field(ctx, SLOT_BYTES)
 
 
 @inner
 def step(ctx: int) -> None:
     """Go to the next stamp; `line` and `slot` are those of it from here on, and this rank's may be written."""
-    poke(ctx + 8 * STAMP, peek(ctx + 8 * STAMP) + 1)
+    set_field(ctx, STAMP, field(ctx, STAMP) + 1)
 
 
 @inner
 def arrive(ctx: int, signature: int) -> None:
     """Show this rank's stamp, and wake who sleeps on it."""
-    me = peek(ctx + 8 * ME)
-    card = peek(ctx + 8 * CARDS) + me * CARD_BYTES
-    poke(line(ctx, me) + 8 * SIGNATURE, signature)
-    release(card + _STAMP, peek(ctx + 8 * STAMP))
+    me = field(ctx, ME)
+    card = field(ctx, CARDS) + me * CARD_BYTES
+    set_field(line(ctx, me), SIGNATURE, signature)
+    release(card + _STAMP, field(ctx, STAMP))
     fence()  # the stamp is out before the sleepers are counted: they count themselves before they look at it
     if peek(card + _SLEEPERS) != 0:
         wake(ctx, card + _STAMP)
@@ -161,53 +164,53 @@ def arrive(ctx: int, signature: int) -> None:
 @inner
 def wake(ctx: int, word: int) -> None:
     """Wake all who sleep on a word."""
-    if peek(ctx + 8 * FUTEX_CALL) != 0:
-        system_call(peek(ctx + 8 * FUTEX_CALL), word, _FUTEX_WAKE, _ALL, 0, 0, 0)
+    if field(ctx, FUTEX_CALL) != 0:
+        system_call(field(ctx, FUTEX_CALL), word, _FUTEX_WAKE, _ALL, 0, 0, 0)
 
 
 @inner
 def clock_ns(ctx: int) -> Any:
     """Return a clock's time in nanoseconds."""
     read_clock(_MONOTONIC, ctx + 8 * CLOCK)
-    return peek(ctx + 8 * CLOCK) * 1_000_000_000 + peek(ctx + 8 * CLOCK + 8)
+    return field(ctx, CLOCK) * 1_000_000_000 + field(ctx, CLOCK_NS)
 
 
 @inner
 def has_left(ctx: int, rank: int, now_ns: int) -> Any:
     """Say whether a rank has ended its program, long enough ago that its stamp would be seen."""
-    table = peek(ctx + 8 * GONE)
+    table = field(ctx, GONE)
     if table == 0:
         return False
-    gone_ns = acquire(table + 8 * peek(peek(ctx + 8 * WATCHED) + 8 * rank))
+    gone_ns = acquire(table + 8 * field(field(ctx, WATCHED), rank))
     return gone_ns != 0 and now_ns - gone_ns > _GONE_NS
 
 
 @inner
 def let_mpi_go_on(ctx: int) -> None:
     """Be inside MPI for a moment: the rank that is waited for may wait for a message that still lies here."""
-    words = peek(ctx + 8 * PROGRESS)
+    words = field(ctx, PROGRESS)
     if words != 0:
         call_five(
-            peek(words),
-            peek(words + 8),
-            peek(words + 16),
-            peek(words + 24),
-            peek(words + 32),
-            peek(words + 40),
+            field(words, 0),
+            field(words, 1),
+            field(words, 2),
+            field(words, 3),
+            field(words, 4),
+            field(words, 5),
         )
 
 
 @inner
 def await_word(ctx: int, word: int, sleepers: int, wanted: int, rank: int) -> Any:
     """Return once a word that a rank counts up is at least `wanted`, or why not; waits are counted at `sleepers`."""
-    flag, call = peek(ctx + 8 * FLAG), peek(ctx + 8 * FUTEX_CALL)
-    spins, yields = peek(ctx + 8 * SPINS), peek(ctx + 8 * YIELDS)
+    flag, call = field(ctx, FLAG), field(ctx, FUTEX_CALL)
+    spins, yields = field(ctx, SPINS), field(ctx, YIELDS)
     for _ in range(spins):
         if acquire(word) >= wanted:
             return OK
         relax()
-    deadline_ns = clock_ns(ctx) + peek(ctx + 8 * TIMEOUT_NS)
-    tries, nap_ns = 0, _NAP_NS
+    deadline_ns = clock_ns(ctx) + field(ctx, TIMEOUT_NS)
+    tries, nap_ns = 0, _SHORTEST_NAP_NS
     while True:
         seen = acquire(word)
         if seen >= wanted:
@@ -215,15 +218,15 @@ def await_word(ctx: int, word: int, sleepers: int, wanted: int, rank: int) -> An
         if acquire(flag) != 0:
             if acquire(word) >= wanted:
                 return OK  # a rank that failed after this call was complete does not spoil it
-            poke(ctx + 8 * MISSING, rank)
+            set_field(ctx, MISSING, rank)
             return FAILED
         if (tries & 31) == 31:
             now_ns = clock_ns(ctx)
             if now_ns > deadline_ns:
-                poke(ctx + 8 * MISSING, rank)
+                set_field(ctx, MISSING, rank)
                 return LATE
             if has_left(ctx, rank, now_ns):
-                poke(ctx + 8 * MISSING, rank)
+                set_field(ctx, MISSING, rank)
                 return LEFT
             let_mpi_go_on(ctx)
         tries += 1
@@ -231,8 +234,8 @@ def await_word(ctx: int, word: int, sleepers: int, wanted: int, rank: int) -> An
             yield_core()
             continue
         tries |= 31  # a nap is long enough to look at the clock after each
-        poke(ctx + 8 * NAP, 0)
-        poke(ctx + 8 * NAP + 8, nap_ns)
+        set_field(ctx, NAP, 0)
+        set_field(ctx, NAP_NS, nap_ns)
         nap_ns = min(2 * nap_ns, _LONGEST_NAP_NS)
         add_to(sleepers, 1)
         if acquire(word) == seen:
@@ -244,24 +247,24 @@ def await_word(ctx: int, word: int, sleepers: int, wanted: int, rank: int) -> An
 @inner
 def pause(ctx: int, tries: int, deadline_ns: int, rank: int) -> Any:
     """Wait for a moment between two tries to go on with a rank that is in the same call; why not, if it is no use."""
-    spins, call = peek(ctx + 8 * SPINS), peek(ctx + 8 * FUTEX_CALL)
+    spins, call = field(ctx, SPINS), field(ctx, FUTEX_CALL)
     if tries < spins:
         relax()
         return OK
-    if acquire(peek(ctx + 8 * FLAG)) != 0:
-        poke(ctx + 8 * MISSING, rank)
+    if acquire(field(ctx, FLAG)) != 0:
+        set_field(ctx, MISSING, rank)
         return FAILED
     if (tries & 31) == 31:
         now_ns = clock_ns(ctx)
         if now_ns > deadline_ns or has_left(ctx, rank, now_ns):
-            poke(ctx + 8 * MISSING, rank)
+            set_field(ctx, MISSING, rank)
             return LATE if now_ns > deadline_ns else LEFT
         let_mpi_go_on(ctx)
     if tries < spins + _PAUSE_YIELDS or call == 0:
         yield_core()
         return OK
-    poke(ctx + 8 * NAP, 0)
-    poke(ctx + 8 * NAP + 8, _NAP_NS)
+    set_field(ctx, NAP, 0)
+    set_field(ctx, NAP_NS, _SHORTEST_NAP_NS)
     me = ctx + 8 * ME  # a word that nobody changes
     system_call(call, me, _FUTEX_WAIT, peek(me), ctx + 8 * NAP, 0, 0)
     return OK
@@ -270,16 +273,16 @@ def pause(ctx: int, tries: int, deadline_ns: int, rank: int) -> Any:
 @inner
 def await_all(ctx: int, signature: int) -> Any:
     """Return once all ranks have shown the stamp: whether their signatures are equal, or why the wait ended."""
-    me, size, code = peek(ctx + 8 * ME), peek(ctx + 8 * SIZE), OK
+    me, size, code = field(ctx, ME), field(ctx, SIZE), OK
     for i in range(1, size):
         rank = me + i
         if rank >= size:
             rank -= size
-        card = peek(ctx + 8 * CARDS) + rank * CARD_BYTES
-        ended = await_word(ctx, card + _STAMP, card + _SLEEPERS, peek(ctx + 8 * STAMP), rank)
+        card = field(ctx, CARDS) + rank * CARD_BYTES
+        ended = await_word(ctx, card + _STAMP, card + _SLEEPERS, field(ctx, STAMP), rank)
         if ended != OK:
             return ended
-        if peek(line(ctx, rank) + 8 * SIGNATURE) != signature:
+        if field(line(ctx, rank), SIGNATURE) != signature:
             code = DIFFERENT
     return code
 

@@ -90,11 +90,9 @@ class NodeTransport(Transport):
         mailbox: messages of the group.
         context: what compiled code works on.
         runner: runs planned calls.
-        beside: a transport over the same ranks that some plans use; see `lowshard.comm.node.crossing`.
     """
 
     name = "mpi"
-    beside: Transport | None = None
 
     def __init__(
         self, place: Place, rank: int, mailbox: Mailbox, *, group: str, timeout_s: float | None = None,
@@ -475,9 +473,6 @@ class NodeTransport(Transport):
         return self.mailbox.mpi_comm
 
     def end(self) -> None:
-        if self.beside is not None:
-            self.beside.failed = self.beside.failed or self.failed
-            self.beside.close()
         if isinstance(self.mailbox, NodeMailbox):
             self.mailbox.drop_all(self)
         self._let_go()

@@ -12,7 +12,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from lowshard.comm.node.atomic import acquire, add_to, give_pages, last_error, peek, poke, read_file, release
+from lowshard.comm.node.atomic import (
+    acquire,
+    add_to,
+    field,
+    give_pages,
+    last_error,
+    peek,
+    poke,
+    read_file,
+    release,
+    set_field,
+)
 from lowshard.comm.node.inlined import inner
 from lowshard.comm.node.node_rendezvous import (
     FAULT,
@@ -56,19 +67,19 @@ _AGAIN, _INTERRUPTED = 11, 4
 @inner
 def takes_pipes(ctx: int, size_bytes: int) -> Any:
     """Say whether parts of so many bytes may go through pipes."""
-    return peek(ctx + 8 * PIPES) != 0 and peek(ctx + 8 * PIPES_FROM) <= size_bytes <= _TO_BYTES
+    return field(ctx, PIPES) != 0 and field(ctx, PIPES_FROM) <= size_bytes <= _TO_BYTES
 
 
 @inner
 def _pipe(ctx: int, rank: int, word: int) -> Any:
-    member = peek(peek(ctx + 8 * MEMBERS) + 8 * rank)
-    return peek(ctx + 8 * PIPES) + 8 * (PIPE_WORDS * member + word)
+    member = field(field(ctx, MEMBERS), rank)
+    return field(ctx, PIPES) + 8 * (PIPE_WORDS * member + word)
 
 
 @inner
 def flow_of(ctx: int, rank: int) -> Any:
     """Return the address of what is under way between this rank and another."""
-    return peek(ctx + 8 * FLOWS) + 8 * FLOW_WORDS * rank
+    return field(ctx, FLOWS) + 8 * FLOW_WORDS * rank
 
 
 @inner
@@ -90,7 +101,7 @@ def let_go(ctx: int, rank: int) -> None:
 @inner
 def hold_all(ctx: int) -> Any:
     """Hold the pipes to all other ranks, or none."""
-    me, size = peek(ctx + 8 * ME), peek(ctx + 8 * SIZE)
+    me, size = field(ctx, ME), field(ctx, SIZE)
     for i in range(1, size):
         if not hold(ctx, (me + i) % size):
             for j in range(1, i):
@@ -102,7 +113,7 @@ def hold_all(ctx: int) -> Any:
 @inner
 def let_go_of_all(ctx: int) -> None:
     """Let go of the pipes to all other ranks."""
-    me, size = peek(ctx + 8 * ME), peek(ctx + 8 * SIZE)
+    me, size = field(ctx, ME), field(ctx, SIZE)
     for i in range(1, size):
         let_go(ctx, (me + i) % size)
 
@@ -110,22 +121,22 @@ def let_go_of_all(ctx: int) -> None:
 @inner
 def begin_out(flow: int, address: int, size_bytes: int) -> None:
     """Note what is to be handed on."""
-    poke(flow + 8 * _OUT, address)
-    poke(flow + 8 * _OUT_LEFT, size_bytes)
+    set_field(flow, _OUT, address)
+    set_field(flow, _OUT_LEFT, size_bytes)
 
 
 @inner
 def begin_into(flow: int, address: int, there: int, size_bytes: int) -> None:
     """Note what is to be read, and where it lies in its owner's memory."""
-    poke(flow + 8 * _INTO, address)
-    poke(flow + 8 * _THERE, there)
-    poke(flow + 8 * _INTO_LEFT, size_bytes)
+    set_field(flow, _INTO, address)
+    set_field(flow, _THERE, there)
+    set_field(flow, _INTO_LEFT, size_bytes)
 
 
 @inner
 def into_left(flow: int) -> Any:
     """Return the bytes that are still to be read."""
-    return peek(flow + 8 * _INTO_LEFT)
+    return field(flow, _INTO_LEFT)
 
 
 @inner
@@ -138,17 +149,17 @@ def _may_try_again() -> Any:
 def push(ctx: int, rank: int) -> Any:
     """Hand on as much as the pipe to a rank takes now; the bytes, or -1 where the pages cannot be had."""
     flow, vectors = flow_of(ctx, rank), ctx + 8 * VECTORS
-    left = peek(flow + 8 * _OUT_LEFT)
+    left = field(flow, _OUT_LEFT)
     if left == 0:
         return 0
-    poke(vectors, peek(flow + 8 * _OUT))
+    poke(vectors, field(flow, _OUT))
     poke(vectors + 8, min(left, PIPE_BYTES))
     moved = give_pages(peek(_pipe(ctx, rank, _TO)), vectors, _NONBLOCK)
     if moved > 0:
-        begin_out(flow, peek(flow + 8 * _OUT) + moved, left - moved)
+        begin_out(flow, field(flow, _OUT) + moved, left - moved)
         return moved
     if moved < 0 and not _may_try_again():
-        poke(flow + 8 * _OUT_LEFT, 0)
+        set_field(flow, _OUT_LEFT, 0)
         return -1
     return 0
 
@@ -157,16 +168,16 @@ def push(ctx: int, rank: int) -> Any:
 def pull(ctx: int, rank: int) -> Any:
     """Read what the pipe from a rank holds now; the bytes."""
     flow = flow_of(ctx, rank)
-    into, left = peek(flow + 8 * _INTO), peek(flow + 8 * _INTO_LEFT)
+    into, left = field(flow, _INTO), field(flow, _INTO_LEFT)
     if left == 0:
         return 0
     moved = read_file(peek(_pipe(ctx, rank, _FROM)), into, left)
     if moved > 0:
-        begin_into(flow, into + moved, peek(flow + 8 * _THERE) + moved, left - moved)
+        begin_into(flow, into + moved, field(flow, _THERE) + moved, left - moved)
         return moved
     if moved < 0 and not _may_try_again():
-        poke(ctx + 8 * FAULT, 1 + rank)
-        poke(flow + 8 * _INTO_LEFT, 0)
+        set_field(ctx, FAULT, 1 + rank)
+        set_field(flow, _INTO_LEFT, 0)
     return 0
 
 
@@ -186,7 +197,7 @@ def offer(ctx: int, wants: bool) -> Any:
 @inner
 def say_way(ctx: int, handed: bool) -> None:
     """Write on this rank's card whether what it shows is handed on."""
-    poke(line(ctx, peek(ctx + 8 * ME)) + 8 * WAY, HANDED if handed else PLAIN)
+    set_field(line(ctx, field(ctx, ME)), WAY, HANDED if handed else PLAIN)
 
 
 @inner
@@ -198,7 +209,7 @@ def is_handed(ctx: int, rank: int, size_bytes: int) -> Any:
 @inner
 def begin_flows(ctx: int) -> None:
     """Note that nothing is under way."""
-    for rank in range(peek(ctx + 8 * SIZE)):
+    for rank in range(field(ctx, SIZE)):
         begin_out(flow_of(ctx, rank), 0, 0)
         begin_into(flow_of(ctx, rank), 0, 0, 0)
 
@@ -208,7 +219,7 @@ def flow(ctx: int, rank: int) -> Any:
     """Hand on to a rank, and read from it, what can be done now; the bytes."""
     pushed = push(ctx, rank)
     if pushed < 0:
-        release(line(ctx, peek(ctx + 8 * ME)) + 8 * WAY, BROKEN)
+        release(line(ctx, field(ctx, ME)) + 8 * WAY, BROKEN)
         pushed = 0
     pulled, at = pull(ctx, rank), flow_of(ctx, rank)
     if pulled == 0 and into_left(at) != 0 and acquire(line(ctx, rank) + 8 * WAY) == BROKEN:
@@ -221,16 +232,16 @@ def read_rest(ctx: int, rank: int) -> Any:
     """Read from a rank's memory what does not come through its pipe; the bytes."""
     at = flow_of(ctx, rank)
     left = into_left(at)
-    transfer(ctx, rank, peek(at + 8 * _INTO), peek(at + 8 * _THERE), left, False)
-    poke(at + 8 * _INTO_LEFT, 0)
+    transfer(ctx, rank, field(at, _INTO), field(at, _THERE), left, False)
+    set_field(at, _INTO_LEFT, 0)
     return left
 
 
 @inner
 def finish_flows(ctx: int) -> Any:
     """Go on until all is handed on and read; why not, if a wait ended early."""
-    me, size = peek(ctx + 8 * ME), peek(ctx + 8 * SIZE)
-    deadline_ns = clock_ns(ctx) + peek(ctx + 8 * TIMEOUT_NS)
+    me, size = field(ctx, ME), field(ctx, SIZE)
+    deadline_ns = clock_ns(ctx) + field(ctx, TIMEOUT_NS)
     tries = 0
     while True:
         moved, waits_for = 0, -1
@@ -238,7 +249,7 @@ def finish_flows(ctx: int) -> Any:
             rank = (me + i) % size
             moved += flow(ctx, rank)
             at = flow_of(ctx, rank)
-            if peek(at + 8 * _OUT_LEFT) != 0 or into_left(at) != 0:
+            if field(at, _OUT_LEFT) != 0 or into_left(at) != 0:
                 waits_for = rank
         if waits_for < 0:
             return OK
