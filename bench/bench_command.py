@@ -14,6 +14,7 @@ from lowshard.bench.bench_fsdp import add_fsdp_parser
 from lowshard.bench.bench_host import add_host_parser
 from lowshard.bench.bench_pick import add_pick_parser
 from lowshard.bench.bench_plan import add_plan_parser
+from lowshard.bench.bench_publish import add_publish_parser
 from lowshard.bench.bench_redistribute import add_redistribute_parser
 from lowshard.bench.bench_refit import add_refit_parser
 from lowshard.bench.bench_simulate import add_simulate_parser
@@ -78,6 +79,7 @@ def add_bench_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentPar
     add_redistribute_parser(benches)
     add_fsdp_parser(benches)
     add_refit_parser(benches)
+    add_publish_parser(benches)
     add_plan_parser(benches)
     add_simulate_parser(benches)
     add_pick_parser(benches)

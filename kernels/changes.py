@@ -161,6 +161,11 @@ class ChangeBoxes:
         ):  # fmt: skip
             raise VerificationError(self._wrong("its runs lead out of the boxes, or end early"))
 
+    def copy(self, source: Array, target: Array) -> None:
+        """Copy the boxes from one host array to another of the same shape and dtype, each of any strides."""
+        if self.units:
+            host_engine().copy(source, target, self._table(source, target))
+
     def places(self, changes: Changes, unit_bytes: int) -> Numbers:
         """Return the units that differ, ascending, int64.
 

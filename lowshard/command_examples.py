@@ -91,6 +91,13 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
         ("lowshard bench refit --profile cluster.json --report page", "predicted beside measured"),
         ("lowshard bench refit --model sample --to tp=1,dp=2", "dense, by what changed, and as others do it"),
     ),
+    "lowshard bench publish": (
+        (
+            "lowshard bench publish --size 64M --rounds 5",
+            "quickly; needs root, for two hosts on this machine",
+        ),
+        ("lowshard bench publish --check --report page", "exit code 1 where a limit is missed, with a page"),
+    ),
     "lowshard bench plan": (("lowshard bench plan --rounds 1", ""),),
     "lowshard bench simulate": (("lowshard bench simulate deepseek --profile cluster.json", ""),),
     "lowshard bench pick": (("lowshard bench pick --check", ""),),

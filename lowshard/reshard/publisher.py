@@ -58,7 +58,7 @@ class Publisher:
     A subscriber (`Subscriber`) is a job with any number of ranks, or one process without MPI, that knows the address
     and the token. It joins between versions, leaves, is killed and comes back whenever it likes; it gets the newest
     version, whole, and no other member waits for it. On this publisher's host it copies out of mapped memory, from
-    other hosts it reads over TCP, a connection for each pair of ranks.
+    other hosts it reads over TCP, up to LOWSHARD_STREAMS connections for each pair of ranks, all at the same time.
 
     Each rank keeps one copy of its tensors for the newest version and one for the next, and one more for each
     subscriber that is still copying an older one.
@@ -157,7 +157,7 @@ class Publisher:
             {name: layout.to_json() for name, layout in self._layouts.items()},
             tuple(Station(**json.loads(row)) for row in rows),
         )
-        self._store = VersionStore(self._layouts, comm.rank, bytes.fromhex(mark))
+        self._store = VersionStore(self._layouts, comm.rank, bytes.fromhex(mark), sums=where.folder is None)
         self._server = VersionServer(self._doors, self._store, mark, self._newest, lambda: table)
 
     def _open_first(self, where: Address, given: bytes | None) -> list[str]:

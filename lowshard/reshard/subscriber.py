@@ -4,7 +4,7 @@ One `pull`, on every rank:
 
 ```
 rank 0 wants a newer version until one is offered, or the time is over; all ranks hear of it
-each rank fetches its boxes into the arrays that are not served:  mapped memory | TCP, a connection a pair of ranks,
+each rank fetches its boxes into the arrays that are not served:  mapped memory | streams (`version_fetch`),
                                   what differs from the version that is served where that is less than all of it
 all agree that they have them -> vote -> switch -> rank 0 says done
 ```
@@ -21,7 +21,7 @@ import os
 import socket
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, Self, overload
@@ -29,49 +29,36 @@ from typing import Any, Literal, NamedTuple, Self, overload
 import numpy as np
 
 from lowshard.argument import brief, instance, number
-from lowshard.box import volume
-from lowshard.checkpoint.crc import crc32
 from lowshard.comm import Communicator, agree, loopback, share_text
 from lowshard.comm.agreement import control_of
 from lowshard.comm.background import Background
 from lowshard.comm.door import enter
-from lowshard.comm.interface import network_name
 from lowshard.comm.work import Work
 from lowshard.errors import CommError, LowshardError, PeerFailed, TimedOut
 from lowshard.foreign_array import like
-from lowshard.kernels.changes import ChangeBoxes, Changes
 from lowshard.layout import Layout
 from lowshard.reshard.plan_builder import build_reshard_plan
 from lowshard.reshard.publication_address import Address, checked_token, read_token
 from lowshard.reshard.published_tensors import local_arrays, tensor_layouts
-from lowshard.reshard.reshard_move import Move
-from lowshard.reshard.reshard_plan import ReshardPlan
 from lowshard.reshard.tensor_layout import TensorLayout
-from lowshard.reshard.version_server import pieces_of
-from lowshard.reshard.version_store import Memory, Place, box_of, copy_bits, places_of
+from lowshard.reshard.version_fetch import ENTER_S, Fetched, Source, Wanted
 from lowshard.reshard.version_wire import (
-    CHANGES_HEAD,
     CONTROL,
-    DATA,
     STALLED_S,
     WANT_S,
-    WHOLE,
     Answer,
     Greeting,
     Line,
     Lost,
     Request,
-    Station,
     Table,
     read_answer,
     read_table,
 )
 from lowshard.reshard.vote import Vote
-from lowshard.settings import CROSS_MEMORY
 from lowshard.tiling import Tiling
 
 Array = Any
-_ENTER_S = 5.0
 _TURN_S = 1.0
 
 
@@ -159,7 +146,7 @@ class Subscriber:
         self._attempt, self._closed = 0, False
         self._control: Line | None = None
         self._table_text, self._offers, self._proven = "", "", b""
-        self._source: _Source | None = None
+        self._source: Source | None = None
         self._vote = Vote(self._comm)
 
     # ---- what is served
@@ -298,7 +285,7 @@ class Subscriber:
             left_s = max(0.05, end_s - time.monotonic())
             try:
                 token = read_token(self._token_file) if self._token is None else self._token
-                line = Line(enter([self._address.door], token, CONTROL, 0, min(_ENTER_S, left_s)))
+                line = Line(enter([self._address.door], token, CONTROL, 0, min(ENTER_S, left_s)))
                 break
             except (ConnectionError, CommError) as error:
                 if time.monotonic() >= end_s:
@@ -322,7 +309,7 @@ class Subscriber:
             ranks = len(table.stations)
             have = {name: TensorLayout.from_json(layout) for name, layout in table.layouts.items()}
             plan = build_reshard_plan(have, {n: x.shifted(ranks) for n, x in self._layouts.items()})
-            self._source = _Source(table, bytes.fromhex(token), have, plan, ranks + self._comm.rank)
+            self._source = Source(table, bytes.fromhex(token), have, plan, ranks + self._comm.rank)
         except LowshardError as found:
             error = found
             self._disconnect()
@@ -334,16 +321,14 @@ class Subscriber:
         error: LowshardError | None = None
         fetched = Fetched()
         since = self._now.number if self._delta == "auto" and self._source.mark == self._now.mark else 0
+        served, target = self._sets[self._now.at], self._sets[1 - self._now.at]
         try:
-            served, target = self._sets[self._now.at], self._sets[1 - self._now.at]
-            self._source.fetch(offer.number, target, since, served, fetched)
+            fetched = self._source.fetch(Wanted(offer.number, target, since, served))
         except Lost as lost:
-            self._source.close()
             error = PeerFailed(
                 f"version {offer.version} did not arrive: {lost}; version {self.version} stays"
             )
         except Exception as found:  # the others hear of it, instead of waiting
-            self._source.close()
             error = CommError(f"version {offer.version} was not taken: {type(found).__name__}: {found}")
         try:
             agree(self._comm, b"", error, "pull")
@@ -404,241 +389,3 @@ class Subscriber:
         # The other ranks may not come here, and what is under way has a deadline of its own.
         self._leave()
         self._comm.__exit__(type(error), error, None)
-
-
-@dataclass
-class Fetched:
-    """What a version has brought: see `Subscriber.report`."""
-
-    dense_bytes: int = 0
-    received_bytes: int = 0
-    changed_elems: int = 0
-
-
-@dataclass
-class _Peer:
-    """A rank of the publisher that this rank gets boxes from."""
-
-    rank: int
-    station: Station
-    moves: tuple[Move, ...]
-    line: Line | None = None
-    mapped: dict[tuple[int, int], Memory] | None = None
-    changes: tuple[tuple[str, ChangeBoxes], ...] = ()
-    """By tensor, the boxes in this rank's array; made when changes come."""
-
-
-class _Source:
-    """The ranks of one publisher, and what this rank gets from each."""
-
-    def __init__(
-        self, table: Table, token: bytes, have: Mapping[str, TensorLayout], plan: ReshardPlan, rank: int
-    ) -> None:
-        self.mark, self._token, self._plan = table.mark, token, plan
-        received = plan.for_rank(rank).receives
-        self._places = {peer: places_of(have, peer)[0] for peer in received}
-        self._peers = [_Peer(peer, table.stations[peer], moves) for peer, moves in received.items()]
-
-    def fetch(
-        self,
-        number: int,
-        target: Mapping[str, Array],
-        since: int,
-        served: Mapping[str, Array],
-        fetched: Fetched,
-    ) -> None:
-        """Write a snapshot's boxes into this rank's arrays.
-
-        Args:
-            number: of the snapshot.
-            target: the arrays.
-            since: the snapshot that `served` holds; 0 to take all of it.
-            served: arrays of the version before.
-            fetched: filled.
-
-        Raises:
-            Lost: a rank of the publisher has gone, or its snapshot has.
-            VerificationError: what came is no text of changes.
-        """
-        for peer in self._peers:
-            try:
-                line = self._line(peer)
-                moves = self._moves(peer)
-                fetched.dense_bytes += sum(self._target(target, move).nbytes for move, _ in moves)
-                if not self._copied(peer, line, number, target):
-                    changes = since and self._fetch_changes(
-                        peer, line, number, since, target, served, fetched
-                    )
-                    if not changes:
-                        self._fetch_whole(peer, line, number, target, fetched)
-            except Lost as lost:
-                raise Lost(f"rank {peer.rank} of the publisher: {lost}") from lost
-
-    def _copied(self, peer: _Peer, line: Line, number: int, target: Mapping[str, Array]) -> bool:
-        """Copy the boxes out of mapped memory; return whether that could be done."""
-        if peer.mapped is None:
-            return False
-        line.say(Request("map", self.mark, number=number))
-        memory = self._memory(peer, _here(line))
-        if memory is None:
-            peer.mapped = None
-            self._ask_for_boxes(peer, line)
-            return False
-        for move, place in self._moves(peer):
-            copy_bits(place.part(memory.bytes, move.src_box), self._target(target, move))
-        if memory.number != number:
-            raise Lost("it took its snapshot back while it was read")
-        return True
-
-    def _fetch_whole(
-        self, peer: _Peer, line: Line, number: int, target: Mapping[str, Array], fetched: Fetched
-    ) -> None:
-        """Receive all boxes."""
-        line.say(Request("read", self.mark, number=number))
-        _here(line)
-        stream = _Stream(line)
-        for _, moves in self._by_tensor(peer):
-            for move in moves:
-                stream.fill(self._target(target, move), fetched)
-        stream.end()
-
-    def _fetch_changes(
-        self,
-        peer: _Peer,
-        line: Line,
-        number: int,
-        since: int,
-        target: Mapping[str, Array],
-        served: Mapping[str, Array],
-        fetched: Fetched,
-    ) -> bool:
-        """Receive what differs, and write it over a copy of what is served; return whether the publisher can tell."""
-        line.say(Request("changes", self.mark, number=number, since=since))
-        if line.hear(read_answer, time.monotonic() + STALLED_S).state != "here":
-            return False
-        if not peer.changes:
-            peer.changes = tuple(
-                (name, ChangeBoxes(tuple(m.dst_box for m in moves), target[name].itemsize))
-                for name, moves in self._by_tensor(peer)
-            )
-        stream = _Stream(line)
-        for name, boxes in peer.changes:
-            units, gaps, lengths, changed = CHANGES_HEAD.unpack(stream.take(CHANGES_HEAD.size))
-            into = target[name]
-            if units == WHOLE:
-                for box in boxes.boxes:
-                    stream.fill(box_of(into, box), fetched)
-                continue
-            sizes = units * boxes.itemsize, gaps, lengths
-            if min(sizes) < 0 or sum(sizes) > boxes.size_bytes:
-                raise Lost(f"it sent {sum(sizes)} bytes as changes of {boxes.size_bytes}")
-            text = np.frombuffer(stream.take(sum(sizes)), np.uint8)
-            for box in boxes.boxes:
-                copy_bits(box_of(served[name], box), box_of(into, box))
-            boxes.write(into, Changes(units, gaps, lengths, text, changed))
-            fetched.received_bytes += text.size
-            fetched.changed_elems += changed
-        stream.end()
-        return True
-
-    def _line(self, peer: _Peer) -> Line:
-        if peer.line is None:
-            try:
-                connection = enter(peer.station.addresses, self._token, DATA, 0, _ENTER_S)
-            except ConnectionError as error:
-                raise Lost(str(error)) from error
-            peer.line = Line(connection)
-            is_here = peer.station.network == network_name() and CROSS_MEMORY.choice() != "off"
-            peer.mapped = {} if is_here else None
-            if peer.mapped is None:
-                self._ask_for_boxes(peer, peer.line)
-        return peer.line
-
-    def _ask_for_boxes(self, peer: _Peer, line: Line) -> None:
-        wanted = (
-            (self._name(moves[0]), tuple(m.src_box for m in moves)) for _, moves in self._by_tensor(peer)
-        )
-        line.say(Request("boxes", boxes=tuple(wanted)))
-
-    def _moves(self, peer: _Peer) -> list[tuple[Move, Place]]:
-        return [(m, self._places[peer.rank][self._name(m)]) for m in peer.moves if volume(m.src_box)]
-
-    def _by_tensor(self, peer: _Peer) -> list[tuple[str, list[Move]]]:
-        """Return the moves by this rank's tensor, in the order of the stream."""
-        found: dict[int, list[Move]] = {}
-        for move, _ in self._moves(peer):
-            found.setdefault(move.entry, []).append(move)
-        return [(self._plan.entries[entry].name, moves) for entry, moves in found.items()]
-
-    def _name(self, move: Move) -> str:
-        return self._plan.entries[move.entry].src_name
-
-    def _target(self, target: Mapping[str, Array], move: Move) -> Array:
-        return box_of(target[self._plan.entries[move.entry].name], move.dst_box)
-
-    def _memory(self, peer: _Peer, answer: Answer) -> Memory | None:
-        """Return a snapshot mapped here, or None where it cannot be."""
-        assert peer.mapped is not None
-        key = answer.pid, answer.fd
-        peer.mapped = {at: memory for at, memory in peer.mapped.items() if memory.is_at(*at)}
-        found = peer.mapped.get(key)
-        if found is not None:
-            return found
-        try:
-            made = Memory.of_process(answer.pid, answer.fd, answer.size_bytes, bytes.fromhex(self.mark))
-        except (OSError, ValueError):
-            return None
-        peer.mapped[key] = made
-        return made
-
-    def close(self) -> None:
-        """Let go of connections and memory."""
-        for peer in self._peers:
-            if peer.line is not None:
-                peer.line.close()
-            peer.line, peer.mapped = None, None
-
-
-class _Stream:
-    """Bytes that come over a line, with their checksum."""
-
-    def __init__(self, line: Line) -> None:
-        self._line, self._crc = line, 0
-
-    def take(self, size_bytes: int) -> bytearray:
-        """Return the next bytes."""
-        raw = bytearray(size_bytes)
-        self._line.receive(memoryview(raw))
-        self._crc = crc32(memoryview(raw), self._crc)
-        return raw
-
-    def fill(self, array: np.ndarray, fetched: Fetched) -> None:
-        """Fill an array with the next bytes, row-major."""
-        for piece in pieces_of(array):
-            data = piece if piece.flags.c_contiguous else np.empty(piece.shape, piece.dtype)
-            raw = data.reshape(-1).view(np.uint8).data
-            self._line.receive(raw)
-            self._crc = crc32(raw, self._crc)
-            if data is not piece:
-                copy_bits(data, piece)
-        fetched.received_bytes += array.nbytes
-        fetched.changed_elems += array.size
-
-    def end(self) -> None:
-        """Compare the checksum.
-
-        Raises:
-            Lost: it is another than the sender's, or the snapshot has gone meanwhile.
-        """
-        said = bytearray(4)
-        self._line.receive(memoryview(said))
-        _here(self._line)
-        if int.from_bytes(said, "little") != self._crc:
-            raise Lost("what came has another checksum than what was sent")
-
-
-def _here(line: Line) -> Answer:
-    answer: Answer = line.hear(read_answer, time.monotonic() + STALLED_S)
-    if answer.state != "here":
-        raise Lost("the snapshot is there no more")
-    return answer

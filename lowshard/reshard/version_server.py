@@ -13,8 +13,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-import numpy as np
-
 from lowshard import dtypes
 from lowshard.box import Box
 from lowshard.checkpoint.crc import crc32
@@ -39,8 +37,6 @@ from lowshard.reshard.version_wire import (
 
 _GREETING_S = 10.0
 _TURN_S = 0.5
-PIECE_BYTES = 4 << 20
-"""Boxes that are no single run are put together in pieces of this size."""
 
 
 @dataclass(frozen=True)
@@ -150,7 +146,7 @@ class VersionServer:
         with self._lock:
             lines = list(self._lines)
         for line in lines:
-            line.close()
+            line.stop()  # its thread closes it
         os.close(self._wake)
         os.close(self._wakes)
 
@@ -281,10 +277,9 @@ class VersionServer:
     def _send_whole(self, line: Line, found: Memory, wanted: _Wanted, crc: int) -> int:
         """Send a tensor's boxes one behind the other, each row-major; return the CRC-32 of all bytes so far."""
         for box in wanted.changes.boxes:
-            for piece in pieces_of(wanted.place.part(found.bytes, box)):
-                data = np.ascontiguousarray(piece).reshape(-1).view(np.uint8).data
-                crc = crc32(data, crc)
+            for data, crc_so_far in found.runs(wanted.place, box, crc):
                 line.send(data)
+                crc = crc_so_far
         return crc
 
     def _send_changes(
@@ -314,14 +309,3 @@ class VersionServer:
 def is_within(box: Box, shape: Sequence[int]) -> bool:
     """Say whether a box lies within an array of a shape."""
     return len(box) == len(shape) and all(0 <= a <= b <= n for (a, b), n in zip(box, shape, strict=True))
-
-
-def pieces_of(array: np.ndarray) -> list[np.ndarray]:
-    """Return an array in parts along its first dims, each of PIECE_BYTES at most where that can be; row-major order."""
-    if array.nbytes <= PIECE_BYTES or array.ndim == 0:
-        return [array] if array.size else []
-    rows = max(1, PIECE_BYTES * len(array) // array.nbytes)
-    parts = [array[at : at + rows] for at in range(0, len(array), rows)]
-    if rows == 1 and array.ndim > 1:
-        return [piece for part in parts for piece in pieces_of(part[0])]
-    return parts

@@ -10,6 +10,9 @@ tensor 0 | padding to a page | tensor 1 | ...
 Two snapshots are enough for readers that keep up: the newest, and the one being written. One that somebody still reads
 is not written to; then there is a third. A reader looks at the number before and after it copies: so it finds out even
 where the publisher took it for dead meanwhile.
+
+Where subscribers may be on other hosts, checksums are taken while a snapshot is filled, part by part, each while it is
+in a cache: once a version, and not once for each who asks for it.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from __future__ import annotations
 import mmap
 import os
 import threading
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -26,13 +29,18 @@ import numpy as np
 
 from lowshard import dtypes
 from lowshard.box import Box
+from lowshard.checkpoint.crc import crc32, joined
 from lowshard.errors import CommError
-from lowshard.kernels.buffer import is_gpu
+from lowshard.kernels.buffer import address, is_gpu
 from lowshard.reshard.tensor_layout import TensorLayout
 
 Array = Any
 PAGE_BYTES = 4096
 MARK_BYTES = 16
+PIECE_BYTES = 2 << 20
+"""What is sent or received at a time; its checksum is taken while it is in a cache."""
+PART_BYTES = 2 << 20
+"""Of a tensor in a snapshot: what a checksum is kept of."""
 _NUMBER_AT = MARK_BYTES
 
 
@@ -49,11 +57,15 @@ class Place:
         found: np.ndarray = box_of(self.view(memory), box)
         return found
 
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the tensor."""
+        return prod(self.shape) * dtypes.get(self.dtype).itemsize_bytes
+
     def view(self, memory: np.ndarray) -> np.ndarray:
         """Return the tensor in a snapshot's bytes."""
-        row = dtypes.get(self.dtype)
-        size_bytes = prod(self.shape) * row.itemsize_bytes
-        return memory[self.offset : self.offset + size_bytes].view(row.numpy).reshape(self.shape)
+        found = memory[self.offset : self.offset + self.size_bytes]
+        return found.view(dtypes.get(self.dtype).numpy).reshape(self.shape)
 
 
 def places_of(layouts: Mapping[str, TensorLayout], rank: int) -> tuple[dict[str, Place], int]:
@@ -77,6 +89,8 @@ class Memory:
         self._mapped = mmap.mmap(fd, size_bytes, mmap.MAP_SHARED, kind)
         self.bytes = np.frombuffer(self._mapped, np.uint8)
         self._number = self.bytes[_NUMBER_AT : _NUMBER_AT + 8].view(np.int64)
+        self.sums: dict[int, int] = {}
+        """In the process that writes: CRC-32 of parts of tensors, by the first byte of each; of some, or none."""
 
     @property
     def number(self) -> int:
@@ -91,6 +105,31 @@ class Memory:
     def set_number(self, number: int) -> None:
         """Say which snapshot is whole here."""
         self._number[0] = number
+
+    def runs(self, place: Place, box: Box, crc: int) -> Iterator[tuple[memoryview, int]]:
+        """Yield the bytes of a box of a tensor, row-major, run by run, each with the CRC-32 of all bytes up to its end.
+
+        Args:
+            place: of the tensor.
+            box: of it.
+            crc: of the bytes before.
+        """
+        part = place.part(self.bytes, box)
+        if not part.flags.c_contiguous:
+            for piece in pieces_of(part):
+                data = np.ascontiguousarray(piece).reshape(-1).view(np.uint8).data
+                crc = crc32(data, crc)
+                yield data, crc
+            return
+        at, sums = address(part) - address(self.bytes), self.sums
+        end, tensor_end = at + part.nbytes, place.offset + place.size_bytes
+        while at < end:
+            stop = place.offset + ((at - place.offset) // PART_BYTES + 1) * PART_BYTES
+            data = self.bytes[at : min(stop, end)].data
+            own = sums.get(at) if min(stop, tensor_end) <= end else None
+            crc = crc32(data, crc) if own is None else joined(crc, own, len(data))
+            yield data, crc
+            at = stop
 
     def is_at(self, pid: int, fd: int) -> bool:
         """Say whether a process's descriptor is this file's still: a number is given out again."""
@@ -127,14 +166,18 @@ class Memory:
 class VersionStore:
     """The snapshots of one rank of a publisher. `fill` is called by one thread; `find` by any."""
 
-    def __init__(self, layouts: Mapping[str, TensorLayout], rank: int, mark: bytes) -> None:
+    def __init__(
+        self, layouts: Mapping[str, TensorLayout], rank: int, mark: bytes, sums: bool = False
+    ) -> None:
         """Make an empty store.
 
         Args:
             layouts: of all tensors.
             rank: this rank.
             mark: 16 bytes that tell this publisher from all others.
+            sums: take checksums as snapshots are filled.
         """
+        self._takes_sums = sums
         self.places, self.size_bytes = places_of(layouts, rank)
         self._mark = mark
         self._lock = threading.Lock()
@@ -152,15 +195,15 @@ class VersionStore:
             CommError: there is no memory for a snapshot.
         """
         memory = self._free(held)
+        sums: dict[int, int] = {}
         try:
             for name, place in self.places.items():
-                target, source = place.view(memory.bytes), sources[name]
-                if is_gpu(source):
-                    source.get(out=target)
-                else:
-                    copy_bits(source, target)
+                for at, part in _copied(sources[name], place.view(memory.bytes)):
+                    if self._takes_sums:
+                        sums[place.offset + at] = crc32(part)
         except MemoryError as error:
             raise CommError(f"there is no memory for a snapshot of {self.size_bytes} bytes") from error
+        memory.sums = sums
         memory.set_number(number)
 
     def find(self, number: int) -> Memory | None:
@@ -199,6 +242,21 @@ class VersionStore:
         return made
 
 
+def _copied(source: Array, target: np.ndarray) -> Iterator[tuple[int, memoryview]]:
+    """Copy an array; yield what has been copied part by part, with the place of its first byte."""
+    raw = target.reshape(-1).view(np.uint8)
+    by_part = not is_gpu(source) and source.flags.c_contiguous
+    if is_gpu(source):
+        source.get(out=target)
+    elif not by_part:
+        copy_bits(source, target)
+    for at in range(0, raw.size, PART_BYTES):
+        part = raw[at : at + PART_BYTES]
+        if by_part:
+            part[...] = source.reshape(-1).view(np.uint8)[at : at + PART_BYTES]
+        yield at, part.data
+
+
 def box_of(array: Array, box: Box) -> Array:
     """Return a view of a box of an array, also of one without dims."""
     return array[(*(slice(a, b) for a, b in box), ...)]
@@ -208,3 +266,14 @@ def copy_bits(source: np.ndarray, target: np.ndarray) -> None:
     """Copy an array to one of its shape and width, as integers: NumPy copies types it does not know one by one."""
     kind = f"u{source.dtype.itemsize}" if source.dtype.itemsize in (1, 2, 4, 8) else source.dtype
     np.copyto(target.view(kind), source.view(kind))
+
+
+def pieces_of(array: np.ndarray) -> list[np.ndarray]:
+    """Return an array in parts along its first dims, each of PIECE_BYTES at most where that can be; row-major order."""
+    if array.nbytes <= PIECE_BYTES or array.ndim == 0:
+        return [array] if array.size else []
+    rows = max(1, PIECE_BYTES * len(array) // array.nbytes)
+    parts = [array[at : at + rows] for at in range(0, len(array), rows)]
+    if rows == 1 and array.ndim > 1:
+        return [piece for part in parts for piece in pieces_of(part[0])]
+    return parts

@@ -13,7 +13,7 @@ import json
 import socket
 import struct
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -123,15 +123,20 @@ class Lost(Exception):
     """The other end has gone, or says nothing any more."""
 
 
-@dataclass(eq=False)
 class Line:
-    """A connection whose ends know each other."""
+    """A connection whose ends know each other; one thread at an end uses it.
 
-    connection: socket.socket
+    Limits of time are the kernel's: with those of Python each piece would be asked for twice.
 
-    def __post_init__(self) -> None:
-        self.connection.setblocking(True)
-        tune(self.connection, _UNCONFIRMED_S)
+    Attributes:
+        connection: closed with this.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+        self._limits_s: dict[int, float] = {}
+        connection.setblocking(True)
+        tune(connection, _UNCONFIRMED_S)
 
     def say(self, message: Any) -> None:
         """Send a message.
@@ -152,7 +157,8 @@ class Line:
             Lost: the other end has gone or stalls, or said what is not a message.
         """
         head = bytearray(_LENGTH.size)
-        self.receive(memoryview(head), until_s, waits=until_s is None)
+        self._receive_first(memoryview(head)[:1], until_s)
+        self.receive(memoryview(head)[1:])
         (size,) = _LENGTH.unpack(head)
         if size > _MOST_FRAME_BYTES:
             raise Lost(f"a message has at most {_MOST_FRAME_BYTES} bytes, {size} were announced")
@@ -165,52 +171,77 @@ class Line:
 
     def send(self, data: memoryview) -> None:
         """Send bytes."""
-        try:
-            self.connection.settimeout(STALLED_S)
+        self._limit(socket.SO_SNDTIMEO, STALLED_S)
+        with _lost():
             while data:  # sendall would count the limit over all of it
                 data = data[self.connection.send(data) :]
-        except OSError as error:
-            raise Lost(_words(error)) from error
 
-    def receive(self, data: memoryview, until_s: float | None = None, waits: bool = False) -> None:
-        """Fill memory with what comes next. `until_s` and `waits` as `hear` uses them."""
-        got = 0
-        while got < len(data):
-            limit_s: float | None = STALLED_S
-            if got == 0 and waits:
-                limit_s = None
-            elif got == 0 and until_s is not None:
-                limit_s = max(0.001, until_s - time.monotonic())
-            try:
-                self.connection.settimeout(limit_s)
-                count = self.connection.recv_into(data[got:])
-            except OSError as error:
-                raise Lost(_words(error)) from error
-            if not count:
-                raise Lost("it has closed the connection")
-            got += count
+    def receive(self, data: memoryview) -> None:
+        """Fill memory with what comes next."""
+        self._limit(socket.SO_RCVTIMEO, STALLED_S)
+        while data:
+            data = data[self._received(data) :]
+
+    def _receive_first(self, data: memoryview, until_s: float | None) -> None:
+        """Receive a byte that may take its time; `until_s` as `hear` has it."""
+        limit_s = 0.0 if until_s is None else max(0.001, until_s - time.monotonic())
+        self._limit(socket.SO_RCVTIMEO, limit_s)
+        self._received(data)
+
+    def _received(self, data: memoryview) -> int:
+        """Return how many bytes came: as many as there is room for, or those of the time that they had."""
+        with _lost():
+            count = self.connection.recv_into(data, 0, socket.MSG_WAITALL)
+        if not count:
+            raise Lost("it has closed the connection")
+        return count
+
+    def _limit(self, option: int, limit_s: float) -> None:
+        """Limit how long nothing may move, in seconds; 0 for ever."""
+        if self._limits_s.get(option) != limit_s:
+            with _lost():
+                self.connection.setsockopt(socket.SOL_SOCKET, option, _timeval(limit_s))
+            self._limits_s[option] = limit_s
 
     def is_quiet(self) -> bool:
         """Say whether the other end is there and has said nothing."""
         try:
-            self.connection.setblocking(False)
-            self.connection.recv(1, socket.MSG_PEEK)
+            self.connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
         except BlockingIOError:
             return True
         except OSError:
             return False
         return False
 
-    def close(self) -> None:
-        """End the connection; whoever waits on either end hears of it."""
+    def stop(self) -> None:
+        """End the connection; whoever waits on either end hears of it. Any thread may call this."""
         with contextlib.suppress(OSError):
             self.connection.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """End the connection, and give its descriptor back; by the thread that uses it."""
+        self.stop()
         self.connection.close()
+
+
+@contextlib.contextmanager
+def _lost() -> Iterator[None]:
+    """Raise Lost for what a connection raises."""
+    try:
+        yield
+    except OSError as error:
+        raise Lost(_words(error)) from error
+
+
+def _timeval(limit_s: float) -> bytes:
+    return struct.pack("ll", int(limit_s), int(limit_s % 1 * 1_000_000))
 
 
 def _words(error: OSError) -> str:
     return (
-        "nothing moved in time" if isinstance(error, TimeoutError) else (error.strerror or str(error)).lower()
+        "nothing moved in time"
+        if isinstance(error, (TimeoutError, BlockingIOError))
+        else (error.strerror or str(error)).lower()
     )
 
 

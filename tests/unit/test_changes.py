@@ -212,3 +212,19 @@ def test_blocks_divide_the_last_extent() -> None:
         ChangeBoxes([((0, 3), (0, 33))], 2, 32)
     with pytest.raises(KernelError, match="a multiple of 32"):
         ChangeBoxes([()], 2, 32)
+
+
+def test_boxes_are_copied_and_nothing_else(rng: np.random.Generator) -> None:
+    for _ in range(2_000 if mode.full() else 200):
+        shape = tuple(rng.integers(0 if rng.random() < 0.05 else 1, 40, int(rng.integers(0, 4))).tolist())
+        dtype = str(rng.choice(DTYPES))
+        source, target = _random(rng, shape, dtype), _random(rng, shape, dtype)
+        boxes = _boxes(rng, shape, 1)
+        if rng.random() < 0.3:
+            source = np.array(source, order="F")
+        wanted = target.copy()
+        for box in boxes:
+            at = (*(slice(*side) for side in box), ...)
+            wanted[at] = source[at]
+        ChangeBoxes(boxes, source.itemsize).copy(source, target)
+        assert target.tobytes() == wanted.tobytes(), (shape, dtype, boxes)

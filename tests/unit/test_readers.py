@@ -73,6 +73,8 @@ ELSEWHERE = {
     "launch/mpiexec.py": "output of our own child",
     "launch/uplink.py": "the launcher, which knows the token",
     "bench/bench_fsdp.py": "what our own ranks found",
+    "bench/bench_publish.py": "what our own processes answer",
+    "bench/publish_side.py": "what our own parent asks",
     "bench/bench_world.py": "settings for our own ranks, and what they found",
     "bench/fsdp_rival.py": "settings for our own ranks",
     "bench/fsdp_step.py": "settings for our own ranks",

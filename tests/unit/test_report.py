@@ -229,7 +229,18 @@ def test_a_report_that_cannot_be_written_is_refused_before_anything_runs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").write_text("")
-    runs = ["mxfp8 --size 64", "all_reduce", "redistribute", "refit", "fsdp", "plan", "pick", "host", "pack"]
+    runs = [
+        "mxfp8 --size 64",
+        "all_reduce",
+        "redistribute",
+        "refit",
+        "publish",
+        "fsdp",
+        "plan",
+        "pick",
+        "host",
+        "pack",
+    ]
     for command in (["demo", "--synthetic"], *(["bench", *run.split()] for run in runs)):
         assert cli.main([*command, "--report", str(tmp_path / "file")]) == 2
         assert "--report takes a folder" in capsys.readouterr().err

@@ -9,6 +9,7 @@ import os
 import socket
 import threading
 import time
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,8 @@ from lowshard.errors import (
     PlanError,
     TimedOut,
 )
-from lowshard.reshard import Publisher, Subscriber
+from lowshard.reshard import Publisher, Subscriber, stream_shares, version_store
+from lowshard.reshard.tensor_layout import as_tensor_layout
 from lowshard.reshard.version_store import Memory, VersionStore
 from lowshard.reshard.version_wire import CONTROL, DATA, Greeting, Line, Lost, read_answer, read_table
 
@@ -63,11 +65,14 @@ def _in_threads(*jobs: Callable[[], Any]) -> None:
         raise errors[0]
 
 
-@pytest.mark.parametrize("way", ["memory", "connection"])
+@pytest.mark.parametrize("way", ["memory", "connection", "streams"])
 def test_any_layout_gets_to_any_other(
     rng: np.random.Generator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
     monkeypatch.setenv("LOWSHARD_CROSS_MEMORY", "auto" if way == "memory" else "off")
+    if way == "streams":
+        monkeypatch.setenv("LOWSHARD_STREAMS", "4")
+        monkeypatch.setattr(stream_shares, "LEAST_SHARE_BYTES", 50)
     for case in range(100 if mode.full() else 6):
         _check_case(rng, f"unix:{tmp_path}/p{case}")
 
@@ -380,7 +385,7 @@ def test_a_snapshot_under_the_descriptor_of_another_is_not_taken_for_it(
             assert publisher._store.kept == 2
         assert used[0] == used[1] == [500, 501, 502]
         [peer] = subscriber._source._peers  # type: ignore[union-attr]
-        assert len(peer.mapped or {}) <= 3
+        assert len(peer._mapped) <= 3
 
 
 def test_snapshots_are_bounded_and_one_that_is_read_is_not_written_to(tmp_path: Path) -> None:
@@ -414,7 +419,7 @@ def test_a_snapshot_that_was_taken_back_while_it_was_read_is_not_switched_to(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The worst moment of a reader that the publisher takes for dead: its snapshot is written over under its hands."""
-    from lowshard.reshard import subscriber as module
+    from lowshard.reshard import version_fetch as module
 
     address, array = f"unix:{tmp_path}/p", np.ones(1000, np.float32)
     with _publisher(address, array) as publisher, _subscriber(address, array) as subscriber:
@@ -438,7 +443,7 @@ def test_a_snapshot_that_was_taken_back_while_it_was_read_is_not_switched_to(
 
 def test_an_error_of_one_rank_is_told_to_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The worst moment of a fetch: one rank has no memory for what the others have taken already."""
-    from lowshard.reshard import subscriber as module
+    from lowshard.reshard import version_fetch as module
 
     address, array = f"unix:{tmp_path}/p", np.ones(10, np.float32)
     layout = ls.Layout(ls.DeviceMesh((2,), ("x",)), (10,), "float32", (ls.Sharded(0),))
@@ -671,3 +676,32 @@ def test_a_snapshot_is_known_by_its_mark(tmp_path: Path) -> None:
     for size_bytes, mark in ((found.size_bytes, b"b" * 16), (found.size_bytes + 1, b"a" * 16)):
         with pytest.raises(OSError, match=r"belongs to another|another size"):
             Memory.of_process(os.getpid(), found.fd, size_bytes, mark)
+
+
+@pytest.mark.parametrize("sums", [False, True])
+def test_the_runs_of_a_box_are_its_bytes_and_their_sum_is_that_of_all_of_them(
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, sums: bool
+) -> None:
+    """Boxes that begin and end anywhere between the places where sums are kept, and boxes that are no single run."""
+    monkeypatch.setattr(version_store, "PART_BYTES", 64)
+    monkeypatch.setattr(version_store, "PIECE_BYTES", 100)
+    for case in range(500 if mode.full() else 50):
+        shape = tuple(rng.integers(0, 14, int(rng.integers(0, 4))).tolist())
+        dtype = str(rng.choice(DTYPES))
+        layout = as_tensor_layout(_one(shape, dtype))
+        source = np.asarray(rng.integers(0, 120, shape)).reshape(shape).astype(dtypes.get(dtype).numpy)
+        source = np.asfortranarray(source) if case % 3 == 0 else source
+        store = VersionStore({"v": layout, "w": layout}, 0, b"a" * 16, sums)
+        store.fill({"v": source, "w": source}, 1, ())
+        found = store.find(1)
+        assert found is not None
+        assert bool(found.sums) == (sums and source.size > 0)
+        for _ in range(5):
+            box = tuple(
+                (int(a), int(a + rng.integers(0, n - a + 1))) for n in shape for a in [rng.integers(0, n + 1)]
+            )
+            sent, crc = b"", zlib.crc32(b"before")
+            for data, so_far in found.runs(store.places["w"], box, crc):
+                sent, crc = sent + bytes(data), so_far
+            assert sent == source[(*(slice(a, b) for a, b in box), ...)].tobytes()
+            assert crc == zlib.crc32(b"before" + sent)

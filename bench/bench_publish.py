@@ -1,0 +1,357 @@
+"""`lowshard bench publish`: versions from a publisher to a subscriber on another host, beside bare sockets."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import secrets
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lowshard.bench.collective import count_of, size_of, target_of
+from lowshard.bench.page_argument import add_report_argument, require_page, write_report
+from lowshard.errors import BufferMismatchError, LowshardError, VerificationError
+
+if TYPE_CHECKING:
+    from lowshard.launch.fake_hosts import FakeHost
+    from lowshard.report.page import Page
+
+DESCRIPTION = """\
+Starts a publisher and a subscriber as two processes on two hosts that it makes on this machine (network namespaces,
+as lowshard run --fake-hosts; Linux, root), and takes version after version over TCP: all of it, and what has changed,
+1 % of bf16 elements. Each is followed by bare sockets that move as many bytes from memory to memory, as many of them
+as there are streams (LOWSHARD_STREAMS), without a checksum. The last row sends one small buffer again and again, as
+iperf does. What has come is compared with what was published.
+"""
+EPILOG = """\
+Columns: bytes that came; time, median over the rounds; 10^9 bytes a second; the same of the bare sockets, and the
+rate over theirs, the median of the rounds' ratios; time over that of the whole version. Both hosts share this
+machine's cores. Exit codes: 0 done, 1 a figure misses its limit (with --check), 2 wrong usage, 130 interrupted.
+"""
+SCHEMA = "lowshard-bench-publish-1"
+LEAST_OF_RAW = 0.9
+"""Rate of a whole version as a share of that of bare sockets: the goal; how near it is: docs/developer/figures.md."""
+MOST_OF_WHOLE = 0.5
+"""Time of a version of which 1 % has changed, as a share of that of a whole one: the goal."""
+CHANGED = 0.01
+_WARMING = 2
+"""Rounds that do not count: in the first one everything comes whole, in the second the first changes."""
+_PASSED = ("LOWSHARD_", "NUMBA_", "PYTHON", "LD_LIBRARY_PATH", "XDG_CACHE_HOME")
+"""Names of variables that both processes get, or how they begin; a fake host has an empty environment."""
+_TIMES_THE_SIZE = 9
+"""Memory: of the publisher the arrays and three snapshots, of two subscribers two sets, and of the bare sockets two."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way to bring bytes to the other host, measured.
+
+    Attributes:
+        name: which one.
+        bytes: what came in a round; the median.
+        seconds: of each round.
+        raw_s: of bare sockets right after it, for as many bytes; empty where they are the row.
+        of_whole: time over that of the whole version of the round, the median; None but for what has changed.
+    """
+
+    name: str
+    bytes: int
+    seconds: tuple[float, ...]
+    raw_s: tuple[float, ...] = ()
+    of_whole: float | None = None
+
+    @property
+    def median_s(self) -> float:
+        """Median time of a round."""
+        return statistics.median(self.seconds)
+
+    @property
+    def of_raw(self) -> float | None:
+        """The rate over that of the bare sockets: the median over rounds."""
+        pairs = zip(self.raw_s, self.seconds, strict=True) if self.raw_s else ()
+        return statistics.median([raw / own for raw, own in pairs]) if self.raw_s else None
+
+
+def add_publish_parser(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `publish`."""
+    parser = benches.add_parser(
+        "publish", help="versions for a job on another host, beside bare sockets", description=DESCRIPTION,
+        epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.add_argument("--size", type=size_of, default="256M", metavar="SIZE",
+                        help="bytes of a version (default 256M)")  # fmt: skip
+    parser.add_argument("--rounds", type=count_of, default=15, metavar="N", help="rounds (default 15)")
+    parser.add_argument("--json", type=target_of, metavar="FILE", help="write JSON too; -: JSON and no table")
+    add_report_argument(parser)
+    parser.add_argument(
+        "--check", action="store_true",
+        help=f"exit code 1 where a whole version is below {LEAST_OF_RAW:g} of the rate of bare sockets, or one of "
+        f"which 1 %% has changed takes more than {MOST_OF_WHOLE:g} of its time",
+    )  # fmt: skip
+    parser.set_defaults(func=run_publish)
+
+
+def run_publish(args: argparse.Namespace) -> int:
+    """Run `lowshard bench publish` and return the exit code."""
+    from lowshard.bench.bench_device import HostDevice
+    from lowshard.bench.bench_progress import Progress
+    from lowshard.bench.bench_world import job_size
+    from lowshard.launch.fake_hosts import fake_hosts
+
+    require_page(args)
+    if job_size() is not None:
+        raise LowshardError(
+            "lowshard bench publish starts its own two processes: run it outside of an MPI job"
+        )
+    need, free = _TIMES_THE_SIZE * args.size, HostDevice().free_bytes()
+    if free is not None and need > free:
+        raise BufferMismatchError(
+            f"the versions and their copies take {need:,} bytes, {free:,} are free; pass a smaller --size"
+        )
+    with Progress("publish") as progress:
+        progress.expect(1 + _WARMING + args.rounds)
+        progress.step("making two hosts")
+        with fake_hosts(2) as hosts, _Side("giver", hosts[0]) as giver, _Side("taker", hosts[1]) as taker:
+            report = _measure(giver, taker, hosts[0].address, args.size, args.rounds, progress.step)
+    return _conclude(report, args)
+
+
+class _Side:
+    """One of the two processes, from here: what it is asked, and what it answers."""
+
+    def __init__(self, kind: str, host: FakeHost) -> None:
+        from lowshard.settings import environment
+
+        words = ["env", *(f"{k}={v}" for k, v in environment().items() if k.startswith(_PASSED))]
+        words += [sys.executable, "-m", "lowshard.bench.publish_side", kind]
+        self._kind = kind
+        self._said = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed with the block)
+        self._process = subprocess.Popen(
+            host.command(shlex.join(words)),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._said,
+            text=True,
+            start_new_session=True,  # Ctrl-C is for this process, which ends that one
+        )
+
+    def __enter__(self) -> _Side:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        with contextlib.suppress(OSError):
+            assert self._process.stdin is not None
+            self._process.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(5.0 if exc[0] is None else 0.0)
+        self._process.kill()
+        self._process.wait()
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+        self._said.close()
+
+    def say(self, do: str, **more: Any) -> None:
+        """Ask for something, and go on."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # `hear` tells why
+            self._process.stdin.write(json.dumps({"do": do, **more}) + "\n")
+            self._process.stdin.flush()
+
+    def hear(self) -> Any:
+        """Return the answer.
+
+        Raises:
+            LowshardError: the process has ended.
+        """
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            self._process.wait()
+            self._said.seek(0)
+            raise LowshardError(f"the {self._kind} of lowshard bench publish has ended:\n{self._said.read()}")
+        return json.loads(line)
+
+    def ask(self, do: str, **more: Any) -> Any:
+        """Ask for something, and return the answer."""
+        self.say(do, **more)
+        return self.hear()
+
+
+def _measure(
+    giver: _Side, taker: _Side, host: str, size_bytes: int, rounds: int, step: Callable[[str], object]
+) -> dict[str, Any]:
+    """Return the report."""
+    from lowshard.bench.bench_device import HostDevice
+    from lowshard.bench.machine import facts
+    from lowshard.bench.publish_side import CHANGES, WHOLE
+
+    token = secrets.token_hex(32)
+    there = giver.ask("open", size_bytes=size_bytes, host=host, token=token)
+    streams = _joined(giver, taker, size_bytes, there, host, token)
+    total = int(there["bytes"])
+
+    def bare(size: int, hot: bool = False) -> float:
+        giver.say("send", size_bytes=size, hot=hot)
+        seconds = float(taker.ask("receive", size_bytes=size, hot=hot))
+        giver.hear()
+        return seconds
+
+    def pulled(which: str, version: int) -> Any:
+        got = taker.ask("pull", which=which)
+        if got["version"] != version:
+            raise VerificationError(f"version {version} is offered, {got['version']} came")
+        return got
+
+    whole: list[tuple[float, float, int]] = []
+    changes: list[tuple[float, float, int]] = []
+    hot: list[float] = []
+    for turn in range(-_WARMING, rounds):
+        step("warming up" if turn < 0 else f"round {turn + 1} of {rounds}")
+        version = giver.ask("publish", changed=CHANGED)
+        # What comes first after a version was published finds both processes otherwise than what comes next.
+        raw_s = bare(total) if turn % 2 else 0.0
+        got = pulled(WHOLE, version)
+        whole.append((float(got["seconds"]), raw_s or bare(total), total))
+        got = pulled(CHANGES, version)
+        size = max(1, int(got["received_bytes"]))
+        changes.append((float(got["seconds"]), bare(size), size))
+        hot.append(bare(total, hot=True))
+    whole, changes, hot = whole[_WARMING:], changes[_WARMING:], hot[_WARMING:]
+    sums = giver.ask("sums")
+    for which in (WHOLE, CHANGES):
+        if taker.ask("sums", which=which) != sums:
+            raise VerificationError(f"{which}: what came is not what was published")
+    for side in (taker, giver):
+        side.ask("close")
+    of_whole = statistics.median([few[0] / all_[0] for few, all_ in zip(changes, whole, strict=True)])
+    rows = [
+        _row("whole version", whole, None),
+        _row(f"{100 * CHANGED:g} % changed", changes, of_whole),
+        Row("one small buffer, as iperf", total, tuple(hot)),
+    ]
+    return {
+        "schema": SCHEMA, "facts": dict(facts(HostDevice())), "bytes": total, "streams": streams, "rounds": rounds,
+        "rows": rows,
+    }  # fmt: skip
+
+
+def _joined(giver: _Side, taker: _Side, size_bytes: int, there: Any, host: str, token: str) -> int:
+    """Make the subscribers and the bare connections; return how many streams there are."""
+    taker.say(
+        "open", size_bytes=size_bytes, address=there["address"], token=token, host=host, port=there["port"]
+    )
+    streams = int(taker.hear()["streams"])
+    giver.ask("accept", count=streams)
+    return streams
+
+
+def _row(name: str, found: Sequence[tuple[float, float, int]], of_whole: float | None) -> Row:
+    seconds, raw_s, sizes = zip(*found, strict=True)
+    return Row(name, int(statistics.median(sizes)), tuple(seconds), tuple(raw_s), of_whole)
+
+
+def misses(rows: Sequence[Row]) -> Iterator[str]:
+    """Yield the goals that are missed, a sentence each."""
+    whole, changed = rows[:2]
+    assert whole.of_raw is not None
+    assert changed.of_whole is not None
+    if whole.of_raw < LEAST_OF_RAW:
+        yield (
+            f"a whole version comes at {whole.of_raw:.2f} of the rate of bare sockets, the goal is {LEAST_OF_RAW:g}"
+        )
+    if changed.of_whole > MOST_OF_WHOLE:
+        yield (
+            f"what has changed takes {changed.of_whole:.2f} of the time of a whole version, the goal is "
+            f"{MOST_OF_WHOLE:g}"
+        )
+
+
+def _conclude(report: dict[str, Any], args: argparse.Namespace) -> int:
+    """Print the table, write the JSON, and return the exit code."""
+    from lowshard.demo.demo_report import write_whole
+
+    rows: list[Row] = report["rows"]
+    plain = {**report, "rows": [{**asdict(r), "median_s": r.median_s, "of_raw": r.of_raw} for r in rows]}
+    text = json.dumps(plain, indent=1) + "\n"
+    if args.json == "-":
+        sys.stdout.write(text)
+    else:
+        _show(report)
+        if args.json is not None:
+            write_whole(Path(args.json), text.encode())
+            print(f"written: {args.json}")
+    write_report(args, lambda: page_of(rows, report["streams"]))
+    missed = list(misses(rows)) if args.check else []
+    for miss in missed:
+        print(f"lowshard bench publish: {miss}", file=sys.stderr)
+    return 1 if missed else 0
+
+
+def page_of(rows: Sequence[Row], streams: int) -> Page:
+    """Return the page of some rows."""
+    from lowshard.report.figure_page import Figure, FigureGroup, figure_page
+    from lowshard.report.page import Cell, Table, number
+
+    whole, changed, _ = rows
+    assert whole.of_raw is not None
+    assert changed.of_whole is not None
+    head = ("way", "MB", "ms", "GB/s", "bare sockets ms")
+    cells = tuple(
+        (
+            Cell(row.name),
+            number(f"{row.bytes / 1e6:.1f}"),
+            number(f"{row.median_s * 1e3:.1f}"),
+            number(f"{row.bytes / row.median_s / 1e9:.2f}"),
+            number(f"{statistics.median(row.raw_s) * 1e3:.1f}" if row.raw_s else ""),
+        )
+        for row in rows
+    )
+    figures = (
+        Figure(
+            "whole version, x bare sockets", 1 / whole.of_raw, f"{1 / whole.of_raw:.2f} x", 1 / LEAST_OF_RAW
+        ),
+        Figure(
+            f"{changed.name}, x whole version", changed.of_whole, f"{changed.of_whole:.2f} x", MOST_OF_WHOLE
+        ),
+    )
+    lead = f"A publisher and a subscriber on two hosts of one machine, {streams} streams over TCP."
+    return figure_page("publish", lead, [FigureGroup("Times", figures, Table(head, cells))])
+
+
+def _show(report: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    terminal = Console(highlight=False)
+    console = terminal if terminal.is_terminal else Console(highlight=False, width=120)
+    for name, value in report["facts"].items():
+        console.print(f"# {name}: {value}", markup=False, soft_wrap=True)
+    table = Table(
+        title=f"between two hosts, {report['streams']} streams, median of {report['rounds']} rounds"
+    )
+    heads = ("way", "MB", "ms", "GB/s", "bare ms", "bare GB/s", "of bare", "x whole", "limit")
+    for head in heads:
+        table.add_column(head, justify="left" if head == "way" else "right")
+    limits = (f"of bare >= {LEAST_OF_RAW:.2f}", f"x whole <= {MOST_OF_WHOLE:.2f}", "")
+    for row, limit in zip(report["rows"], limits, strict=True):
+        bare_s = statistics.median(row.raw_s) if row.raw_s else None
+        table.add_row(
+            row.name,
+            f"{row.bytes / 1e6:.1f}",
+            f"{row.median_s * 1e3:.1f}",
+            f"{row.bytes / row.median_s / 1e9:.2f}",
+            "" if bare_s is None else f"{bare_s * 1e3:.1f}",
+            "" if bare_s is None else f"{row.bytes / bare_s / 1e9:.2f}",
+            "" if row.of_raw is None else f"{row.of_raw:.2f}",
+            "" if row.of_whole is None else f"{row.of_whole:.2f}",
+            limit,
+        )
+    console.print(table)

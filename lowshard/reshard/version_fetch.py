@@ -1,0 +1,403 @@
+"""How a rank of a subscriber gets its boxes from the ranks of a publisher: out of mapped memory, or over streams.
+
+```
+rank of the publisher on this host     its snapshot is mapped; boxes are copied out of it
+on another host                        streams: connections, each with a share of the boxes (`stream_shares`)
+```
+
+All ranks' snapshots are copied and all streams are received at the same time, each in a thread that lives as long as
+the fetch. Where one fails, all connections are ended, so that no other goes on, and what failed first is raised.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from lowshard.checkpoint.crc import crc32
+from lowshard.comm.door import enter
+from lowshard.comm.interface import network_name
+from lowshard.kernels.changes import ChangeBoxes, Changes
+from lowshard.reshard.reshard_plan import ReshardPlan
+from lowshard.reshard.stream_shares import TensorBoxes, shares_of
+from lowshard.reshard.tensor_layout import TensorLayout
+from lowshard.reshard.version_store import Memory, Place, box_of, copy_bits, pieces_of, places_of
+from lowshard.reshard.version_wire import (
+    CHANGES_HEAD,
+    DATA,
+    STALLED_S,
+    WHOLE,
+    Answer,
+    Line,
+    Lost,
+    Request,
+    Station,
+    Table,
+    read_answer,
+)
+from lowshard.settings import CROSS_MEMORY, STREAMS
+
+Array = Any
+_MOST_STREAMS = 4
+ENTER_S = 5.0
+"""How long a door of a publisher may take to let this rank in."""
+
+
+def most_streams() -> int:
+    """Return how many streams there are from one rank at most; each has a thread, so none more than cores by default.
+
+    Raises:
+        CommError: LOWSHARD_STREAMS is none of its values.
+    """
+    return min(_MOST_STREAMS, len(os.sched_getaffinity(0))) if STREAMS.text() == "auto" else STREAMS.count()
+
+
+@dataclass
+class Fetched:
+    """What a version has brought: see `Subscriber.report`."""
+
+    dense_bytes: int = 0
+    received_bytes: int = 0
+    changed_elems: int = 0
+
+    def add(self, other: Fetched) -> None:
+        """Count what another part of the version has brought."""
+        self.dense_bytes += other.dense_bytes
+        self.received_bytes += other.received_bytes
+        self.changed_elems += other.changed_elems
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A version that is to be fetched.
+
+    Attributes:
+        number: of its snapshot.
+        target: by tensor, the arrays that are written.
+        since: the snapshot that `served` holds; 0 to take all of the version.
+        served: arrays of the version before.
+    """
+
+    number: int
+    target: Mapping[str, Array]
+    since: int
+    served: Mapping[str, Array]
+
+
+Job = Callable[[], Fetched]
+
+
+class Source:
+    """The ranks of one publisher that have something for this rank.
+
+    Attributes:
+        mark: of the publisher.
+    """
+
+    def __init__(
+        self, table: Table, token: bytes, have: Mapping[str, TensorLayout], plan: ReshardPlan, rank: int
+    ) -> None:
+        """Plan for a publisher; nothing is connected yet.
+
+        Args:
+            table: what the publisher has.
+            token: of its doors.
+            have: its layouts.
+            plan: from its ranks to those of this job, which come behind.
+            rank: this one, in the plan.
+        """
+        self.mark = table.mark
+        most = most_streams()
+        self._peers = [
+            _Peer(
+                peer,
+                table.stations[peer],
+                (table.mark, token),
+                places_of(have, peer)[0],
+                shares_of(plan, moves, most),
+            )
+            for peer, moves in plan.for_rank(rank).receives.items()
+        ]
+
+    def fetch(self, wanted: Wanted) -> Fetched:
+        """Write a version's boxes into this rank's arrays; return what came. Where that fails, connections are closed.
+
+        Raises:
+            Lost: a rank of the publisher has gone, or its snapshot has.
+            VerificationError: what came is no text of changes.
+        """
+        try:
+            jobs = [job for peer in self._peers for job in peer.jobs(wanted)]
+            return _together(jobs, self._stop)
+        except BaseException:
+            self.close()
+            raise
+
+    def _stop(self) -> None:
+        for peer in self._peers:
+            for line in peer.lines:
+                line.stop()
+
+    def close(self) -> None:
+        """Let go of connections and memory."""
+        for peer in self._peers:
+            peer.close()
+
+
+class _Peer:
+    """A rank of the publisher, and what this rank gets from it.
+
+    Attributes:
+        lines: connections to it; the first one asks for mapped memory too, where the rank is on this host.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        station: Station,
+        secrets: tuple[str, bytes],
+        places: Mapping[str, Place],
+        shares: Sequence[Sequence[TensorBoxes]],
+    ) -> None:
+        self._rank, self._station, self._places, self._shares = rank, station, places, shares
+        self._mark, self._token = secrets
+        self._maps = False
+        self._mapped: dict[tuple[int, int], Memory] = {}
+        self._streams: list[_Stream] = []
+        self.lines: list[Line] = []
+
+    def jobs(self, wanted: Wanted) -> list[Job]:
+        """Connect where that is not so yet; return what is to be done to get a version's boxes, all at a time.
+
+        Raises:
+            Lost: the rank has gone, or its snapshot has.
+        """
+        if not self._shares:
+            return []
+        if not self.lines:
+            self._maps = self._station.network == network_name() and CROSS_MEMORY.choice() != "off"
+        try:
+            if self._maps:
+                memory = self._memory(wanted.number)
+                if memory is not None:
+                    return [partial(self._of_this_rank, partial(self._copy, wanted, memory))]
+                self._maps = False
+            while len(self._streams) < len(self._shares):
+                at = len(self._streams)
+                self._streams.append(_Stream(self._line(at), self._mark, self._shares[at]))
+            return [partial(self._of_this_rank, partial(stream.fetch, wanted)) for stream in self._streams]
+        except Lost as lost:
+            raise self._named(lost) from lost
+
+    def _of_this_rank(self, job: Job) -> Fetched:
+        try:
+            return job()
+        except Lost as lost:
+            raise self._named(lost) from lost
+
+    def _named(self, lost: Lost) -> Lost:
+        return Lost(f"rank {self._rank} of the publisher: {lost}")
+
+    def _line(self, at: int) -> Line:
+        """Return a connection by its place, made where it is missing."""
+        if at == len(self.lines):
+            try:
+                self.lines.append(Line(enter(self._station.addresses, self._token, DATA, 0, ENTER_S)))
+            except ConnectionError as error:
+                raise Lost(str(error)) from error
+        return self.lines[at]
+
+    def _memory(self, number: int) -> Memory | None:
+        """Return a snapshot mapped here, or None where it cannot be."""
+        line = self._line(0)
+        line.say(Request("map", self._mark, number=number))
+        answer = _here(line)
+        key = answer.pid, answer.fd
+        self._mapped = {at: memory for at, memory in self._mapped.items() if memory.is_at(*at)}
+        if key not in self._mapped:
+            try:
+                mark = bytes.fromhex(self._mark)
+                self._mapped[key] = Memory.of_process(answer.pid, answer.fd, answer.size_bytes, mark)
+            except (OSError, ValueError):
+                return None
+        return self._mapped[key]
+
+    def _copy(self, wanted: Wanted, memory: Memory) -> Fetched:
+        """Copy the boxes out of mapped memory."""
+        fetched = Fetched()
+        for boxes in (boxes for share in self._shares for boxes in share):
+            place, into = self._places[boxes.src_name], wanted.target[boxes.name]
+            for src_box, dst_box in zip(boxes.src_boxes, boxes.dst_boxes, strict=True):
+                target = box_of(into, dst_box)
+                copy_bits(place.part(memory.bytes, src_box), target)
+                fetched.dense_bytes += target.nbytes
+        if memory.number != wanted.number:
+            raise Lost("it took its snapshot back while it was read")
+        return fetched
+
+    def close(self) -> None:
+        """Let go of connections and memory."""
+        for line in self.lines:
+            line.close()
+        self.lines, self._streams, self._mapped = [], [], {}
+
+
+class _Stream:
+    """A connection to a rank of the publisher, and the boxes that come over it."""
+
+    def __init__(self, line: Line, mark: str, share: Sequence[TensorBoxes]) -> None:
+        """Say which boxes are meant."""
+        self._line, self._mark, self._share = line, mark, share
+        self._changes: tuple[ChangeBoxes, ...] = ()
+        """By tensor, the boxes in this rank's array; made when changes come."""
+        line.say(Request("boxes", boxes=tuple((boxes.src_name, boxes.src_boxes) for boxes in share)))
+
+    def fetch(self, wanted: Wanted) -> Fetched:
+        """Receive the boxes of a version, or what differs in them from the version before.
+
+        Raises:
+            Lost: the other end has gone, or its snapshot has.
+            VerificationError: what came is no text of changes.
+        """
+        fetched = Fetched()
+        for boxes in self._share:
+            into = wanted.target[boxes.name]
+            fetched.dense_bytes += sum(box_of(into, box).nbytes for box in boxes.dst_boxes)
+        if not (wanted.since and self._take_changes(wanted, fetched)):
+            self._take_whole(wanted, fetched)
+        return fetched
+
+    def _take_whole(self, wanted: Wanted, fetched: Fetched) -> None:
+        """Receive all boxes."""
+        self._line.say(Request("read", self._mark, number=wanted.number))
+        _here(self._line)
+        incoming = _Incoming(self._line)
+        for boxes in self._share:
+            for box in boxes.dst_boxes:
+                incoming.fill(box_of(wanted.target[boxes.name], box), fetched)
+        incoming.end()
+
+    def _take_changes(self, wanted: Wanted, fetched: Fetched) -> bool:
+        """Receive what differs, and write it over a copy of what is served; return whether the publisher can tell."""
+        self._line.say(Request("changes", self._mark, number=wanted.number, since=wanted.since))
+        if self._line.hear(read_answer, time.monotonic() + STALLED_S).state != "here":
+            return False
+        if not self._changes:
+            self._changes = tuple(
+                ChangeBoxes(boxes.dst_boxes, wanted.target[boxes.name].itemsize) for boxes in self._share
+            )
+        incoming = _Incoming(self._line)
+        for boxes, kept in zip(self._share, self._changes, strict=True):
+            units, gaps, lengths, changed = CHANGES_HEAD.unpack(incoming.take(CHANGES_HEAD.size))
+            into = wanted.target[boxes.name]
+            if units == WHOLE:
+                for box in boxes.dst_boxes:
+                    incoming.fill(box_of(into, box), fetched)
+                continue
+            sizes = units * kept.itemsize, gaps, lengths
+            if min(sizes) < 0 or sum(sizes) > kept.size_bytes:
+                raise Lost(f"it sent {sum(sizes)} bytes as changes of {kept.size_bytes}")
+            text = np.frombuffer(incoming.take(sum(sizes)), np.uint8)
+            kept.copy(wanted.served[boxes.name], into)
+            kept.write(into, Changes(units, gaps, lengths, text, changed))
+            fetched.received_bytes += text.size
+            fetched.changed_elems += changed
+        incoming.end()
+        return True
+
+
+class _Incoming:
+    """Bytes that come over a line, with their checksum."""
+
+    def __init__(self, line: Line) -> None:
+        self._line, self._crc = line, 0
+
+    def take(self, size_bytes: int) -> bytearray:
+        """Return the next bytes."""
+        raw = bytearray(size_bytes)
+        self._line.receive(memoryview(raw))
+        self._crc = crc32(memoryview(raw), self._crc)
+        return raw
+
+    def fill(self, array: np.ndarray, fetched: Fetched) -> None:
+        """Fill an array with the next bytes, row-major."""
+        for piece in pieces_of(array):
+            data = piece if piece.flags.c_contiguous else np.empty(piece.shape, piece.dtype)
+            raw = data.reshape(-1).view(np.uint8).data
+            self._line.receive(raw)
+            self._crc = crc32(raw, self._crc)
+            if data is not piece:
+                copy_bits(data, piece)
+        fetched.received_bytes += array.nbytes
+        fetched.changed_elems += array.size
+
+    def end(self) -> None:
+        """Compare the checksum.
+
+        Raises:
+            Lost: it is another than the sender's, or the snapshot has gone meanwhile.
+        """
+        said = bytearray(4)
+        self._line.receive(memoryview(said))
+        _here(self._line)
+        if int.from_bytes(said, "little") != self._crc:
+            raise Lost("what came has another checksum than what was sent")
+
+
+def _here(line: Line) -> Answer:
+    answer: Answer = line.hear(read_answer, time.monotonic() + STALLED_S)
+    if answer.state != "here":
+        raise Lost("the snapshot is there no more")
+    return answer
+
+
+def _together(jobs: Sequence[Job], stop: Callable[[], None]) -> Fetched:
+    """Do jobs at the same time, one of them in this thread; return what they have brought when all have ended.
+
+    Args:
+        jobs: each ends soon once `stop` was called.
+        stop: called when one has failed.
+
+    Raises:
+        BaseException: what failed first.
+    """
+    fetched, failed = Fetched(), list[BaseException]()
+    lock = threading.Lock()
+
+    def run(job: Job) -> None:
+        try:
+            found = job()
+            with lock:
+                fetched.add(found)
+        except BaseException as error:
+            with lock:
+                failed.append(error)
+            stop()
+
+    threads = [
+        threading.Thread(target=run, args=(job,), name="lowshard fetch", daemon=True) for job in jobs[1:]
+    ]
+    started: list[threading.Thread] = []
+    try:
+        for thread in threads:
+            thread.start()
+            started.append(thread)
+        for job in jobs[:1]:
+            run(job)
+        for thread in started:
+            thread.join()
+    except BaseException:  # Ctrl-C, or no thread could be started
+        stop()
+        for thread in started:
+            thread.join()
+        raise
+    if failed:
+        raise failed[0]
+    return fetched

@@ -1,0 +1,412 @@
+"""Several streams between a Publisher and a Subscriber: all at once, and what becomes of the others when one fails."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import lowshard as ls
+from lowshard import comm as lc
+from lowshard.errors import CommError, LowshardError, PeerFailed
+from lowshard.reshard import Publisher, Subscriber, stream_shares, version_server, version_store, version_wire
+from lowshard.reshard.version_server import VersionServer
+
+pytestmark = pytest.mark.time_limit(60)
+ROOT = Path(__file__).resolve().parents[2]
+ROWS, COLUMNS = 301, 40
+ENDS_WITHIN_S = 10.0
+"""Far below STALLED_S, which is how long a stream that nobody ends waits for bytes."""
+
+
+@pytest.fixture(autouse=True)
+def four_small_streams(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Take four streams for arrays of a few KB, and leave no thread of a fetch behind."""
+    monkeypatch.setenv("LOWSHARD_STREAMS", "4")
+    monkeypatch.setenv("LOWSHARD_CROSS_MEMORY", "off")
+    monkeypatch.setattr(stream_shares, "LEAST_SHARE_BYTES", 1000)
+    monkeypatch.setattr(threading, "excepthook", lambda args: None)
+    yield
+    assert fetching() == []
+
+
+def fetching() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name == "lowshard fetch"]
+
+
+def _one(shape: tuple[int, ...], dtype: str = "float32") -> ls.Layout:
+    return ls.Layout(ls.DeviceMesh((1,), ("x",)), shape, dtype, (ls.Replicated(),))
+
+
+def _rows(ranks: int, rows: int = ROWS) -> ls.Layout:
+    return ls.Layout(ls.DeviceMesh((ranks,), ("x",)), (rows, COLUMNS), "float32", (ls.Sharded(0),))
+
+
+class Sent:
+    """What the publisher does with each stream of a version, in order of their begin; put in the place of what sends.
+
+    Args:
+        act: called with the place of the stream, before the first bytes of it go out.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, act: Callable[[int], None]) -> None:
+        self._lines: list[Any] = []
+        lock, send = threading.Lock(), VersionServer._send_whole
+
+        def acted(server: VersionServer, line: Any, *args: Any) -> int:
+            with lock:
+                if line not in self._lines:
+                    self._lines.append(line)
+                place = self._lines.index(line)
+            act(place)
+            return send(server, line, *args)
+
+        monkeypatch.setattr(VersionServer, "_send_whole", acted)
+
+    @property
+    def count(self) -> int:
+        """How many streams have begun."""
+        return len(self._lines)
+
+
+def _pair(array: np.ndarray, **more: Any) -> tuple[Publisher, Subscriber]:
+    layout, token = {"w": _one(array.shape, array.dtype.name)}, b"of this test, and of nothing else"
+    publisher = Publisher(layout, {"w": array}, address="tcp://127.0.0.1:0", token=token)
+    out = {"w": np.zeros_like(array)}
+    return publisher, Subscriber(layout, out, address=publisher.address, token=token, **more)
+
+
+def test_all_streams_of_all_peers_are_under_way_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No stream's first byte goes out before the last stream has begun: in turns this would never end."""
+    whole = np.random.default_rng(1).standard_normal((ROWS, COLUMNS)).astype(np.float32)
+    together = threading.Barrier(8, timeout=20)
+    layout, done = _rows(2), threading.Event()
+
+    def publish(comm: Any) -> None:
+        part = np.array_split(whole, 2)[comm.rank].copy()
+        with Publisher({"w": layout}, {"w": part}, comm, address=f"unix:{tmp_path}/p") as publisher:
+            publisher.publish(1)
+            assert done.wait(40)
+
+    sent = Sent(monkeypatch, lambda place: together.wait() and None)
+    thread = threading.Thread(target=lambda: lc.run_loopback(2, publish))
+    thread.start()
+    try:
+        out = {"w": np.zeros_like(whole)}
+        with Subscriber({"w": _one(whole.shape)}, out, address=f"unix:{tmp_path}/p") as subscriber:
+            assert subscriber.pull(20) == 1
+            assert subscriber.weights["w"].tobytes() == whole.tobytes()
+            assert sent.count == 8
+            assert subscriber.report() == {
+                "dense_bytes": whole.nbytes, "received_bytes": whole.nbytes, "changed_elems": whole.size,
+            }  # fmt: skip
+    finally:
+        done.set()
+        thread.join(40)
+
+
+@pytest.mark.parametrize(("streams", "taken"), [("1", 1), ("3", 3), ("200", 48)])
+def test_a_setting_says_how_many(monkeypatch: pytest.MonkeyPatch, streams: str, taken: int) -> None:
+    monkeypatch.setenv("LOWSHARD_STREAMS", streams)
+    sent = Sent(monkeypatch, lambda place: None)
+    array = np.arange(ROWS * COLUMNS, dtype=np.float32).reshape(ROWS, COLUMNS)
+    publisher, subscriber = _pair(array)
+    with publisher, subscriber:
+        publisher.publish(1)
+        subscriber.pull(10)
+        assert (subscriber.weights["w"] == array).all()
+        assert sent.count == taken == min(int(streams), array.nbytes // 1000)
+
+
+@pytest.mark.parametrize("streams", ["0", "-1", "many", "1000", "", "2.5"])
+def test_a_setting_that_is_no_number_is_told_on_pull(monkeypatch: pytest.MonkeyPatch, streams: str) -> None:
+    monkeypatch.setenv("LOWSHARD_STREAMS", streams)
+    publisher, subscriber = _pair(np.zeros(1000, np.float32))
+    with publisher, subscriber:
+        publisher.publish(1)
+        with pytest.raises(
+            CommError, match="LOWSHARD_STREAMS is auto, or a number of connections from 1 to 999"
+        ):
+            subscriber.pull(10)
+        monkeypatch.delenv("LOWSHARD_STREAMS")
+        assert subscriber.pull(10) == 1
+
+
+def test_what_differs_comes_over_streams_as_the_whole_would(tmp_path: Path) -> None:
+    """Uneven shards on one side, replicas on the other; some shares are dense, some have changed nowhere."""
+    rng = np.random.default_rng(3)
+    whole = rng.integers(0, 1 << 16, (ROWS, COLUMNS)).astype(np.uint16).view(np.float16)
+    mesh = ls.DeviceMesh((3,), ("x",))
+    src = ls.Layout(mesh, whole.shape, "float16", (ls.Sharded(0),))
+    dst = ls.Layout(ls.DeviceMesh((2,), ("x",)), whole.shape, "float16", (ls.Replicated(),))
+    versions = [whole]
+    for change in (0.01, 0.0, 0.5):
+        made = versions[-1].copy()
+        at = rng.random(whole.shape) < change
+        at[40:90] = change > 0  # all of a few rows
+        made.view(np.uint16)[at] ^= 0x8001
+        versions.append(made)
+    meet = threading.Barrier(5, timeout=30)
+    came: list[dict[str, int]] = []
+
+    def publish(comm: Any) -> None:
+        part = whole[src.box(comm.rank)[0][0] : src.box(comm.rank)[0][1]].copy()
+        with Publisher({"w": src}, {"w": part}, comm, address=f"unix:{tmp_path}/p") as publisher:
+            for version, content in enumerate(versions):
+                part[...] = content[src.box(comm.rank)[0][0] : src.box(comm.rank)[0][1]]
+                publisher.publish(version)
+                meet.wait()
+                meet.wait()
+
+    def subscribe(comm: Any) -> None:
+        given = {"address": f"unix:{tmp_path}/p"}
+        with (
+            Subscriber({"w": dst}, {"w": np.zeros_like(whole)}, comm, **given) as changes,
+            Subscriber({"w": dst}, {"w": np.zeros_like(whole)}, comm, delta="off", **given) as all_of_it,
+        ):
+            for version, content in enumerate(versions):
+                meet.wait()
+                assert changes.pull(20) == all_of_it.pull(20) == version
+                assert changes.weights["w"].tobytes() == content.tobytes()
+                assert all_of_it.weights["w"].tobytes() == content.tobytes()
+                if comm.rank == 0:
+                    came.append(changes.report())
+                meet.wait()
+
+    thread = threading.Thread(target=lambda: lc.run_loopback(3, publish))
+    thread.start()
+    while not (tmp_path / "p" / "door").exists() and thread.is_alive():
+        time.sleep(0.01)
+    lc.run_loopback(2, subscribe)
+    thread.join(40)
+    assert {said["dense_bytes"] for said in came} == {whole.nbytes}
+    first, few, none, many = came
+    assert first["received_bytes"] == whole.nbytes
+    differ = [int((a.view(np.uint16) != b.view(np.uint16)).sum()) for a, b in itertools.pairwise(versions)]
+    assert few["received_bytes"] < whole.nbytes // 2
+    assert differ[0] <= few["changed_elems"] < whole.size // 2  # shares of which most has changed come whole
+    assert (none["received_bytes"], none["changed_elems"]) == (0, 0)
+    assert differ[2] <= many["changed_elems"] <= whole.size
+
+
+def test_where_one_stream_breaks_off_the_others_end_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worst moment: the others wait for bytes, and would for half a minute."""
+    array, over = np.ones((ROWS, COLUMNS), np.float32), threading.Event()
+
+    def act(place: int) -> None:
+        if place == 1:
+            end_s = time.monotonic() + 10
+            while sent.count < 4 and time.monotonic() < end_s:
+                time.sleep(0.001)
+            raise RuntimeError("this thread ends amid a stream")
+        over.wait(50)
+
+    publisher, subscriber = _pair(array)
+    with publisher, subscriber:
+        publisher.publish(1)
+        subscriber.pull(10)
+        array[...] = 2
+        publisher.publish(2)
+        with monkeypatch.context() as patched:
+            sent = Sent(patched, act)
+            begin_s = time.monotonic()
+            with pytest.raises(
+                PeerFailed, match=r"version 2 did not arrive: rank 0 of the publisher: .*closed"
+            ):
+                subscriber.pull(10)
+            assert time.monotonic() - begin_s < ENDS_WITHIN_S
+            assert fetching() == []
+            assert (subscriber.version, float(subscriber.weights["w"].max())) == (1, 1.0)
+            over.set()
+        assert subscriber.pull(10) == 2
+        assert (subscriber.weights["w"] == 2).all()
+
+
+def test_a_stream_that_stalls_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    array, over = np.ones((ROWS, COLUMNS), np.float32), threading.Event()
+    monkeypatch.setattr(version_wire, "STALLED_S", 0.5)
+    publisher, subscriber = _pair(array)
+    with publisher, subscriber:
+        publisher.publish(1)
+        with monkeypatch.context() as patched:
+            Sent(patched, lambda place: over.wait(50) and None if place == 2 else None)
+            begin_s = time.monotonic()
+            with pytest.raises(PeerFailed, match="nothing moved in time"):
+                subscriber.pull(10)
+            assert 0.4 < time.monotonic() - begin_s < ENDS_WITHIN_S
+            assert fetching() == []
+            assert subscriber.version is None
+            over.set()
+        assert subscriber.pull(10) == 1
+        assert (subscriber.weights["w"] == 1).all()
+
+
+@pytest.mark.parametrize("delta", ["auto", "off"])
+def test_a_wrong_checksum_of_one_stream_is_found(monkeypatch: pytest.MonkeyPatch, delta: str) -> None:
+    array = np.ones((ROWS, COLUMNS), np.float32)
+    publisher, subscriber = _pair(array, delta=delta)
+    with publisher, subscriber:
+        publisher.publish(1)
+        subscriber.pull(10)
+        array[::7, 3] = 2
+        publisher.publish(2)
+        once = iter([1])
+        with monkeypatch.context() as patched:
+            for module, name in (
+                (version_server, "crc32"),
+                (version_store, "crc32"),
+                (version_store, "joined"),
+            ):
+                real = getattr(module, name)
+                patched.setattr(module, name, lambda *args, real=real: real(*args) ^ next(once, 0))
+            with pytest.raises(PeerFailed, match="another checksum"):
+                subscriber.pull(10)
+        assert (subscriber.version, float(subscriber.weights["w"].max())) == (1, 1.0)
+        assert subscriber.pull(10) == 2
+        assert (subscriber.weights["w"] == array).all()
+
+
+def test_a_stream_of_one_rank_that_fails_is_the_error_of_all_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    array, told = np.ones((ROWS, COLUMNS), np.float32), [""] * 2
+    layout = _rows(2)
+
+    def act(place: int) -> None:
+        if place == 5:
+            raise RuntimeError("this thread ends amid a stream")
+
+    with Publisher({"w": _one(array.shape)}, {"w": array}, address=f"unix:{tmp_path}/p") as publisher:
+        publisher.publish(1)
+
+        def pull(comm: Any) -> None:
+            out = np.zeros(layout.local_shape(comm.rank), np.float32)
+            with Subscriber({"w": layout}, {"w": out}, comm, address=f"unix:{tmp_path}/p") as subscriber:
+                with pytest.raises(PeerFailed) as caught:
+                    subscriber.pull(10)
+                told[comm.rank] = str(caught.value)
+                assert subscriber.version is None
+                assert subscriber.pull(10) == 1
+                assert (subscriber.weights["w"] == 1).all()
+
+        Sent(monkeypatch, act)
+        lc.run_loopback(2, pull)
+    assert told[0] == told[1]
+    assert "version 1 did not arrive" in told[0]
+
+
+def test_where_no_thread_can_be_started_the_version_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    array = np.ones((ROWS, COLUMNS), np.float32)
+    publisher, subscriber = _pair(array)
+    start, count = threading.Thread.start, iter(range(10))
+
+    def refused(thread: threading.Thread) -> None:
+        if thread.name == "lowshard fetch" and next(count) == 2:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with publisher, subscriber:
+        publisher.publish(1)
+        monkeypatch.setattr(threading.Thread, "start", refused)
+        with pytest.raises(CommError, match="was not taken: RuntimeError: can't start new thread"):
+            subscriber.pull(10)
+        assert fetching() == []
+        assert subscriber.pull(10) == 1
+
+
+def test_a_snapshot_that_is_damaged_in_memory_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sums are those of what was published, not of what lies there when somebody asks."""
+    monkeypatch.setattr(version_store, "PART_BYTES", 4096)
+    array = np.ones((ROWS, COLUMNS), np.float32)
+    publisher, subscriber = _pair(array)
+    with publisher, subscriber:
+        publisher.publish(1)
+        (snapshot,) = publisher._store._snapshots
+        snapshot.bytes[-20_000] ^= 1
+        with pytest.raises(PeerFailed, match="another checksum"):
+            subscriber.pull(10)
+        assert subscriber.version is None
+        publisher.publish(2)
+        assert subscriber.pull(10) == 2
+        assert (subscriber.weights["w"] == 1).all()
+
+
+DIES = """
+    import os, signal, sys, time
+    import numpy as np
+    import lowshard as ls
+    from lowshard.reshard import Publisher
+    from lowshard.reshard.version_server import VersionServer
+
+    calls = []
+    send = VersionServer._send_whole
+
+    def dies(server, line, *args):
+        calls.append(1)
+        if len(calls) > 4:  # of the second version
+            time.sleep(0.05)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return send(server, line, *args)
+
+    VersionServer._send_whole = dies
+    array = np.ones((301, 40), np.float32)
+    layout = ls.Layout(ls.DeviceMesh((1,), ("x",)), array.shape, "float32", (ls.Replicated(),))
+    with Publisher({"w": layout}, {"w": array}, address=sys.argv[1]) as publisher:
+        publisher.publish(1)
+        print("published", flush=True)
+        sys.stdin.readline()
+        array[...] = 2
+        publisher.publish(2)
+        print("published", flush=True)
+        time.sleep(60)
+"""
+
+
+def test_a_publisher_that_is_killed_amid_streams(tmp_path: Path) -> None:
+    address = f"unix:{tmp_path}/p"
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(DIES), address],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert process.stdin is not None
+    assert process.stdout is not None
+    with process:
+        try:
+            assert process.stdout.readline() == "published\n"
+            layout = {"w": _one((ROWS, COLUMNS))}
+            out = {"w": np.zeros((ROWS, COLUMNS), np.float32)}
+            subscriber = Subscriber(layout, out, address=address, delta="off")
+            assert subscriber.pull(10) == 1
+            process.stdin.write("go\n")
+            process.stdin.flush()
+            assert process.stdout.readline() == "published\n"
+            begin_s = time.monotonic()
+            with pytest.raises(PeerFailed, match="version 2 did not arrive"):
+                subscriber.pull(10)
+            assert time.monotonic() - begin_s < ENDS_WITHIN_S
+            assert process.wait(10) == -signal.SIGKILL
+            assert (subscriber.weights["w"] == 1).all()
+            with contextlib.suppress(LowshardError):
+                subscriber.pull(0.1)
+            array = np.full((ROWS, COLUMNS), 5, np.float32)
+            with Publisher(layout, {"w": array}, address=address) as publisher:
+                publisher.publish(1)
+                assert subscriber.pull(10) == 1
+                assert (subscriber.weights["w"] == 5).all()
+            subscriber.close()
+        finally:
+            process.kill()
