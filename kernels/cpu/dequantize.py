@@ -7,22 +7,23 @@ from typing import Any
 from llvmlite import ir
 
 from lowshard.compiled.deferred import intrinsic, types
-from lowshard.kernels.cpu.copy import stream_copy
+from lowshard.kernels.cpu.copy import RING_BYTES, flush_ring
 from lowshard.kernels.cpu.drive import prefetch_line, rows_of
 from lowshard.kernels.cpu.memory_steps import (
+    CACHE_LINE_BYTES,
     align_spills,
+    copy_bytes,
+    copy_line,
     load,
     load_u8,
     load_u16,
     load_u32,
     store,
     store_value,
+    stream_lines,
 )
 from lowshard.kernels.cpu.vector import Lanes, fp16_subnormals, only_if
 from lowshard.kernels.reference import BLOCK_ELEMS, ElementFormat, element_format
-
-# Blocks put together before they are streamed to an address amid a cache line.
-_GROUP_BLOCKS = 32
 
 ITEMSIZES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
@@ -100,7 +101,8 @@ def decode_block(
 def _dequantize_rows(dtype: str, elem: str) -> Any:
     lowest, highest = fast_scales(element_format(elem))
     itemsize = ITEMSIZES[dtype]
-    block_bytes, group = BLOCK_ELEMS * itemsize, _GROUP_BLOCKS
+    block_bytes, ring_bytes = BLOCK_ELEMS * itemsize, RING_BYTES
+    group, block_lines = ring_bytes // block_bytes, block_bytes // CACHE_LINE_BYTES
 
     def dequantize_rows(
         kind: Any, src: Any, dst: Any, scales: Any, run: Any, rows: Any, src_step: Any, dst_step: Any,
@@ -116,15 +118,24 @@ def _dequantize_rows(dtype: str, elem: str) -> Any:
             )
             # Whole lines are streamed as they are made; others are put together in the first cache before.
             whole_lines, staged = streaming and values & 63 == 0, streaming and values & 63 != 0
+            head = -values & 63
+            line = values + head
             if ahead[0]:
                 prefetch_line(data + run - 1, ahead)
             for start in range(0, blocks, group):
                 end, made = min(start + group, blocks), values + start * block_bytes
+                sends = staged and start > 0
                 if staged:
                     made = scratch
                 for block in range(start, end):
+                    to = made + (block - start) * block_bytes
+                    if sends:
+                        if to == scratch + ring_bytes - block_bytes:
+                            copy_line(scratch + ring_bytes, scratch)
+                        stream_lines(line, to + head, block_lines)
+                        line += block_bytes
                     byte = types.int32(load_u8(bytes_ + block))
-                    at, to = data + block * 32, made + (block - start) * block_bytes
+                    at = data + block * 32
                     if ahead[0] and block & 1 == 0:
                         prefetch_line(at, ahead)
                     if byte >= lowest and byte <= highest:
@@ -141,7 +152,9 @@ def _dequantize_rows(dtype: str, elem: str) -> Any:
                             store_value(to + 2 * i, load_u16(first + 2 * index))
                         else:
                             store_value(to + 4 * i, load_u32(first + 4 * index))
-                if staged:
-                    stream_copy(values + start * block_bytes, scratch, (end - start) * block_bytes, (0, 0, 0))
+                if staged and start == 0:
+                    copy_bytes(values, scratch, head)
+            if staged:
+                flush_ring(values, line, values + blocks * block_bytes, scratch)
 
     return dequantize_rows

@@ -14,6 +14,7 @@ from llvmlite import ir
 
 from lowshard.compiled.deferred import intrinsic, njit, types
 from lowshard.kernels.cpu.codes import has_tables
+from lowshard.kernels.cpu.copy import RING_BYTES, flush_ring
 from lowshard.kernels.cpu.drive import Ahead, named
 from lowshard.kernels.cpu.encode import (
     block_bytes,
@@ -26,7 +27,15 @@ from lowshard.kernels.cpu.encode import (
     prefetch_block,
     scales_of,
 )
-from lowshard.kernels.cpu.memory_steps import align_spills, load, offset, store
+from lowshard.kernels.cpu.memory_steps import (
+    align_spills,
+    copy_bytes,
+    copy_line,
+    load,
+    offset,
+    store,
+    stream_lines,
+)
 from lowshard.kernels.cpu.rare import encode_rare
 from lowshard.kernels.cpu.scalar import DTYPE_CODES
 from lowshard.kernels.cpu.sources import SOURCES
@@ -42,8 +51,9 @@ _STEP = 4
 _WORDS = 8
 """16-bit words of 128 bits, within which vector instructions interleave."""
 
-# Scratch memory of a piece: a mask of pairs to mend, where each block's fields begin, bf16 lanes of other sources.
-_TO_MEND_AT, _ORIGINS_AT, _LANES_AT = 0, 32, 64
+# Scratch memory of a piece: a mask of pairs to mend, where each block's fields begin, bf16 lanes of other sources; and a
+# ring for codes whose first one lies amid a cache line.
+_TO_MEND_AT, _ORIGINS_AT, _LANES_AT, _RING_AT = 0, 32, 64, 2048
 
 
 @intrinsic(prefer_literal=True)
@@ -184,10 +194,13 @@ def _joined(one: Lanes, other: Lanes, words: int) -> Lanes:
 
 
 def rows_in_pieces(source: str, elem: str) -> Any:
-    """Return the loop over rows of whole pieces that are prefetched."""
+    """Return the loop over rows of whole pieces that are prefetched.
+
+    Where codes go past the caches and not all rows begin with a line of the target, they follow each other there.
+    """
     fmt, itemsize, dtype = element_format(elem), SOURCES[source].itemsize, DTYPE_CODES[source]
     mantissa_bits, bias, emax, max_code = fmt.mantissa_bits, fmt.bias, fmt.emax, fmt.max_code
-    bytes_each, count = block_bytes(source), PIECE_BLOCKS
+    bytes_each, count, ring_at, ring_bytes = block_bytes(source), PIECE_BLOCKS, _RING_AT, RING_BYTES
 
     @njit(nogil=True)
     @named(source, elem)
@@ -201,17 +214,31 @@ def rows_in_pieces(source: str, elem: str) -> Any:
         far, mid, near = ahead
         src_gap, dst_gap = src_step - pieces * count * bytes_each, dst_step - pieces * count * 32
         at, to, byte, left, rest = src, dst, scales, pieces, rows * pieces
+        # Codes that begin amid a line are put together in the first cache, and lines go out from there.
+        staged = streaming and (dst | (dst_gap if rows > 1 else 0)) & 63 != 0
+        ring, line, into = scratch + ring_at, dst + (-dst & 63), dst
+        first, stop = staged, rest - 1 if staged else 0
         while rest:
             rare = pairs = types.uint32(0)
             # No calls in this loop: they would have it fetch its constants anew for each piece.
             while True:
-                if streaming:
+                if streaming and not staged:
+                    into = to
                     rare = encode_piece(
                         at, to, byte, scratch, far, mid, near, increment, lowest, zero_byte, source, elem, 1
                     )
                 else:
+                    into = to
+                    if staged:
+                        into = ring + ((to - dst) & (ring_bytes - 1))
+                        if to - dst >= ring_bytes:
+                            if into == ring + ring_bytes - 512:
+                                copy_line(ring + ring_bytes, ring)
+                            stream_lines(line, into + (-dst & 63), 4)
+                            stream_lines(line + 256, into + (-dst & 63) + 256, 4)
+                            line += 512
                     rare = encode_piece(
-                        at, to, byte, scratch, far, mid, near, increment, lowest, zero_byte, source, elem, 0
+                        at, into, byte, scratch, far, mid, near, increment, lowest, zero_byte, source, elem, 0
                     )
                 pairs = to_mend(scratch)
                 at, to, byte = at + count * bytes_each, to + count * 32, byte + count
@@ -219,26 +246,29 @@ def rows_in_pieces(source: str, elem: str) -> Any:
                 if left == 0:
                     at, to, byte, left = at + src_gap, to + dst_gap, byte + (dst_gap >> 5), pieces
                 rest -= 1
-                if rare | pairs or rest == 0:
+                if rare | pairs or rest == stop:
                     break
-            if rare | pairs == 0:
-                break
-            x, codes, own = at - count * bytes_each, to - count * 32, byte - count
+            x, own = at - count * bytes_each, byte - count
             if left == pieces:
-                x, codes, own = x - src_gap, codes - dst_gap, own - (dst_gap >> 5)
+                x, own = x - src_gap, own - (dst_gap >> 5)
             while pairs:
                 i = lowest_bit(pairs)
                 pairs &= pairs - types.uint32(1)
-                if streaming:
-                    mend_pair(x, codes, scratch, i, source, elem, 1)
+                if streaming and not staged:
+                    mend_pair(x, into, scratch, i, source, elem, 1)
                 else:
-                    mend_pair(x, codes, scratch, i, source, elem, 0)
+                    mend_pair(x, into, scratch, i, source, elem, 0)
             while rare:
                 i = lowest_bit(rare)
                 rare &= rare - types.uint32(1)
                 encode_rare(
-                    x + i * bytes_each, codes + i * 32, own + i, round_up, min_scale_byte, itemsize, dtype,
+                    x + i * bytes_each, into + i * 32, own + i, round_up, min_scale_byte, itemsize, dtype,
                     mantissa_bits, bias, emax, max_code,
                 )  # fmt: skip
+            if first:
+                copy_bytes(dst, ring, -dst & 63)
+                first, stop = False, 0
+        if staged:
+            flush_ring(dst, line, dst + rows * pieces * count * 32, ring)
 
     return rows_in_pieces
