@@ -18,8 +18,8 @@ from lowshard.kernels.cpu.copy import RING_BYTES, flush_ring
 from lowshard.kernels.cpu.drive import Ahead, named
 from lowshard.kernels.cpu.encode import (
     block_bytes,
+    codes_of,
     encode,
-    encode_lanes,
     encode_normals,
     halves_minimum,
     make_origins,
@@ -51,22 +51,28 @@ _STEP = 4
 _WORDS = 8
 """16-bit words of 128 bits, within which vector instructions interleave."""
 
-# Scratch memory of a piece: a mask of pairs to mend, where each block's fields begin, bf16 lanes of other sources; and a
-# ring for codes whose first one lies amid a cache line.
-_TO_MEND_AT, _ORIGINS_AT, _LANES_AT, _RING_AT = 0, 32, 64, 2048
+# Scratch memory of a piece: a mask of pairs to mend, where each block's fields begin, bf16 lanes of other sources; and,
+# for codes that begin amid a line, the last 64 of the piece before, or a ring of pieces.
+_TO_MEND_AT, _ORIGINS_AT, _LANES_AT, _LAST_CODES_AT, _RING_AT = 0, 32, 64, 2048, 2048
+
+CACHED, STREAMED, SHIFTED = 0, 1, 2
+"""Ways to write codes: as usual; past the caches, to a multiple of 64; past the caches, line by line, to any address.
+
+The last is for machines with tables. It writes each line that ends in the piece, of which the first begins with codes
+of the piece before, and leaves the codes after the last one to the next piece.
+"""
 
 
 @intrinsic(prefer_literal=True)
 def encode_piece(
     typingctx: Any, src: Any, data: Any, scales: Any, scratch: Any, far: Any, mid: Any, near: Any,
-    increment: Any, lowest: Any, zero_byte: Any, source: Any, elem: Any, streaming: Any,
+    increment: Any, lowest: Any, zero_byte: Any, source: Any, elem: Any, way: Any,
 ) -> Any:  # fmt: skip
     """Quantise a piece but for rare blocks, of which it returns a mask, and pairs with elements to mend.
 
-    Asks for the lines that lie three distances on from `src`. The last three arguments are literals; a streaming
-    store needs a `data` that is a multiple of 64.
+    Asks for the lines that lie three distances on from `src`. The last three arguments are literals.
     """
-    dtype, past_caches = source.literal_value, bool(streaming.literal_value)
+    dtype, past_caches, shifts = source.literal_value, way.literal_value == STREAMED, way.literal_value == SHIFTED
     fmt = element_format(elem.literal_value)
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
@@ -96,13 +102,22 @@ def encode_piece(
 
         lanes, (origins, raw) = _kept(builder, notes, 0, dtype) or at, look(0)
         parts = [origins]
+        if shifts:
+            before = load(builder, notes, 8, 2 * BLOCK_ELEMS, _LAST_CODES_AT)
+            of_line = Lanes(builder, builder.and_(builder.neg(to), ir.Constant(to.type, 63)))
+            line = builder.add(to, builder.sub(of_line.value, ir.Constant(to.type, 64)))
         for first in range(0, PIECE_BLOCKS, _STEP):
             following = look(first + _STEP) if first + _STEP < PIECE_BLOCKS else (origins, raw)
             for i in range(0, _STEP, 2):
                 pair = range(first + i, first + i + 2)
                 at_byte = BLOCK_ELEMS * pair.start
                 if raw:
-                    encode_lanes(raw[i : i + 2], origins, i, to, at_byte, fmt, past_caches)
+                    codes = codes_of(raw[i : i + 2], origins, i, fmt)
+                    if shifts:
+                        store(builder, line, before.bytes_from(of_line.narrow(8), codes), True, at_byte)
+                        before = codes
+                    else:
+                        store(builder, to, codes, past_caches, at_byte)
                     continue
                 two = [load(builder, lanes, 16, BLOCK_ELEMS, 2 * BLOCK_ELEMS * block) for block in pair]
                 with encode_normals(two, origins, i, to, at_byte, fmt, past_caches):
@@ -110,6 +125,8 @@ def encode_piece(
                     store(builder, notes, note, False, _TO_MEND_AT)
             origins, raw = following
             parts.append(origins)
+        if shifts:
+            store(builder, notes, before, False, _LAST_CODES_AT)
         # Not loaded from where they were stored: that would wait for all stores of codes.
         halves = [
             one.picked([*range(_STEP), *range(_WORDS, _WORDS + _STEP)], other)
@@ -121,7 +138,7 @@ def encode_piece(
         store(builder, bytes_at, made, False)
         return builder.zext(builder.bitcast(rare.value, ir.IntType(PIECE_BLOCKS)), ir.IntType(32))
 
-    return types.uint32(*(types.int64,) * 7, *(types.int32,) * 3, source, elem, streaming), codegen
+    return types.uint32(*(types.int64,) * 7, *(types.int32,) * 3, source, elem, way), codegen
 
 
 @intrinsic(prefer_literal=True)
@@ -201,6 +218,8 @@ def rows_in_pieces(source: str, elem: str) -> Any:
     fmt, itemsize, dtype = element_format(elem), SOURCES[source].itemsize, DTYPE_CODES[source]
     mantissa_bits, bias, emax, max_code = fmt.mantissa_bits, fmt.bias, fmt.emax, fmt.max_code
     bytes_each, count, ring_at, ring_bytes = block_bytes(source), PIECE_BLOCKS, _RING_AT, RING_BYTES
+    last_at, tables = _LAST_CODES_AT, has_tables()
+    shifted = SHIFTED if tables else CACHED  # what machines without tables never run they cannot compile
 
     @njit(nogil=True)
     @named(source, elem)
@@ -214,28 +233,31 @@ def rows_in_pieces(source: str, elem: str) -> Any:
         far, mid, near = ahead
         src_gap, dst_gap = src_step - pieces * count * bytes_each, dst_step - pieces * count * 32
         at, to, byte, left, rest = src, dst, scales, pieces, rows * pieces
-        # Codes that begin amid a line are put together in the first cache, and lines go out from there.
-        staged = streaming and (dst | (dst_gap if rows > 1 else 0)) & 63 != 0
-        ring, line, into = scratch + ring_at, dst + (-dst & 63), dst
-        first, stop = staged, rest - 1 if staged else 0
+        # Codes that begin amid a line go past the caches by whole lines too, which hold codes of two pieces.
+        apart = streaming and (dst | (dst_gap if rows > 1 else 0)) & 63 != 0
+        before, end = -dst & 63, dst + rows * pieces * count * 32
+        ring, line, into = scratch + ring_at, dst + before, dst
+        first, stop = apart, rest - 1 if apart else 0
         while rest:
             rare = pairs = types.uint32(0)
             # No calls in this loop: they would have it fetch its constants anew for each piece.
             while True:
-                if streaming and not staged:
-                    into = to
+                into = to
+                if streaming and not apart:
                     rare = encode_piece(
                         at, to, byte, scratch, far, mid, near, increment, lowest, zero_byte, source, elem, 1
                     )
+                elif tables and apart and not first:
+                    rare = encode_piece(
+                        at, to, byte, scratch, far, mid, near, increment, lowest, zero_byte, source, elem, shifted
+                    )  # fmt: skip
                 else:
-                    into = to
-                    if staged:
+                    if apart and not tables:
                         into = ring + ((to - dst) & (ring_bytes - 1))
                         if to - dst >= ring_bytes:
                             if into == ring + ring_bytes - 512:
                                 copy_line(ring + ring_bytes, ring)
-                            stream_lines(line, into + (-dst & 63), 4)
-                            stream_lines(line + 256, into + (-dst & 63) + 256, 4)
+                            stream_lines(line, into + before, 8)
                             line += 512
                     rare = encode_piece(
                         at, into, byte, scratch, far, mid, near, increment, lowest, zero_byte, source, elem, 0
@@ -254,7 +276,7 @@ def rows_in_pieces(source: str, elem: str) -> Any:
             while pairs:
                 i = lowest_bit(pairs)
                 pairs &= pairs - types.uint32(1)
-                if streaming and not staged:
+                if streaming and not apart:
                     mend_pair(x, into, scratch, i, source, elem, 1)
                 else:
                     mend_pair(x, into, scratch, i, source, elem, 0)
@@ -265,10 +287,18 @@ def rows_in_pieces(source: str, elem: str) -> Any:
                     x + i * bytes_each, into + i * 32, own + i, round_up, min_scale_byte, itemsize, dtype,
                     mantissa_bits, bias, emax, max_code,
                 )  # fmt: skip
+                if apart and tables and i >= count - 2:
+                    copy_bytes(scratch + last_at + (i + 2 - count) * 32, into + i * 32, 32)
             if first:
-                copy_bytes(dst, ring, -dst & 63)
+                if tables:
+                    copy_line(scratch + last_at, into + count * 32 - 64)
+                else:
+                    copy_bytes(dst, ring, before)
                 first, stop = False, 0
-        if staged:
-            flush_ring(dst, line, dst + rows * pieces * count * 32, ring)
+        if apart:
+            if tables:
+                copy_bytes(end - (64 - before), scratch + last_at + before, 64 - before)
+            else:
+                flush_ring(dst, line, end, ring)
 
     return rows_in_pieces
