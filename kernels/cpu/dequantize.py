@@ -142,6 +142,7 @@ def _dequantize_rows(dtype: str, elem: str) -> Any:
 
         What lies before the first line and after the last one is made in scratch memory.
         """
+        align_spills()
         before = (-values & 63) // itemsize  # elements of each block that belong to lines that began before
         for block in (0, blocks - 1):
             byte, at = types.int32(load_u8(bytes_ + block)), data + block * 32
@@ -154,17 +155,22 @@ def _dequantize_rows(dtype: str, elem: str) -> Any:
             if block == blocks - 1:
                 last = values + block * block_bytes + before * itemsize
                 copy_bytes(last, scratch + before * itemsize, block_bytes - before * itemsize)
-        byte, to = types.int32(load_u8(bytes_)), values + before * itemsize
-        for block in range(blocks - 1):
-            at, following = data + block * 32 + before, types.int32(load_u8(bytes_ + block + 1))
-            if ahead[0] and block & 1 == 0:
-                prefetch_line(at, ahead)
-            if min(byte, following) >= lowest and max(byte, following) <= highest:
+        block, byte, following = 0, types.int32(load_u8(bytes_)), types.int32(0)
+        at, to = data + before, values + before * itemsize
+        while block < blocks - 1:
+            # No calls in this loop: they would have it fetch its constants anew for each block.
+            while block < blocks - 1:
+                following = types.int32(load_u8(bytes_ + block + 1))
+                if min(byte, following) < lowest or max(byte, following) > highest:
+                    break
+                if ahead[0] and block & 1 == 0:
+                    prefetch_line(at, ahead)
                 decode_across(at, byte, following, types.int32(32 - before), to, dtype, elem)
-            else:
+                block, byte, at, to = block + 1, following, at + 32, to + block_bytes
+            if block < blocks - 1:
                 look_up(at, to, byte, 32 - before, table)
                 look_up(at + 32 - before, to + block_bytes - before * itemsize, following, before, table)
-            byte, to = following, to + block_bytes
+                block, byte, at, to = block + 1, following, at + 32, to + block_bytes
 
     def dequantize_rows(
         kind: Any, src: Any, dst: Any, scales: Any, run: Any, rows: Any, src_step: Any, dst_step: Any,
@@ -185,17 +191,21 @@ def _dequantize_rows(dtype: str, elem: str) -> Any:
                 row_across(data, values, bytes_, blocks, ahead, scratch, first)
                 continue
             whole_lines = streaming and values & 63 == 0
-            for block in range(blocks):
-                byte = types.int32(load_u8(bytes_ + block))
-                at, to = data + block * 32, values + block * block_bytes
-                if ahead[0] and block & 1 == 0:
-                    prefetch_line(at, ahead)
-                if byte >= lowest and byte <= highest:
+            block, byte, at, to = 0, types.int32(0), data, values
+            while block < blocks:
+                while block < blocks:
+                    byte = types.int32(load_u8(bytes_ + block))
+                    if byte < lowest or byte > highest:
+                        break
+                    if ahead[0] and block & 1 == 0:
+                        prefetch_line(at, ahead)
                     if whole_lines:
                         decode_block(at, byte, to, dtype, elem, 1)
                     else:
                         decode_block(at, byte, to, dtype, elem, 0)
-                else:
+                    block, at, to = block + 1, at + 32, to + block_bytes
+                if block < blocks:
                     look_up(at, to, byte, 32, first)
+                    block, at, to = block + 1, at + 32, to + block_bytes
 
     return dequantize_rows
