@@ -137,7 +137,9 @@ def _dequantize_rows(dtype: str, elem: str) -> Any:
 
     @njit(nogil=True)
     @named(dtype, elem)
-    def row_across(data: int, values: int, bytes_: int, blocks: int, ahead: Any, scratch: int, table: int) -> None:
+    def row_across(
+        data: int, values: int, bytes_: int, blocks: int, ahead: Any, scratch: int, table: int
+    ) -> None:
         """Dequantise a row that begins amid a line, line by line past the caches: each is of two blocks, or of parts.
 
         What lies before the first line and after the last one is made in scratch memory.

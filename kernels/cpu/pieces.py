@@ -72,7 +72,11 @@ def encode_piece(
 
     Asks for the lines that lie three distances on from `src`. The last three arguments are literals.
     """
-    dtype, past_caches, shifts = source.literal_value, way.literal_value == STREAMED, way.literal_value == SHIFTED
+    dtype, past_caches, shifts = (
+        source.literal_value,
+        way.literal_value == STREAMED,
+        way.literal_value == SHIFTED,
+    )
     fmt = element_format(elem.literal_value)
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:

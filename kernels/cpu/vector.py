@@ -154,7 +154,7 @@ class Lanes:
         return Lanes(self.builder, self._call(name, self.value.type, [low, self.value, high]))
 
     def bytes_from(self, first: Lanes, other: Lanes) -> Lanes:
-        """Return 64 of 128 bytes, these and those of `other`, from the byte `first` on, one integer; with AVX-512 VBMI."""
+        """Return 64 bytes of these and of `other` from `first` on, one integer: on machines with AVX-512 VBMI."""
         places = Lanes(self.builder, ir.Constant(self.value.type, list(range(64)))) + first
         name = "llvm.x86.avx512.vpermi2var.qi.512"
         return Lanes(self.builder, self._call(name, self.value.type, [self.value, places.value, other.value]))
