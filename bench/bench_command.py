@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from lowshard.bench.bench_device import Device
     from lowshard.bench.bench_progress import Progress
     from lowshard.bench.bench_report import BenchReport, Section
+    from lowshard.bench.limit_program import LimitProgram
     from lowshard.bench.turn_timing import Workload
     from lowshard.report.page import Page
 
@@ -146,6 +147,12 @@ def _add(
         action="store_true",
         help="exit code 1, and say which, if a figure misses its limit; limits hold for the host and rounds of 100 MB",
     )
+    parser.add_argument(
+        "--limits",
+        action="store_true",
+        help="also time a small program in C, built here where there is a compiler (a checkout has its source): a "
+        "limit is then the larger of the promised one and 1.15 times what the program reaches",
+    )
     parser.set_defaults(func=run)
     return parser
 
@@ -156,7 +163,9 @@ def run_mxfp8(args: argparse.Namespace) -> int:
 
     def build(device: Device, size: Size, names: tuple[str, ...], say: Callable[[str], object]) -> Workload:
         elems = size.count // 2 if size.in_bytes else size.count
-        return mxfp8.build(device, max(elems // 32, 1) * 32, names, args.baseline, say)
+        return mxfp8.build(device, max(elems // 32, 1) * 32, names, args.baseline, say, program)
+
+    program = _limit_program(args)
 
     return _run(args, "mxfp8", mxfp8.NAMES, {"numba": "64Mi", "plain": "1Mi", "cuda": "64MB,1GB"}, build)
 
@@ -166,9 +175,29 @@ def run_pack(args: argparse.Namespace) -> int:
     from lowshard.bench import bench_pack as pack
 
     def build(device: Device, size: Size, names: tuple[str, ...], say: Callable[[str], object]) -> Workload:
-        return pack.build(device, args.boxes, size.count, names, args.baseline)
+        return pack.build(device, args.boxes, size.count, names, args.baseline, program)
+
+    program = _limit_program(args)
 
     return _run(args, "pack", pack.NAMES, {"numba": "100MB", "plain": "10MB", "cuda": "64MB,1GB"}, build)
+
+
+def _limit_program(args: argparse.Namespace) -> LimitProgram | None:
+    """Return the program of --limits; None without it, and, which is said, where it cannot be built."""
+    from lowshard.bench.limit_program import LimitProgram
+
+    if not args.limits:
+        return None
+    if args.device != "cpu":
+        raise LowshardError("--limits is for the host alone: pass --device cpu with it")
+    try:
+        return LimitProgram()
+    except LowshardError as error:
+        print(
+            f"lowshard bench: no program in C beside these rows ({error}): the promised limits hold",
+            file=sys.stderr,
+        )
+        return None
 
 
 def parse_sizes(text: str) -> tuple[Size, ...]:

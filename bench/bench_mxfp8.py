@@ -12,7 +12,8 @@ from lowshard import dtypes
 from lowshard.bench import baseline
 from lowshard.bench.bench_device import Device, Yardstick, require_memory
 from lowshard.bench.limit import ratio_limit
-from lowshard.bench.turn_timing import Case, Copy, Pair, Work, Workload
+from lowshard.bench.limit_program import LimitProgram
+from lowshard.bench.turn_timing import Case, Copy, Pair, Program, Work, Workload
 from lowshard.kernels import MXFP8Tensor, dequantize_mxfp8, quantize_mxfp8
 from lowshard.kernels.buffer import Array
 from lowshard.kernels.reference import BLOCK_ELEMS, MODES, Elem, Mode
@@ -83,6 +84,7 @@ def build(
     names: Collection[str],
     with_baseline: bool,
     say: Callable[[str], object] = lambda what: None,
+    program: LimitProgram | None = None,
 ) -> Workload:
     """Return the rows of these names over arrays of `elems` elements, a multiple of 32.
 
@@ -92,6 +94,7 @@ def build(
         names: rows of `NAMES`.
         with_baseline: also other ways to do them.
         say: told what takes long.
+        program: also times e4m3 by it.
 
     Raises:
         BufferMismatchError: the buffers would not fit in memory.
@@ -103,13 +106,19 @@ def build(
         name = quantize_name(source, elem, mode)
         if name in names:
             work = _quantize(buffers.source(source), buffers.tensor(elem), mode)
-            cases.append(buffers.case(name, work, source))
+            c = (
+                program.quantize(buffers.source(source), buffers.tensor(elem), mode)
+                if program and elem == "e4m3"
+                else None
+            )
+            cases.append(buffers.case(name, work, source, program=c))
     for elem, target in DEQUANTIZE:
         name = dequantize_name(elem, target)
         if name in names:
             q = buffers.tensor(elem)
             fill = _quantize(buffers.source("bf16"), q, "rceil")
-            cases.append(buffers.case(name, _dequantize(q, buffers.target(target)), target, fill))
+            c = program.dequantize(q, buffers.target(target)) if program and elem == "e4m3" else None
+            cases.append(buffers.case(name, _dequantize(q, buffers.target(target)), target, fill, c))
     title = f"{elems:,} elements ({2 * elems / 1e6:,.1f} MB as bf16), N(0, {_WEIGHT_STD})"
     sizes = (("elems", elems),)
     if not with_baseline:
@@ -171,11 +180,13 @@ class _Buffers:
             self._made["target"] = self._device.empty((self._elems * 4,), np.dtype(np.uint8))
         return self._made["target"][: self._elems * dtype.itemsize].view(dtype)
 
-    def case(self, name: str, work: Work, floats: str, prepare: Work | None = None) -> Case:
+    def case(
+        self, name: str, work: Work, floats: str, prepare: Work | None = None, program: Program | None = None
+    ) -> Case:
         """Return the case of a row between some floats and MXFP8."""
         moved, copy = moved_bytes(self._elems, _itemsize(floats)), self.copy(name, floats)
         limit = ratio_limit(name, self._device.kind)
-        return Case(name, work, moved, copy, ratio_limit=limit, prepare=prepare)
+        return Case(name, work, moved, copy, ratio_limit=limit, prepare=prepare, program=program)
 
 
 def _quantize(x: Array, out: MXFP8Tensor, mode: Mode) -> Work:

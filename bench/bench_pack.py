@@ -13,7 +13,8 @@ from lowshard import dtypes
 from lowshard.bench import baseline, bench_mxfp8
 from lowshard.bench.bench_device import Device, Yardstick, require_memory
 from lowshard.bench.limit import ratio_limit, speed_up_limit
-from lowshard.bench.turn_timing import Case, Copy, Pair, Work, Workload
+from lowshard.bench.limit_program import LimitProgram
+from lowshard.bench.turn_timing import Case, Copy, Pair, Program, Work, Workload
 from lowshard.kernels import (
     BoxTable,
     MXFP8Tensor,
@@ -78,14 +79,17 @@ def slice_rows(round_bytes: int) -> int:
 
 
 def build(
-    device: Device, boxes: int, round_bytes: int, names: Collection[str], with_baseline: bool
-) -> Workload:
+    device: Device, boxes: int, round_bytes: int, names: Collection[str], with_baseline: bool,
+    program: LimitProgram | None = None,
+) -> Workload:  # fmt: skip
     """Return the rows of these names over tables of so many boxes, each round moving at least `round_bytes`.
+
+    Boxes that are packed or unpacked, and the slice that is quantised, are also timed by the program in C.
 
     Raises:
         BufferMismatchError: the buffers would not fit in memory.
     """
-    buffers = _Buffers(device, boxes, round_bytes)
+    buffers = _Buffers(device, boxes, round_bytes, program)
     require_memory(device, buffers.need_bytes)
     makers: dict[str, Callable[[], Case]] = {
         f"pack_quantize {BIG}": partial(_quantized_boxes, buffers),
@@ -148,8 +152,10 @@ class _Buffers:
     Unpacking writes back what was packed, so one array serves both ways and its values stay as they were.
     """
 
-    def __init__(self, device: Device, boxes: int, round_bytes: int) -> None:
-        self.device, self.boxes = device, boxes
+    def __init__(
+        self, device: Device, boxes: int, round_bytes: int, program: LimitProgram | None = None
+    ) -> None:
+        self.device, self.boxes, self.program = device, boxes, program
         self.tables = {
             what: tables_a_round(2 * boxes * BOX_BYTES[what], round_bytes) for what in (BIG, SMALL, AGAIN)
         }
@@ -262,14 +268,19 @@ def _packed_boxes(buffers: _Buffers, what: str) -> Case:
     group = buffers.group(what)
     moved = 2 * group.payload_bytes
     run, copy = _pack(group.moves), group.copy(moved)
-    return _case(buffers, f"pack {what}", run, moved, copy, note=group.note)
+    return _case(
+        buffers, f"pack {what}", run, moved, copy, note=group.note, program=_boxes_in_c(buffers, group, False)
+    )
 
 
 def _unpacked_boxes(buffers: _Buffers, what: str) -> Case:
     group = buffers.group(what)
     moved = 2 * group.payload_bytes
     run, copy = _unpack(group.moves), group.copy(moved)
-    return _case(buffers, f"unpack {what}", run, moved, copy, note=group.note, prepare=_pack(group.moves))
+    prepare, program = _pack(group.moves), _boxes_in_c(buffers, group, True)
+    return _case(
+        buffers, f"unpack {what}", run, moved, copy, note=group.note, prepare=prepare, program=program
+    )
 
 
 def _quantized_boxes(buffers: _Buffers) -> Case:
@@ -277,6 +288,12 @@ def _quantized_boxes(buffers: _Buffers) -> Case:
     moved = len(group.moves) * bench_mxfp8.moved_bytes(group.moves[0].table.total_elems, _ITEMSIZE)
     run, copy = _pack_quantize(buffers, group.moves), group.copy(moved)
     return _case(buffers, f"pack_quantize {BIG}", run, moved, copy, note=group.note)
+
+
+def _boxes_in_c(buffers: _Buffers, group: _Group, back: bool) -> Program | None:
+    if buffers.program is None:
+        return None
+    return buffers.program.boxes([(move.array, move.table, move.packed) for move in group.moves], back)
 
 
 def _packed_slice(buffers: _Buffers) -> Case:
@@ -291,7 +308,9 @@ def _unpacked_slice(buffers: _Buffers) -> Case:
 
 
 def _fused(buffers: _Buffers) -> Case:
-    return _quantized_slice(buffers, FUSED, _fused_work(buffers))
+    part = buffers.matrix[:, ROW_ELEMS : 2 * ROW_ELEMS]
+    program = buffers.program.quantize_rows(part, buffers.slice_tensor) if buffers.program else None
+    return _quantized_slice(buffers, FUSED, _fused_work(buffers), program=program)
 
 
 def _unfused(buffers: _Buffers) -> Case:

@@ -74,8 +74,8 @@ class BenchReport:
     def _misses(self) -> Iterator[Miss]:
         for section in self.sections:
             for row in section.rows:
-                if row.ratio_limit is not None and not row.ok:
-                    yield Miss(row.name, row.ratio.median, row.ratio_limit)
+                if row.limit is not None and not row.ok:
+                    yield Miss(row.name, row.ratio.median, row.limit)
             for pair in section.speed_ups:
                 if pair.least is not None and not pair.ok:
                     yield Miss(_pair_name(pair), pair.spread.median, pair.least)
@@ -151,13 +151,18 @@ def _row_table(rows: tuple[Row, ...], every: bool) -> Table:
         headings = ["moved MB", *headings, "quartiles", "memcpy GB/s", "first call s"]
     for heading in headings:
         table.add_column(heading, justify="right", no_wrap=True)
+    programs = any(row.program_ratio is not None for row in rows)
+    if programs:
+        table.add_column("C", justify="right", no_wrap=True)
     table.add_column("limit", no_wrap=True)
     for row in rows:
         figures = [f"{row.median_s * 1e3:,.3f}", f"{row.gb_per_s:,.2f}", f"{row.ratio.median:.2f}"]
         if every:
             moved, copied = f"{row.moved_bytes / 1e6:,.1f}", f"{row.copy_gb_per_s:,.2f}"
             figures = [moved, *figures, _quartiles(row.ratio), copied, f"{row.first_call_s:.3f}"]
-        table.add_row(Text(row.name), *figures, _verdict(row.ok, row.ratio_limit, "over"))
+        if programs:
+            figures.append("" if row.program_ratio is None else f"{row.program_ratio:.2f}")
+        table.add_row(Text(row.name), *figures, _verdict(row.ok, row.limit, "over"))
     return table
 
 
@@ -203,7 +208,7 @@ def _verdict(ok: bool | None, limit: float | None, missed: str) -> Any:
 
     if ok is None:
         return Text("")
-    return Text.assemble(f"{limit:g} ", ("ok", "green") if ok else (missed, "bold red"))
+    return Text.assemble(f"{limit:.3g} ", ("ok", "green") if ok else (missed, "bold red"))
 
 
 def _row_json(row: Row) -> dict[str, Any]:
@@ -217,10 +222,12 @@ def _row_json(row: Row) -> dict[str, Any]:
         "gb_per_s": row.gb_per_s,
         "memcpy_gb_per_s": row.copy_gb_per_s,
         "ratio": asdict(row.ratio),
-        "ratio_limit": row.ratio_limit,
+        "ratio_limit": row.limit,
+        "program_ratio": row.program_ratio,
         "ok": row.ok,
         "work_s": list(row.work_s),
         "memcpy_s": list(row.copy_s),
+        "program_s": [list(way) for way in row.program_s],
     }
 
 

@@ -8,6 +8,7 @@ from lowshard.compiled.deferred import njit
 from lowshard.kernels.cpu.drive import Ahead, named, prefetch_line, prefetch_run, rows_of
 from lowshard.kernels.cpu.memory_steps import (
     copy_bytes,
+    copy_line,
     load_u8,
     load_u16,
     load_u32,
@@ -22,6 +23,11 @@ STAGE_BYTES = 12 << 10
 
 LAG_BYTES = 4 << 10
 """Lines leave the stage this long after they were written, so that they need not be waited for."""
+
+RING_BYTES = 4 << 10
+"""A stage of equal parts, each of whole lines, that are written in turn. What lies in a part is sent when it is next to
+be written. The target's lines begin `head` bytes after those of the ring: loads lie over two lines, which costs little,
+and stores do not. The line after the ring is for what lies over its end."""
 
 
 _LONG_BYTES = 2 << 10
@@ -108,6 +114,17 @@ def flush_stage(line: int, stage: int, begin: int, end: int, skip_bytes: int) ->
     begin = send_lines(line, stage, begin, end, skip_bytes)
     begin = max(begin, skip_bytes)
     copy_bytes(line + begin, stage + begin, end - begin)
+
+
+@njit(nogil=True)
+def flush_ring(dst: int, line: int, end: int, ring: int) -> None:
+    """Write out what is left of a ring whose first part was for `dst`, from the target's line `line` to `end`."""
+    copy_line(ring + RING_BYTES, ring)
+    at = (line - dst) & (RING_BYTES - 1)
+    while line + 64 <= end:
+        stream_lines(line, ring + at, 1)
+        line, at = line + 64, (at + 64) & (RING_BYTES - 1)
+    copy_bytes(line, ring + at, end - line)
 
 
 @rows_of("copy")

@@ -91,20 +91,17 @@ def encode(
     """Write the codes of one or two blocks, of those at three addresses."""
     raw = [load(builder, lanes, 16, BLOCK_ELEMS, 2 * BLOCK_ELEMS * block) for block in blocks]
     found = load(builder, origins, 16, len(blocks), 2 * blocks.start)
-    encode_lanes(raw, found, 0, data, BLOCK_ELEMS * blocks.start, fmt, streaming)
+    store(builder, data, codes_of(raw, found, 0, fmt), streaming, BLOCK_ELEMS * blocks.start)
 
 
-def encode_lanes(
-    raw: Sequence[Lanes], origins: Lanes, first: int, data: ir.Value, offset_bytes: int, fmt: ElementFormat,
-    streaming: bool,
-) -> None:  # fmt: skip
-    """Write the codes of one or two blocks whose origins begin at the lane `first`."""
+def codes_of(raw: Sequence[Lanes], origins: Lanes, first: int, fmt: ElementFormat) -> Lanes:
+    """Return the codes of one or two blocks whose origins begin at the lane `first`."""
     made = blocks_of(raw, origins, first, fmt)
     magnitudes, low = made.rounded()
     builder = magnitudes.builder
     with only_if(builder, low, [magnitudes]) as fixed:
         fixed.append(made.with_subnormals(magnitudes))
-    store(builder, data, signed(fixed[0], raw, fmt), streaming, offset_bytes)
+    return signed(fixed[0], raw, fmt)
 
 
 @contextmanager

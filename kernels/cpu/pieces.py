@@ -14,11 +14,12 @@ from llvmlite import ir
 
 from lowshard.compiled.deferred import intrinsic, njit, types
 from lowshard.kernels.cpu.codes import has_tables
+from lowshard.kernels.cpu.copy import RING_BYTES, flush_ring
 from lowshard.kernels.cpu.drive import Ahead, named
 from lowshard.kernels.cpu.encode import (
     block_bytes,
+    codes_of,
     encode,
-    encode_lanes,
     encode_normals,
     halves_minimum,
     make_origins,
@@ -26,7 +27,15 @@ from lowshard.kernels.cpu.encode import (
     prefetch_block,
     scales_of,
 )
-from lowshard.kernels.cpu.memory_steps import align_spills, load, offset, store
+from lowshard.kernels.cpu.memory_steps import (
+    align_spills,
+    copy_bytes,
+    copy_line,
+    load,
+    offset,
+    store,
+    stream_lines,
+)
 from lowshard.kernels.cpu.rare import encode_rare
 from lowshard.kernels.cpu.scalar import DTYPE_CODES
 from lowshard.kernels.cpu.sources import SOURCES
@@ -42,21 +51,32 @@ _STEP = 4
 _WORDS = 8
 """16-bit words of 128 bits, within which vector instructions interleave."""
 
-# Scratch memory of a piece: a mask of pairs to mend, where each block's fields begin, bf16 lanes of other sources.
-_TO_MEND_AT, _ORIGINS_AT, _LANES_AT = 0, 32, 64
+# Scratch memory of a piece: a mask of pairs to mend, where each block's fields begin, bf16 lanes of other sources; and,
+# for codes that begin amid a line, the last 64 of the piece before, or a ring of pieces.
+_TO_MEND_AT, _ORIGINS_AT, _LANES_AT, _LAST_CODES_AT, _RING_AT = 0, 32, 64, 2048, 2048
+
+CACHED, STREAMED, SHIFTED = 0, 1, 2
+"""Ways to write codes: as usual; past the caches, to a multiple of 64; past the caches, line by line, to any address.
+
+The last is for machines with tables. It writes each line that ends in the piece, of which the first begins with codes
+of the piece before, and leaves the codes after the last one to the next piece.
+"""
 
 
 @intrinsic(prefer_literal=True)
 def encode_piece(
     typingctx: Any, src: Any, data: Any, scales: Any, scratch: Any, far: Any, mid: Any, near: Any,
-    increment: Any, lowest: Any, zero_byte: Any, source: Any, elem: Any, streaming: Any,
+    increment: Any, lowest: Any, zero_byte: Any, source: Any, elem: Any, way: Any,
 ) -> Any:  # fmt: skip
     """Quantise a piece but for rare blocks, of which it returns a mask, and pairs with elements to mend.
 
-    Asks for the lines that lie three distances on from `src`. The last three arguments are literals; a streaming
-    store needs a `data` that is a multiple of 64.
+    Asks for the lines that lie three distances on from `src`. The last three arguments are literals.
     """
-    dtype, past_caches = source.literal_value, bool(streaming.literal_value)
+    dtype, past_caches, shifts = (
+        source.literal_value,
+        way.literal_value == STREAMED,
+        way.literal_value == SHIFTED,
+    )
     fmt = element_format(elem.literal_value)
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
@@ -86,13 +106,22 @@ def encode_piece(
 
         lanes, (origins, raw) = _kept(builder, notes, 0, dtype) or at, look(0)
         parts = [origins]
+        if shifts:
+            before = load(builder, notes, 8, 2 * BLOCK_ELEMS, _LAST_CODES_AT)
+            of_line = Lanes(builder, builder.and_(builder.neg(to), ir.Constant(to.type, 63)))
+            line = builder.add(to, builder.sub(of_line.value, ir.Constant(to.type, 64)))
         for first in range(0, PIECE_BLOCKS, _STEP):
             following = look(first + _STEP) if first + _STEP < PIECE_BLOCKS else (origins, raw)
             for i in range(0, _STEP, 2):
                 pair = range(first + i, first + i + 2)
                 at_byte = BLOCK_ELEMS * pair.start
                 if raw:
-                    encode_lanes(raw[i : i + 2], origins, i, to, at_byte, fmt, past_caches)
+                    codes = codes_of(raw[i : i + 2], origins, i, fmt)
+                    if shifts:
+                        store(builder, line, before.bytes_from(of_line.narrow(8), codes), True, at_byte)
+                        before = codes
+                    else:
+                        store(builder, to, codes, past_caches, at_byte)
                     continue
                 two = [load(builder, lanes, 16, BLOCK_ELEMS, 2 * BLOCK_ELEMS * block) for block in pair]
                 with encode_normals(two, origins, i, to, at_byte, fmt, past_caches):
@@ -100,6 +129,8 @@ def encode_piece(
                     store(builder, notes, note, False, _TO_MEND_AT)
             origins, raw = following
             parts.append(origins)
+        if shifts:
+            store(builder, notes, before, False, _LAST_CODES_AT)
         # Not loaded from where they were stored: that would wait for all stores of codes.
         halves = [
             one.picked([*range(_STEP), *range(_WORDS, _WORDS + _STEP)], other)
@@ -111,7 +142,7 @@ def encode_piece(
         store(builder, bytes_at, made, False)
         return builder.zext(builder.bitcast(rare.value, ir.IntType(PIECE_BLOCKS)), ir.IntType(32))
 
-    return types.uint32(*(types.int64,) * 7, *(types.int32,) * 3, source, elem, streaming), codegen
+    return types.uint32(*(types.int64,) * 7, *(types.int32,) * 3, source, elem, way), codegen
 
 
 @intrinsic(prefer_literal=True)
@@ -184,10 +215,15 @@ def _joined(one: Lanes, other: Lanes, words: int) -> Lanes:
 
 
 def rows_in_pieces(source: str, elem: str) -> Any:
-    """Return the loop over rows of whole pieces that are prefetched."""
+    """Return the loop over rows of whole pieces that are prefetched.
+
+    Where codes go past the caches and not all rows begin with a line of the target, they follow each other there.
+    """
     fmt, itemsize, dtype = element_format(elem), SOURCES[source].itemsize, DTYPE_CODES[source]
     mantissa_bits, bias, emax, max_code = fmt.mantissa_bits, fmt.bias, fmt.emax, fmt.max_code
-    bytes_each, count = block_bytes(source), PIECE_BLOCKS
+    bytes_each, count, ring_at, ring_bytes = block_bytes(source), PIECE_BLOCKS, _RING_AT, RING_BYTES
+    last_at, tables = _LAST_CODES_AT, has_tables()
+    shifted = SHIFTED if tables else CACHED  # what machines without tables never run they cannot compile
 
     @njit(nogil=True)
     @named(source, elem)
@@ -201,17 +237,34 @@ def rows_in_pieces(source: str, elem: str) -> Any:
         far, mid, near = ahead
         src_gap, dst_gap = src_step - pieces * count * bytes_each, dst_step - pieces * count * 32
         at, to, byte, left, rest = src, dst, scales, pieces, rows * pieces
+        # Codes that begin amid a line go past the caches by whole lines too, which hold codes of two pieces.
+        apart = streaming and (dst | (dst_gap if rows > 1 else 0)) & 63 != 0
+        before, end = -dst & 63, dst + rows * pieces * count * 32
+        ring, line, into = scratch + ring_at, dst + before, dst
+        first, stop = apart, rest - 1 if apart else 0
         while rest:
             rare = pairs = types.uint32(0)
             # No calls in this loop: they would have it fetch its constants anew for each piece.
             while True:
-                if streaming:
+                into = to
+                if streaming and not apart:
                     rare = encode_piece(
                         at, to, byte, scratch, far, mid, near, increment, lowest, zero_byte, source, elem, 1
                     )
-                else:
+                elif tables and apart and not first:
                     rare = encode_piece(
-                        at, to, byte, scratch, far, mid, near, increment, lowest, zero_byte, source, elem, 0
+                        at, to, byte, scratch, far, mid, near, increment, lowest, zero_byte, source, elem, shifted
+                    )  # fmt: skip
+                else:
+                    if apart and not tables:
+                        into = ring + ((to - dst) & (ring_bytes - 1))
+                        if to - dst >= ring_bytes:
+                            if into == ring + ring_bytes - 512:
+                                copy_line(ring + ring_bytes, ring)
+                            stream_lines(line, into + before, 8)
+                            line += 512
+                    rare = encode_piece(
+                        at, into, byte, scratch, far, mid, near, increment, lowest, zero_byte, source, elem, 0
                     )
                 pairs = to_mend(scratch)
                 at, to, byte = at + count * bytes_each, to + count * 32, byte + count
@@ -219,26 +272,37 @@ def rows_in_pieces(source: str, elem: str) -> Any:
                 if left == 0:
                     at, to, byte, left = at + src_gap, to + dst_gap, byte + (dst_gap >> 5), pieces
                 rest -= 1
-                if rare | pairs or rest == 0:
+                if rare | pairs or rest == stop:
                     break
-            if rare | pairs == 0:
-                break
-            x, codes, own = at - count * bytes_each, to - count * 32, byte - count
+            x, own = at - count * bytes_each, byte - count
             if left == pieces:
-                x, codes, own = x - src_gap, codes - dst_gap, own - (dst_gap >> 5)
+                x, own = x - src_gap, own - (dst_gap >> 5)
             while pairs:
                 i = lowest_bit(pairs)
                 pairs &= pairs - types.uint32(1)
-                if streaming:
-                    mend_pair(x, codes, scratch, i, source, elem, 1)
+                if streaming and not apart:
+                    mend_pair(x, into, scratch, i, source, elem, 1)
                 else:
-                    mend_pair(x, codes, scratch, i, source, elem, 0)
+                    mend_pair(x, into, scratch, i, source, elem, 0)
             while rare:
                 i = lowest_bit(rare)
                 rare &= rare - types.uint32(1)
                 encode_rare(
-                    x + i * bytes_each, codes + i * 32, own + i, round_up, min_scale_byte, itemsize, dtype,
+                    x + i * bytes_each, into + i * 32, own + i, round_up, min_scale_byte, itemsize, dtype,
                     mantissa_bits, bias, emax, max_code,
                 )  # fmt: skip
+                if apart and tables and i >= count - 2:
+                    copy_bytes(scratch + last_at + (i + 2 - count) * 32, into + i * 32, 32)
+            if first:
+                if tables:
+                    copy_line(scratch + last_at, into + count * 32 - 64)
+                else:
+                    copy_bytes(dst, ring, before)
+                first, stop = False, 0
+        if apart:
+            if tables:
+                copy_bytes(end - (64 - before), scratch + last_at + before, 64 - before)
+            else:
+                flush_ring(dst, line, end, ring)
 
     return rows_in_pieces

@@ -150,10 +150,9 @@ def _quantize_rows(source: str, elem: str) -> Any:
             return
         pieces = run // piece_elems
         rest = run - pieces * piece_elems
-        # Lines go past the caches whole.
-        if streaming and (dst & 63 or (rows > 1 and dst_step & 63)):
-            pieces = 0
-        if pieces and rest == 0:
+        # Codes go past the caches by whole lines: each row's, or those of rows that follow each other.
+        straight = not streaming or (dst | (dst_step if rows > 1 else 0)) & 63 == 0
+        if pieces and rest == 0 and (straight or rows == 1 or dst_step == run):
             in_pieces(
                 src, dst, scales, pieces, rows, src_step, dst_step, ahead, scratch, first, second, increment,
                 lowest, streaming,

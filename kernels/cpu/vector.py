@@ -153,6 +153,12 @@ class Lanes:
         name = "llvm.x86.avx512.vpermi2var.qi.512"
         return Lanes(self.builder, self._call(name, self.value.type, [low, self.value, high]))
 
+    def bytes_from(self, first: Lanes, other: Lanes) -> Lanes:
+        """Return 64 bytes of these and of `other` from `first` on, one integer: on machines with AVX-512 VBMI."""
+        places = Lanes(self.builder, ir.Constant(self.value.type, list(range(64)))) + first
+        name = "llvm.x86.avx512.vpermi2var.qi.512"
+        return Lanes(self.builder, self._call(name, self.value.type, [self.value, places.value, other.value]))
+
     def any(self) -> ir.Value:
         """Return an i1: whether a lane of this mask is set."""
         packed = self.builder.bitcast(self.value, ir.IntType(self.count))

@@ -55,9 +55,17 @@ def run(job):
         return unpack(np.resize(codes, table.total_elems), table, out).tobytes()
     if name == "quantize":
         q = quantize_mxfp8(x[words[0]], words[1])
-        return q.data.tobytes() + q.scale.tobytes()
+        # Long enough for whole pieces, to codes that begin amid a line.
+        many, room = np.resize(x[words[0]], 17 << 10), np.zeros((17 << 10) + 80, np.uint8)
+        begin = -room.ctypes.data % 64 + 16
+        far = MXFP8Tensor(room[begin : begin + many.size], np.zeros(many.size // 32, np.uint8), words[1])
+        quantize_mxfp8(many, words[1], out=far)
+        return b"".join(part.tobytes() for part in (q.data, q.scale, room[begin : begin + many.size], far.scale))
     if name == "dequantize":
-        return dequantize_mxfp8(MXFP8Tensor(codes, scale, words[1]), words[0]).tobytes()
+        room = np.zeros(codes.size * x[words[0]].itemsize + 80, np.uint8)
+        begin = -room.ctypes.data % 64 + 16
+        out = room[begin : begin + codes.size * x[words[0]].itemsize].view(x[words[0]].dtype).reshape(codes.shape)
+        return dequantize_mxfp8(MXFP8Tensor(codes, scale, words[1]), words[0], out=out).tobytes()
     return cast(x[words[0]], words[1]).tobytes()
 
 x = {dtype: values(dtype) for dtype in ("bfloat16", "float16", "float32")}

@@ -468,6 +468,37 @@ def test_rows_of_1_to_70_blocks_are_dequantised_right_wherever_values_go(dtype, 
             assert np.array_equal(arena, wanted), (blocks, past, gap)
 
 
+# Short rows; whole pieces of code without a loop, with a rest, and rings of pieces that are filled several times.
+ANYWHERE = [(1, 1), (1, 2), (1, 15), (3, 17), (1, 512), (1, 540), (2, 272), (70, 16)]
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize(("rows", "blocks"), ANYWHERE)
+def test_source_elements_and_scales_may_each_begin_at_any_byte_of_a_line(rows, blocks, dtype, streaming):
+    kind, elem = FLOATS[dtype], ELEMS[blocks % 2]
+    x = floats(rows, blocks, dtype, rare=0.1)
+    wide = 32 * blocks + 640  # rows of the source lie apart, those of the codes follow each other
+    with plainly():
+        q = quantize_mxfp8(x, elem)
+        values = dequantize_mxfp8(q, dtype)
+    for past in range(LINE):
+        at, beside = (past * 5 + 16) % LINE, (past * 11) % LINE  # all of them, in other orders
+        source = aligned(rows * wide * kind.itemsize, at).view(kind).reshape(rows, wide)[:, : 32 * blocks]
+        source[...] = x
+        codes, scales = aligned(x.size + 128, past), aligned(q.scale.size + 128, beside)
+        wanted = codes.copy(), scales.copy()
+        wanted[0][64:-64], wanted[1][64:-64] = q.data.reshape(-1), q.scale.reshape(-1)
+        made = MXFP8Tensor(codes[64:-64].reshape(x.shape), scales[64:-64].reshape(q.scale.shape), elem)
+        quantize_mxfp8(source, elem, out=made)
+        assert np.array_equal(codes, wanted[0]), past
+        assert np.array_equal(scales, wanted[1]), past
+        room = aligned(values.nbytes + 128, at)
+        untouched = room[:64].tobytes() + room[-64:].tobytes()
+        dequantize_mxfp8(made, dtype, out=room[64:-64].view(kind).reshape(x.shape))
+        assert room[64:-64].tobytes() == values.tobytes(), past
+        assert room[:64].tobytes() + room[-64:].tobytes() == untouched, past
+
+
 # ----------------------------------------------------------------------------------------- fenced memory
 def ends(which, values):
     """Yield an array at either end of fenced memory."""

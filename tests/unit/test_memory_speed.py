@@ -1,4 +1,6 @@
-"""What reads a model's memory once takes little longer than reading it: digests, and the search for what changed."""
+"""What goes through a model's memory takes little longer than it must: digests and the search for what changed beside
+reading, quantising and dequantising in NumPy's own buffers beside buffers on cache lines.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +8,12 @@ import os
 import time
 from collections.abc import Callable, Iterator
 
+import ml_dtypes
 import numpy as np
 import pytest
 
 import lowshard as ls
+from lowshard.kernels import MXFP8Tensor, dequantize_mxfp8, quantize_mxfp8
 from lowshard.kernels.changes import ChangeBoxes, Room
 from lowshard.reshard import digest
 
@@ -78,3 +82,38 @@ def test_finding_one_per_cent_takes_at_most_1_3_times_reading_both(
         return lambda: boxes.find(new, old, room, True, by_steps), lambda: (_read(old), _read(new))
 
     _require(made, 1.3)
+
+
+ELEMS = 1 << 25
+"""64 MB of bf16."""
+
+
+def _at(room: np.ndarray, past: int, dtype: np.dtype, count: int) -> np.ndarray:
+    """Return so many elements of a buffer, the first some bytes past a cache line."""
+    begin = -room.ctypes.data % 64 + past
+    return room[begin : begin + count * dtype.itemsize].view(dtype)
+
+
+@pytest.mark.parametrize("past", [(16, 16), (0, 16), (16, 0), (48, 16)])
+@pytest.mark.parametrize("back", [False, True])
+def test_buffers_that_begin_amid_a_line_cost_at_most_1_15_times_others(
+    rng: np.random.Generator, back: bool, past: tuple[int, int]
+) -> None:
+    """The bytes past a line of source and target; those of np.empty are 16."""
+
+    def made() -> tuple[Job, Job]:
+        bf16, byte = np.dtype(ml_dtypes.bfloat16), np.dtype(np.uint8)
+        floats, codes, scales = (np.zeros(size + 128, np.uint8) for size in (2 * ELEMS, ELEMS, ELEMS // 32))
+        values = (rng.standard_normal(1 << 20, dtype=np.float32) * 0.02).astype(bf16)
+
+        def job(source: int, target: int) -> Job:
+            begins = (source, target, target) if not back else (target, source, source)
+            x = _at(floats, begins[0], bf16, ELEMS)
+            q = MXFP8Tensor(_at(codes, begins[1], byte, ELEMS), _at(scales, begins[2], byte, ELEMS // 32))
+            x[...] = np.resize(values, ELEMS)
+            quantize_mxfp8(x, out=q)
+            return (lambda: dequantize_mxfp8(q, out=x)) if back else (lambda: quantize_mxfp8(x, out=q))
+
+        return job(*past), job(0, 0)
+
+    _require(made, 1.15)
