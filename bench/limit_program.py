@@ -62,20 +62,6 @@ class LimitProgram:
         numbers = (address(q.data), address(q.scale), address(out), out.size // BLOCK_ELEMS)
         return self._program(f"dequantize_{_SHORT[out.dtype.name]}", numbers, (out,))
 
-    def quantize_rows(self, x: Array, out: MXFP8Tensor) -> Program:
-        """Return the program that quantises a part of a bf16 matrix, contiguous rows, to codes one after the other."""
-        rows, blocks = len(x), x.shape[1] // BLOCK_ELEMS
-        numbers = (
-            address(x),
-            x.strides[0],
-            address(out.data),
-            address(out.scale),
-            rows,
-            blocks,
-            _increment("rceil"),
-        )
-        return self._program("quantize_rows", numbers, (out.data, out.scale))
-
     def boxes(self, moves: Sequence[tuple[Array, BoxTable, Array]], back: bool) -> Program:
         """Return the program that packs boxes of one size, or unpacks them if `back`: (array, table, packed) each."""
         calls = []
