@@ -84,7 +84,7 @@ def build(
 ) -> Workload:  # fmt: skip
     """Return the rows of these names over tables of so many boxes, each round moving at least `round_bytes`.
 
-    Boxes that are packed or unpacked, and the slice that is quantised, are also timed by the program in C.
+    Boxes that are packed or unpacked are also timed by the program in C, if there is one.
 
     Raises:
         BufferMismatchError: the buffers would not fit in memory.
@@ -308,9 +308,7 @@ def _unpacked_slice(buffers: _Buffers) -> Case:
 
 
 def _fused(buffers: _Buffers) -> Case:
-    part = buffers.matrix[:, ROW_ELEMS : 2 * ROW_ELEMS]
-    program = buffers.program.quantize_rows(part, buffers.slice_tensor) if buffers.program else None
-    return _quantized_slice(buffers, FUSED, _fused_work(buffers), program=program)
+    return _quantized_slice(buffers, FUSED, _fused_work(buffers))
 
 
 def _unfused(buffers: _Buffers) -> Case:

@@ -62,20 +62,6 @@ class LimitProgram:
         numbers = (address(q.data), address(q.scale), address(out), out.size // BLOCK_ELEMS)
         return self._program(f"dequantize_{_SHORT[out.dtype.name]}", numbers, (out,))
 
-    def quantize_rows(self, x: Array, out: MXFP8Tensor) -> Program:
-        """Return the program that quantises a part of a bf16 matrix, contiguous rows, to codes one after the other."""
-        rows, blocks = len(x), x.shape[1] // BLOCK_ELEMS
-        numbers = (
-            address(x),
-            x.strides[0],
-            address(out.data),
-            address(out.scale),
-            rows,
-            blocks,
-            _increment("rceil"),
-        )
-        return self._program("quantize_rows", numbers, (out.data, out.scale))
-
     def boxes(self, moves: Sequence[tuple[Array, BoxTable, Array]], back: bool) -> Program:
         """Return the program that packs boxes of one size, or unpacks them if `back`: (array, table, packed) each."""
         calls = []
@@ -108,7 +94,8 @@ class LimitProgram:
             run()
             return right
 
-        return Program(tuple(way(number) for number in WAYS), same)
+        targets = [array if back else packed for array, _, packed, _, _ in calls]
+        return Program(tuple(way(number) for number in _ways(targets)), same)
 
     def _program(self, name: str, numbers: Sequence[int], outputs: Sequence[Array]) -> Program:
         function: Callable[..., object] = getattr(self._library, name)
@@ -116,7 +103,13 @@ class LimitProgram:
         def way(number: int) -> Work:
             return lambda: function(*map(ctypes.c_size_t, (*numbers, number)))
 
-        return Program(tuple(way(number) for number in WAYS), lambda run: _writes_the_same(run, outputs))
+        ways = tuple(way(number) for number in _ways(outputs[:1]))
+        return Program(ways, lambda run: _writes_the_same(run, outputs))
+
+
+def _ways(targets: Sequence[Array]) -> range:
+    """Return the ways that are open: past the caches go whole lines alone, and small arrays may begin amid one."""
+    return WAYS if all(address(target) % 64 == 0 for target in targets) else WAYS[:1]
 
 
 def _increment(mode: Mode) -> int:

@@ -14,10 +14,11 @@
 #if defined(__AVX512VBMI__) && defined(__AVX512BW__) && defined(__AVX512VL__)
 #define TABLES 1
 #endif
+#define INLINE static inline __attribute__((always_inline)) /* dtypes and ways are constants inside */
 enum { BF16, FP16, FP32 };
 typedef union { uint32_t bits; float value; } Float;
 
-static inline void ask(const void *at, int way) {
+INLINE void ask(const void *at, int way) {
     if (way == 2) {
         __builtin_prefetch((const char *)at + 12288, 0, 2);
         __builtin_prefetch((const char *)at + 8192, 0, 2);
@@ -26,7 +27,8 @@ static inline void ask(const void *at, int way) {
 }
 
 /* Write a whole cache line. */
-static inline void put_line(void *to, const void *line, int way) {
+INLINE void put_line(void *to, const void *line, int way) {
+    (void)way;
 #if defined(__AVX512F__)
     __m512i v = _mm512_loadu_si512(line);
     if (way) _mm512_stream_si512((__m512i *)to, v); else _mm512_storeu_si512(to, v);
@@ -48,14 +50,14 @@ static void written(int way) {
 
 /* ---- an element as the 16 high bits of its float, the last one set if anything below is: that rounds the same */
 
-static inline uint16_t half_lane(uint16_t x) {
+INLINE uint16_t half_lane(uint16_t x) {
     uint32_t magnitude = x & 0x7fffu;
     Float f = {.bits = (magnitude << 13) + (112u << 23)};
     if (magnitude < 0x400) { f.bits += 1u << 23; f.value -= 6.103515625e-05f; } /* a subnormal, exactly */
     return (uint16_t)((f.bits >> 16) | ((f.bits & 0xffff) != 0) | (x & 0x8000u));
 }
 
-static inline void lanes_of(uint16_t *lanes, const void *x, int dtype) {
+INLINE void lanes_of(uint16_t *lanes, const void *x, int dtype) {
     if (dtype == BF16) memcpy(lanes, x, 64);
     if (dtype == FP16) for (int i = 0; i < 32; i++) lanes[i] = half_lane(((const uint16_t *)x)[i]);
     if (dtype == FP32)
@@ -66,7 +68,7 @@ static inline void lanes_of(uint16_t *lanes, const void *x, int dtype) {
 }
 
 /* A magnitude that is `below` steps of 2 under the smallest normal code's field, as a code. */
-static inline uint8_t subnormal(uint32_t lane, int below) {
+INLINE uint8_t subnormal(uint32_t lane, int below) {
     if (below > 4) return 0;
     uint32_t significand = (lane & 0x7f) | 0x80, shift = 5u + (uint32_t)below;
     return (uint8_t)((significand + (1u << (shift - 1)) - 1 + ((significand >> shift) & 1)) >> shift);
@@ -75,7 +77,7 @@ static inline uint8_t subnormal(uint32_t lane, int below) {
 /* ---- quantise two blocks, which are a line of codes */
 
 #ifdef TABLES
-static inline __m512i load_lanes(const void *x, int dtype) {
+INLINE __m512i load_lanes(const void *x, int dtype) {
     if (dtype == BF16) return _mm512_loadu_si512(x);
     if (dtype == FP16) {
         __m512i raw = _mm512_loadu_si512(x), m = _mm512_and_si512(raw, _mm512_set1_epi16(0x7fff));
@@ -97,7 +99,7 @@ static inline __m512i load_lanes(const void *x, int dtype) {
 }
 
 /* Four blocks' largest magnitudes at once: a tree of maxima, in which vectors share what they have left. */
-static inline __m128i maxima(const __m512i *raw) {
+INLINE __m128i maxima(const __m512i *raw) {
     __m256i half[4];
     for (int k = 0; k < 4; k++) {
         __m512i m = _mm512_and_si512(raw[k], _mm512_set1_epi16(0x7fff));
@@ -110,7 +112,7 @@ static inline __m128i maxima(const __m512i *raw) {
     return _mm_max_epu16(d, _mm_unpackhi_epi64(d, d)); /* of blocks 0 to 3 in the low lanes */
 }
 
-static inline __m512i two_blocks(__m512i a, __m512i b, __m512i origin, __m512i low_table, __m512i high_table,
+INLINE __m512i two_blocks(__m512i a, __m512i b, __m512i origin, __m512i low_table, __m512i high_table,
                                  __m512i even) {
     __m512i low = _mm512_permutex2var_epi8(a, even, b);
     __m512i high = _mm512_permutex2var_epi8(a, _mm512_add_epi8(even, _mm512_set1_epi8(1)), b);
@@ -135,10 +137,9 @@ static inline __m512i two_blocks(__m512i a, __m512i b, __m512i origin, __m512i l
 }
 #endif
 
-static inline void quantize(const char *x, uint8_t *codes, uint8_t *scales, size_t blocks, uint32_t increment,
-                            const int dtype, const int way) {
+INLINE void quantize(const char *x, size_t row_bytes, uint8_t *codes, uint8_t *scales, size_t rows,
+                            size_t blocks, uint32_t increment, const int dtype, const int way) {
     const size_t step = dtype == FP32 ? 128 : 64;
-    size_t block = 0;
 #ifdef TABLES
     uint8_t rounded[128], places[64], spread[64];
     for (int m = 0; m < 128; m++) rounded[m] = (uint8_t)((m + 7 + ((m >> 4) & 1)) >> 4);
@@ -146,6 +147,11 @@ static inline void quantize(const char *x, uint8_t *codes, uint8_t *scales, size
     const __m512i low_table = _mm512_loadu_si512(rounded), high_table = _mm512_loadu_si512(rounded + 64);
     const __m512i even = _mm512_loadu_si512(places), first = _mm512_loadu_si512(spread);
     const __m512i second = _mm512_add_epi8(first, _mm512_set1_epi8(4));
+#endif
+    for (size_t row = 0; row < rows; row++, x += row_bytes, codes += blocks * 32, scales += blocks) {
+    size_t block = 0;
+#ifdef TABLES
+#pragma GCC unroll 4
     for (; block + 4 <= blocks; block += 4) {
         __m512i raw[4];
         for (int k = 0; k < 4; k++) {
@@ -193,46 +199,64 @@ static inline void quantize(const char *x, uint8_t *codes, uint8_t *scales, size
         if (block & 1) put_line(codes + (block - 1) * 32, line, way);
         else if (block + 1 == blocks) memcpy(codes + block * 32, line, 32);
     }
+    }
     written(way);
 }
 
 /* ---- dequantise a block */
 
-static inline void dequantize(const uint8_t *codes, const uint8_t *scales, char *y, size_t blocks, const int dtype,
+INLINE void dequantize(const uint8_t *codes, const uint8_t *scales, char *y, size_t blocks, const int dtype,
                               const int way) {
+    int16_t small[32] = {0}; /* what is below the smallest normal code, as bf16 under a scale byte of 0 */
+    for (int m = 1; m < 8; m++) {
+        int k = m >= 4 ? 2 : m >= 2;
+        small[m] = (int16_t)(((m << (7 - k)) & 0x7f) + (k - 9) * 128);
+    }
     for (size_t block = 0; block < blocks; block++) {
         const uint8_t *c = codes + block * 32;
-        int16_t lift = (int16_t)((scales[block] - 7) * 128), low = 0;
+        char *to = y + block * (dtype == FP32 ? 128 : 64);
+        if (!(block & 1)) ask(c, way);
+#if defined(__AVX512BW__)
+        __m512i w = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i *)c)), m = _mm512_and_si512(w, _mm512_set1_epi16(0x7f));
+        __m512i scale = _mm512_set1_epi16((short)(scales[block] << 7)), seven = _mm512_set1_epi16(7);
+        __m512i v = _mm512_add_epi16(_mm512_slli_epi16(m, 4), _mm512_sub_epi16(scale, _mm512_slli_epi16(seven, 7)));
+        __m512i low = _mm512_permutexvar_epi16(m, _mm512_loadu_si512(small));
+        v = _mm512_mask_add_epi16(v, _mm512_cmple_epu16_mask(m, seven), low, scale);
+        v = _mm512_maskz_mov_epi16(_mm512_test_epi16_mask(m, m), v);
+        v = _mm512_ternarylogic_epi64(v, _mm512_slli_epi16(w, 8), _mm512_set1_epi16((short)0x8000), 0xf8);
+        __m512i f = _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_castsi512_si256(v)), 16);
+        __m512i g = _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(v, 1)), 16);
+        if (dtype == FP16)
+            v = _mm512_inserti64x4(_mm512_castsi256_si512(_mm512_cvtps_ph(_mm512_castsi512_ps(f), 8)),
+                                   _mm512_cvtps_ph(_mm512_castsi512_ps(g), 8), 1);
+        if (dtype == FP32) put_line(to + 64, &g, way);
+        put_line(to, dtype == FP32 ? &f : &v, way);
+#else
         uint16_t lanes[32]; /* as bf16, exactly: codes have four significant bits */
         uint32_t wide[32];
-        if (!(block & 1)) ask(c, way);
         for (int i = 0; i < 32; i++) {
-            uint16_t m = c[i] & 0x7f;
-            low |= (uint16_t)(m - 1) < 7;
-            lanes[i] = (uint16_t)((m ? (m << 4) + lift : 0) | ((c[i] & 0x80) << 8));
+            int m = c[i] & 0x7f, v = m < 8 ? small[m] : m * 16 - 7 * 128;
+            lanes[i] = (uint16_t)((m ? v + scales[block] * 128 : 0) | (c[i] & 0x80) << 8);
+            wide[i] = (uint32_t)lanes[i] << 16;
         }
-        if (low)
-            for (int i = 0; i < 32; i++) {
-                int m = c[i] & 0x7f, k = m >= 4 ? 2 : m >= 2;
-                if (m && m < 8) lanes[i] = (uint16_t)((((m << (7 - k)) & 0x7f) + ((scales[block] - 9 + k) << 7)) | (c[i] & 0x80) << 8);
+        if (dtype == FP32) put_line(to + 64, wide + 16, way);
+        if (dtype == FP16)
+            for (int i = 0; i < 32; i++) { /* to nearest in units of 2^-24 where fp16 is subnormal */
+                uint32_t m = wide[i] & 0x7fffffff;
+                Float f = {.bits = m};
+                f.value += 0.5f;
+                m = m >= 143u << 23 ? 0x7c00 : m >= 113u << 23 ? (m - (112u << 23)) >> 13 : f.bits - 0x3f000000u;
+                lanes[i] = (uint16_t)(m | (lanes[i] & 0x8000));
             }
-        if (dtype == BF16) { put_line(y + block * 64, lanes, way); continue; }
-        for (int i = 0; i < 32; i++) wide[i] = (uint32_t)lanes[i] << 16;
-        if (dtype == FP32) { put_line(y + block * 128, wide, way); put_line(y + block * 128 + 64, wide + 16, way); continue; }
-        for (int i = 0; i < 32; i++) { /* scaled down by 2^112 and rounded in units of 2^-24 where fp16 is subnormal */
-            uint32_t m = wide[i] & 0x7fffffff;
-            Float f = {.bits = m}; f.value += 0.5f;
-            uint32_t tiny = f.bits - 0x3f000000u, half = m >= 143u << 23 ? 0x7c00 : m >= 113u << 23 ? (m - (112u << 23)) >> 13 : tiny;
-            lanes[i] = (uint16_t)(half | (lanes[i] & 0x8000));
-        }
-        put_line(y + block * 64, lanes, way);
+        put_line(to, dtype == FP32 ? (const void *)wide : lanes, way);
+#endif
     }
     written(way);
 }
 
 /* ---- boxes of whole lines; `there` is where each lies in the array, `here` they follow each other */
 
-static inline void boxes(char *array, char *packed, const int64_t *there, size_t count, const size_t size, int back, int way) {
+INLINE void boxes(char *array, char *packed, const int64_t *there, size_t count, const size_t size, int back, int way) {
     for (size_t k = 0; k < count; k++) {
         char *out = array + there[k], *in = packed + k * size, *from = back ? in : out, *to = back ? out : in;
         const size_t far = size >= 4096 ? 2 : 12288 / size, mid = size >= 4096 ? 1 : 8192 / size, near = size >= 4096 ? 1 : 4096 / size;
@@ -251,17 +275,16 @@ static inline void boxes(char *array, char *packed, const int64_t *there, size_t
     written(way);
 }
 
-/* ---- what the benchmark calls */
+/* ---- what the benchmark calls, each way compiled for itself */
 
+#define WAYS(work, ...) if (way == 0) work(__VA_ARGS__, 0); else if (way == 1) work(__VA_ARGS__, 1); else work(__VA_ARGS__, 2)
 #define KIND(name, dtype) \
     void quantize_##name(const char *x, uint8_t *codes, uint8_t *scales, size_t n, uint32_t increment, int way) { \
-        if (way == 0) quantize(x, codes, scales, n, increment, dtype, 0); \
-        else if (way == 1) quantize(x, codes, scales, n, increment, dtype, 1); \
-        else quantize(x, codes, scales, n, increment, dtype, 2); } \
+        size_t step = dtype == FP32 ? 128 : 64, most = n / 16 * 16; /* without a loop over the blocks of a row */ \
+        WAYS(quantize, x, 16 * step, codes, scales, n / 16, 16, increment, dtype); \
+        quantize(x + most * step, 0, codes + most * 32, scales + most, n > most, n - most, increment, dtype, 0); } \
     void dequantize_##name(const uint8_t *codes, const uint8_t *scales, char *y, size_t n, int way) { \
-        if (way == 0) dequantize(codes, scales, y, n, dtype, 0); \
-        else if (way == 1) dequantize(codes, scales, y, n, dtype, 1); \
-        else dequantize(codes, scales, y, n, dtype, 2); }
+        WAYS(dequantize, codes, scales, y, n, dtype); }
 KIND(bf16, BF16)
 KIND(fp16, FP16)
 KIND(fp32, FP32)
@@ -269,11 +292,4 @@ KIND(fp32, FP32)
 void move_boxes(char *array, char *packed, const int64_t *there, size_t count, size_t size, int back, int way) {
     if (size == 512) boxes(array, packed, there, count, 512, back, way);
     else if (size == 4096) boxes(array, packed, there, count, 4096, back, way);
-}
-
-/* Rows of a matrix of bf16, quantised one after the other. */
-void quantize_rows(const char *x, size_t row_bytes, uint8_t *codes, uint8_t *scales, size_t rows, size_t blocks,
-                   uint32_t increment, int way) {
-    for (size_t row = 0; row < rows; row++)
-        quantize_bf16(x + row * row_bytes, codes + row * blocks * 32, scales + row * blocks, blocks, increment, way);
 }
