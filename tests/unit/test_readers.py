@@ -107,6 +107,7 @@ def test_json_and_yaml_are_decoded_by_the_readers_alone() -> None:
 
 @pytest.mark.parametrize("name", sorted(outside_data.samples()))
 def test_a_sample_is_read(name: str) -> None:
+    outside_data.import_everything()
     outside_data.use(name, READERS[name](outside_data.samples()[name]))
     outside_data.use(name, READERS[name].text(json.dumps(outside_data.samples()[name])))
 
