@@ -8,7 +8,6 @@ the wheel.
 from __future__ import annotations
 
 import ctypes
-import os
 import shutil
 import subprocess
 import tempfile
@@ -39,7 +38,7 @@ class LimitProgram:
     """
 
     def __init__(self) -> None:
-        compiler = shutil.which(os.environ.get("CC", "cc"))
+        compiler = shutil.which("cc")
         if not SOURCE.is_file():
             raise LowshardError(f"its source {SOURCE} is in a checkout of lowshard alone")
         if compiler is None:
