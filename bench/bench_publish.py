@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import json
 import secrets
+import select
 import shlex
 import statistics
 import subprocess
@@ -13,11 +14,10 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lowshard.bench.collective import count_of, size_of, target_of
-from lowshard.bench.page_argument import add_report_argument, require_page, write_report
+from lowshard.bench.page_argument import add_report_argument, require_page, write_report, write_result
 from lowshard.errors import BufferMismatchError, LowshardError, VerificationError
 
 if TYPE_CHECKING:
@@ -42,6 +42,8 @@ LEAST_OF_RAW = 0.9
 MOST_OF_WHOLE = 0.5
 """Time of a version of which 1 % has changed, as a share of that of a whole one: the goal."""
 CHANGED = 0.01
+ANSWER_S = 180.0
+"""How long a process may take for one answer; what it does has limits of 60 s of its own."""
 _WARMING = 2
 """Rounds that do not count: in the first one everything comes whole, in the second the first changes."""
 _PASSED = ("LOWSHARD_", "NUMBA_", "PYTHON", "LD_LIBRARY_PATH", "XDG_CACHE_HOME")
@@ -169,9 +171,16 @@ class _Side:
         """Return the answer.
 
         Raises:
-            LowshardError: the process has ended.
+            LowshardError: the process has ended, or does not answer.
         """
         assert self._process.stdout is not None
+        if not select.select([self._process.stdout], [], [], ANSWER_S)[
+            0
+        ]:  # no more than one answer is under way
+            raise LowshardError(
+                f"the {self._kind} of lowshard bench publish, process {self._process.pid}, has not answered within "
+                f"{ANSWER_S:g} s; pass a smaller --size if this machine is that slow"
+            )
         line = self._process.stdout.readline()
         if not line:
             self._process.wait()
@@ -276,18 +285,9 @@ def misses(rows: Sequence[Row]) -> Iterator[str]:
 
 def _conclude(report: dict[str, Any], args: argparse.Namespace) -> int:
     """Print the table, write the JSON, and return the exit code."""
-    from lowshard.demo.demo_report import write_whole
-
     rows: list[Row] = report["rows"]
     plain = {**report, "rows": [{**asdict(r), "median_s": r.median_s, "of_raw": r.of_raw} for r in rows]}
-    text = json.dumps(plain, indent=1) + "\n"
-    if args.json == "-":
-        sys.stdout.write(text)
-    else:
-        _show(report)
-        if args.json is not None:
-            write_whole(Path(args.json), text.encode())
-            print(f"written: {args.json}")
+    write_result(args, plain, lambda: _show(report))
     write_report(args, lambda: page_of(rows, report["streams"]))
     missed = list(misses(rows)) if args.check else []
     for miss in missed:

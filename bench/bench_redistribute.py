@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,7 +18,7 @@ from lowshard.bench.collective import (
     size_of,
     target_of,
 )
-from lowshard.bench.page_argument import add_report_argument, require_page, write_report
+from lowshard.bench.page_argument import add_report_argument, require_page, write_report, write_result
 from lowshard.errors import BufferMismatchError, LowshardError
 
 if TYPE_CHECKING:
@@ -211,16 +209,7 @@ def _measure(place: Place, transition: Transition, rounds: int) -> dict[str, Any
 
 def _conclude(report: dict[str, Any], args: argparse.Namespace) -> int:
     """Print the table, write the JSON, and return the exit code."""
-    from lowshard.demo.demo_report import write_whole
-
-    text = json.dumps(report, indent=1) + "\n"
-    if args.json == "-":
-        sys.stdout.write(text)
-    else:
-        _show(report)
-        if args.json is not None:
-            write_whole(Path(args.json), text.encode())
-            print(f"written: {args.json}")
+    write_result(args, report, lambda: _show(report))
     write_report(args, lambda: _page(report))
     wrong = sum(row["wrong"] for row in report["rows"])
     if wrong:

@@ -1,12 +1,13 @@
-"""The option `--report DIR` of benchmarks: asked for before anything is measured, written after the table."""
+"""What benchmarks write: a table, JSON by `--json FILE`, a page by `--report DIR`, asked for before all else."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lowshard.report.page import Page
@@ -28,6 +29,20 @@ def require_page(args: argparse.Namespace) -> None:
         from lowshard.report.page import require_report
 
         require_report(args.report)
+
+
+def write_result(args: argparse.Namespace, report: dict[str, Any], show: Callable[[], object]) -> None:
+    """Show the table, and write the JSON that `--json` asks for; or print JSON alone, where that is "-"."""
+    text = json.dumps(report, indent=1) + "\n"
+    if args.json == "-":
+        sys.stdout.write(text)
+        return
+    show()
+    if args.json is not None:
+        from lowshard.demo.demo_report import write_whole
+
+        write_whole(Path(args.json), text.encode())
+        print(f"written: {args.json}")
 
 
 def write_report(args: argparse.Namespace, make: Callable[[], Page]) -> None:

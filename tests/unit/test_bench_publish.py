@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from support.launching import wait_until
 
-from lowshard.bench import raw_stream
+from lowshard.bench import bench_publish, raw_stream
 from lowshard.bench.bench_publish import LEAST_OF_RAW, MOST_OF_WHOLE, Row, misses, page_of
 from lowshard.cli import main
 from lowshard.launch.fake_hosts import why_not
@@ -121,3 +121,51 @@ def test_it_is_refused_inside_of_a_job(
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
     assert main(["bench", "publish"]) != 0
     assert "outside of an MPI job" in capsys.readouterr().err
+
+
+@on_fake_hosts
+@pytest.mark.time_limit(60)
+def test_a_process_that_is_stopped_is_not_waited_for_for_ever(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(bench_publish, "ANSWER_S", 5.0)
+    stopped: list[int] = []
+
+    def stop(pid: int) -> None:
+        stopped.append(pid)
+        os.kill(pid, signal.SIGSTOP)
+
+    def stop_the_taker() -> None:
+        for _ in range(400):
+            for folder in Path("/proc").glob("[0-9]*"):
+                words = _words(folder)
+                if b"lowshard.bench.publish_side" in words and words[-1:] == [b"taker"] and _is_ours(folder):
+                    stop(int(folder.name))
+                    return
+            threading.Event().wait(0.01)
+
+    thread = threading.Thread(target=stop_the_taker)
+    thread.start()
+    assert main(["bench", "publish", "--size", "8M", "--rounds", "3"]) == 2
+    thread.join()
+    assert "has not answered within 5 s" in capsys.readouterr().err
+    assert stopped
+    assert wait_until(lambda: not Path("/proc", str(stopped[0])).exists(), 5.0)
+
+
+def _words(folder: Path) -> list[bytes]:
+    try:
+        return (folder / "cmdline").read_bytes().rstrip(b"\0").split(b"\0")
+    except OSError:
+        return []
+
+
+def _is_ours(folder: Path) -> bool:
+    """Say whether a process is Python and has this one among its parents."""
+    parent = folder.name
+    while parent not in ("0", "1", str(os.getpid())):
+        try:
+            parent = Path("/proc", parent, "stat").read_text().rpartition(")")[2].split()[1]
+        except OSError:
+            return False
+    return parent == str(os.getpid()) and b"python" in _words(folder)[0]
