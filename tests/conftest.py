@@ -54,10 +54,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads its options
 def pytest_cmdline_main(config: pytest.Config) -> None:
-    """Let some processes share the files of a default run over everything, where pytest-xdist is installed."""
+    """Let some processes share the files of a run over everything, where pytest-xdist is installed."""
     option = config.option
     is_everything = config.args_source is not pytest.Config.ArgsSource.ARGS
-    other = (option.full, option.markexpr, option.keyword, option.usepdb, getattr(option, "lf", False))
+    other = (option.markexpr, option.keyword, option.usepdb, getattr(option, "lf", False))
     is_plain = (
         is_everything and not any(other) and option.capture != "no" and not hasattr(config, "workerinput")
     )
@@ -142,7 +142,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         files = {item: item.nodeid.partition("::")[0] for item in kept}
         order = durations.in_order(set(files.values()), durations.recorded()[1])
         place = {path: number for number, path in enumerate(order)}
-        kept.sort(key=lambda item: place[files[item]])
+        long = {files[item] for item in kept if mode.full() and item.get_closest_marker("alone")}
+        kept.sort(key=lambda item: (files[item] not in long, place[files[item]]))
     if left:
         config.hook.pytest_deselected(items=left)
     items[:] = kept
