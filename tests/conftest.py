@@ -6,6 +6,7 @@ Modules that tests share lie in tests/support and are imported as `support.NAME`
 from __future__ import annotations
 
 import faulthandler
+import fcntl
 import gc
 import os
 import secrets
@@ -91,6 +92,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "full_only: takes long, finds the unusual: `pytest --full` has it")
     config.addinivalue_line("markers", "whole: none of its cases is left out of the default tier")
     config.addinivalue_line("markers", "alone: takes so long that it belongs to no --part")
+    config.addinivalue_line("markers", "quiet: measures times; the other processes of a run wait meanwhile")
     record = bool(config.getoption("--record-durations"))
     if record and (full or seed != DEFAULT_SEED):
         raise pytest.UsageError("--record-durations is about the default tier: leave --full and --seed out")
@@ -98,6 +100,8 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(durations.Durations(record, cache_folder()), "lowshard durations")
         if not config.option.markexpr and not config.option.keyword:
             config.pluginmanager.register(skips.WithoutGpu(), "lowshard without a GPU")
+    if full and hasattr(config, "workerinput"):
+        config.pluginmanager.register(_Turns(config.workerinput["testrunuid"]), "lowshard turns")
     if config.getoption("--within") is not None:
         config.pluginmanager.register(_Within(config.getoption("--within")), "lowshard within")
 
@@ -142,8 +146,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         files = {item: item.nodeid.partition("::")[0] for item in kept}
         order = durations.in_order(set(files.values()), durations.recorded()[1])
         place = {path: number for number, path in enumerate(order)}
-        long = {files[item] for item in kept if mode.full() and item.get_closest_marker("alone")}
-        kept.sort(key=lambda item: (files[item] not in long, place[files[item]]))
+        if mode.full():  # the longest first; measures last, when the other processes have ended or soon will
+            place.update(
+                {files[item]: -1 for item in kept if item.get_closest_marker("alone")}
+                | {files[item]: len(order) for item in kept if item.get_closest_marker("quiet")}
+            )
+        kept.sort(key=lambda item: place[files[item]])
     if left:
         config.hook.pytest_deselected(items=left)
     items[:] = kept
@@ -180,6 +188,25 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     reasons = [report.longrepr[2] for report in terminalreporter.stats.get("skipped", ())]
     for line in skips.summary(reasons):
         terminalreporter.write_line(line)
+
+
+class _Turns:
+    """Lets tests that measure times run with no other test beside them, in a run that several processes share."""
+
+    def __init__(self, run: str) -> None:
+        self._lock = (Path(tempfile.gettempdir()) / f"lowshard-tests-{run}").open("w")
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
+        fcntl.flock(self._lock, fcntl.LOCK_EX if item.get_closest_marker("quiet") else fcntl.LOCK_SH)
+        try:
+            return (yield)
+        finally:
+            fcntl.flock(self._lock, fcntl.LOCK_UN)
+
+    def pytest_unconfigure(self) -> None:
+        Path(self._lock.name).unlink(missing_ok=True)
+        self._lock.close()
 
 
 class _Within:

@@ -17,7 +17,7 @@ from lowshard.kernels import MXFP8Tensor, dequantize_mxfp8, quantize_mxfp8
 from lowshard.kernels.changes import ChangeBoxes, Room
 from lowshard.reshard import digest
 
-pytestmark = pytest.mark.full_only
+pytestmark = [pytest.mark.full_only, pytest.mark.quiet]
 
 SHAPE = (16384, 8192)
 """268 MB of 16-bit elements."""
