@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, reduce
 from typing import Any
 
 import numpy as np
@@ -30,13 +30,19 @@ from lowshard.kernels.unit_weights import BLOCK_UNITS, SUMS
 LANES = 16
 _PIECES = 32
 """16-bit pieces of a cache line."""
-_AHEAD_BYTES = {1: 8 << 10, 2: 0}
-"""By the bytes of a unit, how far ahead lines are asked for: 16-bit units take few steps and need it not."""
+STREAMS = 4
+"""Places of a long run that are read at the same time: processors ask for more lines ahead so, and a line of weights
+serves them all."""
+MOST_APART = 256
+"""Blocks from one of these places to the next, at most."""
+_AHEAD_BYTES = {(1, 1): 8 << 10, (2, 1): 0, (1, STREAMS): 0, (2, STREAMS): 0}
+"""By the bytes of a unit and by streams, how far ahead lines are asked for: what takes few steps needs it not."""
 _PAD = 64
 """Weights on either side of a block's, for lines of which a part is masked."""
 _SUM_BYTES = 4 * LANES
-SCRATCH_ELEMS = SUMS * LANES + SUMS
-"""Scratch of a call, uint32: for each sum LANES part sums, which begin at zero; then a factor for each sum."""
+SCRATCH_ELEMS = SUMS * LANES + STREAMS * SUMS
+"""Scratch of a call, uint32: for each sum LANES part sums, which begin at zero; then for each stream a factor for each
+sum."""
 _I32, _I64 = ir.IntType(32), ir.IntType(64)
 
 
@@ -70,73 +76,81 @@ def edge_masks() -> npt.NDArray[np.uint8]:
 
 @intrinsic(prefer_literal=True)
 def _weigh_lines(
-    typingctx: Any, src: Any, weights: Any, odd_weights: Any, lines: Any, factors: Any, sums: Any, first_mask: Any,
-    only_mask: Any, last_mask: Any, unit_bytes: Any,
+    typingctx: Any, src: Any, apart: Any, weights: Any, odd_weights: Any, lines: Any, factors: Any, sums: Any,
+    first_mask: Any, only_mask: Any, last_mask: Any, unit_bytes: Any, streams: Any,
 ) -> Any:  # fmt: skip
-    """Add cache lines of one block to the part sums. All but `lines` and the last are addresses.
+    """Add cache lines of as many blocks as there are streams to the part sums; each block is `apart` bytes from the one
+    before.
 
-    `odd_weights` are of each second byte. Of the first line counts what two masks leave, of the last one what one does;
-    unit_bytes is a literal. Two lines in turn have part sums of their own, and so have bytes of either kind: a sum
-    waits for the one before it.
+    All but `apart`, `lines` and the last two, which are literals, are addresses; `odd_weights` are of each second byte.
+    Of a block's first line counts what two masks leave, of the last one what one does. A sum waits for the one before
+    it: so streams have part sums of their own, two lines in turn where there is one stream, and bytes of either kind.
     """
-    width = unit_bytes.literal_value
-    kinds, ahead_bytes = 3 - width, _AHEAD_BYTES[width]
+    width, count = unit_bytes.literal_value, streams.literal_value
+    kinds, turns, ahead_bytes = 3 - width, 2 if count == 1 else 1, _AHEAD_BYTES[width, count]
     sum_bytes = _row_bytes(width) * kinds
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
-        begin, table, odd_table, count, multipliers, totals, first, only, last, _ = args
+        src, apart, table, odd_table, lines, multipliers, totals, first, only, last, *_ = args
+        begins = [builder.add(src, builder.mul(apart, _I64(i))) for i in range(count)]
         zeros = ir.Constant(ir.VectorType(_I32, LANES), [0] * LANES)
-        parts = [[cgutils.alloca_once(builder, zeros.type) for _ in range(2 * kinds)] for _ in range(SUMS)]
-        for places in parts:
-            for place in places:
-                builder.store(zeros, place)
-
-        def add(values: Lanes, row: ir.Value, place: int) -> None:
-            for index, places in enumerate(parts):
-                held = load(builder, row, 16, _PIECES, sum_bytes * index)
-                weighed = builder.mul(_signed(builder, values), _signed(builder, held))
-                even, odd = (Lanes(builder, weighed).picked(range(i, _PIECES, 2)).value for i in (0, 1))
-                total = builder.add(builder.load(places[place]), builder.add(even, odd))
-                builder.store(total, places[place])
+        parts = [
+            [[cgutils.alloca_once(builder, zeros.type) for _ in range(turns * kinds)] for _ in begins]
+            for _ in range(SUMS)
+        ]
+        for place in (place for of_sum in parts for of_stream in of_sum for place in of_stream):
+            builder.store(zeros, place)
 
         def add_line(number: ir.Value, turn: int, *masks: ir.Value) -> None:
             start = builder.mul(number, _I64(CACHE_LINE_BYTES))
-            at = builder.add(begin, start)
-            if ahead_bytes:
-                prefetch_at(builder, offset(builder, at, ahead_bytes))
-            line = load(builder, at, 16, _PIECES)
-            for mask in masks:
-                line = line & load(builder, mask, 16, _PIECES)
-            add(line if width > 1 else line & 0xFF, builder.add(table, start), kinds * turn)
-            if width == 1:
-                add(line >> 8, builder.add(odd_table, start), kinds * turn + 1)
+            rows = [builder.add(row, start) for row in (table, odd_table)[:kinds]]
+            held = [[load(builder, row, 16, _PIECES, sum_bytes * i) for row in rows] for i in range(SUMS)]
+            for stream, begin in enumerate(begins):
+                at = builder.add(begin, start)
+                if ahead_bytes:
+                    prefetch_at(builder, offset(builder, at, ahead_bytes))
+                line = load(builder, at, 16, _PIECES)
+                for mask in masks:
+                    line = line & load(builder, mask, 16, _PIECES)
+                for kind, values in enumerate([line] if width > 1 else [line & 0xFF, line >> 8]):
+                    for index in range(SUMS):
+                        place = parts[index][stream][kinds * turn + kind]
+                        added = _paired_products(builder, values, held[index][kind])
+                        builder.store(builder.add(builder.load(place), added), place)
 
-        final = builder.sub(count, _I64(1))
+        final = builder.sub(lines, _I64(1))
         between = builder.sub(final, _I64(1))
         add_line(_I64(0), 0, first, only)
-        with cgutils.for_range(builder, builder.ashr(between, _I64(1))) as loop:
-            number = builder.mul(loop.index, _I64(2))
-            for turn in (0, 1):
+        with cgutils.for_range(builder, builder.sdiv(between, _I64(turns))) as loop:
+            number = builder.mul(loop.index, _I64(turns))
+            for turn in range(turns):
                 add_line(builder.add(number, _I64(1 + turn)), turn)
-        is_odd = builder.icmp_signed("==", builder.and_(between, _I64(1)), _I64(1))
-        with builder.if_then(builder.and_(is_odd, builder.icmp_signed(">", between, _I64(0)))):
-            add_line(between, 0)
-        add_line(final, 1, last)
-        for index, places in enumerate(parts):
-            summed = builder.load(places[0])
-            for place in places[1:]:
-                summed = builder.add(summed, builder.load(place))
-            factor = load(builder, multipliers, 32, 0, 4 * index).splat(LANES)
-            total = load(builder, totals, 32, LANES, _SUM_BYTES * index)
-            added = builder.add(total.value, builder.mul(summed, factor.value))
-            store(builder, totals, Lanes(builder, added), False, _SUM_BYTES * index)
+        if turns == 2:
+            is_odd = builder.icmp_signed("==", builder.and_(between, _I64(1)), _I64(1))
+            with builder.if_then(builder.and_(is_odd, builder.icmp_signed(">", between, _I64(0)))):
+                add_line(between, 0)
+        add_line(final, turns - 1, last)
+        for index, of_sum in enumerate(parts):
+            total = load(builder, totals, 32, LANES, _SUM_BYTES * index).value
+            for stream, places in enumerate(of_sum):
+                summed = reduce(builder.add, [builder.load(place) for place in places])
+                factor = load(builder, multipliers, 32, 0, 4 * (SUMS * stream + index)).splat(LANES)
+                total = builder.add(total, builder.mul(summed, factor.value))
+            store(builder, totals, Lanes(builder, total), False, _SUM_BYTES * index)
         return context.get_dummy_value()
 
-    return types.void(*(types.int64,) * 9, unit_bytes), codegen
+    return types.void(*(types.int64,) * 10, unit_bytes, streams), codegen
+
+
+def _paired_products(builder: ir.IRBuilder, values: Lanes, weights: Lanes) -> ir.Value:
+    """Return the products of neighbours, added, in 32 bits: processors do both in one instruction."""
+    products = Lanes(builder, builder.mul(_signed(builder, values), _signed(builder, weights)))
+    even, odd = (products.picked(range(i, _PIECES, 2)).value for i in (0, 1))
+    return builder.add(even, odd)
 
 
 def _signed(builder: ir.IRBuilder, lanes: Lanes) -> ir.Value:
-    """Widen pieces to 32 bits, with sign: processors multiply and add such pairs in one instruction."""
+    """Widen pieces to 32 bits, with sign."""
     return builder.sext(lanes.value, ir.VectorType(_I32, lanes.count))
 
 
@@ -174,35 +188,52 @@ def weigh_kernel(unit_bytes: int) -> Callable[..., None]:
                 left = units * columns[RUN, box]
                 while left > 0:
                     block, first = place // blocks, place % blocks
-                    if block != known_block:
-                        known_block = block
-                        z = types.uint64(block + 1) * types.uint64(step)
-                        z = (z ^ (z >> types.uint64(shifts[0]))) * types.uint64(first_factor)
-                        z = (z ^ (z >> types.uint64(shifts[1]))) * types.uint64(second_factor)
-                        z = z ^ (z >> types.uint64(shifts[2]))
-                        store_value(factors, types.uint32(z | types.uint64(1)))
-                        store_value(factors + 4, types.uint32((z >> types.uint64(32)) | types.uint64(1)))
-                    now = min(left, blocks - first)
-                    end = at + now * unit_bytes
-                    before = at % line
-                    lines = (before + now * unit_bytes + line - 1) // line
-                    last_mask = masks + line + (-end % line)
-                    only_mask = masks + line
-                    if lines == 1:
-                        only_mask, last_mask = last_mask, masks
-                    even = odd = weights + 2 * (first - before // unit_bytes)
-                    if unit_bytes == 1:
-                        unit = first - before
-                        even, odd = weights + unit // 2 * 2, weights + row_bytes + unit // 2 * 2
-                        if unit % 2:
-                            even, odd = odd, even + 2
-                    _weigh_lines(
-                        at - before, even, odd, lines, factors, scratch, masks + line - before, only_mask, last_mask,
-                        unit_bytes,
-                    )  # fmt: skip
-                    at = end
-                    place += now
-                    left -= now
+                    apart = min(left // (STREAMS * blocks), MOST_APART) if first == 0 else 0
+                    turns, streams, now = (
+                        (apart, STREAMS, blocks) if apart else (1, 1, min(left, blocks - first))
+                    )
+                    size = now * unit_bytes
+                    for turn in range(turns):
+                        for stream in range(streams):
+                            number = block + turn + stream * apart
+                            if stream or number != known_block:
+                                z = types.uint64(number + 1) * types.uint64(step)
+                                z = (z ^ (z >> types.uint64(shifts[0]))) * types.uint64(first_factor)
+                                z = (z ^ (z >> types.uint64(shifts[1]))) * types.uint64(second_factor)
+                                z = z ^ (z >> types.uint64(shifts[2]))
+                                factor = factors + 4 * sums * stream
+                                store_value(factor, types.uint32(z | types.uint64(1)))
+                                store_value(
+                                    factor + 4, types.uint32((z >> types.uint64(32)) | types.uint64(1))
+                                )
+                        known_block = block + turn  # of the first stream
+                        begin = at + turn * size
+                        before = begin % line
+                        lines = (before + size + line - 1) // line
+                        first_mask, only_mask = masks + line - before, masks + line
+                        last_mask = masks + line + (-(begin + size) % line)
+                        if lines == 1:
+                            only_mask, last_mask = last_mask, masks
+                        even = odd = weights + 2 * (first - before // unit_bytes)
+                        if unit_bytes == 1:
+                            unit = first - before
+                            even, odd = weights + unit // 2 * 2, weights + row_bytes + unit // 2 * 2
+                            if unit % 2:
+                                even, odd = odd, even + 2
+                        begin -= before
+                        if apart:
+                            _weigh_lines(
+                                begin, apart * size, even, odd, lines, factors, scratch, first_mask, only_mask,
+                                last_mask, unit_bytes, STREAMS,
+                            )  # fmt: skip
+                        else:
+                            _weigh_lines(
+                                begin, 0, even, odd, lines, factors, scratch, first_mask, only_mask, last_mask,
+                                unit_bytes, 1,
+                            )  # fmt: skip
+                    at += turns * streams * size
+                    place += turns * streams * now
+                    left -= turns * streams * now
 
     signature = Signature((COLUMNS, INT, INT, INT, INT, INT, INT), "void")
     return load_compiled(f"weigh_{unit_bytes}_{source_digest()}", lambda: weigh, signature)

@@ -11,8 +11,10 @@ from lowshard.errors import BufferMismatchError, KernelError
 from lowshard.kernels import bit_sums as front
 from lowshard.kernels import unit_weights
 from lowshard.kernels.bit_sums import content_sum
+from lowshard.kernels.cpu import weigh
 from lowshard.kernels.engine import host_engine
 from lowshard.kernels.plain import PlainEngine
+from lowshard.kernels.runs import whole_array_runs
 
 DTYPES = ("uint8", "int16", "float32", "float64", "complex128")
 
@@ -73,11 +75,20 @@ def test_where_an_array_begins_does_not_matter(rng: np.random.Generator) -> None
             assert (few == content_sum(x[1:2, :n].copy(), ((1, 2), (0, n)), shape)).all(), (dtype, begin, n)
 
 
-def test_long_arrays_go_over_many_blocks(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
-    x = _random(rng, (3, 70_001), "uint16")
-    whole = content_sum(x, full_box(x.shape), x.shape)
-    monkeypatch.setattr(front, "host_engine", PlainEngine)
-    assert (content_sum(x, full_box(x.shape), x.shape) == whole).all()
+@pytest.mark.parametrize("dtype", ["uint8", "uint16", "float64"])
+def test_long_runs_are_read_in_several_places_at_a_time(rng: np.random.Generator, dtype: str) -> None:
+    """Runs as long as the blocks of all places, a unit less and more; as far apart as places are, and farther."""
+    itemsize, block = np.dtype(dtype).itemsize, unit_weights.BLOCK_UNITS
+    elem_units = itemsize // unit_weights.unit_bytes(itemsize)
+    several, farthest = weigh.STREAMS * block, weigh.STREAMS * block * weigh.MOST_APART
+    for units in (several, 2 * several + 3 * block, farthest, farthest + several + block // 2):
+        for elems in (units // elem_units + more for more in (-1, 0, 1)):
+            room = rng.integers(0, 256, (elems + 9) * itemsize, dtype=np.uint8)
+            x = room[int(rng.integers(8)) :][: elems * itemsize].view(dtype)
+            whole, first = (elems + 2 * block,), int(rng.choice([0, block, int(rng.integers(2 * block))]))
+            box = ((first, first + elems),)
+            runs = whole_array_runs(x.shape, x.strides, (1,), itemsize, 1)
+            assert (content_sum(x, box, whole) == PlainEngine().weigh(x, runs, first)).all(), (elems, first)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
