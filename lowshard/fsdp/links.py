@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -38,6 +39,10 @@ class Channel:
         """Failed calls and refusals so far: equal on all ranks once each has met the others."""
         self.refusing = False
         """Whether it waits for the others to come and be told."""
+        self._due = 0
+        """Refusals that were started, will fail for certain, and are not counted among the failures yet."""
+        self._count = threading.Lock()
+        self._calling = False
         self._teller = Worker("lowshard fsdp refusals")
 
     def call(self, purpose: str, name: str, *args: Any) -> None:
@@ -49,19 +54,29 @@ class Channel:
         if self.failed is not None:
             raise self.failed
         before = self.comm.traffic.sent_bytes
+        self._calling = True
         try:
             getattr(self.comm, name)(*args)
         except LowshardError as error:
             setattr(error, _KNOWN_ELSEWHERE, True)
             self.failed = error
-            self.failures += 1
+            with self._count:
+                self.failures += 1
             raise
+        finally:
+            self._calling = False
         self.sent_bytes[purpose] += self.comm.traffic.sent_bytes - before
 
     @property
     def quiet(self) -> bool:
         """Whether all refusals have met the other ranks."""
         return self._teller.idle
+
+    @property
+    def failures_to_come(self) -> int:
+        """Failures, with those that are certain to come: a refusal that has not begun must not be started again."""
+        with self._count:
+            return self.failures + self._due
 
     def start_refusal(self, error: LowshardError, again: bool, after: Work) -> Work:
         """Refuse the next call, in a thread of its own: ranks may come to several channels in any order.
@@ -75,8 +90,13 @@ class Channel:
         def job() -> None:
             with contextlib.suppress(Exception):
                 after.wait()
+            while self._calling:  # that call ends by a refusal of the others
+                time.sleep(_POLL_S)
             self._refuse(error, again)
 
+        if again:
+            with self._count:
+                self._due += 1
         work = ThreadWork(job, "a refusal")
         self._teller.submit(work)
         return work
@@ -84,7 +104,9 @@ class Channel:
     def _refuse(self, error: LowshardError, again: bool) -> None:
         if self.failed is not None and not again:
             return
-        self.failures += 1
+        with self._count:
+            self.failures += 1
+            self._due -= again
         self.refusing = True
         try:
             with contextlib.suppress(LowshardError):
@@ -328,7 +350,7 @@ class Links:
                 time.sleep(_POLL_S)
                 idle = self._idle()
             # The lowest count as a highest, so that one call gives both.
-            counts = [channel.failures for channel, _ in self.channels]
+            counts = [channel.failures_to_come for channel, _ in self.channels]
             most = self._highest([*counts, *(-count for count in counts), 0 if idle else 1])
             n = len(counts)
             for (channel, lane), mine, wanted in zip(self.channels, counts, most[:n], strict=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import time
 import tracemalloc
@@ -20,6 +21,7 @@ from lowshard import comm as lc
 from lowshard import errors
 from lowshard.errors import LowshardError
 from lowshard.fsdp import FSDP, AdamW, Param, Precision, ShardingStrategy
+from lowshard.fsdp.links import Channel
 from lowshard.kernels import dequantize_mxfp8, quantize_mxfp8
 
 # ---- bytes
@@ -496,6 +498,18 @@ def test_a_wrong_call_raises_on_every_rank_and_reset_mends_it(
     """On the ranks that make it, and on the others at their next call; training goes on as if nothing had been."""
     if wrong in (_other_order, _another_clip) and who == "all":
         return
+    check_wrong_call(wrong, name, error, who, communicators, tmp_path)
+
+
+def check_wrong_call(
+    wrong: Callable[..., None],
+    name: str,
+    error: type[Exception],
+    who: str,
+    communicators: int,
+    tmp_path: Path,
+) -> None:
+    """Let all ranks or one make a wrong call, go on after it, and compare what they have trained with a clean run."""
     reached = {}
 
     def run(comm: lc.Communicator) -> bytes:
@@ -536,6 +550,20 @@ def test_a_wrong_call_raises_on_every_rank_and_reset_mends_it(
             assert isinstance(raised, errors.CommError), (rank, raised)
     clean = lc.run_loopback(4, lambda c: kit.train(c, STRATEGIES[name], range(2), 4, tmp_path / "clean"), 30)
     assert ends[0] == clean[0].file
+
+
+def test_refusals_that_begin_late_are_not_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank that counted only those that had begun was always one behind, or ahead, of the others."""
+    begin, delays = Channel._refuse, itertools.cycle([0.03, 0.0, 0.01])
+
+    def late(channel: Channel, *args: Any) -> None:
+        time.sleep(next(delays))
+        begin(channel, *args)
+
+    monkeypatch.setattr(Channel, "_refuse", late)
+    check_wrong_call(_clip_unjoined, "hybrid2", errors.NotJoined, "one", 2, tmp_path)
 
 
 @pytest.mark.parametrize(
