@@ -272,6 +272,7 @@ def test_a_checkpoint_s_header_is_enough(run: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.full_only
+@pytest.mark.quiet
 @pytest.mark.time_limit(60)
 def test_a_hundred_thousand_parameters_on_sixteen_thousand_devices_take_less_than_two_seconds() -> None:
     rules = load_rules("default")
