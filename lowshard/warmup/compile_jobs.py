@@ -60,8 +60,13 @@ def compile_groups(
             for line in process.stdout:
                 with lock:
                     origin, name = line.split()
-                    outcomes[level].origins[name] = origin
-                    on_function()
+                    origins = outcomes[level].origins
+                    if name not in origins:
+                        on_function()
+                    if (
+                        origins.get(name, "disk") == "disk"
+                    ):  # a later group finds what an earlier one has compiled
+                        origins[name] = origin
             reader.join()
         running.discard(process)
         if process.returncode:
