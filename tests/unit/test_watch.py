@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
 import io
@@ -140,7 +141,8 @@ def die(watch: Watch) -> None:
     """End a rank's threads without a farewell, as a killed process would."""
     if not watch._words[heartbeat.OVER]:  # else its threads may have closed the descriptor
         watch._words[heartbeat.OVER] = 1
-        os.eventfd_write(watch._wake, 1)
+        with contextlib.suppress(OSError):  # they have closed it between these lines
+            os.eventfd_write(watch._wake, 1)
 
 
 def mute(watch: Watch) -> None:
