@@ -54,7 +54,7 @@ def main(argv: list[str]) -> int:
         raise LaunchError(f"a rank needs something to run; {_USAGE}")
     launched = find_rank(settings.environment())
     rank = 0 if launched is None else launched.rank
-    if settings.USER_TMPDIR.name in settings.environment():  # empty where the user had none
+    if settings.USER_TMPDIR.is_set():
         settings.change("TMPDIR", settings.USER_TMPDIR.text() or None)
         settings.change(settings.USER_TMPDIR.name, None)
     if settings.FAKE_HOST.is_set() and "NCCL_HOSTID" not in settings.environment():

@@ -39,12 +39,12 @@ class Setting:
     error: type[LowshardError] = CommError
 
     def is_set(self, env: Mapping[str, str] | None = None) -> bool:
-        """Return whether an environment, by default this process's, has the variable; an empty one counts as absent."""
-        return bool((os.environ if env is None else env).get(self.name))
+        """Return whether an environment, by default this process's, has the variable."""
+        return self.name in (os.environ if env is None else env)
 
     def text(self, env: Mapping[str, str] | None = None) -> str:
         """Return the variable's text, else the default; it may be wrong."""
-        return (os.environ if env is None else env).get(self.name) or self.default
+        return (os.environ if env is None else env).get(self.name, self.default)
 
     def choice(self, env: Mapping[str, str] | None = None) -> str:
         """Return the variable's text, one of its values.

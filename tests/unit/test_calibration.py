@@ -138,7 +138,7 @@ def test_the_setting_stands_above_what_was_measured(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize(
-    "text", ["on", " ", "stream_from_bytes", "stream_from_bytes=", "stream_from_bytes=4MiB", "size=4096",
+    "text", ["on", "", "stream_from_bytes", "stream_from_bytes=", "stream_from_bytes=4MiB", "size=4096",
              "stream_from_bytes=5", "stream_from_bytes=-4096", "stream_from_bytes=٤٠٩٦٠"],
 )  # fmt: skip
 def test_a_wrong_setting_is_an_error_that_names_it(text: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,14 +62,6 @@ def test_a_setting_that_is_none_of_its_values_is_refused_by_name(monkeypatch: py
     assert settings.CHECK.choice({}) == "hash"
 
 
-def test_an_empty_variable_counts_as_absent() -> None:
-    empty = {name: "" for name in KNOWN}
-    assert settings.CHECK.choice(empty) == "hash"
-    assert settings.TIMEOUT_S.seconds(empty) == 600
-    assert settings.CALIBRATION.text(empty) == "auto"
-    assert not any(setting.is_set(empty) for setting in SETTINGS)
-
-
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.name)
 def test_each_default_is_one_of_the_values(setting: Setting) -> None:
     if "|" in setting.values and setting.default:
