@@ -53,7 +53,10 @@ def measure(tell: Callable[[], object] = lambda: None) -> Calibration:
     warm, cold = _results(tell)
     either = {size: (warm[size][0] + cold[size][0], warm[size][1] + cold[size][1]) for size in warm}
     found = {
-        "stream_from_bytes": best_threshold(either, defaults.stream_from_bytes),
+        # Never above the default: what is packed, box by box, is colder than any buffer here.
+        "stream_from_bytes": min(
+            best_threshold(either, defaults.stream_from_bytes), defaults.stream_from_bytes
+        ),
         "last_cache_bytes": min(2 * _RESULTS[-1], best_threshold(warm, defaults.last_cache_bytes)),
         "share_past_from_bytes": best_threshold(_shared(tell), defaults.share_past_from_bytes),
         "pipes_from_bytes": best_threshold(_handed(tell), defaults.pipes_from_bytes),

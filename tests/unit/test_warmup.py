@@ -46,7 +46,7 @@ def test_what_warmup_has_compiled_is_not_compiled_again(tmp_path: Path) -> None:
     def warmed() -> str:
         return subprocess.run(
             [sys.executable, "-m", "lowshard", "warmup"],
-            env={**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)},
+            env={**os.environ, "NUMBA_CACHE_DIR": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "home")},
             capture_output=True, text=True, timeout=400, check=True,
         ).stdout  # fmt: skip
 
