@@ -63,9 +63,8 @@ def compile_groups(
                     origins = outcomes[level].origins
                     if name not in origins:
                         on_function()
-                    if (
-                        origins.get(name, "disk") == "disk"
-                    ):  # a later group finds what an earlier one has compiled
+                    # What one group has compiled, another that needs it too may find on disk.
+                    if origins.get(name, "disk") == "disk":
                         origins[name] = origin
             reader.join()
         running.discard(process)

@@ -79,12 +79,15 @@ def test_where_an_array_begins_does_not_matter(rng: np.random.Generator) -> None
 def test_long_runs_are_read_in_several_places_at_a_time(rng: np.random.Generator, dtype: str) -> None:
     """Runs as long as the blocks of all places, a unit less and more; as far apart as places are, and farther."""
     itemsize, block = np.dtype(dtype).itemsize, unit_weights.BLOCK_UNITS
-    elem_units = itemsize // unit_weights.unit_bytes(itemsize)
+    width = unit_weights.unit_bytes(
+        itemsize
+    )  # at other places than its multiples an array is summed the plain way
+    elem_units = itemsize // width
     several, farthest = weigh.STREAMS * block, weigh.STREAMS * block * weigh.MOST_APART
     for units in (several, 2 * several + 3 * block, farthest, farthest + several + block // 2):
         for elems in (units // elem_units + more for more in (-1, 0, 1)):
-            room = rng.integers(0, 256, (elems + 9) * itemsize, dtype=np.uint8)
-            x = room[int(rng.integers(8)) :][: elems * itemsize].view(dtype)
+            room = rng.integers(0, 256, (elems + 8) * itemsize, dtype=np.uint8)
+            x = room[width * int(rng.integers(8 // width)) :][: elems * itemsize].view(dtype)
             whole, first = (elems + 2 * block,), int(rng.choice([0, block, int(rng.integers(2 * block))]))
             box = ((first, first + elems),)
             runs = whole_array_runs(x.shape, x.strides, (1,), itemsize, 1)

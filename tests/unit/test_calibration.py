@@ -182,6 +182,16 @@ def test_measuring_gives_values_takes_little_and_leaves_threads_where_they_were(
     assert os.sched_getaffinity(0) == may_run_on
 
 
+def test_results_are_streamed_no_later_than_by_default_whatever_was_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where a large cache holds what is measured, and not what is packed."""
+    monkeypatch.setattr(machine_measure, "best_threshold", lambda costs, default: 4 * default)
+    assert measure().stream_from_bytes == Calibration().stream_from_bytes
+    monkeypatch.setattr(machine_measure, "best_threshold", lambda costs, default: default // 4)
+    assert measure().stream_from_bytes == Calibration().stream_from_bytes // 4
+
+
 def test_what_cannot_be_measured_has_its_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
 

@@ -498,18 +498,6 @@ def test_a_wrong_call_raises_on_every_rank_and_reset_mends_it(
     """On the ranks that make it, and on the others at their next call; training goes on as if nothing had been."""
     if wrong in (_other_order, _another_clip) and who == "all":
         return
-    check_wrong_call(wrong, name, error, who, communicators, tmp_path)
-
-
-def check_wrong_call(
-    wrong: Callable[..., None],
-    name: str,
-    error: type[Exception],
-    who: str,
-    communicators: int,
-    tmp_path: Path,
-) -> None:
-    """Let all ranks or one make a wrong call, go on after it, and compare what they have trained with a clean run."""
     reached = {}
 
     def run(comm: lc.Communicator) -> bytes:
@@ -563,7 +551,9 @@ def test_refusals_that_begin_late_are_not_started_again(
         begin(channel, *args)
 
     monkeypatch.setattr(Channel, "_refuse", late)
-    check_wrong_call(_clip_unjoined, "hybrid2", errors.NotJoined, "one", 2, tmp_path)
+    test_a_wrong_call_raises_on_every_rank_and_reset_mends_it(
+        _clip_unjoined, "hybrid2", errors.NotJoined, "one", 2, tmp_path
+    )
 
 
 @pytest.mark.parametrize(
