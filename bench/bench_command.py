@@ -151,7 +151,7 @@ def _add(
         "--limits",
         action="store_true",
         help="also time a small program in C, built here where there is a compiler (a checkout has its source): a "
-        "limit is then the larger of the promised one and 1.15 times what the program reaches",
+        "limit is then the larger of the promised one and 1.15 times what the program reaches; --check does so too",
     )
     parser.set_defaults(func=run)
     return parser
@@ -163,9 +163,8 @@ def run_mxfp8(args: argparse.Namespace) -> int:
 
     def build(device: Device, size: Size, names: tuple[str, ...], say: Callable[[str], object]) -> Workload:
         elems = size.count // 2 if size.in_bytes else size.count
+        program = _limit_program(args, device)
         return mxfp8.build(device, max(elems // 32, 1) * 32, names, args.baseline, say, program)
-
-    program = _limit_program(args)
 
     return _run(args, "mxfp8", mxfp8.NAMES, {"numba": "64Mi", "plain": "1Mi", "cuda": "64MB,1GB"}, build)
 
@@ -175,21 +174,21 @@ def run_pack(args: argparse.Namespace) -> int:
     from lowshard.bench import bench_pack as pack
 
     def build(device: Device, size: Size, names: tuple[str, ...], say: Callable[[str], object]) -> Workload:
+        program = _limit_program(args, device)
         return pack.build(device, args.boxes, size.count, names, args.baseline, program)
-
-    program = _limit_program(args)
 
     return _run(args, "pack", pack.NAMES, {"numba": "100MB", "plain": "10MB", "cuda": "64MB,1GB"}, build)
 
 
-def _limit_program(args: argparse.Namespace) -> LimitProgram | None:
-    """Return the program of --limits; None without it, and, which is said, where it cannot be built."""
+def _limit_program(args: argparse.Namespace, device: Device) -> LimitProgram | None:
+    """Return the program in C by which limits are judged; None if none are, and, which is said, if it cannot be built.
+
+    `--check` asks for it as `--limits` does, so that an exit code means the same on every processor.
+    """
     from lowshard.bench.limit_program import LimitProgram
 
-    if not args.limits:
+    if not (args.limits or args.check):
         return None
-    if args.device != "cpu":
-        raise LowshardError("--limits is for the host alone: pass --device cpu with it")
     try:
         return LimitProgram()
     except LowshardError as error:
@@ -248,6 +247,8 @@ def _run(
     device = open_device(args.device)
     if args.baseline and device.kind != "cpu":
         raise LowshardError("--baseline runs on the host alone: pass --device cpu with it")
+    if args.limits and device.kind != "cpu":
+        raise LowshardError("--limits is for the host alone: pass --device cpu with it")
     if args.check and all(ratio_limit(name, device.kind) is None for name in names):
         raise LowshardError(
             "--check needs a row with a limit, and none of these has one; limits are for the host (--device cpu)"

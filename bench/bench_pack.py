@@ -84,7 +84,8 @@ def build(
 ) -> Workload:  # fmt: skip
     """Return the rows of these names over tables of so many boxes, each round moving at least `round_bytes`.
 
-    Boxes that are packed or unpacked are also timed by the program in C, if there is one.
+    Boxes that are packed or unpacked, and slices that are quantised, are also timed by the program in C, if there is
+    one.
 
     Raises:
         BufferMismatchError: the buffers would not fit in memory.
@@ -296,6 +297,12 @@ def _boxes_in_c(buffers: _Buffers, group: _Group, back: bool) -> Program | None:
     return buffers.program.boxes([(move.array, move.table, move.packed) for move in group.moves], back)
 
 
+def _slice_in_c(buffers: _Buffers, packed: Array | None) -> Program | None:
+    if buffers.program is None:
+        return None
+    return buffers.program.quantize_rows(buffers.matrix, ROW_ELEMS, buffers.slice_tensor, packed)
+
+
 def _packed_slice(buffers: _Buffers) -> Case:
     moved = 2 * buffers.slice.table.total_elems * _ITEMSIZE
     return _case(buffers, f"pack {SLICE}", _pack([buffers.slice]), moved, buffers.slice_yardstick.copy(moved))
@@ -308,7 +315,7 @@ def _unpacked_slice(buffers: _Buffers) -> Case:
 
 
 def _fused(buffers: _Buffers) -> Case:
-    return _quantized_slice(buffers, FUSED, _fused_work(buffers))
+    return _quantized_slice(buffers, FUSED, _fused_work(buffers), program=_slice_in_c(buffers, None))
 
 
 def _unfused(buffers: _Buffers) -> Case:
@@ -318,9 +325,8 @@ def _unfused(buffers: _Buffers) -> Case:
         pack(move.array, move.table, move.packed)
         quantize_mxfp8(move.packed, out=q)
 
-    return _quantized_slice(
-        buffers, UNFUSED, run, note="two calls with buffers of their own; bytes of the job alone"
-    )
+    note = "two calls with buffers of their own; bytes of the job alone"
+    return _quantized_slice(buffers, UNFUSED, run, note=note, program=_slice_in_c(buffers, move.packed))
 
 
 def _dequantized_slice(buffers: _Buffers) -> Case:

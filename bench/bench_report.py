@@ -191,7 +191,8 @@ def _row_notes(rows: tuple[Row, ...]) -> Iterator[str]:
 def _speed_up_text(pair: SpeedUp) -> Any:
     from rich.text import Text
 
-    text = Text(f"{_pair_name(pair)}: {pair.spread.median:.2f} ({_quartiles(pair.spread)})  ")
+    program = "" if pair.program is None else f"C {pair.program:.2f}  "
+    text = Text(f"{_pair_name(pair)}: {pair.spread.median:.2f} ({_quartiles(pair.spread)})  {program}")
     return text.append_text(_verdict(pair.ok, pair.least, "under"))
 
 
@@ -237,6 +238,7 @@ def _speed_up_json(pair: SpeedUp) -> dict[str, Any]:
         "slow": pair.slow,
         "speed_up": asdict(pair.spread),
         "least": pair.least,
+        "program": pair.program,
         "ok": pair.ok,
         "times": list(pair.times),
     }

@@ -96,6 +96,35 @@ class LimitProgram:
         targets = [array if back else packed for array, _, packed, _, _ in calls]
         return Program(tuple(way(number) for number in _ways(targets)), same)
 
+    def quantize_rows(
+        self, matrix: Array, first_elem: int, out: MXFP8Tensor, packed: Array | None
+    ) -> Program:
+        """Return the program that quantises 1 KB of each row of a bf16 matrix to e4m3.
+
+        It reads them where they lie; or, if `packed` is given, packs them there first and reads them from there.
+        """
+        rows, row_bytes = len(matrix), matrix.shape[1] * matrix.itemsize
+        start, increment = address(matrix) + first_elem * matrix.itemsize, _increment("rceil")
+        outputs = (out.data, out.scale)
+        wire = tuple(map(address, outputs))
+        if packed is None:
+            return self._program("quantize_rows", (start, row_bytes, *wire, rows, increment), outputs)
+        there = np.arange(rows, dtype=np.int64) * row_bytes
+        blocks = packed.size // BLOCK_ELEMS
+
+        def way(number: int) -> Work:
+            def run() -> None:
+                box_bytes, back = packed.nbytes // rows, 0
+                moved = (start, address(packed), address(there), rows, box_bytes, back, number)
+                self._library.move_boxes(*map(ctypes.c_size_t, moved))
+                quantized = (address(packed), *wire, blocks, increment, number)
+                self._library.quantize_bf16(*map(ctypes.c_size_t, quantized))
+
+            return run
+
+        ways = tuple(way(number) for number in _ways((out.data, packed)))
+        return Program(ways, lambda run: _writes_the_same(run, outputs))
+
     def _program(self, name: str, numbers: Sequence[int], outputs: Sequence[Array]) -> Program:
         function: Callable[..., object] = getattr(self._library, name)
 

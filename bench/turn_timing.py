@@ -23,7 +23,8 @@ from lowshard.errors import LowshardError
 Work = Callable[[], object]
 
 X_PROGRAM = 1.15
-"""A ratio may be so many times that of the program in C, where that is more than the promised one."""
+"""A ratio may be so many times that of the program in C, where that is more than the promised one; a speed-up may be so
+many times less than the program's, where that is less."""
 
 
 class Clock(Protocol):
@@ -233,12 +234,21 @@ class Row:
 
 @dataclass(frozen=True)
 class SpeedUp:
-    """How many times faster one case was than another, a byte, in each round."""
+    """How many times faster one case was than another, a byte, in each round.
+
+    Attributes:
+        fast: name of the case that should be faster.
+        slow: name of the other.
+        promised: the smallest speed-up that is promised, or None.
+        times: one a round.
+        program: the speed-up of the program in C, each case in the quickest of its ways; None where not timed.
+    """
 
     fast: str
     slow: str
-    least: float | None
+    promised: float | None
     times: tuple[float, ...]
+    program: float | None = None
 
     @cached_property
     def spread(self) -> Spread:
@@ -246,8 +256,15 @@ class SpeedUp:
         return Spread.of(self.times)
 
     @property
+    def least(self) -> float | None:
+        """What it has to be: as much as is promised, or the program's over X_PROGRAM; None without a promise."""
+        if self.promised is None or self.program is None:
+            return self.promised
+        return min(self.promised, self.program / X_PROGRAM)
+
+    @property
     def ok(self) -> bool | None:
-        """Whether it is as much as is promised; None without a promise."""
+        """Whether it is as much as it has to be; None without a promise."""
         return None if self.least is None else self.spread.median >= self.least
 
 
@@ -321,7 +338,8 @@ def speed_ups(rows: Sequence[Row], pairs: Sequence[Pair]) -> tuple[SpeedUp, ...]
         fast, slow = named[pair.fast], named[pair.slow]
         per_byte = fast.moved_bytes / slow.moved_bytes
         times = tuple(s / f * per_byte for s, f in zip(slow.work_s, fast.work_s, strict=True))
-        found.append(SpeedUp(pair.fast, pair.slow, pair.least, times))
+        both = fast.program_ratio and slow.program_ratio and slow.program_ratio / fast.program_ratio
+        found.append(SpeedUp(pair.fast, pair.slow, pair.least, times, both))
     return tuple(found)
 
 

@@ -291,5 +291,11 @@ KIND(fp32, FP32)
 
 void move_boxes(char *array, char *packed, const int64_t *there, size_t count, size_t size, int back, int way) {
     if (size == 512) boxes(array, packed, there, count, 512, back, way);
+    else if (size == 1024) boxes(array, packed, there, count, 1024, back, way);
     else if (size == 4096) boxes(array, packed, there, count, 4096, back, way);
+}
+
+/* 1 KB of each row of a bf16 matrix, quantised where it lies. */
+void quantize_rows(const char *x, size_t row_bytes, uint8_t *codes, uint8_t *scales, size_t rows, uint32_t increment, int way) {
+    WAYS(quantize, x, row_bytes, codes, scales, rows, 16, increment, BF16);
 }

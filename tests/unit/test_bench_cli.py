@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 
 from lowshard import __version__, cli
-from lowshard.bench import bench_mxfp8, bench_pack, limit
+from lowshard.bench import bench_mxfp8, bench_pack, limit, limit_program
 from lowshard.bench.bench_command import Size, parse_sizes, selected
 from lowshard.bench.bench_device import why_no_gpu
 from lowshard.bench.bench_progress import Progress
@@ -44,7 +45,8 @@ def _plain_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def limits_of(value: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make every limit one that any figure keeps or misses."""
+    """Make every limit one that any figure keeps or misses, and have no program in C that could widen it."""
+    monkeypatch.setattr(limit_program, "SOURCE", Path("/nowhere/kernels.c"))
     for name in limit.RATIO_LIMITS:
         monkeypatch.setitem(limit.RATIO_LIMITS, name, value)
     for pair in limit.SPEED_UP_LIMITS:
@@ -163,6 +165,18 @@ def test_check_passes_when_every_limit_is_kept(
     assert cli.main([*TINY[bench], "--check"]) == 0
     limited = sum(name in limit.RATIO_LIMITS for name in NAMES[bench]) + (bench == "pack")
     assert f"all {limited} limits kept" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler, cc, on PATH")
+def test_check_judges_by_the_program_in_c_too(capsys: pytest.CaptureFixture[str]) -> None:
+    code = cli.main([*TINY["pack"], "--check", "--only", "pack_quantize slice,pack then", "--json", "-"])
+    (section,) = json.loads(capsys.readouterr().out)["sections"]
+    fused, unfused = section["rows"]
+    assert fused["ratio_limit"] == max(1.2, 1.15 * fused["program_ratio"])
+    (pair,) = section["speed_ups"]
+    assert pair["program"] == unfused["program_ratio"] / fused["program_ratio"]
+    assert pair["least"] == min(1.8, pair["program"] / 1.15)
+    assert code == (0 if fused["ok"] and pair["ok"] else 1)
 
 
 def test_without_check_a_missed_limit_is_shown_and_is_no_failure(

@@ -8,9 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from lowshard import dtypes
 from lowshard.bench import limit_program
 from lowshard.errors import LowshardError
-from lowshard.kernels import quantize_mxfp8
+from lowshard.kernels import BoxTable, pack_quantize, quantize_mxfp8
 
 
 def test_without_a_compiler_or_its_source_the_reason_is_said(
@@ -35,3 +36,19 @@ def test_it_quantises_to_the_bytes_of_lowshard(dtype: str, rng: np.random.Genera
         assert program.same(way)
         q.data.view(np.uint8)[0, 0] ^= 1  # what lowshard wrote is now another
         assert not program.same(way)
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler, cc, on PATH")
+def test_it_quantises_rows_where_they_lie_and_packed_first_to_the_bytes_of_lowshard(
+    rng: np.random.Generator,
+) -> None:
+    matrix = rng.standard_normal((33, 2048)).astype(dtypes.get("bfloat16").numpy)
+    table = BoxTable(matrix.shape, (((0, 33), (512, 1024)),))
+    q = pack_quantize(matrix, table)
+    program = limit_program.LimitProgram()
+    for packed in (None, np.empty(33 * 512, matrix.dtype)):
+        made = program.quantize_rows(matrix, 512, q, packed)
+        for way in made.ways:
+            assert made.same(way)
+            q.data.view(np.uint8)[-1] ^= 1
+            assert not made.same(way)
