@@ -245,7 +245,7 @@ class ReshardPlan:
             for peer, mine in found.items():
                 size = sum(map(self.move_bytes, mine))
                 if mine:
-                    lines.append(f"  {what} {peer}: {len(mine)} boxes, {size:,} bytes")
+                    lines.append(f"  {what} {peer}: {len(mine)} box{'es' * (len(mine) != 1)}, {size:,} bytes")
                 for m in mine[:8]:
                     name = self.entries[m.entry].name
                     lines.append(f"    {name} {_box_text(m.src_box)} -> {_box_text(m.dst_box)}")
