@@ -40,14 +40,13 @@ def test_random_collectives_are_right_and_leave_nothing_behind(path: str) -> Non
         assert not grown, f"rank {rank} holds more than after a fifth of the calls: {grown}; before {before}"
 
 
-# LOWSHARD_SOAK_S=1800 is the half hour; every run counts from a sixth of its time on, when the caches are nearly full.
+# LOWSHARD_SOAK_S=1800 is the half hour; every run counts from half of its time on, when the caches are nearly full.
 SECONDS = float(os.environ.get("LOWSHARD_SOAK_S", 1800 if mode.full() else 4))
-WARM_PART = 6
-GROWS_KIB = 8 << 10
-"""In the half hour; a short run ends while the caches of the table in docs/limits.md are being filled."""
-FILLED_AFTER_S = 300.0
+HALF_HOUR_S = 1800.0
+GROWS_KIB = 4 << 10
+"""In the half hour: 2 MB still go into the caches of the table in docs/limits.md, which a short run begins to fill."""
 FILLED_AFTER_STEPS = 12_000
-"""Some 3 KB a step go into caches until then. A busy machine comes to it after more than 300 s."""
+"""Some 3 KB a step go into caches until then."""
 FILLING_KIB = 64 << 10
 
 
@@ -59,12 +58,14 @@ def test_redistributions_refits_saves_and_loads_leave_nothing_behind() -> None:
     ended = start_ranks(script, 4, [str(SECONDS), str(every_s)], SECONDS + 280).ok()
     found = json.loads(ended.stdout)
     assert {"redistribute", "refit", "publish", "save", "split"} <= found["counts"].keys()
-    is_long = SECONDS / WARM_PART >= FILLED_AFTER_S
+    is_long = SECONDS >= HALF_HOUR_S
     allowed_kib, least_steps = (GROWS_KIB, FILLED_AFTER_STEPS) if is_long else (FILLING_KIB, 0)
     for rank, samples in enumerate(found["ranks"]):
-        counted = [s for s in samples if s["at_s"] >= SECONDS / WARM_PART and s["steps"] >= least_steps]
-        assert len(counted) > 1, f"rank {rank} was counted {len(counted)} times after the caches filled"
-        assert counted[0]["at_s"] < SECONDS / 2, f"{counted[0]['steps']} steps in half of the time: too busy"
+        counted = [s for s in samples if s["at_s"] >= SECONDS / 2]
+        assert len(counted) > 1, f"rank {rank} was counted {len(counted)} times in the second half"
+        assert counted[0]["steps"] >= least_steps, (
+            f"{counted[0]['steps']} steps in half of the time: too busy"
+        )
         warm, *later = counted
         most = max(s["private_kib"] for s in later) - warm["private_kib"]
         assert most <= allowed_kib, (

@@ -41,6 +41,7 @@ def rows_of(task: str, model: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.full_only
+@pytest.mark.quiet
 def test_loading_takes_little_more_than_a_plain_read(model: Path) -> None:
     for _ in range(5):  # other programs may have been busy: then once more
         misses = [row for row in rows_of("measure", model) if not keeps_limits(row)]

@@ -16,8 +16,9 @@ from support.every_plan import any_mesh, every_way, short_graph
 from support.random_graph import exhaustive, random_profile, random_rates
 
 from lowshard import DeviceMesh
-from lowshard.errors import BudgetError, SolverError
-from lowshard.op import prove
+from lowshard.errors import BudgetError, SolverError, VerificationError
+from lowshard.op import graph_run, prove, run_unsharded
+from lowshard.op.graph_run import random_inputs
 from lowshard.solver import (
     Graph,
     GraphPlan,
@@ -101,6 +102,27 @@ def assert_refused(
     assert least
     enough = int(least[1])
     prove(GraphSolver(tight.profile, tight.rates, budget_bytes=enough).solve(graph, mesh))
+
+
+def test_where_two_are_equal_but_for_rounding_either_place_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = Graph("ties")
+    x = graph.input("x", (6, 8))
+    twins = graph.op("concat", x, x, axis=0, name="twins")
+    for op in ("argmax", "argmin"):
+        graph.output(graph.reduce(op, twins, axis=0, name=op))
+    graph.output(graph.op("argsort", twins, axis=0, name="argsort"))
+    plan = GraphSolver().solve(graph, DeviceMesh((2,), ("a",)))
+    right = run_unsharded(plan.graph, random_inputs(plan.graph))
+
+    def prove_with(**others: np.ndarray) -> float:
+        monkeypatch.setattr(graph_run, "run_unsharded", lambda *_: right | others)
+        return prove(plan)
+
+    assert prove_with() == 0
+    assert prove_with(argmax=(right["argmax"] + 6) % 12, argsort=(right["argsort"] + 6) % 12) == 0
+    for name in ("argmax", "argmin", "argsort"):
+        with pytest.raises(VerificationError, match=name):
+            prove_with(**{name: (right[name] + 1) % 12})
 
 
 @pytest.mark.full_only

@@ -86,7 +86,9 @@ def kill_from_outside(saver: Saver, victim: int, pause_s: float, *, until_commit
     def job(comm: Communicator) -> None:
         error = attempt(saver, comm, -1, Steps())
         if comm.rank == 0:
-            note.write_text(json.dumps(asdict(Ended.of(error))))
+            written = note.with_suffix(".new")  # the kill may come amid this
+            written.write_text(json.dumps(asdict(Ended.of(error))))
+            written.replace(note)
         limit = time.monotonic() + 20
         while not killed.exists() and time.monotonic() < limit:  # the kill comes while the rank lives
             time.sleep(0.001)
