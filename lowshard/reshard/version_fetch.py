@@ -28,7 +28,7 @@ from lowshard.kernels.changes import ChangeBoxes, Changes
 from lowshard.reshard.reshard_plan import ReshardPlan
 from lowshard.reshard.stream_shares import TensorBoxes, shares_of
 from lowshard.reshard.tensor_layout import TensorLayout
-from lowshard.reshard.version_store import Memory, Place, box_of, copy_bits, pieces_of, places_of
+from lowshard.reshard.version_store import PIECE_BYTES, Memory, Place, box_of, copy_bits, pieces_of, places_of
 from lowshard.reshard.version_wire import (
     CHANGES_HEAD,
     DATA,
@@ -46,6 +46,8 @@ from lowshard.settings import CROSS_MEMORY, STREAMS
 
 Array = Any
 _MOST_STREAMS = 4
+RECEIVE_BYTES = 8 << 20
+"""What is received at a time where it shall lie, before its checksum is taken."""
 ENTER_S = 5.0
 """How long a door of a publisher may take to let this rank in."""
 
@@ -328,7 +330,7 @@ class _Incoming:
 
     def fill(self, array: np.ndarray, fetched: Fetched) -> None:
         """Fill an array with the next bytes, row-major."""
-        for piece in pieces_of(array):
+        for piece in pieces_of(array, RECEIVE_BYTES if array.flags.c_contiguous else PIECE_BYTES):
             data = piece if piece.flags.c_contiguous else np.empty(piece.shape, piece.dtype)
             raw = data.reshape(-1).view(np.uint8).data
             self._line.receive(raw)

@@ -38,7 +38,7 @@ Array = Any
 PAGE_BYTES = 4096
 MARK_BYTES = 16
 PIECE_BYTES = 2 << 20
-"""What is sent or received at a time; its checksum is taken while it is in a cache."""
+"""What is packed or unpacked at a time, to be sent or as it was received."""
 PART_BYTES = 2 << 20
 """Of a tensor in a snapshot: what a checksum is kept of."""
 _NUMBER_AT = MARK_BYTES
@@ -116,7 +116,7 @@ class Memory:
         """
         part = place.part(self.bytes, box)
         if not part.flags.c_contiguous:
-            for piece in pieces_of(part):
+            for piece in pieces_of(part, PIECE_BYTES):
                 data = np.ascontiguousarray(piece).reshape(-1).view(np.uint8).data
                 crc = crc32(data, crc)
                 yield data, crc
@@ -268,12 +268,12 @@ def copy_bits(source: np.ndarray, target: np.ndarray) -> None:
     np.copyto(target.view(kind), source.view(kind))
 
 
-def pieces_of(array: np.ndarray) -> list[np.ndarray]:
-    """Return an array in parts along its first dims, each of PIECE_BYTES at most where that can be; row-major order."""
-    if array.nbytes <= PIECE_BYTES or array.ndim == 0:
+def pieces_of(array: np.ndarray, most_bytes: int) -> list[np.ndarray]:
+    """Return an array in parts along its first dims, each of so many bytes at most where that can be; row-major."""
+    if array.nbytes <= most_bytes or array.ndim == 0:
         return [array] if array.size else []
-    rows = max(1, PIECE_BYTES * len(array) // array.nbytes)
+    rows = max(1, most_bytes * len(array) // array.nbytes)
     parts = [array[at : at + rows] for at in range(0, len(array), rows)]
     if rows == 1 and array.ndim > 1:
-        return [piece for part in parts for piece in pieces_of(part[0])]
+        return [piece for part in parts for piece in pieces_of(part[0], most_bytes)]
     return parts

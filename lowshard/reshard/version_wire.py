@@ -26,6 +26,9 @@ CONTROL, DATA = 41, 42
 """Purposes of connections."""
 STALLED_S = 30.0
 """A connection over which nothing moves for so long, amid a message, is given up."""
+WAKE_BYTES = 512 << 10
+"""While twice as much or more is to come, a thread that waits for it is woken once so much is there, and not for each
+packet, which costs more."""
 WANT_S = 1.0
 """How long a publisher keeps a subscriber that wants a newer version waiting for its answer, at most."""
 _LENGTH = struct.Struct("!Q")
@@ -179,8 +182,22 @@ class Line:
     def receive(self, data: memoryview) -> None:
         """Fill memory with what comes next."""
         self._limit(socket.SO_RCVTIMEO, STALLED_S)
+        sparing_bytes = len(data) - WAKE_BYTES
+        if sparing_bytes >= WAKE_BYTES:
+            self._wake_at(WAKE_BYTES)
+            self._fill(data[:sparing_bytes])
+            self._wake_at(1)  # what is left is less, and would wake nobody
+            data = data[sparing_bytes:]
+        self._fill(data)
+
+    def _fill(self, data: memoryview) -> None:
         while data:
             data = data[self._received(data) :]
+
+    def _wake_at(self, size_bytes: int) -> None:
+        """Have a thread that waits for bytes woken once so many are there."""
+        with _lost():
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, size_bytes)
 
     def _receive_first(self, data: memoryview, until_s: float | None) -> None:
         """Receive a byte that may take its time; `until_s` as `hear` has it."""

@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -23,6 +24,7 @@ from lowshard import comm as lc
 from lowshard.errors import CommError, LowshardError, PeerFailed
 from lowshard.reshard import Publisher, Subscriber, stream_shares, version_server, version_store, version_wire
 from lowshard.reshard.version_server import VersionServer
+from lowshard.reshard.version_wire import WAKE_BYTES, Answer, Line, Lost, read_answer
 
 pytestmark = pytest.mark.time_limit(60)
 ROOT = Path(__file__).resolve().parents[2]
@@ -410,3 +412,40 @@ def test_a_publisher_that_is_killed_amid_streams(tmp_path: Path) -> None:
             subscriber.close()
         finally:
             process.kill()
+
+
+@pytest.mark.parametrize("over", [-1, 0, 1, WAKE_BYTES + 7])
+def test_what_comes_last_is_not_waited_for_however_it_comes(over: int) -> None:
+    """A thread is woken for much at a time; so the last bytes come alone here, and a short message after them."""
+    data = np.random.default_rng(5).integers(0, 256, 2 * WAKE_BYTES + over, np.uint8)
+    with socket.create_server(("127.0.0.1", 0)) as listens:
+        there = socket.create_connection(listens.getsockname(), 10)
+        with contextlib.closing(Line(there)) as giver, contextlib.closing(Line(listens.accept()[0])) as taker:
+
+            def give() -> None:
+                for part in (data[:1], data[1:-WAKE_BYTES], data[-WAKE_BYTES:-1], data[-1:]):
+                    time.sleep(0.02)
+                    giver.send(part.data)
+                giver.say(Answer("here"))
+
+            for _ in range(2):
+                came, begin_s = np.zeros_like(data), time.monotonic()
+                thread = threading.Thread(target=give)
+                thread.start()
+                taker.receive(came.data)
+                assert taker.hear(read_answer).state == "here"
+                assert time.monotonic() - begin_s < ENDS_WITHIN_S
+                thread.join()
+                np.testing.assert_array_equal(came, data)
+
+
+def test_an_end_that_goes_amid_much_is_noticed_at_once() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listens:
+        there = socket.create_connection(listens.getsockname(), 10)
+        with contextlib.closing(Line(listens.accept()[0])) as taker:
+            there.sendall(b"x" * (WAKE_BYTES // 2))
+            threading.Timer(0.2, there.close).start()
+            begin_s = time.monotonic()
+            with pytest.raises(Lost, match="closed the connection"):
+                taker.receive(memoryview(bytearray(4 * WAKE_BYTES)))
+            assert time.monotonic() - begin_s < ENDS_WITHIN_S
