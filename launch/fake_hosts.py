@@ -38,6 +38,8 @@ __all__ = ["FakeHost", "cut", "fake_hosts", "fake_spread", "mend", "sweep", "why
 _MOST_HOSTS = 100
 _IP_LIMIT_S = 20.0
 _KILL_LIMIT_S = 5.0
+_ENDING_S = 5.0
+"""How long what ran on hosts of a dead owner may take to end, and to clean up after its ranks, before it is killed."""
 _RUN = Path("/run")
 _SERIALS = "0123456789abcdefghijklmnopqrstuvwxyz"  # one process may have several sets at a time
 _SUBNETS = ("10.77", "10.205", "172.29", "192.168")  # /24 each, the first that nobody uses
@@ -176,7 +178,7 @@ def sweep() -> list[str]:
         lock = _locked(f"lowshard-fake-{label}")
         if lock is not None:
             with lock:
-                _remove(label)
+                _remove(label, _ENDING_S)
             removed.append(label)
     return removed
 
@@ -223,13 +225,19 @@ def _make(k: int, label: str, subnet: str, hide: Path | None) -> list[FakeHost]:
     return hosts
 
 
-def _remove(label: str) -> None:
-    """Ends the processes on the hosts of a label, and removes all that carries it; what is gone is no error."""
+def _remove(label: str, ending_s: float = 0.0) -> None:
+    """Ends the processes on the hosts of a label, and removes all that carries it; what is gone is no error.
+
+    Args:
+        label: of the hosts.
+        ending_s: how long the processes may take to end by themselves.
+    """
     pid, serial = label.split("-")
     namespaces = [name for name in _namespaces() if name.startswith(f"lowshard-{label}-")]
-    end_s = time.monotonic() + _KILL_LIMIT_S
+    kill_s = time.monotonic() + ending_s
+    end_s = kill_s + _KILL_LIMIT_S
     while left := [found for name in namespaces for found in _ip_quietly("netns", "pids", name).split()]:
-        for found in left:
+        for found in left if time.monotonic() >= kill_s else ():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(int(found), signal.SIGKILL)
         if time.monotonic() > end_s:

@@ -313,6 +313,34 @@ def test_a_keeper_that_is_cut_off_ends_its_rank_itself(nothing_left: None, tmp_p
             connection.close()
 
 
+OWNER = """
+import subprocess, sys, time
+from lowshard.launch.fake_hosts import fake_hosts
+
+with fake_hosts(1) as (host,):
+    for command in sys.argv[1:]:
+        subprocess.Popen(host.command(command))
+    time.sleep(60)
+"""
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_processes_of_a_dead_owner_may_finish_their_cleaning_up_before_they_are_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A janitor that is killed amid it leaves the folder of its rank behind."""
+    monkeypatch.setattr(sys.modules[fake_hosts.__module__], "_ENDING_S", 2.0)
+    cleans = f"touch {tmp_path}/begun; sleep 0.5; touch {tmp_path}/cleaned"
+    stays = f"echo $$ > {tmp_path}/pid; exec sleep 60"
+    with subprocess.Popen([sys.executable, "-c", OWNER, cleans, stays]) as owner:
+        assert wait_until(lambda: (tmp_path / "begun").exists() and (tmp_path / "pid").exists(), LIMIT_S)
+        owner.kill()
+    assert wait_until(lambda: f"{owner.pid}-0" in sweep(), LIMIT_S)
+    assert (tmp_path / "cleaned").exists()
+    assert not alive(int((tmp_path / "pid").read_text()))
+    assert not [name for name in traces() if f"-{owner.pid}-" in name or f"lsh{owner.pid}" in name]
+
+
 @pytest.mark.full_only
 def test_what_a_killed_launcher_leaves_goes_at_the_next_start(launcher: Launcher) -> None:
     folder = launcher.folder / "job"
