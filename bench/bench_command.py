@@ -145,7 +145,8 @@ def _add(
     parser.add_argument(
         "--check",
         action="store_true",
-        help="exit code 1, and say which, if a figure misses its limit; limits hold for the host and rounds of 100 MB",
+        help="exit code 1, and say which, if a figure misses its limit, measured up to twice more with new buffers; "
+        "limits hold for the host and rounds of 100 MB",
     )
     parser.add_argument(
         "--limits",
@@ -238,7 +239,7 @@ def _run(
     from lowshard.bench.bench_device import open_device
     from lowshard.bench.bench_progress import Progress
     from lowshard.bench.bench_report import BenchReport
-    from lowshard.bench.limit import ratio_limit
+    from lowshard.bench.limit import AGAIN, ratio_limit
     from lowshard.bench.machine import facts
     from lowshard.kernels.engine import host_engine
 
@@ -259,7 +260,13 @@ def _run(
         ran = facts(device)
         engine = device.kind if device.kind == "cuda" else host_engine().name
         sizes = args.size or parse_sizes(default_sizes[engine])
-        sections = [_section(device, size, names, args.rounds, build, progress) for size in sizes]
+        sections = []
+        for size in sizes:
+            section = _section(device, size, names, args.rounds, build, progress)
+            for _ in range(AGAIN if args.check else 0):
+                if missed := section.missed:
+                    section = section.better(_section(device, size, missed, args.rounds, build, progress))
+            sections.append(section)
     report = BenchReport(bench, ran, args.rounds, tuple(sections))
     _show(report, args.json)
     write_report(args, lambda: _page(report))

