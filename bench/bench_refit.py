@@ -240,14 +240,13 @@ def measure_refits(seat: Seat, request: Any) -> Any:
                 if request["only"] not in f"{name} {memory}":
                     continue
                 limit = LIMIT if comm.size == 4 else None
-                row = None
-                for _ in range(1 + AGAIN if request["check"] and limit else 1):
+                tries: list[Row] = []
+                while not tries or (request["check"] and limit and len(tries) <= AGAIN):
                     found = _measure(comm, place.meeting, src, dst, quantised, memory == "shown", request)
-                    again = _row({"name": name, "memory": memory, "limit": limit, **found})
-                    row = again if row is None else min(row, again, key=lambda r: r.ratio)
-                    if place.meeting.exchange(row.ratio)[0] <= LIMIT:
+                    tries.append(_row({"name": name, "memory": memory, "limit": limit, **found}))
+                    if place.meeting.exchange(tries[-1].ratio)[0] <= LIMIT:
                         break
-                rows.append(asdict(row))
+                rows.append(asdict(min(tries, key=lambda row: row.ratio)))
     return rows if seat.meeting.rank == 0 else None
 
 
