@@ -32,7 +32,9 @@ if TYPE_CHECKING:
     from lowshard.bench.turn_timing import Workload
     from lowshard.report.page import Page
 
-    Build = Callable[[Device, "Size", tuple[str, ...], Callable[[str], object]], Workload]
+    Build = Callable[
+        [Device, "Size", tuple[str, ...], Callable[[str], object], LimitProgram | None], Workload
+    ]
 
 MXFP8 = """\
 Quantises and dequantises whole arrays of weights, N(0, 0.02), between bf16, fp16, fp32 and MXFP8. Every row is
@@ -162,9 +164,11 @@ def run_mxfp8(args: argparse.Namespace) -> int:
     """Run `lowshard bench mxfp8` and return the exit code."""
     from lowshard.bench import bench_mxfp8 as mxfp8
 
-    def build(device: Device, size: Size, names: tuple[str, ...], say: Callable[[str], object]) -> Workload:
+    def build(
+        device: Device, size: Size, names: tuple[str, ...], say: Callable[[str], object],
+        program: LimitProgram | None,
+    ) -> Workload:  # fmt: skip
         elems = size.count // 2 if size.in_bytes else size.count
-        program = _limit_program(args, device)
         return mxfp8.build(device, max(elems // 32, 1) * 32, names, args.baseline, say, program)
 
     return _run(args, "mxfp8", mxfp8.NAMES, {"numba": "64Mi", "plain": "1Mi", "cuda": "64MB,1GB"}, build)
@@ -174,22 +178,19 @@ def run_pack(args: argparse.Namespace) -> int:
     """Run `lowshard bench pack` and return the exit code."""
     from lowshard.bench import bench_pack as pack
 
-    def build(device: Device, size: Size, names: tuple[str, ...], say: Callable[[str], object]) -> Workload:
-        program = _limit_program(args, device)
+    def build(
+        device: Device, size: Size, names: tuple[str, ...], say: Callable[[str], object],
+        program: LimitProgram | None,
+    ) -> Workload:  # fmt: skip
         return pack.build(device, args.boxes, size.count, names, args.baseline, program)
 
     return _run(args, "pack", pack.NAMES, {"numba": "100MB", "plain": "10MB", "cuda": "64MB,1GB"}, build)
 
 
-def _limit_program(args: argparse.Namespace, device: Device) -> LimitProgram | None:
-    """Return the program in C by which limits are judged; None if none are, and, which is said, if it cannot be built.
-
-    `--check` asks for it as `--limits` does, so that an exit code means the same on every processor.
-    """
+def _limit_program() -> LimitProgram | None:
+    """Return the program in C by which limits are judged; None, and why is said, where it cannot be built."""
     from lowshard.bench.limit_program import LimitProgram
 
-    if not (args.limits or args.check):
-        return None
     try:
         return LimitProgram()
     except LowshardError as error:
@@ -260,12 +261,15 @@ def _run(
         ran = facts(device)
         engine = device.kind if device.kind == "cuda" else host_engine().name
         sizes = args.size or parse_sizes(default_sizes[engine])
+        # --check asks for it too: an exit code is to mean the same on every processor.
+        program = _limit_program() if args.limits or args.check else None
         sections = []
         for size in sizes:
-            section = _section(device, size, names, args.rounds, build, progress)
+            section = _section(device, size, names, args.rounds, build, program, progress)
             for _ in range(AGAIN if args.check else 0):
                 if missed := section.missed:
-                    section = section.better(_section(device, size, missed, args.rounds, build, progress))
+                    again = _section(device, size, missed, args.rounds, build, program, progress)
+                    section = section.better(again)
             sections.append(section)
     report = BenchReport(bench, ran, args.rounds, tuple(sections))
     _show(report, args.json)
@@ -289,6 +293,7 @@ def _section(
     names: tuple[str, ...],
     rounds: int,
     build: Build,
+    program: LimitProgram | None,
     progress: Progress,
 ) -> Section:
     """Measure one size; its arrays are given back when this returns."""
@@ -297,7 +302,7 @@ def _section(
 
     progress.expect(1)
     progress.step("making the arrays")
-    workload = build(device, size, names, progress.say)
+    workload = build(device, size, names, progress.say, program)
     progress.expect(len(workload.cases) + 1 + rounds)
     rows = measure(workload.cases, rounds, device.clock, progress.step)
     notes = list(workload.notes)

@@ -40,11 +40,21 @@ class Section:
         return tuple(row.name for row in self.rows if row.name in names)
 
     def better(self, again: Section) -> Section:
-        """Return this with the better figure of each that was measured again, and a note that says which were."""
+        """Return this with the better figure of each that was measured again, and a note that says which were.
+
+        One that keeps its limit is better than one that does not: the limit goes by the program in C, timed again too.
+        """
         rows, pairs = {row.name: row for row in again.rows}, {(p.fast, p.slow): p for p in again.speed_ups}
-        best = tuple(min(row, rows.get(row.name, row), key=lambda r: r.ratio.median) for row in self.rows)
+        best = tuple(
+            min(row, rows.get(row.name, row), key=lambda r: (r.ok is False, r.ratio.median))
+            for row in self.rows
+        )
         best_pairs = tuple(
-            max(pair, pairs.get((pair.fast, pair.slow), pair), key=lambda p: p.spread.median)
+            max(
+                pair,
+                pairs.get((pair.fast, pair.slow), pair),
+                key=lambda p: (p.ok is not False, p.spread.median),
+            )
             for pair in self.speed_ups
         )
         note = f"measured again with new buffers, the better one counts: {', '.join(rows)}"

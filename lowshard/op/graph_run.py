@@ -274,8 +274,10 @@ def _largest_error(value: np.ndarray, right: np.ndarray) -> float:
 def _elements_told(
     graph: BoundGraph, name: str, expected: Mapping[str, np.ndarray], value: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return an output and what is right; the elements at the places it tells, if it tells places."""
+    """Return an output and what is right; the elements at the places it tells, if it tells other places."""
     right = expected[name]
+    if value.dtype != right.dtype or np.array_equal(value, right):
+        return value, right
     for node in graph.nodes:
         at = _PLACES.get(node.op, len(node.results))
         if at < len(node.results) and graph.tensors[node.results[at]].name == name:

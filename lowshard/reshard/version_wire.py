@@ -182,12 +182,12 @@ class Line:
     def receive(self, data: memoryview) -> None:
         """Fill memory with what comes next."""
         self._limit(socket.SO_RCVTIMEO, STALLED_S)
-        sparing_bytes = len(data) - WAKE_BYTES
-        if sparing_bytes >= WAKE_BYTES:
+        end = len(data) - WAKE_BYTES
+        if end >= WAKE_BYTES:
             self._wake_at(WAKE_BYTES)
-            self._fill(data[:sparing_bytes])
-            self._wake_at(1)  # what is left is less, and would wake nobody
-            data = data[sparing_bytes:]
+            self._fill(data[:end])
+            self._wake_at(1)  # less than that may be left, and would wake nobody
+            data = data[end:]
         self._fill(data)
 
     def _fill(self, data: memoryview) -> None:

@@ -324,6 +324,12 @@ def test_of_what_is_measured_again_the_better_figure_counts_and_a_note_says_so()
     assert best.missed == ("a", "b")
     assert best.notes == ("first", "measured again with new buffers, the better one counts: a")
     assert best.better(section(1.1, 2.5)).missed == ()
+    kept = Row(
+        "a", "", 100, 50, 1.0, 0.0, (1.1,), (1.0,), ((1.0,),)
+    )  # under 1.15 times what the program takes
+    lower = Row("a", "", 100, 50, 1.0, 0.0, (1.05,), (1.0,), ((0.5,),))
+    assert Section("", (), (kept,)).better(Section("", (), (lower,))).rows == (kept,)
+    assert Section("", (), (lower,)).better(Section("", (), (kept,))).rows == (kept,)
 
 
 def test_progress_off_a_terminal_is_plain_lines_at_least_two_seconds_apart() -> None:

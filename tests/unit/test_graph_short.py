@@ -119,6 +119,8 @@ def test_where_two_are_equal_but_for_rounding_either_place_is_right(monkeypatch:
         return prove(plan)
 
     assert prove_with() == 0
+    with pytest.raises(VerificationError, match="argmax"):
+        prove_with(argmax=right["argmax"].astype(np.float64) + 6)
     assert prove_with(argmax=(right["argmax"] + 6) % 12, argsort=(right["argsort"] + 6) % 12) == 0
     for name in ("argmax", "argmin", "argsort"):
         with pytest.raises(VerificationError, match=name):

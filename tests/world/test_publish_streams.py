@@ -414,38 +414,45 @@ def test_a_publisher_that_is_killed_amid_streams(tmp_path: Path) -> None:
             process.kill()
 
 
+def _ends(kind: str) -> tuple[socket.socket, socket.socket]:
+    if kind == "unix":
+        return socket.socketpair()
+    with socket.create_server(("127.0.0.1", 0)) as listens:
+        return socket.create_connection(listens.getsockname(), 10), listens.accept()[0]
+
+
+@pytest.mark.parametrize("kind", ["tcp", "unix"])
 @pytest.mark.parametrize("over", [-1, 0, 1, WAKE_BYTES + 7])
-def test_what_comes_last_is_not_waited_for_however_it_comes(over: int) -> None:
+def test_what_comes_last_is_not_waited_for_however_it_comes(over: int, kind: str) -> None:
     """A thread is woken for much at a time; so the last bytes come alone here, and a short message after them."""
     data = np.random.default_rng(5).integers(0, 256, 2 * WAKE_BYTES + over, np.uint8)
-    with socket.create_server(("127.0.0.1", 0)) as listens:
-        there = socket.create_connection(listens.getsockname(), 10)
-        with contextlib.closing(Line(there)) as giver, contextlib.closing(Line(listens.accept()[0])) as taker:
+    with contextlib.ExitStack() as stack:
+        giver, taker = (stack.enter_context(contextlib.closing(Line(end))) for end in _ends(kind))
 
-            def give() -> None:
-                for part in (data[:1], data[1:-WAKE_BYTES], data[-WAKE_BYTES:-1], data[-1:]):
-                    time.sleep(0.02)
-                    giver.send(part.data)
-                giver.say(Answer("here"))
+        def give() -> None:
+            for part in (data[:1], data[1:-WAKE_BYTES], data[-WAKE_BYTES:-1], data[-1:]):
+                time.sleep(0.02)
+                giver.send(part.data)
+            giver.say(Answer("here"))
 
-            for _ in range(2):
-                came, begin_s = np.zeros_like(data), time.monotonic()
-                thread = threading.Thread(target=give)
-                thread.start()
-                taker.receive(came.data)
-                assert taker.hear(read_answer).state == "here"
-                assert time.monotonic() - begin_s < ENDS_WITHIN_S
-                thread.join()
-                np.testing.assert_array_equal(came, data)
-
-
-def test_an_end_that_goes_amid_much_is_noticed_at_once() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listens:
-        there = socket.create_connection(listens.getsockname(), 10)
-        with contextlib.closing(Line(listens.accept()[0])) as taker:
-            there.sendall(b"x" * (WAKE_BYTES // 2))
-            threading.Timer(0.2, there.close).start()
-            begin_s = time.monotonic()
-            with pytest.raises(Lost, match="closed the connection"):
-                taker.receive(memoryview(bytearray(4 * WAKE_BYTES)))
+        for _ in range(2):
+            came, begin_s = np.zeros_like(data), time.monotonic()
+            thread = threading.Thread(target=give)
+            thread.start()
+            taker.receive(came.data)
+            assert taker.hear(read_answer).state == "here"
             assert time.monotonic() - begin_s < ENDS_WITHIN_S
+            thread.join()
+            np.testing.assert_array_equal(came, data)
+
+
+@pytest.mark.parametrize("kind", ["tcp", "unix"])
+def test_an_end_that_goes_amid_much_is_noticed_at_once(kind: str) -> None:
+    there, here = _ends(kind)
+    with contextlib.closing(Line(here)) as taker:
+        there.sendall(b"x" * 1000)
+        threading.Timer(0.2, there.close).start()
+        begin_s = time.monotonic()
+        with pytest.raises(Lost, match="closed the connection"):
+            taker.receive(memoryview(bytearray(4 * WAKE_BYTES)))
+        assert time.monotonic() - begin_s < ENDS_WITHIN_S
