@@ -26,11 +26,13 @@ def block_bytes(dtype: str) -> int:
     return BLOCK_ELEMS * SOURCES[dtype].itemsize
 
 
-def prefetch_block(builder: ir.IRBuilder, address: ir.Value, block: int, dtype: str) -> None:
-    """Ask for the lines of a block of the source: one, or two of fp32."""
+def prefetch_block(
+    builder: ir.IRBuilder, address: ir.Value, block: int, dtype: str, locality: int = 2
+) -> None:
+    """Ask for the lines of a block of the source, one, or two of fp32, into a cache as `prefetch_at` does."""
     begin = block * block_bytes(dtype)
     for line in range(begin, begin + block_bytes(dtype), CACHE_LINE_BYTES):
-        prefetch_at(builder, offset(builder, address, line))
+        prefetch_at(builder, offset(builder, address, line), locality)
 
 
 def minimum_of_halves(bits: Lanes) -> Lanes:

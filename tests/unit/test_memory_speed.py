@@ -85,34 +85,36 @@ def test_finding_one_per_cent_takes_at_most_1_3_times_reading_both(
 
 
 ELEMS = 1 << 25
-"""64 MB of bf16."""
+"""64 MB of bf16, 128 MB of fp32."""
 
 
 def _at(room: np.ndarray, past: int, dtype: np.dtype, count: int) -> np.ndarray:
-    """Return so many elements of a buffer, the first some bytes past a cache line."""
-    begin = -room.ctypes.data % 64 + past
+    """Return so many elements of a buffer, the first some bytes past a pair of cache lines."""
+    begin = -room.ctypes.data % 128 + past
     return room[begin : begin + count * dtype.itemsize].view(dtype)
 
 
-@pytest.mark.parametrize("past", [(16, 16), (0, 16), (16, 0), (48, 16)])
+@pytest.mark.parametrize("past", [(16, 16), (0, 16), (16, 0), (48, 16), (64, 0), (64, 16)])
 @pytest.mark.parametrize("back", [False, True])
-def test_buffers_that_begin_amid_a_line_cost_at_most_1_15_times_others(
-    rng: np.random.Generator, back: bool, past: tuple[int, int]
+@pytest.mark.parametrize("floats_of", [ml_dtypes.bfloat16, np.float32])
+def test_buffers_that_begin_anywhere_cost_at_most_1_15_times_others(
+    rng: np.random.Generator, floats_of: type, back: bool, past: tuple[int, int]
 ) -> None:
-    """The bytes past a line of source and target; those of np.empty are 16."""
+    """The bytes past a pair of cache lines of source and target; those of np.empty are 16, or 80."""
 
     def made() -> tuple[Job, Job]:
-        bf16, byte = np.dtype(ml_dtypes.bfloat16), np.dtype(np.uint8)
-        floats, codes, scales = (np.zeros(size + 128, np.uint8) for size in (2 * ELEMS, ELEMS, ELEMS // 32))
-        values = (rng.standard_normal(1 << 20, dtype=np.float32) * 0.02).astype(bf16)
+        dtype, byte = np.dtype(floats_of), np.dtype(np.uint8)
+        sizes = (dtype.itemsize * ELEMS, ELEMS, ELEMS // 32)
+        floats, codes, scales = (np.zeros(size + 256, np.uint8) for size in sizes)
+        values = (rng.standard_normal(1 << 20, dtype=np.float32) * 0.02).astype(dtype)
 
         def job(source: int, target: int) -> Job:
             begins = (source, target, target) if not back else (target, source, source)
-            x = _at(floats, begins[0], bf16, ELEMS)
+            x = _at(floats, begins[0], dtype, ELEMS)
             q = MXFP8Tensor(_at(codes, begins[1], byte, ELEMS), _at(scales, begins[2], byte, ELEMS // 32))
             x[...] = np.resize(values, ELEMS)
             quantize_mxfp8(x, out=q)
-            return (lambda: dequantize_mxfp8(q, out=x)) if back else (lambda: quantize_mxfp8(x, out=q))
+            return (lambda: dequantize_mxfp8(q, dtype, out=x)) if back else (lambda: quantize_mxfp8(x, out=q))
 
         return job(*past), job(0, 0)
 
