@@ -158,7 +158,7 @@ class Publisher:
             tuple(Station(**json.loads(row)) for row in rows),
         )
         self._store = VersionStore(self._layouts, comm.rank, bytes.fromhex(mark), sums=where.folder is None)
-        self._server = VersionServer(self._doors, self._store, mark, self._newest, lambda: table)
+        self._server = VersionServer(self._doors, self._store, mark, self._newest, table)
 
     def _open_first(self, where: Address, given: bytes | None) -> list[str]:
         """Open rank 0's door and keep the token; return address, token, mark and token file as text."""

@@ -5,7 +5,8 @@ One `pull`, on every rank:
 ```
 rank 0 wants a newer version until one is offered, or the time is over; all ranks hear of it
 each rank fetches its boxes into the arrays that are not served:  mapped memory | streams (`version_fetch`),
-                                  what differs from the version that is served where that is less than all of it
+                                  what differs from the version that is served where that is less than all of it;
+                                  all of it from another subscriber of this host where both share
 all agree that they have them -> vote -> switch -> rank 0 says done
 ```
 
@@ -20,19 +21,20 @@ import json
 import os
 import socket
 import time
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, Self, overload
 
 import numpy as np
 
-from lowshard.argument import brief, instance, number
+from lowshard.argument import brief, instance, number, truth
 from lowshard.comm import Communicator, agree, loopback, share_text
 from lowshard.comm.agreement import control_of
 from lowshard.comm.background import Background
 from lowshard.comm.door import enter
+from lowshard.comm.interface import network_name
 from lowshard.comm.work import Work
 from lowshard.errors import CommError, LowshardError, PeerFailed, TimedOut
 from lowshard.foreign_array import like
@@ -41,7 +43,8 @@ from lowshard.reshard.plan_builder import build_reshard_plan
 from lowshard.reshard.publication_address import Address, checked_token, read_token
 from lowshard.reshard.published_tensors import local_arrays, tensor_layouts
 from lowshard.reshard.tensor_layout import TensorLayout
-from lowshard.reshard.version_fetch import ENTER_S, Fetched, Source, Wanted
+from lowshard.reshard.version_fetch import ENTER_S, Fetched, Source, Wanted, is_mapped
+from lowshard.reshard.version_shelf import Shelf
 from lowshard.reshard.version_wire import (
     CONTROL,
     STALLED_S,
@@ -51,9 +54,11 @@ from lowshard.reshard.version_wire import (
     Line,
     Lost,
     Request,
+    Station,
     Table,
     read_answer,
     read_table,
+    text_of,
 )
 from lowshard.reshard.vote import Vote
 from lowshard.tiling import Tiling
@@ -93,6 +98,10 @@ class Subscriber:
             that is less; where the publisher has that version no more, all of it. Bits are compared. "off": all of it
             always. From mapped memory everything is copied. Between versions the arrays are the subscriber's: what is
             changed in them stays changed until those elements change at the publisher.
+        share: True gives versions to other subscribers of this host with the same layouts, which share too, and takes
+            them from there, where the publisher is on another host and all of a version is to come: it comes to each
+            host once. For that all ranks are on one host, and each opens a port of 127.0.0.1 to who knows the token.
+            Leave the arrays as they came: what is changed in them would be given on.
         name: what the publisher's `members()` shows.
 
     Every rank raises the same error.
@@ -113,12 +122,13 @@ class Subscriber:
         token: bytes | None = None,
         token_file: str | Path | None = None,
         delta: Literal["auto", "off"] = "auto",
+        share: bool = False,
         name: str = "",
     ) -> None:
         self._alone = loopback(1)[0] if comm is None else None
         whole = self._alone if comm is None else control_of(comm)
         assert whole is not None
-        asked, error = b"", None
+        asked, error, network, layouts_text = b"", None, "", b""
         try:
             self._layouts = tensor_layouts(layouts, whole.size)
             arrays = local_arrays(self._layouts, out, whole.rank, writes=True)
@@ -132,8 +142,12 @@ class Subscriber:
             self._token_file = self._address.token_file if token_file is None else token_file
             if not isinstance(delta, str) or delta not in ("auto", "off"):
                 raise CommError(f"delta of a Subscriber is 'auto' or 'off', got {brief(delta)}")
-            said = [address, name, delta, {n: x.to_json() for n, x in self._layouts.items()}]
-            asked = hashlib.blake2b(json.dumps(said, default=list).encode()).digest()
+            if truth(share, "share is True or False", CommError):
+                network = network_name()
+            tables = {n: x.to_json() for n, x in self._layouts.items()}
+            layouts_text = json.dumps(tables, default=list).encode()
+            said = json.dumps([address, name, delta, share]).encode()
+            asked = hashlib.blake2b(said + layouts_text).digest()
         except LowshardError as found:
             error = found
         agree(whole, asked, error, "Subscriber")
@@ -147,6 +161,10 @@ class Subscriber:
         self._control: Line | None = None
         self._table_text, self._offers, self._proven = "", "", b""
         self._source: Source | None = None
+        self._shelf: Shelf | None = None
+        self._group = ""
+        if share and len(set(share_text(self._comm, network))) == 1:
+            self._group = hashlib.blake2b(network.encode() + layouts_text, digest_size=16).hexdigest()
         self._vote = Vote(self._comm)
 
     # ---- what is served
@@ -169,6 +187,7 @@ class Subscriber:
         - `dense_bytes`: what all of its boxes have.
         - `received_bytes`: what came over connections.
         - `changed_elems`: elements of what came that differ from the version before; all of what came whole.
+        - `near_bytes`: of `received_bytes`, what came from another subscriber of this host.
         """
         return asdict(self._fetched)
 
@@ -232,7 +251,9 @@ class Subscriber:
         assert self._source is not None
         self._now = _Served(1 - self._now.at, offer.version, self._source.mark, offer.number)
         self._fetched = fetched
-        self._say_done(offer)
+        if self._shelf is not None:
+            self._shelf.put(self._now.at, offer.number)
+        self._tell(Request("done", number=offer.number, version=offer.version))
         return offer.version
 
     def _offered(self, end_s: float, limit_s: float) -> Answer:
@@ -244,11 +265,12 @@ class Subscriber:
             said = json.loads(share_text(self._comm, json.dumps(said))[0])
             if "table" in said:
                 self._take_table(*said["table"])
+                continue
             if "error" in said:
                 kind, text = said["error"]
                 raise {"PeerFailed": PeerFailed, "TimedOut": TimedOut}.get(kind, CommError)(text)
             if "offer" in said:
-                return Answer(**said["offer"])
+                return read_answer.text(said["offer"])
             if said["over"]:
                 raise TimedOut(
                     f"no version newer than {self.version} was offered at {self._address} within {limit_s:g} s"
@@ -260,14 +282,14 @@ class Subscriber:
         try:
             if self._control is None:
                 self._connect(end_s)
-                said["table"] = [self._table_text, self._proven.hex()]
-            assert self._control is not None
+                return {"table": [self._table_text, self._proven.hex()]}
             newer = self.version if self._offers == self._now.mark else None
             wait_s = min(WANT_S, max(0.0, end_s - time.monotonic()))
-            self._control.say(Request("want", self._offers, newer, wait_s))
+            since = self._held if self._delta == "auto" else 0
+            self._control.say(Request("want", self._offers, newer, wait_s, since=since))
             answer = self._control.hear(read_answer, time.monotonic() + WANT_S + _TURN_S + STALLED_S / 3)
             if answer.state == "here":
-                said["offer"] = vars(answer)
+                said["offer"] = text_of(answer)
             elif answer.state == "closed":
                 raise PeerFailed(f"the publisher at {self._address} has closed")
         except Lost as lost:
@@ -295,7 +317,7 @@ class Subscriber:
         line.say(self._greeting)
         table: Table = line.hear(read_table, time.monotonic() + STALLED_S)
         self._offers = table.mark
-        self._table_text = json.dumps({**vars(table), "stations": [vars(one) for one in table.stations]})
+        self._table_text = text_of(table)
         self._proven = token
 
     def _take_table(self, text: str, token: str) -> None:
@@ -306,22 +328,65 @@ class Subscriber:
         error: LowshardError | None = None
         try:
             table = read_table.text(text)
-            ranks = len(table.stations)
+            self._proven = bytes.fromhex(token)
             have = {name: TensorLayout.from_json(layout) for name, layout in table.layouts.items()}
-            plan = build_reshard_plan(have, {n: x.shifted(ranks) for n, x in self._layouts.items()})
-            self._source = Source(table, bytes.fromhex(token), have, plan, ranks + self._comm.rank)
+            self._source = self._planned(table.mark, table.stations, have)
         except LowshardError as found:
             error = found
             self._disconnect()
         agree(self._comm, b"", error, "pull")
+        if self._group:
+            self._share(table)
+
+    def _planned(
+        self, mark: str, stations: Sequence[Station], have: Mapping[str, TensorLayout], is_near: bool = False
+    ) -> Source:
+        """Return a source of what a publisher has, or another subscriber of this host."""
+        ranks = len(stations)
+        plan = build_reshard_plan(have, {n: x.shifted(ranks) for n, x in self._layouts.items()})
+        return Source(mark, stations, self._proven, have, plan, ranks + self._comm.rank, is_near)
+
+    def _share(self, table: Table) -> None:
+        """Open what this job serves to others of this host, where each rank can and reads all over connections itself;
+        have the publisher know.
+        """
+        comm, mark = self._comm, table.mark
+        if self._shelf is None or self._shelf.mark != mark:
+            self._close_shelf()
+            if not all(is_mapped(one.network) for one in table.stations):
+                with contextlib.suppress(OSError):
+                    self._shelf = Shelf(self._layouts, comm.rank, self._sets, mark, self._proven)
+        own = () if self._shelf is None else self._shelf.addresses
+        doors = [tuple(json.loads(text)) for text in share_text(comm, json.dumps(own))]
+        if all(doors):
+            stations = tuple(Station(door, "", 0) for door in doors)
+            self._tell(Request("shares", number=self._held, group=self._group, stations=stations))
+        else:
+            self._close_shelf()
+
+    def _close_shelf(self) -> None:
+        if self._shelf is not None:
+            self._shelf.close()
+            self._shelf = None
+
+    @property
+    def _held(self) -> int:
+        """The snapshot of the publisher that this job serves; 0 where that is another one's."""
+        return self._now.number if self._source is not None and self._source.mark == self._now.mark else 0
 
     def _fetch(self, offer: Answer) -> Fetched:
         """Fill the arrays that are not served, or raise on all ranks."""
         assert self._source is not None
         error: LowshardError | None = None
         fetched = Fetched()
-        since = self._now.number if self._delta == "auto" and self._source.mark == self._now.mark else 0
+        since = self._held if self._delta == "auto" else 0
         served, target = self._sets[self._now.at], self._sets[1 - self._now.at]
+        if self._shelf is not None:
+            self._shelf.put(1 - self._now.at, 0)
+        if offer.near:
+            near = self._fetch_near(offer.near, Wanted(offer.number, target, 0, served))
+            if near is not None:
+                return near
         try:
             fetched = self._source.fetch(Wanted(offer.number, target, since, served))
         except Lost as lost:
@@ -340,10 +405,30 @@ class Subscriber:
             # The others had it and switched before one of them died: so does this rank.
         return fetched
 
-    def _say_done(self, offer: Answer) -> None:
+    def _fetch_near(self, stations: Sequence[Station], wanted: Wanted) -> Fetched | None:
+        """Fill the same arrays from another subscriber of this host; return None on all ranks where that went wrong."""
+        error: LowshardError | None = None
+        fetched = Fetched()
+        try:
+            assert self._source is not None
+            source = self._planned(self._source.mark, stations, self._layouts, is_near=True)
+            try:
+                fetched = source.fetch(wanted)
+            finally:
+                source.close()
+        except Exception as found:
+            error = CommError(str(found))
+        try:
+            agree(self._comm, b"", error, "pull")
+        except LowshardError:  # the publisher has it as well
+            return None
+        return replace(fetched, near_bytes=fetched.received_bytes)
+
+    def _tell(self, request: Request) -> None:
+        """Have the publisher know; on rank 0."""
         if self._control is not None:
             try:
-                self._control.say(Request("done", number=offer.number, version=offer.version))
+                self._control.say(request)
             except Lost:
                 self._disconnect()
 
@@ -376,6 +461,7 @@ class Subscriber:
     def _leave(self) -> None:
         self._closed = True
         self._disconnect()
+        self._close_shelf()
         if self._source is not None:
             self._source.close()
 

@@ -5,6 +5,8 @@ rank of the publisher on this host     its snapshot is mapped; boxes are copied 
 on another host                        streams: connections, each with a share of the boxes (`stream_shares`)
 ```
 
+A subscriber of this host that shares what it has is a source as a publisher is, over streams alone.
+
 All ranks' snapshots are copied and all streams are received at the same time, each in a thread that lives as long as
 the fetch. Where one fails, all connections are ended, so that no other goes on, and what failed first is raised.
 """
@@ -39,7 +41,6 @@ from lowshard.reshard.version_wire import (
     Lost,
     Request,
     Station,
-    Table,
     read_answer,
 )
 from lowshard.settings import CROSS_MEMORY, STREAMS
@@ -50,6 +51,8 @@ RECEIVE_BYTES = 8 << 20
 """What is received at a time where it shall lie, before its checksum is taken."""
 ENTER_S = 5.0
 """How long a door of a publisher may take to let this rank in."""
+NEAR_S = 1.0
+"""How long one of a subscriber may, and how long it may say nothing: the publisher is there too."""
 
 
 def most_streams() -> int:
@@ -68,12 +71,14 @@ class Fetched:
     dense_bytes: int = 0
     received_bytes: int = 0
     changed_elems: int = 0
+    near_bytes: int = 0
 
     def add(self, other: Fetched) -> None:
         """Count what another part of the version has brought."""
         self.dense_bytes += other.dense_bytes
         self.received_bytes += other.received_bytes
         self.changed_elems += other.changed_elems
+        self.near_bytes += other.near_bytes
 
 
 @dataclass(frozen=True)
@@ -97,33 +102,43 @@ Job = Callable[[], Fetched]
 
 
 class Source:
-    """The ranks of one publisher that have something for this rank.
+    """The ranks of one publisher that have something for this rank; or of a subscriber that shares.
 
     Attributes:
         mark: of the publisher.
     """
 
     def __init__(
-        self, table: Table, token: bytes, have: Mapping[str, TensorLayout], plan: ReshardPlan, rank: int
+        self,
+        mark: str,
+        stations: Sequence[Station],
+        token: bytes,
+        have: Mapping[str, TensorLayout],
+        plan: ReshardPlan,
+        rank: int,
+        is_near: bool = False,
     ) -> None:
         """Plan for a publisher; nothing is connected yet.
 
         Args:
-            table: what the publisher has.
+            mark: of the publisher.
+            stations: its ranks.
             token: of its doors.
             have: its layouts.
             plan: from its ranks to those of this job, which come behind.
             rank: this one, in the plan.
+            is_near: it is a subscriber of this host.
         """
-        self.mark = table.mark
+        self.mark = mark
         most = most_streams()
         self._peers = [
             _Peer(
                 peer,
-                table.stations[peer],
-                (table.mark, token),
+                stations[peer],
+                (mark, token),
                 places_of(have, peer)[0],
                 shares_of(plan, moves, most),
+                is_near,
             )
             for peer, moves in plan.for_rank(rank).receives.items()
         ]
@@ -167,7 +182,9 @@ class _Peer:
         secrets: tuple[str, bytes],
         places: Mapping[str, Place],
         shares: Sequence[Sequence[TensorBoxes]],
+        is_near: bool,
     ) -> None:
+        self._is_near = is_near
         self._rank, self._station, self._places, self._shares = rank, station, places, shares
         self._mark, self._token = secrets
         self._maps = False
@@ -184,7 +201,7 @@ class _Peer:
         if not self._shares:
             return []
         if not self.lines:
-            self._maps = self._station.network == network_name() and CROSS_MEMORY.choice() != "off"
+            self._maps = not self._is_near and is_mapped(self._station.network)
         try:
             if self._maps:
                 memory = self._memory(wanted.number)
@@ -205,13 +222,16 @@ class _Peer:
             raise self._named(lost) from lost
 
     def _named(self, lost: Lost) -> Lost:
-        return Lost(f"rank {self._rank} of the publisher: {lost}")
+        whose = "another subscriber" if self._is_near else "the publisher"
+        return Lost(f"rank {self._rank} of {whose}: {lost}")
 
     def _line(self, at: int) -> Line:
         """Return a connection by its place, made where it is missing."""
         if at == len(self.lines):
+            enter_s, stalled_s = (NEAR_S, NEAR_S) if self._is_near else (ENTER_S, STALLED_S)
             try:
-                self.lines.append(Line(enter(self._station.addresses, self._token, DATA, 0, ENTER_S)))
+                made = enter(self._station.addresses, self._token, DATA, 0, enter_s)
+                self.lines.append(Line(made, stalled_s))
             except ConnectionError as error:
                 raise Lost(str(error)) from error
         return self.lines[at]
@@ -289,7 +309,7 @@ class _Stream:
     def _take_changes(self, wanted: Wanted, fetched: Fetched) -> bool:
         """Receive what differs, and write it over a copy of what is served; return whether the publisher can tell."""
         self._line.say(Request("changes", self._mark, number=wanted.number, since=wanted.since))
-        if self._line.hear(read_answer, time.monotonic() + STALLED_S).state != "here":
+        if self._line.hear(read_answer, time.monotonic() + self._line.stalled_s).state != "here":
             return False
         if not self._changes:
             self._changes = tuple(
@@ -353,8 +373,13 @@ class _Incoming:
             raise Lost("what came has another checksum than what was sent")
 
 
+def is_mapped(network: str) -> bool:
+    """Say whether snapshots of processes on a network are mapped, where they may be opened."""
+    return network == network_name() and CROSS_MEMORY.choice() != "off"
+
+
 def _here(line: Line) -> Answer:
-    answer: Answer = line.hear(read_answer, time.monotonic() + STALLED_S)
+    answer: Answer = line.hear(read_answer, time.monotonic() + line.stalled_s)
     if answer.state != "here":
         raise Lost("the snapshot is there no more")
     return answer

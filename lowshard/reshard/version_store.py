@@ -51,6 +51,7 @@ class Place:
     offset: int
     shape: tuple[int, ...]
     dtype: str
+    name: str
 
     def part(self, memory: np.ndarray, box: Box) -> np.ndarray:
         """Return a box of the tensor in a snapshot's bytes."""
@@ -74,7 +75,7 @@ def places_of(layouts: Mapping[str, TensorLayout], rank: int) -> tuple[dict[str,
     for name, layout in layouts.items():
         shape = layout.local_shape(rank)
         if shape is not None:
-            places[name] = Place(at, shape, layout.dtype)
+            places[name] = Place(at, shape, layout.dtype, name)
             at += -(-prod(shape) * layout.itemsize_bytes // PAGE_BYTES) * PAGE_BYTES
     return places, at
 
@@ -116,10 +117,7 @@ class Memory:
         """
         part = place.part(self.bytes, box)
         if not part.flags.c_contiguous:
-            for piece in pieces_of(part, PIECE_BYTES):
-                data = np.ascontiguousarray(piece).reshape(-1).view(np.uint8).data
-                crc = crc32(data, crc)
-                yield data, crc
+            yield from runs_of(part, crc)
             return
         at, sums = address(part) - address(self.bytes), self.sums
         end, tensor_end = at + part.nbytes, place.offset + place.size_bytes
@@ -255,6 +253,14 @@ def _copied(source: Array, target: np.ndarray) -> Iterator[tuple[int, memoryview
         if by_part:
             part[...] = source.reshape(-1).view(np.uint8)[at : at + PART_BYTES]
         yield at, part.data
+
+
+def runs_of(part: np.ndarray, crc: int) -> Iterator[tuple[memoryview, int]]:
+    """Yield an array's bytes, row-major, piece by piece, each with the CRC-32 of all bytes up to its end."""
+    for piece in pieces_of(part, PIECE_BYTES):
+        data = np.ascontiguousarray(piece).reshape(-1).view(np.uint8).data
+        crc = crc32(data, crc)
+        yield data, crc
 
 
 def box_of(array: Array, box: Box) -> Array:
