@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import importlib.machinery
 import importlib.util
+import linecache
 import os
 import sys
 import threading
@@ -21,6 +22,7 @@ from typing import Any, TextIO
 from lowshard.argument import truth
 from lowshard.comm import run_loopback
 from lowshard.comm.abort import FailureRecord, exit_code_of
+from lowshard.comm.call import stack_of
 from lowshard.errors import LaunchError, PeerFailed
 from lowshard.launch.job import as_words, checked_size
 from lowshard.launch.verdict import JobResult, failure_text, judge
@@ -146,11 +148,10 @@ class _Ranks:
 
     def show_stacks(self, stream: TextIO) -> None:
         """Prints where each rank is."""
-        frames = sys._current_frames()
         for rank, thread in sorted(self._threads.items()):
-            if thread in frames:
-                lines = "".join(traceback.format_stack(frames[thread])).splitlines()
-                stream.write("".join(f"[{rank}] {line}\n" for line in lines))
+            for file, line, name in reversed(stack_of(thread)):
+                stream.write(f'[{rank}]   File "{file}", line {line}, in {name}\n')
+                stream.write(f"[{rank}]     {linecache.getline(file, line).strip()}\n")
 
     def _start(self, wait_s: float) -> None:
         """Runs the ranks; what they raise is in their records, and how long they may run is not its business."""

@@ -8,15 +8,17 @@ thread outside the interpreter sends to the other ranks with each heartbeat: a f
 
 from __future__ import annotations
 
+import faulthandler
 import hashlib
 import os
+import re
 import site
 import struct
 import sys
 import sysconfig
 import threading
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -59,6 +61,9 @@ _INSTALLED = tuple(
     {sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib")}
     | {path + os.sep for path in site.getsitepackages()}
 )
+
+_ROW = re.compile(rb'^  File "(.*)", line (\d+) in (.*)', re.MULTILINE)
+_ESCAPED = re.compile(r"\\(x|u|U000)([0-9a-f]{2,5})")
 
 
 class NamedCall(Protocol):
@@ -249,14 +254,28 @@ def user_line() -> str:
     That is the innermost frame outside lowshard and the standard library; installed packages count only where
     there is nothing else.
     """
+    return innermost_line(row[:2] for row in stack_of(threading.main_thread().ident or 0))
 
-    def places() -> Iterator[tuple[str, int]]:
-        frame: FrameType | None = sys._current_frames().get(threading.main_thread().ident or 0)
-        while frame is not None:
-            yield frame.f_code.co_filename, frame.f_lineno
-            frame = frame.f_back
 
-    return innermost_line(places())
+def stack_of(thread: int) -> list[tuple[str, int, str]]:
+    """Return file, line and function of a thread's innermost 100 frames, innermost first.
+
+    faulthandler reads it in one go. Python's frame objects are no way to look at another thread: garbage may be
+    collected while one is made, the thread runs on meanwhile, and whatever lies on its stack then is taken for a frame
+    (Python 3.11).
+    """
+    with open(os.memfd_create("lowshard-stack", os.MFD_CLOEXEC), "w+b") as file:
+        faulthandler.dump_traceback(file.fileno(), all_threads=True)
+        file.seek(0)
+        dump = file.read()
+    found = re.search(rb"^(?:Current t|T)hread 0x0*%x .*\n((?:  File .*\n)*)" % thread, dump, re.MULTILINE)
+    rows = _ROW.findall(found[1]) if found else []
+    # It writes ASCII, and other characters as Python's literals have them.
+    return [(_plain(file), int(line), _plain(name)) for file, line, name in rows]
+
+
+def _plain(text: bytes) -> str:
+    return _ESCAPED.sub(lambda code: chr(int(code[2], 16)), text.decode())
 
 
 def innermost_line(places: Iterable[tuple[str, int]]) -> str:

@@ -34,7 +34,6 @@ from lowshard.reshard.version_store import PIECE_BYTES, Memory, Place, box_of, c
 from lowshard.reshard.version_wire import (
     CHANGES_HEAD,
     DATA,
-    STALLED_S,
     WHOLE,
     Answer,
     Line,
@@ -228,10 +227,10 @@ class _Peer:
     def _line(self, at: int) -> Line:
         """Return a connection by its place, made where it is missing."""
         if at == len(self.lines):
-            enter_s, stalled_s = (NEAR_S, NEAR_S) if self._is_near else (ENTER_S, STALLED_S)
+            limit_s = NEAR_S if self._is_near else None
             try:
-                made = enter(self._station.addresses, self._token, DATA, 0, enter_s)
-                self.lines.append(Line(made, stalled_s))
+                made = enter(self._station.addresses, self._token, DATA, 0, limit_s or ENTER_S)
+                self.lines.append(Line(made, limit_s))
             except ConnectionError as error:
                 raise Lost(str(error)) from error
         return self.lines[at]

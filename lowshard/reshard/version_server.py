@@ -65,7 +65,9 @@ class Member:
 class Snapshot(Protocol):
     """A version of a rank's tensors. `Memory` and `Held` are some."""
 
-    number: int
+    @property
+    def number(self) -> int:
+        """Which one is whole here, or 0."""
 
     def runs(self, place: Place, box: Box, crc: int) -> Iterator[tuple[memoryview, int]]:
         """Yield the bytes of a box of a tensor, with checksums."""
@@ -74,7 +76,9 @@ class Snapshot(Protocol):
 class Store(Protocol):
     """Where a rank's snapshots are. `VersionStore` and `Shelf` are some."""
 
-    places: Mapping[str, Place]
+    @property
+    def places(self) -> Mapping[str, Place]:
+        """Where tensors lie in a snapshot."""
 
     def find(self, number: int) -> Snapshot | None:
         """Return a snapshot by number, where it is there."""

@@ -143,8 +143,8 @@ class Line:
         stalled_s: how long nothing may move amid a message.
     """
 
-    def __init__(self, connection: socket.socket, stalled_s: float = STALLED_S) -> None:
-        self.connection, self.stalled_s = connection, stalled_s
+    def __init__(self, connection: socket.socket, stalled_s: float | None = None) -> None:
+        self.connection, self.stalled_s = connection, STALLED_S if stalled_s is None else stalled_s
         self._limits_s: dict[int, float] = {}
         connection.setblocking(True)
         tune(connection, _UNCONFIRMED_S)

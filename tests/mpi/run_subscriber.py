@@ -19,7 +19,7 @@ def main(folder: Path, address: str, name: str) -> None:
         layout = serve_layout(comm.size)
         out = np.zeros(layout.local_shape(comm.rank), np.int32)
         log.write(f"start {os.getpid()}\n")
-        given = {"address": address, "token": token_of(address), "name": name}
+        given = {"address": address, "token": token_of(address), "name": name, "share": True}
         with Subscriber({"w": layout}, {"w": out}, comm, **given) as subscriber:
             while True:
                 try:
