@@ -14,7 +14,7 @@ from support.reshard_cases import local_part, random_layout
 
 import lowshard as ls
 from lowshard import comm as lc
-from lowshard.errors import PeerFailed
+from lowshard.errors import CommError, MismatchError, PeerFailed
 from lowshard.reshard import Publisher, Subscriber, version_fetch
 from lowshard.reshard.version_shelf import Held
 
@@ -84,6 +84,23 @@ def test_nothing_is_shared_unless_both_are_asked_to(publisher: Publisher, who: s
         second.pull(5)
         assert _has(second, 0)
         assert _near(second) == 0
+
+
+def test_share_is_true_or_false(publisher: Publisher) -> None:
+    with pytest.raises(CommError, match="share is True or False"):
+        _subscriber(publisher, share=np.ones(2))
+
+
+def test_ranks_that_disagree_on_sharing_hear_of_it(tmp_path: Path) -> None:
+    def subscribe(comm: Any) -> None:
+        layout = {"w": ls.Layout(ls.DeviceMesh((2,), ("x",)), SHAPE, "float32", (ls.Replicated(),))}
+        with pytest.raises(MismatchError):
+            Subscriber(
+                layout, {"w": np.zeros(SHAPE, np.float32)}, comm,
+                address=f"unix:{tmp_path}/p", token=TOKEN, share=comm.rank == 0,
+            )  # fmt: skip
+
+    lc.run_loopback(2, subscribe)
 
 
 def test_other_layouts_are_not_shared_and_wait_for_nobody(publisher: Publisher) -> None:
@@ -256,7 +273,9 @@ def test_where_the_other_has_gone_the_publisher_gives_it(publisher: Publisher) -
         first._shelf = None
 
 
-def test_who_is_first_and_goes_amid_it_holds_nobody_up(publisher: Publisher) -> None:
+def test_who_is_first_and_goes_amid_it_holds_nobody_up(
+    publisher: Publisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The next one takes it from the publisher at once; one whose time is over does not wait for who stalls either."""
     with _subscriber(publisher) as first, _subscriber(publisher) as second, _subscriber(publisher) as third:
         waits, goes = threading.Event(), threading.Event()
@@ -267,7 +286,7 @@ def test_who_is_first_and_goes_amid_it_holds_nobody_up(publisher: Publisher) -> 
             raise version_fetch.Lost("it has gone")
 
         first._offered(time.monotonic() + 5, 5)
-        first._source.fetch = stalls  # type: ignore[method-assign]
+        monkeypatch.setattr(first._source, "fetch", stalls)
 
         def loses() -> None:
             with pytest.raises(PeerFailed):
