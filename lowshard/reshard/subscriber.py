@@ -142,7 +142,9 @@ class Subscriber:
             self._token_file = self._address.token_file if token_file is None else token_file
             if not isinstance(delta, str) or delta not in ("auto", "off"):
                 raise CommError(f"delta of a Subscriber is 'auto' or 'off', got {brief(delta)}")
-            if truth(share, "share is True or False", CommError):
+            share = truth(share, "share is True or False", CommError)
+            name = instance(name, str, "name of a Subscriber is text", CommError)
+            if share:
                 network = network_name()
             tables = {n: x.to_json() for n, x in self._layouts.items()}
             layouts_text = json.dumps(tables, default=list).encode()
@@ -154,7 +156,7 @@ class Subscriber:
         # A communicator of its own: a version is taken beside what the caller does, over any other one.
         self._background = Background(whole, "lowshard pull")
         self._comm: Communicator = self._background.comm
-        self._greeting = Greeting(str(name), socket.gethostname(), os.getpid(), self._comm.size)
+        self._greeting = Greeting(name, socket.gethostname(), os.getpid(), self._comm.size)
         self._now = _Served()
         self._delta, self._fetched = delta, Fetched()
         self._attempt, self._closed = 0, False
@@ -356,6 +358,7 @@ class Subscriber:
             if not all(is_mapped(one.network) for one in table.stations):
                 with contextlib.suppress(OSError):
                     self._shelf = Shelf(self._layouts, comm.rank, self._sets, mark, self._proven)
+                    self._shelf.put(self._now.at, self._held)
         own = () if self._shelf is None else self._shelf.addresses
         doors = [tuple(json.loads(text)) for text in share_text(comm, json.dumps(own))]
         if all(doors):

@@ -14,8 +14,8 @@ from support.reshard_cases import local_part, random_layout
 
 import lowshard as ls
 from lowshard import comm as lc
-from lowshard.errors import CommError, MismatchError, PeerFailed
-from lowshard.reshard import Publisher, Subscriber, version_fetch
+from lowshard.errors import CommError, MismatchError, PeerFailed, TimedOut
+from lowshard.reshard import Publisher, Subscriber, version_fetch, version_shelf
 from lowshard.reshard.version_shelf import Held
 
 SHAPE = (96, 40)
@@ -86,9 +86,38 @@ def test_nothing_is_shared_unless_both_are_asked_to(publisher: Publisher, who: s
         assert _near(second) == 0
 
 
-def test_share_is_true_or_false(publisher: Publisher) -> None:
+def test_share_is_true_or_false_of_any_kind(publisher: Publisher) -> None:
     with pytest.raises(CommError, match="share is True or False"):
         _subscriber(publisher, share=np.ones(2))
+    with _subscriber(publisher, share=np.True_) as first, _subscriber(publisher, share=1) as second:
+        first.pull(5)
+        second.pull(5)
+        assert _near(second) == SIZE
+
+
+@pytest.mark.parametrize("name", [b"text", 3, None, Path("a")])
+def test_a_name_is_text(publisher: Publisher, name: Any) -> None:
+    with pytest.raises(CommError, match="name of a Subscriber is text"):
+        _subscriber(publisher, name=name)
+
+
+def test_who_had_no_port_at_first_gives_what_it_serves_as_soon_as_it_has_one(
+    publisher: Publisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_port(*_: object) -> None:
+        raise OSError("no port")
+
+    with _subscriber(publisher) as first:
+        with monkeypatch.context() as without:
+            without.setattr(version_shelf, "tcp_door", no_port)
+            first.pull(5)
+        first._disconnect()  # as a cut line does: the publisher's table comes again
+        with pytest.raises(TimedOut):
+            first.pull(0.2)
+        with _subscriber(publisher) as second:
+            second.pull(5)
+            assert _has(second, 0)
+            assert _near(second) == SIZE
 
 
 def test_ranks_that_disagree_on_sharing_hear_of_it(tmp_path: Path) -> None:
