@@ -187,8 +187,10 @@ class ChangeBoxes:
         if firsts.min(initial=0) < 0 or more.min(initial=0) < 0 or int(is_long.sum()) != len(more):
             raise VerificationError(self._wrong("its numbers are broken off"))
         lengths[is_long] += more + 1
-        begins = np.cumsum((firsts >> 1) + lengths) - lengths
-        if int(lengths.sum()) != changes.units or int(begins[-1] + lengths[-1]) > self.units:
+        ends = np.cumsum((firsts >> 1) + lengths)
+        begins = ends - lengths
+        is_past = ends.max(initial=0) > self.units or ends.min(initial=0) < 0  # less than 0: a sum past 2^63
+        if is_past or lengths.min(initial=1) < 1 or int(lengths.sum()) != changes.units:
             raise VerificationError(self._wrong("its runs lead out of the boxes, or end early"))
         return np.arange(changes.units) + np.repeat(begins - np.cumsum(lengths) + lengths, lengths)
 

@@ -27,8 +27,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, Self, overload
 
-import numpy as np
-
 from lowshard.argument import brief, instance, number, truth
 from lowshard.comm import Communicator, agree, loopback, share_text
 from lowshard.comm.agreement import control_of
@@ -36,15 +34,15 @@ from lowshard.comm.background import Background
 from lowshard.comm.door import enter
 from lowshard.comm.interface import network_name
 from lowshard.comm.work import Work
-from lowshard.errors import CommError, LowshardError, PeerFailed, TimedOut
-from lowshard.foreign_array import like
+from lowshard.errors import CommError, LowshardError, PeerFailed, PlanError, TimedOut
 from lowshard.layout import Layout
 from lowshard.reshard.plan_builder import build_reshard_plan
 from lowshard.reshard.publication_address import Address, checked_token, read_token
-from lowshard.reshard.published_tensors import local_arrays, tensor_layouts
+from lowshard.reshard.published_tensors import tensor_layouts
 from lowshard.reshard.tensor_layout import TensorLayout
 from lowshard.reshard.version_fetch import ENTER_S, Fetched, Source, Wanted, is_mapped
 from lowshard.reshard.version_shelf import Shelf
+from lowshard.reshard.version_target import two_sets
 from lowshard.reshard.version_wire import (
     CONTROL,
     STALLED_S,
@@ -62,6 +60,7 @@ from lowshard.reshard.version_wire import (
 )
 from lowshard.reshard.vote import Vote
 from lowshard.tiling import Tiling
+from lowshard.transfer.transform_contract import ReshardTransform
 
 Array = Any
 _TURN_S = 1.0
@@ -88,7 +87,7 @@ class Subscriber:
     Args:
         layouts: by name, what this job's ranks hold: a Layout, a Tiling or a TensorLayout, with this job's own rank
             numbers; some or all of the publisher's tensors.
-        out: by name, this rank's local arrays.
+        out: by name, this rank's local arrays, in host memory.
         comm: the communicator; None for one process.
         address: of the publisher.
         token: the publisher's.
@@ -103,12 +102,19 @@ class Subscriber:
             host once. For that all ranks are on one host, and each opens a port of 127.0.0.1 to who knows the token.
             Leave the arrays as they came: what is changed in them would be given on.
         name: what the publisher's `members()` shows.
+        transform: what this rank's tensors go through as they come, such as an `MXFP8ReshardTransform`: for a tensor
+            that it stores there is no array in `out`, and `weights` has what it is stored in. The second set is made by
+            its `twin()`. What differs comes by whole blocks of the transform, 32 elements for MXFP8, and only where
+            boxes begin and end with them; not together with `share`.
 
     Every rank raises the same error.
 
     Raises:
-        CommError: the address is not valid; a token that is too short, or both token and token_file.
+        CommError: the address is not valid; a token that is too short, or both token and token_file; share with a
+            transform.
         LayoutError, BufferMismatchError: as for `Publisher`.
+        PlanError, KernelError: the transform has no twin, no buffer for a tensor, or takes it in another form than it
+            is published in.
         MismatchError: ranks ask for different tensors or addresses.
     """
 
@@ -124,6 +130,7 @@ class Subscriber:
         delta: Literal["auto", "off"] = "auto",
         share: bool = False,
         name: str = "",
+        transform: ReshardTransform | None = None,
     ) -> None:
         self._alone = loopback(1)[0] if comm is None else None
         whole = self._alone if comm is None else control_of(comm)
@@ -131,10 +138,7 @@ class Subscriber:
         asked, error, network, layouts_text = b"", None, "", b""
         try:
             self._layouts = tensor_layouts(layouts, whole.size)
-            arrays = local_arrays(self._layouts, out, whole.rank, writes=True)
-            self._sets = (arrays, {n: np.empty_like(a) for n, a in arrays.items()})
-            second = {n: like(a, out[n]) for n, a in self._sets[1].items()}
-            self._served = ({n: out[n] for n in arrays}, second)
+            self._sets = two_sets(self._layouts, out, transform, whole.rank)
             self._address = Address.parse(address)
             if token is not None and token_file is not None:
                 raise CommError("a subscriber is given token or token_file, not both")
@@ -144,6 +148,10 @@ class Subscriber:
                 raise CommError(f"delta of a Subscriber is 'auto' or 'off', got {brief(delta)}")
             share = truth(share, "share is True or False", CommError)
             name = instance(name, str, "name of a Subscriber is text", CommError)
+            if share and transform is not None:
+                raise CommError(
+                    "share=True gives versions on as they came, which a transform does not keep; leave one of them out"
+                )
             if share:
                 network = network_name()
             tables = {n: x.to_json() for n, x in self._layouts.items()}
@@ -178,10 +186,10 @@ class Subscriber:
 
     @property
     def weights(self) -> Mapping[str, Array]:
-        """The arrays of the version that is served, of the library of `out`. Ask again after each pull: two sets take
-        turns.
+        """What holds the version that is served, by name: arrays of the library of `out`, and what a transform stores
+        tensors in. Ask again after each pull: two sets take turns.
         """
-        return MappingProxyType(self._served[self._now.at])
+        return MappingProxyType(self._sets[self._now.at].weights)
 
     def report(self) -> dict[str, int]:
         """Return what the last version that was switched to has brought this rank. Not collective.
@@ -346,6 +354,10 @@ class Subscriber:
         """Return a source of what a publisher has, or another subscriber of this host."""
         ranks = len(stations)
         plan = build_reshard_plan(have, {n: x.shifted(ranks) for n, x in self._layouts.items()})
+        for move in plan.for_rank(ranks + self._comm.rank).incoming:
+            refused = self._sets[0].targets[plan.entries[move.entry].name].refuses(move.dst_box)
+            if refused is not None:
+                raise PlanError(refused)
         return Source(mark, stations, self._proven, have, plan, ranks + self._comm.rank, is_near)
 
     def _share(self, table: Table) -> None:
@@ -357,7 +369,9 @@ class Subscriber:
             self._close_shelf()
             if not all(is_mapped(one.network) for one in table.stations):
                 with contextlib.suppress(OSError):
-                    self._shelf = Shelf(self._layouts, comm.rank, self._sets, mark, self._proven)
+                    self._shelf = Shelf(
+                        self._layouts, comm.rank, [one.arrays for one in self._sets], mark, self._proven
+                    )
                     self._shelf.put(self._now.at, self._held)
         own = () if self._shelf is None else self._shelf.addresses
         doors = [tuple(json.loads(text)) for text in share_text(comm, json.dumps(own))]
@@ -387,11 +401,14 @@ class Subscriber:
         if self._shelf is not None:
             self._shelf.put(1 - self._now.at, 0)
         if offer.near:
-            near = self._fetch_near(offer.near, Wanted(offer.number, target, 0, served))
+            wanted = Wanted(offer.number, target.targets, 0, served.targets)
+            near = self._fetch_near(offer.near, wanted)
             if near is not None:
                 return near
         try:
-            fetched = self._source.fetch(Wanted(offer.number, target, since, served))
+            target.begin()
+            fetched = self._source.fetch(Wanted(offer.number, target.targets, since, served.targets))
+            target.end()
         except Lost as lost:
             error = PeerFailed(
                 f"version {offer.version} did not arrive: {lost}; version {self.version} stays"

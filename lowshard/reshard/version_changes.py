@@ -23,6 +23,7 @@ from lowshard.comm.communicator import Communicator
 from lowshard.errors import CommError
 from lowshard.kernels.buffer import address
 from lowshard.kernels.changes import CACHE_LINE_BYTES, ChangeBoxes, Changes, Room, values_of
+from lowshard.reshard.changed_blocks import store_changed_blocks
 from lowshard.reshard.rank_side import bounds
 from lowshard.reshard.reshard_run import RefitCost, Report, Reshard
 from lowshard.transfer.conversion import Conversion
@@ -394,23 +395,12 @@ class VersionChanges:
     def _write(self, group: _Group, target: int, changes: Changes) -> None:
         items, boxes = group.items[target], group.taken
         assert boxes is not None
-        if not changes.units:
-            return
         if not items[0].stores:
             boxes.write(items[0].target, changes)
             return
-        places = boxes.places(changes, group.unit_bytes)
-        came = values_of(changes, group.unit_bytes)
-        first = 0
-        for item in items:
-            units = int(np.prod(shape_of(item.dst_box))) // group.block_elems
-            begin, end = np.searchsorted(places, (first, first + units))
-            if begin < end:
-                index = _index(item, group.block_elems, places[begin:end] - first)
-                self._conversion(target).transform.store_blocks(
-                    item.dst_name, item.dtype, index, came[begin:end]
-                )
-            first += units
+        first = items[0]
+        transform = self._conversion(target).transform
+        store_changed_blocks(transform, first.dst_name, first.dtype, boxes, changes, group.unit_bytes)
 
     # ---- when it is switched to
 
@@ -505,12 +495,3 @@ def _joined(by_peer: Decided, size: int) -> npt.NDArray[np.int64]:
 def _split(joined: npt.NDArray[np.int64], counts: Sequence[int], width: int) -> Decided:
     ends = [0, *accumulate(counts)]
     return {r: joined[ends[r] : ends[r + 1]].reshape(-1, width) for r, n in enumerate(counts) if n}
-
-
-def _index(item: Item, block_elems: int, places: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], ...]:
-    """Return where blocks lie in the taker's array, a row of indices for each dim; the last counts blocks."""
-    extents = shape_of(item.dst_box)
-    index = np.unravel_index(places, (*extents[:-1], extents[-1] // block_elems))
-    begins = [start for start, _ in item.dst_box]
-    begins[-1] //= block_elems
-    return tuple(i + begin for i, begin in zip(index, begins, strict=True))

@@ -19,10 +19,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import numpy as np
 
+from lowshard import dtypes
 from lowshard.checkpoint.crc import crc32
 from lowshard.comm.door import enter
 from lowshard.comm.interface import network_name
@@ -30,7 +30,8 @@ from lowshard.kernels.changes import ChangeBoxes, Changes
 from lowshard.reshard.reshard_plan import ReshardPlan
 from lowshard.reshard.stream_shares import TensorBoxes, shares_of
 from lowshard.reshard.tensor_layout import TensorLayout
-from lowshard.reshard.version_store import PIECE_BYTES, Memory, Place, box_of, copy_bits, pieces_of, places_of
+from lowshard.reshard.version_store import Memory, Place, places_of
+from lowshard.reshard.version_target import Target
 from lowshard.reshard.version_wire import (
     CHANGES_HEAD,
     DATA,
@@ -44,10 +45,7 @@ from lowshard.reshard.version_wire import (
 )
 from lowshard.settings import CROSS_MEMORY, STREAMS
 
-Array = Any
 _MOST_STREAMS = 4
-RECEIVE_BYTES = 8 << 20
-"""What is received at a time where it shall lie, before its checksum is taken."""
 ENTER_S = 5.0
 """How long a door of a publisher may take to let this rank in."""
 NEAR_S = 1.0
@@ -86,15 +84,15 @@ class Wanted:
 
     Attributes:
         number: of its snapshot.
-        target: by tensor, the arrays that are written.
+        target: by tensor, where it goes.
         since: the snapshot that `served` holds; 0 to take all of the version.
-        served: arrays of the version before.
+        served: where the version before is.
     """
 
     number: int
-    target: Mapping[str, Array]
+    target: Mapping[str, Target]
     since: int
-    served: Mapping[str, Array]
+    served: Mapping[str, Target]
 
 
 Job = Callable[[], Fetched]
@@ -209,7 +207,9 @@ class _Peer:
                 self._maps = False
             while len(self._streams) < len(self._shares):
                 at = len(self._streams)
-                self._streams.append(_Stream(self._line(at), self._mark, self._shares[at]))
+                self._streams.append(
+                    _Stream(self._line(at), self._mark, self._shares[at], self._places, wanted.target)
+                )
             return [partial(self._of_this_rank, partial(stream.fetch, wanted)) for stream in self._streams]
         except Lost as lost:
             raise self._named(lost) from lost
@@ -256,9 +256,9 @@ class _Peer:
         for boxes in (boxes for share in self._shares for boxes in share):
             place, into = self._places[boxes.src_name], wanted.target[boxes.name]
             for src_box, dst_box in zip(boxes.src_boxes, boxes.dst_boxes, strict=True):
-                target = box_of(into, dst_box)
-                copy_bits(place.part(memory.bytes, src_box), target)
-                fetched.dense_bytes += target.nbytes
+                values = place.part(memory.bytes, src_box)
+                into.put(dst_box, values)
+                fetched.dense_bytes += values.nbytes
         if memory.number != wanted.number:
             raise Lost("it took its snapshot back while it was read")
         return fetched
@@ -273,12 +273,26 @@ class _Peer:
 class _Stream:
     """A connection to a rank of the publisher, and the boxes that come over it."""
 
-    def __init__(self, line: Line, mark: str, share: Sequence[TensorBoxes]) -> None:
-        """Say which boxes are meant."""
+    def __init__(
+        self,
+        line: Line,
+        mark: str,
+        share: Sequence[TensorBoxes],
+        places: Mapping[str, Place],
+        target: Mapping[str, Target],
+    ) -> None:
+        """Say which boxes are meant, and how their changes are to be told."""
         self._line, self._mark, self._share = line, mark, share
-        self._changes: tuple[ChangeBoxes, ...] = ()
-        """By tensor, the boxes in this rank's array; made when changes come."""
-        line.say(Request("boxes", boxes=tuple((boxes.src_name, boxes.src_boxes) for boxes in share)))
+        blocks = tuple(target[boxes.name].block_elems(boxes.dst_boxes) for boxes in share)
+        self._changes = tuple(
+            ChangeBoxes(
+                boxes.dst_boxes, dtypes.get(places[boxes.src_name].dtype).itemsize_bytes, max(1, block)
+            )
+            for boxes, block in zip(share, blocks, strict=True)
+        )
+        """By tensor, the boxes in this rank's array."""
+        asked = tuple((boxes.src_name, boxes.src_boxes) for boxes in share)
+        line.say(Request("boxes", boxes=asked, blocks=blocks))
 
     def fetch(self, wanted: Wanted) -> Fetched:
         """Receive the boxes of a version, or what differs in them from the version before.
@@ -287,10 +301,7 @@ class _Stream:
             Lost: the other end has gone, or its snapshot has.
             VerificationError: what came is no text of changes.
         """
-        fetched = Fetched()
-        for boxes in self._share:
-            into = wanted.target[boxes.name]
-            fetched.dense_bytes += sum(box_of(into, box).nbytes for box in boxes.dst_boxes)
+        fetched = Fetched(dense_bytes=sum(kept.size_bytes for kept in self._changes))
         if not (wanted.since and self._take_changes(wanted, fetched)):
             self._take_whole(wanted, fetched)
         return fetched
@@ -300,9 +311,8 @@ class _Stream:
         self._line.say(Request("read", self._mark, number=wanted.number))
         _here(self._line)
         incoming = _Incoming(self._line)
-        for boxes in self._share:
-            for box in boxes.dst_boxes:
-                incoming.fill(box_of(wanted.target[boxes.name], box), fetched)
+        for boxes, kept in zip(self._share, self._changes, strict=True):
+            incoming.fill(wanted.target[boxes.name], kept, fetched)
         incoming.end()
 
     def _take_changes(self, wanted: Wanted, fetched: Fetched) -> bool:
@@ -310,24 +320,18 @@ class _Stream:
         self._line.say(Request("changes", self._mark, number=wanted.number, since=wanted.since))
         if self._line.hear(read_answer, time.monotonic() + self._line.stalled_s).state != "here":
             return False
-        if not self._changes:
-            self._changes = tuple(
-                ChangeBoxes(boxes.dst_boxes, wanted.target[boxes.name].itemsize) for boxes in self._share
-            )
         incoming = _Incoming(self._line)
         for boxes, kept in zip(self._share, self._changes, strict=True):
             units, gaps, lengths, changed = CHANGES_HEAD.unpack(incoming.take(CHANGES_HEAD.size))
             into = wanted.target[boxes.name]
             if units == WHOLE:
-                for box in boxes.dst_boxes:
-                    incoming.fill(box_of(into, box), fetched)
+                incoming.fill(into, kept, fetched)
                 continue
-            sizes = units * kept.itemsize, gaps, lengths
+            sizes = units * kept.unit_bytes, gaps, lengths
             if min(sizes) < 0 or sum(sizes) > kept.size_bytes:
                 raise Lost(f"it sent {sum(sizes)} bytes as changes of {kept.size_bytes}")
             text = np.frombuffer(incoming.take(sum(sizes)), np.uint8)
-            kept.copy(wanted.served[boxes.name], into)
-            kept.write(into, Changes(units, gaps, lengths, text, changed))
+            into.follow(wanted.served[boxes.name], kept, Changes(units, gaps, lengths, text, changed))
             fetched.received_bytes += text.size
             fetched.changed_elems += changed
         incoming.end()
@@ -343,21 +347,19 @@ class _Incoming:
     def take(self, size_bytes: int) -> bytearray:
         """Return the next bytes."""
         raw = bytearray(size_bytes)
-        self._line.receive(memoryview(raw))
-        self._crc = crc32(memoryview(raw), self._crc)
+        self._receive(memoryview(raw))
         return raw
 
-    def fill(self, array: np.ndarray, fetched: Fetched) -> None:
-        """Fill an array with the next bytes, row-major."""
-        for piece in pieces_of(array, RECEIVE_BYTES if array.flags.c_contiguous else PIECE_BYTES):
-            data = piece if piece.flags.c_contiguous else np.empty(piece.shape, piece.dtype)
-            raw = data.reshape(-1).view(np.uint8).data
-            self._line.receive(raw)
-            self._crc = crc32(raw, self._crc)
-            if data is not piece:
-                copy_bits(data, piece)
-        fetched.received_bytes += array.nbytes
-        fetched.changed_elems += array.size
+    def fill(self, target: Target, boxes: ChangeBoxes, fetched: Fetched) -> None:
+        """Put boxes that come one behind the other, each row-major, in their place."""
+        for box in boxes.boxes:
+            target.receive(box, self._receive)
+        fetched.received_bytes += boxes.size_bytes
+        fetched.changed_elems += boxes.elems
+
+    def _receive(self, raw: memoryview) -> None:
+        self._line.receive(raw)
+        self._crc = crc32(raw, self._crc)
 
     def end(self) -> None:
         """Compare the checksum.

@@ -19,7 +19,8 @@ from lowshard import dtypes
 from lowshard.box import Box
 from lowshard.checkpoint.crc import crc32
 from lowshard.comm.door import Door, Guest
-from lowshard.kernels.changes import ChangeBoxes, Room
+from lowshard.errors import KernelError
+from lowshard.kernels.changes import ChangeBoxes, Changes, Room
 from lowshard.reshard.version_store import Memory, Place
 from lowshard.reshard.version_wire import (
     CHANGES_HEAD,
@@ -41,6 +42,7 @@ from lowshard.reshard.version_wire import (
 
 _GREETING_S = 10.0
 _TURN_S = 0.5
+_NOT_TOLD = Changes(0, 0, 0, None, 0)
 
 
 @dataclass(frozen=True)
@@ -99,10 +101,17 @@ class _Lease:
 
 @dataclass(frozen=True)
 class _Wanted:
-    """What a subscriber wants of a tensor."""
+    """What a subscriber wants of a tensor.
+
+    Attributes:
+        place: where it lies.
+        changes: its boxes.
+        by_changes: what differs is looked for; else they always come whole.
+    """
 
     place: Place
     changes: ChangeBoxes
+    by_changes: bool
 
 
 @dataclass
@@ -335,11 +344,18 @@ class VersionServer:
     def _wanted(self, request: Request) -> tuple[_Wanted, ...]:
         """Return the boxes of a request, checked."""
         found = []
-        for name, boxes in request.boxes:
+        blocks = request.blocks or (1,) * len(request.boxes)
+        if len(blocks) != len(request.boxes) or min(blocks, default=0) < 0:
+            raise Lost(f"asked for {len(request.boxes)} tensors by blocks of {blocks}")
+        for (name, boxes), block in zip(request.boxes, blocks, strict=True):
             place = self._store.places.get(name)
             if place is None or not boxes or not all(is_within(box, place.shape) for box in boxes):
                 raise Lost(f"asked for {name!r}, which this rank does not have so")
-            found.append(_Wanted(place, ChangeBoxes(boxes, dtypes.get(place.dtype).itemsize_bytes)))
+            try:
+                kept = ChangeBoxes(boxes, dtypes.get(place.dtype).itemsize_bytes, max(1, block))
+            except KernelError as error:
+                raise Lost(f"asked for {name!r} by blocks of {block}: {error}") from error
+            found.append(_Wanted(place, kept, block > 0))
         return tuple(found)
 
     def _send_whole(self, line: Line, found: Snapshot, wanted: _Wanted, crc: int) -> int:
@@ -360,7 +376,9 @@ class VersionServer:
         crc, room = 0, Room()
         for wanted in boxes:
             new, old = wanted.place.view(found.bytes), wanted.place.view(base.bytes)
-            told = wanted.changes.find(new, old, room, may_stop=True)
+            told = _NOT_TOLD
+            if wanted.by_changes:
+                told = wanted.changes.find(new, old, room, may_stop=True)
             text = told.text if base.number == since else None
             units = WHOLE if text is None else told.units
             head = CHANGES_HEAD.pack(units, told.gaps_bytes, told.lengths_bytes, told.changed_elems)

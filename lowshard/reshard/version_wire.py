@@ -80,6 +80,8 @@ class Request:
         group: shares: the same for those who may take from each other: of one host, with the same layouts.
         stations: shares: where they reach the subscriber's ranks.
         boxes: boxes: for each tensor its name and boxes of the rank's local array, in the order of the stream.
+        blocks: boxes: for each tensor, of how many elements a unit of its changes is made; 0 where it always comes
+            whole; without them it is an element.
     """
 
     ask: str
@@ -92,6 +94,7 @@ class Request:
     group: str = ""
     stations: tuple[Station, ...] = ()
     boxes: tuple[tuple[str, tuple[Box, ...]], ...] = ()
+    blocks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

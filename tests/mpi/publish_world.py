@@ -1,4 +1,7 @@
-"""What run_publisher.py and run_subscriber.py have in common: a tensor, its layouts and its content by version."""
+"""What run_publisher.py and run_subscriber.py have in common: a tensor, its layouts and its content by version.
+
+It is published as "w", and in float32 as "q", which is there to be quantised.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +22,18 @@ def content(version: int) -> np.ndarray:
     return np.where(place % 50 == 7, version, version // 5 * 5) * 1000 + place % 997
 
 
-def train_layout(ranks: int) -> ls.Layout:
-    """Return the publisher's layout: columns."""
-    return ls.Layout(ls.DeviceMesh((ranks,), ("tp",)), (ROWS, COLUMNS), "int32", (ls.Sharded(1),))
+def train_layouts(ranks: int) -> dict[str, ls.Layout]:
+    """Return the publisher's layouts: columns."""
+    mesh = ls.DeviceMesh((ranks,), ("tp",))
+    return {
+        name: ls.Layout(mesh, (ROWS, COLUMNS), dtype, (ls.Sharded(1),))
+        for name, dtype in (("w", "int32"), ("q", "float32"))
+    }
 
 
-def serve_layout(ranks: int) -> ls.Layout:
+def serve_layout(ranks: int, dtype: str = "int32") -> ls.Layout:
     """Return a subscriber's layout: rows."""
-    return ls.Layout(ls.DeviceMesh((ranks,), ("tp",)), (ROWS, COLUMNS), "int32", (ls.Sharded(0),))
+    return ls.Layout(ls.DeviceMesh((ranks,), ("tp",)), (ROWS, COLUMNS), dtype, (ls.Sharded(0),))
 
 
 def token_of(address: str) -> bytes | None:

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import numpy as np
-from publish_world import communicator, own_columns, token_of, train_layout
+from publish_world import communicator, own_columns, token_of, train_layouts
 from support.listening import doors_of
 
 from lowshard.reshard import Publisher
@@ -16,17 +16,16 @@ from lowshard.reshard import Publisher
 
 def main(folder: Path, address: str, first: int, pause_s: float) -> None:
     with communicator() as comm:
-        layout = train_layout(comm.size)
-        array = np.zeros(layout.local_shape(comm.rank), np.int32)
+        layouts = train_layouts(comm.size)
+        arrays = {n: np.zeros(x.local_shape(comm.rank), x.dtype) for n, x in layouts.items()}
         before = {door.port for door in doors_of(os.getpid())}  # MPI's own
-        with Publisher(
-            {"w": layout}, {"w": array}, comm, address=address, token=token_of(address)
-        ) as publisher:
+        with Publisher(layouts, arrays, comm, address=address, token=token_of(address)) as publisher:
             ports = {door.port for door in doors_of(os.getpid())} - before
             (folder / f"doors-{comm.rank}").write_text(" ".join(map(str, ports)))
             version = first
             while True:
-                array[...] = own_columns(version, comm.rank, comm.size)
+                for array in arrays.values():
+                    array[...] = own_columns(version, comm.rank, comm.size)
                 publisher.publish(version)
                 if comm.rank == 0:
                     (folder / "published").write_text(str(version))

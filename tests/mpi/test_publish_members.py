@@ -168,11 +168,14 @@ def world(folder: Path, address: str) -> Iterator[World]:
 def test_members_come_and_go_and_each_holds_one_whole_version(
     tmp_path: Path, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    """They map the publisher's memory; or, shared, nobody does, and two of them take whole versions from each other."""
+    """They map the publisher's memory; or, shared, nobody does, and two of them take whole versions from each other.
+
+    One quantises what comes.
+    """
     monkeypatch.setenv("LOWSHARD_CROSS_MEMORY", "off" if kind == "shared" else "auto")
     address = address_of(kind, tmp_path)
-    names = ["job", "alone", "other"]
-    ranks = {"job": 2, "alone": 1, "other": 1}
+    ranks = {"job": 2, "alone": 1, "other": 1, "mxfp8": 1}
+    names = list(ranks)
     with world(tmp_path, address) as all_:
         all_.publisher(2)
         for name in names:

@@ -207,6 +207,33 @@ def test_a_broken_text_is_refused_and_nothing_beside_the_boxes_is_written(rng: n
     assert refused
 
 
+@pytest.mark.parametrize(
+    "gaps", [[1 << 62, 1 << 62, 1 << 62, (1 << 62) + 2], [(1 << 62) - 1] * 2, [7, 1 << 62]]
+)
+def test_runs_whose_places_pass_all_integers_are_refused(gaps: list[int]) -> None:
+    """Sums beyond 2^63 come back as places before the array, or within it; both writers refuse them."""
+    streams = [*(_number(2 * gap) for gap in gaps)]
+    text = np.frombuffer(bytes(4 * len(gaps)) + b"".join(streams), np.uint8).copy()
+    lies = Changes(len(gaps), sum(map(len, streams)), 0, text, 0)
+    made, twin = ChangeBoxes([((0, 9),)], 4), _plain(ChangeBoxes([((0, 9),)], 4))
+    for writer in (made, twin):
+        out = np.ones(9, np.float32)
+        with pytest.raises(VerificationError):
+            writer.write(out, lies)
+
+
+def _number(value: int) -> bytes:
+    out = bytearray()
+    while value >= 128:
+        out.append(value & 127 | 128)
+        value >>= 7
+    return bytes([*out, value])
+
+
+def test_no_change_has_no_places() -> None:
+    assert not len(ChangeBoxes([((0, 9),)], 4).places(Changes(0, 0, 0, np.empty(0, np.uint8), 0), 4))
+
+
 def test_blocks_divide_the_last_extent() -> None:
     with pytest.raises(KernelError, match="a multiple of 32"):
         ChangeBoxes([((0, 3), (0, 33))], 2, 32)

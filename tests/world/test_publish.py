@@ -419,7 +419,7 @@ def test_a_snapshot_that_was_taken_back_while_it_was_read_is_not_switched_to(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The worst moment of a reader that the publisher takes for dead: its snapshot is written over under its hands."""
-    from lowshard.reshard import version_fetch as module
+    from lowshard.reshard import version_target as module
 
     address, array = f"unix:{tmp_path}/p", np.ones(1000, np.float32)
     with _publisher(address, array) as publisher, _subscriber(address, array) as subscriber:
@@ -443,7 +443,7 @@ def test_a_snapshot_that_was_taken_back_while_it_was_read_is_not_switched_to(
 
 def test_an_error_of_one_rank_is_told_to_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The worst moment of a fetch: one rank has no memory for what the others have taken already."""
-    from lowshard.reshard import version_fetch as module
+    from lowshard.reshard import version_target as module
 
     address, array = f"unix:{tmp_path}/p", np.ones(10, np.float32)
     layout = ls.Layout(ls.DeviceMesh((2,), ("x",)), (10,), "float32", (ls.Sharded(0),))

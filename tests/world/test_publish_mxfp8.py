@@ -1,0 +1,339 @@
+"""Subscribers that store what comes through a transform: MXFP8, whole and by the blocks that changed."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.reshard_cases import local_part, random_layout
+
+import lowshard as ls
+from lowshard import comm as lc
+from lowshard import dtypes
+from lowshard.comm.door import enter
+from lowshard.errors import CommError, KernelError, LowshardError, PeerFailed, PlanError
+from lowshard.kernels import MXFP8Tensor, SwizzledMXFP8, quantize_mxfp8, swizzle_scales
+from lowshard.kernels.mxfp8_tensor import swizzled_bytes
+from lowshard.reshard import MXFP8ReshardTransform, Publisher, ReshardTransform, Subscriber
+from lowshard.reshard import version_target as module
+from lowshard.reshard.tensor_layout import as_tensor_layout
+from lowshard.reshard.version_wire import DATA, Line, Lost, read_answer
+
+TOKEN = bytes(32)
+ROWS, COLS = 48, 160
+
+
+def _one(shape: tuple[int, ...] = (ROWS, COLS), dtype: str = "bfloat16") -> dict[str, ls.Layout]:
+    return {"w": ls.Layout(ls.DeviceMesh((1,), ("x",)), shape, dtype, (ls.Replicated(),))}
+
+
+def _room(rows: int, cols: int, swizzled: bool = False) -> Any:
+    data = np.zeros((rows, cols), np.uint8)
+    if swizzled:
+        return SwizzledMXFP8(data, np.zeros(swizzled_bytes(rows, cols // 32), np.uint8))
+    return MXFP8Tensor(data, np.zeros((rows, cols // 32), np.uint8))
+
+
+def _same(held: Any, values: np.ndarray, mode: Any = "rceil") -> bool:
+    """Say whether it is what the plain kernels make of all of it."""
+    wanted = quantize_mxfp8(values, "e4m3", mode)
+    scale = wanted.scale if held.scale.ndim == 2 else swizzle_scales(wanted.scale)
+    return bool((held.data == wanted.data).all() and (held.scale == scale).all())
+
+
+def _bits(values: np.ndarray) -> np.ndarray:
+    return values.view(f"u{values.dtype.itemsize}")
+
+
+@pytest.fixture(params=["mapped", "streams"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("LOWSHARD_CROSS_MEMORY", "off" if request.param == "streams" else "auto")
+    return str(request.param)
+
+
+@pytest.fixture
+def values(rng: np.random.Generator) -> np.ndarray:
+    return rng.standard_normal((ROWS, COLS), np.float32).astype(dtypes.get("bfloat16").numpy)
+
+
+@pytest.mark.parametrize("mode", ["rceil", "floor"])
+@pytest.mark.parametrize("swizzled", [False, True])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float16"])
+def test_versions_come_as_quantising_all_of_it(
+    tmp_path: Path, rng: np.random.Generator, way: str, dtype: str, swizzled: bool, mode: Any
+) -> None:
+    """Over connections of what changed only blocks come, and codes, scales and addresses are those of the whole."""
+    array = rng.standard_normal((ROWS, COLS), np.float32).astype(dtypes.get(dtype).numpy)
+    room = _room(ROWS, COLS, swizzled)
+    transform = MXFP8ReshardTransform(["w"], {"w": room}, mode=mode)
+    layout, address = _one(dtype=dtype), f"unix:{tmp_path}/p"
+    with (
+        Publisher(layout, {"w": array}, address=address) as publisher,
+        Subscriber(layout, {}, address=address, transform=transform) as subscriber,
+    ):
+        seen: list[int] = []
+        at, blocks = np.empty(0, np.int64), set[int]()
+        for version in range(6):
+            publisher.publish(version)
+            assert subscriber.pull(10) == version
+            held = subscriber.weights["w"]
+            seen.append(held.data.ctypes.data)
+            assert _same(held, array.astype(dtypes.get("bfloat16").numpy), mode)
+            said = subscriber.report()
+            assert said["dense_bytes"] == array.nbytes
+            if way == "mapped":
+                assert said["received_bytes"] == 0
+            elif version:
+                # 1 to 6 blocks differ: each of them, and a byte or two for where it lies
+                block_bytes = 32 * array.itemsize
+                assert said["changed_elems"] == len(at)
+                assert len(blocks) * block_bytes < said["received_bytes"] <= len(blocks) * (block_bytes + 3)
+            at = rng.choice(array.size, int(rng.integers(1, 7)), replace=False)
+            blocks = {int(i) // 32 for i in at}
+            _bits(array).reshape(-1)[at] ^= 1 << (8 * array.itemsize - 3)
+        assert type(held) is type(room)
+        assert seen[1::2] == [room.data.ctypes.data] * 3
+        assert len(set(seen[0::2])) == 1
+
+
+@pytest.mark.parametrize("case", range(12))
+def test_any_layout_gets_to_mxfp8_of_any_other(
+    rng: np.random.Generator, tmp_path: Path, case: int, way: str
+) -> None:
+    """From any layout of one to three ranks to any of whole blocks; some tensors stay as they are."""
+    ranks = rng.integers(1, 4, 2).tolist()
+    shapes = [(int(rng.integers(1, 40)), 192 * int(rng.integers(1, 4))) for _ in range(3)]
+    dtype = str(rng.choice(["bfloat16", "float32"]))
+    kind = dtypes.get(dtype).numpy
+    whole = {f"w{i}": rng.standard_normal(s, np.float32).astype(kind) for i, s in enumerate(shapes)}
+    have = {n: random_layout(rng, a.shape, dtype, 0, ranks[0]) for n, a in whole.items()}
+    mesh = ls.DeviceMesh((ranks[1],), ("x",))
+    want = {
+        n: as_tensor_layout(
+            ls.Layout(
+                mesh, a.shape, dtype, (ls.Sharded(int(rng.integers(2))) if rng.random() < 0.7 else ls.Replicated(),)
+            )
+        )
+        for n, a in whole.items()
+    }  # fmt: skip
+    stored = ["w0", "w1"]
+    published, taken = [threading.Event() for _ in range(4)], [threading.Event() for _ in range(4)]
+
+    def publish(comm: Any) -> None:
+        arrays = {n: local_part(x, comm.rank, whole[n]).copy() for n, x in have.items() if comm.rank in x}
+        with Publisher(have, arrays, comm, address=f"unix:{tmp_path}/p", token=TOKEN) as publisher:
+            for version in range(4):
+                for n, array in arrays.items():
+                    array[...] = local_part(have[n], comm.rank, whole[n])
+                publisher.publish(version)
+                comm.barrier()
+                published[version].set()
+                assert taken[version].wait(60)
+
+    def subscribe(comm: Any) -> None:
+        parts = {n: x.local_shape(comm.rank) for n, x in want.items() if comm.rank in x}
+        rooms = {n: _room(*s, swizzled=n == "w1") for n, s in parts.items() if n in stored}
+        out = {n: np.zeros(s, kind) for n, s in parts.items() if n not in stored}
+        transform = MXFP8ReshardTransform(stored, rooms)
+        with Subscriber(
+            want, out, comm, address=f"unix:{tmp_path}/p", token=TOKEN, transform=transform
+        ) as subscriber:
+            for version in range(4):
+                assert published[version].wait(60)
+                assert subscriber.pull(20) == version
+                assert sorted(subscriber.weights) == sorted(parts)
+                for n, held in subscriber.weights.items():
+                    mine = local_part(want[n], comm.rank, whole[n])
+                    if n in stored:
+                        assert _same(held, mine.astype(dtypes.get("bfloat16").numpy)), n
+                    else:
+                        assert held.tobytes() == mine.tobytes(), n
+                comm.barrier()
+                if comm.rank == 0:
+                    for array in whole.values():
+                        share = (0.01, 0.3, 1.0)[version % 3]
+                        at = rng.random(array.shape) < share
+                        array[at] = rng.standard_normal(int(at.sum())).astype(kind)
+                    taken[version].set()
+                comm.barrier()
+
+    threads = [
+        threading.Thread(target=lc.run_loopback, args=(ranks[0], publish)),
+        threading.Thread(target=lc.run_loopback, args=(ranks[1], subscribe)),
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    assert taken[-1].is_set()
+
+
+def test_a_box_that_is_cut_within_a_block_comes_whole(tmp_path: Path, way: str, values: np.ndarray) -> None:
+    """Two ranks have columns 0 to 80 and 80 to 160: block 2 is of both."""
+    mesh = ls.DeviceMesh((2,), ("x",))
+    halves = {"w": ls.Layout(mesh, (ROWS, COLS), "bfloat16", (ls.Sharded(1),))}
+    address = f"unix:{tmp_path}/p"
+    transform = MXFP8ReshardTransform(["w"], {"w": _room(ROWS, COLS)})
+
+    def publish(comm: Any) -> None:
+        mine = np.ascontiguousarray(values[:, comm.rank * 80 : comm.rank * 80 + 80])
+        with Publisher(halves, {"w": mine}, comm, address=address, token=TOKEN) as publisher:
+            for version in range(3):
+                mine[3, 7] = version
+                publisher.publish(version)
+                comm.barrier()
+                if comm.rank == 0:
+                    values[3, [7, 87]] = version
+                    assert subscriber.pull(10) == version
+                    assert _same(subscriber.weights["w"], values)
+                    assert subscriber.report()["received_bytes"] in (0, values.nbytes)
+                comm.barrier()
+
+    with Subscriber(_one(), {}, address=address, token=TOKEN, transform=transform) as subscriber:
+        lc.run_loopback(2, publish)
+    refuses = MXFP8ReshardTransform(["w"], {"w": _room(ROWS, COLS)}, misaligned="refuse")
+
+    def again(comm: Any) -> None:
+        mine = np.ascontiguousarray(values[:, comm.rank * 80 : comm.rank * 80 + 80])
+        with Publisher(halves, {"w": mine}, comm, address=address, token=TOKEN) as publisher:
+            publisher.publish(1)
+            if comm.rank == 0:
+                with pytest.raises(PlanError, match="no multiples of 32"):
+                    strict.pull(10)
+                assert strict.version is None
+            comm.barrier()
+
+    with Subscriber(_one(), {}, address=address, token=TOKEN, transform=refuses) as strict:
+        lc.run_loopback(2, again)
+
+
+def test_a_transform_of_ones_own_that_takes_whole_boxes(tmp_path: Path, way: str, values: np.ndarray) -> None:
+    """The four methods of Megatron's contract and a twin are enough; all of a tensor comes, whatever changed."""
+
+    class Halved(ReshardTransform):
+        def __init__(self) -> None:
+            self.held = {"w": np.zeros((ROWS, COLS), np.float32)}
+
+        def should_transform(self, param_name: str) -> bool:
+            return param_name == "w"
+
+        def prepare_recv(self, param_name: str, dst_slice: Any) -> list[Any]:
+            return [np.empty_like(self.held["w"][dst_slice])]
+
+        def finalize_recv(self, param_name: str, dst_slice: Any, recv_buffers: list[Any]) -> None:
+            self.held["w"][dst_slice] = recv_buffers[0] / 2
+
+        def refit_weights(self) -> dict[str, Any]:
+            return self.held
+
+        def twin(self) -> Halved:
+            return Halved()
+
+    address = f"unix:{tmp_path}/p"
+    with (
+        Publisher(_one(), {"w": values}, address=address) as publisher,
+        Subscriber(_one(), {}, address=address, transform=Halved()) as subscriber,
+    ):
+        for version in range(4):
+            publisher.publish(version)
+            assert subscriber.pull(10) == version
+            assert (subscriber.weights["w"] == values.astype(np.float32) / 2).all()
+            assert subscriber.report()["received_bytes"] in (0, values.nbytes)
+            values[version] += 1
+
+
+def test_what_fails_amid_it_leaves_the_version_that_is_served(
+    tmp_path: Path, way: str, values: np.ndarray, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worst moments: the connection ends, or the transform does, when half a version has been stored."""
+    address = f"unix:{tmp_path}/p"
+    transform = MXFP8ReshardTransform(["w"], {"w": _room(ROWS, COLS)})
+    real = module.StoredTarget.put
+    with (
+        Publisher(_one(), {"w": values}, address=address) as publisher,
+        Subscriber(_one(), {}, address=address, transform=transform, delta="off") as subscriber,
+    ):
+        publisher.publish(0)
+        assert subscriber.pull(10) == 0
+        for version, error in enumerate((Lost("cut"), KernelError("no room"), MemoryError("none")), 1):
+            before = values.copy()
+            values[...] = version
+            publisher.publish(version)
+
+            def half(self: Any, box: Any, came: Any, error: Exception = error) -> None:
+                middle = (box[0][0] + box[0][1]) // 2
+                real(self, ((box[0][0], middle), box[1]), came[: middle - box[0][0]])
+                raise error
+
+            with monkeypatch.context() as amid:
+                amid.setattr(module.StoredTarget, "put", half)
+                with pytest.raises(PeerFailed if isinstance(error, Lost) else CommError):
+                    subscriber.pull(10)
+            assert subscriber.version == version - 1
+            assert _same(subscriber.weights["w"], before)
+            assert subscriber.pull(10) == version
+            assert _same(subscriber.weights["w"], values)
+
+
+def test_a_transform_that_does_not_fit_is_refused_at_once(tmp_path: Path) -> None:
+    """By name, on all ranks, before anything is connected."""
+    mxfp8 = MXFP8ReshardTransform
+    cases: list[tuple[dict[str, ls.Layout], dict[str, Any], type[Exception], str]] = [
+        (_one(), {"transform": "mxfp8"}, PlanError, "transform is a ReshardTransform or None, got str"),
+        (_one(), {"transform": mxfp8(["w"])}, KernelError, "w is to be quantised, but persistent_buffers"),
+        (
+            _one(), {"transform": mxfp8(["w"], {"w": _room(ROWS, COLS - 32)})}, PlanError,
+            r"w: bfloat16\[48, 160\] comes as it is published",
+        ),
+        (
+            _one(), {"transform": mxfp8(["w"], {"w": _room(ROWS, COLS)}, convert_on_send=True)}, PlanError,
+            "convert_on_send=False",
+        ),
+        (
+            _one(), {"transform": mxfp8(["w"], {"w": _room(ROWS, COLS)}), "share": True}, CommError,
+            "share=True gives versions on as they came",
+        ),
+        (_one((4, 4, 32)), {"transform": mxfp8(["w"], {"w": _room(4, 32)})}, PlanError, "takes matrices"),
+        (_one(), {"transform": mxfp8(["other"])}, PlanError, "has no array of that name"),
+    ]  # fmt: skip
+    for layouts, options, error, text in cases:
+        with pytest.raises(error, match=text):
+            Subscriber(layouts, {}, address=f"unix:{tmp_path}/p", token=TOKEN, **options)
+    room = np.zeros((ROWS, COLS), dtypes.get("bfloat16").numpy)
+    with pytest.raises(PlanError, match="arrays without a layout: w"):
+        Subscriber(
+            _one(), {"w": room}, address=f"unix:{tmp_path}/p", token=TOKEN,
+            transform=mxfp8(["w"], {"w": _room(ROWS, COLS)}),
+        )  # fmt: skip
+
+    def one_of_two(comm: Any) -> None:
+        layout = {"w": ls.Layout(ls.DeviceMesh((2,), ("x",)), (ROWS, COLS), "bfloat16", (ls.Replicated(),))}
+        rooms = {"w": _room(ROWS, COLS)} if comm.rank else {}
+        with pytest.raises(LowshardError, match="w is to be quantised"):
+            Subscriber(
+                layout, {}, comm, address=f"unix:{tmp_path}/p", token=TOKEN, transform=mxfp8(["w"], rooms)
+            )
+
+    lc.run_loopback(2, one_of_two)
+
+
+@pytest.mark.parametrize("blocks", [[-1], [7], [1, 1], [64], [1 << 62], []])
+def test_blocks_that_lie_are_refused(tmp_path: Path, values: np.ndarray, blocks: list[int]) -> None:
+    """A publisher hangs up on who asks for blocks that the boxes have not; without blocks a unit is an element."""
+    address = f"unix:{tmp_path}/p"
+    with Publisher(_one(), {"w": values}, address=address, token=TOKEN) as publisher:
+        publisher.publish(1)
+        line = Line(enter([f"{address}/door"], TOKEN, DATA, 0, 5))
+        line.say({"ask": "boxes", "boxes": [["w", [[[0, 2], [0, 32]]]]], "blocks": blocks})
+        line.say({"ask": "read", "mark": "00", "number": 1})
+        if blocks:
+            with pytest.raises(Lost):
+                line.hear(read_answer, time.monotonic() + 5)
+        else:
+            assert line.hear(read_answer, time.monotonic() + 5).state == "gone"
+        line.close()
