@@ -23,9 +23,9 @@ from lowshard.comm.communicator import Communicator
 from lowshard.errors import CommError
 from lowshard.kernels.buffer import address
 from lowshard.kernels.changes import CACHE_LINE_BYTES, ChangeBoxes, Changes, Room, values_of
-from lowshard.reshard.changed_blocks import store_changed_blocks
 from lowshard.reshard.rank_side import bounds
 from lowshard.reshard.reshard_run import RefitCost, Report, Reshard
+from lowshard.transfer.changed_blocks import store_changed_blocks
 from lowshard.transfer.conversion import Conversion
 from lowshard.transfer.item import Item, slices_of
 from lowshard.transfer.rounds import FirstError

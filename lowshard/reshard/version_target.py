@@ -16,10 +16,10 @@ from lowshard.foreign_array import like, view_of
 from lowshard.kernels.buffer import is_gpu
 from lowshard.kernels.changes import ChangeBoxes, Changes
 from lowshard.kernels.staging import assign
-from lowshard.reshard.changed_blocks import store_changed_blocks
 from lowshard.reshard.published_tensors import local_arrays
 from lowshard.reshard.tensor_layout import TensorLayout
 from lowshard.reshard.version_store import PIECE_BYTES, box_of, copy_bits, pieces_of
+from lowshard.transfer.changed_blocks import store_changed_blocks
 from lowshard.transfer.item import slices_of
 from lowshard.transfer.transform_contract import ReshardTransform
 
