@@ -27,12 +27,15 @@ import numpy.typing as npt
 
 from lowshard.box import Box, shape_of
 from lowshard.errors import KernelError, VerificationError
+from lowshard.kernels.block_digests import Words, plain_digests
 from lowshard.kernels.buffer import Array, address, is_gpu
 from lowshard.kernels.engine import host_engine
 from lowshard.kernels.runs import RunTable, lower
 
 CACHE_LINE_BYTES = 64
 ELEMENT_BYTES = (1, 2, 4, 8)
+DIGEST_LINES = (1, 2)
+"""Cache lines of the blocks whose digests are made by compiled code."""
 STEP_BYTES = {2: 3, 4: 5}
 """Bytes of elements that are told by steps as well, and the most that a step takes."""
 
@@ -128,6 +131,31 @@ class ChangeBoxes:
             found = self._find(new, old, room, may_stop, may_step)
         if may_stop and found.text is not None and 8 * found.text.size > 7 * self.size_bytes:
             return found._replace(text=None, steps=None)
+        return found
+
+    def find_by_digests(
+        self, new: Array, digests: Array, key: Words, room: Room, may_stop: bool, is_first: bool = False
+    ) -> Changes:
+        """Return the blocks of `new` that differ from those of which digests were made, whose digests are made anew.
+
+        Elements that differ are counted as all of these blocks (`kernels.block_digests` says what may go unnoticed).
+
+        Args:
+            new: an array that has the boxes; its blocks lie in one piece.
+            digests: uint64 [units]; overwritten.
+            key: of the digests.
+            room: memory that is used.
+            may_stop: as for `find`.
+            is_first: nothing was there before: no text is made.
+        """
+        if not self.units:
+            return Changes(0, 0, 0, np.empty(0, np.uint8), 0)
+        if is_gpu(new) or not self._is_compiled() or self.unit_bytes // CACHE_LINE_BYTES not in DIGEST_LINES:
+            found = self._digest_plain(new, digests, key, is_first)
+        else:
+            found = self._digest(new, digests, key, room, may_stop, is_first)
+        if may_stop and found.text is not None and 8 * found.text.size > 7 * self.size_bytes:
+            return found._replace(text=None)
         return found
 
     def write(self, array: Array, changes: Changes) -> None:
@@ -239,6 +267,35 @@ class ChangeBoxes:
         found = steps[: sizes[3]].copy() if may_step else None
         return Changes(sizes[0] // self.unit_bytes, sizes[1], sizes[2], text, changed, 0, found)
 
+    def _digest(
+        self, new: Array, digests: Array, key: Words, room: Room, may_stop: bool, is_first: bool
+    ) -> Changes:
+        from lowshard.kernels.cpu import cpu_block_digests as cpu
+        from lowshard.kernels.cpu.cpu_changes import (
+            GAPS,
+            HIT,
+            LENGTHS,
+            MAY_STOP,
+            STATE_ELEMS,
+            STOPPED,
+            TOTAL,
+            VALUES,
+        )
+
+        gaps, lengths, values, _ = room.streams(0 if is_first else self.units, self.unit_bytes, 0)
+        state = np.zeros(STATE_ELEMS, np.int64)
+        state[TOTAL], state[MAY_STOP], state[STOPPED] = self.units, may_stop, is_first
+        cpu.digest_kernel(self.unit_bytes // CACHE_LINE_BYTES)(
+            self._table(new, new).columns, address(new), address(key), address(digests), address(gaps),
+            address(lengths), address(values), state, address(room.scratch(cpu.FIND_SCRATCH_BYTES)),
+        )  # fmt: skip
+        hit = int(state[HIT])
+        if state[STOPPED]:
+            return Changes(hit, 0, 0, None, hit * self.block_elems)
+        sizes = [int(state[i]) for i in (VALUES, GAPS, LENGTHS)]
+        text = np.concatenate([values[: sizes[0]], gaps[: sizes[1]], lengths[: sizes[2]]])
+        return Changes(hit, sizes[1], sizes[2], text, hit * self.block_elems)
+
     def _table(self, first: Array, second: Array) -> RunTable:
         """Return the runs of the boxes in two arrays, in units; kept."""
         key = tuple(first.strides), tuple(second.strides)
@@ -272,16 +329,30 @@ class ChangeBoxes:
         differs = (units != before).reshape(self.units, self.block_elems, self.itemsize).any(axis=2)
         changed = int(differs.sum())
         found = xp.flatnonzero(differs.any(axis=1))
-        places: Numbers = found if isinstance(found, np.ndarray) else found.get()
-        gaps, lengths = run_streams(places)
-        values = units[found].reshape(-1)
         steps = None
         if may_step and self.has_steps and xp is np:
             kind = np.dtype(f"i{self.itemsize}")
             grown = (units[found].view(kind) - before[found].view(kind)).reshape(-1).astype(np.int64)
             steps = _bytes_of(grown << 1 ^ grown >> 63)
-        text = xp.concatenate([values, xp.asarray(gaps), xp.asarray(lengths)])
-        return Changes(len(places), gaps.size, lengths.size, text, changed, 0, steps)
+        return self._text(units, found, changed, steps)
+
+    def _digest_plain(self, new: Array, digests: Array, key: Words, is_first: bool) -> Changes:
+        xp, units = _module_of(new), self._units(new)
+        made = plain_digests(units, key, xp)
+        found = xp.flatnonzero(made != digests)
+        digests[...] = made
+        count = len(found)
+        if is_first:
+            return Changes(count, 0, 0, None, count * self.block_elems)
+        return self._text(units, found, count * self.block_elems)
+
+    def _text(self, units: Array, found: Array, changed_elems: int, steps: Array | None = None) -> Changes:
+        """Return the text of the units that were found."""
+        xp = _module_of(units)
+        places: Numbers = found if isinstance(found, np.ndarray) else found.get()
+        gaps, lengths = run_streams(places)
+        text = xp.concatenate([units[found].reshape(-1), xp.asarray(gaps), xp.asarray(lengths)])
+        return Changes(len(places), gaps.size, lengths.size, text, changed_elems, 0, steps)
 
     def _steps_of(self, changes: Changes) -> Array:
         """Return what the elements that differ have grown by, as bytes, uint8 [elements, bytes of one].

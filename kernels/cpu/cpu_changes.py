@@ -100,6 +100,16 @@ def _put_number(at: int, number: int) -> int:
 
 
 @njit(nogil=True)
+def put_run(gaps: int, lengths: int, begin: int, end: int, before: int) -> tuple[int, int]:
+    """Write a run of units, if it has one, behind one that ended at `before`; return where the two streams go on."""
+    if end > begin:
+        gaps = _put_number(gaps, 2 * (begin - before) + (end - begin > 1))
+        if end - begin > 1:
+            lengths = _put_number(lengths, end - begin - 2)
+    return gaps, lengths
+
+
+@njit(nogil=True)
 def _take_number(at: int, end: int) -> tuple[int, int]:
     """Return a number and where the next one begins; -1 for a number that is cut off or too long."""
     number, shift = 0, 0
@@ -207,11 +217,8 @@ def find_kernel(width: int, in_blocks: bool) -> Callable[..., None]:
                             if stopped:
                                 continue
                             if place != end:
-                                if end > begin:
-                                    gaps_at = _put_number(gaps_at, 2 * (begin - before) + (end - begin > 1))
-                                    if end - begin > 1:
-                                        lengths_at = _put_number(lengths_at, end - begin - 2)
-                                    before = end
+                                gaps_at, lengths_at = put_run(gaps_at, lengths_at, begin, end, before)
+                                before = end
                                 begin = end = place
                             end += 1
                             copy_bytes(values_at, a + unit * unit_bytes, unit_bytes)
@@ -236,13 +243,8 @@ def find_kernel(width: int, in_blocks: bool) -> Callable[..., None]:
                                 lane = _lowest(mask)
                                 mask &= mask - types.uint64(1)
                                 if place + lane != end:
-                                    if end > begin:
-                                        gaps_at = _put_number(
-                                            gaps_at, 2 * (begin - before) + (end - begin > 1)
-                                        )
-                                        if end - begin > 1:
-                                            lengths_at = _put_number(lengths_at, end - begin - 2)
-                                        before = end
+                                    gaps_at, lengths_at = put_run(gaps_at, lengths_at, begin, end, before)
+                                    before = end
                                     begin = end = place + lane
                                 end += 1
                                 if width == 1:
@@ -264,10 +266,7 @@ def find_kernel(width: int, in_blocks: bool) -> Callable[..., None]:
                             stopped = True
                             if not in_blocks:
                                 changed = (values_at - values) // width
-        if end > begin:
-            gaps_at = _put_number(gaps_at, 2 * (begin - before) + (end - begin > 1))
-            if end - begin > 1:
-                lengths_at = _put_number(lengths_at, end - begin - 2)
+        gaps_at, lengths_at = put_run(gaps_at, lengths_at, begin, end, before)
         if not in_blocks:
             if not stopped:
                 changed = (values_at - values) // width
@@ -314,6 +313,8 @@ def write_kernel(width: int, by_steps: bool) -> Callable[..., int]:
                 if number & 1:
                     more, lengths = _take_number(lengths, lengths_end)
                     if more < 0:
+                        return 1
+                    if more > units:  # so much that a sum with it might be less than nothing
                         return 1
                     left = more + 2
                 if left > units:
