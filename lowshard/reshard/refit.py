@@ -30,6 +30,7 @@ from lowshard.errors import (
     VerificationError,
 )
 from lowshard.foreign_array import like, view_of
+from lowshard.reshard.last_given import Copies, Digests
 from lowshard.reshard.reshard_plan import ReshardPlan
 from lowshard.reshard.reshard_run import RefitCost, Report, Reshard, Settings, argument_error
 from lowshard.reshard.source_sample import sample
@@ -40,6 +41,7 @@ from lowshard.transfer.transform_contract import ReshardTransform
 Array = Any
 Buffering = Literal["double", "in_place"]
 Delta = Literal["off", "auto", "always"]
+Base = Literal["copy", "digests"]
 _NONE = -1
 
 
@@ -85,11 +87,17 @@ class Refit:
             each refit, and not the arrays that were given. "in_place": every version is written into those.
         delta: "auto": of each tensor and destination what differs from the version before is sent, or all of it where
             that is less; "always": what differs, also where that is more; "off": all of it. Bits are compared. Each
-            rank with sources then keeps a copy of what it sent last, as large as they are, and a plan with `multicast`
-            runs without it. The first version, and one after a failure "in_place", goes whole; so do boxes of a
-            transform that takes no blocks (`ReshardTransform.change_block_elems`), as MXFP8 boxes that begin or end
-            within a block. Between versions the destinations are the Refit's: do not write to them, since elements
-            may come as the steps that they have moved by.
+            rank with sources then remembers what it sent last (`base`), and a plan with `multicast` runs without it.
+            The first version, and one after a failure "in_place", goes whole; so do boxes of a transform that takes no
+            blocks (`ReshardTransform.change_block_elems`), as MXFP8 boxes that begin or end within a block. Between
+            versions the destinations are the Refit's: do not write to them, since elements may come as the steps that
+            they have moved by.
+        base: how a rank remembers with `delta` what it sent last. "copy": a copy, as large as the sources; elements are
+            compared. "digests": 8 bytes for every 64 of them, by which cache lines are compared, or with a transform
+            its blocks: these go whole where a bit of them differs, and arrays whose last dim is not made of them go
+            whole always, as what a version that failed had changed does once. So it is for changes that lie together
+            (some experts, some rows), and for MXFP8, whose blocks go whole either way. A change goes unnoticed with a
+            probability of 2^-63 a block (`kernels.block_digests`).
         version: of what dst holds now, or None for nothing yet.
         settings: staging_bytes, checksums and way; see `Settings`. Here checksums are on by default: every piece that
             travels is checked, and sources are not read where they lie, for which that would take longer.
@@ -110,6 +118,7 @@ class Refit:
         *,
         buffering: Buffering = "double",
         delta: Delta = "off",
+        base: Base = "copy",
         version: int | None = None,
         **settings: Unpack[Settings],
     ) -> None:
@@ -130,6 +139,8 @@ class Refit:
                 raise PlanError(f"buffering is 'double' or 'in_place', got {buffering!r}")
             if not isinstance(delta, str) or delta not in get_args(Delta):
                 raise PlanError(f"delta is 'off', 'auto' or 'always', got {delta!r}")
+            if not isinstance(base, str) or base not in get_args(Base):
+                raise PlanError(f"base is 'copy' or 'digests', got {brief(base)}")
             if delta != "off" and plan.multicast:
                 plan = replace(plan, multicast=False)
             if version is not None:
@@ -145,7 +156,9 @@ class Refit:
                 a if how is None else {**a, **how.refit_weights()}
                 for a, how in zip(served, transforms, strict=True)
             ]
-            digest = hashlib.blake2b(f"{plan.digest()} {buffering} {delta}".encode(), digest_size=16).digest()
+            digest = hashlib.blake2b(
+                f"{plan.digest()} {buffering} {delta} {base}".encode(), digest_size=16
+            ).digest()
         except Exception as caught:
             error = caught
         agree(comm, digest, error, "Refit")
@@ -160,7 +173,10 @@ class Refit:
             first = self._movers[0] if self._movers else None
             mover = Reshard(plan, src, arrays, comm, how, like=first, **settings)
             self._movers.append(mover)
-        self._changes = None if delta == "off" else VersionChanges(comm, self._movers, delta == "always")
+        self._changes: VersionChanges | None = None
+        if delta != "off":
+            last = (Copies if base == "copy" else Digests)(comm.xp, delta == "always")
+            self._changes = VersionChanges(comm, self._movers, last)
         self._vote = Vote(comm)
         self._readers, self._reading = [0] * len(served), threading.Condition()
         sends = plan.for_rank(comm.rank).sends.values()

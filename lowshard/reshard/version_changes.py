@@ -1,9 +1,9 @@
 """What a refit sends of a version where its receivers hold the one before: the elements that differ.
 
 A group is what one rank gives another of one tensor. Its changes go as a text (`kernels.changes`), or all of it goes as
-ever, whichever is less. Who gives keeps a copy of what it last gave, and moves it on only when the version has been
-switched to. Who takes into two sets of arrays keeps the texts of the last version: the set that the next one goes to is
-a version behind, and is brought up with them while givers search.
+ever, whichever is less. Who gives remembers what it gave last (`last_given`), and moves on only when the version has
+been switched to. Who takes into two sets of arrays keeps the texts of the last version: the set that the next one goes
+to is a version behind, and is brought up with them while givers search.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from lowshard.comm.agreement import agree, trade
 from lowshard.comm.communicator import Communicator
 from lowshard.errors import CommError
 from lowshard.kernels.buffer import address
-from lowshard.kernels.changes import CACHE_LINE_BYTES, ChangeBoxes, Changes, Room, values_of
+from lowshard.kernels.changes import ChangeBoxes, Changes, values_of
+from lowshard.reshard.last_given import LastGiven, key_of
 from lowshard.reshard.rank_side import bounds
 from lowshard.reshard.reshard_run import RefitCost, Report, Reshard
 from lowshard.transfer.changed_blocks import store_changed_blocks
@@ -95,29 +96,26 @@ class VersionChanges:
     Args:
         comm: the communicator.
         movers: that move whole versions; one for each set of arrays that versions go to.
-        always: send texts also where they take more than all.
+        last: what this rank remembers of what it gave last, nothing yet; of one kind on all ranks.
 
     Raises:
-        CommError: a rank has no memory for a copy of what it gives; on all ranks.
+        CommError: a rank has no memory for it; on all ranks.
     """
 
-    def __init__(self, comm: Communicator, movers: Sequence[Reshard], always: bool) -> None:
-        self._comm, self._movers, self._always = comm, movers, always
-        self._errors, self._room = FirstError(), Room()
+    def __init__(self, comm: Communicator, movers: Sequence[Reshard], last: LastGiven) -> None:
+        self._comm, self._movers, self._last = comm, movers, last
+        self._errors = FirstError()
         sides = [mover.side for mover in movers]
         self._out = _groups([side.gives for side in sides])
         self._in = _groups([side.takes for side in sides])
         self._own = list(_groups([{comm.rank: side.keeps} for side in sides]).get(comm.rank, ()))
         self._agree_on_units()
-        self._base: dict[int, Array] = {}
-        self._errors.guard(self._make_base)
+        self._errors.guard(self._remember)
         agree(comm, b"", self._errors.take(), "Refit")
         self.follows = 0
         """The attempt that brought what this rank holds and has kept; 0 where the next version must come whole."""
         self._served = self._before = 0
         self._holds = [0] * len(movers)
-        self._ahead: set[int] = set()
-        """Tensors whose copy is of a version that has not been switched to."""
         self._copies: dict[tuple[int, int, int], BoxCopy] = {}
 
     # ---- what texts are made of
@@ -155,7 +153,9 @@ class VersionChanges:
         if any(item.hands_on or item.turn for item in group.items[0]):
             return _NO_UNITS
         if not first.stores:
-            return 1, group.itemsize, group.entry not in self._shared
+            boxes = [item.dst_box for item in group.items[0]]
+            elems = self._last.units_of(group.itemsize, first.target, boxes)
+            return elems, elems * group.itemsize, elems == 1 and group.entry not in self._shared
         conversion = self._conversion(0)
         blocks = {conversion.transform.change_block_elems(i.dst_name, i.dst_box) for i in group.items[0]}
         block = blocks.pop() if len(blocks) == 1 else 0
@@ -194,15 +194,15 @@ class VersionChanges:
     def _taken(self) -> list[_Group]:
         return [*(g for groups in self._in.values() for g in groups), *self._own]
 
-    def _make_base(self) -> None:
+    def _remember(self) -> None:
         try:
             for group in self._given():
-                if group.block_elems and group.entry not in self._base:
-                    source = group.items[0][0].source
-                    self._base[group.entry] = _empty_like(self._comm.xp, source)
+                if group.given is not None:
+                    self._last.add(group.entry, group.items[0][0].source, group.given)
         except MemoryError as error:
             raise CommError(
-                f"there is no memory for a copy of what was sent last ({error}); refit with delta='off'"
+                f"there is no memory for what was sent last ({error}); refit with base='digests', which takes an "
+                "eighth of a copy, or delta='off'"
             ) from error
 
     # ---- a version
@@ -254,32 +254,21 @@ class VersionChanges:
         return report
 
     def _find(self, target: int, follows: bool) -> None:
-        """Find what differs from what was sent last; what several ranks get is looked for once.
-
-        What goes whole is copied, and goes out of the copy: so it is what the takers have, whatever becomes of the
-        sources meanwhile.
-        """
+        """Find what differs from what was sent last; what several ranks get is looked for once."""
         found: dict[object, tuple[Changes, Changes]] = {}
-        self._room = Room()
         for group in self._given():
             items, boxes = group.items[target], group.given
-            if not follows or boxes is None or group.entry in self._ahead:
+            if boxes is None:
                 group.sent = group.raw = _whole(items)
                 continue
-            key = group.entry, boxes.boxes, group.block_elems, items[0].makes, group.by_steps
+            key = key_of(group.entry, boxes), items[0].makes, group.by_steps
             if key not in found:
-                raw = boxes.find(
-                    items[0].source, self._base[group.entry], self._room, not self._always, group.by_steps
-                )
-                found[key] = raw, self._made(group, items[0], raw)
+                raw = self._last.find(group.entry, items[0].source, boxes, follows, group.by_steps)
+                found[key] = raw, raw if raw.text is None else self._made(group, items[0], raw)
             group.raw, group.sent = found[key]
         for group in self._given():
             if group.sent.text is None and group.given is not None:
-                self._ahead.add(group.entry)
-                base = self._base[group.entry]
-                for item in group.items[target]:
-                    where = (*slices_of(item.src_box), ...)
-                    base[where] = item.source[where]
+                self._last.give_whole(group.entry, group.items[target][0].source, group.given)
 
     def _made(self, group: _Group, item: Item, raw: Changes) -> Changes:
         """Return changes as they travel: a copy is written over and over, so it is not moved by steps."""
@@ -333,12 +322,11 @@ class VersionChanges:
         return gives, takes, [item for group in own for item in self._whole_items(group, target)]
 
     def _whole_items(self, group: _Group, target: int) -> list[Item]:
-        """Return the items of a group that goes whole: out of the copy, where there is one."""
-        if group.given is None:
+        """Return the items of a group that goes whole, with what it goes out of."""
+        if group.given is None or not self._last.gives_copies:
             return list(group.items[target])
-        base = self._base.get(group.entry)
         return [
-            replace(item, source=None if item.source is None else base, there=None)
+            replace(item, source=self._last.whole_source(group.entry, item.source), there=None)
             for item in group.items[target]
         ]
 
@@ -417,25 +405,16 @@ class VersionChanges:
         for group in self._taken():
             group.kept, group.came = group.came if len(self._movers) > 1 else nothing, nothing
         for group in self._given():
-            if group.given is not None and group.raw.text is not None:
-                group.given.write(self._base[group.entry], group.raw)
+            if group.given is not None:
+                self._last.commit(group.entry, group.given, group.raw)
             group.sent = group.raw = nothing
-        self._ahead.clear()
-        self._room = Room()
+        self._last.end()
         self.follows = self._served = attempt
 
     def close(self) -> None:
         """Let go of what is kept."""
-        self._base, self._out, self._in, self._own, self.follows = {}, {}, {}, [], 0
-
-
-def _empty_like(xp: Any, source: Array) -> Array:
-    """Return an array of the same form; it begins where the source does in a cache line, so that lines are compared."""
-    if xp is not np:
-        return xp.empty(source.shape, source.dtype)
-    room = np.empty(source.nbytes + CACHE_LINE_BYTES, np.uint8)
-    begin = (address(source) - address(room)) % CACHE_LINE_BYTES
-    return room[begin : begin + source.nbytes].view(source.dtype).reshape(source.shape)
+        self._out, self._in, self._own, self.follows = {}, {}, [], 0
+        self._last.close()
 
 
 def _groups(streams: Sequence[Mapping[int, Sequence[Item]]]) -> dict[int, list[_Group]]:
