@@ -218,7 +218,14 @@ class _Measured:
         self._copied = np.ones(self._gets, np.uint8), np.ones(self._gets, np.uint8)
         self._plain = self._arrays(self._dst, 0)
         self._refits = {
-            delta: Refit(self._plan, self._comm, self._given, self._arrays(self._dst, 0), delta=delta)
+            delta: Refit(
+                self._plan,
+                self._comm,
+                self._given,
+                self._arrays(self._dst, 0),
+                delta=delta,
+                base=request["base"],
+            )
             for delta in ("off", "auto")
         }
         self._version = 0
@@ -234,7 +241,8 @@ class _Measured:
             self._say(f"round {turn} of {self._request['rounds']}" if turn else "warming up")
             is_last = turn == self._request["rounds"]
             for way, share, delta in ways:
-                if delta == "auto":  # a version that went whole makes the next one go whole
+                # After one that went whole the next goes whole, and the one after it finds the second set to be copied.
+                for _ in range(2 if delta == "auto" else 0):
                     self._change(share)
                     self._refit(delta)
                 self._change(share)

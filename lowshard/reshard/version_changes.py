@@ -39,7 +39,7 @@ _ROW = 5
 bytes of its steps."""
 _WHOLE = -1
 ROW_BYTES = 8 * _ROW
-_RUN_COPY_BYTES = 256
+_RUN_COPY_BYTES = 128
 """Bytes that are copied in about the time of writing a run somewhere in memory."""
 Units = tuple[int, int, int]
 """What texts are made of: elements of a block, bytes that travel for one, and whether they may be of steps."""
