@@ -21,8 +21,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lowshard.kernels.buffer import Array
-
 LINE_BYTES = 64
 DIGEST_BYTES = 8
 _FOLD_WORDS = 4
@@ -40,24 +38,23 @@ def new_key(block_bytes: int) -> Words:
     return np.frombuffer(secrets.token_bytes(8 * count), np.uint64)
 
 
-def plain_digests(blocks: Array, key: Words, xp: Any = np) -> Array:
+def plain_digests(blocks: npt.NDArray[np.uint8], key: Words) -> Words:
     """Return the digests of blocks, uint64 [blocks].
 
     Args:
         blocks: uint8 [blocks, bytes], C-contiguous.
         key: for blocks of so many bytes.
-        xp: NumPy or CuPy, whose array `blocks` is.
     """
-    made = xp.empty(len(blocks), xp.uint64)
-    words = blocks.view(xp.uint64)
+    made = np.empty(len(blocks), np.uint64)
+    words = blocks.view(np.uint64)
     for at in range(0, len(blocks), _PIECE_BLOCKS):
-        made[at : at + _PIECE_BLOCKS] = _digests(words[at : at + _PIECE_BLOCKS], key, xp)
+        made[at : at + _PIECE_BLOCKS] = _digests(words[at : at + _PIECE_BLOCKS], key)
     return made
 
 
-def _digests(words: Array, key: Words, xp: Any) -> Array:
+def _digests(words: Words, key: Words) -> Words:
     count = words.shape[1]
-    low, high = xp.zeros(len(words), xp.uint64), xp.zeros(len(words), xp.uint64)
+    low, high = np.zeros(len(words), np.uint64), np.zeros(len(words), np.uint64)
     for j in range(0, count, 2):
         more = _product(words[:, j] + key[j], words[:, j + 1] + key[j + 1])
         low, high = _sum((low, high), more)
@@ -67,7 +64,7 @@ def _digests(words: Array, key: Words, xp: Any) -> Array:
     return folded
 
 
-def _product(a: Array, b: Any) -> tuple[Array, Array]:
+def _product(a: Words, b: Any) -> tuple[Words, Words]:
     """Return the low and the high words of products of words."""
     a0, a1, b0, b1 = a & _LOW, a >> _HALF, b & _LOW, b >> _HALF
     cross, other = a1 * b0, a0 * b1
@@ -75,7 +72,7 @@ def _product(a: Array, b: Any) -> tuple[Array, Array]:
     return a * b, a1 * b1 + (cross >> _HALF) + (other >> _HALF) + (middle >> _HALF)
 
 
-def _sum(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Array]:
+def _sum(a: tuple[Words, Words], b: tuple[Words, Words]) -> tuple[Words, Words]:
     """Return sums of pairs of words, mod 2^128."""
     low = a[0] + b[0]
     return low, a[1] + b[1] + (low < a[0])

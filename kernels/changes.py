@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +31,9 @@ from lowshard.kernels.block_digests import Words, plain_digests
 from lowshard.kernels.buffer import Array, address, is_gpu
 from lowshard.kernels.engine import host_engine
 from lowshard.kernels.runs import RunTable, lower
+
+if TYPE_CHECKING:
+    from lowshard.kernels.cuda.cuda_changes import DeviceSearch
 
 CACHE_LINE_BYTES = 64
 ELEMENT_BYTES = (1, 2, 4, 8)
@@ -125,10 +128,13 @@ class ChangeBoxes:
         """
         if not self.units:
             return Changes(0, 0, 0, np.empty(0, np.uint8), 0)
-        if is_gpu(new) or not self._is_compiled():
-            found = self._find_plain(new, old, may_step)
-        else:
+        device = self._device(new)
+        if device is not None:
+            found = self._find_on(device, new, old, may_stop)
+        elif self._is_compiled():
             found = self._find(new, old, room, may_stop, may_step)
+        else:
+            found = self._find_plain(new, old, may_step)
         if may_stop and found.text is not None and 8 * found.text.size > 7 * self.size_bytes:
             return found._replace(text=None, steps=None)
         return found
@@ -150,10 +156,13 @@ class ChangeBoxes:
         """
         if not self.units:
             return Changes(0, 0, 0, np.empty(0, np.uint8), 0)
-        if is_gpu(new) or not self._is_compiled() or self.unit_bytes // CACHE_LINE_BYTES not in DIGEST_LINES:
-            found = self._digest_plain(new, digests, key, is_first)
-        else:
+        device = self._device(new)
+        if device is not None:
+            found = self._digest_on(device, new, digests, key, is_first)
+        elif self._is_compiled() and self.unit_bytes // CACHE_LINE_BYTES in DIGEST_LINES:
             found = self._digest(new, digests, key, room, may_stop, is_first)
+        else:
+            found = self._digest_plain(new, digests, key, is_first)
         if may_stop and found.text is not None and 8 * found.text.size > 7 * self.size_bytes:
             return found._replace(text=None)
         return found
@@ -166,12 +175,15 @@ class ChangeBoxes:
         """
         if changes.text is None or not changes.units:
             return
-        if is_gpu(array) or not self._is_compiled():
+        device = self._device(array)
+        if device is not None or not self._is_compiled():
             places = self.places(changes, self.unit_bytes)
-            if changes.steps_bytes:
-                self._write_plain(array, places, self._steps_of(changes), True)
+            by_steps = changes.steps_bytes > 0
+            values = self._steps_of(changes) if by_steps else values_of(changes, self.unit_bytes)
+            if device is None:
+                self._write_plain(array, places, values, by_steps)
             else:
-                self._write_plain(array, places, values_of(changes, self.unit_bytes), False)
+                self._write_on(device, array, places, values, by_steps)
             return
         from lowshard.kernels.cpu.cpu_changes import WIDTHS, WRITE_SCRATCH_BYTES, write_kernel
 
@@ -315,44 +327,77 @@ class ChangeBoxes:
             self._tables[key] = found
         return found
 
+    # ---- on a GPU
+
+    def _device(self, array: Array) -> DeviceSearch | None:
+        """Return what searches on the array's GPU; None for one in host memory."""
+        if not is_gpu(array):
+            return None
+        import cupy
+
+        from lowshard.kernels.cuda.cuda_changes import DeviceSearch
+        from lowshard.kernels.cuda.cuda_engine import device_engine
+
+        return DeviceSearch(device_engine(array.device.id), cupy)
+
+    def _find_on(self, device: DeviceSearch, new: Array, old: Array, may_stop: bool) -> Changes:
+        """Compare elements; of blocks those that have one which differs."""
+        by_elem = self if self.block_elems == 1 else ChangeBoxes(self.boxes, self.itemsize)
+        most = 7 * self.elems // 8 if may_stop and by_elem is self else self.elems
+        changed, places = device.differing(new, old, by_elem._table(new, old), most)
+        if places is None:
+            return Changes(changed, 0, 0, None, changed)
+        if by_elem is not self:
+            places = device.xp.unique(places // self.block_elems)
+        return _text(device.gathered(new, places, self._table(new, new)), places, changed)
+
+    def _digest_on(
+        self, device: DeviceSearch, new: Array, digests: Array, key: Words, is_first: bool
+    ) -> Changes:
+        places = device.digested(new, digests, key, self._table(new, new))
+        changed = len(places) * self.block_elems
+        if is_first:
+            return Changes(len(places), 0, 0, None, changed)
+        return _text(device.gathered(new, places, self._table(new, new)), places, changed)
+
+    def _write_on(
+        self, device: DeviceSearch, array: Array, places: Numbers, values: Array, by_steps: bool
+    ) -> None:
+        table = self._table(array, array)
+        there = device.xp.asarray(places)
+        if by_steps:
+            kind = np.dtype(f"u{self.itemsize}")
+            values = (device.gathered(array, there, table).view(kind) + values.view(kind)).view(np.uint8)
+        device.scattered(array, there, values, table)
+
     # ---- plain
 
-    def _units(self, array: Array) -> Array:
+    def _units(self, array: Array) -> Bytes:
         """Return the units of the boxes as bytes, uint8 [units, bytes of a unit]."""
-        xp = _module_of(array)
-        parts = [xp.ascontiguousarray(array[(*_slices(box), ...)]).reshape(-1) for box in self.boxes]
-        return xp.concatenate([part.view(np.uint8) for part in parts]).reshape(self.units, self.unit_bytes)
+        parts = [np.ascontiguousarray(array[(*_slices(box), ...)]).reshape(-1) for box in self.boxes]
+        return np.concatenate([part.view(np.uint8) for part in parts]).reshape(self.units, self.unit_bytes)
 
     def _find_plain(self, new: Array, old: Array, may_step: bool) -> Changes:
-        xp = _module_of(new)
         units, before = self._units(new), self._units(old)
         differs = (units != before).reshape(self.units, self.block_elems, self.itemsize).any(axis=2)
         changed = int(differs.sum())
-        found = xp.flatnonzero(differs.any(axis=1))
+        found = np.flatnonzero(differs.any(axis=1))
         steps = None
-        if may_step and self.has_steps and xp is np:
+        if may_step and self.has_steps:
             kind = np.dtype(f"i{self.itemsize}")
             grown = (units[found].view(kind) - before[found].view(kind)).reshape(-1).astype(np.int64)
             steps = _bytes_of(grown << 1 ^ grown >> 63)
-        return self._text(units, found, changed, steps)
+        return _text(units[found], found, changed, steps)
 
     def _digest_plain(self, new: Array, digests: Array, key: Words, is_first: bool) -> Changes:
-        xp, units = _module_of(new), self._units(new)
-        made = plain_digests(units, key, xp)
-        found = xp.flatnonzero(made != digests)
+        units = self._units(new)
+        made = plain_digests(units, key)
+        found = np.flatnonzero(made != digests)
         digests[...] = made
-        count = len(found)
+        changed = len(found) * self.block_elems
         if is_first:
-            return Changes(count, 0, 0, None, count * self.block_elems)
-        return self._text(units, found, count * self.block_elems)
-
-    def _text(self, units: Array, found: Array, changed_elems: int, steps: Array | None = None) -> Changes:
-        """Return the text of the units that were found."""
-        xp = _module_of(units)
-        places: Numbers = found if isinstance(found, np.ndarray) else found.get()
-        gaps, lengths = run_streams(places)
-        text = xp.concatenate([units[found].reshape(-1), xp.asarray(gaps), xp.asarray(lengths)])
-        return Changes(len(places), gaps.size, lengths.size, text, changed_elems, 0, steps)
+            return Changes(len(found), 0, 0, None, changed)
+        return _text(units[found], found, changed)
 
     def _steps_of(self, changes: Changes) -> Array:
         """Return what the elements that differ have grown by, as bytes, uint8 [elements, bytes of one].
@@ -369,18 +414,18 @@ class ChangeBoxes:
         return _module_of(text).asarray(grown.view(np.uint8).reshape(changes.units, self.itemsize))
 
     def _write_plain(self, array: Array, places: Numbers, values: Array, by_steps: bool) -> None:
-        xp, first = _module_of(array), 0
+        first = 0
         for box in self.boxes:
             view = array[(*_slices(box), ...)]
             units = view.size // self.block_elems
             begin, end = np.searchsorted(places, (first, first + units))
             if begin < end:
-                whole = xp.ascontiguousarray(view).reshape(-1).view(np.uint8).reshape(units, self.unit_bytes)
+                whole = np.ascontiguousarray(view).reshape(-1).view(np.uint8).reshape(units, self.unit_bytes)
                 whole = whole.copy() if whole.base is not None else whole
-                at, now = xp.asarray(places[begin:end] - first), values[begin:end]
+                at, now = places[begin:end] - first, values[begin:end]
                 if by_steps:
                     kind = np.dtype(f"u{self.itemsize}")
-                    now = (xp.ascontiguousarray(whole[at]).view(kind) + now.view(kind)).view(np.uint8)
+                    now = (np.ascontiguousarray(whole[at]).view(kind) + now.view(kind)).view(np.uint8)
                 whole[at] = now
                 view[...] = whole.reshape(-1).view(view.dtype).reshape(view.shape)
             first += units
@@ -414,6 +459,15 @@ def values_of(changes: Changes, unit_bytes: int) -> Array:
     assert changes.text is not None
     assert not changes.steps_bytes
     return changes.text[: changes.units * unit_bytes].reshape(changes.units, unit_bytes)
+
+
+def _text(values: Array, places: Array, changed_elems: int, steps: Array | None = None) -> Changes:
+    """Return the text of units that differ, from their bits and their places, both where the array is."""
+    on_host: Numbers = places if isinstance(places, np.ndarray) else places.get()
+    gaps, lengths = run_streams(on_host)
+    xp = _module_of(values)
+    text = xp.concatenate([values.reshape(-1), xp.asarray(gaps), xp.asarray(lengths)])
+    return Changes(len(places), gaps.size, lengths.size, text, changed_elems, 0, steps)
 
 
 def run_streams(places: Numbers) -> tuple[Bytes, Bytes]:

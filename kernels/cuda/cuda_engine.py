@@ -20,7 +20,7 @@ from lowshard.kernels import reference
 from lowshard.kernels.buffer import Array, address, allocate
 from lowshard.kernels.cuda.cuda_table import UnitTable, start_divisor_bytes, unit_table
 from lowshard.kernels.reference import BLOCK_ELEMS, Elem, Mode
-from lowshard.kernels.runs import DST_OFFSET, SRC_OFFSET, RunTable, whole_array_runs
+from lowshard.kernels.runs import DST_OFFSET, RUN, SRC_OFFSET, RunTable, whole_array_runs
 
 THREADS = 256
 """Threads of a CTA; the sources have the same number."""
@@ -36,6 +36,7 @@ MOST_FOLDED = _FOLD_GROUP << (_FOLD_LEVELS - 2)
 """Sources that `CudaEngine.fold` takes."""
 _KEPT_SOURCE_TABLES = 256
 _KEPT_STREAMS = 64  # that a run table has a copy for
+_LINE_BYTES = 64
 _TILE_BYTES = 512  # of the 128x4 layout
 _SWIZZLE_TILES = 8  # of a CTA's turn
 
@@ -255,6 +256,70 @@ class CudaEngine:
         args = (*bases, elems, *words, *_float_words(scalars))
         self._launch(f"{name}_{unit}", max(1, elems // unit), THREADS, 5, args)
 
+    def differ(self, new: Array, old: Array, masks: Array, runs: RunTable, unit_bytes: int) -> None:
+        """Write which elements of two arrays differ.
+
+        Args:
+            new: an array.
+            old: another one.
+            masks: uint16, for each unit of the runs a bit for each of its elements.
+            runs: of both, in elements.
+            unit_bytes: `word_bytes` of these.
+        """
+        table = self._placed(runs, unit_bytes, bytes_as_items=True)
+        args = (address(new), address(old), address(masks), runs.src_itemsize, *table.args)
+        self._launch(f"differ_{unit_bytes}", table.units, THREADS, 8, args)
+
+    def digest(self, src: Array, key: Array, digests: Array, flags: Array, runs: RunTable) -> None:
+        """Put the digests of blocks, whole cache lines, in the place of others, and say which are not the same.
+
+        Args:
+            src: an array.
+            key: of the digests.
+            digests: uint64 [blocks].
+            flags: uint8 [blocks], written.
+            runs: in blocks.
+        """
+        table = self._placed(runs, 1)
+        word = min(8, self.word_bytes(runs, src))
+        args = (address(src), address(key), address(digests), address(flags))
+        lines = runs.src_itemsize // _LINE_BYTES
+        self._launch(f"digest_{word}", table.units, THREADS, 6, (*args, lines, *table.args))
+
+    def gather(self, array: Array, packed: Array, places: Array, runs: RunTable) -> None:
+        """Copy items of an array's runs, by number, one behind the other.
+
+        Args:
+            array: the source.
+            packed: uint8 [places, bytes of an item], contiguous.
+            places: int64.
+            runs: of the array.
+        """
+        self._move_listed("gather", array, packed, places, runs)
+
+    def scatter(self, array: Array, packed: Array, places: Array, runs: RunTable) -> None:
+        """Copy items that lie one behind the other to their places in an array's runs: as `gather`, back."""
+        self._move_listed("scatter", array, packed, places, runs)
+
+    def _move_listed(self, name: str, array: Array, packed: Array, places: Array, runs: RunTable) -> None:
+        if not len(places):
+            return
+        table = self._placed(runs, 1)
+        word = self.word_bytes(runs, array, packed)
+        parts = runs.src_itemsize // word
+        args = (address(array), address(packed), address(places), len(places), parts, *table.args)
+        self._launch(f"{name}_{word}", len(places) * parts, THREADS, 8, args)
+
+    def word_bytes(self, runs: RunTable, *arrays: Array, of_runs: bool = False) -> int:
+        """Return the largest word, of up to 16 bytes, that all runs in arrays begin at multiples of.
+
+        Elements are made of such words; or, `of_runs`, runs are.
+        """
+        bits = _start_bits(runs) | (_run_bits(runs) if of_runs else runs.src_itemsize) | _VECTOR_BYTES
+        for array in arrays:
+            bits |= address(array)
+        return bits & -bits
+
     def swizzle(self, scale: Array, out: Array) -> None:
         """Write uint8 [rows, cols] of any strides in the 128x4 layout, padding included."""
         self._swizzle("swizzle_scales", scale, out)
@@ -369,6 +434,15 @@ def _start_bits(runs: RunTable) -> int:
     found: int | None = runs.derived.get(key)
     if found is None:
         found = runs.derived[key] = start_divisor_bytes(runs, 0) | start_divisor_bytes(runs, 1)
+    return found
+
+
+def _run_bits(runs: RunTable) -> int:
+    """Return a number with just the powers of two as factors that the bytes of every run have."""
+    key = "run bits"
+    found: int | None = runs.derived.get(key)
+    if found is None:
+        found = runs.derived[key] = int(np.bitwise_or.reduce(runs.columns[RUN])) * runs.src_itemsize
     return found
 
 

@@ -16,7 +16,7 @@ from lowshard.errors import DependencyError
 from lowshard.kernels.buffer import Array
 
 FOLDER = Path(__file__).parent
-SOURCES = ("quantize", "dequantize", "copy", "convert", "swizzle", "step", "fold")
+SOURCES = ("quantize", "dequantize", "copy", "convert", "swizzle", "step", "fold", "changes")
 """The .cu files, each of which is a module of its own: only what is used gets compiled."""
 
 COMPILER_OPTIONS = ("-std=c++17",)
@@ -33,6 +33,10 @@ _FILE_OF = {
     "adamw": "step",
     "sgd": "step",
     "fold": "fold",
+    "differ": "changes",
+    "digest": "changes",
+    "gather": "changes",
+    "scatter": "changes",
 }
 _INCLUDE = re.compile(r'^#include "([a-z0-9_]+\.cuh)"$', re.MULTILINE)
 

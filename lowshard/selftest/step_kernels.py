@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import traceback
+from collections.abc import Sequence
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -10,7 +11,10 @@ from typing import Any
 import numpy as np
 
 from lowshard import dtypes, kernels
+from lowshard.box import Box
 from lowshard.kernels import MXFP8Tensor, reference
+from lowshard.kernels.block_digests import LINE_BYTES, new_key, plain_digests
+from lowshard.kernels.changes import ChangeBoxes, Changes, Room, values_of
 from lowshard.kernels.plain import PlainEngine
 from lowshard.kernels.reference import Elem, Mode
 from lowshard.selftest.comparisons import Tally, bits
@@ -41,7 +45,7 @@ def run(setting: Setting, tally: Tally) -> None:
         )
     else:
         where = "CUDA C++ compiled by NVRTC"
-    for check in (_mxfp8, _moves, _fused, _casts, _sums, _swizzles, _optimizers):
+    for check in (_mxfp8, _moves, _fused, _casts, _sums, _swizzles, _optimizers, _changes):
         print(f"{check.__name__[1:]}, {where}", flush=True)
         try:
             check(xp, tally)
@@ -179,6 +183,50 @@ def _optimizers(xp: ModuleType, tally: Tally) -> None:
                 tally.same(f"adamw_step, {name} after 3 steps, {of}", array, plain)
             for name, array, plain in zip(("param", "grad", "buffer"), moved, wanted, strict=True):
                 tally.same(f"sgd_step, {name} after 3 steps, {of}", array, plain)
+
+
+def _changes(xp: ModuleType, tally: Tally) -> None:
+    """Find what differs between two arrays, by comparing and by digests, and write it into a third."""
+    boxes = _BOXES[:2]
+    for dtype, block in (("uint8", 1), ("bfloat16", 1), ("float32", 1), ("float64", 1), ("bfloat16", 32)):
+        old = hard((67, 352), dtype, "changes")
+        random = rng("changes", dtype, block)
+        for share in (0.0, 0.01, 0.9):
+            new = old.copy()
+            bits(new)[random.random(new.shape) < share] ^= 1
+            what = f"changes of {dtype} by {block}, {share:g} of [67, 352]"
+            made = ChangeBoxes(boxes, old.itemsize, block)
+            before, after = (_units(array, boxes, made.unit_bytes) for array in (old, new))
+            places = np.flatnonzero((before != after).any(axis=1))
+            found = made.find(put(xp, new), put(xp, old), Room(), False)
+            _told(tally, what, made, found, places, after)
+            out, wanted = put(xp, old), old.copy()
+            made.write(out, found)
+            for box in boxes:
+                part = tuple(slice(*span) for span in box)
+                wanted[part] = new[part]
+            tally.same(f"{what}, written", out, wanted)
+            if made.unit_bytes % LINE_BYTES:
+                continue
+            key, kept = new_key(made.unit_bytes), put(xp, np.zeros(made.units, np.uint64))
+            made.find_by_digests(put(xp, old), kept, key, Room(), False, is_first=True)
+            tally.same(f"{what}, digests", kept, plain_digests(before, key))
+            found = made.find_by_digests(put(xp, new), kept, key, Room(), False)
+            tally.same(f"{what}, digests after", kept, plain_digests(after, key))
+            _told(tally, f"{what}, by digests", made, found, places, after)
+
+
+def _told(
+    tally: Tally, what: str, boxes: ChangeBoxes, found: Changes, places: np.ndarray, units: np.ndarray
+) -> None:
+    tally.same(f"{what}, places", boxes.places(found, boxes.unit_bytes), places)
+    tally.same(f"{what}, values", values_of(found, boxes.unit_bytes), units[places])
+
+
+def _units(x: np.ndarray, boxes: Sequence[Box], unit_bytes: int) -> np.ndarray:
+    """Return the units of boxes one behind the other, uint8 [units, bytes of one]."""
+    parts = [x[tuple(slice(*span) for span in box)].reshape(-1).view(np.uint8) for box in boxes]
+    return np.concatenate(parts).reshape(-1, unit_bytes)
 
 
 def _plain_adamw(arrays: list[np.ndarray], step: int) -> None:

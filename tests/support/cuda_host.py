@@ -210,6 +210,10 @@ for _name in (
     "adamw",
     "sgd",
     "fold",
+    "differ",
+    "digest",
+    "gather",
+    "scatter",
 ):
     setattr(HostCudaEngine, _name, _guarded(_name))
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import shutil
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pytest
 from support import mode
+from support.cuda_host import host_cuda_engine
 
 from lowshard import dtypes
 from lowshard.box import Box, full_box
 from lowshard.errors import KernelError, VerificationError
 from lowshard.kernels.changes import ChangeBoxes, Changes, Room
+from lowshard.kernels.cuda.cuda_changes import DeviceSearch
 
 DTYPES = [dtype.name for dtype in dtypes.all_dtypes()]
 SHARES = (0, 0.001, 0.01, 0.1, 0.4, 0.9, 1)
@@ -61,6 +64,49 @@ def _units(array: np.ndarray, boxes: list[Box], unit_bytes: int) -> np.ndarray:
 def _plain(boxes: ChangeBoxes) -> ChangeBoxes:
     boxes._is_compiled = lambda: False  # type: ignore[method-assign]
     return boxes
+
+
+def _on_cuda(boxes: ChangeBoxes) -> ChangeBoxes:
+    """Have the CUDA kernels search and write, built for the host."""
+    boxes._device = lambda array: DeviceSearch(host_cuda_engine(), np)  # type: ignore[method-assign]
+    return boxes
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="g++, which builds the kernels, is not on PATH")
+def test_the_cuda_kernels_find_and_write_the_same(rng: np.random.Generator) -> None:
+    """Any dtype, boxes, strides and addresses; elements and blocks, values and steps."""
+    for _ in range(2000 if mode.full() else 100):
+        shape = tuple(rng.integers(1, 20, int(rng.integers(1, 4))).tolist())
+        dtype, block = str(rng.choice(DTYPES)), 1
+        if rng.random() < 0.4:
+            block = int(rng.choice([2, 3, 4, 16]))
+            shape = (*shape[:-1], max(1, shape[-1] // block) * block)
+        old = _random(rng, shape, dtype)
+        new = _changed(rng, old)
+        room = np.zeros(old.nbytes + 64, np.uint8)
+        begin = old.itemsize * int(rng.integers(8))
+        base = room[begin : begin + old.nbytes].view(old.dtype).reshape(shape)
+        base[...] = old
+        if block == 1 and rng.random() < 0.3:
+            base = np.array(old, order="F")
+        boxes = _boxes(rng, shape, block)
+        made, twin = (
+            ChangeBoxes(boxes, old.itemsize, block),
+            _on_cuda(ChangeBoxes(boxes, old.itemsize, block)),
+        )
+        wanted, found = made.find(new, base, Room(), False), twin.find(new, base, Room(), False)
+        assert found._replace(text=None) == wanted._replace(text=None)
+        assert wanted.text is not None
+        assert found.text is not None
+        assert found.text.tobytes() == wanted.text.tobytes()
+        stops, may_stop = made.find(new, base, Room(), True), twin.find(new, base, Room(), True)
+        assert (stops.text is None) == (may_stop.text is None)
+        stepped = made.find(new, base, Room(), False, True).shorter(old.itemsize * block)
+        for text in (wanted, stepped):
+            out, expected = np.array(base, order="C"), np.array(base, order="C")
+            made.write(expected, text)
+            twin.write(out, text)
+            assert out.tobytes() == expected.tobytes()
 
 
 def test_changes_are_those_of_a_byte_oracle_in_both_twins(rng: np.random.Generator) -> None:

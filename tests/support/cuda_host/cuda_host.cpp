@@ -59,6 +59,8 @@ void call_kernel() {
         CASE(7, (W, W, W, W, W, W, W), (a[0], a[1], a[2], a[3], a[4], a[5], a[6]))
         CASE(8, (W, W, W, W, W, W, W, W), (a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7]))
         CASE(9, (W, W, W, W, W, W, W, W, W), (a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8]))
+        CASE(10, (W, W, W, W, W, W, W, W, W, W),
+             (a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], a[9]))
         CASE(11, (W, W, W, W, W, W, W, W, W, W, W),
              (a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], a[9], a[10]))
         CASE(13, (W, W, W, W, W, W, W, W, W, W, W, W, W),

@@ -87,6 +87,10 @@ inline void __stwb(T* address, T value) {
 
 inline unsigned __umulhi(unsigned a, unsigned b) { return (unsigned)((unsigned long long)a * b >> 32); }
 
+inline unsigned long long __umul64hi(unsigned long long a, unsigned long long b) {
+    return (unsigned long long)((unsigned __int128)a * b >> 64);
+}
+
 inline float __uint_as_float(unsigned bits) {
     float number;
     std::memcpy(&number, &bits, sizeof number);
