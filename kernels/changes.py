@@ -39,6 +39,8 @@ CACHE_LINE_BYTES = 64
 ELEMENT_BYTES = (1, 2, 4, 8)
 DIGEST_LINES = (1, 2)
 """Cache lines of the blocks whose digests are made by compiled code."""
+RUN_COPY_BYTES = 128
+"""Bytes that are copied in about the time of writing a run somewhere in memory."""
 STEP_BYTES = {2: 3, 4: 5}
 """Bytes of elements that are told by steps as well, and the most that a step takes."""
 

@@ -67,10 +67,15 @@ _TURN_S = 1.0
 
 
 class _Served(NamedTuple):
-    """What is served: which of the sets, the version in it, and of which publisher which snapshot. Swapped as one."""
+    """What is served: which of the sets, and the version in it. Swapped as one."""
 
     at: int = 0
     version: int | None = None
+
+
+class _Snapshot(NamedTuple):
+    """A publisher's mark and the number of a snapshot of it, whole in a set; by default the set has none."""
+
     mark: str = ""
     number: int = 0
 
@@ -95,12 +100,11 @@ class Subscriber:
             is shared.
         delta: "auto": over a connection comes what differs from the version that is served, or all of a tensor where
             that is less; where the publisher has that version no more, all of it. Bits are compared. "off": all of it
-            always. From mapped memory everything is copied. Between versions the arrays are the subscriber's: what is
-            changed in them stays changed until those elements change at the publisher.
+            always. From mapped memory everything is copied. Between versions the arrays are the subscriber's: do not
+            write to them, since what differs is written over what came before.
         share: True gives versions to other subscribers of this host with the same layouts, which share too, and takes
             them from there, where the publisher is on another host and all of a version is to come: it comes to each
             host once. For that all ranks are on one host, and each opens a port of 127.0.0.1 to who knows the token.
-            Leave the arrays as they came: what is changed in them would be given on.
         name: what the publisher's `members()` shows.
         transform: what this rank's tensors go through as they come, such as an `MXFP8ReshardTransform`: for a tensor
             that it stores there is no array in `out`, and `weights` has what it is stored in. The second set is made by
@@ -166,6 +170,8 @@ class Subscriber:
         self._comm: Communicator = self._background.comm
         self._greeting = Greeting(name, socket.gethostname(), os.getpid(), self._comm.size)
         self._now = _Served()
+        self._holds = [_Snapshot(), _Snapshot()]
+        """By set. What is served is whole; the other set holds the version before, or nothing."""
         self._delta, self._fetched = delta, Fetched()
         self._attempt, self._closed = 0, False
         self._control: Line | None = None
@@ -259,10 +265,12 @@ class Subscriber:
                 f"{self.version} stays"
             )
         assert self._source is not None
-        self._now = _Served(1 - self._now.at, offer.version, self._source.mark, offer.number)
+        at = 1 - self._now.at
+        self._holds[at] = _Snapshot(self._source.mark, offer.number)
+        self._now = _Served(at, offer.version)
         self._fetched = fetched
         if self._shelf is not None:
-            self._shelf.put(self._now.at, offer.number)
+            self._shelf.put(at, offer.number)
         self._tell(Request("done", number=offer.number, version=offer.version))
         return offer.version
 
@@ -293,7 +301,7 @@ class Subscriber:
             if self._control is None:
                 self._connect(end_s)
                 return {"table": [self._table_text, self._proven.hex()]}
-            newer = self.version if self._offers == self._now.mark else None
+            newer = self.version if self._offers == self._holds[self._now.at].mark else None
             wait_s = min(WANT_S, max(0.0, end_s - time.monotonic()))
             since = self._held if self._delta == "auto" else 0
             self._control.say(Request("want", self._offers, newer, wait_s, since=since))
@@ -386,10 +394,15 @@ class Subscriber:
             self._shelf.close()
             self._shelf = None
 
+    def _number_in(self, at: int) -> int:
+        """Return the snapshot of the present publisher that a set holds; 0 where it holds none of it."""
+        found = self._holds[at]
+        return found.number if self._source is not None and self._source.mark == found.mark else 0
+
     @property
     def _held(self) -> int:
         """The snapshot of the publisher that this job serves; 0 where that is another one's."""
-        return self._now.number if self._source is not None and self._source.mark == self._now.mark else 0
+        return self._number_in(self._now.at)
 
     def _fetch(self, offer: Answer) -> Fetched:
         """Fill the arrays that are not served, or raise on all ranks."""
@@ -397,17 +410,20 @@ class Subscriber:
         error: LowshardError | None = None
         fetched = Fetched()
         since = self._held if self._delta == "auto" else 0
-        served, target = self._sets[self._now.at], self._sets[1 - self._now.at]
+        at = 1 - self._now.at
+        served, target, behind = self._sets[1 - at], self._sets[at], self._number_in(at)
+        self._holds[at] = _Snapshot()
         if self._shelf is not None:
-            self._shelf.put(1 - self._now.at, 0)
+            self._shelf.put(at, 0)
         if offer.near:
-            wanted = Wanted(offer.number, target.targets, 0, served.targets)
-            near = self._fetch_near(offer.near, wanted)
+            near = self._fetch_near(offer.near, Wanted(offer.number, target.targets))
             if near is not None:
                 return near
+            behind = 0
+        wanted = Wanted(offer.number, target.targets, since, served.targets, behind)
         try:
             target.begin()
-            fetched = self._source.fetch(Wanted(offer.number, target.targets, since, served.targets))
+            fetched = self._source.fetch(wanted)
             target.end()
         except Lost as lost:
             error = PeerFailed(

@@ -17,7 +17,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
@@ -26,7 +26,7 @@ from lowshard import dtypes
 from lowshard.checkpoint.crc import crc32
 from lowshard.comm.door import enter
 from lowshard.comm.interface import network_name
-from lowshard.kernels.changes import ChangeBoxes, Changes
+from lowshard.kernels.changes import RUN_COPY_BYTES, ChangeBoxes, Changes
 from lowshard.reshard.reshard_plan import ReshardPlan
 from lowshard.reshard.stream_shares import TensorBoxes, shares_of
 from lowshard.reshard.tensor_layout import TensorLayout
@@ -46,6 +46,8 @@ from lowshard.reshard.version_wire import (
 from lowshard.settings import CROSS_MEMORY, STREAMS
 
 _MOST_STREAMS = 4
+_KEPT_PART = 4
+"""Texts are kept of less than so small a part of what the boxes have."""
 ENTER_S = 5.0
 """How long a door of a publisher may take to let this rank in."""
 NEAR_S = 1.0
@@ -87,12 +89,14 @@ class Wanted:
         target: by tensor, where it goes.
         since: the snapshot that `served` holds; 0 to take all of the version.
         served: where the version before is.
+        behind: the snapshot that `target` holds, the one before `since`; 0 where it holds none.
     """
 
     number: int
     target: Mapping[str, Target]
-    since: int
-    served: Mapping[str, Target]
+    since: int = 0
+    served: Mapping[str, Target] = field(default_factory=dict)
+    behind: int = 0
 
 
 Job = Callable[[], Fetched]
@@ -291,6 +295,7 @@ class _Stream:
             for boxes, block in zip(share, blocks, strict=True)
         )
         """By tensor, the boxes in this rank's array."""
+        self._last = _Brought()
         asked = tuple((boxes.src_name, boxes.src_boxes) for boxes in share)
         line.say(Request("boxes", boxes=asked, blocks=blocks))
 
@@ -316,8 +321,17 @@ class _Stream:
         incoming.end()
 
     def _take_changes(self, wanted: Wanted, fetched: Fetched) -> bool:
-        """Receive what differs, and write it over a copy of what is served; return whether the publisher can tell."""
+        """Receive what differs, and write it over what is served; return whether the publisher can tell.
+
+        What is written to is a version behind. It is brought up by the text of that version, while the publisher
+        searches, or what is served is copied over it.
+        """
         self._line.say(Request("changes", self._mark, number=wanted.number, since=wanted.since))
+        up = self._last.texts if self._last.leads(wanted.behind, wanted.since) else {}
+        self._last = _Brought(wanted.since, wanted.number)
+        for boxes, kept in zip(self._share, self._changes, strict=True):
+            if boxes.name in up:
+                wanted.target[boxes.name].write(kept, up[boxes.name])
         if self._line.hear(read_answer, time.monotonic() + self._line.stalled_s).state != "here":
             return False
         incoming = _Incoming(self._line)
@@ -331,11 +345,29 @@ class _Stream:
             if min(sizes) < 0 or sum(sizes) > kept.size_bytes:
                 raise Lost(f"it sent {sum(sizes)} bytes as changes of {kept.size_bytes}")
             text = np.frombuffer(incoming.take(sum(sizes)), np.uint8)
-            into.follow(wanted.served[boxes.name], kept, Changes(units, gaps, lengths, text, changed))
+            changes = Changes(units, gaps, lengths, text, changed)
+            if boxes.name not in up:
+                into.copy(wanted.served[boxes.name], kept)
+            into.write(kept, changes)
+            if max(RUN_COPY_BYTES * gaps, _KEPT_PART * text.size) < kept.size_bytes:
+                self._last.texts[boxes.name] = changes
             fetched.received_bytes += text.size
             fetched.changed_elems += changed
         incoming.end()
         return True
+
+
+@dataclass(frozen=True)
+class _Brought:
+    """What differs between two snapshots, by tensor, where a text of it is kept."""
+
+    since: int = 0
+    number: int = 0
+    texts: dict[str, Changes] = field(default_factory=dict)
+
+    def leads(self, since: int, number: int) -> bool:
+        """Say whether that is from one snapshot to another; 0 is none."""
+        return since > 0 and (since, number) == (self.since, self.number)
 
 
 class _Incoming:

@@ -45,13 +45,11 @@ class Target(Protocol):
     def receive(self, box: Box, receive: Receive) -> None:
         """Put a box that comes row-major in its place."""
 
-    def follow(self, served: Any, boxes: ChangeBoxes, changes: Changes) -> None:
-        """Put boxes of what is served in their place, and over them what differs.
+    def copy(self, served: Any, boxes: ChangeBoxes) -> None:
+        """Put boxes of what is served, the tensor's place in the other set, in their place."""
 
-        Args:
-            served: the tensor's place in the other set.
-            boxes: of this rank's array.
-            changes: of them.
+    def write(self, boxes: ChangeBoxes, changes: Changes) -> None:
+        """Write what differs.
 
         Raises:
             VerificationError: the text is none of these boxes.
@@ -89,9 +87,12 @@ class ArrayTarget:
             if data is not piece:
                 copy_bits(data, piece)
 
-    def follow(self, served: ArrayTarget, boxes: ChangeBoxes, changes: Changes) -> None:
-        """Copy what is served, and write over it what differs."""
+    def copy(self, served: ArrayTarget, boxes: ChangeBoxes) -> None:
+        """Copy boxes of the other array."""
         boxes.copy(served.array, self.array)
+
+    def write(self, boxes: ChangeBoxes, changes: Changes) -> None:
+        """Write the elements that differ."""
         boxes.write(self.array, changes)
 
 
@@ -139,11 +140,15 @@ class StoredTarget:
             receive(data.reshape(-1).view(np.uint8).data)
             self.put(part, data)
 
-    def follow(self, served: StoredTarget, boxes: ChangeBoxes, changes: Changes) -> None:
-        """Have the transform take over what is served, and store the blocks that differ."""
+    def copy(self, served: StoredTarget, boxes: ChangeBoxes) -> None:
+        """Have the transform take over what its twin holds."""
         with self._lock:
             for box in boxes.boxes:
                 self._transform.take_over(self._name, slices_of(box), served._transform)
+
+    def write(self, boxes: ChangeBoxes, changes: Changes) -> None:
+        """Have the transform store the blocks that differ."""
+        with self._lock:
             store_changed_blocks(self._transform, self._name, self._dtype, boxes, changes, boxes.unit_bytes)
 
 
