@@ -39,7 +39,7 @@ CACHE_LINE_BYTES = 64
 ELEMENT_BYTES = (1, 2, 4, 8)
 DIGEST_LINES = (1, 2)
 """Cache lines of the blocks whose digests are made by compiled code."""
-RUN_COPY_BYTES = 128
+_RUN_COPY_BYTES = 128
 """Bytes that are copied in about the time of writing a run somewhere in memory."""
 STEP_BYTES = {2: 3, 4: 5}
 """Bytes of elements that are told by steps as well, and the most that a step takes."""
@@ -68,6 +68,11 @@ class Changes(NamedTuple):
     changed_elems: int
     steps_bytes: int = 0
     steps: Array | None = None
+
+    @property
+    def write_bytes(self) -> int:
+        """How many bytes are copied in about the time of writing this."""
+        return _RUN_COPY_BYTES * min(self.units, self.gaps_bytes)
 
     def shorter(self, unit_bytes: int) -> Changes:
         """Return the same with a text of steps, where there are any and they are shorter than the values."""

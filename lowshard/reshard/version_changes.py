@@ -22,7 +22,7 @@ from lowshard.comm.agreement import agree, trade
 from lowshard.comm.communicator import Communicator
 from lowshard.errors import CommError
 from lowshard.kernels.buffer import address
-from lowshard.kernels.changes import RUN_COPY_BYTES, ChangeBoxes, Changes, values_of
+from lowshard.kernels.changes import ChangeBoxes, Changes, values_of
 from lowshard.reshard.last_given import LastGiven, key_of
 from lowshard.reshard.rank_side import bounds
 from lowshard.reshard.reshard_run import RefitCost, Report, Reshard
@@ -342,7 +342,7 @@ class VersionChanges:
         behind, self._holds[target] = self._holds[target], 0
         for group in self._taken():
             group.is_up = follows and behind > 0 and behind == self._before and group.kept.text is not None
-            if group.is_up and group.kept.gaps_bytes * RUN_COPY_BYTES < group.size_bytes:
+            if group.is_up and group.kept.write_bytes < group.size_bytes:
                 self._write(group, target, group.kept)
             elif group.is_up:
                 self._copy_over(group, target)

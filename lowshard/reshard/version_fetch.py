@@ -26,7 +26,7 @@ from lowshard import dtypes
 from lowshard.checkpoint.crc import crc32
 from lowshard.comm.door import enter
 from lowshard.comm.interface import network_name
-from lowshard.kernels.changes import RUN_COPY_BYTES, ChangeBoxes, Changes
+from lowshard.kernels.changes import ChangeBoxes, Changes
 from lowshard.reshard.reshard_plan import ReshardPlan
 from lowshard.reshard.stream_shares import TensorBoxes, shares_of
 from lowshard.reshard.tensor_layout import TensorLayout
@@ -349,7 +349,7 @@ class _Stream:
             if boxes.name not in up:
                 into.copy(wanted.served[boxes.name], kept)
             into.write(kept, changes)
-            if max(RUN_COPY_BYTES * gaps, _KEPT_PART * text.size) < kept.size_bytes:
+            if max(changes.write_bytes, _KEPT_PART * text.size) < kept.size_bytes:
                 self._last.texts[boxes.name] = changes
             fetched.received_bytes += text.size
             fetched.changed_elems += changed

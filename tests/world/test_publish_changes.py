@@ -11,12 +11,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.launching import wait_until
 
 import lowshard as ls
 from lowshard import dtypes
-from lowshard.errors import CommError, PeerFailed
+from lowshard.errors import CommError, KernelError, PeerFailed
 from lowshard.kernels.changes import ChangeBoxes, Changes
-from lowshard.reshard import Publisher, Subscriber
+from lowshard.reshard import Publisher, Subscriber, version_target
 
 
 def _one(shape: tuple[int, ...], dtype: str = "float32") -> ls.Layout:
@@ -170,3 +171,65 @@ def test_changes_that_go_wrong_leave_the_old_version_or_come_whole(
                 monkeypatch.setattr(ChangeBoxes, "find", find)
                 assert subscriber.pull(10) == 2
             assert all((subscriber.weights[n] == arrays[n]).all() for n in layout)
+
+
+@pytest.mark.usefixtures("over_connections")
+def test_the_set_that_is_a_version_behind_is_brought_up_and_not_copied(
+    tmp_path: Path, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the third version on; after a version that failed, was missed or changed a lot, what is served is copied."""
+    address, names = f"unix:{tmp_path}/p", ("v", "w")
+    layout = {name: _one((300, 100), "bfloat16") for name in names}
+    arrays = {name: np.zeros((300, 100), dtypes.get("bfloat16").numpy) for name in names}
+    copied: list[int] = []
+    copy, write = version_target.ArrayTarget.copy, version_target.ArrayTarget.write
+
+    def counted(target: Any, served: Any, boxes: ChangeBoxes) -> None:
+        copied.append(id(target))
+        copy(target, served, boxes)
+
+    monkeypatch.setattr(version_target.ArrayTarget, "copy", counted)
+    with Publisher(layout, arrays, address=address) as publisher:
+
+        def publish(version: int, share: float = 0.01) -> None:
+            for array in arrays.values():
+                _bits(array)[rng.random(array.shape) < share] ^= 1
+            publisher.publish(version)
+
+        publish(0)
+        with Subscriber(
+            layout, {n: np.zeros_like(a) for n, a in arrays.items()}, address=address
+        ) as subscriber:
+
+            def pull(copies: int) -> None:
+                copied.clear()
+                subscriber.pull(10)
+                assert all(subscriber.weights[n].tobytes() == a.tobytes() for n, a in arrays.items())
+                assert len(copied) == copies
+                assert wait_until(lambda: publisher.members()[0].version == subscriber.version, 10)
+
+            pull(0)  # all of it
+            for version in range(1, 9):
+                publish(version)
+                pull(2 if version == 1 else 0)
+            publish(9)
+            monkeypatch.setattr(version_target.ArrayTarget, "write", _raising)
+            with pytest.raises(CommError):
+                subscriber.pull(10)
+            monkeypatch.setattr(version_target.ArrayTarget, "write", write)
+            pull(2)  # what was written to holds no version any more
+            publish(10)
+            pull(0)
+            publish(11, 0.6)
+            pull(0)  # and comes whole
+            publish(12)
+            pull(2)
+            publish(13)
+            pull(0)
+            publish(14)
+            publish(15)
+            pull(0)  # what differs between 13 and 15
+
+
+def _raising(*_: object) -> None:
+    raise KernelError("planted")
