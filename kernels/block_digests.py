@@ -22,6 +22,8 @@ import numpy as np
 import numpy.typing as npt
 
 LINE_BYTES = 64
+DIGEST_LINES = (1, 2)
+"""Cache lines of the blocks whose digests are made by compiled code."""
 DIGEST_BYTES = 8
 _FOLD_WORDS = 4
 """A and B, the low word of each first."""

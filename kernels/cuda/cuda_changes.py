@@ -9,9 +9,12 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from lowshard.kernels.block_digests import Words
 from lowshard.kernels.buffer import Array
+from lowshard.kernels.change_boxes import BoxUnits
+from lowshard.kernels.change_search import Room
+from lowshard.kernels.change_text import Changes, text_of, values_of
 from lowshard.kernels.cuda.cuda_engine import CudaEngine
 from lowshard.kernels.runs import RunTable
 
@@ -34,7 +37,51 @@ class DeviceSearch:
     def __init__(self, engine: CudaEngine, xp: Any) -> None:
         self._engine, self.xp = engine, xp
 
-    def differing(self, new: Array, old: Array, runs: RunTable, most: int) -> tuple[int, Array | None]:
+    def find(
+        self, boxes: BoxUnits, new: Array, old: Array, room: Room, may_stop: bool, may_step: bool
+    ) -> Changes:
+        """Compare elements; of blocks those differ that have one which does. There are no steps."""
+        by_block = boxes.block_elems > 1
+        by_elem = BoxUnits(boxes.boxes, boxes.itemsize) if by_block else boxes
+        most = 7 * boxes.elems // 8 if may_stop and not by_block else boxes.elems
+        changed, places = self._differing(new, old, by_elem.table(new, old), most)
+        if places is None:
+            return Changes(changed, 0, 0, None, changed)
+        if by_block:
+            places = self.xp.unique(places // boxes.block_elems)
+        return text_of(self._gathered(new, places, boxes.table(new, new)), places, changed)
+
+    def find_by_digests(
+        self,
+        boxes: BoxUnits,
+        new: Array,
+        digests: Array,
+        key: Words,
+        room: Room,
+        may_stop: bool,
+        is_first: bool,
+    ) -> Changes:
+        """Make digests and compare them."""
+        table = boxes.table(new, new)
+        places = self._digested(new, digests, key, table)
+        changed = len(places) * boxes.block_elems
+        if is_first:
+            return Changes(len(places), 0, 0, None, changed)
+        return text_of(self._gathered(new, places, table), places, changed)
+
+    def write(self, boxes: BoxUnits, array: Array, changes: Changes) -> None:
+        """Write units where the text says; the host reads the places."""
+        table = boxes.table(array, array)
+        places = self.xp.asarray(boxes.places(changes, boxes.unit_bytes))
+        if changes.steps_bytes:
+            kind = np.dtype(f"u{boxes.itemsize}")
+            now = self._gathered(array, places, table).view(kind) + boxes.steps_of(changes).view(kind)
+            values = now.view(np.uint8)
+        else:
+            values = values_of(changes, boxes.unit_bytes)
+        self._engine.scatter(array, values, places, table)
+
+    def _differing(self, new: Array, old: Array, runs: RunTable, most: int) -> tuple[int, Array | None]:
         """Return how many elements of two arrays differ, and which, int64, ascending; None for more than `most`.
 
         Args:
@@ -55,7 +102,7 @@ class DeviceSearch:
         at = xp.flatnonzero(masks[hit][:, None] >> xp.arange(lanes, dtype=xp.uint16) & xp.uint16(1))
         return count, hit[at // lanes] * lanes + at % lanes
 
-    def digested(self, new: Array, digests: Array, key: npt.NDArray[np.uint64], runs: RunTable) -> Array:
+    def _digested(self, new: Array, digests: Array, key: Words, runs: RunTable) -> Array:
         """Return which blocks have other digests than those given, int64, ascending, and put theirs in the place.
 
         Args:
@@ -68,12 +115,8 @@ class DeviceSearch:
         self._engine.digest(new, self.xp.asarray(key), digests, flags, runs)
         return self.xp.flatnonzero(flags)
 
-    def gathered(self, array: Array, places: Array, runs: RunTable) -> Array:
+    def _gathered(self, array: Array, places: Array, runs: RunTable) -> Array:
         """Return elements, or blocks, by number, uint8 [places, bytes of one]."""
         packed = self.xp.empty((len(places), runs.src_itemsize), self.xp.uint8)
         self._engine.gather(array, packed, places, runs)
         return packed
-
-    def scattered(self, array: Array, places: Array, values: Array, runs: RunTable) -> None:
-        """Write elements, or blocks, to where they belong: what `gathered` returned."""
-        self._engine.scatter(array, values, places, runs)

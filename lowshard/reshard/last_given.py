@@ -9,7 +9,9 @@ import numpy as np
 from lowshard.box import Box
 from lowshard.kernels.block_digests import LINE_BYTES, Words, new_key
 from lowshard.kernels.buffer import address
-from lowshard.kernels.changes import CACHE_LINE_BYTES, ChangeBoxes, Changes, Room
+from lowshard.kernels.change_search import Room
+from lowshard.kernels.change_text import Changes
+from lowshard.kernels.changes import ChangeBoxes
 
 Array = Any
 Key = tuple[int, tuple[Box, ...], int]
@@ -185,6 +187,6 @@ def _empty_like(xp: Any, source: Array) -> Array:
     """Return an array of the same form; it begins where the source does in a cache line, so that lines are compared."""
     if xp is not np:
         return xp.empty(source.shape, source.dtype)
-    room = np.empty(source.nbytes + CACHE_LINE_BYTES, np.uint8)
-    begin = (address(source) - address(room)) % CACHE_LINE_BYTES
+    room = np.empty(source.nbytes + LINE_BYTES, np.uint8)
+    begin = (address(source) - address(room)) % LINE_BYTES
     return room[begin : begin + source.nbytes].view(source.dtype).reshape(source.shape)

@@ -1,6 +1,6 @@
 """What a refit sends of a version where its receivers hold the one before: the elements that differ.
 
-A group is what one rank gives another of one tensor. Its changes go as a text (`kernels.changes`), or all of it goes as
+A group is what one rank gives another of one tensor. Its changes go as a text (`kernels.change_text`), or all of it goes as
 ever, whichever is less. Who gives remembers what it gave last (`last_given`), and moves on only when the version has
 been switched to. Who takes into two sets of arrays keeps the texts of the last version: the set that the next one goes
 to is a version behind, and is brought up with them while givers search.
@@ -22,7 +22,8 @@ from lowshard.comm.agreement import agree, trade
 from lowshard.comm.communicator import Communicator
 from lowshard.errors import CommError
 from lowshard.kernels.buffer import address
-from lowshard.kernels.changes import ChangeBoxes, Changes, values_of
+from lowshard.kernels.change_text import Changes, values_of
+from lowshard.kernels.changes import ChangeBoxes
 from lowshard.reshard.last_given import LastGiven, key_of
 from lowshard.reshard.rank_side import bounds
 from lowshard.reshard.reshard_run import RefitCost, Report, Reshard

@@ -26,7 +26,8 @@ from lowshard import dtypes
 from lowshard.checkpoint.crc import crc32
 from lowshard.comm.door import enter
 from lowshard.comm.interface import network_name
-from lowshard.kernels.changes import ChangeBoxes, Changes
+from lowshard.kernels.change_text import Changes
+from lowshard.kernels.changes import ChangeBoxes
 from lowshard.reshard.reshard_plan import ReshardPlan
 from lowshard.reshard.stream_shares import TensorBoxes, shares_of
 from lowshard.reshard.tensor_layout import TensorLayout

@@ -20,7 +20,9 @@ from lowshard.box import Box
 from lowshard.checkpoint.crc import crc32
 from lowshard.comm.door import Door, Guest
 from lowshard.errors import KernelError
-from lowshard.kernels.changes import ChangeBoxes, Changes, Room
+from lowshard.kernels.change_search import Room
+from lowshard.kernels.change_text import Changes
+from lowshard.kernels.changes import ChangeBoxes
 from lowshard.reshard.version_store import Memory, Place
 from lowshard.reshard.version_wire import (
     CHANGES_HEAD,

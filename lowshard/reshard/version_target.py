@@ -14,7 +14,8 @@ from lowshard.box import Box, full_box, shape_of
 from lowshard.errors import BufferMismatchError, PlanError
 from lowshard.foreign_array import like, view_of
 from lowshard.kernels.buffer import is_gpu
-from lowshard.kernels.changes import ChangeBoxes, Changes
+from lowshard.kernels.change_text import Changes
+from lowshard.kernels.changes import ChangeBoxes
 from lowshard.kernels.staging import assign
 from lowshard.reshard.published_tensors import local_arrays
 from lowshard.reshard.tensor_layout import TensorLayout

@@ -4,7 +4,7 @@ Control, to rank 0 of the publisher: greeting -> table; shares, where others of 
 subscriber; then, again and again, want -> offer, done.
 Data, to each rank that has something: map -> where a snapshot lies; or boxes, then read, or changes since another
 snapshot -> bytes and their CRC-32. What differs comes tensor by tensor: a head, then a text of changes
-(`kernels.changes`), or all of the tensor's boxes where that is less. A subscriber that shares answers read alone.
+(`kernels.change_text`), or all of the tensor's boxes where that is less. A subscriber that shares answers read alone.
 """
 
 from __future__ import annotations

@@ -14,7 +14,9 @@ from lowshard import dtypes, kernels
 from lowshard.box import Box
 from lowshard.kernels import MXFP8Tensor, reference
 from lowshard.kernels.block_digests import LINE_BYTES, new_key, plain_digests
-from lowshard.kernels.changes import ChangeBoxes, Changes, Room, values_of
+from lowshard.kernels.change_search import Room
+from lowshard.kernels.change_text import Changes, values_of
+from lowshard.kernels.changes import ChangeBoxes
 from lowshard.kernels.plain import PlainEngine
 from lowshard.kernels.reference import Elem, Mode
 from lowshard.selftest.comparisons import Tally, bits

@@ -6,12 +6,13 @@ import numpy as np
 import numpy.typing as npt
 
 from lowshard.box import Box, shape_of, volume
-from lowshard.kernels.changes import ChangeBoxes, Changes, values_of
+from lowshard.kernels.change_boxes import BoxUnits
+from lowshard.kernels.change_text import Changes, values_of
 from lowshard.transfer.transform_contract import ReshardTransform
 
 
 def store_changed_blocks(
-    transform: ReshardTransform, name: str, dtype: str, boxes: ChangeBoxes, changes: Changes, unit_bytes: int
+    transform: ReshardTransform, name: str, dtype: str, boxes: BoxUnits, changes: Changes, unit_bytes: int
 ) -> None:
     """Have a transform store the blocks that differ.
 

@@ -17,7 +17,7 @@ def function_groups() -> dict[str, list[Loader]]:
     from lowshard.comm.heartbeat import compiled_loop
     from lowshard.comm.node.calls import load_calls
     from lowshard.comm.node.combine import HALVES, NATIVE, OPS, recipe_of
-    from lowshard.kernels.changes import DIGEST_LINES
+    from lowshard.kernels.block_digests import DIGEST_LINES
     from lowshard.kernels.cpu import (
         cpu_block_digests,
         cpu_changes,

@@ -12,8 +12,10 @@ from support.cuda_host import host_cuda_engine
 
 from lowshard.box import full_box
 from lowshard.kernels.block_digests import new_key, plain_digests
-from lowshard.kernels.changes import ChangeBoxes, Room
+from lowshard.kernels.change_search import Room
+from lowshard.kernels.changes import ChangeBoxes
 from lowshard.kernels.cuda.cuda_changes import DeviceSearch
+from lowshard.kernels.plain_changes import PlainSearch
 from lowshard.kernels.reference import BLOCK_ELEMS
 
 
@@ -36,9 +38,9 @@ TWINS = ("compiled", "plain", "cuda")[: 2 + HAS_COMPILER]
 
 def _twin(made: ChangeBoxes, name: str) -> ChangeBoxes:
     if name == "plain":
-        made._is_compiled = lambda: False  # type: ignore[method-assign]
+        made._search = lambda array: PlainSearch()  # type: ignore[method-assign]
     if name == "cuda":
-        made._device = lambda array: DeviceSearch(host_cuda_engine(), np)  # type: ignore[method-assign]
+        made._search = lambda array: DeviceSearch(host_cuda_engine(), np)  # type: ignore[method-assign]
     return made
 
 

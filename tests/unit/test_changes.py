@@ -14,8 +14,11 @@ from support.cuda_host import host_cuda_engine
 from lowshard import dtypes
 from lowshard.box import Box, full_box
 from lowshard.errors import KernelError, VerificationError
-from lowshard.kernels.changes import ChangeBoxes, Changes, Room
+from lowshard.kernels.change_search import Room
+from lowshard.kernels.change_text import Changes
+from lowshard.kernels.changes import ChangeBoxes
 from lowshard.kernels.cuda.cuda_changes import DeviceSearch
+from lowshard.kernels.plain_changes import PlainSearch
 
 DTYPES = [dtype.name for dtype in dtypes.all_dtypes()]
 SHARES = (0, 0.001, 0.01, 0.1, 0.4, 0.9, 1)
@@ -62,13 +65,13 @@ def _units(array: np.ndarray, boxes: list[Box], unit_bytes: int) -> np.ndarray:
 
 
 def _plain(boxes: ChangeBoxes) -> ChangeBoxes:
-    boxes._is_compiled = lambda: False  # type: ignore[method-assign]
+    boxes._search = lambda array: PlainSearch()  # type: ignore[method-assign]
     return boxes
 
 
 def _on_cuda(boxes: ChangeBoxes) -> ChangeBoxes:
     """Have the CUDA kernels search and write, built for the host."""
-    boxes._device = lambda array: DeviceSearch(host_cuda_engine(), np)  # type: ignore[method-assign]
+    boxes._search = lambda array: DeviceSearch(host_cuda_engine(), np)  # type: ignore[method-assign]
     return boxes
 
 

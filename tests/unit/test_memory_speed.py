@@ -14,7 +14,8 @@ import pytest
 
 import lowshard as ls
 from lowshard.kernels import MXFP8Tensor, dequantize_mxfp8, quantize_mxfp8
-from lowshard.kernels.changes import ChangeBoxes, Room
+from lowshard.kernels.change_search import Room
+from lowshard.kernels.changes import ChangeBoxes
 from lowshard.reshard import digest
 
 pytestmark = [pytest.mark.full_only, pytest.mark.quiet]

@@ -12,7 +12,8 @@ from support.reshard_cases import BF16, LIMIT_S, arrays_of, held, local_part, ra
 from lowshard.comm import run_loopback
 from lowshard.errors import LowshardError, PlanError, VerificationError
 from lowshard.kernels import quantize_mxfp8, unswizzle_scales
-from lowshard.kernels.changes import ChangeBoxes, Room
+from lowshard.kernels.change_search import Room
+from lowshard.kernels.changes import ChangeBoxes
 from lowshard.reshard import (
     Cut,
     MXFP8ReshardTransform,

@@ -22,7 +22,7 @@ WAYS = [("double", "copy"), ("in_place", "copy"), ("double", "digests")]
 GIVER, TAKER = 1, 2
 BROKEN = 3
 """The version in which something fails."""
-_WATCHED = ("/reshard/", "/transfer/", "/kernels/changes.py")
+_WATCHED = ("/reshard/", "/transfer/", "/kernels/change", "/kernels/cpu/compiled_changes.py")
 SRC = {n: TensorLayout.sharded((40, 64), "bfloat16", {"tp": (2, 1)}, {0: "tp"}) for n in ("a", "b")}
 DST = {n: TensorLayout.sharded((40, 64), "bfloat16", {"tp": (2, 1)}, {1: "tp"}, offset=2) for n in SRC}
 PLAN = build_reshard_plan(SRC, DST)

@@ -16,7 +16,8 @@ from support.launching import wait_until
 import lowshard as ls
 from lowshard import dtypes
 from lowshard.errors import CommError, KernelError, PeerFailed
-from lowshard.kernels.changes import ChangeBoxes, Changes
+from lowshard.kernels.change_text import Changes
+from lowshard.kernels.changes import ChangeBoxes
 from lowshard.reshard import Publisher, Subscriber, version_target
 
 

@@ -1,0 +1,118 @@
+"""The boxes of an array whose changes are told together: their units, and where a text says that they differ."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+import numpy as np
+
+from lowshard.box import Box, shape_of
+from lowshard.errors import KernelError, VerificationError
+from lowshard.kernels.buffer import Array
+from lowshard.kernels.change_text import STEP_BYTES, Changes, Numbers, module_of, numbers_of
+from lowshard.kernels.runs import RunTable, lower
+
+
+class BoxUnits:
+    """Boxes of an array, and the units that they are made of: elements, or blocks of several.
+
+    Args:
+        boxes: of the array, in the order in which their units are counted.
+        itemsize: bytes of an element.
+        block_elems: elements of a unit, along the last dim; it divides the last extent of each box.
+
+    Raises:
+        KernelError: it does not.
+    """
+
+    def __init__(self, boxes: Sequence[Box], itemsize: int, block_elems: int = 1) -> None:
+        self.boxes, self.itemsize, self.block_elems = tuple(boxes), itemsize, block_elems
+        for box in self.boxes:
+            if block_elems > 1 and (not box or (box[-1][1] - box[-1][0]) % block_elems):
+                raise KernelError(f"the last extent of a box is a multiple of {block_elems}, got {box}")
+        self.unit_bytes = itemsize * block_elems
+        self.elems = sum(prod(shape_of(box)) for box in self.boxes)
+        self.units = self.elems // block_elems
+        self.size_bytes = self.elems * itemsize
+        self._tables: dict[tuple[tuple[int, ...], tuple[int, ...]], RunTable] = {}
+
+    @property
+    def has_steps(self) -> bool:
+        """Whether its texts may be of steps."""
+        return self.block_elems == 1 and self.itemsize in STEP_BYTES
+
+    def places(self, changes: Changes, unit_bytes: int) -> Numbers:
+        """Return the units that differ, ascending, int64.
+
+        Args:
+            changes: of these boxes.
+            unit_bytes: bytes of a unit in the text; another number than here where the values were converted.
+
+        Raises:
+            VerificationError: the text is none of these boxes.
+        """
+        self.check(changes, unit_bytes)
+        text = changes.text
+        raw = text if isinstance(text, np.ndarray) else text.get()  # type: ignore[union-attr]
+        at = changes.values_bytes(unit_bytes)
+        firsts = numbers_of(raw[at : at + changes.gaps_bytes])
+        more = numbers_of(raw[at + changes.gaps_bytes :])
+        is_long = (firsts & 1).astype(bool)
+        lengths = np.ones(len(firsts), np.int64)
+        if firsts.min(initial=0) < 0 or more.min(initial=0) < 0 or int(is_long.sum()) != len(more):
+            raise VerificationError(self.wrong("its numbers are broken off"))
+        lengths[is_long] += more + 1
+        ends = np.cumsum((firsts >> 1) + lengths)
+        begins = ends - lengths
+        is_past = ends.max(initial=0) > self.units or ends.min(initial=0) < 0  # less than 0: a sum past 2^63
+        if is_past or lengths.min(initial=1) < 1 or int(lengths.sum()) != changes.units:
+            raise VerificationError(self.wrong("its runs lead out of the boxes, or end early"))
+        return np.arange(changes.units) + np.repeat(begins - np.cumsum(lengths) + lengths, lengths)
+
+    def check(self, changes: Changes, unit_bytes: int) -> None:
+        """Raise VerificationError where a text cannot be one of these boxes for its size."""
+        text_bytes = changes.text_bytes(unit_bytes)
+        if changes.steps_bytes and not (
+            changes.steps_bytes > 0 and unit_bytes == self.itemsize and self.has_steps
+        ):
+            raise VerificationError(self.wrong("it is of steps, which are of elements of 2 or 4 bytes"))
+        if changes.text is None or changes.text.size != text_bytes or not 0 <= changes.units <= self.units:
+            raise VerificationError(self.wrong(f"it is {text_bytes} bytes for {changes.units} units"))
+
+    def wrong(self, fault: str) -> str:
+        """Return what is said of a text that is none of these boxes."""
+        return f"a text of changes fits {self.units} units of {self.unit_bytes} bytes, but {fault}"
+
+    def steps_of(self, changes: Changes) -> Array:
+        """Return what the elements that differ have grown by, as bytes, uint8 [elements, bytes of one].
+
+        Raises:
+            VerificationError: there are not so many.
+        """
+        assert changes.text is not None
+        text = changes.text[: changes.steps_bytes]
+        numbers = numbers_of(text if isinstance(text, np.ndarray) else text.get())
+        if len(numbers) != changes.units or numbers.min() < 0:
+            raise VerificationError(self.wrong("its numbers are broken off"))
+        grown = (numbers >> 1 ^ -(numbers & 1)).astype(f"i{self.itemsize}")
+        return module_of(text).asarray(grown.view(np.uint8).reshape(changes.units, self.itemsize))
+
+    def table(self, first: Array, second: Array) -> RunTable:
+        """Return the runs of the boxes in two arrays, in units; kept."""
+        key = tuple(first.strides), tuple(second.strides)
+        found = self._tables.get(key)
+        if found is None:
+            boxes = np.array(self.boxes, np.int64).reshape(len(self.boxes), len(self.boxes[0]), 2)
+            extents = boxes[..., 1] - boxes[..., 0]
+            sides = [np.broadcast_to(np.array(s, np.int64), extents.shape).copy() for s in key]
+            offsets = [(boxes[..., 0] * side).sum(axis=1) for side in sides]
+            if self.block_elems > 1:
+                extents[:, -1] //= self.block_elems
+                for side in sides:
+                    side[:, -1] = self.unit_bytes
+            found = lower(
+                extents, offsets[0], offsets[1], sides[0], sides[1], self.unit_bytes, self.unit_bytes
+            )
+            self._tables[key] = found
+        return found
