@@ -1,7 +1,7 @@
 """What a refit sends of a version where its receivers hold the one before: the elements that differ.
 
-A group is what one rank gives another of one tensor. Its changes go as a text (`kernels.change_text`), or all of it goes
-as ever, whichever is less. Who gives remembers what it gave last (`last_given`), and moves on only when the version has
+A group is what one rank gives another of one tensor. Its changes go as a text (`kernels.change_text`), or all of it as
+ever, whichever is less. Who gives remembers what it gave last (`last_given`), and moves on only when the version has
 been switched to. Who takes into two sets of arrays keeps the texts of the last version: the set that the next one goes
 to is a version behind, and is brought up with them while givers search.
 """
