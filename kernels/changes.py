@@ -81,12 +81,9 @@ class ChangeBoxes(BoxUnits):
     def _search(self, array: Array) -> ChangeSearch:
         """Return what searches where an array lies."""
         if is_gpu(array):
-            import cupy
+            from lowshard.kernels.cuda.cuda_changes import device_search
 
-            from lowshard.kernels.cuda.cuda_changes import DeviceSearch
-            from lowshard.kernels.cuda.cuda_engine import device_engine
-
-            return DeviceSearch(device_engine(array.device.id), cupy)
+            return device_search(array.device.id)
         if host_engine().name == "plain":
             return PlainSearch()
         from lowshard.kernels.cpu.compiled_changes import CompiledSearch

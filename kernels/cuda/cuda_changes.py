@@ -6,6 +6,7 @@ block, nothing of the array's size is made.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from lowshard.kernels.buffer import Array
 from lowshard.kernels.change_boxes import BoxUnits
 from lowshard.kernels.change_search import Room
 from lowshard.kernels.change_text import Changes, text_of, values_of
-from lowshard.kernels.cuda.cuda_engine import CudaEngine
+from lowshard.kernels.cuda.cuda_engine import CudaEngine, device_engine
 from lowshard.kernels.runs import RunTable
 
 _BITS = (
@@ -35,7 +36,8 @@ class DeviceSearch:
     """
 
     def __init__(self, engine: CudaEngine, xp: Any) -> None:
-        self._engine, self.xp = engine, xp
+        self._engine, self._xp = engine, xp
+        self._bits = xp.asarray(_BITS)
 
     def find(
         self, boxes: BoxUnits, new: Array, old: Array, room: Room, may_stop: bool, may_step: bool
@@ -48,7 +50,7 @@ class DeviceSearch:
         if places is None:
             return Changes(changed, 0, 0, None, changed)
         if by_block:
-            places = self.xp.unique(places // boxes.block_elems)
+            places = self._xp.unique(places // boxes.block_elems)
         return text_of(self._gathered(new, places, boxes.table(new, new)), places, changed)
 
     def find_by_digests(
@@ -72,7 +74,7 @@ class DeviceSearch:
     def write(self, boxes: BoxUnits, array: Array, changes: Changes) -> None:
         """Write units where the text says; the host reads the places."""
         table = boxes.table(array, array)
-        places = self.xp.asarray(boxes.places(changes, boxes.unit_bytes))
+        places = self._xp.asarray(boxes.places(changes, boxes.unit_bytes))
         if changes.steps_bytes:
             kind = np.dtype(f"u{boxes.itemsize}")
             now = self._gathered(array, places, table).view(kind) + boxes.steps_of(changes).view(kind)
@@ -90,12 +92,12 @@ class DeviceSearch:
             runs: of both, in elements; they are counted through.
             most: elements.
         """
-        xp, itemsize = self.xp, runs.src_itemsize
+        xp, itemsize = self._xp, runs.src_itemsize
         unit_bytes = self._engine.word_bytes(runs, new, old, of_runs=True)
         lanes = unit_bytes // itemsize
         masks = xp.empty(runs.total_elems // lanes, xp.uint16)
         self._engine.differ(new, old, masks, runs, unit_bytes)
-        count = int(xp.asarray(_BITS)[masks].sum())
+        count = int(self._bits[masks].sum())
         if count > most:
             return count, None
         hit = xp.flatnonzero(masks)
@@ -111,12 +113,20 @@ class DeviceSearch:
             key: of the digests.
             runs: of the array, in blocks; they are counted through.
         """
-        flags = self.xp.empty(digests.size, self.xp.uint8)
-        self._engine.digest(new, self.xp.asarray(key), digests, flags, runs)
-        return self.xp.flatnonzero(flags)
+        flags = self._xp.empty(digests.size, self._xp.uint8)
+        self._engine.digest(new, self._xp.asarray(key), digests, flags, runs)
+        return self._xp.flatnonzero(flags)
 
     def _gathered(self, array: Array, places: Array, runs: RunTable) -> Array:
         """Return elements, or blocks, by number, uint8 [places, bytes of one]."""
-        packed = self.xp.empty((len(places), runs.src_itemsize), self.xp.uint8)
+        packed = self._xp.empty((len(places), runs.src_itemsize), self._xp.uint8)
         self._engine.gather(array, packed, places, runs)
         return packed
+
+
+@cache
+def device_search(device_id: int) -> DeviceSearch:
+    """Return what searches on a GPU."""
+    import cupy
+
+    return DeviceSearch(device_engine(device_id), cupy)
