@@ -202,15 +202,23 @@ def two_sets(
     plain = {name: layout for name, layout in layouts.items() if name not in stored}
     first = local_arrays(plain, out, rank, writes=True)
     second = {name: np.empty_like(array) for name, array in first.items()}
+    shown = {name: like(array, out[name]) for name, array in second.items()}
     return (
         _set(first, {name: out[name] for name in first}, transform, stored),
-        _set(
-            second,
-            {name: like(array, out[name]) for name, array in second.items()},
-            None if transform is None else transform.twin(),
-            stored,
-        ),
+        _set(second, shown, _twin_of(transform), stored),
     )
+
+
+def _twin_of(transform: ReshardTransform | None) -> ReshardTransform | None:
+    if transform is None:
+        return None
+    try:
+        return transform.twin()
+    except PlanError as error:  # what it advises is for a Refit
+        raise PlanError(
+            f"{type(transform).__name__} has no twin() with buffers of its own, which a Subscriber takes every second "
+            "version into; write one"
+        ) from error
 
 
 def _stored(

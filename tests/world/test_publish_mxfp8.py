@@ -312,6 +312,12 @@ def test_a_transform_that_does_not_fit_is_refused_at_once(tmp_path: Path) -> Non
             transform=mxfp8(["w"], {"w": _room(ROWS, COLS)}),
         )  # fmt: skip
 
+    class Alone(ReshardTransform):
+        pass
+
+    with pytest.raises(PlanError, match=r"Alone has no twin\(\) .*write one$"):
+        Subscriber(_one(), {"w": room}, address=f"unix:{tmp_path}/p", token=TOKEN, transform=Alone())
+
     def one_of_two(comm: Any) -> None:
         layout = {"w": ls.Layout(ls.DeviceMesh((2,), ("x",)), (ROWS, COLS), "bfloat16", (ls.Replicated(),))}
         rooms = {"w": _room(ROWS, COLS)} if comm.rank else {}
