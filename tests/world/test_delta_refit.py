@@ -309,6 +309,9 @@ def test_a_push_that_fails_leaves_the_old_version_and_the_next_one_is_right(
     versions = [{n: weights(rng, 40, 64) for n in src}]
     for _ in range(7):  # one tensor changes little, the other a lot: it goes whole
         versions.append({n: changed(rng, a, 0.002 if n == "a" else 0.9) for n, a in versions[-1].items()})
+        versions[-1]["a"].view(np.uint16)[np.ix_((5, 25), (3, 40))] ^= (
+            1  # something that each rank gives each other
+        )
 
     def work(comm: Any) -> None:
         mine = arrays_of(src, comm.rank, versions[0])
