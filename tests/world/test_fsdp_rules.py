@@ -306,6 +306,7 @@ def test_a_gather_runs_while_the_caller_computes() -> None:
             comm.barrier()
             events = [(event.what, event.unit) for event in engine.report().events]
             assert ("gather end", "u1") not in events
+            comm.barrier()  # both have looked
             gate.set()
             engine.close("u0")
             assert (engine.open("u1")["w"] == 1).all()
