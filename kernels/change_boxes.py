@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from math import prod
 
 import numpy as np
@@ -10,7 +11,7 @@ import numpy as np
 from lowshard.box import Box, shape_of
 from lowshard.errors import KernelError, VerificationError
 from lowshard.kernels.buffer import Array
-from lowshard.kernels.change_text import STEP_BYTES, Changes, Numbers, module_of, numbers_of
+from lowshard.kernels.change_text import STEP_BYTES, Changes, Numbers, module_of, numbers_of, on_host
 from lowshard.kernels.runs import RunTable, lower
 
 
@@ -37,6 +38,11 @@ class BoxUnits:
         self.size_bytes = self.elems * itemsize
         self._tables: dict[tuple[tuple[int, ...], tuple[int, ...]], RunTable] = {}
 
+    @cached_property
+    def by_elem(self) -> BoxUnits:
+        """The same boxes, whose units are elements; to be asked for where they are blocks."""
+        return BoxUnits(self.boxes, self.itemsize)
+
     @property
     def has_steps(self) -> bool:
         """Whether its texts may be of steps."""
@@ -53,8 +59,8 @@ class BoxUnits:
             VerificationError: the text is none of these boxes.
         """
         self.check(changes, unit_bytes)
-        text = changes.text
-        raw = text if isinstance(text, np.ndarray) else text.get()  # type: ignore[union-attr]
+        assert changes.text is not None
+        raw = on_host(changes.text)
         at = changes.values_bytes(unit_bytes)
         firsts = numbers_of(raw[at : at + changes.gaps_bytes])
         more = numbers_of(raw[at + changes.gaps_bytes :])
@@ -92,7 +98,7 @@ class BoxUnits:
         """
         assert changes.text is not None
         text = changes.text[: changes.steps_bytes]
-        numbers = numbers_of(text if isinstance(text, np.ndarray) else text.get())
+        numbers = numbers_of(on_host(text))
         if len(numbers) != changes.units or numbers.min() < 0:
             raise VerificationError(self.wrong("its numbers are broken off"))
         grown = (numbers >> 1 ^ -(numbers & 1)).astype(f"i{self.itemsize}")

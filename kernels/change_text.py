@@ -56,7 +56,7 @@ class Changes(NamedTuple):
     steps: Array | None = None
 
     @property
-    def write_bytes(self) -> int:
+    def cost_in_copied_bytes(self) -> int:
         """How many bytes are copied in about the time of writing this."""
         return _RUN_COPY_BYTES * min(self.units, self.gaps_bytes)
 
@@ -86,8 +86,7 @@ def values_of(changes: Changes, unit_bytes: int) -> Array:
 
 def text_of(values: Array, places: Array, changed_elems: int, steps: Array | None = None) -> Changes:
     """Return the text of units that differ, from their bits and their places, both where the array is."""
-    on_host: Numbers = places if isinstance(places, np.ndarray) else places.get()
-    gaps, lengths = run_streams(on_host)
+    gaps, lengths = run_streams(on_host(places))
     xp = module_of(values)
     text = xp.concatenate([values.reshape(-1), xp.asarray(gaps), xp.asarray(lengths)])
     return Changes(len(places), gaps.size, lengths.size, text, changed_elems, 0, steps)
@@ -132,6 +131,11 @@ def numbers_of(raw: Bytes) -> Numbers:
         return np.array([-1], np.int64)
     summed: Numbers = np.add.reduceat((raw & 127).astype(np.int64) << (7 * within), begins)
     return summed
+
+
+def on_host(array: Array) -> npt.NDArray[Any]:
+    """Return an array, or a copy of it in host memory."""
+    return array if isinstance(array, np.ndarray) else array.get()
 
 
 def module_of(array: Array) -> Any:

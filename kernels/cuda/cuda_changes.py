@@ -44,9 +44,10 @@ class DeviceSearch:
     ) -> Changes:
         """Compare elements; of blocks those differ that have one which does. There are no steps."""
         by_block = boxes.block_elems > 1
-        by_elem = BoxUnits(boxes.boxes, boxes.itemsize) if by_block else boxes
         most = 7 * boxes.elems // 8 if may_stop and not by_block else boxes.elems
-        changed, places = self._differing(new, old, by_elem.table(new, old), most)
+        changed, places = self._differing(
+            new, old, (boxes.by_elem if by_block else boxes).table(new, old), most
+        )
         if places is None:
             return Changes(changed, 0, 0, None, changed)
         if by_block:

@@ -44,7 +44,10 @@ class LastGiven(Protocol):
         """
 
     def find(self, entry: int, source: Array, boxes: ChangeBoxes, follows: bool, by_steps: bool) -> Changes:
-        """Return what differs from what was given last; a text of None where all of it is to go."""
+        """Return what differs from what was given last; a text of None where all of it is to go.
+
+        Once a version for the same boxes: what is remembered may have moved on then.
+        """
 
     def give_whole(self, entry: int, source: Array, boxes: ChangeBoxes) -> None:
         """Remember that boxes go whole."""

@@ -199,9 +199,9 @@ class VersionChanges:
                 if group.given is not None:
                     self._last.add(group.entry, group.items[0][0].source, group.given)
         except MemoryError as error:
+            less = "base='digests', an eighth of a copy, or " if self._last.gives_copies else ""
             raise CommError(
-                f"there is no memory for what was sent last ({error}); refit with base='digests', which takes an "
-                "eighth of a copy, or delta='off'"
+                f"there is no memory for what was sent last ({error}); refit with {less}delta='off'"
             ) from error
 
     # ---- a version
@@ -260,7 +260,10 @@ class VersionChanges:
             if boxes is None:
                 group.sent = group.raw = _whole(items)
                 continue
-            key = key_of(group.entry, boxes), items[0].makes, group.by_steps
+            key = (
+                key_of(group.entry, boxes),
+                group.by_steps,
+            )  # a tensor's name says whether a transform makes it
             if key not in found:
                 raw = self._last.find(group.entry, items[0].source, boxes, follows, group.by_steps)
                 found[key] = raw, raw if raw.text is None else self._made(group, items[0], raw)
@@ -343,7 +346,7 @@ class VersionChanges:
         behind, self._holds[target] = self._holds[target], 0
         for group in self._taken():
             group.is_up = follows and behind > 0 and behind == self._before and group.kept.text is not None
-            if group.is_up and group.kept.write_bytes < group.size_bytes:
+            if group.is_up and group.kept.cost_in_copied_bytes < group.size_bytes:
                 self._write(group, target, group.kept)
             elif group.is_up:
                 self._copy_over(group, target)

@@ -350,7 +350,7 @@ class _Stream:
             if boxes.name not in up:
                 into.copy(wanted.served[boxes.name], kept)
             into.write(kept, changes)
-            if max(changes.write_bytes, _KEPT_PART * text.size) < kept.size_bytes:
+            if max(changes.cost_in_copied_bytes, _KEPT_PART * text.size) < kept.size_bytes:
                 self._last.texts[boxes.name] = changes
             fetched.received_bytes += text.size
             fetched.changed_elems += changed

@@ -6,11 +6,12 @@ import contextlib
 import itertools
 import os
 import resource
+import shlex
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,8 @@ import pytest
 from support import hostile, mode
 from support.launching import wait_until
 from support.listening import public_doors
+
+from lowshard.launch.fake_hosts import FakeHost, cut, fake_hosts, mend, why_not
 
 HERE = Path(__file__).parent
 pytestmark = [pytest.mark.mpi, pytest.mark.time_limit(120)]
@@ -35,14 +38,21 @@ def address_of(kind: str, folder: Path) -> str:
 class World:
     """The processes of one test."""
 
-    def __init__(self, folder: Path, address: str) -> None:
-        self.folder, self.address = folder, address
+    def __init__(self, folder: Path, address: str, hosts: Mapping[str, FakeHost]) -> None:
+        self.folder, self.address, self.hosts = folder, address, hosts
         self.running: dict[str, subprocess.Popen[bytes]] = {}
         self.first = 0
 
     def _start(self, name: str, command: list[str]) -> None:
         path = os.pathsep.join(map(str, (HERE, HERE.parent, HERE.parents[1])))
         env = {**os.environ, "PYTHONPATH": path}
+        if name in self.hosts:  # which has an environment of its own
+            kept = [
+                f"{key}={value}"
+                for key, value in env.items()
+                if key.startswith(("PYTHON", "LOWSHARD_", "XDG_"))
+            ]
+            command = self.hosts[name].command(shlex.join(["env", "-C", os.getcwd(), *kept, *command]))
         with open(self.folder / f"{name}.log", "ab") as log:
             self.running[name] = subprocess.Popen(
                 command, env=env, stdout=log, stderr=log, start_new_session=True
@@ -154,9 +164,9 @@ def read(path: Path) -> bytes:
 
 
 @contextlib.contextmanager
-def world(folder: Path, address: str) -> Iterator[World]:
+def world(folder: Path, address: str, hosts: Mapping[str, FakeHost] | None = None) -> Iterator[World]:
     """Give a world, and leave no process of it."""
-    made = World(folder, address)
+    made = World(folder, address, hosts or {})
     try:
         yield made
     finally:
@@ -206,6 +216,59 @@ def test_members_come_and_go_and_each_holds_one_whole_version(
         line for name in names for rank in (0, 1) for line in all_.lines(name, rank) if "WRONG" in line
     ]
     assert not (tmp_path / "p").exists()
+
+
+@pytest.mark.full_only  # the same on one host above
+@pytest.mark.skipif(bool(why_not()), reason=why_not() or "")
+def test_members_on_three_hosts_are_killed_stopped_and_cut_off(
+    tmp_path: Path, rng: np.random.Generator
+) -> None:
+    """A publisher of two ranks, a subscriber of two and one alone, each on a host; 200 versions and more."""
+    ranks = {"job": 2, "mxfp8": 1}
+    names = list(ranks)
+    with fake_hosts(3) as hosts:
+        places = dict(zip(("publisher", *names), hosts, strict=True))
+        address = f"tcp://{hosts[0].address}:{20000 + os.getpid() % 20000}"
+        with world(tmp_path, address, places) as all_:
+            all_.publisher(2)
+            for name in names:
+                all_.subscriber(name, ranks[name])
+            all_.wait_for(names, 0)
+            seen = 0
+            for turn in range(8):
+                name = str(rng.choice(names))
+                act = ("cut", "kill", "stop", "publisher")[turn % 4]
+                other = [one for one in names if one != name]
+                least = all_.published()
+                if act == "cut":
+                    cut(places[name])
+                    time.sleep(0.5)  # what was on its way has come
+                    held = all_.newest(name)
+                    all_.wait_for(other, least + 100)
+                    assert all_.newest(name) == held
+                    mend(places[name])
+                elif act == "kill":
+                    all_.kill(name)
+                    all_.wait_for(other, least)
+                    all_.subscriber(name, ranks[name])
+                elif act == "stop":
+                    process = all_.running[name]
+                    os.killpg(process.pid, signal.SIGSTOP)
+                    try:
+                        all_.wait_for(other, least)
+                    finally:
+                        os.killpg(process.pid, signal.SIGCONT)
+                else:
+                    seen += all_.published() - all_.first
+                    all_.kill("publisher")
+                    all_.publisher(2)
+                    least = all_.first - 1
+                all_.wait_for(names, least)
+            all_.wait_for(names, all_.first + max(0, 200 - seen))
+            all_.end(names)
+    assert not [
+        line for name in names for rank in (0, 1) for line in all_.lines(name, rank) if "WRONG" in line
+    ]
 
 
 def test_a_member_that_is_killed_holds_nobody_up(tmp_path: Path) -> None:
