@@ -16,10 +16,12 @@ STACS 1996), whose probabilities of 2^-64 add up.
 from __future__ import annotations
 
 import secrets
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+
+from lowshard.kernels.buffer import Array
 
 LINE_BYTES = 64
 DIGEST_LINES = (1, 2)
@@ -38,6 +40,18 @@ def new_key(block_bytes: int) -> Words:
     """Return a key for blocks of so many bytes, a multiple of 64: k, A, B."""
     count = block_bytes // 8 + _FOLD_WORDS
     return np.frombuffer(secrets.token_bytes(8 * count), np.uint64)
+
+
+class BlockDigests(NamedTuple):
+    """What is kept of blocks.
+
+    Attributes:
+        key: secret; for blocks of their size.
+        values: uint64 [blocks], where the array lies; made anew by each search.
+    """
+
+    key: Words
+    values: Array
 
 
 def plain_digests(blocks: npt.NDArray[np.uint8], key: Words) -> Words:

@@ -6,7 +6,7 @@ from typing import Protocol
 
 import numpy as np
 
-from lowshard.kernels.block_digests import Words
+from lowshard.kernels.block_digests import BlockDigests
 from lowshard.kernels.buffer import Array, address
 from lowshard.kernels.change_boxes import BoxUnits
 from lowshard.kernels.change_text import Bytes, Changes
@@ -21,14 +21,7 @@ class ChangeSearch(Protocol):
         """Return what is in `new` other than in `old`; a text of None where it has found that too much is."""
 
     def find_by_digests(
-        self,
-        boxes: BoxUnits,
-        new: Array,
-        digests: Array,
-        key: Words,
-        room: Room,
-        may_stop: bool,
-        is_first: bool,
+        self, boxes: BoxUnits, new: Array, kept: BlockDigests, room: Room, may_stop: bool, is_first: bool
     ) -> Changes:
         """Return the blocks that have other digests, and put theirs in the place; no text where it `is_first`."""
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from lowshard.kernels.block_digests import Words
+from lowshard.kernels.block_digests import BlockDigests
 from lowshard.kernels.buffer import Array, is_gpu
 from lowshard.kernels.change_boxes import BoxUnits
 from lowshard.kernels.change_search import ChangeSearch, Room
@@ -37,7 +37,7 @@ class ChangeBoxes(BoxUnits):
         return self._worth(self._search(new).find(self, new, old, room, may_stop, may_step), may_stop)
 
     def find_by_digests(
-        self, new: Array, digests: Array, key: Words, room: Room, may_stop: bool, is_first: bool = False
+        self, new: Array, kept: BlockDigests, room: Room, may_stop: bool, is_first: bool = False
     ) -> Changes:
         """Return the blocks of `new` that differ from those of which digests were made, whose digests are made anew.
 
@@ -45,8 +45,7 @@ class ChangeBoxes(BoxUnits):
 
         Args:
             new: an array that has the boxes; its blocks lie in one piece.
-            digests: uint64 [units]; overwritten.
-            key: of the digests.
+            kept: digests, one a unit; made anew.
             room: memory that is used.
             may_stop: as for `find`.
             is_first: nothing was there before: no text is made.
@@ -54,9 +53,7 @@ class ChangeBoxes(BoxUnits):
         if not self.units:
             return _NOTHING
         search = self._search(new)
-        return self._worth(
-            search.find_by_digests(self, new, digests, key, room, may_stop, is_first), may_stop
-        )
+        return self._worth(search.find_by_digests(self, new, kept, room, may_stop, is_first), may_stop)
 
     def _worth(self, found: Changes, may_stop: bool) -> Changes:
         """Return changes without their text where this is too long to be sent."""

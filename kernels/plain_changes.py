@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from lowshard.box import Box
-from lowshard.kernels.block_digests import Words, plain_digests
+from lowshard.kernels.block_digests import BlockDigests, plain_digests
 from lowshard.kernels.buffer import Array
 from lowshard.kernels.change_boxes import BoxUnits
 from lowshard.kernels.change_search import Room
@@ -31,20 +31,13 @@ class PlainSearch:
         return text_of(units[found], found, changed, steps)
 
     def find_by_digests(
-        self,
-        boxes: BoxUnits,
-        new: Array,
-        digests: Array,
-        key: Words,
-        room: Room,
-        may_stop: bool,
-        is_first: bool,
+        self, boxes: BoxUnits, new: Array, kept: BlockDigests, room: Room, may_stop: bool, is_first: bool
     ) -> Changes:
         """Compare digests."""
         units = _units_of(boxes, new)
-        made = plain_digests(units, key)
-        found = np.flatnonzero(made != digests)
-        digests[...] = made
+        made = plain_digests(units, kept.key)
+        found = np.flatnonzero(made != kept.values)
+        kept.values[...] = made
         changed = len(found) * boxes.block_elems
         if is_first:
             return Changes(len(found), 0, 0, None, changed)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from lowshard.errors import VerificationError
-from lowshard.kernels.block_digests import DIGEST_LINES, Words
+from lowshard.kernels.block_digests import DIGEST_LINES, BlockDigests
 from lowshard.kernels.buffer import Array, address
 from lowshard.kernels.change_boxes import BoxUnits
 from lowshard.kernels.change_search import Room
@@ -57,23 +57,16 @@ class CompiledSearch:
         return Changes(sizes[0] // boxes.unit_bytes, sizes[1], sizes[2], text, changed, 0, found)
 
     def find_by_digests(
-        self,
-        boxes: BoxUnits,
-        new: Array,
-        digests: Array,
-        key: Words,
-        room: Room,
-        may_stop: bool,
-        is_first: bool,
+        self, boxes: BoxUnits, new: Array, kept: BlockDigests, room: Room, may_stop: bool, is_first: bool
     ) -> Changes:
         """Make digests and compare them, in one pass over the array."""
         if boxes.unit_bytes // CACHE_LINE_BYTES not in DIGEST_LINES:
-            return self._plain.find_by_digests(boxes, new, digests, key, room, may_stop, is_first)
+            return self._plain.find_by_digests(boxes, new, kept, room, may_stop, is_first)
         gaps, lengths, values, _ = room.streams(0 if is_first else boxes.units, boxes.unit_bytes, 0)
         state = np.zeros(cpu.STATE_ELEMS, np.int64)
         state[cpu.TOTAL], state[cpu.MAY_STOP], state[cpu.STOPPED] = boxes.units, may_stop, is_first
         digest_kernel(boxes.unit_bytes // CACHE_LINE_BYTES)(
-            boxes.table(new, new).columns, address(new), address(key), address(digests), address(gaps),
+            boxes.table(new, new).columns, address(new), address(kept.key), address(kept.values), address(gaps),
             address(lengths), address(values), state, address(room.scratch(DIGEST_SCRATCH_BYTES)),
         )  # fmt: skip
         hit = int(state[cpu.HIT])

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from lowshard.kernels.block_digests import Words
+from lowshard.kernels.block_digests import BlockDigests
 from lowshard.kernels.buffer import Array
 from lowshard.kernels.change_boxes import BoxUnits
 from lowshard.kernels.change_search import Room
@@ -55,18 +55,11 @@ class DeviceSearch:
         return text_of(self._gathered(new, places, boxes.table(new, new)), places, changed)
 
     def find_by_digests(
-        self,
-        boxes: BoxUnits,
-        new: Array,
-        digests: Array,
-        key: Words,
-        room: Room,
-        may_stop: bool,
-        is_first: bool,
+        self, boxes: BoxUnits, new: Array, kept: BlockDigests, room: Room, may_stop: bool, is_first: bool
     ) -> Changes:
         """Make digests and compare them."""
         table = boxes.table(new, new)
-        places = self._digested(new, digests, key, table)
+        places = self._digested(new, kept, table)
         changed = len(places) * boxes.block_elems
         if is_first:
             return Changes(len(places), 0, 0, None, changed)
@@ -105,17 +98,16 @@ class DeviceSearch:
         at = xp.flatnonzero(masks[hit][:, None] >> xp.arange(lanes, dtype=xp.uint16) & xp.uint16(1))
         return count, hit[at // lanes] * lanes + at % lanes
 
-    def _digested(self, new: Array, digests: Array, key: Words, runs: RunTable) -> Array:
+    def _digested(self, new: Array, kept: BlockDigests, runs: RunTable) -> Array:
         """Return which blocks have other digests than those given, int64, ascending, and put theirs in the place.
 
         Args:
             new: an array.
-            digests: uint64 [blocks].
-            key: of the digests.
+            kept: of the blocks before.
             runs: of the array, in blocks; they are counted through.
         """
-        flags = self._xp.empty(digests.size, self._xp.uint8)
-        self._engine.digest(new, self._xp.asarray(key), digests, flags, runs)
+        flags = self._xp.empty(kept.values.size, self._xp.uint8)
+        self._engine.digest(new, self._xp.asarray(kept.key), kept.values, flags, runs)
         return self._xp.flatnonzero(flags)
 
     def _gathered(self, array: Array, places: Array, runs: RunTable) -> Array:

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from lowshard.box import Box
-from lowshard.kernels.block_digests import LINE_BYTES, Words, new_key
+from lowshard.kernels.block_digests import LINE_BYTES, BlockDigests, new_key
 from lowshard.kernels.buffer import address
 from lowshard.kernels.change_search import Room
 from lowshard.kernels.change_text import Changes
@@ -137,8 +137,7 @@ class Digests:
     def __init__(self, xp: Any, always: bool) -> None:
         self._xp, self._always = xp, always
         self._room = Room()
-        self._held: dict[Key, Array] = {}
-        self._keys: dict[int, Words] = {}
+        self._held: dict[Key, BlockDigests] = {}
         self._known: set[Key] = set()
         """Boxes whose digests are those of the version that was switched to last."""
 
@@ -149,21 +148,18 @@ class Digests:
         return elems if fits and not any((stop - start) % elems for *_, (start, stop) in boxes) else 0
 
     def add(self, entry: int, source: Array, boxes: ChangeBoxes) -> None:
-        """Make room for the digests, and a key for blocks of this size."""
+        """Make room for the digests, and a key."""
         key = key_of(entry, boxes)
         if key not in self._held:
-            self._held[key] = self._xp.empty(boxes.units, np.uint64)
-        if boxes.unit_bytes not in self._keys:
-            self._keys[boxes.unit_bytes] = new_key(boxes.unit_bytes)
+            values = self._xp.empty(boxes.units, np.uint64)
+            self._held[key] = BlockDigests(new_key(boxes.unit_bytes), values)
 
     def find(self, entry: int, source: Array, boxes: ChangeBoxes, follows: bool, by_steps: bool) -> Changes:
         """Make digests, and compare them with those of the version before, which they take the place of."""
         key = key_of(entry, boxes)
         is_first = not follows or key not in self._known
         self._known.discard(key)
-        found = boxes.find_by_digests(
-            source, self._held[key], self._keys[boxes.unit_bytes], self._room, not self._always, is_first
-        )
+        found = boxes.find_by_digests(source, self._held[key], self._room, not self._always, is_first)
         return found._replace(changed_elems=boxes.elems) if found.text is None else found
 
     def give_whole(self, entry: int, source: Array, boxes: ChangeBoxes) -> None:

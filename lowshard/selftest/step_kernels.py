@@ -13,7 +13,7 @@ import numpy as np
 from lowshard import dtypes, kernels
 from lowshard.box import Box
 from lowshard.kernels import MXFP8Tensor, reference
-from lowshard.kernels.block_digests import LINE_BYTES, new_key, plain_digests
+from lowshard.kernels.block_digests import LINE_BYTES, BlockDigests, new_key, plain_digests
 from lowshard.kernels.change_search import Room
 from lowshard.kernels.change_text import Changes, values_of
 from lowshard.kernels.changes import ChangeBoxes
@@ -210,11 +210,11 @@ def _changes(xp: ModuleType, tally: Tally) -> None:
             tally.same(f"{what}, written", out, wanted)
             if made.unit_bytes % LINE_BYTES:
                 continue
-            key, kept = new_key(made.unit_bytes), put(xp, np.zeros(made.units, np.uint64))
-            made.find_by_digests(put(xp, old), kept, key, Room(), False, is_first=True)
-            tally.same(f"{what}, digests", kept, plain_digests(before, key))
-            found = made.find_by_digests(put(xp, new), kept, key, Room(), False)
-            tally.same(f"{what}, digests after", kept, plain_digests(after, key))
+            kept = BlockDigests(new_key(made.unit_bytes), put(xp, np.zeros(made.units, np.uint64)))
+            made.find_by_digests(put(xp, old), kept, Room(), False, is_first=True)
+            tally.same(f"{what}, digests", kept.values, plain_digests(before, kept.key))
+            found = made.find_by_digests(put(xp, new), kept, Room(), False)
+            tally.same(f"{what}, digests after", kept.values, plain_digests(after, kept.key))
             _told(tally, f"{what}, by digests", made, found, places, after)
 
 

@@ -11,7 +11,7 @@ from support import mode
 from support.cuda_host import host_cuda_engine
 
 from lowshard.box import full_box
-from lowshard.kernels.block_digests import new_key, plain_digests
+from lowshard.kernels.block_digests import BlockDigests, new_key, plain_digests
 from lowshard.kernels.change_search import Room
 from lowshard.kernels.changes import ChangeBoxes
 from lowshard.kernels.cuda.cuda_changes import DeviceSearch
@@ -31,9 +31,10 @@ def _by_formula(block: bytes, key: np.ndarray) -> int:
     return (folded & (1 << 128) - 1) >> 64
 
 
-HAS_COMPILER = shutil.which("g++") is not None
-"""The CUDA kernels are built for the host where it is there; tests/unit/test_cuda_host.py skips without it."""
-TWINS = ("compiled", "plain", "cuda")[: 2 + HAS_COMPILER]
+no_compiler = pytest.mark.skipif(
+    shutil.which("g++") is None, reason="g++, which builds the kernels, is not on PATH"
+)
+every_twin = pytest.mark.parametrize("twin", ["compiled", "plain", pytest.param("cuda", marks=no_compiler)])
 
 
 def _twin(made: ChangeBoxes, name: str) -> ChangeBoxes:
@@ -44,8 +45,9 @@ def _twin(made: ChangeBoxes, name: str) -> ChangeBoxes:
     return made
 
 
+@every_twin
 @pytest.mark.parametrize("block_bytes", [64, 128, 320])
-def test_digests_are_those_of_the_formula(rng: np.random.Generator, block_bytes: int) -> None:
+def test_digests_are_those_of_the_formula(rng: np.random.Generator, block_bytes: int, twin: str) -> None:
     """Random blocks, and those whose sums carry furthest: all bits set, or none."""
     key = new_key(block_bytes)
     blocks = rng.integers(0, 256, (500, block_bytes), dtype=np.uint8)
@@ -54,21 +56,21 @@ def test_digests_are_those_of_the_formula(rng: np.random.Generator, block_bytes:
     for each in keys:
         wanted = [_by_formula(block.tobytes(), each) for block in blocks]
         assert plain_digests(blocks, each).tolist() == wanted
-        for twin in TWINS:
-            boxes = _twin(ChangeBoxes([full_box(blocks.shape)], 1, block_bytes), twin)
-            digests = np.zeros(500, np.uint64)
-            boxes.find_by_digests(blocks, digests, each, Room(), False, is_first=True)
-            assert digests.tolist() == wanted
+        boxes = _twin(ChangeBoxes([full_box(blocks.shape)], 1, block_bytes), twin)
+        kept = BlockDigests(each, np.zeros(500, np.uint64))
+        boxes.find_by_digests(blocks, kept, Room(), False, is_first=True)
+        assert kept.values.tolist() == wanted
 
 
 def test_a_key_is_never_the_same() -> None:
     assert len({new_key(64).tobytes() for _ in range(100)}) == 100
 
 
-def test_what_differs_is_what_a_comparison_finds_in_all_twins(rng: np.random.Generator) -> None:
+@every_twin
+def test_what_differs_is_what_a_comparison_finds(rng: np.random.Generator, twin: str) -> None:
     """Of arrays of several boxes, strides and widths: the same text as of the blocks compared with a copy."""
-    compared = 0
-    while compared < (4000 if mode.full() else 300):
+    cases = (2000 if mode.full() else 150) // (10 if twin == "cuda" else 1)
+    for _ in range(cases):
         itemsize = int(rng.choice([1, 2, 4, 8]))
         block = int(rng.choice([64, 128])) // itemsize
         shape = (*rng.integers(1, 6, int(rng.integers(0, 3))).tolist(), block * int(rng.integers(1, 70)))
@@ -80,34 +82,25 @@ def test_what_differs_is_what_a_comparison_finds_in_all_twins(rng: np.random.Gen
         new = old.copy()
         picked = rng.random(new.shape) < rng.choice([0, 0.001, 0.01, 0.3, 1])
         new[picked] ^= 1 << int(rng.integers(8 * itemsize))
-        key = new_key(block * itemsize)
-        texts, digests = [], []
-        for twin in TWINS:
-            if twin == "cuda" and compared % 20:
-                continue
-            boxes = _twin(ChangeBoxes(some, itemsize, block), twin)
-            held = np.zeros(boxes.units, np.uint64)
-            first = boxes.find_by_digests(old, held, key, Room(), True, is_first=True)
-            assert first.text is None
-            found = boxes.find_by_digests(new, held, key, Room(), False)
-            wanted = boxes.find(new, old, Room(), False)
-            assert found.text is not None
-            assert wanted.text is not None
-            assert found.text.tobytes() == wanted.text.tobytes()
-            assert found[:3] == wanted[:3]
-            assert found.changed_elems == found.units * block
-            out = old.copy()
-            boxes.write(out, found)
-            assert out.tobytes() == new.tobytes()
-            again = boxes.find_by_digests(new, held, key, Room(), True)
-            assert (again.units, again.changed_elems) == (0, 0)
-            may_stop = boxes.find_by_digests(old, held, key, Room(), True)
-            assert (may_stop.text is None) == (boxes.find(old, new, Room(), True).text is None)
-            texts.append(found.text.tobytes())
-            digests.append(held.tobytes())
-        assert len(set(texts)) == 1
-        assert len(set(digests)) == 1
-        compared += 1
+        boxes, plain = ChangeBoxes(some, itemsize, block), ChangeBoxes(some, itemsize, block)
+        wanted = plain.find(new, old, Room(), False)
+        boxes = _twin(boxes, twin)
+        kept = BlockDigests(new_key(block * itemsize), np.zeros(boxes.units, np.uint64))
+        first = boxes.find_by_digests(old, kept, Room(), True, is_first=True)
+        assert first.text is None
+        found = boxes.find_by_digests(new, kept, Room(), False)
+        assert found.text is not None
+        assert wanted.text is not None
+        assert found.text.tobytes() == wanted.text.tobytes()
+        assert found[:3] == wanted[:3]
+        assert found.changed_elems == found.units * block
+        out = old.copy()
+        boxes.write(out, found)
+        assert out.tobytes() == new.tobytes()
+        again = boxes.find_by_digests(new, kept, Room(), True)
+        assert (again.units, again.changed_elems) == (0, 0)
+        may_stop = boxes.find_by_digests(old, kept, Room(), True)
+        assert (may_stop.text is None) == (plain.find(old, new, Room(), True).text is None)
 
 
 def test_every_flipped_bit_and_every_exchange_is_found(rng: np.random.Generator) -> None:
@@ -136,9 +129,9 @@ def test_one_bit_of_an_mxfp8_tensor_costs_one_block() -> None:
     for itemsize, block in ((2, BLOCK_ELEMS), (4, BLOCK_ELEMS), (4, 3 * BLOCK_ELEMS)):
         array = np.zeros((64, 12 * BLOCK_ELEMS), f"u{itemsize}")
         boxes = ChangeBoxes([full_box(array.shape)], itemsize, block)
-        key, held = new_key(boxes.unit_bytes), np.empty(boxes.units, np.uint64)
-        boxes.find_by_digests(array, held, key, Room(), True, is_first=True)
+        kept = BlockDigests(new_key(boxes.unit_bytes), np.empty(boxes.units, np.uint64))
+        boxes.find_by_digests(array, kept, Room(), True, is_first=True)
         array[63, 17] ^= 1
-        found: Any = boxes.find_by_digests(array, held, key, Room(), True)
+        found: Any = boxes.find_by_digests(array, kept, Room(), True)
         assert (found.units, found.changed_elems) == (1, block)
         assert found.text.size <= boxes.unit_bytes + 3

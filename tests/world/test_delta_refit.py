@@ -427,7 +427,7 @@ def test_digests_send_the_lines_that_changed_and_keep_an_eighth_of_a_copy(rng: n
                     assert said["sent_bytes"] <= 2 * 96 * 2 + 8 + 350 * 2 + 2 * 40
             changes = refit._changes
             assert changes is not None
-            kept = sum(a.nbytes for a in changes._last._held.values())  # type: ignore[attr-defined]
+            kept = sum(held.values.nbytes for held in changes._last._held.values())  # type: ignore[attr-defined]
             assert kept == (400 * 96 * 2 // 8 if mine else 0)
 
     run_loopback(2, work, LIMIT_S)
