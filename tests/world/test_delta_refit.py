@@ -10,7 +10,7 @@ from support import mode
 from support.reshard_cases import BF16, LIMIT_S, arrays_of, held, local_part, random_case, weights
 
 from lowshard.comm import run_loopback
-from lowshard.errors import LowshardError, PlanError, VerificationError
+from lowshard.errors import CommError, LowshardError, PlanError, VerificationError
 from lowshard.kernels import quantize_mxfp8, unswizzle_scales
 from lowshard.kernels.change_search import Room
 from lowshard.kernels.changes import ChangeBoxes
@@ -23,6 +23,7 @@ from lowshard.reshard import (
     TensorLayout,
     build_reshard_plan,
 )
+from lowshard.reshard.last_given import Copies, Digests
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -444,3 +445,27 @@ def test_a_base_that_there_is_not_is_refused(base: Any) -> None:
             Refit(plan, comm, {"w": array}, {"w": array.copy()}, delta="auto", base=base)
 
     run_loopback(1, work, LIMIT_S)
+
+
+@pytest.mark.parametrize("base", ["copy", "digests"])
+def test_no_memory_for_what_was_sent_last_is_told_on_all_ranks(
+    monkeypatch: pytest.MonkeyPatch, base: Any
+) -> None:
+    """With what takes less, where there is such."""
+    src = {"w": TensorLayout.sharded((4, 64), "float32", {"tp": (1, 1)})}
+    dst = {"w": TensorLayout.sharded((4, 64), "float32", {"tp": (1, 1)}, offset=1)}
+
+    def none_left(*_: object) -> None:
+        raise MemoryError("none left")
+
+    monkeypatch.setattr((Copies if base == "copy" else Digests), "add", none_left)
+
+    def work(comm: Any) -> None:
+        arrays = {"w": np.zeros((4, 64), np.float32)}
+        mine, out = (arrays, {}) if comm.rank == 0 else ({}, arrays)
+        with pytest.raises(CommError, match="no memory for what was sent last") as caught:
+            Refit(build_reshard_plan(src, dst), comm, mine, out, delta="auto", base=base)
+        assert ("base='digests'" in str(caught.value)) == (base == "copy")
+        assert "delta='off'" in str(caught.value)
+
+    run_loopback(2, work, LIMIT_S)
