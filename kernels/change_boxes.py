@@ -60,10 +60,9 @@ class BoxUnits:
         """
         self.check(changes, unit_bytes)
         assert changes.text is not None
-        raw = on_host(changes.text)
-        at = changes.values_bytes(unit_bytes)
-        firsts = numbers_of(raw[at : at + changes.gaps_bytes])
-        more = numbers_of(raw[at + changes.gaps_bytes :])
+        raw = on_host(changes.text[changes.values_bytes(unit_bytes) :])
+        firsts = numbers_of(raw[: changes.gaps_bytes])
+        more = numbers_of(raw[changes.gaps_bytes :])
         is_long = (firsts & 1).astype(bool)
         lengths = np.ones(len(firsts), np.int64)
         if firsts.min(initial=0) < 0 or more.min(initial=0) < 0 or int(is_long.sum()) != len(more):

@@ -15,7 +15,7 @@ from lowshard.kernels.buffer import Array, is_gpu
 from lowshard.kernels.change_boxes import BoxUnits
 from lowshard.kernels.change_search import ChangeSearch, Room
 from lowshard.kernels.change_text import Changes
-from lowshard.kernels.engine import host_engine
+from lowshard.kernels.engine import engine_for, host_engine
 from lowshard.kernels.plain_changes import PlainSearch
 
 
@@ -71,9 +71,9 @@ class ChangeBoxes(BoxUnits):
             self._search(array).write(self, array, changes)
 
     def copy(self, source: Array, target: Array) -> None:
-        """Copy the boxes from one host array to another of the same shape and dtype, each of any strides."""
+        """Copy the boxes from one array to another of the same shape and dtype beside it, each of any strides."""
         if self.units:
-            host_engine().copy(source, target, self.table(source, target))
+            engine_for(source, target).copy(source, target, self.table(source, target))
 
     def _search(self, array: Array) -> ChangeSearch:
         """Return what searches where an array lies."""

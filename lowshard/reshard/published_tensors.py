@@ -8,6 +8,7 @@ from typing import Any
 from lowshard import dtypes
 from lowshard.argument import mapping
 from lowshard.errors import BufferMismatchError, PlanError
+from lowshard.foreign_array import READ_ONLY
 from lowshard.kernels.buffer import is_gpu, require_array
 from lowshard.reshard.tensor_layout import TensorLayout, as_tensor_layout
 
@@ -41,7 +42,7 @@ def local_arrays(
     """Return this rank's arrays by name, each the one that its layout says.
 
     Args:
-        writes: whether they are written to, which is done on the host.
+        writes: whether they are written to.
 
     Raises:
         PlanError: an array is missing or has no layout.
@@ -68,8 +69,8 @@ def local_arrays(
                 f"{name}: rank {rank} of {layout} holds {dtype.name}{list(shape)}, got "
                 f"{array.dtype.name}{list(array.shape)}"
             )
-        if writes and (is_gpu(array) or not array.flags.writeable):
-            raise BufferMismatchError(f"{name}: versions are written into host arrays that are writeable")
+        if writes and not is_gpu(array) and not array.flags.writeable:
+            raise BufferMismatchError(f"{name} {READ_ONLY}")
         found[name] = array
     if arrays:
         raise PlanError(f"arrays without a layout: {', '.join(sorted(map(str, arrays)))}")

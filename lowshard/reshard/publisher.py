@@ -28,7 +28,7 @@ from lowshard.comm.agreement import control_of, share
 from lowshard.comm.background import Background
 from lowshard.comm.door import Door
 from lowshard.comm.interface import addresses_towards, interface_addresses, is_loopback, network_name
-from lowshard.comm.work import Work
+from lowshard.comm.work import Stream, Work
 from lowshard.errors import CommError, LowshardError, PlanError
 from lowshard.layout import Layout
 from lowshard.reshard.publication_address import (
@@ -47,6 +47,7 @@ from lowshard.reshard.version_store import MARK_BYTES, VersionStore
 from lowshard.reshard.version_wire import Station, Table
 from lowshard.reshard.vote import version_number
 from lowshard.tiling import Tiling
+from lowshard.transfer.device_copies import DeviceCopies
 
 Array = Any
 _ANY = ("0.0.0.0", "::")
@@ -108,6 +109,7 @@ class Publisher:
         try:
             self._layouts = tensor_layouts(layouts, whole.size)
             self._arrays = local_arrays(self._layouts, arrays, whole.rank)
+            self._copies = DeviceCopies(self._arrays.values(), whole.timeout_s)
             where = Address.parse(address)
             given = None if token is None else checked_token(token)
             said = [address, given is None, {n: x.to_json() for n, x in self._layouts.items()}]
@@ -157,7 +159,9 @@ class Publisher:
             {name: layout.to_json() for name, layout in self._layouts.items()},
             tuple(Station(**json.loads(row)) for row in rows),
         )
-        self._store = VersionStore(self._layouts, comm.rank, bytes.fromhex(mark), sums=where.folder is None)
+        self._store = VersionStore(
+            self._layouts, comm.rank, bytes.fromhex(mark), self._copies, sums=where.folder is None
+        )
         self._server = VersionServer(self._doors, self._store, mark, self._newest, table)
 
     def _open_first(self, where: Address, given: bytes | None) -> list[str]:
@@ -190,7 +194,7 @@ class Publisher:
         """Return the subscribers that are in touch, with what they serve. On rank 0; elsewhere nothing."""
         return self._newest.members() if self._newest is not None else ()
 
-    def publish(self, version: int, wait: bool = True) -> Work | None:
+    def publish(self, version: int, wait: bool = True, *, stream: Stream = None) -> Work | None:
         """Offer the arrays' present content as a version.
 
         Collective: all ranks of the communicator call this, with one version. It returns when the arrays may change; it
@@ -201,17 +205,24 @@ class Publisher:
             wait: False returns a `Work` at once, and the arrays may change when its `wait()` has returned. One at a
                 time: the next call of this publisher waits for it. What went wrong in it, and was told to nobody on
                 some rank, that call raises, on every rank alike.
+            stream: on GPUs, behind whose work the arrays are read, of CuPy or torch; by default the current one of the
+                caller, also in the background.
 
         Every rank raises the same error.
 
         Raises:
             PlanError: a version that is not such an integer; nothing has changed.
+            StreamError: stream is no stream of the arrays' GPU; nothing has changed.
             MismatchError: ranks publish different versions; nothing has changed.
             CommError: there is no memory for a snapshot; the last version stays on offer.
             PeerFailed, TimedOut: a rank did not come. The last version stays on offer where rank 0 lives.
         """
         wait = truth(wait, "wait is True or False", CommError)
         error = self._background.settle()
+        try:
+            self._copies.follow(stream)
+        except LowshardError as found:
+            error = error or found
         if wait:
             self._publish(version, error)
             return None

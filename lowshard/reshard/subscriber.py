@@ -33,7 +33,7 @@ from lowshard.comm.agreement import control_of
 from lowshard.comm.background import Background
 from lowshard.comm.door import enter
 from lowshard.comm.interface import network_name
-from lowshard.comm.work import Work
+from lowshard.comm.work import Stream, Work
 from lowshard.errors import CommError, LowshardError, PeerFailed, PlanError, TimedOut
 from lowshard.layout import Layout
 from lowshard.reshard.plan_builder import build_reshard_plan
@@ -92,7 +92,7 @@ class Subscriber:
     Args:
         layouts: by name, what this job's ranks hold: a Layout, a Tiling or a TensorLayout, with this job's own rank
             numbers; some or all of the publisher's tensors.
-        out: by name, this rank's local arrays, in host memory.
+        out: by name, this rank's local arrays, on the host or on a GPU.
         comm: the communicator; None for one process.
         address: of the publisher.
         token: the publisher's.
@@ -115,7 +115,7 @@ class Subscriber:
 
     Raises:
         CommError: the address is not valid; a token that is too short, or both token and token_file; share with a
-            transform.
+            transform, or with arrays on a GPU.
         LayoutError, BufferMismatchError: as for `Publisher`.
         PlanError, KernelError: the transform has no twin, no buffer for a tensor, or takes it in another form than it
             is published in.
@@ -142,7 +142,7 @@ class Subscriber:
         asked, error, network, layouts_text = b"", None, "", b""
         try:
             self._layouts = tensor_layouts(layouts, whole.size)
-            self._sets = two_sets(self._layouts, out, transform, whole.rank)
+            self._sets = two_sets(self._layouts, out, transform, whole.rank, whole.timeout_s)
             self._address = Address.parse(address)
             if token is not None and token_file is not None:
                 raise CommError("a subscriber is given token or token_file, not both")
@@ -155,6 +155,10 @@ class Subscriber:
             if share and transform is not None:
                 raise CommError(
                     "share=True gives versions on as they came, which a transform does not keep; leave one of them out"
+                )
+            if share and self._sets[0].copies.has_gpus:
+                raise CommError(
+                    "share=True gives versions on out of host memory; leave it out for arrays on a GPU"
                 )
             if share:
                 network = network_name()
@@ -210,12 +214,16 @@ class Subscriber:
     # ---- a version
 
     @overload
-    def pull(self, timeout_s: float | None = None, *, wait: Literal[True] = True) -> int: ...
+    def pull(
+        self, timeout_s: float | None = None, *, wait: Literal[True] = True, stream: Stream = None
+    ) -> int: ...
 
     @overload
-    def pull(self, timeout_s: float | None = None, *, wait: Literal[False]) -> Work: ...
+    def pull(
+        self, timeout_s: float | None = None, *, wait: Literal[False], stream: Stream = None
+    ) -> Work: ...
 
-    def pull(self, timeout_s: float | None = None, *, wait: bool = True) -> int | Work:
+    def pull(self, timeout_s: float | None = None, *, wait: bool = True, stream: Stream = None) -> int | Work:
         """Wait for a version newer than this one, take it, and return its number.
 
         Collective: all ranks of the communicator call this. A publisher that was restarted begins anew: of another
@@ -231,6 +239,8 @@ class Subscriber:
             timeout_s: how long to wait for a version to begin, in seconds; by default the communicator's. A version
                 that has begun to arrive is given the time it needs.
             wait: False does it in the background.
+            stream: on GPUs, behind whose work the arrays that are not served are written, of CuPy or torch; by default
+                the current one of the caller, also in the background.
 
         Every rank that lives raises the same error.
 
@@ -238,6 +248,7 @@ class Subscriber:
             TimedOut: no newer version was offered, or no publisher answered; `weights` stay.
             PeerFailed: the publisher has gone, or a rank of either job; `weights` stay, the next pull tries again.
             PlanError, CommError: the publisher lacks a tensor that is wanted, or has it in another shape or dtype.
+            StreamError: stream is no stream of the arrays' GPU; nothing has changed.
         """
         error = self._background.settle()
         limit_s = 0.0
@@ -247,6 +258,7 @@ class Subscriber:
             wait = instance(wait, bool, "wait of pull is True or False", CommError)
             rule = "timeout_s is a number of seconds, 0 or more"
             limit_s = self._comm.timeout_s if timeout_s is None else number(timeout_s, rule, CommError, 0)
+            self._sets[0].copies.follow(stream)
         except LowshardError as found:
             wait, error = True, error or found
         if wait:

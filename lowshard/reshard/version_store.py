@@ -33,6 +33,7 @@ from lowshard.checkpoint.crc import crc32, joined
 from lowshard.errors import CommError
 from lowshard.kernels.buffer import address, is_gpu
 from lowshard.reshard.tensor_layout import TensorLayout
+from lowshard.transfer.device_copies import DeviceCopies, read_into
 
 Array = Any
 PAGE_BYTES = 4096
@@ -165,7 +166,12 @@ class VersionStore:
     """The snapshots of one rank of a publisher. `fill` is called by one thread; `find` by any."""
 
     def __init__(
-        self, layouts: Mapping[str, TensorLayout], rank: int, mark: bytes, sums: bool = False
+        self,
+        layouts: Mapping[str, TensorLayout],
+        rank: int,
+        mark: bytes,
+        copies: DeviceCopies,
+        sums: bool = False,
     ) -> None:
         """Make an empty store.
 
@@ -173,9 +179,10 @@ class VersionStore:
             layouts: of all tensors.
             rank: this rank.
             mark: 16 bytes that tell this publisher from all others.
+            copies: fetch sources that lie on GPUs.
             sums: take checksums as snapshots are filled.
         """
-        self._takes_sums = sums
+        self._copies, self._takes_sums = copies, sums
         self.places, self.size_bytes = places_of(layouts, rank)
         self._mark = mark
         self._lock = threading.Lock()
@@ -196,7 +203,7 @@ class VersionStore:
         sums: dict[int, int] = {}
         try:
             for name, place in self.places.items():
-                for at, part in _copied(sources[name], place.view(memory.bytes)):
+                for at, part in self._copied(sources[name], place.view(memory.bytes)):
                     if self._takes_sums:
                         sums[place.offset + at] = crc32(part)
         except MemoryError as error:
@@ -213,6 +220,20 @@ class VersionStore:
     def kept(self) -> int:
         """How many snapshots there are."""
         return len(self._snapshots)
+
+    def _copied(self, source: Array, target: np.ndarray) -> Iterator[tuple[int, memoryview]]:
+        """Copy an array; yield what has been copied part by part, with the place of its first byte."""
+        raw = target.reshape(-1).view(np.uint8)
+        by_part = not is_gpu(source) and source.flags.c_contiguous
+        if is_gpu(source):
+            self._copies.fetch(source, read_into(raw))
+        elif not by_part:
+            copy_bits(source, target)
+        for at in range(0, raw.size, PART_BYTES):
+            part = raw[at : at + PART_BYTES]
+            if by_part:
+                part[...] = source.reshape(-1).view(np.uint8)[at : at + PART_BYTES]
+            yield at, part.data
 
     def _free(self, held: Collection[int]) -> Memory:
         with self._lock:
@@ -238,21 +259,6 @@ class VersionStore:
         made.bytes[:MARK_BYTES] = np.frombuffer(self._mark, np.uint8)
         self._snapshots.append(made)
         return made
-
-
-def _copied(source: Array, target: np.ndarray) -> Iterator[tuple[int, memoryview]]:
-    """Copy an array; yield what has been copied part by part, with the place of its first byte."""
-    raw = target.reshape(-1).view(np.uint8)
-    by_part = not is_gpu(source) and source.flags.c_contiguous
-    if is_gpu(source):
-        source.get(out=target)
-    elif not by_part:
-        copy_bits(source, target)
-    for at in range(0, raw.size, PART_BYTES):
-        part = raw[at : at + PART_BYTES]
-        if by_part:
-            part[...] = source.reshape(-1).view(np.uint8)[at : at + PART_BYTES]
-        yield at, part.data
 
 
 def runs_of(part: np.ndarray, crc: int) -> Iterator[tuple[memoryview, int]]:

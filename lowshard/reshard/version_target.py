@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from lowshard import dtypes
 from lowshard.box import Box, full_box, shape_of
-from lowshard.errors import BufferMismatchError, PlanError
+from lowshard.errors import PlanError
 from lowshard.foreign_array import like, view_of
-from lowshard.kernels.buffer import is_gpu
+from lowshard.kernels.buffer import allocate, is_gpu
 from lowshard.kernels.change_text import Changes
 from lowshard.kernels.changes import ChangeBoxes
 from lowshard.kernels.staging import assign
@@ -21,6 +22,7 @@ from lowshard.reshard.published_tensors import local_arrays
 from lowshard.reshard.tensor_layout import TensorLayout
 from lowshard.reshard.version_store import PIECE_BYTES, box_of, copy_bits, pieces_of
 from lowshard.transfer.changed_blocks import store_changed_blocks
+from lowshard.transfer.device_copies import DeviceCopies, filled_from
 from lowshard.transfer.item import slices_of
 from lowshard.transfer.transform_contract import ReshardTransform
 
@@ -97,18 +99,71 @@ class ArrayTarget:
         boxes.write(self.array, changes)
 
 
+class DeviceTarget:
+    """An array on a GPU.
+
+    Args:
+        array: written in place.
+        copies: bring what comes to its GPU.
+    """
+
+    def __init__(self, array: Array, copies: DeviceCopies) -> None:
+        self.array, self._copies = array, copies
+
+    def refuses(self, box: Box) -> str | None:
+        """Return None: any box is taken."""
+        return None
+
+    def block_elems(self, boxes: Sequence[Box]) -> int:
+        """Return 1: a unit is an element."""
+        return 1
+
+    def put(self, box: Box, values: np.ndarray) -> None:
+        """Copy a box to the GPU."""
+        self._copies.store(box_of(self.array, box), filled_from(values))
+
+    def receive(self, box: Box, receive: Receive) -> None:
+        """Receive a box in page-locked memory, and copy it from there, part by part."""
+        self._copies.store(box_of(self.array, box), lambda room: receive(room.data))
+
+    def copy(self, served: DeviceTarget, boxes: ChangeBoxes) -> None:
+        """Copy boxes of the other array, on the GPU."""
+        with self._copies.current(self.array):
+            boxes.copy(served.array, self.array)
+
+    def write(self, boxes: ChangeBoxes, changes: Changes) -> None:
+        """Write the elements that differ, on the GPU."""
+        there = _beside(self.array, changes, self._copies)
+        with self._copies.current(self.array):
+            boxes.write(self.array, there)
+
+
+@dataclass(frozen=True)
+class _Storing:
+    """A transform that stores tensors, and what brings what comes to the GPU that it stores on.
+
+    Attributes:
+        lock: held while the transform is called: several streams bring something for it.
+    """
+
+    transform: ReshardTransform
+    copies: DeviceCopies
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
 class StoredTarget:
     """What a transform stores a tensor in.
 
     Args:
         name: of the tensor.
         dtype: in which it comes.
-        transform: that stores it.
-        lock: held while the transform is called, which several streams bring something for.
+        beside: an array, of no elements, where the transform takes what comes: on the host or on a GPU.
+        storing: the transform.
     """
 
-    def __init__(self, name: str, dtype: str, transform: ReshardTransform, lock: threading.Lock) -> None:
-        self._name, self._dtype, self._transform, self._lock = name, dtype, transform, lock
+    def __init__(self, name: str, dtype: str, beside: Array, storing: _Storing) -> None:
+        self._name, self._dtype, self._beside, self._storing = name, dtype, beside, storing
+        self._transform, self._copies = storing.transform, storing.copies
 
     def refuses(self, box: Box) -> str | None:
         """Return why the transform takes no such box, or None."""
@@ -120,8 +175,35 @@ class StoredTarget:
         return found.pop() if len(found) == 1 else 0
 
     def put(self, box: Box, values: np.ndarray) -> None:
-        """Give a box to the transform."""
-        with self._lock:
+        """Give a box to the transform, on a GPU some rows at a time."""
+        if not is_gpu(self._beside):
+            self._give(box, values)
+            return
+        for at, part in self._parts(box):
+            rows = values[at : at + shape_of(part)[0]] if part else values
+            self._give(part, self._copies.upload(rows, self._beside))
+
+    def receive(self, box: Box, receive: Receive) -> None:
+        """Receive some rows at a time, or the box where the transform takes no rows."""
+        for _, part in self._parts(box):
+            data = np.empty(shape_of(part), dtypes.get(self._dtype).numpy)
+            receive(data.reshape(-1).view(np.uint8).data)
+            self.put(part, data)
+
+    def copy(self, served: StoredTarget, boxes: ChangeBoxes) -> None:
+        """Have the transform take over what its twin holds."""
+        with self._calls():
+            for box in boxes.boxes:
+                self._transform.take_over(self._name, slices_of(box), served._transform)
+
+    def write(self, boxes: ChangeBoxes, changes: Changes) -> None:
+        """Have the transform store the blocks that differ."""
+        there = _beside(self._beside, changes, self._copies)
+        with self._calls():
+            store_changed_blocks(self._transform, self._name, self._dtype, boxes, there, boxes.unit_bytes)
+
+    def _give(self, box: Box, values: Array) -> None:
+        with self._calls():
             if self._transform.in_place:
                 self._transform.recv_rows(self._name, slices_of(box), [values])
                 return
@@ -129,28 +211,26 @@ class StoredTarget:
             assign(view_of(room, self._name), values)
             self._transform.finalize_recv(self._name, slices_of(box), [room])
 
-    def receive(self, box: Box, receive: Receive) -> None:
-        """Receive some rows at a time, or the box where the transform takes no rows."""
-        dtype = dtypes.get(self._dtype)
+    @contextmanager
+    def _calls(self) -> Iterator[None]:
+        """Let this thread alone call the transform, where what it launches follows the copies."""
+        with self._storing.lock, self._copies.current(self._beside):
+            yield
+
+    def _parts(self, box: Box) -> Iterator[tuple[int, Box]]:
+        """Yield some rows of a box at a time, after their first; all of it where the transform takes no rows."""
         rows = len(range(*box[0])) if box else 1
-        row_bytes = int(np.prod(shape_of(box)[1:])) * dtype.itemsize_bytes
+        row_bytes = int(np.prod(shape_of(box)[1:])) * dtypes.get(self._dtype).itemsize_bytes
         step = max(1, RECEIVE_BYTES // row_bytes) if self._transform.in_place and row_bytes else max(1, rows)
         for at in range(0, rows, step):
-            part = box and ((box[0][0] + at, box[0][0] + min(at + step, rows)), *box[1:])
-            data = np.empty(shape_of(part), dtype.numpy)
-            receive(data.reshape(-1).view(np.uint8).data)
-            self.put(part, data)
+            yield at, box and ((box[0][0] + at, box[0][0] + min(at + step, rows)), *box[1:])
 
-    def copy(self, served: StoredTarget, boxes: ChangeBoxes) -> None:
-        """Have the transform take over what its twin holds."""
-        with self._lock:
-            for box in boxes.boxes:
-                self._transform.take_over(self._name, slices_of(box), served._transform)
 
-    def write(self, boxes: ChangeBoxes, changes: Changes) -> None:
-        """Have the transform store the blocks that differ."""
-        with self._lock:
-            store_changed_blocks(self._transform, self._name, self._dtype, boxes, changes, boxes.unit_bytes)
+def _beside(array: Array, changes: Changes, copies: DeviceCopies) -> Changes:
+    """Return changes whose text is where an array is."""
+    if changes.text is None or not is_gpu(array):
+        return changes
+    return changes._replace(text=copies.upload(changes.text, array))
 
 
 @dataclass(frozen=True)
@@ -161,12 +241,14 @@ class TargetSet:
         targets: where each tensor goes.
         arrays: those that are arrays.
         weights: what readers of the set are given.
+        copies: bring what comes to GPUs; of both sets.
         transform: that stores the others, or None.
     """
 
     targets: Mapping[str, Target]
-    arrays: Mapping[str, np.ndarray]
+    arrays: Mapping[str, Array]
     weights: Mapping[str, Any]
+    copies: DeviceCopies
     transform: ReshardTransform | None
 
     def begin(self) -> None:
@@ -175,13 +257,18 @@ class TargetSet:
             self.transform.begin()
 
     def end(self) -> None:
-        """Raise PlanError where something is missing, as a block of which only a part came."""
+        """Wait until all that came is there; raise PlanError where a part of a transform's block is missing."""
+        self.copies.wait()
         if self.transform is not None:
             self.transform.end()
 
 
 def two_sets(
-    layouts: Mapping[str, TensorLayout], out: Mapping[str, Array], transform: object, rank: int
+    layouts: Mapping[str, TensorLayout],
+    out: Mapping[str, Array],
+    transform: object,
+    rank: int,
+    timeout_s: float,
 ) -> tuple[TargetSet, TargetSet]:
     """Return a set over a rank's arrays and its transform, and one beside them.
 
@@ -190,22 +277,26 @@ def two_sets(
         out: the rank's arrays; none of those that the transform stores.
         transform: a ReshardTransform, or None.
         rank: this rank.
+        timeout_s: deadline of each wait for a GPU.
 
     Raises:
         PlanError: it is no transform, has no twin, refuses a tensor, or takes it in another form than it comes in.
         KernelError: it has no buffer for one.
-        BufferMismatchError: an array is not as its layout says, or not in host memory, or a buffer is not.
+        BufferMismatchError: an array is not as its layout says.
     """
     if transform is not None and not isinstance(transform, ReshardTransform):
         raise PlanError(f"transform is a ReshardTransform or None, got {type(transform).__name__}")
     stored = {} if transform is None else _stored(layouts, transform, rank)
     plain = {name: layout for name, layout in layouts.items() if name not in stored}
     first = local_arrays(plain, out, rank, writes=True)
-    second = {name: np.empty_like(array) for name, array in first.items()}
+    second = {
+        name: allocate(a.shape, a.dtype, a) if is_gpu(a) else np.empty_like(a) for name, a in first.items()
+    }
     shown = {name: like(array, out[name]) for name, array in second.items()}
+    copies = DeviceCopies([*first.values(), *(one.beside for one in stored.values())], timeout_s)
     return (
-        _set(first, {name: out[name] for name in first}, transform, stored),
-        _set(second, shown, _twin_of(transform), stored),
+        _set(first, {name: out[name] for name in first}, copies, transform, stored),
+        _set(second, shown, copies, _twin_of(transform), stored),
     )
 
 
@@ -221,9 +312,16 @@ def _twin_of(transform: ReshardTransform | None) -> ReshardTransform | None:
         ) from error
 
 
+class _Stored(NamedTuple):
+    """A tensor that a transform stores: its layout, and an array of no elements where the transform takes it."""
+
+    layout: TensorLayout
+    beside: Array
+
+
 def _stored(
     layouts: Mapping[str, TensorLayout], transform: ReshardTransform, rank: int
-) -> Mapping[str, TensorLayout]:
+) -> Mapping[str, _Stored]:
     """Return what a transform stores of the tensors that a rank has a part of."""
     found = {}
     for name, layout in layouts.items():
@@ -234,28 +332,30 @@ def _stored(
         if refused is not None:
             raise PlanError(refused)
         rooms = [view_of(room, name) for room in transform.prepare_recv(name, slices_of(full_box(shape)))]
-        if any(is_gpu(room) for room in rooms):
-            raise BufferMismatchError(f"{name}: versions are written into host memory, also by a transform")
         if [room.shape for room in rooms] != [shape]:
             raise PlanError(
                 f"{name}: {layout.dtype}{list(shape)} comes as it is published, but the transform makes room for "
                 f"{[list(room.shape) for room in rooms]}: it takes buffers of that shape, and convert_on_send=False"
             )
-        found[name] = layout
+        found[name] = _Stored(layout, allocate((0,), np.dtype(np.uint8), rooms[0]))
     return found
 
 
 def _set(
-    arrays: Mapping[str, np.ndarray],
+    arrays: Mapping[str, Array],
     weights: Mapping[str, Any],
+    copies: DeviceCopies,
     transform: ReshardTransform | None,
-    stored: Mapping[str, TensorLayout],
+    stored: Mapping[str, _Stored],
 ) -> TargetSet:
-    targets: dict[str, Target] = {name: ArrayTarget(array) for name, array in arrays.items()}
+    targets: dict[str, Target] = {
+        name: DeviceTarget(array, copies) if is_gpu(array) else ArrayTarget(array)
+        for name, array in arrays.items()
+    }
     if transform is None:
-        return TargetSet(targets, arrays, weights, None)
-    lock, held = threading.Lock(), transform.refit_weights()
-    targets.update({name: StoredTarget(name, x.dtype, transform, lock) for name, x in stored.items()})
-    return TargetSet(
-        targets, arrays, {**weights, **{name: held[name] for name in stored if name in held}}, transform
-    )
+        return TargetSet(targets, arrays, weights, copies, None)
+    storing, held = _Storing(transform, copies), transform.refit_weights()
+    for name, (layout, beside) in stored.items():
+        targets[name] = StoredTarget(name, layout.dtype, beside, storing)
+    shown = {**weights, **{name: held[name] for name in stored if name in held}}
+    return TargetSet(targets, arrays, shown, copies, transform)

@@ -1,16 +1,20 @@
-"""The step `refit`: versions of weights from training layouts to serving layouts over MPI ranks, plain and as MXFP8."""
+"""The step `refit`: versions of weights from training layouts to serving layouts over MPI ranks, plain and as MXFP8.
+
+By a `Refit`, and by a `Publisher` and a `Subscriber` of the same ranks.
+"""
 
 from __future__ import annotations
 
+import tempfile
 from itertools import product
 from typing import Any
 
 import numpy as np
 
 from lowshard import DeviceMesh, Layout, Sharded
-from lowshard.comm import Communicator
+from lowshard.comm import Communicator, share_text
 from lowshard.kernels import MXFP8Tensor, reference
-from lowshard.reshard import MXFP8ReshardTransform, Refit, build_reshard_plan
+from lowshard.reshard import MXFP8ReshardTransform, Publisher, Refit, Subscriber, build_reshard_plan
 from lowshard.selftest.comparisons import Tally, bits
 from lowshard.selftest.device_arrays import put, settle
 from lowshard.selftest.over_mpi import run_over_mpi
@@ -33,10 +37,15 @@ def run(setting: Setting, tally: Tally) -> None:
 
 
 def refit_everything(comm: Communicator, tally: Tally) -> None:
-    """Push three versions, plainly and into MXFP8 buffers, all of it and what changed, as one rank.
+    """Push three versions, plainly and into MXFP8 buffers, all of it and what changed, and publish them, as one rank.
 
     Collective: all ranks of the communicator call this.
     """
+    _push_everything(comm, tally)
+    _publish_everything(comm, tally)
+
+
+def _push_everything(comm: Communicator, tally: Tally) -> None:
     mesh, whole_shape = DeviceMesh((comm.size,), ("tp",)), (_ROWS, _COLS_EACH * comm.size)
     for on_send, base in product((None, False, True), (None, "copy", "digests")):
         # Rows to columns where bits move as they are; blocks of 32 lie along the columns and stay whole by rows.
@@ -50,14 +59,7 @@ def refit_everything(comm: Communicator, tally: Tally) -> None:
             out = {name: comm.empty(shape, "bfloat16") for name in _NAMES}
             refit = Refit(plan, comm, mine, out, **delta)
         else:
-            held = {
-                name: MXFP8Tensor(
-                    put(comm.xp, np.zeros(shape, np.uint8)),
-                    put(comm.xp, np.zeros((shape[0], shape[1] // reference.BLOCK_ELEMS), np.uint8)),
-                )
-                for name in _NAMES
-            }
-            how = MXFP8ReshardTransform(_NAMES, held, convert_on_send=on_send)
+            how = MXFP8ReshardTransform(_NAMES, _rooms(comm, shape), convert_on_send=on_send)
             refit = Refit(plan, comm, mine, {}, how, **delta)
         way = {None: "plain", False: "MXFP8 by the receiver", True: "MXFP8 by the sender"}[on_send]
         way += "" if base is None else f", what changed, by {base}"
@@ -69,27 +71,61 @@ def refit_everything(comm: Communicator, tally: Tally) -> None:
                 refit.push(version)
                 settle(comm.xp)
                 for name in _NAMES:
-                    whole = _content(whole_shape, name, version)
-                    part = np.ascontiguousarray(whole[_index(dst, comm.rank)])
                     what = f"refit {way}, {name} version {version} on rank {comm.rank} of {comm.size}"
-                    if on_send is None:
-                        tally.same(what, refit.weights[name], part)
-                        continue
-                    transform = refit.transform
-                    assert isinstance(transform, MXFP8ReshardTransform)
-                    found = transform.persistent_buffers[name]
-                    codes, scales = reference.quantize_bits(
-                        reference.widen_to_fp32_bits(bits(part), "bfloat16").reshape(
-                            -1, reference.BLOCK_ELEMS
-                        ),
-                        reference.E4M3,
-                        "rceil",
-                    )
-                    tally.same(f"{what}, codes", found.data, codes.reshape(part.shape))
-                    tally.same(f"{what}, scales", found.scale, scales.reshape(part.shape[0], -1))
+                    part = _content(whole_shape, name, version)[_index(dst, comm.rank)]
+                    _check(tally, what, refit.weights[name], part)
                 tally.true(
                     f"refit {way}, version on rank {comm.rank}", refit.version == version, str(refit.version)
                 )
+
+
+def _publish_everything(comm: Communicator, tally: Tally) -> None:
+    mesh, whole_shape = DeviceMesh((comm.size,), ("tp",)), (_ROWS, _COLS_EACH * comm.size)
+    rows, cols = (Layout(mesh, whole_shape, "bfloat16", (Sharded(dim),)) for dim in (0, 1))
+    mine = {name: comm.empty(rows.local_shape(comm.rank), "bfloat16") for name in _NAMES}
+    shape = cols.local_shape(comm.rank)
+    out = {name: comm.empty(shape, "bfloat16") for name in _NAMES}
+    how = MXFP8ReshardTransform(_NAMES, _rooms(comm, shape))
+    with tempfile.TemporaryDirectory() as folder:  # of rank 0
+        where: dict[str, Any] = {"address": f"unix:{share_text(comm, folder)[0]}/p", "token": bytes(16)}
+        want = dict.fromkeys(_NAMES, cols)
+        with (
+            Publisher(dict.fromkeys(_NAMES, rows), mine, comm, **where) as publisher,
+            Subscriber(want, out, comm, **where) as plain,
+            Subscriber(want, {}, comm, transform=how, **where) as quantised,
+        ):
+            for version in _VERSIONS:
+                for name in _NAMES:
+                    content = _content(whole_shape, name, version)
+                    mine[name][...] = put(comm.xp, content[_index(rows, comm.rank)])
+                publisher.publish(version)
+                for way, subscriber in (("plain", plain), ("MXFP8", quantised)):
+                    subscriber.pull()
+                    for name in _NAMES:
+                        what = f"publish {way}, {name} version {version} on rank {comm.rank} of {comm.size}"
+                        part = _content(whole_shape, name, version)[_index(cols, comm.rank)]
+                        _check(tally, what, subscriber.weights[name], part)
+
+
+def _rooms(comm: Communicator, shape: tuple[int, ...]) -> dict[str, MXFP8Tensor]:
+    """Return buffers for what is quantised."""
+    scales = shape[0], shape[1] // reference.BLOCK_ELEMS
+    return {
+        name: MXFP8Tensor(put(comm.xp, np.zeros(shape, np.uint8)), put(comm.xp, np.zeros(scales, np.uint8)))
+        for name in _NAMES
+    }
+
+
+def _check(tally: Tally, what: str, found: Any, part: np.ndarray) -> None:
+    """Compare what is served, an array or an MXFP8 tensor, with what it is made of."""
+    part = np.ascontiguousarray(part)
+    if not isinstance(found, MXFP8Tensor):
+        tally.same(what, found, part)
+        return
+    values = reference.widen_to_fp32_bits(bits(part), "bfloat16").reshape(-1, reference.BLOCK_ELEMS)
+    codes, scales = reference.quantize_bits(values, reference.E4M3, "rceil")
+    tally.same(f"{what}, codes", found.data, codes.reshape(part.shape))
+    tally.same(f"{what}, scales", found.scale, scales.reshape(part.shape[0], -1))
 
 
 def _content(shape: tuple[int, ...], name: str, version: int) -> np.ndarray:

@@ -37,6 +37,7 @@ from lowshard.reshard import Publisher, Subscriber, stream_shares, version_store
 from lowshard.reshard.tensor_layout import as_tensor_layout
 from lowshard.reshard.version_store import Memory, VersionStore
 from lowshard.reshard.version_wire import CONTROL, DATA, Greeting, Line, Lost, read_answer, read_table
+from lowshard.transfer.device_copies import DeviceCopies
 
 DTYPES = ("float32", "bfloat16", "float8_e4m3fn", "int64", "float16")
 
@@ -661,14 +662,14 @@ def test_ranks_that_disagree_hear_of_it(tmp_path: Path) -> None:
 def test_read_only_destinations_are_refused(tmp_path: Path) -> None:
     array = np.zeros(10, np.float32)
     array.flags.writeable = False
-    with pytest.raises(BufferMismatchError, match="writeable"):
+    with pytest.raises(BufferMismatchError, match="read-only"):
         Subscriber({"w": _one((10,))}, {"w": array}, address=f"unix:{tmp_path}/p")
     with pytest.raises(LayoutError):
         Subscriber({"w": 3}, {"w": array}, address=f"unix:{tmp_path}/p")  # type: ignore[dict-item]
 
 
 def test_a_snapshot_is_known_by_its_mark(tmp_path: Path) -> None:
-    store = VersionStore({}, 0, b"a" * 16)
+    store = VersionStore({}, 0, b"a" * 16, DeviceCopies((), 1.0))
     store.fill({}, 1, ())
     found = store.find(1)
     assert found is not None
@@ -691,7 +692,7 @@ def test_the_runs_of_a_box_are_its_bytes_and_their_sum_is_that_of_all_of_them(
         layout = as_tensor_layout(_one(shape, dtype))
         source = np.asarray(rng.integers(0, 120, shape)).reshape(shape).astype(dtypes.get(dtype).numpy)
         source = np.asfortranarray(source) if case % 3 == 0 else source
-        store = VersionStore({"v": layout, "w": layout}, 0, b"a" * 16, sums)
+        store = VersionStore({"v": layout, "w": layout}, 0, b"a" * 16, DeviceCopies((), 1.0), sums)
         store.fill({"v": source, "w": source}, 1, ())
         found = store.find(1)
         assert found is not None

@@ -1,0 +1,386 @@
+"""Publishers and subscribers of arrays on a GPU; where there is none, on a stand-in for CuPy."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from support.device_stand_in import DEFAULT_STREAM
+from support.gpu import why_no_gpu
+from support.gpu_arrays import ndarray, stand_in
+from support.nccl_stand_in import Host
+from support.reshard_cases import local_part, random_layout
+
+import lowshard as ls
+from lowshard import comm as lc
+from lowshard import dtypes
+from lowshard.errors import BufferMismatchError, CommError, PeerFailed, StreamError
+from lowshard.kernels import MXFP8Tensor, SwizzledMXFP8, quantize_mxfp8, swizzle_scales
+from lowshard.kernels.mxfp8_tensor import swizzled_bytes
+from lowshard.reshard import MXFP8ReshardTransform, Publisher, Subscriber
+from lowshard.reshard import version_wire as wire
+from lowshard.transfer import device_copies
+from lowshard.transfer.device_copies import DeviceCopies
+
+TOKEN = bytes(32)
+
+
+class Gpu(NamedTuple):
+    """CuPy, and its stand-in's device; None on a real GPU."""
+
+    cupy: ModuleType
+    host: Host | None
+
+    def put(self, values: np.ndarray) -> Any:
+        """Return a copy on the GPU; of fp8, as integers."""
+        bits = values.view(np.uint8) if dtypes.get(values.dtype).bits == 8 else values
+        return self.cupy.asarray(np.array(bits, order="C"))
+
+    def empty(self, shape: tuple[int, ...], dtype: str) -> Any:
+        return self.put(np.zeros(shape, dtypes.get(dtype).numpy))
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
+    monkeypatch.setattr(device_copies, "SLOT_BYTES", 8192)  # several rounds for a few rows
+    if why_no_gpu() is None:
+        import cupy
+
+        return Gpu(cupy, None)
+    if shutil.which("g++") is None:
+        pytest.skip("g++, which builds the kernels for the host, is not on PATH")
+    return Gpu(*stand_in(monkeypatch))
+
+
+@pytest.fixture(params=["mapped", "streams"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("LOWSHARD_CROSS_MEMORY", "off" if request.param == "streams" else "auto")
+    return str(request.param)
+
+
+def _one(shape: tuple[int, ...], dtype: str) -> dict[str, ls.Layout]:
+    return {"w": ls.Layout(ls.DeviceMesh((1,), ("x",)), shape, dtype, (ls.Replicated(),))}
+
+
+def _random(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> np.ndarray:
+    kind = dtypes.get(dtype).numpy
+    raw = rng.integers(0, 256, (*shape, kind.itemsize), np.uint8)
+    return raw.view(kind)[..., 0] if shape else raw.view(kind)[0]
+
+
+def _bits(values: Any) -> bytes:
+    return bytes(values.tobytes() if isinstance(values, np.ndarray) else values.get().tobytes())
+
+
+def _change(rng: np.random.Generator, values: np.ndarray, count: int) -> None:
+    at = rng.choice(values.size, count, replace=False)
+    values.view(f"u{values.itemsize}").reshape(-1)[at] ^= 1
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "uint8", "float8_e4m3fn"])
+def test_versions_go_from_a_gpu_to_a_gpu(
+    tmp_path: Path, rng: np.random.Generator, gpu: Gpu, way: str, dtype: str
+) -> None:
+    """Whole, and what changed: bits of any kind, through slots that are smaller than the array."""
+    values, layout = _random(rng, (90, 150), dtype), _one((90, 150), dtype)
+    mine, out = gpu.put(values), gpu.empty((90, 150), dtype)
+    where: dict[str, Any] = {"address": f"unix:{tmp_path}/p", "token": TOKEN}
+    with (
+        Publisher(layout, {"w": mine}, **where) as publisher,
+        Subscriber(layout, {"w": out}, **where) as subscriber,
+    ):
+        for version in range(5):
+            mine[...] = gpu.put(values)
+            publisher.publish(version, wait=bool(version % 2))
+            background = subscriber.pull(20, wait=False) if version % 2 else None
+            assert (subscriber.pull(20) if background is None else background.wait()) == version
+            held = subscriber.weights["w"]
+            assert type(held) is type(out)
+            assert (held is out) == bool(version % 2)
+            assert _bits(held) == values.tobytes()
+            said = subscriber.report()
+            if way == "streams" and version:
+                assert said["changed_elems"] == 40
+                assert said["received_bytes"] < 40 * 12
+            _change(rng, values, 40)
+
+
+@pytest.mark.parametrize("case", range(8))
+def test_any_layout_gets_to_any_other_on_gpus(
+    tmp_path: Path, rng: np.random.Generator, gpu: Gpu, way: str, case: int
+) -> None:
+    """Jobs of several ranks; sources and destinations on the GPU and on the host, of any strides."""
+    ranks = rng.integers(1, 4, 2).tolist()
+    shapes = [tuple(rng.integers(1, 60, int(rng.integers(0, 4))).tolist()) for _ in range(4)]
+    kinds = [str(rng.choice(["bfloat16", "float32", "uint8", "float64"])) for _ in shapes]
+    whole = {f"w{i}": _random(rng, s, k) for i, (s, k) in enumerate(zip(shapes, kinds, strict=True))}
+    have, want = (
+        {n: random_layout(rng, a.shape, k, 0, size) for (n, a), k in zip(whole.items(), kinds, strict=True)}
+        for size in ranks
+    )
+    on_gpu = {(side, n): bool(rng.random() < 0.8) for side in ("have", "want") for n in whole}
+    gaps = {n: bool(rng.random() < 0.5) for n in whole}
+    published, taken = [threading.Event() for _ in range(3)], [threading.Event() for _ in range(3)]
+
+    def array(side: str, name: str, values: np.ndarray) -> Any:
+        if not on_gpu[side, name]:
+            return values.copy()
+        if not gaps[name] or not values.ndim:
+            return gpu.put(values)
+        return gpu.put(np.repeat(values, 2, axis=-1))[..., ::2]
+
+    def publish(comm: Any) -> None:
+        parts = {n: local_part(x, comm.rank, whole[n]) for n, x in have.items() if comm.rank in x}
+        arrays = {n: array("have", n, part) for n, part in parts.items()}
+        with Publisher(have, arrays, comm, address=f"unix:{tmp_path}/p", token=TOKEN) as publisher:
+            for version in range(3):
+                for n, mine in arrays.items():
+                    part = local_part(have[n], comm.rank, whole[n])
+                    mine[...] = gpu.put(part) if on_gpu["have", n] else part
+                publisher.publish(version)
+                comm.barrier()
+                published[version].set()
+                assert taken[version].wait(60)
+
+    def subscribe(comm: Any) -> None:
+        parts = {n: local_part(x, comm.rank, whole[n]) for n, x in want.items() if comm.rank in x}
+        out = {n: array("want", n, np.zeros_like(part)) for n, part in parts.items()}
+        with Subscriber(want, out, comm, address=f"unix:{tmp_path}/p", token=TOKEN) as subscriber:
+            for version in range(3):
+                assert published[version].wait(60)
+                assert subscriber.pull(30) == version
+                for n, x in want.items():
+                    if comm.rank in x:
+                        part = local_part(x, comm.rank, whole[n])
+                        assert _bits(subscriber.weights[n]) == np.ascontiguousarray(part).tobytes(), n
+                comm.barrier()
+                if comm.rank == 0:
+                    for values in whole.values():
+                        if values.size:
+                            _change(rng, values, max(1, values.size // 50))
+                    taken[version].set()
+
+    _run_both(publish, ranks[0], subscribe, ranks[1])
+
+
+def _run_both(first: Callable[..., None], ranks: int, second: Callable[..., None], others: int) -> None:
+    failed: list[BaseException] = []
+
+    def run(call: Callable[..., None], comm: Any) -> None:
+        try:
+            with comm:
+                call(comm)
+        except BaseException as error:
+            failed.append(error)
+
+    calls = [(first, comm) for comm in lc.loopback(ranks)] + [(second, comm) for comm in lc.loopback(others)]
+    threads = [threading.Thread(target=run, args=call) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    if failed:
+        raise failed[0]
+
+
+@pytest.mark.parametrize("swizzled", [False, True])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_versions_come_to_a_gpu_as_mxfp8(
+    tmp_path: Path, rng: np.random.Generator, gpu: Gpu, way: str, dtype: str, swizzled: bool
+) -> None:
+    rows, cols = 130, 192
+    values = rng.standard_normal((rows, cols), np.float32).astype(dtypes.get(dtype).numpy)
+    codes = gpu.empty((rows, cols), "uint8")
+    scales = gpu.empty((swizzled_bytes(rows, cols // 32),) if swizzled else (rows, cols // 32), "uint8")
+    room = (SwizzledMXFP8 if swizzled else MXFP8Tensor)(codes, scales)
+    transform = MXFP8ReshardTransform(["w"], {"w": room})
+    where: dict[str, Any] = {"address": f"unix:{tmp_path}/p", "token": TOKEN}
+    with (
+        Publisher(_one((rows, cols), dtype), {"w": values}, **where) as publisher,
+        Subscriber(_one((rows, cols), dtype), {}, transform=transform, **where) as subscriber,
+    ):
+        for version in range(4):
+            publisher.publish(version)
+            assert subscriber.pull(20) == version
+            held = subscriber.weights["w"]
+            wanted = quantize_mxfp8(values.astype(dtypes.get("bfloat16").numpy))
+            scale = swizzle_scales(wanted.scale) if swizzled else wanted.scale
+            assert _bits(held.data) == wanted.data.tobytes()
+            assert _bits(held.scale) == scale.tobytes()
+            if way == "streams" and version:
+                assert subscriber.report()["received_bytes"] < values.nbytes / 4
+            at = rng.choice(values.size, 9, replace=False)
+            values.reshape(-1)[at] *= -2
+
+
+def test_what_the_gpu_has_queued_is_waited_for(
+    tmp_path: Path, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Copies come behind what is on the stream that the caller has made current, or names, and delay nothing there.
+
+    A version is served once they are done.
+    """
+    cupy, host = stand_in(monkeypatch)
+    values = _random(rng, (64, 64), "float32")
+    layout, mine, out = _one((64, 64), "float32"), cupy.asarray(values), cupy.asarray(np.zeros_like(values))
+    where: dict[str, Any] = {"address": f"unix:{tmp_path}/p", "token": TOKEN}
+    with (
+        Publisher(layout, {"w": mine}, **where) as publisher,
+        Subscriber(layout, {"w": out}, **where) as subscriber,
+    ):
+        calls = [(wait, named) for wait in (True, False) for named in (True, False)]
+        for version, (wait, named) in enumerate(calls):
+            stream = host.new_stream()
+            ran: list[str] = []
+            stream.push(lambda ran=ran: ran.append("work of the caller"))  # type: ignore[misc]
+            host.log.clear()
+            if named:
+                done = publisher.publish(version, wait, stream=stream)
+            else:
+                with stream:
+                    done = publisher.publish(version, wait)
+            assert done is None or done.wait() is None
+            assert ran
+            (side,) = {ptr for what, ptr, _ in host.log if what == "fetch"}
+            assert side not in (stream.ptr, DEFAULT_STREAM)
+            stream.push(lambda: None)
+            host.log.clear()
+            if named:
+                pulled: Any = subscriber.pull(20, wait=wait, stream=stream)
+            else:
+                with stream:
+                    pulled = subscriber.pull(20, wait=wait)
+            assert (pulled if wait else pulled.wait()) == version
+            assert not stream.queue
+            (side,) = {ptr for what, ptr, _ in host.log if what == "store"}
+            assert side not in (stream.ptr, DEFAULT_STREAM)
+            assert not next(one for one in host.streams if one.ptr == side).queue
+            assert _bits(subscriber.weights["w"]) == values.tobytes()
+
+
+def test_a_gpu_that_fails_leaves_the_version_that_is_served(
+    tmp_path: Path, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    cupy, host = stand_in(monkeypatch)
+    values = _random(rng, (64, 64), "uint8")
+    layout, mine, out = _one((64, 64), "uint8"), cupy.asarray(values), cupy.asarray(np.zeros_like(values))
+    where: dict[str, Any] = {"address": f"unix:{tmp_path}/p", "token": TOKEN}
+    with (
+        Publisher(layout, {"w": mine}, **where) as publisher,
+        Subscriber(layout, {"w": out}, delta="off", **where) as subscriber,
+    ):
+        publisher.publish(1)
+        assert subscriber.pull(20) == 1
+        before = values.tobytes()
+        mine[...] = cupy.asarray(values + 1)
+        host.fault = "an illegal address"
+        with pytest.raises(CommError, match="an illegal address"):
+            publisher.publish(2)
+        assert publisher.version == 1
+        host.fault = ""
+        publisher.publish(3)
+        host.fault = "an illegal address"
+        with pytest.raises(CommError, match="an illegal address"):
+            subscriber.pull(20)
+        assert subscriber.version == 1
+        assert _bits(subscriber.weights["w"]) == before
+        host.fault = ""
+        assert subscriber.pull(20) == 3
+        assert _bits(subscriber.weights["w"]) == (values + 1).tobytes()
+
+
+def test_a_connection_that_ends_amid_a_version_leaves_the_one_that_is_served(
+    tmp_path: Path, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, gpu: Gpu
+) -> None:
+    monkeypatch.setenv("LOWSHARD_CROSS_MEMORY", "off")
+    values = _random(rng, (90, 150), "uint8")
+    layout, mine, out = _one((90, 150), "uint8"), gpu.put(values), gpu.empty((90, 150), "uint8")
+    where: dict[str, Any] = {"address": f"unix:{tmp_path}/p", "token": TOKEN}
+    real, received = wire.Line.receive, 0
+
+    def breaks(line: wire.Line, raw: memoryview) -> None:
+        nonlocal received
+        received += len(raw)
+        if received > 8192:
+            raise wire.Lost("cut")
+        real(line, raw)
+
+    with (
+        Publisher(layout, {"w": mine}, **where) as publisher,
+        Subscriber(layout, {"w": out}, delta="off", **where) as subscriber,
+    ):
+        publisher.publish(1)
+        assert subscriber.pull(20) == 1
+        mine[...] = gpu.put(values + 1)
+        publisher.publish(2)
+        with monkeypatch.context() as patch:
+            patch.setattr(wire.Line, "receive", breaks)
+            with pytest.raises(PeerFailed, match="cut"):
+                subscriber.pull(20)
+        assert subscriber.version == 1
+        assert _bits(subscriber.weights["w"]) == values.tobytes()
+        assert subscriber.pull(20) == 2
+        assert _bits(subscriber.weights["w"]) == (values + 1).tobytes()
+
+
+def test_what_cannot_be_is_refused_by_name(tmp_path: Path, gpu: Gpu) -> None:
+    layout, out = _one((8, 4), "float32"), gpu.empty((8, 4), "float32")
+    where: dict[str, Any] = {"address": f"unix:{tmp_path}/p", "token": TOKEN}
+    with pytest.raises(CommError, match="share=True gives versions on out of host memory"):
+        Subscriber(layout, {"w": out}, share=True, **where)
+    with pytest.raises(BufferMismatchError, match="w: rank 0"):
+        Subscriber(layout, {"w": gpu.empty((8, 4), "float64")}, **where)
+    with Publisher(layout, {"w": out}, **where) as publisher:
+        with pytest.raises(StreamError, match="stream is a stream"):
+            publisher.publish(1, stream="side")
+        assert publisher.version is None
+        publisher.publish(1)
+    on_host = np.zeros((8, 4), np.float32)
+    with Publisher(layout, {"w": on_host}, **where) as publisher:
+        with pytest.raises(StreamError, match="none of these lies on a GPU"):
+            publisher.publish(1, stream=0)
+        publisher.publish(1)
+        with Subscriber(layout, {"w": on_host}, **where) as subscriber:
+            with pytest.raises(StreamError, match="none of these lies on a GPU"):
+                subscriber.pull(5, stream=0)
+            assert subscriber.pull(5) == 1
+
+
+def test_slots_are_used_again(gpu: Gpu, rng: np.random.Generator) -> None:
+    """Copies of any size and strides, one after the other and at the same time, use few slots."""
+    values = [_random(rng, (int(n), 7), "float32") for n in rng.integers(1, 3000, 6)]
+    rooms = [gpu.empty(v.shape, "float32") for v in values]
+    copies = DeviceCopies(rooms, 30.0)
+    copies.follow()
+
+    def work(at: int) -> None:
+        for _ in range(5):
+            copies.store(rooms[at], device_copies.filled_from(values[at]))
+            copies.wait()
+            raw = np.empty(values[at].nbytes, np.uint8)
+            copies.fetch(rooms[at], device_copies.read_into(raw))
+            assert raw.tobytes() == values[at].tobytes()
+
+    threads = [threading.Thread(target=work, args=(at,)) for at in range(len(values))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    for room, part in zip(rooms, values, strict=True):
+        assert _bits(room) == part.tobytes()
+    (one,) = copies._gpus.values()
+    assert 1 <= len(one._spare) <= len(values)
+
+
+def test_the_stand_in_refuses_what_cupy_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    cupy, _ = stand_in(monkeypatch)
+    array = cupy.asarray(np.zeros(4))
+    assert isinstance(array, ndarray)
+    with pytest.raises(TypeError, match="Unsupported"):
+        array[...] = np.zeros(4)
