@@ -66,7 +66,7 @@ class ArrayTarget:
         array: written in place.
     """
 
-    def __init__(self, array: np.ndarray) -> None:
+    def __init__(self, array: Array) -> None:
         self.array = array
 
     def refuses(self, box: Box) -> str | None:
@@ -99,24 +99,12 @@ class ArrayTarget:
         boxes.write(self.array, changes)
 
 
-class DeviceTarget:
-    """An array on a GPU.
-
-    Args:
-        array: written in place.
-        copies: bring what comes to its GPU.
-    """
+class DeviceTarget(ArrayTarget):
+    """An array on a GPU; `copies` bring what comes there."""
 
     def __init__(self, array: Array, copies: DeviceCopies) -> None:
-        self.array, self._copies = array, copies
-
-    def refuses(self, box: Box) -> str | None:
-        """Return None: any box is taken."""
-        return None
-
-    def block_elems(self, boxes: Sequence[Box]) -> int:
-        """Return 1: a unit is an element."""
-        return 1
+        super().__init__(array)
+        self._copies = copies
 
     def put(self, box: Box, values: np.ndarray) -> None:
         """Copy a box to the GPU."""
@@ -126,16 +114,16 @@ class DeviceTarget:
         """Receive a box in page-locked memory, and copy it from there, part by part."""
         self._copies.store(box_of(self.array, box), lambda room: receive(room.data))
 
-    def copy(self, served: DeviceTarget, boxes: ChangeBoxes) -> None:
+    def copy(self, served: ArrayTarget, boxes: ChangeBoxes) -> None:
         """Copy boxes of the other array, on the GPU."""
         with self._copies.current(self.array):
-            boxes.copy(served.array, self.array)
+            super().copy(served, boxes)
 
     def write(self, boxes: ChangeBoxes, changes: Changes) -> None:
         """Write the elements that differ, on the GPU."""
         there = _beside(self.array, changes, self._copies)
         with self._copies.current(self.array):
-            boxes.write(self.array, there)
+            super().write(boxes, there)
 
 
 @dataclass(frozen=True)
