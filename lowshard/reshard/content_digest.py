@@ -25,7 +25,7 @@ import numpy.typing as npt
 from lowshard import dtypes
 from lowshard.argument import brief, instance, mapping
 from lowshard.bounded import bounded_cache
-from lowshard.box import Box, intersect, subtract, volume
+from lowshard.box import Box, intersect, moved, slices_of, subtract, volume
 from lowshard.comm import Communicator, agree
 from lowshard.comm.agreement import control_of, share_text
 from lowshard.content_hash import tensor_digest
@@ -173,7 +173,7 @@ class _Held:
         own = {}
         for key, piece in self.plan.pieces.items():
             local = dict(piece.places)[self.plan.cell]
-            part = self.array[(*(slice(a, b) for a, b in local), ...)]  # type: ignore[index]  # checked
+            part = self.array[(*slices_of(local), ...)]  # type: ignore[index]  # checked
             found = content_sum(part, piece.box, self.plan.layout.shape)
             own[key] = found.tolist()
             row[1] += found * _factors((rank,))
@@ -224,10 +224,10 @@ def _disjoint(partition: Partition) -> list[_Piece]:
                 cut.extend(
                     _Piece(box, _within(piece.places, piece.box, box)) for box in subtract(piece.box, both)
                 )
-                here = (cell, _moved(both, tile.box, tile.local))
+                here = (cell, moved(both, tile.box, tile.local))
                 cut.append(_Piece(both, (*_within(piece.places, piece.box, both), here)))
                 left = [part for box in left for part in subtract(box, both)]
-            cut.extend(_Piece(box, ((cell, _moved(box, tile.box, tile.local)),)) for box in left)
+            cut.extend(_Piece(box, ((cell, moved(box, tile.box, tile.local)),)) for box in left)
             pieces = cut
     if sum(volume(piece.box) for piece in pieces) != prod(partition.shape):
         raise LayoutError("a digest is of a whole tensor: here some elements are on no rank")
@@ -235,13 +235,7 @@ def _disjoint(partition: Partition) -> list[_Piece]:
 
 
 def _within(places: Sequence[tuple[int, Box]], outer: Box, inner: Box) -> tuple[tuple[int, Box], ...]:
-    return tuple((cell, _moved(inner, outer, local)) for cell, local in places)
-
-
-def _moved(box: Box, origin: Box, target: Box) -> Box:
-    """Return a box that lies within `origin` in the coordinates in which that is `target`."""
-    moves = zip(box, origin, target, strict=True)
-    return tuple((a - lo + at, b - lo + at) for (a, b), (lo, _), (at, _) in moves)
+    return tuple((cell, moved(inner, outer, local)) for cell, local in places)
 
 
 def _checked(name: object, given: object, rank: int, size: int, known: dict[Given, _Plan]) -> _Held:

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from lowshard.box import Box
+from lowshard.box import Box, slices_of
 from lowshard.kernels.block_digests import LINE_BYTES, BlockDigests, new_key
 from lowshard.kernels.buffer import address
 from lowshard.kernels.change_search import Room
@@ -102,7 +102,7 @@ class Copies:
         self._ahead.add(entry)
         base = self._held[entry]
         for box in boxes.boxes:
-            where = (*(slice(*side) for side in box), ...)
+            where = (*slices_of(box), ...)
             base[where] = source[where]
 
     def whole_source(self, entry: int, source: Array | None) -> Array | None:

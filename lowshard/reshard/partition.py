@@ -13,7 +13,7 @@ from math import prod
 from typing import Any
 
 from lowshard.bounded import kept_in_self
-from lowshard.box import Box, intersect, subtract, volume
+from lowshard.box import Box, intersect, moved, subtract, volume
 from lowshard.reshard.cut import Cut, Overlap, overlaps_into, parts_met
 from lowshard.tiling import Tile
 
@@ -223,16 +223,10 @@ def _cover(src: Partition, dst: Partition, dst_cell: int) -> dict[int, tuple[Pai
                     if both is None:
                         rest.append(box)
                         continue
-                    pair = (_moved(both, held.box, held.local), _moved(both, tile.box, tile.local))
+                    pair = (moved(both, held.box, held.local), moved(both, tile.box, tile.local))
                     found.setdefault(cell, []).append(pair)
                     rest.extend(subtract(box, both))
                 left = rest
             if not left:
                 break
     return {c: tuple(sorted(pairs, key=lambda pair: pair[1])) for c, pairs in found.items()}
-
-
-def _moved(box: Box, origin: Box, target: Box) -> Box:
-    return tuple(
-        (t[0] + b[0] - o[0], t[0] + b[1] - o[0]) for b, o, t in zip(box, origin, target, strict=True)
-    )

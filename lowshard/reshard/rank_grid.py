@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,37 +19,6 @@ MOST_SEATS = 1 << 20
 
 Axis = tuple[int, int]
 """Places along it, and by how much the rank grows from one to the next."""
-
-
-class Seats(Protocol):
-    """The ranks of an array's cells. Compares by value."""
-
-    cells: int
-    """Number of cells."""
-    replicas: int
-    """Ranks that hold each cell, at most."""
-
-    def seat(self, rank: int) -> tuple[int, int] | None:
-        """Return the cell that a rank holds and which of its replicas it is, or None outside."""
-
-    def count(self, cell: int) -> int:
-        """Return how many ranks hold a cell."""
-
-    def rank(self, cell: int, replica: int) -> int:
-        """Return the rank of a replica of a cell."""
-
-    def ranks(self, cell: int) -> tuple[int, ...]:
-        """Return the ranks of a cell, in the order of replicas."""
-
-    def rank_array(self, cell: int) -> npt.NDArray[np.int64]:
-        """Return the ranks of a cell, in the order of replicas, int64."""
-
-    @property
-    def span(self) -> tuple[int, int]:
-        """The lowest rank, and one more than the highest."""
-
-    def to_json(self) -> dict[str, Any]:
-        """Return plain data."""
 
 
 @dataclass(frozen=True)

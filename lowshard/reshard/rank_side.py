@@ -9,16 +9,16 @@ from typing import Any
 import numpy as np
 
 from lowshard import dtypes
-from lowshard.box import full_box, shape_of
+from lowshard.box import full_box, shape_of, slices_of
 from lowshard.comm.agreement import agree, trade
 from lowshard.comm.communicator import Communicator
 from lowshard.errors import BufferMismatchError, MeshError, MismatchError
 from lowshard.foreign_array import READ_ONLY, view_of
-from lowshard.kernels.buffer import address
+from lowshard.kernels.buffer import address_range
 from lowshard.reshard.mxfp8_transform import ensure_sendable
 from lowshard.reshard.reshard_plan import Entry, Move, RankPlan, ReshardPlan
 from lowshard.transfer.conversion import Conversion
-from lowshard.transfer.item import Format, Item, bytes_of, slices_of
+from lowshard.transfer.item import Format, Item, bytes_of
 from lowshard.transfer.rounds import FirstError
 from lowshard.transfer.spans import box_span
 from lowshard.transfer.transform_contract import ReshardTransform
@@ -100,9 +100,9 @@ class Side:
             m.entry for m in self.mine.copies if m.src_box == m.dst_box == full_box(self._src[m.entry].shape)
         }
         numbers = [n for n in self._src if n not in self.quantised]
-        spans = np.array([bounds(self._src[n]) for n in numbers], np.int64).reshape(-1, 2)
+        spans = np.array([address_range(self._src[n]) for n in numbers], np.int64).reshape(-1, 2)
         for number, array in self._dst.items():
-            begin, end = bounds(array)
+            begin, end = address_range(array)
             for at in np.flatnonzero((spans[:, 0] < end) & (spans[:, 1] > begin)).tolist():
                 if begin == end or (
                     numbers[at] == number and number in whole and (begin, end) == (*spans[at],)
@@ -293,13 +293,3 @@ class Side:
             arrays += len(forms)
             digest.update(f"{item.number} {forms}".encode())
         return arrays, len(items), int.from_bytes(digest.digest(), "little")
-
-
-def bounds(array: Array) -> tuple[int, int]:
-    """Return the address of an array's first byte, and one more than that of its last; the same where it has none."""
-    begin = end = address(array)
-    if not array.size:
-        return begin, end
-    for n, stride in zip(array.shape, array.strides, strict=True):
-        begin, end = begin + min(0, (n - 1) * stride), end + max(0, (n - 1) * stride)
-    return begin, end + array.itemsize

@@ -205,13 +205,3 @@ def _load(out: np.ndarray, into: np.ndarray, members: np.ndarray) -> Load:
 
 def _seconds(value: float) -> str:
     return f"{value:.3g} s" if value >= 1 else f"{value * 1e3:.3g} ms"
-
-
-def predicted_error(pairs: Mapping[str, tuple[float, float]]) -> str:
-    """Return a table of predicted and measured seconds, by case, with the error of each."""
-    lines = [f"{'case':<40}{'predicted':>12}{'measured':>12}{'error':>9}"]
-    for name, (predicted, measured) in pairs.items():
-        lines.append(
-            f"{name:<40}{_seconds(predicted):>12}{_seconds(measured):>12}{100 * (predicted / measured - 1):>+8.1f}%"
-        )
-    return "\n".join(lines)

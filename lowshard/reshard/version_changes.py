@@ -17,19 +17,18 @@ import numpy as np
 import numpy.typing as npt
 
 from lowshard import dtypes
-from lowshard.box import shape_of
+from lowshard.box import shape_of, slices_of
 from lowshard.comm.agreement import agree, trade
 from lowshard.comm.communicator import Communicator
 from lowshard.errors import CommError
-from lowshard.kernels.buffer import address
+from lowshard.kernels.buffer import address, address_range
 from lowshard.kernels.change_text import Changes, values_of
 from lowshard.kernels.changes import ChangeBoxes
 from lowshard.reshard.last_given import LastGiven, key_of
-from lowshard.reshard.rank_side import bounds
 from lowshard.reshard.reshard_run import RefitCost, Report, Reshard
 from lowshard.transfer.changed_blocks import store_changed_blocks
 from lowshard.transfer.conversion import Conversion
-from lowshard.transfer.item import Item, slices_of
+from lowshard.transfer.item import Item
 from lowshard.transfer.rounds import FirstError
 from lowshard.transfer.spans import BoxCopy
 
@@ -171,7 +170,9 @@ class VersionChanges:
             return _NO_UNITS
         if first.target is not None:  # it stays on this rank; what is its own source is left alone
             for items in group.items:
-                begins, ends = zip(bounds(items[0].source), bounds(items[0].target), strict=True)
+                begins, ends = zip(
+                    address_range(items[0].source), address_range(items[0].target), strict=True
+                )
                 if max(begins) < min(ends):
                     return _NO_UNITS
         if first.makes:
@@ -438,7 +439,7 @@ def _shared(sets: Sequence[Mapping[int, Array]]) -> set[int]:
     found: set[int] = set()
     for arrays in sets:
         last, most = -1, 0
-        for begin, end, number in sorted((*bounds(a), n) for n, a in arrays.items()):
+        for begin, end, number in sorted((*address_range(a), n) for n, a in arrays.items()):
             if begin < min(end, most):
                 found.update((last, number))
             if end > most:

@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 
 from lowshard import dtypes
-from lowshard.box import Box
+from lowshard.box import Box, slices_of
 from lowshard.checkpoint.crc import crc32, joined
 from lowshard.errors import CommError
 from lowshard.kernels.buffer import address, is_gpu
@@ -271,7 +271,7 @@ def runs_of(part: np.ndarray, crc: int) -> Iterator[tuple[memoryview, int]]:
 
 def box_of(array: Array, box: Box) -> Array:
     """Return a view of a box of an array, also of one without dims."""
-    return array[(*(slice(a, b) for a, b in box), ...)]
+    return array[(*slices_of(box), ...)]
 
 
 def copy_bits(source: np.ndarray, target: np.ndarray) -> None:

@@ -6,12 +6,12 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from lowshard import dtypes
-from lowshard.box import Box, full_box, shape_of
+from lowshard.box import Box, full_box, shape_of, slices_of
 from lowshard.errors import PlanError
 from lowshard.foreign_array import like, view_of
 from lowshard.kernels.buffer import allocate, is_gpu
@@ -23,7 +23,6 @@ from lowshard.reshard.tensor_layout import TensorLayout
 from lowshard.reshard.version_store import PIECE_BYTES, box_of, copy_bits, pieces_of
 from lowshard.transfer.changed_blocks import store_changed_blocks
 from lowshard.transfer.device_copies import DeviceCopies, filled_from
-from lowshard.transfer.item import slices_of
 from lowshard.transfer.transform_contract import ReshardTransform
 
 Array = Any
@@ -33,23 +32,52 @@ Receive = Callable[[memoryview], None]
 """Fills memory with what comes next."""
 
 
-class Target(Protocol):
-    """Where one tensor goes, in one of the two sets that versions take turns between. Any thread may call these."""
+class ArrayTarget:
+    """An array in one of the two sets that versions take turns between. Any thread may call these.
+
+    Attributes:
+        array: written in place.
+    """
+
+    def __init__(self, array: Array, copies: DeviceCopies) -> None:
+        """Take an array; `copies` bring what comes to the GPU that it may lie on."""
+        self.array, self._copies = array, copies
 
     def refuses(self, box: Box) -> str | None:
-        """Return why a box cannot be taken, or None."""
+        """Return why a box cannot be taken, or None: any box is."""
+        return None
 
     def block_elems(self, boxes: Sequence[Box]) -> int:
-        """Return of how many elements a unit of its changes is made; 0 where boxes always come whole."""
+        """Return of how many elements a unit of its changes is made: one; 0 where boxes always come whole."""
+        return 1
 
     def put(self, box: Box, values: np.ndarray) -> None:
         """Put a box of values in its place."""
+        target = box_of(self.array, box)
+        if is_gpu(target):
+            self._copies.store(target, filled_from(values))
+        else:
+            copy_bits(values, target)
 
     def receive(self, box: Box, receive: Receive) -> None:
-        """Put a box that comes row-major in its place."""
+        """Put a box that comes row-major in its place: where it shall lie, or by way of other memory.
+
+        That is where it lies in many runs, or on a GPU.
+        """
+        target = box_of(self.array, box)
+        if is_gpu(target):
+            self._copies.store(target, lambda room: receive(room.data))
+            return
+        for piece in pieces_of(target, RECEIVE_BYTES if target.flags.c_contiguous else PIECE_BYTES):
+            data = piece if piece.flags.c_contiguous else np.empty(piece.shape, piece.dtype)
+            receive(data.reshape(-1).view(np.uint8).data)
+            if data is not piece:
+                copy_bits(data, piece)
 
     def copy(self, served: Any, boxes: ChangeBoxes) -> None:
         """Put boxes of what is served, the tensor's place in the other set, in their place."""
+        with self._copies.current(self.array):
+            boxes.copy(served.array, self.array)
 
     def write(self, boxes: ChangeBoxes, changes: Changes) -> None:
         """Write what differs.
@@ -57,73 +85,9 @@ class Target(Protocol):
         Raises:
             VerificationError: the text is none of these boxes.
         """
-
-
-class ArrayTarget:
-    """An array.
-
-    Attributes:
-        array: written in place.
-    """
-
-    def __init__(self, array: Array) -> None:
-        self.array = array
-
-    def refuses(self, box: Box) -> str | None:
-        """Return None: any box is taken."""
-        return None
-
-    def block_elems(self, boxes: Sequence[Box]) -> int:
-        """Return 1: a unit is an element."""
-        return 1
-
-    def put(self, box: Box, values: np.ndarray) -> None:
-        """Copy a box."""
-        copy_bits(values, box_of(self.array, box))
-
-    def receive(self, box: Box, receive: Receive) -> None:
-        """Receive a box where it shall lie; by way of other memory where it lies in many runs."""
-        target = box_of(self.array, box)
-        for piece in pieces_of(target, RECEIVE_BYTES if target.flags.c_contiguous else PIECE_BYTES):
-            data = piece if piece.flags.c_contiguous else np.empty(piece.shape, piece.dtype)
-            receive(data.reshape(-1).view(np.uint8).data)
-            if data is not piece:
-                copy_bits(data, piece)
-
-    def copy(self, served: ArrayTarget, boxes: ChangeBoxes) -> None:
-        """Copy boxes of the other array."""
-        boxes.copy(served.array, self.array)
-
-    def write(self, boxes: ChangeBoxes, changes: Changes) -> None:
-        """Write the elements that differ."""
-        boxes.write(self.array, changes)
-
-
-class DeviceTarget(ArrayTarget):
-    """An array on a GPU; `copies` bring what comes there."""
-
-    def __init__(self, array: Array, copies: DeviceCopies) -> None:
-        super().__init__(array)
-        self._copies = copies
-
-    def put(self, box: Box, values: np.ndarray) -> None:
-        """Copy a box to the GPU."""
-        self._copies.store(box_of(self.array, box), filled_from(values))
-
-    def receive(self, box: Box, receive: Receive) -> None:
-        """Receive a box in page-locked memory, and copy it from there, part by part."""
-        self._copies.store(box_of(self.array, box), lambda room: receive(room.data))
-
-    def copy(self, served: ArrayTarget, boxes: ChangeBoxes) -> None:
-        """Copy boxes of the other array, on the GPU."""
-        with self._copies.current(self.array):
-            super().copy(served, boxes)
-
-    def write(self, boxes: ChangeBoxes, changes: Changes) -> None:
-        """Write the elements that differ, on the GPU."""
         there = _beside(self.array, changes, self._copies)
         with self._copies.current(self.array):
-            super().write(boxes, there)
+            boxes.write(self.array, there)
 
 
 @dataclass(frozen=True)
@@ -140,7 +104,7 @@ class _Storing:
 
 
 class StoredTarget:
-    """What a transform stores a tensor in.
+    """What a transform stores a tensor in, as `ArrayTarget`.
 
     Args:
         name: of the tensor.
@@ -178,7 +142,7 @@ class StoredTarget:
             receive(data.reshape(-1).view(np.uint8).data)
             self.put(part, data)
 
-    def copy(self, served: StoredTarget, boxes: ChangeBoxes) -> None:
+    def copy(self, served: Any, boxes: ChangeBoxes) -> None:
         """Have the transform take over what its twin holds."""
         with self._calls():
             for box in boxes.boxes:
@@ -212,6 +176,10 @@ class StoredTarget:
         step = max(1, RECEIVE_BYTES // row_bytes) if self._transform.in_place and row_bytes else max(1, rows)
         for at in range(0, rows, step):
             yield at, box and ((box[0][0] + at, box[0][0] + min(at + step, rows)), *box[1:])
+
+
+Target = ArrayTarget | StoredTarget
+"""Where one tensor goes."""
 
 
 def _beside(array: Array, changes: Changes, copies: DeviceCopies) -> Changes:
@@ -336,10 +304,7 @@ def _set(
     transform: ReshardTransform | None,
     stored: Mapping[str, _Stored],
 ) -> TargetSet:
-    targets: dict[str, Target] = {
-        name: DeviceTarget(array, copies) if is_gpu(array) else ArrayTarget(array)
-        for name, array in arrays.items()
-    }
+    targets: dict[str, Target] = {name: ArrayTarget(array, copies) for name, array in arrays.items()}
     if transform is None:
         return TargetSet(targets, arrays, weights, copies, None)
     storing, held = _Storing(transform, copies), transform.refit_weights()

@@ -5,13 +5,13 @@ Both ends cut alike, from the items alone. A piece begins at a multiple of 16 by
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
 
 from lowshard.bounded import bounded_cache
-from lowshard.box import Box
+from lowshard.box import Box, full_box, row_major_parts
 
 Item = Any
 """What travels, whatever its owner knows it by; it is handed through."""
@@ -112,25 +112,4 @@ def _aligned(size_bytes: int) -> int:
 @bounded_cache(1 << 20)
 def split_box(extents: tuple[int, ...], limit_elems: int) -> tuple[Box, ...]:
     """Return boxes that make up `[0, extent)` in each dim, in row-major order, none of more than so many elements."""
-    if prod(extents) == 0:
-        return ()
-    if prod(extents) <= limit_elems:
-        return (tuple((0, n) for n in extents),)
-    dim, inner = 0, prod(extents)
-    while inner // extents[dim] > limit_elems:  # a single index of this dim is too large still
-        inner //= extents[dim]
-        dim += 1
-    step = max(1, limit_elems // max(1, inner // extents[dim]))
-    found: list[Box] = []
-
-    def outer(level: int, fixed: Box) -> Iterator[Box]:
-        if level == dim:
-            yield fixed
-            return
-        for i in range(extents[level]):
-            yield from outer(level + 1, (*fixed, (i, i + 1)))
-
-    rest = tuple((0, n) for n in extents[dim + 1 :])
-    for fixed in outer(0, ()):
-        found.extend((*fixed, (i, min(i + step, extents[dim])), *rest) for i in range(0, extents[dim], step))
-    return tuple(found)
+    return tuple(row_major_parts(full_box(extents), limit_elems)) if prod(extents) else ()

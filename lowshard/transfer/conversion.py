@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 
 from lowshard import dtypes
-from lowshard.box import Box, shape_of
+from lowshard.box import Box, shape_of, slices_of
 from lowshard.errors import MismatchError
 from lowshard.foreign_array import view_of
 from lowshard.kernels import cast
 from lowshard.kernels.staging import assign
 from lowshard.transfer.buckets import Piece
-from lowshard.transfer.item import Format, Item, bytes_of, slices_of
+from lowshard.transfer.item import Format, Item, bytes_of
 from lowshard.transfer.transform_contract import ReshardTransform
 
 Array = Any

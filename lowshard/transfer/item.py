@@ -81,8 +81,3 @@ class Item:
 def bytes_of(form: Format) -> int:
     """Return the bytes of an array that travels."""
     return prod(form[1]) * dtypes.get(form[0]).itemsize_bytes
-
-
-def slices_of(box: Box) -> tuple[slice, ...]:
-    """Return a box as slices."""
-    return tuple(slice(start, stop) for start, stop in box)

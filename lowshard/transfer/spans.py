@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 
 from lowshard.bounded import bounded_cache
-from lowshard.box import Box, shape_of
+from lowshard.box import Box, shape_of, strides_of
 from lowshard.calibration import calibration
 from lowshard.errors import CommError
 from lowshard.kernels.buffer import address
@@ -218,8 +218,4 @@ def run_table(
 
 @bounded_cache(1 << 18)
 def _row_major(extents: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
-    strides, step = [], itemsize
-    for n in reversed(extents):
-        strides.append(step)
-        step *= n
-    return tuple(reversed(strides))
+    return tuple(strides_of(extents, itemsize))
