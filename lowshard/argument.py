@@ -7,7 +7,7 @@ import operator
 import os
 import sys
 from collections.abc import Collection, Iterable, Mapping
-from math import prod, ulp
+from math import nan, prod, ulp
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -87,9 +87,13 @@ def number(
     """
     # Floats first: to ask whether another type is a number takes longer than the rest.
     is_number = type(value) is float or (isinstance(value, numbers.Real) and not isinstance(value, bool))
-    if not is_number or not least <= value <= MOST_FLOAT or (below is not None and not value < below):  # type: ignore[operator]
+    try:
+        found = float(value) if is_number else nan  # type: ignore[arg-type]
+    except OverflowError:  # an integer past the largest float
+        found = nan
+    if not least <= found <= MOST_FLOAT or (below is not None and not found < below):
         raise error(f"{rule}, got {brief(value)}")
-    return float(value)  # type: ignore[arg-type]
+    return found
 
 
 def items(values: object, rule: str, error: type[LowshardError]) -> tuple[Any, ...]:

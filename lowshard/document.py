@@ -136,7 +136,8 @@ def plain_data(node: Node | None, fail: Fail) -> Any:
         raise fail(f"{node} is neither text nor a number; put it in quotes", node.where)
     try:
         return _number(node)
-    except (ValueError, OverflowError) as error:
+    # PyYAML raises LookupError for a number without digits.
+    except (ArithmeticError, LookupError, ValueError) as error:
         raise fail(f"{node} cannot be read as a number; put it in quotes", node.where) from error
 
 

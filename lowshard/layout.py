@@ -328,7 +328,7 @@ class Layout:
         parts = [p.strip() for p in match["shape"].split(",")] if match["shape"].strip() else []
         if not all(p.isdecimal() and len(p) <= MOST_DIGITS for p in parts):
             raise LayoutError(f"the shape in {brief(text)} is not a list of extents such as [1024,4096]")
-        shape = tuple(map(int, parts))
+        shape = as_shape(tuple(map(int, parts)), _SHAPE, LayoutError)
         names: list[list[str]] = [[] for _ in shape]
         splits: list[Split] = ["balanced"] * mesh.ndim
         partials: list[ReduceOp | None] = [None] * mesh.ndim

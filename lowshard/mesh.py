@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
-import operator
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from math import prod
-from typing import Any, SupportsIndex
+from typing import Any
 
 import numpy as np
 
@@ -20,6 +18,7 @@ from lowshard.reading import reader
 
 MOST_RANKS = (1 << 31) - 1
 """Ranks in a mesh and the highest rank in one, at most: MPI counts them in a C int."""
+_MOST_BYTES = 1 << 63
 _AXES = "mesh axes are given as a name or as names"
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.\-]*\Z")
 
@@ -32,7 +31,7 @@ class DeviceMesh:
         shape: ranks along each axis, all >= 1.
         axis_names: one distinct name an axis.
         memory_budget_bytes_per_device: bytes a solver may plan for on each device, or a mapping of
-            rank to bytes, or None for no limit.
+            rank to bytes, or None for no limit. The mapping may name ranks outside the mesh, which decide nothing.
         ranks: the communicator rank at each row-major mesh position; None means 0, 1, 2, ...
             Two meshes with other ranks describe, say, a training and a serving half of one world.
 
@@ -118,9 +117,10 @@ class DeviceMesh:
         return prod(self.shape[self.axis_index(n)] for n in items(name, _AXES, MeshError))
 
     def __contains__(self, rank: object) -> bool:
-        if not isinstance(rank, int) and not isinstance(rank, SupportsIndex):  # the second is slow to ask
+        try:
+            number = rank if type(rank) is int else whole(rank, "a rank is an integer", MeshError)
+        except MeshError:
             return False
-        number = operator.index(rank)
         return number in (self.ranks if self._index is None else self._index)
 
     def coord(self, rank: int) -> tuple[int, ...]:
@@ -176,6 +176,14 @@ class DeviceMesh:
         rank = whole(rank, "a rank is an integer", MeshError)
         return dict(budget).get(rank) if isinstance(budget, tuple) else budget
 
+    @property
+    def smallest_budget_bytes(self) -> int | float | None:
+        """The least budget in bytes that a rank of the mesh has, or None where none has one."""
+        budget = self.memory_budget_bytes_per_device
+        if isinstance(budget, tuple):
+            return min((size for rank, size in budget if rank in self), default=None)
+        return budget
+
     def to_json(self) -> dict[str, Any]:
         """Return plain data that `from_json` reads back."""
         data: dict[str, Any] = {"shape": list(self.shape), "axis_names": list(self.axis_names)}
@@ -220,10 +228,11 @@ def _budget(given: object) -> int | float | tuple[tuple[int, float], ...] | None
 
 
 def _bytes(given: Any) -> int | float:
+    """Return a number of bytes, a whole one as an integer: equal meshes are written alike."""
     number = given.item() if isinstance(given, np.number) else given
-    if isinstance(number, bool) or not isinstance(number, (int, float)) or not 0 <= number < math.inf:
-        raise MeshError(f"a memory budget is a number of bytes >= 0, got {brief(given)}")
-    return number
+    if isinstance(number, bool) or not isinstance(number, (int, float)) or not 0 <= number < _MOST_BYTES:
+        raise MeshError(f"a memory budget is a number of bytes from 0, below 2^63, got {brief(given)}")
+    return int(number) if number == int(number) else number
 
 
 def _brief(ranks: Sequence[int]) -> str:

@@ -90,7 +90,7 @@ def mean_weight(extent: int, parts: int, index: int, split: Split = "balanced") 
 
 
 def parse_placement(text: str) -> Placement:
-    """Return the placement that `str()` wrote: R, S0, S1:ceil, P, P:max.
+    """Return the placement that `str()` wrote: R, S0, S-1, S1:ceil, P, P:max.
 
     Raises:
         ShardingError: the text is none of these.
@@ -102,6 +102,6 @@ def parse_placement(text: str) -> Placement:
         return Replicated()
     if head == "P":
         return Partial(tail or "sum")  # type: ignore[arg-type]  # checked by Partial
-    if head.startswith("S") and head[1:].isdecimal() and len(head) <= MOST_DIGITS:
+    if head.startswith("S") and head[1:].removeprefix("-").isdecimal() and len(head) <= MOST_DIGITS:
         return Sharded(int(head[1:]), tail or "balanced")  # type: ignore[arg-type]  # checked by Sharded
     raise ShardingError(f"placement {brief(text)} cannot be read; write R, S0, S1:ceil, P or P:max")

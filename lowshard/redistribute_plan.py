@@ -236,10 +236,8 @@ def plan_redistribute(
     for name, layout in (("src", src), ("dst", dst)):
         if not isinstance(layout, Layout):
             raise PlanError(f"{name} is a Layout, got {type(layout).__name__}")
-    if node_size is not None and (
-        isinstance(node_size, bool) or not isinstance(node_size, int) or node_size < 1
-    ):
-        raise PlanError(f"node_size is a number of ranks >= 1, got {node_size!r}")
+    if node_size is not None:
+        node_size = whole(node_size, "node_size is a number of ranks >= 1", PlanError, 1)
     serial = 0 if cost is None else _serial_of(cost)
     key = (src.digest(), dst.digest(), node_size, serial)
     plan = _PLANS.get(key)

@@ -15,12 +15,12 @@ from math import prod
 from typing import Any
 
 from lowshard import dtypes
-from lowshard.argument import as_shape, brief, instance, items, whole
+from lowshard.argument import as_shape, brief, instance, items, whole, wholes
 from lowshard.block_format import BlockFormat
 from lowshard.box import Box, covers, full_box, intersect, shape_of, volume
 from lowshard.errors import LayoutError
 from lowshard.layout import Layout
-from lowshard.mesh import DeviceMesh
+from lowshard.mesh import MOST_RANKS, DeviceMesh
 from lowshard.reading import reader
 
 __all__ = ["Tile", "Tiling"]
@@ -81,7 +81,7 @@ class Tiling:
         put(self, "dtype", dtypes.get(self.dtype).name)
         rule = "a tiling has a sequence of tiles for each of its ranks"
         ranks = (items(tiles, rule, LayoutError) for tiles in items(self.rank_tiles, rule, LayoutError))
-        put(self, "rank_tiles", tuple(tuple(t for t in tiles if _checked(t).elems) for tiles in ranks))
+        put(self, "rank_tiles", tuple(tuple(t for t in map(_checked, tiles) if t.elems) for tiles in ranks))
         shapes = items(
             self.local_shapes, "a tiling has a local shape or None for each of its ranks", LayoutError
         )
@@ -110,7 +110,7 @@ class Tiling:
         if any(instance(layout, Layout, _LAYOUT, LayoutError).partials):
             raise LayoutError(f"the layout {layout} is partial: its ranks hold terms. Reduce it first")
         needed = layout.mesh.world_size
-        size = needed if num_ranks is None else num_ranks
+        size = needed if num_ranks is None else _count(num_ranks)
         if size < needed:
             raise LayoutError(f"mesh {layout.mesh} names rank {needed - 1}, the tiling has {size} ranks")
         tiles: list[tuple[Tile, ...]] = [()] * size
@@ -140,13 +140,18 @@ class Tiling:
         """
         shape = _extents(shape)
         ndim = len(shape)
-        whole(concat_axis, "concat_axis is a dim (an integer)", LayoutError)
+        concat_axis = whole(concat_axis, "concat_axis is a dim (an integer)", LayoutError)
         if ndim and not -ndim <= concat_axis < ndim:
             raise LayoutError(f"concat_axis is a dim of shape {tuple(shape)}, got {concat_axis}")
         axis = concat_axis % ndim if ndim else 0
         tiles: list[tuple[Tile, ...]] = []
         shapes: list[tuple[int, ...]] = []
-        for rank, boxes in enumerate(pieces):
+        rule = "pieces are, for each rank, a sequence of boxes of integers: ((start, stop), ...) of each dim"
+        for rank, given in enumerate(items(pieces, rule, LayoutError)):
+            boxes = [_box(box, rule) for box in items(given, rule, LayoutError)]
+            wrong = next((box for box in boxes if len(box) != ndim), None)
+            if wrong is not None:
+                raise LayoutError(f"{rule}: shape {shape} has {ndim}, got {brief(wrong)} for rank {rank}")
             if not boxes:
                 raise LayoutError(f"rank {rank} has no piece: give it an empty box of the right shape")
             at, mine = 0, []
@@ -159,7 +164,7 @@ class Tiling:
                         f"got shapes {first} and {extent}"
                     )
                 local = tuple((at, at + n) if d == axis else (0, n) for d, n in enumerate(extent))
-                mine.append(Tile(tuple(box), local))
+                mine.append(Tile(box, local))
                 at += extent[axis] if ndim else 0
             tiles.append(tuple(mine))
             shapes.append((*first[:axis], at, *first[axis + 1 :]) if ndim else ())
@@ -180,13 +185,13 @@ class Tiling:
             MeshError: the mesh has no such axis.
             LayoutError: the axis has another size than this tiling has ranks, or num_ranks is too small.
         """
-        size = mesh.axis_size(axis)
+        size = instance(mesh, DeviceMesh, "a tiling is put on a DeviceMesh", LayoutError).axis_size(axis)
         if size != self.num_ranks:
             raise LayoutError(
                 f"mesh axis {axis!r} has {size} places, the tiling {self.num_ranks} ranks: make it for {size}"
             )
         needed = mesh.world_size
-        total = needed if num_ranks is None else num_ranks
+        total = needed if num_ranks is None else _count(num_ranks)
         if total < needed:
             raise LayoutError(f"mesh {mesh} names rank {needed - 1}, the tiling has {total} ranks")
         tiles: list[tuple[Tile, ...]] = [()] * total
@@ -202,7 +207,7 @@ class Tiling:
         Raises:
             LayoutError: it has more ranks already.
         """
-        more = num_ranks - self.num_ranks
+        more = _count(num_ranks) - self.num_ranks
         if more < 0:
             raise LayoutError(f"the tiling has {self.num_ranks} ranks, it cannot have {num_ranks}")
         if not more:
@@ -221,6 +226,8 @@ class Tiling:
         Raises:
             ShardingError: a tile begins or ends within a block.
         """
+        instance(form, BlockFormat, "form is a BlockFormat", LayoutError)
+        instance(name, str, "name is text", LayoutError)
         parts: dict[str, list[tuple[Tile, ...]]] = {part: [] for part in form.stored(name, self.shape)}
         shapes: dict[str, list[tuple[int, ...] | None]] = {part: [] for part in parts}
         for tiles, local_shape in zip(self.rank_tiles, self.local_shapes, strict=True):
@@ -244,7 +251,11 @@ class Tiling:
 
     def __contains__(self, rank: object) -> bool:
         """Return True for a rank that takes part."""
-        return isinstance(rank, int) and 0 <= rank < self.num_ranks and self.local_shapes[rank] is not None
+        try:
+            number = rank if type(rank) is int else whole(rank, "a rank is an integer", LayoutError)
+        except LayoutError:
+            return False
+        return 0 <= number < self.num_ranks and self.local_shapes[number] is not None
 
     @property
     def ranks(self) -> Iterator[int]:
@@ -263,8 +274,12 @@ class Tiling:
         """Yield each part of a box that a rank holds: in global coordinates, and in those of its local array.
 
         Raises:
-            LayoutError: the rank is not one of the tiling's.
+            LayoutError: the rank is not one of the tiling's, or the box has not its dims.
         """
+        rule = f"a box has a pair of integers for each of the dims of {self.shape}: ((start, stop), ...)"
+        box = _box(box, rule)
+        if len(box) != len(self.shape):
+            raise LayoutError(f"{rule}, got {brief(box)}")
         for tile in self.tiles(rank):
             common = intersect(tile.box, box)
             if common is not None:
@@ -402,16 +417,26 @@ def _extents(shape: Sequence[int]) -> tuple[int, ...]:
     return as_shape(shape, _SHAPE, LayoutError)
 
 
-def _checked(tile: Tile) -> Tile:
-    """Return a tile whose boxes are pairs of integers, or raise LayoutError."""
-    try:
-        for box in (tile.box, tile.local):
-            for start, stop in box:
-                if type(start) is not int or type(stop) is not int:
-                    whole(start, _BOX, LayoutError)
-                    whole(stop, _BOX, LayoutError)
-    except (AttributeError, TypeError, ValueError) as error:
-        if isinstance(error, LayoutError):
-            raise
-        raise LayoutError(f"{_BOX}, got {brief(tile)}") from None
-    return tile
+def _checked(tile: object) -> Tile:
+    """Return a tile whose boxes are pairs of Python's integers, or raise LayoutError."""
+    given = instance(tile, Tile, _BOX, LayoutError)
+    box, local = _box(given.box, _BOX), _box(given.local, _BOX)
+    return given if box is given.box and local is given.local else Tile(box, local)
+
+
+def _box(box: object, rule: str) -> Box:
+    """Return a box as pairs of Python's integers: itself where it is that, or raise LayoutError."""
+    if type(box) is tuple and all(map(_is_plain, box)):
+        return box
+    pairs = [wholes(pair, rule, LayoutError) for pair in items(box, rule, LayoutError)]
+    if any(len(pair) != 2 for pair in pairs):
+        raise LayoutError(f"{rule}, got {brief(box)}")
+    return tuple((start, stop) for start, stop in pairs)
+
+
+def _is_plain(pair: object) -> bool:
+    return type(pair) is tuple and len(pair) == 2 and type(pair[0]) is int and type(pair[1]) is int
+
+
+def _count(num_ranks: object) -> int:
+    return whole(num_ranks, "num_ranks is a number of ranks", LayoutError, 0, MOST_RANKS)

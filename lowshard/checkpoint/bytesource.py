@@ -27,7 +27,7 @@ from lowshard.box import (
 from lowshard.checkpoint.catalog import Catalog, StoredPart
 from lowshard.checkpoint.checkpoint_index import INDEX_NAME, read_index
 from lowshard.checkpoint.crc import Tally, crc32
-from lowshard.checkpoint.header import open_for_reading
+from lowshard.checkpoint.header import open_for_reading, stamp_of
 from lowshard.errors import CheckpointError
 from lowshard.kernels.bit_sums import content_sum
 from lowshard.kernels.unit_weights import SUMS
@@ -75,7 +75,7 @@ class ByteSource:
             tally: gets the sums of stored arrays that have a checksum, as far as this read can tell.
 
         Raises:
-            CheckpointError: no such tensor, or a file is shorter than it was or cannot be read.
+            CheckpointError: no such tensor, or a file was replaced, is shorter than it was or cannot be read.
         """
         for part in self.catalog.tensor(name).parts:
             common = intersect(part.box, box)
@@ -214,8 +214,7 @@ class ByteSource:
     def _fd(self, file: str, name: str) -> int:
         if file not in self._fds:
             try:
-                self._fds[file] = open_for_reading(file)
-                os.posix_fadvise(self._fds[file], 0, 0, os.POSIX_FADV_SEQUENTIAL)  # twice the read-ahead
+                fd = open_for_reading(file)
             except CheckpointError as error:
                 replaced = (
                     "; a newer save has replaced the checkpoint since it was opened: open it anew, and plan anew"
@@ -223,6 +222,15 @@ class ByteSource:
                     else ""
                 )
                 raise CheckpointError(f"{error} (needed for tensor {name!r}){replaced}") from error
+            self._fds[file] = fd
+            stamp = self.catalog.stamps.get(file)
+            if stamp is not None and stamp_of(fd) != stamp:
+                os.close(self._fds.pop(file))
+                raise CheckpointError(
+                    f"{file}: tensor {name!r}: the file was replaced or changed since the checkpoint was opened, so "
+                    "its tensors may lie elsewhere in it: open the checkpoint anew, and plan anew"
+                )
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)  # twice the read-ahead
         return self._fds[file]
 
     def _was_replaced(self, file: str) -> bool:

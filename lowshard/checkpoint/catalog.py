@@ -10,8 +10,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from lowshard.argument import path as check_path
 from lowshard.box import Box, full_box, shape_of, volume
 from lowshard.checkpoint.checkpoint_index import INDEX_NAME, Index, IndexedTensor, Part, read_index
 from lowshard.checkpoint.crc import Key, crc32
-from lowshard.checkpoint.header import FilePath, Header, TensorEntry, read_header
+from lowshard.checkpoint.header import FilePath, Header, Stamp, TensorEntry, read_header
 from lowshard.checkpoint.hf_index import DATA_NAME, HF_INDEX, is_sparse_delta
 from lowshard.checkpoint.read_shares import disjoint
 from lowshard.errors import CheckpointError
@@ -96,6 +96,8 @@ class Catalog:
     """Ranks that a sharded checkpoint was saved by; None for plain files."""
     digest: str
     """32 hex digits of names, shapes, dtypes, places and sizes."""
+    stamps: Mapping[str, Stamp | None] = field(default_factory=dict, compare=False, repr=False)
+    """Of each plain file, by path; data files of a sharded checkpoint are never replaced under their name."""
 
     @property
     def files(self) -> tuple[str, ...]:
@@ -215,12 +217,13 @@ class Catalog:
                 raise CheckpointError(f"tensor {name!r}: the rank files do not hold all of it")
             tensors[name] = StoredTensor(name, tiling.dtype, tiling.shape, tuple(parts))
         where = f"{len(headers)} rank files such as {headers[0].path}"
-        return cls(where, tensors, {}, len(headers), _digest(tensors))
+        return cls(where, tensors, {}, len(headers), _digest(tensors), _stamps(headers))
 
 
 def _of_plain(paths: Sequence[Path], where: str) -> Catalog:
     tensors: dict[str, StoredTensor] = {}
     metadata: dict[str, str] = {}
+    headers: list[Header] = []
     if not paths:
         raise CheckpointError("a checkpoint has at least one file, got none")
     for path in paths:
@@ -228,12 +231,17 @@ def _of_plain(paths: Sequence[Path], where: str) -> Catalog:
         if is_sparse_delta(header.metadata):
             raise CheckpointError(_DELTA.format(path))
         metadata |= header.metadata
+        headers.append(header)
         for entry in header.tensors.values():
             if entry.name in tensors:
                 other = tensors[entry.name].parts[0].file
                 raise CheckpointError(f"{path}: tensor {entry.name!r} is in {other} too")
             tensors[entry.name] = _plain_tensor(header, entry)
-    return Catalog(where, tensors, metadata, None, _digest(tensors))
+    return Catalog(where, tensors, metadata, None, _digest(tensors), _stamps(headers))
+
+
+def _stamps(headers: Iterable[Header]) -> dict[str, Stamp | None]:
+    return {header.path: header.stamp for header in headers}
 
 
 def _plain_tensor(header: Header, entry: TensorEntry) -> StoredTensor:
@@ -267,7 +275,7 @@ def _of_hugging_face(path: Path) -> Catalog:
                 raise CheckpointError(
                     f"{header.path}: tensor {name!r} is in the file, {path.name} places it in {files.get(name)}"
                 )
-    return Catalog(str(path.parent), tensors, metadata, None, _digest(tensors))
+    return Catalog(str(path.parent), tensors, metadata, None, _digest(tensors), _stamps(headers.values()))
 
 
 _DELTA = (

@@ -19,6 +19,7 @@ from typing import Any
 
 from lowshard import dtypes
 from lowshard.argument import brief
+from lowshard.argument import whole as check_whole
 from lowshard.box import Box, covers, full_box, volume
 from lowshard.errors import CheckpointError, DTypeError
 from lowshard.reading import parse_json, read_text, reader
@@ -27,6 +28,8 @@ from lowshard.tiling import Tiling
 INDEX_NAME = "lowshard.index.json"
 _MOST_BYTES, _MOST_VALUES = 2_000_000_000, 100_000_000
 """Of an index: one of ten thousand tensors over a thousand ranks has a tenth of it."""
+_MOST_RANKS = 1 << 20
+"""That save a checkpoint: far more than any job has, and few enough for what walks over all of them."""
 _FORMAT, _VERSION, _OLD_VERSIONS = "lowshard sharded checkpoint", 3, (1, 2)
 
 
@@ -176,6 +179,7 @@ def _read(
     tensors: Mapping[str, _TensorData],
     tilings: tuple[Tiling, ...] = (),
 ) -> Index:
+    check_whole(ranks, f"a checkpoint is saved by 1 to {_MOST_RANKS} ranks", CheckpointError, 1, _MOST_RANKS)
     listed = {name: IndexedFile(size, crc) for name, size, crc in files}
     names = list(listed)
     for name in names:

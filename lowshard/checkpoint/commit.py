@@ -33,6 +33,7 @@ import fcntl
 import os
 import re
 import secrets
+import stat
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -215,9 +216,13 @@ class Commit:
                 f"{self.path}: the new checkpoint is in place and whole, but syncing its folder failed "
                 f"({error.strerror}): if the machine stops now the old one may be back; the files of both are kept"
             ) from error
-        with suppress(Exception):  # the new checkpoint is in place, whatever goes wrong now
-            after()
-            _sweep(self.target)
+        for action in (after, lambda: _sweep(self.target)):
+            with suppress(Exception):  # the new checkpoint is in place, whatever goes wrong now
+                action()
+
+    def is_in_place(self) -> bool:
+        """Say whether the checkpoint in place is this one: another save may have replaced it meanwhile."""
+        return self._in_place() is True
 
     def _in_place(self) -> bool | None:
         """Return whether the claim is what lies at the target; None where the system does not say."""
@@ -282,11 +287,18 @@ def remove_leftovers(path: Path) -> list[str]:
         CheckpointError: the folder cannot be read or synced.
     """
     path = check_path(path, "a save is known by the path of its folder or file", CheckpointError)
-    target = path / INDEX_NAME if path.is_dir() else path
     try:
-        return _sweep(target)
+        return _sweep(path / INDEX_NAME if _is_folder(path) else path)
     except OSError as error:
         raise CheckpointError(f"{path}: leftovers of saves cannot be removed: {error}") from error
+
+
+def _is_folder(path: Path) -> bool:
+    """Say whether a path is a folder; raise OSError where the system does not tell, as not every `Path.is_dir` does."""
+    try:
+        return stat.S_ISDIR(os.stat(path).st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
 
 
 def _sweep(target: Path) -> list[str]:
@@ -301,9 +313,9 @@ def _sweep(target: Path) -> list[str]:
     removed: list[str] = []
     ended = {token for token in sorted(tokens) if _remove_dead(_claim(target, token), removed)}
     try:  # read after the claims: a save among them may have committed meanwhile
-        kept = _kept(target) if data and target.exists() else set()
+        kept = _kept(target) if data and os.path.lexists(target) else set()
     except CheckpointError:
-        return removed  # a damaged index does not say which files are its own
+        return removed  # a damaged index, or a link whose file is away, does not say which files are its own
     old = [name for name, token in data.items() if token in ended and name not in kept]
     forget(target.parent, old)
     for name in old:

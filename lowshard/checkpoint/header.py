@@ -17,7 +17,7 @@ import os
 import stat
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from types import MappingProxyType
 from typing import Any
@@ -28,6 +28,11 @@ from lowshard.errors import CheckpointError, DTypeError
 from lowshard.nearest import nearest
 
 FilePath = str | os.PathLike[str]
+Stamp = tuple[int, int, int]
+"""What tells a file from the one that replaces it: inode, bytes and time of the last change in ns.
+
+Not the device: the hosts of one network file system number it differently.
+"""
 
 MAX_HEADER_BYTES = 100_000_000
 """The format's own limit."""
@@ -84,6 +89,8 @@ class Header:
     """Where the data starts in the file."""
     file_bytes: int
     """Size of the whole file."""
+    stamp: Stamp | None = field(default=None, compare=False, repr=False)
+    """Of the file that was read; None where nobody asked the system."""
 
     def entry(self, name: str) -> TensorEntry:
         """Return a tensor's entry.
@@ -143,7 +150,8 @@ def header_from_fd(fd: int, path: FilePath) -> Header:
         CheckpointError: as `read_header`.
     """
     where = os.fspath(path)
-    file_bytes = os.fstat(fd).st_size
+    stamp = stamp_of(fd)
+    file_bytes = stamp[1]
     if file_bytes < _PREFIX_BYTES:
         raise CheckpointError(
             f"{where}: a safetensors file starts with 8 bytes that give its header's length, "
@@ -161,13 +169,20 @@ def header_from_fd(fd: int, path: FilePath) -> Header:
             "the file is truncated, or its first bytes are damaged"
         )
     fields = _parse_json(_pread(fd, length, _PREFIX_BYTES, where), where)
-    metadata = _metadata(fields.pop(_METADATA, {}), where)
+    given = fields.pop(_METADATA, None)
+    metadata = {} if given is None else check_metadata(given, where)  # the library takes null for none too
     data_start = _PREFIX_BYTES + length
     entries = [_entry(name, value, data_start, file_bytes, where) for name, value in fields.items()]
     entries.sort(key=lambda e: (e.start, e.stop))
     _check_cover(entries, data_start, file_bytes, where)
     tensors = MappingProxyType({e.name: e for e in entries})
-    return Header(where, tensors, MappingProxyType(metadata), data_start, file_bytes)
+    return Header(where, tensors, MappingProxyType(metadata), data_start, file_bytes, stamp)
+
+
+def stamp_of(fd: int) -> Stamp:
+    """Return the stamp of an open file."""
+    found = os.fstat(fd)
+    return found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def encode_header(
@@ -189,14 +204,11 @@ def encode_header(
     where = "a safetensors header"
     rows = {name: dtypes.get(dtype) for name, (dtype, _) in tensors.items()}
     for name, (_, shape) in tensors.items():
-        if not isinstance(name, str) or name == _METADATA or not _is_text(name):
-            raise CheckpointError(
-                f"{where}: tensor {_brief(name)}: a name is Unicode text other than {_METADATA!r}"
-            )
+        check_name(name, where)
         _check_shape(shape, rows[name], f"{where}: tensor {_brief(name)}")
     fields: dict[str, Any] = {}
     if metadata is not None:
-        fields[_METADATA] = dict(sorted(_metadata(metadata, where).items()))
+        fields[_METADATA] = dict(sorted(check_metadata(metadata, where).items()))
     spans: list[tuple[str, int, int]] = []
     begin = 0
     for name in sorted(tensors, key=lambda n: (_FILE_ORDER[rows[n].safetensors], n)):
@@ -270,11 +282,20 @@ def _number(text: str) -> int | float:
     return int(text) if len(text) <= 20 and text != "-0" else float(text)
 
 
-def _metadata(value: Any, where: str) -> dict[str, str]:
+def check_name(name: object, where: str) -> None:
+    """Raise CheckpointError unless a tensor can be called so in a header."""
+    if not isinstance(name, str) or name == _METADATA or not is_text(name):
+        raise CheckpointError(
+            f"{where}: tensor {_brief(name)}: a name is Unicode text other than {_METADATA!r}: give it another"
+        )
+
+
+def check_metadata(value: Any, where: str) -> dict[str, str]:
+    """Return a copy of a header's metadata, or raise CheckpointError where it cannot stand in one."""
     if not isinstance(value, Mapping):
         raise CheckpointError(f"{where}: {_METADATA} maps text to text, got {_brief(value)}")
     for key, item in value.items():
-        if not (isinstance(key, str) and isinstance(item, str) and _is_text(key) and _is_text(item)):
+        if not (isinstance(key, str) and isinstance(item, str) and is_text(key) and is_text(item)):
             raise CheckpointError(
                 f"{where}: {_METADATA} maps text to text, got {_brief(key)}: {_brief(item)}"
             )
@@ -283,7 +304,7 @@ def _metadata(value: Any, where: str) -> dict[str, str]:
 
 def _entry(name: str, value: Any, data_start: int, file_bytes: int, path: str) -> TensorEntry:
     where = f"{path}: tensor {_brief(name)}"
-    if not _is_text(name):
+    if not is_text(name):
         raise CheckpointError(f"{where}: its name is no Unicode text (an escape is half a surrogate pair)")
     if not isinstance(value, dict):
         raise CheckpointError(
@@ -359,7 +380,7 @@ def _is_extent(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _MAX_ARRAY_BYTES
 
 
-def _is_text(value: str) -> bool:
+def is_text(value: str) -> bool:
     """Return False for half surrogate pairs, which JSON can spell and UTF-8 cannot."""
     try:
         value.encode()

@@ -1,16 +1,22 @@
 """The index of Hugging Face's (`model.safetensors.index.json`) beside a checkpoint whose files hold whole tensors.
 
 It is a courtesy to other readers: `lowshard.index.json` alone says what the checkpoint is. It is put in place after
-that one, and taken away before the files that it names are, so that it never names a file that is not there.
+that one, and taken away before the files that it names are. Another save may commit between the two renames of one. So
+a save looks whether its own checkpoint is still in place, before it puts this index there and again behind that, and
+takes it away where it is not. Saves do this one at a time, under a lock of the folder.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
-from collections.abc import Collection, Mapping
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from lowshard.errors import CheckpointError
 from lowshard.reading import parse_json, read_text
@@ -23,6 +29,10 @@ DELTA_NAME = re.compile(rf"delta-({TOKEN})\.safetensors")
 """The same of deltas, whose index is this one."""
 SIZES = ("total_size", "total_parameters")
 """What Hugging Face's index says of the tensors beside the user's own metadata; not carried along."""
+_LOCK_S, _LOOK_S = 5.0, 0.002
+"""How long a save waits for another one's lock of the folder, which is held for milliseconds; how often it looks."""
+_OF_NO_TENSORS: dict[str, Any] = {"metadata": {"total_size": 0}, "weight_map": {}}
+"""What earlier versions of lowshard wrote beside a checkpoint without tensors."""
 
 
 def is_sparse_delta(metadata: Mapping[str, str]) -> bool:
@@ -40,35 +50,84 @@ def plain_metadata(metadata: Mapping[str, str]) -> dict[str, str] | None:
     return dict(metadata) if "format" in metadata else {"format": "pt", **metadata}
 
 
-def write_index(folder: Path, private: Path, files: Mapping[str, str] | None, size_bytes: int) -> None:
+def write_index(
+    folder: Path, private: Path, files: Mapping[str, str] | None, size_bytes: int, is_in_place: Callable[[], bool]
+) -> None:  # fmt: skip
     """Put an index in place, or take one away that is of an earlier save. One that is not of a save stays.
 
     Args:
         folder: of the checkpoint.
         private: a name in it that is free, and that the next save clears away.
-        files: by tensor the name of its file; None where a tensor is not a whole tensor of one file.
+        files: by tensor the name of its file; None where a tensor is not a whole tensor of one file. Where there are no
+            tensors no index is written.
         size_bytes: of all tensors.
+        is_in_place: says whether the checkpoint that the files are of is the one in place.
+
+    Raises:
+        OSError: it cannot be written; no index of a save is in place then.
     """
     path = folder / HF_INDEX
-    if path.exists() and _named(path) is None:
-        return
-    if files is None:
-        path.unlink(missing_ok=True)
-        return
-    data = {"metadata": {"total_size": size_bytes}, "weight_map": dict(sorted(files.items()))}
-    with open(private, "w", encoding="utf-8") as file:
-        file.write(json.dumps(data, indent=2, ensure_ascii=False) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(private, path)
+    with _alone(folder):
+        if not is_in_place() or is_foreign(folder):
+            return
+        if not files:
+            path.unlink(missing_ok=True)
+            return
+        data = {"metadata": {"total_size": size_bytes}, "weight_map": dict(sorted(files.items()))}
+        try:
+            _write_locked(private, path, json.dumps(data, indent=2, ensure_ascii=False) + "\n")
+        except OSError:  # readers of the index find none then, rather than one of the checkpoint before
+            with suppress(OSError):
+                private.unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
+            raise
+        if not is_in_place():
+            path.unlink(missing_ok=True)
+
+
+def _write_locked(private: Path, path: Path, text: str) -> None:
+    """Write a file and rename it; it is locked meanwhile, so that no other save takes it for a leftover."""
+    while True:
+        fd = os.open(private, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+        with open(fd, "w", encoding="utf-8") as file:
+            with suppress(OSError):  # a file system without locks
+                fcntl.flock(fd, fcntl.LOCK_EX)
+            if not os.fstat(fd).st_nlink:
+                continue  # another save has just taken it for a leftover
+            file.write(text)
+            file.flush()
+            os.fsync(fd)
+            os.replace(private, path)
+            return
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Hold a lock of the folder in a block; go without where there are no locks, or where its holder stands still."""
+    fd, end_s = -1, time.monotonic() + _LOCK_S
+    with suppress(OSError):
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        while time.monotonic() < end_s:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(_LOOK_S)
+    try:
+        yield
+    finally:
+        if fd >= 0:
+            os.close(fd)
 
 
 def forget(folder: Path, gone: Collection[str]) -> None:
     """Take an index of a save away that names a file which is about to be removed."""
     path = folder / HF_INDEX
-    named = _named(path) if gone and path.exists() else None
-    if named is not None and named & set(gone):
-        path.unlink(missing_ok=True)
+    if not gone or not path.exists():
+        return
+    with _alone(folder):
+        if (_named(path) or set()) & set(gone):
+            path.unlink(missing_ok=True)
 
 
 def is_foreign(folder: Path) -> bool:
@@ -82,18 +141,23 @@ def named_files(path: Path) -> set[str]:
     Raises:
         CheckpointError: it is not an index with a weight_map.
     """
+    return set(map(str, _read(path)["weight_map"].values()))
+
+
+def _read(path: Path) -> dict[str, Any]:
     text = read_text(path, "index with a weight_map", CheckpointError)
     data = parse_json(text, str(path), CheckpointError)
-    files = data.get("weight_map") if isinstance(data, dict) else None
-    if not isinstance(files, dict):
+    if not isinstance(data, dict) or not isinstance(data.get("weight_map"), dict):
         raise CheckpointError(f"{path}: is not an index with a weight_map")
-    return set(map(str, files.values()))
+    return data
 
 
 def _named(path: Path) -> set[str] | None:
     """Return the files that an index of a save names; None where it is another one."""
     try:
-        named = named_files(path)
+        data = _read(path)
     except CheckpointError:
         return None
-    return named if named and all(DATA_NAME.fullmatch(name) for name in named) else None
+    named = set(map(str, data["weight_map"].values()))
+    is_of_save = all(DATA_NAME.fullmatch(name) for name in named) if named else data == _OF_NO_TENSORS
+    return named if is_of_save else None

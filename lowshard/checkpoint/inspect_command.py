@@ -28,7 +28,7 @@ examples:
   lowshard inspect out/ model.layers.0.mlp.up_proj.weight     # one tensor: files, boxes, ranks
   lowshard inspect out/ --verify --json
 In the table "dim 0 by 4" is cut along dim 0 into 4 parts, "x2" is held twice.
-Exit codes: 0 whole, 1 a file is missing or damaged, 2 wrong usage, or no checkpoint there.
+Exit codes: 0 whole, 1 a file is missing or damaged, or the folder has no checkpoint, 2 wrong usage, or nothing at PATH.
 """
 _WIDTH = 80
 _MOST_FILES = 12
@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
             *_digest(overview, args),
             *_problems(overview),
         ):
-            print(line)
+            print(one_line(line))
     return 1 if overview.problems else 0
 
 
@@ -198,8 +198,17 @@ def _mb(size_bytes: int) -> str:
 
 
 def _short(text: str, width: int) -> str:
-    """Return a text of at most that many characters: its middle gives way."""
+    """Return a text of one line of at most that many characters: its middle gives way."""
+    text = one_line(text)
     if len(text) <= width:
         return text
     head = (width - 3) // 3
     return f"{text[:head]}...{text[len(text) - (width - 3 - head) :]}"
+
+
+def one_line(text: str) -> str:
+    """Return a text, which may come from a file of another, without characters that a terminal acts on.
+
+    Line breaks and control characters are written as Python writes them.
+    """
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

@@ -18,10 +18,10 @@ from typing import Literal, overload
 import numpy as np
 
 from lowshard import dtypes
-from lowshard.argument import brief, instance, mapping
+from lowshard.argument import brief, mapping
 from lowshard.argument import path as check_path
 from lowshard.checkpoint.commit import Commit, together
-from lowshard.checkpoint.header import FilePath, TensorEntry, encode_header
+from lowshard.checkpoint.header import FilePath, TensorEntry, check_name, encode_header
 from lowshard.checkpoint.own_parts import Parts, State, check_turn, write_parts
 from lowshard.checkpoint.reader import plan_box
 from lowshard.comm import Communicator, agree
@@ -155,7 +155,7 @@ def check_state(target: Path, tensors: State, rank: int, size: int) -> dict[str,
     rule = f"{target}: tensors are a mapping of names to (layout or tiling, local array)"
     for name, given in mapping(tensors, rule, CheckpointError).items():
         where = f"{target}: tensor {name!r}"
-        instance(name, str, f"{target}: a tensor's name is text", CheckpointError)
+        check_name(name, str(target))
         if not isinstance(given, (tuple, list)) or len(given) != 2:
             raise CheckpointError(f"{rule}; {name} has {brief(given)}")
         layout, array = given

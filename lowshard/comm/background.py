@@ -69,7 +69,7 @@ class Background:
             call: what the thread runs.
             text: its name, for messages.
         """
-        self._work = work = ThreadWork(call, text)
+        self._work = work = ThreadWork(call, text, is_shown_at_exit=True)
         threading.Thread(target=work.run, name=self._name).start()
         return work
 

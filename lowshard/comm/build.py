@@ -61,7 +61,7 @@ def build_host(mpi_comm: Any, timeout_s: float | None = None, fault: str = "") -
     own = mpi_comm.Dup()
     lookout = Lookout(_watch(mpi, own, seconds), activity())
     wish, size = settings.CPU_PATH.text(), settings.NODE_SIZE.text()
-    rows = own.allgather((wish, size, why_no_window(), fault or setting_fault()))
+    rows = own.allgather((wish, size, why_no_window(), fault or setting_fault() or _choice_fault()))
     wrong = _first_wrong(rows)
     if wrong:
         own.Free()
@@ -87,10 +87,24 @@ def build_host(mpi_comm: Any, timeout_s: float | None = None, fault: str = "") -
         )  # fmt: skip
     flat = MPITransport(own, owned=True, lookout=lookout, timeout_s=seconds, activity=lookout.activity)
     if problems or wish == "mpi" or not seating.shares:
+        chosen = (
+            f"{settings.CPU_PATH.name}=mpi says so" if wish == "mpi" else "no node has several of the ranks"
+        )
+        flat.why = f"they cannot share memory: {problems[0]}" if problems and wish != "mpi" else chosen
         return Communicator(flat)
     from lowshard.comm.hierarchy import HierarchicalTransport
 
     return Communicator(HierarchicalTransport(flat, seating, memory, at))
+
+
+def _choice_fault() -> str:
+    """Return what is wrong with the settings of this rank's memory, or ""."""
+    try:
+        for setting in (settings.CROSS_MEMORY, settings.PIPES, settings.HUGE_PAGES):
+            setting.choice()
+    except CommError as error:
+        return str(error)
+    return ""
 
 
 def why_no_window() -> str:

@@ -43,6 +43,9 @@ WAITED_AT = 128
 PLACE_AT = 136
 """Where in it the line of the program then begins, padded with zeros."""
 
+NO_BUFFER = -1
+"""Elements of a buffer that a call does not have."""
+
 RING_CALLS = 64
 """Calls that are kept."""
 RING_WORDS = 3
@@ -94,7 +97,7 @@ class Call:
         name: of the collective.
         text: what was asked for, without what may differ between ranks: "all_reduce float32[1024] sum".
         signature: a hash of the text and the group, positive, below 2^62.
-        recv_elems: elements of the buffer written.
+        elems: of the buffers that are sent and written; NO_BUFFER where there is none.
         sent_bytes: of this rank, for the counters.
         received_bytes: the same.
         reached_bytes: of them, those that came by memory; see `Traffic.reached_bytes`.
@@ -108,7 +111,7 @@ class Call:
     name: str
     text: str
     signature: int
-    recv_elems: int = 0
+    elems: tuple[int, int] = (NO_BUFFER, NO_BUFFER)
     sent_bytes: int = 0
     received_bytes: int = 0
     reached_bytes: int = 0

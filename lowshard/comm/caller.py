@@ -15,7 +15,7 @@ from lowshard.argument import truth
 from lowshard.bounded import BoundedCache
 from lowshard.comm import check
 from lowshard.comm import collectives as table
-from lowshard.comm.call import Call, signature_of, source_line
+from lowshard.comm.call import NO_BUFFER, Call, signature_of, source_line
 from lowshard.comm.call_comparison import NO_ARRAY
 from lowshard.comm.collectives import Collective, key_of, planned, text_of
 from lowshard.comm.transport import Transport
@@ -153,6 +153,10 @@ class Caller:
         t = self.transport
         if t.closed:
             return
+        if self.in_group() and not t.failed:
+            raise CommError(
+                "a communicator is not closed in a grouped() block of its own; end the block first"
+            )
         self._acts = {}
         if not self.lock.acquire(blocking=False):
             if not t.failed:
@@ -255,7 +259,8 @@ class Caller:
             except LowshardError as error:
                 self.refuse(error, what.text(send, recv, *detail))
             moved = asked.sent_bytes, asked.received_bytes
-            call = self.make(what.name, what.text(send, recv, *detail), asked.recv_elems, *moved)
+            call = self.make(what.name, what.text(send, recv, *detail), *moved)
+            call.elems = _elems_of(send), _elems_of(recv)
             detail = detail if asked.detail is None else asked.detail
             call.run = planned(t, what, call, asked.dtype, asked.elems, *detail)
             self.keep(known_as, call)
@@ -293,12 +298,15 @@ class Caller:
         """Begin a call of this thread, after those that were started; `lock.release` ends it.
 
         Raises:
-            CommError: another thread is in a call of this communicator.
+            CommError: another thread is in a call of this communicator, or it is closed.
         """
         if self._worker is not None:
             self._worker.settle()
         if not self.lock.acquire(blocking=False):
             self._not_its_turn(what)
+        if self.transport.ended:  # its memory may be another communicator's by now
+            self.lock.release()
+            self.open()
 
     def _not_its_turn(self, what: str) -> NoReturn:
         raise CommError(
@@ -328,18 +336,18 @@ class Caller:
         if call is None or self.transport.closed:
             return None
         ready = self.transport.buffers.ready
-        if recv is None:
-            return call if call.recv_elems == 0 and (send is None or ready(send)) else None
-        if not ready(recv, True) or recv.size != call.recv_elems:
-            return None
-        if send is recv or send is None:
-            return call
-        return call if recv.dtype == send.dtype and ready(send) else None
+        for buf, elems, writes in ((send, call.elems[0], False), (recv, call.elems[1], True)):
+            if buf is None:
+                if elems != NO_BUFFER:
+                    return None
+            elif not ready(buf, writes) or buf.size != elems:
+                return None
+        return call if send is None or recv is None or recv.dtype == send.dtype else None
 
-    def make(self, name: str, text: str, recv_elems: int, sent_bytes: int, received_bytes: int) -> Call:
+    def make(self, name: str, text: str, sent_bytes: int, received_bytes: int) -> Call:
         """Return a call of this communicator; its ranks compare the text."""
         signature = signature_of(text, self.transport.group)
-        return Call(name, text, signature, recv_elems, sent_bytes, received_bytes)
+        return Call(name, text, signature, sent_bytes=sent_bytes, received_bytes=received_bytes)
 
     def keep(self, key: object, call: Call) -> Call:
         """Keep a call for the next time, and return it."""
@@ -389,8 +397,9 @@ class Caller:
             buf = t.buffers.flat(view_of(buf, "buf"), "buf", writes=not sends)
             self._is_peer(peer, "dst" if sends else "src")
             text = f"{name} {text_of(buf)} {'to' if sends else 'from'} rank {peer}"
-            moved = (0, buf.nbytes, 0) if sends else (buf.size, 0, buf.nbytes)
-            call = self.keep((key, key_of(buf)), self.make(name, text, *moved))
+            call = self.make(name, text, *((buf.nbytes, 0) if sends else (0, buf.nbytes)))
+            call.elems = (buf.size, NO_BUFFER) if sends else (NO_BUFFER, buf.size)
+            self.keep((key, key_of(buf)), call)
             call.run = t.send if sends else t.recv
         return call, buf if buf.ndim == 1 else buf.reshape(-1)
 
@@ -434,7 +443,7 @@ class Caller:
             self._is_peer(dst, "dst")
             self._is_peer(src, "src")
             text = f"{name} {text_of(s)} to rank {dst}, {text_of(r)} from rank {src}"
-            call = self.keep(known_as, self.make(name, text, r.size, s.nbytes, r.nbytes))
+            call = self.keep(known_as, self.make(name, text, s.nbytes, r.nbytes))
         self.settle("send", dst)
         self.settle("recv", src)
         self.enter(name)
@@ -465,6 +474,7 @@ class Caller:
             yield
             batch, self.batch = self.batch, None
             if batch:
+                self.open()
                 self.transport.run_batch(self, batch)
         finally:
             self.batch = self._batch_thread = None
@@ -564,8 +574,9 @@ class Caller:
             self.refuse(error, text)
         signed = self.calls.get(("shared", text))
         if signed is None:
-            signed = self.keep(("shared", text), self.make(name, text, 0, 0, 0))
-        call = Call(name, text, signed.signature, 0, *table.shared_bytes(t, what, flat))
+            signed = self.keep(("shared", text), self.make(name, text, 0, 0))
+        sent, received = table.shared_bytes(t, what, flat)
+        call = Call(name, text, signed.signature, sent_bytes=sent, received_bytes=received)
         made: list[Array] = []
 
         def run() -> None:
@@ -603,6 +614,10 @@ class Caller:
             if len(self._agreed_plans) >= _PLANS_KEPT:
                 self._agreed_plans.clear()
             self._agreed_plans.add(text)
+
+
+def _elems_of(buf: Array | None) -> int:
+    return NO_BUFFER if buf is None else int(buf.size)
 
 
 def _nothing() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from lowshard import dtypes
-from lowshard.argument import brief, number, real
+from lowshard.argument import MOST_DIMS, brief, number, real
 from lowshard.errors import BufferMismatchError, CommError, DTypeError, LowshardError
 from lowshard.foreign_array import READ_ONLY, view_of
 from lowshard.gpu_stream import Stream
@@ -53,6 +53,8 @@ def flat(buf: Array, name: str, xp: ModuleType, transport: str, writes: bool) ->
     """
     if not isinstance(buf, xp.ndarray):
         buf = view_of(buf, name)
+    elif xp is np and type(buf) is not np.ndarray:  # a subclass may reshape in ways of its own
+        buf = buf.view(np.ndarray)
     if not isinstance(buf, xp.ndarray):
         place = "in host memory" if xp is np else "on a GPU"
         kind = type(buf)
@@ -85,12 +87,29 @@ def extents(shape: object, itemsize: int) -> tuple[int, ...]:
             found = (index(shape),)  # type: ignore[arg-type]  # likewise
     except TypeError:
         found = (-1,)
-    if any(n < 0 for n in found) or prod(filter(None, found)) * itemsize > sys.maxsize:
+    past = prod(filter(None, found)) * itemsize > sys.maxsize
+    if len(found) > MOST_DIMS or any(n < 0 for n in found) or past:
         raise BufferMismatchError(
-            "a shape is an extent or a sequence of extents, 0 or more, of an array below 2^63 bytes, got "
-            f"{brief(shape)}"
+            f"a shape is an extent or a sequence of up to {MOST_DIMS} extents, 0 or more, of an array below 2^63 "
+            f"bytes, got {brief(shape)}"
         )
     return found
+
+
+def apart(send: Array, recv: Array, own: Array | None = None) -> Array:
+    """Return what is sent, in host memory; copied where it overlaps what is received.
+
+    Args:
+        send: flat.
+        recv: flat.
+        own: this rank's part of the longer one, where the other may lie in place.
+    """
+    if not np.may_share_memory(send, recv):
+        return send
+    shorter = send if send.size <= recv.size else recv
+    if own is not None and own.size == shorter.size and own.ctypes.data == shorter.ctypes.data:
+        return send
+    return send.copy()
 
 
 def same_dtype(send: Array, recv: Array) -> None:
@@ -142,7 +161,11 @@ def counts_text(counts: object) -> str:
 
 def rank(given: object) -> int:
     """Return a rank as an int; what is not an integer as text, which the check of ranks refuses."""
+    if type(given) is int:
+        return given
     try:
+        if isinstance(given, (bool, np.bool_)):  # True is equal to 1, and a call of that may be known
+            raise TypeError
         return index(given)  # type: ignore[arg-type]  # what is not an integer raises
     except TypeError:
         return brief(given)  # type: ignore[return-value]  # refused where a call is made

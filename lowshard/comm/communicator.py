@@ -10,17 +10,19 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property, wraps
 from inspect import signature
+from operator import index
 from types import ModuleType
-from typing import Any, Concatenate, ParamSpec, Self
+from typing import Any, Concatenate, Literal, ParamSpec, Self, overload
 from weakref import WeakSet
 
-from lowshard.argument import whole
+from lowshard.argument import instance, whole
 from lowshard.comm import check
 from lowshard.comm import collectives as table
 from lowshard.comm.background import Background
 from lowshard.comm.caller import Caller
 from lowshard.comm.check import NOTHING_WRONG
 from lowshard.comm.collectives import Collective
+from lowshard.comm.rank_ways import ways_of_ranks, ways_text
 from lowshard.comm.reach import Reach
 from lowshard.comm.transport import Transport
 from lowshard.comm.work import Op, Order, Stream, Work
@@ -111,6 +113,23 @@ class Communicator:
     def reach(self) -> Reach:
         """Which ranks' memory this rank reads and writes directly."""
         return self._transport.reach
+
+    @overload
+    def explain(self, *, json: Literal[False] = False) -> str: ...
+
+    @overload
+    def explain(self, *, json: Literal[True]) -> dict[str, Any]: ...
+
+    def explain(self, *, json: bool = False) -> str | dict[str, Any]:
+        """Return how each pair of ranks is reached and why, as text; with `json=True` as plain data. Not collective.
+
+        The data has transport, rank, size, and for each of `pairs`: ranks, way, why.
+
+        Raises:
+            CommError: json is not True or False.
+        """
+        said = ways_of_ranks(self._transport)
+        return said if instance(json, bool, "json is True or False", CommError) else ways_text(said)
 
     @property
     def start(self) -> Starter:
@@ -467,7 +486,7 @@ class Communicator:
             key = whole(key, f"split orders by a key of {-_MOST} to {_MOST}", CommError, -_MOST, _MOST)
         except LowshardError as error:
             c.refuse(error, "split")
-        call = c.make("split", "split", 0, 0, 0)
+        call = c.make("split", "split", 0, 0)
         made: list[Transport | None] = []
 
         def run() -> None:
@@ -477,7 +496,10 @@ class Communicator:
         call.run = run
         c.do(call)
         group = made.pop()  # the record of calls keeps this one for a while, but not the group
-        return None if group is None else Communicator(group)
+        if group is None:
+            return None
+        group.why = t.why
+        return Communicator(group)
 
     def close(self) -> None:
         """Wait for what was started, and give the transport's resources back. Closing twice is safe.
@@ -565,7 +587,7 @@ class Communicator:
         c = self._caller
         call = None if key is None else c.calls.get(key)
         if call is None:
-            call = c.make(name, text, 0, sent_bytes, received_bytes)
+            call = c.make(name, text, sent_bytes, received_bytes)
             call.reached_bytes, call.run = reached_bytes, _apply
             if key is not None:
                 c.keep(key, call)
@@ -666,7 +688,7 @@ class Starter:
 def _counts_key(name: str, *spans: Any) -> tuple[Any, ...]:
     """Return what an exchange of these counts is known by; where they are no counts, as they came."""
     try:
-        return name, *map(tuple, spans)
+        return name, *(tuple(map(index, span)) for span in spans)  # 1.0 is equal to 1, and no count
     except TypeError:
         return name, *spans
 

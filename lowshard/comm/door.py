@@ -294,11 +294,18 @@ def is_private(folder: Path) -> bool:
 
 
 def tune(connection: socket.socket, unconfirmed_s: float) -> None:
-    """Set what a TCP connection needs: no delays, and an end to one that nobody confirms for so long."""
+    """Set what a TCP connection needs: no delays, and an end to one that nobody confirms for so long.
+
+    One over which nothing is said is asked for a sign of life: where a host is gone without a word, it ends too.
+    """
     if connection.family == socket.AF_UNIX:
         return
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * unconfirmed_s))
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(1, int(unconfirmed_s)))
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, max(1, int(unconfirmed_s / 3)))
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
 
 
 @dataclass

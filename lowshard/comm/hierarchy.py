@@ -91,6 +91,13 @@ class HierarchicalTransport(Transport):
         in_order = all(list(ranks) == list(range(i * size, (i + 1) * size)) for i, ranks in enumerate(nodes))
         return size if in_order else None
 
+    def way_between(self, one: int, other: int) -> tuple[str, str]:
+        if self.seating.home(one) != self.seating.home(other):
+            return self.flat.way_between(one, other)[0], "they are on different nodes"
+        if self.seating.home(one) == self._home:
+            return self.node.way_between(one, other)
+        return "shared memory", "they are on one node, which is not this rank's"
+
     def empty(self, shape: int | Sequence[int], dtype: Any) -> Array:
         """Return an array, not filled, in memory that the other ranks of the node read where it lies."""
         return self.node.empty(shape, dtype)

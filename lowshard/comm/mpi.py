@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from lowshard import dtypes
+from lowshard.comm import check
 from lowshard.comm.call import Activity, Call
 from lowshard.comm.mailbox import Mailbox
 from lowshard.comm.transport import Front, Transport
@@ -22,9 +23,8 @@ from lowshard.errors import DependencyError, LowshardError
 Array = Any
 
 # MPI's own reductions take these; the rest goes through the table's exchange, in float32.
-_NATIVE = frozenset(
-    ("float32", "float64", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
-)
+_NATIVE = frozenset(("float32", "float64", "int32", "int64", "uint32", "uint64"))
+"""Dtypes that MPI reduces: sums of shorter integers saturate in Open MPI, where they wrap elsewhere."""
 
 EXCHANGE_TAG = 1
 """Of messages within a collective; 0 is that of send and recv."""
@@ -64,6 +64,9 @@ class MPITransport(Transport):
     def mpi_comm(self) -> Any:
         """The mpi4py communicator underneath."""
         return self._comm
+
+    def way_between(self, one: int, other: int) -> tuple[str, str]:
+        return "MPI messages", self.why or "they share no memory"
 
     def _wire(self, buf: Array) -> list[Any]:
         as_uint, mpi_type = self._move[buf.dtype.itemsize]
@@ -119,8 +122,7 @@ class MPITransport(Transport):
         recv_counts: Sequence[int],
         recv_displs: Sequence[int],
     ) -> None:
-        if np.may_share_memory(send, recv):
-            send = send.copy()
+        send = check.apart(send, recv)
         # Messages, not Ialltoallv: so the wait knows who is missing, and Open MPI 5.0.11 is seen to hang in that call
         # where some counts are 0.
         requests, peers = [], []
@@ -158,6 +160,7 @@ class MPITransport(Transport):
             return
         own = recv[send.size * root : send.size * (root + 1)]
         in_place = send.size and send.ctypes.data == own.ctypes.data
+        send = send if in_place else check.apart(send, recv)
         source = self._mpi.IN_PLACE if in_place else self._wire(send)
         self._finish(self._comm.Igather(source, self._wire(recv), root), "gather")
 
@@ -167,6 +170,7 @@ class MPITransport(Transport):
             return
         own = send[recv.size * root : recv.size * (root + 1)]
         in_place = recv.size and recv.ctypes.data == own.ctypes.data
+        send = send if in_place else check.apart(send, recv)
         target = self._mpi.IN_PLACE if in_place else self._wire(recv)
         self._finish(self._comm.Iscatter(self._wire(send), target, root), "scatter")
 
@@ -186,20 +190,18 @@ class MPITransport(Transport):
         self._meet(self._comm.Ibarrier(), "barrier")
 
     def native_all_reduce(self, send: Array, recv: Array, op: str) -> bool:
-        if dtypes.get(send.dtype).name not in _NATIVE:
+        if not _is_native(send.dtype, op):
             return False
         # Never MPI's in place: all ranks would have to say so, and which callers do is each rank's own affair.
-        if np.may_share_memory(send, recv):
-            send = send.copy()
+        send = check.apart(send, recv)
         request = self._comm.Iallreduce(send, recv, self._ops[op])
         self._finish(request, "all_reduce")
         return True
 
     def native_reduce_scatter(self, send: Array, recv: Array, op: str) -> bool:
-        if dtypes.get(send.dtype).name not in _NATIVE:
+        if not _is_native(send.dtype, op):
             return False
-        if np.may_share_memory(send, recv):
-            send = send.copy()
+        send = check.apart(send, recv)
         request = self._comm.Ireduce_scatter_block(send, recv, self._ops[op])
         self._finish(request, "reduce_scatter")
         return True
@@ -219,6 +221,11 @@ class MPITransport(Transport):
         # Free is collective: it may wait for a rank that never comes.
         if not self.failed and not self._lookout.failed() and not self._mpi.Is_finalized():
             self._comm.Free()
+
+
+def _is_native(dtype: Any, op: str) -> bool:
+    """Say whether MPI's own reduction gives what the others do; its min and max lose NaN."""
+    return dtypes.get(dtype).name in _NATIVE and not (dtype.kind == "f" and op in ("min", "max"))
 
 
 def start_message(front: Front, mailbox: Mailbox, name: str, buf: Array, peer: int) -> Work:

@@ -496,6 +496,12 @@ class NCCLTransport(Transport):
         self._call(self._handle.allReduce, at, at, 1, UINT8, SUM, self._stream())
         self._wait_for_stream("barrier")
 
+    def way_between(self, one: int, other: int) -> tuple[str, str]:
+        return (
+            "NCCL",
+            "their arrays lie on GPUs; it takes NVLink, PCIe or the network, and NCCL_DEBUG=INFO says which",
+        )
+
     def split(self, color: int | None, key: int) -> Transport | None:
         nccl = self._nccl
         self.lend_name()

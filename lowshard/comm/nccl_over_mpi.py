@@ -117,7 +117,9 @@ def build_over_mpi(
                 RuntimeWarning,
                 stacklevel=3,
             )
-        return staged_communicator(host, found.binding, device=found.device, watch=watch)
+        made = staged_communicator(host, found.binding, device=found.device, watch=watch)
+        made._transport.why = "transport='staged' says so" if transport == "staged" else obstacles[0]
+        return made
     reduce16 = settings.NCCL_REDUCE16
     agree(host, reduce16.text().encode(), None, f"{what} ({reduce16.name})")
     # Decimal digits, so that the message shows the version: 00023007 is 2.30.7.

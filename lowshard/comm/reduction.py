@@ -48,6 +48,13 @@ def fold(
     if is_gpu(out):
         _fold_on_gpu(terms, out, op, order, divisor)
         return
+    with np.errstate(
+        all="ignore"
+    ):  # an error of one rank's part, or a warning made one, would strand the others
+        _fold_on_host(terms, out, op, order, divisor)
+
+
+def _fold_on_host(terms: Sequence[Array], out: Array, op: str, order: str, divisor: int) -> None:
     ufunc = _UFUNCS[op]
     wide = dtypes.get(out.dtype).accumulator.numpy
     if divisor != 1 and out.dtype.kind in "iu":
@@ -130,7 +137,8 @@ def _divide(value: Array, divisor: int) -> Array:
 
 def divide(buf: Array, divisor: int) -> None:
     """Divide a finished floating-point sum in place."""
-    buf[...] = _divide(buf, divisor)
+    with np.errstate(all="ignore"):  # as in `fold`
+        buf[...] = _divide(buf, divisor)
 
 
 def identity(op: str, dtype: object) -> Any:

@@ -470,6 +470,10 @@ class StagedTransport(Transport):
     def barrier(self) -> None:
         self.host.barrier()
 
+    def way_between(self, one: int, other: int) -> tuple[str, str]:
+        way, why = self.host.way_between(one, other)
+        return f"host memory, and from there {way}", f"{self.why or 'NCCL is not used'}; and {why}"
+
     def split(self, color: int | None, key: int) -> Transport | None:
         self.lend_name()
         host = self.host.split(color, key)

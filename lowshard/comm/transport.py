@@ -96,8 +96,10 @@ class Transport(ABC):
         check: how ranks compare what they ask for.
         sequence: number of the latest call.
         started_at: source line of the call that the communicator's thread runs.
-        closed: whether its resources were given back.
+        closed: whether it takes no more calls.
+        ended: whether its resources were given back; what goes on while it is closed has them still.
         failed: a peer may be gone: wait for no one any more.
+        why: why it was chosen, where there was a choice.
     """
 
     name: ClassVar[str]
@@ -136,7 +138,8 @@ class Transport(ABC):
         self.buffers = HostBuffers(self.name) if buffers is None else buffers
         self.sequence = 0
         self.started_at: str | None = None
-        self.closed = self.failed = False
+        self.closed = self.ended = self.failed = False
+        self.why = ""
         self._reach: Reach | None = None
 
     # ---- primitives
@@ -209,13 +212,17 @@ class Transport(ABC):
     def close(self) -> None:
         """Give the resources back, once."""
         if not self.closed:
-            self.closed = True
+            self.closed = self.ended = True
             self.end()
 
     def end(self) -> None:  # noqa: B027  # many have none
         """Give the resources back."""
 
     # ---- what it may declare beside
+
+    def way_between(self, one: int, other: int) -> tuple[str, str]:
+        """Return how two ranks reach each other, and why so: what follows "since"."""
+        return self.name, self.why or "that is what this communicator was made of"
 
     def native_all_reduce(self, send: Array, recv: Array, op: str) -> bool:
         """Reduce with the transport's own call if it takes dtype and op; return whether it did."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import queue
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, Literal, Protocol
 
 from lowshard.comm.check import wait_s
@@ -43,10 +46,15 @@ class ThreadWork:
 
     Attributes:
         told: whether somebody who waited was told of its error.
+
+    Args:
+        call: what the thread runs.
+        text: its name, for messages.
+        is_shown_at_exit: True writes its error to stderr at the end of the program where nobody was told of it.
     """
 
-    def __init__(self, call: Callable[[], Any], text: str) -> None:
-        self._call, self._text = call, text
+    def __init__(self, call: Callable[[], Any], text: str, *, is_shown_at_exit: bool = False) -> None:
+        self._call, self._text, self._is_shown_at_exit = call, text, is_shown_at_exit
         self.told = False
         self._ended = threading.Event()
         self._result: Any = None
@@ -58,6 +66,11 @@ class ThreadWork:
             self._result = self._call()
         except BaseException as error:
             self._error = error
+            if self._is_shown_at_exit:
+                said = " ".join(f"{type(error).__name__}: {error}".split())
+                _untold[self._ended] = (
+                    f"{self._text} failed, and the program ended before a call raised it: {said}"
+                )
         finally:
             self._call = _nothing  # the buffers are free
             self._ended.set()
@@ -75,8 +88,21 @@ class ThreadWork:
             )
         if self._error is not None:
             self.told = True
+            _untold.pop(self._ended, None)
             raise self._error
         return self._result
+
+
+_untold: dict[threading.Event, str] = {}
+"""What is shown at the end of the program; by a work's event, so that the work itself may go."""
+
+
+@atexit.register
+def _show_untold() -> None:
+    """Write errors that nobody was told of. The exit code stays: Python lets nobody change it this late."""
+    for text in list(_untold.values()):
+        with suppress(Exception):  # there may be no stderr any more
+            sys.stderr.write(f"lowshard: {text}\n")
 
 
 def failed_work(name: str, error: LowshardError) -> ThreadWork:

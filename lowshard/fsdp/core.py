@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import numbers
 from collections.abc import Callable, Container, Iterator
+from contextlib import suppress
 from typing import Any, Literal, NoReturn, TypeVar
 
 import numpy as np
@@ -15,18 +17,22 @@ from lowshard.comm import Communicator, agree
 from lowshard.errors import (
     BadGrad,
     BufferMismatchError,
+    CommError,
     LayoutError,
     LowshardError,
     NotJoined,
     NotOpen,
+    PeerFailed,
     ShardingError,
     StepError,
+    TimedOut,
 )
 from lowshard.foreign_array import view_of
 from lowshard.fsdp.flat_plan import ALIGN_ELEMS, Piece, flat_boxes
 from lowshard.fsdp.fsdp_strategy import Precision, ShardingStrategy
 from lowshard.fsdp.gradient import Accumulate, Gradients
 from lowshard.fsdp.links import Links, known_elsewhere
+from lowshard.fsdp.norm import power_sum, value_of
 from lowshard.fsdp.opening import Opener
 from lowshard.fsdp.param import Units
 from lowshard.fsdp.slot import Slot
@@ -71,15 +77,15 @@ class Core:
             align = whole(align, "FSDP: align is a number of elements, 1 or more", LayoutError, 1, MOST_ELEMS)
             self.grid = strategy.grid(comm.size, comm.rank)
             self.plan = ModelPlan.plan(units, self.grid.shards, self.precision, align)
+            slots = max(open_limit, prefetch + 1)
+            self._shape = Shape.of(self.plan, strategy, self.grid, slots, grad_limit, order)
+            _check_room(self._shape, open_limit, prefetch)
             digest = self.plan.digest(strategy, self.precision, settings)
         except Exception as raised:
             error = raised
         agree(comm, digest, error, "FSDP")
-        slots = max(open_limit, prefetch + 1)
-        self._shape = Shape.of(self.plan, strategy, self.grid, slots, grad_limit, order)
         self._links = Links(comm, self.grid, communicators)
-        home = comm if self._links.shard is None else self._links.shard.comm
-        self._pool = Pool(plan_pool(self._shape), home)
+        self._pool = self._make_pool()
         self.pool = self._pool.array
         self._log = Log()
         self._opener = Opener(
@@ -89,8 +95,28 @@ class Core:
         self._full_shard_bits = self._shape.full_shard_bits(accumulate)
         self._slots = {unit.name: self._slot_of(unit) for unit in self.plan.units if unit.trained is not None}
         self._broken: BaseException | None = None
+        self._in_step = False
         self._calls: list[str] = []
         self.updates = 0
+
+    def _make_pool(self) -> Pool:
+        """Return the pool; where one rank has no memory for it, all ranks raise and the groups are given back."""
+        plan, home = plan_pool(self._shape), self._links.shard
+        error: Exception | None = None
+        try:
+            pool = Pool(plan, self._world if home is None else home.comm)
+        except (MemoryError, OSError) as raised:
+            error = _no_memory(f"the model's buffer of {plan.total_bytes:,} bytes", raised)
+        except Exception as raised:
+            error = raised
+        try:
+            agree(self._world, b"", error, "FSDP")
+        except (PeerFailed, TimedOut):
+            raise
+        except LowshardError:
+            self._links.close()
+            raise
+        return pool
 
     def _slot_of(self, unit: UnitPlan) -> Slot:
         assert unit.trained is not None
@@ -148,6 +174,13 @@ class Core:
                 return unit, None, param
         raise LayoutError(f"the model has no parameter {name!r}; full names are 'unit.param'")
 
+    def _empty(self, elems: int, dtype: str, what: str) -> Array:
+        """Return an array, not filled; without memory for it raise here, and on the other ranks at their next call."""
+        try:
+            return self._links.xp.empty(elems, dtypes.get(dtype).numpy)
+        except MemoryError as error:
+            self._wrong(_no_memory(what, error))
+
     def _over_shards(self, values: np.ndarray, op: str) -> np.ndarray:
         channel, xp = self._links.shard, self._links.xp
         if channel is None:
@@ -156,6 +189,18 @@ class Core:
         recv = xp.empty_like(send)
         self._in_lane(lambda: channel.call("control", "all_reduce", send, recv, op, "tree"), "norm")
         return host_of(recv)
+
+    def _peak(self, grads: list[Array]) -> float:
+        """Return the largest magnitude in all shards, NaN where there is one."""
+        with np.errstate(invalid="ignore"):  # a NaN is the result
+            peaks = [0.0, *(float(self._links.xp.abs(grad).max()) for grad in grads if grad.size)]
+        return float(self._over_shards(np.max(peaks, keepdims=True), "max")[0])
+
+    def _power_sum(self, grads: list[Array], p: float, scale: float = 1.0) -> float:
+        """Return the sum of |x / scale|^p over all shards."""
+        xp = self._links.xp
+        words = sum((power_sum(grad, p, xp, scale) for grad in grads), power_sum(xp.zeros(0), p, xp))
+        return value_of(self._over_shards(words, "sum"))
 
     def _in_lane(self, job: Callable[[], None], text: str) -> None:
         """Run a call in turn with the gathers, and wait for it."""
@@ -193,11 +238,15 @@ class Core:
         if not isinstance(name, str) or name not in self.plan.by_name:
             self._wrong(NotOpen(f"the model has no unit {name!r}; it has {', '.join(self.plan.by_name)}"))
 
-    def _number(self, what: str, rule: str, value: object, low: float) -> None:
-        """Raise unless a value is a number from `low` on, or infinite."""
-        number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
-        if not number or not value >= low:  # type: ignore[operator]
-            self._wrong(StepError(f"{what} is {rule}, got {value!r}"))
+    def _number(self, what: str, rule: str, value: object, low: float) -> float:
+        """Return a number from `low` on, or infinity, as a float; raise for anything else."""
+        found = math.nan
+        if isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool):
+            with suppress(OverflowError):  # an integer beyond float64
+                found = float(value)
+        if not found >= low:
+            self._wrong(StepError(f"{what} is {rule}, got {brief(value)}"))
+        return found
 
     def _stepping(self) -> None:
         """Outside of step() what is written belongs to one step that is the last."""
@@ -236,6 +285,23 @@ def _check_settings(
     choice(accumulate, ("local", "reduce"), "FSDP: accumulate is 'local' or 'reduce'", ShardingError)
     whole(communicators, "FSDP: communicators is 1 or 2", ShardingError, 1, 2)
     choice(check, ("off", "digest", "poison"), "FSDP: check is 'off', 'digest' or 'poison'", ShardingError)
+
+
+def _check_room(shape: Shape, open_limit: int, prefetch: int) -> None:
+    """Raise where a unit and those that it is tied to have no room to be open together."""
+    for unit in () if shape.keeps else shape.model.units:
+        needed = 1 + len(unit.foreign)
+        if needed > shape.open_slots:
+            raise ShardingError(
+                f"FSDP: unit {unit.name!r} is open together with {', '.join(unit.foreign)}, which it is tied to; that "
+                f"takes open_limit={needed}, got open_limit={open_limit} and prefetch={prefetch}"
+            )
+
+
+def _no_memory(what: str, error: BaseException) -> CommError:
+    return CommError(
+        f"FSDP: there is no memory for {what} ({error}); take more ranks, smaller units or a narrower Precision"
+    )
 
 
 def _put(view: Array, value: Any, box: Box, name: str) -> None:

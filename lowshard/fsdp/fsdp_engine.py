@@ -12,7 +12,6 @@ from typing import Any, Literal, overload
 
 import numpy as np
 
-from lowshard import dtypes
 from lowshard.argument import brief
 from lowshard.box import Box
 from lowshard.comm import agree
@@ -22,7 +21,7 @@ from lowshard.fsdp import model_state as saved
 from lowshard.fsdp.core import Core, host_of
 from lowshard.fsdp.gradient import State
 from lowshard.fsdp.links import known_elsewhere
-from lowshard.fsdp.norm import power_sum, value_of
+from lowshard.fsdp.norm import SMALLEST_SUM
 from lowshard.fsdp.opening import Phase
 from lowshard.fsdp.slot import Rule, Slot
 from lowshard.fsdp.step_report import Report
@@ -74,7 +73,8 @@ class FSDP(Core):
     Raises:
         LayoutError: invalid names, ties or keep blocks. DTypeError: dtypes that do not go together.
         BadGrid: the world is not a multiple of intra_node_size.
-        ShardingError: a setting that is not one of the values listed.
+        ShardingError: a setting that is not one of the values listed, or an open_limit below what tied units need.
+        CommError: a rank has no memory for the pool.
         Disagree, MismatchError: the ranks give different models.
 
     Attributes:
@@ -148,7 +148,7 @@ class FSDP(Core):
         Collective: all ranks of the communicator call this.
 
         Raises:
-            LayoutError: no such parameter. Disagree: the ranks name different ones.
+            LayoutError: no such parameter. Disagree: the ranks name different ones. CommError: there is no memory.
         """
         self._healthy()
         try:
@@ -159,8 +159,7 @@ class FSDP(Core):
         if segment is None:
             return self._opener.ignored(unit, param).copy()
         entry = segment.plan.by_name[param]
-        xp = self._links.xp
-        whole = xp.empty(entry.elems, dtypes.get(unit.formats.master).numpy)
+        whole = self._empty(entry.elems, unit.formats.master, f"the whole of {name!r}")
         saved.gather_param(
             self._links, self._in_lane, segment.plan, entry, self._opener.shard(unit.name, segment), whole
         )
@@ -172,14 +171,25 @@ class FSDP(Core):
     def step(self, last: bool = True) -> Iterator[FSDP]:
         """A micro-batch: forward and backward. With last=False gradients are kept for the next one.
 
+        A last micro-batch that gives no unit a gradient is not counted for the mean: a forward pass alone. Steps do not
+        lie within each other.
+
         Where the block raises, the step has failed on all ranks: they raise at their next call, and `reset` makes the
         model usable again.
         """
         self._healthy()
         if not isinstance(last, (bool, np.bool_)):
-            self._wrong(StepError(f"step: last is True or False, got {last!r}"))
+            self._wrong(StepError(f"step: last is True or False, got {brief(last)}"))
+        if self._in_step:
+            self._wrong(
+                StepError(
+                    "step: micro-batches follow each other, and this step begins within another; let the `with` block "
+                    "of that one end first"
+                )
+            )
         self._opener.begin_step()
         self._grads.begin_step(bool(last))
+        self._in_step = True
         try:
             yield self
             self._guarded(self._grads.end_step)
@@ -189,6 +199,8 @@ class FSDP(Core):
             if not known_elsewhere(error):
                 self._links.tell(error)
             raise
+        finally:
+            self._in_step = False
 
     def open(self, unit: str, phase: Phase = "forward") -> Mapping[str, Array]:
         """Return a unit's parameters by name, whole, as views of the pool; starts to gather what comes next.
@@ -276,7 +288,7 @@ class FSDP(Core):
         if not self._opener.is_open(unit):
             self._wrong(NotOpen(f"reduce({unit!r}): reduce a unit before it is closed"))
         self._stepping()
-        self._calls.append(f"reduce {unit}")
+        self._calls.append(f"reduce {unit} of micro-batch {self._grads.micro_batches}")
         self._guarded(lambda: self._grads.reduce(unit))
 
     def join(self) -> None:
@@ -310,41 +322,45 @@ class FSDP(Core):
     def norm(self, p: float = 2.0) -> float:
         """Return the p-norm of all gradients, over all shards; the same bits however they are sharded.
 
-        NaN where any gradient is NaN, else Inf where one is Inf. Collective: all ranks of the communicator call this,
-        with one p, which the next `join` compares.
+        NaN where any gradient is NaN, else Inf where one is Inf or the norm is beyond float64.
+
+        Collective: all ranks of the communicator call this, with one p, which the next `join` compares.
 
         Raises:
             NotJoined: a gradient is not reduced. StepError: p is not a number above 0.
         """
         self._joined("norm")
-        self._number("p of a norm", "a number above 0, or inf", p, math.ulp(0.0))
-        self._calls.append(f"norm {float(p)}")
+        p = self._number("p of a norm", "a number above 0, or inf", p, math.ulp(0.0))
+        self._calls.append(f"norm {p}")
         ready = [self._slots[name].grad for name in self._grads.ready()]
-        channel, xp = self._links.shard, self._links.xp
         if p == math.inf:
-            with np.errstate(invalid="ignore"):  # a NaN is the result
-                peaks = [0.0, *(float(xp.abs(grad).max()) for grad in ready if grad.size)]
-            return float(self._over_shards(np.max(peaks, keepdims=True), "max")[0])
-        words = sum((power_sum(grad, p, xp) for grad in ready), power_sum(xp.zeros(0), p, xp))
-        total = value_of(self._over_shards(words, "sum") if channel is not None else words)
+            return self._peak(ready)
+        total, scale = self._power_sum(ready, p), 1.0
+        if total == math.inf or total < SMALLEST_SUM:  # on all ranks alike: powers may be beyond float64
+            scale = self._peak(ready)
+            if not 0 < scale < math.inf:
+                return scale
+            total = self._power_sum(ready, p, scale)
         with np.errstate(over="ignore"):
-            return math.sqrt(total) if p == 2 else float(np.float64(total) ** (1 / p))
+            return scale * (math.sqrt(total) if p == 2 else float(np.float64(total) ** (1 / p)))
 
     def clip(self, max_norm: float, p: float = 2.0) -> float:
         """Scale all gradients by min(1, max_norm / (norm + 1e-6)) and return their norm before it.
 
-        Where the norm is Inf that leaves zeros, and NaN in place of Inf; where it is NaN all gradients become NaN.
+        Where the norm is Inf that leaves zeros, and NaN in place of Inf; where it is NaN all gradients become NaN. With
+        max_norm=inf all gradients stay as they are.
+
         Collective: all ranks of the communicator call this, with one max_norm and p, which the next `join` compares.
 
         Raises:
             NotJoined: a gradient is not reduced. StepError: max_norm is below 0 or p not above 0, or not a number.
         """
         self._joined("clip")
-        self._number("max_norm", "a number of 0 or more, or inf", max_norm, 0)
+        max_norm = self._number("max_norm", "a number of 0 or more, or inf", max_norm, 0)
         norm = self.norm(p)
-        self._calls.append(f"clip {float(max_norm)}")
+        self._calls.append(f"clip {max_norm}")
         factor = max_norm / (norm + _EPS)
-        if not factor >= 1:  # also for NaN, which the gradients then show
+        if max_norm != math.inf and not factor >= 1:  # also for NaN, which the gradients then show
             for name in self._grads.ready():
                 grad = self._slots[name].grad
                 with np.errstate(invalid="ignore"):  # Inf times 0 is NaN, as said
@@ -422,8 +438,9 @@ class FSDP(Core):
                 next step may begin. What holds for `lowshard.weights.save` holds here.
 
         Raises:
-            NotJoined: gradients that no update has used.
-            CheckpointError, NotDurable, PeerFailed, TimedOut: as `write_checkpoint`.
+            NotJoined: a gradient is not reduced. Reduced ones may be there, and are no part of the file.
+            CheckpointError: a state that is neither an array like the parameters nor a number, or two tensors of one
+                name. CheckpointError, NotDurable, PeerFailed, TimedOut: as `write_checkpoint`.
         """
         self._joined("save")
         return saved.save(self, path, wait)

@@ -148,7 +148,7 @@ class Gradients:
         if self._shape.own_grad(unit):
             return self.result(unit)
         slot = self.state[unit.name].slot
-        name = f"grads:#{slot}" if self._shared(unit) else f"grads:{unit.name}"
+        name = f"grads#{slot}" if self._shared(unit) else f"grads:{unit.name}"
         return self._pool.part(name, unit.formats.grad, unit.grad_elems)
 
     def result(self, unit: UnitPlan) -> Array:
@@ -167,7 +167,9 @@ class Gradients:
     # ---- adding up
 
     def begin_step(self, last: bool) -> None:
-        """A micro-batch begins."""
+        """A micro-batch begins; it is the first again after a last one that left no gradients."""
+        if self.last and all(grad.state is State.EMPTY for grad in self.state.values()):
+            self.micro_batches = 0
         self.last = last
         self.micro_batches += 1
         for grad in self.state.values():

@@ -118,28 +118,15 @@ def save(engine: Core, path: Any, wait: bool) -> Work | None:
     error: Exception | None = None
     try:
         check_turn(engine._world, wait)  # before what follows takes its time
+        arrays, numbers = _slot_state(engine)
     except Exception as found:
         error = found
     agree(engine._world, b"", error, "save")
     mesh = DeviceMesh((engine.grid.shards,), ("shard",))  # the first shard group: replicas hold the same
     tensors: dict[str, tuple[Layout, np.ndarray | None]] = {}
     writes = engine.grid.replica_rank == 0
-    arrays: dict[str, list[str]] = {}
-    numbers: dict[str, dict[str, Any]] = {}
     for unit in engine.plan.units:
         slot = engine._slots.get(unit.name)
-        if slot is not None:
-            arrays[unit.name] = [
-                k for k, v in slot.state.items() if getattr(v, "shape", None) == slot.param.shape
-            ]
-            rest = {k: v for k, v in slot.state.items() if k not in arrays[unit.name]}
-            for key, value in rest.items():
-                if not isinstance(value, (int, float, str, bool)):
-                    raise CheckpointError(
-                        f"save: state {key!r} of unit {unit.name!r} is neither an array like the parameters nor a "
-                        "number"
-                    )
-            numbers[unit.name] = {"step": slot.step, "state": rest}
         for segment in unit.segments:
             shard = engine._opener.shard(unit.name, segment)
             parts = {"": shard}
@@ -159,6 +146,42 @@ def save(engine: Core, path: Any, wait: bool) -> Work | None:
     said = {"version": _VERSION, "updates": engine.updates, "arrays": arrays, "numbers": numbers}
     about = {_KEY: json.dumps(said, sort_keys=True)}
     return write_state(path, tensors, engine._world.control, about, wait=wait, is_copy=True)
+
+
+def _slot_state(engine: Core) -> tuple[dict[str, list[str]], dict[str, dict[str, Any]]]:
+    """Return, by unit, the names of its state's arrays, and the numbers.
+
+    Raises:
+        CheckpointError: a state that is not for files, or an array whose name in the file is that of another.
+    """
+    arrays: dict[str, list[str]] = {}
+    numbers: dict[str, dict[str, Any]] = {}
+    names = {f"{unit.name}.{param.name}" for unit in engine.plan.units for param in unit.ignored}
+    for unit in engine.plan.units:
+        names |= {f"{unit.name}.{entry.name}" for segment in unit.segments for entry in segment.plan.entries}
+    for name, slot in engine._slots.items():
+        arrays[name] = [k for k, v in slot.state.items() if getattr(v, "shape", None) == slot.param.shape]
+        rest = {k: v for k, v in slot.state.items() if k not in arrays[name]}
+        for key, value in slot.state.items():
+            if not isinstance(key, str) or (key in rest and not isinstance(value, (int, float, str, bool))):
+                raise CheckpointError(
+                    f"save: state {key!r} of unit {name!r} is neither an array like the parameters nor a number, or "
+                    "its name is not a text"
+                )
+        numbers[name] = {"step": slot.step, "state": rest}
+        trained = engine.plan.by_name[name].trained
+        assert trained is not None
+        for key in arrays[name]:
+            for entry in trained.plan.entries:
+                stored = f"{name}.{entry.name}/{key}"
+                if stored in names:
+                    raise CheckpointError(
+                        f"save: every tensor of the file has a name of its own, and {stored!r} would be both the "
+                        f"optimizer's {key!r} of {name}.{entry.name} and another tensor; give the parameter or the "
+                        "state another name"
+                    )
+                names.add(stored)
+    return arrays, numbers
 
 
 def param_rows(engine: Core, name: str, split: Split) -> tuple[Layout, Array]:
@@ -185,7 +208,7 @@ def _rows(
     dtype = dtypes.get(flat.dtype)
     shards, rank = plan.shards, engine.grid.shard_rank
     if not entry.shape:
-        whole = engine._links.xp.empty(1, dtype.numpy)
+        whole = engine._empty(1, dtype.name, f"{name!r}")
         gather_param(engine._links, engine._in_lane, plan, entry, flat, whole)
         return Layout(mesh, (), dtype.name, (Replicated(),)), whole.reshape(())
     layout = Layout(mesh, entry.shape, dtype.name, (Sharded(0, split),))
@@ -198,7 +221,7 @@ def _rows(
     if channel is None:
         out = own.copy()
     else:
-        out = engine._links.xp.empty(wanted[rank][1] - wanted[rank][0], dtype.numpy)
+        out = engine._empty(wanted[rank][1] - wanted[rank][0], dtype.name, f"rows of {name!r}")
         send = [_overlap(held[rank], wanted[r], held[rank][0]) for r in range(shards)]
         recv = [_overlap(held[r], wanted[rank], wanted[rank][0]) for r in range(shards)]
         args = (own, *map(list, zip(*send, strict=True)), out, *map(list, zip(*recv, strict=True)))
@@ -236,6 +259,7 @@ def load(engine: Core, path: Any) -> None:
     found: list[tuple[Array, np.ndarray]] = []
     said: dict[str, Any] = {}
     try:
+        engine._grads.join()  # what is under way would be added to the sums after they were cleared
         file = check_path(path, "load takes the path of a file that save wrote", CheckpointError)
         with CheckpointReader(file) as reader:
             said = _read_state.text(reader.header.metadata.get(_KEY, "{}"), f"{path}: its metadata {_KEY!r}")
@@ -251,8 +275,8 @@ def load(engine: Core, path: Any) -> None:
     for name, slot in engine._slots.items():
         slot.step = said["numbers"][name]["step"]
         slot.state.update(said["numbers"][name]["state"])
-        for key in said["arrays"][name]:
-            slot.state[key]  # zeros, also where this rank holds no element
+        for key in said["arrays"][name]:  # also where this rank holds no element
+            slot.state[key] = engine._links.xp.zeros(slot.param.shape, said["dtypes"][name, key])
     for name, unit, segment, piece, _ in engine._held():
         if segment.trainable:
             for key in said["arrays"][unit.name]:
@@ -270,11 +294,18 @@ def _read(engine: Core, reader: CheckpointReader, said: dict[str, Any]) -> list[
     if missing:
         raise CheckpointError(f"{reader.header.path}: has no state of unit {missing[0]!r}")
     found: list[tuple[Array, np.ndarray]] = []
-    said["read"] = {}
+    said["read"], said["dtypes"] = {}, {}
     for unit in engine.plan.units:  # all ranks find the same faults, whatever they hold
         for segment in unit.segments:
             for entry in segment.plan.entries:
-                _check_entry(reader, f"{unit.name}.{entry.name}", entry.shape, unit.formats.master)
+                name = f"{unit.name}.{entry.name}"
+                _check_entry(reader, name, entry.shape, unit.formats.master)
+                for key in said["arrays"][unit.name] if segment.trainable else ():
+                    stored = dtypes.get(reader.header.entry(f"{name}/{key}").dtype)
+                    dtype = said["dtypes"].setdefault((unit.name, key), stored.numpy)
+                    _check_entry(reader, f"{name}/{key}", entry.shape, dtypes.get(dtype).name)
+        for param in unit.ignored:
+            _check_entry(reader, f"{unit.name}.{param.name}", param.shape, unit.formats.compute)
     for name, unit, segment, piece, view in engine._held():
         elems = segment.plan.by_name[piece.name].elems
         box = ((piece.param_lo, piece.param_hi),)

@@ -25,6 +25,8 @@ _LIMBS = (2046 + 53) // _LIMB_BITS + 3
 WORDS = _LIMBS + 2
 """int64 words of a sum: its limbs, the number of blocks that were Inf, and of those that were NaN."""
 _CHUNK_ELEMS = 1 << 20
+SMALLEST_SUM = 2.0**-900
+"""What a sum of powers has lost by underflow is nothing beside this."""
 
 
 def block_sums(terms: Array) -> Array:
@@ -36,10 +38,10 @@ def block_sums(terms: Array) -> Array:
     return quarter[:, 0] + quarter[:, 1]
 
 
-def power_sum(flat: Array, p: float, xp: Any) -> np.ndarray:
-    """Return the exact sum of block sums of |x|^p of a flat array as words `[WORDS]` int64."""
+def power_sum(flat: Array, p: float, xp: Any, scale: float = 1.0) -> np.ndarray:
+    """Return the exact sum of block sums of |x / scale|^p of a flat array as words `[WORDS]` int64."""
     words = np.zeros(WORDS, np.int64)
-    compiled = p == 2 and flat.size % BLOCK_ELEMS == 0 and _compiled_for(flat)
+    compiled = p == 2 and scale == 1 and flat.size % BLOCK_ELEMS == 0 and _compiled_for(flat)
     for start in range(0, flat.size, _CHUNK_ELEMS):
         if compiled:
             part = flat[start : start + _CHUNK_ELEMS]
@@ -51,6 +53,7 @@ def power_sum(flat: Array, p: float, xp: Any) -> np.ndarray:
         if chunk.size % BLOCK_ELEMS:
             chunk = xp.concatenate([chunk, xp.zeros(-chunk.size % BLOCK_ELEMS)])
         with np.errstate(over="ignore", invalid="ignore"):  # Inf and NaN are counted
+            chunk = chunk if scale == 1 else chunk / scale
             terms = chunk * chunk if p == 2 else xp.abs(chunk) ** p
             sums = block_sums(terms)
         add_exactly(words, sums if isinstance(sums, np.ndarray) else sums.get())

@@ -205,7 +205,7 @@ class Opener:
         if self._shape.rests_whole(unit):
             return self._pool.part(f"master:{unit.name}", unit.formats.master, unit.elems)
         slot = self.state[unit.name].slot
-        name = f"open:{unit.name}" if self._shape.keeps else f"open:#{slot}"
+        name = f"open:{unit.name}" if self._shape.keeps else f"open#{slot}"
         return self._pool.part(name, unit.formats.compute, unit.elems)
 
     def _start(self, name: str, keep: set[str]) -> bool:

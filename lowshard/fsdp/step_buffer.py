@@ -43,9 +43,9 @@ def plan_pool(shape: Shape) -> PoolPlan:
         ):
             add(f"grads:{unit.name}", unit.grad_elems * unit.formats.item("grad"))
     for slot in range(shape.open_slots):
-        add(f"open:#{slot}", largest_open)
+        add(f"open#{slot}", largest_open)
     for slot in range(shape.grad_slots):
-        add(f"grads:#{slot}", largest_grad)
+        add(f"grads#{slot}", largest_grad)
     add("wire", max((wire_bytes(shape, unit) for unit in units), default=0))
     add("reduce", max((reduce_bytes(shape, unit) for unit in units), default=0))
     return PoolPlan(tuple(parts))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -134,7 +135,7 @@ class ModelPlan:
             ties = []
             for param in params:
                 if param.tie is not None:
-                    unit, _, target = tie_target(name, param, units).partition(".")
+                    unit, _, target = tie_target(name, param, units).rpartition(".")
                     ties.append((param.name, unit, target))
             ignored = tuple(param for param in params if param.ignored)
             made.append(UnitPlan(name, formats, tuple(segments), tuple(ties), ignored))
@@ -163,7 +164,12 @@ class ModelPlan:
 
 @dataclass(frozen=True)
 class Part:
-    """One part of the pool."""
+    """One part of the pool.
+
+    Attributes:
+        name: "open:l0" is of a unit, "open#0" is used by all units in turns.
+        bytes: of it.
+    """
 
     name: str
     bytes: int
@@ -189,7 +195,7 @@ class PoolPlan:
 
     def bytes_of(self, name: str) -> int:
         """Return the bytes of all parts with this first word of their name."""
-        return sum(part.bytes for part in self.parts if part.name.split(":")[0] == name)
+        return sum(part.bytes for part in self.parts if re.split("[:#]", part.name)[0] == name)
 
 
 @dataclass(frozen=True)

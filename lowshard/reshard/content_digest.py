@@ -69,8 +69,10 @@ def digest(
         BufferMismatchError: a local array is not the one its layout says.
         MeshError: a layout names ranks that the communicator does not have.
         MismatchError: ranks ask for different tensors.
+        CommError: comm is not a communicator.
     """
-    rank, size = (0, 1) if comm is None else (comm.rank, comm.size)
+    control = None if comm is None else control_of(comm)
+    rank, size = (0, 1) if control is None else (control.rank, control.size)
     held: dict[str, _Held] = {}
     error: LowshardError | None = None
     try:
@@ -89,14 +91,14 @@ def digest(
     rows = np.zeros((len(held), 3, SUMS), np.uint32)
     own = [one.sums(rank, row) for one, row in zip(held.values(), rows, strict=True)]
     totals = rows
-    if comm is not None and rows.size:
+    if control is not None and rows.size:
         totals = np.zeros_like(rows)
-        control_of(comm).all_reduce(rows.reshape(-1), totals.reshape(-1))
+        control.all_reduce(rows.reshape(-1), totals.reshape(-1))
     apart = np.flatnonzero((totals[:, 1] != totals[:, 2]).any(axis=1))
     if len(apart):
         names = list(held)
         first = {names[i]: (held[names[i]], own[i]) for i in apart[:_MOST_NAMED]}
-        _name_ranks(None if comm is None else control_of(comm), first, len(apart))
+        _name_ranks(control, first, len(apart))
     return {
         name: tensor_digest(one.plan.layout.dtype, one.plan.layout.shape, total)
         for (name, one), total in zip(held.items(), totals[:, 0], strict=True)

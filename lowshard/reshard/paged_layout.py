@@ -115,12 +115,20 @@ class PagedLayout:
 
     def part_of(self, rank: int) -> int:
         """Return which part of the heads a rank holds, counted from 0; errors as `heads_of`."""
+        rule = f"the ranks of this layout are {brief(self.ranks)}"
+        rank = whole(rank, rule, LayoutError)
         if rank not in self.ranks:
-            raise LayoutError(f"the ranks of this layout are {brief(self.ranks)}, got {brief(rank)}")
+            raise LayoutError(f"{rule}, got {brief(rank)}")
         return self.ranks.index(rank) // (len(self.ranks) // self.parts)
 
     def holders(self, part: int) -> tuple[int, ...]:
-        """Return the ranks that hold a part of the heads."""
+        """Return the ranks that hold a part of the heads.
+
+        Raises:
+            LayoutError: it is not one of the parts.
+        """
+        rule = f"a part of this layout is 0 to {self.parts - 1}"
+        part = whole(part, rule, LayoutError, 0, self.parts - 1)
         copies = len(self.ranks) // self.parts
         return tuple(rank for rank in self.ranks if self.part_of(rank) == part)[:copies]
 

@@ -1,8 +1,11 @@
 """Where publishers and subscribers meet: an address, and a token that only they know.
 
-`unix:/folder`: one host; the folder is its user's alone, holds the doors' sockets, the token and a lock, and is made
-where it is missing. `tcp://host:port`: any hosts; port 0 is one that is free. The token is in a file of mode 0600: in
-the folder, or for TCP below the cache folder, from where it is brought to other hosts.
+`unix:/folder`: one host; the folder is its user's alone, holds the doors' sockets, the token and a lock and nothing
+else, and is made where it is missing. `tcp://host:port`: any hosts; port 0 is one that is free. The token is in a file
+of mode 0600: in the folder, or for TCP below the cache folder, from where it is brought to other hosts.
+
+A publisher removes what it has made, and what one that was killed has left. It asks each time whether it is that: the
+folder may have been made anew meanwhile, for another publisher.
 """
 
 from __future__ import annotations
@@ -10,22 +13,28 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
 import secrets
-import shutil
 import socket
+import stat
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from lowshard.argument import brief, instance
 from lowshard.argument import path as check_path
 from lowshard.comm.door import TOKEN_BYTES, Door
-from lowshard.errors import CommError
+from lowshard.errors import CommError, LowshardError
 from lowshard.settings import cache_root
 
 _RULE = "an address is 'unix:/folder' on one host, or 'tcp://host:port'"
 _LEAST_TOKEN_BYTES = 16
 _MOST_TOKEN_BYTES = 4096
 _BACKLOG = 1024
+_LOCK = "lock"
+_MOST_PORT_DIGITS = 5
+_TRIES = 100
+"""How often a folder is made anew that who closes at this moment has removed."""
 
 
 @dataclass(frozen=True)
@@ -51,11 +60,12 @@ class Address:
         """
         text = instance(text, str, _RULE, CommError)
         scheme, _, rest = text.partition(":")
-        if scheme == "unix" and rest.startswith("/"):
+        if scheme == "unix" and rest.startswith("/") and _is_path(rest):
             return cls(folder=Path(rest))
-        host, _, port = rest.removeprefix("//").rpartition(":")
-        if scheme == "tcp" and rest.startswith("//") and host and port.isdecimal() and int(port) < 1 << 16:
-            return cls(host=host.strip("[]"), port=int(port))
+        named, _, port = rest.removeprefix("//").rpartition(":")
+        host = named.strip("[]")
+        if scheme == "tcp" and rest.startswith("//") and _is_host(host) and _is_port(port):
+            return cls(host=host, port=int(port))
         raise CommError(f"{_RULE}, got {brief(text)}")
 
     def __str__(self) -> str:
@@ -76,6 +86,51 @@ class Address:
         return cache_root() / "publishers" / f"{self.host.replace(':', '_')}_{self.port}.token"
 
 
+def _is_path(text: str) -> bool:
+    """Say whether a text can be a path."""
+    try:
+        return b"\0" not in text.encode()
+    except UnicodeEncodeError:
+        return False
+
+
+def _is_host(text: str) -> bool:
+    """Say whether a text can be looked up as a host."""
+    try:
+        return bool(text) and b"\0" not in text.encode("idna")
+    except UnicodeError:
+        return False
+
+
+def _is_port(text: str) -> bool:
+    is_number = text.isascii() and text.isdigit() and len(text) <= _MOST_PORT_DIGITS
+    return is_number and int(text) < 1 << 16
+
+
+class PublishedDoor(Door):
+    """A door that takes away nothing of others: no socket that lies where its own was, nothing of a parent process."""
+
+    def __init__(
+        self, listening: Sequence[socket.socket], addresses: Sequence[str], path: Path | None
+    ) -> None:
+        super().__init__(listening, addresses, path)
+        self._pid = os.getpid()
+        self._own = None if path is None else _about(path)
+
+    def close(self) -> None:
+        """Let nobody in any more, and remove the socket where it is this door's."""
+        if os.getpid() != self._pid:  # a forked child has copies of what its parent still uses
+            self._selector.close()
+            for one in self._listening:
+                one.close()
+            return
+        path, self._path = self._path, None
+        if path is not None and _is_same(self._own, _about(path)):
+            with contextlib.suppress(OSError):
+                path.unlink()
+        super().close()
+
+
 def tcp_door(hosts: tuple[str, ...], port: int, token: bytes) -> Door:
     """Return a door at addresses of this host.
 
@@ -92,7 +147,7 @@ def tcp_door(hosts: tuple[str, ...], port: int, token: bytes) -> Door:
         for one in made:
             one.close()
         raise
-    door = Door(made, [str(Address(host=host, port=port)) for host in hosts], None)
+    door = PublishedDoor(made, [str(Address(host=host, port=port)) for host in hosts], None)
     door.token = token
     return door
 
@@ -104,7 +159,7 @@ def folder_door(folder: Path, token: bytes) -> Door:
         OSError: it is there and not this user's alone, or its file system takes no sockets.
     """
     folder.mkdir(mode=0o700, exist_ok=True)
-    door = Door.in_folder(folder)
+    door = PublishedDoor.in_folder(folder)
     door.token = token
     return door
 
@@ -116,9 +171,71 @@ class FolderLock:
         """Take the folder over, without what a publisher that was killed has left there.
 
         Raises:
-            CommError: another publisher has it, or it is not this user's alone.
+            CommError: another publisher has it, it is not this user's alone, or something else lies in it.
         """
-        self._folder = folder
+        self._folder, self._pid = folder, os.getpid()
+        self._fd = -1
+        try:
+            self._fd = _locked(folder)
+            self._refuse_others()
+            self._sweep()
+        except OSError as error:
+            self._close()
+            raise CommError(f"no publisher can be at unix:{folder}: {error.strerror or error}") from error
+
+    def release(self) -> None:
+        """Let go of the folder and remove what is in it; the folder too, where nothing else is in it.
+
+        Where the lock is this one's no more, the folder is another publisher's, and stays as it is.
+        """
+        try:
+            if self._fd >= 0 and os.getpid() == self._pid and _is_lock_of(self._folder, self._fd):
+                with contextlib.suppress(OSError):
+                    self._sweep()
+                    (self._folder / _LOCK).unlink(missing_ok=True)
+                    self._folder.rmdir()
+        finally:
+            self._close()
+
+    def _close(self) -> None:
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def _refuse_others(self) -> None:
+        """Raise OSError where something lies in the folder that no publisher has made."""
+        other = next((path for path in self._folder.iterdir() if not _is_made_here(path)), None)
+        if other is None:
+            return
+        if other.name != _LOCK:
+            (self._folder / _LOCK).unlink(missing_ok=True)
+        raise OSError(
+            None,
+            f"the folder of a publisher holds what publishers make and no more, and this one holds {other.name!r}, "
+            "which is not theirs; give this publisher a folder of its own",
+        )
+
+    def _sweep(self) -> None:
+        """Remove what publishers make, but for the lock."""
+        for path in list(self._folder.iterdir()):
+            if path.name == _LOCK or not _is_made_here(path):
+                continue
+            if path.name.startswith("rank-"):
+                (path / "door").unlink(missing_ok=True)
+                path.rmdir()
+            else:
+                path.unlink(missing_ok=True)
+
+
+def _locked(folder: Path) -> int:
+    """Return the descriptor of a folder's lock, taken; both are made where they are missing.
+
+    Who closes at this moment removes both, at any step of this: then it begins anew.
+
+    Raises:
+        OSError: another publisher has the lock, or the folder is not this user's alone.
+    """
+    for left in reversed(range(_TRIES)):
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             about = folder.stat(follow_symlinks=False)
@@ -126,43 +243,70 @@ class FolderLock:
                 raise PermissionError(
                     "it must be a folder of this user that nobody else may enter (mode 0700)"
                 )
-            self._fd = self._locked()
-        except OSError as error:
-            raise CommError(f"no publisher can be at unix:{folder}: {error.strerror or error}") from error
-        self._sweep()
+            fd = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        except (FileNotFoundError, FileExistsError):
+            if not left:
+                raise
+            continue
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _is_lock_of(folder, fd):
+                return fd
+        except BlockingIOError:
+            os.close(fd)
+            break
+        except BaseException:
+            os.close(fd)
+            raise
+        os.close(fd)
+    raise OSError(None, "another publisher is there; close it, or give this one a folder of its own")
 
-    def release(self) -> None:
-        """Let go of the folder and remove what is in it; the folder too, where nothing else is in it."""
-        if self._fd < 0:
-            return
-        self._sweep()
-        (self._folder / "lock").unlink(missing_ok=True)
-        with contextlib.suppress(OSError):
-            self._folder.rmdir()
-        os.close(self._fd)
-        self._fd = -1
 
-    def _locked(self) -> int:
-        path = self._folder / "lock"
-        while True:
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                with contextlib.suppress(FileNotFoundError):
-                    if os.path.samestat(os.fstat(fd), os.stat(path)):
-                        return fd
-            except BlockingIOError:
-                os.close(fd)
-                raise OSError(
-                    None, "another publisher is there; close it, or give this one a folder of its own"
-                ) from None
-            os.close(fd)  # who let go removed it meanwhile
+def _is_lock_of(folder: Path, fd: int) -> bool:
+    """Say whether a descriptor is that of the lock that lies in a folder now."""
+    return _is_same(os.fstat(fd), _about(folder / _LOCK))
 
-    def _sweep(self) -> None:
-        for name in ("door", "token"):
-            (self._folder / name).unlink(missing_ok=True)
-        for rank in self._folder.glob("rank-*"):
-            shutil.rmtree(rank, ignore_errors=True)
+
+def _is_made_here(path: Path) -> bool:
+    """Say whether what lies in a publisher's folder is what publishers make, or has gone meanwhile."""
+    about = _about(path)
+    if about is None:
+        return True
+    if path.name == "door":
+        return stat.S_ISSOCK(about.st_mode)
+    if path.name == _LOCK:
+        return stat.S_ISREG(about.st_mode) and not about.st_size
+    if path.name == "token":
+        return stat.S_ISREG(about.st_mode) and not about.st_mode & 0o077 and _is_hex(path, about.st_size)
+    if re.fullmatch("rank-[0-9]+", path.name) is None or not stat.S_ISDIR(about.st_mode):
+        return False
+    return all(inner.name == "door" and _is_made_here(inner) for inner in _listed(path))
+
+
+def _listed(folder: Path) -> Iterator[Path]:
+    with contextlib.suppress(FileNotFoundError):
+        yield from folder.iterdir()
+
+
+def _is_hex(path: Path, size_bytes: int) -> bool:
+    """Say whether a file holds a token as publishers write it, or the beginning of one."""
+    try:
+        return size_bytes <= 2 * _MOST_TOKEN_BYTES and set(path.read_bytes()) <= set(b"0123456789abcdef")
+    except FileNotFoundError:
+        return True
+
+
+def _about(path: Path) -> os.stat_result | None:
+    """Return what the system knows of what lies at a path; None where nothing does."""
+    try:
+        return path.stat(follow_symlinks=False)
+    except OSError:
+        return None
+
+
+def _is_same(own: os.stat_result | None, found: os.stat_result | None) -> bool:
+    """Say whether two are the same file, of which the first is open: its number is not given out again."""
+    return own is not None and found is not None and os.path.samestat(own, found)
 
 
 def checked_token(token: object) -> bytes:
@@ -188,10 +332,21 @@ def write_token(path: Path, token: bytes) -> None:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         path.unlink(missing_ok=True)
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        with open(fd, "wb") as file:
-            file.write(token.hex().encode())
+        try:
+            with open(fd, "wb") as file:
+                file.write(token.hex().encode())
+        except BaseException:
+            path.unlink(missing_ok=True)
+            raise
     except OSError as error:
         raise CommError(f"the token cannot be kept in {path}: {error.strerror or error}") from error
+
+
+def remove_token(path: Path, token: bytes) -> None:
+    """Remove the file that a token was written to, while it holds that token: another may have come after."""
+    with contextlib.suppress(LowshardError, OSError):
+        if read_token(path) == token:
+            path.unlink()
 
 
 def read_token(path: object) -> bytes:

@@ -16,6 +16,7 @@ import hashlib
 import json
 import os
 import secrets
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
@@ -29,7 +30,7 @@ from lowshard.comm.background import Background
 from lowshard.comm.door import Door
 from lowshard.comm.interface import addresses_towards, interface_addresses, is_loopback, network_name
 from lowshard.comm.work import Stream, Work
-from lowshard.errors import CommError, LowshardError, PlanError
+from lowshard.errors import CommError, LowshardError, PeerFailed, PlanError, TimedOut
 from lowshard.layout import Layout
 from lowshard.reshard.publication_address import (
     Address,
@@ -37,6 +38,7 @@ from lowshard.reshard.publication_address import (
     checked_token,
     folder_door,
     new_token,
+    remove_token,
     tcp_door,
     write_token,
 )
@@ -51,6 +53,8 @@ from lowshard.transfer.device_copies import DeviceCopies
 
 Array = Any
 _ANY = ("0.0.0.0", "::")
+_ROUND_S = 1.0
+"""How long rank 0 waits for members at most, before the other ranks hear that it still does."""
 
 
 class Publisher:
@@ -64,13 +68,16 @@ class Publisher:
     Each rank keeps one copy of its tensors for the newest version and one for the next, and one more for each
     subscriber that is still copying an older one.
 
-    Collective: all ranks of the communicator make it, publish, and close it. It can be used in a `with` block.
+    Collective: all ranks of the communicator make it, publish, and close it. It can be used in a `with` block: one that
+    ends by an exception waits for nobody. A forked child has nothing of it: what it closes, or leaves, stays with its
+    parent.
 
     Args:
         layouts: by name, what the ranks hold: a Layout, a Tiling or a TensorLayout.
         arrays: by name, this rank's local arrays; the same ones serve every version.
         comm: the communicator; None for one rank.
-        address: `unix:/folder` for subscribers of this host and user, or `tcp://host:port` (port 0: a free one).
+        address: `unix:/folder` for subscribers of this host and user, a folder of its own; or `tcp://host:port` (port
+            0: a free one).
         token: the secret that subscribers must know, 16 bytes or more; by default a new one, in `token_file`.
 
     Attributes:
@@ -80,8 +87,8 @@ class Publisher:
     Every rank raises the same error.
 
     Raises:
-        CommError: the address is not valid, is in use, or leads to one host while ranks are on several; a token too
-            short.
+        CommError: the address is not valid, is in use, or leads to one host while ranks are on several; something else
+            lies in the folder; a token too short.
         LayoutError: a partial layout.
         BufferMismatchError: an array is not the one its layout says.
         MismatchError: ranks ask for different tensors or addresses.
@@ -99,7 +106,7 @@ class Publisher:
         self._alone = loopback(1)[0] if comm is None else None
         whole = self._alone if comm is None else control_of(comm)
         assert whole is not None
-        self._closed, self._number = False, 0
+        self._closed, self._number, self._pid = False, 0, os.getpid()
         self._version: int | None = None
         self._server: VersionServer | None = None
         self.token_file: Path | None = None
@@ -123,8 +130,11 @@ class Publisher:
         self._newest = Newest() if self._comm.rank == 0 else None
         try:
             self._open(where, given)
-        except BaseException:
-            self._let_go()
+        except LowshardError:  # of all ranks
+            self._end()
+            raise
+        except BaseException as found:
+            self._leave(found)
             raise
 
     def _open(self, where: Address, given: bytes | None) -> None:
@@ -214,11 +224,19 @@ class Publisher:
             PlanError: a version that is not such an integer; nothing has changed.
             StreamError: stream is no stream of the arrays' GPU; nothing has changed.
             MismatchError: ranks publish different versions; nothing has changed.
-            CommError: there is no memory for a snapshot; the last version stays on offer.
+            CommError: wait is neither True nor False; nothing has changed. There is no memory for a snapshot; the last
+                version stays on offer.
             PeerFailed, TimedOut: a rank did not come. The last version stays on offer where rank 0 lives.
         """
-        wait = truth(wait, "wait is True or False", CommError)
+        if os.getpid() != self._pid:
+            raise CommError(
+                f"a Publisher is its process's, {self._pid}, and this is a forked child of it; make one here"
+            )
         error = self._background.settle()
+        try:
+            wait = truth(wait, "wait is True or False", CommError)
+        except CommError as found:
+            wait, error = True, error or found
         try:
             self._copies.follow(stream)
         except LowshardError as found:
@@ -256,52 +274,129 @@ class Publisher:
     def close(self, timeout_s: float = 30.0) -> None:
         """Let the members that are in touch have the newest version, then end. Closing twice is safe.
 
+        It has ended afterwards, also where this raises: the address is free, and the memory of versions is given back.
+
         Collective: all ranks of the communicator call this.
 
         Args:
-            timeout_s: how long to wait for members, in seconds.
+            timeout_s: how long to wait for members, in seconds; rank 0's counts.
+
+        Every rank raises the same error.
 
         Raises:
+            CommError: timeout_s is not a number of seconds; nobody is waited for.
+            MismatchError: another rank does not close it.
             LowshardError: what went wrong in the background, and was told to nobody.
         """
-        wait_s = number(timeout_s, "timeout_s is a number of seconds, 0 or more", CommError, 0)
         if self._closed:
             return
-        error = self._background.settle()
-        self._closed = True
-        if self._newest is not None and self._version is not None:
-            self._newest.wait_until_all_have_it(wait_s)
-        with contextlib.suppress(CommError):  # where a rank has failed nobody is waited for
-            share(self._comm, np.zeros(1, np.int64))  # the others' snapshots are read until here
+        try:
+            if os.getpid() == self._pid:
+                self._close(timeout_s)
+        except LowshardError:  # of all ranks
+            self._end()
+            raise
+        except BaseException as found:
+            self._leave(found)
+            raise
+        self._end()
+
+    def _close(self, timeout_s: float) -> None:
+        """Wait for members, and raise on all ranks what one of them is to tell."""
+        comm, wait_s, has_news = self._comm, 0.0, False
+        untold = self._background.settle()
+        error: CommError | None = None
+        try:
+            wait_s = number(timeout_s, "timeout_s is a number of seconds, 0 or more", CommError, 0)
+        except CommError as found:
+            error = found
+        try:
+            agree(comm, b"close", error, "close")
+            has_news = self._wait_for_members(wait_s, untold is not None)
+            if comm.rank:  # ahead of rank 0, which makes room for the next publisher
+                self._let_go()
+            agree(comm, b"", untold, "close")
+        except (PeerFailed, TimedOut):  # where a rank has failed nobody is waited for
+            if has_news:
+                raise
+            if untold is not None:
+                raise untold from None
+
+    def _wait_for_members(self, wait_s: float, has_news: bool) -> bool:
+        """Wait until all members have the newest version, or the time of rank 0 is over; all ranks end together.
+
+        They meet in rounds: rank 0 may wait longer than the communicator's deadline, and members read the snapshots of
+        the others until then.
+
+        Args:
+            wait_s: time that members have.
+            has_news: whether this rank has an error to tell.
+
+        Returns:
+            Whether some rank has.
+        """
+        end_s = time.monotonic() + wait_s
+        while True:
+            is_over = True
+            if self._newest is not None and self._version is not None:
+                left_s = max(0.0, end_s - time.monotonic())
+                round_s = min(_ROUND_S, self._comm.timeout_s / 2, left_s)
+                is_over = self._newest.wait_until_all_have_it(round_s) or left_s <= round_s
+            rows = share(self._comm, np.array([is_over, has_news], np.int64))
+            if rows[0][0]:
+                return any(row[1] for row in rows)
+
+    def _end(self) -> None:
+        """Let go, and give the communicator back, as all ranks do."""
         self._let_go()
-        if error is not None:
-            raise error
+        if os.getpid() == self._pid:
+            with contextlib.suppress(CommError):  # where a rank has died the end of the process does it
+                self._background.close()
+
+    def _leave(self, error: BaseException) -> None:
+        """Let go without the other ranks: they may not come, and what is under way has a deadline of its own."""
+        self._let_go()
+        if os.getpid() == self._pid:
+            self._comm.__exit__(type(error), error, None)
 
     def _let_go(self) -> None:
+        """Give back what this rank has opened, each thing whatever becomes of the others. Again, it does nothing."""
+        with contextlib.ExitStack() as stack:  # the last one first
+            if self._lock is not None:
+                stack.callback(self._lock.release)
+            if self._server is None or os.getpid() != self._pid:
+                for door in self._doors:
+                    stack.callback(door.close)
+            if os.getpid() == self._pid:
+                stack.callback(self._close_server)
+                if self._comm.rank == 0 and self.token_file is not None and self._doors:
+                    stack.callback(remove_token, self.token_file, self._doors[0].token)
+            self._closed = True
+
+    def _close_server(self) -> None:
+        """End what answers members, and drop arrays and snapshots; who reads one still has it until then."""
         if self._newest is not None:
             with self._newest.changed:
                 self._newest.closing = True
                 self._newest.changed.notify_all()
-        if self._server is not None:
-            self._server.close()
-        else:
-            for door in self._doors:
-                door.close()
-        if self._comm.rank == 0 and self.token_file is not None:
-            self.token_file.unlink(missing_ok=True)
-        if self._lock is not None:
-            self._lock.release()
-        self._background.close()
+        server, self._server, self._doors = self._server, None, []
+        if server is None:
+            return
+        try:
+            server.close()
+        finally:
+            if self._background.idle:  # nobody fills one
+                self._arrays = {}
+                self._store.close()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: object, error: object, trace: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None:
             self.close()
-            return
-        with contextlib.suppress(LowshardError):  # what ended the block is told
-            self.close(0.0)
+        else:
+            self._leave(error)
 
 
 def _door_of(where: Address, rank: int, token: bytes) -> Door:

@@ -137,10 +137,11 @@ class Side:
         if not isinstance(array, xp.ndarray):
             raise BufferMismatchError(f"{name}: {which} is a {xp.__name__} array, got {type(array).__name__}")
         got = dtypes.get(array.dtype).name
-        if tuple(array.shape) != shape or not (got == row.name or (eight and got == "uint8")):
+        fits = array.dtype.isnative and (got == row.name or (eight and got == "uint8"))
+        if tuple(array.shape) != shape or not fits:
             raise BufferMismatchError(
                 f"{name}: rank {self.comm.rank} holds {row.name}{list(shape or ())} of this {which} tensor by the "
-                f"plan, got {got}{list(array.shape)}"
+                f"plan, got {array.dtype}{list(array.shape)}"
             )
         if side and xp is np and not array.flags.writeable:
             raise BufferMismatchError(f"{name}: the destination {READ_ONLY}")

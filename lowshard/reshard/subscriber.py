@@ -20,16 +20,20 @@ import hashlib
 import json
 import os
 import socket
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, Self, overload
 
+import numpy as np
+
 from lowshard.argument import brief, instance, number, truth
+from lowshard.argument import path as checked_path
 from lowshard.comm import Communicator, agree, loopback, share_text
-from lowshard.comm.agreement import control_of
+from lowshard.comm.agreement import control_of, share
 from lowshard.comm.background import Background
 from lowshard.comm.door import enter
 from lowshard.comm.interface import network_name
@@ -147,24 +151,27 @@ class Subscriber:
             if token is not None and token_file is not None:
                 raise CommError("a subscriber is given token or token_file, not both")
             self._token = None if token is None else checked_token(token)
-            self._token_file = self._address.token_file if token_file is None else token_file
+            rule = "token_file is the path of a publisher's token"
+            self._token_file = (
+                self._address.token_file if token_file is None else checked_path(token_file, rule, CommError)
+            )
             if not isinstance(delta, str) or delta not in ("auto", "off"):
                 raise CommError(f"delta of a Subscriber is 'auto' or 'off', got {brief(delta)}")
-            share = truth(share, "share is True or False", CommError)
-            name = instance(name, str, "name of a Subscriber is text", CommError)
-            if share and transform is not None:
+            shares = truth(share, "share is True or False", CommError)
+            name = _named(name)
+            if shares and transform is not None:
                 raise CommError(
                     "share=True gives versions on as they came, which a transform does not keep; leave one of them out"
                 )
-            if share and self._sets[0].copies.has_gpus:
+            if shares and self._sets[0].copies.has_gpus:
                 raise CommError(
                     "share=True gives versions on out of host memory; leave it out for arrays on a GPU"
                 )
-            if share:
+            if shares:
                 network = network_name()
             tables = {n: x.to_json() for n, x in self._layouts.items()}
             layouts_text = json.dumps(tables, default=list).encode()
-            said = json.dumps([address, name, delta, share]).encode()
+            said = json.dumps([address, name, delta, shares]).encode()
             asked = hashlib.blake2b(said + layouts_text).digest()
         except LowshardError as found:
             error = found
@@ -178,12 +185,14 @@ class Subscriber:
         """By set. What is served is whole; the other set holds the version before, or nothing."""
         self._delta, self._fetched = delta, Fetched()
         self._attempt, self._closed = 0, False
+        self._patience_s = self._comm.timeout_s / 2 if self._comm.size > 1 else STALLED_S
+        """How long rank 0 may listen to the publisher, or a rank fetch, before the ranks meet again."""
         self._control: Line | None = None
         self._table_text, self._offers, self._proven = "", "", b""
         self._source: Source | None = None
         self._shelf: Shelf | None = None
         self._group = ""
-        if share and len(set(share_text(self._comm, network))) == 1:
+        if network and len(set(share_text(self._comm, network))) == 1:
             self._group = hashlib.blake2b(network.encode() + layouts_text, digest_size=16).hexdigest()
         self._vote = Vote(self._comm)
 
@@ -301,6 +310,8 @@ class Subscriber:
                 raise {"PeerFailed": PeerFailed, "TimedOut": TimedOut}.get(kind, CommError)(text)
             if "offer" in said:
                 return read_answer.text(said["offer"])
+            if said["over"] and "why" in said:
+                raise TimedOut(f"no publisher answers at {self._address}: {said['why']}")
             if said["over"]:
                 raise TimedOut(
                     f"no version newer than {self.version} was offered at {self._address} within {limit_s:g} s"
@@ -310,14 +321,18 @@ class Subscriber:
         """Ask the publisher once; return what the other ranks are told. On rank 0."""
         said: dict[str, Any] = {}
         try:
+            self._check_open()
             if self._control is None:
-                self._connect(end_s)
-                return {"table": [self._table_text, self._proven.hex()]}
+                why = self._connect(end_s)
+                if why is None:
+                    return {"table": [self._table_text, self._proven.hex()]}
+                return {"why": why, "over": time.monotonic() >= end_s}
             newer = self.version if self._offers == self._holds[self._now.at].mark else None
             wait_s = min(WANT_S, max(0.0, end_s - time.monotonic()))
             since = self._held if self._delta == "auto" else 0
             self._control.say(Request("want", self._offers, newer, wait_s, since=since))
-            answer = self._control.hear(read_answer, time.monotonic() + WANT_S + _TURN_S + STALLED_S / 3)
+            answer_s = min(WANT_S + _TURN_S + STALLED_S / 3, self._patience_s)
+            answer = self._control.hear(read_answer, time.monotonic() + answer_s)
             if answer.state == "here":
                 said["offer"] = text_of(answer)
             elif answer.state == "closed":
@@ -328,12 +343,21 @@ class Subscriber:
         except LowshardError as found:
             self._disconnect()
             said["error"] = [type(found).__name__, str(found)]
+        except BaseException:  # Ctrl-C: the next question must not get the answer to this one
+            self._disconnect()
+            raise
         said["over"] = time.monotonic() >= end_s
         return said
 
-    def _connect(self, end_s: float) -> None:
-        """Reach the publisher and learn what it has."""
+    def _connect(self, end_s: float) -> str | None:
+        """Reach the publisher and learn what it has; return why it cannot be reached, after some tries.
+
+        The other ranks wait meanwhile: tries go on once they have heard of it.
+        """
+        if self._comm.size > 1:
+            end_s = min(end_s, time.monotonic() + min(ENTER_S, self._patience_s))
         while True:
+            self._check_open()
             left_s = max(0.05, end_s - time.monotonic())
             try:
                 token = read_token(self._token_file) if self._token is None else self._token
@@ -341,20 +365,25 @@ class Subscriber:
                 break
             except (ConnectionError, CommError) as error:
                 if time.monotonic() >= end_s:
-                    raise TimedOut(f"no publisher answers at {self._address}: {error}") from error
+                    return str(error)
                 time.sleep(min(0.05, left_s))
         self._control = line
+        self._check_open()  # where `close` came before it could see the line
         line.say(self._greeting)
-        table: Table = line.hear(read_table, time.monotonic() + STALLED_S)
+        table: Table = line.hear(read_table, time.monotonic() + min(STALLED_S, self._patience_s))
         self._offers = table.mark
         self._table_text = text_of(table)
         self._proven = token
+        return None
+
+    def _check_open(self) -> None:
+        """Raise CommError where another thread has left a `with` block by an error meanwhile."""
+        if self._closed:
+            raise CommError("this Subscriber was closed while it waited for a version")
 
     def _take_table(self, text: str, token: str) -> None:
-        """Plan for what a publisher has. All ranks do so from the same text and come to the same."""
-        if self._source is not None:
-            self._source.close()
-            self._source = None
+        """Plan for what a publisher has. All ranks do so from the same text."""
+        self._drop_source()
         error: LowshardError | None = None
         try:
             table = read_table.text(text)
@@ -363,10 +392,19 @@ class Subscriber:
             self._source = self._planned(table.mark, table.stations, have)
         except LowshardError as found:
             error = found
+        try:
+            agree(self._comm, b"", error, "pull")
+        except LowshardError:  # all ranks begin anew
             self._disconnect()
-        agree(self._comm, b"", error, "pull")
+            self._drop_source()
+            raise
         if self._group:
             self._share(table)
+
+    def _drop_source(self) -> None:
+        if self._source is not None:
+            self._source.close()
+            self._source = None
 
     def _planned(
         self, mark: str, stations: Sequence[Station], have: Mapping[str, TensorLayout], is_near: bool = False
@@ -418,9 +456,8 @@ class Subscriber:
 
     def _fetch(self, offer: Answer) -> Fetched:
         """Fill the arrays that are not served, or raise on all ranks."""
-        assert self._source is not None
-        error: LowshardError | None = None
-        fetched = Fetched()
+        source = self._source
+        assert source is not None
         since = self._held if self._delta == "auto" else 0
         at = 1 - self._now.at
         served, target, behind = self._sets[1 - at], self._sets[at], self._number_in(at)
@@ -433,17 +470,24 @@ class Subscriber:
                 return near
             behind = 0
         wanted = Wanted(offer.number, target.targets, since, served.targets, behind)
-        try:
+
+        def take() -> Fetched:
             target.begin()
-            fetched = self._source.fetch(wanted)
+            found = source.fetch(wanted)
             target.end()
-        except Lost as lost:
-            error = PeerFailed(
-                f"version {offer.version} did not arrive: {lost}; version {self.version} stays"
-            )
-        except Exception as found:  # the others hear of it, instead of waiting
-            error = CommError(f"version {offer.version} was not taken: {type(found).__name__}: {found}")
+            self._check_open()
+            return found
+
+        fetched = Fetched()
         try:
+            fetched, found = self._in_turns(take, source.stop)
+            error: LowshardError | None = None
+            if isinstance(found, Lost):
+                error = PeerFailed(
+                    f"version {offer.version} did not arrive: {found}; version {self.version} stays"
+                )
+            elif found is not None:  # the others hear of it, instead of waiting
+                error = CommError(f"version {offer.version} was not taken: {type(found).__name__}: {found}")
             agree(self._comm, b"", error, "pull")
         except LowshardError:
             if not self._vote.decide(self._attempt + 1, False):
@@ -455,22 +499,65 @@ class Subscriber:
 
     def _fetch_near(self, stations: Sequence[Station], wanted: Wanted) -> Fetched | None:
         """Fill the same arrays from another subscriber of this host; return None on all ranks where that went wrong."""
-        error: LowshardError | None = None
-        fetched = Fetched()
+        assert self._source is not None
+        mark, near = self._source.mark, list[Source]()
+
+        def take() -> Fetched:
+            near.append(self._planned(mark, stations, self._layouts, is_near=True))
+            return near[0].fetch(wanted)
+
+        def stop() -> None:
+            for source in near:
+                source.stop()
+
         try:
-            assert self._source is not None
-            source = self._planned(self._source.mark, stations, self._layouts, is_near=True)
-            try:
-                fetched = source.fetch(wanted)
-            finally:
-                source.close()
-        except Exception as found:
-            error = CommError(str(found))
-        try:
-            agree(self._comm, b"", error, "pull")
+            fetched, found = self._in_turns(take, stop)
+            agree(self._comm, b"", None if found is None else CommError(str(found)), "pull")
         except LowshardError:  # the publisher has it as well
             return None
+        finally:
+            for source in near:
+                source.close()
         return replace(fetched, near_bytes=fetched.received_bytes)
+
+    def _in_turns(
+        self, take: Callable[[], Fetched], stop: Callable[[], object]
+    ) -> tuple[Fetched, Exception | None]:
+        """Fetch, and return what came or what went wrong. The ranks meet again and again until all have ended.
+
+        So a rank that needs longer than the others, for more bytes or a slower link, is no rank that did not come.
+
+        Args:
+            take: fetches.
+            stop: has it fail soon.
+
+        Raises:
+            CommError: a rank has failed.
+        """
+        result: tuple[Fetched, Exception | None] = Fetched(), None
+
+        def run() -> None:
+            nonlocal result
+            try:
+                result = take(), None
+            except Exception as error:
+                result = Fetched(), error
+
+        if self._comm.size == 1:
+            run()
+            return result
+        thread = threading.Thread(target=run, name="lowshard pull", daemon=True)
+        thread.start()
+        try:
+            is_busy = True
+            while is_busy:
+                thread.join(min(_TURN_S, self._patience_s))
+                is_busy = any(share(self._comm, np.array([thread.is_alive()], np.int64)))
+        except BaseException:
+            stop()
+            thread.join()
+            raise
+        return result
 
     def _tell(self, request: Request) -> None:
         """Have the publisher know; on rank 0."""
@@ -511,6 +598,7 @@ class Subscriber:
         self._disconnect()
         self._close_shelf()
         if self._source is not None:
+            self._source.stop()
             self._source.close()
 
     def __enter__(self) -> Self:
@@ -523,3 +611,13 @@ class Subscriber:
         # The other ranks may not come here, and what is under way has a deadline of its own.
         self._leave()
         self._comm.__exit__(type(error), error, None)
+
+
+def _named(name: object) -> str:
+    """Return what a subscriber calls itself, or raise CommError."""
+    found = instance(name, str, "name of a Subscriber is text", CommError)
+    try:
+        found.encode()
+    except UnicodeEncodeError:
+        raise CommError(f"name of a Subscriber is text that UTF-8 can write, got {brief(found)}") from None
+    return found

@@ -154,12 +154,13 @@ class Source:
         """
         try:
             jobs = [job for peer in self._peers for job in peer.jobs(wanted)]
-            return _together(jobs, self._stop)
+            return _together(jobs, self.stop)
         except BaseException:
             self.close()
             raise
 
-    def _stop(self) -> None:
+    def stop(self) -> None:
+        """Have a fetch that is under way fail soon. Any thread may call this."""
         for peer in self._peers:
             for line in peer.lines:
                 line.stop()

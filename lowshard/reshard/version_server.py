@@ -162,11 +162,12 @@ class Newest:
         with self.changed:
             return tuple(lease.member for lease in self.leases.values())
 
-    def wait_until_all_have_it(self, timeout_s: float) -> None:
-        """Wait until every member has the newest version, or the time is over."""
+    def wait_until_all_have_it(self, timeout_s: float) -> bool:
+        """Wait until every member has the newest version, or the time is over; return whether they have."""
         with self.changed:
-            self.changed.wait_for(
-                lambda: all(lease.member.version == self.version for lease in self.leases.values()), timeout_s
+            return self.changed.wait_for(
+                lambda: all(lease.member.version == self.version for lease in self.leases.values()),
+                min(timeout_s, threading.TIMEOUT_MAX),
             )
 
 
@@ -233,12 +234,17 @@ class VersionServer:
         if serve is None:
             guest.connection.close()
             return
-        line = Line(guest.connection)
-        with self._lock:
-            self._lines.add(line)
-        threading.Thread(
-            target=self._serve, args=(line, serve), name="lowshard-subscriber", daemon=True
-        ).start()
+        try:
+            line = Line(guest.connection)
+            with self._lock:
+                self._lines.add(line)
+            threading.Thread(
+                target=self._serve, args=(line, serve), name="lowshard-subscriber", daemon=True
+            ).start()
+        except (OSError, RuntimeError, MemoryError):  # gone already, or no thread: others are let in still
+            with self._lock:
+                self._lines = {line for line in self._lines if line.connection is not guest.connection}
+            guest.connection.close()
 
     def _serve(self, line: Line, serve: Callable[[Line], None]) -> None:
         try:

@@ -86,13 +86,14 @@ class Memory:
 
     def __init__(self, fd: int, size_bytes: int, writes: bool) -> None:
         """Map an open file, which is closed with this."""
-        self.fd, self.size_bytes = fd, size_bytes
+        self.size_bytes = size_bytes
         kind = mmap.PROT_READ | mmap.PROT_WRITE if writes else mmap.PROT_READ
         self._mapped = mmap.mmap(fd, size_bytes, mmap.MAP_SHARED, kind)
         self.bytes = np.frombuffer(self._mapped, np.uint8)
         self._number = self.bytes[_NUMBER_AT : _NUMBER_AT + 8].view(np.int64)
         self.sums: dict[int, int] = {}
         """In the process that writes: CRC-32 of parts of tensors, by the first byte of each; of some, or none."""
+        self.fd = fd  # last: where something has failed before, the caller closes it
 
     @property
     def number(self) -> int:
@@ -215,6 +216,11 @@ class VersionStore:
         """Return a snapshot by number, where it is still there."""
         with self._lock:
             return next((one for one in self._snapshots if one.number == number), None)
+
+    def close(self) -> None:
+        """Give all snapshots up. The memory of one goes with the last who reads it."""
+        with self._lock:
+            self._snapshots.clear()
 
     @property
     def kept(self) -> int:

@@ -35,6 +35,8 @@ WANT_S = 1.0
 _LENGTH = struct.Struct("!Q")
 _MOST_FRAME_BYTES = 64 << 20
 _UNCONFIRMED_S = 10.0
+_MOST_VALUES = 1 << 25
+"""Of a message: a table of tensors in many tiles, or a request for their boxes, has some millions."""
 
 
 @dataclass(frozen=True)
@@ -121,8 +123,10 @@ class Answer:
 
 
 read_greeting: Reader[Greeting] = reader("greeting of a subscriber", CommError)(Greeting)
-read_table: Reader[Table] = reader("table of a publisher", CommError)(Table)
-read_request: Reader[Request] = reader("request of a subscriber", CommError)(Request)
+read_table: Reader[Table] = reader("table of a publisher", CommError, most_values=_MOST_VALUES)(Table)
+read_request: Reader[Request] = reader("request of a subscriber", CommError, most_values=_MOST_VALUES)(
+    Request
+)
 read_answer: Reader[Answer] = reader("answer of a publisher", CommError)(Answer)
 
 

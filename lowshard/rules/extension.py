@@ -15,7 +15,6 @@ Patterns match whole names; `*` stands for any characters, dots and slashes incl
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -96,7 +95,10 @@ def read_extension(node: Node, mode: Mode, findings: list[Finding], read_rules: 
         given = values["memory_budget_bytes_per_device"]
         budget = _number(given)
         if budget is None:
-            wrong(f"memory_budget_bytes_per_device is a number > 0 such as 80e9, got {given}", given.where)
+            wrong(
+                f"memory_budget_bytes_per_device is a number > 0, below 2^63, such as 80e9, got {given}",
+                given.where,
+            )
     if "layers" in values:
         given = values["layers"]
         if given.kind != "list":
@@ -162,4 +164,4 @@ def _number(node: Node) -> float | None:
         number = float(node.text.replace("_", ""))
     except ValueError:
         return None
-    return (int(number) if number.is_integer() else number) if 0 < number < math.inf else None
+    return (int(number) if number.is_integer() else number) if 0 < number < 1 << 63 else None

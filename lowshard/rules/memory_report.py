@@ -8,6 +8,7 @@ from math import prod
 from typing import Any
 
 from lowshard import dtypes
+from lowshard.argument import whole
 from lowshard.errors import RulesError
 from lowshard.mesh import DeviceMesh
 from lowshard.rules.binding import spec_shards
@@ -78,8 +79,7 @@ class MemoryReport:
     @property
     def budget_bytes(self) -> float | None:
         """The bytes a device may use, where the mesh has a budget."""
-        budget = self.mesh.memory_budget_bytes_per_device
-        return min(b for _, b in budget) if isinstance(budget, tuple) else budget
+        return self.mesh.smallest_budget_bytes
 
     @property
     def within_budget(self) -> bool:
@@ -140,10 +140,9 @@ def plan_memory(
         moments: moments of the optimizer, where the tensors hold none: 2 for Adam, 0 for plain SGD.
 
     Raises:
-        RulesError: an axis the mesh lacks, a name on two dims.
+        RulesError: an axis the mesh lacks, a name on two dims, more names than dims.
     """
-    if isinstance(moments, bool) or not isinstance(moments, int) or moments < 0:
-        raise RulesError(f"moments is a whole number >= 0, got {moments!r}")
+    moments = whole(moments, "moments is a whole number >= 0", RulesError, 0)
     given, mesh = as_tensors(tensors, dtype), checked_mesh(mesh)
     sizes = dict(zip(mesh.axis_names, mesh.shape, strict=True))
     has_moments = any(t.role == "moment" for t in given)
@@ -212,7 +211,7 @@ def _parts(
     rules: RuleTable, mesh: DeviceMesh, sizes: dict[str, int], tensor: LogicalTensor
 ) -> tuple[int, ...]:
     """Return into how many parts each dim of a tensor is cut."""
-    found = rules.bound_spec(mesh, tensor.names, parameter=tensor.name)
+    found = rules.bound_spec(mesh, tensor.names, tensor.shape, parameter=tensor.name, uneven=True)
     return spec_shards(found.spec[: len(tensor.shape)], sizes)
 
 

@@ -23,11 +23,15 @@ _PIPED_WIDTH = 200
 
 
 def make_console(stderr: bool = False) -> Console:
-    """Return a console; into a pipe it writes lines of 200 characters, without colours."""
+    """Return a console; into a pipe it writes lines of 200 characters, without colours.
+
+    It prints brackets and colons as they stand: names of tensors and paths of files may have them.
+    """
     from rich.console import Console
 
     stream = sys.stderr if stderr else sys.stdout
-    return Console(stderr=stderr, highlight=False, width=None if stream.isatty() else _PIPED_WIDTH)
+    width = None if stream.isatty() else _PIPED_WIDTH
+    return Console(stderr=stderr, highlight=False, markup=False, emoji=False, width=width)
 
 
 @contextmanager

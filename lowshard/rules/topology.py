@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from itertools import product
 from math import prod
 
+from lowshard.argument import whole
 from lowshard.document import Where
+from lowshard.errors import RulesError
 from lowshard.mesh import DeviceMesh
 from lowshard.nearest import nearest
 from lowshard.rules.axis_rule import MESH_AXES, brief, rules_error
@@ -85,11 +87,10 @@ class SizeRequest:
         Raises:
             RulesError: counts below 1, slices that do not divide the devices, sizes other than -1 or >= 1.
         """
-        for what, count in (("devices", devices), ("slices", slices)):
-            if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-                raise rules_error(f"{what} is a whole number >= 1, got {brief(count)}")
+        devices = whole(devices, "devices is a whole number >= 1", RulesError, 1)
+        slices = whole(slices, "slices is a whole number >= 1", RulesError, 1)
         if devices > MAX_DEVICES:
-            raise rules_error(f"devices is at most {MAX_DEVICES}, got {devices}")
+            raise rules_error(f"devices is at most {MAX_DEVICES}, got {brief(devices)}")
         if devices % slices:
             raise rules_error(
                 f"slices hold equally many devices: {devices} devices do not divide into {slices} slices; "
@@ -221,12 +222,15 @@ def _sizes(kind: str, sizes: Sizes | None) -> tuple[tuple[str, int], ...]:
         )
     out: dict[str, int] = {}
     for axis, size in sizes.items():
-        sound = isinstance(axis, str) and isinstance(size, int) and not isinstance(size, bool)
-        if not sound or (size < 1 and size != -1):
-            raise rules_error(
-                f"{kind} maps a mesh axis to a size >= 1, or -1 for what is left, got {brief(axis)}: {brief(size)}",
-                axis=axis if isinstance(axis, str) else None,
-            )
+        rule = f"{kind} maps a mesh axis to a size >= 1, or -1 for what is left"
+        if not isinstance(axis, str):
+            raise rules_error(f"{rule}, got {brief(axis)}: {brief(size)}")
+        try:
+            size = whole(size, f"{rule}, got {brief(axis)}: {brief(size)}", RulesError, -1)
+        except RulesError:
+            size = 0
+        if not size:
+            raise rules_error(f"{rule}, got {brief(axis)}: {brief(sizes[axis])}", axis=axis)
         name = next((a for a, setting in _SETTINGS.items() if setting == axis and a == "stage"), axis)
         if name in out:
             raise rules_error(f"{kind} gives a size for {name!r} twice (as 'pipeline' too)", axis=name)

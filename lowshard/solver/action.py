@@ -30,8 +30,14 @@ from lowshard.solver.assignment import (
     replicated_row,
 )
 from lowshard.solver.pricing import Candidate, Priced, family_of, price_rows
-from lowshard.solver.table import RULES, Call, Rules, check_rules, offer
-from lowshard.solver.table.op_argument import freeze_args, plain_args
+from lowshard.solver.table import RULES, Call, Rules, check_names, check_rules, offer
+from lowshard.solver.table.op_argument import (
+    freeze_args,
+    plain_args,
+    read_argument,
+    told_apart,
+    written_argument,
+)
 from lowshard.solver.transition import Collective, Prices, collective_of, price_bytes
 
 OPERANDS = "layouts are a sequence of Layout, one a tensor operand"
@@ -64,11 +70,12 @@ class Reshard:
         return f"{self.mesh_axis}: {self.source} -> {self.target} by {self.collective}, {self.cost_bytes:,.0f} bytes"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Action:
     """One row for each mesh axis: how the operands of an op shall lie, and how its results then lie.
 
-    Made by `ActionSet.action`. Equal, with an equal digest, on every rank that picks from the same layouts.
+    Made by `ActionSet.action`. Equal, with an equal digest, on every rank that picks from the same layouts. An argument
+    that is 2 is not equal to one that is 2.0: of integers, the two are multiplied by in other ways.
     """
 
     op: str
@@ -79,7 +86,7 @@ class Action:
     """One a mesh axis."""
     results: tuple[Result, ...]
     prices: Prices = "published"
-    action_set: ActionSet | None = field(default=None, repr=False, compare=False, hash=False)
+    action_set: ActionSet | None = field(default=None, repr=False)
 
     @classmethod
     def quick(
@@ -97,6 +104,18 @@ class Action:
             op=op, args=args, sources=sources, rows=rows, results=results, prices=prices, action_set=None
         )
         return made
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Action):
+            return NotImplemented
+        return self is other or self._compared == other._compared
+
+    def __hash__(self) -> int:
+        return hash(self._compared)
+
+    @cached_property
+    def _compared(self) -> tuple[Any, ...]:
+        return self.op, told_apart(self.args), self.sources, self.rows, self.results, self.prices
 
     @property
     def mesh(self) -> DeviceMesh:
@@ -155,7 +174,7 @@ class Action:
         """Return plain data that `from_json` reads back."""
         return {
             "op": self.op,
-            "args": [[name, value] for name, value in self.args],
+            "args": [[name, written_argument(value)] for name, value in self.args],
             "sources": [layout.to_json() for layout in self.sources],
             "rows": [row.to_json() for row in self.rows],
             "results": [[list(r.shape), r.dtype] for r in self.results],
@@ -449,11 +468,12 @@ def action_set(op: str, layouts: Sequence[Layout], rules: Rules = "extended", **
         **op_args: arguments that are no tensors (axis, shape, dims, ...).
 
     Raises:
-        LayoutError: no such op, or shapes and arguments that do not fit it.
+        LayoutError: no such op, an argument that it does not have, or shapes and arguments that do not fit it.
     """
     check_rules(rules)
     operands = operand_layouts(layouts)
     extended = rules == "extended"
+    check_names(op, op_args)
     args = plain_args(op, op_args)
     offered = offer(Call(op, operands, args, extended))
     rows = (replicated_row(len(operands)), *offered.rows) if operands else ()
@@ -485,6 +505,7 @@ def _read(
     if not sources or any(source.mesh != sources[0].mesh for source in sources):
         raise PlanError(f"{op}: an action has operands, all on one mesh")
     made = tuple(Result(shape, dtype) for shape, dtype in results)
+    args = tuple((name, read_argument(name, value)) for name, value in args)
     action = Action(op, args, sources, tuple(row.assignment() for row in rows), made, prices)
     one_row_an_axis(action.rows, action.mesh)
     if op in RULES:

@@ -88,7 +88,7 @@ class AxisAssignment:
             "needs": [str(p) for p in self.needed_inputs],
             "output": out,
             "how": self.how,
-            "inner": [[name, own] for name, own in self.inner],
+            "inner": [[name, float(own)] for name, own in self.inner],
             "only": list(self.only),
             "kinds": sorted(self.kinds),
             "finite_only": self.finite_only,

@@ -11,9 +11,7 @@ from lowshard.solver.assignment import AxisAssignment
 
 def smallest_budget(action_set: ActionSet) -> float | None:
     """Return the least memory budget that a device of the mesh has, in bytes, or None."""
-    budget = action_set.mesh.memory_budget_bytes_per_device
-    if isinstance(budget, tuple):
-        return min((float(b) for _, b in budget), default=None)
+    budget = action_set.mesh.smallest_budget_bytes
     return None if budget is None else float(budget)
 
 

@@ -13,7 +13,7 @@ from lowshard.solver.action import OPERANDS, Action, Solver, action_set, operand
 from lowshard.solver.greedy import GreedyReshard, current_solver
 from lowshard.solver.kept_picks import Pattern, counting_operands, has_row_count, shape_key
 from lowshard.solver.table import Rules
-from lowshard.solver.table.op_argument import freeze_args
+from lowshard.solver.table.op_argument import freeze_args, told_apart
 
 
 def pick(
@@ -52,7 +52,7 @@ def pick(
     if type(chosen) is not GreedyReshard or chosen.on_reshard != "silent":
         return chosen(action_set(op, operands, rules, **op_args), operands)
     shards = chosen.allow_partial_to_sharded
-    args = _told_apart(freeze_args(op_args)) if op_args else ()
+    args = told_apart(freeze_args(op_args)) if op_args else ()
     key = (op, operands, rules, shards, args)
     try:
         found = _PICKED.get(key)
@@ -76,15 +76,6 @@ def pick(
     if pattern_key is not None and has_row_count(offered, counting):
         _PATTERNS.put(pattern_key, Pattern(offered, found, counting, shards))
     return found
-
-
-def _told_apart(value: Any) -> Any:
-    """Return arguments such that equal ones have equal digests: 1, 1.0 and True are told apart, and 0.0 from -0.0."""
-    if type(value) is tuple:
-        return tuple(map(_told_apart, value))
-    if type(value) in (int, str):
-        return value
-    return type(value), repr(value) if type(value) is float else value
 
 
 _PICKED = BoundedCache[Any, Action]("picks", 8 << 20, lambda key, action: 1024 + 1536 * len(key[1]))

@@ -11,9 +11,11 @@ from math import prod
 from typing import Any
 
 from lowshard import dtypes
+from lowshard.argument import brief
 from lowshard.cost import ClusterProfile
 from lowshard.errors import LayoutError, MeshError, ShardingError, SolverError
 from lowshard.mesh import DeviceMesh
+from lowshard.placement import MOST_DIGITS
 from lowshard.solver.graph.bound_graph import BoundGraph
 from lowshard.solver.graph.graph_file import examples, load_graph
 from lowshard.solver.graph.graph_plan import GraphPlan, folded, heads, moved_bytes, rows, summary
@@ -153,8 +155,8 @@ def _solve(solver: GraphSolver, bound: BoundGraph, mesh: DeviceMesh, rules: Any)
 def parse_mesh(text: str) -> DeviceMesh:
     """Return the mesh of text such as "dp=2,tp=4"."""
     pairs = [part.partition("=") for part in text.replace(" ", "").split(",")]
-    if not all(name and size.isdecimal() for name, _, size in pairs):
-        raise MeshError(f"a mesh is written AXIS=N,AXIS=N such as dp=2,tp=4, got {text!r}")
+    if not all(name and _is_number(size) for name, _, size in pairs):
+        raise MeshError(f"a mesh is written AXIS=N,AXIS=N such as dp=2,tp=4, got {brief(text)}")
     return DeviceMesh([int(size) for _, _, size in pairs], [name for name, _, _ in pairs])
 
 
@@ -162,17 +164,21 @@ def parse_bytes(text: str) -> float:
     """Return the bytes of text such as "40GB" (10^9) or "512MiB" (2^20)."""
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]*)?(?:e[0-9]+)?)\s*([a-zA-Z]*)\s*", text)
     if match is None or match[2].upper() not in _UNITS:
-        raise SolverError(f"a budget is a number of bytes such as 40GB, 512MiB or 1e9, got {text!r}")
+        raise SolverError(f"a budget is a number of bytes such as 40GB, 512MiB or 1e9, got {brief(text)}")
     return float(match[1]) * _UNITS[match[2].upper()]
+
+
+def _is_number(text: str) -> bool:
+    return text.isdecimal() and len(text) <= MOST_DIGITS
 
 
 def _sizes(given: Sequence[str], symbols: Sequence[str]) -> dict[str, int]:
     found = {}
     for text in given:
         name, _, number = text.partition("=")
-        if name not in symbols or not number.isdecimal():
+        if name not in symbols or not _is_number(number):
             raise LayoutError(
-                f"--size is NAME=N with a symbol of the graph ({', '.join(symbols) or 'none'}), got {text!r}"
+                f"--size is NAME=N with a symbol of the graph ({', '.join(symbols) or 'none'}), got {brief(text)}"
             )
         found[name] = int(number)
     return found
@@ -224,8 +230,8 @@ def _show(plan: GraphPlan, greedy: GraphPlan | None, errors: dict[str, float], i
     from rich.console import Console
     from rich.table import Table
 
-    # In a pipe or file no terminal sets a width.
-    console = Console(width=None if sys.stdout.isatty() else 160)
+    # In a pipe or file no terminal sets a width. Names of tensors may have brackets and colons.
+    console = Console(width=None if sys.stdout.isatty() else 160, markup=False, emoji=False)
     table = Table(box=SIMPLE_HEAD, title=f"{plan.graph.name} on mesh {plan.mesh}", title_justify="left")
     for head in heads():
         table.add_column(head, overflow="fold")

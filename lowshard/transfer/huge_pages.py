@@ -28,7 +28,7 @@ def settle(arrays: Iterable[Array]) -> int:
     stay as they are.
     """
     page_bytes = _huge_page_bytes()
-    if not page_bytes or HUGE_PAGES.text() == "off":
+    if not page_bytes or HUGE_PAGES.choice() == "off":
         return 0
     used: Counter[int] = Counter()
     for array in arrays:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from lowshard.argument import whole
+from lowshard.argument import as_shape, brief, whole
 from lowshard.box import Box, Interval, full_box, split_interval
 from lowshard.errors import MarkerError, ShardIndexError, ShardingError
 from lowshard.foreign_array import like, view_of
@@ -26,7 +26,7 @@ class Rule:
     Most take intervals of one axis, and every other axis whole.
 
     Raises:
-        ShardingError: an axis or a count that is not an integer. No rule looks at a shape here.
+        ShardingError: an axis or a count that is not an integer, or a count below 0. No rule looks at a shape here.
     """
 
     name = "rule"
@@ -34,8 +34,12 @@ class Rule:
     def __post_init__(self) -> None:
         for field in fields(self):
             if field.type == "int":
-                rule = f"{type(self).__name__}: {field.name} is an integer"
-                object.__setattr__(self, field.name, whole(getattr(self, field.name), rule, ShardingError))
+                least = None if field.name == "at" else 0  # an axis may count from the end
+                rule = (
+                    f"{type(self).__name__}: {field.name} is an integer{'' if least is None else ' from 0'}"
+                )
+                number = whole(getattr(self, field.name), rule, ShardingError, least)
+                object.__setattr__(self, field.name, number)
 
     @property
     def axis(self) -> int | None:
@@ -62,8 +66,18 @@ class Rule:
         return [split_interval((0, extent), num_devices, index)]
 
     def __call__(self, weight: Any, index: int, num_devices: int) -> Any:
-        """Return the device's part of a weight: a view where it is one box, else the boxes joined."""
-        boxes = self.pieces(tuple(weight.shape), index, num_devices)
+        """Return the device's part of a weight: a view where it is one box, else the boxes joined.
+
+        Raises:
+            ShardIndexError: the weight lacks the axis, or there is no such device.
+            ShardingError: the weight is no array or does not fit the rule, or num_devices is below 1.
+        """
+        if not (hasattr(weight, "shape") and hasattr(weight, "__getitem__")):
+            raise ShardingError(f"a strategy cuts an array or a Weight, got {brief(weight)}")
+        count = whole(num_devices, f"{self}: num_devices is 1 or more", ShardingError, 1)
+        index = whole(index, f"{self}: index is 0 to {count - 1}", ShardIndexError, 0, count - 1)
+        shape = as_shape(weight.shape, "the shape of a weight is a sequence of extents >= 0", ShardingError)
+        boxes = self.pieces(shape, index, count)
         return join(weight, boxes, self.axis or 0)
 
     def __str__(self) -> str:

@@ -162,7 +162,7 @@ class Segmented(Rule):
             start, stop = segment.interval(index, num_devices)
             found.append(((at + start) // pack, (at + stop) // pack))
             at += segment.size
-        return found
+        return found or [(0, 0)]
 
     def __str__(self) -> str:
         return f"segmented(axis={self.at}, {len(self.segments)} segments)"

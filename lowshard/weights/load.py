@@ -101,6 +101,9 @@ def load(
             check = Verification(way.checked if verify else (), source, rank, size)
             tally = check.tally if way.checked and verify else None
             job = _Load(plan, rank, way, source, tally, progress, mapped=mapped)
+        # All ranks have read the headers by now, and open the files for data only from here on. Each compares a file
+        # with the one whose header it read (`ByteSource`), so no two ranks read two versions of it. Nothing of a file
+        # is compared between ranks: those of other hosts may read copies.
         with job.kept_for_others():
             job.run(comm)
             with _Together(comm):

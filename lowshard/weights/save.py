@@ -11,6 +11,7 @@ import json
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -19,14 +20,14 @@ from typing import Any, Literal, overload
 import numpy as np
 import numpy.typing as npt
 
-from lowshard.argument import instance, mapping
+from lowshard.argument import brief, instance, mapping
 from lowshard.argument import path as check_path
 from lowshard.box import Box, full_box, shape_of, volume
 from lowshard.checkpoint import hf_index
 from lowshard.checkpoint.checkpoint_index import INDEX_NAME, Index, IndexedFile, IndexedTensor, Part
 from lowshard.checkpoint.commit import Commit, together
 from lowshard.checkpoint.crc import crc32
-from lowshard.checkpoint.header import FilePath, encode_header
+from lowshard.checkpoint.header import FilePath, check_metadata, encode_header, is_text
 from lowshard.checkpoint.hf_index import plain_metadata
 from lowshard.checkpoint.own_parts import Parts, State, check_turn, write_parts
 from lowshard.checkpoint.writer import check_state, reserve, write_at, write_state
@@ -78,9 +79,10 @@ def save(
     `wait()` returns when the checkpoint is whole and synced, or raises what went wrong, on every rank alike. One save
     at a time over a communicator (of a thread, where comm is None): the next one, with `wait=True` too, and `close` of
     the communicator wait for it. An error that no call has raised yet is raised on every rank by the next save, which
-    then saves nothing, or by `close`. A process whose program ends meanwhile finishes the save first. One
-    that fails or is killed leaves the old checkpoint or the new one in place, whole, and what is left over is removed
-    by the next save. The memory of the copy is kept for the next such save, until the communicator is closed.
+    then saves nothing, or by `close`. A process whose program ends meanwhile finishes the save first, and writes an
+    error that no call has raised to stderr; its exit code does not tell, so wait for the last save. One that fails or
+    is killed leaves the old checkpoint or the new one in place, whole, and what is left over is removed by the next
+    save. The memory of the copy is kept for the next such save, until the communicator is closed.
 
     Args:
         path: the folder of a sharded checkpoint, made where it is missing; or the file of a merged one.
@@ -302,9 +304,9 @@ def commit_index(
 
     def finish() -> None:
         size_bytes = sum(tiling.size_bytes for tiling, _ in tensors.values())
-        hf_index.write_index(
-            commit.path, commit.claim, whole if len(whole) == len(tensors) else None, size_bytes
-        )
+        files = whole if len(whole) == len(tensors) else None
+        with suppress(OSError):  # no index of Hugging Face's is in place then
+            hf_index.write_index(commit.path, commit.claim, files, size_bytes, commit.is_in_place)
         after()
 
     commit.commit(json.dumps(list(rows)), write_index, finish)
@@ -314,20 +316,19 @@ def _save_sharded(
     path: FilePath, state: State, comm: Communicator, strategies: Mapping[str, object] | None,
     given: Mapping[str, str] | None, check: Callable[[], None], wait: bool,
 ) -> Work | None:  # fmt: skip
-    def prepare() -> tuple[Path, Mapping[str, object], dict[str, str], dict[str, Tiling]]:
+    def prepare() -> tuple[Path, dict[str, tuple[Tiling, str | None]], dict[str, str]]:
         check()
-        folder, metadata = Path(path), dict(given or {})
-        for key, value in metadata.items():
-            if not isinstance(key, str) or not isinstance(value, str):
-                raise CheckpointError(f"{folder}: metadata maps text to text, got {key!r}: {value!r}")
-        return folder, strategies or {}, metadata, check_state(folder, state, comm.rank, comm.size)
+        folder, noted = Path(path), strategies or {}
+        tensors = {
+            name: (tiling, _strategy(folder, name, noted[name]) if name in noted else None)
+            for name, tiling in check_state(folder, state, comm.rank, comm.size).items()
+        }
+        return folder, tensors, check_metadata(given or {}, str(folder))
 
-    folder, noted, metadata, tilings = together(comm, path, prepare, "save")
+    folder, tensors, metadata = together(comm, path, prepare, "save")
+    tilings = {name: tiling for name, (tiling, _) in tensors.items()}
     asked = [str(folder), sorted(metadata.items()), sorted((n, t.digest()) for n, t in tilings.items()), wait]
     agree(comm, hashlib.blake2b(json.dumps(asked).encode(), digest_size=16).digest(), None, "save")
-    tensors = {
-        name: (tiling, str(noted[name]) if name in noted else None) for name, tiling in tilings.items()
-    }
 
     def write(over: Communicator, parts: Parts) -> None:
         with Commit(folder / INDEX_NAME, over, "save") as commit:
@@ -347,6 +348,24 @@ def _save_sharded(
             commit_index(commit, rows, tensors, over.size, metadata)
 
     return write_parts(comm, path, "save", tilings, state, wait=wait, is_copy=False, write=write)
+
+
+def _strategy(folder: Path, name: str, given: object) -> str:
+    """Return the text of a strategy for the index.
+
+    Raises:
+        CheckpointError: it has none.
+    """
+    where = f"{folder}: strategy of tensor {brief(name)}"
+    try:
+        text = str(given)
+    except Exception as error:
+        raise CheckpointError(
+            f"{where}: str() of it goes into the index, and it raised {brief(error)}: pass a text"
+        ) from error
+    if not is_text(text):
+        raise CheckpointError(f"{where}: str() of it is Unicode text, got {brief(text)}: pass another")
+    return text
 
 
 def _pieces(view: np.ndarray) -> Iterator[np.ndarray]:

@@ -8,11 +8,15 @@ from pathlib import Path
 
 import numpy as np
 
+from lowshard.argument import instance
+from lowshard.argument import whole as check_whole
 from lowshard.box import Box, full_box, split_interval, volume
 from lowshard.checkpoint.catalog import Catalog, Files, StoredTensor
 from lowshard.checkpoint.commit import together
 from lowshard.comm import Communicator
 from lowshard.comm.agreement import control_of
+from lowshard.errors import CheckpointError
+from lowshard.mesh import MOST_RANKS
 from lowshard.tiling import Tile, Tiling
 from lowshard.weights.load import Progress, load, nodes_of
 from lowshard.weights.load_plan import LoadPlan, plan_load
@@ -72,7 +76,7 @@ def load_sharded(
         CheckpointError: a file is missing or damaged; the text names it.
         MismatchError: the ranks loaded different checkpoints.
     """
-    size = 1 if comm is None else comm.size
+    size = 1 if comm is None else control_of(comm).size
 
     def prepare(nodes: Sequence[int]) -> tuple[Catalog, LoadPlan]:
         catalog = path if isinstance(path, Catalog) else Catalog.open(path)
@@ -81,7 +85,6 @@ def load_sharded(
     if comm is None:
         catalog, plan = prepare([0])
     else:
-        control_of(comm)
         nodes = nodes_of(comm)
         where = Path("checkpoint") if isinstance(path, Catalog) or not isinstance(path, str | Path) else path
         catalog, plan = together(comm, where, lambda: prepare(nodes), "load_sharded")
@@ -100,7 +103,13 @@ def saved_tilings(catalog: Catalog, num_ranks: int) -> dict[str, Tiling]:
       than one rank: every tensor is cut along its first dim into balanced parts; one without dims is whole everywhere.
 
     Parts of a weight that has scales are of whole blocks, and its scales go with it.
+
+    Raises:
+        CheckpointError: catalog is not a Catalog, or num_ranks is not a number of ranks.
     """
+    instance(catalog, Catalog, "catalog is a Catalog, from Catalog.open", CheckpointError)
+    rule = f"num_ranks is a number of ranks, 1 to {MOST_RANKS}"
+    num_ranks = check_whole(num_ranks, rule, CheckpointError, 1, MOST_RANKS)
     scales = weights_of_scales({name: tensor.shape for name, tensor in catalog.tensors.items()})
     blocks: dict[str, list[tuple[str, Blocks]]] = {}
     for name, weight in scales.items():

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from lowshard.argument import as_shape, brief, items, whole
+from lowshard.argument import as_shape, items, whole
 from lowshard.box import Box, split_interval
 from lowshard.errors import LayoutError, ShardIndexError, ShardingError
 from lowshard.mesh import MOST_RANKS
@@ -151,8 +151,9 @@ class ShardingStrategy:
             ShardingError: the counts do not fit one another, or few_kv is "refuse" and heads are too few.
         """
         rule = GroupedQKV(num_heads, num_kv_heads, head_dim, few_kv, section, axis)
-        rule.check_devices(num_devices)
-        return cls(num_devices, rule)
+        made = cls(num_devices, rule)
+        rule.check_devices(made.num_devices)
+        return made
 
     # ---- what it is
 
@@ -254,8 +255,6 @@ class ShardingStrategy:
         part = getattr(weight, "part", None)  # a Weight knows its blocks
         if part is not None:
             return part(self, index)
-        if isinstance(self.shard, Rule) and not (hasattr(weight, "shape") and hasattr(weight, "__getitem__")):
-            raise ShardingError(f"a strategy cuts an array or a Weight, got {brief(weight)}")
         return self.shard(weight, index, self.num_devices)
 
     def layout(self, shape: Sequence[int], dtype: object = "float32") -> Tiling:

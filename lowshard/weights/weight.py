@@ -140,9 +140,14 @@ class Weight:
                 f"{self.name} has no sharding strategy: pass sharding_strategy=ShardingStrategy.rowwise(n), say"
             )
         names: Sequence[Any] = range(strategy.num_devices)
-        if devices is not None and not isinstance(devices, int):
-            names = items(devices, "devices are a number, or a sequence of what names them", ShardingError)
-        count = devices if isinstance(devices, int) else len(names)
+        rule = "devices are a number, or a sequence of what names them"
+        if isinstance(devices, Iterable):
+            names = items(devices, rule, ShardingError)
+        count = (
+            len(names)
+            if devices is None or isinstance(devices, Iterable)
+            else whole(devices, rule, ShardingError)
+        )
         if count != strategy.num_devices:
             raise ShardingError(
                 f"{self.name}: {strategy} cuts into {strategy.num_devices} parts, {count} devices were given"
@@ -227,10 +232,14 @@ class Weight:
     def _bias_part(self, strategy: ShardingStrategy, boxes: list[Box], axis: int, index: int) -> Array | None:
         if self.bias is None:
             return None
+        cut, last = strategy.sharded_axis, len(self.shape) - 1
+        # The axis first: a part of a matrix without columns is the whole of it, on every device.
+        if cut is not None and cut % len(self.shape) == last:
+            return self.bias if index == 0 else None
         if boxes == [full_box(self.shape)]:
             return self.bias
-        if axis % len(self.shape) == len(self.shape) - 1:
-            return self.bias if index == 0 else None
+        if last == 0:  # nothing of a vector, whose bias is one number
+            return None
         return join(self.bias, [box[:-1] for box in boxes], axis % len(self.shape))
 
     def _check_companions(self) -> None:

@@ -28,7 +28,7 @@ from lowshard.fsdp.core import Core
 
 OPERATIONS = (
     *((os, name) for name in (
-        "open", "write", "pwrite", "fsync", "replace", "rename", "unlink", "mkdir", "rmdir", "ftruncate",
+        "open", "write", "pwrite", "fsync", "replace", "rename", "link", "unlink", "mkdir", "rmdir", "ftruncate",
         "posix_fallocate", "listdir",
     )),
     (fcntl, "flock"), (io, "open"), (builtins, "open"),

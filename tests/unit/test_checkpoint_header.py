@@ -147,7 +147,6 @@ BAD_FILES: dict[str, tuple[bytes, str]] = {
     "same name twice": (pack(b'{"a":1,"a":1}'), "key 'a' comes twice"),
     "same key twice": (pack(b'{"a":{"dtype":"F32","dtype":"F32"}}'), "key 'dtype' comes twice"),
     "metadata is a list": (pack({"__metadata__": []}), "__metadata__ maps text to text"),
-    "metadata is null": (pack({"__metadata__": None}), "__metadata__ maps text to text"),
     "metadata holds a number": (pack({"__metadata__": {"a": 1}}), "__metadata__ maps text to text, got 'a': 1"),
     "half a surrogate pair": (pack(b'{"\\ud800": 1}'), r"tensor '\\ud800': its name is no Unicode"),
     "entry is a list": (pack({"w": ["F32", [2], [0, 8]]}, bytes(8)), "tensor 'w': an entry is an object"),

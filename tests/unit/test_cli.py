@@ -14,6 +14,7 @@ import pytest
 from lowshard import __version__, cli, errors
 from lowshard.command_examples import EXAMPLES
 from lowshard.errors import LowshardError
+from lowshard.weights import reshard_command
 
 
 def test_help_lists_every_command_and_the_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
@@ -48,6 +49,33 @@ def test_an_error_of_ours_is_one_line_and_its_exit_code(
     shown = capsys.readouterr().err
     assert shown.startswith("lowshard: error: ")
     assert shown.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "told"),
+    [
+        (
+            PermissionError(13, "Permission denied", "/x"),
+            1,
+            "the system refused: [Errno 13] Permission denied: '/x'",
+        ),
+        (errors.TimedOut("too late"), 71, "too late"),  # which is an OSError too
+        (errors.CheckpointError("no"), 2, "no"),
+    ],
+)
+def test_an_error_of_the_system_is_one_line_too(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    error: Exception,
+    code: int,
+    told: str,
+) -> None:
+    def fail(_: object) -> int:
+        raise error
+
+    monkeypatch.setattr(reshard_command, "parse_size", fail)
+    assert cli.main(["reshard", "a", "b", "--merged"]) == code
+    assert capsys.readouterr().err == f"lowshard: error: {told}\n"
 
 
 def test_every_error_class_is_ours_and_a_builtin_too_with_a_documented_exit_code() -> None:

@@ -217,6 +217,14 @@ def test_memory_prints_a_table_and_keeps_a_budget(run: Any) -> None:
     run("memory", *RULES, "--logical", LOGICAL, "--moments", "-1", code=2)
 
 
+def test_memory_prints_names_with_brackets_and_colons_as_they_stand(run: Any, tmp_path: Path) -> None:
+    path = tmp_path / "logical.json"
+    names = ("experts[gate].w", "experts[/gate].w:fire:")
+    path.write_text(json.dumps({n: {"partition_spec": ["embed"], "shape": [64]} for n in names}))
+    shown = run("memory", *RULES, "--logical", str(path))
+    assert all(name in shown for name in names), shown
+
+
 def test_show_prints_a_grid_and_draws_it(run: Any, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="pictures need the plot extra")
     picture = tmp_path / "w.svg"

@@ -286,6 +286,15 @@ def test_memory_agrees_with_the_layouts_of_every_rank() -> None:
     json.dumps(found.to_json())
 
 
+def test_memory_refuses_what_a_layout_refuses() -> None:
+    rules = load_rules("pure-fsdp")
+    mesh, names, shape = rules.mesh(8), ("embed", "mlp"), (8,)
+    with pytest.raises(RulesError, match=r"1 dims, .*2 logical names"):
+        rules.layout(mesh, names, shape)
+    with pytest.raises(RulesError, match=r"'a' has 1 dims, .*2 logical names"):
+        rules.memory(mesh, {"a": (names, shape)})
+
+
 def test_memory_of_a_big_model_builds_nothing() -> None:
     rules = load_rules("default")
     found = rules.memory(rules.mesh(16), {"w": (("embed", "mlp"), (10**9, 10**9))})

@@ -231,6 +231,26 @@ def test_the_bias_is_added_once(kind: str, k: int) -> None:
         assert np.allclose(total, x @ w.T + b)
 
 
+@pytest.mark.parametrize("columns", [0, 1, 4])
+def test_the_bias_of_a_matrix_of_few_columns_is_added_once(columns: int) -> None:
+    w, b = np.zeros((4, columns), np.float32), np.ones(4, np.float32)
+    for strategy in (S.columnwise(2), S.axiswise(-1, 2), S.columnwise(1)):
+        first, *others = Weight("w", w, strategy, bias=b).shard()
+        assert first.bias is not None
+        assert all(part.bias is None for part in others)
+    assert all(part.bias is not None for part in Weight("w", w, S.replicate(2), bias=b).shard())
+
+
+@pytest.mark.parametrize("owner", [0, 1])
+def test_the_bias_of_an_owned_weight_is_on_its_owner(owner: int) -> None:
+    for shape in ((4,), (4, 0), (4, 4)):
+        bias = np.ones(shape[:-1], np.float32)
+        parts = Weight("w", np.zeros(shape, np.float32), S(2, Owned(owner)), bias=bias).shard()
+        held = [0 if part.bias is None else part.bias.size for part in parts]
+        assert held[owner] == bias.size
+        assert sum(held) == bias.size
+
+
 def test_companions_are_checked() -> None:
     array = np.zeros((4, 64))
     with pytest.raises(ValueError, match="nothing says"):

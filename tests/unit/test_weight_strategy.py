@@ -13,6 +13,7 @@ from support.recorded import oracle
 
 from lowshard import LowshardError
 from lowshard.box import full_box, relative_slices
+from lowshard.errors import ShardIndexError, ShardingError
 from lowshard.tiling import Tiling
 from lowshard.weights import Segment, ShardingStrategy, Weight, scale_strategy
 from lowshard.weights.quantization import expert_scales
@@ -193,6 +194,48 @@ def test_devices_and_indices_are_checked() -> None:
     for make in (lambda: S.rowwise(0), lambda: S(2, None), lambda: S.rowwise("4")):  # type: ignore[arg-type]
         with pytest.raises(ValueError, match=r"strategy|shard"):
             make()
+
+
+def test_a_rule_that_is_called_by_itself_checks_what_it_is_given() -> None:
+    array = np.zeros((4, 4))
+    rules = (S.rowwise(2).shard, S.replicate(2).shard, S.head_aware_columnwise(2, 2, 2).shard)
+    for rule in rules:
+        assert rule(array, np.int64(1), np.int64(2)).size
+        for index in (-1, 2, "a", None, 1.0, True):
+            with pytest.raises(ShardIndexError, match="index is 0 to 1"):
+                rule(array, index, 2)  # type: ignore[arg-type]
+        for count in (0, -1, "2", None):
+            with pytest.raises(ShardingError, match="num_devices is 1 or more"):
+                rule(array, 0, count)  # type: ignore[arg-type]
+        for weight in (None, "text", [[1.0]]):
+            with pytest.raises(ShardingError, match="cuts an array or a Weight"):
+                rule(weight, 0, 2)
+
+
+def test_counts_of_a_strategy_are_numbers_from_0() -> None:
+    for make in (S.head_aware_columnwise, S.stacked_qkv):
+        for heads, head_dim in ((-4, 8), (4, -8), (-4, -8)):
+            with pytest.raises(ShardingError, match="is an integer from 0"):
+                make(2, heads, head_dim)
+    for few_kv in ("refuse", "replicate"):
+        with pytest.raises(ShardingError, match="num_devices"):
+            S.grouped_qkv("a", 8, 2, 4, few_kv=few_kv)  # type: ignore[arg-type]
+
+
+def test_an_axis_without_segments_has_one_empty_part() -> None:
+    strategy = S.segmented(2, 0, [])
+    assert strategy(np.zeros((0, 4)), 0).shape == (0, 4)
+    assert strategy.layout((0, 4)).local_shape(1) == (0, 4)
+    with pytest.raises(ShardingError, match="the axis has 1"):
+        strategy(np.zeros((1, 4)), 0)
+
+
+def test_a_weight_is_cut_for_a_number_of_devices() -> None:
+    weight = Weight("w", np.zeros((4, 4)), S.rowwise(2))
+    assert [p.shape for p in weight.shard(np.int64(2))] == [(2, 4), (2, 4)]  # type: ignore[arg-type]
+    for devices in (True, 2.0, "ab"):
+        with pytest.raises(ShardingError, match="devices are a number"):
+            weight.shard(devices)  # type: ignore[arg-type]
 
 
 def test_a_head_aware_width_that_is_none_of_its_own_is_refused_where_it_is_used() -> None:

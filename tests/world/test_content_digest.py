@@ -14,6 +14,7 @@ from lowshard import comm as lc
 from lowshard import dtypes
 from lowshard.errors import (
     BufferMismatchError,
+    CommError,
     LayoutError,
     LowshardError,
     MeshError,
@@ -198,3 +199,8 @@ def test_layouts_that_have_no_digest() -> None:
 
 def test_no_tensor_is_no_digest() -> None:
     assert _run(2, lambda comm: digest({}, comm)) == [{}, {}]
+
+
+def test_what_is_no_communicator_is_told() -> None:
+    with pytest.raises(CommError, match=r"comm is a communicator of lowshard, got 5"):
+        digest({}, 5)  # type: ignore[arg-type]

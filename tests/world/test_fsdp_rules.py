@@ -19,9 +19,11 @@ from support.fsdp_kit import STRATEGIES, UNITS, filler, fits
 
 from lowshard import comm as lc
 from lowshard import errors
+from lowshard.argument import brief
 from lowshard.errors import LowshardError
-from lowshard.fsdp import FSDP, AdamW, Param, Precision, ShardingStrategy
+from lowshard.fsdp import FSDP, SGD, AdamW, Param, Precision, ShardingStrategy
 from lowshard.fsdp.links import Channel
+from lowshard.fsdp.step_buffer import Pool
 from lowshard.kernels import dequantize_mxfp8, quantize_mxfp8
 
 # ---- bytes
@@ -388,6 +390,11 @@ def _bad_dtype(engine: FSDP, comm: lc.Communicator) -> None:
         engine.add_grad("emb", "e", np.zeros((7, 5), np.float64))
 
 
+def _step_in_a_step(engine: FSDP, comm: lc.Communicator) -> None:
+    with engine.step(), engine.step():
+        pass
+
+
 def _no_such_unit(engine: FSDP, comm: lc.Communicator) -> None:
     engine.open("l9")
 
@@ -426,7 +433,7 @@ def _with(what: str, *args: Any) -> Callable[..., None]:
         engine.clip(1.0)
         engine.update(*args) if what == "update" else engine.update(kit.optimizer())
 
-    step.__name__ = f"{what}({', '.join(map(repr, args))})"
+    step.__name__ = f"{what}({', '.join(map(brief, args))})"
     return step
 
 
@@ -448,7 +455,8 @@ BAD_ARGUMENTS = [
     ("clip", (None,)), ("clip", ("1",)), ("clip", (float("nan"),)), ("clip", (-1.0,)), ("clip", (True,)),
     ("clip", (1.0, None)), ("clip", (1.0, 0)), ("clip", (1.0, -2)), ("clip", ([1],)), ("norm", ("2",)),
     ("norm", (float("nan"),)), ("norm", (None,)), ("norm", (np.zeros(2),)), ("update", ("adam",)), ("update", (None,)),
-    ("step", (None,)), ("step", (1,)),
+    ("step", (None,)), ("step", (1,)), ("clip", (10**400,)), ("clip", (10**9000,)), ("clip", (1.0, 10**400)),
+    ("norm", (10**400,)),
 ]  # fmt: skip
 BAD_NAMES = [("full", errors.LayoutError), ("open", errors.NotOpen), ("close", errors.NotOpen),
              ("grads", errors.NotOpen), ("reduce", errors.NotOpen)]  # fmt: skip
@@ -469,6 +477,8 @@ WRONG: list[tuple[Callable[..., None], str, type[Exception]]] = [
     (_bad_grad, "full", errors.BadGrad),
     (_bad_dtype, "none", errors.BadGrad),
     (_no_such_unit, "full", errors.NotOpen),
+    (_step_in_a_step, "full", errors.StepError),
+    (_step_in_a_step, "hybrid2", errors.StepError),
     (_own_failure, "full", KeyError),
     (_own_failure, "hybrid2", KeyError),
     (_bad_rule, "full", ZeroDivisionError),
@@ -539,6 +549,22 @@ def test_a_wrong_call_raises_on_every_rank_and_reset_mends_it(
             assert isinstance(raised, errors.CommError), (rank, raised)
     clean = lc.run_loopback(4, lambda c: kit.train(c, STRATEGIES[name], range(2), 4, tmp_path / "clean"), 30)
     assert ends[0] == clean[0].file
+
+
+@pytest.mark.parametrize("who", ["all", "one"])
+@pytest.mark.parametrize(
+    ("wrong", "name", "error"),
+    [
+        (_step_in_a_step, "full", errors.StepError),
+        (_with("clip", 10**9000), "full", errors.StepError),
+        (_with("norm", 10**400), "none", errors.StepError),
+    ],
+    ids=["step", "clip", "norm"],
+)
+def test_steps_within_steps_and_numbers_beyond_floats_raise_on_every_rank(
+    wrong: Any, name: str, error: Any, who: str, tmp_path: Path
+) -> None:
+    test_a_wrong_call_raises_on_every_rank_and_reset_mends_it(wrong, name, error, who, 1, tmp_path)
 
 
 def test_refusals_that_begin_late_are_not_started_again(
@@ -638,3 +664,191 @@ def test_a_unit_that_one_rank_does_not_use_takes_zeros() -> None:
             return engine.norm(float("inf"))
 
     assert lc.run_loopback(3, train, 10) == [1.0] * 3
+
+
+# ---- micro-batches that count
+
+
+@pytest.mark.parametrize("accumulate", ["local", "reduce"])
+def test_a_forward_pass_alone_is_no_micro_batch(accumulate: Any) -> None:
+    def train(comm: lc.Communicator) -> list[float]:
+        with FSDP({"u": [Param("w", (4,))]}, comm, accumulate=accumulate) as engine:
+            engine.fill(lambda name, box: 0.0)
+            found = []
+
+            def step(last: bool = True, backward: bool = True) -> None:
+                with engine.step(last):
+                    engine.open("u")
+                    if backward:
+                        engine.grads("u")["w"][...] = 6.0
+                        engine.reduce("u")
+                    engine.close("u")
+
+            def update() -> None:
+                engine.join()
+                found.append(float(next(engine.slots()).grad[0]) if comm.rank == 0 else 6.0)
+                engine.update(SGD(lr=1.0))
+
+            for forward in range(3):
+                for _ in range(forward):
+                    step(backward=False)
+                step()
+                update()
+            step(backward=False)
+            step(last=False)
+            step(last=False)
+            step()
+            update()
+            step(last=False, backward=False)  # counts: a micro-batch whose gradients are zeros
+            step()
+            update()
+            return found
+
+    assert lc.run_loopback(2, train, 20)[0] == [6.0, 6.0, 6.0, 6.0, 3.0]
+
+
+def test_ranks_that_count_other_micro_batches_are_noticed() -> None:
+    def train(comm: lc.Communicator) -> None:
+        with FSDP({"u": [Param("w", (4,))]}, comm) as engine:
+            engine.fill(lambda name, box: 0.0)
+            with engine.step():
+                engine.open("u")
+                if comm.rank:
+                    engine.grads("u")  # and no reduce
+                engine.close("u")
+            for last in (False, True):
+                with engine.step(last):
+                    engine.open("u")
+                    engine.reduce("u")
+                    engine.close("u")
+            with pytest.raises(errors.Disagree, match="reduce u of micro-batch"):
+                engine.join()
+            engine.reset()
+
+    lc.run_loopback(2, train, 10)
+
+
+# ---- names
+
+
+@pytest.mark.parametrize("names", [("layers.0", "head"), ("#0", "#1"), (":#0", "a:b.c#1"), ("0", "..")])
+@pytest.mark.parametrize("name", ["full", "sgo", "none"])
+def test_any_unit_name_goes_with_ties(names: tuple[str, str], name: str, tmp_path: Path) -> None:
+    first, second = names
+    units = {
+        first: [Param("w", (3,)), Param("v", (3,), tie="w")],
+        "mid": [Param("x", (5,))],
+        second: [Param("h", (3,), tie=f"{first}.w"), Param("x", (7,))],
+    }
+
+    def train(comm: lc.Communicator) -> list[list[float]]:
+        with FSDP(units, comm, STRATEGIES[name], grad_limit=2, open_limit=3) as engine:
+            engine.fill(lambda full, box: {"w": 1.0, "x": 2.0}[full[-1]])
+            with engine.step():
+                for unit in (second, "mid", first):
+                    p = engine.open(unit, "backward")
+                    assert {key: set(view.tolist()) for key, view in p.items()} == {
+                        param.name: {2.0 if param.name == "x" else 1.0} for param in units[unit]
+                    }
+                    for view in engine.grads(unit).values():
+                        view[...] += 1.0
+                    if unit == first:
+                        engine.reduce(second)
+                        engine.reduce("mid")
+                        engine.reduce(first)
+                        for done in units:
+                            engine.close(done)
+            engine.join()
+            engine.update(SGD(lr=1.0))
+            engine.broadcast_updated_params()
+            engine.save(tmp_path / "m")
+            engine.load(tmp_path / "m")
+            return [engine.full(n).tolist() for n in (f"{first}.v", "mid.x", f"{second}.h", f"{second}.x")]
+
+    assert lc.run_loopback(2, train, 20) == [[[-2.0] * 3, [1.0] * 5, [-2.0] * 3, [1.0] * 7]] * 2
+
+
+# ---- models that there is no room for
+
+
+def test_a_tied_unit_that_could_never_be_opened_is_refused_at_once() -> None:
+    units = {
+        "a": [Param("w", (3,))],
+        "b": [Param("w", (3,))],
+        "h": [Param("x", (3,), tie="a.w"), Param("y", (3,), tie="b.w")],
+    }
+
+    def make(comm: lc.Communicator) -> None:
+        for options in ({"open_limit": 2}, {"open_limit": 1, "prefetch": 0}):
+            with pytest.raises(
+                errors.ShardingError, match=r"'h' is open together with a, b, .* takes open_limit=3"
+            ):
+                FSDP(units, comm, **options)  # type: ignore[arg-type]
+            FSDP(units, comm, ShardingStrategy.NoShard, **options).shut()  # type: ignore[arg-type]
+        with FSDP(units, comm, open_limit=3) as engine:
+            engine.fill(lambda name, box: 1.0)
+            assert set(engine.open("h")) == {"x", "y"}
+            engine.close("h")
+
+    lc.run_loopback(2, make, 10)
+
+
+@pytest.mark.parametrize("who", ["all", "one"])
+@pytest.mark.parametrize("error", [MemoryError, OSError])
+def test_no_memory_for_a_model_is_an_error_on_every_rank(
+    who: str, error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = Pool.__init__
+
+    def none(self: Pool, plan: Any, comm: lc.Communicator) -> None:
+        if who == "all" or comm.rank == 1:
+            raise error("none left")
+        made(self, plan, comm)
+
+    def make(comm: lc.Communicator) -> None:
+        with pytest.raises(
+            errors.CommError, match=r"no memory for the model's buffer of [\d,]+ bytes \(none left\)"
+        ):
+            FSDP(UNITS, comm)
+        comm.barrier()  # the world is as before
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Pool, "__init__", none)
+        lc.run_loopback(3, make, 10)
+
+
+def test_a_parameter_that_no_memory_holds_is_an_error() -> None:
+    def make(comm: lc.Communicator) -> None:
+        with pytest.raises(LowshardError, match=r"no memory|extents"):
+            FSDP({"u": [Param("w", (1 << 50,))]}, comm)
+        with pytest.raises(LowshardError, match=r"no memory|extents"):
+            FSDP({f"u{i}": [Param("w", (1 << 58,))] for i in range(8)}, comm, ShardingStrategy.NoShard)
+
+    lc.run_loopback(2, make, 10)
+
+
+def test_no_memory_for_a_whole_parameter_is_an_error_on_every_rank() -> None:
+    def look(comm: lc.Communicator) -> None:
+        with FSDP(UNITS, comm) as engine:
+            engine.fill(filler)
+            if comm.rank == 1:
+                engine._links.xp = _NoMemory()
+            with pytest.raises(errors.CommError, match=r"no memory for the whole of 'l1\.w'"):
+                engine.full("l1.w")
+            engine._links.xp = np
+            engine.reset()
+            assert engine.full("l1.w").shape == (37, 53)
+
+    lc.run_loopback(3, look, 10)
+
+
+class _NoMemory:
+    """NumPy without memory for one parameter."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(np, name)
+
+    def empty(self, shape: Any, dtype: Any) -> Any:
+        if shape == 37 * 53:
+            raise MemoryError("none left")
+        return np.empty(shape, dtype)

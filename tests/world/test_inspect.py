@@ -13,6 +13,7 @@ from safetensors.numpy import save_file
 from support.checkpoints import Values, save_over, values_of
 
 from lowshard.checkpoint.checkpoint_index import INDEX_NAME
+from lowshard.checkpoint.inspect_command import EPILOG
 from lowshard.checkpoint.overview import look_at
 from lowshard.cli import main
 from lowshard.tiling import Tiling
@@ -176,3 +177,26 @@ def test_many_files_are_shortened_and_broken_ones_are_not(tmp_path: Path, run: C
     assert shown.count("shard-") == 12
     sorted((tmp_path / "c").glob("shard-*"))[9].unlink()
     assert "-00009-of-00020.safetensors  BROKEN" in run(tmp_path / "c", code=1)
+
+
+def test_names_of_others_forge_no_line_and_reach_no_terminal(tmp_path: Path, run: Callable[..., str]) -> None:
+    names = ["esc\x1b[31m\nBROKEN: no", "\u200e\x07" * 30 + "\n", "umlaut \xe4"]
+    save_file(
+        {n: np.zeros((2, 2), np.float32) for n in names}, tmp_path / "m.safetensors", {"k\ny": "v\x1bw"}
+    )
+    shown = run(tmp_path / "m.safetensors", "--all") + run(tmp_path / "m.safetensors", names[0])
+    assert r"esc\x1b[31m\nBROKEN: no" in shown
+    assert r"metadata k\ny: v\x1bw" in shown
+    assert "umlaut \xe4" in shown
+    assert all(c.isprintable() or c == "\n" for c in shown)
+    assert not any(line.startswith("BROKEN") for line in shown.splitlines())
+
+
+def test_exit_codes_are_those_of_the_help(tmp_path: Path, run: Callable[..., str]) -> None:
+    (tmp_path / "empty").mkdir()
+    run(tmp_path / "empty", code=1)
+    run(tmp_path / "gone", code=2)
+    assert (
+        "1 a file is missing or damaged, or the folder has no checkpoint, 2 wrong usage, or nothing at"
+        in EPILOG
+    )

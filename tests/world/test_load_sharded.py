@@ -18,7 +18,7 @@ from lowshard.checkpoint import Catalog
 from lowshard.checkpoint.checkpoint_index import INDEX_NAME
 from lowshard.checkpoint.checkpoint_index import _digest as digest_of
 from lowshard.cli import main
-from lowshard.errors import CheckpointError, LowshardError, MismatchError
+from lowshard.errors import CheckpointError, CommError, LowshardError, MismatchError
 from lowshard.kernels import quantize_mxfp8
 from lowshard.tiling import Tiling
 from lowshard.weights import ShardingStrategy, load_sharded, save, saved_tilings
@@ -236,3 +236,16 @@ def test_the_rule_needs_no_ranks(tmp_path: Path) -> None:
     assert saved_tilings(catalog, 4) == tilings
     assert saved_tilings(catalog, 2)["half"].ranks is not None
     assert list(saved_tilings(catalog, 2)["half"].ranks) == [0]
+
+
+def test_wrong_arguments_are_told(tmp_path: Path) -> None:
+    tilings = tilings_of(2)
+    save_over(tmp_path / "c", values_of(tilings), tilings, 2)
+    catalog = Catalog.open(tmp_path / "c")
+    with pytest.raises(CheckpointError, match="catalog is a Catalog"):
+        saved_tilings(5, 2)  # type: ignore[arg-type]
+    for wrong in (None, 0, 1.0, "2"):
+        with pytest.raises(CheckpointError, match="num_ranks is a number of ranks"):
+            saved_tilings(catalog, wrong)  # type: ignore[arg-type]
+    with pytest.raises(CommError, match="comm is a communicator"):
+        load_sharded(catalog, 5)  # type: ignore[arg-type]

@@ -521,3 +521,12 @@ def test_one_process_has_digests_too() -> None:
     assert digest_pages(other, {"a": ([1], 3)}, {"k": moved}) == found
     moved[1, 2, 1, 1] += 1
     assert digest_pages(other, {"a": ([1], 3)}, {"k": moved}) != found
+
+
+def test_a_rank_or_a_part_that_is_no_number_is_told() -> None:
+    layout = PagedLayout(4, 2, 2, 4, "float32", ranks=(0, 1))
+    for call in (layout.heads_of, layout.part_of, layout.local_shape, layout.holders):
+        assert call(np.int64(1)) == call(1)
+        for wrong in (np.arange(3), 1.0, None, 2, -1):
+            with pytest.raises(LayoutError):
+                call(wrong)  # type: ignore[arg-type]

@@ -548,7 +548,7 @@ def test_a_folder_is_taken_over_from_a_dead_publisher_but_not_from_a_living_one(
         _publisher(address, array)
     folder = tmp_path / "p"
     folder.mkdir(mode=0o700)
-    (folder / "token").write_text("left by somebody")
+    (folder / "token").touch(mode=0o600)
     dead = socket.socket(socket.AF_UNIX)
     dead.bind(str(folder / "door"))
     dead.close()

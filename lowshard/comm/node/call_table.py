@@ -109,7 +109,8 @@ def may_lie_so(ctx: int, row: int, send: int, recv: int) -> bool:
     if overlap != OWN_PART_ONLY:
         return False
     apart, me = recv - send, field(ctx, ME)
-    return apart == 0 or apart == me * recv_bytes or -apart == me * send_bytes
+    same = apart == 0 and send_bytes == recv_bytes
+    return bool(same or apart == me * recv_bytes or -apart == me * send_bytes)
 
 
 # ---- places of a table's head, in int64

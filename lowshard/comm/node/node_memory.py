@@ -74,7 +74,7 @@ class NodeMemory:
             problem = f"the memory of process {pid} cannot be mapped: {error}"
         rows = exchange((problem, ctypes.addressof(word)))
         self._raise_first([row[0] for row in rows])
-        reads = CROSS_MEMORY.text() != "off" and all(
+        reads = CROSS_MEMORY.choice() != "off" and all(
             _read_word(self.pids[peer], row[1]) == 4711 + peer
             for peer, row in enumerate(rows)
             if peer != rank

@@ -53,6 +53,7 @@ from lowshard.comm.node.node_reach import NodeReach
 from lowshard.comm.node.node_rendezvous import DIFFERENT, OK, UNEQUAL
 from lowshard.comm.transport import Front, Planner, Run, Transport
 from lowshard.comm.work import Work
+from lowshard.settings import CROSS_MEMORY
 
 Array = Any
 
@@ -114,6 +115,17 @@ class NodeTransport(Transport):
         self.runner = CallRunner(self, place, self.mailbox, self.context, compiled)
         if self.size > 1 and arrays_are_as_expected():
             self.quick = QuickCalls(self.runner, self.activity, self.exchange_row)
+
+    def way_between(self, one: int, other: int) -> tuple[str, str]:
+        memory = self.place.memory
+        if memory.reads_across:
+            pipes = " or handed on through pipes" if memory.pipes.table is not None else ""
+            private = f"private arrays are read across{pipes}"
+        else:
+            off = CROSS_MEMORY.choice() == "off"
+            why = f"{CROSS_MEMORY.name}=off" if off else "the system lets no process read another's memory"
+            private = f"private arrays are copied through slots ({why})"
+        return "shared memory", f"they are processes of one node; {private}"
 
     def empty(self, shape: int | Sequence[int], dtype: Any) -> Array:
         """Return an array, not filled, in memory that the other ranks of the node read where it lies."""

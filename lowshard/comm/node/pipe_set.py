@@ -48,7 +48,7 @@ class PipeSet:
             return
         table = np.full((size, PIPE_WORDS), -1, np.int64)
         table[:, 2] = 0
-        ends, well = [-1] * size, PIPES.text() != "off"
+        ends, well = [-1] * size, PIPES.choice() != "off"
         try:
             for peer in range(size):
                 if well and peer != rank:

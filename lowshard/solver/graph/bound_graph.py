@@ -17,8 +17,15 @@ from lowshard.placement import Replicated
 from lowshard.reading import reader
 from lowshard.solver.assignment import Result
 from lowshard.solver.graph.graph_place import Place, place_on, settled_place, written_place
-from lowshard.solver.table import RULES, Call, offer
-from lowshard.solver.table.op_argument import MOST_ENTRIES, few, freeze_args, plain_argument
+from lowshard.solver.table import Call, check_names, find_rule, offer
+from lowshard.solver.table.op_argument import (
+    MOST_ENTRIES,
+    few,
+    freeze_args,
+    plain_argument,
+    read_argument,
+    written_argument,
+)
 
 Extent = int | str
 """A number, or a symbol such as "tokens", or a product such as "batch*length"."""
@@ -202,17 +209,16 @@ class Graph:
         """Add any op that has a rule (`lowshard.solver.table.RULES`) and return its result, or a tuple of several.
 
         Raises:
-            LayoutError: no such op, another number of operands, or a tensor of another graph. Shapes are checked when
-                sizes are bound.
+            LayoutError: no such op, another number of operands, an argument that the op does not have, or a tensor of
+                another graph. Shapes are checked when sizes are bound.
         """
-        if not isinstance(op, str) or op not in RULES:
-            raise LayoutError(f"no rule for op {brief(op)}; there are rules for {', '.join(sorted(RULES))}")
-        least, most = RULES[op].operands
+        least, most = find_rule(op).operands
         if len(operands) < least or (most is not None and len(operands) > most):
             raise LayoutError(f"{op} takes {least} to {most or 'any number of'} tensors, got {len(operands)}")
         if len(self._nodes) >= OPS_MOST:
             raise LayoutError(f"a graph has at most {OPS_MOST:,} ops: graph {self.name!r} would have more")
         taken = tuple(self._index(t) for t in operands)
+        check_names(op, args)
         kept = {n: self._argument(op, n, value) for n, value in args.items()}
         count = _result_count(op, len(operands), kept)
         base = f"{op}_{len(self._nodes)}" if name is None else self._name(name)
@@ -447,7 +453,12 @@ def graph_to_json(graph: BoundGraph) -> dict[str, Any]:
             for i, s, d in zip(graph.tensors, graph.shapes, graph.dtypes, strict=True)
         ],
         "nodes": [
-            {"op": n.op, "operands": list(n.operands), "results": list(n.results), "args": dict(n.args)}
+            {
+                "op": n.op,
+                "operands": list(n.operands),
+                "results": list(n.results),
+                "args": {a: written_argument(v) for a, v in n.args},
+            }
             for n in graph.nodes
         ],
         "outputs": [[t, place] for t, place in graph.outputs],
@@ -470,6 +481,9 @@ class _WrittenNode:
     results: tuple[int, ...]
     args: Mapping[str, Any]
 
+    def frozen_args(self) -> tuple[tuple[str, Any], ...]:
+        return freeze_args({name: read_argument(name, value) for name, value in self.args.items()})
+
 
 @reader("graph", PlanError)
 def _read_graph(
@@ -481,7 +495,7 @@ def _read_graph(
     graph = BoundGraph(
         name,
         tuple(Info(t.name, t.kind, t.shape, t.dtype, t.place) for t in tensors),
-        tuple(Node(n.op, n.operands, n.results, freeze_args(n.args)) for n in nodes),
+        tuple(Node(n.op, n.operands, n.results, n.frozen_args()) for n in nodes),
         outputs,
         tuple(t.shape for t in tensors),
         tuple(t.dtype for t in tensors),

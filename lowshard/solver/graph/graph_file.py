@@ -104,6 +104,12 @@ def _read(
     places = outputs.items() if isinstance(outputs, Mapping) else ((n, None) for n in outputs or ())
     for tensor, place in places:
         graph.output(_named(names, tensor, "outputs"), place)
+    for symbol in sizes or ():
+        if symbol not in graph.symbols:
+            raise LayoutError(
+                f"sizes are of symbols in the shapes of the graph ({', '.join(graph.symbols) or 'none'}), got "
+                f"{brief(symbol)}{nearest(symbol, graph.symbols)}"
+            )
     return graph, dict(sizes or {})
 
 

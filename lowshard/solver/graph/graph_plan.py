@@ -21,6 +21,7 @@ from lowshard.solver.action import Action
 from lowshard.solver.assignment import HOW
 from lowshard.solver.graph.bound_graph import BoundGraph, graph_to_json
 from lowshard.solver.graph.graph_rates import largest_bytes
+from lowshard.solver.table.op_argument import told_apart
 from lowshard.step_search import classify, state_of
 
 PROVED = 1e-6
@@ -357,7 +358,8 @@ def _verify_plan(plan: GraphPlan) -> None:
     for t, layout in enumerate(plan.layouts):
         _is_of(plan, t, layout)
     for step, (node, action) in enumerate(zip(graph.nodes, plan.actions, strict=True)):
-        if (action.op, action.args, len(action.sources)) != (node.op, node.args, len(node.operands)):
+        same_args = told_apart(action.args) == told_apart(node.args)
+        if not same_args or (action.op, len(action.sources)) != (node.op, len(node.operands)):
             raise PlanError(f"step {step} is {node.label}, its action is of {action.op}")
         for t, source in zip(node.operands, action.sources, strict=True):
             _is_of(plan, t, source)

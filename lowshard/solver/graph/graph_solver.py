@@ -386,11 +386,7 @@ def walk(space: Space, solver: Solver) -> Schedule:
 
 
 def _budget_of(given: float | None, mesh: DeviceMesh) -> float | None:
-    if given is not None:
-        return float(given)
-    budget = mesh.memory_budget_bytes_per_device
-    if isinstance(budget, tuple):
-        return min((float(b) for _, b in budget), default=None)
+    budget = mesh.smallest_budget_bytes if given is None else given
     return None if budget is None else float(budget)
 
 

@@ -9,14 +9,17 @@ from lowshard.solver.table.op_rule import (
     Offer,
     Refused,
     Rules,
+    check_names,
     check_rules,
     common_kind,
     dtype_error,
+    find_rule,
     offer,
 )
 
 __all__ = [
-    "REFUSED", "RULES", "Call", "Offer", "Refused", "Rules", "check_rules", "common_kind", "dtype_error", "offer",
+    "REFUSED", "RULES", "Call", "Offer", "Refused", "Rules", "check_names", "check_rules", "common_kind",
+    "dtype_error", "find_rule", "offer",
 ]  # fmt: skip
 
 REFUSED: tuple[Refused, ...] = (

@@ -70,7 +70,7 @@ def negate(call: Call) -> Offer:
     return Offer(rows, (call.same(*call.shape()),))
 
 
-@rule("mul_scalar")
+@rule("mul_scalar", args=("value",))
 def mul_scalar(call: Call) -> Offer:
     """Linear: any cut and any sum stays; of integers where the factor is one. Args: value."""
     value, rows = scalar(call), _every_dim(call)
@@ -80,7 +80,7 @@ def mul_scalar(call: Call) -> Offer:
     return Offer(rows, (call.same(*call.shape()),))
 
 
-@rule("add_scalar", "pow_scalar")
+@rule("add_scalar", "pow_scalar", args=("value",))
 def shifted(call: Call) -> Offer:
     """Not linear: a sum would get the scalar once a rank. Args: value."""
     scalar(call)
@@ -111,7 +111,7 @@ def scalar(call: Call) -> int | float:
     return value  # type: ignore[return-value]  # a real number, of NumPy perhaps
 
 
-@rule("cast", "dequantize")
+@rule("cast", "dequantize", args=("dtype",))
 def cast(call: Call) -> Offer:
     """A copy where the dtype stays: all sums do. Else only dequantize, of floats, keeps sums. Args: dtype.
 
@@ -204,7 +204,7 @@ def buffer_store(call: Call) -> Offer:
     return Offer(rows, (call.same(*call.shape()),))
 
 
-@rule("cond", "while_loop", "masked_scatter", "nonzero", "scatter_nd", operands=(1, None))
+@rule("cond", "while_loop", "masked_scatter", "nonzero", "scatter_nd", operands=(1, None), args=None)
 def replicated_only(call: Call) -> Offer:
     """No row but the all-replicated one."""
     return Offer([], tuple(Result(x.shape, x.dtype) for x in call.layouts[:1]))

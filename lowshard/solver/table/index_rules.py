@@ -27,7 +27,8 @@ CROSS = Refused(
 )
 
 
-@rule("gather", "embedding", operands=2, indices=(1,))
+@rule("gather", operands=2, indices=(1,), args=("axis",))
+@rule("embedding", operands=2, indices=(1,))
 def gather(call: Call) -> Offer:
     """Rows of a table by index, as NumPy's take: table, indices. Args: axis (embedding: 0).
 
@@ -44,7 +45,7 @@ def gather(call: Call) -> Offer:
     return Offer(rows, (call.same(*table[:at], *ids, *table[at + 1 :]),), (CROSS,))
 
 
-@rule("gather_nd", operands=2, indices=(1,))
+@rule("gather_nd", operands=2, indices=(1,), args=("batch_dims",))
 def gather_nd(call: Call) -> Offer:
     """x[b..., i...]: operands x, indices [b..., ..., n]. Batch dims cut alike; linear in x. Args: batch_dims."""
     x, ids = call.shape(0), call.shape(1)
@@ -60,7 +61,9 @@ def gather_nd(call: Call) -> Offer:
     return Offer(rows, (call.same(*ids[:-1], *x[batch + ids[-1] :]),))
 
 
-@rule("scatter", "scatter_add", "scatter_max", "scatter_min", "scatter_mul", operands=3, indices=(2,))
+@rule(
+    "scatter", "scatter_add", "scatter_max", "scatter_min", "scatter_mul", operands=3, indices=(2,), args=("axis",)
+)  # fmt: skip
 def scatter(call: Call) -> Offer:
     """Writes updates at indices along a dim: operands x, updates, indices. Other dims cut alike. Args: axis."""
     at = call.dim()
@@ -82,7 +85,7 @@ def scatter(call: Call) -> Offer:
     return Offer(rows, (call.same(*x),))
 
 
-@rule("top_k", "bottom_k", "top_k_values")
+@rule("top_k", "bottom_k", "top_k_values", args=("k", "axis"))
 def top_k(call: Call) -> Offer:
     """The k largest along a dim: values and indices (top_k_values: values). Args: k, axis.
 
@@ -101,7 +104,7 @@ def top_k(call: Call) -> Offer:
     return Offer(rows, results[:1] if call.op == "top_k_values" else results)
 
 
-@rule("argsort", "sort")
+@rule("argsort", "sort", args=("axis",))
 def sort(call: Call) -> Offer:
     """Along the last dim, stable. Published: all-replicated; extended: other dims stay cut. Args: axis."""
     at = call.dim()
@@ -109,7 +112,7 @@ def sort(call: Call) -> Offer:
     return Offer(rows, (Result(call.shape(), INDEX_DTYPE if call.op == "argsort" else call.dtype),))
 
 
-@rule("attention", operands=3, kinds=FLOAT)
+@rule("attention", operands=3, kinds=FLOAT, args=("causal", "scale"))
 def attention(call: Call) -> Offer:
     """softmax(q kT scale) v: q [B, H, L, D], k [B, G, T, D], v [B, G, T, E], H a multiple of G. Args: causal, scale.
 
@@ -169,7 +172,7 @@ def fused_silu(call: Call) -> Offer:
     return Offer(rows, (call.same(*lead, width // 2),))
 
 
-@rule("sigmoid_router", "moe_create_indices", "nms", "roi_align", operands=(1, None))
+@rule("sigmoid_router", "moe_create_indices", "nms", "roi_align", operands=(1, None), args=None)
 def experts(call: Call) -> Offer:
     """All-replicated only."""
     return Offer([], (call.same(*call.shape()),))

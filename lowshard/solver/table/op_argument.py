@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import numbers
 from collections.abc import Mapping
 from typing import Any
@@ -18,6 +19,7 @@ _REALS = frozenset(("eps", "scale", "value"))
 """The arguments that may be floats; but for these, dtypes and texts all are integers, True or False, or sequences."""
 _TEXTS = frozenset(("layout", "mode", "subscripts"))
 _MOST_DEPTH = 3
+_NAMES = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
 
 
 def plain_args(op: str, args: Mapping[str, Any]) -> dict[str, Any]:
@@ -52,6 +54,37 @@ def freeze_args(args: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
     return tuple((name, _freeze(args[name])) for name in sorted(args))
 
 
+def told_apart(value: Any) -> Any:
+    """Return arguments such that equal ones have equal digests: 1, 1.0 and True are told apart, and 0.0 from -0.0."""
+    if type(value) is tuple:
+        return tuple(map(told_apart, value))
+    if type(value) in (int, str):
+        return value
+    return type(value), repr(value) if type(value) is float else value
+
+
+def written_argument(value: Any) -> Any:
+    """Return an argument as JSON has it: "NaN", "Infinity" and "-Infinity" are text there."""
+    if isinstance(value, tuple):
+        return tuple(map(written_argument, value))
+    return _NAMES.get(repr(value), value) if isinstance(value, float) else value
+
+
+def read_argument(name: str, value: Any) -> Any:
+    """Return an argument as `written_argument` was given it: of those that may be floats, none is text."""
+    if name not in _REALS:
+        return value
+    if isinstance(value, tuple):
+        return tuple(read_argument(name, entry) for entry in value)
+    return _as_float(value) if isinstance(value, str) and value in _NAMES.values() else value
+
+
+def _as_float(value: Any) -> float:
+    """Return a float; of NaN, which is not equal to itself, always the same object: tuples of it are equal then."""
+    number = float(value)
+    return number if number == number else math.nan
+
+
 def _freeze(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return tuple(_freeze(v) for v in value)
@@ -64,7 +97,7 @@ def _number(value: Any, what: str, is_real: bool, depth: int) -> Any:
     if hasattr(value, "__index__") and not getattr(value, "ndim", 0):
         return whole(value, f"{what} is a number", LayoutError, -MOST_ELEMS, MOST_ELEMS)
     if is_real and isinstance(value, numbers.Real):
-        return float(value)
+        return _as_float(value)
     if depth and (isinstance(value, (list, tuple)) or getattr(value, "ndim", 0)):
         entries = few(items(value, what, LayoutError), what)
         return tuple(_number(entry, what, is_real, depth - 1) for entry in entries)

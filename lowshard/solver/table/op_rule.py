@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, Literal, get_args
@@ -168,6 +168,8 @@ class Rule:
     """The kinds of dtype that the op computes on."""
     indices: tuple[int, ...]
     """The operands that are indices or conditions. The others are values, which the op computes on."""
+    args: tuple[str, ...] | None
+    """The names of the arguments that are no tensors; None: any, of an op that runs in the caller's own code."""
 
     def values(self, layouts: Sequence[Layout]) -> list[dtypes.DType]:
         """Return the dtypes of the operands that are values."""
@@ -182,13 +184,14 @@ def rule(
     operands: int | tuple[int, int | None] = 1,
     kinds: frozenset[Kind] = EVERY_KIND,
     indices: tuple[int, ...] = (),
+    args: tuple[str, ...] | None = (),
 ) -> Callable[[Offering], Offering]:
     """Register a rule for ops; the arguments are the fields of `Rule`, one number of operands for (n, n)."""
 
     def register(function: Offering) -> Offering:
         arity = (operands, operands) if isinstance(operands, int) else operands
         for name in names:
-            RULES[name] = Rule(function, arity, kinds, indices)
+            RULES[name] = Rule(function, arity, kinds, indices, args)
         return function
 
     return register
@@ -198,16 +201,35 @@ NOT_TAKEN = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError
 """What a rule, or a kernel, raises on arguments that it cannot read."""
 
 
+def find_rule(op: object) -> Rule:
+    """Return the rule of an op, or raise LayoutError with the ops that have one."""
+    found = RULES.get(op) if isinstance(op, str) else None
+    if found is None:
+        known = f"there are rules for {', '.join(sorted(RULES))}"
+        raise LayoutError(f"no rule for op {brief(op)}; {known}{nearest(op, RULES)}")
+    return found
+
+
+def check_names(op: str, names: Iterable[object]) -> None:
+    """Raise LayoutError unless an op has arguments of these names: one that nobody reads would change nothing."""
+    known = find_rule(op).args
+    if known is None:
+        return
+    for name in names:
+        if name not in known:
+            has = f"its arguments are {', '.join(known)}" if known else "it has none"
+            raise LayoutError(f"{op} has no argument {brief(name)}; {has}{nearest(name, known)}")
+
+
 def offer(call: Call) -> Offer:
     """Return what the op's rule offers: the rows that hold for the dtypes of the operands.
 
     Raises:
-        LayoutError: no such op, another number of operands, shapes or arguments that do not fit.
+        LayoutError: no such op, another number of operands, arguments that it does not have, shapes or arguments that
+            do not fit.
     """
-    found = RULES.get(call.op) if isinstance(call.op, str) else None
-    if found is None:
-        known = f"there are rules for {', '.join(sorted(RULES))}"
-        raise LayoutError(f"no rule for op {brief(call.op)}; {known}{nearest(call.op, RULES)}")
+    found = find_rule(call.op)
+    check_names(call.op, call.args)
     least, most = found.operands
     count = len(call.layouts)
     if count < least or (most is not None and count > most):

@@ -113,7 +113,7 @@ def parse_einsum(call: Call) -> tuple[list[str], str]:
     return terms, output
 
 
-@rule("einsum", operands=(1, None))
+@rule("einsum", operands=(1, None), args=("subscripts",))
 def einsum(call: Call) -> Offer:
     """A row a label: kept labels are cut in the result, summed ones make a sum; linear in each operand.
 
@@ -148,6 +148,8 @@ def conv_shapes(call: Call) -> tuple[bool, bool, int, tuple[int, ...]]:
     first = str(call.args.get("layout", "NHWC")).upper().startswith("NC")
     transposed = call.op.endswith("_transpose")
     groups, space = int(call.args.get("groups", 1)), len(x) - 2
+    if transposed and groups != 1:
+        raise LayoutError(f"{call.op}: groups is 1, got {groups}; call it for the channels of each group")
     if len(w) != len(x) or space < 1:
         raise LayoutError(
             f"{call.op}: x and filter have the same number of dims, got {list(x)} and {list(w)}"
@@ -178,7 +180,10 @@ def conv_geometry(args: object, space: int) -> tuple[list[int], list[tuple[int, 
     return strides, [(p, p) if isinstance(p, int) else (p[0], p[1]) for p in padding]
 
 
-@rule("conv2d", "conv3d", "conv2d_transpose", "conv3d_transpose", operands=(2, 3))
+@rule(
+    "conv2d", "conv3d", "conv2d_transpose", "conv3d_transpose", operands=(2, 3),
+    args=("layout", "stride", "padding", "groups"),
+)  # fmt: skip
 def conv(call: Call) -> Offer:
     """Batch or output channels cut; input channels cut make a sum. Operands: x, filter[, bias]."""
     first, transposed, groups, shape = conv_shapes(call)

@@ -54,7 +54,7 @@ def _reduced(call: Call, dims: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(1 if d in dims else n for d, n in enumerate(call.shape()))
 
 
-@rule("sum")
+@rule("sum", args=("axis",))
 def sum_(call: Call) -> Offer:
     """A cut reduced dim leaves a sum to do. Args: axis."""
     dims = _dims(call)
@@ -63,7 +63,7 @@ def sum_(call: Call) -> Offer:
     return Offer(rows, (call.same(*_reduced(call, dims)),))
 
 
-@rule("mean")
+@rule("mean", args=("axis",))
 def mean(call: Call) -> Offer:
     """Even shards leave an average to do; uneven ones a sum of terms that are already divided. Args: axis.
 
@@ -90,7 +90,7 @@ def mean(call: Call) -> Offer:
 _KEEPS: dict[str, Partial] = {"max": MAX, "min": MIN, "prod": PROD}
 
 
-@rule("max", "min", "prod")
+@rule("max", "min", "prod", args=("axis",))
 def extreme(call: Call) -> Offer:
     """Extended: a cut reduced dim leaves a max, min or product to do. Args: axis."""
     dims = _dims(call)
@@ -105,7 +105,7 @@ def extreme(call: Call) -> Offer:
     return Offer(rows, (call.same(*_reduced(call, dims)),))
 
 
-@rule("argmax", "argmin")
+@rule("argmax", "argmin", args=("axis",))
 def arg_extreme(call: Call) -> Offer:
     """Extended, along a cut dim: every rank's best value and place are gathered, the first of equals wins.
 
@@ -119,7 +119,7 @@ def arg_extreme(call: Call) -> Offer:
     return Offer(rows, (Result(_reduced(call, (dim,)), INDEX_DTYPE),))
 
 
-@rule("softmax", "logsoftmax", kinds=FLOAT)
+@rule("softmax", "logsoftmax", kinds=FLOAT, args=("axis",))
 def softmax(call: Call) -> Offer:
     """Extended, along a cut dim: the maximum, then the sum of exponents, are all-reduced. Args: axis."""
     dim = call.dim()
@@ -131,7 +131,7 @@ def softmax(call: Call) -> Offer:
     return Offer(rows, (call.same(*call.shape()),))
 
 
-@rule("cumsum")
+@rule("cumsum", args=("axis",))
 def cumsum(call: Call) -> Offer:
     """Extended, along a cut dim: ranks gather their totals and add those before them; sums pass. Args: axis."""
     dim = call.dim()
@@ -143,7 +143,7 @@ def cumsum(call: Call) -> Offer:
     return Offer(rows, (call.same(*call.shape()),), (CUMSUM,))
 
 
-@rule("layer_norm", "rms_norm", operands=(2, 3), kinds=FLOAT)
+@rule("layer_norm", "rms_norm", operands=(2, 3), kinds=FLOAT, args=("eps",))
 def norm(call: Call) -> Offer:
     """Normalises the trailing dims that the weight has. Operands: x, weight[, bias]. Args: eps.
 
@@ -165,7 +165,7 @@ def norm(call: Call) -> Offer:
     return Offer(rows, (call.same(*x),))
 
 
-@rule("group_norm", operands=3, kinds=FLOAT)
+@rule("group_norm", operands=3, kinds=FLOAT, args=("groups", "eps"))
 def group_norm(call: Call) -> Offer:
     """x [N, C, *space], weight [C], bias [C]. Published without a rule; extended: the batch may be cut.
 
@@ -183,7 +183,7 @@ def group_norm(call: Call) -> Offer:
     return Offer(rows, (call.same(*call.shape()),))
 
 
-@rule("max_pool", "avg_pool")
+@rule("max_pool", "avg_pool", args=("size", "stride", "padding"))
 def pool(call: Call) -> Offer:
     """x [N, H, W, C]: batch or channels cut; averages keep sums. Args: size, stride, padding."""
     rows = [row(S(0), out=S(0)), row(S(3), out=S(3))]

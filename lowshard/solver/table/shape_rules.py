@@ -39,7 +39,8 @@ def _keep(call: Call) -> Rows:
     return [row(p, out=p) for p in (*call.linear(), *call.ordered())]
 
 
-@rule("permute", "transpose")
+@rule("permute", args=("dims",))
+@rule("transpose", args=("axis_1", "axis_2"))
 def permute(call: Call) -> Offer:
     """The cut dim goes where it is put. Args: dims, or axis_1 and axis_2."""
     n = call.ndim()
@@ -62,7 +63,7 @@ def permutation(call: Call) -> list[int]:
     return dims
 
 
-@rule("unsqueeze")
+@rule("unsqueeze", args=("axis",))
 def unsqueeze(call: Call) -> Offer:
     """A dim of extent 1 comes in. Args: axis."""
     n = call.ndim()
@@ -72,7 +73,7 @@ def unsqueeze(call: Call) -> Offer:
     return Offer(rows + _keep(call), (call.same(*shape),))
 
 
-@rule("squeeze")
+@rule("squeeze", args=("axis",))
 def squeeze(call: Call) -> Offer:
     """A dim of extent 1 goes. Args: axis."""
     n = call.ndim()
@@ -83,7 +84,8 @@ def squeeze(call: Call) -> Offer:
     return Offer(rows + _keep(call), (call.same(*call.shape()[:at], *call.shape()[at + 1 :]),))
 
 
-@rule("reshape", "flatten")
+@rule("reshape", args=("shape",))
+@rule("flatten", args=("start", "end"))
 def reshape(call: Call) -> Offer:
     """A cut dim becomes the major dim of what it is merged into or broken into. Args: shape; flatten: start, end.
 
@@ -182,7 +184,7 @@ def _aligned(n: int, m: int, parts: int) -> bool:
     return n == m or (n % parts == 0 and m % parts == 0)
 
 
-@rule("broadcast_to")
+@rule("broadcast_to", args=("shape",))
 def broadcast_to(call: Call) -> Offer:
     """A cut dim stays cut unless it is broadcast. Args: shape."""
     target = tuple(int(n) for n in call.need("shape"))
@@ -195,7 +197,7 @@ def broadcast_to(call: Call) -> Offer:
     return Offer(rows + _keep(call), (call.same(*target),))
 
 
-@rule("concat", "stack", operands=(1, None))
+@rule("concat", "stack", operands=(1, None), args=("axis",))
 def concat(call: Call) -> Offer:
     """All alike. Extended: along the joined dim too, ranks exchange what the new split puts elsewhere. Args: axis."""
     shapes = [layout.shape for layout in call.layouts]
@@ -230,7 +232,8 @@ def _joined(call: Call, at: int, extent: int) -> Inner:
     return exchange(missing * index_bytes(call.layouts[0], (at,)), sizes)
 
 
-@rule("split", "chunk")
+@rule("split", args=("sizes", "axis"))
+@rule("chunk", args=("chunks", "axis"))
 def split(call: Call) -> Offer:
     """Pieces along a dim. Extended: a cut dim too, ranks exchange. Args: sizes, axis; chunk: chunks, axis."""
     at = call.dim("axis", 0)
@@ -280,7 +283,7 @@ def slice_ranges(call: Call) -> list[tuple[int, int, int]]:
     return found
 
 
-@rule("slice")
+@rule("slice", args=("slices", "sliced_axes"))
 def slice_(call: Call) -> Offer:
     """Dims that are not sliced stay cut. Extended: a cut, sliced dim (step 1) too, ranks exchange.
 
@@ -317,7 +320,7 @@ def pad_pairs(call: Call) -> list[tuple[int, int]]:
     return [(p[0], p[1]) for p in pads]
 
 
-@rule("pad")
+@rule("pad", args=("pads", "value", "mode", "padded_axes"))
 def pad(call: Call) -> Offer:
     """Dims that are not padded stay cut; sums stay where the pad is zero or mirrors.
 
@@ -333,7 +336,7 @@ def pad(call: Call) -> Offer:
     return Offer(rows, (call.same(*target),))
 
 
-@rule("repeat_interleave")
+@rule("repeat_interleave", args=("repeats", "axis"))
 def repeat_interleave(call: Call) -> Offer:
     """Other dims stay cut; without an axis (flattened): all-replicated. Args: repeats, axis."""
     repeats = int(call.args.get("repeats", 2))
@@ -350,7 +353,7 @@ REPEATED = Refused(
 )
 
 
-@rule("tile")
+@rule("tile", args=("repeats",))
 def tile(call: Call) -> Offer:
     """Dims that are not repeated stay cut. Args: repeats, one a dim."""
     repeats = [int(n) for n in call.args.get("repeats", [1] * call.ndim())]
@@ -362,14 +365,14 @@ def tile(call: Call) -> Offer:
     return Offer(rows + _keep(call), (call.same(*target),), refused)
 
 
-@rule("band_part")
+@rule("band_part", args=("lower", "upper"))
 def band_part(call: Call) -> Offer:
     """Keeps a band of the last two dims; leading dims stay cut, sums stay. Args: lower, upper (-1: all)."""
     rows = [row(S(d), out=S(d)) for d in range(call.ndim() - 2)]
     return Offer(rows + [row(p, out=p) for p in call.linear()], (call.same(*call.shape()),))
 
 
-@rule("resize")
+@rule("resize", args=("size",))
 def resize(call: Call) -> Offer:
     """Nearest neighbour over dims 1 and 2 of [N, H, W, C]; the others stay cut, sums stay. Args: size."""
     n, _, _, c = call.shape()
@@ -378,8 +381,9 @@ def resize(call: Call) -> Offer:
     return Offer(rows, (call.same(n, h, w, c),))
 
 
-@rule("interleaved_complex", "fold")
-@rule("irfft", kinds=FLOAT)
+@rule("interleaved_complex")
+@rule("fold", args=("shape", "kernel", "stride"))
+@rule("irfft", kinds=FLOAT, args=("n",))
 def last_dims(call: Call) -> Offer:
     """Works on the last dim (fold: the last two); the others stay cut, sums stay. Args: as the op's."""
     touched = 2 if call.op == "fold" else 1

@@ -1,0 +1,172 @@
+"""Calls that are wrong, or lie oddly, after right ones were made: on threads and on MPI ranks alike."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lowshard import DeviceMesh, Layout, Sharded, execute, plan_redistribute
+from lowshard import comm as lc
+from lowshard.comm import Communicator
+from lowshard.errors import BufferMismatchError, CommError
+
+ELEMS = 20_000
+"""Of a part: past what goes through slots in one piece."""
+
+
+def known_scatter(comm: Communicator) -> None:
+    """A root's buffer is measured each time, though the result is as before."""
+    recv, root = np.zeros(4, np.float32), comm.rank == 0
+    whole = np.arange(4 * comm.size, dtype=np.float32)
+    for _ in range(3):
+        comm.scatter(whole if root else None, recv)
+        assert recv.tolist() == whole[4 * comm.rank : 4 * comm.rank + 4].tolist()
+        with pytest.raises(BufferMismatchError):
+            comm.scatter(whole[:2].copy() if root else None, recv)
+        with pytest.raises(BufferMismatchError):
+            comm.scatter(None, recv)
+
+
+def known_empty(comm: Communicator) -> None:
+    """An empty result is still one."""
+    empty = np.empty(0, np.float32)
+    for _ in range(2):
+        comm.all_reduce(empty, empty.copy())
+        comm.all_gather(empty, empty.copy())
+        for call in (comm.all_reduce, comm.all_gather, comm.reduce_scatter):
+            with pytest.raises(BufferMismatchError, match="recv"):
+                call(empty, None)
+
+
+def known_true(comm: Communicator) -> None:
+    """True is no rank, and 1.0 no count, also where 1 was one."""
+    buf, parts = np.zeros(4, np.float32), np.zeros(comm.size, np.float32)
+    ones, places = [1] * comm.size, list(range(comm.size))
+    comm.broadcast(buf, 1)
+    comm.all_gather_v(parts[:1].copy(), parts, ones, places)
+    with pytest.raises(CommError, match="root is a rank"):
+        comm.broadcast(buf, True)
+    with pytest.raises(BufferMismatchError):
+        comm.all_gather_v(parts[:1].copy(), parts, [1.0] * comm.size, places)  # type: ignore[list-item]
+
+
+def closed(comm: Communicator) -> None:
+    """A closed communicator is refused before its memory, which may be another one's by now, is touched."""
+    mesh = DeviceMesh((comm.size,), ("x",))
+    layouts = [Layout(mesh, (4 * comm.size, 6 * comm.size), "float32", (Sharded(d),)) for d in (0, 1)]
+    plan, local = plan_redistribute(*layouts), np.ones(layouts[0].local_shape(comm.rank), np.float32)
+    group = comm.split(0)
+    assert group is not None
+    execute(plan, local, group)
+    group.close()
+    live = comm.split(0)
+    assert live is not None
+    for call in (
+        lambda: execute(plan, local, group),
+        lambda: lc.agree(group, b"", None, "test"),
+        lambda: lc.share_text(group, "text"),
+        lambda: group.step("test", "test", lambda: None),
+        lambda: group.split(0),
+        group.barrier,
+    ):
+        with pytest.raises(CommError, match="is closed"):
+            call()
+    found = np.zeros(4, np.float32)
+    for _ in range(3):
+        live.all_reduce(np.ones(4, np.float32), found)
+        assert found.tolist() == [comm.size] * 4
+    if comm.size > 1:
+        with pytest.raises(CommError, match="not closed in a grouped"), live.grouped():
+            live.close()
+    live.close()
+
+
+def strict_errors(comm: Communicator) -> None:
+    """NumPy's errors and warnings, which the user may have made exceptions, take no rank out of a reduction."""
+    values = np.ones(ELEMS, np.float32)
+    values[-1] = 3e38
+    small = np.full(ELEMS, np.inf if comm.rank else -np.inf, np.float16)
+    with np.errstate(all="raise"), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for order in ("tree", "rank", "fast"):
+            found, halves = np.empty_like(values), np.empty_like(small)
+            comm.all_reduce(values, found, order=order)
+            assert found[-1] == np.inf
+            assert found[0] == comm.size
+            comm.all_reduce(small, halves, order=order)
+            assert np.isnan(halves.astype(np.float32)).all()
+            comm.all_reduce(values, found, op="avg", order=order)
+
+
+def overlapping(comm: Communicator) -> None:
+    """What is sent may overlap the result in any way."""
+    n, size, me = ELEMS, comm.size, comm.rank
+    for _ in range(5):
+        for at in (0, 7, n * (size - 1)):
+            room = np.zeros(n * size + 7, np.float32)
+            room[at : at + n] = me + 1
+            comm.all_gather(room[at : at + n], room[: n * size])
+            assert (room[: n * size].reshape(size, n) == np.arange(1, size + 1)[:, None]).all(), at
+            room[: n * size] = np.repeat(np.arange(size), n) + me
+            comm.reduce_scatter(room[: n * size], room[at : at + n])
+            assert (room[at : at + n] == size * me + size * (size - 1) // 2).all(), at
+            for root in range(size):
+                room = np.zeros(n * size + 7, np.float32)
+                room[at : at + n] = me + 1
+                comm.gather(room[at : at + n], room[: n * size] if me == root else None, root)
+                if me == root:
+                    assert (room[: n * size].reshape(size, n) == np.arange(1, size + 1)[:, None]).all(), at
+                room[: n * size] = np.repeat(np.arange(size), n)
+                comm.scatter(room[: n * size] if me == root else None, room[at : at + n], root)
+                assert (room[at : at + n] == me).all(), at
+
+
+def short_integers(comm: Communicator) -> None:
+    """Sums wrap, and NaN stays, at any length and order."""
+    for elems in (5, ELEMS):
+        for order in ("fast", "tree"):
+            for dtype in (np.int8, np.uint8, np.int16, np.uint16):
+                most = np.full(elems, np.iinfo(dtype).max, dtype)
+                found = np.empty_like(most)
+                comm.all_reduce(most, found, order=order)
+                bits = found.view(f"u{most.itemsize}").astype(np.int64)
+                assert (bits == int(np.iinfo(dtype).max) * comm.size % (1 << 8 * most.itemsize)).all()
+            odd = np.full(elems, np.nan if comm.rank == 0 else 1.0, np.float32)
+            for op in ("min", "max"):
+                least = np.empty_like(odd)
+                comm.all_reduce(odd, least, op=op, order=order)
+                assert np.isnan(least).all(), (op, order)
+
+
+def explained(comm: Communicator) -> None:
+    """Each pair of ranks, once, on every rank."""
+    said: dict[str, Any] = comm.explain(json=True)
+    assert (said["transport"], said["rank"], said["size"]) == (comm.transport, comm.rank, comm.size)
+    pairs = [(a, b) for a in range(comm.size) for b in range(a + 1, comm.size)]
+    assert [tuple(pair["ranks"]) for pair in said["pairs"]] == pairs
+    assert all(pair["way"] and pair["why"] for pair in said["pairs"])
+    text = comm.explain()
+    assert text.startswith(f"{comm.size} ranks, transport {comm.transport}")
+    assert "0-1" in text
+    assert said["pairs"][0]["way"] in text
+    with pytest.raises(CommError, match="json is True or False"):
+        comm.explain(json="yes")  # type: ignore[call-overload]
+
+
+ODD_CALLS: dict[str, Callable[[Communicator], None]] = {
+    one.__name__: one
+    for one in (
+        known_scatter,
+        known_empty,
+        known_true,
+        closed,
+        strict_errors,
+        overlapping,
+        short_integers,
+        explained,
+    )
+}

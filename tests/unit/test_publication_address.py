@@ -1,0 +1,264 @@
+"""Addresses of publishers; their folders, doors and tokens, of which each removes its own alone."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lowshard.errors import CommError
+from lowshard.reshard.publication_address import (
+    Address,
+    FolderLock,
+    folder_door,
+    new_token,
+    read_token,
+    remove_token,
+    write_token,
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("unix:/tmp/a", Address(folder=Path("/tmp/a"))),
+        ("unix:/tmp/\u00e9:1", Address(folder=Path("/tmp/\u00e9:1"))),
+        ("tcp://127.0.0.1:0", Address(host="127.0.0.1")),
+        ("tcp://[fd00::2]:4711", Address(host="fd00::2", port=4711)),
+        ("tcp://a_host.b-c.example.:65535", Address(host="a_host.b-c.example.", port=65535)),
+        ("tcp://b\u00fccher.example:80", Address(host="b\u00fccher.example", port=80)),
+        ("tcp://h:00080", Address(host="h", port=80)),
+    ],
+)
+def test_addresses(text: str, expected: Address) -> None:
+    assert Address.parse(text) == expected
+    assert Address.parse(str(expected)) == expected
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "unix:/tmp/x\0y",
+        "unix:/tmp/\ud800",
+        "tcp://..:80",
+        "tcp://a..b:80",
+        "tcp://a\0b:80",
+        f"tcp://{'x' * 64}:80",
+        "tcp://\ud800:80",
+        "tcp://\u00e9\0:80",
+        "tcp://[:80",
+        "tcp://[]:80",
+        "tcp://127.0.0.1:" + "9" * 5000,
+        "tcp://127.0.0.1:000080",
+        "tcp://127.0.0.1:65536",
+        "tcp://127.0.0.1:\u0661\u0662",
+        "tcp://127.0.0.1:\u00b2",
+        "tcp://127.0.0.1:",
+        "tcp://127.0.0.1:-1",
+        "tcp://127.0.0.1: 1",
+    ],
+    ids=range(18),
+)
+def test_what_cannot_be_met_at_is_no_address(text: str) -> None:
+    with pytest.raises(CommError, match="an address is 'unix:/folder' on one host") as raised:
+        Address.parse(text)
+    str(raised.value).encode()
+
+
+def _socket_at(path: Path) -> None:
+    """Leave a socket at a path, as a process that was killed does."""
+    with contextlib.closing(socket.socket(socket.AF_UNIX)) as made:
+        made.bind(str(path))
+
+
+def _tree(folder: Path) -> dict[str, Any]:
+    """Return what lies in a folder: the content of files, the kind of all else."""
+    return {
+        str(path.relative_to(folder)): path.read_bytes() if path.is_file() else path.stat().st_mode
+        for path in folder.rglob("*")
+    }
+
+
+def _private_text(path: Path, text: str, mode: int = 0o600) -> None:
+    path.write_text(text)
+    path.chmod(mode)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    """Give a folder that a publisher may take; no descriptor is left over from what a test does with it."""
+    made = tmp_path / "p"
+    made.mkdir(mode=0o700)
+    before = len(os.listdir("/proc/self/fd"))
+    yield made
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+FOREIGN: dict[str, tuple[str, Callable[[Path], Any]]] = {
+    "another file": ("notes.txt", lambda p: p.write_text("mine")),
+    "a token of something else": ("token", lambda p: _private_text(p, "hf_secret")),
+    "a token that others read": ("token", lambda p: _private_text(p, "ab" * 32, 0o644)),
+    "a token that is too long": ("token", lambda p: _private_text(p, "a" * 8193)),
+    "a token that is a folder": ("token", lambda p: (p / "deeper").mkdir(parents=True)),
+    "a token that is a link": ("token", lambda p: p.symlink_to("/dev/null")),
+    "a door that is a file": ("door", lambda p: p.write_text("mine")),
+    "a door that is a folder": ("door", lambda p: p.mkdir()),
+    "a rank's folder with a file": ("rank-0", lambda p: (p.mkdir(), (p / "model.safetensors").write_text("x"))),
+    "a rank's door that is a file": ("rank-0", lambda p: (p.mkdir(), (p / "door").write_text("x"))),
+    "a rank's folder that is a link": ("rank-0", lambda p: p.symlink_to(p.parent)),
+    "a rank's file": ("rank-0", lambda p: p.write_text("mine")),
+    "a rank of another name": ("rank-a", lambda p: p.mkdir()),
+    "a lock of another program": ("lock", lambda p: p.write_text("4711\n")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", FOREIGN)
+def test_a_folder_that_holds_anything_else_is_refused_and_left_as_it_is(folder: Path, what: str) -> None:
+    name, make = FOREIGN[what]
+    make(folder / name)
+    for other in ("door", "rank-7"):  # of a publisher that was killed: it stays too
+        if other != name:
+            _socket_at(folder / other) if other == "door" else (folder / other).mkdir()
+    before = _tree(folder)
+    with pytest.raises(CommError, match=f"{name}.*give this publisher a folder of its own"):
+        FolderLock(folder)
+    assert _tree(folder) == before
+
+
+def test_a_lock_that_is_a_folder_is_refused(folder: Path) -> None:
+    (folder / "lock").mkdir()
+    with pytest.raises(CommError, match="no publisher can be at"):
+        FolderLock(folder)
+    assert os.listdir(folder) == ["lock"]
+
+
+@pytest.mark.parametrize("token", [None, "", "abc", "ab" * 32])
+def test_what_a_killed_publisher_has_left_is_taken_over(folder: Path, token: str | None) -> None:
+    _socket_at(folder / "door")
+    for rank in ("rank-1", "rank-20"):
+        (folder / rank).mkdir()
+        _socket_at(folder / rank / "door")
+    (folder / "rank-3").mkdir()
+    (folder / "lock").touch()
+    if token is not None:
+        _private_text(folder / "token", token)
+    lock = FolderLock(folder)
+    assert os.listdir(folder) == ["lock"]
+    lock.release()
+    assert not folder.exists()
+    lock.release()
+
+
+def test_what_came_meanwhile_stays(folder: Path) -> None:
+    lock = FolderLock(folder)
+    (folder / "rank-0").mkdir()
+    (folder / "rank-0" / "mine").write_text("mine")
+    (folder / "token").write_text("mine")
+    _socket_at(folder / "door")
+    lock.release()
+    assert sorted(_tree(folder)) == ["rank-0", "rank-0/mine", "token"]
+
+
+def test_a_folder_that_was_made_anew_is_the_second_publishers(folder: Path) -> None:
+    first = FolderLock(folder)
+    old_door = folder_door(folder, b"x" * 32)
+    shutil.rmtree(folder)  # as who cleans /tmp
+    second = FolderLock(folder)
+    door = folder_door(folder, b"x" * 32)
+    write_token(folder / "token", b"x" * 32)
+    old_door.close()
+    first.release()
+    assert sorted(os.listdir(folder)) == ["door", "lock", "token"]
+    door.close()
+    assert sorted(os.listdir(folder)) == ["lock", "token"]
+    second.release()
+    assert not folder.exists()
+
+
+def test_a_file_in_the_place_of_the_folder_stays(folder: Path) -> None:
+    lock, door = FolderLock(folder), folder_door(folder, b"x" * 32)
+    shutil.rmtree(folder)
+    folder.write_text("mine")
+    door.close()
+    lock.release()
+    assert folder.read_text() == "mine"
+
+
+@pytest.mark.parametrize("step", ["mkdir", "stat", "open"])
+def test_who_closes_at_this_moment_does_no_harm(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    """The folder goes away ahead of a step of taking it, ten times in a row."""
+    owner: Any = os if step == "open" else Path
+    real, left = getattr(owner, step), [10]
+
+    def lose(path: Path, *args: Any, **kwargs: Any) -> Any:
+        if left[0] and path in (folder, folder / "lock"):
+            left[0] -= 1
+            if step == "mkdir":
+                raise FileExistsError(17, "File exists", str(path))  # it was there, and is not any more
+            with contextlib.suppress(FileNotFoundError):
+                os.rmdir(folder)
+        return real(path, *args, **kwargs)
+
+    monkeypatch.setattr(owner, step, lose)
+    lock = FolderLock(folder)
+    monkeypatch.undo()
+    assert left == [0]
+    assert os.listdir(folder) == ["lock"]
+    lock.release()
+
+
+def test_a_forked_child_takes_nothing_away(folder: Path) -> None:
+    lock, door = FolderLock(folder), folder_door(folder, b"x" * 32)
+    pid = os.fork()
+    if pid == 0:
+        try:
+            door.close()
+            lock.release()
+        finally:
+            os._exit(0)
+    os.waitpid(pid, 0)
+    assert sorted(os.listdir(folder)) == ["door", "lock"]
+    with pytest.raises(CommError, match="another publisher is there"):
+        FolderLock(folder)
+    with contextlib.closing(socket.socket(socket.AF_UNIX)) as guest:
+        guest.connect(str(folder / "door"))
+        guest.sendall(b"nonsense")
+        door.admit()  # it listens still, and looks
+    door.close()
+    lock.release()
+
+
+def test_a_token_is_removed_by_who_wrote_it(tmp_path: Path) -> None:
+    path, own, others = tmp_path / "deeper" / "token", new_token(), new_token()
+    write_token(path, own)
+    remove_token(path, others)
+    assert read_token(path) == own
+    remove_token(path, own)
+    assert not path.exists()
+    remove_token(path, own)
+    path.mkdir()
+    remove_token(path, own)
+    assert path.is_dir()
+
+
+def test_a_token_that_cannot_be_written_leaves_no_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lowshard.reshard import publication_address as module
+
+    def full(fd: int, mode: str) -> Any:
+        os.close(fd)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(module, "open", full, raising=False)
+    with pytest.raises(CommError, match="cannot be kept in"):
+        write_token(tmp_path / "token", new_token())
+    assert os.listdir(tmp_path) == []

@@ -1,0 +1,187 @@
+"""Files of sharded models: what is under way when one is loaded, what does not fit, what has one name."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lowshard import comm as lc
+from lowshard import errors
+from lowshard.checkpoint import CheckpointReader
+from lowshard.fsdp import FSDP, SGD, AdamW, Param, Precision, Slot
+
+
+def step(engine: FSDP, value: float = 1.0, last: bool = True) -> None:
+    """A micro-batch whose gradients are all `value`."""
+    with engine.step(last=last):
+        for unit in engine.plan.by_name:
+            engine.open(unit, "backward")
+            for view in engine.grads(unit).values():
+                view[...] = value
+            engine.reduce(unit)
+            engine.close(unit)
+
+
+@pytest.mark.parametrize("communicators", [1, 2])
+def test_a_load_waits_for_reductions_under_way(tmp_path: Path, communicators: int) -> None:
+    """They ended in the sums of the micro-batches that came after it."""
+    units = {f"u{i}": [Param("w", (40,))] for i in range(4)}
+
+    def train(comm: lc.Communicator) -> list[float]:
+        with FSDP(
+            units, comm, accumulate="reduce", grad_limit=4, open_limit=4, communicators=communicators
+        ) as engine:
+            engine.fill(lambda name, box: 0.0)
+            engine.save(tmp_path / "start")
+            channel = engine._links.reduce
+            assert channel is not None
+            call = channel.call
+
+            def slow(purpose: str, name: str, *args: Any) -> None:
+                time.sleep(0.05 * (name == "reduce_scatter"))
+                call(purpose, name, *args)
+
+            channel.call = slow  # type: ignore[method-assign]
+            step(engine, 100.0, last=False)
+            engine.load(tmp_path / "start")
+            step(engine, last=False)
+            step(engine)
+            engine.join()
+            engine.update(SGD(lr=1.0))
+            return [float(value) for unit in units for value in set(engine.full(f"{unit}.w").tolist())]
+
+    assert lc.run_loopback(2, train, 30) == [[-1.0] * 4] * 2
+
+
+# ---- what does not fit
+
+
+MODEL = {"u": [Param("w", (6,)), Param("fixed", (4,), ignored=True)]}
+
+
+def saved(path: Path, units: Any = MODEL, rule: Callable[[Slot], None] | None = None, **options: Any) -> None:
+    def save(comm: lc.Communicator) -> None:
+        with FSDP(units, comm, **options) as engine:
+            engine.fill(lambda name, box: 5.0)
+            step(engine)
+            engine.join()
+            engine.update(AdamW(lr=0.0) if rule is None else rule)
+            engine.save(path)
+
+    lc.run_loopback(2, save, 20)
+
+
+@pytest.mark.parametrize(
+    ("other", "options", "says"),
+    [
+        ([Param("w", (6,)), Param("fixed", (1,), ignored=True)], {}, r"u\.fixed is float32\[1\]"),
+        ([Param("w", (6,)), Param("fixed", (3,), ignored=True)], {}, r"u\.fixed is float32\[3\]"),
+        ([Param("w", (6,)), Param("fixed", (2, 2), ignored=True)], {}, r"u\.fixed is float32\[2, 2\]"),
+        ([Param("w", (6,))], {}, r"u\.fixed"),
+        ([Param("w", (2, 3)), Param("fixed", (4,), ignored=True)], {}, r"u\.w is float32\[2, 3\]"),
+        (MODEL["u"], {"precision": Precision(compute="bfloat16")}, r"u\.fixed is bfloat16\[4\]"),
+    ],
+)
+def test_a_file_that_does_not_fit_changes_nothing(
+    tmp_path: Path, other: Any, options: Any, says: str
+) -> None:
+    saved(tmp_path / "m", {"u": other}, **options)
+
+    def load(comm: lc.Communicator) -> list[float]:
+        with FSDP(MODEL, comm) as engine:
+            engine.fill(lambda name, box: 0.0)
+            with pytest.raises(errors.CheckpointError, match=says):
+                engine.load(tmp_path / "m")
+            return [*engine.full("u.w").tolist(), *engine.full("u.fixed").tolist()]
+
+    assert lc.run_loopback(2, load, 20) == [[0.0] * 10] * 2
+
+
+def test_state_of_another_dtype_comes_back_as_it_was(tmp_path: Path) -> None:
+    def rule(slot: Slot) -> None:
+        if "count" not in slot.state:
+            slot.state["count"] = np.zeros(slot.param.shape, np.int64)
+            slot.state["sum"] = np.zeros(slot.param.shape, np.float64)
+        slot.state["count"] += 1 + (1 << 40)
+        slot.state["sum"] += 1 / 3
+
+    saved(tmp_path / "m", rule=rule)
+
+    def load(comm: lc.Communicator) -> None:
+        with FSDP(MODEL, comm) as engine:  # of three ranks two hold no element
+            engine.load(tmp_path / "m")
+            state = next(engine.slots()).state
+            assert (state["count"].dtype, state["sum"].dtype) == (np.int64, np.float64)
+            for slot in engine.slots():
+                for piece in slot.pieces:
+                    held = slice(piece.shard_lo, piece.shard_hi)
+                    assert set(state["count"][held]) == {1 + (1 << 40)}
+                    assert set(state["sum"][held]) == {1 / 3}
+            engine.save(tmp_path / "again")
+
+    lc.run_loopback(3, load, 20)
+    assert (tmp_path / "again").read_bytes() == (tmp_path / "m").read_bytes()
+
+
+# ---- names
+
+
+def test_a_parameter_and_a_moment_of_one_name_are_refused(tmp_path: Path) -> None:
+    units = {"u": [Param("w", (3,)), Param("w/m", (3,))], "v": [Param("a/m", (3,)), Param("b", (3,))]}
+
+    def save(comm: lc.Communicator) -> None:
+        with FSDP(units, comm) as engine:
+            engine.fill(lambda name, box: 1.0)
+            engine.save(tmp_path / "before")  # no moments yet
+            step(engine)
+            engine.join()
+            engine.update(SGD(lr=1.0))
+            engine.save(tmp_path / "sgd")
+            step(engine)
+            engine.join()
+            engine.update(AdamW(lr=1.0))
+            with pytest.raises(errors.CheckpointError, match=r"'u\.w/m' would be both"):
+                engine.save(tmp_path / "adam")
+
+    lc.run_loopback(2, save, 20)
+    with CheckpointReader(tmp_path / "sgd") as reader:
+        assert sorted(reader.header.tensors) == ["u.w", "u.w/m", "v.a/m", "v.b"]
+    assert not (tmp_path / "adam").exists()
+
+
+def test_state_that_one_rank_cannot_save_is_an_error_on_all(tmp_path: Path) -> None:
+    def save(comm: lc.Communicator) -> None:
+        def rule(slot: Slot) -> None:
+            slot.state["what"] = {} if comm.rank == 1 else 1.0
+
+        with FSDP(MODEL, comm) as engine:
+            engine.fill(lambda name, box: 1.0)
+            step(engine)
+            engine.join()
+            engine.update(rule)
+            with pytest.raises(errors.CheckpointError, match="rank 1: save: state 'what' of unit 'u'"):
+                engine.save(tmp_path / "m")
+
+    lc.run_loopback(2, save, 20)
+
+
+def test_reduced_gradients_are_no_part_of_a_file(tmp_path: Path) -> None:
+    def save(comm: lc.Communicator) -> None:
+        with FSDP(MODEL, comm) as engine:
+            engine.fill(lambda name, box: 1.0)
+            engine.save(tmp_path / "without")
+            step(engine)
+            with pytest.raises(errors.NotJoined):
+                engine.save(tmp_path / "with")
+            engine.reset()
+            step(engine)
+            engine.join()
+            engine.save(tmp_path / "with")
+
+    lc.run_loopback(2, save, 20)
+    assert (tmp_path / "with").read_bytes() == (tmp_path / "without").read_bytes()

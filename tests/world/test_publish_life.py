@@ -1,0 +1,366 @@
+"""How publishers end: by an exception, by Ctrl-C, late, in a child, beside a successor; wrong calls of one rank."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import lowshard as ls
+from lowshard import comm as lc
+from lowshard.errors import CommError, LowshardError, MismatchError, PlanError, StreamError, TimedOut
+from lowshard.reshard import Publisher, Subscriber
+from lowshard.reshard.version_server import Member, Newest, VersionServer, _Lease
+
+ONE = ls.Layout(ls.DeviceMesh((1,), ("x",)), (1000,), "float32", (ls.Replicated(),))
+HALVES = ls.Layout(ls.DeviceMesh((2,), ("x",)), (1000,), "float32", (ls.Sharded(0),))
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Keep tokens apart; no thread of a publisher goes on after a test, and no file of one is left."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    before = set(threading.enumerate())
+    yield
+    end_s = time.monotonic() + 10
+    while left := [t for t in threading.enumerate() if t.name.startswith("lowshard-") and t not in before]:
+        assert time.monotonic() < end_s, left
+        time.sleep(0.01)
+    assert not (tmp_path / "p").exists()
+    assert list(tmp_path.rglob("*.token")) == []
+
+
+def _publisher(address: str, array: np.ndarray, **more: Any) -> Publisher:
+    return Publisher({"w": ONE}, {"w": array}, address=address, **more)
+
+
+def _subscriber(address: str) -> Subscriber:
+    return Subscriber({"w": ONE}, {"w": np.zeros(1000, np.float32)}, address=address)
+
+
+def _half(comm: Any, address: str) -> Publisher:
+    return Publisher({"w": HALVES}, {"w": np.zeros(500, np.float32)}, comm, address=address)
+
+
+# ---- exceptions
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("others", ["publish", "leave"])
+@pytest.mark.parametrize("kind", ["unix", "tcp"])
+def test_what_one_rank_raises_in_the_block_is_what_comes_out_of_it(
+    tmp_path: Path, rank: int, others: str, kind: str
+) -> None:
+    address = f"unix:{tmp_path}/p" if kind == "unix" else "tcp://127.0.0.1:0"
+    came: dict[int, BaseException] = {}
+
+    def job(comm: Any) -> None:
+        try:
+            with _half(comm, address) as publisher:
+                publisher.publish(1)
+                if comm.rank == rank:
+                    raise RuntimeError("mine")
+                if others == "publish":
+                    publisher.publish(2)
+        except BaseException as error:
+            came[comm.rank] = error
+            raise
+
+    with pytest.raises(RuntimeError, match="mine"):
+        lc.run_loopback(2, job, timeout_s=20)
+    assert type(came.pop(rank)) is RuntimeError
+    assert all(isinstance(error, LowshardError) for error in came.values())
+    assert others == "leave" or came
+
+
+def test_a_rank_that_publishes_while_another_closes_hears_of_it(tmp_path: Path) -> None:
+    def job(comm: Any) -> None:
+        publisher = _half(comm, f"unix:{tmp_path}/p")
+        with pytest.raises(MismatchError):
+            publisher.publish(1) if comm.rank else publisher.close(1)
+        publisher.__exit__(RuntimeError, RuntimeError("over"), None)
+
+    lc.run_loopback(2, job, timeout_s=20)
+
+
+@pytest.mark.parametrize("kind", ["unix", "tcp"])
+@pytest.mark.parametrize("broken", ["wait", "server"])
+def test_ctrl_c_amid_close_lets_go_of_everything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, broken: str
+) -> None:
+    array = np.zeros(1000, np.float32)
+    publisher = _publisher(f"unix:{tmp_path}/p" if kind == "unix" else "tcp://127.0.0.1:0", array)
+    publisher.publish(1)
+    owner, name = (Newest, "wait_until_all_have_it") if broken == "wait" else (VersionServer, "close")
+    real = getattr(owner, name)
+
+    def interrupted(self: Any, *args: Any) -> Any:
+        real(self, *args)
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(owner, name, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        publisher.close()
+    monkeypatch.undo()
+    publisher.close()
+    with pytest.raises(CommError, match="closed"):
+        publisher.publish(2)
+    assert publisher.token_file is not None
+    assert not publisher.token_file.exists()
+    _publisher(publisher.address, array, token=b"x" * 32).close()  # the address is free
+
+
+# ---- waiting for members
+
+
+def test_close_waits_for_members_longer_than_ranks_wait_for_each_other(tmp_path: Path) -> None:
+    address, is_out, has_one = f"unix:{tmp_path}/p", threading.Event(), threading.Event()
+    pulled: list[int] = []
+
+    def job(comm: Any) -> None:
+        publisher = _half(comm, address)
+        publisher.publish(1)
+        is_out.set()
+        assert has_one.wait(20)
+        publisher.publish(2)
+        publisher.close(30)
+
+    def serve() -> None:
+        assert is_out.wait(20)
+        with _subscriber(address) as subscriber:
+            pulled.append(subscriber.pull(10))
+            has_one.set()
+            time.sleep(2.6)
+            pulled.append(subscriber.pull(10))
+
+    server = threading.Thread(target=serve)
+    server.start()
+    lc.run_loopback(2, job, timeout_s=2)
+    server.join(20)
+    assert pulled == [1, 2]
+
+
+def test_close_waits_for_ever_where_it_is_told_to(tmp_path: Path) -> None:
+    publisher = _publisher(f"unix:{tmp_path}/p", np.zeros(1000, np.float32))
+    with _subscriber(publisher.address) as subscriber:
+        publisher.publish(1)
+        subscriber.pull(10)
+        publisher.publish(2)
+        late = threading.Timer(0.2, subscriber.pull, (10,))
+        late.start()
+        publisher.close(1e300)
+        late.join(10)
+        assert subscriber.version == 2
+
+
+def test_a_wait_of_any_length(tmp_path: Path) -> None:
+    newest = Newest(version=2)
+    newest.leases[1] = lease = _Lease(Member("m", "h", 1, 1, 1))
+    assert not newest.wait_until_all_have_it(0.01)
+
+    def switch() -> None:
+        with newest.changed:
+            lease.member = Member("m", "h", 1, 1, 2)
+            newest.changed.notify_all()
+
+    timer = threading.Timer(0.1, switch)
+    timer.start()
+    assert newest.wait_until_all_have_it(1e10)
+    timer.join()
+
+
+# ---- memory
+
+
+@pytest.mark.parametrize("way", ["auto", "off"])
+@pytest.mark.parametrize("ends", ["closed", "by an exception"])
+def test_memory_is_given_back_though_the_publisher_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str, ends: str
+) -> None:
+    monkeypatch.setenv("LOWSHARD_CROSS_MEMORY", way)
+    array = np.zeros(1000, np.float32)
+    publisher = _publisher(f"unix:{tmp_path}/p", array)
+    with _subscriber(publisher.address) as subscriber:
+        for version in (1, 2):
+            publisher.publish(version)
+            subscriber.pull(10)
+        kept: list[Callable[[], Any]] = [weakref.ref(one) for one in publisher._store._snapshots]
+        kept.append(weakref.ref(array))
+        del array
+        if ends == "closed":
+            publisher.close()
+        else:
+            publisher.__exit__(RuntimeError, RuntimeError("mine"), None)
+        end_s = time.monotonic() + 10
+        while any(one() is not None for one in kept):  # threads that answer end by themselves
+            assert time.monotonic() < end_s
+            time.sleep(0.01)
+            gc.collect()
+        assert len(kept) == 3
+        assert (subscriber.weights["w"] == 0).all()
+
+
+# ---- forked children, successors
+
+
+@pytest.mark.parametrize("kind", ["unix", "tcp"])
+@pytest.mark.parametrize("ends", ["closed", "by an exception"])
+def test_a_forked_child_that_leaves_the_block_leaves_the_publisher_alone(
+    tmp_path: Path, kind: str, ends: str
+) -> None:
+    array = np.zeros(1000, np.float32)
+    with _publisher(f"unix:{tmp_path}/p" if kind == "unix" else "tcp://127.0.0.1:0", array) as publisher:
+        publisher.publish(1)
+        with _subscriber(publisher.address) as before, _subscriber(publisher.address) as behind:
+            assert before.pull(10) == 1
+            pid = os.fork()
+            if pid == 0:
+                _leave(publisher, None if ends == "closed" else RuntimeError("mine"))
+            assert _exit_code(pid) == 0
+            assert before._control is not None
+            line = before._control.connection
+            array[...] = 3
+            publisher.publish(3)
+            assert before.pull(10) == 3
+            assert before._control.connection is line
+            assert behind.pull(10) == 3
+
+
+def _leave(publisher: Publisher, error: Exception | None) -> None:
+    """Leave a publisher's block in a forked child, and end it."""
+    code = 1
+    try:
+        with pytest.raises(CommError, match="forked child"):
+            publisher.publish(2)
+        publisher.__exit__(error and type(error), error, None)
+        publisher.close()
+        code = 0
+    finally:
+        os._exit(code)
+
+
+def _exit_code(pid: int) -> int:
+    end_s = time.monotonic() + 20
+    while time.monotonic() < end_s:
+        found, status = os.waitpid(pid, os.WNOHANG)
+        if found:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.01)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    return -1
+
+
+def test_a_successor_keeps_its_token_though_the_one_before_is_closing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A supervisor starts the next one as soon as the port is free."""
+    array, made = np.ones(1000, np.float32), []
+    old = _publisher("tcp://127.0.0.1:0", array)
+    real = VersionServer.close
+
+    def close_and_start(self: VersionServer) -> None:
+        real(self)
+        monkeypatch.setattr(VersionServer, "close", real)
+        made.append(_publisher(old.address, array))
+
+    monkeypatch.setattr(VersionServer, "close", close_and_start)
+    old.close()
+    with made[0] as new, _subscriber(old.address) as subscriber:
+        new.publish(1)
+        assert subscriber.pull(10) == 1
+
+
+def test_ranks_that_are_slow_to_close_leave_the_doors_of_the_next_publisher(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 frees the address last."""
+    address, order = f"unix:{tmp_path}/p", []
+    real = VersionServer.close
+
+    def slow(self: VersionServer) -> None:
+        if self._newest is None:
+            time.sleep(0.3)
+        order.append(self._newest is None)
+        real(self)
+
+    monkeypatch.setattr(VersionServer, "close", slow)
+    lc.run_loopback(2, lambda comm: _half(comm, address).close(), timeout_s=20)
+    assert order == [True, False]
+
+
+# ---- wrong calls of one rank
+
+
+def test_wrong_arguments_of_one_rank_are_raised_on_all(tmp_path: Path) -> None:
+    def job(comm: Any) -> None:
+        for wrong in (0, 1):
+            with _half(comm, f"unix:{tmp_path}/p") as publisher:
+                is_wrong = comm.rank == wrong
+                for error, more in (
+                    (CommError, {"wait": np.zeros(2)}),
+                    (StreamError, {"stream": 4711}),
+                    (StreamError, {"stream": "text"}),
+                ):
+                    with pytest.raises(error, match=f"publish: rank {wrong}: "):
+                        publisher.publish(1, **(more if is_wrong else {}))
+                with pytest.raises(PlanError, match=f"publish: rank {wrong}: a version is"):
+                    publisher.publish("x" if is_wrong else 1)  # type: ignore[arg-type]
+                assert publisher.version is None
+                publisher.publish(1)
+                timeout_s: Any = [-1, "x"][wrong] if is_wrong else 1
+                with pytest.raises(CommError, match=f"close: rank {wrong}: timeout_s is a number of seconds"):
+                    publisher.close(timeout_s)
+                with pytest.raises(CommError, match="closed"):
+                    publisher.publish(2)
+            comm.barrier()
+
+    lc.run_loopback(2, job, timeout_s=10)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_went_wrong_in_the_background_of_one_rank_is_raised_by_close_on_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    """Also what looks like a rank that did not come."""
+
+    def job(comm: Any) -> None:
+        publisher = _half(comm, f"unix:{tmp_path}/p")
+        if comm.rank == rank:
+            publisher._background.start(_late, "a publish that was late")
+        with pytest.raises(TimedOut, match=f"close: rank {rank}: it was late"):
+            publisher.close(1)
+
+    lc.run_loopback(2, job, timeout_s=10)
+
+
+def _late() -> None:
+    raise TimedOut("it was late")
+
+
+@pytest.mark.parametrize(
+    "address", ["unix:/tmp/a\0b", "tcp://a\0b:80", "tcp://..:80", "tcp://h:" + "9" * 5000]
+)
+def test_an_address_that_nobody_can_be_at_is_refused_on_all_ranks(address: str) -> None:
+    def job(comm: Any) -> None:
+        for kind in (Publisher, Subscriber):
+            with pytest.raises(CommError, match="an address is"):
+                kind({"w": HALVES}, {"w": np.zeros(500, np.float32)}, comm, address=address)
+
+    lc.run_loopback(2, job, timeout_s=10)
+
+
+def test_names_that_nobody_can_write_are_refused(tmp_path: Path) -> None:
+    array = np.zeros(1000, np.float32)
+    for kind in (Publisher, Subscriber):
+        with pytest.raises(PlanError, match="a name is text that UTF-8 can write"):
+            kind({"w\ud800": ONE}, {"w\ud800": array}, address=f"unix:{tmp_path}/p")

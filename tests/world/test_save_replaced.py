@@ -1,0 +1,339 @@
+"""Saves that come between two steps of a load or of another save, what they find at the place, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+from support.checkpoints import on_ranks
+
+from lowshard.checkpoint import Catalog, write_checkpoint
+from lowshard.checkpoint import hf_index as hf
+from lowshard.checkpoint.checkpoint_index import INDEX_NAME
+from lowshard.checkpoint.checkpoint_index import _digest as digest_of
+from lowshard.comm import Communicator
+from lowshard.errors import CheckpointError, LowshardError
+from lowshard.tiling import Tiling
+from lowshard.weights import LoadPlan, load, plan_load, remove_leftovers, save
+
+WHOLE = Tiling.whole((8,), "float32")
+HALVES = Tiling.from_pieces((8,), "float32", [[((0, 4),)], [((4, 8),)]])
+
+
+def state(**values: float) -> dict[str, tuple[Tiling, np.ndarray]]:
+    return {name: (WHOLE, np.full(8, value, np.float32)) for name, value in values.items()}
+
+
+def loaded(path: Path) -> dict[str, float]:
+    plan = plan_load(path, dict.fromkeys(Catalog.open(path).tensors, WHOLE))
+    return {name: float(array[0]) for name, array in load(path, plan).items()}
+
+
+def seen_by_others(folder: Path) -> dict[str, float] | None:
+    """Return what a reader of the Hugging Face index finds; None where there is none."""
+    index = folder / hf.HF_INDEX
+    if not index.exists():
+        return None
+    files: dict[str, str] = json.loads(index.read_text())["weight_map"]
+    return {name: float(load_file(folder / file)[name][0]) for name, file in files.items()}
+
+
+# ---- a load
+
+
+def of_one_file(folder: Path) -> tuple[Path, Catalog]:
+    path = folder / "m.safetensors"
+    save(path, state(a=1, b=2), merged=True)
+    return path, Catalog.open(path)
+
+
+def of_hugging_face(folder: Path) -> tuple[Path, Catalog]:
+    path, _ = of_one_file(folder)
+    (folder / hf.HF_INDEX).write_text(json.dumps({"weight_map": dict.fromkeys("ab", path.name)}))
+    return path, Catalog.open(folder)
+
+
+def of_rank_files(folder: Path) -> tuple[Path, Catalog]:
+    path, _ = of_one_file(folder)
+    return path, Catalog.of_rank_files([path], dict.fromkeys("ab", WHOLE))
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+@pytest.mark.parametrize("made", [of_one_file, of_hugging_face, of_rank_files])
+def test_a_plain_file_that_is_replaced_after_it_was_opened_is_not_read(
+    tmp_path: Path, made: Any, mapped: bool
+) -> None:
+    path, catalog = made(tmp_path)
+    plan = plan_load(catalog, dict.fromkeys("ab", WHOLE))
+    assert load(catalog, plan, mapped=mapped)["b"][0] == 2
+    save(path, state(b=20, zz=99), merged=True)  # of the same size, and its tensors lie otherwise
+    with pytest.raises(CheckpointError, match=r"m\.safetensors.*was replaced .*open the checkpoint anew"):
+        load(catalog, plan, mapped=mapped)
+
+
+def test_a_plain_file_that_is_written_anew_in_place_is_not_read(tmp_path: Path) -> None:
+    path, catalog = of_one_file(tmp_path)
+    plan = plan_load(catalog, {"a": WHOLE})
+    with path.open("r+b") as file:
+        file.write(path.read_bytes())
+    os.utime(path, ns=(1, 1))
+    with pytest.raises(CheckpointError, match="was replaced or changed"):
+        load(catalog, plan)
+
+
+def test_a_plan_is_good_for_a_copy_of_its_file(tmp_path: Path) -> None:
+    path, catalog = of_one_file(tmp_path)
+    plan = LoadPlan.from_json(json.loads(json.dumps(plan_load(catalog, {"a": HALVES}).to_json())))
+    copies = [tmp_path / "of0", tmp_path / "of1"]
+    for number, copy in enumerate(copies):
+        shutil.copyfile(path, copy)
+        os.utime(copy, ns=(number, number))
+    found = on_ranks(2, lambda c: load(copies[c.rank], plan, c)["a"])  # as on hosts with a copy each
+    assert [a.tolist() for a in found] == [[1.0] * 4] * 2
+    assert Catalog.open(copies[0]).digest == catalog.digest
+
+
+def test_ranks_between_whose_opens_a_file_was_replaced_load_no_mix(tmp_path: Path) -> None:
+    path = tmp_path / "m.safetensors"
+    save(path, state(w=1), merged=True)
+    plan = plan_load(path, {"w": HALVES})
+    opened = threading.Event()
+
+    def work(comm: Communicator) -> str:
+        if comm.rank == 1:
+            catalog = Catalog.open(path)
+            opened.set()
+        else:
+            assert opened.wait(30)
+            save(path, state(w=2), merged=True)
+            catalog = Catalog.open(path)
+        with pytest.raises(CheckpointError, match="was replaced") as caught:
+            load(catalog, plan, comm)
+        return str(caught.value)
+
+    assert len(set(on_ranks(2, work))) == 1
+
+
+# ---- the index for other readers
+
+
+def test_a_save_that_comes_before_the_index_of_another_is_the_one_in_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = hf.write_index
+
+    def late(*args: Any) -> None:
+        monkeypatch.setattr(hf, "write_index", real)
+        save(tmp_path / "c", state(w=2))
+        real(*args)
+
+    monkeypatch.setattr(hf, "write_index", late)
+    save(tmp_path / "c", state(w=1))
+    assert seen_by_others(tmp_path / "c") == loaded(tmp_path / "c") == {"w": 2}
+
+
+def test_a_save_that_comes_before_the_rename_of_the_index_of_another_leaves_no_index_without_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hf, "_LOCK_S", 0.05)  # the first save stands still with its lock
+    real = os.replace
+
+    def late(source: Any, target: Any) -> None:
+        if Path(target).name == hf.HF_INDEX:
+            monkeypatch.setattr(os, "replace", real)
+            save(tmp_path / "c", state(w=2))
+        real(source, target)
+
+    monkeypatch.setattr(os, "replace", late)
+    save(tmp_path / "c", state(w=1))
+    assert seen_by_others(tmp_path / "c") in (None, {"w": 2})
+    save(tmp_path / "c", state(w=3))
+    assert seen_by_others(tmp_path / "c") == loaded(tmp_path / "c") == {"w": 3}
+    assert len(list((tmp_path / "c").iterdir())) == 3
+
+
+def test_an_index_in_the_making_is_no_leftover(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, removed = os.replace, []
+
+    def late(source: Any, target: Any) -> None:
+        if Path(target).name == hf.HF_INDEX:
+            removed.extend(remove_leftovers(tmp_path / "c"))
+        real(source, target)
+
+    monkeypatch.setattr(os, "replace", late)
+    save(tmp_path / "c", state(w=1))
+    assert removed == []
+    assert seen_by_others(tmp_path / "c") == {"w": 1}
+
+
+def test_where_the_index_cannot_be_written_others_find_none_and_nothing_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path / "c", state(w=1))
+    real = os.replace
+
+    def refuse(source: Any, target: Any) -> None:
+        if Path(target).name == hf.HF_INDEX:
+            raise OSError(28, "No space left on device")
+        real(source, target)
+
+    monkeypatch.setattr(os, "replace", refuse)
+    save(tmp_path / "c", state(w=2))
+    monkeypatch.undo()
+    assert loaded(tmp_path / "c") == {"w": 2}
+    assert seen_by_others(tmp_path / "c") is None
+    assert sorted(p.name.split("-")[0] for p in (tmp_path / "c").iterdir()) == [INDEX_NAME, "shard"]
+
+
+def test_a_checkpoint_without_tensors_has_no_index_and_is_in_no_ones_way(tmp_path: Path) -> None:
+    save(tmp_path / "c", {})
+    assert seen_by_others(tmp_path / "c") is None
+    (tmp_path / "c" / hf.HF_INDEX).write_text(
+        '{"metadata": {"total_size": 0}, "weight_map": {}}'
+    )  # of before
+    save(tmp_path / "c", state(w=1))
+    assert seen_by_others(tmp_path / "c") == {"w": 1}
+    (tmp_path / "c" / hf.HF_INDEX).write_text(
+        '{"metadata": {"total_size": 7}, "weight_map": {}}'
+    )  # not of a save
+    save(tmp_path / "c", state(w=2))
+    assert seen_by_others(tmp_path / "c") == {}
+
+
+def test_data_stays_where_the_index_is_a_link_whose_file_is_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, away = tmp_path / "c", tmp_path / "away.json"
+    save(folder, state(w=1))
+    (folder / INDEX_NAME).rename(away)
+    (folder / INDEX_NAME).symlink_to(away.with_name("other.json"))
+    assert remove_leftovers(folder) == []
+    module = import_module("lowshard.weights.save")
+
+    def full(*args: Any) -> None:
+        raise CheckpointError("no room")
+
+    monkeypatch.setattr(module, "reserve", full)
+    with pytest.raises(CheckpointError, match="no room"):
+        save(folder, state(w=2))
+    monkeypatch.undo()
+    away.rename(away.with_name("other.json"))
+    assert loaded(folder) == {"w": 1}
+    save(folder, state(w=3))
+    assert loaded(folder) == {"w": 3}
+    assert len(list(folder.iterdir())) == 3
+
+
+# ---- what is refused
+
+
+class Silent:
+    def __str__(self) -> str:
+        raise ValueError("no words")
+
+
+@pytest.mark.parametrize(
+    ("tensors", "options", "said"),
+    [
+        ({"__metadata__": (Tiling.whole((0, 3), "float32"), np.zeros((0, 3), np.float32))}, {}, "Unicode text other"),
+        ({"\ud800": (Tiling.whole((0, 3), "float32"), np.zeros((0, 3), np.float32))}, {}, "Unicode text other"),
+        (state(w=1), {"metadata": {"a": "\ud800"}}, "maps text to text"),
+        (state(w=1), {"metadata": {"a": 1}}, "maps text to text"),
+        (state(w=1), {"strategies": {"w": "\ud800"}}, "is Unicode text"),
+        (state(w=1), {"strategies": {"w": Silent()}}, "it raised ValueError"),
+    ],
+)  # fmt: skip
+def test_what_cannot_stand_in_the_index_is_refused_on_all_ranks_at_once(
+    tmp_path: Path, tensors: Any, options: Any, said: str
+) -> None:
+    def work(comm: Communicator) -> list[str]:
+        mine = {
+            name: (tiling.widened(2), array if comm.rank == 0 else None)
+            for name, (tiling, array) in tensors.items()
+        }
+        found = []
+        for alone in (False, True):  # on both ranks, or on rank 1 alone
+            given = {} if alone and comm.rank == 0 and options.keys() == {"strategies"} else options
+            with pytest.raises(LowshardError, match=said) as caught:
+                save(tmp_path / "c", mine, comm, **given)
+            assert type(caught.value) is CheckpointError
+            found.append(str(caught.value))
+        return found
+
+    first, second = on_ranks(2, work)
+    assert first == second
+    assert not (tmp_path / "c").exists()
+    if not options.keys() & {"strategies"}:
+        with pytest.raises(CheckpointError, match=said):
+            on_ranks(1, lambda c: write_checkpoint(tmp_path / "m", tensors, c, **options))
+
+
+def test_where_the_system_does_not_say_what_a_path_is_leftovers_are_not_removed() -> None:
+    with pytest.raises(CheckpointError, match="leftovers of saves cannot be removed"):
+        remove_leftovers(Path("a" * 300))
+
+
+@pytest.mark.parametrize("ranks", [0, -1, 100_000_000])
+def test_an_index_of_no_or_of_endless_ranks_is_refused(tmp_path: Path, ranks: int) -> None:
+    save(tmp_path / "c", state(w=1))
+    path = tmp_path / "c" / INDEX_NAME
+    body = json.loads(path.read_text())
+    del body["digest"]
+    body["ranks"] = ranks
+    path.write_text(json.dumps(body | {"digest": digest_of(body)}))
+    with pytest.raises(CheckpointError, match=f"by 1 to 1048576 ranks, got {ranks}"):
+        Catalog.open(tmp_path / "c")
+
+
+def test_metadata_of_null_is_none(tmp_path: Path) -> None:
+    text = b'{"__metadata__":null,"w":{"dtype":"F32","shape":[8],"data_offsets":[0,32]}}'
+    (tmp_path / "m").write_bytes(len(text).to_bytes(8, "little") + text + np.ones(8, np.float32).tobytes())
+    assert load_file(tmp_path / "m")["w"][0] == 1  # as the library has it
+    assert Catalog.open(tmp_path / "m").metadata == {}
+    assert loaded(tmp_path / "m") == {"w": 1}
+
+
+# ---- the end of a program
+
+
+def test_an_error_in_the_background_that_nobody_was_told_of_is_shown_at_the_end(tmp_path: Path) -> None:
+    code = """
+import numpy as np
+from lowshard.errors import CheckpointError
+from lowshard.tiling import Tiling
+from lowshard.weights import save
+
+state = {"w": (Tiling.whole((8,), "float32"), np.ones(8, np.float32))}
+open("file", "w").close()
+try:
+    save("file/told", state, wait=False).wait()
+except CheckpointError:
+    pass
+save("file/next", state, wait=False)
+try:
+    save("good", state, wait=False)
+except CheckpointError:
+    pass
+save("good", state, wait=False)
+save("file/untold", state, wait=False)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(
+        "lowshard: save of rank 0 to file/untold failed, and the program ended before a call raised"
+    )
+    assert "CheckpointError" in line
+    assert "Not a directory" in line
+    assert loaded(tmp_path / "good") == {"w": 1}

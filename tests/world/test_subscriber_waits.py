@@ -1,0 +1,332 @@
+"""What a subscriber goes through while it waits: no publisher yet, one that stops, Ctrl-C, ranks that need longer."""
+
+from __future__ import annotations
+
+import gc
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import lowshard as ls
+from lowshard import comm as lc
+from lowshard.argument import number
+from lowshard.errors import BufferMismatchError, CommError, LowshardError, PlanError, TimedOut
+from lowshard.kernels import MXFP8Tensor
+from lowshard.reshard import (
+    MXFP8ReshardTransform,
+    Publisher,
+    Refit,
+    Subscriber,
+    TensorLayout,
+    build_reshard_plan,
+    execute_reshard_plan,
+    version_fetch,
+)
+from lowshard.reshard.version_wire import Line
+from lowshard.tiling import Tiling
+
+TOKEN = bytes(32)
+
+
+def _layout(ranks: int, split: bool = False) -> dict[str, ls.Layout]:
+    mesh = ls.DeviceMesh((ranks,), ("x",))
+    return {"w": ls.Layout(mesh, (12,), "float32", (ls.Sharded(0) if split else ls.Replicated(),))}
+
+
+def _values(value: float, elems: int = 12) -> np.ndarray:
+    return np.full(elems, value, np.float32)
+
+
+def _in_thread(call: Callable[[], object]) -> threading.Thread:
+    thread = threading.Thread(target=call)
+    thread.start()
+    return thread
+
+
+def test_ranks_that_wait_for_a_publisher_meet_and_the_next_pull_works(tmp_path: Path) -> None:
+    """Longer than the communicator's deadline: each pull says that nobody answers, on all ranks, and nothing breaks."""
+    where: dict[str, Any] = {"address": f"unix:{tmp_path}/p", "token": TOKEN}
+    late, done = threading.Event(), threading.Event()
+
+    def publish() -> None:
+        late.wait(60)
+        time.sleep(2.5)
+        with Publisher(_layout(1), {"w": _values(3)}, **where) as publisher:
+            publisher.publish(7)
+            done.wait(60)
+
+    def subscribe(comm: Any) -> list[Any]:
+        out: list[Any] = []
+        with Subscriber(_layout(2, True), {"w": _values(0, 6)}, comm, **where) as subscriber:
+            for limit_s in (None, 0.2):
+                with pytest.raises(TimedOut, match="no publisher answers") as caught:
+                    subscriber.pull(limit_s)
+                out.append(str(caught.value))
+            late.set()
+            out.append(subscriber.pull(30.0))
+            out.append(float(subscriber.weights["w"].sum()))
+        return out
+
+    thread = _in_thread(publish)
+    try:
+        one, other = lc.run_loopback(2, subscribe, timeout_s=1.5)
+    finally:
+        late.set()
+        done.set()
+        thread.join()
+    assert one == other
+    assert one[2:] == [7, 18.0]
+
+
+def test_a_rank_that_takes_longer_than_the_deadline_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A version that has begun to arrive is given the time it needs."""
+    where: dict[str, Any] = {"address": f"unix:{tmp_path}/p", "token": TOKEN}
+    real = version_fetch.Source.fetch
+
+    def slow(source: version_fetch.Source, wanted: Any) -> Any:
+        if wanted.target["w"].array.size == 7:
+            time.sleep(2.5)
+        return real(source, wanted)
+
+    monkeypatch.setattr(version_fetch.Source, "fetch", slow)
+    tiling = Tiling.from_pieces((12,), "float32", [[((0, 7),)], [((7, 12),)]])
+
+    def subscribe(comm: Any) -> tuple[int, float]:
+        out = {"w": _values(0, 7 if comm.rank == 0 else 5)}
+        with Subscriber({"w": tiling}, out, comm, **where) as subscriber:
+            return subscriber.pull(5), float(subscriber.weights["w"].sum())
+
+    with Publisher(_layout(1), {"w": _values(2)}, **where) as publisher:
+        publisher.publish(1)
+        assert lc.run_loopback(2, subscribe, timeout_s=1) == [(1, 14.0), (1, 10.0)]
+
+
+@pytest.mark.parametrize("error", [CommError("broken"), KeyError("odd")])
+def test_what_one_rank_could_not_fetch_all_ranks_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    where: dict[str, Any] = {"address": f"unix:{tmp_path}/p", "token": TOKEN}
+    real, fails = version_fetch.Source.fetch, [True]
+
+    def broken(source: version_fetch.Source, wanted: Any) -> Any:
+        if fails and wanted.target["w"].array[0] == 1:
+            fails.clear()
+            raise error
+        return real(source, wanted)
+
+    monkeypatch.setattr(version_fetch.Source, "fetch", broken)
+
+    def subscribe(comm: Any) -> list[Any]:
+        with Subscriber(
+            _layout(2, True), {"w": _values(comm.rank, 6)}, comm, delta="off", **where
+        ) as subscriber:
+            at = 1 - subscriber._now.at
+            subscriber._sets[at].targets["w"].array[...] = comm.rank  # type: ignore[union-attr]
+            with pytest.raises(CommError, match="version 1 was not taken") as caught:
+                subscriber.pull(5)
+            return [str(caught.value), subscriber.version, subscriber.pull(5)]
+
+    with Publisher(_layout(1), {"w": _values(2)}, **where) as publisher:
+        publisher.publish(1)
+        one, other = lc.run_loopback(2, subscribe, timeout_s=10)
+    assert one == other
+    assert one[1:] == [None, 1]
+
+
+def test_ctrl_c_amid_a_pull_leaves_no_answer_for_the_next(tmp_path: Path) -> None:
+    where: dict[str, Any] = {"address": f"unix:{tmp_path}/p", "token": TOKEN}
+    mine = _values(1)
+    with (
+        Publisher(_layout(1), {"w": mine}, **where) as publisher,
+        Subscriber(_layout(1), {"w": _values(0)}, **where) as subscriber,
+    ):
+        publisher.publish(1)
+        assert subscriber.pull(5) == 1
+        threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt):
+            subscriber.pull(5)
+        for version in (2, 3, 4):
+            publisher.publish(version)
+            assert subscriber.pull(5) == version
+            with pytest.raises(TimedOut):
+                subscriber.pull(0.05)
+
+
+def test_a_plan_that_one_rank_refuses_is_made_anew_by_all(tmp_path: Path) -> None:
+    """Columns of 48 end within an MX block for one rank of three alone; the next pull says the same."""
+    where: dict[str, Any] = {"address": f"unix:{tmp_path}/p", "token": TOKEN}
+    have, want = (
+        {"w": ls.Layout(ls.DeviceMesh((n,), ("x",)), (4, 96), "bfloat16", (ls.Sharded(1),))} for n in (2, 3)
+    )
+    ready, done = threading.Event(), threading.Event()
+
+    def publish(comm: Any) -> None:
+        with Publisher(have, {"w": np.ones((4, 48), ml_dtypes.bfloat16)}, comm, **where) as publisher:
+            publisher.publish(1)
+            ready.set()
+            done.wait(60)
+
+    def subscribe(comm: Any) -> list[str]:
+        room = MXFP8Tensor(np.zeros((4, 32), np.uint8), np.zeros((4, 1), np.uint8))
+        how = MXFP8ReshardTransform(["w"], {"w": room}, misaligned="refuse")
+        found = []
+        with Subscriber(want, {}, comm, transform=how, **where) as subscriber:
+            for _ in range(2):
+                with pytest.raises(PlanError, match="multiples of 32") as caught:
+                    subscriber.pull(10)
+                found.append(str(caught.value))
+        return found
+
+    thread = _in_thread(lambda: lc.run_loopback(2, publish))
+    try:
+        assert ready.wait(60)
+        said = lc.run_loopback(3, subscribe, timeout_s=10)
+    finally:
+        done.set()
+        thread.join()
+    assert said[0] == said[1] == said[2]
+    assert said[0][0] == said[0][1]
+
+
+def test_a_guest_without_a_thread_is_turned_away_and_others_are_let_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, refused = threading.Thread.start, list[int]()
+
+    def start(thread: threading.Thread) -> None:
+        if thread.name == "lowshard-subscriber" and not refused:
+            refused.append(1)
+            raise RuntimeError("can't start new thread")
+        real(thread)
+
+    where: dict[str, Any] = {"address": f"unix:{tmp_path}/p", "token": TOKEN}
+    with Publisher(_layout(1), {"w": _values(5)}, **where) as publisher:
+        publisher.publish(1)
+        monkeypatch.setattr(threading.Thread, "start", start)
+        with Subscriber(_layout(1), {"w": _values(0)}, **where) as subscriber:
+            with pytest.raises(LowshardError):
+                subscriber.pull(5)
+            assert refused
+            assert subscriber.pull(5) == 1
+
+
+def test_a_block_that_ends_by_an_error_ends_the_pull_in_the_background(tmp_path: Path) -> None:
+    """Who has left takes no version later, and is no member."""
+    where: dict[str, Any] = {"address": f"unix:{tmp_path}/p", "token": TOKEN}
+    out = _values(0)
+    subscriber = Subscriber(_layout(1), {"w": out}, **where)
+    work = subscriber.pull(20, wait=False)
+    with pytest.raises(RuntimeError, match="mine"), subscriber:
+        raise RuntimeError("mine")
+    with Publisher(_layout(1), {"w": _values(1)}, **where) as publisher:
+        publisher.publish(1)
+        with pytest.raises(CommError, match="closed"):
+            work.wait(20)
+        assert not publisher.members()
+        assert subscriber.version is None
+        begun = time.monotonic()
+        publisher.close(20)
+        assert time.monotonic() - begun < 10
+
+
+def test_a_snapshot_that_cannot_be_mapped_closes_its_own_descriptor_alone(tmp_path: Path) -> None:
+    """Python's files get the numbers that were given back."""
+    script = tmp_path / "small.py"
+    script.write_text(
+        "import gc, resource, numpy as np, lowshard as ls\n"
+        "from lowshard.reshard import Publisher\n"
+        "n = 1 << 28\n"
+        "layout = ls.Layout(ls.DeviceMesh((1,), ('x',)), (n,), 'uint8', (ls.Replicated(),))\n"
+        f"p = Publisher({{'w': layout}}, {{'w': np.zeros(n, np.uint8)}}, address='unix:{tmp_path}/p')\n"
+        "size = int(open('/proc/self/statm').read().split()[0]) * 4096\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (size + (1 << 27), resource.RLIM_INFINITY))\n"
+        "try:\n"
+        "    p.publish(1)\n"
+        "except ls.LowshardError as error:\n"
+        "    print(type(error).__name__)\n"
+        f"mine = open('{tmp_path}/mine', 'w')\n"
+        "gc.collect()\n"
+        "mine.write('whole')\n"
+        "mine.close()\n"
+    )
+    assert resource.getrlimit(resource.RLIMIT_AS)
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120)
+    assert done.stdout.split() == ["CommError"], done.stderr
+    assert (tmp_path / "mine").read_text() == "whole"
+    gc.collect()
+
+
+def test_a_tcp_connection_that_says_nothing_is_asked_for_a_sign_of_life() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as door:
+        line = Line(socket.create_connection(door.getsockname()))
+        try:
+            asked = line.connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+            idle_s, step_s, count = (
+                line.connection.getsockopt(socket.IPPROTO_TCP, option)
+                for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
+            )
+        finally:
+            line.close()
+    assert asked
+    assert idle_s + step_s * count <= 30
+
+
+@pytest.mark.parametrize(
+    ("given", "error"),
+    [
+        ({"token_file": 3}, "token_file is the path"),
+        ({"name": "m\ud800", "token": TOKEN}, "name of a Subscriber"),
+    ],
+)
+def test_wrong_arguments_are_refused_when_it_is_made(
+    tmp_path: Path, given: dict[str, Any], error: str
+) -> None:
+    with pytest.raises(CommError, match=error):
+        Subscriber(_layout(1), {"w": _values(0)}, address=f"unix:{tmp_path}/p", **given)
+
+
+def test_arrays_of_another_byte_order_are_refused(tmp_path: Path) -> None:
+    """By a refit as by all others; the text tells them apart."""
+    have = {"w": TensorLayout.sharded((4,), "float32", {"x": (1, 1)})}
+    want = {"w": TensorLayout.sharded((4,), "float32", {"x": (1, 1)}, offset=1)}
+    plan = build_reshard_plan(have, want)
+
+    def move(comm: Any, swapped: int, whole: Callable[..., object]) -> str:
+        mine = np.zeros(4, ">f4" if comm.rank == swapped else "<f4")
+        with pytest.raises(BufferMismatchError, match="got >f4") as caught:
+            whole(
+                plan,
+                comm=comm,
+                src={"w": mine} if comm.rank == 0 else None,
+                dst={"w": mine} if comm.rank else None,
+            )
+        return str(caught.value)
+
+    for whole in (Refit, execute_reshard_plan):
+        for swapped in (0, 1):
+            one, other = lc.run_loopback(2, lambda comm, s=swapped, w=whole: move(comm, s, w))  # type: ignore[misc]
+            assert one == other
+    with pytest.raises(BufferMismatchError, match="got >f4"):
+        Publisher(_layout(1), {"w": np.zeros(12, ">f4")}, address=f"unix:{tmp_path}/p")
+
+
+def test_a_short_float_is_a_number() -> None:
+    """To compare a float32 with the largest float64 would warn."""
+    assert number(np.float32(0.5), "a number", CommError) == 0.5
+    for wrong in (np.float32("inf"), np.float64("nan"), 10**400, True):
+        with pytest.raises(CommError):
+            number(wrong, "a number", CommError)
