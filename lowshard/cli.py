@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Iterable, Sequence
 from importlib import import_module
+from io import TextIOWrapper
 
 from lowshard._version import __version__
 from lowshard.command_parser import CommandParser
@@ -55,6 +56,9 @@ def _named(argv: Sequence[str]) -> Iterable[str]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
     open_closed_streams()
+    for stream in (sys.stdout, sys.stderr):  # names of tensors and files are text that a stream may not have
+        if isinstance(stream, TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="backslashreplace")
     try:
         try:
             words = sys.argv[1:] if argv is None else list(argv)
@@ -65,15 +69,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # whoever reads this has read enough: lowshard ... | head
         drop_stdout()
         return 128 + signal.SIGPIPE
+    except LowshardError as error:  # some are OSErrors too
+        print(f"lowshard: error: {error}", file=sys.stderr)
+        return error.exit_code
     except OSError as error:
         if error.errno != errno.ENOSPC:
-            raise
+            print(f"lowshard: error: the system refused: {error}", file=sys.stderr)
+            return 1
         drop_stdout()
         print(f"lowshard: error: what this prints cannot be written: {error.strerror}", file=sys.stderr)
         return 1
-    except LowshardError as error:
-        print(f"lowshard: error: {error}", file=sys.stderr)
-        return error.exit_code
     except KeyboardInterrupt:
         print("lowshard: interrupted", file=sys.stderr)
         return 130

@@ -17,22 +17,23 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
 from lowshard import dtypes
-from lowshard.argument import brief, instance
+from lowshard.argument import brief, instance, items
 from lowshard.argument import path as check_path
 from lowshard.checkpoint.delta_codec import CHECKSUMS, COMPRESSIONS, PIECE_BYTES, inflated
 from lowshard.checkpoint.header import FilePath, Header, TensorEntry, open_for_reading, read_header
 from lowshard.checkpoint.hf_index import HF_INDEX, is_sparse_delta
 from lowshard.checkpoint.tensor_patch import Patch, flipped_bits
 from lowshard.errors import CheckpointError, DTypeError
+from lowshard.nearest import nearest
 from lowshard.reading import parse_json, read_text, reader
 
 FOLDER_NAME = re.compile(r"weight_v(\d{6,18})")
@@ -79,6 +80,11 @@ class Delta:
     tensors: Mapping[str, ChangedTensor]
 
     @property
+    def is_empty(self) -> bool:
+        """Whether it names the version that it stands on and the one that it makes, and both have one content."""
+        return self.digest is not None and self.digest == self.base_digest
+
+    @property
     def size_bytes(self) -> int:
         """Bytes of what it holds of all tensors."""
         return sum(entry.size_bytes for t in self.tensors.values() for _, entry in t.parts)
@@ -99,9 +105,9 @@ class Delta:
         """Compare what the delta says of a tensor with what it is to change.
 
         Raises:
-            CheckpointError: it is of another dtype or shape.
+            CheckpointError: it is of another dtype or shape, or the delta changes none of that name.
         """
-        changed = self.tensors[name]
+        changed = self._changed(name)
         where = f"{self.where}: tensor {name!r}"
         if (changed.dtype or dtype, changed.shape or shape) != (dtype, shape):
             raise CheckpointError(
@@ -122,9 +128,10 @@ class Delta:
             shape: of the tensor.
 
         Raises:
-            CheckpointError: it is truncated, damaged, of another tensor; positions outside of it, or twice.
+            CheckpointError: it is truncated, damaged, of another tensor; positions outside of it, or twice; or the
+                delta changes none of that name.
         """
-        changed, where = self.tensors[name], f"{self.where}: tensor {name!r}"
+        changed, where = self._changed(name), f"{self.where}: tensor {name!r}"
         itemsize = dtypes.get(dtype).itemsize_bytes
         if self.encoding == "sparse":
             (file, indices), (_, values) = changed.parts
@@ -151,6 +158,15 @@ class Delta:
             positions, np.frombuffer(data, np.uint8, count, 4 + 4 * count), (*shape, itemsize), where
         )
 
+    def _changed(self, name: str) -> ChangedTensor:
+        instance(name, str, "a tensor's name is text", CheckpointError)
+        found = self.tensors.get(name)
+        if found is None:
+            raise CheckpointError(
+                f"{self.where}: tensor {brief(name)}: the delta changes none of that name{nearest(name, self.tensors)}"
+            )
+        return found
+
 
 def open_deltas(paths: Iterable[FilePath]) -> tuple[Delta, ...]:
     """Return deltas in the order of their versions; a folder that holds folders `weight_v...` gives all of its deltas.
@@ -159,17 +175,20 @@ def open_deltas(paths: Iterable[FilePath]) -> tuple[Delta, ...]:
         CheckpointError: one is missing or damaged, or a folder has none.
     """
     found: list[Delta] = []
-    for path in paths:
+    for path in items(paths, "deltas are a sequence of paths", CheckpointError):
         given = check_path(path, "a delta is the path of a folder or of a file", CheckpointError)
         if not os.path.isdir(given) or os.path.exists(given / HF_INDEX):
             found.append(Delta.open(given))
             continue
-        inner = [
-            p
-            for p in sorted(given.iterdir())
-            if FOLDER_NAME.fullmatch(p.name) and os.path.exists(p / HF_INDEX)
-        ]
-        files = [p for p in sorted(given.glob("*.safetensors")) if is_sparse_delta(read_header(p).metadata)]
+        try:
+            names = sorted(given / name for name in os.listdir(given))
+        except OSError as error:
+            raise CheckpointError(
+                f"{given}: this folder of deltas cannot be read: {error.strerror}; give its user the right to, or "
+                "another folder"
+            ) from error
+        inner = [p for p in names if FOLDER_NAME.fullmatch(p.name) and os.path.exists(p / HF_INDEX)]
+        files = [p for p in names if p.suffix == ".safetensors" and is_sparse_delta(read_header(p).metadata)]
         if not inner and not files:
             raise CheckpointError(
                 f"{given}: deltas are folders weight_v... with {HF_INDEX}, or sparse safetensors files; there is none"
@@ -181,8 +200,9 @@ def open_deltas(paths: Iterable[FilePath]) -> tuple[Delta, ...]:
 def chain_of(deltas: Sequence[Delta], base: str | None, base_where: str) -> tuple[Delta, ...]:
     """Return those deltas that lead from a base to the newest version, one standing on the other.
 
-    Links are compared by digest; where a foreign delta names none, by version. Deltas that the base has already are
-    left out.
+    Links are compared by digest; where a foreign delta names none, by version. A delta is left out only where the
+    others show that the base has it already; every other one is in the chain. Content may come back: of several deltas
+    that stand on one content the one of the next version is taken. Versions may fall where content does not come back.
 
     Args:
         deltas: in the order of their versions.
@@ -192,42 +212,135 @@ def chain_of(deltas: Sequence[Delta], base: str | None, base_where: str) -> tupl
     Raises:
         CheckpointError: none stands on the base, a link is missing, or two stand on the same version.
     """
-    by_base: dict[str, Delta] = {}
-    for delta in deltas:
-        if delta.base_digest is None:
-            continue
-        other = by_base.setdefault(delta.base_digest, delta)
-        if other is not delta:
-            raise CheckpointError(
-                f"{other.where} and {delta.where} stand on the same version ({delta.base_digest}): one chain has one"
+    links = _Links(deltas)
+    first = links.first(base, base_where)
+    had = links.leading_to(
+        [first, *(i for i, d in enumerate(deltas) if base is not None and d.digest == base)]
+    )
+    chain, left, contents = [first], set(range(len(deltas))) - {first}, {base, deltas[first].digest}
+    while True:
+        last = deltas[chain[-1]]
+        found = []
+        for i in left.intersection(links.after(last)):
+            delta = deltas[i]
+            leads_back = i in had and not delta.is_empty
+            if leads_back and delta.version == deltas[first].version:
+                raise CheckpointError(
+                    f"{delta.where} leads back to {base_where}, and versions do not say whether that has it already: "
+                    f"it and {deltas[first].where} have version {delta.version}; give each its own"
+                )
+            is_older = (leads_back and delta.version < deltas[first].version) or (
+                delta.version < last.version and delta.digest in contents
             )
-    if base is None or not by_base:
-        chain = [deltas[0]]
-    elif base in by_base:
-        chain = [by_base[base]]
-    elif any(delta.digest == base for delta in deltas):
-        raise CheckpointError(f"{base_where}: is the newest version of the chain already: {deltas[-1].where}")
-    else:
+            if not is_older:
+                found.append((delta.version <= last.version, delta.version, not delta.is_empty, i))
+        if not found:
+            break
+        chain.append(min(found)[-1])
+        left.remove(chain[-1])
+        contents.add(deltas[chain[-1]].digest)
+    had |= {i for i in left if deltas[i].is_empty and deltas[i].digest in contents}
+    links.check_left(left, chain, had)
+    return tuple(deltas[i] for i in chain)
+
+
+class _Links:
+    """Which deltas stand on which, by their numbers in a sequence."""
+
+    def __init__(self, deltas: Sequence[Delta]) -> None:
+        self._deltas = deltas
+        self._on_digest: dict[str | None, list[int]] = {}
+        self._on_version: dict[int, list[int]] = {}
+        for i, delta in enumerate(deltas):
+            self._on_digest.setdefault(delta.base_digest, []).append(i)
+            self._on_version.setdefault(_stands_on(delta), []).append(i)
+
+    def after(self, last: Delta) -> list[int]:
+        """Return what stands on what a delta makes: by digest where both name one, else by version."""
+        on_version = self._on_version.get(last.version, [])
+        if last.digest is None:
+            return on_version
+        foreign = [i for i in on_version if self._deltas[i].base_digest is None]
+        return [*self._on_digest.get(last.digest, []), *foreign]
+
+    def leading_to(self, ends: Iterable[int]) -> set[int]:
+        """Return the deltas of which others, one standing on the other, lead to some, which are among them."""
+        before: dict[int, list[int]] = {}
+        for i, delta in enumerate(self._deltas):
+            for following in self.after(delta):
+                before.setdefault(following, []).append(i)
+        found, ahead = set(), list(ends)
+        while ahead:
+            i = ahead.pop()
+            if i not in found:
+                found.add(i)
+                ahead += before.get(i, [])
+        return found
+
+    def first(self, base: str | None, base_where: str) -> int:
+        """Return what the chain begins with.
+
+        Raises:
+            CheckpointError: nothing stands on the base.
+        """
+        deltas = self._deltas
+        fitting = [] if base is None else self._on_digest.get(base, [])
+        makers = [i for i, delta in enumerate(deltas) if base is not None and delta.digest == base]
+        if not fitting:
+            fitting = [i for maker in makers for i in self.after(deltas[maker])]
+        if fitting:
+            return min(fitting, key=lambda i: (deltas[i].version, not deltas[i].is_empty))
+        if makers:
+            self.check_left(set(range(len(deltas))), makers, self.leading_to(makers))
+            raise CheckpointError(
+                f"{base_where}: is the newest version of the chain already: {deltas[-1].where}"
+            )
+        if base is None or deltas[0].base_digest is None:
+            return 0
         raise CheckpointError(
             f"{base_where}: holds {base}, and no delta stands on that: {deltas[0].where} stands on "
             f"{deltas[0].base_digest} (version {deltas[0].base_version}). Take the checkpoint that it was made from, "
             "or add the deltas that lead there"
         )
-    rest = [delta for delta in deltas if delta.version > chain[0].version]
-    for delta in rest:
-        last = chain[-1]
-        by_digest = last.digest is not None and delta.base_digest is not None
-        follows = (
-            delta.base_digest == last.digest if by_digest else delta.base_version in (None, last.version)
-        )
-        if not follows:
-            raise CheckpointError(
-                f"a link of the chain is missing: {delta.where} (version {delta.version}) stands on "
-                f"{delta.base_digest or f'version {delta.base_version}'}, and what comes before, {last.where} (version "
-                f"{last.version}), makes {last.digest or f'version {last.version}'}"
+
+    def check_left(self, left: Collection[int], chain: Sequence[int], had: Collection[int]) -> None:
+        """Compare what is left out with what a base is known to have, which is older than the newest of the chain.
+
+        Raises:
+            CheckpointError: the base is not known to have one; the text says whether a link is missing.
+        """
+        newest = max(chain, key=lambda j: self._deltas[j].version)
+        for i in sorted(left):
+            if i not in had or self._deltas[i].version > self._deltas[newest].version:
+                self._refuse(i, chain, had)
+
+    def _refuse(self, i: int, chain: Sequence[int], had: Collection[int]) -> NoReturn:
+        delta, last = self._deltas[i], self._deltas[chain[-1]]
+        for other in (self._deltas[j] for j in sorted({*chain, *had} - {i})):
+            by_digest = delta.base_digest is not None and other.base_digest is not None
+            is_beside = (
+                delta.base_digest == other.base_digest
+                if by_digest
+                else _stands_on(delta) == _stands_on(other)
             )
-        chain.append(delta)
-    return tuple(chain)
+            if is_beside:
+                raise CheckpointError(
+                    f"{other.where} and {delta.where} stand on the same version ({_base_of(delta)}): one chain has one"
+                )
+        raise CheckpointError(
+            f"a link of the chain is missing: {delta.where} (version {delta.version}) stands on {_base_of(delta)}, and "
+            f"what comes before, {last.where} (version {last.version}), makes "
+            f"{last.digest or f'version {last.version}'}"
+        )
+
+
+def _stands_on(delta: Delta) -> int:
+    """Return the version that a delta stands on; one that does not say stands on the one before."""
+    return delta.version - 1 if delta.base_version is None else delta.base_version
+
+
+def _base_of(delta: Delta) -> str:
+    return delta.base_digest or f"version {_stands_on(delta)}"
 
 
 # ---- heads

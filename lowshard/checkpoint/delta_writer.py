@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import tempfile
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -21,11 +23,11 @@ from lowshard.box import full_box, row_major_parts, shape_of
 from lowshard.checkpoint.bytesource import ByteSource
 from lowshard.checkpoint.catalog import Catalog, Files, StoredTensor
 from lowshard.checkpoint.checkpoint_index import INDEX_NAME
-from lowshard.checkpoint.commit import Commit
+from lowshard.checkpoint.commit import Commit, sync_folder
 from lowshard.checkpoint.delta_codec import COMPRESSIONS, Checksum, compressor
 from lowshard.checkpoint.delta_file import ENCODINGS, FOLDER_NAME, INDICES, VALUES
 from lowshard.checkpoint.header import FilePath, encode_header
-from lowshard.checkpoint.hf_index import HF_INDEX
+from lowshard.checkpoint.hf_index import DELTA_NAME, HF_INDEX
 from lowshard.checkpoint.tensor_patch import bits_of
 from lowshard.checkpoint.writer import reserve, write_at
 from lowshard.comm import loopback
@@ -92,7 +94,7 @@ def write_delta(
     choice(encoding, ENCODINGS, f"encoding is one of {', '.join(ENCODINGS)}", CheckpointError)
     choice(compression, COMPRESSIONS, f"compression is one of {', '.join(COMPRESSIONS)}", CheckpointError)
     compressor(compression)  # its package is there
-    number = _version_of(target, version)
+    number = version_of(target, version)
     rule = "base_version is a number of 0 or more, below the version"
     before = (
         max(0, number - 1) if base_version is None else whole(base_version, rule, CheckpointError, 0, number)
@@ -109,11 +111,48 @@ def write_delta(
         ByteSource(new) as b,
     ):
         made = commit.step(lambda: _Writer(a, b, kind, compression, commit, number, before).write())
-        commit.commit("", lambda _: made.complete(commit.fd))
+        try:
+            commit.commit("", lambda _: _complete(made, commit))
+        finally:
+            # Where a delta is in place, the claim is a second name of it, or of what comes too late.
+            if os.path.exists(commit.target):
+                with suppress(OSError):
+                    commit.claim.unlink(missing_ok=True)
     return made.report
 
 
-def _version_of(target: Path, version: int | None) -> int:
+def _complete(made: _Writer, commit: Commit) -> None:
+    """Write the index, and give the claim its name as a second one: who has taken it meanwhile keeps it.
+
+    The rename of the commit, from one name of the file to another, then changes nothing.
+    """
+    made.complete(commit.fd)
+    os.fsync(commit.fd)
+    sync_folder(commit.target.parent)
+    try:
+        os.link(commit.claim, commit.target)
+    except FileExistsError as error:
+        # A network may have lost the first answer alone, and then it is this delta that is there.
+        if not os.path.samefile(commit.claim, commit.target):
+            raise _taken(commit.target) from error
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK):
+            raise
+        # The file system has no links: the rename that follows puts the delta in place.
+        if os.path.lexists(commit.target):
+            raise _taken(commit.target) from error
+
+
+def _taken(place: Path) -> CheckpointError:
+    return CheckpointError(f"{place}: is there already; a delta is never replaced: give another name")
+
+
+def version_of(target: Path, version: int | None) -> int:
+    """Return the version of a delta that is to be written: as it was asked for, or as its name says.
+
+    Raises:
+        CheckpointError: it is no version, or its name says another one.
+    """
     named = FOLDER_NAME.fullmatch(target.name)
     if version is None:
         return int(named[1]) if named else 1
@@ -143,12 +182,27 @@ def _check_same_tensors(old: Catalog, new: Catalog) -> None:
 
 
 def _check_free(target: Path, is_sparse: bool) -> None:
-    taken = [target] if is_sparse else [target / HF_INDEX, target / INDEX_NAME, target / "model.safetensors"]
-    for place in taken:
-        if place.exists():
-            raise CheckpointError(f"{place}: is there already; a delta is never replaced: give another name")
-    if is_sparse and not target.parent.is_dir():
-        raise CheckpointError(f"{target}: there is no folder {target.parent}; make it first")
+    if is_sparse:
+        if os.path.lexists(target):
+            raise _taken(target)
+        if not os.path.isdir(target.parent):
+            raise CheckpointError(f"{target}: there is no folder {target.parent}; make it first")
+        return
+    try:
+        names = os.listdir(target) if os.path.lexists(target) else []
+    except OSError as error:
+        raise CheckpointError(
+            f"{target}: a delta is written to a folder that is empty, or is not there yet, and what is there cannot be "
+            f"read: {error.strerror}; give another name"
+        ) from error
+    for name in sorted(names):
+        if name in (HF_INDEX, INDEX_NAME):
+            raise _taken(target / name)
+        if name.endswith(".safetensors") and not DELTA_NAME.fullmatch(name):  # those a killed writer has left
+            raise CheckpointError(
+                f"{target / name}: is there already, and the index of a delta beside it would make a delta of it: give "
+                "another folder"
+            )
 
 
 class _Writer:

@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from math import prod
@@ -29,7 +29,7 @@ from lowshard.checkpoint.checkpoint_index import INDEX_NAME
 from lowshard.checkpoint.commit import Commit, together
 from lowshard.checkpoint.delta_file import Delta, open_deltas
 from lowshard.checkpoint.header import read_header
-from lowshard.checkpoint.hf_index import HF_INDEX, SIZES, is_foreign
+from lowshard.checkpoint.hf_index import SIZES
 from lowshard.checkpoint.read_shares import Share, shares
 from lowshard.comm import Communicator, agree
 from lowshard.content_hash import model_digest, tensor_digest
@@ -37,6 +37,7 @@ from lowshard.errors import CheckpointError, ShardingError, VerificationError
 from lowshard.kernels.unit_weights import SUMS
 from lowshard.tiling import Tile, Tiling
 from lowshard.weights.checkpoint_grid import Grid, rank_tilings
+from lowshard.weights.convert_place import check_target, own_file
 from lowshard.weights.name_pattern import NamePatterns, Sizes
 from lowshard.weights.patched_source import PatchedSource, check_deltas
 from lowshard.weights.quantization import Quantization
@@ -137,31 +138,35 @@ class ConvertPlan:
     merged: bool = False
     """Whole tensors in each file, those without elements too."""
     deltas: tuple[Delta, ...] = ()
+    place: str = ""
+    """The folder or file that is put in place: the settings' target, or the one file of a plain folder that is that."""
 
     @classmethod
     def of(cls, settings: Settings) -> ConvertPlan:
         """Return the plan of a conversion. No tensor data is read.
 
         Raises:
-            CheckpointError: the source is missing or damaged, or is not cut as `was` says.
+            CheckpointError: the source is missing or damaged, or is not cut as `was` says. Its `exit_code` is 1 where a
+                file or folder that is there cannot be read as a checkpoint or as a delta.
             ShardingError: names without a strategy, grids or cuts that cannot be.
         """
-        if settings.keeps_cut and _is_of_whole_tensors(Catalog.open(settings.source)):
-            settings = replace(settings, merged=True)
-        _check_target(settings)
+        sizes = _sizes(settings)
+        catalog = _source(settings, sizes)
+        with _as_damage(*settings.deltas):
+            deltas = open_deltas(settings.deltas) if settings.deltas else ()
+        if settings.keeps_cut and _is_of_whole_tensors(catalog):
+            target_path = own_file(settings.source, settings.target, catalog, settings.mxfp8)
+            settings = replace(settings, merged=True, target=target_path)
+        check_target(
+            settings.source, settings.target, catalog, deltas, is_file=settings.into_one_file,
+            merged_bytes=settings.file_bytes if settings.merged else None, mxfp8=settings.mxfp8,
+        )  # fmt: skip
         if settings.memory_bytes < MIN_MEMORY_BYTES:
             raise CheckpointError(
                 f"--memory is at least {MIN_MEMORY_BYTES // 10**6}MB (Python and its libraries need half of it), got "
                 f"{settings.memory_bytes / 1e6:g}MB"
             )
-        sizes = _sizes(settings)
-        catalog = _source(settings, sizes)
-        deltas = open_deltas(settings.deltas) if settings.deltas else ()
         check_deltas(deltas, catalog, settings.memory_bytes)
-        if not settings.deltas and Path(settings.target).resolve() in (
-            Path(file).resolve() for file in catalog.files
-        ):
-            raise CheckpointError(f"{settings.target}: is a file of the input; the output is another one")
         shapes = {name: (t.dtype, t.shape) for name, t in catalog.tensors.items()}
         quantised: dict[str, BlockFormat] = {}
         if settings.mxfp8:
@@ -181,14 +186,18 @@ class ConvertPlan:
             count = 1 + max((min(t.ranks) for t, _ in made.values()), default=0)
             tilings = {name: tiling.widened(count) for name, (tiling, _) in made.items()}
             said = {name: str(note) for name, (_, note) in made.items()}
-            return cls(catalog, count, tilings, said, quantised, merged=True, deltas=deltas)
+            return cls(
+                catalog, count, tilings, said, quantised, merged=True, deltas=deltas, place=settings.target
+            )
         if settings.keeps_cut:
             assert catalog.num_ranks is not None  # else it is merged
             kept = {name: _kept_tiling(tensor, catalog) for name, tensor in catalog.tensors.items()}
             said = {name: tensor.strategy or "as before" for name, tensor in catalog.tensors.items()}
             for name, form in quantised.items():
                 kept[name].stored(name, form)  # no cut goes through a block
-            return cls(catalog, catalog.num_ranks, kept, said, quantised, deltas=deltas)
+            return cls(
+                catalog, catalog.num_ranks, kept, said, quantised, deltas=deltas, place=settings.target
+            )
         if settings.to_rules is not None:
             target = RuledGrid.parse(settings.to_rules, settings.to)
             made = target.tilings(shapes)
@@ -206,7 +215,7 @@ class ConvertPlan:
                         raise ShardingError(f"{name} {list(shape)}: {error}") from error
         return cls(
             catalog, target.num_ranks, {n: t for n, (t, _) in made.items()},
-            {n: str(s) for n, (_, s) in made.items()}, quantised, deltas=deltas,
+            {n: str(s) for n, (_, s) in made.items()}, quantised, deltas=deltas, place=settings.target,
         )  # fmt: skip
 
     def items(self, rank: int) -> list[Item]:
@@ -304,10 +313,11 @@ def convert(
     agree(comm, hashlib.blake2b(settings.to_json().encode(), digest_size=16).digest(), None, "reshard")
     worker = _Worker(plan, settings, comm, progress)
     try:
+        target = Path(plan.place)
         together(comm, target, worker.verify_input, "reshard")
         if plan.deltas:
             worker.patched.check(comm, lambda step: together(comm, target, step, "reshard"))
-        single = plan.merged and settings.target.endswith(".safetensors")
+        single = plan.merged and plan.place.endswith(".safetensors")
         with Commit(target if single else target / INDEX_NAME, comm, "reshard") as commit:
             rows = commit.step(lambda: worker.write(commit))
             digests = worker.shared_digests()
@@ -508,27 +518,6 @@ def _compare_digests(plan: ConvertPlan, patched: PatchedSource, digests: Mapping
     return compared
 
 
-def _check_target(settings: Settings) -> None:
-    source, target = Path(settings.source), Path(settings.target)
-    if source.resolve() == target.resolve() and not settings.deltas:
-        raise CheckpointError(f"{target}: the output is another folder or file than the input")
-    if settings.into_one_file:
-        if os.path.isdir(target):
-            raise CheckpointError(
-                f"{target}: is a folder; a name that ends in .safetensors is that of one merged file"
-            )
-        if not os.path.isdir(target.parent):
-            raise CheckpointError(f"{target}: there is no folder {target.parent}; make it first")
-    elif settings.merged:
-        if settings.file_bytes < 1:
-            raise CheckpointError(f"a file holds 1 byte or more, got {settings.file_bytes}")
-        if os.path.exists(target / "model.safetensors") or is_foreign(target):
-            raise CheckpointError(
-                f"{target}: holds another checkpoint (model.safetensors or {HF_INDEX}), which other readers would take "
-                "for this one: give another folder"
-            )
-
-
 def _whole_files(
     shapes: Mapping[str, tuple[str, tuple[int, ...]]],
     quantised: Mapping[str, BlockFormat],
@@ -576,12 +565,44 @@ def _fits(name: str, dtype: str, shape: tuple[int, ...]) -> bool:
     )
 
 
+class _SizesBeside(Sizes):
+    """Sizes of the config.json beside a checkpoint, which is read when a strategy asks for one."""
+
+    def __init__(self, folder: Path) -> None:
+        object.__setattr__(self, "_folder", folder)
+
+    @cached_property
+    def _said(self) -> Sizes:
+        folder: Path = self.__dict__["_folder"]
+        return Sizes.from_config(folder) if os.path.exists(folder / "config.json") else Sizes()
+
+    @property
+    def num_heads(self) -> int | None:
+        """Query heads."""
+        return self._said.num_heads
+
+    @property
+    def num_kv_heads(self) -> int | None:
+        """Key-value heads."""
+        return self._said.num_kv_heads
+
+
 def _sizes(settings: Settings) -> Sizes:
     if settings.num_heads is not None:
         return Sizes(settings.num_heads, settings.num_kv_heads)
     source = Path(settings.source)
-    folder = source if os.path.isdir(source) else source.parent
-    return Sizes.from_config(folder) if os.path.exists(folder / "config.json") else Sizes()
+    return _SizesBeside(source if os.path.isdir(source) else source.parent)
+
+
+@contextmanager
+def _as_damage(*paths: str) -> Iterator[None]:
+    """Have the command end with exit code 1 where what is there cannot be read, as `lowshard inspect` does."""
+    try:
+        yield
+    except CheckpointError as error:
+        if all(map(os.path.exists, paths)):
+            error.exit_code = 1
+        raise
 
 
 def _patterns(settings: Settings) -> NamePatterns:
@@ -610,7 +631,8 @@ def _source(settings: Settings, sizes: Sizes) -> Catalog:
     )
     indexed = os.path.isdir(path) and any(path.glob("*.index.json"))
     if was is None or was.num_ranks == 1 or indexed or not files:
-        catalog = Catalog.open(path)
+        with _as_damage(settings.source):
+            catalog = Catalog.open(path)
         if was is not None and catalog.num_ranks not in (None, was.num_ranks):
             raise CheckpointError(
                 f"{path}: was saved by {catalog.num_ranks} ranks, --from {was} has {was.num_ranks}"
@@ -620,11 +642,12 @@ def _source(settings: Settings, sizes: Sizes) -> Catalog:
         raise CheckpointError(
             f"{path}: --from {was} means {was.num_ranks} files, one a rank, or an index; there are {len(files)}"
         )
-    if any("lowshard" in read_header(file).metadata for file in files):
-        raise CheckpointError(
-            f"{path}: the files hold slices of a sharded checkpoint, and {INDEX_NAME}, which says of what, is missing: "
-            "put it back"
-        )
+    with _as_damage(settings.source):
+        if any("lowshard" in read_header(file).metadata for file in files):
+            raise CheckpointError(
+                f"{path}: the files hold slices of a sharded checkpoint, and {INDEX_NAME}, which says of what, is "
+                "missing: put it back"
+            )
     if isinstance(was, RuledGrid):
         return Catalog.of_rank_files(files, was.rank_tilings(files))
     return Catalog.of_rank_files(files, rank_tilings(files, was, _patterns(settings), sizes))

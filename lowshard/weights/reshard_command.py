@@ -11,11 +11,15 @@ import os
 import re
 import sys
 import tempfile
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
+from lowshard.argument import brief
 from lowshard.checkpoint.commit import missing_folders, remove_leftovers
+from lowshard.checkpoint.inspect_command import one_line
 from lowshard.errors import CheckpointError, LaunchError
 from lowshard.settings import environment
 from lowshard.weights.checkpoint_convert import ConvertPlan, ConvertReport, Settings, convert
@@ -30,7 +34,8 @@ place. A run that is killed leaves what was there before, or the new checkpoint,
 tensors, for other readers, too.
 With --delta BASE NEXT it writes what NEXT changes of BASE: a folder weight_v... as other projects write them, or with
 an OUT that ends in .safetensors a sparse file. With --apply DELTA... it applies such deltas to IN, each to the version
-that it was made from, and all of them or none: OUT lies as IN does, and may be IN; --to or --merged cut it anew.
+that it was made from, and all of them or none: OUT lies as IN does, and may be IN, unless that is a folder of several
+files of another program, which cannot be switched in one step; --to or --merged cut it anew.
 With --simulate nothing is read or written: IN is a reshard plan, whose time and load are predicted.
 """
 EPILOG = """\
@@ -46,7 +51,19 @@ examples:
   lowshard reshard plan.json --simulate --profile cluster.json
 Strategies: llama, qwen, moe (Mixtral, DeepSeek), bert, or a YAML file of your own. Rules: a ready-made name or a
 path, as of `lowshard rules`.
+Exit codes: 0 done, 1 the input or a delta is damaged, a delta stands on another version, or the output cannot be
+written, 2 wrong usage, or nothing at IN or DELTA.
 """
+_MOST_SIZE_BYTES = (1 << 63) - 1
+_OF_DELTA = {"version": "--version", "encoding": "--encoding", "compression": "--compression"}
+"""Options that --delta alone reads."""
+_NOT_OF_DELTA = {
+    "to": "--to", "was": "--from", "strategies": "--strategies", "to_rules": "--to-rules",
+    "from_rules": "--from-rules", "merged": "--merged", "file_size": "--file-size", "mxfp8": "--mxfp8",
+    "ranks": "-n", "memory": "--memory", "apply": "--apply", "heads": "--heads", "kv_heads": "--kv-heads",
+    "no_verify": "--no-verify", "dry_run": "--dry-run", "timeout": "--timeout",
+}  # fmt: skip
+"""Options that --delta does not read."""
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
@@ -137,7 +154,7 @@ def add_reshard_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentP
         "--node-size", type=int, default=8, metavar="N", help="with --simulate: ranks a node (8)"
     )
     parser.add_argument("--timeout", type=float, metavar="S", help="end the job after S seconds")
-    parser.set_defaults(func=run)
+    parser.set_defaults(func=lambda args: run(args, parser.get_default))
 
 
 def parse_size(text: str) -> int:
@@ -147,13 +164,35 @@ def parse_size(text: str) -> int:
         CheckpointError: it is not a size.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]?I?B?)\s*", text.upper())
-    if match is None or match[2] not in _UNITS:
-        raise CheckpointError(f"a size reads like 2GB, 500MB or 1.5GiB, got {text!r}")
-    return int(float(match[1]) * _UNITS[match[2]])
+    size_bytes = None if match is None or match[2] not in _UNITS else float(match[1]) * _UNITS[match[2]]
+    if size_bytes is None or size_bytes > _MOST_SIZE_BYTES:
+        raise CheckpointError(
+            f"a size reads like 2GB, 500MB or 1.5GiB, and is less than {_MOST_SIZE_BYTES} bytes, got {brief(text)}"
+        )
+    return int(size_bytes)
 
 
-def run(args: argparse.Namespace) -> int:
-    """Run the subcommand and return the exit code."""
+def _check_beside(
+    args: argparse.Namespace, names: Mapping[str, str], rule: str, default: Callable[[str], Any]
+) -> None:
+    """Raise LaunchError where an option of some was given."""
+    given = [option for name, option in names.items() if getattr(args, name) != default(name)]
+    if given:
+        raise LaunchError(f"{rule}, got {', '.join(given)}: leave {'it' if len(given) == 1 else 'them'} out")
+
+
+def _check_paths(paths: Iterable[str | None]) -> None:
+    if "" in paths:
+        raise LaunchError("IN, OUT and DELTA are paths, got an empty text (a variable that is not set?)")
+
+
+def run(args: argparse.Namespace, default: Callable[[str], Any]) -> int:
+    """Run the subcommand and return the exit code.
+
+    Args:
+        args: as the parser read them.
+        default: what an option has that was not given.
+    """
     from lowshard.launch.environment import find_rank
 
     if args.simulate:
@@ -161,8 +200,11 @@ def run(args: argparse.Namespace) -> int:
 
         args.plan = args.source
         return run_simulate(args)
+    _check_paths((args.source, args.target, args.out, *args.apply))
     if args.delta:
+        _check_beside(args, _NOT_OF_DELTA, "--delta writes a delta, and does not read other options", default)
         return _write_delta(args)
+    _check_beside(args, _OF_DELTA, "with --delta alone an option says how a delta is written", default)
     if args.out is not None:
         if args.target is not None:
             raise LaunchError(f"OUT is given once, got {args.target} and -o {args.out}")
@@ -185,10 +227,14 @@ def run(args: argparse.Namespace) -> int:
         return _show_plan(ConvertPlan.of(settings), args.json)
     launched = find_rank(environment())
     if launched is not None and launched.size > 1:
+        if args.timeout is not None:
+            raise LaunchError(
+                "--timeout ends ranks that lowshard starts; your launcher has its own limit: leave it out"
+            )
         report = _as_a_rank(settings)
         return _show(report, settings, args.json) if launched.rank == 0 else 0
-    ConvertPlan.of(settings)  # what is wrong with the request is told before anything starts
-    if args.ranks == 1:
+    plan = ConvertPlan.of(settings)  # what is wrong with the request is told before anything starts
+    if args.ranks == 1 and args.timeout is None:
         from lowshard.comm import loopback
 
         try:
@@ -199,7 +245,7 @@ def run(args: argparse.Namespace) -> int:
             return 1
         return _show(report, settings, args.json)
     with tempfile.TemporaryDirectory(prefix="lowshard-reshard-") as scratch:
-        path, target = Path(scratch) / "report.json", Path(settings.target)
+        path, target = Path(scratch) / "report.json", Path(plan.place)
         missing, code = missing_folders(target), -1
         try:
             code = _on_own_ranks(settings, args.ranks, path, args.timeout)
@@ -212,12 +258,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _write_delta(args: argparse.Namespace) -> int:
-    from lowshard.checkpoint.delta_writer import write_delta
+    from lowshard.checkpoint.delta_writer import version_of, write_delta
 
     if args.target is None or args.out is None:
         raise LaunchError("--delta takes two checkpoints and OUT: lowshard reshard --delta BASE NEXT -o OUT")
-    if args.apply or args.to is not None or args.merged or args.mxfp8:
-        raise LaunchError("--delta writes a delta, and goes with none of --apply, --to, --merged and --mxfp8")
+    version_of(Path(args.out), args.version)  # what is wrong with the request is told before anything is read
     try:
         report = write_delta(
             args.source, args.target, args.out, version=args.version, encoding=args.encoding,
@@ -302,12 +347,13 @@ def _show_plan(plan: ConvertPlan, as_json: bool) -> int:
         return 0
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     table = Table(title=f"{len(rows)} tensors, {plan.total_bytes / 1e9:.3f} GB, over {plan.num_ranks} ranks")
     for column in ("tensor", "dtype", "shape", "strategy"):
         table.add_column(column, overflow="fold")
     for row in rows:
-        table.add_row(str(row["name"]), str(row["dtype"]), str(row["shape"]), str(row["strategy"]))
+        table.add_row(*(Text(one_line(str(row[key]))) for key in ("name", "dtype", "shape", "strategy")))
     Console().print(table)
     return 0
 

@@ -1,0 +1,287 @@
+"""`lowshard reshard` as a command: which options go together, what it never replaces, exit codes, what it prints."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors import safe_open
+from safetensors.numpy import save_file
+
+from lowshard.checkpoint import Catalog, Delta, write_delta
+from lowshard.checkpoint.checkpoint_index import INDEX_NAME
+from lowshard.checkpoint.hf_index import HF_INDEX
+from lowshard.cli import main
+from lowshard.errors import CheckpointError
+from lowshard.launch import environment
+from lowshard.tiling import Tiling
+from lowshard.weights import apply_deltas, load_sharded, reshard_command, save
+from lowshard.weights.reshard_command import parse_size
+
+Run = Callable[..., str]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    def run_command(*argv: object, code: int = 0) -> str:
+        got = main(["reshard", *map(str, argv)])
+        out, err = capsys.readouterr()
+        assert got == code, out + err
+        return out + err
+
+    return run_command
+
+
+@contextmanager
+def nothing_changes(folder: Path) -> Iterator[None]:
+    def snapshot() -> dict[str, bytes]:
+        return {str(p): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+    before = snapshot()
+    yield
+    assert snapshot() == before
+
+
+def values(number: float) -> dict[str, np.ndarray]:
+    return {name: np.full((4, 6), number + i, np.float32) for i, name in enumerate("ab")}
+
+
+def holds(path: Path, number: float) -> bool:
+    found = load_sharded(path)
+    return all(np.array_equal(found[name], value) for name, value in values(number).items())
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """Two versions of a model in several forms, a delta in both forms, and rules."""
+    for number in (0, 1):
+        state = {n: (Tiling.whole(v.shape, "float32"), v) for n, v in values(number).items()}
+        save(tmp_path / f"v{number}", state)
+    save_file(values(0), tmp_path / "base.safetensors")
+    for name in ("one", "several"):
+        (tmp_path / name).mkdir()
+    save_file(values(0), tmp_path / "one" / "model.safetensors", {"format": "pt"})
+    for name, value in values(0).items():
+        save_file({name: value}, tmp_path / "several" / f"model-{name}.safetensors")
+    index = {"metadata": {"total_size": 192}, "weight_map": {n: f"model-{n}.safetensors" for n in values(0)}}
+    (tmp_path / "several" / HF_INDEX).write_text(json.dumps(index))
+    (tmp_path / "rules.yaml").write_text("rules: [{pattern: '**', strategy: replicate}]")
+    (tmp_path / "rows.yaml").write_text("rules: [{pattern: '**', strategy: rowwise}]")
+    write_delta(tmp_path / "v0", tmp_path / "v1", tmp_path / "weight_v000001")
+    write_delta(tmp_path / "v0", tmp_path / "v1", tmp_path / "d.safetensors")
+    assert main(
+        ["reshard", str(tmp_path / "v0"), str(tmp_path / "two"), "--to", "tp=2", "--strategies",
+         str(tmp_path / "rows.yaml")]
+    ) == 0  # fmt: skip
+    return tmp_path
+
+
+# ---- options
+
+
+@pytest.mark.parametrize(
+    "given",
+    ["-n 2", "--memory 1GB", "--no-verify", "--strategies llama", "--dry-run", "--timeout 9", "--to tp=2",
+     "--merged", "--mxfp8", "--file-size 1GB", "--heads 3", "--dry-run --no-verify"],
+)  # fmt: skip
+def test_options_that_a_delta_does_not_read_are_refused(place: Path, run: Run, given: str) -> None:
+    with nothing_changes(place):
+        told = run("--delta", place / "v0", place / "v1", "-o", place / "new", *given.split(), code=2)
+    assert (
+        f"does not read other options, got {'--no-verify, --dry-run' if ' --' in given else given.split()[0]}"
+        in told
+    )
+
+
+def test_options_of_a_delta_are_refused_without_it(place: Path, run: Run) -> None:
+    for given in (("--version", "3"), ("--encoding", "overwrite"), ("--compression", "none")):
+        told = run(place / "v0", place / "out", "--merged", *given, code=2)
+        assert (
+            f"with --delta alone an option says how a delta is written, got {given[0]}: leave it out" in told
+        )
+    run(
+        "--delta",
+        place / "v0",
+        place / "v1",
+        "-o",
+        place / "new",
+        "--version",
+        "3",
+        "--encoding",
+        "overwrite",
+    )
+    assert (Delta.open(place / "new").version, Delta.open(place / "new").encoding) == (3, "overwrite")
+
+
+def test_a_text_that_is_empty_is_no_path(
+    place: Path, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    for words in (
+        (place / "v0", "", "--merged"), ("", place / "out", "--merged"), (place / "v0", "-o", "", "--merged"),
+        ("--delta", place / "v0", place / "v1", "-o", ""), (place / "v0", "out", "--apply", ""),
+    ):  # fmt: skip
+        assert "got an empty text" in run(*words, code=2)
+    assert not list(Path().iterdir())
+
+
+def test_one_rank_has_a_limit_too(place: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only ranks that are started have one."""
+    started: list[tuple[int, float | None]] = []
+
+    def start(settings: object, ranks: int, path: Path, timeout_s: float | None) -> int:
+        started.append((ranks, timeout_s))
+        return 71
+
+    monkeypatch.setattr(reshard_command, "_on_own_ranks", start)
+    run(place / "v0", place / "out", "--merged", "--timeout", "9", code=71)
+    assert started == [(1, 9.0)]
+    run(place / "v0", place / "out", "--merged")
+    assert len(started) == 1
+    monkeypatch.setattr(environment, "find_rank", lambda _: environment.LaunchedRank(0, 2, 0, "mpiexec"))
+    assert "your launcher has its own limit" in run(
+        place / "v0", place / "out", "--merged", "--timeout", "9", code=2
+    )
+
+
+# ---- what is never replaced
+
+
+def test_the_input_and_its_parts_are_not_replaced(place: Path, run: Run) -> None:
+    cut = ("--to", "tp=2", "--strategies", place / "rules.yaml")
+    shard = sorted((place / "two").glob("shard-*"))[0]
+    (place / "link").symlink_to(place / "two")
+    with nothing_changes(place):
+        for words in (
+            (place / "two" / INDEX_NAME, place / "two", *cut), (shard, place / "two", *cut),
+            (place / "link", place / "two", *cut), (place / "two", place / "link", *cut),
+            (place / "several" / HF_INDEX, place / "several", *cut),
+            (place / "one", place / "one" / "model.safetensors", "--merged"),
+            (place / "base.safetensors", place / "base.safetensors", "--merged"),
+            (place / "several", "--apply", place / "weight_v000001", "-o", place / "several" / "model-a.safetensors"),
+            (shard, "--apply", place / "weight_v000001", "-o", place / "two"),
+        ):  # fmt: skip
+            assert "the output is another folder or file than the input" in run(*words, code=2)
+
+
+def test_a_delta_is_not_replaced(place: Path, run: Run) -> None:
+    data = next((place / "weight_v000001").glob("*.safetensors"))
+    with nothing_changes(place):
+        for base, delta, out in (
+            ("base.safetensors", "d.safetensors", place / "d.safetensors"),
+            ("base.safetensors", "weight_v000001", data),
+            ("v0", "weight_v000001", place / "weight_v000001"),
+            ("several", "weight_v000001", place / "weight_v000001"),
+        ):
+            told = run(place / base, "--apply", place / delta, "-o", out, code=2)
+            assert "is a delta that is applied, or a file of one" in told
+
+
+def test_all_of_the_input_may_be_replaced_by_deltas(place: Path, run: Run) -> None:
+    delta = place / "weight_v000001"
+    run(place / "two" / INDEX_NAME, "--apply", delta, "-o", place / "two")
+    run(place / "base.safetensors", "--apply", delta, "-o", place / "base.safetensors")
+    assert all(holds(place / name, 1) for name in ("two", "base.safetensors"))
+
+
+def test_a_folder_of_another_program_with_one_file_stays_one(place: Path, run: Run) -> None:
+    shutil.copytree(place / "one", place / "indexed")
+    index = {"metadata": {"total_size": 192}, "weight_map": dict.fromkeys(values(0), "model.safetensors")}
+    (place / "indexed" / HF_INDEX).write_text(json.dumps(index))
+    shutil.copytree(place / "one", place / "other")
+    (place / "other" / "model.safetensors").rename(place / "other" / "weights.safetensors")
+    for name in ("one", "indexed", "other"):
+        folder = place / name
+        names = sorted(os.listdir(folder))
+        report = apply_deltas(folder, [place / "weight_v000001"], folder)
+        assert report.applied == 1
+        assert sorted(os.listdir(folder)) == names
+        assert holds(folder, 1)
+        with safe_open(next(folder.glob("*.safetensors")), "np") as file:
+            assert file.metadata() == {"format": "pt"}
+
+
+def test_a_folder_of_another_program_with_several_files_is_not_switched(place: Path, run: Run) -> None:
+    with nothing_changes(place):
+        told = run(place / "several", "--apply", place / "weight_v000001", "-o", place / "several", code=2)
+    assert "has files of another program, which cannot be switched to a new version in one step" in told
+    run(place / "several", "--apply", place / "weight_v000001", "-o", place / "new")
+    assert holds(place / "new", 1)
+
+
+# ---- exit codes and what is printed
+
+
+def test_what_is_damaged_is_exit_code_1_and_what_is_not_there_2(place: Path, run: Run) -> None:
+    (place / "cut.safetensors").write_bytes((place / "base.safetensors").read_bytes()[:60])
+    (place / "cut_d.safetensors").write_bytes((place / "d.safetensors").read_bytes()[:60])
+    for rest in ((), ("--dry-run",)):
+        run(place / "cut.safetensors", place / "out", "--merged", *rest, code=1)
+        run(place / "v0", "--apply", place / "cut_d.safetensors", "-o", place / "out", *rest, code=1)
+        run(place / "gone", place / "out", "--merged", *rest, code=2)
+        run(place / "v0", "--apply", place / "gone", "-o", place / "out", *rest, code=2)
+    with pytest.raises(CheckpointError):
+        apply_deltas(place / "v0", [place / "cut_d.safetensors"], place / "out")
+    delta = ("--delta", place / "v0", place / "v1", "-o")
+    run(*delta, place / "new", "--version", "-1", code=2)
+    assert "its name says version 7" in run(*delta, place / "weight_v000007", "--version", "8", code=2)
+    run("--delta", place / "cut.safetensors", place / "v1", "-o", place / "new", code=1)
+    assert not (place / "new").exists()
+
+
+def test_names_are_printed_as_they_are(place: Path, run: Run) -> None:
+    shown = ["model[/b].weight", "w[red]x"]
+    save_file({n: np.zeros((4, 4), np.float32) for n in [*shown, "e\x1bsc\nx"]}, place / "marks.safetensors")
+    out = run(place / "marks.safetensors", place / "out", "--merged", "--dry-run")
+    assert all(name in out for name in [*shown, r"e\x1bsc\nx"]), out
+    assert "\x1b" not in out
+
+
+def test_a_stream_that_lacks_characters_gets_them_escaped(place: Path) -> None:
+    save_file({"\u4e2d": np.zeros((4, 4), np.float32)}, place / "wide.safetensors")
+    command = [
+        sys.executable,
+        "-m",
+        "lowshard",
+        "reshard",
+        str(place / "wide.safetensors"),
+        str(place / "out"),
+    ]
+    ran = subprocess.run(
+        [*command, "--merged", "--dry-run"], capture_output=True, text=True, timeout=60,
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    assert r"\u4e2d" in ran.stdout
+
+
+def test_sizes_that_no_machine_has_are_refused(place: Path, run: Run) -> None:
+    for option in ("--memory", "--file-size"):
+        for size in ("9" * 400, "9" * 19, "10000000000GB"):
+            assert "a size reads like 2GB" in run(
+                place / "v0", place / "out", "--merged", option, size, code=2
+            )
+    assert parse_size("9223372036854774784") == 9223372036854774784
+
+
+@pytest.mark.parametrize(
+    "config", ['{"num_attention_heads": [4, 8]}', "", '{"text_config": null}'], ids=["lists", "empty", "null"]
+)
+def test_a_config_is_read_when_a_strategy_asks(place: Path, run: Run, config: str) -> None:
+    (place / "one" / "config.json").write_text(config)
+    run(place / "one", place / "merged.safetensors", "--merged")
+    run(place / "one", place / "out", "--to", "tp=2", "--strategies", place / "rules.yaml")
+    assert Catalog.open(place / "out").num_ranks == 2
+    (place / "heads.yaml").write_text("rules: [{pattern: '**', strategy: heads}]")
+    told = run(place / "one", place / "out", "--to", "tp=2", "--strategies", place / "heads.yaml", code=2)
+    assert "config.json" in told
+    run(place / "one", place / "out", "--to", "tp=2", "--strategies", place / "heads.yaml", "--heads", 2)
