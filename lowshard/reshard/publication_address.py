@@ -1,7 +1,7 @@
 """Where publishers and subscribers meet: an address, and a token that only they know.
 
-`unix:/folder`: one host; the folder is its user's alone, holds the doors' sockets, the token and a lock and nothing
-else, and is made where it is missing. `tcp://host:port`: any hosts; port 0 is one that is free. The token is in a file
+`unix:/folder`: one host; the folder is its user's alone, holds the doors' sockets, the token and a lock, and is
+made where it is missing. `tcp://host:port`: any hosts; port 0 is one that is free. The token is in a file
 of mode 0600: in the folder, or for TCP below the cache folder, from where it is brought to other hosts.
 
 A publisher removes what it has made, and what one that was killed has left. It asks each time whether it is that: the
@@ -32,6 +32,8 @@ _LEAST_TOKEN_BYTES = 16
 _MOST_TOKEN_BYTES = 4096
 _BACKLOG = 1024
 _LOCK = "lock"
+_NAMES = re.compile("lock|door|token|rank-[0-9]+")
+"""What publishers make in their folders; anything else is left alone."""
 _MOST_PORT_DIGITS = 5
 _TRIES = 100
 """How often a folder is made anew that who closes at this moment has removed."""
@@ -203,16 +205,17 @@ class FolderLock:
             os.close(fd)
 
     def _refuse_others(self) -> None:
-        """Raise OSError where something lies in the folder that no publisher has made."""
-        other = next((path for path in self._folder.iterdir() if not _is_made_here(path)), None)
+        """Raise OSError where something has a name that publishers use, and is not what they make."""
+        ours = (path for path in self._folder.iterdir() if _NAMES.fullmatch(path.name))
+        other = next((path for path in ours if not _is_made_here(path)), None)
         if other is None:
             return
         if other.name != _LOCK:
             (self._folder / _LOCK).unlink(missing_ok=True)
         raise OSError(
             None,
-            f"the folder of a publisher holds what publishers make and no more, and this one holds {other.name!r}, "
-            "which is not theirs; give this publisher a folder of its own",
+            f"a publisher makes {other.name!r} in its folder, and there is one that no publisher has made; give this "
+            "publisher a folder of its own",
         )
 
     def _sweep(self) -> None:
@@ -278,7 +281,7 @@ def _is_made_here(path: Path) -> bool:
         return stat.S_ISREG(about.st_mode) and not about.st_size
     if path.name == "token":
         return stat.S_ISREG(about.st_mode) and not about.st_mode & 0o077 and _is_hex(path, about.st_size)
-    if re.fullmatch("rank-[0-9]+", path.name) is None or not stat.S_ISDIR(about.st_mode):
+    if not _NAMES.fullmatch(path.name) or not stat.S_ISDIR(about.st_mode):
         return False
     return all(inner.name == "door" and _is_made_here(inner) for inner in _listed(path))
 

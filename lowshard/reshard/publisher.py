@@ -76,7 +76,7 @@ class Publisher:
         layouts: by name, what the ranks hold: a Layout, a Tiling or a TensorLayout.
         arrays: by name, this rank's local arrays; the same ones serve every version.
         comm: the communicator; None for one rank.
-        address: `unix:/folder` for subscribers of this host and user, a folder of its own; or `tcp://host:port` (port
+        address: `unix:/folder` for subscribers of this host and user; or `tcp://host:port` (port
             0: a free one).
         token: the secret that subscribers must know, 16 bytes or more; by default a new one, in `token_file`.
 
@@ -87,8 +87,8 @@ class Publisher:
     Every rank raises the same error.
 
     Raises:
-        CommError: the address is not valid, is in use, or leads to one host while ranks are on several; something else
-            lies in the folder; a token too short.
+        CommError: the address is not valid, is in use, or leads to one host while ranks are on several; something
+            of another origin has a name there that publishers use; a token too short.
         LayoutError: a partial layout.
         BufferMismatchError: an array is not the one its layout says.
         MismatchError: ranks ask for different tensors or addresses.

@@ -301,6 +301,65 @@ def test_a_reader_that_goes_away_ends_the_job(launcher: Launcher) -> None:
     started.stderr.close()
 
 
+SPAM = "import time\nfor _ in range(50000):\n    print('x' * 100)\ntime.sleep(60)\n"
+
+
+@pytest.mark.parametrize(
+    ("number", "code"),
+    mode.sample([(signal.SIGTERM, 143), (signal.SIGINT, 130), (None, 71)], 1, "stuck readers"),
+)
+def test_a_reader_that_has_stopped_does_not_keep_the_job_from_ending(
+    launcher: Launcher, number: int | None, code: int
+) -> None:
+    limit = ["--timeout", "4"] if number is None else []
+    started = launcher.start("run", "-n", "2", *limit, launcher.script(SPAM))
+    assert started.stdout is not None
+    started.stdout.readline()  # and no more
+    time.sleep(1.0)
+    sent_s = time.time()
+    if number is not None:
+        started.send_signal(number)
+    try:
+        assert started.wait(LIMIT_S / 2) == code
+        assert time.time() - sent_s < ENDS_WITHIN_S + (4 if number is None else 0)
+    finally:
+        started.kill()
+        _, err = started.communicate()
+    assert "output that nobody read is lost" in err.splitlines()[-1]
+
+
+def test_a_reader_that_is_slow_gets_all_that_was_printed(launcher: Launcher) -> None:
+    started = launcher.start("run", "-n", "1", launcher.script(SPAM.replace("sleep(60)", "sleep(0)")))
+    assert started.stdout is not None
+    os.set_blocking(started.stdout.fileno(), True)
+    time.sleep(2.0)
+    assert launcher.finish(started).out == f"[0] {'x' * 100}\n" * 50000
+    assert started.returncode == 0
+
+
+def test_output_that_cannot_be_written_is_told_and_ends_the_job(launcher: Launcher) -> None:
+    for text in ("print('hello')\n", SPAM):
+        with open("/dev/full", "w") as full:
+            started = subprocess.Popen(
+                [sys.executable, "-m", "lowshard.launch", "run", "-n", "1", launcher.script(text)],
+                cwd=ROOT,
+                env={**os.environ, "TMPDIR": str(launcher.tmp), MARK: launcher.mark},
+                stdout=full,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            _, err = started.communicate(timeout=LIMIT_S)
+        assert started.returncode == 1, err
+        assert "what the ranks print cannot be written: No space left on device" in err.splitlines()[-1]
+
+
+@pytest.mark.one_mpi
+def test_a_rank_may_close_stderr_before_it_ends(launcher: Launcher) -> None:
+    done = launcher.run("-n", "1", launcher.script("import sys\nsys.stderr.close()\nsys.exit('text')\n"))
+    assert done.code == 1
+    assert done.err == "lowshard run: rank 0 failed first: sys.exit('text') (exit code 1)\n"
+
+
 def test_any_program_can_be_started(launcher: Launcher, tmp_path: Path) -> None:
     with (tmp_path / "out").open("w+") as out:
         result = run_ranks(

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from math import nan
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,7 @@ def test_sizes_go_from_one_to_another_by_a_factor_or_a_step() -> None:
     assert size_list(1, 4, 1.2, None) == (1, 2, 3)
     assert size_list(100, 300, None, 100) == (100, 200, 300)
     assert size_list(5, 5, 2, None) == (5,)
-    for begin, end, factor in ((10, 5, 2.0), (1, 10, 1.0), (1, 10, 0.0)):
+    for begin, end, factor in ((10, 5, 2.0), (1, 10, 1.0), (1, 10, 0.0), (8, 64, nan)):
         with pytest.raises(LowshardError, match=r"-e is at least -b|-f is a factor|-f or -i"):
             size_list(begin, end, factor, None)
 
@@ -519,6 +520,10 @@ def test_too_little_bandwidth_is_exit_code_1(capsys: pytest.CaptureFixture[str])
     assert bench("all_gather", "--min-busbw", "1e6") == 1
     assert "below 1e+06 GB/s" in capsys.readouterr().out
     assert bench("all_gather", "--min-busbw", "0") == 0
+    for never in ("nan", "-1", "x"):
+        with pytest.raises(SystemExit, match="2"):
+            bench("all_gather", "--min-busbw", never)
+        assert "expected GB/s, 0 or more" in capsys.readouterr().err
 
 
 def test_a_plot_has_a_line_for_each_placement_and_rival(tmp_path: Path) -> None:

@@ -101,7 +101,6 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 
 
 FOREIGN: dict[str, tuple[str, Callable[[Path], Any]]] = {
-    "another file": ("notes.txt", lambda p: p.write_text("mine")),
     "a token of something else": ("token", lambda p: _private_text(p, "hf_secret")),
     "a token that others read": ("token", lambda p: _private_text(p, "ab" * 32, 0o644)),
     "a token that is too long": ("token", lambda p: _private_text(p, "a" * 8193)),
@@ -113,13 +112,14 @@ FOREIGN: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "a rank's door that is a file": ("rank-0", lambda p: (p.mkdir(), (p / "door").write_text("x"))),
     "a rank's folder that is a link": ("rank-0", lambda p: p.symlink_to(p.parent)),
     "a rank's file": ("rank-0", lambda p: p.write_text("mine")),
-    "a rank of another name": ("rank-a", lambda p: p.mkdir()),
     "a lock of another program": ("lock", lambda p: p.write_text("4711\n")),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("what", FOREIGN)
-def test_a_folder_that_holds_anything_else_is_refused_and_left_as_it_is(folder: Path, what: str) -> None:
+def test_a_folder_where_something_else_has_such_a_name_is_refused_and_left_as_it_is(
+    folder: Path, what: str
+) -> None:
     name, make = FOREIGN[what]
     make(folder / name)
     for other in ("door", "rank-7"):  # of a publisher that was killed: it stays too
@@ -128,6 +128,14 @@ def test_a_folder_that_holds_anything_else_is_refused_and_left_as_it_is(folder: 
     before = _tree(folder)
     with pytest.raises(CommError, match=f"{name}.*give this publisher a folder of its own"):
         FolderLock(folder)
+    assert _tree(folder) == before
+
+
+def test_what_has_another_name_is_left_alone(folder: Path) -> None:
+    (folder / "notes.txt").write_text("mine")
+    (folder / "rank-a").mkdir()
+    before = _tree(folder)
+    FolderLock(folder).release()
     assert _tree(folder) == before
 
 

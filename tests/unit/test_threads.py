@@ -150,6 +150,42 @@ def test_a_wait_has_the_communicators_deadline(tmp_path: Path) -> None:
     assert "TimedOut" in done.stderr.splitlines()[-1]
 
 
+def test_a_rank_that_leaves_early_is_the_cause_long_before_the_deadline(tmp_path: Path) -> None:
+    start_s = time.monotonic()
+    done = run("-n", "3", written(tmp_path, "def main(comm):\n    if comm.rank:\n        comm.barrier()\n"))
+    assert done.returncode == 70, done.stderr
+    assert time.monotonic() - start_s < LIMIT_S / 2
+    assert "PeerFailed: rank 0 has ended its program without this collective" in done.stderr
+    assert "rank 0 failed first: it left with exit code 0" in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize("signal_number", [None, signal.SIGINT])
+def test_a_reader_that_has_stopped_does_not_keep_it_from_ending(
+    tmp_path: Path, signal_number: int | None
+) -> None:
+    script = written(tmp_path, "def main(comm):\n    while True:\n        print('x' * 1000)\n")
+    limit = ["--timeout", "1"] if signal_number is None else []
+    started = subprocess.Popen(
+        [sys.executable, "-m", "lowshard.launch", "run", "--threads", "-n", "2", *limit, script],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert started.stdout is not None
+    started.stdout.readline()  # and no more
+    if signal_number is not None:
+        time.sleep(0.3)
+        started.send_signal(signal_number)
+    try:
+        assert started.wait(LIMIT_S / 2) == (71 if signal_number is None else 130)
+    finally:
+        started.kill()
+        out, err = started.communicate()
+    assert out
+    assert "have been ended" in err.splitlines()[-1]
+
+
 def test_ctrl_c_ends_it(tmp_path: Path) -> None:
     started = subprocess.Popen(
         [sys.executable, "-m", "lowshard.launch", "run", "--threads", "-n", "3", written(tmp_path), "hang"],
@@ -174,6 +210,7 @@ def test_ctrl_c_ends_it(tmp_path: Path) -> None:
         ("import sys\nsys.exit(4)\n", 4, "failed while it was loaded: sys.exit(4)"),
         ("def main(comm):\n    raise SystemExit\n", 0, ""),
         ("def main(comm):\n    raise SystemExit('no more')\n", 1, "no more"),
+        ("def main(comm):\n    raise SystemExit(256)\n", 0, ""),  # as the system has it
     ],
 )
 def test_a_script_that_ends_early_is_told_so(
@@ -185,12 +222,22 @@ def test_a_script_that_ends_early_is_told_so(
     assert "importlib" not in err
 
 
+@pytest.mark.parametrize(("given", "code"), [("3", 3), ("'text'", 1)])
+def test_a_script_may_close_stderr_before_it_ends(tmp_path: Path, given: str, code: int) -> None:
+    script = written(
+        tmp_path, f"import sys\ndef main(comm):\n    sys.stderr.close()\n    sys.exit({given})\n"
+    )
+    done = run("-n", "1", script)
+    assert (done.returncode, done.stderr) == (code, "")
+
+
 @pytest.mark.parametrize(
     ("text", "told"),
     [
         ("x = 1\n", r"prog\.py defines none; write def main\(comm\)"),
         ("main = 3\n", "defines none"),
         ("import sys\nsys.exit()\n", r"before its main\(comm\) could be called"),
+        ("import sys\nsys.exit(256)\n", r"before its main\(comm\) could be called"),
     ],
 )
 def test_a_script_without_a_main_is_told_what_to_write(tmp_path: Path, text: str, told: str) -> None:

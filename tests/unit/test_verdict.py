@@ -5,7 +5,16 @@ from __future__ import annotations
 import pytest
 
 from lowshard.comm.abort import FailureRecord
-from lowshard.launch.verdict import Leaver, failure_text, first_cause, judge, one_each, place_in
+from lowshard.launch.verdict import (
+    Leaver,
+    failure_text,
+    first_cause,
+    judge,
+    one_each,
+    place_in,
+    unread,
+    unwritten,
+)
 
 
 def record(rank: int, time_s: float, kind: str, **more: object) -> FailureRecord:
@@ -90,6 +99,21 @@ def test_ranks_with_one_text_are_told_together_and_the_first_cause_last() -> Non
         "lowshard run: rank 1 failed first: ValueError: boom (exit code 1)\n"
     )
     assert failure_text(judge((), 4, 1.0, status=0)) == ""
+
+
+def test_output_that_is_lost_is_told_and_is_no_success() -> None:
+    done = judge((), 2, 1.0, status=0)
+    full = unwritten(done, OSError(28, "No space left on device"))
+    assert (full.exit_code, full.cause) == (1, "output")
+    assert "cannot be written: No space left on device" in failure_text(full)
+    assert "closed file" in unwritten(done, ValueError("I/O operation on closed file")).message
+    gone = unwritten(done, BrokenPipeError(32, "Broken pipe"))
+    assert (gone.exit_code, gone.cause) == (141, "interrupt")
+    late = unread(done)
+    assert (late.exit_code, late.cause) == (71, "timeout")
+    ended = unread(judge((), 2, 1.0, status=1, ended_by=15))
+    assert (ended.exit_code, ended.cause) == (143, "interrupt")
+    assert ended.message.endswith("; output that nobody read is lost")
 
 
 def test_a_kill_that_nobody_did_hints_at_the_memory() -> None:

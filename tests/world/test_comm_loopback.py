@@ -99,6 +99,55 @@ def test_a_failure_ends_waits_in_groups_and_for_messages_too() -> None:
 
 
 @pytest.mark.parametrize("where", ["collective", "group", "message"])
+def test_a_rank_whose_program_has_ended_is_missed_long_before_the_deadline(where: str) -> None:
+    def one_leaves(comm: Communicator) -> None:
+        group = comm.split(int(comm.rank > 0), key=-comm.rank)
+        assert group is not None
+        if comm.rank == 1:
+            return
+        if where == "collective":
+            comm.barrier()
+        elif where == "group" and comm.rank:
+            group.barrier()
+        elif where == "message":
+            comm.recv(np.zeros(3), 1)
+
+    start = time.monotonic()
+    with pytest.raises(PeerFailed, match="rank 1 has ended its program") as caught:
+        lc.run_loopback(3, one_leaves, timeout_s=30.0)
+    assert caught.value.ranks == (1,)
+    assert time.monotonic() - start < 10.0
+
+
+def test_a_rank_is_not_missed_while_a_thread_that_it_left_goes_on() -> None:
+    came: list[int] = []
+
+    def late(comm: Communicator) -> None:
+        time.sleep(1.7)
+        comm.barrier()
+        came.append(comm.rank)
+
+    def leave(comm: Communicator) -> None:
+        if comm.rank == 1:
+            threading.Thread(target=late, args=(comm,)).start()
+        else:
+            comm.barrier()
+
+    lc.run_loopback(2, leave, timeout_s=20.0)
+    while not came:
+        time.sleep(0.01)
+
+
+def test_communicators_may_be_kept_when_all_programs_have_ended() -> None:
+    comms = lc.run_loopback(2, lambda comm: comm)
+    time.sleep(1.1)
+    late = threading.Timer(0.5, comms[1].barrier)
+    late.start()
+    comms[0].barrier()
+    late.join()
+
+
+@pytest.mark.parametrize("where", ["collective", "group", "message"])
 def test_a_rank_that_does_not_come_is_named_when_the_time_is_over(where: str) -> None:
     def one_stays_away(comm: Communicator) -> None:
         group = comm.split(0, key=-comm.rank)
@@ -112,8 +161,9 @@ def test_a_rank_that_does_not_come_is_named_when_the_time_is_over(where: str) ->
         else:
             comm.recv(np.zeros(3), 1)
 
-    with pytest.raises(TimedOut, match=r"\[1\]|rank 1"):
+    with pytest.raises(TimedOut, match=r"\[1\]|rank 1") as caught:
         lc.run_loopback(3, one_stays_away, timeout_s=0.4)
+    assert caught.value.ranks == (1,)
 
 
 def test_different_lengths_are_refused_and_say_who_gave_what() -> None:
