@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property, wraps
 from inspect import signature
-from operator import index
 from types import ModuleType
 from typing import Any, Concatenate, Literal, ParamSpec, Self, overload
 from weakref import WeakSet
@@ -688,7 +687,7 @@ class Starter:
 def _counts_key(name: str, *spans: Any) -> tuple[Any, ...]:
     """Return what an exchange of these counts is known by; where they are no counts, as they came."""
     try:
-        return name, *(tuple(map(index, span)) for span in spans)  # 1.0 is equal to 1, and no count
+        return name, *map(tuple, spans)
     except TypeError:
         return name, *spans
 
