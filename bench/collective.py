@@ -163,7 +163,7 @@ def _add_results(parser: argparse.ArgumentParser) -> None:
     add_report_argument(group)
     group.add_argument("--compare", type=Path, metavar="OLD.json",
                        help="show the change since a run of the same settings, written by --json")  # fmt: skip
-    group.add_argument("--min-busbw", type=float, metavar="GBPS",
+    group.add_argument("--min-busbw", type=bandwidth_of, metavar="GBPS",
                        help="exit code 1 if the average bus bandwidth is below this")  # fmt: skip
     group.add_argument("--check-limits", action="store_true",
                        help="exit code 1 if a promised figure is missed (2 ranks on one host)")  # fmt: skip
@@ -373,6 +373,17 @@ def seconds_of(text: str) -> float:
     if not seconds > 0:
         raise argparse.ArgumentTypeError(f"expected seconds above 0, got {text!r}")
     return seconds
+
+
+def bandwidth_of(text: str) -> float:
+    """Return a bandwidth of 0 GB/s or more, for a flag."""
+    try:
+        bandwidth = float(text)
+    except ValueError:
+        bandwidth = -1.0
+    if not bandwidth >= 0:
+        raise argparse.ArgumentTypeError(f"expected GB/s, 0 or more, got {text!r}")
+    return bandwidth
 
 
 def target_of(text: str) -> str:

@@ -136,7 +136,7 @@ def size_list(begin: int, end: int, factor: float | None, step: int | None) -> t
         raise LowshardError(f"-e is at least -b, got -b {begin} -e {end}")
     if step is not None:
         return tuple(range(begin, end + 1, step))
-    if factor is None or factor <= 1:
+    if factor is None or not factor > 1:
         raise LowshardError(f"-f is a factor above 1, got {factor:g}" if factor else "-f or -i is needed")
     sizes: list[int] = []
     size = float(begin)

@@ -35,6 +35,7 @@ from lowshard.comm.abort import (
 )
 from lowshard.errors import LaunchError, LowshardError, PeerFailed
 from lowshard.launch.environment import find_rank
+from lowshard.launch.exit_code import code_of
 from lowshard.launch.job_dir import STACK_SIGNAL
 from lowshard.launch.keeper import IS_OVER, SHOWS_STACKS, Keeper
 from lowshard.streams import open_closed_streams
@@ -109,7 +110,7 @@ def _run(mode: str, argv: list[str], rank: int) -> None:
     except SystemExit as end:
         if os.getpid() != rank_pid:
             raise
-        code = _code_of(end)
+        code = code_of(end)
         if code:
             fail_with(FailureRecord(rank, time.time(), "exit", code, f"sys.exit({end.code!r})"))
     except BaseException as error:
@@ -163,16 +164,6 @@ def _exec(argv: list[str], rank: int) -> NoReturn:
     except OSError as error:
         message = f"cannot run {argv[0]!r}: {error.strerror}"
         fail_with(FailureRecord(rank, time.time(), "exit", LaunchError.exit_code, message))
-
-
-def _code_of(end: SystemExit) -> int:
-    """Returns the exit code of a `sys.exit` and prints its text, as the interpreter would."""
-    if end.code is None:
-        return 0
-    if isinstance(end.code, int):
-        return end.code & 0xFF
-    print(end.code, file=sys.stderr)
-    return 1
 
 
 def _without_our_frames(trace: TracebackType | None) -> TracebackType | None:

@@ -8,6 +8,7 @@ each process's environment, is also what tells this job's processes from all oth
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 import signal
@@ -34,7 +35,17 @@ from lowshard.launch.link import Link
 from lowshard.launch.loopback_sockets import move_to_loopback
 from lowshard.launch.mpiexec import MpiInstall, find_mpi, rank_environment, stays_on_host
 from lowshard.launch.output import Output
-from lowshard.launch.verdict import JobResult, failure_text, first_cause, judge, one_each, place_in
+from lowshard.launch.sink import Sink
+from lowshard.launch.verdict import (
+    JobResult,
+    failure_text,
+    first_cause,
+    judge,
+    one_each,
+    place_in,
+    unread,
+    unwritten,
+)
 from lowshard.streams import open_closed_streams
 
 __all__ = ["JobResult", "first_cause", "python_command", "run_ranks"]
@@ -54,6 +65,7 @@ _TERM_S = 2.0  # from SIGTERM to SIGKILL
 _KILL_S = 5.0  # from SIGKILL to giving up on a process that the kernel holds
 _STRAGGLER_S = 0.5  # for what a rank left behind (a resource tracker, say) to end by itself
 _SILENT_TERM_S = 0.5  # the same where a rank cannot be reached, or cannot react: mpiexec would wait for it
+_READER_S = 1.0  # for who reads the output to go on, once the job is to end
 _LAST_WORDS_S = 1.0  # for what ranks on other hosts wrote, and for their keepers, to arrive
 
 
@@ -194,11 +206,12 @@ class _Job:
     ) -> None:
         self._folder = folder
         self._n = n
-        self._stderr = sinks[1]
-        self._output = Output(sinks, prefix)
+        self._output = Output((Sink(sinks[0], self._wait_until), Sink(sinks[1], self._wait_until)), prefix)
         self._link = link
         self._is_local = is_local  # nobody on another host has to reach mpiexec
         self._signals: list[int] = []
+        self._limit_s = self._reader_until_s = math.inf  # on the monotonic clock
+        self._is_cut_short = False  # the output cannot be written
 
     def run(
         self,
@@ -210,6 +223,7 @@ class _Job:
     ) -> JobResult:
         """Runs the job to its end."""
         start_s = time.monotonic()
+        self._limit_s = math.inf if timeout_s is None else start_s + timeout_s
         files_before = stray_files()
         with contextlib.ExitStack() as stack:
             for fd, rank, stream in make_job_dir(self._folder, self._n):
@@ -236,7 +250,7 @@ class _Job:
                 for stream, pipe in enumerate((mpiexec.stdout, mpiexec.stderr)):
                     assert pipe is not None
                     self._output.add(pipe.fileno(), stream, None)
-                timed_out = self._watch(mpiexec, start_s, timeout_s, grace_s)
+                timed_out = self._watch(mpiexec, grace_s)
             finally:
                 self._end(mpiexec)
                 self._output.close()
@@ -251,9 +265,13 @@ class _Job:
                 limit_s=timeout_s if timed_out else None,
                 places={rank: place_in(text) for rank, text in self._output.stacks.items()},
             )
-        if result.cause in ("done", "mpiexec"):  # else we say it better
-            self._write(_MPIEXEC_NOISE.sub(b"", self._output.from_mpiexec).decode(errors="replace"))
-        self._write(failure_text(result))
+            if self._output.error is not None and (self._is_cut_short or result.cause == "done"):
+                result = unwritten(result, self._output.error)
+            elif self._output.is_cut:
+                result = unread(result)
+            if result.cause in ("done", "mpiexec"):  # else we say it better
+                self._output.say(_MPIEXEC_NOISE.sub(b"", self._output.from_mpiexec).decode(errors="replace"))
+            self._output.say(failure_text(result))
         return result
 
     def _failures(self) -> tuple[FailureRecord, ...]:
@@ -286,9 +304,16 @@ class _Job:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    def _watch(
-        self, mpiexec: subprocess.Popen[bytes], start_s: float, timeout_s: float | None, grace_s: float
-    ) -> bool:
+    def _wait_until(self) -> float:
+        """Returns until when a write may wait for its reader: for ever, but for a moment once the job is to end."""
+        if len(self._signals) > 1:
+            return 0.0
+        now_s = time.monotonic()
+        if self._signals or now_s > self._limit_s:
+            self._reader_until_s = min(self._reader_until_s, now_s + _READER_S)
+        return self._reader_until_s
+
+    def _watch(self, mpiexec: subprocess.Popen[bytes], grace_s: float) -> bool:
         """Passes output on until the job has ended or must be ended; returns whether the time ran out."""
         failed_s: float | None = None
         is_settled = not self._is_local
@@ -298,8 +323,9 @@ class _Job:
                 move_to_loopback(mpiexec.pid)
             self._pump(_TICK_S if is_settled else _START_TICK_S)
             now_s = time.monotonic()
-            if self._output.broken:
-                self._signals.append(signal.SIGPIPE)
+            if self._output.error is not None and not self._signals:
+                self._is_cut_short = True
+                return False
             failures = self._failures()
             if not failures:
                 self._link.check()
@@ -307,7 +333,7 @@ class _Job:
                 failed_s = now_s
             if failed_s is not None and (now_s > failed_s + grace_s or len(failures) == self._n > 1):
                 return False
-            if failed_s is None and timeout_s is not None and now_s > start_s + timeout_s:
+            if failed_s is None and now_s > self._limit_s:
                 self._output.keep_stacks()
                 self._link.ask_for_stacks()
                 self._pump_for(_STACKS_S, mpiexec)
@@ -344,17 +370,12 @@ class _Job:
         while left := processes_of(self._folder):
             now_s = time.monotonic()
             if now_s > kill_s + _KILL_S:
-                self._write(f"lowshard run: the kernel does not let go of processes {left}\n")
+                self._output.say(f"lowshard run: the kernel does not let go of processes {left}\n")
                 return
             if now_s > kill_s or len(self._signals) > 1:
                 for pid in left:
                     signal_process(pid, signal.SIGKILL, self._folder)
             self._output.pump(_TICK_S)
-
-    def _write(self, text: str) -> None:
-        if text and not self._output.broken:
-            self._stderr.write(text)
-            self._stderr.flush()
 
 
 def _kill(mpiexec: subprocess.Popen[bytes]) -> None:

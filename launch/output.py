@@ -5,28 +5,30 @@ from __future__ import annotations
 import os
 import selectors
 import time
-from typing import TextIO
+
+from lowshard.launch.sink import Sink
 
 __all__ = ["Output"]
 
 _READ_BYTES = 1 << 16
+_LINE_BYTES = 1 << 20
+"""What is kept of a line whose end has not come."""
 
 
 class Output:
     """Reads the pipes of all ranks; each line goes out whole, with its rank in front.
 
+    Of a line of more than 1 MiB each MiB goes out as a line; without prefixes as it is.
     mpiexec's own output is kept back until it is known whether it says anything that we do not say better.
 
     Attributes:
         from_mpiexec: what mpiexec itself has said so far.
-        broken: true once a sink takes no more (`lowshard run ... | head`); its output is dropped from then on.
         from_afar: the connections of ranks on other hosts that have not ended yet.
         stacks: by rank, what has come on its stderr since it was asked for its stacks.
     """
 
-    def __init__(self, sinks: tuple[TextIO, TextIO], prefix: bool) -> None:
+    def __init__(self, sinks: tuple[Sink, Sink], prefix: bool) -> None:
         self.from_mpiexec = b""
-        self.broken = False
         self.from_afar: set[int] = set()
         self.stacks: dict[int, bytes] = {}
         self._keeps_stacks = False
@@ -34,7 +36,17 @@ class Output:
         self._prefix = prefix
         self._selector = selectors.DefaultSelector()
         self._source: dict[int, tuple[int, int | None]] = {}
-        self._partial: dict[int, bytes] = {}
+        self._partial: dict[int, bytearray] = {}
+
+    @property
+    def error(self) -> OSError | ValueError | None:
+        """What keeps output from being written, if anything does: `lowshard run ... | head`, or a full disk."""
+        return next((sink.error for sink in self._sinks if sink.error is not None), None)
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether output was given up that nobody has read."""
+        return any(sink.is_cut for sink in self._sinks)
 
     def add(self, fd: int, stream: int, rank: int | None, from_afar: bool = False) -> None:
         """Watches a pipe: stream 0 for stdout, 1 for stderr; rank None for mpiexec's own.
@@ -46,7 +58,7 @@ class Output:
         os.set_blocking(fd, False)
         self._selector.register(fd, selectors.EVENT_READ)
         self._source[fd] = (stream, rank)
-        self._partial[fd] = b""
+        self._partial[fd] = bytearray()
 
     def keep_stacks(self) -> None:
         """Keeps what ranks write to stderr from now on: they have been asked for their stacks."""
@@ -71,8 +83,8 @@ class Output:
                 os.close(key.fd)
         if not came and not self._prefix:  # a prompt or a progress bar: no more of the line is coming for now
             for fd, rest in self._partial.items():
-                self._write(self._source[fd][0], rest)
-                self._partial[fd] = b""
+                self._write(self._source[fd][0], bytes(rest))
+                rest.clear()
         return came
 
     def close(self) -> None:
@@ -93,29 +105,26 @@ class Output:
             return
         if self._keeps_stacks and stream == 1:
             self.stacks[rank] = self.stacks.get(rank, b"") + data
-        *lines, rest = (self._partial[fd] + data).split(b"\n")
-        if rest and not data:
-            if self._prefix:
-                lines, rest = [*lines, rest], b""
-            else:  # nothing is added to what the ranks wrote, not even a newline
-                self._write(stream, rest)
-                rest = b""
-        self._partial[fd] = rest
-        mark = b"[%d] " % rank if self._prefix else b""
-        self._write(stream, b"".join(b"%s%s\n" % (mark, line) for line in lines))
+        partial = self._partial[fd]
+        end = data.rfind(b"\n") + 1
+        is_whole = not data or len(partial) + len(data) > _LINE_BYTES
+        if not end and not is_whole:
+            partial += data
+            return
+        end = end or len(data)
+        text = bytes(partial) + data[:end]
+        partial[:] = data[end:]
+        if self._prefix and text:
+            mark = b"[%d] " % rank
+            text = mark + text.removesuffix(b"\n").replace(b"\n", b"\n" + mark) + b"\n"
+        self._write(stream, text)
+
+    def say(self, text: str) -> None:
+        """Writes the launcher's own words to stderr, if anybody is left to read them."""
+        if not isinstance(self.error, BrokenPipeError):
+            self._sinks[1].write_text(text)
 
     def _write(self, stream: int, data: bytes) -> None:
-        """Writes to a sink as bytes where it takes bytes."""
-        if not data or self.broken:
-            return
-        sink = self._sinks[stream]
-        raw = getattr(sink, "buffer", None)
-        try:
-            sink.flush()
-            if raw is None:
-                sink.write(data.decode(errors="replace"))
-            else:
-                raw.write(data)
-            sink.flush()
-        except (OSError, ValueError):  # a closed pipe, a closed file: the job is ended for it, in order
-            self.broken = True
+        """Writes to a sink; whoever has read enough of one reads no more of the other."""
+        if not isinstance(self.error, BrokenPipeError):
+            self._sinks[stream].write(data)

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from lowshard.comm.abort import flush_output
 from lowshard.command_parser import expect_habits
 from lowshard.errors import LaunchError, LowshardError
 from lowshard.launch.fake_hosts import fake_hosts, fake_spread
@@ -19,7 +20,7 @@ from lowshard.launch.host import Spread, parse_hosts, read_hostfile, spread_over
 from lowshard.launch.job import python_command, run_ranks
 from lowshard.launch.mpiexec import MPI_CHOICES, find_mpi
 from lowshard.launch.template import template_list, template_text
-from lowshard.launch.thread_ranks import run_threads
+from lowshard.launch.thread_ranks import READER_S, call_within, run_threads
 from lowshard.nearest import nearest
 from lowshard.streams import drop_stdout
 
@@ -207,8 +208,7 @@ def _run_threads(args: argparse.Namespace, target: list[str]) -> int:
         timeout_s=args.timeout,
         prefix_output=not args.no_prefix,
     )
-    if result.exit_code and threading.active_count() > 1:  # a rank may be anywhere, for ever
-        sys.stdout.flush()
-        sys.stderr.flush()
+    if result.exit_code and threading.active_count() > 1:  # a rank may be anywhere, for ever; in a write, too
+        call_within(READER_S, flush_output)
         os._exit(result.exit_code)
     return result.exit_code

@@ -6,6 +6,7 @@ level is done once, and its globals are shared by all ranks.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.machinery
 import importlib.util
@@ -23,15 +24,17 @@ from lowshard.argument import truth
 from lowshard.comm import run_loopback
 from lowshard.comm.abort import FailureRecord, exit_code_of
 from lowshard.comm.call import stack_of
-from lowshard.errors import LaunchError, PeerFailed
+from lowshard.errors import CommError, LaunchError, PeerFailed
+from lowshard.launch.exit_code import code_of
 from lowshard.launch.job import as_words, checked_size
-from lowshard.launch.verdict import JobResult, failure_text, judge
+from lowshard.launch.verdict import JobResult, Leaver, failure_text, judge
 from lowshard.settings import TIMEOUT_S
 
-__all__ = ["run_threads"]
+__all__ = ["READER_S", "call_within", "run_threads"]
 
 _GRACE_S = 1.0  # for the other ranks to say that they have noticed
 _TICK_S = 0.05
+READER_S = 1.0  # for who reads the output to go on, once the job is to end
 _OUR_FRAMES = (__file__, "<frozen importlib")
 
 
@@ -88,21 +91,46 @@ def _run(target: str, n: int, module: bool, timeout_s: float | None, prefix_outp
         streams = [_Prefixed(sys.stdout, ranks), _Prefixed(sys.stderr, ranks)]
         sys.stdout, sys.stderr = streams
     ended_by, timed_out = ranks.run(TIMEOUT_S.seconds(), None if timeout_s is None else start_s + timeout_s)
-    for stream in streams:
-        stream.end_lines()
-    if timed_out:
-        ranks.show_stacks(sys.stderr)
     result = judge(
         ranks.failures(),
         n,
         time.monotonic() - start_s,
         status=0,
+        leavers=ranks.leavers(),
         ended_by=ended_by,
         limit_s=timeout_s if timed_out else None,
     )
-    sys.stderr.write(failure_text(result))
-    sys.stderr.flush()
+
+    def tell() -> None:
+        if timed_out:
+            ranks.show_stacks(sys.stderr)
+        sys.stderr.write(failure_text(result))
+        sys.stderr.flush()
+
+    for write in (*(stream.end_lines for stream in streams), tell):
+        with contextlib.suppress(ValueError):  # the program has closed the stream
+            if timed_out or ended_by is not None:
+                call_within(READER_S, write)
+            else:
+                write()
     return result
+
+
+def call_within(limit_s: float, write: Callable[[], None]) -> None:
+    """Runs what writes output; goes on without it where its reader has not made room within the limit."""
+    errors: list[Exception] = []
+
+    def run() -> None:
+        try:
+            write()
+        except (OSError, ValueError) as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="lowshard output", daemon=True)
+    thread.start()
+    thread.join(limit_s)
+    if errors:
+        raise errors[0]
 
 
 class _Ranks:
@@ -115,6 +143,7 @@ class _Ranks:
         self._threads: dict[int, int] = {}  # rank: thread
         self._ended = 0
         self._failures: list[FailureRecord] = []
+        self._leavers: list[Leaver] = []
         self._changed = threading.Condition()
 
     @property
@@ -126,6 +155,11 @@ class _Ranks:
         """Returns the records so far, in order of time."""
         with self._changed:
             return tuple(self._failures)
+
+    def leavers(self) -> tuple[Leaver, ...]:
+        """Returns the ranks that have ended well so far."""
+        with self._changed:
+            return tuple(self._leavers)
 
     def run(self, wait_s: float, until_s: float | None) -> tuple[int | None, bool]:
         """Starts the ranks and waits for them; returns the signal that ended it, and whether the time ran out."""
@@ -168,8 +202,9 @@ class _Ranks:
         try:
             self._main(comm)
         except SystemExit as end:
-            if end.code is not None and end.code != 0:
-                record = _record_of_exit(comm.rank, end)
+            code = code_of(end)
+            if code:
+                record = _record_of_exit(comm.rank, end, code)
                 raise
         except BaseException as error:
             record = _record_of_error(comm.rank, error)
@@ -178,6 +213,8 @@ class _Ranks:
             with self._changed:
                 if record is not None:
                     self._failures.append(record)
+                else:
+                    self._leavers.append(Leaver(comm.rank, time.time(), in_order=True))
                 self._threads.pop(comm.rank, None)
                 self._ended += 1
                 self._changed.notify_all()
@@ -189,7 +226,7 @@ class _Prefixed:
     def __init__(self, sink: TextIO, ranks: _Ranks) -> None:
         self._sink = sink
         self._ranks = ranks
-        self._partial: dict[int, str] = {}
+        self._partial: dict[int, list[str]] = {}
         self._lock = threading.RLock()
 
     def __getattr__(self, name: str) -> Any:
@@ -201,10 +238,14 @@ class _Prefixed:
         with self._lock:
             if rank is None:
                 return self._sink.write(text)
-            *lines, rest = (self._partial.get(rank, "") + text).split("\n")
-            self._partial[rank] = rest
-            if lines:
+            whole, end, rest = text.rpartition("\n")
+            partial = self._partial.setdefault(rank, [])
+            if end:
+                lines = "".join([*partial, whole]).split("\n")
+                partial.clear()
                 self._sink.write("".join(f"[{rank}] {line}\n" for line in lines))
+            if rest:
+                partial.append(rest)
         return len(text)
 
     def writelines(self, lines: Sequence[str]) -> None:
@@ -215,9 +256,9 @@ class _Prefixed:
     def end_lines(self) -> None:
         """Writes what no line end has followed."""
         with self._lock:
-            for rank, rest in sorted(self._partial.items()):
-                if rest:
-                    self._sink.write(f"[{rank}] {rest}\n")
+            for rank, partial in sorted(self._partial.items()):
+                if partial:
+                    self._sink.write(f"[{rank}] {''.join(partial)}\n")
             self._partial.clear()
             self._sink.flush()
 
@@ -259,11 +300,15 @@ def _load_main(target: str, module: bool) -> Callable[[Any], object]:
 
 def _failed_to_load(target: str, error: BaseException, seconds: float) -> JobResult:
     """Returns the result of a script that failed before there were ranks, and prints it."""
-    record = _record_of_exit(0, error) if isinstance(error, SystemExit) else _record_of_error(0, error)
-    if isinstance(error, SystemExit) and error.code in (None, 0):
-        raise LaunchError(
-            f"{target} ended with sys.exit while it was loaded, before its main(comm) could be called"
-        )
+    if isinstance(error, SystemExit):
+        code = code_of(error)
+        if not code:
+            raise LaunchError(
+                f"{target} ended with sys.exit while it was loaded, before its main(comm) could be called"
+            )
+        record = _record_of_exit(0, error, code)
+    else:
+        record = _record_of_error(0, error)
     result = JobResult(
         record.exit_code, record.kind, None, f"{target} failed while it was loaded: {record.message}", seconds
     )
@@ -272,10 +317,7 @@ def _failed_to_load(target: str, error: BaseException, seconds: float) -> JobRes
     return result
 
 
-def _record_of_exit(rank: int, end: SystemExit) -> FailureRecord:
-    code = end.code & 0xFF if isinstance(end.code, int) else 1
-    if not isinstance(end.code, int) and end.code is not None:
-        print(end.code, file=sys.stderr)  # as the interpreter does
+def _record_of_exit(rank: int, end: SystemExit, code: int) -> FailureRecord:
     return FailureRecord(rank, time.time(), "exit", code, f"sys.exit({end.code!r})")
 
 
@@ -295,4 +337,5 @@ def _record_of_error(rank: int, error: BaseException) -> FailureRecord:
         "".join(lines),
         error=name,
         consequence=isinstance(error, PeerFailed),
+        about=error.ranks if isinstance(error, CommError) else (),
     )

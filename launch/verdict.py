@@ -13,7 +13,17 @@ from lowshard.comm.call import innermost_line
 from lowshard.comm.wait_guard import names_of
 from lowshard.errors import PeerFailed, TimedOut
 
-__all__ = ["JobResult", "Leaver", "failure_text", "first_cause", "judge", "one_each", "place_in"]
+__all__ = [
+    "JobResult",
+    "Leaver",
+    "failure_text",
+    "first_cause",
+    "judge",
+    "one_each",
+    "place_in",
+    "unread",
+    "unwritten",
+]
 
 _MPI_ERROR = "mpi4py.MPI.Exception"
 _FRAME = re.compile(r'File "(.+)", line (\d+) in ')
@@ -32,9 +42,9 @@ class JobResult:
     Attributes:
         exit_code: 0, or the code of the first cause: an uncaught exception 1 (a lowshard error its own), a
             nonzero `sys.exit` its number, death by a signal 70, a lost host or a stopped rank 70, the time limit
-            71, Ctrl-C 130.
+            71, Ctrl-C 130, output that cannot be written 1, or 141 where its reader has gone.
         cause: "done", "exception", "exit", "left" (with exit code 0, while others needed it), "signal", "stopped",
-            "lost", "timeout", "interrupt" or "mpiexec".
+            "lost", "timeout", "interrupt", "output" (it cannot be written) or "mpiexec".
         failed_rank: the rank that failed first, if a rank did: the one that others waited for in vain, not those.
         message: one line that says what happened; "" if all went well.
         seconds: wall-clock time from the start of mpiexec to the end of the last process.
@@ -188,6 +198,23 @@ def judge(
         code = status if 0 < status < 128 else 1  # an MPI_Abort that mpiexec alone has seen: its number
         return replace(result, exit_code=code, cause="mpiexec", message=message)
     return result
+
+
+def unwritten(result: JobResult, error: OSError | ValueError) -> JobResult:
+    """Returns the result of a job whose output cannot be written."""
+    if isinstance(error, BrokenPipeError):  # whoever reads it has read enough
+        return judge(result.failures, 0, result.seconds, status=0, ended_by=signal.SIGPIPE)
+    reason = getattr(error, "strerror", None) or error
+    message = f"what the ranks print cannot be written: {reason}; all ranks have been ended"
+    return replace(result, exit_code=1, cause="output", failed_rank=None, message=message)
+
+
+def unread(result: JobResult) -> JobResult:
+    """Returns the result of a job that has ended while its output waited for a reader, which has lost the rest."""
+    if result.cause == "done":
+        message = "all ranks have ended well, but the time limit passed before what they printed was read"
+        result = replace(result, exit_code=TimedOut.exit_code, cause="timeout", message=message)
+    return replace(result, message=f"{result.message}; output that nobody read is lost")
 
 
 def place_in(stacks: bytes) -> str:

@@ -11,6 +11,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import numpy as np
@@ -28,18 +29,55 @@ T = TypeVar("T")
 _MOST_RANKS = 1 << 16
 """Each is a thread of this process."""
 _JOIN_S = 0.05
+_LOOK_S = 0.25
+"""From one look at who is missing to the next."""
+_GONE_S = 1.0
+"""What a rank has started before its program ended may still be on its way."""
 _AFTER_FAILURE_S = 5.0
+
+
+class Programs:
+    """Which ranks of a group, and of those split from it, have ended their program."""
+
+    def __init__(self) -> None:
+        self._ended: dict[int, float] = {}
+        self._before = set(threading.enumerate())
+        self.threads: list[threading.Thread] = []
+        """Of the ranks."""
+
+    def end(self, rank: int) -> None:
+        """Note that a rank's program has ended well."""
+        self._ended[rank] = time.monotonic()
+
+    def forget(self) -> None:
+        """Note that all have, and that whoever has kept a communicator may use it."""
+        self._ended.clear()
+
+    def check(self, missing: Sequence[int]) -> None:
+        """Raise PeerFailed if one of the ranks that others wait for will not come any more.
+
+        It may come as long as another thread lives that was started since: it may be one that the rank has left behind.
+        """
+        for rank in missing:
+            ended_s = self._ended.get(rank)
+            if ended_s is None or time.monotonic() - ended_s < _GONE_S:
+                continue
+            if self._before.union(self.threads).issuperset(threading.enumerate()):
+                raise PeerFailed(f"rank {rank} has ended its program without this collective").about([rank])
 
 
 class Board:
     """What the ranks of one group share."""
 
-    def __init__(self, size: int, timeout_s: float, names: Sequence[int]) -> None:
+    def __init__(
+        self, size: int, timeout_s: float, names: Sequence[int], programs: Programs | None = None
+    ) -> None:
         self.size, self.timeout_s, self.names = size, timeout_s, list(names)
+        self.programs = Programs() if programs is None else programs
         self.slots: list[Any] = [None] * size
         self.mail: dict[tuple[int, int], queue.Queue[np.ndarray]] = {}
         self.children: weakref.WeakSet[Board] = weakref.WeakSet()
-        self.failure: str | None = None
+        self.failure: tuple[type[CommError], str, Sequence[int]] | None = None
         self._arrived: set[int] = set()
         self._generation = 0
         self._condition = threading.Condition()
@@ -57,35 +95,36 @@ class Board:
                 self._condition.notify_all()
                 return
             while self._generation == generation:
-                self._condition.wait(max(0.0, deadline - time.monotonic()))
+                self._condition.wait(max(0.0, min(_LOOK_S, deadline - time.monotonic())))
                 if self._generation != generation:
                     return
                 self._check()
+                missing = [self.names[r] for r in range(self.size) if r not in self._arrived]
+                self.programs.check(missing)
                 if time.monotonic() >= deadline:
-                    missing = [self.names[r] for r in range(self.size) if r not in self._arrived]
-                    self.fail(f"ranks {missing} did not come within {self.timeout_s:g} s", TimedOut.__name__)
+                    self.fail(f"ranks {missing} did not come within {self.timeout_s:g} s", TimedOut, missing)
                     self._check()
 
-    def fail(self, text: str, kind: str = "PeerFailed") -> None:
+    def fail(self, text: str, kind: type[CommError] = PeerFailed, about: Sequence[int] = ()) -> None:
         """End every wait of this group and of those split from it."""
         with self._condition:
             if self.failure is None:
-                self.failure = f"{kind}:{text}"
+                self.failure = (kind, text, about)
             self._condition.notify_all()
         for child in self.children:
-            child.fail(text, kind)
+            child.fail(text, kind, about)
 
     def _check(self) -> None:
         if self.failure is not None:
-            kind, _, text = self.failure.partition(":")
-            raise TimedOut(text) if kind == "TimedOut" else PeerFailed(text)
+            kind, text, about = self.failure
+            raise kind(text).about(about)
 
     def box(self, src: int, dst: int) -> queue.Queue[np.ndarray]:
         with self._condition:
             return self.mail.setdefault((src, dst), queue.Queue())
 
     def child(self, members: Sequence[int]) -> Board:
-        board = Board(len(members), self.timeout_s, [self.names[m] for m in members])
+        board = Board(len(members), self.timeout_s, [self.names[m] for m in members], self.programs)
         with self._condition:
             self.children.add(board)
         return board
@@ -126,7 +165,8 @@ class LoopbackTransport(Transport):
         return result
 
     def all_gather_v(self, send: Array, recv: Array, counts: Sequence[int], displs: Sequence[int]) -> None:
-        for peer, data in enumerate(self.meet(send)):
+        own = recv[displs[self.rank] : displs[self.rank] + counts[self.rank]]
+        for peer, data in enumerate(self.meet(check.apart(send, recv, own))):
             _copy(data, recv[displs[peer] : displs[peer] + counts[peer]], peer)
         self.leave()
 
@@ -163,15 +203,18 @@ class LoopbackTransport(Transport):
         self.leave()
 
     def gather(self, send: Array, recv: Array | None, root: int) -> None:
-        posted = self.meet(send)
+        n = send.size
+        posted = self.meet(send if recv is None else check.apart(send, recv, recv[n * root : n * (root + 1)]))
         if recv is not None:
-            n = send.size
             for peer, data in enumerate(posted):
                 _copy(data, recv[n * peer : n * (peer + 1)], peer)
         self.leave()
 
     def scatter(self, send: Array | None, recv: Array, root: int) -> None:
-        whole = self.meet(send)[root]
+        n = recv.size
+        whole = self.meet(send if send is None else check.apart(send, recv, send[n * root : n * (root + 1)]))[
+            root
+        ]
         _copy(whole[recv.size * self.rank : recv.size * (self.rank + 1)], recv, root)
         self.leave()
 
@@ -180,20 +223,23 @@ class LoopbackTransport(Transport):
 
     def recv(self, buf: Array, src: int) -> None:
         deadline = time.monotonic() + self._board.timeout_s
+        name = self._board.names[src]
         while True:
-            try:
+            with suppress(queue.Empty):
                 data = self._board.box(src, self.rank).get(timeout=0.05)
                 break
-            except queue.Empty:
-                self._board._check()
-                if time.monotonic() >= deadline:
-                    raise TimedOut(
-                        f"recv: rank {src} sent nothing within {self._board.timeout_s:g} s"
-                    ) from None
+            self._board._check()
+            self._board.programs.check([name])
+            if time.monotonic() >= deadline:
+                text = f"recv: rank {src} sent nothing within {self._board.timeout_s:g} s"
+                raise TimedOut(text).about([name])
         _copy(data, buf, src)
 
     def barrier(self) -> None:
         self._board.wait(self.rank)
+
+    def way_between(self, one: int, other: int) -> tuple[str, str]:
+        return "the memory of one process", "they are threads of it"
 
     def split(self, color: int | None, key: int) -> LoopbackTransport | None:
         asked = self.meet((color, key))
@@ -274,9 +320,12 @@ def run_loopback(size: int, function: Callable[[Communicator], T], timeout_s: fl
             results[comm.rank] = function(comm)
         except BaseException as error:
             failures.append((comm.rank, error))
-            board.fail(f"rank {comm.rank} failed: {type(error).__name__}: {error}")
+            board.fail(f"rank {comm.rank} failed: {type(error).__name__}: {error}", about=[comm.rank])
+        else:
+            board.programs.end(comm.rank)
 
     threads = [threading.Thread(target=work, args=(c,), daemon=True, name=f"rank {c.rank}") for c in comms]
+    board.programs.threads = threads
     for thread in threads:
         thread.start()
     # A rank may compute for as long as it likes. Once one has failed the others' waits end, so they have little left.
@@ -294,6 +343,7 @@ def run_loopback(size: int, function: Callable[[Communicator], T], timeout_s: fl
         rank, error = first[0]
         error.add_note(f"raised on loopback rank {rank} of {size}")
         raise error
+    board.programs.forget()
     return results
 
 

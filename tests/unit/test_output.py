@@ -93,7 +93,7 @@ def test_a_reader_that_is_slow_gets_all(ends: Callable[[], tuple[int, int]], ope
 
 
 def test_why_a_file_takes_no_more_is_kept(opened: ExitStack, tmp_path: Path) -> None:
-    full = Sink(opened.enter_context(Path("/dev/full").open("w", encoding="utf-8")), lambda: math.inf)
+    full = Sink(file_at(os.open("/dev/full", os.O_WRONLY), opened), lambda: math.inf)
     full.write(b"text\n")
     assert isinstance(full.error, OSError)
     assert full.error.errno == errno.ENOSPC

@@ -219,6 +219,7 @@ def test_a_script_that_ends_early_is_told_so(
     assert run_threads(written(tmp_path, text), [], 1).exit_code == code
     err = capsys.readouterr().err
     assert told in err
+    assert bool(err) == bool(told)
     assert "importlib" not in err
 
 
