@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from support import mode
 from support.starting import start_ranks
 
 pytestmark = [pytest.mark.mpi, pytest.mark.time_limit(100)]
@@ -12,20 +13,16 @@ pytestmark = [pytest.mark.mpi, pytest.mark.time_limit(100)]
 SCRIPT = Path(__file__).parent / "run_odd_calls.py"
 
 
-@pytest.mark.parametrize(
-    ("ranks", "env", "ways", "why"),
-    [
-        (2, {}, ["shared memory"], "since they are processes of one node; private arrays are read across"),
-        (2, {"LOWSHARD_CROSS_MEMORY": "off"}, ["shared memory"], "through slots (LOWSHARD_CROSS_MEMORY=off)"),
-        (3, {"LOWSHARD_CPU_PATH": "mpi"}, ["MPI messages"], "since LOWSHARD_CPU_PATH=mpi says so"),
-        (
-            4,
-            {"LOWSHARD_NODE_SIZE": "2"},
-            ["MPI messages", "shared memory"],
-            "since they are on different nodes",
-        ),
-    ],
-)
+WAYS: list[tuple[int, dict[str, str], list[str], str]] = [
+    (2, {}, ["shared memory"], "since they are processes of one node; private arrays are read across"),
+    (2, {"LOWSHARD_CROSS_MEMORY": "off"}, ["shared memory"], "through slots (LOWSHARD_CROSS_MEMORY=off)"),
+    (3, {"LOWSHARD_CPU_PATH": "mpi"}, ["MPI messages"], "since LOWSHARD_CPU_PATH=mpi says so"),
+    (4, {"LOWSHARD_NODE_SIZE": "2"}, ["MPI messages", "shared memory"], "since they are on different nodes"),
+]
+SETTINGS = ["LOWSHARD_CROSS_MEMORY", "LOWSHARD_PIPES", "LOWSHARD_HUGE_PAGES"]
+
+
+@pytest.mark.parametrize(("ranks", "env", "ways", "why"), mode.sample(WAYS, 2, "odd calls"))
 def test_odd_calls_are_right_or_refused_on_all_ranks(
     ranks: int, env: dict[str, str], ways: list[str], why: str
 ) -> None:
@@ -34,7 +31,7 @@ def test_odd_calls_are_right_or_refused_on_all_ranks(
     assert why in said
 
 
-@pytest.mark.parametrize("name", ["LOWSHARD_CROSS_MEMORY", "LOWSHARD_PIPES", "LOWSHARD_HUGE_PAGES"])
+@pytest.mark.parametrize("name", mode.sample(SETTINGS, 1, "odd settings"))
 def test_a_value_that_a_setting_does_not_have_is_refused_on_all_ranks(name: str) -> None:
     ended = start_ranks(SCRIPT, 2, timeout_s=90, env={name: "OFF"})
     assert ended.returncode == 1

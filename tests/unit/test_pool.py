@@ -52,7 +52,7 @@ def test_wrong_calls_are_refused() -> None:
     comm = lc.loopback(1)[0]
     with pytest.raises(BufferMismatchError, match="0 bytes or more"):
         BufferPool(comm, -1)
-    with pytest.raises(BufferMismatchError, match="sequence of extents, 0 or more"):
+    with pytest.raises(BufferMismatchError, match="sequence of up to 64 extents, 0 or more"):
         BufferPool(comm).empty((3, -1))
 
 
