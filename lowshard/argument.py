@@ -116,7 +116,7 @@ def truth(value: object, rule: str, error: type[LowshardError]) -> bool:
     """Return whether a value is true, or raise where it is neither true nor false: an array of several."""
     try:
         return bool(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, RuntimeError):  # the last one is torch's
         raise error(f"{rule}, got {brief(value)}") from None
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import socket
 import struct
 import time
@@ -153,6 +154,7 @@ class Line:
     def __init__(self, connection: socket.socket, stalled_s: float | None = None) -> None:
         self.connection, self.stalled_s = connection, STALLED_S if stalled_s is None else stalled_s
         self._limits_s: dict[int, float] = {}
+        self._pid = os.getpid()
         connection.setblocking(True)
         tune(connection, _UNCONFIRMED_S)
 
@@ -246,9 +248,13 @@ class Line:
         return False
 
     def stop(self) -> None:
-        """End the connection; whoever waits on either end hears of it. Any thread may call this."""
-        with contextlib.suppress(OSError):
-            self.connection.shutdown(socket.SHUT_RDWR)
+        """End the connection; whoever waits on either end hears of it. Any thread may call this.
+
+        A forked child ends nothing: it has a descriptor of what its parent goes on with.
+        """
+        if os.getpid() == self._pid:
+            with contextlib.suppress(OSError):
+                self.connection.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """End the connection, and give its descriptor back; by the thread that uses it."""

@@ -285,6 +285,24 @@ def test_a_tcp_connection_that_says_nothing_is_asked_for_a_sign_of_life() -> Non
     assert idle_s + step_s * count <= 30
 
 
+def test_a_forked_child_that_leaves_ends_no_connection_of_its_parent() -> None:
+    ours, theirs = socket.socketpair()
+    line, other = Line(ours), Line(theirs)
+    try:
+        child = os.fork()
+        if not child:
+            line.close()
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        other.send(memoryview(b"still here"))
+        came = bytearray(10)
+        line.receive(memoryview(came))
+        assert came == b"still here"
+    finally:
+        line.close()
+        other.close()
+
+
 @pytest.mark.parametrize(
     ("given", "error"),
     [
