@@ -1,240 +1,174 @@
-"""What compiled waits and moves need of the machine: ordered loads and stores, futexes, another process's memory."""
+"""What compiled waits and moves need of the machine: ordered loads and stores, futexes, another process's memory.
+
+Each operation takes int64 values, among them addresses. Calls of the C library return what it returns: -1 where they
+fail, and then `last_error` tells why.
+"""
 
 from __future__ import annotations
 
+import inspect
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
 
 from lowshard.compiled.deferred import cgutils, intrinsic, types
 
-_I8, _I32, _I64 = (ir.IntType(bits) for bits in (8, 32, 64))
-_PAUSES = {"x86_64": "llvm.x86.sse2.pause", "aarch64": "llvm.aarch64.hint"}
+_I8, _I32, _I64, _VOID = ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.VoidType()
+_ZERO, _ONE = _I64(0), _I64(1)
+_PAUSES = {"x86_64": ("llvm.x86.sse2.pause",), "aarch64": ("llvm.aarch64.hint", _I32(1))}  # 1 is YIELD
 
 FUTEX_CALLS = {"x86_64": 202, "aarch64": 98}
 """Number of the futex system call by machine; elsewhere waits only yield."""
 
 
-def _step(result: Any, args: Sequence[Any], emit: Callable[..., Any]) -> Any:
-    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
-        made = emit(builder, *values)
-        return context.get_dummy_value() if made is None else made
+def _operation(returns: str, emit: Callable[..., Any]) -> Any:
+    """Return an operation for compiled code.
 
-    return result(*args), codegen
+    Args:
+        returns: the type of its result: "int64", "int32" or "void".
+        emit: is given a builder and the values, as many int64 as its other arguments, and returns the result's.
+    """
+    signature = inspect.signature(emit)  # Numba asks for it; that of `typed` has no number of arguments
+    args = len(signature.parameters) - 1
 
+    def typed(typingctx: Any, *given: Any) -> Any:
+        def codegen(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
+            made = emit(builder, *values)
+            return context.get_dummy_value() if returns == "void" else made
 
-def _pointer(builder: ir.IRBuilder, address: ir.Value, pointee: ir.Type) -> ir.Value:
-    return builder.inttoptr(address, pointee.as_pointer())
+        return getattr(types, returns)(*(types.int64,) * args), codegen
 
+    typed.__dict__["__signature__"] = signature
+    return intrinsic(typed)
 
-def _place(builder: ir.IRBuilder, address: ir.Value, place: ir.Value) -> ir.Value:
-    return _pointer(builder, builder.add(address, builder.mul(place, _I64(8))), _I64)
 
+def _bytes_at(b: ir.IRBuilder, address: ir.Value) -> ir.Value:
+    return b.inttoptr(address, _I8.as_pointer())
 
-def _external(
-    builder: ir.IRBuilder, name: str, result: ir.Type, args: Sequence[ir.Value], variadic: int | None = None
-) -> ir.Value:
-    fixed = [value.type for value in (args if variadic is None else args[:variadic])]
-    signature = ir.FunctionType(result, fixed, var_arg=variadic is not None)
-    return builder.call(cgutils.get_or_insert_function(builder.module, signature, name), args)
 
+def _word_at(b: ir.IRBuilder, address: ir.Value, place: ir.Value = _ZERO) -> ir.Value:
+    return b.inttoptr(b.add(address, b.mul(place, _I64(8))), _I64.as_pointer())
 
-@intrinsic
-def peek(typingctx: Any, address: Any) -> Any:
-    """Return the int64 at an address that is a multiple of 8."""
-    return _step(types.int64, (types.int64,), lambda b, at: b.load(_pointer(b, at, _I64), align=8))
 
+def _int(b: ir.IRBuilder, value: ir.Value) -> ir.Value:
+    """Return a value as an int of the C library."""
+    return b.trunc(value, _I32)
 
-@intrinsic
-def poke(typingctx: Any, address: Any, value: Any) -> Any:
-    """Write an int64 to an address that is a multiple of 8."""
-    return _step(
-        types.void,
-        (types.int64, types.int64),
-        lambda b, at, v: b.store(v, _pointer(b, at, _I64), align=8) and None,
-    )
 
+def _c(b: ir.IRBuilder, name: str, returns: ir.Type, *args: ir.Value, fixed: int | None = None) -> ir.Value:
+    """Call a function of the C library; of `syscall` only one argument is `fixed`."""
+    kinds = [value.type for value in args[:fixed]]
+    signature = ir.FunctionType(returns, kinds, var_arg=fixed is not None)
+    return b.call(cgutils.get_or_insert_function(b.module, signature, name), args)
 
-@intrinsic
-def field(typingctx: Any, address: Any, place: Any) -> Any:
-    """Return a field of a struct of int64 at an address; fields are named by their places, 0 and up."""
-    return _step(
-        types.int64,
-        (types.int64, types.int64),
-        lambda b, at, n: b.load(_place(b, at, n), align=8),
-    )
 
+def _call_at(b: ir.IRBuilder, function: ir.Value, *args: ir.Value) -> ir.Value:
+    kind = ir.FunctionType(_VOID, [_I64] * len(args))
+    return b.call(b.inttoptr(function, kind.as_pointer()), args)
 
-@intrinsic
-def set_field(typingctx: Any, address: Any, place: Any, value: Any) -> Any:
-    """Write a field of a struct of int64."""
-    return _step(
-        types.void,
-        (types.int64, types.int64, types.int64),
-        lambda b, at, n, v: b.store(v, _place(b, at, n), align=8) and None,
-    )
 
+def _pause(b: ir.IRBuilder) -> None:
+    if platform.machine() in _PAUSES:
+        name, *hint = _PAUSES[platform.machine()]
+        _c(b, name, _VOID, *hint)
 
-@intrinsic
-def acquire(typingctx: Any, address: Any) -> Any:
-    """Return the int64 at an address; what its writer wrote before it is seen from here on."""
-    return _step(
-        types.int64, (types.int64,), lambda b, at: b.load_atomic(_pointer(b, at, _I64), "acquire", 8)
-    )
 
+# ---- words: addresses are multiples of 8
 
-@intrinsic
-def release(typingctx: Any, address: Any, value: Any) -> Any:
-    """Write an int64; who acquires it sees all that was written before."""
-    return _step(
-        types.void,
-        (types.int64, types.int64),
-        lambda b, at, v: b.store_atomic(v, _pointer(b, at, _I64), "release", 8) and None,
-    )
+peek = _operation("int64", lambda b, at: b.load(_word_at(b, at), align=8))
+"""peek(address): the int64 there."""
 
+poke = _operation("void", lambda b, at, value: b.store(value, _word_at(b, at), align=8))
+"""poke(address, value): write an int64."""
 
-@intrinsic
-def add_to(typingctx: Any, address: Any, value: Any) -> Any:
-    """Add to an int64 in one indivisible step, in one order for all, and return what it was before."""
-    return _step(
-        types.int64,
-        (types.int64, types.int64),
-        lambda b, at, v: b.atomic_rmw("add", _pointer(b, at, _I64), v, "seq_cst"),
-    )
+field = _operation("int64", lambda b, at, place: b.load(_word_at(b, at, place), align=8))
+"""field(address, place): a field of a struct of int64; fields are named by their places, 0 and up."""
 
+set_field = _operation("void", lambda b, at, place, value: b.store(value, _word_at(b, at, place), align=8))
+"""set_field(address, place, value): write a field of a struct of int64."""
 
-@intrinsic
-def fence(typingctx: Any) -> Any:
-    """Order all stores before it before all loads after it."""
-    return _step(types.void, (), lambda b: b.fence("seq_cst") and None)
+acquire = _operation("int64", lambda b, at: b.load_atomic(_word_at(b, at), "acquire", 8))
+"""acquire(address): the int64 there; what its writer wrote before it is seen from here on."""
 
+release = _operation("void", lambda b, at, value: b.store_atomic(value, _word_at(b, at), "release", 8))
+"""release(address, value): write an int64; who acquires it sees all that was written before."""
 
-@intrinsic
-def relax(typingctx: Any) -> Any:
-    """Tell the core that this is a loop that waits."""
+add_to = _operation("int64", lambda b, at, value: b.atomic_rmw("add", _word_at(b, at), value, "seq_cst"))
+"""add_to(address, value): add to an int64 in one indivisible step, in one order for all; what it was before."""
 
-    def emit(builder: ir.IRBuilder) -> None:
-        name = _PAUSES.get(platform.machine())
-        if name is not None:
-            hints = [_I32(1)] if name.endswith("hint") else []  # 1 is YIELD
-            _external(builder, name, ir.VoidType(), hints)
+fence = _operation("void", lambda b: b.fence("seq_cst"))
+"""fence(): order all stores before it before all loads after it."""
 
-    return _step(types.void, (), emit)
+# ---- waits
 
+relax = _operation("void", _pause)
+"""relax(): tell the core that this is a loop that waits."""
 
-@intrinsic
-def yield_core(typingctx: Any) -> Any:
-    """Let another process run on this core: sched_yield."""
-    return _step(types.int32, (), lambda b: _external(b, "sched_yield", _I32, []))
+yield_core = _operation("int32", lambda b: _c(b, "sched_yield", _I32))
+"""yield_core(): let another process run on this core."""
 
+system_call = _operation(
+    "int64", lambda b, n, p, q, r, s, t, u: _c(b, "syscall", _I64, n, p, q, r, s, t, u, fixed=1)
+)
+"""system_call(number, a, b, c, d, e, f): make a system call."""
 
-@intrinsic
-def system_call(
-    typingctx: Any, number: Any, a: Any, b: Any, c: Any, d: Any, e: Any, f: Any
-) -> Any:  # fmt: skip
-    """Make a system call with six arguments, by the C library's `syscall`."""
-    return _step(
-        types.int64,
-        (types.int64,) * 7,
-        lambda builder, *values: _external(builder, "syscall", _I64, values, variadic=1),
-    )
+read_clock = _operation(
+    "int32", lambda b, clock, into: _c(b, "clock_gettime", _I32, _int(b, clock), _bytes_at(b, into))
+)
+"""read_clock(clock, into): write seconds and nanoseconds of a clock to 16 bytes."""
 
+last_error = _operation("int64", lambda b: b.sext(b.load(_c(b, "__errno_location", _I32.as_pointer())), _I64))
+"""last_error(): errno of this thread."""
 
-@intrinsic
-def read_clock(typingctx: Any, clock: Any, into: Any) -> Any:
-    """Write seconds and nanoseconds of a clock to 16 bytes: clock_gettime."""
+# ---- memory, of this process and of others; an iovec is an address and a size, both int64
 
-    def emit(builder: ir.IRBuilder, which: ir.Value, at: ir.Value) -> ir.Value:
-        which = builder.trunc(which, _I32)
-        return _external(builder, "clock_gettime", _I32, [which, _pointer(builder, at, _I8)])
 
-    return _step(types.int32, (types.int64, types.int64), emit)
-
-
-@intrinsic
-def read_process(typingctx: Any, pid: Any, local: Any, remote: Any) -> Any:
-    """Copy out of another process's memory, from one iovec to one: process_vm_readv; the bytes copied or -1."""
-    return _vm_call("process_vm_readv", pid, local, remote)
-
-
-@intrinsic
-def write_process(typingctx: Any, pid: Any, local: Any, remote: Any) -> Any:
-    """Copy into another process's memory: process_vm_writev; the bytes copied or -1."""
-    return _vm_call("process_vm_writev", pid, local, remote)
-
-
-@intrinsic
-def read_process_into(typingctx: Any, pid: Any, local: Any, remote: Any, count: Any) -> Any:
-    """As `read_process`, from one iovec to `count` of them, filled one after the other; up to 1,024."""
-    return _vm_call("process_vm_readv", pid, local, remote, (types.int64,))
-
-
-@intrinsic
-def write_process_from(typingctx: Any, pid: Any, local: Any, places: Any, remote: Any, targets: Any) -> Any:
-    """As `write_process`, from `places` iovecs to `targets` of them; up to 1,024 each."""
-
-    def emit(builder: ir.IRBuilder, who: ir.Value, *values: ir.Value) -> ir.Value:
-        here, places, there, targets = values
-        vectors = [_pointer(builder, here, _I8), places, _pointer(builder, there, _I8), targets]
-        return _external(builder, "process_vm_writev", _I64, [builder.trunc(who, _I32), *vectors, _I64(0)])
-
-    return _step(types.int64, (types.int64,) * 5, emit)
-
-
-@intrinsic
-def give_pages(typingctx: Any, pipe: Any, vector: Any, flags: Any) -> Any:
-    """Put the pages of one iovec into a pipe, not copied: vmsplice; the bytes put or -1."""
-
-    def emit(builder: ir.IRBuilder, fd: ir.Value, at: ir.Value, flags: ir.Value) -> ir.Value:
-        args = [builder.trunc(fd, _I32), _pointer(builder, at, _I8), _I64(1), builder.trunc(flags, _I32)]
-        return _external(builder, "vmsplice", _I64, args)
-
-    return _step(types.int64, (types.int64, types.int64, types.int64), emit)
-
-
-@intrinsic
-def read_file(typingctx: Any, file: Any, into: Any, size_bytes: Any) -> Any:
-    """Read from a file descriptor: the bytes read, or -1."""
-
-    def emit(builder: ir.IRBuilder, fd: ir.Value, at: ir.Value, size: ir.Value) -> ir.Value:
-        return _external(builder, "read", _I64, [builder.trunc(fd, _I32), _pointer(builder, at, _I8), size])
-
-    return _step(types.int64, (types.int64, types.int64, types.int64), emit)
-
-
-@intrinsic
-def last_error(typingctx: Any) -> Any:
-    """Return the C library's errno of this thread."""
-
-    def emit(builder: ir.IRBuilder) -> ir.Value:
-        at = _external(builder, "__errno_location", _I32.as_pointer(), [])
-        return builder.sext(builder.load(at), _I64)
-
-    return _step(types.int64, (), emit)
-
-
-def _vm_call(name: str, pid: Any, local: Any, remote: Any, more: tuple[Any, ...] = ()) -> Any:
-    def emit(
-        builder: ir.IRBuilder, who: ir.Value, here: ir.Value, there: ir.Value, *counts: ir.Value
-    ) -> ir.Value:
-        who = builder.trunc(who, _I32)
-        count = counts[0] if counts else _I64(1)
-        vectors = [_pointer(builder, here, _I8), count, _pointer(builder, there, _I8), _I64(1)]
-        return _external(builder, name, _I64, [who, *vectors, _I64(0)])
-
-    return _step(types.int64, (types.int64, types.int64, types.int64, *more), emit)
-
-
-@intrinsic
-def copy_bytes(typingctx: Any, target: Any, source: Any, size_bytes: Any) -> Any:
-    """Copy bytes between two stretches of memory that do not overlap, by the C library's memcpy."""
-
-    def emit(builder: ir.IRBuilder, dst: ir.Value, src: ir.Value, size: ir.Value) -> None:
-        cgutils.raw_memcpy(builder, _pointer(builder, dst, _I8), _pointer(builder, src, _I8), size, 1)
-
-    return _step(types.void, (types.int64, types.int64, types.int64), emit)
+def _across(name: str, b: ir.IRBuilder, pid: ir.Value, *vectors: ir.Value) -> ir.Value:
+    """Call what copies between iovecs here and there."""
+    here, count_here, there, count_there = vectors
+    here, there = _bytes_at(b, here), _bytes_at(b, there)
+    return _c(b, name, _I64, _int(b, pid), here, count_here, there, count_there, _ZERO)
+
+
+read_process = _operation(
+    "int64", lambda b, pid, here, there: _across("process_vm_readv", b, pid, here, _ONE, there, _ONE)
+)
+"""read_process(pid, local, remote): copy out of another process's memory, from one iovec to one; the bytes copied."""
+
+read_process_into = _operation(
+    "int64", lambda b, pid, here, there, n: _across("process_vm_readv", b, pid, here, n, there, _ONE)
+)
+"""read_process_into(pid, local, remote, count): to `count` iovecs, filled one after the other; up to 1,024."""
+
+write_process = _operation(
+    "int64", lambda b, pid, here, there: _across("process_vm_writev", b, pid, here, _ONE, there, _ONE)
+)
+"""write_process(pid, local, remote): copy into another process's memory; the bytes copied."""
+
+write_process_from = _operation(
+    "int64", lambda b, pid, here, n, there, m: _across("process_vm_writev", b, pid, here, n, there, m)
+)
+"""write_process_from(pid, local, places, remote, targets): from `places` iovecs to `targets`; up to 1,024 each."""
+
+give_pages = _operation(
+    "int64",
+    lambda b, pipe, vector, flags: _c(
+        b, "vmsplice", _I64, _int(b, pipe), _bytes_at(b, vector), _ONE, _int(b, flags)
+    ),
+)
+"""give_pages(pipe, vector, flags): put the pages of one iovec into a pipe, not copied; the bytes put."""
+
+read_file = _operation(
+    "int64", lambda b, file, into, size: _c(b, "read", _I64, _int(b, file), _bytes_at(b, into), size)
+)
+"""read_file(file, into, size_bytes): read from a file descriptor; the bytes read."""
+
+copy_bytes = _operation(
+    "void", lambda b, to, of, size: cgutils.raw_memcpy(b, _bytes_at(b, to), _bytes_at(b, of), size, 1)
+)
+"""copy_bytes(target, source, size_bytes): copy between two stretches of memory that do not overlap."""
 
 
 @intrinsic(prefer_literal=True)
@@ -248,18 +182,10 @@ def elements_at(typingctx: Any, address: Any, kind: Any) -> Any:
     return pointer(types.int64, kind), codegen
 
 
-@intrinsic
-def call_three(typingctx: Any, function: Any, a: Any, b: Any, c: Any) -> Any:
-    """Call a C function of three int64 by its address."""
-    return _step(types.void, (types.int64,) * 4, _call)
+# ---- C functions
 
+call_three = _operation("void", lambda b, to, x, y, z: _call_at(b, to, x, y, z))
+"""call_three(function, a, b, c): call a C function by its address."""
 
-@intrinsic
-def call_five(typingctx: Any, function: Any, a: Any, b: Any, c: Any, d: Any, e: Any) -> Any:
-    """Call a C function of five int64 by its address."""
-    return _step(types.void, (types.int64,) * 6, _call)
-
-
-def _call(builder: ir.IRBuilder, function: ir.Value, *values: ir.Value) -> None:
-    kind = ir.FunctionType(ir.VoidType(), [_I64] * len(values))
-    builder.call(_pointer(builder, function, kind), values)
+call_five = _operation("void", lambda b, to, v, w, x, y, z: _call_at(b, to, v, w, x, y, z))
+"""call_five(function, a, b, c, d, e): call a C function by its address."""

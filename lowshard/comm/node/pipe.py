@@ -43,13 +43,10 @@ from lowshard.comm.node.node_rendezvous import (
 from lowshard.comm.node.peer_copy import transfer
 
 PIPE_BYTES = 1 << 20
-"""What lies in a pipe at most, and is put there at a time."""
+"""What lies in a pipe at most, and is put there at a time. Larger parts are read across: in turns they take longer."""
 PIPE_WORDS = 3
 _TO, _FROM, _HELD = range(PIPE_WORDS)
 """Of a process of the node: the descriptors of the pipes to it and from it; whether a call holds that to it."""
-
-_TO_BYTES = 3 << 20
-"""Larger parts lie in huge pages, which NumPy asks for from 4 MiB on. Those of less than PIPES_FROM are read sooner."""
 
 FLOW_WORDS = 8
 _OUT, _OUT_LEFT, _INTO, _INTO_LEFT, _THERE = range(5)
@@ -67,7 +64,7 @@ _AGAIN, _INTERRUPTED = 11, 4
 @inner
 def takes_pipes(ctx: int, size_bytes: int) -> Any:
     """Say whether parts of so many bytes may go through pipes."""
-    return field(ctx, PIPES) != 0 and field(ctx, PIPES_FROM) <= size_bytes <= _TO_BYTES
+    return field(ctx, PIPES) != 0 and field(ctx, PIPES_FROM) <= size_bytes <= PIPE_BYTES
 
 
 @inner
