@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Sequence
+from functools import wraps
 from typing import Any
 
 from llvmlite import ir
@@ -17,20 +18,36 @@ FUTEX_CALLS = {"x86_64": 202, "aarch64": 98}
 """Number of the futex system call by machine; elsewhere waits only yield."""
 
 
-def _step(result: Any, args: Sequence[Any], emit: Callable[..., Any]) -> Any:
-    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
-        made = emit(builder, *values)
-        return context.get_dummy_value() if made is None else made
+def emitted(result: str = "int64") -> Callable[[Callable[..., Any]], Any]:
+    """Make a function for compiled code to call, of int64 alone, out of one that emits its instructions.
 
-    return result(*args), codegen
+    Args:
+        result: what it returns: "int64", "int32" or "void".
+    """
+
+    def decorate(emit: Callable[..., Any]) -> Any:
+        args = emit.__code__.co_argcount - 1  # the builder comes first
+
+        @intrinsic
+        @wraps(emit)  # Numba asks for the names of the parameters
+        def typed(typingctx: Any, *given: Any) -> Any:
+            def codegen(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
+                made = emit(builder, *values)
+                return context.get_dummy_value() if result == "void" else made
+
+            return getattr(types, result)(*(types.int64,) * args), codegen
+
+        return typed
+
+    return decorate
 
 
-def _pointer(builder: ir.IRBuilder, address: ir.Value, pointee: ir.Type) -> ir.Value:
+def _pointer(builder: ir.IRBuilder, address: ir.Value, pointee: ir.Type = _I64) -> ir.Value:
     return builder.inttoptr(address, pointee.as_pointer())
 
 
 def _place(builder: ir.IRBuilder, address: ir.Value, place: ir.Value) -> ir.Value:
-    return _pointer(builder, builder.add(address, builder.mul(place, _I64(8))), _I64)
+    return _pointer(builder, builder.add(address, builder.mul(place, _I64(8))))
 
 
 def _external(
@@ -41,200 +58,147 @@ def _external(
     return builder.call(cgutils.get_or_insert_function(builder.module, signature, name), args)
 
 
-@intrinsic
-def peek(typingctx: Any, address: Any) -> Any:
+@emitted()
+def peek(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
     """Return the int64 at an address that is a multiple of 8."""
-    return _step(types.int64, (types.int64,), lambda b, at: b.load(_pointer(b, at, _I64), align=8))
+    return builder.load(_pointer(builder, address), align=8)
 
 
-@intrinsic
-def poke(typingctx: Any, address: Any, value: Any) -> Any:
+@emitted("void")
+def poke(builder: ir.IRBuilder, address: ir.Value, value: ir.Value) -> None:
     """Write an int64 to an address that is a multiple of 8."""
-    return _step(
-        types.void,
-        (types.int64, types.int64),
-        lambda b, at, v: b.store(v, _pointer(b, at, _I64), align=8) and None,
-    )
+    builder.store(value, _pointer(builder, address), align=8)
 
 
-@intrinsic
-def field(typingctx: Any, address: Any, place: Any) -> Any:
+@emitted()
+def field(builder: ir.IRBuilder, address: ir.Value, place: ir.Value) -> ir.Value:
     """Return a field of a struct of int64 at an address; fields are named by their places, 0 and up."""
-    return _step(
-        types.int64,
-        (types.int64, types.int64),
-        lambda b, at, n: b.load(_place(b, at, n), align=8),
-    )
+    return builder.load(_place(builder, address, place), align=8)
 
 
-@intrinsic
-def set_field(typingctx: Any, address: Any, place: Any, value: Any) -> Any:
+@emitted("void")
+def set_field(builder: ir.IRBuilder, address: ir.Value, place: ir.Value, value: ir.Value) -> None:
     """Write a field of a struct of int64."""
-    return _step(
-        types.void,
-        (types.int64, types.int64, types.int64),
-        lambda b, at, n, v: b.store(v, _place(b, at, n), align=8) and None,
-    )
+    builder.store(value, _place(builder, address, place), align=8)
 
 
-@intrinsic
-def acquire(typingctx: Any, address: Any) -> Any:
+@emitted()
+def acquire(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
     """Return the int64 at an address; what its writer wrote before it is seen from here on."""
-    return _step(
-        types.int64, (types.int64,), lambda b, at: b.load_atomic(_pointer(b, at, _I64), "acquire", 8)
-    )
+    return builder.load_atomic(_pointer(builder, address), "acquire", 8)
 
 
-@intrinsic
-def release(typingctx: Any, address: Any, value: Any) -> Any:
+@emitted("void")
+def release(builder: ir.IRBuilder, address: ir.Value, value: ir.Value) -> None:
     """Write an int64; who acquires it sees all that was written before."""
-    return _step(
-        types.void,
-        (types.int64, types.int64),
-        lambda b, at, v: b.store_atomic(v, _pointer(b, at, _I64), "release", 8) and None,
-    )
+    builder.store_atomic(value, _pointer(builder, address), "release", 8)
 
 
-@intrinsic
-def add_to(typingctx: Any, address: Any, value: Any) -> Any:
+@emitted()
+def add_to(builder: ir.IRBuilder, address: ir.Value, value: ir.Value) -> ir.Value:
     """Add to an int64 in one indivisible step, in one order for all, and return what it was before."""
-    return _step(
-        types.int64,
-        (types.int64, types.int64),
-        lambda b, at, v: b.atomic_rmw("add", _pointer(b, at, _I64), v, "seq_cst"),
-    )
+    return builder.atomic_rmw("add", _pointer(builder, address), value, "seq_cst")
 
 
-@intrinsic
-def fence(typingctx: Any) -> Any:
+@emitted("void")
+def fence(builder: ir.IRBuilder) -> None:
     """Order all stores before it before all loads after it."""
-    return _step(types.void, (), lambda b: b.fence("seq_cst") and None)
+    builder.fence("seq_cst")
 
 
-@intrinsic
-def relax(typingctx: Any) -> Any:
+@emitted("void")
+def relax(builder: ir.IRBuilder) -> None:
     """Tell the core that this is a loop that waits."""
-
-    def emit(builder: ir.IRBuilder) -> None:
-        name = _PAUSES.get(platform.machine())
-        if name is not None:
-            hints = [_I32(1)] if name.endswith("hint") else []  # 1 is YIELD
-            _external(builder, name, ir.VoidType(), hints)
-
-    return _step(types.void, (), emit)
+    name = _PAUSES.get(platform.machine())
+    if name is not None:
+        hints = [_I32(1)] if name.endswith("hint") else []  # 1 is YIELD
+        _external(builder, name, ir.VoidType(), hints)
 
 
-@intrinsic
-def yield_core(typingctx: Any) -> Any:
+@emitted("int32")
+def yield_core(builder: ir.IRBuilder) -> ir.Value:
     """Let another process run on this core: sched_yield."""
-    return _step(types.int32, (), lambda b: _external(b, "sched_yield", _I32, []))
+    return _external(builder, "sched_yield", _I32, [])
 
 
-@intrinsic
+@emitted()
 def system_call(
-    typingctx: Any, number: Any, a: Any, b: Any, c: Any, d: Any, e: Any, f: Any
-) -> Any:  # fmt: skip
+    builder: ir.IRBuilder, number: ir.Value, a: ir.Value, b: ir.Value, c: ir.Value, d: ir.Value, e: ir.Value,
+    f: ir.Value,
+) -> ir.Value:  # fmt: skip
     """Make a system call with six arguments, by the C library's `syscall`."""
-    return _step(
-        types.int64,
-        (types.int64,) * 7,
-        lambda builder, *values: _external(builder, "syscall", _I64, values, variadic=1),
-    )
+    return _external(builder, "syscall", _I64, [number, a, b, c, d, e, f], variadic=1)
 
 
-@intrinsic
-def read_clock(typingctx: Any, clock: Any, into: Any) -> Any:
+@emitted("int32")
+def read_clock(builder: ir.IRBuilder, clock: ir.Value, into: ir.Value) -> ir.Value:
     """Write seconds and nanoseconds of a clock to 16 bytes: clock_gettime."""
-
-    def emit(builder: ir.IRBuilder, which: ir.Value, at: ir.Value) -> ir.Value:
-        which = builder.trunc(which, _I32)
-        return _external(builder, "clock_gettime", _I32, [which, _pointer(builder, at, _I8)])
-
-    return _step(types.int32, (types.int64, types.int64), emit)
+    which = builder.trunc(clock, _I32)
+    return _external(builder, "clock_gettime", _I32, [which, _pointer(builder, into, _I8)])
 
 
-@intrinsic
-def read_process(typingctx: Any, pid: Any, local: Any, remote: Any) -> Any:
+@emitted()
+def read_process(builder: ir.IRBuilder, pid: ir.Value, local: ir.Value, remote: ir.Value) -> ir.Value:
     """Copy out of another process's memory, from one iovec to one: process_vm_readv; the bytes copied or -1."""
-    return _vm_call("process_vm_readv", pid, local, remote)
+    return _vm_call(builder, "process_vm_readv", pid, local, _I64(1), remote, _I64(1))
 
 
-@intrinsic
-def write_process(typingctx: Any, pid: Any, local: Any, remote: Any) -> Any:
+@emitted()
+def write_process(builder: ir.IRBuilder, pid: ir.Value, local: ir.Value, remote: ir.Value) -> ir.Value:
     """Copy into another process's memory: process_vm_writev; the bytes copied or -1."""
-    return _vm_call("process_vm_writev", pid, local, remote)
+    return _vm_call(builder, "process_vm_writev", pid, local, _I64(1), remote, _I64(1))
 
 
-@intrinsic
-def read_process_into(typingctx: Any, pid: Any, local: Any, remote: Any, count: Any) -> Any:
+@emitted()
+def read_process_into(
+    builder: ir.IRBuilder, pid: ir.Value, local: ir.Value, remote: ir.Value, count: ir.Value
+) -> ir.Value:
     """As `read_process`, from one iovec to `count` of them, filled one after the other; up to 1,024."""
-    return _vm_call("process_vm_readv", pid, local, remote, (types.int64,))
+    return _vm_call(builder, "process_vm_readv", pid, local, count, remote, _I64(1))
 
 
-@intrinsic
-def write_process_from(typingctx: Any, pid: Any, local: Any, places: Any, remote: Any, targets: Any) -> Any:
+@emitted()
+def write_process_from(
+    builder: ir.IRBuilder, pid: ir.Value, local: ir.Value, places: ir.Value, remote: ir.Value, targets: ir.Value
+) -> ir.Value:  # fmt: skip
     """As `write_process`, from `places` iovecs to `targets` of them; up to 1,024 each."""
-
-    def emit(builder: ir.IRBuilder, who: ir.Value, *values: ir.Value) -> ir.Value:
-        here, places, there, targets = values
-        vectors = [_pointer(builder, here, _I8), places, _pointer(builder, there, _I8), targets]
-        return _external(builder, "process_vm_writev", _I64, [builder.trunc(who, _I32), *vectors, _I64(0)])
-
-    return _step(types.int64, (types.int64,) * 5, emit)
+    return _vm_call(builder, "process_vm_writev", pid, local, places, remote, targets)
 
 
-@intrinsic
-def give_pages(typingctx: Any, pipe: Any, vector: Any, flags: Any) -> Any:
+def _vm_call(
+    builder: ir.IRBuilder, name: str, pid: ir.Value, local: ir.Value, places: ir.Value, remote: ir.Value,
+    targets: ir.Value,
+) -> ir.Value:  # fmt: skip
+    vectors = [_pointer(builder, local, _I8), places, _pointer(builder, remote, _I8), targets]
+    return _external(builder, name, _I64, [builder.trunc(pid, _I32), *vectors, _I64(0)])
+
+
+@emitted()
+def give_pages(builder: ir.IRBuilder, pipe: ir.Value, vector: ir.Value, flags: ir.Value) -> ir.Value:
     """Put the pages of one iovec into a pipe, not copied: vmsplice; the bytes put or -1."""
-
-    def emit(builder: ir.IRBuilder, fd: ir.Value, at: ir.Value, flags: ir.Value) -> ir.Value:
-        args = [builder.trunc(fd, _I32), _pointer(builder, at, _I8), _I64(1), builder.trunc(flags, _I32)]
-        return _external(builder, "vmsplice", _I64, args)
-
-    return _step(types.int64, (types.int64, types.int64, types.int64), emit)
+    args = [builder.trunc(pipe, _I32), _pointer(builder, vector, _I8), _I64(1), builder.trunc(flags, _I32)]
+    return _external(builder, "vmsplice", _I64, args)
 
 
-@intrinsic
-def read_file(typingctx: Any, file: Any, into: Any, size_bytes: Any) -> Any:
+@emitted()
+def read_file(builder: ir.IRBuilder, file: ir.Value, into: ir.Value, size_bytes: ir.Value) -> ir.Value:
     """Read from a file descriptor: the bytes read, or -1."""
-
-    def emit(builder: ir.IRBuilder, fd: ir.Value, at: ir.Value, size: ir.Value) -> ir.Value:
-        return _external(builder, "read", _I64, [builder.trunc(fd, _I32), _pointer(builder, at, _I8), size])
-
-    return _step(types.int64, (types.int64, types.int64, types.int64), emit)
+    args = [builder.trunc(file, _I32), _pointer(builder, into, _I8), size_bytes]
+    return _external(builder, "read", _I64, args)
 
 
-@intrinsic
-def last_error(typingctx: Any) -> Any:
+@emitted()
+def last_error(builder: ir.IRBuilder) -> ir.Value:
     """Return the C library's errno of this thread."""
-
-    def emit(builder: ir.IRBuilder) -> ir.Value:
-        at = _external(builder, "__errno_location", _I32.as_pointer(), [])
-        return builder.sext(builder.load(at), _I64)
-
-    return _step(types.int64, (), emit)
+    at = _external(builder, "__errno_location", _I32.as_pointer(), [])
+    return builder.sext(builder.load(at), _I64)
 
 
-def _vm_call(name: str, pid: Any, local: Any, remote: Any, more: tuple[Any, ...] = ()) -> Any:
-    def emit(
-        builder: ir.IRBuilder, who: ir.Value, here: ir.Value, there: ir.Value, *counts: ir.Value
-    ) -> ir.Value:
-        who = builder.trunc(who, _I32)
-        count = counts[0] if counts else _I64(1)
-        vectors = [_pointer(builder, here, _I8), count, _pointer(builder, there, _I8), _I64(1)]
-        return _external(builder, name, _I64, [who, *vectors, _I64(0)])
-
-    return _step(types.int64, (types.int64, types.int64, types.int64, *more), emit)
-
-
-@intrinsic
-def copy_bytes(typingctx: Any, target: Any, source: Any, size_bytes: Any) -> Any:
+@emitted("void")
+def copy_bytes(builder: ir.IRBuilder, target: ir.Value, source: ir.Value, size_bytes: ir.Value) -> None:
     """Copy bytes between two stretches of memory that do not overlap, by the C library's memcpy."""
-
-    def emit(builder: ir.IRBuilder, dst: ir.Value, src: ir.Value, size: ir.Value) -> None:
-        cgutils.raw_memcpy(builder, _pointer(builder, dst, _I8), _pointer(builder, src, _I8), size, 1)
-
-    return _step(types.void, (types.int64, types.int64, types.int64), emit)
+    to, at = _pointer(builder, target, _I8), _pointer(builder, source, _I8)
+    cgutils.raw_memcpy(builder, to, at, size_bytes, 1)
 
 
 @intrinsic(prefer_literal=True)
@@ -248,16 +212,18 @@ def elements_at(typingctx: Any, address: Any, kind: Any) -> Any:
     return pointer(types.int64, kind), codegen
 
 
-@intrinsic
-def call_three(typingctx: Any, function: Any, a: Any, b: Any, c: Any) -> Any:
+@emitted("void")
+def call_three(builder: ir.IRBuilder, function: ir.Value, a: ir.Value, b: ir.Value, c: ir.Value) -> None:
     """Call a C function of three int64 by its address."""
-    return _step(types.void, (types.int64,) * 4, _call)
+    _call(builder, function, a, b, c)
 
 
-@intrinsic
-def call_five(typingctx: Any, function: Any, a: Any, b: Any, c: Any, d: Any, e: Any) -> Any:
+@emitted("void")
+def call_five(
+    builder: ir.IRBuilder, function: ir.Value, a: ir.Value, b: ir.Value, c: ir.Value, d: ir.Value, e: ir.Value
+) -> None:  # fmt: skip
     """Call a C function of five int64 by its address."""
-    return _step(types.void, (types.int64,) * 6, _call)
+    _call(builder, function, a, b, c, d, e)
 
 
 def _call(builder: ir.IRBuilder, function: ir.Value, *values: ir.Value) -> None:
