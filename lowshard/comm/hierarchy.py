@@ -22,7 +22,7 @@ from lowshard.comm.collectives import ALL_REDUCE, cut, shape_at_root, share
 from lowshard.comm.mpi import EXCHANGE_TAG, MPITransport, run_batch, start_message
 from lowshard.comm.node.group_block import Place, lend_group
 from lowshard.comm.node.node_memory import NodeMemory
-from lowshard.comm.node.node_reach import HostReach
+from lowshard.comm.node.node_reach import NodeReach
 from lowshard.comm.node.node_transport import NodeTransport
 from lowshard.comm.node_map import Seating
 from lowshard.comm.reduction import fold
@@ -102,9 +102,9 @@ class HierarchicalTransport(Transport):
         """Return an array, not filled, in memory that the other ranks of the node read where it lies."""
         return self.node.empty(shape, dtype)
 
-    def new_reach(self) -> HostReach:
+    def new_reach(self) -> NodeReach:
         homes = [self.seating.home(rank) for rank in range(self.size)]
-        return HostReach(self.node.reach, homes, self._home)
+        return NodeReach(self.node.runner, homes, self._home)
 
     def fold(self, terms: Sequence[Array], out: Array, op: str, divisor: int = 1) -> None:
         """Write the reduction of arrays of any strides into `out`, in tree order; a step of this rank alone."""
