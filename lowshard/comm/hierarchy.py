@@ -19,16 +19,15 @@ from lowshard import dtypes
 from lowshard.box import split_interval
 from lowshard.comm.call import Call
 from lowshard.comm.collectives import ALL_REDUCE, cut, shape_at_root, share
-from lowshard.comm.mpi import EXCHANGE_TAG, MPITransport, run_batch, start_message
+from lowshard.comm.mpi import EXCHANGE_TAG, ByMailbox, MPITransport
 from lowshard.comm.node.group_block import Place, lend_group
 from lowshard.comm.node.node_memory import NodeMemory
 from lowshard.comm.node.node_reach import NodeReach
 from lowshard.comm.node.node_transport import NodeTransport
 from lowshard.comm.node_map import Seating
 from lowshard.comm.reduction import fold
-from lowshard.comm.transport import Front, Planner, Run, Transport
+from lowshard.comm.transport import Planner, Run, Transport
 from lowshard.comm.wait_guard import Lookout
-from lowshard.comm.work import Work
 from lowshard.errors import TimedOut
 
 Array = Any
@@ -40,7 +39,7 @@ PIECE_BYTES = 64 << 20
 """What a call puts into a window at a time."""
 
 
-class HierarchicalTransport(Transport):
+class HierarchicalTransport(ByMailbox, Transport):
     """Ranks on several nodes.
 
     Attributes:
@@ -143,20 +142,6 @@ class HierarchicalTransport(Transport):
 
     def native_reduce_scatter(self, send: Array, recv: Array, op: str) -> bool:
         return self.flat.native_reduce_scatter(send, recv, op)
-
-    # ---- messages
-
-    def send(self, buf: Array, dst: int) -> None:
-        self.mailbox.send(buf, dst)
-
-    def recv(self, buf: Array, src: int) -> None:
-        self.mailbox.recv(buf, src)
-
-    def start_message(self, front: Front, name: str, buf: Array, peer: int) -> Work:
-        return start_message(front, self.mailbox, name, buf, peer)
-
-    def run_batch(self, front: Front, batch: Sequence[tuple[Call, Array, int]]) -> None:
-        run_batch(self.mailbox, batch)
 
     # ---- between nodes
 

@@ -19,7 +19,7 @@ from lowshard.comm import check
 from lowshard.comm.call import Call
 from lowshard.comm.call_comparison import STEP_SIGNATURE, differ_in_counts
 from lowshard.comm.mailbox import Mailbox
-from lowshard.comm.mpi import run_batch, start_message
+from lowshard.comm.mpi import ByMailbox
 from lowshard.comm.node.call_runner import STEP, CallRunner, QuickCalls, arrays_are_as_expected
 from lowshard.comm.node.call_table import (
     APART,
@@ -51,8 +51,7 @@ from lowshard.comm.node.messages import NodeMailbox
 from lowshard.comm.node.node_memory import head_bytes, let_go_with, shared_array
 from lowshard.comm.node.node_reach import NodeReach
 from lowshard.comm.node.node_rendezvous import DIFFERENT, OK, UNEQUAL
-from lowshard.comm.transport import Front, Planner, Run, Transport
-from lowshard.comm.work import Work
+from lowshard.comm.transport import Planner, Run, Transport
 from lowshard.settings import CROSS_MEMORY
 
 Array = Any
@@ -83,7 +82,7 @@ class Spans(NamedTuple):
         differ_in_counts(over, text, sent.tolist(), expected.tolist())
 
 
-class NodeTransport(Transport):
+class NodeTransport(ByMailbox, Transport):
     """Ranks of one machine; each process is one.
 
     Attributes:
@@ -188,18 +187,6 @@ class NodeTransport(Transport):
         code = self.runner.compiled.barrier(self.runner.ctx, STEP_SIGNATURE)
         if code:
             self.runner.end(code, "barrier")
-
-    def send(self, buf: Array, dst: int) -> None:
-        self.mailbox.send(buf, dst)
-
-    def recv(self, buf: Array, src: int) -> None:
-        self.mailbox.recv(buf, src)
-
-    def start_message(self, front: Front, name: str, buf: Array, peer: int) -> Work:
-        return start_message(front, self.mailbox, name, buf, peer)
-
-    def run_batch(self, front: Front, batch: Sequence[tuple[Call, Array, int]]) -> None:
-        run_batch(self.mailbox, batch)
 
     # ---- plans of moves
 
