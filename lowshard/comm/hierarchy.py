@@ -23,7 +23,7 @@ from lowshard.comm.mpi import EXCHANGE_TAG, ByMailbox, MPITransport
 from lowshard.comm.node.group_block import Place, lend_group
 from lowshard.comm.node.node_memory import NodeMemory
 from lowshard.comm.node.node_reach import NodeReach
-from lowshard.comm.node.node_transport import NodeTransport
+from lowshard.comm.node.node_transport import NodeTransport, members_of
 from lowshard.comm.node_map import Seating
 from lowshard.comm.reduction import fold
 from lowshard.comm.transport import Planner, Run, Transport
@@ -399,7 +399,7 @@ class HierarchicalTransport(ByMailbox, Transport):
         )
         tag = int(asked[:, 2].max())
         self.mailbox.reserve(tag + 1)
-        groups = {c: _members(asked, c) for c in {int(row[0]) for row in asked} - {-1}}
+        groups = {c: members_of(asked, c) for c in {int(row[0]) for row in asked} - {-1}}
         seatings = {c: self.seating.part(ranks) for c, ranks in groups.items()}
         # The first of a group's ranks on a node lends what they meet in.
         ranks = groups.get(-1 if color is None else color, [])
@@ -460,11 +460,6 @@ class _NodeLookout(Lookout):
     ) -> TimedOut:
         """Return the error for a wait whose time is over; see `Lookout.late`."""
         return super().late(what, [self._ranks[r] for r in missing], timeout_s, watched)
-
-
-def _members(asked: np.ndarray, color: int) -> list[int]:
-    """Return the ranks that asked for a colour, by key, then rank."""
-    return [rank for _, rank in sorted((int(row[1]), r) for r, row in enumerate(asked) if row[0] == color)]
 
 
 def partial_dtype(dtype: Any, op: str) -> Any:
