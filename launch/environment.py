@@ -1,9 +1,7 @@
 """Finds this process's rank from the variables that a launcher sets, before MPI is initialised.
 
 The rank on the node is needed early: a process picks its GPU before MPI starts. Everything here is a function of
-an environment mapping (and of a node file that it names). The table is in order of trust: an MPI launcher's own
-variables win over those of the batch system that it was started in, because both are there when `mpiexec` runs
-inside an allocation and then the batch system's describe the shell, not the rank.
+an environment mapping (and of a node file that it names). `lowshard.comm.world` has the table of launchers.
 """
 
 from __future__ import annotations
@@ -14,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lowshard.argument import mapping
+from lowshard.comm.world import LAUNCHERS
 from lowshard.errors import LaunchError
 
 __all__ = ["LaunchedRank", "allocated_nodes", "find_rank", "passed_names", "without_rank"]
@@ -35,49 +34,6 @@ class LaunchedRank:
     local_rank: int | None
     launcher: str
 
-
-@dataclass(frozen=True)
-class _Source:
-    """One launcher's variables; each field lists the names to try, in order.
-
-    Attributes:
-        launcher: name to report.
-        rank: names of the rank.
-        size: names of the number of ranks.
-        local_rank: names of the rank on the node.
-        needs: groups of names; of each group at least one must be set.
-    """
-
-    launcher: str
-    rank: tuple[str, ...]
-    size: tuple[str, ...]
-    local_rank: tuple[str, ...]
-    needs: tuple[tuple[str, ...], ...] = ()
-
-
-_PMI_MARKS = ("PMI_RANK", "PMI_FD", "PMI_JOBID", "PMI2_FD", "PMIX_RANK", "PMIX_NAMESPACE")
-
-_SOURCES = (
-    _Source("openmpi", ("OMPI_COMM_WORLD_RANK",), ("OMPI_COMM_WORLD_SIZE",), ("OMPI_COMM_WORLD_LOCAL_RANK",)),
-    _Source("mvapich", ("MV2_COMM_WORLD_RANK",), ("MV2_COMM_WORLD_SIZE",), ("MV2_COMM_WORLD_LOCAL_RANK",)),
-    # Hydra, the launcher of MPICH and of Intel MPI. MPI_LOCALRANKID is its mark: bare PMI_* variables also come
-    # from srun, flux and PALS, whose own rows know the local rank.
-    _Source("hydra", ("PMI_RANK",), ("PMI_SIZE",), ("MPI_LOCALRANKID",), needs=(("MPI_LOCALRANKID",),)),
-    _Source("jsm", ("JSM_NAMESPACE_RANK",), ("JSM_NAMESPACE_SIZE",), ("JSM_NAMESPACE_LOCAL_RANK",)),
-    _Source("flux", ("FLUX_TASK_RANK",), ("FLUX_JOB_SIZE", "PMI_SIZE"), ("FLUX_TASK_LOCAL_ID",)),
-    _Source("pals", ("PALS_RANKID",), ("PALS_SIZE", "PMI_SIZE"), ("PALS_LOCAL_RANKID",)),
-    # A shell in an allocation has SLURM_PROCID=0 and SLURM_NTASKS too. Only a step has a step id, and only one
-    # that srun started with an MPI plugin has PMI; without PMI each task would be an MPI world of its own.
-    _Source(
-        "slurm",
-        ("SLURM_PROCID",),
-        ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
-        ("SLURM_LOCALID",),
-        needs=(("SLURM_STEP_ID", "SLURM_STEPID"), _PMI_MARKS),
-    ),
-    _Source("pmi", ("PMI_RANK",), ("PMI_SIZE",), ("PMI_LOCAL_RANK",)),
-    _Source("torchrun", ("RANK",), ("WORLD_SIZE",), ("LOCAL_RANK",), needs=(("LOCAL_RANK",),)),
-)
 
 # What a job started from inside a rank must not inherit, or its ranks take themselves for that rank.
 _RANK_PREFIXES = (
@@ -111,21 +67,22 @@ def find_rank(env: Mapping[str, str]) -> LaunchedRank | None:
         LaunchError: the variables of the launcher that matched are not numbers, or contradict each other.
     """
     mapping(env, "an environment is a mapping of names to texts, usually os.environ", LaunchError)
-    for source in _SOURCES:
-        if not all(any(name in env for name in group) for group in source.needs):
+    for launcher in LAUNCHERS:
+        needs = launcher.needs + launcher.mpi_needs
+        if not all(any(name in env for name in group) for group in needs):
             continue
-        rank = _number(env, source.rank)
-        size = _number(env, source.size)
+        sizes = launcher.size + launcher.mpi_size
+        rank, size = _number(env, launcher.rank), _number(env, sizes)
         if rank is None or size is None:
             continue
-        local_rank = _number(env, source.local_rank)
+        local_rank = _number(env, launcher.local_rank)
         if rank >= size or (local_rank is not None and local_rank >= size):
             raise LaunchError(
-                f"a rank must be below the number of ranks, but {source.launcher}'s variables say rank {rank}, "
+                f"a rank must be below the number of ranks, but {launcher.key}'s variables say rank {rank}, "
                 f"local rank {local_rank}, size {size}; unset the stale ones of "
-                f"{', '.join(source.rank + source.size + source.local_rank)}"
+                f"{', '.join(launcher.rank + sizes + launcher.local_rank)}"
             )
-        return LaunchedRank(rank, size, local_rank, source.launcher)
+        return LaunchedRank(rank, size, local_rank, launcher.key)
     return None
 
 

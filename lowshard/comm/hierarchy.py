@@ -19,16 +19,15 @@ from lowshard import dtypes
 from lowshard.box import split_interval
 from lowshard.comm.call import Call
 from lowshard.comm.collectives import ALL_REDUCE, cut, shape_at_root, share
-from lowshard.comm.mpi import EXCHANGE_TAG, MPITransport, run_batch, start_message
+from lowshard.comm.mpi import EXCHANGE_TAG, ByMailbox, MPITransport
 from lowshard.comm.node.group_block import Place, lend_group
 from lowshard.comm.node.node_memory import NodeMemory
-from lowshard.comm.node.node_reach import HostReach
-from lowshard.comm.node.node_transport import NodeTransport
+from lowshard.comm.node.node_reach import NodeReach
+from lowshard.comm.node.node_transport import NodeTransport, members_of
 from lowshard.comm.node_map import Seating
 from lowshard.comm.reduction import fold
-from lowshard.comm.transport import Front, Planner, Run, Transport
+from lowshard.comm.transport import Planner, Run, Transport
 from lowshard.comm.wait_guard import Lookout
-from lowshard.comm.work import Work
 from lowshard.errors import TimedOut
 
 Array = Any
@@ -40,7 +39,7 @@ PIECE_BYTES = 64 << 20
 """What a call puts into a window at a time."""
 
 
-class HierarchicalTransport(Transport):
+class HierarchicalTransport(ByMailbox, Transport):
     """Ranks on several nodes.
 
     Attributes:
@@ -102,9 +101,9 @@ class HierarchicalTransport(Transport):
         """Return an array, not filled, in memory that the other ranks of the node read where it lies."""
         return self.node.empty(shape, dtype)
 
-    def new_reach(self) -> HostReach:
+    def new_reach(self) -> NodeReach:
         homes = [self.seating.home(rank) for rank in range(self.size)]
-        return HostReach(self.node.reach, homes, self._home)
+        return NodeReach(self.node.runner, homes, self._home)
 
     def fold(self, terms: Sequence[Array], out: Array, op: str, divisor: int = 1) -> None:
         """Write the reduction of arrays of any strides into `out`, in tree order; a step of this rank alone."""
@@ -143,20 +142,6 @@ class HierarchicalTransport(Transport):
 
     def native_reduce_scatter(self, send: Array, recv: Array, op: str) -> bool:
         return self.flat.native_reduce_scatter(send, recv, op)
-
-    # ---- messages
-
-    def send(self, buf: Array, dst: int) -> None:
-        self.mailbox.send(buf, dst)
-
-    def recv(self, buf: Array, src: int) -> None:
-        self.mailbox.recv(buf, src)
-
-    def start_message(self, front: Front, name: str, buf: Array, peer: int) -> Work:
-        return start_message(front, self.mailbox, name, buf, peer)
-
-    def run_batch(self, front: Front, batch: Sequence[tuple[Call, Array, int]]) -> None:
-        run_batch(self.mailbox, batch)
 
     # ---- between nodes
 
@@ -414,7 +399,7 @@ class HierarchicalTransport(Transport):
         )
         tag = int(asked[:, 2].max())
         self.mailbox.reserve(tag + 1)
-        groups = {c: _members(asked, c) for c in {int(row[0]) for row in asked} - {-1}}
+        groups = {c: members_of(asked, c) for c in {int(row[0]) for row in asked} - {-1}}
         seatings = {c: self.seating.part(ranks) for c, ranks in groups.items()}
         # The first of a group's ranks on a node lends what they meet in.
         ranks = groups.get(-1 if color is None else color, [])
@@ -475,11 +460,6 @@ class _NodeLookout(Lookout):
     ) -> TimedOut:
         """Return the error for a wait whose time is over; see `Lookout.late`."""
         return super().late(what, [self._ranks[r] for r in missing], timeout_s, watched)
-
-
-def _members(asked: np.ndarray, color: int) -> list[int]:
-    """Return the ranks that asked for a colour, by key, then rank."""
-    return [rank for _, rank in sorted((int(row[1]), r) for r, row in enumerate(asked) if row[0] == color)]
 
 
 def partial_dtype(dtype: Any, op: str) -> Any:

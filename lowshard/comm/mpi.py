@@ -30,7 +30,36 @@ EXCHANGE_TAG = 1
 """Of messages within a collective; 0 is that of send and recv."""
 
 
-class MPITransport(Transport):
+class ByMailbox:
+    """How a transport that has a mailbox moves the messages of its user."""
+
+    mailbox: Mailbox
+
+    def send(self, buf: Array, dst: int) -> None:
+        """Send a message."""
+        self.mailbox.send(buf, dst)
+
+    def recv(self, buf: Array, src: int) -> None:
+        """Receive a message of this length."""
+        self.mailbox.recv(buf, src)
+
+    def start_message(self, front: Front, name: str, buf: Array, peer: int) -> Work:
+        """Start a send or a recv."""
+        try:
+            _, flat = front.checked_message(name, buf, peer)
+        except LowshardError as error:
+            return failed_work(name, error)
+        mailbox = self.mailbox
+        return mailbox.keep_going(
+            mailbox.start_send(flat, peer) if name == "send" else mailbox.start_recv(flat, peer)
+        )
+
+    def run_batch(self, front: Front, batch: Sequence[tuple[Call, Array, int]]) -> None:
+        """Start all sends and recvs of a group, then wait for them."""
+        self.mailbox.run_all([(call.name == "send", buf, peer) for call, buf, peer in batch])
+
+
+class MPITransport(ByMailbox, Transport):
     """A duplicate of an mpi4py communicator, so that our messages meet no one else's."""
 
     name = "mpi"
@@ -174,18 +203,6 @@ class MPITransport(Transport):
         target = self._mpi.IN_PLACE if in_place else self._wire(recv)
         self._finish(self._comm.Iscatter(self._wire(send), target, root), "scatter")
 
-    def send(self, buf: Array, dst: int) -> None:
-        self.mailbox.send(buf, dst)
-
-    def recv(self, buf: Array, src: int) -> None:
-        self.mailbox.recv(buf, src)
-
-    def start_message(self, front: Front, name: str, buf: Array, peer: int) -> Work:
-        return start_message(front, self.mailbox, name, buf, peer)
-
-    def run_batch(self, front: Front, batch: Sequence[tuple[Call, Array, int]]) -> None:
-        run_batch(self.mailbox, batch)
-
     def barrier(self) -> None:
         self._meet(self._comm.Ibarrier(), "barrier")
 
@@ -226,21 +243,6 @@ class MPITransport(Transport):
 def _is_native(dtype: Any, op: str) -> bool:
     """Say whether MPI's own reduction gives what the others do; its min and max lose NaN."""
     return dtypes.get(dtype).name in _NATIVE and not (dtype.kind == "f" and op in ("min", "max"))
-
-
-def start_message(front: Front, mailbox: Mailbox, name: str, buf: Array, peer: int) -> Work:
-    """Start a send or a recv of a communicator's user."""
-    try:
-        _, flat = front.checked_message(name, buf, peer)
-    except LowshardError as error:
-        return failed_work(name, error)
-    work = mailbox.start_send(flat, peer) if name == "send" else mailbox.start_recv(flat, peer)
-    return mailbox.keep_going(work)
-
-
-def run_batch(mailbox: Mailbox, batch: Sequence[tuple[Call, Array, int]]) -> None:
-    """Start all sends and recvs of a group, then wait for them."""
-    mailbox.run_all([(call.name == "send", buf, peer) for call, buf, peer in batch])
 
 
 def world_ranks(mpi: Any, mpi_comm: Any) -> tuple[int, ...]:

@@ -9,13 +9,13 @@ device. Tested over streams and arrays that stand in for CuPy's; not run on a GP
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
 from lowshard.comm.call import Call
-from lowshard.comm.collectives import ALL_REDUCE, REDUCE, REDUCE_SCATTER, planned
+from lowshard.comm.collectives import ALL_REDUCE, REDUCE, REDUCE_SCATTER, Collective, planned
 from lowshard.comm.communicator import Communicator
 from lowshard.comm.device import GpuBuffers
 from lowshard.comm.nccl_bindings import Binding
@@ -102,6 +102,46 @@ class StagedTransport(Transport):
                 joined.append([start, offset, count])
         return tuple((at + start * width, offset * width, count * width) for start, offset, count in joined)
 
+    def _by_pieces(
+        self,
+        name: str,
+        dtype: Any,
+        cuts: Iterable[tuple[int, int]],
+        work: Callable[[np.ndarray, np.ndarray], Any],
+        fetch: _RowsInSlot | None,
+        store: _RowsInSlot | None,
+    ) -> None:
+        """Have the host work on a call piece by piece.
+
+        Args:
+            name: the call's, for messages.
+            dtype: of the elements.
+            cuts: (first element, elements) of each piece.
+            work: from a slot's first part, and the others in one.
+            fetch: what goes from the device into the slot before, None for nothing.
+            store: what goes from the slot back to the device.
+        """
+        parts = max(array.first + array.rows for array in (fetch, store) if array is not None)
+
+        def pieces(array: _RowsInSlot | None, done: int, now: int) -> tuple[Piece, ...]:
+            if array is None:
+                return ()
+            buf, rows, first = array
+            elems = buf.size // rows
+            return self._pieces(buf, [(elems * i + done, now * (first + i), now) for i in range(rows)])
+
+        def round_of(piece: tuple[int, int]) -> Round:
+            now = piece[1]
+
+            def on_slot(slot: np.ndarray) -> None:
+                whole = slot.view(dtype)
+                work(whole[:now], whole[now:])
+
+            n_bytes = now * parts * dtype.itemsize
+            return Round(n_bytes, pieces(fetch, *piece), on_slot, pieces(store, *piece))
+
+        self._slots.run(map(round_of, cuts), name)
+
     # ---- moves
 
     def all_gather_v(self, send: Array, recv: Array, counts: Sequence[int], displs: Sequence[int]) -> None:
@@ -111,30 +151,24 @@ class StagedTransport(Transport):
             send = send.copy()
         dtype, chunk = recv.dtype, self._chunk(recv.dtype, self.size)
 
-        def rounds() -> Iterator[Round]:
-            for done in range(0, max(counts), chunk):
-                now = [min(max(n - done, 0), chunk) for n in counts]
-                starts = _starts(now)
-                begin, length = starts[self.rank], now[self.rank]
+        def round_from(done: int) -> Round:
+            now = [min(max(n - done, 0), chunk) for n in counts]
+            starts = _starts(now)
+            begin, length = starts[self.rank], now[self.rank]
 
-                def work(slot: np.ndarray, now: list[int] = now, starts: list[int] = starts) -> None:
-                    whole = slot.view(dtype)
-                    mine = whole[starts[self.rank] : starts[self.rank] + now[self.rank]]
-                    self.host.all_gather_v(mine, whole, now, starts)
+            def work(slot: np.ndarray) -> None:
+                whole = slot.view(dtype)
+                self.host.all_gather_v(whole[begin : begin + length], whole, now, starts)
 
-                back = [
-                    (displs[i] + done, starts[i], now[i])
-                    for i in range(self.size)
-                    if i != self.rank or not in_place
-                ]
-                yield Round(
-                    sum(now) * dtype.itemsize,
-                    self._pieces(send, [(done, begin, length)]),
-                    work,
-                    self._pieces(recv, back),
-                )
+            fetch = self._pieces(send, [(done, begin, length)])
+            back = [
+                (displs[i] + done, starts[i], now[i])
+                for i in range(self.size)
+                if i != self.rank or not in_place
+            ]
+            return Round(sum(now) * dtype.itemsize, fetch, work, self._pieces(recv, back))
 
-        self._slots.run(rounds(), "all_gather")
+        self._slots.run(map(round_from, range(0, max(counts), chunk)), "all_gather")
 
     def all_to_all_v(
         self,
@@ -178,110 +212,60 @@ class StagedTransport(Transport):
             recv[recv_displs[me] : recv_displs[me] + keeps], send[send_displs[me] : send_displs[me] + keeps]
         )
 
-        def rounds() -> Iterator[Round]:
-            for done in range(0, longest, chunk):
-                go = [0 if i == me else min(max(n - done, 0), chunk) for i, n in enumerate(send_counts)]
-                come = [0 if i == me else min(max(n - done, 0), chunk) for i, n in enumerate(recv_counts)]
-                at, to, half = _starts(go), _starts(come), sum(go)
+        def round_from(done: int) -> Round:
+            go = [0 if i == me else min(max(n - done, 0), chunk) for i, n in enumerate(send_counts)]
+            come = [0 if i == me else min(max(n - done, 0), chunk) for i, n in enumerate(recv_counts)]
+            at, to, half = _starts(go), _starts(come), sum(go)
 
-                def work(
-                    slot: np.ndarray,
-                    go: list[int] = go,
-                    at: list[int] = at,
-                    come: list[int] = come,
-                    to: list[int] = to,
-                    half: int = half,
-                ) -> None:
-                    whole = slot.view(dtype)
-                    self.host.all_to_all_v(whole[:half], go, at, whole[half:], come, to)
+            def work(slot: np.ndarray) -> None:
+                whole = slot.view(dtype)
+                self.host.all_to_all_v(whole[:half], go, at, whole[half:], come, to)
 
-                yield Round(
-                    (half + sum(come)) * dtype.itemsize,
-                    self._pieces(send, [(send_displs[i] + done, at[i], go[i]) for i in range(self.size)]),
-                    work,
-                    self._pieces(
-                        recv, [(recv_displs[i] + done, half + to[i], come[i]) for i in range(self.size)]
-                    ),
-                )
+            out = [(send_displs[i] + done, at[i], go[i]) for i in range(self.size)]
+            back = [(recv_displs[i] + done, half + to[i], come[i]) for i in range(self.size)]
+            n_bytes = (half + sum(come)) * dtype.itemsize
+            return Round(n_bytes, self._pieces(send, out), work, self._pieces(recv, back))
 
-        self._slots.run(rounds(), "all_to_all")
+        self._slots.run(map(round_from, range(0, longest, chunk)), "all_to_all")
 
     def broadcast(self, buf: Array, root: int) -> None:
-        def work(slot: np.ndarray) -> None:
-            self.host.broadcast(slot.view(buf.dtype), root)
-
-        reads, writes = self.rank == root, self.rank != root
-        self._slots.run(self._whole(buf, work, reads, writes), "broadcast")
+        chunk, whole, mine = self._chunk(buf.dtype, 1), _RowsInSlot(buf), self.rank == root
+        self._by_pieces(
+            "broadcast", buf.dtype, _cuts(buf.size, chunk), lambda one, _: self.host.broadcast(one, root),
+            whole if mine else None, None if mine else whole,
+        )  # fmt: skip
 
     def gather(self, send: Array, recv: Array | None, root: int) -> None:
-        n, dtype, chunk = send.size, send.dtype, self._chunk(send.dtype, self.size + 1)
+        chunk = self._chunk(send.dtype, self.size + 1)
 
-        def rounds() -> Iterator[Round]:
-            for done in range(0, n, chunk):
-                now = min(n - done, chunk)
-                back: tuple[Piece, ...] = ()
-                if recv is not None:
-                    back = self._pieces(recv, [(n * i + done, now * (1 + i), now) for i in range(self.size)])
+        def work(one: np.ndarray, others: np.ndarray) -> None:
+            self.host.gather(one, None if recv is None else others, root)
 
-                def work(slot: np.ndarray, now: int = now) -> None:
-                    whole = slot.view(dtype)
-                    self.host.gather(whole[:now], None if recv is None else whole[now:], root)
-
-                size = now * (1 if recv is None else 1 + self.size)
-                yield Round(size * dtype.itemsize, self._pieces(send, [(done, 0, now)]), work, back)
-
-        self._slots.run(rounds(), "gather")
+        rows = None if recv is None else _RowsInSlot(recv, self.size, 1)
+        self._by_pieces("gather", send.dtype, _cuts(send.size, chunk), work, _RowsInSlot(send), rows)
 
     def scatter(self, send: Array | None, recv: Array, root: int) -> None:
-        n, dtype, chunk = recv.size, recv.dtype, self._chunk(recv.dtype, self.size + 1)
+        chunk = self._chunk(recv.dtype, self.size + 1)
 
-        def rounds() -> Iterator[Round]:
-            for done in range(0, n, chunk):
-                now = min(n - done, chunk)
-                out: tuple[Piece, ...] = ()
-                if send is not None:
-                    out = self._pieces(send, [(n * i + done, now * (1 + i), now) for i in range(self.size)])
+        def work(one: np.ndarray, others: np.ndarray) -> None:
+            self.host.scatter(None if send is None else others, one, root)
 
-                def work(slot: np.ndarray, now: int = now) -> None:
-                    whole = slot.view(dtype)
-                    self.host.scatter(None if send is None else whole[now:], whole[:now], root)
-
-                size = now * (1 if send is None else 1 + self.size)
-                yield Round(size * dtype.itemsize, out, work, self._pieces(recv, [(done, 0, now)]))
-
-        self._slots.run(rounds(), "scatter")
+        rows = None if send is None else _RowsInSlot(send, self.size, 1)
+        self._by_pieces("scatter", recv.dtype, _cuts(recv.size, chunk), work, rows, _RowsInSlot(recv))
 
     def send(self, buf: Array, dst: int) -> None:
-        def work(slot: np.ndarray) -> None:
-            self.host.send(slot.view(buf.dtype), dst)
-
-        self._slots.run(self._whole(buf, work, reads=True, writes=False, message=True), "send")
+        self._message("send", buf, lambda one, _: self.host.send(one, dst), to_host=True)
 
     def recv(self, buf: Array, src: int) -> None:
-        def work(slot: np.ndarray) -> None:
-            self.host.recv(slot.view(buf.dtype), src)
+        self._message("recv", buf, lambda one, _: self.host.recv(one, src), to_host=False)
 
-        self._slots.run(self._whole(buf, work, reads=False, writes=True, message=True), "recv")
-
-    def _whole(
-        self, buf: Array, work: Callable[[np.ndarray], None], reads: bool, writes: bool, message: bool = False
-    ) -> Iterator[Round]:
-        """Yield the rounds of a buffer that the host works on piece by piece, each in place.
-
-        Args:
-            buf: the buffer.
-            work: what the host does with a piece's bytes.
-            reads: whether the device's content is wanted.
-            writes: whether the result goes back.
-            message: the last piece is shorter than the others, if need be empty, so that no message is the
-                beginning of a longer one.
-        """
-        chunk = self._chunk(buf.dtype, 1)
-        end = buf.size + 1 if message else buf.size
-        for done in range(0, end, chunk):
-            now = min(buf.size - done, chunk)
-            piece = self._pieces(buf, [(done, 0, now)])
-            yield Round(now * buf.dtype.itemsize, piece if reads else (), work, piece if writes else ())
+    def _message(
+        self, name: str, buf: Array, work: Callable[[np.ndarray, np.ndarray], Any], to_host: bool
+    ) -> None:
+        # The last piece is shorter than the others, if need be empty: no message is the beginning of a longer one.
+        cuts = _cuts(buf.size, self._chunk(buf.dtype, 1), buf.size + 1)
+        whole = _RowsInSlot(buf)
+        self._by_pieces(name, buf.dtype, cuts, work, whole if to_host else None, None if to_host else whole)
 
     # ---- messages in groups
 
@@ -315,18 +299,18 @@ class StagedTransport(Transport):
 
     def _transfer(self, buf: Array, content: np.ndarray, to_host: bool) -> None:
         """Copy a whole buffer to or from ordinary memory."""
-        flat, at = content.view(np.uint8), 0
+        at = 0
 
-        def work(slot: np.ndarray) -> None:
+        def work(one: np.ndarray, others: np.ndarray) -> None:
             nonlocal at
-            part = flat[at : at + slot.size]
-            at += slot.size
+            part = content[at : at + one.size]
+            at += one.size
             if to_host:
-                part[...] = slot
+                part[...] = one
             else:
-                slot[...] = part
+                one[...] = part
 
-        self._slots.run(self._whole(buf, work, reads=to_host, writes=not to_host), "grouped send and recv")
+        self._message("grouped send and recv", buf, work, to_host)
 
     # ---- calls that are not waited for
 
@@ -358,95 +342,36 @@ class StagedTransport(Transport):
 
     # ---- reductions: the host's own, which check between ranks too
 
-    def _plan_all_reduce(self, call: Call, dtype: Any, elems: int, op: str, order: str) -> Run:
-        chunk = self._chunk(dtype, 1)
-        plans = {n: planned(self.host, ALL_REDUCE, call, dtype, n, op, order) for n in _lengths(elems, chunk)}
+    def _plan_all_reduce(self, call: Call, dtype: Any, elems: int, *detail: Any) -> Run:
+        return self._reduced(ALL_REDUCE, call, dtype, elems, *detail)
 
-        def run(send: Array, recv: Array) -> None:
-            self.lend_name()
-            s, r = send.reshape(-1), recv.reshape(-1)
-            if self.buffers.overlap(s, r) and self._binding.pointer(s) != self._binding.pointer(r):
-                s = s.copy()
+    def _plan_reduce_scatter(self, call: Call, dtype: Any, elems: int, *detail: Any) -> Run:
+        return self._reduced(REDUCE_SCATTER, call, dtype, elems, *detail)
 
-            def work(slot: np.ndarray) -> None:
-                piece = slot.view(dtype)
-                plans[piece.size](piece, piece)
+    def _plan_reduce(self, call: Call, dtype: Any, elems: int, *detail: Any) -> Run:
+        return self._reduced(REDUCE, call, dtype, elems, *detail)
 
-            def rounds() -> Iterator[Round]:
-                for done, now in _cuts(elems, chunk):
-                    yield Round(
-                        now * dtype.itemsize,
-                        self._pieces(s, [(done, 0, now)]),
-                        work,
-                        self._pieces(r, [(done, 0, now)]),
-                    )
-
-            self._slots.run(rounds(), "all_reduce")
-
-        return run
-
-    def _plan_reduce_scatter(self, call: Call, dtype: Any, elems: int, op: str, order: str) -> Run:
-        size, chunk = self.size, self._chunk(dtype, self.size + 1)
-        plans = {
-            n: planned(self.host, REDUCE_SCATTER, call, dtype, n, op, order) for n in _lengths(elems, chunk)
-        }
-
-        def run(send: Array, recv: Array) -> None:
-            self.lend_name()
-            s, r = send.reshape(-1), recv.reshape(-1)
-            if self.buffers.overlap(s, r):
-                s = s.copy()
-
-            def work(slot: np.ndarray) -> None:
-                whole = slot.view(dtype)
-                now = whole.size // (size + 1)
-                plans[now](whole[now:], whole[:now])
-
-            def rounds() -> Iterator[Round]:
-                for done, now in _cuts(elems, chunk):
-                    parts = [(elems * i + done, now * (1 + i), now) for i in range(size)]
-                    yield Round(
-                        now * (size + 1) * dtype.itemsize,
-                        self._pieces(s, parts),
-                        work,
-                        self._pieces(r, [(done, 0, now)]),
-                    )
-
-            self._slots.run(rounds(), "reduce_scatter")
-
-        return run
-
-    def _plan_reduce(self, call: Call, dtype: Any, elems: int, op: str, root: int, order: str) -> Run:
-        chunk, at_root = self._chunk(dtype, 1), self.rank == root
-        plans = {
-            n: planned(self.host, REDUCE, call, dtype, n, op, root, order) for n in _lengths(elems, chunk)
-        }
+    def _reduced(self, what: Collective, call: Call, dtype: Any, elems: int, *detail: Any) -> Run:
+        """Return the run of a reduction: of `elems` elements, or of that many for each rank in reduce_scatter."""
+        scatters = what is REDUCE_SCATTER
+        chunk = self._chunk(dtype, self.size + 1 if scatters else 1)
+        end = max(elems, 1)  # one piece of no elements where there are none: the host checks the call
+        lengths = {now for _, now in _cuts(elems, chunk, end)}
+        plans = {n: planned(self.host, what, call, dtype, n, *detail) for n in lengths}
 
         def run(send: Array, recv: Array | None) -> None:
             self.lend_name()
             s, r = send.reshape(-1), None if recv is None else recv.reshape(-1)
-            if (
-                r is not None
-                and self.buffers.overlap(s, r)
-                and self._binding.pointer(s) != self._binding.pointer(r)
-            ):
-                s = s.copy()
+            if r is not None and self.buffers.overlap(s, r):
+                in_place = not scatters and self._binding.pointer(s) == self._binding.pointer(r)
+                s = s if in_place else s.copy()
 
-            def work(slot: np.ndarray) -> None:
-                piece = slot.view(dtype)
-                plans[piece.size](piece, piece if at_root else None)
+            def work(one: np.ndarray, others: np.ndarray) -> None:
+                plans[one.size](others if scatters else one, None if r is None else one)
 
-            def rounds() -> Iterator[Round]:
-                for done, now in _cuts(elems, chunk):
-                    part = [(done, 0, now)]
-                    yield Round(
-                        now * dtype.itemsize,
-                        self._pieces(s, part),
-                        work,
-                        () if r is None else self._pieces(r, part),
-                    )
-
-            self._slots.run(rounds(), "reduce")
+            fetch = _RowsInSlot(s, self.size, 1) if scatters else _RowsInSlot(s)
+            store = None if r is None else _RowsInSlot(r)
+            self._by_pieces(what.name, dtype, _cuts(elems, chunk, end), work, fetch, store)
 
         return run
 
@@ -522,15 +447,18 @@ class StagedWork:
         return result
 
 
-def _cuts(elems: int, chunk: int) -> Iterator[tuple[int, int]]:
-    """Yield (first element, elements) of each piece; one of no elements where there are none."""
-    for done in range(0, max(elems, 1), chunk):
+class _RowsInSlot(NamedTuple):
+    """An array of rows of one length; a slot holds a part of each row, from its part number `first` on."""
+
+    buf: Array
+    rows: int = 1
+    first: int = 0
+
+
+def _cuts(elems: int, chunk: int, end: int | None = None) -> Iterator[tuple[int, int]]:
+    """Yield (first element, elements) of each piece, of those that begin before `end`; by default of all."""
+    for done in range(0, elems if end is None else end, chunk):
         yield done, min(elems - done, chunk)
-
-
-def _lengths(elems: int, chunk: int) -> set[int]:
-    """Return the lengths that occur among the pieces."""
-    return {now for _, now in _cuts(elems, chunk)}
 
 
 def _starts(counts: Sequence[int]) -> list[int]:

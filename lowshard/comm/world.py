@@ -1,4 +1,4 @@
-"""Whether the world that MPI made is the one that the launcher meant.
+"""The table of launchers, and whether the world that MPI made is the one that the launcher meant.
 
 An mpiexec of another MPI than the library that Python loads, or a launcher that knows no MPI, starts n processes
 each of which is a world of one rank: n times the same work, and no word about it.
@@ -9,65 +9,91 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-__all__ = ["world_mismatch"]
+__all__ = ["LAUNCHERS", "LauncherRow", "world_mismatch"]
+
+Names = tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class _Launcher:
-    """How a launcher is known.
+class LauncherRow:
+    """One launcher's variables; each field lists the names to try, in order.
 
     Attributes:
+        key: name to report of a rank.
         name: what people call it.
-        size: variables that hold the number of processes, the first that is set counts.
-        needs: groups of variables; of each group at least one must be set.
+        rank: names of the rank.
+        size: names of the number of ranks.
+        local_rank: names of the rank on the node.
         advice: what to do when MPI did not take part.
+        needs: groups of names; of each group at least one must be set. Without groups, of the rank's.
+        mpi_needs: groups that a rank of MPI has beside these.
+        mpi_size: further names of a rank of MPI's number of ranks.
     """
 
+    key: str
     name: str
-    size: tuple[str, ...]
-    needs: tuple[tuple[str, ...], ...]
+    rank: Names
+    size: Names
+    local_rank: Names
     advice: str
+    needs: tuple[Names, ...] = ()
+    mpi_needs: tuple[Names, ...] = ()
+    mpi_size: Names = ()
 
 
 _SAME_MPI = "start the program with the mpiexec of the MPI that mpi4py loads: lowshard run finds it"
+_PMI_MARKS = ("PMI_RANK", "PMI_FD", "PMI_JOBID", "PMI2_FD", "PMIX_RANK", "PMIX_NAMESPACE")
 
-# The innermost launcher first: its variables are right where several are set.
-_LAUNCHERS = (
-    _Launcher("Open MPI's mpirun", ("OMPI_COMM_WORLD_SIZE",), (("OMPI_COMM_WORLD_RANK",),), _SAME_MPI),
-    _Launcher("MVAPICH's launcher", ("MV2_COMM_WORLD_SIZE",), (("MV2_COMM_WORLD_RANK",),), _SAME_MPI),
-    _Launcher("Hydra (mpiexec of MPICH or Intel MPI)", ("PMI_SIZE",), (("MPI_LOCALRANKID",),), _SAME_MPI),
-    _Launcher(
-        "jsrun",
-        ("JSM_NAMESPACE_SIZE",),
-        (("JSM_NAMESPACE_RANK",),),
+LAUNCHERS = (
+    LauncherRow(
+        "openmpi", "Open MPI's mpirun",
+        ("OMPI_COMM_WORLD_RANK",), ("OMPI_COMM_WORLD_SIZE",), ("OMPI_COMM_WORLD_LOCAL_RANK",), _SAME_MPI,
+    ),
+    LauncherRow(
+        "mvapich", "MVAPICH's launcher",
+        ("MV2_COMM_WORLD_RANK",), ("MV2_COMM_WORLD_SIZE",), ("MV2_COMM_WORLD_LOCAL_RANK",), _SAME_MPI,
+    ),
+    # Hydra, the launcher of MPICH and of Intel MPI. MPI_LOCALRANKID is its mark: bare PMI_* variables also come
+    # from srun, flux and PALS, whose own rows know the local rank.
+    LauncherRow(
+        "hydra", "Hydra (mpiexec of MPICH or Intel MPI)",
+        ("PMI_RANK",), ("PMI_SIZE",), ("MPI_LOCALRANKID",), _SAME_MPI, needs=(("MPI_LOCALRANKID",),),
+    ),
+    LauncherRow(
+        "jsm", "jsrun",
+        ("JSM_NAMESPACE_RANK",), ("JSM_NAMESPACE_SIZE",), ("JSM_NAMESPACE_LOCAL_RANK",),
         "load the MPI module that jsrun belongs to",
     ),
-    _Launcher(
-        "flux run",
-        ("FLUX_JOB_SIZE",),
-        (("FLUX_TASK_RANK",),),
-        "try flux run -o pmi=pmix (Open MPI) or -o pmi=simple (MPICH)",
+    LauncherRow(
+        "flux", "flux run",
+        ("FLUX_TASK_RANK",), ("FLUX_JOB_SIZE",), ("FLUX_TASK_LOCAL_ID",),
+        "try flux run -o pmi=pmix (Open MPI) or -o pmi=simple (MPICH)", mpi_size=("PMI_SIZE",),
     ),
-    _Launcher(
-        "PALS",
-        ("PALS_SIZE", "PMI_SIZE"),
-        (("PALS_RANKID",),),
+    LauncherRow(
+        "pals", "PALS",
+        ("PALS_RANKID",), ("PALS_SIZE", "PMI_SIZE"), ("PALS_LOCAL_RANKID",),
         "load the MPI module that the system's launcher starts",
     ),
-    _Launcher(
-        "srun",
-        ("SLURM_STEP_NUM_TASKS",),
-        (("SLURM_STEP_ID", "SLURM_STEPID"), ("SLURM_PROCID",)),
+    # A shell in an allocation has SLURM_PROCID=0 and SLURM_NTASKS too. Only a step has a step id, and only one
+    # that srun started with an MPI plugin has PMI; without PMI each task would be an MPI world of its own.
+    LauncherRow(
+        "slurm", "srun",
+        ("SLURM_PROCID",), ("SLURM_STEP_NUM_TASKS",), ("SLURM_LOCALID",),
         "try srun --mpi=pmix (srun --mpi=list names what there is), or lowshard run inside the allocation",
+        needs=(("SLURM_STEP_ID", "SLURM_STEPID"), ("SLURM_PROCID",)),
+        mpi_needs=(_PMI_MARKS,), mpi_size=("SLURM_NTASKS",),
     ),
-    _Launcher("a launcher with PMI", ("PMI_SIZE",), (("PMI_RANK",),), _SAME_MPI),
-    _Launcher(
-        "torchrun",
-        ("WORLD_SIZE",),
-        (("LOCAL_RANK",), ("RANK",)),
+    LauncherRow("pmi", "a launcher with PMI", ("PMI_RANK",), ("PMI_SIZE",), ("PMI_LOCAL_RANK",), _SAME_MPI),
+    LauncherRow(
+        "torchrun", "torchrun",
+        ("RANK",), ("WORLD_SIZE",), ("LOCAL_RANK",),
         "torchrun starts no MPI: use lowshard run or mpirun, or build the communicator on NCCL with from_nccl",
+        needs=(("LOCAL_RANK",), ("RANK",)),
     ),
-)
+)  # fmt: skip
+"""In order of trust, the innermost first: an MPI launcher's own variables win over those of the batch system that it
+was started in, because both are there when `mpiexec` runs inside an allocation and then the batch system's describe
+the shell, not the rank."""
 
 
 def world_mismatch(environ: Mapping[str, str], world_size: int) -> str | None:
@@ -81,8 +107,8 @@ def world_mismatch(environ: Mapping[str, str], world_size: int) -> str | None:
     """
     if world_size != 1:
         return None
-    for launcher in _LAUNCHERS:
-        if not all(any(name in environ for name in group) for group in launcher.needs):
+    for launcher in LAUNCHERS:
+        if not all(any(name in environ for name in group) for group in launcher.needs or (launcher.rank,)):
             continue
         for variable in launcher.size:
             text = environ.get(variable, "").strip()

@@ -1,174 +1,204 @@
-"""What compiled waits and moves need of the machine: ordered loads and stores, futexes, another process's memory.
-
-Each operation takes int64 values, among them addresses. Calls of the C library return what it returns: -1 where they
-fail, and then `last_error` tells why.
-"""
+"""What compiled waits and moves need of the machine: ordered loads and stores, futexes, another process's memory."""
 
 from __future__ import annotations
 
-import inspect
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import wraps
 from typing import Any
 
 from llvmlite import ir
 
 from lowshard.compiled.deferred import cgutils, intrinsic, types
 
-_I8, _I32, _I64, _VOID = ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.VoidType()
-_ZERO, _ONE = _I64(0), _I64(1)
-_PAUSES = {"x86_64": ("llvm.x86.sse2.pause",), "aarch64": ("llvm.aarch64.hint", _I32(1))}  # 1 is YIELD
+_I8, _I32, _I64 = (ir.IntType(bits) for bits in (8, 32, 64))
+_PAUSES = {"x86_64": "llvm.x86.sse2.pause", "aarch64": "llvm.aarch64.hint"}
 
 FUTEX_CALLS = {"x86_64": 202, "aarch64": 98}
 """Number of the futex system call by machine; elsewhere waits only yield."""
 
 
-def _operation(returns: str, emit: Callable[..., Any]) -> Any:
-    """Return an operation for compiled code.
+def emitted(result: str = "int64") -> Callable[[Callable[..., Any]], Any]:
+    """Make a function for compiled code to call, of int64 alone, out of one that emits its instructions.
 
     Args:
-        returns: the type of its result: "int64", "int32" or "void".
-        emit: is given a builder and the values, as many int64 as its other arguments, and returns the result's.
+        result: what it returns: "int64", "int32" or "void".
     """
-    signature = inspect.signature(emit)  # Numba asks for it; that of `typed` has no number of arguments
-    args = len(signature.parameters) - 1
 
-    def typed(typingctx: Any, *given: Any) -> Any:
-        def codegen(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
-            made = emit(builder, *values)
-            return context.get_dummy_value() if returns == "void" else made
+    def decorate(emit: Callable[..., Any]) -> Any:
+        args = emit.__code__.co_argcount - 1  # the builder comes first
 
-        return getattr(types, returns)(*(types.int64,) * args), codegen
+        @intrinsic
+        @wraps(emit)  # Numba asks for the names of the parameters
+        def typed(typingctx: Any, *given: Any) -> Any:
+            def codegen(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
+                made = emit(builder, *values)
+                return context.get_dummy_value() if result == "void" else made
 
-    typed.__dict__["__signature__"] = signature
-    return intrinsic(typed)
+            return getattr(types, result)(*(types.int64,) * args), codegen
 
+        return typed
 
-def _bytes_at(b: ir.IRBuilder, address: ir.Value) -> ir.Value:
-    return b.inttoptr(address, _I8.as_pointer())
-
-
-def _word_at(b: ir.IRBuilder, address: ir.Value, place: ir.Value = _ZERO) -> ir.Value:
-    return b.inttoptr(b.add(address, b.mul(place, _I64(8))), _I64.as_pointer())
+    return decorate
 
 
-def _int(b: ir.IRBuilder, value: ir.Value) -> ir.Value:
-    """Return a value as an int of the C library."""
-    return b.trunc(value, _I32)
+def _pointer(builder: ir.IRBuilder, address: ir.Value, pointee: ir.Type = _I64) -> ir.Value:
+    return builder.inttoptr(address, pointee.as_pointer())
 
 
-def _c(b: ir.IRBuilder, name: str, returns: ir.Type, *args: ir.Value, fixed: int | None = None) -> ir.Value:
-    """Call a function of the C library; of `syscall` only one argument is `fixed`."""
-    kinds = [value.type for value in args[:fixed]]
-    signature = ir.FunctionType(returns, kinds, var_arg=fixed is not None)
-    return b.call(cgutils.get_or_insert_function(b.module, signature, name), args)
+def _place(builder: ir.IRBuilder, address: ir.Value, place: ir.Value) -> ir.Value:
+    return _pointer(builder, builder.add(address, builder.mul(place, _I64(8))))
 
 
-def _call_at(b: ir.IRBuilder, function: ir.Value, *args: ir.Value) -> ir.Value:
-    kind = ir.FunctionType(_VOID, [_I64] * len(args))
-    return b.call(b.inttoptr(function, kind.as_pointer()), args)
+def _external(
+    builder: ir.IRBuilder, name: str, result: ir.Type, args: Sequence[ir.Value], variadic: int | None = None
+) -> ir.Value:
+    fixed = [value.type for value in (args if variadic is None else args[:variadic])]
+    signature = ir.FunctionType(result, fixed, var_arg=variadic is not None)
+    return builder.call(cgutils.get_or_insert_function(builder.module, signature, name), args)
 
 
-def _pause(b: ir.IRBuilder) -> None:
-    if platform.machine() in _PAUSES:
-        name, *hint = _PAUSES[platform.machine()]
-        _c(b, name, _VOID, *hint)
+@emitted()
+def peek(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
+    """Return the int64 at an address that is a multiple of 8."""
+    return builder.load(_pointer(builder, address), align=8)
 
 
-# ---- words: addresses are multiples of 8
-
-peek = _operation("int64", lambda b, at: b.load(_word_at(b, at), align=8))
-"""peek(address): the int64 there."""
-
-poke = _operation("void", lambda b, at, value: b.store(value, _word_at(b, at), align=8))
-"""poke(address, value): write an int64."""
-
-field = _operation("int64", lambda b, at, place: b.load(_word_at(b, at, place), align=8))
-"""field(address, place): a field of a struct of int64; fields are named by their places, 0 and up."""
-
-set_field = _operation("void", lambda b, at, place, value: b.store(value, _word_at(b, at, place), align=8))
-"""set_field(address, place, value): write a field of a struct of int64."""
-
-acquire = _operation("int64", lambda b, at: b.load_atomic(_word_at(b, at), "acquire", 8))
-"""acquire(address): the int64 there; what its writer wrote before it is seen from here on."""
-
-release = _operation("void", lambda b, at, value: b.store_atomic(value, _word_at(b, at), "release", 8))
-"""release(address, value): write an int64; who acquires it sees all that was written before."""
-
-add_to = _operation("int64", lambda b, at, value: b.atomic_rmw("add", _word_at(b, at), value, "seq_cst"))
-"""add_to(address, value): add to an int64 in one indivisible step, in one order for all; what it was before."""
-
-fence = _operation("void", lambda b: b.fence("seq_cst"))
-"""fence(): order all stores before it before all loads after it."""
-
-# ---- waits
-
-relax = _operation("void", _pause)
-"""relax(): tell the core that this is a loop that waits."""
-
-yield_core = _operation("int32", lambda b: _c(b, "sched_yield", _I32))
-"""yield_core(): let another process run on this core."""
-
-system_call = _operation(
-    "int64", lambda b, n, p, q, r, s, t, u: _c(b, "syscall", _I64, n, p, q, r, s, t, u, fixed=1)
-)
-"""system_call(number, a, b, c, d, e, f): make a system call."""
-
-read_clock = _operation(
-    "int32", lambda b, clock, into: _c(b, "clock_gettime", _I32, _int(b, clock), _bytes_at(b, into))
-)
-"""read_clock(clock, into): write seconds and nanoseconds of a clock to 16 bytes."""
-
-last_error = _operation("int64", lambda b: b.sext(b.load(_c(b, "__errno_location", _I32.as_pointer())), _I64))
-"""last_error(): errno of this thread."""
-
-# ---- memory, of this process and of others; an iovec is an address and a size, both int64
+@emitted("void")
+def poke(builder: ir.IRBuilder, address: ir.Value, value: ir.Value) -> None:
+    """Write an int64 to an address that is a multiple of 8."""
+    builder.store(value, _pointer(builder, address), align=8)
 
 
-def _across(name: str, b: ir.IRBuilder, pid: ir.Value, *vectors: ir.Value) -> ir.Value:
-    """Call what copies between iovecs here and there."""
-    here, count_here, there, count_there = vectors
-    here, there = _bytes_at(b, here), _bytes_at(b, there)
-    return _c(b, name, _I64, _int(b, pid), here, count_here, there, count_there, _ZERO)
+@emitted()
+def field(builder: ir.IRBuilder, address: ir.Value, place: ir.Value) -> ir.Value:
+    """Return a field of a struct of int64 at an address; fields are named by their places, 0 and up."""
+    return builder.load(_place(builder, address, place), align=8)
 
 
-read_process = _operation(
-    "int64", lambda b, pid, here, there: _across("process_vm_readv", b, pid, here, _ONE, there, _ONE)
-)
-"""read_process(pid, local, remote): copy out of another process's memory, from one iovec to one; the bytes copied."""
+@emitted("void")
+def set_field(builder: ir.IRBuilder, address: ir.Value, place: ir.Value, value: ir.Value) -> None:
+    """Write a field of a struct of int64."""
+    builder.store(value, _place(builder, address, place), align=8)
 
-read_process_into = _operation(
-    "int64", lambda b, pid, here, there, n: _across("process_vm_readv", b, pid, here, n, there, _ONE)
-)
-"""read_process_into(pid, local, remote, count): to `count` iovecs, filled one after the other; up to 1,024."""
 
-write_process = _operation(
-    "int64", lambda b, pid, here, there: _across("process_vm_writev", b, pid, here, _ONE, there, _ONE)
-)
-"""write_process(pid, local, remote): copy into another process's memory; the bytes copied."""
+@emitted()
+def acquire(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
+    """Return the int64 at an address; what its writer wrote before it is seen from here on."""
+    return builder.load_atomic(_pointer(builder, address), "acquire", 8)
 
-write_process_from = _operation(
-    "int64", lambda b, pid, here, n, there, m: _across("process_vm_writev", b, pid, here, n, there, m)
-)
-"""write_process_from(pid, local, places, remote, targets): from `places` iovecs to `targets`; up to 1,024 each."""
 
-give_pages = _operation(
-    "int64",
-    lambda b, pipe, vector, flags: _c(
-        b, "vmsplice", _I64, _int(b, pipe), _bytes_at(b, vector), _ONE, _int(b, flags)
-    ),
-)
-"""give_pages(pipe, vector, flags): put the pages of one iovec into a pipe, not copied; the bytes put."""
+@emitted("void")
+def release(builder: ir.IRBuilder, address: ir.Value, value: ir.Value) -> None:
+    """Write an int64; who acquires it sees all that was written before."""
+    builder.store_atomic(value, _pointer(builder, address), "release", 8)
 
-read_file = _operation(
-    "int64", lambda b, file, into, size: _c(b, "read", _I64, _int(b, file), _bytes_at(b, into), size)
-)
-"""read_file(file, into, size_bytes): read from a file descriptor; the bytes read."""
 
-copy_bytes = _operation(
-    "void", lambda b, to, of, size: cgutils.raw_memcpy(b, _bytes_at(b, to), _bytes_at(b, of), size, 1)
-)
-"""copy_bytes(target, source, size_bytes): copy between two stretches of memory that do not overlap."""
+@emitted()
+def add_to(builder: ir.IRBuilder, address: ir.Value, value: ir.Value) -> ir.Value:
+    """Add to an int64 in one indivisible step, in one order for all, and return what it was before."""
+    return builder.atomic_rmw("add", _pointer(builder, address), value, "seq_cst")
+
+
+@emitted("void")
+def fence(builder: ir.IRBuilder) -> None:
+    """Order all stores before it before all loads after it."""
+    builder.fence("seq_cst")
+
+
+@emitted("void")
+def relax(builder: ir.IRBuilder) -> None:
+    """Tell the core that this is a loop that waits."""
+    name = _PAUSES.get(platform.machine())
+    if name is not None:
+        hints = [_I32(1)] if name.endswith("hint") else []  # 1 is YIELD
+        _external(builder, name, ir.VoidType(), hints)
+
+
+@emitted("int32")
+def yield_core(builder: ir.IRBuilder) -> ir.Value:
+    """Let another process run on this core: sched_yield."""
+    return _external(builder, "sched_yield", _I32, [])
+
+
+@emitted()
+def system_call(
+    builder: ir.IRBuilder, number: ir.Value, a: ir.Value, b: ir.Value, c: ir.Value, d: ir.Value, e: ir.Value,
+    f: ir.Value,
+) -> ir.Value:  # fmt: skip
+    """Make a system call with six arguments, by the C library's `syscall`."""
+    return _external(builder, "syscall", _I64, [number, a, b, c, d, e, f], variadic=1)
+
+
+@emitted("int32")
+def read_clock(builder: ir.IRBuilder, clock: ir.Value, into: ir.Value) -> ir.Value:
+    """Write seconds and nanoseconds of a clock to 16 bytes: clock_gettime."""
+    which = builder.trunc(clock, _I32)
+    return _external(builder, "clock_gettime", _I32, [which, _pointer(builder, into, _I8)])
+
+
+@emitted()
+def read_process(builder: ir.IRBuilder, pid: ir.Value, local: ir.Value, remote: ir.Value) -> ir.Value:
+    """Copy out of another process's memory, from one iovec to one: process_vm_readv; the bytes copied or -1."""
+    return _vm_call(builder, "process_vm_readv", pid, local, _I64(1), remote, _I64(1))
+
+
+@emitted()
+def write_process(builder: ir.IRBuilder, pid: ir.Value, local: ir.Value, remote: ir.Value) -> ir.Value:
+    """Copy into another process's memory: process_vm_writev; the bytes copied or -1."""
+    return _vm_call(builder, "process_vm_writev", pid, local, _I64(1), remote, _I64(1))
+
+
+@emitted()
+def read_process_into(
+    builder: ir.IRBuilder, pid: ir.Value, local: ir.Value, remote: ir.Value, count: ir.Value
+) -> ir.Value:
+    """As `read_process`, from one iovec to `count` of them, filled one after the other; up to 1,024."""
+    return _vm_call(builder, "process_vm_readv", pid, local, count, remote, _I64(1))
+
+
+@emitted()
+def write_process_from(
+    builder: ir.IRBuilder, pid: ir.Value, local: ir.Value, places: ir.Value, remote: ir.Value, targets: ir.Value
+) -> ir.Value:  # fmt: skip
+    """As `write_process`, from `places` iovecs to `targets` of them; up to 1,024 each."""
+    return _vm_call(builder, "process_vm_writev", pid, local, places, remote, targets)
+
+
+def _vm_call(
+    builder: ir.IRBuilder, name: str, pid: ir.Value, local: ir.Value, places: ir.Value, remote: ir.Value,
+    targets: ir.Value,
+) -> ir.Value:  # fmt: skip
+    vectors = [_pointer(builder, local, _I8), places, _pointer(builder, remote, _I8), targets]
+    return _external(builder, name, _I64, [builder.trunc(pid, _I32), *vectors, _I64(0)])
+
+
+@emitted()
+def give_pages(builder: ir.IRBuilder, pipe: ir.Value, vector: ir.Value, flags: ir.Value) -> ir.Value:
+    """Put the pages of one iovec into a pipe, not copied: vmsplice; the bytes put or -1."""
+    args = [builder.trunc(pipe, _I32), _pointer(builder, vector, _I8), _I64(1), builder.trunc(flags, _I32)]
+    return _external(builder, "vmsplice", _I64, args)
+
+
+@emitted()
+def read_file(builder: ir.IRBuilder, file: ir.Value, into: ir.Value, size_bytes: ir.Value) -> ir.Value:
+    """Read from a file descriptor: the bytes read, or -1."""
+    args = [builder.trunc(file, _I32), _pointer(builder, into, _I8), size_bytes]
+    return _external(builder, "read", _I64, args)
+
+
+@emitted()
+def last_error(builder: ir.IRBuilder) -> ir.Value:
+    """Return the C library's errno of this thread."""
+    at = _external(builder, "__errno_location", _I32.as_pointer(), [])
+    return builder.sext(builder.load(at), _I64)
+
+
+@emitted("void")
+def copy_bytes(builder: ir.IRBuilder, target: ir.Value, source: ir.Value, size_bytes: ir.Value) -> None:
+    """Copy bytes between two stretches of memory that do not overlap, by the C library's memcpy."""
+    to, at = _pointer(builder, target, _I8), _pointer(builder, source, _I8)
+    cgutils.raw_memcpy(builder, to, at, size_bytes, 1)
 
 
 @intrinsic(prefer_literal=True)
@@ -182,10 +212,20 @@ def elements_at(typingctx: Any, address: Any, kind: Any) -> Any:
     return pointer(types.int64, kind), codegen
 
 
-# ---- C functions
+@emitted("void")
+def call_three(builder: ir.IRBuilder, function: ir.Value, a: ir.Value, b: ir.Value, c: ir.Value) -> None:
+    """Call a C function of three int64 by its address."""
+    _call(builder, function, a, b, c)
 
-call_three = _operation("void", lambda b, to, x, y, z: _call_at(b, to, x, y, z))
-"""call_three(function, a, b, c): call a C function by its address."""
 
-call_five = _operation("void", lambda b, to, v, w, x, y, z: _call_at(b, to, v, w, x, y, z))
-"""call_five(function, a, b, c, d, e): call a C function by its address."""
+@emitted("void")
+def call_five(
+    builder: ir.IRBuilder, function: ir.Value, a: ir.Value, b: ir.Value, c: ir.Value, d: ir.Value, e: ir.Value
+) -> None:  # fmt: skip
+    """Call a C function of five int64 by its address."""
+    _call(builder, function, a, b, c, d, e)
+
+
+def _call(builder: ir.IRBuilder, function: ir.Value, *values: ir.Value) -> None:
+    kind = ir.FunctionType(ir.VoidType(), [_I64] * len(values))
+    builder.call(_pointer(builder, function, kind), values)

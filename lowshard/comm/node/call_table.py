@@ -14,10 +14,9 @@ from typing import Any
 import numpy as np
 
 from lowshard.comm.call import CALL_BYTES, INSIDE_AT, RING_CALLS, RING_WORDS, SEQUENCE_AT
-from lowshard.comm.node import fold_groups, message_rings
+from lowshard.comm.node import message_rings
 from lowshard.comm.node.atomic import copy_bytes, field, peek, poke, set_field
-from lowshard.comm.node.fold import fold_buffers
-from lowshard.comm.node.fold_shown import fold_at_root, fold_slots
+from lowshard.comm.node.fold import fold_at_root, fold_buffers, fold_slots
 from lowshard.comm.node.inlined import inner
 from lowshard.comm.node.node_moves import (
     barrier,
@@ -40,7 +39,7 @@ ROW_WORDS = 16
     BARRIER, GATHER_SLOTS, GATHER_BUFFERS, COLLECT, SPREAD, EXCHANGE, FOLD_SLOTS, FOLD_BUFFERS, SEND, RECEIVE,
     SEND_RECEIVE, DEAL, FOLD_AT_ROOT,
 ) = range(13)  # fmt: skip
-"""Kinds; each is the function of that name in `node_moves`, `fold`, `fold_shown` or `message_rings`."""
+"""Kinds; each is the function of that name in `node_moves`, `fold` or `message_rings`."""
 
 APART, OWN_PART_ONLY, ANY = range(3)
 """How send and recv may lie over each other: not at all; as one, or one as this rank's part of the other; anyhow."""
@@ -74,7 +73,7 @@ def perform(ctx: int, row: int, send: int, recv: int) -> Any:
         return message_rings.receive(ctx, _number(row, 0), recv, recv_bytes)
     if kind == SEND_RECEIVE:
         dst, src = _number(row, 0), _number(row, 1)
-        return fold_groups.send_receive(ctx, dst, send, send_bytes, src, recv, recv_bytes)
+        return message_rings.send_receive(ctx, dst, send, send_bytes, src, recv, recv_bytes)
     a, b, c, d = _number(row, 0), _number(row, 1), _number(row, 2), _number(row, 3)
     if kind == GATHER_SLOTS:
         return gather_slots(ctx, signature, send, send_bytes, recv, a, b, c, d)

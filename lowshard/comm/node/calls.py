@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from lowshard.comm.node import call_table, fold, fold_groups, message_rings, node_moves
+from lowshard.comm.node import call_table, fold, message_rings, node_moves
 from lowshard.comm.node.combine import recipe_of, source_digest
 from lowshard.compiled import INT, Signature, load_compiled
 
 
 @dataclass(frozen=True)
 class Calls:
-    """Each is described where it is defined: `call_table`, `message_rings`, `fold_groups`, `node_moves`, `fold`."""
+    """Each is described where it is defined: `call_table`, `message_rings`, `node_moves`, `fold`."""
 
     perform: Callable[..., int]
     may_lie_so: Callable[..., int]
@@ -54,7 +54,7 @@ def load_calls() -> Calls:
         withdraw=compiled(message_rings.withdraw, 3),
         receive=compiled(message_rings.receive, 4),
         receive_if_come=compiled(message_rings.receive_if_come, 4),
-        run_group=compiled(fold_groups.run_group, 3),
+        run_group=compiled(message_rings.run_group, 3),
         barrier=compiled(node_moves.barrier, 2),
         gather_slots=compiled(node_moves.gather_slots, 9),
         place=compiled(node_moves.place, 3),

@@ -12,47 +12,13 @@ from mpi4py import MPI
 
 from lowshard.calibration import NEVER
 from lowshard.comm.mailbox import Mailbox
+from lowshard.comm.node import node_rendezvous as w
 from lowshard.comm.node.atomic import FUTEX_CALLS
 from lowshard.comm.node.combine import BLOCK_BYTES, schedule
 from lowshard.comm.node.fold import scratch_blocks
 from lowshard.comm.node.line_vectors import LINE_BYTES
 from lowshard.comm.node.message_rings import ENTRY_HEAD_BYTES, HEAD_BYTES
 from lowshard.comm.node.node_memory import NodeMemory, head_bytes
-from lowshard.comm.node.node_rendezvous import (
-    CARD_BYTES,
-    CARDS,
-    CONTEXT_WORDS,
-    ENTRIES,
-    ENTRY_BYTES,
-    FLAG,
-    FLOWS,
-    FUTEX_CALL,
-    GONE,
-    HEADS,
-    LAST_CACHE,
-    MAPS,
-    ME,
-    MEMBERS,
-    OWN,
-    PARTS,
-    PIDS,
-    PIPES,
-    PIPES_FROM,
-    PROGRESS,
-    RING_ENTRIES,
-    SCRATCH,
-    SHARE_PAST,
-    SIZE,
-    SLOT_BYTES,
-    SLOTS,
-    SMALL_BYTES,
-    SPINS,
-    TIMEOUT_NS,
-    TURNS,
-    WANTED,
-    WATCHED,
-    YIELDS,
-)  # fmt: skip
 from lowshard.comm.node.pipe import FLOW_WORDS
 from lowshard.comm.progress import progress_address
 
@@ -98,7 +64,7 @@ class GroupContext:
     def __init__(self, place: Place, rank: int, mailbox: Mailbox, timeout_s: float, small_bytes: int) -> None:
         size, memory = len(place.members), place.memory
         cards = place.block + head_bytes(size)
-        self.words = np.zeros(CONTEXT_WORDS, np.int64)
+        self.words = np.zeros(w.CONTEXT_WORDS, np.int64)
         self._pids = np.array([memory.pids[m] for m in place.members], np.int64)
         self._parts = np.zeros(2 * size, np.int64)
         self.scratch = np.empty(scratch_blocks.py_func(size) * BLOCK_BYTES + 64, np.uint8)
@@ -107,33 +73,33 @@ class GroupContext:
         self.steps_at = {order: address_of(table) for order, table in self._steps.items()}
         crowded = len(memory.pids) > memory.cores
         words = self.words
-        words[SIZE], words[ME], words[CARDS] = size, rank, cards
-        words[SLOTS], words[SLOT_BYTES] = cards + size * CARD_BYTES, slot_bytes(size)
-        words[FLAG] = mailbox.lookout.flag_address
+        words[w.SIZE], words[w.ME], words[w.CARDS] = size, rank, cards
+        words[w.SLOTS], words[w.SLOT_BYTES] = cards + size * w.CARD_BYTES, slot_bytes(size)
+        words[w.FLAG] = mailbox.lookout.flag_address
         self._watched = np.array(mailbox.watched, np.int64)
-        words[GONE], words[WATCHED] = mailbox.lookout.gone_address, address_of(self._watched)
-        words[SMALL_BYTES] = small_bytes
-        words[RING_ENTRIES], words[ENTRY_BYTES] = ring_of(size)
-        words[HEADS] = words[SLOTS] + TURNS * size * slot_bytes(size)
-        words[ENTRIES] = words[HEADS] + size * size * HEAD_BYTES
+        words[w.GONE], words[w.WATCHED] = mailbox.lookout.gone_address, address_of(self._watched)
+        words[w.SMALL_BYTES] = small_bytes
+        words[w.RING_ENTRIES], words[w.ENTRY_BYTES] = ring_of(size)
+        words[w.HEADS] = words[w.SLOTS] + w.TURNS * size * slot_bytes(size)
+        words[w.ENTRIES] = words[w.HEADS] + size * size * HEAD_BYTES
         found = memory.calibration
         # Ranks that share a core share its caches too.
-        words[SHARE_PAST] = NEVER if crowded else found.share_past_from_bytes
-        words[LAST_CACHE], words[PIPES_FROM] = found.last_cache_bytes, found.pipes_from_bytes
+        words[w.SHARE_PAST] = NEVER if crowded else found.share_past_from_bytes
+        words[w.LAST_CACHE], words[w.PIPES_FROM] = found.last_cache_bytes, found.pipes_from_bytes
         if memory.pipes.table is not None:
-            words[PIPES] = address_of(memory.pipes.table)
+            words[w.PIPES] = address_of(memory.pipes.table)
         self._flows = np.zeros((size, FLOW_WORDS), np.int64)
-        words[FLOWS] = address_of(self._flows)
-        words[PROGRESS] = progress_address()
-        words[TIMEOUT_NS] = int(timeout_s * 1e9)
-        words[SPINS] = _SPINS_CROWDED if crowded else _SPINS_ALONE
-        words[YIELDS] = _YIELDS_CROWDED if crowded else _YIELDS_ALONE
-        words[FUTEX_CALL] = FUTEX_CALLS.get(os.uname().machine, 0)
-        words[SCRATCH] = -(-address_of(self.scratch) // 64) * 64
-        words[PIDS], words[PARTS] = address_of(self._pids), address_of(self._parts)
+        words[w.FLOWS] = address_of(self._flows)
+        words[w.PROGRESS] = progress_address()
+        words[w.TIMEOUT_NS] = int(timeout_s * 1e9)
+        words[w.SPINS] = _SPINS_CROWDED if crowded else _SPINS_ALONE
+        words[w.YIELDS] = _YIELDS_CROWDED if crowded else _YIELDS_ALONE
+        words[w.FUTEX_CALL] = FUTEX_CALLS.get(os.uname().machine, 0)
+        words[w.SCRATCH] = -(-address_of(self.scratch) // 64) * 64
+        words[w.PIDS], words[w.PARTS] = address_of(self._pids), address_of(self._parts)
         self._members = np.array(place.members, np.int64)
-        words[MEMBERS], words[MAPS] = address_of(self._members), address_of(memory.maps)
-        words[OWN], words[WANTED] = address_of(memory.arena.table), address_of(memory.wanted)
+        words[w.MEMBERS], words[w.MAPS] = address_of(self._members), address_of(memory.maps)
+        words[w.OWN], words[w.WANTED] = address_of(memory.arena.table), address_of(memory.wanted)
         self.address = address_of(words)
 
 
@@ -146,7 +112,7 @@ def slot_bytes(size: int) -> int:
 def lend_group(memory: NodeMemory, size: int) -> Any:
     """Return a block for the cards, slots and rings of a group; cards and counters are cleared."""
     entries, entry_bytes = ring_of(size)
-    cards, slots, heads = size * CARD_BYTES, TURNS * size * slot_bytes(size), size * size * HEAD_BYTES
+    cards, slots, heads = size * w.CARD_BYTES, w.TURNS * size * slot_bytes(size), size * size * HEAD_BYTES
     block = memory.lend(cards + slots + heads + size * size * entries * entry_bytes, size)
     begin = block.address + head_bytes(size)
     ctypes.memset(begin, 0, cards)

@@ -6,11 +6,11 @@ past the caches: it saves a third of the memory traffic of a sum of two, and of 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
 
+from lowshard.comm.node.atomic import emitted
 from lowshard.compiled.deferred import intrinsic, types
 
 LINE_BYTES = 64
@@ -75,18 +75,14 @@ def _combine_step(code: Any, size_bytes: int, streaming: bool) -> Any:
     return types.void(code, *(types.int64,) * 3), codegen
 
 
-@intrinsic
-def stream_lines(typingctx: Any, into: Any, source: Any) -> Any:
+@emitted("void")
+def stream_lines(builder: ir.IRBuilder, into: ir.Value, source: ir.Value) -> None:
     """Copy four lines past the caches to an address that is a multiple of 64."""
-
-    def emit(builder: ir.IRBuilder, to: ir.Value, at: ir.Value) -> None:
-        vector = ir.VectorType(ir.IntType(64), 8)
-        places = [ir.Constant(ir.IntType(64), LINE_BYTES * i) for i in range(_COPY_LINES)]
-        values = [builder.load(_at(builder, builder.add(at, place), vector), align=1) for place in places]
-        for place, value in zip(places, values, strict=True):
-            _put(builder, builder.add(to, place), value, True)
-
-    return _step(2, emit)
+    vector = ir.VectorType(ir.IntType(64), 8)
+    places = [ir.Constant(ir.IntType(64), LINE_BYTES * i) for i in range(_COPY_LINES)]
+    values = [builder.load(_at(builder, builder.add(source, place), vector), align=1) for place in places]
+    for place, value in zip(places, values, strict=True):
+        _put(builder, builder.add(into, place), value, True)
 
 
 STREAM_STEP_BYTES = _COPY_LINES * LINE_BYTES
@@ -101,11 +97,3 @@ def _put(builder: ir.IRBuilder, address: ir.Value, value: ir.Value, streaming: b
     made = builder.store(value, _at(builder, address, value.type), align=LINE_BYTES if streaming else 1)
     if streaming:
         made.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)]))
-
-
-def _step(args: int, emit: Callable[..., None]) -> Any:
-    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
-        emit(builder, *values)
-        return context.get_dummy_value()
-
-    return types.void(*(types.int64,) * args), codegen

@@ -19,22 +19,9 @@ from lowshard.comm import check
 from lowshard.comm.call import Call
 from lowshard.comm.call_comparison import STEP_SIGNATURE, differ_in_counts
 from lowshard.comm.mailbox import Mailbox
-from lowshard.comm.mpi import run_batch, start_message
+from lowshard.comm.mpi import ByMailbox
+from lowshard.comm.node import call_table as t
 from lowshard.comm.node.call_runner import STEP, CallRunner, QuickCalls, arrays_are_as_expected
-from lowshard.comm.node.call_table import (
-    APART,
-    BARRIER,
-    COLLECT,
-    DEAL,
-    EXCHANGE,
-    FOLD_AT_ROOT,
-    FOLD_BUFFERS,
-    FOLD_SLOTS,
-    GATHER_BUFFERS,
-    GATHER_SLOTS,
-    SPREAD,
-    row_of,
-)
 from lowshard.comm.node.calls import load_calls
 from lowshard.comm.node.combine import HALVES, NATIVE, OPS, recipe_of
 from lowshard.comm.node.fold import EVERYWHERE, OWN_PART, PART, TO_ROOT
@@ -51,8 +38,7 @@ from lowshard.comm.node.messages import NodeMailbox
 from lowshard.comm.node.node_memory import head_bytes, let_go_with, shared_array
 from lowshard.comm.node.node_reach import NodeReach
 from lowshard.comm.node.node_rendezvous import DIFFERENT, OK, UNEQUAL
-from lowshard.comm.transport import Front, Planner, Run, Transport
-from lowshard.comm.work import Work
+from lowshard.comm.transport import Planner, Run, Transport
 from lowshard.settings import CROSS_MEMORY
 
 Array = Any
@@ -83,7 +69,7 @@ class Spans(NamedTuple):
         differ_in_counts(over, text, sent.tolist(), expected.tolist())
 
 
-class NodeTransport(Transport):
+class NodeTransport(ByMailbox, Transport):
     """Ranks of one machine; each process is one.
 
     Attributes:
@@ -189,18 +175,6 @@ class NodeTransport(Transport):
         if code:
             self.runner.end(code, "barrier")
 
-    def send(self, buf: Array, dst: int) -> None:
-        self.mailbox.send(buf, dst)
-
-    def recv(self, buf: Array, src: int) -> None:
-        self.mailbox.recv(buf, src)
-
-    def start_message(self, front: Front, name: str, buf: Array, peer: int) -> Work:
-        return start_message(front, self.mailbox, name, buf, peer)
-
-    def run_batch(self, front: Front, batch: Sequence[tuple[Call, Array, int]]) -> None:
-        run_batch(self.mailbox, batch)
-
     # ---- plans of moves
 
     def _pull(
@@ -221,8 +195,8 @@ class NodeTransport(Transport):
         """
         sizes = send_bytes, ranks * each
         if most <= self._small_bytes:
-            return self.runner.small(call, GATHER_SLOTS, sizes, first, ranks, offset, each)
-        return self.runner.large(call, GATHER_BUFFERS, sizes, first, ranks, offset, each, in_place=in_place)
+            return self.runner.small(call, t.GATHER_SLOTS, sizes, first, ranks, offset, each)
+        return self.runner.large(call, t.GATHER_BUFFERS, sizes, first, ranks, offset, each, in_place=in_place)
 
     def _plan_all_gather(self, call: Call, dtype: Any, elems: int) -> Run:
         if self.size == 1:
@@ -242,14 +216,14 @@ class NodeTransport(Transport):
         mine, whole = self.rank == root, elems * dtype.itemsize
         if whole <= self._small_bytes:
             return self._pull(call, whole if mine else 0, 0 if mine else whole, root, 1, 0, whole)
-        return self.runner.large(call, SPREAD, (whole if mine else 0, 0 if mine else whole), root)
+        return self.runner.large(call, t.SPREAD, (whole if mine else 0, 0 if mine else whole), root)
 
     def _plan_gather(self, call: Call, dtype: Any, elems: int, root: int) -> Run:
         each = elems * dtype.itemsize
         if each <= self._small_bytes:
             return self._pull(call, each, each if self.rank == root else 0, 0, self.size, 0, each)
         return self.runner.large(
-            call, COLLECT, (each, each * self.size if self.rank == root else 0), root, each
+            call, t.COLLECT, (each, each * self.size if self.rank == root else 0), root, each
         )
 
     def _plan_scatter(self, call: Call, dtype: Any, elems: int, root: int) -> Run:
@@ -259,10 +233,10 @@ class NodeTransport(Transport):
         # The others wait until the root has shown all of it.
         if whole <= max(ALWAYS_SMALL_BYTES, self._small_bytes // 4):
             return self._pull(call, shown, each, root, 1, each * self.rank, whole)
-        return self.runner.large(call, DEAL, (shown, each), root, each)
+        return self.runner.large(call, t.DEAL, (shown, each), root, each)
 
     def _plan_barrier(self, call: Call, dtype: Any, elems: int) -> Run:
-        return self.runner.small(call, BARRIER, (0, 0))
+        return self.runner.small(call, t.BARRIER, (0, 0))
 
     def _plan_all_gather_v(
         self, call: Call, dtype: Any, elems: int, counts: Sequence[int], displs: Sequence[int]
@@ -317,7 +291,7 @@ class NodeTransport(Transport):
         if self.check == "full" or not self.place.memory.reads_across:
             return None
         numbers = call.prepared.table_at, call.prepared.places_at, self.check != "off"
-        return row_of(EXCHANGE, self.runner.sign(call), send.nbytes, recv.nbytes, APART, *numbers)
+        return t.row_of(t.EXCHANGE, self.runner.sign(call), send.nbytes, recv.nbytes, t.APART, *numbers)
 
     # ---- plans of reductions
 
@@ -335,7 +309,7 @@ class NodeTransport(Transport):
             return None
         nbytes, divisor, steps = elems * dtype.itemsize, self._divisor(op), self.context.steps_at[order]
         if nbytes <= max(ALWAYS_SMALL_BYTES, self._small_bytes // self.size):  # each rank folds it all
-            return self.runner.small(call, FOLD_SLOTS, (nbytes, nbytes), 0, elems, divisor, steps, recipe)
+            return self.runner.small(call, t.FOLD_SLOTS, (nbytes, nbytes), 0, elems, divisor, steps, recipe)
         return self._straight(call, (nbytes, nbytes), elems, EVERYWHERE, 0, divisor, steps, recipe)
 
     def _plan_reduce_scatter(self, call: Call, dtype: Any, elems: int, op: str, order: str) -> Run | None:
@@ -350,7 +324,7 @@ class NodeTransport(Transport):
         sizes = nbytes, elems * dtype.itemsize
         if nbytes <= self._small_bytes:
             return self.runner.small(
-                call, FOLD_SLOTS, sizes, elems * self.rank, elems, divisor, steps, recipe
+                call, t.FOLD_SLOTS, sizes, elems * self.rank, elems, divisor, steps, recipe
             )
         return self._straight(call, sizes, elems, PART, 0, divisor, steps, recipe)
 
@@ -362,13 +336,13 @@ class NodeTransport(Transport):
         mine = elems if self.rank == root else 0
         sizes = nbytes, mine * dtype.itemsize
         if nbytes <= self._small_bytes:
-            return self.runner.small(call, FOLD_SLOTS, sizes, 0, mine, divisor, steps, recipe)
+            return self.runner.small(call, t.FOLD_SLOTS, sizes, 0, mine, divisor, steps, recipe)
         # The root alone folds little: the others have shown theirs by then and wait for nothing. It is all there is to
         # do for two ranks, and for many on few cores, which cannot fold side by side, up to where caches end.
         alone = self.size == 2 or self._crowded
         if nbytes <= (_AT_ROOT_BYTES if alone else self._slot_bytes):
             numbers = elems, root, divisor, steps, recipe, self._slot_bytes // dtype.itemsize
-            return self.runner.large(call, FOLD_AT_ROOT, sizes, *numbers, reaches=False)
+            return self.runner.large(call, t.FOLD_AT_ROOT, sizes, *numbers, reaches=False)
         return self._straight(call, sizes, elems, TO_ROOT, root, divisor, steps, recipe)
 
     def _divisor(self, op: str) -> int:
@@ -378,7 +352,7 @@ class NodeTransport(Transport):
         in_turn = mode in (EVERYWHERE, TO_ROOT) and self.place.memory.reads_across
         chunk_elems = self._chunk_elems(sizes[0] // elems) if in_turn else 0
         return self.runner.large(
-            call, FOLD_BUFFERS, sizes, elems, mode, *numbers, chunk_elems, stages_recv=mode != OWN_PART
+            call, t.FOLD_BUFFERS, sizes, elems, mode, *numbers, chunk_elems, stages_recv=mode != OWN_PART
         )
 
     def _chunk_elems(self, item: int) -> int:
@@ -457,8 +431,7 @@ class NodeTransport(Transport):
             np.array([-1 if color is None else color, key, self.mailbox.next_tag], np.int64)
         )
         tag = int(asked[:, 2].max())
-        chosen = sorted((int(k), r) for r, (c, k, _) in enumerate(asked) if c == color)
-        ranks = [r for _, r in chosen] if color is not None else []
+        ranks = [] if color is None else members_of(asked, color)
         memory = self.place.memory
         _collect_dropped()
         facts = np.zeros(2, np.int64)
@@ -490,6 +463,11 @@ class NodeTransport(Transport):
         self._let_go()
         if self.group == "0" and not self.failed:
             self.mailbox.free()
+
+
+def members_of(asked: np.ndarray, color: int) -> list[int]:
+    """Return the ranks that asked for a colour, by key, then rank; a row a rank: its colour, its key."""
+    return [rank for _, rank in sorted((int(row[1]), r) for r, row in enumerate(asked) if row[0] == color)]
 
 
 def spans_of(itemsize: int, *spans: Sequence[int]) -> Spans:
