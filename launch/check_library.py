@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 from lowshard._version import __version__
-from lowshard.launch.doctor_finding import Check, run_python
+from lowshard.launch.doctor_finding import Check, last_object, run_python
 
 __all__ = ["check_kernels", "check_libraries", "check_loaded", "check_lowshard"]
 
@@ -130,10 +130,9 @@ def _import_in_child(names: list[str]) -> dict[str, tuple[str, str]]:
 def check_loaded() -> list[Check]:
     """Loads NumPy's BLAS and Numba's compiler in a child and says which files they are."""
     status, text = run_python(_LOADED_PROGRAM, [])
-    lines = [line for line in text.splitlines() if line.startswith("{")]
-    if not lines:
+    found = last_object(text)
+    if found is None:
         return [Check("blas", "broken", status, "try: python -c 'import numpy; numpy.show_config()'")]
-    found = json.loads(lines[-1])
     name = " ".join(part for part in (found["blas_name"], found["blas_version"]) if part) or "BLAS"
     checks = [
         Check("blas", "ok", f"{name}, {', '.join(found['blas'])}")
@@ -157,12 +156,11 @@ def check_loaded() -> list[Check]:
 def check_kernels() -> Check:
     """Compiles and runs a kernel in a child."""
     status, text = run_python(_KERNEL_PROGRAM, [str(Path(_origin()).parents[1])])
-    lines = [line for line in text.splitlines() if line.startswith("{")]
-    if not lines:
+    found = last_object(text)
+    if found is None:
         return Check(
             "kernels", "broken", status, "try: LOWSHARD_KERNELS=plain lowshard doctor", required=True
         )
-    found = json.loads(lines[-1])
     if not found["right"]:
         detail = f"{found['engine']} gives wrong bytes"
         return Check("kernels", "broken", detail, "set LOWSHARD_KERNELS=plain, and report it", required=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from dataclasses import asdict
@@ -11,7 +10,7 @@ from pathlib import Path
 from lowshard import calibration
 from lowshard.calibration import NEVER, Calibration
 from lowshard.errors import ProfileError
-from lowshard.launch.doctor_finding import Check, run_python
+from lowshard.launch.doctor_finding import Check, last_object, run_python
 from lowshard.launch.mpiexec import available_cores
 
 __all__ = ["check_calibration", "check_cuda", "check_gpus", "check_machine", "nccl_advice"]
@@ -20,7 +19,6 @@ _SMALL_SHM_BYTES = 1_000_000_000
 _MULTI_RANK_NCCL = 23003  # the first that allows several ranks on one GPU
 
 _GPU_PROGRAM = """
-import json
 import cupy
 from cupy.cuda import runtime
 found = {"nccl": None, "nccl_error": "", "gpus": [], "gpu_error": ""}
@@ -106,10 +104,9 @@ def check_machine() -> list[Check]:
 def check_cuda() -> Check:
     """Loads NVIDIA's driver library in a child."""
     status, text = run_python(_CUDA_PROGRAM, [])
-    lines = [line for line in text.splitlines() if line.startswith("{")]
-    if not lines:
+    found = last_object(text)
+    if found is None:
         return Check("libcuda", "broken", status, "NVIDIA's driver does not load: see nvidia-smi")
-    found = json.loads(lines[-1])
     if found["error"]:
         return Check("libcuda", "missing", found["error"], "for GPUs: install NVIDIA's driver")
     number = found["version"]  # 13000 is 13.0
@@ -119,11 +116,10 @@ def check_cuda() -> Check:
 def check_gpus() -> list[Check]:
     """Asks CuPy for NCCL and the GPUs."""
     status, text = run_python(_GPU_PROGRAM, [])
-    lines = [line for line in text.splitlines() if line.startswith("{")]
-    if not lines:
+    found = last_object(text)
+    if found is None:
         advice = "try: python -c 'import cupy; cupy.show_config()'"
         return [Check("nccl", "broken", status, advice), Check("gpus", "broken", status, advice)]
-    found = json.loads(lines[-1])
     if found["nccl"]:
         number = found["nccl"]  # 23007 is 2.30.7
         version = f"{number // 10000}.{number // 100 % 100}.{number % 100}"

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import io
-import json
 import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 from lowshard.errors import LowshardError
-from lowshard.launch.doctor_finding import Check, run_python
+from lowshard.launch.doctor_finding import Check, last_object, run_python
 from lowshard.launch.fake_hosts import why_not
 from lowshard.launch.job import run_ranks
 from lowshard.launch.mpiexec import MpiInstall, available_cores, find_mpi
@@ -29,7 +28,6 @@ _START_LIMIT_S = 60.0
 _AUTOGROUP = Path("/proc/sys/kernel/sched_autogroup_enabled")
 
 _PING_PROGRAM = """
-import json
 import numpy as np
 from mpi4py import MPI
 world = MPI.COMM_WORLD
@@ -179,10 +177,9 @@ def check_sharing() -> Check:
 def sharing_finding(status: str, text: str) -> Check:
     """Returns what the two processes found; status and text are how they ended and what they printed."""
     name = "shared memory"
-    lines = [line for line in text.splitlines() if line.startswith("{")]
-    if not lines:
+    found = last_object(text)
+    if found is None:
         return Check(name, "broken", status, "collectives go through MPI: set LOWSHARD_CPU_PATH=mpi")
-    found = json.loads(lines[-1])
     allow = "in a container: docker run --cap-add=SYS_PTRACE; else sysctl kernel.yama.ptrace_scope=0"
     if found["memfd"]:
         detail = f"a rank may not open another's memory through /proc: {found['memfd']}"

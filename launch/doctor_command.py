@@ -65,7 +65,7 @@ def examine() -> list[Check]:
     version = platform.python_version()
     python_ok = sys.version_info >= (3, 11)
     checks = [
-        Check("python", "ok" if python_ok else "broken", f"{version}, {sys.executable}", required=True)
+        Check("python", "ok", f"{version}, {sys.executable}", required=True)
         if python_ok
         else Check("python", "broken", version, "lowshard needs Python 3.11 or newer", required=True),
         check_lowshard(),

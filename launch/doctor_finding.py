@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from dataclasses import dataclass
+from typing import Any
 
-__all__ = ["Check", "run_python"]
+__all__ = ["Check", "last_object", "run_python"]
 
 _PYTHON_LIMIT_S = 120.0
 
@@ -40,3 +42,9 @@ def run_python(program: str, args: list[str]) -> tuple[str, str]:
         return f"no end within {_PYTHON_LIMIT_S:.0f} s", text.decode() if isinstance(text, bytes) else text
     last = done.stderr.strip().splitlines()[-1:] or [""]
     return f"status {done.returncode} {last[0]}".strip(), done.stdout
+
+
+def last_object(text: str) -> dict[str, Any] | None:
+    """Returns the last JSON object among the lines that a program printed; None where there is none."""
+    lines = [line for line in text.splitlines() if line.startswith("{")]
+    return json.loads(lines[-1]) if lines else None

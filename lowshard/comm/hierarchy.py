@@ -258,9 +258,8 @@ class HierarchicalTransport(ByMailbox, Transport):
 
         def run(send: Array, recv: Array) -> None:
             self.verify(call)
-            s, r = send.reshape(-1), recv.reshape(-1)
-            if len(pieces) > 1 and np.may_share_memory(s, r) and s.ctypes.data != r.ctypes.data:
-                s = s.copy()
+            r = recv.reshape(-1)
+            s = _kept_whole(send.reshape(-1), r, pieces)
             for start, stop in pieces:
                 r[start:stop] = self._reduced(call, s[start:stop], op)
 
@@ -290,14 +289,8 @@ class HierarchicalTransport(ByMailbox, Transport):
 
         def run(send: Array, recv: Array | None) -> None:
             self.verify(call)
-            s, r = send.reshape(-1), None if recv is None else recv.reshape(-1)
-            if (
-                r is not None
-                and len(pieces) > 1
-                and np.may_share_memory(s, r)
-                and s.ctypes.data != r.ctypes.data
-            ):
-                s = s.copy()
+            r = None if recv is None else recv.reshape(-1)
+            s = _kept_whole(send.reshape(-1), r, pieces)
             for start, stop in pieces:
                 counts, displs = cut(self, stop - start)
                 own = np.empty(counts[self.rank], dtype)
@@ -480,6 +473,12 @@ def _ranges(elems: int, whole_bytes: int) -> list[Span]:
     """Return the ranges of elements in which so many bytes go through a window, each as large as others."""
     pieces = min(-(-whole_bytes // PIECE_BYTES), max(elems, 1))
     return [split_interval((0, elems), pieces, i) for i in range(pieces)]
+
+
+def _kept_whole(send: Array, recv: Array | None, pieces: Sequence[Span]) -> Array:
+    """Return an operand that no earlier piece of the result is written over: a copy where it is not in place."""
+    moved = recv is not None and np.may_share_memory(send, recv) and send.ctypes.data != recv.ctypes.data
+    return send.copy() if moved and len(pieces) > 1 else send
 
 
 def _nothing(dtype: Any) -> Array:

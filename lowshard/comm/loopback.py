@@ -140,7 +140,7 @@ class LoopbackTransport(Transport):
         self._board = board
 
     def meet(self, mine: Any) -> list[Any]:
-        """Post a value and return everybody's; `_leave` must follow once they have been read."""
+        """Post a value and return everybody's; `leave` must follow once they have been read."""
         self._board.slots[self.rank] = mine
         self._board.wait(self.rank)
         return list(self._board.slots)
@@ -212,10 +212,8 @@ class LoopbackTransport(Transport):
 
     def scatter(self, send: Array | None, recv: Array, root: int) -> None:
         n = recv.size
-        whole = self.meet(send if send is None else check.apart(send, recv, send[n * root : n * (root + 1)]))[
-            root
-        ]
-        _copy(whole[recv.size * self.rank : recv.size * (self.rank + 1)], recv, root)
+        posted = self.meet(send if send is None else check.apart(send, recv, send[n * root : n * (root + 1)]))
+        _copy(posted[root][n * self.rank : n * (self.rank + 1)], recv, root)
         self.leave()
 
     def send(self, buf: Array, dst: int) -> None:

@@ -339,11 +339,11 @@ class NCCLTransport(Transport):
         return run
 
     def all_gather_v(self, send: Array, recv: Array, counts: Sequence[int], displs: Sequence[int]) -> None:
-        wire, stream = wire_of(recv.dtype), self._stream()
-        source, target = self._binding.pointer(send), self._binding.pointer(recv)
+        source = self._binding.pointer(send)
         if len(set(counts)) == 1:
             self._all_gather_equal(source, recv, counts[0], displs)
             return
+        wire, stream, target = wire_of(recv.dtype), self._stream(), self._binding.pointer(recv)
         with self._nccl.group():
             for root, (elems, displ) in enumerate(zip(counts, displs, strict=True)):
                 if elems:
@@ -396,16 +396,14 @@ class NCCLTransport(Transport):
     def gather(self, send: Array, recv: Array | None, root: int) -> None:
         if recv is None:
             self.send(send, root)
-            return
-        counts, displs, zero = self._rows(send.size, root)
-        self.all_to_all_v(send, counts, zero, recv, [send.size] * self.size, displs)
+        else:
+            super().gather(send, recv, root)
 
     def scatter(self, send: Array | None, recv: Array, root: int) -> None:
         if send is None:
             self.recv(recv, root)
-            return
-        counts, displs, zero = self._rows(recv.size, root)
-        self.all_to_all_v(send, [recv.size] * self.size, displs, recv, counts, zero)
+        else:
+            super().scatter(send, recv, root)
 
     def send(self, buf: Array, dst: int) -> None:
         self._message_of(self._handle.send, buf, dst)

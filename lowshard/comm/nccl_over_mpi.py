@@ -63,9 +63,7 @@ class _Found:
     """Why there is no NCCL."""
 
 
-def build_over_mpi(
-    host: Communicator, mpi_comm: Any = None, transport: Transport = "auto", watch: Watching | None = None
-) -> Communicator:
+def build_over_mpi(host: Communicator, mpi_comm: Any = None, transport: Transport = "auto") -> Communicator:
     """Return a communicator over GPU arrays for the ranks of `host`, which becomes its control communicator.
 
     Collective: all ranks of the communicator call this. A rank takes the GPU whose number is its rank
@@ -77,7 +75,6 @@ def build_over_mpi(
         mpi_comm: an mpi4py communicator of these ranks; by default that of `host`.
         transport: "nccl", "staged" (through host memory), or "auto": NCCL where it can be used, else staged, with a
             RuntimeWarning on rank 0 that says why and what to set.
-        watch: the side channel; by default that of `host`, which may have none.
 
     Raises:
         CommError: transport is none of the three; with "nccl", ranks of a node share a GPU, and NCCL is not told to
@@ -91,7 +88,7 @@ def build_over_mpi(
         raise CommError(f"transport is {', '.join(map(repr, TRANSPORTS))}, got {transport!r}")
     mailbox: Mailbox = host._transport.mailbox  # type: ignore[attr-defined]
     mpi_comm = mailbox._comm if mpi_comm is None else mpi_comm
-    watch = mailbox.lookout.watch if watch is None else watch
+    watch = mailbox.lookout.watch
     found: _Found | None = None
     error: Exception | None = None
     node_comm = mpi_comm.Split_type(load_mpi().COMM_TYPE_SHARED)

@@ -316,16 +316,10 @@ class NodeTransport(ByMailbox, Transport):
         recipe = self._recipe(dtype, op)
         if not recipe:
             return None
-        nbytes, divisor, steps = (
-            elems * dtype.itemsize * self.size,
-            self._divisor(op),
-            self.context.steps_at[order],
-        )
-        sizes = nbytes, elems * dtype.itemsize
-        if nbytes <= self._small_bytes:
-            return self.runner.small(
-                call, t.FOLD_SLOTS, sizes, elems * self.rank, elems, divisor, steps, recipe
-            )
+        part_bytes, divisor, steps = elems * dtype.itemsize, self._divisor(op), self.context.steps_at[order]
+        sizes, first = (part_bytes * self.size, part_bytes), elems * self.rank
+        if sizes[0] <= self._small_bytes:
+            return self.runner.small(call, t.FOLD_SLOTS, sizes, first, elems, divisor, steps, recipe)
         return self._straight(call, sizes, elems, PART, 0, divisor, steps, recipe)
 
     def _plan_reduce(self, call: Call, dtype: Any, elems: int, op: str, root: int, order: str) -> Run | None:
