@@ -143,6 +143,17 @@ def instance(value: object, kind: type[T], rule: str, error: type[LowshardError]
     return value
 
 
+def is_text(value: str) -> bool:
+    """Return False for half surrogate pairs, which JSON can spell and UTF-8 cannot."""
+    if value.isascii():
+        return True
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def brief(value: object) -> str:
     """Return a value as text that fits into a message, whatever it is."""
     if isinstance(value, (list, tuple, set, frozenset)):

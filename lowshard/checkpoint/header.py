@@ -23,7 +23,7 @@ from types import MappingProxyType
 from typing import Any
 
 from lowshard import dtypes
-from lowshard.argument import instance
+from lowshard.argument import instance, is_text
 from lowshard.errors import CheckpointError, DTypeError
 from lowshard.nearest import nearest
 
@@ -378,15 +378,6 @@ def _check_cover(entries: Iterable[TensorEntry], data_start: int, file_bytes: in
 
 def _is_extent(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _MAX_ARRAY_BYTES
-
-
-def is_text(value: str) -> bool:
-    """Return False for half surrogate pairs, which JSON can spell and UTF-8 cannot."""
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _brief(value: object) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lowshard import dtypes
-from lowshard.argument import brief, mapping
+from lowshard.argument import brief, is_text, mapping
 from lowshard.errors import BufferMismatchError, PlanError
 from lowshard.foreign_array import READ_ONLY
 from lowshard.kernels.buffer import is_gpu, require_array
@@ -24,7 +24,7 @@ def tensor_layouts(given: object, size: int) -> dict[str, TensorLayout]:
     found = {}
     rule = "layouts are a mapping of names to layouts"
     for name, layout in mapping(given, rule, PlanError).items():
-        if not isinstance(name, str) or not _is_utf8(name):
+        if not isinstance(name, str) or not is_text(name):
             raise PlanError(f"{rule}; a name is text that UTF-8 can write, got {brief(name)}")
         found[name] = as_tensor_layout(layout)
         if found[name].seats.span[1] > size:
@@ -34,14 +34,6 @@ def tensor_layouts(given: object, size: int) -> dict[str, TensorLayout]:
     if not found:
         raise PlanError("layouts name one tensor or more, got none")
     return found
-
-
-def _is_utf8(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def local_arrays(

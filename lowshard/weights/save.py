@@ -20,14 +20,14 @@ from typing import Any, Literal, overload
 import numpy as np
 import numpy.typing as npt
 
-from lowshard.argument import brief, instance, mapping
+from lowshard.argument import brief, instance, is_text, mapping
 from lowshard.argument import path as check_path
 from lowshard.box import Box, full_box, shape_of, volume
 from lowshard.checkpoint import hf_index
 from lowshard.checkpoint.checkpoint_index import INDEX_NAME, Index, IndexedFile, IndexedTensor, Part
 from lowshard.checkpoint.commit import Commit, together
 from lowshard.checkpoint.crc import crc32
-from lowshard.checkpoint.header import FilePath, check_metadata, encode_header, is_text
+from lowshard.checkpoint.header import FilePath, check_metadata, encode_header
 from lowshard.checkpoint.hf_index import plain_metadata
 from lowshard.checkpoint.own_parts import Parts, State, check_turn, write_parts
 from lowshard.checkpoint.writer import check_state, reserve, write_at, write_state
