@@ -30,7 +30,7 @@ from typing import Any, Literal, NamedTuple, Self, overload
 
 import numpy as np
 
-from lowshard.argument import brief, instance, is_text, number, truth
+from lowshard.argument import brief, choice, instance, is_text, number, truth
 from lowshard.argument import path as checked_path
 from lowshard.comm import Communicator, agree, loopback, share_text
 from lowshard.comm.agreement import control_of, share
@@ -155,8 +155,7 @@ class Subscriber:
             self._token_file = (
                 self._address.token_file if token_file is None else checked_path(token_file, rule, CommError)
             )
-            if not isinstance(delta, str) or delta not in ("auto", "off"):
-                raise CommError(f"delta of a Subscriber is 'auto' or 'off', got {brief(delta)}")
+            choice(delta, ("auto", "off"), "delta of a Subscriber is 'auto' or 'off'", CommError)
             shares = truth(share, "share is True or False", CommError)
             instance(name, str, "name of a Subscriber is text", CommError)
             if not is_text(name):
