@@ -65,6 +65,11 @@ def contains(outer: Box, inner: Box) -> bool:
     )
 
 
+def is_within(box: Box, shape: Sequence[int]) -> bool:
+    """Return True when a box, an empty one too, lies in an array of this shape."""
+    return len(box) == len(shape) and all(0 <= a <= b <= n for (a, b), n in zip(box, shape, strict=True))
+
+
 def subtract(box: Box, hole: Box) -> list[Box]:
     """Return disjoint boxes that cover `box` without `hole`, at most two a dim."""
     common = intersect(box, hole)

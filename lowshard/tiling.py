@@ -17,7 +17,7 @@ from typing import Any
 from lowshard import dtypes
 from lowshard.argument import as_shape, brief, instance, items, whole, wholes
 from lowshard.block_format import BlockFormat
-from lowshard.box import Box, covers, full_box, intersect, shape_of, volume
+from lowshard.box import Box, covers, full_box, intersect, is_within, shape_of, volume
 from lowshard.errors import LayoutError
 from lowshard.layout import Layout
 from lowshard.mesh import MOST_RANKS, DeviceMesh
@@ -380,7 +380,7 @@ class Tiling:
         if len(local_shape) != len(self.shape):
             raise LayoutError(f"rank {rank}: local shape {local_shape} has other dims than {self.shape}")
         for tile in tiles:
-            if not _inside(tile.box, self.shape) or not _inside(tile.local, local_shape):
+            if not is_within(tile.box, self.shape) or not is_within(tile.local, local_shape):
                 raise LayoutError(
                     f"rank {rank}: a tile lies inside the array {self.shape} and the local array "
                     f"{local_shape}, got {tile}"
@@ -393,10 +393,6 @@ class Tiling:
                 f"rank {rank}: every element of the local array {local_shape} lies in exactly one tile, "
                 f"got {[t.local for t in tiles]}"
             )
-
-
-def _inside(box: Box, shape: tuple[int, ...]) -> bool:
-    return len(box) == len(shape) and all(0 <= a <= b <= n for (a, b), n in zip(box, shape, strict=True))
 
 
 def _list(box: Box) -> list[list[int]]:
