@@ -6,7 +6,6 @@ reduction to replicas: each replica folds its share, then the shares are gathere
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from typing import Any
 
 from lowshard.argument import whole
 from lowshard.bounded import BoundedCache
+from lowshard.content_hash import text_digest
 from lowshard.cost import ClusterProfile
 from lowshard.errors import PlanError
 from lowshard.exchange import Exchange, Piece, on_one_grid, partial_axes
@@ -197,7 +197,7 @@ class RedistributePlan:
         text = json.dumps(
             [self.src.to_json(), self.dst.to_json(), steps], sort_keys=True, separators=(",", ":")
         )
-        return hashlib.blake2b(text.encode(), digest_size=16).digest()
+        return text_digest(text)
 
     def __str__(self) -> str:
         return self.explain()

@@ -7,7 +7,6 @@ Like a layout it is a value: any process can ask for any rank's tiles.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from lowshard import dtypes
 from lowshard.argument import as_shape, brief, instance, items, whole, wholes
 from lowshard.block_format import BlockFormat
 from lowshard.box import Box, covers, full_box, intersect, is_within, shape_of, volume
+from lowshard.content_hash import text_digest
 from lowshard.errors import LayoutError
 from lowshard.layout import Layout
 from lowshard.mesh import MOST_RANKS, DeviceMesh
@@ -364,7 +364,7 @@ class Tiling:
         """Return 32 hex digits that two tilings share exactly when they are equal."""
         if not self._digest:
             text = json.dumps(self.to_json(), sort_keys=True, separators=(",", ":"))
-            self._digest.append(hashlib.blake2b(text.encode(), digest_size=16).hexdigest())
+            self._digest.append(text_digest(text).hex())
         return self._digest[0]
 
     def _rank(self, rank: int) -> int:

@@ -11,7 +11,6 @@ for only where they are not.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -28,7 +27,7 @@ from lowshard.bounded import bounded_cache
 from lowshard.box import Box, intersect, moved, slices_of, subtract, volume
 from lowshard.comm import Communicator, agree
 from lowshard.comm.agreement import control_of, share_text
-from lowshard.content_hash import tensor_digest
+from lowshard.content_hash import tensor_digest, text_digest
 from lowshard.errors import BufferMismatchError, LayoutError, LowshardError, MeshError, VerificationError
 from lowshard.kernels.bit_sums import content_sum
 from lowshard.kernels.buffer import is_gpu, require_array
@@ -85,7 +84,7 @@ def digest(
         error = found
     if comm is not None:
         asked = [[name, str(one.plan.layout), one.plan.fingerprint] for name, one in held.items()]
-        agree(comm, hashlib.blake2b(json.dumps(asked).encode()).digest(), error, "digest")
+        agree(comm, text_digest(json.dumps(asked)), error, "digest")
     elif error is not None:
         raise error
     rows = np.zeros((len(held), 3, SUMS), np.uint32)
@@ -152,7 +151,7 @@ class _Plan:
     def fingerprint(self) -> str:
         """All that the layout says, short."""
         text = json.dumps(self.layout.to_json(), default=list)
-        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+        return text_digest(text).hex()
 
     def holders(self, piece: _Piece) -> tuple[int, ...]:
         """Return the ranks that hold a piece."""

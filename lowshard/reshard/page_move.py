@@ -14,6 +14,7 @@ import numpy.typing as npt
 from lowshard.argument import brief, instance, mapping
 from lowshard.comm import Communicator
 from lowshard.comm.agreement import agree, control_of, share
+from lowshard.content_hash import text_digest
 from lowshard.errors import BufferMismatchError, MeshError, PlanError, VerificationError
 from lowshard.kernels.bit_sums import content_sum
 from lowshard.kernels.unit_weights import SUMS
@@ -78,7 +79,7 @@ def move_pages(
     control_of(comm)
     errors = FirstError()
     side: _Side | None = errors.guard(_Side, plan, src, dst, comm, digests)
-    said = hashlib.blake2b(b"" if side is None else side.said.encode(), digest_size=16).digest()
+    said = text_digest("" if side is None else side.said)
     agree(comm, said, errors.take(), _WHAT)
     assert side is not None  # else all ranks have raised
     report = side.move(errors)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -20,6 +19,7 @@ from lowshard.comm.agreement import agree, share
 from lowshard.comm.background import Background
 from lowshard.comm.communicator import Communicator
 from lowshard.comm.work import Stream, Work
+from lowshard.content_hash import text_digest
 from lowshard.errors import (
     CommError,
     MismatchError,
@@ -152,9 +152,7 @@ class Refit:
                 a if how is None else {**a, **how.refit_weights()}
                 for a, how in zip(served, transforms, strict=True)
             ]
-            digest = hashlib.blake2b(
-                f"{plan.digest()} {buffering} {delta} {base}".encode(), digest_size=16
-            ).digest()
+            digest = text_digest(f"{plan.digest()} {buffering} {delta} {base}")
         except Exception as caught:
             error = caught
         agree(comm, digest, error, "Refit")

@@ -5,7 +5,6 @@ Memory beside the arrays is bounded: two buckets out and, where they come as mes
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from lowshard.argument import choice, whole
 from lowshard.comm.agreement import agree, control_of
 from lowshard.comm.communicator import Communicator
 from lowshard.comm.work import Stream
+from lowshard.content_hash import text_digest
 from lowshard.errors import CommError, LowshardError, MismatchError, PlanError
 from lowshard.reshard.rank_side import Side
 from lowshard.reshard.reshard_plan import ReshardPlan
@@ -183,7 +183,7 @@ class Reshard:
         by_memory = way != _MESSAGES and comm.xp is np
         errors.guard(side.prepare)
         said = f"{side.plan.digest()} {bucket_sizes(comm, by_memory, staging_bytes)} {checksums} {way}"
-        digest = hashlib.blake2b(said.encode(), digest_size=16).digest()
+        digest = text_digest(said)
         agree(comm, digest, errors.take(), "execute_reshard_plan")
         side.shake_hands()
         if way in (_DIRECT, _SLOTS) and not (comm.reach.whole and by_memory):

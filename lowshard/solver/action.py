@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,6 +12,7 @@ from typing import Any, Protocol, get_args
 
 from lowshard import dtypes
 from lowshard.argument import as_shape, brief, choice, instance, items, mapping, truth, whole
+from lowshard.content_hash import text_digest
 from lowshard.errors import LayoutError, PlanError, SolverError
 from lowshard.layout import Layout
 from lowshard.mesh import DeviceMesh
@@ -193,7 +193,7 @@ class Action:
     @cached_property
     def _digest(self) -> str:
         text = json.dumps(self.to_json(), sort_keys=True, separators=(",", ":"), default=str)
-        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+        return text_digest(text).hex()
 
     def digest(self) -> str:
         """Return 32 hex digits that two actions share exactly when they are equal."""

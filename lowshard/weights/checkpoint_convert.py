@@ -6,7 +6,6 @@ them where they belong. Nothing travels between processes; the input's files are
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -32,7 +31,7 @@ from lowshard.checkpoint.header import read_header
 from lowshard.checkpoint.hf_index import SIZES
 from lowshard.checkpoint.read_shares import Share, shares
 from lowshard.comm import Communicator, agree
-from lowshard.content_hash import model_digest, tensor_digest
+from lowshard.content_hash import model_digest, tensor_digest, text_digest
 from lowshard.errors import CheckpointError, ShardingError, VerificationError
 from lowshard.kernels.unit_weights import SUMS
 from lowshard.tiling import Tile, Tiling
@@ -310,7 +309,7 @@ def convert(
     """
     target = Path(settings.target)
     plan = together(comm, target, lambda: ConvertPlan.of(settings), "reshard")
-    agree(comm, hashlib.blake2b(settings.to_json().encode(), digest_size=16).digest(), None, "reshard")
+    agree(comm, text_digest(settings.to_json()), None, "reshard")
     worker = _Worker(plan, settings, comm, progress)
     try:
         target = Path(plan.place)

@@ -8,7 +8,6 @@ sends it, for files that only its node sees. In all three no two ranks of a node
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ from lowshard.argument import choice, instance, mapping, whole, wholes
 from lowshard.box import Box, any_overlap, intersect, shape_of, volume
 from lowshard.checkpoint.catalog import Catalog, Files
 from lowshard.checkpoint.read_shares import Share, disjoint, shares, with_whole_rows
+from lowshard.content_hash import text_digest
 from lowshard.errors import CheckpointError, PlanError
 from lowshard.layout import Layout
 from lowshard.mesh import MOST_RANKS
@@ -137,7 +137,7 @@ class LoadPlan:
     def digest_bytes(self) -> bytes:
         """The digest as 16 bytes."""
         text = json.dumps(self.to_json(), sort_keys=True, separators=(",", ":"))
-        return hashlib.blake2b(text.encode(), digest_size=16).digest()
+        return text_digest(text)
 
 
 @reader("load plan", PlanError)

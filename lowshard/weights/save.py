@@ -6,7 +6,6 @@ the index is put in place, by `lowshard.checkpoint.commit`.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import threading
@@ -33,7 +32,7 @@ from lowshard.checkpoint.own_parts import Parts, State, check_turn, write_parts
 from lowshard.checkpoint.writer import check_state, reserve, write_at, write_state
 from lowshard.comm import Communicator, agree, loopback
 from lowshard.comm.work import Work
-from lowshard.content_hash import tensor_digest
+from lowshard.content_hash import tensor_digest, text_digest
 from lowshard.errors import CheckpointError
 from lowshard.kernels.bit_sums import content_sum
 from lowshard.kernels.unit_weights import SUMS
@@ -328,7 +327,7 @@ def _save_sharded(
     folder, tensors, metadata = together(comm, path, prepare, "save")
     tilings = {name: tiling for name, (tiling, _) in tensors.items()}
     asked = [str(folder), sorted(metadata.items()), sorted((n, t.digest()) for n, t in tilings.items()), wait]
-    agree(comm, hashlib.blake2b(json.dumps(asked).encode(), digest_size=16).digest(), None, "save")
+    agree(comm, text_digest(json.dumps(asked)), None, "save")
 
     def write(over: Communicator, parts: Parts) -> None:
         with Commit(folder / INDEX_NAME, over, "save") as commit:

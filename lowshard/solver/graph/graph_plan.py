@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -11,6 +10,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 from lowshard.argument import instance, whole
+from lowshard.content_hash import text_digest
 from lowshard.cost import ClusterProfile
 from lowshard.errors import LayoutError, PlanError
 from lowshard.layout import Layout
@@ -253,7 +253,7 @@ class GraphPlan:
             self.node_size,
         ]  # fmt: skip
         text = json.dumps(parts, sort_keys=True, separators=(",", ":"))
-        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+        return text_digest(text).hex()
 
     def digest(self) -> str:
         """Return 32 hex digits that two plans share exactly when they do the same."""
