@@ -589,7 +589,7 @@ def candidate_table(
                     name,
                     *(_arrow(a, b) for a, b in moves),
                     ",".join(map(str, dict.fromkeys(outputs))),
-                    " + ".join(n for n in names if n not in ("noop",)) or "-",
+                    " + ".join(n for n in names if n != "noop") or "-",
                     f"{candidate.cost_bytes:,.0f}",
                     fate,
                 )
@@ -597,13 +597,13 @@ def candidate_table(
         hidden = len(action_set.candidates(axis)) - _SHOWN
         if hidden > 0:
             body.append((name, f"... {hidden} more", *[""] * (len(heads) - 2)))
-    widths = [max(len(line[i]) for line in (heads, *body)) for i in range(len(heads))]
-    lines = [
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-        for line in (heads, *body)
-    ]
-    lines.extend(f"refused: {text}" for text in action_set.refused)
-    return "\n".join(lines)
+    return "\n".join([*aligned([heads, *body]), *(f"refused: {text}" for text in action_set.refused)])
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return the rows of a table as lines, their columns one below the other."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 def _arrow(held: Placement, need: Placement) -> str:
