@@ -12,7 +12,7 @@ import numpy as np
 
 from lowshard import dtypes
 from lowshard.argument import MOST_ELEMS, brief, choice, instance, real, whole
-from lowshard.box import Box
+from lowshard.box import Box, full_box, shape_of
 from lowshard.comm import Communicator, agree
 from lowshard.errors import (
     BadGrad,
@@ -148,7 +148,7 @@ class Core:
             for box, lo, hi in flat_boxes(shape, piece.param_lo, piece.param_hi):
                 _put(view[lo - piece.param_lo : hi - piece.param_lo], function(name, box), box, name)
         for param in unit.ignored:
-            box = tuple((0, extent) for extent in param.shape)
+            box = full_box(param.shape)
             name = f"{unit.name}.{param.name}"
             if names is not None and name not in names:
                 continue
@@ -305,7 +305,7 @@ def _no_memory(what: str, error: BaseException) -> CommError:
 
 
 def _put(view: Array, value: Any, box: Box, name: str) -> None:
-    shape = tuple(stop - start for start, stop in box)
+    shape = shape_of(box)
     rule = f"fill: {name} {box} is an array {list(shape)} or a number"
     value = view_of(value, f"fill: {name}")
     given = getattr(value, "shape", ())
