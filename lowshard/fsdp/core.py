@@ -27,7 +27,7 @@ from lowshard.errors import (
     StepError,
     TimedOut,
 )
-from lowshard.foreign_array import view_of
+from lowshard.foreign_array import host_of, view_of
 from lowshard.fsdp.flat_plan import ALIGN_ELEMS, Piece, flat_boxes
 from lowshard.fsdp.fsdp_strategy import Precision, ShardingStrategy
 from lowshard.fsdp.gradient import Accumulate, Gradients
@@ -319,9 +319,3 @@ def _put(view: Array, value: Any, box: Box, name: str) -> None:
         view[...] = value.reshape(-1) if given else value
     except (AttributeError, OverflowError, TypeError, ValueError):
         raise BufferMismatchError(f"{rule}, got {brief(value)}") from None
-
-
-def host_of(array: Array) -> np.ndarray:
-    """Return an array as one of the host."""
-    found: np.ndarray = array if isinstance(array, np.ndarray) else array.get()
-    return found

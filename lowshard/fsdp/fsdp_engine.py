@@ -18,8 +18,9 @@ from lowshard.comm import agree
 from lowshard.comm.work import Work
 from lowshard.content_hash import text_digest
 from lowshard.errors import BadGrad, LayoutError, MismatchError, NotJoined, NotOpen, StaleParams, StepError
+from lowshard.foreign_array import host_of
 from lowshard.fsdp import model_state as saved
-from lowshard.fsdp.core import Core, host_of
+from lowshard.fsdp.core import Core
 from lowshard.fsdp.gradient import State
 from lowshard.fsdp.links import known_elsewhere
 from lowshard.fsdp.norm import SMALLEST_SUM

@@ -11,7 +11,7 @@ from lowshard import dtypes
 from lowshard.argument import brief, choice, instance, items, mapping, truth
 from lowshard.box import Box, shape_of
 from lowshard.errors import BufferMismatchError, KernelError, PlanError
-from lowshard.foreign_array import READ_ONLY, is_foreign, like, view_of
+from lowshard.foreign_array import READ_ONLY, host_of, is_foreign, like, view_of
 from lowshard.kernels import (
     MXFP8Tensor,
     SwizzledMXFP8,
@@ -335,8 +335,7 @@ class MXFP8ReshardTransform(ReshardTransform):
             raise PlanError(f"{name}: rows {rows}, columns {span} arrived twice")
         _raw(kept)[at] = _raw(values)
         filled[at] = True
-        done = filled[slice(*rows)].all(axis=1)
-        done = done if isinstance(done, np.ndarray) else done.get()
+        done = host_of(filled[slice(*rows)].all(axis=1))
         edges = np.flatnonzero(np.diff(np.concatenate(([False], done, [False])).astype(np.int8)))
         for start, stop in edges.reshape(-1, 2) + rows[0]:  # bands of rows that are complete now
             band = _contiguous(kept[start:stop])

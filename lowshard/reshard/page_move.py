@@ -16,6 +16,7 @@ from lowshard.comm import Communicator
 from lowshard.comm.agreement import agree, control_of, share
 from lowshard.content_hash import text_digest
 from lowshard.errors import BufferMismatchError, MeshError, PlanError, VerificationError
+from lowshard.foreign_array import host_of
 from lowshard.kernels.bit_sums import content_sum
 from lowshard.kernels.unit_weights import SUMS
 from lowshard.reshard.page_digest import checked_arrays, digests_of
@@ -235,7 +236,7 @@ class _Side:
         return np.concatenate([np.frombuffer(words, np.uint64), np.array([*named, *sums], np.uint64)])
 
     def _compare(self, pair: PagePair, came: Array, count: int) -> None:
-        head = came[:_HEAD_BYTES] if isinstance(came, np.ndarray) else came[:_HEAD_BYTES].get()
+        head = host_of(came[:_HEAD_BYTES])
         got, right = head.copy().view(np.uint64), self._head(pair, came[_HEAD_BYTES:])
         if (got == right).all():
             return
