@@ -154,6 +154,12 @@ def is_text(value: str) -> bool:
     return True
 
 
+def quoted(value: object) -> str:
+    """Return the repr of plain data, as files hold it, cut where it is long; `brief` is for what a caller passes."""
+    text = repr(value)
+    return text if len(text) <= 120 else f"{text[:100]}... ({len(text)} characters)"
+
+
 def brief(value: object) -> str:
     """Return a value as text that fits into a message, whatever it is."""
     if isinstance(value, (list, tuple, set, frozenset)):
