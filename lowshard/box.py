@@ -133,6 +133,11 @@ def row_major_parts(box: Box, most_elems: int, whole_dims: int = 0) -> Iterator[
     return cut(box, 0)
 
 
+def box_text(box: Box) -> str:
+    """Return a box as text, `[0:4, 2:8]`; files of a sharded checkpoint say so which slice of a tensor they hold."""
+    return f"[{', '.join(f'{start}:{stop}' for start, stop in box)}]"
+
+
 def slices_of(box: Box) -> tuple[slice, ...]:
     """Return a box as slices."""
     return tuple(slice(start, stop) for start, stop in box)

@@ -24,7 +24,7 @@ import numpy.typing as npt
 from lowshard import dtypes
 from lowshard.argument import brief, instance, mapping
 from lowshard.bounded import bounded_cache
-from lowshard.box import Box, intersect, moved, slices_of, subtract, volume
+from lowshard.box import Box, box_text, intersect, moved, slices_of, subtract, volume
 from lowshard.comm import Communicator, agree
 from lowshard.comm.agreement import control_of, share_text
 from lowshard.content_hash import tensor_digest, text_digest
@@ -285,10 +285,6 @@ def _name_ranks(
         partition = held.plan.layout.partition
         box = (_pieces_of(partition, key[0])[key] if key[0] >= 0 else _disjoint(partition)[key[1]]).box
         ranks = " than ".join(", ".join(map(str, group)) for group in groups.values())
-        lines.append(f"{name}{_text(box)} differs on ranks {ranks}")
+        lines.append(f"{name}{box_text(box)} differs on ranks {ranks}")
     more = f"; {count} tensors in all" if count > len(lines) else ""
     raise VerificationError(f"replicas of a tensor hold the same bits; {'; '.join(lines)}{more}")
-
-
-def _text(box: Box) -> str:
-    return f"[{', '.join(f'{a}:{b}' for a, b in box)}]"

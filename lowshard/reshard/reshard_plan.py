@@ -16,7 +16,7 @@ from math import prod
 from typing import Any, Literal
 
 from lowshard.argument import instance, items, whole, wholes
-from lowshard.box import Box, any_overlap, is_within, shape_of, volume
+from lowshard.box import Box, any_overlap, box_text, is_within, shape_of, volume
 from lowshard.cost import ClusterProfile, Estimate
 from lowshard.errors import PlanError
 from lowshard.reading import reader
@@ -243,7 +243,7 @@ class ReshardPlan:
                     lines.append(f"  {what} {peer}: {len(mine)} box{'es' * (len(mine) != 1)}, {size:,} bytes")
                 for m in mine[:8]:
                     name = self.entries[m.entry].name
-                    lines.append(f"    {name} {_box_text(m.src_box)} -> {_box_text(m.dst_box)}")
+                    lines.append(f"    {name} {box_text(m.src_box)} -> {box_text(m.dst_box)}")
         return "\n".join(lines)
 
     def __str__(self) -> str:
@@ -345,10 +345,6 @@ def _read(
 
 def _rank(rank: int) -> int:
     return rank if type(rank) is int else whole(rank, "a rank is an integer", PlanError)
-
-
-def _box_text(box: Box) -> str:
-    return "[" + ", ".join(f"{a}:{b}" for a, b in box) + "]"
 
 
 __all__ = ["ENTRIES", "Entry", "Move", "RankPlan", "ReshardPlan"]

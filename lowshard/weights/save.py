@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from lowshard.argument import brief, instance, is_text, mapping
 from lowshard.argument import path as check_path
-from lowshard.box import Box, full_box, shape_of, volume
+from lowshard.box import Box, box_text, full_box, shape_of, volume
 from lowshard.checkpoint import hf_index
 from lowshard.checkpoint.checkpoint_index import INDEX_NAME, Index, IndexedFile, IndexedTensor, Part
 from lowshard.checkpoint.commit import Commit, together
@@ -152,8 +152,7 @@ def items_of(boxes: Iterable[tuple[str, str, Box]], shapes: Mapping[str, tuple[i
     """
     made: dict[str, Item] = {}
     for name, dtype, box in boxes:
-        slices = ", ".join(f"{start}:{stop}" for start, stop in box)
-        key = marked = name if box == full_box(shapes[name]) else f"{name}[{slices}]"
+        key = marked = name if box == full_box(shapes[name]) else name + box_text(box)
         number = 1
         while key in made or (key != name and key in shapes):
             key, number = f"{marked}@{number}", number + 1
