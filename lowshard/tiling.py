@@ -109,10 +109,7 @@ class Tiling:
         """
         if any(instance(layout, Layout, _LAYOUT, LayoutError).partials):
             raise LayoutError(f"the layout {layout} is partial: its ranks hold terms. Reduce it first")
-        needed = layout.mesh.world_size
-        size = needed if num_ranks is None else _count(num_ranks)
-        if size < needed:
-            raise LayoutError(f"mesh {layout.mesh} names rank {needed - 1}, the tiling has {size} ranks")
+        size = _ranks_over(layout.mesh, num_ranks)
         tiles: list[tuple[Tile, ...]] = [()] * size
         shapes: list[tuple[int, ...] | None] = [None] * size
         for rank in layout.mesh.ranks:
@@ -190,10 +187,7 @@ class Tiling:
             raise LayoutError(
                 f"mesh axis {axis!r} has {size} places, the tiling {self.num_ranks} ranks: make it for {size}"
             )
-        needed = mesh.world_size
-        total = needed if num_ranks is None else _count(num_ranks)
-        if total < needed:
-            raise LayoutError(f"mesh {mesh} names rank {needed - 1}, the tiling has {total} ranks")
+        total = _ranks_over(mesh, num_ranks)
         tiles: list[tuple[Tile, ...]] = [()] * total
         shapes: list[tuple[int, ...] | None] = [None] * total
         for rank in mesh.ranks:
@@ -432,6 +426,15 @@ def _box(box: object, rule: str) -> Box:
 
 def _is_plain(pair: object) -> bool:
     return type(pair) is tuple and len(pair) == 2 and type(pair[0]) is int and type(pair[1]) is int
+
+
+def _ranks_over(mesh: DeviceMesh, num_ranks: object) -> int:
+    """Return how many ranks a tiling over a mesh has; by default up to the highest of the mesh."""
+    needed = mesh.world_size
+    size = needed if num_ranks is None else _count(num_ranks)
+    if size < needed:
+        raise LayoutError(f"mesh {mesh} names rank {needed - 1}, the tiling has {size} ranks")
+    return size
 
 
 def _count(num_ranks: object) -> int:
