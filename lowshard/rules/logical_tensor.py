@@ -49,10 +49,10 @@ class LogicalTensor:
     @property
     def role(self) -> Role:
         """Whether it is a parameter, an optimizer moment, or a counter of the train state."""
-        return role_of(self.name, self.shape)
+        return role_of(self.name)
 
 
-def role_of(name: str, shape: Sequence[int]) -> Role:
+def role_of(name: str) -> Role:
     """Return what a key of a train state stands for; a name of any other form is a parameter."""
     if _STATE.match(name):
         return "moment"
@@ -120,7 +120,7 @@ def _tensor(name: object, value: Any, default: str) -> LogicalTensor:
         )
     extents = checked_shape(shape, name)
     if dtype is None:
-        dtype = "int32" if role_of(name, extents) == "count" else default
+        dtype = "int32" if role_of(name) == "count" else default
     return LogicalTensor(name, checked_names(names), extents, dtypes.get(dtype).name)
 
 
