@@ -112,6 +112,12 @@ def choice(value: object, names: Collection[str], rule: str, error: type[Lowshar
         raise error(f"{rule}, got {brief(value)}")
 
 
+def one_of(value: object, names: Collection[str], what: str, error: type[LowshardError]) -> None:
+    """Raise unless a value is one of some names, all of which the error says."""
+    if not isinstance(value, str) or value not in names:
+        raise error(f"{what} is one of {', '.join(names)}, got {brief(value)}")
+
+
 def truth(value: object, rule: str, error: type[LowshardError]) -> bool:
     """Return whether a value is true, or raise where it is neither true nor false: an array of several."""
     try:

@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from lowshard import dtypes
-from lowshard.argument import brief, choice, instance, items, mapping, truth
+from lowshard.argument import brief, choice, instance, items, mapping, one_of, truth
 from lowshard.box import Box, shape_of
 from lowshard.errors import BufferMismatchError, KernelError, PlanError
 from lowshard.foreign_array import READ_ONLY, host_of, is_foreign, like, view_of
@@ -82,7 +82,7 @@ class MXFP8ReshardTransform(ReshardTransform):
         self.convert_on_send = truth(convert_on_send, "convert_on_send is True or False", KernelError)
         if elem is not None:
             choice(elem, get_args(Elem), f"elem is one of {', '.join(get_args(Elem))}, or None", KernelError)
-        choice(mode, get_args(Mode), f"mode is one of {', '.join(get_args(Mode))}", KernelError)
+        one_of(mode, get_args(Mode), "mode", KernelError)
         self.mode, self.misaligned = mode, misaligned
         self.quantized_elems = 0
         """Elements quantised so far on this rank, for the curious and for tests."""

@@ -13,7 +13,7 @@ from typing import Any, Literal, TypedDict, Unpack, get_args
 
 import numpy as np
 
-from lowshard.argument import choice, instance, whole
+from lowshard.argument import instance, one_of, whole
 from lowshard.comm.agreement import agree, control_of
 from lowshard.comm.communicator import Communicator
 from lowshard.comm.work import Stream
@@ -69,7 +69,7 @@ def argument_error(
         return PlanError(f"settings are {', '.join(Settings.__annotations__)}, got {', '.join(strange)}")
     given = {**_DEFAULTS, **settings}
     try:
-        choice(given["way"], get_args(Way), f"way is one of {', '.join(get_args(Way))}", PlanError)
+        one_of(given["way"], get_args(Way), "way", PlanError)
         rule = f"staging_bytes is a number of bytes from 1 to {MOST_STAGING_BYTES}"
         whole(given["staging_bytes"], rule, PlanError, 1, MOST_STAGING_BYTES)
         instance(given["checksums"], bool, "checksums is True or False", PlanError)

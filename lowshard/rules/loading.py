@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from importlib.resources import files
 from typing import Literal, get_args
 
-from lowshard.argument import choice, instance, items, quoted
+from lowshard.argument import instance, items, one_of, quoted
 from lowshard.argument import path as check_path
 from lowshard.document import MAX_FILE_BYTES
 from lowshard.errors import RulesError
@@ -114,7 +114,7 @@ def make_rules(
     Raises:
         RulesError: axes that are no distinct names, rules of another form.
     """
-    choice(mode, MODES, f"mode is one of {', '.join(MODES)}", RulesError)
+    one_of(mode, MODES, "mode", RulesError)
     rule = "mesh_axes is a sequence of axis names, outermost first"
     axes = items(mesh_axes, rule, RulesError)
     if not axes or not all(isinstance(a, str) and a for a in axes):
@@ -133,8 +133,8 @@ def make_rules(
 
 
 def _check_options(mode: object, base: object, merge: object) -> None:
-    choice(mode, MODES, f"mode is one of {', '.join(MODES)}", RulesError)
-    choice(merge, get_args(Merge), f"merge is one of {', '.join(get_args(Merge))}", RulesError)
+    one_of(mode, MODES, "mode", RulesError)
+    one_of(merge, get_args(Merge), "merge", RulesError)
     if base is not None and not isinstance(base, RuleSet):
         check_path(base, f"base is a path, one of {', '.join(READY_MADE)}, a RuleSet or None", RulesError)
 

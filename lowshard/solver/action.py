@@ -11,7 +11,7 @@ from math import inf
 from typing import Any, Protocol, get_args
 
 from lowshard import dtypes
-from lowshard.argument import as_shape, brief, choice, instance, items, mapping, truth, whole
+from lowshard.argument import as_shape, brief, instance, items, mapping, one_of, truth, whole
 from lowshard.content_hash import text_digest
 from lowshard.errors import LayoutError, PlanError, SolverError
 from lowshard.layout import Layout
@@ -388,7 +388,7 @@ def build_action_set(
     if fallback is not False:
         fallback = truth(fallback, "fallback is True or False", LayoutError)
     if fallback:  # rows of the caller's own
-        choice(prices, get_args(Prices), f"prices is one of {', '.join(get_args(Prices))}", LayoutError)
+        one_of(prices, get_args(Prices), "prices", LayoutError)
     layouts = operand_layouts(layouts)
     if not layouts:
         raise LayoutError("an action set is made for the layouts of the operands: got none")

@@ -15,7 +15,7 @@ from functools import cached_property
 from itertools import zip_longest
 from typing import Any, Literal, get_args
 
-from lowshard.argument import choice, instance, mapping, whole, wholes
+from lowshard.argument import instance, mapping, one_of, whole, wholes
 from lowshard.box import Box, any_overlap, intersect, shape_of, volume
 from lowshard.checkpoint.catalog import Catalog, Files
 from lowshard.checkpoint.read_shares import Share, disjoint, shares, with_whole_rows
@@ -219,7 +219,7 @@ def plan_load(
         PlanError: an unknown strategy, or numbers of ranks that do not fit.
     """
     catalog = files if isinstance(files, Catalog) else Catalog.open(files)
-    choice(strategy, STRATEGIES, f"a load strategy is one of {', '.join(STRATEGIES)}", PlanError)
+    one_of(strategy, STRATEGIES, "a load strategy", PlanError)
     rule = "tilings is a mapping of names to a Tiling or a Layout"
     made = {
         n: t if isinstance(t, Tiling) else Tiling.from_layout(instance(t, Layout, rule, PlanError))
