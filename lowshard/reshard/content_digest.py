@@ -21,7 +21,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lowshard import dtypes
 from lowshard.argument import brief, instance, mapping
 from lowshard.bounded import bounded_cache
 from lowshard.box import Box, box_text, intersect, moved, slices_of, subtract, volume
@@ -30,10 +29,10 @@ from lowshard.comm.agreement import control_of, share_text
 from lowshard.content_hash import tensor_digest, text_digest
 from lowshard.errors import BufferMismatchError, LayoutError, LowshardError, MeshError, VerificationError
 from lowshard.kernels.bit_sums import content_sum
-from lowshard.kernels.buffer import is_gpu, require_array
 from lowshard.kernels.unit_weights import SUMS, factors
 from lowshard.layout import Layout
 from lowshard.reshard.partition import Cuts, Partition
+from lowshard.reshard.published_tensors import array_of
 from lowshard.reshard.tensor_layout import TensorLayout, as_tensor_layout
 from lowshard.tiling import Tiling
 
@@ -258,14 +257,7 @@ def _checked(name: object, given: object, rank: int, size: int, known: dict[Give
         if array is not None:
             raise BufferMismatchError(f"{name}: rank {rank} holds no part of {layout}, so it passes None")
         return _Held(plan, None)
-    array, dtype = require_array(array, name), dtypes.get(layout.dtype)
-    is_other = array.dtype.itemsize != dtype.itemsize_bytes if is_gpu(array) else array.dtype != dtype.numpy
-    if array.shape != plan.shape or is_other:
-        raise BufferMismatchError(
-            f"{name}: rank {rank} of {layout} holds {dtype.name}{list(plan.shape)}, got "
-            f"{array.dtype.name}{list(array.shape)}"
-        )
-    return _Held(plan, array)
+    return _Held(plan, array_of(layout, plan.shape, array, rank, name))
 
 
 def _name_ranks(

@@ -51,7 +51,7 @@ def local_arrays(
     arrays = dict(mapping(given, "arrays are a mapping of names to this rank's arrays", PlanError))
     found = {}
     for name, layout in layouts.items():
-        shape, dtype = layout.local_shape(rank), dtypes.get(layout.dtype)
+        shape = layout.local_shape(rank)
         if shape is None:
             if arrays.pop(name, None) is not None:
                 raise BufferMismatchError(
@@ -60,18 +60,25 @@ def local_arrays(
             continue
         if name not in arrays:
             raise PlanError(f"{name}: rank {rank} holds a part of {layout}, but has no array of that name")
-        array = require_array(arrays.pop(name), name)
-        is_other = (
-            array.dtype.itemsize != dtype.itemsize_bytes if is_gpu(array) else array.dtype != dtype.numpy
-        )
-        if array.shape != shape or is_other:
-            raise BufferMismatchError(
-                f"{name}: rank {rank} of {layout} holds {dtype.name}{list(shape)}, got "
-                f"{array.dtype}{list(array.shape)}"
-            )
+        array = array_of(layout, shape, arrays.pop(name), rank, name)
         if writes and not is_gpu(array) and not array.flags.writeable:
             raise BufferMismatchError(f"{name} {READ_ONLY}")
         found[name] = array
     if arrays:
         raise PlanError(f"arrays without a layout: {', '.join(sorted(map(str, arrays)))}")
     return found
+
+
+def array_of(layout: TensorLayout, shape: tuple[int, ...], given: object, rank: int, name: str) -> Array:
+    """Return a rank's array of a tensor, of that local shape and the layout's dtype.
+
+    Raises:
+        BufferMismatchError: it is another one, or no array.
+    """
+    array, dtype = require_array(given, name), dtypes.get(layout.dtype)
+    is_other = array.dtype.itemsize != dtype.itemsize_bytes if is_gpu(array) else array.dtype != dtype.numpy
+    if array.shape != shape or is_other:
+        raise BufferMismatchError(
+            f"{name}: rank {rank} of {layout} holds {dtype.name}{list(shape)}, got {array.dtype}{list(array.shape)}"
+        )
+    return array
