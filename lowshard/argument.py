@@ -112,6 +112,12 @@ def choice(value: object, names: Collection[str], rule: str, error: type[Lowshar
         raise error(f"{rule}, got {brief(value)}")
 
 
+def one_of(value: object, names: Collection[str], what: str, error: type[LowshardError]) -> None:
+    """Raise unless a value is one of some names, all of which the error says."""
+    if not isinstance(value, str) or value not in names:
+        raise error(f"{what} is one of {', '.join(names)}, got {brief(value)}")
+
+
 def truth(value: object, rule: str, error: type[LowshardError]) -> bool:
     """Return whether a value is true, or raise where it is neither true nor false: an array of several."""
     try:
@@ -141,6 +147,23 @@ def instance(value: object, kind: type[T], rule: str, error: type[LowshardError]
     if not isinstance(value, kind):
         raise error(f"{rule}, got {brief(value)}")
     return value
+
+
+def is_text(value: str) -> bool:
+    """Return False for half surrogate pairs, which JSON can spell and UTF-8 cannot."""
+    if value.isascii():
+        return True
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def quoted(value: object) -> str:
+    """Return the repr of plain data, as files hold it, cut where it is long; `brief` is for what a caller passes."""
+    text = repr(value)
+    return text if len(text) <= 120 else f"{text[:100]}... ({len(text)} characters)"
 
 
 def brief(value: object) -> str:

@@ -8,12 +8,13 @@ from collections.abc import Callable, Hashable
 from functools import lru_cache, update_wrapper
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
-__all__ = ["MOST_BYTES", "BoundedCache", "bounded_cache", "kept_in_self", "size_of"]
+__all__ = ["MOST_BYTES", "BoundedCache", "bounded_cache", "keeps_hash", "kept_in_self", "size_of"]
 
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 P = ParamSpec("P")
 S = TypeVar("S")
+C = TypeVar("C", bound=type)
 
 MOST_BYTES: dict[str, int] = {}
 """The bound of every cache there is in this process, in bytes, by name; docs/limits.md has the table."""
@@ -146,3 +147,19 @@ def kept_in_self(method: Callable[Concatenate[S, P], V]) -> Callable[Concatenate
         return found  # type: ignore[return-value]
 
     return update_wrapper(call, method)
+
+
+def keeps_hash(kind: C) -> C:
+    """Have a frozen class work out the hash of an object once, for tables in which it is looked up often."""
+    work_out = vars(kind)["__hash__"]
+
+    def kept_hash(self: Any) -> int:
+        try:
+            found: int = self._kept_hash
+        except AttributeError:
+            found = work_out(self)
+            object.__setattr__(self, "_kept_hash", found)
+        return found
+
+    kind.__hash__ = kept_hash  # type: ignore[method-assign, assignment]
+    return kind

@@ -65,6 +65,11 @@ def contains(outer: Box, inner: Box) -> bool:
     )
 
 
+def is_within(box: Box, shape: Sequence[int]) -> bool:
+    """Return True when a box, an empty one too, lies in an array of this shape."""
+    return len(box) == len(shape) and all(0 <= a <= b <= n for (a, b), n in zip(box, shape, strict=True))
+
+
 def subtract(box: Box, hole: Box) -> list[Box]:
     """Return disjoint boxes that cover `box` without `hole`, at most two a dim."""
     common = intersect(box, hole)
@@ -126,6 +131,11 @@ def row_major_parts(box: Box, most_elems: int, whole_dims: int = 0) -> Iterator[
                 yield from cut(part, dim + 1)
 
     return cut(box, 0)
+
+
+def box_text(box: Box) -> str:
+    """Return a box as text, `[0:4, 2:8]`; files of a sharded checkpoint say so which slice of a tensor they hold."""
+    return f"[{', '.join(f'{start}:{stop}' for start, stop in box)}]"
 
 
 def slices_of(box: Box) -> tuple[slice, ...]:

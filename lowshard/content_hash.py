@@ -1,4 +1,4 @@
-"""Digests of content, from the sums of its bits: of a tensor, whatever its layout, and of a whole model."""
+"""Digests: of a text, and of content, from the sums of its bits: a tensor, whatever its layout, or a whole model."""
 
 from __future__ import annotations
 
@@ -15,6 +15,11 @@ from lowshard.errors import LayoutError
 _BYTES = 16
 
 
+def text_digest(text: str) -> bytes:
+    """Return 16 bytes that tell a text from others: what ranks compare of what they do, and what a plan is known by."""
+    return hashlib.blake2b(text.encode(), digest_size=_BYTES).digest()
+
+
 def tensor_digest(dtype: str, shape: Sequence[int], sums: npt.NDArray[np.uint32]) -> str:
     """Return the digest of a tensor as 32 hexadecimal digits.
 
@@ -24,7 +29,7 @@ def tensor_digest(dtype: str, shape: Sequence[int], sums: npt.NDArray[np.uint32]
         sums: those of all its elements, `kernels.content_sum`, added up over disjoint parts.
     """
     facts = json.dumps([dtype, list(shape), sums.tolist()])
-    return hashlib.blake2b(facts.encode(), digest_size=_BYTES).hexdigest()
+    return text_digest(facts).hex()
 
 
 def model_digest(digests: Mapping[str, str]) -> str:
@@ -43,4 +48,4 @@ def model_digest(digests: Mapping[str, str]) -> str:
     for name, value in rows:
         instance(name, str, rule, LayoutError)
         instance(value, str, rule, LayoutError)
-    return hashlib.blake2b(json.dumps(rows).encode(), digest_size=_BYTES).hexdigest()
+    return text_digest(json.dumps(rows)).hex()

@@ -148,7 +148,7 @@ class Estimate:
         """Return the time, the bar and what it rests on, for people."""
         notes = [note for note, said in (("not measured here", self.is_default),
                                          ("extrapolated", self.extrapolated)) if said]  # fmt: skip
-        bar = f"{_time(self.seconds)} ({_time(self.low)} to {_time(self.high)})"
+        bar = f"{time_text(self.seconds)} ({time_text(self.low)} to {time_text(self.high)})"
         return f"{bar}, {', '.join(notes)}" if notes else bar
 
 
@@ -404,7 +404,8 @@ def neighbours(curves: list[Curve], ranks: int) -> list[Curve]:
     return [*below[-1:], *above[:1]]
 
 
-def _time(seconds: float) -> str:
+def time_text(seconds: float) -> str:
+    """Return seconds as text: s, ms or us."""
     for scale, unit in ((1.0, "s"), (1e-3, "ms")):
         if seconds >= scale:
             return f"{seconds / scale:.3g} {unit}"

@@ -107,6 +107,12 @@ def like(result: Any, given: object = None, *, apart: bool = False) -> Any:
     return result
 
 
+def host_of(array: Array) -> np.ndarray:
+    """Return an array of NumPy or CuPy as one of the host: itself, or a copy."""
+    found: np.ndarray = array if isinstance(array, np.ndarray) else array.get()
+    return found
+
+
 def gpu_of(value: object) -> int | None:
     """Return the number of the GPU that an array of any library lies on; None for the host, and for no array."""
     kind: Any = type(value)

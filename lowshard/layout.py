@@ -8,7 +8,6 @@ first), the split rule of each such axis, and the op of each partial axis.
 from __future__ import annotations
 
 import copy
-import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -21,6 +20,7 @@ import numpy as np
 from lowshard import dtypes
 from lowshard.argument import as_shape, brief, instance, items
 from lowshard.box import Box, Split, shape_of, split_interval
+from lowshard.content_hash import text_digest
 from lowshard.errors import DTypeError, LayoutError
 from lowshard.mesh import DeviceMesh
 from lowshard.placement import (
@@ -364,7 +364,7 @@ class Layout:
         """Return 32 hex digits that two layouts share exactly when they are equal."""
         if not self._digest:
             text = json.dumps(self.to_json(), sort_keys=True, separators=(",", ":"))
-            object.__setattr__(self, "_digest", hashlib.blake2b(text.encode(), digest_size=16).hexdigest())
+            object.__setattr__(self, "_digest", text_digest(text).hex())
         return self._digest
 
 

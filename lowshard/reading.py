@@ -20,7 +20,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from lowshard.argument import brief, instance
+from lowshard.argument import brief, instance, is_text
 from lowshard.argument import path as check_path
 from lowshard.errors import LowshardError
 
@@ -292,7 +292,7 @@ def _scalar(kind: Any, data: object, place: str) -> Any:
     elif isinstance(data, float):
         good = good and math.isfinite(data)
     elif isinstance(data, str):
-        good = good and _is_text(data)
+        good = good and is_text(data)
     if not good:
         raise _Unfit(place, _said(kind), data)
     return data
@@ -322,7 +322,7 @@ def _many(kind: Any, args: Sequence[Any], data: object, place: str) -> tuple[Any
 
 
 def _key(kind: Any, key: object, place: str) -> Any:
-    if not isinstance(key, str) or not _is_text(key):
+    if not isinstance(key, str) or not is_text(key):
         raise _Unfit(place, "keys that are text", key)
     if kind is str:
         return key
@@ -342,17 +342,6 @@ def _plain(data: object, place: str, depth: int) -> Any:
     if type(data) not in _SAID:
         raise _Unfit(place, "plain data (text, numbers, true, false, null, lists, objects)", data)
     return _scalar(type(data), data, place)
-
-
-def _is_text(value: str) -> bool:
-    """Return False for half surrogate pairs, which JSON can spell and UTF-8 cannot."""
-    if value.isascii():
-        return True
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 _FIELDS: dict[Any, dict[str, tuple[str, Any, bool]]] = {}

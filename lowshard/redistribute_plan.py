@@ -6,7 +6,6 @@ reduction to replicas: each replica folds its share, then the shares are gathere
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,7 +15,8 @@ from typing import Any
 
 from lowshard.argument import whole
 from lowshard.bounded import BoundedCache
-from lowshard.cost import ClusterProfile
+from lowshard.content_hash import text_digest
+from lowshard.cost import ClusterProfile, time_text
 from lowshard.errors import PlanError
 from lowshard.exchange import Exchange, Piece, on_one_grid, partial_axes
 from lowshard.layout import Layout
@@ -149,15 +149,15 @@ class RedistributePlan:
         ranks = range(self.world_size)
         for number, step in enumerate(self.steps, 1):
             most = max(max(step.sent_bytes(r), step.received_bytes(r)) for r in ranks)
-            took = f", measured {_time(self._measured[number - 1])}" if self._measured else ""
+            took = f", measured {time_text(self._measured[number - 1])}" if self._measured else ""
             guess = " (no profile)" if self.is_default else ""
             lines.append(f"step {number}: {step}")
             lines.append(
-                f"        at most {most:,} bytes a rank, predicted {_time(step.predicted_s)}{guess}{took}"
+                f"        at most {most:,} bytes a rank, predicted {time_text(step.predicted_s)}{guess}{took}"
             )
         if len(self.steps) > 1:
-            took = f", measured {_time(sum(self._measured))}" if self._measured else ""
-            lines.append(f"all steps: predicted {_time(self.predicted_s)}{took}")
+            took = f", measured {time_text(sum(self._measured))}" if self._measured else ""
+            lines.append(f"all steps: predicted {time_text(self.predicted_s)}{took}")
         sent, received = [self.sent_bytes(r) for r in ranks], [self.received_bytes(r) for r in ranks]
         lines.append(f"moves {sum(sent):,} bytes in all")
         shown = list(ranks)[:16]
@@ -197,7 +197,7 @@ class RedistributePlan:
         text = json.dumps(
             [self.src.to_json(), self.dst.to_json(), steps], sort_keys=True, separators=(",", ":")
         )
-        return hashlib.blake2b(text.encode(), digest_size=16).digest()
+        return text_digest(text)
 
     def __str__(self) -> str:
         return self.explain()
@@ -420,10 +420,3 @@ def _verify_terms(plan: RedistributePlan, grid: Grid) -> None:
         raise PlanError(
             f"the terms of {plan.src} are folded in one step: apart, in the order {folds}, they give other bits"
         )
-
-
-def _time(seconds: float) -> str:
-    for scale, unit in ((1.0, "s"), (1e-3, "ms")):
-        if seconds >= scale:
-            return f"{seconds / scale:.3g} {unit}"
-    return f"{seconds / 1e-6:.3g} us"

@@ -7,7 +7,6 @@ Like a layout it is a value: any process can ask for any rank's tiles.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +16,8 @@ from typing import Any
 from lowshard import dtypes
 from lowshard.argument import as_shape, brief, instance, items, whole, wholes
 from lowshard.block_format import BlockFormat
-from lowshard.box import Box, covers, full_box, intersect, shape_of, volume
+from lowshard.box import Box, covers, full_box, intersect, is_within, shape_of, volume
+from lowshard.content_hash import text_digest
 from lowshard.errors import LayoutError
 from lowshard.layout import Layout
 from lowshard.mesh import MOST_RANKS, DeviceMesh
@@ -109,10 +109,7 @@ class Tiling:
         """
         if any(instance(layout, Layout, _LAYOUT, LayoutError).partials):
             raise LayoutError(f"the layout {layout} is partial: its ranks hold terms. Reduce it first")
-        needed = layout.mesh.world_size
-        size = needed if num_ranks is None else _count(num_ranks)
-        if size < needed:
-            raise LayoutError(f"mesh {layout.mesh} names rank {needed - 1}, the tiling has {size} ranks")
+        size = _ranks_over(layout.mesh, num_ranks)
         tiles: list[tuple[Tile, ...]] = [()] * size
         shapes: list[tuple[int, ...] | None] = [None] * size
         for rank in layout.mesh.ranks:
@@ -190,10 +187,7 @@ class Tiling:
             raise LayoutError(
                 f"mesh axis {axis!r} has {size} places, the tiling {self.num_ranks} ranks: make it for {size}"
             )
-        needed = mesh.world_size
-        total = needed if num_ranks is None else _count(num_ranks)
-        if total < needed:
-            raise LayoutError(f"mesh {mesh} names rank {needed - 1}, the tiling has {total} ranks")
+        total = _ranks_over(mesh, num_ranks)
         tiles: list[tuple[Tile, ...]] = [()] * total
         shapes: list[tuple[int, ...] | None] = [None] * total
         for rank in mesh.ranks:
@@ -364,7 +358,7 @@ class Tiling:
         """Return 32 hex digits that two tilings share exactly when they are equal."""
         if not self._digest:
             text = json.dumps(self.to_json(), sort_keys=True, separators=(",", ":"))
-            self._digest.append(hashlib.blake2b(text.encode(), digest_size=16).hexdigest())
+            self._digest.append(text_digest(text).hex())
         return self._digest[0]
 
     def _rank(self, rank: int) -> int:
@@ -380,7 +374,7 @@ class Tiling:
         if len(local_shape) != len(self.shape):
             raise LayoutError(f"rank {rank}: local shape {local_shape} has other dims than {self.shape}")
         for tile in tiles:
-            if not _inside(tile.box, self.shape) or not _inside(tile.local, local_shape):
+            if not is_within(tile.box, self.shape) or not is_within(tile.local, local_shape):
                 raise LayoutError(
                     f"rank {rank}: a tile lies inside the array {self.shape} and the local array "
                     f"{local_shape}, got {tile}"
@@ -393,10 +387,6 @@ class Tiling:
                 f"rank {rank}: every element of the local array {local_shape} lies in exactly one tile, "
                 f"got {[t.local for t in tiles]}"
             )
-
-
-def _inside(box: Box, shape: tuple[int, ...]) -> bool:
-    return len(box) == len(shape) and all(0 <= a <= b <= n for (a, b), n in zip(box, shape, strict=True))
 
 
 def _list(box: Box) -> list[list[int]]:
@@ -436,6 +426,15 @@ def _box(box: object, rule: str) -> Box:
 
 def _is_plain(pair: object) -> bool:
     return type(pair) is tuple and len(pair) == 2 and type(pair[0]) is int and type(pair[1]) is int
+
+
+def _ranks_over(mesh: DeviceMesh, num_ranks: object) -> int:
+    """Return how many ranks a tiling over a mesh has; by default up to the highest of the mesh."""
+    needed = mesh.world_size
+    size = needed if num_ranks is None else _count(num_ranks)
+    if size < needed:
+        raise LayoutError(f"mesh {mesh} names rank {needed - 1}, the tiling has {size} ranks")
+    return size
 
 
 def _count(num_ranks: object) -> int:

@@ -21,6 +21,7 @@ from lowshard.box import (
     row_major_parts,
     shape_of,
     single_run,
+    slices_of,
     strides_of,
     volume,
 )
@@ -197,7 +198,7 @@ class ByteSource:
                     self._read_into(name, part, row + first * steps[-1], into, None)
             return
         fd, together = self._fd(part.file, name), _SCRATCH_BYTES // step
-        columns = tuple(slice(a, b) for a, b in box[1:])
+        columns = slices_of(box[1:])
         for low in range(start, stop, together):
             rows = min(together, stop - low)
             raw = self._scratch_bytes(rows * step)

@@ -10,7 +10,6 @@ had no tilings, version 2 no digests of tensors.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from lowshard import dtypes
 from lowshard.argument import brief
 from lowshard.argument import whole as check_whole
 from lowshard.box import Box, covers, full_box, volume
+from lowshard.content_hash import text_digest
 from lowshard.errors import CheckpointError, DTypeError
 from lowshard.reading import parse_json, read_text, reader
 from lowshard.tiling import Tiling
@@ -227,4 +227,4 @@ def _read(
 
 def _digest(body: Mapping[str, Any]) -> str:
     text = json.dumps(body, ensure_ascii=False, sort_keys=True, separators=(",", ":"))
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+    return text_digest(text).hex()

@@ -11,6 +11,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol, cast
 
+from lowshard.argument import one_of
 from lowshard.checkpoint.crc import crc32
 from lowshard.errors import CheckpointError, DependencyError, LowshardError
 
@@ -44,7 +45,7 @@ def compressor(name: str) -> Compressor:
         CheckpointError: no such format.
         DependencyError: its package is missing.
     """
-    _check(name, COMPRESSIONS, "compression")
+    one_of(name, COMPRESSIONS, "the compression of a delta", CheckpointError)
     if name == "none":
         return _Plain()
     if name == "zstd":
@@ -68,7 +69,7 @@ def inflated(
         CheckpointError: it has more or fewer, or is damaged; or no such format.
         DependencyError: its package is missing.
     """
-    _check(name, COMPRESSIONS, "compression")
+    one_of(name, COMPRESSIONS, "the compression of a delta", CheckpointError)
     unpacked = {"none": _as_it_is, "zstd": _inflated_zstd, "zlib": _inflated_zlib}[name](pieces)
     left = size_bytes
     while True:
@@ -163,7 +164,7 @@ class Checksum:
     """
 
     def __init__(self, name: str) -> None:
-        _check(name, CHECKSUMS, "checksum")
+        one_of(name, CHECKSUMS, "the checksum of a delta", CheckpointError)
         self._routine: Callable[[bytes, int], int] | None = {"adler32": zlib.adler32, "crc32": crc32}.get(
             name
         )
@@ -184,8 +185,3 @@ class Checksum:
     def hexdigest(self) -> str:
         """Return it as text."""
         return f"{self._value:08x}" if self._routine is not None else str(self._hash.hexdigest())
-
-
-def _check(name: str, known: tuple[str, ...], what: str) -> None:
-    if name not in known:
-        raise CheckpointError(f"the {what} of a delta is one of {', '.join(known)}, got {name!r}")

@@ -26,7 +26,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from lowshard import dtypes
-from lowshard.argument import brief, instance, items
+from lowshard.argument import brief, instance, items, one_of
 from lowshard.argument import path as check_path
 from lowshard.checkpoint.delta_codec import CHECKSUMS, COMPRESSIONS, PIECE_BYTES, inflated
 from lowshard.checkpoint.header import FilePath, Header, TensorEntry, open_for_reading, read_header
@@ -413,10 +413,10 @@ def _of_folder(folder: Path) -> Delta:
         raise CheckpointError(
             f"{path}: is the index of a whole checkpoint, not of a delta: it has no delta_encoding"
         )
-    _one_of(said.get("delta_encoding"), ENCODINGS, f"{path}: delta_encoding")
-    _one_of(said.get("compression_format"), COMPRESSIONS, f"{path}: compression_format")
+    one_of(said.get("delta_encoding"), ENCODINGS, f"{path}: delta_encoding", CheckpointError)
+    one_of(said.get("compression_format"), COMPRESSIONS, f"{path}: compression_format", CheckpointError)
     if "checksum_format" in said:
-        _one_of(said["checksum_format"], CHECKSUMS, f"{path}: checksum_format")
+        one_of(said["checksum_format"], CHECKSUMS, f"{path}: checksum_format", CheckpointError)
     headers = {}
     for file in dict.fromkeys(head.weight_map.values()):
         if not os.path.exists(folder / file):
@@ -523,11 +523,6 @@ def _number(value: object, what: str) -> int:
     if not (text.isascii() and text.isdecimal() and len(text) < 19):
         raise CheckpointError(f"{what} is a number of 0 or more, got {brief(text)}")
     return int(text)
-
-
-def _one_of(value: str | None, known: Sequence[str], what: str) -> None:
-    if value not in known:
-        raise CheckpointError(f"{what} is one of {', '.join(known)}, got {brief(value)}")
 
 
 # ---- data

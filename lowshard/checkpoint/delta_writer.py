@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lowshard import dtypes
-from lowshard.argument import brief, choice, whole
+from lowshard.argument import brief, one_of, whole
 from lowshard.argument import path as check_path
 from lowshard.box import full_box, row_major_parts, shape_of
 from lowshard.checkpoint.bytesource import ByteSource
@@ -91,8 +91,8 @@ def write_delta(
     """
     target = check_path(path, "path is that of the delta to write", CheckpointError)
     is_sparse = target.name.endswith(".safetensors")
-    choice(encoding, ENCODINGS, f"encoding is one of {', '.join(ENCODINGS)}", CheckpointError)
-    choice(compression, COMPRESSIONS, f"compression is one of {', '.join(COMPRESSIONS)}", CheckpointError)
+    one_of(encoding, ENCODINGS, "encoding", CheckpointError)
+    one_of(compression, COMPRESSIONS, "compression", CheckpointError)
     compressor(compression)  # its package is there
     number = version_of(target, version)
     rule = "base_version is a number of 0 or more, below the version"

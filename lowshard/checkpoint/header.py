@@ -23,7 +23,7 @@ from types import MappingProxyType
 from typing import Any
 
 from lowshard import dtypes
-from lowshard.argument import instance
+from lowshard.argument import MOST_DIMS, instance, is_text, quoted
 from lowshard.errors import CheckpointError, DTypeError
 from lowshard.nearest import nearest
 
@@ -37,7 +37,6 @@ Not the device: the hosts of one network file system number it differently.
 MAX_HEADER_BYTES = 100_000_000
 """The format's own limit."""
 _PREFIX_BYTES = 8
-_MAX_DIMS = 64  # NumPy's limit
 _MAX_ARRAY_BYTES = 2**63 - 1  # NumPy's limit, empty dims left out
 _METADATA = "__metadata__"
 
@@ -101,7 +100,7 @@ class Header:
         found = self.tensors.get(instance(name, str, "a tensor's name is text", CheckpointError))
         if found is None:
             raise CheckpointError(
-                f"{self.path}: tensor {_brief(name)} is not in the file, which holds {len(self.tensors)} "
+                f"{self.path}: tensor {quoted(name)} is not in the file, which holds {len(self.tensors)} "
                 f"tensors{nearest(name, self.tensors)}"
             )
         return found
@@ -205,7 +204,7 @@ def encode_header(
     rows = {name: dtypes.get(dtype) for name, (dtype, _) in tensors.items()}
     for name, (_, shape) in tensors.items():
         check_name(name, where)
-        _check_shape(shape, rows[name], f"{where}: tensor {_brief(name)}")
+        _check_shape(shape, rows[name], f"{where}: tensor {quoted(name)}")
     fields: dict[str, Any] = {}
     if metadata is not None:
         fields[_METADATA] = dict(sorted(check_metadata(metadata, where).items()))
@@ -249,7 +248,7 @@ def _parse_json(raw: bytes, where: str) -> dict[str, Any]:
         found = dict(pairs)
         if len(found) != len(pairs):
             twice, _ = Counter(name for name, _ in pairs).most_common(1)[0]
-            raise ValueError(f"the key {_brief(twice)} comes twice in one object")
+            raise ValueError(f"the key {quoted(twice)} comes twice in one object")
         return found
 
     if not raw.startswith(b"{"):
@@ -286,45 +285,45 @@ def check_name(name: object, where: str) -> None:
     """Raise CheckpointError unless a tensor can be called so in a header."""
     if not isinstance(name, str) or name == _METADATA or not is_text(name):
         raise CheckpointError(
-            f"{where}: tensor {_brief(name)}: a name is Unicode text other than {_METADATA!r}: give it another"
+            f"{where}: tensor {quoted(name)}: a name is Unicode text other than {_METADATA!r}: give it another"
         )
 
 
 def check_metadata(value: Any, where: str) -> dict[str, str]:
     """Return a copy of a header's metadata, or raise CheckpointError where it cannot stand in one."""
     if not isinstance(value, Mapping):
-        raise CheckpointError(f"{where}: {_METADATA} maps text to text, got {_brief(value)}")
+        raise CheckpointError(f"{where}: {_METADATA} maps text to text, got {quoted(value)}")
     for key, item in value.items():
         if not (isinstance(key, str) and isinstance(item, str) and is_text(key) and is_text(item)):
             raise CheckpointError(
-                f"{where}: {_METADATA} maps text to text, got {_brief(key)}: {_brief(item)}"
+                f"{where}: {_METADATA} maps text to text, got {quoted(key)}: {quoted(item)}"
             )
     return dict(value)
 
 
 def _entry(name: str, value: Any, data_start: int, file_bytes: int, path: str) -> TensorEntry:
-    where = f"{path}: tensor {_brief(name)}"
+    where = f"{path}: tensor {quoted(name)}"
     if not is_text(name):
         raise CheckpointError(f"{where}: its name is no Unicode text (an escape is half a surrogate pair)")
     if not isinstance(value, dict):
         raise CheckpointError(
-            f"{where}: an entry is an object with dtype, shape and data_offsets, got {_brief(value)}"
+            f"{where}: an entry is an object with dtype, shape and data_offsets, got {quoted(value)}"
         )
     missing = [key for key in ("dtype", "shape", "data_offsets") if key not in value]
     if missing:
-        raise CheckpointError(f"{where}: its entry lacks {', '.join(missing)}; it has {_brief(list(value))}")
+        raise CheckpointError(f"{where}: its entry lacks {', '.join(missing)}; it has {quoted(list(value))}")
     try:
         row = dtypes.from_safetensors(value["dtype"])
     except DTypeError as error:
         known = ", ".join(r.safetensors for r in dtypes.all_dtypes())
         raise CheckpointError(
-            f"{where}: unknown dtype {_brief(value['dtype'])}; lowshard reads {known}"
+            f"{where}: unknown dtype {quoted(value['dtype'])}; lowshard reads {known}"
         ) from error
     shape, offsets = value["shape"], value["data_offsets"]
     need = _check_shape(shape, row, where)
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_is_extent, offsets)):
         raise CheckpointError(
-            f"{where}: data_offsets are two integers >= 0 (begin, end), got {_brief(offsets)}"
+            f"{where}: data_offsets are two integers >= 0 (begin, end), got {quoted(offsets)}"
         )
     begin, end = offsets
     if begin > end:
@@ -345,12 +344,12 @@ def _entry(name: str, value: Any, data_start: int, file_bytes: int, path: str) -
 def _check_shape(shape: Any, row: dtypes.DType, where: str) -> int:
     """Return the bytes of a tensor, or raise CheckpointError where no array can have the shape."""
     if not isinstance(shape, list | tuple) or not all(map(_is_extent, shape)):
-        raise CheckpointError(f"{where}: a shape is a list of integers >= 0 and < 2^63, got {_brief(shape)}")
-    if len(shape) > _MAX_DIMS:
-        raise CheckpointError(f"{where}: an array has at most {_MAX_DIMS} dims, the shape has {len(shape)}")
+        raise CheckpointError(f"{where}: a shape is a list of integers >= 0 and < 2^63, got {quoted(shape)}")
+    if len(shape) > MOST_DIMS:
+        raise CheckpointError(f"{where}: an array has at most {MOST_DIMS} dims, the shape has {len(shape)}")
     if prod(n for n in shape if n) * row.itemsize_bytes > _MAX_ARRAY_BYTES:
         raise CheckpointError(
-            f"{where}: {row.safetensors} {_brief(list(shape))} is larger than any array can be"
+            f"{where}: {row.safetensors} {quoted(list(shape))} is larger than any array can be"
         )
     return prod(shape) * row.itemsize_bytes
 
@@ -358,7 +357,7 @@ def _check_shape(shape: Any, row: dtypes.DType, where: str) -> int:
 def _check_cover(entries: Iterable[TensorEntry], data_start: int, file_bytes: int, where: str) -> None:
     end, before = data_start, ""
     for entry in entries:
-        name = f"tensor {_brief(entry.name)}"
+        name = f"tensor {quoted(entry.name)}"
         if entry.start < end:
             raise CheckpointError(
                 f"{where}: {name} overlaps {before}: it starts at byte {entry.start}, that one ends at {end}"
@@ -378,17 +377,3 @@ def _check_cover(entries: Iterable[TensorEntry], data_start: int, file_bytes: in
 
 def _is_extent(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _MAX_ARRAY_BYTES
-
-
-def is_text(value: str) -> bool:
-    """Return False for half surrogate pairs, which JSON can spell and UTF-8 cannot."""
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def _brief(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 120 else f"{text[:100]}... ({len(text)} characters)"

@@ -10,10 +10,10 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lowshard.box import Box, box_text
 from lowshard.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from lowshard.box import Box
     from lowshard.checkpoint.overview import Overview, TensorView
 
 DESCRIPTION = """\
@@ -149,7 +149,7 @@ def _one(overview: Overview, tensor: TensorView) -> Iterator[str]:
             if part.file == file:
                 crc = "no checksum" if part.crc32 is None else f"crc32 {part.crc32:08x}"
                 state = "  DAMAGED" if part.problem else ""
-                yield f"  {_short(_box(part.box), 52)}  {crc}{state}"
+                yield f"  {_short(box_text(part.box), 52)}  {crc}{state}"
     same: dict[tuple[Box, ...], list[int]] = {}
     for number, boxes in tensor.held:
         same.setdefault(boxes, []).append(number)
@@ -159,7 +159,7 @@ def _one(overview: Overview, tensor: TensorView) -> Iterator[str]:
         ranks = f"  rank{'s' * (len(holders) > 1)} {', '.join(map(str, holders))}"
         yield _short(ranks, _WIDTH)
         for box in boxes:
-            yield _short(f"    {_box(box)}", _WIDTH)
+            yield _short(f"    {box_text(box)}", _WIDTH)
     yield ""
 
 
@@ -187,10 +187,6 @@ def _digest(overview: Overview, args: argparse.Namespace) -> Iterator[str]:
 
 def _problems(overview: Overview) -> Iterable[str]:
     return [f"BROKEN: {problem}" for problem in overview.problems]
-
-
-def _box(box: Box) -> str:
-    return f"[{', '.join(f'{start}:{stop}' for start, stop in box)}]"
 
 
 def _mb(size_bytes: int) -> str:

@@ -7,7 +7,6 @@ into it and syncs them, and rank 0 renames it: `lowshard.checkpoint.commit`.
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import os
 from collections.abc import Mapping
@@ -27,6 +26,7 @@ from lowshard.checkpoint.reader import plan_box
 from lowshard.comm import Communicator, agree
 from lowshard.comm.agreement import control_of
 from lowshard.comm.work import Work
+from lowshard.content_hash import text_digest
 from lowshard.errors import BufferMismatchError, CheckpointError, LayoutError, MeshError
 from lowshard.foreign_array import view_of
 from lowshard.layout import Layout
@@ -141,7 +141,7 @@ def _prepare(
     head, entries = encode_header({n: (t.dtype, t.shape) for n, t in tilings.items()}, metadata)
     layouts = [[e.name, tensors[e.name][0].digest()] for e in entries]
     asked = json.dumps([str(target), layouts, None if metadata is None else sorted(metadata.items()), wait])
-    digest = hashlib.blake2b(asked.encode(), digest_size=16).digest()
+    digest = text_digest(asked)
     return _File(target, head, tuple(entries), tilings, digest)
 
 

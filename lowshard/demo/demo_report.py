@@ -66,6 +66,13 @@ class Accuracy:
         """Return the bound as a distance from perfect."""
         return self.bound if self.kind == "max_difference" else 1.0 - self.bound
 
+    @property
+    def told(self) -> tuple[str, str]:
+        """What was measured, and what it must be, in words."""
+        if self.kind == "max_difference":
+            return f"max difference {self.measured:.1e}", f"at most {self.bound:.0e}"
+        return f"lowest cosine {self.measured:.6f}", f"at least {self.bound:g}"
+
 
 @dataclass(frozen=True)
 class MatrixView:
@@ -188,7 +195,7 @@ def render_table(report: DemoReport, console: Console) -> None:
     console.print()
     console.print(
         Text.assemble(
-            ("lowshard demo", "bold"), f"  {report.checkpoint}, {_megabytes(report.checkpoint_bytes)}, ",
+            ("lowshard demo", "bold"), f"  {report.checkpoint}, {megabytes(report.checkpoint_bytes)}, ",
             f"{report.world_size} rank{'s' * (report.world_size != 1)}",
         )
     )  # fmt: skip
@@ -223,13 +230,7 @@ def render_table(report: DemoReport, console: Console) -> None:
         figures.add_column("must be", justify="right", no_wrap=True)
         figures.add_column("check", no_wrap=True)
         for figure in report.accuracy:
-            small = figure.kind == "max_difference"
-            figures.add_row(
-                Text(figure.label),
-                f"max difference {figure.measured:.1e}" if small else f"lowest cosine {figure.measured:.6f}",
-                f"at most {figure.bound:.0e}" if small else f"at least {figure.bound:g}",
-                _mark(figure.ok, ""),
-            )
+            figures.add_row(Text(figure.label), *figure.told, _mark(figure.ok, ""))
         console.print(figures)
     if report.accuracy_note:
         console.print(Text(report.accuracy_note, "dim"))
@@ -251,7 +252,7 @@ def _phase_table(report: DemoReport, checks: bool) -> Table:
     for row in report.rows:
         table.add_row(
             Text(row.phase),
-            "" if row.moved_bytes_per_rank is None else _megabytes(row.moved_bytes_per_rank),
+            "" if row.moved_bytes_per_rank is None else megabytes(row.moved_bytes_per_rank),
             f"{row.seconds:.3f}",
             "" if row.gb_per_s is None else speed_text(row.gb_per_s),
             "" if row.memcpy_ratio is None else f"{row.memcpy_ratio:.1f}",
@@ -271,7 +272,8 @@ def speed_text(gb_per_s: float) -> str:
     return f"{gb_per_s:.2f}" if gb_per_s >= 0.1 else f"{gb_per_s:.2g}"
 
 
-def _megabytes(n_bytes: int) -> str:
+def megabytes(n_bytes: int) -> str:
+    """Return bytes as MB, in text."""
     return f"{n_bytes / 1e6:.1f} MB"
 
 

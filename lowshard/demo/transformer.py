@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from lowshard.box import Box, shape_of
 from lowshard.comm import Communicator
 from lowshard.fsdp import FSDP, AdamW, Param, ShardingStrategy
 
@@ -56,9 +57,9 @@ class Shape:
         head = [Param("g", (d,)), Param("b", (d,)), Param("token", (_BYTES, d), tie="embed.token")]
         return {"embed": embed, **{f"block{i}": block for i in range(self.layers)}, "head": head}
 
-    def first(self, name: str, box: Sequence[tuple[int, int]]) -> np.ndarray:
+    def first(self, name: str, box: Box) -> np.ndarray:
         """Return first values of a box of a parameter, the same however parameters are cut."""
-        extents = tuple(stop - start for start, stop in box)
+        extents = shape_of(box)
         short = name.split(".")[1]
         if short[0] in "gb" and len(box) == 1:
             return np.full(extents, 1.0 if short[0] == "g" else 0.0, np.float32)

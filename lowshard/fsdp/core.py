@@ -12,7 +12,7 @@ import numpy as np
 
 from lowshard import dtypes
 from lowshard.argument import MOST_ELEMS, brief, choice, instance, real, whole
-from lowshard.box import Box
+from lowshard.box import Box, full_box, shape_of
 from lowshard.comm import Communicator, agree
 from lowshard.errors import (
     BadGrad,
@@ -27,7 +27,7 @@ from lowshard.errors import (
     StepError,
     TimedOut,
 )
-from lowshard.foreign_array import view_of
+from lowshard.foreign_array import host_of, view_of
 from lowshard.fsdp.flat_plan import ALIGN_ELEMS, Piece, flat_boxes
 from lowshard.fsdp.fsdp_strategy import Precision, ShardingStrategy
 from lowshard.fsdp.gradient import Accumulate, Gradients
@@ -148,7 +148,7 @@ class Core:
             for box, lo, hi in flat_boxes(shape, piece.param_lo, piece.param_hi):
                 _put(view[lo - piece.param_lo : hi - piece.param_lo], function(name, box), box, name)
         for param in unit.ignored:
-            box = tuple((0, extent) for extent in param.shape)
+            box = full_box(param.shape)
             name = f"{unit.name}.{param.name}"
             if names is not None and name not in names:
                 continue
@@ -305,7 +305,7 @@ def _no_memory(what: str, error: BaseException) -> CommError:
 
 
 def _put(view: Array, value: Any, box: Box, name: str) -> None:
-    shape = tuple(stop - start for start, stop in box)
+    shape = shape_of(box)
     rule = f"fill: {name} {box} is an array {list(shape)} or a number"
     value = view_of(value, f"fill: {name}")
     given = getattr(value, "shape", ())
@@ -319,9 +319,3 @@ def _put(view: Array, value: Any, box: Box, name: str) -> None:
         view[...] = value.reshape(-1) if given else value
     except (AttributeError, OverflowError, TypeError, ValueError):
         raise BufferMismatchError(f"{rule}, got {brief(value)}") from None
-
-
-def host_of(array: Array) -> np.ndarray:
-    """Return an array as one of the host."""
-    found: np.ndarray = array if isinstance(array, np.ndarray) else array.get()
-    return found

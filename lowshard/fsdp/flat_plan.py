@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 from collections.abc import Iterator, Sequence
@@ -14,6 +13,7 @@ import numpy as np
 
 from lowshard.argument import MOST_ELEMS, as_shape, brief, instance, items, whole
 from lowshard.box import Box
+from lowshard.content_hash import text_digest
 from lowshard.errors import BufferMismatchError, LayoutError
 from lowshard.foreign_array import like, view_of
 from lowshard.fsdp.param import Param
@@ -200,7 +200,7 @@ class FlatPlan:
     @property
     def digest(self) -> str:
         """A hash of the plan, equal on all ranks."""
-        return hashlib.blake2b(self.to_json().encode(), digest_size=16).hexdigest()
+        return text_digest(self.to_json()).hex()
 
     def to_json(self) -> str:
         """Return the plan as JSON text."""

@@ -16,9 +16,11 @@ from lowshard.argument import brief
 from lowshard.box import Box
 from lowshard.comm import agree
 from lowshard.comm.work import Work
+from lowshard.content_hash import text_digest
 from lowshard.errors import BadGrad, LayoutError, MismatchError, NotJoined, NotOpen, StaleParams, StepError
+from lowshard.foreign_array import host_of
 from lowshard.fsdp import model_state as saved
-from lowshard.fsdp.core import Core, host_of
+from lowshard.fsdp.core import Core
 from lowshard.fsdp.gradient import State
 from lowshard.fsdp.links import known_elsewhere
 from lowshard.fsdp.norm import SMALLEST_SUM
@@ -310,7 +312,7 @@ class FSDP(Core):
         Collective: all ranks of the communicator call this.
         """
         if self._check != "off":
-            digest = hashlib.blake2b("\n".join(calls).encode(), digest_size=16).digest()
+            digest = text_digest("\n".join(calls))
             self._guarded(lambda: self._links.same_calls(list(calls), digest))
 
     # ---- this rank's part

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
 
 from lowshard import dtypes
-from lowshard.argument import choice, instance, items, whole
+from lowshard.argument import choice, instance, items, one_of, whole
 from lowshard.errors import BadGrid, DTypeError, ShardingError
 from lowshard.fsdp.param import Param
 
@@ -40,8 +40,8 @@ class ShardingStrategy:
     rest: Rest = "sharded"
 
     def __post_init__(self) -> None:
-        choice(self.kind, get_args(Kind), f"kind is one of {', '.join(get_args(Kind))}", ShardingError)
-        choice(self.rest, get_args(Rest), f"rest is one of {', '.join(get_args(Rest))}", ShardingError)
+        one_of(self.kind, get_args(Kind), "kind", ShardingError)
+        one_of(self.rest, get_args(Rest), "rest", ShardingError)
         whole(self.intra_node_size, "intra_node_size is a number of ranks", ShardingError)
 
     FullShard: ClassVar[ShardingStrategy]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -301,10 +300,8 @@ class Gradients:
         grad = self.state[name]
         if grad.work is None:
             return
-        begin_s = time.perf_counter()
         work, grad.work = grad.work, None
-        work.wait()
-        self._log.wait_s[name] += time.perf_counter() - begin_s
+        self._log.wait(work, name)
         if grad.state is State.REDUCING:
             grad.state = State.READY
         self._free(name)

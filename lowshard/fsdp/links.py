@@ -17,6 +17,7 @@ from lowshard.comm.nccl_bindings import Binding
 from lowshard.comm.nccl_wait import is_done, wait_for
 from lowshard.comm.work import ThreadWork, Work, Worker, wait_all
 from lowshard.errors import CommError, Disagree, LowshardError
+from lowshard.foreign_array import host_of
 from lowshard.fsdp.fsdp_strategy import Grid
 
 Array = Any  # a NumPy or CuPy array; CuPy ships no types
@@ -370,7 +371,7 @@ class Links:
         send = control.xp.asarray(np.array(numbers, np.int64))
         recv = control.xp.empty_like(send)
         control.all_reduce(send, recv, "max")
-        return (recv if isinstance(recv, np.ndarray) else recv.get()).tolist()  # type: ignore[no-any-return]
+        return host_of(recv).tolist()  # type: ignore[no-any-return]
 
     def same_calls(self, calls: list[str], digest: bytes) -> None:
         """Raise Disagree on all ranks unless all have made the same calls.
@@ -396,7 +397,7 @@ class Links:
         record = np.frombuffer(digest + bytes([bad]), np.uint8).copy()
         rows = self.xp.empty((channel.comm.size, record.size), np.uint8)
         channel.call("control", "all_gather", self.xp.asarray(record), rows)
-        host = rows if isinstance(rows, np.ndarray) else rows.get()
+        host = host_of(rows)
         if not host[:, -1].any() and all(row.tobytes() == host[0].tobytes() for row in host):
             return False, ""
         texts = share_text(channel.comm.control, "\n".join(calls))

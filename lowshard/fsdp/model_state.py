@@ -18,6 +18,7 @@ from lowshard.checkpoint.writer import write_state
 from lowshard.comm import agree
 from lowshard.comm.work import Work
 from lowshard.errors import CheckpointError
+from lowshard.foreign_array import host_of
 from lowshard.fsdp.flat_plan import Entry, FlatPlan
 from lowshard.fsdp.links import Links
 from lowshard.layout import Layout
@@ -137,12 +138,12 @@ def save(engine: Core, path: Any, wait: bool) -> Work | None:
                 for suffix, flat in parts.items():
                     name = f"{unit.name}.{entry.name}{suffix}"
                     layout, rows = _rows(engine, mesh, segment.plan, entry, flat, name)
-                    tensors[name] = layout, _host(rows) if writes else None
+                    tensors[name] = layout, host_of(rows) if writes else None
         for param in unit.ignored:
             layout = Layout(mesh, param.shape, unit.formats.compute, (Replicated(),))
             value = engine._opener.ignored(unit, param.name)
             value = value if wait else value.copy()  # the others are copies
-            tensors[f"{unit.name}.{param.name}"] = layout, _host(value) if writes else None
+            tensors[f"{unit.name}.{param.name}"] = layout, host_of(value) if writes else None
     said = {"version": _VERSION, "updates": engine.updates, "arrays": arrays, "numbers": numbers}
     about = {_KEY: json.dumps(said, sort_keys=True)}
     return write_state(path, tensors, engine._world.control, about, wait=wait, is_copy=True)
@@ -327,8 +328,3 @@ def _check_entry(reader: CheckpointReader, name: str, shape: tuple[int, ...], dt
         raise CheckpointError(
             f"{reader.header.path}: {name} is {entry.dtype}{list(entry.shape)}, the model has {dtype}{list(shape)}"
         )
-
-
-def _host(array: Array) -> np.ndarray:
-    found: np.ndarray = array if isinstance(array, np.ndarray) else array.get()
-    return found

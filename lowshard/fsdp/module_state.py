@@ -5,7 +5,6 @@ Hooks do it, so that `module.state_dict()`, `module.load_state_dict()` and those
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections import Counter, defaultdict
 from collections.abc import Mapping
@@ -19,6 +18,7 @@ from lowshard.argument import brief
 from lowshard.box import Box, strides_of
 from lowshard.comm import Communicator, agree
 from lowshard.comm.agreement import share_text
+from lowshard.content_hash import text_digest
 from lowshard.errors import MeshError, MismatchError, StepError
 from lowshard.fsdp.closed_parameter import NOT_PICKLED
 from lowshard.fsdp.flat_plan import flat_boxes
@@ -219,7 +219,7 @@ class ModuleState:
             )
         wrong = [text for key, param in params.items() if (text := self._fault(key, param, values.get(key)))]
         facts = [[key, hasattr(value, "full_tensor")] for key, value in values.items()]
-        digest = hashlib.blake2b(json.dumps([facts, wrong]).encode(), digest_size=16).digest()
+        digest = text_digest(json.dumps([facts, wrong]))
         agree(self._comm, digest, error, f"load_state_dict of {len(values)} parameters")
         if wrong:
             errors.extend(wrong)

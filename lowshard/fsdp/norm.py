@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from lowshard.foreign_array import host_of
 from lowshard.kernels.engine import host_engine
 
 Array = Any  # a NumPy or CuPy array; CuPy ships no types
@@ -56,7 +57,7 @@ def power_sum(flat: Array, p: float, xp: Any, scale: float = 1.0) -> np.ndarray:
             chunk = chunk if scale == 1 else chunk / scale
             terms = chunk * chunk if p == 2 else xp.abs(chunk) ** p
             sums = block_sums(terms)
-        add_exactly(words, sums if isinstance(sums, np.ndarray) else sums.get())
+        add_exactly(words, host_of(sums))
     return words
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -246,10 +245,8 @@ class Opener:
         state = self.state[name]
         if state.work is None:
             return
-        begin_s = time.perf_counter()
         work, state.work = state.work, None
-        work.wait()
-        self._log.wait_s[name] += time.perf_counter() - begin_s
+        self._log.wait(work, name)
         state.fresh = self._shape.keeps
 
     def _let_go(self, name: str) -> None:

@@ -7,6 +7,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from lowshard.comm.work import Work
 from lowshard.fsdp.unit_layout import PoolPlan
 
 _EVENTS_KEPT = 4096
@@ -84,3 +85,9 @@ class Log:
     def note(self, what: str, unit: str) -> None:
         """Note an event."""
         self.events.append(Event(time.perf_counter(), what, unit))
+
+    def wait(self, work: Work, unit: str) -> None:
+        """Wait for work of a unit, and add up the time."""
+        begin_s = time.perf_counter()
+        work.wait()
+        self.wait_s[unit] += time.perf_counter() - begin_s

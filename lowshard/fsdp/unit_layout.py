@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from collections.abc import Mapping
@@ -10,6 +9,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
+from lowshard.content_hash import text_digest
 from lowshard.errors import DTypeError, LayoutError
 from lowshard.fsdp.flat_plan import FlatPlan
 from lowshard.fsdp.fsdp_strategy import MXFP8, Formats, Grid, Precision, ShardingStrategy
@@ -159,7 +159,7 @@ class ModelPlan:
     def digest(self, *settings: object) -> bytes:
         """Return a hash of the model and of whatever else must be the same on all ranks."""
         text = json.dumps([[asdict(unit) for unit in self.units], self.shards, [repr(s) for s in settings]])
-        return hashlib.blake2b(text.encode(), digest_size=16).digest()
+        return text_digest(text)
 
 
 @dataclass(frozen=True)

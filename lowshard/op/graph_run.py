@@ -10,6 +10,7 @@ import numpy as np
 from lowshard import dtypes
 from lowshard.argument import instance, items, mapping, number
 from lowshard.argument import whole as whole_number
+from lowshard.box import slices_of
 from lowshard.comm.agreement import agree, control_of
 from lowshard.comm.communicator import Communicator
 from lowshard.comm.loopback import run_loopback
@@ -197,7 +198,7 @@ def shard(layout: Layout, value: np.ndarray, rank: int) -> np.ndarray:
 
     Of averages, maxima and minima every one holds it.
     """
-    box = tuple(slice(a, b) for a, b in layout.box(rank))
+    box = slices_of(layout.box(rank))
     part = np.ascontiguousarray(value[box]).reshape(layout.local_shape(rank))
     coord = layout.mesh.coord(rank)
     for axis, op in enumerate(layout.partials):
@@ -213,7 +214,7 @@ def whole(layout: Layout, parts: Mapping[int, np.ndarray]) -> np.ndarray:
     terms: dict[tuple[int, ...], np.ndarray] = {}
     for rank in mesh.ranks:
         key = tuple(mesh.coord(rank)[a] for a in axes)
-        box = tuple(slice(a, b) for a, b in layout.box(rank))
+        box = slices_of(layout.box(rank))
         terms.setdefault(key, np.zeros(layout.shape, parts[rank].dtype))[box] = parts[rank]
     for axis in reversed(axes):
         op = str(layout.partials[axis])

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from lowshard import dtypes
 from lowshard.argument import brief
 from lowshard.errors import LayoutError, LowshardError
 from lowshard.op.op_part import Part
@@ -15,6 +16,11 @@ from lowshard.solver.table.op_rule import NOT_TAKEN
 Array = Any
 Kernel = Callable[..., Any]
 KERNELS: dict[str, Kernel] = {}
+
+
+def in_accumulator(x: Array) -> Array:
+    """Return an array in the dtype that its elements are added up in; itself where that is its own."""
+    return x.astype(dtypes.get(x.dtype).accumulator.numpy, copy=False)
 
 
 def kernel(*names: str) -> Callable[[Kernel], Kernel]:

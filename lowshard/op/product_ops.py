@@ -7,18 +7,14 @@ from typing import Any
 
 from lowshard import dtypes
 from lowshard.op.op_part import Part
-from lowshard.op.op_registry import Array, kernel
+from lowshard.op.op_registry import Array, in_accumulator, kernel
 from lowshard.solver.table.product_rules import conv_geometry
-
-
-def _wide(x: Array) -> Array:
-    return x.astype(dtypes.get(x.dtype).accumulator.numpy, copy=False)
 
 
 @kernel("matmul", "qmatmul")
 def matmul(part: Part, a: Array, b: Array) -> Array:
     """In the accumulator's type, rounded once."""
-    return part.xp.asarray(part.xp.matmul(_wide(a), _wide(b))).astype(a.dtype, copy=False)
+    return part.xp.asarray(part.xp.matmul(in_accumulator(a), in_accumulator(b))).astype(a.dtype, copy=False)
 
 
 @kernel("outer")
@@ -31,7 +27,7 @@ def outer(part: Part, a: Array, b: Array) -> Array:
 def einsum(part: Part, *arrays: Array) -> Array:
     """By the argument `subscripts`."""
     text = str(part.args["subscripts"]).replace(" ", "")
-    made = part.xp.einsum(text, *map(_wide, arrays), optimize=len(arrays) > 2)
+    made = part.xp.einsum(text, *map(in_accumulator, arrays), optimize=len(arrays) > 2)
     return part.xp.asarray(made).astype(arrays[0].dtype, copy=False)
 
 
@@ -52,7 +48,7 @@ def conv(part: Part, x: Array, w: Array, bias: Array | None = None) -> Array:
     if transposed:
         made = _transposed(xp, x, w, strides, [pads[i][0] for i in range(space)], extents, cout, taps)
     else:
-        padded = xp.pad(_wide(x), [(0, 0), *pads, (0, 0)])
+        padded = xp.pad(in_accumulator(x), [(0, 0), *pads, (0, 0)])
         made = xp.zeros((x.shape[0], *extents, cout), dtypes.get(x.dtype).accumulator.numpy)
         groups = int(part.args.get("groups", 1))
         for tap in product(*map(range, taps)):
@@ -61,12 +57,12 @@ def conv(part: Part, x: Array, w: Array, bias: Array | None = None) -> Array:
             )
             seen = padded[(slice(None), *window, slice(None))]
             if groups == 1:
-                made += seen @ _wide(w[tap])
+                made += seen @ in_accumulator(w[tap])
                 continue
             cin, many = seen.shape[-1] // groups, cout // groups
             for g in range(groups):
                 made[..., g * many : (g + 1) * many] += (
-                    seen[..., g * cin : (g + 1) * cin] @ _wide(w[tap])[:, g * many : (g + 1) * many]
+                    seen[..., g * cin : (g + 1) * cin] @ in_accumulator(w[tap])[:, g * many : (g + 1) * many]
                 )
     if bias is not None:
         made = made + bias
@@ -86,7 +82,7 @@ def _transposed(
         window = tuple(
             slice(t, t + (n - 1) * s + 1, s) for t, n, s in zip(tap, x.shape[1:-1], strides, strict=True)
         )
-        full[(slice(None), *window, slice(None))] += _wide(x) @ _wide(w[tap]).T
+        full[(slice(None), *window, slice(None))] += in_accumulator(x) @ in_accumulator(w[tap]).T
     kept = tuple(slice(lo, lo + e) for lo, e in zip(low, extents, strict=True))
     return full[(slice(None), *kept, slice(None))]
 
@@ -97,5 +93,5 @@ def grouped_matmul(part: Part, x: Array, w: Array, starts: Array, *_: Array) -> 
     made = part.xp.zeros((x.shape[0], w.shape[1]), dtypes.get(x.dtype).accumulator.numpy)
     for expert in range(w.shape[0]):
         rows = slice(int(starts[expert]), int(starts[expert + 1]))
-        made[rows] = _wide(x[rows]) @ _wide(w[expert]).T
+        made[rows] = in_accumulator(x[rows]) @ in_accumulator(w[expert]).T
     return made.astype(x.dtype)

@@ -8,10 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from lowshard import dtypes
 from lowshard.comm.reduction import identity
 from lowshard.op.op_part import Part
-from lowshard.op.op_registry import Array, kernel
+from lowshard.op.op_registry import Array, in_accumulator, kernel
 from lowshard.solver.table.reduction_rules import pool_geometry
 
 
@@ -22,14 +21,10 @@ def _dims(part: Part, x: Array) -> tuple[int, ...]:
     return tuple(a % x.ndim for a in (axis if isinstance(axis, tuple) else (axis,)))
 
 
-def _wide(x: Array) -> Array:
-    return x.astype(dtypes.get(x.dtype).accumulator.numpy, copy=False)
-
-
 @kernel("sum")
 def sum_(part: Part, x: Array) -> Array:
     """In the accumulator's type."""
-    return _wide(x).sum(axis=_dims(part, x), keepdims=True).astype(x.dtype)
+    return in_accumulator(x).sum(axis=_dims(part, x), keepdims=True).astype(x.dtype)
 
 
 @kernel("mean")
@@ -37,14 +32,14 @@ def mean(part: Part, x: Array) -> Array:
     """Over what the rank holds where the result is an average, over the whole extent where it is a sum."""
     dims = _dims(part, x)
     count = prod(part.shape()[d] if part.axes("scale", 0, d) else x.shape[d] for d in dims)
-    total = _wide(x).sum(axis=dims, keepdims=True)
+    total = in_accumulator(x).sum(axis=dims, keepdims=True)
     return (total / count).astype(x.dtype) if x.dtype.kind not in "iu" else (total // count).astype(x.dtype)
 
 
 @kernel("max", "min", "prod")
 def extreme(part: Part, x: Array) -> Array:
     """An empty shard gives what changes nothing; products run in the accumulator's type."""
-    wide = _wide(x) if part.op == "prod" else x
+    wide = in_accumulator(x) if part.op == "prod" else x
     start = identity(part.op, wide.dtype)
     made = getattr(part.xp, part.op)(wide, axis=_dims(part, x), keepdims=True, initial=start)
     return made.astype(x.dtype)
@@ -80,7 +75,7 @@ def softmax(part: Part, x: Array) -> Array:
     """Against the maximum over the whole dim."""
     xp, dim = part.xp, part.dim()
     axes = part.axes("statistics", 0, dim)
-    wide = _wide(x)
+    wide = in_accumulator(x)
     top = part.reduce(xp.max(wide, axis=dim, keepdims=True, initial=-np.inf), "max", axes)
     shifted = wide - top
     total = part.reduce(xp.exp(shifted).sum(axis=dim, keepdims=True), "sum", axes)
@@ -92,12 +87,12 @@ def softmax(part: Part, x: Array) -> Array:
 def cumsum(part: Part, x: Array) -> Array:
     """The scan of a shard, and the totals of the shards before it."""
     dim = part.dim()
-    made = _wide(x).cumsum(axis=dim, dtype=_wide(x).dtype)
+    made = in_accumulator(x).cumsum(axis=dim, dtype=in_accumulator(x).dtype)
     axes = part.axes("scan", 0, dim)
     if axes:
         group = part.group(axes)
         spans = group.intervals(part.action.inputs[0], dim)
-        totals = group.gather(_wide(x).sum(axis=dim, keepdims=True, dtype=made.dtype))
+        totals = group.gather(in_accumulator(x).sum(axis=dim, keepdims=True, dtype=made.dtype))
         for i in sorted(range(len(spans)), key=lambda i: spans[i]):
             if spans[i] < spans[group.place]:
                 made = made + totals[i]
@@ -112,7 +107,7 @@ def norm(part: Part, x: Array, weight: Array, bias: Array | None = None) -> Arra
     axes = tuple(sorted({a for d in dims for a in part.axes("statistics", 0, d)}))
     count = prod(part.shape()[lead:])
     eps = float(part.args.get("eps", 1e-5))
-    wide = _wide(x)
+    wide = in_accumulator(x)
     if part.op == "layer_norm":
         wide = wide - part.reduce(wide.sum(axis=dims, keepdims=True), "sum", axes) / count
     square = part.reduce((wide * wide).sum(axis=dims, keepdims=True), "sum", axes) / count
@@ -124,7 +119,7 @@ def norm(part: Part, x: Array, weight: Array, bias: Array | None = None) -> Arra
 def group_norm(part: Part, x: Array, weight: Array, bias: Array) -> Array:
     """Over the channels of a group and all places."""
     groups, eps = int(part.args.get("groups", 1)), float(part.args.get("eps", 1e-5))
-    wide = _wide(x).reshape(x.shape[0], groups, prod(x.shape[1:]) // groups)
+    wide = in_accumulator(x).reshape(x.shape[0], groups, prod(x.shape[1:]) // groups)
     wide = wide - wide.mean(axis=-1, keepdims=True)
     wide = wide / part.xp.sqrt((wide * wide).mean(axis=-1, keepdims=True) + eps)
     shape = (1, -1) + (1,) * (x.ndim - 2)
@@ -145,4 +140,4 @@ def pool(part: Part, x: Array) -> Array:
     ]
     if part.op == "max_pool":
         return xp.max(xp.stack(seen), axis=0)
-    return (_wide(xp.stack(seen)).sum(axis=0) / len(seen)).astype(x.dtype)
+    return (in_accumulator(xp.stack(seen)).sum(axis=0) / len(seen)).astype(x.dtype)

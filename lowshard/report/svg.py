@@ -44,11 +44,11 @@ def draw_matrix(shape: tuple[int, int], boxes: Sequence[Box], name: str) -> str:
     across, down = wide / max(1, shape[1]), high / max(1, shape[0])
     cuts = [sorted({edge for box in boxes for edge in box[dim]} | {0, shape[dim]}) for dim in (0, 1)]
     pieces = [_open(wide, high, name)]
-    for number, cell in enumerate(product(*map(pairwise, cuts))):
+    for cell in product(*map(pairwise, cuts)):
         (r0, r1), (c0, c1) = cell
         owners = [rank for rank, box in enumerate(boxes) if volume(box) and contains(box, cell)]
         x, y, w, h = c0 * across, r0 * down, (c1 - c0) * across, (r1 - r0) * down
-        pieces.append(_cell(x, y, w, h, owners, f"{number}"))
+        pieces.append(_cell(x, y, w, h, owners))
         label = _owners_text(owners, len(boxes))
         if h >= 28 and w >= 11 * len(label) + 14:
             middle_x, middle_y = x + w / 2, y + h / 2
@@ -118,7 +118,7 @@ def _open(wide: float, high: float, name: str) -> str:
     return f'<svg viewBox="0 0 {wide:g} {high:g}" role="img" aria-label="{escape(name)}">'
 
 
-def _cell(x: float, y: float, w: float, h: float, owners: Sequence[int], number: str) -> str:
+def _cell(x: float, y: float, w: float, h: float, owners: Sequence[int]) -> str:
     frame = f'x="{x:.1f}" y="{y:.1f}" width="{w:.1f}" height="{h:.1f}"'
     if not owners:
         return ""

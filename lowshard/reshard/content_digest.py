@@ -11,7 +11,6 @@ for only where they are not.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,19 +21,18 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lowshard import dtypes
 from lowshard.argument import brief, instance, mapping
 from lowshard.bounded import bounded_cache
-from lowshard.box import Box, intersect, moved, slices_of, subtract, volume
+from lowshard.box import Box, box_text, intersect, moved, slices_of, subtract, volume
 from lowshard.comm import Communicator, agree
 from lowshard.comm.agreement import control_of, share_text
-from lowshard.content_hash import tensor_digest
+from lowshard.content_hash import tensor_digest, text_digest
 from lowshard.errors import BufferMismatchError, LayoutError, LowshardError, MeshError, VerificationError
 from lowshard.kernels.bit_sums import content_sum
-from lowshard.kernels.buffer import is_gpu, require_array
 from lowshard.kernels.unit_weights import SUMS, factors
 from lowshard.layout import Layout
 from lowshard.reshard.partition import Cuts, Partition
+from lowshard.reshard.published_tensors import array_of
 from lowshard.reshard.tensor_layout import TensorLayout, as_tensor_layout
 from lowshard.tiling import Tiling
 
@@ -85,7 +83,7 @@ def digest(
         error = found
     if comm is not None:
         asked = [[name, str(one.plan.layout), one.plan.fingerprint] for name, one in held.items()]
-        agree(comm, hashlib.blake2b(json.dumps(asked).encode()).digest(), error, "digest")
+        agree(comm, text_digest(json.dumps(asked)), error, "digest")
     elif error is not None:
         raise error
     rows = np.zeros((len(held), 3, SUMS), np.uint32)
@@ -152,7 +150,7 @@ class _Plan:
     def fingerprint(self) -> str:
         """All that the layout says, short."""
         text = json.dumps(self.layout.to_json(), default=list)
-        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+        return text_digest(text).hex()
 
     def holders(self, piece: _Piece) -> tuple[int, ...]:
         """Return the ranks that hold a piece."""
@@ -259,14 +257,7 @@ def _checked(name: object, given: object, rank: int, size: int, known: dict[Give
         if array is not None:
             raise BufferMismatchError(f"{name}: rank {rank} holds no part of {layout}, so it passes None")
         return _Held(plan, None)
-    array, dtype = require_array(array, name), dtypes.get(layout.dtype)
-    is_other = array.dtype.itemsize != dtype.itemsize_bytes if is_gpu(array) else array.dtype != dtype.numpy
-    if array.shape != plan.shape or is_other:
-        raise BufferMismatchError(
-            f"{name}: rank {rank} of {layout} holds {dtype.name}{list(plan.shape)}, got "
-            f"{array.dtype.name}{list(array.shape)}"
-        )
-    return _Held(plan, array)
+    return _Held(plan, array_of(layout, plan.shape, array, rank, name))
 
 
 def _name_ranks(
@@ -286,10 +277,6 @@ def _name_ranks(
         partition = held.plan.layout.partition
         box = (_pieces_of(partition, key[0])[key] if key[0] >= 0 else _disjoint(partition)[key[1]]).box
         ranks = " than ".join(", ".join(map(str, group)) for group in groups.values())
-        lines.append(f"{name}{_text(box)} differs on ranks {ranks}")
+        lines.append(f"{name}{box_text(box)} differs on ranks {ranks}")
     more = f"; {count} tensors in all" if count > len(lines) else ""
     raise VerificationError(f"replicas of a tensor hold the same bits; {'; '.join(lines)}{more}")
-
-
-def _text(box: Box) -> str:
-    return f"[{', '.join(f'{a}:{b}' for a, b in box)}]"

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from typing import Any, NamedTuple
 
 from lowshard.argument import choice, whole, wholes
+from lowshard.bounded import keeps_hash
 from lowshard.box import Split, split_interval
 from lowshard.errors import LayoutError
 from lowshard.placement import SPLITS
@@ -45,6 +46,7 @@ class Overlap(NamedTuple):
     length: int
 
 
+@keeps_hash
 @dataclass(frozen=True)
 class Cut:
     """One dim dealt to `parts` parts.
@@ -72,7 +74,6 @@ class Cut:
     blocks: tuple[int, ...] | None = None
     points: tuple[int, ...] | None = None
     split: Split = "balanced"
-    _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for name in ("blocks", "points"):
@@ -111,11 +112,6 @@ class Cut:
                 f"cut points are {self.parts + 1} ascending numbers from 0 to {self.length} and come without "
                 f"chunks and blocks, got {points}"
             )
-        key = (self.length, self.parts, self.chunks, self.blocks, points, self.split)
-        object.__setattr__(self, "_hash", hash(key))
-
-    def __hash__(self) -> int:
-        return self._hash
 
     @classmethod
     def whole(cls, length: int) -> Cut:

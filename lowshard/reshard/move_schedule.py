@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import cached_property
 from math import prod
 
-from lowshard.box import volume
+from lowshard.box import full_box, volume
 from lowshard.errors import PlanError
 from lowshard.reshard.partition import Pairing, Partition
 from lowshard.reshard.rank_grid import Roster
@@ -74,7 +74,7 @@ class Schedule:
         self.check_sources(kind, cell, rank)
         if replica and self._hands_on(kind):
             parent = kind.dst.seats.rank(cell, replica - (1 << (replica.bit_length() - 1)))
-            whole = tuple((0, n) for n in kind.dst.partition.local_shape(cell))
+            whole = full_box(kind.dst.partition.local_shape(cell))
             if volume(whole):
                 for entry in kind.entries:
                     move = Move(_id(rank, entry, 0), entry, parent, rank, whole, whole)
@@ -101,7 +101,7 @@ class Schedule:
 
     def _hand_on(self, rank: int, number: int, cell: int, replica: int, sends: dict[int, list[Move]]) -> None:
         kind = self.kinds[number]
-        whole = tuple((0, n) for n in kind.dst.partition.local_shape(cell))
+        whole = full_box(kind.dst.partition.local_shape(cell))
         if not volume(whole):
             return
         step = 1 << replica.bit_length()

@@ -8,10 +8,10 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from lowshard import dtypes
-from lowshard.argument import brief, choice, instance, items, mapping, truth
+from lowshard.argument import brief, choice, instance, items, mapping, one_of, truth
 from lowshard.box import Box, shape_of
 from lowshard.errors import BufferMismatchError, KernelError, PlanError
-from lowshard.foreign_array import READ_ONLY, is_foreign, like, view_of
+from lowshard.foreign_array import READ_ONLY, host_of, is_foreign, like, view_of
 from lowshard.kernels import (
     MXFP8Tensor,
     SwizzledMXFP8,
@@ -82,7 +82,7 @@ class MXFP8ReshardTransform(ReshardTransform):
         self.convert_on_send = truth(convert_on_send, "convert_on_send is True or False", KernelError)
         if elem is not None:
             choice(elem, get_args(Elem), f"elem is one of {', '.join(get_args(Elem))}, or None", KernelError)
-        choice(mode, get_args(Mode), f"mode is one of {', '.join(get_args(Mode))}", KernelError)
+        one_of(mode, get_args(Mode), "mode", KernelError)
         self.mode, self.misaligned = mode, misaligned
         self.quantized_elems = 0
         """Elements quantised so far on this rank, for the curious and for tests."""
@@ -335,8 +335,7 @@ class MXFP8ReshardTransform(ReshardTransform):
             raise PlanError(f"{name}: rows {rows}, columns {span} arrived twice")
         _raw(kept)[at] = _raw(values)
         filled[at] = True
-        done = filled[slice(*rows)].all(axis=1)
-        done = done if isinstance(done, np.ndarray) else done.get()
+        done = host_of(filled[slice(*rows)].all(axis=1))
         edges = np.flatnonzero(np.diff(np.concatenate(([False], done, [False])).astype(np.int8)))
         for start, stop in edges.reshape(-1, 2) + rows[0]:  # bands of rows that are complete now
             band = _contiguous(kept[start:stop])

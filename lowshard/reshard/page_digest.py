@@ -14,7 +14,7 @@ from lowshard import dtypes
 from lowshard.argument import brief, instance, items, mapping, wholes
 from lowshard.comm import Communicator, loopback
 from lowshard.comm.agreement import agree, control_of, share
-from lowshard.content_hash import tensor_digest
+from lowshard.content_hash import tensor_digest, text_digest
 from lowshard.errors import BufferMismatchError, LayoutError, MeshError, PlanError, VerificationError
 from lowshard.foreign_array import READ_ONLY, view_of
 from lowshard.kernels.unit_weights import SUMS
@@ -60,7 +60,7 @@ def digest_pages(
     control = control_of(comm)
     errors = FirstError()
     found: _Weighed | None = errors.guard(_Weighed, layout, sequences, arrays, comm)
-    said = b"" if found is None else hashlib.blake2b(found.said.encode(), digest_size=16).digest()
+    said = b"" if found is None else text_digest(found.said)
     agree(comm, said, errors.take(), "digest_pages")
     assert found is not None  # else all ranks have raised
     rows = [row.reshape(found.sums.shape) for row in share(control, found.sums.reshape(-1))]

@@ -12,9 +12,12 @@ import numpy as np
 import numpy.typing as npt
 
 from lowshard.argument import brief, instance, mapping
+from lowshard.box import full_box
 from lowshard.comm import Communicator
 from lowshard.comm.agreement import agree, control_of, share
+from lowshard.content_hash import text_digest
 from lowshard.errors import BufferMismatchError, MeshError, PlanError, VerificationError
+from lowshard.foreign_array import host_of
 from lowshard.kernels.bit_sums import content_sum
 from lowshard.kernels.unit_weights import SUMS
 from lowshard.reshard.page_digest import checked_arrays, digests_of
@@ -78,7 +81,7 @@ def move_pages(
     control_of(comm)
     errors = FirstError()
     side: _Side | None = errors.guard(_Side, plan, src, dst, comm, digests)
-    said = hashlib.blake2b(b"" if side is None else side.said.encode(), digest_size=16).digest()
+    said = text_digest("" if side is None else side.said)
     agree(comm, said, errors.take(), _WHAT)
     assert side is not None  # else all ranks have raised
     report = side.move(errors)
@@ -100,13 +103,12 @@ class _Side:
         self._comm = comm
         self._src = checked_arrays(src, found.src, comm, "source")
         self._dst = checked_arrays(dst, found.dst, comm, "destination", written=True)
-        names = sorted(self._src or self._dst or ())
         if self._src and self._dst and self._src.keys() != self._dst.keys():
             raise BufferMismatchError(
                 f"source and destination arrays have the same names, got {brief(sorted(self._src))} and "
                 f"{brief(sorted(self._dst))}"
             )
-        self.names = names
+        self.names = sorted(self._src or self._dst or ())
         self._right = _expected(digests, found)
         self.said = json.dumps([found.digest(), self._right], sort_keys=True)
         rank = comm.rank
@@ -136,7 +138,7 @@ class _Side:
         mail = Mail(comm, (out, out), (into, into), [sends], [receives])
         mail.make_room(0)
         for pair, letter in zip(self._gives, sends, strict=True):
-            errors.guard(self._fill, pair, out[letter.start : letter.stop], count)
+            errors.guard(self._fill, pair, out[letter.start : letter.stop])
         mail.send(0)
         for pair in self._keeps:
             kept = comm.xp.zeros(count * plan.pair_bytes(pair), np.uint8)
@@ -144,7 +146,7 @@ class _Side:
             self._came.append((pair, kept))
         came = mail.take(0)
         for pair in self._takes:
-            errors.guard(self._compare, pair, came[pair.src_rank], count)
+            errors.guard(self._compare, pair, came[pair.src_rank])
             self._came.append((pair, came[pair.src_rank][_HEAD_BYTES:]))
         mail.finish()
         moved = [
@@ -171,9 +173,8 @@ class _Side:
             for row, sequence in zip(sums, plan.sequences, strict=True):
                 part = held[:, :, :, before : before + sequence.tokens].view(plan.src.unit)
                 whole = (count, *inner[:2], sequence.tokens, plan.src.heads, plan.src.head_dim)
-                box = [(0, n) for n in whole]
-                box[4] = pair.heads
-                row += content_sum(part, tuple(box), whole)
+                box = full_box(whole)
+                row += content_sum(part, (*box[:4], pair.heads, *box[5:]), whole)
                 before += sequence.tokens
         rows = [row.reshape(sums.shape) for row in share(self._comm.control, sums.reshape(-1))]
         found = digests_of(plan.dst, [(s.name, s.tokens) for s in plan.sequences], rows, self._count)
@@ -212,8 +213,8 @@ class _Side:
             agree(self._comm, b"", error, _WHAT)
         return first[0]
 
-    def _fill(self, pair: PagePair, room: Array, count: int) -> None:
-        self._pack(pair, room[_HEAD_BYTES : _HEAD_BYTES + count * self._plan.pair_bytes(pair)])
+    def _fill(self, pair: PagePair, room: Array) -> None:
+        self._pack(pair, room[_HEAD_BYTES:])
         room[:_HEAD_BYTES] = self._comm.xp.asarray(self._head(pair, room[_HEAD_BYTES:]).view(np.uint8))
 
     def _pack(self, pair: PagePair, room: Array) -> None:
@@ -226,15 +227,11 @@ class _Side:
     def _head(self, pair: PagePair, payload: Array) -> npt.NDArray[np.uint64]:
         words = bytes.fromhex(self._plan.digest())
         sums = content_sum(payload, ((0, payload.size),), (payload.size,))
-        named = [
-            self._comm.rank if pair.src_rank == self._comm.rank else pair.src_rank,
-            pair.dst_rank,
-            *pair.heads,
-        ]
-        return np.concatenate([np.frombuffer(words, np.uint64), np.array([*named, *sums], np.uint64)])
+        named = np.array([pair.src_rank, pair.dst_rank, *pair.heads, *sums], np.uint64)
+        return np.concatenate([np.frombuffer(words, np.uint64), named])
 
-    def _compare(self, pair: PagePair, came: Array, count: int) -> None:
-        head = came[:_HEAD_BYTES] if isinstance(came, np.ndarray) else came[:_HEAD_BYTES].get()
+    def _compare(self, pair: PagePair, came: Array) -> None:
+        head = host_of(came[:_HEAD_BYTES])
         got, right = head.copy().view(np.uint64), self._head(pair, came[_HEAD_BYTES:])
         if (got == right).all():
             return

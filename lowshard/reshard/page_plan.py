@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 from lowshard.argument import brief, instance, items, mapping, whole, wholes
+from lowshard.content_hash import text_digest
 from lowshard.errors import PlanError
 from lowshard.reading import reader
 from lowshard.reshard.paged_layout import PagedLayout
@@ -101,7 +101,7 @@ class PagePlan:
     def digest(self) -> str:
         """Return 32 hex digits of all of it."""
         text = json.dumps(self.to_json(), sort_keys=True)
-        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+        return text_digest(text).hex()
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data."""

@@ -12,7 +12,7 @@ from itertools import product
 from math import prod
 from typing import Any
 
-from lowshard.bounded import kept_in_self
+from lowshard.bounded import keeps_hash, kept_in_self
 from lowshard.box import Box, intersect, moved, subtract, volume
 from lowshard.reshard.cut import Cut, Overlap, overlaps_into, parts_met
 from lowshard.tiling import Tile
@@ -21,21 +21,17 @@ Pair = tuple[Box, Box]
 """A box of the source's local array and the box of the destination's that gets it; one shape."""
 
 
+@keeps_hash
 @dataclass(frozen=True)
 class Cuts:
     """A partition by a cut in each dim: cells are row-major over the parts of all dims."""
 
     cuts: tuple[Cut, ...]
     cells: int = field(init=False, repr=False, compare=False)
-    _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "cuts", tuple(self.cuts))
         object.__setattr__(self, "cells", prod(c.parts for c in self.cuts))
-        object.__setattr__(self, "_hash", hash(self.cuts))
-
-    def __hash__(self) -> int:
-        return self._hash
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -77,6 +73,7 @@ class Cuts:
         return {"cuts": [c.to_json() for c in self.cuts]}
 
 
+@keeps_hash
 @dataclass(frozen=True)
 class Tiles:
     """A partition by a list: the tiles of each cell. Cells may overlap where they are not the same."""
@@ -84,13 +81,6 @@ class Tiles:
     shape: tuple[int, ...]
     cell_tiles: tuple[tuple[Tile, ...], ...]
     local_shapes: tuple[tuple[int, ...], ...]
-    _hash: int = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_hash", hash((self.shape, self.cell_tiles, self.local_shapes)))
-
-    def __hash__(self) -> int:
-        return self._hash
 
     @property
     def cells(self) -> int:

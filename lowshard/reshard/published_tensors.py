@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lowshard import dtypes
-from lowshard.argument import brief, mapping
+from lowshard.argument import brief, is_text, mapping
 from lowshard.errors import BufferMismatchError, PlanError
 from lowshard.foreign_array import READ_ONLY
 from lowshard.kernels.buffer import is_gpu, require_array
@@ -24,7 +24,7 @@ def tensor_layouts(given: object, size: int) -> dict[str, TensorLayout]:
     found = {}
     rule = "layouts are a mapping of names to layouts"
     for name, layout in mapping(given, rule, PlanError).items():
-        if not isinstance(name, str) or not _is_utf8(name):
+        if not isinstance(name, str) or not is_text(name):
             raise PlanError(f"{rule}; a name is text that UTF-8 can write, got {brief(name)}")
         found[name] = as_tensor_layout(layout)
         if found[name].seats.span[1] > size:
@@ -34,14 +34,6 @@ def tensor_layouts(given: object, size: int) -> dict[str, TensorLayout]:
     if not found:
         raise PlanError("layouts name one tensor or more, got none")
     return found
-
-
-def _is_utf8(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def local_arrays(
@@ -59,7 +51,7 @@ def local_arrays(
     arrays = dict(mapping(given, "arrays are a mapping of names to this rank's arrays", PlanError))
     found = {}
     for name, layout in layouts.items():
-        shape, dtype = layout.local_shape(rank), dtypes.get(layout.dtype)
+        shape = layout.local_shape(rank)
         if shape is None:
             if arrays.pop(name, None) is not None:
                 raise BufferMismatchError(
@@ -68,18 +60,25 @@ def local_arrays(
             continue
         if name not in arrays:
             raise PlanError(f"{name}: rank {rank} holds a part of {layout}, but has no array of that name")
-        array = require_array(arrays.pop(name), name)
-        is_other = (
-            array.dtype.itemsize != dtype.itemsize_bytes if is_gpu(array) else array.dtype != dtype.numpy
-        )
-        if array.shape != shape or is_other:
-            raise BufferMismatchError(
-                f"{name}: rank {rank} of {layout} holds {dtype.name}{list(shape)}, got "
-                f"{array.dtype}{list(array.shape)}"
-            )
+        array = array_of(layout, shape, arrays.pop(name), rank, name)
         if writes and not is_gpu(array) and not array.flags.writeable:
             raise BufferMismatchError(f"{name} {READ_ONLY}")
         found[name] = array
     if arrays:
         raise PlanError(f"arrays without a layout: {', '.join(sorted(map(str, arrays)))}")
     return found
+
+
+def array_of(layout: TensorLayout, shape: tuple[int, ...], given: object, rank: int, name: str) -> Array:
+    """Return a rank's array of a tensor, of that local shape and the layout's dtype.
+
+    Raises:
+        BufferMismatchError: it is another one, or no array.
+    """
+    array, dtype = require_array(given, name), dtypes.get(layout.dtype)
+    is_other = array.dtype.itemsize != dtype.itemsize_bytes if is_gpu(array) else array.dtype != dtype.numpy
+    if array.shape != shape or is_other:
+        raise BufferMismatchError(
+            f"{name}: rank {rank} of {layout} holds {dtype.name}{list(shape)}, got {array.dtype}{list(array.shape)}"
+        )
+    return array

@@ -12,7 +12,6 @@ Subscribers fetch; `publish` waits for none of them. What each rank does for the
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 import secrets
@@ -30,6 +29,7 @@ from lowshard.comm.background import Background
 from lowshard.comm.door import Door
 from lowshard.comm.interface import addresses_towards, interface_addresses, is_loopback, network_name
 from lowshard.comm.work import Stream, Work
+from lowshard.content_hash import text_digest
 from lowshard.errors import CommError, LowshardError, PeerFailed, PlanError, TimedOut
 from lowshard.layout import Layout
 from lowshard.reshard.publication_address import (
@@ -120,7 +120,7 @@ class Publisher:
             where = Address.parse(address)
             given = None if token is None else checked_token(token)
             said = [address, given is None, {n: x.to_json() for n, x in self._layouts.items()}]
-            asked = hashlib.blake2b(json.dumps(said, default=list).encode()).digest()
+            asked = text_digest(json.dumps(said, default=list))
         except LowshardError as found:
             error = found
         agree(whole, asked, error, "Publisher")

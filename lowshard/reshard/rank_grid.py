@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lowshard.argument import brief, items, whole, wholes
+from lowshard.bounded import keeps_hash
 from lowshard.errors import MeshError
 from lowshard.mesh import MOST_RANKS
 
@@ -21,6 +22,7 @@ Axis = tuple[int, int]
 """Places along it, and by how much the rank grows from one to the next."""
 
 
+@keeps_hash
 @dataclass(frozen=True)
 class Grid:
     """Ranks as a sum of strides: `offset + sum(place * stride)` over all axes.
@@ -42,7 +44,6 @@ class Grid:
     cells: int = field(init=False, repr=False, compare=False)
     replicas: int = field(init=False, repr=False, compare=False)
     _radix: tuple[tuple[int, int, int, int], ...] = field(init=False, repr=False, compare=False)
-    _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         put = object.__setattr__
@@ -77,10 +78,6 @@ class Grid:
                 f"{self.replicas} replicas each, up to rank {self.offset + reach}"
             )
         put(self, "_radix", tuple(radix))
-        put(self, "_hash", hash((self.dims, self.copies, self.offset)))
-
-    def __hash__(self) -> int:
-        return self._hash
 
     @property
     def span(self) -> tuple[int, int]:
@@ -139,6 +136,7 @@ class Grid:
         return {"dims": self.dims, "copies": self.copies, "offset": self.offset}
 
 
+@keeps_hash
 @dataclass(frozen=True)
 class Roster:
     """Ranks by a list: for each cell those that hold it, in the order of replicas.
@@ -150,7 +148,6 @@ class Roster:
     holders: tuple[tuple[int, ...], ...]
     cells: int = field(init=False, repr=False, compare=False)
     replicas: int = field(init=False, repr=False, compare=False)
-    _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         put = object.__setattr__
@@ -159,13 +156,9 @@ class Roster:
         put(self, "holders", tuple(wholes(ranks, rule, MeshError, 0, MOST_RANKS) for ranks in cells))
         put(self, "cells", len(self.holders))
         put(self, "replicas", max((len(ranks) for ranks in self.holders), default=0))
-        put(self, "_hash", hash(self.holders))
         every = [rank for ranks in self.holders for rank in ranks]
         if not every or len(set(every)) != len(every) or not all(self.holders):
             raise MeshError(f"{rule}, got {brief(self.holders)}")
-
-    def __hash__(self) -> int:
-        return self._hash
 
     @property
     def span(self) -> tuple[int, int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -14,15 +13,15 @@ from typing import Any, Literal, NamedTuple, Self, Unpack, get_args, overload
 
 import numpy as np
 
-from lowshard.argument import brief
+from lowshard.argument import brief, choice
 from lowshard.box import volume
 from lowshard.comm.agreement import agree, share
 from lowshard.comm.background import Background
 from lowshard.comm.communicator import Communicator
 from lowshard.comm.work import Stream, Work
+from lowshard.content_hash import text_digest
 from lowshard.errors import (
     CommError,
-    LowshardError,
     MismatchError,
     PeerFailed,
     PlanError,
@@ -135,12 +134,9 @@ class Refit:
         try:
             if error is not None:
                 raise error
-            if not isinstance(buffering, str) or buffering not in get_args(Buffering):
-                raise PlanError(f"buffering is 'double' or 'in_place', got {buffering!r}")
-            if not isinstance(delta, str) or delta not in get_args(Delta):
-                raise PlanError(f"delta is 'off', 'auto' or 'always', got {delta!r}")
-            if not isinstance(base, str) or base not in get_args(Base):
-                raise PlanError(f"base is 'copy' or 'digests', got {brief(base)}")
+            choice(buffering, get_args(Buffering), "buffering is 'double' or 'in_place'", PlanError)
+            choice(delta, get_args(Delta), "delta is 'off', 'auto' or 'always'", PlanError)
+            choice(base, get_args(Base), "base is 'copy' or 'digests'", PlanError)
             if delta != "off" and plan.multicast:
                 plan = replace(plan, multicast=False)
             if version is not None:
@@ -156,9 +152,7 @@ class Refit:
                 a if how is None else {**a, **how.refit_weights()}
                 for a, how in zip(served, transforms, strict=True)
             ]
-            digest = hashlib.blake2b(
-                f"{plan.digest()} {buffering} {delta} {base}".encode(), digest_size=16
-            ).digest()
+            digest = text_digest(f"{plan.digest()} {buffering} {delta} {base}")
         except Exception as caught:
             error = caught
         agree(comm, digest, error, "Refit")
@@ -351,7 +345,9 @@ class Refit:
         with cost.phase("vote"):
             committed = self._vote.decide(self._attempt, True)
         if not committed:
-            raise self._lost()
+            raise PeerFailed(
+                f"another rank heard of a failure while version was voted on: version {self.version} stays"
+            )
         start_s = time.perf_counter() if self._torn_s is None else self._torn_s
         self._switch(target, number)
         cost.pause_s = time.perf_counter() - start_s
@@ -442,11 +438,6 @@ class Refit:
     def _switch(self, target: int, number: int) -> None:
         with self._reading:
             self._now = _Served(target, number)
-
-    def _lost(self) -> LowshardError:
-        return PeerFailed(
-            f"another rank heard of a failure while version was voted on: version {self.version} stays"
-        )
 
     # ---- life
 

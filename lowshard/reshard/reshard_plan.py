@@ -12,11 +12,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
+from math import prod
 from typing import Any, Literal
 
-from lowshard import dtypes
 from lowshard.argument import instance, items, whole, wholes
-from lowshard.box import Box, any_overlap, shape_of, volume
+from lowshard.box import Box, any_overlap, box_text, is_within, shape_of, volume
 from lowshard.cost import ClusterProfile, Estimate
 from lowshard.errors import PlanError
 from lowshard.reading import reader
@@ -27,8 +27,6 @@ from lowshard.reshard.simulation import simulate
 from lowshard.reshard.tensor_layout import TensorLayout
 
 SCHEMA: Literal["lowshard-reshard-plan-1"] = "lowshard-reshard-plan-1"
-COMPONENTS = 4
-"""Numbers kept for each move, so that the parts it travels in have ids of their own: id * COMPONENTS + part."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,7 +116,7 @@ class ReshardPlan:
     @property
     def size_bytes(self) -> int:
         """Bytes of all tensors, each once."""
-        return sum(_size(k.dst) * len(k.entries) for k in self.kinds)
+        return sum(k.dst.itemsize_bytes * prod(k.dst.shape) * len(k.entries) for k in self.kinds)
 
     def peer_bytes(self, rank: int) -> dict[int, int]:
         """Return the bytes that a rank sends to each other rank."""
@@ -176,16 +174,13 @@ class ReshardPlan:
                 if shape is None:
                     continue
                 mine = boxes.get(number, [])
-                whole = tuple((0, n) for n in shape)
-                inside = all(
-                    a <= p and q <= b for box in mine for (p, q), (a, b) in zip(box, whole, strict=True)
-                )
-                if not inside or sum(map(volume, mine)) != volume(whole) or any_overlap(mine):
+                inside = all(is_within(box, shape) for box in mine)
+                if not inside or sum(map(volume, mine)) != prod(shape) or any_overlap(mine):
                     raise PlanError(
                         f"{entry.name}: rank {rank} writes {sum(map(volume, mine))} elements in {len(mine)} boxes of "
                         f"an array of shape {list(shape)}: not each element once"
                     )
-                total += volume(whole)
+                total += prod(shape)
         return total
 
     def _verify(self) -> None:
@@ -248,7 +243,7 @@ class ReshardPlan:
                     lines.append(f"  {what} {peer}: {len(mine)} box{'es' * (len(mine) != 1)}, {size:,} bytes")
                 for m in mine[:8]:
                     name = self.entries[m.entry].name
-                    lines.append(f"    {name} {_box_text(m.src_box)} -> {_box_text(m.dst_box)}")
+                    lines.append(f"    {name} {box_text(m.src_box)} -> {box_text(m.dst_box)}")
         return "\n".join(lines)
 
     def __str__(self) -> str:
@@ -350,17 +345,6 @@ def _read(
 
 def _rank(rank: int) -> int:
     return rank if type(rank) is int else whole(rank, "a rank is an integer", PlanError)
-
-
-def _size(layout: TensorLayout) -> int:
-    total = dtypes.get(layout.dtype).itemsize_bytes
-    for n in layout.shape:
-        total *= n
-    return total
-
-
-def _box_text(box: Box) -> str:
-    return "[" + ", ".join(f"{a}:{b}" for a, b in box) + "]"
 
 
 __all__ = ["ENTRIES", "Entry", "Move", "RankPlan", "ReshardPlan"]

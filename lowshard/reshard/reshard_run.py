@@ -5,7 +5,6 @@ Memory beside the arrays is bounded: two buckets out and, where they come as mes
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,10 +13,11 @@ from typing import Any, Literal, TypedDict, Unpack, get_args
 
 import numpy as np
 
-from lowshard.argument import choice, whole
+from lowshard.argument import instance, one_of, whole
 from lowshard.comm.agreement import agree, control_of
 from lowshard.comm.communicator import Communicator
 from lowshard.comm.work import Stream
+from lowshard.content_hash import text_digest
 from lowshard.errors import CommError, LowshardError, MismatchError, PlanError
 from lowshard.reshard.rank_side import Side
 from lowshard.reshard.reshard_plan import ReshardPlan
@@ -50,6 +50,9 @@ class Settings(TypedDict, total=False):
     that works: memory within a node, messages between nodes."""
 
 
+_DEFAULTS: Settings = {"staging_bytes": STAGING_BYTES, "checksums": False, "way": "auto"}
+
+
 def argument_error(
     plan: object, src: object, dst: object, transform: object, settings: Mapping[str, object]
 ) -> LowshardError | None:
@@ -64,16 +67,14 @@ def argument_error(
     strange = sorted(map(str, settings.keys() - Settings.__annotations__.keys()))
     if strange:
         return PlanError(f"settings are {', '.join(Settings.__annotations__)}, got {', '.join(strange)}")
+    given = {**_DEFAULTS, **settings}
     try:
-        choice(
-            settings.get("way", "auto"), get_args(Way), f"way is one of {', '.join(get_args(Way))}", PlanError
-        )
+        one_of(given["way"], get_args(Way), "way", PlanError)
         rule = f"staging_bytes is a number of bytes from 1 to {MOST_STAGING_BYTES}"
-        whole(settings.get("staging_bytes", STAGING_BYTES), rule, PlanError, 1, MOST_STAGING_BYTES)
+        whole(given["staging_bytes"], rule, PlanError, 1, MOST_STAGING_BYTES)
+        instance(given["checksums"], bool, "checksums is True or False", PlanError)
     except PlanError as error:
         return error
-    if not isinstance(settings.get("checksums", False), bool):
-        return PlanError(f"checksums is True or False, got {settings['checksums']!r}")
     return None
 
 
@@ -96,6 +97,13 @@ class Report:
     """Messages sent."""
     staging_bytes: int
     """Memory that was set aside for buckets."""
+
+    @classmethod
+    def of(cls, mover: Mover) -> Report:
+        """Return what a mover moves in a run."""
+        return cls(
+            mover.sent_bytes, mover.received_bytes, mover.copied_bytes, mover.buckets, mover.staging_bytes
+        )
 
 
 @dataclass(slots=True)
@@ -167,24 +175,22 @@ class Reshard:
             agree(comm, b"", error, "execute_reshard_plan")
         self.comm, self._errors = comm, FirstError()
         self.side = Side(plan, src, dst, comm, transform, self._errors)
-        self._just_made, self._settings = False, settings
+        self._just_made = False
+        self._settings: Settings = {**_DEFAULTS, **settings}
         with comm.meeting("Reshard"):
-            self._mover: Mover | None = self._made_ready(like, settings)
+            mover = self._made_ready(like)
+        self._mover: Mover | None = mover
         self._parts_mover: Mover | None = None
-        mover = self._mover
-        self.report = Report(
-            mover.sent_bytes, mover.received_bytes, mover.copied_bytes, mover.buckets, mover.staging_bytes
-        )
+        self.report = Report.of(mover)
 
-    def _made_ready(self, like: Reshard | None, settings: Settings) -> Mover:
+    def _made_ready(self, like: Reshard | None) -> Mover:
         comm, side, errors = self.comm, self.side, self._errors
-        way, checksums = settings.get("way", "auto"), settings.get("checksums", False)
-        staging_bytes = settings.get("staging_bytes", STAGING_BYTES)
+        way, checksums = self._settings["way"], self._settings["checksums"]
         by_memory = way != _MESSAGES and comm.xp is np
         errors.guard(side.prepare)
-        said = f"{side.plan.digest()} {bucket_sizes(comm, by_memory, staging_bytes)} {checksums} {way}"
-        digest = hashlib.blake2b(said.encode(), digest_size=16).digest()
-        agree(comm, digest, errors.take(), "execute_reshard_plan")
+        sizes = bucket_sizes(comm, by_memory, self._settings["staging_bytes"])
+        said = f"{side.plan.digest()} {sizes} {checksums} {way}"
+        agree(comm, text_digest(said), errors.take(), "execute_reshard_plan")
         side.shake_hands()
         if way in (_DIRECT, _SLOTS) and not (comm.reach.whole and by_memory):
             errors.keep(
@@ -197,12 +203,12 @@ class Reshard:
         return self._mover_of(side.gives, side.takes, side.keeps, None if like is None else like._mover)
 
     def _mover_of(self, gives: Streams, takes: Streams, keeps: Sequence[Item], like: Mover | None) -> Mover:
-        way, checksums = self._settings.get("way", "auto"), self._settings.get("checksums", False)
+        way, checksums = self._settings["way"], self._settings["checksums"]
         return Mover(
             self.comm, gives, takes, keeps, self.side.published(), self.side.conversion, self._errors,
             by_memory=way != _MESSAGES and self.comm.xp is np,
             in_place=way in ("auto", _DIRECT) and not checksums, checksums=checksums,
-            staging_bytes=self._settings.get("staging_bytes", STAGING_BYTES), like=like,
+            staging_bytes=self._settings["staging_bytes"], like=like,
         )  # fmt: skip
 
     # ---- running
@@ -275,9 +281,7 @@ class Reshard:
                 errors.guard(conversion.transform.end)
             agree(self.comm, b"", errors.take(), "reshard")
             mover.count()
-        return Report(
-            mover.sent_bytes, mover.received_bytes, mover.copied_bytes, mover.buckets, mover.staging_bytes
-        )
+        return Report.of(mover)
 
     def sources(self) -> dict[str, Array]:
         """Return this rank's source arrays that `run` reads, by name; no quantised ones, of which it takes copies."""

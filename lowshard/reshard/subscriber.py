@@ -30,7 +30,7 @@ from typing import Any, Literal, NamedTuple, Self, overload
 
 import numpy as np
 
-from lowshard.argument import brief, instance, number, truth
+from lowshard.argument import brief, choice, instance, is_text, number, truth
 from lowshard.argument import path as checked_path
 from lowshard.comm import Communicator, agree, loopback, share_text
 from lowshard.comm.agreement import control_of, share
@@ -155,10 +155,11 @@ class Subscriber:
             self._token_file = (
                 self._address.token_file if token_file is None else checked_path(token_file, rule, CommError)
             )
-            if not isinstance(delta, str) or delta not in ("auto", "off"):
-                raise CommError(f"delta of a Subscriber is 'auto' or 'off', got {brief(delta)}")
+            choice(delta, ("auto", "off"), "delta of a Subscriber is 'auto' or 'off'", CommError)
             shares = truth(share, "share is True or False", CommError)
-            name = _named(name)
+            instance(name, str, "name of a Subscriber is text", CommError)
+            if not is_text(name):
+                raise CommError(f"name of a Subscriber is text that UTF-8 can write, got {brief(name)}")
             if shares and transform is not None:
                 raise CommError(
                     "share=True gives versions on as they came, which a transform does not keep; leave one of them out"
@@ -611,13 +612,3 @@ class Subscriber:
         # The other ranks may not come here, and what is under way has a deadline of its own.
         self._leave()
         self._comm.__exit__(type(error), error, None)
-
-
-def _named(name: object) -> str:
-    """Return what a subscriber calls itself, or raise CommError."""
-    found = instance(name, str, "name of a Subscriber is text", CommError)
-    try:
-        found.encode()
-    except UnicodeEncodeError:
-        raise CommError(f"name of a Subscriber is text that UTF-8 can write, got {brief(found)}") from None
-    return found

@@ -6,13 +6,14 @@ A partition says what a cell is (any number of boxes), seats say which ranks hol
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
 from typing import Any
 
 from lowshard import dtypes
 from lowshard.argument import as_shape, brief, instance, items, mapping, whole, wholes
+from lowshard.bounded import keeps_hash
 from lowshard.box import Box, split_interval
 from lowshard.errors import LayoutError
 from lowshard.layout import Layout
@@ -25,6 +26,7 @@ from lowshard.tiling import Tile, Tiling
 _CUTTERS = "a dim is cut by a Cut, by the name of an axis, or by several names, outer first"
 
 
+@keeps_hash
 @dataclass(frozen=True)
 class TensorLayout:
     """Where each element of a tensor lies, for the ranks of one side of a reshard.
@@ -42,7 +44,6 @@ class TensorLayout:
     dtype: str
     partition: Partition
     seats: Grid | Roster
-    _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", dtypes.get(self.dtype).name)
@@ -61,10 +62,6 @@ class TensorLayout:
                 )
         if seats.cells != cells:
             raise LayoutError(f"a partition into {cells} cells has seats for each, got {seats.cells}")
-        object.__setattr__(self, "_hash", hash((self.dtype, self.partition, self.seats)))
-
-    def __hash__(self) -> int:
-        return self._hash
 
     # ---- makers
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from lowshard import dtypes
-from lowshard.box import Box
+from lowshard.box import Box, is_within
 from lowshard.checkpoint.crc import crc32
 from lowshard.comm.door import Door, Guest
 from lowshard.errors import KernelError
@@ -398,8 +398,3 @@ class VersionServer:
                 crc = crc32(text.data, crc)
                 line.send(text.data)
         return crc
-
-
-def is_within(box: Box, shape: Sequence[int]) -> bool:
-    """Say whether a box lies within an array of a shape."""
-    return len(box) == len(shape) and all(0 <= a <= b <= n for (a, b), n in zip(box, shape, strict=True))

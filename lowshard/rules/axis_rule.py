@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lowshard.argument import items
+from lowshard.argument import items, quoted
 from lowshard.document import Node, Where
 from lowshard.errors import RulesError
 
@@ -84,7 +84,8 @@ def read_map(node: Node) -> dict[str, tuple[Node, Node]]:
             raise rules_error(f"a key is a word, got {key}", key.where)
         if key.text in entries:
             raise rules_error(
-                f"the key {brief(key.text)} stands twice, before at {entries[key.text][0].where}", key.where
+                f"the key {quoted(key.text)} stands twice, before at {entries[key.text][0].where}",
+                key.where,
             )
         entries[key.text] = (key, value)
     return entries
@@ -93,12 +94,6 @@ def read_map(node: Node) -> dict[str, tuple[Node, Node]]:
 def is_axis_name(name: str) -> bool:
     """Return whether a device mesh takes the name for an axis."""
     return _AXIS_NAME.match(name) is not None
-
-
-def brief(value: object) -> str:
-    """Return a value as text that fits into a message."""
-    text = repr(value)
-    return text if len(text) <= 120 else f"{text[:100]}... ({len(text)} characters)"
 
 
 def as_rules(given: object) -> tuple[Rule, ...]:
@@ -120,9 +115,9 @@ def as_rule(pair: tuple[str, object]) -> Rule:
         or len(pair) != 2
         or not isinstance(pair[0], str)
     ):
-        raise RulesError(f"{form}, got {brief(pair)}")
+        raise RulesError(f"{form}, got {quoted(pair)}")
     name, target = pair
     axes = () if target is None else (target,) if isinstance(target, str) else target
     if not isinstance(axes, Sequence) or not all(isinstance(a, str) and a for a in axes):
-        raise RulesError(f"{form}, got {brief(pair)}", rule=str(pair))
+        raise RulesError(f"{form}, got {quoted(pair)}", rule=str(pair))
     return Rule(name, tuple(axes))

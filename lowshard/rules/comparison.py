@@ -236,7 +236,7 @@ def _entry_bytes(key: str, entry: Mapping[str, Any], itemsize_bytes: int) -> int
     spec = tuple(tuple(e) if isinstance(e, list) else e for e in entry["partition_spec"])
     parts = spec_shards(spec, mesh_sizes(entry))
     held: int = prod(-(-n // k) for n, k in zip(shape, parts, strict=False)) * prod(shape[len(parts) :])
-    return held * (4 if role_of(key, shape) == "count" else itemsize_bytes)
+    return held * (4 if role_of(key) == "count" else itemsize_bytes)
 
 
 def _shown(dump: Dump, key: str) -> str:

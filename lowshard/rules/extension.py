@@ -19,9 +19,10 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from lowshard.argument import quoted
 from lowshard.bounded import bounded_cache
 from lowshard.document import Node, Where
-from lowshard.rules.axis_rule import Rule, brief, read_map
+from lowshard.rules.axis_rule import Rule, read_map
 from lowshard.rules.finding import Finding, Mode, find
 
 ReadRules = Callable[[Node, Mode, list[Finding]], tuple[Rule, ...]]
@@ -88,7 +89,7 @@ def read_extension(node: Node, mode: Mode, findings: list[Finding], read_rules: 
     entries = read_map(node)
     for key, (key_node, _) in entries.items():
         if key not in _KEYS:
-            wrong(f"below lowshard the keys are {', '.join(_KEYS)}, got {brief(key)}", key_node.where)
+            wrong(f"below lowshard the keys are {', '.join(_KEYS)}, got {quoted(key)}", key_node.where)
     values = {k: v for k, (_, v) in entries.items()}
     budget, layers, parameters = None, [], None
     if "memory_budget_bytes_per_device" in values:

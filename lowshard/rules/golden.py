@@ -15,11 +15,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from lowshard.argument import instance
+from lowshard.argument import instance, quoted
 from lowshard.errors import RulesError
 from lowshard.mesh import DeviceMesh
 from lowshard.reading import open_at_once
-from lowshard.rules.axis_rule import brief
 from lowshard.rules.logical_tensor import LogicalTensor, as_tensors, checked_mesh, checked_shape
 from lowshard.rules.resolution import LogicalNames, Spec, without_axes
 from lowshard.rules.ruleset import RuleSet
@@ -189,22 +188,22 @@ def parse_dump(text: str, path: str = "<text>") -> Dump:
     try:
         data = json.loads(text, object_pairs_hook=_object)
     except (ValueError, RecursionError) as error:
-        raise RulesError(f"{path}: this is not a JSON dump: {brief(str(error))[1:-1]}", path=path) from error
+        raise RulesError(f"{path}: this is not a JSON dump: {quoted(str(error))[1:-1]}", path=path) from error
     if not isinstance(data, dict):
-        raise RulesError(f"{path}: a dump is a JSON object, got {brief(data)}", path=path)
+        raise RulesError(f"{path}: a dump is a JSON object, got {quoted(data)}", path=path)
     if list(data) == [ACTIVATIONS_KEY]:
         return Dump(path, "activations", _activation_entries(data[ACTIVATIONS_KEY], path))
     kind: DumpKind | None = None
     for key, entry in data.items():
         if not isinstance(entry, dict) or not {"partition_spec", "shape"} <= set(entry):
             raise RulesError(
-                f"{path}: {brief(key)}: an entry has partition_spec and shape, and mesh in a named file, "
-                f"got {brief(entry)}",
+                f"{path}: {quoted(key)}: an entry has partition_spec and shape, and mesh in a named file, "
+                f"got {quoted(entry)}",
                 path=path,
             )
         this: DumpKind = "named" if "mesh" in entry else "logical"
         if kind not in (None, this):
-            raise RulesError(f"{path}: {brief(key)}: some entries have a mesh and some have none", path=path)
+            raise RulesError(f"{path}: {quoted(key)}: some entries have a mesh and some have none", path=path)
         kind = this
         _check_entry(key, entry, this, path)
     return Dump(path, kind or "logical", data)
@@ -228,7 +227,8 @@ def _check_entry(key: str, entry: dict[str, Any], kind: DumpKind, path: str) -> 
             or mesh.get("axis_names") != list(sizes)
         ):
             raise RulesError(
-                f"{path}: {brief(key)}: a mesh has axis_names, and shape with a size >= 1 for each, got {brief(mesh)}",
+                f"{path}: {quoted(key)}: a mesh has axis_names, and shape with a size >= 1 for each, got "
+                f"{quoted(mesh)}",
                 path=path,
             )
     good = isinstance(spec, list)
@@ -241,7 +241,7 @@ def _check_entry(key: str, entry: dict[str, Any], kind: DumpKind, path: str) -> 
     if not good:
         form = "mesh axes or lists of them" if kind == "named" else "logical names"
         raise RulesError(
-            f"{path}: {brief(key)}: a partition_spec is a list of null and {form}, got {brief(spec)}",
+            f"{path}: {quoted(key)}: a partition_spec is a list of null and {form}, got {quoted(spec)}",
             path=path,
         )
 
@@ -256,7 +256,7 @@ def _activation_entries(items: Any, path: str) -> dict[str, dict[str, Any]]:
         ):
             raise RulesError(
                 f"{path}: {ACTIVATIONS_KEY!r} is a list of objects {{name: {{logic_axes, PartitionSpec}}}}, "
-                f"got {brief(item)}",
+                f"got {quoted(item)}",
                 path=path,
             )
         count = 1
@@ -273,7 +273,7 @@ def _activation(unique: str, entry: Mapping[str, Any], path: str) -> Activation:
     match = _ACTIVATION.match(key)
     if match is None:
         raise RulesError(
-            f"{path}: an activation is called 'file/variable: dtype[d0,d1]', got {brief(key)}", path=path
+            f"{path}: an activation is called 'file/variable: dtype[d0,d1]', got {quoted(key)}", path=path
         )
     shape = tuple(int(n) for n in match["shape"].split(",") if n and len(n) < 20)
     return Activation(
@@ -295,7 +295,7 @@ def _names(text: str, key: str, path: str) -> LogicalNames | None:
         names = None
     if not isinstance(names, tuple) or not all(n is None or isinstance(n, str) for n in names):
         raise RulesError(
-            f"{path}: {brief(key)}: logic_axes is the text of a tuple of names, or {UNKNOWN}, got {brief(text)}",
+            f"{path}: {quoted(key)}: logic_axes is the text of a tuple of names, or {UNKNOWN}, got {quoted(text)}",
             path=path,
         )
     return names

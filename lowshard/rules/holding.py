@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+from lowshard.argument import quoted
 from lowshard.box import Interval
 from lowshard.errors import RulesError
 from lowshard.layout import Layout
-from lowshard.rules.axis_rule import brief
 from lowshard.rules.resolution import entry_axes
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ def _two_dims(layout: Layout, dims: tuple[int, int] | None) -> tuple[int | None,
     ndim = layout.ndim
     if dims is not None:
         if len({d % ndim for d in dims if -ndim <= d < ndim}) != 2:
-            raise RulesError(f"two different dims of {ndim} are shown, got {brief(dims)}")
+            raise RulesError(f"two different dims of {ndim} are shown, got {quoted(dims)}")
         return dims[0] % ndim, dims[1] % ndim
     parts = [layout.mesh.axis_size(entry_axes(e)) for e in layout.spec]
     chosen = sorted(sorted(range(ndim), key=lambda d: (parts[d], layout.shape[d] > 1, d))[-2:])

@@ -7,13 +7,13 @@ from collections.abc import Iterable, Sequence
 from importlib.resources import files
 from typing import Literal, get_args
 
-from lowshard.argument import choice, instance, items
+from lowshard.argument import instance, items, one_of, quoted
 from lowshard.argument import path as check_path
 from lowshard.document import MAX_FILE_BYTES
 from lowshard.errors import RulesError
 from lowshard.nearest import nearest
 from lowshard.reading import open_at_once
-from lowshard.rules.axis_rule import AXIS_NAME_FORM, MAX_AXES, Rule, as_rules, brief, is_axis_name
+from lowshard.rules.axis_rule import AXIS_NAME_FORM, MAX_AXES, Rule, as_rules, is_axis_name
 from lowshard.rules.finding import MODES, CheckReport, Mode
 from lowshard.rules.ruleset import RuleSet
 from lowshard.rules.schema import RuleFile, parse_rule_file
@@ -114,16 +114,16 @@ def make_rules(
     Raises:
         RulesError: axes that are no distinct names, rules of another form.
     """
-    choice(mode, MODES, f"mode is one of {', '.join(MODES)}", RulesError)
+    one_of(mode, MODES, "mode", RulesError)
     rule = "mesh_axes is a sequence of axis names, outermost first"
     axes = items(mesh_axes, rule, RulesError)
     if not axes or not all(isinstance(a, str) and a for a in axes):
-        raise RulesError(f"{rule}, got {brief(mesh_axes)}")
+        raise RulesError(f"{rule}, got {quoted(mesh_axes)}")
     if len(axes) > MAX_AXES:
         raise RulesError(f"a mesh has at most {MAX_AXES} axes, got {len(axes)}")
     odd = next((a for a in axes if not is_axis_name(a)), None)
     if odd is not None:
-        raise RulesError(f"a mesh axis is named as {AXIS_NAME_FORM}, got {brief(odd)}", axis=odd)
+        raise RulesError(f"a mesh axis is named as {AXIS_NAME_FORM}, got {quoted(odd)}", axis=odd)
     repeated = next((a for i, a in enumerate(axes) if a in axes[:i]), None)
     if repeated:
         raise RulesError(f"mesh_axes names {repeated!r} twice", axis=repeated)
@@ -133,8 +133,8 @@ def make_rules(
 
 
 def _check_options(mode: object, base: object, merge: object) -> None:
-    choice(mode, MODES, f"mode is one of {', '.join(MODES)}", RulesError)
-    choice(merge, get_args(Merge), f"merge is one of {', '.join(get_args(Merge))}", RulesError)
+    one_of(mode, MODES, "mode", RulesError)
+    one_of(merge, get_args(Merge), "merge", RulesError)
     if base is not None and not isinstance(base, RuleSet):
         check_path(base, f"base is a path, one of {', '.join(READY_MADE)}, a RuleSet or None", RulesError)
 
@@ -198,6 +198,6 @@ def ready_made_text(name: str) -> str:
     """
     if name not in READY_MADE:
         raise RulesError(
-            f"the ready-made rule files are {', '.join(READY_MADE)}, got {brief(name)}{nearest(name, READY_MADE)}"
+            f"the ready-made rule files are {', '.join(READY_MADE)}, got {quoted(name)}{nearest(name, READY_MADE)}"
         )
     return files("lowshard.rules").joinpath("ready", f"{name}.yml").read_text(encoding="utf-8")

@@ -9,11 +9,10 @@ from math import prod
 from typing import Any, Literal
 
 from lowshard import dtypes
-from lowshard.argument import instance, items, wholes
+from lowshard.argument import instance, items, quoted, wholes
 from lowshard.bounded import bounded_cache
 from lowshard.errors import RulesError
 from lowshard.mesh import DeviceMesh
-from lowshard.rules.axis_rule import brief
 from lowshard.rules.resolution import LogicalNames, checked_names
 
 Role = Literal["parameter", "moment", "count"]
@@ -50,10 +49,10 @@ class LogicalTensor:
     @property
     def role(self) -> Role:
         """Whether it is a parameter, an optimizer moment, or a counter of the train state."""
-        return role_of(self.name, self.shape)
+        return role_of(self.name)
 
 
-def role_of(name: str, shape: Sequence[int]) -> Role:
+def role_of(name: str) -> Role:
     """Return what a key of a train state stands for; a name of any other form is a parameter."""
     if _STATE.match(name):
         return "moment"
@@ -100,7 +99,7 @@ def as_tensors(given: object, dtype: object = "float32") -> tuple[LogicalTensor,
             return found
     raise RulesError(
         "tensors are LogicalTensor values, or a mapping of name to (logical names, shape), "
-        f"got {brief(given)}"
+        f"got {quoted(given)}"
     )
 
 
@@ -108,7 +107,7 @@ def _tensor(name: object, value: Any, default: str) -> LogicalTensor:
     if isinstance(value, LogicalTensor):
         return value
     if not isinstance(name, str):
-        raise RulesError(f"a tensor's name is text, got {brief(name)}")
+        raise RulesError(f"a tensor's name is text, got {quoted(name)}")
     dtype: object = None
     if isinstance(value, Mapping) and {"partition_spec", "shape"} <= set(value):
         names, shape = value["partition_spec"], value["shape"]
@@ -117,11 +116,11 @@ def _tensor(name: object, value: Any, default: str) -> LogicalTensor:
         dtype = value[2] if len(value) == 3 else None
     else:
         raise RulesError(
-            f"tensor {brief(name)}: give (logical names, shape) or (logical names, shape, dtype), got {brief(value)}"
+            f"tensor {quoted(name)}: give (logical names, shape) or (logical names, shape, dtype), got {quoted(value)}"
         )
     extents = checked_shape(shape, name)
     if dtype is None:
-        dtype = "int32" if role_of(name, extents) == "count" else default
+        dtype = "int32" if role_of(name) == "count" else default
     return LogicalTensor(name, checked_names(names), extents, dtypes.get(dtype).name)
 
 
@@ -129,7 +128,7 @@ def checked_shape(shape: object, name: str) -> tuple[int, ...]:
     """Return a shape as a tuple of extents >= 0, or raise RulesError that names the tensor."""
     if isinstance(shape, tuple) and all(type(n) is int and n >= 0 for n in shape):
         return shape
-    return wholes(shape, f"tensor {brief(name)}: a shape is a list of whole numbers >= 0", RulesError, 0)
+    return wholes(shape, f"tensor {quoted(name)}: a shape is a list of whole numbers >= 0", RulesError, 0)
 
 
 def checked_mesh(mesh: object) -> DeviceMesh:

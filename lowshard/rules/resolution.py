@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Literal
 
-from lowshard.argument import items
+from lowshard.argument import items, quoted
 from lowshard.document import Where
 from lowshard.errors import RulesError
-from lowshard.rules.axis_rule import Rule, brief, rules_error
+from lowshard.rules.axis_rule import Rule, rules_error
 
 LogicalNames = tuple[str | None, ...]
 SpecEntry = None | str | tuple[str, ...]
@@ -135,7 +135,7 @@ class Resolver:
         name = next(n for i, n in enumerate(names) if n is not None and n in names[:i])
         places = self._places.get(str(name), ())
         raise rules_error(
-            f"the logical name {name!r} stands on two dims of {brief(list(names))}: one axis would cut both; "
+            f"the logical name {name!r} stands on two dims of {quoted(list(names))}: one axis would cut both; "
             "give one of them another name, or None",
             None if places else self.where,
             rule=self.rules[places[0]] if places else None,
@@ -148,7 +148,7 @@ def checked_names(names: Iterable[str | None]) -> LogicalNames:
     found: LogicalNames = items(names, rule, RulesError)
     for name in found:
         if name is not None and not isinstance(name, str):
-            raise RulesError(f"a logical name is text or None, got {brief(name)} in {brief(list(found))}")
+            raise RulesError(f"a logical name is text or None, got {quoted(name)} in {quoted(list(found))}")
     return found
 
 

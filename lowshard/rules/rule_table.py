@@ -6,13 +6,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Self
 
-from lowshard.argument import instance, truth, whole
+from lowshard.argument import instance, quoted, truth, whole
 from lowshard.box import Split
 from lowshard.document import Where
 from lowshard.errors import RulesError, ShardingError
 from lowshard.layout import Layout
 from lowshard.mesh import DeviceMesh
-from lowshard.rules.axis_rule import Rule, as_rules, brief, rules_error
+from lowshard.rules.axis_rule import Rule, as_rules, rules_error
 from lowshard.rules.binding import check_bound, check_told, indivisible
 from lowshard.rules.extension import Extension, matches
 from lowshard.rules.finding import CheckReport, Finding, Mode, find
@@ -339,4 +339,4 @@ class RuleTable:
 
 
 def _called(parameter: str | None, names: Sequence[str | None]) -> str:
-    return f"tensor {parameter!r}" if parameter else f"a tensor of {brief(list(names))}"
+    return f"tensor {parameter!r}" if parameter else f"a tensor of {quoted(list(names))}"

@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from lowshard.argument import quoted
 from lowshard.document import Node, Where, parse_document
 from lowshard.nearest import nearest
 from lowshard.rules.axis_rule import (
     AXIS_NAME_FORM,
     MAX_AXES,
     Rule,
-    brief,
     is_axis_name,
     read_map,
     rules_error,
@@ -166,10 +166,10 @@ class _Reader:
     def _unknown_key(self, key: str, node: Node) -> None:
         near = nearest(key, (*KEYS, _OURS), 1, alike=0.75)
         if near:
-            text = f"MaxText ignores the key {brief(key)}{near}"
+            text = f"MaxText ignores the key {quoted(key)}{near}"
             self._add("key-misspelt", text, node.where)
         else:
-            text = f"the key {brief(key)} has no effect; the keys are {', '.join(KEYS)}, and {_OURS}"
+            text = f"the key {quoted(key)} has no effect; the keys are {', '.join(KEYS)}, and {_OURS}"
             self._add("key-unknown", text, node.where)
 
     def _names(self, node: Node) -> Axes | None:
@@ -180,7 +180,7 @@ class _Reader:
     def _mesh_axes(self, node: Node) -> Axes | None:
         form = "mesh_axes is a list of axis names, outermost first, such as ['data', 'fsdp']"
         if node.kind == "text":
-            text = f"{form}, got the plain word {brief(node.text)}, which MaxText takes letter by letter"
+            text = f"{form}, got the plain word {quoted(node.text)}, which MaxText takes letter by letter"
             self._add("mesh-axes-form", text, node.where, axis=node.text)
             return None
         names = self._names(node)
@@ -198,7 +198,7 @@ class _Reader:
                 where = node.items[place].where
                 self._add(
                     "mesh-axes-form",
-                    f"a mesh axis is named as {AXIS_NAME_FORM}, got {brief(name)}",
+                    f"a mesh axis is named as {AXIS_NAME_FORM}, got {quoted(name)}",
                     where,
                     axis=name,
                 )
@@ -210,7 +210,7 @@ class _Reader:
     def _data_sharding(self, node: Node) -> DataSharding | None:
         form = "data_sharding is a list with one list of mesh axes for each dim, such as [['data', 'fsdp']]"
         if node.kind == "text":  # MaxText wraps a bare name, and a flat list given on its command line
-            self._add("data-sharding-flat", f"{form}, got the plain word {brief(node.text)}", node.where)
+            self._add("data-sharding-flat", f"{form}, got the plain word {quoted(node.text)}", node.where)
             return ((node.text,),)
         if node.kind != "list":
             self._add("data-sharding-form", f"{form}, got {node}", node.where)

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from itertools import product
 from math import prod
 
-from lowshard.argument import whole
+from lowshard.argument import quoted, whole
 from lowshard.document import Where
 from lowshard.errors import RulesError
 from lowshard.mesh import DeviceMesh
 from lowshard.nearest import nearest
-from lowshard.rules.axis_rule import MESH_AXES, brief, rules_error
+from lowshard.rules.axis_rule import MESH_AXES, rules_error
 from lowshard.rules.finding import Finding, Mode, find
 
 Sizes = Mapping[str, int]
@@ -90,7 +90,7 @@ class SizeRequest:
         devices = whole(devices, "devices is a whole number >= 1", RulesError, 1)
         slices = whole(slices, "slices is a whole number >= 1", RulesError, 1)
         if devices > MAX_DEVICES:
-            raise rules_error(f"devices is at most {MAX_DEVICES}, got {brief(devices)}")
+            raise rules_error(f"devices is at most {MAX_DEVICES}, got {quoted(devices)}")
         if devices % slices:
             raise rules_error(
                 f"slices hold equally many devices: {devices} devices do not divide into {slices} slices; "
@@ -218,19 +218,19 @@ def _sizes(kind: str, sizes: Sizes | None) -> tuple[tuple[str, int], ...]:
         return ()
     if not isinstance(sizes, Mapping):
         raise rules_error(
-            f"{kind} is a mapping of mesh axis to size, such as {{'fsdp': -1}}, got {brief(sizes)}"
+            f"{kind} is a mapping of mesh axis to size, such as {{'fsdp': -1}}, got {quoted(sizes)}"
         )
     out: dict[str, int] = {}
     for axis, size in sizes.items():
         rule = f"{kind} maps a mesh axis to a size >= 1, or -1 for what is left"
         if not isinstance(axis, str):
-            raise rules_error(f"{rule}, got {brief(axis)}: {brief(size)}")
+            raise rules_error(f"{rule}, got {quoted(axis)}: {quoted(size)}")
         try:
-            size = whole(size, f"{rule}, got {brief(axis)}: {brief(size)}", RulesError, -1)
+            size = whole(size, f"{rule}, got {quoted(axis)}: {quoted(size)}", RulesError, -1)
         except RulesError:
             size = 0
         if not size:
-            raise rules_error(f"{rule}, got {brief(axis)}: {brief(sizes[axis])}", axis=axis)
+            raise rules_error(f"{rule}, got {quoted(axis)}: {quoted(sizes[axis])}", axis=axis)
         name = next((a for a, setting in _SETTINGS.items() if setting == axis and a == "stage"), axis)
         if name in out:
             raise rules_error(f"{kind} gives a size for {name!r} twice (as 'pipeline' too)", axis=name)

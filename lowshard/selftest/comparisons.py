@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from lowshard import dtypes
+from lowshard.foreign_array import host_of
 
 _MOST_FINDINGS = 20
 
@@ -44,7 +45,7 @@ class Tally:
             within: the relative difference that is none; 0 compares bits.
         """
         self.checks += 1
-        found = as_numpy(got)
+        found = host_of(got)
         if found.shape != expected.shape or found.dtype != expected.dtype:
             self.fail(
                 f"{what}: expected {expected.dtype} {list(expected.shape)}, got {found.dtype} {list(found.shape)}"
@@ -97,14 +98,6 @@ class Tally:
 def bits(array: np.ndarray) -> np.ndarray:
     """Return the bit patterns of an array as unsigned integers of its width."""
     return np.ascontiguousarray(array).view(np.dtype(f"u{array.itemsize}")).reshape(array.shape)
-
-
-def as_numpy(array: Any) -> np.ndarray:
-    """Return an array's values on the host."""
-    if isinstance(array, np.ndarray):
-        return array
-    fetched: np.ndarray = array.get()
-    return fetched
 
 
 def _is_nan(array: np.ndarray) -> np.ndarray:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from lowshard import DeviceMesh, Layout, Partial, Replicated, Sharded, execute, plan_redistribute
+from lowshard.box import slices_of
 from lowshard.comm import Communicator
 from lowshard.placement import Placement
 from lowshard.selftest.comparisons import Tally
@@ -39,11 +40,11 @@ def move_everything(comm: Communicator, tally: Tally) -> None:
             wholes = [
                 make(_SHAPE, dtype, "redistribute", rank if is_partial else 0) for rank in range(comm.size)
             ]
-            local = put(comm.xp, np.ascontiguousarray(wholes[comm.rank][_index(src, comm.rank)]))
+            local = put(comm.xp, np.ascontiguousarray(wholes[comm.rank][slices_of(src.box(comm.rank))]))
             out = execute(plan_redistribute(src, dst), local, comm)
             whole = plain_fold(wholes, "sum", "tree") if is_partial else wholes[0]
             what = f"{_text(have)} to {_text(want)} {dtype} {list(_SHAPE)} on rank {comm.rank} of {comm.size}"
-            tally.same(what, out, whole[_index(dst, comm.rank)])
+            tally.same(what, out, whole[slices_of(dst.box(comm.rank))])
     settle(comm.xp)
 
 
@@ -58,10 +59,6 @@ def _transitions(size: int) -> Iterator[tuple[DeviceMesh, tuple[Placement, ...],
         grid = DeviceMesh((2, size // 2), ("x", "y"))
         yield grid, (Sharded(0), Sharded(1)), (Sharded(1), Sharded(0))
         yield grid, (Replicated(), Sharded(0)), (Sharded(1), Replicated())
-
-
-def _index(layout: Layout, rank: int) -> tuple[slice, ...]:
-    return tuple(slice(*span) for span in layout.box(rank))
 
 
 def _text(placements: tuple[Placement, ...]) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from lowshard import DeviceMesh, Layout, Sharded
+from lowshard.box import slices_of
 from lowshard.comm import Communicator, share_text
 from lowshard.kernels import MXFP8Tensor, reference
 from lowshard.reshard import MXFP8ReshardTransform, Publisher, Refit, Subscriber, build_reshard_plan
@@ -67,12 +68,12 @@ def _push_everything(comm: Communicator, tally: Tally) -> None:
             for version in _VERSIONS:
                 for name in _NAMES:
                     whole = _content(whole_shape, name, version)
-                    mine[name][...] = put(comm.xp, whole[_index(src, comm.rank)])
+                    mine[name][...] = put(comm.xp, whole[slices_of(src.box(comm.rank))])
                 refit.push(version)
                 settle(comm.xp)
                 for name in _NAMES:
                     what = f"refit {way}, {name} version {version} on rank {comm.rank} of {comm.size}"
-                    part = _content(whole_shape, name, version)[_index(dst, comm.rank)]
+                    part = _content(whole_shape, name, version)[slices_of(dst.box(comm.rank))]
                     _check(tally, what, refit.weights[name], part)
                 tally.true(
                     f"refit {way}, version on rank {comm.rank}", refit.version == version, str(refit.version)
@@ -97,13 +98,13 @@ def _publish_everything(comm: Communicator, tally: Tally) -> None:
             for version in _VERSIONS:
                 for name in _NAMES:
                     content = _content(whole_shape, name, version)
-                    mine[name][...] = put(comm.xp, content[_index(rows, comm.rank)])
+                    mine[name][...] = put(comm.xp, content[slices_of(rows.box(comm.rank))])
                 publisher.publish(version)
                 for way, subscriber in (("plain", plain), ("MXFP8", quantised)):
                     subscriber.pull()
                     for name in _NAMES:
                         what = f"publish {way}, {name} version {version} on rank {comm.rank} of {comm.size}"
-                        part = _content(whole_shape, name, version)[_index(cols, comm.rank)]
+                        part = _content(whole_shape, name, version)[slices_of(cols.box(comm.rank))]
                         _check(tally, what, subscriber.weights[name], part)
 
 
@@ -134,7 +135,3 @@ def _content(shape: tuple[int, ...], name: str, version: int) -> np.ndarray:
     for later in range(1, version + 1):
         whole[later % 5 :: 5] = ordinary(shape, "bfloat16", "refit", name, later)[later % 5 :: 5]
     return whole
-
-
-def _index(layout: Layout, rank: int) -> tuple[slice, ...]:
-    return tuple(slice(*span) for span in layout.box(rank))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -12,7 +11,8 @@ from math import inf
 from typing import Any, Protocol, get_args
 
 from lowshard import dtypes
-from lowshard.argument import as_shape, brief, choice, instance, items, mapping, truth, whole
+from lowshard.argument import as_shape, brief, instance, items, mapping, one_of, truth, whole
+from lowshard.content_hash import text_digest
 from lowshard.errors import LayoutError, PlanError, SolverError
 from lowshard.layout import Layout
 from lowshard.mesh import DeviceMesh
@@ -193,7 +193,7 @@ class Action:
     @cached_property
     def _digest(self) -> str:
         text = json.dumps(self.to_json(), sort_keys=True, separators=(",", ":"), default=str)
-        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+        return text_digest(text).hex()
 
     def digest(self) -> str:
         """Return 32 hex digits that two actions share exactly when they are equal."""
@@ -388,7 +388,7 @@ def build_action_set(
     if fallback is not False:
         fallback = truth(fallback, "fallback is True or False", LayoutError)
     if fallback:  # rows of the caller's own
-        choice(prices, get_args(Prices), f"prices is one of {', '.join(get_args(Prices))}", LayoutError)
+        one_of(prices, get_args(Prices), "prices", LayoutError)
     layouts = operand_layouts(layouts)
     if not layouts:
         raise LayoutError("an action set is made for the layouts of the operands: got none")
@@ -589,7 +589,7 @@ def candidate_table(
                     name,
                     *(_arrow(a, b) for a, b in moves),
                     ",".join(map(str, dict.fromkeys(outputs))),
-                    " + ".join(n for n in names if n not in ("noop",)) or "-",
+                    " + ".join(n for n in names if n != "noop") or "-",
                     f"{candidate.cost_bytes:,.0f}",
                     fate,
                 )
@@ -597,13 +597,13 @@ def candidate_table(
         hidden = len(action_set.candidates(axis)) - _SHOWN
         if hidden > 0:
             body.append((name, f"... {hidden} more", *[""] * (len(heads) - 2)))
-    widths = [max(len(line[i]) for line in (heads, *body)) for i in range(len(heads))]
-    lines = [
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-        for line in (heads, *body)
-    ]
-    lines.extend(f"refused: {text}" for text in action_set.refused)
-    return "\n".join(lines)
+    return "\n".join([*aligned([heads, *body]), *(f"refused: {text}" for text in action_set.refused)])
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return the rows of a table as lines, their columns one below the other."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 def _arrow(held: Placement, need: Placement) -> str:

@@ -18,7 +18,7 @@ from lowshard.mesh import DeviceMesh
 from lowshard.placement import MOST_DIGITS
 from lowshard.solver.graph.bound_graph import BoundGraph
 from lowshard.solver.graph.graph_file import examples, load_graph
-from lowshard.solver.graph.graph_plan import GraphPlan, folded, heads, moved_bytes, rows, summary
+from lowshard.solver.graph.graph_plan import HEADS, GraphPlan, folded, moved_bytes, rows, summary
 from lowshard.solver.graph.graph_rates import Rates
 from lowshard.solver.graph.graph_solver import GraphSolver, solve_graph
 from lowshard.solver.greedy import GreedyReshard
@@ -233,7 +233,7 @@ def _show(plan: GraphPlan, greedy: GraphPlan | None, errors: dict[str, float], i
     # In a pipe or file no terminal sets a width. Names of tensors may have brackets and colons.
     console = Console(width=None if sys.stdout.isatty() else 160, markup=False, emoji=False)
     table = Table(box=SIMPLE_HEAD, title=f"{plan.graph.name} on mesh {plan.mesh}", title_justify="left")
-    for head in heads():
+    for head in HEADS:
         table.add_column(head, overflow="fold")
     every = folded(rows(plan))
     for row in every[:_SHOWN]:

@@ -11,7 +11,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 from lowshard.bounded import bounded_cache
-from lowshard.box import Box, full_box, row_major_parts
+from lowshard.box import Box, full_box, row_major_parts, volume
 
 Item = Any
 """What travels, whatever its owner knows it by; it is handed through."""
@@ -66,7 +66,7 @@ def buckets_of(parts: Iterable[Sequence[Part]], limit_bytes: int) -> tuple[Bucke
         needed = sum(_aligned(prod(part.extents) * part.itemsize) for part in together)
         for item, component, extents, itemsize, begin in together:
             for box in split_box(extents, max(1, limit_bytes // itemsize)):
-                size = prod(stop - start for start, stop in box) * itemsize
+                size = volume(box) * itemsize
                 if pieces and at + (size if len(together) == 1 else needed) > limit_bytes:
                     found.append(Bucket(tuple(pieces), pieces[-1].offset_bytes + pieces[-1].size_bytes))
                     pieces, at = [], 0

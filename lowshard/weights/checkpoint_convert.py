@@ -6,11 +6,10 @@ them where they belong. Nothing travels between processes; the input's files are
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -32,7 +31,7 @@ from lowshard.checkpoint.header import read_header
 from lowshard.checkpoint.hf_index import SIZES
 from lowshard.checkpoint.read_shares import Share, shares
 from lowshard.comm import Communicator, agree
-from lowshard.content_hash import model_digest, tensor_digest
+from lowshard.content_hash import model_digest, tensor_digest, text_digest
 from lowshard.errors import CheckpointError, ShardingError, VerificationError
 from lowshard.kernels.unit_weights import SUMS
 from lowshard.tiling import Tile, Tiling
@@ -310,7 +309,7 @@ def convert(
     """
     target = Path(settings.target)
     plan = together(comm, target, lambda: ConvertPlan.of(settings), "reshard")
-    agree(comm, hashlib.blake2b(settings.to_json().encode(), digest_size=16).digest(), None, "reshard")
+    agree(comm, text_digest(settings.to_json()), None, "reshard")
     worker = _Worker(plan, settings, comm, progress)
     try:
         target = Path(plan.place)
@@ -404,13 +403,9 @@ class _Worker:
         for rank, items in work:
             path = single or commit.data_file(rank, self.plan.num_ranks)
             with ShardFile(path, items, self.plan.metadata, commit.fd if single else None) as file:
-                for number, item in enumerate(items):
-                    if not self._is_base(item):
-                        continue
-                    for box in self._chunks(item):
-                        for place, array in enumerate(self._converted(item, box)):
-                            file.put(items[number + place].key, array)
-                            self.written_bytes += array.nbytes
+                for key, _, array in self._content(items):
+                    file.put(key, array)
+                    self.written_bytes += array.nbytes
                 rows.append(file.finish())
                 for item in items:
                     self._sums[item.name] += file.sums(item.key)
@@ -435,24 +430,18 @@ class _Worker:
         """Read every file again and compare it with the input."""
         for path, items, entries in self._files:
             with path.open("rb") as file:
-                os.posix_fadvise(
-                    file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED
-                )  # from the disk, not from memory
+                # From the disk, not from memory.
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
                 at = {item.key: entries[item.key].start for item in items}
-                for number, item in enumerate(items):
-                    if not self._is_base(item):
-                        continue
-                    for box in self._chunks(item):
-                        for place, array in enumerate(self._converted(item, box)):
-                            key = items[number + place].key
-                            file.seek(at[key])
-                            raw = array.reshape(-1).view(np.uint8)
-                            if file.read(raw.size) != raw.tobytes():
-                                raise VerificationError(
-                                    f"{path}: tensor {key!r}: box {box} is not what {self.plan.catalog.where} holds"
-                                )
-                            at[key] += raw.size
-                            self.verified_bytes += raw.size
+                for key, box, array in self._content(items):
+                    file.seek(at[key])
+                    raw = array.reshape(-1).view(np.uint8)
+                    if file.read(raw.size) != raw.tobytes():
+                        raise VerificationError(
+                            f"{path}: tensor {key!r}: box {box} is not what {self.plan.catalog.where} holds"
+                        )
+                    at[key] += raw.size
+                    self.verified_bytes += raw.size
 
     def _is_base(self, item: Item) -> bool:
         return item.name in self.plan.tilings
@@ -460,10 +449,18 @@ class _Worker:
     def _width(self, name: str) -> int:
         return self.plan.tilings[name].itemsize_bytes
 
-    def _chunks(self, item: Item) -> Iterator[Box]:
-        """Yield an item's box in parts, in row-major order, each small enough."""
-        limit = max(1, self._chunk_bytes // self._width(item.name))
-        return row_major_parts(self.plan.values(item), limit, int(item.name in self.plan.quantised))
+    def _content(self, items: Sequence[Item]) -> Iterator[tuple[str, Box, np.ndarray]]:
+        """Yield what items of a file hold, made of the input: key, box of the input, and array, each small enough.
+
+        The parts of an item come in row-major order.
+        """
+        for number, item in enumerate(items):
+            if not self._is_base(item):
+                continue
+            limit = max(1, self._chunk_bytes // self._width(item.name))
+            for box in row_major_parts(self.plan.values(item), limit, int(item.name in self.plan.quantised)):
+                for place, array in enumerate(self._converted(item, box)):
+                    yield items[number + place].key, box, array
 
     def _converted(self, item: Item, box: Box) -> list[np.ndarray]:
         """Return a box of the input as it goes into the output: itself, or MXFP8 codes and scales."""

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from lowshard.argument import as_shape, brief, whole
-from lowshard.box import Box, Interval, full_box, split_interval
+from lowshard.box import Box, Interval, full_box, slices_of, split_interval
 from lowshard.errors import MarkerError, ShardIndexError, ShardingError
 from lowshard.foreign_array import like, view_of
 
@@ -87,7 +87,7 @@ class Rule:
 def join(array: Any, boxes: Sequence[Box], axis: int) -> Any:
     """Return boxes of an array of any library, joined along an axis; a view where there is one box."""
     seen = view_of(array, "a weight")
-    parts = [seen[tuple(slice(*interval) for interval in box)] for box in boxes]
+    parts = [seen[slices_of(box)] for box in boxes]
     if len(parts) == 1:
         return like(parts[0], array)
     if isinstance(seen, np.ndarray):

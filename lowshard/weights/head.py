@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from lowshard.argument import choice, whole
+from lowshard.argument import one_of, whole
 from lowshard.box import Interval, split_interval
 from lowshard.errors import ShardIndexError, ShardingError
 from lowshard.weights.cut_rules import Rule
@@ -188,7 +188,7 @@ class GroupedQKV(Rule):
             )
         for name, value, known in (("few_kv", self.few_kv, get_args(FewKV)),
                                    ("section", self.section, get_args(Section))):  # fmt: skip
-            choice(value, known, f"grouped_qkv: {name} is one of {', '.join(known)}", ShardingError)
+            one_of(value, known, f"grouped_qkv: {name}", ShardingError)
 
     @property
     def axis(self) -> int:

@@ -8,7 +8,6 @@ sends it, for files that only its node sees. In all three no two ranks of a node
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,10 +15,11 @@ from functools import cached_property
 from itertools import zip_longest
 from typing import Any, Literal, get_args
 
-from lowshard.argument import choice, instance, mapping, whole, wholes
+from lowshard.argument import instance, mapping, one_of, whole, wholes
 from lowshard.box import Box, any_overlap, intersect, shape_of, volume
 from lowshard.checkpoint.catalog import Catalog, Files
 from lowshard.checkpoint.read_shares import Share, disjoint, shares, with_whole_rows
+from lowshard.content_hash import text_digest
 from lowshard.errors import CheckpointError, PlanError
 from lowshard.layout import Layout
 from lowshard.mesh import MOST_RANKS
@@ -137,7 +137,7 @@ class LoadPlan:
     def digest_bytes(self) -> bytes:
         """The digest as 16 bytes."""
         text = json.dumps(self.to_json(), sort_keys=True, separators=(",", ":"))
-        return hashlib.blake2b(text.encode(), digest_size=16).digest()
+        return text_digest(text)
 
 
 @reader("load plan", PlanError)
@@ -219,7 +219,7 @@ def plan_load(
         PlanError: an unknown strategy, or numbers of ranks that do not fit.
     """
     catalog = files if isinstance(files, Catalog) else Catalog.open(files)
-    choice(strategy, STRATEGIES, f"a load strategy is one of {', '.join(STRATEGIES)}", PlanError)
+    one_of(strategy, STRATEGIES, "a load strategy", PlanError)
     rule = "tilings is a mapping of names to a Tiling or a Layout"
     made = {
         n: t if isinstance(t, Tiling) else Tiling.from_layout(instance(t, Layout, rule, PlanError))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import lcm
 from typing import Literal, get_args
 
-from lowshard.argument import MOST_DIMS, as_shape, brief, choice, instance, items, whole, wholes
+from lowshard.argument import MOST_DIMS, as_shape, brief, instance, items, one_of, whole, wholes
 from lowshard.block_format import MXFP8, BlockFormat
 from lowshard.box import Box, Interval
 from lowshard.errors import ShardingError
@@ -83,7 +83,7 @@ class Quantization:
         Raises:
             ShardingError: a type without blocks, or one that is not known.
         """
-        choice(kind, _GGUF_BLOCKS, f"a GGUF block type is one of {', '.join(_GGUF_BLOCKS)}", ShardingError)
+        one_of(kind, _GGUF_BLOCKS, "a GGUF block type", ShardingError)
         return cls(f"GGUF {kind}", *_GGUF_BLOCKS[kind])
 
     @classmethod
@@ -358,7 +358,7 @@ def _pair(part: object, rule: str) -> tuple[int, int]:
 
 def _need_granularity(given: object) -> None:
     names = get_args(Granularity)
-    choice(given, names, f"a granularity is one of {', '.join(names)}", ShardingError)
+    one_of(given, names, "a granularity", ShardingError)
 
 
 def _segmented_scales(strategy: ShardingStrategy, rule: Segmented, size: int) -> ShardingStrategy:

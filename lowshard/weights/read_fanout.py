@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from lowshard import dtypes
-from lowshard.box import Box, relative_slices, shape_of, volume
+from lowshard.box import Box, relative_slices, shape_of, slices_of, volume
 from lowshard.tiling import Tiling
 from lowshard.transfer.rounds import Letter
 from lowshard.weights.load_plan import Read
@@ -212,4 +212,4 @@ def _padded(size_bytes: int) -> int:
 
 
 def _index(box: Box) -> Any:
-    return (..., *(slice(start, stop) for start, stop in box))  # with ..., a view even of a 0-d array
+    return (..., *slices_of(box))  # with ..., a view even of a 0-d array

@@ -6,7 +6,6 @@ the index is put in place, by `lowshard.checkpoint.commit`.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import threading
@@ -20,20 +19,20 @@ from typing import Any, Literal, overload
 import numpy as np
 import numpy.typing as npt
 
-from lowshard.argument import brief, instance, mapping
+from lowshard.argument import brief, instance, is_text, mapping
 from lowshard.argument import path as check_path
-from lowshard.box import Box, full_box, shape_of, volume
+from lowshard.box import Box, box_text, full_box, shape_of, volume
 from lowshard.checkpoint import hf_index
 from lowshard.checkpoint.checkpoint_index import INDEX_NAME, Index, IndexedFile, IndexedTensor, Part
 from lowshard.checkpoint.commit import Commit, together
 from lowshard.checkpoint.crc import crc32
-from lowshard.checkpoint.header import FilePath, check_metadata, encode_header, is_text
+from lowshard.checkpoint.header import FilePath, check_metadata, encode_header
 from lowshard.checkpoint.hf_index import plain_metadata
 from lowshard.checkpoint.own_parts import Parts, State, check_turn, write_parts
 from lowshard.checkpoint.writer import check_state, reserve, write_at, write_state
 from lowshard.comm import Communicator, agree, loopback
 from lowshard.comm.work import Work
-from lowshard.content_hash import tensor_digest
+from lowshard.content_hash import tensor_digest, text_digest
 from lowshard.errors import CheckpointError
 from lowshard.kernels.bit_sums import content_sum
 from lowshard.kernels.unit_weights import SUMS
@@ -153,8 +152,7 @@ def items_of(boxes: Iterable[tuple[str, str, Box]], shapes: Mapping[str, tuple[i
     """
     made: dict[str, Item] = {}
     for name, dtype, box in boxes:
-        slices = ", ".join(f"{start}:{stop}" for start, stop in box)
-        key = marked = name if box == full_box(shapes[name]) else f"{name}[{slices}]"
+        key = marked = name if box == full_box(shapes[name]) else name + box_text(box)
         number = 1
         while key in made or (key != name and key in shapes):
             key, number = f"{marked}@{number}", number + 1
@@ -328,7 +326,7 @@ def _save_sharded(
     folder, tensors, metadata = together(comm, path, prepare, "save")
     tilings = {name: tiling for name, (tiling, _) in tensors.items()}
     asked = [str(folder), sorted(metadata.items()), sorted((n, t.digest()) for n, t in tilings.items()), wait]
-    agree(comm, hashlib.blake2b(json.dumps(asked).encode(), digest_size=16).digest(), None, "save")
+    agree(comm, text_digest(json.dumps(asked)), None, "save")
 
     def write(over: Communicator, parts: Parts) -> None:
         with Commit(folder / INDEX_NAME, over, "save") as commit:

@@ -10,7 +10,7 @@ import numpy as np
 
 from lowshard.argument import instance
 from lowshard.argument import whole as check_whole
-from lowshard.box import Box, full_box, split_interval, volume
+from lowshard.box import Box, full_box, shape_of, split_interval, volume
 from lowshard.checkpoint.catalog import Catalog, Files, StoredTensor
 from lowshard.checkpoint.commit import together
 from lowshard.comm import Communicator
@@ -168,7 +168,7 @@ def _cut(whole: Box, dim: int, num_ranks: int, blocks: Sequence[Blocks]) -> list
 
 
 def _tiling(tensor: StoredTensor, boxes: Sequence[Box | None]) -> Tiling:
-    shapes = [None if box is None else tuple(stop - start for start, stop in box) for box in boxes]
+    shapes = [None if box is None else shape_of(box) for box in boxes]
     tiles = [
         () if box is None or not volume(box) else (Tile(box, full_box(shape or ())),)
         for box, shape in zip(boxes, shapes, strict=True)

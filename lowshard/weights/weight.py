@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from lowshard.argument import brief, instance, items, whole
-from lowshard.box import Box, full_box
+from lowshard.box import Box, full_box, shape_of
 from lowshard.errors import ShardIndexError, ShardingError
 from lowshard.tiling import Tiling
 from lowshard.weights.cut_rules import Rule, join
@@ -283,7 +283,7 @@ def _as_array(value: object, name: str) -> Array:
 
 
 def _joined_shape(boxes: list[Box], axis: int) -> tuple[int, ...]:
-    first = [stop - start for start, stop in boxes[0]]
+    first = list(shape_of(boxes[0]))
     if first:
         first[axis] = sum(box[axis][1] - box[axis][0] for box in boxes)
     return tuple(first)

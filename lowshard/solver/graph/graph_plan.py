@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -11,13 +10,14 @@ from functools import cached_property
 from typing import Any, Literal
 
 from lowshard.argument import instance, whole
+from lowshard.content_hash import text_digest
 from lowshard.cost import ClusterProfile
 from lowshard.errors import LayoutError, PlanError
 from lowshard.layout import Layout
 from lowshard.mesh import DeviceMesh
 from lowshard.reading import reader
 from lowshard.redistribute_plan import plan_redistribute
-from lowshard.solver.action import Action
+from lowshard.solver.action import Action, aligned
 from lowshard.solver.assignment import HOW
 from lowshard.solver.graph.bound_graph import BoundGraph, graph_to_json
 from lowshard.solver.graph.graph_rates import largest_bytes
@@ -253,7 +253,7 @@ class GraphPlan:
             self.node_size,
         ]  # fmt: skip
         text = json.dumps(parts, sort_keys=True, separators=(",", ":"))
-        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+        return text_digest(text).hex()
 
     def digest(self) -> str:
         """Return 32 hex digits that two plans share exactly when they do the same."""
@@ -393,19 +393,18 @@ def _is_of(plan: GraphPlan, tensor: int, layout: Layout) -> None:
 # ---- as text
 
 _LAYER = re.compile(r"\b([A-Za-z_]+)\d+\.(?=[A-Za-z_])")
-_HEADS = ("tensor", "shape", "layout", "made by", "moved before", "price", "bytes a device")
+HEADS = ("tensor", "shape", "layout", "made by", "moved before", "price", "bytes a device")
+"""Of `rows`."""
 
 
 def rows(plan: GraphPlan) -> list[tuple[str, ...]]:
-    """Return one row a tensor, in order: the cells under `heads`."""
+    """Return one row a tensor, in order: the cells under `HEADS`."""
     graph = plan.graph
     found: list[tuple[str, ...]] = []
     for t in graph.leaves():
         info = graph.tensors[t]
         origin = info.kind if info.place is not None else f"{info.kind} (free)"
-        found.append(
-            (info.name, _shape(plan, t), _axes(plan, t), origin, "", "", show_bytes(_bytes(plan, t)))
-        )
+        found.append((info.name, *_lies(plan.layouts[t], origin, "", "")))
     for step, (node, action) in enumerate(zip(graph.nodes, plan.actions, strict=True)):
         moves = plan.needed_moves(step)
         price = sum(m.price for m in moves)
@@ -417,23 +416,10 @@ def rows(plan: GraphPlan) -> list[tuple[str, ...]]:
         for place, t in enumerate(node.results):
             said = "; ".join(_move_text(plan, m) for m in moves) if place == 0 else ""
             cost = show(price, plan.unit) if moves and place == 0 else ""
-            found.append(
-                (
-                    graph.tensors[t].name,
-                    _shape(plan, t),
-                    _axes(plan, t),
-                    made,
-                    said,
-                    cost,
-                    show_bytes(_bytes(plan, t)),
-                )
-            )
+            found.append((graph.tensors[t].name, *_lies(plan.layouts[t], made, said, cost)))
     for move in plan.needed_moves(len(graph.nodes)):
-        layout = " ".join(f"{a}={p}" for a, p in zip(plan.mesh.axis_names, move.dst.placements, strict=True))
-        found.append(
-            (graph.tensors[move.tensor].name, _shape(plan, move.tensor), layout, "output", _move_text(plan, move),
-             show(move.price, plan.unit), show_bytes(largest_bytes(move.dst)))
-        )  # fmt: skip
+        said, cost = _move_text(plan, move), show(move.price, plan.unit)
+        found.append((graph.tensors[move.tensor].name, *_lies(move.dst, "output", said, cost)))
     return found
 
 
@@ -446,11 +432,6 @@ def folded(every: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
         rows_of[0] if len(rows_of) == 1 else (f"{shared[0]} (x{len(rows_of)})", *shared[1:])
         for shared, rows_of in like.items()
     ]
-
-
-def heads() -> tuple[str, ...]:
-    """Return the heads of `rows`."""
-    return _HEADS
 
 
 def summary(plan: GraphPlan) -> list[tuple[str, str]]:
@@ -486,9 +467,7 @@ def moved_bytes(plan: GraphPlan) -> float:
 def _explain(plan: GraphPlan) -> str:
     """Return a plan as text of several lines."""
     lines = [str(plan), *("  " + line for line in plan.why())]
-    table = [heads(), *rows(plan)]
-    widths = [max(len(line[i]) for line in table) for i in range(len(_HEADS))]
-    lines += ["  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in table]
+    lines += aligned([HEADS, *rows(plan)])
     ways = {row.how for a in plan.actions for row, n in zip(a.rows, plan.mesh.shape, strict=True) if n > 1}
     lines += [f"[{how}]: {HOW[how]}" for how in sorted(ways - {"local"})]
     lines.append(f"fullest: {_fullest(plan)}")
@@ -512,14 +491,8 @@ def _move_text(plan: GraphPlan, move: GraphMove) -> str:
     return f"{plan.graph.tensors[move.tensor].name} {move.collective} {' '.join(axes)}"
 
 
-def _shape(plan: GraphPlan, tensor: int) -> str:
-    return f"{plan.graph.dtypes[tensor]}[{','.join(map(str, plan.graph.shapes[tensor]))}]"
-
-
-def _axes(plan: GraphPlan, tensor: int) -> str:
-    placements = plan.layouts[tensor].placements
-    return " ".join(f"{a}={p}" for a, p in zip(plan.mesh.axis_names, placements, strict=True))
-
-
-def _bytes(plan: GraphPlan, tensor: int) -> int:
-    return largest_bytes(plan.layouts[tensor])
+def _lies(layout: Layout, made: str, moved: str, price: str) -> tuple[str, ...]:
+    """Return the cells of a row behind the tensor's name."""
+    shape = f"{layout.dtype}[{','.join(map(str, layout.shape))}]"
+    axes = " ".join(f"{a}={p}" for a, p in zip(layout.mesh.axis_names, layout.placements, strict=True))
+    return shape, axes, made, moved, price, show_bytes(largest_bytes(layout))
