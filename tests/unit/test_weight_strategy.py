@@ -212,6 +212,14 @@ def test_a_rule_that_is_called_by_itself_checks_what_it_is_given() -> None:
                 rule(weight, 0, 2)
 
 
+def test_heads_of_a_device_that_is_not_there_are_refused() -> None:
+    rule = S.grouped_qkv(2, 4, 2, 2).shard
+    assert rule.heads(np.int64(1), 2) == ((2, 4), (1, 2))  # type: ignore[attr-defined]
+    for index in (-1, 2, True):
+        with pytest.raises(ShardIndexError, match="an index is 0 to 1"):
+            rule.heads(index, 2)  # type: ignore[attr-defined]
+
+
 def test_counts_of_a_strategy_are_numbers_from_0() -> None:
     for make in (S.head_aware_columnwise, S.stacked_qkv):
         for heads, head_dim in ((-4, 8), (4, -8), (-4, -8)):
