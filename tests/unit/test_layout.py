@@ -156,6 +156,12 @@ MESH = DeviceMesh((2, 4), ("dp", "tp"))
         (lambda: DeviceMesh((2, 2), ("a", "a")), MeshError, "must differ"),
         (lambda: DeviceMesh((2,), ("a b",)), MeshError, "identifier"),
         (lambda: DeviceMesh((2,), ("a",), ranks=(1, 1)), MeshError, "distinct ranks"),
+        # A set has another order in each process.
+        (lambda: DeviceMesh((2, 2), {"a", "b"}), MeshError, "one name an axis"),  # type: ignore[arg-type]
+        (lambda: DeviceMesh({2, 4}, ("a", "b")), MeshError, "at least one axis"),  # type: ignore[arg-type]
+        (lambda: MESH.groups({"dp", "tp"}), MeshError, "as names"),  # type: ignore[arg-type]
+        (lambda: Layout.from_spec(MESH, (4,), "f32", ({"dp", "tp"},)), LayoutError, "one entry a dim"),  # type: ignore
+        (lambda: Layout(MESH, (4,), "f32", {Sharded(0), Partial()}), LayoutError, "one placement"),  # type: ignore
         (lambda: MESH.axis_size("pp"), MeshError, "no axis 'pp'; its axes are dp, tp"),
         (lambda: MESH.rank((0, 4)), MeshError, "coordinate"),
         (lambda: MESH.coord(8), MeshError, "ranks 0 to 7"),
