@@ -390,6 +390,9 @@ def test_operands_lie_on_one_mesh() -> None:
     other = DeviceMesh((4,), ("dp",))
     with pytest.raises(LayoutError, match="operands lie on one mesh"):
         pick("add", [lay((4, 4), R), lay((4, 4), R, mesh=other)])
+    pick("add", [lay((4, 4), R)] * 2)  # what is kept of it is not for operands on two meshes
+    with pytest.raises(LayoutError, match="operands lie on one mesh"):
+        pick("add", [lay((4, 4), R), lay((4, 4), R, mesh=other)])
     with pytest.raises(LayoutError, match="'documented' or 'extended'"):
         pick("add", [lay((4, 4), R)] * 2, rules="all")  # type: ignore[arg-type]
     with pytest.raises(LayoutError, match="got none"):
@@ -458,6 +461,18 @@ def test_a_pick_does_not_depend_on_what_was_picked_before(rules: str, rng: Rng, 
             assert digest_of(op, moved, own, rules) == before, f"{op} {own} {list(map(str, moved))}"
             compared += before is not None
     assert compared > len(SAMPLES)
+
+
+def test_a_pick_is_kept_for_no_row_count_at_which_the_ceiling_rule_leaves_shards_empty() -> None:
+    mesh = DeviceMesh((2, 3), ("a", "b"))
+    for counts in ([1000, *range(2, 50)], [36, 35, 7]):
+        clear_picks()
+        for rows in counts:
+            operands = [
+                Layout.from_spec(mesh, (rows, 3), "int32", (axis, None), split="ceil") for axis in ("b", "a")
+            ]
+            kept = pick("add", operands, rules="documented")
+            assert kept == GreedyReshard()(action_set("add", operands, "documented"), operands)
 
 
 def digest_of(op: str, layouts: Sequence[Layout], args: dict[str, Any], rules: str) -> str | None:
