@@ -264,7 +264,7 @@ def _checked(name: object, given: object, rank: int, size: int, known: dict[Give
     if array.shape != plan.shape or is_other:
         raise BufferMismatchError(
             f"{name}: rank {rank} of {layout} holds {dtype.name}{list(plan.shape)}, got "
-            f"{array.dtype.name}{list(array.shape)}"
+            f"{array.dtype}{list(array.shape)}"
         )
     return _Held(plan, array)
 

@@ -248,6 +248,8 @@ def test_on_reshard_warns_or_raises_with_the_candidates() -> None:
     assert pick("matmul", kept, solver=GreedyReshard("raise")).moves_nothing
     with pytest.raises(ShardingError, match="on_reshard"):
         GreedyReshard("loud")  # type: ignore[arg-type]
+    with pytest.raises(ShardingError, match="allow_partial_to_sharded is True or False"):
+        GreedyReshard(allow_partial_to_sharded=np.ones(2))  # type: ignore[arg-type]
 
 
 def test_an_explanation_names_moves_prices_and_the_choice() -> None:
@@ -371,6 +373,7 @@ def test_the_ceiling_split_is_kept() -> None:
         ("reshape", [(2, 3)], {"shape": [-1, -1]}, "one extent may be -1"),
         ("reshape", [(2, 3)], {"shape": [4]}, "has 6 elements"),
         ("sum", [(2, 3)], {"axis": 2}, "axis is a dim from -2 to 1"),
+        ("sum", [(2, 3)], {"axis": (0, -2)}, "names each dim once"),
         ("add", [(2, 3), (4, 3)], {}, "extents are equal or 1"),
         ("concat", [(2, 3), (2, 4)], {"axis": 0}, "shapes agree but for dim 0"),
         ("split", [(5, 3)], {"sizes": [2, 2], "axis": 0}, "sum to the extent 5"),
