@@ -291,6 +291,15 @@ def test_rules_of_evaluation_keep_the_mesh_of_training() -> None:
     assert {"axis-absent-weight", "axis-absent-other"} <= {f.code for f in found.findings}
 
 
+def test_errors_of_evaluation_name_the_file_that_its_rules_are_of() -> None:
+    train = parse_rules(f"{HEAD}logical_axis_rules: [[a, x]]", "train.yml", mode="strict")
+    evaluate = parse_rules(f"\n{HEAD}logical_axis_rules: [[b, x]]", "eval.yml", mode="strict")
+    with pytest.raises(RulesError, match=r"^eval\.yml:4:1: no rule is for"):
+        train.for_eval(evaluate).resolve(("gone",))
+    with pytest.raises(RulesError, match="^no rule is for"):
+        train.for_eval(make_rules(["x"], [("b", "x")])).resolve(("gone",))
+
+
 # ---- data and context
 
 
