@@ -296,7 +296,7 @@ def test_errors_of_evaluation_name_the_file_that_its_rules_are_of() -> None:
     evaluate = parse_rules(f"\n{HEAD}logical_axis_rules: [[b, x]]", "eval.yml", mode="strict")
     with pytest.raises(RulesError, match=r"^eval\.yml:4:1: no rule is for"):
         train.for_eval(evaluate).resolve(("gone",))
-    with pytest.raises(RulesError, match="^no rule is for"):
+    with pytest.raises(RulesError, match=r"^no rule is for"):
         train.for_eval(make_rules(["x"], [("b", "x")])).resolve(("gone",))
 
 
