@@ -294,7 +294,10 @@ def test_blocks_whose_elements_lie_apart_are_refused_and_elements_are_not() -> N
     apart, side_by_side = np.zeros((3, 128), np.float32)[:, ::2], np.zeros((3, 64), np.float32)
     boxes = ChangeBoxes([((0, 3), (0, 64))], 4, 32)
     for new, old in ((apart, side_by_side), (side_by_side, apart)):
-        for call in (lambda n=new, o=old: boxes.find(n, o, Room(), False), lambda n=new, o=old: boxes.copy(n, o)):
+        for call in (
+            lambda n=new, o=old: boxes.find(n, o, Room(), False),
+            lambda n=new, o=old: boxes.copy(n, o),
+        ):
             with pytest.raises(KernelError, match="lie in one piece"):
                 call()
         assert boxes.by_elem.units == 192
