@@ -57,10 +57,10 @@ def shard_module(
     held = {
         name: value if isinstance(value, Weight) else Weight(name, value) for name, value in weights.items()
     }
-    part = next((name for name, weight in held.items() if weight.is_shard), None)
-    if part is not None:
+    cut_already = next((name for name, weight in held.items() if weight.is_shard), None)
+    if cut_already is not None:
         raise ShardingError(
-            f"{part} is one device's part already and is not cut again: give the whole weight"
+            f"{cut_already} is one device's part already and is not cut again: give the whole weight"
         )
     chosen = resolve_module({name: (w.shape, w.sharding_strategy) for name, w in held.items()}, strategies)
     counts = {strategy.num_devices for strategy in chosen.values()}
