@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
+from lowshard.argument import as_shape, brief
 from lowshard.box import Box, shape_of, strides_of
-from lowshard.errors import BufferMismatchError
+from lowshard.errors import BufferMismatchError, DTypeError
 from lowshard.kernels.buffer import Array, is_gpu, require_array
 from lowshard.kernels.engine import host_engine
 from lowshard.kernels.kernel_stream import Stream, takes_stream
@@ -30,10 +32,17 @@ def content_sum(x: Array, box: Box, shape: Sequence[int], *, stream: Stream = No
 
     Raises:
         KernelError: no NumPy or CuPy array.
-        BufferMismatchError: the box has another shape than the array, or does not lie within `shape`.
+        DTypeError: an array of Python objects, whose bits are addresses.
+        BufferMismatchError: no box or no shape, or the box has another shape than the array, or does not lie within
+            `shape`.
     """
     array = require_array(x, "x")
-    shape = tuple(shape)
+    if array.dtype.hasobject:
+        raise DTypeError(f"content_sum takes arrays of values, not of Python objects, got {array.dtype}")
+    shape = as_shape(
+        shape, "shape is that of the whole array, a sequence of extents >= 0", BufferMismatchError
+    )
+    box = _checked_box(box)
     fits = len(box) == len(shape) and all(0 <= a <= b <= n for (a, b), n in zip(box, shape, strict=True))
     if not fits or shape_of(box) != array.shape:
         raise BufferMismatchError(
@@ -47,3 +56,12 @@ def content_sum(x: Array, box: Box, shape: Sequence[int], *, stream: Stream = No
     places = strides_of(shape)
     runs = whole_array_runs(array.shape, array.strides, tuple(places), array.dtype.itemsize, 1)
     return host_engine().weigh(array, runs, sum(a * step for (a, _), step in zip(box, places, strict=True)))
+
+
+def _checked_box(box: Box) -> Box:
+    try:
+        return tuple((operator.index(start), operator.index(stop)) for start, stop in box)
+    except (TypeError, ValueError) as error:
+        raise BufferMismatchError(
+            f"a box is a pair of integers for each dim, ((start, stop), ...), got {brief(box)}"
+        ) from error

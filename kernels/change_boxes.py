@@ -104,7 +104,11 @@ class BoxUnits:
         return module_of(text).asarray(grown.view(np.uint8).reshape(changes.units, self.itemsize))
 
     def table(self, first: Array, second: Array) -> RunTable:
-        """Return the runs of the boxes in two arrays, in units; kept."""
+        """Return the runs of the boxes in two arrays, in units; kept.
+
+        Raises:
+            KernelError: units are blocks, and elements of one do not lie side by side.
+        """
         key = tuple(first.strides), tuple(second.strides)
         found = self._tables.get(key)
         if found is None:
@@ -113,6 +117,11 @@ class BoxUnits:
             sides = [np.broadcast_to(np.array(s, np.int64), extents.shape).copy() for s in key]
             offsets = [(boxes[..., 0] * side).sum(axis=1) for side in sides]
             if self.block_elems > 1:
+                if any(side[-1] != self.itemsize for side in key):
+                    raise KernelError(
+                        f"blocks of {self.block_elems} elements lie in one piece: the last stride is {self.itemsize}, "
+                        f"got {key[0][-1]} and {key[1][-1]}; copy the array, numpy.ascontiguousarray(array)"
+                    )
                 extents[:, -1] //= self.block_elems
                 for side in sides:
                     side[:, -1] = self.unit_bytes

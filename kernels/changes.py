@@ -27,7 +27,8 @@ class ChangeBoxes(BoxUnits):
 
         Args:
             new: an array that has the boxes.
-            old: another one of the same shape and dtype, of any strides.
+            old: another one of the same shape and dtype, of any strides; where units are blocks those of both lie in
+                one piece.
             room: memory that is used.
             may_stop: no text is made where one of values takes more than 7/8 of what the boxes have.
             may_step: look for steps as well; not on a GPU.

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-import operator
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 import numpy as np
 
+from lowshard.argument import as_shape
 from lowshard.errors import BufferMismatchError, DTypeError, KernelError
 from lowshard.foreign_array import is_foreign, like
 from lowshard.kernels import reference
@@ -22,6 +21,9 @@ ScaleLayout = Literal["rows", "128x4"]
 TILE_ROWS = 128
 TILE_COLS = 4
 TILE_BYTES = TILE_ROWS * TILE_COLS
+
+SHAPE = "a shape is a tuple of integers of 0 or more, such as array.shape"
+"""What an error says of a shape."""
 
 _SCALE_ALIGN_BYTES = 16
 
@@ -86,7 +88,7 @@ class MXFP8Tensor:
         flat = require_array(buffer, "buffer")
         if flat.dtype != np.uint8:
             raise DTypeError(f"buffer must be uint8, got {flat.dtype.name}; write buffer.view(numpy.uint8)")
-        shape = _checked_shape(shape)
+        shape = as_shape(shape, SHAPE, KernelError)
         need_bytes = cls.buffer_bytes(shape)
         if flat.ndim != 1 or not flat.flags.c_contiguous or flat.size < need_bytes:
             raise BufferMismatchError(
@@ -105,7 +107,7 @@ class MXFP8Tensor:
         Raises:
             KernelError: shape has no dim, a last dim that is not a multiple of 32, or is not a tuple of integers.
         """
-        shape = _checked_shape(shape)
+        shape = as_shape(shape, SHAPE, KernelError)
         blocks = math.prod(scale_shape(shape, "shape"))
         return -(-math.prod(shape) // _SCALE_ALIGN_BYTES) * _SCALE_ALIGN_BYTES + blocks
 
@@ -194,13 +196,3 @@ def _require_bytes(q: MXFP8Tensor | SwizzledMXFP8, kind: str) -> None:
                 f"{name} of {kind} holds raw bytes: expected uint8, got {dtype.name}; "
                 f"for an 8-bit dtype write {name}.view(numpy.uint8), or what its library has for that"
             )
-
-
-def _checked_shape(shape: Sequence[int]) -> tuple[int, ...]:
-    try:
-        extents = tuple(operator.index(extent) for extent in shape)
-    except TypeError:
-        extents = (-1,)
-    if any(extent < 0 for extent in extents):
-        raise KernelError(f"a shape is a tuple of integers of 0 or more, got {shape!r}; write array.shape")
-    return extents

@@ -40,7 +40,7 @@ def adamw_step(
 
     Raises:
         KernelError: a value that is not an array, or not a number, or out of its range.
-        BufferMismatchError: arrays of other shapes or dtypes, not contiguous, read-only, or sharing memory.
+        BufferMismatchError: arrays of other shapes, dtypes or byte order, not contiguous, read-only, or sharing memory.
     """
     step = whole(step, "the first step of AdamW is step 1", KernelError, 1, _MOST_STEPS)
     lr, weight_decay = _finite(lr, "lr"), _finite(weight_decay, "weight_decay")
@@ -51,7 +51,7 @@ def adamw_step(
     scale = lr / (1 - beta1**step)
     root = math.sqrt(1 - beta2**step)
     scalars = (1 - lr * weight_decay, beta1, 1 - beta1, beta2, 1 - beta2, scale, root, eps)
-    if param.size:
+    if arrays[0].size:
         engine_for(*arrays).adamw(arrays[0], arrays[1], arrays[2], arrays[3], scalars)
 
 
@@ -86,7 +86,7 @@ def sgd_step(
         named["buffer"] = buffer
     arrays = _checked(named)
     mode = 0 if buffer is None else 1 if is_first else 2
-    if param.size:
+    if arrays[0].size:
         last = arrays[0] if buffer is None else arrays[2]
         engine_for(*arrays).sgd(arrays[0], arrays[1], last, mode, scalars)
 
@@ -104,6 +104,11 @@ def _checked(named: dict[str, Array]) -> list[Array]:
             raise BufferMismatchError(
                 f"{name} of an optimizer step is float32 [{arrays[0].size}], got {dtype_name(array.dtype)} "
                 f"{list(array.shape)}"
+            )
+        if not array.dtype.isnative:
+            raise BufferMismatchError(
+                f"{name} of an optimizer step is in the machine's byte order, got dtype {array.dtype.str}; pass "
+                f"{name}.astype(numpy.float32)"
             )
         if not array.flags.c_contiguous or (name != "grad" and not getattr(array.flags, "writeable", True)):
             raise BufferMismatchError(f"{name} of an optimizer step is contiguous and writeable")

@@ -17,13 +17,14 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from lowshard.argument import items
+from lowshard.argument import as_shape, items
 from lowshard.box import Box, Interval, shape_of, slices_of, volume
 from lowshard.errors import BufferMismatchError, KernelError
 from lowshard.foreign_array import like
 from lowshard.kernels.buffer import Array, allocate, require_apart, require_array, require_out
 from lowshard.kernels.engine import engine_for
 from lowshard.kernels.kernel_stream import Stream, takes_stream
+from lowshard.kernels.mxfp8_tensor import SHAPE
 from lowshard.kernels.runs import RunTable, lower
 
 
@@ -51,7 +52,7 @@ class BoxTable:
 
     def __post_init__(self) -> None:
         listed = items(self.boxes, "one box is [box]: a BoxTable takes a list of boxes", KernelError)
-        shape = _checked_shape(self.shape)
+        shape = as_shape(self.shape, SHAPE, KernelError)
         boxes = tuple(_checked_box(box, shape, index) for index, box in enumerate(listed))
         elems = tuple(volume(box) for box in boxes)
         # A frozen dataclass is filled this way; lists that came in become tuples, so it can be hashed.
@@ -255,16 +256,6 @@ def _require_same_dtype(array: Array, other: Array, name: str, other_name: str) 
             f"{name} must have the dtype of {other_name}, {other.dtype!r}, got {array.dtype!r}; "
             "packing moves bits and converts nothing"
         )
-
-
-def _checked_shape(shape: Sequence[int]) -> tuple[int, ...]:
-    try:
-        extents = tuple(operator.index(extent) for extent in shape)
-    except TypeError:
-        extents = (-1,)
-    if any(extent < 0 for extent in extents):
-        raise KernelError(f"a shape is a tuple of integers of 0 or more, got {shape!r}; write array.shape")
-    return extents
 
 
 def _checked_box(box: Sequence[Interval], shape: tuple[int, ...], index: int) -> Box:

@@ -7,10 +7,9 @@ Source: cuBLAS documentation, "1D block scaling factors layout".
 
 from __future__ import annotations
 
-import operator
-
 import numpy as np
 
+from lowshard.argument import as_shape, whole
 from lowshard.errors import BufferMismatchError, DTypeError, KernelError
 from lowshard.foreign_array import like
 from lowshard.kernels.buffer import Array, allocate, require_apart, require_array, require_out
@@ -76,7 +75,9 @@ def unswizzle_scales(
             shape or dtype, is read-only, or shares memory.
     """
     source = _require_bytes(swizzled, "swizzled")
-    rows, cols = _extent(rows, "rows"), _extent(cols, "cols")
+    rows = whole(rows, "rows must be an integer of 0 or more", KernelError, 0)
+    cols = whole(cols, "cols must be an integer of 0 or more", KernelError, 0)
+    as_shape((rows, cols), "rows and cols are the shape of scales", KernelError)
     expected_bytes = swizzled_bytes(rows, cols)
     if source.size != expected_bytes:
         raise BufferMismatchError(
@@ -107,13 +108,3 @@ def _require_bytes(array: object, name: str) -> Array:
             f"write {name}.view(numpy.uint8)"
         )
     return source
-
-
-def _extent(value: int, name: str) -> int:
-    try:
-        extent = operator.index(value)
-    except TypeError:
-        extent = -1
-    if extent < 0:
-        raise KernelError(f"{name} must be an integer of 0 or more, got {value!r}")
-    return extent

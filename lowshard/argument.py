@@ -96,9 +96,15 @@ def number(
     return found
 
 
-def items(values: object, rule: str, error: type[LowshardError]) -> tuple[Any, ...]:
-    """Return what an iterable holds as a tuple, or raise; a text is not an iterable, and neither is a mapping."""
-    if isinstance(values, (str, bytes, Mapping)) or not isinstance(values, Iterable):
+def items(
+    values: object, rule: str, error: type[LowshardError], *, any_order: bool = False
+) -> tuple[Any, ...]:
+    """Return what an iterable holds as a tuple, or raise; a text is not an iterable, and neither is a mapping.
+
+    Nor is a set, whose order each process has its own of, unless `any_order`: the order of these counts for nothing.
+    """
+    none = (str, bytes, Mapping) if any_order else (str, bytes, Mapping, set, frozenset)
+    if isinstance(values, none) or not isinstance(values, Iterable):
         raise error(f"{rule}, got {brief(values)}")
     try:
         return tuple(values)

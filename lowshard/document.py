@@ -31,6 +31,8 @@ MAX_NODES = 50_000
 _TAG = "tag:yaml.org,2002:"
 _KINDS: Mapping[str, Kind] = {"str": "text", "null": "null", "bool": "bool", "int": "int", "float": "float"}
 _MERGE = "<<"
+_TRUE, _FALSE = ("yes", "true", "on"), ("no", "false", "off")
+"""Truth values of YAML 1.1 as PyYAML reads them, in small letters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +70,11 @@ class Node:
     """The entries of a map, in file order."""
     nodes: int = 1
     """Nodes of the tree below and including it, aliases written out."""
+
+    @property
+    def is_true(self) -> bool:
+        """Whether a truth value says true."""
+        return self.text.lower() in _TRUE
 
     def __str__(self) -> str:
         text = self.text
@@ -131,17 +138,24 @@ def plain_data(node: Node | None, fail: Fail) -> Any:
     if node.kind == "text":
         return node.text
     if node.kind == "bool":
-        return node.text.lower() in ("yes", "true", "on")
+        return node.is_true
     if node.kind == "other":
         raise fail(f"{node} is neither text nor a number; put it in quotes", node.where)
     try:
-        return _number(node)
+        return number_of(node)
     # PyYAML raises LookupError for a number without digits.
     except (ArithmeticError, LookupError, ValueError) as error:
         raise fail(f"{node} cannot be read as a number; put it in quotes", node.where) from error
 
 
-def _number(node: Node) -> int | float:
+def number_of(node: Node) -> int | float:
+    """Return the number that YAML 1.1 reads a scalar of kind int or float as.
+
+    Raises:
+        ArithmeticError: a base that no number fits.
+        LookupError: no digits.
+        ValueError: no number.
+    """
     from yaml.constructor import SafeConstructor
     from yaml.nodes import ScalarNode
 
@@ -263,6 +277,8 @@ def _scalar_kind(event: Any, where: Where) -> Kind:
         tag = _resolver().resolve(_scalar_node(), event.value, (True, False))
     elif tag is None or tag == "!":
         return "text"
+    if tag == f"{_TAG}bool" and event.value.lower() not in _TRUE + _FALSE:
+        raise _Fault(f"a truth value is true or false, got {brief(event.value)}", where)
     if not tag.startswith(_TAG) or tag[len(_TAG) :] not in (*_KINDS, "timestamp", "merge", "value", "binary"):
         raise _Fault(f"the tag {brief(tag)} means nothing in a YAML file; leave it out", where)
     return _KINDS.get(tag[len(_TAG) :], "other")

@@ -113,7 +113,8 @@ def get(dtype: object) -> DType:
         return dtype
     name = dtype if isinstance(dtype, str) else _name_of(dtype)
     row = _BY_NAME.get(name)
-    if row is None:
+    # Other names are for people: ml_dtypes' own float8_e4m3 has infinities, and is not float8_e4m3fn.
+    if row is None or (name != row.name and not isinstance(dtype, str)):
         raise DTypeError(
             f"dtype {brief(dtype)} is not one that lowshard carries; it knows {', '.join(r.name for r in _ROWS)}; "
             "what is moved and not computed with goes as its bytes, a view of uint8"

@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from lowshard import dtypes
-from lowshard.argument import brief, choice, instance, items, mapping, one_of, truth
+from lowshard.argument import brief, choice, instance, items, mapping, one_of, truth, whole
 from lowshard.box import Box, shape_of
 from lowshard.errors import BufferMismatchError, KernelError, PlanError
 from lowshard.foreign_array import READ_ONLY, host_of, is_foreign, like, view_of
@@ -73,7 +73,7 @@ class MXFP8ReshardTransform(ReshardTransform):
         given_names = (
             convertible_params.keys() if isinstance(convertible_params, Mapping) else convertible_params
         )
-        names = items(given_names, rule, KernelError)
+        names = items(given_names, rule, KernelError, any_order=True)
         self.convertible_params = frozenset(instance(name, str, rule, KernelError) for name in names)
         rule = "persistent_buffers is a mapping of names to what receives them, or None"
         given = {} if persistent_buffers is None else mapping(persistent_buffers, rule, KernelError)
@@ -146,6 +146,9 @@ class MXFP8ReshardTransform(ReshardTransform):
                 f"{rule}, of the shapes {forms[0]} or {forms[1]}, got {[b.shape for b in came]}"
             )
         if len(came) == 2:
+            wrong = next((buffer.dtype for buffer in came if buffer.dtype != np.uint8), None)
+            if wrong is not None:
+                raise BufferMismatchError(f"codes and scales that were received are uint8, got {wrong}")
             self._store(held, box, *came)
             return
         self._quantize(param_name, held, box, _bf16(came[0]))
@@ -295,7 +298,8 @@ class MXFP8ReshardTransform(ReshardTransform):
         _need_slices(dst_slice)
         if len(dst_slice) != 2:
             raise KernelError(f"a slice of a quantised matrix has two entries, got {dst_slice}")
-        return tuple(s.indices(n)[:2] for s, n in zip(dst_slice, shape, strict=True))
+        ends = (s.indices(n) for s, n in zip(dst_slice, shape, strict=True))
+        return tuple((start, max(start, stop)) for start, stop, _ in ends)
 
     def _quantize(self, name: str, held: Any, box: Box, values: Array) -> None:
         (r0, r1), (k0, k1) = box
@@ -413,8 +417,15 @@ def _copy_of(held: Any) -> MXFP8Tensor | SwizzledMXFP8:
 
 
 def _need_slices(given: object) -> None:
+    rule = "what is cut out of a tensor is a tuple of slices without steps, one a dim"
     if not isinstance(given, tuple) or not all(isinstance(s, slice) for s in given):
-        raise KernelError(f"what is cut out of a tensor is a tuple of slices, one a dim, got {brief(given)}")
+        raise KernelError(f"{rule}, got {brief(given)}")
+    for part in given:
+        for end in (part.start, part.stop):
+            if end is not None:
+                whole(end, f"{rule}: {brief(given)}", KernelError)
+        if part.step is not None:
+            whole(part.step, f"{rule}: {brief(given)}", KernelError, 1, 1)
 
 
 def _checked(name: str, held: Any) -> Elem:
@@ -436,6 +447,12 @@ def _checked(name: str, held: Any) -> Elem:
             f"the 128x4 layout; got {list(scale.shape)}"
         )
     found: Elem = getattr(held, "elem", "e4m3")
+    choice(
+        found,
+        get_args(Elem),
+        f"{name}: the elem of a persistent buffer is {' or '.join(get_args(Elem))}",
+        KernelError,
+    )
     return found
 
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lowshard.argument import items, quoted
+from lowshard.argument import brief, items, quoted
 from lowshard.document import Node, Where
 from lowshard.errors import RulesError
 
@@ -25,7 +25,11 @@ _AXIS_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.\-]*\Z")
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A logical name and the mesh axes that cut a dim of that name, outer first."""
+    """A logical name and the mesh axes that cut a dim of that name, outer first.
+
+    Raises:
+        RulesError: a name that is no text, or axes that are no sequence of names.
+    """
 
     name: str
     axes: tuple[str, ...]
@@ -33,6 +37,15 @@ class Rule:
     where: Where | None = None
     fault: str = ""
     """Why no spec can be made of the target, where MaxText says so only once it is used."""
+
+    def __post_init__(self) -> None:
+        form = "a rule has a logical name and a sequence of axis names, Rule('embed', ('fsdp', 'expert'))"
+        if not isinstance(self.name, str):
+            raise RulesError(f"{form}, got the name {brief(self.name)}")
+        axes = items(self.axes, form, RulesError)
+        if not all(isinstance(axis, str) for axis in axes):
+            raise RulesError(f"{form}, got {brief(self.axes)}")
+        object.__setattr__(self, "axes", axes)
 
     @property
     def repeated_axis(self) -> str | None:

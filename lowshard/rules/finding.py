@@ -39,6 +39,7 @@ _SEVERITIES: dict[str, tuple[Severity, Severity]] = {
     "data-sharding-flat": ("warning", "error"),
     "data-sharding-axis-absent": ("warning", "error"),
     "data-sharding-axis-inherited": ("note", "warning"),
+    "override-form": ("warning", "error"),
     "context-sharding-ignored": ("note", "note"),
     "context-sharding-at-odds": ("warning", "error"),
     "context-sharding-refused": ("error", "error"),

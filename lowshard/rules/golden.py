@@ -18,6 +18,7 @@ from typing import Any, Literal
 from lowshard.argument import instance, quoted
 from lowshard.errors import RulesError
 from lowshard.mesh import DeviceMesh
+from lowshard.placement import MOST_DIGITS
 from lowshard.reading import open_at_once
 from lowshard.rules.logical_tensor import LogicalTensor, as_tensors, checked_mesh, checked_shape
 from lowshard.rules.resolution import LogicalNames, Spec, without_axes
@@ -271,11 +272,12 @@ def _activation_entries(items: Any, path: str) -> dict[str, dict[str, Any]]:
 def _activation(unique: str, entry: Mapping[str, Any], path: str) -> Activation:
     key = re.sub(r"(\]) #\d+\Z", r"\1", unique)
     match = _ACTIVATION.match(key)
-    if match is None:
+    extents = match["shape"].split(",") if match is not None and match["shape"] else []
+    if match is None or any(len(n) > MOST_DIGITS for n in extents):
         raise RulesError(
             f"{path}: an activation is called 'file/variable: dtype[d0,d1]', got {quoted(key)}", path=path
         )
-    shape = tuple(int(n) for n in match["shape"].split(",") if n and len(n) < 20)
+    shape = tuple(map(int, extents))
     return Activation(
         key,
         match["variable"],

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from importlib.resources import files
 from typing import Literal, get_args
 
-from lowshard.argument import instance, items, one_of, quoted
+from lowshard.argument import brief, instance, items, one_of, quoted
 from lowshard.argument import path as check_path
 from lowshard.document import MAX_FILE_BYTES
 from lowshard.errors import RulesError
@@ -129,6 +130,8 @@ def make_rules(
         raise RulesError(f"mesh_axes names {repeated!r} twice", axis=repeated)
     rule = "data_sharding is a sequence of mesh axes for each dim of a batch"
     dims = tuple(items(dim, rule, RulesError) for dim in items(data_sharding, rule, RulesError))
+    if not all(isinstance(axis, str) and axis for dim in dims for axis in dim):
+        raise RulesError(f"{rule}, got {brief(data_sharding)}")
     return RuleSet(name, mode, axes, dims, as_rules(rules), infers_context=True)
 
 
@@ -176,6 +179,9 @@ def _combine(
         if report.ok:
             raise RulesError(f"{file.path}: the file lacks mesh_axes, and there is no base", path=file.path)
         return None, report
+    findings = file.findings
+    if merge == "names":  # only then the key says something, and MaxText fails on what is no truth value
+        findings = tuple(replace(f, severity="error") if f.code == "override-form" else f for f in findings)
     rules = file.rules if file.rules is not None else ()
     if file.rules is None or merge == "names":
         old = under.logical_axis_rules if under else ()
@@ -185,7 +191,7 @@ def _combine(
     places = dict(under.places if under else ()) | dict(file.places)
     found = RuleSet(
         file.path, mode, mesh_axes, data, rules, file.extension, tuple(places.items()), file.context_sharding,
-        infers_context=merge == "file" and not is_base, findings=file.findings,
+        infers_context=merge == "file" and not is_base, findings=findings,
     )  # fmt: skip
     return found, CheckReport.of(found.file_findings())
 

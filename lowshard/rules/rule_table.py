@@ -24,6 +24,7 @@ BASE_CONTEXT = "context"
 """MaxText's `context_sharding` where no rule file says otherwise."""
 CONTEXTS = ("context", "expert")
 """What MaxText takes for it."""
+_RULES_KEY = "logical_axis_rules"
 PIPELINE_BATCH = "activation_embed_and_logits_batch"
 PIPELINE_BATCH_AXES = ("stage", "data", "fsdp", "fsdp_transpose", "expert")
 """What MaxText sets the first rule of that name to, for a pipeline."""
@@ -112,9 +113,12 @@ class RuleTable:
         As `custom_mesh_and_rule_for_eval`; `check` names the axes this mesh then lacks.
         """
         instance(other, RuleTable, "for_eval takes a RuleSet", RulesError)
+        places = {key: where for key, where in self.places if key != _RULES_KEY}
+        where = other.place(_RULES_KEY)
         return replace(
-            self, source=other.source, logical_axis_rules=other.logical_axis_rules, findings=other.findings
-        )
+            self, source=other.source, logical_axis_rules=other.logical_axis_rules, findings=other.findings,
+            places=tuple((places if where is None else places | {_RULES_KEY: where}).items()),
+        )  # fmt: skip
 
     # ---- names to specs
 
@@ -174,7 +178,7 @@ class RuleTable:
                 names = {r.name for r in entry.rules}
                 rest = () if entry.replace else tuple(r for r in rules if r.name not in names)
                 rules = entry.rules + rest
-            self._resolvers[layer] = Resolver(rules, self.place("logical_axis_rules"))
+            self._resolvers[layer] = Resolver(rules, self.place(_RULES_KEY))
         return self._resolvers[layer]
 
     # ---- meshes

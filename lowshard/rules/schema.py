@@ -29,6 +29,8 @@ DataSharding = tuple[Axes, ...]
 
 KEYS = ("mesh_axes", "data_sharding", "context_sharding", "logical_axis_rules")
 _OVERRIDE = "override_logical_axis_rules"
+_OVERRIDES, _KEPT = ("true", "yes", "on", "y", "t", "1"), ("false", "no", "off", "n", "f", "0")
+"""What MaxText's settings (pydantic) take for true and for false, in small letters."""
 _OURS = "lowshard"
 _MOST_UNKNOWN = 50
 _RULE_FORM = "a rule is a list of two: ['embed', ['fsdp', 'expert']], ['embed', 'fsdp'] or ['embed', []]"
@@ -149,10 +151,10 @@ class _Reader:
         extension = Extension()
         if _OURS in values:
             extension = read_extension(values[_OURS], self._mode, self._findings, read_rules)
-        override = values.get(_OVERRIDE)
+        override = self._override(values[_OVERRIDE]) if _OVERRIDE in values else False
         return RuleFile(
             self._path, mesh_axes, data, context, rules,
-            override is not None and override.text.lower() in ("true", "yes", "on"),
+            override,
             extension,
             tuple((k, v.where) for k, (v, _) in entries.items()),
             tuple(self._findings),
@@ -230,6 +232,12 @@ class _Reader:
             text = f"{form}; this flat list means {cut}"
             self._add("data-sharding-flat", text, node.where)
         return tuple(dims)
+
+    def _override(self, node: Node) -> bool:
+        text = node.text.lower() if node.kind in ("bool", "int", "text") else ""
+        if text not in (*_OVERRIDES, *_KEPT):
+            self._add("override-form", f"{_OVERRIDE} is true or false, got {node}", node.where)
+        return text in _OVERRIDES
 
     def _context(self, node: Node) -> str | None:
         if node.kind != "text":

@@ -33,8 +33,13 @@ _TWO = _NORM | {"matmul"}
 
 
 def counting_operands(op: str, layouts: Sequence[Layout], args: dict[str, Any]) -> tuple[int, ...]:
-    """Return the operands whose dim 0 is the row count, which the results have in common; () if there is none."""
+    """Return the operands whose dim 0 is the row count, which the results have in common; () if there is none.
+
+    None either where the operands do not lie on one mesh, which no op takes.
+    """
     first = layouts[0]
+    if any(x.mesh is not first.mesh and x.mesh != first.mesh for x in layouts):
+        return ()
     if not first.shape or (op in _TWO and len(layouts) < 2):
         return ()
     if op == "matmul":
@@ -111,6 +116,8 @@ class Pattern:
         found = self.action_set
         was = found.layouts[self.counting[0]].shape[0]
         least = max(2, found.mesh.size)  # below, shards may be empty, and rows infeasible
+        if any("ceil" in layout.splits for layout in found.layouts):
+            least = least**2  # k parts by the ceiling rule have elements each from (k - 1)^2 + 1 elements on
         if was < least:
             return was, was
         low, high = float(least), inf

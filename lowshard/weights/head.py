@@ -127,8 +127,7 @@ class Segment:
             ShardIndexError: no such device.
             ShardingError: a number of devices below 1.
         """
-        count = whole(num_devices, "num_devices is 1 or more", ShardingError, 1)
-        index = whole(index, f"an index is 0 to {count - 1}", ShardIndexError, 0, count - 1)
+        num_devices, index = _device(num_devices, index)
         if self.num_heads is None:
             return split_interval((0, self.size), num_devices, index)
         first, last = split_interval((0, self.num_heads), num_devices, index)
@@ -204,7 +203,13 @@ class GroupedQKV(Rule):
             )
 
     def heads(self, index: int, num_devices: int) -> tuple[Interval, Interval]:
-        """Return the query heads and the key-value heads of a device."""
+        """Return the query heads and the key-value heads of a device.
+
+        Raises:
+            ShardIndexError: no such device.
+            ShardingError: a number of devices below 1, or as `check_devices`.
+        """
+        num_devices, index = _device(num_devices, index)
         self.check_devices(num_devices)
         kv, per_group = self.num_kv_heads, self.num_heads // self.num_kv_heads
         if kv >= num_devices or self.few_kv == "empty":
@@ -241,3 +246,9 @@ class GroupedQKV(Rule):
             f"grouped_qkv(num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, "
             f"head_dim={self.head_dim}, few_kv={self.few_kv}, section={self.section}, axis={self.at})"
         )
+
+
+def _device(num_devices: int, index: int) -> tuple[int, int]:
+    """Return a number of devices and one of them as integers, or raise ShardingError or ShardIndexError."""
+    count = whole(num_devices, "num_devices is 1 or more", ShardingError, 1)
+    return count, whole(index, f"an index is 0 to {count - 1}", ShardIndexError, 0, count - 1)

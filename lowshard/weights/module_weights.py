@@ -51,12 +51,17 @@ def shard_module(
 
     Raises:
         ShardingError: a weight without a strategy, a strategy without a weight, several numbers of devices,
-            missing experts, or as `Weight.shard`.
+            missing experts, a part of a weight, or as `Weight.shard`.
     """
     mapping(weights, "weights is a mapping of names to arrays or Weights", ShardingError)
     held = {
         name: value if isinstance(value, Weight) else Weight(name, value) for name, value in weights.items()
     }
+    cut_already = next((name for name, weight in held.items() if weight.is_shard), None)
+    if cut_already is not None:
+        raise ShardingError(
+            f"{cut_already} is one device's part already and is not cut again: give the whole weight"
+        )
     chosen = resolve_module({name: (w.shape, w.sharding_strategy) for name, w in held.items()}, strategies)
     counts = {strategy.num_devices for strategy in chosen.values()}
     if len(counts) > 1:
@@ -126,9 +131,10 @@ def _expert_counts(names: Iterable[str]) -> dict[str, int]:
         if match := _EXPERT.search(name):
             numbers.setdefault(name[: match.start(1)], set()).add(int(match[1]))
     for before, found in numbers.items():
-        if missing := set(range(max(found) + 1)) - found:
+        if len(found) <= max(found):
+            missing = next(i for i, number in enumerate(sorted(found)) if i != number)
             raise ShardingError(
-                f"{before}: expert {min(missing)} of {max(found) + 1} is not there: give all experts of a module"
+                f"{before}: expert {missing} of {max(found) + 1} is not there: give all experts of a module"
             )
     return {before: len(found) for before, found in numbers.items()}
 

@@ -167,7 +167,9 @@ class NamePatterns:
         """Return which rule each name has."""
         rules, unmatched, doubly = {}, [], {}
         rule = "names are a sequence of texts, or a mapping by name"
-        for name in list(names) if isinstance(names, Mapping) else items(names, rule, ShardingError):
+        for name in (
+            list(names) if isinstance(names, Mapping) else items(names, rule, ShardingError, any_order=True)
+        ):
             instance(name, str, rule, ShardingError)
             found = [rule for rule in self.rules if rule.matches(name)]
             if not found:

@@ -14,7 +14,7 @@ from typing import Literal, get_args
 from lowshard.argument import MOST_DIMS, as_shape, brief, instance, items, one_of, whole, wholes
 from lowshard.block_format import MXFP8, BlockFormat
 from lowshard.box import Box, Interval
-from lowshard.errors import ShardingError
+from lowshard.errors import ShardIndexError, ShardingError
 from lowshard.weights.cut_rules import Columnwise, GateUp, Rowwise
 from lowshard.weights.head import GroupedQKV, HeadAwareColumnwise, Segment, Segmented, StackedQKV
 from lowshard.weights.sharding_strategy import ShardingStrategy
@@ -297,7 +297,8 @@ def scale_strategy(
     block is cut they agree.
 
     Raises:
-        ShardingError: scales do not divide over the devices, or segments do not over the blocks.
+        ShardingError: scales do not divide over the devices, or segments do not over the blocks; no scales, or an
+            axis that the weight lacks.
     """
     instance(strategy, ShardingStrategy, _STRATEGY, ShardingError)
     _need_granularity(granularity)
@@ -308,8 +309,13 @@ def scale_strategy(
     k, rule = strategy.num_devices, strategy.shard
     if strategy.is_replicate or granularity == "tensor":
         return ShardingStrategy.replicate(k)
+    if granularity == "none":
+        raise ShardingError("granularity 'none' has no scales to cut")
+    ndim = len(weight_shape)
+    if isinstance(rule, Segmented) and not -ndim <= rule.axis < ndim:
+        raise ShardIndexError(f"{rule} cuts axis {rule.axis}, a weight of shape {weight_shape} has {ndim}")
     columns = isinstance(rule, (Columnwise, HeadAwareColumnwise)) or (
-        isinstance(rule, Segmented) and rule.axis == 1
+        isinstance(rule, Segmented) and rule.axis % ndim == ndim - 1 > 0
     )
     if granularity == "row":
         return ShardingStrategy.replicate(k) if columns else strategy
@@ -319,7 +325,8 @@ def scale_strategy(
         raise ShardingError(f"blocks have two axes, and so has a weight or more, got shape {weight_shape}")
     rows_columns = tuple(-(-n // b) for n, b in zip(weight_shape[-2:], block, strict=True))
     if isinstance(rule, Segmented):
-        return _segmented_scales(strategy, rule, block[rule.axis])
+        place = rule.axis % ndim - (ndim - 2)  # blocks lie along the last two axes
+        return _segmented_scales(strategy, rule, block[place] if place >= 0 else 1)
     dim = 1 if columns else 0
     if isinstance(rule, (Rowwise, Columnwise, HeadAwareColumnwise)) and rows_columns[dim] % k:
         raise ShardingError(f"scale dim {dim} of {rows_columns} does not divide over {k} devices")

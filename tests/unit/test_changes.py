@@ -290,6 +290,20 @@ def test_blocks_divide_the_last_extent() -> None:
         ChangeBoxes([()], 2, 32)
 
 
+def test_blocks_whose_elements_lie_apart_are_refused_and_elements_are_not() -> None:
+    apart, side_by_side = np.zeros((3, 128), np.float32)[:, ::2], np.zeros((3, 64), np.float32)
+    boxes = ChangeBoxes([((0, 3), (0, 64))], 4, 32)
+    for new, old in ((apart, side_by_side), (side_by_side, apart)):
+        for call in (
+            lambda n=new, o=old: boxes.find(n, o, Room(), False),
+            lambda n=new, o=old: boxes.copy(n, o),
+        ):
+            with pytest.raises(KernelError, match="lie in one piece"):
+                call()
+        assert boxes.by_elem.units == 192
+        assert ChangeBoxes(boxes.boxes, 4).find(new, old, Room(), False).units == 0
+
+
 def test_boxes_are_copied_and_nothing_else(rng: np.random.Generator) -> None:
     for _ in range(2_000 if mode.full() else 200):
         shape = tuple(rng.integers(0 if rng.random() < 0.05 else 1, 40, int(rng.integers(0, 4))).tolist())

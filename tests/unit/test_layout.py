@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 
+import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given
@@ -156,6 +157,12 @@ MESH = DeviceMesh((2, 4), ("dp", "tp"))
         (lambda: DeviceMesh((2, 2), ("a", "a")), MeshError, "must differ"),
         (lambda: DeviceMesh((2,), ("a b",)), MeshError, "identifier"),
         (lambda: DeviceMesh((2,), ("a",), ranks=(1, 1)), MeshError, "distinct ranks"),
+        # A set has another order in each process.
+        (lambda: DeviceMesh((2, 2), {"a", "b"}), MeshError, "one name an axis"),  # type: ignore[arg-type]
+        (lambda: DeviceMesh({2, 4}, ("a", "b")), MeshError, "at least one axis"),  # type: ignore[arg-type]
+        (lambda: MESH.groups({"dp", "tp"}), MeshError, "as names"),  # type: ignore[arg-type]
+        (lambda: Layout.from_spec(MESH, (4,), "f32", ({"dp", "tp"},)), LayoutError, "one entry a dim"),  # type: ignore
+        (lambda: Layout(MESH, (4,), "f32", {Sharded(0), Partial()}), LayoutError, "one placement"),  # type: ignore
         (lambda: MESH.axis_size("pp"), MeshError, "no axis 'pp'; its axes are dp, tp"),
         (lambda: MESH.rank((0, 4)), MeshError, "coordinate"),
         (lambda: MESH.coord(8), MeshError, "ranks 0 to 7"),
@@ -230,7 +237,17 @@ def test_every_dtype_has_one_row_and_every_name_of_it_leads_there() -> None:
     assert {r.name for r in rows if r.accumulator.name != r.name} == {
         "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2",
     }  # fmt: skip
-    for bad in ("complex64", "F4", 3, None, np.dtype("S4")):
+    # ml_dtypes' float8_e4m3 has infinities where float8_e4m3fn has 256 and more: the name alone is an alias.
+    assert dt.get("float8_e4m3").name == "float8_e4m3fn"
+    for bad in (
+        "complex64",
+        "F4",
+        3,
+        None,
+        np.dtype("S4"),
+        ml_dtypes.float8_e4m3,
+        np.dtype(ml_dtypes.float8_e4m3),
+    ):
         with pytest.raises(DTypeError, match="lowshard carries"):
             dt.get(bad)
 

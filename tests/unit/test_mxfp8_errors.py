@@ -108,6 +108,7 @@ FROZEN_VALUES = read_only(np.zeros((2, 64), np.float32))
         (lambda: MXFP8Tensor.buffer_bytes((2, -64)), KernelError, ValueError, "integers of 0 or more"),
         (lambda: MXFP8Tensor.buffer_bytes(64), KernelError, ValueError, "integers of 0 or more"),
         (lambda: MXFP8Tensor.buffer_bytes((1.0, 64)), KernelError, ValueError, "integers of 0 or more"),
+        (lambda: MXFP8Tensor.buffer_bytes((1 << 70, 64)), KernelError, ValueError, "integers of 0 or more"),
         (lambda: MXFP8Tensor.buffer_bytes((4, 65)), KernelError, ValueError, "multiple of 32"),
     ],
 )  # fmt: skip

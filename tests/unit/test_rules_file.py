@@ -9,7 +9,7 @@ import pytest
 import yaml
 from support.recorded import MAXTEXT
 
-from lowshard.rules import READY_MADE, RulesError, load_rules, make_rules, parse_rules
+from lowshard.rules import READY_MADE, Rule, RulesError, load_rules, make_rules, parse_rules
 from lowshard.rules.loading import read_rules_file, ready_made_text
 
 HEAD = "mesh_axes: [x, y]\ndata_sharding: [[x]]\n"
@@ -258,6 +258,26 @@ def test_override_drops_all_other_rules_and_none_at_all_is_told() -> None:
     assert rules_names(load_rules("default").with_rules([("a", [])], replace_all=True)) == ["a"]
 
 
+def test_override_is_read_as_maxtext_s_settings_are_and_nothing_else_counts_as_false() -> None:
+    rules = "logical_axis_rules: [[a, fsdp]]\noverride_logical_axis_rules: "
+    for value, replaces in (
+        ("1", True),
+        ("'true'", True),
+        ("y", True),
+        ("ON", True),
+        ("0", False),
+        ("n", False),
+    ):
+        merged = rules_names(parse_rules(f"{rules}{value}", merge="names"))
+        assert (merged == ["a"]) == replaces, value
+    for value in ("maybe", "2", "[true]", "null", "1.0"):
+        with pytest.raises(RulesError, match=r"^<text>:2:\d+: override_logical_axis_rules is true or false"):
+            parse_rules(f"{rules}{value}", merge="names")
+        quiet = parse_rules(f"{rules}{value}")  # a rule file's own key, which MaxText does not look at
+        assert rules_names(quiet) == ["a"]
+        assert [f.code for f in quiet.findings] == ["override-form"]
+
+
 def rules_names(rules: object) -> list[str]:
     return [r.name for r in rules.logical_axis_rules]  # type: ignore[attr-defined]
 
@@ -269,6 +289,15 @@ def test_rules_of_evaluation_keep_the_mesh_of_training() -> None:
     assert both.logical_axis_rules == evaluate.logical_axis_rules
     found = both.check({"w": (("exp",), (8,))}, devices=8)
     assert {"axis-absent-weight", "axis-absent-other"} <= {f.code for f in found.findings}
+
+
+def test_errors_of_evaluation_name_the_file_that_its_rules_are_of() -> None:
+    train = parse_rules(f"{HEAD}logical_axis_rules: [[a, x]]", "train.yml", mode="strict")
+    evaluate = parse_rules(f"\n{HEAD}logical_axis_rules: [[b, x]]", "eval.yml", mode="strict")
+    with pytest.raises(RulesError, match=r"^eval\.yml:4:1: no rule is for"):
+        train.for_eval(evaluate).resolve(("gone",))
+    with pytest.raises(RulesError, match=r"^no rule is for"):
+        train.for_eval(make_rules(["x"], [("b", "x")])).resolve(("gone",))
 
 
 # ---- data and context
@@ -365,6 +394,25 @@ def test_rules_made_in_code() -> None:
     for pair in ("ab", ("a",), ("a", 3), ("a", ["x", 3]), (3, "x"), ("a", [[]])):
         with pytest.raises(RulesError, match="a rule is a pair"):
             make_rules(["x"], [pair])  # type: ignore[list-item]
+    for data in ([[3]], [[None]], [["x", ""]]):
+        with pytest.raises(RulesError, match="data_sharding is a sequence"):
+            make_rules(["x"], [], data_sharding=data)  # type: ignore[arg-type]
+
+
+def test_a_rule_s_axes_are_names_and_not_the_letters_of_one() -> None:
+    assert make_rules(["x"], [Rule("a", ["x"])]).resolve(("a",)) == ("x",)  # type: ignore[arg-type]
+    for axes in ("fsdp", None, 3, (3,), {"fsdp"}):
+        with pytest.raises(RulesError, match="a sequence of axis names"):
+            Rule("a", axes)  # type: ignore[arg-type]
+    with pytest.raises(RulesError, match="got the name 3"):
+        Rule(3, ("x",))  # type: ignore[arg-type]
+
+
+def test_sets_whose_order_differs_between_processes_are_refused() -> None:
+    with pytest.raises(RulesError, match="mesh_axes is a sequence"):
+        make_rules({"x", "y"}, [])  # type: ignore[arg-type]
+    with pytest.raises(RulesError, match="logical names are a sequence"):
+        make_rules(["x"], []).resolve({"a", "b"})  # type: ignore[arg-type]
 
 
 # ---- our extensions
@@ -409,6 +457,30 @@ def test_maxtext_reads_a_file_with_our_extensions_as_one_without() -> None:
     assert [(r.name, r.axes) for r in ours.logical_axis_rules] == [
         (r.name, r.axes) for r in plain.logical_axis_rules
     ]
+
+
+@pytest.mark.parametrize(
+    ("text", "budget_bytes"),
+    [
+        ("0777", 511),
+        ("0x10", 16),
+        ("0b101", 5),
+        ("1_000", 1000),
+        ("8.0e+9", 8e9),
+        ("80e9", 80e9),
+        ("'0777'", 777),
+    ],
+)
+def test_a_budget_is_the_number_that_yaml_reads(text: str, budget_bytes: float) -> None:
+    found = parse_rules(f"lowshard: {{memory_budget_bytes_per_device: {text}}}")
+    assert found.extension.memory_budget_bytes_per_device == budget_bytes
+
+
+def test_a_tagged_truth_value_is_one() -> None:
+    layer = "lowshard: {layers: [{match: a, logical_axis_rules: [], replace: !!bool %s}]}"
+    assert parse_rules(layer % "'On'").extension.layers[0].replace
+    with pytest.raises(RulesError, match=r"^<text>:1:\d+: a truth value is true or false, got 'maybe'"):
+        parse_rules(layer % "maybe")
 
 
 @pytest.mark.parametrize(

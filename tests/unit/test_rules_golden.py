@@ -158,6 +158,16 @@ def test_an_activation_whose_names_nobody_knows_keeps_its_spec() -> None:
     assert again == {"Activation Sharding Dump": [entry, entry]}
 
 
+def test_an_activation_keeps_every_dim_however_long_its_number() -> None:
+    def shape_of(text: str) -> tuple[int, ...]:
+        entry = {f"a/x: f32[{text}]": {"logic_axes": "Unknown", "PartitionSpec": "P()"}}
+        return parse_dump(json.dumps({"Activation Sharding Dump": [entry]})).activations()[0].shape
+
+    assert (shape_of(""), shape_of("4,0"), shape_of(f"{10**18},4")) == ((), (4, 0), (10**18, 4))
+    with pytest.raises(RulesError, match="an activation is called"):
+        shape_of(f"{10**20},4")
+
+
 # ---- the helper for users' tests
 
 

@@ -248,6 +248,8 @@ def test_on_reshard_warns_or_raises_with_the_candidates() -> None:
     assert pick("matmul", kept, solver=GreedyReshard("raise")).moves_nothing
     with pytest.raises(ShardingError, match="on_reshard"):
         GreedyReshard("loud")  # type: ignore[arg-type]
+    with pytest.raises(ShardingError, match="allow_partial_to_sharded is True or False"):
+        GreedyReshard(allow_partial_to_sharded=np.ones(2))  # type: ignore[arg-type]
 
 
 def test_an_explanation_names_moves_prices_and_the_choice() -> None:
@@ -371,6 +373,7 @@ def test_the_ceiling_split_is_kept() -> None:
         ("reshape", [(2, 3)], {"shape": [-1, -1]}, "one extent may be -1"),
         ("reshape", [(2, 3)], {"shape": [4]}, "has 6 elements"),
         ("sum", [(2, 3)], {"axis": 2}, "axis is a dim from -2 to 1"),
+        ("sum", [(2, 3)], {"axis": (0, -2)}, "names each dim once"),
         ("add", [(2, 3), (4, 3)], {}, "extents are equal or 1"),
         ("concat", [(2, 3), (2, 4)], {"axis": 0}, "shapes agree but for dim 0"),
         ("split", [(5, 3)], {"sizes": [2, 2], "axis": 0}, "sum to the extent 5"),
@@ -388,6 +391,9 @@ def test_wrong_calls_say_what_was_expected(op: str, shapes: Any, args: Any, text
 
 def test_operands_lie_on_one_mesh() -> None:
     other = DeviceMesh((4,), ("dp",))
+    with pytest.raises(LayoutError, match="operands lie on one mesh"):
+        pick("add", [lay((4, 4), R), lay((4, 4), R, mesh=other)])
+    pick("add", [lay((4, 4), R)] * 2)  # what is kept of it is not for operands on two meshes
     with pytest.raises(LayoutError, match="operands lie on one mesh"):
         pick("add", [lay((4, 4), R), lay((4, 4), R, mesh=other)])
     with pytest.raises(LayoutError, match="'documented' or 'extended'"):
@@ -458,6 +464,18 @@ def test_a_pick_does_not_depend_on_what_was_picked_before(rules: str, rng: Rng, 
             assert digest_of(op, moved, own, rules) == before, f"{op} {own} {list(map(str, moved))}"
             compared += before is not None
     assert compared > len(SAMPLES)
+
+
+def test_a_pick_is_kept_for_no_row_count_at_which_the_ceiling_rule_leaves_shards_empty() -> None:
+    mesh = DeviceMesh((2, 3), ("a", "b"))
+    for counts in ([1000, *range(2, 50)], [36, 35, 7]):
+        clear_picks()
+        for rows in counts:
+            operands = [
+                Layout.from_spec(mesh, (rows, 3), "int32", (axis, None), split="ceil") for axis in ("b", "a")
+            ]
+            kept = pick("add", operands, rules="documented")
+            assert kept == GreedyReshard()(action_set("add", operands, "documented"), operands)
 
 
 def digest_of(op: str, layouts: Sequence[Layout], args: dict[str, Any], rules: str) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from array import array
 
 import numpy as np
 import pytest
@@ -119,6 +120,19 @@ def test_what_the_steps_refuse() -> None:
     c.flags.writeable = False
     with pytest.raises(BufferMismatchError, match="writeable"):
         sgd_step(a, b, c, lr=0.1, momentum=0.9, weight_decay=0, first=True)
+    for place in range(2):
+        given = [np.ones(8, ">f4" if i == place else "<f4") for i in range(2)]
+        with pytest.raises(BufferMismatchError, match="byte order"):
+            sgd_step(*given, None, lr=0.1, momentum=0, weight_decay=0, first=True)
+
+
+def test_bare_buffers_are_arrays() -> None:
+    param, grad = array("f", [1.0] * 4), array("f", [0.5] * 4)
+    sgd_step(param, grad, None, lr=0.5, momentum=0, weight_decay=0, first=True)
+    assert param.tolist() == [0.75] * 4
+    first, second = array("f", [0.0] * 4), array("f", [0.0] * 4)
+    adamw_step(param, grad, first, second, lr=0.5, beta1=0, beta2=0, eps=0, weight_decay=0, step=1)
+    assert (param.tolist(), first.tolist()) == ([0.25] * 4, [0.5] * 4)
 
 
 def test_a_gpu_takes_no_floats_off_their_boundary(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -108,6 +108,7 @@ class OnGpu:
         (lambda: unswizzle_scales(TILE, 129, 4), BufferMismatchError, "2 tiles of 512.*expected 1024 bytes, got 512"),
         (lambda: unswizzle_scales(TILE, -1, 4), KernelError, "rows must be"),
         (lambda: unswizzle_scales(TILE, 1, 4.0), KernelError, "cols must be"),
+        (lambda: unswizzle_scales(TILE[:0], 1 << 70, 0), KernelError, "the shape of scales"),
         (lambda: unswizzle_scales(TILE.view(np.int8), 4, 4), DTypeError, "swizzled holds E8M0 bytes"),
         (lambda: unswizzle_scales(TILE, 4, 4, out=np.zeros((4, 5), np.uint8)), BufferMismatchError, r"\[4, 4\], got"),
         (lambda: unswizzle_scales(TILE, 4, 4, out=TILE[:16].reshape(4, 4)), BufferMismatchError,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -41,6 +42,20 @@ def test_what_shard_module_refuses() -> None:
         shard_module({"a.q_proj.weight": np.zeros((4, 4))}, {"a": S.tensor_parallel(2)})
     with pytest.raises(ValueError, match="expert 1 of 3 is not there"):
         shard_module({f"m.experts.{e}.w": np.zeros((2, 2)) for e in (0, 2)}, {"m": S.expert_parallel(2)})
+    part = Weight("w", np.zeros((4, 4)), S.rowwise(2)).shard()[0]
+    with pytest.raises(ValueError, match="w is one device's part already"):
+        shard_module({"w": part}, {"w": S.rowwise(2)})
+
+
+def test_an_expert_s_number_takes_no_memory() -> None:
+    weights = {f"experts.{number}.w": np.zeros((2, 2)) for number in (0, 2_000_000)}
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match="expert 1 of 2000001 is not there"):
+            shard_module(weights, {"": S.expert_parallel(2)})
+        assert tracemalloc.get_traced_memory()[1] < 1_000_000
+    finally:
+        tracemalloc.stop()
 
 
 @given(experts=st.integers(1, 11), k=st.integers(1, 6))

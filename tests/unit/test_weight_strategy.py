@@ -81,6 +81,25 @@ def test_every_public_scale_rule_of_max() -> None:
             assert got == getattr(S, said.split(" ")[0])(case["num_devices"])
 
 
+def test_scales_of_segments_follow_the_axis_however_it_is_counted() -> None:
+    segments = [Segment(8), Segment(16)]
+    for axis, shape, sizes in (
+        (0, (24, 32), (2, 4)), (-2, (24, 32), (2, 4)), (1, (32, 24), (1, 2)), (-1, (32, 24), (1, 2)),
+        (2, (5, 32, 24), (1, 2)), (1, (5, 24, 32), (2, 4)), (0, (24, 5, 32), (8, 16)), (-3, (24, 5, 32), (8, 16)),
+    ):  # fmt: skip
+        strategy = S.segmented(2, axis, segments)
+        expected = S.segmented(2, axis, [Segment(n) for n in sizes])
+        assert scale_strategy(strategy, "block", shape, (4, 8)) == expected, (axis, shape)
+        # Rows have a scale each: whole where the last axis is cut, else cut as the weight.
+        is_last = axis % len(shape) == len(shape) - 1
+        assert scale_strategy(strategy, "row", shape) == (S.replicate(2) if is_last else strategy)
+    for axis in (2, -3, 5):
+        with pytest.raises(ShardIndexError, match=f"cuts axis {axis}"):
+            scale_strategy(S.segmented(2, axis, segments), "block", (24, 24), (4, 8))
+    with pytest.raises(ShardingError, match="'none' has no scales"):
+        scale_strategy(S.rowwise(2), "none", (24, 24))
+
+
 def test_every_public_expert_scale_map_of_max() -> None:
     for case in oracle("max_strategies")["moe_scale_cases"]:
         for row in case["expected"]:
@@ -210,6 +229,14 @@ def test_a_rule_that_is_called_by_itself_checks_what_it_is_given() -> None:
         for weight in (None, "text", [[1.0]]):
             with pytest.raises(ShardingError, match="cuts an array or a Weight"):
                 rule(weight, 0, 2)
+
+
+def test_heads_of_a_device_that_is_not_there_are_refused() -> None:
+    rule = S.grouped_qkv(2, 4, 2, 2).shard
+    assert rule.heads(np.int64(1), 2) == ((2, 4), (1, 2))  # type: ignore[attr-defined]
+    for index in (-1, 2, True):
+        with pytest.raises(ShardIndexError, match="an index is 0 to 1"):
+            rule.heads(index, 2)  # type: ignore[attr-defined]
 
 
 def test_counts_of_a_strategy_are_numbers_from_0() -> None:

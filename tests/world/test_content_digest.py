@@ -166,6 +166,7 @@ def test_a_moved_tile_shows(rng: np.random.Generator) -> None:
     [
         (lambda t, r: {"w": (t, np.zeros((3, 4), np.float32))}, BufferMismatchError, "holds float32"),
         (lambda t, r: {"w": (t, np.zeros((2, 4), np.int32))}, BufferMismatchError, "got int32"),
+        (lambda t, r: {"w": (t, np.zeros((2, 4), ">f4"))}, BufferMismatchError, "got >f4"),
         (lambda t, r: {"w": (t, None)}, LowshardError, "w"),
         (lambda t, r: {"w": t}, LayoutError, "w has"),
         (lambda t, r: [("w", t)], LayoutError, "mapping"),

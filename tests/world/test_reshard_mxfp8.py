@@ -22,6 +22,7 @@ from support.reshard_cases import (
 
 from lowshard.comm import run_loopback
 from lowshard.errors import (
+    BufferMismatchError,
     KernelError,
     MismatchError,
     PlanError,
@@ -153,6 +154,41 @@ def test_buffers_that_do_not_fit_are_refused(data: Any, scale: Any, text: str) -
 def test_the_buffers_by_name_also_say_which_tensors_are_quantised() -> None:
     buffers = {"w": held(4, 64, False, "e4m3")}
     assert MXFP8ReshardTransform(buffers, buffers).convertible_params == {"w"}
+
+
+@pytest.mark.parametrize("elem", ["fp8", ["e4m3"], None])
+def test_buffers_of_another_element_type_are_refused(elem: Any) -> None:
+    data, scale = np.zeros((4, 64), np.uint8), np.zeros((4, 2), np.uint8)
+    with pytest.raises(KernelError, match="elem of a persistent buffer"):
+        MXFP8ReshardTransform({"w"}, {"w": SimpleNamespace(data=data, scale=scale, elem=elem)})
+
+
+def test_slices_with_steps_and_ends_that_are_no_integers_are_refused() -> None:
+    buffer = held(4, 64, False, "e4m3")
+    how = MXFP8ReshardTransform({"w"}, {"w": buffer})
+    every = slice(None)
+    for part in (slice(0, 4, 2), slice(None, None, -1), slice(0, 2.0), slice("a"), slice(True)):
+        for cut in ((part, every), (every, part)):
+            for call in (
+                lambda cut=cut: how.prepare_recv("w", cut),
+                lambda cut=cut: how.prepare_send("w", cut, np.ones((4, 64), BF16)),
+                lambda cut=cut: how.finalize_recv("w", cut, [np.ones((4, 64), BF16)]),
+            ):
+                with pytest.raises(KernelError, match="slices without steps"):
+                    call()
+    assert not buffer.data.any()
+    assert [a.shape for a in how.prepare_recv("w", (slice(3, 1), slice(0, 64, 1)))] == [(0, 64)]
+
+
+def test_codes_of_another_dtype_are_not_cut_down_to_bytes() -> None:
+    buffer = held(4, 64, False, "e4m3")
+    how = MXFP8ReshardTransform({"w"}, {"w": buffer}, convert_on_send=True)
+    for codes, scales in (("i4", "u1"), ("u1", "f4")):
+        came = [np.full((4, 64), 77).astype(codes), np.full((4, 2), 77).astype(scales)]
+        with pytest.raises(BufferMismatchError, match="are uint8"):
+            how.finalize_recv("w", (slice(None), slice(None)), came)
+    assert not buffer.data.any()
+    assert not buffer.scale.any()
 
 
 def test_parts_that_come_twice_or_not_at_all_are_errors() -> None:

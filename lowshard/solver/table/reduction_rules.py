@@ -43,7 +43,10 @@ def _dims(call: Call) -> tuple[int, ...]:
     if axis is None:
         return tuple(range(call.ndim()))
     many = axis if isinstance(axis, (list, tuple)) else (axis,)
-    return tuple(dim_of(a, call.ndim(), f"{call.op}: axis") for a in many)
+    dims = tuple(dim_of(a, call.ndim(), f"{call.op}: axis") for a in many)
+    if len(set(dims)) < len(dims):
+        raise LayoutError(f"{call.op}: axis names each dim once, got {axis}")
+    return dims
 
 
 def _others(call: Call, dims: tuple[int, ...]) -> Rows:
