@@ -12,6 +12,7 @@ Subscribers fetch; `publish` waits for none of them. What each rank does for the
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -187,7 +188,9 @@ class Publisher:
                 self._doors = [tcp_door(hosts, where.port, token)]
                 where = Address.parse(self._doors[0].addresses[0])
         except OSError as error:
-            raise CommError(f"no publisher can be at {where}: {error.strerror or error}") from error
+            is_taken = where.folder is None and error.errno == errno.EADDRINUSE
+            advice = "; give another port, or 0 for a free one" if is_taken else ""
+            raise CommError(f"no publisher can be at {where}: {error.strerror or error}{advice}") from error
         if given is None:
             self.token_file = where.token_file
             write_token(self.token_file, token)
@@ -233,6 +236,8 @@ class Publisher:
                 f"a Publisher is its process's, {self._pid}, and this is a forked child of it; make one here"
             )
         error = self._background.settle()
+        if self._closed:  # so is its communicator, over which nothing can be told
+            raise CommError("this Publisher is closed; make a new one")
         try:
             wait = truth(wait, "wait is True or False", CommError)
         except CommError as found:
@@ -250,8 +255,6 @@ class Publisher:
         """Publish a version, unless a rank is to tell what went wrong with the last one."""
         comm = self._comm
         try:
-            if self._closed:
-                raise CommError("this Publisher is closed; make a new one")
             version = version_number(version)
             if self._version is not None and version <= self._version:
                 raise PlanError(f"versions rise: version {self._version} is out, got {version}")

@@ -189,9 +189,11 @@ def test_who_comes_late_gets_the_newest_and_members_are_shown(tmp_path: Path) ->
 def test_a_restarted_publisher_begins_anew_and_nothing_is_mixed(tmp_path: Path) -> None:
     address, array = f"unix:{tmp_path}/p", np.zeros(1000, np.float32)
     with _subscriber(address, array) as subscriber:
-        with pytest.raises(TimedOut, match="no publisher answers"):
+        with pytest.raises(TimedOut, match=r"no publisher answers .*; start the publisher"):
             subscriber.pull(0.1)
         with _publisher(address, array) as first:
+            with pytest.raises(TimedOut, match="no version was offered"):
+                subscriber.pull(0.1)
             array[...] = 9
             first.publish(9)
             assert subscriber.pull(10) == 9
@@ -203,6 +205,17 @@ def test_a_restarted_publisher_begins_anew_and_nothing_is_mixed(tmp_path: Path) 
             second.publish(2)  # its own numbers
             assert subscriber.pull(10) == 2
             assert (subscriber.weights["w"] == 2).all()
+
+
+def test_what_is_closed_says_its_own_name(tmp_path: Path) -> None:
+    address, array = f"unix:{tmp_path}/p", np.zeros(10, np.float32)
+    publisher, subscriber = _publisher(address, array), _subscriber(address, array)
+    subscriber.close()
+    publisher.close(0)
+    with pytest.raises(CommError, match="this Publisher is closed"):
+        publisher.publish(1)
+    with pytest.raises(CommError, match="this Subscriber is closed"):
+        subscriber.pull(0.1)
 
 
 def test_close_lets_members_in_touch_have_the_last_version(tmp_path: Path) -> None:
@@ -518,7 +531,7 @@ def test_a_stranger_without_the_token_gets_nowhere(tmp_path: Path) -> None:
         publisher.publish(1)
         with (
             _subscriber(address, array, token=b"another token!!!") as stranger,
-            pytest.raises(TimedOut, match="no publisher answers"),
+            pytest.raises(TimedOut, match=r"no publisher answers .* another token"),
         ):
             stranger.pull(0.5)
         assert publisher.members() == ()
