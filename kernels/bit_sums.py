@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from lowshard.argument import as_shape, brief, items, wholes
 from lowshard.box import Box, shape_of, strides_of
 from lowshard.errors import BufferMismatchError
 from lowshard.kernels.buffer import Array, is_gpu, require_array
@@ -30,15 +31,19 @@ def content_sum(x: Array, box: Box, shape: Sequence[int], *, stream: Stream = No
 
     Raises:
         KernelError: no NumPy or CuPy array.
-        BufferMismatchError: the box has another shape than the array, or does not lie within `shape`.
+        BufferMismatchError: `box` is no box, or has another shape than the array, or does not lie within `shape`.
     """
     array = require_array(x, "x")
-    shape = tuple(shape)
-    fits = len(box) == len(shape) and all(0 <= a <= b <= n for (a, b), n in zip(box, shape, strict=True))
+    shape = as_shape(shape, "shape is that of the whole array", BufferMismatchError)
+    rule = "box is a pair (start, stop) for each dim"
+    spans = [wholes(span, rule, BufferMismatchError, 0) for span in items(box, rule, BufferMismatchError)]
+    fits = len(spans) == len(shape) and all(
+        len(span) == 2 and span[0] <= span[1] <= n for span, n in zip(spans, shape, strict=True)
+    )
     if not fits or shape_of(box) != array.shape:
         raise BufferMismatchError(
-            f"x holds the elements of a box of the whole array, got {list(array.shape)} for the box {box} of "
-            f"{list(shape)}"
+            f"x holds the elements of a box of the whole array, got {list(array.shape)} for the box {brief(box)} "
+            f"of {list(shape)}"
         )
     if not array.size:
         return np.zeros(2, np.uint32)

@@ -113,19 +113,28 @@ def choice(value: object, names: Collection[str], rule: str, error: type[Lowshar
 
 
 def truth(value: object, rule: str, error: type[LowshardError]) -> bool:
-    """Return whether a value is true, or raise where it is neither true nor false: an array of several."""
+    """Return a flag: True, False, 1, 0, or an array's one element; or raise. A text such as "no" is none of them."""
+    if isinstance(value, bool):
+        return value
     try:
-        return bool(value)
-    except (TypeError, ValueError, RuntimeError):  # the last one is torch's
-        raise error(f"{rule}, got {brief(value)}") from None
+        if hasattr(value, "dtype") or (isinstance(value, int) and value in (0, 1)):
+            return bool(value)
+    except (TypeError, ValueError, RuntimeError):  # an array of several; the last one is torch's
+        pass
+    raise error(f"{rule}, got {brief(value)}")
 
 
 def path(value: object, rule: str, error: type[LowshardError]) -> Path:
-    """Return a path given as text or as one, or raise."""
+    """Return a path given as text or as one, or raise; `~` is refused, since what is made there lies elsewhere."""
     if isinstance(value, (str, os.PathLike)):
         given = os.fspath(value)
-        if isinstance(given, str) and "\0" not in given:
-            return Path(given)
+        if isinstance(given, str) and given and "\0" not in given:
+            found = Path(given)
+            if found.parts[:1] == ("~",):
+                raise error(
+                    f"{rule}, and only a shell expands ~; got {brief(given)}, write os.path.expanduser(path)"
+                )
+            return found
     raise error(f"{rule}, got {brief(value)}")
 
 

@@ -24,6 +24,7 @@ from typing import Any
 
 from lowshard import dtypes
 from lowshard.argument import instance
+from lowshard.argument import path as check_path
 from lowshard.errors import CheckpointError, DTypeError
 from lowshard.nearest import nearest
 
@@ -127,6 +128,7 @@ def open_for_reading(path: FilePath) -> int:
     Raises:
         CheckpointError: there is no such file, or it cannot be read, or it is not a regular file.
     """
+    check_path(path, "a safetensors file is read from its path", CheckpointError)
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a FIFO must not block us
     except FileNotFoundError as error:

@@ -10,7 +10,7 @@ from itertools import accumulate
 import numpy as np
 
 from lowshard import errors
-from lowshard.argument import brief
+from lowshard.argument import brief, instance
 from lowshard.comm.call_comparison import AGREED, NO_ARRAY
 from lowshard.comm.communicator import Communicator
 from lowshard.errors import CommError, LowshardError, MismatchError, cause_of
@@ -186,8 +186,15 @@ def share_text(control: Communicator, text: str) -> list[str]:
     """Return every rank's text, in rank order.
 
     Collective: all ranks of the communicator call this.
+
+    Raises:
+        CommError: no communicator of lowshard, or no text that UTF-8 can hold.
     """
-    data = text.encode()
+    control_of(control)
+    try:
+        data = instance(text, str, "what is shared is a text", CommError).encode()
+    except UnicodeEncodeError as error:
+        raise CommError(f"what is shared is a text that UTF-8 can hold, got {brief(text)}") from error
     longest = max(int(row[0]) for row in share(control, np.array([len(data)], np.int64)))
     padded = np.frombuffer(data.ljust(longest, b"\0"), np.uint8).copy()
     return [row.tobytes().rstrip(b"\0").decode() for row in share(control, padded)]
@@ -206,5 +213,9 @@ def refuse(comm: Communicator, error: LowshardError, what: str) -> None:
 
     Raises:
         LowshardError: the error; of the lowest rank where several refuse.
+        CommError: an argument of another kind; the others learn nothing.
     """
+    control_of(comm)
+    instance(error, LowshardError, "error is the LowshardError to raise on all ranks", CommError)
+    instance(what, str, "what is the name of a call, a text", CommError)
     comm._caller.refuse(error, what + NO_ARRAY)

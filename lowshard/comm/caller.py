@@ -460,6 +460,10 @@ class Caller:
     def _is_peer(self, peer: int, name: str) -> None:
         rank, size = self.transport.rank, self.transport.size
         if type(peer) is not int or not 0 <= peer < size or peer == rank:
+            if size == 1:
+                raise CommError(
+                    f"{name} is another rank of the communicator, and this one has a single rank; start more"
+                )
             raise CommError(
                 f"{name} is another rank of the communicator, 0 to {size - 1} but not {rank}, got {peer}"
             )

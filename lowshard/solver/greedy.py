@@ -14,7 +14,7 @@ from itertools import product
 from math import inf
 from typing import Literal
 
-from lowshard.argument import choice, instance
+from lowshard.argument import choice, instance, truth
 from lowshard.errors import BudgetError, PolicyError, ShardingError, SolverError
 from lowshard.layout import Layout
 from lowshard.placement import Partial, Replicated, Sharded
@@ -69,6 +69,10 @@ class GreedyReshard(Bindable):
     def __post_init__(self) -> None:
         rule = "on_reshard is 'silent', 'warn' or 'raise'"
         choice(self.on_reshard, ("silent", "warn", "raise"), rule, ShardingError)
+        rule = "allow_partial_to_sharded is True or False"
+        object.__setattr__(
+            self, "allow_partial_to_sharded", truth(self.allow_partial_to_sharded, rule, ShardingError)
+        )
 
     def __call__(self, action_set: ActionSet, layouts: Sequence[Layout], /) -> Action:
         """Return the cheapest action that the budget and the policy leave."""

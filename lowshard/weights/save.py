@@ -112,7 +112,11 @@ def save(
 
     def check() -> None:
         check_turn(comm, wait)
-        check_path(path, "path is that of the checkpoint's folder", CheckpointError)
+        rule = "path is that of the checkpoint's folder"
+        if os.path.isfile(check_path(path, rule, CheckpointError)):
+            raise CheckpointError(
+                f"{rule}, got the file {brief(path)}; give a folder, or merged=True for one file"
+            )
         instance(merged, bool, "merged is True or False", CheckpointError)
         for what, given in (("strategies", strategies), ("metadata", metadata)):
             if given is not None:
