@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from lowshard.errors import LowshardError
+from lowshard.nearest import nearest
 
 T = TypeVar("T")
 
@@ -109,7 +110,7 @@ def items(values: object, rule: str, error: type[LowshardError]) -> tuple[Any, .
 def choice(value: object, names: Collection[str], rule: str, error: type[LowshardError]) -> None:
     """Raise unless a value is one of some names."""
     if not isinstance(value, str) or value not in names:
-        raise error(f"{rule}, got {brief(value)}")
+        raise error(f"{rule}, got {brief(value)}{nearest(value, names)}")
 
 
 def truth(value: object, rule: str, error: type[LowshardError]) -> bool:
