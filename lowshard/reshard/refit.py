@@ -99,7 +99,7 @@ class Refit:
             (some experts, some rows), and for MXFP8, whose blocks go whole either way. A change goes unnoticed with a
             probability of 2^-63 a block (`kernels.block_digests`).
         version: of what dst holds now, or None for nothing yet.
-        settings: staging_bytes, checksums and way; see `Settings`. Here checksums are on by default: every piece that
+        settings: staging_bytes, checksums and way, as for `Reshard`. Here checksums are on by default: every piece that
             travels is checked, and sources are not read where they lie, for which that would take longer.
 
     Raises:
