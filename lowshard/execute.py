@@ -322,7 +322,8 @@ def _argument_error(
     if comm.size < plan.world_size:
         return MeshError(
             f"meshes {plan.src.mesh} and {plan.dst.mesh} name ranks up to {plan.world_size - 1}, but the "
-            f"communicator has {comm.size}; start {plan.world_size} ranks or make a smaller mesh"
+            f"communicator has {comm.size}; start {plan.world_size} ranks, as `lowshard run "
+            f"-n {plan.world_size}` does, or make a smaller mesh"
         )
     if comm.xp is not np and any(step.folded for step in plan.steps) and dtypes.get(plan.src.dtype).is_float8:
         return DTypeError(f"partial {plan.src.dtype} terms cannot be folded on a GPU; cast to float32 first")
