@@ -133,7 +133,8 @@ def path(value: object, rule: str, error: type[LowshardError]) -> Path:
             found = Path(given)
             if found.parts[:1] == ("~",):
                 raise error(
-                    f"{rule}, and only a shell expands ~; got {brief(given)}, write os.path.expanduser(path)"
+                    f"{rule}, got {brief(given)}; a shell expands ~ where a word begins with it, a program by "
+                    "os.path.expanduser(path)"
                 )
             return found
     raise error(f"{rule}, got {brief(value)}")

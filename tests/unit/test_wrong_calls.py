@@ -565,7 +565,7 @@ def test_paths_that_only_a_shell_expands_and_empty_ones_are_refused(
             lambda path=path: save(path, {"w": (WHOLE, floats(8, 6))}),
             lambda path=path: Catalog.open(path),
         ):
-            with pytest.raises(CheckpointError, match=r"write os.path.expanduser\(path\)"):
+            with pytest.raises(CheckpointError, match=r"a program by os.path.expanduser\(path\)"):
                 call()
     monkeypatch.chdir("there")
     for refused in (lambda: save("", {"w": (WHOLE, floats(8, 6))}), lambda: Catalog.open("")):
