@@ -43,7 +43,7 @@ from lowshard.reshard.publication_address import (
     tcp_door,
     write_token,
 )
-from lowshard.reshard.published_tensors import local_arrays, tensor_layouts
+from lowshard.reshard.published_tensors import in_words, local_arrays, tensor_layouts
 from lowshard.reshard.tensor_layout import TensorLayout
 from lowshard.reshard.version_server import Member, Newest, VersionServer
 from lowshard.reshard.version_store import MARK_BYTES, VersionStore
@@ -113,7 +113,7 @@ class Publisher:
         self.token_file: Path | None = None
         self._lock: FolderLock | None = None
         self._doors: list[Door] = []
-        asked, error = b"", None
+        asked, words, error = b"", "", None
         try:
             self._layouts = tensor_layouts(layouts, whole.size)
             self._arrays = local_arrays(self._layouts, arrays, whole.rank)
@@ -122,9 +122,10 @@ class Publisher:
             given = None if token is None else checked_token(token)
             said = [address, given is None, {n: x.to_json() for n, x in self._layouts.items()}]
             asked = hashlib.blake2b(json.dumps(said, default=list).encode()).digest()
+            words = f"{address}, {'no ' if given is None else ''}token given, {in_words(self._layouts)}"
         except LowshardError as found:
             error = found
-        agree(whole, asked, error, "Publisher")
+        agree(whole, asked, error, "Publisher", lambda: words)
         # A communicator of its own: a version may be published by another thread than the caller's.
         self._background = Background(whole, "lowshard publish")
         self._comm: Communicator = self._background.comm
@@ -260,7 +261,7 @@ class Publisher:
                 raise PlanError(f"versions rise: version {self._version} is out, got {version}")
         except LowshardError as found:
             error, version = error or found, -1
-        agree(comm, str(version).encode(), error, "publish")
+        agree(comm, str(version).encode(), error, "publish", lambda: f"version {version}")
         held = sorted(self._newest.held()) if self._newest is not None else []
         held = json.loads(share_text(comm, json.dumps(held))[0])
         try:

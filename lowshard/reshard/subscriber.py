@@ -42,7 +42,7 @@ from lowshard.errors import CommError, LowshardError, PeerFailed, PlanError, Tim
 from lowshard.layout import Layout
 from lowshard.reshard.plan_builder import build_reshard_plan
 from lowshard.reshard.publication_address import Address, checked_token, read_token
-from lowshard.reshard.published_tensors import tensor_layouts
+from lowshard.reshard.published_tensors import in_words, tensor_layouts
 from lowshard.reshard.tensor_layout import TensorLayout
 from lowshard.reshard.version_fetch import ENTER_S, Fetched, Source, Wanted, is_mapped
 from lowshard.reshard.version_shelf import Shelf
@@ -143,7 +143,7 @@ class Subscriber:
         self._alone = loopback(1)[0] if comm is None else None
         whole = self._alone if comm is None else control_of(comm)
         assert whole is not None
-        asked, error, network, layouts_text = b"", None, "", b""
+        asked, words, error, network, layouts_text = b"", "", None, "", b""
         try:
             self._layouts = tensor_layouts(layouts, whole.size)
             self._sets = two_sets(self._layouts, out, transform, whole.rank, whole.timeout_s)
@@ -173,9 +173,10 @@ class Subscriber:
             layouts_text = json.dumps(tables, default=list).encode()
             said = json.dumps([address, name, delta, shares]).encode()
             asked = hashlib.blake2b(said + layouts_text).digest()
+            words = f"{address}, name {name!r}, delta {delta}, share {shares}, {in_words(self._layouts)}"
         except LowshardError as found:
             error = found
-        agree(whole, asked, error, "Subscriber")
+        agree(whole, asked, error, "Subscriber", lambda: words)
         # A communicator of its own: a version is taken beside what the caller does, over any other one.
         self._background = Background(whole, "lowshard pull")
         self._comm: Communicator = self._background.comm

@@ -218,6 +218,37 @@ def test_what_is_closed_says_its_own_name(tmp_path: Path) -> None:
         subscriber.pull(0.1)
 
 
+def test_ranks_that_differ_are_told_in_words(tmp_path: Path) -> None:
+    mesh = ls.DeviceMesh((2,), ("x",))
+    cut, whole = (
+        ls.Layout(mesh, (4, 4), "float32", (ls.Sharded(0),)),
+        ls.Layout(mesh, (4, 4), "float32", (ls.Replicated(),)),
+    )
+    told: list[list[str]] = [[], []]
+
+    def main(comm: lc.Communicator) -> None:
+        mine, where = np.zeros((2, 4), np.float32), f"unix:{tmp_path}/p"
+
+        def refused(call: Callable[[], object]) -> None:
+            with pytest.raises(MismatchError) as caught:
+                call()
+            told[comm.rank].append(str(caught.value))
+
+        refused(lambda: Publisher({"w": cut}, {"w": mine}, comm, address=f"{where}{comm.rank}"))
+        refused(lambda: Subscriber({"w": cut}, {"w": mine}, comm, address=where, name=str(comm.rank)))
+        refused(lambda: ls.redistribute(mine, cut, cut if comm.rank else whole, comm))
+        with Publisher({"w": cut}, {"w": mine}, comm, address=where) as publisher:
+            refused(lambda: publisher.publish(comm.rank + 1))
+
+    lc.run_loopback(2, main)
+    assert told[0] == told[1]
+    for text, words in zip(
+        told[0], ("p0, no token", "name '0'", "x=S0 to float32[4,4] x=R", "version 1"), strict=True
+    ):
+        assert words in text
+    assert "ranks [1] have version 2" in told[0][3]
+
+
 def test_close_lets_members_in_touch_have_the_last_version(tmp_path: Path) -> None:
     address, array = f"unix:{tmp_path}/p", np.zeros(1000, np.float32)
     publisher, subscriber = _publisher(address, array), _subscriber(address, array)
