@@ -115,6 +115,7 @@ def read_header(path: FilePath) -> Header:
         CheckpointError: the file is missing or is not a whole, well-formed safetensors file. The text
             names the file, the tensor where there is one, and what is wrong.
     """
+    check_path(path, "a safetensors file is read from its path", CheckpointError)
     fd = open_for_reading(path)
     try:
         return header_from_fd(fd, path)
@@ -128,7 +129,6 @@ def open_for_reading(path: FilePath) -> int:
     Raises:
         CheckpointError: there is no such file, or it cannot be read, or it is not a regular file.
     """
-    check_path(path, "a safetensors file is read from its path", CheckpointError)
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a FIFO must not block us
     except FileNotFoundError as error:
