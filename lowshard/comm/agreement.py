@@ -80,8 +80,8 @@ def agree(
     texts = [f"{what}{AGREED}{row[:_DIGEST_BYTES].tobytes().hex()}" for row in records]
     if any(row[_DIGEST_BYTES] for row in records):
         mine = [] if error is None else [type(error).__name__, str(error)]
-        said = [json.loads(text) for text in share_text(control, json.dumps(mine))]
-        _raise_if_apart([[text, "", *words] for text, words in zip(texts, said, strict=True)], error, what)
+        others = [json.loads(text) for text in share_text(control, json.dumps(mine))]
+        _raise_if_apart([[text, "", *words] for text, words in zip(texts, others, strict=True)], error, what)
     if len(set(texts)) > 1:
         texts = [text + words for text, words in zip(texts, share_text(control, _words(said)), strict=True)]
     _raise_if_apart([[text, ""] for text in texts], error, what)
