@@ -7,6 +7,7 @@ import operator
 import os
 import sys
 from collections.abc import Collection, Iterable, Mapping
+from itertools import islice
 from math import nan, prod, ulp
 from pathlib import Path
 from typing import Any, TypeVar
@@ -163,6 +164,12 @@ def brief(value: object) -> str:
         shown = ", ".join(f"{_brief_item(k)}: {_brief_item(v)}" for k, v in list(value.items())[:8])
         return f"{{{shown}{f', ... {len(value)} entries' if len(value) > 8 else ''}}}"
     return _brief_item(value)
+
+
+def in_words(values: Mapping[str, object], most: int = 3) -> str:
+    """Return values by name as text for a message: the first few, and how many more there are."""
+    shown = ", ".join(f"{brief(name)}: {value}" for name, value in islice(values.items(), most))
+    return f"{shown} and {len(values) - most} more" if len(values) > most else shown
 
 
 def _brief_item(value: object) -> str:

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lowshard import dtypes
-from lowshard.argument import brief, instance, mapping
+from lowshard.argument import brief, in_words, instance, mapping
 from lowshard.bounded import bounded_cache
 from lowshard.box import Box, intersect, moved, slices_of, subtract, volume
 from lowshard.comm import Communicator, agree
@@ -85,7 +85,14 @@ def digest(
         error = found
     if comm is not None:
         asked = [[name, str(one.plan.layout), one.plan.fingerprint] for name, one in held.items()]
-        agree(comm, hashlib.blake2b(json.dumps(asked).encode()).digest(), error, "digest")
+        layouts = {name: one.plan.layout for name, one in held.items()}
+        agree(
+            comm,
+            hashlib.blake2b(json.dumps(asked).encode()).digest(),
+            error,
+            "digest",
+            lambda: in_words(layouts),
+        )
     elif error is not None:
         raise error
     rows = np.zeros((len(held), 3, SUMS), np.uint32)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import islice
 from typing import Any
 
 from lowshard import dtypes
@@ -14,7 +13,6 @@ from lowshard.kernels.buffer import is_gpu, require_array
 from lowshard.reshard.tensor_layout import TensorLayout, as_tensor_layout
 
 Array = Any
-_MOST_SHOWN = 3
 
 
 def tensor_layouts(given: object, size: int) -> dict[str, TensorLayout]:
@@ -36,13 +34,6 @@ def tensor_layouts(given: object, size: int) -> dict[str, TensorLayout]:
     if not found:
         raise PlanError("layouts name one tensor or more, got none")
     return found
-
-
-def in_words(layouts: Mapping[str, TensorLayout]) -> str:
-    """Return layouts by name as text for a message: the first few, and how many more there are."""
-    shown = [f"{brief(name)}: {layout}" for name, layout in islice(layouts.items(), _MOST_SHOWN)]
-    more = len(layouts) - len(shown)
-    return ", ".join(shown) + (f" and {more} more" if more else "")
 
 
 def _is_utf8(text: str) -> bool:

@@ -24,7 +24,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from lowshard.argument import number, truth
+from lowshard.argument import in_words, number, truth
 from lowshard.comm import Communicator, agree, loopback, share_text
 from lowshard.comm.agreement import control_of, share
 from lowshard.comm.background import Background
@@ -43,7 +43,7 @@ from lowshard.reshard.publication_address import (
     tcp_door,
     write_token,
 )
-from lowshard.reshard.published_tensors import in_words, local_arrays, tensor_layouts
+from lowshard.reshard.published_tensors import local_arrays, tensor_layouts
 from lowshard.reshard.tensor_layout import TensorLayout
 from lowshard.reshard.version_server import Member, Newest, VersionServer
 from lowshard.reshard.version_store import MARK_BYTES, VersionStore

@@ -131,7 +131,7 @@ class Refit:
         sets: list[dict[str, Array]] = []
         served: list[dict[str, Any]] = []
         transforms = [transform]
-        digest = b""
+        digest, words = b"", ""
         try:
             if error is not None:
                 raise error
@@ -159,9 +159,10 @@ class Refit:
             digest = hashlib.blake2b(
                 f"{plan.digest()} {buffering} {delta} {base}".encode(), digest_size=16
             ).digest()
+            words = f"plan {plan.digest()[:8]} of {len(plan.entries)} tensors, {buffering}, delta {delta}, base {base}"
         except Exception as caught:
             error = caught
-        agree(comm, digest, error, "Refit")
+        agree(comm, digest, error, "Refit", lambda: words)
         # A communicator of its own: a version is moved beside what the caller does, over any other one.
         self._background = Background(comm, "lowshard refit")
         self.comm: Communicator = self._background.comm

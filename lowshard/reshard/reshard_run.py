@@ -188,7 +188,9 @@ class Reshard:
         errors.guard(side.prepare)
         said = f"{side.plan.digest()} {bucket_sizes(comm, by_memory, staging_bytes)} {checksums} {way}"
         digest = hashlib.blake2b(said.encode(), digest_size=16).digest()
-        agree(comm, digest, errors.take(), "execute_reshard_plan")
+        plan = f"plan {side.plan.digest()[:8]} of {len(side.plan.entries)} tensors"
+        words = f"{plan}, staging_bytes {staging_bytes}, checksums {checksums}, way {way}"
+        agree(comm, digest, errors.take(), "execute_reshard_plan", lambda: words)
         side.shake_hands()
         if way in (_DIRECT, _SLOTS) and not (comm.reach.whole and by_memory):
             errors.keep(

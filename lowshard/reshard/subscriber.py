@@ -30,7 +30,7 @@ from typing import Any, Literal, NamedTuple, Self, overload
 
 import numpy as np
 
-from lowshard.argument import brief, instance, number, truth
+from lowshard.argument import brief, in_words, instance, number, truth
 from lowshard.argument import path as checked_path
 from lowshard.comm import Communicator, agree, loopback, share_text
 from lowshard.comm.agreement import control_of, share
@@ -42,7 +42,7 @@ from lowshard.errors import CommError, LowshardError, PeerFailed, PlanError, Tim
 from lowshard.layout import Layout
 from lowshard.reshard.plan_builder import build_reshard_plan
 from lowshard.reshard.publication_address import Address, checked_token, read_token
-from lowshard.reshard.published_tensors import in_words, tensor_layouts
+from lowshard.reshard.published_tensors import tensor_layouts
 from lowshard.reshard.tensor_layout import TensorLayout
 from lowshard.reshard.version_fetch import ENTER_S, Fetched, Source, Wanted, is_mapped
 from lowshard.reshard.version_shelf import Shelf

@@ -20,7 +20,7 @@ from typing import Any, Literal, overload
 import numpy as np
 import numpy.typing as npt
 
-from lowshard.argument import brief, instance, mapping
+from lowshard.argument import brief, in_words, instance, mapping
 from lowshard.argument import path as check_path
 from lowshard.box import Box, full_box, shape_of, volume
 from lowshard.checkpoint import hf_index
@@ -332,7 +332,14 @@ def _save_sharded(
     folder, tensors, metadata = together(comm, path, prepare, "save")
     tilings = {name: tiling for name, (tiling, _) in tensors.items()}
     asked = [str(folder), sorted(metadata.items()), sorted((n, t.digest()) for n, t in tilings.items()), wait]
-    agree(comm, hashlib.blake2b(json.dumps(asked).encode(), digest_size=16).digest(), None, "save")
+    words = f"{folder}, metadata {brief(metadata)}, wait {wait}, {in_words(tilings)}"
+    agree(
+        comm,
+        hashlib.blake2b(json.dumps(asked).encode(), digest_size=16).digest(),
+        None,
+        "save",
+        lambda: words,
+    )
 
     def write(over: Communicator, parts: Parts) -> None:
         with Commit(folder / INDEX_NAME, over, "save") as commit:

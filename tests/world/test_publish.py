@@ -33,11 +33,13 @@ from lowshard.errors import (
     PlanError,
     TimedOut,
 )
+from lowshard.fsdp import FSDP, Param
 from lowshard.reshard import Publisher, Subscriber, stream_shares, version_store
 from lowshard.reshard.tensor_layout import as_tensor_layout
 from lowshard.reshard.version_store import Memory, VersionStore
 from lowshard.reshard.version_wire import CONTROL, DATA, Greeting, Line, Lost, read_answer, read_table
 from lowshard.transfer.device_copies import DeviceCopies
+from lowshard.weights import save
 
 DTYPES = ("float32", "bfloat16", "float8_e4m3fn", "int64", "float16")
 
@@ -237,16 +239,19 @@ def test_ranks_that_differ_are_told_in_words(tmp_path: Path) -> None:
         refused(lambda: Publisher({"w": cut}, {"w": mine}, comm, address=f"{where}{comm.rank}"))
         refused(lambda: Subscriber({"w": cut}, {"w": mine}, comm, address=where, name=str(comm.rank)))
         refused(lambda: ls.redistribute(mine, cut, cut if comm.rank else whole, comm))
+        refused(lambda: save(f"{where}{comm.rank}", {"w": (cut, mine)}, comm))
+        refused(lambda: FSDP({"l": [Param("w", (4, 4 + comm.rank))]}, comm))
         with Publisher({"w": cut}, {"w": mine}, comm, address=where) as publisher:
             refused(lambda: publisher.publish(comm.rank + 1))
 
     lc.run_loopback(2, main)
     assert told[0] == told[1]
-    for text, words in zip(
-        told[0], ("p0, no token", "name '0'", "x=S0 to float32[4,4] x=R", "version 1"), strict=True
-    ):
-        assert words in text
-    assert "ranks [1] have version 2" in told[0][3]
+    words = (
+        "p0, no token", "name '0'", "x=S0 to float32[4,4] x=R", "p0, metadata", "'l.w': float32[4, 4]", "version 1"
+    )  # fmt: skip
+    for text, said in zip(told[0], words, strict=True):
+        assert said in text
+    assert "ranks [1] have version 2" in told[0][-1]
 
 
 def test_close_lets_members_in_touch_have_the_last_version(tmp_path: Path) -> None:
