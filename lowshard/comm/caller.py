@@ -87,6 +87,12 @@ class Traffic:
         self._add_up()
         return self._reached_bytes
 
+    def __repr__(self) -> str:
+        self._add_up()
+        calls = ", ".join(f"{name} {count}" for name, count in sorted(self._calls.items())) or "no calls"
+        sent, received, reached = self._sent_bytes, self._received_bytes, self._reached_bytes
+        return f"<Traffic: {calls}; {sent} bytes sent, {received} received, {reached} of these by memory>"
+
     def clear(self) -> None:
         """Start from zero."""
         self._add_up()

@@ -26,7 +26,7 @@ from lowshard import (
     predict_redistribute,
 )
 from lowshard.checkpoint import Catalog, read_header
-from lowshard.comm import loopback, refuse, run_loopback, share_text
+from lowshard.comm import Communicator, loopback, refuse, run_loopback, share_text
 from lowshard.errors import (
     CheckpointError,
     CommError,
@@ -622,3 +622,14 @@ def test_errors_name_arguments_as_callers_know_them() -> None:
         AdamW(lr=None)  # type: ignore[arg-type]
     with pytest.raises(ShardingError, match="name of a weight is text"):
         Weight(None, floats(4))  # type: ignore[arg-type]
+
+
+def test_traffic_is_readable_where_it_is_printed() -> None:
+    def main(comm: Communicator) -> str:
+        before = str(comm.traffic)
+        comm.all_gather(floats(2), floats(4))
+        return f"{before} {comm.traffic}"
+
+    told = "<Traffic: no calls; 0 bytes sent, 0 received, 0 of these by memory> "
+    told += "<Traffic: all_gather 1; 8 bytes sent, 8 received, 0 of these by memory>"
+    assert run_loopback(2, main) == [told, told]
