@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from lowshard.bench.figure import CollectiveReport, Row
 
 DESCRIPTION = """\
-Times the communicator's {op} over sizes, types and reductions, and checks every result: whole numbers that must
-come out to the bit, and random ones within what rounding can do. Table, flags and bandwidths are those of
+Times the communicator's {op} over sizes, types and reductions, and checks every result: whole numbers that
+must come out to the bit, and random ones within what rounding can do. Table, flags and bandwidths are those of
 nccl-tests; a size is the bytes of the larger of a rank's two buffers. Outside an MPI job it starts its own ranks.
 """
 EPILOG = """\

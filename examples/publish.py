@@ -2,10 +2,15 @@
 
     python examples/publish.py
 
+That starts both. In two terminals, in either order:
+
+    python examples/publish.py serve unix:/tmp/refit
+    python examples/publish.py train unix:/tmp/refit
+
 The trainer offers versions of its weights at an address. The server, another program without MPI, connects when it
-likes, takes the newest version whole, and serves the old one until then. Either may be killed and started again. Here
-the trainer starts the server, so that one command shows both; any process that knows the address and may read the token
-can be one. A job of several ranks passes its communicator, and says in layouts what each rank holds.
+likes, takes the newest version whole, and serves the old one until then. Either may be killed and started again. Any
+process that knows the address and may read the token can be a server. A job of several ranks passes its communicator,
+and says in layouts what each rank holds.
 
 Output of both:
 
@@ -30,9 +35,8 @@ layouts = {"fc1": ls.Layout(alone, (1024, 512), "float32", (ls.Replicated(),))}
 
 
 def train(address: str) -> None:
-    """Publish three versions, to a server that is started here."""
+    """Publish three versions."""
     weights = {"fc1": np.zeros((1024, 512), np.float32)}
-    server = subprocess.Popen([sys.executable, __file__, address])
     with Publisher(layouts, weights, address=address) as publisher:
         for version in (1, 2, 3):
             weights["fc1"] += np.float32(0.1)  # a training step
@@ -40,7 +44,6 @@ def train(address: str) -> None:
             while [member.version for member in publisher.members()] != [version]:
                 time.sleep(0.01)  # only so that the server sees each version
         had = {member.name: member.version for member in publisher.members()}
-    server.wait()
     print(f"trainer: members had {had}")
 
 
@@ -56,8 +59,11 @@ def serve(address: str) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
-        serve(sys.argv[1])
+    if len(sys.argv) > 2:
+        {"train": train, "serve": serve}[sys.argv[1]](sys.argv[2])
     else:
         with tempfile.TemporaryDirectory() as folder:
-            train(f"unix:{folder}/refit")
+            address = f"unix:{folder}/refit"
+            server = subprocess.Popen([sys.executable, __file__, "serve", address])
+            train(address)
+            server.wait()

@@ -46,8 +46,8 @@ def content_sum(x: Array, box: Box, shape: Sequence[int], *, stream: Stream = No
     fits = len(box) == len(shape) and all(0 <= a <= b <= n for (a, b), n in zip(box, shape, strict=True))
     if not fits or shape_of(box) != array.shape:
         raise BufferMismatchError(
-            f"x holds the elements of a box of the whole array, got {list(array.shape)} for the box {box} of "
-            f"{list(shape)}"
+            f"x holds the elements of a box of the whole array, got {list(array.shape)} for the box {brief(box)} "
+            f"of {list(shape)}"
         )
     if not array.size:
         return np.zeros(2, np.uint32)

@@ -7,11 +7,13 @@ import operator
 import os
 import sys
 from collections.abc import Collection, Iterable, Mapping
+from itertools import islice
 from math import nan, prod, ulp
 from pathlib import Path
 from typing import Any, TypeVar
 
 from lowshard.errors import LowshardError
+from lowshard.nearest import nearest
 
 T = TypeVar("T")
 
@@ -115,7 +117,7 @@ def items(
 def choice(value: object, names: Collection[str], rule: str, error: type[LowshardError]) -> None:
     """Raise unless a value is one of some names."""
     if not isinstance(value, str) or value not in names:
-        raise error(f"{rule}, got {brief(value)}")
+        raise error(f"{rule}, got {brief(value)}{nearest(value, names)}")
 
 
 def one_of(value: object, names: Collection[str], what: str, error: type[LowshardError]) -> None:
@@ -125,19 +127,29 @@ def one_of(value: object, names: Collection[str], what: str, error: type[Lowshar
 
 
 def truth(value: object, rule: str, error: type[LowshardError]) -> bool:
-    """Return whether a value is true, or raise where it is neither true nor false: an array of several."""
+    """Return a flag: True, False, 1, 0, or an array's one element; or raise. A text such as "no" is none of them."""
+    if isinstance(value, bool):
+        return value
     try:
-        return bool(value)
-    except (TypeError, ValueError, RuntimeError):  # the last one is torch's
-        raise error(f"{rule}, got {brief(value)}") from None
+        if hasattr(value, "dtype") or (isinstance(value, int) and value in (0, 1)):
+            return bool(value)
+    except (TypeError, ValueError, RuntimeError):  # an array of several; the last one is torch's
+        pass
+    raise error(f"{rule}, got {brief(value)}")
 
 
 def path(value: object, rule: str, error: type[LowshardError]) -> Path:
-    """Return a path given as text or as one, or raise."""
+    """Return a path given as text or as one, or raise; `~` is refused, since what is made there lies elsewhere."""
     if isinstance(value, (str, os.PathLike)):
         given = os.fspath(value)
-        if isinstance(given, str) and "\0" not in given:
-            return Path(given)
+        if isinstance(given, str) and given and "\0" not in given:
+            found = Path(given)
+            if found.parts[:1] == ("~",):
+                raise error(
+                    f"{rule}, got {brief(given)}; a shell expands ~ where a word begins with it, a program by "
+                    "os.path.expanduser(path)"
+                )
+            return found
     raise error(f"{rule}, got {brief(value)}")
 
 
@@ -181,6 +193,12 @@ def brief(value: object) -> str:
         shown = ", ".join(f"{_brief_item(k)}: {_brief_item(v)}" for k, v in list(value.items())[:8])
         return f"{{{shown}{f', ... {len(value)} entries' if len(value) > 8 else ''}}}"
     return _brief_item(value)
+
+
+def in_words(values: Mapping[str, object], most: int = 3) -> str:
+    """Return values by name as text for a message: the first few, and how many more there are."""
+    shown = ", ".join(f"{brief(name)}: {value}" for name, value in islice(values.items(), most))
+    return f"{shown} and {len(values) - most} more" if len(values) > most else shown
 
 
 def _brief_item(value: object) -> str:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from lowshard.argument import instance, mapping
+from lowshard.argument import brief, instance, mapping
 from lowshard.errors import LayoutError
 
 _BYTES = 16
+_DIGEST = re.compile(f"[0-9a-f]{{{2 * _BYTES}}}")
 
 
 def text_digest(text: str) -> bytes:
@@ -41,11 +43,12 @@ def model_digest(digests: Mapping[str, str]) -> str:
         digests: by name, as `digest` returns them; their order does not matter.
 
     Raises:
-        LayoutError: no mapping of text to text.
+        LayoutError: no mapping of names to digests, each 32 hexadecimal digits.
     """
     rule = "digests are a mapping of names to digests, as digest returns them"
     rows = sorted(mapping(digests, rule, LayoutError).items(), key=str)
     for name, value in rows:
         instance(name, str, rule, LayoutError)
-        instance(value, str, rule, LayoutError)
+        if not isinstance(value, str) or not _DIGEST.fullmatch(value):
+            raise LayoutError(f"{rule}, got {brief(value)} for {brief(name)}")
     return text_digest(json.dumps(rows)).hex()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -77,7 +78,7 @@ def execute(
         digest = b"" if error is not None else plan.digest_bytes
         if profile is True:  # the ranks then meet between the steps, so all of them do or none
             digest = digest[::-1]
-        agree_on_plan(comm, digest, error, "execute")
+        agree_on_plan(comm, digest, error, "execute", None if error is not None else partial(_words, plan))
         result = _given_back(_walk(plan, mine, comm, into, pool, times), local, out)
     if times is None:
         return result
@@ -160,9 +161,15 @@ def redistribute(
             error = error or wrong or _argument_error(plan, mine, comm, into, pool)
         except LowshardError as caught:  # perhaps on this rank alone: the others wait to hear of it
             error = caught
-        agree_on_plan(comm, b"" if plan is None else plan.digest_bytes, error, "redistribute")
+        said = None if plan is None else partial(_words, plan)
+        agree_on_plan(comm, b"" if plan is None else plan.digest_bytes, error, "redistribute", said)
         assert plan is not None  # else agree has raised
         return _given_back(_walk(plan, mine, comm, into, pool), local, out)
+
+
+def _words(plan: RedistributePlan) -> str:
+    """Return what a plan moves, for a message about ranks that hold different ones."""
+    return f"{plan.src} to {plan.dst} on mesh {plan.dst.mesh}"
 
 
 def _seen(local: object, out: object) -> tuple[Array | None, Array | None, LowshardError | None]:
@@ -322,7 +329,8 @@ def _argument_error(
     if comm.size < plan.world_size:
         return MeshError(
             f"meshes {plan.src.mesh} and {plan.dst.mesh} name ranks up to {plan.world_size - 1}, but the "
-            f"communicator has {comm.size}; start {plan.world_size} ranks or make a smaller mesh"
+            f"communicator has {comm.size}; start {plan.world_size} ranks, as `lowshard run "
+            f"-n {plan.world_size}` does, or make a smaller mesh"
         )
     if comm.xp is not np and any(step.folded for step in plan.steps) and dtypes.get(plan.src.dtype).is_float8:
         return DTypeError(f"partial {plan.src.dtype} terms cannot be folded on a GPU; cast to float32 first")

@@ -220,15 +220,27 @@ class Layout:
         return tuple(box)
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
-        """Return the shape of a rank's local array."""
+        """Return the shape of a rank's local array.
+
+        Raises:
+            MeshError: the rank is not in the mesh.
+        """
         return shape_of(self.box(rank))
 
     def local_elems(self, rank: int) -> int:
-        """Return the number of elements a rank holds."""
+        """Return the number of elements a rank holds.
+
+        Raises:
+            MeshError: the rank is not in the mesh.
+        """
         return prod(self.local_shape(rank))
 
     def local_bytes(self, rank: int) -> int:
-        """Return the bytes a rank holds."""
+        """Return the bytes a rank holds.
+
+        Raises:
+            MeshError: the rank is not in the mesh.
+        """
         return self.local_elems(rank) * self.itemsize_bytes
 
     # ---- the layout as a whole
@@ -285,6 +297,9 @@ class Layout:
         """Return another array of as many dims, of the same dtype and cut the same way on the same mesh.
 
         Cheaper than a layout from a spec: nothing but the shape is checked.
+
+        Raises:
+            LayoutError: no shape, or one of another number of dims.
         """
         extents = as_shape(shape, _SHAPE, LayoutError)
         if len(extents) != self.ndim:

@@ -101,7 +101,11 @@ class DeviceMesh:
         return len(self.shape)
 
     def axis_index(self, name: str) -> int:
-        """Return the position of an axis, or raise MeshError with the names there are."""
+        """Return the position of an axis.
+
+        Raises:
+            MeshError: the mesh has no such axis; the text has the names there are.
+        """
         try:
             return self.axis_names.index(name)
         except ValueError:
@@ -111,7 +115,11 @@ class DeviceMesh:
             ) from None
 
     def axis_size(self, name: str | Sequence[str]) -> int:
-        """Return the ranks along one axis, or the product over several."""
+        """Return the number of ranks along one axis, or the product over several.
+
+        Raises:
+            MeshError: the mesh has no such axis.
+        """
         if isinstance(name, str):
             return self.shape[self.axis_index(name)]
         return prod(self.shape[self.axis_index(n)] for n in items(name, _AXES, MeshError))
@@ -151,6 +159,9 @@ class DeviceMesh:
 
         Within a group, ranks follow the axes as named, the last fastest; groups follow the rest of
         the mesh, row-major.
+
+        Raises:
+            MeshError: the mesh has no such axis, or one is named twice.
         """
         names = (name,) if isinstance(name, str) else items(name, _AXES, MeshError)
         inner = [self.axis_index(n) for n in names]

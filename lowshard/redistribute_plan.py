@@ -132,12 +132,20 @@ class RedistributePlan:
         self._measured[:] = seconds
 
     def sent_bytes(self, rank: int) -> int:
-        """Return the bytes a rank sends to others over all steps."""
+        """Return the bytes a rank sends to others over all steps; 0 for a rank that takes no part.
+
+        Raises:
+            PlanError: the rank is not an integer.
+        """
         rank = whole(rank, _RANK, PlanError)
         return sum(step.sent_bytes(rank) for step in self.steps)
 
     def received_bytes(self, rank: int) -> int:
-        """Return the bytes a rank receives from others over all steps."""
+        """Return the bytes a rank receives from others over all steps; 0 for a rank that takes no part.
+
+        Raises:
+            PlanError: the rank is not an integer.
+        """
         rank = whole(rank, _RANK, PlanError)
         return sum(step.received_bytes(rank) for step in self.steps)
 

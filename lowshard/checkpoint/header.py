@@ -24,6 +24,7 @@ from typing import Any
 
 from lowshard import dtypes
 from lowshard.argument import MOST_DIMS, instance, is_text, quoted
+from lowshard.argument import path as check_path
 from lowshard.errors import CheckpointError, DTypeError
 from lowshard.nearest import nearest
 
@@ -113,6 +114,7 @@ def read_header(path: FilePath) -> Header:
         CheckpointError: the file is missing or is not a whole, well-formed safetensors file. The text
             names the file, the tensor where there is one, and what is wrong.
     """
+    check_path(path, "a safetensors file is read from its path", CheckpointError)
     fd = open_for_reading(path)
     try:
         return header_from_fd(fd, path)

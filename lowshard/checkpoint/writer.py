@@ -17,7 +17,7 @@ from typing import Literal, overload
 import numpy as np
 
 from lowshard import dtypes
-from lowshard.argument import brief, mapping
+from lowshard.argument import brief, in_words, mapping
 from lowshard.argument import path as check_path
 from lowshard.checkpoint.commit import Commit, together
 from lowshard.checkpoint.header import FilePath, TensorEntry, check_name, encode_header
@@ -117,7 +117,8 @@ def write_state(
         return _prepare(path, tensors, comm.rank, comm.size, metadata, wait)
 
     file = together(comm, path, prepare, _WHAT)
-    agree(comm, file.digest, None, _WHAT)
+    words = f"{file.path}, wait {wait}, {in_words(file.tilings)}"
+    agree(comm, file.digest, None, _WHAT, lambda: words)
 
     def write(over: Communicator, parts: Parts) -> None:
         with Commit(file.path, over, _WHAT, lambda fd: _lay_out(file, fd)) as commit:

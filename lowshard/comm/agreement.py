@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 
 import numpy as np
 
 from lowshard import errors
-from lowshard.argument import brief
+from lowshard.argument import brief, instance
 from lowshard.comm.call_comparison import AGREED, NO_ARRAY
 from lowshard.comm.communicator import Communicator
 from lowshard.errors import CommError, LowshardError, MismatchError, cause_of
@@ -35,7 +35,13 @@ def control_of(comm: Communicator) -> Communicator:
         ) from None
 
 
-def agree(comm: Communicator, digest: bytes, error: Exception | None = None, what: str = "call") -> None:
+def agree(
+    comm: Communicator,
+    digest: bytes,
+    error: Exception | None = None,
+    what: str = "call",
+    said: Callable[[], str] | None = None,
+) -> None:
     """Return if no rank has an error and all digests are equal; else raise one error on all ranks.
 
     Collective: all ranks of the communicator call this. It costs one meeting where all is well.
@@ -45,15 +51,16 @@ def agree(comm: Communicator, digest: bytes, error: Exception | None = None, wha
         digest: what must be the same everywhere; the first 16 bytes count.
         error: what this rank found wrong with its own arguments.
         what: the name of the checked call, for the message.
+        said: returns what the digest is of, in words, for the message where digests differ.
 
     Raises:
         LowshardError: a rank had an error: the lowest such rank's, of the same class, on every rank.
         MismatchError: the digests differ.
     """
     control = control_of(comm)
-    fault = _fault_of(digest, error, what)
+    fault = _fault_of(digest, error, what, said)
     if fault is not None:
-        digest, error, what = b"", fault, "agree"
+        digest, error, what, said = b"", fault, "agree", None
     if control._transport.compares:
         # In one order with the calls of the communicator that is asked.
         agreeing = comm if comm._transport.agrees else control
@@ -62,7 +69,7 @@ def agree(comm: Communicator, digest: bytes, error: Exception | None = None, wha
             compared = error is None and t.check != "full" and not t.agrees
             if compared and t.compare(signature):
                 return
-            text = f"{what}{AGREED}{digest[:_DIGEST_BYTES].hex()}"
+            text = f"{what}{AGREED}{digest[:_DIGEST_BYTES].hex()}{_words(said)}"
             rows = t.agree(signature, text, error, compared)
         _raise_if_apart(rows, error, what)
         return
@@ -73,12 +80,25 @@ def agree(comm: Communicator, digest: bytes, error: Exception | None = None, wha
     texts = [f"{what}{AGREED}{row[:_DIGEST_BYTES].tobytes().hex()}" for row in records]
     if any(row[_DIGEST_BYTES] for row in records):
         mine = [] if error is None else [type(error).__name__, str(error)]
-        said = [json.loads(text) for text in share_text(control, json.dumps(mine))]
-        _raise_if_apart([[text, "", *words] for text, words in zip(texts, said, strict=True)], error, what)
+        others = [json.loads(text) for text in share_text(control, json.dumps(mine))]
+        _raise_if_apart([[text, "", *words] for text, words in zip(texts, others, strict=True)], error, what)
+    if len(set(texts)) > 1:
+        texts = [text + words for text, words in zip(texts, share_text(control, _words(said)), strict=True)]
     _raise_if_apart([[text, ""] for text in texts], error, what)
 
 
-def agree_on_plan(comm: Communicator, digest: bytes, error: Exception | None, what: str) -> None:
+def _words(said: Callable[[], str] | None) -> str:
+    """Return what a digest is of, as it stands behind it in a text."""
+    return "" if said is None else f" {said()}"
+
+
+def agree_on_plan(
+    comm: Communicator,
+    digest: bytes,
+    error: Exception | None,
+    what: str,
+    said: Callable[[], str] | None = None,
+) -> None:
     """As `agree`, for a plan that may come again and again: GPUs are not kept waiting for it.
 
     Collective: all ranks of the communicator call this.
@@ -96,24 +116,25 @@ def agree_on_plan(comm: Communicator, digest: bytes, error: Exception | None, wh
     control_of(comm)
     transport = comm._transport
     if transport.compares and not transport.agrees:
-        agree(comm, digest, error, what)
+        agree(comm, digest, error, what, said)
         return
     text = f"{what}{AGREED}{digest.hex()}"
     if error is None and comm._caller.agrees_without_waiting(_signature(digest), text):
         return
-    agree(comm, digest, error, what)
+    agree(comm, digest, error, what, said)
     comm._caller.has_agreed(text)
 
 
-def _fault_of(digest: object, error: object, what: object) -> CommError | None:
+def _fault_of(digest: object, error: object, what: object, said: object) -> CommError | None:
     if (
         isinstance(what, str)
         and isinstance(digest, bytes)
         and (error is None or isinstance(error, Exception))
+        and (said is None or callable(said))
     ):
         return None
-    rule = "agree takes bytes, an exception or None, and the name of a call"
-    return CommError(f"{rule}; got {brief(digest)}, {brief(error)} and {brief(what)}")
+    rule = "agree takes bytes, an exception or None, the name of a call, and a function that returns words or None"
+    return CommError(f"{rule}; got {brief(digest)}, {brief(error)}, {brief(what)} and {brief(said)}")
 
 
 def _raise_if_apart(rows: Sequence[Sequence[str]], error: Exception | None, what: str) -> None:
@@ -129,9 +150,13 @@ def _raise_if_apart(rows: Sequence[Sequence[str]], error: Exception | None, what
     for rank, row in enumerate(rows):
         seen.setdefault(row[0], []).append(rank)
     if len(seen) > 1:
-        parts = "; ".join(
-            f"ranks {ranks} have {text.partition(AGREED)[2][:8]}" for text, ranks in seen.items()
-        )
+        told = {text: text.partition(AGREED)[2].partition(" ") for text in seen}
+        is_told = len({words for _, _, words in told.values()}) == len(seen)
+        shown = {
+            text: words if is_told else f"{words} (digest {digest[:8]})".lstrip()
+            for text, (digest, _, words) in told.items()
+        }
+        parts = "; ".join(f"ranks {ranks} have {shown[text]}" for text, ranks in seen.items())
         raise MismatchError(f"{what}: every rank asks for the same thing, but {parts}")
 
 
@@ -186,8 +211,15 @@ def share_text(control: Communicator, text: str) -> list[str]:
     """Return every rank's text, in rank order.
 
     Collective: all ranks of the communicator call this.
+
+    Raises:
+        CommError: no communicator of lowshard, or no text that UTF-8 can hold.
     """
-    data = text.encode()
+    control_of(control)
+    try:
+        data = instance(text, str, "what is shared is a text", CommError).encode()
+    except UnicodeEncodeError as error:
+        raise CommError(f"what is shared is a text that UTF-8 can hold, got {brief(text)}") from error
     longest = max(int(row[0]) for row in share(control, np.array([len(data)], np.int64)))
     padded = np.frombuffer(data.ljust(longest, b"\0"), np.uint8).copy()
     return [row.tobytes().rstrip(b"\0").decode() for row in share(control, padded)]
@@ -206,5 +238,9 @@ def refuse(comm: Communicator, error: LowshardError, what: str) -> None:
 
     Raises:
         LowshardError: the error; of the lowest rank where several refuse.
+        CommError: an argument of another kind; the others learn nothing.
     """
+    control_of(comm)
+    instance(error, LowshardError, "error is the LowshardError to raise on all ranks", CommError)
+    instance(what, str, "what is the name of a call, a text", CommError)
     comm._caller.refuse(error, what + NO_ARRAY)

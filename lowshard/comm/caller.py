@@ -87,6 +87,12 @@ class Traffic:
         self._add_up()
         return self._reached_bytes
 
+    def __repr__(self) -> str:
+        self._add_up()
+        calls = ", ".join(f"{name} {count}" for name, count in sorted(self._calls.items())) or "no calls"
+        sent, received, reached = self._sent_bytes, self._received_bytes, self._reached_bytes
+        return f"<Traffic: {calls}; {sent} bytes sent, {received} received, {reached} of these by memory>"
+
     def clear(self) -> None:
         """Start from zero."""
         self._add_up()
@@ -460,6 +466,10 @@ class Caller:
     def _is_peer(self, peer: int, name: str) -> None:
         rank, size = self.transport.rank, self.transport.size
         if type(peer) is not int or not 0 <= peer < size or peer == rank:
+            if size == 1:
+                raise CommError(
+                    f"{name} is another rank of the communicator, and this one has a single rank; start more"
+                )
             raise CommError(
                 f"{name} is another rank of the communicator, 0 to {size - 1} but not {rank}, got {peer}"
             )

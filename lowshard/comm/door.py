@@ -54,6 +54,7 @@ _FULL_PAUSE_S = 0.005
 _ROUNDS_S = (0.5, 1.0, 2.0, 4.0)  # how long an address may take to answer, round by round; the last one stays
 _PAUSE_S = 0.1  # between two rounds over the addresses
 _PORT_TRIES = 20
+_OTHER = "another program listens there, or one that was given another token"
 _PEER_CREDENTIALS = struct.Struct("iII")  # struct ucred: pid, uid, gid
 
 
@@ -403,7 +404,7 @@ def _entered(address: str, token: bytes, purpose: int, rank: int, limit_s: float
         connection.sendall(head + _proof(token, b"hello", head))
         nonce = _read(connection, _NONCE_BYTES, end_s)
         if not hmac.compare_digest(_read(connection, _PROOF_BYTES, end_s), _proof(token, b"door", head)):
-            raise ConnectionError("another program listens there")
+            raise ConnectionError(_OTHER)
         connection.sendall(_proof(token, b"guest", head + nonce))
         _read(connection, len(_WELCOME), end_s)
         connection.settimeout(None)
@@ -439,6 +440,6 @@ def _read(connection: socket.socket, size: int, end_s: float) -> bytes:
         connection.settimeout(max(0.001, end_s - time.monotonic()))
         got = connection.recv(size - len(came))
         if not got:
-            raise ConnectionError("another program listens there")
+            raise ConnectionError(_OTHER)
         came += got
     return came

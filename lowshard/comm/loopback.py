@@ -290,6 +290,9 @@ def loopback(size: int, timeout_s: float = 60.0) -> list[Communicator]:
     Args:
         size: number of ranks.
         timeout_s: seconds after which a wait raises TimedOut and names the missing ranks.
+
+    Raises:
+        CommError: no such number of ranks, or of seconds.
     """
     size = whole(
         size, f"a loopback group has at least one rank and at most {_MOST_RANKS}", CommError, 1, _MOST_RANKS
@@ -303,12 +306,21 @@ def run_loopback(size: int, function: Callable[[Communicator], T], timeout_s: fl
     """Run `function(comm)` in `size` threads and return the results in rank order.
 
     The first rank that raises ends the others' waits; its error is raised here, with the rank noted.
+
+    Args:
+        size: number of ranks.
+        function: what each rank runs, with its communicator.
+        timeout_s: as for `loopback`.
+
+    Raises:
+        CommError: as `loopback`, or a function that cannot be called.
     """
     if not callable(function):
         raise CommError(
             f"function is what each rank runs, called with its communicator; got {brief(function)}"
         )
     comms = loopback(size, timeout_s)
+    size = len(comms)
     board = comms[0]._transport._board  # type: ignore[attr-defined]
     results: list[Any] = [None] * size
     failures: list[tuple[int, BaseException]] = []

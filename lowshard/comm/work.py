@@ -9,14 +9,17 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
 from lowshard.comm.check import wait_s
 from lowshard.errors import LowshardError, TimedOut
 
+if TYPE_CHECKING:
+    from mpi4py.MPI import Op as MpiOp
+
 Array = Any  # a NumPy or CuPy array; CuPy ships no types
 Stream = Any  # CuPy's, torch's, any with `__cuda_stream__`, or an address
-Op = Literal["sum", "avg", "min", "max", "prod"]
+Op: TypeAlias = "Literal['sum', 'avg', 'min', 'max', 'prod'] | MpiOp"
 Order = Literal["fast", "tree", "rank"]
 
 

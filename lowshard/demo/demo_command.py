@@ -146,6 +146,12 @@ def _settings(args: argparse.Namespace, world_size: int, scratch: Path) -> Setti
         from lowshard.report.page import require_report
 
         require_report(args.report)
+    try:
+        args.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise LowshardError(
+            f"--out takes a folder, but {str(args.out)!r} is none: {error.strerror}"
+        ) from error
     return Settings(source, tp)
 
 

@@ -147,7 +147,7 @@ class _Run:
         with self._timed("make ready: move and refit") as phase:
             move_to_serving(training, layouts, self.comm)
             MXFP8Buffers(layouts, self.comm.rank).refit(training, self.comm)
-        phase.done(None, "code is loaded, or compiled the first time; in no other line")
+        phase.done(None, "loads code, or compiles it the first time, for what follows")
 
     def _move(
         self, training: Mapping[str, np.ndarray], layouts: Layouts, reader: CheckpointReader
@@ -232,7 +232,7 @@ class _Run:
             )
             for _, weights, compute in ways:
                 tensor_parallel(weights, compute)
-        phase.done(None, "as above; weights in MXFP8 are decoded")
+        phase.done(None, "loads code; decodes the weights in MXFP8")
         for label, weights, compute in ways:
             self.comm.traffic.clear()
             group.traffic.clear()

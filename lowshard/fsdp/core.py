@@ -11,7 +11,7 @@ from typing import Any, Literal, NoReturn, TypeVar
 import numpy as np
 
 from lowshard import dtypes
-from lowshard.argument import MOST_ELEMS, brief, choice, instance, real, whole
+from lowshard.argument import MOST_ELEMS, brief, choice, in_words, instance, real, whole
 from lowshard.box import Box, full_box, shape_of
 from lowshard.comm import Communicator, agree
 from lowshard.errors import (
@@ -69,7 +69,7 @@ class Core:
         self.strategy, self.precision = strategy, Precision() if precision is None else precision
         self._check, self._world = check, comm
         error: Exception | None = None
-        digest = b""
+        digest, words = b"", ""
         try:
             settings = (order, average, open_limit, prefetch, grad_limit, accumulate, communicators, check)
             _check_settings(strategy, *settings)
@@ -81,9 +81,11 @@ class Core:
             self._shape = Shape.of(self.plan, strategy, self.grid, slots, grad_limit, order)
             _check_room(self._shape, open_limit, prefetch)
             digest = self.plan.digest(strategy, self.precision, settings)
+            params = {f"{u}.{p.name}": f"{p.dtype}{list(p.shape)}" for u, of in units.items() for p in of}
+            words = f"{strategy}, order {order}, average {average}, {in_words(params)}"
         except Exception as raised:
             error = raised
-        agree(comm, digest, error, "FSDP")
+        agree(comm, digest, error, "FSDP", lambda: words)
         self._links = Links(comm, self.grid, communicators)
         self._pool = self._make_pool()
         self.pool = self._pool.array

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Literal, overload
@@ -98,6 +98,8 @@ class FSDP(Core):
             names: full names; the other parameters stay as they are. None: all.
 
         Raises:
+            StepError: no function, or `names` is one text.
+            LayoutError: a name in `names` that no parameter has.
             BufferMismatchError: an array of another shape.
             MismatchError: ranks that hold the same elements were given different ones.
             LowshardError: what the function raised on some rank.
@@ -108,6 +110,10 @@ class FSDP(Core):
                 raise StepError(
                     f"fill takes a function of a parameter's name and a box, got {brief(function)}"
                 )
+            if isinstance(names, (str, bytes)):
+                raise StepError(f"names are full names, such as ['unit.param'], got {brief(names)}")
+            for name in names if isinstance(names, Collection) else ():
+                self._find(name)
             for unit in self.plan.units:
                 self._fill_unit(unit, function, names)
         except Exception as raised:

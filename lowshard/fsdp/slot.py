@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from lowshard.argument import instance, items
+from lowshard.argument import brief, instance, items
 from lowshard.errors import BufferMismatchError, KernelError
 from lowshard.fsdp.flat_plan import Piece
 from lowshard.kernels import adamw_step, sgd_step
@@ -169,9 +169,10 @@ def _need_numbers(rule: str, decay: object, **values: object) -> None:
         below = 1.0 if name.startswith("beta") else math.inf
         number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
         if not number or not 0 <= value < below:  # type: ignore[operator]
-            raise KernelError(f"{rule}: {name} is a number from 0 to below {below:g}, got {value!r}")
+            span = "of 0 or more" if below == math.inf else f"from 0 to below {below:g}"
+            raise KernelError(f"{rule}: {name} is a number {span}, got {brief(value)}")
     if decay is not None and not callable(decay):
-        raise KernelError(f"{rule}: decay is a function of a parameter's name, or None, got {decay!r}")
+        raise KernelError(f"{rule}: decay is a function of a parameter's name, or None, got {brief(decay)}")
 
 
 def _need_float32(slot: Slot, name: str) -> None:

@@ -159,7 +159,12 @@ def needed_steps(graph: BoundGraph, outputs: Sequence[str]) -> list[int]:
 
 
 def run_unsharded(graph: BoundGraph, inputs: Mapping[str, Array]) -> dict[str, Array]:
-    """Return every tensor of a graph, computed on whole arrays: what a sharded run must equal."""
+    """Return every tensor of a graph, computed on whole arrays: what a sharded run must equal.
+
+    Raises:
+        LayoutError: no bound graph.
+        BufferMismatchError: an input is missing, or no array.
+    """
     instance(graph, BoundGraph, "what runs unsharded is a bound graph, as Graph.bind returns it", LayoutError)
     given = mapping(inputs, "inputs is a mapping of name to whole array", BufferMismatchError)
     names = {t: graph.tensors[t].name for t in graph.leaves()}

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lowshard.argument import brief, instance, mapping
+from lowshard.argument import brief, in_words, instance, mapping
 from lowshard.bounded import bounded_cache
 from lowshard.box import Box, box_text, intersect, moved, slices_of, subtract, volume
 from lowshard.comm import Communicator, agree
@@ -83,7 +83,8 @@ def digest(
         error = found
     if comm is not None:
         asked = [[name, str(one.plan.layout), one.plan.fingerprint] for name, one in held.items()]
-        agree(comm, text_digest(json.dumps(asked)), error, "digest")
+        layouts = {name: one.plan.layout for name, one in held.items()}
+        agree(comm, text_digest(json.dumps(asked)), error, "digest", lambda: in_words(layouts))
     elif error is not None:
         raise error
     rows = np.zeros((len(held), 3, SUMS), np.uint32)

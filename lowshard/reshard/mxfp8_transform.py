@@ -386,8 +386,10 @@ def ensure_sendable(tensor: Any, dtype: str = "bfloat16") -> Array:
     """Return an array that can be sliced and sent: what is quantised as a new bf16 array, an array as it is.
 
     Raises:
+        DTypeError: `dtype` is none.
         KernelError: neither a quantised tensor (data and scale) nor an array.
     """
+    dtypes.get(dtype)
     tensor = view_of(tensor, "what is sent")
     if isinstance(tensor, np.ndarray) or is_gpu(tensor):
         return tensor

@@ -98,7 +98,8 @@ class _Side:
         self._plan = found = instance(plan, PagePlan, "plan is a PagePlan, from plan_pages", PlanError)
         if found.world_size > comm.size:
             raise MeshError(
-                f"the plan has ranks up to {found.world_size - 1}, the communicator {comm.size} ranks"
+                f"the plan has ranks up to {found.world_size - 1}, but the communicator has {comm.size}; "
+                f"start {found.world_size} ranks, as `lowshard run -n {found.world_size}` does"
             )
         self._comm = comm
         self._src = checked_arrays(src, found.src, comm, "source")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from lowshard.argument import items
+from lowshard.argument import items, truth
 from lowshard.errors import PlanError
 from lowshard.layout import Layout
 from lowshard.reshard.cut import Cut
@@ -46,6 +46,7 @@ def build_reshard_plan(
             contradict each other or the parts that their cut gives; node_size below 1; a rank in two pools.
         LayoutError: a layout that cannot be, or is partial.
     """
+    multicast = truth(multicast, "multicast is True or False", PlanError)
     have = _table(src, "src")
     is_pools = isinstance(dst, Sequence) and bool(dst) and isinstance(dst[0], Mapping)
     from_records = not (isinstance(src, Mapping) or isinstance(dst, Mapping) or is_pools)

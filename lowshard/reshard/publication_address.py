@@ -27,7 +27,11 @@ from lowshard.comm.door import TOKEN_BYTES, Door
 from lowshard.errors import CommError, LowshardError
 from lowshard.settings import cache_root
 
-_RULE = "an address is 'unix:/folder' on one host, or 'tcp://host:port'"
+_RULE = (
+    "an address is 'unix:/folder' on one host, the folder's whole path from / on, or 'tcp://host:port', "
+    "a port of 0 to 65535"
+)
+_BRING_TOKEN = "pass token=, or token_file= with the publisher's `token_file`"
 _LEAST_TOKEN_BYTES = 16
 _MOST_TOKEN_BYTES = 4096
 _BACKLOG = 1024
@@ -86,6 +90,13 @@ class Address:
         if self.folder is not None:
             return self.folder / "token"
         return cache_root() / "publishers" / f"{self.host.replace(':', '_')}_{self.port}.token"
+
+    @property
+    def no_token(self) -> str:
+        """What a subscriber does where no token is in `token_file`."""
+        if self.folder is not None:
+            return "start the publisher, which makes it, or correct the address"
+        return f"start the publisher; on another host than its own {_BRING_TOKEN}"
 
 
 def _is_path(text: str) -> bool:
@@ -342,7 +353,9 @@ def write_token(path: Path, token: bytes) -> None:
             path.unlink(missing_ok=True)
             raise
     except OSError as error:
-        raise CommError(f"the token cannot be kept in {path}: {error.strerror or error}") from error
+        raise CommError(
+            f"the token cannot be kept in {path}: {error.strerror or error}; make room there, or pass token="
+        ) from error
 
 
 def remove_token(path: Path, token: bytes) -> None:
@@ -352,8 +365,12 @@ def remove_token(path: Path, token: bytes) -> None:
             path.unlink()
 
 
-def read_token(path: object) -> bytes:
+def read_token(path: object, missing: str = _BRING_TOKEN) -> bytes:
     """Return the token that a publisher wrote.
+
+    Args:
+        path: of the file.
+        missing: what to do where there is no such file.
 
     Raises:
         CommError: it is not there, others may read it, or it is not a token.
@@ -369,6 +386,5 @@ def read_token(path: object) -> bytes:
         return checked_token(bytes.fromhex(text.decode("ascii")))
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or error
-        raise CommError(
-            f"there is no token in {path}: {why}; pass token=, or token_file= with the publisher's `token_file`"
-        ) from error
+        advice = missing if isinstance(error, FileNotFoundError) else _BRING_TOKEN
+        raise CommError(f"there is no token in {path}: {why}; {advice}") from error

@@ -12,6 +12,7 @@ Subscribers fetch; `publish` waits for none of them. What each rank does for the
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import secrets
@@ -22,7 +23,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from lowshard.argument import number, truth
+from lowshard.argument import in_words, number, truth
 from lowshard.comm import Communicator, agree, loopback, share_text
 from lowshard.comm.agreement import control_of, share
 from lowshard.comm.background import Background
@@ -112,7 +113,7 @@ class Publisher:
         self.token_file: Path | None = None
         self._lock: FolderLock | None = None
         self._doors: list[Door] = []
-        asked, error = b"", None
+        asked, words, error = b"", "", None
         try:
             self._layouts = tensor_layouts(layouts, whole.size)
             self._arrays = local_arrays(self._layouts, arrays, whole.rank)
@@ -121,9 +122,10 @@ class Publisher:
             given = None if token is None else checked_token(token)
             said = [address, given is None, {n: x.to_json() for n, x in self._layouts.items()}]
             asked = text_digest(json.dumps(said, default=list))
+            words = f"{address}, {'no ' if given is None else ''}token given, {in_words(self._layouts)}"
         except LowshardError as found:
             error = found
-        agree(whole, asked, error, "Publisher")
+        agree(whole, asked, error, "Publisher", lambda: words)
         # A communicator of its own: a version may be published by another thread than the caller's.
         self._background = Background(whole, "lowshard publish")
         self._comm: Communicator = self._background.comm
@@ -187,7 +189,9 @@ class Publisher:
                 self._doors = [tcp_door(hosts, where.port, token)]
                 where = Address.parse(self._doors[0].addresses[0])
         except OSError as error:
-            raise CommError(f"no publisher can be at {where}: {error.strerror or error}") from error
+            is_taken = where.folder is None and error.errno == errno.EADDRINUSE
+            advice = "; give another port, or 0 for a free one" if is_taken else ""
+            raise CommError(f"no publisher can be at {where}: {error.strerror or error}{advice}") from error
         if given is None:
             self.token_file = where.token_file
             write_token(self.token_file, token)
@@ -233,6 +237,8 @@ class Publisher:
                 f"a Publisher is its process's, {self._pid}, and this is a forked child of it; make one here"
             )
         error = self._background.settle()
+        if self._closed:  # so is its communicator, over which nothing can be told
+            raise CommError("this Publisher is closed; make a new one")
         try:
             wait = truth(wait, "wait is True or False", CommError)
         except CommError as found:
@@ -250,14 +256,12 @@ class Publisher:
         """Publish a version, unless a rank is to tell what went wrong with the last one."""
         comm = self._comm
         try:
-            if self._closed:
-                raise CommError("this Publisher is closed; make a new one")
             version = version_number(version)
             if self._version is not None and version <= self._version:
                 raise PlanError(f"versions rise: version {self._version} is out, got {version}")
         except LowshardError as found:
             error, version = error or found, -1
-        agree(comm, str(version).encode(), error, "publish")
+        agree(comm, str(version).encode(), error, "publish", lambda: f"version {version}")
         held = sorted(self._newest.held()) if self._newest is not None else []
         held = json.loads(share_text(comm, json.dumps(held))[0])
         try:

@@ -73,8 +73,8 @@ class Side:
         comm, plan = self.comm, self.plan
         if comm.size < plan.world_size:
             raise MeshError(
-                f"the plan has ranks up to {plan.world_size - 1}, the communicator {comm.size} ranks; start "
-                f"{plan.world_size}"
+                f"the plan has ranks up to {plan.world_size - 1}, but the communicator has {comm.size}; "
+                f"start {plan.world_size} ranks, as `lowshard run -n {plan.world_size}` does"
             )
         self.mine = plan.for_rank(comm.rank)
         sends = [m for found in self.mine.sends.values() for m in found]

@@ -98,7 +98,7 @@ class Refit:
             (some experts, some rows), and for MXFP8, whose blocks go whole either way. A change goes unnoticed with a
             probability of 2^-63 a block (`kernels.block_digests`).
         version: of what dst holds now, or None for nothing yet.
-        settings: staging_bytes, checksums and way; see `Settings`. Here checksums are on by default: every piece that
+        settings: staging_bytes, checksums and way, as for `Reshard`. Here checksums are on by default: every piece that
             travels is checked, and sources are not read where they lie, for which that would take longer.
 
     Raises:
@@ -130,7 +130,7 @@ class Refit:
         sets: list[dict[str, Array]] = []
         served: list[dict[str, Any]] = []
         transforms = [transform]
-        digest = b""
+        digest, words = b"", ""
         try:
             if error is not None:
                 raise error
@@ -153,9 +153,10 @@ class Refit:
                 for a, how in zip(served, transforms, strict=True)
             ]
             digest = text_digest(f"{plan.digest()} {buffering} {delta} {base}")
+            words = f"plan {plan.digest()[:8]} of {len(plan.entries)} tensors, {buffering}, delta {delta}, base {base}"
         except Exception as caught:
             error = caught
-        agree(comm, digest, error, "Refit")
+        agree(comm, digest, error, "Refit", lambda: words)
         # A communicator of its own: a version is moved beside what the caller does, over any other one.
         self._background = Background(comm, "lowshard refit")
         self.comm: Communicator = self._background.comm

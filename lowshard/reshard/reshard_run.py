@@ -145,7 +145,11 @@ class Reshard:
         transform: what this rank's tensors go through; the other ranks may have another one, or none.
         like: another one over the same communicator and with the same settings, whose staging is used: the two never
             run at once.
-        settings: staging_bytes, checksums and way; see `Settings`.
+        staging_bytes: bound on the memory for buckets; 16 MiB by default. This and the next two are equal on all ranks.
+        checksums: True sends a checksum with every piece and compares; False by default.
+        way: "direct" reads sources where they lie, without checksums; "slots" goes by memory that senders pack into and
+            receivers unpack from; both need ranks that reach each other's memory. "messages" sends buckets. "auto", the
+            default, takes for each pair of ranks the first of these that works.
 
     Every rank raises the same error, whichever is at fault, before anything is written.
 
@@ -188,9 +192,11 @@ class Reshard:
         way, checksums = self._settings["way"], self._settings["checksums"]
         by_memory = way != _MESSAGES and comm.xp is np
         errors.guard(side.prepare)
-        sizes = bucket_sizes(comm, by_memory, self._settings["staging_bytes"])
-        said = f"{side.plan.digest()} {sizes} {checksums} {way}"
-        agree(comm, text_digest(said), errors.take(), "execute_reshard_plan")
+        staging_bytes = self._settings["staging_bytes"]
+        said = f"{side.plan.digest()} {bucket_sizes(comm, by_memory, staging_bytes)} {checksums} {way}"
+        plan = f"plan {side.plan.digest()[:8]} of {len(side.plan.entries)} tensors"
+        words = f"{plan}, staging_bytes {staging_bytes}, checksums {checksums}, way {way}"
+        agree(comm, text_digest(said), errors.take(), "execute_reshard_plan", lambda: words)
         side.shake_hands()
         if way in (_DIRECT, _SLOTS) and not (comm.reach.whole and by_memory):
             errors.keep(

@@ -30,7 +30,7 @@ from typing import Any, Literal, NamedTuple, Self, overload
 
 import numpy as np
 
-from lowshard.argument import brief, choice, instance, is_text, number, truth
+from lowshard.argument import brief, choice, in_words, instance, is_text, number, truth
 from lowshard.argument import path as checked_path
 from lowshard.comm import Communicator, agree, loopback, share_text
 from lowshard.comm.agreement import control_of, share
@@ -143,7 +143,7 @@ class Subscriber:
         self._alone = loopback(1)[0] if comm is None else None
         whole = self._alone if comm is None else control_of(comm)
         assert whole is not None
-        asked, error, network, layouts_text = b"", None, "", b""
+        asked, words, error, network, layouts_text = b"", "", None, "", b""
         try:
             self._layouts = tensor_layouts(layouts, whole.size)
             self._sets = two_sets(self._layouts, out, transform, whole.rank, whole.timeout_s)
@@ -174,9 +174,10 @@ class Subscriber:
             layouts_text = json.dumps(tables, default=list).encode()
             said = json.dumps([address, name, delta, shares]).encode()
             asked = hashlib.blake2b(said + layouts_text).digest()
+            words = f"{address}, name {name!r}, delta {delta}, share {shares}, {in_words(self._layouts)}"
         except LowshardError as found:
             error = found
-        agree(whole, asked, error, "Subscriber")
+        agree(whole, asked, error, "Subscriber", lambda: words)
         # A communicator of its own: a version is taken beside what the caller does, over any other one.
         self._background = Background(whole, "lowshard pull")
         self._comm: Communicator = self._background.comm
@@ -260,11 +261,11 @@ class Subscriber:
             PlanError, CommError: the publisher lacks a tensor that is wanted, or has it in another shape or dtype.
             StreamError: stream is no stream of the arrays' GPU; nothing has changed.
         """
+        if self._closed:  # so is its communicator, over which nothing can be told
+            raise CommError("this Subscriber is closed; make a new one")
         error = self._background.settle()
         limit_s = 0.0
         try:
-            if self._closed:
-                raise CommError("this Subscriber is closed; make a new one")
             wait = instance(wait, bool, "wait of pull is True or False", CommError)
             rule = "timeout_s is a number of seconds, 0 or more"
             limit_s = self._comm.timeout_s if timeout_s is None else number(timeout_s, rule, CommError, 0)
@@ -314,9 +315,8 @@ class Subscriber:
             if said["over"] and "why" in said:
                 raise TimedOut(f"no publisher answers at {self._address}: {said['why']}")
             if said["over"]:
-                raise TimedOut(
-                    f"no version newer than {self.version} was offered at {self._address} within {limit_s:g} s"
-                )
+                newer = "" if self.version is None else f" newer than {self.version}"
+                raise TimedOut(f"no version{newer} was offered at {self._address} within {limit_s:g} s")
 
     def _asked(self, end_s: float) -> dict[str, Any]:
         """Ask the publisher once; return what the other ranks are told. On rank 0."""
@@ -361,7 +361,7 @@ class Subscriber:
             self._check_open()
             left_s = max(0.05, end_s - time.monotonic())
             try:
-                token = read_token(self._token_file) if self._token is None else self._token
+                token = self._read_token() if self._token is None else self._token
                 line = Line(enter([self._address.door], token, CONTROL, 0, min(ENTER_S, left_s)))
                 break
             except (ConnectionError, CommError) as error:
@@ -376,6 +376,12 @@ class Subscriber:
         self._table_text = text_of(table)
         self._proven = token
         return None
+
+    def _read_token(self) -> bytes:
+        """Return the token in the file that was named, or where the publisher keeps it."""
+        if self._token_file == self._address.token_file:
+            return read_token(self._token_file, self._address.no_token)
+        return read_token(self._token_file)
 
     def _check_open(self) -> None:
         """Raise CommError where another thread has left a `with` block by an error meanwhile."""

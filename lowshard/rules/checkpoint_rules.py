@@ -93,7 +93,7 @@ def tensor_layouts(
     Args:
         rules: the rule set.
         mesh: the mesh.
-        tensors: any form of `as_tensors`; for a checkpoint, what `name_tensors` gives.
+        tensors: as for `RuleSet.check`; for a checkpoint, what `name_tensors` gives.
         dtype: of tensors that do not say theirs.
         uneven: allow dims that their axes do not divide.
         split: how those are cut.

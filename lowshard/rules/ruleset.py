@@ -44,7 +44,8 @@ class RuleSet(RuleTable):
         """Return everything that is odd or wrong, in one report; touches no device and raises for no finding.
 
         Args:
-            tensors: weights, in any form of `as_tensors`; None checks the file alone.
+            tensors: weights: LogicalTensors, or a mapping of name to `(names, shape)` or `(names, shape, dtype)`; None
+                checks the file alone.
             activations: mapping of name to (logical names, shape), likewise.
             mesh: a mesh, or `devices`, `slices`, `ici` and `dcn` as of `mesh()`; neither: names only.
             devices: see mesh.
@@ -81,7 +82,22 @@ class RuleSet(RuleTable):
         moment_dtype: object = None,
         moments: int = 2,
     ) -> MemoryReport:
-        """Return bytes a device for parameters, gradients and moments by group; see `plan_memory`."""
+        """Return bytes a device for parameters, gradients and moments by group; no array is made.
+
+        A train state (a logical dump with `.opt_state`) counts the moments it holds. An uneven dim counts as its
+        largest shard.
+
+        Args:
+            mesh: the mesh the tensors live on.
+            tensors: as for `check`.
+            dtype: of parameters that do not say theirs.
+            gradient_dtype: None: as each parameter.
+            moment_dtype: None: as each parameter.
+            moments: moments of the optimizer, where the tensors hold none: 2 for Adam, 0 for plain SGD.
+
+        Raises:
+            RulesError: an axis the mesh lacks, a name on two dims, more names than dims.
+        """
         return plan_memory(
             self, mesh, tensors, dtype=dtype, gradient_dtype=gradient_dtype, moment_dtype=moment_dtype,
             moments=moments,

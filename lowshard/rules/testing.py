@@ -62,7 +62,7 @@ def assert_matches_golden(
         ici: see devices.
         dcn: see devices.
         mesh: the mesh, in place of sizes.
-        tensors: what is sharded, in any form of `as_tensors`; None: the logical_shardings.json beside
+        tensors: what is sharded, as for `RuleSet.check`; None: the logical_shardings.json beside
             the golden file.
         update: write the golden file in place of comparing; None: where LOWSHARD_UPDATE_GOLDENS=1.
 

@@ -6,13 +6,24 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
+from lowshard.argument import brief
+from lowshard.errors import SolverError
 from lowshard.solver.action import Solver
 
 _BOUND: ContextVar[tuple[Solver, ...]] = ContextVar("lowshard_solvers", default=())
 
 
+def require_solver(solver: object) -> None:
+    """Raise SolverError unless something can be called as a solver; a class of solvers is none."""
+    if not callable(solver) or isinstance(solver, type):
+        raise SolverError(
+            f"solver is (ActionSet, layouts) -> Action, such as GreedyReshard(), got {brief(solver)}"
+        )
+
+
 def push(solver: Solver) -> None:
-    """Make a solver the current one."""
+    """Make a solver the current one, or raise SolverError where it is none."""
+    require_solver(solver)
     _BOUND.set((*_BOUND.get(), solver))
 
 
@@ -27,6 +38,9 @@ def solver(chosen: Solver) -> Iterator[Solver]:
 
     Any callable `(ActionSet, layouts) -> Action` will do. Bound in a context variable: other threads and tasks keep
     theirs.
+
+    Raises:
+        SolverError: what was chosen cannot be called.
     """
     push(chosen)
     try:

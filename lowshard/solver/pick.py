@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from lowshard.argument import brief, items
+from lowshard.argument import items
 from lowshard.bounded import BoundedCache
-from lowshard.errors import LayoutError, SolverError
+from lowshard.errors import LayoutError
 from lowshard.layout import Layout
 from lowshard.solver.action import OPERANDS, Action, Solver, action_set, operand_layouts
+from lowshard.solver.context import require_solver
 from lowshard.solver.greedy import GreedyReshard, current_solver
 from lowshard.solver.kept_picks import Pattern, counting_operands, has_row_count, shape_key
 from lowshard.solver.table import Rules
@@ -43,10 +44,8 @@ def pick(
         SolverError: the solver finds no action (BudgetError, PolicyError: see GreedyReshard).
     """
     chosen = current_solver() if solver is None else solver
-    if solver is not None and (not callable(solver) or isinstance(solver, type)):
-        raise SolverError(
-            f"solver is (ActionSet, layouts) -> Action, such as GreedyReshard(), got {brief(solver)}"
-        )
+    if solver is not None:
+        require_solver(solver)
     operands = items(layouts, OPERANDS, LayoutError)
     # The one solver known to pick the same from the same layouts, always.
     if type(chosen) is not GreedyReshard or chosen.on_reshard != "silent":

@@ -35,9 +35,8 @@ class Rule:
         for field in fields(self):
             if field.type == "int":
                 least = None if field.name == "at" else 0  # an axis may count from the end
-                rule = (
-                    f"{type(self).__name__}: {field.name} is an integer{'' if least is None else ' from 0'}"
-                )
+                name = "axis" if field.name == "at" else field.name  # as callers know it
+                rule = f"{type(self).__name__}: {name} is an integer{'' if least is None else ' from 0'}"
                 number = whole(getattr(self, field.name), rule, ShardingError, least)
                 object.__setattr__(self, field.name, number)
 

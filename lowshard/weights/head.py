@@ -111,7 +111,11 @@ class Segment:
 
     @classmethod
     def of(cls, value: Segment | Mapping[str, Any]) -> Segment:
-        """Return a segment given as one or as a mapping with size and, perhaps, num_heads."""
+        """Return a segment given as one or as a mapping with size and, perhaps, num_heads.
+
+        Raises:
+            ShardingError: neither.
+        """
         if isinstance(value, Segment):
             return value
         if not isinstance(value, Mapping) or set(value) - {"size", "num_heads"} or "size" not in value:

@@ -11,13 +11,14 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from lowshard.argument import brief
+from lowshard.argument import path as check_path
 from lowshard.checkpoint.commit import missing_folders, remove_leftovers
 from lowshard.checkpoint.inspect_command import one_line
 from lowshard.errors import CheckpointError, LaunchError
@@ -181,9 +182,12 @@ def _check_beside(
         raise LaunchError(f"{rule}, got {', '.join(given)}: leave {'it' if len(given) == 1 else 'them'} out")
 
 
-def _check_paths(paths: Iterable[str | None]) -> None:
+def _check_paths(paths: Collection[str | None]) -> None:
     if "" in paths:
         raise LaunchError("IN, OUT and DELTA are paths, got an empty text (a variable that is not set?)")
+    for given in paths:
+        if given is not None:
+            check_path(given, "IN, OUT and DELTA are paths", LaunchError)
 
 
 def run(args: argparse.Namespace, default: Callable[[str], Any]) -> int:

@@ -19,7 +19,7 @@ from typing import Any, Literal, overload
 import numpy as np
 import numpy.typing as npt
 
-from lowshard.argument import brief, instance, is_text, mapping
+from lowshard.argument import brief, in_words, instance, is_text, mapping
 from lowshard.argument import path as check_path
 from lowshard.box import Box, box_text, full_box, shape_of, volume
 from lowshard.checkpoint import hf_index
@@ -111,7 +111,11 @@ def save(
 
     def check() -> None:
         check_turn(comm, wait)
-        check_path(path, "path is that of the checkpoint's folder", CheckpointError)
+        rule = "path is that of the checkpoint's folder"
+        if os.path.isfile(check_path(path, rule, CheckpointError)):
+            raise CheckpointError(
+                f"{rule}, got the file {brief(path)}; give a folder, or merged=True for one file"
+            )
         instance(merged, bool, "merged is True or False", CheckpointError)
         for what, given in (("strategies", strategies), ("metadata", metadata)):
             if given is not None:
@@ -326,7 +330,8 @@ def _save_sharded(
     folder, tensors, metadata = together(comm, path, prepare, "save")
     tilings = {name: tiling for name, (tiling, _) in tensors.items()}
     asked = [str(folder), sorted(metadata.items()), sorted((n, t.digest()) for n, t in tilings.items()), wait]
-    agree(comm, text_digest(json.dumps(asked)), None, "save")
+    words = f"{folder}, metadata {brief(metadata)}, wait {wait}, {in_words(tilings)}"
+    agree(comm, text_digest(json.dumps(asked)), None, "save", lambda: words)
 
     def write(over: Communicator, parts: Parts) -> None:
         with Commit(folder / INDEX_NAME, over, "save") as commit:

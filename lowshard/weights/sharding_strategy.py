@@ -105,7 +105,16 @@ class ShardingStrategy:
     def segmented(
         cls, num_devices: int, axis: int, segments: Sequence[Segment | Mapping[str, Any]]
     ) -> ShardingStrategy:
-        """Cut each of several sections of an axis on its own; those with heads between heads."""
+        """Cut each of several sections of an axis on its own; those with heads between heads.
+
+        Args:
+            num_devices: how many parts.
+            axis: which axis; it may count from the end.
+            segments: a Segment(size, num_heads=None) for each section in order, or such a mapping.
+
+        Raises:
+            ShardingError: an argument that is none of these. No shape is looked at here.
+        """
         listed = items(segments, "segments are a sequence of Segment(size, num_heads=None)", ShardingError)
         return cls(num_devices, Segmented(axis, tuple(map(Segment.of, listed))))
 

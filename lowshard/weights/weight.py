@@ -45,6 +45,7 @@ class Weight:
         input_scale: Array | None = None,
         bias: Array | None = None,
     ) -> None:
+        instance(name, str, "the name of a weight is text", ShardingError)
         for what, value, kind in (
             ("sharding_strategy", sharding_strategy, ShardingStrategy), ("quantization", quantization, Quantization),
         ):  # fmt: skip

@@ -202,6 +202,11 @@ def test_ctrl_c_ends_the_ranks_and_leaves_nothing(tmp_path: Path) -> None:
 def test_wrong_options_are_exit_code_2_and_help_says_what_to_do(tmp_path: Path) -> None:
     assert demo("--synthetic", "-n", 0, cwd=tmp_path).returncode == 2
     assert demo("--synthetic", "--checkpoint", "x", cwd=tmp_path).returncode == 2
+    (tmp_path / "file").touch()
+    refused = demo("--synthetic", "--no-picture", "-o", "file", cwd=tmp_path)
+    assert refused.returncode != 0
+    assert "--out takes a folder, but 'file' is none" in refused.stderr
+    assert "ok read" not in refused.stderr  # no rank has started
     shown = demo("--help", cwd=tmp_path)
     assert shown.returncode == 0
     assert "--synthetic" in shown.stdout

@@ -199,7 +199,7 @@ def test_a_missing_file_a_folder_and_a_pipe_are_refused(tmp_path: Path) -> None:
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
     for name, text in (
         ("gone", "no such file"), ("dangling", "no such file"), (".", "is a directory"),
-        ("pipe", "is not a regular file"), ("a\0b", "cannot be opened"), ("pipe/x", "cannot be opened"),
+        ("pipe", "is not a regular file"), ("a\0b", "is read from its path"), ("pipe/x", "cannot be opened"),
     ):  # fmt: skip
         with pytest.raises(CheckpointError, match=text):
             read_header(str(tmp_path / name))

@@ -26,13 +26,25 @@ from lowshard import (
     predict_redistribute,
 )
 from lowshard.checkpoint import Catalog, read_header
-from lowshard.comm import loopback
+from lowshard.comm import Communicator, loopback, refuse, run_loopback, share_text
+from lowshard.errors import (
+    CheckpointError,
+    CommError,
+    KernelError,
+    LayoutError,
+    LowshardError,
+    ShardingError,
+    SolverError,
+    StepError,
+)
+from lowshard.fsdp import FSDP as Engine
 from lowshard.fsdp import SGD, AdamW, Param, Precision
 from lowshard.fsdp import ShardingStrategy as Shard
 from lowshard.kernels import (
     BoxTable,
     MXFP8Tensor,
     cast,
+    content_sum,
     dequantize_mxfp8,
     pack,
     quantize_mxfp8,
@@ -42,9 +54,12 @@ from lowshard.kernels import (
     unswizzle_scales,
 )
 from lowshard.reshard import (
+    MXFP8ReshardTransform,
     ParameterMetadata,
     build_reshard_plan,
+    digest,
     ensure_sendable,
+    model_digest,
     scale_slice_from_data_slice,
 )
 from lowshard.rules import RuleSet, load_rules, make_rules, parse_rules
@@ -56,6 +71,7 @@ from lowshard.solver import (
     build_action_set,
     force_replicated_action_set,
     pick,
+    solver,
 )
 from lowshard.weights import Segment, ShardingStrategy, Weight, load, plan_load, save, shard_module
 
@@ -133,6 +149,10 @@ GEOMETRY: dict[str, Prepare] = {
 }
 
 KERNELS: dict[str, Prepare] = {
+    "content_sum": lambda: (
+        content_sum,
+        {"x": floats(2, 64), "box": ((0, 2), (0, 64)), "shape": (4, 64)},
+    ),
     "quantize_mxfp8": lambda: (
         quantize_mxfp8,
         {
@@ -516,3 +536,100 @@ def test_wrong_arguments(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_nothing_is_taken_for_a_number(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert not coerced(CALLS[name])
+
+
+@pytest.mark.parametrize("value", ["False", "no", b"", [], None, -1, 0.5], ids=repr)
+def test_a_flag_is_true_or_false(value: Any) -> None:
+    for call in (
+        lambda: GreedyReshard(allow_partial_to_sharded=value),
+        lambda: build_reshard_plan({"w": WHOLE}, {"w": WHOLE}, multicast=value),
+        lambda: sum_into(floats(4), [floats(4)], accumulate=value),
+        lambda: MXFP8ReshardTransform(["w"], convert_on_send=value),
+    ):
+        with pytest.raises(LowshardError, match="is True or False"):
+            call()
+
+
+@pytest.mark.parametrize("value", [True, 1, np.bool_(True), np.array(True)], ids=repr)
+def test_what_else_is_taken_for_true(value: Any) -> None:
+    assert GreedyReshard(allow_partial_to_sharded=value) == GreedyReshard(allow_partial_to_sharded=True)
+
+
+def test_paths_that_only_a_shell_expands_and_empty_ones_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    save("there", {"w": (WHOLE, floats(8, 6))})
+    for path in ("~/w", Path("~/w"), "~"):
+        for call in (
+            lambda path=path: save(path, {"w": (WHOLE, floats(8, 6))}),
+            lambda path=path: Catalog.open(path),
+        ):
+            with pytest.raises(CheckpointError, match=r"a program by os.path.expanduser\(path\)"):
+                call()
+    monkeypatch.chdir("there")
+    for refused in (lambda: save("", {"w": (WHOLE, floats(8, 6))}), lambda: Catalog.open("")):
+        with pytest.raises(CheckpointError, match="got ''"):
+            refused()
+    monkeypatch.chdir(tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == ["there"]
+    with pytest.raises(CheckpointError, match=r"got the file .*; give a folder"):
+        save("there/lowshard.index.json", {"w": (WHOLE, floats(8, 6))})
+
+
+def test_a_model_digest_is_of_digests() -> None:
+    known = digest({"w": (WHOLE, floats(8, 6))})
+    assert len(model_digest(known)) == 32
+    with pytest.raises(LayoutError, match="got 'abc' for 'w'"):
+        model_digest({"w": "abc"})
+
+
+def test_a_solver_that_cannot_be_called_is_refused_where_it_is_bound() -> None:
+    with pytest.raises(SolverError, match="such as GreedyReshard"), solver(GreedyReshard):  # type: ignore[arg-type]
+        pass
+
+
+def test_parameters_that_are_filled_are_known() -> None:
+    (comm,) = loopback(1)
+    engine = Engine({"l": [Param("w", (4,))]}, comm)
+    for names, kind in (("l.w", StepError), (["l.v"], LayoutError)):
+        with pytest.raises(kind, match=r"names are full names|no parameter 'l.v'"):
+            engine.fill(lambda name, box: 1.0, names)
+    engine.fill(lambda name, box: 2.0, ["l.w"])
+    assert (engine.full("l.w") == 2).all()
+
+
+def test_what_is_told_to_other_ranks_is_an_error_and_a_text() -> None:
+    (comm,) = loopback(1)
+    for call in (
+        lambda: refuse(comm, "wrong", "call"),  # type: ignore[arg-type]
+        lambda: refuse(None, LowshardError("wrong"), "call"),  # type: ignore[arg-type]
+        lambda: share_text(comm, b"text"),  # type: ignore[arg-type]
+        lambda: share_text(comm, "\udc80"),
+        lambda: comm.send(floats(4), 1),
+    ):
+        with pytest.raises(CommError):
+            call()
+    with pytest.raises(CommError, match="a single rank; start more"):
+        comm.recv(floats(4), 0)
+    assert run_loopback(np.array(2), lambda c: c.rank) == [0, 1]  # type: ignore[arg-type]
+
+
+def test_errors_name_arguments_as_callers_know_them() -> None:
+    with pytest.raises(ShardingError, match="axis is an integer"):
+        ShardingStrategy.axiswise(None, 2)  # type: ignore[arg-type]
+    with pytest.raises(KernelError, match="lr is a number of 0 or more, got None"):
+        AdamW(lr=None)  # type: ignore[arg-type]
+    with pytest.raises(ShardingError, match="name of a weight is text"):
+        Weight(None, floats(4))  # type: ignore[arg-type]
+
+
+def test_traffic_is_readable_where_it_is_printed() -> None:
+    def main(comm: Communicator) -> str:
+        before = str(comm.traffic)
+        comm.all_gather(floats(2), floats(4))
+        return f"{before} {comm.traffic}"
+
+    told = "<Traffic: no calls; 0 bytes sent, 0 received, 0 of these by memory> "
+    told += "<Traffic: all_gather 1; 8 bytes sent, 8 received, 0 of these by memory>"
+    assert run_loopback(2, main) == [told, told]

@@ -493,7 +493,9 @@ def test_arrays_and_plans_that_do_not_fit_are_refused_on_every_rank() -> None:
     attempt(
         1, lambda g: g.__setitem__(4, {"b": "0"}), PlanError, "digests are a mapping of the plan's sequences"
     )
-    with pytest.raises(MeshError, match="the plan has ranks up to 3, the communicator 2"):
+    with pytest.raises(
+        MeshError, match="the plan has ranks up to 3, but the communicator has 2; start 4 ranks"
+    ):
         lc.run_loopback(2, lambda c: move_pages(plan, *arrays(c.rank), c), 30)
 
 

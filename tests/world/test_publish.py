@@ -33,11 +33,13 @@ from lowshard.errors import (
     PlanError,
     TimedOut,
 )
+from lowshard.fsdp import FSDP, Param
 from lowshard.reshard import Publisher, Subscriber, stream_shares, version_store
 from lowshard.reshard.tensor_layout import as_tensor_layout
 from lowshard.reshard.version_store import Memory, VersionStore
 from lowshard.reshard.version_wire import CONTROL, DATA, Greeting, Line, Lost, read_answer, read_table
 from lowshard.transfer.device_copies import DeviceCopies
+from lowshard.weights import save
 
 DTYPES = ("float32", "bfloat16", "float8_e4m3fn", "int64", "float16")
 
@@ -189,9 +191,11 @@ def test_who_comes_late_gets_the_newest_and_members_are_shown(tmp_path: Path) ->
 def test_a_restarted_publisher_begins_anew_and_nothing_is_mixed(tmp_path: Path) -> None:
     address, array = f"unix:{tmp_path}/p", np.zeros(1000, np.float32)
     with _subscriber(address, array) as subscriber:
-        with pytest.raises(TimedOut, match="no publisher answers"):
+        with pytest.raises(TimedOut, match=r"no publisher answers .*; start the publisher"):
             subscriber.pull(0.1)
         with _publisher(address, array) as first:
+            with pytest.raises(TimedOut, match="no version was offered"):
+                subscriber.pull(0.1)
             array[...] = 9
             first.publish(9)
             assert subscriber.pull(10) == 9
@@ -203,6 +207,51 @@ def test_a_restarted_publisher_begins_anew_and_nothing_is_mixed(tmp_path: Path) 
             second.publish(2)  # its own numbers
             assert subscriber.pull(10) == 2
             assert (subscriber.weights["w"] == 2).all()
+
+
+def test_what_is_closed_says_its_own_name(tmp_path: Path) -> None:
+    address, array = f"unix:{tmp_path}/p", np.zeros(10, np.float32)
+    publisher, subscriber = _publisher(address, array), _subscriber(address, array)
+    subscriber.close()
+    publisher.close(0)
+    with pytest.raises(CommError, match="this Publisher is closed"):
+        publisher.publish(1)
+    with pytest.raises(CommError, match="this Subscriber is closed"):
+        subscriber.pull(0.1)
+
+
+def test_ranks_that_differ_are_told_in_words(tmp_path: Path) -> None:
+    mesh = ls.DeviceMesh((2,), ("x",))
+    cut, whole = (
+        ls.Layout(mesh, (4, 4), "float32", (ls.Sharded(0),)),
+        ls.Layout(mesh, (4, 4), "float32", (ls.Replicated(),)),
+    )
+    told: list[list[str]] = [[], []]
+
+    def main(comm: lc.Communicator) -> None:
+        mine, where = np.zeros((2, 4), np.float32), f"unix:{tmp_path}/p"
+
+        def refused(call: Callable[[], object]) -> None:
+            with pytest.raises(MismatchError) as caught:
+                call()
+            told[comm.rank].append(str(caught.value))
+
+        refused(lambda: Publisher({"w": cut}, {"w": mine}, comm, address=f"{where}{comm.rank}"))
+        refused(lambda: Subscriber({"w": cut}, {"w": mine}, comm, address=where, name=str(comm.rank)))
+        refused(lambda: ls.redistribute(mine, cut, cut if comm.rank else whole, comm))
+        refused(lambda: save(f"{where}{comm.rank}", {"w": (cut, mine)}, comm))
+        refused(lambda: FSDP({"l": [Param("w", (4, 4 + comm.rank))]}, comm))
+        with Publisher({"w": cut}, {"w": mine}, comm, address=where) as publisher:
+            refused(lambda: publisher.publish(comm.rank + 1))
+
+    lc.run_loopback(2, main)
+    assert told[0] == told[1]
+    words = (
+        "p0, no token", "name '0'", "x=S0 to float32[4,4] x=R", "p0, metadata", "'l.w': float32[4, 4]", "version 1"
+    )  # fmt: skip
+    for text, said in zip(told[0], words, strict=True):
+        assert said in text
+    assert "ranks [1] have version 2" in told[0][-1]
 
 
 def test_close_lets_members_in_touch_have_the_last_version(tmp_path: Path) -> None:
@@ -518,7 +567,7 @@ def test_a_stranger_without_the_token_gets_nowhere(tmp_path: Path) -> None:
         publisher.publish(1)
         with (
             _subscriber(address, array, token=b"another token!!!") as stranger,
-            pytest.raises(TimedOut, match="no publisher answers"),
+            pytest.raises(TimedOut, match=r"no publisher answers .* another token"),
         ):
             stranger.pull(0.5)
         assert publisher.members() == ()

@@ -131,6 +131,7 @@ def test_a_text_that_is_empty_is_no_path(
         ("--delta", place / "v0", place / "v1", "-o", ""), (place / "v0", "out", "--apply", ""),
     ):  # fmt: skip
         assert "got an empty text" in run(*words, code=2)
+    assert "a shell expands ~" in run(place / "v0", "~/out", "--merged", code=2)
     assert not list(Path().iterdir())
 
 

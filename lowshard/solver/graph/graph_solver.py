@@ -330,6 +330,10 @@ def solve_graph(
         sizes: a number for each symbol.
         rules: as for `pick`.
         prices: the GraphSolver whose prices another solver's plan is told in.
+
+    Raises:
+        LayoutError: a graph that does not fit, or a symbol without a size.
+        SolverError: no solver, or one that finds no action for an op.
     """
     if solver is None or isinstance(solver, GraphSolver):
         return (solver or GraphSolver()).solve(graph, mesh, sizes, rules)
