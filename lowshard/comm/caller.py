@@ -21,7 +21,7 @@ from lowshard.comm.collectives import Collective, key_of, planned, text_of
 from lowshard.comm.transport import Transport
 from lowshard.comm.work import Stream, ThreadWork, Work, Worker
 from lowshard.errors import BufferMismatchError, CommError, LowshardError
-from lowshard.foreign_array import is_foreign, like, view_of
+from lowshard.foreign_array import is_foreign, like, view_in_call
 
 Array = Any  # a NumPy or CuPy array; CuPy ships no types
 T = TypeVar("T")
@@ -248,7 +248,7 @@ class Caller:
             self.open()
             if not self.transport.buffers.holds(send, recv) and is_foreign(send, recv):
                 try:
-                    send, recv = view_of(send, what.arrays[0]), view_of(recv, what.arrays[1])
+                    send, recv = view_in_call(send, what.arrays[0]), view_in_call(recv, what.arrays[1])
                 except LowshardError as error:
                     self.refuse(error, what.name + NO_ARRAY)
                 self.call(what, key, send, recv)
@@ -394,7 +394,7 @@ class Caller:
         call = self._known(known_as, buf, None) if sends else self._known(known_as, None, buf)
         if call is None:
             self.open()
-            buf = t.buffers.flat(view_of(buf, "buf"), "buf", writes=not sends)
+            buf = t.buffers.flat(view_in_call(buf, "buf"), "buf", writes=not sends)
             self._is_peer(peer, "dst" if sends else "src")
             text = f"{name} {text_of(buf)} {'to' if sends else 'from'} rank {peer}"
             call = self.make(name, text, *((buf.nbytes, 0) if sends else (0, buf.nbytes)))
@@ -438,7 +438,7 @@ class Caller:
         s, r = send, recv
         if call is None or t.closed or not (t.buffers.ready(s) and t.buffers.ready(r, True)):
             self.open()
-            s, r = view_of(send, "send"), view_of(recv, "recv")
+            s, r = view_in_call(send, "send"), view_in_call(recv, "recv")
             s, r = t.buffers.flat(s, "send"), t.buffers.flat(r, "recv", writes=True)
             self._is_peer(dst, "dst")
             self._is_peer(src, "src")
@@ -552,7 +552,7 @@ class Caller:
             return self.on_stream(stream, name, lambda: self.shared(what, send, recv, None, *detail))
         if is_foreign(send):
             try:
-                seen = view_of(send, what.arrays[0])
+                seen = view_in_call(send, what.arrays[0])
             except LowshardError as error:
                 self.refuse(error, name + NO_ARRAY)
             return like(self.shared(what, seen, recv, None, *detail), send)

@@ -26,6 +26,7 @@ CLOSED_ARGUMENTS = {
     "comm/node/combine._divider": "dtypes", "comm/node/combine._converter": "dtypes",
     "dtypes._numpy_dtype": "rows of the dtype table", "kernels/buffer.dtype_name": "dtypes of the table",
     "foreign_array.is_cupy": "256 types", "foreign_array._way_to_see": "256 types",
+    "foreign_array._memory_of": "256 types",
     "fsdp/closed_parameter.closed_parameter": "classes of parameters",
     "kernels/cpu/drive.compiled": "kinds of kernels", "kernels/cpu/scales.swizzle_kernel": "two",
     "kernels/cpu/weigh.weigh_kernel": "bytes of a unit",
