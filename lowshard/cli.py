@@ -69,6 +69,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # whoever reads this has read enough: lowshard ... | head
         drop_stdout()
         return 128 + signal.SIGPIPE
+    except SystemExit as end:
+        if isinstance(end.__context__, BrokenPipeError):  # rich ends so, with 1, as a failed command does
+            return 128 + signal.SIGPIPE
+        raise
     except LowshardError as error:  # some are OSErrors too
         print(f"lowshard: error: {error}", file=sys.stderr)
         return error.exit_code

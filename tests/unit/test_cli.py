@@ -215,3 +215,11 @@ def test_who_stops_reading_or_has_no_room_gets_no_traceback(argv: list[str], unb
     assert "Traceback" not in ran.stderr
     if "--help" not in argv:
         assert (ran.returncode, ran.stderr.count("cannot be written: No space left")) == (1, 1)
+
+
+def test_a_table_that_nobody_reads_to_its_end_is_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    with open(write_end, "w") as nobody:
+        monkeypatch.setattr(sys, "stdout", nobody)
+        assert cli.main(["solve", "mlp", "--mesh", "tp=2"]) == 141
