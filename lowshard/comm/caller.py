@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -147,6 +149,16 @@ class Caller:
         if quick is not None:
             self._acts, self._run_quick, self._head = quick.acts, quick.run, quick.head
             self.traffic.sources.append(quick.take_uses)
+        if size > 1:
+            _callers.add(self)
+
+    def leave_to_parent(self) -> None:
+        """Refuse all calls in a forked child: made there they would be taken for calls of its parent."""
+        self._acts = {}
+        self.transport.closed = self.transport.ended = self.transport.forked = True
+        self.lock = threading.RLock()  # a thread that is not here may have held it
+        self._end_of_turn = _EndOfTurn(self.lock)
+        self._worker, self._lines, self.batch = None, {}, None
 
     def close(self) -> None:
         """Close the transport, once what was started has ended; see `Communicator.close`."""
@@ -169,7 +181,12 @@ class Caller:
             self.lock.release()
 
     def open(self) -> None:
-        """Raise CommError where the communicator is closed."""
+        """Raise CommError where the communicator is closed, or its parent's."""
+        if self.transport.forked:
+            raise CommError(
+                f"this {self.transport.name} communicator is that of the process which forked this one, and its calls "
+                "are left to that; here a run_loopback makes ranks of its own"
+            )
         if self.transport.closed:
             raise CommError(f"this {self.transport.name} communicator is closed; make a new one")
 
@@ -622,3 +639,16 @@ def _elems_of(buf: Array | None) -> int:
 
 def _nothing() -> None:
     """What a call that is over runs."""
+
+
+_callers: weakref.WeakSet[Caller] = weakref.WeakSet()
+"""Of this process, of several ranks."""
+
+
+def _leave_to_parent() -> None:
+    for caller in list(_callers):
+        caller.leave_to_parent()
+    _callers.clear()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
