@@ -53,6 +53,8 @@ def is_foreign(*values: object) -> bool:
 def view_of(value: object, name: str) -> Array:
     """Return an array of another library as NumPy's or CuPy's over the same memory, and anything else as it is.
 
+    Subclasses of NumPy's are seen as plain arrays.
+
     It may be kept: from then on torch refuses, for good, to resize the storage of a tensor on the host.
 
     Args:
@@ -78,7 +80,9 @@ def view_in_call(value: object, name: str) -> Array:
 
 def _seen_by(see: Seen, value: object, name: str) -> Array:
     if see is _as_it_is or (see is _buffer_view and not _has_buffer(value)):
-        return value
+        # A subclass, such as matrix, may slice and reshape in ways of its own.
+        is_sub = type(value) is not np.ndarray and isinstance(value, np.ndarray)
+        return value.view(np.ndarray) if is_sub else value
     try:
         return see(value, name)
     except LowshardError:
