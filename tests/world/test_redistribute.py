@@ -567,6 +567,7 @@ def test_a_plan_that_cannot_be_made_on_one_rank_raises_on_all() -> None:
     lc.run_loopback(2, run)
 
 
+@pytest.mark.filterwarnings("ignore:the matrix subclass")
 def test_subclasses_of_arrays_move_as_plain_ones() -> None:
     mesh = DeviceMesh((2,), ("x",))
     src, dst = (Layout(mesh, (4, 2), "float64", (placed,)) for placed in (Sharded(0), Replicated()))
