@@ -6,7 +6,9 @@ import argparse
 import errno
 import signal
 import sys
-from collections.abc import Iterable, Sequence
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from io import TextIOWrapper
 
@@ -18,7 +20,7 @@ from lowshard.streams import drop_stdout, open_closed_streams
 DESCRIPTION = "Place, move and quantise raw array buffers over many processes."
 EPILOG = (
     "Exit codes: 0 done, 1 failed, 2 wrong usage, 70 a rank died (signal, lost host), 71 timed out, "
-    "72 ranks disagreed."
+    "72 ranks disagreed, 130 Ctrl-C, 143 SIGTERM."
 )
 
 
@@ -53,6 +55,28 @@ def _named(argv: Sequence[str]) -> Iterable[str]:
     return () if first == "--version" else (first,) if first in COMMANDS else COMMANDS
 
 
+class _Terminated(KeyboardInterrupt):
+    """SIGTERM has come."""
+
+
+def _terminate(number: int, frame: object) -> None:
+    raise _Terminated
+
+
+@contextmanager
+def _ended_as_by_ctrl_c() -> Iterator[None]:
+    """Have SIGTERM, which batch systems send, end a command as Ctrl-C does: nothing that it made is left behind."""
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:  # the program has its own way
+        yield
+        return
+    signal.signal(signal.SIGTERM, _terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
     open_closed_streams()
@@ -62,8 +86,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         try:
             words = sys.argv[1:] if argv is None else list(argv)
-            args = build_parser(_named(words)).parse_args(words)
-            return int(args.func(args))
+            with _ended_as_by_ctrl_c():
+                args = build_parser(_named(words)).parse_args(words)
+                return int(args.func(args))
         finally:
             sys.stdout.flush()  # what fails here is told here, not by Python at its end
     except BrokenPipeError:  # whoever reads this has read enough: lowshard ... | head
@@ -83,6 +108,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         drop_stdout()
         print(f"lowshard: error: what this prints cannot be written: {error.strerror}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        print("lowshard: interrupted", file=sys.stderr)
-        return 130
+    except KeyboardInterrupt as end:
+        is_term = isinstance(end, _Terminated)
+        print("lowshard: ended by SIGTERM" if is_term else "lowshard: interrupted", file=sys.stderr)
+        return 128 + (signal.SIGTERM if is_term else signal.SIGINT)
