@@ -9,6 +9,7 @@ from functools import cache
 from typing import Any
 
 from lowshard import settings
+from lowshard._version import __version__
 from lowshard.argument import brief
 from lowshard.calibration import setting_fault
 from lowshard.comm.call import Activity
@@ -26,6 +27,10 @@ from lowshard.errors import CommError, LaunchError, LowshardError
 # By the ranks of the world, in order: a process makes what it shares with a group once, and keeps it to its end.
 _memories: dict[tuple[int, ...], Any] = {}
 _watches: dict[tuple[int, ...], tuple[Any, tuple[str | None, ...]]] = {}
+
+
+_EQUAL = (settings.CPU_PATH, settings.NODE_SIZE, settings.CHECK, settings.WATCH)
+"""What all ranks go by alike."""
 
 
 @cache
@@ -61,8 +66,8 @@ def build_host(mpi_comm: Any, timeout_s: float | None = None, fault: str = "") -
     await_all(mpi_comm, seconds)
     own = mpi_comm.Dup()
     wish, size = settings.CPU_PATH.text(), settings.NODE_SIZE.text()
-    said = wish, size, settings.CHECK.text(), settings.WATCH.text()
-    rows = own.allgather((*said, why_no_window(), fault or setting_fault() or _choice_fault()))
+    said = [setting.text() for setting in _EQUAL]
+    rows = own.allgather((*said, __version__, why_no_window(), fault or setting_fault() or _choice_fault()))
     wrong = _first_wrong(rows)
     if wrong:
         own.Free()
@@ -150,7 +155,7 @@ def _first_wrong(rows: Sequence[tuple[str, ...]]) -> str:
         if fault:
             return f"rank {rank}: {fault}"
     sizes = {"", *(size for _, size, *_ in rows if size.isdecimal() and int(size) > 0)}
-    for column, setting in enumerate((settings.CPU_PATH, settings.NODE_SIZE, settings.CHECK, settings.WATCH)):
+    for column, setting in enumerate(_EQUAL):
         values, known = {row[column] for row in rows}, set(setting.values.split("|"))
         rule = f"one of {', '.join(setting.values.split('|'))}"
         if setting is settings.NODE_SIZE:
@@ -158,6 +163,13 @@ def _first_wrong(rows: Sequence[tuple[str, ...]]) -> str:
         if not values <= known or len(values) > 1:
             said = ", ".join(map(repr, sorted(values)))
             return f"{setting.name} is {rule} and equal on all ranks, got {said}"
+    versions = [row[len(_EQUAL)] for row in rows]
+    for rank, version in enumerate(versions):
+        if version != versions[0]:
+            return (
+                f"rank 0 runs lowshard {versions[0]}, rank {rank} lowshard {version}, and they may not understand each "
+                "other; install one version on all hosts"
+            )
     return ""
 
 

@@ -15,7 +15,8 @@ from mpi4py import MPI
 from support import mode
 from support.wrong_values import WRONG, raised
 
-from lowshard.comm import from_mpi, from_nccl
+from lowshard import __version__
+from lowshard.comm import build, from_mpi, from_nccl
 from lowshard.errors import LowshardError
 
 WORLD = MPI.COMM_WORLD
@@ -69,6 +70,12 @@ for setting, value in (
     if found[0] != found[1] or not found[0].startswith("CommError: ") or setting not in found[0]:
         failed.append(f"{setting}={value} on rank 1 alone: {found}")
     os.environ.pop(setting, None)
+if RANK == 1:
+    build.__version__ += ".post1"  # as where another version is installed
+found = WORLD.allgather(outcome(from_mpi, FROM_MPI))
+build.__version__ = __version__
+if found[0] != found[1] or f"rank 1 lowshard {__version__}.post1," not in found[0]:
+    failed.append(f"another version on rank 1: {found}")
 os.environ["LOWSHARD_WATCH"] = "off"  # quicker
 for _ in range(MOST_COMMUNICATORS):
     said = outcome(from_mpi, {**FROM_MPI, "device": "none of these"})
