@@ -170,7 +170,7 @@ def _seen(local: object, out: object) -> tuple[Array | None, Array | None, Lowsh
     if (local is None or type(local) is np.ndarray) and (out is None or type(out) is np.ndarray):
         return local, out, None
     try:
-        return view_in_call(local, "local"), view_in_call(out, "out"), None
+        return view_in_call(local, "local"), view_in_call(out, "out", writes=True), None
     except LowshardError as error:
         return None, None, error
 

@@ -50,7 +50,7 @@ def is_foreign(*values: object) -> bool:
     return False
 
 
-def view_of(value: object, name: str) -> Array:
+def view_of(value: object, name: str, writes: bool = False) -> Array:
     """Return an array of another library as NumPy's or CuPy's over the same memory, and anything else as it is.
 
     Subclasses of NumPy's are seen as plain arrays.
@@ -60,31 +60,37 @@ def view_of(value: object, name: str) -> Array:
     Args:
         value: what came.
         name: of the argument, for messages.
+        writes: it is a result. CuPy's arrays do not say that they are read-only, so it is asked here.
 
     Raises:
         BufferMismatchError: an array whose memory cannot be used as it is; the text says what to pass.
         DTypeError: an element type outside the table.
         DependencyError: it lies on a GPU, and CuPy is missing.
     """
-    return _seen_by(_way_to_see(type(value)), value, name)  # type: ignore[arg-type]  # types can be hashed
+    return _seen_by(_way_to_see(type(value)), value, name, writes)  # type: ignore[arg-type]  # types can be hashed
 
 
-def view_in_call(value: object, name: str) -> Array:
+def view_in_call(value: object, name: str, writes: bool = False) -> Array:
     """As `view_of`, for as long as a call is under way: torch may free or resize the storage afterwards.
 
     FSDP does so with what it has gathered.
     """
     see = _way_to_see(type(value))  # type: ignore[arg-type]  # types can be hashed
-    return _seen_by(_torch_view_in_call if see is _torch_view else see, value, name)
+    return _seen_by(_torch_view_in_call if see is _torch_view else see, value, name, writes)
 
 
-def _seen_by(see: Seen, value: object, name: str) -> Array:
+def _seen_by(see: Seen, value: Any, name: str, writes: bool) -> Array:
     if see is _as_it_is or (see is _buffer_view and not _has_buffer(value)):
         # A subclass, such as matrix, may slice and reshape in ways of its own.
         is_sub = type(value) is not np.ndarray and isinstance(value, np.ndarray)
         return value.view(np.ndarray) if is_sub else value
     try:
-        return see(value, name)
+        seen = see(value, name)
+        if writes and not isinstance(seen, np.ndarray):
+            told = value.__cuda_array_interface__["data"][1] if see is _cuda_view else see is _jax_view
+            if told:
+                raise BufferMismatchError(f"{name} {READ_ONLY}")
+        return seen
     except LowshardError:
         raise
     except Exception as error:  # foreign code raises what it likes
@@ -94,10 +100,10 @@ def _seen_by(see: Seen, value: object, name: str) -> Array:
         ) from error
 
 
-def view_or_same(value: object) -> Any:
+def view_or_same(value: object, writes: bool = False) -> Any:
     """As `view_in_call`, and where that raises the value itself, for the call that is to take it."""
     try:
-        return view_in_call(value, "array")
+        return view_in_call(value, "array", writes)
     except LowshardError:
         return value
 

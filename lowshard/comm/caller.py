@@ -265,7 +265,8 @@ class Caller:
             self.open()
             if not self.transport.buffers.holds(send, recv) and is_foreign(send, recv):
                 try:
-                    send, recv = view_in_call(send, what.arrays[0]), view_in_call(recv, what.arrays[1])
+                    send = view_in_call(send, what.arrays[0])
+                    recv = view_in_call(recv, what.arrays[1], writes=True)
                 except LowshardError as error:
                     self.refuse(error, what.name + NO_ARRAY)
                 self.call(what, key, send, recv)
@@ -411,7 +412,7 @@ class Caller:
         call = self._known(known_as, buf, None) if sends else self._known(known_as, None, buf)
         if call is None:
             self.open()
-            buf = t.buffers.flat(view_in_call(buf, "buf"), "buf", writes=not sends)
+            buf = t.buffers.flat(view_in_call(buf, "buf", not sends), "buf", writes=not sends)
             self._is_peer(peer, "dst" if sends else "src")
             text = f"{name} {text_of(buf)} {'to' if sends else 'from'} rank {peer}"
             call = self.make(name, text, *((buf.nbytes, 0) if sends else (0, buf.nbytes)))
@@ -455,7 +456,7 @@ class Caller:
         s, r = send, recv
         if call is None or t.closed or not (t.buffers.ready(s) and t.buffers.ready(r, True)):
             self.open()
-            s, r = view_in_call(send, "send"), view_in_call(recv, "recv")
+            s, r = view_in_call(send, "send"), view_in_call(recv, "recv", writes=True)
             s, r = t.buffers.flat(s, "send"), t.buffers.flat(r, "recv", writes=True)
             self._is_peer(dst, "dst")
             self._is_peer(src, "src")
