@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -51,15 +52,16 @@ def test_calls_refuse_it_as_a_result_and_take_it_for_a_source() -> None:
     mesh = DeviceMesh((2,), ("x",))
     src, dst = (Layout(mesh, (4,), "float32", (placed,)) for placed in (Sharded(0), Replicated()))
 
-    def job(comm: lc.Communicator) -> list[str]:
+    def job(comm: lc.Communicator) -> list[bool]:
         part, constant = np.zeros(2, np.float32), Exported(True)
         said = []
-        for call in (
+        calls: tuple[Callable[[], object], ...] = (
             lambda: comm.all_gather(part, constant),
             lambda: comm.start.all_gather(part, constant).wait(),
             lambda: redistribute(part, src, dst, comm, constant),
             lambda: comm.all_gather(constant, np.zeros(8, np.float32)),
-        ):
+        )
+        for call in calls:
             with pytest.raises(BufferMismatchError) as caught:
                 call()
             said.append(READ_ONLY in str(caught.value))
