@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import os
 import signal
 import sys
 import threading
@@ -55,6 +56,14 @@ def _named(argv: Sequence[str]) -> Iterable[str]:
     return () if first == "--version" else (first,) if first in COMMANDS else COMMANDS
 
 
+def _has_lost_its_folder() -> bool:
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return True
+    return False
+
+
 class _Terminated(KeyboardInterrupt):
     """SIGTERM has come."""
 
@@ -103,7 +112,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return error.exit_code
     except OSError as error:
         if error.errno != errno.ENOSPC:
-            print(f"lowshard: error: the system refused: {error}", file=sys.stderr)
+            why = f"the system refused: {error}"
+            if isinstance(error, FileNotFoundError) and _has_lost_its_folder():
+                why = "the folder that this was started in is gone; cd to one that exists"
+            print(f"lowshard: error: {why}", file=sys.stderr)
             return 1
         drop_stdout()
         print(f"lowshard: error: what this prints cannot be written: {error.strerror}", file=sys.stderr)

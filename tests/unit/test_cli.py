@@ -223,3 +223,14 @@ def test_a_table_that_nobody_reads_to_its_end_is_no_answer(monkeypatch: pytest.M
     with open(write_end, "w") as nobody:
         monkeypatch.setattr(sys, "stdout", nobody)
         assert cli.main(["solve", "mlp", "--mesh", "tp=2"]) == 141
+
+
+def test_a_folder_that_is_gone_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert cli.main(["run", "-n", "2", "program.py"]) == 1
+    assert "the folder that this was started in is gone" in capsys.readouterr().err
